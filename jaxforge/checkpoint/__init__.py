@@ -1,0 +1,1 @@
+"""Durable state: arrays, progress and config, saved and restored together."""

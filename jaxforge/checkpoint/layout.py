@@ -1,0 +1,71 @@
+"""How a train state lies in a checkpoint: plain nested dicts, named for what they hold.
+
+    step                    steps attempted
+    params/...              parameters, by module and name
+    optimizer/count         updates made
+    optimizer/mu, nu/...    moments, each a tree like params
+    guard/...               counts of bad steps
+
+Nothing here depends on how the optimizer is chained, and no Python class is needed to read it.
+"""
+
+from typing import Any
+
+import jax
+import optax
+import orbax.checkpoint as ocp
+from jaxtyping import PyTree
+
+from jaxforge.training.guard import GuardState
+from jaxforge.training.state import TrainState
+
+Tree = dict[str, Any]
+
+
+def to_tree(state: TrainState) -> Tree:
+    """The state as nested dicts; leaves may be arrays or their abstract values."""
+    return {
+        "step": state.step,
+        "params": state.params,
+        "optimizer": _fields(state.opt_state),
+        "guard": state.guard._asdict(),
+    }
+
+
+def from_tree(tree: Tree, like: TrainState) -> TrainState:
+    """The state whose optimizer is chained as in `like`."""
+    return TrainState(
+        step=tree["step"],
+        params=tree["params"],
+        opt_state=optax.tree.set(like.opt_state, **tree["optimizer"]),
+        guard=GuardState(**tree["guard"]),
+    )
+
+
+def save_args(tree: Tree, axes: PyTree) -> Tree:
+    """Storage layout of every leaf: stacked parameters and moments in chunks of one layer.
+
+    So that an export can read layer by layer, in bounded memory.
+    """
+    stacked = jax.tree.map(
+        lambda names: ocp.SaveArgs(shard_axes=(0,) if "layers" in names else ()),
+        axes,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+    args = jax.tree.map(lambda _: ocp.SaveArgs(), tree)
+    like_params = jax.tree.structure(tree["params"])
+    moments = {k: v for k, v in tree["optimizer"].items() if jax.tree.structure(v) == like_params}
+    return {
+        **args,
+        "params": stacked,
+        "optimizer": {**args["optimizer"], **dict.fromkeys(moments, stacked)},
+    }
+
+
+def _fields(opt_state: PyTree) -> Tree:
+    """Named fields of every transform's state in the chain; no two may share a name."""
+    fields: Tree = {}
+    for state in opt_state:
+        assert not fields.keys() & set(state._fields)
+        fields |= state._asdict()
+    return fields

@@ -1,0 +1,1 @@
+"""The decoder: modules declare parameters once; `Model` turns them into pure functions."""

@@ -1,0 +1,50 @@
+"""Rotary position embedding (arXiv:2104.09864) in the rotate-half layout of GPT-NeoX and Llama."""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxforge.config.model import ModelConfig, RopeScaling
+
+
+class Rotation(NamedTuple):
+    """Cosine and sine of each position's angles, float32."""
+
+    cos: Float[Array, "b s half"]
+    sin: Float[Array, "b s half"]
+
+
+def rotation(config: ModelConfig, positions: Int[Array, "b s"]) -> Rotation:
+    """The angles position · frequency for every pair of channels of a head."""
+    frequencies_h = jnp.asarray(inverse_frequencies(config))
+    angles = positions[..., None].astype(jnp.float32) * frequencies_h
+    return Rotation(jnp.cos(angles), jnp.sin(angles))
+
+
+def inverse_frequencies(config: ModelConfig) -> np.ndarray:
+    """theta^(-2i / head_dim), i < head_dim / 2, float32; scaled where `rope_scaling` asks."""
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    frequencies = (1.0 / np.float32(config.rope_theta) ** exponents).astype(np.float32)
+    if config.rope_scaling is None:
+        return frequencies
+    return _llama3_scaled(frequencies, config.rope_scaling)
+
+
+def rotate(x_BSHh: Float[Array, "b s heads h"], by: Rotation) -> Float[Array, "b s heads h"]:
+    """Turns each pair (channel i, channel i + h/2) by its angle, in float32."""
+    first, second = jnp.split(x_BSHh.astype(jnp.float32), 2, axis=-1)
+    cos, sin = by.cos[:, :, None, :], by.sin[:, :, None, :]
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x_BSHh.dtype)
+
+
+def _llama3_scaled(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    """Llama 3.1's context extension: long wavelengths / factor, short ones kept, a ramp between."""
+    wavelengths = 2 * math.pi / frequencies
+    turns = scaling.original_max_seq_len / wavelengths
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return (frequencies * (keep + (1 - keep) / scaling.factor)).astype(np.float32)

@@ -1,0 +1,222 @@
+"""The decoder: Llama's shape (pre-norm, rotary, SwiGLU) with KempnerForge's names.
+
+Shape suffixes used in all model code, one letter per dimension:
+
+    B batch     S sequence (queries)   T keys      D model   L layers   V vocabulary
+    H heads     K key/value heads      h head      F feed-forward
+
+Modules declare parameters; `Model` splits the declaration once into a static definition and a plain
+pytree, and everything below it is a pure function of that pytree. Layers are stacked along a leading
+axis and run by `lax.scan`, so that compile time does not grow with depth.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, PyTree
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.model import remat
+from jaxforge.model.attention import Attention, KVCache, Visible
+from jaxforge.model.linear import Embedding, Linear
+from jaxforge.model.mlp import MLP
+from jaxforge.model.norm import NORMS
+from jaxforge.model.rope import Rotation, rotation
+from jaxforge.parallel.sharding import constrain
+
+Params = dict[str, Any]
+"""Parameters: nested dicts of arrays, keyed by module and parameter name."""
+
+
+class TokenEmbedding(nnx.Module):
+    """The embedding table, one level down as in KempnerForge's parameter names."""
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.embedding = Embedding(
+            config.vocab_size, config.dim, std=config.init_std, dtype=dtype, rngs=rngs
+        )
+
+
+class OutputHead(nnx.Module):
+    """The projection to logits, absent when it is tied to the embedding."""
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        out, inp = (config.vocab_size, "vocab"), (config.dim, "embed")
+        self.proj = Linear(out, inp, std=config.init_std, dtype=dtype, rngs=rngs)
+
+
+class Block(nnx.Module):
+    """x += attention(norm(x)); x += mlp(norm(x)). Declares all layers at once, runs one of them."""
+
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        shared = {"layers": config.n_layers, "dtype": dtype, "rngs": rngs}
+        norm = NORMS[config.norm_type]
+        self.attention_norm = norm(config.dim, config.norm_eps, **shared)
+        self.attention = Attention(config, **shared)
+        self.mlp_norm = norm(config.dim, config.norm_eps, **shared)
+        self.mlp = MLP(config, **shared)
+
+    def __call__(
+        self,
+        x_BSD: Float[Array, "b s d"],
+        rope: Rotation,
+        visible: Visible,
+        cache: KVCache | None = None,
+        *,
+        save: str = "none",
+    ) -> tuple[Float[Array, "b s d"], KVCache | None]:
+        """One layer. `save` names the rematerialisation (`model.remat`)."""
+        attend = remat.attention(save, self.attention)
+        y_BSD, cache = attend(_gather_seq(self.attention_norm(x_BSD)), rope, visible, cache)
+        x_BSD = _split_seq(x_BSD + y_BSD)
+        x_BSD = _split_seq(x_BSD + self.mlp(_gather_seq(self.mlp_norm(x_BSD))))
+        return x_BSD, cache
+
+
+class Transformer(nnx.Module):
+    """Embedding, blocks, final norm. `output_head` is declared here and applied by the loss."""
+
+    def __init__(
+        self, config: ModelConfig, *, dtype: jnp.dtype, param_dtype: jnp.dtype, rngs: nnx.Rngs
+    ) -> None:
+        self.config, self.dtype = config, dtype
+        self.token_embedding = TokenEmbedding(config, dtype=param_dtype, rngs=rngs)
+        self.layers = Block(config, dtype=param_dtype, rngs=rngs)
+        norm = NORMS[config.norm_type]
+        self.norm = norm(config.dim, config.norm_eps, dtype=param_dtype, rngs=rngs)
+        if not config.tie_embeddings:
+            self.output_head = OutputHead(config, dtype=param_dtype, rngs=rngs)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "b s"],
+        visible: Visible,
+        cache: KVCache | None = None,
+        *,
+        save: str = "none",
+    ) -> tuple[Float[Array, "b s d"], KVCache | None]:
+        """Hidden states after the final norm, and the cache with these tokens in it."""
+        positions = visible.positions
+        if positions is None:
+            positions = jnp.arange(tokens.shape[1])[None]
+        rope = rotation(self.config, positions)
+        x_BSD = _split_seq(self.token_embedding.embedding(tokens, self.dtype))
+        definition, layers = nnx.split(self.layers)
+
+        def layer(x_BSD: Array, of_layer: tuple[Any, KVCache | None]) -> tuple[Array, Any]:
+            block = nnx.merge(definition, of_layer[0])
+            return block(x_BSD, rope, visible, of_layer[1], save=save)
+
+        x_BSD, cache = jax.lax.scan(remat.block(save, layer), x_BSD, (layers, cache))
+        return _gather_seq(self.norm(x_BSD)), cache
+
+
+class Model:
+    """The decoder as pure functions over a plain pytree of parameters.
+
+    Args:
+        config: the `[model]` section.
+        dtype: dtype of activations and matrix products.
+        param_dtype: dtype that parameters are stored in.
+        save: what the backward pass finds saved: `train.activation_checkpointing`.
+
+    Attributes:
+        abstract: parameters as `jax.ShapeDtypeStruct`.
+        axes: the same tree with each parameter's logical axes.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: jnp.dtype = jnp.float32,
+        param_dtype: jnp.dtype = jnp.float32,
+        save: str = "none",
+    ) -> None:
+        self.config, self.dtype = config, dtype
+        self._param_dtype, self._save = param_dtype, save
+        module = nnx.eval_shape(lambda: self._declare(jax.random.key(0)))
+        self._definition, declared = nnx.split(module)
+        self.abstract: Params = nnx.to_pure_dict(declared)
+        self.axes: Params = nnx.to_pure_dict(
+            jax.tree.map(
+                lambda p: p.get_metadata("axes"),
+                declared,
+                is_leaf=lambda p: isinstance(p, nnx.Variable),
+            )
+        )
+
+    def _declare(self, key: Array) -> Transformer:
+        rngs = nnx.Rngs(params=key)
+        return Transformer(
+            self.config, dtype=self.dtype, param_dtype=self._param_dtype, rngs=rngs
+        )
+
+    def init(self, key: Array) -> Params:
+        """Initial parameters: N(0, init_std), residual matrices N(0, init_std/√(2L)), norms 1."""
+        return nnx.to_pure_dict(nnx.state(self._declare(key)))
+
+    def hidden(
+        self, params: Params, tokens: Int[Array, "b s"], doc_ids: Int[Array, "b s"] | None = None
+    ) -> Float[Array, "b s d"]:
+        """Final hidden states of whole sequences. `doc_ids` keeps packed documents apart."""
+        visible = Visible(doc_ids=doc_ids)
+        return nnx.merge(self._definition, params)(tokens, visible, save=self._save)[0]
+
+    def extend(
+        self,
+        params: Params,
+        tokens: Int[Array, "b s"],
+        positions: Int[Array, "b s"],
+        cache: KVCache,
+    ) -> tuple[Float[Array, "b s v"], KVCache]:
+        """Logits (float32) of new tokens at `positions`, and the cache that now holds them."""
+        module = nnx.merge(self._definition, params)
+        hidden_BSD, cache = module(tokens, Visible(positions=positions), cache)
+        return self.logits(params, hidden_BSD), cache
+
+    def head(self, params: Params) -> Float[Array, "v d"]:
+        """The output projection: its own matrix, or the embedding where tied."""
+        if self.config.tie_embeddings:
+            return params["token_embedding"]["embedding"]["weight"]
+        return params["output_head"]["proj"]["weight"]
+
+    def logits(
+        self, params: Params, hidden_BSD: Float[Array, "b s d"]
+    ) -> Float[Array, "b s v"]:
+        """Next-token logits in float32."""
+        return project(hidden_BSD, self.head(params))
+
+    def empty_cache(self, batch: int, length: int) -> KVCache:
+        """A cache for `batch` sequences of up to `length` tokens, stacked over layers."""
+        c = self.config
+        shape = (c.n_layers, batch, length, c.kv_heads, c.head_dim)
+        return KVCache(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))
+
+
+def project(
+    hidden_BSD: Float[Array, "b s d"], head_VD: Float[Array, "v d"]
+) -> Float[Array, "b s v"]:
+    """hidden · headᵀ: operands in the dtype of `hidden`, result in float32."""
+    logits = jnp.einsum(
+        "bsd,vd->bsv",
+        hidden_BSD,
+        head_VD.astype(hidden_BSD.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    return constrain(logits, "batch", None, "vocab")
+
+
+def parameter_count(abstract: PyTree) -> int:
+    """Number of parameters, each counted once."""
+    return sum(leaf.size for leaf in jax.tree.leaves(abstract))
+
+
+def _split_seq(x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+    return constrain(x_BSD, "batch", "seq", None)
+
+
+def _gather_seq(x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+    return constrain(x_BSD, "batch", None, None)

@@ -1,0 +1,44 @@
+"""The device mesh: which axes there are, and how large.
+
+Axes, outermost first, so that the axes that talk most are neighbours on the interconnect:
+
+    pp            pipeline stages
+    dp_replicate  data parallel, parameters replicated (HSDP's outer axis)
+    dp_shard      data parallel, parameters sharded (FSDP)
+    cp            context parallel
+    ep            expert parallel
+    tp            tensor parallel
+"""
+
+import math
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from jaxforge.config.job import JobConfig
+from jaxforge.config.rules import mesh_shape
+
+DATA_AXES = ("dp_replicate", "dp_shard")
+"""The axes that the batch is split over."""
+
+
+def make_mesh(config: JobConfig, devices: list[jax.Device] | None = None) -> Mesh:
+    """The mesh that `[distributed]` asks for, over all devices of all processes.
+
+    Args:
+        config: a config that `rules.check` has passed.
+        devices: the devices to use; all by default.
+    """
+    devices = jax.devices() if devices is None else devices
+    shape = mesh_shape(config, len(devices))
+    return jax.make_mesh(
+        tuple(shape.values()),
+        tuple(shape),
+        axis_types=(AxisType.Auto,) * len(shape),
+        devices=devices,
+    )
+
+
+def data_parallel_size(mesh: Mesh) -> int:
+    """Number of groups of devices that see different sequences."""
+    return math.prod(mesh.shape[axis] for axis in DATA_AXES)

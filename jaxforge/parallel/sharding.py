@@ -1,0 +1,107 @@
+"""One table says where every dimension of every array lives.
+
+Modules name the dimensions of their parameters and activations by *logical* axes; `RULES` maps each
+logical axis to the mesh axes that split it (None: not split). Nothing else in the code base names a
+mesh axis for a parameter.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, PyTree
+
+from jaxforge.errors import UserError
+from jaxforge.parallel.mesh import DATA_AXES
+
+Axes = tuple[str | None, ...]
+"""Logical axes of an array, one entry per dimension."""
+
+RULES: Mapping[str, str | tuple[str, ...] | None] = {
+    # parameters
+    "layers": None,
+    "embed": "dp_shard",
+    "vocab": "tp",
+    "heads": "tp",
+    "kv_heads": "tp",
+    "mlp": "tp",
+    "norm": None,
+    # activations
+    "batch": DATA_AXES,
+    "seq": "tp",  # the residual stream between blocks: sequence parallelism
+}
+
+_CONFIG_KEYS = {
+    "embed": "model.dim",
+    "vocab": "model.vocab_size",
+    "heads": "model.n_heads",
+    "kv_heads": "model.n_kv_heads",
+    "mlp": "model.ffn_hidden_dim",
+    "batch": "train.batch_size",
+    "seq": "train.seq_len",
+}
+
+
+def partition_spec(axes: Axes) -> P:
+    """The mesh axes of each dimension of an array with these logical axes."""
+    return P(*(None if axis is None else RULES[axis] for axis in axes))
+
+
+def param_shardings(abstract: PyTree, axes: PyTree, mesh: Mesh) -> PyTree:
+    """NamedSharding of every parameter.
+
+    Args:
+        abstract: parameters as `jax.ShapeDtypeStruct`.
+        axes: the same tree with each parameter's logical axes.
+        mesh: the device mesh.
+
+    Raises:
+        UserError: a dimension does not divide by the mesh axis that splits it.
+    """
+
+    def place(path: Any, leaf: jax.ShapeDtypeStruct, names: Axes) -> NamedSharding:
+        _check_divides(jax.tree_util.keystr(path, simple=True, separator="."), leaf, names, mesh)
+        return NamedSharding(mesh, partition_spec(names))
+
+    return jax.tree_util.tree_map_with_path(place, abstract, axes)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Sharding of a batch [accum, batch, seq]."""
+    return NamedSharding(mesh, partition_spec((None, "batch", None)))
+
+
+def constrain(x: Array, *axes: str | None) -> Array:
+    """Asks the partitioner to lay `x` out as `RULES` says; the identity where there is no mesh.
+
+    Inside `shard_map` the mesh axes that it has taken over are left out: there, arrays are local to
+    those axes already.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    automatic = {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True)
+                 if t == AxisType.Auto}  # fmt: skip
+    spec = P(*(_keep(part, automatic) for part in partition_spec(axes)))
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def _keep(part: str | tuple[str, ...] | None, automatic: set[str]) -> tuple[str, ...] | None:
+    names = (part,) if isinstance(part, str) else part or ()
+    return tuple(n for n in names if n in automatic) or None
+
+
+def _check_divides(name: str, leaf: jax.ShapeDtypeStruct, axes: Axes, mesh: Mesh) -> None:
+    for dimension, (size, axis) in enumerate(zip(leaf.shape, axes, strict=True)):
+        rule = RULES[axis] if axis is not None else None
+        mesh_axes = (rule,) if isinstance(rule, str) else rule or ()
+        parts = math.prod(mesh.shape[a] for a in mesh_axes)
+        if size % parts:
+            raise UserError(
+                f"parameter {name}: dimension {dimension} ({axis}, size {size}) does not divide by "
+                f"{' x '.join(mesh_axes)} = {parts}; change {_CONFIG_KEYS[axis or '']} or "
+                f"{' or '.join('distributed.' + a for a in mesh_axes)}"
+            )

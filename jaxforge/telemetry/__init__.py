@@ -1,0 +1,1 @@
+"""What the user sees of a run: banner, progress, metrics."""

@@ -1,0 +1,1 @@
+"""The train step and the loop around it."""

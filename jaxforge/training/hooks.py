@@ -1,0 +1,108 @@
+"""Your own code in the loop: subclass `Hook`, pass it to `jaxforge.train.run`."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from jaxtyping import PyTree
+
+from jaxforge.config.job import JobConfig
+from jaxforge.training.exits import Exit
+from jaxforge.training.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class StepContext:
+    """What a hook sees of a step. Scalars are fetched from the device when they are read.
+
+    Attributes:
+        step: steps attempted.
+        tokens_seen: tokens of applied updates.
+        state: parameters and optimizer state after the step; gone once the next step starts.
+        metrics: the step's metrics, on the device.
+    """
+
+    step: int
+    tokens_seen: int
+    state: TrainState
+    metrics: dict[str, jax.Array]
+
+    @property
+    def loss(self) -> float:
+        """Loss of the update."""
+        return float(self.metrics["loss"])
+
+    @property
+    def grad_norm(self) -> float:
+        """Global gradient norm before clipping."""
+        return float(self.metrics["grad_norm"])
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next update."""
+        return float(self.metrics["lr"])
+
+    @property
+    def gradients(self) -> PyTree:
+        """Gradients before clipping; only for hooks whose `needs_gradients` is true."""
+        return self.metrics["gradients"]
+
+
+class Hook:
+    """Does nothing at every event; override what you need."""
+
+    needs_gradients = False
+    """Keeps the gradients of each step alive until its hooks have run; costs their memory."""
+
+    def on_train_begin(self, config: JobConfig) -> None:
+        """Before the first step."""
+
+    def on_step_end(self, context: StepContext) -> None:
+        """After each step, once its metrics (where due) are logged."""
+
+    def on_eval_end(self, metrics: dict[str, float], step: int) -> None:
+        """After each evaluation."""
+
+    def on_checkpoint_save(self, step: int, path: Path) -> None:
+        """When a save has started; it may not be durable yet."""
+
+    def on_train_end(self, step: int, tokens_seen: int, reason: Exit | None) -> None:
+        """Last of all, also when the run fails (`reason` is None then)."""
+
+
+class HookRunner(Hook):
+    """Calls each hook in order."""
+
+    def __init__(self, hooks: Sequence[Hook] = ()) -> None:
+        self._hooks = tuple(hooks)
+        self.needs_gradients = any(hook.needs_gradients for hook in hooks)
+
+    def __bool__(self) -> bool:
+        """Whether there is any hook."""
+        return bool(self._hooks)
+
+    def on_train_begin(self, config: JobConfig) -> None:
+        """Calls each hook."""
+        for hook in self._hooks:
+            hook.on_train_begin(config)
+
+    def on_step_end(self, context: StepContext) -> None:
+        """Calls each hook."""
+        for hook in self._hooks:
+            hook.on_step_end(context)
+
+    def on_eval_end(self, metrics: dict[str, float], step: int) -> None:
+        """Calls each hook."""
+        for hook in self._hooks:
+            hook.on_eval_end(metrics, step)
+
+    def on_checkpoint_save(self, step: int, path: Path) -> None:
+        """Calls each hook."""
+        for hook in self._hooks:
+            hook.on_checkpoint_save(step, path)
+
+    def on_train_end(self, step: int, tokens_seen: int, reason: Exit | None) -> None:
+        """Calls each hook."""
+        for hook in self._hooks:
+            hook.on_train_end(step, tokens_seen, reason)

@@ -1,0 +1,77 @@
+"""What a step changes: parameters, optimizer state, counters."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int, PyTree
+
+from jaxforge.model.transformer import Model, Params
+from jaxforge.parallel.sharding import param_shardings
+from jaxforge.training.guard import GuardState
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """One pytree: donated to the step, written to checkpoints.
+
+    Attributes:
+        step: steps attempted, bad ones included; each consumed one batch.
+        params: the parameters.
+        opt_state: the optimizer's state; its own count is of updates made.
+        guard: counts of bad steps.
+    """
+
+    step: Int[Array, ""]
+    params: Params
+    opt_state: PyTree
+    guard: GuardState
+
+
+def create(model: Model, optimizer: optax.GradientTransformation, key: Array) -> TrainState:
+    """The state before the first step."""
+    params = model.init(key)
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), GuardState.fresh())
+
+
+def state_shardings(
+    model: Model, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> TrainState:
+    """NamedSharding of every array of the state; moments lie where their parameters do."""
+    replicated = NamedSharding(mesh, PartitionSpec())
+    params = param_shardings(model.abstract, model.axes, mesh)
+    opt_state = optax.tree.map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        jax.eval_shape(optimizer.init, model.abstract),
+        params,
+        transform_non_params=lambda _: replicated,
+    )
+    return TrainState(replicated, params, opt_state, GuardState(replicated, replicated))
+
+
+def abstract_state(
+    model: Model, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> TrainState:
+    """Shape, dtype and sharding of every array: what a checkpoint is restored into."""
+    shapes = jax.eval_shape(lambda: create(model, optimizer, jax.random.key(0)))
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        state_shardings(model, optimizer, mesh),
+    )
+
+
+def init_state(
+    model: Model, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int
+) -> TrainState:
+    """A fresh state, each array made where it will live; the values do not depend on the mesh."""
+    make: Any = jax.jit(
+        lambda key: create(model, optimizer, key),
+        out_shardings=state_shardings(model, optimizer, mesh),
+    )
+    return make(jax.random.key(seed))

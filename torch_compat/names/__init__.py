@@ -1,0 +1,1 @@
+"""One table per dialect: how a code base names the parameters that `jaxforge.model` declares."""
