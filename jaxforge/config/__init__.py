@@ -1,0 +1,44 @@
+"""The configuration of a run: one TOML file, settings from the command line, one frozen value.
+
+Names and defaults are those of PyTorch's KempnerForge, whose files for text models load unchanged.
+`load_config` reads and validates, `check` asks whether the result can run on so many devices, and
+`answers` says what the keys that only PyTorch needs come to here.
+"""
+
+from jaxforge.config.checkpoint import CheckpointConfig, DynCkptWindow
+from jaxforge.config.data import DataConfig, DatasetSource, TrainingPhase
+from jaxforge.config.distributed import DistributedConfig
+from jaxforge.config.eval import EvalConfig
+from jaxforge.config.job import JobConfig
+from jaxforge.config.load import load_config
+from jaxforge.config.metrics import MetricsConfig
+from jaxforge.config.model import ModelConfig, RopeScaling
+from jaxforge.config.optimizer import OptimizerConfig
+from jaxforge.config.profiling import ProfilingConfig
+from jaxforge.config.rules import AXES, check, mesh_shape
+from jaxforge.config.scheduler import SchedulerConfig
+from jaxforge.config.torch_only import answers
+from jaxforge.config.train import TrainConfig
+
+__all__ = [
+    "AXES",
+    "CheckpointConfig",
+    "DataConfig",
+    "DatasetSource",
+    "DistributedConfig",
+    "DynCkptWindow",
+    "EvalConfig",
+    "JobConfig",
+    "MetricsConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ProfilingConfig",
+    "RopeScaling",
+    "SchedulerConfig",
+    "TrainConfig",
+    "TrainingPhase",
+    "answers",
+    "check",
+    "load_config",
+    "mesh_shape",
+]

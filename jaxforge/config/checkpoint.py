@@ -1,0 +1,51 @@
+"""`[checkpoint]`: what is saved, when, and where a run starts."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from jaxforge.config.section import Section
+
+
+class DynCkptWindow(Section):
+    """`[checkpoint.dyn_ckpt_window]`: a span of steps with its own, denser saving."""
+
+    start: NonNegativeInt = 0
+    """First step of the window; 0 saves the initial weights."""
+    stop: NonNegativeInt = 512
+    """Last step of the window."""
+    strategy: Literal["power2"] = "power2"
+    """power2 saves at start and at start + 1, 2, 4, 8 ..."""
+
+    def problems(self) -> Iterator[str]:
+        """Yields the broken rules between the keys of this table."""
+        if self.stop < self.start:
+            yield f"stop = {self.stop} must be at least start = {self.start}"
+
+
+class CheckpointConfig(Section):
+    """Saving and loading."""
+
+    dir: str = "checkpoints"
+    """Directory of the checkpoints; a run that finds one there continues from it."""
+    interval: PositiveInt = 1000
+    """Updates between checkpoints."""
+    dyn_ckpt_window: DynCkptWindow | None = None
+    """Denser checkpoints over a span of steps."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
+    """Save while training goes on, or make it wait."""
+    keep_last_n: int = 3
+    """Newest checkpoints to keep; 0 or less keeps all."""
+    keep_best_n: NonNegativeInt = 0
+    """Checkpoints with the lowest best_metric to keep besides; 0 keeps none."""
+    best_metric: str = "eval/loss"
+    """Metric that keep_best_n goes by, lower is better."""
+    load_path: str | None = None
+    """Checkpoint to start from when dir has none."""
+    export_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Without effect: an export names its own type."""
+    exclude_from_loading: tuple[Literal["optimizer", "progress"], ...] = ()
+    """Parts of load_path not to load."""
+    ignore_freeze_mismatch: bool = False
+    """Without effect: models are text models, with nothing frozen."""

@@ -1,0 +1,101 @@
+"""`[data]`: what to train on and in which order."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from jaxforge.config.section import Section, Weights, WeightTable
+
+
+class DatasetSource(Section):
+    """`[[data.datasets]]`: one source of a mixture."""
+
+    path: str = ""
+    """Directory of token shards."""
+    weight: PositiveFloat = 1.0
+    """Sampling weight relative to the other sources."""
+    name: str = ""
+    """Name in metrics and phases; empty means path, then hf_name."""
+    hf_name: str = ""
+    """Hugging Face dataset, instead of path."""
+    hf_config: str = ""
+    """Configuration of the Hugging Face dataset."""
+
+    def problems(self) -> Iterator[str]:
+        """Yields the broken rules between the keys of this table."""
+        if not self.path and not self.hf_name:
+            yield "a source needs path or hf_name"
+
+
+class TrainingPhase(Section):
+    """`[[data.phases]]`: another mixture and learning rate from some step on."""
+
+    start_step: NonNegativeInt = 0
+    """First update of the phase."""
+    dataset_weights: WeightTable = Field(default_factory=Weights)
+    """Sampling weights by source name; sources left out keep theirs."""
+    lr_scale: PositiveFloat = 1.0
+    """Factor on the learning rate during the phase."""
+
+
+class DataConfig(Section):
+    """Sources, order and reading; datasets wins over dataset_path, that over hf_dataset_name."""
+
+    dataset_path: str = ""
+    """Directory of token shards; with no source at all, tokens are random."""
+    file_pattern: str = "*.npy"
+    """Glob of the shards in dataset_path, such as *.npy or tokenized_*.bin."""
+    token_dtype: Literal["uint8", "uint16", "uint32", "int32"] | None = None
+    """Type of the tokens in .bin shards; not set means what their metadata says."""
+    tokenizer_path: str = ""
+    """Tokenizer file, directory or Hugging Face name."""
+    eos_token_id: NonNegativeInt | None = None
+    """Token that ends a document; not set means the tokenizer's."""
+    shuffle: bool = True
+    """Shuffle sequences each epoch; otherwise they come in file order."""
+    order: Literal["grain", "torch"] = "grain"
+    """Who shuffles; torch reproduces the order of PyTorch's DistributedSampler."""
+    num_workers: NonNegativeInt = 4
+    """Reading workers per host; 0 reads in the training process."""
+    pin_memory: bool = True
+    """Without effect: batches go to the devices through jax.device_put."""
+    prefetch_factor: PositiveInt = 2
+    """Batches that each worker reads ahead."""
+    hf_dataset_name: str | None = None
+    """Hugging Face dataset to tokenize and train on."""
+    hf_dataset_config: str | None = None
+    """Configuration of the Hugging Face dataset."""
+    hf_dataset_split: str = "train"
+    """Split of the Hugging Face dataset."""
+    hf_dataset_text_field: str = "text"
+    """Column of the Hugging Face dataset that holds the text."""
+    hf_dataset_image_field: str = "image"
+    """Without effect: models are text models."""
+    hf_dataset_prompt_field: str = ""
+    """Without effect: models are text models."""
+    hf_image_size: int = 224
+    """Without effect: models are text models."""
+    hf_streaming: bool = False
+    """Stream the Hugging Face dataset rather than load it whole."""
+    pack_sequences: bool = False
+    """Attention and labels stop at document boundaries."""
+    datasets: tuple[DatasetSource, ...] = ()
+    """Sources of a mixture, instead of a single one."""
+    mix_temperature: PositiveFloat = 1.0
+    """Sampling in proportion to weight^(1/T): larger is more even."""
+    phases: tuple[TrainingPhase, ...] = ()
+    """Changes of mixture and learning rate, by step."""
+    anneal_start_step: NonNegativeInt = 0
+    """Update at which anneal_weights take over, a shorthand for one phase; 0 never."""
+    anneal_weights: WeightTable = Field(default_factory=Weights)
+    """Sampling weights by source name from anneal_start_step on."""
+
+    def problems(self) -> Iterator[str]:
+        """Yields the broken rules between the keys of this section."""
+        starts = [phase.start_step for phase in self.phases]
+        if any(later <= earlier for earlier, later in pairwise(starts)):
+            yield f"the start_step of phases must increase, not go {starts}"
+        if self.phases and self.anneal_start_step:
+            yield "phases and anneal_start_step exclude each other: write the annealing as a phase"

@@ -1,0 +1,36 @@
+"""`[distributed]`: how the devices share the work."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt
+
+from jaxforge.config.section import Section
+
+
+class DistributedConfig(Section):
+    """Sizes of the mesh axes; their product is the number of devices."""
+
+    dp_shard: Annotated[int, Field(ge=-1)] = -1
+    """Data parallel with sharded parameters (FSDP); -1 takes the devices that are left."""
+    dp_replicate: PositiveInt = 1
+    """Data parallel with replicated parameters."""
+    tp: PositiveInt = 1
+    """Tensor parallel: heads, feed-forward and vocabulary are cut."""
+    pp: PositiveInt = 1
+    """Pipeline parallel: consecutive blocks are stages."""
+    pp_schedule: Literal["1f1b", "gpipe", "interleaved_1f1b"] = "1f1b"
+    """Order of microbatches in the pipeline."""
+    cp: PositiveInt = 1
+    """Context parallel: sequences are cut."""
+    ep: PositiveInt = 1
+    """Expert parallel: experts are spread."""
+    nccl_timeout_sec: PositiveInt = 1800
+    """Without effect: the runtime has its own time-outs."""
+    backend: str = "cpu:gloo,cuda:nccl"
+    """Without effect: XLA brings its collectives."""
+
+    def problems(self) -> Iterator[str]:
+        """Yields the broken rules between the keys of this section."""
+        if self.dp_shard == 0:
+            yield "dp_shard = 0 must be at least 1, or -1 for the devices that are left"

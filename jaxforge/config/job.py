@@ -1,0 +1,101 @@
+"""`JobConfig`: all that a run is told, in one immutable value."""
+
+import json
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+
+from pydantic import Field
+
+from jaxforge.config.checkpoint import CheckpointConfig
+from jaxforge.config.data import DataConfig
+from jaxforge.config.distributed import DistributedConfig
+from jaxforge.config.eval import EvalConfig
+from jaxforge.config.metrics import MetricsConfig
+from jaxforge.config.model import ModelConfig
+from jaxforge.config.optimizer import OptimizerConfig
+from jaxforge.config.profiling import ProfilingConfig
+from jaxforge.config.scheduler import SchedulerConfig
+from jaxforge.config.section import Section
+from jaxforge.config.torch_only import TORCH_ONLY
+from jaxforge.config.train import TrainConfig
+
+
+class JobConfig(Section):
+    """The sections of a configuration, as `[tables]` of one TOML file."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    """Architecture."""
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    """Batch, length, precision and the loop."""
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    """Update rule."""
+    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
+    """Learning rate over the run."""
+    data: DataConfig = Field(default_factory=DataConfig)
+    """What to train on."""
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    """Evaluation during training."""
+    distributed: DistributedConfig = Field(default_factory=DistributedConfig)
+    """Device mesh."""
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """Saving and loading."""
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+    """Logging."""
+    profiling: ProfilingConfig = Field(default_factory=ProfilingConfig)
+    """Traces."""
+
+    def is_set(self, key: str) -> bool:
+        """Whether the user wrote `key`, a section and a name as in "train.batch_size"."""
+        section, _, name = key.partition(".")
+        return name in getattr(self, section).model_fields_set
+
+    def to_toml(self) -> str:
+        """The resolved configuration as TOML that loads back equal.
+
+        Keys that are not set, and keys without effect that nobody wrote, are comments.
+        """
+        return "\n".join(line for name in type(self).model_fields for line in self._table(name))
+
+    def _table(self, section: str) -> Iterator[str]:
+        yield f"[{section}]"
+        for name, value in getattr(self, section):
+            if value is None:
+                yield f"# {name} is not set"
+            elif self._is_moot(f"{section}.{name}"):
+                yield f"# {name} = {toml(value)}"
+            else:
+                yield f"{name} = {toml(value)}"
+        yield ""
+
+    def _is_moot(self, key: str) -> bool:
+        """Whether writing `key` out would put words into the user's mouth."""
+        follows = key == "train.batch_size" and self.train.global_batch_size is not None
+        return (follows or key in TORCH_ONLY) and not self.is_set(key)
+
+
+def toml(value: object) -> str:
+    """One value in TOML's notation, tables inline; None within a table is left out."""
+    match value:
+        case Section():
+            return toml(dict(value))
+        case Mapping():
+            items = [f"{_key(k)} = {toml(v)}" for k, v in value.items() if v is not None]
+            return "{" + ", ".join(items) + "}"
+        case list() | tuple():
+            return "[" + ", ".join(map(toml, value)) + "]"
+        case bool():
+            return "true" if value else "false"
+        case str():  # JSON escapes all that TOML wants escaped, but for DEL
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case _:
+            return repr(value)
+
+
+def shown(value: object) -> str:
+    """One value as `toml` writes it, cut to fit into a message."""
+    return textwrap.shorten(toml(value), width=60, placeholder=" ...")
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml(name)

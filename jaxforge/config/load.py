@@ -1,0 +1,73 @@
+"""A configuration from its defaults, a TOML file and the command line, in this order."""
+
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from jaxforge.config.explain import Sources, explain
+from jaxforge.config.job import JobConfig
+from jaxforge.config.lines import Path as KeyPath
+from jaxforge.config.lines import key_lines
+from jaxforge.config.overrides import parse_overrides
+from jaxforge.errors import UserError
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> JobConfig:
+    """Layers a TOML file and settings over the defaults, and validates the result once.
+
+    Args:
+        path: A TOML file, or None for the defaults.
+        overrides: Settings such as "--train.lr=3e-4"; later ones win.
+
+    Raises:
+        UserError: If the file cannot be read or anything in it or in `overrides` is wrong; one
+            line per problem, each with its place and what to change.
+    """
+    text = "" if path is None else _read(Path(path))
+    values = _parse(text, path)
+    settings = parse_overrides(overrides)
+    for setting in settings:
+        _assign(values, setting.path, setting.value)
+    try:
+        return JobConfig.model_validate(values)
+    except ValidationError as error:
+        sources = Sources(str(path or ""), key_lines(text), settings)
+        raise UserError(explain(error, sources)) from None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"no config file at {path}") from None
+    except IsADirectoryError:
+        raise UserError(f"no config file at {path}: it is a directory") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not valid TOML: not UTF-8 at byte {error.start}") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _parse(text: str, path: str | Path | None) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        place = re.compile(r" \(at line (\d+), column (\d+)\)$")
+        what = str(error)
+        found = place.search(what)
+        where = ":".join([str(path), *(found.groups() if found else ())])
+        raise UserError(f"{where}: not valid TOML: {place.sub('', what)}") from None
+
+
+def _assign(values: dict[Any, Any], path: KeyPath, value: object) -> None:
+    """Sets the value at `path`, making the tables on the way to it."""
+    *tables, name = path
+    for table in tables:
+        if not isinstance(values.get(table), dict):
+            values[table] = {}
+        values = values[table]
+    values[name] = value

@@ -1,0 +1,140 @@
+"""`[model]`: the shape of the network."""
+
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from jaxforge.config.section import Section
+
+
+class RopeScaling(Section):
+    """`[model.rope_scaling]`: Llama 3's stretching of the rotary frequencies to longer contexts."""
+
+    factor: PositiveFloat = 8.0
+    """How many times longer the context gets."""
+    low_freq_factor: PositiveFloat = 1.0
+    """Wavelengths over original_max_seq_len / this are stretched by the whole factor."""
+    high_freq_factor: PositiveFloat = 4.0
+    """Wavelengths under original_max_seq_len / this stay as they are."""
+    original_max_seq_len: PositiveInt = 8192
+    """Context length before the stretching, tokens."""
+
+    def problems(self) -> Iterator[str]:
+        """Yields the broken rules between the keys of this table."""
+        if self.low_freq_factor >= self.high_freq_factor:
+            yield (
+                f"low_freq_factor = {self.low_freq_factor} must be less than "
+                f"high_freq_factor = {self.high_freq_factor}"
+            )
+
+
+class ModelConfig(Section):
+    """Architecture of a decoder language model."""
+
+    dim: PositiveInt = 4096
+    """Width of the residual stream."""
+    n_layers: PositiveInt = 32
+    """Number of transformer blocks."""
+    n_heads: PositiveInt = 32
+    """Query heads per block; each is dim / n_heads wide."""
+    n_kv_heads: PositiveInt | None = None
+    """Key/value heads per block; not set means n_heads."""
+    vocab_size: PositiveInt = 32000
+    """Number of token ids."""
+    ffn_dim_multiplier: PositiveFloat = 1.0
+    """Scales the feed-forward width 4 * dim * 2/3, which is then rounded up to 256."""
+    ffn_hidden_dim: PositiveInt | None = None
+    """Feed-forward width, instead of the computed one."""
+    norm_type: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Normalisation before attention, feed-forward and head."""
+    norm_eps: PositiveFloat = 1e-5
+    """Added to the variance in norms."""
+    activation: Literal["silu", "gelu", "relu"] = "silu"
+    """silu is gated (SwiGLU, three matrices); gelu (exact) and relu have two."""
+    max_seq_len: PositiveInt = 2048
+    """Longest sequence that the position table covers, tokens."""
+    rope_theta: PositiveFloat = 10000.0
+    """Base of the rotary position frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Stretches rotary positions to longer contexts as Llama 3 does."""
+    tie_embeddings: bool = False
+    """Use the embedding matrix as the output head as well."""
+    qk_norm: bool = False
+    """RMSNorm of queries and keys per head, before the rotary embedding."""
+    init_std: NonNegativeFloat = 0.02
+    """Standard deviation of initial weights; o_proj and down_proj divide it by sqrt(2 n_layers)."""
+    model_type: str = "transformer"
+    """Which model to build."""
+    sdpa_backend: Literal["auto", "flash", "efficient", "cudnn", "math", "reference"] = "auto"
+    """Attention kernel; auto takes the fastest that can do what is asked."""
+    num_experts: NonNegativeInt = 0
+    """Experts per mixture-of-experts block; 0 makes every block dense."""
+    moe_top_k: NonNegativeInt = 2
+    """Experts that each token goes to."""
+    moe_frequency: NonNegativeInt = 1
+    """Every n-th block has experts: block i when (i + 1) % n == 0."""
+    moe_router: Literal["softmax_topk", "sigmoid_topk"] = "softmax_topk"
+    """How tokens choose experts."""
+    moe_shared_experts: NonNegativeInt = 0
+    """More than 0 adds one shared expert that sees every token."""
+    moe_aux_loss_weight: NonNegativeFloat = 0.01
+    """Weight of the load-balancing loss."""
+    moe_capacity_factor: NonNegativeFloat = 0.0
+    """Tokens an expert may take, relative to an even share; 0 drops none."""
+    moe_sequence_aux_loss_weight: NonNegativeFloat = 0.0
+    """Weight of the sigmoid router's own balance loss."""
+    moe_gradient_scale: bool = False
+    """Scale each expert's output by its share of the load."""
+    moe_bias_schedule: Literal["constant", "cosine_decay", "linear_warmup"] = "constant"
+    """Schedule of the sigmoid router's bias updates."""
+    moe_packed_experts: bool = False
+    """Keep all experts of a block in one tensor per projection."""
+    moe_expert_ffn_multiplier: PositiveFloat = 1.0
+    """Width of an expert relative to the dense feed-forward, rounded to 16."""
+    moe_router_z_loss_weight: NonNegativeFloat = 0.0
+    """Weight of the penalty on large router logits."""
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads: `n_kv_heads`, or as many as there are query heads."""
+        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.dim // self.n_heads
+
+    @property
+    def ffn_dim(self) -> int:
+        """Width of the dense feed-forward: `ffn_hidden_dim`, or Llama's rule rounded up to 256."""
+        if self.ffn_hidden_dim is not None:
+            return self.ffn_hidden_dim
+        # Evaluated in this order: another one truncates to another integer now and then.
+        return 256 * math.ceil(int(4 * self.dim * (2 / 3) * self.ffn_dim_multiplier) / 256)
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether some blocks have experts."""
+        return self.num_experts > 0
+
+    def problems(self) -> Iterator[str]:
+        """Yields the broken rules between the keys of this section."""
+        if self.dim % self.n_heads:
+            yield f"dim = {self.dim} must be a multiple of n_heads = {self.n_heads}"
+        elif self.head_dim % 2:
+            yield (
+                f"dim / n_heads = {self.dim} / {self.n_heads} = {self.head_dim} must be even: "
+                "rotary positions pair the two halves of a head"
+            )
+        if self.n_heads % self.kv_heads:
+            yield f"n_heads = {self.n_heads} must be a multiple of n_kv_heads = {self.kv_heads}"
+        if self.is_moe:
+            yield from self._expert_problems()
+
+    def _expert_problems(self) -> Iterator[str]:
+        if not 0 < self.moe_top_k <= self.num_experts:
+            yield f"moe_top_k = {self.moe_top_k} must be from 1 to num_experts = {self.num_experts}"
+        if self.moe_frequency == 0:
+            yield "moe_frequency = 0 must be at least 1 when num_experts > 0"

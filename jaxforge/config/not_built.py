@@ -1,0 +1,86 @@
+"""What the schema knows and jaxforge does not do yet: refused, never ignored."""
+
+from collections.abc import Callable, Iterator
+from functools import reduce
+from typing import Any, NamedTuple
+
+from jaxforge.config.job import JobConfig, shown
+
+
+class NotBuilt(NamedTuple):
+    """Values of a key that cannot be used yet."""
+
+    key: str
+    """Such as "model.num_experts"."""
+    refuses: Callable[[Any], bool]
+    """Whether a value of the key needs what is not built."""
+    what: str
+    """The missing piece, to precede "is not built yet"."""
+    instead: str
+    """What to set for now."""
+
+
+def _more_than(limit: int) -> Callable[[Any], bool]:
+    return lambda value: value > limit
+
+
+def _other_than(value: object) -> Callable[[Any], bool]:
+    return lambda given: given != value
+
+
+def _among(*values: str) -> Callable[[Any], bool]:
+    return lambda value: value in values
+
+
+_HF_DATA = "reading Hugging Face datasets"
+_TOKENS = "tokenize it to shards and set dataset_path"
+
+NOT_BUILT: tuple[NotBuilt, ...] = (
+    NotBuilt("model.num_experts", _more_than(0), "mixture of experts", "set it to 0"),
+    NotBuilt(
+        "model.model_type", _other_than("transformer"), "this model", 'set it to "transformer"'
+    ),
+    NotBuilt(
+        "model.sdpa_backend",
+        _among("flash", "efficient", "cudnn"),
+        "the choice of this kernel",
+        'set it to "auto"',
+    ),
+    NotBuilt("train.mixed_precision", _among("fp8"), "8-bit training", 'set it to "bf16"'),
+    NotBuilt("train.mixed_precision", _among("fp16"), "loss scaling", 'set it to "bf16"'),
+    NotBuilt("train.on_nonfinite", _other_than("skip"), "this reaction", 'set it to "skip"'),
+    NotBuilt("train.nccl_health_check_interval", _more_than(0), "the check", "set it to 0"),
+    NotBuilt(
+        "optimizer.name",
+        _among("lion", "muon", "schedule_free_adamw"),
+        "this optimizer",
+        'set it to "adamw"',
+    ),
+    NotBuilt("data.hf_dataset_name", bool, _HF_DATA, _TOKENS),
+    NotBuilt("data.hf_streaming", bool, _HF_DATA, "set it to false"),
+    NotBuilt("data.datasets", bool, "mixing datasets", "set data.dataset_path"),
+    NotBuilt("data.phases", bool, "phases of training", "leave them out"),
+    NotBuilt("data.anneal_start_step", _more_than(0), "annealing", "set it to 0"),
+    NotBuilt("data.anneal_weights", bool, "annealing", "leave them out"),
+    NotBuilt("eval.hf_dataset_name", bool, _HF_DATA, _TOKENS),
+    NotBuilt("distributed.pp", _more_than(1), "pipeline parallelism", "set it to 1"),
+    NotBuilt("distributed.cp", _more_than(1), "context parallelism", "set it to 1"),
+    NotBuilt("distributed.ep", _more_than(1), "expert parallelism", "set it to 1"),
+    NotBuilt("checkpoint.dyn_ckpt_window", bool, "a window of denser saving", "leave it out"),
+    NotBuilt("metrics.enable_wandb", bool, "logging to Weights & Biases", "set it to false"),
+    NotBuilt("metrics.enable_tensorboard", bool, "logging to TensorBoard", "set it to false"),
+    NotBuilt("profiling.enable", bool, "tracing", "set it to false"),
+)
+"""The list to shorten: building a feature deletes its line."""
+
+
+def not_built_yet(config: JobConfig) -> Iterator[str]:
+    """Yields one sentence per key whose value needs something that is not built.
+
+    Args:
+        config: A loaded configuration.
+    """
+    for key, refuses, what, instead in NOT_BUILT:
+        value = reduce(getattr, key.split("."), config)
+        if refuses(value):
+            yield f"{key} = {shown(value)}: {what} is not built yet; {instead}"

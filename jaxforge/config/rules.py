@@ -1,0 +1,232 @@
+"""Rules between sections and the device mesh, one small function each.
+
+A rule takes the configuration and the size of each mesh axis, and yields one sentence, naming the
+keys to change, per way in which it is broken. `RULES` lists them all; `check` runs them.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+from jaxforge.config.job import JobConfig
+from jaxforge.config.not_built import not_built_yet
+from jaxforge.errors import UserError
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
+"""Mesh axes, slowest network first: neighbours in tp are neighbours in the machine."""
+
+Mesh = Mapping[str, int]
+"""Size of each axis."""
+
+Rule = Callable[[JobConfig, Mesh], Iterator[str]]
+
+
+def check(config: JobConfig, n_devices: int) -> None:
+    """Refuses a configuration that cannot run on so many devices.
+
+    Args:
+        config: A loaded configuration.
+        n_devices: Devices of the whole job, over all hosts.
+
+    Raises:
+        UserError: If any rule is broken or anything asked for is not built yet; one line each.
+    """
+    problems = list(_mesh_problems(config, n_devices))
+    mesh = _declared(config) if problems else mesh_shape(config, n_devices)
+    problems += [problem for rule in RULES for problem in rule(config, mesh)]
+    problems += not_built_yet(config)
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+def mesh_shape(config: JobConfig, n_devices: int) -> dict[str, int]:
+    """The size of each mesh axis, in the order of `AXES`, with dp_shard = -1 resolved.
+
+    Args:
+        config: A loaded configuration.
+        n_devices: Devices of the whole job, over all hosts.
+
+    Raises:
+        UserError: If the axes do not multiply to `n_devices`.
+    """
+    for problem in _mesh_problems(config, n_devices):
+        raise UserError(problem)
+    mesh = _declared(config)
+    if config.distributed.dp_shard == -1:
+        mesh["dp_shard"] = n_devices // math.prod(mesh.values())
+    return mesh
+
+
+def seq_len_fits_model(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """The position table covers the sequence."""
+    seq_len, longest = config.train.seq_len, config.model.max_seq_len
+    if seq_len > longest:
+        yield (
+            f"train.seq_len = {seq_len} exceeds model.max_seq_len = {longest}: "
+            "lower the one or raise the other"
+        )
+
+
+def eval_has_a_source(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Evaluation has something to read."""
+    if config.eval.enabled and not (config.eval.dataset_path or config.eval.hf_dataset_name):
+        yield "eval.enabled = true needs data: set eval.dataset_path, or eval.enabled = false"
+
+
+def heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Each tensor-parallel rank has whole query heads."""
+    yield from _divides("model.n_heads", config.model.n_heads, mesh, "tp")
+
+
+def kv_heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Each tensor-parallel rank has whole key/value heads."""
+    if config.model.n_kv_heads:  # else they are as many as the query heads
+        yield from _divides("model.n_kv_heads", config.model.n_kv_heads, mesh, "tp")
+
+
+def seq_len_divides_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Between blocks, tensor-parallel ranks share the sequence."""
+    yield from _divides("train.seq_len", config.train.seq_len, mesh, "tp")
+
+
+def ffn_dim_divides_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Each tensor-parallel rank has as many feed-forward columns."""
+    yield from _divides("model.ffn_hidden_dim", config.model.ffn_dim, mesh, "tp")
+
+
+def vocab_divides_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Each tensor-parallel rank has as many rows of the head."""
+    yield from _divides("model.vocab_size", config.model.vocab_size, mesh, "tp")
+
+
+def dim_divides_by_dp_shard(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Sharded parameters are cut along the residual width."""
+    yield from _divides("model.dim", config.model.dim, mesh, "dp_shard")
+
+
+def seq_len_divides_by_cp(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Context-parallel ranks share the sequence."""
+    yield from _divides("train.seq_len", config.train.seq_len, mesh, "cp")
+
+
+def global_batch_divides(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """A global batch splits into whole microbatches, and these into whole shares per rank."""
+    batch, accum = config.train.global_batch_size, config.train.grad_accum_steps
+    dp = mesh["dp_replicate"] * mesh["dp_shard"]
+    if batch and batch % (accum * dp):
+        yield (
+            f"train.global_batch_size = {batch} must be a multiple of train.grad_accum_steps * "
+            f"distributed.dp_replicate * dp_shard = {accum} * {mesh['dp_replicate']} * "
+            f"{mesh['dp_shard']} = {accum * dp}: change it to {_round_up(batch, accum * dp)}, "
+            "or train.grad_accum_steps"
+        )
+
+
+def batch_sizes_agree(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Whoever writes both batch sizes means the same by them."""
+    train, dp = config.train, mesh["dp_replicate"] * mesh["dp_shard"]
+    total = train.batch_size * dp * train.grad_accum_steps
+    wrote_both = train.global_batch_size and config.is_set("train.batch_size")
+    if wrote_both and total != train.global_batch_size:
+        yield (
+            f"train.global_batch_size = {train.global_batch_size}, but train.batch_size = "
+            f"{train.batch_size} on {dp} data-parallel ranks with train.grad_accum_steps = "
+            f"{train.grad_accum_steps} makes {total}: leave one of them out"
+        )
+
+
+def pipeline_unties_embeddings(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Embedding and head are on different stages."""
+    if config.model.tie_embeddings and mesh["pp"] > 1:
+        yield (
+            f"model.tie_embeddings = true needs distributed.pp = 1, not {mesh['pp']}: "
+            "embedding and head would be on different stages"
+        )
+
+
+def pipeline_has_no_experts(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Experts do not run in pipeline stages."""
+    if config.model.is_moe and mesh["pp"] > 1:
+        yield (
+            f"model.num_experts = {config.model.num_experts} needs distributed.pp = 1, not "
+            f"{mesh['pp']}: spread the experts with distributed.ep instead"
+        )
+
+
+def experts_divide_by_ep(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Expert-parallel ranks have as many experts each, and there are experts."""
+    if mesh["ep"] > 1 and not config.model.is_moe:
+        yield f"distributed.ep = {mesh['ep']} needs experts: set it to 1, or model.num_experts"
+    else:
+        yield from _divides("model.num_experts", config.model.num_experts, mesh, "ep")
+
+
+def fp8_has_no_tp(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """8-bit products are not cut."""
+    if config.train.mixed_precision == "fp8" and mesh["tp"] > 1:
+        yield (
+            f'train.mixed_precision = "fp8" needs distributed.tp = 1, not {mesh["tp"]}: '
+            'shard with distributed.dp_shard, or use "bf16"'
+        )
+
+
+def schedule_free_has_no_schedule(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Schedule-free AdamW averages instead of decaying."""
+    name = config.scheduler.name
+    if config.optimizer.name == "schedule_free_adamw" and name != "none":
+        yield f'optimizer.name = "schedule_free_adamw" needs scheduler.name = "none", not "{name}"'
+
+
+RULES: tuple[Rule, ...] = (
+    seq_len_fits_model,
+    eval_has_a_source,
+    heads_divide_by_tp,
+    kv_heads_divide_by_tp,
+    seq_len_divides_by_tp,
+    ffn_dim_divides_by_tp,
+    vocab_divides_by_tp,
+    dim_divides_by_dp_shard,
+    seq_len_divides_by_cp,
+    global_batch_divides,
+    batch_sizes_agree,
+    pipeline_unties_embeddings,
+    pipeline_has_no_experts,
+    experts_divide_by_ep,
+    fp8_has_no_tp,
+    schedule_free_has_no_schedule,
+)
+"""All rules that need no more than the configuration and the mesh."""
+
+
+def _declared(config: JobConfig) -> dict[str, int]:
+    """The axes as written, with 1 for a dp_shard that is still open."""
+    return {axis: max(1, getattr(config.distributed, axis)) for axis in AXES}
+
+
+def _mesh_problems(config: JobConfig, n_devices: int) -> Iterator[str]:
+    sizes = _declared(config)
+    total, is_open = math.prod(sizes.values()), config.distributed.dp_shard == -1
+    if n_devices == total or (is_open and n_devices % total == 0):
+        return
+    axes = {axis: size for axis, size in sizes.items() if size > 1} or {"dp_shard": 1}
+    product = " * ".join(f"distributed.{axis} = {size}" for axis, size in axes.items())
+    if is_open:
+        yield f"{product} needs a multiple of {total} devices, not {n_devices}: lower an axis"
+    else:
+        yield (
+            f"{product} needs {total} devices, not {n_devices}: change an axis, or set "
+            "distributed.dp_shard = -1 to take the devices that are left"
+        )
+
+
+def _divides(key: str, value: int, mesh: Mesh, axis: str) -> Iterator[str]:
+    """Yields a problem unless `value` splits evenly over `axis`."""
+    size = mesh[axis]
+    if value % size:
+        yield (
+            f"{key} = {value} must be a multiple of distributed.{axis} = {size}: change {key} to "
+            f"{_round_up(value, size)} or distributed.{axis} to {math.gcd(value, size)}"
+        )
+
+
+def _round_up(value: int, unit: int) -> int:
+    return math.ceil(value / unit) * unit

@@ -1,0 +1,89 @@
+"""What every section of the configuration has in common."""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Self, get_args, get_origin
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    NonNegativeFloat,
+    PlainSerializer,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+
+class Section(BaseModel):
+    """One immutable, hashable table of the configuration; unknown keys are errors.
+
+    A section is valid once it exists. `model_fields_set` tells which keys the user wrote.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        coerce_numbers_to_str=True,
+        allow_inf_nan=False,
+    )
+
+    def problems(self) -> Iterator[str]:
+        """Yields one sentence per rule between this section's own keys that is broken."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _obey_the_rules(self) -> Self:
+        problems = list(self.problems())
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_leniently(cls, value: object, info: ValidationInfo) -> object:
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and annotation is not bool:  # pydantic reads True as 1
+            raise PydanticCustomError("no_bool", "true and false are no values of this key")
+        if _is_list(annotation) and not isinstance(value, list | tuple):
+            return (value,)
+        return value
+
+
+class Weights(Mapping[str, float]):
+    """An immutable, hashable table of numbers by name.
+
+    Args:
+        items: The numbers; the table keeps a copy.
+    """
+
+    def __init__(self, items: Mapping[str, float] | None = None) -> None:
+        self._items = dict(items or {})
+
+    def __getitem__(self, name: str) -> float:
+        return self._items[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items.items()))
+
+    def __repr__(self) -> str:
+        return f"Weights({self._items})"
+
+
+WeightTable = Annotated[
+    Mapping[str, NonNegativeFloat], AfterValidator(Weights), PlainSerializer(dict)
+]
+"""The type of a field that holds `Weights`: numbers of at least 0, by name."""
+
+
+def _is_list(annotation: object) -> bool:
+    """Whether a field holds any number of items, so that one bare item may stand for a list."""
+    return get_origin(annotation) is tuple and get_args(annotation)[-1] is ...

@@ -1,0 +1,38 @@
+"""Keys that mean something to PyTorch alone, and what does their job here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxforge.config.job import JobConfig
+
+_TEXT = "jaxforge trains text models"
+
+TORCH_ONLY: dict[str, str] = {
+    "train.compile_model": "every update is one compiled program",
+    "optimizer.fused": "XLA fuses the update of all parameters",
+    "data.pin_memory": "batches go straight to the devices, ahead of the step that needs them",
+    "data.hf_dataset_image_field": _TEXT,
+    "data.hf_dataset_prompt_field": _TEXT,
+    "data.hf_image_size": _TEXT,
+    "distributed.backend": "XLA brings the collectives of each kind of device",
+    "distributed.nccl_timeout_sec": "jax.distributed has its own time-outs between processes",
+    "checkpoint.export_dtype": "the type is an argument of the export in torch_compat",
+    "checkpoint.ignore_freeze_mismatch": f"{_TEXT}, in which nothing is frozen",
+}
+"""Key without effect -> what does its job."""
+
+
+def answers(config: JobConfig) -> list[str]:
+    """One line for each key that the user wrote and that has no effect here.
+
+    Args:
+        config: A loaded configuration; it remembers which keys were written.
+    """
+    lines = [
+        f"{key} has no effect: {answer}" for key, answer in TORCH_ONLY.items() if config.is_set(key)
+    ]
+    if config.checkpoint.async_mode == "async_with_pinned_mem":
+        lines.append('checkpoint.async_mode = "async_with_pinned_mem" is the same as "async"')
+    return lines

@@ -1,0 +1,233 @@
+"""Each message a user can get for a configuration, with its place."""
+
+import pytest
+from pydantic import ValidationError
+
+from jaxforge.config import JobConfig, load_config
+from jaxforge.config.explain import Sources, explain
+from jaxforge.config.overrides import Setting
+from jaxforge.errors import UserError
+
+
+@pytest.fixture
+def complaint(tmp_path, monkeypatch):
+    """The message for TOML text in x.toml under some overrides."""
+    monkeypatch.chdir(tmp_path)
+
+    def load_text(text: str, *overrides: str) -> str:
+        (tmp_path / "x.toml").write_text(text)
+        with pytest.raises(UserError) as caught:
+            load_config("x.toml", overrides)
+        return str(caught.value)
+
+    return load_text
+
+
+NAMES = "cosine, linear, wsd, constant, rex, none"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "[train]\n\nbatchsize = 3",
+            "x.toml:3: unknown key train.batchsize; did you mean train.batch_size?",
+        ),
+        (
+            "# first\n[model]\nlr = 3",
+            "x.toml:3: unknown key model.lr; did you mean optimizer.lr?",
+        ),
+        (
+            "[train]\ninterval = 3",
+            "x.toml:2: unknown key train.interval; did you mean eval.interval or "
+            "checkpoint.interval?",
+        ),
+        (
+            "[model]\nbatchsize = 3",
+            "x.toml:2: unknown key model.batchsize; did you mean train.batch_size?",
+        ),
+        ("dim = 64", "x.toml:1: unknown key dim; did you mean model.dim?"),
+        ("[optimiser]\nlr = 1", "x.toml:1: unknown key optimiser; did you mean optimizer?"),
+        ("[train]\nqqq = 1", "x.toml:2: unknown key train.qqq"),
+        (
+            "[model.rope_scaling]\nfaktor = 2",
+            "x.toml:2: unknown key model.rope_scaling.faktor; did you mean "
+            "model.rope_scaling.factor?",
+        ),
+        (
+            "[[data.datasets]]\npath = 'a'\n[[data.datasets]]\npath = 'a'\nwieght = 2",
+            "x.toml:5: unknown key data.datasets[1].wieght; did you mean data.datasets.weight?",
+        ),
+        (
+            '[train]\nbatch_size = "many"',
+            'x.toml:2: train.batch_size = "many": expected an integer greater than 0',
+        ),
+        (
+            "[train]\nbatch_size = 512.7",
+            "x.toml:2: train.batch_size = 512.7: expected an integer greater than 0",
+        ),
+        (
+            "[train]\nbatch_size = true",
+            "x.toml:2: train.batch_size = true: expected an integer greater than 0",
+        ),
+        ("[train]\nseed = []", "x.toml:2: train.seed = []: expected an integer"),
+        (
+            "[optimizer]\nlr = nan",
+            "x.toml:2: optimizer.lr = nan: expected a number greater than 0",
+        ),
+        (
+            "[scheduler]\nmin_lr_ratio = 2",
+            "x.toml:2: scheduler.min_lr_ratio = 2: expected a number of at least 0 and at most 1",
+        ),
+        (
+            "[optimizer]\nbetas = [0.9]",
+            "x.toml:2: optimizer.betas = [0.9]: expected a list of 2 values",
+        ),
+        (
+            "[optimizer]\nbetas = 0.9",
+            "x.toml:2: optimizer.betas = 0.9: expected a list of 2 values",
+        ),
+        (
+            "[optimizer]\nbetas = [\n  0.9,\n  1.0,\n]",
+            "x.toml:2: optimizer.betas[1] = 1.0: expected a number of at least 0 and less than 1",
+        ),
+        (
+            "[train]\ncompile_model = 'maybe'",
+            'x.toml:2: train.compile_model = "maybe": expected true or false',
+        ),
+        ("[data]\ndataset_path = []", "x.toml:2: data.dataset_path = []: expected text"),
+        ("train = 3", "x.toml:1: train = 3: expected a table"),
+        (
+            '[scheduler]\nname = "cosin"',
+            f'x.toml:2: scheduler.name = "cosin": expected one of {NAMES}; did you mean "cosine"?',
+        ),
+        (
+            "[train]\nmixed_precision = 'BF16'",
+            'x.toml:2: train.mixed_precision = "BF16": expected one of bf16, fp16, fp32, fp8; '
+            'did you mean "bf16"?',
+        ),
+        ("[scheduler]\nname = 'x'", f'x.toml:2: scheduler.name = "x": expected one of {NAMES}'),
+        (
+            "[checkpoint]\nexclude_from_loading = ['progres']",
+            'x.toml:2: checkpoint.exclude_from_loading[0] = "progres": expected one of optimizer, '
+            'progress; did you mean "progress"?',
+        ),
+        (
+            "[data]\nanneal_weights = {a = -1}",
+            "x.toml:2: data.anneal_weights.a = -1: expected a number of at least 0",
+        ),
+        (
+            "[train]\nseed = 1\n[model]\ndim = 65\nn_heads = 4\nn_kv_heads = 3",
+            "x.toml:3: [model] dim = 65 must be a multiple of n_heads = 4\n"
+            "x.toml:3: [model] n_heads = 4 must be a multiple of n_kv_heads = 3",
+        ),
+        (
+            "[data]\ndatasets = [{path = 'a'},\n  {weight = 2}]",
+            "x.toml:2: [data.datasets[1]] a source needs path or hf_name",
+        ),
+        ("[vlm]\narch = 'mot'", "x.toml:1: [vlm] cannot be used: jaxforge trains text models only"),
+        ("[video]", "x.toml:1: [video] cannot be used: jaxforge trains text models only"),
+        ("a = 1\n[train]\nseed 3", "x.toml:3:6: not valid TOML: Expected '=' after a key in a"),
+        ("a = 1\na = 2\n", "x.toml:2:6: not valid TOML: Cannot overwrite a value"),
+        ("[train", "x.toml: not valid TOML: "),
+    ],
+)
+def test_what_the_file_gets_wrong(complaint, text, message):
+    got = complaint(text)
+    assert got.startswith(message) if "not valid" in message else got == message
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["--train.lr=3"], "--train.lr=3: unknown key train.lr; did you mean optimizer.lr?"),
+        (["--nonsense"], "--nonsense: unknown key nonsense"),
+        (
+            ["--train.batch_size=many"],
+            "--train.batch_size=many: expected an integer greater than 0",
+        ),
+        (
+            ["--train.batch_size=True"],
+            "--train.batch_size=True: expected an integer greater than 0",
+        ),
+        (
+            ["--train.batch_size", "--scheduler.name", "seed=3"],
+            "--train.batch_size needs a value: an integer greater than 0\n"
+            f"--scheduler.name needs a value: one of {NAMES}\n"
+            "seed=3: expected --section.key=value",
+        ),
+        (
+            ["--scheduler.name=cosin"],
+            f'--scheduler.name=cosin: expected one of {NAMES}; did you mean "cosine"?',
+        ),
+        (["--train=3"], "--train=3: expected a table"),
+        (["--train={1: 2}"], "--train={1: 2}: unknown key train[1]"),
+        (
+            ["--data.datasets=[{'path':'a','weight':0}]"],
+            "--data.datasets=[{'path':'a','weight':0}]: data.datasets[0].weight = 0: "
+            "expected a number greater than 0",
+        ),
+        (
+            ["--train={'seed':'x'}"],
+            "--train={'seed':'x'}: expected an integer",
+        ),
+        (
+            ["--train.seed=1", "--train.seed=x", "--train.lr=2"],
+            "--train.lr=2: unknown key train.lr; did you mean optimizer.lr?\n"
+            "--train.seed=x: expected an integer",
+        ),
+        (["--train.seed.x=1"], "--train.seed.x=1: train.seed = {x = 1}: expected an integer"),
+        (["--vlm.arch=mot"], "--vlm.arch=mot: [vlm] cannot be used: jaxforge trains text models"),
+    ],
+)
+def test_what_the_command_line_gets_wrong(complaint, settings, message):
+    got = complaint("", *settings).splitlines()
+    assert len(got) == len(message.splitlines())
+    assert all(any(line.startswith(start) for line in got) for start in message.splitlines())
+
+
+def test_all_problems_come_at_once_in_the_order_of_the_file(complaint):
+    text = "[train]\nseed = 'x'\nlr = 1\n[eval]\nsteps = 0\n[optimizer]\nlr = -1"
+    assert complaint(text, "--metrics.log_interval=0").splitlines() == [
+        'x.toml:2: train.seed = "x": expected an integer',
+        "x.toml:3: unknown key train.lr; did you mean optimizer.lr?",
+        "x.toml:5: eval.steps = 0: expected an integer greater than 0",
+        "x.toml:7: optimizer.lr = -1: expected a number greater than 0",
+        "--metrics.log_interval=0: expected an integer greater than 0",
+    ]
+
+
+def test_a_broken_rule_blames_the_setting_that_it_names(complaint):
+    text = "[model]\ndim = 64\nn_heads = 4"
+    rule = "[model] dim = 64 must be a multiple of n_heads = 5"
+    assert complaint(text, "--model.n_heads=5") == f"--model.n_heads=5: {rule}"
+    wrong = "[model]\ndim = 64\nn_heads = 5"
+    assert complaint(wrong, "--model.vocab_size=5") == f"x.toml:1: {rule}"
+
+
+def test_a_broken_rule_without_a_line_blames_the_section_s_last_setting():
+    setting = Setting("--profiling.trace_dir=x", ("profiling", "trace_dir"), "x")
+    with pytest.raises(ValidationError) as caught:
+        JobConfig.model_validate({"profiling": {"start_step": 9}})
+    text = explain(caught.value, Sources("", {}, [setting]))
+    assert text.startswith("--profiling.trace_dir=x: [profiling] end_step = 8 must be greater")
+
+
+def test_long_values_are_cut(complaint):
+    assert len(complaint(f"[train]\nseed = '{'x ' * 999}'")) < 120
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("missing.toml", "no config file at missing.toml"),
+        (".", "no config file at .: it is a directory"),
+        ("latin.toml", "latin.toml: not valid TOML: not UTF-8 at byte 3"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path, monkeypatch, name, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "latin.toml").write_bytes(b"#: \xe4")
+    with pytest.raises(UserError) as caught:
+        load_config(name)
+    assert str(caught.value) == message

@@ -1,0 +1,217 @@
+"""Layers, command-line forms, coercions, and the way back to TOML."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxforge.config import JobConfig, RopeScaling, answers, load_config
+from jaxforge.errors import UserError
+
+FULL = Path(__file__).parent / "data" / "kempnerforge_full.toml"
+"""Written by hand: each key of KempnerForge's sections."""
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Loads TOML text under some overrides."""
+
+    def load_text(text: str, *overrides: str) -> JobConfig:
+        path = tmp_path / "x.toml"
+        path.write_text(text)
+        return load_config(path, overrides)
+
+    return load_text
+
+
+def test_no_file_is_all_defaults():
+    assert load_config(None) == JobConfig()
+
+
+def test_layers_and_the_last_setting_wins(load):
+    config = load(
+        "[train]\nseed = 1\nbatch_size = 2\nseq_len = 3", "--train.seed=7", "--train.seed=8"
+    )
+    train = config.train
+    assert (train.seed, train.batch_size, train.seq_len, train.max_steps) == (8, 2, 3, 100000)
+
+
+def test_explicit_keys_are_known(load):
+    config = load("[train]\nseed = 42", "--train.seq_len=8")
+    assert config.train.model_fields_set == {"seed", "seq_len"}
+    assert config.is_set("train.seed")
+    assert not config.is_set("train.batch_size")
+    assert not config.is_set("model.dim")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("--model.dim=512", 512),
+        ("--model.dim=512.0", 512),
+        ("--model.dim='512'", 512),
+        ("--model.n_kv_heads=None", None),
+        ("--optimizer.lr=1e-3", 1e-3),
+        ("--optimizer.lr=1", 1.0),
+        ("--optimizer.lr='1e-3'", 1e-3),
+        ("--optimizer.betas=[0.9,0.99]", (0.9, 0.99)),
+        ("--optimizer.betas=(0.9, 0.99)", (0.9, 0.99)),
+        ("--train.compile_model=true", True),
+        ("--train.compile_model=False", False),
+        ("--train.compile_model=false", False),
+        ("--train.compile_model=yes", True),
+        ("--train.compile_model=1", True),
+        ("--train.compile_model=0", False),
+        ("--data.pack_sequences", True),
+        ("--scheduler.name=none", "none"),
+        ("--data.file_pattern=a=b.bin", "a=b.bin"),
+        ("--data.dataset_path='quoted'", "quoted"),
+        ("--metrics.wandb_run_id=1e3", "1e3"),
+        ("--metrics.wandb_run_name=None", None),
+        ("--checkpoint.dir=007", "007"),
+        ("--checkpoint.dir=", ""),
+        ("--checkpoint.exclude_from_loading=optimizer", ("optimizer",)),
+        ("--checkpoint.exclude_from_loading=['optimizer','progress']", ("optimizer", "progress")),
+        ("--data.anneal_weights={'a': 1}", {"a": 1.0}),
+        ("--data.anneal_weights.a=1", {"a": 1.0}),
+    ],
+)
+def test_forms_of_settings(setting, value):
+    section, key = setting[2:].partition("=")[0].split(".")[:2]
+    got = getattr(getattr(load_config(None, [setting]), section), key)
+    assert got == value
+    assert isinstance(got, type(value)) or isinstance(value, dict)
+
+
+def test_nested_keys_add_to_the_table_in_the_file(load):
+    config = load(
+        "[model.rope_scaling]\nfactor = 4\nlow_freq_factor = 2", "--model.rope_scaling.factor=8"
+    )
+    assert config.model.rope_scaling.factor == 8.0
+    assert config.model.rope_scaling.low_freq_factor == 2.0
+
+
+def test_a_table_given_whole_sets_only_its_keys(load):
+    config = load(
+        "[model]\ndim = 64\nn_heads = 2\nrope_scaling = {factor = 4, low_freq_factor = 2}",
+        "--model={'dim': 32, 'rope_scaling': {'factor': 3}}",
+    )
+    scaling = config.model.rope_scaling
+    assert (config.model.dim, config.model.n_heads) == (32, 2)
+    assert (scaling.factor, scaling.low_freq_factor) == (3, 2)
+
+
+def test_an_empty_table_stands_for_its_defaults():
+    assert load_config(None, ["--model.rope_scaling={}"]).model.rope_scaling == RopeScaling()
+
+
+def test_a_nested_table_can_be_taken_out(load):
+    assert load("[model.rope_scaling]", "--model.rope_scaling=None").model.rope_scaling is None
+
+
+def test_lists_of_tables_replace_those_of_the_file(load):
+    config = load(
+        "[[data.datasets]]\npath = 'a'\n[[data.datasets]]\npath = 'b'",
+        "--data.datasets=[{'path': 'c', 'weight': 2}]",
+    )
+    assert [(one.path, one.weight) for one in config.data.datasets] == [("c", 2.0)]
+
+
+def test_one_table_stands_for_a_list_of_it():
+    assert load_config(None, ["--data.datasets={'path': 'c'}"]).data.datasets[0].path == "c"
+
+
+def test_kv_heads_follow_the_heads_of_every_layer(load):
+    assert load("[model]\nn_heads = 4").model.kv_heads == 4
+    assert load("[model]\nn_heads = 64").model.kv_heads == 64
+    assert load("[model]\nn_heads = 4\nn_kv_heads = 4", "--model.n_heads=8").model.kv_heads == 4
+    whole = load("[model]\nn_heads = 8\nn_kv_heads = 4", "--model.n_kv_heads=None")
+    assert whole.model.kv_heads == 8
+
+
+def test_every_key_of_kempnerforge_loads():
+    config = load_config(FULL)
+    explicit = {(name, key) for name, table in config for key in table.model_fields_set}
+    ours = {
+        ("model", "rope_scaling"),
+        *(
+            ("train", key)
+            for key in (
+                "global_batch_size",
+                "param_dtype",
+                "opt_state_dtype",
+                "loss_norm",
+                "grad_sync",
+                "on_nonfinite",
+                "nan_consecutive_max",
+            )
+        ),
+        *(("data", key) for key in ("token_dtype", "eos_token_id", "shuffle", "order")),
+        *(("checkpoint", key) for key in ("keep_best_n", "best_metric")),
+    }
+    every = {(name, key) for name, table in config for key in type(table).model_fields}
+    assert every - explicit == ours
+    assert config.data.datasets[0].weight == 3.0
+    assert config.checkpoint.dyn_ckpt_window.stop == 512
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["--train.global_batch_size=64", "--optimizer.fused=false"],
+        ["--model.rope_scaling={}", "--checkpoint.dyn_ckpt_window.stop=9", "--optimizer.lr=1e-7"],
+        ["--data.anneal_weights={'a.b': 1, 'ü': 2}", '--data.file_pattern=a"b\\c\n\x7f😀'],
+        [
+            "--data.datasets=[{'path':'a'},{'hf_name':'b'}]",
+            "--data.phases={'dataset_weights':{'a':1}}",
+        ],
+    ],
+)
+def test_toml_loads_back_equal(load, overrides):
+    config = load_config(None, overrides)
+    again = load(config.to_toml())
+    assert again == config
+    assert again.to_toml() == config.to_toml()
+
+
+def test_the_full_file_comes_back_equal(load):
+    assert load(load_config(FULL).to_toml()) == load_config(FULL)
+
+
+def test_resolved_toml_shows_every_key_and_claims_nothing_for_the_user(load):
+    config = load_config(None, ["--train.global_batch_size=64"])
+    text = config.to_toml()
+    keys = [key for _, table in config for key in type(table).model_fields]
+    shown = [line.removeprefix("# ").split(" ")[0] for line in text.splitlines() if " " in line]
+    assert shown == keys
+    assert answers(load(text)) == []
+    assert not load(text).is_set("train.batch_size")
+
+
+def test_answers_only_to_what_the_user_wrote():
+    assert answers(load_config(None)) == []
+    lines = answers(load_config(None, ["--optimizer.fused", "--data.pin_memory=false"]))
+    assert lines == [
+        "optimizer.fused has no effect: XLA fuses the update of all parameters",
+        "data.pin_memory has no effect: batches go straight to the devices, ahead of the step "
+        "that needs them",
+    ]
+
+
+def test_answers_to_a_value_that_is_an_alias():
+    config = load_config(None, ["--checkpoint.async_mode=async_with_pinned_mem"])
+    assert answers(config) == [
+        'checkpoint.async_mode = "async_with_pinned_mem" is the same as "async"'
+    ]
+
+
+def test_answers_to_every_such_key_of_the_full_file():
+    said = {line.split(" ")[0] for line in answers(load_config(FULL))}
+    assert {"train.compile_model", "distributed.backend", "checkpoint.export_dtype"} <= said
+    assert len(said) == 10
+
+
+def test_an_error_is_a_user_error_without_a_chain():
+    with pytest.raises(UserError) as caught:
+        load_config(None, ["--train.seed=x"])
+    assert caught.value.__suppress_context__
