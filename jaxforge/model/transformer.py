@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
+from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.model import remat
 from jaxforge.model.attention import Attention, KVCache, Visible
@@ -25,6 +26,8 @@ from jaxforge.model.mlp import MLP
 from jaxforge.model.norm import NORMS
 from jaxforge.model.rope import Rotation, rotation
 from jaxforge.parallel.sharding import constrain
+
+_COMPUTE_DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 Params = dict[str, Any]
 """Parameters: nested dicts of arrays, keyed by module and parameter name."""
@@ -194,6 +197,16 @@ class Model:
         c = self.config
         shape = (c.n_layers, batch, length, c.kv_heads, c.head_dim)
         return KVCache(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))
+
+
+def build_model(config: JobConfig) -> Model:
+    """The model that `[model]` and `[train]` ask for."""
+    return Model(
+        config.model,
+        dtype=_COMPUTE_DTYPES[config.train.mixed_precision],
+        param_dtype=jnp.dtype(config.train.param_dtype),
+        save=config.train.activation_checkpointing,
+    )
 
 
 def project(

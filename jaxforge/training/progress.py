@@ -31,10 +31,19 @@ class Progress:
         self.samples += samples
         self.tokens += tokens
 
-    def note_skipped(self, total: int, tokens_per_step: int) -> None:
-        """Takes the device's count of bad steps; their tokens were not learned from."""
-        self.tokens -= (total - self.skipped) * tokens_per_step
-        self.skipped = total
+    def reconcile(self, step: int, skipped: int, samples: int, tokens: int) -> None:
+        """Corrects the counts by the device's, which alone knows the bad steps.
+
+        Args:
+            step: steps attempted; fewer than counted here once the run has given up.
+            skipped: bad steps of the whole run; their tokens were not learned from.
+            samples: sequences of one step.
+            tokens: tokens of one step.
+        """
+        ahead, newly_skipped = self.step - step, skipped - self.skipped
+        self.step, self.skipped = step, skipped
+        self.samples -= ahead * samples
+        self.tokens -= (ahead + newly_skipped) * tokens
 
     def note_metric(self, value: float) -> bool:
         """Whether `value` is the best so far; if so it is kept."""

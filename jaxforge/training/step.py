@@ -51,9 +51,17 @@ TrainStep = Callable[[TrainState, Batch, Controls], tuple[TrainState, Metrics]]
 
 
 def make_train_step(
-    model: Model, optimizer: optax.GradientTransformationExtraArgs, config: JobConfig, mesh: Mesh
+    model: Model,
+    optimizer: optax.GradientTransformationExtraArgs,
+    config: JobConfig,
+    mesh: Mesh,
+    *,
+    keep_gradients: bool = False,
 ) -> TrainStep:
-    """The jitted step `(state, batch, controls) -> (state, metrics)`; the state is donated."""
+    """The jitted step `(state, batch, controls) -> (state, metrics)`; the state is donated.
+
+    `keep_gradients` adds them, before clipping, to the metrics.
+    """
     gradients = make_gradients(model, config.train, mesh)
     lr = learning_rate(config)
     limit = config.train.nan_consecutive_max
@@ -78,6 +86,8 @@ def make_train_step(
             "skipped": new.guard.total,
             "consecutive": new.guard.consecutive,
         }
+        if keep_gradients:
+            metrics["gradients"] = grads
         return new, metrics
 
     shardings = state_shardings(model, optimizer, mesh)
@@ -93,40 +103,32 @@ def make_gradients(
     shardings = param_shardings(model.abstract, model.axes, mesh)
 
     def gradients(params: Params, batch: Batch) -> tuple[Params, Array]:
-        weights = valid_tokens(batch["labels"])
-        n_positions = batch["labels"].size
-        grads, loss = accumulate(model, config, params, batch, weights, n_positions)
+        grads, loss = accumulate(model, config, params, batch, _scales(batch, config))
         return jax.lax.with_sharding_constraint(grads, shardings), loss
 
     return gradients
 
 
-def accumulate(
-    model: Model,
-    config: TrainConfig,
-    params: Params,
-    batch: Batch,
-    weights: Float[Array, "m"],
-    n_positions: int,
-) -> tuple[Params, Float[Array, ""]]:
-    """Gradients and loss of an update, summed over its microbatches by a scan.
+class Scales(NamedTuple):
+    """What the sums of each microbatch count for in the loss of the update.
 
-    Args:
-        model: the model.
-        config: the `[train]` section.
-        params: parameters, whole or as the partitioner splits them.
-        batch: this device group's share of the batch.
-        weights: valid tokens of each microbatch over all device groups.
-        n_positions: positions of the whole update over all device groups, valid or not.
-
-    Returns:
-        This device group's share of the gradients (float32) and of the loss.
+    Attributes:
+        token: weight of each valid token's -log p, per microbatch.
+        position: weight of each position's logsumexp², valid or not.
     """
-    z_scale = config.z_loss_weight / n_positions
 
-    def microbatch_loss(params: Params, microbatch: Batch, scale: Array) -> Array:
+    token: Float[Array, "m"]
+    position: float
+
+
+def accumulate(
+    model: Model, config: TrainConfig, params: Params, batch: Batch, scales: Scales
+) -> tuple[Params, Float[Array, ""]]:
+    """Gradients (float32) and loss of a batch, summed over its microbatches by a scan."""
+
+    def microbatch_loss(params: Params, microbatch: Batch, token_scale: Array) -> Array:
         loss = loss_sum(model, config, params, microbatch)
-        return scale * loss.total + z_scale * loss.square_lse
+        return token_scale * loss.total + scales.position * loss.square_lse
 
     def body(carry: tuple[Params, Array], xs: tuple[Batch, Array]) -> tuple[Any, None]:
         loss, grads = jax.value_and_grad(microbatch_loss)(params, *xs)
@@ -137,7 +139,7 @@ def accumulate(
     # Zeros made from what they will add up, so that they vary over the same mesh axes.
     zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
     start = (zeros, jnp.zeros_like(batch["labels"][0, 0, 0], jnp.float32))
-    return jax.lax.scan(body, start, (batch, token_scales(weights, config.loss_norm)))[0]
+    return jax.lax.scan(body, start, (batch, scales.token))[0]
 
 
 def loss_sum(model: Model, config: TrainConfig, params: Params, microbatch: Batch) -> LossSum:
@@ -146,56 +148,79 @@ def loss_sum(model: Model, config: TrainConfig, params: Params, microbatch: Batc
     return cross_entropy(hidden, model.head(params), microbatch["labels"], config)
 
 
-def _reduced_once(
-    model: Model, config: TrainConfig, mesh: Mesh
-) -> Callable[[Params, Batch], tuple[Params, Array]]:
-    """`grad_sync = "update"`: the data axes are taken from the partitioner, tp stays with it."""
-    specs = jax.tree.map(_data_spec, model.axes, is_leaf=lambda node: isinstance(node, tuple))
-    groups = data_parallel_size(mesh)
-
-    def local(params: Params, batch: Batch) -> tuple[Params, Array]:
-        params = jax.tree.map(functools.partial(_gather, dtype=model.dtype), params, model.axes)
-        weights = jax.lax.psum(valid_tokens(batch["labels"]), DATA_AXES)
-        n_positions = batch["labels"].size * groups
-        grads, loss = accumulate(model, config, params, batch, weights, n_positions)
-        return jax.tree.map(_reduce, grads, specs), jax.lax.psum(loss, DATA_AXES)
-
-    return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(specs, P(None, DATA_AXES)),
-        out_specs=(specs, P()),
-        axis_names=set(DATA_AXES),
+def _scales(batch: Batch, config: TrainConfig) -> Scales:
+    labels = batch["labels"]
+    return Scales(
+        token_scales(valid_tokens(labels), config.loss_norm), config.z_loss_weight / labels.size
     )
 
 
-def _data_spec(axes: Axes) -> P:
-    """The data axes of a parameter's sharding; the others stay with the partitioner."""
-    return P(*(part if part in DATA_AXES else None for part in partition_spec(axes)))
+def _reduced_once(
+    model: Model, config: TrainConfig, mesh: Mesh
+) -> Callable[[Params, Batch], tuple[Params, Array]]:
+    """`grad_sync = "update"`: device groups do not communicate while they accumulate.
+
+    The data axes are taken from the partitioner; tp stays with it.
+    """
+    reduce = _reduction(model.axes, mesh)
+
+    def gradients(params: Params, batch: Batch) -> tuple[Params, Array]:
+        scales = _scales(batch, config)
+
+        def of_group(params: Params, batch: Batch, token_scales: Array) -> tuple[Params, Array]:
+            # Each group differentiates its own copy; the sum over groups comes afterwards.
+            params, token_scales = jax.lax.pcast((params, token_scales), DATA_AXES, to="varying")
+            own = Scales(token_scales, scales.position)
+            return jax.tree.map(lambda x: x[None], accumulate(model, config, params, batch, own))
+
+        groups = jax.shard_map(
+            of_group,
+            mesh=mesh,
+            in_specs=(P(), P(None, DATA_AXES), P()),
+            out_specs=P(DATA_AXES),
+            axis_names=set(DATA_AXES),
+        )
+        whole = jax.tree.map(functools.partial(_gather, dtype=model.dtype), params, model.axes)
+        grads, losses = groups(whole, batch, scales.token)
+        return reduce(grads), jnp.sum(losses)
+
+    return gradients
 
 
 def _gather(param: Array, axes: Axes, dtype: jnp.dtype) -> Array:
-    """The whole of a parameter that is split over data axes; matrices travel in `dtype`."""
+    """A parameter whole over the data axes, still split over tp; matrices travel in `dtype`."""
     if is_matrix(axes):
         param = param.astype(dtype)
-    spec = _data_spec(axes)
-    for dimension, axis in enumerate(spec):
-        if axis is not None:
-            param = jax.lax.all_gather(param, axis, axis=dimension, tiled=True)
-    # Each group differentiates its own copy; the sum over groups is `_reduce`'s business.
-    return jax.lax.pcast(param, _axes_without(spec), to="varying")
+    return jax.lax.with_sharding_constraint(param, P(*_without_data(axes)))
 
 
-def _reduce(grad: Array, spec: P) -> Array:
-    """Sum over device groups, each keeping its share. In float32, whatever the compute dtype."""
-    for dimension, axis in enumerate(spec):
-        if axis is not None:
-            grad = jax.lax.psum_scatter(grad, axis, scatter_dimension=dimension, tiled=True)
-    return jax.lax.psum(grad, _axes_without(spec))
+def _reduction(axes: PyTree, mesh: Mesh) -> Callable[[Params], Params]:
+    """Sums gradients [group, ...] over groups; each device keeps its share of the sum.
+
+    Manual over every axis: left to the partitioner, the tp shards would be gathered first.
+    """
+
+    def one(grad: Array, axes: Axes) -> Array:
+        grad = grad[0]
+        for dimension, axis in enumerate(partition_spec(axes)):
+            if axis in DATA_AXES:
+                grad = jax.lax.psum_scatter(grad, axis, scatter_dimension=dimension, tiled=True)
+        unsplit = tuple(axis for axis in DATA_AXES if axis not in tuple(partition_spec(axes)))
+        return jax.lax.psum(grad, unsplit)
+
+    def specs(spec_of: Callable[[Axes], P]) -> PyTree:
+        return jax.tree.map(spec_of, axes, is_leaf=lambda node: isinstance(node, tuple))
+
+    return jax.shard_map(
+        lambda grads: jax.tree.map(one, grads, axes),
+        mesh=mesh,
+        in_specs=(specs(lambda axes: P(DATA_AXES, *_without_data(axes))),),
+        out_specs=specs(partition_spec),
+    )
 
 
-def _axes_without(spec: P) -> tuple[str, ...]:
-    return tuple(axis for axis in DATA_AXES if axis not in tuple(spec))
+def _without_data(axes: Axes) -> tuple[str | None, ...]:
+    return tuple(None if part in DATA_AXES else part for part in partition_spec(axes))
 
 
 def example_batch(config: JobConfig, mesh: Mesh, *, packed: bool) -> Batch:

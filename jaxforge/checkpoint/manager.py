@@ -1,0 +1,257 @@
+"""Checkpoints of a run: `<run>/checkpoints/step_<n>/{state,progress,config,metrics}`.
+
+A step's directory appears under its name only when every array in it is durable (Orbax writes to a
+temporary name and renames), so the newest name is always a whole checkpoint.
+"""
+
+import dataclasses
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+from orbax.checkpoint import checkpoint_managers as policies
+
+from jaxforge.checkpoint import layout
+from jaxforge.config.checkpoint import CheckpointConfig
+from jaxforge.config.job import JobConfig
+from jaxforge.errors import UserError
+from jaxforge.model.transformer import Model
+from jaxforge.training.progress import Progress
+from jaxforge.training.state import TrainState, abstract_state, init_state
+
+log = logging.getLogger(__name__)
+
+SUBDIRECTORY = "checkpoints"
+_PREFIX = "step"
+
+
+class Checkpoints:
+    """Saves, finds and restores the checkpoints of one run directory.
+
+    Args:
+        run: the run directory.
+        config: the `[checkpoint]` section.
+        axes: logical axes of the parameters; they decide the storage chunks.
+        resolved_config: stored beside each checkpoint.
+        read_only: for a run that is not ours to change.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        config: CheckpointConfig,
+        axes: PyTree = None,
+        resolved_config: dict[str, Any] | None = None,
+        *,
+        read_only: bool = False,
+    ) -> None:
+        self.directory = run.absolute() / SUBDIRECTORY
+        self._config, self._axes, self._resolved = config, axes, resolved_config
+        self._metrics: dict[str, float] = {}
+        self._saved: int | None = None
+        self._manager = ocp.CheckpointManager(
+            self.directory,
+            handler_registry=_handlers(),
+            options=ocp.CheckpointManagerOptions(
+                step_prefix=_PREFIX,
+                cleanup_tmp_directories=not read_only,
+                read_only=read_only,
+                preservation_policy=_preservation(config),
+                enable_async_checkpointing=config.async_mode != "disabled",
+            ),
+        )
+
+    def due(self, step: int) -> bool:
+        """Whether the schedule asks for a checkpoint after `step`."""
+        return step % self._config.interval == 0
+
+    def note_metrics(self, metrics: dict[str, float]) -> None:
+        """Evaluation results of the current step: `keep_best_n` ranks checkpoints by them."""
+        self._metrics = {k: v for k, v in metrics.items() if math.isfinite(v)}
+
+    def save(self, progress: Progress, state: TrainState) -> Path | None:
+        """Starts the save of a step; with `async_mode` it is written in the background.
+
+        Returns:
+            Where the checkpoint will appear; None if this step is saved already.
+
+        Raises:
+            RuntimeError: Orbax declined the save. It never passes silently.
+        """
+        step = progress.step
+        if step == self._saved:
+            return None
+        tree = layout.to_tree(state)
+        saved = self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.PyTreeSave(tree, save_args=layout.save_args(tree, self._axes)),
+                progress=ocp.args.JsonSave(progress.to_json()),
+                config=ocp.args.JsonSave(self._resolved or {}),
+            ),
+            metrics=self._metrics or None,
+            force=True,
+        )
+        if not saved:
+            raise RuntimeError(f"the checkpoint of step {step} was not saved to {self.directory}")
+        self._saved, self._metrics = step, {}
+        return self.directory / f"{_PREFIX}_{step}"
+
+    def latest(self) -> int | None:
+        """The newest durable step."""
+        return self._manager.latest_step()
+
+    def restore(self, like: TrainState, step: int) -> tuple[TrainState, Progress]:
+        """State and progress of a step.
+
+        Args:
+            like: shapes, dtypes and shardings wanted (`training.state.abstract_state`); the mesh
+                may be another than the one that saved.
+            step: a step that `latest` names, or any other that is there.
+        """
+        tree = layout.to_tree(like)
+        _check_fits(tree["params"], self._saved_shapes(step), self.directory / f"{_PREFIX}_{step}")
+        restored = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.PyTreeRestore(
+                    tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree)
+                ),
+                progress=ocp.args.JsonRestore(),
+            ),
+        )
+        self._saved = step
+        return layout.from_tree(restored.state, like), Progress.from_json(restored.progress)
+
+    def restore_params(self, like: PyTree, step: int) -> PyTree:
+        """The parameters alone; nothing else is read."""
+        item = {"params": like}
+        restored = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.PyTreeRestore(
+                    item,
+                    restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+                    partial_restore=True,
+                )
+            ),
+        )
+        return restored.state["params"]
+
+    def _saved_shapes(self, step: int) -> PyTree:
+        return self._manager.item_metadata(step).state.tree["params"]
+
+    def wait(self) -> None:
+        """Returns when every save that was started is durable."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits, then lets go of Orbax's threads."""
+        self._manager.close()
+
+
+def starting_state(
+    config: JobConfig,
+    checkpoints: Checkpoints,
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+) -> tuple[TrainState, Progress]:
+    """Where a run starts: its own newest checkpoint, else `checkpoint.load_path`, else from scratch.
+
+    `checkpoint.exclude_from_loading` keeps parts of `load_path` out: "optimizer" starts with fresh
+    moments and schedule, "progress" counts steps and data from 0.
+    """
+    like = abstract_state(model, optimizer, mesh)
+    if (step := checkpoints.latest()) is not None:
+        log.info("resuming from step %d of %s", step, checkpoints.directory)
+        return checkpoints.restore(like, step)
+    fresh = init_state(model, optimizer, mesh, config.train.seed)
+    if not config.checkpoint.load_path:
+        return fresh, Progress()
+    run, step = find(Path(config.checkpoint.load_path))
+    log.info("loading step %d of %s", step, run)
+    source = Checkpoints(run, config.checkpoint, read_only=True)
+    state, progress = source.restore(like, step)
+    source.close()
+    excluded = config.checkpoint.exclude_from_loading
+    if "optimizer" in excluded:
+        state = dataclasses.replace(state, opt_state=fresh.opt_state)
+    if "progress" in excluded:
+        return dataclasses.replace(state, step=fresh.step, guard=fresh.guard), Progress()
+    return state, dataclasses.replace(progress, run_id=Progress().run_id)
+
+
+def find(path: Path) -> tuple[Path, int]:
+    """The run directory and step that a path to a run, or to one of its checkpoints, means.
+
+    Raises:
+        UserError: there is no checkpoint.
+    """
+    path = path.absolute()
+    name, _, number = path.name.rpartition("_")
+    if name == _PREFIX and number.isdigit() and path.parent.name == SUBDIRECTORY:
+        run, steps = path.parent.parent, [int(number)] if path.is_dir() else []
+    else:
+        run = path.parent if path.name == SUBDIRECTORY else path
+        found = (run / SUBDIRECTORY).glob(f"{_PREFIX}_*")
+        steps = [int(n) for p in found if (n := p.name.removeprefix(f"{_PREFIX}_")).isdigit()]
+    if not steps:
+        raise UserError(
+            f"no checkpoint at {path}: expected a run directory with "
+            f"{SUBDIRECTORY}/{_PREFIX}_<n>, or one such checkpoint"
+        )
+    return run, max(steps)
+
+
+def _handlers() -> ocp.handlers.DefaultCheckpointHandlerRegistry:
+    """What reads and writes each item; said up front, so that metadata can be read first."""
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    arrays, json = ocp.PyTreeCheckpointHandler(), ocp.JsonCheckpointHandler()
+    for args in (ocp.args.PyTreeSave, ocp.args.PyTreeRestore):
+        registry.add("state", args, arrays)
+    for args in (ocp.args.JsonSave, ocp.args.JsonRestore):
+        for item in ("progress", "config"):
+            registry.add(item, args, json)
+    return registry
+
+
+def _preservation(config: CheckpointConfig) -> policies.PreservationPolicy:
+    """`keep_last_n` newest (0: all), and `keep_best_n` by evaluation."""
+    if config.keep_last_n <= 0:
+        return policies.PreserveAll()
+    kept = [policies.LatestN(config.keep_last_n)]
+    if config.keep_best_n:
+        kept.append(
+            policies.BestN(
+                get_metric_fn=lambda metrics: metrics[config.best_metric],
+                reverse=True,  # Orbax keeps the end of the list: the lowest
+                n=config.keep_best_n,
+                keep_checkpoints_without_metrics=False,
+            )
+        )
+    return policies.AnyPreservationPolicy(kept)
+
+
+def _check_fits(wanted: PyTree, saved: PyTree, path: Path) -> None:
+    """Names the first parameter that differs, before Orbax fails on it in its own words."""
+    flat = {
+        side: {
+            jax.tree_util.keystr(key, simple=True, separator="."): tuple(leaf.shape)
+            for key, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+        }
+        for side, tree in (("wanted", wanted), ("saved", saved))
+    }
+    for name in sorted(flat["wanted"].keys() | flat["saved"].keys()):
+        want, have = flat["wanted"].get(name), flat["saved"].get(name)
+        if want != have:
+            raise UserError(
+                f"{path} does not fit [model]: {name} is {have or 'absent'} in the checkpoint and "
+                f"{want or 'absent'} in the config; change [model] or checkpoint.dir"
+            )

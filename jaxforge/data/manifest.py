@@ -1,0 +1,104 @@
+"""`manifest.json`: what a directory of token shards says about itself."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from pydantic import TypeAdapter, ValidationError
+
+from jaxforge.errors import UserError
+
+FILE_NAME = "manifest.json"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One token file.
+
+    Attributes:
+        file: name within the directory.
+        tokens: tokens in the file.
+        max_token: largest token id in the file.
+    """
+
+    file: str
+    tokens: int
+    max_token: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Contents of a shard directory, so that nobody has to read the tokens to know them.
+
+    Attributes:
+        version: layout of this file; `VERSION` is the only one yet.
+        dtype: numpy name of the token type, the same in all shards ("uint16").
+        tokens: tokens in all shards together, end-of-text tokens included.
+        documents: documents in all shards together.
+        max_token: largest token id in any shard.
+        eos_id: token that ends each document.
+        vocab_size: size of the tokenizer's vocabulary.
+        tokenizer: how the tokenizer was asked for ("byte", "bpe" or a path); a copy of it lies in
+            `../tokenizer`.
+        tokenizer_sha256: `Tokenizer.fingerprint` of that tokenizer.
+        shards: the files, in order.
+    """
+
+    version: int
+    dtype: str
+    tokens: int
+    documents: int
+    max_token: int
+    eos_id: int | None
+    vocab_size: int
+    tokenizer: str
+    tokenizer_sha256: str
+    shards: tuple[Shard, ...]
+
+    @property
+    def by_file(self) -> Mapping[str, Shard]:
+        """The shards, by file name."""
+        return MappingProxyType({shard.file: shard for shard in self.shards})
+
+    def write(self, directory: Path) -> None:
+        """Writes `directory/manifest.json`."""
+        (directory / FILE_NAME).write_bytes(_JSON.dump_json(self, indent=2) + b"\n")
+
+    @classmethod
+    def read(cls, directory: Path) -> "Manifest | None":
+        """Reads `directory/manifest.json`; None where there is none.
+
+        Raises:
+            UserError: the file is torn, is something else's, or is of another version.
+        """
+        path = directory / FILE_NAME
+        try:
+            manifest = _JSON.validate_json(path.read_bytes(), strict=True)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from error
+        except ValidationError as error:
+            raise UserError(_not_a_manifest(path, _first(error))) from error
+        if manifest.version != VERSION:
+            reason = f"version is {manifest.version}, this jaxforge knows {VERSION}"
+            raise UserError(_not_a_manifest(path, reason))
+        return manifest
+
+
+_JSON = TypeAdapter(Manifest)
+
+
+def _first(error: ValidationError) -> str:
+    """`error`'s first complaint, as "key: complaint"."""
+    first = error.errors()[0]
+    return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
+
+
+def _not_a_manifest(path: Path, reason: str) -> str:
+    return (
+        f"{path} is not a manifest of token shards ({reason}); run jaxforge.prepare again, or "
+        "remove the file to have the shards themselves read instead"
+    )

@@ -1,0 +1,144 @@
+"""In which order a run reads its samples.
+
+Index spaces:
+    position: place of a sample in the whole run, 0, 1, 2, …, counting on through the epochs.
+    index: place of a sample in its source, 0 … n-1; what an order maps a position to.
+    epoch: one pass over the source.
+
+Positions know nothing of hosts or devices: the sequences of a global batch are consecutive
+positions, whoever computes them.
+"""
+
+from threading import Lock
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxforge.errors import UserError
+
+
+class Order(Protocol):
+    """Maps positions to indices; a pure function, safe to call from many threads."""
+
+    def __getitem__(self, position: int) -> int:
+        """Index of the sample at `position`."""
+        ...
+
+
+class GrainOrder:
+    """Grain's global shuffle: no permutation in memory, another one each epoch.
+
+    Args:
+        n: samples in the source.
+        seed: any integer; taken modulo 2^32.
+        shuffle: False reads 0 … n-1 in each epoch.
+
+    Raises:
+        UserError: `n` is not positive.
+    """
+
+    def __init__(self, n: int, seed: int, shuffle: bool) -> None:
+        import grain  # here, as it imports jax wherever that is installed: a second and more
+
+        if n < 1:
+            raise UserError("the data hold no sample")
+        self._arguments = n, seed, shuffle
+        samples = grain.MapDataset.range(n).seed(seed % 2**32)
+        self._indices = (samples.shuffle() if shuffle else samples).repeat()
+
+    def __getitem__(self, position: int) -> int:
+        return int(self._indices[position])
+
+    def __reduce__(self) -> tuple:
+        return type(self), self._arguments
+
+
+class TorchOrder:
+    """KempnerForge's order: torch's DistributedSampler under a DataLoader that drops the last.
+
+    With R ranks, rank r reads `rank_slice(permutation, r, R)` in batches of b. Batch j of all
+    ranks together is then positions j·R·b … (j+1)·R·b - 1 of the permutation, so that only the
+    product R·b counts, and not which rank reads what. What remains of an epoch after its last
+    full batch is not read.
+
+    Args:
+        n: samples in the source.
+        seed: seed of epoch 0; epoch e has seed + e.
+        shuffle: False reads 0 … n-1 in each epoch, less the dropped remainder.
+        batch: global sequences per microbatch, R·b.
+
+    Raises:
+        UserError: `n` samples do not make one batch, or are too many for `randperm`.
+    """
+
+    def __init__(self, n: int, seed: int, shuffle: bool, batch: int) -> None:
+        if n < batch:
+            raise UserError(
+                f"the data hold {n} samples, less than the {batch} of one global microbatch; "
+                "lower train.batch_size or train.seq_len, or give data.dataset_path more tokens"
+            )
+        self._arguments = n, seed, shuffle, batch
+        self._n, self._seed, self._shuffle = n, seed, shuffle
+        self._epoch_length = n // batch * batch
+        self._permutations: dict[int, Int[np.ndarray, "n"]] = {}
+        self._lock = Lock()
+
+    def __getitem__(self, position: int) -> int:
+        epoch, place = divmod(position, self._epoch_length)
+        return int(self._permutation(epoch)[place]) if self._shuffle else place
+
+    def _permutation(self, epoch: int) -> Int[np.ndarray, "n"]:
+        """Permutation of `epoch`, made once: the lock has other threads wait for it."""
+        with self._lock:
+            if epoch not in self._permutations:
+                # Two are kept: where epochs meet, reads ahead of and behind the border alternate.
+                while len(self._permutations) > 1:
+                    del self._permutations[next(iter(self._permutations))]
+                self._permutations[epoch] = randperm(self._n, self._seed + epoch)
+            return self._permutations[epoch]
+
+    def __reduce__(self) -> tuple:
+        return type(self), self._arguments
+
+
+_CHUNK = 1 << 16  # draws that are Python integers at a time
+
+
+def randperm(n: int, seed: int) -> Int[np.ndarray, "n"]:
+    """`torch.randperm(n, generator=torch.Generator().manual_seed(seed))`, without torch.
+
+    A Fisher-Yates shuffle that swaps entry i with entry i + (draw mod (n - i)), the draws coming
+    from a Mersenne Twister seeded with the low 32 bits of `seed`.
+
+    Args:
+        n: length.
+        seed: any integer.
+
+    Returns:
+        int64 [n].
+
+    Raises:
+        UserError: `n` is so large that torch would draw 64 bits at a time.
+    """
+    if n >= (2**32 - 1) // 20:
+        raise UserError(f'{n} samples are too many for data.order = "torch"; use "grain"')
+    steps = np.arange(max(n - 1, 0))
+    draws = np.random.RandomState(seed % 2**32).randint(0, 2**32, len(steps), dtype=np.uint32)
+    partners = steps + draws % (n - steps)
+    order = list(range(n))  # a list: its items swap several times faster than an array's
+    for start in range(0, len(steps), _CHUNK):
+        for i, j in enumerate(partners[start : start + _CHUNK].tolist(), start):
+            order[i], order[j] = order[j], order[i]
+    return np.array(order, dtype=np.int64)
+
+
+def rank_slice(
+    permutation: Int[np.ndarray, "n"], rank: int, ranks: int
+) -> Int[np.ndarray, "n//ranks"]:
+    """What one of torch's data-parallel ranks reads in an epoch: every `ranks`-th entry.
+
+    Returns:
+        int64 [n // ranks]; the last n mod `ranks` entries are nobody's.
+    """
+    return permutation[: len(permutation) // ranks * ranks][rank::ranks]

@@ -1,0 +1,214 @@
+"""Text to token ids and back: bytes, a Hugging Face tokenizer file, or a BPE trained here."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import tokenizers
+
+from jaxforge.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+"""End-of-text token of the tokenizers that `train_bpe` makes."""
+
+_FILE_NAME = "tokenizer.json"
+_BYTE_FILE = b'{"kind": "byte"}\n'
+
+
+class Tokenizer(Protocol):
+    """What data preparation, generation and evaluation need of a tokenizer.
+
+    Attributes:
+        vocab_size: one more than the largest id.
+        eos_id: id of the token that ends a document; None when the tokenizer names none.
+        fingerprint: sha256 (hex) that tells this tokenizer from others.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...  # noqa: D102
+    @property
+    def eos_id(self) -> int | None: ...  # noqa: D102
+    @property
+    def fingerprint(self) -> str: ...  # noqa: D102
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`; nothing is added at its ends."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, in parallel where that pays."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, without special tokens."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Writes what `load_tokenizer(directory)` needs; the fingerprint stays the same."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0-255, and 256 to end a document."""
+
+    vocab_size = 257
+    eos_id = 256
+    fingerprint = hashlib.sha256(_BYTE_FILE).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Bytes of `text`; a lone surrogate, which has none, counts as "?"."""
+        return list(text.encode("utf-8", errors="replace"))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`: EOS is dropped, broken UTF-8 becomes U+FFFD."""
+        return bytes(i for i in ids if i != self.eos_id).decode("utf-8", errors="replace")
+
+    def save(self, directory: Path) -> None:
+        """Writes a `tokenizer.json` that says no more than "bytes"."""
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / _FILE_NAME).write_bytes(_BYTE_FILE)
+
+
+class HFTokenizer:
+    """A Hugging Face fast tokenizer.
+
+    As with transformers, special tokens spelled out in a text ("<|endoftext|>") become their ids.
+
+    Args:
+        file: content of a `tokenizer.json`.
+        eos: the token that ends a document, or its id.
+
+    Raises:
+        ValueError: `file` is not a tokenizer, or does not know `eos`.
+    """
+
+    def __init__(self, file: bytes, eos: str | int | None) -> None:
+        self._file = file
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(file)
+        except Exception as error:  # the bindings raise nothing narrower
+            raise ValueError(f"not a tokenizer.json ({error})") from error
+        # Some files carry the cuts and the filling of the run that made them.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.vocab_size: int = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+        self.eos_id = self._tokenizer.token_to_id(eos) if isinstance(eos, str) else eos
+        if eos is not None and (self.eos_id is None or not 0 <= self.eos_id < self.vocab_size):
+            raise ValueError(f"its vocabulary has no EOS {eos!r}")
+        # Of the file and not of the library's rewriting of it, which changes with its version.
+        self.fingerprint = hashlib.sha256(file).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`; nothing is added at its ends."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, on all cores."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, without special tokens."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def save(self, directory: Path) -> None:
+        """Writes `tokenizer.json`, byte for byte, and a `tokenizer_config.json` naming EOS."""
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / _FILE_NAME).write_bytes(self._file)
+        eos = None if self.eos_id is None else self._tokenizer.id_to_token(self.eos_id)
+        (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}) + "\n")
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
+    """Trains a byte-level BPE; `END_OF_TEXT`, id 0, ends documents.
+
+    Args:
+        texts: read once, as a stream.
+        vocab_size: ids to end up with; fewer when the texts hold too few pairs to merge.
+
+    Raises:
+        UserError: `vocab_size` cannot hold the 256 bytes and EOS.
+    """
+    if vocab_size < 257:
+        raise UserError(f"a vocabulary of {vocab_size} cannot hold 256 bytes and EOS: give 257+")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = byte_level(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return HFTokenizer(bpe.to_str().encode(), END_OF_TEXT)
+
+
+def load_tokenizer(spec: str | Path) -> Tokenizer:
+    """Loads a tokenizer that lies on this machine.
+
+    Args:
+        spec: "byte", a `tokenizer.json`, or the directory of one. EOS is what the files beside it
+            say: tokenizer_config.json, special_tokens_map.json, config.json or
+            generation_config.json, in this order.
+
+    Raises:
+        UserError: there is no such file, or it is not a tokenizer.
+    """
+    if spec == "byte":
+        return ByteTokenizer()
+    path = Path(spec)
+    path = path / _FILE_NAME if path.is_dir() else path
+    try:
+        file = path.read_bytes()
+    except OSError as error:
+        raise UserError(_not_found(spec, path, error)) from error
+    if file == _BYTE_FILE:
+        return ByteTokenizer()
+    try:
+        return HFTokenizer(file, _eos_beside(path.parent))
+    except ValueError as error:
+        raise UserError(f"cannot use {path}: {error}") from error
+
+
+def _not_found(spec: str | Path, path: Path, error: OSError) -> str:
+    message = f"no tokenizer at {str(spec)!r}: {path}: {error.strerror}"
+    if (path.parent / "tokenizer.model").exists():
+        return f"{message}; tokenizer.model (SentencePiece) must be converted to {_FILE_NAME} first"
+    return (
+        f'{message}; give "byte", a {_FILE_NAME}, or the directory of one (a model of the Hugging '
+        f"Face hub is downloaded by `hf download NAME --include '*.json' --local-dir DIR`)"
+    )
+
+
+def _eos_beside(directory: Path) -> str | int | None:
+    """The EOS that the files beside a `tokenizer.json` name, as a token or an id."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = _json(directory / name).get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            return token
+    for name in ("config.json", "generation_config.json"):
+        ids = _json(directory / name).get("eos_token_id")
+        first = ids[0] if isinstance(ids, list) and ids else ids
+        if isinstance(first, int):
+            return first
+    return None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is no file."""
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+    return value if isinstance(value, dict) else {}

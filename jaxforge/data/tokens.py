@@ -1,0 +1,276 @@
+"""Token shards on disk: files of token ids, read as windows.
+
+Index spaces:
+    token: place in one file, 0 … tokens-1.
+    window: place in the whole directory. A window is S + 1 consecutive tokens of one file
+        (S = `train.seq_len`; the extra one is the last position's label), the next begins where it
+        ends, and what remains of each file is not read. Files count in the order of their names.
+
+`.npy` files hold one 1-D array of integers; `.bin` files hold little-endian integers and nothing
+else, so that their type has to be told.
+"""
+
+from bisect import bisect_right
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxforge.data.manifest import FILE_NAME, Manifest
+from jaxforge.errors import UserError
+
+_OPEN_FILES = (
+    64  # maps held at a time: each holds a file descriptor, and a corpus may be many files
+)
+_CHUNK = 1 << 20  # tokens scanned at a time
+
+
+@dataclass(frozen=True)
+class _TokenFile:
+    path: Path
+    dtype: np.dtype
+    tokens: int
+    offset: int  # bytes before the first token
+
+    def map(self) -> Int[np.ndarray, "tokens"]:
+        return np.memmap(self.path, self.dtype, "r", self.offset, (self.tokens,))
+
+
+class TokenShards:
+    """The windows of a directory of token files: a Grain `RandomAccessDataSource`.
+
+    Everything that can be wrong with the files is found here, before the first step.
+
+    Args:
+        directory: `data.dataset_path`.
+        pattern: which files of the directory, as a glob ("*.npy").
+        seq_len: S; a window holds S + 1 tokens.
+        vocab_size: `model.vocab_size`; all tokens are below.
+        token_dtype: numpy name of the type in `.bin` files; by default the manifest's.
+        section: config section that error messages name ("data" or "eval").
+
+    Attributes:
+        manifest: the directory's `manifest.json`, or None.
+        tokens: tokens in all files together, those outside of windows included.
+
+    Raises:
+        UserError: no such directory or files; a file is empty, cut short, of another type, or
+            holds tokens outside the vocabulary; no file is as long as a window.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        pattern: str,
+        seq_len: int,
+        *,
+        vocab_size: int,
+        token_dtype: str | None = None,
+        section: str = "data",
+    ) -> None:
+        self.directory, self.window = Path(directory), seq_len + 1
+        paths = _matches(self.directory, pattern, section)
+        self.manifest = Manifest.read(self.directory)
+        self._files = [_inspect(path, token_dtype, self.manifest) for path in paths]
+        self.tokens = sum(file.tokens for file in self._files)
+        self._ends = list(accumulate(file.tokens // self.window for file in self._files))
+        if not len(self):
+            raise UserError(_too_short(self._files, self.window, section))
+        for file in self._files:
+            _check_vocabulary(file, vocab_size, self.manifest)
+        self._map = lru_cache(_OPEN_FILES)(self._map_file)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Int[np.ndarray, "S+1"]:
+        """Window `index`, int32 [S + 1]."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        file = bisect_right(self._ends, index)
+        start = (index - (self._ends[file - 1] if file else 0)) * self.window
+        return self._map(file)[start : start + self.window].astype(np.int32)
+
+    def __repr__(self) -> str:
+        files = f"{len(self._files)} files, {len(self)} windows of {self.window} tokens"
+        return f"TokenShards({str(self.directory)!r}: {files})"
+
+    def _map_file(self, file: int) -> Int[np.ndarray, "tokens"]:
+        return self._files[file].map()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_map"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._map = lru_cache(_OPEN_FILES)(self._map_file)
+
+
+class SyntheticTokens:
+    """Windows of random tokens, without end for all practical purposes.
+
+    Window i is a pure function of (seed, i): words of a Philox generator, which counts in i,
+    modulo the vocabulary.
+
+    Args:
+        vocab_size: tokens are 0 … vocab_size-1, equally likely.
+        seq_len: S; a window holds S + 1 tokens.
+        seed: any integer.
+    """
+
+    def __init__(self, vocab_size: int, seq_len: int, seed: int) -> None:
+        self.vocab_size, self.window, self.seed = vocab_size, seq_len + 1, seed
+
+    def __len__(self) -> int:
+        return 2**31 - 1
+
+    def __getitem__(self, index: int) -> Int[np.ndarray, "S+1"]:
+        """Window `index`, int32 [S + 1]."""
+        # Raw words, as numpy may change how it makes bounded integers of them.
+        words = np.random.Philox(key=self.seed % 2**128, counter=index << 64)
+        return (words.random_raw(self.window) % self.vocab_size).astype(np.int32)
+
+    def __repr__(self) -> str:
+        return f"SyntheticTokens({self.vocab_size}, {self.window - 1}, {self.seed})"
+
+
+def _matches(directory: Path, pattern: str, section: str) -> list[Path]:
+    """The files that `pattern` names, sorted."""
+    if not directory.is_dir():
+        what = "is a file, not a directory" if directory.exists() else "does not exist"
+        raise UserError(f"{section}.dataset_path: {directory.absolute()} {what}")
+    paths = sorted(path for path in directory.glob(pattern) if path.is_file())
+    if paths:
+        return paths
+    prepared = next(directory.glob(f"*/{FILE_NAME}"), None)
+    if prepared:
+        raise UserError(
+            f"no file matches {pattern!r} in {directory}, but {prepared.parent} holds shards; "
+            f"set {section}.dataset_path to it"
+        )
+    names = sorted(path.name for path in directory.iterdir())
+    there = ", ".join(names[:5]) + (", …" if len(names) > 5 else "") or "nothing"
+    raise UserError(
+        f"no file matches {section}.file_pattern = {pattern!r} in {directory} (it holds {there})"
+    )
+
+
+def _inspect(path: Path, token_dtype: str | None, manifest: Manifest | None) -> _TokenFile:
+    """Reads what a file says of itself and holds it against its size."""
+    if path.suffix not in (".npy", ".bin"):
+        raise UserError(f"{path} is neither .npy nor .bin; narrow data.file_pattern")
+    try:
+        if path.stat().st_size == 0:
+            raise UserError(f"{path} is empty (0 bytes); remove it or prepare it again")
+        if path.suffix == ".npy":
+            return _inspect_npy(path)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    return _inspect_bin(path, token_dtype, manifest)
+
+
+def _inspect_npy(path: Path) -> _TokenFile:
+    try:
+        with path.open("rb") as file:
+            v1 = np.lib.format.read_magic(file) == (1, 0)
+            read = (
+                np.lib.format.read_array_header_1_0 if v1 else np.lib.format.read_array_header_2_0
+            )
+            shape, _, dtype = read(file)
+            offset = file.tell()
+    except ValueError as error:
+        raise UserError(f"{path} is not a .npy file, or cut short ({error})") from error
+    if len(shape) != 1 or dtype.kind not in "iu":
+        raise UserError(
+            f"{path} holds {dtype} of shape {shape}; token files hold one 1-D array of integers "
+            "(uint16 or uint32)"
+        )
+    _check_size(path, offset + shape[0] * dtype.itemsize, "its header")
+    if not shape[0]:
+        raise UserError(f"{path} is empty (0 tokens); remove it or prepare it again")
+    return _TokenFile(path, dtype, shape[0], offset)
+
+
+def _inspect_bin(path: Path, token_dtype: str | None, manifest: Manifest | None) -> _TokenFile:
+    name = token_dtype or (manifest.dtype if manifest else None)
+    if name is None:
+        raise UserError(
+            f"{path} does not tell the type of its tokens, and there is no {FILE_NAME} beside it; "
+            'set data.token_dtype ("uint16" or "uint32")'
+        )
+    if manifest and name != manifest.dtype:
+        raise UserError(
+            f"data.token_dtype is {name!r}, but {path.parent / FILE_NAME} says {manifest.dtype!r}; "
+            "remove data.token_dtype"
+        )
+    dtype = _integer_type(name).newbyteorder("<")
+    size = path.stat().st_size
+    shard = manifest and manifest.by_file.get(path.name)
+    if shard:
+        _check_size(path, shard.tokens * dtype.itemsize, FILE_NAME)
+    elif size % dtype.itemsize:
+        raise UserError(
+            f"{path} has {size} bytes, which is no whole number of {name}: it is cut short, or "
+            "data.token_dtype is another"
+        )
+    return _TokenFile(path, dtype, size // dtype.itemsize, 0)
+
+
+def _integer_type(name: str) -> np.dtype:
+    with suppress(TypeError):
+        dtype = np.dtype(name)
+        if dtype.kind in "iu":
+            return dtype
+    raise UserError(f'data.token_dtype = {name!r} is no integer type; try "uint16" or "uint32"')
+
+
+def _check_size(path: Path, expected: int, source: str) -> None:
+    size = path.stat().st_size
+    if size != expected:
+        wrong = "is cut short" if size < expected else "is too long"
+        raise UserError(
+            f"{path} {wrong}: it has {size} bytes where {source} says {expected}; "
+            "copy or prepare it again"
+        )
+
+
+def _too_short(files: list[_TokenFile], window: int, section: str) -> str:
+    longest = max(files, key=lambda file: file.tokens)
+    return (
+        f"no file holds a window of train.seq_len + 1 = {window} tokens: the longest of "
+        f"{len(files)}, {longest.path}, has {longest.tokens}; lower train.seq_len or set "
+        f"{section}.dataset_path to more tokens"
+    )
+
+
+def _check_vocabulary(file: _TokenFile, vocab_size: int, manifest: Manifest | None) -> None:
+    shard = manifest and manifest.by_file.get(file.path.name)
+    if shard and shard.tokens == file.tokens:
+        low, high = 0, shard.max_token
+    else:
+        low, high = _extremes(file, vocab_size)
+    if low < 0:
+        raise UserError(
+            f"{file.path}: token {low} is negative; its type is perhaps not {file.dtype}"
+        )
+    if high >= vocab_size:
+        raise UserError(
+            f"{file.path}: token {high} is outside the vocabulary of {vocab_size}; set "
+            f"model.vocab_size to {high + 1} or more, or prepare the data with the model's "
+            "tokenizer (in .bin files a wrong data.token_dtype looks like this too)"
+        )
+
+
+def _extremes(file: _TokenFile, vocab_size: int) -> tuple[int, int]:
+    """Smallest and largest token of a file, read in chunks."""
+    if file.dtype.kind == "u" and np.iinfo(file.dtype).max < vocab_size:
+        return 0, 0  # such a type has no token to be afraid of
+    tokens = file.map()
+    chunks = (tokens[start : start + _CHUNK] for start in range(0, file.tokens, _CHUNK))
+    lows, highs = zip(*((int(chunk.min()), int(chunk.max())) for chunk in chunks), strict=True)
+    return min(lows), max(highs)

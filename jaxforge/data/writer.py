@@ -1,0 +1,168 @@
+"""Token shards, written as a stream: memory does not grow with the corpus or the shard."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, Self
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxforge.data.manifest import VERSION, Manifest, Shard
+from jaxforge.errors import UserError
+
+_CHUNK = 1 << 20  # tokens held before they are written
+
+
+class ShardWriter:
+    """Writes `shard_00000.npy`, `shard_00001.npy`, … and at the end the manifest.
+
+    Documents run on from one shard into the next. Use it in a `with` statement, which closes the
+    file at hand when something fails.
+
+    Args:
+        directory: where to; must not exist.
+        vocab_size: all tokens are below.
+        dtype: numpy name of the type on disk; must hold `vocab_size - 1`.
+        file_format: "npy" or "bin".
+        shard_tokens: tokens per shard; the last has fewer.
+
+    Attributes:
+        tokens: tokens added so far.
+        documents: documents ended so far.
+        dtype: numpy name of the type on disk.
+        counts: int64 [vocab_size], how often each token was written; complete after `finish`.
+
+    Raises:
+        UserError: a file cannot be written (disk full, say); from all methods.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        vocab_size: int,
+        dtype: str,
+        file_format: str = "npy",
+        shard_tokens: int = 100_000_000,
+    ) -> None:
+        self._directory, self._format, self._shard_tokens = directory, file_format, shard_tokens
+        self.dtype, self._dtype = dtype, np.dtype(dtype).newbyteorder("<")
+        self.tokens = self.documents = 0
+        self.counts = np.zeros(vocab_size, np.int64)
+        self._held: list[Int[np.ndarray, "_"]] = []
+        self._written = 0  # tokens that are no longer held
+        self._shards: list[Shard] = []
+        self._file: BinaryIO | None = None  # of the last shard, while it is not full
+        with _named(directory):
+            directory.mkdir(parents=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file:
+            with suppress(OSError):  # closing flushes, which fails again on a full disk
+                self._file.close()
+
+    def add(self, ids: Sequence[int], end: int | None = None) -> None:
+        """Appends tokens.
+
+        Args:
+            ids: the tokens.
+            end: EOS id to append after them, which completes a document.
+        """
+        self._held.append(np.asarray(ids, self._dtype))
+        if end is not None:
+            self._held.append(np.asarray([end], self._dtype))
+            self.documents += 1
+        self.tokens += len(ids) + (end is not None)
+        if self.tokens - self._written >= _CHUNK:
+            self._write_held()
+
+    def finish(self, *, eos_id: int | None, tokenizer: str, tokenizer_sha256: str) -> Manifest:
+        """Completes the last shard and writes the manifest.
+
+        Args:
+            eos_id: token that ends each document.
+            tokenizer: how the tokenizer was asked for.
+            tokenizer_sha256: its fingerprint.
+
+        Returns:
+            The manifest.
+        """
+        self._write_held()
+        self._complete_shard()
+        manifest = Manifest(
+            version=VERSION,
+            dtype=self.dtype,
+            tokens=self.tokens,
+            documents=self.documents,
+            max_token=max((shard.max_token for shard in self._shards), default=0),
+            eos_id=eos_id,
+            vocab_size=len(self.counts),
+            tokenizer=tokenizer,
+            tokenizer_sha256=tokenizer_sha256,
+            shards=tuple(self._shards),
+        )
+        with _named(self._directory):
+            manifest.write(self._directory)
+        return manifest
+
+    def _write_held(self) -> None:
+        if not self._held:
+            return
+        held, self._held = np.concatenate(self._held), []
+        self._written = self.tokens
+        self.counts += np.bincount(held, minlength=len(self.counts))
+        while len(held):
+            held = held[self._write(held) :]
+
+    def _write(self, tokens: Int[np.ndarray, "_"]) -> int:
+        """Writes as many of `tokens` as the shard at hand has room for."""
+        file = self._file or self._begin_shard()
+        shard = self._shards[-1]
+        part = tokens[: self._shard_tokens - shard.tokens]
+        with _named(self._directory / shard.file):
+            file.write(part.tobytes())
+        self._shards[-1] = Shard(
+            shard.file, shard.tokens + len(part), max(shard.max_token, int(part.max()))
+        )
+        if self._shards[-1].tokens == self._shard_tokens:
+            self._complete_shard()
+        return len(part)
+
+    def _begin_shard(self) -> BinaryIO:
+        shard = Shard(f"shard_{len(self._shards):05d}.{self._format}", 0, 0)
+        path = self._directory / shard.file
+        with _named(path):
+            self._file = file = path.open("wb")
+            self._write_header(file, 0)
+        self._shards.append(shard)
+        return file
+
+    def _complete_shard(self) -> None:
+        if not self._file:
+            return
+        with _named(self._directory / self._shards[-1].file), self._file as file:
+            file.seek(0)
+            self._write_header(file, self._shards[-1].tokens)
+            file.flush()
+            os.fsync(file.fileno())
+        self._file = None
+
+    def _write_header(self, file: BinaryIO, tokens: int) -> None:
+        """Writes a .npy header; numpy pads it so that a longer count takes the same bytes."""
+        if self._format == "npy":
+            header = {"descr": self._dtype.str, "fortran_order": False, "shape": (tokens,)}
+            np.lib.format.write_array_header_1_0(file, header)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Errors of the operating system, with the path that they lack."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,55 @@
+"""The banner, and where log messages go: the terminal and `<run>/logs/process_<i>.log`."""
+
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.table import Table
+
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def setup_logging(console: Console) -> None:
+    """Process 0 speaks on the terminal; the others only of warnings."""
+    handler: logging.Handler
+    if console.is_terminal:
+        handler = RichHandler(console=console, show_path=False, show_time=False)
+    else:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    logger = logging.getLogger("jaxforge")
+    logger.handlers[:] = [handler]
+    logger.propagate = False
+    logger.setLevel(logging.INFO)
+
+
+def add_log_file(run: Path) -> None:
+    """From here on messages also go to this process's file in the run directory."""
+    logger = logging.getLogger("jaxforge")
+    if jax.process_index() > 0:
+        logger.handlers[0].setLevel(logging.WARNING)
+    path = run / "logs" / f"process_{jax.process_index()}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter(_FORMAT))
+    logger.addHandler(handler)
+
+
+def banner(console: Console, rows: Mapping[str, str]) -> None:
+    """What is about to run, as a two-column table."""
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows.items():
+        table.add_row(f"[bold]{name}", value)
+    console.print(table)
+
+
+def human(number: float) -> str:
+    """5,300,000 -> 5.3M."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if abs(number) >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"

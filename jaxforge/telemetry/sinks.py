@@ -1,0 +1,131 @@
+"""Where metrics go. Each sink takes (step, {name: value}); only process 0 has any."""
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+Metrics = dict[str, float]
+
+
+class Sink(Protocol):
+    """Receives what is logged."""
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Takes the metrics of one logged step, or of one evaluation."""
+
+    def close(self) -> None:
+        """Flushes."""
+
+
+class JsonlSink:
+    """`metrics.jsonl`: one object a line, with `step`, `time` (Unix seconds) and the metrics.
+
+    Append-only within a run. A resumed run first drops the lines that came after its checkpoint, and
+    a line torn by a kill: those steps are run, and logged, again.
+
+    Args:
+        path: the file.
+        resumed_step: the step that the run goes on from; 0 for a new run.
+    """
+
+    def __init__(self, path: Path, resumed_step: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab")
+        self._file.truncate(_end_of_step(path, resumed_step))
+        self._file.seek(0, os.SEEK_END)
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Appends one line and hands it to the operating system."""
+        finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
+        line = json.dumps({"step": step, "time": round(time.time(), 3), **finite})
+        self._file.write(line.encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Makes it durable."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def _end_of_step(path: Path, step: int) -> int:
+    """Length of the leading part of the file whose lines are whole and not after `step`."""
+    end = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                break
+        except (json.JSONDecodeError, KeyError, TypeError):
+            break
+        end += len(line)
+    return end
+
+
+class LineSink:
+    """A plain line for each logged step, where nobody watches a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Prints `[step N] loss=… | …`."""
+        self._console.print(format_line(step, metrics), markup=False, highlight=False,
+                            soft_wrap=True)  # fmt: skip
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class LiveSink:
+    """One live line on a terminal: bar, loss, speed, time to go. Evaluations stay on the screen."""
+
+    def __init__(self, console: Console, start: int, max_steps: int) -> None:
+        self._progress = Progress(
+            TextColumn("[bold]step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[shown]}"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task = self._progress.add_task("", completed=start, total=max_steps, shown="compiling")
+        self._progress.start()
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Moves the bar; prints a line for an evaluation."""
+        if "eval/loss" in metrics:
+            self._progress.console.print(format_line(step, metrics), markup=False, highlight=False)
+            return
+        self._progress.update(self._task, completed=step, shown=_describe(metrics, " "))
+
+    def close(self) -> None:
+        """Leaves the last state on the screen."""
+        self._progress.stop()
+
+
+_FORMATS = {
+    "train/loss": "loss={:.4f}",
+    "train/lr": "lr={:.2e}",
+    "train/grad_norm": "grad_norm={:.3f}",
+    "train/tokens_per_sec": "tok/s={:,.0f}",
+    "train/step_time_sec": "step_time={:.2f}s",
+    "eval/loss": "eval_loss={:.4f}",
+    "eval/perplexity": "eval_ppl={:.2f}",
+}
+
+
+def format_line(step: int, metrics: Metrics) -> str:
+    """`[step 10] loss=5.0213 | lr=3.00e-04 | grad_norm=1.234 | tok/s=12,345 | step_time=0.42s`."""
+    return f"[step {step}] {_describe(metrics, ' | ')}"
+
+
+def _describe(metrics: Metrics, separator: str) -> str:
+    parts = [text.format(metrics[name]) for name, text in _FORMATS.items() if name in metrics]
+    if metrics.get("train/skipped_steps"):
+        parts.append(f"skipped={metrics['train/skipped_steps']:.0f}")
+    return separator.join(parts)

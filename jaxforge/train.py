@@ -1,0 +1,182 @@
+"""`python -m jaxforge.train --config FILE [--section.key=value ...]`: trains, or goes on training.
+
+A run is one directory, `checkpoint.dir`: `config.toml` (resolved), `metrics.jsonl`, `logs/`,
+`tokenizer/`, `checkpoints/`. The same command on the same directory resumes from its newest
+checkpoint. `--help` lists every key; `training.exits` lists the exit codes.
+"""
+
+import functools
+import itertools
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from rich.console import Console
+
+from jaxforge import run_directory
+from jaxforge.checkpoint.manager import Checkpoints, starting_state
+from jaxforge.cli import run_main
+from jaxforge.config import help, load, rules, torch_only
+from jaxforge.config.job import JobConfig
+from jaxforge.data import loader
+from jaxforge.model.attention import backend_name
+from jaxforge.model.transformer import Model, build_model, parameter_count
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.parallel import multihost
+from jaxforge.parallel.mesh import data_parallel_size, make_mesh
+from jaxforge.telemetry.console import add_log_file, banner, human, setup_logging
+from jaxforge.telemetry.sinks import JsonlSink, LineSink, LiveSink, Sink
+from jaxforge.telemetry.tracker import Tracker
+from jaxforge.training.evaluation import evaluate, make_eval_step
+from jaxforge.training.exits import Exit, Signals
+from jaxforge.training.hooks import Hook, HookRunner
+from jaxforge.training.loop import Trainer
+from jaxforge.training.state import TrainState
+from jaxforge.training.step import Controls, TrainStep, make_train_step
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses the command line, runs, returns the exit code."""
+    config = parse_command_line(sys.argv[1:] if argv is None else argv)
+    return 0 if config is None else run(config).value
+
+
+def parse_command_line(argv: Sequence[str]) -> JobConfig | None:
+    """`--config FILE` (or `--config=FILE`) and overrides; None when it was only `--help`."""
+    if {"-h", "--help"} & set(argv):
+        print(f"{__doc__}\n")
+        help.print_help()
+        return None
+    arguments, path = list(argv), None
+    for i, argument in enumerate(arguments):
+        if argument == "--config" and i + 1 < len(arguments):
+            path, arguments[i : i + 2] = arguments[i + 1], []
+            break
+        if argument.startswith("--config="):
+            path = arguments.pop(i).removeprefix("--config=")
+            break
+    return load.load_config(path, arguments)
+
+
+def run(config: JobConfig, hooks: Sequence[Hook] = ()) -> Exit:
+    """Trains from the newest checkpoint of the run directory, or from the start.
+
+    Args:
+        config: what `parse_command_line` or `config.load.load_config` gave.
+        hooks: your own code, called in order at each event.
+    """
+    console = Console()
+    setup_logging(console)
+    multihost.initialize()
+    rules.check(config, jax.device_count())
+    mesh = make_mesh(config)
+    with Signals(config.train.shutdown_timeout_sec) as signals, jax.set_mesh(mesh):
+        trainer = build(config, mesh, HookRunner(hooks), console)
+        reason = None
+        try:
+            reason = trainer.train(signals)
+        finally:
+            trainer.close(reason)
+    return reason
+
+
+def build(config: JobConfig, mesh: Mesh, hooks: HookRunner, console: Console) -> Trainer:
+    """Everything a run needs, in the order in which a user's mistakes should surface.
+
+    Nothing is written before the data has been checked.
+    """
+    dataset = loader.open_training_data(config)
+    eval_data = loader.open_eval_data(config) if config.eval.enabled else None
+    model = build_model(config)
+    optimizer = build_optimizer(config, model.axes)
+    directory = Path(config.checkpoint.dir)
+    run_directory.prepare(directory, config)
+    add_log_file(directory)
+    for answer in torch_only.answers(config):
+        log.info("%s", answer)
+    checkpoints = Checkpoints(
+        directory, config.checkpoint, model.axes, config.model_dump(mode="json")
+    )
+    state, progress = starting_state(config, checkpoints, model, optimizer, mesh)
+    samples = config.train.microbatch_size(data_parallel_size(mesh)) * config.train.grad_accum_steps
+    remaining = max(0, config.train.max_steps - progress.step)
+    batches = loader.training_batches(config, mesh, dataset, progress.samples, remaining)
+    step = make_train_step(model, optimizer, config, mesh, keep_gradients=hooks.needs_gradients)
+    _announce(console, config, model, mesh, samples)
+    if remaining:
+        step, batches = _compile(step, state, batches)
+    tokens = samples * config.train.seq_len
+    sinks = _sinks(console, config, progress.step) if jax.process_index() == 0 else []
+    return Trainer(
+        config=config,
+        state=state,
+        progress=progress,
+        train_step=step,
+        batches=batches,
+        samples_per_step=samples,
+        evaluate=None if eval_data is None else _evaluation(config, mesh, model, eval_data),
+        checkpoints=checkpoints,
+        tracker=Tracker(sinks, config.metrics.log_interval, tokens, progress.step),
+        hooks=hooks,
+    )
+
+
+def _compile(step: Any, state: TrainState, batches: Any) -> tuple[TrainStep, Any]:
+    """The step as one executable, made before the first step: it can never be compiled twice."""
+    started = time.perf_counter()
+    first = next(batches)
+    compiled = step.lower(state, first, Controls()).compile()
+    log.info("train step compiled in %.1f s", time.perf_counter() - started)
+    return compiled, itertools.chain([first], batches)
+
+
+def _evaluation(config: JobConfig, mesh: Mesh, model: Model, dataset: loader.Dataset) -> Any:
+    eval_step = make_eval_step(model, config.train)
+
+    def run_evaluation(state: TrainState) -> dict[str, float]:
+        batches = loader.eval_batches(config, mesh, dataset)
+        return evaluate(eval_step, state.params, batches, config.eval.steps)
+
+    return run_evaluation
+
+
+def _sinks(console: Console, config: JobConfig, step: int) -> list[Sink]:
+    on_terminal = console.is_terminal
+    shown = LiveSink(console, step, config.train.max_steps) if on_terminal else LineSink(console)
+    return [JsonlSink(Path(config.checkpoint.dir) / "metrics.jsonl", step), shown]
+
+
+def _announce(
+    console: Console, config: JobConfig, model: Model, mesh: Mesh, samples: int
+) -> None:
+    m, t = config.model, config.train
+    axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
+    device = jax.devices()[0]
+    rows = {
+        "model": f"{m.n_layers} layers, dim {m.dim}, {m.n_heads}/{m.kv_heads} heads, "
+        f"ffn {m.ffn_dim}, vocabulary {m.vocab_size:,}",
+        "parameters": f"{human(parameter_count(model.abstract))} in {t.param_dtype}, "
+        f"computing in {t.mixed_precision}",
+        "devices": f"{jax.device_count()} x {device.device_kind} ({device.platform}), "
+        f"{jax.process_count()} process(es)",
+        "mesh": axes or "one device",
+        "step": f"{samples} sequences x {t.seq_len} tokens = {samples * t.seq_len:,} tokens, "
+        f"in {t.grad_accum_steps} microbatch(es); gradients reduced per {t.grad_sync}",
+        "kernels": f"attention: {backend_name(m)}, loss: {t.loss_fn}, "
+        f"checkpointing: {t.activation_checkpointing}",
+        "data": config.data.dataset_path or "synthetic random tokens (no data.dataset_path)",
+        "run": str(Path(config.checkpoint.dir).absolute()),
+    }
+    if jax.process_index() == 0:
+        banner(console, rows)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_main(functools.partial(main, None)))

@@ -1,0 +1,46 @@
+"""Losses that torch gave for fixed logits: `tests/data/golden_loss.npz`."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge.config.train import TrainConfig
+from jaxforge.training.loss import cross_entropy
+
+RUN = np.load(Path(__file__).parents[1] / "data" / "golden_loss.npz")
+
+
+def loss_of(logits, **config):
+    """With the identity as output head, hidden states are logits."""
+    head = jnp.eye(logits.shape[-1], dtype=logits.dtype)
+    return cross_entropy(logits, head, RUN["labels"], TrainConfig(**config))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"loss_fn": "chunked_cross_entropy", "ce_chunk_size": 4},
+     {"loss_fn": "chunked_cross_entropy"}],
+)  # fmt: skip
+def test_cross_entropy_and_z_loss(config):
+    loss = loss_of(jnp.asarray(RUN["logits"]), **config)
+    np.testing.assert_allclose(loss.total / loss.weight, RUN["ce"], rtol=1e-6)
+    np.testing.assert_allclose(loss.total / loss.weight, RUN["chunk4"], rtol=1e-6)
+
+
+def test_z_loss_counts_masked_positions():
+    loss = loss_of(jnp.asarray(RUN["logits"]))
+    mean = loss.square_lse / RUN["labels"].size
+    np.testing.assert_allclose(0.01 * mean, RUN["z"], rtol=1e-6)
+
+
+def test_bfloat16_logits_give_a_float32_loss():
+    """KempnerForge's is rounded to bfloat16 token by token, where values of 8 to 16 lie 2**-4 apart;
+    ours is the exact loss of the rounded logits."""
+    logits = jnp.asarray(RUN["logits"], jnp.bfloat16)
+    loss = loss_of(logits)
+    exact = loss_of(logits.astype(jnp.float32))
+    assert loss.total.dtype == jnp.float32
+    np.testing.assert_allclose(loss.total, exact.total, rtol=1e-6)
+    np.testing.assert_allclose(loss.total / loss.weight, RUN["ce_bf16"], atol=2**-4)

@@ -1,0 +1,72 @@
+"""What several test files build: a model with its step, and batches for it."""
+
+import dataclasses
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxforge.config.job import JobConfig
+from jaxforge.model.transformer import Model, build_model
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.parallel.mesh import make_mesh
+from jaxforge.parallel.sharding import batch_sharding
+from jaxforge.training.state import TrainState, init_state, state_shardings
+from jaxforge.training.step import Controls, make_train_step
+
+
+@dataclasses.dataclass
+class Setup:
+    """A model, its optimizer and its step on a mesh."""
+
+    config: JobConfig
+    mesh: Mesh
+    model: Model
+    optimizer: object
+    step: object
+
+    def state(self, params=None) -> TrainState:
+        with jax.set_mesh(self.mesh):
+            state = init_state(self.model, self.optimizer, self.mesh, self.config.train.seed)
+            if params is None:
+                return state
+            shardings = state_shardings(self.model, self.optimizer, self.mesh)
+            return dataclasses.replace(state, params=jax.device_put(params, shardings.params))
+
+    def put(self, batch: dict) -> dict:
+        batch = {name: np.asarray(leaf, np.int32) for name, leaf in batch.items()}
+        return jax.device_put(batch, batch_sharding(self.mesh))
+
+    def run(self, state: TrainState, batches, **controls) -> tuple[TrainState, dict]:
+        """Steps through `batches`; metrics stacked over steps."""
+        logged = []
+        with jax.set_mesh(self.mesh):
+            for batch in batches:
+                state, metrics = self.step(state, self.put(batch), Controls(**controls))
+                logged.append(jax.device_get(metrics))
+        return state, {k: np.array([m[k] for m in logged]) for k in logged[0]}
+
+
+def setup(config: JobConfig, **options) -> Setup:
+    """On as many of the virtual devices as `[distributed]` multiplies to."""
+    d = config.distributed
+    devices = jax.devices()[: d.dp_replicate * d.dp_shard * d.tp]
+    mesh = make_mesh(config, devices)
+    model = build_model(config)
+    optimizer = build_optimizer(config, model.axes)
+    return Setup(
+        config, mesh, model, optimizer, make_train_step(model, optimizer, config, mesh, **options)
+    )
+
+
+def random_batches(config: JobConfig, n: int, seed: int = 0, dp: int | None = None) -> list[dict]:
+    """n batches of random tokens, a fifth of the labels ignored."""
+    mesh_dp = config.distributed.dp_replicate * config.distributed.dp_shard if dp is None else dp
+    rows = config.train.microbatch_size(mesh_dp)
+    shape = (n, config.train.grad_accum_steps, rows, config.train.seq_len)
+    rng = np.random.default_rng(seed)
+    inputs = rng.integers(0, config.model.vocab_size, shape)
+    labels = np.where(rng.random(shape) < 0.2, -100, np.roll(inputs, -1, axis=-1))
+    return [{"input_ids": i, "labels": x} for i, x in zip(inputs, labels, strict=True)]
+
+

@@ -1,0 +1,77 @@
+"""The same twenty float32 steps on every mesh and accumulation split."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from tests.conftest import tiny_config
+from tests.helpers import random_batches, setup
+
+MESHES = [
+    {"dp_shard": 2},
+    {"dp_replicate": 2},
+    {"tp": 2},
+    {"dp_replicate": 2, "dp_shard": 2},
+    {"dp_shard": 2, "tp": 2},
+    {"dp_shard": 8},
+    {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+]
+
+
+def config(accum=1, grad_sync="update", z=0.0, **distributed):
+    dp = distributed.get("dp_shard", 1) * distributed.get("dp_replicate", 1)
+    return tiny_config(
+        train={
+            "batch_size": 8 // dp // accum if 8 // dp >= accum else 1,
+            "grad_accum_steps": accum,
+            "grad_sync": grad_sync,
+            "z_loss_weight": z,
+        },
+        distributed={"dp_shard": 1, **distributed},
+    )
+
+
+@functools.cache
+def single_device():
+    ours = setup(config(z=1e-4))
+    return ours.run(ours.state(), random_batches(ours.config, 20))
+
+
+@pytest.mark.parametrize("grad_sync", ["update", "microbatch"])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_losses_do_not_depend_on_the_mesh(mesh, grad_sync):
+    ours = setup(config(grad_sync=grad_sync, z=1e-4, **mesh))
+    state, metrics = ours.run(ours.state(), random_batches(ours.config, 20))
+    reference_state, reference = single_device()
+    np.testing.assert_allclose(metrics["loss"], reference["loss"], rtol=1e-5)
+    np.testing.assert_allclose(metrics["grad_norm"], reference["grad_norm"], rtol=1e-4)
+    for ours_leaf, leaf in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(reference_state.params), strict=True
+    ):
+        np.testing.assert_allclose(ours_leaf, leaf, atol=2e-4)
+
+
+@pytest.mark.parametrize("accum", [2, 4, 8])
+@pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2, "dp_replicate": 2}], ids=str)
+def test_losses_do_not_depend_on_the_accumulation_split(mesh, accum):
+    if 8 // accum < (4 if mesh else 1):
+        pytest.skip("fewer sequences than devices")
+    ours = setup(config(accum, z=1e-4, **mesh))
+    batches = [
+        {k: v.reshape(accum, 8 // accum, -1) for k, v in batch.items()}
+        for batch in random_batches(setup(config()).config, 20)
+    ]
+    _, metrics = ours.run(ours.state(), batches)
+    np.testing.assert_allclose(metrics["loss"], single_device()[1]["loss"], rtol=1e-5)
+
+
+def test_bfloat16_compute_runs_on_every_kind_of_axis():
+    for grad_sync in ("update", "microbatch"):
+        base = config(grad_sync=grad_sync, dp_replicate=2, dp_shard=2, tp=2)
+        train = base.train.model_copy(update={"mixed_precision": "bf16"})
+        ours = setup(base.model_copy(update={"train": train}))
+        state, metrics = ours.run(ours.state(), random_batches(ours.config, 3))
+        np.testing.assert_allclose(metrics["loss"], single_device()[1]["loss"][:3], rtol=2e-2)
+        assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype("float32")}

@@ -1,0 +1,218 @@
+"""What one update promises: weights of tokens, the guard, one program, no hidden traffic."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge.training.loss import token_scales
+from jaxforge.training.step import Controls
+from tests.conftest import tiny_config
+from tests.helpers import random_batches, setup
+
+
+def plain_loss(ours, params, batch):
+    """Mean over valid tokens of -log p, written without any of the step's code."""
+    logits = ours.model.logits(params, ours.model.hidden(params, batch["input_ids"]))
+    log_p = jax.nn.log_softmax(logits)
+    labels = batch["labels"]
+    picked = jnp.take_along_axis(log_p, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
+    return -jnp.sum(picked * (labels >= 0)) / jnp.sum(labels >= 0)
+
+
+def ragged_batches(config, n=1):
+    """Microbatches whose numbers of valid tokens differ widely."""
+    batches = random_batches(config, n)
+    for batch in batches:
+        batch["labels"][0, :, 4:] = -100
+    return batches
+
+
+def test_every_valid_token_weighs_the_same():
+    ours = setup(tiny_config(train={"grad_accum_steps": 2, "batch_size": 4}))
+    (batch,) = ragged_batches(ours.config)
+    state = ours.state()
+    whole = {k: jnp.asarray(v.reshape(8, -1)) for k, v in batch.items()}
+    loss, grads = jax.value_and_grad(lambda p: plain_loss(ours, p, whole))(state.params)
+    norm = np.sqrt(sum(float(jnp.sum(g**2)) for g in jax.tree.leaves(grads)))
+    _, metrics = ours.run(state, [batch])
+    np.testing.assert_allclose(metrics["loss"][0], loss, rtol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"][0], norm, rtol=1e-5)
+
+
+def test_microbatch_norm_is_the_mean_of_means():
+    train = {"grad_accum_steps": 2, "batch_size": 4, "loss_norm": "microbatch"}
+    ours = setup(tiny_config(train=train))
+    (batch,) = ragged_batches(ours.config)
+    state = ours.state()
+    means = [plain_loss(ours, state.params, {k: v[m] for k, v in batch.items()}) for m in (0, 1)]
+    _, metrics = ours.run(state, [batch])
+    np.testing.assert_allclose(metrics["loss"][0], np.mean(means), rtol=1e-6)
+    assert abs(means[0] - means[1]) > 1e-3
+
+
+def test_a_batch_without_labels_changes_nothing_and_is_no_error():
+    ours = setup(tiny_config(optimizer={"weight_decay": 0.0}))
+    (batch,) = random_batches(ours.config, 1)
+    batch["labels"][:] = -100
+    state = ours.state()
+    before = jax.device_get(state.params)
+    state, metrics = ours.run(state, [batch])
+    assert metrics["loss"][0] == 0
+    assert metrics["skipped"][0] == 0
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.params))
+
+
+def test_token_scales_of_an_empty_microbatch():
+    weights = jnp.array([0.0, 3.0])
+    np.testing.assert_allclose(token_scales(weights, "tokens"), [0, 1 / 3])
+    np.testing.assert_allclose(token_scales(weights, "microbatch"), [0, 1 / 6])
+
+
+@pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2, "tp": 2}], ids=str)
+def test_a_step_that_is_not_finite_changes_nothing_but_the_counts(mesh):
+    ours = setup(tiny_config(distributed={"dp_shard": 1, **mesh}))
+    batches = random_batches(ours.config, 3, dp=1)
+    state, _ = ours.run(ours.state(), batches[:2])
+    poisoned = jax.tree.map(lambda leaf: leaf, state.params)
+    weight = poisoned["output_head"]["proj"]["weight"]
+    poisoned["output_head"]["proj"]["weight"] = weight.at[0, 0].set(jnp.nan)
+    before = jax.device_get((poisoned, state.opt_state))
+    count = int(before[1][1].count)
+    state = type(state)(state.step, poisoned, state.opt_state, state.guard)
+    state, metrics = ours.run(state, batches[2:])
+    assert np.isnan(metrics["loss"][0])
+    after = jax.device_get((state.params, state.opt_state))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+    assert int(after[1][1].count) == count  # so the schedule stands still as well
+    assert (int(state.step), int(state.guard.total), int(state.guard.consecutive)) == (3, 1, 1)
+
+
+def test_an_infinite_gradient_of_a_finite_loss_is_caught():
+    """KempnerForge tests the loss alone; its clipping then spreads NaN over every weight."""
+    ours = setup(tiny_config())
+    (batch,) = random_batches(ours.config, 1)
+    state = ours.state()
+    huge = jax.tree.map(lambda leaf: leaf, state.params)
+    huge["norm"]["weight"] = jnp.full_like(huge["norm"]["weight"], 1e30)
+    huge["output_head"]["proj"]["weight"] = jnp.zeros_like(huge["output_head"]["proj"]["weight"])
+    state = type(state)(state.step, huge, state.opt_state, state.guard)
+    state, metrics = ours.run(state, [batch])
+    assert np.isfinite(metrics["loss"][0])
+    assert not np.isfinite(metrics["grad_norm"][0])
+    assert metrics["skipped"][0] == 1
+
+
+def test_after_too_many_bad_steps_the_state_stands_still():
+    ours = setup(tiny_config(train={"nan_consecutive_max": 3}))
+    state = ours.state()
+    state.params["norm"]["weight"] = jnp.full_like(state.params["norm"]["weight"], jnp.nan)
+    state, metrics = ours.run(state, random_batches(ours.config, 6))
+    assert metrics["consecutive"].tolist() == [1, 2, 3, 3, 3, 3]
+    assert int(state.step) == 3
+
+
+def test_lr_scale_is_traced():
+    ours = setup(tiny_config())
+    batches = random_batches(ours.config, 4)
+    _, full = ours.run(ours.state(), batches)
+    _, half = ours.run(ours.state(), batches, lr_scale=0.5)
+    np.testing.assert_allclose(half["lr"], full["lr"] / 2, rtol=1e-6)
+    assert half["loss"][2] != full["loss"][2]  # the first update has rate 0
+    assert ours.step._cache_size() == 1
+
+
+def test_the_step_compiles_once_and_donates_its_state():
+    ours = setup(tiny_config(distributed={"dp_shard": 2, "tp": 2}))
+    state = ours.state()
+    old = state.params["norm"]["weight"]
+    ours.run(state, random_batches(ours.config, 3))
+    assert ours.step._cache_size() == 1
+    assert old.is_deleted()
+
+
+def hlo(ours):
+    state = ours.state()
+    (batch,) = random_batches(ours.config, 1)
+    with jax.set_mesh(ours.mesh):
+        return ours.step.lower(state, ours.put(batch), Controls()).compile().as_text()
+
+
+def collectives_in_loops(text):
+    """Collectives in computations that are reachable from the body or condition of a while."""
+    computations = dict(re.findall(r"^(?:ENTRY )?%?([\w.\-]+) \(.*?\{\n(.*?)^\}", text, re.M | re.S))
+    reached, queue = set(), []
+    for body in computations.values():
+        queue += re.findall(r"(?:body|condition)=%?([\w.\-]+)", body)
+    while queue:
+        name = queue.pop()
+        if name not in reached:
+            reached.add(name)
+            body = computations[name]
+            queue += re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)", body)
+    kinds = "all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute"
+    pattern = rf"= (.*?) ({kinds})(?:-start)?\("
+    return [
+        match for name in reached for match in re.findall(pattern, computations.get(name, ""))
+    ]
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 4}], ids=str
+)
+@pytest.mark.parametrize("accum", [1, 4])
+def test_no_collective_in_a_loop_when_reducing_per_update(mesh, accum):
+    base = {"grad_accum_steps": accum, "batch_size": 2}
+    text = hlo(setup(tiny_config(train=base, distributed={"dp_shard": 1, **mesh})))
+    assert collectives_in_loops(text) == []
+    assert re.search(r"reduce-scatter|all-reduce", text)
+
+
+def test_reducing_per_microbatch_does_so_in_the_loop():
+    """The counterpart: the reader of HLO above does find collectives where there are some."""
+    train = {"grad_accum_steps": 4, "batch_size": 2, "grad_sync": "microbatch"}
+    assert collectives_in_loops(hlo(setup(tiny_config(train=train, distributed={"dp_shard": 4}))))
+
+
+def test_with_tp_only_activations_travel_in_the_loops():
+    """tp 2 x dp 2, per update: no collective in a loop is as large as a weight's gradient."""
+    train = {"grad_accum_steps": 4, "batch_size": 2}
+    text = hlo(setup(tiny_config(train=train, distributed={"dp_shard": 2, "tp": 2})))
+    groups = re.findall(r"(?:all-reduce|reduce-scatter)[^\n]*replica_groups=(\S+?),", text)
+    assert groups
+    found = collectives_in_loops(text)
+    assert found
+    assert not [shape for shape, kind in found if re.search(r"\[(32|64|128|256),(32|64)\]", shape)
+                and "reduce" in kind and "f32[2,32,64]" not in shape]  # fmt: skip
+
+
+def test_gradients_are_kept_for_those_who_ask():
+    ours = setup(tiny_config(), keep_gradients=True)
+    _, metrics = jax.device_get(
+        ours.step(ours.state(), ours.put(random_batches(ours.config, 1)[0]), Controls())
+    )
+    norm = np.sqrt(sum(np.sum(g**2) for g in jax.tree.leaves(metrics["gradients"])))
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [8, 24, 100])
+def test_chunked_loss_is_the_same_loss(chunk):
+    train = {"loss_fn": "chunked_cross_entropy", "ce_chunk_size": chunk, "z_loss_weight": 1e-3}
+    plain = setup(tiny_config(train={"z_loss_weight": 1e-3}))
+    chunked = setup(tiny_config(train=train))
+    batches = random_batches(plain.config, 3)
+    _, a = plain.run(plain.state(), batches)
+    _, b = chunked.run(chunked.state(), batches)
+    np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-6)
+    np.testing.assert_allclose(a["grad_norm"], b["grad_norm"], rtol=1e-5)
+
+
+def test_chunked_loss_never_holds_all_logits():
+    model = {"vocab_size": 4096}
+    train = {"loss_fn": "chunked_cross_entropy", "ce_chunk_size": 32}
+    text = hlo(setup(tiny_config(model=model, train=train)))
+    assert "[8,32,4096]" in hlo(setup(tiny_config(model=model)))
+    assert "[8,32,4096]" not in text
+    assert "[8,4,4096]" in text
