@@ -123,7 +123,9 @@ def build(config: JobConfig, mesh: Mesh, hooks: HookRunner, console: Console) ->
         samples_per_step=samples,
         evaluate=None if eval_data is None else _evaluation(config, mesh, model, eval_data),
         checkpoints=checkpoints,
-        tracker=Tracker(sinks, config.metrics.log_interval, tokens, progress.step),
+        tracker=Tracker(
+            sinks, config.metrics.log_interval, tokens, progress.step, config.train.max_steps
+        ),
         hooks=hooks,
     )
 

@@ -4,9 +4,11 @@ A step's directory appears under its name only when every array in it is durable
 temporary name and renames), so the newest name is always a whole checkpoint.
 """
 
+import contextlib
 import dataclasses
 import logging
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +63,9 @@ class Checkpoints:
             options=ocp.CheckpointManagerOptions(
                 step_prefix=_PREFIX,
                 cleanup_tmp_directories=not read_only,
+                create=not read_only,
                 read_only=read_only,
+                save_interval_steps=0 if read_only else 1,
                 preservation_policy=_preservation(config),
                 enable_async_checkpointing=config.async_mode != "disabled",
             ),
@@ -101,7 +105,7 @@ class Checkpoints:
         if not saved:
             raise RuntimeError(f"the checkpoint of step {step} was not saved to {self.directory}")
         self._saved, self._metrics = step, {}
-        return self.directory / f"{_PREFIX}_{step}"
+        return self.path(step)
 
     def latest(self) -> int | None:
         """The newest durable step."""
@@ -116,36 +120,38 @@ class Checkpoints:
             step: a step that `latest` names, or any other that is there.
         """
         tree = layout.to_tree(like)
-        _check_fits(tree["params"], self._saved_shapes(step), self.directory / f"{_PREFIX}_{step}")
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.PyTreeRestore(
-                    tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree)
+        restore_args = ocp.checkpoint_utils.construct_restore_args(tree)
+        with self._naming_damage(step):
+            self._check_fits(tree["params"], step)
+            restored = self._manager.restore(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeRestore(tree, restore_args=restore_args),
+                    progress=ocp.args.JsonRestore(),
                 ),
-                progress=ocp.args.JsonRestore(),
-            ),
-        )
+            )
         self._saved = step
         return layout.from_tree(restored.state, like), Progress.from_json(restored.progress)
 
     def restore_params(self, like: PyTree, step: int) -> PyTree:
         """The parameters alone; nothing else is read."""
         item = {"params": like}
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.PyTreeRestore(
-                    item,
-                    restore_args=ocp.checkpoint_utils.construct_restore_args(item),
-                    partial_restore=True,
-                )
-            ),
-        )
+        restore_args = ocp.checkpoint_utils.construct_restore_args(item)
+        with self._naming_damage(step):
+            self._check_fits(like, step)
+            restored = self._manager.restore(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeRestore(
+                        item, restore_args=restore_args, partial_restore=True
+                    )
+                ),
+            )
         return restored.state["params"]
 
-    def _saved_shapes(self, step: int) -> PyTree:
-        return self._manager.item_metadata(step).state.tree["params"]
+    def path(self, step: int) -> Path:
+        """The directory of a step."""
+        return self.directory / f"{_PREFIX}_{step}"
 
     def wait(self) -> None:
         """Returns when every save that was started is durable."""
@@ -154,6 +160,30 @@ class Checkpoints:
     def close(self) -> None:
         """Waits, then lets go of Orbax's threads."""
         self._manager.close()
+
+    def _check_fits(self, wanted: PyTree, step: int) -> None:
+        """Names the first parameter that differs, before Orbax fails on it in its own words."""
+        saved = _shapes(self._manager.item_metadata(step).state.tree["params"])
+        shapes = _shapes(wanted)
+        for name in sorted(shapes.keys() | saved.keys()):
+            want, have = shapes.get(name, "absent"), saved.get(name, "absent")
+            if want != have:
+                raise UserError(
+                    f"{self.path(step)} does not fit [model]: {name} is {have} in the checkpoint "
+                    f"and {want} in the config; change [model] or checkpoint.dir"
+                )
+
+    @contextlib.contextmanager
+    def _naming_damage(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except UserError:
+            raise
+        except (ValueError, KeyError, OSError) as error:
+            raise UserError(
+                f"{self.path(step)} is damaged ({str(error)[:300]}); remove it to go on from the "
+                "checkpoint before it, or bring it back from a copy"
+            ) from error
 
 
 def starting_state(
@@ -225,7 +255,7 @@ def _handlers() -> ocp.handlers.DefaultCheckpointHandlerRegistry:
 def _preservation(config: CheckpointConfig) -> policies.PreservationPolicy:
     """`keep_last_n` newest (0: all), and `keep_best_n` by evaluation."""
     if config.keep_last_n <= 0:
-        return policies.PreserveAll()
+        return policies.LatestN(n=None)
     kept = [policies.LatestN(config.keep_last_n)]
     if config.keep_best_n:
         kept.append(
@@ -239,19 +269,8 @@ def _preservation(config: CheckpointConfig) -> policies.PreservationPolicy:
     return policies.AnyPreservationPolicy(kept)
 
 
-def _check_fits(wanted: PyTree, saved: PyTree, path: Path) -> None:
-    """Names the first parameter that differs, before Orbax fails on it in its own words."""
-    flat = {
-        side: {
-            jax.tree_util.keystr(key, simple=True, separator="."): tuple(leaf.shape)
-            for key, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-        }
-        for side, tree in (("wanted", wanted), ("saved", saved))
+def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
     }
-    for name in sorted(flat["wanted"].keys() | flat["saved"].keys()):
-        want, have = flat["wanted"].get(name), flat["saved"].get(name)
-        if want != have:
-            raise UserError(
-                f"{path} does not fit [model]: {name} is {have or 'absent'} in the checkpoint and "
-                f"{want or 'absent'} in the config; change [model] or checkpoint.dir"
-            )

@@ -119,8 +119,8 @@ class Attention(nnx.Module):
             cache = cache.write(k_BSKh, v_BSKh, visible.positions)
             k_BSKh, v_BSKh = cache
         y_BSHh = BACKENDS[backend_name(c)](q_BSHh, k_BSKh, v_BSKh, visible)
-        y_BSD = self.o_proj(y_BSHh.reshape(*x_BSD.shape[:2], -1))
-        return y_BSD, cache
+        y_BSHh = constrain(y_BSHh, "batch", None, "heads", None)
+        return self.o_proj(y_BSHh.reshape(*x_BSD.shape[:2], -1)), cache
 
     def _heads(self, x: Float[Array, "b s d"], axis: str) -> Float[Array, "b s heads h"]:
         x = x.reshape(*x.shape[:2], -1, self.config.head_dim)

@@ -14,7 +14,7 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def setup_logging(console: Console) -> None:
-    """Process 0 speaks on the terminal; the others only of warnings."""
+    """Where `jaxforge`'s messages go until there is a run directory: the terminal, or stderr."""
     handler: logging.Handler
     if console.is_terminal:
         handler = RichHandler(console=console, show_path=False, show_time=False)
@@ -25,10 +25,12 @@ def setup_logging(console: Console) -> None:
     logger.handlers[:] = [handler]
     logger.propagate = False
     logger.setLevel(logging.INFO)
+    # Orbax and Grain speak through absl; what matters of it is said by us, the rest is logged.
+    logging.getLogger("absl").handlers[:] = [logging.NullHandler()]
 
 
 def add_log_file(run: Path) -> None:
-    """From here on messages also go to this process's file in the run directory."""
+    """From here on messages also go to this process's file; only process 0 keeps the terminal."""
     logger = logging.getLogger("jaxforge")
     if jax.process_index() > 0:
         logger.handlers[0].setLevel(logging.WARNING)
@@ -37,6 +39,7 @@ def add_log_file(run: Path) -> None:
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter(_FORMAT))
     logger.addHandler(handler)
+    logging.getLogger("absl").addHandler(handler)
 
 
 def banner(console: Console, rows: Mapping[str, str]) -> None:

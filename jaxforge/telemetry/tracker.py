@@ -14,7 +14,7 @@ import jax
 from jaxforge.telemetry.sinks import Sink
 
 
-class _Pending(NamedTuple):
+class _Launched(NamedTuple):
     step: int
     metrics: dict[str, jax.Array]
 
@@ -24,9 +24,10 @@ class Tracker:
 
     Args:
         sinks: where metrics go.
-        interval: `metrics.log_interval`; step 1 is logged as well.
+        interval: `metrics.log_interval`.
         tokens_per_step: tokens of one update, over all devices.
         step: the step that the run starts from.
+        last_step: `train.max_steps`.
 
     Attributes:
         consecutive_bad: bad steps in a row, as of the last metrics fetched.
@@ -38,11 +39,13 @@ class Tracker:
         interval: int,
         tokens_per_step: int,
         step: int,
+        last_step: int,
     ) -> None:
-        self._sinks, self._interval = sinks, interval
+        self._sinks, self._interval, self._last_step = sinks, interval, last_step
         self.consecutive_bad = 0
         self._tokens_per_step = tokens_per_step
-        self._pending: _Pending | None = None
+        self._latest: _Launched | None = None
+        self._is_due = False
         self._since_step, self._since_time, self._paused = step, time.perf_counter(), 0.0
 
     def start_clock(self) -> None:
@@ -50,21 +53,25 @@ class Tracker:
         self._since_time, self._paused = time.perf_counter(), 0.0
 
     def due(self, step: int) -> bool:
-        """Whether `step` is logged."""
-        return step == 1 or step % self._interval == 0
+        """Whether `step` is logged: the first, every `interval`-th, the last."""
+        return step in (1, self._last_step) or step % self._interval == 0
 
     def end_step(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Takes a step that has been launched; logs the one before it, if that was due."""
         self.flush()
-        if self.due(step):
-            self._pending = _Pending(step, {k: metrics[k] for k in _FETCHED})
+        self._latest = _Launched(step, {name: metrics[name] for name in _FETCHED})
+        self._is_due = self.due(step)
 
     def flush(self) -> None:
-        """Logs the pending step now, waiting for the device."""
-        if self._pending is None:
+        """Logs the latest step now if it is due, waiting for the device."""
+        if self._latest is not None and self._is_due:
+            self.log_latest(self._latest.step)
+
+    def log_latest(self, step: int) -> None:
+        """Logs the metrics of the latest step, due or not, as those of `step`."""
+        if self._latest is None:
             return
-        (step, on_device), self._pending = self._pending, None
-        values = jax.device_get(on_device)
+        values, self._latest = jax.device_get(self._latest.metrics), None
         self.consecutive_bad = int(values["consecutive"])
         seconds = self._seconds_per_step(step)
         self.log(
@@ -93,7 +100,7 @@ class Tracker:
         self._paused += time.perf_counter() - start
 
     def close(self) -> None:
-        """Logs what is pending and closes the sinks."""
+        """Logs what is due and closes the sinks."""
         self.flush()
         for sink in self._sinks:
             sink.close()

@@ -94,7 +94,7 @@ class Trainer:
                 return  # its parameters are those of the last good step, and its end is near
             path = self.checkpoints.save(self.progress, self.state)
         if path is not None:
-            log.info("checkpoint of step %d: %s", self.progress.step, path)
+            log.info("saving step %d to %s", self.progress.step, path)
             self.hooks.on_checkpoint_save(self.progress.step, path)
 
     def _reason_to_stop(self, signals: Signals) -> Exit | None:
@@ -110,13 +110,13 @@ class Trainer:
         return self.tracker.consecutive_bad >= self.config.train.nan_consecutive_max
 
     def _finish(self, reason: Exit) -> Exit:
-        self.tracker.flush()
+        self._reconcile()
         if self._gave_up:
             reason = Exit.NON_FINITE
+            self.tracker.log_latest(self.progress.step)
         if reason is Exit.COMPLETED:
             self._save()
         self.checkpoints.wait()
-        self._reconcile()
         self._report(reason)
         return reason
 

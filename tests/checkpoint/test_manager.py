@@ -1,0 +1,212 @@
+"""Saved on one mesh, restored on another; nothing declined in silence; the right ones kept."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import tensorstore as ts
+
+from jaxforge.checkpoint.manager import Checkpoints, find, starting_state
+from jaxforge.errors import UserError
+from jaxforge.training.progress import Progress
+from jaxforge.training.state import abstract_state
+from tests.conftest import tiny_config
+from tests.helpers import random_batches, setup
+
+
+def trained(config=None):
+    ours = setup(config or tiny_config())
+    state, _ = ours.run(ours.state(), random_batches(ours.config, 2))
+    return ours, state
+
+
+def checkpoints(path, ours, **keys):
+    section = ours.config.checkpoint.model_copy(update=keys)
+    return Checkpoints(path, section, ours.model.axes, ours.config.model_dump(mode="json"))
+
+
+def start(saved, ours):
+    """What a run with this set-up would start from."""
+    with jax.set_mesh(ours.mesh):
+        return starting_state(ours.config, saved, ours.model, ours.optimizer, ours.mesh)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [({}, {"dp_shard": 2, "tp": 2}), ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, {"dp_shard": 4})],
+    ids=str,
+)
+def test_restores_onto_any_mesh_bit_for_bit(tmp_path, source, target):
+    ours, state = trained(tiny_config(distributed={"dp_shard": 1, **source}))
+    progress = Progress(step=2, samples=16, tokens=512, best_metric=1.5)
+    saved = checkpoints(tmp_path, ours)
+    saved.save(progress, state)
+    saved.close()
+    theirs = setup(tiny_config(distributed={"dp_shard": 1, **target}))
+    found = checkpoints(tmp_path, theirs)
+    assert found.latest() == 2
+    restored, restored_progress = start(found, theirs)
+    assert restored_progress == progress
+    jax.tree.map(
+        np.testing.assert_array_equal, *(jax.device_get(s) for s in (state, restored))
+    )
+    want = abstract_state(theirs.model, theirs.optimizer, theirs.mesh)
+    jax.tree.map(lambda a, b: pytest.fail() if a.sharding != b.sharding else None, want, restored)
+
+
+def test_a_save_that_orbax_declines_is_an_error(tmp_path):
+    """As after a rollback: a later step is there already, and Orbax answers False."""
+    ours, state = trained()
+    saved = checkpoints(tmp_path, ours)
+    saved.save(Progress(step=20), state)
+    saved.wait()
+    saved._manager.save = lambda *_, **__: False
+    with pytest.raises(RuntimeError, match="step 10 was not saved"):
+        saved.save(Progress(step=10), state)
+    saved.close()
+
+
+def test_the_same_step_is_saved_once(tmp_path):
+    ours, state = trained()
+    saved = checkpoints(tmp_path, ours)
+    assert saved.save(Progress(step=2), state) == tmp_path / "checkpoints" / "step_2"
+    assert saved.save(Progress(step=2), state) is None
+    saved.close()
+
+
+def steps(path):
+    return sorted(int(p.name.removeprefix("step_")) for p in (path / "checkpoints").glob("step_*"))
+
+
+def test_keeps_the_last_and_the_best(tmp_path):
+    ours, state = trained()
+    saved = checkpoints(tmp_path, ours, keep_last_n=2, keep_best_n=1)
+    for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, float("nan")), (50, 2.5)):
+        saved.note_metrics({"eval/loss": loss})
+        saved.save(Progress(step=step), state)
+    saved.close()
+    assert steps(tmp_path) == [20, 40, 50]
+
+
+def test_keep_last_n_of_zero_keeps_all(tmp_path):
+    ours, state = trained()
+    saved = checkpoints(tmp_path, ours, keep_last_n=0)
+    for step in range(1, 6):
+        saved.save(Progress(step=step), state)
+    saved.close()
+    assert steps(tmp_path) == [1, 2, 3, 4, 5]
+
+
+def test_a_save_cut_short_is_not_seen_and_is_cleared_away(tmp_path):
+    ours, state = trained()
+    saved = checkpoints(tmp_path, ours)
+    saved.save(Progress(step=2), state)
+    saved.close()
+    whole = tmp_path / "checkpoints" / "step_2"
+    torn = tmp_path / "checkpoints" / "step_3.orbax-checkpoint-tmp"
+    shutil.copytree(whole, torn)
+    (torn / "commit_success.txt").unlink()
+    assert find(tmp_path) == (tmp_path, 2)
+    again = checkpoints(tmp_path, ours)
+    assert again.latest() == 2
+    again.save(Progress(step=3), state)
+    again.close()
+    assert steps(tmp_path) == [2, 3]
+    assert not torn.exists()
+
+
+def test_progress_and_config_are_readable(tmp_path):
+    ours, state = trained()
+    saved = checkpoints(tmp_path, ours)
+    saved.save(Progress(step=2, tokens=77), state)
+    saved.close()
+    step = tmp_path / "checkpoints" / "step_2"
+    assert json.loads((step / "progress" / "metadata").read_text())["tokens"] == 77
+    assert json.loads((step / "config" / "metadata").read_text())["model"]["dim"] == 64
+
+
+def test_stacked_arrays_are_stored_a_layer_to_a_chunk(tmp_path):
+    ours, state = trained()
+    saved = checkpoints(tmp_path, ours)
+    saved.save(Progress(step=2), state)
+    saved.close()
+    base = f"file://{tmp_path}/checkpoints/step_2/state/"
+    for path in ("params", "optimizer.mu", "optimizer.nu"):
+        name = f"{path}.layers.attention.q_proj.weight"
+        kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+        array = ts.open({"driver": "zarr", "kvstore": kvstore}).result()
+        assert array.shape == (2, 64, 64)
+        assert array.chunk_layout.read_chunk.shape == (1, 64, 64)
+        leaf = state.params["layers"]["attention"]["q_proj"]["weight"]
+        if path == "params":
+            np.testing.assert_array_equal(array[1].read().result(), leaf[1])
+
+
+def test_load_path_takes_over_and_leaves_out_what_is_asked(tmp_path):
+    ours, state = trained()
+    saved = checkpoints(tmp_path / "source", ours)
+    saved.save(Progress(step=2, samples=16, tokens=512, run_id="theirs"), state)
+    saved.close()
+
+    def load(*excluded):
+        section = {"load_path": str(tmp_path / "source"), "exclude_from_loading": excluded}
+        mine = setup(tiny_config(checkpoint=section))
+        own = checkpoints(tmp_path / "own", mine)
+        result = start(own, mine)
+        own.close()
+        return result
+
+    loaded, progress = load()
+    assert (progress.step, progress.samples, int(loaded.opt_state[1].count)) == (2, 16, 2)
+    assert progress.run_id != "theirs"
+    loaded, progress = load("optimizer", "progress")
+    assert (progress.step, progress.samples, int(loaded.step)) == (0, 0, 0)
+    assert int(loaded.opt_state[1].count) == 0
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, jax.device_get(state.params))
+    assert steps(tmp_path / "source") == [2]
+
+
+def test_a_model_that_does_not_fit_is_named(tmp_path):
+    ours, state = trained()
+    saved = checkpoints(tmp_path, ours)
+    saved.save(Progress(step=2), state)
+    saved.close()
+    wider = setup(tiny_config(model={"dim": 128}))
+    with pytest.raises(UserError, match=r"step_2 does not fit \[model\]: layers\.attention\.k_proj"):
+        start(checkpoints(tmp_path, wider), wider)
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    ours, state = trained()
+    saved = checkpoints(tmp_path, ours)
+    saved.save(Progress(step=2), state)
+    saved.close()
+    for data in (tmp_path / "checkpoints" / "step_2" / "state").rglob("d/*"):
+        data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+    with pytest.raises(UserError, match=r"step_2 is damaged.*remove it"):
+        start(checkpoints(tmp_path, ours), ours)
+
+
+def test_find_says_what_it_looked_for(tmp_path):
+    with pytest.raises(UserError, match="no checkpoint at"):
+        find(tmp_path)
+    with pytest.raises(UserError, match="no checkpoint at"):
+        find(tmp_path / "checkpoints" / "step_7")
+
+
+def test_progress_survives_versions():
+    progress = Progress.from_json({"step": 3, "from_the_future": 1})
+    assert progress == dataclasses.replace(Progress(step=3), run_id=progress.run_id)
+
+
+def test_progress_takes_the_devices_word():
+    progress = Progress()
+    for _ in range(5):
+        progress.advance(8, 256)
+    progress.reconcile(step=4, skipped=3, samples=8, tokens=256)
+    assert (progress.step, progress.samples, progress.skipped, progress.tokens) == (4, 32, 3, 256)
+    progress.reconcile(step=4, skipped=3, samples=8, tokens=256)
+    assert progress.tokens == 256

@@ -1,0 +1,162 @@
+"""batch = f(config, seed, position): on any mesh, from any start, in any order."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxforge.config.data import DataConfig
+from jaxforge.data import loader
+from jaxforge.errors import UserError
+from jaxforge.parallel.mesh import make_mesh
+from tests.conftest import tiny_config
+
+SEQ = 32
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """100 windows in two files; the first token of window i is i."""
+    for name, first in (("a", 0), ("b", 60)):
+        n = 60 if name == "a" else 40
+        windows = np.arange(first, first + n)[:, None] + np.arange(SEQ + 1)
+        np.save(tmp_path / f"{name}.npy", (windows % 256).astype(np.uint16).reshape(-1))
+    return tmp_path
+
+
+def config(shards, accum=1, batch=8, **sections):
+    data = {"dataset_path": str(shards), "num_workers": 2, **sections.pop("data", {})}
+    train = {"batch_size": batch, "grad_accum_steps": accum, **sections.pop("train", {})}
+    return tiny_config(data=data, train=train, **sections)
+
+
+def batches(config, n, first=0, devices=1):
+    mesh = make_mesh(config, jax.devices()[:devices])
+    dataset = loader.open_training_data(config)
+    return [
+        jax.tree.map(np.asarray, batch)
+        for batch in loader.training_batches(config, mesh, dataset, first, n)
+    ]
+
+
+def windows(batch_list):
+    return np.concatenate([b["input_ids"][..., 0].reshape(-1) for b in batch_list])
+
+
+def test_file_order_without_shuffle_and_on_into_the_next_epoch(shards):
+    got = batches(config(shards, data={"shuffle": False}), 14)
+    assert windows(got).tolist() == [i % 100 for i in range(14 * 8)]
+    assert got[0]["input_ids"].shape == (1, 8, SEQ)
+    np.testing.assert_array_equal(got[3]["labels"][0, 2], np.arange(27, 27 + SEQ))
+
+
+def test_every_epoch_shows_each_window_once_in_an_order_of_its_own(shards):
+    order = windows(batches(config(shards, batch=10), 20))
+    assert sorted(order[:100]) == sorted(order[100:]) == list(range(100))
+    assert order[:100].tolist() != order[100:].tolist() != list(range(100))
+
+
+@pytest.mark.parametrize("order", ["grain", "torch"])
+@pytest.mark.parametrize("mesh", [{"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}])
+def test_the_mesh_does_not_matter(shards, order, mesh):
+    alone = batches(config(shards, data={"order": order}), 15)
+    split = batches(
+        config(shards, batch=2, data={"order": order}, distributed=mesh),
+        15, devices=4 * mesh.get("tp", 1),
+    )  # fmt: skip
+    for a, b in zip(alone, split, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_the_accumulation_split_does_not_matter(shards):
+    whole = windows(batches(config(shards), 15))
+    for accum in (2, 4):
+        split = batches(config(shards, accum=accum, batch=8 // accum), 15)
+        assert split[0]["input_ids"].shape[:2] == (accum, 8 // accum)
+        np.testing.assert_array_equal(windows(split), whole)
+
+
+@pytest.mark.parametrize("order", ["grain", "torch"])
+def test_starting_anywhere_gives_the_rest(shards, order):
+    given = config(shards, data={"order": order})
+    whole = batches(given, 30)
+    np.testing.assert_array_equal(windows(batches(given, 13, first=17 * 8)), windows(whole[17:]))
+
+
+def test_the_seed_decides(shards):
+    by_train_seed = windows(batches(config(shards, train={"seed": 7}), 5))
+    by_data_seed = windows(batches(config(shards, train={"seed": 1, "data_seed": 7}), 5))
+    np.testing.assert_array_equal(by_train_seed, by_data_seed)
+    assert by_train_seed.tolist() != windows(batches(config(shards), 5)).tolist()
+
+
+def test_reader_threads_do_not_matter(shards):
+    a, b = (windows(batches(config(shards, data={"num_workers": n}), 9)) for n in (0, 4))
+    np.testing.assert_array_equal(a, b)
+
+
+def test_packed_batches_carry_documents(shards):
+    given = config(shards, data={"pack_sequences": True, "eos_token_id": 40, "shuffle": False})
+    (batch,) = batches(given, 1, first=16)
+    doc_ids = batch["doc_ids"][0, 0]  # window 16: tokens 16 ... 48, EOS in position 24
+    assert doc_ids.tolist() == [0] * 25 + [1] * 7
+    assert batch["labels"][0, 0, 24] == -100
+
+
+def test_packing_needs_to_know_what_ends_a_document(shards):
+    given = config(shards, data={"pack_sequences": True})
+    with pytest.raises(UserError, match=r"data\.eos_token_id, or data\.tokenizer_path"):
+        loader.open_training_data(given)
+
+
+def test_no_source_means_random_tokens():
+    given = tiny_config()
+    first, again = batches(given, 2), batches(given, 2)
+    np.testing.assert_array_equal(windows(first), windows(again))
+    assert first[0]["input_ids"].max() < given.model.vocab_size
+
+
+def test_evaluation_sees_the_whole_set_once_and_counts_no_filler(shards):
+    given = config(shards, batch=32, eval={"enabled": True, "dataset_path": str(shards)})
+    mesh = make_mesh(given, jax.devices()[:1])
+    dataset = loader.open_eval_data(given)
+    got = [jax.tree.map(np.asarray, b) for b in loader.eval_batches(given, mesh, dataset)]
+    assert len(got) == 4
+    assert windows(got)[:100].tolist() == list(range(100))
+    valid = sum((b["labels"] != -100).sum() for b in got)
+    assert valid == 100 * SEQ
+
+
+def test_the_next_batch_is_on_its_way_before_it_is_asked_for(shards):
+    given = config(shards, data={"num_workers": 0})
+    mesh = make_mesh(given, jax.devices()[:1])
+    dataset = loader.open_training_data(given)
+    read = []
+    source = dataset.source
+    spy = loader.Dataset(_Spy(source, read), dataset.split)
+    iterator = loader.training_batches(given, mesh, spy, 0, 5)
+    next(iterator)
+    assert len(read) == 2 * 8
+
+
+class _Spy:
+    def __init__(self, source, read):
+        self._source, self._read = source, read
+
+    def __len__(self):
+        return len(self._source)
+
+    def __getitem__(self, index):
+        self._read.append(index)
+        return self._source[index]
+
+
+def test_torch_order_drops_what_does_not_fill_a_microbatch(shards):
+    given = config(shards, batch=24, data={"order": "torch"})
+    order = windows(batches(given, 8))
+    assert len(set(order[:96])) == 96
+    assert sorted(order[:96]) != sorted(order[96:192])
+
+
+def test_an_unknown_order_never_gets_here():
+    with pytest.raises(ValueError, match="order"):
+        DataConfig(order="random")

@@ -1,0 +1,194 @@
+"""What the declaration of parameters promises: values, axes, names, stacking."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.errors import UserError
+from jaxforge.model.transformer import Model, parameter_count
+from jaxforge.parallel.sharding import RULES
+from tests.conftest import tiny_config
+from tests.helpers import setup
+from torch_compat.names.kempnerforge import from_torch, to_torch
+
+SHAPE = {"dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 256,
+         "init_std": 0.05}  # fmt: skip
+
+VARIANTS = {
+    "llama": {},
+    "tied": {"tie_embeddings": True},
+    "layernorm": {"norm_type": "layernorm"},
+    "qk_norm": {"qk_norm": True},
+    "gelu": {"activation": "gelu"},
+}
+
+BLOCK = [
+    "attention_norm.weight", "attention.q_proj.weight", "attention.k_proj.weight",
+    "attention.v_proj.weight", "attention.o_proj.weight", "mlp_norm.weight",
+    "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight",
+]  # fmt: skip
+OUTSIDE = ["token_embedding.embedding.weight", "norm.weight", "output_head.proj.weight"]
+
+
+@functools.cache
+def model(variant="llama"):
+    return Model(ModelConfig(**SHAPE, **VARIANTS[variant]))
+
+
+@functools.cache
+def params(variant="llama"):
+    return jax.device_get(jax.jit(model(variant).init)(jax.random.key(0)))
+
+
+def flat(tree, **options):
+    leaves = jax.tree_util.tree_leaves_with_path(tree, **options)
+    return {jax.tree_util.keystr(p, simple=True, separator="."): leaf for p, leaf in leaves}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_matrices_begin_normal_and_vectors_at_one_or_zero(variant):
+    for name, values in flat(params(variant)).items():
+        if "norm" in name:
+            expected = np.zeros if name.endswith("bias") else np.ones
+            np.testing.assert_array_equal(values, expected(values.shape), err_msg=name)
+            continue
+        residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        std = 0.05 / math.sqrt(2 * 3) if residual else 0.05
+        n = values.size  # bounds: five standard errors
+        assert abs(values.std() / std - 1) < 5 / math.sqrt(2 * n), name
+        assert abs(values.mean()) < 5 * std / math.sqrt(n), name
+        assert np.abs(values).max() > 3 * std, f"{name} is truncated"
+
+
+def test_no_two_matrices_or_layers_begin_alike():
+    rows = [
+        layer.ravel()[:64]
+        for name, values in flat(params()).items()
+        if "norm" not in name
+        for layer in (values if name.startswith("layers.") else [values])
+    ]
+    standardised = np.stack([row / row.std() for row in rows])
+    correlations = np.abs(np.corrcoef(standardised))[np.triu_indices(len(rows), 1)]
+    assert correlations.max() < 0.7
+
+
+def test_keys_decide():
+    again = jax.jit(model().init)(jax.random.key(0))
+    jax.tree.map(np.testing.assert_array_equal, params(), again)
+    other = flat(jax.jit(model().init)(jax.random.key(1)))
+    weight = "layers.mlp.up_proj.weight"
+    assert np.abs(other[weight] - flat(params())[weight]).max() > 0.05
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"dp_shard": 8}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}], ids=str
+)
+def test_values_do_not_depend_on_the_mesh(mesh):
+    one, many = (
+        setup(tiny_config(distributed={"dp_shard": 1, **d}, train={"batch_size": 1})).state()
+        for d in ({}, mesh)
+    )
+    assert len(many.params["layers"]["mlp"]["up_proj"]["weight"].sharding.device_set) == 8
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.device_get(one.params), jax.device_get(many.params)
+    )
+
+
+def test_parameters_are_stored_in_param_dtype():
+    half = Model(ModelConfig(**SHAPE, norm_type="layernorm"), param_dtype=jnp.bfloat16)
+    shapes = jax.eval_shape(half.init, jax.random.key(0))
+    assert {leaf.dtype for leaf in jax.tree.leaves(shapes)} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_parameter_has_an_axis_of_the_rules_for_each_dimension(variant):
+    shapes = flat(model(variant).abstract)
+    axes = flat(model(variant).axes, is_leaf=lambda node: isinstance(node, tuple))
+    assert axes.keys() == shapes.keys()
+    for name, of_parameter in axes.items():
+        assert len(of_parameter) == len(shapes[name].shape), name
+        assert set(of_parameter) <= RULES.keys(), name
+        assert len(set(of_parameter)) == len(of_parameter), name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_init_makes_what_the_abstract_parameters_say(variant):
+    made = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params(variant))
+    said = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), model(variant).abstract)
+    assert made == said
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_layers_are_stacked_and_nothing_else_is(variant):
+    axes = flat(model(variant).axes, is_leaf=lambda node: isinstance(node, tuple))
+    for name, shape in flat(model(variant).abstract).items():
+        assert (axes[name][0] == "layers") == name.startswith("layers."), name
+        assert not name.startswith("layers.") or shape.shape[0] == SHAPE["n_layers"], name
+
+
+def expected_names(variant):
+    block, outside = list(BLOCK), list(OUTSIDE)
+    if variant == "layernorm":
+        block += ["attention_norm.bias", "mlp_norm.bias"]
+        outside += ["norm.bias"]
+    if variant == "qk_norm":
+        block += ["attention.q_norm.weight", "attention.k_norm.weight"]
+    if variant == "gelu":
+        block.remove("mlp.gate_proj.weight")
+    return {f"layers.{i}.{name}" for i in range(SHAPE["n_layers"]) for name in block} | {*outside}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_names_are_kempnerforges_and_cover_each_parameter_once(variant):
+    named = to_torch(params(variant), tied=variant == "tied")
+    assert named.keys() == expected_names(variant)
+    covered = sum(array.size for array in named.values())
+    twice = named["output_head.proj.weight"].size if variant == "tied" else 0
+    assert covered - twice == parameter_count(model(variant).abstract)
+    back = from_torch(named, model(variant).abstract)
+    assert jax.tree.structure(back) == jax.tree.structure(params(variant))
+    jax.tree.map(np.testing.assert_array_equal, back, params(variant))
+
+
+def test_each_layer_has_its_own_number():
+    named = to_torch(params())
+    stacked = params()["layers"]["attention"]["k_proj"]["weight"]
+    for i in range(SHAPE["n_layers"]):
+        np.testing.assert_array_equal(named[f"layers.{i}.attention.k_proj.weight"], stacked[i])
+
+
+@pytest.mark.parametrize("name", ["layers.1.mlp.up_proj.weight", "norm.weight"])
+def test_names_that_do_not_fit_are_refused(name):
+    named = to_torch(params())
+    without = {n: array for n, array in named.items() if n != name}
+    with pytest.raises(UserError, match=r"missing"):
+        from_torch(without, model().abstract)
+    with pytest.raises(UserError, match="left over"):
+        from_torch({**named, "extra.weight": named[name]}, model().abstract)
+    with pytest.raises(UserError, match=r"shape"):
+        from_torch({n: array[..., :-1] for n, array in named.items()}, model().abstract)
+
+
+def test_llama_3_8b_has_its_number_of_parameters():
+    config = ModelConfig(
+        dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, vocab_size=128256, ffn_dim_multiplier=1.3
+    )
+    assert parameter_count(Model(config).abstract) == 8_030_261_248
+
+
+@pytest.mark.parametrize("save", ["none", "full"])
+@pytest.mark.parametrize("differentiate", [False, True])
+def test_the_program_does_not_grow_with_depth(differentiate, save):
+    def size(n_layers):
+        deep = Model(ModelConfig(**{**SHAPE, "n_layers": n_layers}), save=save)
+        forward = lambda p, t: jnp.sum(deep.hidden(p, t))  # noqa: E731
+        tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+        program = jax.jit(jax.grad(forward) if differentiate else forward)
+        return len(program.lower(deep.abstract, tokens).as_text())
+
+    assert abs(size(16) / size(2) - 1) < 0.05

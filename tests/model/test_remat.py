@@ -1,0 +1,75 @@
+"""Recomputation changes what is kept, and nothing else."""
+
+import functools
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.config.train import TrainConfig
+from jaxforge.model.transformer import Model
+
+CONFIG = ModelConfig(
+    dim=32, n_layers=8, n_heads=4, n_kv_heads=2, vocab_size=64, ffn_hidden_dim=64, init_std=0.1
+)
+BATCH = (2, 64)
+SAVES = get_args(TrainConfig.model_fields["activation_checkpointing"].annotation)
+
+
+@functools.cache
+def params():
+    return jax.jit(Model(CONFIG).init)(jax.random.key(0))
+
+
+@functools.cache
+def program(save):
+    """Loss and gradients, compiled."""
+    model = Model(CONFIG, save=save)
+
+    def loss(params, tokens):
+        log_p = jax.nn.log_softmax(model.logits(params, model.hidden(params, tokens)))
+        return -jnp.mean(jnp.take_along_axis(log_p[:, :-1], tokens[:, 1:, None], axis=-1))
+
+    tokens = jax.ShapeDtypeStruct(BATCH, jnp.int32)
+    return jax.jit(jax.value_and_grad(loss)).lower(model.abstract, tokens).compile()
+
+
+@functools.cache
+def loss_and_gradients(save):
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, BATCH).astype(np.int32)
+    return jax.device_get(program(save)(params(), tokens))
+
+
+def temporary_bytes(save):
+    return program(save).memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("save", [save for save in SAVES if save != "none"])
+def test_loss_and_gradients_are_the_same(save):
+    loss, grads = loss_and_gradients(save)
+    expected_loss, expected = loss_and_gradients("none")
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    assert all(np.abs(leaf).max() > 1e-4 for leaf in jax.tree.leaves(expected))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), grads, expected)
+
+
+def test_full_keeps_less_than_selective_and_that_less_than_none():
+    assert temporary_bytes("full") < temporary_bytes("selective") < temporary_bytes("none")
+
+
+def test_full_keeps_little_more_than_the_inputs_of_blocks():
+    """none keeps the scores of every block alone: B · H · S² · 4 bytes."""
+    scores = BATCH[0] * CONFIG.n_heads * BATCH[1] ** 2 * 4
+    assert temporary_bytes("none") > CONFIG.n_layers * scores
+    assert temporary_bytes("none") - temporary_bytes("full") > CONFIG.n_layers * scores
+
+
+def test_policies_by_name_keep_what_they_say():
+    everything, nothing = (
+        temporary_bytes("everything_saveable"),
+        temporary_bytes("nothing_saveable"),
+    )
+    assert nothing < temporary_bytes("dots_saveable") <= everything

@@ -1,0 +1,100 @@
+"""Rotary positions: the rotation, its layout, and Llama 3's stretching."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge.config.model import ModelConfig, RopeScaling
+from jaxforge.model.rope import inverse_frequencies, rotate, rotation
+
+HEAD = 16
+
+
+def config(**options):
+    return ModelConfig(dim=4 * HEAD, n_heads=4, **options)
+
+
+def rotated(x, positions, **options):
+    """x [positions, heads, h], each row turned by its position."""
+    by = rotation(config(**options), jnp.asarray(positions)[None])
+    return np.asarray(rotate(jnp.asarray(x)[None], by))[0]
+
+
+def random_heads(n, seed=0):
+    return np.random.default_rng(seed).standard_normal((n, 2, HEAD)).astype(np.float32)
+
+
+def test_position_zero_turns_nothing():
+    x = random_heads(1)
+    np.testing.assert_array_equal(rotated(x, [0]), x)
+
+
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+def test_channels_i_and_i_plus_half_turn_together(theta):
+    """As complex numbers: z_i · exp(i · position · theta^(-2i / h))."""
+    positions, x = np.array([1, 2, 50]), random_heads(3)
+    z = x[..., : HEAD // 2] + 1j * x[..., HEAD // 2 :]
+    angles = positions[:, None] * theta ** (-2 * np.arange(HEAD // 2) / HEAD)
+    turned = z * np.exp(1j * angles)[:, None]
+    expected = np.concatenate([turned.real, turned.imag], axis=-1)
+    np.testing.assert_allclose(rotated(x, positions, rope_theta=theta), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("scaling", [None, RopeScaling(original_max_seq_len=64)], ids=str)
+def test_scores_depend_on_the_distance_alone(scaling):
+    q, k = random_heads(1), random_heads(1, seed=1)
+
+    def scores(at_q, at_k):
+        at_q, at_k = np.broadcast_arrays(at_q, at_k)
+        turned_q, turned_k = (
+            rotated(np.repeat(x, len(at), axis=0), at, rope_scaling=scaling)
+            for x, at in ((q, at_q), (k, at_k))
+        )
+        return np.sum(turned_q * turned_k, axis=(1, 2))
+
+    distances = np.arange(20)
+    near = scores(3 + distances, [3])
+    np.testing.assert_allclose(scores(103 + distances, [103]), near, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(near[0], np.sum(q * k), rtol=0, atol=1e-5)
+    assert near.std() > 0.5
+    assert np.abs(near - scores([3], 3 + distances)).max() > 0.5  # the direction matters
+
+
+def test_bfloat16_heads_are_turned_in_float32():
+    positions, x = np.arange(20), jnp.asarray(random_heads(20), jnp.bfloat16)
+    ours = rotated(x, positions)
+    assert ours.dtype == jnp.bfloat16
+    exact = rotated(np.asarray(x, np.float32), positions)
+    np.testing.assert_array_equal(ours, exact.astype(jnp.bfloat16))  # rounded once, at the end
+
+
+def stretched(frequency, scaling):
+    """`apply_scaling` of Meta's Llama 3.1 code."""
+    wavelength = 2 * math.pi / frequency
+    if wavelength < scaling.original_max_seq_len / scaling.high_freq_factor:
+        return frequency
+    if wavelength > scaling.original_max_seq_len / scaling.low_freq_factor:
+        return frequency / scaling.factor
+    smooth = (scaling.original_max_seq_len / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    return (1 - smooth) * frequency / scaling.factor + smooth * frequency
+
+
+SCALINGS = [RopeScaling(), RopeScaling(factor=32.0, low_freq_factor=2.0, high_freq_factor=16.0)]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+def test_llama3_keeps_short_waves_and_stretches_long_ones(scaling):
+    shape = {"dim": 256, "n_heads": 2, "rope_theta": 500000.0}
+    plain = inverse_frequencies(ModelConfig(**shape))
+    ours = inverse_frequencies(ModelConfig(**shape, rope_scaling=scaling))
+    assert ours.dtype == np.float32
+    expected = [stretched(float(f), scaling) for f in plain]
+    np.testing.assert_allclose(ours, expected, rtol=1e-6)
+    kept, whole = ours == plain, np.isclose(ours * scaling.factor, plain, rtol=1e-6)
+    assert kept.any()
+    assert whole.any()
+    assert (~kept & ~whole).any()  # the ramp between them

@@ -1,0 +1,74 @@
+"""What decays and what does not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.errors import UserError
+from jaxforge.model.linear import is_matrix
+from jaxforge.model.transformer import Model
+from jaxforge.optim.optimizer import build_optimizer, decay_groups
+from tests.conftest import TINY, tiny_config
+from torch_compat.names.kempnerforge import to_torch
+
+VARIANTS = [
+    {}, {"tie_embeddings": True}, {"norm_type": "layernorm"}, {"qk_norm": True},
+    {"activation": "gelu"},
+]  # fmt: skip
+
+
+def decay_by_name(model, weight_decay):
+    """KempnerForge's names of the parameters, each with its decay and its shape."""
+    decay = jax.tree.map(
+        lambda d, leaf: np.full(leaf.shape, d),
+        decay_groups(model.axes, weight_decay),
+        model.abstract,
+    )
+    return to_torch(decay)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_decay_is_kempnerforges(variant):
+    """There: more than one dimension, and no "bias" in the name; a layer's own dimensions."""
+    named = decay_by_name(Model(ModelConfig(**{**TINY["model"], **variant})), 0.3)
+    for name, decay in named.items():
+        expected = 0.3 if decay.ndim > 1 and "bias" not in name else 0.0
+        assert (decay == expected).all(), name
+    assert any("norm" in name for name in named)
+
+
+def test_stacked_layers_do_not_count_as_a_dimension():
+    assert not is_matrix(("norm",))
+    assert not is_matrix(("layers", "norm"))
+    assert is_matrix(("vocab", "embed"))
+    assert is_matrix(("layers", "mlp", "embed"))
+
+
+def test_without_gradients_matrices_shrink_and_the_rest_stands_still():
+    config = tiny_config(
+        model={"norm_type": "layernorm", "qk_norm": True},
+        optimizer={"lr": 0.1, "weight_decay": 0.5},
+        scheduler={"name": "none"},
+    )
+    model = Model(config.model)
+    params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), model.abstract)
+    tx = build_optimizer(config, model.axes)
+
+    @jax.jit
+    def step(params):
+        zero = jax.tree.map(jnp.zeros_like, params)
+        return optax.apply_updates(params, tx.update(zero, tx.init(params), params)[0])
+
+    for name, values in to_torch(jax.device_get(step(params))).items():
+        expected = 0.95 if values.ndim > 1 else 1.0
+        np.testing.assert_allclose(values, expected, rtol=1e-6, err_msg=name)
+
+
+def test_an_optimizer_that_is_not_built_is_refused():
+    config = tiny_config()
+    muon = config.optimizer.model_copy(update={"name": "muon"})
+    with pytest.raises(UserError, match="muon"):
+        build_optimizer(config.model_copy(update={"optimizer": muon}), {"w": ("embed", "mlp")})

@@ -1,0 +1,105 @@
+"""Schedules against those of KempnerForge, and the update that each value belongs to."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxforge.config.scheduler import SchedulerConfig
+from jaxforge.optim.optimizer import build_optimizer, learning_rate
+from jaxforge.optim.schedule import build_schedule
+from tests.conftest import tiny_config
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "golden_small.json").read_text())
+BY_STEP = GOLDEN["schedules_lr_by_step_index"]
+
+SETTINGS = {
+    "cosine": {"name": "cosine"},
+    "linear": {"name": "linear"},
+    "wsd_cosine": {"name": "wsd", "stable_steps": 5, "wsd_decay_type": "cosine"},
+    "wsd_linear": {"name": "wsd", "stable_steps": 5, "wsd_decay_type": "linear"},
+    "wsd_sqrt": {"name": "wsd", "stable_steps": 5, "wsd_decay_type": "sqrt"},
+    "constant": {"name": "constant"},
+    "rex": {"name": "rex", "rex_alpha": 2.0},
+    "none": {"name": "none"},
+    "cosine_decay10": {"name": "cosine", "decay_steps": 10},
+}
+
+
+def factors(n, max_steps=20, **settings):
+    """f(0) ... f(n - 1), the count traced as it is in the step."""
+    config = SchedulerConfig(**{"warmup_steps": 4, "min_lr_ratio": 0.1, **settings})
+    schedule = build_schedule(config, max_steps)
+    return np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(n)))
+
+
+def test_every_golden_schedule_has_settings_here():
+    assert SETTINGS.keys() == BY_STEP.keys()
+
+
+@pytest.mark.parametrize("name", BY_STEP)
+def test_factors_are_kempnerforges(name):
+    golden = BY_STEP[name]
+    np.testing.assert_allclose(factors(len(golden), **SETTINGS[name]), golden, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [n for n in SETTINGS if n not in ("constant", "none")])
+def test_beyond_the_end_the_rate_stays_at_its_floor(name):
+    schedule = build_schedule(
+        SchedulerConfig(warmup_steps=4, min_lr_ratio=0.1, **SETTINGS[name]), 20
+    )
+    beyond = [schedule(jnp.int32(n)) for n in (20, 21, 1000, 10**8)]
+    np.testing.assert_allclose(beyond, 0.1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "rex", "wsd"])
+def test_no_decay_steps_means_all_that_are_left(name):
+    stable = {"stable_steps": 5} if name == "wsd" else {}
+    unset, zero, all_left = (
+        factors(24, name=name, decay_steps=n, **stable) for n in (None, 0, 11 if stable else 16)
+    )
+    np.testing.assert_array_equal(zero, unset)
+    np.testing.assert_array_equal(all_left, unset)
+    assert unset[10] > unset[11]
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "rex", "wsd", "constant"])
+def test_a_run_of_warmup_alone_reaches_its_rate_and_does_not_decay(name):
+    np.testing.assert_allclose(factors(5, name=name, max_steps=4), [0, 0.25, 0.5, 0.75, 1])
+
+
+def test_a_plateau_to_the_end_does_not_decay():
+    ones = factors(24, name="wsd", stable_steps=16)[4:]
+    np.testing.assert_array_equal(ones, np.ones(20))
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "rex", "wsd", "constant", "none"])
+def test_without_warmup_the_first_update_has_the_whole_rate(name):
+    assert factors(1, name=name, warmup_steps=0)[0] == 1
+
+
+def test_stable_steps_are_of_wsd_alone():
+    np.testing.assert_array_equal(
+        factors(20, name="cosine", stable_steps=5), factors(20, name="cosine")
+    )
+
+
+@pytest.mark.parametrize("name", ["cosine", "wsd_linear", "none"])
+def test_update_n_has_the_rate_of_n_minus_one(name):
+    """Of a constant gradient Adam makes steps of exactly the learning rate."""
+    scheduler = {"warmup_steps": 4, "min_lr_ratio": 0.1, **SETTINGS[name]}
+    optimizer = {"lr": 0.5, "weight_decay": 0.0, "eps": 1e-30}
+    config = tiny_config(scheduler=scheduler, optimizer=optimizer)
+    tx = build_optimizer(config, {"w": ("norm",)})
+    params, grads = {"w": jnp.zeros(1)}, {"w": jnp.ones(1)}
+    state, update, steps = tx.init(params), jax.jit(tx.update), []
+    for _ in range(20):
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        steps.append(-updates["w"][0])
+    np.testing.assert_allclose(steps, 0.5 * np.array(BY_STEP[name][:20]), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(learning_rate(config)(7), 0.5 * BY_STEP[name][7], rtol=1e-6)

@@ -1,0 +1,107 @@
+"""Real processes: `python -m jaxforge.train` as a user starts it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+BASE = """
+[model]
+dim = 64
+n_layers = 2
+n_heads = 4
+n_kv_heads = 2
+vocab_size = 256
+max_seq_len = 64
+[train]
+global_batch_size = 8
+seq_len = 32
+max_steps = 30
+mixed_precision = "fp32"
+[optimizer]
+lr = 3e-3
+[scheduler]
+warmup_steps = 4
+decay_steps = 26
+[checkpoint]
+interval = 5
+[metrics]
+log_interval = 1
+"""
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.processes)
+
+
+def environment(devices=1, **extra):
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags,
+            "PYTHONUNBUFFERED": "1", **extra}  # fmt: skip
+
+
+class Run:
+    """A run directory and the command that works on it."""
+
+    def __init__(self, tmp_path: Path, name: str) -> None:
+        self.directory = tmp_path / name
+        self.config = tmp_path / f"{name}.toml"
+        self.config.write_text(BASE)
+
+    def command(self, *overrides: str) -> list[str]:
+        return [
+            sys.executable, "-m", "jaxforge.train", "--config", str(self.config),
+            f"--checkpoint.dir={self.directory}", *overrides,
+        ]  # fmt: skip
+
+    def start(self, *overrides: str, devices: int = 1, **extra: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            self.command(*overrides), cwd=ROOT, env=environment(devices, **extra), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def finish(self, *overrides: str, devices: int = 1, code: int = 0) -> str:
+        process = self.start(*overrides, devices=devices)
+        output = process.communicate(timeout=120)[0]
+        assert process.returncode == code, output
+        return output
+
+    def lines(self) -> list[dict]:
+        path = self.directory / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    def losses(self) -> dict[int, float]:
+        losses = {}
+        for line in self.lines():
+            if "train/loss" in line:
+                assert line["step"] not in losses, "a step is logged twice"
+                losses[line["step"]] = line["train/loss"]
+        return losses
+
+    def steps(self) -> list[int]:
+        found = (self.directory / "checkpoints").glob("step_*")
+        return sorted(int(p.name.split("_")[1]) for p in found if p.name.split("_")[1].isdigit())
+
+    def wait_for_step(self, step: int, process: subprocess.Popen) -> None:
+        path = self.directory / "metrics.jsonl"
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and process.poll() is None:
+            if path.exists() and f'"step": {step},' in path.read_text():
+                return
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        raise AssertionError(f"never saw step {step}: {process.communicate()[0]}")
+
+
+@pytest.fixture
+def new_run(tmp_path):
+    return lambda name="run": Run(tmp_path, name)

@@ -1,0 +1,114 @@
+"""Signals, exit codes, and what stands in the run directory afterwards."""
+
+import json
+import re
+import signal
+import time
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("sig", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
+)
+def test_a_signal_saves_and_the_run_goes_on_from_there(new_run, sig, code):
+    run, undisturbed = new_run(), new_run("undisturbed")
+    overrides = ["--checkpoint.interval=100000", "--train.max_steps=3000"]
+    process = run.start(*overrides)
+    run.wait_for_step(20, process)
+    process.send_signal(sig)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == code, output
+    (stopped,) = run.steps()
+    assert stopped >= 20
+    assert f"stopped at step {stopped} of 3000; run the same command to go on" in output
+    short = f"--train.max_steps={stopped + 5}"
+    run.finish(overrides[0], short)
+    undisturbed.finish(overrides[0], short)
+    assert run.losses() == undisturbed.losses()
+
+
+def test_a_second_signal_ends_it_at_once(new_run):
+    run = new_run()
+    process = run.start("--train.max_steps=100000")
+    run.wait_for_step(5, process)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    process.wait(timeout=30)
+    assert process.returncode in (-signal.SIGINT, 130)
+
+
+def test_a_finished_run_is_left_as_it_is(new_run):
+    run = new_run()
+    output = run.finish()
+    assert "Training complete: 30 steps, 7,680 tokens" in output
+    assert re.search(r"\[step 30\] loss=\d\.\d{4} \| lr=", output)
+    before = run.lines()
+    run.finish()
+    assert run.lines() == before
+    assert run.steps() == [20, 25, 30]
+
+
+def test_giving_up_has_its_own_code_and_keeps_the_last_good_checkpoint(new_run):
+    run = new_run()
+    blow_up = ["--optimizer.lr=1e30", "--scheduler.name=none", "--train.nan_consecutive_max=4"]
+    output = run.finish(*blow_up, "--checkpoint.interval=1", "--metrics.log_interval=7", code=65)
+    assert "gave up at step" in output
+    assert "4 steps in a row" in output
+    last = run.lines()[-1]
+    assert last["train/grad_norm"] is None  # NaN is no JSON
+    assert last["train/skipped_steps"] >= 4
+    gave_up = int(re.search(r"gave up at step (\d+)", output)[1])
+    assert max(run.steps()) < gave_up
+
+
+def test_the_log_interval_and_the_first_and_last_step(new_run):
+    run = new_run()
+    run.finish("--metrics.log_interval=8", "--train.max_steps=19")
+    assert list(run.losses()) == [1, 8, 16, 19]
+
+
+def test_metrics_have_the_names_and_evaluations(new_run, tmp_path):
+    import numpy as np
+
+    data = tmp_path / "data"
+    data.mkdir()
+    np.save(data / "a.npy", (np.arange(33 * 50) % 256).astype(np.uint16))
+    run = new_run()
+    output = run.finish(
+        f"--data.dataset_path={data}", "--eval.enabled=true", f"--eval.dataset_path={data}",
+        "--eval.interval=10", "--train.max_steps=20", "--checkpoint.interval=7",
+        "--checkpoint.keep_best_n=1",
+    )  # fmt: skip
+    train = next(line for line in run.lines() if line["step"] == 12)
+    assert {"step", "time", "train/loss", "train/grad_norm", "train/lr", "train/tokens_per_sec",
+            "train/step_time_sec", "train/skipped_steps"} == train.keys()  # fmt: skip
+    evaluations = {x["step"]: x["eval/loss"] for x in run.lines() if "eval/loss" in x}
+    assert list(evaluations) == [10, 20]
+    assert evaluations[20] < evaluations[10] < 5.6
+    assert "eval_loss=" in output
+    assert 10 not in run.steps() or 20 in run.steps()  # a new best is saved, off the interval
+    assert 20 in run.steps()
+
+
+def test_a_run_directory_explains_itself(new_run):
+    run = new_run()
+    run.finish("--train.max_steps=5")
+    assert sorted(p.name for p in run.directory.iterdir()) == [
+        "checkpoints", "config.toml", "logs", "metrics.jsonl",
+    ]  # fmt: skip
+    assert "max_steps = 5" in (run.directory / "config.toml").read_text()
+    assert "Training complete" in (run.directory / "logs" / "process_0.log").read_text()
+    output = run.finish("--train.max_steps=6")
+    assert "changed since this run last started: train.max_steps 5 -> 6" in output
+
+
+def test_a_torn_last_line_of_the_metrics_is_dropped(new_run):
+    run = new_run()
+    run.finish("--train.max_steps=10")
+    path = run.directory / "metrics.jsonl"
+    path.write_text(path.read_text() + json.dumps({"step": 11, "train/loss": 1.0})[:-5])
+    run.finish("--train.max_steps=12")
+    assert list(run.losses()) == list(range(1, 13))
