@@ -3,19 +3,19 @@
 import sys
 from collections.abc import Callable
 
-from jaxforge.errors import UserError
+from jaxforge.errors import StorageError, UserError
 
 
 def run_main(main: Callable[[], int]) -> int:
-    """Runs `main`, a user's mistake becoming one line on stderr.
+    """Runs `main`; failures that are not our own mistakes become one message on stderr.
 
     Returns:
-        What `main` returns; 2 on a `UserError`; 130 when interrupted from the keyboard.
+        What `main` returns, else the error's exit code; 130 when interrupted from the keyboard.
     """
     try:
         return main()
-    except UserError as error:
+    except (UserError, StorageError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
     except KeyboardInterrupt:
         return 130

@@ -1,8 +1,13 @@
-"""Mistakes of the user's, told apart from our own (those are assertions)."""
+"""Failures that are not our own mistakes (those are assertions): one message, no traceback."""
 
 
 class UserError(ValueError):
-    """What is wrong, where, and what to change, in one message.
+    """A mistake of the user's: what is wrong, where, and what to change, in one message."""
 
-    Entry points print it without a traceback and exit with code 2 (`training.exits.USAGE`).
-    """
+    exit_code = 2
+
+
+class StorageError(OSError):
+    """A disk that could not take what a run must keep; what was durable before still is."""
+
+    exit_code = 74  # EX_IOERR

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+from rich.console import Console
 
 from jaxforge import run_directory
 from jaxforge.checkpoint.manager import Checkpoints, find
@@ -19,7 +20,8 @@ from jaxforge.config.job import JobConfig
 from jaxforge.data.tokenizer import Tokenizer
 from jaxforge.errors import UserError
 from jaxforge.model.sampling import Sampling, generate
-from jaxforge.model.transformer import Model, Params, build_model
+from jaxforge.model.transformer import Model, Params, build_model, matmul_precision
+from jaxforge.telemetry.console import setup_logging
 
 _REPLACEMENT = "�"  # what an unfinished character decodes to
 
@@ -28,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints each prompt with its continuation; a single one appears as it is generated."""
     args = _parser().parse_args(argv)
     how = _sampling(args)
+    setup_logging(Console(stderr=True))
     run, step = find(Path(args.run))
     config, tokenizer = run_directory.read_config(run), run_directory.read_tokenizer(run)
     prompts = [_encode(tokenizer, text, config, args.max_tokens) for text in args.prompt or [""]]
@@ -36,10 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     eos_id = None if args.ignore_eos else tokenizer.eos_id
     turns = generate(model, params, prompts, args.max_tokens, how, eos_id=eos_id, seed=args.seed)
     printers = [_Printer(tokenizer, prompt, live=len(prompts) == 1) for prompt in prompts]
-    for tokens in turns:
-        for printer, token in zip(printers, tokens, strict=True):
-            if token is not None:
-                printer.add(token)
+    with matmul_precision(config):
+        for tokens in turns:
+            for printer, token in zip(printers, tokens, strict=True):
+                if token is not None:
+                    printer.add(token)
     for number, printer in enumerate(printers, 1):
         if len(printers) > 1:
             print(f"--- {number}")
@@ -93,7 +97,7 @@ def _encode(tokenizer: Tokenizer, text: str, config: JobConfig, max_tokens: int)
     ids = tokenizer.encode(text)
     if not ids:
         if tokenizer.eos_id is None:
-            raise UserError("this tokenizer has no end-of-text token to start from; give a --prompt")
+            raise UserError("the tokenizer has no end-of-text token to start from; give a --prompt")
         ids = [tokenizer.eos_id]
     limit = config.model.max_seq_len
     if len(ids) + max_tokens > limit:

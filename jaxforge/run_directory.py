@@ -1,10 +1,10 @@
 """The run directory, `checkpoint.dir`: everything that belongs to one run.
 
-    config.toml       the resolved config of the latest start
-    metrics.jsonl     an object per logged step (`telemetry.sinks.JsonlSink`)
-    logs/             a log per process
-    tokenizer/        a copy of the data's tokenizer, where there is one
-    checkpoints/      `checkpoint.manager`
+config.toml       the resolved config of the latest start
+metrics.jsonl     an object per logged step (`telemetry.sinks.JsonlSink`)
+logs/             a log per process
+tokenizer/        a copy of the data's tokenizer, where there is one
+checkpoints/      `checkpoint.manager`
 """
 
 import logging

@@ -10,9 +10,8 @@ import itertools
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -24,8 +23,9 @@ from jaxforge.cli import run_main
 from jaxforge.config import help, load, rules, torch_only
 from jaxforge.config.job import JobConfig
 from jaxforge.data import loader
+from jaxforge.errors import UserError
 from jaxforge.model.attention import backend_name
-from jaxforge.model.transformer import Model, build_model, parameter_count
+from jaxforge.model.transformer import Model, build_model, matmul_precision, parameter_count
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import multihost
 from jaxforge.parallel.mesh import data_parallel_size, make_mesh
@@ -37,7 +37,7 @@ from jaxforge.training.exits import Exit, Signals
 from jaxforge.training.hooks import Hook, HookRunner
 from jaxforge.training.loop import Trainer
 from jaxforge.training.state import TrainState
-from jaxforge.training.step import Controls, TrainStep, make_train_step
+from jaxforge.training.step import Batch, Controls, TrainStep, make_train_step
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,8 @@ def parse_command_line(argv: Sequence[str]) -> JobConfig | None:
         if argument.startswith("--config="):
             path = arguments.pop(i).removeprefix("--config=")
             break
+    if path is None:
+        raise UserError("say what to train: --config FILE (configs/quickstart.toml is an example)")
     return load.load_config(path, arguments)
 
 
@@ -77,7 +79,11 @@ def run(config: JobConfig, hooks: Sequence[Hook] = ()) -> Exit:
     multihost.initialize()
     rules.check(config, jax.device_count())
     mesh = make_mesh(config)
-    with Signals(config.train.shutdown_timeout_sec) as signals, jax.set_mesh(mesh):
+    with (
+        Signals(config.train.shutdown_timeout_sec) as signals,
+        jax.set_mesh(mesh),
+        matmul_precision(config),
+    ):
         trainer = build(config, mesh, HookRunner(hooks), console)
         reason = None
         try:
@@ -96,41 +102,41 @@ def build(config: JobConfig, mesh: Mesh, hooks: HookRunner, console: Console) ->
     eval_data = loader.open_eval_data(config) if config.eval.enabled else None
     model = build_model(config)
     optimizer = build_optimizer(config, model.axes)
+    checkpoints = _open_run_directory(config, model)
+    state, progress = starting_state(config, checkpoints, model, optimizer, mesh)
+    samples = config.train.microbatch_size(data_parallel_size(mesh)) * config.train.grad_accum_steps
+    _announce(console, config, model, mesh, samples)
+    remaining = max(0, config.train.max_steps - progress.step)
+    batches = loader.training_batches(config, mesh, dataset, progress.samples, remaining)
+    step = make_train_step(model, optimizer, config, mesh, keep_gradients=hooks.needs_gradients)
+    train_step, batches = _compile(step, state, batches) if remaining else (step, batches)
+    return Trainer(
+        config=config,
+        state=state,
+        progress=progress,
+        train_step=train_step,
+        batches=batches,
+        samples_per_step=samples,
+        evaluate=None if eval_data is None else _evaluation(config, mesh, model, eval_data),
+        checkpoints=checkpoints,
+        tracker=_tracker(console, config, progress.step, samples * config.train.seq_len),
+        hooks=hooks,
+    )
+
+
+def _open_run_directory(config: JobConfig, model: Model) -> Checkpoints:
     directory = Path(config.checkpoint.dir)
     run_directory.prepare(directory, config)
     add_log_file(directory)
     for answer in torch_only.answers(config):
         log.info("%s", answer)
-    checkpoints = Checkpoints(
-        directory, config.checkpoint, model.axes, config.model_dump(mode="json")
-    )
-    state, progress = starting_state(config, checkpoints, model, optimizer, mesh)
-    samples = config.train.microbatch_size(data_parallel_size(mesh)) * config.train.grad_accum_steps
-    remaining = max(0, config.train.max_steps - progress.step)
-    batches = loader.training_batches(config, mesh, dataset, progress.samples, remaining)
-    step = make_train_step(model, optimizer, config, mesh, keep_gradients=hooks.needs_gradients)
-    _announce(console, config, model, mesh, samples)
-    if remaining:
-        step, batches = _compile(step, state, batches)
-    tokens = samples * config.train.seq_len
-    sinks = _sinks(console, config, progress.step) if jax.process_index() == 0 else []
-    return Trainer(
-        config=config,
-        state=state,
-        progress=progress,
-        train_step=step,
-        batches=batches,
-        samples_per_step=samples,
-        evaluate=None if eval_data is None else _evaluation(config, mesh, model, eval_data),
-        checkpoints=checkpoints,
-        tracker=Tracker(
-            sinks, config.metrics.log_interval, tokens, progress.step, config.train.max_steps
-        ),
-        hooks=hooks,
-    )
+    resolved = config.model_dump(mode="json")
+    return Checkpoints(directory, config.checkpoint, model.axes, resolved)
 
 
-def _compile(step: Any, state: TrainState, batches: Any) -> tuple[TrainStep, Any]:
+def _compile(
+    step: jax.stages.Wrapped, state: TrainState, batches: Iterator[Batch]
+) -> tuple[TrainStep, Iterator[Batch]]:
     """The step as one executable, made before the first step: it can never be compiled twice."""
     started = time.perf_counter()
     first = next(batches)
@@ -139,7 +145,9 @@ def _compile(step: Any, state: TrainState, batches: Any) -> tuple[TrainStep, Any
     return compiled, itertools.chain([first], batches)
 
 
-def _evaluation(config: JobConfig, mesh: Mesh, model: Model, dataset: loader.Dataset) -> Any:
+def _evaluation(
+    config: JobConfig, mesh: Mesh, model: Model, dataset: loader.Dataset
+) -> Callable[[TrainState], dict[str, float]]:
     eval_step = make_eval_step(model, config.train)
 
     def run_evaluation(state: TrainState) -> dict[str, float]:
@@ -149,15 +157,19 @@ def _evaluation(config: JobConfig, mesh: Mesh, model: Model, dataset: loader.Dat
     return run_evaluation
 
 
-def _sinks(console: Console, config: JobConfig, step: int) -> list[Sink]:
-    on_terminal = console.is_terminal
-    shown = LiveSink(console, step, config.train.max_steps) if on_terminal else LineSink(console)
-    return [JsonlSink(Path(config.checkpoint.dir) / "metrics.jsonl", step), shown]
+def _tracker(console: Console, config: JobConfig, step: int, tokens_per_step: int) -> Tracker:
+    """Logs to `metrics.jsonl` and the console, on process 0."""
+    last_step = config.train.max_steps
+    sinks: list[Sink] = []
+    if jax.process_index() == 0:
+        sinks.append(JsonlSink(Path(config.checkpoint.dir) / "metrics.jsonl", step))
+        sinks.append(
+            LiveSink(console, step, last_step) if console.is_terminal else LineSink(console)
+        )
+    return Tracker(sinks, config.metrics.log_interval, tokens_per_step, step, last_step)
 
 
-def _announce(
-    console: Console, config: JobConfig, model: Model, mesh: Mesh, samples: int
-) -> None:
+def _announce(console: Console, config: JobConfig, model: Model, mesh: Mesh, samples: int) -> None:
     m, t = config.model, config.train
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
     device = jax.devices()[0]

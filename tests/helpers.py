@@ -68,5 +68,3 @@ def random_batches(config: JobConfig, n: int, seed: int = 0, dp: int | None = No
     inputs = rng.integers(0, config.model.vocab_size, shape)
     labels = np.where(rng.random(shape) < 0.2, -100, np.roll(inputs, -1, axis=-1))
     return [{"input_ids": i, "labels": x} for i, x in zip(inputs, labels, strict=True)]
-
-

@@ -1,1 +1,1 @@
-"""PyTorch's side of checkpoints: names, layouts and conversions. Imports jaxforge, never its loop."""
+"""PyTorch's side of checkpoints: names, layouts, conversions. Never imports jaxforge's loop."""

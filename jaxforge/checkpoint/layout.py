@@ -2,7 +2,7 @@
 
     step                    steps attempted
     params/...              parameters, by module and name
-    optimizer/count         updates made
+    optimizer/updates       updates made
     optimizer/mu, nu/...    moments, each a tree like params
     guard/...               counts of bad steps
 
@@ -53,8 +53,7 @@ def save_args(tree: Tree, axes: PyTree) -> Tree:
         is_leaf=lambda node: isinstance(node, tuple),
     )
     args = jax.tree.map(lambda _: ocp.SaveArgs(), tree)
-    like_params = jax.tree.structure(tree["params"])
-    moments = {k: v for k, v in tree["optimizer"].items() if jax.tree.structure(v) == like_params}
+    moments = [name for name, value in tree["optimizer"].items() if isinstance(value, dict)]
     return {
         **args,
         "params": stacked,

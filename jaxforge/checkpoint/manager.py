@@ -22,7 +22,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 from jaxforge.checkpoint import layout
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.job import JobConfig
-from jaxforge.errors import UserError
+from jaxforge.errors import StorageError, UserError
 from jaxforge.model.transformer import Model
 from jaxforge.training.progress import Progress
 from jaxforge.training.state import TrainState, abstract_state, init_state
@@ -87,21 +87,23 @@ class Checkpoints:
 
         Raises:
             RuntimeError: Orbax declined the save. It never passes silently.
+            StorageError: this save, or the one before it, could not be written.
         """
         step = progress.step
         if step == self._saved:
             return None
         tree = layout.to_tree(state)
-        saved = self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.PyTreeSave(tree, save_args=layout.save_args(tree, self._axes)),
-                progress=ocp.args.JsonSave(progress.to_json()),
-                config=ocp.args.JsonSave(self._resolved or {}),
-            ),
-            metrics=self._metrics or None,
-            force=True,
-        )
+        with self._naming_failure():
+            saved = self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeSave(tree, save_args=layout.save_args(tree, self._axes)),
+                    progress=ocp.args.JsonSave(progress.to_json()),
+                    config=ocp.args.JsonSave(self._resolved or {}),
+                ),
+                metrics=self._metrics or None,
+                force=True,
+            )
         if not saved:
             raise RuntimeError(f"the checkpoint of step {step} was not saved to {self.directory}")
         self._saved, self._metrics = step, {}
@@ -154,12 +156,18 @@ class Checkpoints:
         return self.directory / f"{_PREFIX}_{step}"
 
     def wait(self) -> None:
-        """Returns when every save that was started is durable."""
-        self._manager.wait_until_finished()
+        """Returns when every save that was started is durable.
+
+        Raises:
+            StorageError: one could not be written.
+        """
+        with self._naming_failure():
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Waits, then lets go of Orbax's threads."""
-        self._manager.close()
+        with self._naming_failure():
+            self._manager.close()
 
     def _check_fits(self, wanted: PyTree, step: int) -> None:
         """Names the first parameter that differs, before Orbax fails on it in its own words."""
@@ -174,6 +182,17 @@ class Checkpoints:
                 )
 
     @contextlib.contextmanager
+    def _naming_failure(self) -> Iterator[None]:
+        """What Orbax says when a write fails, in this thread or the background's, made plain."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            raise StorageError(
+                f"a checkpoint could not be written to {self.directory} ({_gist(error)}); those "
+                "that are there are whole: make room, then run the same command to go on"
+            ) from error
+
+    @contextlib.contextmanager
     def _naming_damage(self, step: int) -> Iterator[None]:
         try:
             yield
@@ -181,7 +200,7 @@ class Checkpoints:
             raise
         except (ValueError, KeyError, OSError) as error:
             raise UserError(
-                f"{self.path(step)} is damaged ({str(error)[:300]}); remove it to go on from the "
+                f"{self.path(step)} is damaged ({_gist(error)}); remove it to go on from the "
                 "checkpoint before it, or bring it back from a copy"
             ) from error
 
@@ -193,7 +212,7 @@ def starting_state(
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
 ) -> tuple[TrainState, Progress]:
-    """Where a run starts: its own newest checkpoint, else `checkpoint.load_path`, else from scratch.
+    """Where a run starts: its own newest checkpoint, else `checkpoint.load_path`, else anew.
 
     `checkpoint.exclude_from_loading` keeps parts of `load_path` out: "optimizer" starts with fresh
     moments and schedule, "progress" counts steps and data from 0.
@@ -267,6 +286,12 @@ def _preservation(config: CheckpointConfig) -> policies.PreservationPolicy:
             )
         )
     return policies.AnyPreservationPolicy(kept)
+
+
+def _gist(error: Exception) -> str:
+    """The end of a message that may be pages long: storage libraries put the cause last."""
+    text = str(error).split(" [tensorstore_spec=")[0].split(" [os_error_code=")[0]
+    return text if len(text) < 160 else "... " + text[-160:]
 
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:

@@ -1,0 +1,1 @@
+"""From text to batches: tokenizers, token shards, orders, packing, and the loader."""

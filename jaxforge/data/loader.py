@@ -15,7 +15,7 @@ A process reads only the rows that its devices hold.
 import collections
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Literal
 
 import grain
 import jax
@@ -67,12 +67,12 @@ def open_training_data(config: JobConfig) -> Dataset:
         seed = data_seed(config)
         source = SyntheticTokens(config.model.vocab_size, config.train.seq_len, seed)
         return Dataset(source, split_window)
-    return _open_shards(config, config.data.dataset_path, config.data.file_pattern)
+    return _open_shards(config, "data")
 
 
 def open_eval_data(config: JobConfig) -> Dataset:
     """The evaluation set. Packed like the training set, so that losses compare."""
-    return _open_shards(config, config.eval.dataset_path, config.eval.file_pattern)
+    return _open_shards(config, "eval")
 
 
 def data_seed(config: JobConfig) -> int:
@@ -118,13 +118,15 @@ def eval_batches(config: JobConfig, mesh: Mesh, dataset: Dataset) -> Iterator[di
     return _to_devices((updates[i] for i in range(n_batches)), layout)
 
 
-def _open_shards(config: JobConfig, path: str, pattern: str) -> Dataset:
+def _open_shards(config: JobConfig, section: Literal["data", "eval"]) -> Dataset:
+    source = config.data if section == "data" else config.eval
     shards = TokenShards(
-        path,
-        pattern,
+        source.dataset_path,
+        source.file_pattern,
         config.train.seq_len,
         vocab_size=config.model.vocab_size,
         token_dtype=config.data.token_dtype,
+        section=section,
     )
     if not config.data.pack_sequences:
         return Dataset(shards, split_window)
@@ -178,7 +180,8 @@ class _Layout:
         return {name: self._put(array) for name, array in local.items()}
 
     def _put(self, local: np.ndarray) -> jax.Array:
-        def of_device(index: tuple[slice, ...]) -> np.ndarray:
+        def of_device(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
             start, stop, _ = index[1].indices(self.rows)
             offset = self._offsets[start]
             return local[:, offset : offset + stop - start]
@@ -190,7 +193,12 @@ class _Updates:
     """This process's rows of each update, in random access: what Grain reads and prefetches."""
 
     def __init__(
-        self, dataset: Any, order: Any, layout: _Layout, first: int, n_updates: int
+        self,
+        dataset: "Dataset | _Padded",
+        order: Order | range,
+        layout: _Layout,
+        first: int,
+        n_updates: int,
     ) -> None:
         self._dataset, self._order, self._layout = dataset, order, layout
         self._first, self._n_updates = first, n_updates

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxforge.config.model import ModelConfig
-from jaxforge.model.linear import Linear
+from jaxforge.model.linear import Declare, Linear
 from jaxforge.model.norm import RMSNorm
 from jaxforge.model.rope import Rotation, rotate
 from jaxforge.parallel.sharding import constrain
@@ -30,6 +30,7 @@ class Visible(NamedTuple):
 
     def mask(self, n_keys: int) -> Bool[Array, "b 1 s t"] | None:
         """The explicit mask; None when causality alone says it."""
+        assert self.positions is None or self.doc_ids is None  # no cache holds packed documents
         if self.positions is not None:
             return (jnp.arange(n_keys) <= self.positions[..., None])[:, None]
         if self.doc_ids is not None:
@@ -69,7 +70,7 @@ def backend_name(config: ModelConfig) -> str:
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the tokens so far, after rotation. Stacked over layers outside the scan."""
+    """Keys and values of the tokens so far, after rotation; outside the scan, of all layers."""
 
     k: Float[Array, "b t kv h"]
     v: Float[Array, "b t kv h"]
@@ -83,20 +84,17 @@ class KVCache(NamedTuple):
 class Attention(nnx.Module):
     """Queries, keys and values of `n_heads` / `kv_heads` heads; optional RMSNorm on q and k."""
 
-    def __init__(
-        self, config: ModelConfig, *, layers: int, dtype: jnp.dtype, rngs: nnx.Rngs
-    ) -> None:
+    def __init__(self, config: ModelConfig, declare: Declare) -> None:
         c = config
-        shared = {"layers": layers, "dtype": dtype, "rngs": rngs}
         embed, heads = (c.dim, "embed"), (c.n_heads * c.head_dim, "heads")
         kv_heads = (c.kv_heads * c.head_dim, "kv_heads")
-        self.q_proj = Linear(heads, embed, std=c.init_std, **shared)
-        self.k_proj = Linear(kv_heads, embed, std=c.init_std, **shared)
-        self.v_proj = Linear(kv_heads, embed, std=c.init_std, **shared)
-        self.o_proj = Linear(embed, heads, std=residual_std(c), **shared)
+        self.q_proj = Linear(heads, embed, std=c.init_std, declare=declare)
+        self.k_proj = Linear(kv_heads, embed, std=c.init_std, declare=declare)
+        self.v_proj = Linear(kv_heads, embed, std=c.init_std, declare=declare)
+        self.o_proj = Linear(embed, heads, std=residual_std(c), declare=declare)
         if c.qk_norm:
-            self.q_norm = RMSNorm(c.head_dim, _QK_NORM_EPS, **shared)
-            self.k_norm = RMSNorm(c.head_dim, _QK_NORM_EPS, **shared)
+            self.q_norm = RMSNorm(c.head_dim, _QK_NORM_EPS, declare)
+            self.k_norm = RMSNorm(c.head_dim, _QK_NORM_EPS, declare)
         self.config = c
 
     def __call__(

@@ -1,6 +1,7 @@
 """Matrices: the declaration that every parameter shares, linear maps and the token embedding."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,28 +14,30 @@ Initializer = Callable[[Array, tuple[int, ...], jnp.dtype], Array]
 """(key, shape, dtype) -> values."""
 
 
-def declare(
-    shape: tuple[int, ...],
-    axes: Axes,
-    init: Initializer,
-    *,
-    layers: int | None = None,
-    dtype: jnp.dtype,
-    rngs: nnx.Rngs,
-) -> nnx.Param:
-    """A parameter: shape, dtype, initial values and logical axes, said once.
+class Declare(NamedTuple):
+    """Declares parameters: shape, dtype, initial values and logical axes, each said once.
 
-    Args:
-        shape: shape in one layer.
-        axes: logical axis of each dimension (`parallel.sharding.RULES`).
-        init: initial values.
-        layers: how many layers share this declaration; they are stacked along a leading axis.
-        dtype: dtype of the stored parameter.
-        rngs: source of the initializer's key.
+    Attributes:
+        rngs: source of the initial values.
+        dtype: dtype that parameters are stored in.
+        layers: how many layers share a declaration; they are stacked along a leading axis.
     """
-    if layers is not None:
-        shape, axes = (layers, *shape), ("layers", *axes)
-    return nnx.Param(init(rngs.params(), shape, dtype), axes=axes)
+
+    rngs: nnx.Rngs
+    dtype: jnp.dtype
+    layers: int | None = None
+
+    def __call__(self, shape: tuple[int, ...], axes: Axes, init: Initializer) -> nnx.Param:
+        """A parameter.
+
+        Args:
+            shape: shape in one layer.
+            axes: logical axis of each dimension (`parallel.sharding.RULES`).
+            init: initial values.
+        """
+        if self.layers is not None:
+            shape, axes = (self.layers, *shape), ("layers", *axes)
+        return nnx.Param(init(self.rngs.params(), shape, self.dtype), axes=axes)
 
 
 def is_matrix(axes: Axes) -> bool:
@@ -54,21 +57,13 @@ class Linear(nnx.Module):
         out: (size, logical axis) of the output dimension.
         inp: (size, logical axis) of the input dimension.
         std: standard deviation of the initial weights.
-        layers: see `declare`; also `dtype` and `rngs`.
+        declare: makes the parameter.
     """
 
     def __init__(
-        self,
-        out: tuple[int, str],
-        inp: tuple[int, str],
-        *,
-        std: float,
-        layers: int | None = None,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs,
+        self, out: tuple[int, str], inp: tuple[int, str], *, std: float, declare: Declare
     ) -> None:
-        shape, axes = (out[0], inp[0]), (out[1], inp[1])
-        self.weight = declare(shape, axes, normal(std), layers=layers, dtype=dtype, rngs=rngs)
+        self.weight = declare((out[0], inp[0]), (out[1], inp[1]), normal(std))
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
         """Multiplies in the dtype of `x`."""
@@ -78,11 +73,9 @@ class Linear(nnx.Module):
 class Embedding(nnx.Module):
     """Rows of a [vocab, dim] table. The result has the dtype asked for; nothing is scaled."""
 
-    def __init__(
-        self, vocab: int, dim: int, *, std: float, dtype: jnp.dtype, rngs: nnx.Rngs
-    ) -> None:
-        self.weight = declare((vocab, dim), ("vocab", "embed"), normal(std), dtype=dtype, rngs=rngs)
+    def __init__(self, vocab: int, dim: int, *, std: float, declare: Declare) -> None:
+        self.weight = declare((vocab, dim), ("vocab", "embed"), normal(std))
 
     def __call__(self, tokens: Int[Array, "b s"], dtype: jnp.dtype) -> Float[Array, "b s d"]:
-        """Looks up `tokens`; ids outside the table are clamped (data is checked before training)."""
+        """Looks up `tokens`; ids outside the table are clamped (data is checked beforehand)."""
         return self.weight[...].astype(dtype)[tokens]

@@ -1,18 +1,18 @@
 """The feed-forward block: SwiGLU (arXiv:2002.05202) for `silu`, two matrices for `gelu`, `relu`."""
 
 import functools
+from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.model.attention import residual_std
-from jaxforge.model.linear import Linear
+from jaxforge.model.linear import Declare, Linear
 from jaxforge.parallel.sharding import constrain
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "relu": jax.nn.relu,
@@ -22,17 +22,14 @@ ACTIVATIONS = {
 class MLP(nnx.Module):
     """down(act(gate(x)) · up(x)) for silu, down(act(up(x))) otherwise."""
 
-    def __init__(
-        self, config: ModelConfig, *, layers: int, dtype: jnp.dtype, rngs: nnx.Rngs
-    ) -> None:
-        shared = {"layers": layers, "dtype": dtype, "rngs": rngs}
+    def __init__(self, config: ModelConfig, declare: Declare) -> None:
         embed, hidden = (config.dim, "embed"), (config.ffn_dim, "mlp")
         self.gated = config.activation == "silu"
         self.activation = ACTIVATIONS[config.activation]
         if self.gated:
-            self.gate_proj = Linear(hidden, embed, std=config.init_std, **shared)
-        self.up_proj = Linear(hidden, embed, std=config.init_std, **shared)
-        self.down_proj = Linear(embed, hidden, std=residual_std(config), **shared)
+            self.gate_proj = Linear(hidden, embed, std=config.init_std, declare=declare)
+        self.up_proj = Linear(hidden, embed, std=config.init_std, declare=declare)
+        self.down_proj = Linear(embed, hidden, std=residual_std(config), declare=declare)
 
     def __call__(self, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
         """Position by position."""

@@ -5,17 +5,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxforge.model.linear import declare
+from jaxforge.model.linear import Declare
 
 
 class RMSNorm(nnx.Module):
     """x / sqrt(mean(x²) + eps) · weight; the product too is float32, the result has x's dtype."""
 
-    def __init__(
-        self, dim: int, eps: float, *, layers: int | None = None, dtype: jnp.dtype, rngs: nnx.Rngs
-    ) -> None:
-        ones = jax.nn.initializers.ones
-        self.weight = declare((dim,), ("norm",), ones, layers=layers, dtype=dtype, rngs=rngs)
+    def __init__(self, dim: int, eps: float, declare: Declare) -> None:
+        self.weight = declare((dim,), ("norm",), jax.nn.initializers.ones)
         self.eps = eps
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
@@ -28,12 +25,9 @@ class RMSNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """(x - mean) / sqrt(var + eps) · weight + bias in float32; the result has x's dtype."""
 
-    def __init__(
-        self, dim: int, eps: float, *, layers: int | None = None, dtype: jnp.dtype, rngs: nnx.Rngs
-    ) -> None:
-        ones, zeros = jax.nn.initializers.ones, jax.nn.initializers.zeros
-        self.weight = declare((dim,), ("norm",), ones, layers=layers, dtype=dtype, rngs=rngs)
-        self.bias = declare((dim,), ("norm",), zeros, layers=layers, dtype=dtype, rngs=rngs)
+    def __init__(self, dim: int, eps: float, declare: Declare) -> None:
+        self.weight = declare((dim,), ("norm",), jax.nn.initializers.ones)
+        self.bias = declare((dim,), ("norm",), jax.nn.initializers.zeros)
         self.eps = eps
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:

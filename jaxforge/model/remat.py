@@ -1,9 +1,9 @@
 """What the backward pass recomputes: `train.activation_checkpointing`.
 
-    none        everything is saved
-    full        only the input of each block is saved
-    selective   everything but the inside of attention is saved
-    <name>      that policy of `jax.checkpoint_policies` decides inside each block
+none        everything is saved
+full        only the input of each block is saved
+selective   everything but the inside of attention is saved
+<name>      that policy of `jax.checkpoint_policies` decides inside each block
 """
 
 from collections.abc import Callable

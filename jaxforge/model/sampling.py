@@ -36,12 +36,12 @@ def sample(logits: Float[Array, "b v"], how: Sampling, key: Array) -> Int[Array,
         threshold = jax.lax.top_k(logits, how.top_k)[0][:, -1:]
         logits = jnp.where(logits < threshold, -jnp.inf, logits)
     if how.top_p < 1:
-        descending = jnp.sort(logits, axis=-1, descending=True)
-        probabilities = jax.nn.softmax(descending, axis=-1)
+        order = jnp.argsort(logits, axis=-1, descending=True)
+        probabilities = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        last = jnp.sum(before < how.top_p, axis=-1, keepdims=True) - 1
-        threshold = jnp.take_along_axis(descending, jnp.maximum(last, 0), axis=-1)
-        logits = jnp.where(logits < threshold, -jnp.inf, logits)
+        rank = jnp.argsort(order, axis=-1)
+        kept = jnp.take_along_axis(before < how.top_p, rank, axis=-1)
+        logits = jnp.where(kept | (rank == 0), logits, -jnp.inf)
     return jax.random.categorical(key, logits, axis=-1)
 
 

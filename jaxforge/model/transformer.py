@@ -5,11 +5,12 @@ Shape suffixes used in all model code, one letter per dimension:
     B batch     S sequence (queries)   T keys      D model   L layers   V vocabulary
     H heads     K key/value heads      h head      F feed-forward
 
-Modules declare parameters; `Model` splits the declaration once into a static definition and a plain
-pytree, and everything below it is a pure function of that pytree. Layers are stacked along a leading
-axis and run by `lax.scan`, so that compile time does not grow with depth.
+Modules declare parameters; `Model` splits the declaration once into a static definition and a
+plain pytree, and everything below it is a pure function of that pytree. Layers are stacked along a
+leading axis and run by `lax.scan`, so that compile time does not grow with depth.
 """
 
+import contextlib
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.model import remat
 from jaxforge.model.attention import Attention, KVCache, Visible
-from jaxforge.model.linear import Embedding, Linear
+from jaxforge.model.linear import Declare, Embedding, Linear
 from jaxforge.model.mlp import MLP
 from jaxforge.model.norm import NORMS
 from jaxforge.model.rope import Rotation, rotation
@@ -36,30 +37,28 @@ Params = dict[str, Any]
 class TokenEmbedding(nnx.Module):
     """The embedding table, one level down as in KempnerForge's parameter names."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        self.embedding = Embedding(
-            config.vocab_size, config.dim, std=config.init_std, dtype=dtype, rngs=rngs
-        )
+    def __init__(self, config: ModelConfig, declare: Declare) -> None:
+        c = config
+        self.embedding = Embedding(c.vocab_size, c.dim, std=c.init_std, declare=declare)
 
 
 class OutputHead(nnx.Module):
     """The projection to logits, absent when it is tied to the embedding."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, declare: Declare) -> None:
         out, inp = (config.vocab_size, "vocab"), (config.dim, "embed")
-        self.proj = Linear(out, inp, std=config.init_std, dtype=dtype, rngs=rngs)
+        self.proj = Linear(out, inp, std=config.init_std, declare=declare)
 
 
 class Block(nnx.Module):
     """x += attention(norm(x)); x += mlp(norm(x)). Declares all layers at once, runs one of them."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        shared = {"layers": config.n_layers, "dtype": dtype, "rngs": rngs}
+    def __init__(self, config: ModelConfig, declare: Declare) -> None:
         norm = NORMS[config.norm_type]
-        self.attention_norm = norm(config.dim, config.norm_eps, **shared)
-        self.attention = Attention(config, **shared)
-        self.mlp_norm = norm(config.dim, config.norm_eps, **shared)
-        self.mlp = MLP(config, **shared)
+        self.attention_norm = norm(config.dim, config.norm_eps, declare)
+        self.attention = Attention(config, declare)
+        self.mlp_norm = norm(config.dim, config.norm_eps, declare)
+        self.mlp = MLP(config, declare)
 
     def __call__(
         self,
@@ -81,16 +80,13 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """Embedding, blocks, final norm. `output_head` is declared here and applied by the loss."""
 
-    def __init__(
-        self, config: ModelConfig, *, dtype: jnp.dtype, param_dtype: jnp.dtype, rngs: nnx.Rngs
-    ) -> None:
+    def __init__(self, config: ModelConfig, declare: Declare, dtype: jnp.dtype) -> None:
         self.config, self.dtype = config, dtype
-        self.token_embedding = TokenEmbedding(config, dtype=param_dtype, rngs=rngs)
-        self.layers = Block(config, dtype=param_dtype, rngs=rngs)
-        norm = NORMS[config.norm_type]
-        self.norm = norm(config.dim, config.norm_eps, dtype=param_dtype, rngs=rngs)
+        self.token_embedding = TokenEmbedding(config, declare)
+        self.layers = Block(config, declare._replace(layers=config.n_layers))
+        self.norm = NORMS[config.norm_type](config.dim, config.norm_eps, declare)
         if not config.tie_embeddings:
-            self.output_head = OutputHead(config, dtype=param_dtype, rngs=rngs)
+            self.output_head = OutputHead(config, declare)
 
     def __call__(
         self,
@@ -152,10 +148,8 @@ class Model:
         )
 
     def _declare(self, key: Array) -> Transformer:
-        rngs = nnx.Rngs(params=key)
-        return Transformer(
-            self.config, dtype=self.dtype, param_dtype=self._param_dtype, rngs=rngs
-        )
+        declare = Declare(nnx.Rngs(params=key), self._param_dtype)
+        return Transformer(self.config, declare, self.dtype)
 
     def init(self, key: Array) -> Params:
         """Initial parameters: N(0, init_std), residual matrices N(0, init_std/√(2L)), norms 1."""
@@ -177,8 +171,9 @@ class Model:
     ) -> tuple[Float[Array, "b s v"], KVCache]:
         """Logits (float32) of new tokens at `positions`, and the cache that now holds them."""
         module = nnx.merge(self._definition, params)
-        hidden_BSD, cache = module(tokens, Visible(positions=positions), cache)
-        return self.logits(params, hidden_BSD), cache
+        hidden_BSD, extended = module(tokens, Visible(positions=positions), cache)
+        assert extended is not None
+        return self.logits(params, hidden_BSD), extended
 
     def head(self, params: Params) -> Float[Array, "v d"]:
         """The output projection: its own matrix, or the embedding where tied."""
@@ -186,9 +181,7 @@ class Model:
             return params["token_embedding"]["embedding"]["weight"]
         return params["output_head"]["proj"]["weight"]
 
-    def logits(
-        self, params: Params, hidden_BSD: Float[Array, "b s d"]
-    ) -> Float[Array, "b s v"]:
+    def logits(self, params: Params, hidden_BSD: Float[Array, "b s d"]) -> Float[Array, "b s v"]:
         """Next-token logits in float32."""
         return project(hidden_BSD, self.head(params))
 
@@ -209,10 +202,16 @@ def build_model(config: JobConfig) -> Model:
     )
 
 
+def matmul_precision(config: JobConfig) -> contextlib.AbstractContextManager[None]:
+    """float32 means float32: by default GPUs would multiply in tf32, and TPUs in bfloat16."""
+    exact = config.train.mixed_precision == "fp32"
+    return jax.default_matmul_precision("highest" if exact else "default")
+
+
 def project(
     hidden_BSD: Float[Array, "b s d"], head_VD: Float[Array, "v d"]
 ) -> Float[Array, "b s v"]:
-    """hidden · headᵀ: operands in the dtype of `hidden`, result in float32."""
+    """Multiplies hidden · headᵀ: operands in the dtype of `hidden`, result in float32."""
     logits = jnp.einsum(
         "bsd,vd->bsv",
         hidden_BSD,

@@ -52,9 +52,9 @@ def decay_groups(axes: PyTree, weight_decay: float) -> PyTree:
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
-    """g ← g · min(1, max_norm / (‖g‖ + 1e-6)), ‖g‖ over all gradients, as torch clips.
+    """Clips as torch does: g ← g · min(1, max_norm / (‖g‖ + 1e-6)), ‖g‖ over all gradients.
 
-    optax's own has no epsilon and leaves gradients below the threshold untouched.
+    optax's own has no epsilon.
     """
 
     def update(grads: PyTree, state: optax.EmptyState, params: PyTree | None = None) -> tuple:
@@ -71,4 +71,4 @@ def global_norm(grads: PyTree) -> Float[Array, ""]:
 
 def updates_made(opt_state: PyTree) -> Array:
     """The number of updates in an optimizer state: skipped steps are not among them."""
-    return optax.tree.get(opt_state, "count")
+    return optax.tree.get(opt_state, "updates")

@@ -40,12 +40,14 @@ def build_schedule(config: SchedulerConfig, max_steps: int) -> Schedule:
         return lambda n: jnp.ones((), jnp.float32)
     stable = (config.stable_steps or 0) if config.name == "wsd" else 0
     decay_steps = config.decay_steps or max_steps - config.warmup_steps - stable
+    if config.name == "rex":
+        decay_steps = max(decay_steps, 1)
     decay = _decay_function(config)
 
     def schedule(n: Int[Array, ""]) -> Float[Array, ""]:
         n = jnp.asarray(n, jnp.float32)
         since = n - config.warmup_steps - stable
-        # A decay of no length never starts.
+        # A decay of no length never starts (but rex's, which ends at once).
         p = jnp.clip(since / decay_steps, 0.0, 1.0) if decay_steps > 0 else jnp.zeros(())
         factor = decay(p, config.min_lr_ratio)
         warmup = n / max(config.warmup_steps, 1)

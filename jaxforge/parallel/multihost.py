@@ -1,4 +1,4 @@
-"""Joins the processes of one job: SLURM, Open MPI, Cloud TPU, GKE, torchrun's or explicit variables.
+"""Joins the processes of one job: SLURM, Open MPI, Cloud TPU, GKE, or explicit variables.
 
 Explicit variables come first. JAX's own: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`,
 `JAX_PROCESS_ID`. Those that torchrun sets are understood too: `MASTER_ADDR`, `MASTER_PORT`,

@@ -7,7 +7,6 @@ mesh axis for a parameter.
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -62,7 +61,9 @@ def param_shardings(abstract: PyTree, axes: PyTree, mesh: Mesh) -> PyTree:
         UserError: a dimension does not divide by the mesh axis that splits it.
     """
 
-    def place(path: Any, leaf: jax.ShapeDtypeStruct, names: Axes) -> NamedSharding:
+    def place(
+        path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct, names: Axes
+    ) -> NamedSharding:
         _check_divides(jax.tree_util.keystr(path, simple=True, separator="."), leaf, names, mesh)
         return NamedSharding(mesh, partition_spec(names))
 
@@ -83,8 +84,8 @@ def constrain(x: Array, *axes: str | None) -> Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
-    automatic = {n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True)
-                 if t == AxisType.Auto}  # fmt: skip
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    automatic = {name for name, kind in kinds.items() if kind == AxisType.Auto}
     spec = P(*(_keep(part, automatic) for part in partition_spec(axes)))
     return jax.lax.with_sharding_constraint(x, spec)
 

@@ -26,7 +26,8 @@ def setup_logging(console: Console) -> None:
     logger.propagate = False
     logger.setLevel(logging.INFO)
     # Orbax and Grain speak through absl; what matters of it is said by us, the rest is logged.
-    logging.getLogger("absl").handlers[:] = [logging.NullHandler()]
+    libraries = logging.getLogger("absl")
+    libraries.handlers[:], libraries.propagate = [logging.NullHandler()], False
 
 
 def add_log_file(run: Path) -> None:

@@ -26,8 +26,8 @@ class Sink(Protocol):
 class JsonlSink:
     """`metrics.jsonl`: one object a line, with `step`, `time` (Unix seconds) and the metrics.
 
-    Append-only within a run. A resumed run first drops the lines that came after its checkpoint, and
-    a line torn by a kill: those steps are run, and logged, again.
+    Append-only while a run lasts. A resumed run first drops the lines that came after its
+    checkpoint, and a line torn by a kill: those steps are run, and logged, again.
 
     Args:
         path: the file.
@@ -93,7 +93,7 @@ class LiveSink:
             TimeRemainingColumn(),
             console=console,
         )
-        self._task = self._progress.add_task("", completed=start, total=max_steps, shown="compiling")
+        self._task = self._progress.add_task("", completed=start, total=max_steps, shown="")
         self._progress.start()
 
     def write(self, step: int, metrics: Metrics) -> None:

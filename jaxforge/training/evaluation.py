@@ -22,7 +22,7 @@ def make_eval_step(model: Model, config: TrainConfig) -> EvalStep:
     @jax.jit
     def eval_step(total: LossSum, params: Params, batch: Batch) -> LossSum:
         microbatch = jax.tree.map(lambda leaf: leaf[0], batch)
-        return total + loss_sum(model, config, params, microbatch)
+        return total.plus(loss_sum(model, config, params, microbatch))
 
     return eval_step
 

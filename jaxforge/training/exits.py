@@ -4,6 +4,7 @@
      1  unexpected error, with a traceback
      2  a mistake in the config, the data or the command line: nothing was lost
     65  gave up: nan_consecutive_max steps in a row were not finite (EX_DATAERR)
+    74  a checkpoint could not be written (disk full, say); those before it are whole (EX_IOERR)
     75  stopped by SIGTERM or SIGUSR1 after a checkpoint; run again to go on (EX_TEMPFAIL)
    130  stopped by Ctrl-C after a checkpoint; run again to go on
 
@@ -17,13 +18,12 @@ import os
 import signal
 import threading
 from types import FrameType
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
 
 log = logging.getLogger(__name__)
-
-USAGE = 2
 
 
 class Exit(enum.Enum):
@@ -45,7 +45,7 @@ class Signals:
         self._received: signal.Signals | None = None
         self._timer: threading.Timer | None = None
         self._shared = jax.process_count() > 1
-        self._previous: dict[signal.Signals, object] = {}
+        self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Signals":
         # Among several processes SIGTERM belongs to JAX's preemption service, which spreads it.
@@ -56,7 +56,7 @@ class Signals:
 
     def __exit__(self, *_: object) -> None:
         for sig, handler in self._previous.items():
-            signal.signal(sig, handler)  # type: ignore[arg-type]
+            signal.signal(sig, handler)
         if self._timer is not None:
             self._timer.cancel()
 

@@ -1,10 +1,12 @@
 """Judges each step inside the step: a loss or gradient norm that is not finite changes nothing."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+T = TypeVar("T")
 
 
 class GuardState(NamedTuple):
@@ -39,6 +41,6 @@ class GuardState(NamedTuple):
         return self.consecutive >= limit
 
 
-def select(good: Bool[Array, ""], new: Any, old: Any) -> Any:
+def select(good: Bool[Array, ""], new: T, old: T) -> T:
     """`new` where the step was good, `old` bit for bit where it was not."""
     return jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)

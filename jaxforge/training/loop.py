@@ -1,5 +1,6 @@
 """The training loop: `Trainer.train`. Everything periodic goes by the number of steps attempted."""
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
@@ -126,9 +127,14 @@ class Trainer:
         Args:
             reason: what `train` returned; None if it failed.
         """
-        self.checkpoints.close()
-        self.hooks.on_train_end(self.progress.step, self.progress.tokens, reason)
-        self.tracker.close()
+        with (
+            contextlib.ExitStack() as steps
+        ):  # last in, first out; each runs whatever the others do
+            steps.callback(self.tracker.close)
+            steps.callback(
+                self.hooks.on_train_end, self.progress.step, self.progress.tokens, reason
+            )
+            steps.callback(self.checkpoints.close)
 
     def _reconcile(self) -> None:
         """Takes the device's word on how many steps were attempted and how many were bad."""

@@ -34,7 +34,7 @@ class LossSum(NamedTuple):
     weight: Float[Array, ""]
     square_lse: Float[Array, ""]
 
-    def __add__(self, other: "LossSum") -> "LossSum":  # type: ignore[override]
+    def plus(self, other: "LossSum") -> "LossSum":
         """Sum by sum."""
         return jax.tree.map(jnp.add, self, other)
 
@@ -90,7 +90,7 @@ def _chunked(hidden_BSD: Array, head_VD: Array, labels_BS: Array, chunk: int) ->
     @jax.checkpoint
     def one(total: LossSum, piece: tuple[Array, Array, Array]) -> tuple[LossSum, None]:
         hidden_BCD, labels_BC, real_C = piece
-        return total + _loss_sum(hidden_BCD, head_VD, labels_BC, real_C), None
+        return total.plus(_loss_sum(hidden_BCD, head_VD, labels_BC, real_C)), None
 
     pieces = (hidden.swapaxes(0, 1), labels.swapaxes(0, 1), real)
     # The loss of no tokens: zeros that vary over the same mesh axes as the sums.

@@ -42,7 +42,7 @@ def state_shardings(
     model: Model, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> TrainState:
     """NamedSharding of every array of the state; moments lie where their parameters do."""
-    replicated = NamedSharding(mesh, PartitionSpec())
+    replicated: Any = NamedSharding(mesh, PartitionSpec())
     params = param_shardings(model.abstract, model.axes, mesh)
     opt_state = optax.tree.map_params(
         optimizer,
@@ -54,9 +54,7 @@ def state_shardings(
     return TrainState(replicated, params, opt_state, GuardState(replicated, replicated))
 
 
-def abstract_state(
-    model: Model, optimizer: optax.GradientTransformation, mesh: Mesh
-) -> TrainState:
+def abstract_state(model: Model, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """Shape, dtype and sharding of every array: what a checkpoint is restored into."""
     shapes = jax.eval_shape(lambda: create(model, optimizer, jax.random.key(0)))
     return jax.tree.map(

@@ -2,9 +2,9 @@
 
 Gradients are reduced between data-parallel devices in one of two ways (`train.grad_sync`):
 
-    update      weights are gathered once, gradients reduced once, around the scan over microbatches;
-                the scan itself exchanges nothing between data-parallel devices. Costs the memory of
-                full weights (compute dtype) and full gradients (float32).
+    update      weights are gathered once and gradients reduced once, around the scan over
+                microbatches, which itself exchanges nothing between data-parallel devices. Costs
+                the memory of whole weights (compute dtype) and whole gradients (float32).
     microbatch  the partitioner gathers each layer's weights as they are needed and reduces its
                 gradients at once, in every microbatch: more traffic, least memory.
 """
@@ -26,7 +26,7 @@ from jaxforge.model.linear import is_matrix
 from jaxforge.model.transformer import Model, Params
 from jaxforge.optim.optimizer import global_norm, learning_rate, updates_made
 from jaxforge.parallel.mesh import DATA_AXES, data_parallel_size
-from jaxforge.parallel.sharding import Axes, batch_sharding, param_shardings, partition_spec
+from jaxforge.parallel.sharding import Axes, param_shardings, partition_spec
 from jaxforge.training.guard import select
 from jaxforge.training.loss import LossSum, cross_entropy, token_scales, valid_tokens
 from jaxforge.training.state import TrainState, state_shardings
@@ -34,7 +34,8 @@ from jaxforge.training.state import TrainState, state_shardings
 Batch = dict[str, Int[Array, "m b s"]]
 """`input_ids`, `labels` and, when packed, `doc_ids`: [microbatches, sequences, tokens]."""
 
-Metrics = dict[str, Array]
+Metrics = dict[str, Any]
+"""Scalars on the device; the pytree `gradients` where asked for."""
 
 
 class Controls(NamedTuple):
@@ -57,7 +58,7 @@ def make_train_step(
     mesh: Mesh,
     *,
     keep_gradients: bool = False,
-) -> TrainStep:
+) -> jax.stages.Wrapped:
     """The jitted step `(state, batch, controls) -> (state, metrics)`; the state is donated.
 
     `keep_gradients` adds them, before clipping, to the metrics.
@@ -79,7 +80,7 @@ def make_train_step(
         params, opt_state = select(good, (params, opt_state), (state.params, state.opt_state))
         new = TrainState(state.step + 1, params, opt_state, guard)
         new = select(~state.guard.halted(limit), new, state)
-        metrics = {
+        metrics: Metrics = {
             "loss": loss,
             "grad_norm": grad_norm,
             "lr": lr(updates_made(new.opt_state)) * controls.lr_scale,
@@ -221,12 +222,3 @@ def _reduction(axes: PyTree, mesh: Mesh) -> Callable[[Params], Params]:
 
 def _without_data(axes: Axes) -> tuple[str | None, ...]:
     return tuple(None if part in DATA_AXES else part for part in partition_spec(axes))
-
-
-def example_batch(config: JobConfig, mesh: Mesh, *, packed: bool) -> Batch:
-    """The shape and sharding of a batch, for compiling ahead."""
-    rows = config.train.microbatch_size(data_parallel_size(mesh))
-    shape = (config.train.grad_accum_steps, rows, config.train.seq_len)
-    leaf = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
-    names = ("input_ids", "labels", "doc_ids") if packed else ("input_ids", "labels")
-    return dict.fromkeys(names, leaf)

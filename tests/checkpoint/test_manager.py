@@ -36,7 +36,10 @@ def start(saved, ours):
 
 @pytest.mark.parametrize(
     ("source", "target"),
-    [({}, {"dp_shard": 2, "tp": 2}), ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, {"dp_shard": 4})],
+    [
+        ({}, {"dp_shard": 2, "tp": 2}),
+        ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, {"dp_shard": 4}),
+    ],
     ids=str,
 )
 def test_restores_onto_any_mesh_bit_for_bit(tmp_path, source, target):
@@ -50,11 +53,9 @@ def test_restores_onto_any_mesh_bit_for_bit(tmp_path, source, target):
     assert found.latest() == 2
     restored, restored_progress = start(found, theirs)
     assert restored_progress == progress
-    jax.tree.map(
-        np.testing.assert_array_equal, *(jax.device_get(s) for s in (state, restored))
-    )
+    jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(s) for s in (state, restored)))
     want = abstract_state(theirs.model, theirs.optimizer, theirs.mesh)
-    jax.tree.map(lambda a, b: pytest.fail() if a.sharding != b.sharding else None, want, restored)
+    assert jax.tree.map(lambda a: a.sharding, want) == jax.tree.map(lambda a: a.sharding, restored)
 
 
 def test_a_save_that_orbax_declines_is_an_error(tmp_path):
@@ -160,11 +161,11 @@ def test_load_path_takes_over_and_leaves_out_what_is_asked(tmp_path):
         return result
 
     loaded, progress = load()
-    assert (progress.step, progress.samples, int(loaded.opt_state[1].count)) == (2, 16, 2)
+    assert (progress.step, progress.samples, int(loaded.opt_state[1].updates)) == (2, 16, 2)
     assert progress.run_id != "theirs"
     loaded, progress = load("optimizer", "progress")
     assert (progress.step, progress.samples, int(loaded.step)) == (0, 0, 0)
-    assert int(loaded.opt_state[1].count) == 0
+    assert int(loaded.opt_state[1].updates) == 0
     jax.tree.map(np.testing.assert_array_equal, loaded.params, jax.device_get(state.params))
     assert steps(tmp_path / "source") == [2]
 
@@ -175,7 +176,7 @@ def test_a_model_that_does_not_fit_is_named(tmp_path):
     saved.save(Progress(step=2), state)
     saved.close()
     wider = setup(tiny_config(model={"dim": 128}))
-    with pytest.raises(UserError, match=r"step_2 does not fit \[model\]: layers\.attention\.k_proj"):
+    with pytest.raises(UserError, match=r"step_2 does not fit \[model\]: layers\.attention"):
         start(checkpoints(tmp_path, wider), wider)
 
 

@@ -36,8 +36,8 @@ def test_z_loss_counts_masked_positions():
 
 
 def test_bfloat16_logits_give_a_float32_loss():
-    """KempnerForge's is rounded to bfloat16 token by token, where values of 8 to 16 lie 2**-4 apart;
-    ours is the exact loss of the rounded logits."""
+    """KempnerForge's is rounded to bfloat16 token by token, where values of 8 to 16 lie 2**-4
+    apart; ours is the exact loss of the rounded logits."""
     logits = jnp.asarray(RUN["logits"], jnp.bfloat16)
     loss = loss_of(logits)
     exact = loss_of(logits.astype(jnp.float32))

@@ -52,7 +52,7 @@ def test_follows_the_reference(golden, name, distributed):
             reference = run[f"opt/{key}/{field}"]
             worst = np.abs(moment - reference).max()
             assert worst < MOMENT_TOLERANCE * np.abs(reference).max(), (key, field)
-    assert adam.count == run["opt/norm.weight/step"]
+    assert adam.updates == run["opt/norm.weight/step"]
 
 
 def test_logits_before_training(golden):

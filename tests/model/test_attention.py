@@ -23,7 +23,7 @@ def toy(**options):
         init_std=0.3, **options,
     )  # fmt: skip
     model = Model(config)
-    return model, jax.jit(model.init)(jax.random.key(0))
+    return model, model.init(jax.random.key(0))
 
 
 @functools.cache
@@ -77,8 +77,10 @@ def random_heads(n_queries, kv_heads, scale=1.0, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kv_heads", [6, 2, 1])
-@pytest.mark.parametrize("kind", VISIBLE)
+@pytest.mark.parametrize(
+    ("kind", "kv_heads"),
+    [("causal", 2), ("documents", 6), ("documents", 2), ("documents", 1), ("positions", 2)],
+)
 def test_backends_are_softmax_over_the_visible_keys(backend, kind, kv_heads):
     visible = VISIBLE[kind]
     n_queries = 3 if kind == "positions" else LENGTH

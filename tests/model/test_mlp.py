@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from jaxforge.config.model import ModelConfig
+from jaxforge.model.linear import Declare
 from jaxforge.model.mlp import ACTIVATIONS, MLP
 
 DIM, HIDDEN = 16, 24
@@ -17,7 +18,7 @@ def make(activation):
     config = ModelConfig(
         dim=DIM, n_heads=2, ffn_hidden_dim=HIDDEN, activation=activation, init_std=0.5
     )
-    mlp = MLP(config, layers=3, dtype=jnp.float32, rngs=nnx.Rngs(params=0))
+    mlp = MLP(config, Declare(nnx.Rngs(params=0), jnp.float32, layers=3))
     definition, stacked = nnx.split(mlp)
     return nnx.merge(definition, jax.tree.map(lambda leaf: leaf[1], stacked))
 

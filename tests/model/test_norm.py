@@ -5,13 +5,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxforge.model.linear import Declare
 from jaxforge.model.norm import NORMS
 
 DIM = 48
 
 
 def make(kind, eps, dtype=jnp.float32):
-    norm = NORMS[kind](DIM, eps, dtype=dtype, rngs=nnx.Rngs(params=0))
+    norm = NORMS[kind](DIM, eps, Declare(nnx.Rngs(params=0), dtype))
     rng = np.random.default_rng(1)
     norm.weight[...] = jnp.asarray(rng.uniform(0.5, 1.5, DIM), dtype)
     if kind == "layernorm":
@@ -70,7 +71,7 @@ def test_a_zero_vector_is_no_problem(kind):
 
 @pytest.mark.parametrize("kind", NORMS)
 def test_norms_begin_as_the_identity_on_normalised_input(kind):
-    norm = NORMS[kind](DIM, 1e-5, dtype=jnp.float32, rngs=nnx.Rngs(params=0))
+    norm = NORMS[kind](DIM, 1e-5, Declare(nnx.Rngs(params=0), jnp.float32))
     np.testing.assert_array_equal(norm.weight[...], np.ones(DIM))
     if kind == "layernorm":
         np.testing.assert_array_equal(norm.bias[...], np.zeros(DIM))

@@ -102,11 +102,16 @@ def test_llama(case):
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_qwen3(tied):
-    config = ModelConfig(**SHAPE, qk_norm=True, tie_embeddings=tied)
+@pytest.mark.parametrize(("tied", "eps"), [(False, 1e-5), (True, 1e-5), (False, 1e-2)])
+def test_qwen3(tied, eps):
+    """The norms of queries and keys have an eps of 1e-5 whatever the others have (KempnerForge)."""
+    shape = {**SHAPE, "norm_eps": eps}
+    config = ModelConfig(**shape, qk_norm=True, tie_embeddings=tied)
     torch.manual_seed(0)
     network = transformers.Qwen3ForCausalLM(hugging_face_config(transformers.Qwen3Config, config))
+    for layer in network.model.layers:
+        layer.self_attn.q_norm.variance_epsilon = 1e-5
+        layer.self_attn.k_norm.variance_epsilon = 1e-5
     ours, theirs = logits_of_both(config, random_weights(network), 24)
     assert theirs.std() > 0.1
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)

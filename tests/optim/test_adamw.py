@@ -77,7 +77,13 @@ def furthest(a, b):
     return max(jax.tree.leaves(jax.tree.map(lambda x, y: float(np.abs(x - y).max()), a, b)))
 
 
-@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999)])
+@pytest.mark.parametrize(
+    "betas",
+    [
+        (0.9, 0.95),
+        (0.9, 0.999),
+    ],
+)
 def test_two_hundred_updates_are_torchs_and_closer_than_optaxs(betas):
     lr = 1e-3
     theirs, _ = by_torch(lr, betas)
@@ -97,7 +103,7 @@ def test_moments_are_torchs():
         # Gradients of both signs cancel in m: its digits are those of their size, sqrt(v).
         assert (np.abs(ours.mu[name] - m) <= 1e-6 * np.sqrt(v)).all()
         np.testing.assert_allclose(ours.nu[name], v, rtol=1e-5)
-    assert ours.count == int(theirs["norm"]["step"]) == N
+    assert ours.updates == int(theirs["norm"]["step"]) == N
 
 
 def test_only_the_parameters_with_decay_shrink():
@@ -147,7 +153,7 @@ def test_lr_scale_multiplies_the_rate(scale):
 def test_a_rate_of_zero_moves_the_moments_and_the_count_only():
     params, state = run(make(), 5, lr_scale=0.0)
     jax.tree.map(np.testing.assert_array_equal, params, initial())
-    assert state.count == 5
+    assert state.updates == 5
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves((state.mu, state.nu)))
 
 

@@ -3,9 +3,12 @@
 import json
 import re
 import signal
+import subprocess
 import time
 
 import pytest
+
+from tests.processes.conftest import ROOT, environment
 
 
 @pytest.mark.parametrize(
@@ -112,3 +115,22 @@ def test_a_torn_last_line_of_the_metrics_is_dropped(new_run):
     path.write_text(path.read_text() + json.dumps({"step": 11, "train/loss": 1.0})[:-5])
     run.finish("--train.max_steps=12")
     assert list(run.losses()) == list(range(1, 13))
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_spares_the_others(new_run):
+    """A file size limit stands in for a full disk: the larger model's arrays do not fit."""
+    run = new_run()
+    run.finish("--train.max_steps=5")
+    limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000,) * 2)"
+    limited = (
+        f"{limit}; sys.argv = sys.argv[1:]; runpy.run_module('jaxforge.train', None, '__main__')"
+    )
+    command = run.command("--train.max_steps=10")
+    command[1:3] = ["-c", limited, "train"]
+    result = subprocess.run(command, cwd=ROOT, env=environment(), text=True, capture_output=True)
+    assert result.returncode == 74, result.stderr
+    assert "error: a checkpoint could not be written to" in result.stderr
+    assert "File too large" in result.stderr
+    assert run.steps() == [5]
+    run.finish("--train.max_steps=10")
+    assert list(run.losses()) == list(range(1, 11))

@@ -1,5 +1,6 @@
 """`kill -9` at random moments: the run that is started again is the run undisturbed."""
 
+import functools
 import json
 import random
 import signal
@@ -16,8 +17,7 @@ def test_killed_at_ten_random_moments(new_run):
     rng, torn = random.Random(0), 0
     for kill in range(10):
         process = killed.start(*OVERRIDES)
-        start = time.time()
-        wait_until(lambda: written_since(killed, start + 0.1), process)
+        wait_until(functools.partial(written_since, killed, time.time() + 0.1), process)
         time.sleep(rng.uniform(0.0, 0.3))
         if kill % 2:
             wait_until(lambda: saving(killed), process)

@@ -80,13 +80,13 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counts(mesh):
     weight = poisoned["output_head"]["proj"]["weight"]
     poisoned["output_head"]["proj"]["weight"] = weight.at[0, 0].set(jnp.nan)
     before = jax.device_get((poisoned, state.opt_state))
-    count = int(before[1][1].count)
+    count = int(before[1][1].updates)
     state = type(state)(state.step, poisoned, state.opt_state, state.guard)
     state, metrics = ours.run(state, batches[2:])
     assert np.isnan(metrics["loss"][0])
     after = jax.device_get((state.params, state.opt_state))
     jax.tree.map(np.testing.assert_array_equal, before, after)
-    assert int(after[1][1].count) == count  # so the schedule stands still as well
+    assert int(after[1][1].updates) == count  # so the schedule stands still as well
     assert (int(state.step), int(state.guard.total), int(state.guard.consecutive)) == (3, 1, 1)
 
 
@@ -142,7 +142,8 @@ def hlo(ours):
 
 def collectives_in_loops(text):
     """Collectives in computations that are reachable from the body or condition of a while."""
-    computations = dict(re.findall(r"^(?:ENTRY )?%?([\w.\-]+) \(.*?\{\n(.*?)^\}", text, re.M | re.S))
+    computation = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*?\{\n(.*?)^\}", re.M | re.S)
+    computations = dict(computation.findall(text))
     reached, queue = set(), []
     for body in computations.values():
         queue += re.findall(r"(?:body|condition)=%?([\w.\-]+)", body)

@@ -86,9 +86,11 @@ def _stack(named: Mapping[str, Any]) -> dict[str, np.ndarray]:
 def _flatten(tree: Params, prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {
-            f"{prefix}{key}": value
-        }
+        flat |= (
+            _flatten(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{key}": value}
+        )
     return flat
 
 

@@ -1,0 +1,47 @@
+# On a fresh machine: `make train` trains the quickstart, `make test` runs every test.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STDLIB  = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
+
+.PHONY: train test lint bench wheel clean
+
+train: $(VENV)/.run data/quickstart
+	$(BIN)/python -m jaxforge.train --config configs/quickstart.toml
+	$(BIN)/python -m jaxforge.generate runs/quickstart --prompt "def " --temperature 0.7 --max-tokens 200
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.dev
+	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+
+wheel: $(VENV)/.dev
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf $(VENV) dist build
+
+# Real text that every machine has: the source of Python's standard library.
+data/quickstart: | $(VENV)/.run
+	$(BIN)/python -m jaxforge.prepare $(STDLIB) --output $@ --glob '*.py' \
+	  --exclude 'site-packages/*' --exclude 'test/*' --exclude '*/test/*' --exclude '*/tests/*' \
+	  --exclude 'idlelib/*' --exclude 'lib2to3/*' \
+	  --tokenizer bpe --vocab-size 4096 --validation-fraction 0.05
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,torch]"
+	touch $@ $(VENV)/.run

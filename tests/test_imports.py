@@ -1,0 +1,67 @@
+"""Imports follow the arrows of docs/architecture.md, and nothing needs torch to run."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+LAYERS = {
+    "errors": set(),
+    "cli": {"errors"},
+    "config": {"errors"},
+    "parallel": {"errors", "config"},
+    "data": {"errors", "config", "parallel"},
+    "model": {"errors", "config", "parallel"},
+    "optim": {"errors", "config", "model"},
+    "training": {"errors", "config", "parallel", "model", "optim", "data", "checkpoint",
+                 "telemetry"},
+    "checkpoint": {"errors", "config", "model", "training"},
+    "telemetry": {"errors", "config"},
+    "run_directory": {"errors", "config", "data"},
+}  # fmt: skip
+ENTRY_POINTS = {"train", "prepare", "generate"}
+
+
+def imports_of(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def modules(package):
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", modules("jaxforge"), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_follow_the_arrows(path):
+    room = path.relative_to(ROOT / "jaxforge").parts[0].removesuffix(".py")
+    names = set(imports_of(path))
+    assert not {n for n in names if n.split(".")[0] in ("torch", "torch_compat")}
+    if room in ENTRY_POINTS or room == "__init__":
+        return
+    rooms = {n.split(".")[1] for n in names if n.startswith("jaxforge.")}
+    assert rooms - {room} <= LAYERS[room]
+
+
+@pytest.mark.parametrize("path", modules("torch_compat"), ids=lambda p: str(p.relative_to(ROOT)))
+def test_torch_compat_keeps_out_of_the_loop(path):
+    assert not {n for n in imports_of(path) if n.startswith("jaxforge.training.loop")}
+
+
+def test_every_module_imports_without_torch():
+    names = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in modules("jaxforge")]
+    names += ["torch_compat", "torch_compat.names.kempnerforge"]
+    code = "import sys; sys.modules['torch'] = None\n" + "\n".join(f"import {n}" for n in names)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_no_private_jax():
+    for path in [*modules("jaxforge"), *modules("torch_compat")]:
+        assert not {n for n in imports_of(path) if n.startswith(("jax._src", "jaxlib"))}, path

@@ -1,0 +1,254 @@
+"""The order of things in the loop, seen through fakes that write down what happens to them."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxforge.telemetry.tracker import Tracker
+from jaxforge.training.exits import Exit
+from jaxforge.training.guard import GuardState
+from jaxforge.training.hooks import Hook, HookRunner
+from jaxforge.training.loop import Trainer
+from jaxforge.training.progress import Progress
+from jaxforge.training.state import TrainState
+from tests.conftest import tiny_config
+from tests.helpers import random_batches, setup
+
+
+class OnDevice:
+    """A scalar whose copying to the host is written down."""
+
+    def __init__(self, events, name, value):
+        self.events, self.name, self.value = events, name, value
+
+    def __array__(self, dtype=None, copy=None):
+        if self.name:
+            self.events.append(self.name)
+        return np.asarray(self.value, dtype)
+
+    def __float__(self):
+        return float(np.asarray(self))
+
+    def __int__(self):
+        return int(np.asarray(self))
+
+
+class Recorder(Hook):
+    def __init__(self, events):
+        self.events = events
+
+    def on_train_begin(self, config):
+        self.events.append("begin")
+
+    def on_step_end(self, context):
+        self.events.append(f"hook {context.step}")
+
+    def on_eval_end(self, metrics, step):
+        self.events.append(f"eval hook {step}")
+
+    def on_checkpoint_save(self, step, path):
+        self.events.append(f"save hook {step}")
+
+    def on_train_end(self, step, tokens_seen, reason):
+        self.events.append(f"end {step} {tokens_seen} {reason}")
+
+
+class Checkpoints:
+    def __init__(self, events, interval):
+        self.events, self.interval, self.saved = events, interval, None
+
+    def due(self, step):
+        return step % self.interval == 0
+
+    def note_metrics(self, metrics):
+        pass
+
+    def save(self, progress, state):
+        if progress.step == self.saved:
+            return None
+        self.saved = progress.step
+        self.events.append(f"save {progress.step}")
+        return "path"
+
+    def latest(self):
+        return self.saved
+
+    def wait(self):
+        self.events.append("wait")
+
+    def close(self):
+        self.events.append("close")
+
+
+class Sink:
+    def __init__(self, events):
+        self.events = events
+
+    def write(self, step, metrics):
+        self.events.append(f"log {step} {'eval' if 'eval/loss' in metrics else 'train'}")
+
+    def close(self):
+        self.events.append("sink closed")
+
+
+class Signals:
+    def __init__(self, at=None):
+        self.at = at
+
+    def requested(self, step):
+        return Exit.SIGNAL if step == self.at else None
+
+
+def run(steps=6, log=100, evaluate=100, save=100, hooks=True, stop_at=None, bad=()):
+    """Events of a run of `steps` steps; those in `bad` are not finite."""
+    events, counts = [], {"step": 0, "consecutive": 0, "total": 0}
+
+    def train_step(state, batch, controls):
+        counts["step"] += 1
+        step = counts["step"]
+        events.append(f"launch {step}")
+        counts["consecutive"] = counts["consecutive"] + 1 if step in bad else 0
+        counts["total"] += step in bad
+        scalars = {"loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "skipped": counts["total"],
+                   "consecutive": counts["consecutive"]}  # fmt: skip
+        metrics = {k: OnDevice(events, f"read {step}" * (k == "loss"), v)
+                   for k, v in scalars.items()}  # fmt: skip
+        return device_state(), metrics
+
+    def device_state():
+        guard = GuardState(counts["consecutive"], counts["total"])
+        return TrainState(OnDevice(events, "read state", counts["step"]), {}, (), guard)
+
+    config = tiny_config(
+        train={"max_steps": steps, "nan_consecutive_max": 3},
+        eval={"enabled": True, "dataset_path": "x", "interval": evaluate},
+    )
+
+    def evaluation(state):
+        events.append("evaluate")
+        return {"eval/loss": 1.0}
+
+    trainer = Trainer(
+        config=config, state=device_state(), progress=Progress(), train_step=train_step,
+        batches=iter(range(steps)), samples_per_step=8, evaluate=evaluation,
+        checkpoints=Checkpoints(events, save), tracker=Tracker([Sink(events)], log, 256, 0, 10**9),
+        hooks=HookRunner([Recorder(events)] if hooks else []),
+    )  # fmt: skip
+    reason = trainer.train(Signals(stop_at))
+    trainer.close(reason)
+    return events, reason, trainer
+
+
+def test_metrics_are_read_a_step_late_and_only_where_due():
+    events, _, _ = run(steps=7, log=3, hooks=False)
+    assert events[:11] == [
+        "launch 1", "launch 2", "read 1", "log 1 train", "launch 3", "launch 4", "read 3",
+        "log 3 train", "launch 5", "launch 6", "launch 7",
+    ]  # fmt: skip
+    assert [e for e in events if e.startswith("read ") and e != "read state"] == [
+        "read 1", "read 3", "read 6",
+    ]  # fmt: skip
+
+
+def test_silent_steps_copy_nothing_from_the_device():
+    events, _, _ = run(steps=50, log=1000, hooks=True)
+    until_the_end = events[: events.index("launch 50")]
+    assert [e for e in until_the_end if e.startswith("read")] == ["read 1"]
+
+
+def test_the_order_within_a_step():
+    events, reason, _ = run(steps=4, log=2, evaluate=2, save=2)
+    second = events[events.index("launch 2") : events.index("launch 3")]
+    assert [e for e in second if not e.startswith("read")] == [
+        "launch 2", "log 2 train", "hook 2", "evaluate", "log 2 eval", "eval hook 2", "save 2",
+        "save hook 2",
+    ]  # fmt: skip
+    assert reason is Exit.COMPLETED
+    assert events[0] == "begin"
+    assert events[-4:] == ["wait", "close", "end 4 1024 Exit.COMPLETED", "sink closed"]
+
+
+def test_the_last_step_is_saved_once():
+    events, _, _ = run(steps=5, save=2)
+    assert [e for e in events if e.startswith("save ") and "hook" not in e] == [
+        "save 2", "save 4", "save 5",
+    ]  # fmt: skip
+    events, _, _ = run(steps=4, save=2)
+    assert events.count("save 4") == 1
+
+
+def test_a_signal_saves_and_stops():
+    events, reason, trainer = run(steps=10, stop_at=3)
+    assert reason is Exit.SIGNAL
+    assert "save 3" in events
+    assert "launch 4" not in events
+    assert trainer.progress.step == 3
+
+
+def test_bad_steps_count_as_attempted_but_not_as_tokens():
+    _, _, trainer = run(steps=6, bad={2, 5})
+    assert (trainer.progress.step, trainer.progress.skipped) == (6, 2)
+    assert trainer.progress.tokens == 4 * 256
+    assert trainer.progress.samples == 6 * 8
+
+
+def test_too_many_bad_steps_in_a_row_end_the_run_unsaved():
+    events, reason, _ = run(steps=20, log=1, save=6, bad={4, 5, 6})
+    assert reason is Exit.NON_FINITE
+    assert not [e for e in events if e.startswith("save")]
+
+
+def test_hooks_are_told_of_the_end_when_a_step_fails():
+    class Fails(Hook):
+        def on_step_end(self, context):
+            raise ZeroDivisionError
+
+    events = []
+    trainer = run(steps=1)[2]
+    trainer = dataclasses.replace(
+        trainer, hooks=HookRunner([Fails(), Recorder(events)]), progress=Progress(),
+        batches=iter([0]),
+    )  # fmt: skip
+    with pytest.raises(ZeroDivisionError):
+        trainer.train(Signals())
+    trainer.close(None)
+    assert events == ["begin", "end 1 256 None"]
+
+
+def test_a_hook_reads_scalars_state_and_gradients():
+    seen = []
+
+    class Reads(Hook):
+        needs_gradients = True
+
+        def on_step_end(self, context):
+            norm = np.sqrt(sum(float((g**2).sum()) for g in jax.tree.leaves(context.gradients)))
+            seen.append((context.loss, context.grad_norm, norm, context.lr, context.state))
+
+    runner = HookRunner([Reads()])
+    assert runner.needs_gradients
+    ours = setup(tiny_config(train={"max_steps": 2}), keep_gradients=runner.needs_gradients)
+    trainer = Trainer(
+        config=ours.config, state=ours.state(), progress=Progress(), train_step=ours.step,
+        batches=iter([ours.put(b) for b in random_batches(ours.config, 2)]), samples_per_step=8,
+        evaluate=None, checkpoints=Checkpoints([], 100),
+        tracker=Tracker([], 100, 256, 0, 2), hooks=runner,
+    )  # fmt: skip
+    assert trainer.train(Signals()) is Exit.COMPLETED
+    loss, grad_norm, norm, lr, _ = seen[0]
+    assert 5 < loss < 6
+    assert norm == pytest.approx(grad_norm, rel=1e-5)
+    assert lr == pytest.approx(3e-3 / 4)
+
+
+@pytest.mark.skipif(jax.default_backend() == "cpu", reason="the guard sees no transfers on CPU")
+def test_the_transfer_guard_agrees():
+    ours = setup(tiny_config())
+    state, batches = ours.state(), [ours.put(b) for b in random_batches(ours.config, 3)]
+    tracker = Tracker([], 1000, 256, 1, 10**9)
+    with jax.transfer_guard_device_to_host("disallow"):
+        for step, batch in enumerate(batches, 2):
+            state, metrics = ours.step(state, batch, None)
+            tracker.end_step(step, metrics)
