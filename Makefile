@@ -9,10 +9,11 @@ STDLIB  = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('
 
 train: $(VENV)/.run data/quickstart
 	$(BIN)/python -m jaxforge.train --config configs/quickstart.toml
-	$(BIN)/python -m jaxforge.generate runs/quickstart --prompt "def " --temperature 0.7 --max-tokens 200
+	$(BIN)/python -m jaxforge.generate runs/quickstart --prompt "def " \
+	  --temperature 0.8 --top-p 0.95 --max-tokens 200
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -32,7 +33,7 @@ clean:
 data/quickstart: | $(VENV)/.run
 	$(BIN)/python -m jaxforge.prepare $(STDLIB) --output $@ --glob '*.py' \
 	  --exclude 'site-packages/*' --exclude 'test/*' --exclude '*/test/*' --exclude '*/tests/*' \
-	  --exclude 'idlelib/*' --exclude 'lib2to3/*' \
+	  --exclude 'idlelib/*' --exclude 'lib2to3/*' --exclude 'encodings/*' --exclude 'pydoc_data/*' \
 	  --tokenizer bpe --vocab-size 4096 --validation-fraction 0.05
 
 $(VENV)/bin/python:
