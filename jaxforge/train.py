@@ -74,7 +74,7 @@ def run(config: JobConfig, hooks: Sequence[Hook] = ()) -> Exit:
         config: what `parse_command_line` or `config.load.load_config` gave.
         hooks: your own code, called in order at each event.
     """
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     setup_logging(console)
     multihost.initialize()
     rules.check(config, jax.device_count())

@@ -50,7 +50,7 @@ class DataConfig(Section):
     token_dtype: Literal["uint8", "uint16", "uint32", "int32"] | None = None
     """Type of the tokens in .bin shards; not set means what their metadata says."""
     tokenizer_path: str = ""
-    """Tokenizer file, directory or Hugging Face name."""
+    """A tokenizer.json or its directory, or "byte"; by default the one prepared with the data."""
     eos_token_id: NonNegativeInt | None = None
     """Token that ends a document; not set means the tokenizer's."""
     shuffle: bool = True

@@ -172,9 +172,7 @@ def test_no_collective_in_a_loop_when_reducing_per_update(mesh, accum):
 def test_reducing_per_microbatch_does_so_in_the_loop():
     """The counterpart: the reader of HLO above does find collectives where there are some."""
     train = {"grad_accum_steps": 4, "batch_size": 2, "grad_sync": "microbatch"}
-    found = collectives_in_loops(
-        hlo(setup(tiny_config(train=train, distributed={"dp_shard": 4})))
-    )
+    found = collectives_in_loops(hlo(setup(tiny_config(train=train, distributed={"dp_shard": 4}))))
     assert {kind for _, kind, _ in found} >= {"all-gather", "all-reduce"}
 
 
