@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,6 @@ class Checkpoints:
     ) -> None:
         self.directory = run.absolute() / SUBDIRECTORY
         self._config, self._axes, self._resolved = config, axes, resolved_config
-        self._metrics: dict[str, float] = {}
         self._saved: int | None = None
         self._manager = ocp.CheckpointManager(
             self.directory,
@@ -75,12 +74,15 @@ class Checkpoints:
         """Whether the schedule asks for a checkpoint after `step`."""
         return step % self._config.interval == 0
 
-    def note_metrics(self, metrics: dict[str, float]) -> None:
-        """Evaluation results of the current step: `keep_best_n` ranks checkpoints by them."""
-        self._metrics = {k: v for k, v in metrics.items() if math.isfinite(v)}
-
-    def save(self, progress: Progress, state: TrainState) -> Path | None:
+    def save(
+        self, progress: Progress, state: TrainState, evaluation: Mapping[str, float] | None = None
+    ) -> Path | None:
         """Starts the save of a step; with `async_mode` it is written in the background.
+
+        Args:
+            progress: names the step.
+            state: its state; may be donated as soon as this returns.
+            evaluation: metrics of this very state, by which `keep_best_n` ranks.
 
         Returns:
             Where the checkpoint will appear; None if this step is saved already.
@@ -93,6 +95,7 @@ class Checkpoints:
         if step == self._saved:
             return None
         tree = layout.to_tree(state)
+        metrics = {k: v for k, v in (evaluation or {}).items() if math.isfinite(v)}
         with self._naming_failure():
             saved = self._manager.save(
                 step,
@@ -101,12 +104,12 @@ class Checkpoints:
                     progress=ocp.args.JsonSave(progress.to_json()),
                     config=ocp.args.JsonSave(self._resolved or {}),
                 ),
-                metrics=self._metrics or None,
+                metrics=metrics or None,
                 force=True,
             )
         if not saved:
             raise RuntimeError(f"the checkpoint of step {step} was not saved to {self.directory}")
-        self._saved, self._metrics = step, {}
+        self._saved = step
         return self.path(step)
 
     def latest(self) -> int | None:

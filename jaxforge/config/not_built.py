@@ -67,6 +67,12 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("distributed.cp", _more_than(1), "context parallelism", "set it to 1"),
     NotBuilt("distributed.ep", _more_than(1), "expert parallelism", "set it to 1"),
     NotBuilt("checkpoint.dyn_ckpt_window", bool, "a window of denser saving", "leave it out"),
+    NotBuilt(
+        "checkpoint.dir",
+        lambda value: "://" in value,
+        "writing to object storage",
+        "mount the bucket and name a directory in it",
+    ),
     NotBuilt("metrics.enable_wandb", bool, "logging to Weights & Biases", "set it to false"),
     NotBuilt("metrics.enable_tensorboard", bool, "logging to TensorBoard", "set it to false"),
     NotBuilt("profiling.enable", bool, "tracing", "set it to false"),

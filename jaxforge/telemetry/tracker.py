@@ -95,6 +95,8 @@ class Tracker:
     def paused(self) -> Iterator[None]:
         """Time spent inside does not count as step time: evaluation, checkpoints."""
         self.flush()
+        if self._latest is not None:
+            jax.block_until_ready(self._latest.metrics)  # this wait is still the step's
         start = time.perf_counter()
         yield
         self._paused += time.perf_counter() - start

@@ -57,9 +57,8 @@ class Trainer:
             self.progress.advance(self.samples_per_step, self.tokens_per_step)
             self.tracker.end_step(self.progress.step, metrics)
             self._run_hooks(metrics)
-            new_best = self._evaluate_if_due()
-            if new_best or self.checkpoints.due(self.progress.step):
-                self._save()
+            evaluation = self._evaluate_if_due()
+            self._save_if_due(evaluation)
             reason = self._reason_to_stop(signals)
         return self._finish(reason)
 
@@ -75,25 +74,32 @@ class Trainer:
         step, tokens = self.progress.step, self.progress.tokens
         self.hooks.on_step_end(StepContext(step, tokens, self.state, metrics))
 
-    def _evaluate_if_due(self) -> bool:
-        """Evaluates where due; whether that gave a new best that `keep_best_n` wants saved."""
+    def _evaluate_if_due(self) -> dict[str, float]:
+        """Metrics of an evaluation of this step; empty where none is due."""
         step = self.progress.step
         if self.evaluate is None or step % self.config.eval.interval:
-            return False
+            return {}
         with self.tracker.paused():
             metrics = self.evaluate(self.state)
         self.tracker.log(step, metrics)
         self.hooks.on_eval_end(metrics, step)
-        self.checkpoints.note_metrics(metrics)
-        is_best = self.progress.note_metric(metrics[self.config.checkpoint.best_metric])
-        return is_best and self.config.checkpoint.keep_best_n > 0
+        return metrics
 
-    def _save(self) -> None:
+    def _save_if_due(self, evaluation: dict[str, float]) -> None:
+        """Saves on the schedule, after the last step, and a new best that is to be kept."""
+        keep_best, metric = self.config.checkpoint.keep_best_n, self.config.checkpoint.best_metric
+        new_best = bool(evaluation) and self.progress.note_metric(evaluation[metric])
+        step = self.progress.step
+        is_last = step >= self.config.train.max_steps
+        if self.checkpoints.due(step) or is_last or (new_best and keep_best):
+            self._save(evaluation)
+
+    def _save(self, evaluation: dict[str, float] | None = None) -> None:
         with self.tracker.paused():
             self._reconcile()
             if self._gave_up:
                 return  # its parameters are those of the last good step, and its end is near
-            path = self.checkpoints.save(self.progress, self.state)
+            path = self.checkpoints.save(self.progress, self.state, evaluation)
         if path is not None:
             log.info("saving step %d to %s", self.progress.step, path)
             self.hooks.on_checkpoint_save(self.progress.step, path)
@@ -115,8 +121,6 @@ class Trainer:
         if self._gave_up:
             reason = Exit.NON_FINITE
             self.tracker.log_latest(self.progress.step)
-        if reason is Exit.COMPLETED:
-            self._save()
         self.checkpoints.wait()
         self._report(reason)
         return reason
@@ -127,23 +131,20 @@ class Trainer:
         Args:
             reason: what `train` returned; None if it failed.
         """
-        with (
-            contextlib.ExitStack() as steps
-        ):  # last in, first out; each runs whatever the others do
-            steps.callback(self.tracker.close)
-            steps.callback(
-                self.hooks.on_train_end, self.progress.step, self.progress.tokens, reason
-            )
-            steps.callback(self.checkpoints.close)
+        step, tokens = self.progress.step, self.progress.tokens
+        with contextlib.ExitStack() as last_to_first:  # each runs, whatever the others do
+            last_to_first.callback(self.tracker.close)
+            last_to_first.callback(self.hooks.on_train_end, step, tokens, reason)
+            last_to_first.callback(self.checkpoints.close)
 
     def _reconcile(self) -> None:
         """Takes the device's word on how many steps were attempted and how many were bad."""
         self.tracker.flush()
-        guard = jax.device_get((self.state.step, self.state.guard))
+        step, guard = jax.device_get((self.state.step, self.state.guard))
         self.progress.reconcile(
-            int(guard[0]), int(guard[1].total), self.samples_per_step, self.tokens_per_step
+            int(step), int(guard.total), self.samples_per_step, self.tokens_per_step
         )
-        self.tracker.consecutive_bad = int(guard[1].consecutive)
+        self.tracker.consecutive_bad = int(guard.consecutive)
 
     def _report(self, reason: Exit) -> None:
         step, tokens = self.progress.step, self.progress.tokens

@@ -1,6 +1,7 @@
 """Where a run stands, as readable JSON beside the arrays of each checkpoint."""
 
 import dataclasses
+import math
 import uuid
 from typing import Any
 
@@ -47,7 +48,7 @@ class Progress:
 
     def note_metric(self, value: float) -> bool:
         """Whether `value` is the best so far; if so it is kept."""
-        if self.best_metric is not None and not value < self.best_metric:
+        if math.isnan(value) or (self.best_metric is not None and value >= self.best_metric):
             return False
         self.best_metric = value
         return True

@@ -86,8 +86,7 @@ def test_keeps_the_last_and_the_best(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours, keep_last_n=2, keep_best_n=1)
     for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, float("nan")), (50, 2.5)):
-        saved.note_metrics({"eval/loss": loss})
-        saved.save(Progress(step=step), state)
+        saved.save(Progress(step=step), state, {"eval/loss": loss})
     saved.close()
     assert steps(tmp_path) == [20, 40, 50]
 
@@ -211,3 +210,10 @@ def test_progress_takes_the_devices_word():
     assert (progress.step, progress.samples, progress.skipped, progress.tokens) == (4, 32, 3, 256)
     progress.reconcile(step=4, skipped=3, samples=8, tokens=256)
     assert progress.tokens == 256
+
+
+def test_no_nan_is_ever_the_best():
+    progress = Progress()
+    assert [progress.note_metric(v) for v in (float("nan"), 3.0, 3.0, float("nan"), 2.0)] == [
+        False, True, False, False, True,
+    ]  # fmt: skip

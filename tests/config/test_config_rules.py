@@ -260,6 +260,7 @@ NOT_YET = [
     ("distributed.cp=2", "distributed.cp = 2: context parallelism", "set it to 1"),
     ("distributed.ep=2", "distributed.ep = 2: expert parallelism", "set it to 1"),
     ("checkpoint.dyn_ckpt_window={}", "checkpoint.dyn_ckpt_window = {start", "leave it out"),
+    ("checkpoint.dir=gs://b/r", 'checkpoint.dir = "gs://b/r": writing', "mount the bucket"),
     ("metrics.enable_wandb", "metrics.enable_wandb = true: logging to W", "set it to false"),
     ("metrics.enable_tensorboard", "metrics.enable_tensorboard = true: log", "set it to false"),
     ("profiling.enable", "profiling.enable = true: tracing", "set it to false"),

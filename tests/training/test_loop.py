@@ -62,10 +62,7 @@ class Checkpoints:
     def due(self, step):
         return step % self.interval == 0
 
-    def note_metrics(self, metrics):
-        pass
-
-    def save(self, progress, state):
+    def save(self, progress, state, evaluation):
         if progress.step == self.saved:
             return None
         self.saved = progress.step
