@@ -39,7 +39,7 @@ from jaxforge.training.loop import Trainer
 from jaxforge.training.state import TrainState
 from jaxforge.training.step import Batch, Controls, TrainStep, make_train_step
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("jaxforge.train")  # not __name__, which is __main__ under `python -m`
 
 
 def main(argv: Sequence[str] | None = None) -> int:

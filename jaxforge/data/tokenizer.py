@@ -18,20 +18,22 @@ _BYTE_FILE = b'{"kind": "byte"}\n'
 
 
 class Tokenizer(Protocol):
-    """What data preparation, generation and evaluation need of a tokenizer.
-
-    Attributes:
-        vocab_size: one more than the largest id.
-        eos_id: id of the token that ends a document; None when the tokenizer names none.
-        fingerprint: sha256 (hex) that tells this tokenizer from others.
-    """
+    """What data preparation, generation and evaluation need of a tokenizer."""
 
     @property
-    def vocab_size(self) -> int: ...  # noqa: D102
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        ...
+
     @property
-    def eos_id(self) -> int | None: ...  # noqa: D102
+    def eos_id(self) -> int | None:
+        """Id of the token that ends a document; None when the tokenizer names none."""
+        ...
+
     @property
-    def fingerprint(self) -> str: ...  # noqa: D102
+    def fingerprint(self) -> str:
+        """sha256 (hex) that tells this tokenizer from others."""
+        ...
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; nothing is added at its ends."""

@@ -104,7 +104,9 @@ def test_a_run_directory_explains_itself(new_run):
     ]  # fmt: skip
     assert "max_steps = 5" in (run.directory / "config.toml").read_text()
     assert "Training complete" in (run.directory / "logs" / "process_0.log").read_text()
-    output = run.finish("--train.max_steps=6")
+    output = run.finish("--train.max_steps=6", "--optimizer.fused=true")
+    assert output.count("optimizer.fused has no effect: XLA fuses") == 1
+    assert "train step compiled in" in output
     assert "changed since this run last started: train.max_steps 5 -> 6" in output
 
 
