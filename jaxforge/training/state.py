@@ -44,12 +44,10 @@ def state_shardings(
     """NamedSharding of every array of the state; moments lie where their parameters do."""
     replicated: Any = NamedSharding(mesh, PartitionSpec())
     params = param_shardings(model.abstract, model.axes, mesh)
-    opt_state = optax.tree.map_params(
-        optimizer,
-        lambda _, sharding: sharding,
+    opt_state = jax.tree.map(  # moments are trees like the parameters: dicts
+        lambda node: params if isinstance(node, dict) else replicated,
         jax.eval_shape(optimizer.init, model.abstract),
-        params,
-        transform_non_params=lambda _: replicated,
+        is_leaf=lambda node: isinstance(node, dict),
     )
     return TrainState(replicated, params, opt_state, GuardState(replicated, replicated))
 

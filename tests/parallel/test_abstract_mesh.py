@@ -1,0 +1,37 @@
+"""The step lowers for a machine that is not here: nothing runs while it is being built."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from jaxforge.config.rules import mesh_shape
+from jaxforge.model.transformer import build_model
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.parallel.sharding import batch_sharding
+from jaxforge.training.state import abstract_state
+from jaxforge.training.step import Controls, make_train_step
+from tests.conftest import tiny_config
+
+
+@pytest.mark.parametrize("grad_sync", ["update", "microbatch"])
+def test_lowers_on_an_abstract_mesh_of_64_devices(grad_sync):
+    config = tiny_config(
+        model={"dim": 128, "n_heads": 8, "n_kv_heads": 4},
+        train={"batch_size": 1, "grad_sync": grad_sync, "grad_accum_steps": 2},
+        distributed={"dp_replicate": 2, "dp_shard": -1, "tp": 4},
+    )
+    shape = mesh_shape(config, 64)
+    mesh = AbstractMesh(
+        tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape)
+    )
+    model = build_model(config)
+    optimizer = build_optimizer(config, model.axes)
+    with jax.sharding.use_abstract_mesh(mesh):
+        state = abstract_state(model, optimizer, mesh)
+        leaf = jax.ShapeDtypeStruct((2, 16, 32), jnp.int32, sharding=batch_sharding(mesh))
+        step = make_train_step(model, optimizer, config, mesh)
+        text = step.trace(
+            state, {"input_ids": leaf, "labels": leaf}, Controls()
+        ).lower(lowering_platforms=("tpu",)).as_text()  # fmt: skip
+    assert "num_partitions = 64" in text
