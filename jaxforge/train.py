@@ -52,7 +52,7 @@ def parse_command_line(argv: Sequence[str]) -> JobConfig | None:
     """`--config FILE` (or `--config=FILE`) and overrides; None when it was only `--help`."""
     if {"-h", "--help"} & set(argv):
         print(f"{__doc__}\n")
-        help.print_help()
+        help.print_help(_console())
         return None
     arguments, path = list(argv), None
     for i, argument in enumerate(arguments):
@@ -74,7 +74,7 @@ def run(config: JobConfig, hooks: Sequence[Hook] = ()) -> Exit:
         config: what `parse_command_line` or `config.load.load_config` gave.
         hooks: your own code, called in order at each event.
     """
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = _console()
     setup_logging(console)
     multihost.initialize()
     rules.check(config, jax.device_count())
@@ -91,6 +91,10 @@ def run(config: JobConfig, hooks: Sequence[Hook] = ()) -> Exit:
         finally:
             trainer.close(reason)
     return reason
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 120)  # 80 would wrap in files and pipes
 
 
 def build(config: JobConfig, mesh: Mesh, hooks: HookRunner, console: Console) -> Trainer:
