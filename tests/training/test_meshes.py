@@ -75,3 +75,37 @@ def test_bfloat16_compute_runs_on_every_kind_of_axis():
         state, metrics = ours.run(ours.state(), random_batches(ours.config, 3))
         np.testing.assert_allclose(metrics["loss"], single_device()[1]["loss"][:3], rtol=2e-2)
         assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype("float32")}
+
+
+VARIANTS = {
+    "tied": {"model": {"tie_embeddings": True}},
+    "layernorm_gelu": {"model": {"norm_type": "layernorm", "activation": "gelu"}},
+    "qk_norm_relu_mqa": {"model": {"qk_norm": True, "activation": "relu", "n_kv_heads": 2}},
+    "remat_full_chunked": {
+        "train": {"activation_checkpointing": "full", "loss_fn": "chunked_cross_entropy",
+                  "ce_chunk_size": 64, "z_loss_weight": 1e-3},
+    },
+    "remat_selective": {"train": {"activation_checkpointing": "selective"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_kind_of_model_does_the_same_on_a_mesh(variant):
+    """Packed documents too: each row holds two."""
+    sections = VARIANTS[variant]
+    train = sections.get("train", {})
+    alone = setup(tiny_config(**{**sections, "train": train}))
+    split = setup(
+        tiny_config(
+            **{**sections, "train": {**train, "batch_size": 4}},
+            distributed={"dp_shard": 2, "tp": 2},
+        )
+    )
+    batches = random_batches(alone.config, 4)
+    for batch in batches:
+        batch["doc_ids"] = np.zeros_like(batch["labels"])
+        batch["doc_ids"][..., 13:] = 1
+    _, a = alone.run(alone.state(), batches)
+    _, b = split.run(split.state(), batches)
+    np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-5)
+    np.testing.assert_allclose(a["grad_norm"], b["grad_norm"], rtol=1e-4)
