@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
@@ -84,21 +84,32 @@ def constrain(x: Array, *axes: str | None) -> Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    automatic = {name for name, kind in kinds.items() if kind == AxisType.Auto}
-    spec = P(*(_keep(part, automatic) for part in partition_spec(axes)))
+    spec = P(*(_automatic(mesh, axis) or None for axis in axes))
     return jax.lax.with_sharding_constraint(x, spec)
 
 
-def _keep(part: str | tuple[str, ...] | None, automatic: set[str]) -> tuple[str, ...] | None:
-    names = (part,) if isinstance(part, str) else part or ()
-    return tuple(n for n in names if n in automatic) or None
+def size_per_device(size: int, axis: str) -> int:
+    """What one device holds of a dimension that `constrain` lays out as `axis`, rounded up."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return size
+    return -(-size // math.prod(mesh.shape[name] for name in _automatic(mesh, axis)))
+
+
+def _automatic(mesh: AbstractMesh, axis: str | None) -> tuple[str, ...]:
+    """Mesh axes of a logical axis, less those that a `shard_map` has taken over."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return tuple(name for name in _mesh_axes(axis) if kinds[name] == AxisType.Auto)
+
+
+def _mesh_axes(axis: str | None) -> tuple[str, ...]:
+    rule = None if axis is None else RULES[axis]
+    return (rule,) if isinstance(rule, str) else rule or ()
 
 
 def _check_divides(name: str, leaf: jax.ShapeDtypeStruct, axes: Axes, mesh: Mesh) -> None:
     for dimension, (size, axis) in enumerate(zip(leaf.shape, axes, strict=True)):
-        rule = RULES[axis] if axis is not None else None
-        mesh_axes = (rule,) if isinstance(rule, str) else rule or ()
+        mesh_axes = _mesh_axes(axis)
         parts = math.prod(mesh.shape[a] for a in mesh_axes)
         if size % parts:
             raise UserError(

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from jaxforge.config.train import TrainConfig
 from jaxforge.data.packing import IGNORE
 from jaxforge.model.transformer import project
-from jaxforge.parallel.sharding import constrain
+from jaxforge.parallel.sharding import constrain, size_per_device
 
 _DEFAULT_CHUNK = 4096  # tokens, where ce_chunk_size = 0
 
@@ -69,12 +69,13 @@ def cross_entropy(
 ) -> LossSum:
     """Sums of the loss of a batch from its final hidden states.
 
-    `chunked_cross_entropy` computes `ce_chunk_size` tokens' logits at a time and recomputes them in
-    the backward pass, so that no array of size tokens x vocabulary ever exists.
+    `chunked_cross_entropy` computes the logits of `ce_chunk_size` tokens per device at a time and
+    recomputes them in the backward pass: no array of size tokens x vocabulary ever exists.
     """
     if config.loss_fn == "cross_entropy":
         return _loss_sum(hidden_BSD, head_VD, labels_BS, jnp.ones(labels_BS.shape[1], bool))
-    chunk = (config.ce_chunk_size or _DEFAULT_CHUNK) // labels_BS.shape[0]
+    rows = size_per_device(labels_BS.shape[0], "batch")
+    chunk = (config.ce_chunk_size or _DEFAULT_CHUNK) // rows
     return _chunked(hidden_BSD, head_VD, labels_BS, max(1, min(chunk, labels_BS.shape[1])))
 
 

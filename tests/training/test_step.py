@@ -217,6 +217,17 @@ def test_chunked_loss_is_the_same_loss(chunk):
     np.testing.assert_allclose(a["grad_norm"], b["grad_norm"], rtol=1e-5)
 
 
+@pytest.mark.parametrize("grad_sync", ["update", "microbatch"])
+def test_chunks_are_counted_per_device(grad_sync):
+    """16 tokens at a time on each of 4 devices with 2 sequences: slices of 8 positions."""
+    train = {
+        "loss_fn": "chunked_cross_entropy", "ce_chunk_size": 16, "grad_sync": grad_sync,
+        "batch_size": 2,
+    }  # fmt: skip
+    config = tiny_config(model={"vocab_size": 512}, train=train, distributed={"dp_shard": 4})
+    assert "f32[2,8,512]" in hlo(setup(config))
+
+
 def test_chunked_loss_never_holds_all_logits():
     model = {"vocab_size": 4096}
     train = {"loss_fn": "chunked_cross_entropy", "ce_chunk_size": 32}
