@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import optax
 import orbax.checkpoint as ocp
+from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers as policies
@@ -224,20 +224,23 @@ def starting_state(
     if (step := checkpoints.latest()) is not None:
         log.info("resuming from step %d of %s", step, checkpoints.directory)
         return checkpoints.restore(like, step)
-    fresh = init_state(model, optimizer, mesh, config.train.seed)
     if not config.checkpoint.load_path:
-        return fresh, Progress()
+        return init_state(model, optimizer, mesh, config.train.seed), Progress()
     run, step = find(Path(config.checkpoint.load_path))
     log.info("loading step %d of %s", step, run)
     source = Checkpoints(run, config.checkpoint, read_only=True)
     state, progress = source.restore(like, step)
     source.close()
+    progress = dataclasses.replace(progress, run_id=Progress().run_id)
     excluded = config.checkpoint.exclude_from_loading
+    if not excluded:  # no second state in memory beside the one that was loaded
+        return state, progress
+    fresh = init_state(model, optimizer, mesh, config.train.seed)
     if "optimizer" in excluded:
         state = dataclasses.replace(state, opt_state=fresh.opt_state)
     if "progress" in excluded:
         return dataclasses.replace(state, step=fresh.step, guard=fresh.guard), Progress()
-    return state, dataclasses.replace(progress, run_id=Progress().run_id)
+    return state, progress
 
 
 def find(path: Path) -> tuple[Path, int]:
@@ -298,7 +301,4 @@ def _gist(error: Exception) -> str:
 
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-    }
+    return {name: tuple(leaf.shape) for name, leaf in flatten_dict(tree, sep=".").items()}

@@ -39,8 +39,6 @@ _CONFIG_KEYS = {
     "heads": "model.n_heads",
     "kv_heads": "model.n_kv_heads",
     "mlp": "model.ffn_hidden_dim",
-    "batch": "train.batch_size",
-    "seq": "train.seq_len",
 }
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxforge.errors import UserError
 
@@ -29,7 +30,7 @@ def to_torch(params: Params, *, tied: bool = False) -> dict[str, Any]:
         tied: write the embedding under the output head's name as well.
     """
     named: dict[str, Any] = {}
-    for name, leaf in _flatten(params).items():
+    for name, leaf in flatten_dict(params, sep=".").items():
         if name.startswith("layers."):
             for i in range(leaf.shape[0]):
                 named[f"layers.{i}.{name.removeprefix('layers.')}"] = leaf[i]
@@ -51,7 +52,7 @@ def from_torch(named: Mapping[str, Any], like: Params) -> Params:
         UserError: names are missing, left over, or of another shape.
     """
     named = dict(named)
-    expected = _flatten(like)
+    expected = flatten_dict(like, sep=".")
     if _HEAD not in expected:
         named.pop(_HEAD, None)  # tied: the same table once more
     stacked = _stack(named)
@@ -64,7 +65,7 @@ def from_torch(named: Mapping[str, Any], like: Params) -> Params:
     ]
     if problems:
         raise UserError("the weights do not fit the model:\n  " + "\n  ".join(sorted(problems)))
-    return _unflatten(stacked)
+    return unflatten_dict(stacked, sep=".")
 
 
 def _stack(named: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -81,25 +82,3 @@ def _stack(named: Mapping[str, Any]) -> dict[str, np.ndarray]:
             raise UserError(f"{name}: layers {sorted(holes)} are missing")
         stacked[name] = np.stack([np.asarray(by_index[i]) for i in sorted(by_index)])
     return stacked
-
-
-def _flatten(tree: Params, prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= (
-            _flatten(value, f"{prefix}{key}.")
-            if isinstance(value, dict)
-            else {f"{prefix}{key}": value}
-        )
-    return flat
-
-
-def _unflatten(flat: Mapping[str, Any]) -> Params:
-    tree: Params = {}
-    for name, value in flat.items():
-        *parents, leaf = name.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[leaf] = value
-    return tree
