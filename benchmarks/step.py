@@ -6,22 +6,15 @@ Same model, data and threads, float32, alternating in one run. Writes
 `benchmarks/results/step-<device>.json`; a ratio above 1 means that jaxforge is faster.
 """
 
-import argparse
-import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from datetime import date
-from importlib.metadata import version
-from pathlib import Path
 
 import jax
 import numpy as np
+import results
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
 
@@ -159,9 +152,7 @@ def _tokens(case: str) -> tuple[np.ndarray, np.ndarray]:
 
 def main() -> None:
     """Prints the table and writes the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="the small model, a few steps, eager")
-    quick = parser.parse_args().quick
+    quick = results.arguments(__doc__).parse_args().quick
     torch.set_num_threads(os.cpu_count() or 1)
     rows = []
     for case in list(CASES)[: 1 if quick else None]:
@@ -172,38 +163,11 @@ def main() -> None:
         rounds, repeats = (2, 2) if quick else (5, 4)
         seconds = measure({"ours": ours, **peers}, rounds, repeats)
         tokens = int(np.prod(SHAPES[case]))
-        rows += [
-            {
-                "case": f"{case}, {parameters / 1e6:.1f}M parameters",
-                "peer": peer,
-                "ours": round(tokens / seconds["ours"]),
-                "theirs": round(tokens / seconds[peer]),
-                "ratio": round(seconds[peer] / seconds["ours"], 3),
-                "unit": "tokens/s",
-            }
-            for peer in peers
-        ]
-    _report(rows, quick)
-
-
-def _report(rows: list[dict], quick: bool) -> None:
-    table = Table("case", "peer", "ours", "theirs", "ratio", title="one update, tokens/s")
-    for row in rows:
-        table.add_row(*(str(row[key]) for key in ("case", "peer", "ours", "theirs", "ratio")))
-    Console().print(table)
-    if quick:
-        return
-    device = jax.devices()[0].device_kind
-    result = {
-        "name": "step",
-        "device": f"{device}, {platform.machine()}, {os.cpu_count()} cores",
-        "versions": {name: version(name) for name in ("jax", "flax", "optax", "torch")},
-        "date": date.today().isoformat(),
-        "rows": rows,
-    }
-    path = Path(__file__).parent / "results" / f"step-{device.lower().replace(' ', '-')}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n")
+        named = f"{case}, {parameters / 1e6:.1f}M parameters"
+        for peer in peers:
+            speeds = tokens / seconds["ours"], tokens / seconds[peer]
+            rows.append(results.Row(named, round(speeds[0]), peer, round(speeds[1]), "tokens/s"))
+    results.report("step", rows, ("jax", "flax", "optax", "torch"), write=not quick)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,108 @@
+"""How every benchmark reports: a table on the screen, JSON in `benchmarks/results/`.
+
+A row compares jaxforge with a peer measured in the same run. `ratio` is larger where jaxforge is
+better, whatever the unit: ours / theirs of a speed, theirs / ours of a time or a size.
+"""
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass
+class Row:
+    """One comparison.
+
+    Attributes:
+        case: what was measured.
+        ours: jaxforge's figure.
+        peer: whose figure `theirs` is.
+        theirs: the peer's figure, of the same run.
+        unit: of both figures.
+        smaller_is_better: for times and sizes.
+    """
+
+    case: str
+    ours: float
+    peer: str
+    theirs: float
+    unit: str
+    smaller_is_better: bool = field(default=False, repr=False)
+
+    @property
+    def ratio(self) -> float:
+        """How many times better jaxforge is."""
+        best, worst = self.theirs, self.ours
+        if not self.smaller_is_better:
+            best, worst = worst, best
+        return round(best / worst, 3)
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """The parser of a benchmark: `--quick`, which writes nothing."""
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small and short; writes no results")
+    return parser
+
+
+def report(
+    name: str,
+    rows: Sequence[Row],
+    packages: Sequence[str],
+    *,
+    device: str | None = None,
+    notes: Sequence[str] = (),
+    write: bool = True,
+) -> None:
+    """Prints the rows and writes `results/<name>-<device>.json`.
+
+    Args:
+        name: of the benchmark.
+        rows: what was measured.
+        packages: whose versions matter.
+        device: what it ran on, or was compiled for; by default JAX's first device.
+        notes: what a reader must know, below the table and in the file.
+        write: False with `--quick`.
+    """
+    table = Table("case", "peer", "unit", title=name)
+    for column in ("ours", "theirs", "ratio"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(row.case, row.peer, row.unit, _shown(row.ours), _shown(row.theirs),
+                      f"{row.ratio:.2f}")  # fmt: skip
+    console = Console()
+    console.print(table)
+    for note in notes:
+        console.print(note, highlight=False)
+    if not write:
+        return
+    device = device or jax.devices()[0].device_kind
+    result = {
+        "name": name,
+        "device": device,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {package: version(package) for package in packages},
+        "date": date.today().isoformat(),
+        "rows": [{**asdict(row), "ratio": row.ratio} for row in rows],
+        "notes": list(notes),
+    }
+    path = RESULTS / f"{name}-{device.lower().replace(' ', '-')}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    console.print(f"written to {path}")
+
+
+def _shown(figure: float) -> str:
+    return f"{figure:,.0f}" if abs(figure) >= 100 else f"{figure:.3g}"
