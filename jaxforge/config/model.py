@@ -67,7 +67,9 @@ class ModelConfig(Section):
     """Standard deviation of initial weights; o_proj and down_proj divide it by sqrt(2 n_layers)."""
     model_type: str = "transformer"
     """Which model to build."""
-    sdpa_backend: Literal["auto", "flash", "efficient", "cudnn", "math", "reference"] = "auto"
+    sdpa_backend: Literal[
+        "auto", "flash", "efficient", "cudnn", "math", "reference", "blockwise", "splash"
+    ] = "auto"
     """Attention kernel; auto takes the fastest that can do what is asked."""
     num_experts: NonNegativeInt = 0
     """Experts per mixture-of-experts block; 0 makes every block dense."""

@@ -1,14 +1,16 @@
-"""Causal self-attention with grouped queries, and the one door to every attention kernel."""
+"""Causal self-attention with grouped queries, with or without a cache of keys and values."""
 
-from collections.abc import Callable
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxforge.config.model import ModelConfig
+from jaxforge.model.attention_backends import BACKENDS, masked_attention
+from jaxforge.model.execution import Execution
 from jaxforge.model.linear import Declare, Linear
 from jaxforge.model.norm import RMSNorm
 from jaxforge.model.rope import Rotation, rotate
@@ -17,56 +19,16 @@ from jaxforge.parallel.sharding import constrain
 _QK_NORM_EPS = 1e-5  # whatever norm_eps says, as in KempnerForge
 
 
-class Visible(NamedTuple):
-    """Which keys a query sees: those at or before it and, when packed, of its own document.
+class Place(NamedTuple):
+    """Where the tokens at hand stand.
 
     Attributes:
-        positions: position of each query among the keys; None: query i stands at key i.
+        positions: position of each token in its sequence; None: token i stands at i.
         doc_ids: document of each token; None: one document a row.
     """
 
     positions: Int[Array, "b s"] | None = None
     doc_ids: Int[Array, "b s"] | None = None
-
-    def mask(self, n_keys: int) -> Bool[Array, "b 1 s t"] | None:
-        """The explicit mask; None when causality alone says it."""
-        assert self.positions is None or self.doc_ids is None  # no cache holds packed documents
-        if self.positions is not None:
-            return (jnp.arange(n_keys) <= self.positions[..., None])[:, None]
-        if self.doc_ids is not None:
-            same = self.doc_ids[:, :, None] == self.doc_ids[:, None, :]
-            return jnp.tril(same)[:, None]
-        return None
-
-
-Backend = Callable[
-    [Float[Array, "b s heads h"], Float[Array, "b t kv h"], Float[Array, "b t kv h"], Visible],
-    Float[Array, "b s heads h"],
-]
-
-
-def reference_attention(
-    q_BSHh: Float[Array, "b s heads h"],
-    k_BTKh: Float[Array, "b t kv h"],
-    v_BTKh: Float[Array, "b t kv h"],
-    visible: Visible,
-) -> Float[Array, "b s heads h"]:
-    """softmax(q kᵀ / √h) v, scores and softmax in float32. Runs everywhere, judges the others."""
-    mask = visible.mask(k_BTKh.shape[1])
-    return jax.nn.dot_product_attention(
-        q_BSHh, k_BTKh, v_BTKh, mask=mask, is_causal=mask is None, implementation="xla"
-    )
-
-
-BACKENDS: dict[str, Backend] = {"reference": reference_attention}
-"""Every backend honours `Visible` in full, or raises."""
-
-_NAMES = {"auto": "reference", "math": "reference"}
-
-
-def backend_name(config: ModelConfig) -> str:
-    """The attention backend that `model.sdpa_backend` stands for here."""
-    return _NAMES.get(config.sdpa_backend, config.sdpa_backend)
 
 
 class KVCache(NamedTuple):
@@ -77,8 +39,9 @@ class KVCache(NamedTuple):
 
     def write(self, k: Array, v: Array, positions: Int[Array, "b s"]) -> "KVCache":
         """The cache with new rows at `positions`, which may differ between sequences."""
-        rows = jnp.arange(k.shape[0])[:, None]
-        return KVCache(self.k.at[rows, positions].set(k), self.v.at[rows, positions].set(v))
+        # Row by row, so that nothing crosses devices where rows are split over them.
+        put = jax.vmap(lambda old, new, at: old.at[at].set(new))
+        return KVCache(put(self.k, k, positions), put(self.v, v, positions))
 
 
 class Attention(nnx.Module):
@@ -101,8 +64,10 @@ class Attention(nnx.Module):
         self,
         x_BSD: Float[Array, "b s d"],
         rope: Rotation,
-        visible: Visible,
+        place: Place,
         cache: KVCache | None = None,
+        *,
+        how: Execution,
     ) -> tuple[Float[Array, "b s d"], KVCache | None]:
         """Attends within `x`, or, with a cache, to all that came before as well."""
         c = self.config
@@ -111,12 +76,17 @@ class Attention(nnx.Module):
         v_BSKh = self._heads(self.v_proj(x_BSD), "kv_heads")
         if c.qk_norm:
             q_BSHh, k_BSKh = self.q_norm(q_BSHh), self.k_norm(k_BSKh)
-        q_BSHh, k_BSKh = rotate(q_BSHh, rope), rotate(k_BSKh, rope)
-        if cache is not None:
-            assert visible.positions is not None
-            cache = cache.write(k_BSKh, v_BSKh, visible.positions)
-            k_BSKh, v_BSKh = cache
-        y_BSHh = BACKENDS[backend_name(c)](q_BSHh, k_BSKh, v_BSKh, visible)
+        turn = functools.partial(rotate, by=rope, swap_by_product=how.swap_by_product)
+        q_BSHh, k_BSKh = turn(q_BSHh), turn(k_BSKh)
+        if cache is None:
+            attend = BACKENDS[how.attention].attend
+            y_BSHh = attend(q_BSHh, k_BSKh, v_BSKh, place.doc_ids)
+        else:
+            assert place.positions is not None
+            assert place.doc_ids is None  # no cache holds packed documents
+            cache = cache.write(k_BSKh, v_BSKh, place.positions)
+            mask = (jnp.arange(cache.k.shape[1]) <= place.positions[..., None])[:, None]
+            y_BSHh = masked_attention(q_BSHh, *cache, mask)
         y_BSHh = constrain(y_BSHh, "batch", None, "heads", None)
         return self.o_proj(y_BSHh.reshape(*x_BSD.shape[:2], -1)), cache
 

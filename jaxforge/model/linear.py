@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxforge.parallel.sharding import Axes
+from jaxforge.parallel.sharding import Axes, gathered
 
 Initializer = Callable[[Array, tuple[int, ...], jnp.dtype], Array]
 """(key, shape, dtype) -> values."""
@@ -63,11 +63,15 @@ class Linear(nnx.Module):
     def __init__(
         self, out: tuple[int, str], inp: tuple[int, str], *, std: float, declare: Declare
     ) -> None:
-        self.weight = declare((out[0], inp[0]), (out[1], inp[1]), normal(std))
+        self.axes = (out[1], inp[1])
+        self.weight = declare((out[0], inp[0]), self.axes, normal(std))
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
         """Multiplies in the dtype of `x`."""
-        return jnp.einsum("...i,oi->...o", x, self.weight[...].astype(x.dtype))
+        weight = gathered(self.weight[...].astype(x.dtype), self.axes)
+        # One row a token: of a product of matrices no compiler copies a transpose.
+        y = jnp.einsum("ti,oi->to", x.reshape(-1, x.shape[-1]), weight)
+        return y.reshape(*x.shape[:-1], -1)
 
 
 class Embedding(nnx.Module):

@@ -4,6 +4,9 @@ none        everything is saved
 full        only the input of each block is saved
 selective   everything but the inside of attention is saved
 <name>      that policy of `jax.checkpoint_policies` decides inside each block
+
+A loop over layers keeps the compiler from reusing what the forward pass has computed, which would
+save it after all; where the loop is unrolled, barriers must (`prevent_cse`).
 """
 
 from collections.abc import Callable
@@ -12,14 +15,16 @@ from typing import Any
 import jax
 
 
-def block(save: str, layer: Callable[..., Any]) -> Callable[..., Any]:
+def block(save: str, layer: Callable[..., Any], *, unrolled: bool = False) -> Callable[..., Any]:
     """Wraps the body of the scan over layers."""
     if save in ("none", "selective"):
         return layer
     policy = None if save == "full" else getattr(jax.checkpoint_policies, save)
-    return jax.checkpoint(layer, policy=policy, prevent_cse=False)  # scan keeps CSE out already
+    return jax.checkpoint(layer, policy=policy, prevent_cse=unrolled)
 
 
-def attention(save: str, attend: Callable[..., Any]) -> Callable[..., Any]:
+def attention(
+    save: str, attend: Callable[..., Any], *, unrolled: bool = False
+) -> Callable[..., Any]:
     """Wraps the attention module of one block."""
-    return jax.checkpoint(attend, prevent_cse=False) if save == "selective" else attend
+    return jax.checkpoint(attend, prevent_cse=unrolled) if save == "selective" else attend

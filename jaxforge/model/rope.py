@@ -33,11 +33,29 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
     return _llama3_scaled(frequencies, config.rope_scaling)
 
 
-def rotate(x_BSHh: Float[Array, "b s heads h"], by: Rotation) -> Float[Array, "b s heads h"]:
-    """Turns each pair (channel i, channel i + h/2) by its angle, in float32."""
+def rotate(
+    x_BSHh: Float[Array, "b s heads h"], by: Rotation, *, swap_by_product: bool = False
+) -> Float[Array, "b s heads h"]:
+    """Turns each pair (channel i, channel i + h/2) by its angle, in float32.
+
+    Either way of bringing a pair together gives the same numbers: see `Execution`.
+    """
+    if swap_by_product:
+        return _rotate_by_product(x_BSHh, by)
     first, second = jnp.split(x_BSHh.astype(jnp.float32), 2, axis=-1)
     cos, sin = by.cos[:, :, None, :], by.sin[:, :, None, :]
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x_BSHh.dtype)
+
+
+def _rotate_by_product(x_BSHh: Float[Array, "b s heads h"], by: Rotation) -> Array:
+    cos = jnp.concatenate([by.cos, by.cos], axis=-1)[:, :, None, :]
+    sin = jnp.concatenate([-by.sin, by.sin], axis=-1)[:, :, None, :]
+    batch, *_, h = x_BSHh.shape
+    # Exact: each sum has one term. Batched, since remat policies save products that are not.
+    swap = jnp.roll(jnp.eye(h, dtype=x_BSHh.dtype), h // 2, axis=0)
+    swapped = jnp.einsum("bsnh,bhg->bsng", x_BSHh, jnp.broadcast_to(swap, (batch, h, h)))
+    turned = x_BSHh.astype(jnp.float32) * cos + swapped.astype(jnp.float32) * sin
     return turned.astype(x_BSHh.dtype)
 
 

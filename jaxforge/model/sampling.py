@@ -1,16 +1,10 @@
-"""Choosing tokens from logits, and decoding with a cache."""
+"""Choosing tokens from logits."""
 
-from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int
-
-from jaxforge.model.attention import KVCache
-from jaxforge.model.transformer import Model, Params
+from jaxtyping import Array, Float, Int, Key
 
 
 class Sampling(NamedTuple):
@@ -20,15 +14,18 @@ class Sampling(NamedTuple):
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: keeps the k likeliest tokens, and those as likely as the last of them; 0: all.
         top_p: keeps the likeliest tokens until their probabilities reach p, at least one; 1: all.
+        vocab_size: ids from it on, which a model may have for its size's sake, are never drawn.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    vocab_size: int | None = None
 
 
-def sample(logits: Float[Array, "b v"], how: Sampling, key: Array) -> Int[Array, "b"]:
-    """One token for each row: temperature, then top-k, then top-p, then a draw."""
+def sample(logits: Float[Array, "b v"], how: Sampling, keys: Key[Array, "b"]) -> Int[Array, "b"]:
+    """One token for each row: temperature, then top-k, then top-p, then a draw by its own key."""
+    logits = logits[:, : how.vocab_size]
     if how.temperature == 0:
         return jnp.argmax(logits, axis=-1)
     logits = logits / how.temperature
@@ -42,62 +39,4 @@ def sample(logits: Float[Array, "b v"], how: Sampling, key: Array) -> Int[Array,
         rank = jnp.argsort(order, axis=-1)
         kept = jnp.take_along_axis(before < how.top_p, rank, axis=-1)
         logits = jnp.where(kept | (rank == 0), logits, -jnp.inf)
-    return jax.random.categorical(key, logits, axis=-1)
-
-
-def generate(
-    model: Model,
-    params: Params,
-    prompts: Sequence[Sequence[int]],
-    max_tokens: int,
-    how: Sampling,
-    *,
-    eos_id: int | None = None,
-    seed: int = 0,
-) -> Iterator[list[int | None]]:
-    """Continues every prompt at once, one token a turn.
-
-    Prompts may differ in length: each row of the batch keeps its own position.
-
-    Args:
-        model: the model.
-        params: its parameters.
-        prompts: token ids, at least one each.
-        max_tokens: tokens to add to each prompt.
-        how: how tokens are drawn.
-        eos_id: ends a row; None: rows end only by `max_tokens`.
-        seed: seed of the draws.
-
-    Yields:
-        The next token of each row; None for rows that have ended.
-    """
-    lengths = np.array([len(prompt) for prompt in prompts])
-    padded = np.zeros((len(prompts), lengths.max()), np.int32)
-    for row, prompt in enumerate(prompts):
-        padded[row, : len(prompt)] = prompt
-    positions = np.broadcast_to(np.arange(padded.shape[1]), padded.shape)
-    cache = model.empty_cache(len(prompts), padded.shape[1] + max_tokens)
-    # What a short prompt's padding leaves in the cache is overwritten before it can be seen.
-    logits, cache = _extend(model, params, jnp.asarray(padded), jnp.asarray(positions), cache)
-    logits = logits[jnp.arange(len(prompts)), lengths - 1]
-    ended = np.zeros(len(prompts), bool)
-    for turn, key in enumerate(jax.random.split(jax.random.key(seed), max_tokens)):
-        tokens = _sample(logits, how, key)
-        row_tokens = np.asarray(tokens)
-        ended |= row_tokens == eos_id
-        yield [None if end else int(t) for t, end in zip(row_tokens, ended, strict=True)]
-        if ended.all() or turn == max_tokens - 1:
-            return
-        at = jnp.asarray(lengths + turn)[:, None]
-        logits, cache = _extend(model, params, tokens[:, None], at, cache)
-        logits = logits[:, -1]
-
-
-@partial(jax.jit, static_argnums=0, donate_argnums=4)
-def _extend(
-    model: Model, params: Params, tokens: Array, positions: Array, cache: KVCache
-) -> tuple[Array, KVCache]:
-    return model.extend(params, tokens, positions, cache)
-
-
-_sample = jax.jit(sample, static_argnums=1)
+    return jax.vmap(jax.random.categorical)(keys, logits)

@@ -11,6 +11,7 @@ leading axis and run by `lax.scan`, so that compile time does not grow with dept
 """
 
 import contextlib
+import functools
 from typing import Any
 
 import jax
@@ -21,7 +22,8 @@ from jaxtyping import Array, Float, Int, PyTree
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.model import remat
-from jaxforge.model.attention import Attention, KVCache, Visible
+from jaxforge.model.attention import Attention, KVCache, Place
+from jaxforge.model.execution import Execution, execution
 from jaxforge.model.linear import Declare, Embedding, Linear
 from jaxforge.model.mlp import MLP
 from jaxforge.model.norm import NORMS
@@ -64,14 +66,15 @@ class Block(nnx.Module):
         self,
         x_BSD: Float[Array, "b s d"],
         rope: Rotation,
-        visible: Visible,
+        place: Place,
         cache: KVCache | None = None,
         *,
-        save: str = "none",
+        how: Execution,
     ) -> tuple[Float[Array, "b s d"], KVCache | None]:
-        """One layer. `save` names the rematerialisation (`model.remat`)."""
-        attend = remat.attention(save, self.attention)
-        y_BSD, cache = attend(_gather_seq(self.attention_norm(x_BSD)), rope, visible, cache)
+        """One layer."""
+        attention = functools.partial(self.attention, how=how)
+        attend = remat.attention(how.save, attention, unrolled=how.unroll > 1)
+        y_BSD, cache = attend(_gather_seq(self.attention_norm(x_BSD)), rope, place, cache)
         x_BSD = _split_seq(x_BSD + y_BSD)
         x_BSD = _split_seq(x_BSD + self.mlp(_gather_seq(self.mlp_norm(x_BSD))))
         return x_BSD, cache
@@ -91,13 +94,13 @@ class Transformer(nnx.Module):
     def __call__(
         self,
         tokens: Int[Array, "b s"],
-        visible: Visible,
+        place: Place,
         cache: KVCache | None = None,
         *,
-        save: str = "none",
+        how: Execution,
     ) -> tuple[Float[Array, "b s d"], KVCache | None]:
         """Hidden states after the final norm, and the cache with these tokens in it."""
-        positions = visible.positions
+        positions = place.positions
         if positions is None:
             positions = jnp.arange(tokens.shape[1])[None]
         rope = rotation(self.config, positions)
@@ -106,9 +109,10 @@ class Transformer(nnx.Module):
 
         def layer(x_BSD: Array, of_layer: tuple[Any, KVCache | None]) -> tuple[Array, Any]:
             block = nnx.merge(definition, of_layer[0])
-            return block(x_BSD, rope, visible, of_layer[1], save=save)
+            return block(x_BSD, rope, place, of_layer[1], how=how)
 
-        x_BSD, cache = jax.lax.scan(remat.block(save, layer), x_BSD, (layers, cache))
+        body = remat.block(how.save, layer, unrolled=how.unroll > 1)
+        x_BSD, cache = jax.lax.scan(body, x_BSD, (layers, cache), unroll=how.unroll)
         return _gather_seq(self.norm(x_BSD)), cache
 
 
@@ -119,9 +123,10 @@ class Model:
         config: the `[model]` section.
         dtype: dtype of activations and matrix products.
         param_dtype: dtype that parameters are stored in.
-        save: what the backward pass finds saved: `train.activation_checkpointing`.
+        how: how the layers are run; by default as the tests' reference is.
 
     Attributes:
+        how: how the layers are run.
         abstract: parameters as `jax.ShapeDtypeStruct`.
         axes: the same tree with each parameter's logical axes.
     """
@@ -132,10 +137,10 @@ class Model:
         *,
         dtype: jnp.dtype = jnp.float32,
         param_dtype: jnp.dtype = jnp.float32,
-        save: str = "none",
+        how: Execution | None = None,
     ) -> None:
-        self.config, self.dtype = config, dtype
-        self._param_dtype, self._save = param_dtype, save
+        self.config, self.dtype, self.how = config, dtype, how or Execution()
+        self._param_dtype = param_dtype
         module = nnx.eval_shape(lambda: self._declare(jax.random.key(0)))
         self._definition, declared = nnx.split(module)
         self.abstract: Params = nnx.to_pure_dict(declared)
@@ -159,8 +164,8 @@ class Model:
         self, params: Params, tokens: Int[Array, "b s"], doc_ids: Int[Array, "b s"] | None = None
     ) -> Float[Array, "b s d"]:
         """Final hidden states of whole sequences. `doc_ids` keeps packed documents apart."""
-        visible = Visible(doc_ids=doc_ids)
-        return nnx.merge(self._definition, params)(tokens, visible, save=self._save)[0]
+        module = nnx.merge(self._definition, params)
+        return module(tokens, Place(doc_ids=doc_ids), how=self.how)[0]
 
     def extend(
         self,
@@ -168,11 +173,17 @@ class Model:
         tokens: Int[Array, "b s"],
         positions: Int[Array, "b s"],
         cache: KVCache,
+        only: Int[Array, "b"] | None = None,
     ) -> tuple[Float[Array, "b s v"], KVCache]:
-        """Logits (float32) of new tokens at `positions`, and the cache that now holds them."""
+        """Logits (float32) of new tokens at `positions`, and the cache that now holds them.
+
+        `only` names one of the new tokens in each row: no other token's logits are computed.
+        """
         module = nnx.merge(self._definition, params)
-        hidden_BSD, extended = module(tokens, Visible(positions=positions), cache)
+        hidden_BSD, extended = module(tokens, Place(positions=positions), cache, how=self.how)
         assert extended is not None
+        if only is not None:
+            hidden_BSD = jnp.take_along_axis(hidden_BSD, only[:, None, None], axis=1)
         return self.logits(params, hidden_BSD), extended
 
     def head(self, params: Params) -> Float[Array, "v d"]:
@@ -192,14 +203,20 @@ class Model:
         return KVCache(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))
 
 
-def build_model(config: JobConfig) -> Model:
-    """The model that `[model]` and `[train]` ask for."""
-    return Model(
-        config.model,
-        dtype=_COMPUTE_DTYPES[config.train.mixed_precision],
-        param_dtype=jnp.dtype(config.train.param_dtype),
-        save=config.train.activation_checkpointing,
-    )
+def build_model(config: JobConfig, platform: str | None = None) -> Model:
+    """The model that `[model]` and `[train]` ask for, run as its platform likes it.
+
+    Args:
+        config: a validated config.
+        platform: "cpu", "gpu" or "tpu"; by default that of JAX's first device.
+
+    Raises:
+        UserError: the attention kernel asked for cannot serve.
+    """
+    t = config.train
+    dtype = _COMPUTE_DTYPES[t.mixed_precision]
+    how = execution(config, dtype, platform or jax.default_backend())
+    return Model(config.model, dtype=dtype, param_dtype=jnp.dtype(t.param_dtype), how=how)
 
 
 def matmul_precision(config: JobConfig) -> contextlib.AbstractContextManager[None]:
@@ -208,17 +225,15 @@ def matmul_precision(config: JobConfig) -> contextlib.AbstractContextManager[Non
     return jax.default_matmul_precision("highest" if exact else "default")
 
 
-def project(
-    hidden_BSD: Float[Array, "b s d"], head_VD: Float[Array, "v d"]
-) -> Float[Array, "b s v"]:
+def project(hidden: Float[Array, "*t d"], head_VD: Float[Array, "v d"]) -> Float[Array, "*t v"]:
     """Multiplies hidden · headᵀ: operands in the dtype of `hidden`, result in float32."""
     logits = jnp.einsum(
-        "bsd,vd->bsv",
-        hidden_BSD,
-        head_VD.astype(hidden_BSD.dtype),
+        "...d,vd->...v",
+        hidden,
+        head_VD.astype(hidden.dtype),
         preferred_element_type=jnp.float32,
     )
-    return constrain(logits, "batch", None, "vocab")
+    return constrain(logits, "batch", *(None,) * (logits.ndim - 2), "vocab")
 
 
 def parameter_count(abstract: PyTree) -> int:
@@ -227,7 +242,8 @@ def parameter_count(abstract: PyTree) -> int:
 
 
 def _split_seq(x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
-    return constrain(x_BSD, "batch", "seq", None)
+    is_one = x_BSD.shape[1] == 1  # decoding: nothing to split
+    return constrain(x_BSD, "batch", None if is_one else "seq", None)
 
 
 def _gather_seq(x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:

@@ -5,6 +5,7 @@ logical axis to the mesh axes that split it (None: not split). Nothing else in t
 mesh axis for a parameter.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 
@@ -82,8 +83,51 @@ def constrain(x: Array, *axes: str | None) -> Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
-    spec = P(*(_automatic(mesh, axis) or None for axis in axes))
-    return jax.lax.with_sharding_constraint(x, spec)
+    return jax.lax.with_sharding_constraint(x, automatic_spec(*axes))
+
+
+def automatic_spec(*axes: str | None) -> P:
+    """The mesh axes of each dimension, less those that a `shard_map` has taken over."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return P(*(_automatic(mesh, axis) or None for axis in axes))
+
+
+def automatic_axes() -> frozenset[str]:
+    """Axes of the mesh at hand that no `shard_map` has taken over; none where there is no mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in kinds if kind == AxisType.Auto)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gathered(weight: Array, axes: Axes) -> Array:
+    """A weight whole over the data axes, just before its use; its gradient is laid out as it was.
+
+    Left alone, the partitioner for TPU turns each product with a split weight into a loop that
+    passes the pieces around (windowed einsum). That pays for gradients, where it hides the
+    reduction, and costs half of the speed of forward products (benchmarks/aot.py).
+
+    Args:
+        weight: [..., ...], laid out by `axes`, in the dtype that it is to travel in.
+        axes: its logical axes.
+    """
+    return constrain(weight, *without_data(axes))
+
+
+def _gather(weight: Array, axes: Axes) -> tuple[Array, None]:
+    return gathered(weight, axes), None
+
+
+def _scatter(axes: Axes, _: None, gradient: Array) -> tuple[Array]:
+    return (constrain(gradient, *axes),)
+
+
+gathered.defvjp(_gather, _scatter)
+
+
+def without_data(axes: Axes) -> Axes:
+    """Logical axes, less those that are split over data-parallel devices."""
+    return tuple(None if set(_mesh_axes(axis)) & set(DATA_AXES) else axis for axis in axes)
 
 
 def size_per_device(size: int, axis: str) -> int:

@@ -5,20 +5,31 @@
 
 `loss_norm = "tokens"` gives every valid token of an update the same weight; `"microbatch"` is the
 mean over microbatches of each one's token mean, as in PyTorch loops that divide by accumulation.
+
+The gradient is written out (`weighted_loss`). It goes through the logits in one of two ways:
+
+    tiles of tokens       all of the vocabulary at once, for some tokens. The gradient is computed
+                          with the loss, so no logit is computed twice: three matrix products.
+    chunks of vocabulary  all tokens at once, for a part of the vocabulary, with a running
+                          logsumexp. Logits are computed again in the backward pass: four products,
+                          and memory that does not grow with the vocabulary.
 """
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.config.train import TrainConfig
 from jaxforge.data.packing import IGNORE
 from jaxforge.model.transformer import project
 from jaxforge.parallel.sharding import constrain, size_per_device
 
-_DEFAULT_CHUNK = 4096  # tokens, where ce_chunk_size = 0
+_LOGITS = 1 << 25  # of a vocabulary chunk on one device, where ce_vocab_chunk = 0: 128 MiB
+_SMALLEST_CHUNK = 1024  # vocabulary entries: below it, products are slow
 
 
 class LossSum(NamedTuple):
@@ -61,53 +72,294 @@ def token_scales(weights: Float[Array, "m"], norm: str) -> Float[Array, "m"]:
     return jnp.where(weights > 0, 1.0 / jnp.maximum(divisor, 1.0), 0.0)
 
 
+class Tiling(NamedTuple):
+    """How much of the logits exists at a time.
+
+    Attributes:
+        tokens: of each sequence.
+        vocab: entries of each device's share of the vocabulary.
+    """
+
+    tokens: int
+    vocab: int
+
+
+def tiling(config: TrainConfig, batch: int, length: int, vocab: int, tile: int | None) -> Tiling:
+    """What `train.loss_fn` stands for, for a microbatch [batch, length].
+
+    Args:
+        config: the `[train]` section.
+        batch: sequences, over all devices.
+        length: tokens of a sequence.
+        vocab: size of the vocabulary.
+        tile: logits that the platform likes to see at a time, on a device; None: any number.
+    """
+    rows, entries = size_per_device(batch, "batch"), size_per_device(vocab, "vocab")
+    chunked = config.loss_fn == "chunked_cross_entropy"
+    if config.ce_chunk_size or not chunked:
+        likes = length if tile is None else tile // entries // rows
+        tokens = config.ce_chunk_size // rows if chunked else likes
+        return Tiling(max(1, min(tokens, length)), entries)
+    chunk = config.ce_vocab_chunk or max(_SMALLEST_CHUNK, _LOGITS // (rows * length))
+    return Tiling(length, min(chunk, entries))
+
+
 def cross_entropy(
     hidden_BSD: Float[Array, "b s d"],
     head_VD: Float[Array, "v d"],
     labels_BS: Int[Array, "b s"],
-    config: TrainConfig,
+    tiling: Tiling,
 ) -> LossSum:
-    """Sums of the loss of a batch from its final hidden states.
+    """Sums of the loss of a batch from its final hidden states."""
+    return _sums(tiling, hidden_BSD, head_VD, labels_BS)
 
-    `chunked_cross_entropy` computes the logits of `ce_chunk_size` tokens per device at a time and
-    recomputes them in the backward pass: no array of size tokens x vocabulary ever exists.
+
+class Scales(NamedTuple):
+    """What the sums of a microbatch count for in the loss of the update.
+
+    Attributes:
+        token: weight of each valid token's -log p.
+        position: weight of each position's logsumexp², valid or not.
     """
-    if config.loss_fn == "cross_entropy":
-        return _loss_sum(hidden_BSD, head_VD, labels_BS, jnp.ones(labels_BS.shape[1], bool))
-    rows = size_per_device(labels_BS.shape[0], "batch")
-    chunk = (config.ce_chunk_size or _DEFAULT_CHUNK) // rows
-    return _chunked(hidden_BSD, head_VD, labels_BS, max(1, min(chunk, labels_BS.shape[1])))
+
+    token: Float[Array, ""]
+    position: Float[Array, ""] | float
 
 
-def _chunked(hidden_BSD: Array, head_VD: Array, labels_BS: Array, chunk: int) -> LossSum:
-    """Slices along the sequence, which no device axis splits here; the last slice is padded."""
-    batch, length, _ = hidden_BSD.shape
-    n_chunks = -(-length // chunk)
-    pad = ((0, 0), (0, n_chunks * chunk - length))
-    hidden = jnp.pad(hidden_BSD, (*pad, (0, 0))).reshape(batch, n_chunks, chunk, -1)
-    labels = jnp.pad(labels_BS, pad, constant_values=IGNORE).reshape(batch, n_chunks, chunk)
-    real = (jnp.arange(n_chunks * chunk) < length).reshape(n_chunks, chunk)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def weighted_loss(
+    tiling: Tiling,
+    hidden_BSD: Float[Array, "b s d"],
+    head_VD: Float[Array, "v d"],
+    labels_BS: Int[Array, "b s"],
+    scales: Scales,
+) -> Float[Array, ""]:
+    """scales.token · Σ -log p(label) + scales.position · Σ logsumexp².
 
-    @jax.checkpoint
-    def one(total: LossSum, piece: tuple[Array, Array, Array]) -> tuple[LossSum, None]:
-        hidden_BCD, labels_BC, real_C = piece
-        return total.plus(_loss_sum(hidden_BCD, head_VD, labels_BC, real_C)), None
-
-    pieces = (hidden.swapaxes(0, 1), labels.swapaxes(0, 1), real)
-    # The loss of no tokens: zeros that vary over the same mesh axes as the sums.
-    zero = _loss_sum(hidden_BSD[:, :0], head_VD, labels_BS[:, :0], real[0, :0])
-    return jax.lax.scan(one, zero, pieces)[0]
+    Differentiable in `hidden` and `head`.
+    """
+    return _weigh(cross_entropy(hidden_BSD, head_VD, labels_BS, tiling), scales)
 
 
-def _loss_sum(hidden_BSD: Array, head_VD: Array, labels_BS: Array, real_S: Array) -> LossSum:
-    logits_BSV = project(hidden_BSD, head_VD)
-    lse_BS = jax.nn.logsumexp(logits_BSV, axis=-1)
+def _weigh(sums: LossSum, scales: Scales) -> Array:
+    return scales.token * sums.total + scales.position * sums.square_lse
+
+
+def _differentiable(
+    tiling: Tiling, hidden: Array, head: Array, labels: Array, scales: Scales
+) -> tuple[Array, tuple[Any, ...]]:
+    """The loss, and what the backward pass needs: here, by tiles of tokens, the gradient itself."""
+    if tiling.vocab < size_per_device(head.shape[0], "vocab"):
+        sums, lse = _by_vocab(tiling, hidden, head, labels)
+        return _weigh(sums, scales), (hidden, head, labels, scales, lse)
+    sums, d_hidden, d_head_DV = _gradient_by_tokens(tiling, hidden, head, labels, scales)
+    d_head = constrain(d_head_DV.T, "vocab", "embed")
+    return _weigh(sums, scales), (d_hidden, d_head.astype(head.dtype))
+
+
+def _differentiate(
+    tiling: Tiling, saved: tuple[Any, ...], d_loss: Array
+) -> tuple[Array, Array, None, None]:
+    if len(saved) == 2:
+        d_hidden, d_head = (d_loss.astype(grad.dtype) * grad for grad in saved)
+    else:
+        hidden, head, labels, scales, lse = saved
+        scales = Scales(d_loss * scales.token, d_loss * scales.position)
+        d_hidden, d_head = _gradient_by_vocab(tiling, hidden, head, labels, scales, lse)
+    return d_hidden, d_head, None, None
+
+
+weighted_loss.defvjp(_differentiable, _differentiate)
+
+
+def _sums(tiling: Tiling, hidden: Array, head: Array, labels: Array) -> LossSum:
+    if tiling.vocab < size_per_device(head.shape[0], "vocab"):
+        return _by_vocab(tiling, hidden, head, labels)[0]
+    weights = _gathered(head, hidden.dtype)
+
+    def one(total: LossSum, tile: _Tile) -> tuple[LossSum, None]:
+        return total.plus(_tile_sums(tile, weights)[0]), None
+
+    tiles, none = _tiles(tiling.tokens, hidden, labels)
+    return _fold(one, _tile_sums(none, weights)[0], tiles)[0]
+
+
+class _Tile(NamedTuple):
+    """Some tokens: hidden states [t, d], labels [t], and which are no padding [t]."""
+
+    hidden: Array
+    labels: Array
+    real: Array
+
+    @property
+    def valid(self) -> Array:
+        return self.labels != IGNORE
+
+
+def _tiles(tokens: int, hidden: Array, labels: Array) -> tuple[_Tile, _Tile]:
+    """Slices [n, t, ...] along the sequence, which no device axis splits here; and an empty one.
+
+    The last slice is padded.
+    """
+    batch, length = labels.shape
+    n = -(-length // tokens)
+    pad = (0, n * tokens - length)
+
+    def cut(x: Array, fill: int) -> Array:
+        x = jnp.pad(x, ((0, 0), pad, *((0, 0),) * (x.ndim - 2)), constant_values=fill)
+        x = x.reshape(batch, n, tokens, *x.shape[2:]).swapaxes(0, 1)
+        return x.reshape(n, batch * tokens, *x.shape[3:])
+
+    real = cut(jnp.ones_like(labels), 0) == 1
+    tiles = _Tile(cut(hidden, 0), cut(labels, IGNORE), real)
+    return tiles, jax.tree.map(lambda x: x[0, :0], tiles)
+
+
+def _fold(one: Callable[..., Any], start: PyTree, tiles: _Tile) -> tuple[Any, Any]:
+    """`lax.scan`, without the loop where there is a single tile."""
+    if tiles.labels.shape[0] > 1:
+        return jax.lax.scan(one, start, tiles)
+    carry, y = one(start, jax.tree.map(lambda x: x[0], tiles))
+    return carry, jax.tree.map(lambda x: x[None], y)
+
+
+def _tile_sums(tile: _Tile, weights_VD: Array) -> tuple[LossSum, Array, Array, Array]:
+    """Sums of a tile; its logits [t, v], logsumexp [t, 1], and where its labels are [t, v]."""
+    logits_TV = project(tile.hidden, weights_VD)
+    lse_T1 = jax.nn.logsumexp(logits_TV, axis=-1, keepdims=True)
     # A comparison, not a gather: it stays local when the vocabulary is split over devices.
-    is_label = jnp.arange(logits_BSV.shape[-1]) == labels_BS[..., None]
-    label_logits_BS = jnp.sum(jnp.where(is_label, logits_BSV, 0.0), axis=-1)
-    valid_BS = constrain(labels_BS != IGNORE, "batch", None)
+    is_label_TV = jnp.arange(weights_VD.shape[0]) == tile.labels[:, None]
+    label_logits_T = jnp.sum(jnp.where(is_label_TV, logits_TV, 0.0), axis=-1)
+    sums = _sum_up(tile.labels, tile.real, lse_T1[:, 0], label_logits_T)
+    return sums, logits_TV, lse_T1, is_label_TV
+
+
+def _sum_up(labels: Array, real: Array, lse: Array, label_logits: Array) -> LossSum:
+    valid = labels != IGNORE
     return LossSum(
-        total=jnp.sum(jnp.where(valid_BS, lse_BS - label_logits_BS, 0.0)),
-        weight=jnp.sum(valid_BS, dtype=jnp.float32),
-        square_lse=jnp.sum(jnp.where(real_S, lse_BS * lse_BS, 0.0)),
+        total=jnp.sum(jnp.where(valid, lse - label_logits, 0.0)),
+        weight=jnp.sum(valid, dtype=jnp.float32),
+        square_lse=jnp.sum(jnp.where(real, lse * lse, 0.0)),
     )
+
+
+def _gradient_by_tokens(
+    tiling: Tiling, hidden: Array, head: Array, labels: Array, scales: Scales
+) -> tuple[LossSum, Array, Array]:
+    """Sums, and the gradients [b, s, d] and [d, v]: of the head it is Σ hiddenᵀ · d_logits."""
+    weights = _gathered(head, hidden.dtype)
+
+    def of_tile(tile: _Tile) -> tuple[LossSum, Array, Array]:
+        sums, logits, lse, is_label = _tile_sums(tile, weights)
+        label_scale = jnp.where(tile.valid, scales.token, 0.0)[:, None]
+        all_scale = label_scale + jnp.where(tile.real, scales.position, 0.0)[:, None] * 2 * lse
+        d_logits = all_scale * jnp.exp(logits - lse) - jnp.where(is_label, label_scale, 0.0)
+        d_logits = d_logits.astype(hidden.dtype)
+        d_hidden = jnp.einsum("tv,vd->td", d_logits, weights)
+        return sums, d_hidden, _product("td,tv->dv", tile.hidden, d_logits)
+
+    def one(carry: tuple[LossSum, Array], tile: _Tile) -> tuple[tuple[LossSum, Array], Array]:
+        sums, d_hidden, d_head = of_tile(tile)
+        return (carry[0].plus(sums), constrain(carry[1] + d_head, "embed", "vocab")), d_hidden
+
+    tiles, none = _tiles(tiling.tokens, hidden, labels)
+    no_sums, _, no_gradient = of_tile(none)  # zeros that vary over the same mesh axes
+    (sums, d_head), d_tiles = _fold(one, (no_sums, no_gradient), tiles)
+    batch, length, dim = hidden.shape
+    d_hidden = d_tiles.reshape(-1, batch, tiling.tokens, dim).swapaxes(0, 1)
+    return sums, d_hidden.reshape(batch, -1, dim)[:, :length], d_head
+
+
+def _by_vocab(
+    tiling: Tiling, hidden: Array, head: Array, labels: Array
+) -> tuple[LossSum, Float[Array, "t"]]:
+    """Sums, and the logsumexp of each token, by a running one over chunks of the vocabulary."""
+    tile = jax.tree.map(lambda x: x[0], _tiles(labels.shape[1], hidden, labels)[0])
+
+    def one(carry: tuple[Array, Array, Array], chunk: _Chunk) -> tuple[Any, None]:
+        top, total, label_logits = carry
+        logits = chunk.logits(tile.hidden)
+        new_top = jnp.maximum(top, jnp.max(logits, axis=-1))
+        total = total * jnp.exp(top - new_top) + jnp.sum(jnp.exp(logits - new_top[:, None]), -1)
+        is_label = chunk.ids == tile.labels[:, None]
+        return (new_top, total, label_logits + jnp.sum(jnp.where(is_label, logits, 0.0), -1)), None
+
+    zeros = jnp.sum(tile.hidden[:, :0], axis=-1, dtype=jnp.float32)
+    chunks = _chunks(_gathered(head, hidden.dtype), tiling.vocab)
+    (top, total, label_logits), _ = jax.lax.scan(one, (zeros - jnp.inf, zeros, zeros), chunks)
+    lse = top + jnp.log(total)
+    return _sum_up(tile.labels, tile.real, lse, label_logits), lse
+
+
+def _gradient_by_vocab(
+    tiling: Tiling,
+    hidden: Array,
+    head: Array,
+    labels: Array,
+    scales: Scales,
+    lse: Array,
+) -> tuple[Array, Array]:
+    tile = jax.tree.map(lambda x: x[0], _tiles(labels.shape[1], hidden, labels)[0])
+    label_scale = jnp.where(tile.valid, scales.token, 0.0)[:, None]
+    all_scale = label_scale + (scales.position * 2 * lse)[:, None]
+
+    def one(d_hidden: Array, chunk: _Chunk) -> tuple[Array, Array]:
+        weights = jnp.exp(chunk.logits(tile.hidden) - lse[:, None])
+        is_label = chunk.ids == tile.labels[:, None]
+        d_logits = all_scale * weights - jnp.where(is_label, label_scale, 0.0)
+        d_logits = d_logits.astype(hidden.dtype)
+        d_hidden += _product("tv,vd->td", d_logits, chunk.weights)
+        return d_hidden, _product("tv,td->vd", d_logits, tile.hidden).astype(head.dtype)
+
+    chunks = _chunks(_gathered(head, hidden.dtype), tiling.vocab)
+    d_hidden, d_chunks = jax.lax.scan(one, jnp.zeros_like(tile.hidden, jnp.float32), chunks)
+    d_head = constrain(_joined(d_chunks, head.shape[0]), "vocab", "embed")
+    return d_hidden.reshape(hidden.shape).astype(hidden.dtype), d_head
+
+
+class _Chunk(NamedTuple):
+    """Some of the vocabulary: rows of the head [c, d] and their ids [c], -1 where it is padding."""
+
+    weights: Array
+    ids: Array
+
+    def logits(self, hidden: Array) -> Array:
+        return jnp.where(self.ids >= 0, project(hidden, self.weights), -jnp.inf)
+
+
+def _chunks(head_VD: Array, size: int) -> _Chunk:
+    """Chunks [n, c, ...] of as near the same size as can be; each takes its part of every device's.
+
+    Devices hold consecutive parts of the vocabulary, so [devices, n, c] is where an entry is.
+    """
+    ids = jnp.arange(head_VD.shape[0])
+    return _Chunk(_cut_vocab(head_VD, size, 0), _cut_vocab(ids, size, -1))
+
+
+def _cut_vocab(x: Array, size: int, fill: int) -> Array:
+    vocab = x.shape[0]
+    local = size_per_device(vocab, "vocab")
+    n = -(-local // size)
+    each = -(-local // n)
+    x = x.reshape(vocab // local, local, *x.shape[1:])
+    x = jnp.pad(x, ((0, 0), (0, n * each - local), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
+    x = x.reshape(x.shape[0], n, each, *x.shape[2:]).swapaxes(0, 1)
+    return x.reshape(n, -1, *x.shape[3:])
+
+
+def _joined(chunks: Array, vocab: int) -> Array:
+    """`_cut_vocab` undone: [n, c, d] -> [v, d]."""
+    local = size_per_device(vocab, "vocab")
+    n, _, dim = chunks.shape
+    x = chunks.reshape(n, vocab // local, -1, dim).swapaxes(0, 1)
+    return x.reshape(vocab // local, -1, dim)[:, :local].reshape(vocab, dim)
+
+
+def _gathered(head_VD: Array, dtype: jnp.dtype) -> Array:
+    """The head in the compute dtype, gathered once and not for each tile."""
+    return constrain(head_VD.astype(dtype), "vocab", None)
+
+
+def _product(dimensions: str, left: Array, right: Array) -> Float[Array, "_ _"]:
+    """A product, accumulated in float32."""
+    return jnp.einsum(dimensions, left, right, preferred_element_type=jnp.float32)

@@ -26,9 +26,18 @@ from jaxforge.model.linear import is_matrix
 from jaxforge.model.transformer import Model, Params
 from jaxforge.optim.optimizer import global_norm, learning_rate, updates_made
 from jaxforge.parallel.mesh import DATA_AXES, data_parallel_size
-from jaxforge.parallel.sharding import Axes, param_shardings, partition_spec
+from jaxforge.parallel.sharding import Axes, param_shardings, partition_spec, without_data
 from jaxforge.training.guard import select
-from jaxforge.training.loss import LossSum, cross_entropy, token_scales, valid_tokens
+from jaxforge.training.loss import (
+    LossSum,
+    Scales,
+    Tiling,
+    cross_entropy,
+    tiling,
+    token_scales,
+    valid_tokens,
+    weighted_loss,
+)
 from jaxforge.training.state import TrainState, state_shardings
 
 Batch = dict[str, Int[Array, "m b s"]]
@@ -110,43 +119,43 @@ def make_gradients(
     return gradients
 
 
-class Scales(NamedTuple):
-    """What the sums of each microbatch count for in the loss of the update.
-
-    Attributes:
-        token: weight of each valid token's -log p, per microbatch.
-        position: weight of each position's logsumexp², valid or not.
-    """
-
-    token: Float[Array, "m"]
-    position: float
-
-
 def accumulate(
     model: Model, config: TrainConfig, params: Params, batch: Batch, scales: Scales
 ) -> tuple[Params, Float[Array, ""]]:
     """Gradients (float32) and loss of a batch, summed over its microbatches by a scan."""
 
     def microbatch_loss(params: Params, microbatch: Batch, token_scale: Array) -> Array:
-        loss = loss_sum(model, config, params, microbatch)
-        return token_scale * loss.total + scales.position * loss.square_lse
+        hidden, head, labels, tiles = _before_loss(model, config, params, microbatch)
+        return weighted_loss(tiles, hidden, head, labels, Scales(token_scale, scales.position))
 
-    def body(carry: tuple[Params, Array], xs: tuple[Batch, Array]) -> tuple[Any, None]:
+    def of_microbatch(xs: tuple[Batch, Array]) -> tuple[Params, Array]:
         loss, grads = jax.value_and_grad(microbatch_loss)(params, *xs)
-        total, total_loss = carry
-        total = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, grads)
-        return (total, total_loss + loss), None
+        return jax.tree.map(lambda g: g.astype(jnp.float32), grads), loss
 
+    def body(total: tuple[Params, Array], xs: tuple[Batch, Array]) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, of_microbatch(xs)), None
+
+    xs = (batch, scales.token)
+    if scales.token.shape[0] == 1:
+        return of_microbatch(jax.tree.map(lambda x: x[0], xs))
     # Zeros made from what they will add up, so that they vary over the same mesh axes.
     zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
     start = (zeros, jnp.zeros_like(batch["labels"][0, 0, 0], jnp.float32))
-    return jax.lax.scan(body, start, (batch, scales.token))[0]
+    return jax.lax.scan(body, start, xs)[0]
 
 
 def loss_sum(model: Model, config: TrainConfig, params: Params, microbatch: Batch) -> LossSum:
     """Loss sums of one microbatch [batch, seq]."""
+    return cross_entropy(*_before_loss(model, config, params, microbatch))
+
+
+def _before_loss(
+    model: Model, config: TrainConfig, params: Params, microbatch: Batch
+) -> tuple[Array, Array, Array, Tiling]:
     hidden = model.hidden(params, microbatch["input_ids"], microbatch.get("doc_ids"))
-    return cross_entropy(hidden, model.head(params), microbatch["labels"], config)
+    labels, head = microbatch["labels"], model.head(params)
+    batch, length = labels.shape
+    return hidden, head, labels, tiling(config, batch, length, head.shape[0], model.how.tile)
 
 
 def _scales(batch: Batch, config: TrainConfig) -> Scales:
@@ -192,7 +201,7 @@ def _gather(param: Array, axes: Axes, dtype: jnp.dtype) -> Array:
     """A parameter whole over the data axes, still split over tp; matrices travel in `dtype`."""
     if is_matrix(axes):
         param = param.astype(dtype)
-    return jax.lax.with_sharding_constraint(param, P(*_without_data(axes)))
+    return jax.lax.with_sharding_constraint(param, partition_spec(without_data(axes)))
 
 
 def _reduction(axes: PyTree, mesh: Mesh) -> Callable[[Params], Params]:
@@ -215,10 +224,6 @@ def _reduction(axes: PyTree, mesh: Mesh) -> Callable[[Params], Params]:
     return jax.shard_map(
         lambda grads: jax.tree.map(one, grads, axes),
         mesh=mesh,
-        in_specs=(specs(lambda axes: P(DATA_AXES, *_without_data(axes))),),
+        in_specs=(specs(lambda axes: P(DATA_AXES, *partition_spec(without_data(axes)))),),
         out_specs=specs(partition_spec),
     )
-
-
-def _without_data(axes: Axes) -> tuple[str | None, ...]:
-    return tuple(None if part in DATA_AXES else part for part in partition_spec(axes))

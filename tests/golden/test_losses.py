@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxforge.config.train import TrainConfig
-from jaxforge.training.loss import cross_entropy
+from jaxforge.training.loss import cross_entropy, tiling
 
 RUN = np.load(Path(__file__).parents[1] / "data" / "golden_loss.npz")
 
@@ -15,13 +15,14 @@ RUN = np.load(Path(__file__).parents[1] / "data" / "golden_loss.npz")
 def loss_of(logits, **config):
     """With the identity as output head, hidden states are logits."""
     head = jnp.eye(logits.shape[-1], dtype=logits.dtype)
-    return cross_entropy(logits, head, RUN["labels"], TrainConfig(**config))
+    tiles = tiling(TrainConfig(**config), *RUN["labels"].shape, logits.shape[-1], None)
+    return cross_entropy(logits, head, RUN["labels"], tiles)
 
 
 @pytest.mark.parametrize(
     "config",
     [{}, {"loss_fn": "chunked_cross_entropy", "ce_chunk_size": 4},
-     {"loss_fn": "chunked_cross_entropy"}],
+     {"loss_fn": "chunked_cross_entropy", "ce_vocab_chunk": 5}],
 )  # fmt: skip
 def test_cross_entropy_and_z_loss(config):
     loss = loss_of(jnp.asarray(RUN["logits"]), **config)

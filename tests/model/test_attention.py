@@ -1,6 +1,7 @@
 """Who sees whom: causality, documents, the cache; and the softmax itself."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,9 @@ import numpy as np
 import pytest
 
 from jaxforge.config.model import ModelConfig
-from jaxforge.model.attention import BACKENDS, Visible
+from jaxforge.errors import UserError
+from jaxforge.model import splash
+from jaxforge.model.attention_backends import BACKENDS, Situation, choose, masked_attention
 from jaxforge.model.transformer import Model
 
 VOCAB, LENGTH = 64, 24
@@ -54,52 +57,140 @@ def naive_attention(q, k, v, allowed):
     return out
 
 
-def allowed_keys(visible, n_queries, n_keys, batch=2):
-    allowed = np.zeros((batch, n_queries, n_keys), bool)
-    for b, i, j in np.ndindex(*allowed.shape):
-        at = i if visible.positions is None else visible.positions[b, i]
-        same = visible.doc_ids is None or visible.doc_ids[b, i] == visible.doc_ids[b, j]
-        allowed[b, i, j] = j <= at and same
-    return allowed
+def allowed_keys(length, doc_ids=None, batch=2):
+    allowed = np.broadcast_to(np.tril(np.ones((length, length), bool)), (batch, length, length))
+    return allowed if doc_ids is None else allowed & (doc_ids[:, :, None] == doc_ids[:, None])
 
 
-VISIBLE = {
-    "causal": Visible(),
-    "documents": Visible(doc_ids=DOC_IDS),
-    "positions": Visible(positions=np.array([[4, 5, 6], [17, 18, 19]])),
-}
-
-
-def random_heads(n_queries, kv_heads, scale=1.0, dtype=jnp.float32):
+def random_heads(length, kv_heads, *, n_queries=None, scale=1.0, h=8, dtype=jnp.float32):
     rng = np.random.default_rng(0)
-    shapes = [(2, n_queries, 6, 8), (2, LENGTH, kv_heads, 8), (2, LENGTH, kv_heads, 8)]
+    kv = (2, length, kv_heads, h)
+    shapes = [(2, n_queries or length, 6, h), kv, kv]
     return [jnp.asarray(scale * rng.standard_normal(shape), dtype) for shape in shapes]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    ("kind", "kv_heads"),
-    [("causal", 2), ("documents", 6), ("documents", 2), ("documents", 1), ("positions", 2)],
-)
-def test_backends_are_softmax_over_the_visible_keys(backend, kind, kv_heads):
-    visible = VISIBLE[kind]
-    n_queries = 3 if kind == "positions" else LENGTH
-    q, k, v = random_heads(n_queries, kv_heads)
-    ours = BACKENDS[backend](q, k, v, jax.tree.map(jnp.asarray, visible))
-    naive = naive_attention(q, k, v, allowed_keys(visible, n_queries, LENGTH))
+def random_documents(length):
+    return np.sort(np.random.default_rng(1).integers(0, 5, (2, length)), axis=1).astype(np.int32)
+
+
+EVERYWHERE = ("reference", "blockwise")
+MULTIPLE = pytest.mark.parametrize("kv_heads", [6, 2, 1])
+PACKED = pytest.mark.parametrize("packed", [False, True], ids=["causal", "documents"])
+
+
+@pytest.mark.parametrize("backend", EVERYWHERE)
+@pytest.mark.parametrize("length", [1, LENGTH, 81])  # one block; one; three, the last not full
+@MULTIPLE
+@PACKED
+def test_backends_are_softmax_over_the_visible_keys(backend, length, kv_heads, packed):
+    doc_ids = random_documents(length) if packed else None
+    q, k, v = random_heads(length, kv_heads)
+    ours = BACKENDS[backend].attend(q, k, v, doc_ids)
+    naive = naive_attention(q, k, v, allowed_keys(length, doc_ids))
     np.testing.assert_allclose(ours, naive, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+def test_decoding_sees_the_keys_that_its_mask_names():
+    positions = np.array([[4, 5, 6], [17, 18, 19]])
+    mask = np.arange(LENGTH) <= positions[..., None]
+    q, k, v = random_heads(LENGTH, 2, n_queries=3)
+    ours = masked_attention(q, k, v, mask[:, None])
+    np.testing.assert_allclose(ours, naive_attention(q, k, v, mask), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", EVERYWHERE)
 def test_scores_of_bfloat16_heads_are_float32(backend):
     """Scores reach 30 here, where bfloat16 counts in eighths: e^(1/8) is 13 % of a weight."""
     q, k, v = random_heads(LENGTH, 2, scale=4.0, dtype=jnp.bfloat16)
-    ours = BACKENDS[backend](q, k, v, Visible())
-    naive = naive_attention(q, k, v, allowed_keys(Visible(), LENGTH, LENGTH))
+    ours = BACKENDS[backend].attend(q, k, v, None)
+    naive = naive_attention(q, k, v, allowed_keys(LENGTH))
     assert ours.dtype == jnp.bfloat16
     # One rounding of the weights and one of the result, each half a unit in the last place.
     bound = 2 * 2**-8 * float(jnp.max(jnp.abs(v)))
     np.testing.assert_allclose(np.asarray(ours, np.float64), naive, rtol=0, atol=bound)
+
+
+def values_and_gradients(backend, length, kv_heads, packed, **heads):
+    doc_ids = random_documents(length) if packed else None
+    attend = BACKENDS[backend].attend
+    q, k, v = random_heads(length, kv_heads, **heads)
+    weights = np.random.default_rng(2).standard_normal(q.shape)
+
+    def loss(q, k, v):
+        y = attend(q, k, v, doc_ids).astype(jnp.float32)
+        return jnp.sum(y * weights), y
+
+    gradients, values = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+    return values, gradients
+
+
+@pytest.mark.parametrize("length", [LENGTH, 81])
+@MULTIPLE
+@PACKED
+def test_gradients_of_blocks_are_the_references(length, kv_heads, packed):
+    ours = values_and_gradients("blockwise", length, kv_heads, packed)
+    reference = values_and_gradients("reference", length, kv_heads, packed)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), ours, reference)
+
+
+@pytest.mark.parametrize("kv_heads", [6, 2])
+@PACKED
+def test_splash_is_the_reference(monkeypatch, kv_heads, packed):
+    """The TPU kernel, interpreted."""
+    monkeypatch.setattr(splash, "_INTERPRET", True)
+    monkeypatch.setattr(splash, "_BLOCK", 128)  # two blocks
+    ours = values_and_gradients("splash", 256, kv_heads, packed, h=128)
+    reference = values_and_gradients("reference", 256, kv_heads, packed, h=128)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-4), ours, reference)
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN runs on GPUs only")
+@MULTIPLE
+@PACKED
+def test_cudnn_is_the_reference(kv_heads, packed):
+    heads = {"h": 64, "dtype": jnp.bfloat16}
+    ours = values_and_gradients("cudnn", 256, kv_heads, packed, **heads)
+    reference = values_and_gradients("reference", 256, kv_heads, packed, **heads)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=0.02, atol=0.05), ours, reference
+    )
+
+
+AT = Situation("cpu", jnp.dtype("float32"), 64, 256)
+BF16 = jnp.dtype("bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("asked", "at", "chosen"),
+    [
+        ("auto", AT, "blockwise"),
+        ("auto", AT._replace(platform="gpu", dtype=BF16), "cudnn"),
+        ("auto", AT._replace(platform="gpu"), "blockwise"),  # cuDNN has no float32
+        ("auto", AT._replace(platform="tpu"), "splash"),
+        ("auto", AT._replace(platform="tpu", seq_len=100), "blockwise"),
+        ("flash", AT, "blockwise"),
+        ("flash", AT._replace(platform="tpu"), "splash"),
+        ("efficient", AT, "blockwise"),
+        ("math", AT, "reference"),
+    ],
+)
+def test_the_choice_of_a_kernel(asked, at, chosen):
+    assert choose(ModelConfig(sdpa_backend=asked), at) == chosen
+
+
+@pytest.mark.parametrize(
+    ("asked", "at", "message"),
+    [
+        ("cudnn", AT, '"cudnn" cannot serve here: it needs an NVIDIA GPU, and this run is on cpu'),
+        ("flash", AT._replace(platform="gpu"), 'set train.mixed_precision = "bf16"'),
+        ("cudnn", AT._replace(platform="gpu", dtype=BF16, head_dim=160), "up to 128 wide"),
+        ("splash", AT, "it needs a TPU"),
+        ("splash", AT._replace(platform="tpu", seq_len=100), "train.seq_len = 100 is no multiple"),
+    ],
+)
+def test_what_cannot_serve_raises(asked, at, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        choose(ModelConfig(sdpa_backend=asked), at)
 
 
 @pytest.mark.parametrize("changed", [0, 11, LENGTH - 1])

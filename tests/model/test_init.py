@@ -10,6 +10,7 @@ import pytest
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
+from jaxforge.model.execution import Execution
 from jaxforge.model.transformer import Model, parameter_count
 from jaxforge.parallel.sharding import RULES
 from tests.conftest import tiny_config
@@ -187,7 +188,7 @@ def test_llama_3_8b_has_its_number_of_parameters():
 @pytest.mark.parametrize("differentiate", [False, True])
 def test_the_program_does_not_grow_with_depth(differentiate, save):
     def size(n_layers):
-        deep = Model(ModelConfig(**{**SHAPE, "n_layers": n_layers}), save=save)
+        deep = Model(ModelConfig(**{**SHAPE, "n_layers": n_layers}), how=Execution(save=save))
         forward = lambda p, t: jnp.sum(deep.hidden(p, t))  # noqa: E731
         tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
         program = jax.jit(jax.grad(forward) if differentiate else forward)

@@ -26,6 +26,15 @@ def random_heads(n, seed=0):
     return np.random.default_rng(seed).standard_normal((n, 2, HEAD)).astype(np.float32)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_both_ways_of_swapping_halves_agree(dtype):
+    x = jnp.asarray(random_heads(6), dtype).reshape(2, 3, 2, HEAD)
+    by = rotation(config(), jnp.asarray([[0, 1, 50], [7, 8, 9]]))
+    ours = rotate(x, by, swap_by_product=True)
+    assert ours.dtype == dtype
+    np.testing.assert_allclose(ours, rotate(x, by), rtol=1e-6 if dtype == jnp.float32 else 0)
+
+
 def test_position_zero_turns_nothing():
     x = random_heads(1)
     np.testing.assert_array_equal(rotated(x, [0]), x)

@@ -85,6 +85,9 @@ VARIANTS = {
         "train": {"activation_checkpointing": "full", "loss_fn": "chunked_cross_entropy",
                   "ce_chunk_size": 64, "z_loss_weight": 1e-3},
     },
+    "vocab_chunked": {
+        "train": {"loss_fn": "chunked_cross_entropy", "ce_vocab_chunk": 24, "z_loss_weight": 1e-3},
+    },
     "remat_selective": {"train": {"activation_checkpointing": "selective"}},
 }  # fmt: skip
 

@@ -1,0 +1,145 @@
+"""Causal attention by blocks of queries, in plain XLA: no S x S array of scores, no wasted half.
+
+A block of queries meets only the keys up to its own end, so that memory is [block, S] and the
+upper triangle is never computed beyond a block's corner. The backward pass recomputes the scores
+from the saved logsumexp (Dao et al. 2022, FlashAttention, arXiv:2205.14135, algorithm 4):
+
+    P  = exp(Q Kᵀ/√h - lse)      dV = Pᵀ dO       δ  = rowsum(dO ∘ O)
+    dS = P ∘ (dO Vᵀ - δ)/√h   dQ = dS K        dK = dSᵀ Q
+
+Query heads that share a key head are folded into its rows: one product each, nothing repeated.
+R: rows of a block, which are queries x heads per key head.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+_BLOCKS = 8  # blocks a sequence: of what is computed, a sixteenth is masked
+_SMALLEST = 32  # queries: below it, products are too small to be fast
+
+DocIds = Int[Array, "b s"] | None
+
+
+class _Folded(NamedTuple):
+    """Queries [b, kv, R, h]; keys and values [b, kv, s, h]."""
+
+    q: Array
+    k: Array
+    v: Array
+
+
+@jax.custom_vjp
+def blockwise_attention(
+    q_BSHh: Float[Array, "b s heads h"],
+    k_BSKh: Float[Array, "b s kv h"],
+    v_BSKh: Float[Array, "b s kv h"],
+    doc_ids: DocIds,
+) -> Float[Array, "b s heads h"]:
+    """softmax(q kᵀ / √h) v over the keys at or before each query, of its own document."""
+    return _forward(q_BSHh, k_BSKh, v_BSKh, doc_ids)[0]
+
+
+def _forward(q: Array, k: Array, v: Array, doc_ids: DocIds) -> tuple[Array, tuple[Array, ...]]:
+    kv_heads, scale = k.shape[2], q.shape[-1] ** -0.5
+    folded, outputs, lses = _fold_all(q, k, v), [], []
+    for block in _blocks(q, k, doc_ids):
+        scores = _product(
+            "bkrh,bkth->bkrt", folded.q[:, :, block.rows], folded.k[:, :, : block.end]
+        )
+        scores = jnp.where(block.visible, scores * scale, -jnp.inf)
+        top = jnp.max(scores, axis=-1, keepdims=True)
+        weights = jnp.exp(scores - top)
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        output = _product("bkrt,bkth->bkrh", weights.astype(v.dtype), folded.v[:, :, : block.end])
+        outputs.append((output / total).astype(v.dtype))
+        lses.append(top + jnp.log(total))
+    return _unfold_queries(jnp.concatenate(outputs, axis=2), kv_heads, q.shape), tuple(lses)
+
+
+def _attend(q: Array, k: Array, v: Array, doc_ids: DocIds) -> tuple[Array, tuple]:
+    output, lses = _forward(q, k, v, doc_ids)
+    return output, (q, k, v, doc_ids, output, lses)
+
+
+def _differentiate(saved: tuple, d_output: Array) -> tuple[Array, Array, Array, None]:
+    q, k, v, doc_ids, output, lses = saved
+    kv_heads, dtype, scale = k.shape[2], q.dtype, q.shape[-1] ** -0.5
+    folded = _fold_all(q, k, v)
+    d_out = _fold_queries(d_output, kv_heads)
+    product = d_output.astype(jnp.float32) * output.astype(jnp.float32)
+    delta = jnp.sum(_fold_queries(product, kv_heads), axis=-1, keepdims=True)
+    d_queries, d_keys, d_values = [], [], []
+    for block, lse in zip(_blocks(q, k, doc_ids), lses, strict=True):
+        queries, d_out_block = folded.q[:, :, block.rows], d_out[:, :, block.rows]
+        keys, values = folded.k[:, :, : block.end], folded.v[:, :, : block.end]
+        scores = _product("bkrh,bkth->bkrt", queries, keys)
+        weights = jnp.where(block.visible, jnp.exp(scores * scale - lse), 0.0)
+        d_weights = _product("bkrh,bkth->bkrt", d_out_block, values)
+        d_scores = (weights * (d_weights - delta[:, :, block.rows]) * scale).astype(dtype)
+        d_queries.append(_product("bkrt,bkth->bkrh", d_scores, keys))
+        after = ((0, 0), (0, 0), (0, k.shape[1] - block.end), (0, 0))
+        d_keys.append(jnp.pad(_product("bkrt,bkrh->bkth", d_scores, queries), after))
+        d_value = _product("bkrt,bkrh->bkth", weights.astype(dtype), d_out_block)
+        d_values.append(jnp.pad(d_value, after))
+    d_query = jnp.concatenate(d_queries, axis=2)
+    return (
+        _unfold_queries(d_query.astype(dtype), kv_heads, q.shape),
+        _total(d_keys).astype(dtype).swapaxes(1, 2),
+        _total(d_values).astype(dtype).swapaxes(1, 2),
+        None,
+    )
+
+
+blockwise_attention.defvjp(_attend, _differentiate)
+
+
+def _total(parts: list[Array]) -> Array:
+    return functools.reduce(jnp.add, parts)
+
+
+class _Block(NamedTuple):
+    """Some queries: their folded rows, the end of the keys they see, and which of those."""
+
+    rows: slice
+    end: int
+    visible: Array
+
+
+def _blocks(q: Array, k: Array, doc_ids: DocIds) -> Iterator[_Block]:
+    length, kv_heads = q.shape[1], k.shape[2]
+    group = q.shape[2] // kv_heads
+    size = max(_SMALLEST, -(-length // _BLOCKS))
+    for start in range(0, length, size):
+        end = min(start + size, length)
+        visible = jnp.arange(start, end)[:, None] >= jnp.arange(end)
+        if doc_ids is not None:
+            same = doc_ids[:, start:end, None] == doc_ids[:, None, :end]
+            visible = (visible & same)[:, None]
+        visible = jnp.repeat(visible, group, axis=-2)
+        yield _Block(slice(start * group, end * group), end, visible)
+
+
+def _product(dimensions: str, left: Array, right: Array) -> Float[Array, "b kv _ _"]:
+    """A batched product, accumulated in float32."""
+    return jnp.einsum(dimensions, left, right, preferred_element_type=jnp.float32)
+
+
+def _fold_all(q: Array, k: Array, v: Array) -> _Folded:
+    return _Folded(_fold_queries(q, k.shape[2]), k.swapaxes(1, 2), v.swapaxes(1, 2))
+
+
+def _fold_queries(x_BSHh: Array, kv_heads: int) -> Float[Array, "b kv r h"]:
+    batch, length, heads, h = x_BSHh.shape
+    x = x_BSHh.reshape(batch, length, kv_heads, heads // kv_heads, h)
+    return x.swapaxes(1, 2).reshape(batch, kv_heads, -1, h)
+
+
+def _unfold_queries(x: Float[Array, "b kv r h"], kv_heads: int, shape: tuple[int, ...]) -> Array:
+    batch, length, heads, h = shape
+    x = x.reshape(batch, kv_heads, length, heads // kv_heads, h)
+    return x.swapaxes(1, 2).reshape(shape)

@@ -1,0 +1,227 @@
+"""Decoding many prompts at once with a cache, on any mesh.
+
+A batch is [rows, length]: prompts of different lengths, each at its own position, padded to a
+length out of a few (16, 32, 64 ...) so that few programs are compiled. Rows are split over the data
+axes and heads over tp, in the cache too. What a row draws depends on the seed and on the prompt's
+number alone, so that it does not feel which others are in its batch.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Int, Key
+
+from jaxforge.model.attention import KVCache
+from jaxforge.model.sampling import Sampling, sample
+from jaxforge.model.transformer import Model, Params
+from jaxforge.parallel.mesh import data_parallel_size
+from jaxforge.parallel.sharding import constrain
+
+_SHORTEST = 16  # tokens that the shortest prompts are padded to
+_NO_EOS = -1
+
+
+class Completion(NamedTuple):
+    """What a prompt was continued with.
+
+    Attributes:
+        tokens: ids, without the end-of-text.
+        finish_reason: "stop" at end-of-text, "length" at the limit of tokens.
+    """
+
+    tokens: list[int]
+    finish_reason: str
+
+
+class Decoding(NamedTuple):
+    """A batch in the course of decoding.
+
+    Attributes:
+        cache: keys and values so far.
+        keys: what each row draws with.
+        lengths: tokens of each prompt.
+        tokens: tokens generated; columns from `turn` on are still 0.
+        turn: how many columns of `tokens` are filled.
+        ended: rows that have met their end-of-text; what they get from then on is void.
+    """
+
+    cache: KVCache
+    keys: Key[Array, "b"]
+    lengths: Int[Array, "b"]
+    tokens: Int[Array, "b n"]
+    turn: Int[Array, ""]
+    ended: Bool[Array, "b"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """Continues prompts.
+
+    Attributes:
+        model: the model.
+        params: its parameters.
+        max_tokens: tokens to add to each prompt, at least one.
+        how: how tokens are drawn.
+        eos_id: ends a row; None: rows end only by `max_tokens`.
+        seed: seed of the draws.
+        mesh: where the parameters lie, set by `jax.set_mesh` too; None: no mesh.
+        rows: prompts at a time, at least; batches are filled up to it, so that all are of one size.
+    """
+
+    model: Model
+    params: Params
+    max_tokens: int
+    how: Sampling
+    eos_id: int | None = None
+    seed: int = 0
+    mesh: Mesh | None = None
+    rows: int = 1
+
+    def stream(self, prompts: Sequence[Sequence[int]]) -> Iterator[list[int | None]]:
+        """Continues prompts 0, 1, 2 ..., a token a turn.
+
+        Yields:
+            The next token of each prompt; None for those that have ended.
+        """
+        batch = self._start(prompts, range(len(prompts)))
+        for turn in range(self.max_tokens):
+            if turn:
+                batch = self._advance(batch, turn + 1)
+            tokens, ended = jax.device_get((batch.tokens[:, turn], batch.ended))
+            ends = zip(tokens, ended, range(len(prompts)), strict=False)
+            yield [None if end else int(token) for token, end, _ in ends]
+            if ended.all():
+                return
+
+    def complete(
+        self, prompts: Sequence[Sequence[int]], numbers: Sequence[int]
+    ) -> list[Completion]:
+        """Continues one batch to its end, without a word to the host on the way.
+
+        Args:
+            prompts: token ids, at least one each.
+            numbers: the number of each prompt among all; decides its draws.
+        """
+        batch = self._advance(self._start(prompts, numbers), self.max_tokens)
+        tokens = jax.device_get(batch.tokens)[: len(prompts)]
+        return [self._completion(row.tolist()) for row in tokens]
+
+    def _completion(self, tokens: list[int]) -> Completion:
+        if self.eos_id in tokens:
+            return Completion(tokens[: tokens.index(self.eos_id)], "stop")
+        return Completion(tokens, "length")
+
+    def _start(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int]) -> Decoding:
+        """The batch with the first token of each row; rows without a prompt have ended."""
+        rows = _round_up(max(self.rows, len(prompts)), self._data_parts)
+        padded = np.zeros((rows, self._padded(max(map(len, prompts)))), np.int32)
+        lengths, all_numbers = np.ones(rows, np.int32), np.zeros(rows, np.int32)
+        for row, prompt in enumerate(prompts):
+            padded[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+        all_numbers[: len(prompts)] = numbers
+        is_empty = np.arange(rows) >= len(prompts)
+        return _start(
+            self.model, self.how, self.max_tokens, self.params,
+            padded, lengths, self._seed_words, all_numbers, is_empty, self._eos,
+        )  # fmt: skip
+
+    def _advance(self, batch: Decoding, until: int) -> Decoding:
+        return _advance(self.model, self.how, self.params, batch, np.int32(until), self._eos)
+
+    def _padded(self, length: int) -> int:
+        """The next power of two, but no longer than the model takes where that is enough."""
+        bucket = max(_SHORTEST, 1 << (length - 1).bit_length())
+        return _round_up(max(length, min(bucket, self.model.config.max_seq_len)), self._seq_parts)
+
+    @property
+    def _data_parts(self) -> int:
+        return data_parallel_size(self.mesh) if self.mesh else 1
+
+    @property
+    def _seq_parts(self) -> int:
+        return self.mesh.shape["tp"] if self.mesh else 1
+
+    @property
+    def _eos(self) -> np.int32:
+        return np.int32(_NO_EOS if self.eos_id is None else self.eos_id)
+
+    @cached_property
+    def _seed_words(self) -> np.ndarray:
+        """The key of `seed` as the host's words: the same for all processes."""
+        return np.asarray(jax.random.key_data(jax.random.key(self.seed)))
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _start(
+    model: Model,
+    how: Sampling,
+    max_tokens: int,
+    params: Params,
+    prompts: Int[Array, "b s"],
+    lengths: Int[Array, "b"],
+    seed_words: Array,
+    numbers: Int[Array, "b"],
+    ended: Bool[Array, "b"],
+    eos: Int[Array, ""],
+) -> Decoding:
+    """Reads the prompts and draws the first tokens."""
+    rows, length = prompts.shape
+    numbered = jax.vmap(partial(jax.random.fold_in, jax.random.wrap_key_data(seed_words)))
+    # What a short prompt's padding leaves in the cache is overwritten before it can be seen.
+    positions = jnp.broadcast_to(jnp.arange(length), prompts.shape)
+    cache = _split(model.empty_cache(rows, length + max_tokens))
+    logits, cache = model.extend(params, prompts, positions, cache, only=lengths - 1)
+    tokens = jnp.zeros((rows, max_tokens), jnp.int32)
+    batch = Decoding(cache, numbered(numbers), lengths, tokens, jnp.int32(0), ended)
+    return _readable(_draw(batch, logits, cache, how, eos))
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def _advance(
+    model: Model,
+    how: Sampling,
+    params: Params,
+    batch: Decoding,
+    until: Int[Array, ""],
+    eos: Int[Array, ""],
+) -> Decoding:
+    """Goes on to turn `until`, or till every row has ended."""
+
+    def turn(batch: Decoding) -> Decoding:
+        latest = jax.lax.dynamic_slice_in_dim(batch.tokens, batch.turn - 1, 1, axis=1)
+        at = batch.lengths[:, None] + batch.turn - 1
+        logits, cache = model.extend(params, latest, at, batch.cache)
+        return _draw(batch, logits, cache, how, eos)
+
+    return _readable(jax.lax.while_loop(lambda b: (b.turn < until) & ~b.ended.all(), turn, batch))
+
+
+def _draw(batch: Decoding, logits: Array, cache: KVCache, how: Sampling, eos: Array) -> Decoding:
+    """The batch a turn later."""
+    keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(batch.keys, batch.turn)
+    drawn = sample(constrain(logits[:, 0], "batch", None), how, keys).astype(jnp.int32)
+    tokens = jax.lax.dynamic_update_slice_in_dim(batch.tokens, drawn[:, None], batch.turn, axis=1)
+    ended = batch.ended | (drawn == eos)
+    return batch._replace(cache=_split(cache), tokens=tokens, turn=batch.turn + 1, ended=ended)
+
+
+def _readable(batch: Decoding) -> Decoding:
+    """What the host reads is whole on every device, so that every process can read it."""
+    tokens, ended = constrain(batch.tokens, None, None), constrain(batch.ended, None)
+    return batch._replace(tokens=tokens, ended=ended)
+
+
+def _split(cache: KVCache) -> KVCache:
+    """Rows over the data axes, heads over tp; layers, positions and a head's numbers whole."""
+    split: Any = jax.tree.map(lambda x: constrain(x, None, "batch", None, "kv_heads", None), cache)
+    return split
+
+
+def _round_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit

@@ -1,0 +1,179 @@
+"""Decoding many prompts at once: whatever the batch, whatever the mesh."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxforge.model import decoding
+from jaxforge.model.decoding import Completion, Decoder
+from jaxforge.model.sampling import Sampling
+from jaxforge.model.transformer import Model
+from jaxforge.parallel.mesh import make_mesh
+from jaxforge.parallel.sharding import param_shardings
+from tests.conftest import tiny_config
+
+GREEDY = Sampling(temperature=0.0)
+DRAWN = Sampling(temperature=1.5, top_k=40, top_p=0.95)
+PROMPTS = [[5, 9, 33], [7, 1, 60, 2, 8, 44, 21], [50], list(range(20))]
+NUMBERS = range(len(PROMPTS))
+N_TOKENS = 8
+
+
+@functools.cache
+def toy():
+    model = Model(tiny_config(model={"dim": 32, "vocab_size": 64, "init_std": 0.3}).model)
+    return model, model.init(jax.random.key(0))
+
+
+def generated(prompts, how=GREEDY, n=N_TOKENS, **options):
+    """The continuation of each prompt, as a list a row."""
+    decoder = Decoder(*toy(), n, how, **options)
+    return [list(row) for row in zip(*decoder.stream(prompts), strict=True)]
+
+
+def completed(prompts=PROMPTS, numbers=NUMBERS, how=GREEDY, n=N_TOKENS, **options):
+    return Decoder(*toy(), n, how, **options).complete(prompts, numbers)
+
+
+@functools.cache
+def greedy():
+    return generated(PROMPTS)
+
+
+@functools.cache
+def forward():
+    model, _ = toy()
+    return jax.jit(lambda params, tokens: model.logits(params, model.hidden(params, tokens)))
+
+
+def test_greedy_decoding_takes_the_likeliest_by_the_full_forward():
+    _, params = toy()
+    for prompt, continuation in zip(PROMPTS, greedy(), strict=True):
+        tokens = prompt + continuation
+        padded = np.zeros((1, 32), np.int32)
+        padded[0, : len(tokens)] = tokens
+        best = np.asarray(forward()(params, padded))[0].argmax(-1)
+        assert best[len(prompt) - 1 : len(tokens) - 1].tolist() == continuation
+    assert len({tuple(row) for row in greedy()}) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("row", range(len(PROMPTS)))
+def test_a_prompt_does_not_feel_its_neighbours(row):
+    assert generated([PROMPTS[row]]) == [greedy()[row]]
+
+
+def test_end_of_text_ends_its_row_and_no_other():
+    eos = greedy()[0][3]
+    assert eos not in greedy()[0][:3]
+    for row, plain in zip(generated(PROMPTS, eos_id=eos), greedy(), strict=True):
+        end = plain.index(eos) if eos in plain else N_TOKENS
+        assert row == plain[:end] + [None] * (N_TOKENS - end)
+    assert any(eos not in plain for plain in greedy())
+
+
+def test_decoding_stops_when_every_row_has_ended():
+    eos = greedy()[0][3]
+    (row,) = generated([PROMPTS[0]], eos_id=eos)
+    assert row == [*greedy()[0][:3], None]
+
+
+def test_no_more_tokens_than_asked_for():
+    assert generated(PROMPTS, n=1) == [row[:1] for row in greedy()]
+
+
+def test_seeds_reproduce_and_differ():
+    how = DRAWN
+    once, again, other = (generated(PROMPTS, how, seed=seed) for seed in (3, 3, 4))
+    assert once == again
+    assert once != other
+    assert once != greedy()
+
+
+def test_rows_and_turns_draw_separately():
+    rows = generated([[5]] * 3, Sampling(temperature=1e6))  # as good as uniform
+    assert len({tuple(row) for row in rows}) == 3
+    assert all(len(set(row)) > N_TOKENS / 2 for row in rows)
+
+
+@pytest.mark.parametrize("how", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_whole_batches_and_turns_give_the_same(how):
+    assert completed(how=how) == [Completion(row, "length") for row in generated(PROMPTS, how)]
+
+
+def test_a_completion_says_why_it_ended():
+    eos = greedy()[0][3]
+    results = completed(eos_id=eos)
+    assert results[0] == Completion(greedy()[0][:3], "stop")
+    for result, plain in zip(results, greedy(), strict=True):
+        assert (result.finish_reason == "stop") == (eos in plain)
+
+
+def test_what_a_prompt_draws_does_not_depend_on_its_batch():
+    together = completed(how=DRAWN)
+    assert completed(PROMPTS[::-1], NUMBERS[::-1], DRAWN, rows=5) == together[::-1]
+    for number in (0, 3):
+        assert completed([PROMPTS[number]], [number], DRAWN) == [together[number]]
+    assert completed([PROMPTS[0]], [1], DRAWN) != together[:1]
+
+
+MESHES = [{"dp_shard": 2}, {"tp": 2}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}]
+
+
+@functools.cache
+def on_mesh(**axes):
+    config = tiny_config(distributed={"dp_shard": 1, **axes})
+    mesh = make_mesh(config, jax.devices()[: int(np.prod(list(axes.values())))])
+    model, params = toy()
+    return mesh, jax.device_put(params, param_shardings(model.abstract, model.axes, mesh))
+
+
+@pytest.mark.parametrize(
+    ("axes", "how"), [(MESHES[0], GREEDY), (MESHES[1], DRAWN), (MESHES[2], DRAWN)], ids=str
+)
+def test_the_mesh_does_not_matter(axes, how):
+    """Three prompts on four groups of devices leave one of them a row without a prompt."""
+    mesh, params = on_mesh(**axes)
+    decoder = Decoder(toy()[0], params, N_TOKENS, how, eos_id=greedy()[0][3], mesh=mesh)
+    alone = completed(how=how, eos_id=decoder.eos_id)
+    with jax.set_mesh(mesh):
+        assert decoder.complete(PROMPTS[:3], NUMBERS[:3]) == alone[:3]
+
+
+def test_the_cache_is_split_over_rows_and_heads():
+    mesh, params = on_mesh(**MESHES[-1])
+    decoder = Decoder(toy()[0], params, N_TOKENS, GREEDY, mesh=mesh)
+    with jax.set_mesh(mesh):
+        cache = decoder._advance(decoder._start(PROMPTS, NUMBERS), 3).cache
+    layers, rows, length, heads, head_dim = cache.k.shape
+    assert (rows, heads) == (4, 2)
+    for leaf in cache:
+        shards = {shard.data.shape for shard in leaf.addressable_shards}
+        assert shards == {(layers, rows // 4, length, heads // 2, head_dim)}
+
+
+def test_rows_without_a_prompt_do_not_hold_up_a_batch():
+    eos = greedy()[0][3]
+    decoder = Decoder(*toy(), N_TOKENS, GREEDY, eos, rows=4)
+    batch = decoder._advance(decoder._start(PROMPTS[:1], [0]), N_TOKENS)
+    assert int(batch.turn) == 4
+
+
+def test_few_programs_are_compiled():
+    """One pair for each padded length, whatever the number and the lengths of prompts."""
+    jitted = (decoding._start, decoding._advance)
+    before = [function._cache_size() for function in jitted]
+    decoder = Decoder(*toy(), 5, GREEDY, rows=3)  # a limit of its own: nothing compiled yet
+    for length in (1, 7, 15, 16, 17, 20, 31, 32, 2):
+        for n in (1, 3):
+            decoder.complete([[1] * length] * n, range(n))
+    assert [function._cache_size() - n for function, n in zip(jitted, before, strict=True)] == [
+        2,
+        2,
+    ]
+
+
+def test_prompts_are_padded_no_further_than_the_model_goes():
+    decoder = Decoder(*toy(), 5, GREEDY)
+    assert [decoder._padded(n) for n in (1, 16, 17, 33, 64, 70)] == [16, 16, 32, 64, 64, 70]
