@@ -1,19 +1,20 @@
-"""Text files in, token shards out: `python -m jaxforge.prepare INPUT... --output DIR`.
+"""Documents in, token shards out: `python -m jaxforge.prepare INPUT... --output DIR`.
 
-INPUT ─► documents ─► pieces ─► tokens + EOS ─► .DIR.partial/{train,validation}/shard_*.npy
-         (files)      of text                   .DIR.partial/tokenizer/
-                                                     │ rename, when all is written
-                                                     ▼
-                                                    DIR
+INPUT ─► documents ─► pieces ─► tokens + EOS ─► .DIR.partial/out/{train,validation}/shard_*.npy
+         (files,      of text                   .DIR.partial/out/tokenizer/
+          records)                                  │ rename, when all is written
+                                                    ▼
+                                                   DIR
+
+A killed run goes on where it was: `data.stage`. docs/data.md tells how to use it.
 """
 
 import argparse
 import json
-import shutil
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -21,31 +22,18 @@ from jaxtyping import Int
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxforge.data.documents import Document, Piece, find_documents, first_bytes, pieces, shuffled
+from jaxforge.data.documents import first_bytes, pieces, shuffled, split_of
+from jaxforge.data.huggingface import load_dataset
+from jaxforge.data.ingest import Corpus, Options, Split, check_split, ingest
+from jaxforge.data.inputs import HuggingFace, Input, find_inputs
 from jaxforge.data.manifest import FILE_NAME
+from jaxforge.data.stage import Plan, Stage, staged
 from jaxforge.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
-from jaxforge.data.writer import ShardWriter
+from jaxforge.data.writer import token_dtype
 from jaxforge.errors import UserError
 
 _BPE_VOCAB_SIZE = 32_768
-_BATCH_BYTES = 8 << 20  # of text that a tokenizer gets at a time, to encode in parallel
-_BATCH_PIECES = 4096
 _LINE_SECONDS = 10.0  # between lines of progress where there is no terminal
-
-
-@dataclass
-class Split:
-    """What is becoming of "train" or "validation".
-
-    Attributes:
-        writer: its shards.
-        size: bytes of text.
-        broken: names of documents that were not UTF-8.
-    """
-
-    writer: ShardWriter
-    size: int = 0
-    broken: set[str] = field(default_factory=set)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,29 +50,49 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: wrong arguments (code 2), or `--help`.
     """
     args = _parse(argv)
-    documents = _documents(args)
-    with staged(args.output, args.overwrite) as partial:
-        training = (document for document in documents if document.split == "train")
-        texts = (piece.text for piece in pieces(training, args.max_bytes))
-        tokenizer = _tokenizer(args.tokenizer, args.vocab_size, texts)
-        tokenizer.save(partial / "tokenizer")
-        splits = _write(args, documents, tokenizer, partial)
-    print(_summary(splits, tokenizer), end="\n\n")
-    print(_settings(args.output.absolute(), splits, tokenizer.vocab_size, args.format))
+    inputs = _inputs(args)
+    given = None if args.tokenizer == "bpe" else _given_tokenizer(args.tokenizer)
+    plan = _plan(args, inputs, given)
+    made_by = f"train/{FILE_NAME}"
+    with staged(args.output, plan, made_by=made_by, overwrite=args.overwrite, say=_say) as stage:
+        assert stage is not None
+        tokenizer = given or _bpe(args, inputs, stage)
+        tokenizer.save(stage.out / "tokenizer")
+        options = _options(args, tokenizer.vocab_size)
+        with _progress(_text_size(inputs, args.max_bytes)) as show:
+            corpus = ingest(
+                inputs,
+                tokenizer,
+                options,
+                stage,
+                tokenizer_name=args.tokenizer,
+                workers=args.workers,
+                show=show,
+            )
+    print(_summary(corpus, tokenizer), end="\n\n")
+    print(_settings(args.output.absolute(), corpus.splits, tokenizer.vocab_size, args.format))
     return 0
+
+
+def _say(text: str) -> None:
+    Console(stderr=True).print(text, highlight=False, soft_wrap=True)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m jaxforge.prepare",
-        description="Turns text files into token shards for training. Each file is a document and "
-        "is ended by the tokenizer's end-of-text token; empty files are left out.",
+        description="Turns text into token shards for training. Documents are text files, lines of "
+        "JSONL, and rows of Parquet files and Hugging Face datasets; each is ended by the "
+        "tokenizer's end-of-text token, empty ones are left out. The same command goes on with "
+        "what a killed one has left.",
     )
     for names, options in _ARGUMENTS.items():
         parser.add_argument(*names.split(), **options)
     args = parser.parse_args(argv)
     if args.vocab_size and args.tokenizer != "bpe":
         parser.error("--vocab-size goes with --tokenizer bpe; the others have their own")
+    if not args.input and not args.hf_dataset:
+        parser.error("give INPUT or --hf-dataset")
     return args
 
 
@@ -102,15 +110,35 @@ def _fraction(text: str) -> float:
 
 _ARGUMENTS: dict[str, dict] = {
     "input": {
-        "nargs": "+",
+        "nargs": "*",
         "type": Path,
         "metavar": "INPUT",
-        "help": "text files and directories",
+        "help": "files and directories: JSONL (.jsonl, .jsonl.gz, .jsonl.zst), .parquet, and all "
+        "else as text",
+    },
+    "--hf-dataset": {
+        "metavar": "NAME",
+        "help": "Hugging Face dataset, after the INPUTs: of the hub, a directory of data files, or "
+        "one written by save_to_disk",
+    },
+    "--hf-config": {"metavar": "NAME", "help": "its configuration"},
+    "--hf-split": {"default": "train", "metavar": "NAME", "help": "its split (default: train)"},
+    "--text-field": {
+        "default": "text",
+        "metavar": "NAME",
+        "help": "key or column of the text in records (default: text)",
+    },
+    "--skip-bad": {"action": "store_true", "help": "leave out, and count, records without text"},
+    "--workers": {
+        "type": _positive,
+        "default": os.cpu_count() or 1,
+        "metavar": "N",
+        "help": "processes that encode; the result is the same (default: one per core)",
     },
     "--output": {"required": True, "type": Path, "metavar": "DIR", "help": "directory to make"},
     "--overwrite": {"action": "store_true", "help": "replace what an earlier run left in DIR"},
     "--glob": {
-        "default": "*.txt,*.md,*.py",
+        "default": "*.txt,*.md,*.py,*.jsonl,*.jsonl.gz,*.jsonl.zst,*.parquet",
         "help": "file names to take from directories, separated by commas (default: %(default)s)",
     },
     "--exclude": {
@@ -143,40 +171,95 @@ _ARGUMENTS: dict[str, dict] = {
         "default": 0.0,
         "metavar": "F",
         "help": "part of the documents to put into DIR/validation, chosen by a hash of their "
-        "paths (default: none)",
+        "paths and record numbers (default: none)",
     },
     "--shuffle-documents": {
         "type": int,
         "metavar": "SEED",
-        "help": "take documents in random order, not sorted by path",
+        "help": "take text files in random order, not sorted by path",
     },
     "--max-bytes": {"type": _positive, "metavar": "N", "help": "stop after so much text"},
 }
 
 
-def _documents(args: argparse.Namespace) -> list[Document]:
-    """The documents to read, in order, no split of them empty."""
-    documents = find_documents(
-        args.input, args.glob.split(","), args.exclude, args.validation_fraction
-    )
+def _inputs(args: argparse.Namespace) -> list[Input]:
+    """What to read, in order."""
+    inputs: list[Input] = []
+    if args.input:
+        inputs += find_inputs(args.input, args.glob.split(","), args.exclude, args.text_field)
+    if args.hf_dataset:
+        dataset = load_dataset(args.hf_dataset, args.hf_config, args.hf_split)
+        name = ":".join(filter(None, [args.hf_dataset, args.hf_config, args.hf_split]))
+        inputs.append(HuggingFace(name, dataset, args.text_field))
     if args.shuffle_documents is not None:
-        documents = shuffled(documents, args.shuffle_documents)
-    documents = first_bytes(documents, args.max_bytes)
-    held_out = sum(document.split == "validation" for document in documents)
-    if held_out == len(documents) or (args.validation_fraction and not held_out):
+        inputs = _shuffled(inputs, args.shuffle_documents)
+    inputs = first_bytes(inputs, args.max_bytes)
+    if _all_text(inputs):  # else the splits are not known before all is read
+        splits = [split_of(source.name, args.validation_fraction) for source in inputs]
+        held_out = splits.count("validation")
+        check_split(len(splits) - held_out, held_out, args.validation_fraction)
+    return inputs
+
+
+def _shuffled(inputs: Sequence[Input], seed: int) -> list[Input]:
+    if not _all_text(inputs):
         raise UserError(
-            f"--validation-fraction {args.validation_fraction} puts {held_out} of "
-            f"{len(documents)} documents into validation; change it, or split the text into more "
-            "files"
+            "--shuffle-documents is for text files: records keep their order; leave it out, as "
+            "training shuffles anyway (data.shuffle)"
         )
-    return documents
+    return shuffled(inputs, seed)
 
 
-def _tokenizer(spec: str, vocab_size: int | None, texts: Iterable[str]) -> Tokenizer:
-    """The tokenizer asked for; only a BPE reads `texts`."""
-    if spec == "bpe":
-        Console(stderr=True).print("training the BPE tokenizer …")
-        return train_bpe(texts, vocab_size or _BPE_VOCAB_SIZE)
+def _all_text(inputs: Iterable[Input]) -> bool:
+    return all(source.text_size is not None for source in inputs)
+
+
+def _text_size(inputs: Sequence[Input], max_bytes: int | None) -> int | None:
+    """Bytes of text to come, where they are known."""
+    if not _all_text(inputs):
+        return max_bytes
+    size = sum(source.text_size or 0 for source in inputs)
+    return min(size, max_bytes or size)
+
+
+_PLANNED = ("text_field", "tokenizer", "vocab_size", "format", "dtype", "shard_tokens",
+            "validation_fraction", "max_bytes")  # fmt: skip
+
+
+def _plan(args: argparse.Namespace, inputs: Iterable[Input], tokenizer: Tokenizer | None) -> Plan:
+    """What DIR depends on."""
+    options = {f"--{name.replace('_', '-')}": getattr(args, name) for name in _PLANNED}
+    options["the tokenizer's sha256"] = tokenizer and tokenizer.fingerprint
+    return {"options": options, "inputs": [source.identity for source in inputs]}
+
+
+def _options(args: argparse.Namespace, vocab_size: int) -> Options:
+    return Options(
+        dtype=token_dtype(args.dtype, vocab_size),
+        file_format=args.format,
+        shard_tokens=args.shard_tokens,
+        validation_fraction=args.validation_fraction,
+        max_bytes=args.max_bytes,
+        skip_bad=args.skip_bad,
+    )
+
+
+def _bpe(args: argparse.Namespace, inputs: Sequence[Input], stage: Stage) -> Tokenizer:
+    """The BPE of the training documents: of an earlier run, if that came so far."""
+    if stage.journal is not None:
+        return load_tokenizer(stage.out / "tokenizer")
+    _say("training the BPE tokenizer …")
+    read = pieces(
+        inputs,
+        validation_fraction=args.validation_fraction,
+        max_bytes=args.max_bytes,
+        skip_bad=args.skip_bad,
+    )
+    texts = (piece.text for piece in read if piece.split == "train")
+    return train_bpe(texts, args.vocab_size or _BPE_VOCAB_SIZE)
+
+
+def _given_tokenizer(spec: str) -> Tokenizer:
     tokenizer = load_tokenizer(spec)
     if tokenizer.eos_id is None:
         raise UserError(
@@ -186,107 +269,8 @@ def _tokenizer(spec: str, vocab_size: int | None, texts: Iterable[str]) -> Token
     return tokenizer
 
 
-def token_dtype(name: str | None, vocab_size: int) -> str:
-    """Type of tokens on disk: `name`, or the smaller of uint16 and uint32 that will do.
-
-    Raises:
-        UserError: `name` does not hold the vocabulary.
-    """
-    smallest = "uint16" if vocab_size <= 2**16 else "uint32"
-    if name and np.iinfo(name).max < vocab_size - 1:
-        raise UserError(f"--dtype {name} cannot hold a vocabulary of {vocab_size}; use {smallest}")
-    return name or smallest
-
-
 @contextmanager
-def staged(output: Path, overwrite: bool = False) -> Iterator[Path]:
-    """A directory beside `output` that takes its place if all goes well, and else is removed.
-
-    What a killed run has left is removed first.
-
-    Args:
-        output: the directory to make.
-        overwrite: `output` may exist, if this program made it.
-
-    Raises:
-        UserError: `output` exists and is not to be overwritten, or cannot be written.
-    """
-    output = output.absolute()
-    if output.exists() and not overwrite:
-        raise UserError(f"{output} exists; choose another --output or pass --overwrite")
-    if output.exists() and not (output / "train" / FILE_NAME).exists():
-        raise UserError(f"{output} was not made by jaxforge.prepare; remove it yourself")
-    partial, old = (output.with_name(f".{output.name}.{end}") for end in ("partial", "old"))
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        if output.exists():
-            output.rename(old)
-        partial.rename(output)
-        shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
-        raise UserError(f"cannot write {error.filename or output}: {error.strerror}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _write(
-    args: argparse.Namespace, documents: Sequence[Document], tokenizer: Tokenizer, directory: Path
-) -> dict[str, Split]:
-    """Writes the shards of each split into a directory of its own."""
-    with ExitStack() as stack:
-        splits = {}
-        for name in sorted({document.split for document in documents}):
-            writer = ShardWriter(
-                directory / name,
-                vocab_size=tokenizer.vocab_size,
-                dtype=token_dtype(args.dtype, tokenizer.vocab_size),
-                file_format=args.format,
-                shard_tokens=args.shard_tokens,
-            )
-            splits[name] = Split(stack.enter_context(writer))
-        size = sum(document.size for document in documents)
-        show = stack.enter_context(_progress(min(size, args.max_bytes or size)))
-        for batch in _batches(pieces(documents, args.max_bytes)):
-            tokenize(batch, tokenizer, splits)
-            show(splits)
-        for split in splits.values():
-            split.writer.finish(
-                eos_id=tokenizer.eos_id,
-                tokenizer=args.tokenizer,
-                tokenizer_sha256=tokenizer.fingerprint,
-            )
-    return splits
-
-
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += piece.size
-        if size >= _BATCH_BYTES or len(batch) == _BATCH_PIECES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def tokenize(batch: Sequence[Piece], tokenizer: Tokenizer, splits: Mapping[str, Split]) -> None:
-    """Adds pieces to the splits of their documents, EOS after each document's last."""
-    encoded = tokenizer.encode_batch([piece.text for piece in batch])
-    for piece, ids in zip(batch, encoded, strict=True):
-        split = splits[piece.document.split]
-        split.writer.add(ids, end=tokenizer.eos_id if piece.last else None)
-        split.size += piece.size
-        if not piece.valid:
-            split.broken.add(piece.document.name)
-
-
-@contextmanager
-def _progress(size: int) -> Iterator[Callable[[Mapping[str, Split]], None]]:
+def _progress(size: int | None) -> Iterator[Callable[[Corpus], None]]:
     """Yields what shows how far `size` bytes are: by a bar on a terminal, elsewhere by lines."""
     console, start = Console(stderr=True), time.monotonic()
     said = start
@@ -301,13 +285,13 @@ def _progress(size: int) -> Iterator[Callable[[Mapping[str, Split]], None]]:
     ) as progress:
         bar = progress.add_task("", total=size)
 
-        def show(splits: Mapping[str, Split]) -> None:
+        def show(corpus: Corpus) -> None:
             nonlocal said
-            now, done = time.monotonic(), sum(split.size for split in splits.values())
-            text = _state(splits, now - start)
-            progress.update(bar, completed=done, description=text)
+            now = time.monotonic()
+            text = _state(corpus.splits, now - start)
+            progress.update(bar, completed=corpus.size, description=text)
             if not console.is_terminal and now - said >= _LINE_SECONDS:
-                console.print(f"{done / size:.0%}: {text}", highlight=False, soft_wrap=True)
+                _say(f"{corpus.size / size:.0%}: {text}" if size else text)
                 said = now
 
         yield show
@@ -328,18 +312,20 @@ def entropy(counts: Int[np.ndarray, "V"]) -> float:
     return -float(frequencies @ np.log(frequencies))
 
 
-def _summary(splits: Mapping[str, Split], tokenizer: Tokenizer) -> str:
+def _summary(corpus: Corpus, tokenizer: Tokenizer) -> str:
     """What was written, as a table."""
-    parts, train = splits.values(), splits["train"].writer
+    parts, train = corpus.splits.values(), corpus.splits["train"].writer
     rows = [
-        ("", *splits),
+        ("", *corpus.splits),
         ("documents", *(f"{part.writer.documents:,}" for part in parts)),
-        ("… not UTF-8", *(f"{len(part.broken):,}" for part in parts)),
+        ("… not UTF-8", *(f"{part.broken:,}" for part in parts)),
         ("tokens", *(f"{part.writer.tokens:,}" for part in parts)),
         ("bytes per token", *(f"{part.size / part.writer.tokens:.3f}" for part in parts)),
         ("unigram entropy", f"{entropy(train.counts):.4f} nats per training token: loss to beat"),
         ("vocabulary", f"{tokenizer.vocab_size:,} ({train.dtype}), EOS {tokenizer.eos_id}"),
     ]
+    if corpus.skipped:
+        rows.append(("left out as bad", f"{corpus.skipped:,} records"))
     lines = (f"{row[0]:<17}" + "".join(f"{cell:<17}" for cell in row[1:]) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
 

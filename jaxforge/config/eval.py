@@ -1,26 +1,79 @@
 """`[eval]`: evaluation during training."""
 
+import re
+from collections import Counter
+from collections.abc import Iterator
+
 from pydantic import PositiveInt
 
 from jaxforge.config.section import Section
 
+METRICS = ("loss", "perplexity", "bits_per_byte")
+"""What is logged of each evaluation set."""
 
-class EvalConfig(Section):
-    """When and on what to evaluate."""
+
+class EvalSource(Section):
+    """Where the text of an evaluation set comes from."""
+
+    dataset_path: str = ""
+    """Directory of token shards."""
+    file_pattern: str = "*.npy"
+    """Glob of the shards in dataset_path."""
+    hf_dataset_name: str | None = None
+    """Hugging Face dataset to tokenize and evaluate on, instead of dataset_path."""
+    hf_dataset_config: str | None = None
+    """Configuration of the Hugging Face dataset."""
+    hf_dataset_split: str = "validation"
+    """Split of the Hugging Face dataset."""
+
+    @property
+    def has_data(self) -> bool:
+        """Whether any source is named."""
+        return bool(self.dataset_path or self.hf_dataset_name)
+
+
+class EvalDataset(EvalSource):
+    """`[[eval.datasets]]`: one of several evaluation sets."""
+
+    name: str = ""
+    """Name in metrics: letters, digits, "_", "." and "-"."""
+
+    def problems(self) -> Iterator[str]:
+        """Yields the broken rules between the keys of this table."""
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", self.name):
+            yield f'a set needs a name of letters, digits, "_", "." and "-", not "{self.name}"'
+        if not self.has_data:
+            yield "a set needs dataset_path or hf_dataset_name"
+
+
+class EvalConfig(EvalSource):
+    """When and on what to evaluate; the keys of a source here mean a single, unnamed set."""
 
     enabled: bool = False
     """Evaluate during training."""
     interval: PositiveInt = 1000
     """Updates between evaluations."""
     steps: PositiveInt = 50
-    """Batches per evaluation, always the same ones."""
-    dataset_path: str = ""
-    """Directory of token shards."""
-    file_pattern: str = "*.npy"
-    """Glob of the shards in dataset_path."""
-    hf_dataset_name: str | None = None
-    """Hugging Face dataset to tokenize and evaluate on."""
-    hf_dataset_config: str | None = None
-    """Configuration of the Hugging Face dataset."""
-    hf_dataset_split: str = "validation"
-    """Split of the Hugging Face dataset."""
+    """Batches per evaluation and set, always the same ones."""
+    datasets: tuple[EvalDataset, ...] = ()
+    """Several named sets, instead of a single one."""
+
+    def problems(self) -> Iterator[str]:
+        """Yields the broken rules between the keys of this section."""
+        if self.datasets and self.has_data:
+            key = "dataset_path" if self.dataset_path else "hf_dataset_name"
+            yield f"datasets and {key} exclude each other: give the set of {key} a table, too"
+        names = Counter(dataset.name for dataset in self.datasets)
+        for name in (name for name, count in names.items() if count > 1):
+            yield f'two evaluation sets have the name "{name}": rename one'
+
+    def sources(self) -> dict[str, EvalSource]:
+        """The evaluation sets by name; "" is the name of a single one."""
+        if self.datasets:
+            return {dataset.name: dataset for dataset in self.datasets}
+        return {"": self} if self.has_data else {}
+
+    def metric_names(self) -> tuple[str, ...]:
+        """What an evaluation logs: metrics over all sets together, then those of each named one."""
+        sets = ["", *(f"{dataset.name}/" for dataset in self.datasets)]
+        return tuple(f"eval/{name}{metric}" for name in sets for metric in METRICS)

@@ -6,6 +6,7 @@ keys to change, per way in which it is broken. `RULES` lists them all; `check` r
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.not_built import not_built_yet
@@ -68,8 +69,44 @@ def seq_len_fits_model(config: JobConfig, mesh: Mesh) -> Iterator[str]:
 
 def eval_has_a_source(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Evaluation has something to read."""
-    if config.eval.enabled and not (config.eval.dataset_path or config.eval.hf_dataset_name):
-        yield "eval.enabled = true needs data: set eval.dataset_path, or eval.enabled = false"
+    if config.eval.enabled and not config.eval.sources():
+        yield (
+            "eval.enabled = true needs data: set eval.dataset_path, eval.hf_dataset_name or "
+            "[[eval.datasets]], or eval.enabled = false"
+        )
+
+
+def best_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Checkpoints are ranked by what evaluation gives."""
+    metric, known = config.checkpoint.best_metric, config.eval.metric_names()
+    if config.eval.enabled and metric not in known:
+        near = get_close_matches(metric, known, n=1, cutoff=0.0)[0]
+        yield (
+            f'checkpoint.best_metric = "{metric}" is not a metric of [eval]; did you mean '
+            f'"{near}"? There are {", ".join(known)}'
+        )
+
+
+def hugging_face_has_a_tokenizer(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Text is read with a tokenizer."""
+    data = config.data
+    if data.hf_dataset_name and not (data.dataset_path or data.tokenizer_path):
+        yield f'data.hf_dataset_name = "{data.hf_dataset_name}" needs data.tokenizer_path'
+
+
+def streaming_has_a_dataset(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """What streams is a Hugging Face dataset, and in an order that does without random access."""
+    data = config.data
+    if data.hf_streaming and (data.dataset_path or not data.hf_dataset_name):
+        yield (
+            "data.hf_streaming = true is for data.hf_dataset_name alone: set it to false, or name "
+            "a dataset and no data.dataset_path"
+        )
+    elif data.hf_streaming and data.order == "torch":
+        yield (
+            'data.order = "torch" shuffles the whole dataset, which data.hf_streaming = true never '
+            'sees: set the one to "grain" or the other to false'
+        )
 
 
 def heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[str]:
@@ -179,6 +216,9 @@ def schedule_free_has_no_schedule(config: JobConfig, mesh: Mesh) -> Iterator[str
 RULES: tuple[Rule, ...] = (
     seq_len_fits_model,
     eval_has_a_source,
+    hugging_face_has_a_tokenizer,
+    streaming_has_a_dataset,
+    best_metric_is_logged,
     heads_divide_by_tp,
     kv_heads_divide_by_tp,
     seq_len_divides_by_tp,

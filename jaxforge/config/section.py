@@ -1,11 +1,12 @@
 """What every section of the configuration has in common."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Self, get_args, get_origin
+from typing import Annotated, Generic, Self, TypeVar, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     NonNegativeFloat,
     PlainSerializer,
@@ -52,17 +53,20 @@ class Section(BaseModel):
         return value
 
 
-class Weights(Mapping[str, float]):
-    """An immutable, hashable table of numbers by name.
+T = TypeVar("T")
+
+
+class Table(Mapping[str, T], Generic[T]):
+    """An immutable, hashable table of values by name.
 
     Args:
-        items: The numbers; the table keeps a copy.
+        items: The values; the table keeps a copy.
     """
 
-    def __init__(self, items: Mapping[str, float] | None = None) -> None:
+    def __init__(self, items: Mapping[str, T] | None = None) -> None:
         self._items = dict(items or {})
 
-    def __getitem__(self, name: str) -> float:
+    def __getitem__(self, name: str) -> T:
         return self._items[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -75,13 +79,27 @@ class Weights(Mapping[str, float]):
         return hash(frozenset(self._items.items()))
 
     def __repr__(self) -> str:
-        return f"Weights({self._items})"
+        return f"Table({self._items})"
 
 
+Weights = Table[float]
 WeightTable = Annotated[
     Mapping[str, NonNegativeFloat], AfterValidator(Weights), PlainSerializer(dict)
 ]
-"""The type of a field that holds `Weights`: numbers of at least 0, by name."""
+"""The type of a field that holds numbers of at least 0, by name."""
+
+
+def _word(value: object) -> object:
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+Words = Table[str]
+WordTable = Annotated[
+    Mapping[str, Annotated[str, BeforeValidator(_word)]],
+    AfterValidator(Words),
+    PlainSerializer(dict),
+]
+"""The type of a field that holds text by name; true, false and numbers are taken as text."""
 
 
 def _is_list(annotation: object) -> bool:

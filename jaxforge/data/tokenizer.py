@@ -6,8 +6,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import tokenizers
+from jaxtyping import Int
 
+from jaxforge.config.data import DataConfig
 from jaxforge.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -15,6 +18,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 _FILE_NAME = "tokenizer.json"
 _BYTE_FILE = b'{"kind": "byte"}\n'
+_LETTERS = frozenset(tokenizers.pre_tokenizers.ByteLevel.alphabet())  # one for each byte
 
 
 class Tokenizer(Protocol):
@@ -47,6 +51,14 @@ class Tokenizer(Protocol):
         """Text of `ids`, without special tokens."""
         ...
 
+    def byte_lengths(self) -> Int[np.ndarray, "v"] | None:
+        """UTF-8 bytes of text that each id stands for, int32; 0 for EOS and special tokens.
+
+        Over the ids of a text they sum to `len(text.encode())`. None where ids have no fixed
+        number of bytes.
+        """
+        ...
+
     def save(self, directory: Path) -> None:
         """Writes what `load_tokenizer(directory)` needs; the fingerprint stays the same."""
         ...
@@ -70,6 +82,10 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`: EOS is dropped, broken UTF-8 becomes U+FFFD."""
         return bytes(i for i in ids if i != self.eos_id).decode("utf-8", errors="replace")
+
+    def byte_lengths(self) -> Int[np.ndarray, "v"]:
+        """One for each byte."""
+        return (np.arange(self.vocab_size) != self.eos_id).astype(np.int32)
 
     def save(self, directory: Path) -> None:
         """Writes a `tokenizer.json` that says no more than "bytes"."""
@@ -119,6 +135,25 @@ class HFTokenizer:
         """Text of `ids`, without special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
+    def byte_lengths(self) -> Int[np.ndarray, "v"] | None:
+        """Bytes of each id, where a byte-level decoder turns tokens into text; else None.
+
+        Such tokens are spelled with one letter a byte, but for those added to the vocabulary, which
+        are spelled as they are. Bytes are those of the text that the tokenizer sees: with Unicode
+        normalisation, or with a space put in front of each text, not quite those of the file.
+        """
+        decoder = json.loads(self._file).get("decoder") or {}
+        if "ByteLevel" not in [part.get("type") for part in decoder.get("decoders", [decoder])]:
+            return None
+        lengths = np.zeros(self.vocab_size, np.int32)
+        for token, i in self._tokenizer.get_vocab().items():
+            lengths[i] = len(token) if _LETTERS.issuperset(token) else len(token.encode())
+        for i, added in self._tokenizer.get_added_tokens_decoder().items():
+            lengths[i] = 0 if added.special else len(added.content.encode())
+        if self.eos_id is not None:
+            lengths[self.eos_id] = 0
+        return lengths
+
     def save(self, directory: Path) -> None:
         """Writes `tokenizer.json`, byte for byte, and a `tokenizer_config.json` naming EOS."""
         directory.mkdir(parents=True, exist_ok=True)
@@ -151,6 +186,14 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
     )
     bpe.train_from_iterator(texts, trainer)
     return HFTokenizer(bpe.to_str().encode(), END_OF_TEXT)
+
+
+def tokenizer_of(config: DataConfig) -> str | Path | None:
+    """`data.tokenizer_path`, else the one that `jaxforge.prepare` put beside the shards."""
+    if config.tokenizer_path:
+        return config.tokenizer_path
+    beside = Path(config.dataset_path).parent / "tokenizer"
+    return beside if config.dataset_path and beside.is_dir() else None
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:

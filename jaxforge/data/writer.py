@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 from jaxtyping import Int
@@ -15,6 +15,18 @@ from jaxforge.errors import UserError
 _CHUNK = 1 << 20  # tokens held before they are written
 
 
+def token_dtype(name: str | None, vocab_size: int) -> str:
+    """Type of tokens on disk: `name`, or the smaller of uint16 and uint32 that will do.
+
+    Raises:
+        UserError: `name` does not hold the vocabulary.
+    """
+    smallest = "uint16" if vocab_size <= 2**16 else "uint32"
+    if name and np.iinfo(name).max < vocab_size - 1:
+        raise UserError(f"--dtype {name} cannot hold a vocabulary of {vocab_size}; use {smallest}")
+    return name or smallest
+
+
 class ShardWriter:
     """Writes `shard_00000.npy`, `shard_00001.npy`, … and at the end the manifest.
 
@@ -22,11 +34,12 @@ class ShardWriter:
     file at hand when something fails.
 
     Args:
-        directory: where to; must not exist.
+        directory: where to; must not exist, but for going on from `state`.
         vocab_size: all tokens are below.
         dtype: numpy name of the type on disk; must hold `vocab_size - 1`.
         file_format: "npy" or "bin".
         shard_tokens: tokens per shard; the last has fewer.
+        state: what `sync` returned, to go on from there.
 
     Attributes:
         tokens: tokens added so far.
@@ -35,7 +48,8 @@ class ShardWriter:
         counts: int64 [vocab_size], how often each token was written; complete after `finish`.
 
     Raises:
-        UserError: a file cannot be written (disk full, say); from all methods.
+        UserError: a file cannot be written (disk full, say), from all methods; `state` is of
+            files that are not there.
     """
 
     def __init__(
@@ -46,6 +60,7 @@ class ShardWriter:
         dtype: str,
         file_format: str = "npy",
         shard_tokens: int = 100_000_000,
+        state: dict[str, Any] | None = None,
     ) -> None:
         self._directory, self._format, self._shard_tokens = directory, file_format, shard_tokens
         self.dtype, self._dtype = dtype, np.dtype(dtype).newbyteorder("<")
@@ -56,7 +71,9 @@ class ShardWriter:
         self._shards: list[Shard] = []
         self._file: BinaryIO | None = None  # of the last shard, while it is not full
         with _named(directory):
-            directory.mkdir(parents=True)
+            directory.mkdir(parents=True, exist_ok=state is not None)
+        if state is not None:
+            self._restore(state)
 
     def __enter__(self) -> Self:
         return self
@@ -66,20 +83,55 @@ class ShardWriter:
             with suppress(OSError):  # closing flushes, which fails again on a full disk
                 self._file.close()
 
-    def add(self, ids: Sequence[int], end: int | None = None) -> None:
+    def add(self, tokens: Int[np.ndarray, "_"] | Sequence[int], documents: int = 0) -> None:
         """Appends tokens.
 
         Args:
-            ids: the tokens.
-            end: EOS id to append after them, which completes a document.
+            tokens: the tokens, EOS included.
+            documents: how many documents end among them.
         """
-        self._held.append(np.asarray(ids, self._dtype))
-        if end is not None:
-            self._held.append(np.asarray([end], self._dtype))
-            self.documents += 1
-        self.tokens += len(ids) + (end is not None)
+        self._held.append(np.asarray(tokens, self._dtype))
+        self.documents += documents
+        self.tokens += len(tokens)
         if self.tokens - self._written >= _CHUNK:
             self._write_held()
+
+    def sync(self) -> dict[str, Any]:
+        """Brings all tokens to the disk; returns what a writer needs to go on, for JSON."""
+        self._write_held()
+        if self._file:
+            with _named(self._directory / self._shards[-1].file):
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        return {
+            "documents": self.documents,
+            "shards": [[shard.file, shard.tokens, shard.max_token] for shard in self._shards],
+            "counts": self.counts.tolist(),
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        """Takes up `state`: what was written after it is cut off."""
+        self.documents, self.counts[:] = state["documents"], state["counts"]
+        self._shards = [Shard(*shard) for shard in state["shards"]]
+        self.tokens = self._written = sum(shard.tokens for shard in self._shards)
+        names = {shard.file for shard in self._shards}
+        with _named(self._directory):
+            for path in self._directory.iterdir():
+                if path.name not in names:
+                    path.unlink()
+        if self._shards and self._shards[-1].tokens < self._shard_tokens:
+            self._reopen(self._shards[-1])
+
+    def _reopen(self, shard: Shard) -> None:
+        path = self._directory / shard.file
+        with _named(path):
+            self._file = file = path.open("r+b")
+            self._write_header(file, 0)
+            end = file.tell() + shard.tokens * self._dtype.itemsize
+            if path.stat().st_size < end:
+                raise UserError(f"{path} lost its end; remove {path.parent.parent.parent}")
+            file.truncate(end)
+            file.seek(end)
 
     def finish(self, *, eos_id: int | None, tokenizer: str, tokenizer_sha256: str) -> Manifest:
         """Completes the last shard and writes the manifest.

@@ -118,7 +118,7 @@ def test_no_source_means_random_tokens():
 def test_evaluation_sees_the_whole_set_once_and_counts_no_filler(shards):
     given = config(shards, batch=32, eval={"enabled": True, "dataset_path": str(shards)})
     mesh = make_mesh(given, jax.devices()[:1])
-    dataset = loader.open_eval_data(given)
+    dataset = loader.open_eval_data(given)[""]
     got = [jax.tree.map(np.asarray, b) for b in loader.eval_batches(given, mesh, dataset)]
     assert len(got) == 4
     assert windows(got)[:100].tolist() == list(range(100))
@@ -126,7 +126,23 @@ def test_evaluation_sees_the_whole_set_once_and_counts_no_filler(shards):
     assert valid == 100 * SEQ
 
 
-def test_the_next_batch_is_on_its_way_before_it_is_asked_for(shards):
+def test_several_evaluation_sets_go_by_name(shards, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    np.save(other / "c.npy", np.full(3 * (SEQ + 1), 7, np.uint16))
+    paths = {"first": str(shards), "other.set": str(other)}
+    tables = [{"name": name, "dataset_path": path} for name, path in paths.items()]
+    given = config(shards, eval={"enabled": True, "datasets": tables})
+    sets = loader.open_eval_data(given)
+    assert {name: len(dataset) for name, dataset in sets.items()} == {"first": 100, "other.set": 3}
+    assert sets["other.set"][2]["input_ids"].tolist() == [7] * SEQ
+    tables[1]["dataset_path"] = str(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"eval\.datasets\[1\]\.dataset_path: .*nowhere does not"):
+        loader.open_eval_data(config(shards, eval={"datasets": tables}))
+
+
+def test_the_next_batch_is_on_its_way_before_it_is_asked_for(shards, monkeypatch):
+    monkeypatch.setattr(loader, "_ITEM_TOKENS", 1)
     given = config(shards, data={"num_workers": 0})
     mesh = make_mesh(given, jax.devices()[:1])
     dataset = loader.open_training_data(given)
@@ -145,9 +161,9 @@ class _Spy:
     def __len__(self):
         return len(self._source)
 
-    def __getitem__(self, index):
-        self._read.append(index)
-        return self._source[index]
+    def batch(self, indices):
+        self._read.extend(indices)
+        return self._source.batch(indices)
 
 
 def test_torch_order_drops_what_does_not_fill_a_microbatch(shards):
@@ -155,6 +171,15 @@ def test_torch_order_drops_what_does_not_fill_a_microbatch(shards):
     order = windows(batches(given, 8))
     assert len(set(order[:96])) == 96
     assert sorted(order[:96]) != sorted(order[96:192])
+
+
+@pytest.mark.parametrize("item_tokens", [1, 3 * 8 * SEQ, 1 << 20])
+def test_how_many_updates_are_read_at_a_time_does_not_matter(shards, item_tokens, monkeypatch):
+    expected = windows(batches(config(shards, accum=2, batch=4), 10))
+    monkeypatch.setattr(loader, "_ITEM_TOKENS", item_tokens)
+    got = batches(config(shards, accum=2, batch=4), 10)
+    assert len(got) == 10
+    np.testing.assert_array_equal(windows(got), expected)
 
 
 def test_an_unknown_order_never_gets_here():

@@ -3,6 +3,7 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grain
 import numpy as np
 import pytest
 
@@ -77,6 +78,15 @@ def test_grain_order_reads_all_once_an_epoch_and_reshuffles():
     assert [GrainOrder(101, 4, True)[i] for i in range(101)] not in epochs
     assert [GrainOrder(3, 0, False)[i] for i in range(7)] == [0, 1, 2, 0, 1, 2, 0]
     assert 0 <= GrainOrder(5, -1, True)[10**12] < 5
+
+
+@pytest.mark.parametrize("seed", [0, 7, -1, 2**40])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_grain_order_is_that_of_grains_pipeline(seed, shuffle):
+    samples = grain.MapDataset.range(11).seed(seed % 2**32)
+    pipeline = (samples.shuffle() if shuffle else samples).repeat()
+    order = GrainOrder(11, seed, shuffle)
+    assert [order[i] for i in range(40)] == [int(pipeline[i]) for i in range(40)]
 
 
 def test_grain_order_needs_a_sample():

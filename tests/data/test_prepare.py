@@ -13,11 +13,13 @@ import pytest
 
 from jaxforge import prepare
 from jaxforge.cli import run_main
-from jaxforge.data import documents
-from jaxforge.data.documents import find_documents, pieces
+from jaxforge.data import documents, ingest
+from jaxforge.data.documents import pieces, split_of
+from jaxforge.data.inputs import find_inputs
 from jaxforge.data.manifest import Manifest
 from jaxforge.data.tokenizer import load_tokenizer
 from jaxforge.data.tokens import TokenShards
+from jaxforge.data.writer import token_dtype
 from jaxforge.errors import UserError
 
 TEXTS = {"b.txt": "bee\n", "a.py": "print('ä')\n", "sub/c.md": "# sea\n", "sub/d.rst": "no\n"}
@@ -75,7 +77,7 @@ def test_documents_in_order_of_names_each_with_its_end(corpus, tmp_path, capsys)
 
 def test_which_files(corpus, tmp_path):
     (corpus / "empty.txt").touch()
-    names = lambda *args, **options: [d.name for d in find_documents(*args, **options)]  # noqa: E731
+    names = lambda *args, **options: [d.name for d in find_inputs(*args, **options)]  # noqa: E731
     assert names([corpus]) == ["a.py", "b.txt", "sub/c.md", "sub/d.rst"]
     assert names([corpus], ["*.rst", "*.md"]) == ["sub/c.md", "sub/d.rst"]
     assert names([corpus], exclude=["sub/*", "a*"]) == ["b.txt"]
@@ -129,26 +131,20 @@ def test_validation_holds_whole_documents_and_stays_put(corpus, tmp_path, capsys
         run(corpus, "--output", tmp_path / "c", "--glob", "a.py", *fraction)
 
 
-def test_the_choice_depends_on_names_only(tmp_path):
-    for i in range(60):
-        for place in ("here", "there"):
-            (tmp_path / place).mkdir(exist_ok=True)
-            (tmp_path / place / str(i)).write_text(place)
-    here, there = (
-        [document.split for document in find_documents([tmp_path / place], ["*"], [], 0.5)]
-        for place in ("here", "there")
-    )
-    assert here == there
-    assert 15 < here.count("train") < 45
+def test_the_choice_depends_on_names_only():
+    splits = [split_of(f"{i}.txt", 0.5) for i in range(60)]
+    assert splits == [split_of(f"{i}.txt", 0.5) for i in range(60)]
+    assert 15 < splits.count("train") < 45
+    assert split_of("0.txt", 0.0) == "train"
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 10, 1000])
 def test_long_documents_are_read_in_pieces(corpus, tmp_path, monkeypatch, piece_bytes):
     monkeypatch.setattr(documents, "_PIECE_BYTES", piece_bytes)
-    monkeypatch.setattr(prepare, "_BATCH_BYTES", 25)
+    monkeypatch.setattr(ingest, "_BATCH_BYTES", 25)
     text = "".join(f"line {i} ü\n" for i in range(50)) + "no newline at the end"
     (corpus / "b.txt").write_text(text, "utf-8")
-    run(corpus / "b.txt", corpus / "a.py", "--output", tmp_path / "out")
+    run(corpus / "b.txt", corpus / "a.py", "--output", tmp_path / "out", "--workers", 1)
     assert tokens(tmp_path / "out" / "train").tolist() == [
         *expected("a.py"),
         *text.encode(),
@@ -172,11 +168,11 @@ def test_broken_utf8_is_replaced_and_counted(corpus, tmp_path, capsys):
 
 
 def test_types_hold_the_vocabulary(corpus, tmp_path):
-    assert prepare.token_dtype(None, 65536) == "uint16"
-    assert prepare.token_dtype(None, 65537) == "uint32"
-    assert prepare.token_dtype("uint32", 257) == "uint32"
+    assert token_dtype(None, 65536) == "uint16"
+    assert token_dtype(None, 65537) == "uint32"
+    assert token_dtype("uint32", 257) == "uint32"
     with pytest.raises(UserError, match="uint16 cannot hold a vocabulary of 65537; use uint32"):
-        prepare.token_dtype("uint16", 65537)
+        token_dtype("uint16", 65537)
     run(corpus, "--output", tmp_path / "out", "--dtype", "uint32")
     assert tokens(tmp_path / "out" / "train").dtype == np.uint32
 
@@ -215,9 +211,9 @@ def test_failures_leave_what_was(corpus, tmp_path, monkeypatch, overwrite):
     if overwrite:
         run(corpus, "--output", output)
     before = snapshot(tmp_path)
-    vanished = find_documents([corpus])
+    vanished = find_inputs([corpus])
     vanished[1].path.rename(tmp_path / "elsewhere")
-    monkeypatch.setattr(prepare, "find_documents", lambda *_: vanished)
+    monkeypatch.setattr(prepare, "find_inputs", lambda *_: vanished)
     for tokenizer in ("byte", "bpe"):
         with pytest.raises(UserError, match=r"cannot read .*b\.txt: No such file"):
             run(corpus, "--output", output, "--overwrite", "--tokenizer", tokenizer)
@@ -280,7 +276,7 @@ def test_a_killed_run_leaves_nothing_in_place(tmp_path):
     command = [*COMMAND, str(tmp_path / "corpus.txt"), "--output", str(tmp_path / "out")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     partial = tmp_path / ".out.partial"
-    while not list(partial.glob("train/shard*")):
+    while not list(partial.glob("out/train/shard*")):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.002)
     os.kill(process.pid, signal.SIGKILL)
@@ -302,6 +298,6 @@ def test_a_killed_run_leaves_nothing_in_place(tmp_path):
 
 def test_pieces_of_nothing(tmp_path):
     (tmp_path / "a").write_text("x")
-    found = find_documents([tmp_path])
+    found = find_inputs([tmp_path])
     (tmp_path / "a").write_text("")
     assert list(pieces(found)) == []

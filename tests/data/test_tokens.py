@@ -61,7 +61,7 @@ def test_writer_streams_across_chunks_and_shards(tmp_path, monkeypatch):
     tokens = np.random.default_rng(1).integers(0, 300, 100)
     with ShardWriter(tmp_path / "a", vocab_size=300, dtype="uint32", shard_tokens=30) as writer:
         for start in range(0, 100, 9):
-            writer.add(tokens[start : start + 9].tolist(), end=299)
+            writer.add([*tokens[start : start + 9], 299], documents=1)
         manifest = writer.finish(eos_id=299, tokenizer="x", tokenizer_sha256="y")
     paths = sorted((tmp_path / "a").glob("*.npy"))
     written = [np.load(path) for path in paths]

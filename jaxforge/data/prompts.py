@@ -1,0 +1,75 @@
+"""Files of prompts: plain text, a line each, or JSON Lines with a "prompt" in each object."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxforge.errors import UserError
+
+RESULTS = ("completion", "tokens", "finish_reason")
+"""Fields that generation adds to those of a prompt."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text to continue.
+
+    Attributes:
+        text: the text.
+        place: where it stands, for messages ("prompts.txt:3").
+        fields: what else its object holds; handed on to the output.
+    """
+
+    text: str
+    place: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Reads `.jsonl` as objects {"prompt": ..., ...}, any other file as one prompt a line.
+
+    An empty line of text is an empty prompt.
+
+    Raises:
+        UserError: the file cannot be read or holds no prompts, or a line is not one.
+    """
+    try:
+        lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
+    except OSError as error:
+        raise UserError(f"--prompts {path}: {error.strerror}") from error
+    if lines == [b""]:
+        raise UserError(f"--prompts {path}: the file is empty; give a prompt a line")
+    is_json = path.suffix == ".jsonl"
+    return [
+        _from_json(text, place) if is_json else Prompt(text, place)
+        for text, place in _texts(lines, path)
+    ]
+
+
+def _texts(lines: list[bytes], path: Path) -> Iterator[tuple[str, str]]:
+    for number, line in enumerate(lines, 1):
+        place = f"{path}:{number}"
+        try:
+            yield line.removesuffix(b"\r").decode("utf-8"), place
+        except UnicodeDecodeError as error:
+            raise UserError(f"{place}: not UTF-8 at byte {error.start} of the line") from None
+
+
+def _from_json(line: str, place: str) -> Prompt:
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{place}: not JSON: {error.msg} at column {error.colno}") from None
+    if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str):
+        raise UserError(f'{place}: expected an object with a text as "prompt", such as '
+                        '{"prompt": "Once upon"}')  # fmt: skip
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{place}: half of a surrogate pair, which is no character") from None
+    for name in RESULTS:
+        if name in fields:
+            raise UserError(f'{place}: "{name}" is a field of the output: rename it')
+    return Prompt(fields.pop("prompt"), place, fields)

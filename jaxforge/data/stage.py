@@ -1,0 +1,191 @@
+"""A directory in the making: it takes its place when whole, and a killed run goes on with it.
+
+.DIR.partial/
+    plan.json       what is to be made: a run that plans something else starts over
+    journal.json    how far it is; what the files hold beyond is cut off
+    out/            becomes DIR
+
+One process at a time works on it, which a lock on `.DIR.partial` sees to.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxforge.errors import UserError
+
+Plan = dict[str, Any]
+"""`options`: values by name; `inputs`: lists of strings that begin with a name. For JSON."""
+
+
+@dataclass
+class Stage:
+    """The directory in the making.
+
+    Attributes:
+        out: what becomes DIR.
+        journal: how far an earlier run came; None at the start.
+    """
+
+    out: Path
+    journal: dict[str, Any] | None
+
+    def commit(self, journal: dict[str, Any]) -> None:
+        """Records, durably, how far it is. The files that it speaks of are on the disk."""
+        self.journal = journal
+        _write_json(self.out.parent / "journal.json", journal)
+
+
+@contextmanager
+def staged(
+    output: Path,
+    plan: Plan,
+    *,
+    made_by: str,
+    overwrite: bool = False,
+    shared: bool = False,
+    say: Callable[[str], None] = print,
+) -> Iterator[Stage | None]:
+    """Makes `output`, all of it or nothing.
+
+    After a failure, what is finished stays beside `output` and serves the next run with the same
+    plan.
+
+    Args:
+        output: the directory to make.
+        plan: what it depends on.
+        made_by: a file below `output` that tells that this program made it.
+        overwrite: `output` may exist, if this program made it.
+        shared: any number of processes want `output`: one makes it while the others wait. Where
+            it exists, None is yielded.
+        say: is told why work starts over, goes on, or stays.
+
+    Raises:
+        UserError: `output` exists and is not to be overwritten, or cannot be written, or another
+            process is making it.
+    """
+    output = output.absolute()
+    partial, old = (output.with_name(f".{output.name}.{end}") for end in ("partial", "old"))
+    try:
+        if not shared:
+            _check_output(output, made_by, overwrite)
+        with _locked(partial, output, wait=shared):
+            if shared and output.exists():
+                shutil.rmtree(partial)
+                yield None
+                return
+            stage = _open(partial, plan, say)
+            with _kept_if_begun(stage, say):
+                yield stage
+            _put_in_place(stage.out, output, old)
+            for directory in (old, partial):
+                shutil.rmtree(directory, ignore_errors=True)
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename or output}: {error.strerror}") from error
+
+
+@contextmanager
+def _kept_if_begun(stage: Stage, say: Callable[[str], None]) -> Iterator[None]:
+    partial = stage.out.parent
+    try:
+        yield
+    except BaseException:
+        if stage.journal is None:
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            say(f"what is finished stays in {partial}: the same command goes on from there")
+        raise
+
+
+def _put_in_place(new: Path, output: Path, old: Path) -> None:
+    shutil.rmtree(old, ignore_errors=True)
+    if output.exists():
+        output.rename(old)
+    new.rename(output)
+
+
+def _check_output(output: Path, made_by: str, overwrite: bool) -> None:
+    if output.exists() and not overwrite:
+        raise UserError(f"{output} exists; choose another --output or pass --overwrite")
+    if output.exists() and not (output / made_by).exists():
+        raise UserError(f"{output} was not made by jaxforge.prepare; remove it yourself")
+
+
+@contextmanager
+def _locked(partial: Path, output: Path, *, wait: bool) -> Iterator[None]:
+    """Holds `partial`, which is made if need be; the lock goes with the process."""
+    descriptor = None
+    while descriptor is None:
+        partial.mkdir(parents=True, exist_ok=True)
+        descriptor = _lock(partial, output, wait=wait)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(directory: Path, output: Path, *, wait: bool) -> int | None:
+    """A descriptor that locks `directory`; None if that was replaced meanwhile."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(directory)):
+                return descriptor
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise UserError(f"another process is writing {output}; wait for it, or end it") from error
+    os.close(descriptor)
+    return None
+
+
+def _open(partial: Path, plan: Plan, say: Callable[[str], None]) -> Stage:
+    plan = json.loads(json.dumps(plan))  # as it will be read back
+    before, journal = (_read_json(partial / name) for name in ("plan.json", "journal.json"))
+    if before == plan and journal is not None:
+        say(f"going on with {partial}")
+        return Stage(partial / "out", journal)
+    if before is not None and journal is not None:
+        say(f"starting over: {_difference(before, plan)}")
+    for path in partial.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (partial / "out").mkdir()
+    _write_json(partial / "plan.json", plan)
+    return Stage(partial / "out", None)
+
+
+def _difference(before: Plan, now: Plan) -> str:
+    """What is not as in an earlier run, in a line."""
+    for name, value in now["options"].items():
+        if before["options"].get(name) != value:
+            return f"{name} was {before['options'].get(name)}, and is {value}"
+    old, new = ({item[0]: item for item in plan["inputs"]} for plan in (before, now))
+    changed = [name for name in old | new if old.get(name) != new.get(name)]
+    if not changed:
+        return "the order of inputs changed"
+    name, more = changed[0], f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+    verb = "changed" if name in old and name in new else "is new" if name in new else "is gone"
+    return f"{name} {verb} since the earlier run{more}"
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None where there is none."""
+    with suppress(FileNotFoundError):
+        return json.loads(path.read_bytes())
+    return None
+
+
+def _write_json(path: Path, value: object) -> None:
+    """Replaces a file by one that is on the disk."""
+    partial = path.with_suffix(".new")
+    with partial.open("w") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)

@@ -1,0 +1,30 @@
+"""Whole runs on a Hugging Face dataset, by one process and by two."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.processes.conftest import Run
+from tests.processes.test_two_processes import finish_both, start_both
+
+pytestmark = pytest.mark.processes
+
+
+def test_a_stream_begun_by_two_processes_is_ended_by_one(tmp_path):
+    """Each of the two reads half of the files."""
+    (tmp_path / "set").mkdir()
+    for file in range(4):
+        lines = (json.dumps({"text": f"{file} {i} text " * (i % 9)}) + "\n" for i in range(99))
+        (tmp_path / "set" / f"{file}.jsonl").write_text("".join(lines))
+    overrides = [
+        f"--data.hf_dataset_name={tmp_path / 'set'}", "--data.hf_streaming=true",
+        "--data.tokenizer_path=byte", "--model.vocab_size=258", "--train.max_steps=20",
+    ]  # fmt: skip
+    alone, both = Run(tmp_path, "alone"), Run(tmp_path, "both")
+    alone.finish(*overrides)
+    finish_both(start_both(both, *overrides, "--train.max_steps=10"))
+    both.finish(*overrides)
+    expected = list(alone.losses().values())
+    np.testing.assert_allclose(list(both.losses().values()), expected, rtol=1e-4)
+    assert len(expected) == 20
