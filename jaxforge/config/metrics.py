@@ -1,6 +1,6 @@
 """`[metrics]`: what is logged where."""
 
-from pydantic import PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 
 from jaxforge.config.section import Section
 
@@ -9,7 +9,13 @@ class MetricsConfig(Section):
     """Logging of the run."""
 
     log_interval: PositiveInt = 10
-    """Updates between log lines; the first update always has one."""
+    """Updates between lines on the console and in metrics.jsonl; first and last have one too."""
+    tensorboard_interval: PositiveInt | None = None
+    """Updates between points in TensorBoard; not set means log_interval."""
+    wandb_interval: PositiveInt | None = None
+    """Updates between points in Weights & Biases; not set means log_interval."""
+    peak_tflops: PositiveFloat | None = None
+    """Peak TFLOP/s of one device, for MFU; not set means the data sheet's, where it is known."""
     enable_wandb: bool = False
     """Log to Weights & Biases."""
     enable_tensorboard: bool = False
@@ -19,6 +25,6 @@ class MetricsConfig(Section):
     wandb_run_name: str | None = None
     """Name of the run in Weights & Biases; not set lets it choose."""
     wandb_run_id: str = ""
-    """Run to continue in Weights & Biases; empty means the one in the checkpoint, or a new one."""
+    """Id of the run in Weights & Biases; empty means the one in the checkpoint, or a new one."""
     tensorboard_dir: str = "tb_logs"
-    """Directory of TensorBoard's files."""
+    """Directory of TensorBoard's files, seen from the run directory."""

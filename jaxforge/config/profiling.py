@@ -17,7 +17,11 @@ class ProfilingConfig(Section):
     end_step: NonNegativeInt = 8
     """Update that ends the trace, not part of it."""
     trace_dir: str = "profiler_traces"
-    """Directory of the trace."""
+    """Directory of the trace, seen from the run directory."""
+    hosts: tuple[NonNegativeInt, ...] = (0,)
+    """Processes that write a trace."""
+    python_tracer: bool = False
+    """Trace Python calls as well: more to see, but a slower host and large files."""
 
     def problems(self) -> Iterator[str]:
         """Yields the broken rules between the keys of this section."""

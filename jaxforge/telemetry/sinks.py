@@ -94,11 +94,11 @@ class LiveSink:
             console=console,
         )
         self._task = self._progress.add_task("", completed=start, total=max_steps, shown="")
-        self._progress.start()
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Moves the bar; prints a line for an evaluation."""
-        if "eval/loss" in metrics:
+        """Moves the bar, which appears with the first step; prints a line for an evaluation."""
+        self._progress.start()
+        if "train/loss" not in metrics:
             self._progress.console.print(format_line(step, metrics), markup=False, highlight=False)
             return
         self._progress.update(self._task, completed=step, shown=_describe(metrics, " "))
@@ -109,23 +109,36 @@ class LiveSink:
 
 
 _FORMATS = {
-    "train/loss": "loss={:.4f}",
-    "train/lr": "lr={:.2e}",
-    "train/grad_norm": "grad_norm={:.3f}",
-    "train/tokens_per_sec": "tok/s={:,.0f}",
-    "train/step_time_sec": "step_time={:.2f}s",
-    "eval/loss": "eval_loss={:.4f}",
-    "eval/perplexity": "eval_ppl={:.2f}",
+    "loss={:.4f}": ("train/loss",),
+    "lr={:.2e}": ("train/lr",),
+    "grad_norm={:.3f}": ("train/grad_norm",),
+    "tok/s={:,.0f}": ("train/tokens_per_sec",),
+    "mfu={:.1%}": ("train/mfu",),
+    "mem={:.1f}/{:.0f}GB": ("gpu/peak_gb", "gpu/total_gb"),
+    "step_time={:.2f}s": ("train/step_time_sec",),
 }
+"""Part of a line -> the metrics that it needs, in KempnerForge's order."""
 
 
 def format_line(step: int, metrics: Metrics) -> str:
-    """`[step 10] loss=5.0213 | lr=3.00e-04 | grad_norm=1.234 | tok/s=12,345 | step_time=0.42s`."""
+    """`[step 10] loss=5.0213 | lr=3.00e-04 | grad_norm=1.234 | tok/s=12,345 | step_time=0.42s`.
+
+    With `mfu=41.3% | mem=61.2/80GB` before the time where the device's peak and memory are known.
+    """
     return f"[step {step}] {_describe(metrics, ' | ')}"
 
 
 def _describe(metrics: Metrics, separator: str) -> str:
-    parts = [text.format(metrics[name]) for name, text in _FORMATS.items() if name in metrics]
+    parts = [
+        text.format(*(metrics[name] for name in names))
+        for text, names in _FORMATS.items()
+        if metrics.keys() >= set(names)
+    ]
+    parts += [
+        f"{name.replace('/', '_')}={value:.{4 if name.endswith('loss') else 2}f}"
+        for name, value in metrics.items()
+        if name.startswith("eval/")
+    ]
     if metrics.get("train/skipped_steps"):
         parts.append(f"skipped={metrics['train/skipped_steps']:.0f}")
     return separator.join(parts)

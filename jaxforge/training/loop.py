@@ -9,6 +9,7 @@ import jax
 
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config.job import JobConfig
+from jaxforge.telemetry.profiler import Profiler
 from jaxforge.telemetry.tracker import Tracker
 from jaxforge.training.exits import Exit, Signals
 from jaxforge.training.hooks import HookRunner, StepContext
@@ -33,6 +34,7 @@ class Trainer:
         evaluate: metrics of a state on the evaluation set; None without one.
         checkpoints: where states are saved.
         tracker: where metrics are logged.
+        profiler: traces some of the steps.
         hooks: the user's own code.
     """
 
@@ -45,6 +47,7 @@ class Trainer:
     evaluate: Callable[[TrainState], dict[str, float]] | None
     checkpoints: Checkpoints
     tracker: Tracker
+    profiler: Profiler
     hooks: HookRunner
 
     def train(self, signals: Signals) -> Exit:
@@ -53,14 +56,22 @@ class Trainer:
         self.tracker.start_clock()
         reason = None if self.progress.step < self.config.train.max_steps else Exit.COMPLETED
         while reason is None:
-            self.state, metrics = self.train_step(self.state, next(self.batches), Controls())
-            self.progress.advance(self.samples_per_step, self.tokens_per_step)
-            self.tracker.end_step(self.progress.step, metrics)
+            with self.profiler.around(self.progress.step + 1, self.tracker.paused):
+                metrics = self._step()
             self._run_hooks(metrics)
             evaluation = self._evaluate_if_due()
             self._save_if_due(evaluation)
             reason = self._reason_to_stop(signals)
         return self._finish(reason)
+
+    def _step(self) -> Metrics:
+        """Launches one step; the metrics of the one before it are logged where they are due."""
+        with self.tracker.waiting_for_data():
+            batch = next(self.batches)
+        self.state, metrics = self.train_step(self.state, batch, Controls())
+        self.progress.advance(self.samples_per_step, self.tokens_per_step)
+        self.tracker.end_step(self.progress.step, metrics)
+        return metrics
 
     @property
     def tokens_per_step(self) -> int:
@@ -136,6 +147,7 @@ class Trainer:
             last_to_first.callback(self.tracker.close)
             last_to_first.callback(self.hooks.on_train_end, step, tokens, reason)
             last_to_first.callback(self.checkpoints.close)
+            last_to_first.callback(self.profiler.close)
 
     def _reconcile(self) -> None:
         """Takes the device's word on how many steps were attempted and how many were bad."""

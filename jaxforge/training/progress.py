@@ -16,7 +16,7 @@ class Progress:
         tokens: tokens of applied updates, padding and masked ones included.
         skipped: steps whose update was not applied.
         best_metric: lowest value so far of `checkpoint.best_metric`.
-        run_id: names the run through all its restarts.
+        run_id: names the run through all its restarts; in W&B it is the id.
     """
 
     step: int = 0

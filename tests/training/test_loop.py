@@ -1,12 +1,16 @@
 """The order of things in the loop, seen through fakes that write down what happens to them."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from jaxforge.telemetry.tracker import Tracker
+from jaxforge.telemetry.measures import Work
+from jaxforge.telemetry.outlets import Outlet
+from jaxforge.telemetry.profiler import Profiler
+from jaxforge.telemetry.tracker import Start, Tracker
 from jaxforge.training.exits import Exit
 from jaxforge.training.guard import GuardState
 from jaxforge.training.hooks import Hook, HookRunner
@@ -130,7 +134,9 @@ def run(steps=6, log=100, evaluate=100, save=100, hooks=True, stop_at=None, bad=
     trainer = Trainer(
         config=config, state=device_state(), progress=Progress(), train_step=train_step,
         batches=iter(range(steps)), samples_per_step=8, evaluate=evaluation,
-        checkpoints=Checkpoints(events, save), tracker=Tracker([Sink(events)], log, 256, 0, 10**9),
+        checkpoints=Checkpoints(events, save),
+        tracker=Tracker([Outlet("it", Sink(events), log)], Work(256), Start(), 10**9),
+        profiler=Profiler(config.profiling, Path()),
         hooks=HookRunner([Recorder(events)] if hooks else []),
     )  # fmt: skip
     reason = trainer.train(Signals(stop_at))
@@ -141,11 +147,11 @@ def run(steps=6, log=100, evaluate=100, save=100, hooks=True, stop_at=None, bad=
 def test_metrics_are_read_a_step_late_and_only_where_due():
     events, _, _ = run(steps=7, log=3, hooks=False)
     assert events[:11] == [
-        "launch 1", "launch 2", "read 1", "log 1 train", "launch 3", "launch 4", "read 3",
-        "log 3 train", "launch 5", "launch 6", "launch 7",
+        "launch 1", "launch 2", "read 1", "log 1 train", "launch 3", "launch 4", "read 2",
+        "read 3", "log 3 train", "launch 5", "launch 6",
     ]  # fmt: skip
-    assert [e for e in events if e.startswith("read ") and e != "read state"] == [
-        "read 1", "read 3", "read 6",
+    assert events[events.index("launch 7") :][:5] == [
+        "launch 7", "read 4", "read 5", "read 6", "log 6 train",
     ]  # fmt: skip
 
 
@@ -231,7 +237,8 @@ def test_a_hook_reads_scalars_state_and_gradients():
         config=ours.config, state=ours.state(), progress=Progress(), train_step=ours.step,
         batches=iter([ours.put(b) for b in random_batches(ours.config, 2)]), samples_per_step=8,
         evaluate=None, checkpoints=Checkpoints([], 100),
-        tracker=Tracker([], 100, 256, 0, 2), hooks=runner,
+        tracker=Tracker([], Work(256), Start(), 2),
+        profiler=Profiler(ours.config.profiling, Path()), hooks=runner,
     )  # fmt: skip
     assert trainer.train(Signals()) is Exit.COMPLETED
     loss, grad_norm, norm, lr, _ = seen[0]
@@ -244,7 +251,7 @@ def test_a_hook_reads_scalars_state_and_gradients():
 def test_the_transfer_guard_agrees():
     ours = setup(tiny_config())
     state, batches = ours.state(), [ours.put(b) for b in random_batches(ours.config, 3)]
-    tracker = Tracker([], 1000, 256, 1, 10**9)
+    tracker = Tracker([Outlet("it", None, 1000)], Work(256), Start(step=1), 10**9)
     with jax.transfer_guard_device_to_host("disallow"):
         for step, batch in enumerate(batches, 2):
             state, metrics = ours.step(state, batch, None)

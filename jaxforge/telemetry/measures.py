@@ -1,0 +1,115 @@
+"""Metrics that are computed on the host: speed, memory, moving averages.
+
+`docs/metrics.md` lists every name with its unit and formula.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+import jax
+
+from jaxforge.config.job import JobConfig
+from jaxforge.telemetry import flops
+from jaxforge.telemetry.sinks import Metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one update takes, and what the devices could do.
+
+    Attributes:
+        tokens: tokens of one update, over all devices.
+        flops: model FLOPs of a token in KempnerForge's convention.
+        causal_flops: the same in Megatron's.
+        n_devices: devices of the whole job.
+        peak_tflops: of one device; None if it is not known.
+    """
+
+    tokens: int
+    flops: float = 0.0
+    causal_flops: float = 0.0
+    n_devices: int = 1
+    peak_tflops: float | None = None
+
+    @classmethod
+    def of(cls, config: JobConfig, tokens: int) -> "Work":
+        """The work of a config on the devices of this job."""
+        return cls(
+            tokens,
+            flops.flops_per_token(config.model, config.train.seq_len),
+            flops.causal_flops_per_token(config.model, config.train.seq_len),
+            jax.device_count(),
+            config.metrics.peak_tflops or flops.peak_tflops(jax.devices()[0].device_kind),
+        )
+
+    def speed(self, seconds: float) -> Metrics:
+        """`train/*` of an update that takes `seconds`; MFU only where the peak is known."""
+        rate = self.tokens / seconds
+        speed = {
+            "train/tokens_per_sec": rate,
+            "train/step_time_sec": seconds,
+            "train/tflops_per_device": self._tflops(self.causal_flops, rate),
+        }
+        if self.peak_tflops is None:
+            return speed
+        return speed | {
+            "train/mfu": self._tflops(self.flops, rate) / self.peak_tflops,
+            "train/mfu_causal": self._tflops(self.causal_flops, rate) / self.peak_tflops,
+        }
+
+    def _tflops(self, flops_per_token: float, rate: float) -> float:
+        return flops_per_token * rate / 1e12 / self.n_devices
+
+
+_GB = 1024**3
+_MEMORY = {
+    "gpu/allocated_gb": "bytes_in_use",
+    "gpu/peak_gb": "peak_bytes_in_use",
+    "gpu/reserved_gb": "pool_bytes",
+    "gpu/total_gb": "bytes_limit",
+}
+
+
+def memory(devices: Iterable[jax.Device]) -> Metrics:
+    """`gpu/*` in GiB, each of the device where it is largest; empty where devices do not tell.
+
+    The allocator answers, on the host: no device is waited for.
+    """
+    stats = [found for device in devices if (found := device.memory_stats())]
+    gb = {
+        name: max(one[key] for one in stats) / _GB
+        for name, key in _MEMORY.items()
+        if stats and all(key in one for one in stats)
+    }
+    if gb.get("gpu/total_gb") and "gpu/peak_gb" in gb:
+        gb["gpu/mem_utilization"] = gb["gpu/peak_gb"] / gb["gpu/total_gb"]
+    return gb
+
+
+class Smoothed:
+    """Moving averages as in KempnerForge: the first value, then 0.1 new + 0.9 old at every step."""
+
+    def __init__(self) -> None:
+        self._values: Metrics = {}
+
+    def update(self, losses: Sequence[float], steps: int, speed: Metrics) -> Metrics:
+        """Takes the steps since the last update; returns `smoothed/*`.
+
+        Args:
+            losses: of these steps; those that are not finite do not count.
+            steps: how many they are.
+            speed: `Work.speed` of their mean time, which stands for each of them.
+        """
+        for loss in losses:
+            if math.isfinite(loss):
+                self._add("smoothed/loss", loss, 1)
+        for name in ("tokens_per_sec", "mfu", "step_time"):
+            value = speed.get(f"train/{'step_time_sec' if name == 'step_time' else name}")
+            if value is not None:
+                self._add(f"smoothed/{name}", value, steps)
+        return dict(self._values)
+
+    def _add(self, name: str, value: float, times: int) -> None:
+        old = self._values.get(name, value)
+        self._values[name] = value + 0.9**times * (old - value)

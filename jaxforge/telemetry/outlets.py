@@ -1,0 +1,138 @@
+"""Sinks with their intervals, and what happens when one fails: the run goes on.
+
+Every process has the same outlets, for they decide when metrics are read; only process 0 has the
+sinks behind them.
+"""
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from jaxforge.config.job import JobConfig
+from jaxforge.config.metrics import MetricsConfig
+from jaxforge.errors import UserError
+from jaxforge.telemetry.sinks import JsonlSink, LineSink, LiveSink, Metrics, Sink
+from jaxforge.telemetry.tensorboard import TensorBoardSink
+from jaxforge.telemetry.wandb import WandbSink
+
+log = logging.getLogger(__name__)
+
+PATIENCE = 3
+"""Failures in a row after which a sink is switched off."""
+
+
+class Outlet:
+    """A sink that is written every so many steps, and that stops nothing when it fails.
+
+    Args:
+        name: for messages.
+        sink: None where there is nothing to write to.
+        interval: steps between writes.
+    """
+
+    def __init__(self, name: str, sink: Sink | None, interval: int) -> None:
+        self._name, self._sink, self._interval = name, sink, interval
+        self._failures = 0
+
+    def due(self, step: int) -> bool:
+        """Whether `step` is a multiple of the interval, sink or no sink."""
+        return step % self._interval == 0
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Writes, or says why it could not."""
+        if self._sink is None:
+            return
+        try:
+            self._sink.write(step, metrics)
+        except Exception as error:
+            self._failures += 1
+            self._tell(error)
+        else:
+            self._failures = 0
+
+    def close(self) -> None:
+        """Closes the sink; what comes afterwards is dropped."""
+        sink, self._sink = self._sink, None
+        try:
+            if sink is not None:
+                sink.close()
+        except Exception as error:
+            log.warning("%s could not be closed: %s", self._name, _reason(error))
+
+    def _tell(self, error: Exception) -> None:
+        if self._failures == 1:
+            log.warning("%s takes no metrics: %s; the run goes on", self._name, _reason(error))
+        if self._failures == PATIENCE:
+            log.error("%s is switched off until the next start: it failed %d times in a row, "
+                      "lastly with %s", self._name, PATIENCE, _reason(error))  # fmt: skip
+            self.close()
+
+
+def open_outlets(console: Console, config: JobConfig, run_id: str, step: int) -> list[Outlet]:
+    """Every place that `[metrics]` names.
+
+    Args:
+        console: where the user looks.
+        config: the run's.
+        run_id: names the run in W&B.
+        step: the step that the run goes on from.
+
+    Raises:
+        UserError: a sink cannot work as it is set up.
+    """
+    metrics, run = config.metrics, Path(config.checkpoint.dir)
+
+    def watched() -> Sink:
+        if console.is_terminal:
+            return LiveSink(console, step, config.train.max_steps)
+        return LineSink(console)
+
+    def outlet(name: str, sink: Callable[[], Sink], interval: int | None = None) -> Outlet:
+        return _open(name, sink, interval or metrics.log_interval)
+
+    outlets = [
+        outlet("metrics.jsonl", lambda: JsonlSink(run / "metrics.jsonl", step)),
+        outlet("the console", watched),
+    ]
+    if metrics.enable_tensorboard:
+        events = run / metrics.tensorboard_dir
+        interval = metrics.tensorboard_interval
+        outlets.append(outlet("TensorBoard", lambda: TensorBoardSink(events, step), interval))
+    if metrics.enable_wandb:
+        interval = metrics.wandb_interval
+        outlets.append(outlet("W&B", lambda: WandbSink(run, config, run_id), interval))
+    return outlets
+
+
+def _open(name: str, sink: Callable[[], Sink], interval: int) -> Outlet:
+    if jax.process_index() != 0:
+        return Outlet(name, None, interval)
+    try:
+        return Outlet(name, sink(), interval)
+    except UserError:
+        raise
+    except Exception as error:
+        log.error("%s gets no metrics until the next start: %s", name, _reason(error))
+        return Outlet(name, None, interval)
+
+
+def check_libraries(config: MetricsConfig) -> None:
+    """Refuses, before anything is done, sinks whose library is not installed.
+
+    Raises:
+        UserError: names the library and what installs it.
+    """
+    for key, library in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
+        if getattr(config, f"enable_{key}") and importlib.util.find_spec(library) is None:
+            raise UserError(
+                f"metrics.enable_{key} = true needs {library}: pip install 'jaxforge[{key}]', "
+                f"or set metrics.enable_{key} = false"
+            )
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

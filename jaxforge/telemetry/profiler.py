@@ -1,0 +1,85 @@
+"""A trace of a few steps, for TensorBoard's profile plugin, xprof or Perfetto."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import jax
+
+from jaxforge.config.profiling import ProfilingConfig
+from jaxforge.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+class Profiler:
+    """Traces the steps of `[profiling]`, in the processes that it names.
+
+    Steps count over the whole run. A run that resumes within the window traces the rest of it, one
+    that ends there closes the trace. A trace that fails stops nothing.
+
+    Args:
+        config: the section.
+        run: the run directory.
+
+    Raises:
+        UserError: a process is named that the job does not have.
+    """
+
+    def __init__(self, config: ProfilingConfig, run: Path) -> None:
+        self._config, self._directory = config, (run / config.trace_dir).absolute()
+        n = jax.process_count()
+        if config.enable and (absent := [host for host in config.hosts if host >= n]):
+            raise UserError(
+                f"profiling.hosts = {list(config.hosts)}: there is no process {absent[0]}; this "
+                f"job has {n}, numbered from 0"
+            )
+        self._enabled = config.enable and jax.process_index() in config.hosts
+        self._running = False
+
+    @contextlib.contextmanager
+    def around(
+        self, step: int, between_steps: Callable[[], AbstractContextManager[None]]
+    ) -> Iterator[None]:
+        """Marks a step for any trace; begins and ends our own with it.
+
+        Args:
+            step: its number.
+            between_steps: waits for the steps that are launched, then keeps what happens inside
+                out of their time.
+        """
+        inside = self._config.start_step <= step < self._config.end_step
+        if self._enabled and inside and not self._running:
+            with between_steps():
+                self._start(step)
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            yield
+        if self._running and step + 1 >= self._config.end_step:
+            with between_steps():
+                self.close()
+
+    def close(self) -> None:
+        """Ends the trace, if there is one, and writes it."""
+        if not self._running:
+            return
+        self._running = self._enabled = False
+        try:
+            jax.profiler.stop_trace()
+        except (RuntimeError, OSError) as error:
+            log.error("the trace is lost: %s", error)
+        else:
+            log.info("trace written to %s", self._directory)
+
+    def _start(self, step: int) -> None:
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = int(self._config.python_tracer)
+        try:
+            jax.profiler.start_trace(self._directory, profiler_options=options)
+        except (RuntimeError, OSError) as error:
+            self._enabled = False
+            log.error("no trace: %s", error)
+        else:
+            self._running = True
+            log.info("tracing from step %d on", step)

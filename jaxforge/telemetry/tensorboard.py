@@ -1,0 +1,58 @@
+"""Metrics as TensorBoard's event files."""
+
+import os
+import time
+from pathlib import Path
+
+from jaxforge.errors import UserError
+from jaxforge.telemetry.sinks import Metrics
+
+
+class TensorBoardSink:
+    """A new event file per start, written as metrics come.
+
+    Not through tensorboardX's `SummaryWriter`: its queue blocks for ever once its thread has died
+    of a full disk. This writes in the caller's thread, where a failure can be seen.
+
+    Args:
+        directory: of the event files.
+        resumed_step: the step that the run goes on from; TensorBoard forgets what earlier files
+            say of later steps.
+
+    Raises:
+        UserError: the directory cannot be written.
+    """
+
+    def __init__(self, directory: Path, resumed_step: int) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        self._event, self._summary = Event, Summary
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            # Names have whole seconds; two starts within one second are two processes.
+            self._file = EventsWriter(str(directory / "events"), f".{os.getpid()}")
+        except OSError as error:
+            raise UserError(
+                f"metrics.tensorboard_dir: {directory}: {error.strerror}; name a directory that "
+                "can be written"
+            ) from error
+        start = SessionLog(status=SessionLog.START)
+        self._file.write_event(
+            Event(wall_time=time.time(), step=resumed_step + 1, session_log=start)
+        )
+        self._file.flush()
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """One event with a scalar per metric, on its way to the disk when this returns."""
+        values = [
+            self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()
+        ]
+        summary = self._summary(value=values)
+        self._file.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()

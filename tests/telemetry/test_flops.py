@@ -1,0 +1,80 @@
+"""FLOPs against KempnerForge's and Megatron's own figures, and against the model itself."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.model.transformer import Model
+from jaxforge.telemetry import flops
+
+SEVEN_B = {
+    "dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "ffn_dim_multiplier": 1.3,
+    "vocab_size": 128256,
+}  # fmt: skip
+THIRTEEN_B = SEVEN_B | {"dim": 5120, "n_layers": 40, "n_heads": 40}
+DEBUG = {"dim": 256, "n_layers": 4, "n_heads": 4, "vocab_size": 32000}
+
+
+@pytest.mark.parametrize(
+    ("model", "seq_len", "expected"),
+    [(SEVEN_B, 4096, "5.1470e+10"), (THIRTEEN_B, 4096, "9.5166e+10"), (DEBUG, 512, "7.5891e+07")],
+)
+def test_kempnerforge_counts_the_same(model, seq_len, expected):
+    assert f"{flops.flops_per_token(ModelConfig(**model), seq_len):.4e}" == expected
+
+
+def test_llama_3_8b_at_8k_in_both_conventions():
+    model = ModelConfig(**SEVEN_B)  # 57.9 is torchtitan's figure, 51.5 Megatron-Bridge's
+    assert round(flops.flops_per_token(model, 8192) / 1e9, 1) == 57.9
+    assert round(flops.causal_flops_per_token(model, 8192) / 1e9, 1) == 51.5
+
+
+@pytest.mark.parametrize("activation", ["silu", "relu"])
+def test_the_model_multiplies_as_much(activation):
+    config = ModelConfig(
+        dim=64, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=96, ffn_hidden_dim=80,
+        activation=activation, max_seq_len=32, sdpa_backend="math",
+    )  # fmt: skip
+    model, seq_len = Model(config), 32
+
+    def logits(params, tokens):
+        return model.hidden(params, tokens) @ model.head(params).T
+
+    tokens = jax.ShapeDtypeStruct((1, seq_len), np.int32)
+    forward = matmul_flops(jax.make_jaxpr(logits)(model.abstract, tokens).jaxpr) / seq_len
+    looking_ahead = 6 * config.n_layers * config.dim * seq_len  # this kernel masks what it computed
+    assert 3 * forward == flops.causal_flops_per_token(config, seq_len) + looking_ahead
+    if activation == "silu":
+        assert 3 * forward == flops.flops_per_token(config, seq_len)
+
+
+def matmul_flops(jaxpr) -> int:
+    """2 m n k of every product in a program, as often as it runs."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            shape = eqn.invars[0].aval.shape
+            total += 2 * eqn.outvars[0].aval.size * int(np.prod([shape[i] for i in contracted]))
+        inner = sum(matmul_flops(sub) for sub in map(as_jaxpr, eqn.params.values()) if sub)
+        total += inner * eqn.params.get("length", 1)
+    return total
+
+
+def as_jaxpr(param):
+    return getattr(param, "jaxpr", param if hasattr(param, "eqns") else None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989), ("NVIDIA B200", 2250), ("NVIDIA GB200", 2500),
+        ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA GeForce RTX 4090", 330), ("TPU v4", 275),
+        ("TPU v5 lite", 197), ("TPU v5", 459), ("TPU v5p", 459), ("TPU v6 lite", 918),
+        ("TPU7x", 1153.5), ("cpu", None), ("NVIDIA GeForce GTX 1080", None),
+    ],
+)  # fmt: skip
+def test_the_longest_name_in_the_kind_decides(kind, peak):
+    assert flops.peak_tflops(kind) == peak

@@ -1,0 +1,67 @@
+"""Which steps are in a trace."""
+
+import contextlib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxforge.config.profiling import ProfilingConfig
+from jaxforge.errors import UserError
+from jaxforge.telemetry.profiler import Profiler
+
+
+def steps_in(trace: Path) -> list[int]:
+    data = jax.profiler.ProfileData.from_file(str(trace))
+    events = (event for plane in data.planes for line in plane.lines for event in line.events)
+    return [dict(event.stats)["step_num"] for event in events if event.name == "train"]
+
+
+def run(directory, steps, **options):
+    """Runs tiny steps; returns the steps in each trace that was written."""
+    options = {"enable": True, "start_step": 3, "end_step": 5, **options}
+    profiler = Profiler(ProfilingConfig(**options), directory)
+    step_function = jax.jit(lambda x: x + 1)
+
+    @contextlib.contextmanager
+    def between_steps():
+        jax.block_until_ready(x)
+        yield
+
+    x = jnp.zeros(())
+    for step in steps:
+        with profiler.around(step, between_steps):
+            x = step_function(x)
+    profiler.close()
+    return [steps_in(path) for path in directory.glob("traces/plugins/profile/*/*.xplane.pb")]
+
+
+@pytest.mark.parametrize(
+    ("steps", "traced"),
+    [
+        (range(1, 8), [[3, 4]]),
+        (range(4, 8), [[4]]),  # resumed within the window
+        (range(5, 8), []),
+        (range(1, 4), [[3]]),  # ended within it
+    ],
+)
+def test_the_window_is_of_the_whole_run(tmp_path, steps, traced):
+    assert run(tmp_path, steps, trace_dir="traces") == traced
+
+
+def test_processes_that_are_not_named_write_nothing(tmp_path):
+    assert run(tmp_path, range(1, 8), trace_dir="traces", hosts=[]) == []
+
+
+def test_a_process_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"profiling.hosts = \[0, 3\]: there is no process 3"):
+        Profiler(ProfilingConfig(enable=True, hosts=(0, 3)), tmp_path)
+
+
+def test_a_trace_that_cannot_start_stops_nothing(tmp_path):
+    jax.profiler.start_trace(tmp_path / "theirs")  # there can be one only
+    try:
+        assert run(tmp_path, range(1, 8), trace_dir="traces") == []
+    finally:
+        jax.profiler.stop_trace()

@@ -1,0 +1,79 @@
+"""A run with every sink, stopped and resumed, as a user starts it."""
+
+import re
+import shutil
+import types
+
+import pytest
+
+from jaxforge.telemetry.measures import Work, memory
+from tests.processes.conftest import ROOT, Run
+from tests.telemetry.readers import events, wandb_history, wandb_records
+from tests.telemetry.test_profiler import steps_in
+
+pytestmark = pytest.mark.processes
+
+ALL = [
+    "--metrics.enable_tensorboard", "--metrics.enable_wandb", "--metrics.log_interval=5",
+    "--metrics.tensorboard_interval=4", "--metrics.wandb_interval=3", "--profiling.enable",
+    "--profiling.start_step=11", "--profiling.end_step=15",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """12 steps, the checkpoint of the last one lost, then on to 16 from step 10."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        run = Run(tmp_path_factory.mktemp("sinks"), "run")
+        run.finish(*ALL, "--train.max_steps=12", "--metrics.wandb_run_id=ours")
+        shutil.rmtree(run.directory / "checkpoints" / "step_12")
+        run.finish(*ALL, "--train.max_steps=16")
+    return run
+
+
+def test_every_sink_has_the_steps_of_its_interval(run):
+    assert [line["step"] for line in run.lines()] == [1, 5, 10, 15, 16]
+    points = [e.step for e in events(run.directory / "tb_logs") if e.summary.value]
+    assert points == [1, 4, 8, 12, 12, 16]
+    assert [list(wandb_history(records)) for records in starts(run)] == [
+        [1, 3, 6, 9, 12], [12, 15, 16],
+    ]  # fmt: skip
+
+
+def test_every_sink_has_the_same_values(run):
+    (line,) = [line for line in run.lines() if line["step"] == 16]
+    (event,) = [e for e in events(run.directory / "tb_logs") if e.step == 16]
+    points = {value.tag: value.simple_value for value in event.summary.value}
+    row = wandb_history(starts(run)[1])[16]
+    for name in ("train/loss", "train/grad_norm", "train/lr", "smoothed/loss", "train/tokens"):
+        assert points[name] == pytest.approx(line[name])
+        assert row[name] == line[name]
+    assert points.keys() == line.keys() - {"step", "time"}
+
+
+def test_the_resumed_run_is_the_same_one_in_wandb_and_rewinds_tensorboard(run):
+    ids = [r.run.run_id for records in starts(run) for r in records if r.HasField("run")]
+    assert ids == ["ours", "ours"]  # the second time from the checkpoint
+    rewinds = [e for e in events(run.directory / "tb_logs") if e.HasField("session_log")]
+    assert [e.step for e in rewinds] == [1, 11]
+
+
+def test_the_trace_has_the_steps_of_the_window(run):
+    traces = (run.directory / "profiler_traces").glob("plugins/profile/*/*.xplane.pb")
+    assert sorted(map(steps_in, traces)) == [[11, 12], [11, 12, 13, 14]]
+
+
+def test_the_documentation_lists_every_metric(run):
+    stats = dict.fromkeys(("bytes_in_use", "peak_bytes_in_use", "pool_bytes", "bytes_limit"), 1)
+    device = types.SimpleNamespace(memory_stats=lambda: stats)
+    logged = {name for line in run.lines() for name in line} - {"step", "time"}
+    logged |= Work(1, peak_tflops=1.0).speed(1.0).keys() | memory([device]).keys()
+    logged |= {"smoothed/mfu"}
+    table = (ROOT / "docs" / "metrics.md").read_text().partition("##")[0]
+    listed = set(re.findall(r"^\| `([a-z_/]+)` \|", table, re.MULTILINE))
+    assert {name for name in listed if not name.startswith("eval/")} == logged
+
+
+def starts(run):
+    return [wandb_records(path) for path in sorted(run.directory.glob("wandb/offline-run-*"))]

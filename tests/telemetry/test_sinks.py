@@ -1,0 +1,116 @@
+"""TensorBoard and W&B, read back from their files; a resumed run goes on in both."""
+
+import importlib.util
+import io
+
+import pytest
+import wandb
+from rich.console import Console
+
+from jaxforge.config.metrics import MetricsConfig
+from jaxforge.errors import UserError
+from jaxforge.telemetry.outlets import check_libraries, open_outlets
+from jaxforge.telemetry.tensorboard import TensorBoardSink
+from jaxforge.telemetry.wandb import WandbSink
+from tests.conftest import tiny_config
+from tests.telemetry.readers import events, wandb_history, wandb_records
+
+
+def config_in(directory, **metrics):
+    return tiny_config(metrics=metrics, checkpoint={"dir": str(directory)})
+
+
+def test_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path):
+    first = TensorBoardSink(tmp_path, 0)
+    first.write(10, {"train/loss": 3.0, "train/lr": 0.5})
+    first.write(15, {"train/loss": 2.5})  # read while the file is open: a kill loses nothing
+    written = events(tmp_path)
+    first.close()
+    assert [(e.step, {v.tag: v.simple_value for v in e.summary.value}) for e in written[2:]] == [
+        (10, {"train/loss": 3.0, "train/lr": 0.5}),
+        (15, {"train/loss": 2.5}),
+    ]
+    second = TensorBoardSink(tmp_path / "resumed", 10)
+    second.write(15, {"train/loss": 2.4})
+    second.close()
+    version, start, again = events(tmp_path / "resumed")
+    assert version.file_version == "brain.Event:2"  # from which on TensorBoard honours the next
+    assert (start.step, start.session_log.status) == (11, start.session_log.START)
+    assert again.step == 15
+
+
+@pytest.fixture
+def wandb_environment(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))  # no netrc
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    yield monkeypatch
+    wandb.teardown()  # what it read of the environment goes with its process
+
+
+def test_wandb_offline_goes_on_in_the_same_run(tmp_path, wandb_environment):
+    wandb_environment.setenv("WANDB_MODE", "offline")
+    config = config_in(tmp_path, enable_wandb=True, wandb_project="ours", wandb_run_name="long")
+    for start in (0, 10):  # each with files of its own: W&B names them by the second
+        sink = WandbSink(tmp_path / str(start), config, "abc123")
+        sink.write(start + 5, {"train/loss": 3.0 - start / 10})
+        sink.write(start + 5, {"eval/loss": 4.0})
+        sink.close()
+    wandb.teardown()  # `finish` returns before the file is written; the end of a process waits
+    runs = sorted(tmp_path.glob("*/wandb/offline-run-*"))
+    records = [wandb_records(run) for run in runs]
+    about = [record.run for both in records for record in both if record.HasField("run")]
+    assert [(r.run_id, r.project, r.display_name) for r in about] == [
+        ("abc123", "ours", "long")
+    ] * 2
+    assert '"dim":64' in {u.key: u.value_json for u in about[0].config.update}["model"]
+    assert [
+        {step: {k: row[k] for k in ("train/loss", "eval/loss")} for step, row in history.items()}
+        for history in map(wandb_history, records)
+    ] == [{5: {"train/loss": 3.0, "eval/loss": 4.0}}, {15: {"train/loss": 2.0, "eval/loss": 4.0}}]
+
+
+def test_wandb_that_is_not_set_up_stops_before_anything_runs(tmp_path, wandb_environment):
+    wandb_environment.setenv("WANDB_MODE", "online")
+    with pytest.raises(UserError, match=r"metrics.enable_wandb = true: .*WANDB_MODE=offline"):
+        WandbSink(tmp_path, config_in(tmp_path), "abc")
+
+
+@pytest.mark.parametrize(("key", "library"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
+def test_a_library_that_is_missing_is_named_with_its_extra(monkeypatch, key, library):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == library else 1)
+    check_libraries(MetricsConfig())
+    with pytest.raises(UserError, match=rf"needs {library}: pip install 'jaxforge\[{key}\]'"):
+        check_libraries(MetricsConfig.model_validate({f"enable_{key}": True}))
+
+
+def test_intervals_are_each_sinks_own_and_by_default_log_interval(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxforge.telemetry.outlets.WandbSink", lambda *arguments: None)
+    for given, expected in (({}, 6), ({"tensorboard_interval": 4, "wandb_interval": 4}, 4)):
+        config = config_in(
+            tmp_path, log_interval=6, enable_tensorboard=True, enable_wandb=True, **given
+        )
+        outlets = open_outlets(Console(file=io.StringIO()), config, "id", 0)
+        due = [next(step for step in range(1, 13) if outlet.due(step)) for outlet in outlets]
+        for outlet in outlets:
+            outlet.close()
+        assert due == [6, 6, expected, expected]
+
+
+def test_a_directory_that_cannot_be_written_is_a_mistake_of_the_user(tmp_path):
+    (tmp_path / "file").touch()
+    config = config_in(tmp_path, enable_tensorboard=True, tensorboard_dir="file/inside")
+    with pytest.raises(UserError, match=r"metrics.tensorboard_dir: .*file/inside: Not a directory"):
+        open_outlets(Console(file=io.StringIO()), config, "id", 0)
+
+
+def test_a_service_that_does_not_answer_is_done_without(tmp_path, monkeypatch):
+    def no_network(*arguments):
+        raise TimeoutError("no answer")
+
+    monkeypatch.setattr("jaxforge.telemetry.outlets.WandbSink", no_network)
+    config = config_in(tmp_path, enable_wandb=True)
+    *others, silent = open_outlets(Console(file=io.StringIO()), config, "id", 0)
+    assert len(others) == 2
+    silent.write(1, {"train/loss": 1.0})
+    assert silent.due(10)

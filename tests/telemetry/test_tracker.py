@@ -1,0 +1,219 @@
+"""What is logged when and where, with a clock that the test turns."""
+
+import logging
+import math
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from jaxforge.telemetry import measures
+from jaxforge.telemetry.measures import Work
+from jaxforge.telemetry.outlets import Outlet
+from jaxforge.telemetry.sinks import format_line
+from jaxforge.telemetry.tracker import Start, Tracker
+
+
+class Kept:
+    """A sink that keeps what it gets."""
+
+    def __init__(self, fails=()):
+        self.lines, self.fails, self.closed = {}, set(fails), False
+
+    def write(self, step, metrics):
+        if step in self.fails:
+            raise OSError(28, "No space left on device")
+        self.lines[step] = metrics
+
+    def close(self):
+        self.closed = True
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(
+        "jaxforge.telemetry.tracker.time", types.SimpleNamespace(perf_counter=clock)
+    )
+    return clock
+
+
+@pytest.fixture
+def messages(caplog, monkeypatch):
+    logger = logging.getLogger("jaxforge")
+    monkeypatch.setattr(logger, "propagate", False)  # as a run has it
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+def scalars(loss=1.0, skipped=0):
+    values = {"loss": loss, "grad_norm": 2.0, "lr": 0.5, "skipped": skipped, "consecutive": 0}
+    return {name: np.float32(value) for name, value in values.items()}
+
+
+def run(tracker, clock, steps, seconds=2.0, wait=0.5, losses=None):
+    """Steps of which each takes `seconds`, `wait` of them for data."""
+    tracker.start_clock()
+    for step in steps:
+        with tracker.waiting_for_data():
+            clock.now += wait
+        tracker.end_step(step, scalars(losses[step - 1] if losses else 1.0))
+        clock.now += (seconds(step) if callable(seconds) else seconds) - wait
+    tracker.close()
+
+
+def test_each_sink_has_its_own_interval_and_means_over_it(clock):
+    often, seldom = Kept(), Kept()
+    tracker = Tracker(
+        [Outlet("a", often, 2), Outlet("b", seldom, 5)], Work(tokens=100), Start(), last_step=11
+    )
+    # The clock is read when a step's metrics have arrived: here, when the next has been launched.
+    run(tracker, clock, range(1, 12), seconds=lambda step: float(step))
+    assert list(often.lines) == [1, 2, 4, 6, 8, 10, 11]
+    assert list(seldom.lines) == [1, 5, 10, 11]
+    assert often.lines[10]["train/step_time_sec"] == pytest.approx((9 + 10) / 2)
+    assert seldom.lines[10]["train/step_time_sec"] == pytest.approx((6 + 7 + 8 + 9 + 10) / 5)
+    assert seldom.lines[10]["train/tokens_per_sec"] == pytest.approx(100 / 8)
+    assert often.closed
+    assert seldom.closed
+
+
+def test_waiting_for_data_is_counted_and_pauses_are_not(clock):
+    sink = Kept()
+    tracker = Tracker([Outlet("a", sink, 4)], Work(100), Start(step=4), 10**9)
+    tracker.start_clock()
+    for step, wait in ((5, 0.1), (6, 0.1), (7, 0.1), (8, 0.5), (9, 7.0)):
+        with tracker.waiting_for_data():
+            clock.now += wait
+        tracker.end_step(step, scalars())
+        if step == 6:
+            with tracker.paused():
+                clock.now += 100.0
+    assert sink.lines[8]["train/data_wait_sec"] == pytest.approx(0.2)  # not step 9's
+    assert sink.lines[8]["train/step_time_sec"] < 7
+
+
+def test_the_smoothed_loss_is_that_of_every_step_whatever_the_interval(clock):
+    rng = np.random.default_rng(0)
+    losses = list(rng.normal(size=40) + 5)
+    losses[6] = math.nan  # a skipped step
+    expected = None
+    for loss in losses:
+        if math.isfinite(loss):
+            expected = loss if expected is None else 0.1 * loss + 0.9 * expected
+    for interval in (1, 7, 40):
+        sink = Kept()
+        tracker = Tracker([Outlet("a", sink, interval)], Work(100), Start(), 40)
+        run(tracker, clock, range(1, 41), losses=losses)
+        assert sink.lines[40]["smoothed/loss"] == pytest.approx(expected, rel=1e-6)
+        assert sink.lines[40]["smoothed/step_time"] == pytest.approx(2.0, rel=0.05)
+
+
+def test_the_smoothed_speed_takes_the_mean_of_an_interval_for_each_of_its_steps():
+    smoothed = measures.Smoothed()
+    smoothed.update([1.0], 1, {"train/tokens_per_sec": 10.0, "train/step_time_sec": 3.0})
+    got = smoothed.update([1.0] * 3, 3, {"train/tokens_per_sec": 20.0, "train/step_time_sec": 1.0})
+    expected = 10.0
+    for _ in range(3):
+        expected = 0.1 * 20 + 0.9 * expected
+    assert got["smoothed/tokens_per_sec"] == pytest.approx(expected)
+    assert "smoothed/mfu" not in got
+
+
+def test_tokens_are_those_of_applied_updates(clock):
+    sink = Kept()
+    start = Start(step=10, tokens=900, skipped=1)
+    tracker = Tracker([Outlet("a", sink, 1)], Work(100), start, 10**9)
+    tracker.end_step(11, scalars(skipped=1))
+    tracker.end_step(12, scalars(skipped=2))
+    tracker.close()
+    assert [sink.lines[step]["train/tokens"] for step in (11, 12)] == [1000, 1000]
+
+
+def test_a_failing_sink_stops_neither_the_run_nor_the_others(clock, messages):
+    broken, whole = Kept(fails={1, 2, 4, 5, 6, 7}), Kept()
+    outlets = [Outlet("broken", broken, 1), Outlet("whole", whole, 1)]
+    run(Tracker(outlets, Work(100), Start(), 8), clock, range(1, 9))
+    assert list(whole.lines) == list(range(1, 9))
+    assert list(broken.lines) == [3]  # tried again after a failure, given up after three in a row
+    assert broken.closed
+    reasons = [record.getMessage() for record in messages.records]
+    assert len(reasons) == 3
+    assert reasons[0].startswith("broken takes no metrics: OSError: [Errno 28] No space left")
+    assert reasons[2].startswith("broken is switched off until the next start: it failed 3 times")
+
+
+def test_a_sink_that_cannot_be_closed_stops_nothing(messages):
+    class Stuck(Kept):
+        def close(self):
+            raise RuntimeError("no network")
+
+    after = Kept()
+    Tracker([Outlet("x", Stuck(), 1), Outlet("y", after, 1)], Work(1), Start(), 1).close()
+    assert after.closed
+    assert "x could not be closed: RuntimeError: no network" in messages.text
+
+
+def test_a_process_without_sinks_reads_at_the_same_steps():
+    """Otherwise it would notice later than process 0 that the run has given up."""
+    tracker = Tracker([Outlet("a", None, 3)], Work(100), Start(), 10**9)
+    seen = []
+    for step in range(1, 8):
+        tracker.end_step(step, scalars() | {"consecutive": step})
+        seen.append(tracker.consecutive_bad)
+    assert seen == [0, 1, 1, 3, 3, 3, 6]
+
+
+def test_speed_in_both_conventions_and_no_mfu_without_a_peak():
+    work = Work(tokens=1000, flops=4e9, causal_flops=3e9, n_devices=2, peak_tflops=8.0)
+    speed = work.speed(0.5)
+    assert speed == {
+        "train/tokens_per_sec": 2000,
+        "train/step_time_sec": 0.5,
+        "train/tflops_per_device": 3.0,
+        "train/mfu": 0.5,
+        "train/mfu_causal": 0.375,
+    }
+    unknown = Work(tokens=1000, flops=4e9, causal_flops=3e9, n_devices=2).speed(0.5)
+    assert unknown.keys() == speed.keys() - {"train/mfu", "train/mfu_causal"}
+
+
+def test_memory_is_that_of_the_fullest_device_and_hidden_where_unknown():
+    assert measures.memory(jax.devices()) == {}  # CPUs do not tell
+
+    def device(used, peak, **more):
+        stats = {"bytes_in_use": used * 2**30, "peak_bytes_in_use": peak * 2**30,
+                 "bytes_limit": 80 * 2**30, **more}  # fmt: skip
+        return types.SimpleNamespace(memory_stats=lambda: stats)
+
+    assert measures.memory([device(10, 40), device(20, 30)]) == {
+        "gpu/allocated_gb": 20, "gpu/peak_gb": 40, "gpu/total_gb": 80, "gpu/mem_utilization": 0.5,
+    }  # fmt: skip
+    assert measures.memory([device(1, 2, pool_bytes=60 * 2**30)])["gpu/reserved_gb"] == 60
+
+
+def test_the_line_is_kempnerforges():
+    metrics = {
+        "train/step_time_sec": 3.134, "gpu/peak_gb": 80.71, "gpu/total_gb": 140.4,
+        "train/mfu": 0.5449, "train/tokens_per_sec": 10471.4, "train/grad_norm": 1.2345,
+        "train/lr": 3e-4, "train/loss": 5.02131,
+    }  # fmt: skip
+    line = format_line(10, metrics)
+    assert line == (
+        "[step 10] loss=5.0213 | lr=3.00e-04 | grad_norm=1.234 | tok/s=10,471 | mfu=54.5% | "
+        "mem=80.7/140GB | step_time=3.13s"
+    )
+    del metrics["gpu/peak_gb"], metrics["train/mfu"]
+    assert format_line(10, metrics).endswith("tok/s=10,471 | step_time=3.13s")
+    assert format_line(10, {"eval/loss": 2.0, "eval/wiki/perplexity": 7.389}) == (
+        "[step 10] eval_loss=2.0000 | eval_wiki_perplexity=7.39"
+    )
