@@ -1,82 +1,94 @@
 """`python -m jaxforge.generate RUN --prompt TEXT [--prompt TEXT ...]`: text from a trained model.
 
-RUN is a run directory, or one of its checkpoints (`RUN/checkpoints/step_100`).
+RUN is a run directory, or one of its checkpoints (`RUN/checkpoints/step_100`). Settings such as
+`--distributed.tp=2` lay the model out over several devices; by default all take part (`dp_shard`).
 """
 
 import argparse
-import dataclasses
+import contextlib
 import functools
+import itertools
+import json
+import logging
+import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import jax
 from rich.console import Console
 
-from jaxforge import run_directory
-from jaxforge.checkpoint.manager import Checkpoints, find
+from jaxforge import inference, run_directory
 from jaxforge.cli import run_main
-from jaxforge.config.job import JobConfig
+from jaxforge.data.prompts import RESULTS, Prompt, read_prompts
 from jaxforge.data.tokenizer import Tokenizer
 from jaxforge.errors import UserError
-from jaxforge.model.sampling import Sampling, generate
-from jaxforge.model.transformer import Model, Params, build_model, matmul_precision
+from jaxforge.model.decoding import Completion, Decoder
+from jaxforge.model.sampling import Sampling
+from jaxforge.parallel import multihost
 from jaxforge.telemetry.console import setup_logging
 
+log = logging.getLogger("jaxforge.generate")  # not __name__, which is __main__ under `python -m`
+
+Record = dict[str, Any]
+"""A prompt with its fields, and what it was continued with."""
+
 _REPLACEMENT = "�"  # what an unfinished character decodes to
+_WINDOW = 8  # batches among which prompts are sorted by length; results wait for so many at most
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints each prompt with its continuation; a single one appears as it is generated."""
-    args = _parser().parse_args(argv)
+    """Prints prompts with their continuations, or writes them down as JSON Lines."""
+    args, overrides = _parser().parse_known_args(argv)
     how = _sampling(args)
     setup_logging(Console(stderr=True))
-    run, step = find(Path(args.run))
-    config, tokenizer = run_directory.read_config(run), run_directory.read_tokenizer(run)
-    prompts = [_encode(tokenizer, text, config, args.max_tokens) for text in args.prompt or [""]]
-    model = build_model(config)
-    params = load_params(run, step, config, model)
+    multihost.initialize()
+    prompts = _prompts(args)
+    trained = inference.open_run(Path(args.run), overrides, step=args.step)
+    tokenizer = run_directory.read_tokenizer(trained.run)
+    limit = trained.config.model.max_seq_len
+    ids = [_encode(tokenizer, prompt, limit, args.max_tokens) for prompt in prompts]
     eos_id = None if args.ignore_eos else tokenizer.eos_id
-    turns = generate(model, params, prompts, args.max_tokens, how, eos_id=eos_id, seed=args.seed)
-    printers = [_Printer(tokenizer, prompt, live=len(prompts) == 1) for prompt in prompts]
-    with matmul_precision(config):
-        for tokens in turns:
-            for printer, token in zip(printers, tokens, strict=True):
-                if token is not None:
-                    printer.add(token)
-    for number, printer in enumerate(printers, 1):
-        if len(printers) > 1:
-            print(f"--- {number}")
-        printer.finish()
+    rows = min(args.batch_size, len(prompts))
+    how = how._replace(vocab_size=tokenizer.vocab_size)
+    with trained.in_use() as params:
+        decoder = Decoder(trained.model, params, args.max_tokens, how, eos_id, args.seed,
+                          trained.mesh, rows)  # fmt: skip
+        if args.prompts or args.output:
+            _write(args.output, _results(decoder, prompts, ids, tokenizer))
+        elif len(prompts) == 1:
+            _stream(decoder, ids[0], tokenizer)
+        else:
+            _print(_results(decoder, prompts, ids, tokenizer))
     return 0
-
-
-def load_params(run: Path, step: int, config: JobConfig, model: Model) -> Params:
-    """The parameters of a checkpoint, and nothing else, on the first device."""
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    like = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), model.abstract
-    )
-    checkpoints = Checkpoints(run, config.checkpoint, read_only=True)
-    params = checkpoints.restore_params(like, step)
-    checkpoints.close()
-    return params
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxforge.generate",
+        usage="%(prog)s RUN [options] [--section.key=value ...]",
         description="Continues prompts with a trained model.",
+        epilog="Settings of the run's config, such as --distributed.tp=2, may follow.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("run", help="run directory, or one of its checkpoints")
-    parser.add_argument("--prompt", action="append", help="text to continue; repeatable")
-    parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest token")
-    parser.add_argument("--top-k", type=int, default=0, help="keep the k likeliest; 0: all")
-    parser.add_argument("--top-p", type=float, default=1.0, help="keep this much probability")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after end-of-text")
+    add = parser.add_argument
+    add("run", metavar="RUN", help="run directory, or one of its checkpoints")
+    add("--step", type=int, help="the checkpoint to use; not set: the newest")
+    add("--prompt", action="append", help="text to continue; repeatable")
+    add("--prompts", metavar="FILE", type=Path,
+        help='text, a prompt a line; or .jsonl, objects with a "prompt"')  # fmt: skip
+    add("--output", metavar="FILE.jsonl", type=Path,
+        help="new file of results; with --prompts alone, they are printed")  # fmt: skip
+    add("--batch-size", type=int, default=32, help="prompts at a time")
+    add("--max-tokens", type=int, default=128, help="tokens to generate")
+    add("--temperature", type=float, default=1.0, help="0: the likeliest token")
+    add("--top-k", type=int, default=0, help="keep the k likeliest; 0: all")
+    add("--top-p", type=float, default=1.0, help="keep this much probability")
+    add("--seed", type=int, default=0, help="seed of the draws")
+    add("--ignore-eos", action="store_true", help="go on after end-of-text")
     return parser
 
 
@@ -86,54 +98,120 @@ def _sampling(args: argparse.Namespace) -> Sampling:
         ("top-k", args.top_k >= 0, "0 or more"),
         ("top-p", 0 < args.top_p <= 1, "above 0, at most 1"),
         ("max-tokens", args.max_tokens > 0, "1 or more"),
+        ("batch-size", args.batch_size > 0, "1 or more"),
     ):
         if not good:
             raise UserError(f"--{name}: expected {allowed}")
     return Sampling(args.temperature, args.top_k, args.top_p)
 
 
-def _encode(tokenizer: Tokenizer, text: str, config: JobConfig, max_tokens: int) -> list[int]:
+def _prompts(args: argparse.Namespace) -> list[Prompt]:
+    if args.prompts and args.prompt:
+        raise UserError("--prompt and --prompts exclude each other: add the texts to the file")
+    if args.output and args.output.exists():
+        raise UserError(f"--output {args.output} exists: name a new file, or remove it first")
+    if args.output and not args.output.parent.is_dir():
+        raise UserError(f"--output {args.output}: there is no directory {args.output.parent}")
+    if args.prompts:
+        return read_prompts(args.prompts)
+    return [Prompt(text, "--prompt") for text in args.prompt or [""]]
+
+
+def _encode(tokenizer: Tokenizer, prompt: Prompt, limit: int, max_tokens: int) -> list[int]:
     """Token ids of a prompt; an empty one starts from end-of-text, as every document does."""
-    ids = tokenizer.encode(text)
+    ids = tokenizer.encode(prompt.text)
     if not ids:
         if tokenizer.eos_id is None:
-            raise UserError("the tokenizer has no end-of-text token to start from; give a --prompt")
+            raise UserError(
+                f"{prompt.place}: the prompt is empty, and the tokenizer has no end-of-text token "
+                "to start from; give a text"
+            )
         ids = [tokenizer.eos_id]
-    limit = config.model.max_seq_len
     if len(ids) + max_tokens > limit:
         raise UserError(
-            f"a prompt of {len(ids)} tokens and --max-tokens {max_tokens} exceed "
+            f"{prompt.place}: a prompt of {len(ids)} tokens and --max-tokens {max_tokens} exceed "
             f"model.max_seq_len = {limit}; shorten the one or lower the other"
         )
     return ids
 
 
-@dataclasses.dataclass
-class _Printer:
-    """Text of one prompt and its continuation; live, characters appear once they are whole."""
+def _stream(decoder: Decoder, prompt: list[int], tokenizer: Tokenizer) -> None:
+    """Prints a prompt and its continuation as it comes: characters, once they are whole."""
+    ids, shown = list(prompt), 0
+    turns: Iterator[list[int | None]] = itertools.chain([[None]], decoder.stream([prompt]))
+    for (token,) in turns:
+        ids += [] if token is None else [token]
+        text = tokenizer.decode(ids)
+        if not text.endswith(_REPLACEMENT):
+            _say(text[shown:])
+            shown = len(text)
+    _say(tokenizer.decode(ids)[shown:] + "\n")
 
-    tokenizer: Tokenizer
-    ids: list[int]
-    live: bool
-    shown: int = 0
 
-    def __post_init__(self) -> None:
-        self.ids = list(self.ids)
-        self._show()
+def _results(
+    decoder: Decoder, prompts: Sequence[Prompt], ids: Sequence[list[int]], tokenizer: Tokenizer
+) -> Iterator[list[Record]]:
+    """Results in the order of the prompts, as many at a time as have become known."""
+    done: dict[int, Record] = {}
+    shown, tokens, start = 0, 0, time.perf_counter()
+    for numbers in _batches([len(prompt) for prompt in ids], decoder.rows):
+        completions = decoder.complete([ids[number] for number in numbers], numbers)
+        for number, completion in zip(numbers, completions, strict=True):
+            done[number] = _record(prompts[number], ids[number], completion, tokenizer)
+        end = next(number for number in itertools.count(shown) if number not in done)
+        yield [done.pop(number) for number in range(shown, end)]
+        shown, tokens = end, tokens + sum(len(completion.tokens) for completion in completions)
+    seconds = time.perf_counter() - start
+    log.info("%d prompts, %d tokens generated in %.1f s, compilation included: %.0f tokens/s",
+             len(ids), tokens, seconds, tokens / seconds)  # fmt: skip
 
-    def add(self, token: int) -> None:
-        self.ids.append(token)
-        self._show()
 
-    def finish(self) -> None:
-        print(self.tokenizer.decode(self.ids)[self.shown :])
+def _record(prompt: Prompt, ids: list[int], completion: Completion, tokenizer: Tokenizer) -> Record:
+    """The prompt's own fields, and `data.prompts.RESULTS`."""
+    text = tokenizer.decode([*ids, *completion.tokens])
+    continuation = text[len(tokenizer.decode(ids)) :]
+    values = (continuation, completion.tokens, completion.finish_reason)
+    return {"prompt": prompt.text, **prompt.fields, **dict(zip(RESULTS, values, strict=True))}
 
-    def _show(self) -> None:
-        text = self.tokenizer.decode(self.ids)
-        if self.live and not text.endswith(_REPLACEMENT):
-            sys.stdout.write(text[self.shown :])
-            sys.stdout.flush()
-            self.shown = len(text)
+
+def _batches(lengths: Sequence[int], rows: int) -> Iterator[list[int]]:
+    """Numbers of the prompts of each batch: of similar length, out of some batches in a row."""
+    for first in range(0, len(lengths), window := _WINDOW * rows):
+        numbers = range(first, min(first + window, len(lengths)))
+        by_length = sorted(numbers, key=lambda number: lengths[number])
+        yield from (by_length[i : i + rows] for i in range(0, len(by_length), rows))
+
+
+def _print(results: Iterator[list[Record]]) -> None:
+    for number, record in enumerate(itertools.chain.from_iterable(results), 1):
+        _say(f"--- {number}\n{record['prompt']}{record['completion']}\n")
+
+
+def _write(path: Path | None, results: Iterator[list[Record]]) -> None:
+    """A line a prompt: whole lines only, however the process ends."""
+    first = next(results)  # a failure before this leaves no empty file behind
+    with _open(path) as file:
+        for records in itertools.chain([first], results):
+            lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+            file.write("".join(lines).encode())
+            file.flush()
+
+
+def _open(path: Path | None) -> contextlib.AbstractContextManager[BinaryIO]:
+    if jax.process_index() > 0:
+        return open(os.devnull, "wb")
+    if path is None:
+        return contextlib.nullcontext(sys.stdout.buffer)
+    try:
+        return path.open("xb")
+    except OSError as error:
+        raise UserError(f"--output {path}: {error.strerror}") from error
+
+
+def _say(text: str) -> None:
+    if jax.process_index() == 0:
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

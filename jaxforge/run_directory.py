@@ -5,17 +5,21 @@ metrics.jsonl     an object per logged step (`telemetry.sinks.JsonlSink`)
 logs/             a log per process
 tokenizer/        a copy of the data's tokenizer, where there is one
 checkpoints/      `checkpoint.manager`
+tb_logs/          TensorBoard's files, with `metrics.enable_tensorboard`
+wandb/            W&B's files, with `metrics.enable_wandb`
+profiler_traces/  with `profiling.enable`
 """
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.load import load_config
-from jaxforge.data.tokenizer import Tokenizer, load_tokenizer
+from jaxforge.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 from jaxforge.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -35,16 +39,21 @@ def prepare(run: Path, config: JobConfig) -> None:
     try:
         run.mkdir(parents=True, exist_ok=True)
         _write_config(run, config)
-        source = _tokenizer_of(config)
+        source = tokenizer_of(config.data)
         if source is not None and not (run / _TOKENIZER).exists():
             load_tokenizer(source).save(run / _TOKENIZER)
     except OSError as error:
         raise UserError(f"checkpoint.dir = {run}: {error.strerror}") from error
 
 
-def read_config(run: Path) -> JobConfig:
-    """The config of a run."""
-    return load_config(run / _CONFIG)
+def read_config(run: Path, overrides: Sequence[str] = ()) -> JobConfig:
+    """The config of a run, with settings such as "--distributed.tp=2" over it."""
+    return load_config(run / _CONFIG, overrides)
+
+
+def find_tokenizer(run: Path) -> Tokenizer | None:
+    """The tokenizer of a run's data, where they had one."""
+    return load_tokenizer(run / _TOKENIZER) if (run / _TOKENIZER).is_dir() else None
 
 
 def read_tokenizer(run: Path) -> Tokenizer:
@@ -53,12 +62,13 @@ def read_tokenizer(run: Path) -> Tokenizer:
     Raises:
         UserError: the run's data had none.
     """
-    if not (run / _TOKENIZER).is_dir():
+    tokenizer = find_tokenizer(run)
+    if tokenizer is None:
         raise UserError(
             f"{run} has no {_TOKENIZER}/: its data named none; set data.tokenizer_path in "
             f"{run / _CONFIG} and copy the tokenizer there"
         )
-    return load_tokenizer(run / _TOKENIZER)
+    return tokenizer
 
 
 def _write_config(run: Path, config: JobConfig) -> None:
@@ -78,11 +88,3 @@ def _changes(old: JobConfig, new: JobConfig) -> list[str]:
         for key, value in getattr(new, section)
         if value != getattr(getattr(old, section), key)
     ]
-
-
-def _tokenizer_of(config: JobConfig) -> Path | str | None:
-    """`data.tokenizer_path`, else the one that `jaxforge.prepare` put beside the shards."""
-    if config.data.tokenizer_path:
-        return config.data.tokenizer_path
-    beside = Path(config.data.dataset_path).parent / _TOKENIZER
-    return beside if config.data.dataset_path and beside.is_dir() else None

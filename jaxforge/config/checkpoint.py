@@ -39,8 +39,8 @@ class CheckpointConfig(Section):
     """Newest checkpoints to keep; 0 or less keeps all."""
     keep_best_n: NonNegativeInt = 0
     """Checkpoints with the lowest best_metric to keep besides; 0 keeps none."""
-    best_metric: Literal["eval/loss", "eval/perplexity"] = "eval/loss"
-    """Metric that keep_best_n goes by, lower is better."""
+    best_metric: str = "eval/loss"
+    """Metric that keep_best_n goes by, lower is better, such as eval/loss or eval/<set>/loss."""
     load_path: str | None = None
     """Checkpoint to start from when dir has none."""
     export_dtype: Literal["float32", "bfloat16"] = "bfloat16"

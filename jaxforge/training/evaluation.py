@@ -1,39 +1,185 @@
-"""Loss over a held-out set: token-weighted, the same batches every time, on any mesh."""
+"""Loss over held-out sets: token-weighted, the same batches every time, on any mesh.
+
+Per set and, where sets have names, over all of them together:
+
+    loss           nats per valid token
+    perplexity     exp(min(loss, 20)), as in KempnerForge
+    bits_per_byte  nats of all valid tokens / ln 2 / bytes of text that these tokens stand for:
+                   compares models whatever their tokenizers. End-of-text and special tokens have
+                   no bytes; predicting them costs nats all the same.
+"""
 
 import itertools
+import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
 
+from jaxforge.config.job import JobConfig
 from jaxforge.config.train import TrainConfig
+from jaxforge.data.loader import Dataset, eval_batches
+from jaxforge.data.packing import IGNORE
+from jaxforge.data.tokenizer import Tokenizer
+from jaxforge.data.tokens import TokenShards
+from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, Params
-from jaxforge.training.loss import LossSum
 from jaxforge.training.step import Batch, loss_sum
 
-_MAX_EXPONENT = 20.0  # perplexity is exp(min(loss, 20)), as in KempnerForge
+log = logging.getLogger(__name__)
 
-EvalStep = Callable[[LossSum, Params, Batch], LossSum]
+_MAX_EXPONENT = 20.0
 
 
-def make_eval_step(model: Model, config: TrainConfig) -> EvalStep:
-    """The jitted `(sums so far, params, batch [1, batch, seq]) -> sums`."""
+class BatchSums(NamedTuple):
+    """Sums over the valid tokens of a batch, on the device."""
 
-    @jax.jit
-    def eval_step(total: LossSum, params: Params, batch: Batch) -> LossSum:
+    nats: Float[Array, ""]
+    tokens: Float[Array, ""]
+    n_bytes: Int[Array, ""]
+
+
+class SetSums(NamedTuple):
+    """Sums over the valid tokens of evaluation sets.
+
+    Attributes:
+        nats: Σ -log p(label).
+        tokens: how many.
+        n_bytes: bytes of text that they stand for; None where that is not known.
+    """
+
+    nats: float
+    tokens: int
+    n_bytes: int | None
+
+    def metrics(self) -> dict[str, float]:
+        """`loss`, `perplexity` and, where bytes are known, `bits_per_byte`; NaN without tokens."""
+        loss = self.nats / self.tokens if self.tokens else math.nan
+        metrics = {"loss": loss, "perplexity": math.exp(min(loss, _MAX_EXPONENT))}
+        if self.n_bytes is not None:
+            bits = self.nats / math.log(2)
+            metrics["bits_per_byte"] = bits / self.n_bytes if self.n_bytes else math.nan
+        return metrics
+
+
+EvalStep = Callable[[Params, Batch, Int[Array, "v"]], BatchSums]
+
+
+def make_eval_step(model: Model, config: TrainConfig, mesh: Mesh) -> EvalStep:
+    """The jitted `(params, batch [1, batch, seq], bytes of each token) -> sums`."""
+
+    def eval_step(params: Params, batch: Batch, byte_lengths: Int[Array, "v"]) -> BatchSums:
         microbatch = jax.tree.map(lambda leaf: leaf[0], batch)
-        return total.plus(loss_sum(model, config, params, microbatch))
+        loss, labels = loss_sum(model, config, params, microbatch), microbatch["labels"]
+        is_valid = labels != IGNORE
+        lengths = jnp.where(is_valid, byte_lengths[jnp.where(is_valid, labels, 0)], 0)
+        return BatchSums(loss.total, loss.weight, jnp.sum(lengths))
 
-    return eval_step
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(eval_step, out_shardings=everywhere)
 
 
-def evaluate(
-    eval_step: EvalStep, params: Params, batches: Iterable[Batch], steps: int
-) -> dict[str, float]:
-    """`eval/loss` (nats per valid token) and `eval/perplexity` over at most `steps` batches."""
-    total = LossSum.zero()
-    for batch in itertools.islice(batches, steps):
-        total = eval_step(total, params, batch)
-    total = jax.device_get(total)
-    loss = float(total.total / total.weight) if total.weight else math.nan
-    return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, _MAX_EXPONENT))}
+class Evaluator:
+    """Evaluates parameters on named sets, with one compiled step.
+
+    Args:
+        config: sizes of a batch come from `[train]`.
+        mesh: the mesh that parameters lie on.
+        model: the model.
+        datasets: sets by name; "" is the name of a single one.
+        tokenizer: the one that made their tokens; None where there is none.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        mesh: Mesh,
+        model: Model,
+        datasets: Mapping[str, Dataset],
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self._config, self._mesh, self._datasets = config, mesh, datasets
+        self._step = make_eval_step(model, config.train, mesh)
+        lengths = None if tokenizer is None else tokenizer.byte_lengths()
+        self._byte_lengths = _table(lengths, config.model.vocab_size, mesh)
+        self._has_bytes = {
+            name: lengths is not None and _is_made_by(tokenizer, dataset, name)
+            for name, dataset in datasets.items()
+        }
+
+    def __call__(self, params: Params, steps: int | None = None) -> dict[str, SetSums]:
+        """Sums of each set over its first `steps` batches, or the whole of it."""
+        return {name: self._evaluate(params, name, steps) for name in self._datasets}
+
+    def check_reports(self, metric: str) -> None:
+        """Raises UserError if `metric` is one that these sets cannot give."""
+        sums = {name: SetSums(0.0, 0, 0 if known else None)
+                for name, known in self._has_bytes.items()}  # fmt: skip
+        if metric not in (known := summary(sums)):
+            raise UserError(
+                f'checkpoint.best_metric = "{metric}": the bytes of these tokens are not known '
+                "without the byte-level tokenizer that made them: set data.tokenizer_path, or use "
+                f"one of {', '.join(known)}"
+            )
+
+    def _evaluate(self, params: Params, name: str, steps: int | None) -> SetSums:
+        batches = eval_batches(self._config, self._mesh, self._datasets[name])
+        sums: list[BatchSums] = []
+        for batch in itertools.islice(batches, steps):
+            sums.append(self._step(params, batch, self._byte_lengths))
+            jax.block_until_ready(sums[-2:][0])  # or all batches would pile up on the devices
+        return _add_up(sums, has_bytes=self._has_bytes[name])
+
+
+def summary(sets: Mapping[str, SetSums]) -> dict[str, float]:
+    """Metrics as they are logged: `eval/loss` over all sets, `eval/<name>/loss` of each."""
+    return dict(_summary(sets))
+
+
+def together(sets: Iterable[SetSums]) -> SetSums:
+    """The sums of several sets: every token counts alike."""
+    nats, tokens, n_bytes = zip(*sets, strict=True)
+    known = [count for count in n_bytes if count is not None]
+    return SetSums(sum(nats), sum(tokens), sum(known) if len(known) == len(n_bytes) else None)
+
+
+def _summary(sets: Mapping[str, SetSums]) -> Iterator[tuple[str, float]]:
+    for key, value in together(sets.values()).metrics().items():
+        yield f"eval/{key}", value
+    for name, sums in sets.items():
+        for key, value in sums.metrics().items() if name else ():
+            yield f"eval/{name}/{key}", value
+
+
+def _add_up(batches: list[BatchSums], *, has_bytes: bool) -> SetSums:
+    """Adds in float64, once all batches are on their way: float32 would lose tokens."""
+    host = [np.array(column, np.float64) for column in zip(*jax.device_get(batches), strict=True)]
+    nats, tokens, n_bytes = (column.sum() for column in host)
+    return SetSums(float(nats), int(tokens), int(n_bytes) if has_bytes else None)
+
+
+def _table(lengths: Int[np.ndarray, "n"] | None, vocab_size: int, mesh: Mesh) -> Int[Array, "v"]:
+    """Bytes of each token of the model, on every device; ids without a token have none."""
+    table = np.zeros(vocab_size, np.int32)
+    if lengths is not None:
+        table[: len(lengths)] = lengths[:vocab_size]
+    return jax.device_put(table, NamedSharding(mesh, PartitionSpec()))
+
+
+def _is_made_by(tokenizer: Tokenizer | None, dataset: Dataset, name: str) -> bool:
+    """Whether the set's manifest, if any, agrees that this tokenizer made it."""
+    manifest = dataset.source.manifest if isinstance(dataset.source, TokenShards) else None
+    if tokenizer is None or manifest is None:
+        return tokenizer is not None
+    if manifest.tokenizer_sha256 == tokenizer.fingerprint:
+        return True
+    log.warning(
+        "evaluation set %s was tokenized with %s, not with this run's tokenizer: no bits per byte",
+        name or "[eval]", manifest.tokenizer,
+    )  # fmt: skip
+    return False

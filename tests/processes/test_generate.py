@@ -1,17 +1,22 @@
 """From text files to a sample: prepare, train, generate, as commands."""
 
+import itertools
+import json
 import subprocess
 import sys
 
 import pytest
 
+from jaxforge import generate
+from jaxforge.errors import UserError
+from jaxforge.model.decoding import Decoder
 from tests.processes.conftest import ROOT, Run, environment
 
 
-def command(module, *arguments, code=0):
+def command(module, *arguments, code=0, devices=1):
     result = subprocess.run(
         [sys.executable, "-m", f"jaxforge.{module}", *map(str, arguments)],
-        cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=120,
+        cwd=ROOT, env=environment(devices), text=True, capture_output=True, timeout=120,
     )  # fmt: skip
     assert result.returncode == code, result.stderr
     return result.stdout if code == 0 else result.stderr
@@ -26,7 +31,7 @@ def run(tmp_path_factory):
     command("prepare", *sorted(path.glob("*.txt")), "--output", path / "data")
     run = Run(path, "run")
     run.finish(
-        f"--data.dataset_path={path / 'data' / 'train'}", "--model.vocab_size=257",
+        f"--data.dataset_path={path / 'data' / 'train'}", "--model.vocab_size=264",
         "--train.max_steps=120", "--checkpoint.interval=60", "--metrics.log_interval=60",
     )  # fmt: skip
     return run
@@ -54,16 +59,107 @@ def test_the_seed_decides(run):
     assert draw(1) == draw(1) != draw(2)
 
 
+def lines(text):
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_file_of_prompts_on_a_mesh(run, tmp_path):
+    prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    texts = ["the quick brown fox", "jumps", "", "over the", "lazy dog. the quick brown"]
+    prompts.write_text("".join(json.dumps({"prompt": t, "id": i}) + "\n"
+                               for i, t in enumerate(texts)))  # fmt: skip
+    command("generate", run.directory, "--prompts", prompts, "--output", output, "--max-tokens", 12,
+            "--temperature", 0, "--batch-size", 2, "--distributed.tp=2", devices=4)  # fmt: skip
+    results = lines(output.read_text())
+    assert [(r["prompt"], r["id"]) for r in results] == [(t, i) for i, t in enumerate(texts)]
+    assert results[0]["completion"] == " jumps over "
+    for result in results:
+        assert set(result) == {"prompt", "id", "completion", "tokens", "finish_reason"}
+        assert bytes(result["tokens"]).decode() == result["completion"]
+        assert result["finish_reason"] == "length"
+    prompts.with_suffix(".txt").write_text("\n".join(texts) + "\n")
+    alone = command("generate", run.directory, "--prompts", prompts.with_suffix(".txt"),
+                    "--max-tokens", 12, "--temperature", 0)  # fmt: skip
+    assert [{**r, "id": i} for i, r in enumerate(lines(alone))] == results
+
+
+def test_a_completion_stops_at_the_end_of_text(run, tmp_path, capsysbinary):
+    (tmp_path / "p.txt").write_text("lazy dog. \n" * 3)
+    arguments = [str(run.directory), "--prompts", str(tmp_path / "p.txt"), "--top-k", "5",
+                 "--temperature", "3", "--max-tokens", "25", "--seed", "1"]  # fmt: skip
+
+    def results(*more):
+        assert generate.main([*arguments, *more]) == 0
+        return lines(capsysbinary.readouterr().out.decode())
+
+    ended, endless = results(), results("--ignore-eos")
+    reasons = {r["finish_reason"] for r in ended}
+    assert {r["finish_reason"] for r in endless} == {"length"}
+    assert len({r["completion"] for r in endless}) == 3  # each prompt draws for itself
+    for one, other in zip(ended, endless, strict=True):
+        assert one["tokens"] == other["tokens"][: len(one["tokens"])]
+        assert (one["finish_reason"] == "stop") == (256 in other["tokens"])
+    assert results("--batch-size", "1") == ended
+    assert reasons <= {"stop", "length"}
+
+
+def test_results_are_written_in_order_as_soon_as_they_are_known(run, tmp_path, monkeypatch):
+    """The third batch fails: what the first two have made whole is in the file."""
+    (tmp_path / "p.txt").write_text("the quick brown\nthe\nthe lazy\ndog\nfox\njumps\n")
+    complete, calls = Decoder.complete, []
+
+    def fails(decoder, prompts, numbers):
+        calls.append(list(numbers))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return complete(decoder, prompts, numbers)
+
+    monkeypatch.setattr(Decoder, "complete", fails)
+    monkeypatch.setattr(generate, "_WINDOW", 1)
+    arguments = ["--prompts", tmp_path / "p.txt", "--output", tmp_path / "o.jsonl"]
+    with pytest.raises(KeyboardInterrupt):
+        generate.main([str(run.directory), *map(str, arguments), "--batch-size=2",
+                       "--max-tokens=3"])  # fmt: skip
+    assert calls == [[1, 0], [3, 2], [4, 5]]  # each sorted by length
+    written = lines((tmp_path / "o.jsonl").read_text())
+    assert [r["prompt"] for r in written] == ["the quick brown", "the", "the lazy", "dog"]
+
+
+def test_batches_hold_prompts_of_similar_length():
+    lengths = [9, 1, 8, 2, 7, 3] * 4
+    batches = list(generate._batches(lengths, 3))
+    assert sorted(itertools.chain(*batches)) == list(range(24))
+    assert [[lengths[i] for i in batch] for batch in batches[:2]] == [[1, 1, 1], [1, 2, 2]]
+    assert list(generate._batches([5] * 40, 2))[8:] == [[i, i + 1] for i in range(16, 40, 2)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--prompt", "x" * 60], "exceed model.max_seq_len = 64"),
         (["--top-p", "0"], "--top-p: expected above 0, at most 1"),
         (["--max-tokens", "0"], "--max-tokens: expected 1 or more"),
+        (["--batch-size", "0"], "--batch-size: expected 1 or more"),
+        (["--prompt", "a", "--prompts", "b"], "--prompt and --prompts exclude each other"),
+        (["--output", "README.md"], "--output README.md exists: name a new file"),
+        (["--output", "none/a.jsonl"], "--output none/a.jsonl: there is no directory none"),
+        (["--step", "7"], "no checkpoint at .*step_7: .*the newest of .* is step 120"),
+        (["--distributed.tp=3"], "distributed.tp = 3"),
+        (["--tempreature=0"], "unknown key tempreature"),
     ],
 )
-def test_mistakes_are_explained(run, arguments, message):
-    assert message in command("generate", run.directory, *arguments, code=2)
+def test_mistakes_are_explained(run, arguments, message, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(UserError, match=message):
+        generate.main([str(run.directory), *arguments])
+
+
+def test_a_bad_line_of_a_file_has_its_place(run, tmp_path):
+    path = tmp_path / "p.txt"
+    path.write_text(f"good\n{'x' * 60}\n")
+    assert f"{path}:2: a prompt of 60 tokens and --max-tokens 9 exceed" in command(
+        "generate", run.directory, "--prompts", path, "--max-tokens", 9, code=2
+    )
 
 
 def test_a_directory_without_a_checkpoint(tmp_path):

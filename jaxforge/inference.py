@@ -1,0 +1,101 @@
+"""Trained models opened for use: a checkpoint's parameters, on any mesh."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from jaxforge import run_directory
+from jaxforge.checkpoint.manager import SUBDIRECTORY, Checkpoints, find
+from jaxforge.config import rules
+from jaxforge.config.job import JobConfig
+from jaxforge.errors import UserError
+from jaxforge.model.transformer import Model, Params, build_model, matmul_precision
+from jaxforge.parallel.mesh import make_mesh
+from jaxforge.parallel.sharding import param_shardings
+
+# What a run was trained on, and how, says nothing about where its model is used.
+_ANY_MESH = [
+    "--distributed.dp_shard=-1",
+    *(f"--distributed.{axis}=1" for axis in ("dp_replicate", "tp", "pp", "cp", "ep")),
+]
+_NO_TRAINING = [
+    "--train.global_batch_size=None", "--train.grad_accum_steps=1", "--eval.enabled=false",
+]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedModel:
+    """A checkpoint whose parameters have not been read yet.
+
+    Attributes:
+        run: the run directory.
+        step: the step of the checkpoint.
+        config: the run's, with overrides; without accumulation of gradients.
+        mesh: where the parameters will lie.
+        model: the model.
+    """
+
+    run: Path
+    step: int
+    config: JobConfig
+    mesh: Mesh
+    model: Model
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[Params]:
+        """The parameters, on their mesh and in their precision while the context lasts."""
+        with jax.set_mesh(self.mesh), matmul_precision(self.config):
+            yield self._restore()
+
+    def _restore(self) -> Params:
+        """Each device reads its own share: no parameter is ever whole on one of several."""
+        like = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            self.model.abstract,
+            param_shardings(self.model.abstract, self.model.axes, self.mesh),
+        )
+        checkpoints = Checkpoints(self.run, self.config.checkpoint, read_only=True)
+        try:
+            return checkpoints.restore_params(like, self.step)
+        finally:
+            checkpoints.close()
+
+
+def open_run(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    step: int | None = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> TrainedModel:
+    """Opens a run directory, or one of its checkpoints.
+
+    Args:
+        path: either.
+        overrides: settings over the run's config, such as "--distributed.tp=2". Whatever mesh the
+            run was trained on, by default all devices are `dp_shard`.
+        step: the checkpoint to take; by default the newest, or the one that `path` names.
+        devices: the devices to use; all by default.
+
+    Raises:
+        UserError: there is no such checkpoint, or the config cannot run on these devices.
+    """
+    run, step = _find(path, step)
+    config = run_directory.read_config(run, [*_ANY_MESH, *overrides, *_NO_TRAINING])
+    devices = list(jax.devices() if devices is None else devices)
+    rules.check(config, len(devices))
+    return TrainedModel(run, step, config, make_mesh(config, devices), build_model(config))
+
+
+def _find(path: Path, step: int | None) -> tuple[Path, int]:
+    run, newest = find(path)
+    if step is None:
+        return run, newest
+    try:
+        return find(run / SUBDIRECTORY / f"step_{step}")
+    except UserError as error:
+        raise UserError(f"{error}; the newest of {run} is step {find(run)[1]}") from None

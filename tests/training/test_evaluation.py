@@ -1,0 +1,184 @@
+"""Evaluation: every token counts alike, whatever the batch, the mesh and the number of sets."""
+
+import functools
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from jaxforge.data import loader
+from jaxforge.data.manifest import Manifest, Shard
+from jaxforge.data.tokenizer import ByteTokenizer
+from jaxforge.errors import UserError
+from jaxforge.model.transformer import build_model
+from jaxforge.parallel.mesh import make_mesh
+from jaxforge.parallel.sharding import param_shardings
+from jaxforge.training.evaluation import Evaluator, SetSums, summary
+from tests.conftest import tiny_config
+
+SEQ, EOS = 32, 256
+VOCAB = 264
+WINDOWS = {"a": 11, "b": 6}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """Two sets of random documents of bytes, of 11 and 6 windows."""
+    root, rng = tmp_path_factory.mktemp("sets"), np.random.default_rng(0)
+    for name, n in WINDOWS.items():
+        tokens = rng.integers(0, 256, n * (SEQ + 1) + 5)
+        tokens[rng.random(tokens.shape) < 0.1] = EOS
+        (root / name).mkdir()
+        np.save(root / name / "a.npy", tokens.astype(np.uint16))
+    return root
+
+
+def config(shards, *names, batch=4, pack=False, train=None, **sections):
+    sets = [{"name": name, "dataset_path": str(shards / name)} for name in names]
+    given = {"datasets": sets} if len(sets) > 1 else {"dataset_path": sets[0]["dataset_path"]}
+    return tiny_config(
+        model={"vocab_size": VOCAB, "init_std": 0.3},
+        train={"batch_size": batch, **(train or {})},
+        data={"pack_sequences": pack, "eos_token_id": EOS},
+        eval={"enabled": True, **given},
+        **sections,
+    )
+
+
+@functools.cache
+def params():
+    return build_model(tiny_config(model={"vocab_size": VOCAB, "init_std": 0.3})).init(
+        jax.random.key(0)
+    )
+
+
+def evaluated(given, tokenizer=None, steps=None, devices=1):
+    mesh = make_mesh(given, jax.devices()[:devices])
+    model = build_model(given)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params(), param_shardings(model.abstract, model.axes, mesh))
+        evaluator = Evaluator(given, mesh, model, loader.open_eval_data(given), tokenizer)
+        return evaluator(placed, steps)
+
+
+@functools.cache
+def by_hand(path, pack):
+    """Sums over a set in float64, from the logits of each window by itself."""
+    model = build_model(tiny_config(model={"vocab_size": VOCAB, "init_std": 0.3}))
+    windows = np.load(path / "a.npy").astype(np.int64)
+    windows = windows[: len(windows) // (SEQ + 1) * (SEQ + 1)].reshape(-1, SEQ + 1)
+    inputs, labels = windows[:, :-1], windows[:, 1:]
+    docs = np.cumsum(inputs == EOS, axis=1) - (inputs == EOS)
+    hidden = jax.jit(model.hidden)(params(), inputs, docs if pack else None)
+    logits = np.asarray(model.logits(params(), hidden), np.float64)
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    nats = -np.take_along_axis(logp, labels[..., None], -1)[..., 0]
+    counts = inputs != EOS if pack else np.ones_like(labels, bool)
+    return nats[counts].sum(), counts.sum(), (labels[counts] != EOS).sum()
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_sums_are_those_by_hand_with_a_ragged_last_batch(shards, pack):
+    sums = evaluated(config(shards, "a", pack=pack), ByteTokenizer())[""]
+    nats, tokens, n_bytes = by_hand(shards / "a", pack)
+    assert (sums.tokens, sums.n_bytes) == (tokens, n_bytes)
+    assert sums.nats == pytest.approx(nats, rel=1e-6)
+    assert sums.metrics() == pytest.approx(
+        {
+            "loss": nats / tokens,
+            "perplexity": math.exp(nats / tokens),
+            "bits_per_byte": nats / math.log(2) / n_bytes,
+        },
+        rel=1e-5,
+    )
+
+
+MESHES = [
+    ({"dp_shard": 2}, 2, 2),
+    ({"dp_shard": 2, "tp": 2}, 4, 3),
+    ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, 8, 1),
+    ({"dp_shard": 8}, 8, 1),
+]
+
+
+@pytest.mark.parametrize(("axes", "devices", "batch"), MESHES, ids=str)
+def test_the_mesh_and_the_batch_do_not_matter(shards, axes, devices, batch):
+    given = config(shards, "a", "b", batch=batch, pack=True, distributed=axes)
+    sums = evaluated(given, ByteTokenizer(), devices=devices)
+    for name in WINDOWS:
+        nats, tokens, n_bytes = by_hand(shards / name, True)
+        assert (sums[name].tokens, sums[name].n_bytes) == (tokens, n_bytes)
+        assert sums[name].nats == pytest.approx(nats, rel=1e-5)
+
+
+def test_sets_are_summed_token_by_token(shards):
+    sums = evaluated(config(shards, "a", "b"), ByteTokenizer())
+    metrics = summary(sums)
+    assert set(metrics) == set(config(shards, "a", "b").eval.metric_names())
+    nats, tokens, n_bytes = np.sum([by_hand(shards / name, False) for name in WINDOWS], axis=0)
+    assert metrics["eval/loss"] == pytest.approx(nats / tokens, rel=1e-5)
+    assert metrics["eval/bits_per_byte"] == pytest.approx(nats / math.log(2) / n_bytes, rel=1e-5)
+    assert metrics["eval/b/loss"] == pytest.approx(sums["b"].nats / sums["b"].tokens)
+    assert metrics["eval/a/loss"] != metrics["eval/b/loss"]
+
+
+def test_steps_limit_each_set_and_batches_repeat(shards):
+    given = config(shards, "a", "b")
+    once, again = (evaluated(given, steps=1) for _ in range(2))
+    assert once == again
+    assert [sums.tokens for sums in once.values()] == [4 * SEQ, 4 * SEQ]
+    assert evaluated(given, steps=99)["a"].tokens == 11 * SEQ
+
+
+def test_the_chunked_loss_is_the_same(shards):
+    plain = evaluated(config(shards, "a"))
+    train = {"loss_fn": "chunked_cross_entropy", "ce_chunk_size": 20}
+    chunked = evaluated(config(shards, "a", train=train))
+    assert chunked[""].nats == pytest.approx(plain[""].nats, rel=1e-6)
+
+
+def test_without_bytes_there_are_no_bits_per_byte(shards):
+    assert set(summary(evaluated(config(shards, "a")))) == {"eval/loss", "eval/perplexity"}
+    known, unknown = SetSums(2.0, 1, 1), SetSums(3.0, 4, None)
+    metrics = summary({"a": known, "b": unknown})
+    assert "eval/a/bits_per_byte" in metrics
+    assert not {"eval/bits_per_byte", "eval/b/bits_per_byte"} & set(metrics)
+    assert metrics["eval/loss"] == 1.0
+
+
+def test_another_tokenizers_tokens_have_no_known_bytes(shards, tmp_path, caplog):
+    (tmp_path / "a.npy").write_bytes((shards / "a" / "a.npy").read_bytes())
+    n = 11 * (SEQ + 1) + 5
+    for digest, known in ((ByteTokenizer.fingerprint, True), ("0" * 64, False)):
+        shard = (Shard("a.npy", n, EOS),)
+        Manifest(1, "uint16", n, 1, EOS, EOS, 257, "other", digest, shard).write(tmp_path)
+        sums = evaluated(config(tmp_path.parent, tmp_path.name), ByteTokenizer())[""]
+        assert (sums.n_bytes is not None) == known
+
+
+def test_perplexity_is_bounded_and_nothing_is_nan():
+    assert SetSums(100.0, 1, None).metrics()["perplexity"] == math.exp(20)
+    assert all(math.isnan(value) for value in SetSums(0.0, 0, 0).metrics().values())
+    assert math.isnan(SetSums(1.0, 1, 0).metrics()["bits_per_byte"])
+
+
+def test_a_metric_that_needs_bytes_is_refused_without_them(shards):
+    given = config(shards, "a")
+    mesh, model = make_mesh(given, jax.devices()[:1]), build_model(given)
+    sets = loader.open_eval_data(given)
+    Evaluator(given, mesh, model, sets, ByteTokenizer()).check_reports("eval/bits_per_byte")
+    Evaluator(given, mesh, model, sets, None).check_reports("eval/loss")
+    with pytest.raises(UserError, match=r"bytes of these tokens.*eval/loss, eval/perplexity"):
+        Evaluator(given, mesh, model, sets, None).check_reports("eval/bits_per_byte")
+
+
+def test_one_program_for_all_sets_and_evaluations(shards):
+    given = config(shards, "a", "b", pack=True)
+    mesh, model = make_mesh(given, jax.devices()[:1]), build_model(given)
+    with jax.set_mesh(mesh):
+        evaluator = Evaluator(given, mesh, model, loader.open_eval_data(given), ByteTokenizer())
+        placed = jax.device_put(params(), param_shardings(model.abstract, model.axes, mesh))
+        evaluator(placed)
+        evaluator(placed, 1)
+    assert evaluator._step._cache_size() == 1
