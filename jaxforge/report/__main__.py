@@ -1,0 +1,59 @@
+"""`python -m jaxforge.report RUN [RUN ...] [--output FILE]`: the curves of runs as one HTML page.
+
+RUN is a run directory; the run may still be going on. Several are laid over each other. The page
+needs nothing but itself: open it from a disk, attach it to a mail, print it.
+"""
+
+import argparse
+import functools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxforge.cli import run_main
+from jaxforge.errors import UserError
+from jaxforge.report.page import AXES, page
+from jaxforge.report.reading import read_runs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the page and says where."""
+    args = _parser().parse_args(argv)
+    output = _output(args.output, args.runs)
+    html = page(read_runs(args.runs), args.x)
+    _write(output, html)
+    print(f"{output}: {len(html.encode()) / 1e6:.2f} MB")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxforge.report",
+        description="Draws the curves of runs as one HTML page that needs no network.",
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directory")
+    parser.add_argument("--output", type=Path, help="the page; by default RUN/report.html")
+    parser.add_argument(
+        "--x", choices=list(AXES), default="steps", help="horizontal axis; by default steps"
+    )
+    return parser
+
+
+def _output(output: Path | None, runs: Sequence[Path]) -> Path:
+    if output is None and len(runs) > 1:
+        raise UserError("several runs share one page: say where it goes with --output FILE")
+    return output or runs[0] / "report.html"
+
+
+def _write(output: Path, html: str) -> None:
+    """Whole or not at all: a browser may be reading an older page."""
+    partial = output.with_name(f"{output.name}.partial")
+    try:
+        partial.write_text(html, encoding="utf-8")
+        os.replace(partial, output)
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_main(functools.partial(main, None)))

@@ -1,0 +1,124 @@
+"""Axes: where values lie, which of them get a tick, and how numbers are written."""
+
+import dataclasses
+import math
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+_SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """A range of values, `low` < `high`, along an axis.
+
+    Attributes:
+        low: the value at the start of the axis.
+        high: the value at its end.
+        log: whether distances are ratios; `low` > 0 then.
+        whole: whether only whole numbers get ticks.
+    """
+
+    low: float
+    high: float
+    log: bool = False
+    whole: bool = False
+
+    def place(self, values: ArrayLike) -> np.ndarray:
+        """Fractions of the axis' length; on a log axis, what is not positive lies at its start."""
+        if self.log:
+            over_low = np.maximum(values, self.low) / self.low
+            return np.log(over_low) / math.log(self.high / self.low)
+        return (np.asarray(values) - self.low) / (self.high - self.low)
+
+    def ticks(self, most: int) -> list[tuple[float, str]]:
+        """Some round values in the range, rarely more than `most`, with their labels."""
+        if self.log and (values := _log_ticks(self.low, self.high, most)):
+            return [(value, short(value)) for value in values]
+        step = max(_round_step((self.high - self.low) / most), 1.0 if self.whole else 0.0)
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        values = [i * step for i in range(first, last + 1)]
+        return list(zip(values, _labels(values, step), strict=True))
+
+
+def scale_of(values: np.ndarray, *, log: bool = False, zero: bool = False) -> Scale:
+    """The scale that holds all finite values, with some air at its ends.
+
+    Args:
+        values: any shape.
+        log: take ratios; values that are not positive do not count.
+        zero: start at 0.
+    """
+    values = values[np.isfinite(values) & ((values > 0) | (not log))]
+    if not values.size:
+        return Scale(0.1, 1.0, log)
+    low, high = float(values.min()), float(values.max())
+    if log:
+        air = max((high / low) ** 0.04, 1.02)
+        return Scale(low / air, high * air, log)
+    air = 0.04 * (high - low) or 0.1 * abs(high) or 1.0
+    return Scale(0.0 if zero and low >= 0 else low - air, high + air)
+
+
+def _round_step(rough: float) -> float:
+    """The least of 1, 2 or 5 times a power of ten that is not less than `rough`."""
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
+
+
+def _log_ticks(low: float, high: float, most: int) -> list[float]:
+    """Round values of about equal ratios, at least three of them; none if there are none such."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    stride = 1 + len(powers) // (most + 1)
+    for mantissas in ((1, 2, 5), (1,), (1, 1.5, 2, 3, 5, 7)):
+        values = [m * 10.0**e for e in powers if e % stride == 0 for m in mantissas]
+        values = [value for value in values if low <= value <= high]
+        if 3 <= len(values) <= most:
+            return values
+    return []
+
+
+def _labels(values: list[float], step: float) -> list[str]:
+    """Labels with one unit and one number of decimals for the whole axis."""
+    top = max(map(abs, values), default=0.0)
+    unit, suffix = next(((u, s) for u, s in _SUFFIXES if top >= u), (1.0, ""))
+    if 0 < top < 1e-3:
+        return [short(value) for value in values]
+    decimals = max(0, -math.floor(math.log10(step / unit) + 1e-9))
+    return [f"{value / unit:,.{decimals}f}{suffix}" if value else "0" for value in values]
+
+
+def short(value: float) -> str:
+    """As few digits as tell a round number: 0.05, 3e-4, 20,000."""
+    if value and not 1e-3 <= abs(value) < 1e6:
+        return _exponent(f"{value:.2e}")
+    return f"{value:,.6g}"
+
+
+def exact(value: float) -> str:
+    """Five digits, and all of a whole number; `page.js` writes numbers alike."""
+    if not math.isfinite(value):
+        return "not finite"
+    if value == round(value) or abs(value) >= 1e4:
+        return f"{value:,.0f}"
+    return _exponent(f"{value:.3e}") if abs(value) < 1e-3 else f"{value:#.5g}".rstrip(".")
+
+
+def _exponent(text: str) -> str:
+    """Python's 3.00e-04 as 3e-4."""
+    mantissa, _, exponent = text.partition("e")
+    if "." in mantissa:
+        mantissa = mantissa.rstrip("0").rstrip(".")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def duration(seconds: float) -> str:
+    """The two greatest units: 3,725 -> "1 h 2 min"."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    parts = ((days, "d"), (hours, "h"), (minutes, "min"), (seconds, "s"))
+    return " ".join([f"{n} {unit}" for n, unit in parts if n][:2])
