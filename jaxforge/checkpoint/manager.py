@@ -268,7 +268,9 @@ def find(path: Path) -> tuple[Path, int]:
 def _handlers() -> ocp.handlers.DefaultCheckpointHandlerRegistry:
     """What reads and writes each item; said up front, so that metadata can be read first."""
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    arrays, json = ocp.PyTreeCheckpointHandler(), ocp.JsonCheckpointHandler()
+    # Weights hardly compress (8 % in float32), and zstd would take cores from the loop.
+    arrays = ocp.PyTreeCheckpointHandler(use_compression=False)
+    json = ocp.JsonCheckpointHandler()
     for args in (ocp.args.PyTreeSave, ocp.args.PyTreeRestore):
         registry.add("state", args, arrays)
     for args in (ocp.args.JsonSave, ocp.args.JsonRestore):
@@ -285,7 +287,8 @@ def _preservation(config: CheckpointConfig) -> policies.PreservationPolicy:
     if config.keep_best_n:
         kept.append(
             policies.BestN(
-                get_metric_fn=lambda metrics: metrics[config.best_metric],
+                # Absent where it was not finite, or the run went by another one then: never best.
+                get_metric_fn=lambda metrics: metrics.get(config.best_metric, math.inf),
                 reverse=True,  # Orbax keeps the end of the list: the lowest
                 n=config.keep_best_n,
                 keep_checkpoints_without_metrics=False,

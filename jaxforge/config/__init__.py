@@ -8,7 +8,7 @@ Names and defaults are those of PyTorch's KempnerForge, whose files for text mod
 from jaxforge.config.checkpoint import CheckpointConfig, DynCkptWindow
 from jaxforge.config.data import DataConfig, DatasetSource, TrainingPhase
 from jaxforge.config.distributed import DistributedConfig
-from jaxforge.config.eval import EvalConfig
+from jaxforge.config.eval import EvalConfig, EvalDataset
 from jaxforge.config.job import JobConfig
 from jaxforge.config.load import load_config
 from jaxforge.config.metrics import MetricsConfig
@@ -28,6 +28,7 @@ __all__ = [
     "DistributedConfig",
     "DynCkptWindow",
     "EvalConfig",
+    "EvalDataset",
     "JobConfig",
     "MetricsConfig",
     "ModelConfig",

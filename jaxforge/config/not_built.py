@@ -32,19 +32,10 @@ def _among(*values: str) -> Callable[[Any], bool]:
     return lambda value: value in values
 
 
-_HF_DATA = "reading Hugging Face datasets"
-_TOKENS = "tokenize it to shards and set dataset_path"
-
 NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("model.num_experts", _more_than(0), "mixture of experts", "set it to 0"),
     NotBuilt(
         "model.model_type", _other_than("transformer"), "this model", 'set it to "transformer"'
-    ),
-    NotBuilt(
-        "model.sdpa_backend",
-        _among("flash", "efficient", "cudnn"),
-        "the choice of this kernel",
-        'set it to "auto"',
     ),
     NotBuilt("train.mixed_precision", _among("fp8"), "8-bit training", 'set it to "bf16"'),
     NotBuilt("train.mixed_precision", _among("fp16"), "loss scaling", 'set it to "bf16"'),
@@ -56,13 +47,10 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
         "this optimizer",
         'set it to "adamw"',
     ),
-    NotBuilt("data.hf_dataset_name", bool, _HF_DATA, _TOKENS),
-    NotBuilt("data.hf_streaming", bool, _HF_DATA, "set it to false"),
     NotBuilt("data.datasets", bool, "mixing datasets", "set data.dataset_path"),
     NotBuilt("data.phases", bool, "phases of training", "leave them out"),
     NotBuilt("data.anneal_start_step", _more_than(0), "annealing", "set it to 0"),
     NotBuilt("data.anneal_weights", bool, "annealing", "leave them out"),
-    NotBuilt("eval.hf_dataset_name", bool, _HF_DATA, _TOKENS),
     NotBuilt("distributed.pp", _more_than(1), "pipeline parallelism", "set it to 1"),
     NotBuilt("distributed.cp", _more_than(1), "context parallelism", "set it to 1"),
     NotBuilt("distributed.ep", _more_than(1), "expert parallelism", "set it to 1"),
@@ -73,9 +61,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
         "writing to object storage",
         "mount the bucket and name a directory in it",
     ),
-    NotBuilt("metrics.enable_wandb", bool, "logging to Weights & Biases", "set it to false"),
-    NotBuilt("metrics.enable_tensorboard", bool, "logging to TensorBoard", "set it to false"),
-    NotBuilt("profiling.enable", bool, "tracing", "set it to false"),
 )
 """The list to shorten: building a feature deletes its line."""
 

@@ -2,9 +2,9 @@
 
 from typing import Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from jaxforge.config.section import Section
+from jaxforge.config.section import Section, Words, WordTable
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 """Storage types, by their JAX names."""
@@ -31,6 +31,10 @@ class TrainConfig(Section):
     """Seed of the data order alone; not set means seed."""
     compile_model: bool = True
     """Without effect: an update is always compiled."""
+    compilation_cache_dir: str | None = None
+    """Keeps compiled programs for later starts; not set: ~/.cache/jaxforge/xla, none on CPUs."""
+    xla_flags: WordTable = Field(default_factory=Words)
+    """Compiler flags by name, over those of docs/xla_flags.md; "default" takes one of them away."""
     mixed_precision: Literal["bf16", "fp16", "fp32", "fp8"] = "bf16"
     """Type of the computation; norms, softmax and loss stay in float32."""
     param_dtype: Dtype = "float32"
@@ -48,13 +52,15 @@ class TrainConfig(Section):
     ] = "none"
     """Recompute blocks (full), attention only (selective), or by a policy of jax.checkpoint."""
     loss_fn: Literal["cross_entropy", "chunked_cross_entropy"] = "cross_entropy"
-    """Loss; the chunked one never holds all logits at once."""
+    """Loss; the chunked one holds the logits of a part of the vocabulary, or of ce_chunk_size."""
     loss_norm: Literal["tokens", "microbatch"] = "tokens"
     """Mean over all valid tokens of an update, or mean of the microbatches' means."""
     z_loss_weight: NonNegativeFloat = 0.0
     """Weight of the penalty on the squared log-partition of the logits."""
     ce_chunk_size: NonNegativeInt = 0
-    """Tokens per chunk of the chunked loss; 0 means 4096."""
+    """Tokens per device and chunk of the chunked loss; 0 means chunks of the vocabulary."""
+    ce_vocab_chunk: NonNegativeInt = 0
+    """Vocabulary entries per device and chunk; 0 means as many as give 128 MiB of logits."""
     grad_sync: Literal["update", "microbatch"] = "update"
     """Reduce gradients once per update, or per microbatch: more traffic for less memory."""
     on_nonfinite: Literal["skip", "stop", "warn", "rollback"] = "skip"

@@ -1,0 +1,154 @@
+"""Milliseconds for which an asynchronous save holds up the loop, and until it is durable.
+
+    python benchmarks/checkpoint.py [--quick]
+
+The same state (parameters and both AdamW moments in float32, all of them random) saved by jaxforge
+and by PyTorch's distributed checkpoint (`async_save`, one process, default settings), in turns.
+Both sync their files before they are done. Each save is followed at once by an update of the whole
+state in place: what a save leaves to be paid by the next step, the loop waits for as well.
+"""
+
+import dataclasses
+import itertools
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import results
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from flax.traverse_util import flatten_dict
+from jaxtyping import PyTree
+
+from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.config.checkpoint import CheckpointConfig
+from jaxforge.config.job import JobConfig
+from jaxforge.model.transformer import build_model, parameter_count
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.parallel.mesh import make_mesh
+from jaxforge.training.progress import Progress
+from jaxforge.training.state import TrainState, init_state
+
+SHAPES = {
+    True: {"dim": 128, "n_layers": 4, "n_heads": 4, "vocab_size": 1024},
+    False: {"dim": 512, "n_layers": 14, "n_heads": 8, "vocab_size": 8192},
+}
+Times = tuple[float, ...]
+"""Seconds of the call, of the call and what the next update takes longer, and until durable."""
+
+WHAT = ("call", "call and slower next update", "until durable")
+
+
+class Saver(NamedTuple):
+    """What is compared: three actions on a state that it holds."""
+
+    save: Callable[[Path, int], None]
+    update: Callable[[], None]
+    wait: Callable[[], None]
+
+
+def state_of(quick: bool) -> tuple[TrainState, int, PyTree]:
+    """A state on one device, its number of parameters and their logical axes."""
+    config = JobConfig.model_validate({"model": SHAPES[quick]})
+    model = build_model(config)
+    optimizer = build_optimizer(config, model.axes)
+    mesh = make_mesh(config, jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        state = init_state(model, optimizer, mesh, 0)
+        # Moments of zero would compress to nothing.
+        moments = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape), state)
+        state = dataclasses.replace(state, opt_state=moments.opt_state)
+    return jax.block_until_ready(state), parameter_count(model.abstract), model.axes
+
+
+def ours(state: TrainState, axes: PyTree) -> Saver:
+    """Saves with `Checkpoints`, one manager for all saves, as in a run."""
+    held, managers = [state], dict[Path, Checkpoints]()
+    scale = jax.jit(
+        lambda s: jax.tree.map(lambda x: (x * 0.999).astype(x.dtype), s), donate_argnums=0
+    )
+
+    def save(directory: Path, step: int) -> None:
+        if not managers:
+            managers[directory] = Checkpoints(directory, CheckpointConfig(keep_last_n=1), axes)
+        managers[directory].save(Progress(step=step), held[0])
+
+    def update() -> None:
+        held[0] = jax.block_until_ready(scale(held[0]))
+
+    return Saver(save, update, lambda: next(iter(managers.values())).wait())
+
+
+def theirs(state: TrainState) -> Saver:
+    """Saves the same arrays as tensors with `torch.distributed.checkpoint.async_save`."""
+    tree = {"params": state.params, **_moments(state)}
+    tensors = {
+        name: torch.tensor(jax.device_get(leaf))
+        for name, leaf in flatten_dict(tree, sep=".").items()
+    }
+    futures: list[Any] = []
+
+    def save(directory: Path, step: int) -> None:
+        shutil.rmtree(directory / f"step_{step - 1}", ignore_errors=True)
+        futures[:] = [dcp.async_save(tensors, checkpoint_id=directory / f"step_{step}")]
+
+    def update() -> None:
+        torch._foreach_mul_(list(tensors.values()), 0.999)
+
+    return Saver(save, update, lambda: futures[0].result())
+
+
+def _moments(state: TrainState) -> dict[str, PyTree]:
+    (adam,) = (node for node in state.opt_state if hasattr(node, "mu"))
+    return {"mu": adam.mu, "nu": adam.nu}
+
+
+def times_of(saver: Saver, directory: Path, step: int) -> Times:
+    """One save and the update after it, against an update that follows no save."""
+    clock = [time.perf_counter()]
+    actions = saver.update, lambda: saver.save(directory, step), saver.update, saver.wait
+    for action in actions:
+        action()
+        clock.append(time.perf_counter())
+    alone, call, disturbed, _ = (after - before for before, after in itertools.pairwise(clock))
+    return call, call + disturbed - alone, clock[-1] - clock[1]
+
+
+def measure(savers: dict[str, Saver], rounds: int) -> dict[str, Times]:
+    """Median milliseconds of each, taking turns; the first round is warm-up."""
+    times: dict[str, list[Times]] = {name: [] for name in savers}
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
+        for step in range(1, rounds + 2):
+            for name, saver in savers.items():
+                times[name].append(times_of(saver, Path(directory) / name, step))
+    return {
+        name: tuple(1e3 * statistics.median(column) for column in zip(*rows[1:], strict=True))
+        for name, rows in times.items()
+    }
+
+
+def main() -> None:
+    """Prints the table and writes the results."""
+    quick = results.arguments(__doc__).parse_args().quick
+    state, parameters, axes = state_of(quick)
+    dist.init_process_group("cpu:gloo", rank=0, world_size=1, store=dist.HashStore())
+    savers = {"theirs": theirs(state), "ours": ours(state, axes)}
+    times = measure(savers, rounds=2 if quick else 7)
+    size = f"{parameters / 1e6:.0f}M parameters, {parameters * 12 / 1e6:,.0f} MB"
+    rows = [
+        results.Row(f"{what}, {size}", round(our, 1), "torch DCP async_save", round(their, 1), "ms",
+                    smaller_is_better=True)
+        for what, our, their in zip(WHAT, times["ours"], times["theirs"], strict=True)
+    ]  # fmt: skip
+    results.report("checkpoint", rows, ("jax", "orbax-checkpoint", "torch"), write=not quick)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

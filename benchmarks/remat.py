@@ -1,0 +1,99 @@
+"""Memory and time of every `train.activation_checkpointing`, against keeping everything.
+
+    python benchmarks/remat.py [--quick]
+
+The same model and batch under each policy, taking turns in one run. Memory is what the compiled
+step needs besides its arguments (`memory_analysis`).
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import results
+
+from jaxforge.config.job import JobConfig
+from jaxforge.config.train import TrainConfig
+from jaxforge.model.transformer import build_model, parameter_count
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.parallel.mesh import make_mesh
+from jaxforge.training.state import init_state
+from jaxforge.training.step import Controls, make_train_step
+
+POLICIES = get_args(TrainConfig.model_fields["activation_checkpointing"].annotation)
+# So many layers that CPUs scan them too: unrolled, XLA:CPU saves nothing by recomputing.
+MODEL = {"dim": 192, "n_layers": 16, "n_heads": 6, "n_kv_heads": 6, "vocab_size": 4096}
+SHAPES = {True: (2, 128), False: (4, 512)}  # quick -> sequences, tokens of each
+
+
+class Case(NamedTuple):
+    """One policy, compiled.
+
+    Attributes:
+        megabytes: temporary memory of the step.
+        parameters: of the model.
+        step: runs one update to its end.
+    """
+
+    megabytes: float
+    parameters: int
+    step: Callable[[], None]
+
+
+def compile_case(policy: str, batch: int, seq: int) -> Case:
+    """The step under `policy` on one device, in float32."""
+    train = {"batch_size": batch, "seq_len": seq, "mixed_precision": "fp32"}
+    config = JobConfig.model_validate(
+        {"model": MODEL, "train": {**train, "activation_checkpointing": policy}}
+    )
+    mesh = make_mesh(config, jax.devices()[:1])
+    model = build_model(config)
+    optimizer = build_optimizer(config, model.axes)
+    tokens = jax.random.randint(jax.random.key(1), (1, batch, seq), 0, MODEL["vocab_size"])
+    data = {"input_ids": tokens, "labels": jnp.roll(tokens, -1, -1)}
+    with jax.set_mesh(mesh):
+        state = [init_state(model, optimizer, mesh, 0)]
+        step = make_train_step(model, optimizer, config, mesh)
+        compiled = step.lower(state[0], data, Controls()).compile()
+
+    def run() -> None:
+        state[0], metrics = compiled(state[0], data, Controls())
+        jax.block_until_ready(metrics)
+
+    megabytes = compiled.memory_analysis().temp_size_in_bytes / 1e6
+    return Case(megabytes, parameter_count(model.abstract), run)
+
+
+def measure(cases: dict[str, Case], rounds: int) -> dict[str, float]:
+    """Median milliseconds of a step of each, taking turns; the first round is warm-up."""
+    seconds: dict[str, list[float]] = {policy: [] for policy in cases}
+    for _ in range(rounds + 1):
+        for policy, case in cases.items():
+            started = time.perf_counter()
+            case.step()
+            seconds[policy].append(time.perf_counter() - started)
+    return {policy: 1e3 * statistics.median(times[1:]) for policy, times in seconds.items()}
+
+
+def main() -> None:
+    """Prints the table and writes the results."""
+    quick = results.arguments(__doc__).parse_args().quick
+    batch, seq = SHAPES[quick]
+    cases = {policy: compile_case(policy, batch, seq) for policy in POLICIES}
+    times = measure(cases, rounds=2 if quick else 7)
+    base = cases["none"]
+    rows = []
+    for policy in POLICIES:
+        memory = round(cases[policy].megabytes, 1), "none", round(base.megabytes, 1)
+        rows.append(results.Row(f"{policy}: memory", *memory, "MB", smaller_is_better=True))
+        speed = round(times[policy]), "none", round(times["none"])
+        rows.append(results.Row(f"{policy}: time", *speed, "ms", smaller_is_better=True))
+    size = f"{base.parameters / 1e6:.1f}M parameters, {batch} x {seq} tokens, float32"
+    results.report("remat", rows, ("jax",), notes=[size], write=not quick)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""XLA's flags: one table, each with its reason, passed to the compiler together with the step.
+
+Nothing global is touched, so initialisation and evaluation compile as ever. What the user names
+wins: `XLA_FLAGS` and `LIBTPU_INIT_ARGS` over `train.xla_flags` over the table. docs/xla_flags.md
+shows the table, and what is left out of it.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+import jax
+
+from jaxforge.errors import UserError
+
+Option = str | bool
+"""What the compiler takes as the value of a flag."""
+
+DEFAULT = "default"
+"""The value in `train.xla_flags` that takes a flag of the table away: XLA's own default."""
+
+LEVELS = ("optimization_level", "memory_fitting_level")
+"""Levels of effort: compiler options, but no flags of `XLA_FLAGS`."""
+
+
+class Flag(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+        platform: where it is used.
+        name: as `XLA_FLAGS` would have it, without dashes.
+        value: as text.
+        why: what it is good for.
+        source: where that is said.
+        devices: values of `jax.Device.device_kind`; empty means all.
+    """
+
+    platform: Literal["gpu", "tpu"]
+    name: str
+    value: str
+    why: str
+    source: str
+    devices: tuple[str, ...] = ()
+
+    def fits(self, platform: str, kind: str) -> bool:
+        """Whether it is for devices of this platform and `device_kind`."""
+        return platform == self.platform and (not self.devices or kind in self.devices)
+
+
+_XLA = "https://openxla.org/xla/"
+_NVIDIA = "https://github.com/NVIDIA/JAX-Toolbox/blob/main/docs/GPU_performance.md"
+_MAXTEXT = "https://github.com/AI-Hypercomputer/maxtext/blob/main/benchmarks/xla_flags_library.py"
+_V5P_AND_V6E = ("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e")
+
+
+def _gather_beside_work(name: str, why: str) -> Flag:
+    """One of five that go together; without them v5p and v6e wait for every all-gather."""
+    return Flag("tpu", name, "true", why, _MAXTEXT, _V5P_AND_V6E)
+
+
+FLAGS: tuple[Flag, ...] = (
+    Flag(
+        "gpu",
+        "optimization_level",
+        "1",
+        "latency-hiding scheduler, pipelined collectives, loops unrolled by two: communication "
+        "runs beside computation, for a longer compilation",
+        f"{_XLA}effort_levels",
+    ),
+    Flag(
+        "gpu",
+        "xla_gpu_enable_command_buffer",
+        "FUSION,CUSTOM_CALL",
+        "CUDA graphs of these alone launch with the least work for the CPU on Blackwell",
+        _NVIDIA,
+        ("NVIDIA B200", "NVIDIA GB200"),
+    ),
+    _gather_beside_work("xla_enable_async_all_gather", "all-gathers may start early and end late"),
+    _gather_beside_work(
+        "xla_tpu_enable_async_collective_fusion", "collectives are fused with the work beside them"
+    ),
+    _gather_beside_work(
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather", "all-gathers are among these"
+    ),
+    _gather_beside_work(
+        "xla_tpu_enable_async_collective_fusion_multiple_steps",
+        "one collective may span several pieces of work",
+    ),
+    _gather_beside_work(
+        "xla_tpu_overlap_compute_collective_tc", "the matrix unit works while data moves"
+    ),
+)
+"""The table. A test compiles with each row, and another holds docs/xla_flags.md to it."""
+
+
+def compiler_options(
+    device: jax.Device, own: Mapping[str, str], env: Mapping[str, str] = os.environ
+) -> dict[str, Option]:
+    """What to compile the step with.
+
+    Args:
+        device: any device of the mesh.
+        own: `train.xla_flags`.
+        env: where `XLA_FLAGS` and `LIBTPU_INIT_ARGS` are looked up; flags in them are left alone.
+
+    Raises:
+        UserError: a level of effort is no number.
+    """
+    table = {f.name: f.value for f in FLAGS if f.fits(device.platform, device.device_kind)}
+    named = _named_in(env)
+    return {
+        name: _typed(name, value)
+        for name, value in {**table, **own}.items()
+        if value != DEFAULT and name not in named
+    }
+
+
+def _named_in(env: Mapping[str, str]) -> set[str]:
+    words = f"{env.get('XLA_FLAGS', '')} {env.get('LIBTPU_INIT_ARGS', '')}".split()
+    return {word.lstrip("-").partition("=")[0] for word in words}
+
+
+def _typed(name: str, value: str) -> Option:
+    """XLA takes text for everything but truth values."""
+    if name in LEVELS and value not in ("0", "1", "2", "3"):
+        raise UserError(f"train.xla_flags.{name} = {value}: expected 0, 1, 2 or 3")
+    return {"true": True, "false": False}.get(value.lower(), value)

@@ -1,0 +1,146 @@
+"""Compiler flags: the compiler knows them, the user's win, and the docs show the table."""
+
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import pytest
+
+from jaxforge.config.train import TrainConfig
+from jaxforge.errors import UserError
+from jaxforge.parallel import compilation, xla_flags
+from jaxforge.parallel.xla_flags import FLAGS, Flag, compiler_options
+
+DOCS = Path(__file__).parents[2] / "docs" / "xla_flags.md"
+
+
+class Device(NamedTuple):
+    platform: str
+    device_kind: str
+
+
+H100 = Device("gpu", "NVIDIA H100 80GB HBM3")
+B200 = Device("gpu", "NVIDIA B200")
+V5E, V5P, V6E = (Device("tpu", kind) for kind in ("TPU v5 lite", "TPU v5", "TPU v6 lite"))
+CPU = Device("cpu", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def jaxforge_logs(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
+    caplog.set_level(logging.INFO, "jaxforge")
+
+
+@pytest.mark.parametrize("device", [H100, B200], ids=lambda d: d.device_kind)
+def test_xla_knows_the_flags_for_gpus(device):
+    """The options of all backends are known to each build, so a CPU can tell."""
+    options = compiler_options(device, {}, env={})
+    assert options["optimization_level"] == "1"
+    jax.jit(lambda: 0).lower().compile(compiler_options=options)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu to compile")
+def test_libtpu_knows_the_flags_for_tpus():
+    code = """
+import jax, numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxforge.parallel.xla_flags import compiler_options
+for topology in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2"):
+    device = topologies.get_topology_desc(topology, platform="tpu").devices[0]
+    sharding = NamedSharding(Mesh(np.array([device]), "x"), PartitionSpec())
+    x = jax.ShapeDtypeStruct((8, 128), jax.numpy.float32, sharding=sharding)
+    options = compiler_options(device, {}, env={})
+    print(topology, len(options))
+    jax.jit(lambda x: x + x).lower(x).compile(compiler_options=options)
+"""
+    without_chips = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    env = {**os.environ, **without_chips, "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    count = {device: len(compiler_options(device, {}, env={})) for device in (V5E, V5P, V6E)}
+    assert result.stdout.splitlines() == [
+        f"v5e:2x2 {count[V5E]}", f"v5p:2x2x1 {count[V5P]}", f"v6e:2x2 {count[V6E]}",
+    ]  # fmt: skip
+
+
+def test_each_kind_of_device_has_its_own():
+    h100, b200, v5p, v6e = (
+        set(compiler_options(device, {}, env={})) for device in (H100, B200, V5P, V6E)
+    )
+    assert b200 - h100 == {"xla_gpu_enable_command_buffer"}
+    assert "xla_enable_async_all_gather" in v5p & v6e
+    assert not h100 & v5p
+    for device in (V5E, CPU):  # v5e, whose name starts like v5p's, gathers so by default
+        assert compiler_options(device, {}, env={}) == {}
+
+
+def test_what_the_user_names_wins():
+    own = {"optimization_level": "2", "xla_gpu_enable_triton_gemm": "False"}
+    assert compiler_options(H100, own, env={}) == {
+        "optimization_level": "2",
+        "xla_gpu_enable_triton_gemm": False,
+    }
+    assert compiler_options(H100, {"optimization_level": "default"}, env={}) == {}
+    env = {"LIBTPU_INIT_ARGS": "--xla_enable_async_all_gather=false --other"}
+    assert "xla_enable_async_all_gather" not in compiler_options(V6E, {}, env)
+    env = {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=true"}
+    assert "xla_gpu_enable_triton_gemm" not in compiler_options(H100, own, env)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("xla_gpu_nope", "true"), ("xla_gpu_autotune_level", "high"), ("optimization_level", "O1")],
+)
+def test_a_wrong_flag_of_the_user_is_an_error(name, value):
+    with pytest.raises(UserError, match=f"train.xla_flags.{name} = {value}"):
+        compilation.accepted_flags(TrainConfig(xla_flags={name: value}))
+
+
+def test_a_flag_of_the_table_that_xla_has_lost_is_left_out(monkeypatch, caplog):
+    lost = Flag("cpu", "xla_nope", "1", "", "")
+    kept = Flag("cpu", "xla_cpu_enable_fast_math", "false", "", "")
+    monkeypatch.setattr(xla_flags, "FLAGS", (lost, kept))
+    assert compilation.accepted_flags(TrainConfig()) == {"xla_cpu_enable_fast_math": False}
+    assert "does not take xla_nope=1; going on without" in caplog.text
+    assert "XLA flags: xla_cpu_enable_fast_math=False" in caplog.text
+
+
+def test_the_step_is_compiled_with_them():
+    lowered = jax.jit(lambda: 0).lower()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_nope"):
+        compilation.compile_step(lowered, {"xla_nope": True})
+
+
+def test_where_compiled_programs_are_kept(monkeypatch, tmp_path):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    where = compilation.cache_directory
+    assert where(TrainConfig()) == ""  # a CPU
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert where(TrainConfig()) == "/cache/jaxforge/xla"
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/of/jax")
+    assert where(TrainConfig()) == "/of/jax"
+    assert where(TrainConfig(compilation_cache_dir="/mine")) == "/mine"
+    assert where(TrainConfig(compilation_cache_dir="")) == ""
+
+
+def test_a_directory_that_cannot_be_made_is_an_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"train\.compilation_cache_dir: no directory .*file/below"):
+        compilation.use_cache(TrainConfig(compilation_cache_dir=f"{tmp_path}/file/below"))
+
+
+def test_the_docs_show_the_table():
+    lines = DOCS.read_text().splitlines()
+    shown = [line for line in lines if line.startswith(("| gpu", "| tpu"))]
+    assert shown == [
+        f"| {f.platform} | {', '.join(f.devices) or 'all'} | `{f.name}` | `{f.value}` | {f.why} | "
+        f"[source]({f.source}) |"
+        for f in FLAGS
+    ]

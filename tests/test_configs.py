@@ -1,0 +1,134 @@
+"""The configs for clusters load, obey every rule, fit into memory and lower for their machines."""
+
+import itertools
+import math
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from jaxforge.config import rules
+from jaxforge.config.load import load_config
+from jaxforge.data.loader import open_training_data
+from jaxforge.errors import UserError
+from jaxforge.model.transformer import build_model, parameter_count
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.parallel.mesh import data_parallel_size
+from jaxforge.parallel.sharding import batch_sharding
+from jaxforge.training.state import abstract_state
+from jaxforge.training.step import Controls, make_train_step
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs" / "llama").glob("*.toml"))
+MEMORY = {"gpu": 80e9, "v5e": 16e9, "v5p": 95e9, "v6e": 32e9}  # bytes of one device
+TORUS = {  # how the chips of a slice are wired
+    "v5e_16": (4, 4),
+    "v5e_256": (16, 16),
+    "v5p_64": (4, 4, 4),
+    "v5p_128": (4, 4, 8),
+    "v5p_512": (8, 8, 8),
+    "v6e_64": (8, 8),
+    "v6e_128": (8, 16),
+    "v6e_256": (16, 16),
+}
+PARAMETERS = {  # as published with the weights
+    "1b": 1_235_814_400,
+    "7b": 6_738_415_616,
+    "13b": 13_015_864_320,
+    "70b": 68_976_648_192,
+}
+
+pytestmark = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+
+
+class Recipe:
+    """A config with the machine that its name says: llama_<size>_[tpu_]<kind>_<devices>."""
+
+    def __init__(self, path: Path) -> None:
+        self.config = load_config(path)
+        self.size, self.kind, devices = re.fullmatch(
+            r"llama_(\d+b)_(gpu|tpu_v\w+)_(\d+)", path.stem
+        ).groups()
+        self.kind = self.kind.removeprefix("tpu_")
+        self.devices = int(devices)
+        rules.check(self.config, self.devices)
+        shape = rules.mesh_shape(self.config, self.devices)
+        kinds = (AxisType.Auto,) * len(shape)
+        self.mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=kinds)
+        # cuDNN's attention cannot be traced without cuDNN; splash attention can without a TPU.
+        self.model = build_model(self.config, "cpu" if self.kind == "gpu" else "tpu")
+        self.optimizer = build_optimizer(self.config, self.model.axes)
+
+    def state(self):
+        return abstract_state(self.model, self.optimizer, self.mesh)
+
+    def batch(self):
+        train = self.config.train
+        rows = train.microbatch_size(data_parallel_size(self.mesh))
+        leaf = jax.ShapeDtypeStruct(
+            (train.grad_accum_steps, rows, train.seq_len),
+            jnp.int32,
+            sharding=batch_sharding(self.mesh),
+        )
+        return {"input_ids": leaf, "labels": leaf}
+
+
+@pytest.fixture
+def recipe(path):
+    return Recipe(path)
+
+
+def bytes_per_device(tree) -> int:
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def test_it_lowers_for_its_machine(recipe):
+    with jax.sharding.use_abstract_mesh(recipe.mesh):
+        step = make_train_step(recipe.model, recipe.optimizer, recipe.config, recipe.mesh)
+        traced = step.trace(recipe.state(), recipe.batch(), Controls())
+        platform = "cuda" if recipe.kind == "gpu" else "tpu"
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert f"num_partitions = {recipe.devices}" in text
+
+
+def test_the_model_has_the_published_size(recipe):
+    assert parameter_count(recipe.model.abstract) == PARAMETERS[recipe.size]
+
+
+def test_state_and_gradients_leave_room_for_activations(recipe):
+    state = recipe.state()
+    gradients = bytes_per_device(state.params)  # float32, like the parameters
+    assert bytes_per_device(state) + gradients < 0.7 * MEMORY[recipe.kind]
+
+
+def test_every_device_has_work_in_every_microbatch(recipe):
+    train, dp = recipe.config.train, data_parallel_size(recipe.mesh)
+    assert train.microbatch_size(dp) % dp == 0
+    assert train.max_steps * train.global_batch_size * train.seq_len == pytest.approx(2e12, rel=0.1)
+
+
+def test_mesh_axes_follow_the_wires(recipe):
+    """JAX does not split a dimension of the torus of v5p and v6e between mesh axes."""
+    axes = [size for size in recipe.mesh.shape.values() if size > 1]
+    if recipe.kind == "gpu":
+        assert recipe.config.distributed.tp in (1, 8)  # a node of NVLink
+        return
+    torus = TORUS[f"{recipe.kind}_{recipe.devices}"]
+    assert math.prod(torus) == recipe.devices
+    owners = itertools.product(range(len(axes)), repeat=len(torus))
+    assert any(
+        axes == [math.prod(n for n, o in zip(torus, owner, strict=True) if o == axis)
+                 for axis in range(len(axes))]
+        for owner in owners
+    )  # fmt: skip
+
+
+def test_missing_data_is_named(recipe, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="data/tokens"):
+        open_training_data(recipe.config)
