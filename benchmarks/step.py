@@ -2,16 +2,17 @@
 
     python benchmarks/step.py [--quick]
 
-Same model, data and threads, float32, alternating in one run. Writes
-`benchmarks/results/step-<device>.json`; a ratio above 1 means that jaxforge is faster.
+Same model, data, threads and precision, alternating in one run; on a GPU, a 1B model in bfloat16.
 """
 
 import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import results
 import torch
@@ -19,18 +20,50 @@ from torch import nn
 from torch.nn import functional as F
 
 from jaxforge.config.job import JobConfig
-from jaxforge.model.transformer import build_model, parameter_count
+from jaxforge.config.model import ModelConfig
+from jaxforge.model.transformer import build_model, matmul_precision, parameter_count
 from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.parallel import host_memory, xla_flags
 from jaxforge.parallel.mesh import make_mesh
+from jaxforge.telemetry import flops
 from jaxforge.training.state import init_state
 from jaxforge.training.step import Controls, make_train_step
 
-CASES = {
-    "5M, 8 x 256 tokens": {"dim": 256, "n_layers": 6, "n_heads": 8, "n_kv_heads": 4},
-    "40M, 4 x 512 tokens": {"dim": 512, "n_layers": 10, "n_heads": 8, "n_kv_heads": 8},
-}
-SHAPES = {"5M, 8 x 256 tokens": (8, 256), "40M, 4 x 512 tokens": (4, 512)}
-VOCABULARY = 4096
+
+@dataclass(frozen=True)
+class Case:
+    """A model and a batch.
+
+    Attributes:
+        name: for the table.
+        model: the `[model]` section.
+        batch: sequences.
+        seq: tokens of each.
+        precision: `train.mixed_precision`; PyTorch's autocast where it is "bf16".
+    """
+
+    name: str
+    model: dict
+    batch: int
+    seq: int
+    precision: str = "fp32"
+
+    @property
+    def vocab(self) -> int:
+        """Size of the vocabulary."""
+        return self.model["vocab_size"]
+
+
+CPU_CASES = (
+    Case("5M, 8 x 256 tokens", {"dim": 256, "n_layers": 6, "n_heads": 8, "n_kv_heads": 4,
+                                "vocab_size": 4096}, 8, 256),
+    Case("40M, 4 x 512 tokens", {"dim": 512, "n_layers": 10, "n_heads": 8, "vocab_size": 4096},
+         4, 512),
+)  # fmt: skip
+GPU_CASES = (
+    Case("1B, 4 x 4096 tokens", {"dim": 2048, "n_layers": 16, "n_heads": 16, "n_kv_heads": 8,
+                                 "ffn_hidden_dim": 8192, "vocab_size": 32768}, 4, 4096, "bf16"),
+)  # fmt: skip
 
 
 class TorchBlock(nn.Module):
@@ -62,18 +95,19 @@ class TorchBlock(nn.Module):
 class TorchModel(nn.Module):
     """The same decoder in plain PyTorch."""
 
-    def __init__(self, dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn: int) -> None:
+    def __init__(self, c: ModelConfig) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, dim)
-        blocks = [TorchBlock(dim, n_heads, n_kv_heads, ffn) for _ in range(n_layers)]
+        self.embedding = nn.Embedding(c.vocab_size, c.dim)
+        blocks = [TorchBlock(c.dim, c.n_heads, c.kv_heads, c.ffn_dim) for _ in range(c.n_layers)]
         self.layers = nn.ModuleList(blocks)
-        self.norm, self.head = nn.RMSNorm(dim, 1e-5), nn.Linear(dim, VOCABULARY, bias=False)
-        self.h = dim // n_heads
+        self.norm, self.head = nn.RMSNorm(c.dim, 1e-5), nn.Linear(c.dim, c.vocab_size, bias=False)
+        self.h = c.head_dim
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy."""
-        frequencies = 10000.0 ** (-torch.arange(0, self.h, 2) / self.h)
-        angles = torch.outer(torch.arange(tokens.shape[1]), frequencies)
+        at = tokens.device
+        frequencies = 10000.0 ** (-torch.arange(0, self.h, 2, device=at) / self.h)
+        angles = torch.outer(torch.arange(tokens.shape[1], device=at), frequencies)
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, angles.cos(), angles.sin())
@@ -85,49 +119,56 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def torch_step(case: str, ffn: int, *, compiled: bool) -> Callable[[], None]:
+def torch_step(case: Case, *, compiled: bool) -> Callable[[], None]:
     """One update of the PyTorch model: fused AdamW, clipping."""
-    model = TorchModel(**CASES[case], ffn=ffn)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = TorchModel(job(case).model).to(device)
     loss_of = torch.compile(model) if compiled else model
     optimizer = torch.optim.AdamW(
         model.parameters(), 1e-3, (0.9, 0.95), weight_decay=0.1, fused=True
     )
-    tokens, labels = (torch.tensor(x, dtype=torch.long) for x in _tokens(case))
+    tokens, labels = (torch.tensor(x, dtype=torch.long, device=device) for x in _tokens(case))
+    autocast = torch.autocast(device, torch.bfloat16, enabled=case.precision == "bf16")
 
     def step() -> None:
-        loss_of(tokens, labels).backward()
+        with autocast:
+            loss = loss_of(tokens, labels)
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        if device == "cuda":
+            torch.cuda.synchronize()
 
     return step
 
 
-def jax_step(case: str) -> tuple[Callable[[], None], int, int]:
-    """One update of jaxforge's step; also its parameters and feed-forward width."""
-    batch, seq = SHAPES[case]
-    config = JobConfig.model_validate(
-        {
-            "model": {**CASES[case], "vocab_size": VOCABULARY, "max_seq_len": seq},
-            "train": {"batch_size": batch, "seq_len": seq, "mixed_precision": "fp32"},
-            "optimizer": {"lr": 1e-3},
-        }
-    )
+def job(case: Case) -> JobConfig:
+    """The case as jaxforge's user would write it."""
+    train = {"batch_size": case.batch, "seq_len": case.seq, "mixed_precision": case.precision}
+    model = {**case.model, "max_seq_len": case.seq}
+    return JobConfig.model_validate({"model": model, "train": train, "optimizer": {"lr": 1e-3}})
+
+
+def jax_step(case: Case) -> Callable[[], None]:
+    """One update of jaxforge's step."""
+    config = job(case)
     mesh = make_mesh(config, jax.devices()[:1])
     model = build_model(config)
     optimizer = build_optimizer(config, model.axes)
     jitted = make_train_step(model, optimizer, config, mesh)
     tokens, labels = (np.asarray(x, np.int32)[None] for x in _tokens(case))
     data = {"input_ids": jax.device_put(tokens), "labels": jax.device_put(labels)}
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), matmul_precision(config):
         state = [init_state(model, optimizer, mesh, 0)]
-        compiled = jitted.lower(state[0], data, Controls()).compile()
+        options = xla_flags.compiler_options(jax.devices()[0], {})
+        compiled = jitted.lower(state[0], data, Controls()).compile(options)
 
     def step() -> None:
         state[0], metrics = compiled(state[0], data, Controls())
         metrics["loss"].block_until_ready()
 
-    return step, parameter_count(model.abstract), config.model.ffn_dim
+    return step
 
 
 def measure(steps: dict[str, Callable[[], None]], rounds: int, repeats: int) -> dict[str, float]:
@@ -145,29 +186,57 @@ def measure(steps: dict[str, Callable[[], None]], rounds: int, repeats: int) -> 
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
-def _tokens(case: str) -> tuple[np.ndarray, np.ndarray]:
-    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (*SHAPES[case],))
+def _tokens(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    tokens = np.random.default_rng(0).integers(0, case.vocab, (case.batch, case.seq))
     return tokens, np.roll(tokens, -1, axis=1)
+
+
+def product_rate() -> float:
+    """TFLOP/s of a product of bfloat16 matrices of 8192 x 8192: what the device can do at best."""
+    n, repeats = 8192, 20
+    x = jnp.ones((n, n), jnp.bfloat16)
+    multiply = jax.jit(lambda x: jax.lax.fori_loop(0, repeats, lambda _, y: y @ x, x))
+    multiply(x).block_until_ready()
+    started = time.perf_counter()
+    multiply(x).block_until_ready()
+    return repeats * 2 * n**3 / (time.perf_counter() - started) / 1e12
+
+
+def compare(case: Case, *, quick: bool) -> tuple[list[results.Row], list[str]]:
+    """Rows of one case; on a GPU also what part of the device's rate of products it reaches."""
+    ours, config = jax_step(case), job(case)
+    peers = {"torch eager": torch_step(case, compiled=False)}
+    if not quick:
+        peers["torch.compile"] = torch_step(case, compiled=True)
+    rounds, repeats = (2, 2) if quick else (5, 4)
+    seconds = measure({"ours": ours, **peers}, rounds, repeats)
+    tokens = case.batch * case.seq
+    parameters = parameter_count(build_model(config).abstract)
+    named = f"{case.name}, {parameters / 1e6:.1f}M parameters"
+    rows = [
+        results.Row(named, round(tokens / seconds["ours"]), peer, round(tokens / seconds[peer]),
+                    "tokens/s")
+        for peer in peers
+    ]  # fmt: skip
+    if case.precision != "bf16":
+        return rows, []
+    rate = flops.causal_flops_per_token(config.model, case.seq) * tokens / seconds["ours"] / 1e12
+    return rows, [f"{named}: {rate:.0f} TFLOP/s; products alone reach {product_rate():.0f}"]
 
 
 def main() -> None:
     """Prints the table and writes the results."""
     quick = results.arguments(__doc__).parse_args().quick
+    host_memory.keep_freed_memory()
     torch.set_num_threads(os.cpu_count() or 1)
-    rows = []
-    for case in list(CASES)[: 1 if quick else None]:
-        ours, parameters, ffn = jax_step(case)
-        peers = {"torch eager": torch_step(case, ffn, compiled=False)}
-        if not quick:
-            peers["torch.compile"] = torch_step(case, ffn, compiled=True)
-        rounds, repeats = (2, 2) if quick else (5, 4)
-        seconds = measure({"ours": ours, **peers}, rounds, repeats)
-        tokens = int(np.prod(SHAPES[case]))
-        named = f"{case}, {parameters / 1e6:.1f}M parameters"
-        for peer in peers:
-            speeds = tokens / seconds["ours"], tokens / seconds[peer]
-            rows.append(results.Row(named, round(speeds[0]), peer, round(speeds[1]), "tokens/s"))
-    results.report("step", rows, ("jax", "flax", "optax", "torch"), write=not quick)
+    cases = GPU_CASES if jax.default_backend() == "gpu" else CPU_CASES
+    rows, notes = [], []
+    for case in cases[: 1 if quick else None]:
+        found = compare(case, quick=quick)
+        rows += found[0]
+        notes += found[1]
+    packages = ("jax", "flax", "optax", "torch")
+    results.report("step", rows, packages, notes=notes, write=not quick)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import functools
 import itertools
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -24,18 +23,21 @@ from jaxforge.config import help, load, rules, torch_only
 from jaxforge.config.job import JobConfig
 from jaxforge.data import loader
 from jaxforge.errors import UserError
-from jaxforge.model.attention import backend_name
 from jaxforge.model.transformer import Model, build_model, matmul_precision, parameter_count
 from jaxforge.optim.optimizer import build_optimizer
-from jaxforge.parallel import multihost
+from jaxforge.parallel import compilation, host_memory, multihost
 from jaxforge.parallel.mesh import data_parallel_size, make_mesh
+from jaxforge.parallel.xla_flags import Option
 from jaxforge.telemetry.console import add_log_file, banner, human, setup_logging
-from jaxforge.telemetry.sinks import JsonlSink, LineSink, LiveSink, Sink
-from jaxforge.telemetry.tracker import Tracker
-from jaxforge.training.evaluation import evaluate, make_eval_step
+from jaxforge.telemetry.measures import Work
+from jaxforge.telemetry.outlets import check_libraries, open_outlets
+from jaxforge.telemetry.profiler import Profiler
+from jaxforge.telemetry.tracker import Start, Tracker
+from jaxforge.training.evaluation import Evaluator, summary
 from jaxforge.training.exits import Exit, Signals
 from jaxforge.training.hooks import Hook, HookRunner
 from jaxforge.training.loop import Trainer
+from jaxforge.training.progress import Progress
 from jaxforge.training.state import TrainState
 from jaxforge.training.step import Batch, Controls, TrainStep, make_train_step
 
@@ -76,8 +78,10 @@ def run(config: JobConfig, hooks: Sequence[Hook] = ()) -> Exit:
     """
     console = _console()
     setup_logging(console)
+    host_memory.keep_freed_memory()
     multihost.initialize()
     rules.check(config, jax.device_count())
+    compilation.use_cache(config.train)
     mesh = make_mesh(config)
     with (
         Signals(config.train.shutdown_timeout_sec) as signals,
@@ -102,18 +106,24 @@ def build(config: JobConfig, mesh: Mesh, hooks: HookRunner, console: Console) ->
 
     Nothing is written before the data has been checked.
     """
+    check_libraries(config.metrics)
+    profiler = Profiler(config.profiling, Path(config.checkpoint.dir))
+    flags = compilation.accepted_flags(config.train)
     dataset = loader.open_training_data(config)
-    eval_data = loader.open_eval_data(config) if config.eval.enabled else None
+    eval_data = loader.open_eval_data(config) if config.eval.enabled else {}
     model = build_model(config)
     optimizer = build_optimizer(config, model.axes)
     checkpoints = _open_run_directory(config, model)
     state, progress = starting_state(config, checkpoints, model, optimizer, mesh)
+    progress.run_id = config.metrics.wandb_run_id or progress.run_id
     samples = config.train.microbatch_size(data_parallel_size(mesh)) * config.train.grad_accum_steps
+    evaluate = _evaluation(config, mesh, model, eval_data) if eval_data else None
     _announce(console, config, model, mesh, samples)
+    tracker = _tracker(console, config, progress, samples * config.train.seq_len)
     remaining = max(0, config.train.max_steps - progress.step)
     batches = loader.training_batches(config, mesh, dataset, progress.samples, remaining)
     step = make_train_step(model, optimizer, config, mesh, keep_gradients=hooks.needs_gradients)
-    train_step, batches = _compile(step, state, batches) if remaining else (step, batches)
+    train_step, batches = _compile(step, state, batches, flags) if remaining else (step, batches)
     return Trainer(
         config=config,
         state=state,
@@ -121,9 +131,10 @@ def build(config: JobConfig, mesh: Mesh, hooks: HookRunner, console: Console) ->
         train_step=train_step,
         batches=batches,
         samples_per_step=samples,
-        evaluate=None if eval_data is None else _evaluation(config, mesh, model, eval_data),
+        evaluate=evaluate,
         checkpoints=checkpoints,
-        tracker=_tracker(console, config, progress.step, samples * config.train.seq_len),
+        tracker=tracker,
+        profiler=profiler,
         hooks=hooks,
     )
 
@@ -139,38 +150,32 @@ def _open_run_directory(config: JobConfig, model: Model) -> Checkpoints:
 
 
 def _compile(
-    step: jax.stages.Wrapped, state: TrainState, batches: Iterator[Batch]
+    step: jax.stages.Wrapped,
+    state: TrainState,
+    batches: Iterator[Batch],
+    flags: dict[str, Option],
 ) -> tuple[TrainStep, Iterator[Batch]]:
     """The step as one executable, made before the first step: it can never be compiled twice."""
-    started = time.perf_counter()
     first = next(batches)
-    compiled = step.lower(state, first, Controls()).compile()
-    log.info("train step compiled in %.1f s", time.perf_counter() - started)
+    compiled = compilation.compile_step(step.lower(state, first, Controls()), flags)
     return compiled, itertools.chain([first], batches)
 
 
 def _evaluation(
-    config: JobConfig, mesh: Mesh, model: Model, dataset: loader.Dataset
+    config: JobConfig, mesh: Mesh, model: Model, datasets: dict[str, loader.Dataset]
 ) -> Callable[[TrainState], dict[str, float]]:
-    eval_step = make_eval_step(model, config.train)
-
-    def run_evaluation(state: TrainState) -> dict[str, float]:
-        batches = loader.eval_batches(config, mesh, dataset)
-        return evaluate(eval_step, state.params, batches, config.eval.steps)
-
-    return run_evaluation
+    tokenizer = run_directory.find_tokenizer(Path(config.checkpoint.dir))
+    evaluator = Evaluator(config, mesh, model, datasets, tokenizer)
+    evaluator.check_reports(config.checkpoint.best_metric)
+    return lambda state: summary(evaluator(state.params, config.eval.steps))
 
 
-def _tracker(console: Console, config: JobConfig, step: int, tokens_per_step: int) -> Tracker:
-    """Logs to `metrics.jsonl` and the console, on process 0."""
-    last_step = config.train.max_steps
-    sinks: list[Sink] = []
-    if jax.process_index() == 0:
-        sinks.append(JsonlSink(Path(config.checkpoint.dir) / "metrics.jsonl", step))
-        sinks.append(
-            LiveSink(console, step, last_step) if console.is_terminal else LineSink(console)
-        )
-    return Tracker(sinks, config.metrics.log_interval, tokens_per_step, step, last_step)
+def _tracker(
+    console: Console, config: JobConfig, progress: Progress, tokens_per_step: int
+) -> Tracker:
+    outlets = open_outlets(console, config, progress.run_id, progress.step)
+    start = Start(progress.step, progress.tokens, progress.skipped)
+    return Tracker(outlets, Work.of(config, tokens_per_step), start, config.train.max_steps)
 
 
 def _announce(console: Console, config: JobConfig, model: Model, mesh: Mesh, samples: int) -> None:
@@ -187,9 +192,11 @@ def _announce(console: Console, config: JobConfig, model: Model, mesh: Mesh, sam
         "mesh": axes or "one device",
         "step": f"{samples} sequences x {t.seq_len} tokens = {samples * t.seq_len:,} tokens, "
         f"in {t.grad_accum_steps} microbatch(es); gradients reduced per {t.grad_sync}",
-        "kernels": f"attention: {backend_name(m)}, loss: {t.loss_fn}, "
+        "kernels": f"attention: {model.how.attention}, loss: {t.loss_fn}, "
         f"checkpointing: {t.activation_checkpointing}",
-        "data": config.data.dataset_path or "synthetic random tokens (no data.dataset_path)",
+        "data": config.data.dataset_path
+        or config.data.hf_dataset_name
+        or "synthetic random tokens (no data.dataset_path)",
         "run": str(Path(config.checkpoint.dir).absolute()),
     }
     if jax.process_index() == 0:

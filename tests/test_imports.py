@@ -22,8 +22,9 @@ LAYERS = {
     "checkpoint": {"errors", "config", "model", "training"},
     "telemetry": {"errors", "config"},
     "run_directory": {"errors", "config", "data"},
+    "inference": {"errors", "config", "parallel", "model", "checkpoint", "run_directory"},
 }  # fmt: skip
-ENTRY_POINTS = {"train", "prepare", "generate"}
+ENTRY_POINTS = {"train", "prepare", "generate", "report", "evaluate"}
 
 
 def imports_of(path):

@@ -91,6 +91,17 @@ def test_keeps_the_last_and_the_best(tmp_path):
     assert steps(tmp_path) == [20, 40, 50]
 
 
+def test_what_lacks_the_metric_is_never_the_best(tmp_path):
+    """Metrics of another name, of a run that went by another one before; and one that is NaN."""
+    ours, state = trained()
+    saved = checkpoints(tmp_path, ours, keep_last_n=1, keep_best_n=1, best_metric="eval/a/loss")
+    for step, a in ((10, None), (20, 5.0), (30, float("nan")), (40, 6.0)):
+        metrics = {"eval/loss": 1.0} if a is None else {"eval/loss": 1.0, "eval/a/loss": a}
+        saved.save(Progress(step=step), state, metrics)
+    saved.close()
+    assert steps(tmp_path) == [20, 40]
+
+
 def test_keep_last_n_of_zero_keeps_all(tmp_path):
     ours, state = trained()
     saved = checkpoints(tmp_path, ours, keep_last_n=0)

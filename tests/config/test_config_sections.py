@@ -12,6 +12,8 @@ from jaxforge.config import (
     DatasetSource,
     DistributedConfig,
     DynCkptWindow,
+    EvalConfig,
+    EvalDataset,
     JobConfig,
     ModelConfig,
     OptimizerConfig,
@@ -23,6 +25,7 @@ from jaxforge.config import (
 )
 
 MOE = {"num_experts": 4}
+EVAL_A, EVAL_B = ({"name": name, "dataset_path": "path"} for name in "ab")
 
 
 @pytest.mark.parametrize(
@@ -83,6 +86,16 @@ MOE = {"num_experts": 4}
         (DatasetSource, {"path": "a"}, {}),
         (DatasetSource, {"hf_name": "a"}, {"name": "a"}),
         (DatasetSource, {"path": "a", "weight": 0.1}, {"path": "a", "weight": 0}),
+        (EvalDataset, {"name": "a", "dataset_path": "b"}, {"name": "a"}),
+        (EvalDataset, {"name": "a", "hf_dataset_name": "b"}, {"hf_dataset_name": "b"}),
+        (
+            EvalDataset,
+            {"name": "a-1.b_", "dataset_path": "b"},
+            {"name": "a/b", "dataset_path": "b"},
+        ),
+        (EvalConfig, {"datasets": [EVAL_A]}, {"datasets": [EVAL_A], "dataset_path": "b"}),
+        (EvalConfig, {"datasets": [EVAL_A]}, {"datasets": [EVAL_A], "hf_dataset_name": "b"}),
+        (EvalConfig, {"datasets": [EVAL_A, EVAL_B]}, {"datasets": [EVAL_A, EVAL_A]}),
         (TrainingPhase, {"start_step": 0}, {"start_step": -1}),
         (TrainingPhase, {"lr_scale": 0.1}, {"lr_scale": 0}),
         (TrainingPhase, {"dataset_weights": {"a": 0}}, {"dataset_weights": {"a": -1}}),

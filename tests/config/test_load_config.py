@@ -140,13 +140,19 @@ def test_every_key_of_kempnerforge_loads():
                 "param_dtype",
                 "opt_state_dtype",
                 "loss_norm",
+                "ce_vocab_chunk",
                 "grad_sync",
                 "on_nonfinite",
                 "nan_consecutive_max",
+                "xla_flags",
+                "compilation_cache_dir",
             )
         ),
         *(("data", key) for key in ("token_dtype", "eos_token_id", "shuffle", "order")),
+        ("eval", "datasets"),
         *(("checkpoint", key) for key in ("keep_best_n", "best_metric")),
+        *(("metrics", key) for key in ("tensorboard_interval", "wandb_interval", "peak_tflops")),
+        *(("profiling", key) for key in ("hosts", "python_tracer")),
     }
     every = {(name, key) for name, table in config for key in type(table).model_fields}
     assert every - explicit == ours
