@@ -31,6 +31,7 @@ from jaxforge.model.remat import block
 from jaxforge.model.splash import splash_attention
 from jaxforge.model.transformer import build_model, matmul_precision
 from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.parallel import xla_flags
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import batch_sharding
 from jaxforge.training.state import abstract_state
@@ -174,9 +175,9 @@ def plain_loss(case: Case) -> Callable[[dict, jax.Array], jax.Array]:
     return loss
 
 
-def measure(lowered: jax.stages.Lowered) -> dict[str, float]:
-    """What the compiler makes of it."""
-    compiled = lowered.compile()
+def measure(lowered: jax.stages.Lowered, options: dict[str, str | bool]) -> dict[str, float]:
+    """What the compiler makes of it, with these options."""
+    compiled = lowered.compile(options)
     cost = Program(compiled.as_text(), DEVICES).cost()
     return {
         "M cycles": sum(cost.cycles.values()) / 1e6,
@@ -196,7 +197,8 @@ def main() -> None:
     for case in CASES[: 1 if quick else None]:
         topology = topologies.get_topology_desc(case.topology, platform="tpu")
         devices = list(topology.devices)
-        ours, theirs = measure(our_step(case, devices)), measure(plain_step(case, devices))
+        ours = measure(our_step(case, devices), xla_flags.compiler_options(devices[0], {}))
+        theirs = measure(plain_step(case, devices), {})
         Console().print(case.name, ours, theirs, highlight=False)
         rows += [
             results.Row(case.name, round(ours[unit], 2), "plain JAX", round(theirs[unit], 2), unit,

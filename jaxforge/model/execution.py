@@ -19,7 +19,8 @@ class Execution(NamedTuple):
         save: what the backward pass finds saved: `train.activation_checkpointing`.
         unroll: layers per iteration of the scan over layers. XLA:CPU copies what a loop carries
             and saves, so that a step without it takes 15 % less time; compile time grows with what
-            is unrolled, so deep models keep the loop.
+            is unrolled, so deep models keep the loop, and so do those that recompute: only a loop
+            keeps the compiler from saving all the same.
         swap_by_product: rotary positions pair channels that are half a head apart. On TPU they meet
             through a product with a permutation: shuffling lanes took 6 % of a step of Llama 2 7B.
         tile: logits of the loss that a device likes to see at a time; None: any number.
@@ -49,6 +50,6 @@ def execution(config: JobConfig, dtype: jnp.dtype, platform: str) -> Execution:
         return how._replace(swap_by_product=True)
     if platform == "cpu":
         n_layers = config.model.n_layers
-        unroll = n_layers if n_layers <= _UNROLLED_ON_CPU else 1
-        return how._replace(unroll=unroll, tile=_TILE_ON_CPU)
+        loop = n_layers > _UNROLLED_ON_CPU or how.save != "none"
+        return how._replace(unroll=1 if loop else n_layers, tile=_TILE_ON_CPU)
     return how

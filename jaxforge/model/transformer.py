@@ -73,7 +73,7 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "b s d"], KVCache | None]:
         """One layer."""
         attention = functools.partial(self.attention, how=how)
-        attend = remat.attention(how.save, attention, unrolled=how.unroll > 1)
+        attend = remat.attention(how.save, attention)
         y_BSD, cache = attend(_gather_seq(self.attention_norm(x_BSD)), rope, place, cache)
         x_BSD = _split_seq(x_BSD + y_BSD)
         x_BSD = _split_seq(x_BSD + self.mlp(_gather_seq(self.mlp_norm(x_BSD))))
@@ -111,7 +111,7 @@ class Transformer(nnx.Module):
             block = nnx.merge(definition, of_layer[0])
             return block(x_BSD, rope, place, of_layer[1], how=how)
 
-        body = remat.block(how.save, layer, unrolled=how.unroll > 1)
+        body = remat.block(how.save, layer)
         x_BSD, cache = jax.lax.scan(body, x_BSD, (layers, cache), unroll=how.unroll)
         return _gather_seq(self.norm(x_BSD)), cache
 

@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.rules import mesh_shape
+from jaxforge.errors import UserError
 
 DATA_AXES = ("dp_replicate", "dp_shard")
 """The axes that the batch is split over."""
@@ -28,15 +29,25 @@ def make_mesh(config: JobConfig, devices: list[jax.Device] | None = None) -> Mes
     Args:
         config: a config that `rules.check` has passed.
         devices: the devices to use; all by default.
+
+    Raises:
+        UserError: the axes do not fit the network of the TPUs.
     """
     devices = jax.devices() if devices is None else devices
     shape = mesh_shape(config, len(devices))
-    return jax.make_mesh(
-        tuple(shape.values()),
-        tuple(shape),
-        axis_types=(AxisType.Auto,) * len(shape),
-        devices=devices,
-    )
+    try:
+        return jax.make_mesh(
+            tuple(shape.values()),
+            tuple(shape),
+            axis_types=(AxisType.Auto,) * len(shape),
+            devices=devices,
+        )
+    except NotImplementedError as error:  # TPU: an axis must be made of whole sides of the torus
+        sizes = ", ".join(f"{axis} = {size}" for axis, size in shape.items() if size > 1)
+        raise UserError(
+            f"[distributed] {sizes} does not fit the network of these TPUs: {error}; choose axes "
+            "that are products of its sides"
+        ) from error
 
 
 def data_parallel_size(mesh: Mesh) -> int:
