@@ -24,7 +24,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.data import loader
 from jaxforge.errors import UserError
 from jaxforge.inference import TrainedModel
-from jaxforge.parallel import multihost
+from jaxforge.parallel import host_memory, multihost
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.telemetry.console import setup_logging
 from jaxforge.training.evaluation import Evaluator, SetSums, summary, together
@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, overrides = _parser().parse_known_args(argv)
     _check(args)
     setup_logging(Console(stderr=True))
+    host_memory.keep_freed_memory()
     multihost.initialize()
     trained, sums = evaluate(
         Path(args.run), overrides, sets=args.set, step=args.step, batch_size=args.batch_size,

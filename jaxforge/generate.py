@@ -27,7 +27,7 @@ from jaxforge.data.tokenizer import Tokenizer
 from jaxforge.errors import UserError
 from jaxforge.model.decoding import Completion, Decoder
 from jaxforge.model.sampling import Sampling
-from jaxforge.parallel import multihost
+from jaxforge.parallel import host_memory, multihost
 from jaxforge.telemetry.console import setup_logging
 
 log = logging.getLogger("jaxforge.generate")  # not __name__, which is __main__ under `python -m`
@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, overrides = _parser().parse_known_args(argv)
     how = _sampling(args)
     setup_logging(Console(stderr=True))
+    host_memory.keep_freed_memory()
     multihost.initialize()
     prompts = _prompts(args)
     trained = inference.open_run(Path(args.run), overrides, step=args.step)

@@ -76,7 +76,7 @@ def _nothing_against(at: Situation) -> str | None:
 
 
 def _against_cudnn(at: Situation) -> str | None:
-    if at.platform not in ("gpu", "cuda"):
+    if at.platform != "gpu":
         return f"it needs an NVIDIA GPU, and this run is on {at.platform}"
     if at.dtype not in (jnp.bfloat16, jnp.float16):
         return 'it computes in bf16 or fp16: set train.mixed_precision = "bf16"'
@@ -107,7 +107,7 @@ BACKENDS = {
     "splash": Kernel(splash.splash_attention, _against_splash),
 }
 
-_FLASH = {"cpu": "blockwise", "gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}
+_FLASH = {"cpu": "blockwise", "gpu": "cudnn", "tpu": "splash"}
 _SYNONYMS = {"math": "reference", "efficient": "blockwise"}  # PyTorch's names
 
 

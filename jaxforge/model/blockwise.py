@@ -5,7 +5,7 @@ upper triangle is never computed beyond a block's corner. The backward pass reco
 from the saved logsumexp (Dao et al. 2022, FlashAttention, arXiv:2205.14135, algorithm 4):
 
     P  = exp(Q Kᵀ/√h - lse)      dV = Pᵀ dO       δ  = rowsum(dO ∘ O)
-    dS = P ∘ (dO Vᵀ - δ)/√h   dQ = dS K        dK = dSᵀ Q
+    dS = P ∘ (dO Vᵀ - δ)/√h      dQ = dS K        dK = dSᵀ Q
 
 Query heads that share a key head are folded into its rows: one product each, nothing repeated.
 R: rows of a block, which are queries x heads per key head.

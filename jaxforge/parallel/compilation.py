@@ -71,7 +71,7 @@ def accepted_flags(config: TrainConfig) -> dict[str, Option]:
         UserError: `train.xla_flags` names a flag that this XLA does not have, or a wrong value.
     """
     flags = compiler_options(jax.devices()[0], config.xla_flags)
-    while (name := _refused(flags)) is not None:
+    while flags and (name := _refused(flags)) is not None:
         if name in config.xla_flags:
             raise UserError(_complaint(name, config.xla_flags[name]))
         # Flags come and go with the versions of XLA; a run must not depend on those of our table.

@@ -26,10 +26,11 @@ from jaxtyping import Array, Float, Int, PyTree
 from jaxforge.config.train import TrainConfig
 from jaxforge.data.packing import IGNORE
 from jaxforge.model.transformer import project
-from jaxforge.parallel.sharding import constrain, size_per_device
+from jaxforge.parallel.sharding import constrain, gathered, size_per_device
 
 _LOGITS = 1 << 25  # of a vocabulary chunk on one device, where ce_vocab_chunk = 0: 128 MiB
 _SMALLEST_CHUNK = 1024  # vocabulary entries: below it, products are slow
+_HEAD = ("vocab", "embed")  # logical axes of the output head
 
 
 class LossSum(NamedTuple):
@@ -48,11 +49,6 @@ class LossSum(NamedTuple):
     def plus(self, other: "LossSum") -> "LossSum":
         """Sum by sum."""
         return jax.tree.map(jnp.add, self, other)
-
-    @classmethod
-    def zero(cls) -> "LossSum":
-        """The neutral element."""
-        return cls(*(jnp.zeros((), jnp.float32) for _ in cls._fields))
 
 
 def valid_tokens(labels: Int[Array, "... b s"]) -> Float[Array, "..."]:
@@ -111,7 +107,19 @@ def cross_entropy(
     tiling: Tiling,
 ) -> LossSum:
     """Sums of the loss of a batch from its final hidden states."""
-    return _sums(tiling, hidden_BSD, head_VD, labels_BS)
+    if _by_chunks(tiling, head_VD):
+        return _by_vocab(tiling, hidden_BSD, head_VD, labels_BS)[0]
+    weights = gathered(head_VD.astype(hidden_BSD.dtype), _HEAD)
+
+    def one(total: LossSum, tile: _Tile) -> tuple[LossSum, None]:
+        return total.plus(_tile_sums(tile, weights)[0]), None
+
+    tiles, none = _tiles(tiling.tokens, hidden_BSD, labels_BS)
+    return _fold(one, _tile_sums(none, weights)[0], tiles)[0]
+
+
+def _by_chunks(tiling: Tiling, head_VD: Array) -> bool:
+    return tiling.vocab < size_per_device(head_VD.shape[0], "vocab")
 
 
 class Scales(NamedTuple):
@@ -149,11 +157,11 @@ def _differentiable(
     tiling: Tiling, hidden: Array, head: Array, labels: Array, scales: Scales
 ) -> tuple[Array, tuple[Any, ...]]:
     """The loss, and what the backward pass needs: here, by tiles of tokens, the gradient itself."""
-    if tiling.vocab < size_per_device(head.shape[0], "vocab"):
+    if _by_chunks(tiling, head):
         sums, lse = _by_vocab(tiling, hidden, head, labels)
         return _weigh(sums, scales), (hidden, head, labels, scales, lse)
     sums, d_hidden, d_head_DV = _gradient_by_tokens(tiling, hidden, head, labels, scales)
-    d_head = constrain(d_head_DV.T, "vocab", "embed")
+    d_head = constrain(d_head_DV.T, *_HEAD)
     return _weigh(sums, scales), (d_hidden, d_head.astype(head.dtype))
 
 
@@ -170,18 +178,6 @@ def _differentiate(
 
 
 weighted_loss.defvjp(_differentiable, _differentiate)
-
-
-def _sums(tiling: Tiling, hidden: Array, head: Array, labels: Array) -> LossSum:
-    if tiling.vocab < size_per_device(head.shape[0], "vocab"):
-        return _by_vocab(tiling, hidden, head, labels)[0]
-    weights = _gathered(head, hidden.dtype)
-
-    def one(total: LossSum, tile: _Tile) -> tuple[LossSum, None]:
-        return total.plus(_tile_sums(tile, weights)[0]), None
-
-    tiles, none = _tiles(tiling.tokens, hidden, labels)
-    return _fold(one, _tile_sums(none, weights)[0], tiles)[0]
 
 
 class _Tile(NamedTuple):
@@ -215,6 +211,11 @@ def _tiles(tokens: int, hidden: Array, labels: Array) -> tuple[_Tile, _Tile]:
     return tiles, jax.tree.map(lambda x: x[0, :0], tiles)
 
 
+def _whole(hidden: Array, labels: Array) -> _Tile:
+    """All tokens as one tile."""
+    return jax.tree.map(lambda x: x[0], _tiles(labels.shape[1], hidden, labels)[0])
+
+
 def _fold(one: Callable[..., Any], start: PyTree, tiles: _Tile) -> tuple[Any, Any]:
     """`lax.scan`, without the loop where there is a single tile."""
     if tiles.labels.shape[0] > 1:
@@ -230,31 +231,35 @@ def _tile_sums(tile: _Tile, weights_VD: Array) -> tuple[LossSum, Array, Array, A
     # A comparison, not a gather: it stays local when the vocabulary is split over devices.
     is_label_TV = jnp.arange(weights_VD.shape[0]) == tile.labels[:, None]
     label_logits_T = jnp.sum(jnp.where(is_label_TV, logits_TV, 0.0), axis=-1)
-    sums = _sum_up(tile.labels, tile.real, lse_T1[:, 0], label_logits_T)
+    sums = _sum_up(tile, lse_T1[:, 0], label_logits_T)
     return sums, logits_TV, lse_T1, is_label_TV
 
 
-def _sum_up(labels: Array, real: Array, lse: Array, label_logits: Array) -> LossSum:
-    valid = labels != IGNORE
+def _sum_up(tile: _Tile, lse_T: Array, label_logits_T: Array) -> LossSum:
     return LossSum(
-        total=jnp.sum(jnp.where(valid, lse - label_logits, 0.0)),
-        weight=jnp.sum(valid, dtype=jnp.float32),
-        square_lse=jnp.sum(jnp.where(real, lse * lse, 0.0)),
+        total=jnp.sum(jnp.where(tile.valid, lse_T - label_logits_T, 0.0)),
+        weight=jnp.sum(tile.valid, dtype=jnp.float32),
+        square_lse=jnp.sum(jnp.where(tile.real, lse_T * lse_T, 0.0)),
     )
+
+
+def _d_logits(tile: _Tile, scales: Scales, logits: Array, lse_T1: Array, is_label: Array) -> Array:
+    """The gradient of some logits [t, v] of a tile, in the dtype of its hidden states."""
+    label_scale = jnp.where(tile.valid, scales.token, 0.0)[:, None]
+    all_scale = label_scale + jnp.where(tile.real, scales.position, 0.0)[:, None] * 2 * lse_T1
+    gradient = all_scale * jnp.exp(logits - lse_T1) - jnp.where(is_label, label_scale, 0.0)
+    return gradient.astype(tile.hidden.dtype)
 
 
 def _gradient_by_tokens(
     tiling: Tiling, hidden: Array, head: Array, labels: Array, scales: Scales
 ) -> tuple[LossSum, Array, Array]:
     """Sums, and the gradients [b, s, d] and [d, v]: of the head it is Σ hiddenᵀ · d_logits."""
-    weights = _gathered(head, hidden.dtype)
+    weights = gathered(head.astype(hidden.dtype), _HEAD)
 
     def of_tile(tile: _Tile) -> tuple[LossSum, Array, Array]:
         sums, logits, lse, is_label = _tile_sums(tile, weights)
-        label_scale = jnp.where(tile.valid, scales.token, 0.0)[:, None]
-        all_scale = label_scale + jnp.where(tile.real, scales.position, 0.0)[:, None] * 2 * lse
-        d_logits = all_scale * jnp.exp(logits - lse) - jnp.where(is_label, label_scale, 0.0)
-        d_logits = d_logits.astype(hidden.dtype)
+        d_logits = _d_logits(tile, scales, logits, lse, is_label)
         d_hidden = jnp.einsum("tv,vd->td", d_logits, weights)
         return sums, d_hidden, _product("td,tv->dv", tile.hidden, d_logits)
 
@@ -274,7 +279,7 @@ def _by_vocab(
     tiling: Tiling, hidden: Array, head: Array, labels: Array
 ) -> tuple[LossSum, Float[Array, "t"]]:
     """Sums, and the logsumexp of each token, by a running one over chunks of the vocabulary."""
-    tile = jax.tree.map(lambda x: x[0], _tiles(labels.shape[1], hidden, labels)[0])
+    tile = _whole(hidden, labels)
 
     def one(carry: tuple[Array, Array, Array], chunk: _Chunk) -> tuple[Any, None]:
         top, total, label_logits = carry
@@ -285,10 +290,10 @@ def _by_vocab(
         return (new_top, total, label_logits + jnp.sum(jnp.where(is_label, logits, 0.0), -1)), None
 
     zeros = jnp.sum(tile.hidden[:, :0], axis=-1, dtype=jnp.float32)
-    chunks = _chunks(_gathered(head, hidden.dtype), tiling.vocab)
+    chunks = _chunks(gathered(head.astype(hidden.dtype), _HEAD), tiling.vocab)
     (top, total, label_logits), _ = jax.lax.scan(one, (zeros - jnp.inf, zeros, zeros), chunks)
     lse = top + jnp.log(total)
-    return _sum_up(tile.labels, tile.real, lse, label_logits), lse
+    return _sum_up(tile, lse, label_logits), lse
 
 
 def _gradient_by_vocab(
@@ -299,21 +304,17 @@ def _gradient_by_vocab(
     scales: Scales,
     lse: Array,
 ) -> tuple[Array, Array]:
-    tile = jax.tree.map(lambda x: x[0], _tiles(labels.shape[1], hidden, labels)[0])
-    label_scale = jnp.where(tile.valid, scales.token, 0.0)[:, None]
-    all_scale = label_scale + (scales.position * 2 * lse)[:, None]
+    tile = _whole(hidden, labels)
 
     def one(d_hidden: Array, chunk: _Chunk) -> tuple[Array, Array]:
-        weights = jnp.exp(chunk.logits(tile.hidden) - lse[:, None])
         is_label = chunk.ids == tile.labels[:, None]
-        d_logits = all_scale * weights - jnp.where(is_label, label_scale, 0.0)
-        d_logits = d_logits.astype(hidden.dtype)
+        d_logits = _d_logits(tile, scales, chunk.logits(tile.hidden), lse[:, None], is_label)
         d_hidden += _product("tv,vd->td", d_logits, chunk.weights)
         return d_hidden, _product("tv,td->vd", d_logits, tile.hidden).astype(head.dtype)
 
-    chunks = _chunks(_gathered(head, hidden.dtype), tiling.vocab)
+    chunks = _chunks(gathered(head.astype(hidden.dtype), _HEAD), tiling.vocab)
     d_hidden, d_chunks = jax.lax.scan(one, jnp.zeros_like(tile.hidden, jnp.float32), chunks)
-    d_head = constrain(_joined(d_chunks, head.shape[0]), "vocab", "embed")
+    d_head = constrain(_joined(d_chunks, head.shape[0]), *_HEAD)
     return d_hidden.reshape(hidden.shape).astype(hidden.dtype), d_head
 
 
@@ -353,11 +354,6 @@ def _joined(chunks: Array, vocab: int) -> Array:
     n, _, dim = chunks.shape
     x = chunks.reshape(n, vocab // local, -1, dim).swapaxes(0, 1)
     return x.reshape(vocab // local, -1, dim)[:, :local].reshape(vocab, dim)
-
-
-def _gathered(head_VD: Array, dtype: jnp.dtype) -> Array:
-    """The head in the compute dtype, gathered once and not for each tile."""
-    return constrain(head_VD.astype(dtype), "vocab", None)
 
 
 def _product(dimensions: str, left: Array, right: Array) -> Float[Array, "_ _"]:

@@ -26,7 +26,13 @@ from jaxforge.model.linear import is_matrix
 from jaxforge.model.transformer import Model, Params
 from jaxforge.optim.optimizer import global_norm, learning_rate, updates_made
 from jaxforge.parallel.mesh import DATA_AXES, data_parallel_size
-from jaxforge.parallel.sharding import Axes, param_shardings, partition_spec, without_data
+from jaxforge.parallel.sharding import (
+    Axes,
+    constrain,
+    param_shardings,
+    partition_spec,
+    without_data,
+)
 from jaxforge.training.guard import select
 from jaxforge.training.loss import (
     LossSum,
@@ -201,7 +207,7 @@ def _gather(param: Array, axes: Axes, dtype: jnp.dtype) -> Array:
     """A parameter whole over the data axes, still split over tp; matrices travel in `dtype`."""
     if is_matrix(axes):
         param = param.astype(dtype)
-    return jax.lax.with_sharding_constraint(param, partition_spec(without_data(axes)))
+    return constrain(param, *without_data(axes))
 
 
 def _reduction(axes: PyTree, mesh: Mesh) -> Callable[[Params], Params]:
