@@ -120,7 +120,7 @@ def plain_params(c: ModelConfig, mesh: Mesh) -> dict:
         spec = P(*("dp_shard" if axis == split else None for axis in range(len(shape))))
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
 
-    n, kv = c.n_layers, c.kv_heads * c.head_dim
+    n, kv = c.n_layers, c.kv_heads * c.head_size
     return {
         "embedding": weight(c.vocab_size, c.dim, split=1),
         "head": weight(c.dim, c.vocab_size, split=0),
@@ -142,7 +142,7 @@ def plain_params(c: ModelConfig, mesh: Mesh) -> dict:
 def plain_loss(case: Case) -> Callable[[dict, jax.Array], jax.Array]:
     """Mean cross-entropy of the plain model, computing in bfloat16."""
     c = case.config().model
-    frequencies = c.rope_theta ** (-jnp.arange(0, c.head_dim, 2) / c.head_dim)
+    frequencies = c.rope_theta ** (-jnp.arange(0, c.head_size, 2) / c.head_size)
     angles = jnp.arange(case.seq_len)[:, None] * frequencies
     cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
 
@@ -159,7 +159,7 @@ def plain_loss(case: Case) -> Callable[[dict, jax.Array], jax.Array]:
     def layer(x: jax.Array, w: dict) -> tuple[jax.Array, None]:
         w = jax.tree.map(lambda leaf: leaf.astype(x.dtype), w)
         y = norm(x, w["norm1"])
-        q, k, v = ((y @ w[name]).reshape(*y.shape[:2], -1, c.head_dim) for name in "qkv")
+        q, k, v = ((y @ w[name]).reshape(*y.shape[:2], -1, c.head_size) for name in "qkv")
         attended = splash_attention(rotate(q), rotate(k), v, None)
         x = x + attended.reshape(x.shape) @ w["o"]
         y = norm(x, w["norm2"])

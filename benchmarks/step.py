@@ -101,7 +101,7 @@ class TorchModel(nn.Module):
         blocks = [TorchBlock(c.dim, c.n_heads, c.kv_heads, c.ffn_dim) for _ in range(c.n_layers)]
         self.layers = nn.ModuleList(blocks)
         self.norm, self.head = nn.RMSNorm(c.dim, 1e-5), nn.Linear(c.dim, c.vocab_size, bias=False)
-        self.h = c.head_dim
+        self.h = c.head_size
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy."""

@@ -183,8 +183,8 @@ def _announce(console: Console, config: JobConfig, model: Model, mesh: Mesh, sam
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
     device = jax.devices()[0]
     rows = {
-        "model": f"{m.n_layers} layers, dim {m.dim}, {m.n_heads}/{m.kv_heads} heads, "
-        f"ffn {m.ffn_dim}, vocabulary {m.vocab_size:,}",
+        "model": f"{m.n_layers} layers, dim {m.dim}, {m.n_heads}/{m.kv_heads} heads of "
+        f"{m.head_size}, ffn {m.ffn_dim}, vocabulary {m.vocab_size:,}",
         "parameters": f"{human(parameter_count(model.abstract))} in {t.param_dtype}, "
         f"computing in {t.mixed_precision}",
         "devices": f"{jax.device_count()} x {device.device_kind} ({device.platform}), "

@@ -59,6 +59,17 @@ def setup(config: JobConfig, **options) -> Setup:
     )
 
 
+def with_random_biases(params, seed: int = 0):
+    """Parameters whose biases are not the zeros that they begin as; arrays of the host."""
+    rng = np.random.default_rng(seed)
+
+    def changed(path, leaf):
+        is_bias = path[-1].key == "bias"
+        return rng.standard_normal(leaf.shape, np.float32) if is_bias else leaf
+
+    return jax.tree_util.tree_map_with_path(changed, jax.device_get(params))
+
+
 def random_batches(config: JobConfig, n: int, seed: int = 0, dp: int | None = None) -> list[dict]:
     """n batches of random tokens, a fifth of the labels ignored."""
     mesh_dp = config.distributed.dp_replicate * config.distributed.dp_shard if dp is None else dp

@@ -121,7 +121,7 @@ def test_charts_facts_and_values(tmp_path):
     legend = [li["text"] for li in page.all("li", page.figure("Loss"))]
     assert legend == ["train 5.6000", "evaluation 5.3750"]
     assert page.facts() == {
-        "model": "2 layers, dim 64, 4/2 heads, ffn 256, vocabulary 256",
+        "model": "2 layers, dim 64, 4/2 heads of 16, ffn 256, vocabulary 256",
         "parameters": "156K",
         "steps": "40 of 50",
         "tokens": "40,960",

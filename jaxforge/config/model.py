@@ -38,9 +38,13 @@ class ModelConfig(Section):
     n_layers: PositiveInt = 32
     """Number of transformer blocks."""
     n_heads: PositiveInt = 32
-    """Query heads per block; each is dim / n_heads wide."""
+    """Query heads per block."""
     n_kv_heads: PositiveInt | None = None
     """Key/value heads per block; not set means n_heads."""
+    head_dim: PositiveInt | None = None
+    """Width of one head; not set means dim / n_heads."""
+    qkv_bias: bool = False
+    """Add a bias to queries, keys and values, as Qwen2 does."""
     vocab_size: PositiveInt = 32000
     """Number of token ids."""
     ffn_dim_multiplier: PositiveFloat = 1.0
@@ -63,6 +67,8 @@ class ModelConfig(Section):
     """Use the embedding matrix as the output head as well."""
     qk_norm: bool = False
     """RMSNorm of queries and keys per head, before the rotary embedding."""
+    qk_norm_eps: PositiveFloat = 1e-5
+    """Added to the variance in the norms of queries and keys, whatever norm_eps is."""
     init_std: NonNegativeFloat = 0.02
     """Standard deviation of initial weights; o_proj and down_proj divide it by sqrt(2 n_layers)."""
     model_type: str = "transformer"
@@ -104,9 +110,9 @@ class ModelConfig(Section):
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
 
     @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.dim // self.n_heads
+    def head_size(self) -> int:
+        """Width of one attention head: `head_dim`, or the heads' share of `dim`."""
+        return self.dim // self.n_heads if self.head_dim is None else self.head_dim
 
     @property
     def ffn_dim(self) -> int:
@@ -123,11 +129,14 @@ class ModelConfig(Section):
 
     def problems(self) -> Iterator[str]:
         """Yields the broken rules between the keys of this section."""
-        if self.dim % self.n_heads:
-            yield f"dim = {self.dim} must be a multiple of n_heads = {self.n_heads}"
-        elif self.head_dim % 2:
+        if self.head_dim is None and self.dim % self.n_heads:
             yield (
-                f"dim / n_heads = {self.dim} / {self.n_heads} = {self.head_dim} must be even: "
+                f"dim = {self.dim} must be a multiple of n_heads = {self.n_heads}; or set head_dim"
+            )
+        elif self.head_size % 2:
+            share = f"dim / n_heads = {self.dim} / {self.n_heads}"
+            yield (
+                f"{'head_dim' if self.head_dim else share} = {self.head_size} must be even: "
                 "rotary positions pair the two halves of a head"
             )
         if self.n_heads % self.kv_heads:

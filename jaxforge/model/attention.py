@@ -16,8 +16,6 @@ from jaxforge.model.norm import RMSNorm
 from jaxforge.model.rope import Rotation, rotate
 from jaxforge.parallel.sharding import constrain
 
-_QK_NORM_EPS = 1e-5  # whatever norm_eps says, as in KempnerForge
-
 
 class Place(NamedTuple):
     """Where the tokens at hand stand.
@@ -45,19 +43,23 @@ class KVCache(NamedTuple):
 
 
 class Attention(nnx.Module):
-    """Queries, keys and values of `n_heads` / `kv_heads` heads; optional RMSNorm on q and k."""
+    """Queries, keys and values of `n_heads` / `kv_heads` heads; optional RMSNorm on q and k.
+
+    The heads together may be wider or narrower than the residual stream.
+    """
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
         c = config
-        embed, heads = (c.dim, "embed"), (c.n_heads * c.head_dim, "heads")
-        kv_heads = (c.kv_heads * c.head_dim, "kv_heads")
-        self.q_proj = Linear(heads, embed, std=c.init_std, declare=declare)
-        self.k_proj = Linear(kv_heads, embed, std=c.init_std, declare=declare)
-        self.v_proj = Linear(kv_heads, embed, std=c.init_std, declare=declare)
+        embed, heads = (c.dim, "embed"), (c.n_heads * c.head_size, "heads")
+        kv_heads = (c.kv_heads * c.head_size, "kv_heads")
+        project = functools.partial(
+            Linear, inp=embed, std=c.init_std, declare=declare, bias=c.qkv_bias
+        )
+        self.q_proj, self.k_proj, self.v_proj = project(heads), project(kv_heads), project(kv_heads)
         self.o_proj = Linear(embed, heads, std=residual_std(c), declare=declare)
         if c.qk_norm:
-            self.q_norm = RMSNorm(c.head_dim, _QK_NORM_EPS, declare)
-            self.k_norm = RMSNorm(c.head_dim, _QK_NORM_EPS, declare)
+            self.q_norm = RMSNorm(c.head_size, c.qk_norm_eps, declare)
+            self.k_norm = RMSNorm(c.head_size, c.qk_norm_eps, declare)
         self.config = c
 
     def __call__(
@@ -91,7 +93,7 @@ class Attention(nnx.Module):
         return self.o_proj(y_BSHh.reshape(*x_BSD.shape[:2], -1)), cache
 
     def _heads(self, x: Float[Array, "b s d"], axis: str) -> Float[Array, "b s heads h"]:
-        x = x.reshape(*x.shape[:2], -1, self.config.head_dim)
+        x = x.reshape(*x.shape[:2], -1, self.config.head_size)
         return constrain(x, "batch", None, axis, None)
 
 

@@ -61,13 +61,13 @@ class Situation(NamedTuple):
     Attributes:
         platform: "cpu", "gpu" or "tpu".
         dtype: of queries, keys and values.
-        head_dim: width of a head.
+        head_size: width of a head.
         seq_len: tokens of a sequence.
     """
 
     platform: str
     dtype: jnp.dtype
-    head_dim: int
+    head_size: int
     seq_len: int
 
 
@@ -80,8 +80,8 @@ def _against_cudnn(at: Situation) -> str | None:
         return f"it needs an NVIDIA GPU, and this run is on {at.platform}"
     if at.dtype not in (jnp.bfloat16, jnp.float16):
         return 'it computes in bf16 or fp16: set train.mixed_precision = "bf16"'
-    if at.head_dim % 8 or at.head_dim > 128:
-        return f"its heads are multiples of 8 up to 128 wide, and these are {at.head_dim}"
+    if at.head_size % 8 or at.head_size > 128:
+        return f"its heads are multiples of 8 up to 128 wide, and these are {at.head_size}"
     return None
 
 

@@ -51,26 +51,38 @@ def normal(std: float) -> Initializer:
 
 
 class Linear(nnx.Module):
-    """y = x Wᵀ, no bias. `weight` is [out, in] as in torch, so that conversions need no transpose.
+    """y = x Wᵀ + b. `weight` is [out, in] as in torch, so that conversions need no transpose.
 
     Args:
         out: (size, logical axis) of the output dimension.
         inp: (size, logical axis) of the input dimension.
         std: standard deviation of the initial weights.
-        declare: makes the parameter.
+        declare: makes the parameters.
+        bias: whether there is b, which begins at zero.
     """
 
     def __init__(
-        self, out: tuple[int, str], inp: tuple[int, str], *, std: float, declare: Declare
+        self,
+        out: tuple[int, str],
+        inp: tuple[int, str],
+        *,
+        std: float,
+        declare: Declare,
+        bias: bool = False,
     ) -> None:
         self.axes = (out[1], inp[1])
         self.weight = declare((out[0], inp[0]), self.axes, normal(std))
+        self.has_bias = bias
+        if bias:
+            self.bias = declare((out[0],), (out[1],), jax.nn.initializers.zeros)
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
-        """Multiplies in the dtype of `x`."""
+        """Multiplies and adds in the dtype of `x`."""
         weight = gathered(self.weight[...].astype(x.dtype), self.axes)
         # One row a token: of a product of matrices no compiler copies a transpose.
         y = jnp.einsum("ti,oi->to", x.reshape(-1, x.shape[-1]), weight)
+        if self.has_bias:
+            y = y + self.bias[...].astype(x.dtype)
         return y.reshape(*x.shape[:-1], -1)
 
 

@@ -25,8 +25,8 @@ def rotation(config: ModelConfig, positions: Int[Array, "b s"]) -> Rotation:
 
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:
-    """theta^(-2i / head_dim), i < head_dim / 2, float32; scaled where `rope_scaling` asks."""
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    """theta^(-2i / h), i < h / 2, float32; scaled where `rope_scaling` asks."""
+    exponents = np.arange(0, config.head_size, 2, dtype=np.float32) / np.float32(config.head_size)
     frequencies = (1.0 / np.float32(config.rope_theta) ** exponents).astype(np.float32)
     if config.rope_scaling is None:
         return frequencies

@@ -199,7 +199,7 @@ class Model:
     def empty_cache(self, batch: int, length: int) -> KVCache:
         """A cache for `batch` sequences of up to `length` tokens, stacked over layers."""
         c = self.config
-        shape = (c.n_layers, batch, length, c.kv_heads, c.head_dim)
+        shape = (c.n_layers, batch, length, c.kv_heads, c.head_size)
         return KVCache(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))
 
 

@@ -51,8 +51,8 @@ def _facts(run: Run) -> Mapping[str, str]:
     m, loss = run.config.model, run.series["train/loss"].last
     skipped = f"{run.skipped:,} ({run.skipped / run.steps:.2%})" if run.skipped else "none"
     return {
-        "model": f"{m.n_layers} layers, dim {m.dim:,}, {m.n_heads}/{m.kv_heads} heads, "
-        f"ffn {m.ffn_dim:,}, vocabulary {m.vocab_size:,}",
+        "model": f"{m.n_layers} layers, dim {m.dim:,}, {m.n_heads}/{m.kv_heads} heads of "
+        f"{m.head_size}, ffn {m.ffn_dim:,}, vocabulary {m.vocab_size:,}",
         "parameters": human(run.parameters),
         "steps": f"{run.steps:,} of {run.config.train.max_steps:,}",
         "tokens": f"{run.tokens:,}" if run.tokens < 1e7 else human(run.tokens),

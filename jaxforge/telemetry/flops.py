@@ -46,14 +46,14 @@ def peak_tflops(device_kind: str) -> float | None:
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> int:
-    """KempnerForge's count, which is PaLM's (arXiv:2204.02311, appendix B): 6 P + 12 L D S.
+    """KempnerForge's count, which is PaLM's (arXiv:2204.02311, appendix B): 6 P + 12 L H h S.
 
     P are the matrices without the embedding, the feed-forward always with three; attention is
     counted in full, as if it looked ahead. KempnerForge takes `model.max_seq_len` for S, we what is
     trained on. Dense models only.
     """
     matrices = _matrices(model, feed_forward=3)
-    return 6 * matrices + 12 * model.n_layers * model.dim * seq_len
+    return 6 * matrices + 12 * model.n_layers * model.n_heads * model.head_size * seq_len
 
 
 def causal_flops_per_token(model: ModelConfig, seq_len: int) -> int:
@@ -63,11 +63,11 @@ def causal_flops_per_token(model: ModelConfig, seq_len: int) -> int:
     count as one sequence. Dense models only. Source: Megatron-Bridge, `utils/flop_utils.py`.
     """
     matrices = _matrices(model, feed_forward=3 if model.activation == "silu" else 2)
-    return 6 * matrices + 6 * model.n_layers * model.n_heads * model.head_dim * seq_len
+    return 6 * matrices + 6 * model.n_layers * model.n_heads * model.head_size * seq_len
 
 
 def _matrices(model: ModelConfig, feed_forward: int) -> int:
     """Elements of the matrices that a token is multiplied with."""
     heads = 2 * model.n_heads + 2 * model.kv_heads  # q and o, k and v
-    layer = model.dim * heads * model.head_dim + feed_forward * model.dim * model.ffn_dim
+    layer = model.dim * heads * model.head_size + feed_forward * model.dim * model.ffn_dim
     return model.n_layers * layer + model.vocab_size * model.dim

@@ -118,8 +118,18 @@ NAMES = "cosine, linear, wsd, constant, rex, none"
         ),
         (
             "[train]\nseed = 1\n[model]\ndim = 65\nn_heads = 4\nn_kv_heads = 3",
-            "x.toml:3: [model] dim = 65 must be a multiple of n_heads = 4\n"
+            "x.toml:3: [model] dim = 65 must be a multiple of n_heads = 4; or set head_dim\n"
             "x.toml:3: [model] n_heads = 4 must be a multiple of n_kv_heads = 3",
+        ),
+        (
+            "[model]\ndim = 64\nn_heads = 4\nhead_dim = 15",
+            "x.toml:1: [model] head_dim = 15 must be even: rotary positions pair the two halves of "
+            "a head",
+        ),
+        (
+            "[model]\ndim = 12\nn_heads = 4",
+            "x.toml:1: [model] dim / n_heads = 12 / 4 = 3 must be even: rotary positions pair the "
+            "two halves of a head",
         ),
         (
             "[data]\ndatasets = [{path = 'a'},\n  {weight = 2}]",
@@ -199,7 +209,7 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(complaint):
 
 def test_a_broken_rule_blames_the_setting_that_it_names(complaint):
     text = "[model]\ndim = 64\nn_heads = 4"
-    rule = "[model] dim = 64 must be a multiple of n_heads = 5"
+    rule = "[model] dim = 64 must be a multiple of n_heads = 5; or set head_dim"
     assert complaint(text, "--model.n_heads=5") == f"--model.n_heads=5: {rule}"
     wrong = "[model]\ndim = 64\nn_heads = 5"
     assert complaint(wrong, "--model.vocab_size=5") == f"x.toml:1: {rule}"

@@ -34,6 +34,8 @@ EVAL_A, EVAL_B = ({"name": name, "dataset_path": "path"} for name in "ab")
         (ModelConfig, {"dim": 64, "n_heads": 4}, {"dim": 65, "n_heads": 4}),
         (ModelConfig, {"n_heads": 32, "n_kv_heads": 8}, {"n_heads": 32, "n_kv_heads": 5}),
         (ModelConfig, {"dim": 8, "n_heads": 4}, {"dim": 12, "n_heads": 4}),
+        (ModelConfig, {"dim": 65, "n_heads": 4, "head_dim": 6}, {"head_dim": 5}),
+        (ModelConfig, {"qk_norm_eps": 1e-9}, {"qk_norm_eps": 0}),
         (ModelConfig, {"n_layers": 1}, {"n_layers": 0}),
         (ModelConfig, {"vocab_size": 1}, {"vocab_size": 0}),
         (ModelConfig, {"n_kv_heads": 1}, {"n_kv_heads": 0}),
@@ -126,7 +128,8 @@ def test_ffn_dim_rounds_up_to_256(dim, multiplier, ffn):
 
 def test_derived_widths():
     model = ModelConfig(dim=64, n_heads=4, ffn_hidden_dim=99)
-    assert (model.head_dim, model.ffn_dim, model.kv_heads, model.is_moe) == (16, 99, 4, False)
+    assert (model.head_size, model.ffn_dim, model.kv_heads, model.is_moe) == (16, 99, 4, False)
+    assert ModelConfig(dim=64, n_heads=4, head_dim=48).head_size == 48
     assert ModelConfig(num_experts=2).is_moe
 
 

@@ -132,7 +132,7 @@ def test_every_key_of_kempnerforge_loads():
     config = load_config(FULL)
     explicit = {(name, key) for name, table in config for key in table.model_fields_set}
     ours = {
-        ("model", "rope_scaling"),
+        *(("model", key) for key in ("rope_scaling", "head_dim", "qkv_bias", "qk_norm_eps")),
         *(
             ("train", key)
             for key in (

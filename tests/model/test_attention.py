@@ -183,7 +183,7 @@ def test_the_choice_of_a_kernel(asked, at, chosen):
     [
         ("cudnn", AT, '"cudnn" cannot serve here: it needs an NVIDIA GPU, and this run is on cpu'),
         ("flash", AT._replace(platform="gpu"), 'set train.mixed_precision = "bf16"'),
-        ("cudnn", AT._replace(platform="gpu", dtype=BF16, head_dim=160), "up to 128 wide"),
+        ("cudnn", AT._replace(platform="gpu", dtype=BF16, head_size=160), "up to 128 wide"),
         ("splash", AT, "it needs a TPU"),
         ("splash", AT._replace(platform="tpu", seq_len=100), "train.seq_len = 100 is no multiple"),
     ],

@@ -13,6 +13,7 @@ from jaxforge.model.transformer import Model
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import param_shardings
 from tests.conftest import tiny_config
+from tests.helpers import with_random_biases
 
 GREEDY = Sampling(temperature=0.0)
 DRAWN = Sampling(temperature=1.5, top_k=40, top_p=0.95)
@@ -22,9 +23,10 @@ N_TOKENS = 8
 
 
 @functools.cache
-def toy():
-    model = Model(tiny_config(model={"dim": 32, "vocab_size": 64, "init_std": 0.3}).model)
-    return model, model.init(jax.random.key(0))
+def toy(**shape):
+    config = tiny_config(model={"dim": 32, "vocab_size": 64, "init_std": 0.3, **shape})
+    model = Model(config.model)
+    return model, with_random_biases(model.init(jax.random.key(0)))
 
 
 def generated(prompts, how=GREEDY, n=N_TOKENS, **options):
@@ -42,21 +44,18 @@ def greedy():
     return generated(PROMPTS)
 
 
-@functools.cache
-def forward():
-    model, _ = toy()
-    return jax.jit(lambda params, tokens: model.logits(params, model.hidden(params, tokens)))
-
-
-def test_greedy_decoding_takes_the_likeliest_by_the_full_forward():
-    _, params = toy()
-    for prompt, continuation in zip(PROMPTS, greedy(), strict=True):
+@pytest.mark.parametrize("shape", [{}, {"head_dim": 24, "qkv_bias": True}], ids=str)
+def test_greedy_decoding_takes_the_likeliest_by_the_full_forward(shape):
+    model, params = toy(**shape)
+    forward = jax.jit(lambda params, tokens: model.logits(params, model.hidden(params, tokens)))
+    completions = Decoder(model, params, N_TOKENS, GREEDY).complete(PROMPTS, NUMBERS)
+    for prompt, (continuation, _) in zip(PROMPTS, completions, strict=True):
         tokens = prompt + continuation
         padded = np.zeros((1, 32), np.int32)
         padded[0, : len(tokens)] = tokens
-        best = np.asarray(forward()(params, padded))[0].argmax(-1)
+        best = np.asarray(forward(params, padded))[0].argmax(-1)
         assert best[len(prompt) - 1 : len(tokens) - 1].tolist() == continuation
-    assert len({tuple(row) for row in greedy()}) == len(PROMPTS)
+    assert len({tuple(one.tokens) for one in completions}) == len(PROMPTS)
 
 
 @pytest.mark.parametrize("row", range(len(PROMPTS)))
@@ -146,11 +145,11 @@ def test_the_cache_is_split_over_rows_and_heads():
     decoder = Decoder(toy()[0], params, N_TOKENS, GREEDY, mesh=mesh)
     with jax.set_mesh(mesh):
         cache = decoder._advance(decoder._start(PROMPTS, NUMBERS), 3).cache
-    layers, rows, length, heads, head_dim = cache.k.shape
+    layers, rows, length, heads, head_size = cache.k.shape
     assert (rows, heads) == (4, 2)
     for leaf in cache:
         shards = {shard.data.shape for shard in leaf.addressable_shards}
-        assert shards == {(layers, rows // 4, length, heads // 2, head_dim)}
+        assert shards == {(layers, rows // 4, length, heads // 2, head_size)}
 
 
 def test_rows_without_a_prompt_do_not_hold_up_a_batch():

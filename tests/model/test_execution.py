@@ -27,6 +27,14 @@ def test_elsewhere_layers_are_a_loop_and_the_loss_one_tile(platform):
     assert (how(platform).unroll, how(platform).tile) == (1, None)
 
 
+def test_kernels_are_chosen_for_the_heads_that_there_are():
+    for shape in ({"dim": 640, "n_heads": 4}, {"head_dim": 160}):
+        config = JobConfig.model_validate({"model": shape})
+        assert execution(config, jnp.bfloat16, "gpu").attention == "blockwise"
+    narrower = JobConfig.model_validate({"model": {"dim": 640, "n_heads": 4, "head_dim": 128}})
+    assert execution(narrower, jnp.bfloat16, "gpu").attention == "cudnn"
+
+
 def test_kernels_follow_the_platform():
     assert [how(platform).attention for platform in ("cpu", "gpu", "tpu")] == [
         "blockwise", "cudnn", "splash",

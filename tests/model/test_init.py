@@ -25,6 +25,8 @@ VARIANTS = {
     "tied": {"tie_embeddings": True},
     "layernorm": {"norm_type": "layernorm"},
     "qk_norm": {"qk_norm": True},
+    "qkv_bias": {"qkv_bias": True},
+    "head_dim": {"head_dim": 24, "qk_norm": True},
     "gelu": {"activation": "gelu"},
 }
 
@@ -54,7 +56,7 @@ def flat(tree, **options):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_matrices_begin_normal_and_vectors_at_one_or_zero(variant):
     for name, values in flat(params(variant)).items():
-        if "norm" in name:
+        if "norm" in name or name.endswith("bias"):
             expected = np.zeros if name.endswith("bias") else np.ones
             np.testing.assert_array_equal(values, expected(values.shape), err_msg=name)
             continue
@@ -139,8 +141,10 @@ def expected_names(variant):
     if variant == "layernorm":
         block += ["attention_norm.bias", "mlp_norm.bias"]
         outside += ["norm.bias"]
-    if variant == "qk_norm":
+    if variant in ("qk_norm", "head_dim"):
         block += ["attention.q_norm.weight", "attention.k_norm.weight"]
+    if variant == "qkv_bias":
+        block += [f"attention.{name}_proj.bias" for name in "qkv"]
     if variant == "gelu":
         block.remove("mlp.gate_proj.weight")
     return {f"layers.{i}.{name}" for i in range(SHAPE["n_layers"]) for name in block} | {*outside}
@@ -177,11 +181,29 @@ def test_names_that_do_not_fit_are_refused(name):
         from_torch({n: array[..., :-1] for n, array in named.items()}, model().abstract)
 
 
-def test_llama_3_8b_has_its_number_of_parameters():
-    config = ModelConfig(
-        dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, vocab_size=128256, ffn_dim_multiplier=1.3
-    )
-    assert parameter_count(Model(config).abstract) == 8_030_261_248
+LLAMA_3_8B = {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "vocab_size": 128256,
+              "ffn_dim_multiplier": 1.3}  # fmt: skip
+QWEN_2_5_7B = {"dim": 3584, "n_layers": 28, "n_heads": 28, "n_kv_heads": 4, "vocab_size": 152064,
+               "ffn_hidden_dim": 18944, "qkv_bias": True}  # fmt: skip
+QWEN_3_0_6B = {"dim": 1024, "n_layers": 28, "n_heads": 16, "n_kv_heads": 8, "vocab_size": 151936,
+               "ffn_hidden_dim": 3072, "head_dim": 128, "qk_norm": True,
+               "tie_embeddings": True}  # fmt: skip
+MISTRAL_NEMO = {"dim": 5120, "n_layers": 40, "n_heads": 32, "n_kv_heads": 8, "vocab_size": 131072,
+                "ffn_hidden_dim": 14336, "head_dim": 128}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "parameters"),
+    [
+        (LLAMA_3_8B, 8_030_261_248),
+        (QWEN_2_5_7B, 7_615_616_512),
+        (QWEN_3_0_6B, 596_049_920),
+        (MISTRAL_NEMO, 12_247_782_400),
+    ],
+    ids=["Llama 3 8B", "Qwen 2.5 7B", "Qwen 3 0.6B", "Mistral Nemo 12B"],
+)
+def test_published_models_have_their_number_of_parameters(shape, parameters):
+    assert parameter_count(Model(ModelConfig(**shape)).abstract) == parameters
 
 
 @pytest.mark.parametrize("save", ["none", "full"])

@@ -24,21 +24,54 @@ RENAMED = {
 SHAPE = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 128,
          "ffn_hidden_dim": 96, "norm_eps": 1e-5, "rope_theta": 10000.0}  # fmt: skip
 
+OF_FAMILY = {
+    "Llama": {},
+    "Mistral": {},
+    "Qwen2": {"qkv_bias": True},
+    "Qwen3": {"qk_norm": True},
+}
+
 CASES = {
-    "mha": {"n_kv_heads": 4},
-    "gqa": {},
-    "mqa": {"n_kv_heads": 1},
-    "tied": {"tie_embeddings": True},
-    "theta": {"rope_theta": 100.0},
-    "eps 1e-6": {"norm_eps": 1e-6},
-    "eps 1e-2": {"norm_eps": 1e-2},
-    "llama3 rope": {"rope_scaling": RopeScaling(original_max_seq_len=64)},
-    "llama3 rope, other factors": {
-        "rope_scaling": RopeScaling(
-            factor=32.0, low_freq_factor=0.5, high_freq_factor=2.0, original_max_seq_len=32
-        ),
+    "Llama": {
+        "mha": {"n_kv_heads": 4},
+        "gqa": {},
+        "mqa": {"n_kv_heads": 1},
+        "tied": {"tie_embeddings": True},
+        "theta": {"rope_theta": 100.0},
+        "eps 1e-6": {"norm_eps": 1e-6},
+        "eps 1e-2": {"norm_eps": 1e-2},
+        "llama3 rope": {"rope_scaling": RopeScaling(original_max_seq_len=64)},
+        "llama3 rope, other factors": {
+            "rope_scaling": RopeScaling(
+                factor=32.0, low_freq_factor=0.5, high_freq_factor=2.0, original_max_seq_len=32
+            ),
+        },
+    },
+    "Mistral": {
+        "gqa": {},
+        "narrow heads": {"head_dim": 12},
+        "heads that do not divide dim": {"dim": 68, "n_heads": 6, "head_dim": 16},
+    },
+    "Qwen2": {
+        "gqa": {},
+        "mha": {"n_kv_heads": 4},
+        "tied, eps 1e-6": {"tie_embeddings": True, "norm_eps": 1e-6},
+    },
+    "Qwen3": {
+        "heads as wide as dim": {"qk_norm_eps": 1e-5},
+        "wide heads": {"head_dim": 32, "norm_eps": 1e-6, "qk_norm_eps": 1e-6},
+        "tied": {"tie_embeddings": True, "head_dim": 32},
+        "eps 1e-2": {"head_dim": 32, "norm_eps": 1e-2, "qk_norm_eps": 1e-2},
     },
 }
+
+
+def hugging_face(family, config):
+    """Their network of this shape, with weights of its own."""
+    torch.manual_seed(0)
+    kind = getattr(transformers, f"{family}Config")
+    network = getattr(transformers, f"{family}ForCausalLM")(hugging_face_config(kind, config))
+    return random_weights(network)
 
 
 def hugging_face_config(kind, config):
@@ -54,7 +87,7 @@ def hugging_face_config(kind, config):
         num_hidden_layers=config.n_layers,
         num_attention_heads=config.n_heads,
         num_key_value_heads=config.kv_heads,
-        head_dim=config.head_dim,
+        head_dim=config.head_size,
         rms_norm_eps=config.norm_eps,
         tie_word_embeddings=config.tie_embeddings,
         rope_parameters=rope,
@@ -65,12 +98,13 @@ def hugging_face_config(kind, config):
 
 
 def random_weights(network):
-    """Norm weights too: at 1, as they are made, they could be swapped unnoticed."""
-    torch.manual_seed(0)
+    """Norms and biases too: at 1 and 0, as they are made, they could be swapped unnoticed."""
     with torch.no_grad():
         for name, parameter in network.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(std=0.5)
     return network.eval()
 
 
@@ -91,27 +125,25 @@ def logits_of_both(config, network, n_tokens):
     return np.asarray(ours), theirs
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_llama(case):
-    config = ModelConfig(**{**SHAPE, **CASES[case]})
-    torch.manual_seed(0)
-    network = transformers.LlamaForCausalLM(hugging_face_config(transformers.LlamaConfig, config))
+@pytest.mark.parametrize(
+    ("family", "case"), [(family, case) for family, cases in CASES.items() for case in cases]
+)
+def test_logits_are_those_of_the_family(family, case):
+    config = ModelConfig(**{**SHAPE, **OF_FAMILY[family], **CASES[family][case]})
     # Longer than both original lengths of the stretched rotary positions.
-    ours, theirs = logits_of_both(config, random_weights(network), 160 if "rope" in case else 24)
+    n_tokens = 160 if "rope" in case else 24
+    ours, theirs = logits_of_both(config, hugging_face(family, config), n_tokens)
     assert theirs.std() > 0.1
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("tied", "eps"), [(False, 1e-5), (True, 1e-5), (False, 1e-2)])
-def test_qwen3(tied, eps):
-    """The norms of queries and keys have an eps of 1e-5 whatever the others have (KempnerForge)."""
-    shape = {**SHAPE, "norm_eps": eps}
-    config = ModelConfig(**shape, qk_norm=True, tie_embeddings=tied)
-    torch.manual_seed(0)
-    network = transformers.Qwen3ForCausalLM(hugging_face_config(transformers.Qwen3Config, config))
+def test_norms_of_queries_and_keys_have_an_eps_of_their_own():
+    """1e-5 unless set, whatever the others have (KempnerForge)."""
+    config = ModelConfig(**{**SHAPE, "norm_eps": 1e-2}, qk_norm=True)
+    network = hugging_face("Qwen3", config)
     for layer in network.model.layers:
         layer.self_attn.q_norm.variance_epsilon = 1e-5
         layer.self_attn.k_norm.variance_epsilon = 1e-5
-    ours, theirs = logits_of_both(config, random_weights(network), 24)
+    ours, theirs = logits_of_both(config, network, 24)
     assert theirs.std() > 0.1
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)

@@ -31,10 +31,11 @@ def test_llama_3_8b_at_8k_in_both_conventions():
 
 
 @pytest.mark.parametrize("activation", ["silu", "relu"])
-def test_the_model_multiplies_as_much(activation):
+@pytest.mark.parametrize("heads", [{}, {"head_dim": 24}], ids=str)
+def test_the_model_multiplies_as_much(activation, heads):
     config = ModelConfig(
         dim=64, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=96, ffn_hidden_dim=80,
-        activation=activation, max_seq_len=32, sdpa_backend="math",
+        activation=activation, max_seq_len=32, sdpa_backend="math", **heads,
     )  # fmt: skip
     model, seq_len = Model(config), 32
 
@@ -43,7 +44,8 @@ def test_the_model_multiplies_as_much(activation):
 
     tokens = jax.ShapeDtypeStruct((1, seq_len), np.int32)
     forward = matmul_flops(jax.make_jaxpr(logits)(model.abstract, tokens).jaxpr) / seq_len
-    looking_ahead = 6 * config.n_layers * config.dim * seq_len  # this kernel masks what it computed
+    width = config.n_heads * config.head_size
+    looking_ahead = 6 * config.n_layers * width * seq_len  # this kernel masks what it computed
     assert 3 * forward == flops.causal_flops_per_token(config, seq_len) + looking_ahead
     if activation == "silu":
         assert 3 * forward == flops.flops_per_token(config, seq_len)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import tiny_config
-from tests.helpers import random_batches, setup
+from tests.helpers import random_batches, setup, with_random_biases
 
 MESHES = [
     {"dp_shard": 2},
@@ -75,6 +75,27 @@ def test_bfloat16_compute_runs_on_every_kind_of_axis():
         state, metrics = ours.run(ours.state(), random_batches(ours.config, 3))
         np.testing.assert_allclose(metrics["loss"], single_device()[1]["loss"][:3], rtol=2e-2)
         assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype("float32")}
+
+
+@pytest.mark.parametrize("grad_sync", ["update", "microbatch"])
+def test_biases_are_split_with_their_heads(grad_sync):
+    model = {"qkv_bias": True, "head_dim": 24}  # dim / n_heads would be 16
+    axes = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
+    train = {"batch_size": 2, "grad_sync": grad_sync}
+    alone = setup(tiny_config(model=model), keep_gradients=True)
+    split = setup(tiny_config(model=model, train=train, distributed=axes), keep_gradients=True)
+    params = with_random_biases(alone.state().params)
+    batches = random_batches(alone.config, 1)
+    _, a = alone.run(alone.state(params), batches)
+    state, b = split.run(split.state(params), batches)
+    np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-5)
+    for name, width in [("q_proj", 96), ("k_proj", 48), ("v_proj", 48)]:
+        one, many = (run["gradients"][0]["layers"]["attention"][name]["bias"] for run in (a, b))
+        assert one.shape == (2, width)
+        assert (one != 0).all()
+        np.testing.assert_allclose(one, many, rtol=1e-4, atol=1e-4 * np.abs(one).max())
+        bias = state.params["layers"]["attention"][name]["bias"]
+        assert bias.sharding.shard_shape(bias.shape) == (2, width // 2)
 
 
 VARIANTS = {
