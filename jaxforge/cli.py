@@ -1,5 +1,6 @@
 """What all entry points do around their `main`."""
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -19,3 +20,6 @@ def run_main(main: Callable[[], int]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read our output has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

@@ -42,6 +42,7 @@ class Checkpoints:
         axes: logical axes of the parameters; they decide the storage chunks.
         resolved_config: stored beside each checkpoint.
         read_only: for a run that is not ours to change.
+        arrays: what reads and writes the state; Orbax's own by default.
     """
 
     def __init__(
@@ -52,13 +53,14 @@ class Checkpoints:
         resolved_config: dict[str, Any] | None = None,
         *,
         read_only: bool = False,
+        arrays: ocp.PyTreeCheckpointHandler | None = None,
     ) -> None:
         self.directory = run.absolute() / SUBDIRECTORY
         self._config, self._axes, self._resolved = config, axes, resolved_config
         self._saved: int | None = None
         self._manager = ocp.CheckpointManager(
             self.directory,
-            handler_registry=_handlers(),
+            handler_registry=_handlers(arrays),
             options=ocp.CheckpointManagerOptions(
                 step_prefix=_PREFIX,
                 cleanup_tmp_directories=not read_only,
@@ -265,11 +267,13 @@ def find(path: Path) -> tuple[Path, int]:
     return run, max(steps)
 
 
-def _handlers() -> ocp.handlers.DefaultCheckpointHandlerRegistry:
+def _handlers(
+    arrays: ocp.PyTreeCheckpointHandler | None,
+) -> ocp.handlers.DefaultCheckpointHandlerRegistry:
     """What reads and writes each item; said up front, so that metadata can be read first."""
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     # Weights hardly compress (8 % in float32), and zstd would take cores from the loop.
-    arrays = ocp.PyTreeCheckpointHandler(use_compression=False)
+    arrays = arrays or ocp.PyTreeCheckpointHandler(use_compression=False)
     json = ocp.JsonCheckpointHandler()
     for args in (ocp.args.PyTreeSave, ocp.args.PyTreeRestore):
         registry.add("state", args, arrays)

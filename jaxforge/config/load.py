@@ -1,5 +1,6 @@
 """A configuration from its defaults, a TOML file and the command line, in this order."""
 
+import copy
 import re
 import tomllib
 from collections.abc import Sequence
@@ -28,14 +29,35 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> JobCo
             line per problem, each with its place and what to change.
     """
     text = "" if path is None else _read(Path(path))
-    values = _parse(text, path)
+    return _validated(_parse(text, path), overrides, str(path or ""), text)
+
+
+def make_config(
+    values: dict[str, Any], overrides: Sequence[str] = (), source: str = ""
+) -> JobConfig:
+    """Layers tables and settings over the defaults, and validates the result once.
+
+    Args:
+        values: Section -> key -> value, as a TOML file would give them.
+        overrides: Settings such as "--train.lr=3e-4"; later ones win.
+        source: Where the tables come from, for messages.
+
+    Raises:
+        UserError: If anything in them is wrong.
+    """
+    return _validated(copy.deepcopy(values), overrides, source, "")
+
+
+def _validated(
+    values: dict[Any, Any], overrides: Sequence[str], source: str, text: str
+) -> JobConfig:
     settings = parse_overrides(overrides)
     for setting in settings:
         _assign(values, setting.path, setting.value)
     try:
         return JobConfig.model_validate(values)
     except ValidationError as error:
-        sources = Sources(str(path or ""), key_lines(text), settings)
+        sources = Sources(source, key_lines(text), settings)
         raise UserError(explain(error, sources)) from None
 
 

@@ -1,10 +1,4 @@
-"""KempnerForge's parameter names: jaxforge's own paths, with one entry per layer.
-
-    layers.attention.q_proj.weight [L, out, in]   <->   layers.{i}.attention.q_proj.weight [out, in]
-
-Every other parameter has the same name and shape on both sides. With tied embeddings KempnerForge
-writes the table under both of its names.
-"""
+"""KempnerForge: our own names, since ours were taken from it."""
 
 import re
 from collections.abc import Mapping
@@ -14,12 +8,61 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxforge.errors import UserError
+from torch_compat.names.table import EMBEDDING, HEAD, Dialect, Rule, Transposed
+
+_SAME = (
+    EMBEDDING,
+    HEAD,
+    "norm.weight",
+    "norm.bias",
+    *(
+        f"layers.{{i}}.{name}"
+        for name in (
+            "attention_norm.weight",
+            "attention_norm.bias",
+            *(f"attention.{m}_proj.{p}" for m in "qkv" for p in ("weight", "bias")),
+            "attention.o_proj.weight",
+            "attention.q_norm.weight",
+            "attention.k_norm.weight",
+            "mlp_norm.weight",
+            "mlp_norm.bias",
+            *(f"mlp.{m}_proj.weight" for m in ("gate", "up", "down")),
+            "mlp.router.gate.weight",
+            "mlp.router.expert_bias",
+            "mlp.router.expert_ema",
+            *(f"mlp.shared_expert.{m}_proj.weight" for m in ("gate", "up", "down")),
+        )
+    ),
+)
+_EXPERTS = tuple(f"layers.{{i}}.mlp.experts.{{j}}.{m}_proj.weight" for m in ("gate", "up", "down"))
+
+KEMPNERFORGE = Dialect(
+    "kempnerforge",
+    "KempnerForge's text model",
+    tuple(Rule(name, name) for name in (*_SAME, *_EXPERTS)),
+    writes_tied_head=True,
+)
+
+KEMPNERFORGE_PACKED = Dialect(
+    "kempnerforge-packed",
+    "KempnerForge with model.moe_packed_experts: all experts of a block in one [E, in, out] tensor",
+    (
+        *(Rule(name, name) for name in _SAME),
+        *(
+            Rule(
+                f"layers.{{i}}.mlp.experts.{{j}}.{m}_proj.weight",
+                f"layers.{{i}}.mlp.{m}_w",
+                Transposed(),
+            )
+            for m in ("gate", "up", "down")
+        ),
+    ),
+    writes_tied_head=True,
+)
 
 Params = dict[str, Any]
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
-_EMBEDDING = "token_embedding.embedding.weight"
-_HEAD = "output_head.proj.weight"
 
 
 def to_torch(params: Params, *, tied: bool = False) -> dict[str, Any]:
@@ -37,7 +80,7 @@ def to_torch(params: Params, *, tied: bool = False) -> dict[str, Any]:
         else:
             named[name] = leaf
     if tied:
-        named[_HEAD] = named[_EMBEDDING]
+        named[HEAD] = named[EMBEDDING]
     return named
 
 
@@ -53,8 +96,8 @@ def from_torch(named: Mapping[str, Any], like: Params) -> Params:
     """
     named = dict(named)
     expected = flatten_dict(like, sep=".")
-    if _HEAD not in expected:
-        named.pop(_HEAD, None)  # tied: the same table once more
+    if HEAD not in expected:
+        named.pop(HEAD, None)  # tied: the same table once more
     stacked = _stack(named)
     problems = [f"missing: {n}" for n in expected.keys() - stacked.keys()]
     problems += [f"left over: {n}" for n in stacked.keys() - expected.keys()]

@@ -1,0 +1,119 @@
+"""Any checkpoint, opened: jaxforge's, a PyTorch DCP, or Hugging Face's."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from jaxforge.config.job import JobConfig
+from jaxforge.config.load import load_config, make_config
+from jaxforge.errors import UserError
+from torch_compat import dcp_state, hf_state, orbax_store, safetensors
+from torch_compat.dcp_reader import Dcp, is_dcp, open_dcp
+from torch_compat.dcp_state import Options
+from torch_compat.files import Directory
+from torch_compat.lazy import Lazy
+from torch_compat.state import Held, wanted
+
+Format = Literal["jaxforge", "dcp", "hf"]
+
+_STEP = re.compile(r"step[_-](\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A checkpoint that is there.
+
+    Attributes:
+        format: what it is.
+        directory: where; for jaxforge's, the path as given.
+    """
+
+    format: Format
+    directory: Directory
+
+    def config(self, path: Path | None, overrides: Sequence[str] = ()) -> JobConfig | None:
+        """The config that it is of; None where neither it nor the user says.
+
+        Args:
+            path: the config file that the user names.
+            overrides: settings over it.
+
+        Raises:
+            UserError: the config is wrong, or is needed and cannot be read.
+        """
+        if path is not None:
+            return load_config(path, overrides)
+        if self.format == "jaxforge":
+            return orbax_store.open_orbax(Path(self.directory.path))[1]
+        if self.format == "hf":
+            return _config_of_hf(self.directory, overrides)
+        return None
+
+    def read(self, config: JobConfig, options: Options) -> Held:
+        """What it holds, by our names.
+
+        Raises:
+            UserError: it is not of that config, or damaged.
+        """
+        if self.format == "jaxforge":
+            held = orbax_store.open_orbax(Path(self.directory.path))[0]
+            return dataclasses.replace(held, moments=None) if options.weights_only else held
+        if self.format == "hf":
+            return hf_state.read(self.directory, wanted(config), options)
+        return dcp_state.read(open_dcp(self.directory), wanted(config), options)
+
+    def raw(self) -> Mapping[str, Lazy]:
+        """Its tensors by its own keys."""
+        if self.format == "dcp":
+            return open_dcp(self.directory).tensors
+        if self.format == "hf":
+            return safetensors.open_directory(self.directory)
+        return dict(orbax_store.open_orbax(Path(self.directory.path))[0].tensors())
+
+    def dcp(self) -> Dcp:
+        """The DCP checkpoint that it is."""
+        assert self.format == "dcp"
+        return open_dcp(self.directory)
+
+
+def find(path: str | os.PathLike) -> Found:
+    """What lies at a path or URL: a checkpoint, or a directory of several, of which the latest.
+
+    Raises:
+        UserError: nothing that is a checkpoint.
+    """
+    given = os.fspath(path)
+    if "://" not in given and orbax_store.is_ours(Path(given)):
+        return Found("jaxforge", Directory(given))
+    directory = Directory(given)
+    for place in (directory, *_latest(directory)):
+        if is_dcp(place):
+            return Found("dcp", place)
+        if hf_state.is_hf(place):
+            return Found("hf", place)
+    raise UserError(
+        f"{given}: no checkpoint there: neither a run of jaxforge, nor a DCP checkpoint "
+        "(.metadata), nor one of Hugging Face (config.json and .safetensors)"
+    )
+
+
+def _latest(directory: Directory) -> list[Directory]:
+    """What `latest` points to, and the steps, newest first, here or in `checkpoints/`."""
+    found = []
+    for place in (directory, directory / "checkpoints", directory / "checkpoint"):
+        names = place.names()
+        if "latest" in names:
+            found.append(place / "latest")
+        steps = [name for name in names if _STEP.fullmatch(name)]
+        steps.sort(key=lambda name: -int(name[5:]))
+        found += [place / name for name in steps]
+    return found
+
+
+def _config_of_hf(directory: Directory, overrides: Sequence[str]) -> JobConfig:
+    table, _ = hf_state.read_config(directory)
+    train = {"seq_len": min(2048, table["max_seq_len"])}  # one that the model can have
+    return make_config({"model": table, "train": train}, overrides, f"{directory}/config.json")

@@ -1,0 +1,335 @@
+"""PyTorch DCP checkpoints (torch.distributed.checkpoint), read without torch and without trust.
+
+    .metadata            a pickle: every tensor's shape, dtype and chunks, and where each chunk lies
+    __{rank}_{n}.distcp  chunks and objects one after the other, each an archive of `torch.save`
+
+Chunks may be cut in any way (FSDP2, tensor parallel, strided shards, empty ones): only offsets
+count. A checkpoint per pipeline stage (`pp0/`, `pp1/`, ...) is read as one.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxforge.errors import UserError
+from torch_compat import pickles
+from torch_compat.files import Bytes, Directory
+from torch_compat.lazy import Index, Lazy, extent, intersection, relative
+from torch_compat.pickles import Record
+from torch_compat.torch_zip import TORCH_DTYPES, Archive
+
+METADATA = ".metadata"
+
+
+class _Metadata(Record):
+    state_dict_metadata: Any = None
+    storage_data: Any = None
+    planner_data: Any = None
+
+
+class _TensorMetadata(Record):
+    properties: Any = None
+    size: Any = None
+    chunks: Any = None
+
+
+class _BytesMetadata(Record):
+    pass
+
+
+class _Chunk(Record):
+    offsets: Any = None
+    sizes: Any = None
+
+
+class _Index(Record):
+    fqn: Any = None
+    offset: Any = None
+
+
+class _Item(Record):
+    relative_path: Any = None
+    offset: Any = None
+    length: Any = None
+    transform_descriptors: Any = None
+
+
+def _path(*parts: str) -> str:
+    return "/".join(map(str, parts))
+
+
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_NAMES: Mapping[tuple[str, str], Any] = {
+    **TORCH_DTYPES,
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): str,
+    ("collections", "OrderedDict"): lambda *pairs: dict(*pairs),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Item,
+    (_METADATA_MODULE, "Metadata"): _Metadata,
+    (_METADATA_MODULE, "TensorStorageMetadata"): _TensorMetadata,
+    (_METADATA_MODULE, "BytesStorageMetadata"): _BytesMetadata,
+    (_METADATA_MODULE, "ChunkStorageMetadata"): _Chunk,
+    (_METADATA_MODULE, "MetadataIndex"): _Index,
+    (_METADATA_MODULE, "TensorProperties"): Record,
+    (_METADATA_MODULE, "StorageMeta"): Record,
+    (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"): int,
+    **{
+        (module, name): _path
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    },
+}
+"""All that a `.metadata` names, whichever job wrote it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Dcp:
+    """A checkpoint that has been opened.
+
+    Attributes:
+        directory: where it is.
+        tensors: key -> tensor.
+        objects: key -> the object, read when it is asked for.
+    """
+
+    directory: Directory
+    tensors: Mapping[str, Lazy]
+    objects: "Objects"
+
+
+class Objects(dict[str, "_Place"]):
+    """Keys of objects that are no tensors; an object is read by calling with its key."""
+
+    def __call__(self, key: str) -> Any:  # noqa: ANN401 (torch.save holds anything)
+        """Reads one.
+
+        Raises:
+            Unsafe: its pickle names what no checkpoint needs.
+        """
+        return self[key].archive().object()
+
+
+def is_dcp(directory: Directory) -> bool:
+    """Whether it holds a checkpoint: its commit marker, or those of its pipeline stages."""
+    return bool(_parts(directory))
+
+
+def open_dcp(directory: Directory) -> Dcp:
+    """Opens a checkpoint; only its metadata are read.
+
+    Raises:
+        Unsafe: a pickle names what no checkpoint needs.
+        UserError: there is none, it is damaged, or its chunks leave holes or overlap.
+    """
+    parts = _parts(directory)
+    if not parts:
+        raise UserError(
+            f"{directory}: no {METADATA} in it, so it is no DCP checkpoint, or one whose save did "
+            "not end"
+        )
+    tensors: dict[str, Lazy] = {}
+    objects = Objects()
+    for part in parts:
+        found, others = _open_one(part)
+        twice = found.keys() & tensors.keys()
+        for key in sorted(twice):
+            _check_same(key, tensors[key], found[key])
+        tensors |= found
+        for key in others.keys() & objects.keys():
+            del others[key]  # such as hyper-parameters, the same in all stages
+        objects.update(others)
+    return Dcp(directory, tensors, objects)
+
+
+def _parts(directory: Directory) -> list[Directory]:
+    if directory.has(METADATA):
+        return [directory]
+    stages = [n for n in directory.names() if n.startswith("pp") and n[2:].isdigit()]
+    stages.sort(key=lambda name: int(name[2:]))
+    if not stages:
+        return []
+    missing = [n for n in stages if not (directory / n).has(METADATA)]
+    expected = [f"pp{i}" for i in range(int(stages[-1][2:]) + 1)]
+    if missing or stages != expected:
+        absent = sorted({*missing, *(set(expected) - set(stages))})
+        raise UserError(f"{directory}: the pipeline stages {', '.join(absent)} are missing or torn")
+    return [directory / name for name in stages]
+
+
+def _check_same(key: str, a: Lazy, b: Lazy) -> None:
+    """Tied weights are in two stages, as equals."""
+    if a.shape != b.shape or a.dtype != b.dtype or not np.array_equal(a.all(), b.all()):
+        raise UserError(f"{key} is in two pipeline stages and differs: {a.source}, {b.source}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where an item lies: nothing is opened before it is asked for."""
+
+    files: "_Files"
+    name: str
+    offset: int
+    length: int
+    where: str
+
+    def archive(self) -> Archive:
+        return Archive(self.files[self.name], self.offset, self.length, self.where)
+
+
+class _Files(dict[str, Bytes]):
+    """The data files of a directory, each opened once."""
+
+    def __init__(self, directory: Directory) -> None:
+        super().__init__()
+        self.directory = directory
+
+    def __missing__(self, name: str) -> Bytes:
+        self[name] = self.directory.open(name)
+        return self[name]
+
+
+def _open_one(directory: Directory) -> tuple[dict[str, Lazy], Objects]:
+    where = f"{directory}/{METADATA}"
+    metadata = pickles.load(directory.read(METADATA), _NAMES, where)
+    if not isinstance(metadata, _Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+        raise UserError(f"{where}: holds no DCP metadata")
+    places = _places(metadata, _Files(directory), where)
+    tensors, objects = {}, Objects()
+    for key, value in metadata.state_dict_metadata.items():
+        of_key = places.get(key, {})
+        if isinstance(value, _TensorMetadata):
+            tensors[key] = _tensor(key, value, of_key, str(directory))
+        elif isinstance(value, _BytesMetadata):
+            if None not in of_key:
+                raise UserError(f"{where}: no file is named for {key}")
+            objects[key] = of_key[None]
+        else:
+            raise UserError(f"{where}: {key} is neither a tensor nor an object")
+    return tensors, objects
+
+
+def _places(
+    metadata: _Metadata, files: _Files, where: str
+) -> dict[str, dict[tuple[int, ...] | None, _Place]]:
+    """Key -> offset of a chunk -> place; objects have offset None."""
+    places: dict[str, dict[tuple[int, ...] | None, _Place]] = {}
+    if not isinstance(metadata.storage_data, dict):
+        raise UserError(f"{where}: says nothing of where the data lie")
+    for index, item in metadata.storage_data.items():
+        good = isinstance(index, _Index) and isinstance(item, _Item)
+        numbers = good and isinstance(item.offset, int) and isinstance(item.length, int)
+        if not numbers or not isinstance(item.relative_path, str):
+            raise UserError(f"{where}: an entry of the table of files is damaged")
+        if item.transform_descriptors:
+            raise UserError(
+                f"{where}: {index.fqn} was compressed by a storage extension; save it without"
+            )
+        name = f"{files.directory}: {index.fqn} in {item.relative_path}"
+        place = _Place(files, item.relative_path, item.offset, item.length, name)
+        places.setdefault(index.fqn, {})[index.offset] = place
+    return places
+
+
+def _tensor(
+    key: str, metadata: _TensorMetadata, places: Mapping[Any, _Place], directory: str
+) -> Lazy:
+    where = f"{directory}: {key}"
+    try:
+        dtype, shape = metadata.properties.state[0], tuple(metadata.size)
+        chunks = [(tuple(c.offsets), tuple(c.sizes)) for c in metadata.chunks]
+        indices = [tuple(slice(o, o + n) for o, n in zip(*chunk, strict=True)) for chunk in chunks]
+    except (TypeError, ValueError, AttributeError, IndexError) as error:
+        raise UserError(f"{where}: its metadata are damaged ({error})") from error
+    if not isinstance(dtype, np.dtype):
+        raise UserError(f"{where}: its dtype is not known here")
+    _check_cover(where, shape, indices)
+    stored = [
+        _Stored(index, places[offset], dtype)
+        for index, (offset, _) in zip(indices, chunks, strict=True)
+        if math.prod(extent(index)) and _named(where, offset, places)
+    ]
+
+    def read(index: Index) -> np.ndarray:
+        if len(stored) == 1:
+            return stored[0].read(index)
+        needed = [(s, both) for s in stored if (both := intersection(s.index, index))]
+        if len(needed) == 1 and needed[0][1] == index:
+            return needed[0][0].read(index)
+        out = np.empty(extent(index), dtype)
+        origin = [s.start for s in index]
+        for chunk, both in needed:
+            out[relative(both, origin)] = chunk.read(both)
+        return out
+
+    return Lazy(shape, dtype, read, where, len(chunks))
+
+
+def _named(where: str, offset: tuple[int, ...], places: Mapping[Any, _Place]) -> bool:
+    if offset not in places:
+        raise UserError(f"{where}: no file is named for the chunk at {offset}")
+    return True
+
+
+@dataclasses.dataclass
+class _Stored:
+    """One chunk of a tensor; its archive is opened at the first read, and checked."""
+
+    index: Index
+    place: _Place
+    dtype: np.dtype
+    tensor: Lazy | None = None
+
+    def read(self, index: Index) -> np.ndarray:
+        if self.tensor is None:
+            tensor = self.place.archive().object()
+            expected = extent(self.index)
+            if not isinstance(tensor, Lazy):
+                raise UserError(f"{self.place.where}: an object lies where a tensor should")
+            if tensor.shape != expected or tensor.dtype != self.dtype:
+                raise UserError(
+                    f"{self.place.where}: a tensor {tensor.dtype}{list(tensor.shape)} lies where "
+                    f"{self.dtype}{list(expected)} should: files were exchanged"
+                )
+            self.tensor = tensor
+        return self.tensor.read(relative(index, [s.start for s in self.index]))
+
+
+def _check_cover(where: str, shape: tuple[int, ...], chunks: list[Index]) -> None:
+    """Every element in exactly one chunk; torch itself does not look.
+
+    Raises:
+        UserError: a chunk lies outside, two overlap, or elements are in none.
+    """
+    for chunk in chunks:
+        sizes = zip(chunk, shape, strict=False)
+        if len(chunk) != len(shape) or any(not 0 <= s.start <= s.stop <= n for s, n in sizes):
+            raise UserError(f"{where}: a chunk at {_shown(chunk)} lies outside {list(shape)}")
+    full = [c for c in chunks if math.prod(extent(c))]
+    for a, b in _overlapping(full):
+        raise UserError(f"{where}: the chunks at {_shown(a)} and {_shown(b)} overlap")
+    covered, total = sum(math.prod(extent(c)) for c in full), math.prod(shape)
+    if covered != total:
+        raise UserError(
+            f"{where}: its chunks hold {covered} of {total} elements; a rank's part is missing"
+        )
+
+
+def _overlapping(chunks: list[Index]) -> Iterator[tuple[Index, Index]]:
+    """Pairs that overlap, found by a sweep along the dimension that is cut most."""
+    if not chunks or not chunks[0]:
+        yield from itertools.pairwise(chunks)  # scalars: two are one too many
+        return
+    axis = max(range(len(chunks[0])), key=lambda d: len({c[d].start for c in chunks}))
+    active: list[Index] = []
+    for chunk in sorted(chunks, key=lambda c: c[axis].start):
+        active = [c for c in active if c[axis].stop > chunk[axis].start]
+        yield from ((other, chunk) for other in active if intersection(other, chunk))
+        active.append(chunk)
+
+
+def _shown(index: Index) -> str:
+    return "[" + ", ".join(f"{s.start}:{s.stop}" for s in index) + "]"

@@ -1,0 +1,307 @@
+"""A PyTorch training state in a DCP checkpoint: which key is what, both ways."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxforge.errors import UserError
+from torch_compat import optimizer_state, place
+from torch_compat.dcp_reader import Dcp
+from torch_compat.dcp_writer import Entry
+from torch_compat.lazy import Lazy, of_array, zeros
+from torch_compat.names import DIALECTS
+from torch_compat.names.table import EMBEDDING, HEAD, Dialect, detect, strip_wrappers
+from torch_compat.optimizer_state import KINDS, STEP, WEIGHT_SUM
+from torch_compat.state import Held, Wanted
+from torch_compat.translation import Translation, some, translate
+
+_MODELS = ("model.", "app.model.", "state_dict.model.", "module.", "")
+"""Where the model stands in the state dict: KempnerForge and tutorials, AppState, torchtitan."""
+_OPTIMIZER = re.compile(r"(?:.*\.)?optim(?:izers?)?\.(state|param_groups)\.(.+)")
+_BESIDE = re.compile(
+    r"(train_state|lr_scheduler|lr_schedulers|scheduler|dataloader|rng|rng_state)(\..*|$)"
+    r"|.*\._extra_state"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the user allows or asks for.
+
+    Attributes:
+        dialect: name of the dialect; None finds it.
+        weights_only: leave the optimizer and the place in the run.
+        fill_optimizer: zeros for optimizer state that is not there.
+        resize_vocab: cut rows of a padded vocabulary off, or add rows of zeros.
+    """
+
+    dialect: str | None = None
+    weights_only: bool = False
+    fill_optimizer: bool = False
+    resize_vocab: bool = False
+
+
+class Keys(NamedTuple):
+    """The keys of a checkpoint, sorted.
+
+    Attributes:
+        dialect: whose names they are.
+        params: parameter -> tensor, wrappers and prefixes taken off.
+        state: parameter -> field -> tensor or number.
+        groups: settings of each parameter group.
+        others: keys of anything else.
+    """
+
+    dialect: Dialect | None
+    params: dict[str, Lazy]
+    state: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]]
+    others: list[str]
+
+
+def sort_keys(dcp: Dcp, dialect: str | None = None) -> Keys:
+    """Which key is what.
+
+    Raises:
+        UserError: two keys are one parameter's.
+    """
+    state: dict[str, dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    model: dict[str, Lazy] = {}
+    others = []
+    for key in (*dcp.tensors, *dcp.objects):
+        if match := _OPTIMIZER.fullmatch(key):
+            owner, _, field = match[2].rpartition(".")
+            if match[1] == "state":
+                value = dcp.tensors[key] if key in dcp.tensors else dcp.objects(key)
+                state.setdefault(strip_wrappers(owner), {})[field] = value
+            elif key in dcp.objects:
+                groups.setdefault(owner, {})[field] = dcp.objects(key)
+            else:
+                groups.setdefault(owner, {})[field] = dcp.tensors[key].all()[()]
+        elif _BESIDE.fullmatch(key) or key not in dcp.tensors:
+            others.append(key)
+        else:
+            stripped = strip_wrappers(key)
+            if stripped in model:
+                raise UserError(f"{dcp.directory}: {key} and another key are both {stripped}")
+            model[stripped] = dcp.tensors[key]
+    found, params = _find_dialect(model, dialect)
+    return Keys(found, params, state, list(groups.values()), others)
+
+
+def read(dcp: Dcp, wanted: Wanted, options: Options) -> Held:
+    """A PyTorch run's state as jaxforge's.
+
+    Args:
+        dcp: the checkpoint.
+        wanted: what the config declares.
+        options: what the user allows.
+
+    Raises:
+        UserError: the checkpoint is of another model, or parts of it are missing.
+    """
+    keys = sort_keys(dcp, options.dialect)
+    if keys.dialect is None:
+        raise UserError(_unknown(dcp, keys.params))
+    notes: list[str] = []
+    by = Translation(keys.dialect, wanted.config.model, options.resize_vocab, str(dcp.directory))
+    params = translate(keys.params, wanted.params, by)
+    held = Held(params, dialect=keys.dialect.name)
+    if options.weights_only or not keys.state:
+        if not options.weights_only:
+            notes.append("the checkpoint has no optimizer state: training starts at step 0")
+        return dataclasses.replace(held, notes=tuple(notes))
+    where = place.read_place(dcp)
+    moments, missing = _moments(keys.state, wanted, by, options.fill_optimizer)
+    if missing:
+        notes.append(f"{missing} moments are not in the checkpoint and start from zero")
+    scalars, updates = _scalars(keys, wanted, where, str(dcp.directory))
+    progress, more = place.progress_of(where, updates, wanted.config)
+    settings = optimizer_state.settings_of(keys.groups)
+    notes += more + optimizer_state.disagreements(settings, wanted.config)
+    return dataclasses.replace(
+        held, moments=moments, scalars=scalars, progress=progress, settings=settings,
+        notes=tuple(notes),
+    )  # fmt: skip
+
+
+def entries(
+    held: Held, wanted: Wanted, dialect: Dialect, *, flat: bool, prefix: str, weights_only: bool
+) -> dict[str, Entry]:
+    """The keys and values of a checkpoint that PyTorch loads.
+
+    Args:
+        held: the state.
+        wanted: what its config declares.
+        dialect: whose names to use.
+        flat: flattened optimizer state, as `flatten_optimizer_state_dict` and torchtitan have it.
+        prefix: what stands before the model's keys, such as "model."; "" puts them at the root.
+        weights_only: no optimizer.
+
+    Raises:
+        UserError: a parameter has no counterpart in the dialect.
+    """
+    config = wanted.config.model
+    params = dialect.to_theirs(held.params, config)
+    written: dict[str, Entry] = {}
+    root = tuple(prefix.rstrip(".").split(".")) if prefix else ()
+
+    def add(path: tuple[str | int, ...], value: Any) -> None:  # noqa: ANN401
+        entry = Entry(path, value)
+        written[entry.key] = entry
+
+    with_head = dict(params)
+    if config.tie_embeddings and dialect.writes_tied_head:
+        with_head[dialect.their_name(HEAD)] = params[dialect.their_name(EMBEDDING)]
+    for key, tensor in with_head.items():
+        add((*root, key), tensor)
+    if weights_only or held.moments is None:
+        return written
+    kind = KINDS[wanted.config.optimizer.name]
+    fields = {
+        kind.fields[field]: dialect.to_theirs(tensors, config)
+        for field, tensors in held.moments.items()
+    }
+    updates = int(held.scalars["updates"])
+    for key in params:
+        own: dict[str, Any] = {
+            theirs: tensors[key] for theirs, tensors in fields.items() if key in tensors
+        }
+        if kind.counts:
+            own = {STEP: of_array(np.asarray(updates, np.float32)), **own}
+        if WEIGHT_SUM in held.scalars:
+            own[WEIGHT_SUM] = float(held.scalars[WEIGHT_SUM])
+        for field, value in own.items():
+            add(("optimizer", f"state.{key}.{field}") if flat else
+                ("optimizer", "state", key, field), value)  # fmt: skip
+    decays = {key: len(tensor.shape) > 1 for key, tensor in params.items()}
+    for g, group in enumerate(optimizer_state.groups(wanted.config, updates, decays)):
+        members = group["params"]
+        if not flat:
+            for name, value in group.items():
+                add(("optimizer", "param_groups", g, name), value)
+            continue
+        for key in members:
+            for name, value in group.items():
+                if name != "params":
+                    add(("optimizer", f"param_groups.{key}.{name}"), value)
+    return written
+
+
+def place_within(held: Held) -> dict[str, Entry]:
+    """What torchtitan keeps of the run's place within the checkpoint."""
+    assert held.progress is not None
+    values: dict[tuple[str, str], np.ndarray] = {
+        ("train_state", "step"): np.asarray(held.progress.step, np.int32),
+        ("train_state", "ntokens_seen"): np.asarray(held.progress.tokens, np.int64),
+    }
+    found = {path: Entry(path, of_array(value)) for path, value in values.items()}
+    last = Entry(("lr_scheduler", "last_epoch"), int(held.scalars["updates"]))
+    return {entry.key: entry for entry in (*found.values(), last)}
+
+
+def _find_dialect(
+    model: Mapping[str, Lazy], name: str | None
+) -> tuple[Dialect | None, dict[str, Lazy]]:
+    """The dialect, and the keys without what stands before the model's."""
+    if name is not None and name not in DIALECTS:
+        raise UserError(f"no dialect {name!r}; there are {', '.join(DIALECTS)}")
+    candidates = [DIALECTS[name]] if name else DIALECTS.values()
+    for prefix in _MODELS:
+        if model and all(key.startswith(prefix) for key in model):
+            params = {key.removeprefix(prefix): tensor for key, tensor in model.items()}
+            if found := detect(list(params), candidates):
+                return found, params
+    return (DIALECTS[name] if name else None), dict(model)
+
+
+def _unknown(dcp: Dcp, params: Mapping[str, Lazy]) -> str:
+    def known(dialect: Dialect) -> int:
+        return sum(
+            any(dialect.knows(key.removeprefix(prefix)) for prefix in _MODELS) for key in params
+        )
+
+    if not params:
+        return f"{dcp.directory}: it holds no model: no tensor outside optimizer state"
+    nearest = max(DIALECTS.values(), key=known)
+    strange = [k for k in params if not any(nearest.knows(k.removeprefix(p)) for p in _MODELS)]
+    return (
+        f"{dcp.directory}: these names are none of {', '.join(DIALECTS)}; nearest is "
+        f"{nearest.name}, which does not know {some(strange or params)}"
+    )
+
+
+def _moments(
+    states: Mapping[str, Mapping[str, Any]], wanted: Wanted, by: Translation, fill: bool
+) -> tuple[dict[str, dict[str, Lazy]], int]:
+    """Our fields, and how many tensors of them had to be made up."""
+    name = wanted.config.optimizer.name
+    fields = {ours: KINDS[name].fields[ours] for ours in wanted.moments}
+    present = {field for state in states.values() for field in state}
+    if not present & set(fields.values()):
+        raise UserError(
+            f"{by.where}: its optimizer state has {', '.join(sorted(present))}; that of "
+            f'optimizer.name = "{name}" has {", ".join(fields.values())}: set optimizer.name to '
+            "the one that wrote it, or import with --weights-only"
+        )
+    moments, missing = {}, 0
+    for ours, theirs in fields.items():
+        tensors = {
+            key: value
+            for key, state in states.items()
+            if isinstance(value := state.get(theirs), Lazy)
+        }
+        shapes = wanted.moments[ours]
+        there = by.dialect.to_ours(tensors, shapes, by.model).keys()
+        absent = [name for name in shapes if name not in there]
+        if absent and not fill:
+            raise UserError(
+                f"{by.where}: {theirs} of {len(absent)} parameters is missing ({some(absent)}), as "
+                "of frozen ones, or of those that Muon leaves to AdamW; --fill-optimizer starts "
+                "them from zero"
+            )
+        missing += len(absent)
+        found = translate(
+            tensors,
+            {name: shape for name, shape in shapes.items() if name in there},
+            by._replace(where=f"{by.where}: {theirs}"),
+        )
+        dtype = next((tensor.dtype for tensor in found.values()), np.dtype(np.float32))
+        moments[ours] = {
+            name: found[name] if name in there else zeros(shape, dtype)
+            for name, shape in shapes.items()
+        }
+    return moments, missing
+
+
+def _scalars(
+    keys: Keys, wanted: Wanted, where: place.Place, name: str
+) -> tuple[dict[str, np.ndarray], int]:
+    """The optimizer's numbers: how many updates it made, and what else it counts."""
+    numbers = {
+        field: {
+            key: float(value.all() if isinstance(value, Lazy) else value)
+            for key, state in keys.state.items()
+            if (value := state.get(field)) is not None
+        }
+        for field in (STEP, WEIGHT_SUM)
+    }
+    scalars: dict[str, np.ndarray] = {}
+    updates = optimizer_state.count_updates(numbers[STEP], name)
+    if WEIGHT_SUM in wanted.scalars:
+        sums = set(numbers[WEIGHT_SUM].values())
+        if len(sums) != 1:
+            raise UserError(f"{name}: {len(sums)} different sums of weights, where one should be")
+        weight_sum = sums.pop()
+        scalars[WEIGHT_SUM] = np.asarray(weight_sum, np.float32)
+        updates = optimizer_state.schedule_free_updates(weight_sum, wanted.config)
+    if updates is None:
+        updates = where.updates if where.updates is not None else where.step
+    if updates is None:
+        raise UserError(f"{name}: nothing in it says how many updates were made")
+    scalars["updates"] = np.asarray(updates, np.int32)
+    return scalars, updates

@@ -1,0 +1,144 @@
+"""Bytes of files that may lie on this machine or behind a URL (fsspec: s3://, gs://, memory://)."""
+
+import mmap
+import os
+import posixpath
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxforge.errors import UserError
+
+
+class Bytes(Protocol):
+    """A file open for reading."""
+
+    size: int
+
+    def __call__(self, start: int, length: int) -> np.ndarray:
+        """Bytes as a uint8 array; the caller has checked that they are there."""
+        ...
+
+
+class Directory:
+    """A directory: local, or anything that fsspec knows.
+
+    Args:
+        path: a path, or a URL with `://`.
+    """
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self.path = os.fspath(path)
+        self._fs: Any = None
+        if "://" in self.path:
+            self._fs, self._root = _filesystem(self.path)
+        else:
+            self.path = self._root = os.path.abspath(self.path)
+
+    def __str__(self) -> str:
+        return self.path
+
+    def __truediv__(self, name: str) -> "Directory":
+        return Directory(posixpath.join(self.path, name))
+
+    @property
+    def name(self) -> str:
+        """The last component."""
+        return posixpath.basename(self.path.rstrip("/"))
+
+    def names(self) -> list[str]:
+        """What it contains, sorted; nothing if it is no directory."""
+        if self._fs is None:
+            return sorted(os.listdir(self._root)) if os.path.isdir(self._root) else []
+        if not self._fs.isdir(self._root):
+            return []
+        return sorted(posixpath.basename(p.rstrip("/")) for p in self._fs.ls(self._root, False))
+
+    def has(self, name: str) -> bool:
+        """Whether it has an entry of this name."""
+        path = posixpath.join(self._root, name)
+        return os.path.exists(path) if self._fs is None else self._fs.exists(path)
+
+    def read(self, name: str) -> bytes:
+        """A whole small file.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        file = self.open(name)
+        return file(0, file.size).tobytes()
+
+    def open(self, name: str) -> Bytes:
+        """A file in it.
+
+        Raises:
+            UserError: the name leads out of the directory, or the file cannot be opened.
+        """
+        inside = posixpath.normpath(name)
+        if posixpath.isabs(inside) or inside.split("/")[0] == ".." or "\0" in name:
+            raise UserError(f"{self}: the file name {name!r} leads out of the checkpoint; refused")
+        path = posixpath.join(self._root, inside)
+        try:
+            if self._fs is not None:
+                return _Remote(self._fs, path)
+            if not os.path.realpath(path).startswith(os.path.realpath(self._root) + os.sep):
+                raise UserError(f"{self}: {name!r} is a link out of the checkpoint; refused")
+            return _Local(path)
+        except OSError as error:
+            raise UserError(f"{self}: {name} cannot be read ({error.strerror or error})") from error
+
+
+class _Local:
+    """Each read is a memory map of its own: when its array is gone, its pages no longer count."""
+
+    def __init__(self, path: str) -> None:
+        self._file = open(path, "rb")  # noqa: SIM115 (maps are made as long as this lives)
+        self.size = os.fstat(self._file.fileno()).st_size
+
+    def __call__(self, start: int, length: int) -> np.ndarray:
+        if not length:
+            return np.empty(0, np.uint8)
+        first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        ahead = start - first
+        mapped = mmap.mmap(
+            self._file.fileno(), ahead + length, access=mmap.ACCESS_READ, offset=first
+        )
+        return np.frombuffer(mapped, np.uint8)[ahead:]
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
+
+
+class _Remote:
+    def __init__(self, fs: Any, path: str) -> None:  # noqa: ANN401 (fsspec has no types)
+        self._fs, self._path, self.size = fs, path, fs.size(path)
+
+    def __call__(self, start: int, length: int) -> np.ndarray:
+        read = self._fs.cat_file(self._path, start=start, end=start + length)
+        if len(read) != length:
+            raise UserError(f"{self._path}: {len(read)} bytes came where {length} were asked for")
+        return np.frombuffer(read, np.uint8)
+
+
+def _filesystem(url: str) -> tuple[Any, str]:
+    try:
+        import fsspec
+    except ImportError:
+        raise UserError(
+            f'{url}: reading URLs needs fsspec: pip install "jaxforge[torch]"'
+        ) from None
+    try:
+        return fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:  # no such protocol, or its package is missing
+        raise UserError(f"{url}: {error}") from None
+
+
+def sync_directory(path: Path) -> None:
+    """Makes the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,176 @@
+"""Tensors that are not read yet: every format is a mapping of names to these.
+
+A name map, a cast or a permutation makes a mapping of names to other lazy tensors: a conversion is
+whatever the last reader asks for, one block at a time, and nothing is ever held whole.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import ml_dtypes
+import numpy as np
+
+Index = tuple[slice, ...]
+"""One slice per dimension, with step 1, start and stop given."""
+
+DTYPES: Mapping[str, np.dtype] = {
+    name: np.dtype(kind)
+    for name, kind in {
+        "float64": np.float64,
+        "float32": np.float32,
+        "float16": np.float16,
+        "bfloat16": ml_dtypes.bfloat16,
+        "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+        "float8_e5m2": ml_dtypes.float8_e5m2,
+        "int64": np.int64,
+        "int32": np.int32,
+        "int16": np.int16,
+        "int8": np.int8,
+        "uint64": np.uint64,
+        "uint32": np.uint32,
+        "uint16": np.uint16,
+        "uint8": np.uint8,
+        "bool": np.bool_,
+    }.items()
+}
+"""torch's name of a dtype -> NumPy's dtype; the same names that NumPy has."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Lazy:
+    """A tensor somewhere.
+
+    Attributes:
+        shape: its shape.
+        dtype: dtype of what `read` returns.
+        read: the values at an index, as an array that the caller may keep but not write to.
+        source: where it lies, for messages.
+        chunks: how many pieces it is stored in.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[Index], np.ndarray]
+    source: str = ""
+    chunks: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def all(self) -> np.ndarray:
+        """Every value."""
+        return self.read(whole(self.shape))
+
+    def cast(self, dtype: np.dtype) -> "Lazy":
+        """The values in another dtype, rounded to nearest."""
+        if dtype == self.dtype:
+            return self
+        read = self.read
+        return dataclasses.replace(self, dtype=dtype, read=lambda index: read(index).astype(dtype))
+
+    def part(self, i: int) -> "Lazy":
+        """Entry `i` of the first dimension."""
+        return dataclasses.replace(
+            self, shape=self.shape[1:], read=lambda index: self.read((slice(i, i + 1), *index))[0]
+        )
+
+    def transposed(self) -> "Lazy":
+        """A matrix with its dimensions exchanged."""
+        return dataclasses.replace(
+            self, shape=self.shape[::-1], read=lambda index: self.read(index[::-1]).T
+        )
+
+    def rows(self, order: Sequence[int] | np.ndarray) -> "Lazy":
+        """Entry i of the result is entry `order[i]` of this one (first dimension)."""
+        order = np.asarray(order)
+
+        def read(index: Index) -> np.ndarray:
+            wanted = order[index[0]]
+            if not len(wanted):
+                return self.read((slice(0, 0), *index[1:]))
+            first = int(wanted.min())
+            window = self.read((slice(first, int(wanted.max()) + 1), *index[1:]))
+            return window[wanted - first]
+
+        return dataclasses.replace(self, shape=(len(order), *self.shape[1:]), read=read)
+
+    def resized(self, rows: int) -> "Lazy":
+        """The first `rows` entries of the first dimension; zeros beyond what there is."""
+        have = self.shape[0]
+
+        def read(index: Index) -> np.ndarray:
+            first, *rest = index
+            there = self.read((slice(min(first.start, have), min(first.stop, have)), *rest))
+            missing = (first.stop - first.start) - len(there)
+            return np.concatenate([there, np.zeros((missing, *there.shape[1:]), there.dtype)])
+
+        return dataclasses.replace(self, shape=(rows, *self.shape[1:]), read=read)
+
+
+def of_array(array: np.ndarray, source: str = "") -> Lazy:
+    """An array that is in memory already."""
+    return Lazy(array.shape, array.dtype, lambda index: np.asarray(array[index]), source)
+
+
+def zeros(shape: tuple[int, ...], dtype: np.dtype) -> Lazy:
+    """Zeros, made as they are read."""
+    return Lazy(shape, dtype, lambda index: np.zeros(extent(index), dtype), "zeros")
+
+
+def stack(tensors: Sequence[Lazy]) -> Lazy:
+    """Tensors of one shape and dtype along a new first dimension."""
+    first = tensors[0]
+    assert all(t.shape == first.shape and t.dtype == first.dtype for t in tensors)
+
+    def read(index: Index) -> np.ndarray:
+        chosen = tensors[index[0]]
+        if len(chosen) == 1:
+            return chosen[0].read(index[1:])[None]
+        out = np.empty(extent(index), first.dtype)
+        for i, tensor in enumerate(chosen):
+            out[i] = tensor.read(index[1:])
+        return out
+
+    return Lazy((len(tensors), *first.shape), first.dtype, read, first.source)
+
+
+def whole(shape: Sequence[int]) -> Index:
+    """The index of everything."""
+    return tuple(slice(0, size) for size in shape)
+
+
+def extent(index: Index) -> tuple[int, ...]:
+    """The shape of what an index selects."""
+    return tuple(s.stop - s.start for s in index)
+
+
+def blocks(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Index]:
+    """Indices that cover a tensor once, each of at most `limit` bytes or one row.
+
+    Only the first dimension is cut, so that every block is one run of bytes in row-major order.
+    """
+    if not shape:
+        yield ()
+        return
+    row = math.prod(shape[1:]) * itemsize
+    rows = max(1, limit // row) if row else max(1, shape[0])
+    for start in range(0, shape[0], rows):
+        yield (slice(start, min(start + rows, shape[0])), *whole(shape[1:]))
+    if not shape[0]:
+        yield whole(shape)
+
+
+def intersection(a: Index, b: Index) -> Index | None:
+    """What two indices of one tensor have in common; None if nothing."""
+    both = tuple(
+        slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True)
+    )
+    return None if any(s.start >= s.stop for s in both) else both
+
+
+def relative(index: Index, origin: Sequence[int]) -> Index:
+    """An index counted from `origin`."""
+    return tuple(slice(s.start - o, s.stop - o) for s, o in zip(index, origin, strict=True))

@@ -1,0 +1,225 @@
+"""What a dialect is: one table of names, read in both directions.
+
+Ours are the paths of `jaxforge.model`'s parameters with one entry per layer and expert, such as
+`layers.{i}.attention.q_proj.weight`. Moments have their parameter's name and are laid out as it is.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.errors import UserError
+from torch_compat.lazy import Lazy, stack
+
+HEAD = "output_head.proj.weight"
+EMBEDDING = "token_embedding.embedding.weight"
+_EXPERT = re.compile(r"layers\.\d+\.mlp\.experts\.\d+\.")
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+class Change(Protocol):
+    """A difference in how two code bases lay one tensor out."""
+
+    def to_ours(self, tensor: Lazy, config: ModelConfig) -> Lazy:
+        """From the dialect's layout to ours."""
+        ...
+
+    def to_theirs(self, tensor: Lazy, config: ModelConfig) -> Lazy:
+        """From our layout to the dialect's."""
+        ...
+
+
+class InterleavedRotary:
+    """Meta's layout of q and k: channels 2i and 2i+1 are a pair, where ours are i and i + h/2."""
+
+    def to_ours(self, tensor: Lazy, config: ModelConfig) -> Lazy:
+        """Gathers the even channels of each head before the odd ones."""
+        return tensor.rows(_even_then_odd(tensor.shape[0], config.head_size))
+
+    def to_theirs(self, tensor: Lazy, config: ModelConfig) -> Lazy:
+        """Interleaves the two halves of each head."""
+        return tensor.rows(np.argsort(_even_then_odd(tensor.shape[0], config.head_size)))
+
+
+class Transposed:
+    """Matrices as [in, out]."""
+
+    def to_ours(self, tensor: Lazy, config: ModelConfig) -> Lazy:
+        """[in, out] -> [out, in]."""
+        return tensor.transposed()
+
+    def to_theirs(self, tensor: Lazy, config: ModelConfig) -> Lazy:
+        """[out, in] -> [in, out]."""
+        return tensor.transposed()
+
+
+class Rule(NamedTuple):
+    """One row of a table.
+
+    Attributes:
+        ours: our name, `{i}` for the layer and `{j}` for the expert.
+        theirs: the dialect's name; without the `{j}` that ours has, it holds all experts, stacked.
+        change: how its layout differs.
+    """
+
+    ours: str
+    theirs: str
+    change: Change | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether one tensor of theirs holds all experts."""
+        return "{j}" in self.ours and "{j}" not in self.theirs
+
+
+@dataclasses.dataclass(frozen=True)
+class Dialect:
+    """How a code base names the parameters.
+
+    Attributes:
+        name: what the command line calls it.
+        about: which code base, and which of its versions.
+        rules: the table.
+        ignored: patterns of keys that hold nothing to keep (tables that are computed).
+        refused: pattern of our names that have no counterpart -> why not.
+        writes_tied_head: whether a tied output head is written as a copy of the embedding.
+    """
+
+    name: str
+    about: str
+    rules: tuple[Rule, ...]
+    ignored: tuple[str, ...] = ()
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    writes_tied_head: bool = False
+
+    def knows(self, key: str) -> bool:
+        """Whether a key of theirs is in the table."""
+        return self.ignores(key) or any(pattern.fullmatch(key) for pattern in self._patterns)
+
+    def ignores(self, key: str) -> bool:
+        """Whether a key of theirs holds nothing to keep."""
+        return any(re.fullmatch(pattern, key) for pattern in self.ignored)
+
+    def their_name(self, ours: str) -> str:
+        """Their key for one of our names.
+
+        Raises:
+            UserError: there is none.
+        """
+        return self._find(ours)[1]
+
+    def to_ours(
+        self, theirs: Mapping[str, Lazy], wanted: Iterable[str], config: ModelConfig
+    ) -> dict[str, Lazy]:
+        """Our names for a dialect's tensors, as many as there are.
+
+        Args:
+            theirs: key -> tensor, without prefixes.
+            wanted: our names.
+            config: the model.
+        """
+        found = {}
+        for name in wanted:
+            rule, key, expert = self._find(name)
+            if key not in theirs:
+                continue
+            tensor = theirs[key]
+            if rule.is_packed:
+                tensor = tensor.part(expert)
+            found[name] = rule.change.to_ours(tensor, config) if rule.change else tensor
+        return found
+
+    def to_theirs(self, ours: Mapping[str, Lazy], config: ModelConfig) -> dict[str, Lazy]:
+        """Their keys for our tensors.
+
+        Raises:
+            UserError: a tensor has no counterpart.
+        """
+        written: dict[str, Lazy] = {}
+        packed: dict[str, dict[int, Lazy]] = {}
+        for name, tensor in ours.items():
+            rule, key, expert = self._find(name)
+            changed = rule.change.to_theirs(tensor, config) if rule.change else tensor
+            if rule.is_packed:
+                packed.setdefault(key, {})[expert] = changed
+                written.setdefault(key, changed)  # keeps its place in the order
+            else:
+                written[key] = changed
+        return written | {
+            key: stack([experts[j] for j in range(len(experts))]) for key, experts in packed.items()
+        }
+
+    @functools.cached_property
+    def _patterns(self) -> list[re.Pattern[str]]:
+        return [_pattern(rule.theirs) for rule in self.rules]
+
+    @functools.cached_property
+    def _our_patterns(self) -> list[tuple[re.Pattern[str], Rule]]:
+        return [(_pattern(rule.ours), rule) for rule in self.rules]
+
+    def _find(self, ours: str) -> tuple[Rule, str, int]:
+        """The rule of one of our names, their key, and the expert."""
+        for pattern, rule in self._our_patterns:
+            if match := pattern.fullmatch(ours):
+                numbers = match.groupdict()
+                return rule, rule.theirs.format(**numbers), int(numbers.get("j") or 0)
+        for refused, why in self.refused.items():
+            if re.fullmatch(refused, ours):
+                raise UserError(f"{ours} cannot be written as {self.name}: {why}")
+        raise UserError(f"{ours} has no counterpart in {self.name} ({self.about})")
+
+
+def strip_wrappers(key: str) -> str:
+    """A key without what DDP, FSDP, torch.compile and activation checkpointing put into it."""
+    for wrapper in _WRAPPERS:
+        if key.startswith(wrapper):
+            key = key.removeprefix(wrapper)
+        key = key.replace(f".{wrapper}", ".")
+    return key
+
+
+def detect(keys: Sequence[str], dialects: Iterable[Dialect]) -> Dialect | None:
+    """The dialect whose table has every key; the smaller table where several have."""
+    candidates = [d for d in dialects if keys and all(d.knows(key) for key in keys)]
+    candidates = [d for d in candidates if any(d.knows(k) and not d.ignores(k) for k in keys)]
+    return min(candidates, key=lambda d: len(d.rules), default=None)
+
+
+def differences(
+    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, Lazy], left_over: Iterable[str]
+) -> Iterator[str]:
+    """What keeps tensors from being exactly the model's.
+
+    Args:
+        wanted: our name -> shape.
+        found: our name -> tensor.
+        left_over: keys of theirs that nothing uses.
+    """
+    missing = [name for name in wanted if name not in found]
+    if missing and all(_EXPERT.match(name) for name in missing) and len(missing) < len(wanted):
+        yield (
+            "only some experts are there: an expert-parallel job wrote those of every rank under "
+            "the same keys, so that the others are lost; nothing can bring them back"
+        )
+    yield from (f"missing: {name}" for name in missing)
+    yield from (f"left over: {key}" for key in left_over)
+    for name, shape in wanted.items():
+        if name in found and found[name].shape != shape:
+            yield f"{name} is {list(found[name].shape)}, in the model {list(shape)}"
+
+
+def _pattern(template: str) -> re.Pattern[str]:
+    escaped = re.escape(template)
+    for letter in "ij":
+        escaped = escaped.replace(re.escape(f"{{{letter}}}"), rf"(?P<{letter}>\d+)")
+    return re.compile(escaped)
+
+
+def _even_then_odd(rows: int, head: int) -> np.ndarray:
+    one = np.concatenate([np.arange(0, head, 2), np.arange(1, head, 2)])
+    return (np.arange(0, rows, head)[:, None] + one).reshape(-1)

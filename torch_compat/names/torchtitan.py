@@ -1,0 +1,41 @@
+"""torchtitan's Llama: Meta's names and Meta's pairing of rotary channels."""
+
+from torch_compat.names.table import EMBEDDING, HEAD, Dialect, InterleavedRotary, Rule
+
+_FREQUENCIES = ("freqs_cis", "rope.cache")
+
+
+def _llama(name: str, about: str, qkv: str, head: str) -> Dialect:
+    layer = "layers.{i}."
+    return Dialect(
+        name,
+        about,
+        (
+            Rule(EMBEDDING, "tok_embeddings.weight"),
+            Rule(HEAD, head),
+            Rule("norm.weight", "norm.weight"),
+            Rule(f"{layer}attention_norm.weight", f"{layer}attention_norm.weight"),
+            Rule(f"{layer}mlp_norm.weight", f"{layer}ffn_norm.weight"),
+            Rule(f"{layer}attention.q_proj.weight", f"{layer}{qkv}wq.weight", InterleavedRotary()),
+            Rule(f"{layer}attention.k_proj.weight", f"{layer}{qkv}wk.weight", InterleavedRotary()),
+            Rule(f"{layer}attention.v_proj.weight", f"{layer}{qkv}wv.weight"),
+            Rule(f"{layer}attention.o_proj.weight", f"{layer}attention.wo.weight"),
+            Rule(f"{layer}mlp.gate_proj.weight", f"{layer}feed_forward.w1.weight"),
+            Rule(f"{layer}mlp.down_proj.weight", f"{layer}feed_forward.w2.weight"),
+            Rule(f"{layer}mlp.up_proj.weight", f"{layer}feed_forward.w3.weight"),
+        ),
+        ignored=_FREQUENCIES,
+        refused={
+            r".*\.[qk]_norm\.weight": "its Llama has no q/k norms",
+            r".*\.bias": "its Llama has no biases",
+        },
+        writes_tied_head=True,
+    )
+
+
+TORCHTITAN = _llama(
+    "torchtitan", "torchtitan's Llama since 2026", "attention.qkv_linear.", "lm_head.weight"
+)
+TORCHTITAN_2025 = _llama(
+    "torchtitan-2025", "torchtitan's Llama until 2025", "attention.", "output.weight"
+)

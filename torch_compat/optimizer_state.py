@@ -1,0 +1,149 @@
+"""Optimizer state as torch has it and as our optax chain has it.
+
+optimizer.state.{parameter}.{field}         nested and flattened dicts have the same flat keys
+optimizer.param_groups.{g}.{key}            nested: one entry per group
+optimizer.param_groups.{parameter}.{key}    flattened: every key for every parameter
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxforge.config.job import JobConfig
+from jaxforge.errors import UserError
+from jaxforge.optim.optimizer import learning_rate
+
+MAIN_KEYS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum")
+"""Settings whose values say how the run was trained."""
+
+
+class Kind(NamedTuple):
+    """How torch stores one optimizer.
+
+    Attributes:
+        fields: our field -> torch's.
+        keys: what a parameter group has besides lr, initial_lr, weight_decay and params.
+        counts: whether each parameter has a `step`.
+    """
+
+    fields: Mapping[str, str]
+    keys: tuple[str, ...]
+    counts: bool = False
+
+
+KINDS: Mapping[str, Kind] = {
+    "adamw": Kind(
+        {"mu": "exp_avg", "nu": "exp_avg_sq"},
+        # Every key that AdamW of torch 2.0 to 2.13 has: a loader needs those of its own version
+        # and passes over the others.
+        ("betas", "eps", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused",
+         "decoupled_weight_decay"),
+        counts=True,
+    ),
+    "lion": Kind({"mu": "exp_avg"}, ("betas",)),
+    "muon": Kind(
+        {"momentum": "momentum_buffer", "mu": "exp_avg", "nu": "exp_avg_sq"},
+        ("momentum", "ns_steps"),
+    ),
+    "schedule_free_adamw": Kind({"nu": "v", "x": "x", "z": "z"}, ("betas", "eps")),
+}  # fmt: skip
+"""`optimizer.name` -> how torch stores it."""
+
+STEP, WEIGHT_SUM = "step", "weight_sum"
+
+
+def count_updates(steps: Mapping[str, float], where: str) -> int | None:
+    """The one number of updates that all parameters report; None if none does.
+
+    Raises:
+        UserError: they differ.
+    """
+    values = {float(step) for step in steps.values()}
+    if not values:
+        return None
+    if len(values) > 1:
+        first = {value: name for name, value in reversed(list(steps.items()))}
+        raise UserError(
+            f"{where}: parameters report different numbers of updates ("
+            + ", ".join(f"{name}: {value:g}" for value, name in sorted(first.items()))
+            + "); a parameter was frozen or added in the middle, which no single count can say"
+        )
+    return int(values.pop())
+
+
+def schedule_free_updates(weight_sum: float, config: JobConfig) -> int:
+    """The updates behind a sum of weights, each lr · (1 - b1): the count that torch's drops.
+
+    Raises:
+        UserError: there was a warm-up, over which the weights grew.
+    """
+    o = config.optimizer
+    if o.schedule_free_warmup_steps:
+        raise UserError(
+            "schedule-free AdamW does not store its number of updates, and after a warm-up it "
+            "cannot be told from the sum of weights; import with --weights-only"
+        )
+    return round(weight_sum / (o.lr * (1 - o.betas[0])))
+
+
+def settings_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The settings that the groups agree on; for weight decay, the largest."""
+    settings: dict[str, Any] = {}
+    for key in MAIN_KEYS:
+        values = [group[key] for group in groups if key in group]
+        if key == "weight_decay" and values:
+            settings[key] = max(values)
+        elif values and all(value == values[0] for value in values):
+            settings[key] = values[0]
+    return settings
+
+
+def disagreements(settings: Mapping[str, Any], config: JobConfig) -> list[str]:
+    """What the checkpoint says of its optimizer and the config says otherwise."""
+    o = config.optimizer
+    ours = {"initial_lr": o.lr, "betas": o.betas, "eps": o.eps, "weight_decay": o.weight_decay}
+    names = {"initial_lr": "lr"}
+    return [
+        f"optimizer.{names.get(key, key)} was {settings[key]} in PyTorch and is {value} in the "
+        "config: the config counts"
+        for key, value in ours.items()
+        if key in settings and not _same(settings[key], value)
+    ]
+
+
+def groups(config: JobConfig, updates: int, decays: Mapping[str, bool]) -> list[dict[str, Any]]:
+    """Parameter groups: those that decay, then those that do not.
+
+    Args:
+        config: the run's config.
+        updates: updates made; `lr` is that of the next one, as a scheduler leaves it.
+        decays: parameter -> whether it decays.
+    """
+    o = config.optimizer
+    lr = float(learning_rate(config)(jnp.int32(updates)))
+    every: dict[str, Any] = {
+        "betas": tuple(o.betas), "eps": o.eps, "amsgrad": False, "maximize": False,
+        "foreach": None, "capturable": False, "differentiable": False, "fused": o.fused,
+        "decoupled_weight_decay": True, "momentum": o.muon_momentum, "ns_steps": o.muon_ns_steps,
+    }  # fmt: skip
+    values = {key: every[key] for key in KINDS[o.name].keys}
+    return [
+        {
+            "lr": lr,
+            **values,
+            "weight_decay": o.weight_decay if decaying else 0.0,
+            "initial_lr": o.lr,
+            "params": [name for name, decay in decays.items() if decay == decaying],
+        }
+        for decaying in (True, False)
+    ]
+
+
+def _same(a: Any, b: Any) -> bool:  # noqa: ANN401
+    a, b = np.atleast_1d(np.asarray(a, float)), np.atleast_1d(np.asarray(b, float))
+    return a.shape == b.shape and all(
+        math.isclose(x, y, rel_tol=1e-9) for x, y in zip(a, b, strict=True)
+    )

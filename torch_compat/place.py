@@ -1,0 +1,215 @@
+"""Where a PyTorch run stands: its step, tokens and position in the data, both ways.
+
+KempnerForge keeps these in `train_state.pt` beside the DCP files, torchtitan within them.
+"""
+
+import random
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxforge.config.job import JobConfig
+from jaxforge.data import loader
+from jaxforge.errors import UserError
+from jaxforge.optim.optimizer import learning_rate
+from jaxforge.training.progress import Progress
+from torch_compat.dcp_reader import Dcp
+from torch_compat.lazy import Lazy
+from torch_compat.pickles import Call, Global, New
+from torch_compat.torch_zip import Archive
+
+TRAIN_STATE = "train_state.pt"
+
+
+class Place(NamedTuple):
+    """What a PyTorch run says of its position; None where it says nothing.
+
+    Attributes:
+        step: steps attempted.
+        tokens: tokens seen.
+        updates: updates made, as the LR scheduler counts them.
+        epoch: passes over the data that are complete.
+        batches: batches that each rank has drawn in this epoch.
+        ranks: data-parallel ranks.
+    """
+
+    step: int | None = None
+    tokens: int | None = None
+    updates: int | None = None
+    epoch: int = 0
+    batches: int | None = None
+    ranks: int | None = None
+
+
+def read_place(dcp: Dcp) -> Place:
+    """Looks in `train_state.pt`, else among the checkpoint's own objects.
+
+    Raises:
+        UserError: what is there is damaged.
+    """
+    if dcp.directory.has(TRAIN_STATE):
+        file = dcp.directory.open(TRAIN_STATE)
+        state = Archive(file, 0, file.size, f"{dcp.directory}/{TRAIN_STATE}").object()
+        return _of_train_state(state, f"{dcp.directory}/{TRAIN_STATE}")
+    return Place(
+        step=_number(dcp, "train_state.step"),
+        tokens=_number(dcp, "train_state.ntokens_seen"),
+        updates=_number(dcp, "lr_scheduler.last_epoch"),
+    )
+
+
+def progress_of(place: Place, updates: int, config: JobConfig) -> tuple[Progress, list[str]]:
+    """Jaxforge's counters, and what the user should know of how they came about.
+
+    Args:
+        place: where the run stands.
+        updates: updates made, as the optimizer counts them.
+        config: the run's config; its data are opened when the run is beyond their first epoch.
+    """
+    notes = []
+    step = updates if place.step is None else place.step
+    made = updates if place.updates is None else place.updates
+    if made != updates:
+        notes.append(
+            f"the optimizer counts {updates} updates and the LR scheduler {made}; jaxforge has one "
+            f"count, so the schedule goes on from {updates}"
+        )
+    ranks = place.ranks or max(1, config.distributed.dp_shard) * config.distributed.dp_replicate
+    rows = config.train.microbatch_size(ranks)
+    if place.batches is None:
+        samples = step * rows * config.train.grad_accum_steps
+        notes.append(
+            f"the checkpoint does not say where in the data the run stands: {samples} sequences, "
+            f"which is {step} steps of {samples // max(step, 1)}, are taken as read"
+        )
+    else:
+        samples = place.batches * rows
+        if place.epoch:
+            samples += place.epoch * _epoch_length(config, rows)
+    if place.batches is not None and config.data.order != "torch" and config.data.shuffle:
+        notes.append(
+            'data.order = "grain" shuffles otherwise than PyTorch did: set data.order = "torch" to '
+            "go on with the very next batch"
+        )
+    tokens = place.tokens
+    if tokens is None:
+        tokens = samples * config.train.seq_len
+    return Progress(step=step, samples=samples, tokens=tokens, skipped=max(0, step - made)), notes
+
+
+def train_state(progress: Progress, updates: int, config: JobConfig, ranks: int) -> dict[str, Any]:
+    """What KempnerForge keeps in `train_state.pt`.
+
+    Args:
+        progress: where the run stands.
+        updates: updates made.
+        config: the run's config.
+        ranks: data-parallel ranks that will go on with it.
+
+    Raises:
+        UserError: the position falls within a batch of that many ranks.
+    """
+    rows = config.train.microbatch_size(ranks)
+    epoch, samples = 0, progress.samples
+    if samples >= rows and config.data.order == "torch":
+        epoch, samples = divmod(samples, _epoch_length(config, rows))
+    if samples % rows:
+        raise UserError(
+            f"{progress.samples} sequences are read, which is no whole number of batches of "
+            f"{rows}, those of {ranks} ranks (--ranks)"
+        )
+    lr = float(learning_rate(config)(jnp.int32(updates)))
+    seed = loader.data_seed(config)
+    return {
+        "step": progress.step,
+        "tokens_seen": progress.tokens,
+        "rng": _random_states(config.train.seed),
+        "scheduler": {
+            "base_lrs": [config.optimizer.lr] * 2,
+            "last_epoch": updates,
+            "_step_count": updates + 1,
+            "_is_initial": False,
+            "_get_lr_called_within_step": False,
+            "_last_lr": [lr] * 2,
+            "lr_lambdas": [None, None],
+        },
+        "dataloader": {
+            "epoch": epoch,
+            "batches_yielded": samples // rows,
+            "sampler": {"epoch": epoch, "seed": seed, "num_replicas": ranks, "rank": 0},
+        },
+    }
+
+
+def _of_train_state(state: Any, where: str) -> Place:  # noqa: ANN401 (whatever the file held)
+    try:
+        data, scheduler = state.get("dataloader") or {}, state.get("scheduler") or {}
+        return Place(
+            step=int(state["step"]),
+            tokens=int(state["tokens_seen"]),
+            updates=scheduler.get("last_epoch"),
+            epoch=int(data.get("epoch", 0)),
+            batches=data.get("batches_yielded"),
+            ranks=(data.get("sampler") or {}).get("num_replicas"),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{where}: not a training state of KempnerForge ({error!r})") from error
+
+
+def _number(dcp: Dcp, key: str) -> int | None:
+    if key in dcp.tensors:
+        return int(dcp.tensors[key].all())
+    if key in dcp.objects:
+        value = dcp.objects(key)
+        return int(value.all() if isinstance(value, Lazy) else value)
+    return None
+
+
+def _epoch_length(config: JobConfig, rows: int) -> int:
+    """Sequences of one epoch, less the last ones that make no batch."""
+    try:
+        data = loader.open_training_data(config)
+    except UserError as error:
+        raise UserError(
+            f"the run is beyond its first epoch, whose length is that of the data: {error}"
+        ) from error
+    if isinstance(data, loader.Streaming):
+        raise UserError("the run is beyond its first epoch of a stream, whose length is not known")
+    return len(data) // rows * rows
+
+
+def _random_states(seed: int) -> Mapping[str, Any]:
+    """Fresh generators: nothing of a text model's training draws from them."""
+    twister: Any = np.random.RandomState(seed % 2**32).get_state()
+    keys = np.asarray(twister[1], np.uint32)
+    return {
+        "python": random.Random(seed).getstate(),
+        "numpy": ("MT19937", _numpy_array(keys), 624, 0, 0.0),
+        "torch_cpu": _torch_generator(seed, keys),
+    }
+
+
+def _numpy_array(array: np.ndarray) -> New:
+    """The pickle of an array, by the names that every NumPy knows."""
+    code = array.dtype.newbyteorder("<").str.lstrip("<")
+    dtype = New(
+        Call(Global("numpy", "dtype"), (code, False, True)),
+        (3, "<", None, None, None, -1, -1, 0),
+    )
+    rebuild = Call(
+        Global("numpy.core.multiarray", "_reconstruct"), (Global("numpy", "ndarray"), (0,), b"b")
+    )
+    return New(rebuild, (1, array.shape, dtype, False, array.tobytes()))
+
+
+def _torch_generator(seed: int, keys: np.ndarray) -> np.ndarray:
+    """The state of `torch.Generator().manual_seed(seed)`, as `get_state` gives it."""
+    layout = np.dtype([
+        ("seed", "<u8"), ("left", "<i4"), ("seeded", "<i4"), ("next", "<u8"), ("state", "<u8", 624),
+        ("normal", "<f8", 3), ("normal_is_valid", "<i4"), ("pad", "<i4"), ("float_normal", "<f8"),
+    ])  # fmt: skip
+    state = np.zeros((), layout)
+    state["seed"], state["left"], state["seeded"], state["state"] = seed, 1, 1, keys
+    return np.frombuffer(state.tobytes(), np.uint8)

@@ -1,0 +1,137 @@
+"""What a run's checkpoint holds, whatever its format: the form that every reader makes and every
+writer takes.
+
+Parameters and moments go by jaxforge's names, one entry per layer, so that a layer is the most that
+is ever looked at: `layers.3.attention.q_proj.weight`.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict
+
+from jaxforge.checkpoint import layout
+from jaxforge.config.job import JobConfig
+from jaxforge.model.transformer import Model
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.training.progress import Progress
+from jaxforge.training.state import TrainState, create
+from torch_compat.lazy import Lazy, stack
+
+_LAYERS = "layers."
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+
+Tensors = Mapping[str, Lazy]
+"""Our names -> tensors."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A checkpoint that has been opened.
+
+    Attributes:
+        params: the parameters.
+        moments: field of the optimizer's state ("mu", "nu", ...) -> a tensor per parameter; None
+            where the checkpoint has no optimizer.
+        scalars: the optimizer's other fields ("updates", ...).
+        progress: where the run stands; None where the checkpoint does not say.
+        guard: counts of bad steps.
+        settings: what the checkpoint says of its optimizer and schedule ("lr", "betas", ...).
+        dialect: whose names it had.
+        notes: what the user should know.
+    """
+
+    params: Tensors
+    moments: Mapping[str, Tensors] | None = None
+    scalars: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    progress: Progress | None = None
+    guard: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    dialect: str = "jaxforge"
+    notes: tuple[str, ...] = ()
+
+    def tensors(self) -> Iterator[tuple[str, Lazy]]:
+        """Every tensor, by section and name: `params.norm.weight`, `optimizer.mu.norm.weight`."""
+        yield from ((f"params.{name}", tensor) for name, tensor in self.params.items())
+        for field, of_field in (self.moments or {}).items():
+            yield from ((f"optimizer.{field}.{name}", t) for name, t in of_field.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """The state that a config declares.
+
+    Attributes:
+        config: the config.
+        model: the model.
+        state: shapes and dtypes of all arrays.
+        params: our name -> shape.
+        moments: field -> our name -> shape.
+        scalars: the optimizer's other fields.
+    """
+
+    config: JobConfig
+    model: Model
+    state: TrainState
+    params: Mapping[str, tuple[int, ...]]
+    moments: Mapping[str, Mapping[str, tuple[int, ...]]]
+    scalars: tuple[str, ...]
+
+
+def wanted(config: JobConfig) -> Wanted:
+    """What a checkpoint must hold to continue as `config` says; nothing is allocated."""
+    model = Model(config.model, param_dtype=jnp.dtype(config.train.param_dtype))
+    optimizer = build_optimizer(config, model.axes)
+    state = jax.eval_shape(lambda: create(model, optimizer, jax.random.key(0)))
+    fields = layout.to_tree(state)["optimizer"]
+    return Wanted(
+        config=config,
+        model=model,
+        state=state,
+        params=dict(_shapes(state.params)),
+        moments={k: dict(_shapes(v)) for k, v in fields.items() if isinstance(v, dict)},
+        scalars=tuple(k for k, v in fields.items() if not isinstance(v, dict)),
+    )
+
+
+def layer_names(name: str, n_layers: int) -> list[str]:
+    """The entries of a parameter: one per layer where layers are stacked."""
+    if not name.startswith(_LAYERS):
+        return [name]
+    return [f"{_LAYERS}{i}.{name.removeprefix(_LAYERS)}" for i in range(n_layers)]
+
+
+def unstacked(name: str, tensor: Lazy) -> dict[str, Lazy]:
+    """A parameter of ours as an entry per layer."""
+    if not name.startswith(_LAYERS):
+        return {name: tensor}
+    names = layer_names(name, tensor.shape[0])
+    return {each: tensor.part(i) for i, each in enumerate(names)}
+
+
+def stacked(tensors: Tensors) -> dict[str, Lazy]:
+    """Entries per layer as parameters of ours."""
+    layers: dict[str, dict[int, Lazy]] = {}
+    whole: dict[str, Lazy] = {}
+    for name, tensor in tensors.items():
+        if match := _LAYER.fullmatch(name):
+            layers.setdefault(_LAYERS + match[2], {})[int(match[1])] = tensor
+        else:
+            whole[name] = tensor
+    return whole | {
+        name: stack([entries[i] for i in range(len(entries))]) for name, entries in layers.items()
+    }
+
+
+def _shapes(tree: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, leaf in flatten_dict(tree, sep=".").items():
+        shape = tuple(leaf.shape)
+        if name.startswith(_LAYERS):
+            yield from ((each, shape[1:]) for each in layer_names(name, shape[0]))
+        else:
+            yield name, shape

@@ -1,0 +1,93 @@
+"""A dialect's tensors by our names: every key and parameter exactly once, or what is wrong."""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.errors import UserError
+from torch_compat.lazy import Lazy, blocks
+from torch_compat.names.table import EMBEDDING, HEAD, Dialect, differences
+
+_SHOWN = 20
+_COMPARED = 32 << 20  # bytes at a time
+
+
+class Translation(NamedTuple):
+    """What a translation goes by.
+
+    Attributes:
+        dialect: whose names the tensors have.
+        model: the model they are of.
+        resize_vocab: cut rows of a padded vocabulary off, or add rows of zeros.
+        where: the checkpoint, for messages.
+    """
+
+    dialect: Dialect
+    model: ModelConfig
+    resize_vocab: bool
+    where: str
+
+
+def translate(
+    theirs: Mapping[str, Lazy], shapes: Mapping[str, tuple[int, ...]], by: Translation
+) -> dict[str, Lazy]:
+    """Our names for all tensors of a dialect.
+
+    Args:
+        theirs: key -> tensor, prefixes taken off.
+        shapes: our names -> shapes, all that there must be.
+        by: what to go by.
+
+    Raises:
+        UserError: tensors are missing, left over, or of another shape; all of them are listed.
+    """
+    found = by.dialect.to_ours(theirs, shapes, by.model)
+    if by.resize_vocab:
+        found = {
+            name: tensor.resized(by.model.vocab_size) if name in (EMBEDDING, HEAD) else tensor
+            for name, tensor in found.items()
+        }
+    used = {by.dialect.their_name(name) for name in found}
+    left = [key for key in theirs if key not in used and not by.dialect.ignores(key)]
+    if by.model.tie_embeddings and (head := by.dialect.their_name(HEAD)) in left:
+        left.remove(head)
+        _check_tied(theirs[by.dialect.their_name(EMBEDDING)], theirs[head], by.where)
+    problems = list(differences(shapes, found, left))
+    if problems:
+        listed = "\n  ".join(_shortened(problems) + _advice(found, by.model))
+        raise UserError(f"{by.where} does not fit [model]:\n  {listed}")
+    return {name: found[name] for name in shapes}
+
+
+def some(names: Iterable[str]) -> str:
+    """A few names and how many more there are."""
+    names = list(names)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _shortened(problems: list[str]) -> list[str]:
+    more = len(problems) - _SHOWN
+    return problems[:_SHOWN] + ([f"... and {more} more"] if more > 0 else [])
+
+
+def _advice(found: Mapping[str, Lazy], model: ModelConfig) -> list[str]:
+    table = found.get(EMBEDDING)
+    if table is None or table.shape[0] == model.vocab_size:
+        return []
+    return [
+        f"the vocabulary has {table.shape[0]} rows there and model.vocab_size is "
+        f"{model.vocab_size}: --resize-vocab cuts padding off, or adds rows of zeros"
+    ]
+
+
+def _check_tied(embedding: Lazy, head: Lazy, where: str) -> None:
+    if embedding.shape == head.shape and embedding.dtype == head.dtype:
+        pieces = blocks(head.shape, head.dtype.itemsize, _COMPARED)
+        if all(np.array_equal(embedding.read(i), head.read(i)) for i in pieces):
+            return
+    raise UserError(
+        f"{where}: model.tie_embeddings is true, but the output head differs from the embedding; "
+        "set it to false"
+    )
