@@ -3,7 +3,7 @@
     step                    steps attempted
     params/...              parameters, by module and name
     optimizer/updates       updates made
-    optimizer/mu, nu/...    moments, each a tree like params
+    optimizer/mu, nu/...    moments (`optim`), each a tree like params or a part of it
     guard/...               counts of bad steps
 
 Nothing here depends on how the optimizer is chained, and no Python class is needed to read it.
@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
 from jaxforge.training.guard import GuardState
-from jaxforge.training.state import TrainState
+from jaxforge.training.state import TrainState, part_like
 
 Tree = dict[str, Any]
 
@@ -53,12 +53,12 @@ def save_args(tree: Tree, axes: PyTree) -> Tree:
         is_leaf=lambda node: isinstance(node, tuple),
     )
     args = jax.tree.map(lambda _: ocp.SaveArgs(), tree)
-    moments = [name for name, value in tree["optimizer"].items() if isinstance(value, dict)]
-    return {
-        **args,
-        "params": stacked,
-        "optimizer": {**args["optimizer"], **dict.fromkeys(moments, stacked)},
+    moments = {
+        name: part_like(value, stacked)
+        for name, value in tree["optimizer"].items()
+        if isinstance(value, dict)
     }
+    return {**args, "params": stacked, "optimizer": {**args["optimizer"], **moments}}
 
 
 def _fields(opt_state: PyTree) -> Tree:

@@ -210,7 +210,10 @@ def schedule_free_has_no_schedule(config: JobConfig, mesh: Mesh) -> Iterator[str
     """Schedule-free AdamW averages instead of decaying."""
     name = config.scheduler.name
     if config.optimizer.name == "schedule_free_adamw" and name != "none":
-        yield f'optimizer.name = "schedule_free_adamw" needs scheduler.name = "none", not "{name}"'
+        yield (
+            f'optimizer.name = "schedule_free_adamw" needs scheduler.name = "none", not "{name}": '
+            "it warms up by optimizer.schedule_free_warmup_steps and averages instead of decaying"
+        )
 
 
 RULES: tuple[Rule, ...] = (

@@ -13,6 +13,7 @@ import optax
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.optim.schedule import Schedule
+from jaxforge.optim.trees import unzip
 
 
 class AdamWState(NamedTuple):
@@ -65,8 +66,8 @@ def adamw(
         assert params is not None
         lr = schedule(state.updates) * lr_scale
         t = state.updates + 1
-        step_size = lr / _bias_correction(b1, t)
-        root_correction2 = jnp.sqrt(_bias_correction(b2, t))
+        step_size = lr / bias_correction(b1, t)
+        root_correction2 = jnp.sqrt(bias_correction(b2, t))
 
         def one(p: Array, g: Array, m: Array, v: Array, decay: float) -> tuple[Array, ...]:
             p32, g, m, v = (a.astype(jnp.float32) for a in (p, g, m, v))
@@ -76,17 +77,13 @@ def adamw(
             return new - p32, m.astype(state_dtype), v.astype(state_dtype)
 
         leaves = jax.tree.map(one, params, grads, state.mu, state.nu, weight_decay)
-        updates, mu, nu = _unzip(leaves, params)
+        updates, mu, nu = unzip(3, leaves, params)
         return updates, AdamWState(optax.safe_increment(state.updates), mu, nu)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _bias_correction(beta: float, t: Int[Array, ""]) -> Float[Array, ""]:
+def bias_correction(beta: float, t: Int[Array, ""]) -> Float[Array, ""]:
     """1 - beta^t, without the cancellation that costs it four digits when beta is near 1."""
     log_beta = math.log(beta) if beta else -math.inf
     return -jnp.expm1(t.astype(jnp.float32) * log_beta)
-
-
-def _unzip(triples: PyTree, like: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-    return jax.tree.transpose(jax.tree.structure(like), jax.tree.structure((0, 0, 0)), triples)

@@ -1,4 +1,6 @@
-"""The optimizer as one optax chain: clip · AdamW with its decay groups and schedule."""
+"""The optimizer as one optax chain: clip · update rule with its decay groups and schedule."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -6,10 +8,12 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from jaxforge.config.job import JobConfig
-from jaxforge.errors import UserError
 from jaxforge.model.linear import is_matrix
 from jaxforge.optim.adamw import adamw
+from jaxforge.optim.lion import lion
+from jaxforge.optim.muon import muon
 from jaxforge.optim.schedule import Schedule, build_schedule
+from jaxforge.optim.schedule_free import schedule_free_adamw, warmup
 
 _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_
 
@@ -21,25 +25,46 @@ def build_optimizer(config: JobConfig, axes: PyTree) -> optax.GradientTransforma
         config: the whole config.
         axes: logical axes of every parameter (`Model.axes`).
     """
-    optimizer = config.optimizer
-    if optimizer.name != "adamw":
-        raise UserError(f'optimizer.name = "{optimizer.name}" is not built yet; use "adamw"')
-    return optax.chain(
-        clip_by_global_norm(config.train.grad_clip_norm),
-        adamw(
-            learning_rate(config),
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            weight_decay=decay_groups(axes, optimizer.weight_decay),
-            state_dtype=jnp.dtype(config.train.opt_state_dtype),
-        ),
-    )
+    return optax.chain(clip_by_global_norm(config.train.grad_clip_norm), _update_rule(config, axes))
+
+
+def _update_rule(config: JobConfig, axes: PyTree) -> optax.GradientTransformationExtraArgs:
+    optimizer, schedule = config.optimizer, learning_rate(config)
+    options: dict[str, Any] = {
+        "betas": optimizer.betas,
+        "weight_decay": decay_groups(axes, optimizer.weight_decay),
+        "state_dtype": jnp.dtype(config.train.opt_state_dtype),
+    }
+    match optimizer.name:
+        case "adamw":
+            return adamw(schedule, eps=optimizer.eps, **options)
+        case "lion":
+            return lion(schedule, **options)
+        case "muon":
+            return muon(
+                schedule,
+                _rate(config, optimizer.muon_adam_lr or optimizer.lr),
+                axes=axes,
+                momentum=optimizer.muon_momentum,
+                ns_steps=optimizer.muon_ns_steps,
+                eps=optimizer.eps,
+                **options,
+            )
+        case "schedule_free_adamw":
+            return schedule_free_adamw(schedule, eps=optimizer.eps, **options)
 
 
 def learning_rate(config: JobConfig) -> Schedule:
-    """Updates made so far -> learning rate of the next one."""
-    factor = build_schedule(config.scheduler, config.train.max_steps)
-    return lambda n: config.optimizer.lr * factor(n)
+    """Updates made so far -> learning rate of the next one; Muon's, where AdamW has another."""
+    return _rate(config, config.optimizer.lr)
+
+
+def _rate(config: JobConfig, peak: float) -> Schedule:
+    if config.optimizer.name == "schedule_free_adamw":  # its scheduler is "none"
+        factor = warmup(config.optimizer.schedule_free_warmup_steps)
+    else:
+        factor = build_schedule(config.scheduler, config.train.max_steps)
+    return lambda n: peak * factor(n)
 
 
 def decay_groups(axes: PyTree, weight_decay: float) -> PyTree:

@@ -34,7 +34,11 @@ class TrainState:
 
 def create(model: Model, optimizer: optax.GradientTransformation, key: Array) -> TrainState:
     """The state before the first step."""
-    params = model.init(key)
+    return begin(model.init(key), optimizer)
+
+
+def begin(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state before the first step, from these parameters on."""
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), GuardState.fresh())
 
 
@@ -44,12 +48,20 @@ def state_shardings(
     """NamedSharding of every array of the state; moments lie where their parameters do."""
     replicated: Any = NamedSharding(mesh, PartitionSpec())
     params = param_shardings(model.abstract, model.axes, mesh)
-    opt_state = jax.tree.map(  # moments are trees like the parameters: dicts
-        lambda node: params if isinstance(node, dict) else replicated,
+    opt_state = jax.tree.map(  # moments are trees like the parameters, or parts of such: dicts
+        lambda node: part_like(node, params) if isinstance(node, dict) else replicated,
         jax.eval_shape(optimizer.init, model.abstract),
         is_leaf=lambda node: isinstance(node, dict),
     )
     return TrainState(replicated, params, opt_state, GuardState(replicated, replicated))
+
+
+def part_like(part: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
+    """What `whole` holds in the places that `part` has: not every parameter need have a moment."""
+    return {
+        name: part_like(node, whole[name]) if isinstance(node, dict) else whole[name]
+        for name, node in part.items()
+    }
 
 
 def abstract_state(model: Model, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
@@ -71,3 +83,15 @@ def init_state(
         out_shardings=state_shardings(model, optimizer, mesh),
     )
     return make(jax.random.key(seed))
+
+
+def state_from(
+    params: Params, model: Model, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> TrainState:
+    """A state before the first step, from parameters that lie where they belong and are donated."""
+    make: Any = jax.jit(
+        lambda params: begin(params, optimizer),
+        donate_argnums=0,
+        out_shardings=state_shardings(model, optimizer, mesh),
+    )
+    return make(params)

@@ -1,0 +1,163 @@
+"""Muon as KempnerForge has it (after Jordan et al., 2024): matrices step along an orthogonal one.
+
+The singular values of the momentum are brought near 1 by Newton-Schulz iterations, on whole
+matrices: however they are sharded, the result is that of one device. Vectors, and matrices that are
+long and thin, are AdamW's.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.traverse_util import flatten_dict
+from jaxtyping import Array, Float, Int, PyTree
+
+from jaxforge.model.linear import is_matrix
+from jaxforge.optim.adamw import AdamWState, adamw
+from jaxforge.optim.schedule import Schedule
+from jaxforge.optim.trees import Path, join, split, unzip
+
+_MAX_ASPECT = 10
+_NORM_EPS = 1e-7
+_POLYNOMIAL = (3.4445, -4.7750, 2.0315)
+"""x ← a x + b x³ + c x⁵ multiplies a small x by a, until it stays between 0.68 and 1.21."""
+
+
+class MuonState(NamedTuple):
+    """Updates made, Muon's momentum, and AdamW's moments.
+
+    A parameter is in `momentum`, or in both `mu` and `nu`.
+    """
+
+    updates: Int[Array, ""]
+    momentum: PyTree
+    mu: PyTree
+    nu: PyTree
+
+
+def muon(
+    schedule: Schedule,
+    adam_schedule: Schedule,
+    *,
+    axes: PyTree,
+    momentum: float,
+    ns_steps: int,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: PyTree,
+    state_dtype: jnp.dtype,
+) -> optax.GradientTransformationExtraArgs:
+    """Muon and AdamW as one transform, each for its own parameters (`muon_takes`).
+
+    With lr = schedule(updates) · lr_scale, per matrix p [m, n] (one layer's) with gradient g:
+
+        b ← momentum · b + g
+        p ← p (1 - lr · weight_decay) - lr · √max(1, m / n) · orthogonal(b)
+
+    Args:
+        schedule: Muon's learning rate by the number of updates made.
+        adam_schedule: AdamW's.
+        axes: logical axes of every parameter.
+        momentum: the share of b that an update keeps.
+        ns_steps: Newton-Schulz iterations.
+        betas: AdamW's b1, b2.
+        eps: added to AdamW's denominator.
+        weight_decay: a tree of floats, one per parameter.
+        state_dtype: dtype that b and AdamW's moments are stored in; the arithmetic is float32.
+
+    The update function takes `lr_scale`, a scalar factor on both learning rates (default 1).
+    """
+
+    def for_muon(params: PyTree) -> frozenset[Path]:
+        names, flat = flatten_dict(axes), flatten_dict(params)
+        return frozenset(path for path, p in flat.items() if muon_takes(p.shape, names[path]))
+
+    def adam(paths: frozenset[Path]) -> optax.GradientTransformationExtraArgs:
+        _, decay = split(weight_decay, paths)
+        return adamw(
+            adam_schedule, betas=betas, eps=eps, weight_decay=decay, state_dtype=state_dtype
+        )
+
+    def init(params: PyTree) -> MuonState:
+        paths = for_muon(params)
+        matrices, others = split(params, paths)
+        updates, mu, nu = adam(paths).init(others)
+        buffers = jax.tree.map(lambda p: jnp.zeros_like(p, state_dtype), matrices)
+        return MuonState(updates, buffers, mu, nu)
+
+    def update(
+        grads: PyTree,
+        state: MuonState,
+        params: PyTree | None = None,
+        *,
+        lr_scale: Float[Array, ""] | float = 1.0,
+        **_: object,
+    ) -> tuple[PyTree, MuonState]:
+        assert params is not None
+        lr = schedule(state.updates) * lr_scale
+        paths = for_muon(params)
+
+        def one(
+            p: Array, g: Array, b: Array, decay: float, names: tuple[str, ...]
+        ) -> tuple[Array, Array]:
+            p32, g, b = (a.astype(jnp.float32) for a in (p, g, b))
+            b = momentum * b + g
+            m, n = _matrix(p.shape, names)
+            direction = orthogonal(b.reshape(-1, m, n), ns_steps).reshape(p.shape)
+            new = p32 * (1 - lr * decay) - lr * math.sqrt(max(1.0, m / n)) * direction
+            return new - p32, b.astype(state_dtype)
+
+        parts = [split(tree, paths) for tree in (params, grads, weight_decay, axes)]
+        (matrices, others), (matrix_grads, other_grads), (decay, _), (names, _) = parts
+        leaves = jax.tree.map(one, matrices, matrix_grads, state.momentum, decay, names)
+        matrix_updates, buffers = unzip(2, leaves, matrices)
+        other_updates, (updates, mu, nu) = adam(paths).update(
+            other_grads, AdamWState(state.updates, state.mu, state.nu), others, lr_scale=lr_scale
+        )
+        return join(matrix_updates, other_updates), MuonState(updates, buffers, mu, nu)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def muon_takes(shape: tuple[int, ...], axes: tuple[str, ...]) -> bool:
+    """Whether a parameter is a matrix in each layer, and at most ten times as long as wide.
+
+    Nothing else counts: an embedding or output head of such a shape is Muon's.
+    """
+    if not is_matrix(axes):
+        return False
+    m, n = _matrix(shape, axes)
+    return max(m, n) <= _MAX_ASPECT * min(m, n)
+
+
+def orthogonal(g: Float[Array, "l m n"], steps: int) -> Float[Array, "l m n"]:
+    """Matrices with the singular vectors of `g` and singular values near 1.
+
+        X = g / (‖g‖ + 1e-7), then in each step A = X Xᵀ, X ← a X + (b A + c A²) X
+
+    The products are as precise as the run's others: exact where `mixed_precision = "fp32"`.
+
+    Args:
+        g: matrices, float32.
+        steps: Newton-Schulz iterations.
+    """
+    a, b, c = _POLYNOMIAL
+    is_tall = g.shape[-2] > g.shape[-1]
+
+    def iterate(_: int, x: Array) -> Array:
+        if is_tall:  # (X Xᵀ) X = X (Xᵀ X): the same, with the smaller of the two products
+            gram = x.mT @ x
+            return a * x + x @ (b * gram + c * (gram @ gram))
+        gram = x @ x.mT
+        return a * x + (b * gram + c * (gram @ gram)) @ x
+
+    norm = jnp.sqrt(jnp.sum(g * g, axis=(-2, -1), keepdims=True))
+    return jax.lax.fori_loop(0, steps, iterate, g / (norm + _NORM_EPS))
+
+
+def _matrix(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, int]:
+    """Rows and columns of one layer of a parameter; all dimensions but the first are columns."""
+    rows, *columns = shape[1:] if axes[0] == "layers" else shape
+    return rows, math.prod(columns)

@@ -1,0 +1,110 @@
+"""Schedule-free AdamW (arXiv:2405.15682) as KempnerForge has it: averaging in place of decay.
+
+Three sets of weights: z takes the steps, x is the weighted mean of all z so far, and the model
+holds y, between the two. Gradients are taken at y, and so are losses of an evaluation and samples;
+in the paper those are x's.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int, PyTree
+
+from jaxforge.optim.adamw import bias_correction
+from jaxforge.optim.schedule import Schedule
+from jaxforge.optim.trees import unzip
+
+
+class ScheduleFreeState(NamedTuple):
+    """Updates made, the mean of squared gradients, the weights x and z, the sum of x's shares.
+
+    Before the first update x and z are zero: z begins as whatever the parameters are then.
+    """
+
+    updates: Int[Array, ""]
+    nu: PyTree
+    x: PyTree
+    z: PyTree
+    weight_sum: Float[Array, ""]
+
+
+def schedule_free_adamw(
+    schedule: Schedule,
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: PyTree,
+    state_dtype: jnp.dtype,
+) -> optax.GradientTransformationExtraArgs:
+    """Schedule-free AdamW as one transform; its parameters are y.
+
+    With lr = schedule(updates) · lr_scale and k = updates + 1, per parameter y with gradient g:
+
+        v ← b2 v + (1 - b2) g²
+        z ← (z - lr · g / (√(v / (1 - b2^k)) + eps)) (1 - lr · weight_decay),   z = y before k = 1
+        x ← x + c (z - x),   c = lr (1 - b1) / Σ lr (1 - b1) over all updates up to this one
+        y ← (1 - b1) z + b1 x
+
+    Args:
+        schedule: learning rate by the number of updates made, with `warmup` in it.
+        betas: b1, the share of the mean in y, and b2.
+        eps: added to the denominator.
+        weight_decay: a tree of floats, one per parameter.
+        state_dtype: dtype that v is stored in; x and z are weights and keep the parameters' dtype.
+            The arithmetic is float32.
+
+    The update function takes `lr_scale`, a scalar factor on the learning rate (default 1).
+    """
+    b1, b2 = betas
+
+    def init(params: PyTree) -> ScheduleFreeState:
+        nu = jax.tree.map(lambda p: jnp.zeros_like(p, state_dtype), params)
+        x, z = (jax.tree.map(jnp.zeros_like, params) for _ in "xz")
+        return ScheduleFreeState(jnp.zeros((), jnp.int32), nu, x, z, jnp.zeros((), jnp.float32))
+
+    def update(
+        grads: PyTree,
+        state: ScheduleFreeState,
+        params: PyTree | None = None,
+        *,
+        lr_scale: Float[Array, ""] | float = 1.0,
+        **_: object,
+    ) -> tuple[PyTree, ScheduleFreeState]:
+        assert params is not None
+        lr = schedule(state.updates) * lr_scale
+        weight = lr * (1 - b1)
+        weight_sum = state.weight_sum + weight
+        share = jnp.where(weight_sum > 0, weight / weight_sum, 1.0)  # no step yet: x is z
+        correction2 = bias_correction(b2, state.updates + 1)
+        is_first = state.updates == 0
+
+        def one(
+            y: Array, g: Array, v: Array, x: Array, z: Array, decay: float
+        ) -> tuple[Array, ...]:
+            dtype = y.dtype
+            y, g, v, x, z = (a.astype(jnp.float32) for a in (y, g, v, x, z))
+            v = b2 * v + (1 - b2) * (g * g)
+            z = jnp.where(is_first, y, z)
+            z = (z - lr * (g / (jnp.sqrt(v / correction2) + eps))) * (1 - lr * decay)
+            x = _lerp(x, z, share)
+            return _lerp(z, x, b1) - y, v.astype(state_dtype), x.astype(dtype), z.astype(dtype)
+
+        leaves = jax.tree.map(one, params, grads, state.nu, state.x, state.z, weight_decay)
+        updates, nu, x, z = unzip(4, leaves, params)
+        count = optax.safe_increment(state.updates)
+        return updates, ScheduleFreeState(count, nu, x, z, weight_sum)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def warmup(steps: int) -> Schedule:
+    """The factor min(1, (n + 1) / steps) on the learning rate, n updates made; 1 without steps."""
+    return lambda n: jnp.minimum(1.0, (jnp.asarray(n, jnp.float32) + 1) / max(steps, 1))
+
+
+def _lerp(start: Array, end: Array, share: Array | float) -> Array:
+    """(1 - share) start + share · end, exact at either end (as `torch.lerp`)."""
+    step = end - start
+    return jnp.where(jnp.asarray(share) < 0.5, start + share * step, end - (1 - share) * step)

@@ -1,0 +1,124 @@
+"""What lies in a checkpoint, for every optimizer: named, in chunks, and all of it back."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge.checkpoint import layout
+from jaxforge.checkpoint.manager import Checkpoints, starting_state
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.training.guard import GuardState
+from jaxforge.training.progress import Progress
+from jaxforge.training.state import TrainState, abstract_state
+from tests.conftest import tiny_config
+from tests.helpers import random_batches, setup
+
+FIELDS = {
+    "adamw": {"updates", "mu", "nu"},
+    "lion": {"updates", "mu"},
+    "muon": {"updates", "momentum", "mu", "nu"},
+    "schedule_free_adamw": {"updates", "nu", "x", "z", "weight_sum"},
+}
+
+
+def config_of(name, **distributed):
+    return tiny_config(
+        optimizer={"name": name},
+        scheduler={"name": "none" if name == "schedule_free_adamw" else "cosine"},
+        train={"batch_size": 8 // distributed.get("dp_shard", 1)},
+        distributed={"dp_shard": 1, **distributed},
+    )
+
+
+@functools.cache
+def trained(name):
+    """A run, its state after 2 steps, and the parameters after 4."""
+    ours = setup(config_of(name))
+    batches = random_batches(ours.config, 4)
+    state, _ = ours.run(ours.state(), batches[:2])
+    copy = jax.device_get(state)
+    state, _ = ours.run(state, batches[2:])
+    return ours, copy, jax.device_get(state.params), batches
+
+
+def on_device(ours, state):
+    with jax.set_mesh(ours.mesh):
+        return jax.device_put(state, jax.tree.map(lambda a: a.sharding, ours.state()))
+
+
+@pytest.mark.parametrize("name", ["lion", "muon", "schedule_free_adamw"])
+def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(tmp_path, name):
+    ours, state, final, batches = trained(name)
+    saved = checkpoints(tmp_path, ours)
+    saved.save(Progress(step=2), on_device(ours, state))
+    saved.close()
+    restored = restore(tmp_path, ours)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), state)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    restored, _ = ours.run(restored, batches[2:])
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored.params), final)
+
+
+def test_moments_of_a_part_of_the_parameters_move_to_another_mesh(tmp_path):
+    ours, state, final, batches = trained("muon")
+    saved = checkpoints(tmp_path, ours)
+    saved.save(Progress(step=2), on_device(ours, state))
+    saved.close()
+    theirs = setup(config_of("muon", dp_shard=2, tp=2))
+    restored = restore(tmp_path, theirs)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), state)
+    restored, _ = theirs.run(restored, batches[2:])
+    close = functools.partial(np.testing.assert_allclose, atol=2e-4)
+    jax.tree.map(close, jax.device_get(restored.params), final)
+
+
+@pytest.mark.parametrize("rows", [16, 200])
+def test_an_optimizer_may_have_nothing_to_keep_for_a_part_of_the_parameters(tmp_path, rows):
+    """Muon without parameters for AdamW, and the other way round."""
+    axes = {"layers": {"weight": ("layers", "mlp", "embed")}}
+    params = {"layers": {"weight": jnp.ones((2, rows, 16))}}
+    tx = build_optimizer(config_of("muon"), axes)
+    _, opt_state = tx.update(params, tx.init(params), params)
+    empty = opt_state[1].mu if rows == 16 else opt_state[1].momentum
+    assert empty == {}
+    state = TrainState(jnp.int32(1), params, (opt_state[0], opt_state[1]), GuardState.fresh())
+    saved = Checkpoints(tmp_path, config_of("muon").checkpoint, axes)
+    saved.save(Progress(step=1), state)
+    saved.wait()
+    like = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state
+    )
+    restored, _ = saved.restore(like, 1)
+    saved.close()
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_fields_are_named_and_stacked_ones_stored_a_layer_to_a_chunk(name):
+    ours = setup(config_of(name))
+    tree = layout.to_tree(abstract_state(ours.model, ours.optimizer, ours.mesh))
+    assert tree["optimizer"].keys() == FIELDS[name]
+    args = layout.save_args(tree, ours.model.axes)
+    assert jax.tree.structure(args) == jax.tree.structure(tree)
+    for path, arg in jax.tree_util.tree_leaves_with_path(args):
+        keys = [key.key for key in path]
+        assert arg.shard_axes == ((0,) if "layers" in keys else ()), keys
+
+
+def checkpoints(path, ours):
+    resolved = ours.config.model_dump(mode="json")
+    return Checkpoints(path, ours.config.checkpoint, ours.model.axes, resolved)
+
+
+def restore(path, ours):
+    saved = checkpoints(path, ours)
+    with jax.set_mesh(ours.mesh):
+        state, progress = starting_state(ours.config, saved, ours.model, ours.optimizer, ours.mesh)
+    saved.close()
+    assert progress == dataclasses.replace(Progress(step=2), run_id=progress.run_id)
+    return state

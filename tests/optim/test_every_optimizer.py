@@ -1,0 +1,139 @@
+"""What all of `optimizer.name` promise alike."""
+
+import functools
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge.config.optimizer import OptimizerConfig
+from jaxforge.optim.optimizer import build_optimizer, updates_made
+from tests.conftest import tiny_config
+from tests.helpers import random_batches, setup
+from tests.optim import problem
+
+NAMES = get_args(OptimizerConfig.model_fields["name"].annotation)
+every_optimizer = pytest.mark.parametrize("name", NAMES)
+
+
+def config_of(name, **optimizer):
+    """A warm-up of four updates, whichever key it is under."""
+    averages = name == "schedule_free_adamw"
+    warmup = {"schedule_free_warmup_steps": 4} if averages else {}
+    return tiny_config(
+        optimizer={"name": name, **warmup, **optimizer},
+        scheduler={"name": "none"} if averages else {},
+    )
+
+
+def make(name, **optimizer):
+    return build_optimizer(config_of(name, **optimizer), problem.AXES)
+
+
+def assert_close(a, b):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-7), a, b)
+
+
+@every_optimizer
+def test_lr_scale_multiplies_the_rate(name):
+    scaled = problem.run(make(name, lr=1e-3), 10, lr_scale=jnp.float32(2))
+    assert_close(scaled, problem.run(make(name, lr=2e-3), 10))
+    change = scaled[0]["norm"] - problem.run(make(name, lr=1e-3), 10)[0]["norm"]
+    assert np.abs(change).max() > 1e-3
+
+
+@every_optimizer
+def test_a_rate_of_zero_moves_the_moments_and_the_count_only(name):
+    params, (_, state) = problem.run(make(name), 5, lr_scale=0.0)
+    jax.tree.map(np.testing.assert_array_equal, params, problem.initial())
+    assert state.updates == 5
+    moments = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
+    assert all(np.abs(leaf).max() > 0 for leaf in moments)
+
+
+@every_optimizer
+def test_the_count_moves_with_updates_only(name):
+    tx, params = make(name), problem.initial()
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    for n, grads in enumerate(problem.gradients(3)):
+        update(grads, state, params)  # an update that is thrown away
+        assert updates_made(state) == n
+        _, state = update(grads, state, params)
+    assert updates_made(state) == 3
+
+
+@every_optimizer
+def test_the_warm_up_is_that_of_the_config(name):
+    """Norm weights have no decay: a first step from zero moments is as long as its rate."""
+    params, _ = problem.run(make(name, lr=1e-2), 2)
+    step = np.abs(params["norm"] - problem.initial()["norm"]).max()
+    # f(0) = 0 and f(1) = 1/4; schedule-free: 1/4 and 2/4, of which y takes most.
+    low, high = (4e-3, 8e-3) if name == "schedule_free_adamw" else (1.5e-3, 3.6e-3)
+    assert low < step < high
+
+
+@every_optimizer
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_moments_have_the_dtype_of_the_config_from_the_start(name, dtype):
+    config = config_of(name)
+    train = config.train.model_copy(update={"opt_state_dtype": dtype})
+    tx = build_optimizer(config.model_copy(update={"train": train}), problem.AXES)
+    params = problem.initial()
+    first = jax.eval_shape(tx.init, params)
+    assert jax.eval_shape(tx.update, params, first, params)[1] == first
+    fields = first[1]._asdict()
+    moments = [leaf for key in fields.keys() & {"mu", "nu", "momentum"} for leaf in
+               jax.tree.leaves(fields[key])]  # fmt: skip
+    assert {leaf.dtype for leaf in moments} == {jnp.dtype(dtype)}
+
+
+@functools.cache
+def three_updates(name):
+    return problem.run(make(name), 3)[0]
+
+
+ADAM = {"betas": (0.5, 0.5), "eps": 1e-2, "weight_decay": 1.0}
+CONSTANTS = {
+    "adamw": ADAM,
+    "lion": {"betas": (0.0, 0.5), "weight_decay": 1.0},
+    "muon": {**ADAM, "muon_momentum": 0.5, "muon_ns_steps": 2, "muon_adam_lr": 1e-2},
+    "schedule_free_adamw": {**ADAM, "schedule_free_warmup_steps": 2},
+}
+
+
+@pytest.mark.parametrize(("name", "key"), [(n, key) for n in NAMES for key in CONSTANTS[n]])
+def test_every_constant_of_the_config_counts(name, key):
+    params, _ = problem.run(make(name, **{key: CONSTANTS[name][key]}), 3)
+    change = jax.tree.map(lambda a, b: np.abs(a - b).max(), params, three_updates(name))
+    assert max(jax.tree.leaves(change)) > 1e-5
+
+
+@functools.cache
+def model_with(name):
+    return setup(config_of(name))
+
+
+@every_optimizer
+def test_a_model_learns_a_batch_by_heart(name):
+    ours = model_with(name)
+    _, metrics = ours.run(ours.state(), random_batches(ours.config, 1) * 15)
+    assert metrics["loss"][-1] < metrics["loss"][0] - 0.5
+
+
+@every_optimizer
+def test_a_step_that_is_not_finite_changes_nothing_but_the_counts(name):
+    ours = model_with(name)
+    batches = random_batches(ours.config, 3)
+    state, _ = ours.run(ours.state(), batches[:2])
+    weight = state.params["output_head"]["proj"]["weight"]
+    state.params["output_head"]["proj"]["weight"] = weight.at[0, 0].set(jnp.nan)
+    before = jax.device_get((state.params, state.opt_state))
+    state, metrics = ours.run(state, batches[2:])
+    assert np.isnan(metrics["loss"][0])
+    assert int(state.guard.total) == 1
+    after = jax.device_get((state.params, state.opt_state))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+    assert updates_made(state.opt_state) == 2

@@ -1,0 +1,49 @@
+"""Lion against its formulas."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge.optim.lion import lion
+from tests.optim import problem
+
+BETAS = (0.9, 0.95)
+N = 100
+
+
+def make(schedule=problem.rate, dtype=jnp.float32):
+    return lion(schedule, betas=BETAS, weight_decay=problem.DECAY, state_dtype=dtype)
+
+
+def update(p, g, state, k, decay):
+    (b1, b2), m, lr = BETAS, state.get("mu", np.zeros_like(p)), float(problem.rate(k - 1))
+    state["mu"] = b2 * m + (1 - b2) * g
+    return p * (1 - lr * decay) - lr * np.sign(b1 * m + (1 - b1) * g)
+
+
+def test_a_hundred_updates_are_those_of_the_formula():
+    expected, states = problem.reference(update, N)
+    params, state = problem.run(make(), N)
+    problem.assert_params(params, expected, atol=1e-6)
+    problem.assert_moments(state.mu, states, "mu", rtol=1e-6)
+    assert state.updates == N
+
+
+def test_a_bfloat16_moment_is_stored_so_and_computed_in_float32():
+    expected, states = problem.reference(update, 5, problem.BFLOAT16)
+    params, state = problem.run(make(dtype=jnp.bfloat16), 5)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.mu)} == {np.dtype(problem.BFLOAT16)}
+    problem.assert_params(params, expected, atol=1e-7)
+    problem.assert_moments(state.mu, states, "mu", rtol=2**-8)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e20])
+def test_every_element_moves_by_the_rate_whatever_its_gradient(size):
+    params = {"w": np.zeros((2, 2), np.float32)}
+    grads = {"w": np.array([[size, -size], [0, size]], np.float32)}
+    tx = lion(
+        lambda n: jnp.float32(0.5), betas=BETAS, weight_decay={"w": 0.1}, state_dtype=jnp.float32
+    )
+    updates, _ = tx.update(grads, tx.init(params), params)
+    np.testing.assert_array_equal(updates["w"], [[-0.5, 0.5], [0, -0.5]])

@@ -1,0 +1,193 @@
+"""Muon against its formulas, a matrix at a time; what is Muon's and what AdamW's; meshes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge.model.transformer import Model
+from jaxforge.optim.muon import muon, orthogonal
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.training.state import state_shardings
+from tests.conftest import tiny_config
+from tests.helpers import random_batches, setup
+from tests.optim import problem
+from torch_compat.names.kempnerforge import to_torch
+
+BETAS, EPS, MOMENTUM, STEPS, ADAM_RATIO = (0.9, 0.95), 1e-8, 0.95, 5, 3.0
+N = 50
+FOR_ADAMW = {"longer", "norm", "layers.flat", "layers.norm"}
+
+
+def make(schedule=problem.rate, dtype=jnp.float32):
+    return muon(
+        schedule,
+        lambda n: ADAM_RATIO * schedule(n),
+        axes=problem.AXES,
+        momentum=MOMENTUM,
+        ns_steps=STEPS,
+        betas=BETAS,
+        eps=EPS,
+        weight_decay=problem.DECAY,
+        state_dtype=dtype,
+    )
+
+
+def newton_schulz(g, steps=STEPS):
+    """On the left, whatever the shape."""
+    x = g / (np.linalg.norm(g) + 1e-7)
+    for _ in range(steps):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    return x
+
+
+def is_muons(shape):
+    """KempnerForge's rule, on the shape that a layer has there."""
+    if len(shape) < 2:
+        return False
+    m, n = shape[0], int(np.prod(shape[1:]))
+    return max(m, n) / min(m, n) <= 10
+
+
+def update(p, g, state, k, decay):
+    lr = float(problem.rate(k - 1))
+    if not is_muons(p.shape):
+        return problem.adamw_update(p, g, state, k, ADAM_RATIO * lr, decay, BETAS, EPS)
+    b = MOMENTUM * state.get("momentum", np.zeros_like(p)) + g
+    state["momentum"] = b
+    m, n = len(p), p.size // len(p)
+    u = newton_schulz(b.reshape(m, n)) * np.sqrt(max(1, m / n))
+    return p * (1 - lr * decay) - lr * u.reshape(p.shape)
+
+
+def test_fifty_updates_are_those_of_the_formulas():
+    expected, states = problem.reference(update, N)
+    params, state = problem.run(make(), N)
+    problem.assert_params(params, expected, atol=2e-6)
+    theirs = {key for key in states if key[0] in FOR_ADAMW}
+    problem.assert_moments(state.momentum, states, "momentum", 1e-6, states.keys() - theirs)
+    problem.assert_moments(state.mu, states, "mu", 1e-6, theirs)
+    problem.assert_moments(state.nu, states, "nu", 1e-5, theirs)
+    assert state.updates == N
+
+
+def test_bfloat16_moments_are_stored_so_and_computed_in_float32():
+    expected, states = problem.reference(update, 5, problem.BFLOAT16)
+    params, state = problem.run(make(dtype=jnp.bfloat16), 5)
+    moments = jax.tree.leaves((state.momentum, state.mu, state.nu))
+    assert {leaf.dtype for leaf in moments} == {np.dtype(problem.BFLOAT16)}
+    problem.assert_params(params, expected, atol=1e-6)
+    theirs = {key for key in states if key[0] in FOR_ADAMW}
+    problem.assert_moments(state.momentum, states, "momentum", 2**-8, states.keys() - theirs)
+
+
+@pytest.mark.parametrize("shape", [(8, 24), (24, 8), (16, 16), (40, 4), (1, 7), (7, 1)])
+def test_the_orthogonal_factor_of_each_matrix_is_its_own(shape):
+    rng = np.random.default_rng(0)
+    g = rng.standard_normal((3, *shape)) * np.array([1e-6, 1.0, 1e4])[:, None, None]
+    ours = np.asarray(orthogonal(jnp.asarray(g, jnp.float32), STEPS))
+    for layer, matrix in zip(ours, g, strict=True):
+        np.testing.assert_allclose(layer, newton_schulz(matrix), atol=1e-5)
+    values = np.linalg.svd(ours[1], compute_uv=False)
+    assert values.min() > 0.6
+    assert values.max() < 1.25
+
+
+def test_the_number_of_iterations_counts():
+    g = jnp.asarray(np.random.default_rng(0).standard_normal((1, 8, 8)), jnp.float32)
+    for steps in (1, 3):
+        expected = newton_schulz(np.asarray(g[0], np.float64), steps)
+        np.testing.assert_allclose(orthogonal(g, steps)[0], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"tie_embeddings": True, "norm_type": "layernorm", "qk_norm": True},
+        {"vocab_size": 640},
+        {"vocab_size": 641},
+        {"n_heads": 32, "n_kv_heads": 1},  # k_proj [2, 64]
+        {"ffn_hidden_dim": 1024},
+    ],
+    ids=str,
+)
+def test_muon_takes_what_kempnerforges_takes(model):
+    """By shape alone, embedding and output head included."""
+    config = tiny_config(model=model, optimizer={"name": "muon"})
+    model = Model(config.model)
+    _, state = jax.eval_shape(build_optimizer(config, model.axes).init, model.abstract)
+    taken, left, left_too = (
+        set(names(moments)) for moments in (state.momentum, state.mu, state.nu)
+    )
+    assert left == left_too
+    assert taken | left == set(names(model.abstract))
+    assert not taken & left
+    flags = [np.full(leaf.shape, name in taken) for name, leaf in names(model.abstract).items()]
+    flags = jax.tree.unflatten(jax.tree.structure(model.abstract), flags)
+    for name, flag in to_torch(flags).items():
+        assert (flag == is_muons(flag.shape)).all(), name
+
+
+def names(tree):
+    return {jax.tree_util.keystr(p): leaf for p, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def test_adamws_rate_has_its_own_peak_and_the_same_schedule():
+    def moved(**keys):
+        config = tiny_config(
+            optimizer={"name": "muon", "lr": 1e-2, "weight_decay": 0.0, **keys},
+            train={"grad_clip_norm": 1e9},
+        )
+        return problem.run(build_optimizer(config, problem.AXES), 3)[0]
+
+    alike, other = moved(), moved(muon_adam_lr=1e-3)
+    begin = problem.initial()
+    np.testing.assert_array_equal(alike["square"], other["square"])
+    np.testing.assert_allclose(other["norm"] - begin["norm"], (alike["norm"] - begin["norm"]) / 10,
+                               rtol=1e-3)  # fmt: skip
+    # Rates 0, 1/4 and 1/2 of the peak: Adam's steps are at most their sum, and nearly that.
+    assert 0.3e-3 < np.abs(other["norm"] - begin["norm"]).max() < 0.8e-3
+
+
+@functools.cache
+def on_mesh(**distributed):
+    dp = distributed.get("dp_shard", 1) * distributed.get("dp_replicate", 1)
+    ours = setup(
+        tiny_config(
+            model={"vocab_size": 768},  # the embedding is AdamW's
+            optimizer={"name": "muon"},
+            train={"batch_size": 8 // dp},
+            distributed={"dp_shard": 1, **distributed},
+        )
+    )
+    return ours, *ours.run(ours.state(), random_batches(ours.config, 6))
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [{"dp_shard": 4, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}],
+    ids=str,
+)
+def test_a_sharded_matrix_steps_as_on_one_device(mesh):
+    """Newton-Schulz of each shard on its own would give other directions altogether."""
+    _, state, metrics = on_mesh()
+    ours, sharded, sharded_metrics = on_mesh(**mesh)
+    np.testing.assert_allclose(sharded_metrics["loss"], metrics["loss"], rtol=1e-5)
+    np.testing.assert_allclose(sharded_metrics["grad_norm"], metrics["grad_norm"], rtol=1e-4)
+    for one, other in zip(
+        jax.tree.leaves((sharded.params, sharded.opt_state)),
+        jax.tree.leaves((state.params, state.opt_state)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(one, other, atol=2e-4 * max(1e-3, float(np.abs(other).max())))
+    wanted = state_shardings(ours.model, ours.optimizer, ours.mesh)
+    assert jax.tree.map(lambda a: a.sharding, sharded) == wanted
+    _, moments = sharded.opt_state
+    embedding = moments.mu["token_embedding"]["embedding"]["weight"]
+    q_proj = moments.momentum["layers"]["attention"]["q_proj"]["weight"]
+    assert embedding.sharding.shard_shape(embedding.shape) == (384, 64 // mesh["dp_shard"])
+    assert q_proj.sharding.shard_shape(q_proj.shape) == (2, 32, 64 // mesh["dp_shard"])

@@ -1,0 +1,112 @@
+"""Schedule-free AdamW against its formulas, from the first update on."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge.optim.optimizer import learning_rate
+from jaxforge.optim.schedule_free import schedule_free_adamw, warmup
+from tests.conftest import tiny_config
+from tests.optim import problem
+
+BETAS, EPS, LR, WARMUP = (0.9, 0.95), 1e-8, 1e-3, 7
+N = 100
+
+
+def rate(n):
+    return LR * warmup(WARMUP)(n)
+
+
+def make(schedule=rate, dtype=jnp.float32):
+    return schedule_free_adamw(
+        schedule, betas=BETAS, eps=EPS, weight_decay=problem.DECAY, state_dtype=dtype
+    )
+
+
+def update(p, g, state, k, decay, warmup_steps=WARMUP):
+    """The order of operations of the class in torch: x is there from the first update on."""
+    b1, b2 = BETAS
+    lr = LR * (min(1, k / warmup_steps) if warmup_steps else 1)
+    v = b2 * state.get("nu", np.zeros_like(p)) + (1 - b2) * g * g
+    z = state.get("z", p) - lr * g / (np.sqrt(v / (1 - b2**k)) + EPS)
+    if decay:
+        z = z * (1 - lr * decay)
+    weight_sum = state.get("weight_sum", 0.0) + lr * (1 - b1)
+    share = lr * (1 - b1) / weight_sum
+    x = (1 - share) * state["x"] + share * z if "x" in state else z
+    state.update(nu=v, z=z, x=x, weight_sum=weight_sum)
+    return (1 - b1) * z + b1 * x
+
+
+def test_a_hundred_updates_are_those_of_the_formula():
+    expected, states = problem.reference(update, N)
+    params, state = problem.run(make(), N)
+    problem.assert_params(params, expected, atol=1e-6)
+    for name, moments in (("nu", state.nu), ("x", state.x), ("z", state.z)):
+        problem.assert_moments(moments, states, name, rtol=1e-5)
+    np.testing.assert_allclose(state.weight_sum, states["norm", 0]["weight_sum"], rtol=1e-5)
+    assert state.updates == N
+
+
+def test_a_bfloat16_moment_is_stored_so_and_the_weights_are_not():
+    params, state = problem.run(make(dtype=jnp.bfloat16), 5)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.nu)} == {np.dtype(problem.BFLOAT16)}
+    weights = jax.tree.leaves((state.x, state.z, state.weight_sum))
+    assert {leaf.dtype for leaf in weights} == {np.dtype(np.float32)}
+
+    def half(p, g, state, k, decay):
+        new = update(p, g, state, k, decay)
+        state["nu"] = state["nu"].astype(problem.BFLOAT16)
+        return new
+
+    expected, _ = problem.reference(half, 5)
+    problem.assert_params(params, expected, atol=2e-7)
+
+
+def test_bfloat16_parameters_keep_their_own_dtype_in_the_state():
+    half = jax.tree.map(lambda leaf: leaf.astype(problem.BFLOAT16), problem.initial())
+    params, state = problem.run(make(), 3, half)
+    leaves = jax.tree.leaves((params, state.x, state.z))
+    assert {leaf.dtype for leaf in leaves} == {np.dtype(problem.BFLOAT16)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.nu)} == {np.dtype(np.float32)}
+
+
+def test_updates_at_rate_zero_weigh_nothing_and_divide_by_nothing():
+    """Where KempnerForge stops with a ZeroDivisionError."""
+    params, state = problem.run(make(lambda n: jnp.where(n < 3, 0.0, LR)), 3)
+    for tree in (params, state.x, state.z):
+        jax.tree.map(np.testing.assert_array_equal, tree, problem.initial())
+    assert state.weight_sum == 0
+    params, state = problem.run(make(lambda n: jnp.where(n < 3, 0.0, LR)), 4)
+    jax.tree.map(np.testing.assert_array_equal, state.x, state.z)  # one step: its own mean
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-8)  # noqa: E731
+    jax.tree.map(close, params, state.z)
+    assert np.abs(params["norm"] - problem.initial()["norm"]).max() > LR / 2
+    # Nor does one in the middle: x and z stay where they were, bit for bit.
+    before = problem.run(make(lambda n: jnp.where(n == 5, 0.0, LR)), 5)[1]
+    after = problem.run(make(lambda n: jnp.where(n == 5, 0.0, LR)), 6)[1]
+    jax.tree.map(np.testing.assert_array_equal, (before.x, before.z), (after.x, after.z))
+    assert before.weight_sum == after.weight_sum
+
+
+def test_it_starts_from_the_parameters_of_its_first_update():
+    """Weights are loaded after the state was made."""
+    tx, params = make(), jax.tree.map(jnp.asarray, problem.initial())
+    state = tx.init(jax.tree.map(jnp.zeros_like, params))
+    updates, _ = tx.update(problem.gradients(1)[0], state, params)
+    expected, _ = tx.update(problem.gradients(1)[0], tx.init(params), params)
+    jax.tree.map(np.testing.assert_array_equal, updates, expected)
+    assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(updates)) < 2 * LR
+
+
+@pytest.mark.parametrize(("steps", "factors"), [(0, [1, 1, 1]), (2, [0.5, 1, 1]), (1, [1, 1])])
+def test_the_warm_up_begins_above_zero_and_is_what_is_logged(steps, factors):
+    config = tiny_config(
+        optimizer={
+            "name": "schedule_free_adamw", "lr": 0.5, "schedule_free_warmup_steps": steps,
+        },
+        scheduler={"name": "none"},
+    )  # fmt: skip
+    rates = [float(learning_rate(config)(n)) for n in range(len(factors))]
+    assert rates == [0.5 * factor for factor in factors]
