@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxforge import run_directory
-from jaxforge.checkpoint.manager import Checkpoints, starting_state
+from jaxforge.checkpoint.manager import Checkpoints, Source, starting_state
 from jaxforge.cli import run_main
 from jaxforge.config import help, load, rules, torch_only
 from jaxforge.config.job import JobConfig
@@ -35,6 +35,7 @@ from jaxforge.telemetry.profiler import Profiler
 from jaxforge.telemetry.tracker import Start, Tracker
 from jaxforge.training.evaluation import Evaluator, summary
 from jaxforge.training.exits import Exit, Signals
+from jaxforge.training.exporting import Exporter
 from jaxforge.training.hooks import Hook, HookRunner
 from jaxforge.training.loop import Trainer
 from jaxforge.training.progress import Progress
@@ -88,7 +89,7 @@ def run(config: JobConfig, hooks: Sequence[Hook] = ()) -> Exit:
         jax.set_mesh(mesh),
         matmul_precision(config),
     ):
-        trainer = build(config, mesh, HookRunner(hooks), console)
+        trainer = build(config, mesh, HookRunner([*hooks, *_exporting(config)]), console)
         reason = None
         try:
             reason = trainer.train(signals)
@@ -114,7 +115,7 @@ def build(config: JobConfig, mesh: Mesh, hooks: HookRunner, console: Console) ->
     model = build_model(config)
     optimizer = build_optimizer(config, model.axes)
     checkpoints = _open_run_directory(config, model)
-    state, progress = starting_state(config, checkpoints, model, optimizer, mesh)
+    state, progress = starting_state(config, checkpoints, model, optimizer, mesh, _open_foreign)
     progress.run_id = config.metrics.wandb_run_id or progress.run_id
     samples = config.train.microbatch_size(data_parallel_size(mesh)) * config.train.grad_accum_steps
     evaluate = _evaluation(config, mesh, model, eval_data) if eval_data else None
@@ -147,6 +148,17 @@ def _open_run_directory(config: JobConfig, model: Model) -> Checkpoints:
         log.info("%s", answer)
     resolved = config.model_dump(mode="json")
     return Checkpoints(directory, config.checkpoint, model.axes, resolved)
+
+
+def _open_foreign(path: Path, config: JobConfig) -> Source:
+    from torch_compat.restore import open_foreign  # only for runs that start from PyTorch
+
+    return open_foreign(path, config)
+
+
+def _exporting(config: JobConfig) -> list[Hook]:
+    wanted = config.checkpoint.export_interval or config.checkpoint.export_last
+    return [Exporter(config.checkpoint)] if wanted else []
 
 
 def _compile(

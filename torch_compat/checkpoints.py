@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from jaxforge.checkpoint.manager import has_run
 from jaxforge.config.job import JobConfig
 from jaxforge.config.load import load_config, make_config
 from jaxforge.errors import UserError
@@ -86,7 +87,7 @@ def find(path: str | os.PathLike) -> Found:
         UserError: nothing that is a checkpoint.
     """
     given = os.fspath(path)
-    if "://" not in given and orbax_store.is_ours(Path(given)):
+    if "://" not in given and has_run(Path(given)):
         return Found("jaxforge", Directory(given))
     directory = Directory(given)
     for place in (directory, *_latest(directory)):

@@ -32,15 +32,6 @@ from torch_compat.state import Held, Wanted, stacked, unstacked
 _CHUNK = 32 << 20  # bytes: what a restore reads at a time at least
 
 
-def is_ours(path: Path) -> bool:
-    """Whether a path is a run directory of jaxforge, or one of its checkpoints."""
-    try:
-        run, step = find(path)
-    except UserError:
-        return False
-    return (run / "checkpoints" / f"step_{step}" / "state").is_dir()  # KempnerForge's are named so
-
-
 def run_of(path: Path) -> Path:
     """The run directory of a checkpoint."""
     return find(path)[0]

@@ -76,27 +76,38 @@ def progress_of(place: Place, updates: int, config: JobConfig) -> tuple[Progress
             f"the optimizer counts {updates} updates and the LR scheduler {made}; jaxforge has one "
             f"count, so the schedule goes on from {updates}"
         )
-    ranks = place.ranks or max(1, config.distributed.dp_shard) * config.distributed.dp_replicate
-    rows = config.train.microbatch_size(ranks)
-    if place.batches is None:
-        samples = step * rows * config.train.grad_accum_steps
-        notes.append(
-            f"the checkpoint does not say where in the data the run stands: {samples} sequences, "
-            f"which is {step} steps of {samples // max(step, 1)}, are taken as read"
-        )
-    else:
-        samples = place.batches * rows
-        if place.epoch:
-            samples += place.epoch * _epoch_length(config, rows)
-    if place.batches is not None and config.data.order != "torch" and config.data.shuffle:
+    samples = _samples_by_tokens(place, step, made, config.train.seq_len)
+    if samples is None:
+        samples, how = _samples_by_batches(place, step, config)
+        notes.append(f"the tokens seen do not say how many sequences were read; {how}")
+    if config.data.order != "torch" and config.data.shuffle:
         notes.append(
             'data.order = "grain" shuffles otherwise than PyTorch did: set data.order = "torch" to '
             "go on with the very next batch"
         )
-    tokens = place.tokens
-    if tokens is None:
-        tokens = samples * config.train.seq_len
+    tokens = samples * config.train.seq_len if place.tokens is None else place.tokens
     return Progress(step=step, samples=samples, tokens=tokens, skipped=max(0, step - made)), notes
+
+
+def _samples_by_tokens(place: Place, step: int, updates: int, seq_len: int) -> int | None:
+    """Sequences read: those of the tokens seen, which applied updates count, and of skipped steps.
+
+    Whatever the ranks and their batch size, and however many epochs it took.
+    """
+    if not place.tokens or not updates or place.tokens % (seq_len * updates):
+        return None
+    return place.tokens // (seq_len * updates) * step
+
+
+def _samples_by_batches(place: Place, step: int, config: JobConfig) -> tuple[int, str]:
+    """Sequences read, by the sampler's position or else by the steps; and by which of them."""
+    ranks = place.ranks or max(1, config.distributed.dp_shard) * config.distributed.dp_replicate
+    rows = config.train.microbatch_size(ranks)
+    if place.batches is None:
+        samples = step * rows * config.train.grad_accum_steps
+        return samples, f"{step} steps of {rows * config.train.grad_accum_steps} are taken as read"
+    before = place.epoch * _epoch_length(config, rows) if place.epoch else 0
+    return before + place.batches * rows, f"{place.batches} batches of {rows} are taken as read"
 
 
 def train_state(progress: Progress, updates: int, config: JobConfig, ranks: int) -> dict[str, Any]:

@@ -8,9 +8,9 @@ import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import optax
 import orbax.checkpoint as ocp
@@ -25,7 +25,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.errors import StorageError, UserError
 from jaxforge.model.transformer import Model
 from jaxforge.training.progress import Progress
-from jaxforge.training.state import TrainState, abstract_state, init_state
+from jaxforge.training.state import TrainState, abstract_state, init_state, state_from
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +140,11 @@ class Checkpoints:
         self._saved = step
         return layout.from_tree(restored.state, like), Progress.from_json(restored.progress)
 
+    def has_optimizer(self, step: int) -> bool:
+        """Whether a step holds more than weights."""
+        with self._naming_damage(step):
+            return bool(self._manager.item_metadata(step).state.tree["optimizer"])
+
     def restore_params(self, like: PyTree, step: int) -> PyTree:
         """The parameters alone; nothing else is read."""
         item = {"params": like}
@@ -210,29 +215,91 @@ class Checkpoints:
             ) from error
 
 
+class Source(Protocol):
+    """A checkpoint that a run can start from."""
+
+    @property
+    def name(self) -> str:
+        """What it is, for the log."""
+        ...
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether it holds more than weights."""
+        ...
+
+    def restore(self, like: TrainState) -> tuple[TrainState, Progress]:
+        """State and progress, laid out as in `like`."""
+        ...
+
+    def restore_params(self, like: PyTree) -> PyTree:
+        """The parameters alone."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A step of a run of ours, as a `Source`."""
+
+    checkpoints: Checkpoints
+    step: int
+
+    @property
+    def name(self) -> str:
+        """The step and its run."""
+        return f"step {self.step} of {self.checkpoints.directory.parent}"
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether it holds more than weights: what `torch_compat` imports may not."""
+        return self.checkpoints.has_optimizer(self.step)
+
+    def restore(self, like: TrainState) -> tuple[TrainState, Progress]:
+        """State and progress."""
+        return self.checkpoints.restore(like, self.step)
+
+    def restore_params(self, like: PyTree) -> PyTree:
+        """The parameters alone."""
+        return self.checkpoints.restore_params(like, self.step)
+
+
 def starting_state(
     config: JobConfig,
     checkpoints: Checkpoints,
     model: Model,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
+    open_foreign: Callable[[Path, JobConfig], Source] | None = None,
 ) -> tuple[TrainState, Progress]:
     """Where a run starts: its own newest checkpoint, else `checkpoint.load_path`, else anew.
 
-    `checkpoint.exclude_from_loading` keeps parts of `load_path` out: "optimizer" starts with fresh
-    moments and schedule, "progress" counts steps and data from 0.
+    A checkpoint of weights alone starts at step 0. `checkpoint.exclude_from_loading` keeps parts of
+    `load_path` out: "optimizer" starts with fresh moments and schedule, "progress" counts steps and
+    data from 0.
+
+    Args:
+        config: a validated config.
+        checkpoints: the run's own.
+        model: the model.
+        optimizer: the optimizer.
+        mesh: where the state is to lie.
+        open_foreign: opens a `load_path` that is no run of ours; None refuses such.
     """
-    like = abstract_state(model, optimizer, mesh)
     if (step := checkpoints.latest()) is not None:
-        log.info("resuming from step %d of %s", step, checkpoints.directory)
-        return checkpoints.restore(like, step)
+        return _start(Saved(checkpoints, step), model, optimizer, mesh)
     if not config.checkpoint.load_path:
         return init_state(model, optimizer, mesh, config.train.seed), Progress()
-    run, step = find(Path(config.checkpoint.load_path))
-    log.info("loading step %d of %s", step, run)
-    source = Checkpoints(run, config.checkpoint, read_only=True)
-    state, progress = source.restore(like, step)
-    source.close()
+    path = Path(config.checkpoint.load_path)
+    with contextlib.ExitStack() as stack:
+        source: Source
+        if open_foreign is None or has_run(path):
+            run, step = find(path)
+            theirs = Checkpoints(run, config.checkpoint, read_only=True)
+            stack.callback(theirs.close)
+            source = Saved(theirs, step)
+        else:
+            source = open_foreign(path, config)
+        state, progress = _start(source, model, optimizer, mesh)
     progress = dataclasses.replace(progress, run_id=Progress().run_id)
     excluded = config.checkpoint.exclude_from_loading
     if not excluded:  # no second state in memory beside the one that was loaded
@@ -243,6 +310,28 @@ def starting_state(
     if "progress" in excluded:
         return dataclasses.replace(state, step=fresh.step, guard=fresh.guard), Progress()
     return state, progress
+
+
+def _start(
+    source: Source, model: Model, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> tuple[TrainState, Progress]:
+    like = abstract_state(model, optimizer, mesh)
+    if source.has_optimizer:
+        log.info("going on from %s", source.name)
+        return source.restore(like)
+    log.info("starting with the weights of %s", source.name)
+    params = source.restore_params(like.params)
+    return state_from(params, model, optimizer, mesh), Progress()
+
+
+def has_run(path: Path) -> bool:
+    """Whether a path means a run of ours, or one of its checkpoints."""
+    try:
+        run, step = find(path)
+    except UserError:
+        return False
+    # KempnerForge's steps have the same names.
+    return (run / SUBDIRECTORY / f"{_PREFIX}_{step}" / "state").is_dir()
 
 
 def find(path: Path) -> tuple[Path, int]:

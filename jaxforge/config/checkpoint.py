@@ -43,8 +43,12 @@ class CheckpointConfig(Section):
     """Metric that keep_best_n goes by, lower is better, such as eval/loss or eval/<set>/loss."""
     load_path: str | None = None
     """Checkpoint to start from when dir has none."""
+    export_interval: NonNegativeInt = 0
+    """Export every n-th checkpoint for inference, to exports/ in the run; 0 exports none."""
+    export_last: bool = False
+    """Export the last checkpoint for inference when training ends."""
     export_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Without effect: an export names its own type."""
+    """Type of exported weights."""
     exclude_from_loading: tuple[Literal["optimizer", "progress"], ...] = ()
     """Parts of load_path not to load."""
     ignore_freeze_mismatch: bool = False

@@ -18,7 +18,6 @@ TORCH_ONLY: dict[str, str] = {
     "data.hf_image_size": _TEXT,
     "distributed.backend": "XLA brings the collectives of each kind of device",
     "distributed.nccl_timeout_sec": "jax.distributed has its own time-outs between processes",
-    "checkpoint.export_dtype": "the type is an argument of the export in torch_compat",
     "checkpoint.ignore_freeze_mismatch": f"{_TEXT}, in which nothing is frozen",
 }
 """Key without effect -> what does its job."""

@@ -77,10 +77,7 @@ class HookRunner(Hook):
     def __init__(self, hooks: Sequence[Hook] = ()) -> None:
         self._hooks = tuple(hooks)
         self.needs_gradients = any(hook.needs_gradients for hook in hooks)
-
-    def __bool__(self) -> bool:
-        """Whether there is any hook."""
-        return bool(self._hooks)
+        self.watches_steps = any(type(h).on_step_end is not Hook.on_step_end for h in hooks)
 
     def on_train_begin(self, config: JobConfig) -> None:
         """Calls each hook."""

@@ -79,7 +79,7 @@ class Trainer:
         return self.samples_per_step * self.config.train.seq_len
 
     def _run_hooks(self, metrics: Metrics) -> None:
-        if not self.hooks:
+        if not self.hooks.watches_steps:
             return
         self.tracker.flush()  # metrics first, then hooks
         step, tokens = self.progress.step, self.progress.tokens

@@ -1,0 +1,146 @@
+"""Runs that change hands between real FSDP2 jobs and jaxforge, both ways, in the middle."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.processes.conftest import ROOT, environment
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.processes
+
+MODEL = {"dim": 48, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 101,
+         "ffn_hidden_dim": 80}  # fmt: skip
+ROWS, SEQ, WARMUP, TOTAL = 12, 32, 4, 60
+TOLERANCE = 1e-4  # relative: fp32, other kernels, up to 60 steps
+
+CONFIG = f"""
+[model]
+{chr(10).join(f"{key} = {value}" for key, value in MODEL.items())}
+max_seq_len = {SEQ}
+[train]
+global_batch_size = {ROWS}
+seq_len = {SEQ}
+max_steps = {TOTAL}
+mixed_precision = "fp32"
+[optimizer]
+lr = 3e-3
+[scheduler]
+warmup_steps = {WARMUP}
+[data]
+dataset_path = "DATA"
+order = "torch"
+[checkpoint]
+interval = 1000
+[metrics]
+log_interval = 1
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Tokens that a model can learn something from; an epoch is 41 steps."""
+    directory = tmp_path_factory.mktemp("tokens")
+    rng = np.random.default_rng(0)
+    steps = rng.integers(0, 4, 500 * (SEQ + 1)).cumsum() % MODEL["vocab_size"]
+    np.save(directory / "tokens.npy", steps.astype(np.uint16))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def config(data, tmp_path_factory):
+    path = tmp_path_factory.mktemp("config") / "run.toml"
+    path.write_text(CONFIG.replace("DATA", str(data)))
+    return path
+
+
+def torch_job(tmp_path, data, ranks, steps, load=None, save=None, flat=False):
+    """Losses and gradient norms of each step of a job on so many processes."""
+    name = f"torch{ranks}-{steps}-{flat}"
+    out = tmp_path / f"{name}.out.json"
+    settings = {
+        "model": MODEL, "tokens": str(data / "tokens.npy"), "rows": ROWS, "seq_len": SEQ,
+        "warmup": WARMUP, "total": TOTAL, "steps": steps, "flat": flat,
+        "load": load and str(load), "save": save and str(save), "out": str(out),
+    }  # fmt: skip
+    path = tmp_path / f"{name}.json"
+    path.write_text(json.dumps(settings))
+    script = Path(__file__).with_name("torch_job.py")
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}",
+               "--standalone", str(script), str(path)]  # fmt: skip
+    run(command, {**os.environ, "OMP_NUM_THREADS": "1"})
+    return np.array(json.loads(out.read_text()))
+
+
+def jaxforge(config, run_directory, steps, *, load=None, devices=1):
+    """Losses and gradient norms of a run up to so many steps."""
+    command = [sys.executable, "-m", "jaxforge.train", "--config", str(config),
+               f"--checkpoint.dir={run_directory}", f"--train.max_steps={steps}",
+               f"--scheduler.decay_steps={TOTAL - WARMUP}"]  # fmt: skip
+    if load:
+        command.append(f"--checkpoint.load_path={load}")
+    run(command, environment(devices))
+    lines = (run_directory / "metrics.jsonl").read_text().splitlines()
+    logged = [json.loads(line) for line in lines]
+    return np.array([[e["step"], e["train/loss"], e["train/grad_norm"]] for e in logged])
+
+
+def compat(*arguments):
+    run([sys.executable, "-m", "torch_compat", *map(str, arguments)], environment())
+
+
+def run(command, env):
+    done = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def jax_run(config, tmp_path_factory):
+    """A run of 20 steps whose checkpoint at step 10 is exported, and its last ten steps."""
+    directory = tmp_path_factory.mktemp("jax")
+    jaxforge(config, directory / "run", 10)
+    for layout in ("nested", "flat"):
+        compat("export", directory / "run", directory / layout, "--to=dcp", f"--layout={layout}")
+    return directory, jaxforge(config, directory / "run", 20)[10:]
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(1, "nested"), (2, "flat"), (3, "nested"), (4, "flat")])
+def test_fsdp2_goes_on_where_jaxforge_was(jax_run, data, tmp_path, ranks, layout):
+    directory, expected = jax_run
+    # The position in batches of other ranks' size: KempnerForge's is per rank.
+    source = directory / layout / "latest"
+    if ranks > 1:
+        again = tmp_path / "for-these-ranks"
+        compat("export", directory / "run/checkpoints/step_10", again, "--to=dcp",
+               f"--layout={layout}", f"--ranks={ranks}")  # fmt: skip
+        source = again / "latest"
+    continued = torch_job(tmp_path, data, ranks, 10, load=source, flat=layout == "flat")
+    np.testing.assert_array_equal(continued[:, 0], expected[:, 0])
+    np.testing.assert_allclose(continued[:, 1:], expected[:, 1:], rtol=TOLERANCE)
+
+
+def test_a_run_that_changes_hands_twice_is_the_run_that_did_not(config, data, tmp_path):
+    whole = torch_job(tmp_path, data, 2, 60)
+    first = torch_job(tmp_path, data, 2, 20, save=tmp_path / "torch" / "step_20")
+    compat("import", tmp_path / "torch", tmp_path / "run", f"--config={config}")
+    middle = jaxforge(config, tmp_path / "run", 40, devices=4)
+    compat("export", tmp_path / "run", tmp_path / "back", "--to=dcp", "--ranks=3")
+    last = torch_job(tmp_path, data, 3, 20, load=tmp_path / "back" / "latest")
+    steps = np.concatenate([first, middle, last])
+    np.testing.assert_array_equal(steps[:, 0], whole[:, 0])
+    np.testing.assert_allclose(steps[:, 1:], whole[:, 1:], rtol=TOLERANCE)
+
+
+def test_load_path_takes_a_torch_run_over_on_any_mesh(config, data, tmp_path):
+    whole = torch_job(tmp_path, data, 2, 20)
+    torch_job(tmp_path, data, 2, 10, save=tmp_path / "torch" / "step_10", flat=True)
+    taken = jaxforge(config, tmp_path / "run", 20, load=tmp_path / "torch/step_10", devices=4)
+    np.testing.assert_array_equal(taken[:, 0], whole[10:, 0])
+    np.testing.assert_allclose(taken[:, 1:], whole[10:, 1:], rtol=TOLERANCE)

@@ -1,0 +1,113 @@
+"""PyTorch's and Hugging Face's checkpoints, read right into a sharded training state.
+
+Each device's share is read from the files by the process that holds it; nothing is ever whole.
+"""
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import PyTree
+
+from jaxforge.checkpoint import layout
+from jaxforge.config.job import JobConfig
+from jaxforge.training.guard import GuardState
+from jaxforge.training.progress import Progress
+from jaxforge.training.state import TrainState
+from torch_compat import checkpoints
+from torch_compat.dcp_state import Options
+from torch_compat.lazy import Index, Lazy
+from torch_compat.state import Held, Tensors, stacked
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Foreign:
+    """A checkpoint of another code base, opened for a run.
+
+    Attributes:
+        name: what it is, for the log.
+        held: what it holds.
+    """
+
+    name: str
+    held: Held
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether a run can go on from it; otherwise it can only start with its weights."""
+        return self.held.moments is not None
+
+    def restore(self, like: TrainState) -> tuple[TrainState, Progress]:
+        """State and progress.
+
+        Args:
+            like: shapes, dtypes and shardings wanted (`training.state.abstract_state`).
+        """
+        progress, moments = self.held.progress, self.held.moments
+        assert progress is not None
+        assert moments is not None
+        tree = layout.to_tree(like)
+        fields = {name: _arrays(moments[name], tree["optimizer"][name]) for name in moments}
+        scalars = {
+            name: _scalar(value, tree["optimizer"][name])
+            for name, value in self.held.scalars.items()
+        }
+        guard = GuardState(
+            consecutive=_scalar(0, like.guard.consecutive),
+            total=_scalar(progress.skipped, like.guard.total),
+        )
+        tree = {
+            "step": _scalar(progress.step, like.step),
+            "params": self.restore_params(like.params),
+            "optimizer": {**fields, **scalars},
+            "guard": guard._asdict(),
+        }
+        return layout.from_tree(tree, like), progress
+
+    def restore_params(self, like: PyTree) -> PyTree:
+        """The parameters alone."""
+        return _arrays(self.held.params, like)
+
+
+def open_foreign(path: Path, config: JobConfig) -> Foreign:
+    """Opens a DCP or Hugging Face checkpoint for a run.
+
+    Raises:
+        UserError: there is none, it is damaged, or it is of another model than `[model]`.
+    """
+    found = checkpoints.find(path)
+    alone = "optimizer" in config.checkpoint.exclude_from_loading
+    held = found.read(config, Options(weights_only=alone))
+    for note in held.notes:
+        log.warning("%s: %s", found.directory, note)
+    return Foreign(f"{found.directory} ({held.dialect})", held)
+
+
+def _arrays(tensors: Tensors, like: PyTree) -> PyTree:
+    leaves = stacked(tensors)
+    made = {name: _array(leaves[name], leaf) for name, leaf in flatten_dict(like, sep=".").items()}
+    return unflatten_dict(made, sep=".")
+
+
+def _array(tensor: Lazy, like: jax.Array) -> jax.Array:
+    cast = tensor.cast(np.dtype(like.dtype))
+
+    def share(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        return cast.read(_bounded(index, cast.shape))
+
+    return jax.make_array_from_callback(cast.shape, like.sharding, share)
+
+
+def _scalar(value: float | np.ndarray, like: jax.Array) -> jax.Array:
+    return jax.device_put(jnp.asarray(value, like.dtype), like.sharding)
+
+
+def _bounded(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
+    return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))
