@@ -34,12 +34,14 @@ class Options:
     Attributes:
         dialect: name of the dialect; None finds it.
         weights_only: leave the optimizer and the place in the run.
+        keep_place: but keep the place.
         fill_optimizer: zeros for optimizer state that is not there.
         resize_vocab: cut rows of a padded vocabulary off, or add rows of zeros.
     """
 
     dialect: str | None = None
     weights_only: bool = False
+    keep_place: bool = False
     fill_optimizer: bool = False
     resize_vocab: bool = False
 
@@ -111,11 +113,16 @@ def read(dcp: Dcp, wanted: Wanted, options: Options) -> Held:
     by = Translation(keys.dialect, wanted.config.model, options.resize_vocab, str(dcp.directory))
     params = translate(keys.params, wanted.params, by)
     held = Held(params, dialect=keys.dialect.name)
+    where = place.read_place(dcp)
     if options.weights_only or not keys.state:
         if not options.weights_only:
             notes.append("the checkpoint has no optimizer state: training starts at step 0")
-        return dataclasses.replace(held, notes=tuple(notes))
-    where = place.read_place(dcp)
+        progress = None
+        if options.keep_place and where.step is not None:
+            made = where.step if where.updates is None else where.updates
+            progress, more = place.progress_of(where, made, wanted.config)
+            notes += more
+        return dataclasses.replace(held, progress=progress, notes=tuple(notes))
     moments, missing = _moments(keys.state, wanted, by, options.fill_optimizer)
     if missing:
         notes.append(f"{missing} moments are not in the checkpoint and start from zero")

@@ -43,6 +43,10 @@ class Foreign:
         """Whether a run can go on from it; otherwise it can only start with its weights."""
         return self.held.moments is not None
 
+    def progress(self) -> Progress:
+        """Where its run stands; at the beginning, if it holds weights alone."""
+        return self.held.progress or Progress()
+
     def restore(self, like: TrainState) -> tuple[TrainState, Progress]:
         """State and progress.
 
@@ -82,8 +86,8 @@ def open_foreign(path: Path, config: JobConfig) -> Foreign:
         UserError: there is none, it is damaged, or it is of another model than `[model]`.
     """
     found = checkpoints.find(path)
-    alone = "optimizer" in config.checkpoint.exclude_from_loading
-    held = found.read(config, Options(weights_only=alone))
+    excluded = "optimizer" in config.checkpoint.exclude_from_loading
+    held = found.read(config, Options(weights_only=excluded, keep_place=excluded))
     for note in held.notes:
         log.warning("%s: %s", found.directory, note)
     return Foreign(f"{found.directory} ({held.dialect})", held)

@@ -6,12 +6,15 @@ temporary name and renames), so the newest name is always a whole checkpoint.
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import jax
+import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict
@@ -24,6 +27,7 @@ from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import StorageError, UserError
 from jaxforge.model.transformer import Model
+from jaxforge.training.guard import GuardState
 from jaxforge.training.progress import Progress
 from jaxforge.training.state import TrainState, abstract_state, init_state, state_from
 
@@ -130,6 +134,7 @@ class Checkpoints:
         restore_args = ocp.checkpoint_utils.construct_restore_args(tree)
         with self._naming_damage(step):
             self._check_fits(tree["params"], step)
+            self._check_optimizer(tree["optimizer"], step)
             restored = self._manager.restore(
                 step,
                 args=ocp.args.Composite(
@@ -139,6 +144,12 @@ class Checkpoints:
             )
         self._saved = step
         return layout.from_tree(restored.state, like), Progress.from_json(restored.progress)
+
+    def progress(self, step: int) -> Progress:
+        """The host's counters at a step."""
+        with self._naming_damage(step):
+            args = ocp.args.Composite(progress=ocp.args.JsonRestore())
+            return Progress.from_json(self._manager.restore(step, args=args).progress)
 
     def has_optimizer(self, step: int) -> bool:
         """Whether a step holds more than weights."""
@@ -191,6 +202,16 @@ class Checkpoints:
                     f"and {want} in the config; change [model] or checkpoint.dir"
                 )
 
+    def _check_optimizer(self, wanted: PyTree, step: int) -> None:
+        saved = _shapes(self._manager.item_metadata(step).state.tree["optimizer"])
+        if saved != _shapes(wanted):
+            raise UserError(
+                f"{self.path(step)} has the state of another optimizer than optimizer.name asks "
+                f"for: it holds {', '.join(_fields(saved))}, where {', '.join(_fields(wanted))} "
+                "are expected; bring optimizer.name back, or start a new run from it with "
+                'checkpoint.load_path and checkpoint.exclude_from_loading = ["optimizer"]'
+            )
+
     @contextlib.contextmanager
     def _naming_failure(self) -> Iterator[None]:
         """What Orbax says when a write fails, in this thread or the background's, made plain."""
@@ -228,6 +249,10 @@ class Source(Protocol):
         """Whether it holds more than weights."""
         ...
 
+    def progress(self) -> Progress:
+        """Where its run stands; at the beginning, if it holds weights alone."""
+        ...
+
     def restore(self, like: TrainState) -> tuple[TrainState, Progress]:
         """State and progress, laid out as in `like`."""
         ...
@@ -253,6 +278,10 @@ class Saved:
     def has_optimizer(self) -> bool:
         """Whether it holds more than weights: what `torch_compat` imports may not."""
         return self.checkpoints.has_optimizer(self.step)
+
+    def progress(self) -> Progress:
+        """Where its run stands."""
+        return self.checkpoints.progress(self.step)
 
     def restore(self, like: TrainState) -> tuple[TrainState, Progress]:
         """State and progress."""
@@ -299,29 +328,41 @@ def starting_state(
             source = Saved(theirs, step)
         else:
             source = open_foreign(path, config)
-        state, progress = _start(source, model, optimizer, mesh)
-    progress = dataclasses.replace(progress, run_id=Progress().run_id)
-    excluded = config.checkpoint.exclude_from_loading
-    if not excluded:  # no second state in memory beside the one that was loaded
-        return state, progress
-    fresh = init_state(model, optimizer, mesh, config.train.seed)
-    if "optimizer" in excluded:
-        state = dataclasses.replace(state, opt_state=fresh.opt_state)
-    if "progress" in excluded:
-        return dataclasses.replace(state, step=fresh.step, guard=fresh.guard), Progress()
-    return state, progress
+        excluded = config.checkpoint.exclude_from_loading
+        state, progress = _start(source, model, optimizer, mesh, excluded)
+    return state, dataclasses.replace(progress, run_id=Progress().run_id)
 
 
 def _start(
-    source: Source, model: Model, optimizer: optax.GradientTransformation, mesh: Mesh
+    source: Source,
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    excluded: Collection[str] = (),
 ) -> tuple[TrainState, Progress]:
     like = abstract_state(model, optimizer, mesh)
-    if source.has_optimizer:
+    if source.has_optimizer and "optimizer" not in excluded:
         log.info("going on from %s", source.name)
-        return source.restore(like)
-    log.info("starting with the weights of %s", source.name)
-    params = source.restore_params(like.params)
-    return state_from(params, model, optimizer, mesh), Progress()
+        state, progress = source.restore(like)
+    else:
+        log.info("starting with the weights of %s", source.name)
+        params = source.restore_params(like.params)
+        state = state_from(params, model, optimizer, mesh)
+        progress = source.progress()
+        state = _at(state, progress)
+    if "progress" in excluded:
+        return _at(state, Progress()), Progress()
+    return state, progress
+
+
+def _at(state: TrainState, progress: Progress) -> TrainState:
+    """The state as of another place in the run."""
+    count = functools.partial(jnp.asarray, dtype=state.step.dtype)
+    counts = jax.device_put(
+        (count(progress.step), count(progress.skipped), count(0)), state.step.sharding
+    )
+    step, skipped, none = counts
+    return dataclasses.replace(state, step=step, guard=GuardState(none, skipped))
 
 
 def has_run(path: Path) -> bool:
@@ -394,6 +435,10 @@ def _gist(error: Exception) -> str:
     """The end of a message that may be pages long: storage libraries put the cause last."""
     text = str(error).split(" [tensorstore_spec=")[0].split(" [os_error_code=")[0]
     return text if len(text) < 160 else "... " + text[-160:]
+
+
+def _fields(tree: PyTree) -> list[str]:
+    return sorted({name.split(".")[0] for name in tree})
 
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:

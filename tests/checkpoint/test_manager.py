@@ -228,3 +228,24 @@ def test_no_nan_is_ever_the_best():
     assert [progress.note_metric(v) for v in (float("nan"), 3.0, 3.0, float("nan"), 2.0)] == [
         False, True, False, False, True,
     ]  # fmt: skip
+
+
+def test_another_optimizer_is_named_and_can_be_left_out(tmp_path):
+    ours, state = trained()
+    saved = checkpoints(tmp_path / "source", ours)
+    saved.save(Progress(step=2, samples=16, tokens=512), state)
+    saved.close()
+    lion = setup(tiny_config(optimizer={"name": "lion"}))
+    with pytest.raises(UserError, match=r"another optimizer.*holds mu, nu, updates"):
+        start(checkpoints(tmp_path / "source", lion), lion)
+    section = {
+        "load_path": str(tmp_path / "source"),
+        "exclude_from_loading": ("optimizer",),
+    }
+    lion = setup(tiny_config(optimizer={"name": "lion"}, checkpoint=section))
+    own = checkpoints(tmp_path / "own", lion)
+    loaded, progress = start(own, lion)
+    own.close()
+    assert (progress.step, progress.samples, int(loaded.step)) == (2, 16, 2)
+    assert int(loaded.opt_state[1].updates) == 0
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, jax.device_get(state.params))

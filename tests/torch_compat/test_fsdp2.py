@@ -111,7 +111,9 @@ def jax_run(config, tmp_path_factory):
     return directory, jaxforge(config, directory / "run", 20)[10:]
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(1, "nested"), (2, "flat"), (3, "nested"), (4, "flat")])
+@pytest.mark.parametrize(
+    ("ranks", "layout"), [(1, "nested"), (2, "flat"), (3, "nested"), (4, "flat")]
+)
 def test_fsdp2_goes_on_where_jaxforge_was(jax_run, data, tmp_path, ranks, layout):
     directory, expected = jax_run
     # The position in batches of other ranks' size: KempnerForge's is per rank.
