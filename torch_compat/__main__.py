@@ -95,7 +95,8 @@ def _convert(args: argparse.Namespace, job: "commands.Import | commands.Export")
         workers = commands.start_workers(sys.argv[1:], args.processes)
     try:
         with bar(plan.nbytes // share.processes, console, quiet=share.process > 0) as advance:
-            done = job.run(plan, share, advance)
+            check = functools.partial(commands.check_workers, workers)
+            done = job.run(plan, share, advance, check)
     finally:
         commands.end_workers(workers)
     if done:

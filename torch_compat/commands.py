@@ -36,6 +36,7 @@ from torch_compat.staging import Share, Staging
 from torch_compat.state import Held, Wanted, wanted
 
 Advance = Callable[[int], None]
+Check = Callable[[], None]
 
 _SIZE = re.compile(r"([\d.]+) *([kmgt]?)(i?)b?", re.IGNORECASE)
 _FRACTION = 8  # of the memory allowed, for one block: it may be copied, cast and written at once
@@ -128,8 +129,10 @@ class Import:
             wanted(config),
         )
 
-    def run(self, plan: Plan, share: Share, advance: Advance) -> Path | None:
-        """Writes a share of it; process 0 commits.
+    def run(
+        self, plan: Plan, share: Share, advance: Advance, check: Check = lambda: None
+    ) -> Path | None:
+        """Writes a share of it; process 0 waits for the others, calling `check`, and commits.
 
         Returns:
             The checkpoint, from process 0.
@@ -142,8 +145,10 @@ class Import:
         writer.staging.write(writer.units, advance)
         if share.process:
             return None
-        writer.staging.results(writer.units)
+        writer.staging.results(writer.units, check)
         run_directory.prepare(self.destination, _of_run(plan.wanted.config, self.destination))
+        if self.source.format == "hf":
+            hf_state.copy_tokenizer(self.source.directory, self.destination / "tokenizer")
         writer.commit()
         return writer.staging.destination
 
@@ -200,10 +205,13 @@ class Export:
         summary = (
             f"{self.source.directory} -> {self._target(held)} ({dialect}, {nbytes / 1e9:.3g} GB)"
         )
-        return Plan(summary, (), nbytes, held, declared)
+        notes = hf_state.notes(dialect, _tokenizer(self.source)) if self.to == "hf" else ()
+        return Plan(summary, tuple(notes), nbytes, held, declared)
 
-    def run(self, plan: Plan, share: Share, advance: Advance) -> Path | None:
-        """Writes a share of it; process 0 commits.
+    def run(
+        self, plan: Plan, share: Share, advance: Advance, check: Check = lambda: None
+    ) -> Path | None:
+        """Writes a share of it; process 0 waits for the others, calling `check`, and commits.
 
         Returns:
             What was made, from process 0.
@@ -211,10 +219,12 @@ class Export:
         fingerprint = {"export": _identity(self.source), "options": _plain(self)}
         staging = Staging(self._target(plan.held), fingerprint, share)
         if self.to == "hf":
-            return self._write_hf(plan, staging, advance)
-        return self._write_dcp(plan, staging, advance)
+            return self._write_hf(plan, staging, advance, check)
+        return self._write_dcp(plan, staging, advance, check)
 
-    def _write_hf(self, plan: Plan, staging: Staging, advance: Advance) -> Path | None:
+    def _write_hf(
+        self, plan: Plan, staging: Staging, advance: Advance, check: Check
+    ) -> Path | None:
         units = hf_state.units(
             plan.held, plan.wanted.config, staging.path,
             dialect=self.dialect, dtype=self.dtype, largest=self.largest_file,
@@ -223,11 +233,13 @@ class Export:
         staging.write(units, advance)
         if staging.share.process:
             return None
-        staging.results(units)
+        staging.results(units, check)
         staging.commit()
         return staging.destination
 
-    def _write_dcp(self, plan: Plan, staging: Staging, advance: Advance) -> Path | None:
+    def _write_dcp(
+        self, plan: Plan, staging: Staging, advance: Advance, check: Check
+    ) -> Path | None:
         held, config = plan.held, plan.wanted.config
         name = self._dialect(config)
         is_titan = name.startswith("torchtitan")
@@ -244,7 +256,7 @@ class Export:
         staging.write(units, advance)
         if staging.share.process:
             return None
-        places = staging.results(units)
+        places = staging.results(units, check)
         if complete and not is_titan:
             self._write_place(held, config, staging.path)
         dcp_writer.write_metadata(entries, places, staging.path, block)
@@ -264,11 +276,7 @@ class Export:
 
     def _dialect(self, config: JobConfig) -> str:
         if self.to == "hf":
-            family = hf_config.family_of(config.model)
-            families = [table.name for table in FAMILIES.values()]
-            if self.dialect is not None and self.dialect not in families:
-                raise UserError(f"--to hf takes {', '.join(families)}; {self.dialect} is for dcp")
-            return self.dialect or FAMILIES[family].name
+            return FAMILIES[hf_config.family_of(config.model, self.dialect)].name
         return self.dialect or "kempnerforge"
 
     def _target(self, held: Held) -> Path:
@@ -352,18 +360,21 @@ def start_workers(arguments: Sequence[str], processes: int) -> list[subprocess.P
     return [subprocess.Popen([*command, f"--process={i}/{processes}"]) for i in range(1, processes)]
 
 
-def end_workers(workers: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Waits for workers, or stops them where this process failed.
+def check_workers(workers: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Looks whether all workers are well.
 
     Raises:
         UserError: one of them failed.
     """
-    failing = sys.exc_info()[0] is not None
+    if any(worker.poll() for worker in workers):
+        raise UserError("a worker process failed; its message is above")
+
+
+def end_workers(workers: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Stops the workers that have not ended."""
     for worker in workers:
-        if failing:
-            worker.terminate()
-        if worker.wait() and not failing:
-            raise UserError("a worker process failed; its message is above")
+        worker.terminate()
+        worker.wait()
 
 
 def _scalar_differences(one: Held, other: Held) -> list[Difference]:
@@ -388,7 +399,8 @@ def _identity(found: Found) -> dict[str, Any]:
 
 
 def _plain(job: Any) -> dict[str, str]:  # noqa: ANN401 (a dataclass)
-    return {field.name: str(getattr(job, field.name)) for field in dataclasses.fields(job)}
+    names = [field.name for field in dataclasses.fields(job) if field.name != "source"]
+    return {name: str(getattr(job, name)) for name in names}  # the same in every process
 
 
 def _of_run(config: JobConfig, run: Path) -> JobConfig:

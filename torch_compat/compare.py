@@ -14,7 +14,7 @@ class Difference:
 
     Attributes:
         name: its name.
-        what: "missing" (only in the second), "unexpected" (only in the second), "shape", "values".
+        what: "missing" (only in the first), "unexpected" (only in the second), "shape", "values".
         largest: the largest absolute difference; inf where one is not finite and the other is.
         note: shapes or dtypes, where they differ.
     """

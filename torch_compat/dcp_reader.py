@@ -10,6 +10,7 @@ count. A checkpoint per pipeline stage (`pp0/`, `pp1/`, ...) is read as one.
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,11 +19,12 @@ import numpy as np
 from jaxforge.errors import UserError
 from torch_compat import pickles
 from torch_compat.files import Bytes, Directory
-from torch_compat.lazy import Index, Lazy, extent, intersection, relative
+from torch_compat.lazy import Index, Lazy, equal, extent, intersection, is_shape, relative
 from torch_compat.pickles import Record
-from torch_compat.torch_zip import TORCH_DTYPES, Archive
+from torch_compat.torch_zip import TORCH_DTYPES, Archive, Dtype
 
 METADATA = ".metadata"
+_STAGE = re.compile(r"pp(0|[1-9][0-9]{0,3})")
 
 
 class _Metadata(Record):
@@ -59,14 +61,17 @@ class _Item(Record):
 
 
 def _path(*parts: str) -> str:
-    return "/".join(map(str, parts))
+    return "/".join(parts)
+
+
+def _unused(*_: object) -> None: ...
 
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _NAMES: Mapping[tuple[str, str], Any] = {
     **TORCH_DTYPES,
     ("torch", "Size"): tuple,
-    ("torch.serialization", "_get_layout"): str,
+    ("torch.serialization", "_get_layout"): _unused,
     ("collections", "OrderedDict"): lambda *pairs: dict(*pairs),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Item,
     (_METADATA_MODULE, "Metadata"): _Metadata,
@@ -76,7 +81,7 @@ _NAMES: Mapping[tuple[str, str], Any] = {
     (_METADATA_MODULE, "MetadataIndex"): _Index,
     (_METADATA_MODULE, "TensorProperties"): Record,
     (_METADATA_MODULE, "StorageMeta"): Record,
-    (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"): int,
+    (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"): _unused,
     **{
         (module, name): _path
         for module in ("pathlib", "pathlib._local")
@@ -135,9 +140,10 @@ def open_dcp(directory: Directory) -> Dcp:
     objects = Objects()
     for part in parts:
         found, others = _open_one(part)
-        twice = found.keys() & tensors.keys()
-        for key in sorted(twice):
-            _check_same(key, tensors[key], found[key])
+        for key in sorted(found.keys() & tensors.keys()):
+            if not equal(tensors[key], found[key]):  # as tied weights are
+                both = f"{tensors[key].source}, {found[key].source}"
+                raise UserError(f"{key} is in two pipeline stages and differs: {both}")
         tensors |= found
         for key in others.keys() & objects.keys():
             del others[key]  # such as hyper-parameters, the same in all stages
@@ -148,22 +154,11 @@ def open_dcp(directory: Directory) -> Dcp:
 def _parts(directory: Directory) -> list[Directory]:
     if directory.has(METADATA):
         return [directory]
-    stages = [n for n in directory.names() if n.startswith("pp") and n[2:].isdigit()]
-    stages.sort(key=lambda name: int(name[2:]))
-    if not stages:
-        return []
-    missing = [n for n in stages if not (directory / n).has(METADATA)]
-    expected = [f"pp{i}" for i in range(int(stages[-1][2:]) + 1)]
-    if missing or stages != expected:
-        absent = sorted({*missing, *(set(expected) - set(stages))})
-        raise UserError(f"{directory}: the pipeline stages {', '.join(absent)} are missing or torn")
+    numbers = [int(n[2:]) for n in directory.names() if _STAGE.fullmatch(n)]
+    stages = [f"pp{i}" for i in range(max(numbers, default=-1) + 1)]
+    if missing := [name for name in stages if not (directory / name).has(METADATA)]:
+        raise UserError(f"{directory}: pipeline stages are missing or torn: {', '.join(missing)}")
     return [directory / name for name in stages]
-
-
-def _check_same(key: str, a: Lazy, b: Lazy) -> None:
-    """Tied weights are in two stages, as equals."""
-    if a.shape != b.shape or a.dtype != b.dtype or not np.array_equal(a.all(), b.all()):
-        raise UserError(f"{key} is in two pipeline stages and differs: {a.source}, {b.source}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,6 +195,8 @@ def _open_one(directory: Directory) -> tuple[dict[str, Lazy], Objects]:
     places = _places(metadata, _Files(directory), where)
     tensors, objects = {}, Objects()
     for key, value in metadata.state_dict_metadata.items():
+        if not isinstance(key, str):
+            raise UserError(f"{where}: a key is no text")
         of_key = places.get(key, {})
         if isinstance(value, _TensorMetadata):
             tensors[key] = _tensor(key, value, of_key, str(directory))
@@ -220,9 +217,7 @@ def _places(
     if not isinstance(metadata.storage_data, dict):
         raise UserError(f"{where}: says nothing of where the data lie")
     for index, item in metadata.storage_data.items():
-        good = isinstance(index, _Index) and isinstance(item, _Item)
-        numbers = good and isinstance(item.offset, int) and isinstance(item.length, int)
-        if not numbers or not isinstance(item.relative_path, str):
+        if not _is_entry(index, item):
             raise UserError(f"{where}: an entry of the table of files is damaged")
         if item.transform_descriptors:
             raise UserError(
@@ -234,18 +229,35 @@ def _places(
     return places
 
 
+def _is_entry(index: Any, item: Any) -> bool:  # noqa: ANN401 (whatever the pickle held)
+    if not isinstance(index, _Index) or not isinstance(item, _Item):
+        return False
+    types = {"offset": int, "length": int, "relative_path": str}
+    where = index.offset is None or _are_sizes(index.offset)
+    typed = all(isinstance(getattr(item, name), kind) for name, kind in types.items())
+    return where and typed and isinstance(index.fqn, str)
+
+
+def _are_sizes(value: Any) -> bool:  # noqa: ANN401
+    return isinstance(value, tuple) and all(isinstance(n, int) for n in value)
+
+
 def _tensor(
     key: str, metadata: _TensorMetadata, places: Mapping[Any, _Place], directory: str
 ) -> Lazy:
     where = f"{directory}: {key}"
     try:
-        dtype, shape = metadata.properties.state[0], tuple(metadata.size)
-        chunks = [(tuple(c.offsets), tuple(c.sizes)) for c in metadata.chunks]
+        named, shape = metadata.properties.state[0], metadata.size
+        chunks = [(c.offsets, c.sizes) for c in metadata.chunks]
+        good = all(map(_are_sizes, (shape, *itertools.chain.from_iterable(chunks))))
         indices = [tuple(slice(o, o + n) for o, n in zip(*chunk, strict=True)) for chunk in chunks]
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         raise UserError(f"{where}: its metadata are damaged ({error})") from error
-    if not isinstance(dtype, np.dtype):
+    if not isinstance(named, Dtype):
         raise UserError(f"{where}: its dtype is not known here")
+    dtype = named.numpy
+    if not good or not is_shape(shape, dtype.itemsize):
+        raise UserError(f"{where}: its metadata are damaged")
     _check_cover(where, shape, indices)
     stored = [
         _Stored(index, places[offset], dtype)

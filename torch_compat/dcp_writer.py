@@ -14,6 +14,7 @@ from torch_compat.pickles import Call, Global, New, Pairs
 from torch_compat.staging import Unit
 
 _FILE = 1 << 29  # bytes of data in a file, from which on the next one begins
+_LARGEST = 1 << 31  # bytes of a chunk: an archive's numbers have 32 bits
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 
 KeyPath = tuple[str | int, ...]
@@ -101,8 +102,12 @@ def _items(entries: Mapping[str, Entry], block: int) -> Iterator[_Item]:
         if not isinstance(tensor, Lazy):
             yield _Item(key, None, 0)
             continue
-        for index in blocks(tensor.shape, tensor.dtype.itemsize, block):
+        for index in _chunks(tensor, block):
             yield _Item(key, index, _size(index) * tensor.dtype.itemsize)
+
+
+def _chunks(tensor: Lazy, block: int) -> Iterator[Index]:
+    return blocks(tensor.shape, tensor.dtype.itemsize, min(block, _LARGEST))
 
 
 def _by_file(items: Iterator[_Item]) -> Iterator[list[_Item]]:
@@ -153,7 +158,7 @@ def _tensor_metadata(tensor: Lazy, block: int) -> New:
             Global(_METADATA_MODULE, "ChunkStorageMetadata"),
             {"offsets": _torch_size([s.start for s in i]), "sizes": _torch_size(extent(i))},
         )
-        for i in blocks(tensor.shape, tensor.dtype.itemsize, block)
+        for i in _chunks(tensor, block)
     ]
     contiguous = Call(Global(_METADATA_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
     strided = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))

@@ -31,6 +31,8 @@ class Directory:
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = os.fspath(path)
         self._fs: Any = None
+        if self.path.startswith("file://"):
+            self.path = self.path.removeprefix("file://")
         if "://" in self.path:
             self._fs, self._root = _filesystem(self.path)
         else:
@@ -82,33 +84,40 @@ class Directory:
         try:
             if self._fs is not None:
                 return _Remote(self._fs, path)
-            if not os.path.realpath(path).startswith(os.path.realpath(self._root) + os.sep):
+            real = os.path.realpath(path)
+            if not any(real.startswith(root + os.sep) for root in self._real_roots()):
                 raise UserError(f"{self}: {name!r} is a link out of the checkpoint; refused")
             return _Local(path)
         except OSError as error:
             raise UserError(f"{self}: {name} cannot be read ({error.strerror or error})") from error
 
+    def _real_roots(self) -> list[str]:
+        """What links may lead into: itself, and in Hugging Face's cache the files it links to."""
+        root = os.path.realpath(self._root)
+        blobs = os.path.join(root, "../../blobs")
+        cached = os.path.basename(os.path.dirname(root)) == "snapshots" and os.path.isdir(blobs)
+        return [root, os.path.realpath(blobs)] if cached else [root]
+
 
 class _Local:
-    """Each read is a memory map of its own: when its array is gone, its pages no longer count."""
+    """Each read is a memory map of its own: when its array is gone, its pages no longer count.
+
+    The file is opened for each, since a checkpoint of many ranks has more files than may be open.
+    """
 
     def __init__(self, path: str) -> None:
-        self._file = open(path, "rb")  # noqa: SIM115 (maps are made as long as this lives)
-        self.size = os.fstat(self._file.fileno()).st_size
+        self._path = path
+        with open(path, "rb") as file:
+            self.size = os.fstat(file.fileno()).st_size
 
     def __call__(self, start: int, length: int) -> np.ndarray:
         if not length:
             return np.empty(0, np.uint8)
         first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         ahead = start - first
-        mapped = mmap.mmap(
-            self._file.fileno(), ahead + length, access=mmap.ACCESS_READ, offset=first
-        )
+        with open(self._path, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), ahead + length, access=mmap.ACCESS_READ, offset=first)
         return np.frombuffer(mapped, np.uint8)[ahead:]
-
-    def __del__(self) -> None:
-        if hasattr(self, "_file"):
-            self._file.close()
 
 
 class _Remote:
@@ -116,7 +125,10 @@ class _Remote:
         self._fs, self._path, self.size = fs, path, fs.size(path)
 
     def __call__(self, start: int, length: int) -> np.ndarray:
-        read = self._fs.cat_file(self._path, start=start, end=start + length)
+        try:
+            read = self._fs.cat_file(self._path, start=start, end=start + length)
+        except OSError as error:
+            raise UserError(f"{self._path} cannot be read ({error})") from error
         if len(read) != length:
             raise UserError(f"{self._path}: {len(read)} bytes came where {length} were asked for")
         return np.frombuffer(read, np.uint8)

@@ -19,6 +19,20 @@ _PLAIN = {
     "max_seq_len": "max_position_embeddings",
 }
 """Our key -> theirs, where both mean the same and neither has a default worth taking."""
+_ALL = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
+        "initializer_range": 0.02}  # fmt: skip
+_QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": _ALL,
+    "mistral": {**_ALL, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {**_ALL, **_QWEN, "num_key_value_heads": 32},
+    "qwen3": {**_ALL, **_QWEN, "num_key_value_heads": 32, "head_dim": 128},
+    "mixtral": {**_ALL, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+                "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": {**_ALL, **_QWEN, "num_key_value_heads": 4, "max_window_layers": 0,
+                  "num_experts": 128, "num_experts_per_tok": 8},
+}  # fmt: skip
+"""What transformers takes for keys that are absent; None, where it is written, means otherwise."""
 _SCALING = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
@@ -34,23 +48,18 @@ def model_table(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
         UserError: the model is of another kind than ours, or keys are missing.
     """
-    family = config.get("model_type")
-    if family not in FAMILIES:
-        raise UserError(f"{where}: model_type {family!r} is not one of {', '.join(FAMILIES)}")
-    missing = [theirs for theirs in _PLAIN.values() if theirs not in config]
-    if missing:
-        raise UserError(f"{where}: it does not give {', '.join(missing)}")
+    config, family = _complete(config, where)
     _check_supported(config, family, where)
-    heads = config["num_attention_heads"]
-    head = config.get("head_dim") or config["hidden_size"] // heads
-    norm_eps = config.get("rms_norm_eps", 1e-6)
+    heads, norm_eps = config["num_attention_heads"], config["rms_norm_eps"]
     table = {ours: config[theirs] for ours, theirs in _PLAIN.items()} | {
         "n_kv_heads": config.get("num_key_value_heads") or heads,
         "norm_eps": norm_eps,
-        "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "tie_embeddings": bool(config["tie_word_embeddings"]),
+        "init_std": config["initializer_range"],
         **_rotary(config, where),
     }
-    if head * heads != config["hidden_size"]:
+    head = config.get("head_dim")
+    if head is not None and head * heads != config["hidden_size"]:
         table["head_dim"] = head
     if family == "qwen2":
         table["qkv_bias"] = True
@@ -58,40 +67,77 @@ def model_table(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         table |= {"qk_norm": True, "qk_norm_eps": norm_eps}
     if family in _MOE:
         table |= {"num_experts": config[_MOE[family]], "moe_top_k": config["num_experts_per_tok"]}
-    window = _window(config)
+    window = sliding_window(config, where)
     if window is not None and window < table["max_seq_len"]:
         table["max_seq_len"] = window  # up to there, windowed and full attention are one
     return table
 
 
-def family_of(model: ModelConfig) -> str:
-    """The family that an export becomes.
+def sliding_window(config: Mapping[str, Any], where: str) -> int | None:
+    """Tokens that some layer sees at most; None where all layers see everything.
 
     Raises:
-        UserError: none has what the model has.
+        UserError: as `model_table`.
     """
+    config, family = _complete(config, where)
+    if family == "llama":  # it does not look at the key
+        return None
+    if family.startswith("qwen"):
+        full = ["full_attention"] * min(config["max_window_layers"], config["num_hidden_layers"])
+        rest = ["sliding_attention"] * (config["num_hidden_layers"] - len(full))
+        kinds = config.get("layer_types") or full + rest
+        if not config["use_sliding_window"] or "sliding_attention" not in kinds:
+            return None
+    return config.get("sliding_window")
+
+
+def family_of(model: ModelConfig, dialect: str | None = None) -> str:
+    """The family that an export becomes, a key of `FAMILIES`.
+
+    Args:
+        model: what is exported.
+        dialect: the name of one that has what the model has; None takes the first.
+
+    Raises:
+        UserError: none has what the model has, or the one that is asked for has not.
+    """
+    families = _families(model)
+    if dialect is None:
+        return families[0]
+    names = [FAMILIES[family].name for family in families]
+    if dialect not in names:
+        raise UserError(f"this model can be exported to hf as {' or '.join(names)}, not {dialect}")
+    return families[names.index(dialect)]
+
+
+def _families(model: ModelConfig) -> list[str]:
     if model.norm_type != "rmsnorm" or model.activation != "silu":
         raise UserError(
-            "Hugging Face's families here have RMSNorm and SwiGLU; this model has "
-            f"{model.norm_type} and {model.activation}"
+            "Hugging Face's families here have RMSNorm and SwiGLU; this model has model.norm_type "
+            f"= {model.norm_type!r} and model.activation = {model.activation!r}"
         )
     if model.is_moe:
         if model.moe_router != "softmax_topk":
             raise UserError(
-                "no family chooses experts as KempnerForge's sigmoid router does, so the export "
-                "would be another model; export to dcp instead"
+                f"no family chooses experts as model.moe_router = {model.moe_router!r} does, so "
+                "the export would be another model; export to dcp instead"
             )
-        return "qwen3_moe" if model.qk_norm else "mixtral"
+        return ["qwen3_moe" if model.qk_norm else "mixtral"]
     if model.qk_norm and model.qkv_bias:
-        raise UserError("no family has both q/k norms and q/k/v biases")
+        raise UserError(
+            "no family has both q/k norms (model.qk_norm) and q/k/v biases (model.qkv_bias)"
+        )
     if model.qk_norm:
         if model.qk_norm_eps != model.norm_eps:
             raise UserError(
                 f"Qwen3 has one epsilon for all norms; this model has norm_eps = {model.norm_eps} "
                 f"and qk_norm_eps = {model.qk_norm_eps}"
             )
-        return "qwen3"
-    return "qwen2" if model.qkv_bias else "llama"
+        return ["qwen3"]
+    if model.qkv_bias:
+        return ["qwen2"]
+    # transformers' Llama wants heads that divide the width, whatever head_dim says.
+    return ["mistral"] if model.dim % model.n_heads else ["llama", "mistral"]
 
 
 def config_json(config: JobConfig, family: str, dtype: str, eos_id: int | None) -> dict[str, Any]:
@@ -138,14 +184,37 @@ def config_json(config: JobConfig, family: str, dtype: str, eos_id: int | None) 
     }
 
 
+def _complete(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], str]:
+    """A config with what transformers takes for absent keys, and its family."""
+    family = config.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise UserError(f"{where}: model_type {family!r} is not one of {', '.join(FAMILIES)}")
+    missing = [theirs for theirs in _PLAIN.values() if not isinstance(config.get(theirs), int)]
+    if missing:
+        raise UserError(f"{where}: it does not give {', '.join(missing)}, or not as whole numbers")
+    return {**_DEFAULTS[family], **config}, family
+
+
 def _rotary(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = rotary.get("rope_theta", config.get("rope_theta", 10000.0))
+    # transformers 4 has `rope_theta` and `rope_scaling`, 5 has both in `rope_parameters`.
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rotary = config.get(key) or {}
+    if not isinstance(rotary, dict) or any(isinstance(value, dict) for value in rotary.values()):
+        raise UserError(f"{where}: {key} = {rotary!r}: here all layers have the same positions")
+    theta = rotary.get("rope_theta", config["rope_theta"])
     kind = rotary.get("rope_type", rotary.get("type", "default"))
     if kind == "default":
         return {"rope_theta": theta}
     if kind != "llama3":
-        raise UserError(f"{where}: rotary positions of type {kind!r}; here are default and llama3")
+        raise UserError(
+            f"{where}: {key}: rotary positions of type {kind!r}; here are default and llama3"
+        )
+    original = _SCALING["original_max_seq_len"]
+    rotary = {original: config["max_position_embeddings"], **rotary}
+    if original in config:
+        rotary[original] = config[original]
+    if missing := [theirs for theirs in _SCALING.values() if theirs not in rotary]:
+        raise UserError(f"{where}: {key} does not give {', '.join(missing)}")
     scaling = {ours: rotary[theirs] for ours, theirs in _SCALING.items()}
     return {"rope_theta": theta, "rope_scaling": scaling}
 
@@ -153,8 +222,8 @@ def _rotary(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _check_supported(config: Mapping[str, Any], family: str, where: str) -> None:
     problems = [
         f"{key} = {config[key]!r}"
-        for key, only in (("hidden_act", "silu"), ("mlp_bias", False))
-        if config.get(key, only) != only
+        for key, only in (("hidden_act", "silu"), ("mlp_bias", False), ("partial_rotary_factor", 1))
+        if config.get(key) not in (None, only)
     ]
     if config.get("attention_bias") and family != "qwen2":
         problems.append("attention_bias = True (a bias on o_proj too)")
@@ -162,9 +231,3 @@ def _check_supported(config: Mapping[str, Any], family: str, where: str) -> None
         problems.append("quantization_config: the weights are quantized")
     if problems:
         raise UserError(f"{where}: jaxforge's model has no counterpart of {'; '.join(problems)}")
-
-
-def _window(config: Mapping[str, Any]) -> int | None:
-    if config.get("use_sliding_window") is False:
-        return None
-    return config.get("sliding_window")

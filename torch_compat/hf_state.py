@@ -1,19 +1,22 @@
 """Hugging Face checkpoints: weights alone, with the config that says what they are."""
 
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import jax.numpy as jnp
 
 from jaxforge.config.job import JobConfig
+from jaxforge.config.load import make_config
+from jaxforge.config.model import ModelConfig
 from jaxforge.data.tokenizer import load_tokenizer
 from jaxforge.errors import UserError
 from torch_compat import safetensors
 from torch_compat.dcp_state import Options
 from torch_compat.files import Directory
-from torch_compat.hf_config import CONFIG, config_json, family_of, model_table
+from torch_compat.hf_config import CONFIG, config_json, family_of, model_table, sliding_window
 from torch_compat.lazy import DTYPES, Lazy
 from torch_compat.names import DIALECTS
 from torch_compat.names.huggingface import FAMILIES
@@ -21,8 +24,12 @@ from torch_compat.staging import Unit
 from torch_compat.state import Held, Wanted
 from torch_compat.translation import Translation, translate
 
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+_SETTINGS = "tokenizer_config.json"
+_TOKENIZER = ("tokenizer.json", _SETTINGS, "special_tokens_map.json",
               "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")  # fmt: skip
+_GENERATION = "generation_config.json"
+# Keys of [model] that the shapes of the weights do not tell.
+_UNSEEN = ("n_heads", "kv_heads", "norm_eps", "rope_theta", "rope_scaling")
 
 
 def is_hf(directory: Directory) -> bool:
@@ -38,12 +45,8 @@ def read_config(directory: Directory) -> tuple[dict[str, Any], str]:
     Raises:
         UserError: the config cannot be read, or is of a model that jaxforge does not have.
     """
-    where = f"{directory}/{CONFIG}"
-    try:
-        config = json.loads(directory.read(CONFIG))
-    except ValueError as error:
-        raise UserError(f"{where}: not JSON ({error})") from error
-    return model_table(config, where), config["model_type"]
+    config = _config(directory)
+    return model_table(config, f"{directory}/{CONFIG}"), config["model_type"]
 
 
 def read(directory: Directory, wanted: Wanted, options: Options) -> Held:
@@ -52,11 +55,45 @@ def read(directory: Directory, wanted: Wanted, options: Options) -> Held:
     Raises:
         UserError: they are not those of the model.
     """
-    _, family = read_config(directory)
-    dialect = DIALECTS[options.dialect] if options.dialect else FAMILIES[family]
+    config, model = _config(directory), wanted.config.model
+    differences = tuple(_differences(config, model, f"{directory}/{CONFIG}"))
+    dialect = DIALECTS[options.dialect] if options.dialect else FAMILIES[config["model_type"]]
     tensors = safetensors.open_directory(directory)
-    into = Translation(dialect, wanted.config.model, options.resize_vocab, str(directory))
-    return Held(translate(tensors, wanted.params, into), dialect=dialect.name)
+    into = Translation(dialect, model, options.resize_vocab, str(directory))
+    return Held(translate(tensors, wanted.params, into), dialect=dialect.name, notes=differences)
+
+
+def copy_tokenizer(directory: Directory, target: Path) -> None:
+    """The tokenizer of a checkpoint, as runs keep theirs; nothing if it has no `tokenizer.json`.
+
+    Args:
+        directory: the checkpoint.
+        target: the directory to make; one that is there stays as it is.
+    """
+    if target.exists() or not directory.has(_TOKENIZER[0]):
+        return
+    partial = target.with_name(f".{target.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    for name in (*_TOKENIZER, CONFIG, _GENERATION):  # the last two may be all that names EOS
+        if directory.has(name):
+            (partial / name).write_bytes(directory.read(name))
+    partial.rename(target)
+
+
+def notes(dialect: str, tokenizer: Path | None) -> Iterator[str]:
+    """What the user of an export should know.
+
+    Args:
+        dialect: the name of its family's dialect.
+        tokenizer: the run's tokenizer.
+    """
+    if dialect != FAMILIES["qwen2"].name or tokenizer is None or not _is_huggingface(tokenizer):
+        return
+    if not _settings(tokenizer).get("tokenizer_class", "").startswith("Qwen2Tokenizer"):
+        yield (
+            "transformers' AutoTokenizer splits the text of every qwen2 model as Qwen2's own "
+            "tokenizer does: open this one by PreTrainedTokenizerFast.from_pretrained"
+        )
 
 
 def units(
@@ -85,20 +122,44 @@ def units(
     Raises:
         UserError: no family has what the model has.
     """
-    family = family_of(config.model)
-    table = FAMILIES[family] if dialect is None else DIALECTS[dialect]
-    tensors = _cast(table.to_theirs(held.params, config.model), dtype)
-    family = next(name for name, of in FAMILIES.items() if of is table)
+    family = family_of(config.model, dialect)
+    tensors = _cast(FAMILIES[family].to_theirs(held.params, config.model), dtype)
     made, index = safetensors.units(tensors, directory, largest, block)
     written = dtype or _one_dtype(tensors)
     eos_id = _eos_id(tokenizer)
     documents = {
         CONFIG: config_json(config, family, written, eos_id),
-        "generation_config.json": {"eos_token_id": eos_id, "do_sample": True},
+        _GENERATION: {"eos_token_id": eos_id, "do_sample": True},
     }
     if index is not None:
         documents[safetensors.INDEX] = index
     return [*made, Unit("documents", 0, lambda: _write_documents(documents, directory, tokenizer))]
+
+
+def _config(directory: Directory) -> dict[str, Any]:
+    try:
+        config = json.loads(directory.read(CONFIG))
+    except ValueError as error:
+        raise UserError(f"{directory}/{CONFIG}: not JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{directory}/{CONFIG}: not an object with keys")
+    return config
+
+
+def _differences(config: Mapping[str, Any], model: ModelConfig, where: str) -> Iterator[str]:
+    theirs = make_config({"model": model_table(config, where)}, source=where).model
+    for key in (*_UNSEEN, "qk_norm_eps") if model.qk_norm else _UNSEEN:
+        if getattr(theirs, key) != getattr(model, key):
+            yield (
+                f"{CONFIG} has {key} = {getattr(theirs, key)} and [model] {getattr(model, key)}: "
+                "the weights were trained with the former"
+            )
+    window = sliding_window(config, where)
+    if window is not None and window < max(config["max_position_embeddings"], model.max_seq_len):
+        yield (
+            f"its layers see the last {window} tokens alone, jaxforge's see all: the same up to "
+            f"{window} tokens (model.max_seq_len = {model.max_seq_len})"
+        )
 
 
 def _write_documents(documents: Mapping[str, Any], directory: Path, tokenizer: Path | None) -> None:
@@ -109,9 +170,13 @@ def _write_documents(documents: Mapping[str, Any], directory: Path, tokenizer: P
     for name in _TOKENIZER:
         if (tokenizer / name).is_file():
             (directory / name).write_bytes((tokenizer / name).read_bytes())
-    settings = directory / "tokenizer_config.json"
-    known = json.loads(settings.read_text()) if settings.exists() else {}
-    settings.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **known}) + "\n")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **_settings(tokenizer)}
+    (directory / _SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _settings(tokenizer: Path) -> dict[str, Any]:
+    file = tokenizer / _SETTINGS
+    return json.loads(file.read_text()) if file.exists() else {}
 
 
 def _is_huggingface(tokenizer: Path) -> bool:
@@ -132,4 +197,5 @@ def _cast(tensors: Mapping[str, Lazy], dtype: str | None) -> dict[str, Lazy]:
 
 
 def _one_dtype(tensors: Mapping[str, Lazy]) -> str:
-    return max((np.dtype(t.dtype).name for t in tensors.values()), key=len, default="float32")
+    """One that holds all of them: transformers reads everything in the dtype that is named."""
+    return functools.reduce(jnp.promote_types, (t.dtype for t in tensors.values())).name

@@ -7,6 +7,7 @@ whatever the last reader asks for, one block at a time, and nothing is ever held
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -35,6 +36,9 @@ DTYPES: Mapping[str, np.dtype] = {
     }.items()
 }
 """torch's name of a dtype -> NumPy's dtype; the same names that NumPy has."""
+
+_MOST_DIMENSIONS = 64  # of a NumPy array
+_COMPARED = 32 << 20  # bytes at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +139,21 @@ def stack(tensors: Sequence[Lazy]) -> Lazy:
         return out
 
     return Lazy((len(tensors), *first.shape), first.dtype, read, first.source)
+
+
+def is_shape(sizes: Sequence[Any], itemsize: int) -> bool:
+    """Whether NumPy has arrays of these sizes, which a file may claim."""
+    if len(sizes) > _MOST_DIMENSIONS or not all(isinstance(n, int) and n >= 0 for n in sizes):
+        return False
+    return math.prod(max(n, 1) for n in sizes) * itemsize < 2**63
+
+
+def equal(a: Lazy, b: Lazy) -> bool:
+    """Whether two tensors hold the same bits, a block at a time."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    pieces = blocks(a.shape, a.dtype.itemsize, _COMPARED)
+    return all(a.read(i).tobytes() == b.read(i).tobytes() for i in pieces)
 
 
 def whole(shape: Sequence[int]) -> Index:

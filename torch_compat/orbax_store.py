@@ -29,7 +29,7 @@ from torch_compat.lazy import Index, Lazy, blocks, extent, of_array, whole
 from torch_compat.staging import Share, Staging, Unit
 from torch_compat.state import Held, Wanted, stacked, unstacked
 
-_CHUNK = 32 << 20  # bytes: what a restore reads at a time at least
+_CHUNK = 32 << 20  # bytes of a chunk at most: what a restore reads at a time
 
 
 def run_of(path: Path) -> Path:
@@ -98,15 +98,18 @@ class Import:
         self._held, self._wanted, self._run = held, wanted, run
         self._leaves = _leaves(held)
         self._store = self.staging.path / f"ocdbt.process_{staging.share.process}"
+        self._block = min(block, _CHUNK)
         self.units = [
             Unit(f"{name}-{'-'.join(str(s.start) for s in index)}", _bytes(leaf, index), write)
             for name, leaf in self._leaves.items()
-            for index in _blocks(leaf, min(block, _CHUNK))
+            for index in _blocks(leaf, self._block)
             for write in [lambda name=name, leaf=leaf, index=index: self._write(name, leaf, index)]
         ]
 
     def _write(self, name: str, leaf: Lazy, index: Index) -> None:
-        array = _create_leaf(self._store, name, leaf)
+        # A block is a chunk: two processes that wrote parts of one would lose either's.
+        chunk = extent(_blocks(leaf, self._block)[0])
+        array = _create_leaf(self._store, name, leaf, chunk)
         array[index].write(np.asarray(leaf.read(index), order="C")).result()
 
     def commit(self) -> None:
@@ -191,8 +194,7 @@ def _bytes(leaf: Lazy, index: Index) -> int:
     return int(np.prod(extent(index), dtype=np.int64)) * leaf.dtype.itemsize
 
 
-def _create_leaf(store: Path, name: str, leaf: Lazy) -> ts.TensorStore:
-    chunk = extent(_blocks(leaf, _CHUNK)[0])
+def _create_leaf(store: Path, name: str, leaf: Lazy, chunk: tuple[int, ...]) -> ts.TensorStore:
     spec = {
         **_spec(store, name),
         "metadata": {

@@ -6,6 +6,7 @@ refused, and the names in the tables are stand-ins that only hold data.
 
 import io
 import pickle
+import pickletools
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -36,11 +37,19 @@ def load(
         UserError: it is no pickle.
     """
     try:
+        _check_memo(data)
         return _Reader(io.BytesIO(data), names, where, persistent).load()
     except UserError:
         raise
     except Exception as error:  # whatever bytes that are no pickle lead to
         raise UserError(f"{where}: not a readable pickle ({error})") from error
+
+
+def _check_memo(data: bytes) -> None:
+    """Python allocates as many entries as the largest index says: six bytes can ask for 64 GiB."""
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > len(data):
+            raise ValueError(f"entry {argument} of the memo, in {len(data)} bytes")
 
 
 class _Reader(pickle.Unpickler):

@@ -160,22 +160,28 @@ def _of_train_state(state: Any, where: str) -> Place:  # noqa: ANN401 (whatever 
         return Place(
             step=int(state["step"]),
             tokens=int(state["tokens_seen"]),
-            updates=scheduler.get("last_epoch"),
+            updates=_optional(scheduler.get("last_epoch")),
             epoch=int(data.get("epoch", 0)),
-            batches=data.get("batches_yielded"),
-            ranks=(data.get("sampler") or {}).get("num_replicas"),
+            batches=_optional(data.get("batches_yielded")),
+            ranks=_optional((data.get("sampler") or {}).get("num_replicas")),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{where}: not a training state of KempnerForge ({error!r})") from error
 
 
 def _number(dcp: Dcp, key: str) -> int | None:
-    if key in dcp.tensors:
-        return int(dcp.tensors[key].all())
-    if key in dcp.objects:
-        value = dcp.objects(key)
-        return int(value.all() if isinstance(value, Lazy) else value)
-    return None
+    if key not in dcp.tensors and key not in dcp.objects:
+        return None
+    value = dcp.tensors[key] if key in dcp.tensors else dcp.objects(key)
+    value = value.all() if isinstance(value, Lazy) else value
+    try:
+        return int(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UserError(f"{dcp.directory}: {key} is no number ({error})") from error
+
+
+def _optional(value: Any) -> int | None:  # noqa: ANN401
+    return None if value is None else int(value)
 
 
 def _epoch_length(config: JobConfig, rows: int) -> int:

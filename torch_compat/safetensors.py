@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxforge.errors import UserError
 from torch_compat.files import Bytes, Directory
-from torch_compat.lazy import DTYPES, Index, Lazy, blocks, extent
+from torch_compat.lazy import DTYPES, Index, Lazy, blocks, extent, is_shape
 from torch_compat.staging import Unit
 
 SUFFIX = ".safetensors"
@@ -44,8 +44,8 @@ def open_directory(directory: Directory) -> dict[str, Lazy]:
     if INDEX in names:
         try:
             indexed = json.loads(directory.read(INDEX))["weight_map"]
-            files = sorted(set(indexed.values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            files = sorted({str(name) for name in indexed.values()})
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{directory}/{INDEX}: not an index ({error!r})") from error
     else:
         files = [_SINGLE] if _SINGLE in names else [n for n in names if n.endswith(SUFFIX)]
@@ -100,8 +100,7 @@ def _tensor(file: Bytes, data: int, name: str, entry: dict[str, Any], where: str
         raise UserError(f"{where}: {name} has dtype {code}, which is not known here")
     dtype = DTYPES[_CODES[code]]
     start, stop = entry["data_offsets"]
-    numbers = (start, stop, *shape)
-    if not all(isinstance(n, int) and n >= 0 for n in numbers):
+    if not is_shape(shape, dtype.itemsize) or not all(isinstance(n, int) for n in (start, stop)):
         raise ValueError(f"{name}: {entry}")
     if math.prod(shape) * dtype.itemsize != stop - start:
         raise UserError(f"{where}: {name} is {code}{list(shape)} in {stop - start} bytes")
@@ -113,9 +112,9 @@ def _tensor(file: Bytes, data: int, name: str, entry: dict[str, Any], where: str
             return np.empty(sizes, dtype)
         first = sum(s.start * stride for s, stride in zip(index, strides, strict=True))
         span = 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
-        raw = file(data + start + first * dtype.itemsize, span * dtype.itemsize).view(dtype)
+        raw = file(data + start + first * dtype.itemsize, span * dtype.itemsize)
         in_bytes = tuple(stride * dtype.itemsize for stride in strides)
-        return np.lib.stride_tricks.as_strided(raw, sizes, in_bytes, writeable=False)
+        return np.ndarray(sizes, dtype, raw.data, strides=in_bytes)
 
     return Lazy(shape, dtype, read, f"{where}: {name}")
 

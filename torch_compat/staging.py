@@ -24,6 +24,7 @@ from torch_compat.files import sync_directory
 
 _MARKS = "marks"
 _PLAN = "plan.json"
+_POLL = 0.05  # seconds
 
 
 class Share(NamedTuple):
@@ -70,7 +71,7 @@ class Staging:
             if share.process == 0:
                 self._prepare()
             else:
-                _wait_until(self._is_ours, f"process 0 to prepare {self.path}")
+                _wait_until(self._is_ours, 600, f"for process 0 to prepare {self.path} for this")
 
     def write(self, units: Sequence[Unit], advance: Callable[[int], None]) -> None:
         """Does this process's share of the units that are not done.
@@ -87,10 +88,17 @@ class Staging:
                     self._set_mark(unit.name, unit.write())
             advance(unit.nbytes)
 
-    def results(self, units: Sequence[Unit]) -> dict[str, Any]:
-        """What all units returned; waits for those of other processes."""
+    def results(
+        self, units: Sequence[Unit], check: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
+        """What all units returned; waits for those of other processes, calling `check`."""
         names = [unit.name for unit in units]
-        _wait_until(lambda: all(self._mark(n).exists() for n in names), "the other processes")
+
+        def complete() -> bool:
+            check()
+            return all(self._mark(name).exists() for name in names)
+
+        _wait_until(complete, 24 * 3600, "for the other processes to do their share")
         return {name: json.loads(self._mark(name).read_text()) for name in names}
 
     def commit(self) -> None:
@@ -158,12 +166,12 @@ def _advice(destination: Path, what: str, full: bool) -> str:
     )
 
 
-def _wait_until(condition: Callable[[], bool], what: str, hours: float = 6) -> None:
-    deadline = time.monotonic() + hours * 3600
+def _wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise UserError(f"waited {hours:g} hours for {what}")
-        time.sleep(0.05)
+            raise UserError(f"waited {seconds / 60:g} minutes {what}, in vain")
+        time.sleep(_POLL)
 
 
 def _sync_file(path: Path) -> None:

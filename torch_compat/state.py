@@ -17,6 +17,7 @@ from flax.traverse_util import flatten_dict
 
 from jaxforge.checkpoint import layout
 from jaxforge.config.job import JobConfig
+from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.training.progress import Progress
@@ -115,7 +116,11 @@ def unstacked(name: str, tensor: Lazy) -> dict[str, Lazy]:
 
 
 def stacked(tensors: Tensors) -> dict[str, Lazy]:
-    """Entries per layer as parameters of ours."""
+    """Entries per layer as parameters of ours.
+
+    Raises:
+        UserError: the layers of one differ in dtype.
+    """
     layers: dict[str, dict[int, Lazy]] = {}
     whole: dict[str, Lazy] = {}
     for name, tensor in tensors.items():
@@ -123,6 +128,11 @@ def stacked(tensors: Tensors) -> dict[str, Lazy]:
             layers.setdefault(_LAYERS + match[2], {})[int(match[1])] = tensor
         else:
             whole[name] = tensor
+    for name, entries in layers.items():
+        if len({tensor.dtype for tensor in entries.values()}) > 1:
+            raise UserError(
+                f"{name} has not one dtype in all layers; import it with --dtype float32 or another"
+            )
     return whole | {
         name: stack([entries[i] for i in range(len(entries))]) for name, entries in layers.items()
     }

@@ -19,7 +19,7 @@ import numpy as np
 from jaxforge.errors import UserError
 from torch_compat import pickles
 from torch_compat.files import Bytes
-from torch_compat.lazy import DTYPES, Index, Lazy, extent
+from torch_compat.lazy import DTYPES, Index, Lazy, extent, is_shape
 from torch_compat.pickles import Call, Global, Persistent
 
 _STORAGES = {
@@ -43,16 +43,6 @@ class _Storage(NamedTuple):
     length: int
 
 
-def _tensor_v2(storage: "_Storage", *rest: Any) -> "_Tensor":  # noqa: ANN401
-    offset, size, stride, *_ = rest
-    return _Tensor(storage, storage.dtype, offset, tuple(size), tuple(stride))
-
-
-def _tensor_v3(storage: "_Storage", *rest: Any) -> "_Tensor":  # noqa: ANN401
-    offset, size, stride, _requires_grad, _hooks, dtype, *_ = rest
-    return _Tensor(storage, dtype, offset, tuple(size), tuple(stride))
-
-
 class _Tensor(NamedTuple):
     storage: _Storage
     dtype: np.dtype
@@ -61,8 +51,31 @@ class _Tensor(NamedTuple):
     stride: tuple[int, ...]
 
 
-def _ordered_dict(pairs: Any = ()) -> dict:  # noqa: ANN401
-    return dict(pairs)
+class Dtype(NamedTuple):
+    """Stands for a dtype. A pickle can set the state of what it names, and NumPy lets it change
+    the sizes of `ml_dtypes`' own objects.
+    """
+
+    numpy: np.dtype
+
+
+def _tensor_v2(storage: Any, *rest: Any) -> _Tensor:  # noqa: ANN401
+    offset, size, stride, *_ = rest
+    if not isinstance(storage, _Storage):
+        raise TypeError("a tensor without a storage")
+    return _Tensor(storage, storage.dtype, offset, tuple(size), tuple(stride))
+
+
+def _tensor_v3(storage: Any, *rest: Any) -> _Tensor:  # noqa: ANN401
+    *_, dtype = rest[:6]
+    if not isinstance(dtype, Dtype):
+        raise TypeError("a tensor without a dtype")
+    return _tensor_v2(storage, *rest)._replace(dtype=dtype.numpy)
+
+
+class _OrderedDict(dict):
+    def __setstate__(self, state: Any) -> None:  # noqa: ANN401
+        """Leaves what a module's state dict has as attributes."""
 
 
 class _NumpyArray(pickles.Record):
@@ -71,18 +84,18 @@ class _NumpyArray(pickles.Record):
     def __init__(self, *_: object) -> None: ...
 
 
-TORCH_DTYPES = {("torch", name): dtype for name, dtype in DTYPES.items()}
+TORCH_DTYPES = {("torch", name): Dtype(dtype) for name, dtype in DTYPES.items()}
 _NAMES: Mapping[tuple[str, str], Any] = {
     **TORCH_DTYPES,
-    **{("torch", storage): DTYPES[dtype] for storage, dtype in _STORAGES.items()},
-    ("torch.storage", "UntypedStorage"): DTYPES["uint8"],
-    ("torch", "UntypedStorage"): DTYPES["uint8"],
+    **{("torch", storage): Dtype(DTYPES[dtype]) for storage, dtype in _STORAGES.items()},
+    ("torch.storage", "UntypedStorage"): Dtype(DTYPES["uint8"]),
+    ("torch", "UntypedStorage"): Dtype(DTYPES["uint8"]),
     ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
     ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
     ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
     ("torch", "Size"): tuple,
-    ("torch", "device"): lambda *arguments: ":".join(map(str, arguments)),
-    ("collections", "OrderedDict"): _ordered_dict,
+    ("torch", "device"): lambda kind, *index: ":".join([kind, *map("{:d}".format, index)]),
+    ("collections", "OrderedDict"): _OrderedDict,
     ("numpy", "ndarray"): _NumpyArray,
     ("numpy", "dtype"): _NumpyArray,
     ("numpy.core.multiarray", "_reconstruct"): _NumpyArray,
@@ -119,16 +132,20 @@ class Archive:
         Raises:
             Unsafe: the pickle names what no checkpoint needs.
         """
-        start, length = self._record("data.pkl")
-        data = self._file(start, length).tobytes()
-        return self._resolve(pickles.load(data, _NAMES, self._where, _storage), {})
+        if "byteorder" in self._records and self._read("byteorder") != b"little":
+            raise UserError(f"{self._where}: its numbers are big-endian, which is not read here")
+        found = pickles.load(self._read("data.pkl"), _NAMES, self._where, _storage)
+        try:
+            return self._resolve(found, {})
+        except RecursionError:
+            raise UserError(f"{self._where}: the object is nested too deeply; refused") from None
 
     def _find_records(self) -> dict[str, tuple[int, int]]:
-        """Name (without the archive's own) -> (start in the file, length)."""
+        """Name (without the archive's own) -> (where its header is in the archive, length)."""
         try:
             with zipfile.ZipFile(_Window(self._file, self._start, self._length)) as archive:
                 entries = archive.infolist()
-        except (zipfile.BadZipFile, ValueError, struct.error, OSError) as error:
+        except (zipfile.BadZipFile, ValueError, struct.error, NotImplementedError) as error:
             raise UserError(
                 f"{self._where}: no torch.save archive there ({error}): the file is damaged or "
                 "another one"
@@ -141,24 +158,24 @@ class Archive:
                     f"{self._where}: record {entry.filename!r} is compressed or encrypted, which "
                     "torch.save never does; refused"
                 )
-            name = entry.filename.partition("/")[2]
-            records[name] = (self._data_start(entry.header_offset), entry.file_size)
+            records[entry.filename.partition("/")[2]] = (entry.header_offset, entry.file_size)
         return records
 
-    def _data_start(self, header: int) -> int:
+    def _record(self, name: str) -> tuple[int, int]:
+        """Start in the file, and length."""
+        if name not in self._records:
+            raise UserError(f"{self._where}: the archive has no record {name}")
+        header, length = self._records[name]
         if not 0 <= header <= self._length - 30:
             raise UserError(f"{self._where}: the archive's index is damaged")
         fields = self._file(self._start + header, 30).tobytes()
-        name_length, extra_length = struct.unpack("<HH", fields[26:30])
-        return self._start + header + 30 + name_length + extra_length
-
-    def _record(self, name: str) -> tuple[int, int]:
-        if name not in self._records:
-            raise UserError(f"{self._where}: the archive has no record {name}")
-        start, length = self._records[name]
-        if start + length > self._start + self._length:
+        start = header + 30 + sum(struct.unpack("<HH", fields[26:30]))
+        if start + length > self._length:
             raise UserError(f"{self._where}: record {name} is truncated")
-        return start, length
+        return self._start + start, length
+
+    def _read(self, name: str) -> bytes:
+        return self._file(*self._record(name)).tobytes()
 
     def _resolve(self, value: Any, seen: dict[int, Any]) -> Any:  # noqa: ANN401
         """`value` with lazy tensors; what is shared in it is looked at once."""
@@ -173,6 +190,8 @@ class Archive:
         match value:
             case _Tensor():
                 result = self._lazy(value)
+            case Dtype():
+                result = value.numpy
             case dict():
                 result = {key: self._resolve(item, seen) for key, item in value.items()}
             case list():
@@ -186,8 +205,9 @@ class Archive:
         start, length = self._record(f"data/{tensor.storage.record}")
         itemsize = tensor.dtype.itemsize
         sizes, strides = tensor.size, tensor.stride
-        if len(sizes) != len(strides) or min((*sizes, *strides, tensor.offset), default=0) < 0:
-            raise UserError(f"{self._where}: a tensor has size {sizes} and strides {strides}")
+        numbers = all(isinstance(n, int) and n >= 0 for n in (*strides, tensor.offset))
+        if not numbers or not is_shape(sizes, itemsize) or len(sizes) != len(strides):
+            raise UserError(f"{self._where}: a tensor's size, strides or offset are damaged")
         last = sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
         if math.prod(sizes) and (tensor.offset + last + 1) * itemsize > length:
             raise UserError(
@@ -202,18 +222,18 @@ class Archive:
                 return np.empty(shape, tensor.dtype)
             begin = sum(s.start * stride for s, stride in zip(index, strides, strict=True))
             span = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-            flat = self._file(first + begin * itemsize, span * itemsize).view(tensor.dtype)
+            raw = self._file(first + begin * itemsize, span * itemsize)
             in_bytes = tuple(stride * itemsize for stride in strides)
-            return np.lib.stride_tricks.as_strided(flat, shape, in_bytes, writeable=False)
+            return np.ndarray(shape, tensor.dtype, raw.data, strides=in_bytes)
 
         return Lazy(sizes, tensor.dtype, read, self._where)
 
 
 def _storage(pid: Any) -> _Storage:  # noqa: ANN401
     kind, dtype, record, _, length = pid
-    if kind != "storage" or not isinstance(record, str) or not isinstance(dtype, np.dtype):
-        raise UserError(f"an archive refers to {pid!r}: no tensor storage")
-    return _Storage(record, dtype, int(length))
+    if kind != "storage" or not isinstance(record, str) or not isinstance(dtype, Dtype):
+        raise ValueError("it refers to what is no tensor's storage")
+    return _Storage(record, dtype.numpy, int(length))
 
 
 class _Window(io.RawIOBase):

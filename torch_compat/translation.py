@@ -3,15 +3,12 @@
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-import numpy as np
-
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
-from torch_compat.lazy import Lazy, blocks
+from torch_compat.lazy import Lazy, equal
 from torch_compat.names.table import EMBEDDING, HEAD, Dialect, differences
 
 _SHOWN = 20
-_COMPARED = 32 << 20  # bytes at a time
 
 
 class Translation(NamedTuple):
@@ -46,14 +43,20 @@ def translate(
     found = by.dialect.to_ours(theirs, shapes, by.model)
     if by.resize_vocab:
         found = {
-            name: tensor.resized(by.model.vocab_size) if name in (EMBEDDING, HEAD) else tensor
+            name: tensor.resized(by.model.vocab_size)
+            if name in (EMBEDDING, HEAD) and tensor.shape
+            else tensor
             for name, tensor in found.items()
         }
     used = {by.dialect.their_name(name) for name in found}
     left = [key for key in theirs if key not in used and not by.dialect.ignores(key)]
     if by.model.tie_embeddings and (head := by.dialect.their_name(HEAD)) in left:
         left.remove(head)
-        _check_tied(theirs[by.dialect.their_name(EMBEDDING)], theirs[head], by.where)
+        if EMBEDDING in found and not equal(theirs[by.dialect.their_name(EMBEDDING)], theirs[head]):
+            raise UserError(
+                f"{by.where}: model.tie_embeddings is true, but the output head differs from the "
+                "embedding; set it to false"
+            )
     problems = list(differences(shapes, found, left))
     if problems:
         listed = "\n  ".join(_shortened(problems) + _advice(found, by.model))
@@ -74,20 +77,9 @@ def _shortened(problems: list[str]) -> list[str]:
 
 def _advice(found: Mapping[str, Lazy], model: ModelConfig) -> list[str]:
     table = found.get(EMBEDDING)
-    if table is None or table.shape[0] == model.vocab_size:
+    if table is None or not table.shape or table.shape[0] == model.vocab_size:
         return []
     return [
         f"the vocabulary has {table.shape[0]} rows there and model.vocab_size is "
         f"{model.vocab_size}: --resize-vocab cuts padding off, or adds rows of zeros"
     ]
-
-
-def _check_tied(embedding: Lazy, head: Lazy, where: str) -> None:
-    if embedding.shape == head.shape and embedding.dtype == head.dtype:
-        pieces = blocks(head.shape, head.dtype.itemsize, _COMPARED)
-        if all(np.array_equal(embedding.read(i), head.read(i)) for i in pieces):
-            return
-    raise UserError(
-        f"{where}: model.tie_embeddings is true, but the output head differs from the embedding; "
-        "set it to false"
-    )

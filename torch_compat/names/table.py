@@ -19,7 +19,7 @@ from torch_compat.lazy import Lazy, stack
 HEAD = "output_head.proj.weight"
 EMBEDDING = "token_embedding.embedding.weight"
 _EXPERT = re.compile(r"layers\.\d+\.mlp\.experts\.\d+\.")
-_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 class Change(Protocol):
@@ -39,6 +39,8 @@ class InterleavedRotary:
 
     def to_ours(self, tensor: Lazy, config: ModelConfig) -> Lazy:
         """Gathers the even channels of each head before the odd ones."""
+        if not tensor.shape or tensor.shape[0] % config.head_size:
+            return tensor  # not the model's, which its shape will tell
         return tensor.rows(_even_then_odd(tensor.shape[0], config.head_size))
 
     def to_theirs(self, tensor: Lazy, config: ModelConfig) -> Lazy:
@@ -130,6 +132,9 @@ class Dialect:
                 continue
             tensor = theirs[key]
             if rule.is_packed:
+                if tensor.shape[:1] != (config.num_experts,):
+                    found[name] = tensor  # not the model's, which its shape will tell
+                    continue
                 tensor = tensor.part(expert)
             found[name] = rule.change.to_ours(tensor, config) if rule.change else tensor
         return found
@@ -176,11 +181,7 @@ class Dialect:
 
 def strip_wrappers(key: str) -> str:
     """A key without what DDP, FSDP, torch.compile and activation checkpointing put into it."""
-    for wrapper in _WRAPPERS:
-        if key.startswith(wrapper):
-            key = key.removeprefix(wrapper)
-        key = key.replace(f".{wrapper}", ".")
-    return key
+    return ".".join(part for part in key.split(".") if part not in _WRAPPERS)
 
 
 def detect(keys: Sequence[str], dialects: Iterable[Dialect]) -> Dialect | None:

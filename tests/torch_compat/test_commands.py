@@ -1,0 +1,357 @@
+"""The tool as it is used: import, export, inspect, verify; killed, resumed, on a full disk."""
+
+import dataclasses
+import json
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.config.load import load_config
+from jaxforge.errors import UserError
+from jaxforge.training.progress import Progress
+from tests.conftest import tiny_config
+from tests.helpers import random_batches, setup
+from tests.processes.conftest import ROOT, environment
+from torch_compat import checkpoints, orbax_store
+from torch_compat.__main__ import main
+from torch_compat.dcp_reader import METADATA, open_dcp
+from torch_compat.files import Directory
+
+
+def trained(directory, steps=2, **sections):
+    """A run directory of a few steps, and its config."""
+    ours = setup(tiny_config(**sections))
+    state, _ = ours.run(ours.state(), random_batches(ours.config, steps))
+    saved = Checkpoints(
+        directory, ours.config.checkpoint, ours.model.axes, ours.config.model_dump(mode="json")
+    )
+    saved.save(Progress(step=steps, samples=8 * steps, tokens=256 * steps), state)
+    saved.close()
+    path = directory / "config.toml"
+    path.write_text(ours.config.to_toml())
+    return path
+
+
+def values(run):
+    held, _ = orbax_store.open_orbax(run)
+    return {name: tensor.all() for name, tensor in held.tensors()} | held.scalars
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["curve_dense_1rank", "curve_dense_fsdp2"])
+def test_a_golden_run_comes_back_bit_for_bit(golden, tmp_path, name, capsys):
+    source = golden / name
+    settings = [f"--config={source / 'config.toml'}", "--data.shuffle=false"]
+    assert main(["import", str(source), str(tmp_path / "run"), *settings]) == 0
+    held, config = orbax_store.open_orbax(tmp_path / "run")
+    assert (held.progress.step, held.progress.samples, held.progress.tokens) == (10, 80, 10240)
+    assert int(held.scalars["updates"]) == 10
+    assert config.optimizer.lr == 3e-3
+    ranks = 1 if name.endswith("1rank") else 2
+    exporting = ["export", str(tmp_path / "run"), str(tmp_path / "back"), "--to=dcp"]
+    assert main([*exporting, f"--ranks={ranks}"]) == 0
+    assert main(["verify", str(source), str(tmp_path / "back")]) == 0
+    assert main(["verify", str(source), str(tmp_path / "run"), *settings]) == 0
+    assert "the same" in capsys.readouterr().out
+    assert (tmp_path / "back" / "latest").readlink() == Path("step_10")
+    metadata = json.loads((tmp_path / "back" / "latest" / "metadata.json").read_text())
+    assert metadata == json.loads((source / "checkpoints/step_10/metadata.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "schedule_free_adamw"])
+@pytest.mark.parametrize("layout", ["nested", "flat"])
+def test_every_optimizer_goes_to_torch_and_back(tmp_path, name, layout):
+    scheduler = {"name": "none"} if name.startswith("schedule_free") else {}
+    config = trained(tmp_path / "a", optimizer={"name": name}, scheduler=scheduler)
+    main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp", f"--layout={layout}"])
+    main(["import", str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config}"])
+    assert_same(values(tmp_path / "a"), values(tmp_path / "b"))
+
+
+@pytest.mark.parametrize("dialect", ["kempnerforge", "torchtitan", "torchtitan-2025", "hf-llama"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_dialect_comes_back_bit_for_bit(tmp_path, dialect, dtype):
+    config = trained(tmp_path / "a", train={"param_dtype": dtype, "opt_state_dtype": dtype})
+    arguments = ["--to=dcp", f"--dialect={dialect}"]
+    main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), *arguments])
+    found = checkpoints.find(tmp_path / "dcp")
+    assert found.dcp().tensors  # a checkpoint of its own
+    main(["import", str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config}"])
+    assert_same(values(tmp_path / "a"), values(tmp_path / "b"))
+    step = orbax_store.open_orbax(tmp_path / "b")[0].progress
+    assert (step.step, step.tokens) == (2, 512)
+
+
+def test_verify_names_what_differs(tmp_path, capsys):
+    config = trained(tmp_path / "a")
+    main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
+    tensor = open_dcp(Directory(tmp_path / "dcp" / "step_2")).tensors["model.norm.weight"]
+    place = tensor.all().tobytes()
+    file = tmp_path / "dcp" / "step_2" / "__0_0.distcp"
+    data = file.read_bytes()
+    assert data.count(place) == 1
+    changed = np.frombuffer(place, np.float32).copy()
+    changed[3] += 0.5
+    file.write_bytes(data.replace(place, changed.tobytes()))
+    capsys.readouterr()
+    arguments = ["verify", str(tmp_path / "a"), str(tmp_path / "dcp"), "--json"]
+    assert main([*arguments, f"--config={config}"]) == 1
+    found = json.loads(capsys.readouterr().out)["differences"]
+    assert [(d["name"], d["what"], d["largest"]) for d in found] == [
+        ("params.norm.weight", "values", pytest.approx(0.5))
+    ]
+
+
+def test_inspect_tells_what_there_is(tmp_path, capsys):
+    trained(tmp_path / "a")
+    main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp", "--ranks=2"])
+    main(["export", str(tmp_path / "a"), str(tmp_path / "hf"), "--to=hf"])
+    reports = {}
+    for name in ("a", "dcp", "hf"):
+        capsys.readouterr()
+        assert main(["inspect", str(tmp_path / name), "--json"]) == 0
+        reports[name] = json.loads(capsys.readouterr().out)
+        assert main(["inspect", str(tmp_path / name)]) == 0
+    assert {r["parameters"] for r in reports.values()} == {reports["a"]["parameters"]}
+    assert [reports[n]["dialect"] for n in reports] == ["jaxforge", "kempnerforge", "hf-llama"]
+    assert reports["dcp"]["optimizer"] == "adamw"
+    assert reports["dcp"]["place"] == {
+        "step": 2, "tokens": 512, "updates": 2, "epoch": 0, "batches": 1, "ranks": 2,
+    }  # fmt: skip
+    described = reports["dcp"]["tensors"]["model.layers.1.attention.q_proj.weight"]
+    assert described == {"dtype": "float32", "shape": [64, 64], "chunks": 1}
+
+
+def test_a_dry_run_writes_nothing(tmp_path, capsys):
+    config = trained(tmp_path / "a")
+    main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
+    before = sorted(tmp_path.rglob("*"))
+    arguments = [str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config}"]
+    assert main(["import", *arguments, "--dry-run"]) == 0
+    assert "kempnerforge, step 2" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_weights_alone_start_at_step_0(tmp_path):
+    config = trained(tmp_path / "a")
+    main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
+    arguments = [str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config}"]
+    main(["import", *arguments, "--weights-only", "--dtype=bfloat16"])
+    held, _ = orbax_store.open_orbax(tmp_path / "b")
+    assert held.moments is None
+    assert held.progress.step == 0
+    assert {t.dtype.name for t in held.params.values()} == {"bfloat16"}
+
+
+def test_missing_optimizer_state_is_said_and_filled_on_request(tmp_path, capsys):
+    config = trained(tmp_path / "a", optimizer={"name": "muon"})
+    main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
+    found = open_dcp(Directory(tmp_path / "dcp" / "step_2"))
+    without_inner_adam(tmp_path / "dcp" / "step_2")
+    assert "optimizer.state.norm.weight.exp_avg" in found.tensors
+    arguments = [str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config}"]
+    with pytest.raises(UserError, match=r"exp_avg of \d+ parameters is missing.*--fill-optimizer"):
+        main(["import", *arguments])
+    main(["import", *arguments, "--fill-optimizer"])
+    assert "start from zero" in capsys.readouterr().err
+    held, _ = orbax_store.open_orbax(tmp_path / "b")
+    assert not held.moments["mu"]["norm.weight"].all().any()
+    assert held.moments["momentum"]["layers.0.mlp.up_proj.weight"].all().any()
+
+
+def without_inner_adam(directory):
+    """What KempnerForge leaves of Muon: no moments of the parameters that are AdamW's."""
+    import pickle
+
+    pytest.importorskip("torch")
+    path = directory / METADATA
+    metadata = pickle.loads(path.read_bytes())
+    for table in (metadata.state_dict_metadata, metadata.storage_data):
+        for key in list(table):
+            if str(getattr(key, "fqn", key)).endswith(("exp_avg", "exp_avg_sq")):
+                del table[key]
+    path.write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["import", "nowhere", "b"], "no checkpoint there"),
+        (["import", "dcp", "b"], "give the run's config, --config FILE"),
+        (["import", "a", "b"], "is a run of jaxforge already"),
+        (["import", "dcp", "b", "--config=a/config.toml", "--model.n_layers=3"],
+         "missing: layers.2"),
+        (["import", "dcp", "b", "--config=a/config.toml", "--model.n_layers=1"],
+         "left over: layers.1"),
+        (["import", "dcp", "b", "--config=a/config.toml", "--optimizer.name=lion",
+          "--dialect=torchtitan"], "missing: "),
+        (["import", "dcp", "b", "--config=a/config.toml", "--model.vocab_size=250"],
+         "--resize-vocab"),
+        (["export", "dcp", "b", "--to=dcp"], "export takes a run of jaxforge"),
+        (["export", "a", "dcp", "--to=dcp"], "is there already"),
+        (["export", "a", "b", "--to=hf", "--dialect=torchtitan"], "torchtitan"),
+        (["export", "a", "b", "--to=dcp", "--ranks=3"], "no whole number of batches"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(tmp_path, monkeypatch, arguments, message):
+    trained(tmp_path / "a")
+    monkeypatch.chdir(tmp_path)
+    main(["export", "a", "dcp", "--to=dcp"])
+    with pytest.raises(UserError, match=message):
+        main(arguments)
+    assert not Path("b").exists() or not list(Path("b").glob("step*"))
+
+
+def test_a_mistake_has_exit_code_2_and_no_traceback(tmp_path):
+    done = compat("import", tmp_path / "nothing", tmp_path / "b")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+
+
+BIG = {"dim": 256, "n_layers": 4, "n_heads": 4, "vocab_size": 4096, "max_seq_len": 64}
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory):
+    """A run of 80 MB, exported."""
+    directory = tmp_path_factory.mktemp("big")
+    config = trained(directory / "run", model=BIG)
+    main(["export", str(directory / "run"), str(directory / "dcp"), "--to=dcp"])
+    return directory, config
+
+
+SMALL_BLOCKS = "--max-memory=1MB"  # many units of work, so that there is a middle to stop in
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("command", ["import", "export"])
+def test_killed_in_the_middle_it_goes_on_where_it_was(big, tmp_path, command, monkeypatch):
+    from torch_compat import dcp_writer
+
+    directory, config = big
+    if command == "import":
+        arguments = ["import", directory / "dcp", tmp_path / "b", f"--config={config}"]
+        destination = tmp_path / "b/checkpoints/step_2"
+    else:
+        arguments = ["export", directory / "run", tmp_path / "b", "--to=hf", "--max-shard-size=2MB"]
+        destination = tmp_path / "b"
+    marks = destination.with_name(f".{destination.name}.partial") / "marks"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch_compat", *map(str, arguments), SMALL_BLOCKS],
+        cwd=ROOT, env=environment(), stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    while len(list(marks.glob("*.json"))) < 4 and process.poll() is None:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not destination.exists()
+    done_before = {path.name: path.stat().st_mtime_ns for path in marks.glob("*.json")}
+    assert len(done_before) >= 4
+    source = orbax_store if command == "import" else dcp_writer  # nothing is patched: a real rerun
+    assert source is not None
+    seen = []
+    keep = shutil.rmtree
+
+    def watching(path, *args, **kwargs):
+        if Path(path).name == "marks" or Path(path).name.endswith(".partial"):
+            found = Path(path) / "marks" if Path(path).name.endswith(".partial") else Path(path)
+            seen.append({p.name: p.stat().st_mtime_ns for p in found.glob("*.json")})
+        return keep(path, *args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", watching)
+    main([*map(str, arguments), SMALL_BLOCKS])
+    assert seen[0].items() >= done_before.items()  # their marks are as old as they were
+    assert destination.exists()
+    assert not marks.parent.exists()
+    assert main(["verify", str(tmp_path / "b"), str(directory / "run")]) == 0
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("command", ["import", "export"])
+def test_a_full_disk_leaves_no_checkpoint_and_the_next_try_cleans_up(big, tmp_path, command):
+    directory, config = big
+    arguments = {
+        "import": ["import", directory / "dcp", tmp_path / "b", f"--config={config}"],
+        "export": ["export", directory / "run", tmp_path / "b", "--to=dcp"],
+    }[command]
+    limit = 3_000_000  # of one file: the write fails as on a full disk, in the middle
+    done = compat(
+        *arguments, preexec=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    )
+    assert done.returncode == 74, done.stderr
+    assert "could not be written" in done.stderr
+    assert "Traceback" not in done.stderr
+    with pytest.raises(UserError, match="no checkpoint"):
+        checkpoints.find(tmp_path / "b")
+    assert main([str(a) for a in arguments]) == 0
+    assert main(["verify", str(tmp_path / "b"), str(directory / "run"), f"--config={config}"]) == 0
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+@pytest.mark.processes
+def test_several_processes_share_the_work(big, tmp_path):
+    directory, config = big
+    arguments = ["import", directory / "dcp", tmp_path / "b", f"--config={config}", SMALL_BLOCKS]
+    assert compat(*arguments, "--processes=3").returncode == 0
+    stores = list((tmp_path / "b/checkpoints/step_2/state").glob("ocdbt.process_*"))
+    assert len(stores) == 3
+    assert_same(values(directory / "run"), values(tmp_path / "b"))
+    exporting = ["export", tmp_path / "b", tmp_path / "hf", "--to=hf", "--max-shard-size=2MB"]
+    other = subprocess.Popen(
+        [sys.executable, "-m", "torch_compat", *map(str, exporting), "--process=1/2"],
+        cwd=ROOT, env=environment(),
+    )  # fmt: skip
+    assert compat(*exporting, "--process=0/2").returncode == 0
+    assert other.wait() == 0
+    assert main(["verify", str(tmp_path / "hf"), str(directory / "run")]) == 0
+
+
+def test_a_partial_conversion_of_something_else_is_begun_anew(tmp_path):
+    config = trained(tmp_path / "a")
+    main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
+    partial = tmp_path / "b/checkpoints/.step_2.partial"
+    (partial / "marks").mkdir(parents=True)
+    (partial / "marks" / "plan.json").write_text('{"fingerprint": "another"}')
+    (partial / "marks" / "params.norm.weight-0.json").write_text("null")
+    main(["import", str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config}"])
+    assert_same(values(tmp_path / "a"), values(tmp_path / "b"))
+
+
+def test_an_imported_run_goes_on_as_if_it_had_never_left(tmp_path):
+    config_path = trained(tmp_path / "a")
+    main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
+    main(["import", str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config_path}"])
+    ours = setup(load_config(config_path))
+    batches = random_batches(ours.config, 3, seed=1)
+    losses = []
+    for name in ("a", "b"):
+        saved = Checkpoints(tmp_path / name, ours.config.checkpoint, read_only=True)
+        with jax.set_mesh(ours.mesh):
+            state, progress = saved.restore(ours.state(), 2)
+        saved.close()
+        assert dataclasses.replace(progress, run_id="") == Progress(2, 16, 512, run_id="")
+        losses.append(ours.run(state, batches)[1]["loss"])
+    np.testing.assert_array_equal(*losses)
+
+
+def compat(*arguments, preexec=None):
+    return subprocess.run(
+        [sys.executable, "-m", "torch_compat", *map(str, arguments)],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, check=False, timeout=300,
+        preexec_fn=preexec,
+    )  # fmt: skip
