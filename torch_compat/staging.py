@@ -16,6 +16,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,9 @@ from torch_compat.files import sync_directory
 _MARKS = "marks"
 _PLAN = "plan.json"
 _POLL = 0.05  # seconds
+
+AT_ONCE = 3
+"""Units that are written at a time: while one is synced to disk, others are read."""
 
 
 class Share(NamedTuple):
@@ -80,13 +84,21 @@ class Staging:
             units: all of them, the same in every process.
             advance: called with the bytes of each unit that is done, before or now.
         """
-        for i, unit in enumerate(units):
-            if i % self.share.processes != self.share.process:
-                continue
-            if not self._mark(unit.name).exists():
-                with naming_failure(self.destination):
-                    self._set_mark(unit.name, unit.write())
-            advance(unit.nbytes)
+        ours = units[self.share.process :: self.share.processes]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            under_way = [pool.submit(self._write_one, unit, advance) for unit in ours]
+            try:
+                for written in under_way:
+                    written.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _write_one(self, unit: Unit, advance: Callable[[int], None]) -> None:
+        if not self._mark(unit.name).exists():
+            with naming_failure(self.destination):
+                self._set_mark(unit.name, unit.write())
+        advance(unit.nbytes)
 
     def results(
         self, units: Sequence[Unit], check: Callable[[], None] = lambda: None

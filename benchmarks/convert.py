@@ -1,0 +1,221 @@
+"""Memory and throughput of conversions between PyTorch's checkpoints and jaxforge's.
+
+    python benchmarks/convert.py [--quick]
+
+A DCP checkpoint of parameters and AdamW moments is imported, and the run exported as DCP and as
+Hugging Face safetensors, each by a process of its own. Memory is the peak resident size above that
+of the same command with `--dry-run`. Throughput is that of the data written, beside `cp -r` of the
+same bytes, torch's own `dcp_to_torch_save`, and `save_pretrained` of the same weights, all in turns
+and all with their files in the page cache.
+"""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import results
+
+from jaxforge.config.job import JobConfig
+from jaxforge.config.load import make_config
+from jaxforge.training.progress import Progress
+from torch_compat import dcp_state, dcp_writer
+from torch_compat.lazy import Index, Lazy, extent
+from torch_compat.names import DIALECTS
+from torch_compat.staging import Share, Staging
+from torch_compat.state import Held, wanted
+
+MIB = 1 << 20
+LIMIT = 256 * MIB  # that memory may grow by, besides the largest tensor of a layer
+BLOCK = 32 * MIB
+LAYER = {"dim": 1024, "n_heads": 8, "ffn_hidden_dim": 3584, "vocab_size": 16384}
+
+_MEASURED = """
+import json, resource, subprocess, sys, time
+start = time.perf_counter()
+subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+print(json.dumps([time.perf_counter() - start, peak]))
+"""
+
+_TO_TORCH = """
+import sys
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+dcp_to_torch_save(*sys.argv[1:])
+"""
+
+_SAVE_PRETRAINED = """
+import sys
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="float32")
+model.save_pretrained(sys.argv[2])
+"""
+
+
+def config_of(nbytes: int) -> JobConfig:
+    """A model whose parameters and moments take about so many bytes."""
+    d, f, v = LAYER["dim"], LAYER["ffn_hidden_dim"], LAYER["vocab_size"]
+    per_layer, rest = 4 * d * d + 3 * d * f, 2 * v * d
+    layers = max(1, round((nbytes / 12 - rest) / per_layer))
+    return make_config({"model": {**LAYER, "n_layers": layers}, "train": {"seq_len": 128}})
+
+
+def write_checkpoint(config: JobConfig, directory: Path) -> int:
+    """Writes a DCP checkpoint of random numbers, in pieces; returns its bytes."""
+    rng = np.random.default_rng(0)
+
+    def random(shape: tuple[int, ...]) -> Lazy:
+        def read(index: Index) -> np.ndarray:
+            return rng.standard_normal(extent(index), np.float32)
+
+        return Lazy(shape, np.dtype(np.float32), read)
+
+    declared = wanted(config)
+    held = Held(
+        params={name: random(shape) for name, shape in declared.params.items()},
+        moments={
+            field: {name: random(shape) for name, shape in shapes.items()}
+            for field, shapes in declared.moments.items()
+        },
+        scalars={"updates": np.asarray(100, np.int32)},
+        progress=Progress(step=100),
+    )
+    entries = dcp_state.entries(
+        held, declared, DIALECTS["kempnerforge"], flat=False, prefix="model.", weights_only=False
+    )
+    staging = Staging(directory / "step_100", {}, Share())
+    units = dcp_writer.units(entries, staging.path, BLOCK)
+    staging.write(units, lambda nbytes: None)
+    dcp_writer.write_metadata(entries, staging.results(units), staging.path, BLOCK)
+    staging.commit()
+    return sum(tensor.nbytes for _, tensor in held.tensors())
+
+
+def measured(command: Sequence[str | Path]) -> tuple[float, int]:
+    """Seconds and peak resident bytes of a command."""
+    arguments = [sys.executable, "-c", _MEASURED, *map(str, command)]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True, env=_environment())
+    seconds, peak = json.loads(done.stdout)
+    return seconds, peak
+
+
+def compat(*arguments: str | Path) -> list[str | Path]:
+    """A command of the converter."""
+    return [sys.executable, "-m", "torch_compat", *arguments]
+
+
+def python(code: str, *arguments: str | Path) -> list[str | Path]:
+    """A command that runs `code`."""
+    return [sys.executable, "-c", code, *arguments]
+
+
+def copying(source: Path, target: Path) -> list[str | Path]:
+    """A command that copies a directory, durably as our conversions are."""
+    return ["sh", "-c", 'cp -r "$0" "$1" && sync -f "$1"', source, target]
+
+
+def compare(nbytes: int, repeats: int, place: Path) -> list[results.Row]:
+    """Every conversion at one size."""
+    config, name = config_of(nbytes), f"{nbytes / 1e9:g} GB"
+    toml = place / "run.toml"
+    toml.write_text(config.to_toml())
+    total = write_checkpoint(config, place / "dcp")
+    weights = total // 3
+    largest = LAYER["vocab_size"] * LAYER["dim"] * 4
+    run, hf = place / "run", place / "hf"
+    importing = compat("import", place / "dcp", run, "--config", toml)
+    to_dcp = compat("export", run, place / "back", "--to=dcp")
+    to_hf = compat("export", run, hf, "--to=hf")
+    rows = []
+
+    def memory(case: str, command: Sequence[str | Path], target: Path) -> None:
+        _, base = measured([*command, "--dry-run"])
+        _, peak = measured(command)
+        allowed = LIMIT + largest
+        rows.append(results.Row(f"{name}: memory of {case}", round((peak - base) / MIB),
+                                "256 MiB and the largest tensor", round(allowed / MIB), "MiB",
+                                smaller_is_better=True))  # fmt: skip
+        if target != run and target != hf:
+            shutil.rmtree(target)
+
+    def speed(case: str, ours: list[str | Path], made: Path, peers: dict, size: int) -> None:
+        times: dict[str, list[float]] = {}
+        for _ in range(repeats):
+            for peer, (command, product) in {"ours": (ours, made), **peers}.items():
+                _remove(product)
+                os.sync()
+                times.setdefault(peer, []).append(measured(command)[0])
+        best = {peer: size / statistics.median(t) / 1e9 for peer, t in times.items()}
+        for peer in peers:
+            rows.append(results.Row(f"{name}: {case}", round(best["ours"], 3), peer,
+                                    round(best[peer], 3), "GB/s"))  # fmt: skip
+
+    memory("import", importing, run)
+    memory("export to DCP", to_dcp, place / "back")
+    memory("export to Hugging Face", to_hf, hf)
+    copy, torch_file, pretrained = place / "copy", place / "all.pt", place / "pretrained"
+    speed("import", importing, run, {
+        "cp -r": (copying(place / "dcp", copy), copy),
+        "torch: dcp_to_torch_save": (
+            python(_TO_TORCH, place / "dcp" / "step_100", torch_file), torch_file),
+    }, total)  # fmt: skip
+    _remove(copy)
+    _remove(torch_file)
+    speed("export to DCP", to_dcp, place / "back", {
+        "cp -r": (copying(place / "dcp", copy), copy)}, total)  # fmt: skip
+    _remove(copy)
+    speed("export to Hugging Face", to_hf, hf, {
+        "cp -r": (copying(hf, copy), copy),
+    }, weights)  # fmt: skip
+    _remove(copy)
+    speed("export to Hugging Face", to_hf, hf, {
+        "transformers: load, save_pretrained": (
+            python(_SAVE_PRETRAINED, _kept(hf, place), pretrained), pretrained),
+    }, weights)  # fmt: skip
+    return rows
+
+
+def _kept(hf: Path, place: Path) -> Path:
+    """A copy for the peer to load, while ours is written anew."""
+    source = place / "source"
+    shutil.copytree(hf, source)
+    return source
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _environment() -> dict[str, str]:
+    root = str(Path(__file__).parents[1])
+    return {**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
+
+
+def main() -> None:
+    """Prints the table and writes the results."""
+    quick = results.arguments(__doc__).parse_args().quick
+    sizes = [0.25] if quick else [0.25, 1, 4]
+    rows = []
+    for gigabytes in sizes:
+        with tempfile.TemporaryDirectory(prefix="convert-") as place:
+            rows += compare(int(gigabytes * 1e9), 1 if quick else 3, Path(place))
+    notes = [
+        "sizes are those of parameters and both AdamW moments in float32",
+        "times include starting Python and its libraries, and syncing the files",
+        f"largest tensor: {LAYER['vocab_size'] * LAYER['dim'] * 4 / MIB:.0f} MiB",
+    ]
+    packages = ("jax", "orbax-checkpoint", "tensorstore", "torch", "transformers")
+    results.report("convert", rows, packages, device="cpu", notes=notes, write=not quick)
+
+
+if __name__ == "__main__":
+    main()
