@@ -12,8 +12,8 @@ import pytest
 from jaxforge.config.load import load_config
 from jaxforge.data import loader
 from jaxforge.training.step import Controls
+from tests import torch_names
 from tests.helpers import setup
-from torch_compat.names import kempnerforge
 
 TOLERANCE = 1e-5  # relative, as for the trajectories
 
@@ -29,7 +29,7 @@ def checkpoint(run, tmp_path):
 
 def taken_over(ours, saved):
     def tree(named):
-        return kempnerforge.from_torch(
+        return torch_names.from_torch(
             {name: tensor.numpy() for name, tensor in named.items()}, ours.model.abstract
         )
 

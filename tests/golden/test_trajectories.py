@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
+from tests import torch_names
 from tests.conftest import tiny_config
 from tests.helpers import setup
-from torch_compat.names import kempnerforge
 
 LOSS_TOLERANCE = 1e-5  # relative, loss and gradient norm of every update
 MEAN_TOLERANCE, WORST_TOLERANCE = 1e-6, 1e-3  # final weights, absolute
@@ -44,13 +44,13 @@ def test_follows_the_reference(golden, name, optimizer, distributed):
     ours = setup(trajectory_config(optimizer, **distributed))
     keys = [k for k in ("input_ids", "labels", "doc_ids") if k in run.files]
     batches = [{k: run[k][i] for k in keys} for i in range(12)]
-    params = kempnerforge.from_torch(part(run, "init/"), ours.model.abstract)
+    params = torch_names.from_torch(part(run, "init/"), ours.model.abstract)
     state, metrics = ours.run(ours.state(params), batches)
 
     np.testing.assert_allclose(metrics["loss"], run["loss"], rtol=LOSS_TOLERANCE)
     np.testing.assert_allclose(metrics["grad_norm"], run["grad_norm"], rtol=LOSS_TOLERANCE)
     np.testing.assert_allclose(metrics["lr"], run["lr_logged"], rtol=1e-6)
-    final = kempnerforge.to_torch(jax.device_get(state.params))
+    final = torch_names.to_torch(jax.device_get(state.params))
     for key, reference in part(run, "final/").items():
         difference = np.abs(final[key] - reference)
         assert difference.mean() < MEAN_TOLERANCE, key
@@ -58,7 +58,7 @@ def test_follows_the_reference(golden, name, optimizer, distributed):
     fields = jax.device_get(state.opt_state[1])._asdict()
     assert fields.pop("updates") == 12
     for field, moments in fields.items():
-        for key, moment in kempnerforge.to_torch(moments).items():
+        for key, moment in torch_names.to_torch(moments).items():
             reference = run[f"opt/{key}/{MOMENTS[field]}"]
             worst = np.abs(moment - reference).max()
             assert worst < MOMENT_TOLERANCE * np.abs(reference).max(), (key, field)
@@ -67,7 +67,7 @@ def test_follows_the_reference(golden, name, optimizer, distributed):
 def test_logits_before_training(golden):
     run = np.load(golden / "traj_dense_adamw.npz")
     ours = setup(trajectory_config())
-    params = kempnerforge.from_torch(part(run, "init/"), ours.model.abstract)
+    params = torch_names.from_torch(part(run, "init/"), ours.model.abstract)
     hidden = ours.model.hidden(params, run["input_ids"][0, 0])
     logits = ours.model.logits(params, hidden)
     np.testing.assert_allclose(logits, run["logits0"], atol=1e-5)

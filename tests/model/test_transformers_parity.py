@@ -6,7 +6,7 @@ import pytest
 
 from jaxforge.config.model import ModelConfig, RopeScaling
 from jaxforge.model.transformer import Model
-from torch_compat.names.kempnerforge import from_torch
+from tests.torch_names import from_torch
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -14,7 +14,7 @@ from jaxforge.model.linear import is_matrix
 from jaxforge.model.transformer import Model
 from jaxforge.optim.optimizer import build_optimizer, decay_groups
 from tests.conftest import TINY, tiny_config
-from torch_compat.names.kempnerforge import to_torch
+from tests.torch_names import to_torch
 
 VARIANTS = [
     {}, {"tie_embeddings": True}, {"norm_type": "layernorm"}, {"qk_norm": True},

@@ -14,7 +14,7 @@ from jaxforge.training.state import state_shardings
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 from tests.optim import problem
-from torch_compat.names.kempnerforge import to_torch
+from tests.torch_names import to_torch
 
 BETAS, EPS, MOMENTUM, STEPS, ADAM_RATIO = (0.9, 0.95), 1e-8, 0.95, 5, 3.0
 N = 50

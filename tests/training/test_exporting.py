@@ -1,0 +1,44 @@
+"""Exports beside the loop: which checkpoints, and what becomes of failures."""
+
+import json
+
+import pytest
+
+from jaxforge.config.checkpoint import CheckpointConfig
+from jaxforge.errors import StorageError
+from jaxforge.training.exporting import Exporter
+from tests.torch_compat.test_commands import trained
+from torch_compat import checkpoints
+
+
+def test_every_nth_checkpoint_is_exported_and_the_last_one(tmp_path):
+    trained(tmp_path, steps=2)
+    exporter = Exporter(CheckpointConfig(export_interval=2, export_last=True))
+    made = tmp_path / "checkpoints" / "step_2"
+    absent = tmp_path / "checkpoints" / "step_1"
+    exporter.on_checkpoint_save(1, absent)  # the first of two: not due
+    exporter.on_checkpoint_save(2, made)
+    exporter.on_train_end(2, 0, None)
+    assert [p.name for p in (tmp_path / "exports").iterdir()] == ["step_2"]
+    exported = tmp_path / "exports" / "step_2"
+    assert checkpoints.find(exported).format == "hf"
+    assert json.loads((exported / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_failed_export_is_the_last_word_and_never_silent(tmp_path):
+    trained(tmp_path, steps=2)
+    made = tmp_path / "checkpoints" / "step_2"
+    exporter = Exporter(CheckpointConfig(export_interval=1))
+    for file in (made / "state").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    exporter.on_checkpoint_save(2, made)
+    with pytest.raises(StorageError, match=r"not every export was made:\n.*step_2: .*damaged"):
+        exporter.on_train_end(2, 0, None)
+
+
+def test_a_checkpoint_that_never_came_is_said(tmp_path):
+    exporter = Exporter(CheckpointConfig(export_last=True))
+    exporter.on_checkpoint_save(2, tmp_path / "checkpoints" / "step_2")
+    with pytest.raises(StorageError, match="was not written"):
+        exporter.on_train_end(2, 0, None)
