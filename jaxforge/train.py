@@ -150,7 +150,7 @@ def _open_run_directory(config: JobConfig, model: Model) -> Checkpoints:
     return Checkpoints(directory, config.checkpoint, model.axes, resolved)
 
 
-def _open_foreign(path: Path, config: JobConfig) -> Source:
+def _open_foreign(path: str, config: JobConfig) -> Source:
     from torch_compat.restore import open_foreign  # only for runs that start from PyTorch
 
     return open_foreign(path, config)

@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxforge.cli import run_main
+from jaxforge.errors import UserError
 from torch_compat import checkpoints, commands
 from torch_compat.commands import Size
 from torch_compat.dcp_state import Options
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _import(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     job = commands.Import(
         source=checkpoints.find(args.source),
-        destination=Path(args.destination),
+        destination=_local(args.destination),
         config=args.config,
         overrides=overrides,
         options=_options(args),
@@ -64,7 +65,7 @@ def _import(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _export(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     job = commands.Export(
         source=checkpoints.find(args.source),
-        destination=Path(args.destination),
+        destination=_local(args.destination),
         to=args.to,
         config=args.config,
         overrides=overrides,
@@ -146,6 +147,12 @@ def _print_differences(result: "commands.Verified") -> None:
     count = len(result.differences)
     verdict = f"{count} of {result.compared} differ" if count else f"{result.compared} are the same"
     console.print(f"tensors: {verdict}")
+
+
+def _local(path: str) -> Path:
+    if "://" in path:
+        raise UserError(f"{path}: write to a local or mounted directory, then copy it there")
+    return Path(path)
 
 
 def _options(args: argparse.Namespace) -> Options:

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxforge import run_directory
 from jaxforge.config.job import JobConfig
+from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.training.progress import Progress
 from torch_compat import (
@@ -32,6 +33,7 @@ from torch_compat.dcp_state import Options
 from torch_compat.lazy import DTYPES, Lazy
 from torch_compat.names import DIALECTS
 from torch_compat.names.huggingface import FAMILIES
+from torch_compat.names.kempnerforge import LACKS
 from torch_compat.staging import Share, Staging
 from torch_compat.state import Held, Wanted, wanted
 
@@ -205,7 +207,10 @@ class Export:
         summary = (
             f"{self.source.directory} -> {self._target(held)} ({dialect}, {nbytes / 1e9:.3g} GB)"
         )
-        notes = hf_state.notes(dialect, _tokenizer(self.source)) if self.to == "hf" else ()
+        if self.to == "hf":
+            notes = list(hf_state.notes(dialect, _tokenizer(self.source)))
+        else:
+            notes = _unknown_to_kempnerforge(config.model) if dialect == "kempnerforge" else []
         return Plan(summary, tuple(notes), nbytes, held, declared)
 
     def run(
@@ -401,6 +406,15 @@ def _identity(found: Found) -> dict[str, Any]:
 def _plain(job: Any) -> dict[str, str]:  # noqa: ANN401 (a dataclass)
     names = [field.name for field in dataclasses.fields(job) if field.name != "source"]
     return {name: str(getattr(job, name)) for name in names}  # the same in every process
+
+
+def _unknown_to_kempnerforge(model: ModelConfig) -> list[str]:
+    plain = ModelConfig()
+    return [
+        f"KempnerForge has no model.{key}: it would load these weights and compute something else"
+        for key in LACKS
+        if getattr(model, key) != getattr(plain, key)
+    ]
 
 
 def _of_run(config: JobConfig, run: Path) -> JobConfig:

@@ -14,7 +14,7 @@ from torch_compat.dcp_writer import Entry
 from torch_compat.lazy import Lazy, of_array, zeros
 from torch_compat.names import DIALECTS
 from torch_compat.names.table import EMBEDDING, HEAD, Dialect, detect, strip_wrappers
-from torch_compat.optimizer_state import KINDS, STEP, WEIGHT_SUM
+from torch_compat.optimizer_state import KINDS, MAIN_KEYS, STEP, WEIGHT_SUM
 from torch_compat.state import Held, Wanted
 from torch_compat.translation import Translation, some, translate
 
@@ -53,7 +53,7 @@ class Keys(NamedTuple):
         dialect: whose names they are.
         params: parameter -> tensor, wrappers and prefixes taken off.
         state: parameter -> field -> tensor or number.
-        groups: settings of each parameter group.
+        groups: the main settings of each parameter group.
         others: keys of anything else.
     """
 
@@ -80,9 +80,9 @@ def sort_keys(dcp: Dcp, dialect: str | None = None) -> Keys:
             if match[1] == "state":
                 value = dcp.tensors[key] if key in dcp.tensors else dcp.objects(key)
                 state.setdefault(strip_wrappers(owner), {})[field] = value
-            elif key in dcp.objects:
+            elif field in MAIN_KEYS and key in dcp.objects:
                 groups.setdefault(owner, {})[field] = dcp.objects(key)
-            else:
+            elif field in MAIN_KEYS:
                 groups.setdefault(owner, {})[field] = dcp.tensors[key].all()[()]
         elif _BESIDE.fullmatch(key) or key not in dcp.tensors:
             others.append(key)
@@ -248,8 +248,9 @@ def _moments(
     """Our fields, and how many tensors of them had to be made up."""
     name = wanted.config.optimizer.name
     fields = {ours: KINDS[name].fields[ours] for ours in wanted.moments}
-    present = {field for state in states.values() for field in state}
-    if not present & set(fields.values()):
+    present = {field for state in states.values() for field in state} - {STEP, WEIGHT_SUM}
+    needed = {field for ours, field in fields.items() if ours in KINDS[name].always}
+    if not needed <= present <= set(fields.values()):
         raise UserError(
             f"{by.where}: its optimizer state has {', '.join(sorted(present))}; that of "
             f'optimizer.name = "{name}" has {", ".join(fields.values())}: set optimizer.name to '

@@ -27,11 +27,18 @@ class Kind(NamedTuple):
         fields: our field -> torch's.
         keys: what a parameter group has besides lr, initial_lr, weight_decay and params.
         counts: whether each parameter has a `step`.
+        sometimes: our fields that KempnerForge does not save.
     """
 
     fields: Mapping[str, str]
     keys: tuple[str, ...]
     counts: bool = False
+    sometimes: tuple[str, ...] = ()
+
+    @property
+    def always(self) -> set[str]:
+        """Our fields that every checkpoint of it has."""
+        return set(self.fields) - set(self.sometimes)
 
 
 KINDS: Mapping[str, Kind] = {
@@ -47,6 +54,7 @@ KINDS: Mapping[str, Kind] = {
     "muon": Kind(
         {"momentum": "momentum_buffer", "mu": "exp_avg", "nu": "exp_avg_sq"},
         ("momentum", "ns_steps"),
+        sometimes=("mu", "nu"),
     ),
     "schedule_free_adamw": Kind({"nu": "v", "x": "x", "z": "z"}, ("betas", "eps")),
 }  # fmt: skip
@@ -114,16 +122,26 @@ def disagreements(settings: Mapping[str, Any], config: JobConfig) -> list[str]:
     ]
 
 
+def group_lr(config: JobConfig, updates: int) -> float:
+    """`lr` of a parameter group when so many updates are made: that of the next, as schedulers do.
+
+    Schedule-free AdamW warms up by itself and leaves it alone.
+    """
+    if config.optimizer.name == "schedule_free_adamw":
+        return config.optimizer.lr
+    return float(learning_rate(config)(jnp.int32(updates)))
+
+
 def groups(config: JobConfig, updates: int, decays: Mapping[str, bool]) -> list[dict[str, Any]]:
     """Parameter groups: those that decay, then those that do not.
 
     Args:
         config: the run's config.
-        updates: updates made; `lr` is that of the next one, as a scheduler leaves it.
+        updates: updates made.
         decays: parameter -> whether it decays.
     """
     o = config.optimizer
-    lr = float(learning_rate(config)(jnp.int32(updates)))
+    lr = group_lr(config, updates)
     every: dict[str, Any] = {
         "betas": tuple(o.betas), "eps": o.eps, "amsgrad": False, "maximize": False,
         "foreach": None, "capturable": False, "differentiable": False, "fused": o.fused,

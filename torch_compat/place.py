@@ -7,16 +7,15 @@ import random
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxforge.config.job import JobConfig
 from jaxforge.data import loader
 from jaxforge.errors import UserError
-from jaxforge.optim.optimizer import learning_rate
 from jaxforge.training.progress import Progress
 from torch_compat.dcp_reader import Dcp
 from torch_compat.lazy import Lazy
+from torch_compat.optimizer_state import group_lr
 from torch_compat.pickles import Call, Global, New
 from torch_compat.torch_zip import Archive
 
@@ -131,7 +130,7 @@ def train_state(progress: Progress, updates: int, config: JobConfig, ranks: int)
             f"{progress.samples} sequences are read, which is no whole number of batches of "
             f"{rows}, those of {ranks} ranks (--ranks)"
         )
-    lr = float(learning_rate(config)(jnp.int32(updates)))
+    lr = group_lr(config, updates)
     seed = loader.data_seed(config)
     return {
         "step": progress.step,
@@ -165,7 +164,7 @@ def _of_train_state(state: Any, where: str) -> Place:  # noqa: ANN401 (whatever 
             batches=_optional(data.get("batches_yielded")),
             ranks=_optional((data.get("sampler") or {}).get("num_replicas")),
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise UserError(f"{where}: not a training state of KempnerForge ({error!r})") from error
 
 

@@ -5,7 +5,6 @@ Each device's share is read from the files by the process that holds it; nothing
 
 import dataclasses
 import logging
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +78,7 @@ class Foreign:
         return _arrays(self.held.params, like)
 
 
-def open_foreign(path: Path, config: JobConfig) -> Foreign:
+def open_foreign(path: str, config: JobConfig) -> Foreign:
     """Opens a DCP or Hugging Face checkpoint for a run.
 
     Raises:

@@ -17,6 +17,7 @@ from flax.traverse_util import flatten_dict
 
 from jaxforge.checkpoint import layout
 from jaxforge.config.job import JobConfig
+from jaxforge.config.not_built import not_built_yet
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model
 from jaxforge.optim.optimizer import build_optimizer
@@ -85,7 +86,14 @@ class Wanted:
 
 
 def wanted(config: JobConfig) -> Wanted:
-    """What a checkpoint must hold to continue as `config` says; nothing is allocated."""
+    """What a checkpoint must hold to continue as `config` says; nothing is allocated.
+
+    Raises:
+        UserError: the model needs something that is not built.
+    """
+    missing = [problem for problem in not_built_yet(config) if problem.startswith("model.")]
+    if missing:
+        raise UserError("; ".join(missing))
     model = Model(config.model, param_dtype=jnp.dtype(config.train.param_dtype))
     optimizer = build_optimizer(config, model.axes)
     state = jax.eval_shape(lambda: create(model, optimizer, jax.random.key(0)))

@@ -84,6 +84,8 @@ class _NumpyArray(pickles.Record):
     def __init__(self, *_: object) -> None: ...
 
 
+_PLAIN: Mapping[str, Any] = {"set": set, "frozenset": frozenset, "complex": complex,
+                             "bytes": lambda: b""}  # fmt: skip
 TORCH_DTYPES = {("torch", name): Dtype(dtype) for name, dtype in DTYPES.items()}
 _NAMES: Mapping[tuple[str, str], Any] = {
     **TORCH_DTYPES,
@@ -101,6 +103,11 @@ _NAMES: Mapping[tuple[str, str], Any] = {
     ("numpy.core.multiarray", "_reconstruct"): _NumpyArray,
     ("numpy._core.multiarray", "_reconstruct"): _NumpyArray,
     ("_codecs", "encode"): lambda text, *_: text.encode("latin1") if isinstance(text, str) else b"",
+    **{
+        (module, name): make
+        for module in ("builtins", "__builtin__")
+        for name, make in _PLAIN.items()
+    },
 }
 
 

@@ -298,7 +298,7 @@ def starting_state(
     model: Model,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
-    open_foreign: Callable[[Path, JobConfig], Source] | None = None,
+    open_foreign: Callable[[str, JobConfig], Source] | None = None,
 ) -> tuple[TrainState, Progress]:
     """Where a run starts: its own newest checkpoint, else `checkpoint.load_path`, else anew.
 
@@ -318,16 +318,16 @@ def starting_state(
         return _start(Saved(checkpoints, step), model, optimizer, mesh)
     if not config.checkpoint.load_path:
         return init_state(model, optimizer, mesh, config.train.seed), Progress()
-    path = Path(config.checkpoint.load_path)
+    load_path = config.checkpoint.load_path  # a URL, perhaps
     with contextlib.ExitStack() as stack:
         source: Source
-        if open_foreign is None or has_run(path):
-            run, step = find(path)
+        if open_foreign is None or has_run(Path(load_path)):
+            run, step = find(Path(load_path))
             theirs = Checkpoints(run, config.checkpoint, read_only=True)
             stack.callback(theirs.close)
             source = Saved(theirs, step)
         else:
-            source = open_foreign(path, config)
+            source = open_foreign(load_path, config)
         excluded = config.checkpoint.exclude_from_loading
         state, progress = _start(source, model, optimizer, mesh, excluded)
     return state, dataclasses.replace(progress, run_id=Progress().run_id)

@@ -2,6 +2,9 @@
 
 from torch_compat.names.table import EMBEDDING, HEAD, Dialect, Rule, Transposed
 
+LACKS = ("rope_scaling", "head_dim", "qkv_bias", "qk_norm_eps")
+"""Keys of `[model]` that KempnerForge does not have."""
+
 _SAME = (
     EMBEDDING,
     HEAD,
