@@ -1,6 +1,7 @@
 """A PyTorch training state in a DCP checkpoint: which key is what, both ways."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -292,7 +293,7 @@ def _scalars(
     """The optimizer's numbers: how many updates it made, and what else it counts."""
     numbers = {
         field: {
-            key: float(value.all() if isinstance(value, Lazy) else value)
+            key: _number(value, f"{name}: {field} of {key}")
             for key, state in keys.state.items()
             if (value := state.get(field)) is not None
         }
@@ -311,5 +312,18 @@ def _scalars(
         updates = where.updates if where.updates is not None else where.step
     if updates is None:
         raise UserError(f"{name}: nothing in it says how many updates were made")
+    if not 0 <= updates < 2**31:
+        raise UserError(f"{name}: it says that {updates} updates were made")
     scalars["updates"] = np.asarray(updates, np.int32)
     return scalars, updates
+
+
+def _number(value: Any, what: str) -> float:  # noqa: ANN401 (whatever the file held)
+    value = value.all() if isinstance(value, Lazy) else value
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UserError(f"{what} is no number ({error})") from error
+    if not math.isfinite(number):
+        raise UserError(f"{what} is {number}")
+    return number

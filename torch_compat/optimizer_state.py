@@ -101,7 +101,7 @@ def settings_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The settings that the groups agree on; for weight decay, the largest."""
     settings: dict[str, Any] = {}
     for key in MAIN_KEYS:
-        values = [group[key] for group in groups if key in group]
+        values = [group[key] for group in groups if _is_setting(group.get(key))]
         if key == "weight_decay" and values:
             settings[key] = max(values)
         elif values and all(value == values[0] for value in values):
@@ -158,6 +158,12 @@ def groups(config: JobConfig, updates: int, decays: Mapping[str, bool]) -> list[
         }
         for decaying in (True, False)
     ]
+
+
+def _is_setting(value: Any) -> bool:  # noqa: ANN401 (whatever the file held)
+    """Whether it is a number or a few; anything else could take forever to compare."""
+    numbers = value if isinstance(value, tuple | list) else (value,)
+    return len(numbers) <= 3 and all(isinstance(n, int | float | np.number) for n in numbers)
 
 
 def _same(a: Any, b: Any) -> bool:  # noqa: ANN401

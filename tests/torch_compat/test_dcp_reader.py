@@ -1,0 +1,410 @@
+"""DCP checkpoints that PyTorch wrote: every layout read bit for bit, every damage named."""
+
+import pickle
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+
+from jaxforge.errors import UserError
+from tests.torch_compat.tensors import (
+    assert_reads,
+    assert_same,
+    of_torch,
+    opened,
+    random_array,
+    read_everything,
+    to_torch,
+)
+from torch_compat.dcp_reader import METADATA, is_dcp
+from torch_compat.files import Directory
+from torch_compat.lazy import DTYPES
+from torch_compat.torch_zip import Archive
+
+torch = pytest.importorskip("torch")
+dcp = pytest.importorskip("torch.distributed.checkpoint")
+metadata = pytest.importorskip("torch.distributed.checkpoint.metadata")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of saving in one process
+WRITER = Path(__file__).with_name("write_layouts.py")
+
+
+@pytest.fixture(scope="session")
+def layouts(tmp_path_factory):
+    """What four processes wrote: a directory per layout, and `<layout>.npz`."""
+    out = tmp_path_factory.mktemp("layouts")
+    done = subprocess.run(
+        [sys.executable, WRITER, out], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def save(state, path):
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def saved(path, **tensors):
+    return opened(save(tensors, path)).tensors
+
+
+def edited(path, change):
+    """The checkpoint with other metadata."""
+    found = pickle.loads((path / METADATA).read_bytes())
+    change(found)
+    (path / METADATA).write_bytes(pickle.dumps(found))
+
+
+def test_two_ranks_of_kempnerforge_equal_the_tensors_that_it_gathered(golden):
+    expected = np.load(golden / "dcp_fsdp2_bf16" / "expected_full.npz")
+    found = opened(golden / "dcp_fsdp2_bf16" / "step_3").tensors
+    assert found.keys() == set(expected)
+    for name, tensor in found.items():
+        kind = "float32" if name.endswith(".step") else "bfloat16"
+        assert tensor.dtype == DTYPES[kind]
+        assert_same(np.asarray(tensor.all(), np.float32), expected[name])
+
+
+@pytest.mark.parametrize("layout", ["nested", "flat", "strided", "replicated"])
+def test_every_layout_of_four_ranks_equals_the_full_tensors(layouts, layout):
+    expected = np.load(layouts / f"{layout}.npz")
+    found = opened(layouts / layout).tensors
+    assert found.keys() == set(expected)
+    for name, tensor in found.items():
+        assert_reads(tensor, expected[name].astype(tensor.dtype), parts=12)
+
+
+def test_chunks_lie_as_the_layouts_are_meant_to_have_them(layouts):
+    def chunks(layout, name):
+        found = pickle.loads((layouts / layout / METADATA).read_bytes())
+        return [(c.offsets[0], c.sizes[0]) for c in found.state_dict_metadata[name].chunks]
+
+    assert chunks("nested", "model.up.weight") == [(0, 13), (13, 13), (26, 13), (39, 11)]
+    assert chunks("nested", "model.down.weight") == [(0, 2), (2, 2), (4, 2), (6, 0)]
+    assert chunks("strided", "column.weight") == [(0, 3), (5, 3), (3, 2), (8, 2)]
+    assert chunks("replicated", "everywhere") == [(0, 3)]
+
+
+def test_a_slice_across_the_borders_of_chunks_is_one_array(layouts):
+    expected = np.load(layouts / "nested.npz")["model.up.weight"]
+    tensor = opened(layouts / "nested").tensors["model.up.weight"]
+    for rows in (slice(12, 14), slice(13, 26), slice(5, 45), slice(26, 26), slice(38, 50)):
+        index = (rows, slice(2, 5))
+        assert_same(tensor.read(index), expected[index])
+
+
+def test_objects_of_nested_and_flat_optimizers_and_of_every_rank_are_there(layouts):
+    nested, flat = opened(layouts / "nested").objects, opened(layouts / "flat").objects
+    assert nested("optimizer.param_groups.0.betas") == (0.9, 0.999)
+    assert flat("optimizer.param_groups.up.bias.betas") == (0.9, 0.999)
+    ranks = opened(layouts / "replicated").objects
+    assert [ranks(f"dataloader.dp_rank_{i}.batches") for i in range(4)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_dtype_is_read(tmp_path, name):
+    arrays = {
+        "matrix": random_array(name, (5, 7)), "one": random_array(name, ()),
+        "none": random_array(name, (0, 3)), "cube": random_array(name, (2, 3, 4)),
+    }  # fmt: skip
+    found = saved(tmp_path / "d", **{key: to_torch(array) for key, array in arrays.items()})
+    assert found.keys() == arrays.keys()
+    for key, array in arrays.items():
+        assert_reads(found[key], array)
+
+
+def test_tensors_that_are_not_row_major_are_read_as_torch_sees_them(tmp_path):
+    base = torch.arange(60.0).reshape(5, 12)
+    tensors = {
+        "transposed": base.t(),
+        "offset": base[2:, 3:],
+        "stepped": base[::2, ::3],
+        "permuted": torch.arange(24).reshape(2, 3, 4).permute(2, 0, 1),
+        "expanded": torch.arange(3.0)[:, None].expand(3, 4),
+        "row": base[3],
+        "number": base[4, 7],
+    }
+    found = saved(tmp_path / "d", **tensors)
+    for key, tensor in tensors.items():
+        assert_reads(found[key], of_torch(tensor))
+
+
+def test_nested_containers_and_plain_objects_come_back(tmp_path):
+    plain = {
+        "none": None, "yes": True, "int": 2**70, "float": 1.5, "text": "é", "bytes": b"\0\xff",
+        "tuple": (1, (2.5, "x"), []), "list": [1, [2]], "shape": torch.Size([2, 3]),
+        "dtype": torch.bfloat16, "device": torch.device("cpu"), "gpu": torch.device("cuda", 1),
+    }  # fmt: skip
+    tensors = {"layers": [{"w": torch.ones(2)}, {"w": torch.zeros(2), "n": 3}]}
+    state = {**tensors, "plain": plain, "pair": (torch.arange(3), "beside a tensor")}
+    found = opened(save(state, tmp_path / "d"))
+    assert found.tensors.keys() == {"layers.0.w", "layers.1.w"}
+    assert_same(found.tensors["layers.0.w"].all(), np.ones(2, np.float32))
+    assert_same(found.tensors["layers.1.w"].all(), np.zeros(2, np.float32))
+    assert found.objects("layers.1.n") == 3
+    known = {"dtype": DTYPES["bfloat16"], "device": "cpu", "gpu": "cuda:1"}
+    for key, value in {**plain, **known}.items():
+        assert found.objects(f"plain.{key}") == value, key
+    tensor, text = found.objects("pair")
+    assert_same(tensor.all(), np.arange(3))
+    assert text == "beside a tensor"
+
+
+def test_a_module_state_dict_inside_an_object_is_read(tmp_path):
+    """It is an OrderedDict with an attribute of its own."""
+    torch.save({"ema": torch.nn.Linear(3, 2).state_dict()}, tmp_path / "train_state.pt")
+    file = Directory(tmp_path).open("train_state.pt")
+    ema = Archive(file, 0, file.size, "it").object()["ema"]
+    assert ema["weight"].shape == (2, 3)
+
+
+def test_a_checkpoint_behind_a_url_is_read(layouts):
+    memory = fsspec.filesystem("memory")
+    memory.put(str(layouts / "nested"), "/ckpt/nested", recursive=True)
+    try:
+        expected = np.load(layouts / "nested.npz")
+        found = opened("memory://ckpt/nested")
+        for name, tensor in found.tensors.items():
+            assert_reads(tensor, expected[name])
+        assert found.objects("optimizer.param_groups.0.lr") == 0.01
+        memory.rm("/ckpt/nested/__1_0.distcp")
+        with pytest.raises(UserError, match=r"__1_0.distcp cannot be read"):
+            opened("memory://ckpt/nested").tensors["model.up.weight"].all()
+    finally:
+        memory.rm("/ckpt", recursive=True)
+
+
+def test_more_files_than_a_process_may_open_are_read(tmp_path):
+    tensors = {str(i): torch.full((3,), float(i)) for i in range(80)}
+    writer = dcp.FileSystemWriter(tmp_path / "d", single_file_per_rank=False)
+    dcp.save(tensors, storage_writer=writer, no_dist=True)
+    assert len(list((tmp_path / "d").glob("*.distcp"))) == 80
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    in_use = max(int(name) for name in map(str, (p.name for p in Path("/dev/fd").iterdir())))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (in_use + 30, hard))
+    try:
+        found = opened(tmp_path / "d").tensors
+        for key, tensor in tensors.items():
+            assert_same(found[key].read((slice(0, 3),)), of_torch(tensor))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def stages(path, *parts):
+    for i, part in enumerate(parts):
+        save(part, path / f"pp{i}")
+    return path
+
+
+def test_pipeline_stages_are_read_as_one(tmp_path):
+    tied = torch.randn(4, 3)
+    stages(
+        tmp_path,
+        {"tok": tied, "layers": {"0": torch.ones(2)}, "lr": 0.1},
+        {"layers": {"1": torch.zeros(2)}, "lr": 0.1},
+        {"head": torch.arange(6.0), "tok": tied.clone()},
+    )
+    found = opened(tmp_path)
+    assert found.tensors.keys() == {"tok", "layers.0", "layers.1", "head"}
+    assert_reads(found.tensors["tok"], of_torch(tied))
+    assert_reads(found.tensors["layers.1"], np.zeros(2, np.float32))
+    assert found.objects("lr") == 0.1
+
+
+def test_a_weight_that_two_stages_hold_otherwise_is_refused(tmp_path):
+    tied = torch.zeros(4, 3)
+    other = tied.clone()
+    other[2, 1] = 1e-30
+    stages(tmp_path, {"tok": tied}, {"tok": other})
+    with pytest.raises(UserError, match=r"tok is in two pipeline stages and differs.*pp0.*pp1"):
+        opened(tmp_path)
+
+
+def test_a_weight_of_two_stages_may_be_nan_in_both(tmp_path):
+    stages(tmp_path, {"tok": torch.full((2,), torch.nan)}, {"tok": torch.full((2,), torch.nan)})
+    assert np.isnan(opened(tmp_path).tensors["tok"].all()).all()
+
+
+@pytest.mark.parametrize(("lost", "named"), [(0, "pp0"), (1, "pp1")])
+def test_a_missing_stage_is_named(tmp_path, lost, named):
+    stages(tmp_path, {"a": torch.ones(1)}, {"b": torch.ones(1)}, {"c": torch.ones(1)})
+    shutil.rmtree(tmp_path / f"pp{lost}")
+    with pytest.raises(UserError, match=rf"stages are missing or torn: {named}$"):
+        opened(tmp_path)
+
+
+def test_a_stage_whose_save_did_not_end_is_named(tmp_path):
+    stages(tmp_path, {"a": torch.ones(1)}, {"b": torch.ones(1)})
+    (tmp_path / "pp1" / METADATA).unlink()
+    with pytest.raises(UserError, match=r"missing or torn: pp1$"):
+        opened(tmp_path)
+
+
+def test_a_directory_that_is_no_stage_costs_nothing(tmp_path):
+    save({"a": torch.ones(1)}, tmp_path / "pp0")
+    for name in ("pp999999999999", "pp²", "pp-1", "pp01", "pptx"):
+        (tmp_path / name).mkdir()
+    assert opened(tmp_path).tensors.keys() == {"a"}
+
+
+def test_a_save_that_did_not_end_is_no_checkpoint(tmp_path):
+    save({"a": torch.ones(1)}, tmp_path / "d")
+    (tmp_path / "d" / METADATA).rename(tmp_path / "d" / ".metadata.tmp")
+    assert not is_dcp(Directory(tmp_path / "d"))
+    with pytest.raises(UserError, match=r"no \.metadata in it"):
+        opened(tmp_path / "d")
+
+
+@pytest.fixture
+def broken(layouts, tmp_path):
+    """A copy to break."""
+    return Path(shutil.copytree(layouts / "nested", tmp_path / "broken"))
+
+
+KEY = "model.up.weight"
+
+
+def lose_a_chunk(found):
+    del found.state_dict_metadata[KEY].chunks[1]
+
+
+def overlap(found):
+    chunks = found.state_dict_metadata[KEY].chunks
+    chunks[2] = metadata.ChunkStorageMetadata(torch.Size([25, 0]), chunks[2].sizes)
+
+
+def twice(found):
+    chunks = found.state_dict_metadata[KEY].chunks
+    chunks.append(chunks[0])
+
+
+def outside(found):
+    chunks = found.state_dict_metadata[KEY].chunks
+    chunks[3] = metadata.ChunkStorageMetadata(torch.Size([39, 0]), torch.Size([12, 6]))
+
+
+def before_the_beginning(found):
+    chunks = found.state_dict_metadata[KEY].chunks
+    chunks[0] = metadata.ChunkStorageMetadata(torch.Size([-1, 0]), torch.Size([13, 6]))
+
+
+def other_rank(found):
+    chunks = found.state_dict_metadata[KEY].chunks
+    chunks[0] = metadata.ChunkStorageMetadata(torch.Size([0]), torch.Size([13]))
+
+
+def larger(found):
+    found.state_dict_metadata[KEY].size = torch.Size([51, 6])
+
+
+def other_dtype(found):
+    found.state_dict_metadata[KEY].properties.dtype = torch.int32
+
+
+def unknown_dtype(found):
+    found.state_dict_metadata[KEY].properties.dtype = torch.complex64
+
+
+def no_file(found):
+    del found.storage_data[metadata.MetadataIndex(KEY, torch.Size([13, 0]))]
+
+
+def into_another_item(found):
+    places = found.storage_data
+    for row in (0, 13):
+        at = metadata.MetadataIndex(KEY, torch.Size([row, 0]))
+        places[at] = places[metadata.MetadataIndex("model.down.weight", torch.Size([0, 0]))]
+
+
+def shifted(found):
+    found.storage_data[metadata.MetadataIndex(KEY, torch.Size([13, 0]))].offset += 1
+
+
+def beyond_the_file(found):
+    found.storage_data[metadata.MetadataIndex(KEY, torch.Size([13, 0]))].offset = 10**9
+
+
+def an_object(found):
+    places = found.storage_data
+    at = metadata.MetadataIndex(KEY, torch.Size([13, 0]))
+    places[at] = places[metadata.MetadataIndex("optimizer.param_groups.0.lr")]
+
+
+def of_an_extension(found):
+    at = found.storage_data[metadata.MetadataIndex(KEY, torch.Size([13, 0]))]
+    at.transform_descriptors = ["zstd"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lose_a_chunk, "its chunks hold 222 of 300 elements"),
+        (overlap, r"the chunks at \[13:26, 0:6\] and \[25:38, 0:6\] overlap"),
+        (twice, r"the chunks at \[0:13, 0:6\] and \[0:13, 0:6\] overlap"),
+        (outside, r"a chunk at \[39:51, 0:6\] lies outside \[50, 6\]"),
+        (before_the_beginning, r"a chunk at \[-1:12, 0:6\] lies outside"),
+        (other_rank, r"a chunk at \[0:13\] lies outside"),
+        (larger, "its chunks hold 300 of 306 elements"),
+        (other_dtype, r"in __\d_0.distcp: a tensor float32\[13, 6\] lies where int32\[13, 6\]"),
+        (unknown_dtype, r"torch\.complex64"),
+        (no_file, r"no file is named for the chunk at \(13, 0\)"),
+        (into_another_item, r"in __0_0.distcp: a tensor float32\[2, 50\] lies where"),
+        (shifted, r"in __1_0.distcp: the archive's index is damaged"),
+        (beyond_the_file, r"in __1_0.distcp: said to lie at bytes 10{9} to"),
+        (an_object, r"in __\d_0.distcp: an object lies where a tensor should"),
+        (of_an_extension, "was compressed by a storage extension"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_metadata_that_do_not_fit_are_refused_by_name(broken, change, says):
+    edited(broken, change)
+    with pytest.raises(UserError, match=says) as caught:
+        read_everything(broken)
+    if change is not unknown_dtype:  # its name is all that a pickle shows of it
+        assert KEY in str(caught.value)
+    assert str(broken) in str(caught.value)
+
+
+def test_a_hole_is_seen_among_empty_chunks(broken):
+    def lose(found):
+        del found.state_dict_metadata["model.down.weight"].chunks[2]
+
+    edited(broken, lose)
+    with pytest.raises(UserError, match=r"model.down.weight: its chunks hold 200 of 300"):
+        opened(broken)
+
+
+def test_a_truncated_data_file_is_named(broken):
+    data = broken / "__3_0.distcp"
+    data.write_bytes(data.read_bytes()[:20_000])
+    with pytest.raises(UserError, match=r"broken: \S+ in __3_0.distcp: .* truncated"):
+        read_everything(broken)
+
+
+def test_data_files_that_were_exchanged_are_named(broken):
+    a, b = broken / "__2_0.distcp", broken / "__3_0.distcp"
+    a.rename(broken / "other")
+    b.rename(a)
+    (broken / "other").rename(b)
+    with pytest.raises(UserError, match=r"broken: \S+ in __[23]_0.distcp: "):
+        read_everything(broken)
+
+
+def test_a_missing_data_file_is_named(broken):
+    (broken / "__2_0.distcp").unlink()
+    with pytest.raises(UserError, match=r"broken: __2_0.distcp cannot be read"):
+        read_everything(broken)
+
+
+def test_only_what_is_asked_for_is_read(broken):
+    """The other ranks' files are not even there."""
+    for rank in (0, 2, 3):
+        (broken / f"__{rank}_0.distcp").unlink()
+    part = opened(broken).tensors[KEY].read((slice(15, 20), slice(0, 6)))
+    assert part.shape == (5, 6)

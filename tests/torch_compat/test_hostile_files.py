@@ -1,0 +1,665 @@
+"""Checkpoints from strangers: nothing in them runs, reaches outside, hangs, or fails in silence."""
+
+import functools
+import io
+import os
+import pickle
+import resource
+import shutil
+import signal
+import struct
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxforge.errors import UserError
+from tests.torch_compat.tensors import assert_same, opened, random_array, read_everything
+from torch_compat import checkpoints, pickles
+from torch_compat.dcp_reader import METADATA
+from torch_compat.inspection import inspect
+from torch_compat.lazy import DTYPES
+from torch_compat.pickles import Call, Global, New, Pairs, Persistent, Unsafe
+from torch_compat.place import read_place
+from torch_compat.torch_zip import Archive
+
+torch = pytest.importorskip("torch")
+dcp = pytest.importorskip("torch.distributed.checkpoint")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of saving in one process
+
+MODULE = "torch.distributed.checkpoint.metadata"
+FILE = "__0_0.distcp"
+
+
+@pytest.fixture(autouse=True)
+def limits():
+    """What hangs or takes all memory fails instead."""
+
+    def late(*_):
+        pytest.fail("it hangs")  # which nothing takes for an error of its own
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(60)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + (2 << 30), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@functools.cache
+def state():
+    return {
+        "model": {
+            "matrix": torch.from_numpy(random_array("float32", (4, 6))),
+            "half": torch.from_numpy(random_array("float32", (5,))).bfloat16(),
+        },
+        "optimizer": {"param_groups": [{"lr": 0.1, "betas": (0.9, 0.95)}]},
+    }
+
+
+@pytest.fixture(scope="session")
+def original(tmp_path_factory):
+    path = tmp_path_factory.mktemp("hostile") / "step_1"
+    dcp.save(state(), checkpoint_id=path, no_dist=True)
+    torch.save({"step": 3, "tokens_seen": 96}, path / "train_state.pt")
+    return path
+
+
+@pytest.fixture
+def broken(original, tmp_path):
+    """A copy to break."""
+    return Path(shutil.copytree(original, tmp_path / "step_1"))
+
+
+def read_all(path):
+    """Whatever any command reads of a checkpoint."""
+    found = read_everything(path)
+    read_place(opened(path))
+    inspect(checkpoints.find(path))
+    return found
+
+
+def edit(path, change):
+    found = pickle.loads((path / METADATA).read_bytes())
+    change(found)
+    (path / METADATA).write_bytes(pickle.dumps(found))
+
+
+def plant(path, key, archive):
+    """Puts another archive where a key's item lies."""
+    data = path / FILE
+    start = data.stat().st_size
+    data.write_bytes(data.read_bytes() + archive)
+
+    def change(found):
+        for index, item in found.storage_data.items():
+            if index.fqn == key:
+                item.offset, item.length = start, len(archive)
+
+    edit(path, change)
+
+
+def archive_of(data, **records):
+    """An archive with this pickle and some records."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as made:
+        made.writestr("archive/data.pkl", data)
+        for name, content in {"data/0": bytes(96), **records}.items():
+            made.writestr(f"archive/{name}", content)
+    return out.getvalue()
+
+
+def read_archive(data):
+    class InMemory:
+        size = len(data)
+
+        def __call__(self, start, length):
+            assert 0 <= start <= start + length <= self.size, "beyond the file"
+            return np.frombuffer(data, np.uint8)[start : start + length]
+
+    return Archive(InMemory(), 0, len(data), "here").object()
+
+
+class Runs:
+    """A pickle of this runs a function."""
+
+    def __init__(self, function, *arguments):
+        self.function, self.arguments = function, arguments
+
+    def __reduce__(self):
+        return self.function, self.arguments
+
+
+EXPLOITS = {
+    "posix.mkdir": lambda path: Runs(os.mkdir, path),
+    "builtins.eval": lambda path: Runs(eval, f"__import__('os').mkdir({path!r})"),
+}
+
+
+def in_metadata(path, exploit):
+    (path / METADATA).write_bytes(pickle.dumps(exploit))
+
+
+def deep_in_metadata(path, exploit):
+    edit(path, lambda found: setattr(found, "planner_data", {"x": [exploit]}))
+
+
+def as_a_path(path, exploit):
+    edit(path, lambda found: setattr(found.storage_meta, "checkpoint_id", exploit))
+
+
+def in_a_tensor(path, exploit):
+    plant(path, "model.matrix", archive_of(pickle.dumps(exploit, 2)))
+
+
+def in_an_object(path, exploit):
+    plant(path, "optimizer.param_groups.0.lr", archive_of(pickle.dumps([exploit], 2)))
+
+
+def in_the_place(path, exploit):
+    (path / "train_state.pt").write_bytes(archive_of(pickle.dumps({"step": exploit}, 4)))
+
+
+@pytest.mark.parametrize("name", EXPLOITS)
+@pytest.mark.parametrize(
+    "plant_it",
+    [in_metadata, deep_in_metadata, as_a_path, in_a_tensor, in_an_object, in_the_place],
+)
+def test_nothing_in_a_checkpoint_runs(broken, tmp_path, name, plant_it):
+    mark = tmp_path / "it ran"
+    exploit = EXPLOITS[name](str(mark))
+    pickle.loads(pickle.dumps(exploit))
+    assert mark.exists()  # as it would with Python's own reader
+    mark.rmdir()
+    plant_it(broken, exploit)
+    named = name.replace("builtins", "(builtins|__builtin__)")
+    with pytest.raises(Unsafe, match=rf"^{broken}.*names {named}, .*nothing was run"):
+        read_all(broken)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["os.system", "builtins.getattr", "builtins.exec", "functools.partial", "subprocess.Popen",
+     "torch.load", "torch.hub.load", "torch.storage._load_from_bytes", "numpy.load",
+     "types.CodeType", "pickle.loads", "operator.attrgetter", "jaxforge.errors.UserError",
+     "copyreg._reconstructor",
+     "torch.distributed.checkpoint.metadata.os", "torch._utils._rebuild_wrapper_subclass"],
+)  # fmt: skip
+def test_a_name_that_no_checkpoint_needs_is_refused(broken, name):
+    module, _, function = name.rpartition(".")
+    for protocol in (2, 4):
+        data = pickles.dump({"a": Global(module, function)}, protocol)
+        (broken / METADATA).write_bytes(data)
+        with pytest.raises(Unsafe, match=rf"names {name}, which no checkpoint needs"):
+            read_all(broken)
+        with pytest.raises(Unsafe, match=rf"names {name}, which no checkpoint needs"):
+            read_archive(archive_of(data))
+
+
+def test_persistent_ids_are_refused_in_metadata(broken):
+    (broken / METADATA).write_bytes(pickles.dump(Persistent(("storage", "x")), 4))
+    with pytest.raises(Unsafe, match="refers to objects outside it"):
+        read_all(broken)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float32", "float8_e4m3fn"])
+@pytest.mark.parametrize("into", [METADATA, "train_state.pt"])
+def test_a_pickle_cannot_change_what_it_names(broken, name, into):
+    """NumPy would let it set the size of a bfloat16, for the whole process."""
+    for state in ((3, ">", None, None, None, -1, -1, 0), {"numpy": 1}, (None, {"numpy": 1})):
+        change = pickles.dump(Global("torch", name))[:-1] + pickles.dump(state)[2:-1] + b"b."
+        (broken / into).write_bytes(change if into == METADATA else archive_of(change))
+        with pytest.raises(UserError, match="not a readable pickle"):
+            read_all(broken)
+    assert DTYPES["bfloat16"].itemsize == 2
+    assert np.arange(3).astype(DTYPES["bfloat16"]).tobytes() == bytes.fromhex("0000803f0040")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["../secret.distcp", "sub/../../secret.distcp", "./../secret.distcp", "{outside}", "/dev/zero",
+     "..", ".", "", "/", "link.distcp", "linked/secret.distcp", "a\0b", "nowhere.distcp"],
+)  # fmt: skip
+@pytest.mark.parametrize("url", ["", "file://"])
+def test_paths_that_lead_out_are_refused(broken, path, url):
+    outside = broken.parent / "secret.distcp"
+    shutil.copy(broken / FILE, outside)
+    (broken / "sub").mkdir()
+    (broken / "link.distcp").symlink_to(outside)
+    (broken / "linked").symlink_to(broken.parent)
+
+    def lead_out(found):
+        for item in found.storage_data.values():
+            item.relative_path = path.format(outside=outside)
+
+    edit(broken, lead_out)
+    with pytest.raises(UserError, match=r"leads out|is a link out|cannot be read"):
+        read_all(f"{url}{broken}")
+
+
+def test_paths_within_the_checkpoint_are_followed(broken):
+    (broken / "sub").mkdir()
+    (broken / FILE).rename(broken / "sub" / "data")
+    (broken / "link").symlink_to("sub/data")
+    for path in ("sub/data", "link", "sub/../link"):
+
+        def change(found, path=path):
+            for item in found.storage_data.values():
+                item.relative_path = path
+
+        edit(broken, change)
+        assert_same(read_everything(broken)[0]["model.matrix"], state()["model"]["matrix"].numpy())
+
+
+@pytest.mark.parametrize(
+    ("offset", "length"),
+    [(-1, 100), (0, -1), (0, 10**15), (10**15, 1), (10**30, 10**30), (-(10**30), 10), (0, 0),
+     (0, 21), (100, 10**30), (1.5, 10), ("0", 10), (None, 10), (True, False), ([], 1)],
+)  # fmt: skip
+def test_places_beyond_a_file_are_refused(broken, offset, length):
+    def change(found):
+        for item in found.storage_data.values():
+            item.offset, item.length = offset, length
+
+    edit(broken, change)
+    with pytest.raises(UserError):
+        read_all(broken)
+
+
+def tensor(offset=0, size=(2, 3), stride=(3, 1), storage=None, dtype=None):
+    """The pickle of a tensor with this geometry over 96 bytes."""
+    of = Global("torch", "FloatStorage")
+    storage = storage or Persistent(("storage", of, "0", "cpu", 24))
+    hooks = Call(Global("collections", "OrderedDict"), ())
+    arguments = (storage, offset, size, stride, False, hooks)
+    if dtype is None:
+        return Call(Global("torch._utils", "_rebuild_tensor_v2"), arguments)
+    return Call(Global("torch._utils", "_rebuild_tensor_v3"), (*arguments, dtype))
+
+
+def test_the_geometry_that_the_next_test_damages_is_read():
+    found = read_archive(archive_of(pickles.dump(tensor(offset=18))))
+    assert_same(found.all(), np.zeros((2, 3), np.float32))
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        tensor(offset=19),
+        tensor(offset=-1),
+        tensor(offset=2**62),
+        tensor(offset=1.0),
+        tensor(offset=None),
+        tensor(size=(9, 3)),
+        tensor(size=(-2, 3)),
+        tensor(size=(2**40, 2**40), stride=(0, 1)),
+        tensor(size=(2**70, 3), stride=(0, 1)),
+        tensor(size=(0, 2**62), stride=(1, 1)),
+        tensor(size=(2, 3, 1)),
+        tensor(size=("2", 3)),
+        tensor(size=([2], [3]), stride=([3], [1]), offset=[]),
+        tensor(size=7),
+        tensor(stride=(-3, 1)),
+        tensor(stride=(2**61, 1)),
+        tensor(stride=(3, 22)),
+        tensor(stride=(3.0, 1.0)),
+        tensor(size=(1,) * 100, stride=(1,) * 100),
+        tensor(storage=Persistent(("storage", Global("torch", "FloatStorage"), "1", "cpu", 24))),
+        tensor(storage=Persistent(("storage", Global("torch", "FloatStorage"), "../x", "cpu", 24))),
+        tensor(storage=Persistent(("storage", Global("torch", "Size"), "0", "cpu", 24))),
+        tensor(storage=Persistent(("storage", Global("torch", "FloatStorage"), 0, "cpu", 24))),
+        tensor(storage=Persistent(("module", Global("torch", "FloatStorage"), "0", "cpu", 24))),
+        tensor(storage=Persistent(("storage",))),
+        tensor(storage=New(Global("numpy", "ndarray"), {"dtype": 1, "record": "0"})),
+        tensor(storage=(1, 2)),
+        tensor(dtype="float32"),
+        tensor(dtype=New(Global("numpy", "dtype"), {"numpy": 4, "itemsize": 4})),
+        tensor(dtype=Global("torch", "float64"), offset=9),
+        tensor(dtype=tensor()),
+    ],
+    ids=str,
+)
+def test_a_tensor_that_is_not_within_its_storage_is_refused(damaged):
+    with pytest.raises(UserError, match="here: "):
+        read_archive(archive_of(pickles.dump({"a": damaged}))).get("a").all()
+
+
+def metadata(storage=None, **parts):
+    """A `.metadata` of one tensor, any part of it as given."""
+    chunk = New(Global(MODULE, "ChunkStorageMetadata"), {
+        "offsets": parts.get("offsets", (0, 0)), "sizes": parts.get("sizes", (4, 6)),
+    })  # fmt: skip
+    properties = New(
+        Global(MODULE, "TensorProperties"),
+        parts.get("properties", (Global("torch", "float32"), None, False, None, False)),
+    )
+    about = New(Global(MODULE, "TensorStorageMetadata"), {
+        "properties": properties, "size": parts.get("size", (4, 6)),
+        "chunks": parts.get("chunks", [chunk]),
+    })  # fmt: skip
+    index = New(Global(MODULE, "MetadataIndex"), {
+        "fqn": parts.get("fqn", "w"), "offset": parts.get("offset", (0, 0)), "index": 0,
+    })  # fmt: skip
+    info = New(Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"), {
+        "relative_path": parts.get("path", FILE), "offset": parts.get("start", 0), "length": 1500,
+    })  # fmt: skip
+    return New(Global(MODULE, "Metadata"), {
+        "state_dict_metadata": Pairs([(parts.get("key", "w"), about)]),
+        "storage_data": Pairs([(index, info)]) if storage is None else storage,
+    })  # fmt: skip
+
+
+def shared(make, depth=60):
+    """A small object that is 2**depth large when it is written out."""
+    value = make("x", "x")
+    for _ in range(depth):
+        value = make(value, value)
+    return value
+
+
+def test_what_is_shared_in_an_object_is_looked_at_once():
+    for make in (lambda a, b: [a, b], lambda a, b: (a, b), lambda a, b: {"a": a, "b": b}):
+        found = read_archive(archive_of(pickle.dumps(shared(make), 2)))
+        assert len(found) == 2
+        children = list(found.values() if isinstance(found, dict) else found)
+        assert children[0] is children[1]
+
+
+HERE = 0x7E57AB1E
+
+
+def bombed(value):
+    """The pickle of `value` with lists that are small and 2**60 large in the place of HERE."""
+    lists = b"]"
+    for i in range(60):
+        number = struct.pack("<I", 500 + i)  # entries of the memo that nothing else uses
+        lists += b"r" + number + b"0](j" + number + b"j" + number + b"e"
+    data, here = pickles.dump(value), b"J" + struct.pack("<i", HERE)
+    assert data.count(here) == 1
+    return data.replace(here, lists)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Call(Global("torch.serialization", "_get_layout"), (HERE,)),
+        Call(Global(MODULE, "_MEM_FORMAT_ENCODING"), (HERE,)),
+        Call(Global("pathlib", "PosixPath"), (HERE,)),
+        {"key": HERE},
+        metadata(fqn=HERE),
+        metadata(offset=HERE),
+        metadata(offset=(HERE,)),
+        metadata(size=HERE),
+        metadata(size=(HERE, 1)),
+        metadata(sizes=(HERE, 1)),
+        metadata(offsets=(1, HERE)),
+        metadata(properties=(HERE,)),
+        metadata(path=HERE),
+        metadata(start=HERE),
+        metadata(chunks=HERE),
+        metadata(storage=HERE),
+    ],
+    ids=lambda value: str(value)[-90:],
+)
+def test_small_metadata_cannot_be_made_large(broken, value):
+    (broken / METADATA).write_bytes(bombed(value))
+    with pytest.raises(UserError) as caught:
+        read_all(broken)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Persistent(("storage", HERE, "0", "cpu", 24)),
+        Persistent(("x", 1, HERE, 1, 1)),
+        Persistent((HERE,)),
+        Call(Global("torch", "device"), (HERE,)),
+        Call(Global("torch", "device"), ("cpu", HERE)),
+        Call(Global("collections", "OrderedDict"), (HERE,)),
+        Call(Global("builtins", "complex"), (HERE,)),
+        tensor(size=(HERE,), stride=(1,)),
+        tensor(size=HERE),
+        tensor(offset=HERE),
+        tensor(dtype=HERE),
+        tensor(storage=(HERE,)),
+    ],
+    ids=str,
+)
+def test_small_parts_of_an_archive_cannot_be_made_large(value):
+    with pytest.raises(UserError, match="here: ") as caught:
+        read_archive(archive_of(bombed(value)))
+    assert len(str(caught.value)) < 1000
+
+
+def test_small_settings_cannot_be_made_large(broken):
+    """Two groups' are compared, and the config's with them."""
+    groups = [{"lr": 1, "betas": 2, "weight_decay": 3, "eps": 4}] * 2
+    dcp.save({"optimizer": {"param_groups": groups}}, checkpoint_id=broken, no_dist=True)
+    for i, group in enumerate(groups):
+        for key in group:
+            plant(broken, f"optimizer.param_groups.{i}.{key}", archive_of(bombed(HERE)))
+    assert inspect(checkpoints.find(broken))["settings"] == {}
+
+
+def test_an_object_that_contains_itself_is_refused():
+    in_list = []
+    in_list.append({"a": (1, in_list)})
+    in_dict = {}
+    in_dict["x"] = [in_dict]
+    for value in (in_list, in_dict):
+        with pytest.raises(UserError, match="here: the object contains itself"):
+            read_archive(archive_of(pickle.dumps(value, 2)))
+
+
+def nested(depth):
+    return b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b"."
+
+
+def test_an_object_that_is_nested_too_deeply_is_refused(broken):
+    with pytest.raises(UserError, match="here: the object is nested too deeply"):
+        read_archive(archive_of(nested(200_000)))
+    (broken / METADATA).write_bytes(nested(200_000))
+    with pytest.raises(UserError, match="holds no DCP metadata"):
+        read_all(broken)
+
+
+def test_a_compressed_record_is_refused_unread(broken):
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as made:
+        made.writestr("archive/data.pkl", pickles.dump(tensor()))
+        made.writestr("archive/data/0", bytes(300 << 20))
+    assert len(out.getvalue()) < 400_000
+    plant(broken, "model.matrix", out.getvalue())
+    with pytest.raises(UserError, match=rf"model.matrix in {FILE}: record .* is compressed"):
+        read_all(broken)
+
+
+def patched(data, at, form, *values):
+    data = bytearray(data)
+    struct.pack_into(form, data, at % len(data), *values)
+    return bytes(data)
+
+
+END = -22  # where the end record of an archive begins
+
+
+@pytest.mark.parametrize(
+    ("at", "form", "values"),
+    [
+        (END + 16, "<I", [2**32 - 1]),  # where the directory begins
+        (END + 16, "<I", [0]),
+        (END + 12, "<I", [2**32 - 1]),  # its size
+        (END + 12, "<I", [0]),
+    ],
+)
+def test_an_archive_whose_directory_lies_elsewhere_is_refused(at, form, values):
+    data = archive_of(pickles.dump(tensor()))
+    with pytest.raises(UserError, match="here: "):
+        read_archive(patched(data, at, form, *values)).all()
+
+
+@pytest.mark.parametrize(
+    ("field", "form", "value"),
+    [
+        (6, "<H", 99),  # the version that it needs
+        (8, "<H", 1),  # encrypted
+        (10, "<H", 8),  # compressed
+        (10, "<H", 77),
+        (20, "<I", 2**31),  # sizes
+        (24, "<I", 2**31),
+        (42, "<I", 2**31),  # where its header is
+        (42, "<I", 2**32 - 1),
+    ],
+)
+def test_an_entry_that_says_what_is_not_so_is_refused(field, form, value):
+    data = archive_of(pickles.dump(tensor()))
+    last = data.rindex(b"PK\x01\x02")  # that of data/0
+    with pytest.raises(UserError, match="here: "):
+        read_archive(patched(data, last + field, form, value)).all()
+
+
+def test_both_sizes_of_an_entry_may_lie(broken):
+    data = archive_of(pickles.dump(tensor(size=(2**20, 3))))
+    last = data.rindex(b"PK\x01\x02")
+    data = patched(patched(data, last + 20, "<I", 2**28), last + 24, "<I", 2**28)
+    with pytest.raises(UserError, match="here: record data/0 is truncated"):
+        read_archive(data).all()
+
+
+def test_the_metadata_that_the_next_test_damages_are_read(broken):
+    (broken / METADATA).write_bytes(pickles.dump(metadata(), 4))
+    assert opened(broken).tensors["w"].shape == (4, 6)
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        None,
+        7,
+        {"state_dict_metadata": {}},
+        Global(MODULE, "Metadata"),
+        New(Global(MODULE, "Metadata"), {}),
+        New(Global(MODULE, "Metadata"), {"state_dict_metadata": [1]}),
+        New(Global(MODULE, "Metadata"), (1, 2)),
+        metadata(storage=[]),
+        metadata(storage=7),
+        metadata(storage={}),
+        metadata(storage={"w": 1}),
+        metadata(storage=Pairs([(Global(MODULE, "MetadataIndex"), None)])),
+        metadata(fqn="other"),
+        metadata(fqn=7),
+        metadata(fqn=None),
+        metadata(offset=[0, 0]),
+        metadata(offset="00"),
+        metadata(offset=({}, 0)),
+        metadata(offset=None),
+        metadata(key=7),
+        metadata(key=None),
+        metadata(key=(1, 2)),
+        metadata(size=None),
+        metadata(size=(4, 6.0)),
+        metadata(size="46"),
+        metadata(size=(4, "6")),
+        metadata(size=(-4, -6)),
+        metadata(size=(0, -6), chunks=[]),
+        metadata(size=(0, 2**62), sizes=(0, 2**62)),
+        metadata(size=(2**70, 1), sizes=(2**70, 1)),
+        metadata(size=(1,) * 70, sizes=(1,) * 70, offsets=(0,) * 70),
+        metadata(sizes=(4.0, 6.0)),
+        metadata(sizes=None),
+        metadata(sizes=(4,)),
+        metadata(sizes=(4, None)),
+        metadata(offsets=(0, -1)),
+        metadata(offsets="00"),
+        metadata(chunks=None),
+        metadata(chunks=7),
+        metadata(chunks=[None]),
+        metadata(chunks=[]),
+        metadata(properties=None),
+        metadata(properties=()),
+        metadata(properties=("float32",)),
+        metadata(properties=(Global("torch", "Size"),)),
+        metadata(properties={"dtype": 1}),
+    ],
+    ids=lambda value: str(value)[-90:],
+)
+def test_metadata_of_other_types_are_refused(broken, damaged):
+    (broken / METADATA).write_bytes(pickles.dump(damaged, 4))
+    with pytest.raises(UserError, match=str(broken)):
+        read_all(broken)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        None, [], 7, {"step": "x", "tokens_seen": 1}, {"step": 1}, {"step": [1], "tokens_seen": 1},
+        {"step": 1, "tokens_seen": 1, "dataloader": 7},
+        {"step": 1, "tokens_seen": 1, "dataloader": {"batches_yielded": "many"}},
+        {"step": 1, "tokens_seen": 1, "dataloader": {"sampler": {"num_replicas": {}}}},
+        {"step": 1, "tokens_seen": 1, "scheduler": {"last_epoch": [4]}},
+        {"step": 1e400, "tokens_seen": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_place_of_other_types_is_refused(broken, state):
+    torch.save(state, broken / "train_state.pt")
+    with pytest.raises(UserError, match=r"train_state\.pt: not a training state"):
+        read_all(broken)
+
+
+@pytest.mark.parametrize("value", [np.zeros(2, np.float32), np.float32(np.inf), np.float32(np.nan)])
+def test_a_step_that_is_no_number_is_refused(tmp_path, value):
+    step = torch.from_numpy(np.asarray(value))
+    dcp.save({"train_state": {"step": step}}, checkpoint_id=tmp_path / "d", no_dist=True)
+    with pytest.raises(UserError, match=r"train_state\.step is no number"):
+        read_all(tmp_path / "d")
+
+
+@pytest.mark.parametrize("name", [METADATA, FILE, "train_state.pt"])
+def test_garbage_is_refused(broken, name):
+    rng = np.random.default_rng(0)
+    for size in (0, 1, 2, 21, 22, 23, 300, 5000):
+        for start in (b"", b"\x80\x04", b"PK\x03\x04"):
+            (broken / name).write_bytes(start + rng.bytes(size))
+            with pytest.raises(UserError):
+                read_all(broken)
+
+
+def mutations(data, rng, count):
+    """Single bytes changed, bytes removed or repeated, the end cut off."""
+    for _ in range(count):
+        at = int(rng.integers(len(data)))
+        kind = rng.integers(10)
+        if kind < 7:
+            yield data[:at] + rng.bytes(1) + data[at + 1 :]
+        elif kind < 8:
+            yield data[:at] + data[at + 1 + int(rng.integers(8)) :]
+        elif kind < 9:
+            yield data[:at] + data[at - 8 : at] + data[at:]
+        else:
+            yield data[:at]
+
+
+@pytest.mark.parametrize(("name", "count"), [(METADATA, 400), (FILE, 400), ("train_state.pt", 150)])
+def test_a_damaged_byte_is_an_error_or_does_no_harm(original, broken, name, count):
+    data = (original / name).read_bytes()
+    rng = np.random.default_rng(1)
+    refused = 0
+    for mutation in mutations(data, rng, count):
+        (broken / name).write_bytes(mutation)
+        try:
+            tensors, _ = read_all(broken)
+        except UserError:
+            refused += 1
+        else:
+            assert all(isinstance(array, np.ndarray) for array in tensors.values())
+    assert count // 10 < refused < count
+    (broken / name).write_bytes(data)
+    assert_same(read_all(broken)[0]["model.matrix"], state()["model"]["matrix"].numpy())

@@ -1,0 +1,493 @@
+"""Each dialect's table, both ways: every parameter once, found from its keys, or what is wrong."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.errors import UserError
+from jaxforge.model.rope import rotate, rotation
+from tests.conftest import tiny_config
+from tests.torch_compat.tensors import assert_same
+from torch_compat import dcp_state
+from torch_compat.dcp_reader import Dcp, Objects
+from torch_compat.files import Directory
+from torch_compat.lazy import DTYPES, of_array
+from torch_compat.names import DIALECTS
+from torch_compat.names.table import EMBEDDING, HEAD
+from torch_compat.state import wanted
+from torch_compat.translation import Translation, translate
+
+LAYERS, EXPERTS = 2, 4
+SMALL = {
+    "dim": 16, "n_layers": LAYERS, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 12,
+    "max_seq_len": 8, "ffn_hidden_dim": 24,
+}  # fmt: skip
+LLAMA = {}
+FEATURES = {
+    "kempnerforge": [
+        {"qk_norm": True, "norm_type": "layernorm", "qkv_bias": True},
+        {"num_experts": EXPERTS, "moe_router": "sigmoid_topk"},
+        LLAMA,
+    ],
+    "kempnerforge-packed": [{"num_experts": EXPERTS, "moe_router": "sigmoid_topk"}],
+    "torchtitan": [LLAMA, {"head_dim": 8}],
+    "torchtitan-2025": [LLAMA],
+    "hf-llama": [LLAMA],
+    "hf-mistral": [LLAMA],
+    "hf-qwen2": [{"qkv_bias": True}],
+    "hf-qwen3": [{"qk_norm": True}],
+    "hf-mixtral": [{"num_experts": EXPERTS}],
+    "hf-qwen3-moe": [{"num_experts": EXPERTS, "qk_norm": True}],
+}
+CASES = [(name, features) for name, several in FEATURES.items() for features in several]
+
+
+def model_of(**features):
+    return ModelConfig.model_validate({**SMALL, **features})
+
+
+@functools.cache
+def _shapes(items):
+    features = dict(items)
+    dense = {key: value for key, value in features.items() if not key.startswith(("num_", "moe_"))}
+    shapes = dict(wanted(tiny_config(model={**SMALL, **dense}, train={"seq_len": 8})).params)
+    if "num_experts" not in features:
+        return shapes
+    return {**without_mlp(shapes), **experts("moe_router" in features)}
+
+
+def without_mlp(shapes):
+    return {name: shape for name, shape in shapes.items() if ".mlp." not in name}
+
+
+def experts(sigmoid):
+    """The parameters of blocks with experts, by our names."""
+    made = {}
+    for i in range(LAYERS):
+        block = f"layers.{i}.mlp."
+        made[f"{block}router.gate.weight"] = (EXPERTS, 16)
+        owners = [f"experts.{j}" for j in range(EXPERTS)]
+        if sigmoid:  # as only KempnerForge has
+            made[f"{block}router.expert_bias"] = (EXPERTS,)
+            owners.append("shared_expert")
+        for owner in owners:
+            made |= {f"{block}{owner}.{m}_proj.weight": (10, 16) for m in ("gate", "up")}
+            made[f"{block}{owner}.down_proj.weight"] = (16, 10)
+    return made
+
+
+def shapes_of(features):
+    return _shapes(tuple(sorted(features.items())))
+
+
+def ours_of(features, dtype="float32"):
+    """Random parameters by our names, no two alike."""
+    rng = np.random.default_rng(0)
+    return {
+        name: rng.standard_normal(shape, np.float32).astype(DTYPES[dtype])
+        for name, shape in shapes_of(features).items()
+    }
+
+
+def lazy(arrays):
+    return {name: of_array(array, name) for name, array in arrays.items()}
+
+
+def theirs_of(dialect, features, dtype="float32"):
+    """The same by a dialect's names, as its own code would save it."""
+    found = DIALECTS[dialect].to_theirs(lazy(ours_of(features, dtype)), model_of(**features))
+    return {key: np.ascontiguousarray(tensor.all()) for key, tensor in found.items()}
+
+
+def translated(dialect, features, theirs, *, resize_vocab=False):
+    by = Translation(DIALECTS[dialect], model_of(**features), resize_vocab, "here")
+    return translate(lazy(theirs), shapes_of(features), by)
+
+
+def as_dcp(keys):
+    """A checkpoint with these keys."""
+    return Dcp(Directory("/nowhere"), lazy({key: np.zeros(1) for key in keys}), Objects())
+
+
+def test_every_dialect_is_tested():
+    assert FEATURES.keys() == DIALECTS.keys()
+
+
+@pytest.mark.parametrize(("dialect", "features"), CASES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_there_and_back_is_the_same_bit_for_bit(dialect, features, dtype):
+    ours = ours_of(features, dtype)
+    back = translated(dialect, features, theirs_of(dialect, features, dtype))
+    assert list(back) == list(ours)
+    for name, array in ours.items():
+        assert_same(np.ascontiguousarray(back[name].all()), array)
+
+
+@pytest.mark.parametrize(("dialect", "features"), CASES)
+def test_every_parameter_has_a_key_of_its_own(dialect, features):
+    ours, theirs = ours_of(features), theirs_of(dialect, features)
+    packed = dialect == "kempnerforge-packed"
+    count = len(ours) - (LAYERS * 3 * (EXPERTS - 1) if packed else 0)
+    assert len(theirs) == count
+    assert sum(array.size for array in theirs.values()) == sum(a.size for a in ours.values())
+    assert all(DIALECTS[dialect].knows(key) for key in theirs)
+    values = np.concatenate([array.ravel() for array in theirs.values()])
+    all_of_ours = np.concatenate([array.ravel() for array in ours.values()])
+    np.testing.assert_array_equal(np.sort(values), np.sort(all_of_ours))
+
+
+@pytest.mark.parametrize(("dialect", "features"), CASES)
+def test_a_part_of_a_tensor_is_the_part_of_what_is_read_whole(dialect, features):
+    """What an import asks for: some rows, some columns."""
+    ours = ours_of(features)
+    back = translated(dialect, features, theirs_of(dialect, features))
+    for name, array in ours.items():
+        index = tuple(slice(n // 3, max(1, n - 1)) for n in array.shape)
+        assert_same(
+            np.ascontiguousarray(back[name].read(index)), np.ascontiguousarray(array[index])
+        )
+
+
+NAMES = {
+    "kempnerforge": {
+        "token_embedding.embedding.weight": EMBEDDING, "output_head.proj.weight": HEAD,
+        "layers.1.mlp.experts.3.up_proj.weight": "layers.1.mlp.experts.3.up_proj.weight",
+    },
+    "torchtitan": {
+        "tok_embeddings.weight": EMBEDDING, "lm_head.weight": HEAD, "norm.weight": "norm.weight",
+        "layers.1.attention.qkv_linear.wv.weight": "layers.1.attention.v_proj.weight",
+        "layers.1.attention.wo.weight": "layers.1.attention.o_proj.weight",
+        "layers.1.attention_norm.weight": "layers.1.attention_norm.weight",
+        "layers.1.ffn_norm.weight": "layers.1.mlp_norm.weight",
+        "layers.1.feed_forward.w1.weight": "layers.1.mlp.gate_proj.weight",
+        "layers.1.feed_forward.w2.weight": "layers.1.mlp.down_proj.weight",
+        "layers.1.feed_forward.w3.weight": "layers.1.mlp.up_proj.weight",
+    },
+    "torchtitan-2025": {
+        "output.weight": HEAD, "layers.0.attention.wv.weight": "layers.0.attention.v_proj.weight",
+    },
+    "hf-llama": {
+        "model.embed_tokens.weight": EMBEDDING, "lm_head.weight": HEAD,
+        "model.norm.weight": "norm.weight",
+        "model.layers.1.self_attn.k_proj.weight": "layers.1.attention.k_proj.weight",
+        "model.layers.1.self_attn.o_proj.weight": "layers.1.attention.o_proj.weight",
+        "model.layers.1.input_layernorm.weight": "layers.1.attention_norm.weight",
+        "model.layers.1.post_attention_layernorm.weight": "layers.1.mlp_norm.weight",
+        "model.layers.1.mlp.down_proj.weight": "layers.1.mlp.down_proj.weight",
+    },
+    "hf-qwen2": {"model.layers.1.self_attn.v_proj.bias": "layers.1.attention.v_proj.bias"},
+    "hf-qwen3": {"model.layers.1.self_attn.q_norm.weight": "layers.1.attention.q_norm.weight"},
+    "hf-mixtral": {
+        "model.layers.1.block_sparse_moe.gate.weight": "layers.1.mlp.router.gate.weight",
+        "model.layers.1.block_sparse_moe.experts.3.w1.weight":
+            "layers.1.mlp.experts.3.gate_proj.weight",
+        "model.layers.1.block_sparse_moe.experts.3.w2.weight":
+            "layers.1.mlp.experts.3.down_proj.weight",
+        "model.layers.1.block_sparse_moe.experts.3.w3.weight":
+            "layers.1.mlp.experts.3.up_proj.weight",
+    },
+    "hf-qwen3-moe": {
+        "model.layers.1.mlp.gate.weight": "layers.1.mlp.router.gate.weight",
+        "model.layers.1.mlp.experts.0.down_proj.weight": "layers.1.mlp.experts.0.down_proj.weight",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dialect", "theirs", "ours"),
+    [(dialect, *pair) for dialect, pairs in NAMES.items() for pair in pairs.items()],
+)
+def test_names_are_those_of_the_code_base(dialect, theirs, ours):
+    assert DIALECTS[dialect].their_name(ours) == theirs
+
+
+def test_packed_experts_are_stacked_with_inputs_first():
+    features = FEATURES["kempnerforge-packed"][0]
+    ours, theirs = ours_of(features), theirs_of("kempnerforge-packed", features)
+    for m in ("gate", "up", "down"):
+        packed = theirs[f"layers.1.mlp.{m}_w"]
+        for j in range(EXPERTS):
+            np.testing.assert_array_equal(
+                packed[j], ours[f"layers.1.mlp.experts.{j}.{m}_proj.weight"].T
+            )
+
+
+@pytest.mark.parametrize("features", FEATURES["torchtitan"])
+@pytest.mark.parametrize("dialect", ["torchtitan", "torchtitan-2025"])
+def test_scores_are_those_of_complex_rotation_in_torchtitan(dialect, features):
+    """q·k after Meta's rotation of neighbouring channels is q·k after our rotation of halves."""
+    config = model_of(**features)
+    head, positions = config.head_size, np.arange(8)
+    x = np.random.default_rng(1).standard_normal((8, 16))
+    turns = np.exp(1j * np.outer(positions, 10000.0 ** -(np.arange(0, head, 2) / head)))
+
+    def meta(weight):
+        pairs = (x @ weight.T).reshape(8, -1, head // 2, 2)
+        turned = (pairs[..., 0] + 1j * pairs[..., 1]) * turns[:, None]
+        return np.stack([turned.real, turned.imag], axis=-1).reshape(8, -1, head)
+
+    def halves(weight):
+        heads = jnp.asarray((x @ weight.T).reshape(1, 8, -1, head), jnp.float32)
+        return np.asarray(rotate(heads, rotation(config, jnp.asarray(positions)[None])))[0]
+
+    def scores(queries, keys):
+        groups = queries.shape[1] // keys.shape[1]
+        return np.einsum("snh,tnh->nst", queries, np.repeat(keys, groups, axis=1))
+
+    names = [f"layers.1.attention.{m}_proj.weight" for m in "qk"]
+    theirs = theirs_of(dialect, features)
+    as_they_are = [theirs[DIALECTS[dialect].their_name(name)] for name in names]
+    back = translated(dialect, features, theirs)
+    expected = scores(*map(meta, as_they_are))
+    found = scores(*(halves(back[name].all()) for name in names))
+    np.testing.assert_allclose(found, expected, atol=2e-4)
+    assert np.abs(scores(*map(halves, as_they_are)) - expected).max() > 1  # it does matter
+
+
+PREFIXES = ["", "model.", "app.model.", "state_dict.model.", "module.", "model.module."]
+WRAPPERS = [
+    lambda key: key,
+    lambda key: f"_orig_mod.{key}",
+    lambda key: f"module._orig_mod.{key}",
+    lambda key: f"_orig_mod.module.module.{key}",
+    lambda key: key.replace("layers.0.", "layers.0._checkpoint_wrapped_module."),
+    lambda key: (
+        "_fsdp_wrapped_module."
+        + key.replace("layers.1.", "layers.1._fsdp_wrapped_module._checkpoint_wrapped_module.")
+    ),
+    lambda key: key.replace("layers.0.", "layers.0._orig_mod._orig_mod."),
+]
+
+
+@pytest.mark.parametrize(("dialect", "features"), CASES)
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_a_dialect_is_found_from_the_keys(dialect, features, prefix):
+    keys = list(theirs_of(dialect, features))
+    expected = {"hf-mistral": "hf-llama"}.get(dialect, dialect)  # the very same names
+    for wrapped in WRAPPERS:
+        found = dcp_state.sort_keys(as_dcp([prefix + wrapped(key) for key in keys]))
+        assert found.dialect is DIALECTS[expected]
+        assert list(found.params) == keys
+
+
+@pytest.mark.parametrize("dialect", ["torchtitan", "torchtitan-2025", "kempnerforge", "hf-llama"])
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_a_dialect_is_found_without_the_head_of_a_tied_model(dialect, prefix):
+    keys = [key for key in theirs_of(dialect, LLAMA) if key != DIALECTS[dialect].their_name(HEAD)]
+    assert dcp_state.sort_keys(as_dcp([prefix + key for key in keys])).dialect.name == dialect
+
+
+def test_keys_beside_the_model_do_not_hide_it():
+    keys = [f"model.{key}" for key in theirs_of("torchtitan", LLAMA)]
+    beside = ["optimizer.state.norm.weight.exp_avg", "train_state.step", "dataloader.dp_rank_0",
+              "model.layers.0._extra_state", "lr_scheduler.last_epoch", "rng_state"]  # fmt: skip
+    found = dcp_state.sort_keys(as_dcp([*keys, *beside]))
+    assert found.dialect is DIALECTS["torchtitan"]
+    assert len(found.params) == len(keys)
+    assert found.state.keys() == {"norm.weight"}
+    assert set(found.others) == set(beside[1:])
+
+
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [
+        (np.zeros(2, np.float32), "is no number"),
+        (np.array(np.nan), "is nan"),
+        (np.array(np.inf), "is inf"),
+        (np.array(1e300), "updates were made"),
+        (np.array(-1.0), "it says that -1 updates were made"),
+        (np.array(4.0), None),
+    ],
+    ids=str,
+)
+def test_the_number_of_updates_is_a_number(step, says):
+    params = theirs_of("kempnerforge", LLAMA)
+    state = {
+        f"optimizer.state.{key}.{field}": value
+        for key, array in params.items()
+        for field, value in (("exp_avg", array), ("exp_avg_sq", array), ("step", step))
+    }
+    found = Dcp(Directory("/nowhere"), lazy({**params, **state}), Objects())
+    settings = wanted(tiny_config(model=SMALL, train={"seq_len": 8}))
+    if says is None:
+        held = dcp_state.read(found, settings, dcp_state.Options())
+        assert held.scalars["updates"] == held.progress.step == 4
+        return
+    with pytest.raises(UserError, match=says):
+        dcp_state.read(found, settings, dcp_state.Options())
+
+
+def test_tables_of_frequencies_are_passed_over():
+    for dialect, keys in (
+        ("torchtitan", ["freqs_cis"]),
+        ("torchtitan", ["rope.cache"]),
+        ("hf-llama", [f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(LAYERS)]),
+    ):
+        theirs = theirs_of(dialect, LLAMA) | {key: np.zeros(3) for key in keys}
+        assert translated(dialect, LLAMA, theirs).keys() == shapes_of(LLAMA).keys()
+        assert dcp_state.sort_keys(as_dcp(theirs)).dialect.name == dialect
+
+
+def test_two_keys_of_one_parameter_are_refused():
+    keys = ["model.norm.weight", "model.module.norm.weight"]
+    with pytest.raises(UserError, match=r"model\.module\.norm\.weight and another key are both"):
+        dcp_state.sort_keys(as_dcp(keys))
+
+
+def test_names_of_no_dialect_are_answered_with_the_nearest():
+    keys = [*theirs_of("torchtitan", LLAMA), "vision.patches.weight"]
+    settings = wanted(tiny_config(model=SMALL, train={"seq_len": 8}))
+    with pytest.raises(UserError, match=r"nearest is torchtitan, .* know vision\.patches\.weight"):
+        dcp_state.read(as_dcp(keys), settings, dcp_state.Options())
+    with pytest.raises(UserError, match="it holds no model"):
+        dcp_state.read(as_dcp([]), settings, dcp_state.Options())
+    with pytest.raises(UserError, match=r"no dialect 'titan'; there are kempnerforge, .*titan"):
+        dcp_state.read(as_dcp(keys), settings, dcp_state.Options(dialect="titan"))
+
+
+def test_all_that_does_not_fit_is_listed_in_one_message():
+    theirs = theirs_of("hf-llama", LLAMA)
+    del theirs["model.norm.weight"], theirs["model.layers.1.mlp.up_proj.weight"]
+    theirs["model.layers.2.mlp.up_proj.weight"] = np.zeros((24, 16))
+    theirs["model.layers.0.self_attn.k_proj.weight"] = np.zeros((16, 16))
+    theirs["model.layers.0.mlp.down_proj.weight"] = np.zeros(())
+    with pytest.raises(UserError) as caught:
+        translated("hf-llama", LLAMA, theirs)
+    assert str(caught.value).splitlines() == [
+        "here does not fit [model]:",
+        "  missing: layers.1.mlp.up_proj.weight",
+        "  missing: norm.weight",
+        "  left over: model.layers.2.mlp.up_proj.weight",
+        "  layers.0.attention.k_proj.weight is [16, 16], in the model [8, 16]",
+        "  layers.0.mlp.down_proj.weight is [], in the model [16, 24]",
+    ]
+
+
+def test_a_long_list_is_cut():
+    with pytest.raises(UserError, match=r"(?s)(  missing: \S+\n){20}  \.\.\. and \d+ more$"):
+        translated("hf-llama", LLAMA, {})
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (7, 16), (6, 16), (12, 16), (0, 16), (8, 16, 1)])
+def test_a_tensor_that_cannot_be_permuted_is_of_another_shape(shape):
+    """Also one whose rows, rounded up to whole heads, would be as many as there should be."""
+    theirs = theirs_of("torchtitan", LLAMA)
+    theirs["layers.0.attention.qkv_linear.wk.weight"] = np.zeros(shape)
+    says = (
+        rf"layers\.0\.attention\.k_proj\.weight is \[{', '.join(map(str, shape))}\], in the model"
+    )
+    with pytest.raises(UserError, match=says):
+        translated("torchtitan", LLAMA, theirs)
+
+
+@pytest.mark.parametrize("count", [EXPERTS - 1, EXPERTS + 1, 0])
+def test_packed_experts_of_another_number_are_refused(count):
+    features = FEATURES["kempnerforge-packed"][0]
+    theirs = theirs_of("kempnerforge-packed", features)
+    theirs["layers.1.mlp.up_w"] = np.zeros((count, 16, 10))
+    says = rf"layers\.1\.mlp\.experts\.0\.up_proj\.weight is \[{count}, 16, 10\], in the model"
+    with pytest.raises(UserError, match=says):
+        translated("kempnerforge-packed", features, theirs)
+
+
+def test_experts_that_expert_parallel_ranks_overwrote_are_called_lost():
+    features = FEATURES["hf-mixtral"][0]
+    theirs = theirs_of("hf-mixtral", features)
+    kept = {
+        key: a for key, a in theirs.items() if ".experts.2" not in key and ".experts.3" not in key
+    }
+    with pytest.raises(UserError, match=r"only some experts are there: .* the others are lost"):
+        translated("hf-mixtral", features, kept)
+    dense = {key: array for key, array in theirs.items() if "moe" not in key}
+    with pytest.raises(UserError) as caught:
+        translated("hf-mixtral", features, dense)
+    assert "lost" not in str(caught.value)
+
+
+TIED = {"tie_embeddings": True}
+CAN_BE_TIED = [name for name, several in FEATURES.items() if LLAMA in several]
+
+
+@pytest.mark.parametrize("dialect", CAN_BE_TIED)
+def test_a_tied_head_may_be_there_as_a_copy_or_not(dialect):
+    assert HEAD not in shapes_of(TIED)
+    theirs = theirs_of(dialect, TIED)
+    embedding = theirs[DIALECTS[dialect].their_name(EMBEDDING)]
+    copied = theirs | {DIALECTS[dialect].their_name(HEAD): embedding.copy()}
+    for given in (theirs, copied):
+        back = translated(dialect, TIED, given)
+        assert back.keys() == shapes_of(TIED).keys()
+        assert_same(back[EMBEDDING].all(), embedding)
+
+
+@pytest.mark.parametrize("dialect", CAN_BE_TIED)
+def test_a_head_that_differs_is_not_tied(dialect):
+    theirs = theirs_of(dialect, TIED)
+    embedding = theirs[DIALECTS[dialect].their_name(EMBEDDING)]
+    other = embedding.copy()
+    other[-1, -1] = np.nextafter(other[-1, -1], np.float32(9))
+    for head in (other, embedding[:-1], embedding.astype(DTYPES["bfloat16"])):
+        with pytest.raises(UserError, match="tie_embeddings is true, but the output head differs"):
+            translated(dialect, TIED, theirs | {DIALECTS[dialect].their_name(HEAD): head})
+
+
+def test_a_tied_head_alone_is_no_embedding():
+    theirs = theirs_of("hf-llama", TIED)
+    theirs["lm_head.weight"] = theirs.pop("model.embed_tokens.weight")
+    with pytest.raises(UserError, match=f"missing: {EMBEDDING}"):
+        translated("hf-llama", TIED, theirs)
+
+
+@pytest.mark.parametrize("rows", [16, 12, 9])
+@pytest.mark.parametrize("dialect", ["hf-llama", "torchtitan"])
+def test_a_vocabulary_is_cut_or_padded_when_asked(dialect, rows):
+    theirs = theirs_of(dialect, LLAMA)
+    padded = np.random.default_rng(0).standard_normal((16, 16), np.float32)
+    for name in (EMBEDDING, HEAD):
+        theirs[DIALECTS[dialect].their_name(name)] = padded[:rows]
+    expected = padded[:12].copy()
+    expected[rows:] = 0
+    back = translated(dialect, LLAMA, theirs, resize_vocab=True)
+    for name in (EMBEDDING, HEAD):
+        assert_same(back[name].all(), expected)
+    assert back["norm.weight"].shape == (16,)
+
+
+@pytest.mark.parametrize("rows", [16, 9])
+def test_another_vocabulary_is_refused_with_the_way_out(rows):
+    theirs = theirs_of("hf-llama", LLAMA)
+    theirs["model.embed_tokens.weight"] = theirs["lm_head.weight"] = np.zeros((rows, 16))
+    says = f"the vocabulary has {rows} rows there and model.vocab_size is 12: --resize-vocab"
+    with pytest.raises(UserError, match=says):
+        translated("hf-llama", LLAMA, theirs)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "features", "why"),
+    [
+        ("torchtitan", {"qk_norm": True}, "its Llama has no q/k norms"),
+        ("torchtitan-2025", {"qkv_bias": True}, "its Llama has no biases"),
+        ("torchtitan", {"norm_type": "layernorm"}, "its Llama has no biases"),
+        ("torchtitan", {"num_experts": EXPERTS}, "has no counterpart in torchtitan"),
+        ("hf-llama", {"qk_norm": True}, "no q/k norms; hf-qwen3 has"),
+        ("hf-qwen3", {"qkv_bias": True, "qk_norm": True}, "no biases; hf-qwen2 has"),
+        ("hf-llama", {"norm_type": "layernorm"}, "no family here has LayerNorm"),
+        ("hf-llama", {"num_experts": EXPERTS}, "has no counterpart in hf-llama"),
+        ("hf-mixtral", LLAMA, "has no counterpart in hf-mixtral"),
+        ("hf-qwen3-moe", {"num_experts": EXPERTS, "moe_router": "sigmoid_topk"},
+         "no family chooses experts as KempnerForge's sigmoid router"),
+    ],
+)  # fmt: skip
+def test_what_a_dialect_does_not_have_is_refused_with_the_reason(dialect, features, why):
+    with pytest.raises(UserError, match=rf"layers\.0\.\S+ .*{dialect}.*") as caught:
+        theirs_of(dialect, features)
+    assert why in str(caught.value)
+
+
+def test_a_shared_expert_has_no_place_in_mixtral():
+    name = "layers.0.mlp.shared_expert.up_proj.weight"
+    with pytest.raises(UserError, match=f"{name} cannot be .*this family has no shared expert"):
+        DIALECTS["hf-mixtral"].their_name(name)

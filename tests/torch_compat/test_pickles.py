@@ -1,0 +1,155 @@
+"""Pickles: what is written is what Python reads, and what is read names nothing but data."""
+
+import argparse
+import collections
+import io
+import math
+import pickle
+import struct
+
+import pytest
+
+from jaxforge.errors import UserError
+from torch_compat import pickles
+from torch_compat.pickles import Call, Global, New, Pairs, Persistent, Record, Unsafe
+
+PLAIN = [
+    None, True, False, 0, 1, -1, 255, 2**31 - 1, -(2**31), 2**31, -(2**31) - 1, 2**63, -(2**200),
+    0.0, 1.5, -1e-300, math.inf, -math.inf, "", "text", "é\n\0𝄞", "\udc80", "x" * 70_000, b"",
+    b"\0\x80\xff", bytes(range(256)) * 300, (), (1,), (1, 2, 3, 4), [], [1, "a", None], {},
+    {"a": 1, 2: "b", (3, 4): [5], None: {"deep": ({"er": (b"\xfe",)},)}},
+    ["same", "same", ("same", {"same": "same"})],
+]  # fmt: skip
+OURS = {("ours", "Record"): Record, ("ours", "pair"): lambda a, b: (a, b), ("ours", "two"): 2}
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("value", PLAIN, ids=lambda value: repr(value)[:20])
+def test_python_reads_plain_values_as_they_were(value, protocol):
+    found = pickle.loads(pickles.dump(value, protocol))
+    assert found == value
+    assert repr(found) == repr(value)  # 1, 1.0 and True are equal
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_we_read_what_we_write_and_what_python_writes(protocol):
+    names = {
+        ("_codecs", "encode"): lambda text, _: text.encode("latin1"),
+        ("__builtin__", "bytes"): lambda: b"",
+    }
+    for value in PLAIN:
+        assert pickles.load(pickles.dump(value, protocol), names, "here") == value
+        assert pickles.load(pickle.dumps(value, protocol), names, "here") == value
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_zero_and_nan_keep_their_sign_and_bits(protocol):
+    minus = pickle.loads(pickles.dump([-0.0, math.nan], protocol))
+    assert math.copysign(1, minus[0]) == -1
+    assert math.isnan(minus[1])
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_python_makes_the_instances_that_are_described(protocol):
+    ordered = Global("collections", "OrderedDict")
+    described = [
+        ordered,
+        Call(ordered, ([("a", 1), ("b", 2)],)),
+        New(Global("argparse", "Namespace"), {"x": 1, "y": (2,)}),
+        New(Call(Global("argparse", "Namespace"), ()), {"z": "z"}),
+        Pairs([(Call(Global("builtins", "frozenset"), ([1, 2],)), "value")]),
+    ]
+    assert pickle.loads(pickles.dump(described, protocol)) == [
+        collections.OrderedDict,
+        collections.OrderedDict(a=1, b=2),
+        argparse.Namespace(x=1, y=(2,)),
+        argparse.Namespace(z="z"),
+        {frozenset({1, 2}): "value"},
+    ]
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_persistent_ids_reach_the_reader(protocol):
+    class Reader(pickle.Unpickler):
+        def persistent_load(self, pid):
+            return ("loaded", pid)
+
+    data = pickles.dump([Persistent(("storage", 1)), "x"], protocol)
+    assert Reader(io.BytesIO(data)).load() == [("loaded", ("storage", 1)), "x"]
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_names_are_written_once(protocol):
+    names = [Global("package.module", f"Class{i % 3}") for i in range(999)]
+    keys = [f"a.long.parameter.name.{i % 3}" for i in range(999)]
+    data = pickles.dump([*map(list, ((n,) for n in names)), *keys], protocol)
+    assert data.count(b"Class0") == data.count(b"name.0") == 1
+
+
+def test_what_no_pickle_can_hold_is_our_mistake():
+    with pytest.raises(TypeError, match="cannot pickle a set"):
+        pickles.dump({"a": {1}})
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_names_of_the_table_are_the_only_ones(protocol):
+    good = Call(Global("ours", "pair"), (1, [2]))
+    assert pickles.load(pickles.dump(good, protocol), OURS, "here") == (1, [2])
+    for module, name in (("ours", "other"), ("other", "pair"), ("builtins", "eval")):
+        data = pickles.dump({"deep": [Global(module, name)]}, protocol)
+        with pytest.raises(Unsafe, match=rf"^here: the pickle names {module}\.{name}, .* refused"):
+            pickles.load(data, OURS, "here")
+
+
+def test_attributes_of_a_name_are_not_reached():
+    """Protocol 4 lets a name have dots."""
+    data = pickles.dump(Global("ours", "Record.__init__.__globals__"), 4)
+    with pytest.raises(Unsafe, match=r"Record\.__init__\.__globals__"):
+        pickles.load(data, OURS, "here")
+
+
+def test_persistent_ids_are_refused_where_none_belong():
+    with pytest.raises(Unsafe, match="here: the pickle refers to objects outside it"):
+        pickles.load(pickles.dump(Persistent(("a",))), OURS, "here")
+
+
+def test_an_instance_keeps_what_its_pickle_sets():
+    data = pickles.dump(New(Global("ours", "Record"), {"a": 1, "b": [2]}))
+    record = pickles.load(data, OURS, "here")
+    assert (record.a, record.b) == (1, [2])
+    assert pickles.load(pickles.dump(New(Global("ours", "Record"), (1, 2))), OURS, "x").state == (
+        1, 2,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"no pickle",
+        b"\x80\x04",
+        b"\x80\x63N.",
+        pickle.dumps([1, 2, "text"])[:-4],
+        b"\x80\x02K\x01K\x02R.",  # a number that is called
+        b"\x80\x02]K\x01b.",  # the state of a list
+        b"\x80\x02h\x07.",  # an entry of the memo that is not there
+        b"\x80\x02}]K\x01s.",  # a list as a key
+        b"\x80\x04\x8e" + b"\xff" * 8 + b"x.",  # a text of 2**64 bytes
+        b"\x80\x02\x82\x01.",  # the registry of extensions
+        b"\x80\x02X\x01\0\0\0\xff.",  # no UTF-8
+    ],
+    ids=repr,
+)
+def test_what_is_no_pickle_is_the_users_error(data):
+    with pytest.raises(UserError, match=r"^here: not a readable pickle"):
+        pickles.load(data, OURS, "here")
+
+
+@pytest.mark.parametrize("index", [2**20, 2**28, 2**32 - 1])
+def test_a_few_bytes_cannot_ask_for_gigabytes(index):
+    """An entry of the memo far out would be allocated with all before it."""
+    binary = b"\x80\x02Nr" + struct.pack("<I", index) + b"."
+    text = b"\x80\x02Np" + str(index).encode() + b"\n."
+    for data in (binary, text):
+        with pytest.raises(UserError, match="of the memo"):
+            pickles.load(data, OURS, "here")

@@ -1,0 +1,214 @@
+"""Archives of torch.save: what is written torch reads, what torch writes is read, in place."""
+
+import collections
+import io
+import itertools
+import pickle
+import zipfile
+
+import numpy as np
+import pytest
+
+from jaxforge.errors import UserError
+from tests.torch_compat.tensors import assert_reads, assert_same, of_torch, random_array
+from torch_compat import dcp_writer, torch_zip
+from torch_compat.dcp_reader import METADATA
+from torch_compat.dcp_writer import Entry
+from torch_compat.lazy import DTYPES, Lazy, zeros
+from torch_compat.torch_zip import Archive
+
+torch = pytest.importorskip("torch")
+
+SHAPES = [(), (0,), (1,), (5,), (3, 7), (2, 0, 4), (2, 3, 4, 5)]
+
+
+def written(value):
+    return b"".join(bytes(piece) for piece in torch_zip.archive(value))
+
+
+class InMemory:
+    """A file in memory that says which bytes of it were read."""
+
+    def __init__(self, data):
+        self.data, self.size, self.asked = data, len(data), []
+
+    def __call__(self, start, length):
+        assert 0 <= start <= start + length <= self.size
+        self.asked.append((start, length))
+        return np.frombuffer(self.data, np.uint8)[start : start + length]
+
+
+def read(data, where="here"):
+    return Archive(InMemory(data), 0, len(data), where).object()
+
+
+def torch_saved(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_torch_reads_every_dtype_and_shape_that_we_write(name):
+    arrays = {str(shape): random_array(name, shape) for shape in SHAPES}
+    found = torch.load(io.BytesIO(written(arrays)), weights_only=True)
+    assert found.keys() == arrays.keys()
+    for key, array in arrays.items():
+        assert str(found[key].dtype) == f"torch.{name}"
+        assert_same(of_torch(found[key]), array)
+        assert found[key].is_contiguous()
+    ours = read(written(arrays))
+    for key, array in arrays.items():
+        assert_reads(ours[key], array)
+
+
+def test_torch_reads_nested_values():
+    value = {
+        "a": [1, 2.5, None, True, "é", (b"\xff", ())],
+        "b": {"tensors": [np.arange(3), (np.float32(2) * np.ones((2, 2), np.float32),)]},
+        "big": 2**80,
+    }
+    found = torch.load(io.BytesIO(written(value)), weights_only=True)
+    assert found["a"] == value["a"]
+    assert found["big"] == value["big"]
+    first, (second,) = found["b"]["tensors"]
+    assert_same(of_torch(first), np.arange(3))
+    assert_same(of_torch(second), np.full((2, 2), 2, np.float32))
+
+
+def test_an_array_that_is_not_row_major_keeps_its_values():
+    base = random_array("bfloat16", (6, 4))
+    for array in (base.T, base[::2, 1:3], np.broadcast_to(base[0], (3, 4))):
+        found = torch.load(io.BytesIO(written(array)), weights_only=True)
+        assert_same(of_torch(found), np.ascontiguousarray(array))
+
+
+def test_data_are_aligned_and_every_checksum_holds():
+    arrays = {"x" * n: random_array("uint8", (n,)) for n in (1, 3, 64, 65, 200)}
+    data = written(arrays)
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        assert archive.testzip() is None
+        entries = archive.infolist()
+    assert [e.filename for e in entries[:2]] == ["archive/data.pkl", "archive/byteorder"]
+    for i, (entry, following) in enumerate(itertools.pairwise([*entries, None])):
+        start = entry.header_offset + 30 + len(entry.filename)
+        start += int.from_bytes(data[entry.header_offset + 28 : entry.header_offset + 30], "little")
+        assert start % 64 == 0
+        if following is not None:
+            assert following.header_offset == start + entry.file_size, i
+
+
+def test_chunks_stay_within_what_an_archive_can_hold(tmp_path):
+    """However much memory is allowed: the sizes of a zip file have 32 bits."""
+    entries = {"w": Entry(("w",), zeros((50, 2**27), np.dtype(np.int16)))}
+    dcp_writer.write_metadata(entries, {}, tmp_path, block=2**40)
+    chunks = pickle.loads((tmp_path / METADATA).read_bytes()).state_dict_metadata["w"].chunks
+    assert sum(chunk.sizes[0] for chunk in chunks) == 50
+    assert max(chunk.sizes.numel() for chunk in chunks) * 2 < 2**32 - 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda base: base.t(),
+        lambda base: base[2:, 3:],
+        lambda base: base[::2, ::3],
+        lambda base: base[1:2].expand(4, 12),
+        lambda base: base[4, 7],
+        lambda base: base[5:],
+        lambda base: torch.nn.Parameter(base),
+        lambda base: torch.nn.Parameter(base[1:].t(), requires_grad=False),
+        lambda base: base.to(torch.float8_e4m3fn).t(),
+        lambda base: base.to(torch.uint16)[1:, 2:],
+        lambda base: base > 30,
+    ],
+    ids=["transposed", "offset", "stepped", "expanded", "number", "empty", "parameter",
+         "parameter of a view", "float8", "uint16", "bool"],
+)  # fmt: skip
+def test_views_that_torch_saves_are_read_as_it_sees_them(make):
+    tensor = make(torch.arange(60.0).reshape(5, 12))
+    assert_reads(read(torch_saved(tensor)), of_torch(tensor))
+
+
+def test_what_torch_saves_comes_back_with_its_structure():
+    base = torch.arange(6.0)
+    value = {
+        "ordered": collections.OrderedDict(a=1, b=[2, {"c": (3, None)}]),
+        "module": torch.nn.BatchNorm1d(3).state_dict(),  # an OrderedDict with attributes
+        "shared": [base, base[2:], base],
+        "shape": torch.Size([2, 3]), "dtype": torch.float8_e5m2, "device": torch.device("cuda:2"),
+        "rng": np.random.RandomState(0).get_state(), "set": {1, 2}, "empty": b"", "i": 2j,
+    }  # fmt: skip
+    found = read(torch_saved(value))
+    assert found["ordered"] == {"a": 1, "b": [2, {"c": (3, None)}]}
+    assert_reads(found["module"]["weight"], np.ones(3, np.float32))
+    assert_reads(found["module"]["num_batches_tracked"], np.array(0))
+    for tensor, expected in zip(found["shared"], value["shared"], strict=True):
+        assert_reads(tensor, expected.numpy())
+    known = (found["shape"], found["dtype"], found["device"])
+    assert known == ((2, 3), DTYPES["float8_e5m2"], "cuda:2")
+    assert found["rng"][0] == "MT19937"
+    assert (found["set"], found["empty"], found["i"]) == ({1, 2}, b"", 2j)
+
+
+def test_an_object_is_read_without_its_data_and_a_slice_without_the_rest():
+    array = random_array("float32", (1000, 100))
+    data = torch_saved({"x": torch.from_numpy(array)})
+    file = InMemory(data)
+    tensor = Archive(file, 0, len(data), "here").object()["x"]
+    assert isinstance(tensor, Lazy)
+    assert sum(length for _, length in file.asked) < 5_000
+    file.asked.clear()
+    part = tensor.read((slice(500, 502), slice(10, 20)))
+    assert_same(part, array[500:502, 10:20])
+    assert file.asked == [(file.asked[0][0], 4 * 110)]
+
+
+def test_an_archive_among_others_is_read_at_any_offset():
+    arrays = [random_array("float32", (4, 5), seed) for seed in range(3)]
+    data, places = b"", []
+    for i, array in enumerate(arrays):
+        data += b"?" * (13 * i + 1)
+        saved = torch_saved(torch.from_numpy(array))
+        places.append((len(data), len(saved)))
+        data += saved
+    file = InMemory(data + b"after")
+    for array, (start, length) in zip(arrays, places, strict=True):
+        assert_reads(Archive(file, start, length, "here").object(), array)
+
+
+def with_record(data, name, content):
+    """The archive with another record, or without it."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w") as new:
+        for entry in old.infolist():
+            if entry.filename.partition("/")[2] != name:
+                new.writestr(entry.filename, old.read(entry))
+        if content is not None:
+            new.writestr(f"archive/{name}", content)
+    return out.getvalue()
+
+
+def test_numbers_of_a_big_endian_machine_are_refused():
+    data = torch_saved(torch.arange(3))
+    with pytest.raises(UserError, match="here: its numbers are big-endian"):
+        read(with_record(data, "byteorder", b"big"))
+
+
+def test_an_archive_of_before_there_was_a_byteorder_is_read():
+    data = with_record(torch_saved(torch.arange(3)), "byteorder", None)
+    assert_reads(read(data), np.arange(3))
+
+
+def test_a_missing_record_is_named():
+    data = torch_saved(torch.arange(3))
+    for name in ("data.pkl", "data/0"):
+        with pytest.raises(UserError, match=f"here: the archive has no record {name}"):
+            read(with_record(data, name, None))
+
+
+def test_the_format_of_before_zip_is_refused_in_words():
+    file = io.BytesIO()
+    torch.save({"a": 1}, file, _use_new_zipfile_serialization=False)
+    with pytest.raises(UserError, match=r"here: no torch\.save archive there"):
+        read(file.getvalue())
