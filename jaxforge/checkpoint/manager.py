@@ -62,6 +62,7 @@ class Checkpoints:
         self.directory = run.absolute() / SUBDIRECTORY
         self._config, self._axes, self._resolved = config, axes, resolved_config
         self._saved: int | None = None
+        _check_ours(self.directory)
         self._manager = ocp.CheckpointManager(
             self.directory,
             handler_registry=_handlers(arrays),
@@ -411,6 +412,20 @@ def _handlers(
         for item in ("progress", "config"):
             registry.add(item, args, json)
     return registry
+
+
+def _check_ours(directory: Path) -> None:
+    """Checkpoints of PyTorch may have the same names; they must not be swept away with old ones.
+
+    Raises:
+        UserError: there are such.
+    """
+    for step in directory.glob(f"{_PREFIX}_*"):
+        if (step / ".metadata").exists() or (step / "pp0").is_dir():
+            raise UserError(
+                f"{step} is a checkpoint of PyTorch: give another checkpoint.dir, and "
+                f"checkpoint.load_path = {str(directory)!r} to go on from there"
+            )
 
 
 def _preservation(config: CheckpointConfig) -> policies.PreservationPolicy:

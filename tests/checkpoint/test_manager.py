@@ -249,3 +249,13 @@ def test_another_optimizer_is_named_and_can_be_left_out(tmp_path):
     assert (progress.step, progress.samples, int(loaded.step)) == (2, 16, 2)
     assert int(loaded.opt_state[1].updates) == 0
     jax.tree.map(np.testing.assert_array_equal, loaded.params, jax.device_get(state.params))
+
+
+@pytest.mark.parametrize("marker", [".metadata", "pp0/.metadata"])
+def test_checkpoints_of_pytorch_are_left_alone(tmp_path, marker):
+    path = tmp_path / "checkpoints" / "step_10" / marker
+    path.parent.mkdir(parents=True)
+    path.touch()
+    with pytest.raises(UserError, match=r"step_10 is a checkpoint of PyTorch: give another"):
+        checkpoints(tmp_path, setup(tiny_config()))
+    assert path.exists()
