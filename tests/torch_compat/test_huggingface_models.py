@@ -1,0 +1,646 @@
+"""Models to and from Hugging Face directories, judged by what `transformers` makes of them."""
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxforge import generate, inference, run_directory, train
+from jaxforge.checkpoint.manager import Checkpoints, starting_state
+from jaxforge.config.model import ModelConfig, RopeScaling
+from jaxforge.data.tokenizer import END_OF_TEXT, load_tokenizer, train_bpe
+from jaxforge.errors import UserError
+from jaxforge.evaluate import evaluate
+from jaxforge.model.transformer import Model
+from jaxforge.training.hooks import Hook
+from jaxforge.training.progress import Progress
+from jaxforge.training.state import begin
+from tests.conftest import tiny_config
+from tests.helpers import setup
+from torch_compat import checkpoints, commands, hf_config, hf_state
+from torch_compat.dcp_state import Options
+from torch_compat.files import Directory
+from torch_compat.restore import open_foreign
+from torch_compat.staging import Share
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from tests.model.test_transformers_parity import SHAPE, hugging_face  # noqa: E402 (needs torch)
+
+ROOT = Path(__file__).parents[2]
+SHAPE = {**SHAPE, "max_seq_len": 256, "init_std": 0.1}
+QK_NORM = {"qk_norm": True, "norm_eps": 1e-6, "qk_norm_eps": 1e-6}
+MODELS = {
+    "Llama": {},
+    "Llama, tied": {"tie_embeddings": True},
+    "Llama, stretched": {"rope_scaling": RopeScaling(original_max_seq_len=16), "rope_theta": 500.0},
+    "Llama, narrow heads": {"head_dim": 12},
+    "Mistral": {"norm_eps": 1e-3},
+    "Mistral, 6 heads in 68": {"dim": 68, "n_heads": 6, "head_dim": 16},
+    "Qwen2": {"qkv_bias": True},
+    "Qwen2, wide heads": {"qkv_bias": True, "head_dim": 32},
+    "Qwen3": QK_NORM,
+    "Qwen3, wide heads, tied": {**QK_NORM, "head_dim": 32, "tie_embeddings": True},
+}
+TEXTS = ["the quick brown fox jumps over the lazy dog. " * 8, "Ein Käse, zwei Käse – 3 €  ?\n"]
+
+
+def family(case):
+    return case.partition(",")[0]
+
+
+def model_of(case):
+    return ModelConfig(**{**SHAPE, **MODELS[case]})
+
+
+def config_of(model, **sections):
+    keys = {"model": model.model_dump(exclude_unset=True), "train": {"mixed_precision": "fp32"}}
+    return tiny_config(**{**keys, **sections})
+
+
+def random_params(model):
+    """Norms and biases too: at 1 and 0, as they are made, they could be swapped unnoticed."""
+    rng = np.random.default_rng(0)
+
+    def leaf(path, like):
+        names = [part.key for part in path]
+        if any("norm" in name for name in names):
+            return rng.uniform(0.5, 1.5, like.shape).astype(np.float32)
+        scale = 0.5 if names[-1] == "bias" else 0.1
+        return (scale * rng.standard_normal(like.shape)).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(leaf, Model(model).abstract)
+
+
+def save_run(path, config, params=None):
+    """A run directory of jaxforge at step 3."""
+    ours = setup(config)
+    state = begin(params or random_params(config.model), ours.optimizer)
+    run_directory.prepare(path, config)
+    section = config.checkpoint.model_copy(update={"async_mode": "disabled"})
+    saved = Checkpoints(path, section, ours.model.axes, config.model_dump(mode="json"))
+    saved.save(Progress(step=3), state)
+    saved.close()
+    return path
+
+
+def export(run, directory, **options):
+    job = commands.Export(checkpoints.find(run), directory, "hf", **options)
+    assert job.run(job.plan(), Share(), lambda _: None) == directory
+    return directory
+
+
+def export_notes(run, **options):
+    return commands.Export(checkpoints.find(run), run / "never", "hf", **options).plan().notes
+
+
+def load(source, run, *overrides, dtype=None):
+    """Imports; the plan's notes."""
+    found = checkpoints.find(source)
+    job = commands.Import(found, run, None, overrides, Options(), dtype, 1 << 28)
+    plan = job.plan()
+    assert job.run(plan, Share(), lambda _: None) == run / "checkpoints" / "step_0"
+    return plan.notes
+
+
+def params_of(run):
+    trained = inference.open_run(run, devices=jax.devices()[:1])
+    with trained.in_use() as params:
+        return trained.config.model, jax.device_get(params)
+
+
+@functools.cache
+def compiled(model):
+    network = Model(model)
+    return jax.jit(lambda params, tokens: network.logits(params, network.hidden(params, tokens)))
+
+
+def our_logits(model, params, tokens):
+    return np.asarray(compiled(model)(params, tokens))
+
+
+def tokens_of(model, n=24):
+    return np.random.default_rng(1).integers(0, model.vocab_size, (2, n))
+
+
+def their_logits(network, tokens):
+    with torch.no_grad():
+        logits = network.float()(torch.from_numpy(tokens)).logits.numpy()
+    assert logits.std() > 0.1
+    return logits
+
+
+def open_theirs(directory, **options):
+    """The network, of which every weight came from the files."""
+    network, info = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, output_loading_info=True, attn_implementation="eager",
+        **{"dtype": torch.float32, **options},
+    )  # fmt: skip
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return network
+
+
+def tensors_of(directory):
+    return {k: t.all() for k, t in checkpoints.find(directory).raw().items()}
+
+
+def assert_same_bits(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        assert one[name].dtype == other[name].dtype
+        assert one[name].tobytes() == other[name].tobytes(), name
+
+
+def normal(model):
+    """What stands for itself instead of a default that follows from other keys."""
+    wide = model.head_size * model.n_heads != model.dim
+    return model.model_copy(update={
+        "n_kv_heads": model.kv_heads, "ffn_hidden_dim": model.ffn_dim, "ffn_dim_multiplier": 1.0,
+        "head_dim": model.head_size if wide else None,
+        "qk_norm_eps": model.qk_norm_eps if model.qk_norm else 1e-5,
+    })  # fmt: skip
+
+
+def config_json(directory):
+    return json.loads((directory / "config.json").read_text())
+
+
+# Export
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_an_export_is_the_same_model_in_transformers(tmp_path, case):
+    model = model_of(case)
+    run = save_run(tmp_path / "run", config_of(model))
+    dialect = "hf-mistral" if case == "Mistral" else None
+    network = open_theirs(export(run, tmp_path / "hf", dialect=dialect))
+    assert type(network).__name__ == f"{family(case)}ForCausalLM"
+    tokens = tokens_of(model, 40)
+    ours = our_logits(model, random_params(model), tokens)
+    np.testing.assert_allclose(ours, their_logits(network, tokens), rtol=0, atol=1e-5)
+
+
+def test_the_command_exports(tmp_path):
+    model = model_of("Qwen2")
+    run = save_run(tmp_path / "run", config_of(model))
+    command = [sys.executable, "-m", "torch_compat", "export", run, tmp_path / "hf", "--to", "hf"]
+    done = subprocess.run(
+        [*command, "--dtype=bfloat16", "--max-shard-size=100KB", "--processes=2"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(tmp_path / "hf")
+    assert open_theirs(tmp_path / "hf", dtype="auto").dtype == torch.bfloat16
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
+
+
+@pytest.mark.parametrize(
+    "dialect", ["hf-llama", "hf-qwen2", "hf-qwen3", "hf-qwen3-moe", "kempnerforge"]
+)
+def test_an_export_never_leaves_parameters_out_or_open(tmp_path, dialect):
+    """A Qwen2 of a model without biases would have biases of chance in transformers."""
+    case = "Qwen3" if dialect == "hf-llama" else "Llama"
+    run = save_run(tmp_path / "run", config_of(model_of(case)))
+    with pytest.raises(UserError, match=f"exported to hf as hf-.*, not {dialect}"):
+        export(run, tmp_path / "hf", dialect=dialect)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"norm_type": "layernorm"}, r"model\.norm_type = 'layernorm'"),
+        ({"activation": "gelu"}, r"model\.activation = 'gelu'"),
+        ({"num_experts": 4, "moe_router": "sigmoid_topk"}, r"model\.moe_router = 'sigmoid_topk'"),
+        ({"qk_norm": True, "qkv_bias": True}, r"model\.qk_norm.*model\.qkv_bias"),
+        ({"qk_norm": True, "norm_eps": 1e-6}, "norm_eps = 1e-06 and qk_norm_eps = 1e-05"),
+    ],
+    ids=str,
+)
+def test_what_no_family_has_is_refused(tmp_path, keys, message):
+    with pytest.raises(UserError, match=message):
+        hf_config.family_of(ModelConfig(**{**SHAPE, **keys}))
+    if "num_experts" not in keys:
+        run = save_run(tmp_path / "run", config_of(ModelConfig(**{**SHAPE, **keys})))
+        with pytest.raises(UserError, match=message):
+            export(run, tmp_path / "hf")
+
+
+# Import
+
+
+@pytest.fixture(scope="module", params=[(c, d) for c in MODELS for d in ("float32", "bfloat16")],
+                ids=lambda param: f"{param[0]}, {param[1]}")  # fmt: skip
+def imported(request, tmp_path_factory):
+    """A directory of several files that transformers wrote, the run made of it, their network."""
+    path, (case, dtype) = tmp_path_factory.mktemp("imported"), request.param
+    network = hugging_face(family(case), model_of(case)).to(getattr(torch, dtype))
+    network.save_pretrained(path / "hf", max_shard_size="60KB")
+    assert (path / "hf" / "model.safetensors.index.json").exists()
+    assert load(path / "hf", path / "run") == ()
+    return case, path, network
+
+
+def test_an_import_is_the_same_model(imported):
+    case, path, _ = imported
+    model, params = params_of(path / "run")
+    assert model == normal(model_of(case))
+    network, tokens = open_theirs(path / "hf"), tokens_of(model, 40)
+    ours = our_logits(model_of(case), params, tokens)
+    np.testing.assert_allclose(ours, their_logits(network, tokens), rtol=0, atol=1e-5)
+
+
+def test_there_and_back_every_bit_is_kept(imported, tmp_path):
+    case, path, _ = imported
+    dialect = "hf-mistral" if family(case) == "Mistral" else None
+    back = export(path / "run", tmp_path / "hf", dialect=dialect)
+    assert_same_bits(tensors_of(path / "hf"), tensors_of(back))
+    theirs, ours = config_json(path / "hf"), config_json(back)
+    assert ours["dtype"] == theirs["dtype"]
+    assert hf_config.model_table(ours, "") == hf_config.model_table(theirs, "")
+
+
+def starting_params(config, directory):
+    """What a run with this config would start from, and where."""
+    ours = setup(config)
+    saved = Checkpoints(directory, config.checkpoint, ours.model.axes)
+    with jax.set_mesh(ours.mesh):
+        state, progress = starting_state(
+            config, saved, ours.model, ours.optimizer, ours.mesh, open_foreign
+        )
+    saved.close()
+    assert int(state.step) == progress.step == progress.samples == 0
+    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(state.params))
+    return jax.device_get(state.params)
+
+
+@pytest.mark.parametrize("distributed", [{}, {"dp_shard": 4, "tp": 2}], ids=str)
+@pytest.mark.parametrize("imported", [("Qwen2", "bfloat16")], indirect=True)
+def test_a_run_starts_with_the_weights(imported, tmp_path, distributed):
+    """Those of an imported run, and those of the directory itself: the same."""
+    case, path, network = imported
+    config = config_of(model_of(case), distributed={"dp_shard": 1, **distributed})
+    shutil.copytree(path / "run", tmp_path / "run")
+    of_run = starting_params(config, tmp_path / "run")
+    section = config.checkpoint.model_copy(update={"load_path": str(path / "hf")})
+    config = config.model_copy(update={"checkpoint": section})
+    of_directory = starting_params(config, tmp_path / "new")
+    jax.tree.map(np.testing.assert_array_equal, of_run, of_directory)
+    table = network.model.embed_tokens.weight.detach().float().numpy()
+    np.testing.assert_array_equal(of_run["token_embedding"]["embedding"]["weight"], table)
+
+
+class Look(Hook):
+    def on_step_end(self, context):
+        self.step, self.params = context.step, jax.device_get(context.state.params)
+
+
+@pytest.mark.parametrize("imported", [("Llama", "float32")], indirect=True)
+def test_training_goes_on_from_an_import(imported, tmp_path):
+    """A step of no length, so that the weights are what they were."""
+    _, path, _ = imported
+    shutil.copytree(path / "run", tmp_path / "run")
+    arguments = ["--config", str(tmp_path / "run" / "config.toml"), "--train.max_steps=1"]
+    arguments += [f"--checkpoint.dir={tmp_path / 'run'}", "--optimizer.lr=1e-30"]
+    look = Look()
+    train.run(train.parse_command_line([*arguments, "--train.seq_len=16"]), hooks=[look])
+    assert look.step == 1
+    jax.tree.map(np.testing.assert_array_equal, look.params, params_of(path / "run")[1])
+    assert checkpoints.find(tmp_path / "run").read(None, Options()).progress.step == 1
+
+
+# Tokenizers
+
+
+def bpe(path):
+    tokenizer = train_bpe(TEXTS, 300)
+    tokenizer.save(path)
+    return tokenizer
+
+
+@pytest.mark.parametrize("case", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_a_tokenizer_is_exported_with_its_model(tmp_path, case):
+    ours = bpe(tmp_path / "tokenizer")
+    model = model_of(case).model_copy(update={"vocab_size": 300})
+    data = {"tokenizer_path": str(tmp_path / "tokenizer")}
+    run = save_run(tmp_path / "run", config_of(model, data=data))
+    directory = export(run, tmp_path / "hf", dialect=f"hf-{case.lower()}")
+    kind, noted = transformers.AutoTokenizer, export_notes(run)
+    if case == "Qwen2":  # of which AutoTokenizer makes Qwen2's own, whatever the files say
+        kind = transformers.PreTrainedTokenizerFast
+        assert "PreTrainedTokenizerFast.from_pretrained" in noted[0]
+    else:
+        assert noted == ()
+    theirs = kind.from_pretrained(directory)
+    for text in [*TEXTS, f"fox{END_OF_TEXT}dog", "  a  .b ,c 's"]:
+        assert theirs(text)["input_ids"] == ours.encode(text)
+        assert theirs.decode(ours.encode(text), skip_special_tokens=True) == ours.decode(
+            ours.encode(text)
+        )
+    assert theirs.eos_token_id == ours.eos_id == config_json(directory)["eos_token_id"] == 0
+    settings = transformers.GenerationConfig.from_pretrained(directory)
+    settings.validate(strict=True)
+    assert settings.eos_token_id == 0
+    assert load_tokenizer(directory).fingerprint == ours.fingerprint
+
+
+def test_bytes_have_no_tokenizer_there(tmp_path):
+    config = config_of(model_of("Llama").model_copy(update={"vocab_size": 257}),
+                       data={"tokenizer_path": "byte"})  # fmt: skip
+    directory = export(save_run(tmp_path / "run", config), tmp_path / "hf")
+    assert sorted(os.listdir(directory)) == [
+        "config.json", "generation_config.json", "model.safetensors"
+    ]  # fmt: skip
+    settings = open_theirs(directory).generation_config
+    settings.validate(strict=True)
+    assert settings.eos_token_id == 256
+
+
+@pytest.fixture(scope="module")
+def with_tokenizer(tmp_path_factory):
+    """A directory of theirs with a tokenizer, whose EOS config.json alone names; its import."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    bpe(path / "bpe")
+    model = model_of("Llama").model_copy(update={"vocab_size": 304})
+    network = hugging_face("Llama", model)
+    network.config.eos_token_id = 0
+    network.save_pretrained(path / "hf")
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(path / "bpe" / "tokenizer.json"), bos_token="the"
+    ).save_pretrained(path / "hf")
+    load(path / "hf", path / "run")
+    return path, network
+
+
+def test_an_import_has_the_tokenizer(with_tokenizer, tmp_path):
+    path, _ = with_tokenizer
+    tokenizer, theirs = run_directory.read_tokenizer(path / "run"), load_tokenizer(path / "hf")
+    assert (tokenizer.fingerprint, tokenizer.eos_id) == (theirs.fingerprint, 0)
+    back = transformers.AutoTokenizer.from_pretrained(export(path / "run", tmp_path / "hf"))
+    assert back.bos_token == "the"
+    assert config_json(tmp_path / "hf")["eos_token_id"] == 0
+    load(path / "hf", tmp_path / "other", "--data.tokenizer_path=byte")
+    assert run_directory.read_tokenizer(tmp_path / "other").eos_id == 256  # one's own wins
+
+
+def test_an_import_generates_and_is_evaluated(with_tokenizer, tmp_path, capsysbinary):
+    path, network = with_tokenizer
+    precise = "--train.mixed_precision=fp32"
+    arguments = ["--prompt=the lazy fox", "--max-tokens=6", "--temperature=0", precise]
+    assert generate.main([str(path / "run"), *arguments, "--ignore-eos"]) == 0
+    tokenizer = load_tokenizer(path / "hf")
+    prompt = torch.tensor([tokenizer.encode("the lazy fox")])
+    chosen = network.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None,
+                              suppress_tokens=list(range(tokenizer.vocab_size, 304)))  # fmt: skip
+    said = capsysbinary.readouterr().out.decode()
+    assert said.strip() == tokenizer.decode(chosen[0].tolist()).strip()
+    tokens = np.random.default_rng(0).integers(1, 300, (8, 17))
+    np.save(tmp_path / "a.npy", tokens.astype(np.uint16).reshape(-1))
+    _, sums = evaluate(path / "run", [precise, "--train.seq_len=16"], sets=[f"a={tmp_path}"],
+                       batch_size=8, devices=jax.devices()[:1])  # fmt: skip
+    given = torch.from_numpy(tokens)
+    with torch.no_grad():
+        expected = network(given, labels=given).loss
+    assert sums["a"].metrics()["loss"] == pytest.approx(float(expected), abs=1e-5)
+
+
+# config.json
+
+
+def minimal(kind, **keys):
+    return {"model_type": kind, "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128,
+            "num_attention_heads": 32, "intermediate_size": 96, "max_position_embeddings": 8192,
+            **keys}  # fmt: skip
+
+
+CONFIGS = [
+    {},
+    {"num_key_value_heads": 16, "head_dim": 6, "rms_norm_eps": 1e-3, "tie_word_embeddings": True,
+     "initializer_range": 0.3},
+    {"num_key_value_heads": None, "attention_bias": False},
+    {"rope_theta": 500, "rope_scaling": None},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    {"rope_parameters": {"rope_theta": 500.0}, "rope_theta": 7.0},
+    {"rope_theta": 500.0, "rope_scaling": {"type": "llama3", "factor": 2.0, "low_freq_factor": 0.5,
+                                           "high_freq_factor": 3.0}},
+    {"rope_parameters": {"rope_type": "llama3", "rope_theta": 50.0, "factor": 4.0,
+                         "low_freq_factor": 1.0, "high_freq_factor": 3.0,
+                         "original_max_position_embeddings": 99}, "rope_theta": 7.0},
+    {"rope_scaling": {"rope_type": "llama3", "factor": 4, "low_freq_factor": 1,
+                      "high_freq_factor": 4, "original_max_position_embeddings": 99},
+     "rope_parameters": {"rope_theta": 50.0}},
+    {"sliding_window": 100},
+    {"sliding_window": None},
+    {"use_sliding_window": False, "max_window_layers": 1, "sliding_window": 100},
+    {"use_sliding_window": True, "max_window_layers": 2},
+    {"use_sliding_window": True, "max_window_layers": 1},
+    {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 100,
+     "layer_types": ["full_attention", "sliding_attention"]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("keys", CONFIGS, ids=str)
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_config_json_means_what_transformers_takes_it_for(kind, keys):
+    """Defaults of each family; the forms of transformers 4 and 5."""
+    given = minimal(kind, **keys)
+    if kind == "mistral" and keys.get("num_key_value_heads", 8) is None:
+        pytest.skip("transformers 5 takes no null here")
+    theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(given)))
+    ours = ModelConfig(**hf_config.model_table(given, ""))
+    rope = dict(theirs.rope_parameters)
+    assert ours.kv_heads == theirs.num_key_value_heads
+    assert ours.head_size == getattr(theirs, "head_dim", 64 // 32)
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.tie_embeddings == theirs.tie_word_embeddings
+    assert ours.init_std == theirs.initializer_range
+    assert ours.rope_theta == rope.pop("rope_theta")
+    assert (ours.rope_scaling is not None) == (rope.pop("rope_type") == "llama3")
+    rope.pop("type", None)
+    if ours.rope_scaling:
+        rope["original_max_seq_len"] = rope.pop("original_max_position_embeddings")
+        assert ours.rope_scaling.model_dump() == rope
+    window = getattr(theirs, "sliding_window", None)
+    windowed = {"llama": False, "mistral": True}.get(
+        kind, "sliding_attention" in getattr(theirs, "layer_types", [])
+    )
+    assert ours.max_seq_len == (window if windowed and window else 8192)
+
+
+@pytest.mark.parametrize("keys", [
+    {}, {"head_dim": 32}, {"dim": 68, "n_heads": 6, "head_dim": 16}, {"n_kv_heads": None},
+    {"ffn_hidden_dim": None, "ffn_dim_multiplier": 1.3}, {"norm_eps": 1e-3}, {"vocab_size": 77},
+    {"max_seq_len": 99}, {"rope_theta": 77.0}, {"tie_embeddings": True}, {"init_std": 0.3},
+    {"rope_scaling": RopeScaling(factor=2.0, low_freq_factor=0.5, high_freq_factor=3.0,
+                                 original_max_seq_len=33)},
+    {"qkv_bias": True}, {**QK_NORM}, {"n_layers": 5},
+], ids=str)  # fmt: skip
+def test_an_exported_config_gives_the_model_back(tmp_path, keys):
+    """Also after transformers has rewritten it, and by what version 4 or 5 alone looks at."""
+    model = ModelConfig(**{**SHAPE, **keys})
+    family = hf_config.family_of(model)
+    written = hf_config.config_json(config_of(model), family, "float32", None)
+    assert ModelConfig(**hf_config.model_table(written, "")) == normal(model)
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    transformers.AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "theirs")
+    rewritten = config_json(tmp_path / "theirs")
+    assert "rope_scaling" not in rewritten
+    assert ModelConfig(**hf_config.model_table(rewritten, "")) == normal(model)
+    for other in (["rope_parameters", "dtype"], ["rope_theta", "rope_scaling", "torch_dtype"]):
+        form = {key: value for key, value in written.items() if key not in other}
+        assert ModelConfig(**hf_config.model_table(form, "")) == normal(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "message"),
+    [
+        ("gpt2", {}, "model_type 'gpt2' is not one of llama, mistral"),
+        (None, {}, "model_type None"),
+        ("llama", {"mlp_bias": True}, "mlp_bias = True"),
+        ("llama", {"attention_bias": True}, "attention_bias"),
+        ("qwen3", {"attention_bias": True}, "attention_bias"),
+        ("qwen2", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.*'linear'"),
+        ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling.*'yarn'"),
+        ("mistral", {"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters.*'dynamic'"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
+         "rope_scaling does not give low_freq_factor, high_freq_factor"),
+        ("qwen3", {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+         "rope_parameters.*same positions"),
+        ("llama", {"hidden_size": None}, "does not give hidden_size"),
+        ("llama", {"hidden_size": "64"}, "does not give hidden_size"),
+    ],
+)  # fmt: skip
+def test_what_the_model_has_not_is_refused(tmp_path, kind, keys, message):
+    (tmp_path / "config.json").write_text(json.dumps(minimal(kind, **keys)))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(UserError, match=message) as error:
+        load(tmp_path, tmp_path / "run")
+    assert str(error.value).startswith(f"{tmp_path}/config.json: ")
+
+
+@pytest.mark.parametrize("text", ["[1]", "{"])
+def test_a_config_that_is_none_is_refused(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"config\.json: not"):
+        hf_state.read_config(Directory(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("case", "keys"),
+    [
+        ("Mistral", {}),
+        ("Qwen2", {"use_sliding_window": True,
+                   "layer_types": ["full_attention", "sliding_attention"]}),
+    ],
+)  # fmt: skip
+def test_a_sliding_window_bounds_the_sequences(tmp_path, case, keys):
+    """Up to its width it is full attention; beyond, the models part."""
+    network = hugging_face(family(case), model_of(case))
+    network.save_pretrained(tmp_path / "hf")
+    config = {**config_json(tmp_path / "hf"), "sliding_window": 8, **keys}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    (note,) = load(tmp_path / "hf", tmp_path / "run")
+    assert "the last 8 tokens alone" in note
+    model, params = params_of(tmp_path / "run")
+    assert model.max_seq_len == 8
+    network, tokens = open_theirs(tmp_path / "hf"), tokens_of(model, 9)
+    ours, theirs = our_logits(model_of(case), params, tokens), their_logits(network, tokens)
+    np.testing.assert_allclose(ours[:, :8], theirs[:, :8], rtol=0, atol=1e-5)
+    assert np.abs(ours[:, 8] - theirs[:, 8]).max() > 1e-3
+
+
+def test_a_config_of_ones_own_that_differs_is_noted(tmp_path, caplog):
+    """Shapes tell nothing of these keys."""
+    hugging_face("Qwen3", model_of("Qwen3")).save_pretrained(tmp_path / "hf")
+    notes = load(tmp_path / "hf", tmp_path / "run", "--model.norm_eps=1e-3",
+                 "--model.rope_theta=500", "--model.qk_norm_eps=1e-4")  # fmt: skip
+    assert [note.split(":")[0] for note in notes] == [
+        "config.json has norm_eps = 1e-06 and [model] 0.001",
+        "config.json has rope_theta = 10000.0 and [model] 500.0",
+        "config.json has qk_norm_eps = 1e-06 and [model] 0.0001",
+    ]
+    config = config_of(model_of("Qwen3").model_copy(update={"rope_theta": 500.0}))
+    open_foreign(tmp_path / "hf", config)
+    assert "rope_theta = 10000.0" in caplog.text
+
+
+# dtypes and files
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_a_cast_is_torchs_own(tmp_path):
+    """To the nearest, ties to even; what is too large becomes infinite."""
+    model = model_of("Llama")
+    params = random_params(model)
+    odd = [1 + 2**-8, 1 + 3 * 2**-8, 3.4e38, -0.0, 1e-40, np.inf, 70000.0, 1e-7]
+    params["token_embedding"]["embedding"]["weight"][0, : len(odd)] = odd
+    run = save_run(tmp_path / "run", config_of(model), params)
+    whole = tensors_of(export(run, tmp_path / "float32"))
+    for dtype in ("bfloat16", "float16"):
+        cast = tensors_of(export(run, tmp_path / dtype, dtype=dtype))
+        assert config_json(tmp_path / dtype)["dtype"] == dtype
+        for name, tensor in whole.items():
+            theirs = torch.from_numpy(tensor.copy()).to(getattr(torch, dtype)).view(torch.int16)
+            np.testing.assert_array_equal(cast[name].view(np.int16), theirs.numpy(), name)
+        assert open_theirs(tmp_path / dtype, dtype="auto").dtype == getattr(torch, dtype)
+
+
+def test_an_import_casts_too(tmp_path):
+    network = hugging_face("Llama", model_of("Llama"))
+    network.save_pretrained(tmp_path / "hf")
+    load(tmp_path / "hf", tmp_path / "run", dtype="bfloat16")
+    network.to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
+    back = export(tmp_path / "run", tmp_path / "back")
+    assert_same_bits(tensors_of(tmp_path / "theirs"), tensors_of(back))
+    assert config_json(back)["dtype"] == "bfloat16"
+
+
+def test_mixed_dtypes_stay_and_none_is_narrowed_on_loading(tmp_path):
+    network = hugging_face("Llama", model_of("Llama")).to(torch.bfloat16)
+    for name, module in network.named_modules():
+        if name.endswith("norm"):
+            module.float()
+            torch.nn.init.uniform_(module.weight)
+    network.save_pretrained(tmp_path / "hf")
+    load(tmp_path / "hf", tmp_path / "run")
+    back = export(tmp_path / "run", tmp_path / "back")
+    tensors = tensors_of(back)
+    assert {t.dtype.name for t in tensors.values()} == {"float32", "bfloat16"}
+    assert_same_bits(tensors_of(tmp_path / "hf"), tensors)
+    loaded = open_theirs(back, dtype="auto").state_dict()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(loaded[name].float().numpy(), tensor.astype(np.float32))
+
+
+def test_layers_of_several_dtypes_are_refused(tmp_path):
+    network = hugging_face("Llama", model_of("Llama"))
+    network.model.layers[1].self_attn.q_proj.to(torch.bfloat16)
+    network.save_pretrained(tmp_path / "hf")
+    with pytest.raises(UserError, match=r"q_proj\.weight has not one dtype .* --dtype float32"):
+        load(tmp_path / "hf", tmp_path / "run")
+    load(tmp_path / "hf", tmp_path / "run", dtype="float32")
+
+
+def test_files_are_cut_where_they_get_too_large(tmp_path):
+    run = save_run(tmp_path / "run", config_of(model_of("Llama")))
+    one = tensors_of(export(run, tmp_path / "one"))
+    directory = export(run, tmp_path / "several", largest_file=50_000)
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in directory.glob("*.safetensors"))
+    assert len(files) > 3
+    assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors"
+                     for i in range(1, len(files) + 1)]  # fmt: skip
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in one.values())
+    assert_same_bits(one, tensors_of(directory))
+    loaded = open_theirs(directory).state_dict()
+    assert all(np.array_equal(loaded[name].numpy(), tensor) for name, tensor in one.items())
