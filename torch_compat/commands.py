@@ -232,7 +232,7 @@ class Export:
     ) -> Path | None:
         units = hf_state.units(
             plan.held, plan.wanted.config, staging.path,
-            dialect=self.dialect, dtype=self.dtype, largest=self.largest_file,
+            dialect=self.dialect, largest=self.largest_file,
             block=self.max_memory // _FRACTION, tokenizer=_tokenizer(self.source),
         )  # fmt: skip
         staging.write(units, advance)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch_compat import pickles, torch_zip
 from torch_compat.dcp_reader import METADATA
+from torch_compat.files import sync
 from torch_compat.lazy import Index, Lazy, blocks, extent
 from torch_compat.pickles import Call, Global, New, Pairs
 from torch_compat.staging import Unit
@@ -131,6 +132,7 @@ def _write_file(path: Path, items: list[_Item], entries: Mapping[str, Entry]) ->
                 file.write(piece)
             offset = None if index is None else [s.start for s in index]
             places.append([key, offset, start, file.tell() - start])
+    sync(path)
     return places
 
 

@@ -1,14 +1,17 @@
 """Bytes of files that may lie on this machine or behind a URL (fsspec: s3://, gs://, memory://)."""
 
+import math
 import mmap
 import os
 import posixpath
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from jaxforge.errors import UserError
+from torch_compat.lazy import Index, Lazy, extent
 
 
 class Bytes(Protocol):
@@ -147,8 +150,41 @@ def _filesystem(url: str) -> tuple[Any, str]:
         raise UserError(f"{url}: {error}") from None
 
 
-def sync_directory(path: Path) -> None:
-    """Makes the names in a directory durable."""
+def in_file(
+    file: Bytes,
+    start: int,
+    shape: tuple[int, ...],
+    strides: Sequence[int],
+    dtype: np.dtype,
+    source: str,
+) -> Lazy:
+    """A tensor in a file; the caller has checked that it lies within.
+
+    Args:
+        file: the file.
+        start: byte of its first element.
+        shape: its shape.
+        strides: elements from one entry of each dimension to the next.
+        dtype: its dtype.
+        source: file and name, for messages.
+    """
+    itemsize = dtype.itemsize
+    in_bytes = tuple(stride * itemsize for stride in strides)
+
+    def read(index: Index) -> np.ndarray:
+        sizes = extent(index)
+        if not math.prod(sizes):
+            return np.empty(sizes, dtype)
+        first = sum(s.start * stride for s, stride in zip(index, strides, strict=True))
+        span = 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
+        raw = file(start + first * itemsize, span * itemsize)
+        return np.ndarray(sizes, dtype, raw.data, strides=in_bytes)
+
+    return Lazy(shape, dtype, read, source)
+
+
+def sync(path: Path) -> None:
+    """Makes the data of a file, or the names in a directory, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -15,9 +15,9 @@ from jaxforge.data.tokenizer import load_tokenizer
 from jaxforge.errors import UserError
 from torch_compat import safetensors
 from torch_compat.dcp_state import Options
-from torch_compat.files import Directory
+from torch_compat.files import Directory, sync
 from torch_compat.hf_config import CONFIG, config_json, family_of, model_table, sliding_window
-from torch_compat.lazy import DTYPES, Lazy
+from torch_compat.lazy import Lazy
 from torch_compat.names import DIALECTS
 from torch_compat.names.huggingface import FAMILIES
 from torch_compat.staging import Unit
@@ -102,7 +102,6 @@ def units(
     directory: Path,
     *,
     dialect: str | None,
-    dtype: str | None,
     largest: int,
     block: int,
     tokenizer: Path | None,
@@ -114,7 +113,6 @@ def units(
         config: the run's config.
         directory: where the files go.
         dialect: a family by its dialect's name; None takes the one that the model is of.
-        dtype: torch's name of the dtype to write; None keeps it.
         largest: bytes of a file at most, if one tensor does not have more.
         block: bytes that may be in memory at a time.
         tokenizer: the run's tokenizer.
@@ -123,12 +121,11 @@ def units(
         UserError: no family has what the model has.
     """
     family = family_of(config.model, dialect)
-    tensors = _cast(FAMILIES[family].to_theirs(held.params, config.model), dtype)
+    tensors = FAMILIES[family].to_theirs(held.params, config.model)
     made, index = safetensors.units(tensors, directory, largest, block)
-    written = dtype or _one_dtype(tensors)
     eos_id = _eos_id(tokenizer)
     documents = {
-        CONFIG: config_json(config, family, written, eos_id),
+        CONFIG: config_json(config, family, _one_dtype(tensors), eos_id),
         _GENERATION: {"eos_token_id": eos_id, "do_sample": True},
     }
     if index is not None:
@@ -163,15 +160,19 @@ def _differences(config: Mapping[str, Any], model: ModelConfig, where: str) -> I
 
 
 def _write_documents(documents: Mapping[str, Any], directory: Path, tokenizer: Path | None) -> None:
-    for name, document in documents.items():
-        (directory / name).write_text(json.dumps(document, indent=2) + "\n")
-    if tokenizer is None or not _is_huggingface(tokenizer):
-        return
-    for name in _TOKENIZER:
-        if (tokenizer / name).is_file():
-            (directory / name).write_bytes((tokenizer / name).read_bytes())
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **_settings(tokenizer)}
-    (directory / _SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+    files = {name: _json(document) for name, document in documents.items()}
+    if tokenizer is not None and _is_huggingface(tokenizer):
+        found = (tokenizer / name for name in _TOKENIZER)
+        files |= {path.name: path.read_bytes() for path in found if path.is_file()}
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **_settings(tokenizer)}
+        files[_SETTINGS] = _json(settings)
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+        sync(directory / name)
+
+
+def _json(document: Mapping[str, Any]) -> bytes:
+    return (json.dumps(document, indent=2) + "\n").encode()
 
 
 def _settings(tokenizer: Path) -> dict[str, Any]:
@@ -188,12 +189,6 @@ def _eos_id(tokenizer: Path | None) -> int | None:
     if tokenizer is None:
         return None
     return load_tokenizer(tokenizer).eos_id
-
-
-def _cast(tensors: Mapping[str, Lazy], dtype: str | None) -> dict[str, Lazy]:
-    if dtype is None:
-        return dict(tensors)
-    return {name: tensor.cast(DTYPES[dtype]) for name, tensor in tensors.items()}
 
 
 def _one_dtype(tensors: Mapping[str, Lazy]) -> str:

@@ -6,7 +6,6 @@ emits the header first and then one block after the other.
 
 import json
 import math
-import os
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from jaxforge.errors import UserError
-from torch_compat.files import Bytes, Directory
-from torch_compat.lazy import DTYPES, Index, Lazy, blocks, extent, is_shape
+from torch_compat.files import Bytes, Directory, in_file, sync
+from torch_compat.lazy import DTYPES, Lazy, blocks, is_shape
 from torch_compat.staging import Unit
 
 SUFFIX = ".safetensors"
@@ -105,18 +104,7 @@ def _tensor(file: Bytes, data: int, name: str, entry: dict[str, Any], where: str
     if math.prod(shape) * dtype.itemsize != stop - start:
         raise UserError(f"{where}: {name} is {code}{list(shape)} in {stop - start} bytes")
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-
-    def read(index: Index) -> np.ndarray:
-        sizes = extent(index)
-        if not math.prod(sizes):
-            return np.empty(sizes, dtype)
-        first = sum(s.start * stride for s, stride in zip(index, strides, strict=True))
-        span = 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
-        raw = file(data + start + first * dtype.itemsize, span * dtype.itemsize)
-        in_bytes = tuple(stride * dtype.itemsize for stride in strides)
-        return np.ndarray(sizes, dtype, raw.data, strides=in_bytes)
-
-    return Lazy(shape, dtype, read, f"{where}: {name}")
+    return in_file(file, data + start, shape, strides, dtype, f"{where}: {name}")
 
 
 def units(
@@ -166,8 +154,7 @@ def write_file(path: Path, tensors: Mapping[str, Lazy], block: int) -> None:
             for index in blocks(tensor.shape, tensor.dtype.itemsize, block):
                 values = np.asarray(tensor.read(index), order="C")
                 file.write(values.reshape(-1).view(np.uint8).data)
-        file.flush()
-        os.fsync(file.fileno())
+    sync(path)
 
 
 def _shards(tensors: Mapping[str, Lazy], largest: int) -> Iterator[dict[str, Lazy]]:

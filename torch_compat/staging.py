@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxforge.errors import StorageError, UserError
-from torch_compat.files import sync_directory
+from torch_compat.files import sync
 
 _MARKS = "marks"
 _PLAN = "plan.json"
@@ -119,10 +119,10 @@ class Staging:
             shutil.rmtree(self.path / _MARKS)
             for directory, _, files in os.walk(self.path):
                 for name in files:
-                    _sync_file(Path(directory, name))
-                sync_directory(Path(directory))
+                    sync(Path(directory, name))
+                sync(Path(directory))
             self.path.rename(self.destination)
-            sync_directory(self.destination.parent)
+            sync(self.destination.parent)
 
     def discard(self) -> None:
         """Removes what is left of it."""
@@ -148,7 +148,7 @@ class Staging:
     def _set_mark(self, name: str, value: Any) -> None:  # noqa: ANN401 (any JSON)
         temporary = self._mark(name).with_suffix(f".tmp{self.share.process}")
         temporary.write_text(json.dumps(value))
-        _sync_file(temporary)
+        sync(temporary)
         temporary.rename(self._mark(name))
 
 
@@ -184,11 +184,3 @@ def _wait_until(condition: Callable[[], bool], seconds: float, what: str) -> Non
         if time.monotonic() > deadline:
             raise UserError(f"waited {seconds / 60:g} minutes {what}, in vain")
         time.sleep(_POLL)
-
-
-def _sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -18,8 +18,8 @@ import numpy as np
 
 from jaxforge.errors import UserError
 from torch_compat import pickles
-from torch_compat.files import Bytes
-from torch_compat.lazy import DTYPES, Index, Lazy, extent, is_shape
+from torch_compat.files import Bytes, in_file
+from torch_compat.lazy import DTYPES, Lazy, is_shape
 from torch_compat.pickles import Call, Global, Persistent
 
 _STORAGES = {
@@ -222,18 +222,7 @@ class Archive:
                 f"{length} bytes"
             )
         first = start + tensor.offset * itemsize
-
-        def read(index: Index) -> np.ndarray:
-            shape = extent(index)
-            if not math.prod(shape):
-                return np.empty(shape, tensor.dtype)
-            begin = sum(s.start * stride for s, stride in zip(index, strides, strict=True))
-            span = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-            raw = self._file(first + begin * itemsize, span * itemsize)
-            in_bytes = tuple(stride * itemsize for stride in strides)
-            return np.ndarray(shape, tensor.dtype, raw.data, strides=in_bytes)
-
-        return Lazy(sizes, tensor.dtype, read, self._where)
+        return in_file(self._file, first, sizes, strides, tensor.dtype, self._where)
 
 
 def _storage(pid: Any) -> _Storage:  # noqa: ANN401
