@@ -20,7 +20,7 @@ from jaxforge.errors import UserError
 from torch_compat import pickles
 from torch_compat.files import Bytes, Directory
 from torch_compat.lazy import Index, Lazy, equal, extent, intersection, is_shape, relative
-from torch_compat.pickles import Record
+from torch_compat.pickles import Record, Unsafe
 from torch_compat.torch_zip import TORCH_DTYPES, Archive, Dtype
 
 METADATA = ".metadata"
@@ -67,6 +67,15 @@ def _path(*parts: str) -> str:
 def _unused(*_: object) -> None: ...
 
 
+def _member(of: object, _: object) -> None:
+    """`getattr`, by which Python 3.11.0 to 3.11.3 pickle the members of an enumeration."""
+    if of is not _unused:
+        raise Unsafe(
+            "the pickle names builtins.getattr for more than a memory format, which no checkpoint "
+            "needs; refused, nothing was run"
+        )
+
+
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _NAMES: Mapping[tuple[str, str], Any] = {
     **TORCH_DTYPES,
@@ -82,6 +91,7 @@ _NAMES: Mapping[tuple[str, str], Any] = {
     (_METADATA_MODULE, "TensorProperties"): Record,
     (_METADATA_MODULE, "StorageMeta"): Record,
     (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"): _unused,
+    ("builtins", "getattr"): _member,
     **{
         (module, name): _path
         for module in ("pathlib", "pathlib._local")

@@ -89,7 +89,8 @@ def open_foreign(path: str, config: JobConfig) -> Foreign:
     held = found.read(config, Options(weights_only=excluded, keep_place=excluded))
     for note in held.notes:
         log.warning("%s: %s", found.directory, note)
-    return Foreign(f"{found.directory} ({held.dialect})", held)
+    step = "" if held.progress is None else f"step {held.progress.step} of "
+    return Foreign(f"{step}{found.directory} ({held.dialect})", held)
 
 
 def _arrays(tensors: Tensors, like: PyTree) -> PyTree:

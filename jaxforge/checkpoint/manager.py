@@ -343,7 +343,7 @@ def _start(
 ) -> tuple[TrainState, Progress]:
     like = abstract_state(model, optimizer, mesh)
     if source.has_optimizer and "optimizer" not in excluded:
-        log.info("going on from %s", source.name)
+        log.info("resuming from %s", source.name)
         state, progress = source.restore(like)
     else:
         log.info("starting with the weights of %s", source.name)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import resource
 import shutil
 import signal
 import subprocess
@@ -296,10 +295,7 @@ def test_a_full_disk_leaves_no_checkpoint_and_the_next_try_cleans_up(big, tmp_pa
         "import": ["import", directory / "dcp", tmp_path / "b", f"--config={config}"],
         "export": ["export", directory / "run", tmp_path / "b", "--to=dcp"],
     }[command]
-    limit = 3_000_000  # of one file: the write fails as on a full disk, in the middle
-    done = compat(
-        *arguments, preexec=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    )
+    done = compat(*arguments, largest_file=3_000_000)  # fails in the middle, as on a full disk
     assert done.returncode == 74, done.stderr
     assert "could not be written" in done.stderr
     assert "Traceback" not in done.stderr
@@ -356,9 +352,18 @@ def test_an_imported_run_goes_on_as_if_it_had_never_left(tmp_path):
     np.testing.assert_array_equal(*losses)
 
 
-def compat(*arguments, preexec=None):
+_LIMITED = """
+import os, resource, sys
+limit = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+os.execv(sys.executable, [sys.executable, "-m", "torch_compat", *sys.argv[2:]])
+"""
+
+
+def compat(*arguments, largest_file=None):
+    limited = ["-c", _LIMITED, str(largest_file)]
+    start = ["-m", "torch_compat"] if largest_file is None else limited
     return subprocess.run(
-        [sys.executable, "-m", "torch_compat", *map(str, arguments)],
+        [sys.executable, *start, *map(str, arguments)],
         cwd=ROOT, env=environment(), capture_output=True, text=True, check=False, timeout=300,
-        preexec_fn=preexec,
     )  # fmt: skip

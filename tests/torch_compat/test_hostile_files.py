@@ -185,7 +185,7 @@ def test_nothing_in_a_checkpoint_runs(broken, tmp_path, name, plant_it):
 
 @pytest.mark.parametrize(
     "name",
-    ["os.system", "builtins.getattr", "builtins.exec", "functools.partial", "subprocess.Popen",
+    ["os.system", "builtins.eval", "builtins.exec", "functools.partial", "subprocess.Popen",
      "torch.load", "torch.hub.load", "torch.storage._load_from_bytes", "numpy.load",
      "types.CodeType", "pickle.loads", "operator.attrgetter", "jaxforge.errors.UserError",
      "copyreg._reconstructor",
@@ -200,6 +200,21 @@ def test_a_name_that_no_checkpoint_needs_is_refused(broken, name):
             read_all(broken)
         with pytest.raises(Unsafe, match=rf"names {name}, which no checkpoint needs"):
             read_archive(archive_of(data))
+
+
+def test_getattr_reaches_memory_formats_alone(broken):
+    """Python 3.11.0 to 3.11.3 pickle members of an enumeration by it."""
+    enumeration = Global("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING")
+    by_name = Call(Global("builtins", "getattr"), (enumeration, "TORCH_CONTIGUOUS_FORMAT"))
+    harmless = pickles.dump({"format": by_name}, 4)
+    (broken / METADATA).write_bytes(harmless)
+    with pytest.raises(UserError, match="holds no DCP metadata"):  # and no other complaint
+        read_all(broken)
+    for of in (Global("torch", "Size"), Global("torch", "float32"), "text", {}):
+        call = Call(Global("builtins", "getattr"), (of, "__class__"))
+        (broken / METADATA).write_bytes(pickles.dump({"a": call}, 4))
+        with pytest.raises(Unsafe, match=r"builtins\.getattr .*nothing was run"):
+            read_all(broken)
 
 
 def test_persistent_ids_are_refused_in_metadata(broken):
