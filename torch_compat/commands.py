@@ -41,7 +41,7 @@ Advance = Callable[[int], None]
 Check = Callable[[], None]
 
 _SIZE = re.compile(r"([\d.]+) *([kmgt]?)(i?)b?", re.IGNORECASE)
-_FRACTION = 8  # of the memory allowed, for one block: it may be copied, cast and written at once
+_FRACTION = 24  # of the memory allowed, for one block: three are under way, each read and copied
 
 
 class Size:
