@@ -27,6 +27,7 @@ from rich.table import Table
 
 from jaxforge.cli import run_main
 from jaxforge.errors import UserError
+from jaxforge.parallel import host_memory
 from torch_compat import checkpoints, commands
 from torch_compat.commands import Size
 from torch_compat.dcp_state import Options
@@ -40,6 +41,7 @@ _SHOWN = 30
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command, returns the exit code."""
+    host_memory.share_heaps()
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every step at WARNING
     argv = list(sys.argv[1:] if argv is None else argv)
     args, overrides = _parser().parse_known_args(argv)

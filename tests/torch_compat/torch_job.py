@@ -8,6 +8,7 @@ the losses and gradient norms of its steps to `out`.
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -214,7 +215,10 @@ def main(settings):
     if dist.get_rank() == 0:
         Path(settings["out"]).write_text(json.dumps(logged))
     dist.barrier()
-    dist.destroy_process_group()
+    sys.stdout.flush()
+    # Threads of gloo that still hold tensors abort the process now and then while the interpreter
+    # shuts down, whether or not the groups were destroyed (pytorch#179291, #190489).
+    os._exit(0)
 
 
 if __name__ == "__main__":
