@@ -81,39 +81,14 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Embedding, blocks, final norm. `output_head` is declared here and applied by the loss."""
+    """Declares the parameters: embedding, blocks, final norm, output head."""
 
-    def __init__(self, config: ModelConfig, declare: Declare, dtype: jnp.dtype) -> None:
-        self.config, self.dtype = config, dtype
+    def __init__(self, config: ModelConfig, declare: Declare) -> None:
         self.token_embedding = TokenEmbedding(config, declare)
         self.layers = Block(config, declare._replace(layers=config.n_layers))
         self.norm = NORMS[config.norm_type](config.dim, config.norm_eps, declare)
         if not config.tie_embeddings:
             self.output_head = OutputHead(config, declare)
-
-    def __call__(
-        self,
-        tokens: Int[Array, "b s"],
-        place: Place,
-        cache: KVCache | None = None,
-        *,
-        how: Execution,
-    ) -> tuple[Float[Array, "b s d"], KVCache | None]:
-        """Hidden states after the final norm, and the cache with these tokens in it."""
-        positions = place.positions
-        if positions is None:
-            positions = jnp.arange(tokens.shape[1])[None]
-        rope = rotation(self.config, positions)
-        x_BSD = _split_seq(self.token_embedding.embedding(tokens, self.dtype))
-        definition, layers = nnx.split(self.layers)
-
-        def layer(x_BSD: Array, of_layer: tuple[Any, KVCache | None]) -> tuple[Array, Any]:
-            block = nnx.merge(definition, of_layer[0])
-            return block(x_BSD, rope, place, of_layer[1], how=how)
-
-        body = remat.block(how.save, layer)
-        x_BSD, cache = jax.lax.scan(body, x_BSD, (layers, cache), unroll=how.unroll)
-        return _gather_seq(self.norm(x_BSD)), cache
 
 
 class Model:
@@ -143,6 +118,7 @@ class Model:
         self._param_dtype = param_dtype
         module = nnx.eval_shape(lambda: self._declare(jax.random.key(0)))
         self._definition, declared = nnx.split(module)
+        self._block, _ = nnx.split(module.layers)
         self.abstract: Params = nnx.to_pure_dict(declared)
         self.axes: Params = nnx.to_pure_dict(
             jax.tree.map(
@@ -154,7 +130,7 @@ class Model:
 
     def _declare(self, key: Array) -> Transformer:
         declare = Declare(nnx.Rngs(params=key), self._param_dtype)
-        return Transformer(self.config, declare, self.dtype)
+        return Transformer(self.config, declare)
 
     def init(self, key: Array) -> Params:
         """Initial parameters: N(0, init_std), residual matrices N(0, init_std/√(2L)), norms 1."""
@@ -164,8 +140,8 @@ class Model:
         self, params: Params, tokens: Int[Array, "b s"], doc_ids: Int[Array, "b s"] | None = None
     ) -> Float[Array, "b s d"]:
         """Final hidden states of whole sequences. `doc_ids` keeps packed documents apart."""
-        module = nnx.merge(self._definition, params)
-        return module(tokens, Place(doc_ids=doc_ids), how=self.how)[0]
+        x_BSD, _ = self.blocks(params["layers"], self.embed(params, tokens), Place(doc_ids=doc_ids))
+        return self.finish(params, x_BSD)
 
     def extend(
         self,
@@ -179,12 +155,39 @@ class Model:
 
         `only` names one of the new tokens in each row: no other token's logits are computed.
         """
-        module = nnx.merge(self._definition, params)
-        hidden_BSD, extended = module(tokens, Place(positions=positions), cache, how=self.how)
+        x_BSD = self.embed(params, tokens)
+        x_BSD, extended = self.blocks(params["layers"], x_BSD, Place(positions=positions), cache)
         assert extended is not None
+        hidden_BSD = self.finish(params, x_BSD)
         if only is not None:
             hidden_BSD = jnp.take_along_axis(hidden_BSD, only[:, None, None], axis=1)
         return self.logits(params, hidden_BSD), extended
+
+    def embed(self, params: Params, tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
+        """What enters the first block."""
+        module = nnx.merge(self._definition, params)
+        return _split_seq(module.token_embedding.embedding(tokens, self.dtype))
+
+    def blocks(
+        self, layers: Params, x_BSD: Float[Array, "b s d"], place: Place,
+        cache: KVCache | None = None,
+    ) -> tuple[Float[Array, "b s d"], KVCache | None]:  # fmt: skip
+        """Blocks one after another: those that `layers`, stacked parameters, holds."""
+        positions = place.positions
+        if positions is None:
+            positions = jnp.arange(x_BSD.shape[1])[None]
+        rope = rotation(self.config, positions)
+
+        def layer(x_BSD: Array, of_layer: tuple[Params, KVCache | None]) -> tuple[Array, Any]:
+            block = nnx.merge(self._block, of_layer[0])
+            return block(x_BSD, rope, place, of_layer[1], how=self.how)
+
+        body = remat.block(self.how.save, layer)
+        return jax.lax.scan(body, x_BSD, (layers, cache), unroll=self.how.unroll)
+
+    def finish(self, params: Params, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+        """The final norm of what leaves the last block."""
+        return _gather_seq(nnx.merge(self._definition, params).norm(x_BSD))
 
     def head(self, params: Params) -> Float[Array, "v d"]:
         """The output projection: its own matrix, or the embedding where tied."""
