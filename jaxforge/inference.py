@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxforge import run_directory
+from jaxforge.checkpoint.layer_order import by_layer, by_stage
 from jaxforge.checkpoint.manager import SUBDIRECTORY, Checkpoints, find
 from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
@@ -60,7 +61,8 @@ class TrainedModel:
         )
         checkpoints = Checkpoints(self.run, self.config.checkpoint, read_only=True)
         try:
-            return checkpoints.restore_params(like, self.step)
+            params = checkpoints.restore_params(by_layer(like, self.model.stack), self.step)
+            return by_stage(params, self.model.stack, like)
         finally:
             checkpoints.close()
 
@@ -87,6 +89,9 @@ def open_run(
     run, step = _find(path, step)
     config = run_directory.read_config(run, [*_ANY_MESH, *overrides, *_NO_TRAINING])
     devices = list(jax.devices() if devices is None else devices)
+    # No microbatches are accumulated: as many as stages are what their rules ask for.
+    train = config.train.model_copy(update={"grad_accum_steps": config.distributed.pp})
+    config = config.model_copy(update={"train": train})
     rules.check(config, len(devices))
     return TrainedModel(run, step, config, make_mesh(config, devices), build_model(config))
 

@@ -147,7 +147,7 @@ def _open_run_directory(config: JobConfig, model: Model) -> Checkpoints:
     for answer in torch_only.answers(config):
         log.info("%s", answer)
     resolved = config.model_dump(mode="json")
-    return Checkpoints(directory, config.checkpoint, model.axes, resolved)
+    return Checkpoints(directory, config.checkpoint, model.axes, resolved, stack=model.stack)
 
 
 def _open_foreign(path: str, config: JobConfig) -> Source:
@@ -194,6 +194,8 @@ def _announce(console: Console, config: JobConfig, model: Model, mesh: Mesh, sam
     m, t = config.model, config.train
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
     device = jax.devices()[0]
+    d = config.distributed
+    schedule = f", {d.pp_schedule}" if d.pp > 1 else ""
     rows = {
         "model": f"{m.n_layers} layers, dim {m.dim}, {m.n_heads}/{m.kv_heads} heads of "
         f"{m.head_size}, ffn {m.ffn_dim}, vocabulary {m.vocab_size:,}",
@@ -203,7 +205,7 @@ def _announce(console: Console, config: JobConfig, model: Model, mesh: Mesh, sam
         f"{jax.process_count()} process(es)",
         "mesh": axes or "one device",
         "step": f"{samples} sequences x {t.seq_len} tokens = {samples * t.seq_len:,} tokens, "
-        f"in {t.grad_accum_steps} microbatch(es); gradients reduced per {t.grad_sync}",
+        f"in {t.grad_accum_steps} microbatch(es); gradients reduced per {t.grad_sync}{schedule}",
         "kernels": f"attention: {model.how.attention}, loss: {t.loss_fn}, "
         f"checkpointing: {t.activation_checkpointing}",
         "data": config.data.dataset_path

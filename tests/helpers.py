@@ -50,7 +50,7 @@ class Setup:
 def setup(config: JobConfig, **options) -> Setup:
     """On as many of the virtual devices as `[distributed]` multiplies to."""
     d = config.distributed
-    devices = jax.devices()[: d.dp_replicate * d.dp_shard * d.tp]
+    devices = jax.devices()[: d.pp * d.dp_replicate * d.dp_shard * d.tp]
     mesh = make_mesh(config, devices)
     model = build_model(config)
     optimizer = build_optimizer(config, model.axes)

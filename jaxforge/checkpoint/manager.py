@@ -23,10 +23,12 @@ from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxforge.checkpoint import layout
+from jaxforge.checkpoint.layer_order import by_layer, by_stage
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import StorageError, UserError
 from jaxforge.model.transformer import Model
+from jaxforge.parallel.stages import Stack
 from jaxforge.training.guard import GuardState
 from jaxforge.training.progress import Progress
 from jaxforge.training.state import TrainState, abstract_state, init_state, state_from
@@ -45,6 +47,7 @@ class Checkpoints:
         config: the `[checkpoint]` section.
         axes: logical axes of the parameters; they decide the storage chunks.
         resolved_config: stored beside each checkpoint.
+        stack: the order of layers in the states that are saved; by default a checkpoint's own.
         read_only: for a run that is not ours to change.
         arrays: what reads and writes the state; Orbax's own by default.
     """
@@ -56,11 +59,13 @@ class Checkpoints:
         axes: PyTree = None,
         resolved_config: dict[str, Any] | None = None,
         *,
+        stack: Stack | None = None,
         read_only: bool = False,
         arrays: ocp.PyTreeCheckpointHandler | None = None,
     ) -> None:
         self.directory = run.absolute() / SUBDIRECTORY
         self._config, self._axes, self._resolved = config, axes, resolved_config
+        self._stack = stack
         self._saved: int | None = None
         _check_ours(self.directory)
         self._manager = ocp.CheckpointManager(
@@ -101,7 +106,7 @@ class Checkpoints:
         step = progress.step
         if step == self._saved:
             return None
-        tree = layout.to_tree(state)
+        tree = layout.to_tree(by_layer(state, self._stack) if self._stack else state)
         metrics = {k: v for k, v in (evaluation or {}).items() if math.isfinite(v)}
         with self._naming_failure():
             saved = self._manager.save(
@@ -127,8 +132,8 @@ class Checkpoints:
         """State and progress of a step.
 
         Args:
-            like: shapes, dtypes and shardings wanted (`training.state.abstract_state`); the mesh
-                may be another than the one that saved.
+            like: shapes, dtypes and shardings wanted (`training.state.abstract_state`), layers in
+                order; the mesh may be another than the one that saved.
             step: a step that `latest` names, or any other that is there.
         """
         tree = layout.to_tree(like)
@@ -342,12 +347,14 @@ def _start(
     excluded: Collection[str] = (),
 ) -> tuple[TrainState, Progress]:
     like = abstract_state(model, optimizer, mesh)
+    wanted = by_layer(like, model.stack)
     if source.has_optimizer and "optimizer" not in excluded:
         log.info("resuming from %s", source.name)
-        state, progress = source.restore(like)
+        state, progress = source.restore(wanted)
+        state = by_stage(state, model.stack, like)
     else:
         log.info("starting with the weights of %s", source.name)
-        params = source.restore_params(like.params)
+        params = by_stage(source.restore_params(wanted.params), model.stack, like.params)
         state = state_from(params, model, optimizer, mesh)
         progress = source.progress()
         state = _at(state, progress)

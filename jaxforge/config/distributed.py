@@ -21,6 +21,8 @@ class DistributedConfig(Section):
     """Pipeline parallel: consecutive blocks are stages."""
     pp_schedule: Literal["1f1b", "gpipe", "interleaved_1f1b"] = "1f1b"
     """Order of microbatches in the pipeline."""
+    pp_chunks: Annotated[int, Field(ge=2)] = 2
+    """Runs of consecutive blocks that a stage of interleaved_1f1b has."""
     cp: PositiveInt = 1
     """Context parallel: sequences are cut."""
     ep: PositiveInt = 1
@@ -29,6 +31,11 @@ class DistributedConfig(Section):
     """Without effect: the runtime has its own time-outs."""
     backend: str = "cpu:gloo,cuda:nccl"
     """Without effect: XLA brings its collectives."""
+
+    @property
+    def chunks(self) -> int:
+        """Runs of consecutive blocks that a stage has."""
+        return self.pp_chunks if self.pp > 1 and self.pp_schedule == "interleaved_1f1b" else 1
 
     def problems(self) -> Iterator[str]:
         """Yields the broken rules between the keys of this section."""

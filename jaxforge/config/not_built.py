@@ -45,7 +45,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("data.phases", bool, "phases of training", "leave them out"),
     NotBuilt("data.anneal_start_step", _more_than(0), "annealing", "set it to 0"),
     NotBuilt("data.anneal_weights", bool, "annealing", "leave them out"),
-    NotBuilt("distributed.pp", _more_than(1), "pipeline parallelism", "set it to 1"),
     NotBuilt("distributed.cp", _more_than(1), "context parallelism", "set it to 1"),
     NotBuilt("distributed.ep", _more_than(1), "expert parallelism", "set it to 1"),
     NotBuilt("checkpoint.dyn_ckpt_window", bool, "a window of denser saving", "leave it out"),

@@ -130,9 +130,9 @@ def ffn_dim_divides_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     yield from _divides("model.ffn_hidden_dim", config.model.ffn_dim, mesh, "tp")
 
 
-def vocab_divides_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """Each tensor-parallel rank has as many rows of the head."""
-    yield from _divides("model.vocab_size", config.model.vocab_size, mesh, "tp")
+def vocab_divides_by_pp_and_tp(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Each tensor-parallel rank of each stage has as many rows of embedding and head."""
+    yield from _divides("model.vocab_size", config.model.vocab_size, mesh, "pp", "tp")
 
 
 def dim_divides_by_dp_shard(config: JobConfig, mesh: Mesh) -> Iterator[str]:
@@ -171,12 +171,34 @@ def batch_sizes_agree(config: JobConfig, mesh: Mesh) -> Iterator[str]:
         )
 
 
-def pipeline_unties_embeddings(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """Embedding and head are on different stages."""
-    if config.model.tie_embeddings and mesh["pp"] > 1:
+def every_stage_has_layers(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """There is a layer for each virtual stage."""
+    layers, chunks = config.model.n_layers, config.distributed.chunks
+    if layers < mesh["pp"] * chunks:
+        product, lower = f" = {mesh['pp']}", ""
+        if chunks > 1:
+            product = f" * pp_chunks = {mesh['pp']} * {chunks} = {mesh['pp'] * chunks}"
+            lower = " or pp_chunks"
         yield (
-            f"model.tie_embeddings = true needs distributed.pp = 1, not {mesh['pp']}: "
-            "embedding and head would be on different stages"
+            f"model.n_layers = {layers} is less than distributed.pp{product}: lower "
+            f"distributed.pp{lower}"
+        )
+
+
+def microbatches_fill_the_pipeline(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Every stage has work at a time, and interleaving takes microbatches stage by stage."""
+    accum, pp = config.train.grad_accum_steps, mesh["pp"]
+    if pp == 1:
+        return
+    if accum < pp:
+        yield (
+            f"train.grad_accum_steps = {accum} leaves stages of distributed.pp = {pp} idle all the "
+            f"time: set it to {pp} microbatches at least; {4 * pp} keep them busy"
+        )
+    elif config.distributed.chunks > 1 and accum % pp:
+        yield (
+            f"train.grad_accum_steps = {accum} must be a multiple of distributed.pp = {pp} with "
+            f'distributed.pp_schedule = "interleaved_1f1b": change it to {_round_up(accum, pp)}'
         )
 
 
@@ -226,12 +248,13 @@ RULES: tuple[Rule, ...] = (
     kv_heads_divide_by_tp,
     seq_len_divides_by_tp,
     ffn_dim_divides_by_tp,
-    vocab_divides_by_tp,
+    vocab_divides_by_pp_and_tp,
     dim_divides_by_dp_shard,
     seq_len_divides_by_cp,
     global_batch_divides,
     batch_sizes_agree,
-    pipeline_unties_embeddings,
+    every_stage_has_layers,
+    microbatches_fill_the_pipeline,
     pipeline_has_no_experts,
     experts_divide_by_ep,
     fp8_has_no_tp,
@@ -261,14 +284,18 @@ def _mesh_problems(config: JobConfig, n_devices: int) -> Iterator[str]:
         )
 
 
-def _divides(key: str, value: int, mesh: Mesh, axis: str) -> Iterator[str]:
-    """Yields a problem unless `value` splits evenly over `axis`."""
-    size = mesh[axis]
-    if value % size:
-        yield (
-            f"{key} = {value} must be a multiple of distributed.{axis} = {size}: change {key} to "
-            f"{_round_up(value, size)} or distributed.{axis} to {math.gcd(value, size)}"
-        )
+def _divides(key: str, value: int, mesh: Mesh, *axes: str) -> Iterator[str]:
+    """Yields a problem unless `value` splits evenly over the product of `axes`."""
+    sizes = {axis: mesh[axis] for axis in axes if mesh[axis] > 1}
+    size = math.prod(sizes.values())
+    if value % size == 0:
+        return
+    problem = f"{key} = {value} must be a multiple of distributed.{' * '.join(sizes)} = "
+    change = f"change {key} to {_round_up(value, size)}"
+    if len(sizes) == 1:
+        yield f"{problem}{size}: {change} or distributed.{next(iter(sizes))} to {math.gcd(value, size)}"
+    else:
+        yield f"{problem}{' * '.join(map(str, sizes.values()))} = {size}: {change}"
 
 
 def _round_up(value: int, unit: int) -> int:

@@ -218,8 +218,9 @@ def _readable(batch: Decoding) -> Decoding:
 
 
 def _split(cache: KVCache) -> KVCache:
-    """Rows over the data axes, heads over tp; layers, positions and a head's numbers whole."""
-    split: Any = jax.tree.map(lambda x: constrain(x, None, "batch", None, "kv_heads", None), cache)
+    """Rows over the data axes, heads over tp; positions and a head's numbers whole."""
+    axes = ("layers", "batch", None, "kv_heads", None)
+    split: Any = jax.tree.map(lambda x: constrain(x, *axes), cache)
     return split
 
 

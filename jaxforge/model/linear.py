@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxforge.parallel.sharding import Axes, gathered
+from jaxforge.parallel.sharding import Axes, constrain, first_index, gathered, taken_over, total
 
 Initializer = Callable[[Array, tuple[int, ...], jnp.dtype], Array]
 """(key, shape, dtype) -> values."""
@@ -94,4 +94,11 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "b s"], dtype: jnp.dtype) -> Float[Array, "b s d"]:
         """Looks up `tokens`; ids outside the table are clamped (data is checked beforehand)."""
-        return self.weight[...].astype(dtype)[tokens]
+        table = self.weight[...].astype(dtype)
+        if not taken_over("vocab"):
+            return table[tokens]
+        table = constrain(gathered(table, ("vocab", "embed")), None, None)
+        rows = tokens - first_index("vocab", table.shape[0])
+        is_here = (rows >= 0) & (rows < table.shape[0])
+        found = jnp.where(is_here[..., None], table[jnp.where(is_here, rows, 0)], 0)
+        return total(found.astype(jnp.float32), "vocab").astype(dtype)

@@ -5,14 +5,27 @@ full        only the input of each block is saved
 selective   everything but the inside of attention is saved
 <name>      that policy of `jax.checkpoint_policies` decides inside each block
 
+Between the forward and the backward of a pipeline stage, a ring holds what is saved:
+
+full        the input of the stage. In the backward its blocks run again, once: their matrix
+            products are then saved, for this one microbatch
+selective   the matrix products, except those inside of attention
+none        all matrix products; what is between them is computed again
+<name>      what that policy saves
+
+There, everything is a policy's choice, since only a policy leaves the weights out of what is saved.
+
 A loop over layers keeps the compiler from reusing what the forward pass has computed, which would
 save it after all: no barriers are needed (`prevent_cse`), and no layers may be unrolled.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+
+_PRODUCTS = "dots_saveable"
+_PRODUCTS_BUT_ATTENTION = "dots_with_no_batch_dims_saveable"
 
 
 def block(save: str, layer: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,3 +39,23 @@ def block(save: str, layer: Callable[..., Any]) -> Callable[..., Any]:
 def attention(save: str, attend: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps the attention module of one block."""
     return jax.checkpoint(attend, prevent_cse=False) if save == "selective" else attend
+
+
+class InPipeline(NamedTuple):
+    """What a pipeline stage saves.
+
+    Attributes:
+        save: for `block`, inside the stage.
+        is_held: whether that is held from the forward on; else the input of the stage is.
+    """
+
+    save: str
+    is_held: bool
+
+
+def in_pipeline(save: str) -> InPipeline:
+    """What `train.activation_checkpointing` stands for between forward and backward of a stage."""
+    if save == "full":
+        return InPipeline(_PRODUCTS_BUT_ATTENTION, is_held=False)
+    names = {"none": _PRODUCTS, "selective": _PRODUCTS_BUT_ATTENTION}
+    return InPipeline(names.get(save, save), is_held=True)

@@ -11,6 +11,7 @@ leading axis and run by `lax.scan`, so that compile time does not grow with dept
 """
 
 import contextlib
+import copy
 import functools
 from typing import Any
 
@@ -28,7 +29,9 @@ from jaxforge.model.linear import Declare, Embedding, Linear
 from jaxforge.model.mlp import MLP
 from jaxforge.model.norm import NORMS
 from jaxforge.model.rope import Rotation, rotation
-from jaxforge.parallel.sharding import constrain
+from jaxforge.parallel.mesh import STAGES
+from jaxforge.parallel.sharding import automatic_axes, constrain
+from jaxforge.parallel.stages import Stack, in_turn
 
 _COMPUTE_DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
@@ -99,9 +102,11 @@ class Model:
         dtype: dtype of activations and matrix products.
         param_dtype: dtype that parameters are stored in.
         how: how the layers are run; by default as the tests' reference is.
+        stack: which layers pipeline stages hold; by default there is one stage.
 
     Attributes:
         how: how the layers are run.
+        stack: which layer each row of stacked parameters holds.
         abstract: parameters as `jax.ShapeDtypeStruct`.
         axes: the same tree with each parameter's logical axes.
     """
@@ -113,13 +118,18 @@ class Model:
         dtype: jnp.dtype = jnp.float32,
         param_dtype: jnp.dtype = jnp.float32,
         how: Execution | None = None,
+        stack: Stack | None = None,
     ) -> None:
         self.config, self.dtype, self.how = config, dtype, how or Execution()
+        self.stack = stack or Stack(config.n_layers)
         self._param_dtype = param_dtype
         module = nnx.eval_shape(lambda: self._declare(jax.random.key(0)))
-        self._definition, declared = nnx.split(module)
-        self._block, _ = nnx.split(module.layers)
-        self.abstract: Params = nnx.to_pure_dict(declared)
+        _, declared = nnx.split(module)
+        self._definitions = {
+            name: nnx.split(getattr(module, name))[0]
+            for name in ("token_embedding", "layers", "norm")
+        }
+        self.abstract: Params = jax.eval_shape(self._stacked, nnx.to_pure_dict(declared))
         self.axes: Params = nnx.to_pure_dict(
             jax.tree.map(
                 lambda p: p.get_metadata("axes"),
@@ -134,7 +144,16 @@ class Model:
 
     def init(self, key: Array) -> Params:
         """Initial parameters: N(0, init_std), residual matrices N(0, init_std/√(2L)), norms 1."""
-        return nnx.to_pure_dict(nnx.state(self._declare(key)))
+        return self._stacked(nnx.to_pure_dict(nnx.state(self._declare(key))))
+
+    def _stacked(self, params: Params) -> Params:
+        return {**params, "layers": jax.tree.map(self.stack.stack, params["layers"])}
+
+    def run_as(self, how: Execution) -> "Model":
+        """The same model, run in another way."""
+        other = copy.copy(self)
+        other.how = how
+        return other
 
     def hidden(
         self, params: Params, tokens: Int[Array, "b s"], doc_ids: Int[Array, "b s"] | None = None
@@ -165,21 +184,28 @@ class Model:
 
     def embed(self, params: Params, tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
         """What enters the first block."""
-        module = nnx.merge(self._definition, params)
-        return _split_seq(module.token_embedding.embedding(tokens, self.dtype))
+        token_embedding = self._module("token_embedding", params["token_embedding"])
+        return _split_seq(token_embedding.embedding(tokens, self.dtype))
 
     def blocks(
         self, layers: Params, x_BSD: Float[Array, "b s d"], place: Place,
         cache: KVCache | None = None,
     ) -> tuple[Float[Array, "b s d"], KVCache | None]:  # fmt: skip
         """Blocks one after another: those that `layers`, stacked parameters, holds."""
+        if self.stack.stages > 1 and STAGES in automatic_axes():
+            return in_turn(self._blocks, self.stack, layers, x_BSD, place, cache)
+        return self._blocks(layers, x_BSD, place, cache)
+
+    def _blocks(
+        self, layers: Params, x_BSD: Array, place: Place, cache: KVCache | None
+    ) -> tuple[Array, KVCache | None]:
         positions = place.positions
         if positions is None:
             positions = jnp.arange(x_BSD.shape[1])[None]
         rope = rotation(self.config, positions)
 
         def layer(x_BSD: Array, of_layer: tuple[Params, KVCache | None]) -> tuple[Array, Any]:
-            block = nnx.merge(self._block, of_layer[0])
+            block = self._module("layers", of_layer[0])
             return block(x_BSD, rope, place, of_layer[1], how=self.how)
 
         body = remat.block(self.how.save, layer)
@@ -187,7 +213,10 @@ class Model:
 
     def finish(self, params: Params, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
         """The final norm of what leaves the last block."""
-        return _gather_seq(nnx.merge(self._definition, params).norm(x_BSD))
+        return _gather_seq(self._module("norm", params["norm"])(x_BSD))
+
+    def _module(self, name: str, params: Params) -> Any:  # noqa: ANN401  # any of the three
+        return nnx.merge(self._definitions[name], params)
 
     def head(self, params: Params) -> Float[Array, "v d"]:
         """The output projection: its own matrix, or the embedding where tied."""
@@ -200,9 +229,9 @@ class Model:
         return project(hidden_BSD, self.head(params))
 
     def empty_cache(self, batch: int, length: int) -> KVCache:
-        """A cache for `batch` sequences of up to `length` tokens, stacked over layers."""
-        c = self.config
-        shape = (c.n_layers, batch, length, c.kv_heads, c.head_size)
+        """A cache for `batch` sequences of up to `length` tokens, stacked as the layers are."""
+        c, rows = self.config, len(self.stack.rows())
+        shape = (rows, batch, length, c.kv_heads, c.head_size)
         return KVCache(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))
 
 
@@ -216,10 +245,12 @@ def build_model(config: JobConfig, platform: str | None = None) -> Model:
     Raises:
         UserError: the attention kernel asked for cannot serve.
     """
-    t = config.train
+    t, d = config.train, config.distributed
     dtype = _COMPUTE_DTYPES[t.mixed_precision]
     how = execution(config, dtype, platform or jax.default_backend())
-    return Model(config.model, dtype=dtype, param_dtype=jnp.dtype(t.param_dtype), how=how)
+    stack = Stack(config.model.n_layers, d.pp, d.chunks)
+    return Model(config.model, dtype=dtype, param_dtype=jnp.dtype(t.param_dtype), how=how,
+                 stack=stack)  # fmt: skip
 
 
 def matmul_precision(config: JobConfig) -> contextlib.AbstractContextManager[None]:

@@ -22,6 +22,9 @@ from jaxforge.errors import UserError
 DATA_AXES = ("dp_replicate", "dp_shard")
 """The axes that the batch is split over."""
 
+STAGES = "pp"
+"""The axis of pipeline stages."""
+
 
 def make_mesh(config: JobConfig, devices: list[jax.Device] | None = None) -> Mesh:
     """The mesh that `[distributed]` asks for, over all devices of all processes.

@@ -15,16 +15,16 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from jaxforge.errors import UserError
-from jaxforge.parallel.mesh import DATA_AXES
+from jaxforge.parallel.mesh import DATA_AXES, STAGES
 
 Axes = tuple[str | None, ...]
 """Logical axes of an array, one entry per dimension."""
 
 RULES: Mapping[str, str | tuple[str, ...] | None] = {
     # parameters
-    "layers": None,
+    "layers": STAGES,
     "embed": "dp_shard",
-    "vocab": "tp",
+    "vocab": (STAGES, "tp"),  # each stage has its part of embedding and head
     "heads": "tp",
     "kv_heads": "tp",
     "mlp": "tp",
@@ -35,6 +35,7 @@ RULES: Mapping[str, str | tuple[str, ...] | None] = {
 }
 
 _CONFIG_KEYS = {
+    "layers": "model.n_layers",
     "embed": "model.dim",
     "vocab": "model.vocab_size",
     "heads": "model.n_heads",
@@ -94,9 +95,31 @@ def automatic_spec(*axes: str | None) -> P:
 
 def automatic_axes() -> frozenset[str]:
     """Axes of the mesh at hand that no `shard_map` has taken over; none where there is no mesh."""
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return frozenset(name for name, kind in kinds if kind == AxisType.Auto)
+    return frozenset(_axes_of(AxisType.Auto))
+
+
+def taken_over(axis: str | None = None) -> tuple[str, ...]:
+    """Mesh axes that a `shard_map` has taken over: all, or those that split a logical axis."""
+    names = _axes_of(AxisType.Manual)
+    return names if axis is None else tuple(name for name in _mesh_axes(axis) if name in names)
+
+
+def first_index(axis: str, size: int) -> Array | int:
+    """Where the `size` entries begin that a device holds of a dimension that was taken over."""
+    names = taken_over(axis)
+    return jax.lax.axis_index(names) * size if names else 0
+
+
+def total(x: PyTree, axis: str) -> PyTree:
+    """Sum over the devices that hold the parts of a dimension that was taken over."""
+    names = taken_over(axis)
+    return jax.lax.psum(x, names) if names else x
+
+
+def largest(x: Array, axis: str) -> Array:
+    """Maximum over the devices that hold the parts of a dimension that was taken over."""
+    names = taken_over(axis)
+    return jax.lax.pmax(x, names) if names else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -142,6 +165,12 @@ def _automatic(mesh: AbstractMesh, axis: str | None) -> tuple[str, ...]:
     """Mesh axes of a logical axis, less those that a `shard_map` has taken over."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     return tuple(name for name in _mesh_axes(axis) if kinds[name] == AxisType.Auto)
+
+
+def _axes_of(kind: AxisType) -> tuple[str, ...]:
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, of_axis in kinds if of_axis == kind)
 
 
 def _mesh_axes(axis: str | None) -> tuple[str, ...]:

@@ -29,7 +29,8 @@ from jaxforge.data.tokenizer import Tokenizer
 from jaxforge.data.tokens import TokenShards
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, Params
-from jaxforge.training.step import Batch, loss_sum
+from jaxforge.training.gradients import Batch
+from jaxforge.training.loss import cross_entropy, tiles_of
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,10 @@ def make_eval_step(model: Model, config: TrainConfig, mesh: Mesh) -> EvalStep:
 
     def eval_step(params: Params, batch: Batch, byte_lengths: Int[Array, "v"]) -> BatchSums:
         microbatch = jax.tree.map(lambda leaf: leaf[0], batch)
-        loss, labels = loss_sum(model, config, params, microbatch), microbatch["labels"]
+        labels, head = microbatch["labels"], model.head(params)
+        hidden = model.hidden(params, microbatch["input_ids"], microbatch.get("doc_ids"))
+        tiles = tiles_of(config, labels, head, model.how.tile)
+        loss = cross_entropy(hidden, head, labels, tiles)
         is_valid = labels != IGNORE
         lengths = jnp.where(is_valid, byte_lengths[jnp.where(is_valid, labels, 0)], 0)
         return BatchSums(loss.total, loss.weight, jnp.sum(lengths))

@@ -13,6 +13,9 @@ The gradient is written out (`weighted_loss`). It goes through the logits in one
     chunks of vocabulary  all tokens at once, for a part of the vocabulary, with a running
                           logsumexp. Logits are computed again in the backward pass: four products,
                           and memory that does not grow with the vocabulary.
+
+Inside a pipeline, each stage has its share of the vocabulary: logsumexp, the label's logit and the
+gradient of the hidden states are then reduced over the shares here.
 """
 
 import functools
@@ -26,7 +29,15 @@ from jaxtyping import Array, Float, Int, PyTree
 from jaxforge.config.train import TrainConfig
 from jaxforge.data.packing import IGNORE
 from jaxforge.model.transformer import project
-from jaxforge.parallel.sharding import constrain, gathered, size_per_device
+from jaxforge.parallel.sharding import (
+    constrain,
+    first_index,
+    gathered,
+    largest,
+    size_per_device,
+    taken_over,
+    total,
+)
 
 _LOGITS = 1 << 25  # of a vocabulary chunk on one device, where ce_vocab_chunk = 0: 128 MiB
 _SMALLEST_CHUNK = 1024  # vocabulary entries: below it, products are slow
@@ -98,6 +109,12 @@ def tiling(config: TrainConfig, batch: int, length: int, vocab: int, tile: int |
         return Tiling(max(1, min(tokens, length)), entries)
     chunk = config.ce_vocab_chunk or max(_SMALLEST_CHUNK, _LOGITS // (rows * length))
     return Tiling(length, min(chunk, entries))
+
+
+def tiles_of(config: TrainConfig, labels: Array, head: Array, tile: int | None) -> Tiling:
+    """`tiling` of labels [b, s] and a head [v, d]."""
+    batch, length = labels.shape
+    return tiling(config, batch, length, head.shape[0], tile)
 
 
 def cross_entropy(
@@ -227,12 +244,25 @@ def _fold(one: Callable[..., Any], start: PyTree, tiles: _Tile) -> tuple[Any, An
 def _tile_sums(tile: _Tile, weights_VD: Array) -> tuple[LossSum, Array, Array, Array]:
     """Sums of a tile; its logits [t, v], logsumexp [t, 1], and where its labels are [t, v]."""
     logits_TV = project(tile.hidden, weights_VD)
-    lse_T1 = jax.nn.logsumexp(logits_TV, axis=-1, keepdims=True)
+    lse_T1 = _over_shares(jax.nn.logsumexp(logits_TV, axis=-1, keepdims=True))
     # A comparison, not a gather: it stays local when the vocabulary is split over devices.
-    is_label_TV = jnp.arange(weights_VD.shape[0]) == tile.labels[:, None]
+    is_label_TV = _ids(weights_VD.shape[0]) == tile.labels[:, None]
     label_logits_T = jnp.sum(jnp.where(is_label_TV, logits_TV, 0.0), axis=-1)
-    sums = _sum_up(tile, lse_T1[:, 0], label_logits_T)
+    sums = _sum_up(tile, lse_T1[:, 0], total(label_logits_T, "vocab"))
     return sums, logits_TV, lse_T1, is_label_TV
+
+
+def _ids(size: int) -> Array:
+    """Ids of the entries of this device's share of the vocabulary."""
+    return first_index("vocab", size) + jnp.arange(size)
+
+
+def _over_shares(lse: Array) -> Array:
+    """The logsumexp over the whole vocabulary, from that over each device's share."""
+    if not taken_over("vocab"):
+        return lse
+    top = largest(lse, "vocab")
+    return top + jnp.log(total(jnp.exp(lse - top), "vocab"))
 
 
 def _sum_up(tile: _Tile, lse_T: Array, label_logits_T: Array) -> LossSum:
@@ -260,7 +290,8 @@ def _gradient_by_tokens(
     def of_tile(tile: _Tile) -> tuple[LossSum, Array, Array]:
         sums, logits, lse, is_label = _tile_sums(tile, weights)
         d_logits = _d_logits(tile, scales, logits, lse, is_label)
-        d_hidden = jnp.einsum("tv,vd->td", d_logits, weights)
+        product = _product if taken_over("vocab") else jnp.einsum  # a summand, or the whole
+        d_hidden = product("tv,vd->td", d_logits, weights)
         return sums, d_hidden, _product("td,tv->dv", tile.hidden, d_logits)
 
     def one(carry: tuple[LossSum, Array], tile: _Tile) -> tuple[tuple[LossSum, Array], Array]:
@@ -272,7 +303,8 @@ def _gradient_by_tokens(
     (sums, d_head), d_tiles = _fold(one, (no_sums, no_gradient), tiles)
     batch, length, dim = hidden.shape
     d_hidden = d_tiles.reshape(-1, batch, tiling.tokens, dim).swapaxes(0, 1)
-    return sums, d_hidden.reshape(batch, -1, dim)[:, :length], d_head
+    d_hidden = d_hidden.reshape(batch, -1, dim)[:, :length]
+    return sums, total(d_hidden, "vocab").astype(hidden.dtype), d_head
 
 
 def _by_vocab(
@@ -282,18 +314,18 @@ def _by_vocab(
     tile = _whole(hidden, labels)
 
     def one(carry: tuple[Array, Array, Array], chunk: _Chunk) -> tuple[Any, None]:
-        top, total, label_logits = carry
+        top, rest, label_logits = carry
         logits = chunk.logits(tile.hidden)
         new_top = jnp.maximum(top, jnp.max(logits, axis=-1))
-        total = total * jnp.exp(top - new_top) + jnp.sum(jnp.exp(logits - new_top[:, None]), -1)
+        rest = rest * jnp.exp(top - new_top) + jnp.sum(jnp.exp(logits - new_top[:, None]), -1)
         is_label = chunk.ids == tile.labels[:, None]
-        return (new_top, total, label_logits + jnp.sum(jnp.where(is_label, logits, 0.0), -1)), None
+        return (new_top, rest, label_logits + jnp.sum(jnp.where(is_label, logits, 0.0), -1)), None
 
-    zeros = jnp.sum(tile.hidden[:, :0], axis=-1, dtype=jnp.float32)
+    zeros = jnp.sum(_zeros(tile.hidden, head)[:, :0], axis=-1)
     chunks = _chunks(gathered(head.astype(hidden.dtype), _HEAD), tiling.vocab)
-    (top, total, label_logits), _ = jax.lax.scan(one, (zeros - jnp.inf, zeros, zeros), chunks)
-    lse = top + jnp.log(total)
-    return _sum_up(tile, lse, label_logits), lse
+    (top, rest, label_logits), _ = jax.lax.scan(one, (zeros - jnp.inf, zeros, zeros), chunks)
+    lse = _over_shares(top + jnp.log(rest))
+    return _sum_up(tile, lse, total(label_logits, "vocab")), lse
 
 
 def _gradient_by_vocab(
@@ -313,9 +345,14 @@ def _gradient_by_vocab(
         return d_hidden, _product("tv,td->vd", d_logits, tile.hidden).astype(head.dtype)
 
     chunks = _chunks(gathered(head.astype(hidden.dtype), _HEAD), tiling.vocab)
-    d_hidden, d_chunks = jax.lax.scan(one, jnp.zeros_like(tile.hidden, jnp.float32), chunks)
+    d_hidden, d_chunks = jax.lax.scan(one, _zeros(tile.hidden, head), chunks)
     d_head = constrain(_joined(d_chunks, head.shape[0]), *_HEAD)
-    return d_hidden.reshape(hidden.shape).astype(hidden.dtype), d_head
+    return total(d_hidden, "vocab").reshape(hidden.shape).astype(hidden.dtype), d_head
+
+
+def _zeros(like: Array, head: Array) -> Array:
+    """float32, varying over the mesh axes that products of the two vary over."""
+    return jnp.zeros_like(like, jnp.float32) + jnp.sum(head[:0], dtype=jnp.float32)
 
 
 class _Chunk(NamedTuple):
@@ -333,7 +370,7 @@ def _chunks(head_VD: Array, size: int) -> _Chunk:
 
     Devices hold consecutive parts of the vocabulary, so [devices, n, c] is where an entry is.
     """
-    ids = jnp.arange(head_VD.shape[0])
+    ids = _ids(head_VD.shape[0])
     return _Chunk(_cut_vocab(head_VD, size, 0), _cut_vocab(ids, size, -1))
 
 

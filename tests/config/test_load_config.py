@@ -149,6 +149,7 @@ def test_every_key_of_kempnerforge_loads():
             )
         ),
         *(("data", key) for key in ("token_dtype", "eos_token_id", "shuffle", "order")),
+        ("distributed", "pp_chunks"),
         ("eval", "datasets"),
         *(
             ("checkpoint", key)

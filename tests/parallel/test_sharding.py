@@ -73,5 +73,5 @@ def test_constrain_lays_out_and_leaves_manual_axes_alone():
         assert jax.jit(manual)(jnp.ones((4, 4, 8))).shape == (4, 4, 8)
 
 
-def test_layers_are_never_split():
-    assert partition_spec(("layers", "mlp", "embed")) == P(None, "tp", "dp_shard")
+def test_layers_are_split_over_stages_alone():
+    assert partition_spec(("layers", "mlp", "embed")) == P("pp", "tp", "dp_shard")

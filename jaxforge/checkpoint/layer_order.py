@@ -1,0 +1,79 @@
+"""Between the order of layers on pipeline stages and that of checkpoints, which know no stages.
+
+Where the two differ (`parallel.stages.Stack`: chunks, or stages of unequal length), a tree is
+rearranged on the devices before it is written and after it is read; memory for a copy of it is
+needed meanwhile. A tree is parameters, a train state, or any that has parameters' names in it.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, PyTree
+
+from jaxforge.parallel.mesh import STAGES
+from jaxforge.parallel.stages import Stack
+
+
+def by_layer(tree: PyTree, stack: Stack) -> PyTree:
+    """The tree as a checkpoint has it: entry i of stacked parameters is layer i.
+
+    Args:
+        tree: arrays, or their abstract values with shardings.
+        stack: the order that they are in.
+    """
+    if stack.in_order:
+        return tree
+    wanted = _map_stacked(lambda leaf: _abstract_by_layer(leaf, stack), tree)
+    if isinstance(jax.tree.leaves(tree)[0], jax.ShapeDtypeStruct):
+        return wanted
+    return _rearranged(tree, wanted, stack.unstack)
+
+
+def by_stage(tree: PyTree, stack: Stack, like: PyTree) -> PyTree:
+    """The tree as stages have it.
+
+    Args:
+        tree: as a checkpoint has it.
+        stack: the order wanted.
+        like: abstract values with the shardings wanted.
+    """
+    if stack.in_order:
+        return tree
+    return _rearranged(tree, like, stack.stack)
+
+
+Leaf = Any
+"""An array or its abstract value."""
+
+
+def _rearranged(tree: PyTree, like: PyTree, one: Callable[[Array], Array]) -> PyTree:
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
+    rearrange: Any = jax.jit(functools.partial(_map_stacked, one), out_shardings=shardings)
+    return rearrange(tree)
+
+
+def _map_stacked(one: Callable[[Leaf], Leaf], tree: PyTree) -> PyTree:
+    def of_leaf(path: jax.tree_util.KeyPath, leaf: Leaf) -> Leaf:
+        is_stacked = any(getattr(key, "key", None) == "layers" for key in path)
+        return one(leaf) if is_stacked else leaf
+
+    return jax.tree_util.tree_map_with_path(of_leaf, tree)
+
+
+def _abstract_by_layer(leaf: Leaf, stack: Stack) -> jax.ShapeDtypeStruct:
+    """One entry a layer; what stages held apart is split along another dimension that divides."""
+    shape, mesh = (stack.layers, *leaf.shape[1:]), leaf.sharding.mesh
+    spec = [None, *leaf.sharding.spec[1:]]
+    spec += [None] * (len(shape) - len(spec))
+    for i, axes in enumerate(spec[1:], 1):
+        names = (axes,) if isinstance(axes, str) else tuple(axes or ())
+        parts = math.prod(mesh.shape[name] for name in (*names, STAGES))
+        if shape[i] % parts == 0:
+            spec[i] = (*names, STAGES)
+            break
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, P(*spec)))

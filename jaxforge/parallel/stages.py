@@ -1,0 +1,114 @@
+"""Which stage of a pipeline holds which layer, and how stages run one after another."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from jaxforge.parallel.mesh import STAGES
+
+
+class Stack(NamedTuple):
+    """The order of layers in stacked parameters: stage after stage, and in each chunk after chunk.
+
+    A layer's virtual stage is that of consecutive layers; where their number does not divide, early
+    ones have one layer more, as in KempnerForge, and the others a row of zeros: a block of zeros
+    adds nothing to the residual stream, and gets no gradient.
+
+    Attributes:
+        layers: how many layers the model has.
+        stages: size of the mesh axis `pp`.
+        chunks: virtual stages of a stage.
+    """
+
+    layers: int
+    stages: int = 1
+    chunks: int = 1
+
+    @property
+    def per_chunk(self) -> int:
+        """Rows of a virtual stage."""
+        return -(-self.layers // (self.stages * self.chunks))
+
+    @property
+    def in_order(self) -> bool:
+        """Whether row i holds layer i, and there is no other row."""
+        return self.layers == len(self.rows()) and (self.stages == 1 or self.chunks == 1)
+
+    def rows(self) -> np.ndarray:
+        """The layer of each row; -1: none."""
+        each, longer = divmod(self.layers, self.stages * self.chunks)
+        rows = np.full((self.stages, self.chunks, self.per_chunk), -1)
+        first = 0
+        for virtual in range(self.stages * self.chunks):
+            n = each + (virtual < longer)
+            chunk, stage = divmod(virtual, self.stages)
+            rows[stage, chunk, :n] = first + np.arange(n)
+            first += n
+        return rows.reshape(-1)
+
+    def stack(self, by_layer: Array) -> Array:
+        """Rows from an array with one entry a layer."""
+        rows = self.rows()
+        padded = jnp.concatenate([by_layer, jnp.zeros_like(by_layer[:1])])  # where -1 points
+        return by_layer if self.in_order else padded[rows]
+
+    def unstack(self, rows: Array) -> Array:
+        """One entry a layer: `stack` undone."""
+        order = self.rows()
+        return rows if self.in_order else rows[np.argsort(order)[(order < 0).sum() :]]
+
+
+Run = Callable[[PyTree, Array, PyTree, PyTree], tuple[Array, PyTree]]
+"""(layers, x, place, cache) -> x and cache after these layers."""
+
+
+def in_turn(
+    run: Run, stack: Stack, layers: PyTree, x: Array, place: PyTree, cache: PyTree
+) -> tuple[Array, PyTree]:
+    """Runs layers whose rows are split over `pp`: each stage waits for the one before.
+
+    For one batch that goes forward only. All stages compute at a time, most of them in vain: a
+    stage's result counts from the turn on in which its input has come. It keeps that input, so that
+    what it writes to the cache stays.
+
+    Args:
+        run: what runs some of the layers.
+        stack: where the layers are.
+        layers: parameters, stacked.
+        x: [b, s, d], input of the first layer.
+        place: passed on to `run`.
+        cache: stacked as the layers are, split over `pp` likewise.
+    """
+    last = stack.stages - 1
+    ring = [(i, (i + 1) % stack.stages) for i in range(stack.stages)]
+
+    def every_stage(layers: PyTree, x: Array, place: PyTree, cache: PyTree) -> tuple[Array, PyTree]:
+        stage = jax.lax.axis_index(STAGES)
+        arriving, place = jax.lax.pcast((x, place), STAGES, to="varying")
+        chunks = []
+        for chunk in range(stack.chunks):
+            rows = slice(chunk * stack.per_chunk, (chunk + 1) * stack.per_chunk)
+            of_chunk = functools.partial(jax.tree.map, lambda leaf, rows=rows: leaf[rows])
+            mine, kept = arriving, of_chunk(cache)
+            for turn in range(stack.stages):
+                mine = jnp.where(stage == turn, arriving, mine)
+                y, kept = run(of_chunk(layers), mine, place, kept)
+                arriving = jax.lax.ppermute(y, STAGES, ring)
+            chunks.append(kept)
+        result = jax.lax.psum(jnp.where(stage == last, y, 0).astype(jnp.float32), STAGES)
+        return result.astype(x.dtype), jax.tree.map(
+            lambda *leaves: jnp.concatenate(leaves), *chunks
+        )
+
+    split = jax.P(STAGES)
+    return jax.shard_map(
+        every_stage,
+        in_specs=(split, jax.P(), jax.P(), split),
+        out_specs=(jax.P(), split),
+        axis_names={STAGES},
+    )(layers, x, place, cache)

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules as tables, and the one program that runs them."""

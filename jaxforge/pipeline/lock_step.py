@@ -1,0 +1,351 @@
+"""One program for all stages that runs a schedule: a `lax.scan` over the ticks of each phase.
+
+Runs inside `shard_map`, manual over `pp`. Every device holds the layers of its stage and 1/N of
+embedding and head, and does the same operations in every tick, each on a microbatch of its own:
+
+    enter      the embedding of the microbatch that the first virtual stage is to forward: every
+               device looks up the tokens of its share of the vocabulary, the sum goes to all
+    forward    one stage's blocks; the input (or what autodiff saved) is kept in a ring of slots
+    leave      final norm, head and loss of the microbatch that the last virtual stage takes back:
+               its output goes to all devices, and each does its share of the vocabulary
+    backward   the blocks again from the stored input, and their vector-Jacobian product
+    exit       the gradient of the embedding, from what the first virtual stage gives back
+
+So no stage is dearer than another, nothing is held for the head, and nothing depends on how many
+microbatches there are: `1f1b` reuses 2 N - 1 slots. Activations travel to the next stage, and
+gradients to the one before, by one `ppermute` each; what follows is in the next tick.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from jaxforge.parallel.mesh import STAGES
+from jaxforge.parallel.sharding import constrain, taken_over
+from jaxforge.pipeline.schedule import Phase, Schedule, Work
+
+Microbatch = dict[str, Array]
+Params = dict[str, Any]
+Column = Any
+"""Of the table: an array of NumPy's for a phase, and in the scan one of JAX's for a tick."""
+Result = TypeVar("Result")
+
+
+class Parts(NamedTuple):
+    """A model cut where stages are; each function is differentiable in its parameters and in x.
+
+    Attributes:
+        enter: (params, microbatch) -> x [b, s, d], what the first block takes.
+        blocks: (layers, x, microbatch) -> x, through some of the stacked layers.
+        leave: (params, x, microbatch, token scale) -> the microbatch's share of the loss.
+        save: whether `blocks` says by a policy of `jax.checkpoint` what a forward saves for its
+            backward; else only its input is saved.
+    """
+
+    enter: Callable[[Params, Microbatch], Array]
+    blocks: Callable[[Params, Array, Microbatch], Array]
+    leave: Callable[[Params, Array, Microbatch, Array], Array]
+    save: bool
+
+
+class _Works(NamedTuple):
+    """Work of all stages [stages], or of one."""
+
+    microbatch: Column
+    chunk: Column
+    slot: Column
+
+
+class _Row(NamedTuple):
+    """A tick as arrays: [stages] of each direction's work, and what the ends of the model do.
+
+    Attributes:
+        forward: microbatch, chunk and slot; an idle stage repeats microbatch 0 into a spare slot.
+        backward: the same; an idle stage's is masked.
+        works: whether a stage's backward is a real one.
+        enters: the microbatch that the first virtual stage forwards; -1: none.
+        leaves: the one that the last virtual stage takes back; -1: none.
+        exits: the one that the first virtual stage takes back; -1: none.
+    """
+
+    forward: _Works
+    backward: _Works
+    works: Column
+    enters: Column
+    leaves: Column
+    exits: Column
+
+
+class _Carry(NamedTuple):
+    """What one tick hands to the next.
+
+    Attributes:
+        arriving: from the stage before: input of the next forward.
+        returning: from the stage after: gradient for the next backward.
+        ring: [slots, ...] what backwards wait for.
+        layers: gradients of the stage's layers, float32.
+        rest: gradients of all other parameters, float32.
+        loss: so far.
+    """
+
+    arriving: Array
+    returning: Array
+    ring: PyTree
+    layers: Params
+    rest: Params
+    loss: Float[Array, ""]
+
+
+def accumulate(
+    schedule: Schedule,
+    parts: Parts,
+    params: Params,
+    batch: Microbatch,
+    token_scales: Float[Array, "m"],
+) -> tuple[Params, Float[Array, ""]]:
+    """Gradients (float32) and loss of a batch, summed over its microbatches.
+
+    Args:
+        schedule: for as many stages as `pp` has, and as many microbatches as the batch.
+        parts: the model.
+        params: this stage's share; `layers` is stacked, chunk after chunk.
+        batch: [m, b, s] arrays.
+        token_scales: weight of a token of each microbatch.
+    """
+    stage = _Stage(schedule, parts, params, batch, token_scales)
+    carry = stage.at_rest()
+    for phase, rows in zip(schedule.phases(), _rows(schedule), strict=True):
+        carry, _ = jax.lax.scan(functools.partial(stage.tick, phase, rows), carry, rows)
+    return {**carry.rest, "layers": carry.layers}, carry.loss
+
+
+class _Stage:
+    """The program of one stage, which is that of all."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        parts: Parts,
+        params: Params,
+        batch: Microbatch,
+        token_scales: Float[Array, "m"],
+    ) -> None:
+        self.schedule, self.parts, self.batch, self.scales = schedule, parts, batch, token_scales
+        self.layers = params["layers"]
+        self.rest = {name: part for name, part in params.items() if name != "layers"}
+        self.index = jax.lax.axis_index(STAGES)
+        self.manual = taken_over()
+
+    def at_rest(self) -> _Carry:
+        """Before the first tick: zeros, made to vary over the same mesh axes as what follows."""
+        microbatch = self._microbatch(0)
+        idle = _laid_out(self._zeros(jax.eval_shape(self.parts.enter, self.rest, microbatch)))
+        item = jax.eval_shape(lambda: self._forward(self._chunk(0), idle, microbatch)[1])
+        rings = jax.tree.map(
+            lambda leaf: self._zeros(leaf, (self.schedule.slots, *leaf.shape)), item
+        )
+        layers, rest = jax.tree.map(
+            lambda p: jnp.zeros_like(p, jnp.float32), (self.layers, self.rest)
+        )
+        return _Carry(idle, idle, rings, layers, rest, loss=jnp.zeros_like(self.scales[0]))
+
+    def tick(self, phase: Phase, rows: _Row, carry: _Carry, row: _Row) -> tuple[_Carry, None]:
+        """All stages' work of one tick."""
+        if phase.forward:
+            carry = self._go_forward(carry, rows, row)
+        if phase.backward:
+            carry = self._go_backward(carry, rows, row)
+        return carry, None
+
+    def _go_forward(self, carry: _Carry, rows: _Row, row: _Row) -> _Carry:
+        work = self._mine(row.forward)
+
+        def enter() -> Array:
+            return self.parts.enter(self.rest, self._microbatch(row.enters))
+
+        nothing = self._zeros(carry.arriving, stages=False)
+        entering = self._when(rows.enters, row.enters, enter, nothing, cheap=True)
+        x = jnp.where(self._is_first(work), entering, carry.arriving)
+        y, item = self._forward(self._chunk(work.chunk), x, self._microbatch(work.microbatch))
+        ring = jax.tree.map(
+            lambda ring, leaf: jax.lax.dynamic_update_index_in_dim(ring, leaf, work.slot, 0),
+            carry.ring, item,
+        )  # fmt: skip
+        return carry._replace(arriving=self._sent(y, +1), ring=ring)
+
+    def _go_backward(self, carry: _Carry, rows: _Row, row: _Row) -> _Carry:
+        work, works = self._mine(row.backward), row.works[self.index]
+        item = jax.tree.map(
+            lambda ring: jax.lax.dynamic_index_in_dim(ring, work.slot, 0, keepdims=False),
+            carry.ring,
+        )
+        y, pull = self._backward(self._chunk(work.chunk), item, self._microbatch(work.microbatch))
+        is_last = (self.index == self.schedule.stages - 1) & (
+            work.chunk == self.schedule.chunks - 1
+        )
+
+        def leave() -> tuple[Params, Array, Array]:
+            microbatch, scale = self._microbatch(row.leaves), self._pick(self.scales, row.leaves)
+            x = self._to_all(jnp.where(is_last, y, 0))
+            loss, of_loss = jax.vjp(
+                lambda rest, x: self.parts.leave(rest, x, microbatch, scale), self.rest, x
+            )
+            d_rest, d_x = of_loss(jnp.ones_like(loss))
+            return _plus(carry.rest, d_rest), carry.loss + loss, d_x
+
+        unchanged = (carry.rest, carry.loss, self._zeros(y, stages=False))
+        rest, loss, d_last = self._when(rows.leaves, row.leaves, leave, unchanged)
+        d_y = jnp.where(is_last, d_last, carry.returning)
+        d_layers, d_x = pull(jnp.where(works, d_y, 0))  # nothing comes of an idle stage
+
+        def exits() -> Params:
+            microbatch = self._microbatch(row.exits)
+            d_entering = self._to_all(jnp.where(self._is_first(work), d_x, 0))
+            _, pull = jax.vjp(lambda rest: self.parts.enter(rest, microbatch), self.rest)
+            return _plus(rest, pull(d_entering)[0])
+
+        rest = self._when(rows.exits, row.exits, exits, rest, cheap=True)
+        layers = self._with_chunk(carry.layers, work.chunk, d_layers)
+        return carry._replace(returning=self._sent(d_x, -1), layers=layers, rest=rest, loss=loss)
+
+    def _forward(self, layers: Params, x: Array, microbatch: Microbatch) -> tuple[Array, PyTree]:
+        """The output of the stage's blocks, and what is kept for the backward."""
+        if not self.parts.save:
+            return self.parts.blocks(layers, x, microbatch), x
+        pull: Any  # jax.VJP, whose fields mypy does not know
+        y, pull = jax.vjp(lambda layers, x: self.parts.blocks(layers, x, microbatch), layers, x)
+        of_x = [leaf for leaf in pull.args_res[1:] if isinstance(leaf, jax.Array)]
+        return y, (y, of_x, pull.opaque_residuals)
+
+    def _backward(
+        self, layers: Params, item: PyTree, microbatch: Microbatch
+    ) -> tuple[Array, Callable[[Array], tuple[Params, Array]]]:
+        """The output again, and its vector-Jacobian product."""
+
+        def blocks(layers: Params, x: Array) -> Array:
+            return self.parts.blocks(layers, x, microbatch)
+
+        if not self.parts.save:
+            return jax.vjp(blocks, layers, item)
+        y, of_x, residuals = item
+        pull: Any
+        # Only the form of this one is used: what it has computed is replaced, and so dropped.
+        _, pull = jax.vjp(blocks, layers, y)
+        args_res = [pull.args_res[0], *(of_x or pull.args_res[1:])]
+        return y, dataclasses.replace(pull, args_res=args_res, opaque_residuals=residuals)
+
+    def _when(
+        self, column: Column, now: Array, work: Callable[[], Result], otherwise: Result,
+        *, cheap: bool = False,
+    ) -> Result:  # fmt: skip
+        """Does what only some ticks of a phase have to, by the same branch on all devices.
+
+        Args:
+            column: the microbatch of every tick of the phase; -1: none.
+            now: that of this tick.
+            work: what is done with it.
+            otherwise: what stands in its place.
+            cheap: better done in vain than by a branch, with nothing coming of it.
+        """
+        if (column < 0).all():
+            return otherwise
+        if (column >= 0).all() or (cheap and self.schedule.chunks == 1):
+            return work()
+        return jax.lax.cond(now >= 0, work, lambda: otherwise)
+
+    def _chunk(self, chunk: Array | int) -> Params:
+        """The layers of one of the stage's chunks."""
+        if self.schedule.chunks == 1:
+            return self.layers
+        return jax.tree.map(lambda p: self._chunked(p)[chunk], self.layers)
+
+    def _with_chunk(self, grads: Params, chunk: Array, more: Params) -> Params:
+        if self.schedule.chunks == 1:
+            return _plus(grads, more)
+        return jax.tree.map(
+            lambda g, d: self._chunked(g).at[chunk].add(d.astype(g.dtype)).reshape(g.shape),
+            grads, more,
+        )  # fmt: skip
+
+    def _chunked(self, stacked: Array) -> Array:
+        return stacked.reshape(self.schedule.chunks, -1, *stacked.shape[1:])
+
+    def _mine(self, works: _Works) -> _Works:
+        return _Works(*(column[self.index] for column in works))
+
+    def _microbatch(self, index: Array | int) -> Microbatch:
+        return {name: self._pick(leaf, index) for name, leaf in self.batch.items()}
+
+    def _pick(self, x: Array, index: Array | int) -> Array:
+        return jax.lax.dynamic_index_in_dim(x, jnp.maximum(index, 0), 0, keepdims=False)
+
+    def _is_first(self, work: _Works) -> Array:
+        return (self.index == 0) & (work.chunk == 0)
+
+    def _sent(self, x: Array, by: int) -> Array:
+        n = self.schedule.stages
+        return _laid_out(jax.lax.ppermute(x, STAGES, [(i, (i + by) % n) for i in range(n)]))
+
+    def _to_all(self, x: Array) -> Array:
+        """What one stage has and the others have zeros for; a sum, in float32 for XLA:CPU."""
+        return _laid_out(jax.lax.psum(x.astype(jnp.float32), STAGES).astype(x.dtype))
+
+    def _zeros(
+        self,
+        like: Array | jax.ShapeDtypeStruct,
+        shape: tuple[int, ...] | None = None,
+        *,
+        stages: bool = True,
+    ) -> Array:
+        axes = tuple(axis for axis in self.manual if stages or axis != STAGES)
+        zeros = jnp.zeros(like.shape if shape is None else shape, like.dtype)
+        return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
+
+
+def _rows(schedule: Schedule) -> list[_Row]:
+    """The table as arrays, phase by phase."""
+    ticks = zip(schedule.ticks, schedule.spare, strict=True)
+    rows = [_row(schedule, tick.forward, tick.backward, spare) for tick, spare in ticks]
+    phases, start = [], 0
+    for phase in schedule.phases():
+        of_phase = rows[start : start + len(phase.ticks)]
+        phases.append(jax.tree.map(lambda *leaves: np.stack(leaves), *of_phase))
+        start += len(phase.ticks)
+    return phases
+
+
+def _row(
+    schedule: Schedule,
+    forward: Sequence[Work | None],
+    backward: Sequence[Work | None],
+    spare: Sequence[int],
+) -> _Row:
+    def columns(works: Sequence[Work]) -> _Works:
+        return _Works(*np.asarray(works, np.int32).T)
+
+    def at(work: Work | None, chunk: int) -> np.ndarray:
+        return np.asarray(-1 if work is None or work.chunk != chunk else work.microbatch, np.int32)
+
+    idle = Work(0, 0, 0)
+    return _Row(
+        columns([work or Work(0, 0, slot) for work, slot in zip(forward, spare, strict=True)]),
+        columns([work or idle for work in backward]),
+        works=np.array([work is not None for work in backward]),
+        enters=at(forward[0], 0),
+        leaves=at(backward[-1], schedule.chunks - 1),
+        exits=at(backward[0], 0),
+    )
+
+
+def _plus(total: PyTree, more: PyTree) -> PyTree:
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)
+
+
+def _laid_out(x_BSD: Array) -> Array:
+    return constrain(x_BSD, "batch", "seq", None)

@@ -1,0 +1,220 @@
+"""Gradients and loss of a batch, summed over its microbatches, on any mesh.
+
+Gradients are reduced between data-parallel devices in one of two ways (`train.grad_sync`):
+
+    update      weights are gathered once and gradients reduced once, around the scan over
+                microbatches, which itself exchanges nothing between data-parallel devices. Costs
+                the memory of whole weights (compute dtype) and whole gradients (float32).
+    microbatch  the partitioner gathers each layer's weights as they are needed and reduces its
+                gradients at once, in every microbatch: more traffic, least memory.
+
+Microbatches come one by one, or, where there are stages, as `pipeline.schedule` has them.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, PyTree
+
+from jaxforge.config.job import JobConfig
+from jaxforge.config.train import TrainConfig
+from jaxforge.model import remat
+from jaxforge.model.attention import Place
+from jaxforge.model.linear import is_matrix
+from jaxforge.model.transformer import Model, Params
+from jaxforge.parallel.mesh import DATA_AXES, STAGES, data_parallel_size
+from jaxforge.parallel.sharding import (
+    Axes,
+    constrain,
+    param_shardings,
+    partition_spec,
+    without_data,
+)
+from jaxforge.pipeline import lock_step
+from jaxforge.pipeline.schedule import SCHEDULES
+from jaxforge.training.loss import Scales, tiles_of, token_scales, valid_tokens, weighted_loss
+
+Batch = dict[str, Int[Array, "m b s"]]
+"""`input_ids`, `labels` and, when packed, `doc_ids`: [microbatches, sequences, tokens]."""
+
+AddUp = Callable[[Params, Batch, Scales], tuple[Params, Float[Array, ""]]]
+"""(params, batch, scales) -> gradients (float32) and loss, summed over the microbatches."""
+
+
+def make_gradients(
+    model: Model, config: JobConfig, mesh: Mesh
+) -> Callable[[Params, Batch], tuple[Params, Array]]:
+    """(params, batch) -> float32 gradients laid out like the parameters, and the loss."""
+    train, stages = config.train, _stages(mesh)
+    add_up = pipelined(model, config) if stages else functools.partial(accumulate, model, train)
+    if train.grad_sync == "update" and data_parallel_size(mesh) > 1:
+        return _reduced_once(model, train, mesh, add_up)
+    if stages:
+        specs = _specs(model, stages)
+        add_up = jax.shard_map(
+            add_up, mesh=mesh, in_specs=(specs, P(), P()), out_specs=(specs, P()),
+            axis_names=set(stages),
+        )  # fmt: skip
+    shardings = param_shardings(model.abstract, model.axes, mesh)
+
+    def gradients(params: Params, batch: Batch) -> tuple[Params, Array]:
+        grads, loss = add_up(params, batch, _scales(batch, train))
+        return jax.lax.with_sharding_constraint(grads, shardings), loss
+
+    return gradients
+
+
+def accumulate(
+    model: Model, config: TrainConfig, params: Params, batch: Batch, scales: Scales
+) -> tuple[Params, Float[Array, ""]]:
+    """Gradients (float32) and loss of a batch, summed over its microbatches by a scan."""
+
+    def microbatch_loss(params: Params, microbatch: Batch, token_scale: Array) -> Array:
+        hidden = model.hidden(params, microbatch["input_ids"], microbatch.get("doc_ids"))
+        return _loss(model, config, params, hidden, microbatch, token_scale, scales)
+
+    def of_microbatch(xs: tuple[Batch, Array]) -> tuple[Params, Array]:
+        loss, grads = jax.value_and_grad(microbatch_loss)(params, *xs)
+        return jax.tree.map(lambda g: g.astype(jnp.float32), grads), loss
+
+    def body(total: tuple[Params, Array], xs: tuple[Batch, Array]) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, of_microbatch(xs)), None
+
+    xs = (batch, scales.token)
+    if scales.token.shape[0] == 1:
+        return of_microbatch(jax.tree.map(lambda x: x[0], xs))
+    # Zeros made from what they will add up, so that they vary over the same mesh axes.
+    zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
+    start = (zeros, jnp.zeros_like(batch["labels"][0, 0, 0], jnp.float32))
+    return jax.lax.scan(body, start, xs)[0]
+
+
+def pipelined(model: Model, config: JobConfig) -> AddUp:
+    """The same sum by pipeline stages: to be called in `shard_map`, manual over `pp`."""
+    d, train = config.distributed, config.train
+    schedule = SCHEDULES[d.pp_schedule](d.pp, train.grad_accum_steps, d.chunks)
+    saves = remat.in_pipeline(model.how.save)
+    model = model.run_as(model.how._replace(save=saves.save, unroll=1))
+
+    def enter(params: Params, microbatch: Batch) -> Array:
+        return model.embed(params, microbatch["input_ids"])
+
+    def blocks(layers: Params, x: Array, microbatch: Batch) -> Array:
+        return model.blocks(layers, x, Place(doc_ids=microbatch.get("doc_ids")))[0]
+
+    def add_up(params: Params, batch: Batch, scales: Scales) -> tuple[Params, Array]:
+        def leave(params: Params, x: Array, microbatch: Batch, token_scale: Array) -> Array:
+            hidden = model.finish(params, x)
+            return _loss(model, train, params, hidden, microbatch, token_scale, scales)
+
+        parts = lock_step.Parts(enter, blocks, leave, saves.is_held)
+        return lock_step.accumulate(schedule, parts, params, batch, scales.token)
+
+    return add_up
+
+
+def _loss(
+    model: Model,
+    config: TrainConfig,
+    params: Params,
+    hidden: Array,
+    microbatch: Batch,
+    token_scale: Array,
+    scales: Scales,
+) -> Array:
+    head, labels = model.head(params), microbatch["labels"]
+    tiles = tiles_of(config, labels, head, model.how.tile)
+    return weighted_loss(tiles, hidden, head, labels, Scales(token_scale, scales.position))
+
+
+def _stages(mesh: Mesh) -> tuple[str, ...]:
+    """The axis of stages, if there are any."""
+    return (STAGES,) if mesh.shape[STAGES] > 1 else ()
+
+
+def _specs(model: Model, manual: tuple[str, ...], first: tuple[Any, ...] = ()) -> PyTree:
+    """How parameters are split over some mesh axes, with a leading dimension split as `first`."""
+
+    def spec(axes: Axes) -> P:
+        kept = (tuple(n for n in manual if n in (a or ())) or None for a in partition_spec(axes))
+        return P(*first, *kept)
+
+    return _by_axes(spec, model.axes)
+
+
+def _by_axes(spec: Callable[[Axes], P], axes: PyTree) -> PyTree:
+    return jax.tree.map(spec, axes, is_leaf=lambda node: isinstance(node, tuple))
+
+
+def _scales(batch: Batch, config: TrainConfig) -> Scales:
+    labels = batch["labels"]
+    return Scales(
+        token_scales(valid_tokens(labels), config.loss_norm), config.z_loss_weight / labels.size
+    )
+
+
+def _reduced_once(
+    model: Model, config: TrainConfig, mesh: Mesh, add_up: AddUp
+) -> Callable[[Params, Batch], tuple[Params, Array]]:
+    """`grad_sync = "update"`: device groups do not communicate while they accumulate.
+
+    The data axes are taken from the partitioner; tp stays with it.
+    """
+    stages = _stages(mesh)
+    reduce = _reduction(model.axes, mesh)
+
+    def gradients(params: Params, batch: Batch) -> tuple[Params, Array]:
+        scales = _scales(batch, config)
+
+        def of_group(params: Params, batch: Batch, token_scales: Array) -> tuple[Params, Array]:
+            # Each group differentiates its own copy; the sum over groups comes afterwards.
+            params, token_scales = jax.lax.pcast((params, token_scales), DATA_AXES, to="varying")
+            own = Scales(token_scales, scales.position)
+            return jax.tree.map(lambda x: x[None], add_up(params, batch, own))
+
+        groups = jax.shard_map(
+            of_group,
+            mesh=mesh,
+            in_specs=(_specs(model, stages), P(None, DATA_AXES), P()),
+            out_specs=(_specs(model, stages, (DATA_AXES,)), P(DATA_AXES)),
+            axis_names={*DATA_AXES, *stages},
+        )
+        whole = jax.tree.map(functools.partial(_gather, dtype=model.dtype), params, model.axes)
+        grads, losses = groups(whole, batch, scales.token)
+        return reduce(grads), jnp.sum(losses)
+
+    return gradients
+
+
+def _gather(param: Array, axes: Axes, dtype: jnp.dtype) -> Array:
+    """A parameter whole over the data axes, still split over tp; matrices travel in `dtype`."""
+    if is_matrix(axes):
+        param = param.astype(dtype)
+    return constrain(param, *without_data(axes))
+
+
+def _reduction(axes: PyTree, mesh: Mesh) -> Callable[[Params], Params]:
+    """Sums gradients [group, ...] over groups; each device keeps its share of the sum.
+
+    Manual over every axis: left to the partitioner, the tp shards would be gathered first.
+    """
+
+    def one(grad: Array, axes: Axes) -> Array:
+        grad = grad[0]
+        for dimension, axis in enumerate(partition_spec(axes)):
+            if axis in DATA_AXES:
+                grad = jax.lax.psum_scatter(grad, axis, scatter_dimension=dimension, tiled=True)
+        unsplit = tuple(axis for axis in DATA_AXES if axis not in tuple(partition_spec(axes)))
+        return jax.lax.psum(grad, unsplit)
+
+    return jax.shard_map(
+        lambda grads: jax.tree.map(one, grads, axes),
+        mesh=mesh,
+        in_specs=(_by_axes(lambda axes: P(DATA_AXES, *partition_spec(without_data(axes))), axes),),
+        out_specs=_by_axes(partition_spec, axes),
+    )
