@@ -1,6 +1,7 @@
 """What several test files build: a model with its step, and batches for it."""
 
 import dataclasses
+import re
 
 import jax
 import numpy as np
@@ -79,3 +80,29 @@ def random_batches(config: JobConfig, n: int, seed: int = 0, dp: int | None = No
     inputs = rng.integers(0, config.model.vocab_size, shape)
     labels = np.where(rng.random(shape) < 0.2, -100, np.roll(inputs, -1, axis=-1))
     return [{"input_ids": i, "labels": x} for i, x in zip(inputs, labels, strict=True)]
+
+
+def hlo(ours: Setup) -> str:
+    """The compiled step."""
+    state = ours.state()
+    (batch,) = random_batches(ours.config, 1)
+    with jax.set_mesh(ours.mesh):
+        return ours.step.lower(state, ours.put(batch), Controls()).compile().as_text()
+
+
+def collectives_in_loops(text: str) -> list[tuple[str, str, str]]:
+    """(shape, kind, groups or pairs) of collectives reachable from a loop's body or condition."""
+    computation = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*?\{\n(.*?)^\}", re.M | re.S)
+    computations = dict(computation.findall(text))
+    reached, queue = set(), []
+    for body in computations.values():
+        queue += re.findall(r"(?:body|condition)=%?([\w.\-]+)", body)
+    while queue:
+        name = queue.pop()
+        if name not in reached:
+            reached.add(name)
+            body = computations[name]
+            queue += re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)", body)
+    kinds = "all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute"
+    pattern = rf"= (\S+|\(.*?\)) ({kinds})(?:-start)?\(.*?(?:replica_groups|pairs)=(\S+),"
+    return [match for name in reached for match in re.findall(pattern, computations[name])]

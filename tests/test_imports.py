@@ -17,7 +17,7 @@ LAYERS = {
     "data": {"errors", "config", "parallel"},
     "model": {"errors", "config", "parallel"},
     "optim": {"errors", "config", "model"},
-    "pipeline": {"errors", "parallel"},
+    "pipeline": {"errors", "cli", "parallel"},
     "training": {"errors", "config", "parallel", "model", "optim", "pipeline", "data",
                  "checkpoint", "telemetry"},
     "checkpoint": {"errors", "config", "parallel", "model", "training"},

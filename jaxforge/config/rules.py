@@ -293,7 +293,8 @@ def _divides(key: str, value: int, mesh: Mesh, *axes: str) -> Iterator[str]:
     problem = f"{key} = {value} must be a multiple of distributed.{' * '.join(sizes)} = "
     change = f"change {key} to {_round_up(value, size)}"
     if len(sizes) == 1:
-        yield f"{problem}{size}: {change} or distributed.{next(iter(sizes))} to {math.gcd(value, size)}"
+        (axis,) = sizes
+        yield f"{problem}{size}: {change} or distributed.{axis} to {math.gcd(value, size)}"
     else:
         yield f"{problem}{' * '.join(map(str, sizes.values()))} = {size}: {change}"
 

@@ -94,17 +94,25 @@ def _against_splash(at: Situation) -> str | None:
 
 
 class Kernel(NamedTuple):
-    """A backend and what speaks against it in a situation (None: nothing)."""
+    """A backend.
+
+    Attributes:
+        attend: the function.
+        against: what speaks against it in a situation; None: nothing.
+        says_how_it_varies: whether its types tell over which mesh axes results vary, which
+            `shard_map` can then check.
+    """
 
     attend: Backend
     against: Callable[[Situation], str | None]
+    says_how_it_varies: bool = True
 
 
 BACKENDS = {
     "reference": Kernel(reference_attention, _nothing_against),
     "blockwise": Kernel(blockwise_attention, _nothing_against),
     "cudnn": Kernel(cudnn_attention, _against_cudnn),
-    "splash": Kernel(splash.splash_attention, _against_splash),
+    "splash": Kernel(splash.splash_attention, _against_splash, says_how_it_varies=False),
 }
 
 _FLASH = {"cpu": "blockwise", "gpu": "cudnn", "tpu": "splash"}

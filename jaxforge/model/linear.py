@@ -97,8 +97,32 @@ class Embedding(nnx.Module):
         table = self.weight[...].astype(dtype)
         if not taken_over("vocab"):
             return table[tokens]
-        table = constrain(gathered(table, ("vocab", "embed")), None, None)
-        rows = tokens - first_index("vocab", table.shape[0])
-        is_here = (rows >= 0) & (rows < table.shape[0])
-        found = jnp.where(is_here[..., None], table[jnp.where(is_here, rows, 0)], 0)
-        return total(found.astype(jnp.float32), "vocab").astype(dtype)
+        # Whole over all axes but the one taken over: XLA's partitioner fails on such a gather.
+        return _look_up(constrain(gathered(table, ("vocab", "embed")), None, None), tokens)
+
+
+@jax.custom_vjp
+def _look_up(share: Float[Array, "v d"], tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
+    """Rows of a table of which each device has a share. The gradient is that of its share."""
+    rows, is_here = _own_rows(share, tokens)
+    found = jnp.where(is_here[..., None], share[rows], 0)
+    return total(found.astype(jnp.float32), "vocab").astype(share.dtype)
+
+
+def _own_rows(share: Array, tokens: Array) -> tuple[Array, Array]:
+    rows = tokens - first_index("vocab", share.shape[0])
+    is_here = (rows >= 0) & (rows < share.shape[0])
+    return jnp.where(is_here, rows, 0), is_here
+
+
+def _looked_up(share: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _look_up(share, tokens), (share, tokens)
+
+
+def _spread(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, None]:
+    share, tokens = saved
+    rows, is_here = _own_rows(share, tokens)
+    return jnp.zeros_like(share).at[rows].add(jnp.where(is_here[..., None], gradient, 0)), None
+
+
+_look_up.defvjp(_looked_up, _spread)

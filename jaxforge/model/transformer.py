@@ -11,7 +11,6 @@ leading axis and run by `lax.scan`, so that compile time does not grow with dept
 """
 
 import contextlib
-import copy
 import functools
 from typing import Any
 
@@ -149,12 +148,6 @@ class Model:
     def _stacked(self, params: Params) -> Params:
         return {**params, "layers": jax.tree.map(self.stack.stack, params["layers"])}
 
-    def run_as(self, how: Execution) -> "Model":
-        """The same model, run in another way."""
-        other = copy.copy(self)
-        other.how = how
-        return other
-
     def hidden(
         self, params: Params, tokens: Int[Array, "b s"], doc_ids: Int[Array, "b s"] | None = None
     ) -> Float[Array, "b s d"]:
@@ -199,17 +192,31 @@ class Model:
     def _blocks(
         self, layers: Params, x_BSD: Array, place: Place, cache: KVCache | None
     ) -> tuple[Array, KVCache | None]:
-        positions = place.positions
-        if positions is None:
-            positions = jnp.arange(x_BSD.shape[1])[None]
-        rope = rotation(self.config, positions)
+        rope = self.rotation(x_BSD, place)
 
         def layer(x_BSD: Array, of_layer: tuple[Params, KVCache | None]) -> tuple[Array, Any]:
-            block = self._module("layers", of_layer[0])
-            return block(x_BSD, rope, place, of_layer[1], how=self.how)
+            return self.block(of_layer[0], x_BSD, rope, place, of_layer[1])
 
         body = remat.block(self.how.save, layer)
         return jax.lax.scan(body, x_BSD, (layers, cache), unroll=self.how.unroll)
+
+    def block(
+        self,
+        layer: Params,
+        x_BSD: Float[Array, "b s d"],
+        rope: Rotation,
+        place: Place,
+        cache: KVCache | None = None,
+    ) -> tuple[Float[Array, "b s d"], KVCache | None]:
+        """One block, with the parameters of one layer."""
+        return self._module("layers", layer)(x_BSD, rope, place, cache, how=self.how)
+
+    def rotation(self, x_BSD: Float[Array, "b s d"], place: Place) -> Rotation:
+        """The same for all blocks: the angles of the positions at hand."""
+        positions = place.positions
+        return rotation(
+            self.config, jnp.arange(x_BSD.shape[1])[None] if positions is None else positions
+        )
 
     def finish(self, params: Params, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
         """The final norm of what leaves the last block."""

@@ -5,10 +5,11 @@ embedding and head, and does the same operations in every tick, each on a microb
 
     enter      the embedding of the microbatch that the first virtual stage is to forward: every
                device looks up the tokens of its share of the vocabulary, the sum goes to all
-    forward    one stage's blocks; the input (or what autodiff saved) is kept in a ring of slots
+    forward    one stage's layers; the input, or what autodiff saves, is kept in a ring of slots
     leave      final norm, head and loss of the microbatch that the last virtual stage takes back:
                its output goes to all devices, and each does its share of the vocabulary
-    backward   the blocks again from the stored input, and their vector-Jacobian product
+    backward   the layers again from the stored input, and their vector-Jacobian products in
+               reverse; each layer's gradient is added where it stays
     exit       the gradient of the embedding, from what the first virtual stage gives back
 
 So no stage is dearer than another, nothing is held for the head, and nothing depends on how many
@@ -41,17 +42,20 @@ class Parts(NamedTuple):
     """A model cut where stages are; each function is differentiable in its parameters and in x.
 
     Attributes:
-        enter: (params, microbatch) -> x [b, s, d], what the first block takes.
-        blocks: (layers, x, microbatch) -> x, through some of the stacked layers.
+        enter: (params, microbatch) -> x [b, s, d], what the first layer takes.
+        around: (x, microbatch) -> what all layers are told besides.
+        layer: (parameters of one layer, x, around) -> x. A `jax.checkpoint` in it decides what is
+            saved between its forward and its backward.
         leave: (params, x, microbatch, token scale) -> the microbatch's share of the loss.
-        save: whether `blocks` says by a policy of `jax.checkpoint` what a forward saves for its
-            backward; else only its input is saved.
+        is_held: whether that is held from the forward of a stage on; else the input of the stage
+            is, and its layers run again before their backward.
     """
 
     enter: Callable[[Params, Microbatch], Array]
-    blocks: Callable[[Params, Array, Microbatch], Array]
+    around: Callable[[Array, Microbatch], PyTree]
+    layer: Callable[[Params, Array, PyTree], Array]
     leave: Callable[[Params, Array, Microbatch, Array], Array]
-    save: bool
+    is_held: bool
 
 
 class _Works(NamedTuple):
@@ -146,7 +150,7 @@ class _Stage:
         """Before the first tick: zeros, made to vary over the same mesh axes as what follows."""
         microbatch = self._microbatch(0)
         idle = _laid_out(self._zeros(jax.eval_shape(self.parts.enter, self.rest, microbatch)))
-        item = jax.eval_shape(lambda: self._forward(self._chunk(0), idle, microbatch)[1])
+        item = jax.eval_shape(lambda: self._forward(0, idle, microbatch)[1])
         rings = jax.tree.map(
             lambda leaf: self._zeros(leaf, (self.schedule.slots, *leaf.shape)), item
         )
@@ -172,7 +176,7 @@ class _Stage:
         nothing = self._zeros(carry.arriving, stages=False)
         entering = self._when(rows.enters, row.enters, enter, nothing, cheap=True)
         x = jnp.where(self._is_first(work), entering, carry.arriving)
-        y, item = self._forward(self._chunk(work.chunk), x, self._microbatch(work.microbatch))
+        y, item = self._forward(work.chunk, x, self._microbatch(work.microbatch))
         ring = jax.tree.map(
             lambda ring, leaf: jax.lax.dynamic_update_index_in_dim(ring, leaf, work.slot, 0),
             carry.ring, item,
@@ -185,7 +189,8 @@ class _Stage:
             lambda ring: jax.lax.dynamic_index_in_dim(ring, work.slot, 0, keepdims=False),
             carry.ring,
         )
-        y, pull = self._backward(self._chunk(work.chunk), item, self._microbatch(work.microbatch))
+        microbatch = self._microbatch(work.microbatch)
+        y, saved = item if self.parts.is_held else self._saving(work.chunk, item, microbatch)
         is_last = (self.index == self.schedule.stages - 1) & (
             work.chunk == self.schedule.chunks - 1
         )
@@ -202,7 +207,8 @@ class _Stage:
         unchanged = (carry.rest, carry.loss, self._zeros(y, stages=False))
         rest, loss, d_last = self._when(rows.leaves, row.leaves, leave, unchanged)
         d_y = jnp.where(is_last, d_last, carry.returning)
-        d_layers, d_x = pull(jnp.where(works, d_y, 0))  # nothing comes of an idle stage
+        d_y = jnp.where(works, d_y, 0)  # nothing comes of an idle stage
+        d_x, layers = self._backward(work.chunk, d_y, saved, microbatch, carry.layers)
 
         def exits() -> Params:
             microbatch = self._microbatch(row.exits)
@@ -211,34 +217,72 @@ class _Stage:
             return _plus(rest, pull(d_entering)[0])
 
         rest = self._when(rows.exits, row.exits, exits, rest, cheap=True)
-        layers = self._with_chunk(carry.layers, work.chunk, d_layers)
         return carry._replace(returning=self._sent(d_x, -1), layers=layers, rest=rest, loss=loss)
 
-    def _forward(self, layers: Params, x: Array, microbatch: Microbatch) -> tuple[Array, PyTree]:
-        """The output of the stage's blocks, and what is kept for the backward."""
-        if not self.parts.save:
-            return self.parts.blocks(layers, x, microbatch), x
-        pull: Any  # jax.VJP, whose fields mypy does not know
-        y, pull = jax.vjp(lambda layers, x: self.parts.blocks(layers, x, microbatch), layers, x)
-        of_x = [leaf for leaf in pull.args_res[1:] if isinstance(leaf, jax.Array)]
-        return y, (y, of_x, pull.opaque_residuals)
+    def _forward(
+        self, chunk: Array | int, x: Array, microbatch: Microbatch
+    ) -> tuple[Array, PyTree]:
+        """The output of one of the stage's chunks, and what the ring keeps for the backward."""
+        if self.parts.is_held:
+            y, saved = self._saving(chunk, x, microbatch)
+            return y, (y, saved)
+        around = self.parts.around(x, microbatch)
+
+        def one(x: Array, row: Array) -> tuple[Array, None]:
+            return self.parts.layer(self._layer(row), x, around), None
+
+        return jax.lax.scan(one, x, self._rows(chunk))[0], x
+
+    def _saving(
+        self, chunk: Array | int, x: Array, microbatch: Microbatch
+    ) -> tuple[Array, list[Array]]:
+        """The output of a chunk, and what autodiff saves of each of its layers, stacked."""
+        around = self.parts.around(x, microbatch)
+
+        def one(x: Array, row: Array) -> tuple[Array, list[Array]]:
+            y, pull = self._vjp(self._layer(row), x, around)
+            return y, [*_of_x(pull), *pull.opaque_residuals]
+
+        return jax.lax.scan(one, x, self._rows(chunk))
 
     def _backward(
-        self, layers: Params, item: PyTree, microbatch: Microbatch
-    ) -> tuple[Array, Callable[[Array], tuple[Params, Array]]]:
-        """The output again, and its vector-Jacobian product."""
+        self,
+        chunk: Array,
+        d_y: Array,
+        saved: list[Array],
+        microbatch: Microbatch,
+        grads: Params,
+    ) -> tuple[Array, Params]:
+        """The gradient of a chunk's input, and `grads` with those of its layers added."""
+        around = self.parts.around(d_y, microbatch)
 
-        def blocks(layers: Params, x: Array) -> Array:
-            return self.parts.blocks(layers, x, microbatch)
+        def one(carry: tuple[Array, Params], of_layer: tuple[Array, list[Array]]) -> Any:  # noqa: ANN401
+            (d_y, grads), (row, saved) = carry, of_layer
+            # Only the form of this is used: what it has computed is replaced, and so dropped.
+            _, form = self._vjp(self._layer(row), d_y, around)
+            of_x, residuals = saved[: len(_of_x(form))], saved[len(_of_x(form)) :]
+            args = [form.args_res[0], *(of_x or form.args_res[1:2]), form.args_res[2]]
+            pull = dataclasses.replace(form, args_res=args, opaque_residuals=residuals)
+            d_layer, d_x, _ = pull(d_y)
+            add = functools.partial(_add_row, row=row)
+            return (d_x, jax.tree.map(add, grads, d_layer)), None
 
-        if not self.parts.save:
-            return jax.vjp(blocks, layers, item)
-        y, of_x, residuals = item
-        pull: Any
-        # Only the form of this one is used: what it has computed is replaced, and so dropped.
-        _, pull = jax.vjp(blocks, layers, y)
-        args_res = [pull.args_res[0], *(of_x or pull.args_res[1:])]
-        return y, dataclasses.replace(pull, args_res=args_res, opaque_residuals=residuals)
+        rows = self._rows(chunk)
+        return jax.lax.scan(one, (d_y, grads), (rows, saved), reverse=True)[0]
+
+    def _vjp(self, layer: Params, x: Array, around: PyTree) -> tuple[Array, Any]:
+        """A `jax.VJP`, which tells what is saved: of its arguments, and besides."""
+        return jax.vjp(self.parts.layer, layer, x, around)
+
+    def _rows(self, chunk: Array | int) -> Array:
+        """Where a chunk's layers are among the stage's."""
+        n = jax.tree.leaves(self.layers)[0].shape[0] // self.schedule.chunks
+        return chunk * n + jnp.arange(n)
+
+    def _layer(self, row: Array) -> Params:
+        return jax.tree.map(
+            lambda p: jax.lax.dynamic_index_in_dim(p, row, 0, keepdims=False), self.layers
+        )
 
     def _when(
         self, column: Column, now: Array, work: Callable[[], Result], otherwise: Result,
@@ -258,23 +302,6 @@ class _Stage:
         if (column >= 0).all() or (cheap and self.schedule.chunks == 1):
             return work()
         return jax.lax.cond(now >= 0, work, lambda: otherwise)
-
-    def _chunk(self, chunk: Array | int) -> Params:
-        """The layers of one of the stage's chunks."""
-        if self.schedule.chunks == 1:
-            return self.layers
-        return jax.tree.map(lambda p: self._chunked(p)[chunk], self.layers)
-
-    def _with_chunk(self, grads: Params, chunk: Array, more: Params) -> Params:
-        if self.schedule.chunks == 1:
-            return _plus(grads, more)
-        return jax.tree.map(
-            lambda g, d: self._chunked(g).at[chunk].add(d.astype(g.dtype)).reshape(g.shape),
-            grads, more,
-        )  # fmt: skip
-
-    def _chunked(self, stacked: Array) -> Array:
-        return stacked.reshape(self.schedule.chunks, -1, *stacked.shape[1:])
 
     def _mine(self, works: _Works) -> _Works:
         return _Works(*(column[self.index] for column in works))
@@ -341,6 +368,15 @@ def _row(
         leaves=at(backward[-1], schedule.chunks - 1),
         exits=at(backward[0], 0),
     )
+
+
+def _of_x(pull: Any) -> list[Array]:  # noqa: ANN401
+    """The layer's input, if the vector-Jacobian product needs it."""
+    return [leaf for leaf in pull.args_res[1:2] if isinstance(leaf, jax.Array)]
+
+
+def _add_row(total: Array, more: Array, row: Array) -> Array:
+    return total.at[row].add(more.astype(total.dtype))
 
 
 def _plus(total: PyTree, more: PyTree) -> PyTree:

@@ -20,6 +20,9 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+COSTS = {"forward": 1, "backward": 2}
+"""What a tick's forwards cost, and its backwards; any ratio gives `1f1b` the same bubble."""
+
 
 class Work(NamedTuple):
     """A microbatch at a chunk of a stage.
@@ -40,6 +43,10 @@ class Tick(NamedTuple):
 
     forward: tuple[Work | None, ...]
     backward: tuple[Work | None, ...]
+
+    def cost(self) -> int:
+        """What the tick takes: all stages wait for one another, in either direction."""
+        return sum(cost for way, cost in COSTS.items() if any(getattr(self, way)))
 
 
 class Phase(NamedTuple):
@@ -66,7 +73,8 @@ class Schedule:
         chunks: virtual stages of each stage, v.
         microbatches: how many go through, M.
         ticks: the table.
-        slots: how many forwards a stage holds for their backwards at most.
+        slots: how many forwards a stage can hold for their backwards; where it holds as many as
+            there are microbatches, one more, for idle stages to write to.
         spare: per tick and stage, a slot that an idle stage may overwrite.
     """
 
@@ -88,15 +96,9 @@ class Schedule:
         return [Phase(*directions, tuple(ticks)) for directions, ticks in groups]
 
     def bubble(self) -> float:
-        """The part of its time that a stage is idle, in lock-step; 0.25 is a quarter.
-
-        A tick's forwards cost one unit and its backwards two; any ratio gives the same for `1f1b`.
-        """
-        forward, backward = 1, 2
-        spent = sum(
-            forward * any(tick.forward) + backward * any(tick.backward) for tick in self.ticks
-        )
-        useful = self.microbatches * self.chunks * (forward + backward)
+        """The part of its time that a stage is idle, in lock-step; 0.25 is a quarter."""
+        spent = sum(tick.cost() for tick in self.ticks)
+        useful = self.microbatches * self.chunks * sum(COSTS.values())
         return 1 - useful / spent
 
     def check(self) -> None:
@@ -230,7 +232,7 @@ def _slot_problems(schedule: Schedule) -> Iterator[str]:
         for t, tick in enumerate(schedule.ticks):
             ahead, back = tick.forward[stage], tick.backward[stage]
             slot = schedule.spare[t][stage] if ahead is None else ahead.slot
-            if slot in slots or slot >= schedule.slots:
+            if slot in slots or not 0 <= slot < schedule.slots:
                 yield f"tick {t} overwrites what stage {stage} holds"
             if ahead is not None:
                 slots[slot] = (ahead.microbatch, ahead.chunk)

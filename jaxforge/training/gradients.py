@@ -25,7 +25,9 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.train import TrainConfig
 from jaxforge.model import remat
 from jaxforge.model.attention import Place
+from jaxforge.model.attention_backends import BACKENDS
 from jaxforge.model.linear import is_matrix
+from jaxforge.model.rope import Rotation
 from jaxforge.model.transformer import Model, Params
 from jaxforge.parallel.mesh import DATA_AXES, STAGES, data_parallel_size
 from jaxforge.parallel.sharding import (
@@ -58,7 +60,7 @@ def make_gradients(
         specs = _specs(model, stages)
         add_up = jax.shard_map(
             add_up, mesh=mesh, in_specs=(specs, P(), P()), out_specs=(specs, P()),
-            axis_names=set(stages),
+            axis_names=set(stages), check_vma=_checked(model),
         )  # fmt: skip
     shardings = param_shardings(model.abstract, model.axes, mesh)
 
@@ -99,20 +101,24 @@ def pipelined(model: Model, config: JobConfig) -> AddUp:
     d, train = config.distributed, config.train
     schedule = SCHEDULES[d.pp_schedule](d.pp, train.grad_accum_steps, d.chunks)
     saves = remat.in_pipeline(model.how.save)
-    model = model.run_as(model.how._replace(save=saves.save, unroll=1))
 
     def enter(params: Params, microbatch: Batch) -> Array:
         return model.embed(params, microbatch["input_ids"])
 
-    def blocks(layers: Params, x: Array, microbatch: Batch) -> Array:
-        return model.blocks(layers, x, Place(doc_ids=microbatch.get("doc_ids")))[0]
+    def around(x: Array, microbatch: Batch) -> tuple[Rotation, Place]:
+        place = Place(doc_ids=microbatch.get("doc_ids"))
+        return model.rotation(x, place), place
+
+    def layer(layer: Params, x: Array, around: tuple[Rotation, Place]) -> Array:
+        return model.block(layer, x, *around)[0]
 
     def add_up(params: Params, batch: Batch, scales: Scales) -> tuple[Params, Array]:
         def leave(params: Params, x: Array, microbatch: Batch, token_scale: Array) -> Array:
             hidden = model.finish(params, x)
             return _loss(model, train, params, hidden, microbatch, token_scale, scales)
 
-        parts = lock_step.Parts(enter, blocks, leave, saves.is_held)
+        saving = remat.block(saves.save, layer)
+        parts = lock_step.Parts(enter, around, saving, leave, saves.is_held)
         return lock_step.accumulate(schedule, parts, params, batch, scales.token)
 
     return add_up
@@ -130,6 +136,10 @@ def _loss(
     head, labels = model.head(params), microbatch["labels"]
     tiles = tiles_of(config, labels, head, model.how.tile)
     return weighted_loss(tiles, hidden, head, labels, Scales(token_scale, scales.position))
+
+
+def _checked(model: Model) -> bool:
+    return BACKENDS[model.how.attention].says_how_it_varies
 
 
 def _stages(mesh: Mesh) -> tuple[str, ...]:
@@ -183,6 +193,7 @@ def _reduced_once(
             in_specs=(_specs(model, stages), P(None, DATA_AXES), P()),
             out_specs=(_specs(model, stages, (DATA_AXES,)), P(DATA_AXES)),
             axis_names={*DATA_AXES, *stages},
+            check_vma=_checked(model),
         )
         whole = jax.tree.map(functools.partial(_gather, dtype=model.dtype), params, model.axes)
         grads, losses = groups(whole, batch, scales.token)

@@ -10,7 +10,7 @@ import pytest
 from jaxforge.training.loss import token_scales
 from jaxforge.training.step import Controls
 from tests.conftest import tiny_config
-from tests.helpers import random_batches, setup
+from tests.helpers import collectives_in_loops, hlo, random_batches, setup
 
 
 def plain_loss(ours, params, batch):
@@ -131,31 +131,6 @@ def test_the_step_compiles_once_and_donates_its_state():
     ours.run(state, random_batches(ours.config, 3))
     assert ours.step._cache_size() == 1
     assert old.is_deleted()
-
-
-def hlo(ours):
-    state = ours.state()
-    (batch,) = random_batches(ours.config, 1)
-    with jax.set_mesh(ours.mesh):
-        return ours.step.lower(state, ours.put(batch), Controls()).compile().as_text()
-
-
-def collectives_in_loops(text):
-    """Collectives in computations that are reachable from the body or condition of a while."""
-    computation = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*?\{\n(.*?)^\}", re.M | re.S)
-    computations = dict(computation.findall(text))
-    reached, queue = set(), []
-    for body in computations.values():
-        queue += re.findall(r"(?:body|condition)=%?([\w.\-]+)", body)
-    while queue:
-        name = queue.pop()
-        if name not in reached:
-            reached.add(name)
-            body = computations[name]
-            queue += re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)", body)
-    kinds = "all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute"
-    pattern = rf"= (\S+|\(.*?\)) ({kinds})(?:-start)?\(.*?(?:replica_groups|pairs)=(\S+),"
-    return [match for name in reached for match in re.findall(pattern, computations[name])]
 
 
 @pytest.mark.parametrize(

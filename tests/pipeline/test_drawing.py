@@ -1,0 +1,326 @@
+"""The command: its table, its drawing, its errors, and the drawings in docs/."""
+
+import bisect
+import functools
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+import pytest
+
+from jaxforge.cli import run_main
+from jaxforge.pipeline.__main__ import main
+from jaxforge.pipeline.drawing import as_svg, as_text
+from jaxforge.pipeline.schedule import SCHEDULES, gpipe, one_f_one_b
+
+ROOT = Path(__file__).parents[2]
+HEAVY = {"jax", "jaxlib", "numpy", "flax", "pydantic", "rich"}
+WAYS = ("forward", "backward")
+SVG = "{http://www.w3.org/2000/svg}"
+SIZES = [
+    ("1f1b", 1, 1, 1), ("1f1b", 4, 8, 1), ("1f1b", 11, 4, 1), ("1f1b", 2, 120, 1),
+    ("gpipe", 3, 5, 1), ("interleaved_1f1b", 3, 12, 3), ("interleaved_1f1b", 2, 2, 30),
+]  # fmt: skip
+
+
+@pytest.fixture(params=SIZES, ids=lambda sizes: "-".join(map(str, sizes)))
+def schedule(request):
+    name, *sizes = request.param
+    return SCHEDULES[name](*sizes)
+
+
+def test_1f1b():
+    assert (
+        as_text(one_f_one_b(2, 3))
+        == """\
+1f1b: 2 stages, 3 microbatches
+
+tick       0 | 1 2 3 | 4
+stage 0 F  0 | 1 2 . | .
+        B  . | . 0 1 | 2
+stage 1 F  . | 0 1 2 | .
+        B  . | 0 1 2 | .
+
+ticks   5: 1 forward only, 3 both ways, 1 backward only
+slots   3 per stage: 3 forwards held at most
+bubble  25.0 %, (N - 1) / (v M + N - 1) = 1 / 4
+"""
+    )
+
+
+def test_gpipe():
+    assert (
+        as_text(gpipe(3, 1))
+        == """\
+gpipe: 3 stages, 1 microbatch
+
+tick       0 1 2 | 3 4 5
+stage 0 F  0 . . | . . .
+        B  . . . | . . 0
+stage 1 F  . 0 . | . . .
+        B  . . . | . 0 .
+stage 2 F  . . 0 | . . .
+        B  . . . | 0 . .
+
+ticks   6: 3 forward only, 3 backward only
+slots   2 per stage: 1 forward held at most, 1 spare
+bubble  66.7 %, (N - 1) / (v M + N - 1) = 2 / 3
+"""
+    )
+
+
+def test_interleaved():
+    assert (
+        as_text(one_f_one_b(2, 2, 2))
+        == """\
+interleaved_1f1b: 2 stages, 2 microbatches, 2 chunks (a, b)
+
+tick        0  1  2 |  3  4 |  5  6  7
+stage 0 F  0a 1a 0b | 1b  . |  .  .  .
+        B   .  .  . |  . 0b | 1b 0a 1a
+stage 1 F   . 0a 1a | 0b 1b |  .  .  .
+        B   .  .  . | 0b 1b | 0a 1a  .
+
+ticks   8: 3 forward only, 2 both ways, 3 backward only
+slots   5 per stage: 4 forwards held at most, 1 spare
+bubble  20.0 %, (N - 1) / (v M + N - 1) = 1 / 5
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "slots"),
+    [
+        (("1f1b", 4, 8, 1), "7 per stage: 7 forwards held at most"),
+        (("gpipe", 4, 8, 1), "9 per stage: 8 forwards held at most, 1 spare"),
+        (("interleaved_1f1b", 4, 8, 2), "11 per stage: 11 forwards held at most"),
+    ],
+)
+def test_forwards_are_held_till_their_backwards(sizes, slots):
+    name, *sizes = sizes
+    assert f"\nslots   {slots}\n" in as_text(SCHEDULES[name](*sizes))
+
+
+def letters(schedule):
+    """Of the chunks, as the title lists them."""
+    listed = re.search(r"\((.*)\)", as_text(schedule).splitlines()[0])
+    return listed[1].split(", ") if listed else [""]
+
+
+def cells_of(works, schedule):
+    names = letters(schedule)
+    return ["." if w is None else f"{w.microbatch}{names[w.chunk]}" for w in works]
+
+
+def test_the_text_reads_back_by_its_columns(schedule):
+    title, table, facts = as_text(schedule).split("\n\n")
+    label = len(f"stage {schedule.stages - 1} F")
+    lines = table.splitlines()
+    rows = [
+        {m.end(): m[0] for m in re.finditer(r"\S+", line) if m.start() >= label} for line in lines
+    ]
+    assert all(row.keys() == rows[0].keys() for row in rows), "cells end where others do"
+    header, *cells = ([cell for cell in row.values() if cell != "|"] for row in rows)
+    assert header == [str(t) for t in range(len(schedule.ticks))]
+    wanted = [
+        cells_of([getattr(tick, way)[stage] for tick in schedule.ticks], schedule)
+        for stage in range(schedule.stages)
+        for way in WAYS
+    ]
+    assert cells == wanted
+    assert all(line == line.rstrip() for line in [title, *lines, *facts.splitlines()])
+    assert len(set(letters(schedule))) == schedule.chunks
+
+
+class Cell(NamedTuple):
+    way: str
+    microbatch: int
+    x: float
+    y: float
+    width: float
+    colour: str
+
+
+def parsed(schedule):
+    return ElementTree.fromstring(as_svg(schedule))
+
+
+def cells_in(drawing):
+    for group in drawing.iter(f"{SVG}g"):
+        if group.get("class") in WAYS:
+            rect, text = group
+            x, y, width = (float(rect.get(name)) for name in ("x", "y", "width"))
+            yield Cell(group.get("class"), int(text.text), x, y, width, rect.get("fill"))
+
+
+def test_the_drawing_has_a_row_per_stage_in_order_of_time(schedule):
+    cells = list(cells_in(parsed(schedule)))
+    rows = [
+        sorted((cell for cell in cells if cell.y == y), key=lambda cell: cell.x)
+        for y in sorted({cell.y for cell in cells})
+    ]
+    wanted = [
+        [
+            (way, work.microbatch)
+            for tick in schedule.ticks
+            for way in WAYS
+            if (work := getattr(tick, way)[stage])
+        ]
+        for stage in range(schedule.stages)
+    ]
+    assert [[(cell.way, cell.microbatch) for cell in row] for row in rows] == wanted
+    for row in rows:
+        ends = [cell.x + cell.width for cell in row]
+        assert all(end < after.x for end, after in zip(ends[:-1], row[1:], strict=True))
+
+
+def test_works_of_a_tick_stand_between_its_lines_and_below_its_number(schedule):
+    drawing = parsed(schedule)
+    lines = [float(re.match(r"M([\d.]+) ", e.get("d"))[1]) for e in drawing.iter(f"{SVG}path")]
+    (axis,) = (group for group in drawing.iter(f"{SVG}g") if group[0].text == "tick")
+    numbers = [(bisect.bisect(lines, float(e.get("x"))), e.text) for e in axis[1:]]
+    assert numbers == [(t, str(t)) for t in range(len(schedule.ticks))]
+    drawn = Counter(
+        (bisect.bisect(lines, cell.x + cell.width / 2), cell.way, cell.microbatch)
+        for cell in cells_in(drawing)
+    )
+    assert drawn == Counter(
+        (t, way, work.microbatch)
+        for t, tick in enumerate(schedule.ticks)
+        for way in WAYS
+        for work in getattr(tick, way)
+        if work
+    )
+
+
+def test_what_a_row_leaves_empty_is_the_bubble(schedule):
+    drawing = parsed(schedule)
+    cells = list(cells_in(drawing))
+    left = min(cell.x for cell in cells)
+    right = max(cell.x + cell.width for cell in cells)
+    for y in {cell.y for cell in cells}:
+        filled = sum(cell.width + 1 for cell in cells if cell.y == y)
+        assert 1 - filled / (right - left + 1) == pytest.approx(schedule.bubble())
+
+
+def test_a_chunk_has_a_shade_of_its_own_each_way_as_in_the_legend(schedule):
+    drawing = parsed(schedule)
+    colours = {way: {c.colour for c in cells_in(drawing) if c.way == way} for way in WAYS}
+    assert [len(colours[way]) for way in WAYS] == [schedule.chunks] * 2
+    assert not colours["forward"] & colours["backward"]
+    legend = drawing.findall(f"{SVG}g")[-1]
+    swatches = [e.get("fill") for e in legend.iter(f"{SVG}rect")]
+    assert {*swatches[: schedule.chunks]} == colours["forward"]
+    assert {*swatches[schedule.chunks : -1]} == colours["backward"]
+    names = [e.text for e in legend.iter(f"{SVG}text")]
+    assert [n for n in names if n in letters(schedule)] == [n for n in letters(schedule) if n] * 2
+
+
+def test_the_drawing_keeps_to_itself_and_to_its_paper(schedule):
+    drawing = parsed(schedule)
+    width, height = (float(drawing.get(name)) for name in ("width", "height"))
+    paper = drawing.find(f"{SVG}rect")
+    assert (paper.get("width"), paper.get("height")) == (f"{width - 1:g}", f"{height - 1:g}")
+    for e in drawing.iter():
+        assert e.tag.removeprefix(SVG) in {"svg", "title", "g", "rect", "path", "text"}
+        assert not [name for name in e.attrib if "href" in name or name.startswith("on")]
+        assert 0 <= float(e.get("x", 0)) + float(e.get("width", 0)) <= width
+        assert 0 <= float(e.get("y", 0)) + float(e.get("height", 0)) <= height
+
+
+def options(schedule="1f1b", stages=4, microbatches=8, **more):
+    given = {"schedule": schedule, "stages": stages, "microbatches": microbatches, **more}
+    return [f"--{name}={value}" for name, value in given.items()]
+
+
+def run(argv):
+    return run_main(functools.partial(main, argv))
+
+
+def test_the_command_prints_and_draws(tmp_path, capsys):
+    file = tmp_path / "schedule.svg"
+    assert run(options("interleaved_1f1b", chunks=3, svg=file)) == 0
+    assert capsys.readouterr().out == as_text(one_f_one_b(4, 8, 3))
+    assert file.read_text() == as_svg(one_f_one_b(4, 8, 3))
+
+
+def test_interleaving_is_of_two_chunks_by_default(capsys):
+    assert run(options("interleaved_1f1b")) == 0
+    assert capsys.readouterr().out == as_text(one_f_one_b(4, 8, 2))
+
+
+def test_only_chunks_need_whole_groups_of_microbatches(capsys):
+    assert run(options(microbatches=9)) == 0
+    assert capsys.readouterr().out == as_text(one_f_one_b(4, 9))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (options("zigzag"), "--schedule zigzag: choose one of 1f1b, gpipe, interleaved_1f1b"),
+        (options(stages=0), "--stages 0: give 1 at least"),
+        (options(microbatches=-3), "--microbatches -3: give 1 at least"),
+        (
+            options("interleaved_1f1b", microbatches=9),
+            "--microbatches 9 must be a multiple of --stages 4 with interleaved_1f1b: "
+            "change it to 12",
+        ),
+        (options(chunks=2), "--chunks goes with --schedule interleaved_1f1b, not 1f1b"),
+        (options("gpipe", chunks=1), "--chunks goes with --schedule interleaved_1f1b, not gpipe"),
+        (
+            options("interleaved_1f1b", chunks=1),
+            "--chunks 1: give 2 at least; 1f1b is interleaved_1f1b with one",
+        ),
+        (
+            options("interleaved_1f1b", chunks=0),
+            "--chunks 0: give 2 at least; 1f1b is interleaved_1f1b with one",
+        ),
+        (
+            options(svg="/nowhere/a.svg"),
+            "cannot write /nowhere/a.svg: No such file or directory",
+        ),
+        (options(svg="/"), "cannot write /: Is a directory"),
+    ],
+)
+def test_a_mistake_is_one_line(argv, message, capsys):
+    assert run(argv) == 2
+    assert capsys.readouterr() == ("", f"error: {message}\n")
+
+
+@pytest.mark.parametrize("argv", [[], options(stages="four"), options(speed=3)])
+def test_arguments_that_make_no_sense(argv, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(argv)
+    assert "python -m jaxforge.pipeline: error: " in capsys.readouterr().err
+
+
+def test_the_process_starts_without_jax():
+    command = [sys.executable, "-X", "importtime", "-m", "jaxforge.pipeline"]
+    done = subprocess.run([*command, *options()], cwd=ROOT, capture_output=True, text=True)
+    imported = {line.split("|")[-1].split(".")[0].strip() for line in done.stderr.splitlines()}
+    assert done.returncode == 0
+    assert done.stdout == as_text(one_f_one_b(4, 8))
+    assert "argparse" in imported
+    assert not imported & HEAVY
+
+
+def test_the_process_ends_with_the_code_of_the_error():
+    command = [sys.executable, "-m", "jaxforge.pipeline", *options(stages=0)]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "argv"),
+    [
+        ("pipeline-1f1b.svg", options()),
+        ("pipeline-gpipe.svg", options("gpipe")),
+        ("pipeline-interleaved.svg", options("interleaved_1f1b", chunks=2)),
+    ],
+)
+def test_the_docs_show_what_the_command_draws(file, argv, tmp_path):
+    assert run([*argv, f"--svg={tmp_path / file}"]) == 0
+    assert (ROOT / "docs" / file).read_bytes() == (tmp_path / file).read_bytes()

@@ -1,0 +1,192 @@
+"""A pipelined step is the step without stages: losses, gradient norms and parameters."""
+
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from jaxforge.model import attention_backends
+from jaxforge.parallel.sharding import batch_sharding
+from jaxforge.training.evaluation import make_eval_step
+from jaxforge.training.step import Controls
+from tests.conftest import tiny_config
+from tests.helpers import collectives_in_loops, hlo, random_batches, setup
+
+ROWS = 4  # of a microbatch
+SMALL = {"dim": 32, "n_heads": 4, "n_kv_heads": 4, "vocab_size": 64, "ffn_hidden_dim": 48}
+TIED = {"tie_embeddings": True}
+PACKED = {"packed": True}
+
+
+def config(layers, microbatches, model=None, train=None, optimizer=None, **distributed):
+    axes = {"dp_shard": 1, **distributed}
+    groups = axes["dp_shard"] * axes.get("dp_replicate", 1)
+    return tiny_config(
+        model={**SMALL, "n_layers": layers, **(model or {})},
+        train={
+            "seq_len": 16, "batch_size": ROWS // groups, "grad_accum_steps": microbatches,
+            "z_loss_weight": 1e-3, **(train or {}),
+        },
+        optimizer=optimizer or {},
+        scheduler={"name": "none"} if optimizer else {},
+        distributed=axes,
+    )  # fmt: skip
+
+
+def batches(job, n, packed=False):
+    """Microbatches of unequal weight; packed: of two or three documents a row."""
+    made = random_batches(job, n)
+    rng = np.random.default_rng(1)
+    for batch in made:
+        batch["labels"][0, :, :8] = -100
+        if packed:
+            ends = rng.random(batch["labels"].shape) < 0.15
+            batch["doc_ids"] = np.cumsum(ends, axis=-1)
+    return made
+
+
+def run(job, n=5, packed=False):
+    """Metrics of n updates, and the parameters after them, a layer an entry."""
+    ours = setup(job)
+    state, metrics = ours.run(ours.state(), batches(job, n, packed))
+    params = jax.device_get(state.params)
+    unstack = functools.partial(jax.tree.map, lambda x: np.asarray(ours.model.stack.unstack(x)))
+    return metrics, {**params, "layers": unstack(params["layers"])}
+
+
+@functools.cache
+def without_stages(layers, microbatches, model, train, packed, n=5, optimizer=()):
+    job = config(layers, microbatches, dict(model), dict(train), dict(optimizer))
+    return run(job, n, packed)
+
+
+def assert_same(actual, expected, rtol=1e-5):
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(actual[0][name], expected[0][name], rtol=rtol)
+    for a, b in zip(*map(jax.tree.leaves, (actual[1], expected[1])), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+CHUNKED = {"loss_fn": "chunked_cross_entropy", "ce_vocab_chunk": 12}
+INTERLEAVED = {"pp_schedule": "interleaved_1f1b"}
+UPDATE, MICROBATCH, FULL = (
+    {"grad_sync": "update"},
+    {"grad_sync": "microbatch"},
+    {"activation_checkpointing": "full"},
+)
+CASES = [
+    # layers, microbatches, mesh and schedule, how, model, packed
+    (2, 2, {"pp": 2}, {}, {}, False),
+    (3, 5, {"pp": 2, "dp_shard": 2, "tp": 2}, UPDATE, TIED, True),
+    (3, 4, {"pp": 2, "dp_shard": 2, "tp": 2}, {**MICROBATCH, **FULL}, {}, True),
+    (2, 4, {"pp": 2, "dp_replicate": 2, "dp_shard": 2}, CHUNKED, TIED, False),
+    (2, 3, {"pp": 2, "tp": 4}, {"activation_checkpointing": "selective"}, {}, False),
+    (2, 3, {"pp": 2, "pp_schedule": "gpipe", "dp_shard": 4}, MICROBATCH, {}, True),
+    (6, 32, {"pp": 4, "dp_shard": 2}, {**UPDATE, **FULL}, {}, False),
+    (5, 8, {"pp": 4, "tp": 2, "pp_schedule": "gpipe"}, FULL, TIED, False),
+    (11, 8, {"pp": 8}, FULL, {}, True),
+    (8, 16, {"pp": 8, "pp_schedule": "gpipe"}, {}, {}, False),
+    (5, 4, {"pp": 2, "dp_shard": 4, **INTERLEAVED}, MICROBATCH, TIED, False),
+    (8, 8, {"pp": 4, "dp_shard": 2, **INTERLEAVED}, {**UPDATE, **FULL}, {}, True),
+    (16, 8, {"pp": 8, **INTERLEAVED}, FULL, {}, False),
+]
+
+
+@pytest.mark.parametrize(("layers", "microbatches", "axes", "train", "model", "packed"), CASES)
+def test_it_is_the_step_without_stages(layers, microbatches, axes, train, model, packed):
+    alone = tuple((key, train[key]) for key in train.keys() & CHUNKED.keys())
+    expected = without_stages(layers, microbatches, tuple(model.items()), alone, packed)
+    assert_same(run(config(layers, microbatches, model, train, **axes), packed=packed), expected)
+
+
+@pytest.mark.parametrize("name", ["muon", "schedule_free_adamw"])
+def test_rows_without_a_layer_stay_zero_under_every_optimizer(name):
+    optimizer = {"name": name, "weight_decay": 0.1}
+    job = config(3, 2, pp=2, optimizer=optimizer, model={"qkv_bias": True, "qk_norm": True})
+    ours = setup(job)
+    state, _ = ours.run(ours.state(), batches(job, 2))
+    empty = ours.model.stack.rows() < 0
+    assert empty.tolist() == [False, False, False, True]
+    for leaf in jax.tree.leaves(state.params["layers"]):
+        assert not np.asarray(leaf)[empty].any()
+    model = (("qkv_bias", True), ("qk_norm", True))
+    expected = without_stages(3, 2, model, (), False, 2, tuple(optimizer.items()))
+    assert_same(run(job, n=2), expected)
+
+
+def test_bfloat16_compute_runs_on_every_kind_of_axis():
+    for train in (UPDATE, MICROBATCH):
+        half = {**train, "mixed_precision": "bf16"}
+        job = config(2, 2, pp=2, dp_shard=2, tp=2, train=half)
+        metrics, _ = run(job, n=2)
+        expected, _ = without_stages(2, 2, (), (), False, 2)
+        np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=2e-2)
+
+
+def test_gradients_do_not_rely_on_what_the_types_say(monkeypatch):
+    """With a kernel whose types do not say how results vary, `shard_map` checks nothing."""
+    silent = attention_backends.BACKENDS["blockwise"]._replace(says_how_it_varies=False)
+    monkeypatch.setitem(attention_backends.BACKENDS, "blockwise", silent)
+    for axes, train in (({"pp": 4}, FULL), ({"pp": 2, "dp_shard": 2}, UPDATE)):
+        job = config(4, 4, train=train, **axes)
+        assert_same(run(job, n=2), without_stages(4, 4, (), (), False, 2))
+
+
+def temporary_bytes(schedule, microbatches, save="full"):
+    train = {"activation_checkpointing": save}
+    ours = setup(config(4, microbatches, train=train, pp=4, pp_schedule=schedule))
+    (batch,) = random_batches(ours.config, 1)
+    with jax.set_mesh(ours.mesh):
+        compiled = ours.step.lower(ours.state(), ours.put(batch), Controls()).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_memory_does_not_grow_with_the_microbatches():
+    first, last = (temporary_bytes("1f1b", m) for m in (8, 64))
+    assert abs(last - first) <= first // 100
+    assert temporary_bytes("gpipe", 32) > 1.5 * first
+
+
+def permutes(found):
+    return [shape for shape, kind, _ in found if kind == "collective-permute"]
+
+
+def test_a_tick_talks_to_its_neighbours_and_about_the_vocabulary():
+    """One permute forward and one back a tick; reductions over pp of a microbatch's size only.
+
+    Even and odd devices are the stages of one data-parallel rank each.
+    """
+    job = config(4, 8, train={**UPDATE, **FULL}, pp=4, dp_shard=2)
+    found = collectives_in_loops(hlo(setup(job)))
+    assert len(permutes(found)) == 4  # forwards alone: 1, both ways: 2, backwards alone: 1
+    assert {kind for _, kind, _ in found} == {"collective-permute", "all-reduce"}
+    groups = {where for _, kind, where in found if kind == "all-reduce"}
+    assert groups <= {"{{0,2,4,6},{1,3,5,7}}", "[2,4]<=[4,2]T(1,0)"}, (
+        "only stages talk in the loops"
+    )
+    rows, length, dim = ROWS // 2, job.train.seq_len, job.model.dim
+    largest = max(np.prod(sizes) for shape, _, _ in found for sizes in sizes_in(shape))
+    assert largest == rows * length * dim
+
+
+def sizes_in(shape):
+    return [[int(n) for n in dims.split(",") if n] for dims in re.findall(r"\[([\d,]*)\]", shape)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "axes"),
+    [(3, {"pp": 2, "tp": 2}), (4, {"pp": 2, "dp_shard": 2, **INTERLEAVED}), (5, {"pp": 4})],
+)
+def test_evaluation_uses_the_same_parameters(layers, axes):
+    def sums(job):
+        ours = setup(job)
+        (batch,) = batches(job, 1, packed=True)
+        first = {name: leaf[:1] for name, leaf in batch.items()}
+        step = make_eval_step(ours.model, job.train, ours.mesh)
+        with jax.set_mesh(ours.mesh):
+            placed = jax.device_put(first, batch_sharding(ours.mesh))
+            return step(ours.state().params, placed, np.ones(SMALL["vocab_size"], np.int32))
+
+    np.testing.assert_allclose(sums(config(layers, 4, **axes)), sums(config(layers, 4)), rtol=1e-5)
