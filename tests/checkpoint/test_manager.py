@@ -25,7 +25,8 @@ def trained(config=None):
 
 def checkpoints(path, ours, **keys):
     section = ours.config.checkpoint.model_copy(update=keys)
-    return Checkpoints(path, section, ours.model.axes, ours.config.model_dump(mode="json"))
+    resolved = ours.config.model_dump(mode="json")
+    return Checkpoints(path, section, ours.model.axes, resolved, stack=ours.model.stack)
 
 
 def start(saved, ours):
@@ -56,6 +57,32 @@ def test_restores_onto_any_mesh_bit_for_bit(tmp_path, source, target):
     jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(s) for s in (state, restored)))
     want = abstract_state(theirs.model, theirs.optimizer, theirs.mesh)
     assert jax.tree.map(lambda a: a.sharding, want) == jax.tree.map(lambda a: a.sharding, restored)
+
+
+def test_a_checkpoint_knows_no_stages(tmp_path):
+    """Through stages of unequal length, then through chunks, and back: not a bit has changed."""
+
+    def layout(**axes):
+        train = {"grad_accum_steps": 2, "batch_size": 4 // axes.get("dp_shard", 1)}
+        return tiny_config(model={"n_layers": 5}, train=train, distributed={"dp_shard": 1, **axes})
+
+    ours, state = trained(layout())
+    progress = Progress(step=2)
+    chunks = {"pp": 2, "pp_schedule": "interleaved_1f1b"}
+    for i, axes in enumerate([{}, {"pp": 2, "tp": 2}, {**chunks, "dp_shard": 2}, {"pp": 4}, {}]):
+        here = setup(layout(**axes)) if i else ours
+        if i:
+            found = checkpoints(tmp_path / str(i - 1), here)
+            restored, progress = start(found, here)
+            found.close()
+            want = abstract_state(here.model, here.optimizer, here.mesh)
+            assert jax.tree.map(lambda a: (a.shape, a.sharding), want) == jax.tree.map(
+                lambda a: (a.shape, a.sharding), restored
+            )
+        saved = checkpoints(tmp_path / str(i), here)
+        saved.save(progress, restored if i else state)
+        saved.close()
+    jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(s) for s in (state, restored)))
 
 
 def test_a_save_that_orbax_declines_is_an_error(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from jaxforge.model import decoding
 from jaxforge.model.decoding import Completion, Decoder
 from jaxforge.model.sampling import Sampling
-from jaxforge.model.transformer import Model
+from jaxforge.model.transformer import Model, build_model
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import param_shardings
 from tests.conftest import tiny_config
@@ -176,3 +176,21 @@ def test_few_programs_are_compiled():
 def test_prompts_are_padded_no_further_than_the_model_goes():
     decoder = Decoder(*toy(), 5, GREEDY)
     assert [decoder._padded(n) for n in (1, 16, 17, 33, 64, 70)] == [16, 16, 32, 64, 64, 70]
+
+
+def test_stages_take_turns():
+    """Each keeps its part of the cache; chunks of two stages, and rows over two devices."""
+    axes = {"pp": 2, "dp_shard": 2, "pp_schedule": "interleaved_1f1b"}
+    layers = {"n_layers": 5}
+    plain = build_model(tiny_config(model=layers))
+    staged = build_model(tiny_config(model=layers, distributed=axes))
+    params = plain.init(jax.random.key(0))
+    alone = Decoder(plain, params, N_TOKENS, DRAWN).complete(PROMPTS, NUMBERS)
+    mesh = make_mesh(tiny_config(distributed=axes), jax.devices()[:4])
+    shardings = param_shardings(staged.abstract, staged.axes, mesh)
+    placed = jax.device_put(staged.init(jax.random.key(0)), shardings)
+    with jax.set_mesh(mesh):
+        decoder = Decoder(staged, placed, N_TOKENS, DRAWN, mesh=mesh)
+        assert decoder.complete(PROMPTS, NUMBERS) == alone
+        cache = decoder._start(PROMPTS, NUMBERS).cache
+    assert {shard.data.shape[:2] for shard in cache.k.addressable_shards} == {(4, 2)}

@@ -62,6 +62,15 @@ def test_begun_by_one_process_ended_by_two(new_run, alone):
     np.testing.assert_allclose(list(run.losses().values()), alone, rtol=1e-5)
 
 
+def test_stages_in_two_processes_and_then_none(new_run, alone):
+    run = new_run("stages")
+    stages = ["--distributed.pp=2", "--distributed.tp=2", "--train.grad_accum_steps=4"]
+    outputs = finish_both(start_both(run, *OVERRIDES, *stages, "--train.max_steps=10", devices=2))
+    assert "pp 2 x tp 2" in outputs[0]
+    run.finish(*OVERRIDES)
+    np.testing.assert_allclose(list(run.losses().values()), alone, rtol=1e-5)
+
+
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_one_stops_both_at_the_same_step(new_run, sig):
     run = new_run("stopped")
