@@ -74,6 +74,7 @@ def _export(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         dialect=args.dialect,
         layout=args.layout,
         ranks=args.ranks,
+        stages=args.stages,
         weights_only=args.weights_only,
         dtype=args.dtype,
         largest_file=args.max_shard_size.bytes,
@@ -191,6 +192,8 @@ def _parser() -> argparse.ArgumentParser:
                            help="of optimizer state in DCP; by default the dialect's")  # fmt: skip
     exporting.add_argument("--ranks", type=int, default=1,
                            help="data-parallel ranks that will go on with it (1)")  # fmt: skip
+    exporting.add_argument("--stages", type=int, default=1,
+                           help="pipeline stages that will, each with its own DCP (1)")  # fmt: skip
     exporting.add_argument("--weights-only", action="store_true", help="leave the optimizer out")
     exporting.add_argument("--max-shard-size", type=Size, default=Size("5GB"),
                            help="of a safetensors file (5GB)")  # fmt: skip

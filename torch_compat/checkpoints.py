@@ -48,7 +48,9 @@ class Found:
         if path is not None:
             return load_config(path, overrides)
         if self.format == "jaxforge":
-            return orbax_store.open_orbax(Path(self.directory.path))[1]
+            config = orbax_store.open_orbax(Path(self.directory.path))[1]
+            values = config.model_dump(mode="json")
+            return make_config(values, overrides, str(self.directory)) if overrides else config
         if self.format == "hf":
             return _config_of_hf(self.directory, overrides)
         return None

@@ -1,7 +1,9 @@
 """What the commands do: plan a conversion, run a share of it, compare two checkpoints."""
 
 import dataclasses
+import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -19,17 +21,20 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.training.progress import Progress
 from torch_compat import (
+    dcp_reader,
     dcp_state,
     dcp_writer,
     hf_config,
     hf_state,
     orbax_store,
     place,
+    stages,
     torch_zip,
 )
 from torch_compat.checkpoints import Found
 from torch_compat.compare import Difference, compare
 from torch_compat.dcp_state import Options
+from torch_compat.dcp_writer import Entry
 from torch_compat.lazy import DTYPES, Lazy
 from torch_compat.names import DIALECTS
 from torch_compat.names.huggingface import FAMILIES
@@ -168,6 +173,7 @@ class Export:
         dialect: whose names to use; None takes KempnerForge's, and the family that the model is of.
         layout: of optimizer state; None takes the dialect's.
         ranks: data-parallel ranks that will go on with it.
+        stages: pipeline stages that will; with several, each gets a checkpoint of its own.
         weights_only: leave the optimizer out.
         dtype: dtype of the weights; None keeps theirs.
         largest_file: bytes of a safetensors file.
@@ -182,6 +188,7 @@ class Export:
     dialect: str | None = None
     layout: str | None = None
     ranks: int = 1
+    stages: int = 1
     weights_only: bool = False
     dtype: str | None = None
     largest_file: int = 5_000_000_000
@@ -202,15 +209,17 @@ class Export:
         held = dataclasses.replace(held, params=cast(held.params, self.dtype))
         declared = wanted(config)
         dialect = self._dialect(config)
+        stages.check(self.stages, DIALECTS[dialect], config.model)
         DIALECTS[dialect].to_theirs(held.params, config.model)  # refuses what has no counterpart
         nbytes = sum(tensor.nbytes for _, tensor in held.tensors())
-        summary = (
-            f"{self.source.directory} -> {self._target(held)} ({dialect}, {nbytes / 1e9:.3g} GB)"
-        )
+        what = dialect if self.stages == 1 else f"{dialect}, {self.stages} stages"
+        summary = f"{self.source.directory} -> {self._target(held)} ({what}, {nbytes / 1e9:.3g} GB)"
         if self.to == "hf":
             notes = list(hf_state.notes(dialect, _tokenizer(self.source)))
         else:
             notes = _unknown_to_kempnerforge(config.model) if dialect == "kempnerforge" else []
+            if self._has_place(held):
+                self._train_state(held, config)  # refuses a place between these ranks' batches
         return Plan(summary, tuple(notes), nbytes, held, declared)
 
     def run(
@@ -245,36 +254,55 @@ class Export:
     def _write_dcp(
         self, plan: Plan, staging: Staging, advance: Advance, check: Check
     ) -> Path | None:
-        held, config = plan.held, plan.wanted.config
-        name = self._dialect(config)
-        is_titan = name.startswith("torchtitan")
-        flat = self.layout == "flat" if self.layout else is_titan
-        entries = dcp_state.entries(
-            held, plan.wanted, DIALECTS[name], flat=flat, prefix="" if is_titan else "model.",
-            weights_only=self.weights_only,
-        )  # fmt: skip
-        complete = held.moments is not None and not self.weights_only
-        if is_titan and complete:
-            entries |= dcp_state.place_within(held)
+        held, parts = plan.held, self._parts(plan)
         block = self.max_memory // _FRACTION
-        units = dcp_writer.units(entries, staging.path, block)
-        staging.write(units, advance)
+        units = {
+            stage: dcp_writer.units(entries, staging.path / stage, block, prefix=stage)
+            for stage, entries in parts.items()
+        }
+        every = list(itertools.chain.from_iterable(units.values()))
+        staging.write(every, advance)
         if staging.share.process:
             return None
-        places = staging.results(units, check)
-        if complete and not is_titan:
-            self._write_place(held, config, staging.path)
-        dcp_writer.write_metadata(entries, places, staging.path, block)
+        done = staging.results(every, check)
+        if self._has_place(held):
+            self._write_place(held, plan.wanted.config, staging.path)
+        for stage, entries in parts.items():
+            places = {unit.name: done[unit.name] for unit in units[stage]}
+            dcp_writer.write_metadata(entries, places, staging.path / stage, block)
         staging.commit()
         _point_latest(staging.destination)
         return staging.destination
 
+    def _parts(self, plan: Plan) -> dict[str, dict[str, Entry]]:
+        """What each pipeline stage writes, by the name of its directory."""
+        config = plan.wanted.config
+        flat = self.layout == "flat" if self.layout else self._is_titan
+        entries = functools.partial(
+            dcp_state.entries, wanted=plan.wanted, dialect=DIALECTS[self._dialect(config)],
+            flat=flat, prefix="" if self._is_titan else "model.", weights_only=self.weights_only,
+        )  # fmt: skip
+        held = stages.split(plan.held, config.model.n_layers, self.stages)
+        parts = {stage: entries(part) for stage, part in held.items()}
+        if self._is_titan and plan.held.moments is not None:
+            parts[""] |= dcp_state.place_within(plan.held)
+        return parts
+
+    @property
+    def _is_titan(self) -> bool:
+        return (self.dialect or "").startswith("torchtitan")
+
+    def _has_place(self, held: Held) -> bool:
+        return held.moments is not None and not self._is_titan
+
+    def _train_state(self, held: Held, config: JobConfig) -> dict[str, Any]:
+        assert held.progress is not None
+        return place.train_state(held.progress, int(held.scalars["updates"]), config, self.ranks)
+
     def _write_place(self, held: Held, config: JobConfig, directory: Path) -> None:
         assert held.progress is not None
-        updates = int(held.scalars["updates"])
-        state = place.train_state(held.progress, updates, config, self.ranks)
         with (directory / place.TRAIN_STATE).open("wb") as file:
-            for piece in torch_zip.archive(state):
+            for piece in torch_zip.archive(self._train_state(held, config)):
                 file.write(piece)
         about = {"step": held.progress.step, "tokens_seen": held.progress.tokens}
         (directory / "metadata.json").write_text(json.dumps(about, indent=2))
@@ -288,7 +316,7 @@ class Export:
         if self.to == "hf":
             return self.destination.absolute()
         assert held.progress is not None
-        separator = "-" if (self.dialect or "").startswith("torchtitan") else "_"
+        separator = "-" if self._is_titan else "_"
         return self.destination.absolute() / f"step{separator}{held.progress.step}"
 
 
@@ -394,11 +422,12 @@ def _scalar_differences(one: Held, other: Held) -> list[Difference]:
 
 def _identity(found: Found) -> dict[str, Any]:
     """What tells a source from another one at the same place."""
-    names = [".metadata", "config.json", "model.safetensors.index.json"]
+    names = ["config.json", "model.safetensors.index.json"]
+    files = [(found.directory, name) for name in names if found.directory.has(name)]
+    files += [(part, dcp_reader.METADATA) for part in dcp_reader.parts(found.directory)]
     digests = {
-        name: hashlib.sha256(found.directory.read(name)).hexdigest()
-        for name in names
-        if found.directory.has(name)
+        f"{directory}/{name}": hashlib.sha256(directory.read(name)).hexdigest()
+        for directory, name in files
     }
     return {"path": str(found.directory), **digests}
 

@@ -128,9 +128,14 @@ class Objects(dict[str, "_Place"]):
         return self[key].archive().object()
 
 
+def stage_name(stage: int) -> str:
+    """The directory in which a pipeline stage keeps its own checkpoint."""
+    return f"pp{stage}"
+
+
 def is_dcp(directory: Directory) -> bool:
     """Whether it holds a checkpoint: its commit marker, or those of its pipeline stages."""
-    return bool(_parts(directory))
+    return bool(parts(directory))
 
 
 def open_dcp(directory: Directory) -> Dcp:
@@ -140,16 +145,16 @@ def open_dcp(directory: Directory) -> Dcp:
         Unsafe: a pickle names what no checkpoint needs.
         UserError: there is none, it is damaged, or its chunks leave holes or overlap.
     """
-    parts = _parts(directory)
-    if not parts:
+    stages = parts(directory)
+    if not stages:
         raise UserError(
             f"{directory}: no {METADATA} in it, so it is no DCP checkpoint, or one whose save did "
             "not end"
         )
     tensors: dict[str, Lazy] = {}
     objects = Objects()
-    for part in parts:
-        found, others = _open_one(part)
+    for stage in stages:
+        found, others = _open_one(stage)
         for key in sorted(found.keys() & tensors.keys()):
             if not equal(tensors[key], found[key]):  # as tied weights are
                 both = f"{tensors[key].source}, {found[key].source}"
@@ -161,11 +166,16 @@ def open_dcp(directory: Directory) -> Dcp:
     return Dcp(directory, tensors, objects)
 
 
-def _parts(directory: Directory) -> list[Directory]:
+def parts(directory: Directory) -> list[Directory]:
+    """The directories that are a checkpoint together: itself, or its pipeline stages.
+
+    Raises:
+        UserError: stages are missing.
+    """
     if directory.has(METADATA):
         return [directory]
     numbers = [int(n[2:]) for n in directory.names() if _STAGE.fullmatch(n)]
-    stages = [f"pp{i}" for i in range(max(numbers, default=-1) + 1)]
+    stages = [stage_name(i) for i in range(max(numbers, default=-1) + 1)]
     if missing := [name for name in stages if not (directory / name).has(METADATA)]:
         raise UserError(f"{directory}: pipeline stages are missing or torn: {', '.join(missing)}")
     return [directory / name for name in stages]

@@ -45,19 +45,22 @@ class _Item(NamedTuple):
     nbytes: int
 
 
-def units(entries: Mapping[str, Entry], directory: Path, block: int) -> list[Unit]:
+def units(
+    entries: Mapping[str, Entry], directory: Path, block: int, prefix: str = ""
+) -> list[Unit]:
     """The data files to write; each returns where its items lie.
 
     Args:
         entries: key -> entry.
-        directory: where the files go.
+        directory: where the files go; it is made.
         block: bytes that may be in memory at a time.
+        prefix: of the names of the units, which tells them from those of other directories.
     """
 
     def unit(number: int, items: list[_Item]) -> Unit:
         path = directory / f"__0_{number}.distcp"
         nbytes = sum(item.nbytes for item in items)
-        return Unit(path.stem, nbytes, lambda: _write_file(path, items, entries))
+        return Unit(f"{prefix}{path.stem}", nbytes, lambda: _write_file(path, items, entries))
 
     return [unit(i, items) for i, items in enumerate(_by_file(_items(entries, block)))]
 
@@ -74,9 +77,9 @@ def write_metadata(
         block: as given to `units`.
     """
     storage = [
-        (_index(key, offset), _storage_info(f"{name}.distcp", start, length))
-        for name, items in places.items()
-        for key, offset, start, length in items
+        (_index(key, offset), _storage_info(name, start, length))
+        for items in places.values()
+        for key, offset, name, start, length in items
     ]
     tensors = {key: e.value for key, e in entries.items() if isinstance(e.value, Lazy)}
     state = {
@@ -124,6 +127,7 @@ def _by_file(items: Iterator[_Item]) -> Iterator[list[_Item]]:
 
 def _write_file(path: Path, items: list[_Item], entries: Mapping[str, Entry]) -> list[Any]:
     places = []
+    path.parent.mkdir(exist_ok=True)
     with path.open("wb") as file:
         for key, index, _ in items:
             value = entries[key].value
@@ -131,7 +135,7 @@ def _write_file(path: Path, items: list[_Item], entries: Mapping[str, Entry]) ->
             for piece in torch_zip.archive(value if index is None else value.read(index)):
                 file.write(piece)
             offset = None if index is None else [s.start for s in index]
-            places.append([key, offset, start, file.tell() - start])
+            places.append([key, offset, path.name, start, file.tell() - start])
     sync(path)
     return places
 

@@ -115,6 +115,12 @@ def layer_names(name: str, n_layers: int) -> list[str]:
     return [f"{_LAYERS}{i}.{name.removeprefix(_LAYERS)}" for i in range(n_layers)]
 
 
+def layer_of(name: str) -> int | None:
+    """The layer of an entry; None for one of no layer."""
+    match = _LAYER.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def unstacked(name: str, tensor: Lazy) -> dict[str, Lazy]:
     """A parameter of ours as an entry per layer."""
     if not name.startswith(_LAYERS):

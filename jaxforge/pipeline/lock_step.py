@@ -110,6 +110,7 @@ def accumulate(
     schedule: Schedule,
     parts: Parts,
     params: Params,
+    axes: Params,
     batch: Microbatch,
     token_scales: Float[Array, "m"],
 ) -> tuple[Params, Float[Array, ""]]:
@@ -119,11 +120,12 @@ def accumulate(
         schedule: for as many stages as `pp` has, and as many microbatches as the batch.
         parts: the model.
         params: this stage's share; `layers` is stacked, chunk after chunk.
+        axes: logical axes of the parameters; gradients are laid out alike.
         batch: [m, b, s] arrays.
         token_scales: weight of a token of each microbatch.
     """
     stage = _Stage(schedule, parts, params, batch, token_scales)
-    carry = stage.at_rest()
+    carry = stage.at_rest(axes)
     for phase, rows in zip(schedule.phases(), _rows(schedule), strict=True):
         carry, _ = jax.lax.scan(functools.partial(stage.tick, phase, rows), carry, rows)
     return {**carry.rest, "layers": carry.layers}, carry.loss
@@ -146,7 +148,7 @@ class _Stage:
         self.index = jax.lax.axis_index(STAGES)
         self.manual = taken_over()
 
-    def at_rest(self) -> _Carry:
+    def at_rest(self, axes: Params) -> _Carry:
         """Before the first tick: zeros, made to vary over the same mesh axes as what follows."""
         microbatch = self._microbatch(0)
         idle = _laid_out(self._zeros(jax.eval_shape(self.parts.enter, self.rest, microbatch)))
@@ -154,9 +156,11 @@ class _Stage:
         rings = jax.tree.map(
             lambda leaf: self._zeros(leaf, (self.schedule.slots, *leaf.shape)), item
         )
-        layers, rest = jax.tree.map(
-            lambda p: jnp.zeros_like(p, jnp.float32), (self.layers, self.rest)
-        )
+        rest = jax.tree.map(
+            lambda p, axes: constrain(jnp.zeros_like(p, jnp.float32), *axes),
+            {**self.rest, "layers": self.layers}, axes,
+        )  # fmt: skip
+        layers = rest.pop("layers")
         return _Carry(idle, idle, rings, layers, rest, loss=jnp.zeros_like(self.scales[0]))
 
     def tick(self, phase: Phase, rows: _Row, carry: _Carry, row: _Row) -> tuple[_Carry, None]:

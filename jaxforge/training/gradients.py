@@ -119,7 +119,7 @@ def pipelined(model: Model, config: JobConfig) -> AddUp:
 
         saving = remat.block(saves.save, layer)
         parts = lock_step.Parts(enter, around, saving, leave, saves.is_held)
-        return lock_step.accumulate(schedule, parts, params, batch, scales.token)
+        return lock_step.accumulate(schedule, parts, params, model.axes, batch, scales.token)
 
     return add_up
 

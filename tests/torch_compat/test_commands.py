@@ -211,6 +211,9 @@ def without_inner_adam(directory):
         (["export", "a", "dcp", "--to=dcp"], "is there already"),
         (["export", "a", "b", "--to=hf", "--dialect=torchtitan"], "torchtitan"),
         (["export", "a", "b", "--to=dcp", "--ranks=3"], "no whole number of batches"),
+        (["export", "a", "b", "--to=dcp", "--ranks=3", "--dry-run"], "no whole number of batches"),
+        (["export", "a", "b", "--to=dcp", "--train.batch_size=some"], "train.batch_size"),
+        (["export", "a", "b", "--to=dcp", "--train.batch_size=3"], "no whole number of batches"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named(tmp_path, monkeypatch, arguments, message):

@@ -36,6 +36,7 @@ KEMPNERFORGE = Dialect(
     "KempnerForge's text model",
     tuple(Rule(name, name) for name in (*_SAME, *_EXPERTS)),
     writes_tied_head=True,
+    has_stages=True,
 )
 
 KEMPNERFORGE_PACKED = Dialect(

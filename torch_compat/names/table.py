@@ -90,6 +90,7 @@ class Dialect:
         ignored: patterns of keys that hold nothing to keep (tables that are computed).
         refused: pattern of our names that have no counterpart -> why not.
         writes_tied_head: whether a tied output head is written as a copy of the embedding.
+        has_stages: whether a pipeline job of it saves a checkpoint per stage.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Dialect:
     ignored: tuple[str, ...] = ()
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     writes_tied_head: bool = False
+    has_stages: bool = False
 
     def knows(self, key: str) -> bool:
         """Whether a key of theirs is in the table."""

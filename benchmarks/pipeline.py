@@ -1,0 +1,263 @@
+"""Pipelined steps: time against theory, and memory against the number of microbatches.
+
+    python benchmarks/pipeline.py [--quick]
+
+Time: one update by N stages, beside the same update data-parallel on as many devices, both with
+full rematerialisation. Theory allows (M + N - 1) / M of it. Virtual devices share the cores, so the
+idle ticks of a stage cost what they would cost a device of its own; other rows are of two processes
+that talk over loopback. Memory: temporary bytes of a device as `memory_analysis()` has them, beside a
+pipeline as most JAX frameworks write it (`rolled_gradients`).
+"""
+
+import itertools
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=" + os.environ.get("DEVICES", "8")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import results
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from jaxforge.config.job import JobConfig
+from jaxforge.model.attention import Place
+from jaxforge.model.remat import block
+from jaxforge.model.transformer import Model, Params, build_model, matmul_precision
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.parallel.mesh import make_mesh
+from jaxforge.parallel.sharding import batch_sharding, param_shardings
+from jaxforge.training.gradients import Batch, make_gradients
+from jaxforge.training.loss import Scales, tiles_of, weighted_loss
+from jaxforge.training.state import init_state
+from jaxforge.training.step import Controls, make_train_step
+
+ROWS, SEQ = 4, 128  # of a microbatch, over all devices
+MODEL = {"dim": 256, "n_layers": 8, "n_heads": 4, "vocab_size": 4096, "ffn_hidden_dim": 1024}
+PROCESSES = 2
+
+
+def config_of(microbatches: int, **distributed: Any) -> JobConfig:  # noqa: ANN401
+    """A job of so many microbatches, whatever its mesh."""
+    axes = {"dp_shard": 1, **distributed}
+    train = {
+        "seq_len": SEQ,
+        "batch_size": ROWS // axes["dp_shard"],
+        "grad_accum_steps": microbatches,
+        "activation_checkpointing": "full",
+        "mixed_precision": "fp32",
+    }
+    model = {**MODEL, "max_seq_len": SEQ}
+    return JobConfig.model_validate({"model": model, "train": train, "distributed": axes})
+
+
+def rolled_gradients(
+    model: Model, config: JobConfig, mesh: Mesh
+) -> Callable[[Params, Batch], tuple[Params, Array]]:
+    """A forward pipeline, differentiated: what comes first goes backward last.
+
+    Stages are a leading dimension of the activations, split over `pp`. In each tick all of them run
+    at once by `vmap`, then the dimension is rolled by one. Autodiff goes through the scan over M +
+    N - 1 ticks, and saves what each has taken in.
+    """
+    stages, train = mesh.shape["pp"], config.train
+
+    def stage(layers: Params, x: Array) -> Array:
+        place = Place()
+        rope = model.rotation(x, place)
+
+        def one(x: Array, layer: Params) -> tuple[Array, None]:
+            return model.block(layer, x, rope, place)[0], None
+
+        return jax.lax.scan(one, x, layers)[0]
+
+    def split(x: Array) -> Array:
+        spec = P("pp", ("dp_replicate", "dp_shard"))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    every_stage = block("full", jax.vmap(stage, spmd_axis_name="pp"))
+
+    def loss(params: Params, batch: Batch) -> Array:
+        tokens = batch["input_ids"]
+        count = tokens.shape[0]
+        layers = jax.tree.map(lambda p: p.reshape(stages, -1, *p.shape[1:]), params["layers"])
+
+        def tick(x: Array, t: Array) -> tuple[Array, Array]:
+            entering = model.embed(params, tokens[jnp.minimum(t, count - 1)])
+            y = every_stage(layers, split(x.at[0].set(entering)))
+            return split(jnp.roll(y, 1, axis=0)), y[-1]
+
+        x = model.embed(params, tokens[0])
+        empty = split(jnp.zeros((stages, *x.shape), x.dtype))
+        _, outputs = jax.lax.scan(tick, empty, jnp.arange(count + stages - 1))
+
+        def leave(total: Array, of_one: tuple[Array, Array]) -> tuple[Array, None]:
+            hidden, labels = model.finish(params, of_one[0]), of_one[1]
+            tiles = tiles_of(train, labels, model.head(params), model.how.tile)
+            scales = Scales(jnp.float32(1 / batch["labels"].size), 0.0)
+            return total + weighted_loss(tiles, hidden, model.head(params), labels, scales), None
+
+        checkpointed = block("full", leave)
+        return jax.lax.scan(checkpointed, 0.0, (outputs[stages - 1 :], batch["labels"]))[0]
+
+    shardings = param_shardings(model.abstract, model.axes, mesh)
+
+    def gradients(params: Params, batch: Batch) -> tuple[Params, Array]:
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        return jax.lax.with_sharding_constraint(grads, shardings), value
+
+    return gradients
+
+
+def batch_of(config: JobConfig, mesh: Mesh) -> Batch:
+    """Random tokens."""
+    shape = (config.train.grad_accum_steps, ROWS, SEQ)
+    tokens = np.random.default_rng(0).integers(0, MODEL["vocab_size"], shape, np.int32)
+    made = jax.make_array_from_callback(shape, batch_sharding(mesh), lambda index: tokens[index])
+    return {"input_ids": made, "labels": made}
+
+
+def temporary_megabytes(
+    gradients: Callable[..., Any], config: JobConfig, devices: Sequence[jax.Device]
+) -> float:
+    """Of a device, while gradients are computed."""
+    mesh = make_mesh(config, list(devices))
+    model = build_model(config)
+    shardings = param_shardings(model.abstract, model.axes, mesh)
+    params = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        model.abstract, shardings,
+    )  # fmt: skip
+    with jax.set_mesh(mesh), matmul_precision(config):
+        lowered = jax.jit(gradients(model, config, mesh)).lower(params, batch_of(config, mesh))
+        return lowered.compile().memory_analysis().temp_size_in_bytes / 1e6
+
+
+class Timed:
+    """A job whose updates can be timed."""
+
+    def __init__(self, config: JobConfig, devices: Sequence[jax.Device]) -> None:
+        self.config, self.mesh = config, make_mesh(config, list(devices))
+        model = build_model(config)
+        optimizer = build_optimizer(config, model.axes)
+        with jax.set_mesh(self.mesh), matmul_precision(config):
+            self.state = init_state(model, optimizer, self.mesh, 0)
+            self.batch = batch_of(config, self.mesh)
+            step = make_train_step(model, optimizer, config, self.mesh)
+            self.step = step.lower(self.state, self.batch, Controls()).compile()
+
+    def seconds(self) -> float:
+        """Of one update."""
+        start = time.perf_counter()
+        self.state, metrics = self.step(self.state, self.batch, Controls())
+        jax.block_until_ready(metrics)
+        return time.perf_counter() - start
+
+
+def times(configs: dict[str, JobConfig], repeats: int) -> dict[str, float]:
+    """Median seconds of an update of each, in turns."""
+    n = jax.device_count() if jax.process_count() > 1 else 4
+    jobs = {name: Timed(config, jax.devices()[:n]) for name, config in configs.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    for turn, (name, job) in itertools.product(range(repeats + 1), jobs.items()):
+        took = job.seconds()
+        if turn:
+            seconds[name].append(took)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def time_rows(where: str, stages: int, microbatches: int, found: dict[str, float]) -> list:
+    """Beside the data-parallel step as it is, and with the idle ticks that theory adds."""
+    case = f"{where}: {stages} stages, {microbatches} microbatches"
+    theory = (microbatches + stages - 1) / microbatches
+    peers = {
+        "data-parallel": found["plain"],
+        "data-parallel x (M + N - 1) / M": found["plain"] * theory,
+    }
+    return [
+        results.Row(case, round(found["pipelined"], 3), peer, round(seconds, 3), "s",
+                    smaller_is_better=True)
+        for peer, seconds in peers.items()
+    ]  # fmt: skip
+
+
+def jobs_of(stages: int, microbatches: int) -> dict[str, JobConfig]:
+    """The two that are compared."""
+    return {
+        "pipelined": config_of(microbatches, pp=stages),
+        "plain": config_of(microbatches, dp_shard=stages),
+    }
+
+
+def two_processes(microbatches: int, repeats: int) -> dict[str, float]:
+    """`times` of two stages, each a process."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{s.getsockname()[1]}"
+    command = [sys.executable, __file__, "--worker", str(microbatches), str(repeats)]
+    env = {**os.environ, "DEVICES": "1", "JAX_PLATFORMS": "cpu"}
+    workers = [
+        subprocess.Popen([*command, address, str(i)], env=env, stdout=subprocess.PIPE, text=True)
+        for i in range(PROCESSES)
+    ]
+    outputs = [worker.communicate(timeout=900)[0] for worker in workers]
+    if any(worker.returncode for worker in workers):
+        raise RuntimeError("\n".join(outputs))
+    return json.loads(outputs[0].splitlines()[-1])
+
+
+def work(microbatches: int, repeats: int, address: str, index: int) -> None:
+    """One of the processes."""
+    jax.distributed.initialize(address, PROCESSES, index)
+    print(json.dumps(times(jobs_of(PROCESSES, microbatches), repeats)))
+
+
+def main() -> None:
+    """Prints the table and writes the results."""
+    quick = results.arguments(__doc__).parse_args().quick
+    repeats = 1 if quick else 5
+    rows = []
+    for microbatches in (8,) if quick else (8, 32):
+        found = times(jobs_of(4, microbatches), repeats)
+        rows += time_rows("virtual devices", 4, microbatches, found)
+        found = two_processes(microbatches, repeats)
+        rows += time_rows("two processes", PROCESSES, microbatches, found)
+    devices = jax.devices()[:4]
+    for microbatches in (8, 16) if quick else (8, 16, 32, 64):
+        memory = {
+            "1f1b": (make_gradients, config_of(microbatches, pp=4)),
+            "gpipe": (make_gradients, config_of(microbatches, pp=4, pp_schedule="gpipe")),
+            "differentiated": (rolled_gradients, config_of(microbatches, pp=4)),
+        }
+        found = {
+            name: round(temporary_megabytes(gradients, config, devices), 1)
+            for name, (gradients, config) in memory.items()
+        }
+        rows += [
+            results.Row(f"memory of 1f1b, {microbatches} microbatches", found["1f1b"], peer,
+                        found[peer], "MB", smaller_is_better=True)
+            for peer in ("gpipe", "differentiated")
+        ]  # fmt: skip
+    notes = [
+        f"{MODEL['n_layers']} layers of {MODEL['dim']}, microbatches of {ROWS} x {SEQ}, float32",
+        "gpipe is ours; differentiated: vmap over stages and a roll, through jax.grad",
+    ]
+    results.report("pipeline", rows, ("jax", "jaxlib"), notes=notes, write=not quick)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        given = sys.argv[2:]
+        work(int(given[0]), int(given[1]), given[2], int(given[3]))
+    else:
+        main()

@@ -1,0 +1,324 @@
+"""Exports of one checkpoint per pipeline stage: what each holds, and that nothing is lost."""
+
+import functools
+import json
+import re
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxforge.cli import run_main
+from jaxforge.config.model import ModelConfig
+from jaxforge.errors import UserError
+from jaxforge.training.progress import Progress
+from tests.conftest import tiny_config
+from tests.processes.conftest import ROOT, environment
+from tests.torch_compat.tensors import of_torch, opened, random_array
+from tests.torch_compat.test_commands import assert_same, values
+from torch_compat import orbax_store, stages
+from torch_compat.__main__ import main
+from torch_compat.dcp_reader import METADATA
+from torch_compat.lazy import of_array
+from torch_compat.names import DIALECTS
+from torch_compat.optimizer_state import KINDS
+from torch_compat.staging import Share
+from torch_compat.state import Held, wanted
+
+MODEL = {"dim": 32, "n_layers": 5, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 48,
+         "ffn_hidden_dim": 40, "max_seq_len": 32}  # fmt: skip
+LAYERS = {2: [(0, 1, 2), (3, 4)], 3: [(0, 1), (2, 3), (4,)]}
+IN_A_LAYER = [
+    "attention_norm.weight", *(f"attention.{m}_proj.weight" for m in "qkvo"), "mlp_norm.weight",
+    *(f"mlp.{m}_proj.weight" for m in ("gate", "up", "down")),
+]  # fmt: skip
+FIRST, LAST = ["token_embedding.embedding.weight"], ["norm.weight", "output_head.proj.weight"]
+
+
+def write_run(directory, optimizer="adamw", seed=0):
+    """A run directory at step 3 in which no two values are alike."""
+    scheduler = {"name": "none"} if optimizer.startswith("schedule_free") else {}
+    config = tiny_config(model=MODEL, optimizer={"name": optimizer}, scheduler=scheduler)
+    declared = wanted(config)
+    seeds = iter(range(1000 * seed, 1000 * seed + 1000))
+
+    def random(shapes):
+        arrays = {n: random_array("float32", shape, next(seeds)) for n, shape in shapes.items()}
+        return {name: of_array(array) for name, array in arrays.items()}
+
+    weight_sum = 3 * config.optimizer.lr * (1 - config.optimizer.betas[0])
+    scalars = {"updates": np.int32(3), "weight_sum": np.float32(weight_sum)}
+    held = Held(
+        params=random(declared.params),
+        moments={field: random(shapes) for field, shapes in declared.moments.items()},
+        scalars={name: np.asarray(scalars[name]) for name in declared.scalars},
+        progress=Progress(step=3, samples=24, tokens=768),
+    )
+    writer = orbax_store.stage(held, declared, directory, {}, Share(), 1 << 20)
+    writer.staging.write(writer.units, lambda nbytes: None)
+    writer.commit()
+    (directory / "config.toml").write_text(config.to_toml())
+    return directory
+
+
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory):
+    """Optimizer -> a run with it."""
+    return functools.cache(lambda name: write_run(tmp_path_factory.mktemp(name), name))
+
+
+def export(run, directory, n, *options):
+    main(["export", str(run), str(directory), "--to=dcp", f"--stages={n}", *options])
+    return directory / "step_3"
+
+
+def names_of(stage, n):
+    layers = [f"layers.{i}.{name}" for i in LAYERS[n][stage] for name in IN_A_LAYER]
+    return {*layers, *(FIRST if stage == 0 else []), *(LAST if stage == n - 1 else [])}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "layout", "n"),
+    [
+        ("adamw", "nested", 1), ("adamw", "flat", 2), ("muon", "nested", 3),
+        ("schedule_free_adamw", "flat", 3),
+    ],
+)  # fmt: skip
+def test_every_optimizer_comes_back_from_any_number_of_stages(
+    run_of, tmp_path, optimizer, layout, n
+):
+    run, config = run_of(optimizer), f"--config={run_of(optimizer) / 'config.toml'}"
+    export(run, tmp_path / "dcp", n, f"--layout={layout}")
+    assert main(["verify", str(run), str(tmp_path / "dcp"), config]) == 0
+    main(["import", str(tmp_path / "dcp"), str(tmp_path / "back"), config])
+    assert_same(values(run), values(tmp_path / "back"))
+    assert orbax_store.open_orbax(tmp_path / "back")[0].progress.tokens == 768
+
+
+@pytest.mark.parametrize("n", LAYERS)
+@pytest.mark.parametrize("layout", ["nested", "flat"])
+def test_a_stage_has_its_parameters_and_their_optimizer_and_no_others(run_of, tmp_path, n, layout):
+    step = export(run_of("adamw"), tmp_path, n, f"--layout={layout}")
+    directories = [f"pp{i}" for i in range(n)]
+    assert sorted(p.name for p in step.iterdir()) == [
+        "metadata.json", *directories, "train_state.pt",
+    ]  # fmt: skip
+    assert (tmp_path / "latest").readlink() == Path("step_3")
+    for i, directory in enumerate(directories):
+        found, names = opened(step / directory), names_of(i, n)
+        fields = ("step", "exp_avg", "exp_avg_sq")
+        states = {f"optimizer.state.{name}.{field}" for name in names for field in fields}
+        assert found.tensors.keys() == {f"model.{name}" for name in names} | states
+        settings = {key.removeprefix("optimizer.param_groups.") for key in found.objects}
+        if layout == "flat":
+            assert {key.rpartition(".")[0] for key in settings} == names
+            continue
+        assert {key.partition(".")[0] for key in settings} == {"0", "1"}
+        groups = [found.objects(f"optimizer.param_groups.{g}.params") for g in (0, 1)]
+        norms = {name for name in names if "norm" in name}
+        assert [set(group) for group in groups] == [names - norms, norms]
+        assert [found.objects(f"optimizer.param_groups.{g}.weight_decay") for g in (0, 1)] == [
+            0.1, 0.0,
+        ]  # fmt: skip
+
+
+def test_every_tensor_is_in_one_stage(run_of):
+    held = orbax_store.open_orbax(run_of("muon"))[0]
+    parts = stages.split(held, MODEL["n_layers"], 3).values()
+    found = [name for part in parts for name, _ in part.tensors()]
+    assert sorted(found) == sorted(name for name, _ in held.tensors())
+
+
+def test_weights_alone_come_in_stages_without_a_place(run_of, tmp_path):
+    step = export(run_of("adamw"), tmp_path, 2, "--weights-only", "--dtype=bfloat16")
+    assert sorted(p.name for p in step.iterdir()) == ["pp0", "pp1"]
+    for i in (0, 1):
+        found = opened(step / f"pp{i}")
+        assert found.tensors.keys() == {f"model.{name}" for name in names_of(i, 2)}
+        assert {tensor.dtype.name for tensor in found.tensors.values()} == {"bfloat16"}
+        assert not found.objects
+
+
+def test_inspect_finds_the_same_as_without_stages(run_of, tmp_path, capsys):
+    reports = []
+    for n in (1, 3):
+        export(run_of("adamw"), tmp_path / str(n), n, "--max-memory=50kB")
+        capsys.readouterr()
+        assert main(["inspect", str(tmp_path / str(n)), "--json"]) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+        assert reports[-1].pop("path").endswith(f"/{n}/latest")
+    assert reports[0] == reports[1]
+    assert reports[1]["place"]["step"] == 3
+    assert reports[1]["tensors"]["model.output_head.proj.weight"]["chunks"] > 1  # small blocks
+
+
+def stage_of_torch(torch, stage, n):
+    """What KempnerForge builds of a model on one rank of a pipeline, and its optimizer."""
+    from tests.torch_compat.torch_job import Transformer
+
+    model = Transformer(MODEL)
+    layers = {str(i): model.layers[str(i)] for i in LAYERS[n][stage]}
+    model.layers = torch.nn.ModuleDict(layers)
+    if stage > 0:
+        model.token_embedding = None
+    if stage < n - 1:
+        model.norm = model.output_head = None
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": 7.0}, {"params": others, "weight_decay": 7.0}]
+    optimizer = torch.optim.AdamW(groups, lr=7.0)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0)  # gives groups an `initial_lr`
+    return model, optimizer
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of loading in one process
+@pytest.mark.parametrize("layout", ["nested", "flat"])
+def test_a_rank_of_a_pipeline_loads_its_stage(run_of, tmp_path, layout):
+    torch = pytest.importorskip("torch")
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    by = pytest.importorskip("torch.distributed.checkpoint.state_dict")
+    step, held = export(run_of("adamw"), tmp_path, 3, f"--layout={layout}"), values(run_of("adamw"))
+    options = by.StateDictOptions(flatten_optimizer_state_dict=layout == "flat")
+    for stage in range(3):
+        model, optimizer = stage_of_torch(torch, stage, 3)
+        state = {
+            "model": by.get_model_state_dict(model),
+            "optimizer": by.get_optimizer_state_dict(model, optimizer, options=options),
+        }
+        dcp.load(state, checkpoint_id=step / f"pp{stage}", no_dist=True)
+        by.set_model_state_dict(model, state["model"])
+        by.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+        for name, parameter in model.named_parameters():
+            moments = optimizer.state[parameter]
+            np.testing.assert_array_equal(of_torch(parameter), held[f"params.{name}"])
+            for ours, theirs in KINDS["adamw"].fields.items():
+                np.testing.assert_array_equal(
+                    of_torch(moments[theirs]), held[f"optimizer.{ours}.{name}"]
+                )
+            assert moments["step"] == 3
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+        assert {group["initial_lr"] for group in optimizer.param_groups} == {3e-3}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("optimizer", ["muon", "schedule_free_adamw"])
+def test_torch_loads_all_tensors_of_a_stage_into_plain_ones(run_of, tmp_path, optimizer):
+    torch = pytest.importorskip("torch")
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    step, held = export(run_of(optimizer), tmp_path, 2), values(run_of(optimizer))
+    ours = {theirs: f"optimizer.{ours}" for ours, theirs in KINDS[optimizer].fields.items()}
+    loaded = 0
+    for stage in (0, 1):
+        described = dcp.FileSystemReader(step / f"pp{stage}").read_metadata().state_dict_metadata
+        state = {
+            key: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for key, entry in described.items()
+            if hasattr(entry, "size")
+        }
+        dcp.load(state, checkpoint_id=step / f"pp{stage}", no_dist=True)
+        for key, tensor in state.items():
+            if key.startswith("model."):
+                expected = held[f"params.{key.removeprefix('model.')}"]
+            else:
+                name, _, field = key.removeprefix("optimizer.state.").rpartition(".")
+                expected = held[f"{ours[field]}.{name}"]
+            np.testing.assert_array_equal(of_torch(tensor), expected, err_msg=key)
+        loaded += len(state)
+    assert loaded == len(held.keys() - {"updates", "weight_sum"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--stages=6"], r"--stages 6: .* model.n_layers = 5: give a number from 1 to 5"),
+        (["--stages=0"], r"--stages 0: .* give a number from 1 to 5"),
+        (["--stages=2", "--dialect=torchtitan"], r"torchtitan has no checkpoints per pipeline"),
+        (["--stages=2", "--dialect=kempnerforge-packed"], r"packed has no checkpoints per"),
+        (["--stages=2", "--to=hf"], r"hf-llama has no .*: leave --stages out, or export --to dcp"),
+    ],
+)  # fmt: skip
+def test_what_kempnerforge_could_not_load_is_refused(run_of, tmp_path, options, message, capsys):
+    arguments = ["export", str(run_of("adamw")), str(tmp_path / "dcp"), "--to=dcp", *options]
+    assert run_main(lambda: main(arguments)) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ")
+    assert re.search(message, shown), shown
+    assert not (tmp_path / "dcp").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("tie_embeddings", True, "model.tie_embeddings = true with distributed.pp > 1"),
+        ("num_experts", 4, "model.num_experts > 0 with distributed.pp > 1"),
+    ],
+)
+def test_models_that_kempnerforge_does_not_cut_are_refused(key, value, message):
+    model = ModelConfig.model_validate({**MODEL, key: value})
+    with pytest.raises(UserError, match=f"{message}: leave --stages out"):
+        stages.check(2, DIALECTS["kempnerforge"], model)
+    stages.check(1, DIALECTS["kempnerforge"], model)
+
+
+_KILLED = """
+import os, signal, sys
+from torch_compat import dcp_writer
+from torch_compat.__main__ import main
+
+write = dcp_writer.write_metadata
+
+def write_one_and_die(*args):
+    write(*args)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+dcp_writer.write_metadata = write_one_and_die
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.processes
+def test_killed_between_two_stages_it_leaves_nothing_and_goes_on(run_of, tmp_path):
+    arguments = ["export", str(run_of("adamw")), str(tmp_path), "--to=dcp", "--stages=3"]
+    done = subprocess.run(
+        [sys.executable, "-c", _KILLED, *arguments],
+        cwd=ROOT, env=environment(), stderr=subprocess.DEVNULL, check=False,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL
+    assert [p.name for p in tmp_path.iterdir()] == [".step_3.partial"]
+    partial = tmp_path / ".step_3.partial"
+    assert [p.parent.name for p in partial.rglob(METADATA)] == ["pp0"]
+    files = sorted(partial.rglob("*.distcp"))
+    assert [f"{p.parent.name}/{p.name}" for p in files] == [f"pp{i}/__0_0.distcp" for i in range(3)]
+    before = [p.stat().st_mtime_ns for p in files]
+    assert main(arguments) == 0
+    made = sorted((tmp_path / "step_3").rglob("*.distcp"))
+    assert [p.stat().st_mtime_ns for p in made] == before  # none was written twice
+    assert main(["verify", str(run_of("adamw")), str(tmp_path)]) == 0
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_several_processes_share_the_stages(run_of, tmp_path):
+    """Nothing connects them but files, so threads are as good."""
+    arguments = ["export", str(run_of("adamw")), str(tmp_path), "--to=dcp", "--stages=3"]
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(main, ([*arguments, f"--process={i}/2"] for i in (1, 0)))) == [0, 0]
+    assert main(["verify", str(run_of("adamw")), str(tmp_path)]) == 0
+
+
+def test_stages_that_were_replaced_are_not_mixed_with_the_new_ones(run_of, tmp_path, monkeypatch):
+    """An import that was stopped goes on only with the source that it began with."""
+    config = f"--config={run_of('adamw') / 'config.toml'}"
+    arguments = ["import", str(tmp_path / "dcp"), str(tmp_path / "run"), config]
+    step = export(write_run(tmp_path / "other", seed=1), tmp_path / "dcp", 3)
+    with monkeypatch.context() as patched:
+        patched.setattr(orbax_store.Import, "commit", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            main(arguments)
+    step.rename(tmp_path / "away")
+    export(run_of("adamw"), tmp_path / "dcp", 2)
+    main(arguments)
+    assert_same(values(run_of("adamw")), values(tmp_path / "run"))
