@@ -5,8 +5,8 @@
 Time: one update by N stages, beside the same update data-parallel on as many devices, both with
 full rematerialisation. Theory allows (M + N - 1) / M of it. Virtual devices share the cores, so the
 idle ticks of a stage cost what they would cost a device of its own; other rows are of two processes
-that talk over loopback. Memory: temporary bytes of a device as `memory_analysis()` has them, beside a
-pipeline as most JAX frameworks write it (`rolled_gradients`).
+that talk over loopback. Memory: temporary bytes of a device as `memory_analysis()` has them, beside
+a pipeline as most JAX frameworks write it (`rolled_gradients`).
 """
 
 import itertools
