@@ -3,8 +3,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-# Not benchmarks, or not for every machine: aot.py needs jax[tpu].
-NOT_RUN = %/results.py %/tpu_cost.py %/aot.py
+# Not benchmarks, or not for every machine: aot.py and pipeline_aot.py need jax[tpu].
+NOT_RUN = %/results.py %/tpu_cost.py %/aot.py %/pipeline_aot.py
 STDLIB  = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
 
 .PHONY: train test lint bench wheel clean

@@ -235,7 +235,7 @@ class _Stage:
         def one(x: Array, row: Array) -> tuple[Array, None]:
             return self.parts.layer(self._layer(row), x, around), None
 
-        return jax.lax.scan(one, x, self._rows(chunk))[0], x
+        return jax.lax.scan(one, x, self._rows_of(chunk))[0], x
 
     def _saving(
         self, chunk: Array | int, x: Array, microbatch: Microbatch
@@ -247,7 +247,7 @@ class _Stage:
             y, pull = self._vjp(self._layer(row), x, around)
             return y, [*_of_x(pull), *pull.opaque_residuals]
 
-        return jax.lax.scan(one, x, self._rows(chunk))
+        return jax.lax.scan(one, x, self._rows_of(chunk))
 
     def _backward(
         self,
@@ -271,14 +271,14 @@ class _Stage:
             add = functools.partial(_add_row, row=row)
             return (d_x, jax.tree.map(add, grads, d_layer)), None
 
-        rows = self._rows(chunk)
+        rows = self._rows_of(chunk)
         return jax.lax.scan(one, (d_y, grads), (rows, saved), reverse=True)[0]
 
     def _vjp(self, layer: Params, x: Array, around: PyTree) -> tuple[Array, Any]:
         """A `jax.VJP`, which tells what is saved: of its arguments, and besides."""
         return jax.vjp(self.parts.layer, layer, x, around)
 
-    def _rows(self, chunk: Array | int) -> Array:
+    def _rows_of(self, chunk: Array | int) -> Array:
         """Where a chunk's layers are among the stage's."""
         n = jax.tree.leaves(self.layers)[0].shape[0] // self.schedule.chunks
         return chunk * n + jnp.arange(n)

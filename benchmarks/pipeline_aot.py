@@ -1,0 +1,115 @@
+"""Pipelined steps of Llama 2 7B compiled for 16 chips of v5e, without a TPU.
+
+    pip install "jax[tpu]"
+    python benchmarks/pipeline_aot.py [--quick]
+
+Four stages, microbatches of 4 x 2048, full rematerialisation, gradients reduced per microbatch.
+Peak memory of a device against the number of microbatches, and the cycles as the compiler estimates
+them (`tpu_cost.py`), beside a pipeline as most JAX frameworks write it
+(`pipeline.rolled_gradients`). A program that does not fit is no row but a note.
+"""
+
+import importlib.util
+
+import aot  # sets the environment for compiling without a TPU
+import jax
+import jax.numpy as jnp
+import optax
+import pipeline
+import results
+from jax.experimental import topologies
+from rich.console import Console
+
+from jaxforge.config.job import JobConfig
+from jaxforge.model.transformer import build_model, matmul_precision
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.parallel import xla_flags
+from jaxforge.parallel.mesh import make_mesh
+from jaxforge.parallel.sharding import batch_sharding
+from jaxforge.training.gradients import Batch
+from jaxforge.training.state import TrainState, abstract_state
+from jaxforge.training.step import Controls, make_train_step
+
+STAGES, ROWS, SEQ = 4, 4, 2048
+MESHES = {"dp_shard 4": {"dp_shard": 4}, "dp_shard 2 x tp 2": {"dp_shard": 2, "tp": 2}}
+
+
+def config_of(microbatches: int, axes: dict[str, int]) -> JobConfig:
+    """As a user would write it."""
+    train = {
+        "batch_size": ROWS // axes["dp_shard"],
+        "seq_len": SEQ,
+        "grad_accum_steps": microbatches,
+        "activation_checkpointing": "full",
+        "grad_sync": "microbatch",
+    }
+    model = {**aot.LLAMA_2_7B, "max_seq_len": SEQ}
+    distributed = {"pp": STAGES, **axes}
+    return JobConfig.model_validate({"model": model, "train": train, "distributed": distributed})
+
+
+def lowered(config: JobConfig, devices: list[jax.Device], *, rolled: bool) -> jax.stages.Lowered:
+    """The step of jaxforge, or one whose gradients are those of a differentiated pipeline."""
+    mesh = make_mesh(config, devices)
+    model = build_model(config, "tpu")
+    optimizer = build_optimizer(config, model.axes)
+    gradients = pipeline.rolled_gradients(model, config, mesh)
+
+    def rolled_step(state: TrainState, batch: Batch, controls: Controls) -> tuple:
+        grads, loss = gradients(state.params, batch)
+        updates, opt_state = optimizer.update(
+            grads, state.opt_state, state.params, lr_scale=controls.lr_scale
+        )
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(state.step + 1, params, opt_state, state.guard), loss
+
+    shape = (config.train.grad_accum_steps, ROWS, SEQ)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
+    with jax.set_mesh(mesh), matmul_precision(config):
+        state = abstract_state(model, optimizer, mesh)
+        ours = make_train_step(model, optimizer, config, mesh)
+        step = jax.jit(rolled_step, donate_argnums=0) if rolled else ours
+        return step.lower(state, {"input_ids": tokens, "labels": tokens}, Controls())
+
+
+def measured(
+    config: JobConfig, devices: list[jax.Device], *, rolled: bool
+) -> dict[str, float] | str:
+    """What the compiler makes of it, or why it makes nothing of it."""
+    options = xla_flags.compiler_options(devices[0], {})
+    try:
+        return aot.measure(lowered(config, devices, rolled=rolled), options)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return str(error).partition("\n")[0][:160]
+
+
+def main() -> None:
+    """Prints the table and writes the results."""
+    quick = results.arguments(__doc__).parse_args().quick
+    if importlib.util.find_spec("libtpu") is None:
+        raise SystemExit('the compiler for TPU is missing: pip install "jax[tpu]"')
+    devices = list(topologies.get_topology_desc("v5e:4x4", platform="tpu").devices)
+    rows, notes = [], ["cycles leave out collectives and attention kernels"]
+    for name, axes in list(MESHES.items())[: 1 if quick else None]:
+        for microbatches in (8,) if quick else (8, 16, 32, 64):
+            case = f"pp {STAGES} x {name}, {microbatches} microbatches"
+            config = config_of(microbatches, axes)
+            found = [measured(config, devices, rolled=rolled) for rolled in (False, True)]
+            Console().print(case, *found, highlight=False)
+            if troubles := [one for one in found if isinstance(one, str)]:
+                notes.append(f"{case}: {found[0]}; differentiated: {troubles[0]}")
+                continue
+            ours, theirs = found
+            rows += [
+                results.Row(case, round(ours[unit], 2), "differentiated pipeline",
+                            round(theirs[unit], 2), unit, smaller_is_better=True)
+                for unit in ours
+            ]  # fmt: skip
+    results.report("pipeline", rows, ("jax", "jaxlib", "libtpu"), device="tpu", notes=notes,
+                   write=not quick)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
