@@ -182,7 +182,9 @@ class Program:
         """Value of an integer scalar where the loop state is `state`; None if it hangs on data."""
         if operation.kind == "constant":
             literal = operation.arguments
-            return {"true": 1, "false": 0}.get(literal) if literal.isalpha() else int(literal)
+            if re.fullmatch(r"-?\d+", literal):
+                return int(literal)
+            return {"true": 1, "false": 0}.get(literal)  # arrays are left out of the text
         if operation.kind == "parameter":
             return state.get(int(operation.arguments))
         operands = [operations[name] for name in operation.operands]
