@@ -23,9 +23,7 @@ _ANY_MESH = [
     "--distributed.dp_shard=-1",
     *(f"--distributed.{axis}=1" for axis in ("dp_replicate", "tp", "pp", "cp", "ep")),
 ]
-_NO_TRAINING = [
-    "--train.global_batch_size=None", "--train.grad_accum_steps=1", "--eval.enabled=false",
-]  # fmt: skip
+_NO_TRAINING = ["--train.global_batch_size=None", "--eval.enabled=false"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -106,7 +106,7 @@ def _look_up(share: Float[Array, "v d"], tokens: Int[Array, "b s"]) -> Float[Arr
     """Rows of a table of which each device has a share. The gradient is that of its share."""
     rows, is_here = _own_rows(share, tokens)
     found = jnp.where(is_here[..., None], share[rows], 0)
-    return total(found.astype(jnp.float32), "vocab").astype(share.dtype)
+    return total(found, "vocab")
 
 
 def _own_rows(share: Array, tokens: Array) -> tuple[Array, Array]:

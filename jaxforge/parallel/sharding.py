@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
@@ -89,8 +90,7 @@ def constrain(x: Array, *axes: str | None) -> Array:
 
 def automatic_spec(*axes: str | None) -> P:
     """The mesh axes of each dimension, less those that a `shard_map` has taken over."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return P(*(_automatic(mesh, axis) or None for axis in axes))
+    return P(*(_automatic(axis) or None for axis in axes))
 
 
 def automatic_axes() -> frozenset[str]:
@@ -110,10 +110,13 @@ def first_index(axis: str, size: int) -> Array | int:
     return jax.lax.axis_index(names) * size if names else 0
 
 
-def total(x: PyTree, axis: str) -> PyTree:
-    """Sum over the devices that hold the parts of a dimension that was taken over."""
+def total(x: Array, axis: str) -> Array:
+    """Sum over the devices that hold the parts of a dimension that was taken over.
+
+    In float32: XLA:CPU aborts on a bfloat16 sum in a partly manual program (docs/upstream.md).
+    """
     names = taken_over(axis)
-    return jax.lax.psum(x, names) if names else x
+    return jax.lax.psum(x.astype(jnp.float32), names).astype(x.dtype) if names else x
 
 
 def largest(x: Array, axis: str) -> Array:
@@ -158,13 +161,13 @@ def size_per_device(size: int, axis: str) -> int:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return size
-    return -(-size // math.prod(mesh.shape[name] for name in _automatic(mesh, axis)))
+    return -(-size // math.prod(mesh.shape[name] for name in _automatic(axis)))
 
 
-def _automatic(mesh: AbstractMesh, axis: str | None) -> tuple[str, ...]:
+def _automatic(axis: str | None) -> tuple[str, ...]:
     """Mesh axes of a logical axis, less those that a `shard_map` has taken over."""
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return tuple(name for name in _mesh_axes(axis) if kinds[name] == AxisType.Auto)
+    names = _axes_of(AxisType.Auto)
+    return tuple(name for name in _mesh_axes(axis) if name in names)
 
 
 def _axes_of(kind: AxisType) -> tuple[str, ...]:

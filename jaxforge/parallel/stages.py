@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from jaxforge.parallel.mesh import STAGES
+from jaxforge.parallel.sharding import total
 
 
 class Stack(NamedTuple):
@@ -100,10 +101,8 @@ def in_turn(
                 y, kept = run(of_chunk(layers), mine, place, kept)
                 arriving = jax.lax.ppermute(y, STAGES, ring)
             chunks.append(kept)
-        result = jax.lax.psum(jnp.where(stage == last, y, 0).astype(jnp.float32), STAGES)
-        return result.astype(x.dtype), jax.tree.map(
-            lambda *leaves: jnp.concatenate(leaves), *chunks
-        )
+        result = total(jnp.where(stage == last, y, 0), "layers")
+        return result, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *chunks)
 
     split = jax.P(STAGES)
     return jax.shard_map(

@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from jaxforge.parallel.mesh import STAGES
-from jaxforge.parallel.sharding import constrain, taken_over
+from jaxforge.parallel.sharding import constrain, taken_over, total
 from jaxforge.pipeline.schedule import Phase, Schedule, Work
 
 Microbatch = dict[str, Array]
@@ -324,8 +324,8 @@ class _Stage:
         return _laid_out(jax.lax.ppermute(x, STAGES, [(i, (i + by) % n) for i in range(n)]))
 
     def _to_all(self, x: Array) -> Array:
-        """What one stage has and the others have zeros for; a sum, in float32 for XLA:CPU."""
-        return _laid_out(jax.lax.psum(x.astype(jnp.float32), STAGES).astype(x.dtype))
+        """What one stage has and the others have zeros for."""
+        return _laid_out(total(x, "layers"))
 
     def _zeros(
         self,
