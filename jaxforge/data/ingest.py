@@ -305,7 +305,7 @@ class _Workers:
         try:
             worker.send(texts)
             tokens: Tokens = worker.recv()
-        except (EOFError, ConnectionError) as error:
+        except (EOFError, OSError) as error:  # OSError: the end came within a message
             raise UserError(
                 "a worker process ended early; if it left no message, it was killed, perhaps for "
                 "want of memory: try fewer --workers"

@@ -87,7 +87,9 @@ def staged(
             for directory in (old, partial):
                 shutil.rmtree(directory, ignore_errors=True)
     except OSError as error:
-        raise UserError(f"cannot write {error.filename or output}: {error.strerror}") from error
+        raise UserError(
+            f"cannot write {error.filename or output}: {error.strerror or error}"
+        ) from error
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -299,3 +300,15 @@ def test_a_killed_worker_is_an_error(command, tmp_path):
     assert process.returncode == 2
     assert "error: a worker process ended early" in shown
     assert "what is finished stays in" in shown
+
+
+def die_within_a_message(connection, *_):
+    connection.recv()
+    os.write(connection.fileno(), struct.pack("!i", 100) + b"a part")
+
+
+@pytest.mark.processes
+def test_a_worker_killed_within_its_answer_is_an_error(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(ingest, "_work", die_within_a_message)
+    with pytest.raises(UserError, match="a worker process ended early"):
+        run(corpus, tmp_path / "out", "--workers", "2")
