@@ -9,8 +9,9 @@ import jax
 from jax.sharding import Mesh
 
 from jaxforge import run_directory
+from jaxforge.checkpoint.find import SUBDIRECTORY, find
 from jaxforge.checkpoint.layer_order import by_layer, by_stage
-from jaxforge.checkpoint.manager import SUBDIRECTORY, Checkpoints, find
+from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError

@@ -6,8 +6,8 @@ checkpoint. `--help` lists every key; `training.exits` lists the exit codes.
 """
 
 import functools
-import itertools
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,10 +17,12 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxforge import run_directory
-from jaxforge.checkpoint.manager import Checkpoints, Source, starting_state
+from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.checkpoint.start import Saved, Source, start_from, starting_state
 from jaxforge.cli import run_main
 from jaxforge.config import help, load, rules, torch_only
 from jaxforge.config.job import JobConfig
+from jaxforge.config.train import TrainConfig
 from jaxforge.data import loader
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, build_model, matmul_precision, parameter_count
@@ -32,15 +34,17 @@ from jaxforge.telemetry.console import add_log_file, banner, human, setup_loggin
 from jaxforge.telemetry.measures import Work
 from jaxforge.telemetry.outlets import check_libraries, open_outlets
 from jaxforge.telemetry.profiler import Profiler
-from jaxforge.telemetry.tracker import Start, Tracker
-from jaxforge.training.evaluation import Evaluator, summary
+from jaxforge.telemetry.tracker import Tracker
+from jaxforge.training.evaluation import Evaluator
 from jaxforge.training.exits import Exit, Signals
 from jaxforge.training.exporting import Exporter
 from jaxforge.training.hooks import Hook, HookRunner
 from jaxforge.training.loop import Trainer
 from jaxforge.training.progress import Progress
+from jaxforge.training.rollback import Rollback
 from jaxforge.training.state import TrainState
 from jaxforge.training.step import Batch, Controls, TrainStep, make_train_step
+from jaxforge.training.validation import Validations
 
 log = logging.getLogger("jaxforge.train")  # not __name__, which is __main__ under `python -m`
 
@@ -48,7 +52,7 @@ log = logging.getLogger("jaxforge.train")  # not __name__, which is __main__ und
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, returns the exit code."""
     config = parse_command_line(sys.argv[1:] if argv is None else argv)
-    return 0 if config is None else run(config).value
+    return 0 if config is None else run(config).code
 
 
 def parse_command_line(argv: Sequence[str]) -> JobConfig | None:
@@ -95,6 +99,9 @@ def run(config: JobConfig, hooks: Sequence[Hook] = ()) -> Exit:
             reason = trainer.train(signals)
         finally:
             trainer.close(reason)
+    if signals.left_work:  # the compiler must not find the process half gone
+        logging.shutdown()
+        os._exit(reason.code)
     return reason
 
 
@@ -118,22 +125,27 @@ def build(config: JobConfig, mesh: Mesh, hooks: HookRunner, console: Console) ->
     state, progress = starting_state(config, checkpoints, model, optimizer, mesh, _open_foreign)
     progress.run_id = config.metrics.wandb_run_id or progress.run_id
     samples = config.train.microbatch_size(data_parallel_size(mesh)) * config.train.grad_accum_steps
-    evaluate = _evaluation(config, mesh, model, eval_data) if eval_data else None
+    validations = _validations(config, mesh, model, eval_data) if eval_data else None
     _announce(console, config, model, mesh, samples)
     tracker = _tracker(console, config, progress, samples * config.train.seq_len)
-    remaining = max(0, config.train.max_steps - progress.step)
-    batches = loader.training_batches(config, mesh, dataset, progress.samples, remaining)
     step = make_train_step(model, optimizer, config, mesh, keep_gradients=hooks.needs_gradients)
-    train_step, batches = _compile(step, state, batches, flags) if remaining else (step, batches)
+
+    def open_batches(place: Progress) -> Iterator[Batch]:
+        remaining = config.train.max_steps - place.step
+        return loader.training_batches(config, mesh, dataset, place.samples, remaining)
+
+    def restore(step: int) -> tuple[TrainState, Progress]:
+        return start_from(Saved(checkpoints, step), model, optimizer, mesh)
+
     return Trainer(
         config=config,
         state=state,
         progress=progress,
-        train_step=train_step,
-        batches=batches,
-        samples_per_step=samples,
-        evaluate=evaluate,
+        lower_step=functools.partial(_lower, step, flags),
+        open_batches=open_batches,
+        validations=validations,
         checkpoints=checkpoints,
+        rollback=_rollback(config.train, checkpoints, restore),
         tracker=tracker,
         profiler=profiler,
         hooks=hooks,
@@ -161,33 +173,38 @@ def _exporting(config: JobConfig) -> list[Hook]:
     return [Exporter(config.checkpoint)] if wanted else []
 
 
-def _compile(
-    step: jax.stages.Wrapped,
-    state: TrainState,
-    batches: Iterator[Batch],
-    flags: dict[str, Option],
-) -> tuple[TrainStep, Iterator[Batch]]:
+def _lower(
+    step: jax.stages.Wrapped, flags: dict[str, Option], state: TrainState, batch: Batch
+) -> Callable[[], TrainStep]:
     """The step as one executable, made before the first step: it can never be compiled twice."""
-    first = next(batches)
-    compiled = compilation.compile_step(step.lower(state, first, Controls()), flags)
-    return compiled, itertools.chain([first], batches)
+    lowered = step.lower(state, batch, Controls())
+    return lambda: compilation.compile_step(lowered, flags)
 
 
-def _evaluation(
+def _rollback(
+    config: TrainConfig,
+    checkpoints: Checkpoints,
+    restore: Callable[[int], tuple[TrainState, Progress]],
+) -> Rollback | None:
+    wanted = "rollback" in (config.on_nonfinite, config.on_spike)
+    return Rollback(checkpoints, restore, config.max_rollbacks) if wanted else None
+
+
+def _validations(
     config: JobConfig, mesh: Mesh, model: Model, datasets: dict[str, loader.Dataset]
-) -> Callable[[TrainState], dict[str, float]]:
+) -> Validations:
     tokenizer = run_directory.find_tokenizer(Path(config.checkpoint.dir))
     evaluator = Evaluator(config, mesh, model, datasets, tokenizer)
     evaluator.check_reports(config.checkpoint.best_metric)
-    return lambda state: summary(evaluator(state.params, config.eval.steps))
+    return Validations(evaluator, config.eval.steps)
 
 
 def _tracker(
     console: Console, config: JobConfig, progress: Progress, tokens_per_step: int
 ) -> Tracker:
     outlets = open_outlets(console, config, progress.run_id, progress.step)
-    start = Start(progress.step, progress.tokens, progress.skipped)
-    return Tracker(outlets, Work.of(config, tokens_per_step), start, config.train.max_steps)
+    work = Work.of(config, tokens_per_step)
+    return Tracker(outlets, work, progress.step, config.train.max_steps)
 
 
 def _announce(console: Console, config: JobConfig, model: Model, mesh: Mesh, samples: int) -> None:

@@ -12,6 +12,7 @@ from jaxforge.model.transformer import Model, build_model
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import batch_sharding
+from jaxforge.training.progress import Progress
 from jaxforge.training.state import TrainState, init_state, state_shardings
 from jaxforge.training.step import Controls, make_train_step
 
@@ -58,6 +59,12 @@ def setup(config: JobConfig, **options) -> Setup:
     return Setup(
         config, mesh, model, optimizer, make_train_step(model, optimizer, config, mesh, **options)
     )
+
+
+def progress_of(state: TrainState) -> Progress:
+    """The host's counters of a state."""
+    counts = {name: int(count) for name, count in state.counts._asdict().items()}
+    return Progress(step=int(state.step), **counts)
 
 
 def with_random_biases(params, seed: int = 0):

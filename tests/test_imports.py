@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = {
     "errors": set(),
     "cli": {"errors"},
+    "wide_count": set(),
     "config": {"errors"},
     "parallel": {"errors", "config"},
     "data": {"errors", "config", "parallel"},
@@ -19,7 +20,7 @@ LAYERS = {
     "optim": {"errors", "config", "model"},
     "pipeline": {"errors", "cli", "parallel"},
     "training": {"errors", "config", "parallel", "model", "optim", "pipeline", "data",
-                 "checkpoint", "telemetry"},
+                 "checkpoint", "telemetry", "wide_count"},
     "checkpoint": {"errors", "config", "parallel", "model", "training"},
     "telemetry": {"errors", "config"},
     "run_directory": {"errors", "config", "data"},

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from jaxforge.checkpoint.manager import has_run
+from jaxforge.checkpoint.find import has_run
 from jaxforge.config.job import JobConfig
 from jaxforge.config.load import load_config, make_config
 from jaxforge.errors import UserError

@@ -19,7 +19,8 @@ import tensorstore as ts
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxforge.checkpoint import layout
-from jaxforge.checkpoint.manager import Checkpoints, find
+from jaxforge.checkpoint.find import find
+from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
@@ -67,7 +68,7 @@ def open_orbax(path: Path) -> tuple[Held, JobConfig]:
         elif section == "optimizer":
             scalars[rest] = leaf.all()
         elif section == "guard":
-            guard[rest] = int(leaf.all())
+            guard[rest] = leaf.all()
     held = Held(params, moments or None, scalars, Progress.from_json(progress), guard)
     return held, config
 
@@ -166,12 +167,12 @@ class _StagedHandler(ocp.type_handlers.NumpyHandler):
 def _leaves(held: Held) -> dict[str, Lazy]:
     assert held.progress is not None
     skipped = held.progress.skipped
-    guard = {"total": skipped, "consecutive": 0} | dict(held.guard)
+    guard = GuardState.fresh(skipped)._asdict() | dict(held.guard)
     assert guard.keys() == set(GuardState._fields)
     scalars = {
         "step": np.int32(held.progress.step),
         **{f"optimizer.{name}": value for name, value in held.scalars.items()},
-        **{f"guard.{name}": np.int32(value) for name, value in guard.items()},
+        **{f"guard.{name}": np.asarray(value) for name, value in guard.items()},
     }
     leaves = {name: of_array(np.asarray(value)) for name, value in scalars.items()}
     leaves |= {f"params.{name}": tensor for name, tensor in stacked(held.params).items()}

@@ -16,7 +16,7 @@ from jaxforge.checkpoint import layout
 from jaxforge.config.job import JobConfig
 from jaxforge.training.guard import GuardState
 from jaxforge.training.progress import Progress
-from jaxforge.training.state import TrainState
+from jaxforge.training.state import TrainState, with_counts
 from torch_compat import checkpoints
 from torch_compat.dcp_state import Options
 from torch_compat.lazy import Index, Lazy
@@ -61,17 +61,14 @@ class Foreign:
             name: _scalar(value, tree["optimizer"][name])
             for name, value in self.held.scalars.items()
         }
-        guard = GuardState(
-            consecutive=_scalar(0, like.guard.consecutive),
-            total=_scalar(progress.skipped, like.guard.total),
-        )
+        guard = jax.tree.map(_scalar, GuardState.fresh(progress.skipped), like.guard)
         tree = {
             "step": _scalar(progress.step, like.step),
             "params": self.restore_params(like.params),
             "optimizer": {**fields, **scalars},
             "guard": guard._asdict(),
         }
-        return layout.from_tree(tree, like), progress
+        return with_counts(layout.from_tree(tree, like), progress), progress
 
     def restore_params(self, like: PyTree) -> PyTree:
         """The parameters alone."""

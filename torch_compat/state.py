@@ -42,7 +42,7 @@ class Held:
             where the checkpoint has no optimizer.
         scalars: the optimizer's other fields ("updates", ...).
         progress: where the run stands; None where the checkpoint does not say.
-        guard: counts of bad steps.
+        guard: counts of bad steps, and normal losses.
         settings: what the checkpoint says of its optimizer and schedule ("lr", "betas", ...).
         dialect: whose names it had.
         notes: what the user should know.
@@ -52,7 +52,7 @@ class Held:
     moments: Mapping[str, Tensors] | None = None
     scalars: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     progress: Progress | None = None
-    guard: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    guard: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     dialect: str = "jaxforge"
     notes: tuple[str, ...] = ()

@@ -4,7 +4,9 @@
     params/...              parameters, by module and name
     optimizer/updates       updates made
     optimizer/mu, nu/...    moments (`optim`), each a tree like params or a part of it
-    guard/...               counts of bad steps
+    guard/...               counts of bad steps, losses of good ones
+
+The counts of samples and tokens are in `progress`, the JSON beside the arrays.
 
 Nothing here depends on how the optimizer is chained, and no Python class is needed to read it.
 """
@@ -33,12 +35,13 @@ def to_tree(state: TrainState) -> Tree:
 
 
 def from_tree(tree: Tree, like: TrainState) -> TrainState:
-    """The state whose optimizer is chained as in `like`."""
+    """The state whose optimizer is chained as in `like`, with the counts of `like`."""
     return TrainState(
         step=tree["step"],
         params=tree["params"],
         opt_state=optax.tree.set(like.opt_state, **tree["optimizer"]),
         guard=GuardState(**tree["guard"]),
+        counts=like.counts,
     )
 
 

@@ -5,38 +5,29 @@ temporary name and renames), so the newest name is always a whole checkpoint.
 """
 
 import contextlib
-import dataclasses
-import functools
+import json
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import optax
 import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict
-from jax.sharding import Mesh
 from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxforge.checkpoint import layout
-from jaxforge.checkpoint.layer_order import by_layer, by_stage
+from jaxforge.checkpoint.find import PREFIX, SUBDIRECTORY, check_ours
+from jaxforge.checkpoint.layer_order import by_layer
 from jaxforge.config.checkpoint import CheckpointConfig
-from jaxforge.config.job import JobConfig
 from jaxforge.errors import StorageError, UserError
-from jaxforge.model.transformer import Model
 from jaxforge.parallel.stages import Stack
-from jaxforge.training.guard import GuardState
 from jaxforge.training.progress import Progress
-from jaxforge.training.state import TrainState, abstract_state, init_state, state_from
+from jaxforge.training.state import TrainState, with_counts
 
 log = logging.getLogger(__name__)
-
-SUBDIRECTORY = "checkpoints"
-_PREFIX = "step"
 
 
 class Checkpoints:
@@ -67,12 +58,12 @@ class Checkpoints:
         self._config, self._axes, self._resolved = config, axes, resolved_config
         self._stack = stack
         self._saved: int | None = None
-        _check_ours(self.directory)
+        check_ours(self.directory)
         self._manager = ocp.CheckpointManager(
             self.directory,
             handler_registry=_handlers(arrays),
             options=ocp.CheckpointManagerOptions(
-                step_prefix=_PREFIX,
+                step_prefix=PREFIX,
                 cleanup_tmp_directories=not read_only,
                 create=not read_only,
                 read_only=read_only,
@@ -128,6 +119,31 @@ class Checkpoints:
         """The newest durable step."""
         return self._manager.latest_step()
 
+    def steps(self) -> list[int]:
+        """The durable steps, in order."""
+        return sorted(self._manager.all_steps())
+
+    def discard_after(self, step: int) -> None:
+        """Removes every later checkpoint, so that its place is free for another."""
+        self.wait()
+        for later in self.steps():
+            if later > step:
+                self._manager.delete(later)
+        self._saved = step
+
+    def amend(self, progress: Progress) -> None:
+        """Replaces the progress of a durable step, whose arrays stay as they are.
+
+        For what ends after the save, as an evaluation that was stopped and resumed.
+        """
+        self.wait()
+        path = self.path(progress.step) / "progress" / "metadata"
+        if jax.process_index() == 0:
+            with self._naming_failure():
+                new = path.with_name(f".{path.name}.new")
+                new.write_text(json.dumps(progress.to_json()))
+                new.replace(path)
+
     def restore(self, like: TrainState, step: int) -> tuple[TrainState, Progress]:
         """State and progress of a step.
 
@@ -149,7 +165,8 @@ class Checkpoints:
                 ),
             )
         self._saved = step
-        return layout.from_tree(restored.state, like), Progress.from_json(restored.progress)
+        progress = Progress.from_json(restored.progress)
+        return with_counts(layout.from_tree(restored.state, like), progress), progress
 
     def progress(self, step: int) -> Progress:
         """The host's counters at a step."""
@@ -180,7 +197,7 @@ class Checkpoints:
 
     def path(self, step: int) -> Path:
         """The directory of a step."""
-        return self.directory / f"{_PREFIX}_{step}"
+        return self.directory / f"{PREFIX}_{step}"
 
     def wait(self) -> None:
         """Returns when every save that was started is durable.
@@ -242,169 +259,6 @@ class Checkpoints:
             ) from error
 
 
-class Source(Protocol):
-    """A checkpoint that a run can start from."""
-
-    @property
-    def name(self) -> str:
-        """What it is, for the log."""
-        ...
-
-    @property
-    def has_optimizer(self) -> bool:
-        """Whether it holds more than weights."""
-        ...
-
-    def progress(self) -> Progress:
-        """Where its run stands; at the beginning, if it holds weights alone."""
-        ...
-
-    def restore(self, like: TrainState) -> tuple[TrainState, Progress]:
-        """State and progress, laid out as in `like`."""
-        ...
-
-    def restore_params(self, like: PyTree) -> PyTree:
-        """The parameters alone."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """A step of a run of ours, as a `Source`."""
-
-    checkpoints: Checkpoints
-    step: int
-
-    @property
-    def name(self) -> str:
-        """The step and its run."""
-        return f"step {self.step} of {self.checkpoints.directory.parent}"
-
-    @property
-    def has_optimizer(self) -> bool:
-        """Whether it holds more than weights: what `torch_compat` imports may not."""
-        return self.checkpoints.has_optimizer(self.step)
-
-    def progress(self) -> Progress:
-        """Where its run stands."""
-        return self.checkpoints.progress(self.step)
-
-    def restore(self, like: TrainState) -> tuple[TrainState, Progress]:
-        """State and progress."""
-        return self.checkpoints.restore(like, self.step)
-
-    def restore_params(self, like: PyTree) -> PyTree:
-        """The parameters alone."""
-        return self.checkpoints.restore_params(like, self.step)
-
-
-def starting_state(
-    config: JobConfig,
-    checkpoints: Checkpoints,
-    model: Model,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
-    open_foreign: Callable[[str, JobConfig], Source] | None = None,
-) -> tuple[TrainState, Progress]:
-    """Where a run starts: its own newest checkpoint, else `checkpoint.load_path`, else anew.
-
-    A checkpoint of weights alone starts at step 0. `checkpoint.exclude_from_loading` keeps parts of
-    `load_path` out: "optimizer" starts with fresh moments and schedule, "progress" counts steps and
-    data from 0.
-
-    Args:
-        config: a validated config.
-        checkpoints: the run's own.
-        model: the model.
-        optimizer: the optimizer.
-        mesh: where the state is to lie.
-        open_foreign: opens a `load_path` that is no run of ours; None refuses such.
-    """
-    if (step := checkpoints.latest()) is not None:
-        return _start(Saved(checkpoints, step), model, optimizer, mesh)
-    if not config.checkpoint.load_path:
-        return init_state(model, optimizer, mesh, config.train.seed), Progress()
-    load_path = config.checkpoint.load_path  # a URL, perhaps
-    with contextlib.ExitStack() as stack:
-        source: Source
-        if open_foreign is None or has_run(Path(load_path)):
-            run, step = find(Path(load_path))
-            theirs = Checkpoints(run, config.checkpoint, read_only=True)
-            stack.callback(theirs.close)
-            source = Saved(theirs, step)
-        else:
-            source = open_foreign(load_path, config)
-        excluded = config.checkpoint.exclude_from_loading
-        state, progress = _start(source, model, optimizer, mesh, excluded)
-    return state, dataclasses.replace(progress, run_id=Progress().run_id)
-
-
-def _start(
-    source: Source,
-    model: Model,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
-    excluded: Collection[str] = (),
-) -> tuple[TrainState, Progress]:
-    like = abstract_state(model, optimizer, mesh)
-    wanted = by_layer(like, model.stack)
-    if source.has_optimizer and "optimizer" not in excluded:
-        log.info("resuming from %s", source.name)
-        state, progress = source.restore(wanted)
-        state = by_stage(state, model.stack, like)
-    else:
-        log.info("starting with the weights of %s", source.name)
-        params = by_stage(source.restore_params(wanted.params), model.stack, like.params)
-        state = state_from(params, model, optimizer, mesh)
-        progress = source.progress()
-        state = _at(state, progress)
-    if "progress" in excluded:
-        return _at(state, Progress()), Progress()
-    return state, progress
-
-
-def _at(state: TrainState, progress: Progress) -> TrainState:
-    """The state as of another place in the run."""
-    count = functools.partial(jnp.asarray, dtype=state.step.dtype)
-    counts = jax.device_put(
-        (count(progress.step), count(progress.skipped), count(0)), state.step.sharding
-    )
-    step, skipped, none = counts
-    return dataclasses.replace(state, step=step, guard=GuardState(none, skipped))
-
-
-def has_run(path: Path) -> bool:
-    """Whether a path means a run of ours, or one of its checkpoints."""
-    try:
-        run, step = find(path)
-    except UserError:
-        return False
-    # KempnerForge's steps have the same names.
-    return (run / SUBDIRECTORY / f"{_PREFIX}_{step}" / "state").is_dir()
-
-
-def find(path: Path) -> tuple[Path, int]:
-    """The run directory and step that a path to a run, or to one of its checkpoints, means.
-
-    Raises:
-        UserError: there is no checkpoint.
-    """
-    path = path.absolute()
-    name, _, number = path.name.rpartition("_")
-    if name == _PREFIX and number.isdigit() and path.parent.name == SUBDIRECTORY:
-        run, steps = path.parent.parent, [int(number)] if path.is_dir() else []
-    else:
-        run = path.parent if path.name == SUBDIRECTORY else path
-        found = (run / SUBDIRECTORY).glob(f"{_PREFIX}_*")
-        steps = [int(n) for p in found if (n := p.name.removeprefix(f"{_PREFIX}_")).isdigit()]
-    if not steps:
-        raise UserError(
-            f"no checkpoint at {path}: expected a run directory with "
-            f"{SUBDIRECTORY}/{_PREFIX}_<n>, or one such checkpoint"
-        )
-    return run, max(steps)
-
-
 def _handlers(
     arrays: ocp.PyTreeCheckpointHandler | None,
 ) -> ocp.handlers.DefaultCheckpointHandlerRegistry:
@@ -419,20 +273,6 @@ def _handlers(
         for item in ("progress", "config"):
             registry.add(item, args, json)
     return registry
-
-
-def _check_ours(directory: Path) -> None:
-    """Checkpoints of PyTorch may have the same names; they must not be swept away with old ones.
-
-    Raises:
-        UserError: there are such.
-    """
-    for step in directory.glob(f"{_PREFIX}_*"):
-        if (step / ".metadata").exists() or (step / "pp0").is_dir():
-            raise UserError(
-                f"{step} is a checkpoint of PyTorch: give another checkpoint.dir, and "
-                f"checkpoint.load_path = {str(directory)!r} to go on from there"
-            )
 
 
 def _preservation(config: CheckpointConfig) -> policies.PreservationPolicy:

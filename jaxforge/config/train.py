@@ -64,9 +64,25 @@ class TrainConfig(Section):
     grad_sync: Literal["update", "microbatch"] = "update"
     """Reduce gradients once per update, or per microbatch: more traffic for less memory."""
     on_nonfinite: Literal["skip", "stop", "warn", "rollback"] = "skip"
-    """What to do about an update whose loss or gradient is not finite."""
+    """What to do about an update whose loss or gradient is not finite; see docs/reliability.md."""
+    on_spike: Literal["off", "skip", "stop", "warn", "rollback"] = "off"
+    """What to do about an update whose loss is far above those before it."""
+    spike_threshold: PositiveFloat = 10.0
+    """A loss is a spike so many (robust) standard deviations above the median of good ones."""
+    spike_warmup: PositiveInt = 100
+    """Good updates before which no loss is a spike."""
     nan_consecutive_max: PositiveInt = 10
-    """So many non-finite updates in a row end the run."""
+    """So many skipped updates in a row end the run, or roll it back."""
+    max_rollbacks: NonNegativeInt = 3
+    """Rollbacks of the whole run after which the next one ends it."""
+    rerun_bad_steps: bool = False
+    """Run a skipped update again, to tell whose fault it is; the host then waits for each step."""
+    iterations_to_skip: tuple[PositiveInt, ...] = ()
+    """Updates, counted from 1, whose batch is drawn and left out."""
+    exit_interval: NonNegativeInt = 0
+    """The run stops, to be continued, after steps that are a multiple of it; 0 never."""
+    exit_duration_in_mins: PositiveFloat | None = None
+    """The run stops, to be continued, after so many minutes of training."""
     shutdown_timeout_sec: NonNegativeFloat = 600.0
     """Seconds from a termination signal to a forced exit."""
     nccl_health_check_interval: NonNegativeInt = 0

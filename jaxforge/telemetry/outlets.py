@@ -54,6 +54,15 @@ class Outlet:
         else:
             self._failures = 0
 
+    def rewind(self, step: int) -> None:
+        """Tells the sink that the run goes on from an earlier step."""
+        try:
+            if self._sink is not None:
+                self._sink.rewind(step)
+        except Exception as error:
+            self._failures += 1
+            self._tell(error)
+
     def close(self) -> None:
         """Closes the sink; what comes afterwards is dropped."""
         sink, self._sink = self._sink, None

@@ -19,6 +19,9 @@ class Sink(Protocol):
     def write(self, step: int, metrics: Metrics) -> None:
         """Takes the metrics of one logged step, or of one evaluation."""
 
+    def rewind(self, step: int) -> None:
+        """The run goes on from an earlier step, and what follows is of the steps after it."""
+
     def close(self) -> None:
         """Flushes."""
 
@@ -36,9 +39,8 @@ class JsonlSink:
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
-        self._file.truncate(_end_of_step(path, resumed_step))
-        self._file.seek(0, os.SEEK_END)
+        self._path, self._file = path, path.open("ab")
+        self.rewind(resumed_step)
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Appends one line and hands it to the operating system."""
@@ -46,6 +48,11 @@ class JsonlSink:
         line = json.dumps({"step": step, "time": round(time.time(), 3), **finite})
         self._file.write(line.encode() + b"\n")
         self._file.flush()
+
+    def rewind(self, step: int) -> None:
+        """Drops the lines of later steps."""
+        self._file.truncate(_end_of_step(self._path, step))
+        self._file.seek(0, os.SEEK_END)
 
     def close(self) -> None:
         """Makes it durable."""
@@ -77,6 +84,9 @@ class LineSink:
         self._console.print(format_line(step, metrics), markup=False, highlight=False,
                             soft_wrap=True)  # fmt: skip
 
+    def rewind(self, step: int) -> None:
+        """Nothing to do."""
+
     def close(self) -> None:
         """Nothing to do."""
 
@@ -102,6 +112,10 @@ class LiveSink:
             self._progress.console.print(format_line(step, metrics), markup=False, highlight=False)
             return
         self._progress.update(self._task, completed=step, shown=_describe(metrics, " "))
+
+    def rewind(self, step: int) -> None:
+        """Moves the bar back."""
+        self._progress.update(self._task, completed=step)
 
     def close(self) -> None:
         """Leaves the last state on the screen."""

@@ -38,11 +38,8 @@ class TensorBoardSink:
                 f"metrics.tensorboard_dir: {directory}: {error.strerror}; name a directory that "
                 "can be written"
             ) from error
-        start = SessionLog(status=SessionLog.START)
-        self._file.write_event(
-            Event(wall_time=time.time(), step=resumed_step + 1, session_log=start)
-        )
-        self._file.flush()
+        self._start = SessionLog(status=SessionLog.START)
+        self.rewind(resumed_step)
 
     def write(self, step: int, metrics: Metrics) -> None:
         """One event with a scalar per metric, on its way to the disk when this returns."""
@@ -51,6 +48,12 @@ class TensorBoardSink:
         ]
         summary = self._summary(value=values)
         self._file.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
+        self._file.flush()
+
+    def rewind(self, step: int) -> None:
+        """Has TensorBoard forget what was written of later steps."""
+        event = self._event(wall_time=time.time(), step=step + 1, session_log=self._start)
+        self._file.write_event(event)
         self._file.flush()
 
     def close(self) -> None:

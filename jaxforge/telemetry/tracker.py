@@ -18,20 +18,6 @@ from jaxforge.telemetry.outlets import Outlet
 from jaxforge.telemetry.sinks import Metrics
 
 
-class Start(NamedTuple):
-    """Where a run goes on from.
-
-    Attributes:
-        step: steps attempted.
-        tokens: tokens of applied updates.
-        skipped: steps whose update was not applied.
-    """
-
-    step: int = 0
-    tokens: int = 0
-    skipped: int = 0
-
-
 class _Launched(NamedTuple):
     step: int
     metrics: dict[str, Array]
@@ -52,14 +38,14 @@ class Tracker:
     Args:
         outlets: where metrics go; the same on every process.
         work: what an update takes.
-        start: where the run goes on from.
+        start: the step that the run goes on from.
         last_step: `train.max_steps`.
 
     Attributes:
         consecutive_bad: bad steps in a row, as of the last metrics fetched.
     """
 
-    def __init__(self, outlets: Sequence[Outlet], work: Work, start: Start, last_step: int) -> None:
+    def __init__(self, outlets: Sequence[Outlet], work: Work, start: int, last_step: int) -> None:
         self._outlets, self._work, self._start, self._last_step = outlets, work, start, last_step
         self.consecutive_bad = 0
         self._latest: _Launched | None = None
@@ -71,7 +57,7 @@ class Tracker:
 
     def start_clock(self) -> None:
         """Starts timing here: set-up and compilation are not steps."""
-        self._fetched = _Mark(self._start.step, self._clock(), self._waited)
+        self._fetched = _Mark(self._start, self._clock(), self._waited)
         self._written = [self._fetched] * len(self._outlets)
 
     @contextlib.contextmanager
@@ -91,12 +77,20 @@ class Tracker:
     def flush(self) -> None:
         """Logs the latest step now where it is due, waiting for the device."""
         if self._latest is not None and (due := self._due(self._latest.step)):
-            self._log_latest(self._latest, self._latest.step, due)
+            self._log_latest(self._latest, due)
 
-    def log_latest(self, step: int) -> None:
-        """Logs the metrics of the latest step everywhere, due or not, as those of `step`."""
+    def log_latest(self) -> None:
+        """Logs the metrics of the latest step everywhere, due or not."""
         if self._latest is not None:
-            self._log_latest(self._latest, step, range(len(self._outlets)))
+            self._log_latest(self._latest, range(len(self._outlets)))
+
+    def rewind(self, step: int) -> None:
+        """Goes on from an earlier step: what was logged of later ones gives way to what comes."""
+        self._latest, self._start, self.consecutive_bad = None, step, 0
+        self._losses.clear()
+        for outlet in self._outlets:
+            outlet.rewind(step)
+        self.start_clock()
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Writes to every outlet."""
@@ -127,12 +121,15 @@ class Tracker:
         everywhere = step in (1, self._last_step)
         return [i for i, outlet in enumerate(self._outlets) if everywhere or outlet.due(step)]
 
-    def _log_latest(self, latest: _Launched, step: int, outlets: Sequence[int]) -> None:
+    def _log_latest(self, latest: _Launched, outlets: Sequence[int]) -> None:
         values, fetched = jax.device_get((latest.metrics, list(self._losses)))
         losses = [float(loss) for loss in fetched]
         self._latest = None
         self._losses.clear()
         self.consecutive_bad = int(values["consecutive"])
+        step = int(values["step"])  # where the state stands still, behind the one launched
+        if step == self._fetched.step:
+            return
         since, now = self._fetched, _Mark(step, self._clock(), latest.waited)
         self._fetched = now
         speed = self._work.speed(_seconds_per_step(since, now))
@@ -140,7 +137,7 @@ class Tracker:
             "train/loss": losses[-1],
             "train/grad_norm": float(values["grad_norm"]),
             "train/lr": float(values["lr"]),
-            "train/tokens": self._tokens(step, int(values["skipped"])),
+            "train/tokens": float(int(values["counts"].tokens)),
             "train/skipped_steps": float(values["skipped"]),
             **self._smoothed.update(losses, _steps(since, now), speed),
             **memory(jax.local_devices()),
@@ -154,19 +151,15 @@ class Tracker:
         speed = self._work.speed(_seconds_per_step(since, now))
         return {**speed, "train/data_wait_sec": (now.waited - since.waited) / _steps(since, now)}
 
-    def _tokens(self, step: int, skipped: int) -> float:
-        applied = (step - self._start.step) - (skipped - self._start.skipped)
-        return float(self._start.tokens + applied * self._work.tokens)
-
     def _clock(self) -> float:
         return time.perf_counter() - self._paused
 
 
-_FETCHED = ("grad_norm", "lr", "skipped", "consecutive")
+_FETCHED = ("grad_norm", "lr", "step", "counts", "skipped", "consecutive")
 
 
 def _steps(since: _Mark, now: _Mark) -> int:
-    return max(1, now.step - since.step)  # a run that gave up stands at an earlier step
+    return max(1, now.step - since.step)
 
 
 def _seconds_per_step(since: _Mark, now: _Mark) -> float:

@@ -52,6 +52,9 @@ class WandbSink:
         """Hands the metrics to W&B's own process."""
         self._run.log(metrics, step=step)
 
+    def rewind(self, step: int) -> None:
+        """Nothing can be done: W&B goes on where the run passes the step that it was at."""
+
     def close(self) -> None:
         """Ends the run in W&B, waiting a minute at most for what is still to be sent."""
         self._run.finish()

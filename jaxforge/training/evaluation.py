@@ -52,11 +52,13 @@ class SetSums(NamedTuple):
         nats: Σ -log p(label).
         tokens: how many.
         n_bytes: bytes of text that they stand for; None where that is not known.
+        batches: how many batches they are of.
     """
 
-    nats: float
-    tokens: int
-    n_bytes: int | None
+    nats: float = 0.0
+    tokens: int = 0
+    n_bytes: int | None = 0
+    batches: int = 0
 
     def metrics(self) -> dict[str, float]:
         """`loss`, `perplexity` and, where bytes are known, `bits_per_byte`; NaN without tokens."""
@@ -67,6 +69,8 @@ class SetSums(NamedTuple):
             metrics["bits_per_byte"] = bits / self.n_bytes if self.n_bytes else math.nan
         return metrics
 
+
+_NOTHING = SetSums()
 
 EvalStep = Callable[[Params, Batch, Int[Array, "v"]], BatchSums]
 
@@ -116,13 +120,18 @@ class Evaluator:
             for name, dataset in datasets.items()
         }
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The sets."""
+        return tuple(self._datasets)
+
     def __call__(self, params: Params, steps: int | None = None) -> dict[str, SetSums]:
         """Sums of each set over its first `steps` batches, or the whole of it."""
-        return {name: self._evaluate(params, name, steps) for name in self._datasets}
+        return {name: self.evaluate(params, name, steps)[0] for name in self._datasets}
 
     def check_reports(self, metric: str) -> None:
         """Raises UserError if `metric` is one that these sets cannot give."""
-        sums = {name: SetSums(0.0, 0, 0 if known else None)
+        sums = {name: SetSums(n_bytes=0 if known else None)
                 for name, known in self._has_bytes.items()}  # fmt: skip
         if metric not in (known := summary(sums)):
             raise UserError(
@@ -131,13 +140,35 @@ class Evaluator:
                 f"one of {', '.join(known)}"
             )
 
-    def _evaluate(self, params: Params, name: str, steps: int | None) -> SetSums:
+    def evaluate(
+        self,
+        params: Params,
+        name: str,
+        steps: int | None,
+        begun: SetSums = _NOTHING,
+        stop: Callable[[], object] = lambda: False,
+    ) -> tuple[SetSums, bool]:
+        """Sums of one set.
+
+        Args:
+            params: the parameters.
+            name: the set.
+            steps: how many of its batches; None for all.
+            begun: the sums of the batches that were evaluated before.
+            stop: asked after each batch whether to stop there.
+
+        Returns:
+            The sums, and whether they are those of all the batches.
+        """
         batches = eval_batches(self._config, self._mesh, self._datasets[name])
         sums: list[BatchSums] = []
-        for batch in itertools.islice(batches, steps):
+        stopped = False
+        for batch in itertools.islice(batches, begun.batches, steps):
+            if stopped := bool(stop()):
+                break
             sums.append(self._step(params, batch, self._byte_lengths))
             jax.block_until_ready(sums[-2:][0])  # or all batches would pile up on the devices
-        return _add_up(sums, has_bytes=self._has_bytes[name])
+        return _add_up(begun, sums, has_bytes=self._has_bytes[name]), not stopped
 
 
 def summary(sets: Mapping[str, SetSums]) -> dict[str, float]:
@@ -147,9 +178,10 @@ def summary(sets: Mapping[str, SetSums]) -> dict[str, float]:
 
 def together(sets: Iterable[SetSums]) -> SetSums:
     """The sums of several sets: every token counts alike."""
-    nats, tokens, n_bytes = zip(*sets, strict=True)
+    nats, tokens, n_bytes, batches = zip(*sets, strict=True)
     known = [count for count in n_bytes if count is not None]
-    return SetSums(sum(nats), sum(tokens), sum(known) if len(known) == len(n_bytes) else None)
+    all_bytes = sum(known) if len(known) == len(n_bytes) else None
+    return SetSums(sum(nats), sum(tokens), all_bytes, sum(batches))
 
 
 def _summary(sets: Mapping[str, SetSums]) -> Iterator[tuple[str, float]]:
@@ -160,11 +192,18 @@ def _summary(sets: Mapping[str, SetSums]) -> Iterator[tuple[str, float]]:
             yield f"eval/{name}/{key}", value
 
 
-def _add_up(batches: list[BatchSums], *, has_bytes: bool) -> SetSums:
-    """Adds in float64, once all batches are on their way: float32 would lose tokens."""
-    host = [np.array(column, np.float64) for column in zip(*jax.device_get(batches), strict=True)]
-    nats, tokens, n_bytes = (column.sum() for column in host)
-    return SetSums(float(nats), int(tokens), int(n_bytes) if has_bytes else None)
+def _add_up(begun: SetSums, batches: list[BatchSums], *, has_bytes: bool) -> SetSums:
+    """Adds batch by batch in float64, so that it does not matter where an evaluation was stopped.
+
+    Float32 would lose tokens.
+    """
+    nats, tokens, n_bytes = begun.nats, begun.tokens, begun.n_bytes or 0
+    for batch in jax.device_get(batches):
+        nats += float(batch.nats)
+        tokens += int(batch.tokens)
+        n_bytes += int(batch.n_bytes)
+    count = begun.batches + len(batches)
+    return SetSums(nats, tokens, n_bytes if has_bytes else None, count)
 
 
 def _table(lengths: Int[np.ndarray, "n"] | None, vocab_size: int, mesh: Mesh) -> Int[Array, "v"]:

@@ -1,42 +1,71 @@
 """How a run ends, and the exit codes.
 
-     0  finished: max_steps reached
+     0  finished: max_steps reached, or stopped early by [early_stop]
      1  unexpected error, with a traceback
      2  a mistake in the config, the data or the command line: nothing was lost
-    65  gave up: nan_consecutive_max steps in a row were not finite (EX_DATAERR)
+    16  the machine: a bad step, run again, gave another answer (`train.rerun_bad_steps`)
+    65  gave up: nan_consecutive_max steps in a row were bad, or on_nonfinite = "stop" (EX_DATAERR)
     74  a checkpoint could not be written (disk full, say); those before it are whole (EX_IOERR)
-    75  stopped by SIGTERM or SIGUSR1 after a checkpoint; run again to go on (EX_TEMPFAIL)
+    75  stopped before max_steps, after a checkpoint, by SIGTERM, SIGUSR1, train.exit_interval or
+        train.exit_duration_in_mins; run again to go on (EX_TEMPFAIL)
    130  stopped by Ctrl-C after a checkpoint; run again to go on
 
-A second signal of the same kind ends the process at once, as without this module. If the checkpoint
-takes longer than `train.shutdown_timeout_sec`, the process exits with code 1.
+A signal is answered after the step, and between two batches of an evaluation; while the step is
+compiled and while the loop waits for data it is answered at once. Among several processes the
+answer is agreed on: all of them stop at the same place. A second signal of the same kind ends the
+process at once, as without this module. If the checkpoint takes longer than
+`train.shutdown_timeout_sec`, the process exits with code 1.
 """
 
+import contextlib
 import enum
 import logging
 import os
 import signal
 import threading
+import time
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.experimental import multihost_utils
 
+from jaxforge.config.train import TrainConfig
+
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Exit(enum.Enum):
-    """Why the loop ended; the value is the exit code."""
+    """Why the loop ended, and with which exit code."""
 
-    COMPLETED = 0
-    NON_FINITE = 65
-    SIGNAL = 75
-    INTERRUPT = 130
+    COMPLETED = "completed", 0
+    EARLY_STOPPED = "stopped early", 0
+    MACHINE = "machine fault", 16
+    NON_FINITE = "gave up", 65
+    SIGNAL = "signal", 75
+    DURATION = "duration", 75
+    INTERVAL = "interval", 75
+    INTERRUPT = "interrupted", 130
+
+    @property
+    def code(self) -> int:
+        """The exit code."""
+        return self.value[1]
+
+
+class Interrupted(BaseException):
+    """A signal came while nothing was under way that would have to be finished first."""
 
 
 class Signals:
-    """SIGTERM, SIGUSR1 and SIGINT turned into a decision that all processes take at one step."""
+    """SIGTERM, SIGUSR1 and SIGINT turned into a decision that all processes take at one place.
+
+    Attributes:
+        left_work: a thread was left behind in compiled code; leave by `os._exit`.
+    """
 
     WATCHED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -46,6 +75,8 @@ class Signals:
         self._timer: threading.Timer | None = None
         self._shared = jax.process_count() > 1
         self._previous: dict[signal.Signals, Any] = {}
+        self._asked = 0
+        self._interruptible = self.left_work = False
 
     def __enter__(self) -> "Signals":
         # Among several processes SIGTERM belongs to JAX's preemption service, which spreads it.
@@ -63,24 +94,112 @@ class Signals:
     def _receive(self, number: int, _: FrameType | None) -> None:
         self._received = signal.Signals(number)
         signal.signal(number, signal.SIG_DFL)
-        log.warning("%s: saving a checkpoint after this step, then exiting", self._received.name)
+        log.warning("%s: saving a checkpoint, then exiting", self._received.name)
         self._timer = threading.Timer(self._timeout, _give_up, [self._timeout])
         self._timer.daemon = True
         self._timer.start()
         if self._shared:
-            os.kill(os.getpid(), signal.SIGTERM)  # to the preemption service: every process stops
+            self.stop_everywhere()
+        elif self._interruptible:
+            raise Interrupted
 
-    def requested(self, step: int) -> Exit | None:
-        """Whether to stop after `step`: the same answer on every process."""
+    def stop_everywhere(self) -> None:
+        """Has every process stop, at the same place."""
+        os.kill(os.getpid(), signal.SIGTERM)  # to JAX's preemption service, or to ourselves
+
+    def requested(self) -> Exit | None:
+        """Whether to stop here: the same answer on every process that asks as often."""
+        self._asked += 1
         if self._shared:
-            if not multihost_utils.reached_preemption_sync_point(step):
+            if not multihost_utils.reached_preemption_sync_point(self._asked):
                 return None
-            return Exit.INTERRUPT if self._received is signal.SIGINT else Exit.SIGNAL
-        if self._received is None:
+        elif self._received is None:
             return None
         return Exit.INTERRUPT if self._received is signal.SIGINT else Exit.SIGNAL
+
+    @property
+    def name(self) -> str:
+        """What was received; SIGTERM, if another process received it."""
+        return (self._received or signal.SIGTERM).name
+
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """A single process leaves what is inside at once when a signal comes.
+
+        Several would have to agree first, and do so at the next `requested`.
+
+        Raises:
+            Interrupted: a signal has come.
+        """
+        self._interruptible = not self._shared
+        try:
+            if self._interruptible and self._received:
+                raise Interrupted
+            yield
+        finally:
+            self._interruptible = False
+
+    def wait_for(self, work: Callable[[], T]) -> T:
+        """Does `work` that may spend minutes in compiled code, where no signal would be seen.
+
+        Raises:
+            Interrupted: a signal has come; the work goes on in a thread that nobody waits for.
+        """
+        results: list[T] = []
+        failures: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                results.append(work())
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        with self.interrupting():
+            thread.start()
+            self.left_work = True
+            thread.join()
+            self.left_work = False
+        if failures:
+            raise failures[0]
+        return results[0]
 
 
 def _give_up(seconds: float) -> None:
     log.error("no checkpoint within train.shutdown_timeout_sec = %g s: exiting", seconds)
     os._exit(1)
+
+
+class Exits:
+    """Whether to stop after a step, in Megatron's order: signal, duration, interval.
+
+    Args:
+        config: the `[train]` section.
+        signals: those of this process.
+    """
+
+    def __init__(self, config: TrainConfig, signals: Signals) -> None:
+        self._config, self._signals = config, signals
+        self._began = time.monotonic()
+
+    def requested(self, step: int) -> Exit | None:
+        """Why to stop after `step`, said in the log; the same on every process."""
+        if stop := self._signals.requested():
+            _say(f"exiting program after receiving {self._signals.name}.")
+            return stop
+        minutes = (time.monotonic() - self._began) / 60
+        limit = self._config.exit_duration_in_mins
+        if limit is not None and minutes > limit:
+            if jax.process_count() == 1:
+                _say(f"exiting program after {minutes} minutes")
+                return Exit.DURATION
+            if jax.process_index() == 0:  # one clock decides for all
+                self._signals.stop_everywhere()
+        if self._config.exit_interval and step % self._config.exit_interval == 0:
+            _say(f"exiting program at iteration {step}")
+            return Exit.INTERVAL
+        return None
+
+
+def _say(message: str) -> None:
+    log.info("[%s] datetime: %s ", message, time.strftime("%Y-%m-%d %H:%M:%S"))

@@ -1,4 +1,19 @@
-"""Judges each step inside the step: a loss or gradient norm that is not finite changes nothing."""
+"""Judges each step inside the step: what it finds bad changes nothing, unless it is told to warn.
+
+Two rules, each with its own reaction (`train.on_nonfinite`, `train.on_spike`):
+
+    not finite   the loss or the gradient norm is NaN or infinite
+    spike        loss > median + spike_threshold * spread, of the last 128 good losses, once there
+                 have been spike_warmup of them. The spread is 1.4826 * the median absolute
+                 deviation (a normal distribution's standard deviation), but at least 1 % of the
+                 median. Bad steps never enter the statistics, so neither a NaN nor a spike can
+                 move what is judged normal.
+
+    skip       the update is not applied; nan_consecutive_max such steps in a row end the run
+    rollback   the same, but then the run goes back to the last good checkpoint
+    stop       the run ends before the update
+    warn       the update is applied, and counted
+"""
 
 from typing import NamedTuple, TypeVar
 
@@ -6,41 +21,104 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxforge.config.train import TrainConfig
+
 T = TypeVar("T")
+
+WINDOW = 128  # good losses that a spike is judged by
+_NORMAL = 1.4826  # standard deviations of a normal distribution in its median absolute deviation
+_LEAST_SPREAD = 0.01  # of the median
 
 
 class GuardState(NamedTuple):
-    """Counts of bad steps; part of the checkpoint.
+    """Counts of bad steps, and what normal losses are; part of the checkpoint.
 
     Attributes:
-        consecutive: bad steps in a row, up to now.
-        total: bad steps of the whole run.
+        consecutive: steps in a row, up to now, whose update was not applied.
+        total: such steps of the whole run.
+        nonfinite: steps whose loss or gradient norm was not finite, applied or not.
+        spikes: steps whose loss was a spike, applied or not.
+        good: steps that were neither.
+        losses: of the last good steps, a ring; NaN where there was none yet.
     """
 
     consecutive: Int[Array, ""]
     total: Int[Array, ""]
+    nonfinite: Int[Array, ""]
+    spikes: Int[Array, ""]
+    good: Int[Array, ""]
+    losses: Float[Array, "128"]
 
     @classmethod
-    def fresh(cls) -> "GuardState":
-        """No bad step yet."""
-        return cls(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+    def fresh(cls, skipped: int = 0) -> "GuardState":
+        """Nothing known but how many steps were skipped so far."""
+        none, total = jnp.zeros((), jnp.int32), jnp.asarray(skipped, jnp.int32)
+        return cls(none, total, none, none, none, jnp.full(WINDOW, jnp.nan, jnp.float32))
+
+
+class Guard:
+    """The rules of `[train]`, for use inside the step."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
 
     def judge(
-        self, loss: Float[Array, ""], grad_norm: Float[Array, ""]
-    ) -> tuple[Bool[Array, ""], "GuardState"]:
-        """Whether this step's update may be applied, and the counts after it."""
-        good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        bad = (~good).astype(jnp.int32)
-        return good, GuardState(jnp.where(good, 0, self.consecutive + 1), self.total + bad)
+        self,
+        state: GuardState,
+        loss: Float[Array, ""],
+        grad_norm: Float[Array, ""],
+        apply: Bool[Array, ""] | bool = True,
+    ) -> tuple[Bool[Array, ""], GuardState]:
+        """Whether this step's update is to be applied, and the state after it.
 
-    def halted(self, limit: int) -> Bool[Array, ""]:
-        """True once `limit` bad steps have come in a row: from then on the state stands still.
-
-        So the host, which looks only at steps that are logged, finds the run where it gave up.
+        Args:
+            state: before the step.
+            loss: of the step.
+            grad_norm: of the step, before clipping.
+            apply: False leaves the update out without judging it.
         """
-        return self.consecutive >= limit
+        config, judged = self._config, jnp.asarray(apply)
+        nonfinite = judged & ~(jnp.isfinite(loss) & jnp.isfinite(grad_norm))
+        spike = judged & ~nonfinite & self._is_spike(state, loss)
+        bad = _refused(nonfinite, config.on_nonfinite) | _refused(spike, config.on_spike)
+        stops = _ends(nonfinite, config.on_nonfinite) | _ends(spike, config.on_spike)
+        in_a_row = jnp.where(stops, config.nan_consecutive_max, state.consecutive + bad)
+        good = judged & ~nonfinite & ~spike
+        place = state.good % WINDOW
+        return judged & ~bad, GuardState(
+            consecutive=jnp.where(judged & ~bad, 0, in_a_row),
+            total=state.total + (bad | ~judged),
+            nonfinite=state.nonfinite + nonfinite,
+            spikes=state.spikes + spike,
+            good=state.good + good,
+            losses=state.losses.at[place].set(jnp.where(good, loss, state.losses[place])),
+        )
+
+    def halted(self, state: GuardState) -> Bool[Array, ""]:
+        """True once the run is to end or to go back: from then on the state stands still.
+
+        So the host, which looks only at steps that are logged, finds it where that was decided.
+        """
+        return state.consecutive >= self._config.nan_consecutive_max
+
+    def _is_spike(self, state: GuardState, loss: Float[Array, ""]) -> Bool[Array, ""]:
+        if self._config.on_spike == "off":
+            return jnp.zeros((), bool)
+        median = jnp.nanmedian(state.losses)
+        deviation = jnp.nanmedian(jnp.abs(state.losses - median))
+        spread = jnp.maximum(_NORMAL * deviation, _LEAST_SPREAD * jnp.abs(median))
+        warm = state.good >= self._config.spike_warmup
+        return warm & (loss > median + self._config.spike_threshold * spread)
 
 
 def select(good: Bool[Array, ""], new: T, old: T) -> T:
     """`new` where the step was good, `old` bit for bit where it was not."""
     return jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)
+
+
+def _refused(bad: Bool[Array, ""], reaction: str) -> Bool[Array, ""]:
+    return bad & (reaction not in ("warn", "off"))
+
+
+def _ends(bad: Bool[Array, ""], reaction: str) -> Bool[Array, ""]:
+    return bad & (reaction == "stop")

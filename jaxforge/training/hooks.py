@@ -61,6 +61,9 @@ class Hook:
     def on_step_end(self, context: StepContext) -> None:
         """After each step, once its metrics (where due) are logged."""
 
+    def on_eval_begin(self, step: int) -> None:
+        """Before each evaluation; not again where a run resumes in one."""
+
     def on_eval_end(self, metrics: dict[str, float], step: int) -> None:
         """After each evaluation."""
 
@@ -88,6 +91,11 @@ class HookRunner(Hook):
         """Calls each hook."""
         for hook in self._hooks:
             hook.on_step_end(context)
+
+    def on_eval_begin(self, step: int) -> None:
+        """Calls each hook."""
+        for hook in self._hooks:
+            hook.on_eval_begin(step)
 
     def on_eval_end(self, metrics: dict[str, float], step: int) -> None:
         """Calls each hook."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 
@@ -11,11 +12,13 @@ from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config.job import JobConfig
 from jaxforge.telemetry.profiler import Profiler
 from jaxforge.telemetry.tracker import Tracker
-from jaxforge.training.exits import Exit, Signals
+from jaxforge.training.exits import Exit, Exits, Interrupted, Signals
 from jaxforge.training.hooks import HookRunner, StepContext
 from jaxforge.training.progress import Progress
+from jaxforge.training.rollback import Rollback
 from jaxforge.training.state import TrainState
 from jaxforge.training.step import Batch, Controls, Metrics, TrainStep
+from jaxforge.training.validation import Validations
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +31,12 @@ class Trainer:
         config: the validated config.
         state: parameters, optimizer state, counters; replaced by every step.
         progress: the host's counters.
-        train_step: `(state, batch, controls) -> (state, metrics)`.
-        batches: batches from `progress.samples` on.
-        samples_per_step: sequences in a batch.
-        evaluate: metrics of a state on the evaluation set; None without one.
+        lower_step: traces the step for such a state and batch; what it returns compiles it to
+            `(state, batch, controls) -> (state, metrics)`.
+        open_batches: the batches from where a progress stands.
+        validations: evaluates on the sets of `[eval]`; None without one.
         checkpoints: where states are saved.
+        rollback: takes the run back, where that is asked for.
         tracker: where metrics are logged.
         profiler: traces some of the steps.
         hooks: the user's own code.
@@ -41,42 +45,65 @@ class Trainer:
     config: JobConfig
     state: TrainState
     progress: Progress
-    train_step: TrainStep
-    batches: Iterator[Batch]
-    samples_per_step: int
-    evaluate: Callable[[TrainState], dict[str, float]] | None
+    lower_step: Callable[[TrainState, Batch], Callable[[], TrainStep]]
+    open_batches: Callable[[Progress], Iterator[Batch]]
+    validations: Validations | None
     checkpoints: Checkpoints
+    rollback: Rollback | None
     tracker: Tracker
     profiler: Profiler
     hooks: HookRunner
+    _batches: Iterator[Batch] = dataclasses.field(init=False)
+    _train_step: TrainStep = dataclasses.field(init=False)
 
     def train(self, signals: Signals) -> Exit:
         """Steps until `max_steps`, a signal, or too many bad steps in a row."""
+        exits = Exits(self.config.train, signals)
         self.hooks.on_train_begin(self.config)
-        self.tracker.start_clock()
-        reason = None if self.progress.step < self.config.train.max_steps else Exit.COMPLETED
-        while reason is None:
-            with self.profiler.around(self.progress.step + 1, self.tracker.paused):
-                metrics = self._step()
-            self._run_hooks(metrics)
-            evaluation = self._evaluate_if_due()
-            self._save_if_due(evaluation)
-            reason = self._reason_to_stop(signals)
+        try:
+            reason = self._begin(signals, exits)
+            while reason is None:
+                with self.profiler.around(self.progress.step + 1, self.tracker.paused):
+                    metrics = self._step(signals)
+                self._run_hooks(metrics)
+                reason = self._between_steps(signals, exits)
+        except Interrupted:  # between steps: while compiling, or waiting for data
+            reason = exits.requested(self.progress.step)
+            assert reason is not None
+            self._save()
         return self._finish(reason)
 
-    def _step(self) -> Metrics:
+    def _begin(self, signals: Signals, exits: Exits) -> Exit | None:
+        """Gets ready for the first step; a run may resume in an evaluation, or at its end."""
+        if self.rollback and self.checkpoints.latest() is None:
+            self._save()  # there must be something to go back to
+        reason = self._between_steps(signals, exits) if self.progress.validation else None
+        if reason is None and self.progress.step < self.config.train.max_steps:
+            with signals.interrupting():
+                self._open_data()
+                first = next(self._batches)
+                compile_step = self.lower_step(self.state, first)
+            self._batches = itertools.chain([first], self._batches)
+            self._train_step = signals.wait_for(compile_step)
+        elif reason is None:
+            reason = Exit.COMPLETED
+        self.tracker.start_clock()
+        return reason
+
+    def _between_steps(self, signals: Signals, exits: Exits) -> Exit | None:
+        evaluation = self._evaluate_if_due(signals)
+        self._save_if_due(evaluation)
+        return self._reason_to_stop(exits)
+
+    def _step(self, signals: Signals) -> Metrics:
         """Launches one step; the metrics of the one before it are logged where they are due."""
-        with self.tracker.waiting_for_data():
-            batch = next(self.batches)
-        self.state, metrics = self.train_step(self.state, batch, Controls())
-        self.progress.advance(self.samples_per_step, self.tokens_per_step)
+        with self.tracker.waiting_for_data(), signals.interrupting():
+            batch = next(self._batches)
+        self.state, metrics = self._train_step(self.state, batch, Controls())
+        microbatches, rows, length = batch["labels"].shape
+        self.progress.advance(microbatches * rows, microbatches * rows * length)
         self.tracker.end_step(self.progress.step, metrics)
         return metrics
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens in a batch, padding and masked ones included."""
-        return self.samples_per_step * self.config.train.seq_len
 
     def _run_hooks(self, metrics: Metrics) -> None:
         if not self.hooks.watches_steps:
@@ -85,15 +112,21 @@ class Trainer:
         step, tokens = self.progress.step, self.progress.tokens
         self.hooks.on_step_end(StepContext(step, tokens, self.state, metrics))
 
-    def _evaluate_if_due(self) -> dict[str, float]:
-        """Metrics of an evaluation of this step; empty where none is due."""
-        step = self.progress.step
-        if self.evaluate is None or step % self.config.eval.interval:
+    def _evaluate_if_due(self, signals: Signals) -> dict[str, float]:
+        """Metrics of an evaluation of this step; empty where none is due, or it was stopped."""
+        step, resumed = self.progress.step, self.progress.validation is not None
+        if self.validations is None or not (resumed or step % self.config.eval.interval == 0):
             return {}
+        if not resumed:
+            self.hooks.on_eval_begin(step)
         with self.tracker.paused():
-            metrics = self.evaluate(self.state)
+            metrics = self.validations.run(self.state, self.progress, signals.requested)
+        if metrics is None:
+            return {}
         self.tracker.log(step, metrics)
         self.hooks.on_eval_end(metrics, step)
+        if resumed:
+            self.checkpoints.amend(self.progress)
         return metrics
 
     def _save_if_due(self, evaluation: dict[str, float]) -> None:
@@ -101,37 +134,56 @@ class Trainer:
         keep_best, metric = self.config.checkpoint.keep_best_n, self.config.checkpoint.best_metric
         new_best = bool(evaluation) and self.progress.note_metric(evaluation[metric])
         step = self.progress.step
-        is_last = step >= self.config.train.max_steps
-        if self.checkpoints.due(step) or is_last or (new_best and keep_best):
+        if self.checkpoints.due(step) or self._at_end or (new_best and keep_best):
             self._save(evaluation)
 
     def _save(self, evaluation: dict[str, float] | None = None) -> None:
         with self.tracker.paused():
             self._reconcile()
-            if self._gave_up:
+            if self._halted:
                 return  # its parameters are those of the last good step, and its end is near
             path = self.checkpoints.save(self.progress, self.state, evaluation)
         if path is not None:
             log.info("saving step %d to %s", self.progress.step, path)
             self.hooks.on_checkpoint_save(self.progress.step, path)
 
-    def _reason_to_stop(self, signals: Signals) -> Exit | None:
-        if stop := signals.requested(self.progress.step):
+    def _reason_to_stop(self, exits: Exits) -> Exit | None:
+        if stop := exits.requested(self.progress.step):
             self._save()
             return stop
-        if self._gave_up:
-            return Exit.NON_FINITE
-        return Exit.COMPLETED if self.progress.step >= self.config.train.max_steps else None
+        if self._halted:
+            return self._go_back()
+        return Exit.COMPLETED if self._at_end else None
 
     @property
-    def _gave_up(self) -> bool:
+    def _at_end(self) -> bool:
+        return self.progress.step >= self.config.train.max_steps
+
+    @property
+    def _halted(self) -> bool:
         return self.tracker.consecutive_bad >= self.config.train.nan_consecutive_max
+
+    def _go_back(self) -> Exit | None:
+        """Back to the last good checkpoint, where that is asked for and helps."""
+        self._reconcile()
+        target = self.rollback.target(self.progress) if self.rollback else None
+        if self.rollback is None or target is None:
+            return Exit.NON_FINITE
+        with self.tracker.paused():
+            self.state, self.progress = self.rollback.go(self.state, self.progress, target)
+            self._open_data()
+        self.tracker.rewind(target)
+        self.tracker.log(target, {"train/rollbacks": float(len(self.progress.rollbacks))})
+        return None
+
+    def _open_data(self) -> None:
+        self._batches = self.open_batches(self.progress)
 
     def _finish(self, reason: Exit) -> Exit:
         self._reconcile()
-        if self._gave_up:
+        if self._halted and not self.rollback:
             reason = Exit.NON_FINITE
-            self.tracker.log_latest(self.progress.step)
+            self.tracker.log_latest()
         self.checkpoints.wait()
         self._report(reason)
         return reason
@@ -150,13 +202,15 @@ class Trainer:
             last_to_first.callback(self.profiler.close)
 
     def _reconcile(self) -> None:
-        """Takes the device's word on how many steps were attempted and how many were bad."""
+        """Takes the device's word on which steps were attempted and which were bad."""
         self.tracker.flush()
-        step, guard = jax.device_get((self.state.step, self.state.guard))
-        self.progress.reconcile(
-            int(step), int(guard.total), self.samples_per_step, self.tokens_per_step
-        )
-        self.tracker.consecutive_bad = int(guard.consecutive)
+        state = self.state
+        step, guard, counts = jax.device_get((state.step, state.guard, state.counts))
+        progress = self.progress
+        progress.step, progress.samples = int(step), int(counts.samples)
+        progress.tokens, progress.valid_tokens = int(counts.tokens), int(counts.valid_tokens)
+        progress.skipped, progress.consecutive_bad = int(guard.total), int(guard.consecutive)
+        self.tracker.consecutive_bad = progress.consecutive_bad
 
     def _report(self, reason: Exit) -> None:
         step, tokens = self.progress.step, self.progress.tokens

@@ -1,7 +1,7 @@
 """What a step changes: parameters, optimizer state, counters."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,27 @@ from jaxtyping import Array, Int, PyTree
 from jaxforge.model.transformer import Model, Params
 from jaxforge.parallel.sharding import param_shardings
 from jaxforge.training.guard import GuardState
+from jaxforge.training.progress import Progress
+from jaxforge.wide_count import WideCount
+
+
+class Counts(NamedTuple):
+    """What `Progress` counts too: the device alone knows which steps were attempted and applied.
+
+    Attributes:
+        samples: sequences drawn from the data by attempted steps.
+        tokens: tokens of applied updates, padding and masked ones included.
+        valid_tokens: those of them that were learned from.
+    """
+
+    samples: WideCount
+    tokens: WideCount
+    valid_tokens: WideCount
+
+    @classmethod
+    def of(cls, progress: Progress) -> "Counts":
+        """As of `progress`, which is what a checkpoint holds of them."""
+        return cls(*(WideCount.of(getattr(progress, name)) for name in cls._fields))
 
 
 @jax.tree_util.register_dataclass
@@ -23,13 +44,15 @@ class TrainState:
         step: steps attempted, bad ones included; each consumed one batch.
         params: the parameters.
         opt_state: the optimizer's state; its own count is of updates made.
-        guard: counts of bad steps.
+        guard: counts of bad steps, and what normal losses are.
+        counts: of samples and tokens.
     """
 
     step: Int[Array, ""]
     params: Params
     opt_state: PyTree
     guard: GuardState
+    counts: Counts
 
 
 def create(model: Model, optimizer: optax.GradientTransformation, key: Array) -> TrainState:
@@ -39,7 +62,8 @@ def create(model: Model, optimizer: optax.GradientTransformation, key: Array) ->
 
 def begin(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
     """The state before the first step, from these parameters on."""
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), GuardState.fresh())
+    step, counts = jnp.zeros((), jnp.int32), Counts.of(Progress())
+    return TrainState(step, params, optimizer.init(params), GuardState.fresh(), counts)
 
 
 def state_shardings(
@@ -53,7 +77,8 @@ def state_shardings(
         jax.eval_shape(optimizer.init, model.abstract),
         is_leaf=lambda node: isinstance(node, dict),
     )
-    return TrainState(replicated, params, opt_state, GuardState(replicated, replicated))
+    rest = jax.eval_shape(lambda: (GuardState.fresh(), Counts.of(Progress())))
+    return TrainState(replicated, params, opt_state, *jax.tree.map(lambda _: replicated, rest))
 
 
 def part_like(part: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
@@ -72,6 +97,12 @@ def abstract_state(model: Model, optimizer: optax.GradientTransformation, mesh: 
         shapes,
         state_shardings(model, optimizer, mesh),
     )
+
+
+def with_counts(state: TrainState, progress: Progress) -> TrainState:
+    """The state with the counts of `progress`, on its devices."""
+    counts = jax.device_put(Counts.of(progress), state.step.sharding)
+    return dataclasses.replace(state, counts=counts)
 
 
 def init_state(

@@ -4,16 +4,18 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxforge.config.job import JobConfig
+from jaxforge.data.packing import IGNORE
 from jaxforge.model.transformer import Model
 from jaxforge.optim.optimizer import global_norm, learning_rate, updates_made
 from jaxforge.training.gradients import Batch, make_gradients
-from jaxforge.training.guard import select
-from jaxforge.training.state import TrainState, state_shardings
+from jaxforge.training.guard import Guard, select
+from jaxforge.training.state import Counts, TrainState, state_shardings
 
 Metrics = dict[str, Any]
 """Scalars on the device; the pytree `gradients` where asked for."""
@@ -24,9 +26,11 @@ class Controls(NamedTuple):
 
     Attributes:
         lr_scale: factor on the learning rate.
+        apply: whether the update may be applied.
     """
 
     lr_scale: Float[Array, ""] | float = 1.0
+    apply: Bool[Array, ""] | bool = True
 
 
 TrainStep = Callable[[TrainState, Batch, Controls], tuple[TrainState, Metrics]]
@@ -46,27 +50,32 @@ def make_train_step(
     """
     gradients = make_gradients(model, config, mesh)
     lr = learning_rate(config)
-    limit = config.train.nan_consecutive_max
+    guard = Guard(config.train)
 
     def train_step(
         state: TrainState, batch: Batch, controls: Controls
     ) -> tuple[TrainState, Metrics]:
         grads, loss = gradients(state.params, batch)
         grad_norm = global_norm(grads)
-        good, guard = state.guard.judge(loss, grad_norm)
+        good, verdict = guard.judge(state.guard, loss, grad_norm, controls.apply)
         updates, opt_state = optimizer.update(
             grads, state.opt_state, state.params, lr_scale=controls.lr_scale
         )
         params = optax.apply_updates(state.params, updates)
         params, opt_state = select(good, (params, opt_state), (state.params, state.opt_state))
-        new = TrainState(state.step + 1, params, opt_state, guard)
-        new = select(~state.guard.halted(limit), new, state)
+        counts = _count(state.counts, batch["labels"], good)
+        new = TrainState(state.step + 1, params, opt_state, verdict, counts)
+        new = select(~guard.halted(state.guard), new, state)
         metrics: Metrics = {
             "loss": loss,
             "grad_norm": grad_norm,
             "lr": lr(updates_made(new.opt_state)) * controls.lr_scale,
+            "step": new.step,
+            "counts": new.counts,
             "skipped": new.guard.total,
             "consecutive": new.guard.consecutive,
+            "nonfinite": new.guard.nonfinite,
+            "spikes": new.guard.spikes,
         }
         if keep_gradients:
             metrics["gradients"] = grads
@@ -74,3 +83,13 @@ def make_train_step(
 
     shardings = state_shardings(model, optimizer, mesh)
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
+
+
+def _count(counts: Counts, labels: Int[Array, "m b s"], applied: Bool[Array, ""]) -> Counts:
+    """The counts after one attempted step."""
+    microbatches, rows, _ = labels.shape
+    return Counts(
+        samples=counts.samples.plus(microbatches * rows),
+        tokens=counts.tokens.plus(jnp.where(applied, labels.size, 0)),
+        valid_tokens=counts.valid_tokens.plus(jnp.sum((labels != IGNORE) & applied)),
+    )

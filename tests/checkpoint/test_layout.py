@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from jaxforge.checkpoint import layout
-from jaxforge.checkpoint.manager import Checkpoints, starting_state
+from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.checkpoint.start import starting_state
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.training.guard import GuardState
 from jaxforge.training.progress import Progress
 from jaxforge.training.state import TrainState, abstract_state
 from tests.conftest import tiny_config
-from tests.helpers import random_batches, setup
+from tests.helpers import progress_of, random_batches, setup
 
 FIELDS = {
     "adamw": {"updates", "mu", "nu"},
@@ -54,7 +55,7 @@ def on_device(ours, state):
 def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(tmp_path, name):
     ours, state, final, batches = trained(name)
     saved = checkpoints(tmp_path, ours)
-    saved.save(Progress(step=2), on_device(ours, state))
+    saved.save(progress_of(state), on_device(ours, state))
     saved.close()
     restored = restore(tmp_path, ours)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), state)
@@ -66,7 +67,7 @@ def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(tmp_path, name):
 def test_moments_of_a_part_of_the_parameters_move_to_another_mesh(tmp_path):
     ours, state, final, batches = trained("muon")
     saved = checkpoints(tmp_path, ours)
-    saved.save(Progress(step=2), on_device(ours, state))
+    saved.save(progress_of(state), on_device(ours, state))
     saved.close()
     theirs = setup(config_of("muon", dp_shard=2, tp=2))
     restored = restore(tmp_path, theirs)
@@ -120,5 +121,5 @@ def restore(path, ours):
     with jax.set_mesh(ours.mesh):
         state, progress = starting_state(ours.config, saved, ours.model, ours.optimizer, ours.mesh)
     saved.close()
-    assert progress == dataclasses.replace(Progress(step=2), run_id=progress.run_id)
+    assert progress == dataclasses.replace(progress_of(state), run_id=progress.run_id)
     return state

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from jaxforge.checkpoint.manager import Checkpoints, find, starting_state
+from jaxforge.checkpoint.find import find
+from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.checkpoint.start import starting_state
 from jaxforge.errors import UserError
 from jaxforge.training.progress import Progress
 from jaxforge.training.state import abstract_state
 from tests.conftest import tiny_config
-from tests.helpers import random_batches, setup
+from tests.helpers import progress_of, random_batches, setup
 
 
 def trained(config=None):
@@ -45,7 +47,7 @@ def start(saved, ours):
 )
 def test_restores_onto_any_mesh_bit_for_bit(tmp_path, source, target):
     ours, state = trained(tiny_config(distributed={"dp_shard": 1, **source}))
-    progress = Progress(step=2, samples=16, tokens=512, best_metric=1.5)
+    progress = dataclasses.replace(progress_of(state), best_metric=1.5)
     saved = checkpoints(tmp_path, ours)
     saved.save(progress, state)
     saved.close()
@@ -67,7 +69,7 @@ def test_a_checkpoint_knows_no_stages(tmp_path):
         return tiny_config(model={"n_layers": 5}, train=train, distributed={"dp_shard": 1, **axes})
 
     ours, state = trained(layout())
-    progress = Progress(step=2)
+    progress = progress_of(state)
     chunks = {"pp": 2, "pp_schedule": "interleaved_1f1b"}
     for i, axes in enumerate([{}, {"pp": 2, "tp": 2}, {**chunks, "dp_shard": 2}, {"pp": 4}, {}]):
         here = setup(layout(**axes)) if i else ours

@@ -12,7 +12,9 @@ from jaxforge.telemetry import measures
 from jaxforge.telemetry.measures import Work
 from jaxforge.telemetry.outlets import Outlet
 from jaxforge.telemetry.sinks import format_line
-from jaxforge.telemetry.tracker import Start, Tracker
+from jaxforge.telemetry.tracker import Tracker
+from jaxforge.training.progress import Progress
+from jaxforge.training.state import Counts
 
 
 class Kept:
@@ -55,9 +57,17 @@ def messages(caplog, monkeypatch):
     logger.removeHandler(caplog.handler)
 
 
-def scalars(loss=1.0, skipped=0):
-    values = {"loss": loss, "grad_norm": 2.0, "lr": 0.5, "skipped": skipped, "consecutive": 0}
-    return {name: np.float32(value) for name, value in values.items()}
+def scalars(step, loss=1.0, skipped=0, tokens=0):
+    values = {
+        "step": step,
+        "loss": loss,
+        "grad_norm": 2.0,
+        "lr": 0.5,
+        "skipped": skipped,
+        "consecutive": 0,
+    }
+    counts = Counts.of(Progress(tokens=tokens))
+    return {name: np.float32(value) for name, value in values.items()} | {"counts": counts}
 
 
 def run(tracker, clock, steps, seconds=2.0, wait=0.5, losses=None):
@@ -66,7 +76,7 @@ def run(tracker, clock, steps, seconds=2.0, wait=0.5, losses=None):
     for step in steps:
         with tracker.waiting_for_data():
             clock.now += wait
-        tracker.end_step(step, scalars(losses[step - 1] if losses else 1.0))
+        tracker.end_step(step, scalars(step, losses[step - 1] if losses else 1.0))
         clock.now += (seconds(step) if callable(seconds) else seconds) - wait
     tracker.close()
 
@@ -74,7 +84,7 @@ def run(tracker, clock, steps, seconds=2.0, wait=0.5, losses=None):
 def test_each_sink_has_its_own_interval_and_means_over_it(clock):
     often, seldom = Kept(), Kept()
     tracker = Tracker(
-        [Outlet("a", often, 2), Outlet("b", seldom, 5)], Work(tokens=100), Start(), last_step=11
+        [Outlet("a", often, 2), Outlet("b", seldom, 5)], Work(tokens=100), 0, last_step=11
     )
     # The clock is read when a step's metrics have arrived: here, when the next has been launched.
     run(tracker, clock, range(1, 12), seconds=lambda step: float(step))
@@ -89,12 +99,12 @@ def test_each_sink_has_its_own_interval_and_means_over_it(clock):
 
 def test_waiting_for_data_is_counted_and_pauses_are_not(clock):
     sink = Kept()
-    tracker = Tracker([Outlet("a", sink, 4)], Work(100), Start(step=4), 10**9)
+    tracker = Tracker([Outlet("a", sink, 4)], Work(100), 4, 10**9)
     tracker.start_clock()
     for step, wait in ((5, 0.1), (6, 0.1), (7, 0.1), (8, 0.5), (9, 7.0)):
         with tracker.waiting_for_data():
             clock.now += wait
-        tracker.end_step(step, scalars())
+        tracker.end_step(step, scalars(step))
         if step == 6:
             with tracker.paused():
                 clock.now += 100.0
@@ -112,7 +122,7 @@ def test_the_smoothed_loss_is_that_of_every_step_whatever_the_interval(clock):
             expected = loss if expected is None else 0.1 * loss + 0.9 * expected
     for interval in (1, 7, 40):
         sink = Kept()
-        tracker = Tracker([Outlet("a", sink, interval)], Work(100), Start(), 40)
+        tracker = Tracker([Outlet("a", sink, interval)], Work(100), 0, 40)
         run(tracker, clock, range(1, 41), losses=losses)
         assert sink.lines[40]["smoothed/loss"] == pytest.approx(expected, rel=1e-6)
         assert sink.lines[40]["smoothed/step_time"] == pytest.approx(2.0, rel=0.05)
@@ -129,20 +139,19 @@ def test_the_smoothed_speed_takes_the_mean_of_an_interval_for_each_of_its_steps(
     assert "smoothed/mfu" not in got
 
 
-def test_tokens_are_those_of_applied_updates(clock):
+def test_tokens_are_the_devices_count(clock):
     sink = Kept()
-    start = Start(step=10, tokens=900, skipped=1)
-    tracker = Tracker([Outlet("a", sink, 1)], Work(100), start, 10**9)
-    tracker.end_step(11, scalars(skipped=1))
-    tracker.end_step(12, scalars(skipped=2))
+    tracker = Tracker([Outlet("a", sink, 1)], Work(100), 10, 10**9)
+    tracker.end_step(11, scalars(11, tokens=1000))
+    tracker.end_step(12, scalars(12, tokens=5 * 2**30 + 7))
     tracker.close()
-    assert [sink.lines[step]["train/tokens"] for step in (11, 12)] == [1000, 1000]
+    assert [sink.lines[step]["train/tokens"] for step in (11, 12)] == [1000, 5 * 2**30 + 7]
 
 
 def test_a_failing_sink_stops_neither_the_run_nor_the_others(clock, messages):
     broken, whole = Kept(fails={1, 2, 4, 5, 6, 7}), Kept()
     outlets = [Outlet("broken", broken, 1), Outlet("whole", whole, 1)]
-    run(Tracker(outlets, Work(100), Start(), 8), clock, range(1, 9))
+    run(Tracker(outlets, Work(100), 0, 8), clock, range(1, 9))
     assert list(whole.lines) == list(range(1, 9))
     assert list(broken.lines) == [3]  # tried again after a failure, given up after three in a row
     assert broken.closed
@@ -158,17 +167,17 @@ def test_a_sink_that_cannot_be_closed_stops_nothing(messages):
             raise RuntimeError("no network")
 
     after = Kept()
-    Tracker([Outlet("x", Stuck(), 1), Outlet("y", after, 1)], Work(1), Start(), 1).close()
+    Tracker([Outlet("x", Stuck(), 1), Outlet("y", after, 1)], Work(1), 0, 1).close()
     assert after.closed
     assert "x could not be closed: RuntimeError: no network" in messages.text
 
 
 def test_a_process_without_sinks_reads_at_the_same_steps():
     """Otherwise it would notice later than process 0 that the run has given up."""
-    tracker = Tracker([Outlet("a", None, 3)], Work(100), Start(), 10**9)
+    tracker = Tracker([Outlet("a", None, 3)], Work(100), 0, 10**9)
     seen = []
     for step in range(1, 8):
-        tracker.end_step(step, scalars() | {"consecutive": step})
+        tracker.end_step(step, scalars(step) | {"consecutive": step})
         seen.append(tracker.consecutive_bad)
     assert seen == [0, 1, 1, 3, 3, 3, 6]
 

@@ -1,6 +1,8 @@
 """The order of things in the loop, seen through fakes that write down what happens to them."""
 
+import contextlib
 import dataclasses
+import itertools
 from pathlib import Path
 
 import jax
@@ -10,13 +12,13 @@ import pytest
 from jaxforge.telemetry.measures import Work
 from jaxforge.telemetry.outlets import Outlet
 from jaxforge.telemetry.profiler import Profiler
-from jaxforge.telemetry.tracker import Start, Tracker
+from jaxforge.telemetry.tracker import Tracker
 from jaxforge.training.exits import Exit
 from jaxforge.training.guard import GuardState
 from jaxforge.training.hooks import Hook, HookRunner
 from jaxforge.training.loop import Trainer
 from jaxforge.training.progress import Progress
-from jaxforge.training.state import TrainState
+from jaxforge.training.state import Counts, TrainState
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 
@@ -48,6 +50,9 @@ class Recorder(Hook):
 
     def on_step_end(self, context):
         self.events.append(f"hook {context.step}")
+
+    def on_eval_begin(self, step):
+        self.events.append(f"eval begins {step}")
 
     def on_eval_end(self, metrics, step):
         self.events.append(f"eval hook {step}")
@@ -95,14 +100,43 @@ class Sink:
 
 
 class Signals:
+    """Stops where it is asked for the `at`-th time: after that step, without evaluations."""
+
+    name = "SIGTERM"
+    interrupting = contextlib.nullcontext
+
     def __init__(self, at=None):
-        self.at = at
+        self.at, self.asked = at, 0
 
-    def requested(self, step):
-        return Exit.SIGNAL if step == self.at else None
+    def requested(self):
+        self.asked += 1
+        return Exit.SIGNAL if self.asked == self.at else None
+
+    def wait_for(self, work):
+        return work()
 
 
-def run(steps=6, log=100, evaluate=100, save=100, hooks=True, stop_at=None, bad=()):
+class Validations:
+    """Two batches, and a question between them."""
+
+    def __init__(self, events):
+        self.events = events
+
+    def run(self, state, progress, stop):
+        validation = progress.begin_validation(["a"])
+        self.events.append(f"evaluate from {len(validation.sums)}")
+        if not validation.sums and stop():
+            validation.sums["a"] = {}
+            return None
+        progress.validation = None
+        return {"eval/loss": 1.0}
+
+
+def batch():
+    return {"labels": np.zeros((1, 8, 32))}
+
+
+def run(steps=6, log=100, evaluate=100, save=100, hooks=True, stop_at=None, bad=(), **train):
     """Events of a run of `steps` steps; those in `bad` are not finite."""
     events, counts = [], {"step": 0, "consecutive": 0, "total": 0}
 
@@ -113,29 +147,30 @@ def run(steps=6, log=100, evaluate=100, save=100, hooks=True, stop_at=None, bad=
         counts["consecutive"] = counts["consecutive"] + 1 if step in bad else 0
         counts["total"] += step in bad
         scalars = {"loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "skipped": counts["total"],
-                   "consecutive": counts["consecutive"]}  # fmt: skip
+                   "step": step, "consecutive": counts["consecutive"]}  # fmt: skip
         metrics = {k: OnDevice(events, f"read {step}" * (k == "loss"), v)
                    for k, v in scalars.items()}  # fmt: skip
+        metrics["counts"] = device_state().counts
         return device_state(), metrics
 
     def device_state():
-        guard = GuardState(counts["consecutive"], counts["total"])
-        return TrainState(OnDevice(events, "read state", counts["step"]), {}, (), guard)
+        guard = GuardState(counts["consecutive"], counts["total"], 0, 0, 0, np.zeros(()))
+        applied = counts["step"] - counts["total"]
+        seen = Progress(samples=8 * counts["step"], tokens=256 * applied)
+        step = OnDevice(events, "read state", counts["step"])
+        return TrainState(step, {}, (), guard, Counts.of(seen))
 
     config = tiny_config(
-        train={"max_steps": steps, "nan_consecutive_max": 3},
+        train={"max_steps": steps, "nan_consecutive_max": 3, **train},
         eval={"enabled": True, "dataset_path": "x", "interval": evaluate},
     )
 
-    def evaluation(state):
-        events.append("evaluate")
-        return {"eval/loss": 1.0}
-
     trainer = Trainer(
-        config=config, state=device_state(), progress=Progress(), train_step=train_step,
-        batches=iter(range(steps)), samples_per_step=8, evaluate=evaluation,
-        checkpoints=Checkpoints(events, save),
-        tracker=Tracker([Outlet("it", Sink(events), log)], Work(256), Start(), 10**9),
+        config=config, state=device_state(), progress=Progress(),
+        lower_step=lambda state, batch: lambda: train_step,
+        open_batches=lambda progress: itertools.repeat(batch(), steps),
+        validations=Validations(events), checkpoints=Checkpoints(events, save), rollback=None,
+        tracker=Tracker([Outlet("it", Sink(events), log)], Work(256), 0, 10**9),
         profiler=Profiler(config.profiling, Path()),
         hooks=HookRunner([Recorder(events)] if hooks else []),
     )  # fmt: skip
@@ -165,8 +200,8 @@ def test_the_order_within_a_step():
     events, reason, _ = run(steps=4, log=2, evaluate=2, save=2)
     second = events[events.index("launch 2") : events.index("launch 3")]
     assert [e for e in second if not e.startswith("read")] == [
-        "launch 2", "log 2 train", "hook 2", "evaluate", "log 2 eval", "eval hook 2", "save 2",
-        "save hook 2",
+        "launch 2", "log 2 train", "hook 2", "eval begins 2", "evaluate from 0", "log 2 eval",
+        "eval hook 2", "save 2", "save hook 2",
     ]  # fmt: skip
     assert reason is Exit.COMPLETED
     assert events[0] == "begin"
@@ -211,9 +246,8 @@ def test_hooks_are_told_of_the_end_when_a_step_fails():
     events = []
     trainer = run(steps=1)[2]
     trainer = dataclasses.replace(
-        trainer, hooks=HookRunner([Fails(), Recorder(events)]), progress=Progress(),
-        batches=iter([0]),
-    )  # fmt: skip
+        trainer, hooks=HookRunner([Fails(), Recorder(events)]), progress=Progress()
+    )
     with pytest.raises(ZeroDivisionError):
         trainer.train(Signals())
     trainer.close(None)
@@ -234,10 +268,11 @@ def test_a_hook_reads_scalars_state_and_gradients():
     assert runner.needs_gradients
     ours = setup(tiny_config(train={"max_steps": 2}), keep_gradients=runner.needs_gradients)
     trainer = Trainer(
-        config=ours.config, state=ours.state(), progress=Progress(), train_step=ours.step,
-        batches=iter([ours.put(b) for b in random_batches(ours.config, 2)]), samples_per_step=8,
-        evaluate=None, checkpoints=Checkpoints([], 100),
-        tracker=Tracker([], Work(256), Start(), 2),
+        config=ours.config, state=ours.state(), progress=Progress(),
+        lower_step=lambda state, batch: lambda: ours.step,
+        open_batches=lambda _: (ours.put(b) for b in random_batches(ours.config, 2)),
+        validations=None, checkpoints=Checkpoints([], 100), rollback=None,
+        tracker=Tracker([], Work(256), 0, 2),
         profiler=Profiler(ours.config.profiling, Path()), hooks=runner,
     )  # fmt: skip
     assert trainer.train(Signals()) is Exit.COMPLETED
@@ -251,7 +286,7 @@ def test_a_hook_reads_scalars_state_and_gradients():
 def test_the_transfer_guard_agrees():
     ours = setup(tiny_config())
     state, batches = ours.state(), [ours.put(b) for b in random_batches(ours.config, 3)]
-    tracker = Tracker([Outlet("it", None, 1000)], Work(256), Start(step=1), 10**9)
+    tracker = Tracker([Outlet("it", None, 1000)], Work(256), 1, 10**9)
     with jax.transfer_guard_device_to_host("disallow"):
         for step, batch in enumerate(batches, 2):
             state, metrics = ours.step(state, batch, None)

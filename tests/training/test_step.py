@@ -1,5 +1,6 @@
 """What one update promises: weights of tokens, the guard, one program, no hidden traffic."""
 
+import dataclasses
 import re
 
 import jax
@@ -81,7 +82,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counts(mesh):
     poisoned["output_head"]["proj"]["weight"] = weight.at[0, 0].set(jnp.nan)
     before = jax.device_get((poisoned, state.opt_state))
     count = int(before[1][1].updates)
-    state = type(state)(state.step, poisoned, state.opt_state, state.guard)
+    state = dataclasses.replace(state, params=poisoned)
     state, metrics = ours.run(state, batches[2:])
     assert np.isnan(metrics["loss"][0])
     after = jax.device_get((state.params, state.opt_state))
@@ -98,7 +99,7 @@ def test_an_infinite_gradient_of_a_finite_loss_is_caught():
     huge = jax.tree.map(lambda leaf: leaf, state.params)
     huge["norm"]["weight"] = jnp.full_like(huge["norm"]["weight"], 1e30)
     huge["output_head"]["proj"]["weight"] = jnp.zeros_like(huge["output_head"]["proj"]["weight"])
-    state = type(state)(state.step, huge, state.opt_state, state.guard)
+    state = dataclasses.replace(state, params=huge)
     state, metrics = ours.run(state, [batch])
     assert np.isfinite(metrics["loss"][0])
     assert not np.isfinite(metrics["grad_norm"][0])

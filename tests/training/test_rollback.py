@@ -1,0 +1,118 @@
+"""Runs whose data poison the loss: what rolling back makes of them."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge import train
+from jaxforge.training import step as step_module
+from jaxforge.training.exits import Exit
+from tests.conftest import tiny_config
+
+POISON = 255  # a token that makes the loss NaN
+ROWS, LENGTH = 8, 32
+
+
+@pytest.fixture
+def poisonous(monkeypatch):
+    """A step whose loss is NaN for batches that hold the poison."""
+    make = step_module.make_gradients
+
+    def make_poisonous(*args):
+        gradients = make(*args)
+
+        def of(params, batch):
+            grads, loss = gradients(params, batch)
+            return grads, jnp.where(jnp.any(batch["input_ids"] == POISON), jnp.nan, loss)
+
+        return of
+
+    monkeypatch.setattr(step_module, "make_gradients", make_poisonous)
+
+
+def config(tmp_path, poisoned, **sections):
+    """A run of 60 steps; the batches `poisoned` hold the poison."""
+    data = tmp_path / "data"
+    if not data.exists():
+        data.mkdir()
+        tokens = np.arange(90 * ROWS * (LENGTH + 1), dtype=np.uint16) % 7
+        for batch in poisoned:
+            tokens[batch * ROWS * (LENGTH + 1) + 5] = POISON
+        np.save(data / "a.npy", tokens)
+    return tiny_config(
+        train={"max_steps": 60, "on_nonfinite": "rollback", "nan_consecutive_max": 10,
+               "batch_size": 1, **sections.pop("train", {})},
+        distributed={"dp_shard": -1},
+        data={"dataset_path": str(data), "shuffle": False, "num_workers": 1},
+        checkpoint={"dir": str(tmp_path / "run"), "interval": 5, "keep_last_n": 0},
+        **sections,
+    )  # fmt: skip
+
+
+def lines(tmp_path):
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def losses(tmp_path):
+    return {line["step"]: line["train/loss"] for line in lines(tmp_path) if "train/loss" in line}
+
+
+def saved(tmp_path):
+    steps = (tmp_path / "run" / "checkpoints").glob("step_*")
+    return sorted(int(path.name.removeprefix("step_")) for path in steps)
+
+
+def progress(tmp_path, step):
+    path = tmp_path / "run" / "checkpoints" / f"step_{step}" / "progress" / "metadata"
+    return json.loads(path.read_text())
+
+
+def test_ten_nans_in_a_row_and_the_run_goes_on_past_them(tmp_path, poisonous):
+    assert train.run(config(tmp_path, range(22, 32))) is Exit.COMPLETED
+    assert saved(tmp_path) == list(range(0, 61, 5))
+    logged = losses(tmp_path)
+    assert list(logged) == list(range(1, 61))
+    assert all(loss is not None for loss in logged.values())
+    assert logged[60] < 0.5 < logged[1]
+    # 22 good steps, 10 bad ones: back to step 20, whose 12 batches since are not read again. The
+    # checkpoint of step 30, in the middle of the bad steps, is not a good one.
+    last = progress(tmp_path, 60)
+    (rollback,) = last["rollbacks"]
+    assert (rollback["from"], rollback["to"], rollback["samples"]) == (32, 20, 12 * ROWS)
+    assert (last["samples"], last["tokens"]) == (72 * ROWS, 60 * ROWS * LENGTH)
+    assert (last["skipped"], last["updates"], last["consecutive_bad"]) == (0, 60, 0)
+    assert [line for line in lines(tmp_path) if line.get("train/rollbacks") == 1]
+
+
+def test_a_run_that_stops_after_a_rollback_goes_on_as_if_it_had_not(tmp_path, poisonous):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for directory in (whole, parts):
+        directory.mkdir()
+    train.run(config(whole, range(22, 32)))
+    stop = {"exit_interval": 33}
+    assert train.run(config(parts, range(22, 32), train=stop)) is Exit.INTERVAL
+    assert train.run(config(parts, range(22, 32))) is Exit.COMPLETED
+    assert losses(parts) == losses(whole)
+
+
+def test_trouble_that_comes_again_goes_further_back_and_has_an_end(tmp_path, poisonous, capsys):
+    limits = {"nan_consecutive_max": 2, "max_rollbacks": 3}
+    assert train.run(config(tmp_path, range(12, 90), train=limits)) is Exit.NON_FINITE
+    said = capsys.readouterr().err
+    assert "went back from step 14 to step 10" in said
+    assert "went back from step 12 to step 5" in said
+    assert "went back from step 7 to step 0" in said
+    assert "train.max_rollbacks = 3 rollbacks did not help" in said
+    assert saved(tmp_path) == [0]
+    assert list(losses(tmp_path).values()) == [None, None]
+
+
+def test_stop_ends_the_run_before_the_update(tmp_path, poisonous):
+    stop = {"on_nonfinite": "stop"}
+    assert train.run(config(tmp_path, [3], train=stop)) is Exit.NON_FINITE
+    assert list(losses(tmp_path)) == [1, 2, 3, 4]
+    assert losses(tmp_path)[4] is None
+    assert saved(tmp_path) == []
