@@ -1,5 +1,6 @@
 """`[data]`: what to train on and in which order."""
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Literal
@@ -23,6 +24,11 @@ class DatasetSource(Section):
     hf_config: str = ""
     """Configuration of the Hugging Face dataset."""
 
+    @property
+    def label(self) -> str:
+        """What the source is called in metrics and phases."""
+        return self.name or self.path or self.hf_name
+
     def problems(self) -> Iterator[str]:
         """Yields the broken rules between the keys of this table."""
         if not self.path and not self.hf_name:
@@ -35,7 +41,7 @@ class TrainingPhase(Section):
     start_step: NonNegativeInt = 0
     """First update of the phase."""
     dataset_weights: WeightTable = Field(default_factory=Weights)
-    """Sampling weights by source name; sources left out keep theirs."""
+    """Sampling weights by source name; sources left out have those of data.datasets."""
     lr_scale: PositiveFloat = 1.0
     """Factor on the learning rate during the phase."""
 
@@ -56,7 +62,9 @@ class DataConfig(Section):
     shuffle: bool = True
     """Shuffle sequences each epoch; otherwise they come in file order."""
     order: Literal["grain", "torch"] = "grain"
-    """Who shuffles; torch reproduces the order of PyTorch's DistributedSampler."""
+    """Who shuffles and mixes; torch as KempnerForge on PyTorch: the same samples in each batch."""
+    torch_ranks: PositiveInt | None = None
+    """Data-parallel ranks of the run whose mixture order = "torch" follows; not set: this one's."""
     num_workers: NonNegativeInt = 4
     """Reading workers per host; 0 reads in the training process."""
     pin_memory: bool = True
@@ -87,6 +95,8 @@ class DataConfig(Section):
     """Sampling in proportion to weight^(1/T): larger is more even."""
     phases: tuple[TrainingPhase, ...] = ()
     """Changes of mixture and learning rate, by step."""
+    phase_lr_lag: bool = False
+    """lr_scale acts from a phase's second update on, as in KempnerForge, not from its first."""
     anneal_start_step: NonNegativeInt = 0
     """Update at which anneal_weights take over, a shorthand for one phase; 0 never."""
     anneal_weights: WeightTable = Field(default_factory=Weights)
@@ -99,3 +109,21 @@ class DataConfig(Section):
             yield f"the start_step of phases must increase, not go {starts}"
         if self.phases and self.anneal_start_step:
             yield "phases and anneal_start_step exclude each other: write the annealing as a phase"
+        for name, count in Counter(source.label for source in self.datasets).items():
+            if count > 1:
+                yield f'{count} sources of datasets are called "{name}": give each its own name'
+        if self.datasets and self.order == "torch" and not self.shuffle:
+            yield 'a mixture with order = "torch" is always shuffled: set shuffle to true'
+
+    @property
+    def all_phases(self) -> tuple[TrainingPhase, ...]:
+        """The phases; annealing is one."""
+        if not self.anneal_start_step:
+            return self.phases
+        start, weights = self.anneal_start_step, self.anneal_weights
+        return (TrainingPhase(start_step=start, dataset_weights=weights),)
+
+    def weights(self, phase: TrainingPhase | None = None) -> dict[str, float]:
+        """Sampling weight of each source by its name, in a phase or before the first."""
+        over = phase.dataset_weights if phase else {}
+        return {source.label: over.get(source.label, source.weight) for source in self.datasets}

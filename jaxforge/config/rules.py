@@ -90,14 +90,24 @@ def best_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
 def hugging_face_has_a_tokenizer(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Text is read with a tokenizer."""
     data = config.data
-    if data.hf_dataset_name and not (data.dataset_path or data.tokenizer_path):
+    if data.tokenizer_path:
+        return
+    for i, source in enumerate(data.datasets):
+        if source.hf_name and not source.path:
+            yield f'data.datasets[{i}].hf_name = "{source.hf_name}" needs data.tokenizer_path'
+    if data.hf_dataset_name and not (data.datasets or data.dataset_path):
         yield f'data.hf_dataset_name = "{data.hf_dataset_name}" needs data.tokenizer_path'
 
 
 def streaming_has_a_dataset(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """What streams is a Hugging Face dataset, and in an order that does without random access."""
     data = config.data
-    if data.hf_streaming and (data.dataset_path or not data.hf_dataset_name):
+    if data.hf_streaming and data.datasets:
+        yield (
+            "data.hf_streaming = true does not mix: data.datasets are drawn from in random access; "
+            "set it to false, and Hugging Face datasets are tokenized once"
+        )
+    elif data.hf_streaming and (data.dataset_path or not data.hf_dataset_name):
         yield (
             "data.hf_streaming = true is for data.hf_dataset_name alone: set it to false, or name "
             "a dataset and no data.dataset_path"
@@ -106,6 +116,39 @@ def streaming_has_a_dataset(config: JobConfig, mesh: Mesh) -> Iterator[str]:
         yield (
             'data.order = "torch" shuffles the whole dataset, which data.hf_streaming = true never '
             'sees: set the one to "grain" or the other to false'
+        )
+
+
+def phases_weigh_what_there_is(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Weights of phases are those of sources, and some source is drawn from in each."""
+    data = config.data
+    names = [source.label for source in data.datasets]
+    for i, phase in enumerate(data.all_phases):
+        annealing = data.anneal_start_step
+        key = "data.anneal_weights" if annealing else f"data.phases[{i}].dataset_weights"
+        for name in phase.dataset_weights:
+            if name not in names:
+                yield f'{key} names "{name}", {_no_source(name, names)}'
+        if names and not any(data.weights(phase).values()):
+            yield f"{key} leave no source to draw from: give one a weight above 0"
+
+
+def torch_ranks_share_a_microbatch(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """The ranks whose order is followed read as many rows of a microbatch each."""
+    ranks = config.data.torch_ranks
+    if ranks is None:
+        return
+    if not config.data.datasets or config.data.order != "torch":
+        yield (
+            f"data.torch_ranks = {ranks} is for the order of a mixture: leave it out, or set "
+            'data.datasets and data.order = "torch"'
+        )
+        return
+    rows = config.train.microbatch_size(mesh["dp_replicate"] * mesh["dp_shard"])
+    if rows % ranks:
+        yield (
+            f"data.torch_ranks = {ranks} must divide the {rows} sequences of a global microbatch: "
+            "change train.global_batch_size or train.grad_accum_steps"
         )
 
 
@@ -243,6 +286,8 @@ RULES: tuple[Rule, ...] = (
     eval_has_a_source,
     hugging_face_has_a_tokenizer,
     streaming_has_a_dataset,
+    phases_weigh_what_there_is,
+    torch_ranks_share_a_microbatch,
     best_metric_is_logged,
     heads_divide_by_tp,
     kv_heads_divide_by_tp,
@@ -297,6 +342,13 @@ def _divides(key: str, value: int, mesh: Mesh, *axes: str) -> Iterator[str]:
         yield f"{problem}{size}: {change} or distributed.{axis} to {math.gcd(value, size)}"
     else:
         yield f"{problem}{' * '.join(map(str, sizes.values()))} = {size}: {change}"
+
+
+def _no_source(name: str, names: list[str]) -> str:
+    if not names:
+        return "but data.datasets is empty: list the sources there"
+    near = get_close_matches(name, names, n=1, cutoff=0.0)[0]
+    return f'which is no source; did you mean "{near}"? There are {", ".join(names)}'
 
 
 def _round_up(value: int, unit: int) -> int:

@@ -13,10 +13,8 @@ A process reads only the rows that its devices hold.
 """
 
 import collections
-import dataclasses
-import math
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -28,10 +26,12 @@ from jax.sharding import Mesh
 from jaxforge.config.data import DataConfig
 from jaxforge.config.eval import EvalSource
 from jaxforge.config.job import JobConfig
+from jaxforge.data.dataset import Dataset, Example, Mixture, Streaming
 from jaxforge.data.huggingface import cached_shards, load_dataset
+from jaxforge.data.mixture import GrainMixture, Segment, TorchMixture
 from jaxforge.data.order import GrainOrder, Order, TorchOrder
 from jaxforge.data.packing import IGNORE, split_packed, split_window
-from jaxforge.data.stream import StreamedTokens, Streams
+from jaxforge.data.stream import StreamedTokens
 from jaxforge.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 from jaxforge.data.tokens import SyntheticTokens, TokenShards
 from jaxforge.errors import UserError
@@ -41,62 +41,21 @@ from jaxforge.parallel.sharding import batch_sharding
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
-Example = dict[str, np.ndarray]
-"""`input_ids`, `labels`, optionally `doc_ids`: int32 [seq]."""
-
 _ITEM_TOKENS = 1 << 15  # read at a time, if updates are smaller
 _AHEAD = 2  # batches on the devices: the one in use and the next
 
 
-@dataclasses.dataclass(frozen=True)
-class Dataset:
-    """Sequences in random access.
-
-    Attributes:
-        source: windows of seq_len + 1 tokens.
-        split: windows [..., seq + 1] -> example, each array [..., seq].
-    """
-
-    source: TokenShards | SyntheticTokens | Streams
-    split: Callable[[np.ndarray], Example]
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int) -> Example:
-        return self.split(self.source[index])
-
-    def batch(self, indices: Sequence[int]) -> Example:
-        """The examples of `indices`, stacked."""
-        return self.split(self.source.batch(indices))
-
-
-@dataclasses.dataclass(frozen=True)
-class Streaming:
-    """Sequences of a dataset that streams.
-
-    Attributes:
-        source: the dataset.
-        split: as of `Dataset`.
-    """
-
-    source: StreamedTokens
-    split: Callable[[np.ndarray], Example]
-
-    def start(self, first: int, layout: "_Layout") -> Dataset:
-        """The sequences from position `first` on, by position."""
-        return Dataset(self.source.start(first, layout.rows, layout.local_rows), self.split)
-
-
-def open_training_data(config: JobConfig) -> Dataset | Streaming:
-    """The training set: token shards, a Hugging Face dataset, or else synthetic tokens.
+def open_training_data(config: JobConfig) -> Dataset | Mixture | Streaming:
+    """The training set: a mixture, token shards, a Hugging Face dataset, or synthetic tokens.
 
     Raises:
         UserError: the data are missing, damaged or do not fit the model.
     """
     data = config.data
+    if data.datasets:
+        return _open_mixture(config)
     if data.dataset_path or (data.hf_dataset_name and not data.hf_streaming):
-        return _open_shards(config, data, "data")
+        return _open_shards(config, data, ("data.dataset_path", "data.file_pattern"))
     if data.hf_dataset_name:
         return _open_stream(config, data.hf_dataset_name)
     source = SyntheticTokens(config.model.vocab_size, config.train.seq_len, data_seed(config))
@@ -111,10 +70,12 @@ def open_eval_data(config: JobConfig) -> dict[str, Dataset]:
     Raises:
         UserError: shards are missing, damaged or do not fit the model.
     """
-    return {
-        name: _open_shards(config, source, f"eval.datasets[{i}]" if name else "eval")
-        for i, (name, source) in enumerate(config.eval.sources().items())
-    }
+    sets = {}
+    for i, (name, source) in enumerate(config.eval.sources().items()):
+        section = f"eval.datasets[{i}]" if name else "eval"
+        keys = (f"{section}.dataset_path", f"{section}.file_pattern")
+        sets[name] = _open_shards(config, source, keys)
+    return sets
 
 
 def data_seed(config: JobConfig) -> int:
@@ -123,21 +84,39 @@ def data_seed(config: JobConfig) -> int:
 
 
 def training_batches(
-    config: JobConfig, mesh: Mesh, dataset: Dataset | Streaming, first: int, n_updates: int
+    config: JobConfig,
+    mesh: Mesh,
+    dataset: Dataset | Mixture | Streaming,
+    first: int,
+    n_updates: int,
+    segments: Sequence[Segment] = (),
 ) -> Iterator[dict[str, jax.Array]]:
     """Batches [accum, rows, seq] of `n_updates` updates from sample position `first` on.
 
-    Each is on its devices before it is asked for.
+    Each is on its devices before it is asked for. Those of a mixture hold `dataset_idx`
+    [accum, rows] too.
+
+    Args:
+        config: the validated config.
+        mesh: where the batches go.
+        dataset: as `open_training_data` gave it.
+        first: position, of a whole microbatch.
+        n_updates: how many batches there are.
+        segments: of a mixture (`training.phases.Phases.segments`), those to come included.
     """
-    rows = config.train.microbatch_size(data_parallel_size(mesh))
+    ranks = data_parallel_size(mesh)
+    rows = config.train.microbatch_size(ranks)
     accum = config.train.grad_accum_steps
     layout = _Layout(mesh, accum, rows, config.train.seq_len)
+    seed = data_seed(config)
     order: Order | range
     if isinstance(dataset, Streaming):
-        dataset = dataset.start(first, layout)
+        dataset = dataset.start(first, layout.rows, layout.local_rows)
         order = range(len(dataset))
+    elif isinstance(dataset, Mixture):
+        order = mixture_order(config.data, dataset.sizes, segments, seed, rows, ranks)
     else:
-        order = training_order(config.data, len(dataset), data_seed(config), rows)
+        order = training_order(config.data, len(dataset), seed, rows)
     updates = _Updates(dataset, order, layout, first, n_updates)
     threads = config.data.num_workers
     options = grain.ReadOptions(
@@ -153,6 +132,20 @@ def training_order(config: DataConfig, n: int, seed: int, rows: int) -> Order:
     return GrainOrder(n, seed, config.shuffle)
 
 
+def mixture_order(
+    config: DataConfig,
+    sizes: Mapping[str, int],
+    segments: Sequence[Segment],
+    seed: int,
+    rows: int,
+    ranks: int,
+) -> Order:
+    """Position -> index in a mixture, on so many data-parallel ranks."""
+    if config.order == "torch":
+        return TorchMixture(sizes, segments, seed, rows, config.torch_ranks or ranks)
+    return GrainMixture(sizes, segments, seed, config.shuffle)
+
+
 def eval_batches(config: JobConfig, mesh: Mesh, dataset: Dataset) -> Iterator[dict[str, jax.Array]]:
     """Batches [1, rows, seq] over the whole set in file order, once.
 
@@ -165,7 +158,39 @@ def eval_batches(config: JobConfig, mesh: Mesh, dataset: Dataset) -> Iterator[di
     return _to_devices((updates[i] for i in range(len(updates))), layout)
 
 
-def _open_shards(config: JobConfig, source: DataConfig | EvalSource, section: str) -> Dataset:
+def _open_mixture(config: JobConfig) -> Mixture:
+    datasets = {}
+    for i, source in enumerate(config.data.datasets):
+        alone = {
+            "dataset_path": source.path,
+            "hf_dataset_name": source.hf_name,
+            "hf_dataset_config": source.hf_config or None,
+        }
+        keys = (f"data.datasets[{i}].path", "data.file_pattern")
+        datasets[source.label] = _open_shards(config, config.data.model_copy(update=alone), keys)
+    _check_same_tokenizer(datasets)
+    return Mixture(datasets)
+
+
+def _check_same_tokenizer(datasets: Mapping[str, Dataset]) -> None:
+    """Manifests tell; what has none may be anything."""
+    made_by: dict[str, tuple[str, str]] = {}
+    for name, dataset in datasets.items():
+        manifest = dataset.source.manifest if isinstance(dataset.source, TokenShards) else None
+        if manifest:
+            made_by.setdefault(manifest.tokenizer_sha256, (name, manifest.tokenizer))
+    if len(made_by) > 1:
+        (one, its), (other, others), *_ = made_by.values()
+        raise UserError(
+            f"data.datasets: {one} and {other} were tokenized differently ({its}, {others}): "
+            "prepare them with the same tokenizer"
+        )
+
+
+def _open_shards(
+    config: JobConfig, source: DataConfig | EvalSource, keys: tuple[str, str]
+) -> Dataset:
+    """The shards of a source, `keys` being those of its directory and pattern."""
     directory, pattern = source.dataset_path, source.file_pattern
     if not directory:
         directory, pattern = str(_tokenized(config, source)), "*.npy"
@@ -175,7 +200,7 @@ def _open_shards(config: JobConfig, source: DataConfig | EvalSource, section: st
         config.train.seq_len,
         vocab_size=config.model.vocab_size,
         token_dtype=config.data.token_dtype,
-        section=section,
+        keys=keys,
     )
     manifest_eos = shards.manifest.eos_id if shards.manifest else None
     return Dataset(shards, _splitter(config.data, manifest_eos))
@@ -262,15 +287,15 @@ class _Layout:
 
     def __init__(self, mesh: Mesh, accum: int, rows: int, seq_len: int) -> None:
         self.accum, self.rows = accum, rows
-        self.shape = (accum, rows, seq_len)
+        self.tokens = accum * rows * seq_len
         self.sharding = batch_sharding(mesh)
-        slices = self.sharding.addressable_devices_indices_map(self.shape).values()
+        slices = self.sharding.addressable_devices_indices_map((accum, rows)).values()
         parts = {index[1].indices(rows) for index in slices if index is not None}
         self.local_rows = sorted({row for part in parts for row in range(*part)})
         self._offsets = {row: offset for offset, row in enumerate(self.local_rows)}
 
     def put(self, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Global arrays from this process's rows [accum, local rows, seq]."""
+        """Global arrays from this process's rows [accum, local rows, ...]."""
         return {name: self._put(array) for name, array in local.items()}
 
     def _put(self, local: np.ndarray) -> jax.Array:
@@ -280,7 +305,8 @@ class _Layout:
             offset = self._offsets[start]
             return local[:, offset : offset + stop - start]
 
-        return jax.make_array_from_callback(self.shape, self.sharding, of_device)
+        shape = (self.accum, self.rows, *local.shape[2:])
+        return jax.make_array_from_callback(shape, self.sharding, of_device)
 
 
 class _Updates:
@@ -291,7 +317,7 @@ class _Updates:
 
     def __init__(
         self,
-        dataset: "Dataset | _Padded",
+        dataset: "Dataset | Mixture | _Padded",
         order: Order | range,
         layout: _Layout,
         first: int,
@@ -299,29 +325,29 @@ class _Updates:
     ) -> None:
         self._dataset, self._order, self._layout = dataset, order, layout
         self._first, self._n_updates = first, n_updates
-        self._per_item = max(1, _ITEM_TOKENS // math.prod(layout.shape))
+        self._per_item = max(1, _ITEM_TOKENS // layout.tokens)
 
     def __len__(self) -> int:
         return -(-self._n_updates // self._per_item)
 
     def __getitem__(self, item: int) -> list[Example]:
-        """The next updates, each [accum, local rows, seq]."""
+        """The next updates, each [accum, local rows, ...]."""
         accum, rows, local = self._layout.accum, self._layout.rows, self._layout.local_rows
         begin = int(item) * self._per_item
         n_updates = min(self._per_item, self._n_updates - begin)
         start = self._first + begin * accum * rows
         microbatches = range(start, start + n_updates * accum * rows, rows)
         indices = [self._order[first + row] for first in microbatches for row in local]
-        shape = (n_updates, accum, len(local), -1)
+        shape = (n_updates, accum, len(local))
         examples = self._dataset.batch(indices).items()
-        arrays = {name: array.reshape(shape) for name, array in examples}
+        arrays = {name: array.reshape(*shape, *array.shape[1:]) for name, array in examples}
         return [{name: array[i] for name, array in arrays.items()} for i in range(n_updates)]
 
 
 def _to_devices(items: Iterator[list[Example]], layout: _Layout) -> Iterator[dict[str, jax.Array]]:
     """Starts the transfer of the next batch before the current one is used."""
     ahead: collections.deque[dict[str, jax.Array]] = collections.deque()
-    for batch in chain.from_iterable(items):
+    for batch in itertools.chain.from_iterable(items):
         ahead.append(layout.put(batch))
         if len(ahead) == _AHEAD:
             yield ahead.popleft()

@@ -9,13 +9,16 @@ Positions know nothing of hosts or devices: the sequences of a global batch are 
 positions, whoever computes them.
 """
 
+from collections.abc import Callable
 from threading import Lock
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from jaxtyping import Int
 
 from jaxforge.errors import UserError
+
+T = TypeVar("T")
 
 
 class Order(Protocol):
@@ -24,6 +27,27 @@ class Order(Protocol):
     def __getitem__(self, position: int) -> int:
         """Index of the sample at `position`."""
         ...
+
+
+class LastTwo(Generic[T]):
+    """A function that keeps what it made last, and the one before.
+
+    Two, as reads ahead of and behind a border, such as that of an epoch, alternate.
+    """
+
+    def __init__(self, make: Callable[..., T]) -> None:
+        self._make = make
+        self._made: dict[tuple[int, ...], T] = {}
+        self._lock = Lock()
+
+    def __call__(self, *key: int) -> T:
+        """What was made of `key`, made once: the lock has other threads wait for it."""
+        with self._lock:
+            if key not in self._made:
+                while len(self._made) > 1:
+                    del self._made[next(iter(self._made))]
+                self._made[key] = self._make(*key)
+            return self._made[key]
 
 
 class GrainOrder:
@@ -85,24 +109,13 @@ class TorchOrder:
                 "lower train.batch_size or train.seq_len, or give data.dataset_path more tokens"
             )
         self._arguments = n, seed, shuffle, batch
-        self._n, self._seed, self._shuffle = n, seed, shuffle
+        self._shuffle = shuffle
         self._epoch_length = n // batch * batch
-        self._permutations: dict[int, Int[np.ndarray, "n"]] = {}
-        self._lock = Lock()
+        self._permutation = LastTwo(lambda epoch: randperm(n, seed + epoch))
 
     def __getitem__(self, position: int) -> int:
         epoch, place = divmod(position, self._epoch_length)
         return int(self._permutation(epoch)[place]) if self._shuffle else place
-
-    def _permutation(self, epoch: int) -> Int[np.ndarray, "n"]:
-        """Permutation of `epoch`, made once: the lock has other threads wait for it."""
-        with self._lock:
-            if epoch not in self._permutations:
-                # Two are kept: where epochs meet, reads ahead of and behind the border alternate.
-                while len(self._permutations) > 1:
-                    del self._permutations[next(iter(self._permutations))]
-                self._permutations[epoch] = randperm(self._n, self._seed + epoch)
-            return self._permutations[epoch]
 
     def __reduce__(self) -> tuple:
         return type(self), self._arguments
@@ -114,12 +127,32 @@ _CHUNK = 1 << 16  # draws that are Python integers at a time
 def randperm(n: int, seed: int) -> Int[np.ndarray, "n"]:
     """`torch.randperm(n, generator=torch.Generator().manual_seed(seed))`, without torch.
 
-    A Fisher-Yates shuffle that swaps entry i with entry i + (draw mod (n - i)), the draws coming
-    from a Mersenne Twister seeded with the low 32 bits of `seed`.
-
     Args:
         n: length.
         seed: any integer.
+
+    Returns:
+        int64 [n].
+
+    Raises:
+        UserError: as of `next_randperm`.
+    """
+    return next_randperm(n, torch_generator(seed))
+
+
+def torch_generator(seed: int) -> np.random.RandomState:
+    """`torch.Generator().manual_seed(seed)`: a Mersenne Twister seeded with the low 32 bits."""
+    return np.random.RandomState(seed % 2**32)
+
+
+def next_randperm(n: int, generator: np.random.RandomState) -> Int[np.ndarray, "n"]:
+    """`torch.randperm(n, generator=generator)`, which leaves the generator as torch does.
+
+    A Fisher-Yates shuffle that swaps entry i with entry i + (draw mod (n - i)).
+
+    Args:
+        n: length.
+        generator: as of `torch_generator`.
 
     Returns:
         int64 [n].
@@ -130,7 +163,7 @@ def randperm(n: int, seed: int) -> Int[np.ndarray, "n"]:
     if n >= (2**32 - 1) // 20:
         raise UserError(f'{n} samples are too many for data.order = "torch"; use "grain"')
     steps = np.arange(max(n - 1, 0))
-    draws = np.random.RandomState(seed % 2**32).randint(0, 2**32, len(steps), dtype=np.uint32)
+    draws = generator.randint(0, 2**32, len(steps), dtype=np.uint32)
     partners = steps + draws % (n - steps)
     order = list(range(n))  # a list: its items swap several times faster than an array's
     for start in range(0, len(steps), _CHUNK):

@@ -192,8 +192,9 @@ def tokenizer_of(config: DataConfig) -> str | Path | None:
     """`data.tokenizer_path`, else the one that `jaxforge.prepare` put beside the shards."""
     if config.tokenizer_path:
         return config.tokenizer_path
-    beside = Path(config.dataset_path).parent / "tokenizer"
-    return beside if config.dataset_path and beside.is_dir() else None
+    shards = [source.path for source in config.datasets] or [config.dataset_path]
+    beside = [Path(path).parent / "tokenizer" for path in shards if path]
+    return next((directory for directory in beside if directory.is_dir()), None)
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:

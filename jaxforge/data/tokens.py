@@ -54,7 +54,7 @@ class TokenShards:
         seq_len: S; a window holds S + 1 tokens.
         vocab_size: `model.vocab_size`; all tokens are below.
         token_dtype: numpy name of the type in `.bin` files; by default the manifest's.
-        section: config section that error messages name ("data", "eval", "eval.datasets[0]").
+        keys: config keys of directory and pattern, for error messages.
 
     Attributes:
         manifest: the directory's `manifest.json`, or None.
@@ -73,16 +73,16 @@ class TokenShards:
         *,
         vocab_size: int,
         token_dtype: str | None = None,
-        section: str = "data",
+        keys: tuple[str, str] = ("data.dataset_path", "data.file_pattern"),
     ) -> None:
         self.directory, self.window = Path(directory), seq_len + 1
-        paths = _matches(self.directory, pattern, section)
+        paths = _matches(self.directory, pattern, keys)
         self.manifest = Manifest.read(self.directory)
         self._files = [_inspect(path, token_dtype, self.manifest) for path in paths]
         self.tokens = sum(file.tokens for file in self._files)
         self._ends = list(accumulate(file.tokens // self.window for file in self._files))
         if not len(self):
-            raise UserError(_too_short(self._files, self.window, section))
+            raise UserError(_too_short(self._files, self.window, keys[0]))
         for file in self._files:
             _check_vocabulary(file, vocab_size, self.manifest)
         self._map = lru_cache(_OPEN_FILES)(self._map_file)
@@ -152,11 +152,12 @@ class SyntheticTokens:
         return f"SyntheticTokens({self.vocab_size}, {self.window - 1}, {self.seed})"
 
 
-def _matches(directory: Path, pattern: str, section: str) -> list[Path]:
+def _matches(directory: Path, pattern: str, keys: tuple[str, str]) -> list[Path]:
     """The files that `pattern` names, sorted."""
+    of_directory, of_pattern = keys
     if not directory.is_dir():
         what = "is a file, not a directory" if directory.exists() else "does not exist"
-        raise UserError(f"{section}.dataset_path: {directory.absolute()} {what}")
+        raise UserError(f"{of_directory}: {directory.absolute()} {what}")
     paths = sorted(path for path in directory.glob(pattern) if path.is_file())
     if paths:
         return paths
@@ -164,13 +165,11 @@ def _matches(directory: Path, pattern: str, section: str) -> list[Path]:
     if prepared:
         raise UserError(
             f"no file matches {pattern!r} in {directory}, but {prepared.parent} holds shards; "
-            f"set {section}.dataset_path to it"
+            f"set {of_directory} to it"
         )
     names = sorted(path.name for path in directory.iterdir())
     there = ", ".join(names[:5]) + (", …" if len(names) > 5 else "") or "nothing"
-    raise UserError(
-        f"no file matches {section}.file_pattern = {pattern!r} in {directory} (it holds {there})"
-    )
+    raise UserError(f"no file matches {of_pattern} = {pattern!r} in {directory} (it holds {there})")
 
 
 def _inspect(path: Path, token_dtype: str | None, manifest: Manifest | None) -> _TokenFile:
@@ -252,12 +251,12 @@ def _check_size(path: Path, expected: int, source: str) -> None:
         )
 
 
-def _too_short(files: list[_TokenFile], window: int, section: str) -> str:
+def _too_short(files: list[_TokenFile], window: int, key: str) -> str:
     longest = max(files, key=lambda file: file.tokens)
     return (
         f"no file holds a window of train.seq_len + 1 = {window} tokens: the longest of "
         f"{len(files)}, {longest.path}, has {longest.tokens}; lower train.seq_len or set "
-        f"{section}.dataset_path to more tokens"
+        f"{key} to more tokens"
     )
 
 

@@ -72,8 +72,8 @@ def param_shardings(abstract: PyTree, axes: PyTree, mesh: Mesh) -> PyTree:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Sharding of a batch [accum, batch, seq]."""
-    return NamedSharding(mesh, partition_spec((None, "batch", None)))
+    """Sharding of the arrays [accum, batch, ...] of a batch."""
+    return NamedSharding(mesh, partition_spec((None, "batch")))
 
 
 def constrain(x: Array, *axes: str | None) -> Array:

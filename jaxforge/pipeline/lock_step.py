@@ -35,6 +35,8 @@ Microbatch = dict[str, Array]
 Params = dict[str, Any]
 Column = Any
 """Of the table: an array of NumPy's for a phase, and in the scan one of JAX's for a tick."""
+Sums = tuple[Float[Array, ""], PyTree]
+"""The loss, and what is summed up beside it."""
 Result = TypeVar("Result")
 
 
@@ -46,7 +48,8 @@ class Parts(NamedTuple):
         around: (x, microbatch) -> what all layers are told besides.
         layer: (parameters of one layer, x, around) -> x. A `jax.checkpoint` in it decides what is
             saved between its forward and its backward.
-        leave: (params, x, microbatch, token scale) -> the microbatch's share of the loss.
+        leave: (params, x, microbatch, token scale) -> the microbatch's share of the loss, and of
+            what else is summed up, without a gradient.
         is_held: whether that is held from the forward of a stage on; else the input of the stage
             is, and its layers run again before their backward.
     """
@@ -54,7 +57,7 @@ class Parts(NamedTuple):
     enter: Callable[[Params, Microbatch], Array]
     around: Callable[[Array, Microbatch], PyTree]
     layer: Callable[[Params, Array, PyTree], Array]
-    leave: Callable[[Params, Array, Microbatch, Array], Array]
+    leave: Callable[[Params, Array, Microbatch, Array], Sums]
     is_held: bool
 
 
@@ -95,7 +98,7 @@ class _Carry(NamedTuple):
         ring: [slots, ...] what backwards wait for.
         layers: gradients of the stage's layers, float32.
         rest: gradients of all other parameters, float32.
-        loss: so far.
+        sums: so far.
     """
 
     arriving: Array
@@ -103,7 +106,7 @@ class _Carry(NamedTuple):
     ring: PyTree
     layers: Params
     rest: Params
-    loss: Float[Array, ""]
+    sums: Sums
 
 
 def accumulate(
@@ -113,7 +116,8 @@ def accumulate(
     axes: Params,
     batch: Microbatch,
     token_scales: Float[Array, "m"],
-) -> tuple[Params, Float[Array, ""]]:
+    no_sums: Sums,
+) -> tuple[Params, Sums]:
     """Gradients (float32) and loss of a batch, summed over its microbatches.
 
     Args:
@@ -123,12 +127,13 @@ def accumulate(
         axes: logical axes of the parameters; gradients are laid out alike.
         batch: [m, b, s] arrays.
         token_scales: weight of a token of each microbatch.
+        no_sums: zeros like what `parts.leave` gives, varying over the same mesh axes.
     """
     stage = _Stage(schedule, parts, params, batch, token_scales)
-    carry = stage.at_rest(axes)
+    carry = stage.at_rest(axes, no_sums)
     for phase, rows in zip(schedule.phases(), _rows(schedule), strict=True):
         carry, _ = jax.lax.scan(functools.partial(stage.tick, phase, rows), carry, rows)
-    return {**carry.rest, "layers": carry.layers}, carry.loss
+    return {**carry.rest, "layers": carry.layers}, carry.sums
 
 
 class _Stage:
@@ -148,7 +153,7 @@ class _Stage:
         self.index = jax.lax.axis_index(STAGES)
         self.manual = taken_over()
 
-    def at_rest(self, axes: Params) -> _Carry:
+    def at_rest(self, axes: Params, no_sums: Sums) -> _Carry:
         """Before the first tick: zeros, made to vary over the same mesh axes as what follows."""
         microbatch = self._microbatch(0)
         idle = _laid_out(self._zeros(jax.eval_shape(self.parts.enter, self.rest, microbatch)))
@@ -161,7 +166,7 @@ class _Stage:
             {**self.rest, "layers": self.layers}, axes,
         )  # fmt: skip
         layers = rest.pop("layers")
-        return _Carry(idle, idle, rings, layers, rest, loss=jnp.zeros_like(self.scales[0]))
+        return _Carry(idle, idle, rings, layers, rest, no_sums)
 
     def tick(self, phase: Phase, rows: _Row, carry: _Carry, row: _Row) -> tuple[_Carry, None]:
         """All stages' work of one tick."""
@@ -199,17 +204,18 @@ class _Stage:
             work.chunk == self.schedule.chunks - 1
         )
 
-        def leave() -> tuple[Params, Array, Array]:
+        def leave() -> tuple[Params, Sums, Array]:
             microbatch, scale = self._microbatch(row.leaves), self._pick(self.scales, row.leaves)
             x = self._to_all(jnp.where(is_last, y, 0))
-            loss, of_loss = jax.vjp(
-                lambda rest, x: self.parts.leave(rest, x, microbatch, scale), self.rest, x
-            )
+            loss, of_loss, more = jax.vjp(
+                lambda rest, x: self.parts.leave(rest, x, microbatch, scale), self.rest, x,
+                has_aux=True,
+            )  # fmt: skip
             d_rest, d_x = of_loss(jnp.ones_like(loss))
-            return _plus(carry.rest, d_rest), carry.loss + loss, d_x
+            return _plus(carry.rest, d_rest), _plus(carry.sums, (loss, more)), d_x
 
-        unchanged = (carry.rest, carry.loss, self._zeros(y, stages=False))
-        rest, loss, d_last = self._when(rows.leaves, row.leaves, leave, unchanged)
+        unchanged = (carry.rest, carry.sums, self._zeros(y, stages=False))
+        rest, sums, d_last = self._when(rows.leaves, row.leaves, leave, unchanged)
         d_y = jnp.where(is_last, d_last, carry.returning)
         d_y = jnp.where(works, d_y, 0)  # nothing comes of an idle stage
         d_x, layers = self._backward(work.chunk, d_y, saved, microbatch, carry.layers)
@@ -221,7 +227,7 @@ class _Stage:
             return _plus(rest, pull(d_entering)[0])
 
         rest = self._when(rows.exits, row.exits, exits, rest, cheap=True)
-        return carry._replace(returning=self._sent(d_x, -1), layers=layers, rest=rest, loss=loss)
+        return carry._replace(returning=self._sent(d_x, -1), layers=layers, rest=rest, sums=sums)
 
     def _forward(
         self, chunk: Array | int, x: Array, microbatch: Microbatch

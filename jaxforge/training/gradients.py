@@ -8,7 +8,8 @@ Gradients are reduced between data-parallel devices in one of two ways (`train.g
     microbatch  the partitioner gathers each layer's weights as they are needed and reduces its
                 gradients at once, in every microbatch: more traffic, least memory.
 
-Microbatches come one by one, or, where there are stages, as `pipeline.schedule` has them.
+Microbatches come one by one, or, where there are stages, as `pipeline.schedule` has them. The loss
+of each dataset of a mixture goes the way of the loss.
 """
 
 import functools
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import TrainConfig
@@ -39,18 +40,28 @@ from jaxforge.parallel.sharding import (
 )
 from jaxforge.pipeline import lock_step
 from jaxforge.pipeline.schedule import SCHEDULES
-from jaxforge.training.loss import Scales, tiles_of, token_scales, valid_tokens, weighted_loss
+from jaxforge.training.loss import (
+    Loss,
+    Scales,
+    tiles_of,
+    token_scales,
+    valid_tokens,
+    weighted_loss,
+)
 
-Batch = dict[str, Int[Array, "m b s"]]
-"""`input_ids`, `labels` and, when packed, `doc_ids`: [microbatches, sequences, tokens]."""
+Batch = dict[str, Int[Array, "m b ..."]]
+"""`input_ids`, `labels` and, when packed, `doc_ids`: [microbatches, sequences, tokens].
 
-AddUp = Callable[[Params, Batch, Scales], tuple[Params, Float[Array, ""]]]
+Of a mixture, also `dataset_idx` [microbatches, sequences], or in its place `members`.
+"""
+
+AddUp = Callable[[Params, Batch, Scales], tuple[Params, Loss]]
 """(params, batch, scales) -> gradients (float32) and loss, summed over the microbatches."""
 
 
 def make_gradients(
     model: Model, config: JobConfig, mesh: Mesh
-) -> Callable[[Params, Batch], tuple[Params, Array]]:
+) -> Callable[[Params, Batch], tuple[Params, Loss]]:
     """(params, batch) -> float32 gradients laid out like the parameters, and the loss."""
     train, stages = config.train, _stages(mesh)
     add_up = pipelined(model, config) if stages else functools.partial(accumulate, model, train)
@@ -64,27 +75,35 @@ def make_gradients(
         )  # fmt: skip
     shardings = param_shardings(model.abstract, model.axes, mesh)
 
-    def gradients(params: Params, batch: Batch) -> tuple[Params, Array]:
+    def gradients(params: Params, batch: Batch) -> tuple[Params, Loss]:
         grads, loss = add_up(params, batch, _scales(batch, train))
         return jax.lax.with_sharding_constraint(grads, shardings), loss
 
     return gradients
 
 
+def with_members(batch: Batch, n_datasets: int) -> Batch:
+    """A batch of a mixture with `members` [m, b, datasets]: which dataset each sequence is of."""
+    if not n_datasets:
+        return batch
+    rest = {name: leaf for name, leaf in batch.items() if name != "dataset_idx"}
+    return {**rest, "members": batch["dataset_idx"][..., None] == jnp.arange(n_datasets)}
+
+
 def accumulate(
     model: Model, config: TrainConfig, params: Params, batch: Batch, scales: Scales
-) -> tuple[Params, Float[Array, ""]]:
+) -> tuple[Params, Loss]:
     """Gradients (float32) and loss of a batch, summed over its microbatches by a scan."""
 
-    def microbatch_loss(params: Params, microbatch: Batch, token_scale: Array) -> Array:
+    def microbatch_loss(params: Params, microbatch: Batch, token_scale: Array) -> Loss:
         hidden = model.hidden(params, microbatch["input_ids"], microbatch.get("doc_ids"))
         return _loss(model, config, params, hidden, microbatch, token_scale, scales)
 
-    def of_microbatch(xs: tuple[Batch, Array]) -> tuple[Params, Array]:
-        loss, grads = jax.value_and_grad(microbatch_loss)(params, *xs)
-        return jax.tree.map(lambda g: g.astype(jnp.float32), grads), loss
+    def of_microbatch(xs: tuple[Batch, Array]) -> tuple[Params, Loss]:
+        loss, grads = jax.value_and_grad(microbatch_loss, has_aux=True)(params, *xs)
+        return jax.tree.map(lambda g: g.astype(jnp.float32), grads), Loss(*loss)
 
-    def body(total: tuple[Params, Array], xs: tuple[Batch, Array]) -> tuple[Any, None]:
+    def body(total: tuple[Params, Loss], xs: tuple[Batch, Array]) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, of_microbatch(xs)), None
 
     xs = (batch, scales.token)
@@ -92,8 +111,14 @@ def accumulate(
         return of_microbatch(jax.tree.map(lambda x: x[0], xs))
     # Zeros made from what they will add up, so that they vary over the same mesh axes.
     zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
-    start = (zeros, jnp.zeros_like(batch["labels"][0, 0, 0], jnp.float32))
-    return jax.lax.scan(body, start, xs)[0]
+    return jax.lax.scan(body, (zeros, _no_loss(batch, scales)), xs)[0]
+
+
+def _no_loss(batch: Batch, scales: Scales) -> Loss:
+    """Zeros, varying over the mesh axes that the loss of a microbatch varies over."""
+    members = batch.get("members")
+    nats = None if members is None else jnp.zeros_like(members[0, 0], jnp.float32)
+    return Loss(jnp.zeros_like(scales.token[0]), nats)
 
 
 def pipelined(model: Model, config: JobConfig) -> AddUp:
@@ -112,14 +137,18 @@ def pipelined(model: Model, config: JobConfig) -> AddUp:
     def layer(layer: Params, x: Array, around: tuple[Rotation, Place]) -> Array:
         return model.block(layer, x, *around)[0]
 
-    def add_up(params: Params, batch: Batch, scales: Scales) -> tuple[Params, Array]:
-        def leave(params: Params, x: Array, microbatch: Batch, token_scale: Array) -> Array:
+    def add_up(params: Params, batch: Batch, scales: Scales) -> tuple[Params, Loss]:
+        def leave(params: Params, x: Array, microbatch: Batch, token_scale: Array) -> Loss:
             hidden = model.finish(params, x)
             return _loss(model, train, params, hidden, microbatch, token_scale, scales)
 
         saving = remat.block(saves.save, layer)
         parts = lock_step.Parts(enter, around, saving, leave, saves.is_held)
-        return lock_step.accumulate(schedule, parts, params, model.axes, batch, scales.token)
+        none = _no_loss(batch, scales)
+        grads, loss = lock_step.accumulate(
+            schedule, parts, params, model.axes, batch, scales.token, (none.value, none.nats)
+        )
+        return grads, Loss(*loss)
 
     return add_up
 
@@ -132,10 +161,11 @@ def _loss(
     microbatch: Batch,
     token_scale: Array,
     scales: Scales,
-) -> Array:
+) -> Loss:
     head, labels = model.head(params), microbatch["labels"]
     tiles = tiles_of(config, labels, head, model.how.tile)
-    return weighted_loss(tiles, hidden, head, labels, Scales(token_scale, scales.position))
+    own = Scales(token_scale, scales.position)
+    return weighted_loss(tiles, hidden, head, labels, own, microbatch.get("members"))
 
 
 def _checked(model: Model) -> bool:
@@ -170,7 +200,7 @@ def _scales(batch: Batch, config: TrainConfig) -> Scales:
 
 def _reduced_once(
     model: Model, config: TrainConfig, mesh: Mesh, add_up: AddUp
-) -> Callable[[Params, Batch], tuple[Params, Array]]:
+) -> Callable[[Params, Batch], tuple[Params, Loss]]:
     """`grad_sync = "update"`: device groups do not communicate while they accumulate.
 
     The data axes are taken from the partitioner; tp stays with it.
@@ -178,10 +208,10 @@ def _reduced_once(
     stages = _stages(mesh)
     reduce = _reduction(model.axes, mesh)
 
-    def gradients(params: Params, batch: Batch) -> tuple[Params, Array]:
+    def gradients(params: Params, batch: Batch) -> tuple[Params, Loss]:
         scales = _scales(batch, config)
 
-        def of_group(params: Params, batch: Batch, token_scales: Array) -> tuple[Params, Array]:
+        def of_group(params: Params, batch: Batch, token_scales: Array) -> tuple[Params, Loss]:
             # Each group differentiates its own copy; the sum over groups comes afterwards.
             params, token_scales = jax.lax.pcast((params, token_scales), DATA_AXES, to="varying")
             own = Scales(token_scales, scales.position)
@@ -197,7 +227,7 @@ def _reduced_once(
         )
         whole = jax.tree.map(functools.partial(_gather, dtype=model.dtype), params, model.axes)
         grads, losses = groups(whole, batch, scales.token)
-        return reduce(grads), jnp.sum(losses)
+        return reduce(grads), jax.tree.map(lambda of_groups: jnp.sum(of_groups, axis=0), losses)
 
     return gradients
 

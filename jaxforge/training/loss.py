@@ -16,6 +16,8 @@ The gradient is written out (`weighted_loss`). It goes through the logits in one
 
 Inside a pipeline, each stage has its share of the vocabulary: logsumexp, the label's logit and the
 gradient of the hidden states are then reduced over the shares here.
+
+Of a mixture, Σ -log p(label) of each dataset comes along; no gradient is taken of it.
 """
 
 import functools
@@ -24,7 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxforge.config.train import TrainConfig
 from jaxforge.data.packing import IGNORE
@@ -51,29 +53,52 @@ class LossSum(NamedTuple):
         total: Σ -log p(label) over valid tokens, float32.
         weight: number of valid tokens, float32.
         square_lse: Σ logsumexp(logits)² over all positions, valid or not, float32.
+        by_dataset: `total` of each dataset, of a mixture.
     """
 
     total: Float[Array, ""]
     weight: Float[Array, ""]
     square_lse: Float[Array, ""]
+    by_dataset: Float[Array, "n"] | None = None
 
     def plus(self, other: "LossSum") -> "LossSum":
         """Sum by sum."""
         return jax.tree.map(jnp.add, self, other)
 
 
-def valid_tokens(labels: Int[Array, "... b s"]) -> Float[Array, "..."]:
-    """How many labels of each batch count, as float32."""
-    return jnp.sum(labels != IGNORE, axis=(-2, -1), dtype=jnp.float32)
+class Loss(NamedTuple):
+    """Of an update, or of a part of it; those of parts add up.
+
+    Attributes:
+        value: what is minimised.
+        nats: Σ -log p(label) of each dataset, of a mixture.
+    """
+
+    value: Float[Array, ""]
+    nats: Float[Array, "n"] | None
 
 
-def token_scales(weights: Float[Array, "m"], norm: str) -> Float[Array, "m"]:
+def valid_tokens(labels: Int[Array, "... b s"]) -> Int[Array, "..."]:
+    """How many labels of each batch count."""
+    return jnp.sum(labels != IGNORE, axis=(-2, -1), dtype=jnp.int32)
+
+
+def valid_tokens_by_dataset(
+    labels: Int[Array, "m b s"], members: Bool[Array, "m b n"]
+) -> Int[Array, "n"]:
+    """How many labels of each dataset count."""
+    of_row = jnp.sum(labels != IGNORE, axis=-1, dtype=jnp.int32)
+    return jnp.sum(jnp.where(members, of_row[..., None], 0), axis=(0, 1))
+
+
+def token_scales(counts: Int[Array, "m"], norm: str) -> Float[Array, "m"]:
     """Weight of one token of each microbatch in the loss of the update.
 
     Args:
-        weights: valid tokens of each microbatch, over all devices.
+        counts: valid tokens of each microbatch, over all devices.
         norm: `train.loss_norm`.
     """
+    weights = counts.astype(jnp.float32)
     divisor = weights * weights.shape[0] if norm == "microbatch" else jnp.sum(weights)
     # Nothing to learn from: no division by zero, no gradient.
     return jnp.where(weights > 0, 1.0 / jnp.maximum(divisor, 1.0), 0.0)
@@ -122,17 +147,18 @@ def cross_entropy(
     head_VD: Float[Array, "v d"],
     labels_BS: Int[Array, "b s"],
     tiling: Tiling,
+    members_BN: Bool[Array, "b n"] | None = None,
 ) -> LossSum:
-    """Sums of the loss of a batch from its final hidden states."""
+    """Sums of the loss of a batch from its final hidden states; of datasets too, given members."""
     if _by_chunks(tiling, head_VD):
-        return _by_vocab(tiling, hidden_BSD, head_VD, labels_BS)[0]
+        return _by_vocab(tiling, hidden_BSD, head_VD, labels_BS, members_BN)[0]
     weights = gathered(head_VD.astype(hidden_BSD.dtype), _HEAD)
 
     def one(total: LossSum, tile: _Tile) -> tuple[LossSum, None]:
-        return total.plus(_tile_sums(tile, weights)[0]), None
+        return total.plus(_tile_sums(tile, weights, members_BN)[0]), None
 
     tiles, none = _tiles(tiling.tokens, hidden_BSD, labels_BS)
-    return _fold(one, _tile_sums(none, weights)[0], tiles)[0]
+    return _fold(one, _tile_sums(none, weights, members_BN)[0], tiles)[0]
 
 
 def _by_chunks(tiling: Tiling, head_VD: Array) -> bool:
@@ -158,40 +184,48 @@ def weighted_loss(
     head_VD: Float[Array, "v d"],
     labels_BS: Int[Array, "b s"],
     scales: Scales,
-) -> Float[Array, ""]:
+    members_BN: Bool[Array, "b n"] | None = None,
+) -> Loss:
     """scales.token · Σ -log p(label) + scales.position · Σ logsumexp².
 
-    Differentiable in `hidden` and `head`.
+    The value is differentiable in `hidden` and `head`.
     """
-    return _weigh(cross_entropy(hidden_BSD, head_VD, labels_BS, tiling), scales)
+    return _weigh(cross_entropy(hidden_BSD, head_VD, labels_BS, tiling, members_BN), scales)
 
 
-def _weigh(sums: LossSum, scales: Scales) -> Array:
-    return scales.token * sums.total + scales.position * sums.square_lse
+def _weigh(sums: LossSum, scales: Scales) -> Loss:
+    value = scales.token * sums.total + scales.position * sums.square_lse
+    return Loss(value, sums.by_dataset)
 
 
 def _differentiable(
-    tiling: Tiling, hidden: Array, head: Array, labels: Array, scales: Scales
-) -> tuple[Array, tuple[Any, ...]]:
+    tiling: Tiling,
+    hidden: Array,
+    head: Array,
+    labels: Array,
+    scales: Scales,
+    members: Array | None,
+) -> tuple[Loss, tuple[Any, ...]]:
     """The loss, and what the backward pass needs: here, by tiles of tokens, the gradient itself."""
     if _by_chunks(tiling, head):
-        sums, lse = _by_vocab(tiling, hidden, head, labels)
+        sums, lse = _by_vocab(tiling, hidden, head, labels, members)
         return _weigh(sums, scales), (hidden, head, labels, scales, lse)
-    sums, d_hidden, d_head_DV = _gradient_by_tokens(tiling, hidden, head, labels, scales)
+    sums, d_hidden, d_head_DV = _gradient_by_tokens(tiling, hidden, head, labels, scales, members)
     d_head = constrain(d_head_DV.T, *_HEAD)
     return _weigh(sums, scales), (d_hidden, d_head.astype(head.dtype))
 
 
 def _differentiate(
-    tiling: Tiling, saved: tuple[Any, ...], d_loss: Array
-) -> tuple[Array, Array, None, None]:
+    tiling: Tiling, saved: tuple[Any, ...], d: Loss
+) -> tuple[Array, Array, None, None, None]:
+    d_loss = d.value
     if len(saved) == 2:
         d_hidden, d_head = (d_loss.astype(grad.dtype) * grad for grad in saved)
     else:
         hidden, head, labels, scales, lse = saved
         scales = Scales(d_loss * scales.token, d_loss * scales.position)
         d_hidden, d_head = _gradient_by_vocab(tiling, hidden, head, labels, scales, lse)
-    return d_hidden, d_head, None, None
+    return d_hidden, d_head, None, None, None
 
 
 weighted_loss.defvjp(_differentiable, _differentiate)
@@ -241,14 +275,16 @@ def _fold(one: Callable[..., Any], start: PyTree, tiles: _Tile) -> tuple[Any, An
     return carry, jax.tree.map(lambda x: x[None], y)
 
 
-def _tile_sums(tile: _Tile, weights_VD: Array) -> tuple[LossSum, Array, Array, Array]:
+def _tile_sums(
+    tile: _Tile, weights_VD: Array, members_BN: Array | None
+) -> tuple[LossSum, Array, Array, Array]:
     """Sums of a tile; its logits [t, v], logsumexp [t, 1], and where its labels are [t, v]."""
     logits_TV = project(tile.hidden, weights_VD)
     lse_T1 = _over_shares(jax.nn.logsumexp(logits_TV, axis=-1, keepdims=True))
     # A comparison, not a gather: it stays local when the vocabulary is split over devices.
     is_label_TV = _ids(weights_VD.shape[0]) == tile.labels[:, None]
     label_logits_T = jnp.sum(jnp.where(is_label_TV, logits_TV, 0.0), axis=-1)
-    sums = _sum_up(tile, lse_T1[:, 0], total(label_logits_T, "vocab"))
+    sums = _sum_up(tile, lse_T1[:, 0], total(label_logits_T, "vocab"), members_BN)
     return sums, logits_TV, lse_T1, is_label_TV
 
 
@@ -265,12 +301,20 @@ def _over_shares(lse: Array) -> Array:
     return top + jnp.log(total(jnp.exp(lse - top), "vocab"))
 
 
-def _sum_up(tile: _Tile, lse_T: Array, label_logits_T: Array) -> LossSum:
+def _sum_up(tile: _Tile, lse_T: Array, label_logits_T: Array, members_BN: Array | None) -> LossSum:
+    nats_T = jnp.where(tile.valid, lse_T - label_logits_T, 0.0)
     return LossSum(
-        total=jnp.sum(jnp.where(tile.valid, lse_T - label_logits_T, 0.0)),
+        total=jnp.sum(nats_T),
         weight=jnp.sum(tile.valid, dtype=jnp.float32),
         square_lse=jnp.sum(jnp.where(tile.real, lse_T * lse_T, 0.0)),
+        by_dataset=None if members_BN is None else _by_dataset(nats_T, members_BN),
     )
+
+
+def _by_dataset(nats_T: Array, members_BN: Array) -> Array:
+    """Sums over each dataset's tokens; a tile has as many of every sequence."""
+    nats_B = jnp.sum(nats_T.reshape(members_BN.shape[0], -1), axis=1)
+    return jnp.sum(jnp.where(members_BN, nats_B[:, None], 0.0), axis=0)
 
 
 def _d_logits(tile: _Tile, scales: Scales, logits: Array, lse_T1: Array, is_label: Array) -> Array:
@@ -282,13 +326,18 @@ def _d_logits(tile: _Tile, scales: Scales, logits: Array, lse_T1: Array, is_labe
 
 
 def _gradient_by_tokens(
-    tiling: Tiling, hidden: Array, head: Array, labels: Array, scales: Scales
+    tiling: Tiling,
+    hidden: Array,
+    head: Array,
+    labels: Array,
+    scales: Scales,
+    members: Array | None,
 ) -> tuple[LossSum, Array, Array]:
     """Sums, and the gradients [b, s, d] and [d, v]: of the head it is Σ hiddenᵀ · d_logits."""
     weights = gathered(head.astype(hidden.dtype), _HEAD)
 
     def of_tile(tile: _Tile) -> tuple[LossSum, Array, Array]:
-        sums, logits, lse, is_label = _tile_sums(tile, weights)
+        sums, logits, lse, is_label = _tile_sums(tile, weights, members)
         d_logits = _d_logits(tile, scales, logits, lse, is_label)
         product = _product if taken_over("vocab") else jnp.einsum  # a summand, or the whole
         d_hidden = product("tv,vd->td", d_logits, weights)
@@ -308,7 +357,7 @@ def _gradient_by_tokens(
 
 
 def _by_vocab(
-    tiling: Tiling, hidden: Array, head: Array, labels: Array
+    tiling: Tiling, hidden: Array, head: Array, labels: Array, members: Array | None
 ) -> tuple[LossSum, Float[Array, "t"]]:
     """Sums, and the logsumexp of each token, by a running one over chunks of the vocabulary."""
     tile = _whole(hidden, labels)
@@ -325,7 +374,7 @@ def _by_vocab(
     chunks = _chunks(gathered(head.astype(hidden.dtype), _HEAD), tiling.vocab)
     (top, rest, label_logits), _ = jax.lax.scan(one, (zeros - jnp.inf, zeros, zeros), chunks)
     lse = _over_shares(top + jnp.log(rest))
-    return _sum_up(tile, lse, total(label_logits, "vocab")), lse
+    return _sum_up(tile, lse, total(label_logits, "vocab"), members), lse
 
 
 def _gradient_by_vocab(

@@ -10,15 +10,20 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxforge.config.job import JobConfig
-from jaxforge.data.packing import IGNORE
 from jaxforge.model.transformer import Model
 from jaxforge.optim.optimizer import global_norm, learning_rate, updates_made
-from jaxforge.training.gradients import Batch, make_gradients
+from jaxforge.parallel.sharding import constrain
+from jaxforge.training.gradients import Batch, make_gradients, with_members
 from jaxforge.training.guard import Guard, select
+from jaxforge.training.loss import valid_tokens, valid_tokens_by_dataset
 from jaxforge.training.state import Counts, TrainState, state_shardings
 
 Metrics = dict[str, Any]
-"""Scalars on the device; the pytree `gradients` where asked for."""
+"""Scalars on the device.
+
+Of a mixture, also `dataset_nats` and `dataset_tokens` [datasets]: Σ -log p over the labels that
+count, and how many. Where asked for, the pytree `gradients`.
+"""
 
 
 class Controls(NamedTuple):
@@ -55,19 +60,21 @@ def make_train_step(
     def train_step(
         state: TrainState, batch: Batch, controls: Controls
     ) -> tuple[TrainState, Metrics]:
+        batch = with_members(batch, len(config.data.datasets))
         grads, loss = gradients(state.params, batch)
         grad_norm = global_norm(grads)
-        good, verdict = guard.judge(state.guard, loss, grad_norm, controls.apply)
+        good, verdict = guard.judge(state.guard, loss.value, grad_norm, controls.apply)
         updates, opt_state = optimizer.update(
             grads, state.opt_state, state.params, lr_scale=controls.lr_scale
         )
         params = optax.apply_updates(state.params, updates)
         params, opt_state = select(good, (params, opt_state), (state.params, state.opt_state))
-        counts = _count(state.counts, batch["labels"], good)
+        n_valid = jnp.sum(valid_tokens(batch["labels"]))
+        counts = _count(state.counts, batch["labels"].shape, n_valid, good)
         new = TrainState(state.step + 1, params, opt_state, verdict, counts)
         new = select(~guard.halted(state.guard), new, state)
         metrics: Metrics = {
-            "loss": loss,
+            "loss": loss.value,
             "grad_norm": grad_norm,
             "lr": lr(updates_made(new.opt_state)) * controls.lr_scale,
             "step": new.step,
@@ -76,7 +83,15 @@ def make_train_step(
             "consecutive": new.guard.consecutive,
             "nonfinite": new.guard.nonfinite,
             "spikes": new.guard.spikes,
+            "valid_tokens": n_valid,
         }
+        if loss.nats is not None:
+            metrics |= {
+                "dataset_nats": constrain(loss.nats, None),  # whole, for every host to read
+                "dataset_tokens": constrain(
+                    valid_tokens_by_dataset(batch["labels"], batch["members"]), None
+                ),
+            }
         if keep_gradients:
             metrics["gradients"] = grads
         return new, metrics
@@ -85,11 +100,14 @@ def make_train_step(
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
 
 
-def _count(counts: Counts, labels: Int[Array, "m b s"], applied: Bool[Array, ""]) -> Counts:
-    """The counts after one attempted step."""
-    microbatches, rows, _ = labels.shape
+def _count(
+    counts: Counts, shape: tuple[int, ...], n_valid: Int[Array, ""], applied: Bool[Array, ""]
+) -> Counts:
+    """The counts after one attempted step on a batch [microbatches, sequences, tokens]."""
+    microbatches, rows, length = shape
+    samples = microbatches * rows
     return Counts(
-        samples=counts.samples.plus(microbatches * rows),
-        tokens=counts.tokens.plus(jnp.where(applied, labels.size, 0)),
-        valid_tokens=counts.valid_tokens.plus(jnp.sum((labels != IGNORE) & applied)),
+        samples=counts.samples.plus(samples),
+        tokens=counts.tokens.plus(jnp.where(applied, samples * length, 0)),
+        valid_tokens=counts.valid_tokens.plus(jnp.where(applied, n_valid, 0)),
     )

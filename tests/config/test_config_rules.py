@@ -310,7 +310,7 @@ def test_mesh_shape_refuses_what_does_not_fit():
 
 
 def test_every_failure_is_in_one_message():
-    config = small("train.seq_len=65", "distributed.tp=3", "train.mixed_precision=fp8")
+    config = small("train.seq_len=65", "distributed.tp=3", "train.mixed_precision=fp16")
     lines = complaints(config, 8)
     assert [line.split(" ")[0] for line in lines] == [
         "distributed.tp",
@@ -329,10 +329,6 @@ NOT_YET = [
     ("train.mixed_precision=fp8", 'train.mixed_precision = "fp8": 8-bit', '"bf16"'),
     ("train.mixed_precision=fp16", 'train.mixed_precision = "fp16": loss scaling', '"bf16"'),
     ("train.nccl_health_check_interval=9", "train.nccl_health_check_interval = 9: the", "to 0"),
-    ("data.datasets=[{'path':'a'}]", "data.datasets = [{path", "data.dataset_path"),
-    ("data.phases=[{'start_step':3}]", "data.phases = [{start", "leave them out"),
-    ("data.anneal_start_step=3", "data.anneal_start_step = 3: annealing", "set it to 0"),
-    ("data.anneal_weights={'a':1}", "data.anneal_weights = {a = 1.0}: ann", "leave them out"),
     ("distributed.cp=2", "distributed.cp = 2: context parallelism", "set it to 1"),
     ("distributed.ep=2", "distributed.ep = 2: expert parallelism", "set it to 1"),
     ("checkpoint.dyn_ckpt_window={}", "checkpoint.dyn_ckpt_window = {start", "leave it out"),

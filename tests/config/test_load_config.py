@@ -156,7 +156,17 @@ def test_every_key_of_kempnerforge_loads():
                 "compilation_cache_dir",
             )
         ),
-        *(("data", key) for key in ("token_dtype", "eos_token_id", "shuffle", "order")),
+        *(
+            ("data", key)
+            for key in (
+                "token_dtype",
+                "eos_token_id",
+                "shuffle",
+                "order",
+                "torch_ranks",
+                "phase_lr_lag",
+            )
+        ),
         ("distributed", "pp_chunks"),
         ("eval", "datasets"),
         *(

@@ -122,7 +122,7 @@ def test_errors_of_places(tmp_path):
     with pytest.raises(UserError, match=r"data\.file_pattern = '\*\.npy'.*holds file\)"):
         shards(tmp_path)
     with pytest.raises(UserError, match=r"eval\.file_pattern"):
-        shards(tmp_path, section="eval")
+        shards(tmp_path, keys=("eval.dataset_path", "eval.file_pattern"))
     with pytest.raises(UserError, match=r"neither \.npy nor \.bin"):
         shards(tmp_path, "*")
     write(tmp_path / "train", range(100))

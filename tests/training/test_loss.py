@@ -40,7 +40,7 @@ def test_gradients_are_those_of_the_formula(tiles):
     hidden, head, labels = inputs()
 
     def ours(h, w):
-        return 3.0 * weighted_loss(tiles, h, w, labels, SCALES)
+        return 3.0 * weighted_loss(tiles, h, w, labels, SCALES).value
 
     def plain(h, w):
         return 3.0 * plain_loss(h, w, labels)
@@ -50,10 +50,30 @@ def test_gradients_are_those_of_the_formula(tiles):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("tiles", [Tiling(24, 50), Tiling(7, 50), Tiling(24, 16)], ids=str)
+def test_nats_of_each_dataset(tiles):
+    """Three datasets of three, none and one sequences."""
+    hidden, head, labels = (jnp.tile(x, (2, 1, 1)[: x.ndim]) for x in inputs())
+    head = head[:VOCAB]
+    members = jnp.eye(3, dtype=bool)[jnp.array([0, 0, 2, 0])]
+
+    def loss(h):
+        return weighted_loss(tiles, h, head, labels, SCALES, members)
+
+    (value, nats), gradient = jax.value_and_grad(loss, has_aux=True)(hidden)
+    log_p = jax.nn.log_softmax(hidden @ head.T)
+    of_label = jnp.take_along_axis(log_p, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
+    rows = -jnp.sum(jnp.where(labels == IGNORE, 0.0, of_label), axis=-1)
+    np.testing.assert_allclose(nats, [rows[0] + rows[1] + rows[3], 0, rows[2]], rtol=1e-5)
+    alone = jax.value_and_grad(lambda h: weighted_loss(tiles, h, head, labels, SCALES).value)
+    for a, b in zip((value, gradient), alone(hidden), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("tiles", [Tiling(8, 50), Tiling(24, 16)], ids=str)
 def test_bfloat16_hidden_states_get_bfloat16_gradients_and_the_head_float32(tiles):
     hidden, head, labels = inputs(jnp.bfloat16)
-    gradient = jax.grad(lambda h, w: weighted_loss(tiles, h, w, labels, SCALES), (0, 1))
+    gradient = jax.grad(lambda h, w: weighted_loss(tiles, h, w, labels, SCALES).value, (0, 1))
     d_hidden, d_head = gradient(hidden, head)
     assert (d_hidden.dtype, d_head.dtype) == (jnp.bfloat16, jnp.float32)
 
@@ -62,7 +82,7 @@ def temporary_bytes(vocab, **train):
     config = TrainConfig(loss_fn="chunked_cross_entropy", **train)
     tiles = tiling(config, 1, 512, vocab, None)
     shapes = [((1, 512, 64), "float32"), ((vocab, 64), "float32"), ((1, 512), "int32")]
-    loss = jax.value_and_grad(lambda *xs: weighted_loss(tiles, *xs, SCALES), (0, 1))
+    loss = jax.value_and_grad(lambda *xs: weighted_loss(tiles, *xs, SCALES).value, (0, 1))
     lowered = jax.jit(loss).lower(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
     return lowered.compile().memory_analysis().temp_size_in_bytes
 

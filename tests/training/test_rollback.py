@@ -25,7 +25,8 @@ def poisonous(monkeypatch):
 
         def of(params, batch):
             grads, loss = gradients(params, batch)
-            return grads, jnp.where(jnp.any(batch["input_ids"] == POISON), jnp.nan, loss)
+            poisoned = jnp.any(batch["input_ids"] == POISON)
+            return grads, loss._replace(value=jnp.where(poisoned, jnp.nan, loss.value))
 
         return of
 

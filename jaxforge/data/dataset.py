@@ -1,0 +1,89 @@
+"""What is trained and evaluated on: sequences, as examples."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxforge.data.stream import StreamedTokens, Streams
+from jaxforge.data.tokens import SyntheticTokens, TokenShards
+
+Example = dict[str, np.ndarray]
+"""`input_ids`, `labels`, optionally `doc_ids`: int32 [seq]; `dataset_idx` of a mixture: int32."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Sequences in random access.
+
+    Attributes:
+        source: windows of seq_len + 1 tokens.
+        split: windows [..., seq + 1] -> example, each array [..., seq].
+    """
+
+    source: TokenShards | SyntheticTokens | Streams
+    split: Callable[[np.ndarray], Example]
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Example:
+        return self.split(self.source[index])
+
+    def batch(self, indices: Sequence[int]) -> Example:
+        """The examples of `indices`, stacked."""
+        return self.split(self.source.batch(indices))
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Datasets, one after the other, as one.
+
+    Attributes:
+        datasets: by name, in the order of `data.datasets`.
+    """
+
+    datasets: Mapping[str, Dataset]
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """Sequences of each dataset."""
+        return {name: len(dataset) for name, dataset in self.datasets.items()}
+
+    def __len__(self) -> int:
+        return sum(self.sizes.values())
+
+    def batch(self, indices: Sequence[int]) -> Example:
+        """The examples of `indices`, stacked, and the number of the dataset of each."""
+        ends = np.cumsum(list(self.sizes.values()))
+        numbers = np.searchsorted(ends, indices, side="right").astype(np.int32)
+        examples: Example = {"dataset_idx": numbers}
+        for number, dataset in enumerate(self.datasets.values()):
+            rows = np.flatnonzero(numbers == number)
+            if not len(rows):
+                continue
+            first = ends[number] - len(dataset)
+            part = dataset.batch((np.asarray(indices)[rows] - first).tolist())
+            for name, array in part.items():
+                if name not in examples:
+                    examples[name] = np.empty((len(numbers), *array.shape[1:]), array.dtype)
+                examples[name][rows] = array
+        return examples
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """Sequences of a dataset that streams.
+
+    Attributes:
+        source: the dataset.
+        split: as of `Dataset`.
+    """
+
+    source: StreamedTokens
+    split: Callable[[np.ndarray], Example]
+
+    def start(self, first: int, rows: int, local_rows: Sequence[int]) -> Dataset:
+        """The sequences from position `first` on, by position; arguments as of `source.start`."""
+        return Dataset(self.source.start(first, rows, local_rows), self.split)

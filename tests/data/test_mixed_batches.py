@@ -1,0 +1,159 @@
+"""Batches of a mixture: the same on any mesh and hosts, from anywhere, however far ahead read."""
+
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from jaxforge.data import loader
+from jaxforge.data.manifest import FILE_NAME
+from jaxforge.data.writer import ShardWriter
+from jaxforge.errors import UserError
+from jaxforge.parallel.mesh import make_mesh
+from jaxforge.training.phases import Phases
+from tests.conftest import tiny_config
+
+SEQ, ROWS, START = 32, 8, 5
+SIZES = {"low": 40, "high": 70}
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """Two directories; the first token of window i is i in the one, and 100 + i in the other."""
+    for name, first in (("low", 0), ("high", 100)):
+        (tmp_path / name).mkdir()
+        windows = np.arange(SIZES[name])[:, None] + np.zeros(SEQ + 1, int) + first
+        np.save(tmp_path / name / "a.npy", windows.astype(np.uint16).reshape(-1))
+    return [{"path": str(tmp_path / name), "name": name} for name in SIZES]
+
+
+def config(sources, accum=1, batch=ROWS, distributed=None, **data):
+    phases = [{"start_step": START, "dataset_weights": {"low": 0.0}}]
+    return tiny_config(
+        data={"datasets": sources, "num_workers": 0, "phases": phases, **data},
+        train={"batch_size": batch, "grad_accum_steps": accum},
+        distributed={"dp_shard": 1, **(distributed or {})},
+    )
+
+
+def batches(given, n, step=0, history=(), devices=1):
+    """Of the updates from `step` on; `history` as a run that resumes has it."""
+    mesh = make_mesh(given, jax.devices()[:devices])
+    dataset, first = loader.open_training_data(given), step * ROWS
+    segments = Phases.of(given.data).segments(history, step, first, lambda later: later * ROWS)
+    return [
+        jax.tree.map(np.asarray, batch)
+        for batch in loader.training_batches(given, mesh, dataset, first, n, segments)
+    ]
+
+
+def windows(batch_list):
+    return np.concatenate([b["input_ids"][..., 0].reshape(-1) for b in batch_list])
+
+
+def assert_same(some, others):
+    for a, b in zip(some, others, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_every_sequence_says_of_which_dataset_it_is(sources):
+    for batch in batches(config(sources), 12):
+        assert batch["dataset_idx"].shape == (1, ROWS)
+        assert batch["dataset_idx"].dtype == np.int32
+        np.testing.assert_array_equal(batch["dataset_idx"], batch["input_ids"][..., 0] >= 100)
+
+
+def test_a_single_source_says_nothing(sources):
+    given = tiny_config(data={"dataset_path": sources[0]["path"]})
+    assert batches(given, 1)[0].keys() == {"input_ids", "labels"}
+
+
+@pytest.mark.parametrize("order", ["grain", "torch"])
+def test_the_first_batch_of_a_phase_has_its_weights_however_far_ahead_is_read(sources, order):
+    given = config(sources, order=order, num_workers=8, prefetch_factor=8)
+    shares = [batch["dataset_idx"].mean() for batch in batches(given, 12)]
+    assert all(share < 1 for share in shares[:START])
+    assert shares[START:] == [1.0] * 7
+    assert_same(batches(given, 12), batches(config(sources, order=order), 12))
+
+
+@pytest.mark.parametrize("order", ["grain", "torch"])
+def test_resuming_at_any_step_gives_the_rest(sources, order):
+    given = config(sources, order=order)
+    whole, history = batches(given, 12), []
+    for step in range(10):
+        history = Phases.of(given.data).recorded(history, step, step * ROWS)
+        assert_same(batches(given, 12 - step, step, history), whole[step:])
+
+
+@pytest.mark.parametrize("order", ["grain", "torch"])
+@pytest.mark.parametrize("mesh", [{"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}])
+def test_the_mesh_does_not_matter(sources, order, mesh):
+    given = config(sources, batch=2, distributed=mesh, order=order, torch_ranks=1)
+    split = batches(given, 8, devices=4 * mesh.get("tp", 1))
+    assert_same(batches(config(sources, order=order), 8), split)
+
+
+@pytest.mark.parametrize("order", ["grain", "torch"])
+def test_hosts_read_their_rows_of_the_same_batches(sources, order):
+    """As `_Layout` has it where a process holds some of the rows."""
+    given = config(sources, accum=2, batch=4, order=order)
+    dataset = loader.open_training_data(given)
+    segments = Phases.of(given.data).segments([], 0, 0, lambda step: step * ROWS)
+    of_mixture = loader.mixture_order(given.data, dataset.sizes, segments, 0, 4, 1)
+
+    def read(rows):
+        layout = types.SimpleNamespace(accum=2, rows=4, local_rows=rows, tokens=ROWS * SEQ)
+        updates = loader._Updates(dataset, of_mixture, layout, 0, 9)
+        return [update for i in range(len(updates)) for update in updates[i]]
+
+    for whole, *parts in zip(read([0, 1, 2, 3]), read([0, 1]), read([2, 3]), strict=True):
+        for name, array in whole.items():
+            joined = np.concatenate([part[name] for part in parts], axis=1)
+            np.testing.assert_array_equal(array, joined)
+
+
+def test_the_accumulation_split_does_not_matter(sources):
+    split = batches(config(sources, accum=4, batch=2), 8)
+    assert split[0]["dataset_idx"].shape == (4, 2)
+    np.testing.assert_array_equal(windows(split), windows(batches(config(sources), 8)))
+
+
+def test_the_ranks_that_torch_had_decide_and_not_those_at_hand(sources):
+    alone = config(sources, order="torch", torch_ranks=4)
+    four = config(sources, order="torch", batch=2, distributed={"dp_shard": 4})
+    assert_same(batches(alone, 8), batches(four, 8, devices=4))
+    assert (
+        windows(batches(alone, 8)).tolist()
+        != windows(batches(config(sources, order="torch"), 8)).tolist()
+    )
+
+
+def test_packing_knows_the_document_ends_of_each_dataset(sources):
+    given = config(sources, pack_sequences=True, eos_token_id=3, shuffle=False)
+    rows = np.concatenate([b["doc_ids"][0] for b in batches(given, 5)])
+    assert (rows[:, -1] > 0).sum() == 1  # window 3 of "low" is nothing but ends
+
+
+@pytest.mark.parametrize(("spoil", "message"), [
+    ({"path": "nowhere"}, r"data\.datasets\[1\]\.path: .*nowhere does not exist"),
+    ({}, r"no file matches data\.file_pattern = '\*\.bin'"),
+])  # fmt: skip
+def test_what_is_wrong_with_a_source_is_told_by_its_key(sources, spoil, message):
+    sources[1] |= spoil
+    more = {} if spoil else {"file_pattern": "*.bin"}
+    with pytest.raises(UserError, match=message):
+        loader.open_training_data(config(sources, **more))
+
+
+def test_sources_of_different_tokenizers_do_not_mix(tmp_path):
+    sources = []
+    for name, fingerprint in (("x", "1"), ("y", "2")):
+        with ShardWriter(tmp_path / name, vocab_size=256, dtype="uint16") as writer:
+            writer.add(np.zeros(200, np.uint16))
+            writer.finish(eos_id=0, tokenizer=f"{name}.json", tokenizer_sha256=fingerprint)
+        assert (tmp_path / name / FILE_NAME).exists()
+        sources.append({"path": str(tmp_path / name), "name": name})
+    with pytest.raises(UserError, match=r"x and y were tokenized differently \(x.json, y.json\)"):
+        loader.open_training_data(tiny_config(data={"datasets": sources}))

@@ -1,0 +1,120 @@
+"""What a step tells of each dataset, and how phases reach it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge.config.data import DataConfig
+from jaxforge.training.phases import Phases
+from jaxforge.training.step import Controls
+from tests.conftest import tiny_config
+from tests.helpers import random_batches, setup
+
+SMALL = {"dim": 32, "n_heads": 4, "n_kv_heads": 4, "vocab_size": 64, "ffn_hidden_dim": 48}
+SOURCES = [{"path": name} for name in ("a", "b", "c", "none")]
+ROWS, MICROBATCHES = 4, 4
+
+
+def config(train=None, **axes):
+    axes = {"dp_shard": 1, **axes}
+    groups = axes["dp_shard"] * axes.get("dp_replicate", 1)
+    sizes = {"seq_len": 16, "batch_size": ROWS // groups, "grad_accum_steps": MICROBATCHES}
+    return tiny_config(
+        model=SMALL, data={"datasets": SOURCES}, distributed=axes,
+        train={**sizes, "z_loss_weight": 1e-3, **(train or {})},
+    )  # fmt: skip
+
+
+def batches(n=2):
+    """Datasets a and b everywhere, c in one sequence without a label, and nothing of the last."""
+    made = random_batches(config(), n)
+    for batch in made:
+        numbers = np.random.default_rng(0).integers(0, 2, (MICROBATCHES, ROWS))
+        numbers[1, 2] = 2
+        batch["labels"][1, 2] = -100
+        batch["labels"][0, :, 5:] = -100
+        batch["dataset_idx"] = numbers
+    return made
+
+
+@functools.cache
+def by_hand():
+    """Of the first batch, from the logits."""
+    ours = setup(config())
+    batch = {name: jnp.asarray(leaf) for name, leaf in batches()[0].items()}
+    params, labels = ours.state().params, batch["labels"].reshape(-1, 16)
+    logits = ours.model.logits(
+        params, ours.model.hidden(params, batch["input_ids"].reshape(-1, 16))
+    )
+    log_p = jax.nn.log_softmax(logits)
+    of_label = jnp.take_along_axis(log_p, jnp.maximum(labels, 0)[..., None], -1)[..., 0]
+    nats = -jnp.sum(jnp.where(labels >= 0, of_label, 0.0), -1)
+    numbers = batch["dataset_idx"].reshape(-1)
+    tokens = jnp.sum(labels >= 0, -1)
+    return [
+        np.array([jnp.sum(jnp.where(numbers == i, rows, 0)) for i in range(len(SOURCES))])
+        for rows in (nats, tokens)
+    ]
+
+
+VOCAB_CHUNKS = {"loss_fn": "chunked_cross_entropy", "ce_vocab_chunk": 12}
+TOKEN_CHUNKS = {"loss_fn": "chunked_cross_entropy", "ce_chunk_size": 24}
+MICROBATCH = {"grad_sync": "microbatch"}
+
+
+@pytest.mark.parametrize(
+    ("train", "axes"),
+    [
+        ({}, {}),
+        (TOKEN_CHUNKS, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
+        ({**MICROBATCH, **VOCAB_CHUNKS}, {"dp_shard": 4, "tp": 2}),
+        ({}, {"pp": 2, "dp_shard": 2, "tp": 2}),
+        ({**MICROBATCH, **VOCAB_CHUNKS}, {"pp": 2, "dp_shard": 4}),
+    ],
+    ids=str,
+)
+def test_sums_of_each_dataset_are_those_of_the_logits_on_any_mesh(train, axes):
+    ours = setup(config(train, **axes))
+    nats, tokens = by_hand()
+    assert tokens.tolist()[2:] == [0, 0]
+    assert min(tokens[:2]) > 0
+    with jax.set_mesh(ours.mesh):
+        _, metrics = ours.step(ours.state(), ours.put(batches()[0]), Controls())
+    for name in ("dataset_nats", "dataset_tokens", "valid_tokens"):
+        assert metrics[name].sharding.is_fully_replicated  # or no host could read it
+    np.testing.assert_allclose(metrics["dataset_nats"], nats, rtol=1e-5)
+    np.testing.assert_array_equal(metrics["dataset_tokens"], tokens)
+    assert metrics["valid_tokens"] == tokens.sum()
+    assert {metrics[name].dtype.name for name in ("dataset_tokens", "valid_tokens")} == {"int32"}
+
+
+@pytest.mark.parametrize("lag", [False, True])
+def test_a_phase_scales_the_rate_of_one_executable_from_its_first_update_on(compiled, lag):
+    """Updates of plain Lion are as long as the rate; the run ends and resumes within the phase."""
+    ours, step = compiled
+    phases = [{"start_step": 3, "lr_scale": 0.25}, {"start_step": 5, "lr_scale": 0.5}]
+    of_run = Phases.of(DataConfig(phases=phases, phase_lr_lag=lag))
+    state, moved = ours.state(), []
+    with jax.set_mesh(ours.mesh):
+        for n, batch in enumerate(batches(7)):
+            before = np.asarray(state.params["norm"]["weight"])
+            state, _ = step(state, ours.put(batch), Controls(of_run.lr_scale(n)))
+            moved.append(np.abs(np.asarray(state.params["norm"]["weight"]) - before).max())
+    scales = [1, 1, 1, 0.25, 0.25, 0.5, 0.5]
+    expected = [1, *scales[:-1]] if lag else scales
+    np.testing.assert_allclose(np.array(moved) / 0.01, expected, rtol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """A setup and its step, compiled ahead as in a run: it cannot be traced again."""
+    base = config()
+    optimizer = base.optimizer.model_copy(update={"name": "lion", "lr": 0.01, "weight_decay": 0.0})
+    scheduler = base.scheduler.model_copy(update={"name": "constant", "warmup_steps": 0})
+    ours = setup(base.model_copy(update={"optimizer": optimizer, "scheduler": scheduler}))
+    with jax.set_mesh(ours.mesh):
+        lowered = ours.step.lower(ours.state(), ours.put(batches()[0]), Controls())
+        return ours, lowered.compile()

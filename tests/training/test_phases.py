@@ -1,0 +1,113 @@
+"""Phases as a function of the step, and mixtures as facts of a run."""
+
+import json
+
+import pytest
+
+from jaxforge.config.data import DataConfig
+from jaxforge.data.mixture import Segment
+from jaxforge.training.phases import Phases
+
+SOURCES = [{"name": "web", "path": "w", "weight": 3}, {"name": "code", "path": "c"}]
+WEB, EVEN, CODE = ({"web": w, "code": 1 - w} for w in (0.75, 0.5, 0.0))
+PHASES = [
+    {"start_step": 10, "dataset_weights": {"web": 1}, "lr_scale": 0.5},
+    {"start_step": 12, "lr_scale": 0.25},
+    {"start_step": 13, "dataset_weights": {"web": 0}},
+]
+
+
+def phases(**data):
+    return Phases.of(DataConfig(**{"datasets": SOURCES, "phases": PHASES, **data}))
+
+
+def by_fours(step, samples):
+    """Batches of four sequences, from `samples` at `step` on."""
+    return lambda later: samples + 4 * (later - step)
+
+
+def test_a_phase_acts_from_the_update_launched_at_its_first_step():
+    assert [phases().lr_scale(step) for step in range(9, 15)] == [1, 0.5, 0.5, 0.25, 1, 1]
+    assert [phases().index(step) for step in (0, 9, 10, 12, 13, 99)] == [0, 0, 1, 2, 3, 3]
+
+
+def test_kempnerforges_scale_acts_one_update_late_and_its_weights_do_not():
+    lagged = phases(phase_lr_lag=True)
+    assert [lagged.lr_scale(step) for step in range(9, 15)] == [1, 1, 0.5, 0.5, 0.25, 1]
+    for step in range(15):
+        assert lagged.index(step) == phases().index(step)
+    from_the_start = phases(phase_lr_lag=True, phases=[{"lr_scale": 0.5}])
+    assert [from_the_start.lr_scale(step) for step in range(3)] == [1, 0.5, 0.5]
+
+
+def test_the_learning_rate_scales_without_datasets():
+    alone = phases(datasets=[], phases=[{"start_step": 2, "lr_scale": 0.1}])
+    assert [alone.lr_scale(step) for step in range(4)] == [1, 1, 0.1, 0.1]
+    assert alone.recorded([], 5, 20) == []
+    assert alone.segments([], 0, 0, by_fours(0, 0)) == []
+
+
+def test_no_phases():
+    assert phases(phases=[]).lr_scale(7) == 1
+    assert phases(phases=[]).segments([], 0, 0, by_fours(0, 0)) == [(0, WEB)]
+
+
+def test_datasets_left_out_have_their_original_weight():
+    assert phases().mixtures == (WEB, EVEN, WEB, CODE)
+    assert phases(mix_temperature=2.0).mixtures[0]["web"] == pytest.approx(3**0.5 / (1 + 3**0.5))
+
+
+def test_annealing_is_a_phase():
+    annealed = phases(phases=[], anneal_start_step=7, anneal_weights={"web": 1})
+    assert (annealed.starts, annealed.lr_scales, annealed.mixtures) == ((7,), (1, 1), (WEB, EVEN))
+
+
+def test_segments_of_a_run_that_begins():
+    expected = [(0, WEB), (40, EVEN), (48, WEB), (52, CODE)]
+    assert phases().segments([], 0, 0, by_fours(0, 0)) == expected
+
+
+def test_segments_do_not_depend_on_where_a_run_was_resumed():
+    whole = phases().segments([], 0, 0, by_fours(0, 0))
+    history = []
+    for step in range(16):
+        history = json.loads(json.dumps(phases().recorded(history, step, 4 * step)))
+        assert phases().segments(history, step, 4 * step, by_fours(step, 4 * step)) == whole
+
+
+def test_a_phase_that_changes_no_weights_makes_no_segment():
+    """It would begin a block anew when the run starts, and none when it resumes there."""
+    same = phases(phases=[{"start_step": 2, "lr_scale": 0.5}, {"start_step": 3}])
+    assert same.segments([], 0, 0, by_fours(0, 0)) == [(0, WEB)]
+    assert same.recorded([(0, WEB)], 5, 20) == [(0, WEB)]
+
+
+def test_several_phases_may_be_crossed_at_once():
+    assert phases().recorded([(0, WEB)], 20, 80) == [(0, WEB), (80, CODE)]
+
+
+def test_batches_that_grow_move_the_phases_to_come():
+    grown = phases().segments([(0, WEB)], 5, 20, lambda step: 20 + 100 * (step - 5))
+    assert grown == [(0, WEB), (520, EVEN), (720, WEB), (820, CODE)]
+
+
+def test_a_rollback_is_a_change_of_mixture_like_any_other():
+    """Back at step 8, with the data moved on from 44 to 60: the first mixture again."""
+    history = phases().recorded([(0, WEB)], 11, 44)
+    assert history == [(0, WEB), (44, EVEN)]
+    back = phases().segments(history, 8, 60, by_fours(8, 60))
+    assert back == [(0, WEB), (44, EVEN), (60, WEB), (68, EVEN), (76, WEB), (80, CODE)]
+
+
+def test_a_mixture_that_drew_nothing_is_forgotten():
+    assert phases().recorded([(0, WEB), (40, CODE)], 10, 40) == [(0, WEB), (40, EVEN)]
+    assert phases().recorded([(0, WEB), (44, EVEN)], 9, 36) == [(0, WEB)]  # counts corrected
+
+
+def test_a_changed_config_is_a_change_of_mixture():
+    third = [*SOURCES, {"name": "math", "path": "m", "weight": 4}]
+    now = phases(datasets=third, phases=[])
+    assert now.recorded([(0, WEB)], 5, 20) == [
+        Segment(0, WEB),
+        Segment(20, {"web": 0.375, "code": 0.125, "math": 0.5}),
+    ]
