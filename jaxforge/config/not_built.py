@@ -40,7 +40,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("train.mixed_precision", _among("fp8"), "8-bit training", 'set it to "bf16"'),
     NotBuilt("train.mixed_precision", _among("fp16"), "loss scaling", 'set it to "bf16"'),
     NotBuilt("train.on_nonfinite", _other_than("skip"), "this reaction", 'set it to "skip"'),
-    NotBuilt("train.nccl_health_check_interval", _more_than(0), "the check", "set it to 0"),
     NotBuilt("data.datasets", bool, "mixing datasets", "set data.dataset_path"),
     NotBuilt("data.phases", bool, "phases of training", "leave them out"),
     NotBuilt("data.anneal_start_step", _more_than(0), "annealing", "set it to 0"),

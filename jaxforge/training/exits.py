@@ -4,6 +4,9 @@
      1  unexpected error, with a traceback
      2  a mistake in the config, the data or the command line: nothing was lost
     65  gave up: nan_consecutive_max steps in a row were not finite (EX_DATAERR)
+    69  the devices do not answer, or copies of a parameter differ: nothing was saved since, restart
+        from the last checkpoint, on other machines (EX_UNAVAILABLE)
+    71  stopped by a slow host after a checkpoint; run again without it to go on (EX_OSERR)
     74  a checkpoint could not be written (disk full, say); those before it are whole (EX_IOERR)
     75  stopped by SIGTERM or SIGUSR1 after a checkpoint; run again to go on (EX_TEMPFAIL)
    130  stopped by Ctrl-C after a checkpoint; run again to go on
@@ -31,6 +34,8 @@ class Exit(enum.Enum):
 
     COMPLETED = 0
     NON_FINITE = 65
+    UNHEALTHY = 69
+    STRAGGLER = 71
     SIGNAL = 75
     INTERRUPT = 130
 

@@ -331,7 +331,6 @@ NOT_YET = [
     ("train.on_nonfinite=stop", 'train.on_nonfinite = "stop": this reaction', '"skip"'),
     ("train.on_nonfinite=warn", 'train.on_nonfinite = "warn": this reaction', '"skip"'),
     ("train.on_nonfinite=rollback", 'train.on_nonfinite = "rollback": this', '"skip"'),
-    ("train.nccl_health_check_interval=9", "train.nccl_health_check_interval = 9: the", "to 0"),
     ("data.datasets=[{'path':'a'}]", "data.datasets = [{path", "data.dataset_path"),
     ("data.phases=[{'start_step':3}]", "data.phases = [{start", "leave them out"),
     ("data.anneal_start_step=3", "data.anneal_start_step = 3: annealing", "set it to 0"),
