@@ -88,6 +88,44 @@ def memory(devices: Iterable[jax.Device]) -> Metrics:
     return gb
 
 
+def describe_memory(
+    devices: Iterable[jax.Device], compiled: jax.stages.Compiled | None
+) -> str | None:
+    """`memory (GB) | mem-allocated-gigabytes: 12.345 | …`, as Megatron reports it (1e9 bytes).
+
+    Args:
+        devices: of which each figure is that of the fullest.
+        compiled: the step; of its figures, arguments are state and batch, temporaries what it
+            needs beside them.
+
+    Returns:
+        None where devices do not tell.
+    """
+    stats = [found for device in devices if (found := device.memory_stats())]
+    if not stats:
+        return None
+    sizes = {
+        name: max(one[key] for one in stats)
+        for name, key in _REPORTED.items()
+        if all(key in one for one in stats)
+    }
+    if compiled is not None and (step := compiled.memory_analysis()):
+        sizes["step-arguments"] = step.argument_size_in_bytes
+        sizes["step-temporaries"] = step.temp_size_in_bytes
+        sizes["step-code"] = step.generated_code_size_in_bytes
+    return " | ".join(
+        ["memory (GB)", *(f"{k}-gigabytes: {float(f'{v / 1e9:.5g}')}" for k, v in sizes.items())]
+    )
+
+
+_REPORTED = {
+    "mem-allocated": "bytes_in_use",
+    "mem-max-allocated": "peak_bytes_in_use",
+    "mem-reserved": "pool_bytes",
+    "mem-limit": "bytes_limit",
+}
+
+
 class Sums(NamedTuple):
     """Sums over the steps of a run, whose differences are those over an interval.
 
