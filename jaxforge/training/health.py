@@ -38,6 +38,7 @@ class CollectiveHealth(Watch):
         self._seconds, self._devices = config.health_check_timeout_sec, list(mesh.devices.flat)
         self._counts = _one_each(mesh)
         self._sum = _compile_sum(mesh, self._counts)
+        jax.block_until_ready(self._sum(self._counts))  # devices connect, which may take minutes
         self._answer: Array | None = None
 
     def look(self, step: int, state: TrainState) -> Exit | None:
