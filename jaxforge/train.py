@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import jax
 from jax.sharding import Mesh
@@ -44,7 +45,9 @@ from jaxforge.training.progress import Progress
 from jaxforge.training.rollback import Rollback
 from jaxforge.training.state import TrainState
 from jaxforge.training.step import Batch, Controls, TrainStep, make_train_step
+from jaxforge.training.throughput import ThroughputLog
 from jaxforge.training.validation import Validations
+from jaxforge.training.watches import open_watches
 
 log = logging.getLogger("jaxforge.train")  # not __name__, which is __main__ under `python -m`
 
@@ -93,23 +96,30 @@ def run(config: JobConfig, hooks: Sequence[Hook] = ()) -> Exit:
         jax.set_mesh(mesh),
         matmul_precision(config),
     ):
-        trainer = build(config, mesh, HookRunner([*hooks, *_exporting(config)]), console)
+        trainer = build(config, mesh, hooks, console)
         reason = None
         try:
             reason = trainer.train(signals)
+            if reason is Exit.UNHEALTHY:
+                _leave(reason)  # whatever waits for the devices may wait for ever
         finally:
             trainer.close(reason)
-    if signals.left_work:  # the compiler must not find the process half gone
-        logging.shutdown()
-        os._exit(reason.code)
+    if signals.left_work:
+        _leave(reason)  # the compiler must not find the process half gone
     return reason
+
+
+def _leave(reason: Exit) -> NoReturn:
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(reason.code)
 
 
 def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 120)  # 80 would wrap in files and pipes
 
 
-def build(config: JobConfig, mesh: Mesh, hooks: HookRunner, console: Console) -> Trainer:
+def build(config: JobConfig, mesh: Mesh, hooks: Sequence[Hook], console: Console) -> Trainer:
     """Everything a run needs, in the order in which a user's mistakes should surface.
 
     Nothing is written before the data has been checked.
@@ -128,7 +138,8 @@ def build(config: JobConfig, mesh: Mesh, hooks: HookRunner, console: Console) ->
     validations = _validations(config, mesh, model, eval_data) if eval_data else None
     _announce(console, config, model, mesh, samples)
     tracker = _tracker(console, config, progress, samples * config.train.seq_len)
-    step = make_train_step(model, optimizer, config, mesh, keep_gradients=hooks.needs_gradients)
+    runner = HookRunner([*hooks, *_own_hooks(config, progress)])
+    step = make_train_step(model, optimizer, config, mesh, keep_gradients=runner.needs_gradients)
 
     def open_batches(place: Progress) -> Iterator[Batch]:
         remaining = config.train.max_steps - place.step
@@ -147,8 +158,9 @@ def build(config: JobConfig, mesh: Mesh, hooks: HookRunner, console: Console) ->
         checkpoints=checkpoints,
         rollback=_rollback(config.train, checkpoints, restore),
         tracker=tracker,
+        open_watches=functools.partial(open_watches, config, mesh, tracker.host_times),
         profiler=profiler,
-        hooks=hooks,
+        hooks=runner,
     )
 
 
@@ -168,9 +180,11 @@ def _open_foreign(path: str, config: JobConfig) -> Source:
     return open_foreign(path, config)
 
 
-def _exporting(config: JobConfig) -> list[Hook]:
-    wanted = config.checkpoint.export_interval or config.checkpoint.export_last
-    return [Exporter(config.checkpoint)] if wanted else []
+def _own_hooks(config: JobConfig, progress: Progress) -> Iterator[Hook]:
+    if config.checkpoint.export_interval or config.checkpoint.export_last:
+        yield Exporter(config.checkpoint)
+    if config.metrics.log_progress and jax.process_index() == 0:
+        yield ThroughputLog(config, progress)
 
 
 def _lower(
@@ -202,9 +216,9 @@ def _validations(
 def _tracker(
     console: Console, config: JobConfig, progress: Progress, tokens_per_step: int
 ) -> Tracker:
-    outlets = open_outlets(console, config, progress.run_id, progress.step)
     work = Work.of(config, tokens_per_step)
-    return Tracker(outlets, work, progress.step, config.train.max_steps)
+    outlets = open_outlets(console, config, progress.run_id, progress.step, work)
+    return Tracker(outlets, work, progress.step, config.train.max_steps, progress.skipped)
 
 
 def _announce(console: Console, config: JobConfig, model: Model, mesh: Mesh, samples: int) -> None:

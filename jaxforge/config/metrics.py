@@ -1,6 +1,8 @@
 """`[metrics]`: what is logged where."""
 
-from pydantic import PositiveFloat, PositiveInt
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from jaxforge.config.section import Section
 
@@ -10,6 +12,20 @@ class MetricsConfig(Section):
 
     log_interval: PositiveInt = 10
     """Updates between lines on the console and in metrics.jsonl; first and last have one too."""
+    log_format: Literal[
+        "kempnerforge", "megatron", "torchtitan", "mindspeed", "textbook", "json"
+    ] = "kempnerforge"
+    """Whose console lines these are, so that existing parsers of logs go on working."""
+    log_progress: bool = False
+    """Keep progress.txt, Megatron's log of jobs, checkpoints and their throughput."""
+    log_straggler: bool = False
+    """Compare the time that each host spends on its own, and name the slow ones."""
+    straggler_report_interval: PositiveInt = 100
+    """Updates between these comparisons."""
+    straggler_threshold: float = Field(default=0.7, gt=0, lt=1)
+    """A host is slow if the fastest host's time, divided by its own, is less."""
+    stop_if_detected_straggler: bool = False
+    """Save and end the run when a host is slow, so that it can start again elsewhere."""
     tensorboard_interval: PositiveInt | None = None
     """Updates between points in TensorBoard; not set means log_interval."""
     wandb_interval: PositiveInt | None = None

@@ -39,7 +39,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     ),
     NotBuilt("train.mixed_precision", _among("fp8"), "8-bit training", 'set it to "bf16"'),
     NotBuilt("train.mixed_precision", _among("fp16"), "loss scaling", 'set it to "bf16"'),
-    NotBuilt("train.nccl_health_check_interval", _more_than(0), "the check", "set it to 0"),
     NotBuilt("distributed.cp", _more_than(1), "context parallelism", "set it to 1"),
     NotBuilt("distributed.ep", _more_than(1), "expert parallelism", "set it to 1"),
     NotBuilt("checkpoint.dyn_ckpt_window", bool, "a window of denser saving", "leave it out"),

@@ -87,6 +87,14 @@ class TrainConfig(Section):
     """Seconds from a termination signal to a forced exit."""
     nccl_health_check_interval: NonNegativeInt = 0
     """Updates between checks that the devices still talk to one another; 0 never checks."""
+    health_check_timeout_sec: PositiveFloat = 10.0
+    """Seconds in which that check must have its answer, slower processes waited for included."""
+    check_weight_hash_across_dp_replicas_interval: NonNegativeInt = 0
+    """Updates between comparisons of the copies of each parameter, bit for bit; 0 compares none."""
+    manual_gc_interval: NonNegativeInt = 0
+    """Updates between garbage collections, at the same ones on all hosts; 0 lets Python choose."""
+    train_sync_interval: NonNegativeInt = 0
+    """Updates between waits for the devices; 0 lets the host run ahead until it logs."""
 
     def microbatch_size(self, dp: int) -> int:
         """Sequences of one microbatch over all data-parallel ranks.

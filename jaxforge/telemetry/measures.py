@@ -6,6 +6,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 
@@ -85,6 +86,88 @@ def memory(devices: Iterable[jax.Device]) -> Metrics:
     if gb.get("gpu/total_gb") and "gpu/peak_gb" in gb:
         gb["gpu/mem_utilization"] = gb["gpu/peak_gb"] / gb["gpu/total_gb"]
     return gb
+
+
+def describe_memory(
+    devices: Iterable[jax.Device], compiled: jax.stages.Compiled | None
+) -> str | None:
+    """`memory (GB) | mem-allocated-gigabytes: 12.345 | …`, as Megatron reports it (1e9 bytes).
+
+    Args:
+        devices: of which each figure is that of the fullest.
+        compiled: the step; of its figures, arguments are state and batch, temporaries what it
+            needs beside them.
+
+    Returns:
+        None where devices do not tell.
+    """
+    stats = [found for device in devices if (found := device.memory_stats())]
+    if not stats:
+        return None
+    sizes = {
+        name: max(one[key] for one in stats)
+        for name, key in _REPORTED.items()
+        if all(key in one for one in stats)
+    }
+    if compiled is not None and (step := compiled.memory_analysis()):
+        sizes["step-arguments"] = step.argument_size_in_bytes
+        sizes["step-temporaries"] = step.temp_size_in_bytes
+        sizes["step-code"] = step.generated_code_size_in_bytes
+    return " | ".join(
+        ["memory (GB)", *(f"{k}-gigabytes: {float(f'{v / 1e9:.5g}')}" for k, v in sizes.items())]
+    )
+
+
+_REPORTED = {
+    "mem-allocated": "bytes_in_use",
+    "mem-max-allocated": "peak_bytes_in_use",
+    "mem-reserved": "pool_bytes",
+    "mem-limit": "bytes_limit",
+}
+
+
+class Sums(NamedTuple):
+    """Sums over the steps of a run, whose differences are those over an interval.
+
+    Attributes:
+        loss: over applied updates; one that is not finite would make all later means NaN.
+        updates: how many these are.
+        skipped: steps whose update was not applied.
+        nan: steps whose loss was not finite.
+    """
+
+    loss: float = 0.0
+    updates: int = 0
+    skipped: int = 0
+    nan: int = 0
+
+    def plus(self, losses: Sequence[float], skipped: Sequence[int]) -> "Sums":
+        """With some more steps.
+
+        Args:
+            losses: of these steps.
+            skipped: the run's count of skipped steps after each of them.
+        """
+        finite = [math.isfinite(loss) for loss in losses]
+        applied = [
+            loss
+            for loss, good, was, now in zip(
+                losses, finite, (self.skipped, *skipped[:-1]), skipped, strict=True
+            )
+            if good and now <= was
+        ]
+        loss, updates = self.loss + sum(applied), self.updates + len(applied)
+        return Sums(loss, updates, skipped[-1], self.nan + finite.count(False))
+
+    def since(self, before: "Sums") -> Metrics:
+        """`interval/*` over the steps that came after `before`; no loss if none was applied."""
+        updates = self.updates - before.updates
+        loss = {"interval/loss": (self.loss - before.loss) / updates} if updates else {}
+        return {
+            **loss,
+            "interval/skipped_steps": float(self.skipped - before.skipped),
+            "interval/nan_steps": float(self.nan - before.nan),
+        }
 
 
 class Smoothed:

@@ -15,6 +15,8 @@ from rich.console import Console
 from jaxforge.config.job import JobConfig
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.errors import UserError
+from jaxforge.telemetry.line_formats import LINE_FORMATS, RunFacts
+from jaxforge.telemetry.measures import Work
 from jaxforge.telemetry.sinks import JsonlSink, LineSink, LiveSink, Metrics, Sink
 from jaxforge.telemetry.tensorboard import TensorBoardSink
 from jaxforge.telemetry.wandb import WandbSink
@@ -81,7 +83,14 @@ class Outlet:
             self.close()
 
 
-def open_outlets(console: Console, config: JobConfig, run_id: str, step: int) -> list[Outlet]:
+def open_outlets(
+    console: Console,
+    config: JobConfig,
+    run_id: str,
+    step: int,
+    work: Work | None = None,
+    examples: int | None = None,
+) -> list[Outlet]:
     """Every place that `[metrics]` names.
 
     Args:
@@ -89,16 +98,20 @@ def open_outlets(console: Console, config: JobConfig, run_id: str, step: int) ->
         config: the run's.
         run_id: names the run in W&B.
         step: the step that the run goes on from.
+        work: what an update takes, for lines that say so.
+        examples: sequences of the training data, likewise.
 
     Raises:
         UserError: a sink cannot work as it is set up.
     """
-    metrics, run = config.metrics, Path(config.checkpoint.dir)
+    metrics, train, run = config.metrics, config.train, Path(config.checkpoint.dir)
 
     def watched() -> Sink:
-        if console.is_terminal:
-            return LiveSink(console, step, config.train.max_steps)
-        return LineSink(console)
+        if console.is_terminal and metrics.log_format == "kempnerforge":
+            return LiveSink(console, step, train.max_steps)
+        facts = RunFacts(train.max_steps, train.seq_len, train.grad_accum_steps,
+                         work or Work.of(config, tokens=0), examples)  # fmt: skip
+        return LineSink(console, LINE_FORMATS[metrics.log_format](facts))
 
     def outlet(name: str, sink: Callable[[], Sink], interval: int | None = None) -> Outlet:
         return _open(name, sink, interval or metrics.log_interval)

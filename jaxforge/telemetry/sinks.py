@@ -44,9 +44,7 @@ class JsonlSink:
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Appends one line and hands it to the operating system."""
-        finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
-        line = json.dumps({"step": step, "time": round(time.time(), 3), **finite})
-        self._file.write(line.encode() + b"\n")
+        self._file.write(as_json(step, metrics).encode() + b"\n")
         self._file.flush()
 
     def rewind(self, step: int) -> None:
@@ -58,6 +56,12 @@ class JsonlSink:
         """Makes it durable."""
         os.fsync(self._file.fileno())
         self._file.close()
+
+
+def as_json(step: int, metrics: Metrics) -> str:
+    """One object: `step`, `time` (Unix seconds) and the metrics, null where not finite."""
+    finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
+    return json.dumps({"step": step, "time": round(time.time(), 3), **finite})
 
 
 def _end_of_step(path: Path, step: int) -> int:
@@ -73,22 +77,45 @@ def _end_of_step(path: Path, step: int) -> int:
     return end
 
 
-class LineSink:
-    """A plain line for each logged step, where nobody watches a terminal."""
+class LineFormat(Protocol):
+    """How plain lines look; `telemetry.line_formats` has them all."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def banner(self) -> str:
+        """What comes before the first step; may be empty."""
+
+    def train(self, step: int, metrics: Metrics) -> str:
+        """What is said of a logged step."""
+
+    def evaluation(self, step: int, metrics: Metrics) -> str:
+        """What is said of an evaluation, if anything."""
+
+
+class LineSink:
+    """Plain lines for each logged step: where nobody watches a terminal, or parsers read along.
+
+    Args:
+        console: where they go, as they are: nothing is wrapped, coloured or replaced.
+        lines: what they look like.
+    """
+
+    def __init__(self, console: Console, lines: LineFormat) -> None:
+        self._console, self._lines = console, lines
+        self._print(lines.banner())
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Prints `[step N] loss=… | …`."""
-        self._console.print(format_line(step, metrics), markup=False, highlight=False,
-                            soft_wrap=True)  # fmt: skip
+        """Prints a step or an evaluation."""
+        of = self._lines.train if is_step(metrics) else self._lines.evaluation
+        self._print(of(step, metrics))
 
     def rewind(self, step: int) -> None:
         """Nothing to do."""
 
     def close(self) -> None:
         """Nothing to do."""
+
+    def _print(self, text: str) -> None:
+        if text:
+            self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 class LiveSink:
@@ -108,7 +135,7 @@ class LiveSink:
     def write(self, step: int, metrics: Metrics) -> None:
         """Moves the bar, which appears with the first step; prints a line for an evaluation."""
         self._progress.start()
-        if "train/loss" not in metrics:
+        if not is_step(metrics):
             self._progress.console.print(format_line(step, metrics), markup=False, highlight=False)
             return
         self._progress.update(self._task, completed=step, shown=_describe(metrics, " "))
@@ -120,6 +147,11 @@ class LiveSink:
     def close(self) -> None:
         """Leaves the last state on the screen."""
         self._progress.stop()
+
+
+def is_step(metrics: Metrics) -> bool:
+    """Whether these are of a training step, not of an evaluation."""
+    return "train/loss" in metrics
 
 
 _FORMATS = {

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from jaxforge.telemetry.measures import Smoothed, Work, memory
+from jaxforge.telemetry.measures import Smoothed, Sums, Work, memory
 from jaxforge.telemetry.outlets import Outlet
 from jaxforge.telemetry.sinks import Metrics
 
@@ -24,12 +24,27 @@ class _Launched(NamedTuple):
     waited: float
 
 
+class HostTimes(NamedTuple):
+    """Seconds of this process since it started: what a host does on its own is in the last two.
+
+    Attributes:
+        clock: of the run; pauses do not count.
+        data_wait: spent waiting for batches.
+        launch: spent between a batch's arrival and the launch of its step.
+    """
+
+    clock: float
+    data_wait: float
+    launch: float
+
+
 class _Mark(NamedTuple):
     """A moment of the run: its step, the seconds of its clock, those spent waiting for data."""
 
     step: int
     seconds: float
     waited: float
+    sums: Sums
 
 
 class Tracker:
@@ -40,24 +55,30 @@ class Tracker:
         work: what an update takes.
         start: the step that the run goes on from.
         last_step: `train.max_steps`.
+        skipped: steps that the run has skipped so far.
 
     Attributes:
         consecutive_bad: bad steps in a row, as of the last metrics fetched.
     """
 
-    def __init__(self, outlets: Sequence[Outlet], work: Work, start: int, last_step: int) -> None:
+    def __init__(
+        self, outlets: Sequence[Outlet], work: Work, start: int, last_step: int, skipped: int = 0
+    ) -> None:
         self._outlets, self._work, self._start, self._last_step = outlets, work, start, last_step
         self.consecutive_bad = 0
         self._latest: _Launched | None = None
-        # Of the steps since the last fetch; a hundred back, a loss weighs 0.9^100 and can go.
-        self._losses: collections.deque[Float[Array, ""]] = collections.deque(maxlen=100)
-        self._smoothed = Smoothed()
-        self._paused = self._waited = 0.0
+        # Losses since the last fetch, each with the run's count of skipped steps after it. Beyond a
+        # thousand they would cost more to read than they add to a mean.
+        self._losses: collections.deque[tuple[Float[Array, ""], Int[Array, ""]]]
+        self._losses = collections.deque(maxlen=1000)
+        self._smoothed, self._sums = Smoothed(), Sums(skipped=skipped)
+        self._paused = self._waited = self._launching = 0.0
+        self._has_batch = time.perf_counter()
         self.start_clock()
 
     def start_clock(self) -> None:
         """Starts timing here: set-up and compilation are not steps."""
-        self._fetched = _Mark(self._start, self._clock(), self._waited)
+        self._fetched = _Mark(self._start, self._clock(), self._waited, self._sums)
         self._written = [self._fetched] * len(self._outlets)
 
     @contextlib.contextmanager
@@ -65,14 +86,16 @@ class Tracker:
         """Time spent inside is the step's, and counts as `train/data_wait_sec`."""
         start = time.perf_counter()
         yield
-        self._waited += time.perf_counter() - start
+        self._has_batch = time.perf_counter()
+        self._waited += self._has_batch - start
 
     def end_step(self, step: int, metrics: dict[str, Array]) -> None:
         """Takes a step that has been launched; logs the one before it, where that was due."""
+        self._launching += time.perf_counter() - self._has_batch
         self.flush()
         fetched = {name: metrics[name] for name in _FETCHED}
         self._latest = _Launched(step, fetched, self._waited)
-        self._losses.append(metrics["loss"])
+        self._losses.append((metrics["loss"], metrics["skipped"]))
 
     def flush(self) -> None:
         """Logs the latest step now where it is due, waiting for the device."""
@@ -84,9 +107,10 @@ class Tracker:
         if self._latest is not None:
             self._log_latest(self._latest, range(len(self._outlets)))
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, skipped: int) -> None:
         """Goes on from an earlier step: what was logged of later ones gives way to what comes."""
         self._latest, self._start, self.consecutive_bad = None, step, 0
+        self._sums = self._sums._replace(skipped=skipped)
         self._losses.clear()
         for outlet in self._outlets:
             outlet.rewind(step)
@@ -96,6 +120,10 @@ class Tracker:
         """Writes to every outlet."""
         for outlet in self._outlets:
             outlet.write(step, metrics)
+
+    def host_times(self) -> HostTimes:
+        """What this host has spent so far."""
+        return HostTimes(self._clock(), self._waited, self._launching)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -123,14 +151,15 @@ class Tracker:
 
     def _log_latest(self, latest: _Launched, outlets: Sequence[int]) -> None:
         values, fetched = jax.device_get((latest.metrics, list(self._losses)))
-        losses = [float(loss) for loss in fetched]
+        losses = [float(loss) for loss, _ in fetched]
+        self._sums = self._sums.plus(losses, [int(skipped) for _, skipped in fetched])
         self._latest = None
         self._losses.clear()
         self.consecutive_bad = int(values["consecutive"])
         step = int(values["step"])  # where the state stands still, behind the one launched
         if step == self._fetched.step:
             return
-        since, now = self._fetched, _Mark(step, self._clock(), latest.waited)
+        since, now = self._fetched, _Mark(step, self._clock(), latest.waited, self._sums)
         self._fetched = now
         speed = self._work.speed(_seconds_per_step(since, now))
         metrics = {
@@ -149,7 +178,8 @@ class Tracker:
     def _interval(self, since: _Mark, now: _Mark) -> Metrics:
         """Means over the steps between two marks: each outlet has those of its own interval."""
         speed = self._work.speed(_seconds_per_step(since, now))
-        return {**speed, "train/data_wait_sec": (now.waited - since.waited) / _steps(since, now)}
+        wait = (now.waited - since.waited) / _steps(since, now)
+        return {**speed, "train/data_wait_sec": wait, **now.sums.since(since.sums)}
 
     def _clock(self) -> float:
         return time.perf_counter() - self._paused

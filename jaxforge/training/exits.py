@@ -5,6 +5,9 @@
      2  a mistake in the config, the data or the command line: nothing was lost
     16  the machine: a bad step, run again, gave another answer (`train.rerun_bad_steps`)
     65  gave up: nan_consecutive_max steps in a row were bad, or on_nonfinite = "stop" (EX_DATAERR)
+    69  the devices do not answer, or copies of a parameter differ: nothing was saved since, restart
+        from the last checkpoint, on other machines (EX_UNAVAILABLE)
+    71  stopped by a slow host after a checkpoint; run again without it to go on (EX_OSERR)
     74  a checkpoint could not be written (disk full, say); those before it are whole (EX_IOERR)
     75  stopped before max_steps, after a checkpoint, by SIGTERM, SIGUSR1, train.exit_interval or
         train.exit_duration_in_mins; run again to go on (EX_TEMPFAIL)
@@ -45,6 +48,8 @@ class Exit(enum.Enum):
     EARLY_STOPPED = "stopped early", 0
     MACHINE = "machine fault", 16
     NON_FINITE = "gave up", 65
+    UNHEALTHY = "unhealthy", 69
+    STRAGGLER = "slow host", 71
     SIGNAL = "signal", 75
     DURATION = "duration", 75
     INTERVAL = "interval", 75

@@ -19,6 +19,7 @@ from jaxforge.training.rollback import Rollback
 from jaxforge.training.state import TrainState
 from jaxforge.training.step import Batch, Controls, Metrics, TrainStep
 from jaxforge.training.validation import Validations
+from jaxforge.training.watches import Watches, collecting_garbage
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class Trainer:
         checkpoints: where states are saved.
         rollback: takes the run back, where that is asked for.
         tracker: where metrics are logged.
+        open_watches: what looks after the run, given the compiled step.
         profiler: traces some of the steps.
         hooks: the user's own code.
     """
@@ -51,13 +53,15 @@ class Trainer:
     checkpoints: Checkpoints
     rollback: Rollback | None
     tracker: Tracker
+    open_watches: Callable[[TrainStep], Watches]
     profiler: Profiler
     hooks: HookRunner
     _batches: Iterator[Batch] = dataclasses.field(init=False)
     _train_step: TrainStep = dataclasses.field(init=False)
+    _watches: Watches = dataclasses.field(default_factory=Watches, init=False)
 
     def train(self, signals: Signals) -> Exit:
-        """Steps until `max_steps`, a signal, or too many bad steps in a row."""
+        """Steps until `max_steps`, or until there is another reason to stop."""
         exits = Exits(self.config.train, signals)
         self.hooks.on_train_begin(self.config)
         try:
@@ -71,7 +75,7 @@ class Trainer:
             reason = exits.requested(self.progress.step)
             assert reason is not None
             self._save()
-        return self._finish(reason)
+        return reason if reason is Exit.UNHEALTHY else self._finish(reason)
 
     def _begin(self, signals: Signals, exits: Exits) -> Exit | None:
         """Gets ready for the first step; a run may resume in an evaluation, or at its end."""
@@ -85,6 +89,7 @@ class Trainer:
                 compile_step = self.lower_step(self.state, first)
             self._batches = itertools.chain([first], self._batches)
             self._train_step = signals.wait_for(compile_step)
+            self._watches = self.open_watches(self._train_step)
         elif reason is None:
             reason = Exit.COMPLETED
         self.tracker.start_clock()
@@ -92,8 +97,13 @@ class Trainer:
 
     def _between_steps(self, signals: Signals, exits: Exits) -> Exit | None:
         evaluation = self._evaluate_if_due(signals)
+        reason = self._watches.look(self.progress.step, self.state, self.tracker.paused)
+        if reason in (Exit.UNHEALTHY, Exit.MACHINE):
+            return reason  # unsaved: what these devices made is not to be trusted
         self._save_if_due(evaluation)
-        return self._reason_to_stop(exits)
+        if reason:
+            self._save()
+        return reason or self._reason_to_stop(exits)
 
     def _step(self, signals: Signals) -> Metrics:
         """Launches one step; the metrics of the one before it are logged where they are due."""
@@ -119,7 +129,7 @@ class Trainer:
             return {}
         if not resumed:
             self.hooks.on_eval_begin(step)
-        with self.tracker.paused():
+        with self.tracker.paused(), collecting_garbage(self.config):
             metrics = self.validations.run(self.state, self.progress, signals.requested)
         if metrics is None:
             return {}
@@ -170,9 +180,9 @@ class Trainer:
         if self.rollback is None or target is None:
             return Exit.NON_FINITE
         with self.tracker.paused():
-            self.state, self.progress = self.rollback.go(self.state, self.progress, target)
+            self.state = self.rollback.go(self.state, self.progress, target)
             self._open_data()
-        self.tracker.rewind(target)
+        self.tracker.rewind(target, self.progress.skipped)
         self.tracker.log(target, {"train/rollbacks": float(len(self.progress.rollbacks))})
         return None
 
@@ -197,6 +207,7 @@ class Trainer:
         step, tokens = self.progress.step, self.progress.tokens
         with contextlib.ExitStack() as last_to_first:  # each runs, whatever the others do
             last_to_first.callback(self.tracker.close)
+            last_to_first.callback(self._watches.close)
             last_to_first.callback(self.hooks.on_train_end, step, tokens, reason)
             last_to_first.callback(self.checkpoints.close)
             last_to_first.callback(self.profiler.close)

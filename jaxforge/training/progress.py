@@ -97,12 +97,12 @@ class Progress:
             self.validation = Validation(list(sets))
         return self.validation
 
-    def rolled_back_to(self, earlier: "Progress") -> "Progress":
-        """The counters of an earlier step, with the data and the record of rollbacks as of now."""
+    def roll_back_to(self, earlier: "Progress") -> None:
+        """Takes the counters of an earlier step; the data go on from where they are."""
         jump = {"from": self.step, "to": earlier.step, "samples": self.samples - earlier.samples}
-        return dataclasses.replace(
-            earlier, samples=self.samples, rollbacks=[*self.rollbacks, jump], run_id=self.run_id
-        )
+        kept = {"samples": self.samples, "rollbacks": [*self.rollbacks, jump]}
+        for name, value in (vars(earlier) | kept).items():
+            setattr(self, name, value)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; `updates`, `epoch` and `stage` for the reader's sake."""

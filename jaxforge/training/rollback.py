@@ -45,8 +45,8 @@ class Rollback:
         again = progress.rollbacks and good and progress.rollbacks[-1]["to"] == good[-1]
         return good[-2 if again and len(good) > 1 else -1] if good else None
 
-    def go(self, state: TrainState, progress: Progress, target: int) -> tuple[TrainState, Progress]:
-        """State and progress to go on from; `state` is given up."""
+    def go(self, state: TrainState, progress: Progress, target: int) -> TrainState:
+        """The state to go on from; `state` is given up, and `progress` goes back."""
         jax.tree.map(lambda array: array.delete(), state)  # two would not fit
         state, earlier = self._restore(target)
         self._checkpoints.discard_after(target)
@@ -54,8 +54,8 @@ class Rollback:
             "went back from step %d to step %d; %d samples drawn since are left out",
             progress.step, target, progress.samples - earlier.samples,
         )  # fmt: skip
-        progress = progress.rolled_back_to(earlier)
-        return with_counts(state, progress), progress
+        progress.roll_back_to(earlier)
+        return with_counts(state, progress)
 
     def _is_good(self, step: int) -> bool:
         return self._checkpoints.progress(step).consecutive_bad == 0

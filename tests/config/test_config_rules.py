@@ -328,7 +328,6 @@ NOT_YET = [
     ("model.model_type=mamba", 'model.model_type = "mamba": this model', '"transformer"'),
     ("train.mixed_precision=fp8", 'train.mixed_precision = "fp8": 8-bit', '"bf16"'),
     ("train.mixed_precision=fp16", 'train.mixed_precision = "fp16": loss scaling', '"bf16"'),
-    ("train.nccl_health_check_interval=9", "train.nccl_health_check_interval = 9: the", "to 0"),
     ("distributed.cp=2", "distributed.cp = 2: context parallelism", "set it to 1"),
     ("distributed.ep=2", "distributed.ep = 2: expert parallelism", "set it to 1"),
     ("checkpoint.dyn_ckpt_window={}", "checkpoint.dyn_ckpt_window = {start", "leave it out"),

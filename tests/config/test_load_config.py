@@ -154,6 +154,10 @@ def test_every_key_of_kempnerforge_loads():
                 "exit_duration_in_mins",
                 "xla_flags",
                 "compilation_cache_dir",
+                "health_check_timeout_sec",
+                "check_weight_hash_across_dp_replicas_interval",
+                "manual_gc_interval",
+                "train_sync_interval",
             )
         ),
         *(
@@ -174,6 +178,16 @@ def test_every_key_of_kempnerforge_loads():
             for key in ("keep_best_n", "best_metric", "export_interval", "export_last")
         ),
         *(("metrics", key) for key in ("tensorboard_interval", "wandb_interval", "peak_tflops")),
+        *(("metrics", key) for key in ("log_format", "log_progress")),
+        *(
+            ("metrics", key)
+            for key in (
+                "log_straggler",
+                "straggler_report_interval",
+                "straggler_threshold",
+                "stop_if_detected_straggler",
+            )
+        ),
         *(("profiling", key) for key in ("hosts", "python_tracer")),
     }
     every = {(name, key) for name, table in config for key in type(table).model_fields}

@@ -139,6 +139,29 @@ def test_the_smoothed_speed_takes_the_mean_of_an_interval_for_each_of_its_steps(
     assert "smoothed/mfu" not in got
 
 
+def test_each_sink_has_the_mean_loss_of_its_own_interval(clock):
+    often, seldom = Kept(), Kept()
+    tracker = Tracker([Outlet("a", often, 2), Outlet("b", seldom, 4)], Work(100), 0, 8)
+    run(tracker, clock, range(1, 9), losses=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
+    assert [line["interval/loss"] for line in often.lines.values()] == [1.0, 2.0, 3.5, 5.5, 7.5]
+    assert [line["interval/loss"] for line in seldom.lines.values()] == [1.0, 3.0, 6.5]
+
+
+def test_a_hosts_own_time_is_the_wait_for_data_and_the_launch(clock):
+    tracker = Tracker([], Work(100), 0, 10)
+    before = tracker.host_times()
+    for step in (1, 2):
+        with tracker.waiting_for_data():
+            clock.now += 0.5
+        clock.now += 0.25
+        tracker.end_step(step, scalars(step))
+        clock.now += 4.0
+        with tracker.paused():
+            clock.now += 100.0
+    after = tracker.host_times()
+    assert [a - b for a, b in zip(after, before, strict=True)] == pytest.approx([9.5, 1.0, 0.5])
+
+
 def test_tokens_are_the_devices_count(clock):
     sink = Kept()
     tracker = Tracker([Outlet("a", sink, 1)], Work(100), 10, 10**9)

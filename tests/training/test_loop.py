@@ -19,6 +19,7 @@ from jaxforge.training.hooks import Hook, HookRunner
 from jaxforge.training.loop import Trainer
 from jaxforge.training.progress import Progress
 from jaxforge.training.state import Counts, TrainState
+from jaxforge.training.watches import Watches
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 
@@ -170,6 +171,7 @@ def run(steps=6, log=100, evaluate=100, save=100, hooks=True, stop_at=None, bad=
         lower_step=lambda state, batch: lambda: train_step,
         open_batches=lambda progress: itertools.repeat(batch(), steps),
         validations=Validations(events), checkpoints=Checkpoints(events, save), rollback=None,
+        open_watches=lambda step: Watches(),
         tracker=Tracker([Outlet("it", Sink(events), log)], Work(256), 0, 10**9),
         profiler=Profiler(config.profiling, Path()),
         hooks=HookRunner([Recorder(events)] if hooks else []),
@@ -272,6 +274,7 @@ def test_a_hook_reads_scalars_state_and_gradients():
         lower_step=lambda state, batch: lambda: ours.step,
         open_batches=lambda _: (ours.put(b) for b in random_batches(ours.config, 2)),
         validations=None, checkpoints=Checkpoints([], 100), rollback=None,
+        open_watches=lambda step: Watches(),
         tracker=Tracker([], Work(256), 0, 2),
         profiler=Profiler(ours.config.profiling, Path()), hooks=runner,
     )  # fmt: skip

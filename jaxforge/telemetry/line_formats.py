@@ -1,0 +1,272 @@
+"""Console lines as other training loops write them, for the parsers that read those.
+
+Byte by byte what these loops print, without what their loggers put before it. A segment whose value
+is not known (memory on CPUs, MFU without a peak) is left out with its separator.
+
+    kempnerforge  our own, and KempnerForge's
+    megatron      Megatron-LM's and Megatron-Bridge's `training_log`
+    torchtitan    its `MetricsProcessor.log` and `log_validation`, without colours
+    mindspeed     MindSpeed-LLM's FSDP2 `TrainMonitor`
+    textbook      `step … lr … loss … |g| …`
+    json          the objects of metrics.jsonl
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from jaxforge.telemetry.measures import Work
+from jaxforge.telemetry.sinks import LineFormat, Metrics, as_json, format_line
+
+Value = float | int
+Segments = Mapping[str, tuple[str, ...]]
+"""Part of a line -> the values that it needs."""
+
+
+class RunFacts(NamedTuple):
+    """What lines say of a run beside its metrics.
+
+    Attributes:
+        max_steps: `train.max_steps`.
+        seq_len: `train.seq_len`.
+        grad_accum_steps: `train.grad_accum_steps`.
+        work: what an update takes.
+        examples: sequences of the training data; None where that is not known.
+    """
+
+    max_steps: int
+    seq_len: int
+    grad_accum_steps: int
+    work: Work
+    examples: int | None = None
+
+
+class _Lines:
+    """What most formats have in common: they say nothing before the first step."""
+
+    def __init__(self, run: RunFacts) -> None:
+        self._run = run
+
+    def banner(self) -> str:
+        """Nothing."""
+        return ""
+
+
+class KempnerForge(_Lines):
+    """`[step 10] loss=5.0213 | lr=3.00e-04 | …`."""
+
+    def train(self, step: int, metrics: Metrics) -> str:
+        """One line."""
+        return format_line(step, metrics)
+
+    def evaluation(self, step: int, metrics: Metrics) -> str:
+        """One line."""
+        return format_line(step, metrics)
+
+
+class Json(_Lines):
+    """`{"step": 10, "time": …, "train/loss": …}`."""
+
+    def train(self, step: int, metrics: Metrics) -> str:
+        """One object."""
+        return as_json(step, metrics)
+
+    def evaluation(self, step: int, metrics: Metrics) -> str:
+        """One object."""
+        return as_json(step, metrics)
+
+
+class Textbook(_Lines):
+    """`step     10  lr 3.00e-04  loss 5.0213  |g| 1.234`, and `  val loss 4.9876`."""
+
+    def train(self, step: int, metrics: Metrics) -> str:
+        """One line."""
+        return "  ".join(_filled(_TEXTBOOK, {**metrics, "step": step}))
+
+    def evaluation(self, step: int, metrics: Metrics) -> str:
+        """The loss over all sets."""
+        return "".join(_filled({"  val loss {:.4f}": ("eval/loss",)}, metrics))
+
+
+_TEXTBOOK: Segments = {
+    "step {:6d}": ("step",),
+    "lr {:.2e}": ("train/lr",),
+    "loss {:.4f}": ("train/loss",),
+    "|g| {:.3f}": ("train/grad_norm",),
+}
+
+
+class Torchtitan(_Lines):
+    """`step: 10  loss:  5.02130  grad_norm:  1.2345  memory: 61.20GiB(77.00%)  tps: 10,471  …`."""
+
+    def __init__(self, run: RunFacts) -> None:
+        super().__init__(run)
+        self._memory: Metrics = {}
+
+    def train(self, step: int, metrics: Metrics) -> str:
+        """One line; tokens and FLOPs per second and device, attention counted in full."""
+        self._memory = {k: v for k, v in metrics.items() if k.startswith("gpu/")}
+        tps = metrics["train/tokens_per_sec"] / self._run.work.n_devices
+        tflops = self._run.work.flops * tps / 1e12
+        values = {**metrics, "step": step, "tps": round(tps), "tflops": tflops}
+        return "  ".join(_filled(_TORCHTITAN, values))
+
+    def evaluation(self, step: int, metrics: Metrics) -> str:
+        """One line over all sets; memory as of the last step."""
+        if "eval/loss" not in metrics:
+            return ""
+        values = {**self._memory, **metrics, "step": step}
+        return "  ".join(_filled(_TORCHTITAN_EVALUATION, values))
+
+
+_MEMORY = {"memory: {:5.2f}GiB({:.2%})": ("gpu/peak_gb", "gpu/mem_utilization")}
+_TORCHTITAN: Segments = {
+    "step: {:2}": ("step",),
+    "loss: {:8.5f}": ("train/loss",),
+    "grad_norm: {:7.4f}": ("train/grad_norm",),
+    **_MEMORY,
+    "tps: {:,}": ("tps",),
+    "tflops: {:,.2f}": ("tflops",),
+    "mfu: {:.2%}": ("train/mfu",),
+}
+_TORCHTITAN_EVALUATION: Segments = {
+    "validate step: {:2}": ("step",),
+    "loss: {:7.4f}": ("eval/loss",),
+    **_MEMORY,
+}
+
+
+class Megatron(_Lines):
+    """` [time] iteration       10/     500 | consumed samples:         2560 | … | lm loss: … |`.
+
+    The loss is the mean over applied updates since the last line, skipped and NaN iterations are
+    those since the last line.
+    """
+
+    def train(self, step: int, metrics: Metrics) -> str:
+        """The step's time and FLOPs, then the line that parsers look for."""
+        values = _counts(self._run, step, metrics)
+        speed = "Step Time : {:.2f}s GPU utilization: {:.1f}MODEL_TFLOP/s/GPU".format(
+            metrics["train/step_time_sec"], metrics["train/tflops_per_device"]
+        )
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        return f"{speed}\n [{now}]" + _piped(_MEGATRON, values)
+
+    def evaluation(self, step: int, metrics: Metrics) -> str:
+        """One line between two of dashes: loss and perplexity of all sets, and of each."""
+        if not (losses := dict(_losses(metrics))):
+            return ""
+        line = f" validation loss at iteration {step} | " + "".join(
+            f"{key} value: {loss:.6E} | {key} PPL: {math.exp(min(20, loss)):.6E} | "
+            for key, loss in losses.items()
+        )
+        dashes = "-" * (len(line) + 1)
+        return f"{dashes}\n{line}\n{dashes}"
+
+
+class MindSpeed(Megatron):
+    """` iteration       10/     500 | consumed samples:       2560 | consumed tokens: … |`.
+
+    The loss is the mean over applied updates since the last line. Evaluations, of which its loop
+    has none, are as in Megatron.
+    """
+
+    def banner(self) -> str:
+        """What is about to run, as in transformers' `Trainer`."""
+        run, batch = self._run, self._run.work.tokens // self._run.seq_len
+        rows = {
+            "Num examples": run.examples,
+            "Num Epochs": math.ceil(run.max_steps * batch / run.examples) if run.examples else None,
+            "Total Batch Size": batch,
+            "Gradient Accumulation steps": run.grad_accum_steps,
+            "Total optimization steps": run.max_steps,
+        }
+        known = [f"  {name} = {value}" for name, value in rows.items() if value]
+        return "\n".join(["***** Running training (jaxforge) *****", *known])
+
+    def train(self, step: int, metrics: Metrics) -> str:
+        """One line."""
+        return _piped(_MINDSPEED, _counts(self._run, step, metrics))
+
+
+_MEGATRON: Segments = {
+    "iteration {:8d}/{:8d}": ("step", "max_steps"),
+    "consumed samples: {:12d}": ("samples",),
+    "elapsed time per iteration (ms): {:.1f}": ("ms",),
+    "throughput per GPU (TFLOP/s/GPU): {:.1f}": ("train/tflops_per_device",),
+    "learning rate: {:.6E}": ("train/lr",),
+    "global batch size: {:5d}": ("batch",),
+    "lm loss: {:.6E}": ("interval/loss",),
+    "loss scale: {:.1f}": ("loss_scale",),
+    "grad norm: {:.3f}": ("train/grad_norm",),
+    "number of skipped iterations: {:3d}": ("skipped",),
+    "number of nan iterations: {:3d}": ("nan",),
+}
+_MINDSPEED: Segments = {
+    "iteration {:8d}/{:8d}": ("step", "max_steps"),
+    "consumed samples: {:10d}": ("samples",),
+    "consumed tokens: {:10d}": ("tokens",),
+    "elapsed time per iteration (ms): {:.2f}": ("ms",),
+    "tokens/s: {:.2f}": ("train/tokens_per_sec",),
+    "mfu: {:.2f}": ("% of peak",),
+    "learning rate: {:.6E}": ("train/lr",),
+    "global batch size: {:5d}": ("batch",),
+    "lm loss: {:.6E}": ("interval/loss",),
+    "grad norm: {:.3f}": ("train/grad_norm",),
+    "max_memory_allocated(GB): {:.2f}": ("gpu/peak_gb",),
+    "max_memory_reserved(GB): {:.2f}": ("gpu/reserved_gb",),
+}
+
+
+def _counts(run: RunFacts, step: int, metrics: Metrics) -> dict[str, Value]:
+    """The metrics, and what Megatron counts, in its units."""
+    # Of the update just made, for batches may grow: tokens of an update are rate times time.
+    tokens = metrics["train/tokens_per_sec"] * metrics["train/step_time_sec"]
+    batch = round(tokens / run.seq_len)
+    skipped = round(metrics["train/skipped_steps"])
+    values: dict[str, Value] = {
+        **metrics,
+        "step": step,
+        "max_steps": run.max_steps,
+        "batch": batch,
+        "samples": round(metrics["train/tokens"] / run.seq_len) + skipped * batch,
+        "tokens": round(metrics["train/tokens"]),
+        "ms": 1000 * metrics["train/step_time_sec"],
+        "loss_scale": 1.0,  # bfloat16 needs none
+        "skipped": round(metrics["interval/skipped_steps"]),
+        "nan": round(metrics["interval/nan_steps"]),
+    }
+    if "train/mfu" in metrics:
+        values["% of peak"] = 100 * metrics["train/mfu"]
+    return values
+
+
+def _losses(metrics: Metrics) -> Iterator[tuple[str, float]]:
+    """`lm loss` over all sets, then `lm loss (name)` of each."""
+    for name, value in metrics.items():
+        if name.startswith("eval/") and name.endswith("/loss"):
+            of = "/".join(name.split("/")[1:-1])
+            yield f"lm loss ({of})" if of else "lm loss", value
+
+
+def _piped(segments: Segments, values: Mapping[str, Value]) -> str:
+    return "".join(f" {segment} |" for segment in _filled(segments, values))
+
+
+def _filled(segments: Segments, values: Mapping[str, Value]) -> Iterator[str]:
+    """The segments whose values are there."""
+    for text, names in segments.items():
+        if values.keys() >= set(names):
+            yield text.format(*(values[name] for name in names))
+
+
+LINE_FORMATS: Mapping[str, Callable[[RunFacts], LineFormat]] = {
+    "kempnerforge": KempnerForge,
+    "megatron": Megatron,
+    "torchtitan": Torchtitan,
+    "mindspeed": MindSpeed,
+    "textbook": Textbook,
+    "json": Json,
+}
+"""Values of `metrics.log_format`."""
