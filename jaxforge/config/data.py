@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from jaxforge.config.duration import Steps
 from jaxforge.config.section import Section, Weights, WeightTable
 
 
@@ -32,7 +33,7 @@ class DatasetSource(Section):
 class TrainingPhase(Section):
     """`[[data.phases]]`: another mixture and learning rate from some step on."""
 
-    start_step: NonNegativeInt = 0
+    start_step: Steps = 0
     """First update of the phase."""
     dataset_weights: WeightTable = Field(default_factory=Weights)
     """Sampling weights by source name; sources left out keep theirs."""
@@ -87,7 +88,7 @@ class DataConfig(Section):
     """Sampling in proportion to weight^(1/T): larger is more even."""
     phases: tuple[TrainingPhase, ...] = ()
     """Changes of mixture and learning rate, by step."""
-    anneal_start_step: NonNegativeInt = 0
+    anneal_start_step: Steps = 0
     """Update at which anneal_weights take over, a shorthand for one phase; 0 never."""
     anneal_weights: WeightTable = Field(default_factory=Weights)
     """Sampling weights by source name from anneal_start_step on."""

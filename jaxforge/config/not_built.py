@@ -47,7 +47,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("data.anneal_weights", bool, "annealing", "leave them out"),
     NotBuilt("distributed.cp", _more_than(1), "context parallelism", "set it to 1"),
     NotBuilt("distributed.ep", _more_than(1), "expert parallelism", "set it to 1"),
-    NotBuilt("checkpoint.dyn_ckpt_window", bool, "a window of denser saving", "leave it out"),
     NotBuilt(
         "checkpoint.dir",
         lambda value: "://" in value,
