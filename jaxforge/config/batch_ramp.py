@@ -65,10 +65,9 @@ class BatchRamp:
 
     def updates(self, samples: int, since: int = 0) -> int:
         """The fewest updates after the first `since` that draw `samples` sequences."""
-        drawn = self.samples(since)
-        begun = [s for s in self.stages if self.samples(s.start) < drawn + samples]
-        start, accum = begun[-1] if begun else self.stages[0]
-        left = drawn + samples - self.samples(start)
+        end = self.samples(since) + samples
+        start, accum = [stage for stage in self.stages if self.samples(stage.start) <= end][-1]
+        left = end - self.samples(start)
         return start + -(-left // (accum * self.rows)) - since
 
     def stretches(self, step: int, n_updates: int) -> Iterator[Stretch]:

@@ -79,15 +79,15 @@ class Draft:
         """
         if not self._durations and self._known.optimizer.lr_scale_rule == "none":
             return self._known
-        rows = _microbatch(self._known, n_devices)
-        updates = self._updates(_Batch(self._known, self._durations, rows, epoch_length))
+        batch = _Batch(self._known, self._durations, n_devices, epoch_length)
+        updates = self._updates(batch)
         values = copy.deepcopy(self._values)
         for path, steps in updates.items():
             _put(values, path, steps)
         config = self._validated(values)
         if config.optimizer.lr_scale_rule == "none":
             return config
-        values.setdefault("optimizer", {}).update(_scaled(config, rows))
+        values.setdefault("optimizer", {}).update(_scaled(config, batch.rows))
         return self._validated(values)
 
     def _updates(self, batch: "_Batch") -> dict[Path, int]:
@@ -123,9 +123,21 @@ class _Batch:
 
     known: JobConfig
     durations: Mapping[Path, Duration]
-    rows: int | None
+    n_devices: int | None
     epoch_length: EpochLength | None
     found: dict[Path, int] = field(default_factory=dict)
+
+    @cached_property
+    def rows(self) -> int | None:
+        """Sequences of a microbatch over all ranks; None if that depends on unknown devices."""
+        train, distributed = self.known.train, self.known.distributed
+        dp = distributed.dp_replicate * distributed.dp_shard
+        if self.n_devices is not None:
+            mesh = mesh_shape(self.known, self.n_devices)
+            dp = mesh["dp_replicate"] * mesh["dp_shard"]
+        if dp < 0 and train.global_batch_size is None:
+            return None
+        return max(1, train.microbatch_size(dp))  # rules refuse less than one
 
     def updates(self, path: Path) -> int:
         """The updates of one duration.
@@ -214,19 +226,6 @@ def _rank(path: Path) -> int:
 def _follows_the_run(path: Path) -> bool:
     """Whether a duration may depend on ramp and max_steps, rather than make them."""
     return _rank(path) > _rank(_MAX_STEPS)
-
-
-def _microbatch(config: JobConfig, n_devices: int | None) -> int | None:
-    """Sequences of a microbatch over all ranks; None if that depends on unknown devices."""
-    train, distributed = config.train, config.distributed
-    if train.global_batch_size is not None:
-        return train.microbatch_size(1)
-    if n_devices is not None:
-        mesh = mesh_shape(config, n_devices)
-        return train.microbatch_size(mesh["dp_replicate"] * mesh["dp_shard"])
-    if distributed.dp_shard == -1:
-        return None
-    return train.microbatch_size(distributed.dp_replicate * distributed.dp_shard)
 
 
 def _scaled(config: JobConfig, rows: int | None) -> dict[str, Any]:

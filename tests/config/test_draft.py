@@ -182,6 +182,13 @@ def test_the_resolved_file_holds_numbers_and_loads_anywhere(tmp_path):
     assert JobConfig.model_validate(config.model_dump(mode="json")) == config
 
 
+def test_a_wrong_mesh_or_batch_is_left_to_the_rules():
+    settings = ["train.max_steps=50", "eval.interval=10%", "distributed.tp=3"]
+    assert draft(*settings).resolve(2).eval.interval == 5
+    accum = draft("train.grad_accum_steps=20", "train.max_steps=20K tok").resolve(1)
+    assert accum.train.max_steps == 10  # 10 sequences do not make 20 microbatches
+
+
 def test_what_needs_neither_data_nor_devices_resolves_for_any_reader():
     settings = ["--train.max_steps=100K tok", "--scheduler.warmup_steps=10%"]
     assert load_config(None, [*BATCH, *settings]).scheduler.warmup_steps == 10

@@ -27,7 +27,7 @@ def test_shards_have_a_length(shards, order, rows, n):
     [
         {},
         {"hf_dataset_name": "a", "hf_streaming": True, "tokenizer_path": "byte"},
-        {"datasets": [{"path": "a"}, {"path": "b"}]},
+        {"datasets": [{"path": "a"}, {"path": "b"}], "dataset_path": "c"},
     ],
 )
 def test_other_data_have_none(data):
