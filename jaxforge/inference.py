@@ -24,7 +24,12 @@ _ANY_MESH = [
     "--distributed.dp_shard=-1",
     *(f"--distributed.{axis}=1" for axis in ("dp_replicate", "tp", "pp", "cp", "ep")),
 ]
-_NO_TRAINING = ["--train.global_batch_size=None", "--eval.enabled=false"]
+_NO_TRAINING = [
+    "--train.global_batch_size=None",
+    "--train.batch_ramp=[]",
+    "--eval.enabled=false",
+    "--early_stop.active=false",
+]
 
 
 @dataclasses.dataclass(frozen=True)

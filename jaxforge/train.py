@@ -22,9 +22,11 @@ from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.start import Saved, Source, start_from, starting_state
 from jaxforge.cli import run_main
 from jaxforge.config import help, load, rules, torch_only
+from jaxforge.config.draft import Draft
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import TrainConfig
 from jaxforge.data import loader
+from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, build_model, matmul_precision, parameter_count
 from jaxforge.optim.optimizer import build_optimizer
@@ -58,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if config is None else run(config).code
 
 
-def parse_command_line(argv: Sequence[str]) -> JobConfig | None:
+def parse_command_line(argv: Sequence[str]) -> Draft | None:
     """`--config FILE` (or `--config=FILE`) and overrides; None when it was only `--help`."""
     if {"-h", "--help"} & set(argv):
         print(f"{__doc__}\n")
@@ -74,20 +76,22 @@ def parse_command_line(argv: Sequence[str]) -> JobConfig | None:
             break
     if path is None:
         raise UserError("say what to train: --config FILE (configs/quickstart.toml is an example)")
-    return load.load_config(path, arguments)
+    return load.load_draft(path, arguments)
 
 
-def run(config: JobConfig, hooks: Sequence[Hook] = ()) -> Exit:
+def run(config: JobConfig | Draft, hooks: Sequence[Hook] = ()) -> Exit:
     """Trains from the newest checkpoint of the run directory, or from the start.
 
     Args:
-        config: what `parse_command_line` or `config.load.load_config` gave.
+        config: what `config.load` gave; lengths in epochs or tokens are turned into updates here.
         hooks: your own code, called in order at each event.
     """
     console = _console()
     setup_logging(console)
     host_memory.keep_freed_memory()
     multihost.initialize()
+    if isinstance(config, Draft):
+        config = config.resolve(jax.device_count(), sequences_per_epoch)
     rules.check(config, jax.device_count())
     compilation.use_cache(config.train)
     mesh = make_mesh(config)

@@ -75,7 +75,8 @@ def progress_of(place: Place, updates: int, config: JobConfig) -> tuple[Progress
             f"the optimizer counts {updates} updates and the LR scheduler {made}; jaxforge has one "
             f"count, so the schedule goes on from {updates}"
         )
-    samples = _samples_by_tokens(place, step, made, config.train.seq_len)
+    is_constant = len(config.train.stages()) == 1
+    samples = _samples_by_tokens(place, step, made, config.train.seq_len) if is_constant else None
     if samples is None:
         samples, how = _samples_by_batches(place, step, config)
         notes.append(f"the tokens seen do not say how many sequences were read; {how}")
@@ -103,8 +104,8 @@ def _samples_by_batches(place: Place, step: int, config: JobConfig) -> tuple[int
     ranks = place.ranks or max(1, config.distributed.dp_shard) * config.distributed.dp_replicate
     rows = config.train.microbatch_size(ranks)
     if place.batches is None:
-        samples = step * rows * config.train.grad_accum_steps
-        return samples, f"{step} steps of {rows * config.train.grad_accum_steps} are taken as read"
+        samples = config.train.ramp(ranks).samples(step)
+        return samples, f"{samples} sequences of {step} steps are taken as read"
     before = place.epoch * _epoch_length(config, rows) if place.epoch else 0
     return before + place.batches * rows, f"{place.batches} batches of {rows} are taken as read"
 

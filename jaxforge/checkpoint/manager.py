@@ -19,6 +19,7 @@ from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxforge.checkpoint import layout
+from jaxforge.checkpoint.due import milestones
 from jaxforge.checkpoint.find import PREFIX, SUBDIRECTORY, check_ours
 from jaxforge.checkpoint.layer_order import by_layer
 from jaxforge.config.checkpoint import CheckpointConfig
@@ -72,10 +73,6 @@ class Checkpoints:
                 enable_async_checkpointing=config.async_mode != "disabled",
             ),
         )
-
-    def due(self, step: int) -> bool:
-        """Whether the schedule asks for a checkpoint after `step`."""
-        return step % self._config.interval == 0
 
     def save(
         self, progress: Progress, state: TrainState, evaluation: Mapping[str, float] | None = None
@@ -276,10 +273,13 @@ def _handlers(
 
 
 def _preservation(config: CheckpointConfig) -> policies.PreservationPolicy:
-    """`keep_last_n` newest (0: all), and `keep_best_n` by evaluation."""
+    """`keep_last_n` newest (0: all), `keep_best_n` by evaluation, and those of the window."""
     if config.keep_last_n <= 0:
         return policies.LatestN(n=None)
-    kept = [policies.LatestN(config.keep_last_n)]
+    kept = [
+        policies.LatestN(config.keep_last_n),
+        policies.CustomSteps(list(milestones(config.dyn_ckpt_window))),
+    ]
     if config.keep_best_n:
         kept.append(
             policies.BestN(

@@ -1,16 +1,19 @@
 """The configuration of a run: one TOML file, settings from the command line, one frozen value.
 
 Names and defaults are those of PyTorch's KempnerForge, whose files for text models load unchanged.
-`load_config` reads and validates, `check` asks whether the result can run on so many devices, and
-`answers` says what the keys that only PyTorch needs come to here.
+`load_draft` reads and validates, `Draft.resolve` makes numbers of durations (`load_config` does
+both), `check` asks whether the result can run on so many devices, and `answers` says what the keys
+that only PyTorch needs come to here.
 """
 
 from jaxforge.config.checkpoint import CheckpointConfig, DynCkptWindow
 from jaxforge.config.data import DataConfig, DatasetSource, TrainingPhase
 from jaxforge.config.distributed import DistributedConfig
+from jaxforge.config.draft import Draft
+from jaxforge.config.early_stop import EarlyStopConfig
 from jaxforge.config.eval import EvalConfig, EvalDataset
 from jaxforge.config.job import JobConfig
-from jaxforge.config.load import load_config
+from jaxforge.config.load import load_config, load_draft
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.config.model import ModelConfig, RopeScaling
 from jaxforge.config.optimizer import OptimizerConfig
@@ -18,15 +21,18 @@ from jaxforge.config.profiling import ProfilingConfig
 from jaxforge.config.rules import AXES, check, mesh_shape
 from jaxforge.config.scheduler import SchedulerConfig
 from jaxforge.config.torch_only import answers
-from jaxforge.config.train import TrainConfig
+from jaxforge.config.train import BatchStage, TrainConfig
 
 __all__ = [
     "AXES",
+    "BatchStage",
     "CheckpointConfig",
     "DataConfig",
     "DatasetSource",
     "DistributedConfig",
+    "Draft",
     "DynCkptWindow",
+    "EarlyStopConfig",
     "EvalConfig",
     "EvalDataset",
     "JobConfig",
@@ -41,5 +47,6 @@ __all__ = [
     "answers",
     "check",
     "load_config",
+    "load_draft",
     "mesh_shape",
 ]

@@ -3,20 +3,21 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt
 
+from jaxforge.config.duration import PositiveSteps, Steps
 from jaxforge.config.section import Section
 
 
 class DynCkptWindow(Section):
     """`[checkpoint.dyn_ckpt_window]`: a span of steps with its own, denser saving."""
 
-    start: NonNegativeInt = 0
+    start: Steps = 0
     """First step of the window; 0 saves the initial weights."""
-    stop: NonNegativeInt = 512
+    stop: Steps = 512
     """Last step of the window."""
     strategy: Literal["power2"] = "power2"
-    """power2 saves at start and at start + 1, 2, 4, 8 ..."""
+    """power2 saves at start and at start + 1, 2, 4, 8 ..., and nowhere else in the window."""
 
     def problems(self) -> Iterator[str]:
         """Yields the broken rules between the keys of this table."""
@@ -29,10 +30,10 @@ class CheckpointConfig(Section):
 
     dir: str = "checkpoints"
     """Directory of the checkpoints; a run that finds one there continues from it."""
-    interval: PositiveInt = 1000
+    interval: PositiveSteps = 1000
     """Updates between checkpoints."""
     dyn_ckpt_window: DynCkptWindow | None = None
-    """Denser checkpoints over a span of steps."""
+    """Other checkpoints over a span of steps, which keep_last_n does not remove."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
     """Save while training goes on, or make it wait."""
     keep_last_n: int = 3

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from jaxforge.config.duration import Steps
 from jaxforge.config.section import Section, Weights, WeightTable
 
 
@@ -38,7 +39,7 @@ class DatasetSource(Section):
 class TrainingPhase(Section):
     """`[[data.phases]]`: another mixture and learning rate from some step on."""
 
-    start_step: NonNegativeInt = 0
+    start_step: Steps = 0
     """First update of the phase."""
     dataset_weights: WeightTable = Field(default_factory=Weights)
     """Sampling weights by source name; sources left out have those of data.datasets."""
@@ -97,7 +98,7 @@ class DataConfig(Section):
     """Changes of mixture and learning rate, by step."""
     phase_lr_lag: bool = False
     """lr_scale acts from a phase's second update on, as in KempnerForge, not from its first."""
-    anneal_start_step: NonNegativeInt = 0
+    anneal_start_step: Steps = 0
     """Update at which anneal_weights take over, a shorthand for one phase; 0 never."""
     anneal_weights: WeightTable = Field(default_factory=Weights)
     """Sampling weights by source name from anneal_start_step on."""

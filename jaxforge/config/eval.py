@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from pydantic import PositiveInt
 
+from jaxforge.config.duration import PositiveSteps
 from jaxforge.config.section import Section
 
 METRICS = ("loss", "perplexity", "bits_per_byte")
@@ -51,7 +52,7 @@ class EvalConfig(EvalSource):
 
     enabled: bool = False
     """Evaluate during training."""
-    interval: PositiveInt = 1000
+    interval: PositiveSteps = 1000
     """Updates between evaluations."""
     steps: PositiveInt = 50
     """Batches per evaluation and set, always the same ones."""

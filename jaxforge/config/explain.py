@@ -45,6 +45,18 @@ def explain(error: ValidationError, sources: Sources) -> str:
     return "\n".join(problem.text for problem in sorted(problems, key=lambda one: one.line))
 
 
+def explain_value(path: Path, value: object, text: str, sources: Sources) -> str:
+    """`text` about one value, after the value and its place.
+
+    Args:
+        path: Of the value.
+        value: As the user wrote it.
+        text: What is wrong with it.
+        sources: Of the value.
+    """
+    return _place(_about(path, value, text, sources), path, "", sources).text
+
+
 def _problems(details: ErrorDetails, sources: Sources) -> list[_Problem]:
     path = details["loc"]
     if details["type"] == "missing":  # an item of a list that is too short
@@ -104,6 +116,10 @@ def _bad_value(path: Path, value: object, sources: Sources) -> str:
     near = get_close_matches(str(value).lower(), alternatives(node), n=1)
     if near:
         text += f'; did you mean "{near[0]}"?'
+    return _about(path, value, text, sources)
+
+
+def _about(path: Path, value: object, text: str, sources: Sources) -> str:
     setting = _setting_of(path, "", sources)
     said = setting is not None and setting.path == path  # the argument shows key and value
     return text if said else f"{dotted(path)} = {shown(value)}: {text}"

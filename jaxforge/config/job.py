@@ -10,6 +10,7 @@ from pydantic import Field
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.data import DataConfig
 from jaxforge.config.distributed import DistributedConfig
+from jaxforge.config.early_stop import EarlyStopConfig
 from jaxforge.config.eval import EvalConfig
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.config.model import ModelConfig
@@ -36,6 +37,8 @@ class JobConfig(Section):
     """What to train on."""
     eval: EvalConfig = Field(default_factory=EvalConfig)
     """Evaluation during training."""
+    early_stop: EarlyStopConfig = Field(default_factory=EarlyStopConfig)
+    """Ends before the last update."""
     distributed: DistributedConfig = Field(default_factory=DistributedConfig)
     """Device mesh."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

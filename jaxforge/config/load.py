@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from jaxforge.config.explain import Sources, explain
+from jaxforge.config.draft import Draft
+from jaxforge.config.explain import Sources
 from jaxforge.config.job import JobConfig
 from jaxforge.config.lines import Path as KeyPath
 from jaxforge.config.lines import key_lines
@@ -17,8 +16,8 @@ from jaxforge.config.overrides import parse_overrides
 from jaxforge.errors import UserError
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> JobConfig:
-    """Layers a TOML file and settings over the defaults, and validates the result once.
+def load_draft(path: str | Path | None, overrides: Sequence[str] = ()) -> Draft:
+    """Layers a TOML file and settings over the defaults, for a run that resolves its durations.
 
     Args:
         path: A TOML file, or None for the defaults.
@@ -29,7 +28,20 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> JobCo
             line per problem, each with its place and what to change.
     """
     text = "" if path is None else _read(Path(path))
-    return _validated(_parse(text, path), overrides, str(path or ""), text)
+    return _draft(_parse(text, path), overrides, str(path or ""), text)
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> JobConfig:
+    """`load_draft`, resolved without devices and data: what they decide has to be in numbers.
+
+    Args:
+        path: A TOML file, or None for the defaults.
+        overrides: Settings such as "--train.lr=3e-4"; later ones win.
+
+    Raises:
+        UserError: Also if a duration in epochs or tokens needs what is not known here.
+    """
+    return load_draft(path, overrides).resolve()
 
 
 def make_config(
@@ -45,20 +57,14 @@ def make_config(
     Raises:
         UserError: If anything in them is wrong.
     """
-    return _validated(copy.deepcopy(values), overrides, source, "")
+    return _draft(copy.deepcopy(values), overrides, source, "").resolve()
 
 
-def _validated(
-    values: dict[Any, Any], overrides: Sequence[str], source: str, text: str
-) -> JobConfig:
+def _draft(values: dict[Any, Any], overrides: Sequence[str], source: str, text: str) -> Draft:
     settings = parse_overrides(overrides)
     for setting in settings:
         _assign(values, setting.path, setting.value)
-    try:
-        return JobConfig.model_validate(values)
-    except ValidationError as error:
-        sources = Sources(source, key_lines(text), settings)
-        raise UserError(explain(error, sources)) from None
+    return Draft(values, Sources(source, key_lines(text), settings))
 
 
 def _read(path: Path) -> str:

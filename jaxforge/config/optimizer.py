@@ -1,9 +1,11 @@
 """`[optimizer]`: the update rule."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
+from jaxforge.config.duration import Steps
 from jaxforge.config.section import Section
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -17,6 +19,10 @@ class OptimizerConfig(Section):
     """Update rule."""
     lr: PositiveFloat = 3e-4
     """Peak learning rate; the schedule multiplies it."""
+    lr_scale_rule: Literal["none", "linear", "sqrt"] = "none"
+    """Multiply lr by the batch over lr_base_batch, or by the root of that; none once it is done."""
+    lr_base_batch: PositiveInt | None = None
+    """Sequences per update that lr is meant for."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled decay of every parameter with more than one dimension."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
@@ -31,5 +37,10 @@ class OptimizerConfig(Section):
     """Newton-Schulz iterations of Muon."""
     muon_adam_lr: PositiveFloat | None = None
     """Learning rate of the parameters that Muon leaves to AdamW; not set means lr."""
-    schedule_free_warmup_steps: NonNegativeInt = 0
+    schedule_free_warmup_steps: Steps = 0
     """Updates over which schedule-free AdamW warms up."""
+
+    def problems(self) -> Iterator[str]:
+        """Yields the broken rules between the keys of this section."""
+        if self.lr_scale_rule != "none" and self.lr_base_batch is None:
+            yield f'lr_scale_rule = "{self.lr_scale_rule}" needs lr_base_batch'

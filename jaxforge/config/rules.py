@@ -87,6 +87,22 @@ def best_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
         )
 
 
+def early_stop_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """What has to improve is measured."""
+    stop, known = config.early_stop, config.eval.metric_names()
+    if not stop.active or stop.patience_steps is None or not stop.metric.startswith("eval/"):
+        return
+    if not config.eval.enabled:
+        yield (
+            f'early_stop.metric = "{stop.metric}" needs eval.enabled = true; or go by "train/loss"'
+        )
+    elif stop.metric not in known:
+        near = get_close_matches(stop.metric, known, n=1, cutoff=0.0)[0]
+        yield (
+            f'early_stop.metric = "{stop.metric}" is not a metric of [eval]; did you mean "{near}"?'
+        )
+
+
 def hugging_face_has_a_tokenizer(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Text is read with a tokenizer."""
     data = config.data
@@ -230,19 +246,21 @@ def every_stage_has_layers(config: JobConfig, mesh: Mesh) -> Iterator[str]:
 
 def microbatches_fill_the_pipeline(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Every stage has work at a time, and interleaving takes microbatches stage by stage."""
-    accum, pp = config.train.grad_accum_steps, mesh["pp"]
-    if pp == 1:
-        return
-    if accum < pp:
-        yield (
-            f"train.grad_accum_steps = {accum} leaves stages of distributed.pp = {pp} idle all the "
-            f"time: set it to {pp} microbatches at least; {4 * pp} keep them busy"
-        )
-    elif config.distributed.chunks > 1 and accum % pp:
-        yield (
-            f"train.grad_accum_steps = {accum} must be a multiple of distributed.pp = {pp} with "
-            f'distributed.pp_schedule = "interleaved_1f1b": change it to {_round_up(accum, pp)}'
-        )
+    pp = mesh["pp"]
+    sizes = {f"train.batch_ramp[{i}]": s.accum for i, s in enumerate(config.train.stages()[:-1])}
+    sizes["train.grad_accum_steps"] = config.train.grad_accum_steps
+    for key, accum in sizes.items() if pp > 1 else ():
+        what = f"{key} = {accum}" + ("" if key.endswith("_steps") else " microbatches")
+        if accum < pp:
+            yield (
+                f"{what} leaves stages of distributed.pp = {pp} idle all the time: set it to {pp} "
+                f"microbatches at least; {4 * pp} keep them busy"
+            )
+        elif config.distributed.chunks > 1 and accum % pp:
+            yield (
+                f"{what} must be a multiple of distributed.pp = {pp} with distributed.pp_schedule "
+                f'= "interleaved_1f1b": change it to {_round_up(accum, pp)}'
+            )
 
 
 def pipeline_has_no_experts(config: JobConfig, mesh: Mesh) -> Iterator[str]:
@@ -289,6 +307,7 @@ RULES: tuple[Rule, ...] = (
     phases_weigh_what_there_is,
     torch_ranks_share_a_microbatch,
     best_metric_is_logged,
+    early_stop_metric_is_logged,
     heads_divide_by_tp,
     kv_heads_divide_by_tp,
     seq_len_divides_by_tp,

@@ -68,7 +68,7 @@ def short_type(node: Node) -> str:
     if node["type"] == "array":
         items = node.get("prefixItems") or [node["items"]]
         return "[" + ", ".join(short_type(_plain(item)) for item in items) + "]"
-    return _TYPES.get(node["type"], "table")
+    return _TYPES.get(node["type"], "table") + (" | duration" if node.get("duration") else "")
 
 
 def expected(node: Node) -> str:
@@ -79,7 +79,8 @@ def expected(node: Node) -> str:
         count = len(node.get("prefixItems", ()))
         return f"a list of {count} values" if count else "a list"
     bounds = [f"{words} {node[bound]:g}" for bound, words in _BOUNDS.items() if bound in node]
-    return " ".join([_NOUNS[node["type"]], " and ".join(bounds)]).strip()
+    text = " ".join([_NOUNS[node["type"]], " and ".join(bounds)]).strip()
+    return f'{text}, or a duration like "10%", "2ep", "1B tok"' if node.get("duration") else text
 
 
 @cache

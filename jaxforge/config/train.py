@@ -1,13 +1,33 @@
 """`[train]`: batch, length, precision and the loop."""
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from jaxforge.config.batch_ramp import BatchRamp, Stage
+from jaxforge.config.duration import PositiveSteps, Steps
 from jaxforge.config.section import Section, Words, WordTable
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 """Storage types, by their JAX names."""
+
+
+class BatchStage(Section):
+    """`[[train.batch_ramp]]`: the size of updates from some step on."""
+
+    start: Steps = 0
+    """Updates before the first one of this size; 0 in the first table."""
+    grad_accum_steps: PositiveInt | None = None
+    """Microbatches per update."""
+    global_batch_size: PositiveInt | None = None
+    """Sequences per update instead, where train.global_batch_size is set."""
+
+    def problems(self) -> Iterator[str]:
+        """Yields the broken rules between the keys of this table."""
+        if (self.grad_accum_steps is None) == (self.global_batch_size is None):
+            yield "a stage needs either grad_accum_steps or global_batch_size"
 
 
 class TrainConfig(Section):
@@ -19,10 +39,12 @@ class TrainConfig(Section):
     """Sequences per update, over all ranks and microbatches; the mesh may then change freely."""
     seq_len: PositiveInt = 2048
     """Tokens per sequence."""
-    max_steps: PositiveInt = 100000
+    max_steps: PositiveSteps = 100000
     """Updates to train for."""
     grad_accum_steps: PositiveInt = 1
     """Microbatches per update."""
+    batch_ramp: tuple[BatchStage, ...] = ()
+    """Smaller batches to begin with; the last stage is that of grad_accum_steps."""
     grad_clip_norm: PositiveFloat = 1.0
     """Largest global L2 norm of a gradient; larger ones are scaled down to it."""
     seed: int = 42
@@ -95,6 +117,51 @@ class TrainConfig(Section):
     """Updates between garbage collections, at the same ones on all hosts; 0 lets Python choose."""
     train_sync_interval: NonNegativeInt = 0
     """Updates between waits for the devices; 0 lets the host run ahead until it logs."""
+
+    def problems(self) -> Iterator[str]:
+        """Yields the broken rules between the keys of this section."""
+        if self.batch_ramp:
+            yield from self._ramp_problems()
+
+    def _ramp_problems(self) -> Iterator[str]:
+        starts = [one.start for one in self.batch_ramp]
+        if starts[0] or any(later <= earlier for earlier, later in pairwise(starts)):
+            yield f"the start of batch_ramp must be 0, then increase, not go {starts}"
+        key = "grad_accum_steps" if self.batch_ramp[0].grad_accum_steps else "global_batch_size"
+        sizes = [getattr(one, key) for one in self.batch_ramp]
+        whole = getattr(self, key)
+        if None in sizes or whole is None:
+            yield f"all stages of batch_ramp need {key}, and so does [train]"
+            return
+        if any(later <= earlier for earlier, later in pairwise(sizes)) or sizes[-1] != whole:
+            yield f"{key} of batch_ramp must increase and end with {whole}, not go {sizes}"
+        for size in sizes:
+            if size * self.grad_accum_steps % whole:
+                yield (
+                    f"global_batch_size = {size} of batch_ramp is no multiple of a microbatch, "
+                    f"global_batch_size / grad_accum_steps = {whole} / {self.grad_accum_steps}"
+                )
+
+    def stages(self) -> tuple[Stage, ...]:
+        """The batch over the run; a single stage where there is no ramp."""
+        return tuple(Stage(one.start, self._accum_of(one)) for one in self.batch_ramp) or (
+            Stage(0, self.grad_accum_steps),
+        )
+
+    def _accum_of(self, stage: BatchStage) -> int:
+        if stage.grad_accum_steps is not None:
+            return stage.grad_accum_steps
+        assert stage.global_batch_size
+        assert self.global_batch_size
+        return stage.global_batch_size * self.grad_accum_steps // self.global_batch_size
+
+    def ramp(self, dp: int) -> BatchRamp:
+        """The batch over the run, in sequences.
+
+        Args:
+            dp: Number of data-parallel ranks, dp_replicate * dp_shard.
+        """
+        return BatchRamp(self.stages(), self.microbatch_size(dp))
 
     def microbatch_size(self, dp: int) -> int:
         """Sequences of one microbatch over all data-parallel ranks.

@@ -63,7 +63,8 @@ def _rate(config: JobConfig, peak: float) -> Schedule:
     if config.optimizer.name == "schedule_free_adamw":  # its scheduler is "none"
         factor = warmup(config.optimizer.schedule_free_warmup_steps)
     else:
-        factor = build_schedule(config.scheduler, config.train.max_steps)
+        stages = config.train.stages()
+        factor = build_schedule(config.scheduler, config.train.max_steps, stages)
     return lambda n: peak * factor(n)
 
 

@@ -3,7 +3,7 @@
 So update n (counted from 1) uses f(n - 1), and the first update of a warm-up has rate 0. With
 W = warmup_steps, r = min_lr_ratio and p = min(1, (n - W) / decay_steps):
 
-    warm-up    n / W                         for n < W
+    warm-up    (n + warmup_offset) / W       for n < W
     cosine     r + (1 - r) (1 + cos πp) / 2
     linear     1 - (1 - r) p
     wsd        1 for stable_steps, then cosine, linear or sqrt: r + (1 - r) √(1 - p)
@@ -12,19 +12,26 @@ W = warmup_steps, r = min_lr_ratio and p = min(1, (n - W) / decay_steps):
     none       1, without warm-up
 
 decay_steps defaults to what is left of the run after warm-up and stable steps.
+
+With `unit = "samples"` and a batch that grows, n and the boundaries between the parts are measured
+in samples: a warm-up of W updates is half over when half of what they read has been read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxforge.config.batch_ramp import Stage
 from jaxforge.config.scheduler import SchedulerConfig
 
 Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
 """Updates made so far -> factor on the learning rate, float32."""
 
 _Decay = Callable[[Array, float], Array]  # (progress p in [0, 1], floor r) -> factor
+
+_Clock = Callable[[Array | int], Array | float]
 
 _DECAYS: dict[str, _Decay] = {
     "cosine": lambda p, r: r + 0.5 * (1 - r) * (1 + jnp.cos(jnp.pi * p)),
@@ -34,26 +41,40 @@ _DECAYS: dict[str, _Decay] = {
 }
 
 
-def build_schedule(config: SchedulerConfig, max_steps: int) -> Schedule:
-    """The schedule that `[scheduler]` asks for, in a run of `max_steps` updates."""
+def build_schedule(
+    config: SchedulerConfig, max_steps: int, stages: Sequence[Stage] = ()
+) -> Schedule:
+    """The schedule that `[scheduler]` asks for.
+
+    Args:
+        config: the section.
+        max_steps: updates of the run.
+        stages: the batch over the run, where it grows.
+    """
     if config.name == "none":
         return lambda n: jnp.ones((), jnp.float32)
-    stable = (config.stable_steps or 0) if config.name == "wsd" else 0
-    decay_steps = config.decay_steps or max_steps - config.warmup_steps - stable
-    if config.name == "rex":
-        decay_steps = max(decay_steps, 1)
+    read = _samples_read(stages if config.unit == "samples" else ())
+    warmed, begin, end = config.boundaries(max_steps)
     decay = _decay_function(config)
 
     def schedule(n: Int[Array, ""]) -> Float[Array, ""]:
         n = jnp.asarray(n, jnp.float32)
-        since = n - config.warmup_steps - stable
+        since, length = read(n) - read(begin), read(end) - read(begin)
         # A decay of no length never starts (but rex's, which ends at once).
-        p = jnp.clip(since / decay_steps, 0.0, 1.0) if decay_steps > 0 else jnp.zeros(())
+        p = jnp.clip(since / length, 0.0, 1.0) if end > begin else jnp.zeros(())
         factor = decay(p, config.min_lr_ratio)
-        warmup = n / max(config.warmup_steps, 1)
-        return jnp.where(n < config.warmup_steps, warmup, factor).astype(jnp.float32)
+        warmup = read(n + config.warmup_offset) / read(warmed) if warmed else factor
+        return jnp.where(n < warmed, warmup, factor).astype(jnp.float32)
 
     return schedule
+
+
+def _samples_read(stages: Sequence[Stage]) -> _Clock:
+    """Samples of the first n updates, in those of an update at the end of the ramp."""
+    whole = stages[-1].accum if stages else 1
+    gains = [(b.start, (b.accum - a.accum) / whole) for a, b in pairwise(stages)]
+    first = stages[0].accum / whole if stages else 1
+    return lambda n: first * n + sum(gain * jnp.maximum(n - start, 0) for start, gain in gains)
 
 
 def _decay_function(config: SchedulerConfig) -> _Decay:

@@ -55,6 +55,11 @@ def test_printing_is_the_same_text(capsys):
     ("path", "short", "long"),
     [
         (("train", "seq_len"), "int", "an integer greater than 0"),
+        (
+            ("train", "max_steps"),
+            "int | duration",
+            'an integer greater than 0, or a duration like "10%", "2ep", "1B tok"',
+        ),
         (("train", "global_batch_size"), "int", "an integer greater than 0"),
         (("train", "grad_sync"), "update | microbatch", "one of update, microbatch"),
         (("optimizer", "betas"), "[float, float]", "a list of 2 values"),

@@ -20,6 +20,7 @@ SMALL = [
 
 PIPELINED = ["distributed.pp=2", "train.grad_accum_steps=4", "train.batch_size=1"]
 INTERLEAVED = ["distributed.pp_schedule=interleaved_1f1b", "distributed.pp_chunks=3"]
+STOPPING = ["early_stop.active", "early_stop.patience_steps=5"]
 
 
 def small(*overrides: str):
@@ -178,6 +179,45 @@ def test_a_small_run_passes_on_any_power_of_two():
             'distributed.pp_schedule = "interleaved_1f1b": change it to 4',
         ),
         (
+            2,
+            [
+                *PIPELINED,
+                "train.batch_ramp=[{'grad_accum_steps':2},{'start':9,'grad_accum_steps':4}]",
+            ],
+            [
+                *PIPELINED,
+                "train.batch_ramp=[{'grad_accum_steps':1},{'start':9,'grad_accum_steps':4}]",
+            ],
+            "train.batch_ramp[0] = 1 microbatches leaves stages of distributed.pp = 2 idle all the "
+            "time: set it to 2 microbatches at least; 8 keep them busy",
+        ),
+        (
+            2,
+            [
+                *[*PIPELINED, *INTERLEAVED, "model.n_layers=6"],
+                "train.batch_ramp=[{'grad_accum_steps':2},{'start':9,'grad_accum_steps':4}]",
+            ],
+            [
+                *[*PIPELINED, *INTERLEAVED, "model.n_layers=6"],
+                "train.batch_ramp=[{'grad_accum_steps':3},{'start':9,'grad_accum_steps':4}]",
+            ],
+            "train.batch_ramp[0] = 3 microbatches must be a multiple of distributed.pp = 2 with "
+            'distributed.pp_schedule = "interleaved_1f1b": change it to 4',
+        ),
+        (
+            1,
+            [*STOPPING, "eval.enabled", "eval.dataset_path=a"],
+            STOPPING,
+            'early_stop.metric = "eval/loss" needs eval.enabled = true; or go by "train/loss"',
+        ),
+        (
+            1,
+            [*STOPPING, "eval.enabled", "eval.dataset_path=a", "early_stop.metric=train/loss"],
+            [*STOPPING, "eval.enabled", "eval.dataset_path=a", "early_stop.metric=eval/perplex"],
+            'early_stop.metric = "eval/perplex" is not a metric of [eval]; did you mean '
+            '"eval/perplexity"?',
+        ),
+        (
             6,
             ["distributed.dp_replicate=3"],
             [],
@@ -330,7 +370,6 @@ NOT_YET = [
     ("train.mixed_precision=fp16", 'train.mixed_precision = "fp16": loss scaling', '"bf16"'),
     ("distributed.cp=2", "distributed.cp = 2: context parallelism", "set it to 1"),
     ("distributed.ep=2", "distributed.ep = 2: expert parallelism", "set it to 1"),
-    ("checkpoint.dyn_ckpt_window={}", "checkpoint.dyn_ckpt_window = {start", "leave it out"),
     ("checkpoint.dir=gs://b/r", 'checkpoint.dir = "gs://b/r": writing', "mount the bucket"),
 ]
 

@@ -7,11 +7,13 @@ import pytest
 from pydantic import ValidationError
 
 from jaxforge.config import (
+    BatchStage,
     CheckpointConfig,
     DataConfig,
     DatasetSource,
     DistributedConfig,
     DynCkptWindow,
+    EarlyStopConfig,
     EvalConfig,
     EvalDataset,
     JobConfig,
@@ -25,7 +27,14 @@ from jaxforge.config import (
 )
 
 MOE = {"num_experts": 4}
+SEQUENCES = {"key": "global_batch_size", "global_batch_size": 8}
 EVAL_A, EVAL_B = ({"name": name, "dataset_path": "path"} for name in "ab")
+
+
+def ramp(*stages, key="grad_accum_steps", **train):
+    """Keys of [train] with 4 microbatches and stages of (start, size)."""
+    tables = [{"start": start, key: size} for start, size in stages]
+    return {"grad_accum_steps": 4, "batch_ramp": tables, **train}
 
 
 @pytest.mark.parametrize(
@@ -71,6 +80,26 @@ EVAL_A, EVAL_B = ({"name": name, "dataset_path": "path"} for name in "ab")
         (SchedulerConfig, {"min_lr_ratio": 0}, {"min_lr_ratio": -0.1}),
         (SchedulerConfig, {"wsd_decay_type": "sqrt"}, {"wsd_decay_type": "step"}),
         (SchedulerConfig, {"rex_alpha": 0.5}, {"rex_alpha": 0}),
+        (SchedulerConfig, {"warmup_offset": 1}, {"warmup_offset": 2}),
+        (OptimizerConfig, {"lr_scale_rule": "sqrt", "lr_base_batch": 1}, {"lr_scale_rule": "sqrt"}),
+        (EarlyStopConfig, {"active": True, "max_loss": 9}, {"active": True}),
+        (EarlyStopConfig, {"patience_steps": 1}, {"patience_steps": 0}),
+        (BatchStage, {"grad_accum_steps": 1}, {}),
+        (BatchStage, {"global_batch_size": 1}, {"global_batch_size": 1, "grad_accum_steps": 1}),
+        (TrainConfig, ramp((0, 1), (5, 4)), ramp((1, 1), (5, 4))),
+        (TrainConfig, ramp((0, 1), (5, 2), (6, 4)), ramp((0, 1), (5, 2), (5, 4))),
+        (TrainConfig, ramp((0, 1), (5, 4)), ramp((0, 2), (5, 2), (9, 4))),
+        (TrainConfig, ramp((0, 4)), ramp((0, 1), (5, 2))),
+        (TrainConfig, ramp((0, 2), (9, 8), **SEQUENCES), ramp((0, 3), (9, 8), **SEQUENCES)),
+        (TrainConfig, ramp((0, 8), **SEQUENCES), ramp((0, 4), key="global_batch_size")),
+        (
+            TrainConfig,
+            {"batch_ramp": [{"grad_accum_steps": 1}]},
+            {
+                "batch_ramp": [{"grad_accum_steps": 1}, {"start": 2, "global_batch_size": 8}],
+                "global_batch_size": 8,
+            },
+        ),
         (DataConfig, {"num_workers": 0}, {"num_workers": -1}),
         (DataConfig, {"prefetch_factor": 1}, {"prefetch_factor": 0}),
         (DataConfig, {"mix_temperature": 0.1}, {"mix_temperature": 0}),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxforge.config import JobConfig, RopeScaling, answers, load_config
+from jaxforge.config import EarlyStopConfig, JobConfig, RopeScaling, answers, load_config
 from jaxforge.errors import UserError
 
 FULL = Path(__file__).parent / "data" / "kempnerforge_full.toml"
@@ -141,6 +141,7 @@ def test_every_key_of_kempnerforge_loads():
                 "opt_state_dtype",
                 "loss_norm",
                 "ce_vocab_chunk",
+                "batch_ramp",
                 "grad_sync",
                 "on_nonfinite",
                 "on_spike",
@@ -171,6 +172,9 @@ def test_every_key_of_kempnerforge_loads():
                 "phase_lr_lag",
             )
         ),
+        *(("optimizer", key) for key in ("lr_scale_rule", "lr_base_batch")),
+        *(("scheduler", key) for key in ("warmup_offset", "unit")),
+        *(("early_stop", key) for key in EarlyStopConfig.model_fields),
         ("distributed", "pp_chunks"),
         ("eval", "datasets"),
         *(
@@ -203,6 +207,7 @@ def test_every_key_of_kempnerforge_loads():
         ["--train.global_batch_size=64", "--optimizer.fused=false"],
         ["--model.rope_scaling={}", "--checkpoint.dyn_ckpt_window.stop=9", "--optimizer.lr=1e-7"],
         ["--data.anneal_weights={'a.b': 1, 'ü': 2}", '--data.file_pattern=a"b\\c\n\x7f😀'],
+        ["--train.batch_ramp={'global_batch_size':8}", "--train.global_batch_size=8"],
         [
             "--data.datasets=[{'path':'a'},{'hf_name':'b'}]",
             "--data.phases={'dataset_weights':{'a':1}}",

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxforge.config.batch_ramp import Stage
 from jaxforge.config.scheduler import SchedulerConfig
 from jaxforge.optim.optimizer import build_optimizer, learning_rate
 from jaxforge.optim.schedule import build_schedule
@@ -103,3 +104,56 @@ def test_update_n_has_the_rate_of_n_minus_one(name):
         steps.append(-updates["w"][0])
     np.testing.assert_allclose(steps, 0.5 * np.array(BY_STEP[name][:20]), rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(learning_rate(config)(7), 0.5 * BY_STEP[name][7], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "rex", "wsd", "constant"])
+def test_a_warm_up_may_start_above_zero(name):
+    shifted, usual = (factors(20, name=name, warmup_offset=offset) for offset in (1, 0))
+    np.testing.assert_allclose(shifted[:4], [0.25, 0.5, 0.75, 1])
+    np.testing.assert_array_equal(shifted[4:], usual[4:])
+
+
+@pytest.mark.parametrize(
+    ("keys", "boundaries"),
+    [
+        ({}, (4, 4, 20)),
+        ({"decay_steps": 10}, (4, 4, 14)),
+        ({"stable_steps": 5}, (4, 4, 20)),
+        ({"name": "wsd", "stable_steps": 5}, (4, 9, 20)),
+        ({"name": "wsd", "stable_steps": 5, "decay_steps": 3}, (4, 9, 12)),
+        ({"name": "rex", "warmup_steps": 20}, (20, 20, 21)),
+    ],
+)
+def test_boundaries(keys, boundaries):
+    assert SchedulerConfig(**{"warmup_steps": 4, **keys}).boundaries(20) == boundaries
+
+
+RAMP = (Stage(0, 1), Stage(2, 2), Stage(8, 4))
+
+
+def test_a_ramp_does_not_bend_a_schedule_of_updates():
+    config = SchedulerConfig(warmup_steps=4)
+    assert build_schedule(config, 20, RAMP)(3) == build_schedule(config, 20)(3) == 0.75
+
+
+def test_a_schedule_of_samples_follows_the_ramp():
+    """In microbatches, 6 are read in the warm-up of 4 updates, 56 in the decay of 16."""
+    config = SchedulerConfig(name="linear", warmup_steps=4, min_lr_ratio=0, unit="samples")
+    schedule = build_schedule(config, 20, RAMP)
+    got = np.asarray(jax.vmap(schedule)(jnp.arange(22)))
+    read = np.concatenate([[0], np.cumsum([1] * 2 + [2] * 6 + [4] * 13)])
+    want = np.where(np.arange(22) < 4, read / 6, 1 - np.clip((read - 6) / 56, 0, 1))
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_without_a_ramp_samples_are_updates():
+    samples, updates = (factors(22, unit=unit) for unit in ("samples", "updates"))
+    np.testing.assert_array_equal(samples, updates)
+
+
+def test_the_optimizer_s_rate_follows_the_ramp():
+    ramp = [{"grad_accum_steps": 1}, {"start": 3, "grad_accum_steps": 4}]
+    train = {"max_steps": 20, "grad_accum_steps": 4, "batch_ramp": ramp}
+    scheduler = {"warmup_steps": 4, "unit": "samples"}
+    config = tiny_config(train=train, scheduler=scheduler, optimizer={"lr": 0.7})
+    np.testing.assert_allclose(learning_rate(config)(3), 0.7 * 3 / 7, rtol=1e-6)

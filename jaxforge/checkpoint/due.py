@@ -1,0 +1,53 @@
+"""When checkpoints are due, as a function of the step alone; nothing here writes any.
+
+Within `[checkpoint.dyn_ckpt_window]` the window's own steps hold, and outside of it every
+`checkpoint.interval`-th. Before the batch grows (`train.batch_ramp`) there is one, too.
+"""
+
+from collections.abc import Iterator
+
+from jaxforge.config.checkpoint import DynCkptWindow
+from jaxforge.config.job import JobConfig
+
+
+class Due:
+    """The steps after which a run saves, by its schedule.
+
+    Args:
+        config: a resolved config.
+    """
+
+    def __init__(self, config: JobConfig) -> None:
+        self._interval, self._window = config.checkpoint.interval, config.checkpoint.dyn_ckpt_window
+        self._milestones = frozenset(milestones(self._window))
+        self._growth = {stage.start for stage in config.train.stages()} - {0}
+
+    def __call__(self, step: int) -> bool:
+        """Whether a checkpoint is due after `step` updates; 0 means the initial weights."""
+        if self.is_milestone(step) or step in self._growth:
+            return True
+        window = self._window
+        if step == 0 or (window and window.start <= step <= window.stop):
+            return False
+        return step % self._interval == 0
+
+    def is_milestone(self, step: int) -> bool:
+        """Whether `step` is one of the window's, which are kept for good."""
+        return step in self._milestones
+
+    def steps(self, last: int) -> list[int]:
+        """All due steps up to `last`, in order."""
+        regular = range(self._interval, last + 1, self._interval)
+        candidates = {*self._milestones, *self._growth, *regular}
+        return [step for step in sorted(candidates) if step <= last and self(step)]
+
+
+def milestones(window: DynCkptWindow | None) -> Iterator[int]:
+    """The steps of a window that are saved: start, and start + 1, 2, 4, 8 ... up to stop."""
+    if window is None:
+        return
+    yield window.start
+    step = window.start + 1
+    while step <= window.stop:
+        yield step
+        step += step - window.start

@@ -1,0 +1,30 @@
+"""How long an epoch of the training data is, where there are epochs."""
+
+from jaxforge.config.job import JobConfig
+from jaxforge.data.loader import Dataset, Mixture, Streaming, open_training_data
+
+
+def sequences_per_epoch(
+    config: JobConfig, rows: int, dataset: Dataset | Mixture | Streaming | None = None
+) -> int | None:
+    """Sequences that are read before any is read again; None if that is not known.
+
+    Random tokens and streams have no known length, and the sources of a mixture end at different
+    times.
+
+    Args:
+        config: what to train on; its schedule is not looked at.
+        rows: sequences of a microbatch over all ranks.
+        dataset: the training set; opened here if None.
+
+    Raises:
+        UserError: the data are missing, damaged or do not fit the model.
+    """
+    data = config.data
+    has_length = data.dataset_path or (data.hf_dataset_name and not data.hf_streaming)
+    if data.datasets or not has_length:
+        return None
+    dataset = open_training_data(config) if dataset is None else dataset
+    assert isinstance(dataset, Dataset)
+    # torch's sampler leaves out what does not fill a batch.
+    return len(dataset) // rows * rows if data.order == "torch" else len(dataset)

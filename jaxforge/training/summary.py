@@ -1,0 +1,159 @@
+"""`schedule_summary.txt`: what a run will do and when, in numbers, for people to read.
+
+A step is the number of updates made: what stands at step 1,000 comes after update 1,000 and before
+the next, as with checkpoints.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxforge.checkpoint.due import Due
+from jaxforge.config.batch_ramp import BatchRamp
+from jaxforge.config.job import JobConfig, toml
+from jaxforge.errors import UserError
+from jaxforge.optim.optimizer import learning_rate
+
+FILE = "schedule_summary.txt"
+_SHOWN = 8  # of a list of steps
+
+
+def write_summary(run: Path, text: str) -> None:
+    """Writes the file of a run; a restart replaces it.
+
+    Args:
+        run: the run directory.
+        text: as of `schedule_summary`.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    if jax.process_index() != 0:
+        return
+    try:
+        partial = (run / FILE).with_suffix(".partial")
+        partial.write_text(text)
+        os.replace(partial, run / FILE)
+    except OSError as error:
+        raise UserError(f"checkpoint.dir = {run}: {error.strerror}") from error
+
+
+def schedule_summary(config: JobConfig, dp: int, sequences_per_epoch: int | None = None) -> str:
+    """The schedule of a run, subject by subject.
+
+    Args:
+        config: resolved.
+        dp: number of data-parallel ranks.
+        sequences_per_epoch: None where the data have no epochs.
+    """
+    ramp = config.train.ramp(dp)
+    subjects = {
+        "length": _length(config, ramp, sequences_per_epoch),
+        "batch": _batch(config, ramp),
+        "learning rate": _learning_rate(config),
+        "phases": _phases(config),
+        "evaluation": _evaluation(config),
+        "checkpoints": _checkpoints(config),
+        "early stopping": _early_stop(config),
+    }
+    return "\n".join(
+        "\n".join([name, *(f"  {line}" for line in lines), ""]) for name, lines in subjects.items()
+    )
+
+
+def _length(config: JobConfig, ramp: BatchRamp, per_epoch: int | None) -> Iterator[str]:
+    samples = ramp.samples(config.train.max_steps)
+    yield f"{config.train.max_steps:,} updates"
+    yield f"{samples * config.train.seq_len:,} tokens"
+    yield f"{samples:,} sequences of {config.train.seq_len:,} tokens"
+    if per_epoch is None:
+        yield "no epochs: the length of the data is not known"
+    else:
+        yield f"{samples / per_epoch:.4g} epochs of {per_epoch:,} sequences"
+
+
+def _batch(config: JobConfig, ramp: BatchRamp) -> Iterator[str]:
+    for start, accum in ramp.stages:
+        size = accum * ramp.rows
+        yield _at(
+            start,
+            f"{size:,} sequences, {size * config.train.seq_len:,} tokens: "
+            f"{accum:,} microbatch(es) of {ramp.rows:,} sequences",
+        )
+
+
+def _learning_rate(config: JobConfig) -> Iterator[str]:
+    base = config.optimizer.lr_base_batch
+    fits = f", for updates of {base:,} sequences" if base else ""
+    yield f"{config.scheduler.name}, peak {config.optimizer.lr:.4g}{fits}"
+    rate = learning_rate(config)
+    for step, what in sorted(_turns(config).items()):
+        yield _at(step, f"{float(rate(jnp.int32(step))):<10.4g}  {', '.join(what)}")
+
+
+def _turns(config: JobConfig) -> dict[int, list[str]]:
+    """Where the schedule changes its shape, and how."""
+    turns: dict[int, list[str]] = {0: ["first update"]}
+    if config.optimizer.name == "schedule_free_adamw":
+        warmed = begin = end = config.optimizer.schedule_free_warmup_steps
+    elif config.scheduler.name == "none":
+        warmed = begin = end = 0
+    else:
+        warmed, begin, end = config.scheduler.boundaries(config.train.max_steps)
+    if warmed:
+        turns.setdefault(warmed, []).append("warm-up ends")
+    if end > begin and config.scheduler.name != "constant":
+        turns.setdefault(begin, []).append("decay begins")
+        turns.setdefault(end, []).append("decay ends")
+    turns.setdefault(config.train.max_steps, []).append("end of the run")
+    return turns
+
+
+def _phases(config: JobConfig) -> Iterator[str]:
+    data = config.data
+    for phase in data.phases:
+        weights = f", weights {toml(phase.dataset_weights)}" if phase.dataset_weights else ""
+        yield _at(phase.start_step, f"learning rate x {phase.lr_scale:g}{weights}")
+    if data.anneal_start_step:
+        yield _at(data.anneal_start_step, f"weights {toml(data.anneal_weights)}")
+    if not data.phases and not data.anneal_start_step:
+        yield "none"
+
+
+def _evaluation(config: JobConfig) -> Iterator[str]:
+    interval = config.eval.interval
+    if not config.eval.enabled:
+        yield "none"
+        return
+    yield f"every {interval:,} updates, {config.eval.steps:,} batches of each set"
+    yield _listed(range(interval, config.train.max_steps + 1, interval))
+
+
+def _checkpoints(config: JobConfig) -> Iterator[str]:
+    last, window = config.train.max_steps, config.checkpoint.dyn_ckpt_window
+    yield f"every {config.checkpoint.interval:,} updates, and the last"
+    if window:
+        yield f"steps {window.start:,} to {window.stop:,}: a window of its own, kept for good"
+    yield _listed(sorted({*Due(config).steps(last), last}))
+
+
+def _early_stop(config: JobConfig) -> Iterator[str]:
+    if not config.early_stop.active:
+        yield "none"
+        return
+    for key, value in config.early_stop:
+        if value is not None and key != "active":
+            yield f"{key} = {toml(value)}"
+
+
+def _at(step: int, text: str) -> str:
+    return f"{f'step {step:,}':<18}{text}"
+
+
+def _listed(steps: Sequence[int]) -> str:
+    shown = [f"{step:,}" for step in steps[:_SHOWN]]
+    more = ["..."] if len(steps) > _SHOWN else []
+    return f"{len(steps):,} in all: {', '.join([*shown, *more])}" if steps else "0 in all"

@@ -1,0 +1,68 @@
+"""A growing batch against a count of it, update by update."""
+
+import itertools
+
+import pytest
+
+from jaxforge.config import TrainConfig
+from jaxforge.config.batch_ramp import BatchRamp, Stage, Stretch
+
+RAMP = BatchRamp((Stage(0, 2), Stage(3, 4), Stage(10, 6)), rows=5)
+SIZES = [2] * 3 + [4] * 7 + [6] * 20
+DRAWN = [0, *itertools.accumulate(5 * size for size in SIZES)]
+
+
+def test_microbatches_of_every_update():
+    assert [RAMP.accum(step) for step in range(30)] == SIZES
+
+
+def test_samples_before_every_update():
+    assert [RAMP.samples(step) for step in range(31)] == DRAWN
+
+
+@pytest.mark.parametrize("since", [0, 2, 3, 7, 10, 15])
+def test_updates_are_the_fewest_that_draw_so_many(since):
+    for samples in range(200):
+        n = RAMP.updates(samples, since)
+        assert RAMP.samples(since + n) - RAMP.samples(since) >= samples
+        assert n == 0 or RAMP.samples(since + n - 1) - RAMP.samples(since) < samples
+
+
+def test_places_count_from_where_the_run_was_seen_both_ways():
+    place = (5, 1000)
+    assert RAMP.samples_at(5, place) == 1000
+    assert RAMP.samples_at(12, place) == 1000 + 5 * (5 * 4 + 2 * 6)
+    assert RAMP.samples_at(2, place) == 1000 - 5 * (1 * 2 + 2 * 4)
+    assert RAMP.samples_at(2, (12, RAMP.samples_at(12, (2, 7)))) == 7
+
+
+@pytest.mark.parametrize(
+    ("step", "n", "stretches"),
+    [
+        (0, 12, [(0, 3, 2), (3, 7, 4), (10, 2, 6)]),
+        (2, 1, [(2, 1, 2)]),
+        (3, 7, [(3, 7, 4)]),
+        (9, 2, [(9, 1, 4), (10, 1, 6)]),
+        (20, 5, [(20, 5, 6)]),
+        (4, 0, []),
+    ],
+)
+def test_stretches_of_one_size(step, n, stretches):
+    assert list(RAMP.stretches(step, n)) == [Stretch(*one) for one in stretches]
+
+
+def test_without_a_ramp_the_batch_is_constant():
+    train = TrainConfig(batch_size=3, grad_accum_steps=2)
+    assert train.ramp(dp=4) == BatchRamp((Stage(0, 2),), rows=12)
+
+
+def test_stages_in_microbatches():
+    stages = [{"grad_accum_steps": 2}, {"start": 9, "grad_accum_steps": 8}]
+    train = TrainConfig(grad_accum_steps=8, batch_ramp=stages)
+    assert train.stages() == (Stage(0, 2), Stage(9, 8))
+
+
+def test_stages_in_sequences_keep_the_microbatch():
+    stages = [{"global_batch_size": 16}, {"start": 9, "global_batch_size": 64}]
+    train = TrainConfig(grad_accum_steps=8, global_batch_size=64, batch_ramp=stages)
+    assert train.ramp(dp=2) == BatchRamp((Stage(0, 2), Stage(9, 8)), rows=8)

@@ -1,0 +1,110 @@
+"""When a run ends early, what it says, and that a restart does not forget."""
+
+import json
+import math
+
+import pytest
+
+from jaxforge.config import EarlyStopConfig
+from jaxforge.training.early_stop import EarlyStop
+
+
+def stop(**keys):
+    return EarlyStop(EarlyStopConfig(**{"active": True, **keys}))
+
+
+def ends_at(ours, values, metric="eval/loss", every=10):
+    """The step of the first reason, where `metric` has a value every so many steps."""
+    for i, value in enumerate(values, start=1):
+        if ours.reason(every * i, {metric: value}):
+            return every * i
+    return None
+
+
+def test_it_is_off_by_default():
+    ours = EarlyStop(EarlyStopConfig(max_loss=1, max_steps=1, patience_steps=1))
+    assert ours.reason(9, {"train/loss": 5.0, "eval/loss": 5.0}) is None
+
+
+def test_patience_runs_from_the_best_value():
+    assert ends_at(stop(patience_steps=30), [5, 4, 4.5, 4.2, 4.1, 4.05]) == 50
+    assert ends_at(stop(patience_steps=30), [5, 4, 4.5, 4.2, 3.9, 4.05, 4]) is None
+
+
+def test_small_gains_are_none():
+    falling = [5, 4.9, 4.8, 4.7, 4.6]
+    assert ends_at(stop(patience_steps=20), falling) is None
+    assert ends_at(stop(patience_steps=20, min_delta=0.5), falling) == 30
+
+
+@pytest.mark.parametrize(
+    "metric", ["eval/loss", "train/loss", "eval/perplexity", "eval/bits_per_byte"]
+)
+def test_lower_is_better(metric):
+    ours = stop(patience_steps=10, metric=metric)
+    assert ends_at(ours, [5, 4, 3], metric) is None
+    assert ends_at(ours, [3.5], metric, every=40) == 40
+
+
+def test_higher_is_better_for_any_other():
+    ours = stop(patience_steps=10, metric="eval/accuracy")
+    assert ends_at(ours, [0.1, 0.2, 0.3], "eval/accuracy") is None
+    assert "0.3, that of step 30" in ours.reason(40, {"eval/accuracy": 0.2})
+
+
+def test_patience_is_asked_only_where_there_is_a_value():
+    ours = stop(patience_steps=10)
+    assert ours.reason(10, {"eval/loss": 4.0}) is None
+    assert ours.reason(500, {"train/loss": 9.0}) is None
+    assert ours.reason(510, {"eval/loss": 4.0}) is not None
+
+
+def test_what_is_not_a_number_is_never_the_best():
+    assert ends_at(stop(patience_steps=20), [math.nan, 4, math.nan, math.nan, 3]) == 40
+    assert ends_at(stop(patience_steps=20), [math.nan, 4, math.nan, 3, math.nan, 2]) is None
+
+
+def test_limits():
+    assert stop(max_steps=100).reason(99, {}) is None
+    assert stop(max_steps=100).reason(100, {}) == "early_stop.max_steps = 100 is reached"
+    assert stop(max_loss=8).reason(5, {"train/loss": 8.0}) is None
+    assert (
+        stop(max_loss=8).reason(5, {"train/loss": 8.5})
+        == "train/loss = 8.5 exceeds early_stop.max_loss = 8"
+    )
+    assert stop(max_grad_norm=1).reason(5, {"train/grad_norm": 0.5}) is None
+    assert (
+        stop(max_grad_norm=1).reason(5, {"train/grad_norm": 2.0})
+        == "train/grad_norm = 2 exceeds early_stop.max_grad_norm = 1"
+    )
+
+
+def test_a_warm_up_is_not_a_rate_that_fell():
+    ours = stop(min_lr=1e-4)
+    rates = [0, 5e-5, 1e-4, 3e-4, 1e-4, 9e-5]
+    reasons = [ours.reason(step, {"train/lr": rate}) for step, rate in enumerate(rates)]
+    assert reasons[:-1] == [None] * 5
+    assert reasons[-1] == "train/lr = 9e-05 is below early_stop.min_lr = 0.0001"
+
+
+def test_reasons_come_in_the_order_of_the_keys():
+    ours = stop(patience_steps=10, max_steps=50, max_loss=1, max_grad_norm=1, metric="train/loss")
+    bad = {"train/loss": 5.0, "train/grad_norm": 5.0}
+    assert "max_loss" in ours.reason(10, bad)
+    assert "max_grad_norm" in ours.reason(15, {"train/grad_norm": 5.0})
+    assert "patience_steps" in ours.reason(60, bad)
+    assert "max_steps" in ours.reason(60, {"train/grad_norm": 5.0})
+
+
+def test_a_restart_goes_on_with_its_patience_and_its_rate():
+    ours = stop(patience_steps=30, min_lr=1e-4)
+    ours.reason(10, {"eval/loss": 4.0, "train/lr": 3e-4})
+    kept = json.loads(json.dumps(ours.to_json()))
+    again = stop(patience_steps=30, min_lr=1e-4)
+    again.load_json({**kept, "of_another_version": 1})
+    assert again.reason(39, {"eval/loss": 5.0}) is None
+    assert again.reason(40, {"eval/loss": 5.0}) is not None
+    assert again.reason(41, {"train/lr": 5e-5}) is not None
+    fresh = stop(patience_steps=30, min_lr=1e-4)
+    fresh.load_json({})
+    assert fresh == stop(patience_steps=30, min_lr=1e-4)

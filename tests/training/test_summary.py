@@ -1,0 +1,125 @@
+"""What schedule_summary.txt says of a run."""
+
+import pytest
+
+from jaxforge.errors import UserError
+from jaxforge.training.summary import schedule_summary, write_summary
+from tests.conftest import tiny_config
+
+FULL = tiny_config(
+    train={
+        "batch_size": 4, "seq_len": 32, "max_steps": 1000, "grad_accum_steps": 4,
+        "batch_ramp": [{"grad_accum_steps": 1}, {"start": 100, "grad_accum_steps": 4}],
+    },
+    optimizer={"lr": 1e-3, "lr_base_batch": 32},
+    scheduler={"name": "wsd", "warmup_steps": 50, "stable_steps": 750, "decay_steps": 200},
+    data={"phases": [
+        {"start_step": 800, "lr_scale": 0.5, "dataset_weights": {"code": 2}},
+        {"start_step": 900},
+    ]},
+    eval={"enabled": True, "dataset_path": "x", "interval": 300, "steps": 7},
+    checkpoint={"interval": 400, "dyn_ckpt_window": {"stop": 64}},
+    early_stop={"active": True, "patience_steps": 600, "max_loss": 11},
+)  # fmt: skip
+
+
+def test_a_run_with_all_there_is():
+    assert schedule_summary(FULL, dp=2, sequences_per_epoch=10_000) == (
+        """\
+length
+  1,000 updates
+  947,200 tokens
+  29,600 sequences of 32 tokens
+  2.96 epochs of 10,000 sequences
+
+batch
+  step 0            8 sequences, 256 tokens: 1 microbatch(es) of 8 sequences
+  step 100          32 sequences, 1,024 tokens: 4 microbatch(es) of 8 sequences
+
+learning rate
+  wsd, peak 0.001, for updates of 32 sequences
+  step 0            0           first update
+  step 50           0.001       warm-up ends
+  step 800          0.001       decay begins
+  step 1,000        0.0001      decay ends, end of the run
+
+phases
+  step 800          learning rate x 0.5, weights {code = 2.0}
+  step 900          learning rate x 1
+
+evaluation
+  every 300 updates, 7 batches of each set
+  3 in all: 300, 600, 900
+
+checkpoints
+  every 400 updates, and the last
+  steps 0 to 64: a window of its own, kept for good
+  12 in all: 0, 1, 2, 4, 8, 16, 32, 64, ...
+
+early stopping
+  metric = "eval/loss"
+  patience_steps = 600
+  min_delta = 0.0
+  max_loss = 11.0
+"""
+    )
+
+
+def section(text, name):
+    return text.split(f"{name}\n", 1)[1].split("\n\n")[0].splitlines()
+
+
+def test_a_run_with_nothing_special():
+    text = schedule_summary(tiny_config(), dp=1)
+    assert section(text, "length")[-1] == "  no epochs: the length of the data is not known"
+    assert section(text, "phases") == section(text, "evaluation") == ["  none"]
+    assert section(text, "checkpoints") == ["  every 1,000 updates, and the last", "  1 in all: 20"]
+    assert text.endswith("early stopping\n  none\n")
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "optimizer", "turns"),
+    [
+        ({"name": "none"}, {}, {0: "first update", 20: "end of the run"}),
+        (
+            {"name": "constant"},
+            {},
+            {0: "first update", 4: "warm-up ends", 20: "end of the run"},
+        ),
+        (
+            {"decay_steps": 30},
+            {},
+            {0: "first update", 4: "warm-up ends, decay begins", 20: "end of the run",
+             34: "decay ends"},
+        ),
+        (
+            {"name": "none"},
+            {"name": "schedule_free_adamw", "schedule_free_warmup_steps": 3},
+            {0: "first update", 3: "warm-up ends", 20: "end of the run"},
+        ),
+    ],
+)  # fmt: skip
+def test_turns_of_the_learning_rate(scheduler, optimizer, turns):
+    config = tiny_config(scheduler=scheduler, optimizer=optimizer)
+    lines = section(schedule_summary(config, dp=1), "learning rate")[1:]
+    words = {int(line.split()[1]): line.split("  ")[-1].strip() for line in lines}
+    assert words == turns
+
+
+def test_annealing_is_a_phase():
+    config = tiny_config(data={"anneal_start_step": 5, "anneal_weights": {"a": 1}})
+    assert section(schedule_summary(config, dp=1), "phases") == [
+        "  step 5            weights {a = 1.0}"
+    ]
+
+
+def test_it_is_written_into_the_run_and_replaced(tmp_path):
+    write_summary(tmp_path, "first")
+    write_summary(tmp_path, "second")
+    assert [path.name for path in tmp_path.iterdir()] == ["schedule_summary.txt"]
+    assert (tmp_path / "schedule_summary.txt").read_text() == "second"
+
+
+def test_where_it_cannot_be_written(tmp_path):
+    with pytest.raises(UserError, match="No such file"):
+        write_summary(tmp_path / "missing", "text")
