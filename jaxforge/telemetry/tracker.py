@@ -8,7 +8,7 @@ import collections
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array, Float
@@ -54,13 +54,22 @@ class Tracker:
         work: what an update takes.
         start: where the run goes on from.
         last_step: `train.max_steps`.
+        datasets: names of a mixture's.
 
     Attributes:
         consecutive_bad: bad steps in a row, as of the last metrics fetched.
     """
 
-    def __init__(self, outlets: Sequence[Outlet], work: Work, start: Start, last_step: int) -> None:
+    def __init__(
+        self,
+        outlets: Sequence[Outlet],
+        work: Work,
+        start: Start,
+        last_step: int,
+        datasets: Sequence[str] = (),
+    ) -> None:
         self._outlets, self._work, self._start, self._last_step = outlets, work, start, last_step
+        self._datasets = datasets
         self.consecutive_bad = 0
         self._latest: _Launched | None = None
         # Of the steps since the last fetch; a hundred back, a loss weighs 0.9^100 and can go.
@@ -84,7 +93,7 @@ class Tracker:
     def end_step(self, step: int, metrics: dict[str, Array]) -> None:
         """Takes a step that has been launched; logs the one before it, where that was due."""
         self.flush()
-        fetched = {name: metrics[name] for name in _FETCHED}
+        fetched = {name: metrics[name] for name in _FETCHED + _OF_DATASETS * bool(self._datasets)}
         self._latest = _Launched(step, fetched, self._waited)
         self._losses.append(metrics["loss"])
 
@@ -142,6 +151,7 @@ class Tracker:
             "train/lr": float(values["lr"]),
             "train/tokens": self._tokens(step, int(values["skipped"])),
             "train/skipped_steps": float(values["skipped"]),
+            **self._by_dataset(values),
             **self._smoothed.update(losses, _steps(since, now), speed),
             **memory(jax.local_devices()),
         }
@@ -154,6 +164,16 @@ class Tracker:
         speed = self._work.speed(_seconds_per_step(since, now))
         return {**speed, "train/data_wait_sec": (now.waited - since.waited) / _steps(since, now)}
 
+    def _by_dataset(self, values: dict[str, Any]) -> Metrics:
+        """Of each dataset in the step: its mean loss, where it had tokens, and how many."""
+        metrics: Metrics = {}
+        for i, name in enumerate(self._datasets):
+            nats, tokens = (float(values[of_all][i]) for of_all in _OF_DATASETS)
+            metrics[f"data/{name}/tokens"] = tokens
+            if tokens:
+                metrics[f"loss/{name}"] = nats / tokens
+        return metrics
+
     def _tokens(self, step: int, skipped: int) -> float:
         applied = (step - self._start.step) - (skipped - self._start.skipped)
         return float(self._start.tokens + applied * self._work.tokens)
@@ -163,6 +183,7 @@ class Tracker:
 
 
 _FETCHED = ("grad_norm", "lr", "skipped", "consecutive")
+_OF_DATASETS = ("dataset_nats", "dataset_tokens")
 
 
 def _steps(since: _Mark, now: _Mark) -> int:

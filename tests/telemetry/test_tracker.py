@@ -129,6 +129,20 @@ def test_the_smoothed_speed_takes_the_mean_of_an_interval_for_each_of_its_steps(
     assert "smoothed/mfu" not in got
 
 
+def test_each_dataset_has_its_loss_where_it_has_tokens():
+    sink = Kept()
+    names = ["web", "a/b", "none"]
+    tracker = Tracker([Outlet("a", sink, 1)], Work(100), Start(), 10**9, datasets=names)
+    sums = {"dataset_nats": np.float32([6, 10, 0]), "dataset_tokens": np.int32([3, 4, 0])}
+    tracker.end_step(1, scalars() | sums)
+    tracker.close()
+    logged = {k: v for k, v in sink.lines[1].items() if k.startswith(("loss/", "data/"))}
+    assert logged == {
+        "loss/web": 2.0, "data/web/tokens": 3.0, "loss/a/b": 2.5, "data/a/b/tokens": 4.0,
+        "data/none/tokens": 0.0,
+    }  # fmt: skip
+
+
 def test_tokens_are_those_of_applied_updates(clock):
     sink = Kept()
     start = Start(step=10, tokens=900, skipped=1)
