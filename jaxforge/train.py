@@ -9,7 +9,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,10 +18,12 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxforge import run_directory
+from jaxforge.checkpoint.due import Due
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.start import Saved, Source, start_from, starting_state
 from jaxforge.cli import run_main
 from jaxforge.config import help, load, rules, torch_only
+from jaxforge.config.batch_ramp import BatchRamp
 from jaxforge.config.draft import Draft
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import TrainConfig
@@ -37,16 +39,25 @@ from jaxforge.telemetry.console import add_log_file, banner, human, setup_loggin
 from jaxforge.telemetry.measures import Work
 from jaxforge.telemetry.outlets import check_libraries, open_outlets
 from jaxforge.telemetry.profiler import Profiler
-from jaxforge.telemetry.tracker import Tracker
+from jaxforge.telemetry.tracker import Start, Tracker
+from jaxforge.training.early_stop import EarlyStop
 from jaxforge.training.evaluation import Evaluator
 from jaxforge.training.exits import Exit, Signals
 from jaxforge.training.exporting import Exporter
 from jaxforge.training.hooks import Hook, HookRunner
 from jaxforge.training.loop import Trainer
+from jaxforge.training.phases import Phases
 from jaxforge.training.progress import Progress
 from jaxforge.training.rollback import Rollback
 from jaxforge.training.state import TrainState
-from jaxforge.training.step import Batch, Controls, TrainStep, make_train_step
+from jaxforge.training.step import (
+    Batch,
+    CompiledSteps,
+    Controls,
+    make_train_step,
+    with_microbatches,
+)
+from jaxforge.training.summary import schedule_summary, write_summary
 from jaxforge.training.throughput import ThroughputLog
 from jaxforge.training.validation import Validations
 from jaxforge.training.watches import open_watches
@@ -138,16 +149,22 @@ def build(config: JobConfig, mesh: Mesh, hooks: Sequence[Hook], console: Console
     checkpoints = _open_run_directory(config, model)
     state, progress = starting_state(config, checkpoints, model, optimizer, mesh, _open_foreign)
     progress.run_id = config.metrics.wandb_run_id or progress.run_id
-    samples = config.train.microbatch_size(data_parallel_size(mesh)) * config.train.grad_accum_steps
+    dp = data_parallel_size(mesh)
+    ramp, phases = config.train.ramp(dp), Phases.of(config.data)
+    samples = ramp.rows * config.train.grad_accum_steps
+    progress.sequences_per_epoch = sequences_per_epoch(config, ramp.rows, dataset)
+    summary = schedule_summary(config, dp, progress.sequences_per_epoch)
+    write_summary(Path(config.checkpoint.dir), summary)
+    early_stop = EarlyStop(config.early_stop)
+    early_stop.load_json(progress.early_stop)
     validations = _validations(config, mesh, model, eval_data) if eval_data else None
     _announce(console, config, model, mesh, samples)
-    tracker = _tracker(console, config, progress, samples * config.train.seq_len)
+    tracker = _tracker(console, config, progress, samples)
     runner = HookRunner([*hooks, *_own_hooks(config, progress)])
     step = make_train_step(model, optimizer, config, mesh, keep_gradients=runner.needs_gradients)
 
     def open_batches(place: Progress) -> Iterator[Batch]:
-        remaining = config.train.max_steps - place.step
-        return loader.training_batches(config, mesh, dataset, place.samples, remaining)
+        return _open_batches(config, mesh, dataset, phases, ramp, place)
 
     def restore(step: int) -> tuple[TrainState, Progress]:
         return start_from(Saved(checkpoints, step), model, optimizer, mesh)
@@ -156,13 +173,16 @@ def build(config: JobConfig, mesh: Mesh, hooks: Sequence[Hook], console: Console
         config=config,
         state=state,
         progress=progress,
-        lower_step=functools.partial(_lower, step, flags),
+        lower_step=functools.partial(_lower, step, flags, {stage.accum for stage in ramp.stages}),
         open_batches=open_batches,
+        phases=phases,
+        due=Due(config),
+        early_stop=early_stop,
         validations=validations,
         checkpoints=checkpoints,
         rollback=_rollback(config.train, checkpoints, restore),
         tracker=tracker,
-        open_watches=functools.partial(open_watches, config, mesh, tracker.host_times),
+        open_watches=lambda steps: open_watches(config, mesh, tracker.host_times, steps.largest),
         profiler=profiler,
         hooks=runner,
     )
@@ -191,12 +211,46 @@ def _own_hooks(config: JobConfig, progress: Progress) -> Iterator[Hook]:
         yield ThroughputLog(config, progress)
 
 
+def _open_batches(
+    config: JobConfig,
+    mesh: Mesh,
+    dataset: loader.Dataset | loader.Mixture | loader.Streaming,
+    phases: Phases,
+    ramp: BatchRamp,
+    place: Progress,
+) -> Iterator[Batch]:
+    """The batches from `place` to the end of the run."""
+    at = place.step, place.samples
+    segments = phases.segments(place.mixtures, *at, lambda step: ramp.samples_at(step, at))
+    for stretch in ramp.stretches(place.step, config.train.max_steps - place.step):
+        first = ramp.samples_at(stretch.start, at)
+        yield from loader.training_batches(
+            config, mesh, dataset, first, stretch.n_updates, segments, stretch.accum
+        )
+
+
 def _lower(
-    step: jax.stages.Wrapped, flags: dict[str, Option], state: TrainState, batch: Batch
-) -> Callable[[], TrainStep]:
-    """The step as one executable, made before the first step: it can never be compiled twice."""
-    lowered = step.lower(state, batch, Controls())
-    return lambda: compilation.compile_step(lowered, flags)
+    step: jax.stages.Wrapped,
+    flags: dict[str, Option],
+    sizes: Collection[int],
+    state: TrainState,
+    batch: Batch,
+) -> Callable[[], CompiledSteps]:
+    """The step as an executable for each size of batch, made before the first step.
+
+    So it can never be compiled twice, nor in the middle of a run.
+
+    Args:
+        step: as of `make_train_step`.
+        flags: of the compiler.
+        sizes: microbatches of an update, in each stage of the run.
+        state: to be trained.
+        batch: of any size.
+    """
+    lowered = {n: step.lower(state, with_microbatches(batch, n), Controls()) for n in sizes}
+    return lambda: CompiledSteps(
+        {n: compilation.compile_step(one, flags) for n, one in lowered.items()}
+    )
 
 
 def _rollback(
@@ -217,12 +271,12 @@ def _validations(
     return Validations(evaluator, config.eval.steps)
 
 
-def _tracker(
-    console: Console, config: JobConfig, progress: Progress, tokens_per_step: int
-) -> Tracker:
-    work = Work.of(config, tokens_per_step)
+def _tracker(console: Console, config: JobConfig, progress: Progress, samples: int) -> Tracker:
+    work = Work.of(config, samples)
     outlets = open_outlets(console, config, progress.run_id, progress.step, work)
-    return Tracker(outlets, work, progress.step, config.train.max_steps, progress.skipped)
+    names = [dataset.label for dataset in config.data.datasets]
+    start = Start(progress.step, progress.samples, progress.skipped)
+    return Tracker(outlets, work, start, config.train.max_steps, names)
 
 
 def _announce(console: Console, config: JobConfig, model: Model, mesh: Mesh, samples: int) -> None:

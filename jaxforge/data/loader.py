@@ -90,6 +90,7 @@ def training_batches(
     first: int,
     n_updates: int,
     segments: Sequence[Segment] = (),
+    accum: int | None = None,
 ) -> Iterator[dict[str, jax.Array]]:
     """Batches [accum, rows, seq] of `n_updates` updates from sample position `first` on.
 
@@ -103,10 +104,11 @@ def training_batches(
         first: position, of a whole microbatch.
         n_updates: how many batches there are.
         segments: of a mixture (`training.phases.Phases.segments`), those to come included.
+        accum: microbatches of an update; by default those of the config.
     """
     ranks = data_parallel_size(mesh)
     rows = config.train.microbatch_size(ranks)
-    accum = config.train.grad_accum_steps
+    accum = accum or config.train.grad_accum_steps
     layout = _Layout(mesh, accum, rows, config.train.seq_len)
     seed = data_seed(config)
     order: Order | range

@@ -21,6 +21,7 @@ class Work:
 
     Attributes:
         tokens: tokens of one update, over all devices.
+        samples: sequences of one update.
         flops: model FLOPs of a token in KempnerForge's convention.
         causal_flops: the same in Megatron's.
         n_devices: devices of the whole job.
@@ -28,25 +29,30 @@ class Work:
     """
 
     tokens: int
+    samples: int = 1
     flops: float = 0.0
     causal_flops: float = 0.0
     n_devices: int = 1
     peak_tflops: float | None = None
 
     @classmethod
-    def of(cls, config: JobConfig, tokens: int) -> "Work":
+    def of(cls, config: JobConfig, samples: int) -> "Work":
         """The work of a config on the devices of this job."""
         return cls(
-            tokens,
+            samples * config.train.seq_len,
+            samples,
             flops.flops_per_token(config.model, config.train.seq_len),
             flops.causal_flops_per_token(config.model, config.train.seq_len),
             jax.device_count(),
             config.metrics.peak_tflops or flops.peak_tflops(jax.devices()[0].device_kind),
         )
 
-    def speed(self, seconds: float) -> Metrics:
-        """`train/*` of an update that takes `seconds`; MFU only where the peak is known."""
-        rate = self.tokens / seconds
+    def speed(self, seconds: float, samples: float) -> Metrics:
+        """`train/*` of an update of so many sequences that takes `seconds`.
+
+        MFU only where the peak is known.
+        """
+        rate = self.tokens * samples / self.samples / seconds
         speed = {
             "train/tokens_per_sec": rate,
             "train/step_time_sec": seconds,

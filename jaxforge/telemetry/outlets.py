@@ -110,7 +110,7 @@ def open_outlets(
         if console.is_terminal and metrics.log_format == "kempnerforge":
             return LiveSink(console, step, train.max_steps)
         facts = RunFacts(train.max_steps, train.seq_len, train.grad_accum_steps,
-                         work or Work.of(config, tokens=0), examples)  # fmt: skip
+                         work or Work.of(config, samples=0), examples)  # fmt: skip
         return LineSink(console, LINE_FORMATS[metrics.log_format](facts))
 
     def outlet(name: str, sink: Callable[[], Sink], interval: int | None = None) -> Outlet:

@@ -8,7 +8,7 @@ import collections
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -16,6 +16,20 @@ from jaxtyping import Array, Float, Int
 from jaxforge.telemetry.measures import Smoothed, Sums, Work, memory
 from jaxforge.telemetry.outlets import Outlet
 from jaxforge.telemetry.sinks import Metrics
+
+
+class Start(NamedTuple):
+    """Where a run goes on from.
+
+    Attributes:
+        step: steps attempted.
+        samples: sequences drawn.
+        skipped: steps whose update was not applied.
+    """
+
+    step: int = 0
+    samples: int = 0
+    skipped: int = 0
 
 
 class _Launched(NamedTuple):
@@ -39,9 +53,10 @@ class HostTimes(NamedTuple):
 
 
 class _Mark(NamedTuple):
-    """A moment of the run: its step, the seconds of its clock, those spent waiting for data."""
+    """A moment of the run: its step, sequences drawn, its clock, seconds spent waiting for data."""
 
     step: int
+    samples: int
     seconds: float
     waited: float
     sums: Sums
@@ -53,32 +68,41 @@ class Tracker:
     Args:
         outlets: where metrics go; the same on every process.
         work: what an update takes.
-        start: the step that the run goes on from.
+        start: where the run goes on from.
         last_step: `train.max_steps`.
-        skipped: steps that the run has skipped so far.
+        datasets: names of a mixture's.
 
     Attributes:
         consecutive_bad: bad steps in a row, as of the last metrics fetched.
+        logged: the metrics of the last step that was logged; empty before the first.
     """
 
     def __init__(
-        self, outlets: Sequence[Outlet], work: Work, start: int, last_step: int, skipped: int = 0
+        self,
+        outlets: Sequence[Outlet],
+        work: Work,
+        start: Start,
+        last_step: int,
+        datasets: Sequence[str] = (),
     ) -> None:
         self._outlets, self._work, self._start, self._last_step = outlets, work, start, last_step
+        self._datasets = datasets
         self.consecutive_bad = 0
+        self.logged: Metrics = {}
         self._latest: _Launched | None = None
         # Losses since the last fetch, each with the run's count of skipped steps after it. Beyond a
         # thousand they would cost more to read than they add to a mean.
         self._losses: collections.deque[tuple[Float[Array, ""], Int[Array, ""]]]
         self._losses = collections.deque(maxlen=1000)
-        self._smoothed, self._sums = Smoothed(), Sums(skipped=skipped)
+        self._smoothed, self._sums = Smoothed(), Sums(skipped=start.skipped)
         self._paused = self._waited = self._launching = 0.0
         self._has_batch = time.perf_counter()
         self.start_clock()
 
     def start_clock(self) -> None:
         """Starts timing here: set-up and compilation are not steps."""
-        self._fetched = _Mark(self._start, self._clock(), self._waited, self._sums)
+        start = self._start
+        self._fetched = _Mark(start.step, start.samples, self._clock(), self._waited, self._sums)
         self._written = [self._fetched] * len(self._outlets)
 
     @contextlib.contextmanager
@@ -93,7 +117,7 @@ class Tracker:
         """Takes a step that has been launched; logs the one before it, where that was due."""
         self._launching += time.perf_counter() - self._has_batch
         self.flush()
-        fetched = {name: metrics[name] for name in _FETCHED}
+        fetched = {name: metrics[name] for name in _FETCHED + _OF_DATASETS * bool(self._datasets)}
         self._latest = _Launched(step, fetched, self._waited)
         self._losses.append((metrics["loss"], metrics["skipped"]))
 
@@ -107,13 +131,13 @@ class Tracker:
         if self._latest is not None:
             self._log_latest(self._latest, range(len(self._outlets)))
 
-    def rewind(self, step: int, skipped: int) -> None:
+    def rewind(self, start: Start) -> None:
         """Goes on from an earlier step: what was logged of later ones gives way to what comes."""
-        self._latest, self._start, self.consecutive_bad = None, step, 0
-        self._sums = self._sums._replace(skipped=skipped)
+        self._latest, self._start, self.consecutive_bad = None, start, 0
+        self._sums = self._sums._replace(skipped=start.skipped)
         self._losses.clear()
         for outlet in self._outlets:
-            outlet.rewind(step)
+            outlet.rewind(start.step)
         self.start_clock()
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -159,38 +183,55 @@ class Tracker:
         step = int(values["step"])  # where the state stands still, behind the one launched
         if step == self._fetched.step:
             return
-        since, now = self._fetched, _Mark(step, self._clock(), latest.waited, self._sums)
+        samples = int(values["counts"].samples)
+        since = self._fetched
+        now = _Mark(step, samples, self._clock(), latest.waited, self._sums)
         self._fetched = now
-        speed = self._work.speed(_seconds_per_step(since, now))
+        speed = self._speed(since, now)
         metrics = {
             "train/loss": losses[-1],
             "train/grad_norm": float(values["grad_norm"]),
             "train/lr": float(values["lr"]),
             "train/tokens": float(int(values["counts"].tokens)),
             "train/skipped_steps": float(values["skipped"]),
+            **self._by_dataset(values),
             **self._smoothed.update(losses, _steps(since, now), speed),
             **memory(jax.local_devices()),
         }
+        self.logged = metrics
         for i in outlets:
             self._outlets[i].write(step, metrics | self._interval(self._written[i], now))
             self._written[i] = now
 
     def _interval(self, since: _Mark, now: _Mark) -> Metrics:
         """Means over the steps between two marks: each outlet has those of its own interval."""
-        speed = self._work.speed(_seconds_per_step(since, now))
+        speed = self._speed(since, now)
         wait = (now.waited - since.waited) / _steps(since, now)
         return {**speed, "train/data_wait_sec": wait, **now.sums.since(since.sums)}
+
+    def _speed(self, since: _Mark, now: _Mark) -> Metrics:
+        steps = _steps(since, now)
+        return self._work.speed(
+            max((now.seconds - since.seconds) / steps, 1e-9), (now.samples - since.samples) / steps
+        )
+
+    def _by_dataset(self, values: dict[str, Any]) -> Metrics:
+        """Of each dataset in the step: its mean loss, where it had tokens, and how many."""
+        metrics: Metrics = {}
+        for i, name in enumerate(self._datasets):
+            nats, tokens = (float(values[of_all][i]) for of_all in _OF_DATASETS)
+            metrics[f"data/{name}/tokens"] = tokens
+            if tokens:
+                metrics[f"loss/{name}"] = nats / tokens
+        return metrics
 
     def _clock(self) -> float:
         return time.perf_counter() - self._paused
 
 
 _FETCHED = ("grad_norm", "lr", "step", "counts", "skipped", "consecutive")
+_OF_DATASETS = ("dataset_nats", "dataset_tokens")
 
 
 def _steps(since: _Mark, now: _Mark) -> int:
     return max(1, now.step - since.step)
-
-
-def _seconds_per_step(since: _Mark, now: _Mark) -> float:
-    return max((now.seconds - since.seconds) / _steps(since, now), 1e-9)

@@ -8,16 +8,19 @@ from collections.abc import Callable, Iterator
 
 import jax
 
+from jaxforge.checkpoint.due import Due
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config.job import JobConfig
 from jaxforge.telemetry.profiler import Profiler
-from jaxforge.telemetry.tracker import Tracker
+from jaxforge.telemetry.tracker import Start, Tracker
+from jaxforge.training.early_stop import EarlyStop
 from jaxforge.training.exits import Exit, Exits, Interrupted, Signals
 from jaxforge.training.hooks import HookRunner, StepContext
+from jaxforge.training.phases import Phases
 from jaxforge.training.progress import Progress
 from jaxforge.training.rollback import Rollback
 from jaxforge.training.state import TrainState
-from jaxforge.training.step import Batch, Controls, Metrics, TrainStep
+from jaxforge.training.step import Batch, CompiledSteps, Controls, Metrics
 from jaxforge.training.validation import Validations
 from jaxforge.training.watches import Watches, collecting_garbage
 
@@ -32,9 +35,11 @@ class Trainer:
         config: the validated config.
         state: parameters, optimizer state, counters; replaced by every step.
         progress: the host's counters.
-        lower_step: traces the step for such a state and batch; what it returns compiles it to
-            `(state, batch, controls) -> (state, metrics)`.
+        lower_step: traces the step for such a state and batch; what it returns compiles it.
         open_batches: the batches from where a progress stands.
+        phases: which mixture and learning rate are in force.
+        due: after which steps to save.
+        early_stop: when there is nothing more to gain.
         validations: evaluates on the sets of `[eval]`; None without one.
         checkpoints: where states are saved.
         rollback: takes the run back, where that is asked for.
@@ -47,17 +52,20 @@ class Trainer:
     config: JobConfig
     state: TrainState
     progress: Progress
-    lower_step: Callable[[TrainState, Batch], Callable[[], TrainStep]]
+    lower_step: Callable[[TrainState, Batch], Callable[[], CompiledSteps]]
     open_batches: Callable[[Progress], Iterator[Batch]]
+    phases: Phases
+    due: Due
+    early_stop: EarlyStop
     validations: Validations | None
     checkpoints: Checkpoints
     rollback: Rollback | None
     tracker: Tracker
-    open_watches: Callable[[TrainStep], Watches]
+    open_watches: Callable[[CompiledSteps], Watches]
     profiler: Profiler
     hooks: HookRunner
     _batches: Iterator[Batch] = dataclasses.field(init=False)
-    _train_step: TrainStep = dataclasses.field(init=False)
+    _train_step: CompiledSteps = dataclasses.field(init=False)
     _watches: Watches = dataclasses.field(default_factory=Watches, init=False)
 
     def train(self, signals: Signals) -> Exit:
@@ -79,8 +87,9 @@ class Trainer:
 
     def _begin(self, signals: Signals, exits: Exits) -> Exit | None:
         """Gets ready for the first step; a run may resume in an evaluation, or at its end."""
-        if self.rollback and self.checkpoints.latest() is None:
-            self._save()  # there must be something to go back to
+        nothing_yet = self.checkpoints.latest() is None
+        if (self.rollback or self.due(self.progress.step)) and nothing_yet:
+            self._save()  # a rollback must have something to go back to
         reason = self._between_steps(signals, exits) if self.progress.validation else None
         if reason is None and self.progress.step < self.config.train.max_steps:
             with signals.interrupting():
@@ -101,6 +110,7 @@ class Trainer:
         if reason in (Exit.UNHEALTHY, Exit.MACHINE):
             return reason  # unsaved: what these devices made is not to be trusted
         self._save_if_due(evaluation)
+        reason = reason or self._early_end(evaluation)
         if reason:
             self._save()
         return reason or self._reason_to_stop(exits)
@@ -109,11 +119,24 @@ class Trainer:
         """Launches one step; the metrics of the one before it are logged where they are due."""
         with self.tracker.waiting_for_data(), signals.interrupting():
             batch = next(self._batches)
-        self.state, metrics = self._train_step(self.state, batch, Controls())
+        self._note_mixture()
+        self.state, metrics = self._train_step(self.state, batch, self._controls)
         microbatches, rows, length = batch["labels"].shape
         self.progress.advance(microbatches * rows, microbatches * rows * length)
         self.tracker.end_step(self.progress.step, metrics)
         return metrics
+
+    def _note_mixture(self) -> None:
+        """Records what the data are drawn from, where that has changed."""
+        at = self.progress
+        at.mixtures = [list(one) for one in self.phases.recorded(at.mixtures, at.step, at.samples)]
+
+    @property
+    def _controls(self) -> Controls:
+        """Of the next step."""
+        step = self.progress.step
+        is_left_out = step + 1 in self.config.train.iterations_to_skip
+        return Controls(lr_scale=self.phases.lr_scale(step), apply=not is_left_out)
 
     def _run_hooks(self, metrics: Metrics) -> None:
         if not self.hooks.watches_steps:
@@ -144,7 +167,7 @@ class Trainer:
         keep_best, metric = self.config.checkpoint.keep_best_n, self.config.checkpoint.best_metric
         new_best = bool(evaluation) and self.progress.note_metric(evaluation[metric])
         step = self.progress.step
-        if self.checkpoints.due(step) or self._at_end or (new_best and keep_best):
+        if self.due(step) or self._at_end or (new_best and keep_best):
             self._save(evaluation)
 
     def _save(self, evaluation: dict[str, float] | None = None) -> None:
@@ -156,6 +179,16 @@ class Trainer:
         if path is not None:
             log.info("saving step %d to %s", self.progress.step, path)
             self.hooks.on_checkpoint_save(self.progress.step, path)
+
+    def _early_end(self, evaluation: dict[str, float]) -> Exit | None:
+        """Early stopping, by what was logged last and evaluated now: the same on every process."""
+        step, metrics = self.progress.step, self.tracker.logged | evaluation
+        why = self.early_stop.reason(step, metrics)
+        self.progress.early_stop = self.early_stop.to_json()
+        if why is None:
+            return None
+        log.info("stopping early at step %d: %s", step, why)
+        return Exit.EARLY_STOPPED
 
     def _reason_to_stop(self, exits: Exits) -> Exit | None:
         if stop := exits.requested(self.progress.step):
@@ -182,7 +215,8 @@ class Trainer:
         with self.tracker.paused():
             self.state = self.rollback.go(self.state, self.progress, target)
             self._open_data()
-        self.tracker.rewind(target, self.progress.skipped)
+        at = self.progress
+        self.tracker.rewind(Start(at.step, at.samples, at.skipped))
         self.tracker.log(target, {"train/rollbacks": float(len(self.progress.rollbacks))})
         return None
 
@@ -227,6 +261,8 @@ class Trainer:
         step, tokens = self.progress.step, self.progress.tokens
         if reason is Exit.COMPLETED:
             log.info("Training complete: %d steps, %s tokens", step, f"{tokens:,}")
+        elif reason is Exit.EARLY_STOPPED:
+            log.info("Training ended early: %d steps, %s tokens", step, f"{tokens:,}")
         elif reason is Exit.NON_FINITE:
             log.error(
                 "gave up at step %d: %d steps in a row had a loss or gradient norm that is not "

@@ -42,7 +42,7 @@ class Progress:
         validation: what is left to evaluate at this step; None outside of evaluations.
         best_metric: lowest value so far of `checkpoint.best_metric`.
         best_step: the step that had it.
-        phase_starts: the position in the data at which each phase that has begun did begin.
+        mixtures: what was drawn from, as of `training.phases`: where each mixture began.
         rollbacks: each one's step, the step it went back to, and the samples left out.
         early_stop: what early stopping remembers.
         run_id: names the run through all its restarts; in W&B it is the id.
@@ -58,7 +58,7 @@ class Progress:
     validation: Validation | None = None
     best_metric: float | None = None
     best_step: int | None = None
-    phase_starts: list[int] = dataclasses.field(default_factory=list)
+    mixtures: list[Any] = dataclasses.field(default_factory=list)
     rollbacks: list[dict[str, int]] = dataclasses.field(default_factory=list)
     early_stop: dict[str, Any] = dataclasses.field(default_factory=dict)
     run_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex[:12])

@@ -38,6 +38,30 @@ class Controls(NamedTuple):
     apply: Bool[Array, ""] | bool = True
 
 
+class CompiledSteps:
+    """The train step for each size of batch, by the number of its microbatches.
+
+    Attributes:
+        largest: the one for the largest batch.
+    """
+
+    def __init__(self, by_size: dict[int, jax.stages.Compiled]) -> None:
+        self._by_size, self.largest = by_size, by_size[max(by_size)]
+
+    def __call__(
+        self, state: TrainState, batch: Batch, controls: Controls
+    ) -> tuple[TrainState, Metrics]:
+        """Runs the step."""
+        return self._by_size[batch["labels"].shape[0]](state, batch, controls)
+
+
+def with_microbatches(batch: Batch, n: int) -> Batch:
+    """Shapes of a batch like `batch`, but of `n` microbatches."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype, sharding=x.sharding), batch
+    )
+
+
 TrainStep = Callable[[TrainState, Batch, Controls], tuple[TrainState, Metrics]]
 
 

@@ -19,6 +19,7 @@ SMALL = [
 
 
 PIPELINED = ["distributed.pp=2", "train.grad_accum_steps=4", "train.batch_size=1"]
+MIXED = ["data.datasets=[{'path':'a','name':'web'},{'path':'b','name':'code'}]"]
 INTERLEAVED = ["distributed.pp_schedule=interleaved_1f1b", "distributed.pp_chunks=3"]
 STOPPING = ["early_stop.active", "early_stop.patience_steps=5"]
 
@@ -101,6 +102,52 @@ def test_a_small_run_passes_on_any_power_of_two():
             ],
             'data.order = "torch" shuffles the whole dataset, which data.hf_streaming = true never '
             'sees: set the one to "grain" or the other to false',
+        ),
+        (
+            1,
+            [*MIXED, "data.tokenizer_path=byte"],
+            [*MIXED, "data.datasets=[{'path':'a'},{'hf_name':'wiki'}]"],
+            'data.datasets[1].hf_name = "wiki" needs data.tokenizer_path',
+        ),
+        (
+            1,
+            [*MIXED],
+            [*MIXED, "data.hf_streaming"],
+            "data.hf_streaming = true does not mix: data.datasets are drawn from in random access; "
+            "set it to false, and Hugging Face datasets are tokenized once",
+        ),
+        (
+            1,
+            [*MIXED, "data.phases=[{'dataset_weights':{'code':1}}]"],
+            [*MIXED, "data.phases=[{'dataset_weights':{'cod':1}}]"],
+            'data.phases[0].dataset_weights names "cod", which is no source; did you mean "code"? '
+            "There are web, code",
+        ),
+        (
+            1,
+            ["data.phases=[{'lr_scale':0.5}]"],
+            ["data.anneal_start_step=3", "data.anneal_weights={'code':1}"],
+            'data.anneal_weights names "code", but data.datasets is empty: list the sources there',
+        ),
+        (
+            1,
+            [*MIXED, "data.anneal_start_step=3", "data.anneal_weights={'web':0}"],
+            [*MIXED, "data.anneal_start_step=3", "data.anneal_weights={'web':0,'code':0}"],
+            "data.anneal_weights leave no source to draw from: give one a weight above 0",
+        ),
+        (
+            2,
+            [*MIXED, "data.order=torch", "data.torch_ranks=4"],
+            [*MIXED, "data.order=torch", "data.torch_ranks=3"],
+            "data.torch_ranks = 3 must divide the 16 sequences of a global microbatch: change "
+            "train.global_batch_size or train.grad_accum_steps",
+        ),
+        (
+            1,
+            [*MIXED, "data.order=torch", "data.torch_ranks=4"],
+            [*MIXED, "data.torch_ranks=4"],
+            "data.torch_ranks = 4 is for the order of a mixture: leave it out, or set "
+            'data.datasets and data.order = "torch"',
         ),
         (
             8,

@@ -114,6 +114,17 @@ def ramp(*stages, key="grad_accum_steps", **train):
             {"phases": [{"start_step": 1}]},
             {"phases": [{"start_step": 1}], "anneal_start_step": 9},
         ),
+        (
+            DataConfig,
+            {"datasets": [{"path": "a"}, {"path": "a", "name": "again"}]},
+            {"datasets": [{"path": "a"}, {"hf_name": "b", "name": "a"}]},
+        ),
+        (
+            DataConfig,
+            {"datasets": [{"path": "a"}], "order": "torch"},
+            {"datasets": [{"path": "a"}], "order": "torch", "shuffle": False},
+        ),
+        (DataConfig, {"torch_ranks": 1}, {"torch_ranks": 0}),
         (DatasetSource, {"path": "a"}, {}),
         (DatasetSource, {"hf_name": "a"}, {"name": "a"}),
         (DatasetSource, {"path": "a", "weight": 0.1}, {"path": "a", "weight": 0}),

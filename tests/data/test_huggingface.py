@@ -119,6 +119,18 @@ def test_evaluation_sets_may_be_hugging_face_datasets(directory, tmp_path):
     assert 0 < len(sets["some"]) < len(sets["all"]) / 5
 
 
+def test_a_mixture_may_have_hugging_face_datasets(directory, tmp_path):
+    np.save(tmp_path / "a.npy", np.full(50 * (SEQ + 1), 259, np.uint16))
+    sources = [{"path": str(tmp_path)}, {"hf_name": str(directory), "name": "text"}]
+    dataset = loader.open_training_data(config(None, tmp_path / "run", data={"datasets": sources}))
+    assert dataset.sizes == {str(tmp_path): 50, "text": len(tokens_of(0, 1, 2, 3)) // (SEQ + 1)}
+    batch = dataset.batch([50, 0, 51])
+    assert batch["dataset_idx"].tolist() == [1, 0, 1]
+    window = [*batch["input_ids"][0], batch["labels"][0, -1]]
+    assert window == tokens_of(0)[: SEQ + 1]
+    assert (batch["input_ids"][1] == 259).all()
+
+
 def test_text_needs_a_tokenizer(directory, tmp_path):
     for streams in (False, True):
         data = {"tokenizer_path": "", "hf_streaming": streams}

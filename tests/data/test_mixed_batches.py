@@ -8,6 +8,7 @@ import pytest
 
 from jaxforge.data import loader
 from jaxforge.data.manifest import FILE_NAME
+from jaxforge.data.tokenizer import tokenizer_of
 from jaxforge.data.writer import ShardWriter
 from jaxforge.errors import UserError
 from jaxforge.parallel.mesh import make_mesh
@@ -145,6 +146,13 @@ def test_what_is_wrong_with_a_source_is_told_by_its_key(sources, spoil, message)
     more = {} if spoil else {"file_pattern": "*.bin"}
     with pytest.raises(UserError, match=message):
         loader.open_training_data(config(sources, **more))
+
+
+def test_the_tokenizer_beside_a_source_is_the_runs(sources, tmp_path):
+    assert tokenizer_of(config(sources).data) is None
+    sources[1]["path"] = str(tmp_path / "other" / "train")
+    (tmp_path / "other" / "tokenizer").mkdir(parents=True)
+    assert tokenizer_of(config(sources).data) == tmp_path / "other" / "tokenizer"
 
 
 def test_sources_of_different_tokenizers_do_not_mix(tmp_path):

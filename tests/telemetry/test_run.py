@@ -68,7 +68,7 @@ def test_the_documentation_lists_every_metric(run):
     stats = dict.fromkeys(("bytes_in_use", "peak_bytes_in_use", "pool_bytes", "bytes_limit"), 1)
     device = types.SimpleNamespace(memory_stats=lambda: stats)
     logged = {name for line in run.lines() for name in line} - {"step", "time"}
-    logged |= Work(1, peak_tflops=1.0).speed(1.0).keys() | memory([device]).keys()
+    logged |= Work(1, peak_tflops=1.0).speed(1.0, 1).keys() | memory([device]).keys()
     logged |= {"smoothed/mfu"}
     table = (ROOT / "docs" / "metrics.md").read_text().partition("##")[0]
     listed = set(re.findall(r"^\| `([a-z_/]+)` \|", table, re.MULTILINE))

@@ -12,7 +12,7 @@ from jaxforge.telemetry import measures
 from jaxforge.telemetry.measures import Work
 from jaxforge.telemetry.outlets import Outlet
 from jaxforge.telemetry.sinks import format_line
-from jaxforge.telemetry.tracker import Tracker
+from jaxforge.telemetry.tracker import Start, Tracker
 from jaxforge.training.progress import Progress
 from jaxforge.training.state import Counts
 
@@ -66,7 +66,7 @@ def scalars(step, loss=1.0, skipped=0, tokens=0):
         "skipped": skipped,
         "consecutive": 0,
     }
-    counts = Counts.of(Progress(tokens=tokens))
+    counts = Counts.of(Progress(samples=step, tokens=tokens))
     return {name: np.float32(value) for name, value in values.items()} | {"counts": counts}
 
 
@@ -84,7 +84,7 @@ def run(tracker, clock, steps, seconds=2.0, wait=0.5, losses=None):
 def test_each_sink_has_its_own_interval_and_means_over_it(clock):
     often, seldom = Kept(), Kept()
     tracker = Tracker(
-        [Outlet("a", often, 2), Outlet("b", seldom, 5)], Work(tokens=100), 0, last_step=11
+        [Outlet("a", often, 2), Outlet("b", seldom, 5)], Work(tokens=100), Start(), last_step=11
     )
     # The clock is read when a step's metrics have arrived: here, when the next has been launched.
     run(tracker, clock, range(1, 12), seconds=lambda step: float(step))
@@ -99,7 +99,7 @@ def test_each_sink_has_its_own_interval_and_means_over_it(clock):
 
 def test_waiting_for_data_is_counted_and_pauses_are_not(clock):
     sink = Kept()
-    tracker = Tracker([Outlet("a", sink, 4)], Work(100), 4, 10**9)
+    tracker = Tracker([Outlet("a", sink, 4)], Work(100), Start(4, 4), 10**9)
     tracker.start_clock()
     for step, wait in ((5, 0.1), (6, 0.1), (7, 0.1), (8, 0.5), (9, 7.0)):
         with tracker.waiting_for_data():
@@ -122,7 +122,7 @@ def test_the_smoothed_loss_is_that_of_every_step_whatever_the_interval(clock):
             expected = loss if expected is None else 0.1 * loss + 0.9 * expected
     for interval in (1, 7, 40):
         sink = Kept()
-        tracker = Tracker([Outlet("a", sink, interval)], Work(100), 0, 40)
+        tracker = Tracker([Outlet("a", sink, interval)], Work(100), Start(), 40)
         run(tracker, clock, range(1, 41), losses=losses)
         assert sink.lines[40]["smoothed/loss"] == pytest.approx(expected, rel=1e-6)
         assert sink.lines[40]["smoothed/step_time"] == pytest.approx(2.0, rel=0.05)
@@ -139,16 +139,30 @@ def test_the_smoothed_speed_takes_the_mean_of_an_interval_for_each_of_its_steps(
     assert "smoothed/mfu" not in got
 
 
+def test_each_dataset_has_its_loss_where_it_has_tokens():
+    sink = Kept()
+    names = ["web", "a/b", "none"]
+    tracker = Tracker([Outlet("a", sink, 1)], Work(100), Start(), 10**9, datasets=names)
+    sums = {"dataset_nats": np.float32([6, 10, 0]), "dataset_tokens": np.int32([3, 4, 0])}
+    tracker.end_step(1, scalars(1) | sums)
+    tracker.close()
+    logged = {k: v for k, v in sink.lines[1].items() if k.startswith(("loss/", "data/"))}
+    assert logged == {
+        "loss/web": 2.0, "data/web/tokens": 3.0, "loss/a/b": 2.5, "data/a/b/tokens": 4.0,
+        "data/none/tokens": 0.0,
+    }  # fmt: skip
+
+
 def test_each_sink_has_the_mean_loss_of_its_own_interval(clock):
     often, seldom = Kept(), Kept()
-    tracker = Tracker([Outlet("a", often, 2), Outlet("b", seldom, 4)], Work(100), 0, 8)
+    tracker = Tracker([Outlet("a", often, 2), Outlet("b", seldom, 4)], Work(100), Start(), 8)
     run(tracker, clock, range(1, 9), losses=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
     assert [line["interval/loss"] for line in often.lines.values()] == [1.0, 2.0, 3.5, 5.5, 7.5]
     assert [line["interval/loss"] for line in seldom.lines.values()] == [1.0, 3.0, 6.5]
 
 
 def test_a_hosts_own_time_is_the_wait_for_data_and_the_launch(clock):
-    tracker = Tracker([], Work(100), 0, 10)
+    tracker = Tracker([], Work(100), Start(), 10)
     before = tracker.host_times()
     for step in (1, 2):
         with tracker.waiting_for_data():
@@ -164,7 +178,7 @@ def test_a_hosts_own_time_is_the_wait_for_data_and_the_launch(clock):
 
 def test_tokens_are_the_devices_count(clock):
     sink = Kept()
-    tracker = Tracker([Outlet("a", sink, 1)], Work(100), 10, 10**9)
+    tracker = Tracker([Outlet("a", sink, 1)], Work(100), Start(10, 10), 10**9)
     tracker.end_step(11, scalars(11, tokens=1000))
     tracker.end_step(12, scalars(12, tokens=5 * 2**30 + 7))
     tracker.close()
@@ -174,7 +188,7 @@ def test_tokens_are_the_devices_count(clock):
 def test_a_failing_sink_stops_neither_the_run_nor_the_others(clock, messages):
     broken, whole = Kept(fails={1, 2, 4, 5, 6, 7}), Kept()
     outlets = [Outlet("broken", broken, 1), Outlet("whole", whole, 1)]
-    run(Tracker(outlets, Work(100), 0, 8), clock, range(1, 9))
+    run(Tracker(outlets, Work(100), Start(), 8), clock, range(1, 9))
     assert list(whole.lines) == list(range(1, 9))
     assert list(broken.lines) == [3]  # tried again after a failure, given up after three in a row
     assert broken.closed
@@ -190,14 +204,14 @@ def test_a_sink_that_cannot_be_closed_stops_nothing(messages):
             raise RuntimeError("no network")
 
     after = Kept()
-    Tracker([Outlet("x", Stuck(), 1), Outlet("y", after, 1)], Work(1), 0, 1).close()
+    Tracker([Outlet("x", Stuck(), 1), Outlet("y", after, 1)], Work(1), Start(), 1).close()
     assert after.closed
     assert "x could not be closed: RuntimeError: no network" in messages.text
 
 
 def test_a_process_without_sinks_reads_at_the_same_steps():
     """Otherwise it would notice later than process 0 that the run has given up."""
-    tracker = Tracker([Outlet("a", None, 3)], Work(100), 0, 10**9)
+    tracker = Tracker([Outlet("a", None, 3)], Work(100), Start(), 10**9)
     seen = []
     for step in range(1, 8):
         tracker.end_step(step, scalars(step) | {"consecutive": step})
@@ -207,7 +221,7 @@ def test_a_process_without_sinks_reads_at_the_same_steps():
 
 def test_speed_in_both_conventions_and_no_mfu_without_a_peak():
     work = Work(tokens=1000, flops=4e9, causal_flops=3e9, n_devices=2, peak_tflops=8.0)
-    speed = work.speed(0.5)
+    speed = work.speed(0.5, 1)
     assert speed == {
         "train/tokens_per_sec": 2000,
         "train/step_time_sec": 0.5,
@@ -215,7 +229,7 @@ def test_speed_in_both_conventions_and_no_mfu_without_a_peak():
         "train/mfu": 0.5,
         "train/mfu_causal": 0.375,
     }
-    unknown = Work(tokens=1000, flops=4e9, causal_flops=3e9, n_devices=2).speed(0.5)
+    unknown = Work(tokens=1000, flops=4e9, causal_flops=3e9, n_devices=2).speed(0.5, 1)
     assert unknown.keys() == speed.keys() - {"train/mfu", "train/mfu_causal"}
 
 

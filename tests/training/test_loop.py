@@ -9,14 +9,17 @@ import jax
 import numpy as np
 import pytest
 
+from jaxforge.checkpoint.due import Due
 from jaxforge.telemetry.measures import Work
 from jaxforge.telemetry.outlets import Outlet
 from jaxforge.telemetry.profiler import Profiler
-from jaxforge.telemetry.tracker import Tracker
+from jaxforge.telemetry.tracker import Start, Tracker
+from jaxforge.training.early_stop import EarlyStop
 from jaxforge.training.exits import Exit
 from jaxforge.training.guard import GuardState
 from jaxforge.training.hooks import Hook, HookRunner
 from jaxforge.training.loop import Trainer
+from jaxforge.training.phases import Phases
 from jaxforge.training.progress import Progress
 from jaxforge.training.state import Counts, TrainState
 from jaxforge.training.watches import Watches
@@ -66,11 +69,8 @@ class Recorder(Hook):
 
 
 class Checkpoints:
-    def __init__(self, events, interval):
-        self.events, self.interval, self.saved = events, interval, None
-
-    def due(self, step):
-        return step % self.interval == 0
+    def __init__(self, events):
+        self.events, self.saved = events, None
 
     def save(self, progress, state, evaluation):
         if progress.step == self.saved:
@@ -133,6 +133,14 @@ class Validations:
         return {"eval/loss": 1.0}
 
 
+def schedule(config):
+    return {
+        "phases": Phases.of(config.data),
+        "due": Due(config),
+        "early_stop": EarlyStop(config.early_stop),
+    }
+
+
 def batch():
     return {"labels": np.zeros((1, 8, 32))}
 
@@ -164,15 +172,17 @@ def run(steps=6, log=100, evaluate=100, save=100, hooks=True, stop_at=None, bad=
     config = tiny_config(
         train={"max_steps": steps, "nan_consecutive_max": 3, **train},
         eval={"enabled": True, "dataset_path": "x", "interval": evaluate},
+        checkpoint={"interval": save},
     )
 
     trainer = Trainer(
         config=config, state=device_state(), progress=Progress(),
         lower_step=lambda state, batch: lambda: train_step,
         open_batches=lambda progress: itertools.repeat(batch(), steps),
-        validations=Validations(events), checkpoints=Checkpoints(events, save), rollback=None,
+        validations=Validations(events), checkpoints=Checkpoints(events), rollback=None,
+        **schedule(config),
         open_watches=lambda step: Watches(),
-        tracker=Tracker([Outlet("it", Sink(events), log)], Work(256), 0, 10**9),
+        tracker=Tracker([Outlet("it", Sink(events), log)], Work(256, 8), Start(), 10**9),
         profiler=Profiler(config.profiling, Path()),
         hooks=HookRunner([Recorder(events)] if hooks else []),
     )  # fmt: skip
@@ -273,9 +283,10 @@ def test_a_hook_reads_scalars_state_and_gradients():
         config=ours.config, state=ours.state(), progress=Progress(),
         lower_step=lambda state, batch: lambda: ours.step,
         open_batches=lambda _: (ours.put(b) for b in random_batches(ours.config, 2)),
-        validations=None, checkpoints=Checkpoints([], 100), rollback=None,
+        validations=None, checkpoints=Checkpoints([]), rollback=None,
+        **schedule(ours.config),
         open_watches=lambda step: Watches(),
-        tracker=Tracker([], Work(256), 0, 2),
+        tracker=Tracker([], Work(256, 8), Start(), 2),
         profiler=Profiler(ours.config.profiling, Path()), hooks=runner,
     )  # fmt: skip
     assert trainer.train(Signals()) is Exit.COMPLETED
@@ -289,7 +300,7 @@ def test_a_hook_reads_scalars_state_and_gradients():
 def test_the_transfer_guard_agrees():
     ours = setup(tiny_config())
     state, batches = ours.state(), [ours.put(b) for b in random_batches(ours.config, 3)]
-    tracker = Tracker([Outlet("it", None, 1000)], Work(256), 1, 10**9)
+    tracker = Tracker([Outlet("it", None, 1000)], Work(256, 8), Start(1, 1), 10**9)
     with jax.transfer_guard_device_to_host("disallow"):
         for step, batch in enumerate(batches, 2):
             state, metrics = ours.step(state, batch, None)
