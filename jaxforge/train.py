@@ -297,9 +297,10 @@ def _announce(console: Console, config: JobConfig, model: Model, mesh: Mesh, sam
         f"in {t.grad_accum_steps} microbatch(es); gradients reduced per {t.grad_sync}{schedule}",
         "kernels": f"attention: {model.how.attention}, loss: {t.loss_fn}, "
         f"checkpointing: {t.activation_checkpointing}",
-        "data": config.data.dataset_path
+        "data": ", ".join(dataset.label for dataset in config.data.datasets)
+        or config.data.dataset_path
         or config.data.hf_dataset_name
-        or "synthetic random tokens (no data.dataset_path)",
+        or "synthetic random tokens (no data)",
         "run": str(Path(config.checkpoint.dir).absolute()),
     }
     if jax.process_index() == 0:
