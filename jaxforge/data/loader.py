@@ -116,6 +116,8 @@ def training_batches(
         dataset = dataset.start(first, layout.rows, layout.local_rows)
         order = range(len(dataset))
     elif isinstance(dataset, Mixture):
+        assert segments, "a mixture is read in segments"
+        assert segments[0].start <= first, "these positions belong to no segment"
         order = mixture_order(config.data, dataset.sizes, segments, seed, rows, ranks)
     else:
         order = training_order(config.data, len(dataset), seed, rows)
