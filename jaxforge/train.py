@@ -29,6 +29,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.train import TrainConfig
 from jaxforge.data import loader
 from jaxforge.data.epoch import sequences_per_epoch
+from jaxforge.data.mixture import Segment
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, build_model, matmul_precision, parameter_count
 from jaxforge.optim.optimizer import build_optimizer
@@ -40,6 +41,7 @@ from jaxforge.telemetry.measures import Work
 from jaxforge.telemetry.outlets import check_libraries, open_outlets
 from jaxforge.telemetry.profiler import Profiler
 from jaxforge.telemetry.tracker import Start, Tracker
+from jaxforge.training.attribution import Attribution, make_row_losses
 from jaxforge.training.early_stop import EarlyStop
 from jaxforge.training.evaluation import Evaluator
 from jaxforge.training.exits import Exit, Signals
@@ -181,6 +183,7 @@ def build(config: JobConfig, mesh: Mesh, hooks: Sequence[Hook], console: Console
         validations=validations,
         checkpoints=checkpoints,
         rollback=_rollback(config.train, checkpoints, restore),
+        attribution=_attribution(config, mesh, model, dataset, progress),
         tracker=tracker,
         open_watches=lambda steps: open_watches(config, mesh, tracker.host_times, steps.largest),
         profiler=profiler,
@@ -251,6 +254,23 @@ def _lower(
     return lambda: CompiledSteps(
         {n: compilation.compile_step(one, flags) for n, one in lowered.items()}
     )
+
+
+def _attribution(
+    config: JobConfig,
+    mesh: Mesh,
+    model: Model,
+    dataset: loader.Dataset | loader.Mixture | loader.Streaming,
+    progress: Progress,
+) -> Attribution | None:
+    if not config.train.rerun_bad_steps:
+        return None
+
+    def name_of(position: int) -> str:
+        drawn = [Segment(*one) for one in progress.mixtures]
+        return loader.describe_sample(config, mesh, dataset, drawn, position)
+
+    return Attribution(make_row_losses(model, config.train, mesh), name_of)
 
 
 def _rollback(

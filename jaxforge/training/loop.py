@@ -13,6 +13,7 @@ from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config.job import JobConfig
 from jaxforge.telemetry.profiler import Profiler
 from jaxforge.telemetry.tracker import Start, Tracker
+from jaxforge.training.attribution import Attribution
 from jaxforge.training.early_stop import EarlyStop
 from jaxforge.training.exits import Exit, Exits, Interrupted, Signals
 from jaxforge.training.hooks import HookRunner, StepContext
@@ -43,6 +44,7 @@ class Trainer:
         validations: evaluates on the sets of `[eval]`; None without one.
         checkpoints: where states are saved.
         rollback: takes the run back, where that is asked for.
+        attribution: finds out whose fault a bad step is, where that is asked for.
         tracker: where metrics are logged.
         open_watches: what looks after the run, given the compiled step.
         profiler: traces some of the steps.
@@ -60,12 +62,14 @@ class Trainer:
     validations: Validations | None
     checkpoints: Checkpoints
     rollback: Rollback | None
+    attribution: Attribution | None
     tracker: Tracker
     open_watches: Callable[[CompiledSteps], Watches]
     profiler: Profiler
     hooks: HookRunner
     _batches: Iterator[Batch] = dataclasses.field(init=False)
     _train_step: CompiledSteps = dataclasses.field(init=False)
+    _fault: Exit | None = dataclasses.field(default=None, init=False)
     _watches: Watches = dataclasses.field(default_factory=Watches, init=False)
 
     def train(self, signals: Signals) -> Exit:
@@ -105,10 +109,12 @@ class Trainer:
         return reason
 
     def _between_steps(self, signals: Signals, exits: Exits) -> Exit | None:
+        if self._fault:
+            return self._fault  # unsaved: what these devices made is not to be trusted
         evaluation = self._evaluate_if_due(signals)
         reason = self._watches.look(self.progress.step, self.state, self.tracker.paused)
-        if reason in (Exit.UNHEALTHY, Exit.MACHINE):
-            return reason  # unsaved: what these devices made is not to be trusted
+        if reason is Exit.UNHEALTHY:
+            return reason  # unsaved, for the same reason
         self._save_if_due(evaluation)
         reason = reason or self._early_end(evaluation)
         if reason:
@@ -120,10 +126,15 @@ class Trainer:
         with self.tracker.waiting_for_data(), signals.interrupting():
             batch = next(self._batches)
         self._note_mixture()
-        self.state, metrics = self._train_step(self.state, batch, self._controls)
+        controls, first = self._controls, self.progress.samples
+        self.state, metrics = self._train_step(self.state, batch, controls)
         microbatches, rows, length = batch["labels"].shape
         self.progress.advance(microbatches * rows, microbatches * rows * length)
         self.tracker.end_step(self.progress.step, metrics)
+        if self.attribution and int(metrics["consecutive"]):
+            self.state, self._fault = self.attribution.examine(
+                self._train_step, self.state, batch, metrics, controls, first
+            )
         return metrics
 
     def _note_mixture(self) -> None:
