@@ -161,8 +161,8 @@ class Signals:
 
         thread = threading.Thread(target=run, daemon=True)
         with self.interrupting():
-            thread.start()
             self.left_work = True
+            thread.start()
             thread.join()
             self.left_work = False
         if failures:
