@@ -19,6 +19,7 @@ from rich.console import Console
 
 from jaxforge import run_directory
 from jaxforge.checkpoint.due import Due
+from jaxforge.checkpoint.local import open_local
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.start import Saved, Source, start_from, starting_state
 from jaxforge.cli import run_main
@@ -149,7 +150,11 @@ def build(config: JobConfig, mesh: Mesh, hooks: Sequence[Hook], console: Console
     model = build_model(config)
     optimizer = build_optimizer(config, model.axes)
     checkpoints = _open_run_directory(config, model)
-    state, progress = starting_state(config, checkpoints, model, optimizer, mesh, _open_foreign)
+    resolved = config.model_dump(mode="json")
+    local = open_local(config.checkpoint, model.axes, resolved, model.stack)
+    state, progress = starting_state(
+        config, checkpoints, model, optimizer, mesh, _open_foreign, local
+    )
     progress.run_id = config.metrics.wandb_run_id or progress.run_id
     dp = data_parallel_size(mesh)
     ramp, phases = config.train.ramp(dp), Phases.of(config.data)
@@ -182,7 +187,8 @@ def build(config: JobConfig, mesh: Mesh, hooks: Sequence[Hook], console: Console
         early_stop=early_stop,
         validations=validations,
         checkpoints=checkpoints,
-        rollback=_rollback(config.train, checkpoints, restore),
+        local=local,
+        rollback=_rollback(config.train, checkpoints, local, restore),
         attribution=_attribution(config, mesh, model, dataset, progress),
         tracker=tracker,
         open_watches=lambda steps: open_watches(config, mesh, tracker.host_times, steps.largest),
@@ -276,10 +282,11 @@ def _attribution(
 def _rollback(
     config: TrainConfig,
     checkpoints: Checkpoints,
+    local: Checkpoints | None,
     restore: Callable[[int], tuple[TrainState, Progress]],
 ) -> Rollback | None:
     wanted = "rollback" in (config.on_nonfinite, config.on_spike)
-    return Rollback(checkpoints, restore, config.max_rollbacks) if wanted else None
+    return Rollback(checkpoints, local, restore, config.max_rollbacks) if wanted else None
 
 
 def _validations(

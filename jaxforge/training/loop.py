@@ -43,6 +43,7 @@ class Trainer:
         early_stop: when there is nothing more to gain.
         validations: evaluates on the sets of `[eval]`; None without one.
         checkpoints: where states are saved.
+        local: where states are saved that need not last; None if they are not.
         rollback: takes the run back, where that is asked for.
         attribution: finds out whose fault a bad step is, where that is asked for.
         tracker: where metrics are logged.
@@ -61,6 +62,7 @@ class Trainer:
     early_stop: EarlyStop
     validations: Validations | None
     checkpoints: Checkpoints
+    local: Checkpoints | None
     rollback: Rollback | None
     attribution: Attribution | None
     tracker: Tracker
@@ -180,6 +182,8 @@ class Trainer:
         step = self.progress.step
         if self.due(step) or self._at_end or (new_best and keep_best):
             self._save(evaluation)
+        elif self.local and step % self.config.checkpoint.non_persistent_interval == 0:
+            self._save_locally(self.local)
 
     def _save(self, evaluation: dict[str, float] | None = None) -> None:
         with self.tracker.paused():
@@ -190,6 +194,12 @@ class Trainer:
         if path is not None:
             log.info("saving step %d to %s", self.progress.step, path)
             self.hooks.on_checkpoint_save(self.progress.step, path)
+
+    def _save_locally(self, local: Checkpoints) -> None:
+        with self.tracker.paused():
+            self._reconcile()
+            if not self._halted and local.save(self.progress, self.state):
+                log.info("saving step %d to %s", self.progress.step, local.directory)
 
     def _early_end(self, evaluation: dict[str, float]) -> Exit | None:
         """Early stopping, by what was logged last and evaluated now: the same on every process."""
@@ -255,6 +265,8 @@ class Trainer:
             last_to_first.callback(self._watches.close)
             last_to_first.callback(self.hooks.on_train_end, step, tokens, reason)
             last_to_first.callback(self.checkpoints.close)
+            if self.local:
+                last_to_first.callback(self.local.close)
             last_to_first.callback(self.profiler.close)
 
     def _reconcile(self) -> None:

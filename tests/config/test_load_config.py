@@ -179,7 +179,14 @@ def test_every_key_of_kempnerforge_loads():
         ("eval", "datasets"),
         *(
             ("checkpoint", key)
-            for key in ("keep_best_n", "best_metric", "export_interval", "export_last")
+            for key in (
+                "keep_best_n",
+                "best_metric",
+                "export_interval",
+                "export_last",
+                "non_persistent_interval",
+                "non_persistent_dir",
+            )
         ),
         *(("metrics", key) for key in ("tensorboard_interval", "wandb_interval", "peak_tflops")),
         *(("metrics", key) for key in ("log_format", "log_progress")),

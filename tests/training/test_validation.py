@@ -40,7 +40,7 @@ class Log(Hook):
         self._note(f"{reason} {step}")
 
 
-def config(tmp_path, name, **keys):
+def config(tmp_path, name, checkpoint=None, **keys):
     for data, n in (("a", 40), ("b", 24)):
         (tmp_path / data).mkdir(exist_ok=True)
         np.save(tmp_path / data / "x.npy", (np.arange(n * (LENGTH + 1)) % 251).astype(np.uint16))
@@ -50,7 +50,7 @@ def config(tmp_path, name, **keys):
         distributed={"dp_shard": -1},
         data={"dataset_path": str(tmp_path / "a")},
         eval={"enabled": True, "interval": 4, "datasets": sets},
-        checkpoint={"dir": str(tmp_path / name), "interval": 100},
+        checkpoint={"dir": str(tmp_path / name), "interval": 100, **(checkpoint or {})},
     )
 
 
@@ -120,5 +120,25 @@ def test_stopping_after_so_many_minutes_or_at_a_step(tmp_path, whole):
     clock = config(tmp_path, "run", exit_duration_in_mins=1e-9)
     assert train.run(clock, [by_clock]) is Exit.DURATION
     assert by_clock.events == ["begin 4", "end 4", "save 4", "Exit.DURATION 4"]
+    assert train.run(config(tmp_path, "run")) is Exit.COMPLETED
+    assert lines(tmp_path, "run") == whole
+
+
+class Dies(Hook):
+    def on_step_end(self, context):
+        if context.step == 5:
+            raise ZeroDivisionError
+
+
+def test_checkpoints_that_need_not_last_serve_as_long_as_they_do(tmp_path, whole):
+    local = {"non_persistent_interval": 3, "non_persistent_dir": str(tmp_path / "local")}
+    with pytest.raises(ZeroDivisionError):
+        train.run(config(tmp_path, "run", checkpoint=local), [Dies()])
+    assert [path.name for path in (tmp_path / "local" / "checkpoints").glob("step_*")] == ["step_3"]
+    assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
+    log = Log()
+    stop = config(tmp_path, "run", checkpoint=local, exit_interval=6)
+    assert train.run(stop, [log]) is Exit.INTERVAL
+    assert log.events == ["begin 4", "end 4", "save 6", "Exit.INTERVAL 6"]  # this one lasts
     assert train.run(config(tmp_path, "run")) is Exit.COMPLETED
     assert lines(tmp_path, "run") == whole
