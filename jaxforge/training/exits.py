@@ -1,18 +1,9 @@
-"""How a run ends, and the exit codes.
-
-     0  finished: max_steps reached
-     1  unexpected error, with a traceback
-     2  a mistake in the config, the data or the command line: nothing was lost
-    65  gave up: nan_consecutive_max steps in a row were not finite (EX_DATAERR)
-    74  a checkpoint could not be written (disk full, say); those before it are whole (EX_IOERR)
-    75  stopped by SIGTERM or SIGUSR1 after a checkpoint; run again to go on (EX_TEMPFAIL)
-   130  stopped by Ctrl-C after a checkpoint; run again to go on
+"""How a run ends: signals, and `Exit` with its codes (`jaxforge.exit_codes`).
 
 A second signal of the same kind ends the process at once, as without this module. If the checkpoint
 takes longer than `train.shutdown_timeout_sec`, the process exits with code 1.
 """
 
-import enum
 import logging
 import os
 import signal
@@ -23,16 +14,9 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
+from jaxforge.exit_codes import Exit
+
 log = logging.getLogger(__name__)
-
-
-class Exit(enum.Enum):
-    """Why the loop ended; the value is the exit code."""
-
-    COMPLETED = 0
-    NON_FINITE = 65
-    SIGNAL = 75
-    INTERRUPT = 130
 
 
 class Signals:

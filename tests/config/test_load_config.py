@@ -146,10 +146,13 @@ def test_every_key_of_kempnerforge_loads():
                 "nan_consecutive_max",
                 "xla_flags",
                 "compilation_cache_dir",
+                "watchdog_setup_sec",
+                "watchdog_step_sec",
+                "watchdog_checkpoint_sec",
             )
         ),
         *(("data", key) for key in ("token_dtype", "eos_token_id", "shuffle", "order")),
-        ("distributed", "pp_chunks"),
+        *(("distributed", key) for key in ("pp_chunks", "heartbeat_timeout_sec")),
         ("eval", "datasets"),
         *(
             ("checkpoint", key)
