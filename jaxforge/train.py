@@ -63,6 +63,7 @@ from jaxforge.training.step import (
 from jaxforge.training.summary import schedule_summary, write_summary
 from jaxforge.training.throughput import ThroughputLog
 from jaxforge.training.validation import Validations
+from jaxforge.training.watchdog import Limits, Watchdog
 from jaxforge.training.watches import open_watches
 
 log = logging.getLogger("jaxforge.train")  # not __name__, which is __main__ under `python -m`
@@ -103,7 +104,16 @@ def run(config: JobConfig | Draft, hooks: Sequence[Hook] = ()) -> Exit:
     console = _console()
     setup_logging(console)
     host_memory.keep_freed_memory()
-    multihost.initialize()
+    known = config.known if isinstance(config, Draft) else config
+    with Watchdog(Limits.of(known.train)) as watchdog:
+        multihost.initialize(known.distributed.heartbeat_timeout_sec)
+        with multihost.leaving_at_once_on_failure():
+            return _run(config, hooks, console, watchdog)
+
+
+def _run(
+    config: JobConfig | Draft, hooks: Sequence[Hook], console: Console, watchdog: Watchdog
+) -> Exit:
     if isinstance(config, Draft):
         config = config.resolve(jax.device_count(), sequences_per_epoch)
     rules.check(config, jax.device_count())
@@ -114,7 +124,7 @@ def run(config: JobConfig | Draft, hooks: Sequence[Hook] = ()) -> Exit:
         jax.set_mesh(mesh),
         matmul_precision(config),
     ):
-        trainer = build(config, mesh, hooks, console)
+        trainer = build(config, mesh, hooks, console, watchdog)
         reason = None
         try:
             reason = trainer.train(signals)
@@ -137,7 +147,9 @@ def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 120)  # 80 would wrap in files and pipes
 
 
-def build(config: JobConfig, mesh: Mesh, hooks: Sequence[Hook], console: Console) -> Trainer:
+def build(
+    config: JobConfig, mesh: Mesh, hooks: Sequence[Hook], console: Console, watchdog: Watchdog
+) -> Trainer:
     """Everything a run needs, in the order in which a user's mistakes should surface.
 
     Nothing is written before the data has been checked.
@@ -150,6 +162,7 @@ def build(config: JobConfig, mesh: Mesh, hooks: Sequence[Hook], console: Console
     model = build_model(config)
     optimizer = build_optimizer(config, model.axes)
     checkpoints = _open_run_directory(config, model)
+    watchdog.write_stacks_to(_stacks(config))
     resolved = config.model_dump(mode="json")
     local = open_local(config.checkpoint, model.axes, resolved, model.stack)
     state, progress = starting_state(
@@ -190,6 +203,7 @@ def build(config: JobConfig, mesh: Mesh, hooks: Sequence[Hook], console: Console
         local=local,
         rollback=_rollback(config.train, checkpoints, local, restore),
         attribution=_attribution(config, mesh, model, dataset, progress),
+        watchdog=watchdog,
         tracker=tracker,
         open_watches=lambda steps: open_watches(config, mesh, tracker.host_times, steps.largest),
         profiler=profiler,
@@ -205,6 +219,10 @@ def _open_run_directory(config: JobConfig, model: Model) -> Checkpoints:
         log.info("%s", answer)
     resolved = config.model_dump(mode="json")
     return Checkpoints(directory, config.checkpoint, model.axes, resolved, stack=model.stack)
+
+
+def _stacks(config: JobConfig) -> Path:
+    return Path(config.checkpoint.dir) / "logs" / f"stacks_{jax.process_index()}.txt"
 
 
 def _open_foreign(path: str, config: JobConfig) -> Source:

@@ -23,6 +23,7 @@ from jaxforge.training.rollback import Rollback
 from jaxforge.training.state import TrainState
 from jaxforge.training.step import Batch, CompiledSteps, Controls, Metrics
 from jaxforge.training.validation import Validations
+from jaxforge.training.watchdog import Watchdog
 from jaxforge.training.watches import Watches, collecting_garbage
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class Trainer:
         local: where states are saved that need not last; None if they are not.
         rollback: takes the run back, where that is asked for.
         attribution: finds out whose fault a bad step is, where that is asked for.
+        watchdog: ends the process where it hangs.
         tracker: where metrics are logged.
         open_watches: what looks after the run, given the compiled step.
         profiler: traces some of the steps.
@@ -65,6 +67,7 @@ class Trainer:
     local: Checkpoints | None
     rollback: Rollback | None
     attribution: Attribution | None
+    watchdog: Watchdog
     tracker: Tracker
     open_watches: Callable[[CompiledSteps], Watches]
     profiler: Profiler
@@ -133,6 +136,7 @@ class Trainer:
         microbatches, rows, length = batch["labels"].shape
         self.progress.advance(microbatches * rows, microbatches * rows * length)
         self.tracker.end_step(self.progress.step, metrics)
+        self.watchdog.tick(self.progress.step)
         if self.attribution and int(metrics["consecutive"]):
             self.state, self._fault = self.attribution.examine(
                 self._train_step, self.state, batch, metrics, controls, first
@@ -165,8 +169,17 @@ class Trainer:
             return {}
         if not resumed:
             self.hooks.on_eval_begin(step)
-        with self.tracker.paused(), collecting_garbage(self.config):
-            metrics = self.validations.run(self.state, self.progress, signals.requested)
+
+        def asked_to_stop() -> Exit | None:
+            self.watchdog.tick()
+            return signals.requested()
+
+        with (
+            self.tracker.paused(),
+            collecting_garbage(self.config),
+            self.watchdog.section("evaluation"),
+        ):
+            metrics = self.validations.run(self.state, self.progress, asked_to_stop)
         if metrics is None:
             return {}
         self.tracker.log(step, metrics)
@@ -186,7 +199,7 @@ class Trainer:
             self._save_locally(self.local)
 
     def _save(self, evaluation: dict[str, float] | None = None) -> None:
-        with self.tracker.paused():
+        with self.tracker.paused(), self.watchdog.section("checkpoint"):
             self._reconcile()
             if self._halted:
                 return  # its parameters are those of the last good step, and its end is near
@@ -196,7 +209,7 @@ class Trainer:
             self.hooks.on_checkpoint_save(self.progress.step, path)
 
     def _save_locally(self, local: Checkpoints) -> None:
-        with self.tracker.paused():
+        with self.tracker.paused(), self.watchdog.section("checkpoint"):
             self._reconcile()
             if not self._halted and local.save(self.progress, self.state):
                 log.info("saving step %d to %s", self.progress.step, local.directory)
@@ -233,7 +246,7 @@ class Trainer:
         target = self.rollback.target(self.progress) if self.rollback else None
         if self.rollback is None or target is None:
             return Exit.NON_FINITE
-        with self.tracker.paused():
+        with self.tracker.paused(), self.watchdog.section("checkpoint"):
             self.state = self.rollback.go(self.state, self.progress, target)
             self._open_data()
         at = self.progress
@@ -249,7 +262,8 @@ class Trainer:
         if self._halted and not self.rollback:
             reason = Exit.NON_FINITE
             self.tracker.log_latest()
-        self.checkpoints.wait()
+        with self.watchdog.section("checkpoint"):
+            self.checkpoints.wait()
         self._report(reason)
         return reason
 
