@@ -96,8 +96,8 @@ class Trainer:
 
     def _begin(self, signals: Signals, exits: Exits) -> Exit | None:
         """Gets ready for the first step; a run may resume in an evaluation, or at its end."""
-        nothing_yet = self.checkpoints.latest() is None
-        if (self.rollback or self.due(self.progress.step)) and nothing_yet:
+        wanted = self.rollback or (self.progress.step == 0 and self.due(0))
+        if wanted and self.checkpoints.latest() is None:
             self._save()  # a rollback must have something to go back to
         reason = self._between_steps(signals, exits) if self.progress.validation else None
         if reason is None and self.progress.step < self.config.train.max_steps:
@@ -216,7 +216,7 @@ class Trainer:
 
     def _early_end(self, evaluation: dict[str, float]) -> Exit | None:
         """Early stopping, by what was logged last and evaluated now: the same on every process."""
-        step, metrics = self.progress.step, self.tracker.logged | evaluation
+        step, metrics = self.progress.step, self.tracker.take_logged() | evaluation
         why = self.early_stop.reason(step, metrics)
         self.progress.early_stop = self.early_stop.to_json()
         if why is None:
