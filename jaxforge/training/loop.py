@@ -267,6 +267,13 @@ class Trainer:
         self._report(reason)
         return reason
 
+    @property
+    def _bad_steps(self) -> str:
+        train = self.config.train
+        if "stop" in (train.on_nonfinite, train.on_spike):
+            return "the last step"
+        return f"{train.nan_consecutive_max} steps in a row"
+
     def close(self, reason: Exit | None) -> None:
         """Ends the run, however it went: waits for saves, tells the hooks, closes the sinks.
 
@@ -302,11 +309,15 @@ class Trainer:
             log.info("Training ended early: %d steps, %s tokens", step, f"{tokens:,}")
         elif reason is Exit.NON_FINITE:
             log.error(
-                "gave up at step %d: %d steps in a row had a loss or gradient norm that is not "
-                "finite; none of them changed the weights. The last checkpoint is step %s. Lower "
-                "optimizer.lr, look at the data of these steps, or raise train.nan_consecutive_max",
-                step, self.config.train.nan_consecutive_max, self.checkpoints.latest(),
+                "gave up at step %d: %s had a loss or gradient norm that is not finite, or a spike; "
+                "no such step changed the weights. The last checkpoint is step %s. Lower "
+                "optimizer.lr, look at the data of these steps (train.rerun_bad_steps names them), "
+                "or change train.on_nonfinite, on_spike or nan_consecutive_max",
+                step, self._bad_steps, self.checkpoints.latest(),
             )  # fmt: skip
+        elif reason is Exit.MACHINE:
+            log.error("left at step %d, unsaved; the last checkpoint is step %s",
+                      step, self.checkpoints.latest())  # fmt: skip
         else:
             log.info("stopped at step %d of %d; run the same command to go on",
                      step, self.config.train.max_steps)  # fmt: skip
