@@ -309,7 +309,7 @@ class Trainer:
             log.info("Training ended early: %d steps, %s tokens", step, f"{tokens:,}")
         elif reason is Exit.NON_FINITE:
             log.error(
-                "gave up at step %d: %s had a loss or gradient norm that is not finite, or a spike; "
+                "gave up at step %d: %s had a loss or gradient norm that is not finite or a spike; "
                 "no such step changed the weights. The last checkpoint is step %s. Lower "
                 "optimizer.lr, look at the data of these steps (train.rerun_bad_steps names them), "
                 "or change train.on_nonfinite, on_spike or nan_consecutive_max",
