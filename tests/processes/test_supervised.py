@@ -79,7 +79,11 @@ def test_who_fails_leaves_at_once_and_the_others_notice(error, code):
         )
         for index in range(2)
     ]  # fmt: skip
-    other, failed = [(p.communicate(timeout=45)[1], p.returncode) for p in processes]
+    try:
+        other, failed = [(p.communicate(timeout=45)[1], p.returncode) for p in processes]
+    finally:
+        for process in processes:
+            process.kill()
     assert failed[1] == code.code, failed[0]
     assert "of one process alone" in failed[0]
     assert other[1] == -signal.SIGABRT, other[0]

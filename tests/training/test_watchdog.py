@@ -49,6 +49,14 @@ def test_a_checkpoint_has_its_own_limit_and_suspends_the_step(watchdog):
     assert "10 s" in watchdog.idle(1)  # 9 s before the checkpoint, 1 s after
 
 
+def test_a_checkpoint_may_show_progress_too(watchdog):
+    with watchdog.section("checkpoint"):
+        for _ in range(3):
+            assert watchdog.idle(49) is None
+            watchdog.tick()
+        assert "train.watchdog_checkpoint_sec" in watchdog.idle(50)
+
+
 def test_an_evaluation_compiles_and_then_counts_batches_as_steps(watchdog):
     watchdog.tick(3)
     with watchdog.section("evaluation"):
