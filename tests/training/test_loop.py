@@ -82,6 +82,9 @@ class Checkpoints:
     def latest(self):
         return self.saved
 
+    def amend(self, progress):
+        self.events.append(f"amend {progress.step}")
+
     def wait(self):
         self.events.append("wait")
 
@@ -101,7 +104,10 @@ class Sink:
 
 
 class Signals:
-    """Stops where it is asked for the `at`-th time: after that step, without evaluations."""
+    """Stops where it is asked for the `at`-th time: after that step, without evaluations.
+
+    It is asked after each step and, in the evaluations below, once.
+    """
 
     name = "SIGTERM"
     interrupting = contextlib.nullcontext
@@ -111,7 +117,7 @@ class Signals:
 
     def requested(self):
         self.asked += 1
-        return Exit.SIGNAL if self.asked == self.at else None
+        return Exit.SIGNAL if self.at and self.asked >= self.at else None
 
     def wait_for(self, work):
         return work()
@@ -145,14 +151,18 @@ def batch():
     return {"labels": np.zeros((1, 8, 32))}
 
 
-def run(steps=6, log=100, evaluate=100, save=100, hooks=True, stop_at=None, bad=(), **train):
-    """Events of a run of `steps` steps; those in `bad` are not finite."""
-    events, counts = [], {"step": 0, "consecutive": 0, "total": 0}
+def run(
+    steps=6, log=100, evaluate=100, save=100, hooks=True, stop_at=None, bad=(), progress=None,
+    watches=lambda events: [], sections=None, **train,
+):  # fmt: skip
+    """Events of a run of `steps` steps, from `progress` on; those in `bad` are not finite."""
+    sections, progress = sections or {}, progress or Progress()
+    events, counts = [], {"step": progress.step, "consecutive": 0, "total": 0}
 
     def train_step(state, batch, controls):
         counts["step"] += 1
         step = counts["step"]
-        events.append(f"launch {step}")
+        events.append(f"launch {step}{'' if controls.apply else ' left out'}")
         counts["consecutive"] = counts["consecutive"] + 1 if step in bad else 0
         counts["total"] += step in bad
         scalars = {"loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "skipped": counts["total"],
@@ -172,16 +182,17 @@ def run(steps=6, log=100, evaluate=100, save=100, hooks=True, stop_at=None, bad=
     config = tiny_config(
         train={"max_steps": steps, "nan_consecutive_max": 3, **train},
         eval={"enabled": True, "dataset_path": "x", "interval": evaluate},
-        checkpoint={"interval": save},
+        checkpoint={"interval": save, **sections.get("checkpoint", {})},
+        early_stop=sections.get("early_stop", {}),
     )
 
     trainer = Trainer(
-        config=config, state=device_state(), progress=Progress(),
+        config=config, state=device_state(), progress=progress,
         lower_step=lambda state, batch: lambda: train_step,
         open_batches=lambda progress: itertools.repeat(batch(), steps),
         validations=Validations(events), checkpoints=Checkpoints(events), rollback=None,
         **schedule(config),
-        open_watches=lambda step: Watches(),
+        open_watches=lambda step: Watches(watches(events)),
         tracker=Tracker([Outlet("it", Sink(events), log)], Work(256, 8), Start(), 10**9),
         profiler=Profiler(config.profiling, Path()),
         hooks=HookRunner([Recorder(events)] if hooks else []),
