@@ -161,6 +161,22 @@ def test_each_sink_has_the_mean_loss_of_its_own_interval(clock):
     assert [line["interval/loss"] for line in seldom.lines.values()] == [1.0, 3.0, 6.5]
 
 
+def test_the_first_means_of_a_resumed_run_are_of_the_steps_since(clock):
+    """MindSpeed takes all steps since the first, but only the losses since the resume."""
+    sink = Kept()
+    tracker = Tracker([Outlet("a", sink, 2)], Work(100), Start(10, 10, skipped=3), 10**9)
+    clock.now += 50.0  # restoring and compiling
+    tracker.start_clock()
+    for step, loss in ((11, 5.0), (12, 7.0)):
+        clock.now += 2.0
+        tracker.end_step(step, scalars(step, loss, skipped=3))
+    tracker.close()
+    line = sink.lines[12]
+    assert (line["interval/loss"], line["interval/skipped_steps"]) == (6.0, 0.0)
+    assert line["train/step_time_sec"] == pytest.approx(2.0)
+    assert line["train/loss"] == 7.0
+
+
 def test_a_hosts_own_time_is_the_wait_for_data_and_the_launch(clock):
     tracker = Tracker([], Work(100), Start(), 10)
     before = tracker.host_times()

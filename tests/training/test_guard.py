@@ -58,6 +58,17 @@ def test_stop_halts_at_once_and_warn_applies():
     assert (int(state.nonfinite), int(state.total)) == (2, 0)
 
 
+def test_an_update_that_is_left_out_is_not_judged():
+    guard, nan = Guard(TrainConfig(nan_consecutive_max=2)), jnp.float32(jnp.nan)
+    _, after_one = guard.judge(GuardState.fresh(), nan, nan)
+    for loss in (nan, jnp.float32(1)):
+        applied, state = guard.judge(after_one, loss, loss, apply=False)
+        assert not applied
+        assert not guard.halted(state)
+        expected = {"consecutive": 1, "total": 2, "nonfinite": 1, "spikes": 0, "good": 0}
+        assert counts(state) == expected
+
+
 def test_a_spike_is_a_matter_of_what_was_normal():
     applied, _, state = judge([*NORMAL, 2.5, *NORMAL[:3], 2.06], **SPIKES)
     assert applied == [True] * 40 + [False] + [True] * 4

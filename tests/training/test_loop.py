@@ -83,6 +83,9 @@ class Checkpoints:
     def latest(self):
         return self.saved
 
+    def amend(self, progress):
+        self.events.append(f"amend {progress.step}")
+
     def wait(self):
         self.events.append("wait")
 
@@ -102,7 +105,10 @@ class Sink:
 
 
 class Signals:
-    """Stops where it is asked for the `at`-th time: after that step, without evaluations."""
+    """Stops where it is asked for the `at`-th time: after that step, without evaluations.
+
+    It is asked after each step and, in the evaluations below, once.
+    """
 
     name = "SIGTERM"
     interrupting = contextlib.nullcontext
@@ -112,7 +118,7 @@ class Signals:
 
     def requested(self):
         self.asked += 1
-        return Exit.SIGNAL if self.asked == self.at else None
+        return Exit.SIGNAL if self.at and self.asked >= self.at else None
 
     def wait_for(self, work):
         return work()
@@ -146,14 +152,18 @@ def batch():
     return {"labels": np.zeros((1, 8, 32))}
 
 
-def run(steps=6, log=100, evaluate=100, save=100, hooks=True, stop_at=None, bad=(), **train):
-    """Events of a run of `steps` steps; those in `bad` are not finite."""
-    events, counts = [], {"step": 0, "consecutive": 0, "total": 0}
+def run(
+    steps=6, log=100, evaluate=100, save=100, hooks=True, stop_at=None, bad=(), progress=None,
+    watches=lambda events: [], sections=None, **train,
+):  # fmt: skip
+    """Events of a run of `steps` steps, from `progress` on; those in `bad` are not finite."""
+    sections, progress = sections or {}, progress or Progress()
+    events, counts = [], {"step": progress.step, "consecutive": 0, "total": 0}
 
     def train_step(state, batch, controls):
         counts["step"] += 1
         step = counts["step"]
-        events.append(f"launch {step}")
+        events.append(f"launch {step}{'' if controls.apply else ' left out'}")
         counts["consecutive"] = counts["consecutive"] + 1 if step in bad else 0
         counts["total"] += step in bad
         scalars = {"loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "skipped": counts["total"],
@@ -173,18 +183,19 @@ def run(steps=6, log=100, evaluate=100, save=100, hooks=True, stop_at=None, bad=
     config = tiny_config(
         train={"max_steps": steps, "nan_consecutive_max": 3, **train},
         eval={"enabled": True, "dataset_path": "x", "interval": evaluate},
-        checkpoint={"interval": save},
+        checkpoint={"interval": save, **sections.get("checkpoint", {})},
+        early_stop=sections.get("early_stop", {}),
     )
 
     trainer = Trainer(
-        config=config, state=device_state(), progress=Progress(),
+        config=config, state=device_state(), progress=progress,
         lower_step=lambda state, batch: lambda: train_step,
         open_batches=lambda progress: itertools.repeat(batch(), steps),
         validations=Validations(events), checkpoints=Checkpoints(events),
         local=None,
         watchdog=Watchdog(Limits(0, 0, 0)), rollback=None, attribution=None,
         **schedule(config),
-        open_watches=lambda step: Watches(),
+        open_watches=lambda step: Watches(watches(events)),
         tracker=Tracker([Outlet("it", Sink(events), log)], Work(256, 8), Start(), 10**9),
         profiler=Profiler(config.profiling, Path()),
         hooks=HookRunner([Recorder(events)] if hooks else []),
