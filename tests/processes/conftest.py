@@ -96,9 +96,9 @@ class Run:
         found = (self.directory / "checkpoints").glob("step_*")
         return sorted(int(p.name.split("_")[1]) for p in found if p.name.split("_")[1].isdigit())
 
-    def wait_for_step(self, step: int, process: subprocess.Popen) -> None:
+    def wait_for_step(self, step: int, process: subprocess.Popen, seconds: float = 60) -> None:
         path = self.directory / "metrics.jsonl"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and process.poll() is None:
             if path.exists() and f'"step": {step},' in path.read_text():
                 return
