@@ -74,7 +74,6 @@ class Tracker:
 
     Attributes:
         consecutive_bad: bad steps in a row, as of the last metrics fetched.
-        logged: the metrics of the last step that was logged; empty before the first.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Tracker:
         self._outlets, self._work, self._start, self._last_step = outlets, work, start, last_step
         self._datasets = datasets
         self.consecutive_bad = 0
-        self.logged: Metrics = {}
+        self._logged: Metrics = {}
         self._latest: _Launched | None = None
         # Losses since the last fetch, each with the run's count of skipped steps after it. Beyond a
         # thousand they would cost more to read than they add to a mean.
@@ -125,6 +124,11 @@ class Tracker:
         """Logs the latest step now where it is due, waiting for the device."""
         if self._latest is not None and (due := self._due(self._latest.step)):
             self._log_latest(self._latest, due)
+
+    def take_logged(self) -> Metrics:
+        """The metrics of the last step that was logged, once; empty where none was since."""
+        logged, self._logged = self._logged, {}
+        return logged
 
     def log_latest(self) -> None:
         """Logs the metrics of the latest step everywhere, due or not."""
@@ -198,7 +202,7 @@ class Tracker:
             **self._smoothed.update(losses, _steps(since, now), speed),
             **memory(jax.local_devices()),
         }
-        self.logged = metrics
+        self._logged = metrics
         for i in outlets:
             self._outlets[i].write(step, metrics | self._interval(self._written[i], now))
             self._written[i] = now

@@ -17,15 +17,15 @@ def free_port():
         return s.getsockname()[1]
 
 
-def start_both(run, *overrides, devices=1, torchrun=False):
+def start_both(run, *overrides, devices=1, torchrun=False, count=2):
     port = free_port()
     processes = []
-    for index in range(2):
+    for index in range(count):
         if torchrun:
-            env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2",
+            env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count),
                    "RANK": str(index)}  # fmt: skip
         else:
-            env = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2",
+            env = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count),
                    "JAX_PROCESS_ID": str(index)}  # fmt: skip
         processes.append(run.start(*overrides, devices=devices, **env))
     return processes
@@ -33,7 +33,7 @@ def start_both(run, *overrides, devices=1, torchrun=False):
 
 def finish_both(processes, code=0):
     outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert [p.returncode for p in processes] == [code, code], "\n=====\n".join(outputs)
+    assert {p.returncode for p in processes} == {code}, "\n=====\n".join(outputs)
     return outputs
 
 
@@ -59,6 +59,14 @@ def test_begun_by_one_process_ended_by_two(new_run, alone):
     run = new_run("taken_over")
     run.finish(*OVERRIDES, "--train.max_steps=10")
     finish_both(start_both(run, *OVERRIDES, torchrun=True))
+    np.testing.assert_allclose(list(run.losses().values()), alone, rtol=1e-5)
+
+
+def test_begun_by_four_processes_ended_by_two(new_run, alone):
+    run = new_run("four")
+    mesh = ["--distributed.dp_replicate=2", "--distributed.dp_shard=2"]
+    finish_both(start_both(run, *OVERRIDES, *mesh, "--train.max_steps=10", count=4))
+    finish_both(start_both(run, *OVERRIDES))
     np.testing.assert_allclose(list(run.losses().values()), alone, rtol=1e-5)
 
 
