@@ -1,13 +1,10 @@
 """What the loop does between two steps, and where other loops went wrong there."""
 
 import dataclasses
-import json
-import types
 
 import jax
 import pytest
 
-from jaxforge.training import exits
 from jaxforge.training.exits import Exit
 from jaxforge.training.hooks import Hook, HookRunner
 from jaxforge.training.progress import Progress
@@ -69,17 +66,6 @@ def test_named_steps_draw_their_batch_and_are_left_out():
     assert trainer.progress.samples == 3 * 8
 
 
-def test_an_end_off_the_schedule_leaves_a_checkpoint(monkeypatch):
-    """Megatron-Bridge leaves none where the step was saved to a local disk only."""
-    events, reason, _ = run(steps=10, save=3, exit_interval=4)
-    assert (reason, saves(events)) == (Exit.INTERVAL, [3, 4])
-    clock = iter(range(0, 10_000, 25))  # seconds: read once at the start, then after each step
-    fake = types.SimpleNamespace(monotonic=lambda: next(clock), strftime=lambda form: "now")
-    monkeypatch.setattr(exits, "time", fake)
-    events, reason, _ = run(steps=10, save=3, exit_duration_in_mins=1.5)
-    assert (reason, saves(events)) == (Exit.DURATION, [3, 4])
-
-
 def test_an_early_end_leaves_a_checkpoint():
     events, reason, _ = run(steps=9, log=1, sections={"early_stop": {"active": True,
                                                                      "max_steps": 4}})  # fmt: skip
@@ -106,20 +92,3 @@ def test_saves_are_waited_for_when_a_run_fails():
         failing.train(Signals())
     failing.close(None)
     assert events[-1] == "close"
-
-
-def test_a_run_that_stops_in_an_evaluation_goes_on_in_it():
-    """Hooks hear of its beginning once and of its end once."""
-    stopped, reason, trainer = run(steps=4, evaluate=2, stop_at=2)
-    assert reason is Exit.SIGNAL
-    assert saves(stopped) == [2]
-    assert "eval begins 2" in stopped
-    assert "eval hook 2" not in stopped
-    kept = Progress.from_json(json.loads(json.dumps(trainer.progress.to_json())))
-    assert (kept.stage, kept.validation.pending) == ("validation", ["a"])
-    resumed, reason, trainer = run(steps=4, evaluate=2, progress=kept)
-    before_step_3 = resumed[: resumed.index("launch 3")]
-    assert before_step_3 == ["begin", "evaluate from 1", "log 2 eval", "eval hook 2", "amend 2"]
-    assert reason is Exit.COMPLETED
-    assert "eval begins 4" in resumed
-    assert trainer.progress.stage == "training"

@@ -1,10 +1,6 @@
 """Why a run leaves: in which order that is asked, what is said, and who decides for all."""
 
 import logging
-import os
-import signal
-import threading
-import time
 import types
 
 import jax
@@ -13,7 +9,7 @@ import pytest
 from jaxforge import train
 from jaxforge.config.train import TrainConfig
 from jaxforge.training import exits
-from jaxforge.training.exits import Exit, Exits, Interrupted, Signals
+from jaxforge.training.exits import Exit, Exits, Signals
 from tests.conftest import tiny_config
 
 
@@ -88,27 +84,6 @@ def test_one_clock_decides_for_all_processes(clock, monkeypatch, process, sent):
     clock.seconds = 1000.0
     assert asked.requested(7) is None
     assert signals.sent == sent
-
-
-def test_a_signal_is_answered_while_compiled_code_runs():
-    released = threading.Event()
-
-    def compile_for_ever():
-        while not signals.left_work:  # until the main thread waits
-            time.sleep(0.001)
-        os.kill(os.getpid(), signal.SIGTERM)
-        released.wait(60)
-
-    with Signals(timeout_seconds=60) as signals:
-        try:
-            with pytest.raises(Interrupted):
-                signals.wait_for(compile_for_ever)
-        finally:
-            released.set()
-        assert signals.left_work
-        assert signals.requested() is Exit.SIGNAL
-        with pytest.raises(Interrupted), signals.interrupting():
-            pytest.fail("there is no waiting for data any more")
 
 
 def test_work_that_no_signal_cuts_short_is_waited_for():

@@ -83,9 +83,6 @@ class Checkpoints:
     def latest(self):
         return self.saved
 
-    def amend(self, progress):
-        self.events.append(f"amend {progress.step}")
-
     def wait(self):
         self.events.append("wait")
 
@@ -105,10 +102,7 @@ class Sink:
 
 
 class Signals:
-    """Stops where it is asked for the `at`-th time: after that step, without evaluations.
-
-    It is asked after each step and, in the evaluations below, once.
-    """
+    """Stops where it is asked for the `at`-th time: after that step, without evaluations."""
 
     name = "SIGTERM"
     interrupting = contextlib.nullcontext
@@ -118,7 +112,7 @@ class Signals:
 
     def requested(self):
         self.asked += 1
-        return Exit.SIGNAL if self.at and self.asked >= self.at else None
+        return Exit.SIGNAL if self.asked == self.at else None
 
     def wait_for(self, work):
         return work()
@@ -153,12 +147,12 @@ def batch():
 
 
 def run(
-    steps=6, log=100, evaluate=100, save=100, hooks=True, stop_at=None, bad=(), progress=None,
+    steps=6, log=100, evaluate=100, save=100, hooks=True, stop_at=None, bad=(),
     watches=lambda events: [], sections=None, **train,
 ):  # fmt: skip
-    """Events of a run of `steps` steps, from `progress` on; those in `bad` are not finite."""
-    sections, progress = sections or {}, progress or Progress()
-    events, counts = [], {"step": progress.step, "consecutive": 0, "total": 0}
+    """Events of a run of `steps` steps; those in `bad` are not finite."""
+    sections = sections or {}
+    events, counts = [], {"step": 0, "consecutive": 0, "total": 0}
 
     def train_step(state, batch, controls):
         counts["step"] += 1
@@ -188,7 +182,7 @@ def run(
     )
 
     trainer = Trainer(
-        config=config, state=device_state(), progress=progress,
+        config=config, state=device_state(), progress=Progress(),
         lower_step=lambda state, batch: lambda: train_step,
         open_batches=lambda progress: itertools.repeat(batch(), steps),
         validations=Validations(events), checkpoints=Checkpoints(events),
