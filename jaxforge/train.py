@@ -131,7 +131,8 @@ def _run(
             if reason is Exit.UNHEALTHY:
                 _leave(reason)  # whatever waits for the devices may wait for ever
         finally:
-            trainer.close(reason)
+            with watchdog.section("checkpoint"):
+                trainer.close(reason)
     if signals.left_work:
         _leave(reason)  # the compiler must not find the process half gone
     return reason
