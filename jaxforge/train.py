@@ -123,7 +123,8 @@ def build(config: JobConfig, mesh: Mesh, hooks: HookRunner, console: Console) ->
     tracker = _tracker(console, config, progress, samples * config.train.seq_len)
     remaining = max(0, config.train.max_steps - progress.step)
     batches = loader.training_batches(config, mesh, dataset, progress.samples, remaining)
-    step = make_train_step(model, optimizer, config, mesh, keep_gradients=hooks.needs_gradients)
+    collect = (*config.metrics.collect, *hooks.collect)
+    step = make_train_step(model, optimizer, config, mesh, collect=collect)
     train_step, batches = _compile(step, state, batches, flags) if remaining else (step, batches)
     return Trainer(
         config=config,
@@ -187,7 +188,8 @@ def _tracker(
 ) -> Tracker:
     outlets = open_outlets(console, config, progress.run_id, progress.step)
     start = Start(progress.step, progress.tokens, progress.skipped)
-    return Tracker(outlets, Work.of(config, tokens_per_step), start, config.train.max_steps)
+    work, extras = Work.of(config, tokens_per_step), config.metrics.collect
+    return Tracker(outlets, work, start, config.train.max_steps, extras)
 
 
 def _announce(console: Console, config: JobConfig, model: Model, mesh: Mesh, samples: int) -> None:

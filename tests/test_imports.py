@@ -11,8 +11,9 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS = {
     "errors": set(),
+    "registry": {"errors"},
     "cli": {"errors"},
-    "config": {"errors"},
+    "config": {"errors", "registry"},
     "parallel": {"errors", "config"},
     "data": {"errors", "config", "parallel"},
     "model": {"errors", "config", "parallel"},

@@ -2,11 +2,15 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from jaxforge.config.section import Section, Weights, WeightTable
+from jaxforge.registry import Registry
+
+DATASETS = Registry("data.dataset_type", "auto")
+"""Kinds of training sets: `data.loader`."""
 
 
 class DatasetSource(Section):
@@ -43,6 +47,8 @@ class TrainingPhase(Section):
 class DataConfig(Section):
     """Sources, order and reading; datasets wins over dataset_path, that over hf_dataset_name."""
 
+    dataset_type: Annotated[str, DATASETS] = "auto"
+    """auto takes the sources that the keys here name; others are registered (docs/library.md)."""
     dataset_path: str = ""
     """Directory of token shards; with no source at all, tokens are random."""
     file_pattern: str = "*.npy"

@@ -18,20 +18,20 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import grain
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxforge.config.data import DataConfig
+from jaxforge.config.data import DATASETS, DataConfig
 from jaxforge.config.eval import EvalSource
 from jaxforge.config.job import JobConfig
 from jaxforge.data.huggingface import cached_shards, load_dataset
 from jaxforge.data.order import GrainOrder, Order, TorchOrder
 from jaxforge.data.packing import IGNORE, split_packed, split_window
-from jaxforge.data.stream import StreamedTokens, Streams
+from jaxforge.data.stream import StreamedTokens
 from jaxforge.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 from jaxforge.data.tokens import SyntheticTokens, TokenShards
 from jaxforge.errors import UserError
@@ -48,6 +48,22 @@ _ITEM_TOKENS = 1 << 15  # read at a time, if updates are smaller
 _AHEAD = 2  # batches on the devices: the one in use and the next
 
 
+class Windows(Protocol):
+    """Windows of seq_len + 1 tokens in random access; read by several threads at once."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    def __getitem__(self, index: int, /) -> np.ndarray:
+        """One window, int32 [seq_len + 1]."""
+        ...
+
+    def batch(self, indices: Sequence[int], /) -> np.ndarray:
+        """Windows, int32 [n, seq_len + 1]."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Dataset:
     """Sequences in random access.
@@ -57,7 +73,7 @@ class Dataset:
         split: windows [..., seq + 1] -> example, each array [..., seq].
     """
 
-    source: TokenShards | SyntheticTokens | Streams
+    source: Windows
     split: Callable[[np.ndarray], Example]
 
     def __len__(self) -> int:
@@ -88,12 +104,27 @@ class Streaming:
         return Dataset(self.source.start(first, layout.rows, layout.local_rows), self.split)
 
 
+DatasetBuilder = Callable[[JobConfig], Dataset | Streaming]
+"""config -> training set."""
+
+
 def open_training_data(config: JobConfig) -> Dataset | Streaming:
-    """The training set: token shards, a Hugging Face dataset, or else synthetic tokens.
+    """The training set that `data.dataset_type` asks for.
 
     Raises:
         UserError: the data are missing, damaged or do not fit the model.
     """
+    return DATASETS[config.data.dataset_type](config)
+
+
+def register_dataset(name: str) -> Callable[[DatasetBuilder], DatasetBuilder]:
+    """Decorates what opens the training set that `data.dataset_type` calls `name`."""
+    return DATASETS.register(name)
+
+
+@register_dataset("auto")
+def _open_named(config: JobConfig) -> Dataset | Streaming:
+    """Token shards, a Hugging Face dataset, or else synthetic tokens."""
     data = config.data
     if data.dataset_path or (data.hf_dataset_name and not data.hf_streaming):
         return _open_shards(config, data, "data")

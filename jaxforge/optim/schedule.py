@@ -19,14 +19,18 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxforge.config.scheduler import SchedulerConfig
+from jaxforge.config.scheduler import SCHEDULERS, SchedulerConfig
 
 Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
 """Updates made so far -> factor on the learning rate, float32."""
 
-_Decay = Callable[[Array, float], Array]  # (progress p in [0, 1], floor r) -> factor
+ScheduleBuilder = Callable[[SchedulerConfig, int], Schedule]
+"""(the `[scheduler]` section, `train.max_steps`) -> schedule."""
 
-_DECAYS: dict[str, _Decay] = {
+Decay = Callable[[Array, float], Array]
+"""(progress p in [0, 1], floor r) -> factor."""
+
+_DECAYS: dict[str, Decay] = {
     "cosine": lambda p, r: r + 0.5 * (1 - r) * (1 + jnp.cos(jnp.pi * p)),
     "linear": lambda p, r: 1 - (1 - r) * p,
     "sqrt": lambda p, r: r + (1 - r) * jnp.sqrt(1 - p),
@@ -36,19 +40,28 @@ _DECAYS: dict[str, _Decay] = {
 
 def build_schedule(config: SchedulerConfig, max_steps: int) -> Schedule:
     """The schedule that `[scheduler]` asks for, in a run of `max_steps` updates."""
-    if config.name == "none":
-        return lambda n: jnp.ones((), jnp.float32)
-    stable = (config.stable_steps or 0) if config.name == "wsd" else 0
-    decay_steps = config.decay_steps or max_steps - config.warmup_steps - stable
-    if config.name == "rex":
-        decay_steps = max(decay_steps, 1)
-    decay = _decay_function(config)
+    return SCHEDULERS[config.name](config, max_steps)
+
+
+def register_scheduler(name: str) -> Callable[[ScheduleBuilder], ScheduleBuilder]:
+    """Decorates what builds the schedule that `scheduler.name` calls `name`.
+
+    Its warm-up is its own business; `warmup_then` has that of the others.
+    """
+    return SCHEDULERS.register(name)
+
+
+def warmup_then(
+    decay: Decay, config: SchedulerConfig, max_steps: int, stable_steps: int = 0
+) -> Schedule:
+    """Warm-up, `stable_steps` at 1, then the decay."""
+    before = config.warmup_steps + stable_steps
+    decay_steps = config.decay_steps or max_steps - before
 
     def schedule(n: Int[Array, ""]) -> Float[Array, ""]:
         n = jnp.asarray(n, jnp.float32)
-        since = n - config.warmup_steps - stable
-        # A decay of no length never starts (but rex's, which ends at once).
-        p = jnp.clip(since / decay_steps, 0.0, 1.0) if decay_steps > 0 else jnp.zeros(())
+        # A decay of no length never starts.
+        p = jnp.clip((n - before) / decay_steps, 0.0, 1.0) if decay_steps > 0 else jnp.zeros(())
         factor = decay(p, config.min_lr_ratio)
         warmup = n / max(config.warmup_steps, 1)
         return jnp.where(n < config.warmup_steps, warmup, factor).astype(jnp.float32)
@@ -56,9 +69,28 @@ def build_schedule(config: SchedulerConfig, max_steps: int) -> Schedule:
     return schedule
 
 
-def _decay_function(config: SchedulerConfig) -> _Decay:
-    if config.name == "wsd":
-        return _DECAYS[config.wsd_decay_type]
-    if config.name == "rex":
-        return lambda p, r: jnp.maximum(r, (1 - p) ** config.rex_alpha)
-    return _DECAYS[config.name]
+@register_scheduler("cosine")
+@register_scheduler("linear")
+@register_scheduler("constant")
+def _by_name(config: SchedulerConfig, max_steps: int) -> Schedule:
+    return warmup_then(_DECAYS[config.name], config, max_steps)
+
+
+@register_scheduler("wsd")
+def _wsd(config: SchedulerConfig, max_steps: int) -> Schedule:
+    return warmup_then(_DECAYS[config.wsd_decay_type], config, max_steps, config.stable_steps or 0)
+
+
+@register_scheduler("rex")
+def _rex(config: SchedulerConfig, max_steps: int) -> Schedule:
+    def decay(p: Array, floor: float) -> Array:
+        return jnp.maximum(floor, (1 - p) ** config.rex_alpha)
+
+    left = config.decay_steps or max_steps - config.warmup_steps
+    at_least_one = config.model_copy(update={"decay_steps": max(left, 1)})  # it ends at once
+    return warmup_then(decay, at_least_one, max_steps)
+
+
+@register_scheduler("none")
+def _none(config: SchedulerConfig, max_steps: int) -> Schedule:
+    return lambda n: jnp.ones((), jnp.float32)

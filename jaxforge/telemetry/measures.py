@@ -5,7 +5,8 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 
@@ -85,6 +86,21 @@ def memory(devices: Iterable[jax.Device]) -> Metrics:
     if gb.get("gpu/total_gb") and "gpu/peak_gb" in gb:
         gb["gpu/mem_utilization"] = gb["gpu/peak_gb"] / gb["gpu/total_gb"]
     return gb
+
+
+def collected(extras: Mapping[str, Any]) -> Metrics:
+    """`train/*` of what `metrics.collect` asks for; norms of layers as `train/grad_norm/*`."""
+    metrics: Metrics = {}
+    for name, value in extras.items():
+        if name != "grad_norms_per_layer":
+            metrics[f"train/{name}"] = float(value)
+            continue
+        for part, norm in value.items():
+            norms = (
+                {part: norm} if norm.ndim == 0 else {f"{part}.{i}": n for i, n in enumerate(norm)}
+            )
+            metrics |= {f"train/grad_norm/{where}": float(n) for where, n in norms.items()}
+    return metrics
 
 
 class Smoothed:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Float
 
-from jaxforge.telemetry.measures import Smoothed, Work, memory
+from jaxforge.telemetry.measures import Smoothed, Work, collected, memory
 from jaxforge.telemetry.outlets import Outlet
 from jaxforge.telemetry.sinks import Metrics
 
@@ -54,12 +54,21 @@ class Tracker:
         work: what an update takes.
         start: where the run goes on from.
         last_step: `train.max_steps`.
+        extras: `metrics.collect`; logged besides.
 
     Attributes:
         consecutive_bad: bad steps in a row, as of the last metrics fetched.
     """
 
-    def __init__(self, outlets: Sequence[Outlet], work: Work, start: Start, last_step: int) -> None:
+    def __init__(
+        self,
+        outlets: Sequence[Outlet],
+        work: Work,
+        start: Start,
+        last_step: int,
+        extras: Sequence[str] = (),
+    ) -> None:
+        self._extras = extras
         self._outlets, self._work, self._start, self._last_step = outlets, work, start, last_step
         self.consecutive_bad = 0
         self._latest: _Launched | None = None
@@ -84,7 +93,7 @@ class Tracker:
     def end_step(self, step: int, metrics: dict[str, Array]) -> None:
         """Takes a step that has been launched; logs the one before it, where that was due."""
         self.flush()
-        fetched = {name: metrics[name] for name in _FETCHED}
+        fetched = {name: metrics[name] for name in (*_FETCHED, *self._extras)}
         self._latest = _Launched(step, fetched, self._waited)
         self._losses.append(metrics["loss"])
 
@@ -142,6 +151,7 @@ class Tracker:
             "train/lr": float(values["lr"]),
             "train/tokens": self._tokens(step, int(values["skipped"])),
             "train/skipped_steps": float(values["skipped"]),
+            **collected({name: values[name] for name in self._extras}),
             **self._smoothed.update(losses, _steps(since, now), speed),
             **memory(jax.local_devices()),
         }

@@ -39,7 +39,8 @@ from jaxforge.parallel.sharding import (
 )
 from jaxforge.pipeline import lock_step
 from jaxforge.pipeline.schedule import SCHEDULES
-from jaxforge.training.loss import Scales, tiles_of, token_scales, valid_tokens, weighted_loss
+from jaxforge.training.loss import Scales, token_scales, valid_tokens
+from jaxforge.training.losses import build_loss
 
 Batch = dict[str, Int[Array, "m b s"]]
 """`input_ids`, `labels` and, when packed, `doc_ids`: [microbatches, sequences, tokens]."""
@@ -133,9 +134,8 @@ def _loss(
     token_scale: Array,
     scales: Scales,
 ) -> Array:
-    head, labels = model.head(params), microbatch["labels"]
-    tiles = tiles_of(config, labels, head, model.how.tile)
-    return weighted_loss(tiles, hidden, head, labels, Scales(token_scale, scales.position))
+    loss, head = build_loss(config, model), model.head(params)
+    return loss(hidden, head, microbatch["labels"], Scales(token_scale, scales.position))
 
 
 def _checked(model: Model) -> bool:

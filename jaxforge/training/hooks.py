@@ -45,15 +45,15 @@ class StepContext:
 
     @property
     def gradients(self) -> PyTree:
-        """Gradients before clipping; only for hooks whose `needs_gradients` is true."""
-        return self.metrics["gradients"]
+        """Gradients before clipping; only for hooks that collect "grads"."""
+        return self.metrics["grads"]
 
 
 class Hook:
     """Does nothing at every event; override what you need."""
 
-    needs_gradients = False
-    """Keeps the gradients of each step alive until its hooks have run; costs their memory."""
+    collect: tuple[str, ...] = ()
+    """What every step is to compute for `on_step_end`, among `training.collect.COLLECTED`."""
 
     def on_train_begin(self, config: JobConfig) -> None:
         """Before the first step."""
@@ -61,8 +61,11 @@ class Hook:
     def on_step_end(self, context: StepContext) -> None:
         """After each step, once its metrics (where due) are logged."""
 
+    def on_eval_begin(self, step: int) -> None:
+        """Before each evaluation."""
+
     def on_eval_end(self, metrics: dict[str, float], step: int) -> None:
-        """After each evaluation."""
+        """After each evaluation, once its metrics are logged."""
 
     def on_checkpoint_save(self, step: int, path: Path) -> None:
         """When a save has started; it may not be durable yet."""
@@ -76,7 +79,7 @@ class HookRunner(Hook):
 
     def __init__(self, hooks: Sequence[Hook] = ()) -> None:
         self._hooks = tuple(hooks)
-        self.needs_gradients = any(hook.needs_gradients for hook in hooks)
+        self.collect = tuple(name for hook in hooks for name in hook.collect)
         self.watches_steps = any(type(h).on_step_end is not Hook.on_step_end for h in hooks)
 
     def on_train_begin(self, config: JobConfig) -> None:
@@ -88,6 +91,11 @@ class HookRunner(Hook):
         """Calls each hook."""
         for hook in self._hooks:
             hook.on_step_end(context)
+
+    def on_eval_begin(self, step: int) -> None:
+        """Calls each hook."""
+        for hook in self._hooks:
+            hook.on_eval_begin(step)
 
     def on_eval_end(self, metrics: dict[str, float], step: int) -> None:
         """Calls each hook."""

@@ -1,6 +1,6 @@
 """One update as one executable: gradients over microbatches, guard, optimizer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,12 +11,13 @@ from jaxtyping import Array, Float
 from jaxforge.config.job import JobConfig
 from jaxforge.model.transformer import Model
 from jaxforge.optim.optimizer import global_norm, learning_rate, updates_made
+from jaxforge.training.collect import Step, check_collect, collected
 from jaxforge.training.gradients import Batch, make_gradients
 from jaxforge.training.guard import select
 from jaxforge.training.state import TrainState, state_shardings
 
 Metrics = dict[str, Any]
-"""Scalars on the device; the pytree `gradients` where asked for."""
+"""What a step returns, on the device; `training.result.StepResult` is a typed view of it."""
 
 
 class Controls(NamedTuple):
@@ -38,12 +39,21 @@ def make_train_step(
     config: JobConfig,
     mesh: Mesh,
     *,
-    keep_gradients: bool = False,
+    collect: Iterable[str] = (),
 ) -> jax.stages.Wrapped:
     """The jitted step `(state, batch, controls) -> (state, metrics)`; the state is donated.
 
-    `keep_gradients` adds them, before clipping, to the metrics.
+    Args:
+        model: the model.
+        optimizer: what `build_optimizer` made.
+        config: a validated config.
+        mesh: where the state lies.
+        collect: more for the metrics to hold, among `training.collect.COLLECTED`.
+
+    Raises:
+        UserError: there is no such thing to collect.
     """
+    wanted = check_collect(collect)
     gradients = make_gradients(model, config, mesh)
     lr = learning_rate(config)
     limit = config.train.nan_consecutive_max
@@ -60,7 +70,8 @@ def make_train_step(
         params = optax.apply_updates(state.params, updates)
         params, opt_state = select(good, (params, opt_state), (state.params, state.opt_state))
         new = TrainState(state.step + 1, params, opt_state, guard)
-        new = select(~state.guard.halted(limit), new, state)
+        goes_on = ~state.guard.halted(limit)
+        new = select(goes_on, new, state)
         metrics: Metrics = {
             "loss": loss,
             "grad_norm": grad_norm,
@@ -68,9 +79,8 @@ def make_train_step(
             "skipped": new.guard.total,
             "consecutive": new.guard.consecutive,
         }
-        if keep_gradients:
-            metrics["gradients"] = grads
-        return new, metrics
+        parts = Step(grads, updates, good & goes_on, new.params, model.stack)
+        return new, metrics | collected(wanted, parts)
 
     shardings = state_shardings(model, optimizer, mesh)
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))

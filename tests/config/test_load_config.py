@@ -148,14 +148,21 @@ def test_every_key_of_kempnerforge_loads():
                 "compilation_cache_dir",
             )
         ),
-        *(("data", key) for key in ("token_dtype", "eos_token_id", "shuffle", "order")),
+        *(
+            ("data", key)
+            for key in ("dataset_type", "token_dtype", "eos_token_id", "shuffle", "order")
+        ),
+        ("plugins", "modules"),
         ("distributed", "pp_chunks"),
         ("eval", "datasets"),
         *(
             ("checkpoint", key)
             for key in ("keep_best_n", "best_metric", "export_interval", "export_last")
         ),
-        *(("metrics", key) for key in ("tensorboard_interval", "wandb_interval", "peak_tflops")),
+        *(
+            ("metrics", key)
+            for key in ("tensorboard_interval", "wandb_interval", "peak_tflops", "collect")
+        ),
         *(("profiling", key) for key in ("hosts", "python_tracer")),
     }
     every = {(name, key) for name, table in config for key in type(table).model_fields}
