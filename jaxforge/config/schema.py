@@ -15,6 +15,9 @@ from jaxforge.config.train import LOSSES
 Node = dict[str, Any]
 """The JSON schema of one value."""
 
+REGISTRIES = (MODELS, LOSSES, OPTIMIZERS, SCHEDULERS, DATASETS)
+"""The keys whose values may be registered."""
+
 _TYPES = {"integer": "int", "number": "float", "boolean": "bool", "string": "str"}
 _NOUNS = {
     "integer": "an integer",
@@ -86,12 +89,9 @@ def expected(node: Node) -> str:
     return " ".join([_NOUNS[node["type"]], " and ".join(bounds)]).strip()
 
 
-_REGISTRIES = (MODELS, LOSSES, OPTIMIZERS, SCHEDULERS, DATASETS)
-
-
 def _registered() -> tuple[tuple[str, ...], ...]:
     """What the schema depends on: names may be registered at any time."""
-    return tuple(registry.names() for registry in _REGISTRIES)
+    return tuple(registry.names() for registry in REGISTRIES)
 
 
 def _root() -> Node:
