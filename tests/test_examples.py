@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 
 from jaxforge import inference
+from jaxforge.data.loader import open_training_data
+from jaxforge.model.transformer import Model, build_model
+from jaxforge.optim.optimizer import build_optimizer, learning_rate
 from jaxforge.training.loss import Scales
 from jaxforge.training.losses import build_loss
 from tests.conftest import tiny_config
@@ -91,6 +94,26 @@ def test_the_custom_loss_is_cross_entropy_with_soft_labels():
     loss = build_loss(config.train, _Single())
     got = loss(jnp.float32(hidden), jnp.float32(head), jnp.array(labels), Scales(2.0, 0.0))
     np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("own_names")
+def test_what_the_page_registers_can_be_built():
+    page = (ROOT / "docs" / "library.md").read_text()
+    (block,) = [b for b in re.findall(r"```python\n(.*?)```", page, re.S) if "@register" in b]
+    exec(block, {"__name__": "page"})
+    config = tiny_config(
+        optimizer={"name": "optax_adamw", "lr": 2.0}, scheduler={"name": "warmup_from_one"},
+        model={"model_type": "scaled_embeddings"}, data={"dataset_type": "counting"},
+    )  # fmt: skip
+    assert learning_rate(config)(jnp.int32(0)) == 0.5
+    model = build_model(config)
+    params = model.init(jax.random.key(0))
+    state = build_optimizer(config, model.axes).init(params)
+    assert jax.tree.structure(state[1].mu) == jax.tree.structure(params)
+    tokens = jnp.zeros((1, 4), jnp.int32)
+    plain = Model.embed(model, params, tokens)
+    np.testing.assert_allclose(model.embed(params, tokens), 8 * plain)
+    assert open_training_data(config)[7]["labels"][0] == 8
 
 
 class _Single:

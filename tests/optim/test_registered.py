@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from jaxforge.checkpoint import layout
+from jaxforge.errors import UserError
 from jaxforge.optim.from_optax import from_optax
 from jaxforge.optim.optimizer import (
     build_optimizer,
@@ -22,6 +23,7 @@ from jaxforge.training.step import Controls
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 from tests.optim import problem
+from torch_compat.optimizer_state import kind_of
 
 pytestmark = pytest.mark.usefixtures("own_names")
 
@@ -80,6 +82,12 @@ def test_its_moments_lie_where_their_parameters_do():
         (batch,) = random_batches(ours.config, 1)
         after, _ = jax.eval_shape(ours.step, state, ours.put(batch), Controls())
     assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
+@pytest.mark.usefixtures("adam_of_optax")
+def test_torch_has_nothing_in_its_place():
+    with pytest.raises(UserError, match=r'"adam_of_optax": what PyTorch has .* --weights-only'):
+        kind_of(config_of())
 
 
 def test_a_schedule_of_one_s_own_is_the_rate_of_the_run():
