@@ -11,9 +11,10 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS = {
     "errors": set(),
+    "registry": {"errors"},
     "cli": {"errors"},
     "wide_count": set(),
-    "config": {"errors"},
+    "config": {"errors", "registry"},
     "parallel": {"errors", "config"},
     "data": {"errors", "config", "parallel"},
     "model": {"errors", "config", "parallel"},
