@@ -182,7 +182,8 @@ def build(
     _announce(console, config, model, mesh, samples)
     tracker = _tracker(console, config, progress, samples)
     runner = HookRunner([*hooks, *_own_hooks(config, progress)])
-    step = make_train_step(model, optimizer, config, mesh, keep_gradients=runner.needs_gradients)
+    collect = (*config.metrics.collect, *runner.collect)
+    step = make_train_step(model, optimizer, config, mesh, collect=collect)
 
     def open_batches(place: Progress) -> Iterator[Batch]:
         return _open_batches(config, mesh, dataset, phases, ramp, place)
@@ -322,7 +323,8 @@ def _tracker(console: Console, config: JobConfig, progress: Progress, samples: i
     outlets = open_outlets(console, config, progress.run_id, progress.step, work)
     names = [dataset.label for dataset in config.data.datasets]
     start = Start(progress.step, progress.samples, progress.skipped)
-    return Tracker(outlets, work, start, config.train.max_steps, names)
+    extras = config.metrics.collect
+    return Tracker(outlets, work, start, config.train.max_steps, names, extras)
 
 
 def _announce(console: Console, config: JobConfig, model: Model, mesh: Mesh, samples: int) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from jaxforge.config.job import JobConfig
+from jaxforge.config.schema import REGISTRIES
 
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
 
@@ -42,6 +43,13 @@ def golden() -> Path:
     if not GOLDEN.is_dir():
         pytest.skip("no reference runs beside this checkout")
     return GOLDEN
+
+
+@pytest.fixture
+def own_names(monkeypatch):
+    """What a test registers is gone after it."""
+    for registry in REGISTRIES:
+        monkeypatch.setattr(registry, "_builders", dict(registry._builders))
 
 
 def tiny_config(**sections: dict) -> JobConfig:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Float, Int
 
-from jaxforge.telemetry.measures import Smoothed, Sums, Work, memory
+from jaxforge.telemetry.measures import Smoothed, Sums, Work, collected, memory
 from jaxforge.telemetry.outlets import Outlet
 from jaxforge.telemetry.sinks import Metrics
 
@@ -71,6 +71,7 @@ class Tracker:
         start: where the run goes on from.
         last_step: `train.max_steps`.
         datasets: names of a mixture's.
+        extras: `metrics.collect`; logged besides.
 
     Attributes:
         consecutive_bad: bad steps in a row, as of the last metrics fetched.
@@ -83,9 +84,10 @@ class Tracker:
         start: Start,
         last_step: int,
         datasets: Sequence[str] = (),
+        extras: Sequence[str] = (),
     ) -> None:
+        self._datasets, self._extras = datasets, extras
         self._outlets, self._work, self._start, self._last_step = outlets, work, start, last_step
-        self._datasets = datasets
         self.consecutive_bad = 0
         self._logged: Metrics = {}
         self._latest: _Launched | None = None
@@ -116,7 +118,9 @@ class Tracker:
         """Takes a step that has been launched; logs the one before it, where that was due."""
         self._launching += time.perf_counter() - self._has_batch
         self.flush()
-        fetched = {name: metrics[name] for name in _FETCHED + _OF_DATASETS * bool(self._datasets)}
+        of_datasets = _OF_DATASETS if self._datasets else ()
+        names = (*_FETCHED, *of_datasets, *self._extras)
+        fetched = {name: metrics[name] for name in names}
         self._latest = _Launched(step, fetched, self._waited)
         self._losses.append((metrics["loss"], metrics["skipped"]))
 
@@ -199,6 +203,7 @@ class Tracker:
             "train/tokens": float(int(values["counts"].tokens)),
             "train/skipped_steps": float(values["skipped"]),
             **self._by_dataset(values),
+            **collected({name: values[name] for name in self._extras}),
             **self._smoothed.update(losses, _steps(since, now), speed),
             **memory(jax.local_devices()),
         }

@@ -278,15 +278,15 @@ def test_a_hook_reads_scalars_state_and_gradients():
     seen = []
 
     class Reads(Hook):
-        needs_gradients = True
+        collect = ("grads",)
 
         def on_step_end(self, context):
             norm = np.sqrt(sum(float((g**2).sum()) for g in jax.tree.leaves(context.gradients)))
             seen.append((context.loss, context.grad_norm, norm, context.lr, context.state))
 
     runner = HookRunner([Reads()])
-    assert runner.needs_gradients
-    ours = setup(tiny_config(train={"max_steps": 2}), keep_gradients=runner.needs_gradients)
+    assert runner.collect == ("grads",)
+    ours = setup(tiny_config(train={"max_steps": 2}), collect=runner.collect)
     trainer = Trainer(
         config=ours.config, state=ours.state(), progress=Progress(),
         lower_step=lambda state, batch: lambda: ours.step,

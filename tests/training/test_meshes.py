@@ -84,15 +84,15 @@ def test_biases_are_split_with_their_heads(grad_sync):
     model = {"qkv_bias": True, "head_dim": 24}  # dim / n_heads would be 16
     axes = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
     train = {"batch_size": 2, "grad_sync": grad_sync}
-    alone = setup(tiny_config(model=model), keep_gradients=True)
-    split = setup(tiny_config(model=model, train=train, distributed=axes), keep_gradients=True)
+    alone = setup(tiny_config(model=model), collect=("grads",))
+    split = setup(tiny_config(model=model, train=train, distributed=axes), collect=("grads",))
     params = with_random_biases(alone.state().params)
     batches = random_batches(alone.config, 1)
     _, a = alone.run(alone.state(params), batches)
     state, b = split.run(split.state(params), batches)
     np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-5)
     for name, width in [("q_proj", 96), ("k_proj", 48), ("v_proj", 48)]:
-        one, many = (run["gradients"][0]["layers"]["attention"][name]["bias"] for run in (a, b))
+        one, many = (run["grads"][0]["layers"]["attention"][name]["bias"] for run in (a, b))
         assert one.shape == (2, width)
         assert (one != 0).all()
         np.testing.assert_allclose(one, many, rtol=1e-4, atol=1e-4 * np.abs(one).max())

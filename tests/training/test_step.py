@@ -186,11 +186,11 @@ def test_reductions_keep_the_shards_of_tp(with_tp):
 
 
 def test_gradients_are_kept_for_those_who_ask():
-    ours = setup(tiny_config(), keep_gradients=True)
+    ours = setup(tiny_config(), collect=("grads",))
     _, metrics = jax.device_get(
         ours.step(ours.state(), ours.put(random_batches(ours.config, 1)[0]), Controls())
     )
-    norm = np.sqrt(sum(np.sum(g**2) for g in jax.tree.leaves(metrics["gradients"])))
+    norm = np.sqrt(sum(np.sum(g**2) for g in jax.tree.leaves(metrics["grads"])))
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
 
 
