@@ -41,14 +41,14 @@ from jaxforge.telemetry.console import add_log_file, banner, human, setup_loggin
 from jaxforge.telemetry.measures import Work
 from jaxforge.telemetry.outlets import check_libraries, open_outlets
 from jaxforge.telemetry.profiler import Profiler
-from jaxforge.telemetry.tracker import Start, Tracker
+from jaxforge.telemetry.tracker import Tracker
 from jaxforge.training.attribution import Attribution, make_row_losses
 from jaxforge.training.early_stop import EarlyStop
 from jaxforge.training.evaluation import Evaluator
 from jaxforge.training.exits import Exit, Signals
 from jaxforge.training.exporting import Exporter
 from jaxforge.training.hooks import Hook, HookRunner
-from jaxforge.training.loop import Trainer
+from jaxforge.training.loop import Trainer, start_of
 from jaxforge.training.phases import Phases
 from jaxforge.training.progress import Progress
 from jaxforge.training.rollback import Rollback
@@ -322,7 +322,7 @@ def _tracker(console: Console, config: JobConfig, progress: Progress, samples: i
     work = Work.of(config, samples)
     outlets = open_outlets(console, config, progress.run_id, progress.step, work)
     names = [dataset.label for dataset in config.data.datasets]
-    start = Start(progress.step, progress.samples, progress.skipped)
+    start = start_of(progress)
     extras = config.metrics.collect
     return Tracker(outlets, work, start, config.train.max_steps, names, extras)
 

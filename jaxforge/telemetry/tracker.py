@@ -6,6 +6,7 @@ are due somewhere: between two logged steps nothing is copied from the device.
 
 import collections
 import contextlib
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from jaxforge.telemetry.measures import Smoothed, Sums, Work, collected, memory
 from jaxforge.telemetry.outlets import Outlet
 from jaxforge.telemetry.sinks import Metrics
 
+log = logging.getLogger(__name__)
+
 
 class Start(NamedTuple):
     """Where a run goes on from.
@@ -25,11 +28,15 @@ class Start(NamedTuple):
         step: steps attempted.
         samples: sequences drawn.
         skipped: steps whose update was not applied.
+        nonfinite: steps whose loss or gradient norm was not finite, applied or not.
+        spikes: steps whose loss was a spike, applied or not.
     """
 
     step: int = 0
     samples: int = 0
     skipped: int = 0
+    nonfinite: int = 0
+    spikes: int = 0
 
 
 class _Launched(NamedTuple):
@@ -191,6 +198,7 @@ class Tracker:
         step = int(values["step"])  # where the state stands still, behind the one launched
         if step == self._fetched.step:
             return
+        self._warn(step, int(values["nonfinite"]), int(values["spikes"]))
         samples = int(values["counts"].samples)
         since = self._fetched
         now = _Mark(step, samples, self._clock(), latest.waited, self._sums)
@@ -202,6 +210,8 @@ class Tracker:
             "train/lr": float(values["lr"]),
             "train/tokens": float(int(values["counts"].tokens)),
             "train/skipped_steps": float(values["skipped"]),
+            "train/nonfinite_steps": float(values["nonfinite"]),
+            "train/spike_steps": float(values["spikes"]),
             **self._by_dataset(values),
             **collected({name: values[name] for name in self._extras}),
             **self._smoothed.update(losses, _steps(since, now), speed),
@@ -211,6 +221,16 @@ class Tracker:
         for i in outlets:
             self._outlets[i].write(step, metrics | self._interval(self._written[i], now))
             self._written[i] = now
+
+    def _warn(self, step: int, nonfinite: int, spikes: int) -> None:
+        """Tells of bad steps since the last fetch, whatever is done about them."""
+        known = self._start
+        if nonfinite > known.nonfinite or spikes > known.spikes:
+            log.warning(
+                "up to step %d: %d step(s) whose loss or gradient norm was not finite, %d spike(s)",
+                step, nonfinite - known.nonfinite, spikes - known.spikes,
+            )  # fmt: skip
+        self._start = known._replace(nonfinite=nonfinite, spikes=spikes)
 
     def _interval(self, since: _Mark, now: _Mark) -> Metrics:
         """Means over the steps between two marks: each outlet has those of its own interval."""
@@ -238,7 +258,7 @@ class Tracker:
         return time.perf_counter() - self._paused
 
 
-_FETCHED = ("grad_norm", "lr", "step", "counts", "skipped", "consecutive")
+_FETCHED = ("grad_norm", "lr", "step", "counts", "skipped", "consecutive", "nonfinite", "spikes")
 _OF_DATASETS = ("dataset_nats", "dataset_tokens")
 
 

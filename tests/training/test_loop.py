@@ -161,7 +161,8 @@ def run(
         counts["consecutive"] = counts["consecutive"] + 1 if step in bad else 0
         counts["total"] += step in bad
         scalars = {"loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "skipped": counts["total"],
-                   "step": step, "consecutive": counts["consecutive"]}  # fmt: skip
+                   "step": step, "consecutive": counts["consecutive"],
+                   "nonfinite": counts["total"], "spikes": 0}  # fmt: skip
         metrics = {k: OnDevice(events, f"read {step}" * (k == "loss"), v)
                    for k, v in scalars.items()}  # fmt: skip
         metrics["counts"] = device_state().counts
