@@ -133,7 +133,7 @@ def test_the_step_compiles_once_and_donates_its_state():
     with jax.set_mesh(ours.mesh):
         state = init_state(ours.model, ours.optimizer, ours.mesh, ours.config.train.seed)
     old = state.params["norm"]["weight"]
-    ours.run(state, random_batches(ours.config, 3))
+    ours.run(state, random_batches(ours.config, 3, dp=1))
     assert ours.step._cache_size() == 1
     assert old.is_deleted()
 
