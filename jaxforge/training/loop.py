@@ -249,8 +249,7 @@ class Trainer:
         with self.tracker.paused(), self.watchdog.section("checkpoint"):
             self.state = self.rollback.go(self.state, self.progress, target)
             self._open_data()
-        at = self.progress
-        self.tracker.rewind(Start(at.step, at.samples, at.skipped))
+        self.tracker.rewind(start_of(self.progress))
         self.tracker.log(target, {"train/rollbacks": float(len(self.progress.rollbacks))})
         return None
 
@@ -299,6 +298,7 @@ class Trainer:
         progress.step, progress.samples = int(step), int(counts.samples)
         progress.tokens, progress.valid_tokens = int(counts.tokens), int(counts.valid_tokens)
         progress.skipped, progress.consecutive_bad = int(guard.total), int(guard.consecutive)
+        progress.nonfinite, progress.spikes = int(guard.nonfinite), int(guard.spikes)
         self.tracker.consecutive_bad = progress.consecutive_bad
 
     def _report(self, reason: Exit) -> None:
@@ -321,3 +321,8 @@ class Trainer:
         else:
             log.info("stopped at step %d of %d; run the same command to go on",
                      step, self.config.train.max_steps)  # fmt: skip
+
+
+def start_of(progress: Progress) -> Start:
+    """Where a tracker goes on."""
+    return Start(**{name: getattr(progress, name) for name in Start._fields})

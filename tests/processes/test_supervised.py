@@ -28,7 +28,7 @@ def test_one_of_two_processes_is_killed_and_both_run_again(new_run):
         command, cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )  # fmt: skip
-    killed.wait_for_step(15, supervisor)
+    killed.wait_for_step(15, supervisor, seconds=120)  # two processes start here
     (victim,) = (
         child for child in psutil.Process(supervisor.pid).children()
         if child.environ()["JAX_PROCESS_ID"] == "1"

@@ -65,6 +65,8 @@ def scalars(step, loss=1.0, skipped=0, tokens=0):
         "lr": 0.5,
         "skipped": skipped,
         "consecutive": 0,
+        "nonfinite": 0,
+        "spikes": 0,
     }
     counts = Counts.of(Progress(samples=step, tokens=tokens))
     return {name: np.float32(value) for name, value in values.items()} | {"counts": counts}

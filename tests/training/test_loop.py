@@ -161,7 +161,8 @@ def run(
         counts["consecutive"] = counts["consecutive"] + 1 if step in bad else 0
         counts["total"] += step in bad
         scalars = {"loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "skipped": counts["total"],
-                   "step": step, "consecutive": counts["consecutive"]}  # fmt: skip
+                   "step": step, "consecutive": counts["consecutive"],
+                   "nonfinite": counts["total"], "spikes": 0}  # fmt: skip
         metrics = {k: OnDevice(events, f"read {step}" * (k == "loss"), v)
                    for k, v in scalars.items()}  # fmt: skip
         metrics["counts"] = device_state().counts
@@ -278,15 +279,15 @@ def test_a_hook_reads_scalars_state_and_gradients():
     seen = []
 
     class Reads(Hook):
-        needs_gradients = True
+        collect = ("grads",)
 
         def on_step_end(self, context):
             norm = np.sqrt(sum(float((g**2).sum()) for g in jax.tree.leaves(context.gradients)))
             seen.append((context.loss, context.grad_norm, norm, context.lr, context.state))
 
     runner = HookRunner([Reads()])
-    assert runner.needs_gradients
-    ours = setup(tiny_config(train={"max_steps": 2}), keep_gradients=runner.needs_gradients)
+    assert runner.collect == ("grads",)
+    ours = setup(tiny_config(train={"max_steps": 2}), collect=runner.collect)
     trainer = Trainer(
         config=ours.config, state=ours.state(), progress=Progress(),
         lower_step=lambda state, batch: lambda: ours.step,
