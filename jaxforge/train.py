@@ -320,7 +320,9 @@ def _validations(
 
 def _tracker(console: Console, config: JobConfig, progress: Progress, samples: int) -> Tracker:
     work = Work.of(config, samples)
-    outlets = open_outlets(console, config, progress.run_id, progress.step, work)
+    outlets = open_outlets(
+        console, config, progress.run_id, progress.step, work, progress.sequences_per_epoch
+    )
     names = [dataset.label for dataset in config.data.datasets]
     start = start_of(progress)
     extras = config.metrics.collect

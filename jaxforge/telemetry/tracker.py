@@ -209,6 +209,7 @@ class Tracker:
             "train/grad_norm": float(values["grad_norm"]),
             "train/lr": float(values["lr"]),
             "train/tokens": float(int(values["counts"].tokens)),
+            "train/valid_tokens": float(int(values["counts"].valid_tokens)),
             "train/skipped_steps": float(values["skipped"]),
             "train/nonfinite_steps": float(values["nonfinite"]),
             "train/spike_steps": float(values["spikes"]),
