@@ -7,6 +7,8 @@ import pytest
 
 from jaxforge.config.train import TrainConfig
 from jaxforge.training.guard import WINDOW, Guard, GuardState
+from jaxforge.training.progress import Progress
+from jaxforge.training.state import Counts
 
 
 def judge(losses, norms=None, **config):
@@ -108,3 +110,8 @@ def test_what_is_normal_is_the_last_losses():
     assert int(state.good) == WINDOW + 160
     assert not applied[-1]  # 9 was normal, and is so no longer
     assert float(jnp.max(state.losses)) < 2.1
+
+
+def test_no_two_counts_share_their_memory():
+    leaves = jax.tree.leaves((GuardState.fresh(3), Counts.of(Progress())))
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
