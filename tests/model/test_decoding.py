@@ -24,7 +24,8 @@ N_TOKENS = 8
 
 @functools.cache
 def toy(**shape):
-    config = tiny_config(model={"dim": 32, "vocab_size": 64, "init_std": 0.3, **shape})
+    model = {"dim": 32, "vocab_size": 64, "init_std": 0.3, **shape}
+    config = tiny_config(model=model, train={"seed": 0})
     return Model(config.model), with_random_biases(drawn(config))
 
 
