@@ -115,7 +115,8 @@ def _run(
     config: JobConfig | Draft, hooks: Sequence[Hook], console: Console, watchdog: Watchdog
 ) -> Exit:
     if isinstance(config, Draft):
-        config = config.resolve(jax.device_count(), sequences_per_epoch)
+        with watchdog.section("data"):  # for lengths in epochs
+            config = config.resolve(jax.device_count(), sequences_per_epoch)
     rules.check(config, jax.device_count())
     compilation.use_cache(config.train)
     mesh = make_mesh(config)
@@ -131,7 +132,7 @@ def _run(
             if reason is Exit.UNHEALTHY:
                 _leave(reason)  # whatever waits for the devices may wait for ever
         finally:
-            with watchdog.section("checkpoint"):
+            with watchdog.section("end"):
                 trainer.close(reason)
     if signals.left_work:
         _leave(reason)  # the compiler must not find the process half gone
@@ -158,8 +159,9 @@ def build(
     check_libraries(config.metrics)
     profiler = Profiler(config.profiling, Path(config.checkpoint.dir))
     flags = compilation.accepted_flags(config.train)
-    dataset = loader.open_training_data(config)
-    eval_data = loader.open_eval_data(config) if config.eval.enabled else {}
+    with watchdog.section("data"):
+        dataset = loader.open_training_data(config)
+        eval_data = loader.open_eval_data(config) if config.eval.enabled else {}
     model = build_model(config)
     optimizer = build_optimizer(config, model.axes)
     checkpoints = _open_run_directory(config, model)

@@ -53,8 +53,11 @@ class GuardState(NamedTuple):
     def fresh(cls, skipped: int = 0) -> "GuardState":
         """Nothing known but how many steps were skipped so far."""
         # An array each: the step is given the state's memory, and no memory can be given twice.
-        counts = [jnp.asarray(n, jnp.int32) for n in (0, skipped, 0, 0, 0)]
-        return cls(*counts, jnp.full(WINDOW, jnp.nan, jnp.float32))
+        consecutive, total, nonfinite, spikes, good = (
+            jnp.asarray(n, jnp.int32) for n in (0, skipped, 0, 0, 0)
+        )
+        losses = jnp.full(WINDOW, jnp.nan, jnp.float32)
+        return cls(consecutive, total, nonfinite, spikes, good, losses)
 
 
 class Guard:
