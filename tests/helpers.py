@@ -7,7 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxforge.config.job import JobConfig
 from jaxforge.model.transformer import Model, Params, build_model
@@ -35,7 +35,7 @@ class Setup:
         if params is not None:
             state = dataclasses.replace(state, params=jax.device_get(params))
         shardings = state_shardings(self.model, self.optimizer, self.mesh)
-        return jax.device_put(state, shardings, may_alias=False)  # the step will donate it
+        return jax.tree.map(placed, state, shardings)
 
     @functools.cached_property
     def _initial(self) -> TrainState:
@@ -61,6 +61,16 @@ class Setup:
                 state, metrics = self.step(state, self.put(batch), Controls(**controls))
                 logged.append(jax.device_get(metrics))
         return state, {k: np.array([m[k] for m in logged]) for k in logged[0]}
+
+
+def placed(leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """Copies of the host's array that the step may be given.
+
+    Of whole copies, `jax.device_put` would let all devices and the host share the memory.
+    """
+    devices = sharding.addressable_devices_indices_map(leaf.shape)
+    shards = [jax.device_put(np.array(leaf[index]), device) for device, index in devices.items()]
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
 
 
 def drawn(config: JobConfig) -> Params:
