@@ -99,6 +99,8 @@ class Import:
         self._held, self._wanted, self._run = held, wanted, run
         self._leaves = _leaves(held)
         self._store = self.staging.path / f"ocdbt.process_{staging.share.process}"
+        for stale in self._store.rglob("*.__lock"):
+            stale.unlink()  # left by a kill, it would lend its end to what is written next
         self._block = min(block, _CHUNK)
         self.units = [
             Unit(f"{name}-{'-'.join(str(s.start) for s in index)}", _bytes(leaf, index), write)

@@ -80,7 +80,7 @@ def test_a_copy_that_differs_is_named_with_its_device(
     device = mesh.devices[2, 1]
     params[name]["weight"] = with_copy_changed(params[name]["weight"], device, change)
     assert watch.look(30, State(params)) is Exit.UNHEALTHY
-    [message] = [m for m in caplog.messages if "not matching" in m]
+    [message] = {m for m in caplog.messages if "not matching" in m}
     assert message == (
         f"Parameter hashes not matching across DP replicas: at step 30, {device} (process 0) "
         f"differs from the others in 1 parameters: {name}.weight"
