@@ -106,7 +106,8 @@ def rolled_gradients(
             hidden, labels = model.finish(params, of_one[0]), of_one[1]
             tiles = tiles_of(train, labels, model.head(params), model.how.tile)
             scales = Scales(jnp.float32(1 / batch["labels"].size), 0.0)
-            return total + weighted_loss(tiles, hidden, model.head(params), labels, scales), None
+            loss = weighted_loss(tiles, hidden, model.head(params), labels, scales)
+            return total + loss.value, None
 
         checkpointed = block("full", leave)
         return jax.lax.scan(checkpointed, 0.0, (outputs[stages - 1 :], batch["labels"]))[0]

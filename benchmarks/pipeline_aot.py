@@ -9,6 +9,7 @@ them (`tpu_cost.py`), beside a pipeline as most JAX frameworks write it
 (`pipeline.rolled_gradients`). A program that does not fit is no row but a note.
 """
 
+import dataclasses
 import importlib.util
 
 import aot  # sets the environment for compiling without a TPU
@@ -61,7 +62,8 @@ def lowered(config: JobConfig, devices: list[jax.Device], *, rolled: bool) -> ja
             grads, state.opt_state, state.params, lr_scale=controls.lr_scale
         )
         params = optax.apply_updates(state.params, updates)
-        return TrainState(state.step + 1, params, opt_state, state.guard), loss
+        new = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state)
+        return new, loss
 
     shape = (config.train.grad_accum_steps, ROWS, SEQ)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
