@@ -36,6 +36,7 @@ from jaxforge.parallel.sharding import (
     constrain,
     param_shardings,
     partition_spec,
+    share_of_sum,
     without_data,
 )
 from jaxforge.pipeline import lock_step
@@ -242,7 +243,7 @@ def _reduction(axes: PyTree, mesh: Mesh) -> Callable[[Params], Params]:
         grad = grad[0]
         for dimension, axis in enumerate(partition_spec(axes)):
             if axis in DATA_AXES:
-                grad = jax.lax.psum_scatter(grad, axis, scatter_dimension=dimension, tiled=True)
+                grad = share_of_sum(grad, axis, dimension)
         unsplit = tuple(axis for axis in DATA_AXES if axis not in tuple(partition_spec(axes)))
         return jax.lax.psum(grad, unsplit)
 

@@ -52,14 +52,14 @@ def test_begun_by_two_processes_ended_by_one(new_run, alone):
     assert "[step 10]" not in outputs[1]
     assert run.steps() == [10]
     run.finish(*OVERRIDES)
-    np.testing.assert_allclose(list(run.losses().values()), alone, rtol=1e-5)
+    np.testing.assert_allclose(list(run.losses().values()), alone, rtol=2e-6)
 
 
 def test_begun_by_one_process_ended_by_two(new_run, alone):
     run = new_run("taken_over")
     run.finish(*OVERRIDES, "--train.max_steps=10")
     finish_both(start_both(run, *OVERRIDES, torchrun=True))
-    np.testing.assert_allclose(list(run.losses().values()), alone, rtol=1e-5)
+    np.testing.assert_allclose(list(run.losses().values()), alone, rtol=2e-6)
 
 
 def test_begun_by_four_processes_ended_by_two(new_run, alone):
@@ -67,7 +67,7 @@ def test_begun_by_four_processes_ended_by_two(new_run, alone):
     mesh = ["--distributed.dp_replicate=2", "--distributed.dp_shard=2"]
     finish_both(start_both(run, *OVERRIDES, *mesh, "--train.max_steps=10", count=4))
     finish_both(start_both(run, *OVERRIDES))
-    np.testing.assert_allclose(list(run.losses().values()), alone, rtol=1e-5)
+    np.testing.assert_allclose(list(run.losses().values()), alone, rtol=2e-6)
 
 
 def test_stages_in_two_processes_and_then_none(new_run, alone):
@@ -76,7 +76,7 @@ def test_stages_in_two_processes_and_then_none(new_run, alone):
     outputs = finish_both(start_both(run, *OVERRIDES, *stages, "--train.max_steps=10", devices=2))
     assert "pp 2 x tp 2" in outputs[0]
     run.finish(*OVERRIDES)
-    np.testing.assert_allclose(list(run.losses().values()), alone, rtol=1e-5)
+    np.testing.assert_allclose(list(run.losses().values()), alone, rtol=2e-6)
 
 
 def test_a_signal_to_one_stops_both_at_the_same_step(new_run):

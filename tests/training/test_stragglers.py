@@ -51,6 +51,7 @@ def test_the_report_names_the_slow_host():
 @pytest.mark.parametrize("stop", [True, False])
 def test_a_slow_host_ends_the_run_only_where_asked(monkeypatch, caplog, stop):
     monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
+    caplog.set_level(logging.WARNING, "jaxforge")
     clock = iter([HostTimes(100, 50, 9), HostTimes(110, 51, 10), HostTimes(120, 56, 11)])
     fast_host = np.array([1.0, 0.1, 0.1], np.float32)
 
