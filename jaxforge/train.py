@@ -19,6 +19,7 @@ from rich.console import Console
 
 from jaxforge import run_directory
 from jaxforge.checkpoint.due import Due
+from jaxforge.checkpoint.local import open_local
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.start import Saved, Source, start_from, starting_state
 from jaxforge.cli import run_main
@@ -29,6 +30,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.train import TrainConfig
 from jaxforge.data import loader
 from jaxforge.data.epoch import sequences_per_epoch
+from jaxforge.data.mixture import Segment
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, build_model, matmul_precision, parameter_count
 from jaxforge.optim.optimizer import build_optimizer
@@ -40,6 +42,7 @@ from jaxforge.telemetry.measures import Work
 from jaxforge.telemetry.outlets import check_libraries, open_outlets
 from jaxforge.telemetry.profiler import Profiler
 from jaxforge.telemetry.tracker import Start, Tracker
+from jaxforge.training.attribution import Attribution, make_row_losses
 from jaxforge.training.early_stop import EarlyStop
 from jaxforge.training.evaluation import Evaluator
 from jaxforge.training.exits import Exit, Signals
@@ -60,6 +63,7 @@ from jaxforge.training.step import (
 from jaxforge.training.summary import schedule_summary, write_summary
 from jaxforge.training.throughput import ThroughputLog
 from jaxforge.training.validation import Validations
+from jaxforge.training.watchdog import Limits, Watchdog
 from jaxforge.training.watches import open_watches
 
 log = logging.getLogger("jaxforge.train")  # not __name__, which is __main__ under `python -m`
@@ -100,7 +104,16 @@ def run(config: JobConfig | Draft, hooks: Sequence[Hook] = ()) -> Exit:
     console = _console()
     setup_logging(console)
     host_memory.keep_freed_memory()
-    multihost.initialize()
+    known = config.known if isinstance(config, Draft) else config
+    with Watchdog(Limits.of(known.train)) as watchdog:
+        multihost.initialize(known.distributed.heartbeat_timeout_sec)
+        with multihost.leaving_at_once_on_failure():
+            return _run(config, hooks, console, watchdog)
+
+
+def _run(
+    config: JobConfig | Draft, hooks: Sequence[Hook], console: Console, watchdog: Watchdog
+) -> Exit:
     if isinstance(config, Draft):
         config = config.resolve(jax.device_count(), sequences_per_epoch)
     rules.check(config, jax.device_count())
@@ -111,7 +124,7 @@ def run(config: JobConfig | Draft, hooks: Sequence[Hook] = ()) -> Exit:
         jax.set_mesh(mesh),
         matmul_precision(config),
     ):
-        trainer = build(config, mesh, hooks, console)
+        trainer = build(config, mesh, hooks, console, watchdog)
         reason = None
         try:
             reason = trainer.train(signals)
@@ -134,7 +147,9 @@ def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 120)  # 80 would wrap in files and pipes
 
 
-def build(config: JobConfig, mesh: Mesh, hooks: Sequence[Hook], console: Console) -> Trainer:
+def build(
+    config: JobConfig, mesh: Mesh, hooks: Sequence[Hook], console: Console, watchdog: Watchdog
+) -> Trainer:
     """Everything a run needs, in the order in which a user's mistakes should surface.
 
     Nothing is written before the data has been checked.
@@ -147,7 +162,12 @@ def build(config: JobConfig, mesh: Mesh, hooks: Sequence[Hook], console: Console
     model = build_model(config)
     optimizer = build_optimizer(config, model.axes)
     checkpoints = _open_run_directory(config, model)
-    state, progress = starting_state(config, checkpoints, model, optimizer, mesh, _open_foreign)
+    watchdog.write_stacks_to(_stacks(config))
+    resolved = config.model_dump(mode="json")
+    local = open_local(config.checkpoint, model.axes, resolved, model.stack)
+    state, progress = starting_state(
+        config, checkpoints, model, optimizer, mesh, _open_foreign, local
+    )
     progress.run_id = config.metrics.wandb_run_id or progress.run_id
     dp = data_parallel_size(mesh)
     ramp, phases = config.train.ramp(dp), Phases.of(config.data)
@@ -180,7 +200,10 @@ def build(config: JobConfig, mesh: Mesh, hooks: Sequence[Hook], console: Console
         early_stop=early_stop,
         validations=validations,
         checkpoints=checkpoints,
-        rollback=_rollback(config.train, checkpoints, restore),
+        local=local,
+        rollback=_rollback(config.train, checkpoints, local, restore),
+        attribution=_attribution(config, mesh, model, dataset, progress),
+        watchdog=watchdog,
         tracker=tracker,
         open_watches=lambda steps: open_watches(config, mesh, tracker.host_times, steps.largest),
         profiler=profiler,
@@ -196,6 +219,10 @@ def _open_run_directory(config: JobConfig, model: Model) -> Checkpoints:
         log.info("%s", answer)
     resolved = config.model_dump(mode="json")
     return Checkpoints(directory, config.checkpoint, model.axes, resolved, stack=model.stack)
+
+
+def _stacks(config: JobConfig) -> Path:
+    return Path(config.checkpoint.dir) / "logs" / f"stacks_{jax.process_index()}.txt"
 
 
 def _open_foreign(path: str, config: JobConfig) -> Source:
@@ -253,13 +280,31 @@ def _lower(
     )
 
 
+def _attribution(
+    config: JobConfig,
+    mesh: Mesh,
+    model: Model,
+    dataset: loader.Dataset | loader.Mixture | loader.Streaming,
+    progress: Progress,
+) -> Attribution | None:
+    if not config.train.rerun_bad_steps:
+        return None
+
+    def name_of(position: int) -> str:
+        drawn = [Segment(*one) for one in progress.mixtures]
+        return loader.describe_sample(config, mesh, dataset, drawn, position)
+
+    return Attribution(make_row_losses(model, config.train, mesh), name_of)
+
+
 def _rollback(
     config: TrainConfig,
     checkpoints: Checkpoints,
+    local: Checkpoints | None,
     restore: Callable[[int], tuple[TrainState, Progress]],
 ) -> Rollback | None:
     wanted = "rollback" in (config.on_nonfinite, config.on_spike)
-    return Rollback(checkpoints, restore, config.max_rollbacks) if wanted else None
+    return Rollback(checkpoints, local, restore, config.max_rollbacks) if wanted else None
 
 
 def _validations(

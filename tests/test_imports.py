@@ -11,22 +11,23 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS = {
     "errors": set(),
+    "exit_codes": set(),
     "cli": {"errors"},
     "wide_count": set(),
     "config": {"errors"},
-    "parallel": {"errors", "config"},
+    "parallel": {"errors", "exit_codes", "config"},
     "data": {"errors", "config", "parallel"},
     "model": {"errors", "config", "parallel"},
     "optim": {"errors", "config", "model"},
     "pipeline": {"errors", "cli", "parallel"},
-    "training": {"errors", "config", "parallel", "model", "optim", "pipeline", "data",
+    "training": {"errors", "exit_codes", "config", "parallel", "model", "optim", "pipeline", "data",
                  "checkpoint", "telemetry", "wide_count"},
     "checkpoint": {"errors", "config", "parallel", "model", "training"},
     "telemetry": {"errors", "config"},
     "run_directory": {"errors", "config", "data"},
     "inference": {"errors", "config", "parallel", "model", "checkpoint", "run_directory"},
 }  # fmt: skip
-ENTRY_POINTS = {"train", "prepare", "generate", "report", "evaluate"}
+ENTRY_POINTS = {"train", "prepare", "generate", "report", "evaluate", "supervise"}
 
 
 def imports_of(path):
@@ -67,6 +68,11 @@ def test_every_module_imports_without_torch():
         if p.name != "__main__.py"
     ]
     code = "import sys; sys.modules['torch'] = None\n" + "\n".join(f"import {n}" for n in names)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_the_supervisor_starts_without_jax():
+    code = "import sys, jaxforge.supervise; assert not {'jax', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 

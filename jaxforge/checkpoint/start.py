@@ -88,6 +88,7 @@ def starting_state(
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     open_foreign: Callable[[str, JobConfig], Source] | None = None,
+    local: Checkpoints | None = None,
 ) -> tuple[TrainState, Progress]:
     """Where a run starts: its own newest checkpoint, else `checkpoint.load_path`, else anew.
 
@@ -102,9 +103,12 @@ def starting_state(
         optimizer: the optimizer.
         mesh: where the state is to lie.
         open_foreign: opens a `load_path` that is no run of ours; None refuses such.
+        local: the run's own that need not last.
     """
-    if (step := checkpoints.latest()) is not None:
-        return start_from(Saved(checkpoints, step), model, optimizer, mesh)
+    own = [found for found in (checkpoints, local) if found and found.latest() is not None]
+    if own:
+        newest = max(own, key=lambda found: found.latest() or 0)
+        return start_from(Saved(newest, newest.latest() or 0), model, optimizer, mesh)
     if not config.checkpoint.load_path:
         return init_state(model, optimizer, mesh, config.train.seed), Progress()
     load_path = config.checkpoint.load_path  # a URL, perhaps

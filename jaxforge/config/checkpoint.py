@@ -34,6 +34,10 @@ class CheckpointConfig(Section):
     """Updates between checkpoints."""
     dyn_ckpt_window: DynCkptWindow | None = None
     """Other checkpoints over a span of steps, which keep_last_n does not remove."""
+    non_persistent_interval: NonNegativeInt = 0
+    """Updates between checkpoints in non_persistent_dir, besides those that last; 0 makes none."""
+    non_persistent_dir: str | None = None
+    """A quick disk of the node, shared by all processes, for a checkpoint that need not last."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
     """Save while training goes on, or make it wait."""
     keep_last_n: int = 3
@@ -54,3 +58,8 @@ class CheckpointConfig(Section):
     """Parts of load_path not to load."""
     ignore_freeze_mismatch: bool = False
     """Without effect: models are text models, with nothing frozen."""
+
+    def problems(self) -> Iterator[str]:
+        """Yields the broken rules between the keys of this section."""
+        if self.non_persistent_interval and not self.non_persistent_dir:
+            yield "non_persistent_interval needs non_persistent_dir"

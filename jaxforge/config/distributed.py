@@ -27,6 +27,8 @@ class DistributedConfig(Section):
     """Context parallel: sequences are cut."""
     ep: PositiveInt = 1
     """Expert parallel: experts are spread."""
+    heartbeat_timeout_sec: PositiveInt = 100
+    """Seconds of silence after which a process of the job is given up, and the others end too."""
     nccl_timeout_sec: PositiveInt = 1800
     """Without effect: the runtime has its own time-outs."""
     backend: str = "cpu:gloo,cuda:nccl"

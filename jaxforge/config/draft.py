@@ -64,6 +64,11 @@ class Draft:
         self._durations = dict(_durations(self._values))
         self._known = self._validated(_without(self._values, self._durations))
 
+    @property
+    def known(self) -> JobConfig:
+        """What must be known before there are devices; durations have their defaults here."""
+        return self._known
+
     def resolve(
         self, n_devices: int | None = None, epoch_length: EpochLength | None = None
     ) -> JobConfig:

@@ -107,6 +107,12 @@ class TrainConfig(Section):
     """The run stops, to be continued, after so many minutes of training."""
     shutdown_timeout_sec: NonNegativeFloat = 600.0
     """Seconds from a termination signal to a forced exit."""
+    watchdog_setup_sec: NonNegativeFloat = 3600.0
+    """Seconds without a first step after which the process counts as hung and ends; 0 never."""
+    watchdog_step_sec: NonNegativeFloat = 1800.0
+    """The same between steps; launches run ahead of the devices, so let it cover 32 steps."""
+    watchdog_checkpoint_sec: NonNegativeFloat = 1800.0
+    """The same for a checkpoint that is being saved."""
     nccl_health_check_interval: NonNegativeInt = 0
     """Updates between checks that the devices still talk to one another; 0 never checks."""
     health_check_timeout_sec: PositiveFloat = 10.0

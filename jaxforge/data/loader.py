@@ -106,25 +106,58 @@ def training_batches(
         segments: of a mixture (`training.phases.Phases.segments`), those to come included.
         accum: microbatches of an update; by default those of the config.
     """
-    ranks = data_parallel_size(mesh)
-    rows = config.train.microbatch_size(ranks)
+    rows = config.train.microbatch_size(data_parallel_size(mesh))
     accum = accum or config.train.grad_accum_steps
     layout = _Layout(mesh, accum, rows, config.train.seq_len)
-    seed = data_seed(config)
     order: Order | range
     if isinstance(dataset, Streaming):
         dataset = dataset.start(first, layout.rows, layout.local_rows)
         order = range(len(dataset))
-    elif isinstance(dataset, Mixture):
-        order = mixture_order(config.data, dataset.sizes, segments, seed, rows, ranks)
     else:
-        order = training_order(config.data, len(dataset), seed, rows)
+        order = _order(config, mesh, dataset, segments, first)
     updates = _Updates(dataset, order, layout, first, n_updates)
     threads = config.data.num_workers
     options = grain.ReadOptions(
         num_threads=threads, prefetch_buffer_size=threads * config.data.prefetch_factor
     )
     return _to_devices(iter(grain.MapDataset.source(updates).to_iter_dataset(options)), layout)
+
+
+def describe_sample(
+    config: JobConfig,
+    mesh: Mesh,
+    dataset: Dataset | Mixture | Streaming,
+    segments: Sequence[Segment],
+    position: int,
+) -> str:
+    """Which sequence of the data is read at a position; arguments as of `training_batches`."""
+    if isinstance(dataset, Streaming):
+        return f"position {position}"
+    index = _order(config, mesh, dataset, segments, position)[position]
+    if not isinstance(dataset, Mixture):
+        return f"sequence {index}"
+    for name, size in dataset.sizes.items():
+        if index < size:
+            return f"sequence {index} of {name}"
+        index -= size
+    raise AssertionError("an order goes by these sizes")
+
+
+def _order(
+    config: JobConfig,
+    mesh: Mesh,
+    dataset: Dataset | Mixture,
+    segments: Sequence[Segment],
+    first: int,
+) -> Order:
+    """Position -> index, from position `first` on."""
+    ranks, seed = data_parallel_size(mesh), data_seed(config)
+    rows = config.train.microbatch_size(ranks)
+    if not isinstance(dataset, Mixture):
+        return training_order(config.data, len(dataset), seed, rows)
+    assert segments, "a mixture is read in segments"
+    assert segments[0].start <= first, "these positions belong to no segment"
+    return mixture_order(config.data, dataset.sizes, segments, seed, rows, ranks)
 
 
 def training_order(config: DataConfig, n: int, seed: int, rows: int) -> Order:

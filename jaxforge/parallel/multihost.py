@@ -5,34 +5,74 @@ Explicit variables come first. JAX's own: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PR
 `WORLD_SIZE`, `RANK`. Otherwise `jax.distributed` finds the cluster by itself.
 """
 
+import atexit
+import contextlib
 import importlib.util
 import logging
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxforge.errors import UserError
+from jaxforge.exit_codes import Exit
 
 log = logging.getLogger(__name__)
 
 _EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 
+_FAREWELL_SEC = 86_400
+"""How long processes that are done wait for one another: process 0 may still be exporting, and
+should it die meanwhile, its heartbeat tells."""
 
-def initialize(env: Mapping[str, str] = os.environ) -> None:
+
+def initialize(heartbeat_timeout_sec: int = 100, env: Mapping[str, str] = os.environ) -> None:
     """Calls `jax.distributed.initialize` when the environment describes several processes.
 
-    Must run before the first JAX computation. Does nothing for a process on its own.
+    Must run before the first JAX computation. Does nothing for a process on its own. From here on
+    JAX ends this process (`Exit.ABORTED`) when another one of the job is gone.
+
+    Args:
+        heartbeat_timeout_sec: after so many seconds of silence a process is gone; 100 is JAX's own.
+            The end of process 0 is seen at once.
+        env: where the other processes are described.
     """
     arguments = distributed_arguments(env)
     if arguments is None:
         return
-    jax.distributed.initialize(**arguments)
+    jax.distributed.initialize(
+        **arguments,
+        heartbeat_timeout_seconds=heartbeat_timeout_sec,
+        shutdown_timeout_seconds=_FAREWELL_SEC,
+    )
     log.info("process %d of %d, %d local devices", jax.process_index(), jax.process_count(),
              jax.local_device_count())  # fmt: skip
+
+
+@contextlib.contextmanager
+def leaving_at_once_on_failure() -> Iterator[None]:
+    """Among several processes, one that fails within the block ends without waiting for the rest.
+
+    At its end JAX would wait for all processes, which wait in a collective for this one: a job that
+    hangs. So this one leaves as soon as its message is out, and the others notice.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if jax.process_count() > 1:
+            code = getattr(error, "exit_code", Exit.ERROR.code)
+            atexit.register(_leave, code)  # runs before JAX's, which was there first
+        raise
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def distributed_arguments(env: Mapping[str, str]) -> dict[str, Any] | None:

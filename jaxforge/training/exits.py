@@ -1,17 +1,4 @@
-"""How a run ends, and the exit codes.
-
-     0  finished: max_steps reached, or stopped early by [early_stop]
-     1  unexpected error, with a traceback
-     2  a mistake in the config, the data or the command line: nothing was lost
-    16  the machine: a bad step, run again, gave another answer (`train.rerun_bad_steps`)
-    65  gave up: nan_consecutive_max steps in a row were bad, or on_nonfinite = "stop" (EX_DATAERR)
-    69  the devices do not answer, or copies of a parameter differ: nothing was saved since, restart
-        from the last checkpoint, on other machines (EX_UNAVAILABLE)
-    71  stopped by a slow host after a checkpoint; run again without it to go on (EX_OSERR)
-    74  a checkpoint could not be written (disk full, say); those before it are whole (EX_IOERR)
-    75  stopped before max_steps, after a checkpoint, by SIGTERM, SIGUSR1, train.exit_interval or
-        train.exit_duration_in_mins; run again to go on (EX_TEMPFAIL)
-   130  stopped by Ctrl-C after a checkpoint; run again to go on
+"""When a run ends, and why: signals, and other reasons to stop (`jaxforge.exit_codes`).
 
 A signal is answered after the step, and between two batches of an evaluation; while the step is
 compiled and while the loop waits for data it is answered at once. Among several processes the
@@ -21,7 +8,6 @@ process at once, as without this module. If the checkpoint takes longer than
 """
 
 import contextlib
-import enum
 import logging
 import os
 import signal
@@ -35,30 +21,11 @@ import jax
 from jax.experimental import multihost_utils
 
 from jaxforge.config.train import TrainConfig
+from jaxforge.exit_codes import Exit
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class Exit(enum.Enum):
-    """Why the loop ended, and with which exit code."""
-
-    COMPLETED = "completed", 0
-    EARLY_STOPPED = "stopped early", 0
-    MACHINE = "machine fault", 16
-    NON_FINITE = "gave up", 65
-    UNHEALTHY = "unhealthy", 69
-    STRAGGLER = "slow host", 71
-    SIGNAL = "signal", 75
-    DURATION = "duration", 75
-    INTERVAL = "interval", 75
-    INTERRUPT = "interrupted", 130
-
-    @property
-    def code(self) -> int:
-        """The exit code."""
-        return self.value[1]
 
 
 class Interrupted(BaseException):
@@ -161,8 +128,8 @@ class Signals:
 
         thread = threading.Thread(target=run, daemon=True)
         with self.interrupting():
-            thread.start()
             self.left_work = True
+            thread.start()
             thread.join()
             self.left_work = False
         if failures:

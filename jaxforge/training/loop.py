@@ -13,6 +13,7 @@ from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config.job import JobConfig
 from jaxforge.telemetry.profiler import Profiler
 from jaxforge.telemetry.tracker import Start, Tracker
+from jaxforge.training.attribution import Attribution
 from jaxforge.training.early_stop import EarlyStop
 from jaxforge.training.exits import Exit, Exits, Interrupted, Signals
 from jaxforge.training.hooks import HookRunner, StepContext
@@ -22,6 +23,7 @@ from jaxforge.training.rollback import Rollback
 from jaxforge.training.state import TrainState
 from jaxforge.training.step import Batch, CompiledSteps, Controls, Metrics
 from jaxforge.training.validation import Validations
+from jaxforge.training.watchdog import Watchdog
 from jaxforge.training.watches import Watches, collecting_garbage
 
 log = logging.getLogger(__name__)
@@ -42,7 +44,10 @@ class Trainer:
         early_stop: when there is nothing more to gain.
         validations: evaluates on the sets of `[eval]`; None without one.
         checkpoints: where states are saved.
+        local: where states are saved that need not last; None if they are not.
         rollback: takes the run back, where that is asked for.
+        attribution: finds out whose fault a bad step is, where that is asked for.
+        watchdog: ends the process where it hangs.
         tracker: where metrics are logged.
         open_watches: what looks after the run, given the compiled step.
         profiler: traces some of the steps.
@@ -59,13 +64,17 @@ class Trainer:
     early_stop: EarlyStop
     validations: Validations | None
     checkpoints: Checkpoints
+    local: Checkpoints | None
     rollback: Rollback | None
+    attribution: Attribution | None
+    watchdog: Watchdog
     tracker: Tracker
     open_watches: Callable[[CompiledSteps], Watches]
     profiler: Profiler
     hooks: HookRunner
     _batches: Iterator[Batch] = dataclasses.field(init=False)
     _train_step: CompiledSteps = dataclasses.field(init=False)
+    _fault: Exit | None = dataclasses.field(default=None, init=False)
     _watches: Watches = dataclasses.field(default_factory=Watches, init=False)
 
     def train(self, signals: Signals) -> Exit:
@@ -105,10 +114,12 @@ class Trainer:
         return reason
 
     def _between_steps(self, signals: Signals, exits: Exits) -> Exit | None:
+        if self._fault:
+            return self._fault  # unsaved: what these devices made is not to be trusted
         evaluation = self._evaluate_if_due(signals)
         reason = self._watches.look(self.progress.step, self.state, self.tracker.paused)
-        if reason in (Exit.UNHEALTHY, Exit.MACHINE):
-            return reason  # unsaved: what these devices made is not to be trusted
+        if reason is Exit.UNHEALTHY:
+            return reason  # unsaved, for the same reason
         self._save_if_due(evaluation)
         reason = reason or self._early_end(evaluation)
         if reason:
@@ -120,10 +131,16 @@ class Trainer:
         with self.tracker.waiting_for_data(), signals.interrupting():
             batch = next(self._batches)
         self._note_mixture()
-        self.state, metrics = self._train_step(self.state, batch, self._controls)
+        controls, first = self._controls, self.progress.samples
+        self.state, metrics = self._train_step(self.state, batch, controls)
         microbatches, rows, length = batch["labels"].shape
         self.progress.advance(microbatches * rows, microbatches * rows * length)
         self.tracker.end_step(self.progress.step, metrics)
+        self.watchdog.tick(self.progress.step)
+        if self.attribution and int(metrics["consecutive"]):
+            self.state, self._fault = self.attribution.examine(
+                self._train_step, self.state, batch, metrics, controls, first
+            )
         return metrics
 
     def _note_mixture(self) -> None:
@@ -152,8 +169,17 @@ class Trainer:
             return {}
         if not resumed:
             self.hooks.on_eval_begin(step)
-        with self.tracker.paused(), collecting_garbage(self.config):
-            metrics = self.validations.run(self.state, self.progress, signals.requested)
+
+        def asked_to_stop() -> Exit | None:
+            self.watchdog.tick()
+            return signals.requested()
+
+        with (
+            self.tracker.paused(),
+            collecting_garbage(self.config),
+            self.watchdog.section("evaluation"),
+        ):
+            metrics = self.validations.run(self.state, self.progress, asked_to_stop)
         if metrics is None:
             return {}
         self.tracker.log(step, metrics)
@@ -169,9 +195,11 @@ class Trainer:
         step = self.progress.step
         if self.due(step) or self._at_end or (new_best and keep_best):
             self._save(evaluation)
+        elif self.local and step % self.config.checkpoint.non_persistent_interval == 0:
+            self._save_locally(self.local)
 
     def _save(self, evaluation: dict[str, float] | None = None) -> None:
-        with self.tracker.paused():
+        with self.tracker.paused(), self.watchdog.section("checkpoint"):
             self._reconcile()
             if self._halted:
                 return  # its parameters are those of the last good step, and its end is near
@@ -179,6 +207,12 @@ class Trainer:
         if path is not None:
             log.info("saving step %d to %s", self.progress.step, path)
             self.hooks.on_checkpoint_save(self.progress.step, path)
+
+    def _save_locally(self, local: Checkpoints) -> None:
+        with self.tracker.paused(), self.watchdog.section("checkpoint"):
+            self._reconcile()
+            if not self._halted and local.save(self.progress, self.state):
+                log.info("saving step %d to %s", self.progress.step, local.directory)
 
     def _early_end(self, evaluation: dict[str, float]) -> Exit | None:
         """Early stopping, by what was logged last and evaluated now: the same on every process."""
@@ -212,7 +246,7 @@ class Trainer:
         target = self.rollback.target(self.progress) if self.rollback else None
         if self.rollback is None or target is None:
             return Exit.NON_FINITE
-        with self.tracker.paused():
+        with self.tracker.paused(), self.watchdog.section("checkpoint"):
             self.state = self.rollback.go(self.state, self.progress, target)
             self._open_data()
         at = self.progress
@@ -228,7 +262,8 @@ class Trainer:
         if self._halted and not self.rollback:
             reason = Exit.NON_FINITE
             self.tracker.log_latest()
-        self.checkpoints.wait()
+        with self.watchdog.section("checkpoint"):
+            self.checkpoints.wait()
         self._report(reason)
         return reason
 
@@ -244,6 +279,8 @@ class Trainer:
             last_to_first.callback(self._watches.close)
             last_to_first.callback(self.hooks.on_train_end, step, tokens, reason)
             last_to_first.callback(self.checkpoints.close)
+            if self.local:
+                last_to_first.callback(self.local.close)
             last_to_first.callback(self.profiler.close)
 
     def _reconcile(self) -> None:

@@ -33,13 +33,13 @@ from jaxforge.data.packing import IGNORE
 from jaxforge.model.transformer import project
 from jaxforge.parallel.sharding import (
     constrain,
-    first_index,
     gathered,
     largest,
     size_per_device,
     taken_over,
     total,
 )
+from jaxforge.training.vocab_chunks import Chunk, chunks_of, entry_ids, joined
 
 _LOGITS = 1 << 25  # of a vocabulary chunk on one device, where ce_vocab_chunk = 0: 128 MiB
 _SMALLEST_CHUNK = 1024  # vocabulary entries: below it, products are slow
@@ -282,15 +282,10 @@ def _tile_sums(
     logits_TV = project(tile.hidden, weights_VD)
     lse_T1 = _over_shares(jax.nn.logsumexp(logits_TV, axis=-1, keepdims=True))
     # A comparison, not a gather: it stays local when the vocabulary is split over devices.
-    is_label_TV = _ids(weights_VD.shape[0]) == tile.labels[:, None]
+    is_label_TV = entry_ids(weights_VD.shape[0]) == tile.labels[:, None]
     label_logits_T = jnp.sum(jnp.where(is_label_TV, logits_TV, 0.0), axis=-1)
     sums = _sum_up(tile, lse_T1[:, 0], total(label_logits_T, "vocab"), members_BN)
     return sums, logits_TV, lse_T1, is_label_TV
-
-
-def _ids(size: int) -> Array:
-    """Ids of the entries of this device's share of the vocabulary."""
-    return first_index("vocab", size) + jnp.arange(size)
 
 
 def _over_shares(lse: Array) -> Array:
@@ -362,7 +357,7 @@ def _by_vocab(
     """Sums, and the logsumexp of each token, by a running one over chunks of the vocabulary."""
     tile = _whole(hidden, labels)
 
-    def one(carry: tuple[Array, Array, Array], chunk: _Chunk) -> tuple[Any, None]:
+    def one(carry: tuple[Array, Array, Array], chunk: Chunk) -> tuple[Any, None]:
         top, rest, label_logits = carry
         logits = chunk.logits(tile.hidden)
         new_top = jnp.maximum(top, jnp.max(logits, axis=-1))
@@ -371,7 +366,7 @@ def _by_vocab(
         return (new_top, rest, label_logits + jnp.sum(jnp.where(is_label, logits, 0.0), -1)), None
 
     zeros = jnp.sum(_zeros(tile.hidden, head)[:, :0], axis=-1)
-    chunks = _chunks(gathered(head.astype(hidden.dtype), _HEAD), tiling.vocab)
+    chunks = chunks_of(gathered(head.astype(hidden.dtype), _HEAD), tiling.vocab)
     (top, rest, label_logits), _ = jax.lax.scan(one, (zeros - jnp.inf, zeros, zeros), chunks)
     lse = _over_shares(top + jnp.log(rest))
     return _sum_up(tile, lse, total(label_logits, "vocab"), members), lse
@@ -387,59 +382,21 @@ def _gradient_by_vocab(
 ) -> tuple[Array, Array]:
     tile = _whole(hidden, labels)
 
-    def one(d_hidden: Array, chunk: _Chunk) -> tuple[Array, Array]:
+    def one(d_hidden: Array, chunk: Chunk) -> tuple[Array, Array]:
         is_label = chunk.ids == tile.labels[:, None]
         d_logits = _d_logits(tile, scales, chunk.logits(tile.hidden), lse[:, None], is_label)
         d_hidden += _product("tv,vd->td", d_logits, chunk.weights)
         return d_hidden, _product("tv,td->vd", d_logits, tile.hidden).astype(head.dtype)
 
-    chunks = _chunks(gathered(head.astype(hidden.dtype), _HEAD), tiling.vocab)
+    chunks = chunks_of(gathered(head.astype(hidden.dtype), _HEAD), tiling.vocab)
     d_hidden, d_chunks = jax.lax.scan(one, _zeros(tile.hidden, head), chunks)
-    d_head = constrain(_joined(d_chunks, head.shape[0]), *_HEAD)
+    d_head = constrain(joined(d_chunks, head.shape[0]), *_HEAD)
     return total(d_hidden, "vocab").reshape(hidden.shape).astype(hidden.dtype), d_head
 
 
 def _zeros(like: Array, head: Array) -> Array:
     """float32, varying over the mesh axes that products of the two vary over."""
     return jnp.zeros_like(like, jnp.float32) + jnp.sum(head[:0], dtype=jnp.float32)
-
-
-class _Chunk(NamedTuple):
-    """Some of the vocabulary: rows of the head [c, d] and their ids [c], -1 where it is padding."""
-
-    weights: Array
-    ids: Array
-
-    def logits(self, hidden: Array) -> Array:
-        return jnp.where(self.ids >= 0, project(hidden, self.weights), -jnp.inf)
-
-
-def _chunks(head_VD: Array, size: int) -> _Chunk:
-    """Chunks [n, c, ...] of as near the same size as can be; each takes its part of every device's.
-
-    Devices hold consecutive parts of the vocabulary, so [devices, n, c] is where an entry is.
-    """
-    ids = _ids(head_VD.shape[0])
-    return _Chunk(_cut_vocab(head_VD, size, 0), _cut_vocab(ids, size, -1))
-
-
-def _cut_vocab(x: Array, size: int, fill: int) -> Array:
-    vocab = x.shape[0]
-    local = size_per_device(vocab, "vocab")
-    n = -(-local // size)
-    each = -(-local // n)
-    x = x.reshape(vocab // local, local, *x.shape[1:])
-    x = jnp.pad(x, ((0, 0), (0, n * each - local), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
-    x = x.reshape(x.shape[0], n, each, *x.shape[2:]).swapaxes(0, 1)
-    return x.reshape(n, -1, *x.shape[3:])
-
-
-def _joined(chunks: Array, vocab: int) -> Array:
-    """`_cut_vocab` undone: [n, c, d] -> [v, d]."""
-    local = size_per_device(vocab, "vocab")
-    n, _, dim = chunks.shape
-    x = chunks.reshape(n, vocab // local, -1, dim).swapaxes(0, 1)
-    return x.reshape(vocab // local, -1, dim)[:, :local].reshape(vocab, dim)
 
 
 def _product(dimensions: str, left: Array, right: Array) -> Float[Array, "_ _"]:

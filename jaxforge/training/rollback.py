@@ -22,7 +22,8 @@ class Rollback:
     """Goes back.
 
     Args:
-        checkpoints: the run's.
+        checkpoints: the run's, to one of which it goes back.
+        local: those that need not last; later ones of them go, too.
         restore: state and progress of a step.
         limit: `train.max_rollbacks`.
     """
@@ -30,10 +31,12 @@ class Rollback:
     def __init__(
         self,
         checkpoints: Checkpoints,
+        local: Checkpoints | None,
         restore: Callable[[int], tuple[TrainState, Progress]],
         limit: int,
     ) -> None:
-        self._checkpoints, self._restore, self._limit = checkpoints, restore, limit
+        self._checkpoints, self._local = checkpoints, local
+        self._restore, self._limit = restore, limit
 
     def target(self, progress: Progress) -> int | None:
         """The step to go back to; None if there is none, or the limit is reached."""
@@ -49,7 +52,8 @@ class Rollback:
         """The state to go on from; `state` is given up, and `progress` goes back."""
         jax.tree.map(lambda array: array.delete(), state)  # two would not fit
         state, earlier = self._restore(target)
-        self._checkpoints.discard_after(target)
+        for checkpoints in filter(None, (self._checkpoints, self._local)):
+            checkpoints.discard_after(target)
         log.warning(
             "went back from step %d to step %d; %d samples drawn since are left out",
             progress.step, target, progress.samples - earlier.samples,

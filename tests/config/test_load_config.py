@@ -159,6 +159,9 @@ def test_every_key_of_kempnerforge_loads():
                 "check_weight_hash_across_dp_replicas_interval",
                 "manual_gc_interval",
                 "train_sync_interval",
+                "watchdog_setup_sec",
+                "watchdog_step_sec",
+                "watchdog_checkpoint_sec",
             )
         ),
         *(
@@ -175,11 +178,18 @@ def test_every_key_of_kempnerforge_loads():
         *(("optimizer", key) for key in ("lr_scale_rule", "lr_base_batch")),
         *(("scheduler", key) for key in ("warmup_offset", "unit")),
         *(("early_stop", key) for key in EarlyStopConfig.model_fields),
-        ("distributed", "pp_chunks"),
+        *(("distributed", key) for key in ("pp_chunks", "heartbeat_timeout_sec")),
         ("eval", "datasets"),
         *(
             ("checkpoint", key)
-            for key in ("keep_best_n", "best_metric", "export_interval", "export_last")
+            for key in (
+                "keep_best_n",
+                "best_metric",
+                "export_interval",
+                "export_last",
+                "non_persistent_interval",
+                "non_persistent_dir",
+            )
         ),
         *(("metrics", key) for key in ("tensorboard_interval", "wandb_interval", "peak_tflops")),
         *(("metrics", key) for key in ("log_format", "log_progress")),

@@ -22,6 +22,7 @@ from jaxforge.training.loop import Trainer
 from jaxforge.training.phases import Phases
 from jaxforge.training.progress import Progress
 from jaxforge.training.state import Counts, TrainState
+from jaxforge.training.watchdog import Limits, Watchdog
 from jaxforge.training.watches import Watches
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
@@ -179,7 +180,9 @@ def run(steps=6, log=100, evaluate=100, save=100, hooks=True, stop_at=None, bad=
         config=config, state=device_state(), progress=Progress(),
         lower_step=lambda state, batch: lambda: train_step,
         open_batches=lambda progress: itertools.repeat(batch(), steps),
-        validations=Validations(events), checkpoints=Checkpoints(events), rollback=None,
+        validations=Validations(events), checkpoints=Checkpoints(events),
+        local=None,
+        watchdog=Watchdog(Limits(0, 0, 0)), rollback=None, attribution=None,
         **schedule(config),
         open_watches=lambda step: Watches(),
         tracker=Tracker([Outlet("it", Sink(events), log)], Work(256, 8), Start(), 10**9),
@@ -283,7 +286,8 @@ def test_a_hook_reads_scalars_state_and_gradients():
         config=ours.config, state=ours.state(), progress=Progress(),
         lower_step=lambda state, batch: lambda: ours.step,
         open_batches=lambda _: (ours.put(b) for b in random_batches(ours.config, 2)),
-        validations=None, checkpoints=Checkpoints([]), rollback=None,
+        validations=None, checkpoints=Checkpoints([]), local=None,
+        watchdog=Watchdog(Limits(0, 0, 0)), rollback=None, attribution=None,
         **schedule(ours.config),
         open_watches=lambda step: Watches(),
         tracker=Tracker([], Work(256, 8), Start(), 2),

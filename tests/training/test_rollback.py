@@ -111,9 +111,12 @@ def test_trouble_that_comes_again_goes_further_back_and_has_an_end(tmp_path, poi
     assert list(losses(tmp_path).values()) == [None, None]
 
 
-def test_stop_ends_the_run_before_the_update(tmp_path, poisonous):
-    stop = {"on_nonfinite": "stop"}
+def test_stop_ends_the_run_before_the_update(tmp_path, poisonous, capsys):
+    stop = {"on_nonfinite": "stop", "rerun_bad_steps": True}
     assert train.run(config(tmp_path, [3], train=stop)) is Exit.NON_FINITE
     assert list(losses(tmp_path)) == [1, 2, 3, 4]
     assert losses(tmp_path)[4] is None
     assert saved(tmp_path) == []
+    said = capsys.readouterr().err
+    assert "step 4, run again from the same state, gave the same answer" in said
+    assert "sequence 24 (" in said

@@ -1,0 +1,67 @@
+"""Checkpoints on the disk of the node: quick to write, often made, and gone with the node.
+
+They stand beside the lasting ones (`checkpoint.interval`) and save the steps since the last of
+these when a process dies and its node does not. A run starts from whichever is newer. It never ends
+on such a one alone.
+"""
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jaxtyping import PyTree
+
+from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.config.checkpoint import CheckpointConfig
+from jaxforge.errors import UserError
+from jaxforge.parallel.stages import Stack
+
+
+def open_local(
+    config: CheckpointConfig, axes: PyTree, resolved_config: dict[str, Any], stack: Stack
+) -> Checkpoints | None:
+    """The checkpoints in `checkpoint.non_persistent_dir`, the newest kept; None without one.
+
+    Raises:
+        UserError: it cannot be written, or some process does not see what another writes there.
+    """
+    if not config.non_persistent_interval:
+        return None
+    assert config.non_persistent_dir
+    directory = Path(config.non_persistent_dir)
+    _check_shared(directory)
+    newest = {"keep_last_n": 1, "keep_best_n": 0, "dyn_ckpt_window": None}
+    section = config.model_copy(update=newest)
+    return Checkpoints(directory, section, axes, resolved_config, stack=stack)
+
+
+def _check_shared(directory: Path) -> None:
+    """Each process holds a part of the state, and all of it must be found again."""
+    tag = uuid.UUID(bytes=multihost_utils.broadcast_one_to_all(_bytes(uuid.uuid4())).tobytes())
+    marker = directory / f".seen_by_all_{tag.hex}"
+    if jax.process_index() == 0:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            marker.touch()
+        except OSError as error:
+            raise UserError(
+                f"checkpoint.non_persistent_dir: {directory}: {error.strerror}; name a directory "
+                "that can be written"
+            ) from error
+    multihost_utils.sync_global_devices("a marker in checkpoint.non_persistent_dir")
+    seen = multihost_utils.process_allgather(np.array(marker.exists()))
+    if jax.process_index() == 0:
+        marker.unlink()
+    if not np.all(seen):
+        raise UserError(
+            f"checkpoint.non_persistent_dir = {directory} is not the same directory for all "
+            f"{jax.process_count()} processes: name one that they share, or set "
+            "checkpoint.non_persistent_interval = 0"
+        )
+
+
+def _bytes(tag: uuid.UUID) -> np.ndarray:
+    return np.frombuffer(tag.bytes, np.uint8)

@@ -1,0 +1,126 @@
+"""How a process ends: the exit codes, what they mean, and which of them mean "run it again".
+
+Imports nothing of ours and no JAX, so that `jaxforge.supervise` starts at once.
+"""
+
+import enum
+import signal
+
+
+class Exit(enum.Enum):
+    """Why a process ended.
+
+    Attributes:
+        code: the exit code; several reasons may share one.
+        meaning: in one sentence.
+        again: whether `jaxforge.supervise` runs the command again: another start may go better, and
+            nobody asked for an end.
+    """
+
+    code: int
+    meaning: str
+    again: bool
+
+    def __new__(cls, code: int, meaning: str, again: bool) -> "Exit":
+        """A member of the table below."""
+        member = object.__new__(cls)
+        member._value_ = meaning
+        member.code, member.meaning, member.again = code, meaning, again
+        return member
+
+    COMPLETED = 0, "finished: max_steps reached", False
+    EARLY_STOPPED = 0, "finished: stopped early by [early_stop]", False
+    ERROR = 1, "unexpected error, with a traceback", True
+    USER_ERROR = (
+        2,
+        "a mistake in the config, the data or the command line: nothing was lost",
+        False,
+    )
+    MACHINE = (
+        16,
+        "the same step from the same state gave another answer: a device is faulty",
+        True,
+    )
+    NON_FINITE = (
+        65,
+        'gave up: nan_consecutive_max steps in a row were bad, or on_nonfinite = "stop" '
+        "(EX_DATAERR)",
+        False,
+    )
+    UNHEALTHY = (
+        69,
+        "the devices do not answer one another in time, or copies of a parameter differ: nothing "
+        "was saved since (EX_UNAVAILABLE)",
+        True,
+    )
+    HUNG = (
+        70,
+        "hung: the watchdog saw no progress; stacks are in logs/stacks_<i>.txt (EX_SOFTWARE)",
+        True,
+    )
+    STRAGGLER = (
+        71,
+        "stopped by a slow host after a checkpoint; run again without it to go on (EX_OSERR)",
+        False,
+    )
+    STORAGE = (
+        74,
+        "a checkpoint could not be written (disk full, say); those before it are whole (EX_IOERR)",
+        False,
+    )
+    SIGNAL = (
+        75,
+        "stopped by SIGTERM or SIGUSR1 after a checkpoint; run again to go on (EX_TEMPFAIL)",
+        False,
+    )
+    DURATION = 75, "stopped by train.exit_duration_in_mins after a checkpoint", False
+    INTERVAL = 75, "stopped by train.exit_interval after a checkpoint", False
+    INTERRUPT = 130, "stopped by Ctrl-C after a checkpoint; run again to go on", False
+    ABORTED = (
+        134,
+        "ended by the JAX runtime (SIGABRT): another process of the job is gone, see its log",
+        True,
+    )
+
+
+AGREED = frozenset(
+    {
+        Exit.COMPLETED, Exit.EARLY_STOPPED, Exit.NON_FINITE, Exit.STRAGGLER, Exit.SIGNAL,
+        Exit.DURATION, Exit.INTERVAL, Exit.INTERRUPT,
+    }
+)  # fmt: skip
+"""Ends that all processes of a job decide on together, at the same step."""
+
+_STOPS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP})
+_BY_CODE = {one.code: one for one in reversed(Exit)}  # of one code, the first
+
+
+def exit_code(returncode: int) -> int:
+    """A return code of `subprocess` as a shell gives it: 128 + n for a death by signal n."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def meaning(code: int) -> str:
+    """What an exit code says, in one sentence."""
+    if code in _BY_CODE:
+        return _BY_CODE[code].meaning
+    killer = _killer(code)
+    return f"killed by {killer.name}" if killer else "not a code of jaxforge's"
+
+
+def again(code: int) -> bool:
+    """Whether another start may go better: a known code says so, or something killed the process.
+
+    A process that died of SIGTERM and the like, before it could handle them, was told to stop.
+    """
+    if code in _BY_CODE:
+        return _BY_CODE[code].again
+    killer = _killer(code)
+    return killer is not None and killer not in _STOPS
+
+
+def _killer(code: int) -> signal.Signals | None:
+    try:
+        return signal.Signals(code - 128)
+    except ValueError:
+        return None

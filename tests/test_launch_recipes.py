@@ -1,0 +1,122 @@
+"""The recipes of examples/launch parse, fit this command line, and queue again on 75 alone."""
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jaxforge import supervise
+from jaxforge.config.load import load_config
+from jaxforge.exit_codes import AGREED, Exit
+
+RECIPES = Path(__file__).parents[1] / "examples" / "launch"
+SCRIPTS = sorted([*RECIPES.glob("*.sh"), *RECIPES.glob("*.sbatch")])
+JOBSETS = sorted(RECIPES.glob("*.yaml"))
+SBATCH = sorted(RECIPES.glob("*.sbatch"))
+
+
+def fits_the_command_line(command):
+    """Whether a command is one of the supervisor's, with the arguments of a training run."""
+    module = command.index("jaxforge.supervise")
+    rest = supervise._parser().parse_args(command[module + 1 :]).command
+    assert rest[0] == "--"
+    assert rest[1].startswith("--config")
+    load_config(None, [one for one in rest[1:] if one.startswith("--") and "config" not in one])
+    return True
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_parse(path):
+    subprocess.run(["bash", "-n", path], check=True)
+    joined = path.read_text().replace("\\\n", " ").replace("\\$", "$")
+    (line,) = (x for x in joined.splitlines() if "-m jaxforge.supervise" in x)
+    command = line[line.index("-m jaxforge.supervise") :].replace("${*@Q}", "--config=a")
+    command = command.replace('"$@"', "a").partition(" >>")[0].rstrip('"& ')
+    assert fits_the_command_line(shlex.split(command))
+
+
+@pytest.mark.parametrize("path", JOBSETS, ids=lambda path: path.name)
+def test_jobsets_are_of_one_piece(path):
+    jobset = yaml.safe_load(path.read_text())
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert jobset["spec"]["failurePolicy"]["rules"][0]["action"] == "FailJobSet"
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    assert job["parallelism"] == job["completions"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        v["name"] for v in pod["volumes"]
+    }
+    assert fits_the_command_line(container["command"] + container["args"])
+    grace = int(container["command"][3].removeprefix("--grace="))
+    assert grace < pod["terminationGracePeriodSeconds"]
+    env = {one["name"]: one.get("value") for one in container.get("env", [])}
+    if env:
+        assert int(env["JAX_NUM_PROCESSES"]) == job["parallelism"]
+        name = jobset["metadata"]["name"]
+        assert env["JAX_COORDINATOR_ADDRESS"] == f"{name}-{replicated['name']}-0-0.{name}:1234"
+
+
+@pytest.mark.parametrize("path", JOBSETS, ids=lambda path: path.name)
+def test_jobsets_give_up_where_the_supervisor_does(path):
+    (replicated,) = yaml.safe_load(path.read_text())["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    assert job["template"]["spec"]["restartPolicy"] == "Never"  # podFailurePolicy demands it
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert rule["onExitCodes"]["containerName"] == job["template"]["spec"]["containers"][0]["name"]
+    stopped = AGREED - {Exit.NON_FINITE}  # on purpose, or to go on elsewhere
+    assert rule["onExitCodes"]["values"] == [
+        x.code for x in Exit if not x.again and x not in stopped
+    ]
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """A `srun` that ends as the test says, and a `scontrol` that writes down what it is asked."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "srun").write_text(
+        "#!/bin/bash\nprintf '%s\\n' \"$@\" > arguments\n"
+        "trap 'touch passed_on; exit 75' USR1\ntouch started\n"
+        '[ -n "$CODE" ] && exit "$CODE"\n'
+        "for _ in $(seq 300); do sleep 0.1; done\n"
+    )
+    (tools / "scontrol").write_text('#!/bin/bash\necho "$@" > requeued\n')
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    path = f"{tools}:{os.environ['PATH']}"
+    return {"PATH": path, "SLURM_JOB_ID": "17", "CODE": ""}
+
+
+def submit(path, directory, env):
+    command = ["bash", path, "my run.toml", "--train.seed=1"]
+    return subprocess.Popen(command, cwd=directory, env=env)
+
+
+@pytest.mark.parametrize("path", SBATCH, ids=lambda path: path.name)
+@pytest.mark.parametrize("sig", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_to_the_script_reaches_the_tasks_and_queues_it_again(path, sig, cluster, tmp_path):
+    script = submit(path, tmp_path, cluster)
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "started").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    script.send_signal(sig)
+    assert script.wait(20) == 75
+    assert (tmp_path / "passed_on").exists()
+    assert (tmp_path / "requeued").read_text() == "requeue 17\n"
+    arguments = (tmp_path / "arguments").read_text().splitlines()
+    assert arguments[-3:] == ["--config", "my run.toml", "--train.seed=1"]
+
+
+@pytest.mark.parametrize("path", SBATCH, ids=lambda path: path.name)
+@pytest.mark.parametrize("code", [0, 1, 2, 65, 134, 137])
+def test_other_ends_stay_ends(path, code, cluster, tmp_path):
+    assert submit(path, tmp_path, {**cluster, "CODE": str(code)}).wait(20) == code
+    assert not (tmp_path / "requeued").exists()

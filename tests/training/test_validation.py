@@ -1,0 +1,144 @@
+"""Runs that are stopped in the middle of an evaluation, while they wait, or by the clock."""
+
+import json
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+from jaxforge import train
+from jaxforge.training.exits import Exit
+from jaxforge.training.hooks import Hook
+from tests.conftest import tiny_config
+
+LENGTH = 32
+
+
+class Log(Hook):
+    """What happens, and a signal when `at` does."""
+
+    def __init__(self, at=None):
+        self.events, self._at = [], at
+
+    def _note(self, event):
+        self.events.append(event)
+        if event == self._at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_eval_begin(self, step):
+        self._note(f"begin {step}")
+
+    def on_eval_end(self, metrics, step):
+        self._note(f"end {step}")
+
+    def on_checkpoint_save(self, step, path):
+        self._note(f"save {step}")
+
+    def on_train_end(self, step, tokens_seen, reason):
+        self._note(f"{reason} {step}")
+
+
+def config(tmp_path, name, checkpoint=None, **keys):
+    for data, n in (("a", 40), ("b", 24)):
+        (tmp_path / data).mkdir(exist_ok=True)
+        np.save(tmp_path / data / "x.npy", (np.arange(n * (LENGTH + 1)) % 251).astype(np.uint16))
+    sets = [{"name": n, "dataset_path": str(tmp_path / n)} for n in ("a", "b")]
+    return tiny_config(
+        train={"max_steps": 8, "batch_size": 1, **keys},
+        distributed={"dp_shard": -1},
+        data={"dataset_path": str(tmp_path / "a")},
+        eval={"enabled": True, "interval": 4, "datasets": sets},
+        checkpoint={"dir": str(tmp_path / name), "interval": 100, **(checkpoint or {})},
+    )
+
+
+def lines(tmp_path, name):
+    text = (tmp_path / name / "metrics.jsonl").read_text()
+    timeless = [json.loads(line) for line in text.splitlines()]
+    return {
+        (line["step"], key): value
+        for line in timeless
+        for key, value in line.items()
+        if key.startswith(("eval/", "train/loss"))
+    }
+
+
+def progress(tmp_path, name, step):
+    path = tmp_path / name / "checkpoints" / f"step_{step}" / "progress" / "metadata"
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    path = tmp_path_factory.mktemp("whole")
+    assert train.run(config(path, "whole")) is Exit.COMPLETED
+    return lines(path, "whole")
+
+
+@pytest.mark.parametrize("step", [4, 8])
+def test_an_evaluation_that_was_stopped_goes_on_where_it_was(tmp_path, whole, step):
+    first = Log(at=f"begin {step}")
+    assert train.run(config(tmp_path, "run"), [first]) is Exit.SIGNAL
+    assert first.events[-3:] == [f"begin {step}", f"save {step}", f"Exit.SIGNAL {step}"]
+    halfway = progress(tmp_path, "run", step)
+    assert halfway["stage"] == "validation"
+    assert halfway["validation"]["pending"] == ["a", "b"]
+    second = Log()
+    assert train.run(config(tmp_path, "run"), [second]) is Exit.COMPLETED
+    rest = [] if step == 8 else ["begin 8", "end 8", "save 8"]
+    assert second.events == [f"end {step}", *rest, "Exit.COMPLETED 8"]
+    assert lines(tmp_path, "run") == whole
+    assert progress(tmp_path, "run", step)["validation"] is None
+    third = Log()
+    assert train.run(config(tmp_path, "run"), [third]) is Exit.COMPLETED
+    assert third.events == ["Exit.COMPLETED 8"]  # nothing is evaluated or saved again
+
+
+def test_a_signal_is_seen_while_the_step_is_compiled(tmp_path, monkeypatch):
+    left, done = [], threading.Event()
+
+    def compiles_for_minutes(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        done.wait(100)
+
+    monkeypatch.setattr(train, "_leave", left.append)
+    monkeypatch.setattr(train.compilation, "compile_step", compiles_for_minutes)
+    log = Log()
+    assert train.run(config(tmp_path, "run"), [log]) is Exit.SIGNAL
+    assert not done.is_set()
+    done.set()
+    assert log.events == ["save 0", "Exit.SIGNAL 0"]
+    assert left == [Exit.SIGNAL]  # past the compiler, which is still at work
+
+
+def test_stopping_after_so_many_minutes_or_at_a_step(tmp_path, whole):
+    by_step, by_clock = Log(), Log()
+    assert train.run(config(tmp_path, "run", exit_interval=3), [by_step]) is Exit.INTERVAL
+    assert by_step.events == ["save 3", "Exit.INTERVAL 3"]
+    clock = config(tmp_path, "run", exit_duration_in_mins=1e-9)
+    assert train.run(clock, [by_clock]) is Exit.DURATION
+    assert by_clock.events == ["begin 4", "end 4", "save 4", "Exit.DURATION 4"]
+    assert train.run(config(tmp_path, "run")) is Exit.COMPLETED
+    assert lines(tmp_path, "run") == whole
+
+
+class Dies(Hook):
+    def on_step_end(self, context):
+        if context.step == 5:
+            raise ZeroDivisionError
+
+
+def test_checkpoints_that_need_not_last_serve_as_long_as_they_do(tmp_path, whole):
+    local = {"non_persistent_interval": 3, "non_persistent_dir": str(tmp_path / "local")}
+    with pytest.raises(ZeroDivisionError):
+        train.run(config(tmp_path, "run", checkpoint=local), [Dies()])
+    assert [path.name for path in (tmp_path / "local" / "checkpoints").glob("step_*")] == ["step_3"]
+    assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
+    log = Log()
+    stop = config(tmp_path, "run", checkpoint=local, exit_interval=6)
+    assert train.run(stop, [log]) is Exit.INTERVAL
+    assert log.events == ["begin 4", "end 4", "save 6", "Exit.INTERVAL 6"]  # this one lasts
+    assert train.run(config(tmp_path, "run")) is Exit.COMPLETED
+    assert lines(tmp_path, "run") == whole
