@@ -41,7 +41,7 @@ from jaxforge.exit_codes import AGREED, Exit
 
 log = logging.getLogger("jaxforge.supervise")
 
-LOG_FILE = "supervise.jsonl"
+_LOG_FILE = "supervise.jsonl"
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _HEALTHY_SEC = 3600.0
 _LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
@@ -260,6 +260,7 @@ class Supervisor:
         return event is None
 
     def _newest_step(self) -> int:
+        """-1 for none; a checkpoint has its name once it is whole (`checkpoint.manager`)."""
         names = (self._run / "checkpoints").glob("step_*") if self._run else ()
         steps = [int(number) for p in names if (number := p.name.partition("_")[2]).isdigit()]
         return max(steps, default=-1)
@@ -286,8 +287,11 @@ class Supervisor:
             "signal": self._stopping.name if self._stopping else None,
             "again_in_sec": delay,
         }
-        with (self._run / LOG_FILE).open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        try:
+            with (self._run / _LOG_FILE).open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:  # a full disk is no reason not to run again
+            log.warning("cannot write %s: %s", self._run / _LOG_FILE, error.strerror)
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:

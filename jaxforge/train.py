@@ -41,14 +41,14 @@ from jaxforge.telemetry.console import add_log_file, banner, human, setup_loggin
 from jaxforge.telemetry.measures import Work
 from jaxforge.telemetry.outlets import check_libraries, open_outlets
 from jaxforge.telemetry.profiler import Profiler
-from jaxforge.telemetry.tracker import Start, Tracker
+from jaxforge.telemetry.tracker import Tracker
 from jaxforge.training.attribution import Attribution, make_row_losses
 from jaxforge.training.early_stop import EarlyStop
 from jaxforge.training.evaluation import Evaluator
 from jaxforge.training.exits import Exit, Signals
 from jaxforge.training.exporting import Exporter
 from jaxforge.training.hooks import Hook, HookRunner
-from jaxforge.training.loop import Trainer
+from jaxforge.training.loop import Trainer, start_of
 from jaxforge.training.phases import Phases
 from jaxforge.training.progress import Progress
 from jaxforge.training.rollback import Rollback
@@ -115,7 +115,8 @@ def _run(
     config: JobConfig | Draft, hooks: Sequence[Hook], console: Console, watchdog: Watchdog
 ) -> Exit:
     if isinstance(config, Draft):
-        config = config.resolve(jax.device_count(), sequences_per_epoch)
+        with watchdog.section("data"):  # for lengths in epochs
+            config = config.resolve(jax.device_count(), sequences_per_epoch)
     rules.check(config, jax.device_count())
     compilation.use_cache(config.train)
     mesh = make_mesh(config)
@@ -131,7 +132,8 @@ def _run(
             if reason is Exit.UNHEALTHY:
                 _leave(reason)  # whatever waits for the devices may wait for ever
         finally:
-            trainer.close(reason)
+            with watchdog.section("end"):
+                trainer.close(reason)
     if signals.left_work:
         _leave(reason)  # the compiler must not find the process half gone
     return reason
@@ -157,8 +159,9 @@ def build(
     check_libraries(config.metrics)
     profiler = Profiler(config.profiling, Path(config.checkpoint.dir))
     flags = compilation.accepted_flags(config.train)
-    dataset = loader.open_training_data(config)
-    eval_data = loader.open_eval_data(config) if config.eval.enabled else {}
+    with watchdog.section("data"):
+        dataset = loader.open_training_data(config)
+        eval_data = loader.open_eval_data(config) if config.eval.enabled else {}
     model = build_model(config)
     optimizer = build_optimizer(config, model.axes)
     checkpoints = _open_run_directory(config, model)
@@ -181,7 +184,8 @@ def build(
     _announce(console, config, model, mesh, samples)
     tracker = _tracker(console, config, progress, samples)
     runner = HookRunner([*hooks, *_own_hooks(config, progress)])
-    step = make_train_step(model, optimizer, config, mesh, keep_gradients=runner.needs_gradients)
+    collect = (*config.metrics.collect, *runner.collect)
+    step = make_train_step(model, optimizer, config, mesh, collect=collect)
 
     def open_batches(place: Progress) -> Iterator[Batch]:
         return _open_batches(config, mesh, dataset, phases, ramp, place)
@@ -318,10 +322,13 @@ def _validations(
 
 def _tracker(console: Console, config: JobConfig, progress: Progress, samples: int) -> Tracker:
     work = Work.of(config, samples)
-    outlets = open_outlets(console, config, progress.run_id, progress.step, work)
+    outlets = open_outlets(
+        console, config, progress.run_id, progress.step, work, progress.sequences_per_epoch
+    )
     names = [dataset.label for dataset in config.data.datasets]
-    start = Start(progress.step, progress.samples, progress.skipped)
-    return Tracker(outlets, work, start, config.train.max_steps, names)
+    start = start_of(progress)
+    extras = config.metrics.collect
+    return Tracker(outlets, work, start, config.train.max_steps, names, extras)
 
 
 def _announce(console: Console, config: JobConfig, model: Model, mesh: Mesh, samples: int) -> None:

@@ -1,15 +1,24 @@
 """Eight virtual CPU devices for every test; small models; golden runs where they lie beside us."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # workers and commands have it from who began
+    COMPILED = tempfile.mkdtemp(prefix="jaxforge-tests-compiled-")
+    atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 from pathlib import Path
 
 import pytest
 
 from jaxforge.config.job import JobConfig
+from jaxforge.config.schema import REGISTRIES
 
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
 
@@ -34,6 +43,13 @@ def golden() -> Path:
     if not GOLDEN.is_dir():
         pytest.skip("no reference runs beside this checkout")
     return GOLDEN
+
+
+@pytest.fixture
+def own_names(monkeypatch):
+    """What a test registers is gone after it."""
+    for registry in REGISTRIES:
+        monkeypatch.setattr(registry, "_builders", dict(registry._builders))
 
 
 def tiny_config(**sections: dict) -> JobConfig:

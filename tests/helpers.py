@@ -1,23 +1,25 @@
 """What several test files build: a model with its step, and batches for it."""
 
 import dataclasses
+import functools
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxforge.config.job import JobConfig
-from jaxforge.model.transformer import Model, build_model
+from jaxforge.model.transformer import Model, Params, build_model
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import batch_sharding
 from jaxforge.training.progress import Progress
-from jaxforge.training.state import TrainState, init_state, state_shardings
+from jaxforge.training.state import TrainState, abstract_state, begin, state_shardings
 from jaxforge.training.step import Controls, make_train_step
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Setup:
     """A model, its optimizer and its step on a mesh."""
 
@@ -28,12 +30,24 @@ class Setup:
     step: object
 
     def state(self, params=None) -> TrainState:
-        with jax.set_mesh(self.mesh):
-            state = init_state(self.model, self.optimizer, self.mesh, self.config.train.seed)
-            if params is None:
-                return state
-            shardings = state_shardings(self.model, self.optimizer, self.mesh)
-            return dataclasses.replace(state, params=jax.device_put(params, shardings.params))
+        """Arrays of its own before the first step, on the mesh; `params`: other values for them."""
+        state = self._initial
+        if params is not None:
+            state = dataclasses.replace(state, params=jax.device_get(params))
+        shardings = state_shardings(self.model, self.optimizer, self.mesh)
+        return jax.tree.map(placed, state, shardings)
+
+    @functools.cached_property
+    def _initial(self) -> TrainState:
+        """What `init_state` makes, on the host (see tests/model/test_init.py).
+
+        It is made from parameters that every mesh shares: to compile how they are drawn takes
+        half as long as to compile the step.
+        """
+        plain = drawn(self.config)
+        stack = functools.partial(jax.tree.map, self.model.stack.stack)
+        make = jax.jit(lambda p: begin({**p, "layers": stack(p["layers"])}, self.optimizer))
+        return jax.device_get(make(plain))
 
     def put(self, batch: dict) -> dict:
         batch = {name: np.asarray(leaf, np.int32) for name, leaf in batch.items()}
@@ -49,8 +63,48 @@ class Setup:
         return state, {k: np.array([m[k] for m in logged]) for k in logged[0]}
 
 
+def placed(leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """Copies of the host's array that the step may be given.
+
+    Of whole copies, `jax.device_put` would let all devices and the host share the memory.
+    """
+    devices = sharding.addressable_devices_indices_map(leaf.shape)
+    shards = [jax.device_put(np.array(leaf[index]), device) for device, index in devices.items()]
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
+
+
+def drawn(config: JobConfig) -> Params:
+    """Initial parameters on the host, a layer a row; drawn once for all that are alike."""
+    train = config.train
+    key = (config.model.model_dump_json(), train.param_dtype, train.seed)
+    if key not in _DRAWN:
+        model = Model(config.model, param_dtype=jnp.dtype(train.param_dtype))
+        _DRAWN[key] = jax.device_get(jax.jit(model.init)(jax.random.key(train.seed)))
+    return _DRAWN[key]
+
+
+_DRAWN: dict[tuple, Params] = {}
+
+
 def setup(config: JobConfig, **options) -> Setup:
-    """On as many of the virtual devices as `[distributed]` multiplies to."""
+    """On as many of the virtual devices as `[distributed]` multiplies to.
+
+    It is the same one for the same config: then its step is compiled once.
+    """
+    key = (config.model_dump_json(), *sorted(options.items()))
+    made = _SETUPS.pop(key, None) or new_setup(config, **options)
+    _SETUPS[key] = made  # the latest
+    while len(_SETUPS) > _KEPT:
+        del _SETUPS[next(iter(_SETUPS))]
+    return made
+
+
+_SETUPS: dict[tuple, Setup] = {}
+_KEPT = 16  # programs take memory
+
+
+def new_setup(config: JobConfig, **options) -> Setup:
+    """Shared with no other test: nothing is compiled yet, and what is patched counts."""
     d = config.distributed
     devices = jax.devices()[: d.pp * d.dp_replicate * d.dp_shard * d.tp]
     mesh = make_mesh(config, devices)
@@ -89,12 +143,18 @@ def random_batches(config: JobConfig, n: int, seed: int = 0, dp: int | None = No
     return [{"input_ids": i, "labels": x} for i, x in zip(inputs, labels, strict=True)]
 
 
-def hlo(ours: Setup) -> str:
-    """The compiled step."""
-    state = ours.state()
+def lowered(ours: Setup) -> jax.stages.Lowered:
+    """The step, to be compiled for what it will run on; no array is made."""
+    state = abstract_state(ours.model, ours.optimizer, ours.mesh)
     (batch,) = random_batches(ours.config, 1)
     with jax.set_mesh(ours.mesh):
-        return ours.step.lower(state, ours.put(batch), Controls()).compile().as_text()
+        return ours.step.lower(state, ours.put(batch), Controls())
+
+
+@functools.lru_cache(_KEPT)
+def hlo(ours: Setup) -> str:
+    """The compiled step."""
+    return lowered(ours).compile().as_text()
 
 
 def collectives_in_loops(text: str) -> list[tuple[str, str, str]]:

@@ -12,9 +12,10 @@ ROOT = Path(__file__).parents[1]
 LAYERS = {
     "errors": set(),
     "exit_codes": set(),
+    "registry": {"errors"},
     "cli": {"errors"},
     "wide_count": set(),
-    "config": {"errors"},
+    "config": {"errors", "registry"},
     "parallel": {"errors", "exit_codes", "config"},
     "data": {"errors", "config", "parallel"},
     "model": {"errors", "config", "parallel"},

@@ -121,6 +121,13 @@ def test_a_newer_checkpoint_starts_the_count_anew(child, monkeypatch):
     assert lines[0]["meaning"] == "killed by SIGKILL"
 
 
+def test_a_log_that_cannot_be_written_stops_nothing(child, monkeypatch, caplog):
+    (child.directory / "supervise.jsonl").mkdir()
+    monkeypatch.setattr(supervise, "run_directory", lambda command: child.directory)
+    assert main([*QUICK, *child.command("sys.exit(1 if start == 0 else 0)")]) == 0
+    assert "supervise.jsonl: Is a directory" in caplog.text
+
+
 def test_waits_double_up_to_a_cap():
     policy = Policy(10, backoff=5, backoff_cap=60, grace=1, peer_grace=1)
     assert [policy.delay(n) for n in range(1, 7)] == [5, 10, 20, 40, 60, 60]
@@ -216,8 +223,9 @@ def test_the_first_failure_speaks_for_all(child):
 
 
 def test_processes_that_agreed_to_end_have_time(child):
-    body = "time.sleep(0.5) if index == '0' else None\nsys.exit(75)"
+    body = "time.sleep(0.5) if index == '0' else None\nPath(f'end-{index}').touch()\nsys.exit(75)"
     assert main([*QUICK, "--peer-grace=0.1", "--nproc=2", *child.command(body)]) == 75
+    assert (child.directory / "end-0").exists()
 
 
 def test_a_command_that_is_not_there():

@@ -15,7 +15,7 @@ from torch_compat.dcp_writer import Entry
 from torch_compat.lazy import Lazy, of_array, zeros
 from torch_compat.names import DIALECTS
 from torch_compat.names.table import EMBEDDING, HEAD, Dialect, detect, strip_wrappers
-from torch_compat.optimizer_state import KINDS, MAIN_KEYS, STEP, WEIGHT_SUM
+from torch_compat.optimizer_state import MAIN_KEYS, STEP, WEIGHT_SUM, kind_of
 from torch_compat.state import Held, Wanted
 from torch_compat.translation import Translation, some, translate
 
@@ -169,7 +169,7 @@ def entries(
         add((*root, key), tensor)
     if weights_only or held.moments is None:
         return written
-    kind = KINDS[wanted.config.optimizer.name]
+    kind = kind_of(wanted.config)
     fields = {
         kind.fields[field]: dialect.to_theirs(tensors, config)
         for field, tensors in held.moments.items()
@@ -247,10 +247,10 @@ def _moments(
     states: Mapping[str, Mapping[str, Any]], wanted: Wanted, by: Translation, fill: bool
 ) -> tuple[dict[str, dict[str, Lazy]], int]:
     """Our fields, and how many tensors of them had to be made up."""
-    name = wanted.config.optimizer.name
-    fields = {ours: KINDS[name].fields[ours] for ours in wanted.moments}
+    name, kind = wanted.config.optimizer.name, kind_of(wanted.config)
+    fields = {ours: kind.fields[ours] for ours in wanted.moments}
     present = {field for state in states.values() for field in state} - {STEP, WEIGHT_SUM}
-    needed = {field for ours, field in fields.items() if ours in KINDS[name].always}
+    needed = {field for ours, field in fields.items() if ours in kind.always}
     if not needed <= present <= set(fields.values()):
         raise UserError(
             f"{by.where}: its optimizer state has {', '.join(sorted(present))}; that of "

@@ -60,6 +60,22 @@ KINDS: Mapping[str, Kind] = {
 }  # fmt: skip
 """`optimizer.name` -> how torch stores it."""
 
+
+def kind_of(config: JobConfig) -> Kind:
+    """How torch stores the optimizer of a run.
+
+    Raises:
+        UserError: it is one of the user's own.
+    """
+    name = config.optimizer.name
+    if name not in KINDS:
+        raise UserError(
+            f'optimizer.name = "{name}": what PyTorch has in its place is not known; convert with '
+            "--weights-only"
+        )
+    return KINDS[name]
+
+
 STEP, WEIGHT_SUM = "step", "weight_sum"
 
 
@@ -147,7 +163,7 @@ def groups(config: JobConfig, updates: int, decays: Mapping[str, bool]) -> list[
         "foreach": None, "capturable": False, "differentiable": False, "fused": o.fused,
         "decoupled_weight_decay": True, "momentum": o.muon_momentum, "ns_steps": o.muon_ns_steps,
     }  # fmt: skip
-    values = {key: every[key] for key in KINDS[o.name].keys}
+    values = {key: every[key] for key in kind_of(config).keys}
     return [
         {
             "lr": lr,

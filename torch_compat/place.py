@@ -106,7 +106,7 @@ def _samples_by_batches(place: Place, step: int, config: JobConfig) -> tuple[int
     if place.batches is None:
         samples = config.train.ramp(ranks).samples(step)
         return samples, f"{samples} sequences of {step} steps are taken as read"
-    before = place.epoch * _epoch_length(config, rows) if place.epoch else 0
+    before = place.epoch * _epoch_length(config, rows, ranks) if place.epoch else 0
     return before + place.batches * rows, f"{place.batches} batches of {rows} are taken as read"
 
 
@@ -125,7 +125,7 @@ def train_state(progress: Progress, updates: int, config: JobConfig, ranks: int)
     rows = config.train.microbatch_size(ranks)
     epoch, samples = 0, progress.samples
     if samples >= rows and config.data.order == "torch":
-        epoch, samples = divmod(samples, _epoch_length(config, rows))
+        epoch, samples = divmod(samples, _epoch_length(config, rows, ranks))
     if samples % rows:
         raise UserError(
             f"{progress.samples} sequences are read, which is no whole number of batches of "
@@ -184,7 +184,7 @@ def _optional(value: Any) -> int | None:  # noqa: ANN401
     return None if value is None else int(value)
 
 
-def _epoch_length(config: JobConfig, rows: int) -> int:
+def _epoch_length(config: JobConfig, rows: int, ranks: int) -> int:
     """Sequences of one epoch, less the last ones that make no batch."""
     try:
         data = loader.open_training_data(config)
@@ -194,6 +194,8 @@ def _epoch_length(config: JobConfig, rows: int) -> int:
         ) from error
     if isinstance(data, loader.Streaming):
         raise UserError("the run is beyond its first epoch of a stream, whose length is not known")
+    if isinstance(data, loader.Mixture):  # a sampler of each rank's own
+        return sum(n // ranks for n in data.sizes.values()) // (rows // ranks) * rows
     return len(data) // rows * rows
 
 

@@ -17,6 +17,7 @@ from jaxforge.config.load import load_config, load_draft
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.config.model import ModelConfig, RopeScaling
 from jaxforge.config.optimizer import OptimizerConfig
+from jaxforge.config.plugins import PluginsConfig
 from jaxforge.config.profiling import ProfilingConfig
 from jaxforge.config.rules import AXES, check, mesh_shape
 from jaxforge.config.scheduler import SchedulerConfig
@@ -39,6 +40,7 @@ __all__ = [
     "MetricsConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "PluginsConfig",
     "ProfilingConfig",
     "RopeScaling",
     "SchedulerConfig",

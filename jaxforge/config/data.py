@@ -3,12 +3,16 @@
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from jaxforge.config.duration import Steps
 from jaxforge.config.section import Section, Weights, WeightTable
+from jaxforge.registry import Registry
+
+DATASETS = Registry("data.dataset_type", "auto")
+"""Kinds of training sets: `data.loader`."""
 
 
 class DatasetSource(Section):
@@ -50,6 +54,8 @@ class TrainingPhase(Section):
 class DataConfig(Section):
     """Sources, order and reading; datasets wins over dataset_path, that over hf_dataset_name."""
 
+    dataset_type: Annotated[str, DATASETS] = "auto"
+    """auto takes the sources that the keys here name; others are registered (docs/library.md)."""
     dataset_path: str = ""
     """Directory of token shards; with no source at all, tokens are random."""
     file_pattern: str = "*.npy"
@@ -113,6 +119,8 @@ class DataConfig(Section):
         for name, count in Counter(source.label for source in self.datasets).items():
             if count > 1:
                 yield f'{count} sources of datasets are called "{name}": give each its own name'
+        if self.datasets and self.dataset_type != "auto":
+            yield f'dataset_type = "{self.dataset_type}" does not mix: leave datasets out'
         if self.datasets and self.order == "torch" and not self.shuffle:
             yield 'a mixture with order = "torch" is always shuffled: set shuffle to true'
 

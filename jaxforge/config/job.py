@@ -15,6 +15,7 @@ from jaxforge.config.eval import EvalConfig
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.optimizer import OptimizerConfig
+from jaxforge.config.plugins import PluginsConfig
 from jaxforge.config.profiling import ProfilingConfig
 from jaxforge.config.scheduler import SchedulerConfig
 from jaxforge.config.section import Section
@@ -25,6 +26,8 @@ from jaxforge.config.train import TrainConfig
 class JobConfig(Section):
     """The sections of a configuration, as `[tables]` of one TOML file."""
 
+    plugins: PluginsConfig = Field(default_factory=PluginsConfig)
+    """Modules of yours; first, as they say which names the others may have."""
     model: ModelConfig = Field(default_factory=ModelConfig)
     """Architecture."""
     train: TrainConfig = Field(default_factory=TrainConfig)

@@ -1,10 +1,14 @@
 """`[metrics]`: what is logged where."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from jaxforge.config.section import Section
+
+Extra = Literal["grad_norms_per_layer", "num_zeros_in_grad", "params_norm", "update_norm"]
+EXTRAS: tuple[str, ...] = get_args(Extra)
+"""What can be computed in each step besides its loss: `training.collect`."""
 
 
 class MetricsConfig(Section):
@@ -30,6 +34,8 @@ class MetricsConfig(Section):
     """Updates between points in TensorBoard; not set means log_interval."""
     wandb_interval: PositiveInt | None = None
     """Updates between points in Weights & Biases; not set means log_interval."""
+    collect: tuple[Extra, ...] = ()
+    """More to compute in every step and to log where it is due; docs/metrics.md explains each."""
     peak_tflops: PositiveFloat | None = None
     """Peak TFLOP/s of one device, for MFU; not set means the data sheet's, where it is known."""
     enable_wandb: bool = False

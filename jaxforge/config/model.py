@@ -2,11 +2,15 @@
 
 import math
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from jaxforge.config.section import Section
+from jaxforge.registry import Registry
+
+MODELS = Registry("model.model_type", "transformer")
+"""Architectures: `model.transformer`."""
 
 
 class RopeScaling(Section):
@@ -71,7 +75,7 @@ class ModelConfig(Section):
     """Added to the variance in the norms of queries and keys, whatever norm_eps is."""
     init_std: NonNegativeFloat = 0.02
     """Standard deviation of initial weights; o_proj and down_proj divide it by sqrt(2 n_layers)."""
-    model_type: str = "transformer"
+    model_type: Annotated[str, MODELS] = "transformer"
     """Which model to build."""
     sdpa_backend: Literal[
         "auto", "flash", "efficient", "cudnn", "math", "reference", "blockwise", "splash"

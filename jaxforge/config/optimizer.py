@@ -7,6 +7,10 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from jaxforge.config.duration import Steps
 from jaxforge.config.section import Section
+from jaxforge.registry import Registry
+
+OPTIMIZERS = Registry("optimizer.name", "adamw", "lion", "schedule_free_adamw", "muon")
+"""Update rules: `optim.optimizer`."""
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 """Decay of a running mean."""
@@ -15,7 +19,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class OptimizerConfig(Section):
     """Update rule and its constants."""
 
-    name: Literal["adamw", "lion", "schedule_free_adamw", "muon"] = "adamw"
+    name: Annotated[str, OPTIMIZERS] = "adamw"
     """Update rule."""
     lr: PositiveFloat = 3e-4
     """Peak learning rate; the schedule multiplies it."""

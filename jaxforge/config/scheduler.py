@@ -6,12 +6,16 @@ from pydantic import Field, PositiveFloat
 
 from jaxforge.config.duration import Steps
 from jaxforge.config.section import Section
+from jaxforge.registry import Registry
+
+SCHEDULERS = Registry("scheduler.name", "cosine", "linear", "wsd", "constant", "rex", "none")
+"""Schedules: `optim.schedule`."""
 
 
 class SchedulerConfig(Section):
     """Learning-rate factor of each update, multiplied with optimizer.lr."""
 
-    name: Literal["cosine", "linear", "wsd", "constant", "rex", "none"] = "cosine"
+    name: Annotated[str, SCHEDULERS] = "cosine"
     """Shape after the warm-up; none is 1 throughout, without warm-up."""
     warmup_steps: Steps = 2000
     """Updates over which the factor rises from 0 to 1."""

@@ -4,11 +4,19 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+from jaxforge.config.data import DATASETS
 from jaxforge.config.job import JobConfig
 from jaxforge.config.lines import Path
+from jaxforge.config.model import MODELS
+from jaxforge.config.optimizer import OPTIMIZERS
+from jaxforge.config.scheduler import SCHEDULERS
+from jaxforge.config.train import LOSSES
 
 Node = dict[str, Any]
 """The JSON schema of one value."""
+
+REGISTRIES = (MODELS, LOSSES, OPTIMIZERS, SCHEDULERS, DATASETS)
+"""The keys whose values may be registered."""
 
 _TYPES = {"integer": "int", "number": "float", "boolean": "bool", "string": "str"}
 _NOUNS = {
@@ -40,10 +48,9 @@ def node_at(path: Path) -> Node | None:
     return node
 
 
-@cache
 def all_keys() -> dict[str, Node]:
     """Every key of every table, dotted and without list indices, with its schema."""
-    return dict(_walk(_root(), ""))
+    return _all_keys(_registered())
 
 
 def alternatives(node: Node) -> list[str]:
@@ -83,9 +90,23 @@ def expected(node: Node) -> str:
     return f'{text}, or a duration like "10%", "2ep", "1B tok"' if node.get("duration") else text
 
 
-@cache
+def _registered() -> tuple[tuple[str, ...], ...]:
+    """What the schema depends on: names may be registered at any time."""
+    return tuple(registry.names() for registry in REGISTRIES)
+
+
 def _root() -> Node:
+    return _schema(_registered())
+
+
+@cache
+def _schema(registered: tuple[tuple[str, ...], ...]) -> Node:
     return JobConfig.model_json_schema()
+
+
+@cache
+def _all_keys(registered: tuple[tuple[str, ...], ...]) -> dict[str, Node]:
+    return dict(_walk(_schema(registered), ""))
 
 
 def _plain(node: Node) -> Node:

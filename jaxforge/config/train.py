@@ -2,13 +2,17 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from jaxforge.config.batch_ramp import BatchRamp, Stage
 from jaxforge.config.duration import PositiveSteps, Steps
 from jaxforge.config.section import Section, Words, WordTable
+from jaxforge.registry import Registry
+
+LOSSES = Registry("train.loss_fn", "cross_entropy", "chunked_cross_entropy")
+"""Losses: `training.losses`."""
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 """Storage types, by their JAX names."""
@@ -73,7 +77,7 @@ class TrainConfig(Section):
         "dots_with_no_batch_dims_saveable",
     ] = "none"
     """Recompute blocks (full), attention only (selective), or by a policy of jax.checkpoint."""
-    loss_fn: Literal["cross_entropy", "chunked_cross_entropy"] = "cross_entropy"
+    loss_fn: Annotated[str, LOSSES] = "cross_entropy"
     """Loss; the chunked one holds the logits of a part of the vocabulary, or of ce_chunk_size."""
     loss_norm: Literal["tokens", "microbatch"] = "tokens"
     """Mean over all valid tokens of an update, or mean of the microbatches' means."""

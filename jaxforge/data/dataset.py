@@ -3,14 +3,30 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from jaxforge.data.stream import StreamedTokens, Streams
-from jaxforge.data.tokens import SyntheticTokens, TokenShards
+from jaxforge.data.stream import StreamedTokens
 
 Example = dict[str, np.ndarray]
 """`input_ids`, `labels`, optionally `doc_ids`: int32 [seq]; `dataset_idx` of a mixture: int32."""
+
+
+class Windows(Protocol):
+    """Windows of seq_len + 1 tokens in random access; read by several threads at once."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    def __getitem__(self, index: int, /) -> np.ndarray:
+        """One window, int32 [seq_len + 1]."""
+        ...
+
+    def batch(self, indices: Sequence[int], /) -> np.ndarray:
+        """Windows, int32 [n, seq_len + 1]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -22,7 +38,7 @@ class Dataset:
         split: windows [..., seq + 1] -> example, each array [..., seq].
     """
 
-    source: TokenShards | SyntheticTokens | Streams
+    source: Windows
     split: Callable[[np.ndarray], Example]
 
     def __len__(self) -> int:

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxforge.config.data import DataConfig
+from jaxforge.config.data import DATASETS, DataConfig
 from jaxforge.config.eval import EvalSource
 from jaxforge.config.job import JobConfig
 from jaxforge.data.dataset import Dataset, Example, Mixture, Streaming
@@ -45,12 +45,27 @@ _ITEM_TOKENS = 1 << 15  # read at a time, if updates are smaller
 _AHEAD = 2  # batches on the devices: the one in use and the next
 
 
+DatasetBuilder = Callable[[JobConfig], Dataset | Mixture | Streaming]
+"""config -> training set; mixtures are of `data.datasets`, and these for "auto" alone."""
+
+
 def open_training_data(config: JobConfig) -> Dataset | Mixture | Streaming:
-    """The training set: a mixture, token shards, a Hugging Face dataset, or synthetic tokens.
+    """The training set that `data.dataset_type` asks for.
 
     Raises:
         UserError: the data are missing, damaged or do not fit the model.
     """
+    return DATASETS[config.data.dataset_type](config)
+
+
+def register_dataset(name: str) -> Callable[[DatasetBuilder], DatasetBuilder]:
+    """Decorates what opens the training set that `data.dataset_type` calls `name`."""
+    return DATASETS.register(name)
+
+
+@register_dataset("auto")
+def _open_named(config: JobConfig) -> Dataset | Mixture | Streaming:
+    """A mixture, token shards, a Hugging Face dataset, or else synthetic tokens."""
     data = config.data
     if data.datasets:
         return _open_mixture(config)

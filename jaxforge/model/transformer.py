@@ -12,7 +12,8 @@ leading axis and run by `lax.scan`, so that compile time does not grow with dept
 
 import contextlib
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.config.job import JobConfig
-from jaxforge.config.model import ModelConfig
+from jaxforge.config.model import MODELS, ModelConfig
 from jaxforge.model import remat
 from jaxforge.model.attention import Attention, KVCache, Place
 from jaxforge.model.execution import Execution, execution
@@ -110,6 +111,9 @@ class Model:
         axes: the same tree with each parameter's logical axes.
     """
 
+    network: ClassVar[Callable[[ModelConfig, Declare], nnx.Module]] = Transformer
+    """Declares the parameters. A subclass may have another one, of the same parts."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -137,9 +141,9 @@ class Model:
             )
         )
 
-    def _declare(self, key: Array) -> Transformer:
+    def _declare(self, key: Array) -> nnx.Module:
         declare = Declare(nnx.Rngs(params=key), self._param_dtype)
-        return Transformer(self.config, declare)
+        return type(self).network(self.config, declare)
 
     def init(self, key: Array) -> Params:
         """Initial parameters: N(0, init_std), residual matrices N(0, init_std/√(2L)), norms 1."""
@@ -242,6 +246,9 @@ class Model:
         return KVCache(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))
 
 
+AnyModel = TypeVar("AnyModel", bound=Model)
+
+
 def build_model(config: JobConfig, platform: str | None = None) -> Model:
     """The model that `[model]` and `[train]` ask for, run as its platform likes it.
 
@@ -256,8 +263,21 @@ def build_model(config: JobConfig, platform: str | None = None) -> Model:
     dtype = _COMPUTE_DTYPES[t.mixed_precision]
     how = execution(config, dtype, platform or jax.default_backend())
     stack = Stack(config.model.n_layers, d.pp, d.chunks)
-    return Model(config.model, dtype=dtype, param_dtype=jnp.dtype(t.param_dtype), how=how,
+    build = MODELS[config.model.model_type]
+    return build(config.model, dtype=dtype, param_dtype=jnp.dtype(t.param_dtype), how=how,
                  stack=stack)  # fmt: skip
+
+
+def register_model(name: str) -> Callable[[type[AnyModel]], type[AnyModel]]:
+    """Decorates the subclass of `Model` that `model.model_type` calls `name`.
+
+    Training, evaluation and generation call `embed`, `block` and `rotation` for the layers,
+    `finish` for what leaves them, and `head` for the matrix that makes logits of it.
+    """
+    return MODELS.register(name)
+
+
+register_model("transformer")(Model)
 
 
 def matmul_precision(config: JobConfig) -> contextlib.AbstractContextManager[None]:

@@ -1,5 +1,6 @@
 """The optimizer as one optax chain: clip · update rule with its decay groups and schedule."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from jaxforge.config.job import JobConfig
+from jaxforge.config.optimizer import OPTIMIZERS
 from jaxforge.model.linear import is_matrix
 from jaxforge.optim.adamw import adamw
 from jaxforge.optim.lion import lion
@@ -17,6 +19,9 @@ from jaxforge.optim.schedule_free import schedule_free_adamw, warmup
 
 _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_
 
+OptimizerBuilder = Callable[[JobConfig, Schedule, PyTree], optax.GradientTransformationExtraArgs]
+"""(config, learning rate by updates made, logical axes of every parameter) -> update rule."""
+
 
 def build_optimizer(config: JobConfig, axes: PyTree) -> optax.GradientTransformationExtraArgs:
     """The chain that `[optimizer]`, `[scheduler]` and `train.grad_clip_norm` ask for.
@@ -25,33 +30,65 @@ def build_optimizer(config: JobConfig, axes: PyTree) -> optax.GradientTransforma
         config: the whole config.
         axes: logical axes of every parameter (`Model.axes`).
     """
-    return optax.chain(clip_by_global_norm(config.train.grad_clip_norm), _update_rule(config, axes))
+    rule = OPTIMIZERS[config.optimizer.name](config, learning_rate(config), axes)
+    return optax.chain(clip_by_global_norm(config.train.grad_clip_norm), rule)
 
 
-def _update_rule(config: JobConfig, axes: PyTree) -> optax.GradientTransformationExtraArgs:
-    optimizer, schedule = config.optimizer, learning_rate(config)
-    options: dict[str, Any] = {
-        "betas": optimizer.betas,
-        "weight_decay": decay_groups(axes, optimizer.weight_decay),
+def register_optimizer(name: str) -> Callable[[OptimizerBuilder], OptimizerBuilder]:
+    """Decorates what builds the update rule that `optimizer.name` calls `name`.
+
+    A rule gets clipped gradients. It counts in `updates` of its state, a named tuple whose moments
+    are dicts shaped like the parameters or a part of them, and it takes `lr_scale`, a factor on the
+    learning rate. `from_optax` makes such a rule of an optax optimizer, `decay_groups` says what
+    decays.
+    """
+    return OPTIMIZERS.register(name)
+
+
+@register_optimizer("adamw")
+def _adamw(
+    config: JobConfig, schedule: Schedule, axes: PyTree
+) -> optax.GradientTransformationExtraArgs:
+    return adamw(schedule, eps=config.optimizer.eps, **_common(config, axes))
+
+
+@register_optimizer("lion")
+def _lion(
+    config: JobConfig, schedule: Schedule, axes: PyTree
+) -> optax.GradientTransformationExtraArgs:
+    return lion(schedule, **_common(config, axes))
+
+
+@register_optimizer("muon")
+def _muon(
+    config: JobConfig, schedule: Schedule, axes: PyTree
+) -> optax.GradientTransformationExtraArgs:
+    optimizer = config.optimizer
+    return muon(
+        schedule,
+        _rate(config, optimizer.muon_adam_lr or optimizer.lr),
+        axes=axes,
+        momentum=optimizer.muon_momentum,
+        ns_steps=optimizer.muon_ns_steps,
+        eps=optimizer.eps,
+        **_common(config, axes),
+    )
+
+
+@register_optimizer("schedule_free_adamw")
+def _schedule_free_adamw(
+    config: JobConfig, schedule: Schedule, axes: PyTree
+) -> optax.GradientTransformationExtraArgs:
+    return schedule_free_adamw(schedule, eps=config.optimizer.eps, **_common(config, axes))
+
+
+def _common(config: JobConfig, axes: PyTree) -> dict[str, Any]:
+    """What all of ours take."""
+    return {
+        "betas": config.optimizer.betas,
+        "weight_decay": decay_groups(axes, config.optimizer.weight_decay),
         "state_dtype": jnp.dtype(config.train.opt_state_dtype),
     }
-    match optimizer.name:
-        case "adamw":
-            return adamw(schedule, eps=optimizer.eps, **options)
-        case "lion":
-            return lion(schedule, **options)
-        case "muon":
-            return muon(
-                schedule,
-                _rate(config, optimizer.muon_adam_lr or optimizer.lr),
-                axes=axes,
-                momentum=optimizer.muon_momentum,
-                ns_steps=optimizer.muon_ns_steps,
-                eps=optimizer.eps,
-                **options,
-            )
-        case "schedule_free_adamw":
-            return schedule_free_adamw(schedule, eps=optimizer.eps, **options)
 
 
 def learning_rate(config: JobConfig) -> Schedule:

@@ -24,16 +24,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxforge.config.batch_ramp import Stage
-from jaxforge.config.scheduler import SchedulerConfig
+from jaxforge.config.scheduler import SCHEDULERS, SchedulerConfig
 
 Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
 """Updates made so far -> factor on the learning rate, float32."""
 
-_Decay = Callable[[Array, float], Array]  # (progress p in [0, 1], floor r) -> factor
+ScheduleBuilder = Callable[[SchedulerConfig, int, Sequence[Stage]], Schedule]
+"""(the `[scheduler]` section, `train.max_steps`, stages of the batch) -> schedule."""
+
+Decay = Callable[[Array, float], Array]
+"""(progress p in [0, 1], floor r) -> factor."""
 
 _Clock = Callable[[Array | int], Array | float]
 
-_DECAYS: dict[str, _Decay] = {
+_DECAYS: dict[str, Decay] = {
     "cosine": lambda p, r: r + 0.5 * (1 - r) * (1 + jnp.cos(jnp.pi * p)),
     "linear": lambda p, r: 1 - (1 - r) * p,
     "sqrt": lambda p, r: r + (1 - r) * jnp.sqrt(1 - p),
@@ -51,11 +55,23 @@ def build_schedule(
         max_steps: updates of the run.
         stages: the batch over the run, where it grows.
     """
-    if config.name == "none":
-        return lambda n: jnp.ones((), jnp.float32)
+    return SCHEDULERS[config.name](config, max_steps, stages)
+
+
+def register_scheduler(name: str) -> Callable[[ScheduleBuilder], ScheduleBuilder]:
+    """Decorates what builds the schedule that `scheduler.name` calls `name`.
+
+    Its warm-up is its own business; `warmup_then` has that of the others.
+    """
+    return SCHEDULERS.register(name)
+
+
+def warmup_then(
+    decay: Decay, config: SchedulerConfig, max_steps: int, stages: Sequence[Stage] = ()
+) -> Schedule:
+    """Warm-up, plateau and decay where `[scheduler]` has them, by updates or by samples."""
     read = _samples_read(stages if config.unit == "samples" else ())
     warmed, begin, end = config.boundaries(max_steps)
-    decay = _decay_function(config)
 
     def schedule(n: Int[Array, ""]) -> Float[Array, ""]:
         n = jnp.asarray(n, jnp.float32)
@@ -77,9 +93,26 @@ def _samples_read(stages: Sequence[Stage]) -> _Clock:
     return lambda n: first * n + sum(gain * jnp.maximum(n - start, 0) for start, gain in gains)
 
 
-def _decay_function(config: SchedulerConfig) -> _Decay:
-    if config.name == "wsd":
-        return _DECAYS[config.wsd_decay_type]
-    if config.name == "rex":
-        return lambda p, r: jnp.maximum(r, (1 - p) ** config.rex_alpha)
-    return _DECAYS[config.name]
+@register_scheduler("cosine")
+@register_scheduler("linear")
+@register_scheduler("constant")
+def _by_name(config: SchedulerConfig, max_steps: int, stages: Sequence[Stage]) -> Schedule:
+    return warmup_then(_DECAYS[config.name], config, max_steps, stages)
+
+
+@register_scheduler("wsd")
+def _wsd(config: SchedulerConfig, max_steps: int, stages: Sequence[Stage]) -> Schedule:
+    return warmup_then(_DECAYS[config.wsd_decay_type], config, max_steps, stages)
+
+
+@register_scheduler("rex")
+def _rex(config: SchedulerConfig, max_steps: int, stages: Sequence[Stage]) -> Schedule:
+    def decay(p: Array, floor: float) -> Array:
+        return jnp.maximum(floor, (1 - p) ** config.rex_alpha)
+
+    return warmup_then(decay, config, max_steps, stages)
+
+
+@register_scheduler("none")
+def _none(config: SchedulerConfig, max_steps: int, stages: Sequence[Stage]) -> Schedule:
+    return lambda n: jnp.ones((), jnp.float32)

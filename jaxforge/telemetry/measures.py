@@ -5,8 +5,8 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -174,6 +174,21 @@ class Sums(NamedTuple):
             "interval/skipped_steps": float(self.skipped - before.skipped),
             "interval/nan_steps": float(self.nan - before.nan),
         }
+
+
+def collected(extras: Mapping[str, Any]) -> Metrics:
+    """`train/*` of what `metrics.collect` asks for; norms of layers as `train/grad_norm/*`."""
+    metrics: Metrics = {}
+    for name, value in extras.items():
+        if name != "grad_norms_per_layer":
+            metrics[f"train/{name}"] = float(value)
+            continue
+        for part, norm in value.items():
+            norms = (
+                {part: norm} if norm.ndim == 0 else {f"{part}.{i}": n for i, n in enumerate(norm)}
+            )
+            metrics |= {f"train/grad_norm/{where}": float(n) for where, n in norms.items()}
+    return metrics
 
 
 class Smoothed:

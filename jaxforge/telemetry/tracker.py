@@ -6,6 +6,7 @@ are due somewhere: between two logged steps nothing is copied from the device.
 
 import collections
 import contextlib
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -13,9 +14,11 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Float, Int
 
-from jaxforge.telemetry.measures import Smoothed, Sums, Work, memory
+from jaxforge.telemetry.measures import Smoothed, Sums, Work, collected, memory
 from jaxforge.telemetry.outlets import Outlet
 from jaxforge.telemetry.sinks import Metrics
+
+log = logging.getLogger(__name__)
 
 
 class Start(NamedTuple):
@@ -25,11 +28,15 @@ class Start(NamedTuple):
         step: steps attempted.
         samples: sequences drawn.
         skipped: steps whose update was not applied.
+        nonfinite: steps whose loss or gradient norm was not finite, applied or not.
+        spikes: steps whose loss was a spike, applied or not.
     """
 
     step: int = 0
     samples: int = 0
     skipped: int = 0
+    nonfinite: int = 0
+    spikes: int = 0
 
 
 class _Launched(NamedTuple):
@@ -71,10 +78,10 @@ class Tracker:
         start: where the run goes on from.
         last_step: `train.max_steps`.
         datasets: names of a mixture's.
+        extras: `metrics.collect`; logged besides.
 
     Attributes:
         consecutive_bad: bad steps in a row, as of the last metrics fetched.
-        logged: the metrics of the last step that was logged; empty before the first.
     """
 
     def __init__(
@@ -84,11 +91,12 @@ class Tracker:
         start: Start,
         last_step: int,
         datasets: Sequence[str] = (),
+        extras: Sequence[str] = (),
     ) -> None:
+        self._datasets, self._extras = datasets, extras
         self._outlets, self._work, self._start, self._last_step = outlets, work, start, last_step
-        self._datasets = datasets
         self.consecutive_bad = 0
-        self.logged: Metrics = {}
+        self._logged: Metrics = {}
         self._latest: _Launched | None = None
         # Losses since the last fetch, each with the run's count of skipped steps after it. Beyond a
         # thousand they would cost more to read than they add to a mean.
@@ -117,7 +125,9 @@ class Tracker:
         """Takes a step that has been launched; logs the one before it, where that was due."""
         self._launching += time.perf_counter() - self._has_batch
         self.flush()
-        fetched = {name: metrics[name] for name in _FETCHED + _OF_DATASETS * bool(self._datasets)}
+        of_datasets = _OF_DATASETS if self._datasets else ()
+        names = (*_FETCHED, *of_datasets, *self._extras)
+        fetched = {name: metrics[name] for name in names}
         self._latest = _Launched(step, fetched, self._waited)
         self._losses.append((metrics["loss"], metrics["skipped"]))
 
@@ -125,6 +135,11 @@ class Tracker:
         """Logs the latest step now where it is due, waiting for the device."""
         if self._latest is not None and (due := self._due(self._latest.step)):
             self._log_latest(self._latest, due)
+
+    def take_logged(self) -> Metrics:
+        """The metrics of the last step that was logged, once; empty where none was since."""
+        logged, self._logged = self._logged, {}
+        return logged
 
     def log_latest(self) -> None:
         """Logs the metrics of the latest step everywhere, due or not."""
@@ -183,6 +198,7 @@ class Tracker:
         step = int(values["step"])  # where the state stands still, behind the one launched
         if step == self._fetched.step:
             return
+        self._warn(step, int(values["nonfinite"]), int(values["spikes"]))
         samples = int(values["counts"].samples)
         since = self._fetched
         now = _Mark(step, samples, self._clock(), latest.waited, self._sums)
@@ -193,15 +209,29 @@ class Tracker:
             "train/grad_norm": float(values["grad_norm"]),
             "train/lr": float(values["lr"]),
             "train/tokens": float(int(values["counts"].tokens)),
+            "train/valid_tokens": float(int(values["counts"].valid_tokens)),
             "train/skipped_steps": float(values["skipped"]),
+            "train/nonfinite_steps": float(values["nonfinite"]),
+            "train/spike_steps": float(values["spikes"]),
             **self._by_dataset(values),
+            **collected({name: values[name] for name in self._extras}),
             **self._smoothed.update(losses, _steps(since, now), speed),
             **memory(jax.local_devices()),
         }
-        self.logged = metrics
+        self._logged = metrics
         for i in outlets:
             self._outlets[i].write(step, metrics | self._interval(self._written[i], now))
             self._written[i] = now
+
+    def _warn(self, step: int, nonfinite: int, spikes: int) -> None:
+        """Tells of bad steps since the last fetch, whatever is done about them."""
+        known = self._start
+        if nonfinite > known.nonfinite or spikes > known.spikes:
+            log.warning(
+                "up to step %d: %d step(s) whose loss or gradient norm was not finite, %d spike(s)",
+                step, nonfinite - known.nonfinite, spikes - known.spikes,
+            )  # fmt: skip
+        self._start = known._replace(nonfinite=nonfinite, spikes=spikes)
 
     def _interval(self, since: _Mark, now: _Mark) -> Metrics:
         """Means over the steps between two marks: each outlet has those of its own interval."""
@@ -229,7 +259,7 @@ class Tracker:
         return time.perf_counter() - self._paused
 
 
-_FETCHED = ("grad_norm", "lr", "step", "counts", "skipped", "consecutive")
+_FETCHED = ("grad_norm", "lr", "step", "counts", "skipped", "consecutive", "nonfinite", "spikes")
 _OF_DATASETS = ("dataset_nats", "dataset_tokens")
 
 

@@ -2,9 +2,9 @@
 
 A signal is answered after the step, and between two batches of an evaluation; while the step is
 compiled and while the loop waits for data it is answered at once. Among several processes the
-answer is agreed on: all of them stop at the same place. A second signal of the same kind ends the
-process at once, as without this module. If the checkpoint takes longer than
-`train.shutdown_timeout_sec`, the process exits with code 1.
+answer is agreed on: all of them stop at the same place. A second Ctrl-C ends the process at once; a
+second SIGTERM does not, for schedulers tell every process of a tree, and some of them twice. If the
+checkpoint takes longer than `train.shutdown_timeout_sec`, the process exits with code 1.
 """
 
 import contextlib
@@ -64,12 +64,16 @@ class Signals:
             self._timer.cancel()
 
     def _receive(self, number: int, _: FrameType | None) -> None:
+        if self._received is not None and number != signal.SIGINT:
+            return
         self._received = signal.Signals(number)
-        signal.signal(number, signal.SIG_DFL)
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
         log.warning("%s: saving a checkpoint, then exiting", self._received.name)
-        self._timer = threading.Timer(self._timeout, _give_up, [self._timeout])
-        self._timer.daemon = True
-        self._timer.start()
+        if self._timer is None:
+            self._timer = threading.Timer(self._timeout, _give_up, [self._timeout])
+            self._timer.daemon = True
+            self._timer.start()
         if self._shared:
             self.stop_everywhere()
         elif self._interruptible:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import jax
 
+from jaxforge.checkpoint.find import PREFIX, find
+from jaxforge.checkpoint.find import SUBDIRECTORY as CHECKPOINTS
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.errors import StorageError
 from jaxforge.training.exits import Exit
@@ -50,13 +52,21 @@ class Exporter(Hook):
         Raises:
             StorageError: one failed.
         """
-        if self._config.export_last and self._last is not None:
-            self._begin(self._last)
+        if self._config.export_last and (last := self._last or self._newest()):
+            self._begin(last)
         self._ended.set()
         for thread in self._threads.values():
             thread.join()
         if self._failures:
             raise StorageError("not every export was made:\n  " + "\n  ".join(self._failures))
+
+    def _newest(self) -> Path | None:
+        """The last checkpoint of a run that has saved none since it was started."""
+        run = Path(self._config.dir)
+        if not (run / CHECKPOINTS).is_dir():
+            return None
+        _, step = find(run)
+        return run.absolute() / CHECKPOINTS / f"{PREFIX}_{step}"
 
     def _begin(self, path: Path) -> None:
         if jax.process_index() == 0 and path not in self._threads:

@@ -40,14 +40,8 @@ from jaxforge.parallel.sharding import (
 )
 from jaxforge.pipeline import lock_step
 from jaxforge.pipeline.schedule import SCHEDULES
-from jaxforge.training.loss import (
-    Loss,
-    Scales,
-    tiles_of,
-    token_scales,
-    valid_tokens,
-    weighted_loss,
-)
+from jaxforge.training.loss import Loss, Scales, token_scales, valid_tokens
+from jaxforge.training.losses import build_loss
 
 Batch = dict[str, Int[Array, "m b ..."]]
 """`input_ids`, `labels` and, when packed, `doc_ids`: [microbatches, sequences, tokens].
@@ -162,10 +156,9 @@ def _loss(
     token_scale: Array,
     scales: Scales,
 ) -> Loss:
-    head, labels = model.head(params), microbatch["labels"]
-    tiles = tiles_of(config, labels, head, model.how.tile)
+    loss, head = build_loss(config, model), model.head(params)
     own = Scales(token_scale, scales.position)
-    return weighted_loss(tiles, hidden, head, labels, own, microbatch.get("members"))
+    return loss(hidden, head, microbatch["labels"], own, microbatch.get("members"))
 
 
 def _checked(model: Model) -> bool:

@@ -52,8 +52,12 @@ class GuardState(NamedTuple):
     @classmethod
     def fresh(cls, skipped: int = 0) -> "GuardState":
         """Nothing known but how many steps were skipped so far."""
-        none, total = jnp.zeros((), jnp.int32), jnp.asarray(skipped, jnp.int32)
-        return cls(none, total, none, none, none, jnp.full(WINDOW, jnp.nan, jnp.float32))
+        # An array each: the step is given the state's memory, and no memory can be given twice.
+        consecutive, total, nonfinite, spikes, good = (
+            jnp.asarray(n, jnp.int32) for n in (0, skipped, 0, 0, 0)
+        )
+        losses = jnp.full(WINDOW, jnp.nan, jnp.float32)
+        return cls(consecutive, total, nonfinite, spikes, good, losses)
 
 
 class Guard:

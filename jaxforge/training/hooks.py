@@ -45,15 +45,15 @@ class StepContext:
 
     @property
     def gradients(self) -> PyTree:
-        """Gradients before clipping; only for hooks whose `needs_gradients` is true."""
-        return self.metrics["gradients"]
+        """Gradients before clipping; only for hooks that collect "grads"."""
+        return self.metrics["grads"]
 
 
 class Hook:
     """Does nothing at every event; override what you need."""
 
-    needs_gradients = False
-    """Keeps the gradients of each step alive until its hooks have run; costs their memory."""
+    collect: tuple[str, ...] = ()
+    """What every step is to compute for `on_step_end`, among `training.collect.COLLECTED`."""
 
     def on_train_begin(self, config: JobConfig) -> None:
         """Before the first step."""
@@ -65,7 +65,7 @@ class Hook:
         """Before each evaluation; not again where a run resumes in one."""
 
     def on_eval_end(self, metrics: dict[str, float], step: int) -> None:
-        """After each evaluation."""
+        """After each evaluation, once its metrics are logged."""
 
     def on_checkpoint_save(self, step: int, path: Path) -> None:
         """When a save has started; it may not be durable yet."""
@@ -79,7 +79,7 @@ class HookRunner(Hook):
 
     def __init__(self, hooks: Sequence[Hook] = ()) -> None:
         self._hooks = tuple(hooks)
-        self.needs_gradients = any(hook.needs_gradients for hook in hooks)
+        self.collect = tuple(name for hook in hooks for name in hook.collect)
         self.watches_steps = any(type(h).on_step_end is not Hook.on_step_end for h in hooks)
 
     def on_train_begin(self, config: JobConfig) -> None:

@@ -96,8 +96,8 @@ class Trainer:
 
     def _begin(self, signals: Signals, exits: Exits) -> Exit | None:
         """Gets ready for the first step; a run may resume in an evaluation, or at its end."""
-        nothing_yet = self.checkpoints.latest() is None
-        if (self.rollback or self.due(self.progress.step)) and nothing_yet:
+        wanted = self.rollback or (self.progress.step == 0 and self.due(0))
+        if wanted and self.checkpoints.latest() is None:
             self._save()  # a rollback must have something to go back to
         reason = self._between_steps(signals, exits) if self.progress.validation else None
         if reason is None and self.progress.step < self.config.train.max_steps:
@@ -216,7 +216,7 @@ class Trainer:
 
     def _early_end(self, evaluation: dict[str, float]) -> Exit | None:
         """Early stopping, by what was logged last and evaluated now: the same on every process."""
-        step, metrics = self.progress.step, self.tracker.logged | evaluation
+        step, metrics = self.progress.step, self.tracker.take_logged() | evaluation
         why = self.early_stop.reason(step, metrics)
         self.progress.early_stop = self.early_stop.to_json()
         if why is None:
@@ -249,8 +249,7 @@ class Trainer:
         with self.tracker.paused(), self.watchdog.section("checkpoint"):
             self.state = self.rollback.go(self.state, self.progress, target)
             self._open_data()
-        at = self.progress
-        self.tracker.rewind(Start(at.step, at.samples, at.skipped))
+        self.tracker.rewind(start_of(self.progress))
         self.tracker.log(target, {"train/rollbacks": float(len(self.progress.rollbacks))})
         return None
 
@@ -266,6 +265,13 @@ class Trainer:
             self.checkpoints.wait()
         self._report(reason)
         return reason
+
+    @property
+    def _bad_steps(self) -> str:
+        train = self.config.train
+        if "stop" in (train.on_nonfinite, train.on_spike):
+            return "the last step"
+        return f"{train.nan_consecutive_max} steps in a row"
 
     def close(self, reason: Exit | None) -> None:
         """Ends the run, however it went: waits for saves, tells the hooks, closes the sinks.
@@ -292,6 +298,7 @@ class Trainer:
         progress.step, progress.samples = int(step), int(counts.samples)
         progress.tokens, progress.valid_tokens = int(counts.tokens), int(counts.valid_tokens)
         progress.skipped, progress.consecutive_bad = int(guard.total), int(guard.consecutive)
+        progress.nonfinite, progress.spikes = int(guard.nonfinite), int(guard.spikes)
         self.tracker.consecutive_bad = progress.consecutive_bad
 
     def _report(self, reason: Exit) -> None:
@@ -302,11 +309,20 @@ class Trainer:
             log.info("Training ended early: %d steps, %s tokens", step, f"{tokens:,}")
         elif reason is Exit.NON_FINITE:
             log.error(
-                "gave up at step %d: %d steps in a row had a loss or gradient norm that is not "
-                "finite; none of them changed the weights. The last checkpoint is step %s. Lower "
-                "optimizer.lr, look at the data of these steps, or raise train.nan_consecutive_max",
-                step, self.config.train.nan_consecutive_max, self.checkpoints.latest(),
+                "gave up at step %d: %s had a loss or gradient norm that is not finite or a spike; "
+                "no such step changed the weights. The last checkpoint is step %s. Lower "
+                "optimizer.lr, look at the data of these steps (train.rerun_bad_steps names them), "
+                "or change train.on_nonfinite, on_spike or nan_consecutive_max",
+                step, self._bad_steps, self.checkpoints.latest(),
             )  # fmt: skip
+        elif reason is Exit.MACHINE:
+            log.error("left at step %d, unsaved; the last checkpoint is step %s",
+                      step, self.checkpoints.latest())  # fmt: skip
         else:
             log.info("stopped at step %d of %d; run the same command to go on",
                      step, self.config.train.max_steps)  # fmt: skip
+
+
+def start_of(progress: Progress) -> Start:
+    """Where a tracker goes on."""
+    return Start(**{name: getattr(progress, name) for name in Start._fields})

@@ -38,6 +38,8 @@ class Progress:
         valid_tokens: those of them that were learned from.
         skipped: steps whose update was not applied.
         consecutive_bad: such steps in a row, up to now.
+        nonfinite: steps whose loss or gradient norm was not finite, applied or not.
+        spikes: steps whose loss was a spike, applied or not.
         sequences_per_epoch: of the training data; None where that is not known.
         validation: what is left to evaluate at this step; None outside of evaluations.
         best_metric: lowest value so far of `checkpoint.best_metric`.
@@ -54,6 +56,8 @@ class Progress:
     valid_tokens: int = 0
     skipped: int = 0
     consecutive_bad: int = 0
+    nonfinite: int = 0
+    spikes: int = 0
     sequences_per_epoch: int | None = None
     validation: Validation | None = None
     best_metric: float | None = None

@@ -1,6 +1,6 @@
 """One update as one executable: gradients over microbatches, guard, optimizer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,16 +13,17 @@ from jaxforge.config.job import JobConfig
 from jaxforge.model.transformer import Model
 from jaxforge.optim.optimizer import global_norm, learning_rate, updates_made
 from jaxforge.parallel.sharding import constrain
+from jaxforge.training.collect import Step, check_collect, collected
 from jaxforge.training.gradients import Batch, make_gradients, with_members
 from jaxforge.training.guard import Guard, select
 from jaxforge.training.loss import valid_tokens, valid_tokens_by_dataset
 from jaxforge.training.state import Counts, TrainState, state_shardings
 
 Metrics = dict[str, Any]
-"""Scalars on the device.
+"""What a step returns, on the device; `training.result.StepResult` is a typed view of it.
 
 Of a mixture, also `dataset_nats` and `dataset_tokens` [datasets]: Σ -log p over the labels that
-count, and how many. Where asked for, the pytree `gradients`.
+count, and how many.
 """
 
 
@@ -71,12 +72,21 @@ def make_train_step(
     config: JobConfig,
     mesh: Mesh,
     *,
-    keep_gradients: bool = False,
+    collect: Iterable[str] = (),
 ) -> jax.stages.Wrapped:
     """The jitted step `(state, batch, controls) -> (state, metrics)`; the state is donated.
 
-    `keep_gradients` adds them, before clipping, to the metrics.
+    Args:
+        model: the model.
+        optimizer: what `build_optimizer` made.
+        config: a validated config.
+        mesh: where the state lies.
+        collect: more for the metrics to hold, among `training.collect.COLLECTED`.
+
+    Raises:
+        UserError: there is no such thing to collect.
     """
+    wanted = check_collect(collect)
     gradients = make_gradients(model, config, mesh)
     lr = learning_rate(config)
     guard = Guard(config.train)
@@ -96,13 +106,15 @@ def make_train_step(
         n_valid = jnp.sum(valid_tokens(batch["labels"]))
         counts = _count(state.counts, batch["labels"].shape, n_valid, good)
         new = TrainState(state.step + 1, params, opt_state, verdict, counts)
-        new = select(~guard.halted(state.guard), new, state)
+        goes_on = ~guard.halted(state.guard)
+        new = select(goes_on, new, state)
         metrics: Metrics = {
             "loss": loss.value,
             "grad_norm": grad_norm,
             "lr": lr(updates_made(new.opt_state)) * controls.lr_scale,
             "step": new.step,
             "counts": new.counts,
+            "applied": good & goes_on,
             "skipped": new.guard.total,
             "consecutive": new.guard.consecutive,
             "nonfinite": new.guard.nonfinite,
@@ -116,9 +128,8 @@ def make_train_step(
                     valid_tokens_by_dataset(batch["labels"], batch["members"]), None
                 ),
             }
-        if keep_gradients:
-            metrics["gradients"] = grads
-        return new, metrics
+        parts = Step(grads, updates, metrics["applied"], new.params, model.stack)
+        return new, metrics | collected(wanted, parts)
 
     shardings = state_shardings(model, optimizer, mesh)
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxforge.checkpoint.due import Due
 from jaxforge.config.batch_ramp import BatchRamp
 from jaxforge.config.job import JobConfig, toml
+from jaxforge.config.scheduler import SCHEDULERS
 from jaxforge.errors import UserError
 from jaxforge.optim.optimizer import learning_rate
 
@@ -95,11 +96,11 @@ def _learning_rate(config: JobConfig) -> Iterator[str]:
 
 
 def _turns(config: JobConfig) -> dict[int, list[str]]:
-    """Where the schedule changes its shape, and how."""
+    """Where the schedule changes its shape, and how; of one that is not ours nothing is known."""
     turns: dict[int, list[str]] = {0: ["first update"]}
     if config.optimizer.name == "schedule_free_adamw":
         warmed = begin = end = config.optimizer.schedule_free_warmup_steps
-    elif config.scheduler.name == "none":
+    elif config.scheduler.name == "none" or config.scheduler.name not in SCHEDULERS.ours:
         warmed = begin = end = 0
     else:
         warmed, begin, end = config.scheduler.boundaries(config.train.max_steps)

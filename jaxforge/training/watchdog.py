@@ -35,7 +35,7 @@ from jaxforge.exit_codes import Exit
 
 log = logging.getLogger(__name__)
 
-SectionName = Literal["training", "evaluation", "checkpoint"]
+SectionName = Literal["training", "evaluation", "checkpoint", "data", "end"]
 
 _POLL_SEC = 1.0
 _LINGER_SEC = 10.0
@@ -105,7 +105,7 @@ class Watchdog:
         with self._lock:
             section = self._sections[-1]
             section.idle = 0.0
-            if section.name != "checkpoint":
+            if section.name in ("training", "evaluation"):
                 section.limit, section.key = self._limits.step, "watchdog_step_sec"
             if step is not None:
                 self._last_step = step
@@ -116,6 +116,8 @@ class Watchdog:
 
         Args:
             name: "checkpoint", or "evaluation" (also for anything else that compiles, then ticks).
+                "data" and "end" have no limit: a dataset that is tokenized when it is first used,
+                and exports, take what they take.
         """
         section = self._new(name)
         with self._lock:
@@ -145,6 +147,8 @@ class Watchdog:
             )
 
     def _new(self, name: SectionName) -> _Section:
+        if name in ("data", "end"):
+            return _Section(name, 0.0, "")
         if name == "checkpoint":
             return _Section(name, self._limits.checkpoint, "watchdog_checkpoint_sec")
         return _Section(name, self._limits.setup, "watchdog_setup_sec")

@@ -14,7 +14,7 @@ from jaxforge.checkpoint.start import starting_state
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.training.guard import GuardState
 from jaxforge.training.progress import Progress
-from jaxforge.training.state import TrainState, abstract_state
+from jaxforge.training.state import Counts, TrainState, abstract_state
 from tests.conftest import tiny_config
 from tests.helpers import progress_of, random_batches, setup
 
@@ -86,7 +86,10 @@ def test_an_optimizer_may_have_nothing_to_keep_for_a_part_of_the_parameters(tmp_
     _, opt_state = tx.update(params, tx.init(params), params)
     empty = opt_state[1].mu if rows == 16 else opt_state[1].momentum
     assert empty == {}
-    state = TrainState(jnp.int32(1), params, (opt_state[0], opt_state[1]), GuardState.fresh())
+    counts = Counts.of(Progress())
+    state = TrainState(
+        jnp.int32(1), params, (opt_state[0], opt_state[1]), GuardState.fresh(), counts
+    )
     saved = Checkpoints(tmp_path, config_of("muon").checkpoint, axes)
     saved.save(Progress(step=1), state)
     saved.wait()

@@ -242,16 +242,6 @@ def test_progress_survives_versions():
     assert progress == dataclasses.replace(Progress(step=3), run_id=progress.run_id)
 
 
-def test_progress_takes_the_devices_word():
-    progress = Progress()
-    for _ in range(5):
-        progress.advance(8, 256)
-    progress.reconcile(step=4, skipped=3, samples=8, tokens=256)
-    assert (progress.step, progress.samples, progress.skipped, progress.tokens) == (4, 32, 3, 256)
-    progress.reconcile(step=4, skipped=3, samples=8, tokens=256)
-    assert progress.tokens == 256
-
-
 def test_no_nan_is_ever_the_best():
     progress = Progress()
     assert [progress.note_metric(v) for v in (float("nan"), 3.0, 3.0, float("nan"), 2.0)] == [

@@ -412,7 +412,6 @@ def test_every_failure_is_in_one_message():
 
 NOT_YET = [
     ("model.num_experts=8", "model.num_experts = 8: mixture of experts", "set it to 0"),
-    ("model.model_type=mamba", 'model.model_type = "mamba": this model', '"transformer"'),
     ("train.mixed_precision=fp8", 'train.mixed_precision = "fp8": 8-bit', '"bf16"'),
     ("train.mixed_precision=fp16", 'train.mixed_precision = "fp16": loss scaling', '"bf16"'),
     ("distributed.cp=2", "distributed.cp = 2: context parallelism", "set it to 1"),

@@ -167,6 +167,7 @@ def test_every_key_of_kempnerforge_loads():
         *(
             ("data", key)
             for key in (
+                "dataset_type",
                 "token_dtype",
                 "eos_token_id",
                 "shuffle",
@@ -175,6 +176,7 @@ def test_every_key_of_kempnerforge_loads():
                 "phase_lr_lag",
             )
         ),
+        ("plugins", "modules"),
         *(("optimizer", key) for key in ("lr_scale_rule", "lr_base_batch")),
         *(("scheduler", key) for key in ("warmup_offset", "unit")),
         *(("early_stop", key) for key in EarlyStopConfig.model_fields),
@@ -192,7 +194,7 @@ def test_every_key_of_kempnerforge_loads():
             )
         ),
         *(("metrics", key) for key in ("tensorboard_interval", "wandb_interval", "peak_tflops")),
-        *(("metrics", key) for key in ("log_format", "log_progress")),
+        *(("metrics", key) for key in ("log_format", "log_progress", "collect")),
         *(
             ("metrics", key)
             for key in (

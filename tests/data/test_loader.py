@@ -154,6 +154,17 @@ def test_the_next_batch_is_on_its_way_before_it_is_asked_for(shards, monkeypatch
     assert len(read) == 2 * 8
 
 
+def test_going_on_reads_nothing_of_what_came_before(shards, monkeypatch):
+    """Others skip by reading: a resume that takes as long as the run."""
+    monkeypatch.setattr(loader, "_ITEM_TOKENS", 1)
+    given = config(shards, data={"num_workers": 0, "shuffle": False})
+    mesh = make_mesh(given, jax.devices()[:1])
+    dataset, read = loader.open_training_data(given), []
+    spy = loader.Dataset(_Spy(dataset.source, read), dataset.split)
+    next(loader.training_batches(given, mesh, spy, 10**9 + 40, 5))
+    assert read == list(range(40, 56))
+
+
 class _Spy:
     def __init__(self, source, read):
         self._source, self._read = source, read

@@ -13,7 +13,7 @@ from jaxforge.model.transformer import Model, build_model
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import param_shardings
 from tests.conftest import tiny_config
-from tests.helpers import with_random_biases
+from tests.helpers import drawn, with_random_biases
 
 GREEDY = Sampling(temperature=0.0)
 DRAWN = Sampling(temperature=1.5, top_k=40, top_p=0.95)
@@ -24,9 +24,9 @@ N_TOKENS = 8
 
 @functools.cache
 def toy(**shape):
-    config = tiny_config(model={"dim": 32, "vocab_size": 64, "init_std": 0.3, **shape})
-    model = Model(config.model)
-    return model, with_random_biases(model.init(jax.random.key(0)))
+    model = {"dim": 32, "vocab_size": 64, "init_std": 0.3, **shape}
+    config = tiny_config(model=model, train={"seed": 0})
+    return Model(config.model), with_random_biases(drawn(config))
 
 
 def generated(prompts, how=GREEDY, n=N_TOKENS, **options):
@@ -184,11 +184,12 @@ def test_stages_take_turns():
     layers = {"n_layers": 5}
     plain = build_model(tiny_config(model=layers))
     staged = build_model(tiny_config(model=layers, distributed=axes))
-    params = plain.init(jax.random.key(0))
+    params = drawn(tiny_config(model=layers))
     alone = Decoder(plain, params, N_TOKENS, DRAWN).complete(PROMPTS, NUMBERS)
     mesh = make_mesh(tiny_config(distributed=axes), jax.devices()[:4])
     shardings = param_shardings(staged.abstract, staged.axes, mesh)
-    placed = jax.device_put(staged.init(jax.random.key(0)), shardings)
+    stacked = jax.tree.map(staged.stack.stack, params["layers"])
+    placed = jax.device_put({**params, "layers": stacked}, shardings)
     with jax.set_mesh(mesh):
         decoder = Decoder(staged, placed, N_TOKENS, DRAWN, mesh=mesh)
         assert decoder.complete(PROMPTS, NUMBERS) == alone

@@ -12,6 +12,7 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.model.execution import Execution
 from jaxforge.model.transformer import Model, parameter_count
 from jaxforge.parallel.sharding import RULES
+from jaxforge.training.state import init_state
 from tests.conftest import tiny_config
 from tests.helpers import setup
 from tests.torch_names import from_torch, to_torch
@@ -88,20 +89,30 @@ def test_keys_decide():
     assert np.abs(other[weight] - flat(params())[weight]).max() > 0.05
 
 
-@functools.cache
-def on_one_device():
-    return setup(tiny_config()).state().params
-
-
 @pytest.mark.parametrize(
-    "mesh", [{"dp_shard": 8}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}], ids=str
+    "axes",
+    [
+        {"dp_shard": 8},
+        {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+        {"pp": 2, "tp": 2, "pp_schedule": "interleaved_1f1b"},
+    ],
+    ids=str,
 )
-def test_values_do_not_depend_on_the_mesh(mesh):
-    many = setup(tiny_config(distributed={"dp_shard": 1, **mesh})).state().params
-    assert len(many["layers"]["mlp"]["up_proj"]["weight"].sharding.device_set) == 8
-    jax.tree.map(
-        np.testing.assert_array_equal, jax.device_get(on_one_device()), jax.device_get(many)
+def test_values_do_not_depend_on_the_mesh(axes):
+    """Those of the tests' helper are of one device: the parameters of all meshes are drawn once."""
+    train = {"grad_accum_steps": 2, "batch_size": 2}
+    many = setup(
+        tiny_config(model={"n_layers": 5}, train=train, distributed={"dp_shard": 1, **axes})
     )
+    with jax.set_mesh(many.mesh):
+        state = init_state(many.model, many.optimizer, many.mesh, many.config.train.seed)
+    weight = state.params["layers"]["mlp"]["up_proj"]["weight"]
+    assert len(weight.sharding.device_set) == many.mesh.size
+    ours = many.state()
+    assert jax.tree.map(lambda x: (x.sharding, x.aval), ours) == jax.tree.map(
+        lambda x: (x.sharding, x.aval), state
+    )
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((ours, state)))
 
 
 def test_parameters_are_stored_in_param_dtype():

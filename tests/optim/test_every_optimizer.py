@@ -1,20 +1,19 @@
 """What all of `optimizer.name` promise alike."""
 
 import functools
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.config.optimizer import OptimizerConfig
+from jaxforge.config.optimizer import OPTIMIZERS
 from jaxforge.optim.optimizer import build_optimizer, updates_made
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 from tests.optim import problem
 
-NAMES = get_args(OptimizerConfig.model_fields["name"].annotation)
+NAMES = OPTIMIZERS.names()
 every_optimizer = pytest.mark.parametrize("name", NAMES)
 
 

@@ -1,7 +1,5 @@
 """What decays and what does not."""
 
-from typing import get_args
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,7 @@ import optax
 import pytest
 
 from jaxforge.config.model import ModelConfig
-from jaxforge.config.optimizer import OptimizerConfig
+from jaxforge.config.optimizer import OPTIMIZERS
 from jaxforge.model.linear import is_matrix
 from jaxforge.model.transformer import Model
 from jaxforge.optim.optimizer import build_optimizer, decay_groups
@@ -49,7 +47,7 @@ def test_stacked_layers_do_not_count_as_a_dimension():
     assert is_matrix(("layers", "mlp", "embed"))
 
 
-@pytest.mark.parametrize("name", get_args(OptimizerConfig.model_fields["name"].annotation))
+@pytest.mark.parametrize("name", OPTIMIZERS.names())
 def test_without_gradients_matrices_shrink_and_the_rest_stands_still(name):
     config = tiny_config(
         model={"norm_type": "layernorm", "qk_norm": True, "qkv_bias": True},

@@ -23,6 +23,7 @@ def arguments(address):
         ({}, None),
         (EXPLICIT, arguments("node1:1234")),
         (TORCHRUN, arguments("node1:29500")),
+        ({**TORCHRUN, "LOCAL_RANK": "0"}, arguments("node1:29500")),  # of a node, not of the job
         ({**EXPLICIT, **TORCHRUN}, arguments("node1:1234")),
         ({**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}, None),
         ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"}, {}),

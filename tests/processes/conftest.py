@@ -1,21 +1,16 @@
 """Real processes: `python -m jaxforge.train` as a user starts it."""
 
-import atexit
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COMPILED = tempfile.mkdtemp(prefix="jaxforge-tests-compiled-")
-atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
 
 BASE = """
 [model]
@@ -55,8 +50,6 @@ def environment(devices=1, **extra):
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": flags,
         "PYTHONUNBUFFERED": "1",
-        "JAX_COMPILATION_CACHE_DIR": COMPILED,  # the same few programs, over and over
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         **extra,
     }
 
@@ -103,9 +96,9 @@ class Run:
         found = (self.directory / "checkpoints").glob("step_*")
         return sorted(int(p.name.split("_")[1]) for p in found if p.name.split("_")[1].isdigit())
 
-    def wait_for_step(self, step: int, process: subprocess.Popen) -> None:
+    def wait_for_step(self, step: int, process: subprocess.Popen, seconds: float = 60) -> None:
         path = self.directory / "metrics.jsonl"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and process.poll() is None:
             if path.exists() and f'"step": {step},' in path.read_text():
                 return

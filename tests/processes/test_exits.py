@@ -87,9 +87,11 @@ def test_metrics_have_the_names_and_evaluations(new_run, tmp_path):
     )  # fmt: skip
     train = next(line for line in run.lines() if line["step"] == 12)
     assert {"step", "time", "train/loss", "train/grad_norm", "train/lr", "train/tokens_per_sec",
-            "train/step_time_sec", "train/skipped_steps", "train/tokens", "train/data_wait_sec",
+            "train/step_time_sec", "train/skipped_steps", "train/valid_tokens",
+            "train/nonfinite_steps", "train/spike_steps", "train/tokens", "train/data_wait_sec",
             "train/tflops_per_device", "smoothed/loss", "smoothed/tokens_per_sec",
-            "smoothed/step_time"} == train.keys()  # fmt: skip
+            "smoothed/step_time", "interval/loss", "interval/skipped_steps",
+            "interval/nan_steps"} == train.keys()  # fmt: skip
     evaluations = {x["step"]: x["eval/loss"] for x in run.lines() if "eval/loss" in x}
     assert list(evaluations) == [10, 20]
     assert evaluations[20] < evaluations[10] < 5.6
@@ -102,7 +104,7 @@ def test_a_run_directory_explains_itself(new_run):
     run = new_run()
     run.finish("--train.max_steps=5")
     assert sorted(p.name for p in run.directory.iterdir()) == [
-        "checkpoints", "config.toml", "logs", "metrics.jsonl",
+        "checkpoints", "config.toml", "logs", "metrics.jsonl", "schedule_summary.txt",
     ]  # fmt: skip
     assert "max_steps = 5" in (run.directory / "config.toml").read_text()
     assert "Training complete" in (run.directory / "logs" / "process_0.log").read_text()

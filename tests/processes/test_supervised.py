@@ -28,7 +28,7 @@ def test_one_of_two_processes_is_killed_and_both_run_again(new_run):
         command, cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )  # fmt: skip
-    killed.wait_for_step(15, supervisor)
+    killed.wait_for_step(15, supervisor, seconds=120)  # two processes start here
     (victim,) = (
         child for child in psutil.Process(supervisor.pid).children()
         if child.environ()["JAX_PROCESS_ID"] == "1"
@@ -79,7 +79,11 @@ def test_who_fails_leaves_at_once_and_the_others_notice(error, code):
         )
         for index in range(2)
     ]  # fmt: skip
-    other, failed = [(p.communicate(timeout=45)[1], p.returncode) for p in processes]
+    try:
+        other, failed = [(p.communicate(timeout=45)[1], p.returncode) for p in processes]
+    finally:
+        for process in processes:
+            process.kill()
     assert failed[1] == code.code, failed[0]
     assert "of one process alone" in failed[0]
     assert other[1] == -signal.SIGABRT, other[0]

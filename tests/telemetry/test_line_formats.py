@@ -145,7 +145,7 @@ def test_every_set_is_named_in_megatrons_evaluation():
     assert "| lm loss (a/b) value: 3.000000E+00 | lm loss (a/b) PPL: 2.008554E+01 | \n" in text
 
 
-@pytest.mark.parametrize("name", LINE_FORMATS.keys() - {"kempnerforge", "json"})
+@pytest.mark.parametrize("name", sorted(LINE_FORMATS.keys() - {"kempnerforge", "json"}))
 def test_what_is_neither_step_nor_evaluation_has_no_line(name):
     assert printed(name, 7, {"other": 1.0}).removeprefix(LINE_FORMATS[name](RUN).banner()) in (
         "", "\n",

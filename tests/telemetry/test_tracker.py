@@ -65,6 +65,8 @@ def scalars(step, loss=1.0, skipped=0, tokens=0):
         "lr": 0.5,
         "skipped": skipped,
         "consecutive": 0,
+        "nonfinite": 0,
+        "spikes": 0,
     }
     counts = Counts.of(Progress(samples=step, tokens=tokens))
     return {name: np.float32(value) for name, value in values.items()} | {"counts": counts}
@@ -159,6 +161,22 @@ def test_each_sink_has_the_mean_loss_of_its_own_interval(clock):
     run(tracker, clock, range(1, 9), losses=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
     assert [line["interval/loss"] for line in often.lines.values()] == [1.0, 2.0, 3.5, 5.5, 7.5]
     assert [line["interval/loss"] for line in seldom.lines.values()] == [1.0, 3.0, 6.5]
+
+
+def test_the_first_means_of_a_resumed_run_are_of_the_steps_since(clock):
+    """MindSpeed takes all steps since the first, but only the losses since the resume."""
+    sink = Kept()
+    tracker = Tracker([Outlet("a", sink, 2)], Work(100), Start(10, 10, skipped=3), 10**9)
+    clock.now += 50.0  # restoring and compiling
+    tracker.start_clock()
+    for step, loss in ((11, 5.0), (12, 7.0)):
+        clock.now += 2.0
+        tracker.end_step(step, scalars(step, loss, skipped=3))
+    tracker.close()
+    line = sink.lines[12]
+    assert (line["interval/loss"], line["interval/skipped_steps"]) == (6.0, 0.0)
+    assert line["train/step_time_sec"] == pytest.approx(2.0)
+    assert line["train/loss"] == 7.0
 
 
 def test_a_hosts_own_time_is_the_wait_for_data_and_the_launch(clock):

@@ -1,11 +1,13 @@
 """Exports beside the loop: which checkpoints, and what becomes of failures."""
 
 import json
+import types
 
 import pytest
 
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.errors import StorageError
+from jaxforge.training import exporting
 from jaxforge.training.exporting import Exporter
 from tests.torch_compat.test_commands import trained
 from torch_compat import checkpoints
@@ -42,3 +44,17 @@ def test_a_checkpoint_that_never_came_is_said(tmp_path):
     exporter.on_checkpoint_save(2, tmp_path / "checkpoints" / "step_2")
     with pytest.raises(StorageError, match="was not written"):
         exporter.on_train_end(2, 0, None)
+
+
+@pytest.mark.parametrize("steps", [[], [1, 20]])
+def test_a_run_with_nothing_left_to_do_exports_its_newest(tmp_path, monkeypatch, steps):
+    commands = []
+    done = types.SimpleNamespace(returncode=0)
+    monkeypatch.setattr(
+        exporting.subprocess, "run", lambda command, **_: commands.append(command) or done
+    )
+    for step in steps:
+        (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
+    Exporter(CheckpointConfig(export_last=True, dir=str(tmp_path))).on_train_end(20, 0, None)
+    newest = [str(tmp_path / part / "step_20") for part in ("checkpoints", "exports")]
+    assert [command[4:6] for command in commands] == ([newest] if steps else [])

@@ -7,6 +7,8 @@ import pytest
 
 from jaxforge.config.train import TrainConfig
 from jaxforge.training.guard import WINDOW, Guard, GuardState
+from jaxforge.training.progress import Progress
+from jaxforge.training.state import Counts
 
 
 def judge(losses, norms=None, **config):
@@ -58,6 +60,17 @@ def test_stop_halts_at_once_and_warn_applies():
     assert (int(state.nonfinite), int(state.total)) == (2, 0)
 
 
+def test_an_update_that_is_left_out_is_not_judged():
+    guard, nan = Guard(TrainConfig(nan_consecutive_max=2)), jnp.float32(jnp.nan)
+    _, after_one = guard.judge(GuardState.fresh(), nan, nan)
+    for loss in (nan, jnp.float32(1)):
+        applied, state = guard.judge(after_one, loss, loss, apply=False)
+        assert not applied
+        assert not guard.halted(state)
+        expected = {"consecutive": 1, "total": 2, "nonfinite": 1, "spikes": 0, "good": 0}
+        assert counts(state) == expected
+
+
 def test_a_spike_is_a_matter_of_what_was_normal():
     applied, _, state = judge([*NORMAL, 2.5, *NORMAL[:3], 2.06], **SPIKES)
     assert applied == [True] * 40 + [False] + [True] * 4
@@ -97,3 +110,8 @@ def test_what_is_normal_is_the_last_losses():
     assert int(state.good) == WINDOW + 160
     assert not applied[-1]  # 9 was normal, and is so no longer
     assert float(jnp.max(state.losses)) < 2.1
+
+
+def test_no_two_counts_share_their_memory():
+    leaves = jax.tree.leaves((GuardState.fresh(3), Counts.of(Progress())))
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)

@@ -146,18 +146,23 @@ def batch():
     return {"labels": np.zeros((1, 8, 32))}
 
 
-def run(steps=6, log=100, evaluate=100, save=100, hooks=True, stop_at=None, bad=(), **train):
+def run(
+    steps=6, log=100, evaluate=100, save=100, hooks=True, stop_at=None, bad=(),
+    watches=lambda events: [], sections=None, **train,
+):  # fmt: skip
     """Events of a run of `steps` steps; those in `bad` are not finite."""
+    sections = sections or {}
     events, counts = [], {"step": 0, "consecutive": 0, "total": 0}
 
     def train_step(state, batch, controls):
         counts["step"] += 1
         step = counts["step"]
-        events.append(f"launch {step}")
+        events.append(f"launch {step}{'' if controls.apply else ' left out'}")
         counts["consecutive"] = counts["consecutive"] + 1 if step in bad else 0
         counts["total"] += step in bad
         scalars = {"loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "skipped": counts["total"],
-                   "step": step, "consecutive": counts["consecutive"]}  # fmt: skip
+                   "step": step, "consecutive": counts["consecutive"],
+                   "nonfinite": counts["total"], "spikes": 0}  # fmt: skip
         metrics = {k: OnDevice(events, f"read {step}" * (k == "loss"), v)
                    for k, v in scalars.items()}  # fmt: skip
         metrics["counts"] = device_state().counts
@@ -173,7 +178,8 @@ def run(steps=6, log=100, evaluate=100, save=100, hooks=True, stop_at=None, bad=
     config = tiny_config(
         train={"max_steps": steps, "nan_consecutive_max": 3, **train},
         eval={"enabled": True, "dataset_path": "x", "interval": evaluate},
-        checkpoint={"interval": save},
+        checkpoint={"interval": save, **sections.get("checkpoint", {})},
+        early_stop=sections.get("early_stop", {}),
     )
 
     trainer = Trainer(
@@ -184,7 +190,7 @@ def run(steps=6, log=100, evaluate=100, save=100, hooks=True, stop_at=None, bad=
         local=None,
         watchdog=Watchdog(Limits(0, 0, 0)), rollback=None, attribution=None,
         **schedule(config),
-        open_watches=lambda step: Watches(),
+        open_watches=lambda step: Watches(watches(events)),
         tracker=Tracker([Outlet("it", Sink(events), log)], Work(256, 8), Start(), 10**9),
         profiler=Profiler(config.profiling, Path()),
         hooks=HookRunner([Recorder(events)] if hooks else []),
@@ -273,15 +279,15 @@ def test_a_hook_reads_scalars_state_and_gradients():
     seen = []
 
     class Reads(Hook):
-        needs_gradients = True
+        collect = ("grads",)
 
         def on_step_end(self, context):
             norm = np.sqrt(sum(float((g**2).sum()) for g in jax.tree.leaves(context.gradients)))
             seen.append((context.loss, context.grad_norm, norm, context.lr, context.state))
 
     runner = HookRunner([Reads()])
-    assert runner.needs_gradients
-    ours = setup(tiny_config(train={"max_steps": 2}), keep_gradients=runner.needs_gradients)
+    assert runner.collect == ("grads",)
+    ours = setup(tiny_config(train={"max_steps": 2}), collect=runner.collect)
     trainer = Trainer(
         config=ours.config, state=ours.state(), progress=Progress(),
         lower_step=lambda state, batch: lambda: ours.step,

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from jaxforge.training.loss import token_scales
+from jaxforge.training.state import init_state
 from jaxforge.training.step import Controls
 from tests.conftest import tiny_config
-from tests.helpers import collectives_in_loops, hlo, random_batches, setup
+from tests.helpers import collectives_in_loops, hlo, new_setup, random_batches, setup
 
 
 def plain_loss(ours, params, batch):
@@ -36,7 +37,8 @@ def test_every_valid_token_weighs_the_same():
     (batch,) = ragged_batches(ours.config)
     state = ours.state()
     whole = {k: jnp.asarray(v.reshape(8, -1)) for k, v in batch.items()}
-    loss, grads = jax.value_and_grad(lambda p: plain_loss(ours, p, whole))(state.params)
+    of_params = jax.jit(jax.value_and_grad(lambda p: plain_loss(ours, p, whole)))
+    loss, grads = of_params(state.params)
     norm = np.sqrt(sum(float(jnp.sum(g**2)) for g in jax.tree.leaves(grads)))
     _, metrics = ours.run(state, [batch])
     np.testing.assert_allclose(metrics["loss"][0], loss, rtol=1e-6)
@@ -48,7 +50,8 @@ def test_microbatch_norm_is_the_mean_of_means():
     ours = setup(tiny_config(train=train))
     (batch,) = ragged_batches(ours.config)
     state = ours.state()
-    means = [plain_loss(ours, state.params, {k: v[m] for k, v in batch.items()}) for m in (0, 1)]
+    mean = jax.jit(lambda microbatch: plain_loss(ours, state.params, microbatch))
+    means = [mean({k: v[m] for k, v in batch.items()}) for m in (0, 1)]
     _, metrics = ours.run(state, [batch])
     np.testing.assert_allclose(metrics["loss"][0], np.mean(means), rtol=1e-6)
     assert abs(means[0] - means[1]) > 1e-3
@@ -116,7 +119,7 @@ def test_after_too_many_bad_steps_the_state_stands_still():
 
 
 def test_lr_scale_is_traced():
-    ours = setup(tiny_config())
+    ours = new_setup(tiny_config())
     batches = random_batches(ours.config, 4)
     _, full = ours.run(ours.state(), batches)
     _, half = ours.run(ours.state(), batches, lr_scale=0.5)
@@ -126,18 +129,25 @@ def test_lr_scale_is_traced():
 
 
 def test_the_step_compiles_once_and_donates_its_state():
-    ours = setup(tiny_config(distributed={"dp_shard": 2, "tp": 2}))
-    state = ours.state()
+    ours = new_setup(tiny_config(distributed={"dp_shard": 2, "tp": 2}))
+    with jax.set_mesh(ours.mesh):
+        state = init_state(ours.model, ours.optimizer, ours.mesh, ours.config.train.seed)
     old = state.params["norm"]["weight"]
-    ours.run(state, random_batches(ours.config, 3))
+    ours.run(state, random_batches(ours.config, 3, dp=1))
     assert ours.step._cache_size() == 1
     assert old.is_deleted()
 
 
 @pytest.mark.parametrize(
-    "mesh", [{"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 4}], ids=str
+    ("mesh", "accum"),
+    [
+        ({"dp_shard": 4}, 4),
+        ({"dp_replicate": 2, "dp_shard": 2}, 1),
+        ({"dp_replicate": 2, "dp_shard": 2}, 4),
+        ({"dp_replicate": 4}, 4),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("accum", [1, 4])
 def test_no_collective_in_a_loop_when_reducing_per_update(mesh, accum):
     base = {"grad_accum_steps": accum, "batch_size": 2}
     text = hlo(setup(tiny_config(train=base, distributed={"dp_shard": 1, **mesh})))
@@ -152,12 +162,15 @@ def test_reducing_per_microbatch_does_so_in_the_loop():
     assert {kind for _, kind, _ in found} >= {"all-gather", "all-reduce"}
 
 
-def test_with_tp_only_neighbours_in_tp_talk_in_the_loops():
+@pytest.fixture(scope="module")
+def with_tp():
     """tp 2 x dp_shard 2 on devices 0-3: {0, 1} and {2, 3} are tp groups, {0, 2} and {1, 3} data."""
     train = {"grad_accum_steps": 4, "batch_size": 2, "seq_len": 24}  # 48 tokens: no weight has 48
-    found = collectives_in_loops(
-        hlo(setup(tiny_config(train=train, distributed={"dp_shard": 2, "tp": 2})))
-    )
+    return hlo(setup(tiny_config(train=train, distributed={"dp_shard": 2, "tp": 2})))
+
+
+def test_with_tp_only_neighbours_in_tp_talk_in_the_loops(with_tp):
+    found = collectives_in_loops(with_tp)
     assert found
     assert {groups for _, _, groups in found} <= {"[2,2]<=[4]", "{{0,1},{2,3}}"}
     weights = re.compile(r"\[(2,)?(\d+,64|64,\d+)\]")
@@ -166,20 +179,18 @@ def test_with_tp_only_neighbours_in_tp_talk_in_the_loops():
     assert not [shape for shape in shapes if not tokens.search(shape)]
 
 
-def test_reductions_keep_the_shards_of_tp():
+def test_reductions_keep_the_shards_of_tp(with_tp):
     """No weight and no gradient is ever whole over tp: ffn 256 appears only as its half, 128."""
-    train = {"grad_accum_steps": 2, "batch_size": 2}
-    text = hlo(setup(tiny_config(train=train, distributed={"dp_shard": 2, "tp": 2})))
-    assert "f32[2,128,64]" in text
-    assert not re.search(r"f32\[2,(256,64|64,256)\]", text)
+    assert "f32[2,128,64]" in with_tp
+    assert not re.search(r"f32\[2,(256,64|64,256)\]", with_tp)
 
 
 def test_gradients_are_kept_for_those_who_ask():
-    ours = setup(tiny_config(), keep_gradients=True)
+    ours = setup(tiny_config(), collect=("grads",))
     _, metrics = jax.device_get(
         ours.step(ours.state(), ours.put(random_batches(ours.config, 1)[0]), Controls())
     )
-    norm = np.sqrt(sum(np.sum(g**2) for g in jax.tree.leaves(metrics["gradients"])))
+    norm = np.sqrt(sum(np.sum(g**2) for g in jax.tree.leaves(metrics["grads"])))
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from jaxforge.errors import UserError
+from jaxforge.optim.schedule import register_scheduler
 from jaxforge.training.summary import schedule_summary, write_summary
 from tests.conftest import tiny_config
 
@@ -123,3 +124,19 @@ def test_it_is_written_into_the_run_and_replaced(tmp_path):
 def test_where_it_cannot_be_written(tmp_path):
     with pytest.raises(UserError, match="No such file"):
         write_summary(tmp_path / "missing", "text")
+
+
+@pytest.mark.usefixtures("own_names")
+def test_of_a_schedule_of_one_s_own_only_its_ends_are_known():
+    register_scheduler("half")(lambda config, max_steps, stages: lambda n: 0.5)
+    scheduler = {"name": "half", "warmup_steps": 5}
+    text = schedule_summary(tiny_config(scheduler=scheduler, optimizer={"lr": 0.5}), dp=1)
+    assert (
+        """\
+learning rate
+  half, peak 0.5
+  step 0            0.25        first update
+  step 20           0.25        end of the run
+"""
+        in text
+    )

@@ -49,6 +49,22 @@ def test_a_checkpoint_has_its_own_limit_and_suspends_the_step(watchdog):
     assert "10 s" in watchdog.idle(1)  # 9 s before the checkpoint, 1 s after
 
 
+@pytest.mark.parametrize("name", ["data", "end"])
+def test_what_takes_what_it_takes_has_no_limit(watchdog, name):
+    with watchdog.section(name):
+        assert watchdog.idle(1e9) is None
+        watchdog.tick()
+        assert watchdog.idle(1e9) is None
+
+
+def test_a_checkpoint_may_show_progress_too(watchdog):
+    with watchdog.section("checkpoint"):
+        for _ in range(3):
+            assert watchdog.idle(49) is None
+            watchdog.tick()
+        assert "train.watchdog_checkpoint_sec" in watchdog.idle(50)
+
+
 def test_an_evaluation_compiles_and_then_counts_batches_as_steps(watchdog):
     watchdog.tick(3)
     with watchdog.section("evaluation"):

@@ -1,0 +1,47 @@
+"""A loss of your own: cross-entropy with smoothed labels.
+
+    python examples/custom_loss.py --config configs/debug.toml [--section.key=value ...]
+
+or, as the entry points find it for themselves, by its module's name:
+
+    PYTHONPATH=examples python -m jaxforge.train --config configs/debug.toml \\
+        --plugins.modules=custom_loss --train.loss_fn=smoothed_cross_entropy
+"""
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxforge.cli import run_main
+from jaxforge.config.train import TrainConfig
+from jaxforge.data.packing import IGNORE
+from jaxforge.model.transformer import Model, project
+from jaxforge.train import main
+from jaxforge.training.loss import Scales
+from jaxforge.training.losses import LossFunction, register_loss
+
+SMOOTHING = 0.1
+"""The share of the target that is spread evenly over the vocabulary."""
+
+
+@register_loss("smoothed_cross_entropy")
+def smoothed_cross_entropy(config: TrainConfig, model: Model) -> LossFunction:
+    """Per valid token: -(1 - a) log p(label) - a · mean of log p over the vocabulary."""
+
+    def loss(hidden_BSD: Array, head_VD: Array, labels_BS: Array, scales: Scales) -> Array:
+        log_p_BSV = jax.nn.log_softmax(project(hidden_BSD, head_VD))
+        valid_BS = labels_BS != IGNORE
+        labels_BS1 = jnp.where(valid_BS, labels_BS, 0)[..., None]
+        label_BS = jnp.take_along_axis(log_p_BSV, labels_BS1, axis=-1)[..., 0]
+        value_BS = -(1 - SMOOTHING) * label_BS - SMOOTHING * jnp.mean(log_p_BSV, axis=-1)
+        return scales.token * jnp.sum(jnp.where(valid_BS, value_BS, 0.0))
+
+    return loss
+
+
+if __name__ == "__main__":
+    arguments = [*sys.argv[1:], "--train.loss_fn=smoothed_cross_entropy"]
+    raise SystemExit(run_main(functools.partial(main, arguments)))

@@ -1,0 +1,68 @@
+"""Any optax optimizer as an update rule of ours."""
+
+import functools
+from collections import Counter, namedtuple
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, PyTree
+
+
+def from_optax(
+    transform: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """What `register_optimizer` wants, of an optax optimizer that has its learning rate already.
+
+    Its state becomes a named tuple of arrays and of trees shaped like the parameters, by the names
+    that optax gives them (`mu`, `nu`, `trace`, `count` ...), and so is sharded and saved as ours
+    are. `lr_scale` multiplies what it adds to the parameters.
+
+    Args:
+        transform: such as `optax.sgd(schedule, momentum=0.9)`.
+    """
+
+    def init(params: PyTree) -> Any:  # noqa: ANN401  # a named tuple
+        return _named(transform.init(params), jnp.zeros((), jnp.int32))
+
+    def update(
+        grads: PyTree,
+        state: Any,  # noqa: ANN401  # as of `init`
+        params: PyTree | None = None,
+        *,
+        lr_scale: Float[Array, ""] | float = 1.0,
+        **_: object,
+    ) -> tuple[PyTree, Any]:
+        like = jax.eval_shape(transform.init, params)
+        inner = jax.tree.unflatten(jax.tree.structure(like, is_leaf=_is_tree), state[1:])
+        updates, inner = transform.update(grads, inner, params)
+        scaled = jax.tree.map(lambda u: u * lr_scale, updates)
+        return scaled, _named(inner, optax.safe_increment(state.updates))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _is_tree(node: object) -> bool:
+    return isinstance(node, dict)
+
+
+def _named(state: PyTree, updates: Array) -> Any:  # noqa: ANN401  # a class of its own
+    parts = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_tree)
+    kind = _kind(("updates", *_names([path for path, _ in parts])))
+    return kind(updates, *(part for _, part in parts))
+
+
+def _names(paths: list[jax.tree_util.KeyPath]) -> Iterator[str]:
+    """The last attribute of each path, numbered where it comes again: mu, nu, count, count_2."""
+    seen = Counter({"updates": 1})
+    for path in paths:
+        name = next((k.name for k in reversed(path) if hasattr(k, "name")), "state")
+        seen[name] += 1
+        yield name if seen[name] == 1 else f"{name}_{seen[name]}"
+
+
+@functools.cache  # a state after an update has the type of the one before it
+def _kind(fields: tuple[str, ...]) -> type:
+    return namedtuple("OptaxState", fields)

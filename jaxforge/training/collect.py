@@ -1,0 +1,102 @@
+"""What a step computes besides its loss, for those who ask: see `COLLECTED`.
+
+Everything here stays on the device until it is read.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, PyTree
+
+from jaxforge.config.metrics import EXTRAS
+from jaxforge.errors import UserError
+from jaxforge.model.transformer import Params
+from jaxforge.optim.optimizer import global_norm
+from jaxforge.parallel.stages import Stack
+
+COLLECTED = ("grads", *EXTRAS)
+"""What `collect` may ask for; by the same names it is found in the metrics:
+
+    grads                 the gradients before clipping, float32; they cost their memory
+    grad_norms_per_layer  L2 norm of each part's gradient: "layers" has one of each layer, [layers],
+                          "token_embedding", "norm" and "output_head" have scalars
+    num_zeros_in_grad     elements of the gradients that are exactly 0, over all parameters
+    params_norm           L2 norm of all parameters after the step
+    update_norm           L2 norm of what the step added to the parameters; 0 if it was skipped
+"""
+
+
+class Step(NamedTuple):
+    """A step, as far as it is collected from.
+
+    Attributes:
+        grads: gradients before clipping.
+        updates: what the optimizer would add to the parameters.
+        applied: whether it was added.
+        params: parameters after the step.
+        stack: which layer each row of stacked parameters holds.
+    """
+
+    grads: Params
+    updates: Params
+    applied: Bool[Array, ""]
+    params: Params
+    stack: Stack
+
+
+def check_collect(names: Iterable[str]) -> tuple[str, ...]:
+    """The names, each once, in the order of `COLLECTED`.
+
+    Raises:
+        UserError: there is no such thing to collect.
+    """
+    names = set(names)
+    for name in sorted(names - set(COLLECTED)):
+        near = get_close_matches(name, COLLECTED, n=1)
+        hint = f'; did you mean "{near[0]}"?' if near else ""
+        raise UserError(f'collect: "{name}": expected one of {", ".join(COLLECTED)}{hint}')
+    return tuple(name for name in COLLECTED if name in names)
+
+
+def collected(names: Iterable[str], step: Step) -> dict[str, Any]:
+    """What `names` ask for, traced as a part of the step."""
+    return {name: _COLLECTORS[name](step) for name in names}
+
+
+def _norms_per_layer(step: Step) -> dict[str, Float[Array, "..."]]:
+    def norm(name: str, part: PyTree) -> Array:
+        if name != "layers":
+            return global_norm(part)
+        squares = [
+            jnp.sum(jnp.square(g.astype(jnp.float32)), axis=range(1, g.ndim))
+            for g in jax.tree.leaves(part)
+        ]
+        return step.stack.unstack(jnp.sqrt(sum(squares)))
+
+    return {name: norm(name, part) for name, part in step.grads.items()}
+
+
+def _zeros(step: Step) -> Float[Array, ""]:
+    """Rows are counted as integers and added up in float32, exact up to 2^24 zeros."""
+    layers = jax.tree.map(step.stack.unstack, step.grads["layers"])
+    counts = [
+        jnp.sum(jnp.sum(g == 0, axis=-1, dtype=jnp.int32).astype(jnp.float32))
+        for g in jax.tree.leaves({**step.grads, "layers": layers})
+    ]
+    return jnp.sum(jnp.stack(counts))
+
+
+def _update_norm(step: Step) -> Float[Array, ""]:
+    return jnp.where(step.applied, global_norm(step.updates), 0.0)
+
+
+_COLLECTORS = {
+    "grads": lambda step: step.grads,
+    "grad_norms_per_layer": _norms_per_layer,
+    "num_zeros_in_grad": _zeros,
+    "params_norm": lambda step: global_norm(step.params),
+    "update_norm": _update_norm,
+}

@@ -1,0 +1,119 @@
+"""What a step did, under the names that Megatron's `train_step` returns it by."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import PyTree
+
+from jaxforge.config.train import TrainConfig
+from jaxforge.training.exits import Exit
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """A typed view of a step's metrics. Values are fetched from the device when they are read.
+
+    Reading one waits for the step; a loop that reads them every step should launch the next first.
+
+    Attributes:
+        metrics: what the step returned, on the device.
+        config: the `[train]` section, which says when to give up.
+    """
+
+    metrics: Mapping[str, Any]
+    config: TrainConfig
+
+    @property
+    def loss_dict(self) -> dict[str, float]:
+        """Losses by name; "lm loss" is what was minimised, the mean that `loss_norm` asks for.
+
+        What the metrics hold under "losses" is there as well, reduced by `reduce_loss`.
+        """
+        others = self.metrics.get("losses", {})
+        return {
+            "lm loss": float(self.metrics["loss"]),
+            **{name: reduce_loss(name, value) for name, value in others.items()},
+        }
+
+    @property
+    def skipped_iter(self) -> int:
+        """1 if the update was not applied: the step was bad, or was to be left out; else 0."""
+        return int(not self.metrics["applied"])
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether to save before going on: never, as no update that was skipped changed the state.
+
+        A run that gives up is not saved either: it would push out better weights.
+        """
+        return False
+
+    @property
+    def should_exit(self) -> bool:
+        """Whether the guard has stopped the run: the state stands still now (`training.guard`)."""
+        return int(self.metrics["consecutive"]) >= self.config.nan_consecutive_max
+
+    @property
+    def exit_code(self) -> int:
+        """What to exit with (`training.exits`); 0 unless `should_exit`."""
+        return Exit.NON_FINITE.code if self.should_exit else 0
+
+    @property
+    def grad_norm(self) -> float:
+        """Global gradient norm before clipping."""
+        return float(self.metrics["grad_norm"])
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next update."""
+        return float(self.metrics["lr"])
+
+    @property
+    def num_zeros_in_grad(self) -> int | None:
+        """Zeros in the gradients; None if not collected."""
+        value = self.metrics.get("num_zeros_in_grad")
+        return None if value is None else int(value)
+
+    @property
+    def params_norm(self) -> float | None:
+        """L2 norm of the parameters after the step; None if not collected."""
+        return self._optional("params_norm")
+
+    @property
+    def update_norm(self) -> float | None:
+        """L2 norm of what the step added to the parameters; None if not collected."""
+        return self._optional("update_norm")
+
+    @property
+    def grads(self) -> PyTree | None:
+        """Gradients before clipping, on the device; None if not collected."""
+        return self.metrics.get("grads")
+
+    def _optional(self, name: str) -> float | None:
+        value = self.metrics.get(name)
+        return None if value is None else float(value)
+
+
+def reduce_loss(name: str, value: Any) -> float:  # noqa: ANN401  # what numpy takes
+    """One number of a loss by microbatches.
+
+    Args:
+        name: for the message.
+        value: [m, 2] or [2], sums and what to divide them by, of microbatches or added up already:
+            Σ sums / Σ divisors, NaN where that is 0. Or [m, 1] or [1], means: their mean.
+
+    Raises:
+        ValueError: of any other shape.
+    """
+    array = np.atleast_2d(np.asarray(value, np.float64))
+    if array.ndim != 2 or array.shape[1] not in (1, 2):
+        raise ValueError(
+            f"loss {name!r} has shape {np.shape(value)}: expected [sum, divisor] or [mean], or "
+            "one of these of each microbatch"
+        )
+    if array.shape[1] == 1:
+        return float(array.mean())
+    total, divisor = array.sum(axis=0)
+    return float(total / divisor) if divisor else float("nan")

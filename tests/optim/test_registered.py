@@ -1,0 +1,117 @@
+"""Update rules and schedules that do not come with jaxforge."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxforge.checkpoint import layout
+from jaxforge.errors import UserError
+from jaxforge.optim.from_optax import from_optax
+from jaxforge.optim.optimizer import (
+    build_optimizer,
+    decay_groups,
+    learning_rate,
+    register_optimizer,
+    updates_made,
+)
+from jaxforge.optim.schedule import register_scheduler, warmup_then
+from jaxforge.training.guard import GuardState
+from jaxforge.training.progress import Progress
+from jaxforge.training.state import Counts, TrainState, abstract_state, state_shardings
+from jaxforge.training.step import Controls
+from tests.conftest import tiny_config
+from tests.helpers import random_batches, setup
+from tests.optim import problem
+from torch_compat.optimizer_state import kind_of
+
+pytestmark = pytest.mark.usefixtures("own_names")
+
+
+@pytest.fixture
+def adam_of_optax(own_names):
+    @register_optimizer("adam_of_optax")
+    def build(config, schedule, axes):
+        o = config.optimizer
+        mask = jax.tree.map(lambda decay: decay > 0, decay_groups(axes, 1.0))
+        return from_optax(
+            optax.adamw(schedule, *o.betas, eps=o.eps, weight_decay=o.weight_decay, mask=mask)
+        )
+
+
+def config_of(**sections):
+    optimizer = {"name": "adam_of_optax", **sections.pop("optimizer", {})}
+    return tiny_config(optimizer=optimizer, **sections)
+
+
+@pytest.mark.usefixtures("adam_of_optax")
+def test_an_optax_optimizer_is_what_optax_makes_of_it():
+    """optax's AdamW and ours are the same but for rounding."""
+    theirs, _ = problem.run(build_optimizer(config_of(), problem.AXES), 5)
+    ours, _ = problem.run(build_optimizer(tiny_config(), problem.AXES), 5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), theirs, ours)
+
+
+@pytest.mark.usefixtures("adam_of_optax")
+def test_its_state_has_names_and_survives_a_checkpoint():
+    tx = build_optimizer(config_of(), problem.AXES)
+    params, opt_state = problem.run(tx, 3)
+    assert opt_state[1]._fields == ("updates", "count", "mu", "nu", "count_2")
+    assert updates_made(opt_state) == 3
+    rest = GuardState.fresh(), Counts.of(Progress())
+    state = TrainState(jnp.int32(3), params, opt_state, *rest)
+    tree = layout.to_tree(state)
+    assert tree["optimizer"].keys() == {"updates", "count", "mu", "nu", "count_2"}
+    fresh = TrainState(jnp.int32(0), params, tx.init(params), *rest)
+    again = layout.from_tree(tree, fresh)
+    jax.tree.map(np.testing.assert_array_equal, again, state)
+
+
+@pytest.mark.usefixtures("adam_of_optax")
+def test_lr_scale_multiplies_its_updates():
+    scaled, _ = problem.run(build_optimizer(config_of(), problem.AXES), 2, lr_scale=0.0)
+    jax.tree.map(np.testing.assert_array_equal, scaled, problem.initial())
+
+
+@pytest.mark.usefixtures("adam_of_optax")
+def test_its_moments_lie_where_their_parameters_do():
+    ours = setup(config_of(train={"batch_size": 4}, distributed={"dp_shard": 2}))
+    shardings = state_shardings(ours.model, ours.optimizer, ours.mesh)
+    assert shardings.opt_state[1].mu == shardings.params
+    state = abstract_state(ours.model, ours.optimizer, ours.mesh)
+    with jax.set_mesh(ours.mesh):
+        (batch,) = random_batches(ours.config, 1)
+        after, _ = jax.eval_shape(ours.step, state, ours.put(batch), Controls())
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
+@pytest.mark.usefixtures("adam_of_optax")
+def test_torch_has_nothing_in_its_place():
+    with pytest.raises(UserError, match=r'"adam_of_optax": what PyTorch has .* --weights-only'):
+        kind_of(config_of())
+
+
+def test_a_schedule_of_one_s_own_is_the_rate_of_the_run():
+    """torchtitan's warm-up, whose first update has rate 1 / warmup_steps."""
+
+    @register_scheduler("from_one")
+    def build(config, max_steps, stages):
+        return lambda n: jnp.minimum((n + 1) / config.warmup_steps, max_steps / 20)
+
+    rate = learning_rate(tiny_config(scheduler={"name": "from_one"}, optimizer={"lr": 2.0}))
+    np.testing.assert_allclose([rate(jnp.int32(n)) for n in (0, 1, 3, 9)], [0.5, 1.0, 2.0, 2.0])
+
+
+def test_a_decay_of_one_s_own_has_the_warm_up_of_ours_and_follows_the_batch():
+    @register_scheduler("straight")
+    def build(config, max_steps, stages):
+        return warmup_then(lambda p, floor: 1 - (1 - floor) * p, config, max_steps, stages)
+
+    ramp = [{"grad_accum_steps": 1}, {"start": 3, "grad_accum_steps": 4}]
+    train = {"grad_accum_steps": 4, "batch_ramp": ramp}
+    mine, ours = (
+        learning_rate(tiny_config(train=train, scheduler={"name": name, "unit": "samples"}))
+        for name in ("straight", "linear")
+    )
+    np.testing.assert_array_equal(*([rate(n) for n in range(21)] for rate in (mine, ours)))

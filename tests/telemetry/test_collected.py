@@ -1,0 +1,27 @@
+"""`metrics.collect` on its way to the sinks."""
+
+import numpy as np
+import pytest
+
+from jaxforge.telemetry.measures import Work
+from jaxforge.telemetry.outlets import Outlet
+from jaxforge.telemetry.tracker import Start, Tracker
+from tests.telemetry.test_tracker import Kept, scalars
+
+EXTRAS = {
+    "params_norm": np.float32(3),
+    "grad_norms_per_layer": {"layers": np.float32([1, 2]), "norm": np.float32(0.5)},
+}
+
+
+@pytest.mark.parametrize("asked", [(), tuple(EXTRAS)])
+def test_what_was_asked_for_is_logged(asked):
+    sink = Kept()
+    tracker = Tracker([Outlet("it", sink, 1)], Work(100), Start(), 10**9, extras=asked)
+    tracker.end_step(1, {**scalars(1), **EXTRAS})
+    tracker.close()
+    logged = {
+        "train/params_norm": 3.0, "train/grad_norm/layers.0": 1.0, "train/grad_norm/layers.1": 2.0,
+        "train/grad_norm/norm": 0.5,
+    }  # fmt: skip
+    assert logged.items() <= sink.lines[1].items() if asked else not logged.keys() & sink.lines[1]

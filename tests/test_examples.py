@@ -1,0 +1,144 @@
+"""Every script of examples/ does what it says."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge import inference
+from jaxforge.data.loader import open_training_data
+from jaxforge.model.transformer import Model, build_model
+from jaxforge.optim.optimizer import build_optimizer, learning_rate
+from jaxforge.training.loss import Scales
+from jaxforge.training.losses import build_loss
+from tests.conftest import tiny_config
+from tests.processes.conftest import environment
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.fixture
+def examples(monkeypatch, own_names):
+    """What is in examples/ can be imported, as from a script there, and is forgotten again."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    names = [path.stem for path in EXAMPLES.glob("*.py")]
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+OVERRIDES = [
+    "--model.dim=32", "--train.max_steps=12", "--train.mixed_precision=fp32", "--eval.interval=4",
+    "--checkpoint.interval=6", "--metrics.log_interval=1", "--optimizer.lr=3",
+    "--scheduler.warmup_steps=11",
+]  # fmt: skip
+
+
+def of_steps(lines):
+    return {int(line.split()[1]): line for line in lines if line.startswith("step")}
+
+
+@pytest.mark.usefixtures("examples")
+def test_the_textbook_loop_keeps_best_and_newest_and_goes_on_exactly(tmp_path):
+    import textbook
+
+    lines: list[str] = []
+    textbook.main(tmp_path, OVERRIDES, lines.append)
+    assert re.fullmatch(r"step {6}0  lr 0\.00e\+00  loss 5\.\d{4}  \|g\| \d+\.\d{3}", lines[0])
+    steps = of_steps(lines)
+    assert list(steps) == list(range(12))
+    scores = [float(line.split()[-1]) for line in lines if line.startswith("  val loss")]
+    assert len(scores) == 3
+    best = 4 * (1 + int(np.argmin(scores)))
+    assert best != 12, "at such a rate, losses rise"
+    kept = {path.name for path in (tmp_path / "checkpoints").glob("step_*")}
+    assert kept == {f"step_{best}", "step_12"}
+
+    shutil.rmtree(tmp_path / "checkpoints" / "step_12")
+    again: list[str] = []
+    textbook.main(tmp_path, OVERRIDES, again.append)
+    assert again == lines[lines.index(steps[best]) :]
+
+    nothing_left: list[str] = []
+    textbook.main(tmp_path, OVERRIDES, nothing_left.append)
+    assert nothing_left == []
+
+
+def test_the_textbook_loop_is_short():
+    assert len((EXAMPLES / "textbook.py").read_text().splitlines()) <= 150
+
+
+@pytest.mark.usefixtures("examples")
+def test_the_custom_loss_is_cross_entropy_with_soft_labels():
+    import custom_loss
+
+    rng = np.random.default_rng(0)
+    hidden, head = rng.normal(size=(2, 3, 4)), rng.normal(size=(5, 4))
+    labels = np.array([[0, 4, -100], [2, -100, 1]])
+    logits = hidden @ head.T
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    a = custom_loss.SMOOTHING
+    targets = a / 5 + (1 - a) * np.eye(5)[np.maximum(labels, 0)]
+    expected = -2.0 * (targets * log_p).sum(-1)[labels >= 0].sum()
+    config = tiny_config(train={"loss_fn": "smoothed_cross_entropy"})
+    loss = build_loss(config.train, _Single())
+    got = loss(jnp.float32(hidden), jnp.float32(head), jnp.array(labels), Scales(2.0, 0.0), None)
+    np.testing.assert_allclose(got.value, expected, rtol=1e-5)
+    assert got.nats is None
+
+
+@pytest.mark.usefixtures("own_names")
+def test_what_the_page_registers_can_be_built():
+    page = (ROOT / "docs" / "library.md").read_text()
+    (block,) = [b for b in re.findall(r"```python\n(.*?)```", page, re.S) if "@register" in b]
+    exec(block, {"__name__": "page"})
+    config = tiny_config(
+        optimizer={"name": "optax_adamw", "lr": 2.0}, scheduler={"name": "warmup_from_one"},
+        model={"model_type": "scaled_embeddings"}, data={"dataset_type": "counting"},
+    )  # fmt: skip
+    assert learning_rate(config)(jnp.int32(0)) == 0.5
+    model = build_model(config)
+    params = model.init(jax.random.key(0))
+    state = build_optimizer(config, model.axes).init(params)
+    assert jax.tree.structure(state[1].mu) == jax.tree.structure(params)
+    tokens = jnp.zeros((1, 4), jnp.int32)
+    plain = Model.embed(model, params, tokens)
+    np.testing.assert_allclose(model.embed(params, tokens), 8 * plain)
+    assert open_training_data(config)[7]["labels"][0] == 8
+
+
+class _Single:
+    """As much of a model as the loss asks for."""
+
+    class stack:
+        stages = 1
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("examples")
+def test_a_run_with_the_hook_and_the_loss(tmp_path):
+    run = tmp_path / "run"
+    command = [
+        sys.executable, str(EXAMPLES / "custom_hook.py"), "--config", "configs/debug.toml",
+        f"--checkpoint.dir={run}", "--plugins.modules=custom_loss",
+        "--train.loss_fn=smoothed_cross_entropy", "--metrics.collect=params_norm",
+    ]  # fmt: skip
+    env = environment(1, PYTHONPATH=f"{ROOT}:{EXAMPLES}")
+    output = subprocess.run(command, cwd=ROOT, env=env, check=True, text=True, capture_output=True)
+    assert re.search(r"^step 10: \|g\| of layers \d\.\d{3} \d\.\d{3}$", output.stdout, re.M)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert 5.4 < lines[0]["train/loss"] < 5.7
+    assert lines[0]["train/params_norm"] > 1
+    # What a run names is found again, by whoever opens it.
+    trained = inference.open_run(run, devices=jax.devices()[:1])
+    assert trained.config.train.loss_fn == "smoothed_cross_entropy"

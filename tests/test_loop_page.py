@@ -1,0 +1,49 @@
+"""docs/loop.md answers each behaviour once, and what it names is there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from jaxforge.config import JobConfig
+from jaxforge.config.schema import all_keys
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "loop.md").read_text()
+ROWS = re.findall(r"^\| ([KBTLM])-(\d\d)( !)? \| (.*) \|$", PAGE, re.MULTILINE)
+TESTS = sorted(set(re.findall(r"([\w/]+\.py)::(\w+)", PAGE)))
+BEHAVIOURS = {"K": 53, "B": 45, "T": 33, "L": 27, "M": 44}
+
+
+@pytest.mark.parametrize("loop", BEHAVIOURS)
+def test_each_behaviour_has_one_answer(loop):
+    numbers = [int(number) for one, number, *_ in ROWS if one == loop]
+    assert numbers == list(range(1, BEHAVIOURS[loop] + 1))
+
+
+def test_states_are_those_that_the_page_explains():
+    for _, _, is_trap, cells in ROWS:
+        _, state, _, tests = re.split(r" ?\| ", f"{cells} ", maxsplit=3)
+        assert re.match(r"(done|differs|not|none)\b", state), cells
+        if state.startswith(("done", "differs")) or is_trap:
+            assert tests.strip() or "library.md" in cells, f"no test: {cells}"
+
+
+@pytest.mark.parametrize(("file", "name"), TESTS)
+def test_tests_are_there(file, name):
+    text = (ROOT / "tests" / file).read_text()
+    assert re.search(rf"^def {name}\(", text, re.MULTILINE)
+
+
+def test_modules_are_there():
+    for path in set(re.findall(r"`((?:\w+/)*\w+\.py)`", PAGE)):
+        assert (ROOT / "jaxforge" / path).is_file() or (ROOT / path).is_file(), path
+
+
+def test_keys_are_there():
+    sections, keys = set(JobConfig.model_fields), set(all_keys())
+    named = set(re.findall(r"`([a-z]+\.[a-z_]+)`", PAGE)) - {"metrics.jsonl"}
+    asked = {key for key in named if key.split(".")[0] in sections and not key.endswith(".py")}
+    assert len(asked) > 30
+    tables = {key.rsplit(".", 1)[0] for key in keys}
+    assert asked <= keys | tables

@@ -1,0 +1,94 @@
+"""What the loop does between two steps, and where other loops went wrong there."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from jaxforge.training.exits import Exit
+from jaxforge.training.hooks import Hook, HookRunner
+from jaxforge.training.progress import Progress
+from jaxforge.training.watch import Watch
+from tests.training.test_loop import Signals, run
+
+
+def saves(events):
+    return [int(event.split()[1]) for event in events if event.startswith("save ") and
+            "hook" not in event]  # fmt: skip
+
+
+class Looking(Watch):
+    def __init__(self, events, reason=None):
+        super().__init__(interval=2)
+        self.events, self.reason = events, reason
+
+    def look(self, step, state):
+        self.events.append(f"look {step}")
+        return self.reason
+
+
+def test_the_order_of_what_is_due():
+    events, *_ = run(steps=3, log=2, evaluate=2, save=2, watches=lambda e: [Looking(e)])
+    second = events[events.index("launch 2") : events.index("launch 3")]
+    assert [event for event in second if not event.startswith("read")] == [
+        "launch 2", "log 2 train", "hook 2", "eval begins 2", "evaluate from 0", "log 2 eval",
+        "eval hook 2", "look 2", "save 2", "save hook 2",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("reason", "saved"), [(Exit.UNHEALTHY, []), (Exit.STRAGGLER, [2])])
+def test_a_state_that_is_not_to_be_trusted_is_not_saved(reason, saved):
+    events, ended, _ = run(steps=9, save=2, watches=lambda e: [Looking(e, reason)])
+    assert ended is reason
+    assert saves(events) == saved
+
+
+def test_a_bad_step_is_evaluated_and_saved_where_that_is_due():
+    """Its parameters are those of the last good step. KempnerForge leaves all of it out."""
+    events, _, trainer = run(steps=3, evaluate=2, save=2, bad={2})
+    assert {"hook 2", "eval hook 2", "save 2", "save hook 2"} <= set(events)
+    assert trainer.progress.skipped == 1
+
+
+def test_the_initial_weights_are_saved_where_the_window_says_so():
+    window = {"checkpoint": {"dyn_ckpt_window": {"start": 0, "stop": 1}}}
+    events, *_ = run(steps=3, sections=window)
+    assert saves(events) == [0, 1, 3]
+    assert events.index("save 0") < events.index("launch 1")
+    assert 0 not in saves(run(steps=3)[0])
+
+
+def test_named_steps_draw_their_batch_and_are_left_out():
+    """Counted from 1, as in Megatron."""
+    events, _, trainer = run(steps=3, iterations_to_skip=(1, 3))
+    launched = [event for event in events if event.startswith("launch")]
+    assert launched == ["launch 1 left out", "launch 2", "launch 3 left out"]
+    assert trainer.progress.samples == 3 * 8
+
+
+def test_an_early_end_leaves_a_checkpoint():
+    events, reason, _ = run(steps=9, log=1, sections={"early_stop": {"active": True,
+                                                                     "max_steps": 4}})  # fmt: skip
+    assert (reason, saves(events)) == (Exit.EARLY_STOPPED, [4])
+
+
+def test_every_process_takes_part_in_saving_a_new_best(monkeypatch):
+    """The textbook's other processes do not know the best, and would wait for one that saves."""
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    events, _, trainer = run(steps=7, evaluate=2, sections={"checkpoint": {"keep_best_n": 1}})
+    assert saves(events) == [2, 7]  # steps 4 and 6 are as good, not better
+    assert (trainer.progress.best_metric, trainer.progress.best_step) == (1.0, 2)
+
+
+def test_saves_are_waited_for_when_a_run_fails():
+    class Fails(Hook):
+        def on_step_end(self, context):
+            raise ZeroDivisionError
+
+    events, _, trainer = run(steps=1)
+    events.clear()
+    failing = dataclasses.replace(trainer, hooks=HookRunner([Fails()]), progress=Progress())
+    with pytest.raises(ZeroDivisionError):
+        failing.train(Signals())
+    failing.close(None)
+    assert events[-1] == "close"

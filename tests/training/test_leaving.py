@@ -1,0 +1,116 @@
+"""Why a run leaves: in which order that is asked, what is said, and who decides for all."""
+
+import logging
+import types
+
+import jax
+import pytest
+
+from jaxforge import train
+from jaxforge.config.train import TrainConfig
+from jaxforge.training import exits
+from jaxforge.training.exits import Exit, Exits, Signals
+from tests.conftest import tiny_config
+
+
+class Received:
+    """Signals of a process, without any process."""
+
+    name = "SIGTERM"
+
+    def __init__(self, stop=None):
+        self.stop, self.sent = stop, 0
+
+    def requested(self):
+        return self.stop
+
+    def stop_everywhere(self):
+        self.sent += 1
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that pass when the test says so; it is noon all the same."""
+    now = types.SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(exits, "time", types.SimpleNamespace(
+        monotonic=lambda: now.seconds, strftime=lambda form: f"noon by {form}",
+    ))  # fmt: skip
+    return now
+
+
+@pytest.fixture
+def said(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
+    caplog.set_level(logging.INFO, "jaxforge")
+    return caplog
+
+
+DUE = TrainConfig(exit_interval=4, exit_duration_in_mins=2)
+
+
+def test_a_signal_comes_first_then_the_duration_then_the_interval(clock):
+    asked, signals = Exits(DUE, received := Received(Exit.SIGNAL)), received
+    clock.seconds = 121.0
+    assert asked.requested(8) is Exit.SIGNAL
+    signals.stop = None
+    assert asked.requested(8) is Exit.DURATION
+    clock.seconds = 119.0
+    assert asked.requested(8) is Exit.INTERVAL
+    assert asked.requested(9) is None
+    assert Exits(TrainConfig(), Received()).requested(8) is None
+
+
+def test_the_messages_are_megatrons(clock, said):
+    asked = Exits(DUE, received := Received(Exit.SIGNAL))
+    asked.requested(4)
+    received.stop = None
+    asked.requested(4)
+    clock.seconds = 150.0
+    asked.requested(5)
+    when = "datetime: noon by %Y-%m-%d %H:%M:%S "
+    assert said.messages == [
+        f"[exiting program after receiving SIGTERM.] {when}",
+        f"[exiting program at iteration 4] {when}",
+        f"[exiting program after 2.5 minutes] {when}",
+    ]
+
+
+@pytest.mark.parametrize(("process", "sent"), [(0, 1), (1, 0)])
+def test_one_clock_decides_for_all_processes(clock, monkeypatch, process, sent):
+    """And it does not decide alone: all of them stop where the preemption service says."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: process)
+    asked = Exits(TrainConfig(exit_duration_in_mins=2), signals := Received())
+    clock.seconds = 1000.0
+    assert asked.requested(7) is None
+    assert signals.sent == sent
+
+
+def test_work_that_no_signal_cuts_short_is_waited_for():
+    with Signals(timeout_seconds=60) as signals:
+        assert signals.wait_for(lambda: 7) == 7
+        with pytest.raises(ZeroDivisionError):
+            signals.wait_for(lambda: 1 // 0)
+        assert not signals.left_work
+
+
+@pytest.mark.parametrize("end", [Exit.SIGNAL, Exit.INTERVAL, Exit.NON_FINITE, ZeroDivisionError])
+def test_whatever_ends_a_run_it_is_closed_with_the_reason(monkeypatch, end):
+    """`Trainer.close` is what tells the hooks. Megatron-Bridge leaves without a word."""
+    closed = []
+
+    def run_loop(signals):
+        if isinstance(end, Exit):
+            return end
+        raise end
+
+    trainer = types.SimpleNamespace(train=run_loop, close=closed.append)
+    monkeypatch.setattr(train, "build", lambda *arguments: trainer)
+    config = tiny_config(distributed={"dp_shard": -1})
+    if isinstance(end, Exit):
+        assert train.run(config) is end
+        assert closed == [end]
+    else:
+        with pytest.raises(end):
+            train.run(config)
+        assert closed == [None]

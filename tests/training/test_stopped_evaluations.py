@@ -1,0 +1,78 @@
+"""Evaluations that are stopped anywhere and gone on with: each batch once, the same numbers."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from jaxforge.training import evaluation
+from jaxforge.training.evaluation import BatchSums, Evaluator
+from jaxforge.training.progress import Progress
+from jaxforge.training.state import TrainState
+from jaxforge.training.validation import Validations
+
+SETS = {"a": 4, "b": 2, "c": 3}  # batches
+STEPS = 3  # at most
+STATE = TrainState(None, "params", None, None, None)
+
+
+@pytest.fixture
+def validations(monkeypatch):
+    """Of an evaluator whose model sums up what the batches say; and the batches that it saw."""
+    seen = Counter()
+
+    def step(params, batch, _):
+        seen[batch] += 1
+        name, i = batch
+        return BatchSums(np.float32(0.1 * i + ord(name)), np.float32(i + 3), np.int32(i))
+
+    def batches(config, mesh, dataset):
+        return iter(dataset)
+
+    monkeypatch.setattr(evaluation, "eval_batches", batches)
+    evaluator = object.__new__(Evaluator)
+    evaluator._config = evaluator._mesh = evaluator._byte_lengths = None
+    evaluator._datasets = {name: [(name, i) for i in range(n)] for name, n in SETS.items()}
+    evaluator._has_bytes = dict.fromkeys(SETS, True)
+    evaluator._step = step
+    return Validations(evaluator, STEPS), seen
+
+
+def after(n):
+    """Asks to stop at the n-th question and from then on."""
+    asked = iter(range(n))
+    return lambda: next(asked, None) is None
+
+
+def through_json(progress):
+    return Progress.from_json(json.loads(json.dumps(progress.to_json())))
+
+
+@pytest.mark.parametrize("batches_between_stops", [1, 2, 3, 5, 7])
+def test_stops_leave_out_and_repeat_nothing(validations, batches_between_stops):
+    ours, seen = validations
+    whole = ours.run(STATE, Progress(), lambda: False)
+    once = dict(seen)
+    assert set(once.values()) == {1}
+    assert len(once) == 3 + 2 + 3
+    seen.clear()
+    progress, stops = Progress(step=4), 0
+    while (metrics := ours.run(STATE, progress, after(batches_between_stops))) is None:
+        stops += 1
+        assert stops < 10, "it comes no further"
+        progress = through_json(progress)
+    assert stops == (8 - 1) // batches_between_stops
+    assert metrics == whole
+    assert dict(seen) == once
+    assert progress.validation is None
+
+
+def test_where_a_stopped_one_stands(validations):
+    ours, _ = validations
+    progress = Progress()
+    assert ours.run(STATE, progress, after(4)) is None
+    at = progress.validation
+    assert (at.pending, at.completed) == (["b", "c"], ["a"])
+    assert {name: sums["batches"] for name, sums in at.sums.items()} == {"a": 3, "b": 1}
+    assert progress.stage == "validation"

@@ -1,0 +1,166 @@
+"""Traps that other loops fell into: what a run does after a bad step, a resume, an evaluation."""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge import train
+from jaxforge.checkpoint import start
+from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.checkpoint.start import Saved, starting_state
+from jaxforge.config import load_draft
+from jaxforge.optim.optimizer import learning_rate
+from jaxforge.training.evaluation import make_eval_step
+from jaxforge.training.phases import Phases
+from jaxforge.training.progress import Progress
+from jaxforge.training.step import CompiledSteps
+from tests.conftest import tiny_config
+from tests.helpers import progress_of, random_batches, setup
+
+POISON = 63  # a token whose embedding is NaN
+MODEL = {"dim": 32, "n_heads": 2, "n_kv_heads": 2, "vocab_size": 64, "ffn_hidden_dim": 48}
+BAD, STOP = 1, 3  # places of the bad batch and of the checkpoint
+
+
+def copied(state):
+    """The bits of a state, not its memory, which the next step takes."""
+    return jax.tree.map(np.array, jax.device_get(state))
+
+
+def assert_same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Five steps, the second of them bad; saved after the third while the fourth goes on."""
+    ours = setup(tiny_config(model=MODEL, train={"seq_len": 16, "batch_size": 4}))
+    batches = random_batches(ours.config, 5)
+    for i, batch in enumerate(batches):
+        batch["input_ids"][batch["input_ids"] == POISON] = 0
+        batch["input_ids"][0, 0, 0] = POISON if i == BAD else 1
+    state = ours.state()
+    weight = state.params["token_embedding"]["embedding"]["weight"]
+    state.params["token_embedding"]["embedding"]["weight"] = weight.at[POISON].set(jnp.nan)
+    state, _ = ours.run(state, batches[:STOP])
+    directory, middle = tmp_path_factory.mktemp("run"), copied(state)
+    saved = checkpoints(directory, ours)
+    saved.save(progress_of(state), state)
+    state, _ = ours.run(state, batches[STOP:])
+    saved.close()
+    return types.SimpleNamespace(
+        ours=ours, batches=batches, directory=directory, middle=middle, end=copied(state)
+    )
+
+
+def checkpoints(directory, ours):
+    return Checkpoints(directory, ours.config.checkpoint, ours.model.axes, stack=ours.model.stack)
+
+
+@pytest.fixture
+def restored(run):
+    """State and progress, as a run has them that is started again."""
+    ours, found = run.ours, checkpoints(run.directory, run.ours)
+    with jax.set_mesh(ours.mesh):
+        yield starting_state(ours.config, found, ours.model, ours.optimizer, ours.mesh)
+    found.close()
+
+
+def test_the_batch_of_a_bad_step_is_consumed_and_its_tokens_are_not_learned(run, restored):
+    _, progress = restored
+    labels = [batch["labels"] for i, batch in enumerate(run.batches[:STOP]) if i != BAD]
+    assert (progress.step, progress.samples) == (STOP, STOP * 4)
+    assert progress.tokens == sum(of_step.size for of_step in labels)
+    assert progress.valid_tokens == sum(np.sum(of_step != -100) for of_step in labels)
+    assert int(run.middle.guard.total) == 1
+    assert int(run.middle.opt_state[1].updates) == STOP - 1
+
+
+def test_a_save_holds_what_was_saved_whatever_the_next_steps_do_to_its_memory(run, restored):
+    assert_same(copied(restored[0]), run.middle)
+
+
+def test_a_run_resumed_after_a_bad_step_is_the_run_undisturbed(run, restored):
+    """Guard, counts and schedule included; no update is made twice, and no batch read twice."""
+    state, _ = run.ours.run(restored[0], run.batches[STOP:])
+    assert_same(copied(state), run.end)
+
+
+def test_an_evaluation_leaves_nothing_behind(run, restored):
+    """torch's `eval()` lasts until somebody calls `train()`."""
+    ours, (state, _) = run.ours, restored
+    evaluate = make_eval_step(ours.model, ours.config.train, ours.mesh)
+    evaluate(state.params, ours.put(run.batches[0]), np.ones(MODEL["vocab_size"], np.int32))
+    assert_same(copied(state), run.middle)
+    state, _ = ours.run(state, run.batches[STOP:])
+    assert_same(copied(state), run.end)
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint_not_from_its_best(
+    run, restored, tmp_path, monkeypatch
+):
+    """Nor from `load_path`, which is for a run that has none yet."""
+    keys = {"keep_last_n": 1, "keep_best_n": 1, "load_path": "nowhere"}
+    ours = dataclasses.replace(run.ours, config=tiny_config(model=MODEL, checkpoint=keys))
+    saved = checkpoints(tmp_path, ours)
+    for step, loss in ((1, 1.0), (2, 3.0), (3, 2.0)):
+        saved.save(Progress(step=step), restored[0], {"eval/loss": loss})
+    saved.close()
+    again = checkpoints(tmp_path, ours)
+    assert again.steps() == [1, 3]
+    monkeypatch.setattr(start, "start_from", lambda source, *_: source)
+    assert starting_state(ours.config, again, ours.model, ours.optimizer, ours.mesh) == Saved(
+        again, 3
+    )
+    again.close()
+
+
+RAMP = {
+    "max_steps": 9, "batch_size": 4, "grad_accum_steps": 4,
+    "batch_ramp": [{"grad_accum_steps": 1}, {"start": 3, "grad_accum_steps": 2},
+                   {"start": 6, "grad_accum_steps": 4}],
+}  # fmt: skip
+
+
+def test_a_ramp_goes_on_where_it_stands(monkeypatch):
+    """Here after two steps, the run having begun with another batch: position 100, not 8."""
+    monkeypatch.setattr(
+        train.loader, "training_batches", lambda c, m, d, first, n, _, accum: [(first, n, accum)]
+    )
+    config = tiny_config(train=RAMP)
+    place, phases = Progress(step=2, samples=100), Phases.of(config.data)
+    stretches = train._open_batches(config, None, None, phases, config.train.ramp(1), place)
+    assert list(stretches) == [(100, 1, 1), (104, 3, 2), (128, 3, 4)]
+
+
+def test_each_size_of_a_ramp_has_its_program_before_the_first_step(monkeypatch):
+    shapes = []
+
+    def lower(state, batch, controls):
+        shapes.append(batch["labels"].shape)
+        return lambda *_: shapes[-1]
+
+    monkeypatch.setattr(train.compilation, "compile_step", lambda lowered, flags: lowered)
+    batch = {"labels": jnp.zeros((2, 4, 16), jnp.int32)}
+    train._lower(types.SimpleNamespace(lower=lower), {}, {1, 2, 4}, None, batch)()
+    assert sorted(shapes) == [(1, 4, 16), (2, 4, 16), (4, 4, 16)]
+    steps = CompiledSteps({n: lambda *_, n=n: n for n in (1, 2, 4)})
+    batches = [{"labels": np.zeros((n, 4, 16))} for n in (2, 4, 1)]
+    assert [steps(None, batch, None) for batch in batches] == [2, 4, 1]
+    assert steps.largest() == 4
+
+
+def test_the_floor_of_the_learning_rate_is_scaled_with_its_peak():
+    """The textbook's rule scales the peak alone."""
+    settings = ["lr=1e-3", "lr_scale_rule=linear", "lr_base_batch=256"]
+    config = load_draft(
+        None,
+        [*(f"--optimizer.{one}" for one in settings), "--train.global_batch_size=4096",
+         "--train.max_steps=100", "--scheduler.warmup_steps=10"],
+    ).resolve(1)  # fmt: skip
+    rate = learning_rate(config)
+    np.testing.assert_allclose([rate(10), rate(100)], [16e-3, 1.6e-3], rtol=1e-6)
