@@ -131,6 +131,8 @@ def main() -> int:
     chosen = [kind for kind in KINDS if options.only in kind.name]
     kinds = [kind for kind in chosen if mounts or not kind.mounts]
     root = options.directory or Path(tempfile.mkdtemp(prefix="jaxforge-faults-"))
+    for old in ("cases", "undisturbed"):
+        shutil.rmtree(root / old, ignore_errors=True)
     tallies = drill(kinds, Shared(root), options)
     show(tallies)
     notes = [f"{sum(tally.count for tally in tallies)} faults, "

@@ -15,18 +15,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
 
 from benchmarks.faults import data
 from jaxforge import train
 from jaxforge.cli import run_main
 from jaxforge.data.tokens import TokenShards
+from jaxforge.model.transformer import Params
 from jaxforge.parallel import compilation
 from jaxforge.training import evaluation
 from jaxforge.training import step as step_module
 from jaxforge.training.hooks import Hook, StepContext
+from jaxforge.training.loss import Loss
+from jaxforge.training.state import TrainState
+from jaxforge.training.step import Batch, CompiledSteps, Controls, Metrics
 
 FOREVER = 3600.0
 
@@ -68,9 +74,20 @@ def later(seconds: float, action: Callable[[], object]) -> None:
     timer.start()
 
 
-def signal_in_step(step: int, number: int) -> Hook:
-    """A signal while the loop is at work."""
-    return AfterStep(step, lambda _: hit(number))
+def signal_in_step(step: int, number: int, pause: float = 0.0) -> Hook:
+    """A signal while the loop is at work, which then rests after each step.
+
+    Other processes hear of a signal once a second, in which a short run would come to its end.
+    """
+    todo = [functools.partial(hit, number)]
+
+    def act(_: int) -> bool:
+        if todo:
+            todo.pop()()
+        time.sleep(pause)
+        return not pause
+
+    return AfterStep(step, act)
 
 
 def signal_in_save(step: int, number: int, seconds: float = 0.0) -> Hook:
@@ -82,7 +99,7 @@ def signal_in_compilation(number: int) -> None:
     """A signal while the step is compiled, which takes a minute."""
     compile_step = compilation.compile_step
 
-    def slowly(*args: Any) -> Any:
+    def slowly(*args: object) -> jax.stages.Compiled:
         hit(number)
         time.sleep(60)
         return compile_step(*args)
@@ -94,7 +111,7 @@ def signal_in_evaluation(batch: int, number: int) -> None:
     """A signal before a batch of an evaluation."""
     batches_of = evaluation.eval_batches
 
-    def batches(*args: Any) -> Iterator[Any]:
+    def batches(*args: object) -> Iterator[Batch]:
         for i, one in enumerate(batches_of(*args)):
             if i == batch:
                 hit(number)
@@ -113,6 +130,11 @@ def _stall(number: int) -> None:
     time.sleep(FOREVER)
 
 
+def hang_in_read(window: int) -> None:
+    """A read that never ends."""
+    before_windows(window, lambda: time.sleep(FOREVER))
+
+
 def vanish(window: int, path: str) -> None:
     """A file of tokens that is gone when `window` is wanted; it was there at the start."""
     before_windows(window, lambda: Path(path).unlink(missing_ok=True))
@@ -127,7 +149,7 @@ def before_windows(window: int, action: Callable[[], object]) -> None:
     """Does something before windows from `window` on are read, each time."""
     batch = TokenShards.batch
 
-    def of(self: TokenShards, indices: Sequence[int]) -> Any:
+    def of(self: TokenShards, indices: Sequence[int]) -> np.ndarray:
         if self.directory.name == data.TRAINING and max(indices) >= window:
             action()
         return batch(self, indices)
@@ -153,6 +175,8 @@ def fill_disk(step: int, directory: str, until: int | None = None) -> Hook:
     ballast = Path(directory) / "ballast"
 
     def act(now: int) -> bool:
+        if now == step and until is not None:
+            time.sleep(1)  # a save that is under way gets done
         if until is not None and now >= until:
             ballast.unlink()
             return True
@@ -186,10 +210,10 @@ def spoil(what: str, first: int, count: int = 1) -> None:
     make_gradients = step_module.make_gradients
     low = data.MARKS + first
 
-    def make(*args: Any) -> Any:
+    def make(*args: object) -> Callable[[Params, Batch], tuple[Params, Loss]]:
         gradients = make_gradients(*args)
 
-        def of(params: Any, batch: Any) -> Any:
+        def of(params: Params, batch: Batch) -> tuple[Params, Loss]:
             grads, loss = gradients(params, batch)
             ids = batch["input_ids"]
             bad = jnp.any((ids >= low) & (ids < low + count))
@@ -200,18 +224,34 @@ def spoil(what: str, first: int, count: int = 1) -> None:
     step_module.make_gradients = make
 
 
-def _spoil_loss(value: float, bad: Any, grads: Any, loss: Any) -> Any:
+def _spoil_loss(value: float, bad: Array, grads: Params, loss: Loss) -> tuple[Params, Loss]:
     return grads, loss._replace(value=jnp.where(bad, value, loss.value))
 
 
-def _spike(bad: Any, grads: Any, loss: Any) -> Any:
+def _spike(bad: Array, grads: Params, loss: Loss) -> tuple[Params, Loss]:
     return grads, loss._replace(value=loss.value * jnp.where(bad, 100.0, 1.0))
 
 
-def _spoil_gradients(bad: Any, grads: Any, loss: Any) -> Any:
+def _spoil_gradients(bad: Array, grads: Params, loss: Loss) -> tuple[Params, Loss]:
     head = grads["output_head"]["proj"]
     first = head["weight"].at[0, 0].set(jnp.where(bad, jnp.nan, head["weight"][0, 0]))
     return {**grads, "output_head": {"proj": {**head, "weight": first}}}, loss
+
+
+def mend_when_run_again(first: int) -> None:
+    """A NaN that is not there when the same step is run again: the machine's fault."""
+    spoil("NaN loss", first)
+    call = CompiledSteps.__call__
+
+    def of(
+        self: CompiledSteps, state: TrainState, batch: Batch, controls: Controls
+    ) -> tuple[TrainState, Metrics]:
+        if not controls.apply:
+            ids = jnp.where(batch["input_ids"] == data.MARKS + first, 0, batch["input_ids"])
+            batch = {**batch, "input_ids": ids}
+        return call(self, state, batch, controls)
+
+    CompiledSteps.__call__ = of
 
 
 SPOILERS = {
@@ -224,7 +264,8 @@ SPOILERS = {
 FAULTS: dict[str, Callable[..., Hook | None]] = {
     fault.__name__: fault
     for fault in (signal_in_step, signal_in_save, signal_in_compilation, signal_in_evaluation,
-                  signal_while_waiting, vanish, cut, clock_jump, fill_disk, read_only, spoil)
+                  signal_while_waiting, hang_in_read, vanish, cut, clock_jump, fill_disk,
+                  read_only, spoil, mend_when_run_again)
 }  # fmt: skip
 
 

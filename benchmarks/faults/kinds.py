@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.faults import data
-from benchmarks.faults.case import INTERVAL, STEPS, Broken, Case, require
+from benchmarks.faults.case import INTERVAL, STEPS, Case, require
 
-STOPPED, INTERRUPTED, GAVE_UP, USER, STORAGE = 75, 130, 65, 2, 74
+USER, MACHINE, GAVE_UP, HUNG, STORAGE, STOPPED, INTERRUPTED = 2, 16, 65, 70, 74, 75, 130
 KILLED = -signal.SIGKILL
 
 
@@ -57,6 +57,7 @@ def killed_anywhere(case: Case) -> None:
 
 
 def killed_in_save(case: Case) -> None:
+    """From within, while a checkpoint is being written."""
     step = case.rng.randrange(INTERVAL, STEPS + 1, INTERVAL)
     seconds = case.rng.uniform(0, 0.06)
     arguments = {"step": step, "number": signal.SIGKILL, "seconds": seconds}
@@ -156,6 +157,27 @@ def stops_at_once(what: str, rule: str) -> Callable[[Case], None]:
     return scenario
 
 
+def same_answer_again(case: Case) -> None:
+    """Run again, the step answers the same: its sequences are named, and it is skipped."""
+    bad = place(case)
+    fault = ("spoil", {"what": "NaN loss", "first": bad})
+    output = case.ends(case.run.start("--train.rerun_bad_steps=true", fault=fault), 0)
+    case.says(output, f"step {bad + 1}, run again from the same state, gave the same answer")
+    left_out = case.shared.undisturbed(f"--train.iterations_to_skip=[{bad + 1}]")
+    case.matches(left_out, unlike=[bad + 1])
+
+
+def another_answer_again(case: Case) -> None:
+    """Run again, the step answers otherwise: nothing of what the machine made since is kept."""
+    bad = place(case)
+    fault = ("mend_when_run_again", {"first": bad})
+    output = case.ends(case.run.start("--train.rerun_bad_steps=true", fault=fault), MACHINE)
+    case.says(output, f"step {bad + 1}, run again from the same state, gave another answer")
+    require(case.run.durable()[-1] == bad // INTERVAL * INTERVAL, "a doubtful step is saved")
+    case.goes_on("--train.rerun_bad_steps=true")
+    case.matches(case.shared.undisturbed())
+
+
 def warned(case: Case) -> None:
     """`warn`: a loss that is not finite, with gradients that are."""
     bad = place(case)
@@ -196,9 +218,9 @@ def rolled_back(what: str, *, killed: bool = False) -> Callable[[Case], None]:
 
 
 def array_files(checkpoint: Path) -> list[Path]:
-    """Those with the numbers: the two that are by far the largest."""
-    files = (checkpoint / "state").rglob("d/*")
-    return sorted(files, key=lambda path: path.stat().st_size)[-2:]
+    """Those with the numbers: what is smaller is an index."""
+    files = sorted((checkpoint / "state").rglob("d/*"))
+    return [path for path in files if path.stat().st_size > 100_000]
 
 
 def flip(path: Path, case: Case) -> None:
@@ -231,8 +253,9 @@ def damaged(
         shutil.copytree(half.directory, case.run.directory)
         newest = case.run.checkpoints / f"step_{STEPS // 2}"
         harm(case.rng.choice(files(newest)), case)
-        output = case.ends(case.run.start(), USER)
-        case.says(output, str(newest), "damaged", "remove it to go on from the checkpoint before")
+        output = case.ends(case.run.start(), USER, noisy=True)
+        before = STEPS // 2 - INTERVAL
+        case.says(output, f"error: {newest} is damaged", f"remove it to go on from step {before}")
         shutil.rmtree(newest)
         case.goes_on()
         case.matches(case.shared.undisturbed())
@@ -247,10 +270,11 @@ def metadata_files(checkpoint: Path) -> list[Path]:
 
 
 def disk_full_at_save(case: Case) -> None:
+    """Something fills the disk, and a checkpoint is due."""
     case.mount(case.run.directory, "-t", "tmpfs", "-o", "size=64m", "tmpfs")
     step = case.rng.randrange(INTERVAL, STEPS - INTERVAL)
     fault = ("fill_disk", {"step": step, "directory": str(case.run.directory)})
-    output = case.ends(case.run.start(fault=fault), STORAGE)
+    output = case.ends(case.run.start(fault=fault), STORAGE, noisy=True)
     case.says(output, "a checkpoint could not be written", "No space left on device")
     least_saved(case, step)
     (case.run.directory / "ballast").unlink()
@@ -269,15 +293,17 @@ def disk_full_between_saves(case: Case) -> None:
 
 
 def disk_full_at_start(case: Case) -> None:
+    """There is room for the config and little else."""
     case.mount(case.run.directory, "-t", "tmpfs", "-o", "size=16k", "tmpfs")
     (case.run.directory / "ballast").write_bytes(b"\0" * 4096)
-    case.ends(case.run.start(), USER, STORAGE)
+    case.ends(case.run.start(), USER, STORAGE, noisy=True)
     case.unmount()
     case.goes_on()
     case.matches(case.shared.undisturbed())
 
 
 def read_only_at_start(case: Case) -> None:
+    """Nothing can be written."""
     case.mount(case.run.directory, "-t", "tmpfs", "-o", "ro", "tmpfs")
     output = case.ends(case.run.start(), USER)
     case.says(output, "error: checkpoint.dir", "Read-only file system")
@@ -291,7 +317,7 @@ def read_only_later(case: Case) -> None:
     case.mount(case.run.checkpoints, "--bind", str(case.run.checkpoints))
     step = case.rng.randrange(INTERVAL, STEPS - 2 * INTERVAL)
     fault = ("read_only", {"step": step, "directory": str(case.run.checkpoints)})
-    output = case.ends(case.run.start(fault=fault), STORAGE)
+    output = case.ends(case.run.start(fault=fault), STORAGE, noisy=True)
     case.says(output, "a checkpoint could not be written", "Read-only file system")
     case.unmount()
     case.goes_on()
@@ -328,7 +354,19 @@ def shard_harmed_on_the_way(fault: str, said: str) -> Callable[[Case], None]:
     return scenario
 
 
+def read_hangs(case: Case) -> None:
+    """A file server that does not answer; nobody sends a signal."""
+    where = {"window": case.rng.choice([0, 128 * data.ROWS])}
+    limits = ["--train.watchdog_setup_sec=60", "--train.watchdog_step_sec=15"]
+    output = case.ends(case.run.start(*limits, fault=("hang_in_read", where)), HUNG)
+    case.says(output, "inject.py")  # the stacks show where
+    least_saved(case, case.run.last_logged())
+    case.goes_on()
+    case.matches(case.shared.undisturbed())
+
+
 def clock_jumps(case: Case) -> None:
+    """By up to twelve days, forwards or backwards."""
     step = case.rng.randrange(1, STEPS)
     seconds = case.rng.choice([-1, 1]) * 10 ** case.rng.uniform(1, 6)
     fault = ("clock_jump", {"step": step, "seconds": seconds})
@@ -340,8 +378,10 @@ def clock_jumps(case: Case) -> None:
 
 
 def one_of_two_is_told_to_stop(case: Case) -> None:
+    """Both stop at the same step."""
     number = case.rng.choice([signal.SIGTERM, signal.SIGUSR1])
-    fault = ("signal_in_step", {"step": case.rng.randrange(1, STEPS - 20), "number": number})
+    step = case.rng.randrange(1, STEPS // 2)
+    fault = ("signal_in_step", {"step": step, "number": number, "pause": 0.05})
     stopped(case, fault, STOPPED, n=2, only=case.rng.choice([0, 1]))
 
 
@@ -394,6 +434,8 @@ KINDS = (
     Kind("NaN gradient, skip", 4, one_bad_step("NaN gradient"), _LEFT_OUT),
     Kind("infinite loss, skip", 4, one_bad_step("infinite loss"), _LEFT_OUT),
     Kind("NaN loss, warn", 2, warned, "counted, and applied"),
+    Kind("NaN loss, run again: the same", 2, same_answer_again, _LEFT_OUT),
+    Kind("NaN loss, run again: another", 3, another_answer_again, _GOES_ON),
     Kind("NaN loss, stop", 3, stops_at_once("NaN loss", "on_nonfinite"), _GOES_ON),
     Kind("NaNs in a row, skip", 4, gives_up, _GOES_ON),
     Kind("NaNs in a row, rollback", 4, rolled_back("NaN loss"), "as if the span were not there"),
@@ -414,7 +456,8 @@ KINDS = (
     Kind("read-only, on the way", 4, read_only_later, _GOES_ON, mounts=True),
     Kind("data gone, at the start", 2, shard_gone_at_start, _GOES_ON),
     Kind("shard gone, on the way", 4, shard_harmed_on_the_way("vanish", "No such file"), _GOES_ON),
-    Kind("shard cut, on the way", 2, shard_harmed_on_the_way("cut", "cut short"), _GOES_ON),
+    Kind("shard cut, on the way", 2, shard_harmed_on_the_way("cut", "greater than"), _GOES_ON),
+    Kind("a read hangs", 2, read_hangs, _GOES_ON),
     Kind("clock jumps", 6, clock_jumps, "nothing"),
     Kind("two processes: signal to one", 4, one_of_two_is_told_to_stop, _SAVES, n=2),
     Kind("two processes: kill -9 of one", 4, one_of_two_is_killed, _GOES_ON, n=2),
