@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -86,8 +87,20 @@ def report(
     console.print(table)
     for note in notes:
         console.print(note, highlight=False)
-    if not write:
-        return
+    if write:
+        write_json(name, [{**asdict(row), "ratio": row.ratio} for row in rows], packages,
+                   device=device, notes=notes)  # fmt: skip
+
+
+def write_json(
+    name: str,
+    rows: Sequence[dict[str, Any]],
+    packages: Sequence[str],
+    *,
+    device: str | None = None,
+    notes: Sequence[str] = (),
+) -> None:
+    """Writes `results/<name>-<device>.json`; arguments as of `report`, rows as they are."""
     device = device or jax.devices()[0].device_kind
     result = {
         "name": name,
@@ -95,13 +108,13 @@ def report(
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {package: version(package) for package in packages},
         "date": date.today().isoformat(),
-        "rows": [{**asdict(row), "ratio": row.ratio} for row in rows],
+        "rows": list(rows),
         "notes": list(notes),
     }
     path = RESULTS / f"{name}-{device.lower().replace(' ', '-')}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")
-    console.print(f"written to {path}")
+    print(f"written to {path}")
 
 
 def _shown(figure: float) -> str:

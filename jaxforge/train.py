@@ -135,7 +135,7 @@ def _run(
             with watchdog.section("end"):
                 trainer.close(reason)
     if signals.left_work:
-        _leave(reason)  # the compiler must not find the process half gone
+        _leave(reason)  # nor must the compiler find the process half gone
     return reason
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: `<run>/checkpoints/step_<n>/{state,progress,config,metrics}`.
+"""Checkpoints of a run: `<run>/checkpoints/step_<n>/{state,checksums,progress,config,metrics}`.
 
 A step's directory appears under its name only when every array in it is durable (Orbax writes to a
 temporary name and renames), so the newest name is always a whole checkpoint.
@@ -8,6 +8,7 @@ import contextlib
 import json
 import logging
 import math
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxforge.checkpoint import layout
+from jaxforge.checkpoint.checksums import check, checksums_of
 from jaxforge.checkpoint.due import milestones
 from jaxforge.checkpoint.find import PREFIX, SUBDIRECTORY, check_ours
 from jaxforge.checkpoint.layer_order import by_layer
@@ -59,6 +61,7 @@ class Checkpoints:
         self._config, self._axes, self._resolved = config, axes, resolved_config
         self._stack = stack
         self._saved: int | None = None
+        self._failure: Exception | None = None
         check_ours(self.directory)
         self._manager = ocp.CheckpointManager(
             self.directory,
@@ -101,6 +104,7 @@ class Checkpoints:
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.PyTreeSave(tree, save_args=layout.save_args(tree, self._axes)),
+                    checksums=ocp.args.JsonSave(checksums_of(tree)),
                     progress=ocp.args.JsonSave(progress.to_json()),
                     config=ocp.args.JsonSave(self._resolved or {}),
                 ),
@@ -110,7 +114,18 @@ class Checkpoints:
         if not saved:
             raise RuntimeError(f"the checkpoint of step {step} was not saved to {self.directory}")
         self._saved = step
+        threading.Thread(target=self._await_save, daemon=True).start()
         return self.path(step)
+
+    def check(self) -> None:
+        """Returns at once.
+
+        Raises:
+            StorageError: a save could not be written in the background.
+        """
+        with self._naming_failure():
+            if self._failure:
+                raise self._failure
 
     def latest(self) -> int | None:
         """The newest durable step."""
@@ -161,6 +176,7 @@ class Checkpoints:
                     progress=ocp.args.JsonRestore(),
                 ),
             )
+            self._check_bits(restored.state, step)
         self._saved = step
         progress = Progress.from_json(restored.progress)
         return with_counts(layout.from_tree(restored.state, like), progress), progress
@@ -190,6 +206,7 @@ class Checkpoints:
                     )
                 ),
             )
+            self._check_bits(restored.state, step)
         return restored.state["params"]
 
     def path(self, step: int) -> Path:
@@ -209,6 +226,12 @@ class Checkpoints:
         """Waits, then lets go of Orbax's threads."""
         with self._naming_failure():
             self._manager.close()
+
+    def _await_save(self) -> None:
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:  # whatever it is, it is raised by `check`
+            self._failure = error
 
     def _check_fits(self, wanted: PyTree, step: int) -> None:
         """Names the first parameter that differs, before Orbax fails on it in its own words."""
@@ -232,6 +255,15 @@ class Checkpoints:
                 'checkpoint.load_path and checkpoint.exclude_from_loading = ["optimizer"]'
             )
 
+    def _check_bits(self, restored: PyTree, step: int) -> None:
+        """Compares checksums, where the checkpoint has any: imported and old ones do not."""
+        if not (self.path(step) / "checksums").exists():
+            return
+        args = ocp.args.Composite(checksums=ocp.args.JsonRestore())
+        saved = self._manager.restore(step, args=args).checksums
+        metadata = flatten_dict(self._manager.item_metadata(step).state.tree, sep=".")
+        check(restored, saved, {name: leaf.dtype for name, leaf in metadata.items()})
+
     @contextlib.contextmanager
     def _naming_failure(self) -> Iterator[None]:
         """What Orbax says when a write fails, in this thread or the background's, made plain."""
@@ -240,7 +272,7 @@ class Checkpoints:
         except (OSError, ValueError) as error:
             raise StorageError(
                 f"a checkpoint could not be written to {self.directory} ({_gist(error)}); those "
-                "that are there are whole: make room, then run the same command to go on"
+                "that are there are whole: put that right, then run the same command to go on"
             ) from error
 
     @contextlib.contextmanager
@@ -249,10 +281,12 @@ class Checkpoints:
             yield
         except UserError:
             raise
-        except (ValueError, KeyError, OSError) as error:
+        except Exception as error:  # Orbax raises any: plain `Exception` for an unreadable array
+            earlier = max((one for one in self.steps() if one < step), default=None)
+            before = f"remove it to go on from step {earlier}, or " if earlier is not None else ""
             raise UserError(
-                f"{self.path(step)} is damaged ({_gist(error)}); remove it to go on from the "
-                "checkpoint before it, or bring it back from a copy"
+                f"{self.path(step)} is damaged ({_gist(error.__cause__ or error)}); {before}bring "
+                "it back from a copy"
             ) from error
 
 
@@ -267,7 +301,7 @@ def _handlers(
     for args in (ocp.args.PyTreeSave, ocp.args.PyTreeRestore):
         registry.add("state", args, arrays)
     for args in (ocp.args.JsonSave, ocp.args.JsonRestore):
-        for item in ("progress", "config"):
+        for item in ("checksums", "progress", "config"):
             registry.add(item, args, json)
     return registry
 
@@ -293,7 +327,7 @@ def _preservation(config: CheckpointConfig) -> policies.PreservationPolicy:
     return policies.AnyPreservationPolicy(kept)
 
 
-def _gist(error: Exception) -> str:
+def _gist(error: BaseException) -> str:
     """The end of a message that may be pages long: storage libraries put the cause last."""
     text = str(error).split(" [tensorstore_spec=")[0].split(" [os_error_code=")[0]
     return text if len(text) < 160 else "... " + text[-160:]

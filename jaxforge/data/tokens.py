@@ -110,7 +110,13 @@ class TokenShards:
         return f"TokenShards({str(self.directory)!r}: {files})"
 
     def _map_file(self, file: int) -> Int[np.ndarray, "tokens"]:
-        return self._files[file].map()
+        try:
+            return self._files[file].map()
+        except (OSError, ValueError) as error:  # ValueError: shorter than it was
+            raise UserError(
+                f"{self._files[file].path} was whole when the run started and cannot be read now "
+                f"({error}); bring it back, then run the same command to go on"
+            ) from error
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_map"}

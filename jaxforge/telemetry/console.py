@@ -11,6 +11,7 @@ from rich.logging import RichHandler
 from rich.table import Table
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_LIBRARIES = ("absl", "asyncio")
 
 
 def setup_logging(console: Console) -> None:
@@ -25,9 +26,11 @@ def setup_logging(console: Console) -> None:
     logger.handlers[:] = [handler]
     logger.propagate = False
     logger.setLevel(logging.INFO)
-    # Orbax and Grain speak through absl; what matters of it is said by us, the rest is logged.
-    libraries = logging.getLogger("absl")
-    libraries.handlers[:], libraries.propagate = [logging.NullHandler()], False
+    # Orbax and Grain speak through absl, and asyncio complains of what Orbax leaves behind when it
+    # fails; what matters of it is said by us, the rest is logged.
+    for name in _LIBRARIES:
+        libraries = logging.getLogger(name)
+        libraries.handlers[:], libraries.propagate = [logging.NullHandler()], False
 
 
 def add_log_file(run: Path) -> None:
@@ -37,10 +40,26 @@ def add_log_file(run: Path) -> None:
         logger.handlers[0].setLevel(logging.WARNING)
     path = run / "logs" / f"process_{jax.process_index()}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path)
+    handler = _LogFile(path)
     handler.setFormatter(logging.Formatter(_FORMAT))
     logger.addHandler(handler)
-    logging.getLogger("absl").addHandler(handler)
+    for name in _LIBRARIES:
+        logging.getLogger(name).addHandler(handler)
+
+
+class _LogFile(logging.FileHandler):
+    """A log that a full disk stops, once with a word: what is logged is on the terminal, too."""
+
+    _told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Without logging's traceback for each message that could not be written."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._told:
+            self._told = True
+            print(f"{self.baseFilename} takes no messages: {error}", file=sys.stderr)
 
 
 def banner(console: Console, rows: Mapping[str, str]) -> None:

@@ -34,10 +34,14 @@ class Outlet:
         name: for messages.
         sink: None where there is nothing to write to.
         interval: steps between writes.
+        catches_up: the sink keeps what it cannot write for later, and is never switched off.
     """
 
-    def __init__(self, name: str, sink: Sink | None, interval: int) -> None:
+    def __init__(
+        self, name: str, sink: Sink | None, interval: int, *, catches_up: bool = False
+    ) -> None:
         self._name, self._sink, self._interval = name, sink, interval
+        self._catches_up = catches_up
         self._failures = 0
 
     def due(self, step: int) -> bool:
@@ -54,6 +58,8 @@ class Outlet:
             self._failures += 1
             self._tell(error)
         else:
+            if self._failures and self._catches_up:
+                log.info("%s takes metrics again; none is missing", self._name)
             self._failures = 0
 
     def rewind(self, step: int) -> None:
@@ -77,7 +83,7 @@ class Outlet:
     def _tell(self, error: Exception) -> None:
         if self._failures == 1:
             log.warning("%s takes no metrics: %s; the run goes on", self._name, _reason(error))
-        if self._failures == PATIENCE:
+        if self._failures == PATIENCE and not self._catches_up:
             log.error("%s is switched off until the next start: it failed %d times in a row, "
                       "lastly with %s", self._name, PATIENCE, _reason(error))  # fmt: skip
             self.close()
@@ -113,11 +119,17 @@ def open_outlets(
                          work or Work.of(config, samples=0), examples)  # fmt: skip
         return LineSink(console, LINE_FORMATS[metrics.log_format](facts))
 
-    def outlet(name: str, sink: Callable[[], Sink], interval: int | None = None) -> Outlet:
-        return _open(name, sink, interval or metrics.log_interval)
+    def outlet(
+        name: str,
+        sink: Callable[[], Sink],
+        interval: int | None = None,
+        *,
+        catches_up: bool = False,
+    ) -> Outlet:
+        return _open(name, sink, interval or metrics.log_interval, catches_up=catches_up)
 
     outlets = [
-        outlet("metrics.jsonl", lambda: JsonlSink(run / "metrics.jsonl", step)),
+        outlet("metrics.jsonl", lambda: JsonlSink(run / "metrics.jsonl", step), catches_up=True),
         outlet("the console", watched),
     ]
     if metrics.enable_tensorboard:
@@ -130,11 +142,13 @@ def open_outlets(
     return outlets
 
 
-def _open(name: str, sink: Callable[[], Sink], interval: int) -> Outlet:
+def _open(
+    name: str, sink: Callable[[], Sink], interval: int, *, catches_up: bool = False
+) -> Outlet:
     if jax.process_index() != 0:
         return Outlet(name, None, interval)
     try:
-        return Outlet(name, sink(), interval)
+        return Outlet(name, sink(), interval, catches_up=catches_up)
     except UserError:
         raise
     except Exception as error:

@@ -1,5 +1,7 @@
 """Where metrics go. Each sink takes (step, {name: value}); only process 0 has any."""
 
+import collections
+import errno
 import json
 import math
 import os
@@ -11,6 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 Metrics = dict[str, float]
+
+_MAX_WAITING = 100_000  # lines, of some 600 bytes
 
 
 class Sink(Protocol):
@@ -30,7 +34,8 @@ class JsonlSink:
     """`metrics.jsonl`: one object a line, with `step`, `time` (Unix seconds) and the metrics.
 
     Append-only while a run lasts. A resumed run first drops the lines that came after its
-    checkpoint, and a line torn by a kill: those steps are run, and logged, again.
+    checkpoint, and a line torn by a kill: those steps are run, and logged, again. Lines that a full
+    disk does not take wait in memory, and are written with the first one that it takes again.
 
     Args:
         path: the file.
@@ -39,23 +44,36 @@ class JsonlSink:
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self._file = path, path.open("ab")
+        self._path, self._file = path, path.open("ab", buffering=0)
+        self._waiting: collections.deque[tuple[int, bytes]] = collections.deque(maxlen=_MAX_WAITING)
         self.rewind(resumed_step)
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Appends one line and hands it to the operating system."""
-        self._file.write(as_json(step, metrics).encode() + b"\n")
-        self._file.flush()
+        """Appends one line, and those that wait, and hands them to the operating system."""
+        self._waiting.append((step, as_json(step, metrics).encode() + b"\n"))
+        self._catch_up()
 
     def rewind(self, step: int) -> None:
         """Drops the lines of later steps."""
+        kept = [one for one in self._waiting if one[0] <= step]
+        self._waiting = collections.deque(kept, maxlen=_MAX_WAITING)
         self._file.truncate(_end_of_step(self._path, step))
         self._file.seek(0, os.SEEK_END)
 
     def close(self) -> None:
         """Makes it durable."""
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with self._file:
+            self._catch_up()
+            os.fsync(self._file.fileno())
+
+    def _catch_up(self) -> None:
+        while self._waiting:
+            line, end = self._waiting[0][1], self._file.tell()
+            if self._file.write(line) < len(line):
+                self._file.truncate(end)  # nothing half written: what follows would go unread
+                self._file.seek(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._waiting.popleft()
 
 
 def as_json(step: int, metrics: Metrics) -> str:

@@ -36,7 +36,8 @@ class Signals:
     """SIGTERM, SIGUSR1 and SIGINT turned into a decision that all processes take at one place.
 
     Attributes:
-        left_work: a thread was left behind in compiled code; leave by `os._exit`.
+        left_work: a thread was left behind, in compiled code or in a read that may never end, and
+            the interpreter would wait for it; leave by `os._exit`.
     """
 
     WATCHED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -112,6 +113,9 @@ class Signals:
             if self._interruptible and self._received:
                 raise Interrupted
             yield
+        except Interrupted:
+            self.left_work = True
+            raise
         finally:
             self._interruptible = False
 
@@ -132,10 +136,8 @@ class Signals:
 
         thread = threading.Thread(target=run, daemon=True)
         with self.interrupting():
-            self.left_work = True
             thread.start()
             thread.join()
-            self.left_work = False
         if failures:
             raise failures[0]
         return results[0]

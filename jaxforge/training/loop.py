@@ -116,6 +116,7 @@ class Trainer:
     def _between_steps(self, signals: Signals, exits: Exits) -> Exit | None:
         if self._fault:
             return self._fault  # unsaved: what these devices made is not to be trusted
+        self.checkpoints.check()  # what could not be written should not go on for an interval
         evaluation = self._evaluate_if_due(signals)
         reason = self._watches.look(self.progress.step, self.state, self.tracker.paused)
         if reason is Exit.UNHEALTHY:

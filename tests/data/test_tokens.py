@@ -98,6 +98,18 @@ def test_grain_reads_them(tmp_path):
     assert (np.concatenate(batches).ravel() == np.arange(50)).all()
 
 
+def test_a_file_that_is_gone_or_shorter_later_is_named(tmp_path):
+    for name in "abc":
+        np.save(tmp_path / f"{name}.npy", np.arange(50, dtype=np.uint16))
+    source = shards(tmp_path)
+    (tmp_path / "b.npy").unlink()
+    os.truncate(tmp_path / "c.npy", 130)
+    assert source[0].tolist() == [0, 1, 2, 3, 4]
+    for window, name in ((10, "b"), (20, "c")):
+        with pytest.raises(UserError, match=rf"{name}\.npy was whole when the run started and"):
+            source[window]
+
+
 def test_synthetic_windows_depend_on_seed_and_index_only():
     source = SyntheticTokens(11, 64, seed=3)
     again = pickle.loads(pickle.dumps(source))

@@ -1,7 +1,12 @@
 """TensorBoard and W&B, read back from their files; a resumed run goes on in both."""
 
+import contextlib
+import errno
 import importlib.util
 import io
+import json
+import logging
+from pathlib import Path
 
 import pytest
 import wandb
@@ -9,7 +14,9 @@ from rich.console import Console
 
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.errors import UserError
-from jaxforge.telemetry.outlets import check_libraries, open_outlets
+from jaxforge.telemetry.console import add_log_file, setup_logging
+from jaxforge.telemetry.outlets import Outlet, check_libraries, open_outlets
+from jaxforge.telemetry.sinks import JsonlSink
 from jaxforge.telemetry.tensorboard import TensorBoardSink
 from jaxforge.telemetry.wandb import WandbSink
 from tests.conftest import tiny_config
@@ -18,6 +25,60 @@ from tests.telemetry.readers import events, wandb_history, wandb_records
 
 def config_in(directory, **metrics):
     return tiny_config(metrics=metrics, checkpoint={"dir": str(directory)})
+
+
+class Disk(io.FileIO):
+    """A file on a disk with so much room, that takes what fits, as the system's own do."""
+
+    room = 10**9
+
+    def write(self, data):
+        if self.room <= self.tell():
+            raise OSError(errno.ENOSPC, "full")
+        return super().write(data[: self.room - self.tell()])
+
+
+def test_lines_that_a_full_disk_does_not_take_come_later(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path, 0)
+    sink._file = Disk(path, "ab")
+    outlet = Outlet("metrics.jsonl", sink, 1, catches_up=True)
+
+    def steps():
+        return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+    sink._file.room = 100
+    for step in range(1, 7):
+        outlet.write(step, {"train/loss": 1.0})
+    assert steps() == [1]  # and no half of the next
+    outlet.rewind(4)
+    sink._file.room = 10**9
+    outlet.write(5, {"train/loss": 2.0})
+    assert steps() == [1, 2, 3, 4, 5]
+    sink._file.room = path.stat().st_size
+    outlet.write(6, {"train/loss": 3.0})
+    assert steps() == [1, 2, 3, 4, 5]
+    sink._file.room = 10**9
+    outlet.close()
+    assert steps() == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_log_on_a_full_disk_says_so_once(tmp_path, capfd):
+    log = logging.getLogger("jaxforge")
+    setup_logging(Console(file=io.StringIO()))
+    add_log_file(tmp_path)
+    handler = log.handlers[-1]
+    whole = handler.stream
+    with contextlib.suppress(OSError), Path("/dev/full").open("w") as handler.stream:
+        log.info("one")
+        log.info("two")
+    said = capfd.readouterr().err
+    assert said.count("process_0.log takes no messages") == 1
+    assert "Traceback" not in said
+    assert "two" in said
+    handler.stream = whole
+    log.info("three")
+    assert "three" in (tmp_path / "logs" / "process_0.log").read_text()
 
 
 def test_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path):

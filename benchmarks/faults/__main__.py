@@ -1,0 +1,155 @@
+"""Breaks training runs on purpose, in over 200 ways, and looks at what is left.
+
+    python -m benchmarks.faults [--quick] [--only TEXT] [--jobs N] [--keep]
+
+Every fault meets a short run of a tiny model in real processes. Places and moments are drawn from
+a generator seeded by the fault's name and number. What a run must equal, it must equal bit for bit:
+loss, gradient norm, rate and counts of every step, each exactly once, and each evaluation.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import dataclasses
+import os
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import results
+from benchmarks.faults.case import Broken, Case, Shared
+from benchmarks.faults.kinds import KINDS, Kind
+
+_INSIDE = "JAXFORGE_FAULTS_MAY_MOUNT"
+
+
+@dataclasses.dataclass
+class Tally:
+    """What came of one kind of fault."""
+
+    kind: str
+    expected: str
+    count: int = 0
+    codes: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    compared: int = 0
+    identical: int = 0
+    torn: int = 0
+    failures: list[str] = dataclasses.field(default_factory=list)
+
+    def add(self, case: Case, failure: str | None) -> None:
+        """Counts one fault."""
+        self.count += 1
+        self.codes.update(case.codes)
+        self.compared += case.identical is not None
+        self.identical += bool(case.identical)
+        self.torn += case.torn
+        if failure:
+            self.failures.append(f"{case.name}: {failure}")
+
+    def row(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**dataclasses.asdict(self), "codes": dict(sorted(self.codes.items()))}
+
+
+def meet(kind: Kind, number: int, shared: Shared, *, keep: bool) -> tuple[Case, str | None]:
+    """One fault; what did not hold, if anything."""
+    case, failure = Case(f"{kind.name} {number}", shared), None
+    try:
+        kind.scenario(case)
+    except Broken as broken:
+        failure = str(broken)
+    except Exception:  # the drill goes on, whatever one case does
+        failure = traceback.format_exc()
+    case.close(keep=keep or failure is not None)
+    return case, failure
+
+
+def drill(kinds: list[Kind], shared: Shared, options: argparse.Namespace) -> list[Tally]:
+    """All faults; those of several processes come last, one at a time."""
+    tallies = {kind.name: Tally(kind.name, kind.expected) for kind in kinds}
+    console, began = Console(), time.monotonic()
+    for alone in (False, True):
+        faults = [(kind, number) for kind in kinds if (kind.n > 1) == alone
+                  for number in range(1 if options.quick else kind.count)]  # fmt: skip
+        with concurrent.futures.ThreadPoolExecutor(1 if alone else options.jobs) as pool:
+            meetings = {pool.submit(meet, *fault, shared, keep=options.keep): fault
+                        for fault in faults}  # fmt: skip
+            for meeting in concurrent.futures.as_completed(meetings):
+                case, failure = meeting.result()
+                tallies[meetings[meeting][0].name].add(case, failure)
+                minutes = (time.monotonic() - began) / 60
+                verdict = f"FAILED: {failure}" if failure else "as it should"
+                console.print(f"{minutes:5.1f} min  {case.name}: {case.codes} {verdict}",
+                              highlight=False, markup=False)  # fmt: skip
+    return list(tallies.values())
+
+
+def show(tallies: list[Tally]) -> None:
+    """Prints the table."""
+    table = Table("fault", "times", "exit codes", "bit-identical", "must hold", "failed",
+                  title="faults")  # fmt: skip
+    for tally in tallies:
+        codes = ", ".join(f"{code} ({n})" for code, n in sorted(tally.codes.items()))
+        table.add_row(tally.kind, str(tally.count), codes, f"{tally.identical}/{tally.compared}",
+                      tally.expected, str(len(tally.failures)))  # fmt: skip
+    Console(width=150).print(table)
+
+
+def may_mount() -> bool:
+    """Whether we are in a mount namespace of our own; enters one where that is allowed."""
+    if os.environ.get(_INSIDE):
+        return os.environ[_INSIDE] == "yes"
+    unshare = shutil.which("unshare")
+    os.environ[_INSIDE] = "yes" if unshare and os.system("unshare -rm true") == 0 else "no"
+    if os.environ[_INSIDE] == "yes":
+        command = [sys.executable, "-m", __package__, *sys.argv[1:]]
+        os.execvp("unshare", ["unshare", "-rm", *command])
+    return False
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = results.arguments(__doc__)
+    parser.add_argument("--only", default="", help="kinds whose names hold this text")
+    parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
+    parser.add_argument("--keep", action="store_true", help="keeps the files of every fault")
+    parser.add_argument("--directory", type=Path, help="where to work; by default a temporary one")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Runs the drill; 1 if anything did not hold."""
+    options = parse()
+    mounts = may_mount()
+    chosen = [kind for kind in KINDS if options.only in kind.name]
+    kinds = [kind for kind in chosen if mounts or not kind.mounts]
+    root = options.directory or Path(tempfile.mkdtemp(prefix="jaxforge-faults-"))
+    for old in ("cases", "undisturbed"):
+        shutil.rmtree(root / old, ignore_errors=True)
+    tallies = drill(kinds, Shared(root), options)
+    show(tallies)
+    notes = [f"{sum(tally.count for tally in tallies)} faults, "
+             f"{sum(tally.torn for tally in tallies)} left a half-written checkpoint"]  # fmt: skip
+    if left_out := [kind.name for kind in chosen if kind not in kinds]:
+        notes.append(f"left out, as nothing may be mounted here: {', '.join(left_out)}")
+    failures = [failure for tally in tallies for failure in tally.failures]
+    print("\n".join([*notes, *failures]))
+    if failures:
+        print(f"files of what failed: {root / 'cases'}")
+    elif not options.keep:
+        shutil.rmtree(root)
+    if not options.quick and not options.only:
+        results.write_json("faults", [tally.row() for tally in tallies],
+                      ("jax", "orbax-checkpoint", "grain"), notes=notes)  # fmt: skip
+    return bool(failures)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,362 @@
+"""A run directory, the processes that work on it, and what can be said of it afterwards."""
+
+import collections
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults import data
+
+ROOT = Path(__file__).parents[2]
+STEPS, INTERVAL, EVALUATION = 200, 10, 50
+"""Steps of a run, between its checkpoints, and between its evaluations."""
+PATIENCE = 300.0
+"""Seconds after which a process is taken to hang."""
+
+CONFIG = f"""
+[model]
+dim = 64
+n_layers = 2
+n_heads = 4
+n_kv_heads = 2
+vocab_size = {data.VOCABULARY}
+max_seq_len = {data.LENGTH}
+[train]
+global_batch_size = {data.ROWS}
+seq_len = {data.LENGTH}
+max_steps = {STEPS}
+mixed_precision = "fp32"
+nan_consecutive_max = 3
+[optimizer]
+lr = 3e-3
+[scheduler]
+warmup_steps = 4
+[data]
+shuffle = false
+num_workers = 1
+[eval]
+enabled = true
+interval = {EVALUATION}
+[checkpoint]
+interval = {INTERVAL}
+[metrics]
+log_interval = 1
+"""
+
+Curve = list[dict[str, Any]]
+"""What was logged of steps and evaluations, in order, less what depends on the clock."""
+
+
+class Broken(Exception):
+    """Something that must hold does not."""
+
+
+def require(holds: bool, otherwise: str) -> None:
+    """Raises Broken where something does not hold."""
+    if not holds:
+        raise Broken(otherwise)
+
+
+class Job:
+    """Processes that were started together; their output goes to files.
+
+    Args:
+        commands: of each.
+        environments: of each.
+        outputs: of each.
+    """
+
+    def __init__(
+        self,
+        commands: Sequence[Sequence[str]],
+        environments: Sequence[dict[str, str]],
+        outputs: Sequence[Path],
+    ) -> None:
+        self._outputs = outputs
+        self.processes = []
+        for command, environment, output in zip(commands, environments, outputs, strict=True):
+            with output.open("wb") as file:
+                process = subprocess.Popen(
+                    command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
+                )
+            self.processes.append(process)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all have ended."""
+        return all(process.poll() is not None for process in self.processes)
+
+    def kill(self) -> None:
+        """`kill -9` of all."""
+        for process in self.processes:
+            process.kill()
+
+    def signal(self, number: int) -> None:
+        """Sends all a signal; one that has ended takes none."""
+        for process in self.processes:
+            process.send_signal(number)
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Waits so long, or until all have ended."""
+        deadline = time.monotonic() + seconds
+        while not self.ended and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    def wait(self) -> list[int]:
+        """The exit codes; those of signals are negative.
+
+        Raises:
+            Broken: a process does not end.
+        """
+        deadline = time.monotonic() + PATIENCE
+        try:
+            return [p.wait(max(0.1, deadline - time.monotonic())) for p in self.processes]
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise Broken(f"did not end within {PATIENCE:.0f} s: {self.tail()}") from None
+
+    def output(self) -> str:
+        """What all have said."""
+        return "\n".join(path.read_text(errors="replace") for path in self._outputs)
+
+    def tail(self) -> str:
+        """The end of it."""
+        return self.output()[-1500:]
+
+
+class Run:
+    """A run directory and the command that works on it.
+
+    Args:
+        directory: of the run; data and outputs lie beside it.
+        compiled: programs that all runs share.
+        tokens: directory of `data.write`.
+    """
+
+    def __init__(self, directory: Path, compiled: Path, tokens: Path) -> None:
+        self.directory, self._compiled, self.tokens = directory, compiled, tokens
+        self._starts = 0
+        self.config = directory.with_suffix(".toml")
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        self.config.write_text(CONFIG)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the checkpoints are."""
+        return self.directory / "checkpoints"
+
+    def start(
+        self, *overrides: str, fault: Sequence[Any] = (), n: int = 1, only: int | None = None
+    ) -> Job:
+        """Starts `n` processes, each or `only` one of them with a fault: (name, arguments)."""
+        port = _free_port()
+        self._starts += 1
+        commands, environments, outputs = [], [], []
+        for index in range(n):
+            broken = fault if only in (None, index) else ()
+            module = [f"{__package__}.inject", fault[0], json.dumps(fault[1])] if broken else []
+            commands.append(self._command(module or ["jaxforge.train"], overrides))
+            environments.append(self._environment(port, n, index))
+            outputs.append(self.directory.with_suffix(f".{self._starts}.{index}.log"))
+        return Job(commands, environments, outputs)
+
+    def _command(self, module: Sequence[str], overrides: Sequence[str]) -> list[str]:
+        return [
+            sys.executable, "-m", *module, "--config", str(self.config),
+            f"--checkpoint.dir={self.directory}",
+            f"--data.dataset_path={self.tokens / data.TRAINING}",
+            f"--eval.dataset_path={self.tokens / data.HELD_OUT}", *overrides,
+        ]  # fmt: skip
+
+    def _environment(self, port: int, n: int, index: int) -> dict[str, str]:
+        several = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(n),
+                   "JAX_PROCESS_ID": str(index)}  # fmt: skip
+        return {
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+            "PYTHONUNBUFFERED": "1",
+            "JAX_COMPILATION_CACHE_DIR": str(self._compiled),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            **(several if n > 1 else {}),
+        }
+
+    def durable(self) -> list[int]:
+        """The steps of the checkpoints, in order."""
+        numbers = (path.name.removeprefix("step_") for path in self.checkpoints.glob("step_*"))
+        return sorted(int(number) for number in numbers if number.isdigit())
+
+    def is_torn(self) -> bool:
+        """Whether a checkpoint is half written."""
+        return any(self.checkpoints.glob("*.orbax-checkpoint-tmp*"))
+
+    def logged(self) -> list[dict[str, Any]]:
+        """The whole lines of `metrics.jsonl`."""
+        path = self.directory / "metrics.jsonl"
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith(b"\n")]
+
+    def last_logged(self) -> int:
+        """The last step with a whole line; 0 where there is none."""
+        return max((line["step"] for line in self.logged()), default=0)
+
+    def curve(self) -> Curve:
+        """What must be the same, bit for bit, whatever happened on the way."""
+        return [_timeless(x) for x in self.logged() if {"train/loss", "eval/loss"} & x.keys()]
+
+    def progress(self, step: int) -> dict[str, Any]:
+        """The counters beside a checkpoint."""
+        return json.loads((self.checkpoints / f"step_{step}" / "progress" / "metadata").read_text())
+
+
+_OF_A_STEP = ("train/loss", "train/grad_norm", "train/lr", "train/tokens", "train/skipped_steps")
+
+
+def _timeless(line: dict[str, Any]) -> dict[str, Any]:
+    kept = {"step", *_OF_A_STEP}
+    return {k: v for k, v in line.items() if k in kept or k.startswith("eval/")}
+
+
+@dataclasses.dataclass
+class Shared:
+    """What cases share: undisturbed runs, each made once, and their data."""
+
+    root: Path
+    lock: Any = dataclasses.field(default_factory=threading.RLock)
+    runs: dict[tuple[Any, ...], Run] = dataclasses.field(default_factory=dict)
+
+    def tokens(self, left_out: Sequence[int] = ()) -> Path:
+        """The data, less some batches."""
+        name = f"{left_out[0]}-{left_out[-1]}" if left_out else "whole"
+        path = self.root / "tokens" / name
+        with self.lock:
+            if not path.exists():
+                data.write(path, left_out)
+        return path
+
+    def undisturbed(
+        self, *overrides: str, n: int = 1, left_out: Sequence[int] = (), code: int = 0
+    ) -> Run:
+        """A run with which nothing happened."""
+        key = (overrides, n, tuple(left_out))
+        with self.lock:
+            if key not in self.runs:
+                directory = self.root / "undisturbed" / str(len(self.runs))
+                run = Run(directory, self.root / "compiled", self.tokens(left_out))
+                job = run.start(*overrides, n=n)
+                require(set(job.wait()) == {code}, f"an undisturbed run failed: {job.tail()}")
+                self.runs[key] = run
+            return self.runs[key]
+
+
+class Case:
+    """One fault: its random numbers, its run directory, and what was seen.
+
+    Attributes:
+        rng: seeded by the case's name.
+        codes: exit codes of the processes that met the fault.
+        identical: whether the curve was compared, and equal.
+        torn: whether a checkpoint was left half written.
+    """
+
+    def __init__(self, name: str, shared: Shared) -> None:
+        self.name, self.shared, self.rng = name, shared, random.Random(name)
+        self._root = shared.root / "cases" / name.replace(" ", "_")
+        self.run = Run(self._root / "run", shared.root / "compiled", shared.tokens())
+        self.codes: list[int] = []
+        self.identical: bool | None = None
+        self.torn = False
+        self._mounted: list[Path] = []
+
+    def own_tokens(self) -> Path:
+        """A copy of the data, to be harmed."""
+        self.run.tokens = self._root / "tokens"
+        return shutil.copytree(self.shared.tokens(), self.run.tokens)
+
+    def mount(self, directory: Path, *how: str) -> None:
+        """Mounts at a directory; undone at the end."""
+        directory.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["mount", *how, str(directory)], check=True)
+        self._mounted.append(directory)
+
+    def unmount(self) -> None:
+        """Undoes each mount."""
+        while self._mounted:
+            subprocess.run(["umount", str(self._mounted.pop())], check=True)
+
+    def close(self, *, keep: bool) -> None:
+        """Removes the case's files, unless they are to be looked at."""
+        self.unmount()
+        if not keep:
+            shutil.rmtree(self._root)
+
+    def ends(self, job: Job, *codes: int, noisy: bool = False) -> str:
+        """Waits for a job with a fault; what it said.
+
+        Args:
+            job: the job.
+            codes: with one of which it may end.
+            noisy: libraries may print tracebacks beside our message.
+
+        Raises:
+            Broken: it ended with another code, or with a traceback.
+        """
+        seen = job.wait()
+        self.codes += seen
+        self.torn |= self.run.is_torn()
+        require(set(seen) <= set(codes), f"exit codes {seen}, not {codes}: {job.tail()}")
+        has_words = not noisy and not ({-signal.SIGKILL, -signal.SIGABRT, 1} & set(seen))
+        require(not (has_words and "Traceback" in job.output()), f"traceback: {job.tail()}")
+        return job.output()
+
+    def says(self, output: str, *texts: str) -> None:
+        """Requires these texts."""
+        for text in texts:
+            require(text in output, f"does not say {text!r}: {output[-1500:]}")
+
+    def goes_on(self, *overrides: str, fault: Sequence[Any] = (), n: int = 1) -> None:
+        """The same command again: from the newest durable step to the end."""
+        durable = self.run.durable()
+        job = self.run.start(*overrides, fault=fault, n=n)
+        require(set(job.wait()) == {0}, f"does not go on: {job.tail()}")
+        output = job.output()
+        if durable:
+            self.says(output, f"resuming from step {durable[-1]} ")
+        else:
+            require("resuming" not in output, "resumes, from nothing")
+        require(self.run.durable()[-1] == STEPS, "the last step is not saved")
+        require(not self.run.is_torn(), "a torn checkpoint is left")
+
+    def matches(self, reference: Run, unlike: Sequence[int] = ()) -> None:
+        """Compares the curve with that of another run, but for the steps `unlike`."""
+        ours, theirs = ([line for line in run.curve() if line["step"] not in unlike]
+                        for run in (self.run, reference))  # fmt: skip
+        self.identical = ours == theirs
+        if not self.identical:
+            differ = [o["step"] for o, t in zip(ours, theirs, strict=False) if o != t]
+            counts = collections.Counter(line["step"] for line in ours if "train/loss" in line)
+            twice = [step for step, count in counts.items() if count > 1]
+            missing = sorted(set(range(1, STEPS + 1)) - counts.keys() - set(unlike))
+            raise Broken(f"another curve: from step {differ[:1]}; {twice=} {missing=}")
+
+    def wait_until(self, true: Callable[[], bool], job: Job) -> None:
+        """Returns when something is true, or the job has ended."""
+        while not true() and not job.ended:
+            time.sleep(0.01)
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]

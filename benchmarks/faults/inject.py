@@ -1,0 +1,282 @@
+"""A training process with one fault in it, otherwise as a user starts it.
+
+    python -m benchmarks.faults.inject NAME '{"argument": value, ...}' --config FILE ...
+
+Faults come through hooks and through replaced library or module functions; the loop is the real
+one. Steps are those after which a fault comes. `signal` numbers are sent to the process itself.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from benchmarks.faults import data
+from jaxforge import train
+from jaxforge.cli import run_main
+from jaxforge.data.tokens import TokenShards
+from jaxforge.model.transformer import Params
+from jaxforge.parallel import compilation
+from jaxforge.training import evaluation
+from jaxforge.training import step as step_module
+from jaxforge.training.hooks import Hook, StepContext
+from jaxforge.training.loss import Loss
+from jaxforge.training.state import TrainState
+from jaxforge.training.step import Batch, CompiledSteps, Controls, Metrics
+
+FOREVER = 3600.0
+
+
+class AfterStep(Hook):
+    """Does something after each step from `first` on, until it returns True."""
+
+    def __init__(self, first: int, action: Callable[[int], bool | None]) -> None:
+        self._first, self._action, self._done = first, action, False
+
+    def on_step_end(self, context: StepContext) -> None:
+        """Acts."""
+        if context.step >= self._first and not self._done:
+            self._done = bool(self._action(context.step))
+
+
+class AtSave(Hook):
+    """Does something when a save of `step`, or a later one, has started; once."""
+
+    def __init__(self, step: int, action: Callable[[], object]) -> None:
+        self._step, self._actions = step, [action]
+
+    def on_checkpoint_save(self, step: int, path: Path) -> None:
+        """Acts."""
+        if step >= self._step and self._actions:
+            self._actions.pop()()
+
+
+def hit(number: int) -> bool:
+    """Sends this process a signal."""
+    os.kill(os.getpid(), number)
+    return True
+
+
+def later(seconds: float, action: Callable[[], object]) -> None:
+    """Does something from another thread."""
+    timer = threading.Timer(seconds, action)
+    timer.daemon = True
+    timer.start()
+
+
+def signal_in_step(step: int, number: int, pause: float = 0.0) -> Hook:
+    """A signal while the loop is at work, which then rests after each step.
+
+    Other processes hear of a signal once a second, in which a short run would come to its end.
+    """
+    todo = [functools.partial(hit, number)]
+
+    def act(_: int) -> bool:
+        if todo:
+            todo.pop()()
+        time.sleep(pause)
+        return not pause
+
+    return AfterStep(step, act)
+
+
+def signal_in_save(step: int, number: int, seconds: float = 0.0) -> Hook:
+    """A signal so long after a save has started."""
+    return AtSave(step, lambda: later(seconds, lambda: hit(number)))
+
+
+def signal_in_compilation(number: int) -> None:
+    """A signal while the step is compiled, which takes a minute."""
+    compile_step = compilation.compile_step
+
+    def slowly(*args: object) -> jax.stages.Compiled:
+        hit(number)
+        time.sleep(60)
+        return compile_step(*args)
+
+    compilation.compile_step = slowly
+
+
+def signal_in_evaluation(batch: int, number: int) -> None:
+    """A signal before a batch of an evaluation."""
+    batches_of = evaluation.eval_batches
+
+    def batches(*args: object) -> Iterator[Batch]:
+        for i, one in enumerate(batches_of(*args)):
+            if i == batch:
+                hit(number)
+            yield one
+
+    evaluation.eval_batches = batches
+
+
+def signal_while_waiting(window: int, number: int) -> None:
+    """A signal while the loop waits for a read that never ends."""
+    before_windows(window, functools.partial(_stall, number))
+
+
+def _stall(number: int) -> None:
+    later(1.0, lambda: hit(number))  # by then the steps before it are done
+    time.sleep(FOREVER)
+
+
+def hang_in_read(window: int) -> None:
+    """A read that never ends."""
+    before_windows(window, lambda: time.sleep(FOREVER))
+
+
+def vanish(window: int, path: str) -> None:
+    """A file of tokens that is gone when `window` is wanted; it was there at the start."""
+    before_windows(window, lambda: Path(path).unlink(missing_ok=True))
+
+
+def cut(window: int, path: str) -> None:
+    """A file of tokens that is cut short when `window` is wanted."""
+    before_windows(window, lambda: os.truncate(path, 1000))
+
+
+def before_windows(window: int, action: Callable[[], object]) -> None:
+    """Does something before windows from `window` on are read, each time."""
+    batch = TokenShards.batch
+
+    def of(self: TokenShards, indices: Sequence[int]) -> np.ndarray:
+        if self.directory.name == data.TRAINING and max(indices) >= window:
+            action()
+        return batch(self, indices)
+
+    TokenShards.batch = of
+
+
+def clock_jump(step: int, seconds: float) -> Hook:
+    """Python's clocks jump; those that only go forwards, only forwards."""
+
+    def jump(_: int) -> bool:
+        for name, offset in (("time", seconds), ("monotonic", abs(seconds)),
+                             ("perf_counter", abs(seconds))):  # fmt: skip
+            clock = getattr(time, name)
+            setattr(time, name, lambda clock=clock, offset=offset: clock() + offset)
+        return True
+
+    return AfterStep(step, jump)
+
+
+def fill_disk(step: int, directory: str, until: int | None = None) -> Hook:
+    """The disk of `directory` is full from a step on, and has room again after `until`."""
+    ballast = Path(directory) / "ballast"
+
+    def act(now: int) -> bool:
+        if now == step and until is not None:
+            time.sleep(1)  # a save that is under way gets done
+        if until is not None and now >= until:
+            ballast.unlink()
+            return True
+        _fill(ballast)
+        return until is None
+
+    return AfterStep(step, act)
+
+
+def _fill(ballast: Path) -> None:
+    with ballast.open("ab", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"\0" * 4096)
+        except OSError:
+            return
+
+
+def read_only(step: int, directory: str) -> Hook:
+    """A mounted directory becomes read-only."""
+
+    def act(_: int) -> bool:  # refused as long as a save is writing there
+        command = ["mount", "-o", "remount,bind,ro", directory]
+        return subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0
+
+    return AfterStep(step, act)
+
+
+def spoil(what: str, first: int, count: int = 1) -> None:
+    """Loss or gradients of the batches `first` ... are NaN, infinite or far too large."""
+    make_gradients = step_module.make_gradients
+    low = data.MARKS + first
+
+    def make(*args: object) -> Callable[[Params, Batch], tuple[Params, Loss]]:
+        gradients = make_gradients(*args)
+
+        def of(params: Params, batch: Batch) -> tuple[Params, Loss]:
+            grads, loss = gradients(params, batch)
+            ids = batch["input_ids"]
+            bad = jnp.any((ids >= low) & (ids < low + count))
+            return SPOILERS[what](bad, grads, loss)
+
+        return of
+
+    step_module.make_gradients = make
+
+
+def _spoil_loss(value: float, bad: Array, grads: Params, loss: Loss) -> tuple[Params, Loss]:
+    return grads, loss._replace(value=jnp.where(bad, value, loss.value))
+
+
+def _spike(bad: Array, grads: Params, loss: Loss) -> tuple[Params, Loss]:
+    return grads, loss._replace(value=loss.value * jnp.where(bad, 100.0, 1.0))
+
+
+def _spoil_gradients(bad: Array, grads: Params, loss: Loss) -> tuple[Params, Loss]:
+    head = grads["output_head"]["proj"]
+    first = head["weight"].at[0, 0].set(jnp.where(bad, jnp.nan, head["weight"][0, 0]))
+    return {**grads, "output_head": {"proj": {**head, "weight": first}}}, loss
+
+
+def mend_when_run_again(first: int) -> None:
+    """A NaN that is not there when the same step is run again: the machine's fault."""
+    spoil("NaN loss", first)
+    call = CompiledSteps.__call__
+
+    def of(
+        self: CompiledSteps, state: TrainState, batch: Batch, controls: Controls
+    ) -> tuple[TrainState, Metrics]:
+        if not controls.apply:
+            ids = jnp.where(batch["input_ids"] == data.MARKS + first, 0, batch["input_ids"])
+            batch = {**batch, "input_ids": ids}
+        return call(self, state, batch, controls)
+
+    CompiledSteps.__call__ = of
+
+
+SPOILERS = {
+    "NaN loss": functools.partial(_spoil_loss, jnp.nan),
+    "infinite loss": functools.partial(_spoil_loss, jnp.inf),
+    "NaN gradient": _spoil_gradients,
+    "spike": _spike,
+}
+
+FAULTS: dict[str, Callable[..., Hook | None]] = {
+    fault.__name__: fault
+    for fault in (signal_in_step, signal_in_save, signal_in_compilation, signal_in_evaluation,
+                  signal_while_waiting, hang_in_read, vanish, cut, clock_jump, fill_disk,
+                  read_only, spoil, mend_when_run_again)
+}  # fmt: skip
+
+
+def main() -> int:
+    """Trains with the fault of the command line."""
+    name, arguments, *options = sys.argv[1:]
+    hook = FAULTS[name](**json.loads(arguments))
+    config = train.parse_command_line(options)
+    assert config is not None
+    return train.run(config, [hook] if hook else []).code
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_main(main))

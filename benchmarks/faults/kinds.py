@@ -1,0 +1,465 @@
+"""The faults: how each comes about, and what must hold afterwards.
+
+A scenario starts a run with a fault, looks at how it ends, and mostly starts it again as its user
+would. `Broken` says what did not hold.
+"""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.faults import data
+from benchmarks.faults.case import INTERVAL, STEPS, Case, require
+
+USER, MACHINE, GAVE_UP, HUNG, STORAGE, STOPPED, INTERRUPTED = 2, 16, 65, 70, 74, 75, 130
+KILLED = -signal.SIGKILL
+
+
+class Kind(NamedTuple):
+    """A kind of fault.
+
+    Attributes:
+        name: of the fault.
+        count: of such faults in a whole drill.
+        scenario: makes one happen, and judges.
+        expected: in words.
+        mounts: whether it needs to mount file systems.
+        n: processes of a run.
+    """
+
+    name: str
+    count: int
+    scenario: Callable[[Case], None]
+    expected: str
+    mounts: bool = False
+    n: int = 1
+
+
+# Kills and signals
+
+
+def killed_anywhere(case: Case) -> None:
+    """From outside, between the first import and the last line."""
+    job = case.run.start()
+    # Most of a short run is its start: half of the kills wait for it.
+    after = case.rng.choice([0, case.rng.randrange(1, STEPS)])
+    case.wait_until(lambda: case.run.last_logged() >= after, job)
+    job.wait_at_most(case.rng.uniform(0, 4 if after == 0 else 0.2))
+    logged = case.run.last_logged()
+    job.kill()
+    case.ends(job, KILLED, 0)
+    least_saved(case, logged)
+    case.goes_on()
+    case.matches(case.shared.undisturbed())
+
+
+def killed_in_save(case: Case) -> None:
+    """From within, while a checkpoint is being written."""
+    step = case.rng.randrange(INTERVAL, STEPS + 1, INTERVAL)
+    seconds = case.rng.uniform(0, 0.06)
+    arguments = {"step": step, "number": signal.SIGKILL, "seconds": seconds}
+    case.ends(case.run.start(fault=("signal_in_save", arguments)), KILLED, 0)
+    least_saved(case, step)
+    case.goes_on()
+    case.matches(case.shared.undisturbed())
+
+
+def least_saved(case: Case, logged: int) -> None:
+    """Only the newest save may be missing: the one before is waited for."""
+    newest = max(case.run.durable(), default=0)
+    require(newest >= (logged // INTERVAL - 1) * INTERVAL, f"step {logged} logged, {newest} saved")
+
+
+def stopped(case: Case, fault: tuple, code: int, n: int = 1, only: int | None = None) -> None:
+    """A fault that asks the run to stop: it saves where it is, and goes on from there."""
+    output = case.ends(case.run.start(fault=fault, n=n, only=only), code)
+    last = case.run.durable()[-1]
+    require(last == case.run.last_logged(), f"logged {case.run.last_logged()}, saved {last}")
+    case.says(output, f"stopped at step {last} of {STEPS}; run the same command to go on")
+    case.goes_on(n=n)
+    case.matches(case.shared.undisturbed(n=n))
+
+
+def asked_to_stop(number: int, code: int, fault: str, **places: range) -> Callable[[Case], None]:
+    """A signal, at a place that is drawn from `places`."""
+
+    def scenario(case: Case) -> None:
+        drawn = {name: case.rng.choice(values) for name, values in places.items()}
+        stopped(case, (fault, {**drawn, "number": number}), code)
+
+    return scenario
+
+
+def signalled_anywhere(case: Case) -> None:
+    """From outside; before the handlers are there a signal ends the process as any other."""
+    number, code = case.rng.choice(
+        [(signal.SIGTERM, STOPPED), (signal.SIGUSR1, STOPPED), (signal.SIGINT, INTERRUPTED)]
+    )
+    job = case.run.start()
+    after = case.rng.choice([0, case.rng.randrange(1, STEPS)])
+    case.wait_until(lambda: case.run.last_logged() >= after, job)
+    job.wait_at_most(case.rng.uniform(0, 4 if after == 0 else 0.2))
+    early = not case.run.directory.exists()
+    job.signal(number)
+    case.ends(job, *({code, 0} | ({-number, 1} if early else set())))
+    case.goes_on()
+    case.matches(case.shared.undisturbed())
+
+
+# Numbers
+
+
+def one_bad_step(what: str) -> Callable[[Case], None]:
+    """Skipped: as if the update of that batch had been left out."""
+
+    def scenario(case: Case) -> None:
+        bad = place(case)
+        guard = ["--train.on_spike=skip", "--train.spike_warmup=20"] if what == "spike" else []
+        case.ends(case.run.start(*guard, fault=("spoil", {"what": what, "first": bad})), 0)
+        require(case.run.progress(STEPS)["skipped"] == 1, "not counted as skipped")
+        left_out = case.shared.undisturbed(f"--train.iterations_to_skip=[{bad + 1}]")
+        case.matches(left_out, unlike=[bad + 1])
+
+    return scenario
+
+
+def place(case: Case) -> int:
+    """A batch to spoil; few, as each makes another program to compile."""
+    return case.rng.choice([63, 125])
+
+
+def gives_up(case: Case) -> None:
+    """As many bad steps in a row as are allowed; then whatever it was is gone."""
+    bad = place(case)
+    fault = ("spoil", {"what": "NaN loss", "first": bad, "count": 3})
+    output = case.ends(case.run.start(fault=fault), GAVE_UP)
+    case.says(output, f"gave up at step {bad + 3}: 3 steps in a row")
+    require(case.run.durable()[-1] == bad // INTERVAL * INTERVAL, "a bad step is saved")
+    case.goes_on()
+    case.matches(case.shared.undisturbed())
+
+
+def stops_at_once(what: str, rule: str) -> Callable[[Case], None]:
+    """`stop`: ends before the update; then whatever it was is gone."""
+
+    def scenario(case: Case) -> None:
+        bad = place(case)
+        overrides = [f"--train.{rule}=stop", "--train.spike_warmup=20"]
+        fault = ("spoil", {"what": what, "first": bad})
+        case.ends(case.run.start(*overrides, fault=fault), GAVE_UP)
+        require(case.run.last_logged() == bad + 1, "does not stop at the bad step")
+        case.goes_on(*overrides)
+        case.matches(case.shared.undisturbed())
+
+    return scenario
+
+
+def same_answer_again(case: Case) -> None:
+    """Run again, the step answers the same: its sequences are named, and it is skipped."""
+    bad = place(case)
+    fault = ("spoil", {"what": "NaN loss", "first": bad})
+    output = case.ends(case.run.start("--train.rerun_bad_steps=true", fault=fault), 0)
+    case.says(output, f"step {bad + 1}, run again from the same state, gave the same answer")
+    left_out = case.shared.undisturbed(f"--train.iterations_to_skip=[{bad + 1}]")
+    case.matches(left_out, unlike=[bad + 1])
+
+
+def another_answer_again(case: Case) -> None:
+    """Run again, the step answers otherwise: nothing of what the machine made since is kept."""
+    bad = place(case)
+    fault = ("mend_when_run_again", {"first": bad})
+    output = case.ends(case.run.start("--train.rerun_bad_steps=true", fault=fault), MACHINE)
+    case.says(output, f"step {bad + 1}, run again from the same state, gave another answer")
+    require(case.run.durable()[-1] == bad // INTERVAL * INTERVAL, "a doubtful step is saved")
+    case.goes_on("--train.rerun_bad_steps=true")
+    case.matches(case.shared.undisturbed())
+
+
+def warned(case: Case) -> None:
+    """`warn`: a loss that is not finite, with gradients that are."""
+    bad = place(case)
+    fault = ("spoil", {"what": "NaN loss", "first": bad})
+    case.ends(case.run.start("--train.on_nonfinite=warn", fault=fault), 0)
+    case.matches(case.shared.undisturbed(), unlike=[bad + 1])
+
+
+def rolled_back(what: str, *, killed: bool = False) -> Callable[[Case], None]:
+    """The run equals one whose data never held what was drawn since the good checkpoint."""
+
+    def scenario(case: Case) -> None:
+        bad, rule = place(case), "on_spike" if what == "spike" else "on_nonfinite"
+        overrides = [f"--train.{rule}=rollback", "--train.spike_warmup=20",
+                     "--checkpoint.keep_last_n=0"]  # fmt: skip
+        fault = ("spoil", {"what": what, "first": bad, "count": 3})
+        job = case.run.start(*overrides, fault=fault)
+        if killed:
+            after = case.rng.randrange(bad, STEPS - 10)
+            case.wait_until(lambda: case.run.last_logged() >= after, job)
+            job.wait_at_most(case.rng.uniform(0, 0.2))
+            job.kill()
+            case.ends(job, KILLED, 0)
+            case.goes_on(*overrides, fault=fault)
+        else:
+            output = case.ends(job, 0)
+            case.says(output, f"went back from step {bad + 3} to step")
+        good = bad // INTERVAL * INTERVAL
+        require(case.run.durable() == list(range(0, STEPS + 1, INTERVAL)), "saves are missing")
+        (jump,) = case.run.progress(STEPS)["rollbacks"]
+        require((jump["from"], jump["to"]) == (bad + 3, good), f"another jump: {jump}")
+        case.matches(case.shared.undisturbed(left_out=range(good, bad + 3)))
+
+    return scenario
+
+
+# Storage
+
+
+def array_files(checkpoint: Path) -> list[Path]:
+    """Those with the numbers: what is smaller is an index."""
+    files = sorted((checkpoint / "state").rglob("d/*"))
+    return [path for path in files if path.stat().st_size > 100_000]
+
+
+def flip(path: Path, case: Case) -> None:
+    """Changes one byte."""
+    with path.open("r+b") as file:
+        at = case.rng.randrange(path.stat().st_size)
+        file.seek(at)
+        byte = file.read(1)[0] ^ (1 << case.rng.randrange(8))
+        file.seek(at)
+        file.write(bytes([byte]))
+
+
+def truncate(path: Path, case: Case) -> None:
+    """Cuts it anywhere."""
+    os.truncate(path, case.rng.randrange(path.stat().st_size))
+
+
+def remove(path: Path, case: Case) -> None:
+    """Removes it."""
+    path.unlink()
+
+
+def damaged(
+    harm: Callable[[Path, Case], None], files: Callable[[Path], list[Path]] = array_files
+) -> Callable[[Case], None]:
+    """The newest checkpoint is damaged while no process runs."""
+
+    def scenario(case: Case) -> None:
+        half = case.shared.undisturbed(f"--train.exit_interval={STEPS // 2}", code=STOPPED)
+        shutil.copytree(half.directory, case.run.directory)
+        newest = case.run.checkpoints / f"step_{STEPS // 2}"
+        harm(case.rng.choice(files(newest)), case)
+        output = case.ends(case.run.start(), USER, noisy=True)
+        before = STEPS // 2 - INTERVAL
+        case.says(output, f"error: {newest} is damaged", f"remove it to go on from step {before}")
+        shutil.rmtree(newest)
+        case.goes_on()
+        case.matches(case.shared.undisturbed())
+
+    return scenario
+
+
+def metadata_files(checkpoint: Path) -> list[Path]:
+    """Those without which nothing can be read."""
+    state = checkpoint / "state"
+    return [state / "_METADATA", state / "manifest.ocdbt", checkpoint / "progress" / "metadata"]
+
+
+def disk_full_at_save(case: Case) -> None:
+    """Something fills the disk, and a checkpoint is due."""
+    case.mount(case.run.directory, "-t", "tmpfs", "-o", "size=64m", "tmpfs")
+    step = case.rng.randrange(INTERVAL, STEPS - INTERVAL)
+    fault = ("fill_disk", {"step": step, "directory": str(case.run.directory)})
+    output = case.ends(case.run.start(fault=fault), STORAGE, noisy=True)
+    case.says(output, "a checkpoint could not be written", "No space left on device")
+    least_saved(case, step)
+    (case.run.directory / "ballast").unlink()
+    case.goes_on()
+    case.matches(case.shared.undisturbed())
+
+
+def disk_full_between_saves(case: Case) -> None:
+    """Lines of metrics cannot be written for a while; no checkpoint is due."""
+    case.mount(case.run.directory, "-t", "tmpfs", "-o", "size=64m", "tmpfs")
+    step = case.rng.randrange(INTERVAL, STEPS - INTERVAL, INTERVAL) + 1
+    where = {"step": step, "until": step + 6, "directory": str(case.run.directory)}
+    output = case.ends(case.run.start(fault=("fill_disk", where)), 0)
+    case.says(output, "metrics.jsonl takes no metrics")
+    case.matches(case.shared.undisturbed())
+
+
+def disk_full_at_start(case: Case) -> None:
+    """There is room for the config and little else."""
+    case.mount(case.run.directory, "-t", "tmpfs", "-o", "size=16k", "tmpfs")
+    (case.run.directory / "ballast").write_bytes(b"\0" * 4096)
+    case.ends(case.run.start(), USER, STORAGE, noisy=True)
+    case.unmount()
+    case.goes_on()
+    case.matches(case.shared.undisturbed())
+
+
+def read_only_at_start(case: Case) -> None:
+    """Nothing can be written."""
+    case.mount(case.run.directory, "-t", "tmpfs", "-o", "ro", "tmpfs")
+    output = case.ends(case.run.start(), USER)
+    case.says(output, "error: checkpoint.dir", "Read-only file system")
+    case.unmount()
+    case.goes_on()
+    case.matches(case.shared.undisturbed())
+
+
+def read_only_later(case: Case) -> None:
+    """Where checkpoints go; elsewhere can still be written."""
+    case.mount(case.run.checkpoints, "--bind", str(case.run.checkpoints))
+    step = case.rng.randrange(INTERVAL, STEPS - 2 * INTERVAL)
+    fault = ("read_only", {"step": step, "directory": str(case.run.checkpoints)})
+    output = case.ends(case.run.start(fault=fault), STORAGE, noisy=True)
+    case.says(output, "a checkpoint could not be written", "Read-only file system")
+    case.unmount()
+    case.goes_on()
+    case.matches(case.shared.undisturbed())
+
+
+def shard_gone_at_start(case: Case) -> None:
+    """Between two starts; a manifest would tell, plain files are what there is."""
+    half = case.shared.undisturbed(f"--train.exit_interval={STEPS // 2}", code=STOPPED)
+    shutil.copytree(half.directory, case.run.directory)
+    training = case.own_tokens() / data.TRAINING
+    moved = training.rename(training.with_name("elsewhere"))
+    output = case.ends(case.run.start(), USER)
+    case.says(output, "error: data.dataset_path", "does not exist")
+    moved.rename(training)
+    case.goes_on()
+    case.matches(case.shared.undisturbed())
+
+
+def shard_harmed_on_the_way(fault: str, said: str) -> Callable[[Case], None]:
+    """A file that was there at the start is not, or is shorter, when its turn comes."""
+
+    def scenario(case: Case) -> None:
+        victim = sorted((case.own_tokens() / data.TRAINING).iterdir())[case.rng.choice([5, 6])]
+        spare = shutil.copy(victim, case.run.tokens)
+        where = {"window": 128 * data.ROWS, "path": str(victim)}  # what is read second
+        output = case.ends(case.run.start(fault=(fault, where)), USER)
+        case.says(output, str(victim), said)
+        least_saved(case, case.run.last_logged())
+        shutil.copy(spare, victim)
+        case.goes_on()
+        case.matches(case.shared.undisturbed())
+
+    return scenario
+
+
+def read_hangs(case: Case) -> None:
+    """A file server that does not answer; nobody sends a signal."""
+    where = {"window": case.rng.choice([0, 128 * data.ROWS])}
+    limits = ["--train.watchdog_setup_sec=60", "--train.watchdog_step_sec=15"]
+    output = case.ends(case.run.start(*limits, fault=("hang_in_read", where)), HUNG)
+    case.says(output, "inject.py")  # the stacks show where
+    least_saved(case, case.run.last_logged())
+    case.goes_on()
+    case.matches(case.shared.undisturbed())
+
+
+def clock_jumps(case: Case) -> None:
+    """By up to twelve days, forwards or backwards."""
+    step = case.rng.randrange(1, STEPS)
+    seconds = case.rng.choice([-1, 1]) * 10 ** case.rng.uniform(1, 6)
+    fault = ("clock_jump", {"step": step, "seconds": seconds})
+    case.ends(case.run.start(fault=fault), 0)
+    case.matches(case.shared.undisturbed())
+
+
+# Two processes
+
+
+def one_of_two_is_told_to_stop(case: Case) -> None:
+    """Both stop at the same step."""
+    number = case.rng.choice([signal.SIGTERM, signal.SIGUSR1])
+    step = case.rng.randrange(1, STEPS // 2)
+    fault = ("signal_in_step", {"step": step, "number": number, "pause": 0.05})
+    stopped(case, fault, STOPPED, n=2, only=case.rng.choice([0, 1]))
+
+
+def one_of_two_is_killed(case: Case) -> None:
+    """The other one is told by JAX's coordination service, or by a save that fails."""
+    step, only = case.rng.randrange(1, STEPS - 20), case.rng.choice([0, 1])
+    fault = ("signal_in_step", {"step": step, "number": signal.SIGKILL})
+    job = case.run.start(fault=fault, n=2, only=only)
+    codes = job.wait()
+    case.codes += codes
+    require(codes[only] == KILLED and codes[1 - only] not in (0, USER), f"codes {codes}")
+    least_saved(case, case.run.last_logged())
+    case.goes_on(n=2)
+    case.matches(case.shared.undisturbed(n=2))
+
+
+def nan_from_one_host(case: Case) -> None:
+    """The bad batch's marked row is read by the second process alone."""
+    bad = place(case)
+    fault = ("spoil", {"what": "NaN loss", "first": bad})
+    case.ends(case.run.start(fault=fault, n=2), 0)
+    left_out = case.shared.undisturbed(f"--train.iterations_to_skip=[{bad + 1}]", n=2)
+    case.matches(left_out, unlike=[bad + 1])
+
+
+TERM, USR1, INT = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
+_GOES_ON = "goes on from the newest durable step"
+_SAVES = "saves that very step and goes on"
+_LEFT_OUT = "as if the batch's update were left out"
+_DAMAGED = "names the checkpoint, goes on from the one before once it is removed"
+
+KINDS = (
+    Kind("kill -9, at any time", 40, killed_anywhere, _GOES_ON),
+    Kind("kill -9, during a save", 24, killed_in_save, _GOES_ON),
+    Kind("a signal, at any time", 18, signalled_anywhere, _GOES_ON),
+    Kind("SIGTERM, compiling", 6, asked_to_stop(TERM, STOPPED, "signal_in_compilation"), _SAVES),
+    Kind("SIGTERM, in a step", 8,
+         asked_to_stop(TERM, STOPPED, "signal_in_step", step=range(1, STEPS)), _SAVES),
+    Kind("SIGTERM, saving", 8,
+         asked_to_stop(TERM, STOPPED, "signal_in_save", step=range(10, STEPS, 10)), _SAVES),
+    Kind("SIGTERM, evaluating", 8,
+         asked_to_stop(TERM, STOPPED, "signal_in_evaluation", batch=range(6)), _SAVES),
+    Kind("SIGTERM, waiting for data", 6,
+         asked_to_stop(TERM, STOPPED, "signal_while_waiting", window=range(0, 1025, 1024)), _SAVES),
+    Kind("SIGUSR1, in a step", 6,
+         asked_to_stop(USR1, STOPPED, "signal_in_step", step=range(1, STEPS)), _SAVES),
+    Kind("SIGINT, in a step", 6,
+         asked_to_stop(INT, INTERRUPTED, "signal_in_step", step=range(1, STEPS)), _SAVES),
+    Kind("NaN loss, skip", 4, one_bad_step("NaN loss"), _LEFT_OUT),
+    Kind("NaN gradient, skip", 4, one_bad_step("NaN gradient"), _LEFT_OUT),
+    Kind("infinite loss, skip", 4, one_bad_step("infinite loss"), _LEFT_OUT),
+    Kind("NaN loss, warn", 2, warned, "counted, and applied"),
+    Kind("NaN loss, run again: the same", 2, same_answer_again, _LEFT_OUT),
+    Kind("NaN loss, run again: another", 3, another_answer_again, _GOES_ON),
+    Kind("NaN loss, stop", 3, stops_at_once("NaN loss", "on_nonfinite"), _GOES_ON),
+    Kind("NaNs in a row, skip", 4, gives_up, _GOES_ON),
+    Kind("NaNs in a row, rollback", 4, rolled_back("NaN loss"), "as if the span were not there"),
+    Kind("NaNs in a row, rollback, kill -9", 6, rolled_back("NaN loss", killed=True),
+         "as if the span were not there"),
+    Kind("spike, skip", 4, one_bad_step("spike"), _LEFT_OUT),
+    Kind("spike, stop", 3, stops_at_once("spike", "on_spike"), _GOES_ON),
+    Kind("spikes in a row, rollback", 3, rolled_back("spike"), "as if the span were not there"),
+    Kind("newest checkpoint: flipped bit", 8, damaged(flip), _DAMAGED),
+    Kind("newest checkpoint: array file cut", 6, damaged(truncate), _DAMAGED),
+    Kind("newest checkpoint: array file missing", 4, damaged(remove), _DAMAGED),
+    Kind("newest checkpoint: metadata cut or missing", 6,
+         lambda case: damaged(case.rng.choice([truncate, remove]), metadata_files)(case), _DAMAGED),
+    Kind("disk full, at a save", 6, disk_full_at_save, _GOES_ON, mounts=True),
+    Kind("disk full, between saves", 4, disk_full_between_saves, "no line is lost", mounts=True),
+    Kind("disk full, at the start", 2, disk_full_at_start, "says so", mounts=True),
+    Kind("read-only, at the start", 2, read_only_at_start, "says so", mounts=True),
+    Kind("read-only, on the way", 4, read_only_later, _GOES_ON, mounts=True),
+    Kind("data gone, at the start", 2, shard_gone_at_start, _GOES_ON),
+    Kind("shard gone, on the way", 4, shard_harmed_on_the_way("vanish", "No such file"), _GOES_ON),
+    Kind("shard cut, on the way", 2, shard_harmed_on_the_way("cut", "greater than"), _GOES_ON),
+    Kind("a read hangs", 2, read_hangs, _GOES_ON),
+    Kind("clock jumps", 6, clock_jumps, "nothing"),
+    Kind("two processes: signal to one", 4, one_of_two_is_told_to_stop, _SAVES, n=2),
+    Kind("two processes: kill -9 of one", 4, one_of_two_is_killed, _GOES_ON, n=2),
+    Kind("two processes: NaN from one", 2, nan_from_one_host, _LEFT_OUT, n=2),
+)  # fmt: skip
