@@ -223,14 +223,12 @@ def _counts(run: RunFacts, step: int, metrics: Metrics) -> dict[str, Value]:
     """The metrics, and what Megatron counts, in its units."""
     # Of the update just made, for batches may grow: tokens of an update are rate times time.
     tokens = metrics["train/tokens_per_sec"] * metrics["train/step_time_sec"]
-    batch = round(tokens / run.seq_len)
-    skipped = round(metrics["train/skipped_steps"])
     values: dict[str, Value] = {
         **metrics,
         "step": step,
         "max_steps": run.max_steps,
-        "batch": batch,
-        "samples": round(metrics["train/tokens"] / run.seq_len) + skipped * batch,
+        "batch": round(tokens / run.seq_len),
+        "samples": round(metrics["train/samples"]),
         "tokens": round(metrics["train/tokens"]),
         "ms": 1000 * metrics["train/step_time_sec"],
         "loss_scale": 1.0,  # bfloat16 needs none

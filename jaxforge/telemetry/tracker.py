@@ -208,6 +208,7 @@ class Tracker:
             "train/loss": losses[-1],
             "train/grad_norm": float(values["grad_norm"]),
             "train/lr": float(values["lr"]),
+            "train/samples": float(samples),
             "train/tokens": float(int(values["counts"].tokens)),
             "train/valid_tokens": float(int(values["counts"].valid_tokens)),
             "train/skipped_steps": float(values["skipped"]),

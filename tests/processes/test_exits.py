@@ -88,10 +88,10 @@ def test_metrics_have_the_names_and_evaluations(new_run, tmp_path):
     train = next(line for line in run.lines() if line["step"] == 12)
     assert {"step", "time", "train/loss", "train/grad_norm", "train/lr", "train/tokens_per_sec",
             "train/step_time_sec", "train/skipped_steps", "train/valid_tokens",
-            "train/nonfinite_steps", "train/spike_steps", "train/tokens", "train/data_wait_sec",
-            "train/tflops_per_device", "smoothed/loss", "smoothed/tokens_per_sec",
-            "smoothed/step_time", "interval/loss", "interval/skipped_steps",
-            "interval/nan_steps"} == train.keys()  # fmt: skip
+            "train/nonfinite_steps", "train/spike_steps", "train/tokens", "train/samples",
+            "train/data_wait_sec", "train/tflops_per_device", "smoothed/loss",
+            "smoothed/tokens_per_sec", "smoothed/step_time", "interval/loss",
+            "interval/skipped_steps", "interval/nan_steps"} == train.keys()  # fmt: skip
     evaluations = {x["step"]: x["eval/loss"] for x in run.lines() if "eval/loss" in x}
     assert list(evaluations) == [10, 20]
     assert evaluations[20] < evaluations[10] < 5.6

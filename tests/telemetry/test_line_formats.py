@@ -23,7 +23,7 @@ RUN = RunFacts(
 )  # fmt: skip
 STEP = {
     "train/loss": 5.021314, "train/grad_norm": 1.23456, "train/lr": 3e-4,
-    "train/tokens": 8 * 256 * 2048.0, "train/skipped_steps": 2.0,
+    "train/samples": 2560.0, "train/tokens": 8 * 256 * 2048.0, "train/skipped_steps": 2.0,
     "train/tokens_per_sec": 256 * 2048 / 1.5, "train/step_time_sec": 1.5,
     "train/tflops_per_device": 2.2284, "interval/loss": 5.1234567, "interval/skipped_steps": 1.0,
     "interval/nan_steps": 1.0,
@@ -152,10 +152,14 @@ def test_what_is_neither_step_nor_evaluation_has_no_line(name):
     )  # fmt: skip
 
 
-def test_samples_and_batch_follow_a_batch_that_grew():
-    grown = STEP | {"train/tokens_per_sec": 512 * 2048 / 1.5, "train/skipped_steps": 0.0}
-    line = printed("megatron", 10, grown)
-    assert "consumed samples:         2048 |" in line
+@pytest.mark.parametrize("name", ["megatron", "mindspeed"])
+def test_samples_and_batch_follow_a_batch_that_grew(name):
+    """Two of eight steps at 256 were skipped, then came two at 512."""
+    tokens, samples = (6 * 256 + 2 * 512) * 2048.0, 8 * 256.0 + 2 * 512
+    line = printed(name, 10, STEP | {
+        "train/tokens_per_sec": 512 * 2048 / 1.5, "train/tokens": tokens, "train/samples": samples,
+    })  # fmt: skip
+    assert re.search(r"consumed samples: +3072 \|", line)
     assert "global batch size:   512 |" in line
 
 

@@ -201,6 +201,7 @@ def test_tokens_are_the_devices_count(clock):
     tracker.end_step(12, scalars(12, tokens=5 * 2**30 + 7))
     tracker.close()
     assert [sink.lines[step]["train/tokens"] for step in (11, 12)] == [1000, 5 * 2**30 + 7]
+    assert [sink.lines[step]["train/samples"] for step in (11, 12)] == [11, 12]
 
 
 def test_a_failing_sink_stops_neither_the_run_nor_the_others(clock, messages):
