@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pydantic import PositiveInt
 
-from jaxforge.config.duration import PositiveSteps
+from jaxforge.config.duration import PositiveSteps, Steps
 from jaxforge.config.section import Section
 
 METRICS = ("loss", "perplexity", "bits_per_byte")
@@ -54,6 +54,8 @@ class EvalConfig(EvalSource):
     """Evaluate during training."""
     interval: PositiveSteps = 1000
     """Updates between evaluations."""
+    start_step: Steps = 0
+    """Updates before the first evaluation, which is due at the next multiple of interval."""
     steps: PositiveInt = 50
     """Batches per evaluation and set, always the same ones."""
     datasets: tuple[EvalDataset, ...] = ()
@@ -67,6 +69,10 @@ class EvalConfig(EvalSource):
         names = Counter(dataset.name for dataset in self.datasets)
         for name in (name for name, count in names.items() if count > 1):
             yield f'two evaluation sets have the name "{name}": rename one'
+
+    def is_due(self, step: int) -> bool:
+        """Whether to evaluate after `step` updates."""
+        return step >= self.start_step and step % self.interval == 0
 
     def sources(self) -> dict[str, EvalSource]:
         """The evaluation sets by name; "" is the name of a single one."""

@@ -166,7 +166,7 @@ class Trainer:
     def _evaluate_if_due(self, signals: Signals) -> dict[str, float]:
         """Metrics of an evaluation of this step; empty where none is due, or it was stopped."""
         step, resumed = self.progress.step, self.progress.validation is not None
-        if self.validations is None or not (resumed or step % self.config.eval.interval == 0):
+        if self.validations is None or not (resumed or self.config.eval.is_due(step)):
             return {}
         if not resumed:
             self.hooks.on_eval_begin(step)

@@ -125,12 +125,14 @@ def _phases(config: JobConfig) -> Iterator[str]:
 
 
 def _evaluation(config: JobConfig) -> Iterator[str]:
-    interval = config.eval.interval
+    interval, start = config.eval.interval, config.eval.start_step
     if not config.eval.enabled:
         yield "none"
         return
-    yield f"every {interval:,} updates, {config.eval.steps:,} batches of each set"
-    yield _listed(range(interval, config.train.max_steps + 1, interval))
+    begun = f" from step {start:,} on" if start else ""
+    yield f"every {interval:,} updates{begun}, {config.eval.steps:,} batches of each set"
+    every = range(interval, config.train.max_steps + 1, interval)
+    yield _listed([step for step in every if config.eval.is_due(step)])
 
 
 def _checkpoints(config: JobConfig) -> Iterator[str]:

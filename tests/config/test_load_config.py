@@ -181,7 +181,7 @@ def test_every_key_of_kempnerforge_loads():
         *(("scheduler", key) for key in ("warmup_offset", "unit")),
         *(("early_stop", key) for key in EarlyStopConfig.model_fields),
         *(("distributed", key) for key in ("pp_chunks", "heartbeat_timeout_sec")),
-        ("eval", "datasets"),
+        *(("eval", key) for key in ("datasets", "start_step")),
         *(
             ("checkpoint", key)
             for key in (

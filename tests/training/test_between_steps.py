@@ -58,6 +58,13 @@ def test_the_initial_weights_are_saved_where_the_window_says_so():
     assert 0 not in saves(run(steps=3)[0])
 
 
+def test_evaluations_begin_where_they_are_told_to():
+    events, *_ = run(steps=8, evaluate=2, sections={"eval": {"start_step": 4}})
+    assert [event for event in events if "eval begins" in event] == [
+        "eval begins 4", "eval begins 6", "eval begins 8",
+    ]  # fmt: skip
+
+
 def test_named_steps_draw_their_batch_and_are_left_out():
     """Counted from 1, as in Megatron."""
     events, _, trainer = run(steps=3, iterations_to_skip=(1, 3))

@@ -180,7 +180,12 @@ def run(
 
     config = tiny_config(
         train={"max_steps": steps, "nan_consecutive_max": 3, **train},
-        eval={"enabled": True, "dataset_path": "x", "interval": evaluate},
+        eval={
+            "enabled": True,
+            "dataset_path": "x",
+            "interval": evaluate,
+            **sections.get("eval", {}),
+        },
         checkpoint={"interval": save, **sections.get("checkpoint", {})},
         early_stop=sections.get("early_stop", {}),
     )

@@ -18,7 +18,7 @@ FULL = tiny_config(
         {"start_step": 800, "lr_scale": 0.5, "dataset_weights": {"code": 2}},
         {"start_step": 900},
     ]},
-    eval={"enabled": True, "dataset_path": "x", "interval": 300, "steps": 7},
+    eval={"enabled": True, "dataset_path": "x", "interval": 300, "start_step": 301, "steps": 7},
     checkpoint={"interval": 400, "dyn_ckpt_window": {"stop": 64}},
     early_stop={"active": True, "patience_steps": 600, "max_loss": 11},
 )  # fmt: skip
@@ -49,8 +49,8 @@ phases
   step 900          learning rate x 1
 
 evaluation
-  every 300 updates, 7 batches of each set
-  3 in all: 300, 600, 900
+  every 300 updates from step 301 on, 7 batches of each set
+  2 in all: 600, 900
 
 checkpoints
   every 400 updates, and the last
