@@ -24,7 +24,7 @@ LAYERS = {
     "training": {"errors", "exit_codes", "config", "parallel", "model", "optim", "pipeline", "data",
                  "checkpoint", "telemetry", "wide_count"},
     "checkpoint": {"errors", "config", "parallel", "model", "training"},
-    "telemetry": {"errors", "config"},
+    "telemetry": {"errors", "exit_codes", "config"},
     "run_directory": {"errors", "config", "data"},
     "inference": {"errors", "config", "parallel", "model", "checkpoint", "run_directory"},
 }  # fmt: skip

@@ -15,6 +15,7 @@ from rich.console import Console
 from jaxforge.config.job import JobConfig
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.errors import UserError
+from jaxforge.exit_codes import Exit
 from jaxforge.telemetry.line_formats import LINE_FORMATS, RunFacts
 from jaxforge.telemetry.measures import Work
 from jaxforge.telemetry.sinks import JsonlSink, LineSink, LiveSink, Metrics, Sink
@@ -71,12 +72,12 @@ class Outlet:
             self._failures += 1
             self._tell(error)
 
-    def close(self) -> None:
-        """Closes the sink; what comes afterwards is dropped."""
+    def close(self, exit_code: int = 0) -> None:
+        """Closes the sink, which may keep the run's exit code; what comes afterwards is dropped."""
         sink, self._sink = self._sink, None
         try:
             if sink is not None:
-                sink.close()
+                sink.close(exit_code)
         except Exception as error:
             log.warning("%s could not be closed: %s", self._name, _reason(error))
 
@@ -86,7 +87,7 @@ class Outlet:
         if self._failures == PATIENCE and not self._catches_up:
             log.error("%s is switched off until the next start: it failed %d times in a row, "
                       "lastly with %s", self._name, PATIENCE, _reason(error))  # fmt: skip
-            self.close()
+            self.close(Exit.ERROR.code)
 
 
 def open_outlets(

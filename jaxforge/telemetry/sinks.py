@@ -26,8 +26,8 @@ class Sink(Protocol):
     def rewind(self, step: int) -> None:
         """The run goes on from an earlier step, and what follows is of the steps after it."""
 
-    def close(self) -> None:
-        """Flushes."""
+    def close(self, exit_code: int) -> None:
+        """Flushes; the process is about to end with this code."""
 
 
 class JsonlSink:
@@ -60,7 +60,7 @@ class JsonlSink:
         self._file.truncate(_end_of_step(self._path, step))
         self._file.seek(0, os.SEEK_END)
 
-    def close(self) -> None:
+    def close(self, exit_code: int) -> None:
         """Makes it durable."""
         with self._file:
             self._catch_up()
@@ -128,7 +128,7 @@ class LineSink:
     def rewind(self, step: int) -> None:
         """Nothing to do."""
 
-    def close(self) -> None:
+    def close(self, exit_code: int) -> None:
         """Nothing to do."""
 
     def _print(self, text: str) -> None:
@@ -162,7 +162,7 @@ class LiveSink:
         """Moves the bar back."""
         self._progress.update(self._task, completed=step)
 
-    def close(self) -> None:
+    def close(self, exit_code: int) -> None:
         """Leaves the last state on the screen."""
         self._progress.stop()
 

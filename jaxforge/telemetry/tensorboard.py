@@ -56,6 +56,6 @@ class TensorBoardSink:
         self._file.write_event(event)
         self._file.flush()
 
-    def close(self) -> None:
+    def close(self, exit_code: int) -> None:
         """Closes the file."""
         self._file.close()

@@ -177,11 +177,11 @@ class Tracker:
         yield
         self._paused += time.perf_counter() - start
 
-    def close(self) -> None:
-        """Logs what is due and closes the outlets."""
+    def close(self, exit_code: int = 0) -> None:
+        """Logs what is due and closes the outlets, which learn how the run ends."""
         self.flush()
         for outlet in self._outlets:
-            outlet.close()
+            outlet.close(exit_code)
 
     def _due(self, step: int) -> Sequence[int]:
         """The outlets to which `step` goes: all take the first and the last."""

@@ -55,6 +55,9 @@ class WandbSink:
     def rewind(self, step: int) -> None:
         """Nothing can be done: W&B goes on where the run passes the step that it was at."""
 
-    def close(self) -> None:
-        """Ends the run in W&B, waiting a minute at most for what is still to be sent."""
-        self._run.finish()
+    def close(self, exit_code: int) -> None:
+        """Ends the run in W&B, waiting a minute at most for what is still to be sent.
+
+        With 0 its state there is "finished", else "failed".
+        """
+        self._run.finish(exit_code)

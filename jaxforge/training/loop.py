@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import sys
 from collections.abc import Callable, Iterator
 
 import jax
@@ -281,8 +282,12 @@ class Trainer:
             reason: what `train` returned; None if it failed.
         """
         step, tokens = self.progress.step, self.progress.tokens
+
+        def close_tracker(_: object, failure: BaseException | None, __: object) -> None:
+            self.tracker.close(_exit_code(reason, failure or sys.exception()))
+
         with contextlib.ExitStack() as last_to_first:  # each runs, whatever the others do
-            last_to_first.callback(self.tracker.close)
+            last_to_first.push(close_tracker)
             last_to_first.callback(self._watches.close)
             last_to_first.callback(self.hooks.on_train_end, step, tokens, reason)
             last_to_first.callback(self.checkpoints.close)
@@ -322,6 +327,13 @@ class Trainer:
         else:
             log.info("stopped at step %d of %d; run the same command to go on",
                      step, self.config.train.max_steps)  # fmt: skip
+
+
+def _exit_code(reason: Exit | None, failure: BaseException | None) -> int:
+    """Of the process, as `cli.run_main` makes it of a failure."""
+    if reason and not failure:
+        return reason.code
+    return getattr(failure, "exit_code", Exit.ERROR.code)
 
 
 def start_of(progress: Progress) -> Start:

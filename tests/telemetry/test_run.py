@@ -56,6 +56,8 @@ def test_every_sink_has_the_same_values(run):
 def test_the_resumed_run_is_the_same_one_in_wandb_and_rewinds_tensorboard(run):
     ids = [r.run.run_id for records in starts(run) for r in records if r.HasField("run")]
     assert ids == ["ours", "ours"]  # the second time from the checkpoint
+    codes = [r.exit.exit_code for records in starts(run) for r in records if r.HasField("exit")]
+    assert codes == [0, 0]
     rewinds = [e for e in events(run.directory / "tb_logs") if e.HasField("session_log")]
     assert [e.step for e in rewinds] == [1, 11]
 

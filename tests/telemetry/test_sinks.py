@@ -86,14 +86,14 @@ def test_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path):
     first.write(10, {"train/loss": 3.0, "train/lr": 0.5})
     first.write(15, {"train/loss": 2.5})  # read while the file is open: a kill loses nothing
     written = events(tmp_path)
-    first.close()
+    first.close(0)
     assert [(e.step, {v.tag: v.simple_value for v in e.summary.value}) for e in written[2:]] == [
         (10, {"train/loss": 3.0, "train/lr": 0.5}),
         (15, {"train/loss": 2.5}),
     ]
     second = TensorBoardSink(tmp_path / "resumed", 10)
     second.write(15, {"train/loss": 2.4})
-    second.close()
+    second.close(0)
     version, start, again = events(tmp_path / "resumed")
     assert version.file_version == "brain.Event:2"  # from which on TensorBoard honours the next
     assert (start.step, start.session_log.status) == (11, start.session_log.START)
@@ -109,14 +109,17 @@ def wandb_environment(tmp_path, monkeypatch):
     wandb.teardown()  # what it read of the environment goes with its process
 
 
-def test_wandb_offline_goes_on_in_the_same_run(tmp_path, wandb_environment):
+def test_wandb_offline_goes_on_in_the_same_run_and_keeps_how_it_ended(tmp_path, wandb_environment):
     wandb_environment.setenv("WANDB_MODE", "offline")
     config = config_in(tmp_path, enable_wandb=True, wandb_project="ours", wandb_run_name="long")
-    for start in (0, 10):  # each with files of its own: W&B names them by the second
+    for start, exit_code in (
+        (0, 75),
+        (10, 0),
+    ):  # each with files of its own: W&B names them by the second
         sink = WandbSink(tmp_path / str(start), config, "abc123")
         sink.write(start + 5, {"train/loss": 3.0 - start / 10})
         sink.write(start + 5, {"eval/loss": 4.0})
-        sink.close()
+        sink.close(exit_code)
     wandb.teardown()  # `finish` returns before the file is written; the end of a process waits
     runs = sorted(tmp_path.glob("*/wandb/offline-run-*"))
     records = [wandb_records(run) for run in runs]
@@ -129,6 +132,11 @@ def test_wandb_offline_goes_on_in_the_same_run(tmp_path, wandb_environment):
         {step: {k: row[k] for k in ("train/loss", "eval/loss")} for step, row in history.items()}
         for history in map(wandb_history, records)
     ] == [{5: {"train/loss": 3.0, "eval/loss": 4.0}}, {15: {"train/loss": 2.0, "eval/loss": 4.0}}]
+    assert [ends(both) for both in records] == [[75], [0]]
+
+
+def ends(records):
+    return [record.exit.exit_code for record in records if record.HasField("exit")]
 
 
 def test_wandb_that_is_not_set_up_stops_before_anything_runs(tmp_path, wandb_environment):

@@ -28,7 +28,7 @@ class Kept:
             raise OSError(28, "No space left on device")
         self.lines[step] = metrics
 
-    def close(self):
+    def close(self, exit_code):
         self.closed = True
 
 
@@ -219,7 +219,7 @@ def test_a_failing_sink_stops_neither_the_run_nor_the_others(clock, messages):
 
 def test_a_sink_that_cannot_be_closed_stops_nothing(messages):
     class Stuck(Kept):
-        def close(self):
+        def close(self, exit_code):
             raise RuntimeError("no network")
 
     after = Kept()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxforge.checkpoint.due import Due
+from jaxforge.errors import StorageError, UserError
 from jaxforge.telemetry.measures import Work
 from jaxforge.telemetry.outlets import Outlet
 from jaxforge.telemetry.profiler import Profiler
@@ -100,8 +101,8 @@ class Sink:
     def write(self, step, metrics):
         self.events.append(f"log {step} {'eval' if 'eval/loss' in metrics else 'train'}")
 
-    def close(self):
-        self.events.append("sink closed")
+    def close(self, exit_code):
+        self.events.append(f"sink closed, code {exit_code}")
 
 
 class Signals:
@@ -234,7 +235,8 @@ def test_the_order_within_a_step():
     ]  # fmt: skip
     assert reason is Exit.COMPLETED
     assert events[0] == "begin"
-    assert events[-4:] == ["wait", "close", "end 4 1024 Exit.COMPLETED", "sink closed"]
+    assert events[-4:] == ["wait", "close", "end 4 1024 Exit.COMPLETED",
+                           "sink closed, code 0"]  # fmt: skip
 
 
 def test_the_last_step_is_saved_once():
@@ -281,6 +283,33 @@ def test_hooks_are_told_of_the_end_when_a_step_fails():
         trainer.train(Signals())
     trainer.close(None)
     assert events == ["begin", "end 1 256 None"]
+
+
+def test_sinks_are_told_the_exit_code():
+    assert run(steps=10, stop_at=3)[0][-1] == "sink closed, code 75"
+    assert run(steps=20, log=1, bad={4, 5, 6})[0][-1] == "sink closed, code 65"
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), UserError(), StorageError()])
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_sinks_are_told_the_exit_code_of_a_failure(error, at_the_end):
+    class Fails(Hook):
+        def on_train_end(self, step, tokens_seen, reason):
+            if at_the_end:
+                raise error
+
+    events, (_, reason, trainer) = [], run(steps=1)
+    tracker = Tracker([Outlet("it", Sink(events), 100)], Work(256, 8), Start(), 10**9)
+    trainer = dataclasses.replace(trainer, tracker=tracker, hooks=HookRunner([Fails()]))
+    with pytest.raises(type(error)):  # noqa: PT012
+        try:
+            if not at_the_end:
+                reason = None
+                raise error
+        finally:
+            trainer.close(reason)
+    code = {ZeroDivisionError: 1, UserError: 2, StorageError: 74}[type(error)]
+    assert events == [f"sink closed, code {code}"]
 
 
 def test_a_hook_reads_scalars_state_and_gradients():
