@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ class Checkpoints:
         self._stack = stack
         self._saved: int | None = None
         self._failure: Exception | None = None
+        self._began: dict[int, float] = {}
         check_ours(self.directory)
         self._manager = ocp.CheckpointManager(
             self.directory,
@@ -99,6 +101,7 @@ class Checkpoints:
             return None
         tree = layout.to_tree(by_layer(state, self._stack) if self._stack else state)
         metrics = {k: v for k, v in (evaluation or {}).items() if math.isfinite(v)}
+        self._began[step] = time.time()
         with self._naming_failure():
             saved = self._manager.save(
                 step,
@@ -126,6 +129,17 @@ class Checkpoints:
         with self._naming_failure():
             if self._failure:
                 raise self._failure
+
+    def newly_durable(self) -> dict[int, float]:
+        """Steps whose saves have ended since this was last asked, and seconds from start to end."""
+        if not self._began or self._manager.is_saving_in_progress():
+            return {}
+        began, self._began = self._began, {}
+        return {
+            step: self._manager.metadata(step).commit_timestamp_nsecs / 1e9 - start
+            for step, start in began.items()
+            if self.path(step).is_dir()  # it may have failed, or be gone already
+        }
 
     def latest(self) -> int | None:
         """The newest durable step."""

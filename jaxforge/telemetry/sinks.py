@@ -152,10 +152,11 @@ class LiveSink:
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Moves the bar, which appears with the first step; prints a line for an evaluation."""
-        self._progress.start()
         if not is_step(metrics):
-            self._progress.console.print(format_line(step, metrics), markup=False, highlight=False)
+            if line := format_line(step, metrics):
+                self._progress.console.print(line, markup=False, highlight=False)
             return
+        self._progress.start()
         self._progress.update(self._task, completed=step, shown=_describe(metrics, " "))
 
     def rewind(self, step: int) -> None:
@@ -188,8 +189,10 @@ def format_line(step: int, metrics: Metrics) -> str:
     """`[step 10] loss=5.0213 | lr=3.00e-04 | grad_norm=1.234 | tok/s=12,345 | step_time=0.42s`.
 
     With `mfu=41.3% | mem=61.2/80GB` before the time where the device's peak and memory are known.
+    Empty where nothing of a step or an evaluation is there.
     """
-    return f"[step {step}] {_describe(metrics, ' | ')}"
+    described = _describe(metrics, " | ")
+    return f"[step {step}] {described}" if described else ""
 
 
 def _describe(metrics: Metrics, separator: str) -> str:

@@ -5,7 +5,9 @@ import dataclasses
 import itertools
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import jax
 
@@ -28,6 +30,8 @@ from jaxforge.training.watchdog import Watchdog
 from jaxforge.training.watches import Watches, collecting_garbage
 
 log = logging.getLogger(__name__)
+
+_LOCAL = "local_checkpoint"  # in metrics
 
 
 @dataclasses.dataclass
@@ -118,6 +122,7 @@ class Trainer:
         if self._fault:
             return self._fault  # unsaved: what these devices made is not to be trusted
         self.checkpoints.check()  # what could not be written should not go on for an interval
+        self._note_durable()
         evaluation = self._evaluate_if_due(signals)
         reason = self._watches.look(self.progress.step, self.state, self.tracker.paused)
         if reason is Exit.UNHEALTHY:
@@ -198,23 +203,34 @@ class Trainer:
         if self.due(step) or self._at_end or (new_best and keep_best):
             self._save(evaluation)
         elif self.local and step % self.config.checkpoint.non_persistent_interval == 0:
-            self._save_locally(self.local)
+            self._save_to(self.local, _LOCAL)
 
     def _save(self, evaluation: dict[str, float] | None = None) -> None:
+        path = self._save_to(self.checkpoints, "checkpoint", evaluation)
+        if path is not None:
+            self.hooks.on_checkpoint_save(self.progress.step, path)
+
+    def _save_to(
+        self, checkpoints: Checkpoints, name: str, evaluation: dict[str, float] | None = None
+    ) -> Path | None:
         with self.tracker.paused(), self.watchdog.section("checkpoint"):
             self._reconcile()
             if self._halted:
-                return  # its parameters are those of the last good step, and its end is near
-            path = self.checkpoints.save(self.progress, self.state, evaluation)
+                return None  # its parameters are those of the last good step, and its end is near
+            start = time.perf_counter()
+            path = checkpoints.save(self.progress, self.state, evaluation)
+            seconds = time.perf_counter() - start
         if path is not None:
-            log.info("saving step %d to %s", self.progress.step, path)
-            self.hooks.on_checkpoint_save(self.progress.step, path)
+            step = self.progress.step
+            log.info("saving step %d to %s; training waited %.2f s", step, path, seconds)
+            self.tracker.log(step, {f"{name}/blocking_sec": seconds})
+        return path
 
-    def _save_locally(self, local: Checkpoints) -> None:
-        with self.tracker.paused(), self.watchdog.section("checkpoint"):
-            self._reconcile()
-            if not self._halted and local.save(self.progress, self.state):
-                log.info("saving step %d to %s", self.progress.step, local.directory)
+    def _note_durable(self) -> None:
+        for name, checkpoints in (("checkpoint", self.checkpoints), (_LOCAL, self.local)):
+            for step, seconds in checkpoints.newly_durable().items() if checkpoints else ():
+                log.info("step %d is saved, in %.2f s", step, seconds)
+                self.tracker.log(self.progress.step, {f"{name}/save_sec": seconds})
 
     def _early_end(self, evaluation: dict[str, float]) -> Exit | None:
         """Early stopping, by what was logged last and evaluated now: the same on every process."""
@@ -265,6 +281,7 @@ class Trainer:
             self.tracker.log_latest()
         with self.watchdog.section("checkpoint"):
             self.checkpoints.wait()
+        self._note_durable()
         self._report(reason)
         return reason
 

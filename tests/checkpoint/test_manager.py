@@ -110,6 +110,26 @@ def test_the_same_step_is_saved_once(tmp_path):
     saved.close()
 
 
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_how_long_saves_took_is_told_once_and_only_of_what_is_durable(tmp_path, mode):
+    ours, state = trained()
+    saved = checkpoints(tmp_path, ours, async_mode=mode)
+    began = time.time()
+    for step in (2, 3, 4):
+        saved.save(Progress(step=step), state)
+    saved.wait()
+    saved._manager.delete(3)
+    took = time.time() - began
+    saved._manager.is_saving_in_progress = lambda: True
+    assert saved.newly_durable() == {}
+    del saved._manager.is_saving_in_progress
+    durable = saved.newly_durable()
+    assert durable.keys() == {2, 4}
+    assert 0 < durable[2] < took - durable[4]  # a save waits for the one before it
+    assert saved.newly_durable() == {}
+    saved.close()
+
+
 def steps(path):
     return sorted(int(p.name.removeprefix("step_")) for p in (path / "checkpoints").glob("step_*"))
 

@@ -14,7 +14,7 @@ from jaxforge.telemetry import line_formats
 from jaxforge.telemetry.line_formats import LINE_FORMATS, RunFacts
 from jaxforge.telemetry.measures import Sums, Work
 from jaxforge.telemetry.outlets import open_outlets
-from jaxforge.telemetry.sinks import LineSink
+from jaxforge.telemetry.sinks import LineSink, LiveSink
 from tests.conftest import tiny_config
 
 RUN = RunFacts(
@@ -145,7 +145,7 @@ def test_every_set_is_named_in_megatrons_evaluation():
     assert "| lm loss (a/b) value: 3.000000E+00 | lm loss (a/b) PPL: 2.008554E+01 | \n" in text
 
 
-@pytest.mark.parametrize("name", sorted(LINE_FORMATS.keys() - {"kempnerforge", "json"}))
+@pytest.mark.parametrize("name", sorted(LINE_FORMATS.keys() - {"json"}))
 def test_what_is_neither_step_nor_evaluation_has_no_line(name):
     assert printed(name, 7, {"other": 1.0}).removeprefix(LINE_FORMATS[name](RUN).banner()) in (
         "", "\n",
@@ -161,6 +161,13 @@ def test_samples_and_batch_follow_a_batch_that_grew(name):
     })  # fmt: skip
     assert re.search(r"consumed samples: +3072 \|", line)
     assert "global batch size:   512 |" in line
+
+
+def test_a_live_line_says_nothing_of_what_is_neither_step_nor_evaluation():
+    text = io.StringIO()
+    sink = LiveSink(Console(file=text, force_terminal=True), 0, 10)
+    sink.write(7, {"other": 1.0})
+    assert text.getvalue() == ""
 
 
 def test_a_terminal_gets_plain_lines_too_where_a_format_is_asked_for(tmp_path):

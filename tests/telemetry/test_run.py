@@ -34,23 +34,32 @@ def run(tmp_path_factory):
 
 
 def test_every_sink_has_the_steps_of_its_interval(run):
-    assert [line["step"] for line in run.lines()] == [1, 5, 10, 15, 16]
-    points = [e.step for e in events(run.directory / "tb_logs") if e.summary.value]
-    assert points == [1, 4, 8, 12, 12, 16]
-    assert [list(wandb_history(records)) for records in starts(run)] == [
-        [1, 3, 6, 9, 12], [12, 15, 16],
-    ]  # fmt: skip
+    assert list(run.losses()) == [1, 5, 10, 15, 16]
+    assert [step for step, _ in points(run)] == [1, 4, 8, 12, 12, 16]
+    assert [
+        [step for step, row in wandb_history(records).items() if "train/loss" in row]
+        for records in starts(run)
+    ] == [[1, 3, 6, 9, 12], [12, 15, 16]]
+
+
+def test_every_sink_is_told_how_long_saves_took(run):
+    assert [x["step"] for x in run.lines() if "checkpoint/blocking_sec" in x] == [5, 10, 15, 16]
+    *_, last = durable = [x for x in run.lines() if "checkpoint/save_sec" in x and x["step"] > 10]
+    assert len(durable) == 2  # of steps 15 and 16
+    assert last["step"] == 16
+    assert 0 < last["checkpoint/save_sec"] < 60
+    row = wandb_history(starts(run)[1])[16]
+    assert row["checkpoint/save_sec"] == last["checkpoint/save_sec"]
 
 
 def test_every_sink_has_the_same_values(run):
-    (line,) = [line for line in run.lines() if line["step"] == 16]
-    (event,) = [e for e in events(run.directory / "tb_logs") if e.step == 16]
-    points = {value.tag: value.simple_value for value in event.summary.value}
+    (line,) = [x for x in run.lines() if x["step"] == 16 and "train/loss" in x]
+    _, of_tensorboard = points(run)[-1]
     row = wandb_history(starts(run)[1])[16]
     for name in ("train/loss", "train/grad_norm", "train/lr", "smoothed/loss", "train/tokens"):
-        assert points[name] == pytest.approx(line[name])
+        assert of_tensorboard[name] == pytest.approx(line[name])
         assert row[name] == line[name]
-    assert points.keys() == line.keys() - {"step", "time"}
+    assert of_tensorboard.keys() == line.keys() - {"step", "time"}
 
 
 def test_the_resumed_run_is_the_same_one_in_wandb_and_rewinds_tensorboard(run):
@@ -73,9 +82,19 @@ def test_the_documentation_lists_every_metric(run):
     logged = {name for line in run.lines() for name in line} - {"step", "time"}
     logged |= Work(1, peak_tflops=1.0).speed(1.0, 1).keys() | memory([device]).keys()
     logged |= {"smoothed/mfu", "train/rollbacks"}
+    logged |= {"local_checkpoint/blocking_sec", "local_checkpoint/save_sec"}
     table = (ROOT / "docs" / "metrics.md").read_text().partition("##")[0]
     listed = set(re.findall(r"^\| `([a-z_/]+)` \|", table, re.MULTILINE))
     assert {name for name in listed if not name.startswith("eval/")} == logged
+
+
+def points(run):
+    """Steps in TensorBoard, with their values."""
+    found = [
+        (e.step, {value.tag: value.simple_value for value in e.summary.value})
+        for e in events(run.directory / "tb_logs")
+    ]
+    return [(step, values) for step, values in found if "train/loss" in values]
 
 
 def starts(run):

@@ -86,7 +86,7 @@ def jaxforge(config, run_directory, steps, *, load=None, devices=1):
         command.append(f"--checkpoint.load_path={load}")
     run(command, environment(devices))
     lines = (run_directory / "metrics.jsonl").read_text().splitlines()
-    logged = [json.loads(line) for line in lines]
+    logged = [json.loads(line) for line in lines if "train/loss" in line]
     return np.array([[e["step"], e["train/loss"], e["train/grad_norm"]] for e in logged])
 
 

@@ -72,12 +72,13 @@ class Recorder(Hook):
 
 class Checkpoints:
     def __init__(self, events):
-        self.events, self.saved = events, None
+        self.events, self.saved, self.in_progress = events, None, {}
 
     def save(self, progress, state, evaluation):
         if progress.step == self.saved:
             return None
         self.saved = progress.step
+        self.in_progress[progress.step] = 1.5
         self.events.append(f"save {progress.step}")
         return "path"
 
@@ -86,6 +87,10 @@ class Checkpoints:
 
     def check(self):
         pass
+
+    def newly_durable(self):
+        durable, self.in_progress = self.in_progress, {}
+        return durable
 
     def wait(self):
         self.events.append("wait")
@@ -99,7 +104,7 @@ class Sink:
         self.events = events
 
     def write(self, step, metrics):
-        self.events.append(f"log {step} {'eval' if 'eval/loss' in metrics else 'train'}")
+        self.events.append(f"log {step} {next(iter(metrics)).split('/')[0]}")
 
     def close(self, exit_code):
         self.events.append(f"sink closed, code {exit_code}")
@@ -231,12 +236,15 @@ def test_the_order_within_a_step():
     second = events[events.index("launch 2") : events.index("launch 3")]
     assert [e for e in second if not e.startswith("read")] == [
         "launch 2", "log 2 train", "hook 2", "eval begins 2", "evaluate from 0", "log 2 eval",
-        "eval hook 2", "save 2", "save hook 2",
+        "eval hook 2", "save 2", "log 2 checkpoint", "save hook 2",
     ]  # fmt: skip
     assert reason is Exit.COMPLETED
     assert events[0] == "begin"
-    assert events[-4:] == ["wait", "close", "end 4 1024 Exit.COMPLETED",
-                           "sink closed, code 0"]  # fmt: skip
+    third = events[events.index("launch 3") : events.index("launch 4")]
+    assert third[-2:] == ["hook 3", "log 3 checkpoint"]  # what was saved after step 2 is durable
+    assert events[-5:] == [
+        "wait", "log 4 checkpoint", "close", "end 4 1024 Exit.COMPLETED", "sink closed, code 0",
+    ]  # fmt: skip
 
 
 def test_the_last_step_is_saved_once():
