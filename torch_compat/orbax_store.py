@@ -23,6 +23,7 @@ from jaxforge.checkpoint.find import find
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.job import JobConfig
+from jaxforge.config.load import make_config
 from jaxforge.errors import UserError
 from jaxforge.training.guard import GuardState
 from jaxforge.training.progress import Progress
@@ -42,19 +43,21 @@ def open_orbax(path: Path) -> tuple[Held, JobConfig]:
     """The newest checkpoint of a run, or the one that is named, and the config stored in it.
 
     Raises:
-        UserError: there is none, or it is damaged.
+        UserError: there is none, it is damaged, or its config is not valid here: a plugin of it is
+            not to be found, say.
     """
     run, step = find(path)
     directory = run / "checkpoints" / f"step_{step}"
     try:
-        config = JobConfig.model_validate(json.loads((directory / "config/metadata").read_text()))
+        values = dict(json.loads((directory / "config/metadata").read_text()))
         progress = json.loads((directory / "progress/metadata").read_text())
         metadata = ocp.PyTreeCheckpointHandler().metadata(directory / "state").tree
         leaves = {
             name: _open_leaf(directory / "state", name) for name in flatten_dict(metadata, sep=".")
         }
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{directory} is damaged ({str(error)[:160]})") from error
+    config = make_config(values, source=str(directory / "config/metadata"))
     params: dict[str, Lazy] = {}
     moments: dict[str, dict[str, Lazy]] = {}
     scalars, guard = {}, {}

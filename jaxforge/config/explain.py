@@ -75,7 +75,8 @@ def _place(text: str, path: Path, rule: str, sources: Sources) -> _Problem:
     setting = _setting_of(path, rule if line else "", sources)
     if setting:
         return _Problem(math.inf, f"{setting.flag}: {text}")
-    return _Problem(line or 0, f"{sources.file}:{line}: {text}")
+    place = f"{sources.file}:{line}" if line else sources.file  # not TOML, of which lines are known
+    return _Problem(line or 0, f"{place}: {text}")
 
 
 def _setting_of(path: Path, rule: str, sources: Sources) -> Setting | None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.cli import run_main
 from jaxforge.config.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.training.progress import Progress
@@ -223,6 +224,21 @@ def test_mistakes_are_named(tmp_path, monkeypatch, arguments, message):
     with pytest.raises(UserError, match=message):
         main(arguments)
     assert not Path("b").exists() or not list(Path("b").glob("step*"))
+
+
+def test_a_plugin_that_is_not_found_is_no_damage(tmp_path, capsys):
+    trained(tmp_path / "run")
+    stored = tmp_path / "run" / "checkpoints" / "step_2" / "config" / "metadata"
+    config = json.loads(stored.read_text())
+    stored.write_text(json.dumps(config | {"plugins": {"modules": ["gone.losses"]}}))
+    assert run_main(lambda: main(["inspect", str(tmp_path / "run")])) == 2
+    assert capsys.readouterr().err == (
+        f'error: {stored}: [plugins] modules: there is no module "gone.losses"; is its directory '
+        "in PYTHONPATH?\n"
+    )
+    stored.write_text("[1]")
+    with pytest.raises(UserError, match="step_2 is damaged"):
+        main(["inspect", str(tmp_path / "run")])
 
 
 def test_a_mistake_has_exit_code_2_and_no_traceback(tmp_path):
