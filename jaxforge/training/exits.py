@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxforge.config.train import TrainConfig
@@ -49,6 +50,8 @@ class Signals:
         self._shared = jax.process_count() > 1
         self._previous: dict[signal.Signals, Any] = {}
         self._asked = 0
+        self._agreed: Exit | None = None
+        self._is_time_up = False
         self._interruptible = self.left_work = False
 
     def __enter__(self) -> "Signals":
@@ -80,23 +83,42 @@ class Signals:
         elif self._interruptible:
             raise Interrupted
 
+    def time_is_up(self) -> None:
+        """Has every process stop, for that reason."""
+        self._is_time_up = True
+        self.stop_everywhere()
+
     def stop_everywhere(self) -> None:
         """Has every process stop, at the same place."""
         os.kill(os.getpid(), signal.SIGTERM)  # to JAX's preemption service, or to ourselves
 
     def requested(self) -> Exit | None:
-        """Whether to stop here: the same answer on every process that asks as often."""
+        """Whether to stop here, and why: the same answer on every process that asks as often."""
+        if not self._shared:
+            return self._reason() if self._received else None
         self._asked += 1
-        if self._shared:
-            if not multihost_utils.reached_preemption_sync_point(self._asked):
-                return None
-        elif self._received is None:
-            return None
+        # The service says so but once, and who is asked again must give the same answer.
+        if not self._agreed and multihost_utils.reached_preemption_sync_point(self._asked):
+            self._agreed = self._agree()
+        return self._agreed
+
+    def _agree(self) -> Exit:
+        """Signals that were received come before time; a SIGTERM only the service has seen."""
+        mine = np.array([self._received or 0, self._is_time_up], np.int32)
+        received, is_time_up = multihost_utils.process_allgather(mine).T
+        if received.any():
+            self._received = signal.Signals(received[received > 0].min())  # SIGINT, if there is one
+        self._is_time_up = bool(is_time_up.any())
+        return self._reason()
+
+    def _reason(self) -> Exit:
+        if self._received is None and self._is_time_up:
+            return Exit.DURATION
         return Exit.INTERRUPT if self._received is signal.SIGINT else Exit.SIGNAL
 
     @property
     def name(self) -> str:
-        """What was received; SIGTERM, if another process received it."""
+        """What was received, by any process once that is agreed on."""
         return (self._received or signal.SIGTERM).name
 
     @contextlib.contextmanager
@@ -162,17 +184,18 @@ class Exits:
 
     def requested(self, step: int) -> Exit | None:
         """Why to stop after `step`, said in the log; the same on every process."""
-        if stop := self._signals.requested():
+        stop = self._signals.requested()
+        if stop and stop is not Exit.DURATION:
             _say(f"exiting program after receiving {self._signals.name}.")
             return stop
         minutes = (time.monotonic() - self._began) / 60
         limit = self._config.exit_duration_in_mins
-        if limit is not None and minutes > limit:
-            if jax.process_count() == 1:
-                _say(f"exiting program after {minutes} minutes")
-                return Exit.DURATION
-            if jax.process_index() == 0:  # one clock decides for all
-                self._signals.stop_everywhere()
+        is_over = limit is not None and minutes > limit
+        if stop or (is_over and jax.process_count() == 1):
+            _say(f"exiting program after {minutes} minutes")
+            return Exit.DURATION
+        if is_over and jax.process_index() == 0:  # one clock decides for all
+            self._signals.time_is_up()
         if self._config.exit_interval and step % self._config.exit_interval == 0:
             _say(f"exiting program at iteration {step}")
             return Exit.INTERVAL

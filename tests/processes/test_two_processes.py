@@ -1,5 +1,6 @@
 """Two real processes over loopback, joined by jax.distributed, are one run."""
 
+import re
 import signal
 import socket
 
@@ -87,3 +88,12 @@ def test_a_signal_to_one_stops_both_at_the_same_step(new_run):
     processes[1].send_signal(signal.SIGTERM)  # jax.distributed watches it too
     finish_both(processes, code=75)
     assert len(run.steps()) == 1
+
+
+def test_both_say_that_their_time_is_up(new_run):
+    run = new_run("limited")
+    outputs = finish_both(start_both(run, "--train.exit_duration_in_mins=0.001"), code=75)
+    assert len(run.steps()) == 1
+    for index in (0, 1):
+        log = (run.directory / "logs" / f"process_{index}.log").read_text()
+        assert re.search(r"\[exiting program after [\d.]+ minutes\]", log), outputs

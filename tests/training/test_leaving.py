@@ -1,9 +1,11 @@
 """Why a run leaves: in which order that is asked, what is said, and who decides for all."""
 
 import logging
+import signal
 import types
 
 import jax
+import numpy as np
 import pytest
 
 from jaxforge import train
@@ -24,7 +26,7 @@ class Received:
     def requested(self):
         return self.stop
 
-    def stop_everywhere(self):
+    def time_is_up(self):
         self.sent += 1
 
 
@@ -84,6 +86,41 @@ def test_one_clock_decides_for_all_processes(clock, monkeypatch, process, sent):
     clock.seconds = 1000.0
     assert asked.requested(7) is None
     assert signals.sent == sent
+
+
+@pytest.mark.parametrize(
+    ("received", "time_is_up", "reason", "name"),
+    [
+        ([0, 0], [0, 0], Exit.SIGNAL, "SIGTERM"),  # which JAX handles, and we do not see
+        ([0, 0], [1, 0], Exit.DURATION, None),
+        ([0, signal.SIGUSR1], [1, 0], Exit.SIGNAL, "SIGUSR1"),
+        ([signal.SIGUSR1, signal.SIGINT], [0, 0], Exit.INTERRUPT, "SIGINT"),
+    ],
+)
+@pytest.mark.parametrize("process", [0, 1])
+def test_all_processes_agree_why_they_stop(
+    clock, said, monkeypatch, process, received, time_is_up, reason, name
+):
+    """Also where they are asked again, as after an evaluation: the service says yes only once."""
+    service = types.SimpleNamespace(
+        reached_preemption_sync_point=lambda asked: asked == 3,
+        process_allgather=lambda mine: np.stack([mine, others]),  # in some order
+    )
+    others = np.array([received[1 - process], time_is_up[1 - process]])
+    monkeypatch.setattr(exits, "multihost_utils", service)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: process)
+    monkeypatch.setattr(exits.os, "kill", lambda *_: None)
+    with Signals(timeout_seconds=60) as signals:
+        asked = Exits(TrainConfig(exit_duration_in_mins=2), signals)
+        assert asked.requested(1) is None
+        if received[process]:
+            signals._receive(received[process], None)
+        clock.seconds = 150.0 if any(time_is_up) else 0.0
+        assert asked.requested(2) is None
+        assert signals.requested() is reason  # between two batches of an evaluation
+        assert asked.requested(2) is reason
+    assert (f"receiving {name}." if name else "after 2.5 minutes") in said.messages[-1]
 
 
 def test_work_that_no_signal_cuts_short_is_waited_for():
