@@ -62,15 +62,18 @@ def killed_in_save(case: Case) -> None:
     seconds = case.rng.uniform(0, 0.06)
     arguments = {"step": step, "number": signal.SIGKILL, "seconds": seconds}
     case.ends(case.run.start(fault=("signal_in_save", arguments)), KILLED, 0)
-    least_saved(case, step)
+    least_saved(case, step + 1)
     case.goes_on()
     case.matches(case.shared.undisturbed())
 
 
 def least_saved(case: Case, logged: int) -> None:
-    """Only the newest save may be missing: the one before is waited for."""
-    newest = max(case.run.durable(), default=0)
-    require(newest >= (logged // INTERVAL - 1) * INTERVAL, f"step {logged} logged, {newest} saved")
+    """Only the newest save may be missing: a save, before it starts, waits for the one before.
+
+    A step is logged first, and saved then: the save of step `logged` may not have started.
+    """
+    newest, started = max(case.run.durable(), default=0), (logged - 1) // INTERVAL * INTERVAL
+    require(newest >= started - INTERVAL, f"step {logged} logged, {newest} saved")
 
 
 def stopped(case: Case, fault: tuple, code: int, n: int = 1, only: int | None = None) -> None:
