@@ -2,71 +2,33 @@
 
 A run is one directory, `checkpoint.dir`: `config.toml` (resolved), `metrics.jsonl`, `logs/`,
 `tokenizer/`, `checkpoints/`. The same command on the same directory resumes from its newest
-checkpoint. `--help` lists every key; `training.exits` lists the exit codes.
+checkpoint. `--help` lists every key, `exit_codes` the exit codes.
 """
 
 import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NoReturn
 
 import jax
-from jax.sharding import Mesh
 from rich.console import Console
 
-from jaxforge import run_directory
-from jaxforge.checkpoint.due import Due
-from jaxforge.checkpoint.local import open_local
-from jaxforge.checkpoint.manager import Checkpoints
-from jaxforge.checkpoint.start import Saved, Source, start_from, starting_state
+from jaxforge.build import build_trainer
 from jaxforge.cli import run_main
-from jaxforge.config import help, load, rules, torch_only
-from jaxforge.config.batch_ramp import BatchRamp
+from jaxforge.config import help, load, rules
 from jaxforge.config.draft import Draft
 from jaxforge.config.job import JobConfig
-from jaxforge.config.train import TrainConfig
-from jaxforge.data import loader
 from jaxforge.data.epoch import sequences_per_epoch
-from jaxforge.data.mixture import Segment
 from jaxforge.errors import UserError
-from jaxforge.model.transformer import Model, build_model, matmul_precision, parameter_count
-from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.model.transformer import matmul_precision
 from jaxforge.parallel import compilation, host_memory, multihost
-from jaxforge.parallel.mesh import data_parallel_size, make_mesh
-from jaxforge.parallel.xla_flags import Option
-from jaxforge.telemetry.console import add_log_file, banner, human, setup_logging
-from jaxforge.telemetry.measures import Work
-from jaxforge.telemetry.outlets import check_libraries, open_outlets
-from jaxforge.telemetry.profiler import Profiler
-from jaxforge.telemetry.tracker import Tracker
-from jaxforge.training.attribution import Attribution, make_row_losses
-from jaxforge.training.early_stop import EarlyStop
-from jaxforge.training.evaluation import Evaluator
+from jaxforge.parallel.mesh import make_mesh
+from jaxforge.telemetry.console import setup_logging
 from jaxforge.training.exits import Exit, Signals
-from jaxforge.training.exporting import Exporter
-from jaxforge.training.hooks import Hook, HookRunner
-from jaxforge.training.loop import Trainer, start_of
-from jaxforge.training.phases import Phases
-from jaxforge.training.progress import Progress
-from jaxforge.training.rollback import Rollback
-from jaxforge.training.state import TrainState
-from jaxforge.training.step import (
-    Batch,
-    CompiledSteps,
-    Controls,
-    make_train_step,
-    with_microbatches,
-)
-from jaxforge.training.summary import schedule_summary, write_summary
-from jaxforge.training.throughput import ThroughputLog
-from jaxforge.training.validation import Validations
+from jaxforge.training.hooks import Hook
 from jaxforge.training.watchdog import Limits, Watchdog
-from jaxforge.training.watches import open_watches
-
-log = logging.getLogger("jaxforge.train")  # not __name__, which is __main__ under `python -m`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,7 +87,7 @@ def _run(
         jax.set_mesh(mesh),
         matmul_precision(config),
     ):
-        trainer = build(config, mesh, hooks, console, watchdog)
+        trainer = build_trainer(config, mesh, hooks, console, watchdog)
         reason = None
         try:
             reason = trainer.train(signals)
@@ -147,216 +109,6 @@ def _leave(reason: Exit) -> NoReturn:
 
 def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 120)  # 80 would wrap in files and pipes
-
-
-def build(
-    config: JobConfig, mesh: Mesh, hooks: Sequence[Hook], console: Console, watchdog: Watchdog
-) -> Trainer:
-    """Everything a run needs, in the order in which a user's mistakes should surface.
-
-    Nothing is written before the data has been checked.
-    """
-    check_libraries(config.metrics)
-    profiler = Profiler(config.profiling, Path(config.checkpoint.dir))
-    flags = compilation.accepted_flags(config.train)
-    with watchdog.section("data"):
-        dataset = loader.open_training_data(config)
-        eval_data = loader.open_eval_data(config) if config.eval.enabled else {}
-    model = build_model(config)
-    optimizer = build_optimizer(config, model.axes)
-    checkpoints = _open_run_directory(config, model)
-    watchdog.write_stacks_to(_stacks(config))
-    resolved = config.model_dump(mode="json")
-    local = open_local(config.checkpoint, model.axes, resolved, model.stack)
-    state, progress = starting_state(
-        config, checkpoints, model, optimizer, mesh, _open_foreign, local
-    )
-    progress.run_id = config.metrics.wandb_run_id or progress.run_id
-    dp = data_parallel_size(mesh)
-    ramp, phases = config.train.ramp(dp), Phases.of(config.data)
-    samples = ramp.rows * config.train.grad_accum_steps
-    progress.sequences_per_epoch = sequences_per_epoch(config, ramp.rows, dataset)
-    summary = schedule_summary(config, dp, progress.sequences_per_epoch)
-    write_summary(Path(config.checkpoint.dir), summary)
-    early_stop = EarlyStop(config.early_stop)
-    early_stop.load_json(progress.early_stop)
-    validations = _validations(config, mesh, model, eval_data) if eval_data else None
-    _announce(console, config, model, mesh, samples)
-    tracker = _tracker(console, config, progress, samples)
-    runner = HookRunner([*hooks, *_own_hooks(config, progress)])
-    collect = (*config.metrics.collect, *runner.collect)
-    step = make_train_step(model, optimizer, config, mesh, collect=collect)
-
-    def open_batches(place: Progress) -> Iterator[Batch]:
-        return _open_batches(config, mesh, dataset, phases, ramp, place)
-
-    def restore(step: int) -> tuple[TrainState, Progress]:
-        return start_from(Saved(checkpoints, step), model, optimizer, mesh)
-
-    return Trainer(
-        config=config,
-        state=state,
-        progress=progress,
-        lower_step=functools.partial(_lower, step, flags, {stage.accum for stage in ramp.stages}),
-        open_batches=open_batches,
-        phases=phases,
-        due=Due(config),
-        early_stop=early_stop,
-        validations=validations,
-        checkpoints=checkpoints,
-        local=local,
-        rollback=_rollback(config.train, checkpoints, local, restore),
-        attribution=_attribution(config, mesh, model, dataset, progress),
-        watchdog=watchdog,
-        tracker=tracker,
-        open_watches=lambda steps: open_watches(config, mesh, tracker.host_times, steps.largest),
-        profiler=profiler,
-        hooks=runner,
-    )
-
-
-def _open_run_directory(config: JobConfig, model: Model) -> Checkpoints:
-    directory = Path(config.checkpoint.dir)
-    run_directory.prepare(directory, config)
-    add_log_file(directory)
-    for answer in torch_only.answers(config):
-        log.info("%s", answer)
-    resolved = config.model_dump(mode="json")
-    return Checkpoints(directory, config.checkpoint, model.axes, resolved, stack=model.stack)
-
-
-def _stacks(config: JobConfig) -> Path:
-    return Path(config.checkpoint.dir) / "logs" / f"stacks_{jax.process_index()}.txt"
-
-
-def _open_foreign(path: str, config: JobConfig) -> Source:
-    from torch_compat.restore import open_foreign  # only for runs that start from PyTorch
-
-    return open_foreign(path, config)
-
-
-def _own_hooks(config: JobConfig, progress: Progress) -> Iterator[Hook]:
-    if config.checkpoint.export_interval or config.checkpoint.export_last:
-        yield Exporter(config.checkpoint)
-    if config.metrics.log_progress and jax.process_index() == 0:
-        yield ThroughputLog(config, progress)
-
-
-def _open_batches(
-    config: JobConfig,
-    mesh: Mesh,
-    dataset: loader.Dataset | loader.Mixture | loader.Streaming,
-    phases: Phases,
-    ramp: BatchRamp,
-    place: Progress,
-) -> Iterator[Batch]:
-    """The batches from `place` to the end of the run."""
-    at = place.step, place.samples
-    segments = phases.segments(place.mixtures, *at, lambda step: ramp.samples_at(step, at))
-    for stretch in ramp.stretches(place.step, config.train.max_steps - place.step):
-        first = ramp.samples_at(stretch.start, at)
-        yield from loader.training_batches(
-            config, mesh, dataset, first, stretch.n_updates, segments, stretch.accum
-        )
-
-
-def _lower(
-    step: jax.stages.Wrapped,
-    flags: dict[str, Option],
-    sizes: Collection[int],
-    state: TrainState,
-    batch: Batch,
-) -> Callable[[], CompiledSteps]:
-    """The step as an executable for each size of batch, made before the first step.
-
-    So it can never be compiled twice, nor in the middle of a run.
-
-    Args:
-        step: as of `make_train_step`.
-        flags: of the compiler.
-        sizes: microbatches of an update, in each stage of the run.
-        state: to be trained.
-        batch: of any size.
-    """
-    lowered = {n: step.lower(state, with_microbatches(batch, n), Controls()) for n in sizes}
-    return lambda: CompiledSteps(
-        {n: compilation.compile_step(one, flags) for n, one in lowered.items()}
-    )
-
-
-def _attribution(
-    config: JobConfig,
-    mesh: Mesh,
-    model: Model,
-    dataset: loader.Dataset | loader.Mixture | loader.Streaming,
-    progress: Progress,
-) -> Attribution | None:
-    if not config.train.rerun_bad_steps:
-        return None
-
-    def name_of(position: int) -> str:
-        drawn = [Segment(*one) for one in progress.mixtures]
-        return loader.describe_sample(config, mesh, dataset, drawn, position)
-
-    return Attribution(make_row_losses(model, config.train, mesh), name_of)
-
-
-def _rollback(
-    config: TrainConfig,
-    checkpoints: Checkpoints,
-    local: Checkpoints | None,
-    restore: Callable[[int], tuple[TrainState, Progress]],
-) -> Rollback | None:
-    wanted = "rollback" in (config.on_nonfinite, config.on_spike)
-    return Rollback(checkpoints, local, restore, config.max_rollbacks) if wanted else None
-
-
-def _validations(
-    config: JobConfig, mesh: Mesh, model: Model, datasets: dict[str, loader.Dataset]
-) -> Validations:
-    tokenizer = run_directory.find_tokenizer(Path(config.checkpoint.dir))
-    evaluator = Evaluator(config, mesh, model, datasets, tokenizer)
-    evaluator.check_reports(config.checkpoint.best_metric)
-    return Validations(evaluator, config.eval.steps)
-
-
-def _tracker(console: Console, config: JobConfig, progress: Progress, samples: int) -> Tracker:
-    work = Work.of(config, samples)
-    outlets = open_outlets(
-        console, config, progress.run_id, progress.step, work, progress.sequences_per_epoch
-    )
-    names = [dataset.label for dataset in config.data.datasets]
-    start = start_of(progress)
-    extras = config.metrics.collect
-    return Tracker(outlets, work, start, config.train.max_steps, names, extras)
-
-
-def _announce(console: Console, config: JobConfig, model: Model, mesh: Mesh, samples: int) -> None:
-    m, t = config.model, config.train
-    axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
-    device = jax.devices()[0]
-    d = config.distributed
-    schedule = f", {d.pp_schedule}" if d.pp > 1 else ""
-    rows = {
-        "model": f"{m.n_layers} layers, dim {m.dim}, {m.n_heads}/{m.kv_heads} heads of "
-        f"{m.head_size}, ffn {m.ffn_dim}, vocabulary {m.vocab_size:,}",
-        "parameters": f"{human(parameter_count(model.abstract))} in {t.param_dtype}, "
-        f"computing in {t.mixed_precision}",
-        "devices": f"{jax.device_count()} x {device.device_kind} ({device.platform}), "
-        f"{jax.process_count()} process(es)",
-        "mesh": axes or "one device",
-        "step": f"{samples} sequences x {t.seq_len} tokens = {samples * t.seq_len:,} tokens, "
-        f"in {t.grad_accum_steps} microbatch(es); gradients reduced per {t.grad_sync}{schedule}",
-        "kernels": f"attention: {model.how.attention}, loss: {t.loss_fn}, "
-        f"checkpointing: {t.activation_checkpointing}",
-        "data": ", ".join(dataset.label for dataset in config.data.datasets)
-        or config.data.dataset_path
-        or config.data.hf_dataset_name
-        or "synthetic random tokens (no data)",
-        "run": str(Path(config.checkpoint.dir).absolute()),
-    }
-    if jax.process_index() == 0:
-        banner(console, rows)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from jaxforge.telemetry.profiler import Profiler
 from jaxforge.telemetry.tracker import Start, Tracker
 from jaxforge.training.attribution import Attribution
 from jaxforge.training.early_stop import EarlyStop
+from jaxforge.training.ending import exit_code, tell_end
 from jaxforge.training.exits import Exit, Exits, Interrupted, Signals
 from jaxforge.training.hooks import HookRunner, StepContext
 from jaxforge.training.phases import Phases
@@ -282,15 +283,8 @@ class Trainer:
         with self.watchdog.section("checkpoint"):
             self.checkpoints.wait()
         self._note_durable()
-        self._report(reason)
+        tell_end(reason, self.config.train, self.progress, self.checkpoints.latest())
         return reason
-
-    @property
-    def _bad_steps(self) -> str:
-        train = self.config.train
-        if "stop" in (train.on_nonfinite, train.on_spike):
-            return "the last step"
-        return f"{train.nan_consecutive_max} steps in a row"
 
     def close(self, reason: Exit | None) -> None:
         """Ends the run, however it went: waits for saves, tells the hooks, closes the sinks.
@@ -301,7 +295,7 @@ class Trainer:
         step, tokens = self.progress.step, self.progress.tokens
 
         def close_tracker(_: object, failure: BaseException | None, __: object) -> None:
-            self.tracker.close(_exit_code(reason, failure or sys.exception()))
+            self.tracker.close(exit_code(reason, failure or sys.exception()))
 
         with contextlib.ExitStack() as last_to_first:  # each runs, whatever the others do
             last_to_first.push(close_tracker)
@@ -323,34 +317,6 @@ class Trainer:
         progress.skipped, progress.consecutive_bad = int(guard.total), int(guard.consecutive)
         progress.nonfinite, progress.spikes = int(guard.nonfinite), int(guard.spikes)
         self.tracker.consecutive_bad = progress.consecutive_bad
-
-    def _report(self, reason: Exit) -> None:
-        step, tokens = self.progress.step, self.progress.tokens
-        if reason is Exit.COMPLETED:
-            log.info("Training complete: %d steps, %s tokens", step, f"{tokens:,}")
-        elif reason is Exit.EARLY_STOPPED:
-            log.info("Training ended early: %d steps, %s tokens", step, f"{tokens:,}")
-        elif reason is Exit.NON_FINITE:
-            log.error(
-                "gave up at step %d: %s had a loss or gradient norm that is not finite or a spike; "
-                "no such step changed the weights. The last checkpoint is step %s. Lower "
-                "optimizer.lr, look at the data of these steps (train.rerun_bad_steps names them), "
-                "or change train.on_nonfinite, on_spike or nan_consecutive_max",
-                step, self._bad_steps, self.checkpoints.latest(),
-            )  # fmt: skip
-        elif reason is Exit.MACHINE:
-            log.error("left at step %d, unsaved; the last checkpoint is step %s",
-                      step, self.checkpoints.latest())  # fmt: skip
-        else:
-            log.info("stopped at step %d of %d; run the same command to go on",
-                     step, self.config.train.max_steps)  # fmt: skip
-
-
-def _exit_code(reason: Exit | None, failure: BaseException | None) -> int:
-    """Of the process, as `cli.run_main` makes it of a failure."""
-    if reason and not failure:
-        return reason.code
-    return getattr(failure, "exit_code", Exit.ERROR.code)
 
 
 def start_of(progress: Progress) -> Start:

@@ -142,7 +142,7 @@ def test_whatever_ends_a_run_it_is_closed_with_the_reason(monkeypatch, end):
         raise end
 
     trainer = types.SimpleNamespace(train=run_loop, close=closed.append)
-    monkeypatch.setattr(train, "build", lambda *arguments: trainer)
+    monkeypatch.setattr(train, "build_trainer", lambda *arguments: trainer)
     config = tiny_config(distributed={"dp_shard": -1})
     if isinstance(end, Exit):
         assert train.run(config) is end

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge import train
+from jaxforge import build
 from jaxforge.checkpoint import start
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.start import Saved, starting_state
@@ -129,11 +129,11 @@ RAMP = {
 def test_a_ramp_goes_on_where_it_stands(monkeypatch):
     """Here after two steps, the run having begun with another batch: position 100, not 8."""
     monkeypatch.setattr(
-        train.loader, "training_batches", lambda c, m, d, first, n, _, accum: [(first, n, accum)]
+        build.loader, "training_batches", lambda c, m, d, first, n, _, accum: [(first, n, accum)]
     )
     config = tiny_config(train=RAMP)
     place, phases = Progress(step=2, samples=100), Phases.of(config.data)
-    stretches = train._open_batches(config, None, None, phases, config.train.ramp(1), place)
+    stretches = build._open_batches(config, None, None, phases, config.train.ramp(1), place)
     assert list(stretches) == [(100, 1, 1), (104, 3, 2), (128, 3, 4)]
 
 
@@ -144,9 +144,9 @@ def test_each_size_of_a_ramp_has_its_program_before_the_first_step(monkeypatch):
         shapes.append(batch["labels"].shape)
         return lambda *_: shapes[-1]
 
-    monkeypatch.setattr(train.compilation, "compile_step", lambda lowered, flags: lowered)
+    monkeypatch.setattr(build.compilation, "compile_step", lambda lowered, flags: lowered)
     batch = {"labels": jnp.zeros((2, 4, 16), jnp.int32)}
-    train._lower(types.SimpleNamespace(lower=lower), {}, {1, 2, 4}, None, batch)()
+    build._lower(types.SimpleNamespace(lower=lower), {}, {1, 2, 4}, None, batch)()
     assert sorted(shapes) == [(1, 4, 16), (2, 4, 16), (4, 4, 16)]
     steps = CompiledSteps({n: lambda *_, n=n: n for n in (1, 2, 4)})
     batches = [{"labels": np.zeros((n, 4, 16))} for n in (2, 4, 1)]

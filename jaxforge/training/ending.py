@@ -1,0 +1,51 @@
+"""What is said of a run that ends, to its user and to the system."""
+
+import logging
+
+from jaxforge.config.train import TrainConfig
+from jaxforge.exit_codes import Exit
+from jaxforge.training.progress import Progress
+
+log = logging.getLogger(__name__)
+
+
+def tell_end(reason: Exit, config: TrainConfig, progress: Progress, last_saved: int | None) -> None:
+    """Logs how a run ended, and what to do about it.
+
+    Args:
+        reason: why it ended.
+        config: the `[train]` section.
+        progress: where it stands.
+        last_saved: the step of its newest checkpoint.
+    """
+    step, tokens = progress.step, f"{progress.tokens:,}"
+    if reason is Exit.COMPLETED:
+        log.info("Training complete: %d steps, %s tokens", step, tokens)
+    elif reason is Exit.EARLY_STOPPED:
+        log.info("Training ended early: %d steps, %s tokens", step, tokens)
+    elif reason is Exit.NON_FINITE:
+        stops = "stop" in (config.on_nonfinite, config.on_spike)
+        bad = "the last step" if stops else f"{config.nan_consecutive_max} steps in a row"
+        log.error(
+            "gave up at step %d: %s had a loss or gradient norm that is not finite or a spike; "
+            "no such step changed the weights. The last checkpoint is step %s. Lower "
+            "optimizer.lr, look at the data of these steps (train.rerun_bad_steps names them), "
+            "or change train.on_nonfinite, on_spike or nan_consecutive_max",
+            step, bad, last_saved,
+        )  # fmt: skip
+    elif reason is Exit.MACHINE:
+        log.error("left at step %d, unsaved; the last checkpoint is step %s", step, last_saved)
+    else:
+        log.info("stopped at step %d of %d; run the same command to go on", step, config.max_steps)
+
+
+def exit_code(reason: Exit | None, failure: BaseException | None) -> int:
+    """Of the process, as `cli.run_main` makes it of a failure.
+
+    Args:
+        reason: why the run ended; None if it failed.
+        failure: by what it failed, or what went wrong while it was closed.
+    """
+    if reason and not failure:
+        return reason.code
+    return getattr(failure, "exit_code", Exit.ERROR.code)
