@@ -97,7 +97,10 @@ def asked_to_stop(number: int, code: int, fault: str, **places: range) -> Callab
 
 
 def signalled_anywhere(case: Case) -> None:
-    """From outside; before the handlers are there a signal ends the process as any other."""
+    """From outside; before the handlers are there a signal ends the process as any other.
+
+    A Ctrl-C that Python handles while it collects garbage is lost then: "Exception ignored in".
+    """
     number, code = case.rng.choice(
         [(signal.SIGTERM, STOPPED), (signal.SIGUSR1, STOPPED), (signal.SIGINT, INTERRUPTED)]
     )
@@ -107,7 +110,7 @@ def signalled_anywhere(case: Case) -> None:
     job.wait_at_most(case.rng.uniform(0, 4 if after == 0 else 0.2))
     early = not case.run.directory.exists()
     job.signal(number)
-    case.ends(job, *({code, 0} | ({-number, 1} if early else set())))
+    case.ends(job, *({code, 0} | ({-number, 1} if early else set())), noisy=early)
     case.goes_on()
     case.matches(case.shared.undisturbed())
 
