@@ -16,7 +16,7 @@ from torch_compat.lazy import Lazy, of_array, zeros
 from torch_compat.names import DIALECTS
 from torch_compat.names.table import EMBEDDING, HEAD, Dialect, detect, strip_wrappers
 from torch_compat.optimizer_state import MAIN_KEYS, STEP, WEIGHT_SUM, kind_of
-from torch_compat.state import Held, Wanted
+from torch_compat.state import Held, Wanted, in_all_layers
 from torch_compat.translation import Translation, some, translate
 
 _MODELS = ("model.", "app.model.", "state_dict.model.", "module.", "")
@@ -186,7 +186,11 @@ def entries(
         for field, value in own.items():
             add(("optimizer", f"state.{key}.{field}") if flat else
                 ("optimizer", "state", key, field), value)  # fmt: skip
-    decays = {key: len(tensor.shape) > 1 for key, tensor in params.items()}
+    decays = dict.fromkeys(params, False)
+    for name, tensor in held.params.items():
+        is_matrix = len(tensor.shape) > 1
+        key = dialect.their_name(name)
+        decays[key] |= wanted.config.optimizer.decays(in_all_layers(name), is_matrix=is_matrix)
     for g, group in enumerate(optimizer_state.groups(wanted.config, updates, decays)):
         members = group["params"]
         if not flat:

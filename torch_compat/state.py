@@ -121,6 +121,12 @@ def layer_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def in_all_layers(name: str) -> str:
+    """The parameter of ours, with its layers, of which this is one layer."""
+    match = _LAYER.fullmatch(name)
+    return _LAYERS + match[2] if match else name
+
+
 def unstacked(name: str, tensor: Lazy) -> dict[str, Lazy]:
     """A parameter of ours as an entry per layer."""
     if not name.startswith(_LAYERS):

@@ -44,7 +44,7 @@ class Checkpoints:
         resolved_config: stored beside each checkpoint.
         stack: the order of layers in the states that are saved; by default a checkpoint's own.
         read_only: for a run that is not ours to change.
-        arrays: what reads and writes the state; Orbax's own by default.
+        arrays: what reads and writes the state, without checksums; Orbax's own by default, with.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Checkpoints:
     ) -> None:
         self.directory = run.absolute() / SUBDIRECTORY
         self._config, self._axes, self._resolved = config, axes, resolved_config
-        self._stack = stack
+        self._stack, self._is_hashed = stack, arrays is None
         self._saved: int | None = None
         self._failure: Exception | None = None
         self._began: dict[int, float] = {}
@@ -101,13 +101,14 @@ class Checkpoints:
             return None
         tree = layout.to_tree(by_layer(state, self._stack) if self._stack else state)
         metrics = {k: v for k, v in (evaluation or {}).items() if math.isfinite(v)}
+        checksums = {"checksums": ocp.args.JsonSave(checksums_of(tree))} if self._is_hashed else {}
         self._began[step] = time.time()
         with self._naming_failure():
             saved = self._manager.save(
                 step,
                 args=ocp.args.Composite(
+                    **checksums,
                     state=ocp.args.PyTreeSave(tree, save_args=layout.save_args(tree, self._axes)),
-                    checksums=ocp.args.JsonSave(checksums_of(tree)),
                     progress=ocp.args.JsonSave(progress.to_json()),
                     config=ocp.args.JsonSave(self._resolved or {}),
                 ),

@@ -1,5 +1,6 @@
 """`[optimizer]`: the update rule."""
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -29,6 +30,10 @@ class OptimizerConfig(Section):
     """Sequences per update that lr is meant for."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled decay of every parameter with more than one dimension."""
+    decay_patterns: tuple[str, ...] = ()
+    """Regular expressions; parameters in whose name one is found decay, vectors too."""
+    no_decay_patterns: tuple[str, ...] = ()
+    """Regular expressions; parameters in whose name one is found do not decay."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decays of the first and second moment."""
     eps: PositiveFloat = 1e-8
@@ -48,3 +53,20 @@ class OptimizerConfig(Section):
         """Yields the broken rules between the keys of this section."""
         if self.lr_scale_rule != "none" and self.lr_base_batch is None:
             yield f'lr_scale_rule = "{self.lr_scale_rule}" needs lr_base_batch'
+        for key in ("decay_patterns", "no_decay_patterns"):
+            for pattern in getattr(self, key):
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    yield f'{key}: "{pattern}" is not a regular expression: {error}'
+
+    def decays(self, name: str, *, is_matrix: bool) -> bool:
+        """Whether a parameter decays.
+
+        Args:
+            name: such as "layers.attention.q_proj.weight": layers are not told apart.
+            is_matrix: whether it has more than one dimension, layers not counted.
+        """
+        if any(re.search(pattern, name) for pattern in self.no_decay_patterns):
+            return False
+        return is_matrix or any(re.search(pattern, name) for pattern in self.decay_patterns)

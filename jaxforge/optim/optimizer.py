@@ -1,15 +1,18 @@
 """The optimizer as one optax chain: clip · update rule with its decay groups and schedule."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, PyTree
 
 from jaxforge.config.job import JobConfig
-from jaxforge.config.optimizer import OPTIMIZERS
+from jaxforge.config.optimizer import OPTIMIZERS, OptimizerConfig
+from jaxforge.errors import UserError
 from jaxforge.model.linear import is_matrix
 from jaxforge.optim.adamw import adamw
 from jaxforge.optim.lion import lion
@@ -86,7 +89,7 @@ def _common(config: JobConfig, axes: PyTree) -> dict[str, Any]:
     """What all of ours take."""
     return {
         "betas": config.optimizer.betas,
-        "weight_decay": decay_groups(axes, config.optimizer.weight_decay),
+        "weight_decay": decay_groups(axes, config.optimizer),
         "state_dtype": jnp.dtype(config.train.opt_state_dtype),
     }
 
@@ -105,13 +108,32 @@ def _rate(config: JobConfig, peak: float) -> Schedule:
     return lambda n: peak * factor(n)
 
 
-def decay_groups(axes: PyTree, weight_decay: float) -> PyTree:
-    """Matrices decay, vectors (norm weights, biases) do not; layers do not count as a dimension."""
-    return jax.tree.map(
-        lambda names: weight_decay if is_matrix(names) else 0.0,
-        axes,
-        is_leaf=lambda node: isinstance(node, tuple),
-    )
+def decay_groups(axes: PyTree, optimizer: OptimizerConfig) -> PyTree:
+    """The weight decay of every parameter, 0 where there is none.
+
+    Matrices decay, vectors (norm weights, biases) do not, but for what the patterns name; layers do
+    not count as a dimension.
+
+    Args:
+        axes: logical axes of every parameter.
+        optimizer: the `[optimizer]` section.
+
+    Raises:
+        UserError: a pattern is found in no name.
+    """
+    named = flatten_dict(axes, sep=".")
+    for key in ("decay_patterns", "no_decay_patterns"):
+        for pattern in getattr(optimizer, key):
+            if not any(re.search(pattern, name) for name in named):
+                raise UserError(
+                    f'optimizer.{key}: "{pattern}" is in the name of no parameter; they are '
+                    + ", ".join(sorted(named))
+                )
+    decays = {
+        name: optimizer.weight_decay * optimizer.decays(name, is_matrix=is_matrix(of))
+        for name, of in named.items()
+    }
+    return unflatten_dict(decays, sep=".")
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:

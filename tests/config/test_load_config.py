@@ -177,7 +177,10 @@ def test_every_key_of_kempnerforge_loads():
             )
         ),
         ("plugins", "modules"),
-        *(("optimizer", key) for key in ("lr_scale_rule", "lr_base_batch")),
+        *(
+            ("optimizer", key)
+            for key in ("lr_scale_rule", "lr_base_batch", "decay_patterns", "no_decay_patterns")
+        ),
         *(("scheduler", key) for key in ("warmup_offset", "unit")),
         *(("early_stop", key) for key in EarlyStopConfig.model_fields),
         *(("distributed", key) for key in ("pp_chunks", "heartbeat_timeout_sec")),

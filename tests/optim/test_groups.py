@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import flatten_dict
 
 from jaxforge.config.model import ModelConfig
-from jaxforge.config.optimizer import OPTIMIZERS
+from jaxforge.config.optimizer import OPTIMIZERS, OptimizerConfig
+from jaxforge.errors import UserError
 from jaxforge.model.linear import is_matrix
 from jaxforge.model.transformer import Model
 from jaxforge.optim.optimizer import build_optimizer, decay_groups
@@ -24,7 +26,7 @@ def decay_by_name(model, weight_decay):
     """KempnerForge's names of the parameters, each with its decay and its shape."""
     decay = jax.tree.map(
         lambda d, leaf: np.full(leaf.shape, d),
-        decay_groups(model.axes, weight_decay),
+        decay_groups(model.axes, OptimizerConfig(weight_decay=weight_decay)),
         model.abstract,
     )
     return to_torch(decay)
@@ -38,6 +40,35 @@ def test_decay_is_kempnerforges(variant):
         expected = 0.3 if decay.ndim > 1 and "bias" not in name else 0.0
         assert (decay == expected).all(), name
     assert any("norm" in name for name in named)
+
+
+def test_patterns_override_what_dimensions_say():
+    model = Model(ModelConfig(**{**TINY["model"], "qkv_bias": True}))
+    asked = OptimizerConfig(
+        weight_decay=0.3,
+        decay_patterns=(r"norm\.weight$", "q_proj"),
+        no_decay_patterns=("embedding|head", "q_proj.bias", "mlp_norm"),
+    )
+    plain = flatten_dict(decay_groups(model.axes, OptimizerConfig(weight_decay=0.3)), sep=".")
+    decay = flatten_dict(decay_groups(model.axes, asked), sep=".")
+    assert {name: value for name, value in decay.items() if value != plain[name]} == {
+        "layers.attention_norm.weight": 0.3,
+        "norm.weight": 0.3,
+        "output_head.proj.weight": 0.0,
+        "token_embedding.embedding.weight": 0.0,
+    }
+
+
+def test_a_pattern_that_means_nothing_is_a_mistake():
+    axes = Model(ModelConfig(**TINY["model"])).axes
+    asked = OptimizerConfig(no_decay_patterns=("norm", "embeding"))
+    message = (
+        r'optimizer.no_decay_patterns: "embeding" is in the name of no parameter; they are lay'
+    )
+    with pytest.raises(UserError, match=message):
+        decay_groups(axes, asked)
+    with pytest.raises(ValueError, match=r'decay_patterns: "\*" is not a regular expression: noth'):
+        OptimizerConfig(decay_patterns=("*",))
 
 
 def test_stacked_layers_do_not_count_as_a_dimension():

@@ -34,7 +34,7 @@ def adam_of_optax(own_names):
     @register_optimizer("adam_of_optax")
     def build(config, schedule, axes):
         o = config.optimizer
-        mask = jax.tree.map(lambda decay: decay > 0, decay_groups(axes, 1.0))
+        mask = jax.tree.map(lambda decay: decay > 0, decay_groups(axes, o))
         return from_optax(
             optax.adamw(schedule, *o.betas, eps=o.eps, weight_decay=o.weight_decay, mask=mask)
         )

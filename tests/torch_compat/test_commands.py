@@ -146,6 +146,19 @@ def test_a_dry_run_writes_nothing(tmp_path, capsys):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_the_groups_of_an_export_decay_as_ours_do(tmp_path):
+    patterns = {"no_decay_patterns": ["token_embedding"], "decay_patterns": ["mlp_norm"]}
+    trained(tmp_path / "run", optimizer=patterns)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "dcp"), "--to=dcp"]) == 0
+    dcp = open_dcp(Directory(tmp_path / "dcp" / "latest"))
+    decaying, still = (dcp.objects(f"optimizer.param_groups.{g}.params") for g in (0, 1))
+    assert set(still) == {
+        "token_embedding.embedding.weight", "norm.weight",
+        "layers.0.attention_norm.weight", "layers.1.attention_norm.weight",
+    }  # fmt: skip
+    assert {"layers.0.mlp_norm.weight", "output_head.proj.weight"} < set(decaying)
+
+
 def test_weights_alone_start_at_step_0(tmp_path):
     config = trained(tmp_path / "a")
     main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
