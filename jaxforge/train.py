@@ -16,7 +16,7 @@ import jax
 from rich.console import Console
 
 from jaxforge.build import build_trainer
-from jaxforge.cli import run_main
+from jaxforge.cli import leave, run_main
 from jaxforge.config import help, load, rules
 from jaxforge.config.draft import Draft
 from jaxforge.config.job import JobConfig
@@ -112,4 +112,4 @@ def _console() -> Console:
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_main(functools.partial(main, None)))
+    leave(run_main(functools.partial(main, None)))

@@ -23,7 +23,7 @@ from jaxtyping import Array
 
 from benchmarks.faults import data
 from jaxforge import train
-from jaxforge.cli import run_main
+from jaxforge.cli import leave, run_main
 from jaxforge.data.tokens import TokenShards
 from jaxforge.model.transformer import Params
 from jaxforge.parallel import compilation
@@ -279,4 +279,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_main(main))
+    leave(run_main(main))

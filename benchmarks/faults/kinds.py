@@ -371,6 +371,17 @@ def read_hangs(case: Case) -> None:
     case.matches(case.shared.undisturbed())
 
 
+def read_hangs_at_the_end(case: Case) -> None:
+    """Of what is read ahead; the run ends before it would have to wait."""
+    where = {"window": 128 * data.ROWS}
+    last = case.rng.randrange(30, 60)
+    fault = ("hang_in_read", where)
+    output = case.ends(case.run.start(f"--train.exit_interval={last}", fault=fault), STOPPED)
+    case.says(output, f"stopped at step {last} of", "although threads go on")
+    case.goes_on()
+    case.matches(case.shared.undisturbed())
+
+
 def clock_jumps(case: Case) -> None:
     """By up to twelve days, forwards or backwards."""
     step = case.rng.randrange(1, STEPS)
@@ -464,6 +475,7 @@ KINDS = (
     Kind("shard gone, on the way", 4, shard_harmed_on_the_way("vanish", "No such file"), _GOES_ON),
     Kind("shard cut, on the way", 2, shard_harmed_on_the_way("cut", "greater than"), _GOES_ON),
     Kind("a read hangs", 2, read_hangs, _GOES_ON),
+    Kind("a read hangs, and the run ends before it is missed", 2, read_hangs_at_the_end, _SAVES),
     Kind("clock jumps", 6, clock_jumps, "nothing"),
     Kind("two processes: signal to one", 4, one_of_two_is_told_to_stop, _SAVES, n=2),
     Kind("two processes: kill -9 of one", 4, one_of_two_is_killed, _GOES_ON, n=2),

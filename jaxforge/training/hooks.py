@@ -71,7 +71,11 @@ class Hook:
         """When a save has started; it may not be durable yet."""
 
     def on_train_end(self, step: int, tokens_seen: int, reason: Exit | None) -> None:
-        """Last of all, also when the run fails (`reason` is None then)."""
+        """Last of all, also when the run fails (`reason` is None then).
+
+        Threads of yours that must come to their end do so in here: `python -m jaxforge.train` waits
+        half a minute for others, and leaves.
+        """
 
 
 class HookRunner(Hook):
