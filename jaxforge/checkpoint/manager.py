@@ -343,7 +343,7 @@ def _preservation(config: CheckpointConfig) -> policies.PreservationPolicy:
 
 
 def _gist(error: BaseException) -> str:
-    """The system's words; else the end of what may be pages: storage libraries put the cause last."""
+    """The system's words; else the end of what may be pages: libraries put the cause last."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
     text = str(error).split(" [tensorstore_spec=")[0].split(" [os_error_code=")[0]
