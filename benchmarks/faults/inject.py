@@ -107,14 +107,16 @@ def signal_in_compilation(number: int) -> None:
     compilation.compile_step = slowly
 
 
-def signal_in_evaluation(batch: int, number: int) -> None:
-    """A signal before a batch of an evaluation."""
+def signal_in_evaluation(batch: int, number: int, pause: float = 0.0) -> None:
+    """A signal before a batch of an evaluation, which rests before each batch from there on."""
     batches_of = evaluation.eval_batches
 
     def batches(*args: object) -> Iterator[Batch]:
         for i, one in enumerate(batches_of(*args)):
             if i == batch:
                 hit(number)
+            if i >= batch:
+                time.sleep(pause)
             yield one
 
     evaluation.eval_batches = batches

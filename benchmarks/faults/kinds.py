@@ -402,6 +402,15 @@ def one_of_two_is_told_to_stop(case: Case) -> None:
     stopped(case, fault, STOPPED, n=2, only=case.rng.choice([0, 1]))
 
 
+def one_of_two_is_told_while_evaluating(case: Case) -> None:
+    """Both stop between the same two batches, and go on there."""
+    arguments = {"batch": case.rng.randrange(3), "number": signal.SIGTERM, "pause": 2.0}
+    fault = ("signal_in_evaluation", arguments)
+    stopped(case, fault, STOPPED, n=2, only=case.rng.choice([0, 1]))
+    first = case.run.directory.with_suffix(".1.0.log").read_text()
+    require("eval_loss" not in first, "the evaluation was not stopped")
+
+
 def one_of_two_is_killed(case: Case) -> None:
     """The other one is told by JAX's coordination service, or by a save that fails."""
     step, only = case.rng.randrange(1, STEPS - 20), case.rng.choice([0, 1])
@@ -478,6 +487,8 @@ KINDS = (
     Kind("a read hangs, and the run ends before it is missed", 2, read_hangs_at_the_end, _SAVES),
     Kind("clock jumps", 6, clock_jumps, "nothing"),
     Kind("two processes: signal to one", 4, one_of_two_is_told_to_stop, _SAVES, n=2),
+    Kind("two processes: signal to one, evaluating", 2, one_of_two_is_told_while_evaluating,
+         _SAVES, n=2),
     Kind("two processes: kill -9 of one", 4, one_of_two_is_killed, _GOES_ON, n=2),
     Kind("two processes: NaN from one", 2, nan_from_one_host, _LEFT_OUT, n=2),
 )  # fmt: skip

@@ -104,6 +104,8 @@ class Signals:
 
     def _agree(self) -> Exit:
         """Signals that were received come before time; a SIGTERM only the service has seen."""
+        # Programs that run at once on CPU would take one another's messages: first end the steps.
+        jax.block_until_ready(jax.live_arrays())
         mine = np.array([self._received or 0, self._is_time_up], np.int32)
         received, is_time_up = multihost_utils.process_allgather(mine).T
         if received.any():
