@@ -65,7 +65,7 @@ class Checkpoints:
         self._failure: Exception | None = None
         self._began: dict[int, float] = {}
         check_ours(self.directory)
-        self._manager = ocp.CheckpointManager(
+        self._manager = _Manager(
             self.directory,
             handler_registry=_handlers(arrays),
             options=ocp.CheckpointManagerOptions(
@@ -303,6 +303,18 @@ class Checkpoints:
                 f"{self.path(step)} is damaged ({_gist(error.__cause__ or error)}); {before}bring "
                 "it back from a copy"
             ) from error
+
+
+class _Manager(ocp.CheckpointManager):
+    """Leaves JAX's preemption service to `training.exits`, whose count of calls it would set back.
+
+    Orbax asks with the step that is saved, also from its background thread when training has gone
+    on; then one process may stop at a step that another has passed (docs/upstream.md).
+    """
+
+    def reached_preemption(self, step: int) -> bool:
+        """Never asks: saves are ours to decide."""
+        return False
 
 
 def _handlers(

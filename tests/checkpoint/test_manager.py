@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 import tensorstore as ts
+from jax.experimental import multihost_utils
 
 from jaxforge.checkpoint.find import find
 from jaxforge.checkpoint.manager import Checkpoints
@@ -312,8 +313,24 @@ def test_a_save_that_fails_is_told_before_the_next(tmp_path):
     saved = checkpoints(tmp_path, ours)
     (tmp_path / "checkpoints").rmdir()
     (tmp_path / "checkpoints").touch()  # no directory, so that nothing can be made in it
-    with pytest.raises(StorageError, match=r"could not be written to .* \(Not a directory: /"):
+    with pytest.raises(StorageError, match=r"could not be written .* \(N\w+( \w+)* directory: /"):
         save_and_look(saved, state)
+
+
+def test_saves_do_not_count_as_questions_of_the_loop(tmp_path, monkeypatch):
+    asked = []
+
+    def service(step):
+        asked.append(step)
+        return False
+
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", service)
+    ours, state = trained()
+    saved = checkpoints(tmp_path, ours)
+    for step in (1, 2):
+        saved.save(Progress(step=step), state)
+    saved.close()
+    assert not asked
 
 
 def test_find_says_what_it_looked_for(tmp_path):
