@@ -217,7 +217,13 @@ def test_several_processes_find_one_another_and_fail_together(child):
 
 
 def test_the_first_failure_speaks_for_all(child):
-    body = "sys.exit(2) if index == '1' else (time.sleep(0.3), os.abort())"
+    body = (
+        "if index == '1': sys.exit(2)\n"
+        "first = Path('started-1-0')\n"
+        "while not (first.exists() and first.read_text()): time.sleep(0.01)\n"
+        "while Path('/proc', first.read_text()).exists(): time.sleep(0.01)\n"
+        "os.abort()"
+    )
     assert main([*QUICK, "--nproc=2", *child.command(body)]) == 2
     assert child.starts() == 1
 
