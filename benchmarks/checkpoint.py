@@ -31,6 +31,7 @@ from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.job import JobConfig
 from jaxforge.model.transformer import build_model, parameter_count
 from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.parallel import host_memory
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.training.progress import Progress
 from jaxforge.training.state import TrainState, init_state
@@ -136,6 +137,7 @@ def measure(savers: dict[str, Saver], rounds: int) -> dict[str, Times]:
 def main() -> None:
     """Prints the table and writes the results."""
     quick = results.arguments(__doc__).parse_args().quick
+    host_memory.keep_freed_memory()  # as a run does
     state, parameters, axes = state_of(quick)
     dist.init_process_group("cpu:gloo", rank=0, world_size=1, store=dist.HashStore())
     savers = {"theirs": theirs(state), "ours": ours(state, axes)}
