@@ -182,8 +182,9 @@ class Checkpoints:
         tree = layout.to_tree(like)
         restore_args = ocp.checkpoint_utils.construct_restore_args(tree)
         with self._naming_damage(step):
-            self._check_fits(tree["params"], step)
-            self._check_optimizer(tree["optimizer"], step)
+            saved = self._saved_tree(step)
+            self._check_fits(tree["params"], saved, step)
+            self._check_optimizer(tree["optimizer"], saved, step)
             restored = self._manager.restore(
                 step,
                 args=ocp.args.Composite(
@@ -191,7 +192,7 @@ class Checkpoints:
                     progress=ocp.args.JsonRestore(),
                 ),
             )
-            self._check_bits(restored.state, step)
+            self._check_bits(restored.state, saved, step)
         self._saved = step
         progress = Progress.from_json(restored.progress)
         return with_counts(layout.from_tree(restored.state, like), progress), progress
@@ -205,14 +206,15 @@ class Checkpoints:
     def has_optimizer(self, step: int) -> bool:
         """Whether a step holds more than weights."""
         with self._naming_damage(step):
-            return bool(self._manager.item_metadata(step).state.tree["optimizer"])
+            return bool(self._saved_tree(step)["optimizer"])
 
     def restore_params(self, like: PyTree, step: int) -> PyTree:
         """The parameters alone; nothing else is read."""
         item = {"params": like}
         restore_args = ocp.checkpoint_utils.construct_restore_args(item)
         with self._naming_damage(step):
-            self._check_fits(like, step)
+            saved = self._saved_tree(step)
+            self._check_fits(like, saved, step)
             restored = self._manager.restore(
                 step,
                 args=ocp.args.Composite(
@@ -221,7 +223,7 @@ class Checkpoints:
                     )
                 ),
             )
-            self._check_bits(restored.state, step)
+            self._check_bits(restored.state, saved, step)
         return restored.state["params"]
 
     def path(self, step: int) -> Path:
@@ -248,9 +250,13 @@ class Checkpoints:
         except Exception as error:  # whatever it is, it is raised by `check`
             self._failure = error
 
-    def _check_fits(self, wanted: PyTree, step: int) -> None:
+    def _saved_tree(self, step: int) -> PyTree:
+        """Shapes and dtypes of the state that was saved; read from the disk."""
+        return self._manager.item_metadata(step).state.tree
+
+    def _check_fits(self, wanted: PyTree, saved_tree: PyTree, step: int) -> None:
         """Names the first parameter that differs, before Orbax fails on it in its own words."""
-        saved = _shapes(self._manager.item_metadata(step).state.tree["params"])
+        saved = _shapes(saved_tree["params"])
         shapes = _shapes(wanted)
         for name in sorted(shapes.keys() | saved.keys()):
             want, have = shapes.get(name, "absent"), saved.get(name, "absent")
@@ -260,8 +266,8 @@ class Checkpoints:
                     f"and {want} in the config; change [model] or checkpoint.dir"
                 )
 
-    def _check_optimizer(self, wanted: PyTree, step: int) -> None:
-        saved = _shapes(self._manager.item_metadata(step).state.tree["optimizer"])
+    def _check_optimizer(self, wanted: PyTree, saved_tree: PyTree, step: int) -> None:
+        saved = _shapes(saved_tree["optimizer"])
         if saved != _shapes(wanted):
             raise UserError(
                 f"{self.path(step)} has the state of another optimizer than optimizer.name asks "
@@ -270,14 +276,14 @@ class Checkpoints:
                 'checkpoint.load_path and checkpoint.exclude_from_loading = ["optimizer"]'
             )
 
-    def _check_bits(self, restored: PyTree, step: int) -> None:
+    def _check_bits(self, restored: PyTree, saved_tree: PyTree, step: int) -> None:
         """Compares checksums, where the checkpoint has any: imported and old ones do not."""
         if not (self.path(step) / "checksums").exists():
             return
         args = ocp.args.Composite(checksums=ocp.args.JsonRestore())
-        saved = self._manager.restore(step, args=args).checksums
-        metadata = flatten_dict(self._manager.item_metadata(step).state.tree, sep=".")
-        check(restored, saved, {name: leaf.dtype for name, leaf in metadata.items()})
+        checksums = self._manager.restore(step, args=args).checksums
+        saved = flatten_dict(saved_tree, sep=".")
+        check(restored, checksums, {name: leaf.dtype for name, leaf in saved.items()})
 
     @contextlib.contextmanager
     def _naming_failure(self) -> Iterator[None]:
