@@ -1,13 +1,18 @@
 # On a fresh machine: `make train` trains the quickstart, `make test` runs every test.
 
-PYTHON ?= python3
+# The newest supported Python that can make an environment; a version that only has a name cannot.
+RUNS    = command -v $(1) >/dev/null && $(1) -c 'import ensurepip' 2>/dev/null
+PYTHON ?= $(shell for python in python3.13 python3.12 python3.11; do \
+            if $(call RUNS,$$python); then echo $$python; exit; fi; done; echo python3)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-# Not benchmarks, or not for every machine: aot.py and pipeline_aot.py need jax[tpu].
-NOT_RUN = %/results.py %/tpu_cost.py %/aot.py %/pipeline_aot.py
+# A torch without CUDA is on PyPI for no Python; where constraints.txt pins one, its tests run.
+EXTRAS  = $(shell $(BIN)/python -c "import sys; print('dev' + ',torch' * (sys.version_info < (3, 12)))")
+# Not benchmarks, or not for every machine: *aot.py need the compilers for TPU or GPU.
+NOT_RUN = %/results.py %/figures.py %/tpu_cost.py %/aot.py %/pipeline_aot.py %/gpu_aot.py
 STDLIB  = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
 
-.PHONY: train test lint bench wheel clean
+.PHONY: train test test-lines test-gpu-compiler test-torchtitan lint bench wheel clean
 
 train: $(VENV)/.run data/quickstart
 	$(BIN)/python -m jaxforge.train --config configs/quickstart.toml
@@ -15,7 +20,22 @@ train: $(VENV)/.run data/quickstart
 	  --temperature 0.8 --top-p 0.95 --max-tokens 200
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+
+# The suite on every line of JAX that constraints.txt pins, and on the one between: before a change of
+# pyproject.toml or constraints.txt, with as many of the Pythons as there are.
+test-lines:
+	for python in python3.11 python3.12 python3.13; do if $(call RUNS,$$python); then \
+	  $(MAKE) test PYTHON=$$python VENV=$(VENV)-lines/$$python || exit 1; else \
+	  echo "no $$python: not tested"; fi; done
+	if $(call RUNS,python3.12); then python=$(VENV)-lines/python3.12/bin/python; \
+	  $$python -m pip install --quiet jax==0.11.2 jaxlib==0.11.2 && \
+	  $$python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder; \
+	  rm $(VENV)-lines/python3.12/.dev; fi
+
+# Compiles steps for GPU meshes without a GPU: 4 GB of compilers, in an environment of their own.
+test-gpu-compiler: $(VENV)-cuda/.done
+	$(VENV)-cuda/bin/python -m pytest tests/parallel/test_gpu_meshes.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -26,11 +46,21 @@ bench: $(VENV)/.dev
 	for script in $(filter-out $(NOT_RUN),$(wildcard benchmarks/*.py)); do \
 	  $(BIN)/python $$script || exit 1; done
 
+# torchtitan's own code for tests/torch_compat/test_torchtitan.py: three of its versions side by side,
+# without the packages that only training needs.
+TITAN_NEEDS = torchdata==0.11.0 tyro==1.0.17 docstring_parser==0.18.0 typeguard==4.6.0 \
+  tomli==2.5.0 spmd_types==0.2.3
+test-torchtitan: $(VENV)/.dev
+	for version in 0.1.0 0.2.2 0.3.0; do \
+	  $(BIN)/python -m pip install --quiet --no-deps --target build/torchtitan/$$version \
+	    torchtitan==$$version $(TITAN_NEEDS) || exit 1; done
+	$(BIN)/python -m pytest tests/torch_compat/test_torchtitan.py
+
 wheel: $(VENV)/.dev
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) dist build
+	rm -rf $(VENV) $(VENV)-cuda $(VENV)-lines dist build
 
 # Real text that every machine has: the source of Python's standard library.
 data/quickstart: | $(VENV)/.run
@@ -47,5 +77,10 @@ $(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,torch]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$(EXTRAS)]"
 	touch $@ $(VENV)/.run
+
+$(VENV)-cuda/.done: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)-cuda
+	$(VENV)-cuda/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[cuda]" pytest
+	touch $@

@@ -27,15 +27,11 @@ from tpu_cost import Program
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
+from jaxforge.model.attention_backends import BACKENDS
 from jaxforge.model.remat import block
-from jaxforge.model.splash import splash_attention
-from jaxforge.model.transformer import build_model, matmul_precision
-from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import xla_flags
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.parallel.sharding import batch_sharding
-from jaxforge.training.state import abstract_state
-from jaxforge.training.step import Controls, make_train_step
+from jaxforge.training.lowering import lower_train_step
 
 LLAMA_2_7B = {"dim": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": 32000,
               "ffn_hidden_dim": 11008}  # fmt: skip
@@ -80,15 +76,7 @@ CASES = (
 def our_step(case: Case, devices: list[jax.Device]) -> jax.stages.Lowered:
     """The train step of jaxforge."""
     config = case.config()
-    mesh = make_mesh(config, devices)
-    model = build_model(config, "tpu")
-    optimizer = build_optimizer(config, model.axes)
-    shape = (1, DEVICES, case.seq_len)
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
-    with jax.set_mesh(mesh), matmul_precision(config):
-        state = abstract_state(model, optimizer, mesh)
-        step = make_train_step(model, optimizer, config, mesh)
-        return step.lower(state, {"input_ids": tokens, "labels": tokens}, Controls())
+    return lower_train_step(config, make_mesh(config, devices))
 
 
 def plain_step(case: Case, devices: list[jax.Device]) -> jax.stages.Lowered:
@@ -160,7 +148,7 @@ def plain_loss(case: Case) -> Callable[[dict, jax.Array], jax.Array]:
         w = jax.tree.map(lambda leaf: leaf.astype(x.dtype), w)
         y = norm(x, w["norm1"])
         q, k, v = ((y @ w[name]).reshape(*y.shape[:2], -1, c.head_size) for name in "qkv")
-        attended = splash_attention(rotate(q), rotate(k), v, None)
+        attended = BACKENDS["splash"].attend(rotate(q), rotate(k), v, None)
         x = x + attended.reshape(x.shape) @ w["o"]
         y = norm(x, w["norm2"])
         return x + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["down"], None

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -21,11 +22,8 @@ import optax
 import results
 
 from jaxforge.config.job import JobConfig
-from jaxforge.model.transformer import build_model
-from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.training.state import abstract_state
-from jaxforge.training.step import Controls, make_train_step
+from jaxforge.training.lowering import lower_train_step
 
 ROOT = Path(__file__).parents[1]
 DIM, HEADS, FFN, VOCABULARY = 128, 4, 512, 1024
@@ -81,13 +79,7 @@ def scanned_seconds(layers: int) -> float:
         }
     )  # fmt: skip
     mesh = make_mesh(config, jax.devices()[:1])
-    model = build_model(config)
-    optimizer = build_optimizer(config, model.axes)
-    tokens = jax.ShapeDtypeStruct((1, BATCH, SEQ), jnp.int32)
-    with jax.set_mesh(mesh):
-        state = abstract_state(model, optimizer, mesh)
-        step = make_train_step(model, optimizer, config, mesh)
-        return _seconds(step, state, {"input_ids": tokens, "labels": tokens}, Controls())
+    return _seconds(lambda: lower_train_step(config, mesh))
 
 
 def unrolled_seconds(layers: int) -> float:
@@ -107,7 +99,8 @@ def unrolled_seconds(layers: int) -> float:
 
     tokens = jax.ShapeDtypeStruct((BATCH, SEQ), jnp.int32)
     moments = jax.eval_shape(optimizer.init, params)
-    return _seconds(jax.jit(step, donate_argnums=(0, 1)), params, moments, tokens)
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    return _seconds(lambda: jitted.lower(params, moments, tokens))
 
 
 def _loss(params: dict, tokens: jax.Array) -> jax.Array:
@@ -139,9 +132,9 @@ def _rotate(x: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-def _seconds(step: jax.stages.Wrapped, *arguments: object) -> float:
+def _seconds(lower: Callable[[], jax.stages.Lowered]) -> float:
     started = time.perf_counter()
-    step.lower(*arguments).compile()
+    lower().compile()
     return time.perf_counter() - started
 
 

@@ -4,9 +4,9 @@
 
 A DCP checkpoint of parameters and AdamW moments is imported, and the run exported as DCP and as
 Hugging Face safetensors, each by a process of its own. Memory is the peak resident size above that
-of the same command with `--dry-run`. Throughput is that of the data written, beside `cp -r` of the
-same bytes, torch's own `dcp_to_torch_save`, and `save_pretrained` of the same weights, all in turns
-and all with their files in the page cache.
+of the same command with `--dry-run`, and with the libraries loaded that it loads later. Throughput
+is that of the data written, beside `cp -r` of the same bytes, torch's own `dcp_to_torch_save`, and
+`save_pretrained` of the same weights, all in turns and all with their files in the page cache.
 """
 
 import json
@@ -50,6 +50,13 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 dcp_to_torch_save(*sys.argv[1:])
 """
 
+_LOADED = """
+import sys
+import torch_compat.orbax_commit
+from torch_compat.__main__ import main
+main([*sys.argv[1:], "--dry-run"])
+"""
+
 _SAVE_PRETRAINED = """
 import sys
 from transformers import AutoModelForCausalLM
@@ -89,11 +96,11 @@ def write_checkpoint(config: JobConfig, directory: Path) -> int:
     entries = dcp_state.entries(
         held, declared, DIALECTS["kempnerforge"], flat=False, prefix="model.", weights_only=False
     )
-    staging = Staging(directory / "step_100", {}, Share())
-    units = dcp_writer.units(entries, staging.path, BLOCK)
-    staging.write(units, lambda nbytes: None)
-    dcp_writer.write_metadata(entries, staging.results(units), staging.path, BLOCK)
-    staging.commit()
+    with Staging(directory / "step_100", {}, Share()) as staging:
+        units = dcp_writer.units(entries, staging.path, BLOCK)
+        staging.write(units, lambda nbytes: None)
+        dcp_writer.write_metadata(entries, staging.results(units), staging.path, BLOCK)
+        staging.commit()
     return sum(tensor.nbytes for _, tensor in held.tensors())
 
 
@@ -135,7 +142,8 @@ def compare(nbytes: int, repeats: int, place: Path) -> list[results.Row]:
     rows = []
 
     def memory(case: str, command: Sequence[str | Path], target: Path) -> None:
-        _, base = measured([*command, "--dry-run"])
+        is_import = command[3] == "import"
+        _, base = measured(python(_LOADED, *command[3:]) if is_import else [*command, "--dry-run"])
         _, peak = measured(command)
         allowed = LIMIT + largest
         rows.append(results.Row(f"{name}: memory of {case}", round((peak - base) / MIB),

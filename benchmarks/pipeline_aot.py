@@ -14,11 +14,11 @@ import importlib.util
 
 import aot  # sets the environment for compiling without a TPU
 import jax
-import jax.numpy as jnp
 import optax
 import pipeline
 import results
 from jax.experimental import topologies
+from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxforge.config.job import JobConfig
@@ -26,10 +26,10 @@ from jaxforge.model.transformer import build_model, matmul_precision
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import xla_flags
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.parallel.sharding import batch_sharding
 from jaxforge.training.gradients import Batch
+from jaxforge.training.lowering import abstract_batch, lower_train_step
 from jaxforge.training.state import TrainState, abstract_state
-from jaxforge.training.step import Controls, make_train_step
+from jaxforge.training.step import Controls
 
 STAGES, ROWS, SEQ = 4, 4, 2048
 MESHES = {"dp_shard 4": {"dp_shard": 4}, "dp_shard 2 x tp 2": {"dp_shard": 2, "tp": 2}}
@@ -49,14 +49,13 @@ def config_of(microbatches: int, axes: dict[str, int]) -> JobConfig:
     return JobConfig.model_validate({"model": model, "train": train, "distributed": distributed})
 
 
-def lowered(config: JobConfig, devices: list[jax.Device], *, rolled: bool) -> jax.stages.Lowered:
-    """The step of jaxforge, or one whose gradients are those of a differentiated pipeline."""
-    mesh = make_mesh(config, devices)
+def rolled_step(config: JobConfig, mesh: Mesh) -> jax.stages.Lowered:
+    """A step whose gradients are those of a differentiated pipeline."""
     model = build_model(config, "tpu")
     optimizer = build_optimizer(config, model.axes)
     gradients = pipeline.rolled_gradients(model, config, mesh)
 
-    def rolled_step(state: TrainState, batch: Batch, controls: Controls) -> tuple:
+    def step(state: TrainState, batch: Batch, controls: Controls) -> tuple:
         grads, loss = gradients(state.params, batch)
         updates, opt_state = optimizer.update(
             grads, state.opt_state, state.params, lr_scale=controls.lr_scale
@@ -65,13 +64,10 @@ def lowered(config: JobConfig, devices: list[jax.Device], *, rolled: bool) -> ja
         new = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state)
         return new, loss
 
-    shape = (config.train.grad_accum_steps, ROWS, SEQ)
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
     with jax.set_mesh(mesh), matmul_precision(config):
         state = abstract_state(model, optimizer, mesh)
-        ours = make_train_step(model, optimizer, config, mesh)
-        step = jax.jit(rolled_step, donate_argnums=0) if rolled else ours
-        return step.lower(state, {"input_ids": tokens, "labels": tokens}, Controls())
+        batch = abstract_batch(config, mesh)
+        return jax.jit(step, donate_argnums=0).lower(state, batch, Controls())
 
 
 def measured(
@@ -79,8 +75,9 @@ def measured(
 ) -> dict[str, float] | str:
     """What the compiler makes of it, or why it makes nothing of it."""
     options = xla_flags.compiler_options(devices[0], {})
+    lower = rolled_step if rolled else lower_train_step
     try:
-        return aot.measure(lowered(config, devices, rolled=rolled), options)
+        return aot.measure(lower(config, make_mesh(config, devices)), options)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -1,4 +1,5 @@
-"""How every benchmark reports: a table on the screen, JSON in `benchmarks/results/`.
+"""How every benchmark reports: a table on the screen, JSON in `benchmarks/results/`, and from there
+the tables in `docs/` (`figures.py`).
 
 A row compares jaxforge with a peer measured in the same run. `ratio` is larger where jaxforge is
 better, whatever the unit: ours / theirs of a speed, theirs / ours of a time or a size.
@@ -8,6 +9,7 @@ import argparse
 import json
 import os
 import platform
+import runpy
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
@@ -105,7 +107,7 @@ def write_json(
     result = {
         "name": name,
         "device": device,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}",
         "versions": {package: version(package) for package in packages},
         "date": date.today().isoformat(),
         "rows": list(rows),
@@ -115,6 +117,7 @@ def write_json(
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(f"written to {path}")
+    runpy.run_path(str(Path(__file__).with_name("figures.py")), run_name="__main__")
 
 
 def _shown(figure: float) -> str:

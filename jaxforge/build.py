@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
-from jaxforge import run_directory
+from jaxforge import mirror, run_directory
 from jaxforge.checkpoint.due import Due
 from jaxforge.checkpoint.local import open_local
 from jaxforge.checkpoint.manager import Checkpoints
@@ -26,6 +26,7 @@ from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import compilation
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.parallel.xla_flags import Option
+from jaxforge.run_lock import RunLock
 from jaxforge.telemetry.console import add_log_file, banner, human
 from jaxforge.telemetry.measures import Work
 from jaxforge.telemetry.outlets import check_libraries, open_outlets
@@ -35,7 +36,7 @@ from jaxforge.training.attribution import Attribution, make_row_losses
 from jaxforge.training.early_stop import EarlyStop
 from jaxforge.training.evaluation import Evaluator
 from jaxforge.training.exporting import Exporter
-from jaxforge.training.hooks import Hook, HookRunner
+from jaxforge.training.hooks import Hook, HookRunner, named_hook
 from jaxforge.training.loop import Trainer, start_of
 from jaxforge.training.phases import Phases
 from jaxforge.training.progress import Progress
@@ -58,20 +59,29 @@ log = logging.getLogger(__name__)
 
 
 def build_trainer(
-    config: JobConfig, mesh: Mesh, hooks: Sequence[Hook], console: Console, watchdog: Watchdog
+    config: JobConfig,
+    mesh: Mesh,
+    hooks: Sequence[Hook],
+    console: Console,
+    watchdog: Watchdog,
+    lock: RunLock,
 ) -> Trainer:
     """Everything a run needs, in the order in which a user's mistakes should surface.
 
-    Nothing is written before the data has been checked.
+    Nothing is written before the data has been checked and the run directory is ours; what the
+    directory says of its run is written once nothing can refuse the start any more.
     """
     check_libraries(config.metrics)
-    profiler = Profiler(config.profiling, Path(config.checkpoint.dir))
+    named = [named_hook(path) for path in config.plugins.hooks]
+    profiler = Profiler(config.profiling, mirror.files(config.checkpoint.dir))
     flags = compilation.accepted_flags(config.train)
     with watchdog.section("data"):
         dataset = loader.open_training_data(config)
         eval_data = loader.open_eval_data(config) if config.eval.enabled else {}
     model = build_model(config)
     optimizer = build_optimizer(config, model.axes)
+    lock.acquire()
+    copier = run_directory.open_mirror(config)
     checkpoints = _open_run_directory(config, model)
     watchdog.write_stacks_to(_stacks(config))
     resolved = config.model_dump(mode="json")
@@ -84,16 +94,17 @@ def build_trainer(
     ramp, phases = config.train.ramp(dp), Phases.of(config.data)
     samples = ramp.rows * config.train.grad_accum_steps
     progress.sequences_per_epoch = sequences_per_epoch(config, ramp.rows, dataset)
-    summary = schedule_summary(config, dp, progress.sequences_per_epoch)
-    write_summary(Path(config.checkpoint.dir), summary)
     early_stop = EarlyStop(config.early_stop)
     early_stop.load_json(progress.early_stop)
     validations = _validations(config, mesh, model, eval_data) if eval_data else None
-    _announce(console, config, model, mesh, samples)
-    tracker = _tracker(console, config, progress, samples)
-    runner = HookRunner([*hooks, *_own_hooks(config, progress)])
+    runner = HookRunner([*hooks, *named, *_own_hooks(config, progress)])
     collect = (*config.metrics.collect, *runner.collect)
     step = make_train_step(model, optimizer, config, mesh, collect=collect)
+    _announce(console, config, model, mesh, samples)
+    tracker = _tracker(console, config, progress, samples)
+    run_directory.prepare(mirror.files(config.checkpoint.dir), config)
+    summary = schedule_summary(config, dp, progress.sequences_per_epoch)
+    write_summary(mirror.files(config.checkpoint.dir), summary)
 
     def open_batches(place: Progress) -> Iterator[Batch]:
         return _open_batches(config, mesh, dataset, phases, ramp, place)
@@ -117,24 +128,27 @@ def build_trainer(
         attribution=_attribution(config, mesh, model, dataset, progress),
         watchdog=watchdog,
         tracker=tracker,
-        open_watches=lambda steps: open_watches(config, mesh, tracker.host_times, steps.largest),
+        open_watches=lambda steps: open_watches(
+            config, mesh, tracker.host_times, steps.largest, lock
+        ),
         profiler=profiler,
         hooks=runner,
+        mirror=copier,
     )
 
 
 def _open_run_directory(config: JobConfig, model: Model) -> Checkpoints:
-    directory = Path(config.checkpoint.dir)
-    run_directory.prepare(directory, config)
-    add_log_file(directory)
+    files = mirror.files(config.checkpoint.dir)
+    add_log_file(files)
+    run_directory.tell_changes(files, config)
     for answer in torch_only.answers(config):
         log.info("%s", answer)
-    resolved = config.model_dump(mode="json")
-    return Checkpoints(directory, config.checkpoint, model.axes, resolved, stack=model.stack)
+    resolved, run = config.model_dump(mode="json"), run_directory.root(config)
+    return Checkpoints(run, config.checkpoint, model.axes, resolved, stack=model.stack)
 
 
 def _stacks(config: JobConfig) -> Path:
-    return Path(config.checkpoint.dir) / "logs" / f"stacks_{jax.process_index()}.txt"
+    return mirror.files(config.checkpoint.dir) / "logs" / f"stacks_{jax.process_index()}.txt"
 
 
 def _open_foreign(path: str, config: JobConfig) -> Source:
@@ -222,7 +236,7 @@ def _rollback(
 def _validations(
     config: JobConfig, mesh: Mesh, model: Model, datasets: dict[str, loader.Dataset]
 ) -> Validations:
-    tokenizer = run_directory.find_tokenizer(Path(config.checkpoint.dir))
+    tokenizer = run_directory.tokenizer_for(mirror.files(config.checkpoint.dir), config)
     evaluator = Evaluator(config, mesh, model, datasets, tokenizer)
     evaluator.check_reports(config.checkpoint.best_metric)
     return Validations(evaluator, config.eval.steps)
@@ -261,7 +275,7 @@ def _announce(console: Console, config: JobConfig, model: Model, mesh: Mesh, sam
         or config.data.dataset_path
         or config.data.hf_dataset_name
         or "synthetic random tokens (no data)",
-        "run": str(Path(config.checkpoint.dir).absolute()),
+        "run": str(run_directory.root(config).absolute()),
     }
     if jax.process_index() == 0:
         banner(console, rows)

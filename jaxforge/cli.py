@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -9,23 +10,82 @@ from typing import NoReturn
 
 from jaxforge.errors import StorageError, UserError
 
+_FLAGS_SEC = 60
 
-def run_main(main: Callable[[], int]) -> int:
+
+def run_main(
+    main: Callable[[], int], *, tidies_up: bool = False, uses_devices: bool = False
+) -> int:
     """Runs `main`; failures that are not our own mistakes become one message on stderr.
+
+    Args:
+        main: what to do.
+        tidies_up: Ctrl-C is raised in `main`, which has something to put in order; otherwise a
+            command just ends (`jaxforge.__init__`).
+        uses_devices: it will compile and run programs of JAX.
 
     Returns:
         What `main` returns, else the error's exit code; 130 when interrupted from the keyboard.
     """
+    if tidies_up and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        if uses_devices:
+            _check_xla_flags(os.environ.get("XLA_FLAGS", ""))
         return main()
     except (UserError, StorageError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever read our output has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _check_xla_flags(flags: str) -> None:
+    """Lets a child read them first: XLA ends a process with code 1 where it cannot.
+
+    Raises:
+        UserError: they are wrong.
+    """
+    if not flags or not sys.platform.startswith("linux"):  # a fork is not safe elsewhere
+        return
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(write, sys.__stderr__.fileno() if sys.__stderr__ else 2)
+        signal.alarm(_FLAGS_SEC)
+        _parse_xla_flags()
+    os.close(write)
+    with open(read, errors="replace") as pipe:
+        said = pipe.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status in (1, -signal.SIGABRT):
+        raise UserError(f"XLA_FLAGS={flags}: {_gist(said)}; correct or unset it")
+
+
+def _parse_xla_flags() -> NoReturn:
+    try:
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")  # quick to open, and knows the flags of all
+        jax.devices()
+    finally:
+        os._exit(0)
+
+
+def _gist(said: str) -> str:
+    """What XLA says, before it lists all flags there are."""
+    first = said.strip().partition("\n")[0]
+    return first.partition("] ")[2].removesuffix(".") or first or "XLA cannot read it"
+
+
+def _printable(message: str) -> str:
+    """A message without what a terminal obeys or cannot show, which names in files may have."""
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in message
+    )
 
 
 def leave(code: int, patience: float = 30.0) -> NoReturn:

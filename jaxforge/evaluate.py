@@ -18,7 +18,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from jaxforge import inference, run_directory
+from jaxforge import inference, run_directory, storage
 from jaxforge.cli import run_main
 from jaxforge.config.job import JobConfig
 from jaxforge.data import loader
@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     host_memory.keep_freed_memory()
     multihost.initialize()
     trained, sums = evaluate(
-        Path(args.run), overrides, sets=args.set, step=args.step, batch_size=args.batch_size,
-        steps=args.steps,
+        storage.path(args.run), overrides, sets=args.set, step=args.step,
+        batch_size=args.batch_size, steps=args.steps,
     )  # fmt: skip
     if jax.process_index() == 0:
         _print(trained, sums, to_stderr=args.json == _STDOUT)
@@ -133,6 +133,8 @@ def _check(args: argparse.Namespace) -> None:
     for name, value in (("steps", args.steps), ("batch-size", args.batch_size)):
         if value is not None and value < 1:
             raise UserError(f"--{name}: expected 1 or more")
+    if args.json and args.json != _STDOUT:
+        storage.local(args.json, "--json", "copy it there afterwards")
     if args.json and not args.json.parent.is_dir():
         raise UserError(f"--json {args.json}: there is no directory {args.json.parent}")
 
@@ -144,7 +146,7 @@ def _set_overrides(sets: Sequence[str]) -> list[str]:
         name, equals, place = text.partition("=")
         if not (name and equals and place):
             raise UserError(f"--set {text}: expected NAME=DIR")
-        table, path = {"name": name, "dataset_path": place}, Path(place)
+        table, path = {"name": name, "dataset_path": place}, storage.path(place, f"--set {name}")
         if "*" in path.name:
             table |= {"dataset_path": str(path.parent), "file_pattern": path.name}
         tables.append(table)
@@ -200,4 +202,4 @@ def _write(path: Path, values: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_main(functools.partial(main, None)))
+    raise SystemExit(run_main(functools.partial(main, None), uses_devices=True))

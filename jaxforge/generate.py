@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import jax
 from rich.console import Console
 
-from jaxforge import inference, run_directory
+from jaxforge import inference, run_directory, storage
 from jaxforge.cli import run_main
 from jaxforge.data.prompts import RESULTS, Prompt, read_prompts
 from jaxforge.data.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     host_memory.keep_freed_memory()
     multihost.initialize()
     prompts = _prompts(args)
-    trained = inference.open_run(Path(args.run), overrides, step=args.step)
+    trained = inference.open_run(storage.path(args.run), overrides, step=args.step)
     tokenizer = run_directory.read_tokenizer(trained.run)
     limit = trained.config.model.max_seq_len
     ids = [_encode(tokenizer, prompt, limit, args.max_tokens) for prompt in prompts]
@@ -109,6 +109,9 @@ def _sampling(args: argparse.Namespace) -> Sampling:
 def _prompts(args: argparse.Namespace) -> list[Prompt]:
     if args.prompts and args.prompt:
         raise UserError("--prompt and --prompts exclude each other: add the texts to the file")
+    for name in ("prompts", "output"):
+        if place := getattr(args, name):
+            storage.local(place, f"--{name}", "copy it from or to there")
     if args.output and args.output.exists():
         raise UserError(f"--output {args.output} exists: name a new file, or remove it first")
     if args.output and not args.output.parent.is_dir():
@@ -216,4 +219,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_main(functools.partial(main, None)))
+    raise SystemExit(run_main(functools.partial(main, None), uses_devices=True))

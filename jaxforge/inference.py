@@ -16,6 +16,7 @@ from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, Params, build_model, matmul_precision
+from jaxforge.parallel import device_memory
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import param_shardings
 
@@ -52,17 +53,26 @@ class TrainedModel:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[Params]:
-        """The parameters, on their mesh and in their precision while the context lasts."""
-        with jax.set_mesh(self.mesh), matmul_precision(self.config):
-            yield self._restore()
+        """The parameters, on their mesh and in their precision while the context lasts.
 
-    def _restore(self) -> Params:
-        """Each device reads its own share: no parameter is ever whole on one of several."""
+        Raises:
+            UserError: they, or what is done with them, do not fit into memory.
+        """
         like = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             self.model.abstract,
             param_shardings(self.model.abstract, self.model.axes, self.mesh),
         )
+        try:
+            with jax.set_mesh(self.mesh), matmul_precision(self.config):
+                yield self._restore(like)
+        except (jax.errors.JaxRuntimeError, MemoryError) as error:
+            if not device_memory.is_out_of_memory(error):
+                raise
+            raise UserError(_does_not_fit(error, like)) from error
+
+    def _restore(self, like: Params) -> Params:
+        """Each device reads its own share: no parameter is ever whole on one of several."""
         checkpoints = Checkpoints(self.run, self.config.checkpoint, read_only=True)
         try:
             params = checkpoints.restore_params(by_layer(like, self.model.stack), self.step)
@@ -98,6 +108,16 @@ def open_run(
     config = config.model_copy(update={"train": train})
     rules.check(config, len(devices))
     return TrainedModel(run, step, config, make_mesh(config, devices), build_model(config))
+
+
+def _does_not_fit(error: BaseException, params: Params) -> str:
+    needs = device_memory.gigabytes(device_memory.per_device(params))
+    has = device_memory.gigabytes(device_memory.capacity())
+    return (
+        f"out of memory: {device_memory.gist(error)}\non each device parameters take {needs} of "
+        f"{has}. What helps: a smaller --batch-size, fewer tokens, or more devices to split them "
+        "over (--distributed.tp)"
+    )
 
 
 def _find(path: Path, step: int | None) -> tuple[Path, int]:

@@ -22,6 +22,7 @@ from jaxtyping import Int
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from jaxforge import storage
 from jaxforge.data.documents import first_bytes, pieces, shuffled, split_of
 from jaxforge.data.huggingface import load_dataset
 from jaxforge.data.ingest import Corpus, Options, Split, check_split, ingest
@@ -50,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: wrong arguments (code 2), or `--help`.
     """
     args = _parse(argv)
+    for place in (*args.input, args.output):
+        storage.local(place, "prepare", "copy the text here, and what is made of it there")
     inputs = _inputs(args)
     given = None if args.tokenizer == "bpe" else _given_tokenizer(args.tokenizer)
     plan = _plan(args, inputs, given)
@@ -149,9 +152,9 @@ _ARGUMENTS: dict[str, dict] = {
     },
     "--tokenizer": {
         "default": "byte",
-        "metavar": "byte|bpe|PATH",
+        "metavar": "byte|bpe|PATH|NAME",
         "help": "UTF-8 bytes (the default); a byte-level BPE trained on the training documents; "
-        "or a tokenizer.json or its directory",
+        "a tokenizer.json or its directory; or a model of the Hugging Face Hub",
     },
     "--vocab-size": {
         "type": _positive,
@@ -350,4 +353,4 @@ def _settings(output: Path, splits: Mapping[str, Split], vocab_size: int, suffix
 if __name__ == "__main__":
     from jaxforge.cli import run_main
 
-    raise SystemExit(run_main(main))
+    raise SystemExit(run_main(main, tidies_up=True))

@@ -1,5 +1,8 @@
 """The run directory, `checkpoint.dir`: everything that belongs to one run.
 
+It may be in a bucket; all but the checkpoints is then written here and copied there (`mirror`).
+
+run.lock          who trains in it now (`run_lock`)
 config.toml       the resolved config of the latest start
 metrics.jsonl     an object per logged step (`telemetry.sinks.JsonlSink`)
 logs/             a log per process
@@ -12,11 +15,13 @@ profiler_traces/  with `profiling.enable`
 
 import logging
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
+from jaxforge import mirror, storage
 from jaxforge.config.job import JobConfig
 from jaxforge.config.load import load_config
 from jaxforge.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
@@ -28,20 +33,45 @@ _CONFIG = "config.toml"
 _TOKENIZER = "tokenizer"
 
 
+def tell_changes(run: Path, config: JobConfig) -> None:
+    """Says what of the config has changed since the run last started."""
+    path = run / _CONFIG
+    if jax.process_index() == 0 and path.exists():
+        for change in _changes(load_config(path), config):
+            log.warning("changed since this run last started: %s", change)
+
+
+def root(config: JobConfig) -> Path:
+    """The run directory, on this machine or in a bucket."""
+    return storage.path(config.checkpoint.dir, "checkpoint.dir")
+
+
+def open_mirror(config: JobConfig) -> mirror.Mirror | None:
+    """What keeps `files` in the bucket that the run is in; None where it is in none."""
+    run = root(config)
+    if not storage.in_bucket(run):
+        return None
+    logs = [f"logs/process_{jax.process_index()}.log"]
+    shared = [_CONFIG, "metrics.jsonl", "progress.txt", _TOKENIZER]  # process 0 goes on with them
+    return mirror.Mirror(run, jax.process_index(), logs + shared * (jax.process_index() == 0))
+
+
 def prepare(run: Path, config: JobConfig) -> None:
-    """Makes the directory with its `config.toml` and `tokenizer/`; says what a restart changed.
+    """Makes the directory with its `config.toml`, and `tokenizer/` where there is none yet.
 
     Raises:
         UserError: the directory cannot be written.
     """
-    if jax.process_index() != 0:
-        return
+    if jax.process_index() != 0 and not storage.in_bucket(config.checkpoint.dir):
+        return  # of a run in a bucket, each process has files of its own
     try:
         run.mkdir(parents=True, exist_ok=True)
-        _write_config(run, config)
-        source = tokenizer_of(config.data)
-        if source is not None and not (run / _TOKENIZER).exists():
-            load_tokenizer(source).save(run / _TOKENIZER)
+        tokenizer = tokenizer_for(run, config)
+        if tokenizer is not None and not (run / _TOKENIZER).exists():
+            _write_tokenizer(run, tokenizer)
+        partial = (run / _CONFIG).with_suffix(".partial")
+        partial.write_text(config.to_toml())
+        os.replace(partial, run / _CONFIG)
     except OSError as error:
         raise UserError(f"checkpoint.dir = {run}: {error.strerror}") from error
 
@@ -54,6 +84,12 @@ def read_config(run: Path, overrides: Sequence[str] = ()) -> JobConfig:
 def find_tokenizer(run: Path) -> Tokenizer | None:
     """The tokenizer of a run's data, where they had one."""
     return load_tokenizer(run / _TOKENIZER) if (run / _TOKENIZER).is_dir() else None
+
+
+def tokenizer_for(run: Path, config: JobConfig) -> Tokenizer | None:
+    """The run's tokenizer; before there is one, that of the config's data, where they have one."""
+    source = tokenizer_of(config.data)
+    return find_tokenizer(run) or (load_tokenizer(source) if source else None)
 
 
 def read_tokenizer(run: Path) -> Tokenizer:
@@ -71,14 +107,12 @@ def read_tokenizer(run: Path) -> Tokenizer:
     return tokenizer
 
 
-def _write_config(run: Path, config: JobConfig) -> None:
-    path = run / _CONFIG
-    if path.exists():
-        for change in _changes(load_config(path), config):
-            log.warning("changed since this run last started: %s", change)
-    partial = path.with_suffix(".partial")
-    partial.write_text(config.to_toml())
-    os.replace(partial, path)
+def _write_tokenizer(run: Path, tokenizer: Tokenizer) -> None:
+    """All of it or nothing: other processes of the job look for it meanwhile."""
+    partial = run / f".{_TOKENIZER}.partial"
+    shutil.rmtree(partial, ignore_errors=True)  # of a start that was killed
+    tokenizer.save(partial)
+    partial.replace(run / _TOKENIZER)
 
 
 def _changes(old: JobConfig, new: JobConfig) -> list[str]:

@@ -33,7 +33,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from jaxforge import exit_codes
+from jaxforge import exit_codes, storage
+from jaxforge.checkpoint.find import is_whole
 from jaxforge.cli import run_main
 from jaxforge.config.load import load_config
 from jaxforge.errors import UserError
@@ -261,7 +262,7 @@ class Supervisor:
 
     def _newest_step(self) -> int:
         """-1 for none; a checkpoint has its name once it is whole (`checkpoint.manager`)."""
-        names = (self._run / "checkpoints").glob("step_*") if self._run else ()
+        names = filter(is_whole, (self._run / "checkpoints").glob("step_*")) if self._run else ()
         steps = [int(number) for p in names if (number := p.name.partition("_")[2]).isdigit()]
         return max(steps, default=-1)
 
@@ -272,8 +273,8 @@ class Supervisor:
         return self._newest_step() > step_before
 
     def _record(self, began: float, step: int, group: Group, delay: float | None) -> None:
-        """A line in the run directory, once there is one."""
-        if self._run is None or not self._run.is_dir():
+        """A line in the run directory, once there is one; objects cannot be appended to."""
+        if self._run is None or storage.in_bucket(self._run) or not self._run.is_dir():
             return
         record: dict[str, Any] = {
             "host": socket.gethostname(),
@@ -370,7 +371,9 @@ def run_directory(command: Sequence[str]) -> Path | None:
     parser.add_argument("--config")
     arguments = command[command.index("jaxforge.train") + 1 :]
     known, overrides = parser.parse_known_args(arguments)
-    return Path(load_config(known.config, overrides).checkpoint.dir) if known.config else None
+    if not known.config:
+        return None
+    return storage.path(load_config(known.config, overrides).checkpoint.dir, "checkpoint.dir")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,15 +6,13 @@ checkpoint. `--help` lists every key, `exit_codes` the exit codes.
 """
 
 import functools
-import logging
-import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 import jax
 from rich.console import Console
 
+from jaxforge import run_directory
 from jaxforge.build import build_trainer
 from jaxforge.cli import leave, run_main
 from jaxforge.config import help, load, rules
@@ -25,7 +23,10 @@ from jaxforge.errors import UserError
 from jaxforge.model.transformer import matmul_precision
 from jaxforge.parallel import compilation, host_memory, multihost
 from jaxforge.parallel.mesh import make_mesh
+from jaxforge.process import end_now
+from jaxforge.run_lock import RunLock
 from jaxforge.telemetry.console import setup_logging
+from jaxforge.training import out_of_memory
 from jaxforge.training.exits import Exit, Signals
 from jaxforge.training.hooks import Hook
 from jaxforge.training.watchdog import Limits, Watchdog
@@ -84,27 +85,22 @@ def _run(
     mesh = make_mesh(config)
     with (
         Signals(config.train.shutdown_timeout_sec) as signals,
+        RunLock(run_directory.root(config)) as lock,
         jax.set_mesh(mesh),
         matmul_precision(config),
+        out_of_memory.explained(config, mesh),
     ):
-        trainer = build_trainer(config, mesh, hooks, console, watchdog)
+        trainer = build_trainer(config, mesh, hooks, console, watchdog, lock)
         reason = None
         try:
             reason = trainer.train(signals)
-            if reason is Exit.UNHEALTHY:
-                _leave(reason)  # whatever waits for the devices may wait for ever
         finally:
-            with watchdog.section("end"):
-                trainer.close(reason)
-    if signals.left_work:
-        _leave(reason)  # nor must the compiler find the process half gone
+            if reason is not Exit.UNHEALTHY:  # whatever waits for the devices may wait for ever
+                with watchdog.section("end"):
+                    trainer.close(reason)
+    if reason is Exit.UNHEALTHY or signals.left_work:
+        end_now(reason.code)  # nor must the compiler find the process half gone
     return reason
-
-
-def _leave(reason: Exit) -> NoReturn:
-    logging.shutdown()
-    sys.stdout.flush()
-    os._exit(reason.code)
 
 
 def _console() -> Console:
@@ -112,4 +108,4 @@ def _console() -> Console:
 
 
 if __name__ == "__main__":
-    leave(run_main(functools.partial(main, None)))
+    leave(run_main(functools.partial(main, None), uses_devices=True))

@@ -3,10 +3,16 @@
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 
+from tests.machine import xla_flags
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a suite that runs in the background;
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # its processes would ignore it, too
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = xla_flags(devices=8)
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # workers and commands have it from who began
     COMPILED = tempfile.mkdtemp(prefix="jaxforge-tests-compiled-")
     atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
@@ -15,10 +21,12 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.schema import REGISTRIES
+from tests import helpers
 
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
 
@@ -35,6 +43,32 @@ TINY = {
     "distributed": {"dp_shard": 1},
     "metrics": {"log_interval": 1},
 }  # fmt: skip
+
+
+# What takes longest begins first: else one worker ends with a long file, and the others are idle.
+LONGEST = (
+    "pipeline/test_lock_step.py", "processes/test_kill.py", "torch_compat/test_commands.py",
+    "processes/test_exits.py", "processes/test_two_processes.py", "training/test_step.py",
+    "training/test_meshes.py", "processes/test_evaluate.py", "parallel/test_gpu_meshes.py",
+    "checkpoint/test_manager.py", "training/test_loop.py", "data/test_resume.py",
+    "torch_compat/test_stages.py", "processes/test_supervised.py", "optim/test_every_optimizer.py",
+    "model/test_remat.py", "processes/test_generate.py", "torch_compat/test_huggingface_models.py",
+    "golden/test_trajectories.py", "model/test_decoding.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    """Files of `LONGEST` come first (with --no-loadscope-reorder)."""
+    place = {str(Path(__file__).parent / name): i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(str(item.path), len(place)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs():
+    """A file's compiled programs end with it: a worker would grow by gigabytes."""
+    yield
+    helpers.forget()
+    jax.clear_caches()
 
 
 @pytest.fixture

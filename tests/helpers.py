@@ -7,9 +7,11 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding
 
 from jaxforge.config.job import JobConfig
+from jaxforge.model import attention_backends
 from jaxforge.model.transformer import Model, Params, build_model
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.mesh import make_mesh
@@ -103,6 +105,12 @@ _SETUPS: dict[tuple, Setup] = {}
 _KEPT = 16  # programs take memory
 
 
+def forget() -> None:
+    """Nothing that is compiled is kept."""
+    _SETUPS.clear()
+    hlo.cache_clear()
+
+
 def new_setup(config: JobConfig, **options) -> Setup:
     """Shared with no other test: nothing is compiled yet, and what is patched counts."""
     d = config.distributed
@@ -155,6 +163,42 @@ def lowered(ours: Setup) -> jax.stages.Lowered:
 def hlo(ours: Setup) -> str:
     """The compiled step."""
     return lowered(ours).compile().as_text()
+
+
+def unsplittable(attend):
+    """An attention kernel that fails if XLA's partitioner is asked to split it, as cuDNN's does."""
+
+    def asked(*_):
+        raise AssertionError("the partitioner was asked to split the kernel")
+
+    def alone(function):
+        kernel = custom_partitioning(function)
+        kernel.def_partition(
+            partition=asked, infer_sharding_from_operands=asked, sharding_rule=asked
+        )
+        return kernel
+
+    def pulled(q, k, v, doc_ids, d_y):
+        return jax.vjp(lambda *qkv: attend(*qkv, doc_ids), q, k, v)[1](d_y)
+
+    @jax.custom_vjp
+    def kernel(q, k, v, doc_ids):
+        return alone(attend)(q, k, v, doc_ids)
+
+    kernel.defvjp(
+        lambda *args: (kernel(*args), args),
+        lambda args, d_y: (*alone(pulled)(*args, d_y), None),
+    )
+    return kernel
+
+
+def use_unsplittable_kernel(monkeypatch):
+    """In place of the default kernel."""
+    kernel = attention_backends.opaque(
+        unsplittable(attention_backends.BACKENDS["blockwise"].attend),
+        attention_backends.BACKENDS["blockwise"].against,
+    )
+    monkeypatch.setitem(attention_backends.BACKENDS, "blockwise", kernel)
 
 
 def collectives_in_loops(text: str) -> list[tuple[str, str, str]]:

@@ -1,9 +1,18 @@
-"""Commands end, with their code, whatever their threads do."""
+"""Commands end, with their code, whatever their threads do, and at once on Ctrl-C."""
 
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from jaxforge.cli import run_main
+from jaxforge.process import end_now
+from tests.machine import PATIENCE
+
+ROOT = Path(__file__).parents[1]
 
 PROGRAM = """
 import concurrent.futures, time
@@ -25,6 +34,87 @@ leave(75, patience={patience})
 def test_a_thread_that_hangs_is_left_behind(seconds, patience, said):
     program = PROGRAM.format(seconds=seconds, patience=patience)
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (75, said)
+
+
+@pytest.mark.parametrize("module", ["train", "generate", "evaluate", "report", "prepare"])
+def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_word(tmp_path, module):
+    """In C extensions of NumPy and JAX the exception that Python makes of it ends in SIGSEGV."""
+    for name in ("jax", "numpy"):
+        (tmp_path / f"{name}.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-m", f"jaxforge.{module}"], env={**os.environ, "PYTHONPATH": path},
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+COMPILES = """
+import ctypes, sys
+sys.argv[0] = "-m"
+from jaxforge.cli import run_main
+
+def work():
+    libc = ctypes.PyDLL(None)  # with Python's lock held, as by code that looks at no signals
+    print("compiling", flush=True)
+    libc.sleep(600)
+
+run_main(work)
+"""
+
+
+def test_ctrl_c_ends_a_command_in_compiled_code():
+    with subprocess.Popen(
+        [sys.executable, "-c", COMPILES], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "compiling\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == -signal.SIGINT
+
+
+def test_ctrl_c_is_raised_where_there_is_something_to_tidy_up():
+    ours = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            run_main(lambda: 1 // 0)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+        assert run_main(lambda: signal.raise_signal(signal.SIGINT) or 0, tidies_up=True) == 130
+    finally:
+        signal.signal(signal.SIGINT, ours)
+
+
+def test_under_a_prompt_the_process_is_not_ended(monkeypatch):
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    end_now(1, flush=False)
+    assert not ended
+    monkeypatch.delattr(sys, "ps1")
+    end_now(7, flush=False)
+    assert ended == [7]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--xla_nope=3", "Unknown flag in XLA_FLAGS: --xla_nope=3"),
+        ("--xla_force_host_platform_device_count=x", "Couldn't interpret value x for flag xla_fo"),
+    ],
+)
+def test_flags_that_xla_cannot_read_are_a_mistake_and_no_failure(flags, said):
+    """XLA itself ends the process, with code 1, which would be run again."""
+    program = "from jaxforge.cli import run_main; exit(run_main(lambda: 0, uses_devices=True))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "XLA_FLAGS": flags}, cwd=ROOT,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: XLA_FLAGS={flags}: {said}")
+    assert done.stderr.count("\n") == 1

@@ -106,6 +106,16 @@ def test_state_and_gradients_leave_room_for_activations(recipe):
     assert bytes_per_device(state) + gradients < 0.7 * MEMORY[recipe.kind]
 
 
+def test_the_page_says_what_a_device_holds(recipe, path):
+    page = (Path(__file__).parents[1] / "docs" / "configs.md").read_text()
+    name = path.stem.removeprefix("llama_")
+    (told,) = re.findall(rf"\| `{name}` \| ([\d.]+) \| (\d+) \|", page)
+    state = recipe.state()
+    found = (bytes_per_device(state) + bytes_per_device(state.params)) / 1e9
+    dp = data_parallel_size(recipe.mesh)
+    assert told == (f"{found:.1f}", str(recipe.config.train.microbatch_size(dp) // dp))
+
+
 def test_every_device_has_work_in_every_microbatch(recipe):
     train, dp = recipe.config.train, data_parallel_size(recipe.mesh)
     assert train.microbatch_size(dp) % dp == 0

@@ -14,18 +14,24 @@ LAYERS = {
     "exit_codes": set(),
     "registry": {"errors"},
     "cli": {"errors"},
+    "process": set(),
+    "run_lock": {"errors", "storage"},
     "wide_count": set(),
-    "config": {"errors", "registry"},
-    "parallel": {"errors", "exit_codes", "config"},
-    "data": {"errors", "config", "parallel"},
+    "storage": {"errors", "buckets"},
+    "buckets": {"errors", "storage"},
+    "mirror": {"storage"},
+    "config": {"errors", "registry", "storage"},
+    "parallel": {"errors", "exit_codes", "process", "config"},
+    "data": {"errors", "config", "parallel", "storage", "buckets"},
     "model": {"errors", "config", "parallel"},
     "optim": {"errors", "config", "model"},
     "pipeline": {"errors", "cli", "parallel"},
     "training": {"errors", "exit_codes", "config", "parallel", "model", "optim", "pipeline", "data",
-                 "checkpoint", "telemetry", "wide_count"},
-    "checkpoint": {"errors", "config", "parallel", "model", "training"},
-    "telemetry": {"errors", "exit_codes", "config"},
-    "run_directory": {"errors", "config", "data"},
+                 "checkpoint", "telemetry", "wide_count", "process", "run_lock", "storage",
+                 "mirror"},
+    "checkpoint": {"errors", "config", "parallel", "model", "training", "storage", "buckets"},
+    "telemetry": {"errors", "exit_codes", "config", "mirror"},
+    "run_directory": {"errors", "config", "data", "storage", "mirror"},
     "inference": {"errors", "config", "parallel", "model", "checkpoint", "run_directory"},
 }  # fmt: skip
 ENTRY_POINTS = {"train", "build", "prepare", "generate", "report", "evaluate", "supervise"}
@@ -80,3 +86,9 @@ def test_the_supervisor_starts_without_jax():
 def test_no_private_jax():
     for path in [*modules("jaxforge"), *modules("torch_compat")]:
         assert not {n for n in imports_of(path) if n.startswith(("jax._src", "jaxlib"))}, path
+
+
+def test_conversions_start_without_jax():
+    slow = {"jax", "flax", "optax", "orbax", "grain", "torch", "tokenizers", "fsspec"}
+    code = f"import sys, torch_compat.__main__; assert not {slow} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -4,7 +4,6 @@ import os
 import shlex
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import yaml
 from jaxforge import supervise
 from jaxforge.config.load import load_config
 from jaxforge.exit_codes import AGREED, Exit
+from tests.machine import PATIENCE, wait_until
 
 RECIPES = Path(__file__).parents[1] / "examples" / "launch"
 SCRIPTS = sorted([*RECIPES.glob("*.sh"), *RECIPES.glob("*.sbatch")])
@@ -85,7 +85,7 @@ def cluster(tmp_path):
         "#!/bin/bash\nprintf '%s\\n' \"$@\" > arguments\n"
         "trap 'touch passed_on; exit 75' USR1\ntouch started\n"
         '[ -n "$CODE" ] && exit "$CODE"\n'
-        "for _ in $(seq 300); do sleep 0.1; done\n"
+        "for _ in $(seq 30000); do sleep 0.1; done\n"
     )
     (tools / "scontrol").write_text('#!/bin/bash\necho "$@" > requeued\n')
     for tool in tools.iterdir():
@@ -103,12 +103,9 @@ def submit(path, directory, env):
 @pytest.mark.parametrize("sig", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_to_the_script_reaches_the_tasks_and_queues_it_again(path, sig, cluster, tmp_path):
     script = submit(path, tmp_path, cluster)
-    deadline = time.monotonic() + 20
-    while not (tmp_path / "started").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until((tmp_path / "started").exists)
     script.send_signal(sig)
-    assert script.wait(20) == 75
+    assert script.wait(PATIENCE) == 75
     assert (tmp_path / "passed_on").exists()
     assert (tmp_path / "requeued").read_text() == "requeue 17\n"
     arguments = (tmp_path / "arguments").read_text().splitlines()
@@ -118,5 +115,5 @@ def test_a_signal_to_the_script_reaches_the_tasks_and_queues_it_again(path, sig,
 @pytest.mark.parametrize("path", SBATCH, ids=lambda path: path.name)
 @pytest.mark.parametrize("code", [0, 1, 2, 65, 134, 137])
 def test_other_ends_stay_ends(path, code, cluster, tmp_path):
-    assert submit(path, tmp_path, {**cluster, "CODE": str(code)}).wait(20) == code
+    assert submit(path, tmp_path, {**cluster, "CODE": str(code)}).wait(PATIENCE) == code
     assert not (tmp_path / "requeued").exists()

@@ -16,6 +16,7 @@ from jaxforge.report.reading import read_runs
 from jaxforge.report.scale import Scale, duration, exact, scale_of
 from jaxforge.report.thinning import moving_median, thin
 from tests.conftest import tiny_config
+from tests.machine import PATIENCE
 from tests.processes.conftest import Run
 
 VOID = {"meta", "input", "link", "img", "br"}
@@ -472,7 +473,7 @@ def test_a_browser_runs_it_without_errors_or_requests(tmp_path):
     done = subprocess.run(
         [browser, "--headless=new", "--no-sandbox", "--disable-gpu",
          f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", probed.as_uri()],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
     (html,) = Page(done.stdout).all("html")
     assert html["data-errors"] == ""

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from jaxforge import supervise
 from jaxforge.errors import UserError
 from jaxforge.supervise import Policy, main, run_directory
+from tests.machine import PATIENCE, wait_until
 
 ROOT = Path(__file__).parents[1]
 QUICK = ["--backoff=0.02", "--backoff-cap=0.1", "--peer-grace=0.5"]
@@ -55,13 +55,6 @@ class Child:
 @pytest.fixture
 def child(tmp_path, monkeypatch):
     return Child(tmp_path, monkeypatch)
-
-
-def wait_until(true):
-    deadline = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def gone(pid):
@@ -139,49 +132,49 @@ def test_waits_double_up_to_a_cap():
 def test_a_signal_is_passed_on_and_the_code_is_the_childs(child, sig, code):
     body = (
         f"signal.signal({sig.value}, lambda *_: sys.exit({code}))\n"
-        "Path('ready').write_text(str(os.getpid()))\ntime.sleep(60)"
+        "Path('ready').write_text(str(os.getpid()))\ntime.sleep(3600)"
     )
     supervisor = child.supervise(body=body)
     child.pid("ready")
     supervisor.send_signal(sig)
-    assert supervisor.wait(30) == code
+    assert supervisor.wait(PATIENCE) == code
     assert child.starts() == 1
     assert f"{sig.name}: passed on" in supervisor.stderr.read()
 
 
 def test_a_child_that_could_not_yet_listen_was_stopped_too(child):
-    supervisor = child.supervise(body="time.sleep(60)")
+    supervisor = child.supervise(body="time.sleep(3600)")
     child.pid("started-0-0")
     supervisor.send_signal(signal.SIGTERM)
-    assert supervisor.wait(30) == 75
+    assert supervisor.wait(PATIENCE) == 75
 
 
 def test_a_child_that_does_not_listen_is_killed_with_what_it_started(child):
     body = (
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "worker = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])\n"
-        "Path('worker').write_text(str(worker.pid))\ntime.sleep(60)"
+        "worker = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(3600)'])\n"
+        "Path('worker').write_text(str(worker.pid))\ntime.sleep(3600)"
     )
     supervisor = child.supervise("--grace=0.2", body=body)
     worker = child.pid("worker")
     supervisor.send_signal(signal.SIGTERM)
-    assert supervisor.wait(30) == 137
+    assert supervisor.wait(PATIENCE) == 137
     assert child.starts() == 1
     wait_until(lambda: gone(worker))
 
 
 def test_a_signal_while_it_waits_ends_it(child):
-    supervisor = child.supervise("--backoff=60", "--backoff-cap=60", body="sys.exit(1)")
+    supervisor = child.supervise("--backoff=3600", "--backoff-cap=3600", body="sys.exit(1)")
     while "running again in" not in supervisor.stderr.readline():
         assert supervisor.poll() is None
     supervisor.send_signal(signal.SIGTERM)
-    assert supervisor.wait(30) == 75
+    assert supervisor.wait(PATIENCE) == 75
     assert child.starts() == 1
 
 
 def test_what_a_failed_child_started_is_gone_before_the_next_start(child):
     body = (
-        "worker = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'])\n"
+        "worker = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(3600)'])\n"
         "Path(f'worker-{start}').write_text(str(worker.pid))\n"
         "sys.exit(1 if start == 0 else 0)"
     )
@@ -191,7 +184,7 @@ def test_what_a_failed_child_started_is_gone_before_the_next_start(child):
 
 
 def test_nothing_outlives_a_supervisor_that_is_killed(child):
-    supervisor = child.supervise(body="Path('ready').write_text('1')\ntime.sleep(60)")
+    supervisor = child.supervise(body="Path('ready').write_text('1')\ntime.sleep(3600)")
     pid = child.pid("started-0-0")
     child.pid("ready")
     supervisor.kill()
@@ -204,7 +197,7 @@ def test_several_processes_find_one_another_and_fail_together(child):
         "names = ('JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_LOCAL_DEVICE_IDS')\n"
         "Path(f'env-{index}-{start}').write_text(' '.join(os.environ[n] for n in names))\n"
         "if start: sys.exit(0)\n"
-        "time.sleep(60) if index == '0' else sys.exit(70)"
+        "time.sleep(3600) if index == '0' else sys.exit(70)"
     )
     assert main([*QUICK, "--nproc=2", *child.command(body)]) == 0
     assert [child.starts(0), child.starts(1)] == [2, 2]

@@ -23,8 +23,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from jaxforge import storage
 from jaxforge.cli import run_main
 from jaxforge.errors import UserError
 from jaxforge.parallel import host_memory
@@ -35,6 +37,8 @@ from torch_compat.inspection import inspect
 from torch_compat.names import DIALECTS
 from torch_compat.progress import bar
 from torch_compat.staging import Share
+from torch_compat.verify import Verified, verify
+from torch_compat.workers import Workers
 
 _SHOWN = 30
 
@@ -44,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     host_memory.share_heaps()
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every step at WARNING
     argv = list(sys.argv[1:] if argv is None else argv)
-    args, overrides = _parser().parse_known_args(argv)
+    args, overrides = _parser().parse_known_args(argv, argparse.Namespace(argv=argv))
     for unknown in overrides:
         if not unknown.startswith("--") or "." not in unknown.partition("=")[0]:
             _parser().error(f"unrecognized argument {unknown}")
@@ -52,9 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _import(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    destination = _destination(args)
     job = commands.Import(
-        source=checkpoints.find(args.source),
-        destination=_local(args.destination),
+        source=_source(args),
+        destination=destination,
         config=args.config,
         overrides=overrides,
         options=_options(args),
@@ -65,9 +70,10 @@ def _import(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _export(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    destination = _destination(args)
     job = commands.Export(
-        source=checkpoints.find(args.source),
-        destination=_local(args.destination),
+        source=_source(args),
+        destination=destination,
         to=args.to,
         config=args.config,
         overrides=overrides,
@@ -86,23 +92,25 @@ def _export(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _convert(args: argparse.Namespace, job: "commands.Import | commands.Export") -> int:
     console = Console(stderr=True, highlight=False)
     plan = job.plan()
+    notes, run = plan.notes, job.run
+    if storage.in_bucket(job.destination):
+        from torch_compat import upload  # here, as its clients take a second to import
+
+        notes, run = (*notes, *upload.notes(job)), functools.partial(upload.run, job)
     if args.process.process == 0:
         console.print(plan.summary, markup=False, soft_wrap=True)
-        for note in plan.notes:
+        for note in notes:
             console.print(f"note: {note}", style="yellow", markup=False, soft_wrap=True)
     if args.dry_run:
         return 0
-    share = args.process
-    workers = []
-    if args.processes > 1 and share.processes == 1:
+    share, workers = args.process, Workers()
+    if args.worker:
+        share = share._replace(parent=int(args.worker[0]))
+    elif args.processes > 1 and share.processes == 1:
         share = Share(0, args.processes)
-        workers = commands.start_workers(sys.argv[1:], args.processes)
-    try:
-        with bar(plan.nbytes // share.processes, console, quiet=share.process > 0) as advance:
-            check = functools.partial(commands.check_workers, workers)
-            done = job.run(plan, share, advance, check)
-    finally:
-        commands.end_workers(workers)
+        workers = Workers(args.argv, str(job.source.directory), args.processes)
+    with workers, bar(plan.nbytes // share.processes, console, quiet=share.process > 0) as advance:
+        done = run(plan, share, advance, workers)
     if done:
         print(done)
     return 0
@@ -119,13 +127,14 @@ def _inspect(args: argparse.Namespace, _: Sequence[str]) -> int:
         console.print(f"{key}: {value}", markup=False)
     table = Table("tensor", "dtype", "shape", "chunks")
     for name, tensor in tensors.items():
-        table.add_row(name, tensor["dtype"], str(tensor["shape"]), str(tensor["chunks"]))
+        row = (name, tensor["dtype"], str(tensor["shape"]), str(tensor["chunks"]))
+        table.add_row(*map(escape, row))
     console.print(table)
     return 0
 
 
 def _verify(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    result = commands.verify(
+    result = verify(
         checkpoints.find(args.a), checkpoints.find(args.b), args.config, overrides,
         _options(args), args.max_memory.bytes,
     )  # fmt: skip
@@ -136,26 +145,38 @@ def _verify(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0 if result.same else 1
 
 
-def _print_differences(result: "commands.Verified") -> None:
+def _print_differences(result: Verified) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     if result.differences:
-        table = Table("tensor", "differs in", "largest difference", "")
+        table = Table("name", "differs in", "largest difference", "")
         for d in result.differences[:_SHOWN]:
-            table.add_row(d.name, d.what, f"{d.largest:.3g}", d.note)
+            table.add_row(*map(escape, (d.name, d.what, f"{d.largest:.3g}", d.note)))
         console.print(table)
         if (more := len(result.differences) - _SHOWN) > 0:
             console.print(f"... and {more} more")
     for note in result.notes:
         console.print(f"note: {note}", markup=False)
-    count = len(result.differences)
-    verdict = f"{count} of {result.compared} differ" if count else f"{result.compared} are the same"
-    console.print(f"tensors: {verdict}")
+    of_settings = sum(d.what == "settings" for d in result.differences)
+    counts = {"tensors": (len(result.differences) - of_settings, result.compared)}
+    if result.settings:
+        counts["place, schedule and optimizer"] = (of_settings, result.settings)
+    for what, (count, of) in counts.items():
+        verdict = f"{count} of {of} differ" if count else f"{of} are the same"
+        console.print(f"{what}: {verdict}")
 
 
-def _local(path: str) -> Path:
-    if "://" in path:
-        raise UserError(f"{path}: write to a local or mounted directory, then copy it there")
-    return Path(path)
+def _source(args: argparse.Namespace) -> checkpoints.Found:
+    return checkpoints.find(args.worker[1] if args.worker else args.source)
+
+
+def _destination(args: argparse.Namespace) -> Path:
+    place = storage.path(args.destination)
+    if storage.in_bucket(place) and args.process.processes > 1 and not args.worker:
+        raise UserError(
+            f"{place}: what goes to a bucket gathers on one machine first: leave --process out; "
+            "--processes N works on N of its cores"
+        )
+    return place
 
 
 def _options(args: argparse.Namespace) -> Options:
@@ -190,9 +211,9 @@ def _parser() -> argparse.ArgumentParser:
     exporting.add_argument("--dialect", choices=list(DIALECTS), help="whose names to use")
     exporting.add_argument("--layout", choices=["nested", "flat"],
                            help="of optimizer state in DCP; by default the dialect's")  # fmt: skip
-    exporting.add_argument("--ranks", type=int, default=1,
+    exporting.add_argument("--ranks", type=_count, default=1,
                            help="data-parallel ranks that will go on with it (1)")  # fmt: skip
-    exporting.add_argument("--stages", type=int, default=1,
+    exporting.add_argument("--stages", type=_count, default=1,
                            help="pipeline stages that will, each with its own DCP (1)")  # fmt: skip
     exporting.add_argument("--weights-only", action="store_true", help="leave the optimizer out")
     exporting.add_argument("--max-shard-size", type=Size, default=Size("5GB"),
@@ -226,10 +247,17 @@ def _add_writing(parser: argparse.ArgumentParser) -> None:
                         help="of the weights; by default as they are")  # fmt: skip
     parser.add_argument("--max-memory", type=Size, default=Size("256MiB"),
                         help="for tensors on their way (256MiB)")  # fmt: skip
-    parser.add_argument("--processes", type=int, default=1, help="work on so many cores (1)")
+    parser.add_argument("--processes", type=_count, default=1, help="work on so many cores (1)")
     parser.add_argument("--process", type=_share, default=Share(), metavar="I/N",
                         help="be process I of N, started elsewhere too")  # fmt: skip
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)  # of a process: its source
     parser.add_argument("--dry-run", action="store_true", help="say what would be done")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, 1 or more")
+    return int(text)
 
 
 def _share(text: str) -> Share:

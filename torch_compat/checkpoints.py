@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from jaxforge.checkpoint.find import has_run
+from jaxforge import storage
+from jaxforge.checkpoint.find import PREFIX, SUBDIRECTORY, has_run
+from jaxforge.checkpoint.find import find as find_step
 from jaxforge.config.job import JobConfig
 from jaxforge.config.load import load_config, make_config
 from jaxforge.errors import UserError
@@ -20,7 +22,7 @@ from torch_compat.state import Held, wanted
 
 Format = Literal["jaxforge", "dcp", "hf"]
 
-_STEP = re.compile(r"step[_-](\d+)")
+_STEP = re.compile(r"(?:global_)?step[_-](\d+)")  # MindSpeed's are global
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Found:
 
     Attributes:
         format: what it is.
-        directory: where; for jaxforge's, the path as given.
+        directory: where; that of the step, of jaxforge's too.
     """
 
     format: Format
@@ -48,7 +50,7 @@ class Found:
         if path is not None:
             return load_config(path, overrides)
         if self.format == "jaxforge":
-            config = orbax_store.open_orbax(Path(self.directory.path))[1]
+            config = orbax_store.open_orbax(storage.path(self.directory.path))[1]
             values = config.model_dump(mode="json")
             return make_config(values, overrides, str(self.directory)) if overrides else config
         if self.format == "hf":
@@ -62,7 +64,7 @@ class Found:
             UserError: it is not of that config, or damaged.
         """
         if self.format == "jaxforge":
-            held = orbax_store.open_orbax(Path(self.directory.path))[0]
+            held = orbax_store.open_orbax(storage.path(self.directory.path))[0]
             return dataclasses.replace(held, moments=None) if options.weights_only else held
         if self.format == "hf":
             return hf_state.read(self.directory, wanted(config), options)
@@ -74,7 +76,7 @@ class Found:
             return open_dcp(self.directory).tensors
         if self.format == "hf":
             return safetensors.open_directory(self.directory)
-        return dict(orbax_store.open_orbax(Path(self.directory.path))[0].tensors())
+        return dict(orbax_store.open_orbax(storage.path(self.directory.path))[0].tensors())
 
     def dcp(self) -> Dcp:
         """The DCP checkpoint that it is."""
@@ -85,18 +87,21 @@ class Found:
 def find(path: str | os.PathLike) -> Found:
     """What lies at a path or URL: a checkpoint, or a directory of several, of which the latest.
 
+    It is that one for good: neither a newer step nor another `latest` changes what is found.
+
     Raises:
         UserError: nothing that is a checkpoint.
     """
     given = os.fspath(path)
-    if "://" not in given and has_run(Path(given)):
-        return Found("jaxforge", Directory(given))
+    if has_run(given):
+        run, step = find_step(storage.path(given))
+        return Found("jaxforge", Directory(run / SUBDIRECTORY / f"{PREFIX}_{step}"))
     directory = Directory(given)
     for place in (directory, *_latest(directory)):
         if is_dcp(place):
-            return Found("dcp", place)
+            return Found("dcp", place.resolved())
         if hf_state.is_hf(place):
-            return Found("hf", place)
+            return Found("hf", place.resolved())
     raise UserError(
         f"{given}: no checkpoint there: neither a run of jaxforge, nor a DCP checkpoint "
         "(.metadata), nor one of Hugging Face (config.json and .safetensors)"
@@ -110,9 +115,8 @@ def _latest(directory: Directory) -> list[Directory]:
         names = place.names()
         if "latest" in names:
             found.append(place / "latest")
-        steps = [name for name in names if _STEP.fullmatch(name)]
-        steps.sort(key=lambda name: -int(name[5:]))
-        found += [place / name for name in steps]
+        steps = [(int(match[1]), name) for name in names if (match := _STEP.fullmatch(name))]
+        found += [place / name for _, name in sorted(steps, reverse=True)]
     return found
 
 

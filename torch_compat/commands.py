@@ -1,49 +1,37 @@
-"""What the commands do: plan a conversion, run a share of it, compare two checkpoints."""
+"""Imports and exports: each plans a conversion, then runs a share of it.
+
+A destination may be planned in a bucket; `upload` runs such a conversion.
+"""
 
 import dataclasses
-import functools
-import hashlib
-import itertools
-import json
-import os
+import importlib
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
-from jaxforge import run_directory
+from jaxforge import storage
+from jaxforge.checkpoint.find import PREFIX, SUBDIRECTORY, check_path
 from jaxforge.config.job import JobConfig
-from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.training.progress import Progress
-from torch_compat import (
-    dcp_reader,
-    dcp_state,
-    dcp_writer,
-    hf_config,
-    hf_state,
-    orbax_store,
-    place,
-    stages,
-    torch_zip,
-)
+from torch_compat import hf_config, hf_state, orbax_store, safetensors, stages
 from torch_compat.checkpoints import Found
-from torch_compat.compare import Difference, compare
+from torch_compat.compare import check_written
+from torch_compat.dcp_export import DcpExport, point_latest
 from torch_compat.dcp_state import Options
-from torch_compat.dcp_writer import Entry
+from torch_compat.files import Directory
+from torch_compat.fits import check_fits, unseen
+from torch_compat.identity import check_unchanged, files_of, identity
 from torch_compat.lazy import DTYPES, Lazy
 from torch_compat.names import DIALECTS
 from torch_compat.names.huggingface import FAMILIES
-from torch_compat.names.kempnerforge import LACKS
-from torch_compat.staging import Share, Staging
+from torch_compat.staging import Share, Staging, Unit, naming_failure
 from torch_compat.state import Held, Wanted, wanted
+from torch_compat.workers import Workers
 
 Advance = Callable[[int], None]
-Check = Callable[[], None]
 
 _SIZE = re.compile(r"([\d.]+) *([kmgt]?)(i?)b?", re.IGNORECASE)
 _FRACTION = 24  # of the memory allowed, for one block: three are under way, each read and copied
@@ -61,7 +49,10 @@ class Size:
         if not match:
             raise ValueError(f"{text}: no size such as 256MiB")
         base = 1024 if match[3] else 1000
-        self.bytes = int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
+        size = float(match[1]) * base ** " kmgt".index(match[2].lower() or " ")
+        if not 1 <= size < 2**63:
+            raise ValueError(f"{text}: no size such as 256MiB")
+        self.bytes = int(size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +65,8 @@ class Plan:
         nbytes: bytes that it writes.
         held: what it writes.
         wanted: what the config declares.
+        files: of the source, as they were before it was opened.
+        within: the directory in the destination that is made; "" is the destination itself.
     """
 
     summary: str
@@ -81,6 +74,8 @@ class Plan:
     nbytes: int
     held: Held
     wanted: Wanted
+    files: dict[str, dict[str, str]]
+    within: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +106,7 @@ class Import:
         Raises:
             UserError: it is not of that config, or damaged, or jaxforge's own.
         """
+        check_path(self.destination)
         if self.source.format == "jaxforge":
             raise UserError(f"{self.source.directory} is a run of jaxforge already")
         config = self.source.config(self.config, self.overrides)
@@ -119,6 +115,7 @@ class Import:
                 f"{self.source.directory}: a DCP checkpoint does not say which model it is of: "
                 "give the run's config, --config FILE"
             )
+        files = files_of(self.source)
         held = self.source.read(config, self.options)
         held = dataclasses.replace(held, params=cast(held.params, self.dtype))
         if held.progress is None:
@@ -134,30 +131,54 @@ class Import:
             nbytes,
             held,
             wanted(config),
+            files,
+            f"{SUBDIRECTORY}/{PREFIX}_{progress.step}",
         )
 
-    def run(
-        self, plan: Plan, share: Share, advance: Advance, check: Check = lambda: None
-    ) -> Path | None:
-        """Writes a share of it; process 0 waits for the others, calling `check`, and commits.
+    def run(self, plan: Plan, share: Share, advance: Advance, workers: Workers) -> Path | None:
+        """Writes a share of it; process 0 waits for the others, and commits.
 
         Returns:
             The checkpoint, from process 0.
         """
-        fingerprint = {"import": _identity(self.source), "options": _plain(self)}
+        from jaxforge.run_lock import RunLock  # here, as it imports JAX
+
+        name = identity(self, plan.files, plan.held, plan.wanted)
         block = self.max_memory // _FRACTION
-        writer = orbax_store.stage(
-            plan.held, plan.wanted, self.destination, fingerprint, share, block
-        )
-        writer.staging.write(writer.units, advance)
-        if share.process:
+        with RunLock(self.destination) as lock:
+            if not share.process:
+                lock.acquire()
+            writer = orbax_store.stage(plan.held, plan.wanted, self.destination, name, share, block)
+            with writer.staging:
+                return self._write(plan, writer, advance, workers)
+
+    def _write(
+        self, plan: Plan, writer: orbax_store.Import, advance: Advance, workers: Workers
+    ) -> Path | None:
+        workers.start()
+        with ThreadPoolExecutor(1) as beside:
+            if not writer.staging.share.process:  # the disk is busy for longer than this takes
+                beside.submit(importlib.import_module, "torch_compat.orbax_commit")
+            writer.staging.write(writer.units, advance)
+        if writer.staging.share.process:
             return None
-        writer.staging.results(writer.units, check)
-        run_directory.prepare(self.destination, _of_run(plan.wanted.config, self.destination))
-        if self.source.format == "hf":
-            hf_state.copy_tokenizer(self.source.directory, self.destination / "tokenizer")
+        writer.staging.results(writer.units, workers.check)
+        check_unchanged(self.source, plan.files)
+        with naming_failure(writer.staging.destination):
+            self._write_beside(plan.wanted.config, writer.beside)
         writer.commit()
         return writer.staging.destination
+
+    def _write_beside(self, config: JobConfig, directory: Path) -> None:
+        """What the run directory gets with the checkpoint: `config.toml`, `tokenizer/`."""
+        from jaxforge import run_directory  # here, as it imports JAX
+
+        try:
+            run_directory.prepare(directory, of_run(config, self.destination))
+        except UserError as error:
+            raise error.__cause__ or error from None  # the disk's fault, and no setting's
+        if self.source.format == "hf":
+            hf_state.copy_tokenizer(self.source.directory, directory / "tokenizer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,179 +226,85 @@ class Export:
         config = self.source.config(self.config, self.overrides)
         assert config is not None
         alone = self.to == "hf" or self.weights_only
+        files = files_of(self.source)
         held = self.source.read(config, Options(weights_only=alone))
         held = dataclasses.replace(held, params=cast(held.params, self.dtype))
         declared = wanted(config)
+        trained = self.source.config(None) if self.config or self.overrides else config
+        assert trained is not None
+        check_fits(held, declared, trained.model, str(self.source.directory))
         dialect = self._dialect(config)
         stages.check(self.stages, DIALECTS[dialect], config.model)
         DIALECTS[dialect].to_theirs(held.params, config.model)  # refuses what has no counterpart
         nbytes = sum(tensor.nbytes for _, tensor in held.tensors())
         what = dialect if self.stages == 1 else f"{dialect}, {self.stages} stages"
-        summary = f"{self.source.directory} -> {self._target(held)} ({what}, {nbytes / 1e9:.3g} GB)"
+        target = self._target(held, declared)
+        summary = f"{self.source.directory} -> {target} ({what}, {nbytes / 1e9:.3g} GB)"
         if self.to == "hf":
-            notes = list(hf_state.notes(dialect, _tokenizer(self.source)))
+            notes = hf_state.notes(dialect, _tokenizer(self.source))
         else:
-            notes = _unknown_to_kempnerforge(config.model) if dialect == "kempnerforge" else []
-            if self._has_place(held):
-                self._train_state(held, config)  # refuses a place between these ranks' batches
-        return Plan(summary, tuple(notes), nbytes, held, declared)
+            notes = iter(self._dcp(held, declared).notes())
+        changed, within = unseen(trained.model, config.model), self._within(held, declared)
+        return Plan(summary, (*changed, *notes), nbytes, held, declared, files, within)
 
-    def run(
-        self, plan: Plan, share: Share, advance: Advance, check: Check = lambda: None
-    ) -> Path | None:
-        """Writes a share of it; process 0 waits for the others, calling `check`, and commits.
+    def run(self, plan: Plan, share: Share, advance: Advance, workers: Workers) -> Path | None:
+        """Writes a share of it; process 0 waits for the others, and commits.
 
         Returns:
             What was made, from process 0.
         """
-        fingerprint = {"export": _identity(self.source), "options": _plain(self)}
-        staging = Staging(self._target(plan.held), fingerprint, share)
-        if self.to == "hf":
-            return self._write_hf(plan, staging, advance, check)
-        return self._write_dcp(plan, staging, advance, check)
-
-    def _write_hf(
-        self, plan: Plan, staging: Staging, advance: Advance, check: Check
-    ) -> Path | None:
-        units = hf_state.units(
-            plan.held, plan.wanted.config, staging.path,
-            dialect=self.dialect, largest=self.largest_file,
-            block=self.max_memory // _FRACTION, tokenizer=_tokenizer(self.source),
-        )  # fmt: skip
-        staging.write(units, advance)
-        if staging.share.process:
-            return None
-        staging.results(units, check)
-        staging.commit()
+        name = identity(self, plan.files, plan.held, plan.wanted)
+        with Staging(self._target(plan.held, plan.wanted), name, share) as staging:
+            workers.start()
+            units, finish = self._work(plan, staging.path)
+            staging.write(units, advance)
+            if share.process:
+                return None
+            done = staging.results(units, workers.check)
+            with naming_failure(staging.destination):
+                finish(done)
+            check_unchanged(self.source, plan.files)
+            staging.commit()
+        if self.to == "dcp":
+            point_latest(staging.destination)
         return staging.destination
 
-    def _write_dcp(
-        self, plan: Plan, staging: Staging, advance: Advance, check: Check
-    ) -> Path | None:
-        held, parts = plan.held, self._parts(plan)
+    def _work(self, plan: Plan, directory: Path) -> tuple[list[Unit], Callable[[Any], None]]:
+        """The units to write, and what makes a checkpoint of their results."""
         block = self.max_memory // _FRACTION
-        units = {
-            stage: dcp_writer.units(entries, staging.path / stage, block, prefix=stage)
-            for stage, entries in parts.items()
-        }
-        every = list(itertools.chain.from_iterable(units.values()))
-        staging.write(every, advance)
-        if staging.share.process:
-            return None
-        done = staging.results(every, check)
-        if self._has_place(held):
-            self._write_place(held, plan.wanted.config, staging.path)
-        for stage, entries in parts.items():
-            places = {unit.name: done[unit.name] for unit in units[stage]}
-            dcp_writer.write_metadata(entries, places, staging.path / stage, block)
-        staging.commit()
-        _point_latest(staging.destination)
-        return staging.destination
-
-    def _parts(self, plan: Plan) -> dict[str, dict[str, Entry]]:
-        """What each pipeline stage writes, by the name of its directory."""
-        config = plan.wanted.config
-        flat = self.layout == "flat" if self.layout else self._is_titan
-        entries = functools.partial(
-            dcp_state.entries, wanted=plan.wanted, dialect=DIALECTS[self._dialect(config)],
-            flat=flat, prefix="" if self._is_titan else "model.", weights_only=self.weights_only,
+        if self.to == "dcp":
+            return self._dcp(plan.held, plan.wanted).work(directory, block)
+        units = hf_state.units(
+            plan.held, plan.wanted.config, directory,
+            dialect=self.dialect, largest=self.largest_file, block=block,
+            tokenizer=_tokenizer(self.source),
         )  # fmt: skip
-        held = stages.split(plan.held, config.model.n_layers, self.stages)
-        parts = {stage: entries(part) for stage, part in held.items()}
-        if self._is_titan and plan.held.moments is not None:
-            parts[""] |= dcp_state.place_within(plan.held)
-        return parts
+        written = DIALECTS[self._dialect(plan.wanted.config)].to_theirs(
+            plan.held.params, plan.wanted.config.model
+        )
 
-    @property
-    def _is_titan(self) -> bool:
-        return (self.dialect or "").startswith("torchtitan")
+        def finish(_: Any) -> None:  # noqa: ANN401 (the units' results say nothing)
+            made = safetensors.open_directory(Directory(directory))
+            check_written(made, written, str(directory))
 
-    def _has_place(self, held: Held) -> bool:
-        return held.moments is not None and not self._is_titan
+        return units, finish
 
-    def _train_state(self, held: Held, config: JobConfig) -> dict[str, Any]:
-        assert held.progress is not None
-        return place.train_state(held.progress, int(held.scalars["updates"]), config, self.ranks)
-
-    def _write_place(self, held: Held, config: JobConfig, directory: Path) -> None:
-        assert held.progress is not None
-        with (directory / place.TRAIN_STATE).open("wb") as file:
-            for piece in torch_zip.archive(self._train_state(held, config)):
-                file.write(piece)
-        about = {"step": held.progress.step, "tokens_seen": held.progress.tokens}
-        (directory / "metadata.json").write_text(json.dumps(about, indent=2))
+    def _dcp(self, held: Held, declared: Wanted) -> DcpExport:
+        return DcpExport(
+            held, declared, self._dialect(declared.config), self.layout, self.ranks, self.stages,
+            self.weights_only,
+        )  # fmt: skip
 
     def _dialect(self, config: JobConfig) -> str:
         if self.to == "hf":
             return FAMILIES[hf_config.family_of(config.model, self.dialect)].name
         return self.dialect or "kempnerforge"
 
-    def _target(self, held: Held) -> Path:
-        if self.to == "hf":
-            return self.destination.absolute()
-        assert held.progress is not None
-        separator = "-" if self._is_titan else "_"
-        return self.destination.absolute() / f"step{separator}{held.progress.step}"
+    def _target(self, held: Held, declared: Wanted) -> Path:
+        return self.destination.absolute() / self._within(held, declared)
 
-
-@dataclasses.dataclass(frozen=True)
-class Verified:
-    """What a comparison found.
-
-    Attributes:
-        compared: tensors that were looked at.
-        differences: those that are not the same.
-        notes: what was not compared.
-    """
-
-    compared: int
-    differences: list[Difference]
-    notes: list[str]
-
-    @property
-    def same(self) -> bool:
-        """Whether nothing differs."""
-        return not self.differences
-
-
-def verify(
-    a: Found,
-    b: Found,
-    config: Path | None,
-    overrides: Sequence[str],
-    options: Options,
-    max_memory: int,
-) -> Verified:
-    """Compares two checkpoints of any formats.
-
-    Args:
-        a: one.
-        b: the other.
-        config: the config that they are of; without one, that of either, or their own keys.
-        overrides: settings over it.
-        options: how to read them.
-        max_memory: bytes for tensors on their way.
-
-    Raises:
-        UserError: one of them is damaged, or not of that config.
-    """
-    declared = next(
-        (c for found in (a, b) if (c := found.config(config, overrides)) is not None), None
-    )
-    block = max_memory // _FRACTION
-    if declared is None:  # two DCP checkpoints
-        ours, theirs = a.raw(), b.raw()
-        notes = ["compared by their own keys; --config FILE compares by parameter"]
-        return Verified(len(ours.keys() | theirs.keys()), compare(ours, theirs, block), notes)
-    one, other = a.read(declared, options), b.read(declared, options)
-    notes = []
-    if (one.moments is None) != (other.moments is None):
-        notes.append("only one has optimizer state: weights were compared, nothing else")
-        one, other = (dataclasses.replace(h, moments=None, scalars={}) for h in (one, other))
-    ours, theirs = dict(one.tensors()), dict(other.tensors())
-    differences = compare(ours, theirs, block) + _scalar_differences(one, other)
-    count = len(ours.keys() | theirs.keys()) + len(one.scalars.keys() | other.scalars.keys())
-    return Verified(count, differences, notes)
+    def _within(self, held: Held, declared: Wanted) -> str:
+        return "" if self.to == "hf" else self._dcp(held, declared).name
 
 
 def cast(tensors: Any, dtype: str | None) -> dict[str, Lazy]:  # noqa: ANN401
@@ -387,79 +314,12 @@ def cast(tensors: Any, dtype: str | None) -> dict[str, Lazy]:  # noqa: ANN401
     return {name: tensor.cast(DTYPES[dtype]) for name, tensor in tensors.items()}
 
 
-def start_workers(arguments: Sequence[str], processes: int) -> list[subprocess.Popen[bytes]]:
-    """Starts this very command for the other shares."""
-    command = [sys.executable, "-m", "torch_compat", *arguments]
-    return [subprocess.Popen([*command, f"--process={i}/{processes}"]) for i in range(1, processes)]
-
-
-def check_workers(workers: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Looks whether all workers are well.
-
-    Raises:
-        UserError: one of them failed.
-    """
-    if any(worker.poll() for worker in workers):
-        raise UserError("a worker process failed; its message is above")
-
-
-def end_workers(workers: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Stops the workers that have not ended."""
-    for worker in workers:
-        worker.terminate()
-        worker.wait()
-
-
-def _scalar_differences(one: Held, other: Held) -> list[Difference]:
-    found = []
-    for name in sorted(one.scalars.keys() | other.scalars.keys()):
-        x, y = one.scalars.get(name), other.scalars.get(name)
-        if x is None or y is None or not np.array_equal(x, y):
-            largest = float(abs(x - y)) if x is not None and y is not None else float("inf")
-            found.append(Difference(f"optimizer.{name}", "values", largest, f"{x} and {y}"))
-    return found
-
-
-def _identity(found: Found) -> dict[str, Any]:
-    """What tells a source from another one at the same place."""
-    names = ["config.json", "model.safetensors.index.json"]
-    files = [(found.directory, name) for name in names if found.directory.has(name)]
-    files += [(part, dcp_reader.METADATA) for part in dcp_reader.parts(found.directory)]
-    digests = {
-        f"{directory}/{name}": hashlib.sha256(directory.read(name)).hexdigest()
-        for directory, name in files
-    }
-    return {"path": str(found.directory), **digests}
-
-
-def _plain(job: Any) -> dict[str, str]:  # noqa: ANN401 (a dataclass)
-    names = [field.name for field in dataclasses.fields(job) if field.name != "source"]
-    return {name: str(getattr(job, name)) for name in names}  # the same in every process
-
-
-def _unknown_to_kempnerforge(model: ModelConfig) -> list[str]:
-    plain = ModelConfig()
-    return [
-        f"KempnerForge has no model.{key}: it would load these weights and compute something else"
-        for key in LACKS
-        if getattr(model, key) != getattr(plain, key)
-    ]
-
-
-def _of_run(config: JobConfig, run: Path) -> JobConfig:
+def of_run(config: JobConfig, run: Path) -> JobConfig:
     """The config that the run directory gets: the run is where it is."""
     checkpoint = config.checkpoint.model_copy(update={"dir": str(run), "load_path": None})
     return config.model_copy(update={"checkpoint": checkpoint})
 
 
 def _tokenizer(found: Found) -> Path | None:
-    run = orbax_store.run_of(Path(found.directory.path))
+    run = orbax_store.run_of(storage.path(found.directory.path))
     return run / "tokenizer" if (run / "tokenizer").is_dir() else None
-
-
-def _point_latest(checkpoint: Path) -> None:
-    """`latest`, as KempnerForge keeps it: a relative link, replaced in one step."""
-    temporary = checkpoint.parent / "latest.tmp"
-    temporary.unlink(missing_ok=True)
-    os.symlink(checkpoint.name, temporary)
-    temporary.replace(checkpoint.parent / "latest")

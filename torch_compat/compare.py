@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from jaxforge.errors import StorageError
 from torch_compat.lazy import Lazy, blocks
 
 
@@ -58,6 +59,22 @@ def compare(
                 note = " and ".join(sorted(kinds)) if len(kinds) > 1 else ""
                 found.append(Difference(name, "values", largest, note))
     return found
+
+
+def check_written(found: Mapping[str, Lazy], written: Mapping[str, Lazy], where: str) -> None:
+    """Looks whether what was written is there: every name, with its shape and dtype.
+
+    Args:
+        found: what was opened.
+        written: what was to be written.
+        where: the checkpoint, for the message.
+
+    Raises:
+        StorageError: it is not.
+    """
+    forms = [{n: (t.shape, t.dtype) for n, t in each.items()} for each in (found, written)]
+    if wrong := sorted(name for name, _ in forms[0].items() ^ forms[1].items()):
+        raise StorageError(f"{where}: {wrong[0]} does not read as it was written")
 
 
 def _largest_difference(a: Lazy, b: Lazy, block: int, advance: Callable[[int], None]) -> float:

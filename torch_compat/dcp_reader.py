@@ -11,17 +11,19 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from jaxforge.errors import UserError
-from torch_compat import pickles
+from torch_compat import limits, pickles
 from torch_compat.files import Bytes, Directory
-from torch_compat.lazy import Index, Lazy, equal, extent, intersection, is_shape, relative
-from torch_compat.pickles import Record, Unsafe
-from torch_compat.torch_zip import TORCH_DTYPES, Archive, Dtype
+from torch_compat.lazy import Index, Lazy, equal, extent, intersection, is_shape, relative, whole
+from torch_compat.limits import check_name, is_name, shown
+from torch_compat.pickle_machine import Record
+from torch_compat.pickles import Unsafe
+from torch_compat.torch_zip import TORCH_DTYPES, Archive, Dtype, as_size
 
 METADATA = ".metadata"
 _STAGE = re.compile(r"pp(0|[1-9][0-9]{0,3})")
@@ -61,6 +63,8 @@ class _Item(Record):
 
 
 def _path(*parts: str) -> str:
+    if sum(map(len, parts)) > limits.NAME:
+        raise ValueError("a path that is too long")
     return "/".join(parts)
 
 
@@ -79,9 +83,9 @@ def _member(of: object, _: object) -> None:
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _NAMES: Mapping[tuple[str, str], Any] = {
     **TORCH_DTYPES,
-    ("torch", "Size"): tuple,
+    ("torch", "Size"): as_size,
     ("torch.serialization", "_get_layout"): _unused,
-    ("collections", "OrderedDict"): lambda *pairs: dict(*pairs),
+    ("collections", "OrderedDict"): dict,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Item,
     (_METADATA_MODULE, "Metadata"): _Metadata,
     (_METADATA_MODULE, "TensorStorageMetadata"): _TensorMetadata,
@@ -186,10 +190,15 @@ class _Place:
     """Where an item lies: nothing is opened before it is asked for."""
 
     files: "_Files"
+    key: str
     name: str
     offset: int
     length: int
-    where: str
+
+    @property
+    def where(self) -> str:
+        """The checkpoint, the key and the file."""
+        return f"{self.files.directory}: {self.key} in {shown(self.name)}"
 
     def archive(self) -> Archive:
         return Archive(self.files[self.name], self.offset, self.length, self.where)
@@ -209,31 +218,33 @@ class _Files(dict[str, Bytes]):
 
 def _open_one(directory: Directory) -> tuple[dict[str, Lazy], Objects]:
     where = f"{directory}/{METADATA}"
-    metadata = pickles.load(directory.read(METADATA), _NAMES, where)
+    data = directory.read(METADATA, limits.PICKLE)
+    metadata = pickles.load(data, _NAMES, where)
     if not isinstance(metadata, _Metadata) or not isinstance(metadata.state_dict_metadata, dict):
         raise UserError(f"{where}: holds no DCP metadata")
     places = _places(metadata, _Files(directory), where)
     tensors, objects = {}, Objects()
+    chunks = len(data) // limits.CHUNK  # a pickle can name the same ones again and again
     for key, value in metadata.state_dict_metadata.items():
-        if not isinstance(key, str):
-            raise UserError(f"{where}: a key is no text")
+        check_name(key, where)
         of_key = places.get(key, {})
         if isinstance(value, _TensorMetadata):
+            chunks -= len(value.chunks) if isinstance(value.chunks, list) else 0
+            if chunks < 0:
+                raise UserError(f"{where}: it has more chunks than it can hold")
             tensors[key] = _tensor(key, value, of_key, str(directory))
         elif isinstance(value, _BytesMetadata):
-            if None not in of_key:
+            if _key(None) not in of_key:
                 raise UserError(f"{where}: no file is named for {key}")
-            objects[key] = of_key[None]
+            objects[key] = of_key[_key(None)]
         else:
             raise UserError(f"{where}: {key} is neither a tensor nor an object")
     return tensors, objects
 
 
-def _places(
-    metadata: _Metadata, files: _Files, where: str
-) -> dict[str, dict[tuple[int, ...] | None, _Place]]:
+def _places(metadata: _Metadata, files: _Files, where: str) -> dict[str, dict[str, _Place]]:
     """Key -> offset of a chunk -> place; objects have offset None."""
-    places: dict[str, dict[tuple[int, ...] | None, _Place]] = {}
+    places: dict[str, dict[str, _Place]] = {}
     if not isinstance(metadata.storage_data, dict):
         raise UserError(f"{where}: says nothing of where the data lie")
     for index, item in metadata.storage_data.items():
@@ -243,10 +254,14 @@ def _places(
             raise UserError(
                 f"{where}: {index.fqn} was compressed by a storage extension; save it without"
             )
-        name = f"{files.directory}: {index.fqn} in {item.relative_path}"
-        place = _Place(files, item.relative_path, item.offset, item.length, name)
-        places.setdefault(index.fqn, {})[index.offset] = place
+        place = _Place(files, index.fqn, item.relative_path, item.offset, item.length)
+        places.setdefault(index.fqn, {})[_key(index.offset)] = place
     return places
+
+
+def _key(offset: tuple[int, ...] | None) -> str:
+    """An offset as a key: of text, since anyone can find tuples that have the same hash."""
+    return str(offset)
 
 
 def _is_entry(index: Any, item: Any) -> bool:  # noqa: ANN401 (whatever the pickle held)
@@ -255,32 +270,33 @@ def _is_entry(index: Any, item: Any) -> bool:  # noqa: ANN401 (whatever the pick
     types = {"offset": int, "length": int, "relative_path": str}
     where = index.offset is None or _are_sizes(index.offset)
     typed = all(isinstance(getattr(item, name), kind) for name, kind in types.items())
-    return where and typed and isinstance(index.fqn, str)
+    return where and typed and is_name(index.fqn) and len(item.relative_path) <= limits.NAME
 
 
 def _are_sizes(value: Any) -> bool:  # noqa: ANN401
-    return isinstance(value, tuple) and all(isinstance(n, int) for n in value)
+    return isinstance(value, tuple) and all(isinstance(n, int) for n in value) and len(value) <= 64
 
 
 def _tensor(
-    key: str, metadata: _TensorMetadata, places: Mapping[Any, _Place], directory: str
+    key: str, metadata: _TensorMetadata, places: Mapping[str, _Place], directory: str
 ) -> Lazy:
     where = f"{directory}: {key}"
     try:
         named, shape = metadata.properties.state[0], metadata.size
         chunks = [(c.offsets, c.sizes) for c in metadata.chunks]
-        good = all(map(_are_sizes, (shape, *itertools.chain.from_iterable(chunks))))
+        if not all(map(_are_sizes, (shape, *itertools.chain.from_iterable(chunks)))):
+            raise ValueError("sizes that are none")
         indices = [tuple(slice(o, o + n) for o, n in zip(*chunk, strict=True)) for chunk in chunks]
     except (TypeError, ValueError, AttributeError, IndexError) as error:
-        raise UserError(f"{where}: its metadata are damaged ({error})") from error
+        raise UserError(f"{where}: its metadata are damaged ({shown(error)})") from error
     if not isinstance(named, Dtype):
         raise UserError(f"{where}: its dtype is not known here")
     dtype = named.numpy
-    if not good or not is_shape(shape, dtype.itemsize):
+    if not is_shape(shape, dtype.itemsize):
         raise UserError(f"{where}: its metadata are damaged")
     _check_cover(where, shape, indices)
     stored = [
-        _Stored(index, places[offset], dtype)
+        _Stored(index, places[_key(offset)], dtype)
         for index, (offset, _) in zip(indices, chunks, strict=True)
         if math.prod(extent(index)) and _named(where, offset, places)
     ]
@@ -300,8 +316,8 @@ def _tensor(
     return Lazy(shape, dtype, read, where, len(chunks))
 
 
-def _named(where: str, offset: tuple[int, ...], places: Mapping[Any, _Place]) -> bool:
-    if offset not in places:
+def _named(where: str, offset: tuple[int, ...], places: Mapping[str, _Place]) -> bool:
+    if _key(offset) not in places:
         raise UserError(f"{where}: no file is named for the chunk at {offset}")
     return True
 
@@ -341,26 +357,51 @@ def _check_cover(where: str, shape: tuple[int, ...], chunks: list[Index]) -> Non
         if len(chunk) != len(shape) or any(not 0 <= s.start <= s.stop <= n for s, n in sizes):
             raise UserError(f"{where}: a chunk at {_shown(chunk)} lies outside {list(shape)}")
     full = [c for c in chunks if math.prod(extent(c))]
-    for a, b in _overlapping(full):
+    if not math.prod(shape) or full == [whole(shape)]:
+        return
+    element = _not_once(shape, full, where)
+    if element is None:
+        return
+    there = [c for c in full if all(s.start <= i < s.stop for s, i in zip(c, element, strict=True))]
+    if there:
+        a, b, *_ = there
         raise UserError(f"{where}: the chunks at {_shown(a)} and {_shown(b)} overlap")
     covered, total = sum(math.prod(extent(c)) for c in full), math.prod(shape)
-    if covered != total:
+    raise UserError(
+        f"{where}: its chunks hold {covered} of {total} elements, that at {list(element)} is in "
+        "none; a rank's part is missing"
+    )
+
+
+def _not_once(shape: tuple[int, ...], chunks: list[Index], where: str) -> tuple[int, ...] | None:
+    """The first element that is not in exactly one chunk; None where all are.
+
+    How often each element is covered, differentiated along every dimension, is a sum over the
+    corners of the chunks, with alternating signs. It is to be that of the whole tensor; where they
+    differ first, the coverage itself does. This takes time in proportion to the chunks, however
+    they lie.
+    """
+    cut = [d for d, n in enumerate(shape) if any(c[d] != slice(0, n) for c in chunks)]
+    if not cut:
+        return None if len(chunks) == 1 else (0,) * len(shape)
+    if len(cut) > limits.CUT_DIMENSIONS:
         raise UserError(
-            f"{where}: its chunks hold {covered} of {total} elements; a rank's part is missing"
+            f"{where}: its chunks are cut along {len(cut)} dimensions, which no job does"
         )
-
-
-def _overlapping(chunks: list[Index]) -> Iterator[tuple[Index, Index]]:
-    """Pairs that overlap, found by a sweep along the dimension that is cut most."""
-    if not chunks or not chunks[0]:
-        yield from itertools.pairwise(chunks)  # scalars: two are one too many
-        return
-    axis = max(range(len(chunks[0])), key=lambda d: len({c[d].start for c in chunks}))
-    active: list[Index] = []
-    for chunk in sorted(chunks, key=lambda c: c[axis].start):
-        active = [c for c in active if c[axis].stop > chunk[axis].start]
-        yield from ((other, chunk) for other in active if intersection(other, chunk))
-        active.append(chunk)
+    ends = np.array([[(c[d].start, c[d].stop) for d in cut] for c in (whole(shape), *chunks)])
+    corners, signs = [], []
+    for corner in itertools.product((0, 1), repeat=len(cut)):
+        corners.append(ends[:, range(len(cut)), corner])
+        sign = np.full(len(ends), (-1) ** sum(corner))
+        sign[0] *= -1  # the whole tensor
+        signs.append(sign)
+    places, which = np.unique(np.concatenate(corners), axis=0, return_inverse=True)
+    sums = np.bincount(which.reshape(-1), np.concatenate(signs), len(places))
+    wrong = np.flatnonzero(sums)
+    if not len(wrong):
+        return None
+    first = dict(zip(cut, places[wrong[0]].tolist(), strict=True))
+    return tuple(first.get(d, 0) for d in range(len(shape)))
 
 
 def _shown(index: Index) -> str:

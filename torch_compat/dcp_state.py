@@ -1,7 +1,6 @@
 """A PyTorch training state in a DCP checkpoint: which key is what, both ways."""
 
 import dataclasses
-import math
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -12,15 +11,20 @@ from jaxforge.errors import UserError
 from torch_compat import optimizer_state, place
 from torch_compat.dcp_reader import Dcp
 from torch_compat.dcp_writer import Entry
-from torch_compat.lazy import Lazy, of_array, zeros
+from torch_compat.lazy import Lazy, number, of_array, zeros
 from torch_compat.names import DIALECTS
 from torch_compat.names.table import EMBEDDING, HEAD, Dialect, detect, strip_wrappers
 from torch_compat.optimizer_state import MAIN_KEYS, STEP, WEIGHT_SUM, kind_of
 from torch_compat.state import Held, Wanted, in_all_layers
 from torch_compat.translation import Translation, some, translate
 
-_MODELS = ("model.", "app.model.", "state_dict.model.", "module.", "")
-"""Where the model stands in the state dict: KempnerForge and tutorials, AppState, torchtitan."""
+_MODELS = {
+    "model.": "", "model.model.": "model.", "app.model.": "", "state_dict.model.": "",
+    "module.": "", "": "",
+}  # fmt: skip
+"""Where the model stands in the state dict (KempnerForge and tutorials, AppState, torchtitan) ->
+what of that its optimizer's keys have too: the name of the model within MindSpeed's engine.
+"""
 _OPTIMIZER = re.compile(r"(?:.*\.)?optim(?:izers?)?\.(state|param_groups)\.(.+)")
 _BESIDE = re.compile(
     r"(train_state|lr_scheduler|lr_schedulers|scheduler|dataloader|rng|rng_state)(\..*|$)"
@@ -84,7 +88,7 @@ def sort_keys(dcp: Dcp, dialect: str | None = None) -> Keys:
             elif field in MAIN_KEYS and key in dcp.objects:
                 groups.setdefault(owner, {})[field] = dcp.objects(key)
             elif field in MAIN_KEYS:
-                groups.setdefault(owner, {})[field] = dcp.tensors[key].all()[()]
+                groups.setdefault(owner, {})[field] = _number(dcp.tensors[key], key)
         elif _BESIDE.fullmatch(key) or key not in dcp.tensors:
             others.append(key)
         else:
@@ -92,7 +96,8 @@ def sort_keys(dcp: Dcp, dialect: str | None = None) -> Keys:
             if stripped in model:
                 raise UserError(f"{dcp.directory}: {key} and another key are both {stripped}")
             model[stripped] = dcp.tensors[key]
-    found, params = _find_dialect(model, dialect)
+    found, params, within = _find_dialect(model, dialect)
+    state = {owner.removeprefix(within): fields for owner, fields in state.items()}
     return Keys(found, params, state, list(groups.values()), others)
 
 
@@ -190,7 +195,9 @@ def entries(
     for name, tensor in held.params.items():
         is_matrix = len(tensor.shape) > 1
         key = dialect.their_name(name)
-        decays[key] |= wanted.config.optimizer.decays(in_all_layers(name), is_matrix=is_matrix)
+        decays[key] |= dialect.has_one_group or wanted.config.optimizer.decays(
+            in_all_layers(name), is_matrix=is_matrix
+        )
     for g, group in enumerate(optimizer_state.groups(wanted.config, updates, decays)):
         members = group["params"]
         if not flat:
@@ -204,31 +211,44 @@ def entries(
     return written
 
 
-def place_within(held: Held) -> dict[str, Entry]:
+def place_within(held: Held, wanted: Wanted) -> dict[str, Entry]:
     """What torchtitan keeps of the run's place within the checkpoint."""
     assert held.progress is not None
-    values: dict[tuple[str, str], np.ndarray] = {
-        ("train_state", "step"): np.asarray(held.progress.step, np.int32),
-        ("train_state", "ntokens_seen"): np.asarray(held.progress.tokens, np.int64),
-    }
-    found = {path: Entry(path, of_array(value)) for path, value in values.items()}
-    last = Entry(("lr_scheduler", "last_epoch"), int(held.scalars["updates"]))
-    return {entry.key: entry for entry in (*found.values(), last)}
+    values = place.of_titan(held.progress, int(held.scalars["updates"]), wanted.config)
+    entries = [Entry(path, value) for path, value in values.items()]
+    return {entry.key: entry for entry in entries}
+
+
+def titan_notes(wanted: Wanted) -> list[str]:
+    """What the user should know who resumes an export in torchtitan."""
+    notes = [
+        "resume in torchtitan with --checkpoint.exclude_from_loading dataloader: its place in the "
+        "data has no counterpart here, and its data start from their beginning"
+    ]
+    names = {in_all_layers(name): len(shape) > 1 for name, shape in wanted.params.items()}
+    decays = wanted.config.optimizer.decays
+    spared = [name for name, is_matrix in names.items() if not decays(name, is_matrix=is_matrix)]
+    if spared:
+        notes.append(
+            f"torchtitan's one parameter group decays {some(spared)} too, unless its config has "
+            "other groups; here they did not decay"
+        )
+    return notes
 
 
 def _find_dialect(
     model: Mapping[str, Lazy], name: str | None
-) -> tuple[Dialect | None, dict[str, Lazy]]:
-    """The dialect, and the keys without what stands before the model's."""
+) -> tuple[Dialect | None, dict[str, Lazy], str]:
+    """The dialect, the keys without what stands before them, and what of that is a module's."""
     if name is not None and name not in DIALECTS:
         raise UserError(f"no dialect {name!r}; there are {', '.join(DIALECTS)}")
     candidates = [DIALECTS[name]] if name else DIALECTS.values()
-    for prefix in _MODELS:
+    for prefix, within in _MODELS.items():
         if model and all(key.startswith(prefix) for key in model):
             params = {key.removeprefix(prefix): tensor for key, tensor in model.items()}
             if found := detect(list(params), candidates):
-                return found, params
-    return (DIALECTS[name] if name else None), dict(model)
+                return found, params, within
+    return (DIALECTS[name] if name else None), dict(model), ""
 
 
 def _unknown(dcp: Dcp, params: Mapping[str, Lazy]) -> str:
@@ -323,11 +343,9 @@ def _scalars(
 
 
 def _number(value: Any, what: str) -> float:  # noqa: ANN401 (whatever the file held)
-    value = value.all() if isinstance(value, Lazy) else value
     try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
+        return number(value)
+    except UserError:
+        raise
+    except ValueError as error:
         raise UserError(f"{what} is no number ({error})") from error
-    if not math.isfinite(number):
-        raise UserError(f"{what} is {number}")
-    return number

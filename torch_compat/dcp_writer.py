@@ -14,7 +14,7 @@ from torch_compat.lazy import Index, Lazy, blocks, extent
 from torch_compat.pickles import Call, Global, New, Pairs
 from torch_compat.staging import Unit
 
-_FILE = 1 << 29  # bytes of data in a file, from which on the next one begins
+_FILE = 1 << 28  # bytes of data in a file, from which on the next one begins
 _LARGEST = 1 << 31  # bytes of a chunk: an archive's numbers have 32 bits
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 

@@ -1,17 +1,25 @@
 """Bytes of files that may lie on this machine or behind a URL (fsspec: s3://, gs://, memory://)."""
 
+import contextlib
+import errno
+import functools
 import math
 import mmap
 import os
 import posixpath
-from collections.abc import Sequence
+import shutil
+import stat
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from jaxforge import storage
 from jaxforge.errors import UserError
+from torch_compat import limits
 from torch_compat.lazy import Index, Lazy, extent
+from torch_compat.limits import shown
 
 
 class Bytes(Protocol):
@@ -33,13 +41,27 @@ class Directory:
 
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = os.fspath(path)
-        self._fs: Any = None
+        self._is_remote = False
         if self.path.startswith("file://"):
             self.path = self.path.removeprefix("file://")
-        if "://" in self.path:
-            self._fs, self._root = _filesystem(self.path)
+        if storage.in_bucket(self.path):
+            if "://" not in self.path:
+                storage.path(self.path)  # says that a slash is missing
+            self._is_remote = True
         else:
-            self.path = self._root = os.path.abspath(self.path)
+            self.path = os.path.abspath(self.path)
+
+    @functools.cached_property
+    def _opened(self) -> tuple[Any, str]:
+        return _filesystem(self.path) if self._is_remote else (None, self.path)
+
+    @property
+    def _fs(self) -> Any:  # noqa: ANN401 (fsspec has no types)
+        return self._opened[0]
+
+    @property
+    def _root(self) -> str:
+        return self._opened[1]
 
     def __str__(self) -> str:
         return self.path
@@ -60,18 +82,47 @@ class Directory:
             return []
         return sorted(posixpath.basename(p.rstrip("/")) for p in self._fs.ls(self._root, False))
 
+    def resolved(self) -> "Directory":
+        """The directory that links such as `latest` lead to now."""
+        return Directory(os.path.realpath(self._root)) if self._fs is None else self
+
+    def stamps(self) -> dict[str, str]:
+        """Its files -> what changes when they do: size, time and inode, or what the store says."""
+        if self._fs is None and not os.path.isdir(self._root):
+            return {}
+        if self._fs is None:
+            files = [
+                (entry.name, os.stat(entry)) for entry in os.scandir(self._root) if entry.is_file()
+            ]
+            return {name: f"{s.st_size} {s.st_mtime_ns} {s.st_ino}" for name, s in files}
+        self._fs.invalidate_cache(self._root)
+        if not self._fs.isdir(self._root):
+            return {}
+        entries = self._fs.ls(self._root, detail=True)
+        return {
+            posixpath.basename(entry["name"]): str(sorted(entry.items()))
+            for entry in entries
+            if entry["type"] == "file"
+        }
+
     def has(self, name: str) -> bool:
         """Whether it has an entry of this name."""
         path = posixpath.join(self._root, name)
         return os.path.exists(path) if self._fs is None else self._fs.exists(path)
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, most: int = limits.DOCUMENT) -> bytes:
         """A whole small file.
+
+        Args:
+            name: its name.
+            most: bytes that it may have.
 
         Raises:
             UserError: it cannot be read.
         """
         file = self.open(name)
+        if file.size > most:
+            raise UserError(f"{self}/{name}: {file.size} bytes, more than such a file can have")
         return file(0, file.size).tobytes()
 
     def open(self, name: str) -> Bytes:
@@ -82,24 +133,29 @@ class Directory:
         """
         inside = posixpath.normpath(name)
         if posixpath.isabs(inside) or inside.split("/")[0] == ".." or "\0" in name:
-            raise UserError(f"{self}: the file name {name!r} leads out of the checkpoint; refused")
+            raise UserError(
+                f"{self}: the file name {shown(name)!r} leads out of the checkpoint; refused"
+            )
         path = posixpath.join(self._root, inside)
         try:
             if self._fs is not None:
                 return _Remote(self._fs, path)
             real = os.path.realpath(path)
             if not any(real.startswith(root + os.sep) for root in self._real_roots()):
-                raise UserError(f"{self}: {name!r} is a link out of the checkpoint; refused")
+                raise UserError(f"{self}: {shown(name)!r} is a link out of the checkpoint; refused")
             return _Local(path)
         except OSError as error:
-            raise UserError(f"{self}: {name} cannot be read ({error.strerror or error})") from error
+            raise UserError(
+                f"{self}: {shown(name)} cannot be read ({error.strerror or error})"
+            ) from error
 
     def _real_roots(self) -> list[str]:
         """What links may lead into: itself, and in Hugging Face's cache the files it links to."""
         root = os.path.realpath(self._root)
-        blobs = os.path.join(root, "../../blobs")
-        cached = os.path.basename(os.path.dirname(root)) == "snapshots" and os.path.isdir(blobs)
-        return [root, os.path.realpath(blobs)] if cached else [root]
+        snapshots = os.path.dirname(root)
+        blobs = os.path.join(os.path.dirname(snapshots), "blobs")
+        cached = os.path.basename(snapshots) == "snapshots" and os.path.realpath(blobs) == blobs
+        return [root, blobs] if cached else [root]
 
 
 class _Local:
@@ -110,17 +166,33 @@ class _Local:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        with open(path, "rb") as file:
-            self.size = os.fstat(file.fileno()).st_size
+        with open(path, "rb", opener=_at_once) as file:
+            about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError("no regular file")
+        self.size = about.st_size
 
     def __call__(self, start: int, length: int) -> np.ndarray:
         if not length:
             return np.empty(0, np.uint8)
         first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         ahead = start - first
-        with open(self._path, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), ahead + length, access=mmap.ACCESS_READ, offset=first)
+        try:
+            with open(self._path, "rb") as file:
+                size = ahead + length
+                mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ, offset=first)
+        except (OSError, ValueError) as error:  # ValueError: it has become shorter
+            what = getattr(error, "strerror", None) or error
+            raise UserError(
+                f"{self._path} cannot be read any more ({what}): it must stay as it is until the "
+                "end"
+            ) from error
         return np.frombuffer(mapped, np.uint8)[ahead:]
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Opens a file; a pipe too, which would wait for somebody to write to it."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 class _Remote:
@@ -141,9 +213,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
     try:
         import fsspec
     except ImportError:
-        raise UserError(
-            f'{url}: reading URLs needs fsspec: pip install "jaxforge[torch]"'
-        ) from None
+        raise UserError(f"{url}: reading URLs needs fsspec: pip install fsspec") from None
     try:
         return fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:  # no such protocol, or its package is missing
@@ -183,10 +253,43 @@ def in_file(
     return Lazy(shape, dtype, read, source)
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[Callable[[bytes | memoryview, int], None]]:
+    """A file of which others may write other parts; yields what writes bytes at a place in it.
+
+    What was written is durable when this ends.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+
+    def put(data: bytes | memoryview, at: int) -> None:
+        left = memoryview(data)
+        while left:
+            written = os.pwrite(descriptor, left, at)
+            left, at = left[written:], at + written
+
+    try:
+        yield put
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def sync(path: Path) -> None:
     """Makes the data of a file, or the names in a directory, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # some network file systems cannot do it for a directory
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
+
+
+def link(source: Path, target: Path) -> None:
+    """The same file under another name; a copy, where the file system has no such links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+        sync(target)

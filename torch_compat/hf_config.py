@@ -1,11 +1,14 @@
 """Hugging Face's `config.json` and our `[model]`, both ways."""
 
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
+from torch_compat import limits
+from torch_compat.limits import is_name
 from torch_compat.names.huggingface import FAMILIES
 
 CONFIG = "config.json"
@@ -188,26 +191,73 @@ def _complete(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], st
     """A config with what transformers takes for absent keys, and its family."""
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
-        raise UserError(f"{where}: model_type {family!r} is not one of {', '.join(FAMILIES)}")
-    missing = [theirs for theirs in _PLAIN.values() if not isinstance(config.get(theirs), int)]
+        raise UserError(
+            f"{where}: model_type {reprlib.repr(family)} is not one of {', '.join(FAMILIES)}"
+        )
+    missing = [theirs for theirs in _PLAIN.values() if type(config.get(theirs)) is not int]
     if missing:
         raise UserError(f"{where}: it does not give {', '.join(missing)}, or not as whole numbers")
-    return {**_DEFAULTS[family], **config}, family
+    config = {**_DEFAULTS[family], **config}
+    for key, check in _RANGES.items():
+        if config.get(key) is not None and not check(config[key]):
+            raise UserError(f"{where}: {key} = {reprlib.repr(config[key])} is of no model")
+    return config, family
+
+
+def _whole(most: int, least: int = 1) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and least <= value <= most
+
+
+def _is_size(value: Any) -> bool:  # noqa: ANN401 (whatever the file held)
+    """A number above zero that a float32 still holds."""
+    return type(value) in (int, float) and 1e-30 < value < 1e30
+
+
+def _is_flag(value: Any) -> bool:  # noqa: ANN401
+    return isinstance(value, bool)
+
+
+def _is_table(value: Any) -> bool:  # noqa: ANN401
+    return isinstance(value, dict) and all(map(is_name, value))
+
+
+def _are_kinds(value: Any) -> bool:  # noqa: ANN401
+    return isinstance(value, list) and all(map(is_name, value))
+
+
+_RANGES: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(_PLAIN.values(), _whole(limits.WIDTH)),
+    **dict.fromkeys(("num_key_value_heads", "head_dim", "sliding_window"), _whole(limits.WIDTH)),
+    "num_hidden_layers": _whole(limits.LAYERS),
+    "max_window_layers": _whole(limits.LAYERS, 0),
+    **dict.fromkeys(("num_local_experts", "num_experts"), _whole(limits.LAYERS)),
+    "num_experts_per_tok": _whole(limits.LAYERS),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta", "initializer_range"), _is_size),
+    **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "attention_bias"), _is_flag),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), _is_table),
+    "layer_types": _are_kinds,
+}
+"""Key -> whether a value of it can be a model's: the product of a few would take all memory."""
 
 
 def _rotary(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     # transformers 4 has `rope_theta` and `rope_scaling`, 5 has both in `rope_parameters`.
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rotary = config.get(key) or {}
-    if not isinstance(rotary, dict) or any(isinstance(value, dict) for value in rotary.values()):
-        raise UserError(f"{where}: {key} = {rotary!r}: here all layers have the same positions")
+    if any(isinstance(value, dict) for value in rotary.values()):
+        raise UserError(
+            f"{where}: {key} = {reprlib.repr(rotary)}: here all layers have the same positions"
+        )
+    if wrong := [k for k in ("rope_theta", *_SCALING.values()) if not _is_size(rotary.get(k, 1))]:
+        raise UserError(f"{where}: {key} has {wrong[0]} = {reprlib.repr(rotary[wrong[0]])}")
     theta = rotary.get("rope_theta", config["rope_theta"])
     kind = rotary.get("rope_type", rotary.get("type", "default"))
     if kind == "default":
         return {"rope_theta": theta}
     if kind != "llama3":
         raise UserError(
-            f"{where}: {key}: rotary positions of type {kind!r}; here are default and llama3"
+            f"{where}: {key}: rotary positions of type {reprlib.repr(kind)}; here are default and "
+            "llama3"
         )
     original = _SCALING["original_max_seq_len"]
     rotary = {original: config["max_position_embeddings"], **rotary}
@@ -221,7 +271,7 @@ def _rotary(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _check_supported(config: Mapping[str, Any], family: str, where: str) -> None:
     problems = [
-        f"{key} = {config[key]!r}"
+        f"{key} = {reprlib.repr(config[key])}"
         for key, only in (("hidden_act", "silu"), ("mlp_bias", False), ("partial_rotary_factor", 1))
         if config.get(key) not in (None, only)
     ]

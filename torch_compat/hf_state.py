@@ -6,18 +6,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxforge.config.job import JobConfig
 from jaxforge.config.load import make_config
 from jaxforge.config.model import ModelConfig
-from jaxforge.data.tokenizer import load_tokenizer
-from jaxforge.errors import UserError
 from torch_compat import safetensors
 from torch_compat.dcp_state import Options
 from torch_compat.files import Directory, sync
 from torch_compat.hf_config import CONFIG, config_json, family_of, model_table, sliding_window
 from torch_compat.lazy import Lazy
+from torch_compat.limits import load_json
 from torch_compat.names import DIALECTS
 from torch_compat.names.huggingface import FAMILIES
 from torch_compat.staging import Unit
@@ -37,6 +34,12 @@ def is_hf(directory: Directory) -> bool:
     names = directory.names()
     weights = any(name.endswith(safetensors.SUFFIX) for name in names)
     return CONFIG in names and (weights or safetensors.INDEX in names)
+
+
+def is_read(name: str) -> bool:
+    """Whether an import looks at a file of this name."""
+    documents = (*_TOKENIZER, CONFIG, _GENERATION, safetensors.INDEX)
+    return name.endswith(safetensors.SUFFIX) or name in documents
 
 
 def read_config(directory: Directory) -> tuple[dict[str, Any], str]:
@@ -134,13 +137,7 @@ def units(
 
 
 def _config(directory: Directory) -> dict[str, Any]:
-    try:
-        config = json.loads(directory.read(CONFIG))
-    except ValueError as error:
-        raise UserError(f"{directory}/{CONFIG}: not JSON ({error})") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{directory}/{CONFIG}: not an object with keys")
-    return config
+    return load_json(directory.read(CONFIG), f"{directory}/{CONFIG}")
 
 
 def _differences(config: Mapping[str, Any], model: ModelConfig, where: str) -> Iterator[str]:
@@ -188,9 +185,16 @@ def _is_huggingface(tokenizer: Path) -> bool:
 def _eos_id(tokenizer: Path | None) -> int | None:
     if tokenizer is None:
         return None
+    from jaxforge.data.tokenizer import load_tokenizer  # here, for most runs name none
+
     return load_tokenizer(tokenizer).eos_id
 
 
 def _one_dtype(tensors: Mapping[str, Lazy]) -> str:
     """One that holds all of them: transformers reads everything in the dtype that is named."""
-    return functools.reduce(jnp.promote_types, (t.dtype for t in tensors.values())).name
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    if len(dtypes) == 1:
+        return dtypes.pop().name
+    from jax.numpy import promote_types  # NumPy has no answer for float16 and bfloat16
+
+    return functools.reduce(promote_types, dtypes).name

@@ -1,9 +1,9 @@
 """What a checkpoint holds, without a config and without reading its tensors."""
 
 import math
-from pathlib import Path
 from typing import Any
 
+from jaxforge import storage
 from torch_compat import dcp_state, orbax_store, place, safetensors
 from torch_compat.checkpoints import Found
 from torch_compat.hf_state import read_config
@@ -52,7 +52,7 @@ def _hf(found: Found) -> dict[str, Any]:
 
 
 def _jaxforge(found: Found) -> dict[str, Any]:
-    held, config = orbax_store.open_orbax(Path(found.directory.path))
+    held, config = orbax_store.open_orbax(storage.path(found.directory.path))
     return {
         "dialect": held.dialect,
         "parameters": _count(held.params.values()),

@@ -12,6 +12,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jaxforge.errors import UserError
+from torch_compat import limits
+
 Index = tuple[slice, ...]
 """One slice per dimension, with step 1, start and stop given."""
 
@@ -69,11 +72,26 @@ class Lazy:
         return self.read(whole(self.shape))
 
     def cast(self, dtype: np.dtype) -> "Lazy":
-        """The values in another dtype, rounded to nearest."""
+        """The values in another dtype, rounded to nearest.
+
+        Reading it raises UserError where a finite value would become infinite.
+        """
         if dtype == self.dtype:
             return self
-        read = self.read
-        return dataclasses.replace(self, dtype=dtype, read=lambda index: read(index).astype(dtype))
+
+        def read(index: Index) -> np.ndarray:
+            before = self.read(index)
+            with np.errstate(over="ignore"):
+                after = before.astype(dtype)
+            if np.isinf(after).any() and (np.isinf(after) & np.isfinite(before)).any():
+                largest = np.abs(before[np.isfinite(before)].astype(np.float64)).max()
+                raise UserError(
+                    f"{self.source}: values up to {largest:.3g} are infinite as {dtype.name}: "
+                    "convert to bfloat16 or float32"
+                )
+            return after
+
+        return dataclasses.replace(self, dtype=dtype, read=read)
 
     def part(self, i: int) -> "Lazy":
         """Entry `i` of the first dimension."""
@@ -119,6 +137,37 @@ def of_array(array: np.ndarray, source: str = "") -> Lazy:
     return Lazy(array.shape, array.dtype, lambda index: np.asarray(array[index]), source)
 
 
+def number(value: Any) -> float:  # noqa: ANN401 (whatever a file held)
+    """The one number that something is, which may be a tensor of one element.
+
+    Raises:
+        ValueError: it is none, or not finite.
+    """
+    if isinstance(value, Lazy):
+        if math.prod(value.shape) != 1:
+            raise ValueError(f"a tensor of {list(value.shape)}")
+        array = value.all().reshape(())
+        value = int(array) if array.dtype.kind in "iu" else float(array)
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.number):
+        raise ValueError(f"a {type(value).__name__}")
+    found = int(value) if isinstance(value, int | np.integer) else float(value)
+    if not abs(found) < 1e300:
+        raise ValueError("not finite, or far too large")
+    return found
+
+
+def count(value: Any) -> int:  # noqa: ANN401 (whatever a file held)
+    """The whole number that something is, from 0 to 2**53.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = number(value)
+    if not 0 <= found <= limits.COUNT or found != int(found):
+        raise ValueError(f"{found:g}, where a count should be")
+    return int(found)
+
+
 def zeros(shape: tuple[int, ...], dtype: np.dtype) -> Lazy:
     """Zeros, made as they are read."""
     return Lazy(shape, dtype, lambda index: np.zeros(extent(index), dtype), "zeros")
@@ -143,7 +192,8 @@ def stack(tensors: Sequence[Lazy]) -> Lazy:
 
 def is_shape(sizes: Sequence[Any], itemsize: int) -> bool:
     """Whether NumPy has arrays of these sizes, which a file may claim."""
-    if len(sizes) > _MOST_DIMENSIONS or not all(isinstance(n, int) and n >= 0 for n in sizes):
+    fits = (type(n) is int and 0 <= n < 2**63 for n in sizes)
+    if len(sizes) > _MOST_DIMENSIONS or not all(fits):
         return False
     return math.prod(max(n, 1) for n in sizes) * itemsize < 2**63
 
@@ -169,13 +219,15 @@ def extent(index: Index) -> tuple[int, ...]:
 def blocks(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Index]:
     """Indices that cover a tensor once, each of at most `limit` bytes or one row.
 
-    Only the first dimension is cut, so that every block is one run of bytes in row-major order.
+    Only the first dimension is cut, so that every block is one run of bytes in row-major order; as
+    evenly as can be, since a store may keep all of them as large as the first.
     """
     if not shape:
         yield ()
         return
     row = math.prod(shape[1:]) * itemsize
-    rows = max(1, limit // row) if row else max(1, shape[0])
+    most = max(1, limit // row) if row else max(1, shape[0])
+    rows = max(1, -(-shape[0] // max(1, -(-shape[0] // most))))
     for start in range(0, shape[0], rows):
         yield (slice(start, min(start + rows, shape[0])), *whole(shape[1:]))
     if not shape[0]:

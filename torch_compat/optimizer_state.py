@@ -9,15 +9,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
-from jaxforge.optim.optimizer import learning_rate
+from torch_compat.lazy import count
+from torch_compat.limits import shown
 
 MAIN_KEYS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum")
 """Settings whose values say how the run was trained."""
+
+STEP, WEIGHT_SUM = "step", "weight_sum"
 
 
 class Kind(NamedTuple):
@@ -28,12 +30,16 @@ class Kind(NamedTuple):
         keys: what a parameter group has besides lr, initial_lr, weight_decay and params.
         counts: whether each parameter has a `step`.
         sometimes: our fields that KempnerForge does not save.
+        scalars: our fields that are single numbers.
+        is_everywhere: whether each parameter has all of `fields`.
     """
 
     fields: Mapping[str, str]
     keys: tuple[str, ...]
     counts: bool = False
     sometimes: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ("updates",)
+    is_everywhere: bool = True
 
     @property
     def always(self) -> set[str]:
@@ -55,8 +61,11 @@ KINDS: Mapping[str, Kind] = {
         {"momentum": "momentum_buffer", "mu": "exp_avg", "nu": "exp_avg_sq"},
         ("momentum", "ns_steps"),
         sometimes=("mu", "nu"),
+        is_everywhere=False,
     ),
-    "schedule_free_adamw": Kind({"nu": "v", "x": "x", "z": "z"}, ("betas", "eps")),
+    "schedule_free_adamw": Kind(
+        {"nu": "v", "x": "x", "z": "z"}, ("betas", "eps"), scalars=("updates", WEIGHT_SUM)
+    ),
 }  # fmt: skip
 """`optimizer.name` -> how torch stores it."""
 
@@ -76,9 +85,6 @@ def kind_of(config: JobConfig) -> Kind:
     return KINDS[name]
 
 
-STEP, WEIGHT_SUM = "step", "weight_sum"
-
-
 def count_updates(steps: Mapping[str, float], where: str) -> int | None:
     """The one number of updates that all parameters report; None if none does.
 
@@ -95,7 +101,10 @@ def count_updates(steps: Mapping[str, float], where: str) -> int | None:
             + ", ".join(f"{name}: {value:g}" for value, name in sorted(first.items()))
             + "); a parameter was frozen or added in the middle, which no single count can say"
         )
-    return int(values.pop())
+    try:
+        return count(values.pop())
+    except ValueError as error:
+        raise UserError(f"{where}: {STEP} of the optimizer is no count ({error})") from error
 
 
 def schedule_free_updates(weight_sum: float, config: JobConfig) -> int:
@@ -118,6 +127,8 @@ def settings_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for key in MAIN_KEYS:
         values = [group[key] for group in groups if _is_setting(group.get(key))]
+        for value in values:
+            _check_range(key, value)
         if key == "weight_decay" and values:
             settings[key] = max(values)
         elif values and all(value == values[0] for value in values):
@@ -145,7 +156,13 @@ def group_lr(config: JobConfig, updates: int) -> float:
     """
     if config.optimizer.name == "schedule_free_adamw":
         return config.optimizer.lr
-    return float(learning_rate(config)(jnp.int32(updates)))
+    import jax  # here, as it takes a second
+    import jax.numpy as jnp
+
+    from jaxforge.optim.schedule import learning_rate
+
+    rate = jax.jit(learning_rate(config))  # one program, as in the step, not one an operation
+    return float(rate(jnp.int32(updates)))
 
 
 def groups(config: JobConfig, updates: int, decays: Mapping[str, bool]) -> list[dict[str, Any]]:
@@ -180,6 +197,21 @@ def _is_setting(value: Any) -> bool:  # noqa: ANN401 (whatever the file held)
     """Whether it is a number or a few; anything else could take forever to compare."""
     numbers = value if isinstance(value, tuple | list) else (value,)
     return len(numbers) <= 3 and all(isinstance(n, int | float | np.number) for n in numbers)
+
+
+def _check_range(key: str, value: Any) -> None:  # noqa: ANN401 (as `_is_setting` has it)
+    """Looks whether an optimizer can have a setting.
+
+    Raises:
+        UserError: it cannot: the checkpoint is damaged, or of something else.
+    """
+    most = 1.0 if key in ("betas", "momentum", "eps") else 1e9
+    numbers = value if isinstance(value, tuple | list) else (value,)
+    if not all(0 <= n <= most for n in numbers):
+        raise UserError(
+            f"the checkpoint's optimizer has {key} = {shown(value)}, which none can have: it is "
+            "damaged, or was written by something else"
+        )
 
 
 def _same(a: Any, b: Any) -> bool:  # noqa: ANN401

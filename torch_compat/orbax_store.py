@@ -1,36 +1,33 @@
 """jaxforge's own checkpoints, read and written in pieces.
 
 Orbax reads and writes whole leaves, and a leaf holds all layers. The arrays are therefore reached
-through tensorstore, in the format that Orbax keeps them in (zarr in OCDBT); what is around them
-(structure, metadata, commit) is Orbax's own work.
+in the format that Orbax keeps them in (`ocdbt`); what is around them (structure, metadata, commit)
+is Orbax's own work (`orbax_commit`).
 """
 
-import dataclasses
+import functools
 import json
-import os
+import math
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orbax.checkpoint as ocp
 import tensorstore as ts
-from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxforge.checkpoint import layout
+from jaxforge import storage
 from jaxforge.checkpoint.find import find
-from jaxforge.checkpoint.manager import Checkpoints
-from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.job import JobConfig
 from jaxforge.config.load import make_config
-from jaxforge.errors import UserError
-from jaxforge.training.guard import GuardState
+from jaxforge.errors import StorageError, UserError
 from jaxforge.training.progress import Progress
+from torch_compat import ocdbt
+from torch_compat.compare import check_written
 from torch_compat.lazy import Index, Lazy, blocks, extent, of_array, whole
-from torch_compat.staging import Share, Staging, Unit
+from torch_compat.staging import Share, Staging, Unit, naming_failure, partial_of
 from torch_compat.state import Held, Wanted, stacked, unstacked
 
+_BESIDE = "beside"
 _CHUNK = 32 << 20  # bytes of a chunk at most: what a restore reads at a time
 
 
@@ -48,13 +45,14 @@ def open_orbax(path: Path) -> tuple[Held, JobConfig]:
     """
     run, step = find(path)
     directory = run / "checkpoints" / f"step_{step}"
+    if odd := _no_files(directory):
+        raise UserError(f"{directory} is damaged ({odd[0].name} is no regular file)")
     try:
         values = dict(json.loads((directory / "config/metadata").read_text()))
         progress = json.loads((directory / "progress/metadata").read_text())
-        metadata = ocp.PyTreeCheckpointHandler().metadata(directory / "state").tree
-        leaves = {
-            name: _open_leaf(directory / "state", name) for name in flatten_dict(metadata, sep=".")
-        }
+        leaves = ocdbt.open_arrays(directory / "state")
+    except UserError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{directory} is damaged ({str(error)[:160]})") from error
     config = make_config(values, source=str(directory / "config/metadata"))
@@ -76,6 +74,13 @@ def open_orbax(path: Path) -> tuple[Held, JobConfig]:
     return held, config
 
 
+def _no_files(directory: Path) -> list[Path]:
+    """What would be waited for: pipes and the like. There are none in a bucket."""
+    if storage.in_bucket(directory):
+        return []
+    return [p for p in directory.rglob("*") if not p.is_file() and not p.is_dir()]
+
+
 def stage(
     held: Held, wanted: Wanted, run: Path, plan: dict[str, Any], share: Share, block: int
 ) -> "Import":
@@ -91,99 +96,137 @@ def stage(
     """
     assert held.progress is not None
     destination = run.absolute() / "checkpoints" / f"step_{held.progress.step}"
-    return Import(held, wanted, run, Staging(destination, plan, share), block)
+    if share.process == 0 and settle(run, destination):
+        raise UserError(
+            f"{destination} is there: an import that was stopped at its very end is whole now"
+        )
+    tensors = _tensors(held)  # refuses what cannot be written, before the destination is taken
+    return Import(held, wanted, run, tensors, Staging(destination, plan, share), block)
 
 
 class Import:
     """A checkpoint in the making: `units` to write, then `commit`."""
 
-    def __init__(self, held: Held, wanted: Wanted, run: Path, staging: Staging, block: int) -> None:
+    def __init__(
+        self,
+        held: Held,
+        wanted: Wanted,
+        run: Path,
+        tensors: dict[str, Lazy],
+        staging: Staging,
+        block: int,
+    ) -> None:
         self.staging = staging
         self._held, self._wanted, self._run = held, wanted, run
-        self._leaves = _leaves(held)
+        self._tensors = tensors
         self._store = self.staging.path / f"ocdbt.process_{staging.share.process}"
         for stale in self._store.rglob("*.__lock"):
             stale.unlink()  # left by a kill, it would lend its end to what is written next
         self._block = min(block, _CHUNK)
+        self._context = ts.Context()  # by which writes of several threads become one commit
+        self._created = functools.cache(self._create)
         self.units = [
             Unit(f"{name}-{'-'.join(str(s.start) for s in index)}", _bytes(leaf, index), write)
-            for name, leaf in self._leaves.items()
+            for name, leaf in self._tensors.items()
             for index in _blocks(leaf, self._block)
             for write in [lambda name=name, leaf=leaf, index=index: self._write(name, leaf, index)]
         ]
+        self.units.append(Unit("scalars", 0, self._write_scalars))
+
+    def commit(self) -> None:
+        """Lets Orbax make a checkpoint of what was staged."""
+        from torch_compat import orbax_commit
+
+        assert self._held.progress is not None
+        arrays = {**self._tensors, **self._scalars()}
+        destination, config = self.staging.destination, self._wanted.config
+        with naming_failure(destination):
+            orbax_commit.commit(self._held.progress, config, self._run, self.staging.path, arrays)
+        self._check_written(arrays)
+        settle(self._run, destination)
+        self.staging.discard()
+
+    @property
+    def beside(self) -> Path:
+        """Where that waits which the run directory gets when the checkpoint is there."""
+        return self.staging.path / _BESIDE
+
+    def _check_written(self, arrays: dict[str, Lazy]) -> None:
+        """Opens what was made, and reads a value of each array.
+
+        Raises:
+            StorageError: it cannot be read; it is gone then.
+        """
+        from torch_compat.orbax_commit import names
+
+        directory = self.staging.destination
+        try:
+            open_orbax(directory)
+            made = ocdbt.open_arrays(directory / "state")
+            if names(directory / "state") != set(arrays):
+                raise StorageError(f"{directory}: Orbax finds other arrays than were written")
+            check_written(made, arrays, str(directory))
+            wrong = [name for name in arrays if _last(arrays[name]) != _last(made[name])]
+            if wrong:
+                raise StorageError(f"{directory}: {wrong[0]} has other values than were written")
+        except (OSError, ValueError) as error:
+            shutil.rmtree(directory)
+            self.staging.discard()
+            raise StorageError(f"what was written could not be read again: {error}") from error
 
     def _write(self, name: str, leaf: Lazy, index: Index) -> None:
         # A block is a chunk: two processes that wrote parts of one would lose either's.
         chunk = extent(_blocks(leaf, self._block)[0])
-        array = _create_leaf(self._store, name, leaf, chunk)
-        array[index].write(np.asarray(leaf.read(index), order="C")).result()
+        array = self._created(name, leaf.shape, leaf.dtype, chunk)
+        values = np.asarray(leaf.read(index), order="C")
+        array[index].write(values, can_reference_source_data_indefinitely=True).result()
 
-    def commit(self) -> None:
-        """Lets Orbax make a checkpoint of what was staged."""
-        tree = {
-            name: _Staged(self.staging.path, leaf.shape, leaf.dtype)
-            for name, leaf in self._leaves.items()
+    def _write_scalars(self) -> None:
+        for name, value in self._scalars().items():
+            self._write(name, value, whole(value.shape))
+
+    def _scalars(self) -> dict[str, Lazy]:
+        from torch_compat.orbax_commit import scalars  # here, as it imports JAX: two seconds
+
+        return {name: of_array(value) for name, value in scalars(self._held).items()}
+
+    def _create(
+        self, name: str, shape: tuple[int, ...], dtype: np.dtype, chunk: tuple[int, ...]
+    ) -> ts.TensorStore:
+        metadata = {
+            "shape": list(shape),
+            "chunks": [max(1, n) for n in chunk],
+            "dtype": dtype.name if dtype.kind == "V" else dtype.newbyteorder("<").str,
+            "compressor": None,
         }
-        nested = {"optimizer": {}, **unflatten_dict(tree, sep=".")}
-        like = self._wanted.state
-        if not nested["optimizer"]:
-            like = dataclasses.replace(like, opt_state=())
-        state = layout.from_tree(nested, like)
-        registry = ocp.type_handlers.create_type_handler_registry((_Staged, _StagedHandler()))
-        checkpoints = Checkpoints(
-            self._run,
-            CheckpointConfig(async_mode="disabled", keep_last_n=0),
-            self._wanted.model.axes,
-            self._wanted.config.model_dump(mode="json"),
-            arrays=ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
-        )
-        assert self._held.progress is not None
-        checkpoints.save(self._held.progress, state)
-        checkpoints.close()
-        self.staging.discard()
+        spec = {**ocdbt.spec(self._store, name), "metadata": metadata}
+        return ts.open(spec, create=True, open=True, context=self._context).result()
 
 
-class _Staged:
-    """An array whose data were written beforehand."""
+def settle(run: Path, checkpoint: Path) -> bool:
+    """Moves what waits for a checkpoint to be there into its run; by names alone, on no new space.
 
-    def __init__(self, store: Path, shape: tuple[int, ...], dtype: np.dtype) -> None:
-        self.store, self.shape, self.dtype = store, shape, dtype
-        self.ndim, self.size = len(shape), int(np.prod(shape, dtype=np.int64))
-        self.nbytes = self.size * dtype.itemsize
+    An import that was killed in between is whole when it is tried again.
 
-
-class _StagedHandler(ocp.type_handlers.NumpyHandler):
-    """Brings staged data in as if it had written them; links, so that a crash loses nothing."""
-
-    async def serialize(
-        self,
-        values: Sequence[_Staged],
-        infos: Sequence[ocp.type_handlers.ParamInfo],
-        args: Sequence[ocp.SaveArgs] | None = None,
-    ) -> list[Any]:
-        await infos[0].await_path_creation()
-        for store in values[0].store.glob("ocdbt.process_*"):
-            target = Path(infos[0].parent_dir) / store.name
-            if not target.exists():
-                shutil.copytree(store, target, copy_function=os.link)
-        return []
+    Returns:
+        Whether there was anything.
+    """
+    partial = partial_of(checkpoint)
+    if not checkpoint.exists() or not (partial / _BESIDE).is_dir():
+        return False
+    with naming_failure(run / "config.toml"):
+        for path in (partial / _BESIDE).iterdir():
+            if path.is_file() or not (run / path.name).exists():
+                path.replace(run / path.name)
+    shutil.rmtree(partial, ignore_errors=True)
+    return True
 
 
-def _leaves(held: Held) -> dict[str, Lazy]:
-    assert held.progress is not None
-    skipped = held.progress.skipped
-    guard = GuardState.fresh(skipped)._asdict() | dict(held.guard)
-    assert guard.keys() == set(GuardState._fields)
-    scalars = {
-        "step": np.int32(held.progress.step),
-        **{f"optimizer.{name}": value for name, value in held.scalars.items()},
-        **{f"guard.{name}": np.asarray(value) for name, value in guard.items()},
-    }
-    leaves = {name: of_array(np.asarray(value)) for name, value in scalars.items()}
-    leaves |= {f"params.{name}": tensor for name, tensor in stacked(held.params).items()}
-    for field, tensors in (held.moments or {}).items():
-        leaves |= {f"optimizer.{field}.{name}": t for name, t in stacked(tensors).items()}
-    return leaves
+def _tensors(held: Held) -> dict[str, Lazy]:
+    tensors = {f"params.{name}": tensor for name, tensor in stacked(held.params).items()}
+    for field, of_field in (held.moments or {}).items():
+        tensors |= {f"optimizer.{field}.{n}": tensor for n, tensor in stacked(of_field).items()}
+    return tensors
 
 
 def _blocks(leaf: Lazy, limit: int) -> list[Index]:
@@ -196,37 +239,11 @@ def _blocks(leaf: Lazy, limit: int) -> list[Index]:
     return [(slice(i, i + 1), *index) for i in range(leaf.shape[0]) for index in within]
 
 
+def _last(leaf: Lazy) -> bytes:
+    """Its last value, bit for bit; nothing if it has none."""
+    index = tuple(slice(max(0, size - 1), size) for size in leaf.shape)
+    return leaf.read(index).tobytes()
+
+
 def _bytes(leaf: Lazy, index: Index) -> int:
-    return int(np.prod(extent(index), dtype=np.int64)) * leaf.dtype.itemsize
-
-
-def _create_leaf(store: Path, name: str, leaf: Lazy, chunk: tuple[int, ...]) -> ts.TensorStore:
-    spec = {
-        **_spec(store, name),
-        "metadata": {
-            "shape": list(leaf.shape),
-            "chunks": [max(1, n) for n in chunk],
-            "dtype": _zarr_dtype(leaf.dtype),
-            "compressor": None,
-        },
-    }
-    return ts.open(spec, create=True, open=True).result()
-
-
-def _zarr_dtype(dtype: np.dtype) -> str:
-    return dtype.name if dtype.kind == "V" else dtype.newbyteorder("<").str
-
-
-def _open_leaf(store: Path, name: str) -> Lazy:
-    array = ts.open(_spec(store, name), open=True, read=True).result()
-
-    def read(index: Index) -> np.ndarray:
-        return array[index].read().result()
-
-    shape, dtype = tuple(array.shape), np.dtype(array.dtype.numpy_dtype)
-    return Lazy(shape, dtype, read, f"{store}: {name}")
-
-
-def _spec(store: Path, name: str) -> dict[str, Any]:
-    kvstore = {"driver": "ocdbt", "base": f"file://{store}", "path": f"{name}/"}
-    return {"driver": "zarr", "kvstore": kvstore}
+    return math.prod(extent(index)) * leaf.dtype.itemsize

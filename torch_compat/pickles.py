@@ -4,14 +4,14 @@ A pickle is a program: `pickle.load` runs whatever it calls. Here a name that is
 refused, and the names in the tables are stand-ins that only hold data.
 """
 
-import io
 import pickle
-import pickletools
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxforge.errors import UserError
+from torch_compat.limits import shown
+from torch_compat.pickle_machine import Machine
 
 
 class Unsafe(UserError):
@@ -36,58 +36,25 @@ def load(
         Unsafe: the pickle names anything else; nothing was run.
         UserError: it is no pickle.
     """
+
+    def find(module: str, name: str) -> Any:  # noqa: ANN401
+        if (module, name) in names:
+            return names[module, name]
+        raise Unsafe(
+            f"{where}: the pickle names {shown(f'{module}.{name}')}, which no checkpoint needs; "
+            "refused, nothing was run"
+        )
+
+    def refuse(_: object) -> None:
+        raise Unsafe(f"{where}: the pickle refers to objects outside it; refused")
+
     try:
-        _check_memo(data)
-        return _Reader(io.BytesIO(data), names, where, persistent).load()
+        return Machine(data, find, persistent or refuse).run()
     except UserError:
         raise
     except Exception as error:  # whatever bytes that are no pickle lead to
-        raise UserError(f"{where}: not a readable pickle ({error})") from error
-
-
-def _check_memo(data: bytes) -> None:
-    """Python allocates as many entries as the largest index says: six bytes can ask for 64 GiB."""
-    for opcode, argument, _ in pickletools.genops(data):
-        if opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > len(data):
-            raise ValueError(f"entry {argument} of the memo, in {len(data)} bytes")
-
-
-class _Reader(pickle.Unpickler):
-    def __init__(
-        self,
-        file: io.BytesIO,
-        names: Mapping[tuple[str, str], Any],
-        where: str,
-        persistent: Callable[[Any], Any] | None,
-    ) -> None:
-        super().__init__(file)
-        self._names, self._where, self._persistent = names, where, persistent
-
-    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401
-        try:
-            return self._names[module, name]
-        except KeyError:
-            raise Unsafe(
-                f"{self._where}: the pickle names {module}.{name}, which no checkpoint needs; "
-                "refused, nothing was run"
-            ) from None
-
-    def persistent_load(self, pid: Any) -> Any:  # noqa: ANN401
-        if self._persistent is None:
-            raise Unsafe(f"{self._where}: the pickle refers to objects outside it; refused")
-        return self._persistent(pid)
-
-
-class Record:
-    """Stands for an instance of any class: what its pickle sets becomes attributes."""
-
-    state: Any = None
-
-    def __setstate__(self, state: Any) -> None:  # noqa: ANN401
-        if isinstance(state, dict):
-            self.__dict__.update({k: v for k, v in state.items() if isinstance(k, str)})
-        else:
-            self.state = state
+        why = shown(error) or type(error).__name__
+        raise UserError(f"{where}: not a readable pickle ({why})") from error
 
 
 class Global(NamedTuple):

@@ -1,6 +1,7 @@
 """Where a PyTorch run stands: its step, tokens and position in the data, both ways.
 
-KempnerForge keeps these in `train_state.pt` beside the DCP files, torchtitan within them.
+KempnerForge keeps these in `train_state.pt` beside the DCP files, MindSpeed in `extra_state/`,
+torchtitan within them.
 """
 
 import random
@@ -10,16 +11,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxforge.config.job import JobConfig
-from jaxforge.data import loader
+from jaxforge.data.order import data_seed
 from jaxforge.errors import UserError
 from jaxforge.training.progress import Progress
+from torch_compat import limits
 from torch_compat.dcp_reader import Dcp
-from torch_compat.lazy import Lazy
+from torch_compat.lazy import count
+from torch_compat.limits import shown
 from torch_compat.optimizer_state import group_lr
 from torch_compat.pickles import Call, Global, New
 from torch_compat.torch_zip import Archive
 
 TRAIN_STATE = "train_state.pt"
+EXTRA_STATE = "extra_state/extra_state_rank_0.pt"
 
 
 class Place(NamedTuple):
@@ -43,15 +47,15 @@ class Place(NamedTuple):
 
 
 def read_place(dcp: Dcp) -> Place:
-    """Looks in `train_state.pt`, else among the checkpoint's own objects.
+    """Looks in the file that KempnerForge or MindSpeed has, else among the checkpoint's objects.
 
     Raises:
         UserError: what is there is damaged.
     """
-    if dcp.directory.has(TRAIN_STATE):
-        file = dcp.directory.open(TRAIN_STATE)
-        state = Archive(file, 0, file.size, f"{dcp.directory}/{TRAIN_STATE}").object()
-        return _of_train_state(state, f"{dcp.directory}/{TRAIN_STATE}")
+    for name, place_of in ((TRAIN_STATE, _of_train_state), (EXTRA_STATE, _of_extra_state)):
+        if dcp.directory.has(name):
+            file, where = dcp.directory.open(name), f"{dcp.directory}/{name}"
+            return place_of(Archive(file, 0, file.size, where).object(), where)
     return Place(
         step=_number(dcp, "train_state.step"),
         tokens=_number(dcp, "train_state.ntokens_seen"),
@@ -131,21 +135,12 @@ def train_state(progress: Progress, updates: int, config: JobConfig, ranks: int)
             f"{progress.samples} sequences are read, which is no whole number of batches of "
             f"{rows}, those of {ranks} ranks (--ranks)"
         )
-    lr = group_lr(config, updates)
-    seed = loader.data_seed(config)
+    seed = data_seed(config)
     return {
         "step": progress.step,
         "tokens_seen": progress.tokens,
         "rng": _random_states(config.train.seed),
-        "scheduler": {
-            "base_lrs": [config.optimizer.lr] * 2,
-            "last_epoch": updates,
-            "_step_count": updates + 1,
-            "_is_initial": False,
-            "_get_lr_called_within_step": False,
-            "_last_lr": [lr] * 2,
-            "lr_lambdas": [None, None],
-        },
+        "scheduler": lambda_lr(config, updates, groups=2),
         "dataloader": {
             "epoch": epoch,
             "batches_yielded": samples // rows,
@@ -154,38 +149,94 @@ def train_state(progress: Progress, updates: int, config: JobConfig, ranks: int)
     }
 
 
+def lambda_lr(config: JobConfig, updates: int, groups: int) -> dict[str, Any]:
+    """The state of a `LambdaLR`: every key that it has in torch 2.0 to 2.13.
+
+    Args:
+        config: the run's config.
+        updates: updates made.
+        groups: parameter groups of its optimizer.
+    """
+    return {
+        "base_lrs": [config.optimizer.lr] * groups,
+        "last_epoch": updates,
+        "verbose": False,
+        "_step_count": updates + 1,
+        "_is_initial": False,
+        "_get_lr_called_within_step": False,
+        "_last_lr": [group_lr(config, updates)] * groups,
+        "lr_lambdas": [None] * groups,
+    }
+
+
+def of_titan(progress: Progress, updates: int, config: JobConfig) -> dict[tuple[str, str], Any]:
+    """What torchtitan keeps of a run's place within its checkpoints: path -> value.
+
+    Its schedulers say `last_epoch` alone since 2026, all that `LambdaLR` has before. The place in
+    its data has no counterpart here.
+    """
+    schedule = lambda_lr(config, updates, groups=1)
+    return {
+        ("train_state", "step"): progress.step,
+        ("train_state", "ntokens_seen"): progress.tokens,
+        **{("lr_scheduler", key): value for key, value in schedule.items()},
+    }
+
+
 def _of_train_state(state: Any, where: str) -> Place:  # noqa: ANN401 (whatever the file held)
     try:
         data, scheduler = state.get("dataloader") or {}, state.get("scheduler") or {}
-        return Place(
-            step=int(state["step"]),
-            tokens=int(state["tokens_seen"]),
+        place = Place(
+            step=count(state["step"]),
+            tokens=count(state["tokens_seen"]),
             updates=_optional(scheduler.get("last_epoch")),
-            epoch=int(data.get("epoch", 0)),
+            epoch=count(data.get("epoch", 0)),
             batches=_optional(data.get("batches_yielded")),
             ranks=_optional((data.get("sampler") or {}).get("num_replicas")),
         )
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-        raise UserError(f"{where}: not a training state of KempnerForge ({error!r})") from error
+        if place.ranks is not None and not 1 <= place.ranks <= limits.WIDTH:
+            raise ValueError(f"{place.ranks} ranks")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        why = shown(repr(error))
+        raise UserError(f"{where}: not a training state of KempnerForge ({why})") from error
+    return place
+
+
+def _of_extra_state(state: Any, where: str) -> Place:  # noqa: ANN401 (whatever the file held)
+    try:
+        step, metric = count(state["global_step"]), state.get("train_metric") or {}
+        is_current = metric.get("last_iteration") == step  # its tokens count with each log line
+        return Place(
+            step=step,
+            tokens=_optional(metric.get("consume_tokens")) if is_current else None,
+            updates=_optional((state.get("lr_scheduler") or {}).get("last_epoch")),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        why = shown(repr(error))
+        raise UserError(f"{where}: not an extra state of MindSpeed ({why})") from error
 
 
 def _number(dcp: Dcp, key: str) -> int | None:
     if key not in dcp.tensors and key not in dcp.objects:
         return None
-    value = dcp.tensors[key] if key in dcp.tensors else dcp.objects(key)
-    value = value.all() if isinstance(value, Lazy) else value
     try:
-        return int(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise UserError(f"{dcp.directory}: {key} is no number ({error})") from error
+        return count(dcp.tensors[key] if key in dcp.tensors else dcp.objects(key))
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(
+            f"{dcp.directory}: {key} is no number of steps or tokens ({error})"
+        ) from error
 
 
 def _optional(value: Any) -> int | None:  # noqa: ANN401
-    return None if value is None else int(value)
+    return None if value is None else count(value)
 
 
 def _epoch_length(config: JobConfig, rows: int, ranks: int) -> int:
     """Sequences of one epoch, less the last ones that make no batch."""
+    from jaxforge.data import loader  # here, as it imports JAX and Grain
+
     try:
         data = loader.open_training_data(config)
     except UserError as error:

@@ -1,27 +1,30 @@
 """safetensors files, read and written in place: 8 bytes of length, a JSON header, row-major data.
 
-Format: https://huggingface.co/docs/safetensors. All shapes are known beforehand, so that a writer
-emits the header first and then one block after the other.
+Format: https://huggingface.co/docs/safetensors. All shapes are known beforehand, so that each part
+of a file has its place before anything is written, and several are written at a time.
 """
 
+import functools
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxforge.errors import UserError
-from torch_compat.files import Bytes, Directory, in_file, sync
-from torch_compat.lazy import DTYPES, Lazy, blocks, is_shape
+from torch_compat import limits
+from torch_compat.files import Bytes, Directory, in_file, writing
+from torch_compat.lazy import DTYPES, Index, Lazy, blocks, extent, is_shape
+from torch_compat.limits import check_name, is_name, load_json, shown
 from torch_compat.staging import Unit
 
 SUFFIX = ".safetensors"
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_LARGEST_HEADER = 100_000_000  # as the reference implementation has it
+_UNIT = 64 << 20  # bytes of a file that are written, and made durable, together
 
 _CODES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
@@ -33,19 +36,38 @@ _CODE_OF = {name: code for code, name in _CODES.items()}
 
 
 def open_directory(directory: Directory) -> dict[str, Lazy]:
-    """Every tensor of a directory: those of its index, of `model.safetensors`, or of all its files.
+    """Every tensor of a directory: of `model.safetensors`, of its index, or of all its files.
+
+    In this order, which is that of transformers.
 
     Raises:
-        UserError: there is none, a file is damaged, or two files hold one name.
+        UserError: there is none, a file is damaged, two files hold one name, or the index names
+            others than `model.safetensors` holds.
     """
     names = directory.names()
-    indexed: Mapping[str, str] = {}
+    tensors = _open_indexed(directory, names)
+    if _SINGLE not in names or INDEX not in names:
+        return tensors
+    single = open_file(directory.open(_SINGLE), f"{directory}/{_SINGLE}")
+    if _forms(single) != _forms(tensors):
+        raise UserError(
+            f"{directory}: {_SINGLE} and the files of {INDEX} hold different tensors, of which "
+            "transformers would take the former: remove what is out of date"
+        )
+    return single
+
+
+def _forms(tensors: Mapping[str, Lazy]) -> dict[str, tuple[Any, ...]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+
+def _open_indexed(directory: Directory, names: Sequence[str]) -> dict[str, Lazy]:
+    indexed: Any = {}
     if INDEX in names:
-        try:
-            indexed = json.loads(directory.read(INDEX))["weight_map"]
-            files = sorted({str(name) for name in indexed.values()})
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(f"{directory}/{INDEX}: not an index ({error!r})") from error
+        indexed = load_json(directory.read(INDEX), f"{directory}/{INDEX}").get("weight_map")
+        if not isinstance(indexed, dict) or not all(map(is_name, indexed.values())):
+            raise UserError(f"{directory}/{INDEX}: not an index: it has no weight_map of names")
+        files = sorted(set(indexed.values()))
     else:
         files = [_SINGLE] if _SINGLE in names else [n for n in names if n.endswith(SUFFIX)]
     if not files:
@@ -57,7 +79,7 @@ def open_directory(directory: Directory) -> dict[str, Lazy]:
             raise UserError(f"{directory}: {sorted(twice)[0]} is in two files")
         tensors |= found
     if absent := indexed.keys() - tensors.keys():
-        raise UserError(f"{directory}: {sorted(absent)[0]} is in the index and in no file")
+        raise UserError(f"{directory}: {shown(sorted(absent)[0])} is in the index and in no file")
     return tensors
 
 
@@ -70,15 +92,16 @@ def open_file(file: Bytes, where: str) -> dict[str, Lazy]:
     if file.size < 8:
         raise UserError(f"{where}: too short for a safetensors file")
     (length,) = struct.unpack("<Q", file(0, 8).tobytes())
-    if length > min(_LARGEST_HEADER, file.size - 8):
+    if length > min(limits.DOCUMENT, file.size - 8):
         raise UserError(f"{where}: its header would be {length} bytes: damaged, or another format")
-    try:
-        header = json.loads(file(8, length).tobytes())
-        header.pop("__metadata__", None)
-        entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
-        tensors = {name: _tensor(file, 8 + length, name, e, where) for name, e in entries}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{where}: its header is damaged ({error!r})") from error
+    header = load_json(file(8, length).tobytes(), f"{where}: its header is damaged")
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        check_name(name, where)
+        if not _is_entry(entry):
+            raise UserError(f"{where}: its header is damaged: {name} has no dtype, shape, offsets")
+    entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+    tensors = {name: _tensor(file, 8 + length, name, e, where) for name, e in entries}
     end = 0
     for name, entry in entries:
         start, stop = entry["data_offsets"]
@@ -93,14 +116,22 @@ def open_file(file: Bytes, where: str) -> dict[str, Lazy]:
     return tensors
 
 
+def _is_entry(entry: Any) -> bool:  # noqa: ANN401 (whatever the file held)
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    numbers = (
+        isinstance(offsets, list) and len(offsets) == 2 and all(is_shape([n], 1) for n in offsets)
+    )
+    return numbers and isinstance(shape, list) and is_shape(shape, 8)
+
+
 def _tensor(file: Bytes, data: int, name: str, entry: dict[str, Any], where: str) -> Lazy:
     code, shape = entry["dtype"], tuple(entry["shape"])
     if code not in _CODES:
-        raise UserError(f"{where}: {name} has dtype {code}, which is not known here")
+        raise UserError(f"{where}: {name} has dtype {shown(code)}, which is not known here")
     dtype = DTYPES[_CODES[code]]
     start, stop = entry["data_offsets"]
-    if not is_shape(shape, dtype.itemsize) or not all(isinstance(n, int) for n in (start, stop)):
-        raise ValueError(f"{name}: {entry}")
     if math.prod(shape) * dtype.itemsize != stop - start:
         raise UserError(f"{where}: {name} is {code}{list(shape)} in {stop - start} bytes")
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
@@ -110,7 +141,7 @@ def _tensor(file: Bytes, data: int, name: str, entry: dict[str, Any], where: str
 def units(
     tensors: Mapping[str, Lazy], directory: Path, largest: int, block: int
 ) -> tuple[list[Unit], dict[str, Any] | None]:
-    """The files to write, and the index that they need; None for a single file.
+    """The parts of files to write, and the index that they need; None for a single file.
 
     Args:
         tensors: name -> tensor.
@@ -124,12 +155,11 @@ def units(
     else:
         width = f"{len(shards):05d}"
         names = [f"model-{i:05d}-of-{width}{SUFFIX}" for i in range(1, len(shards) + 1)]
-
-    def unit(name: str, shard: Mapping[str, Lazy]) -> Unit:
-        nbytes = sum(tensor.nbytes for tensor in shard.values())
-        return Unit(name, nbytes, lambda: write_file(directory / name, shard, block))
-
-    made = [unit(name, shard) for name, shard in zip(names, shards, strict=True)]
+    made = [
+        unit
+        for name, shard in zip(names, shards, strict=True)
+        for unit in _units_of_file(directory / name, shard, block)
+    ]
     if len(shards) == 1:
         return made, None
     weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
@@ -137,24 +167,48 @@ def units(
     return made, {"metadata": {"total_size": total}, "weight_map": weight_map}
 
 
-def write_file(path: Path, tensors: Mapping[str, Lazy], block: int) -> None:
-    """Writes one file, a block at a time."""
+class _Piece(NamedTuple):
+    tensor: Lazy
+    part: Index
+    at: int  # byte of the file
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(extent(self.part)) * self.tensor.dtype.itemsize
+
+
+def _units_of_file(path: Path, tensors: Mapping[str, Lazy], block: int) -> Iterator[Unit]:
+    header, at = _header(tensors), 0
+    parts: list[list[_Piece]] = [[]]
+    for tensor in tensors.values():
+        for index in blocks(tensor.shape, tensor.dtype.itemsize, block):
+            if sum(piece.nbytes for piece in parts[-1]) >= _UNIT:
+                parts.append([])
+            parts[-1].append(_Piece(tensor, index, len(header) + at))
+            at += parts[-1][-1].nbytes
+    for i, part in enumerate(parts):
+        write = functools.partial(_write_part, path, b"" if i else header, part)
+        yield Unit(f"{path.name}.{i}", sum(piece.nbytes for piece in part), write)
+
+
+def _write_part(path: Path, header: bytes, pieces: list[_Piece]) -> None:
+    with writing(path) as put:
+        put(header, 0)
+        for tensor, part, at in pieces:
+            values = np.asarray(tensor.read(part), order="C")
+            put(values.reshape(-1).view(np.uint8).data, at)
+
+
+def _header(tensors: Mapping[str, Lazy]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, tensor in tensors.items():
-        code = _CODE_OF[tensor.dtype.name]
-        end = at + tensor.nbytes
+        code, end = _CODE_OF[tensor.dtype.name], at + tensor.nbytes
         header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for tensor in tensors.values():
-            for index in blocks(tensor.shape, tensor.dtype.itemsize, block):
-                values = np.asarray(tensor.read(index), order="C")
-                file.write(values.reshape(-1).view(np.uint8).data)
-    sync(path)
+    return struct.pack("<Q", len(text)) + text
 
 
 def _shards(tensors: Mapping[str, Lazy], largest: int) -> Iterator[dict[str, Lazy]]:

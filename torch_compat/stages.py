@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
-from jaxforge.parallel.stages import Stack
 from torch_compat.dcp_reader import stage_name
 from torch_compat.names.table import EMBEDDING, Dialect
 from torch_compat.state import Held, Tensors, layer_of
@@ -52,6 +51,8 @@ def split(held: Held, layers: int, stages: int) -> dict[str, Held]:
     """
     if stages == 1:
         return {"": held}
+    from jaxforge.parallel.stages import Stack  # here, as it imports JAX
+
     rows = Stack(layers, stages).rows().reshape(stages, -1).tolist()
 
     def part(tensors: Tensors, stage: int) -> Tensors:

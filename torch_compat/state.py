@@ -6,24 +6,20 @@ is ever looked at: `layers.3.attention.q_proj.weight`.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict
 
-from jaxforge.checkpoint import layout
 from jaxforge.config.job import JobConfig
 from jaxforge.config.not_built import not_built_yet
 from jaxforge.errors import UserError
-from jaxforge.model.transformer import Model
-from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.training.progress import Progress
-from jaxforge.training.state import TrainState, create
 from torch_compat.lazy import Lazy, stack
+from torch_compat.optimizer_state import KINDS
+from torch_compat.shapes import Shape, parameters
 
 _LAYERS = "layers."
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
@@ -70,42 +66,45 @@ class Wanted:
 
     Attributes:
         config: the config.
-        model: the model.
-        state: shapes and dtypes of all arrays.
         params: our name -> shape.
-        moments: field -> our name -> shape.
-        scalars: the optimizer's other fields.
     """
 
     config: JobConfig
-    model: Model
-    state: TrainState
-    params: Mapping[str, tuple[int, ...]]
-    moments: Mapping[str, Mapping[str, tuple[int, ...]]]
-    scalars: tuple[str, ...]
+    params: Mapping[str, Shape]
+
+    @property
+    def moments(self) -> Mapping[str, Mapping[str, Shape]]:
+        """Field of the optimizer's state -> our name -> shape."""
+        kind = KINDS.get(self.config.optimizer.name)
+        if kind is not None and kind.is_everywhere:
+            return dict.fromkeys(kind.fields, self.params)
+        return self._fields[0]
+
+    @property
+    def scalars(self) -> tuple[str, ...]:
+        """The optimizer's other fields."""
+        kind = KINDS.get(self.config.optimizer.name)
+        return self._fields[1] if kind is None else kind.scalars
+
+    @functools.cached_property
+    def _fields(self) -> tuple[dict[str, dict[str, Shape]], tuple[str, ...]]:
+        from torch_compat.training_state import fields  # here, as it imports JAX: two seconds
+
+        return fields(self.config)
 
 
 def wanted(config: JobConfig) -> Wanted:
     """What a checkpoint must hold to continue as `config` says; nothing is allocated.
 
     Raises:
-        UserError: the model needs something that is not built.
+        UserError: the model needs something that is not built, or a pattern is in no name.
     """
     missing = [problem for problem in not_built_yet(config) if problem.startswith("model.")]
     if missing:
         raise UserError("; ".join(missing))
-    model = Model(config.model, param_dtype=jnp.dtype(config.train.param_dtype))
-    optimizer = build_optimizer(config, model.axes)
-    state = jax.eval_shape(lambda: create(model, optimizer, jax.random.key(0)))
-    fields = layout.to_tree(state)["optimizer"]
-    return Wanted(
-        config=config,
-        model=model,
-        state=state,
-        params=dict(_shapes(state.params)),
-        moments={k: dict(_shapes(v)) for k, v in fields.items() if isinstance(v, dict)},
-        scalars=tuple(k for k, v in fields.items() if not isinstance(v, dict)),
-    )
+    params = parameters(config.model)
+    config.optimizer.check_patterns({in_all_layers(name) for name in params})
+    return Wanted(config, params)
 
 
 def layer_names(name: str, n_layers: int) -> list[str]:
@@ -156,12 +155,3 @@ def stacked(tensors: Tensors) -> dict[str, Lazy]:
     return whole | {
         name: stack([entries[i] for i in range(len(entries))]) for name, entries in layers.items()
     }
-
-
-def _shapes(tree: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for name, leaf in flatten_dict(tree, sep=".").items():
-        shape = tuple(leaf.shape)
-        if name.startswith(_LAYERS):
-            yield from ((each, shape[1:]) for each in layer_names(name, shape[0]))
-        else:
-            yield name, shape

@@ -6,10 +6,8 @@
 Read in place: nothing is unpacked, and only the bytes that are asked for are touched.
 """
 
-import io
 import math
 import struct
-import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -17,10 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxforge.errors import UserError
-from torch_compat import pickles
+from torch_compat import limits, pickles
 from torch_compat.files import Bytes, in_file
 from torch_compat.lazy import DTYPES, Lazy, is_shape
+from torch_compat.limits import shown
+from torch_compat.pickle_machine import Record
 from torch_compat.pickles import Call, Global, Persistent
+from torch_compat.zip_index import Checked, Entry, Part, read_index, start_of
 
 _STORAGES = {
     "DoubleStorage": "float64",
@@ -73,12 +74,19 @@ def _tensor_v3(storage: Any, *rest: Any) -> _Tensor:  # noqa: ANN401
     return _tensor_v2(storage, *rest)._replace(dtype=dtype.numpy)
 
 
+def as_size(sizes: Any) -> tuple:  # noqa: ANN401
+    """Stands for `torch.Size`."""
+    if not isinstance(sizes, tuple | list):
+        raise TypeError("a size that is no tuple")
+    return tuple(sizes)
+
+
 class _OrderedDict(dict):
     def __setstate__(self, state: Any) -> None:  # noqa: ANN401
         """Leaves what a module's state dict has as attributes."""
 
 
-class _NumpyArray(pickles.Record):
+class _NumpyArray(Record):
     """An array inside a pickle, such as NumPy's random state; its values are not looked at."""
 
     def __init__(self, *_: object) -> None: ...
@@ -86,16 +94,21 @@ class _NumpyArray(pickles.Record):
 
 _PLAIN: Mapping[str, Any] = {"set": set, "frozenset": frozenset, "complex": complex,
                              "bytes": lambda: b""}  # fmt: skip
-TORCH_DTYPES = {("torch", name): Dtype(dtype) for name, dtype in DTYPES.items()}
+_COMPLEX = Dtype(np.dtype(np.complex64))  # torchtitan's rotary table until September 2025
+TORCH_DTYPES = {
+    **{("torch", name): Dtype(dtype) for name, dtype in DTYPES.items()},
+    ("torch", "complex64"): _COMPLEX,
+}
 _NAMES: Mapping[tuple[str, str], Any] = {
     **TORCH_DTYPES,
     **{("torch", storage): Dtype(DTYPES[dtype]) for storage, dtype in _STORAGES.items()},
+    ("torch", "ComplexFloatStorage"): _COMPLEX,
     ("torch.storage", "UntypedStorage"): Dtype(DTYPES["uint8"]),
     ("torch", "UntypedStorage"): Dtype(DTYPES["uint8"]),
     ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
     ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
     ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
-    ("torch", "Size"): tuple,
+    ("torch", "Size"): as_size,
     ("torch", "device"): lambda kind, *index: ":".join([kind, *map("{:d}".format, index)]),
     ("collections", "OrderedDict"): _OrderedDict,
     ("numpy", "ndarray"): _NumpyArray,
@@ -130,7 +143,7 @@ class Archive:
                 f"{where}: said to lie at bytes {start} to {start + length} of a file of "
                 f"{file.size}: the file is truncated or another one"
             )
-        self._file, self._start, self._length, self._where = file, start, length, where
+        self._archive, self._where = Part(file, start, length), where
         self._records = self._find_records()
 
     def object(self) -> Any:  # noqa: ANN401 (torch.save holds anything)
@@ -139,50 +152,53 @@ class Archive:
         Raises:
             Unsafe: the pickle names what no checkpoint needs.
         """
-        if "byteorder" in self._records and self._read("byteorder") != b"little":
+        if "byteorder" in self._records and self._read("byteorder", 8) != b"little":
             raise UserError(f"{self._where}: its numbers are big-endian, which is not read here")
-        found = pickles.load(self._read("data.pkl"), _NAMES, self._where, _storage)
+        found = pickles.load(self._read("data.pkl", limits.PICKLE), _NAMES, self._where, _storage)
         try:
             return self._resolve(found, {})
         except RecursionError:
             raise UserError(f"{self._where}: the object is nested too deeply; refused") from None
 
-    def _find_records(self) -> dict[str, tuple[int, int]]:
-        """Name (without the archive's own) -> (where its header is in the archive, length)."""
+    def _find_records(self) -> dict[str, Entry]:
+        """Name (without the archive's own) -> what the index says of it."""
         try:
-            with zipfile.ZipFile(_Window(self._file, self._start, self._length)) as archive:
-                entries = archive.infolist()
-        except (zipfile.BadZipFile, ValueError, struct.error, NotImplementedError) as error:
+            entries = list(read_index(self._archive))
+        except (ValueError, struct.error) as error:
             raise UserError(
-                f"{self._where}: no torch.save archive there ({error}): the file is damaged or "
-                "another one"
+                f"{self._where}: no torch.save archive there ({shown(error)}): the file is damaged "
+                "or another one"
             ) from error
         records = {}
         for entry in entries:
-            stored = entry.compress_type == zipfile.ZIP_STORED and not entry.flag_bits & 1
-            if not stored or entry.file_size != entry.compress_size:
+            name = entry.name.decode("utf-8", "backslashreplace")
+            if entry.method or entry.flags & 1 or entry.length != entry.stored:
                 raise UserError(
-                    f"{self._where}: record {entry.filename!r} is compressed or encrypted, which "
+                    f"{self._where}: record {shown(name)} is compressed or encrypted, which "
                     "torch.save never does; refused"
                 )
-            records[entry.filename.partition("/")[2]] = (entry.header_offset, entry.file_size)
+            if (short := name.partition("/")[2]) in records:
+                raise UserError(f"{self._where}: two records are called {shown(name)}")
+            records[short] = entry
         return records
 
-    def _record(self, name: str) -> tuple[int, int]:
-        """Start in the file, and length."""
+    def _record(self, name: str) -> Bytes:
+        """The data of a record; its checksum is looked at where that costs next to nothing."""
         if name not in self._records:
-            raise UserError(f"{self._where}: the archive has no record {name}")
-        header, length = self._records[name]
-        if not 0 <= header <= self._length - 30:
-            raise UserError(f"{self._where}: the archive's index is damaged")
-        fields = self._file(self._start + header, 30).tobytes()
-        start = header + 30 + sum(struct.unpack("<HH", fields[26:30]))
-        if start + length > self._length:
-            raise UserError(f"{self._where}: record {name} is truncated")
-        return self._start + start, length
+            raise UserError(f"{self._where}: the archive has no record {shown(name)}")
+        entry, where = self._records[name], f"{self._where}: record {shown(name)}"
+        try:
+            part = Part(self._archive, start_of(self._archive, entry), entry.length)
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from error
+        small = entry.length <= limits.CHECKED
+        return Checked(part, entry.crc, where) if small and entry.crc else part
 
-    def _read(self, name: str) -> bytes:
-        return self._file(*self._record(name)).tobytes()
+    def _read(self, name: str, most: int) -> bytes:
+        record = self._record(name)
+        if record.size > most:
+            raise UserError(f"{self._where}: {name} has {record.size} bytes, which is too much")
+        return record(0, record.size).tobytes()
 
     def _resolve(self, value: Any, seen: dict[int, Any]) -> Any:  # noqa: ANN401
         """`value` with lazy tensors; what is shared in it is looked at once."""
@@ -209,20 +225,24 @@ class Archive:
         return result
 
     def _lazy(self, tensor: _Tensor) -> Lazy:
-        start, length = self._record(f"data/{tensor.storage.record}")
+        record = self._record(f"data/{tensor.storage.record}")
         itemsize = tensor.dtype.itemsize
         sizes, strides = tensor.size, tensor.stride
         numbers = all(isinstance(n, int) and n >= 0 for n in (*strides, tensor.offset))
         if not numbers or not is_shape(sizes, itemsize) or len(sizes) != len(strides):
             raise UserError(f"{self._where}: a tensor's size, strides or offset are damaged")
         last = sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
-        if math.prod(sizes) and (tensor.offset + last + 1) * itemsize > length:
+        count = math.prod(sizes)
+        if count and (tensor.offset + last + 1) * itemsize > record.size:
             raise UserError(
                 f"{self._where}: a tensor of size {sizes} and strides {strides} reaches beyond its "
-                f"{length} bytes"
+                f"{record.size} bytes"
             )
-        first = start + tensor.offset * itemsize
-        return in_file(self._file, first, sizes, strides, tensor.dtype, self._where)
+        if count * itemsize > max(record.size, limits.EXPANDED):
+            raise UserError(
+                f"{self._where}: a tensor of size {sizes} repeats the same {record.size} bytes"
+            )
+        return in_file(record, tensor.offset * itemsize, sizes, strides, tensor.dtype, self._where)
 
 
 def _storage(pid: Any) -> _Storage:  # noqa: ANN401
@@ -230,36 +250,6 @@ def _storage(pid: Any) -> _Storage:  # noqa: ANN401
     if kind != "storage" or not isinstance(record, str) or not isinstance(dtype, Dtype):
         raise ValueError("it refers to what is no tensor's storage")
     return _Storage(record, dtype.numpy, int(length))
-
-
-class _Window(io.RawIOBase):
-    """A part of a file as a file."""
-
-    def __init__(self, file: Bytes, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        if base + offset < 0:
-            raise ValueError("before the beginning")
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self._length - self._at)
-        size = left if size is None or size < 0 else min(size, left)
-        data = self._file(self._start + self._at, size).tobytes()
-        self._at += size
-        return data
 
 
 _ALIGNMENT = 64

@@ -9,6 +9,7 @@ from torch_compat.lazy import Lazy, equal
 from torch_compat.names.table import EMBEDDING, HEAD, Dialect, differences
 
 _SHOWN = 20
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 class Translation(NamedTuple):
@@ -58,8 +59,14 @@ def translate(
                 "embedding; set it to false"
             )
     problems = list(differences(shapes, found, left))
+    problems += [
+        f"{name} is {tensor.dtype.name}, which no weight can be without scales: quantized, or "
+        "not the model's"
+        for name, tensor in found.items()
+        if tensor.dtype.name not in _FLOATS
+    ]
     if problems:
-        listed = "\n  ".join(_shortened(problems) + _advice(found, by.model))
+        listed = "\n  ".join(shortened(problems) + _advice(found, by.model))
         raise UserError(f"{by.where} does not fit [model]:\n  {listed}")
     return {name: found[name] for name in shapes}
 
@@ -70,7 +77,8 @@ def some(names: Iterable[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _shortened(problems: list[str]) -> list[str]:
+def shortened(problems: list[str]) -> list[str]:
+    """The first problems and how many more there are."""
     more = len(problems) - _SHOWN
     return problems[:_SHOWN] + ([f"... and {more} more"] if more > 0 else [])
 

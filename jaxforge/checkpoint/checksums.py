@@ -2,16 +2,22 @@
 
 Storage does not tell: tensorstore has checksums of its index, not of the numbers, and a bit that
 flips on the way to the disk, on it, or on the way back would be trained on. So each array is hashed
-on the devices that hold it before it is saved, and again when it is back. The hash goes by places
-in the whole array: meshes do not matter.
+where it lies before it is saved, and again when it is back. The hash goes by places in the whole
+array: meshes do not matter.
 """
 
-from collections.abc import Mapping
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict
 from jaxtyping import PyTree
 
+from jaxforge.checkpoint import host_checksum
 from jaxforge.training.weight_hash import checksum
 
 Checksums = dict[str, int]
@@ -20,10 +26,21 @@ Checksums = dict[str, int]
 _hash = jax.jit(lambda tree: jax.tree.map(checksum, tree))
 
 
-def checksums_of(tree: PyTree) -> Checksums:
-    """The hash of each array, by its path."""
-    hashes = flatten_dict(jax.device_get(_hash(tree)), sep=".")
-    return {name: int(value) for name, value in hashes.items()}
+def begin(tree: PyTree) -> Callable[[], Checksums]:
+    """Begins to hash each array; at once afterwards they may be donated.
+
+    Devices hash on their own while the host goes on. What lies in this host's memory is hashed
+    there, by whoever asks for the result: in the background, if in the background.
+
+    Returns:
+        What waits for the hashes, by the paths of their arrays.
+    """
+    leaves = {name: jnp.asarray(leaf) for name, leaf in flatten_dict(tree, sep=".").items()}
+    if not all(_on_this_host(leaf) for leaf in leaves.values()):
+        hashes = _hash(leaves)
+        return lambda: {name: int(value) for name, value in jax.device_get(hashes).items()}
+    parts = {name: (host_checksum.parts_of(leaf), leaf.shape) for name, leaf in leaves.items()}
+    return lambda: {name: host_checksum.checksum(*part) for name, part in parts.items()}
 
 
 def check(tree: PyTree, saved: Mapping[str, int], dtypes: Mapping[str, object]) -> None:
@@ -37,9 +54,38 @@ def check(tree: PyTree, saved: Mapping[str, int], dtypes: Mapping[str, object]) 
     leaves = flatten_dict(tree, sep=".")
     changed = [
         name
-        for name, value in checksums_of(tree).items()
+        for name, value in begin(tree)().items()
         if name in saved and leaves[name].dtype == dtypes[name] and value != saved[name]
     ]
     if changed:
         others = f" and {len(changed) - 1} more arrays" if changed[1:] else ""
         raise ValueError(f"not what was saved: {changed[0]}{others}")
+
+
+class ChecksumsHandler(ocp.JsonCheckpointHandler):
+    """Writes hashes when they are there, in the background; reads them as any JSON."""
+
+    async def async_save(
+        self, directory: Path, item: None = None, args: "ChecksumsSave | None" = None
+    ) -> list[ocp.future.Future]:
+        """Returns the write, which has begun."""
+        assert args is not None
+
+        async def save() -> None:
+            hashes = args.wait()
+            if jax.process_index() == 0:
+                (directory / "metadata").write_text(json.dumps(hashes))
+
+        return [ocp.future.CommitFutureAwaitingContractedSignals(save(), name="checksums")]
+
+
+@ocp.args.register_with_handler(ChecksumsHandler, for_save=True)
+@dataclasses.dataclass
+class ChecksumsSave(ocp.args.CheckpointArgs):
+    """What `begin` returned."""
+
+    wait: Callable[[], Checksums]
+
+
+def _on_this_host(leaf: jax.Array) -> bool:
+    return leaf.is_fully_addressable and all(d.platform == "cpu" for d in leaf.devices())

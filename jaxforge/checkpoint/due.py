@@ -4,6 +4,8 @@ Within `[checkpoint.dyn_ckpt_window]` the window's own steps hold, and outside o
 `checkpoint.interval`-th. Before the batch grows (`train.batch_ramp`) there is one, too.
 """
 
+import heapq
+import itertools
 from collections.abc import Iterator
 
 from jaxforge.config.checkpoint import DynCkptWindow
@@ -35,11 +37,27 @@ class Due:
         """Whether `step` is one of the window's, which are kept for good."""
         return step in self._milestones
 
-    def steps(self, last: int) -> list[int]:
-        """All due steps up to `last`, in order."""
-        regular = range(self._interval, last + 1, self._interval)
-        candidates = {*self._milestones, *self._growth, *regular}
-        return [step for step in sorted(candidates) if step <= last and self(step)]
+    def steps(self, last: int) -> Iterator[int]:
+        """All due steps up to `last`, in order; of a run without end they are not held at once."""
+        merged = heapq.merge(sorted(self._milestones | self._growth), self._regular(last))
+        return (step for step, _ in itertools.groupby(merged) if step <= last and self(step))
+
+    def count(self, last: int) -> int:
+        """How many `steps` are."""
+        window, regular = self._window, self._regular(last)
+        within = regular[:0]
+        if window:
+            first = -(-window.start // self._interval) * self._interval
+            within = range(max(first, self._interval), min(window.stop, last) + 1, self._interval)
+        special = {step for step in self._milestones | self._growth if step <= last}
+        return (
+            len(regular)
+            - len(within)
+            + sum(step not in regular or step in within for step in special)
+        )
+
+    def _regular(self, last: int) -> range:
+        return range(self._interval, last + 1, self._interval)
 
 
 def milestones(window: DynCkptWindow | None) -> Iterator[int]:

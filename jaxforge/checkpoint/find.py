@@ -2,16 +2,24 @@
 
 from pathlib import Path
 
+from jaxforge import storage
 from jaxforge.errors import UserError
 
 SUBDIRECTORY = "checkpoints"
 PREFIX = "step"
 
 
-def has_run(path: Path) -> bool:
-    """Whether a path means a run of ours, or one of its checkpoints."""
+def is_whole(checkpoint: Path) -> bool:
+    """Whether a checkpoint is durable; on this machine, it has its name only then."""
+    if storage.in_bucket(checkpoint):
+        return (checkpoint / storage.COMMITTED).exists()
+    return checkpoint.is_dir()
+
+
+def has_run(path: str | Path) -> bool:
+    """Whether a path or URL means a run of ours, or one of its checkpoints."""
     try:
-        run, step = find(path)
+        run, step = find(storage.path(path))
     except UserError:
         return False
     # KempnerForge's steps have the same names.
@@ -27,10 +35,10 @@ def find(path: Path) -> tuple[Path, int]:
     path = path.absolute()
     name, _, number = path.name.rpartition("_")
     if name == PREFIX and number.isdigit() and path.parent.name == SUBDIRECTORY:
-        run, steps = path.parent.parent, [int(number)] if path.is_dir() else []
+        run, steps = path.parent.parent, [int(number)] if is_whole(path) else []
     else:
         run = path.parent if path.name == SUBDIRECTORY else path
-        found = (run / SUBDIRECTORY).glob(f"{PREFIX}_*")
+        found = filter(is_whole, (run / SUBDIRECTORY).glob(f"{PREFIX}_*"))
         steps = [int(n) for p in found if (n := p.name.removeprefix(f"{PREFIX}_")).isdigit()]
     if not steps:
         raise UserError(
@@ -38,6 +46,21 @@ def find(path: Path) -> tuple[Path, int]:
             f"{SUBDIRECTORY}/{PREFIX}_<n>, or one such checkpoint"
         )
     return run, max(steps)
+
+
+def check_path(directory: Path) -> None:
+    """Looks whether checkpoints that are written to a path can be read again.
+
+    Raises:
+        UserError: Orbax takes it for a pattern, or TensorStore for another path.
+    """
+    path = str(directory.absolute())
+    if strange := sorted({"*", "?", "[", "\\"} & set(path)):
+        raise UserError(
+            f"{path}: checkpoints under a path with {' or '.join(strange)} could not be read "
+            "again: Orbax looks for its files by patterns, and TensorStore takes \\ for /; give a "
+            "directory without"
+        )
 
 
 def check_ours(directory: Path) -> None:

@@ -1,7 +1,8 @@
 """Checkpoints of a run: `<run>/checkpoints/step_<n>/{state,checksums,progress,config,metrics}`.
 
 A step's directory appears under its name only when every array in it is durable (Orbax writes to a
-temporary name and renames), so the newest name is always a whole checkpoint.
+temporary name and renames), so the newest name is always a whole checkpoint. In a bucket, where
+nothing can be renamed, it is one once `commit_success.txt` is there.
 """
 
 import contextlib
@@ -20,10 +21,11 @@ from flax.traverse_util import flatten_dict
 from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers as policies
 
-from jaxforge.checkpoint import layout
-from jaxforge.checkpoint.checksums import check, checksums_of
+from jaxforge import storage
+from jaxforge.checkpoint import layout, orbax_buckets  # noqa: F401 (teaches Orbax)
+from jaxforge.checkpoint.checksums import ChecksumsHandler, ChecksumsSave, begin, check
 from jaxforge.checkpoint.due import milestones
-from jaxforge.checkpoint.find import PREFIX, SUBDIRECTORY, check_ours
+from jaxforge.checkpoint.find import PREFIX, SUBDIRECTORY, check_ours, check_path, is_whole
 from jaxforge.checkpoint.layer_order import by_layer
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.errors import StorageError, UserError
@@ -32,6 +34,8 @@ from jaxforge.training.progress import Progress
 from jaxforge.training.state import TrainState, with_counts
 
 log = logging.getLogger(__name__)
+
+_COMMIT_FILE = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
 
 
 class Checkpoints:
@@ -65,6 +69,8 @@ class Checkpoints:
         self._failure: Exception | None = None
         self._began: dict[int, float] = {}
         check_ours(self.directory)
+        if not read_only:
+            check_path(self.directory)
         self._manager = _Manager(
             self.directory,
             handler_registry=_handlers(arrays),
@@ -76,6 +82,7 @@ class Checkpoints:
                 save_interval_steps=0 if read_only else 1,
                 preservation_policy=_preservation(config),
                 enable_async_checkpointing=config.async_mode != "disabled",
+                atomicity_options=_COMMIT_FILE if storage.in_bucket(run) else None,
             ),
         )
 
@@ -101,7 +108,7 @@ class Checkpoints:
             return None
         tree = layout.to_tree(by_layer(state, self._stack) if self._stack else state)
         metrics = {k: v for k, v in (evaluation or {}).items() if math.isfinite(v)}
-        checksums = {"checksums": ocp.args.JsonSave(checksums_of(tree))} if self._is_hashed else {}
+        checksums = {"checksums": ChecksumsSave(begin(tree))} if self._is_hashed else {}
         self._began[step] = time.time()
         with self._naming_failure():
             saved = self._manager.save(
@@ -139,7 +146,7 @@ class Checkpoints:
         return {
             step: self._manager.metadata(step).commit_timestamp_nsecs / 1e9 - start
             for step, start in began.items()
-            if self.path(step).is_dir()  # it may have failed, or be gone already
+            if is_whole(self.path(step))  # it may have failed, or be gone already
         }
 
     def latest(self) -> int | None:
@@ -334,8 +341,11 @@ def _handlers(
     for args in (ocp.args.PyTreeSave, ocp.args.PyTreeRestore):
         registry.add("state", args, arrays)
     for args in (ocp.args.JsonSave, ocp.args.JsonRestore):
-        for item in ("checksums", "progress", "config"):
+        for item in ("progress", "config"):
             registry.add(item, args, json)
+    checksums = ChecksumsHandler()
+    for args in (ChecksumsSave, ocp.args.JsonRestore):
+        registry.add("checksums", args, checksums)
     return registry
 
 

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Protocol
 
 import jax
@@ -13,6 +12,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from jaxforge import storage
 from jaxforge.checkpoint.find import find, has_run
 from jaxforge.checkpoint.layer_order import by_layer, by_stage
 from jaxforge.checkpoint.manager import Checkpoints
@@ -114,8 +114,8 @@ def starting_state(
     load_path = config.checkpoint.load_path  # a URL, perhaps
     with contextlib.ExitStack() as stack:
         source: Source
-        if open_foreign is None or has_run(Path(load_path)):
-            run, step = find(Path(load_path))
+        if open_foreign is None or has_run(load_path):
+            run, step = find(storage.path(load_path, "checkpoint.load_path"))
             theirs = Checkpoints(run, config.checkpoint, read_only=True)
             stack.callback(theirs.close)
             source = Saved(theirs, step)

@@ -61,9 +61,9 @@ class DataConfig(Section):
     file_pattern: str = "*.npy"
     """Glob of the shards in dataset_path, such as *.npy or tokenized_*.bin."""
     token_dtype: Literal["uint8", "uint16", "uint32", "int32"] | None = None
-    """Type of the tokens in .bin shards; not set means what their metadata says."""
+    """Type of the tokens in .bin shards; not set: by the manifest, or KempnerForge's guess."""
     tokenizer_path: str = ""
-    """A tokenizer.json or its directory, or "byte"; by default the one prepared with the data."""
+    """A tokenizer.json, its directory, a model of the Hub, or "byte"; not set: that of the data."""
     eos_token_id: NonNegativeInt | None = None
     """Token that ends a document; not set means the tokenizer's."""
     shuffle: bool = True

@@ -14,7 +14,7 @@ from jaxforge.config.lines import line_of
 from jaxforge.config.overrides import Setting
 from jaxforge.config.schema import Path, all_keys, alternatives, dotted, expected, node_at
 
-VISION_SECTIONS = ("vision_encoder", "adapter", "vlm", "video")
+VISION_SECTIONS = ("vision_encoder", "adapter", "vlm", "video", "model.vlm")
 """Tables of vision-language models, refused by name."""
 
 
@@ -90,8 +90,9 @@ def _setting_of(path: Path, rule: str, sources: Sources) -> Setting | None:
 
 
 def _unknown(path: Path) -> str:
-    if path[0] in VISION_SECTIONS:
-        return f"[{path[0]}] cannot be used: jaxforge trains text models only"
+    for table in VISION_SECTIONS:
+        if f"{dotted(path)}.".startswith(f"{table}."):
+            return f"[{table}] cannot be used: jaxforge trains text models only"
     keys = " or ".join(_nearest_keys(path))
     return f"unknown key {dotted(path)}" + (f"; did you mean {keys}?" if keys else "")
 

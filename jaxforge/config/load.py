@@ -1,5 +1,6 @@
 """A configuration from its defaults, a TOML file and the command line, in this order."""
 
+import codecs
 import copy
 import re
 import tomllib
@@ -7,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxforge import storage
 from jaxforge.config.draft import Draft
 from jaxforge.config.explain import Sources
 from jaxforge.config.job import JobConfig
@@ -27,7 +29,7 @@ def load_draft(path: str | Path | None, overrides: Sequence[str] = ()) -> Draft:
         UserError: If the file cannot be read or anything in it or in `overrides` is wrong; one
             line per problem, each with its place and what to change.
     """
-    text = "" if path is None else _read(Path(path))
+    text = "" if path is None else _read(storage.path(path, "--config"))
     return _draft(_parse(text, path), overrides, str(path or ""), text)
 
 
@@ -69,15 +71,21 @@ def _draft(values: dict[Any, Any], overrides: Sequence[str], source: str, text: 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # editors on Windows begin with a mark
     except FileNotFoundError:
         raise UserError(f"no config file at {path}") from None
     except IsADirectoryError:
         raise UserError(f"no config file at {path}: it is a directory") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not valid TOML: not UTF-8 at byte {error.start}") from None
+        raise UserError(f"{path}: not valid TOML: {_encoding_problem(error)}") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _encoding_problem(error: UnicodeDecodeError) -> str:
+    if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "it is UTF-16; save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"
+    return f"not UTF-8 at byte {error.start}"
 
 
 def _parse(text: str, path: str | Path | None) -> dict[str, Any]:

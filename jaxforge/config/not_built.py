@@ -38,12 +38,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("train.mixed_precision", _among("fp16"), "loss scaling", 'set it to "bf16"'),
     NotBuilt("distributed.cp", _more_than(1), "context parallelism", "set it to 1"),
     NotBuilt("distributed.ep", _more_than(1), "expert parallelism", "set it to 1"),
-    NotBuilt(
-        "checkpoint.dir",
-        lambda value: "://" in value,
-        "writing to object storage",
-        "mount the bucket and name a directory in it",
-    ),
 )
 """The list to shorten: building a feature deletes its line."""
 

@@ -1,13 +1,14 @@
 """`[optimizer]`: the update rule."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from jaxforge.config.duration import Steps
 from jaxforge.config.section import Section
+from jaxforge.errors import UserError
 from jaxforge.registry import Registry
 
 OPTIMIZERS = Registry("optimizer.name", "adamw", "lion", "schedule_free_adamw", "muon")
@@ -48,6 +49,21 @@ class OptimizerConfig(Section):
     """Learning rate of the parameters that Muon leaves to AdamW; not set means lr."""
     schedule_free_warmup_steps: Steps = 0
     """Updates over which schedule-free AdamW warms up."""
+
+    def check_patterns(self, names: Iterable[str]) -> None:
+        """Looks whether each pattern is found in the name of a parameter.
+
+        Raises:
+            UserError: one is in none.
+        """
+        names = sorted(names)
+        for key in ("decay_patterns", "no_decay_patterns"):
+            for pattern in getattr(self, key):
+                if not any(re.search(pattern, name) for name in names):
+                    raise UserError(
+                        f'optimizer.{key}: "{pattern}" is in the name of no parameter; they are '
+                        + ", ".join(names)
+                    )
 
     def problems(self) -> Iterator[str]:
         """Yields the broken rules between the keys of this section."""

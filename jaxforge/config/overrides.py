@@ -1,6 +1,7 @@
 """Settings on the command line: `--section.key=value`."""
 
 import ast
+import tomllib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,8 +23,8 @@ class Setting(NamedTuple):
 def parse_overrides(arguments: Sequence[str]) -> list[Setting]:
     """Reads command-line settings in their order.
 
-    A value is a Python literal, or else text; `--section.flag` alone means true; a table given
-    whole sets the keys that it has, an empty one stands for its defaults.
+    A value is a Python literal, a table or array of TOML, or else text; `--section.flag` alone
+    means true; a table given whole sets the keys that it has, an empty one stands for its defaults.
 
     Args:
         arguments: Such as "--train.lr=3e-4", "--data.datasets=[{'path': 'a'}]".
@@ -60,10 +61,19 @@ def _value(text: str, node: Node) -> object:
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return text
+        value = _toml(text) if text.lstrip().startswith(("[", "{")) else text
     # A run called 1e3 is not called 1000.0.
     is_text = node.get("type") == "string" and not isinstance(value, str | None)
     return text if is_text else value
+
+
+def _toml(text: str) -> object:
+    """A table or array as a config file has it; the text itself if it is none."""
+    try:
+        (value,) = tomllib.loads(f"value = {text}").values()
+    except (ValueError, RecursionError):  # also of more than one value
+        return text
+    return value
 
 
 def _leaves(setting: Setting) -> Iterator[Setting]:

@@ -1,6 +1,8 @@
 """`[plugins]`: code of yours that registers what the other sections name."""
 
 import importlib
+import sys
+import traceback
 from collections.abc import Iterator
 
 from jaxforge.config.section import Section
@@ -13,24 +15,42 @@ class PluginsConfig(Section):
     modules: tuple[str, ...] = ()
     """Modules that register losses, optimizers and the like, as `import` would find them."""
 
+    hooks: tuple[str, ...] = ()
+    """Hooks of yours, each a class as my_module.MyHook; made without arguments."""
+
     def problems(self) -> Iterator[str]:
-        """Imports the modules; yields those that are not there, or register a name twice.
-
-        Raises:
-            ImportError: one of them fails while it is imported.
-        """
+        """Imports the modules; yields those that are not there, fail, or register a name twice."""
         for name in self.modules:
-            try:
-                importlib.import_module(name)
-            except UserError as error:
-                yield f"modules: {name}: {error}"
-            except Exception as error:
-                if not _is_missing(name, error):
-                    # A ValueError would be taken for a broken rule, and its traceback lost.
-                    raise ImportError(f"plugins.modules: {name} cannot be imported") from error
-                yield f'modules: there is no module "{name}"; is its directory in PYTHONPATH?'
+            yield from _import_problems("modules", name)
+        for hook in self.hooks:
+            module, _, name = hook.rpartition(".")
+            if not module:
+                yield f'hooks: "{hook}" names no module; write my_module.{hook}'
+            elif problems := list(_import_problems("hooks", module)):
+                yield from problems
+            elif not hasattr(sys.modules[module], name):
+                yield f"hooks: {module} has no {name}"
 
 
-def _is_missing(name: str, error: Exception) -> bool:
+def _import_problems(key: str, name: str) -> Iterator[str]:
+    try:
+        importlib.import_module(name)
+    except UserError as error:
+        yield f"{key}: {name}: {error}"
+    except (Exception, SystemExit) as error:
+        if _is_missing(name, error):
+            yield f'{key}: there is no module "{name}"; is its directory in PYTHONPATH?'
+        else:
+            yield f"{key}: {name} cannot be imported: {_described(error)}"
+
+
+def _described(error: BaseException) -> str:
+    """What was raised, and the innermost place."""
+    *_, innermost = traceback.extract_tb(error.__traceback__)
+    said = traceback.format_exception_only(error)[-1].strip()
+    return f"{said} ({innermost.filename}:{innermost.lineno})"
+
+
+def _is_missing(name: str, error: BaseException) -> bool:
     """Whether it is this module, or its package, that is not there: no import of its own."""
     return isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")

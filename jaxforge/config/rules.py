@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 
 from jaxforge.config.job import JobConfig
+from jaxforge.config.locations import misplaced
 from jaxforge.config.not_built import not_built_yet
 from jaxforge.errors import UserError
 
@@ -34,6 +35,7 @@ def check(config: JobConfig, n_devices: int) -> None:
     problems = list(_mesh_problems(config, n_devices))
     mesh = _declared(config) if problems else mesh_shape(config, n_devices)
     problems += [problem for rule in RULES for problem in rule(config, mesh)]
+    problems += misplaced(config)
     problems += not_built_yet(config)
     if problems:
         raise UserError("\n".join(problems))

@@ -29,7 +29,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.data.dataset import Dataset, Example, Mixture, Streaming
 from jaxforge.data.huggingface import cached_shards, load_dataset
 from jaxforge.data.mixture import GrainMixture, Segment, TorchMixture
-from jaxforge.data.order import GrainOrder, Order, TorchOrder
+from jaxforge.data.order import GrainOrder, Order, TorchOrder, data_seed
 from jaxforge.data.packing import IGNORE, split_packed, split_window
 from jaxforge.data.stream import StreamedTokens
 from jaxforge.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
@@ -91,11 +91,6 @@ def open_eval_data(config: JobConfig) -> dict[str, Dataset]:
         keys = (f"{section}.dataset_path", f"{section}.file_pattern")
         sets[name] = _open_shards(config, source, keys)
     return sets
-
-
-def data_seed(config: JobConfig) -> int:
-    """`train.data_seed`, by default `train.seed`."""
-    return config.train.seed if config.train.data_seed is None else config.train.data_seed
 
 
 def training_batches(

@@ -16,9 +16,15 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 from jaxtyping import Int
 
+from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 
 T = TypeVar("T")
+
+
+def data_seed(config: JobConfig) -> int:
+    """`train.data_seed`, by default `train.seed`."""
+    return config.train.seed if config.train.data_seed is None else config.train.data_seed
 
 
 class Order(Protocol):

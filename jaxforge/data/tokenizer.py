@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,13 +11,20 @@ import numpy as np
 import tokenizers
 from jaxtyping import Int
 
+from jaxforge import storage
 from jaxforge.config.data import DataConfig
 from jaxforge.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 """End-of-text token of the tokenizers that `train_bpe` makes."""
 
+LARGEST_VOCAB = 1 << 24
+"""The trainer reserves memory for as many tokens as it is asked for, and aborts for want of it."""
+
 _FILE_NAME = "tokenizer.json"
+_NEIGHBOURS = ("tokenizer_config.json", "special_tokens_map.json", "config.json",
+               "generation_config.json")  # fmt: skip
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _BYTE_FILE = b'{"kind": "byte"}\n'
 _LETTERS = frozenset(tokenizers.pre_tokenizers.ByteLevel.alphabet())  # one for each byte
 
@@ -170,10 +178,15 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
         vocab_size: ids to end up with; fewer when the texts hold too few pairs to merge.
 
     Raises:
-        UserError: `vocab_size` cannot hold the 256 bytes and EOS.
+        UserError: `vocab_size` cannot hold the 256 bytes and EOS, or is beyond `LARGEST_VOCAB`.
     """
     if vocab_size < 257:
         raise UserError(f"a vocabulary of {vocab_size} cannot hold 256 bytes and EOS: give 257+")
+    if vocab_size > LARGEST_VOCAB:
+        raise UserError(
+            f"a vocabulary of {vocab_size:,} is too large to be trained: give {LARGEST_VOCAB:,} at "
+            "most; those in use have 30,000 to 260,000"
+        )
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = byte_level(add_prefix_space=False)
@@ -193,24 +206,27 @@ def tokenizer_of(config: DataConfig) -> str | Path | None:
     if config.tokenizer_path:
         return config.tokenizer_path
     shards = [source.path for source in config.datasets] or [config.dataset_path]
-    beside = [Path(path).parent / "tokenizer" for path in shards if path]
+    beside = [storage.path(path).parent / "tokenizer" for path in shards if path]
     return next((directory for directory in beside if directory.is_dir()), None)
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
-    """Loads a tokenizer that lies on this machine.
+    """Loads a tokenizer of this machine or of the Hugging Face Hub.
 
     Args:
-        spec: "byte", a `tokenizer.json`, or the directory of one. EOS is what the files beside it
-            say: tokenizer_config.json, special_tokens_map.json, config.json or
-            generation_config.json, in this order.
+        spec: "byte", a `tokenizer.json`, the directory of one, or, where neither is there, a model
+            of the Hub, from its cache or the network. EOS is what the files beside it say:
+            tokenizer_config.json, special_tokens_map.json, config.json or generation_config.json,
+            in this order.
 
     Raises:
-        UserError: there is no such file, or it is not a tokenizer.
+        UserError: there is no such file or model, or it is not a tokenizer.
     """
     if spec == "byte":
         return ByteTokenizer()
-    path = Path(spec)
+    path = storage.path(spec, "tokenizer")
+    if _HUB_NAME.fullmatch(str(spec)) and path.suffix != ".json" and not path.exists():
+        path = _of_hub(str(spec))
     path = path / _FILE_NAME if path.is_dir() else path
     try:
         file = path.read_bytes()
@@ -224,24 +240,39 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
         raise UserError(f"cannot use {path}: {error}") from error
 
 
+def _of_hub(name: str) -> Path:
+    """The directory of a model's tokenizer in the Hub's cache; fetched if it is not there."""
+    from huggingface_hub import constants, errors, snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=[_FILE_NAME, *_NEIGHBOURS]))
+    except errors.LocalEntryNotFoundError:
+        why = f"cannot be reached, nor is it in its cache, {constants.HF_HUB_CACHE}"
+    except errors.RepositoryNotFoundError:
+        why = "has no such model, or wants you to log in (`hf auth login`) and accept its terms"
+    except (OSError, ValueError) as error:
+        why = f"does not give it ({str(error).splitlines()[0]})"
+    raise UserError(
+        f"no tokenizer at {name!r}: no such file or directory, and the Hugging Face Hub {why}; "
+        f'give "byte", a {_FILE_NAME}, the directory of one, or a model of the Hub'
+    )
+
+
 def _not_found(spec: str | Path, path: Path, error: OSError) -> str:
     message = f"no tokenizer at {str(spec)!r}: {path}: {error.strerror}"
     if (path.parent / "tokenizer.model").exists():
         return f"{message}; tokenizer.model (SentencePiece) must be converted to {_FILE_NAME} first"
-    return (
-        f'{message}; give "byte", a {_FILE_NAME}, or the directory of one (a model of the Hugging '
-        f"Face hub is downloaded by `hf download NAME --include '*.json' --local-dir DIR`)"
-    )
+    return f'{message}; give "byte", a {_FILE_NAME}, the directory of one, or a model of the Hub'
 
 
 def _eos_beside(directory: Path) -> str | int | None:
     """The EOS that the files beside a `tokenizer.json` name, as a token or an id."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+    for name in _NEIGHBOURS[:2]:
         token = _json(directory / name).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):
             return token
-    for name in ("config.json", "generation_config.json"):
+    for name in _NEIGHBOURS[2:]:
         ids = _json(directory / name).get("eos_token_id")
         first = ids[0] if isinstance(ids, list) and ids else ids
         if isinstance(first, int):

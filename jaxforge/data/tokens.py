@@ -7,9 +7,14 @@ Index spaces:
         ends, and what remains of each file is not read. Files count in the order of their names.
 
 `.npy` files hold one 1-D array of integers; `.bin` files hold little-endian integers and nothing
-else, so that their type has to be told.
+else, so that their type has to be told, or is guessed as KempnerForge does.
+
+Files of this machine are mapped into memory. From a bucket, each window is a request of its own for
+its bytes, many at a time, and nothing is kept on a disk.
 """
 
+import io
+import logging
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,18 +22,26 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Int
+from numpy.typing import ArrayLike
 
+from jaxforge import storage
 from jaxforge.data.manifest import FILE_NAME, Manifest
 from jaxforge.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxforge.data.remote_tokens import RemoteTokens
+
+log = logging.getLogger(__name__)
 
 _OPEN_FILES = (
     64  # maps held at a time: each holds a file descriptor, and a corpus may be many files
 )
 _CHUNK = 1 << 20  # tokens scanned at a time
+_HEADER = 4096  # bytes that hold the header of any .npy file
 
 
 @dataclass(frozen=True)
@@ -38,7 +51,11 @@ class _TokenFile:
     tokens: int
     offset: int  # bytes before the first token
 
-    def map(self) -> Int[np.ndarray, "tokens"]:
+    def map(self) -> "Int[np.ndarray, 'tokens'] | RemoteTokens":
+        if storage.in_bucket(self.path):
+            from jaxforge.data.remote_tokens import RemoteTokens
+
+            return RemoteTokens(self.path, self.dtype, self.offset)
         # As a plain array: cutting a piece out of a memmap takes several times longer.
         return np.asarray(np.memmap(self.path, self.dtype, "r", self.offset, (self.tokens,)))
 
@@ -53,7 +70,7 @@ class TokenShards:
         pattern: which files of the directory, as a glob ("*.npy").
         seq_len: S; a window holds S + 1 tokens.
         vocab_size: `model.vocab_size`; all tokens are below.
-        token_dtype: numpy name of the type in `.bin` files; by default the manifest's.
+        token_dtype: numpy name of the type in `.bin` files; by default the manifest's or a guess.
         keys: config keys of directory and pattern, for error messages.
 
     Attributes:
@@ -75,10 +92,11 @@ class TokenShards:
         token_dtype: str | None = None,
         keys: tuple[str, str] = ("data.dataset_path", "data.file_pattern"),
     ) -> None:
-        self.directory, self.window = Path(directory), seq_len + 1
+        self.directory, self.window = storage.path(directory, keys[0]), seq_len + 1
         paths = _matches(self.directory, pattern, keys)
         self.manifest = Manifest.read(self.directory)
-        self._files = [_inspect(path, token_dtype, self.manifest) for path in paths]
+        told = token_dtype or (self.manifest.dtype if self.manifest else _guess(paths))
+        self._files = [_inspect(path, told, self.manifest) for path in paths]
         self.tokens = sum(file.tokens for file in self._files)
         self._ends = list(accumulate(file.tokens // self.window for file in self._files))
         if not len(self):
@@ -99,17 +117,21 @@ class TokenShards:
     def batch(self, indices: Sequence[int]) -> Int[np.ndarray, "n S+1"]:
         """The windows `indices`, all below `len(self)`, int32 [n, S + 1]."""
         windows = np.empty((len(indices), self.window), np.int32)
-        for row, index in zip(windows, indices, strict=True):
-            file = bisect_right(self._ends, index)
-            start = (index - (self._ends[file - 1] if file else 0)) * self.window
-            row[:] = self._map(file)[start : start + self.window]
+        pieces = [self._piece(index) for index in indices]  # of a bucket: all of them are asked for
+        for row, piece in zip(windows, pieces, strict=True):
+            row[:] = piece
         return windows
 
     def __repr__(self) -> str:
         files = f"{len(self._files)} files, {len(self)} windows of {self.window} tokens"
         return f"TokenShards({str(self.directory)!r}: {files})"
 
-    def _map_file(self, file: int) -> Int[np.ndarray, "tokens"]:
+    def _piece(self, index: int) -> ArrayLike:
+        file = bisect_right(self._ends, index)
+        start = (index - (self._ends[file - 1] if file else 0)) * self.window
+        return self._map(file)[start : start + self.window]
+
+    def _map_file(self, file: int) -> "Int[np.ndarray, 'tokens'] | RemoteTokens":
         try:
             return self._files[file].map()
         except (OSError, ValueError) as error:  # ValueError: shorter than it was
@@ -164,7 +186,7 @@ def _matches(directory: Path, pattern: str, keys: tuple[str, str]) -> list[Path]
     if not directory.is_dir():
         what = "is a file, not a directory" if directory.exists() else "does not exist"
         raise UserError(f"{of_directory}: {directory.absolute()} {what}")
-    paths = sorted(path for path in directory.glob(pattern) if path.is_file())
+    paths = sorted(path for path in directory.glob(pattern) if not path.is_dir())
     if paths:
         return paths
     prepared = next(directory.glob(f"*/{FILE_NAME}"), None)
@@ -178,12 +200,26 @@ def _matches(directory: Path, pattern: str, keys: tuple[str, str]) -> list[Path]
     raise UserError(f"no file matches {of_pattern} = {pattern!r} in {directory} (it holds {there})")
 
 
-def _inspect(path: Path, token_dtype: str | None, manifest: Manifest | None) -> _TokenFile:
+def _guess(paths: Sequence[Path]) -> str:
+    """The type of `.bin` files by the size of the first, as KempnerForge guesses it."""
+    first = next((path for path in paths if path.suffix == ".bin"), None)
+    if first is None:
+        return ""
+    size = first.stat().st_size
+    guess = "uint16" if size % 4 else "uint32"
+    log.warning(
+        "%s is read as %s, KempnerForge's guess by its %d bytes; data.token_dtype says otherwise",
+        first, guess, size,
+    )  # fmt: skip
+    return guess
+
+
+def _inspect(path: Path, token_dtype: str, manifest: Manifest | None) -> _TokenFile:
     """Reads what a file says of itself and holds it against its size."""
     if path.suffix not in (".npy", ".bin"):
         raise UserError(f"{path} is neither .npy nor .bin; narrow data.file_pattern")
     try:
-        if path.stat().st_size == 0:
+        if not storage.in_bucket(path) and path.stat().st_size == 0:
             raise UserError(f"{path} is empty (0 bytes); remove it or prepare it again")
         if path.suffix == ".npy":
             return _inspect_npy(path)
@@ -194,7 +230,7 @@ def _inspect(path: Path, token_dtype: str | None, manifest: Manifest | None) -> 
 
 def _inspect_npy(path: Path) -> _TokenFile:
     try:
-        with path.open("rb") as file:
+        with _header(path) as file:
             v1 = np.lib.format.read_magic(file) == (1, 0)
             read = (
                 np.lib.format.read_array_header_1_0 if v1 else np.lib.format.read_array_header_2_0
@@ -214,21 +250,23 @@ def _inspect_npy(path: Path) -> _TokenFile:
     return _TokenFile(path, dtype, shape[0], offset)
 
 
-def _inspect_bin(path: Path, token_dtype: str | None, manifest: Manifest | None) -> _TokenFile:
-    name = token_dtype or (manifest.dtype if manifest else None)
-    if name is None:
-        raise UserError(
-            f"{path} does not tell the type of its tokens, and there is no {FILE_NAME} beside it; "
-            'set data.token_dtype ("uint16" or "uint32")'
-        )
+def _inspect_bin(path: Path, name: str, manifest: Manifest | None) -> _TokenFile:
     if manifest and name != manifest.dtype:
         raise UserError(
             f"data.token_dtype is {name!r}, but {path.parent / FILE_NAME} says {manifest.dtype!r}; "
             "remove data.token_dtype"
         )
     dtype = _integer_type(name).newbyteorder("<")
-    size = path.stat().st_size
     shard = manifest and manifest.by_file.get(path.name)
+    if storage.in_bucket(path):
+        if not shard:
+            raise UserError(
+                f"{path}: what a .bin file in a bucket holds has to be said in a {FILE_NAME} "
+                "beside it, as `jaxforge.prepare` writes it; or copy it to this machine"
+            )
+        _check_size(path, shard.tokens * dtype.itemsize, FILE_NAME)
+        return _TokenFile(path, dtype, shard.tokens, 0)
+    size = path.stat().st_size
     if shard:
         _check_size(path, shard.tokens * dtype.itemsize, FILE_NAME)
     elif size % dtype.itemsize:
@@ -237,6 +275,14 @@ def _inspect_bin(path: Path, token_dtype: str | None, manifest: Manifest | None)
             "data.token_dtype is another"
         )
     return _TokenFile(path, dtype, size // dtype.itemsize, 0)
+
+
+def _header(path: Path) -> IO[bytes]:
+    if not storage.in_bucket(path):
+        return path.open("rb")
+    from jaxforge import buckets
+
+    return io.BytesIO(buckets.head(path, _HEADER))
 
 
 def _integer_type(name: str) -> np.dtype:
@@ -248,6 +294,15 @@ def _integer_type(name: str) -> np.dtype:
 
 
 def _check_size(path: Path, expected: int, source: str) -> None:
+    if storage.in_bucket(path):
+        from jaxforge import buckets
+
+        if wrong := buckets.other_length(path, expected):
+            raise UserError(
+                f"{path} {wrong} than the {expected} bytes that {source} says; copy or prepare it "
+                "again"
+            )
+        return
     size = path.stat().st_size
     if size != expected:
         wrong = "is cut short" if size < expected else "is too long"
@@ -280,7 +335,8 @@ def _check_vocabulary(file: _TokenFile, vocab_size: int, manifest: Manifest | No
         raise UserError(
             f"{file.path}: token {high} is outside the vocabulary of {vocab_size}; set "
             f"model.vocab_size to {high + 1} or more, or prepare the data with the model's "
-            "tokenizer (in .bin files a wrong data.token_dtype looks like this too)"
+            f"tokenizer (.bin files of another type than {file.dtype} look like this too: set "
+            "data.token_dtype)"
         )
 
 
@@ -289,6 +345,7 @@ def _extremes(file: _TokenFile, vocab_size: int) -> tuple[int, int]:
     if file.dtype.kind == "u" and np.iinfo(file.dtype).max < vocab_size:
         return 0, 0  # such a type has no token to be afraid of
     tokens = file.map()
-    chunks = (tokens[start : start + _CHUNK] for start in range(0, file.tokens, _CHUNK))
+    starts = range(0, file.tokens, _CHUNK)
+    chunks = (np.asarray(tokens[at : min(at + _CHUNK, file.tokens)]) for at in starts)
     lows, highs = zip(*((int(chunk.min()), int(chunk.max())) for chunk in chunks), strict=True)
     return min(lows), max(highs)

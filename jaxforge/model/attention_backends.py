@@ -7,19 +7,25 @@
 
 Each honours causality and packed documents. One that is asked for by name and cannot serve is an
 error; `auto` takes the first of its platform's that can, and the run's banner names it.
+
+XLA splits plain products over any mesh. The inside of a kernel it does not know, so that every
+device runs one on its own sequences and heads (`attend_locally`): attention needs no communication.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.model import splash
 from jaxforge.model.blockwise import blockwise_attention
+from jaxforge.parallel.sharding import automatic_axes, automatic_spec
 
 Queries = Float[Array, "b s heads h"]
 Keys = Float[Array, "b t kv h"]
@@ -53,6 +59,29 @@ def _dot_product(
     return jax.nn.dot_product_attention(
         q, k, v, mask=same, is_causal=True, implementation=implementation
     )
+
+
+def attend_locally(
+    kernel: Backend, q: Queries, k: Keys, v: Keys, doc_ids: Int[Array, "b s"] | None
+) -> Queries:
+    """Runs a kernel that knows one device, on any mesh.
+
+    Manual over every axis that is still automatic, so that nothing is left to the partitioner:
+    cuDNN's attention brings one of its own, which fails where some axes are manual already.
+    """
+    axes = automatic_axes()
+    if not axes:
+        return kernel(q, k, v, doc_ids)
+    queries = automatic_spec("batch", None, "heads", None)
+    keys = automatic_spec("batch", None, "kv_heads", None)
+    documents = P() if doc_ids is None else automatic_spec("batch", None)
+    return jax.shard_map(
+        kernel,
+        in_specs=(queries, keys, keys, documents),
+        out_specs=queries,
+        axis_names=axes,
+        check_vma=False,  # the kernels' types do not tell over which axes results vary
+    )(q, k, v, doc_ids)
 
 
 class Situation(NamedTuple):
@@ -99,20 +128,25 @@ class Kernel(NamedTuple):
     Attributes:
         attend: the function.
         against: what speaks against it in a situation; None: nothing.
-        says_how_it_varies: whether its types tell over which mesh axes results vary, which
-            `shard_map` can then check.
+        is_opaque: whether XLA does not see inside: such a kernel is run by `attend_locally`, and
+            `shard_map` cannot check over which mesh axes its results vary.
     """
 
     attend: Backend
     against: Callable[[Situation], str | None]
-    says_how_it_varies: bool = True
+    is_opaque: bool = False
+
+
+def opaque(kernel: Backend, against: Callable[[Situation], str | None]) -> Kernel:
+    """A kernel that knows one device only."""
+    return Kernel(functools.partial(attend_locally, kernel), against, is_opaque=True)
 
 
 BACKENDS = {
     "reference": Kernel(reference_attention, _nothing_against),
     "blockwise": Kernel(blockwise_attention, _nothing_against),
-    "cudnn": Kernel(cudnn_attention, _against_cudnn),
-    "splash": Kernel(splash.splash_attention, _against_splash, says_how_it_varies=False),
+    "cudnn": opaque(cudnn_attention, _against_cudnn),
+    "splash": opaque(splash.splash_attention, _against_splash),
 }
 
 _FLASH = {"cpu": "blockwise", "gpu": "cudnn", "tpu": "splash"}

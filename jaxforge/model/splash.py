@@ -1,7 +1,7 @@
-"""Splash attention: the flash attention kernel for TPU that comes with JAX, on any mesh.
+"""Splash attention: the flash attention kernel for TPU that comes with JAX.
 
-The kernel knows one sequence on one device. Here it is mapped over the batch, and, where a mesh
-splits batch or heads, every device runs it on its own share: attention needs no communication.
+The kernel knows one sequence on one device. Here it is mapped over the batch;
+`attention_backends.attend_locally` brings it to a mesh.
 """
 
 from collections.abc import Callable
@@ -15,10 +15,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     SegmentIds,
     make_splash_mha,
 )
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
-
-from jaxforge.parallel.sharding import automatic_axes, automatic_spec
 
 SEQUENCE_MULTIPLE = 128
 """The kernel reads tiles of so many tokens."""
@@ -36,28 +33,11 @@ def splash_attention(
     doc_ids: DocIds,
 ) -> Float[Array, "b s heads h"]:
     """softmax(q kᵀ / √h) v over the keys at or before each query, of its own document."""
-    axes = automatic_axes()
-    if not axes:
-        return _local(q_BSHh, k_BSKh, v_BSKh, doc_ids)
-    queries = automatic_spec("batch", None, "heads", None)
-    keys = automatic_spec("batch", None, "kv_heads", None)
-    documents = P() if doc_ids is None else automatic_spec("batch", None)
-    return jax.shard_map(
-        _local,
-        in_specs=(queries, keys, keys, documents),
-        out_specs=queries,
-        axis_names=axes,
-        check_vma=False,  # pallas_call says nothing of how its results vary
-    )(q_BSHh, k_BSKh, v_BSKh, doc_ids)
-
-
-def _local(q: Array, k: Array, v: Array, doc_ids: DocIds) -> Array:
-    """The share of one device."""
-    length, heads = q.shape[1:3]
+    length, heads, h = q_BSHh.shape[1:]
     kernel = _kernel(length, heads)
-    scaled = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
+    scaled = q_BSHh * jnp.asarray(h**-0.5, q_BSHh.dtype)
     segments = None if doc_ids is None else SegmentIds(q=doc_ids, kv=doc_ids)
-    heads_first = (x.swapaxes(1, 2) for x in (scaled, k, v))
+    heads_first = (x.swapaxes(1, 2) for x in (scaled, k_BSKh, v_BSKh))
     return jax.vmap(kernel)(*heads_first, segments).swapaxes(1, 2)
 
 

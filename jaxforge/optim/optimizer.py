@@ -1,6 +1,5 @@
 """The optimizer as one optax chain: clip · update rule with its decay groups and schedule."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +11,12 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.optimizer import OPTIMIZERS, OptimizerConfig
-from jaxforge.errors import UserError
 from jaxforge.model.linear import is_matrix
 from jaxforge.optim.adamw import adamw
 from jaxforge.optim.lion import lion
 from jaxforge.optim.muon import muon
-from jaxforge.optim.schedule import Schedule, build_schedule
-from jaxforge.optim.schedule_free import schedule_free_adamw, warmup
+from jaxforge.optim.schedule import Schedule, learning_rate, rate
+from jaxforge.optim.schedule_free import schedule_free_adamw
 
 _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_
 
@@ -69,7 +67,7 @@ def _muon(
     optimizer = config.optimizer
     return muon(
         schedule,
-        _rate(config, optimizer.muon_adam_lr or optimizer.lr),
+        rate(config, optimizer.muon_adam_lr or optimizer.lr),
         axes=axes,
         momentum=optimizer.muon_momentum,
         ns_steps=optimizer.muon_ns_steps,
@@ -94,20 +92,6 @@ def _common(config: JobConfig, axes: PyTree) -> dict[str, Any]:
     }
 
 
-def learning_rate(config: JobConfig) -> Schedule:
-    """Updates made so far -> learning rate of the next one; Muon's, where AdamW has another."""
-    return _rate(config, config.optimizer.lr)
-
-
-def _rate(config: JobConfig, peak: float) -> Schedule:
-    if config.optimizer.name == "schedule_free_adamw":  # its scheduler is "none"
-        factor = warmup(config.optimizer.schedule_free_warmup_steps)
-    else:
-        stages = config.train.stages()
-        factor = build_schedule(config.scheduler, config.train.max_steps, stages)
-    return lambda n: peak * factor(n)
-
-
 def decay_groups(axes: PyTree, optimizer: OptimizerConfig) -> PyTree:
     """The weight decay of every parameter, 0 where there is none.
 
@@ -122,13 +106,7 @@ def decay_groups(axes: PyTree, optimizer: OptimizerConfig) -> PyTree:
         UserError: a pattern is found in no name.
     """
     named = flatten_dict(axes, sep=".")
-    for key in ("decay_patterns", "no_decay_patterns"):
-        for pattern in getattr(optimizer, key):
-            if not any(re.search(pattern, name) for name in named):
-                raise UserError(
-                    f'optimizer.{key}: "{pattern}" is in the name of no parameter; they are '
-                    + ", ".join(sorted(named))
-                )
+    optimizer.check_patterns(named)
     decays = {
         name: optimizer.weight_decay * optimizer.decays(name, is_matrix=is_matrix(of))
         for name, of in named.items()

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxforge.config.batch_ramp import Stage
+from jaxforge.config.job import JobConfig
 from jaxforge.config.scheduler import SCHEDULERS, SchedulerConfig
 
 Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
@@ -35,7 +36,7 @@ ScheduleBuilder = Callable[[SchedulerConfig, int, Sequence[Stage]], Schedule]
 Decay = Callable[[Array, float], Array]
 """(progress p in [0, 1], floor r) -> factor."""
 
-_Clock = Callable[[Array | int], Array | float]
+_Clock = Callable[[Array | float], Array | float]
 
 _DECAYS: dict[str, Decay] = {
     "cosine": lambda p, r: r + 0.5 * (1 - r) * (1 + jnp.cos(jnp.pi * p)),
@@ -43,6 +44,26 @@ _DECAYS: dict[str, Decay] = {
     "sqrt": lambda p, r: r + (1 - r) * jnp.sqrt(1 - p),
     "constant": lambda p, r: jnp.ones_like(p),
 }
+
+
+def learning_rate(config: JobConfig) -> Schedule:
+    """Updates made so far -> learning rate of the next one; Muon's, where AdamW has another."""
+    return rate(config, config.optimizer.lr)
+
+
+def rate(config: JobConfig, peak: float) -> Schedule:
+    """Updates made so far -> learning rate of the next one, where the highest is `peak`."""
+    if config.optimizer.name == "schedule_free_adamw":  # its scheduler is "none"
+        factor = schedule_free_warmup(config.optimizer.schedule_free_warmup_steps)
+    else:
+        stages = config.train.stages()
+        factor = build_schedule(config.scheduler, config.train.max_steps, stages)
+    return lambda n: peak * factor(n)
+
+
+def schedule_free_warmup(steps: int) -> Schedule:
+    """The factor min(1, (n + 1) / steps) on the learning rate, n updates made; 1 without steps."""
+    return lambda n: jnp.minimum(1.0, (jnp.asarray(n, jnp.float32) + 1) / max(steps, 1))
 
 
 def build_schedule(
@@ -71,7 +92,7 @@ def warmup_then(
 ) -> Schedule:
     """Warm-up, plateau and decay where `[scheduler]` has them, by updates or by samples."""
     read = _samples_read(stages if config.unit == "samples" else ())
-    warmed, begin, end = config.boundaries(max_steps)
+    warmed, begin, end = map(float, config.boundaries(max_steps))  # integers of JAX end at 2^31
 
     def schedule(n: Int[Array, ""]) -> Float[Array, ""]:
         n = jnp.asarray(n, jnp.float32)

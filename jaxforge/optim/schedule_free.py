@@ -48,7 +48,7 @@ def schedule_free_adamw(
         y ← (1 - b1) z + b1 x
 
     Args:
-        schedule: learning rate by the number of updates made, with `warmup` in it.
+        schedule: learning rate by the number of updates made, with its warm-up in it.
         betas: b1, the share of the mean in y, and b2.
         eps: added to the denominator.
         weight_decay: a tree of floats, one per parameter.
@@ -97,11 +97,6 @@ def schedule_free_adamw(
         return updates, ScheduleFreeState(count, nu, x, z, weight_sum)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def warmup(steps: int) -> Schedule:
-    """The factor min(1, (n + 1) / steps) on the learning rate, n updates made; 1 without steps."""
-    return lambda n: jnp.minimum(1.0, (jnp.asarray(n, jnp.float32) + 1) / max(steps, 1))
 
 
 def _lerp(start: Array, end: Array, share: Array | float) -> Array:

@@ -13,8 +13,6 @@ import importlib.util
 import os
 import sys
 
-import jax
-
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8  # malloc.h
 _PAD_BYTES = 256 << 20
 
@@ -57,6 +55,8 @@ def _set(settings: dict[int, int]) -> bool:
 
 def _computes_on_cpu() -> bool:
     """What can be told without starting JAX's backends."""
+    import jax  # here, for a conversion may not need it
+
     if platforms := jax.config.values["jax_platforms"]:
         return platforms.split(",")[0] == "cpu"
     plugins = importlib.metadata.entry_points(group="jax_plugins")

@@ -10,7 +10,10 @@ import contextlib
 import importlib.util
 import logging
 import os
+import socket
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,11 +22,17 @@ import jax
 
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
+from jaxforge.process import end_now
 
 log = logging.getLogger(__name__)
 
 _EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+
+JOIN_SEC = 300
+"""How long a process waits for the others of its job at the start."""
+
+_KNOCK_SEC = 10.0  # for an answer of a host
 
 _FAREWELL_SEC = 86_400
 """How long processes that are done wait for one another: process 0 may still be exporting, and
@@ -40,17 +49,101 @@ def initialize(heartbeat_timeout_sec: int = 100, env: Mapping[str, str] = os.env
         heartbeat_timeout_sec: after so many seconds of silence a process is gone; 100 is JAX's own.
             The end of process 0 is seen at once.
         env: where the other processes are described.
+
+    Raises:
+        UserError: no device is found, or process 0 is not.
     """
     arguments = distributed_arguments(env)
+    if arguments is not None:
+        _join(arguments, heartbeat_timeout_sec)
+    _open_devices(env)
     if arguments is None:
         return
-    jax.distributed.initialize(
-        **arguments,
-        heartbeat_timeout_seconds=heartbeat_timeout_sec,
-        shutdown_timeout_seconds=_FAREWELL_SEC,
-    )
     log.info("process %d of %d, %d local devices", jax.process_index(), jax.process_count(),
              jax.local_device_count())  # fmt: skip
+
+
+def _join(arguments: dict[str, Any], heartbeat_timeout_sec: int) -> None:
+    """`jax.distributed.initialize`, which of itself waits without a word, and then aborts."""
+    awaited = _awaited(arguments)
+    log.info("waiting for %s, up to %g s", awaited, JOIN_SEC)
+    if arguments.get("process_id"):
+        _await_port(arguments["coordinator_address"], awaited)
+    giving_up = threading.Timer(JOIN_SEC, _give_up, [awaited])
+    giving_up.daemon = True
+    giving_up.start()
+    try:
+        jax.distributed.initialize(
+            **arguments,
+            initialization_timeout=JOIN_SEC + 60,  # we are first, as JAX would abort the process
+            heartbeat_timeout_seconds=heartbeat_timeout_sec,
+            shutdown_timeout_seconds=_FAREWELL_SEC,
+        )
+    except jax.errors.JaxRuntimeError as error:
+        if "RPC server" not in str(error):
+            raise
+        raise UserError(
+            f"process 0 cannot listen at {arguments.get('coordinator_address', 'its port')}: the "
+            "port is in use, by another job or by what is left of one, or the address is not of "
+            "this host; name another to all processes"
+        ) from error
+    finally:
+        giving_up.cancel()
+
+
+def _awaited(arguments: dict[str, Any]) -> str:
+    """Whom a process waits for."""
+    if not arguments:
+        return "the other processes of the job"  # which the scheduler knows, and JAX asks it
+    address, count = arguments["coordinator_address"], arguments["num_processes"]
+    if arguments["process_id"] == 0:
+        others = "process 1" if count == 2 else f"processes 1 to {count - 1}"
+        return f"{others} to come to process 0 at {address}"
+    return f"process 0 of {count} at {address}"
+
+
+def _await_port(address: str, awaited: str) -> None:
+    """Returns once somebody listens there; hosts may get their names and start in any order."""
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + JOIN_SEC
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SEC).close()
+            return
+        except ValueError:
+            raise UserError(f"no host and port: coordinator address {address!r}") from None
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise UserError(_lonely(awaited, error.strerror or str(error))) from error
+        time.sleep(_KNOCK_SEC / 10)
+
+
+def _give_up(awaited: str) -> None:
+    print(f"error: {_lonely(awaited, 'some did not come')}", file=sys.stderr, flush=True)
+    end_now(Exit.USER_ERROR.code, flush=False)
+
+
+def _lonely(awaited: str, why: str) -> str:
+    return (
+        f"waited {JOIN_SEC:g} s for {awaited}: {why}. Is it running, under the same address, and "
+        "does a firewall let this host through? Start all processes of the job, then this again"
+    )
+
+
+def _open_devices(env: Mapping[str, str]) -> None:
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter for a platform without a plugin
+        if "in use" in str(error):
+            raise  # a process that is about to end may hold them: another start may go better
+        platforms = env.get("JAX_PLATFORMS")
+        wanted = f"JAX_PLATFORMS={platforms}: " if platforms else ""
+        why = str(error).partition(" (set JAX_PLATFORMS")[0].rstrip(".")
+        why = why or "there is no such platform here"
+        raise UserError(
+            f"{wanted}JAX finds no devices: {why}. Install what they need (pip install '.[cuda]' "
+            "or '.[tpu]'), or change JAX_PLATFORMS (unset: the best there is; cpu: always there)"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -65,14 +158,8 @@ def leaving_at_once_on_failure() -> Iterator[None]:
     except BaseException as error:
         if jax.process_count() > 1:
             code = getattr(error, "exit_code", Exit.ERROR.code)
-            atexit.register(_leave, code)  # runs before JAX's, which was there first
+            atexit.register(end_now, code)  # runs before JAX's, which was there first
         raise
-
-
-def _leave(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def distributed_arguments(env: Mapping[str, str]) -> dict[str, Any] | None:

@@ -17,7 +17,6 @@ microbatches there are: `1f1b` reuses 2 N - 1 slots. Activations travel to the n
 gradients to the one before, by one `ppermute` each; what follows is in the next tick.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -37,6 +36,7 @@ Column = Any
 """Of the table: an array of NumPy's for a phase, and in the scan one of JAX's for a tick."""
 Sums = tuple[Float[Array, ""], PyTree]
 """The loss, and what is summed up beside it."""
+Pull = Callable[[Array], tuple[Params, Array, PyTree]]
 Result = TypeVar("Result")
 
 
@@ -134,6 +134,31 @@ def accumulate(
     for phase, rows in zip(schedule.phases(), _rows(schedule), strict=True):
         carry, _ = jax.lax.scan(functools.partial(stage.tick, phase, rows), carry, rows)
     return {**carry.rest, "layers": carry.layers}, carry.sums
+
+
+def saving_vjp(
+    layer: Callable[[Params, Array, PyTree], Array], params: Params, x: Array, around: PyTree
+) -> tuple[Array, list[Array], Callable[[list[Array]], Pull]]:
+    """A layer's output, what its backward needs besides its parameters, and how to go back with it.
+
+    What `jax.vjp` returns is a pytree of what autodiff saves. Those of its leaves that are leaves
+    of `params` or of `around` are at hand again in the backward, so nobody has to keep them.
+
+    Returns:
+        the output; what is to be kept; and from what was kept, of whichever x, to the function
+        from the output's gradient to those of `params`, x and `around`.
+    """
+    y, pull = jax.vjp(layer, params, x, around)
+    leaves, form = jax.tree.flatten(pull)
+    given = {id(leaf) for leaf in jax.tree.leaves((params, around))}
+    kept = [id(leaf) not in given for leaf in leaves]
+
+    def pull_of(saved: list[Array]) -> Pull:
+        rest = iter(saved)
+        of_x = [next(rest) if keep else leaf for leaf, keep in zip(leaves, kept, strict=True)]
+        return jax.tree.unflatten(form, of_x)
+
+    return y, [leaf for leaf, keep in zip(leaves, kept, strict=True) if keep], pull_of
 
 
 class _Stage:
@@ -250,8 +275,8 @@ class _Stage:
         around = self.parts.around(x, microbatch)
 
         def one(x: Array, row: Array) -> tuple[Array, list[Array]]:
-            y, pull = self._vjp(self._layer(row), x, around)
-            return y, [*_of_x(pull), *pull.opaque_residuals]
+            y, saved, _ = saving_vjp(self.parts.layer, self._layer(row), x, around)
+            return y, saved
 
         return jax.lax.scan(one, x, self._rows_of(chunk))
 
@@ -269,20 +294,13 @@ class _Stage:
         def one(carry: tuple[Array, Params], of_layer: tuple[Array, list[Array]]) -> Any:  # noqa: ANN401
             (d_y, grads), (row, saved) = carry, of_layer
             # Only the form of this is used: what it has computed is replaced, and so dropped.
-            _, form = self._vjp(self._layer(row), d_y, around)
-            of_x, residuals = saved[: len(_of_x(form))], saved[len(_of_x(form)) :]
-            args = [form.args_res[0], *(of_x or form.args_res[1:2]), form.args_res[2]]
-            pull = dataclasses.replace(form, args_res=args, opaque_residuals=residuals)
-            d_layer, d_x, _ = pull(d_y)
+            _, _, pull_of = saving_vjp(self.parts.layer, self._layer(row), d_y, around)
+            d_layer, d_x, _ = pull_of(saved)(d_y)
             add = functools.partial(_add_row, row=row)
             return (d_x, jax.tree.map(add, grads, d_layer)), None
 
         rows = self._rows_of(chunk)
         return jax.lax.scan(one, (d_y, grads), (rows, saved), reverse=True)[0]
-
-    def _vjp(self, layer: Params, x: Array, around: PyTree) -> tuple[Array, Any]:
-        """A `jax.VJP`, which tells what is saved: of its arguments, and besides."""
-        return jax.vjp(self.parts.layer, layer, x, around)
 
     def _rows_of(self, chunk: Array | int) -> Array:
         """Where a chunk's layers are among the stage's."""
@@ -378,11 +396,6 @@ def _row(
         leaves=at(backward[-1], schedule.chunks - 1),
         exits=at(backward[0], 0),
     )
-
-
-def _of_x(pull: Any) -> list[Array]:  # noqa: ANN401
-    """The layer's input, if the vector-Jacobian product needs it."""
-    return [leaf for leaf in pull.args_res[1:2] if isinstance(leaf, jax.Array)]
 
 
 def _add_row(total: Array, more: Array, row: Array) -> Array:

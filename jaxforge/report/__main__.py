@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxforge import storage
 from jaxforge.cli import run_main
 from jaxforge.errors import UserError
 from jaxforge.report.page import AXES, page
@@ -19,8 +20,9 @@ from jaxforge.report.reading import read_runs
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the page and says where."""
     args = _parser().parse_args(argv)
-    output = _output(args.output, args.runs)
-    html = page(read_runs(args.runs), args.x)
+    runs = [storage.path(run) for run in args.runs]
+    output = _output(args.output, runs)
+    html = page(read_runs(runs), args.x)
     _write(output, html)
     print(f"{output}: {len(html.encode()) / 1e6:.2f} MB")
     return 0
@@ -31,24 +33,27 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m jaxforge.report",
         description="Draws the curves of runs as one HTML page that needs no network.",
     )
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directory")
-    parser.add_argument("--output", type=Path, help="the page; by default RUN/report.html")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="run directory")
+    parser.add_argument("--output", help="the page; by default RUN/report.html")
     parser.add_argument(
         "--x", choices=list(AXES), default="steps", help="horizontal axis; by default steps"
     )
     return parser
 
 
-def _output(output: Path | None, runs: Sequence[Path]) -> Path:
+def _output(output: str | None, runs: Sequence[Path]) -> Path:
     if output is None and len(runs) > 1:
         raise UserError("several runs share one page: say where it goes with --output FILE")
-    return output or runs[0] / "report.html"
+    return storage.path(output, "--output") if output else runs[0] / "report.html"
 
 
 def _write(output: Path, html: str) -> None:
     """Whole or not at all: a browser may be reading an older page."""
     partial = output.with_name(f"{output.name}.partial")
     try:
+        if storage.in_bucket(output):
+            output.write_text(html, encoding="utf-8")
+            return
         partial.write_text(html, encoding="utf-8")
         os.replace(partial, output)
     except OSError as error:

@@ -1,6 +1,7 @@
 """What a run directory tells about its run; the run may still be going on."""
 
 import dataclasses
+import io
 import json
 import math
 import re
@@ -177,11 +178,11 @@ def _read_resumes(path: Path, last_step: int) -> list[int] | None:
     A restart from an earlier step than another one's undoes that one; a start that resumes from
     nothing undoes them all, as the metrics begin anew.
     """
-    if not path.is_file():
+    if not path.exists():
         return None
     resumes: list[int] = []
     from_checkpoint = False
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with io.TextIOWrapper(path.open("rb"), encoding="utf-8", errors="replace") as file:
         for line in file:
             if found := _RESUMED.search(line):
                 step, from_checkpoint = int(found[1]), True

@@ -2,8 +2,10 @@
 
 import logging
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import TracebackType
 
 import jax
 from rich.console import Console
@@ -31,6 +33,39 @@ def setup_logging(console: Console) -> None:
     for name in _LIBRARIES:
         libraries = logging.getLogger(name)
         libraries.handlers[:], libraries.propagate = [logging.NullHandler()], False
+    if not isinstance(sys.excepthook, _WithoutClosedLoops):
+        sys.excepthook = _WithoutClosedLoops(sys.excepthook)
+    if not isinstance(sys.unraisablehook, _WithoutUnheardLoops):
+        sys.unraisablehook = _WithoutUnheardLoops(sys.unraisablehook)
+
+
+class _WithoutClosedLoops:
+    """What reports exceptions, but for those of threads that have nobody left to report to.
+
+    When a save fails, Orbax closes its event loop while TensorStore still writes other arrays; each
+    of its threads then prints a traceback that it could not say so. The failure itself is raised.
+    """
+
+    def __init__(self, report: Callable[..., object]) -> None:
+        self._report = report
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, place: TracebackType | None
+    ) -> None:
+        is_ours = threading.current_thread() is threading.main_thread()
+        if is_ours or str(error) != "Event loop is closed":
+            self._report(kind, error, place)
+
+
+class _WithoutUnheardLoops:
+    """The same of what TensorStore's threads cannot raise anywhere."""
+
+    def __init__(self, report: Callable[..., object]) -> None:
+        self._report = report
+
+    def __call__(self, unraisable: "sys.UnraisableHookArgs") -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            self._report(unraisable)
 
 
 def add_log_file(run: Path) -> None:

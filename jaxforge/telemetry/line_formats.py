@@ -141,7 +141,8 @@ class Megatron(_Lines):
     """` [time] iteration       10/     500 | consumed samples:         2560 | … | lm loss: … |`.
 
     The loss is the mean over applied updates since the last line, skipped and NaN iterations are
-    those since the last line.
+    those since the last line. Zeros in gradients and the parameters' norm are there where
+    `metrics.collect` asks for them.
     """
 
     def train(self, step: int, metrics: Metrics) -> str:
@@ -200,6 +201,8 @@ _MEGATRON: Segments = {
     "lm loss: {:.6E}": ("interval/loss",),
     "loss scale: {:.1f}": ("loss_scale",),
     "grad norm: {:.3f}": ("train/grad_norm",),
+    "num zeros: {}": ("train/num_zeros_in_grad",),
+    "params norm: {:.3f}": ("train/params_norm",),
     "number of skipped iterations: {:3d}": ("skipped",),
     "number of nan iterations: {:3d}": ("nan",),
 }

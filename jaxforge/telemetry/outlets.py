@@ -7,11 +7,11 @@ sinks behind them.
 import importlib.util
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 from rich.console import Console
 
+from jaxforge import mirror
 from jaxforge.config.job import JobConfig
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.errors import UserError
@@ -111,7 +111,7 @@ def open_outlets(
     Raises:
         UserError: a sink cannot work as it is set up.
     """
-    metrics, train, run = config.metrics, config.train, Path(config.checkpoint.dir)
+    metrics, train, run = config.metrics, config.train, mirror.files(config.checkpoint.dir)
 
     def watched() -> Sink:
         if console.is_terminal and metrics.log_format == "kempnerforge":

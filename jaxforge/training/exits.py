@@ -5,8 +5,13 @@ compiled and while the loop waits for data it is answered at once. Among several
 answer is agreed on: all of them stop at the same place. A second Ctrl-C ends the process at once; a
 second SIGTERM does not, for schedulers tell every process of a tree, and some of them twice. If the
 checkpoint takes longer than `train.shutdown_timeout_sec`, the process exits with code 1.
+
+At a prompt and in a notebook the process is the user's: a second Ctrl-C, and a checkpoint that
+takes too long, raise KeyboardInterrupt there. In a thread no signals are seen (Python hands them to
+the main one), but all else works.
 """
 
+import _thread
 import contextlib
 import logging
 import os
@@ -23,6 +28,7 @@ from jax.experimental import multihost_utils
 
 from jaxforge.config.train import TrainConfig
 from jaxforge.exit_codes import Exit
+from jaxforge.process import end_now, is_interactive
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +61,8 @@ class Signals:
         self._interruptible = self.left_work = False
 
     def __enter__(self) -> "Signals":
+        if threading.current_thread() is not threading.main_thread():
+            return self
         # Among several processes SIGTERM belongs to JAX's preemption service, which spreads it.
         for sig in self.WATCHED:
             if not (self._shared and sig is signal.SIGTERM):
@@ -72,7 +80,8 @@ class Signals:
             return
         self._received = signal.Signals(number)
         if number == signal.SIGINT:
-            signal.signal(number, signal.SIG_DFL)
+            second = self._previous[self._received] if is_interactive() else signal.SIG_DFL
+            signal.signal(number, second)
         log.warning("%s: saving a checkpoint, then exiting", self._received.name)
         if self._timer is None:
             self._timer = threading.Timer(self._timeout, _give_up, [self._timeout])
@@ -169,7 +178,8 @@ class Signals:
 
 def _give_up(seconds: float) -> None:
     log.error("no checkpoint within train.shutdown_timeout_sec = %g s: exiting", seconds)
-    os._exit(1)
+    end_now(Exit.ERROR.code, flush=False)
+    _thread.interrupt_main()
 
 
 class Exits:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import jax
 
-from jaxforge.checkpoint.find import PREFIX, find
+from jaxforge import storage
+from jaxforge.checkpoint.find import PREFIX, find, is_whole
 from jaxforge.checkpoint.find import SUBDIRECTORY as CHECKPOINTS
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.errors import StorageError
@@ -62,7 +63,7 @@ class Exporter(Hook):
 
     def _newest(self) -> Path | None:
         """The last checkpoint of a run that has saved none since it was started."""
-        run = Path(self._config.dir)
+        run = storage.path(self._config.dir, "checkpoint.dir")
         if not (run / CHECKPOINTS).is_dir():
             return None
         _, step = find(run)
@@ -74,8 +75,8 @@ class Exporter(Hook):
             self._threads[path].start()
 
     def _export(self, path: Path) -> None:
-        while not path.exists():  # its directory appears under its name when it is durable
-            if self._ended.wait(_POLL) and not path.exists():
+        while not is_whole(path):  # its directory appears under its name when it is durable
+            if self._ended.wait(_POLL) and not is_whole(path):
                 self._failures.append(f"{path}: the checkpoint was not written, or is deleted")
                 return
         target = path.parent.parent / SUBDIRECTORY / path.name

@@ -163,7 +163,7 @@ def _loss(
 
 
 def _checked(model: Model) -> bool:
-    return BACKENDS[model.how.attention].says_how_it_varies
+    return not BACKENDS[model.how.attention].is_opaque
 
 
 def _stages(mesh: Mesh) -> tuple[str, ...]:

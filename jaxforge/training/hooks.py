@@ -1,6 +1,7 @@
-"""Your own code in the loop: subclass `Hook`, pass it to `jaxforge.train.run`."""
+"""Your own code in the loop: subclass `Hook`, name it in `plugins.hooks` or pass it to `run`."""
 
 import dataclasses
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import jax
 from jaxtyping import PyTree
 
 from jaxforge.config.job import JobConfig
+from jaxforge.errors import UserError
 from jaxforge.training.exits import Exit
 from jaxforge.training.state import TrainState
 
@@ -76,6 +78,22 @@ class Hook:
         Threads of yours that must come to their end do so in here: `python -m jaxforge.train` waits
         half a minute for others, and leaves.
         """
+
+
+def named_hook(path: str) -> Hook:
+    """A hook of `plugins.hooks`.
+
+    Args:
+        path: such as "my_module.MyHook".
+
+    Raises:
+        UserError: it is no class of hooks.
+    """
+    module, _, name = path.rpartition(".")
+    made = getattr(importlib.import_module(module), name)
+    if not (isinstance(made, type) and issubclass(made, Hook)):
+        raise UserError(f"plugins.hooks: {path} is no subclass of jaxforge.training.hooks.Hook")
+    return made()
 
 
 class HookRunner(Hook):

@@ -14,6 +14,7 @@ import jax
 from jaxforge.checkpoint.due import Due
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config.job import JobConfig
+from jaxforge.mirror import Mirror
 from jaxforge.telemetry.profiler import Profiler
 from jaxforge.telemetry.tracker import Start, Tracker
 from jaxforge.training.attribution import Attribution
@@ -58,6 +59,7 @@ class Trainer:
         open_watches: what looks after the run, given the compiled step.
         profiler: traces some of the steps.
         hooks: the user's own code.
+        mirror: copies the run's files to the bucket that it is in; None where it is in none.
     """
 
     config: JobConfig
@@ -78,6 +80,7 @@ class Trainer:
     open_watches: Callable[[CompiledSteps], Watches]
     profiler: Profiler
     hooks: HookRunner
+    mirror: Mirror | None = None
     _batches: Iterator[Batch] = dataclasses.field(init=False)
     _train_step: CompiledSteps = dataclasses.field(init=False)
     _fault: Exit | None = dataclasses.field(default=None, init=False)
@@ -219,6 +222,8 @@ class Trainer:
             if self._halted:
                 return None  # its parameters are those of the last good step, and its end is near
             start = time.perf_counter()
+            if self.mirror:
+                self.mirror.publish()  # a checkpoint has its history beside it, whatever comes then
             path = checkpoints.save(self.progress, self.state, evaluation)
             seconds = time.perf_counter() - start
         if path is not None:
@@ -298,6 +303,8 @@ class Trainer:
             self.tracker.close(exit_code(reason, failure or sys.exception()))
 
         with contextlib.ExitStack() as last_to_first:  # each runs, whatever the others do
+            if self.mirror:
+                last_to_first.callback(self.mirror.close)
             last_to_first.push(close_tracker)
             last_to_first.callback(self._watches.close)
             last_to_first.callback(self.hooks.on_train_end, step, tokens, reason)

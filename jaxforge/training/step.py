@@ -97,13 +97,14 @@ def make_train_step(
         batch = with_members(batch, len(config.data.datasets))
         grads, loss = gradients(state.params, batch)
         grad_norm = global_norm(grads)
-        good, verdict = guard.judge(state.guard, loss.value, grad_norm, controls.apply)
+        n_valid = jnp.sum(valid_tokens(batch["labels"]))
+        apply = controls.apply & (n_valid > 0)  # else decay and moments would move the weights
+        good, verdict = guard.judge(state.guard, loss.value, grad_norm, apply)
         updates, opt_state = optimizer.update(
             grads, state.opt_state, state.params, lr_scale=controls.lr_scale
         )
         params = optax.apply_updates(state.params, updates)
         params, opt_state = select(good, (params, opt_state), (state.params, state.opt_state))
-        n_valid = jnp.sum(valid_tokens(batch["labels"]))
         counts = _count(state.counts, batch["labels"].shape, n_valid, good)
         new = TrainState(state.step + 1, params, opt_state, verdict, counts)
         goes_on = ~guard.halted(state.guard)

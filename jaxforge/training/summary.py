@@ -4,12 +4,14 @@ A step is the number of updates made: what stands at step 1,000 comes after upda
 the next, as with checkpoints.
 """
 
+import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from jaxforge.checkpoint.due import Due
 from jaxforge.config.batch_ramp import BatchRamp
@@ -92,7 +94,12 @@ def _learning_rate(config: JobConfig) -> Iterator[str]:
     yield f"{config.scheduler.name}, peak {config.optimizer.lr:.4g}{fits}"
     rate = learning_rate(config)
     for step, what in sorted(_turns(config).items()):
-        yield _at(step, f"{float(rate(jnp.int32(step))):<10.4g}  {', '.join(what)}")
+        yield _at(step, f"{float(rate(_on_device(step))):<10.4g}  {', '.join(what)}")
+
+
+def _on_device(step: int) -> Array:
+    """A number of updates as the step has it, and those that no step can count as a float."""
+    return jnp.asarray(step, jnp.int32 if step < 2**31 else jnp.float32)
 
 
 def _turns(config: JobConfig) -> dict[int, list[str]]:
@@ -131,8 +138,9 @@ def _evaluation(config: JobConfig) -> Iterator[str]:
         return
     begun = f" from step {start:,} on" if start else ""
     yield f"every {interval:,} updates{begun}, {config.eval.steps:,} batches of each set"
-    every = range(interval, config.train.max_steps + 1, interval)
-    yield _listed([step for step in every if config.eval.is_due(step)])
+    first = -(-max(start, 1) // interval) * interval
+    steps = range(first, config.train.max_steps + 1, interval)
+    yield _listed(steps, len(steps))
 
 
 def _checkpoints(config: JobConfig) -> Iterator[str]:
@@ -140,7 +148,9 @@ def _checkpoints(config: JobConfig) -> Iterator[str]:
     yield f"every {config.checkpoint.interval:,} updates, and the last"
     if window:
         yield f"steps {window.start:,} to {window.stop:,}: a window of its own, kept for good"
-    yield _listed(sorted({*Due(config).steps(last), last}))
+    due = Due(config)
+    at_the_end = [] if due(last) else [last]
+    yield _listed(itertools.chain(due.steps(last), at_the_end), due.count(last) + len(at_the_end))
 
 
 def _early_stop(config: JobConfig) -> Iterator[str]:
@@ -156,7 +166,8 @@ def _at(step: int, text: str) -> str:
     return f"{f'step {step:,}':<18}{text}"
 
 
-def _listed(steps: Sequence[int]) -> str:
-    shown = [f"{step:,}" for step in steps[:_SHOWN]]
-    more = ["..."] if len(steps) > _SHOWN else []
-    return f"{len(steps):,} in all: {', '.join([*shown, *more])}" if steps else "0 in all"
+def _listed(steps: Iterable[int], n: int) -> str:
+    """The first of `n` steps."""
+    shown = [f"{step:,}" for step in itertools.islice(steps, _SHOWN)]
+    more = ["..."] if n > _SHOWN else []
+    return f"{n:,} in all: {', '.join([*shown, *more])}" if n else "0 in all"

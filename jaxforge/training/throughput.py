@@ -4,6 +4,8 @@ from pathlib import Path
 
 import jax
 
+from jaxforge import mirror
+from jaxforge.checkpoint.find import is_whole
 from jaxforge.config.job import JobConfig
 from jaxforge.telemetry.flops import causal_flops_per_token
 from jaxforge.telemetry.progress_log import NAME, ProgressLog
@@ -26,7 +28,7 @@ class ThroughputLog(Hook):
         self._progress, self._being_saved = progress, dict[int, Path]()
         self._asynchronous = config.checkpoint.async_mode != "disabled"
         self._flops_per_token = causal_flops_per_token(config.model, config.train.seq_len)
-        path = Path(config.checkpoint.dir) / NAME
+        path = mirror.files(config.checkpoint.dir) / NAME
         self._log = ProgressLog(path, jax.device_count(), self._flops)
 
     @property
@@ -52,6 +54,6 @@ class ThroughputLog(Hook):
     def note_durable(self) -> None:
         """Writes a line for each checkpoint that has come to stand under its name."""
         for step, path in list(self._being_saved.items()):
-            if path.is_dir():
+            if is_whole(path):
                 self._log.append("Saved async checkpoint", f"Iteration: {step}")
                 del self._being_saved[step]

@@ -22,16 +22,16 @@ import contextlib
 import dataclasses
 import faulthandler
 import logging
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, NoReturn, TextIO
+from typing import Literal, TextIO
 
 from jaxforge.config.train import TrainConfig
 from jaxforge.exit_codes import Exit
+from jaxforge.process import end_now
 
 log = logging.getLogger(__name__)
 
@@ -159,8 +159,10 @@ class Watchdog:
                 self._expire(message)
                 return
 
-    def die(self, message: str, linger: float = _LINGER_SEC) -> NoReturn:
+    def die(self, message: str, linger: float = _LINGER_SEC) -> None:
         """Reports in a thread of its own, for what hangs may hold a lock or a disk; then exits.
+
+        At a prompt and in a notebook, whose process it is not, it only reports.
 
         Args:
             message: what hung.
@@ -169,7 +171,7 @@ class Watchdog:
         """
         threading.Thread(target=self._report, args=(message,), daemon=True).start()
         time.sleep(linger)
-        os._exit(Exit.HUNG.code)
+        end_now(Exit.HUNG.code, flush=False)
 
     def _report(self, message: str) -> None:
         if sys.__stderr__ is not None:

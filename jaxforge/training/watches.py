@@ -6,6 +6,7 @@
     train.check_weight_hash_across_dp_replicas_interval   weight_hash.WeightHashes
     metrics.log_straggler                                 stragglers.Stragglers
     always, where the devices tell                        MemoryReport
+    always                                                StillOurs
 
 Those that talk to other processes are due at the same steps on all of them, in this order.
 """
@@ -20,6 +21,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxforge.config.job import JobConfig
+from jaxforge.run_lock import RunLock
 from jaxforge.telemetry.measures import describe_memory
 from jaxforge.telemetry.tracker import HostTimes
 from jaxforge.training.exits import Exit
@@ -72,6 +74,7 @@ def open_watches(
     mesh: Mesh,
     host_times: Callable[[], HostTimes],
     compiled: jax.stages.Compiled | None = None,
+    lock: RunLock | None = None,
 ) -> Watches:
     """The watches that a config asks for.
 
@@ -80,9 +83,12 @@ def open_watches(
         mesh: the run's.
         host_times: `Tracker.host_times`.
         compiled: the step, for the report of what it takes.
+        lock: of the run directory.
     """
     train, metrics = config.train, config.metrics
     watches: list[Watch] = [MemoryReport(compiled)]
+    if lock:
+        watches.append(StillOurs(lock))
     if train.manual_gc_interval:
         watches.append(CollectGarbage(train.manual_gc_interval))
     if train.train_sync_interval:
@@ -94,6 +100,25 @@ def open_watches(
     if metrics.log_straggler:
         watches.append(Stragglers(metrics, host_times))
     return Watches(watches)
+
+
+class StillOurs(Watch):
+    """Ends a run whose directory another one has taken, before it overwrites anything there."""
+
+    waits = False
+
+    def __init__(self, lock: RunLock) -> None:
+        super().__init__(interval=1)
+        self._lock = lock
+
+    def look(self, step: int, state: TrainState) -> Exit | None:
+        """Asks the lock, which knows without looking.
+
+        Raises:
+            UserError: another job has the run directory now.
+        """
+        self._lock.check()
+        return None
 
 
 class Synchronize(Watch):

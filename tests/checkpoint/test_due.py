@@ -50,7 +50,9 @@ def test_before_the_batch_grows_there_is_a_checkpoint():
 @pytest.mark.parametrize("window", [{}, {"start": 10, "stop": 30}, {"start": 0, "stop": 5}])
 def test_all_steps_of_a_run(window, last):
     ours = due(interval=5, **window)
-    assert ours.steps(last) == [step for step in range(last + 1) if ours(step)]
+    expected = [step for step in range(last + 1) if ours(step)]
+    assert list(ours.steps(last)) == expected
+    assert ours.count(last) == len(expected)
 
 
 def test_orbax_keeps_the_milestones():

@@ -333,6 +333,15 @@ def test_saves_do_not_count_as_questions_of_the_loop(tmp_path, monkeypatch):
     assert not asked
 
 
+@pytest.mark.parametrize("name", ["a[1]", "a*b", "a\\b", "what?"])
+def test_a_directory_that_could_not_be_read_again_is_refused(tmp_path, name):
+    config = tiny_config().checkpoint
+    with pytest.raises(UserError, match=r"could not be read again: .* give a directory without"):
+        Checkpoints(tmp_path / name, config)
+    assert not list(tmp_path.iterdir())
+    Checkpoints(tmp_path / name, config, read_only=True).close()  # it may have been moved there
+
+
 def test_find_says_what_it_looked_for(tmp_path):
     with pytest.raises(UserError, match="no checkpoint at"):
         find(tmp_path)

@@ -416,7 +416,6 @@ NOT_YET = [
     ("train.mixed_precision=fp16", 'train.mixed_precision = "fp16": loss scaling', '"bf16"'),
     ("distributed.cp=2", "distributed.cp = 2: context parallelism", "set it to 1"),
     ("distributed.ep=2", "distributed.ep = 2: expert parallelism", "set it to 1"),
-    ("checkpoint.dir=gs://b/r", 'checkpoint.dir = "gs://b/r": writing', "mount the bucket"),
 ]
 
 

@@ -1,5 +1,6 @@
 """Layers, command-line forms, coercions, and the way back to TOML."""
 
+import codecs
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,7 @@ def test_every_key_of_kempnerforge_loads():
             )
         ),
         ("plugins", "modules"),
+        ("plugins", "hooks"),
         *(
             ("optimizer", key)
             for key in ("lr_scale_rule", "lr_base_batch", "decay_patterns", "no_decay_patterns")
@@ -277,3 +279,41 @@ def test_an_error_is_a_user_error_without_a_chain():
     with pytest.raises(UserError) as caught:
         load_config(None, ["--train.seed=x"])
     assert caught.value.__suppress_context__
+
+
+README_DATASETS = (
+    '[{path = "data/web", name = "web", weight = 3}, {path = "data/code", name = "code"}]'
+)
+
+
+def test_settings_may_be_written_as_the_file_has_them():
+    in_toml = load_config(None, [f"--data.datasets={README_DATASETS}"])
+    as_python = load_config(None, [
+        "--data.datasets=[{'path': 'data/web', 'name': 'web', 'weight': 3}, "
+        "{'path': 'data/code', 'name': 'code'}]",
+    ])  # fmt: skip
+    assert in_toml.data.datasets == as_python.data.datasets
+    phases = "--data.phases=[{start_step = 3, dataset_weights = {code = 3}}]"
+    again = load_config(None, [f"--data.datasets={README_DATASETS}", phases])
+    assert again.data.phases[0].dataset_weights == {"code": 3}
+
+
+@pytest.mark.parametrize("text", ["[a", "{x = 1", "{x = 1}", '[1]\nother = "key"', "[" * 5000])
+def test_what_is_no_table_stays_text(text):
+    assert load_config(None, [f"--metrics.wandb_run_name={text}"]).metrics.wandb_run_name == text
+
+
+@pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF8])
+def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path, mark):
+    path = tmp_path / "x.toml"
+    path.write_bytes(mark + b"[train]\nmax_steps = 7\n")
+    assert load_config(path).train.max_steps == 7
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
+def test_utf_16_is_called_by_its_name(tmp_path, encoding):
+    path = tmp_path / "x.toml"
+    mark = codecs.BOM_UTF16_LE if encoding == "utf-16-le" else b""
+    path.write_bytes(mark + "[train]".encode(encoding))
+    with pytest.raises(UserError, match="it is UTF-16; save it as UTF-8"):
+        load_config(path)

@@ -19,6 +19,7 @@ from jaxforge.data import ingest, stage
 from jaxforge.data.tokenizer import load_tokenizer
 from jaxforge.data.writer import ShardWriter
 from jaxforge.errors import UserError
+from tests.machine import PATIENCE
 
 
 class Interrupted(BaseException):
@@ -277,7 +278,7 @@ def test_a_killed_run_goes_on_and_leaves_no_process(command, tmp_path):
     family = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
-    assert not psutil.wait_procs(family, timeout=30)[1]
+    assert not psutil.wait_procs(family, timeout=PATIENCE)[1]
     assert not (tmp_path / "out").exists()
     before = json.loads((tmp_path / ".out.partial" / "journal.json").read_text())
     assert before["place"][2] > 0

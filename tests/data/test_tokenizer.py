@@ -4,7 +4,13 @@ import random
 import pytest
 import tokenizers
 
-from jaxforge.data.tokenizer import ByteTokenizer, HFTokenizer, load_tokenizer, train_bpe
+from jaxforge.data.tokenizer import (
+    LARGEST_VOCAB,
+    ByteTokenizer,
+    HFTokenizer,
+    load_tokenizer,
+    train_bpe,
+)
 from jaxforge.errors import UserError
 
 TEXTS = ["", "plain", "ümläut ẞ", "日本語 🎉 \u202e", "tabs\t\r\n  \x00 end"]
@@ -94,9 +100,52 @@ def test_truncation_in_the_file_is_ignored(bpe):
     assert tokenizer.encode("the dog sat") == bpe.encode("the dog sat")
 
 
-def test_errors_say_what_was_looked_for(tmp_path):
-    with pytest.raises(UserError, match=r"no tokenizer at 'gpt2'.*hf download"):
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The Hub's cache, of which there is no more than this; the network is out of reach."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "meta-llama/Llama-3.1-8B"])
+def test_a_model_of_the_hub_is_taken_from_the_cache(hub, bpe, name):
+    model, commit = hub / f"models--{name.replace('/', '--')}", "0" * 40
+    bpe.save(model / "snapshots" / commit)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(commit)
+    assert load_tokenizer(name).fingerprint == bpe.fingerprint
+    assert load_tokenizer(name).eos_id == bpe.eos_id
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        ("LocalEntryNotFoundError", "the Hugging Face Hub cannot be reached, nor .* its cache"),
+        ("GatedRepoError", r"wants you to log in \(`hf auth login`\)"),
+        ("HFValidationError", r"does not give it \(what it says\)"),
+    ],
+)
+def test_a_model_that_the_hub_does_not_give(monkeypatch, error, message):
+    hub = pytest.importorskip("huggingface_hub")
+    kind = getattr(pytest.importorskip("huggingface_hub.errors"), error)
+
+    def refuse(*_, **__):
+        raised = kind.__new__(kind)
+        raised.args = ("what it says\nat length",)
+        raise raised
+
+    monkeypatch.setattr(hub, "snapshot_download", refuse)
+    with pytest.raises(UserError, match=rf"no tokenizer at 'org/model': no such file.*{message}"):
+        load_tokenizer("org/model")
+
+
+def test_errors_say_what_was_looked_for(tmp_path, hub):
+    with pytest.raises(UserError, match=rf"no tokenizer at 'gpt2'.* its cache, {hub}"):
         load_tokenizer("gpt2")
+    with pytest.raises(UserError, match=r"no tokenizer at 'nowhere/tokenizer\.json'.*No such file"):
+        load_tokenizer("nowhere/tokenizer.json")
     with pytest.raises(UserError, match=r"tokenizer\.json: No such file"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.model").touch()
@@ -116,3 +165,12 @@ def test_torn_or_wrong_neighbours_are_named(tmp_path, bpe):
     config.write_text('{"eos_tok')
     with pytest.raises(UserError, match=r"tokenizer_config\.json"):
         load_tokenizer(tmp_path)
+
+
+def test_a_vocabulary_that_no_memory_holds_is_refused():
+    """The trainer would reserve memory for all of it, and abort the process."""
+    with pytest.raises(
+        UserError, match="1,000,000,000 is too large to be trained: give 16,777,216"
+    ):
+        train_bpe(["text"], 10**9)
+    assert train_bpe(["text"], LARGEST_VOCAB).vocab_size < 300

@@ -167,14 +167,29 @@ def test_errors_of_npy_files(tmp_path, spoil, message):
     assert str(tmp_path / "a.npy") in str(error.value)
 
 
-def test_bin_types_are_never_guessed(tmp_path):
+@pytest.mark.parametrize(("kind", "tokens"), [("<u2", 101), ("<u4", 101), ("<u4", 100)])
+def test_bin_types_are_guessed_as_kempnerforge_does_and_that_is_said(
+    tmp_path, kind, tokens, caplog
+):
+    for name in "ab":
+        np.arange(tokens, dtype=kind).tofile(tmp_path / f"{name}.bin")
+    assert shards(tmp_path, "*.bin")[1].tolist() == [5, 6, 7, 8, 9]
+    (line,) = caplog.messages
+    name = {"<u2": "uint16", "<u4": "uint32"}[kind]
+    assert f"a.bin is read as {name}" in line
+    assert "data.token_dtype" in line
+    caplog.clear()
+    shards(tmp_path, "*.bin", token_dtype=name)
+    assert not caplog.messages
+
+
+def test_a_wrong_guess_or_type_of_bin_files_does_not_train(tmp_path):
     path = tmp_path / "a.bin"
     np.arange(100, dtype="<u2").tofile(path)  # 200 bytes: as many uint16 as make whole uint32
-    with pytest.raises(UserError, match=r"a\.bin .*set data\.token_dtype"):
-        shards(tmp_path, "*.bin")
+    for told in (None, "uint32"):
+        with pytest.raises(UserError, match=r"another type than uint32 .*set data\.token_dtype"):
+            shards(tmp_path, "*.bin", token_dtype=told)
     assert shards(tmp_path, "*.bin", token_dtype="uint16")[1].tolist() == [5, 6, 7, 8, 9]
-    with pytest.raises(UserError, match=r"wrong data\.token_dtype"):
-        shards(tmp_path, "*.bin", token_dtype="uint32")
     for name in ("float32", "nonsense"):
         with pytest.raises(UserError, match="no integer type"):
             shards(tmp_path, "*.bin", token_dtype=name)

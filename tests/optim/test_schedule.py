@@ -157,3 +157,11 @@ def test_the_optimizer_s_rate_follows_the_ramp():
     scheduler = {"warmup_steps": 4, "unit": "samples"}
     config = tiny_config(train=train, scheduler=scheduler, optimizer={"lr": 0.7})
     np.testing.assert_allclose(learning_rate(config)(3), 0.7 * 3 / 7, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd_cosine", "constant", "rex"])
+def test_a_run_may_be_longer_than_integers_of_the_device_are(name):
+    schedule = build_schedule(SchedulerConfig(warmup_steps=10, **SETTINGS[name]), 3_000_000_000)
+    factors = [float(jax.jit(schedule)(jnp.int32(n))) for n in (0, 5, 10, 2**31 - 1)]
+    assert factors[:3] == pytest.approx([0, 0.5, 1])
+    assert 0 < factors[3] <= 1

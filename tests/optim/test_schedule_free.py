@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxforge.optim.optimizer import learning_rate
-from jaxforge.optim.schedule_free import schedule_free_adamw, warmup
+from jaxforge.optim.schedule import schedule_free_warmup
+from jaxforge.optim.schedule_free import schedule_free_adamw
 from tests.conftest import tiny_config
 from tests.optim import problem
 
@@ -15,7 +16,7 @@ N = 100
 
 
 def rate(n):
-    return LR * warmup(WARMUP)(n)
+    return LR * schedule_free_warmup(WARMUP)(n)
 
 
 def make(schedule=rate, dtype=jnp.float32):

@@ -4,14 +4,23 @@ import functools
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.model import attention_backends
 from jaxforge.parallel.sharding import batch_sharding
+from jaxforge.pipeline.lock_step import saving_vjp
 from jaxforge.training.evaluation import make_eval_step
 from tests.conftest import tiny_config
-from tests.helpers import collectives_in_loops, hlo, lowered, new_setup, random_batches, setup
+from tests.helpers import (
+    collectives_in_loops,
+    hlo,
+    lowered,
+    new_setup,
+    random_batches,
+    setup,
+    use_unsplittable_kernel,
+)
 
 ROWS = 4  # of a microbatch
 SMALL = {"dim": 32, "n_heads": 4, "n_kv_heads": 4, "vocab_size": 64, "ffn_hidden_dim": 48}
@@ -122,13 +131,40 @@ def test_bfloat16_compute_runs_on_every_kind_of_axis():
         np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=2e-2)
 
 
-def test_gradients_do_not_rely_on_what_the_types_say(monkeypatch):
-    """With a kernel whose types do not say how results vary, `shard_map` checks nothing."""
-    silent = attention_backends.BACKENDS["blockwise"]._replace(says_how_it_varies=False)
-    monkeypatch.setitem(attention_backends.BACKENDS, "blockwise", silent)
-    job = config(3, 5, TIED, pp=2, dp_shard=2, train={**UPDATE, **FULL})
+def test_an_opaque_kernel_is_run_by_each_device_alone(monkeypatch):
+    """XLA's partitioner is never asked; `shard_map` cannot check what such a kernel returns."""
+    use_unsplittable_kernel(monkeypatch)
+    job = config(3, 5, TIED, pp=2, dp_shard=2, tp=2, train={**UPDATE, **FULL})
     expected = without_stages(3, 5, tuple(TIED.items()), (), True)
     assert_same(run(job, packed=True, make=new_setup), expected)
+    sums = evaluated.__wrapped__(3, (("pp", 2), ("tp", 2)), make=new_setup)
+    np.testing.assert_allclose(sums, evaluated(3), rtol=1e-5)
+
+
+def test_a_backward_keeps_what_was_computed_and_not_what_was_given():
+    """The one use of what is in a vector-Jacobian product, whose form is JAX's own affair."""
+
+    def layer(params, x, around):
+        return jnp.tanh(x @ params["in"]) @ params["out"] * around["scale"] + around["whole"]
+
+    keys = jax.random.split(jax.random.key(0), 5)
+    params = {"in": jax.random.normal(keys[0], (3, 5)), "out": jax.random.normal(keys[1], (5, 3))}
+    around = {"scale": jax.random.normal(keys[2], (4, 1)), "whole": np.ones(3, np.float32)}
+    x, d_y = (jax.random.normal(key, (4, 3)) for key in keys[3:])
+    expected = jax.vjp(layer, params, x, around)[1](d_y)
+
+    @jax.jit
+    def both_ways(params, x):
+        saved = saving_vjp(layer, params, x, around)[1]
+        shapes = [leaf.shape for leaf in saved]
+        assert (4, 3) in shapes, "x"
+        assert (4, 5) in shapes, "the activation"
+        assert not {(3, 5), (5, 3), (4, 1)} & set(shapes), "parameters and what is around are given"
+        pull_of = saving_vjp(layer, params, jnp.zeros_like(x), around)[2]
+        return pull_of(saved)(d_y)
+
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(close, both_ways(params, x)[:2], expected[:2])
 
 
 def temporary_bytes(schedule, microbatches, save="full"):
@@ -170,9 +206,9 @@ def sizes_in(shape):
 
 
 @functools.cache
-def evaluated(layers, axes=()):
+def evaluated(layers, axes=(), make=setup):
     """Sums of evaluation over a microbatch."""
-    ours = setup(config(layers, 4, TIED, **dict(axes)))
+    ours = make(config(layers, 4, TIED, **dict(axes)))
     (batch,) = batches(ours.config, 1, packed=True)
     first = {name: leaf[:1] for name, leaf in batch.items()}
     step = make_eval_step(ours.model, ours.config.train, ours.mesh)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.machine import PATIENCE, xla_flags
+
 ROOT = Path(__file__).parents[2]
 
 BASE = """
@@ -44,11 +46,10 @@ def pytest_collection_modifyitems(items):
 
 
 def environment(devices=1, **extra):
-    flags = f"--xla_force_host_platform_device_count={devices}"
     return {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": flags,
+        "XLA_FLAGS": xla_flags(devices),
         "PYTHONUNBUFFERED": "1",
         **extra,
     }
@@ -76,7 +77,7 @@ class Run:
 
     def finish(self, *overrides: str, devices: int = 1, code: int = 0) -> str:
         process = self.start(*overrides, devices=devices)
-        output = process.communicate(timeout=120)[0]
+        output = process.communicate(timeout=PATIENCE)[0]
         assert process.returncode == code, output
         return output
 
@@ -96,9 +97,9 @@ class Run:
         found = (self.directory / "checkpoints").glob("step_*")
         return sorted(int(p.name.split("_")[1]) for p in found if p.name.split("_")[1].isdigit())
 
-    def wait_for_step(self, step: int, process: subprocess.Popen, seconds: float = 60) -> None:
+    def wait_for_step(self, step: int, process: subprocess.Popen) -> None:
         path = self.directory / "metrics.jsonl"
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline and process.poll() is None:
             if path.exists() and f'"step": {step},' in path.read_text():
                 return

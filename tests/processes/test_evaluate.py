@@ -11,6 +11,7 @@ import pytest
 from jaxforge.errors import UserError
 from jaxforge.evaluate import evaluate, report
 from jaxforge.training.evaluation import summary
+from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, Run, environment
 from tests.processes.test_two_processes import free_port
 
@@ -49,7 +50,7 @@ def logged(run, step):
 def command(*arguments, code=0, devices=1):
     result = subprocess.run(
         [sys.executable, "-m", "jaxforge.evaluate", *map(str, arguments)],
-        cwd=ROOT, env=environment(devices), text=True, capture_output=True, timeout=120,
+        cwd=ROOT, env=environment(devices), text=True, capture_output=True, timeout=PATIENCE,
     )  # fmt: skip
     assert result.returncode == code, result.stderr
     return result
@@ -165,7 +166,7 @@ def test_two_processes_evaluate_together(run, tmp_path):
         )
         for index in range(2)
     ]  # fmt: skip
-    outputs = [process.communicate(timeout=120) for process in processes]
+    outputs = [process.communicate(timeout=PATIENCE) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     values = json.loads((tmp_path / "out.json").read_text())
     assert values["mesh"] == {"dp_shard": 2, "tp": 2}

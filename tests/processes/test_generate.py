@@ -10,13 +10,14 @@ import pytest
 from jaxforge import generate
 from jaxforge.errors import UserError
 from jaxforge.model.decoding import Decoder
+from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, Run, environment
 
 
 def command(module, *arguments, code=0, devices=1):
     result = subprocess.run(
         [sys.executable, "-m", f"jaxforge.{module}", *map(str, arguments)],
-        cwd=ROOT, env=environment(devices), text=True, capture_output=True, timeout=120,
+        cwd=ROOT, env=environment(devices), text=True, capture_output=True, timeout=PATIENCE,
     )  # fmt: skip
     assert result.returncode == code, result.stderr
     return result.stdout if code == 0 else result.stderr

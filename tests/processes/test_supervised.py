@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from jaxforge.exit_codes import Exit
+from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, environment
 from tests.processes.test_two_processes import finish_both, free_port, start_both
 
@@ -24,13 +25,13 @@ def test_one_of_two_processes_is_killed_and_both_run_again(new_run):
         command, cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )  # fmt: skip
-    killed.wait_for_step(15, supervisor, seconds=120)  # two processes start here
+    killed.wait_for_step(15, supervisor)
     (victim,) = (
         child for child in psutil.Process(supervisor.pid).children()
         if child.environ()["JAX_PROCESS_ID"] == "1"
     )  # fmt: skip
     victim.send_signal(signal.SIGKILL)
-    output = supervisor.communicate(timeout=120)[0]
+    output = supervisor.communicate(timeout=PATIENCE)[0]
     assert supervisor.returncode == 0, output
     assert "process 1 ended with 137: killed by SIGKILL" in output
     assert killed.losses() == undisturbed.losses()
@@ -50,11 +51,11 @@ from jaxforge.errors import UserError
 from jaxforge.parallel import multihost
 
 def main():
-    multihost.initialize(heartbeat_timeout_sec=4)
+    multihost.initialize(heartbeat_timeout_sec=10)
     with multihost.leaving_at_once_on_failure():
         if jax.process_index() == 1:
             raise {error}("of one process alone")
-        time.sleep(60)
+        time.sleep(36000)
 
 raise SystemExit(run_main(main))
 """
@@ -76,7 +77,7 @@ def test_who_fails_leaves_at_once_and_the_others_notice(error, code):
         for index in range(2)
     ]  # fmt: skip
     try:
-        other, failed = [(p.communicate(timeout=45)[1], p.returncode) for p in processes]
+        other, failed = [(p.communicate(timeout=PATIENCE)[1], p.returncode) for p in processes]
     finally:
         for process in processes:
             process.kill()

@@ -7,6 +7,7 @@ import socket
 import numpy as np
 import pytest
 
+from tests.machine import PATIENCE
 from tests.processes.conftest import Run
 
 OVERRIDES = ["--train.max_steps=20", "--checkpoint.interval=10"]
@@ -33,7 +34,7 @@ def start_both(run, *overrides, devices=1, torchrun=False, count=2):
 
 
 def finish_both(processes, code=0):
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
     assert {p.returncode for p in processes} == {code}, "\n=====\n".join(outputs)
     return outputs
 

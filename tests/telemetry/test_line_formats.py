@@ -98,6 +98,14 @@ def test_the_bytes_are_theirs(name):
     assert printed(name, 10, *logged) == EXPECTED[name]
 
 
+def test_megatrons_line_has_zeros_and_the_norm_of_parameters_where_they_are_collected():
+    extras = {"train/num_zeros_in_grad": 12.0, "train/params_norm": 98.7654}
+    assert (
+        " grad norm: 1.235 | num zeros: 12.0 | params norm: 98.765 |"
+        " number of skipped iterations:   1 |"
+    ) in printed("megatron", 10, STEP | extras)
+
+
 def test_segments_without_a_value_are_left_out():
     assert printed("torchtitan", 3, STEP, EVALUATION) == (
         "step:  3  loss:  5.02131  grad_norm:  1.2346  tps: 43,691  tflops: 2,271.91\n"

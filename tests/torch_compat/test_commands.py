@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import jax
@@ -20,6 +21,7 @@ from jaxforge.errors import UserError
 from jaxforge.training.progress import Progress
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
+from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, environment
 from torch_compat import checkpoints, orbax_store
 from torch_compat.__main__ import main
@@ -106,7 +108,8 @@ def test_verify_names_what_differs(tmp_path, capsys):
     assert data.count(place) == 1
     changed = np.frombuffer(place, np.float32).copy()
     changed[3] += 0.5
-    file.write_bytes(data.replace(place, changed.tobytes()))
+    sums = [zlib.crc32(values).to_bytes(4, "little") for values in (place, changed.tobytes())]
+    file.write_bytes(data.replace(place, changed.tobytes()).replace(*sums))
     capsys.readouterr()
     arguments = ["verify", str(tmp_path / "a"), str(tmp_path / "dcp"), "--json"]
     assert main([*arguments, f"--config={config}"]) == 1
@@ -220,10 +223,21 @@ def without_inner_adam(directory):
          "has momentum_buffer"),
         (["import", "dcp", "b", "--config=a/config.toml", "--model.num_experts=4"],
          "mixture of experts is not built yet"),
-        (["export", "a", "s3://bucket/b", "--to=dcp"], "local or mounted directory"),
+        (["export", "a", "s3:/bucket/b", "--to=dcp"], "write s3://bucket/b"),
         (["export", "dcp", "b", "--to=dcp"], "export takes a run of jaxforge"),
         (["export", "a", "dcp", "--to=dcp"], "is there already"),
         (["export", "a", "b", "--to=hf", "--dialect=torchtitan"], "torchtitan"),
+        (["export", "a", "b", "--to=hf", "--model.n_layers=1"],
+         "not of this config; .*\n  left over: layers.1"),
+        (["export", "a", "b", "--to=hf", "--model.n_layers=3"], "missing: layers.2"),
+        (["export", "a", "b", "--to=dcp", "--model.vocab_size=64"],
+         r"token_embedding.embedding.weight is \[256, 64\], in the model \[64, 64\]"),
+        (["export", "a", "b", "--to=hf", "--model.n_heads=2", "--model.n_kv_heads=1"],
+         "model.n_heads is 2 and the weights were trained with 4"),
+        (["export", "a", "b", "--to=dcp", "--model.n_heads=8"], "model.n_heads is 8"),
+        (["export", "a", "b", "--to=hf", "--config=other.toml"], "model.n_heads is 2"),
+        (["export", "a", "b", "--to=dcp", "--optimizer.name=lion"],
+         'its optimizer has mu, nu; optimizer.name = "lion" has mu'),
         (["export", "a", "b", "--to=dcp", "--ranks=3"], "no whole number of batches"),
         (["export", "a", "b", "--to=dcp", "--ranks=3", "--dry-run"], "no whole number of batches"),
         (["export", "a", "b", "--to=dcp", "--train.batch_size=some"], "train.batch_size"),
@@ -234,9 +248,20 @@ def test_mistakes_are_named(tmp_path, monkeypatch, arguments, message):
     trained(tmp_path / "a")
     monkeypatch.chdir(tmp_path)
     main(["export", "a", "dcp", "--to=dcp"])
+    other = Path("a/config.toml").read_text().replace("n_heads = 4", "n_heads = 2")
+    Path("other.toml").write_text(other.replace("n_kv_heads = 2", "n_kv_heads = 1"))
     with pytest.raises(UserError, match=message):
         main(arguments)
     assert not Path("b").exists() or not list(Path("b").glob("step*"))
+
+
+def test_constants_may_be_others_and_it_is_said(tmp_path, capsys):
+    trained(tmp_path / "a")
+    arguments = ["export", str(tmp_path / "a"), str(tmp_path / "hf"), "--to=hf"]
+    assert main([*arguments, "--model.rope_theta=5e5", "--dry-run"]) == 0
+    assert "model.rope_theta is 500000.0 and the weights were trained with 10000.0" in (
+        capsys.readouterr().err.replace("\n", " ")
+    )
 
 
 def test_a_plugin_that_is_not_found_is_no_damage(tmp_path, capsys):
@@ -399,5 +424,5 @@ def compat(*arguments, largest_file=None):
     start = ["-m", "torch_compat"] if largest_file is None else limited
     return subprocess.run(
         [sys.executable, *start, *map(str, arguments)],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, check=False, timeout=300,
+        cwd=ROOT, env=environment(), capture_output=True, text=True, check=False, timeout=PATIENCE,
     )  # fmt: skip

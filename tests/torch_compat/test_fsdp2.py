@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, environment
 
 pytest.importorskip("torch")
@@ -96,7 +97,7 @@ def compat(*arguments):
 
 def run(command, env):
     done = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=300
+        command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr[-4000:]
 

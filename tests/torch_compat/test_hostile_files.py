@@ -544,7 +544,7 @@ def test_both_sizes_of_an_entry_may_lie(broken):
     data = archive_of(pickles.dump(tensor(size=(2**20, 3))))
     last = data.rindex(b"PK\x01\x02")
     data = patched(patched(data, last + 20, "<I", 2**28), last + 24, "<I", 2**28)
-    with pytest.raises(UserError, match="here: record data/0 is truncated"):
+    with pytest.raises(UserError, match="here: record data/0: its header is damaged"):
         read_archive(data).all()
 
 

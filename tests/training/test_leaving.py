@@ -1,7 +1,11 @@
 """Why a run leaves: in which order that is asked, what is said, and who decides for all."""
 
+import _thread
+import concurrent.futures
 import logging
+import os
 import signal
+import sys
 import types
 
 import jax
@@ -151,3 +155,35 @@ def test_whatever_ends_a_run_it_is_closed_with_the_reason(monkeypatch, end):
         with pytest.raises(end):
             train.run(config)
         assert closed == [None]
+
+
+@pytest.mark.parametrize("interactive", [False, True])
+def test_a_checkpoint_that_takes_too_long_ends_the_process_or_what_runs_in_a_notebook(
+    monkeypatch, interactive
+):
+    events = []
+    monkeypatch.setattr(os, "_exit", events.append)
+    monkeypatch.setattr(_thread, "interrupt_main", lambda: events.append("interrupted"))
+    if interactive:
+        monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    exits._give_up(0)
+    assert events[0] == ("interrupted" if interactive else 1)
+
+
+def test_a_second_ctrl_c_in_a_notebook_is_an_exception(monkeypatch):
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    with Signals(timeout_seconds=60) as signals:
+        signal.raise_signal(signal.SIGINT)
+        assert signals.requested() is Exit.INTERRUPT
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_run_in_a_thread_needs_no_signals(tmp_path):
+    config = tiny_config(
+        distributed={"dp_shard": -1}, train={"max_steps": 2, "batch_size": 1},
+        checkpoint={"dir": str(tmp_path)},
+    )  # fmt: skip
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(train.run, config).result() is Exit.COMPLETED
+    assert (tmp_path / "checkpoints" / "step_2").is_dir()

@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from tests.conftest import tiny_config
-from tests.helpers import random_batches, setup, with_random_biases
+from tests.helpers import (
+    new_setup,
+    random_batches,
+    setup,
+    use_unsplittable_kernel,
+    with_random_biases,
+)
 
 MESHES = [
     {"dp_shard": 2},
@@ -53,6 +59,15 @@ def test_losses_do_not_depend_on_the_mesh(mesh, grad_sync):
         jax.tree.leaves(state.params), jax.tree.leaves(reference_state.params), strict=True
     ):
         np.testing.assert_allclose(ours_leaf, leaf, atol=2e-4)
+
+
+@pytest.mark.parametrize("grad_sync", ["update", "microbatch"])
+def test_an_opaque_kernel_is_run_by_each_device_alone(grad_sync, monkeypatch):
+    use_unsplittable_kernel(monkeypatch)
+    mesh = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
+    ours = new_setup(config(grad_sync=grad_sync, z=1e-4, **mesh))
+    _, metrics = ours.run(ours.state(), random_batches(ours.config, 20)[:3])
+    np.testing.assert_allclose(metrics["loss"], single_device()[1]["loss"][:3], rtol=1e-5)
 
 
 @pytest.mark.parametrize("accum", [2, 4, 8])

@@ -57,16 +57,29 @@ def test_microbatch_norm_is_the_mean_of_means():
     assert abs(means[0] - means[1]) > 1e-3
 
 
-def test_a_batch_without_labels_changes_nothing_and_is_no_error():
-    ours = setup(tiny_config(optimizer={"weight_decay": 0.0}))
-    (batch,) = random_batches(ours.config, 1)
-    batch["labels"][:] = -100
-    state = ours.state()
-    before = jax.device_get(state.params)
-    state, metrics = ours.run(state, [batch])
-    assert metrics["loss"][0] == 0
-    assert metrics["skipped"][0] == 0
-    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.params))
+def test_a_batch_without_labels_is_attempted_and_changes_nothing():
+    """No decay, no moments, no update, no place among the losses that spikes are judged by."""
+    ours = setup(tiny_config(optimizer={"weight_decay": 0.1}, train={"z_loss_weight": 1e-3}))
+    batches = random_batches(ours.config, 3)
+    batches[1]["labels"][:] = -100
+    state, _ = ours.run(ours.state(), batches[:1])
+    before = jax.device_get(state)
+    state, metrics = ours.run(state, batches[1:2])
+    after = jax.device_get(state)
+    assert (metrics["skipped"][0], metrics["nonfinite"][0]) == (1, 0)
+    for part in ("params", "opt_state"):
+        jax.tree.map(
+            np.testing.assert_array_equal, *(getattr(one, part) for one in (before, after))
+        )
+    np.testing.assert_array_equal(before.guard.losses, after.guard.losses)
+    assert (int(after.step), int(after.guard.good), int(after.guard.consecutive)) == (2, 1, 0)
+    counts = [one.counts._asdict() for one in (before, after)]
+    samples, tokens, valid = (
+        [int(one[name]) for one in counts] for name in ("samples", "tokens", "valid_tokens")
+    )
+    assert (samples[1], tokens[1], valid[1]) == (2 * samples[0], tokens[0], valid[0])
+    _, metrics = ours.run(state, batches[2:])
+    assert metrics["skipped"][0] == 1
 
 
 def test_token_scales_of_an_empty_microbatch():
@@ -159,7 +172,9 @@ def test_reducing_per_microbatch_does_so_in_the_loop():
     """The counterpart: the reader of HLO above does find collectives where there are some."""
     train = {"grad_accum_steps": 4, "batch_size": 2, "grad_sync": "microbatch"}
     found = collectives_in_loops(hlo(setup(tiny_config(train=train, distributed={"dp_shard": 4}))))
-    assert {kind for _, kind, _ in found} >= {"all-gather", "all-reduce"}
+    kinds = {kind for _, kind, _ in found}
+    assert "all-gather" in kinds
+    assert kinds & {"all-reduce", "reduce-scatter", "all-to-all"}  # which, depends on the release
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from jaxforge import train
 from jaxforge.training.exits import Exit
 from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
+from tests.machine import PATIENCE
 
 LENGTH = 32
 
@@ -101,16 +102,16 @@ def test_a_signal_is_seen_while_the_step_is_compiled(tmp_path, monkeypatch):
 
     def compiles_for_minutes(*_):
         os.kill(os.getpid(), signal.SIGTERM)
-        done.wait(100)
+        done.wait(PATIENCE)
 
-    monkeypatch.setattr(train, "_leave", left.append)
+    monkeypatch.setattr(train, "end_now", left.append)
     monkeypatch.setattr(train.compilation, "compile_step", compiles_for_minutes)
     log = Log()
     assert train.run(config(tmp_path, "run"), [log]) is Exit.SIGNAL
     assert not done.is_set()
     done.set()
     assert log.events == ["save 0", "Exit.SIGNAL 0"]
-    assert left == [Exit.SIGNAL]  # past the compiler, which is still at work
+    assert left == [Exit.SIGNAL.code]  # past the compiler, which is still at work
 
 
 def test_stopping_after_so_many_minutes_or_at_a_step(tmp_path, whole):

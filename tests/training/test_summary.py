@@ -114,6 +114,19 @@ def test_annealing_is_a_phase():
     ]
 
 
+def test_a_run_without_end():
+    """Its steps are counted, and not listed: there would be 600 million of them."""
+    config = tiny_config(
+        train={"max_steps": 3_000_000_000},
+        checkpoint={"interval": 5},
+        eval={"enabled": True, "dataset_path": "x", "interval": 5, "start_step": 12},
+    )
+    text = schedule_summary(config, dp=1)
+    assert "599,999,998 in all: 15, 20, 25, 30, 35, 40, 45, 50, ..." in text
+    assert "600,000,000 in all: 5, 10, 15, 20, 25, 30, 35, 40, ..." in text
+    assert "decay ends, end of the run" in text
+
+
 def test_it_is_written_into_the_run_and_replaced(tmp_path):
     write_summary(tmp_path, "first")
     write_summary(tmp_path, "second")

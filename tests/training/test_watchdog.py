@@ -1,5 +1,6 @@
 """Which section may stand still for how long, and how a process that hangs ends."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from jaxforge.exit_codes import Exit
 from jaxforge.training.watchdog import Limits, Watchdog
+from tests.machine import PATIENCE
 
 LIMITS = Limits(setup=100, step=10, checkpoint=50)
 ROOT = Path(__file__).parents[2]
@@ -139,7 +141,7 @@ def test_what_hangs_ends_with_its_stacks_and_code(where, said, tmp_path):
     stacks = tmp_path / "stacks.txt"
     done = subprocess.run(
         [sys.executable, "-c", HANG, where, stacks],
-        cwd=ROOT, capture_output=True, text=True, timeout=60,
+        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
     assert done.returncode == Exit.HUNG.code, done.stderr
     for text in (done.stderr, stacks.read_text()):
@@ -155,3 +157,12 @@ def test_a_run_that_moves_is_left_alone(tmp_path):
         watchdog.tick(1)
     assert expired == []
     assert not watchdog._thread.is_alive()
+
+
+def test_in_a_notebook_it_only_reports(monkeypatch, caplog):
+    """The kernel, and all that the user has made in it, are not ours to end."""
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    Watchdog(Limits(1, 1, 1)).die("hung: for a test", linger=0)
+    assert not ended

@@ -91,6 +91,8 @@ class Dialect:
         refused: pattern of our names that have no counterpart -> why not.
         writes_tied_head: whether a tied output head is written as a copy of the embedding.
         has_stages: whether a pipeline job of it saves a checkpoint per stage.
+        has_one_group: whether its optimizer has one parameter group, for which torch refuses
+            settings that differ between parameters.
     """
 
     name: str
@@ -100,6 +102,7 @@ class Dialect:
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     writes_tied_head: bool = False
     has_stages: bool = False
+    has_one_group: bool = False
 
     def knows(self, key: str) -> bool:
         """Whether a key of theirs is in the table."""
@@ -214,6 +217,8 @@ def differences(
     for name, shape in wanted.items():
         if name in found and found[name].shape != shape:
             yield f"{name} is {list(found[name].shape)}, in the model {list(shape)}"
+        if name in found and found[name].dtype.kind == "c":
+            yield f"{name} is {found[name].dtype}: only tables that are computed may be complex"
 
 
 def _pattern(template: str) -> re.Pattern[str]:

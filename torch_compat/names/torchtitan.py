@@ -5,7 +5,7 @@ from torch_compat.names.table import EMBEDDING, HEAD, Dialect, InterleavedRotary
 _FREQUENCIES = ("freqs_cis", "rope.cache")
 
 
-def _llama(name: str, about: str, qkv: str, head: str) -> Dialect:
+def _llama(name: str, about: str, qkv: str, head: str, *, has_one_group: bool) -> Dialect:
     layer = "layers.{i}."
     return Dialect(
         name,
@@ -30,12 +30,21 @@ def _llama(name: str, about: str, qkv: str, head: str) -> Dialect:
             r".*\.bias": "its Llama has no biases",
         },
         writes_tied_head=True,
+        has_one_group=has_one_group,
     )
 
 
 TORCHTITAN = _llama(
-    "torchtitan", "torchtitan's Llama since 2026", "attention.qkv_linear.", "lm_head.weight"
+    "torchtitan",
+    "torchtitan's Llama since 2026 (0.3)",
+    "attention.qkv_linear.",
+    "lm_head.weight",
+    has_one_group=False,
 )
 TORCHTITAN_2025 = _llama(
-    "torchtitan-2025", "torchtitan's Llama until 2025", "attention.", "output.weight"
+    "torchtitan-2025",
+    "torchtitan's Llama until 2025 (0.1, 0.2)",
+    "attention.",
+    "output.weight",
+    has_one_group=True,
 )

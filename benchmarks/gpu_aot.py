@@ -1,0 +1,124 @@
+"""Train steps compiled for H100s, without a GPU: memory and compile time.
+
+    pip install ".[cuda]"
+    python benchmarks/gpu_aot.py [--quick]
+
+Llama 2 7B on one node with every kind of mesh, then `configs/llama/*gpu*` on the clusters they are
+for. Memory is the compiler's own account, beside the 80 GB of a device. Nothing is timed on a GPU.
+"""
+
+import os
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+os.environ |= {"JAX_PLATFORMS": "cpu"}
+
+import jax
+import results
+from rich.console import Console
+
+from jaxforge.config import rules
+from jaxforge.config.job import JobConfig
+from jaxforge.config.load import load_config
+from jaxforge.errors import UserError
+from jaxforge.parallel import targets, xla_flags
+from jaxforge.parallel.mesh import make_mesh
+from jaxforge.training.lowering import lower_train_step
+
+CONFIGS = Path(__file__).parents[1] / "configs" / "llama"
+LLAMA_2_7B = {"dim": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": 32000,
+              "ffn_hidden_dim": 11008, "max_seq_len": 4096}  # fmt: skip
+PER_NODE = 8
+
+
+class Case(NamedTuple):
+    """A config and how many nodes of eight GPUs it is for."""
+
+    name: str
+    config: JobConfig
+    nodes: int = 1
+
+
+def case(
+    name: str,
+    distributed: dict[str, int | str],
+    train: dict[str, int | str] | None = None,
+    **sections: dict,
+) -> Case:
+    """Llama 2 7B on one node: one sequence of 4096 tokens per GPU, all blocks recomputed."""
+    usual = {"batch_size": 1, "seq_len": 4096, "activation_checkpointing": "full"}
+    config = {"model": LLAMA_2_7B, "train": {**usual, **(train or {})}, "distributed": distributed}
+    return Case(name, JobConfig.model_validate({**config, **sections}))
+
+
+MICROBATCH = {"grad_sync": "microbatch"}
+HSDP_TP = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
+STAGES = {**MICROBATCH, "grad_accum_steps": 8}
+MESHES = (
+    case("dp_shard 8", {"dp_shard": 8}),
+    case("dp_shard 8, microbatch", {"dp_shard": 8}, MICROBATCH),
+    case("tp 8", {"dp_shard": 1, "tp": 8}, MICROBATCH),
+    case("dp_replicate 2 x dp_shard 2 x tp 2", HSDP_TP),
+    case("dp_replicate 2 x dp_shard 2 x tp 2, microbatch", HSDP_TP, MICROBATCH),
+    case("dp_shard 8, packed, microbatch", {"dp_shard": 8}, MICROBATCH,
+         data={"pack_sequences": True}),
+    case("dp_shard 8, Muon, microbatch", {"dp_shard": 8}, MICROBATCH, optimizer={"name": "muon"}),
+    case("pp 4 x dp_shard 2, 1f1b, 8 microbatches", {"pp": 4, "dp_shard": 2}, STAGES),
+    case("pp 2 x dp_shard 2 x tp 2, 1f1b, 8 microbatches", {"pp": 2, "dp_shard": 2, "tp": 2},
+         STAGES),
+    case("pp 4 x dp_shard 2, interleaved, 8 microbatches",
+         {"pp": 4, "dp_shard": 2, "pp_schedule": "interleaved_1f1b", "pp_chunks": 2}, STAGES),
+)  # fmt: skip
+
+
+def clusters() -> list[Case]:
+    """The configs for GPU clusters; their names end in the number of GPUs."""
+    paths = sorted(CONFIGS.glob("*_gpu_*.toml"))
+    return [
+        Case(path.name, load_config(path), max(1, int(path.stem.rpartition("_")[2]) // PER_NODE))
+        for path in paths
+    ]
+
+
+def measure(case: Case) -> dict[str, float | str]:
+    """What the compiler makes of it, or why it makes nothing of it."""
+    rules.check(case.config, case.nodes * PER_NODE)
+    devices = list(targets.gpus("h100", case.nodes, PER_NODE))
+    lowered = lower_train_step(case.config, make_mesh(case.config, devices))
+    start = time.perf_counter()
+    compiled = lowered.compile(xla_flags.compiler_options(devices[0], {}))
+    seconds = time.perf_counter() - start
+    peak = compiled.memory_analysis().peak_memory_in_bytes
+    return {
+        "peak memory, GB": round(peak / 1e9, 1),
+        "of the device, %": round(100 * peak / targets.GPUS["h100"].memory),
+        "compiled in, s": round(seconds, 1),
+        "calls of cuDNN's attention": compiled.as_text().count('"__cudnn$fmha'),
+    }
+
+
+def main() -> None:
+    """Prints the table and writes the results."""
+    quick = results.arguments(__doc__).parse_args().quick
+    if not targets.gpu_compiler_is_here():
+        raise SystemExit("the compiler for GPUs is missing: pip install '.[cuda]'")
+    jax.config.update("jax_enable_compilation_cache", False)
+    rows = []
+    for one in MESHES[:2] if quick else [*MESHES, *clusters()]:
+        try:
+            found = measure(one)
+        except UserError as error:
+            found = {"refused": str(error)}
+        Console().print(one.name, found, highlight=False)
+        rows.append({"case": one.name, "GPUs": one.nodes * PER_NODE, **found})
+    notes = [
+        "H100 80 GB; 1 x 4096 tokens a GPU in the first rows; bfloat16; compiled without a GPU"
+    ]
+    if not quick:
+        results.write_json("gpu_aot", rows, ("jax", "jaxlib", "jax-cuda13-plugin"), device="h100",
+                           notes=notes)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

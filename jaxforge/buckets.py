@@ -1,0 +1,262 @@
+"""`gs://bucket/key` and `s3://bucket/key` as paths, through tensorstore's clients.
+
+Such a path is an `epath.Path`, which Orbax takes as well; the same clients carry the arrays. There
+are no directories in a bucket: one exists as soon as something lies below it, and none is ever
+renamed. Requests that are throttled or fail are repeated, with growing pauses, for a minute and a
+half or so.
+
+Credentials are found where each cloud's own tools find them. Other endpoints than the clouds' own
+are named by `AWS_ENDPOINT_URL` and `TENSORSTORE_GCS_HTTP_URL`.
+"""
+
+import fnmatch
+import functools
+import io
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import IO, Any
+
+import tensorstore as ts
+from etils import epath
+from etils.epath import backend as epath_backend
+from etils.epath import gpath
+
+from jaxforge.errors import StorageError, UserError
+from jaxforge.storage import COMMITTED
+
+_DRIVERS = {"gs": "gcs", "s3": "s3"}
+_REFUSED = ("NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED")  # no bucket, no access
+_RETRIES = {"max_retries": 12, "initial_delay": "100ms", "max_delay": "16s"}
+
+
+def spec(place: str | os.PathLike) -> dict[str, Any]:
+    """Tensorstore's kvstore of the keys that begin with that of a URL."""
+    scheme, _, rest = os.fspath(place).partition("://")
+    bucket, _, key = rest.partition("/")
+    driver = _DRIVERS[scheme]
+    found: dict[str, Any] = {"driver": driver, "bucket": bucket, "path": key}
+    found[f"{driver}_request_retries"] = _RETRIES
+    if driver == "s3":
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        found |= {"aws_region": region} if region else {}
+        if "AWS_ACCESS_KEY_ID" in os.environ:  # else it complains of files that are not needed
+            found["aws_credentials"] = {"type": "environment"}
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        found |= {"endpoint": endpoint.rstrip("/")} if endpoint else {}
+    return found
+
+
+def open_store(place: str | os.PathLike) -> ts.KvStore:
+    """The objects whose keys begin with that of a URL."""
+    found = spec(place)
+    key = found.pop("path")
+    return _open_bucket(json.dumps(found)) + key
+
+
+@functools.cache  # to open one looks for credentials
+def _open_bucket(bucket: str) -> ts.KvStore:
+    return ts.KvStore.open(json.loads(bucket)).result()
+
+
+def _naming(function: Callable) -> Callable:
+    """What the client raises, as one message; a missing object is a `FileNotFoundError`."""
+
+    @functools.wraps(function)
+    def wrapped(self: "_Objects", place: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        try:
+            return function(self, place, *args, **kwargs)
+        except ValueError as error:  # of tensorstore
+            if gist(error).startswith(_REFUSED):
+                raise UserError(f"{os.fspath(place)}: {gist(error)}") from error
+            raise StorageError(f"{os.fspath(place)}: {gist(error)}") from error
+
+    return wrapped
+
+
+class _Objects(epath_backend.Backend):
+    """What `epath` asks of a file system, of keys."""
+
+    @_naming
+    def open(self, place: str, mode: str) -> IO:
+        if "a" in mode:
+            raise OSError(f"{place}: an object cannot be appended to")
+        if "w" in mode:
+            raw: IO = _Upload(place)
+        else:
+            raw = io.BytesIO(self._read(place))
+        return raw if "b" in mode else io.TextIOWrapper(raw, encoding="utf-8")
+
+    @_naming
+    def exists(self, place: str) -> bool:
+        return self._is_object(place) or self.isdir(place)
+
+    @_naming
+    def isdir(self, place: str) -> bool:
+        return bool(keys(place))
+
+    @_naming
+    def listdir(self, place: str) -> list[str]:
+        names = sorted({key.split("/", 1)[0] for key in keys(place)} - {""})
+        if not names:
+            raise FileNotFoundError(f"nothing at {place}")
+        return names
+
+    @_naming
+    def glob(self, place: str) -> list[str]:
+        root = place[: re.search(r"[*?[]|$", place).start()].rpartition("/")[0]  # type: ignore[union-attr]
+        pattern, depth = place.split("/"), place.count("/") + 1
+        found = {"/".join(f"{root}/{key}".split("/")[:depth]) for key in keys(root)}
+        return sorted(one for one in found if _matches(one.split("/"), pattern))
+
+    def walk(self, top: str, **_: Any) -> Iterator[tuple[str, list[str], list[str]]]:  # noqa: ANN401
+        raise NotImplementedError("a bucket has keys, which `iterdir` and `glob` find")
+
+    def makedirs(self, place: str, *, exist_ok: bool = False, mode: int | None = None) -> None:
+        self.mkdir(place, exist_ok=exist_ok)
+
+    def mkdir(self, place: str, *, exist_ok: bool = False, mode: int | None = None) -> None:
+        """It will exist with the first object in it."""
+        if not exist_ok and self.exists(place):
+            raise FileExistsError(f"{place} exists")
+
+    @_naming
+    def rmtree(self, place: str) -> None:
+        if not self.isdir(place):
+            raise FileNotFoundError(f"nothing at {place}")
+        store = open_store(place.rstrip("/") + "/")
+        store.write(COMMITTED, None).result()  # first: half a checkpoint must not look whole
+        store.delete_range(ts.KvStore.KeyRange()).result()
+
+    @_naming
+    def remove(self, place: str) -> None:
+        if not self._is_object(place):
+            raise FileNotFoundError(f"no object {place}")
+        open_store(place).write("", None).result()
+
+    def rename(self, place: str, dst: str) -> None:
+        self.replace(place, dst)
+
+    def replace(self, place: str, dst: str) -> None:
+        """Of one object; a directory is never renamed, as that would not be at once."""
+        self.copy(place, dst, overwrite=True)
+        self.remove(place)
+
+    def copy(self, place: str, dst: str, overwrite: bool) -> None:
+        if not overwrite and self.exists(dst):
+            raise FileExistsError(f"{dst} exists")
+        with epath.Path(dst).open("wb") as file:
+            file.write(epath.Path(place).read_bytes())
+
+    @_naming
+    def stat(self, place: str) -> epath.stat_utils.StatResult:
+        if self.isdir(place):
+            return epath.stat_utils.StatResult(is_directory=True, length=0, mtime=0)
+        length = len(self._read(place))
+        return epath.stat_utils.StatResult(is_directory=False, length=length, mtime=0)
+
+    def _is_object(self, place: str) -> bool:
+        found = open_store(place).read("", byte_range=slice(0, 0)).result()
+        return found.state == "value"
+
+    def _read(self, place: str) -> bytes:
+        found = open_store(place).read("").result()
+        if found.state != "value":
+            raise FileNotFoundError(2, "no such object", place)
+        return found.value
+
+
+class _Upload(io.BytesIO):
+    """An object that appears, whole, when this is closed."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self._place = place
+
+    def close(self) -> None:
+        if not self.closed:
+            write(self._place, self.getvalue())
+        super().close()
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None:
+            super().close()  # what is half written is not there
+        else:
+            self.close()
+
+
+def write(place: str | os.PathLike, data: bytes) -> None:
+    """Makes an object of bytes, replacing what was there, at once.
+
+    Raises:
+        StorageError: it could not be written.
+    """
+    try:
+        open_store(place).write("", data).result()
+    except ValueError as error:
+        raise StorageError(f"{os.fspath(place)}: {gist(error)}") from error
+
+
+def head(place: str | os.PathLike, n: int) -> bytes:
+    """The first n bytes of an object, or all where it has no more."""
+    store = open_store(place)
+    try:
+        return store.read("", byte_range=slice(0, n)).result().value
+    except ValueError as error:
+        if "OUT_OF_RANGE" not in str(error):
+            raise StorageError(f"{os.fspath(place)}: {gist(error)}") from error
+        return store.read("").result().value
+
+
+def other_length(place: str | os.PathLike, size: int) -> str | None:
+    """How the length of an object differs from `size` bytes; it is not read, nor looked up."""
+    store = open_store(place)
+    for first, wrong in ((size - 1, "is shorter"), (size, "is longer")):
+        try:
+            store.read("", byte_range=slice(first, first + 1)).result()
+            is_there = True
+        except ValueError:
+            is_there = False
+        if is_there != (first < size):
+            return wrong
+    return None
+
+
+def gist(error: ValueError) -> str:
+    """What tensorstore says, without its context."""
+    return str(error).split(" [")[0].partition("\n")[0]
+
+
+def keys(place: str) -> list[str]:
+    """Of all that lies below a directory, relative to it."""
+    return [key.decode() for key in open_store(place.rstrip("/") + "/").list().result()]
+
+
+def stamps(place: str) -> dict[str, str]:
+    """What lies below a directory -> what changes when it is written again."""
+    store = open_store(place.rstrip("/") + "/")
+    found = {key: store.read(key, byte_range=slice(0, 0)) for key in keys(place)}
+    return {key: read.result().stamp.generation.hex() for key, read in found.items()}
+
+
+def _matches(parts: list[str], pattern: list[str]) -> bool:
+    return len(parts) == len(pattern) and all(map(fnmatch.fnmatchcase, parts, pattern))
+
+
+@epath.register_path_cls(tuple(f"{scheme}://" for scheme in _DRIVERS))
+class BucketPath(gpath.PosixGPath):
+    """A path in a bucket."""
+
+    def absolute(self) -> "BucketPath":
+        """Itself: there is no working directory in a bucket."""
+        return self
+
+    resolve = absolute
+
+    @property
+    def _backend(self) -> epath_backend.Backend:
+        return _OBJECTS if self._uri_scheme else epath_backend.os_backend
+
+
+_OBJECTS = _Objects()

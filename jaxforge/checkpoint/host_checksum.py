@@ -1,0 +1,75 @@
+"""`training.weight_hash.checksum` of arrays in the host's memory, in one pass that stores nothing.
+
+XLA:CPU does not fuse the mixing of bits into their sum: it stores four bytes for each element. So
+the sum is kept for each column of a row that stays in a core's cache, and rows are mixed into it.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Shaped, UInt, UInt32
+
+from jaxforge.training.weight_hash import FACTOR, fmix32
+
+_WIDTH = 4096
+"""Elements of a row, at least, where there are as many."""
+
+Part = tuple[Shaped[np.ndarray, "..."], tuple[int, ...]]
+"""Numbers of an array that lie together, and where they begin in it."""
+
+
+def parts_of(array: Shaped[Array, "..."]) -> list[Part]:
+    """Each element once, without a copy; the numbers stay, though the array is donated.
+
+    Args:
+        array: on CPUs of this process, on any mesh.
+    """
+    return [
+        (np.asarray(shard.data), tuple(axis.start or 0 for axis in shard.index))
+        for shard in array.addressable_shards
+        if shard.replica_id == 0
+    ]
+
+
+def checksum(parts: Sequence[Part], shape: Sequence[int]) -> int:
+    """What `weight_hash.checksum` gives for the array of that shape that the parts make up."""
+    return sum(_checksum(part, start, shape) for part, start in parts) % 2**32
+
+
+def _checksum(part: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> int:
+    """What a part adds to the sum."""
+    axes = range(part.ndim)
+    steps = [
+        (np.arange(part.shape[i]) + start[i]).astype(np.uint32)
+        * np.uint32(math.prod(shape[i + 1 :]) % 2**32)
+        for i in axes
+    ]
+    split = max((i for i in axes if math.prod(part.shape[i:]) >= _WIDTH), default=0)
+    rows, columns = _sums(steps[:split]), _sums(steps[split:])
+    bits = part.reshape(rows.size, columns.size).view(f"uint{8 * part.itemsize}")
+    return int(_mixed_sum(bits, rows, columns))
+
+
+def _sums(steps: Sequence[UInt32[np.ndarray, " size"]]) -> UInt32[np.ndarray, " product"]:
+    """The sum of one step along each axis, for all their combinations in row-major order."""
+    sums = np.zeros(1, np.uint32)
+    for along in steps:
+        sums = (sums[:, None] + along).reshape(-1)
+    return sums
+
+
+@jax.jit
+def _mixed_sum(
+    bits: UInt[Array, "row column"], rows: UInt32[Array, " row"], columns: UInt32[Array, " column"]
+) -> UInt32[Array, ""]:
+    """Of elements whose place in the array is the sum of what their row and their column say."""
+
+    def add(i: UInt32[Array, ""], sums: UInt32[Array, " column"]) -> UInt32[Array, " column"]:
+        place = rows[i] + columns
+        return sums + fmix32(bits[i].astype(jnp.uint32) + place * jnp.uint32(FACTOR))
+
+    sums = jax.lax.fori_loop(0, len(rows), add, jnp.zeros_like(columns))
+    return jnp.sum(sums, dtype=jnp.uint32)

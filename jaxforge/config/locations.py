@@ -1,0 +1,67 @@
+"""Which keys may name a place in a bucket; everything else that looks like a URL is refused."""
+
+from collections.abc import Iterator
+
+from jaxforge import storage
+from jaxforge.config.job import JobConfig, shown
+
+_BUCKETS = {
+    "checkpoint.dir",
+    "data.dataset_path",
+    "data.datasets.path",
+    "data.tokenizer_path",
+    "eval.dataset_path",
+    "eval.datasets.dataset_path",
+}
+_LOCAL = {
+    "checkpoint.non_persistent_dir": "a quick disk of the node",
+    "metrics.tensorboard_dir": "a directory within the run, which is copied to its bucket",
+    "profiling.trace_dir": "a directory within the run, which is copied to its bucket",
+}
+_OTHERS = {"checkpoint.load_path", "train.compilation_cache_dir"}
+"""What PyTorch's checkpoints may be read from, and what JAX opens itself."""
+
+
+def misplaced(config: JobConfig) -> Iterator[str]:
+    """Yields one sentence per URL where none may be, or that is none.
+
+    A URL is never taken for the name of a local file.
+
+    Args:
+        config: A loaded configuration.
+    """
+    for key, place, value in _strings(config):
+        fault = storage.fault(value)
+        if key in _BUCKETS and fault:
+            yield f"{place} = {fault}"
+        elif key in _LOCAL and storage.in_bucket(value):
+            yield f"{place} = {shown(value)} is not local: name {_LOCAL[key]}"
+        elif key in _OTHERS and fault and "://" not in value:
+            yield f"{place} = {fault}"
+    yield from _needs_files(config)
+
+
+def _needs_files(config: JobConfig) -> Iterator[str]:
+    """Some of what belongs to a run needs a file system."""
+    if not storage.in_bucket(config.checkpoint.dir):
+        return
+    dir_ = f"checkpoint.dir = {shown(config.checkpoint.dir)}"
+    if config.data.hf_streaming:
+        yield f"data.hf_streaming = true keeps its place in files: not with {dir_}"
+    if config.checkpoint.export_interval or config.checkpoint.export_last:
+        yield (
+            f"checkpoint.export_interval and export_last write local files: not with {dir_}; "
+            "export its checkpoints with `python -m torch_compat export`"
+        )
+
+
+def _strings(config: JobConfig) -> Iterator[tuple[str, str, str]]:
+    """(key, key with its index, value) of every string; keys of listed tables included."""
+    for section in JobConfig.model_fields:
+        for key, value in getattr(config, section):
+            if isinstance(value, str):
+                yield f"{section}.{key}", f"{section}.{key}", value
+            for i, table in enumerate(value if isinstance(value, tuple) else ()):
+                for inner, text in table if hasattr(table, "model_fields_set") else ():
+                    if isinstance(text, str):
+                        yield f"{section}.{key}.{inner}", f"{section}.{key}[{i}].{inner}", text

@@ -1,0 +1,129 @@
+"""The files of a run whose directory is in a bucket, all but its checkpoints.
+
+Objects cannot be appended to. So these files are written to a directory of this machine, and those
+that have changed are copied to the bucket, whole: every half minute, before each checkpoint, and at
+the end. A checkpoint in the bucket thus never has a history with holes: what a killed process had
+written since is of steps that the next one runs, and logs, again.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+import jax
+
+from jaxforge import storage
+
+log = logging.getLogger(__name__)
+
+INTERVAL = 30.0
+"""Seconds between looks at the files."""
+
+_UNFINISHED = ".partial"
+
+
+def files(run: str) -> Path:
+    """Where this process writes what belongs to a run, checkpoints excepted.
+
+    Args:
+        run: `checkpoint.dir`; what is on this machine already is the place itself.
+    """
+    place = storage.path(run, "checkpoint.dir")
+    return directory(place, jax.process_index()) if storage.in_bucket(place) else place
+
+
+def directory(run: Path, process: int | str) -> Path:
+    """Where a process, or whoever else is named, keeps the files of a run that is in a bucket.
+
+    Always the same, so that what kills leave behind does not pile up.
+    """
+    name = f"{run}\n{os.getuid()}\n{process}"
+    tag = hashlib.sha256(name.encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"jaxforge-{run.name}-{tag}"
+
+
+class Mirror:
+    """Brings the files of a run here, and what becomes of them back to the bucket.
+
+    Args:
+        run: the run directory, in a bucket.
+        process: of the job.
+        names: files, or directories of files, to go on with.
+
+    Raises:
+        StorageError: the bucket does not answer.
+    """
+
+    def __init__(self, run: Path, process: int, names: Iterable[str]) -> None:
+        self._run, self._here = run, directory(run, process)
+        self._copied: dict[Path, tuple[int, int]] = {}
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._failing = False
+        shutil.rmtree(self._here, ignore_errors=True)
+        for name in names:
+            self._fetch(name)
+        self._here.mkdir(parents=True, exist_ok=True)
+        self._thread = threading.Thread(target=self._watch, name="mirror", daemon=True)
+        self._thread.start()
+
+    def publish(self) -> bool:
+        """Copies what has changed; whether all of it is in the bucket now."""
+        with self._lock:
+            try:
+                for path in sorted(self._here.rglob("*")):
+                    self._copy(path)
+            except OSError as error:
+                if not self._failing:
+                    log.warning("cannot copy files of the run to the bucket: %s", error)
+                self._failing = True
+                return False
+            self._failing = False
+            return True
+
+    def close(self) -> None:
+        """Publishes for the last time; what is in the bucket then is not kept here."""
+        self._ended.set()
+        self._thread.join()
+        if self.publish():
+            shutil.rmtree(self._here, ignore_errors=True)
+        else:
+            log.error("the newest files of the run are in %s, not in %s", self._here, self._run)
+
+    def _fetch(self, name: str) -> None:
+        place = self._run / name
+        if place.is_dir():
+            for below in place.iterdir():
+                self._fetch(f"{name}/{below.name}")
+            return
+        with contextlib.suppress(FileNotFoundError):
+            data = place.read_bytes()
+            path = self._here / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+            self._copied[path] = _state(path)
+
+    def _copy(self, path: Path) -> None:
+        if path.suffix == _UNFINISHED or not path.is_file():
+            return
+        state = _state(path)
+        if state == self._copied.get(path) or not state[0]:
+            return
+        place = self._run / path.relative_to(self._here).as_posix()
+        with place.open("wb") as file:
+            file.write(path.read_bytes())
+        self._copied[path] = state
+
+    def _watch(self) -> None:
+        while not self._ended.wait(INTERVAL):
+            self.publish()
+
+
+def _state(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns

@@ -1,0 +1,97 @@
+"""A run that does not fit says what needs the memory, and what would fit."""
+
+import contextlib
+import math
+from collections.abc import Iterator
+
+import jax
+from jax.sharding import Mesh
+
+from jaxforge.config.job import JobConfig
+from jaxforge.errors import UserError
+from jaxforge.model.transformer import build_model
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.parallel import device_memory
+from jaxforge.parallel.device_memory import gigabytes, per_device
+from jaxforge.parallel.mesh import data_parallel_size
+from jaxforge.training.state import abstract_state
+
+
+@contextlib.contextmanager
+def explained(config: JobConfig, mesh: Mesh) -> Iterator[None]:
+    """Around all of a run that allocates.
+
+    Args:
+        config: resolved.
+        mesh: the run's.
+
+    Raises:
+        UserError: it ran out of memory, on a device or on the host; the same start would again.
+    """
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if not device_memory.is_out_of_memory(error):
+            raise
+        raise UserError(explanation(str(error), config, mesh)) from error
+
+
+def explanation(said: str, config: JobConfig, mesh: Mesh) -> str:
+    """What needs the memory, and what would help, the cheapest first.
+
+    Args:
+        said: the error's text.
+        config: resolved.
+        mesh: the run's.
+    """
+    model = build_model(config)
+    state = abstract_state(model, build_optimizer(config, model.axes), mesh)
+    params, moments = (
+        per_device(state.params),
+        per_device(state.opt_state),
+    )
+    limit = device_memory.capacity()
+    whole = 2 * params + moments
+    dp = data_parallel_size(mesh)
+    rows, length = config.train.microbatch_size(dp) // dp, config.train.seq_len
+    needs = (
+        f"on each device parameters take {gigabytes(params)}, their gradients as much, optimizer "
+        f"state {gigabytes(moments)}: {gigabytes(whole)} of {gigabytes(limit)}; the rest is for "
+        f"the activations of {rows:,} sequences of {length:,} tokens"
+    )
+    advice = _smaller_state(config, whole, limit) if whole > limit else _smaller_step(config, rows)
+    listed = "".join(f"\n  - {one}" for one in advice)
+    return f"out of memory: {device_memory.gist(said)}\n{needs}. What helps:{listed}"
+
+
+def _smaller_state(config: JobConfig, whole: int, limit: int) -> Iterator[str]:
+    """Where no batch is small enough."""
+    times = math.ceil(whole / (0.8 * limit))  # some is left for activations
+    yield (
+        f"the state alone does not fit: {times} times as many devices to split it over "
+        "(distributed.dp_shard, tp or pp), or a smaller model"
+    )
+    yield from _narrower(config)
+
+
+def _smaller_step(config: JobConfig, rows: int) -> Iterator[str]:
+    train = config.train
+    if rows > 1:
+        half = rows // 2
+        accum = math.ceil(train.grad_accum_steps * rows / half)
+        key = "" if train.global_batch_size else f"train.batch_size = {half} and "
+        yield f"{key}train.grad_accum_steps = {accum}: half the activations, the same update"
+    if train.activation_checkpointing != "full":
+        yield 'train.activation_checkpointing = "full": they are recomputed, block by block'
+    if train.loss_fn == "cross_entropy":
+        yield 'train.loss_fn = "chunked_cross_entropy": never all logits at once'
+    yield from _narrower(config)
+    yield "more devices (distributed.dp_shard), or a shorter train.seq_len"
+
+
+def _narrower(config: JobConfig) -> Iterator[str]:
+    train = config.train
+    if train.mixed_precision == "fp32":
+        yield 'train.mixed_precision = "bf16": activations of half the size'
+    if train.opt_state_dtype == "float32":
+        yield 'train.opt_state_dtype = "bfloat16": moments of half the size'

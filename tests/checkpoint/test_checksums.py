@@ -1,0 +1,97 @@
+"""Hashes of what is saved: the same wherever they are taken, and nothing waits for them."""
+
+import json
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxforge.checkpoint import checksums, host_checksum, layout
+from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.checkpoint.start import starting_state
+from jaxforge.training.progress import Progress
+from jaxforge.training.weight_hash import checksum
+from tests.conftest import tiny_config
+from tests.helpers import setup
+from tests.machine import PATIENCE
+
+SPECS = [P(), P("a"), P(None, "a"), P("b", "a"), P(("a", "b")), P(None, None, "b")]
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (8, 16), (16, 8, 4), (4, 2048, 6), (8, 4, 4100)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
+def test_the_host_gives_what_devices_give_on_any_mesh(shape, dtype):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    x = np.random.default_rng(0).integers(0, 200, shape).astype(jnp.dtype(dtype))
+    whole = int(jax.jit(checksum)(x))
+    for spec in SPECS:
+        sharding = NamedSharding(mesh, spec)
+        try:
+            array = jax.device_put(x, sharding)
+        except ValueError:  # it has too few dimensions, or does not divide
+            assert spec != P()
+            continue
+        assert host_checksum.checksum(host_checksum.parts_of(array), shape) == whole, spec
+
+
+def test_the_hash_of_the_host_stores_nothing():
+    bits, places = jax.ShapeDtypeStruct((4096, 4096), "uint32"), jnp.zeros(4096, jnp.uint32)
+    program = host_checksum._mixed_sum.lower(bits, places, places).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 1 << 17
+
+
+def test_what_devices_hash_is_what_the_host_hashes(monkeypatch):
+    ours = setup(tiny_config(distributed={"dp_shard": 2, "tp": 2}))
+    tree = layout.to_tree(ours.state())
+    of_host = checksums.begin(tree)()
+    monkeypatch.setattr(checksums, "_on_this_host", lambda leaf: False)
+    assert checksums.begin(tree)() == of_host
+
+
+def test_a_save_waits_for_no_hash_and_the_state_may_go(tmp_path, monkeypatch):
+    """Hashes are of what was saved, also where the update came first; the file is as ever."""
+    may_hash, hash_one = threading.Event(), host_checksum.checksum
+
+    def hash_later(*args):
+        assert may_hash.wait(PATIENCE)
+        return hash_one(*args)
+
+    monkeypatch.setattr(host_checksum, "checksum", hash_later)
+    ours = setup(tiny_config())
+    state = ours.state()
+    tree = layout.to_tree(state)
+    want = {
+        jax.tree_util.keystr(path, simple=True, separator="."): int(checksum(leaf))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+    saved = Checkpoints(tmp_path, ours.config.checkpoint, ours.model.axes)
+    path = saved.save(Progress(step=0), state)
+    jax.block_until_ready(jax.jit(_changed, donate_argnums=0)(state))
+    assert not path.exists()
+    may_hash.set()
+    saved.wait()
+    assert json.loads((path / "checksums" / "metadata").read_text()) == want
+    with jax.set_mesh(ours.mesh):
+        starting_state(ours.config, saved, ours.model, ours.optimizer, ours.mesh)
+    saved.close()
+
+
+def _changed(tree):
+    return jax.tree.map(lambda x: x + jnp.ones((), x.dtype), tree)
+
+
+def test_a_hash_that_fails_fails_the_save(tmp_path, monkeypatch):
+    def fail(*args):
+        raise OSError("no memory for it")
+
+    monkeypatch.setattr(host_checksum, "checksum", fail)
+    ours = setup(tiny_config())
+    saved = Checkpoints(tmp_path, ours.config.checkpoint, ours.model.axes)
+    saved.save(Progress(step=1), ours.state())
+    with pytest.raises(Exception, match="no memory for it"):
+        saved.wait()
+    assert saved.latest() is None

@@ -1,0 +1,34 @@
+"""What tests ask of the machine: how it compiles, and how long it may take."""
+
+import subprocess
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+
+PATIENCE = 1800
+"""Seconds to wait for what is to happen however busy the machine is; only a hang takes longer."""
+
+# Tests judge what is computed, not how fast: code that LLVM hardly optimizes is compiled in half
+# the time. Collectives wait for as long as a busy machine keeps one of the devices waiting.
+_QUICKLY = [
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
+    f"--xla_cpu_collective_call_terminate_timeout_seconds={PATIENCE}",
+]
+if version("jaxlib").startswith("0.10."):  # gone since; it halves the time once more
+    _QUICKLY.append("--xla_cpu_use_fusion_emitters=false")
+
+
+def xla_flags(devices: int) -> str:
+    """`XLA_FLAGS` for that many virtual devices, in every worker and every process of a test."""
+    return " ".join([f"--xla_force_host_platform_device_count={devices}", *_QUICKLY])
+
+
+def wait_until(true: Callable[[], bool], process: subprocess.Popen | None = None) -> None:
+    """Looks again and again; a process that is to bring it about must not end before."""
+    deadline = time.monotonic() + PATIENCE
+    while not true():
+        assert process is None or process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.002)

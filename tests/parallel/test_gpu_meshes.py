@@ -1,0 +1,124 @@
+"""Every mesh compiles for GPUs that are not here (`make test-gpu-compiler`)."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxforge.config import rules
+from jaxforge.config.job import JobConfig
+from jaxforge.errors import UserError
+from jaxforge.model import decoding
+from jaxforge.model.sampling import Sampling
+from jaxforge.model.transformer import build_model
+from jaxforge.parallel import targets, xla_flags
+from jaxforge.parallel.mesh import make_mesh
+from jaxforge.parallel.sharding import param_shardings
+from jaxforge.training.evaluation import make_eval_step
+from jaxforge.training.lowering import abstract_batch, lower_train_step
+
+compiles = pytest.mark.skipif(
+    not targets.gpu_compiler_is_here(),
+    reason="needs XLA's compiler for GPUs, 4 GB: make test-gpu-compiler",
+)
+
+MODEL = {"dim": 512, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 4096,
+         "ffn_hidden_dim": 1536, "max_seq_len": 512}  # fmt: skip
+TRAIN = {"batch_size": 1, "seq_len": 512, "activation_checkpointing": "full"}
+HSDP_TP = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
+PIPELINE = {"pp": 2, "dp_shard": 2, "tp": 2}
+CUDNN = 'custom_call_target="__cudnn$fmha'
+
+
+def case(distributed, train=None, **sections):
+    return {"distributed": distributed, "train": train or {}, **sections}
+
+
+STEPS = {
+    "default": case({"dp_shard": 8}),
+    "microbatch": case({"dp_shard": 8}, {"grad_sync": "microbatch"}),
+    "accumulated": case({"dp_shard": 8}, {"grad_accum_steps": 4}),
+    "hsdp x tp": case(HSDP_TP),
+    "hsdp x tp, microbatch": case(HSDP_TP, {"grad_sync": "microbatch"}),
+    "packed": case(HSDP_TP, data={"pack_sequences": True}),
+    "1f1b": case(PIPELINE, {"grad_accum_steps": 4}),
+    "1f1b, microbatch": case(PIPELINE, {"grad_accum_steps": 4, "grad_sync": "microbatch"}),
+    "1f1b, packed": case(PIPELINE, {"grad_accum_steps": 4}, data={"pack_sequences": True}),
+    "gpipe": case({**PIPELINE, "pp_schedule": "gpipe"}, {"grad_accum_steps": 4}),
+    "interleaved": case(
+        {**PIPELINE, "pp_schedule": "interleaved_1f1b", "pp_chunks": 2}, {"grad_accum_steps": 4}
+    ),
+    "nothing recomputed": case({"dp_shard": 8}, {"activation_checkpointing": "none"}),
+    "chunked loss": case(HSDP_TP, {"loss_fn": "chunked_cross_entropy"}),
+    "muon": case(HSDP_TP, optimizer={"name": "muon"}),
+    "lion": case(HSDP_TP, optimizer={"name": "lion"}),
+    "schedule-free": case(
+        HSDP_TP, optimizer={"name": "schedule_free_adamw"}, scheduler={"name": "none"}
+    ),
+}
+
+
+def config_of(sections) -> JobConfig:
+    config = JobConfig.model_validate(
+        {**sections, "model": MODEL, "train": {**TRAIN, **sections["train"]}}
+    )
+    rules.check(config, 8)
+    return config
+
+
+@functools.cache
+def h100s():
+    return list(targets.gpus("h100"))
+
+
+@pytest.fixture
+def no_cache():
+    """Programs for devices that are not here can be written to the cache, but not read from it."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+
+
+@compiles
+@pytest.mark.usefixtures("no_cache")
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_compiles_and_attends_by_cudnn(name):
+    config = config_of(STEPS[name])
+    lowered = lower_train_step(config, make_mesh(config, h100s()))
+    compiled = lowered.compile(xla_flags.compiler_options(h100s()[0], {}))
+    assert CUDNN in compiled.as_text()
+
+
+@compiles
+@pytest.mark.usefixtures("no_cache")
+@pytest.mark.parametrize("distributed", [{"dp_shard": 8}, HSDP_TP, {"pp": 4, "tp": 2}], ids=str)
+def test_evaluation_and_generation_compile(distributed):
+    config = config_of(case(distributed, {"grad_accum_steps": 4}))
+    mesh = make_mesh(config, h100s())
+    model = build_model(config, "gpu")
+    params = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        model.abstract, param_shardings(model.abstract, model.axes, mesh),
+    )  # fmt: skip
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=x.sharding),
+        abstract_batch(config, mesh),
+    )
+    n_bytes = jax.ShapeDtypeStruct((config.model.vocab_size,), jnp.int32)
+    rows = jax.ShapeDtypeStruct((8,), jnp.int32)
+    with jax.set_mesh(mesh):
+        evaluated = make_eval_step(model, config.train, mesh).lower(params, batch, n_bytes)
+        assert CUDNN in evaluated.compile().as_text()
+        start = decoding._start.lower(
+            model, Sampling(), 16, params, jax.ShapeDtypeStruct((8, 32), jnp.int32), rows,
+            jax.ShapeDtypeStruct((2,), jnp.uint32), rows, jax.ShapeDtypeStruct((8,), bool),
+            jax.ShapeDtypeStruct((), jnp.int32),
+        )  # fmt: skip
+        start.compile()
+
+
+def test_a_missing_compiler_is_named(monkeypatch):
+    monkeypatch.setattr(targets, "gpu_compiler_is_here", lambda: False)
+    with pytest.raises(UserError, match=r"pip install '\.\[cuda\]'"):
+        targets.gpus("h100")

@@ -1,0 +1,153 @@
+"""Local servers that speak S3 and GCS, and that throttle when told to.
+
+S3 is moto's. The emulator of GCS does not know the range of a listing, nor does it tell the
+generation of what is downloaded; both are added here.
+"""
+
+import contextlib
+import http.server
+import threading
+from collections.abc import Iterator
+from urllib.parse import parse_qs, unquote, urlparse
+from wsgiref.types import StartResponse, WSGIEnvironment
+
+BUCKET = "bucket"
+
+
+class Server:
+    """Attributes: `scheme`; `env`, which leads clients here; `requests` that were answered."""
+
+    def __init__(self, scheme: str, env: dict[str, str]) -> None:
+        self.scheme, self.env, self.requests = scheme, env, 0
+        self.refused = self._every = 0
+        self._until: int | None = None
+
+    def url(self, key: str) -> str:
+        return f"{self.scheme}://{BUCKET}/{key}"
+
+    def throttle(self, every: int) -> None:
+        """From now on every n-th request is refused with 503; 0 ends it."""
+        self._every, self._until = every, None
+
+    def forbid_after(self, requests: int) -> None:
+        """So many requests are answered yet, then each is refused with 403: `throttle` ends it."""
+        self._until = self.requests + requests
+
+    def refusal(self) -> int | None:
+        """The status of an answer that is no answer; None lets the request pass."""
+        self.requests += 1
+        if self._until is not None and self.requests > self._until:
+            return 403
+        refuse = bool(self._every) and self.requests % self._every == 0
+        self.refused += refuse
+        return 503 if refuse else None
+
+
+@contextlib.contextmanager
+def s3() -> Iterator[Server]:
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import WSGIRequestHandler, make_server
+
+    app = DomainDispatcherApplication(create_backend_app)
+
+    def throttled(environ: WSGIEnvironment, start_response: StartResponse):
+        if status := server.refusal():
+            start_response(f"{status} No", [("Content-Length", "0")])
+            return [b""]
+        return app(environ, start_response)
+
+    class Quiet(WSGIRequestHandler):
+        def log_request(self, *args: object) -> None:
+            pass
+
+    httpd = make_server("127.0.0.1", 0, throttled, threaded=True, request_handler=Quiet)
+    server = Server(
+        "s3",
+        {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{httpd.port}",
+            "AWS_ACCESS_KEY_ID": "id",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        },
+    )
+    with _serving(httpd):
+        _request("PUT", f"{server.env['AWS_ENDPOINT_URL']}/{BUCKET}")
+        yield server
+
+
+@contextlib.contextmanager
+def gcs() -> Iterator[Server]:
+    from gcp_storage_emulator.server import RequestHandler, create_server
+
+    storage = create_server("127.0.0.1", 0, in_memory=True, default_bucket=BUCKET)._storage
+    listed, lock = storage.get_file_list, threading.Lock()
+
+    class Handler(RequestHandler):
+        def __init__(self, *args: object) -> None:
+            super().__init__(storage, *args)
+
+        def parse_request(self) -> bool:
+            if not super().parse_request():
+                return False
+            if status := server.refusal():
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                self.send_error(status)
+                return False
+            return True
+
+        def do_GET(self) -> None:
+            query = parse_qs(urlparse(self.path).query)
+            first, last = query.get("startOffset", [""])[0], query.get("endOffset", [None])[0]
+
+            def in_range(*args: object, **kwargs: object):
+                files, prefixes = listed(*args, **kwargs)
+                return [
+                    file
+                    for file in files
+                    if file["name"] >= first and (last is None or file["name"] < last)
+                ], prefixes
+
+            with lock:
+                storage.get_file_list = in_range
+                super().do_GET()
+
+        def do_POST(self) -> None:
+            with lock:
+                super().do_POST()
+
+        def do_DELETE(self) -> None:
+            with lock:
+                super().do_DELETE()
+
+        def end_headers(self) -> None:
+            name = unquote(urlparse(self.path).path.partition("/o/")[2])
+            if self.command == "GET" and name:
+                with contextlib.suppress(Exception):  # there is no such object
+                    generation = storage.get_file_obj(BUCKET, name)["generation"]
+                    self.send_header("x-goog-generation", generation)
+            super().end_headers()
+
+    httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    port = httpd.server_address[1]
+    server = Server("gs", {"TENSORSTORE_GCS_HTTP_URL": f"http://127.0.0.1:{port}"})
+    with _serving(httpd):
+        yield server
+
+
+@contextlib.contextmanager
+def _serving(httpd: http.server.HTTPServer) -> Iterator[None]:
+    thread = threading.Thread(target=httpd.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        httpd.block_on_close = False  # clients keep connections that they do not use
+        httpd.shutdown()
+        httpd.server_close()
+
+
+def _request(method: str, url: str) -> None:
+    import urllib.request
+
+    urllib.request.urlopen(urllib.request.Request(url, method=method)).close()

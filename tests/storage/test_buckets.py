@@ -1,0 +1,119 @@
+"""Paths in a bucket: what Orbax and we ask of them."""
+
+import numpy as np
+import pytest
+
+from jaxforge import buckets, mirror, storage
+from jaxforge.checkpoint.find import is_whole
+from jaxforge.data.remote_tokens import RemoteTokens
+from jaxforge.errors import StorageError, UserError
+
+
+@pytest.fixture
+def root(bucket):
+    return storage.path(bucket)
+
+
+def test_a_directory_is_there_as_long_as_something_is_in_it(root):
+    assert not root.exists()
+    (root / "a" / "b.txt").write_text("ü")
+    (root / "a" / "step_1" / "x").write_bytes(b"1234")
+    assert (root / "a").is_dir()
+    assert not (root / "a" / "b.txt").is_dir()
+    assert [path.name for path in (root / "a").iterdir()] == ["b.txt", "step_1"]
+    assert list(root.glob("a/step_*")) == [root / "a" / "step_1"]
+    assert (root / "a" / "b.txt").read_text() == "ü"
+    assert str(root.absolute()) == str(root.resolve()) == str(root)
+    (root / "a" / "b.txt").replace(root / "c")
+    assert (root / "c").read_text() == "ü"
+    assert not (root / "a" / "b.txt").exists()
+    root.rmtree()
+    assert not root.exists()
+
+
+def test_what_is_missing_is_a_missing_file(root):
+    for look in (root.read_bytes, root.unlink, root.rmtree, lambda: list(root.iterdir())):
+        with pytest.raises(FileNotFoundError, match="a_missing_file"):
+            look()
+
+
+def test_what_fails_while_it_is_written_is_not_there(root):
+    with pytest.raises(KeyError), (root / "a").open("wb") as file:  # noqa: PT012
+        file.write(b"half")
+        raise KeyError
+    assert not (root / "a").exists()
+    with pytest.raises(OSError, match="appended"):
+        (root / "a").open("ab")
+
+
+def test_a_checkpoint_that_is_removed_in_part_is_none(server, root):
+    for name in ("a", "b", storage.COMMITTED):
+        (root / name).write_text(name)
+    assert is_whole(root)
+    server.forbid_after(3)  # a listing or two, and the first deletion
+    with pytest.raises((StorageError, UserError)):
+        root.rmtree()
+    server.throttle(0)
+    assert not is_whole(root)
+
+
+def test_a_refusal_is_one_message(server, root):
+    server.forbid_after(0)
+    with pytest.raises(StorageError, match=rf"^{root}/a: .*") as error:
+        (root / "a").write_text("text")
+    assert len(str(error.value)) < 300
+
+
+def test_a_bucket_that_is_not_there_or_not_ours_is_the_users_mistake(server, root):
+    server.forbid_after(0)
+    if server.scheme == "gs":  # the emulator refuses listings without the words that belong to it
+        with pytest.raises(UserError, match=rf"^{root}/a: PERMISSION_DENIED"):
+            (root / "a").read_text()
+        return
+    with pytest.raises(UserError, match=rf"^{root}: PERMISSION_DENIED"):
+        root.is_dir()
+    server.throttle(0)
+    with pytest.raises(UserError, match="The specified bucket does not exist"):
+        storage.path("s3://mistyped/run").is_dir()
+
+
+def test_tokens_are_read_where_they_are(server, root):
+    tokens = np.arange(1000, dtype="<u2")
+    buckets.write(root / "t.bin", b"head" + tokens.tobytes())
+    remote = RemoteTokens(root / "t.bin", tokens.dtype, 4)
+    server.throttle(3)
+    pieces = [remote[start : start + 10] for start in range(0, 1000, 50)]
+    for start, piece in zip(range(0, 1000, 50), pieces, strict=True):
+        np.testing.assert_array_equal(piece, tokens[start : start + 10])
+    server.throttle(0)
+    with pytest.raises(StorageError, match=r"t\.bin was whole when the run started"):
+        np.asarray(remote[995:1001])
+    (root / "t.bin").unlink()
+    with pytest.raises(StorageError, match=r"t\.bin is gone since"):
+        np.asarray(remote[0:10])
+
+
+def test_a_mirror_copies_what_changed_and_brings_it_back(server, root):
+    first = mirror.Mirror(root, 0, ["metrics.jsonl", "logs"])
+    here = mirror.directory(root, 0)
+    (here / "logs").mkdir()
+    (here / "metrics.jsonl").write_text("1\n")
+    (here / "logs" / "a.log").write_text("a\n")
+    (here / "page.partial").write_text("half")
+    assert first.publish()
+    asked = server.requests
+    assert first.publish()
+    assert server.requests == asked, "nothing has changed"
+    server.forbid_after(0)
+    (here / "metrics.jsonl").write_text("1\n2\n")
+    assert not first.publish()
+    server.throttle(0)
+    first.close()
+    assert (root / "metrics.jsonl").read_text() == "1\n2\n"
+    assert not (root / "page.partial").exists()
+    here.mkdir()
+    (here / "torn").write_text("of another time")
+    second = mirror.Mirror(root, 0, ["metrics.jsonl", "logs", "none"])
+    assert {path.name for path in here.rglob("*")} == {"metrics.jsonl", "logs", "a.log"}
+    assert (here / "logs" / "a.log").read_text() == "a\n"
+    second.close()

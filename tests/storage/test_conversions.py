@@ -1,0 +1,139 @@
+"""Conversions whose destination is in a bucket: as on a disk, broken off and gone on with."""
+
+import contextlib
+import json
+from unittest import mock
+
+import pytest
+from test_runs import CONFIG
+
+from jaxforge import buckets, storage, train
+from jaxforge.checkpoint.find import is_whole
+from jaxforge.errors import StorageError, UserError
+from torch_compat import __main__ as torch_compat
+from torch_compat import checkpoints, orbax_store, upload
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A run of this machine, and what it is as a DCP and for Hugging Face."""
+    directory = tmp_path_factory.mktemp("made")
+    (directory / "run.toml").write_text(CONFIG.replace("max_steps = 12", "max_steps = 4"))
+    assert train.main([f"--config={directory}/run.toml", f"--checkpoint.dir={directory}/run"]) == 0
+    for to in ("dcp", "hf"):
+        arguments = ["export", f"{directory}/run", f"{directory}/{to}", f"--to={to}"]
+        assert torch_compat.main(arguments) == 0
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def _scratch(tmp_path, monkeypatch):
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
+    monkeypatch.setattr("tempfile.tempdir", None)  # so that it looks again
+
+
+def gathered(tmp_path):
+    return list((tmp_path / "scratch").glob("jaxforge-*"))
+
+
+def fetch(place, directory):
+    """What lies at a place of the bucket, on this machine."""
+    for key in buckets.keys(str(place)):
+        (directory / key).parent.mkdir(parents=True, exist_ok=True)
+        (directory / key).write_bytes((place / key).read_bytes())
+    return directory
+
+
+def test_an_import_is_a_run_in_the_bucket(server, bucket, made, tmp_path):
+    run = storage.path(f"{bucket}/run")
+    command = ["import", f"{made}/dcp", str(run), f"--config={made}/run.toml"]
+    processes = 2 if server.scheme == "s3" else 1
+    assert torch_compat.main([*command, f"--processes={processes}"]) == 0
+    assert torch_compat.main(["verify", f"{made}/run", str(run)]) == 0
+    assert (run / "checkpoints/step_4" / storage.COMMITTED).exists()
+    assert f'dir = "{run}"' in (run / "config.toml").read_text()
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "config.toml"]
+    assert gathered(tmp_path) == []
+    more = [f"--config={made}/run.toml", f"--checkpoint.dir={run}", "--train.max_steps=5"]
+    assert train.main(more) == 0
+    assert (run / "checkpoints/step_5" / storage.COMMITTED).exists()
+    with pytest.raises(UserError, match=f"{run}/checkpoints/step_4 is there already"):
+        torch_compat.main(command)
+    assert gathered(tmp_path) == []
+
+
+@pytest.mark.parametrize("to", ["dcp", "hf"])
+def test_an_export_is_what_it_is_on_this_machine(bucket, made, tmp_path, to, capsys):
+    there = storage.path(f"{bucket}/out")
+    command = ["export", f"{made}/run", str(there), f"--to={to}"]
+    assert torch_compat.main(command) == 0
+    said = capsys.readouterr().err
+    assert "disk must hold it once" in said
+    assert ("no `latest`" in said) == (to == "dcp")
+    back = fetch(there, tmp_path / "back")
+    names = {path.relative_to(back).as_posix() for path in back.rglob("*") if path.is_file()}
+    here = made / to
+    ours = {p.relative_to(here).as_posix() for p in here.rglob("*") if p.is_file()}
+    assert names == {name for name in ours if not name.startswith("latest")}
+    config = [f"--config={made}/run.toml"]
+    assert torch_compat.main(["verify", str(here), str(back), *config]) == 0
+    assert gathered(tmp_path) == []
+    with pytest.raises(UserError, match="is there already"):
+        torch_compat.main(command)
+
+
+def test_a_copy_that_is_broken_off_is_gone_on_with(bucket, made, tmp_path, monkeypatch):
+    """At one of its files, and when the checkpoint is there and its `config.toml` is not."""
+    run = storage.path(f"{bucket}/run")
+    step = run / "checkpoints/step_4"
+    (step / "of" / "another").write_text("conversion")
+    (step / upload.UNFINISHED).write_text("another")
+    command = ["import", f"{made}/dcp", str(run), f"--config={made}/run.toml"]
+    converted = mock.Mock(wraps=orbax_store.stage)
+    monkeypatch.setattr(orbax_store, "stage", converted)
+    for name in ("manifest.ocdbt", "config.toml"):
+        with refused(name), pytest.raises(StorageError, match=name):
+            torch_compat.main(command)
+        assert is_whole(step) == (name == "config.toml")
+        assert gathered(tmp_path)
+    with pytest.raises(UserError, match="is there already"):
+        torch_compat.main([*command, "--optimizer.lr=1"])
+    assert torch_compat.main(command) == 0
+    assert converted.call_count == 1
+    assert torch_compat.main(["verify", f"{made}/run", str(run)]) == 0
+    names = {path.name for path in step.iterdir()}
+    assert not names & {"of", upload.UNFINISHED}
+    assert gathered(tmp_path) == []
+
+
+def test_another_source_is_converted_anew(bucket, made, tmp_path):
+    out = storage.path(f"{bucket}/out")
+    command = ["export", f"{made}/run", str(out), "--to=hf"]
+    with refused("config.json"), pytest.raises(StorageError):
+        torch_compat.main(command)
+    assert not (out / "config.json").exists()
+    assert torch_compat.main([*command, "--dtype=bfloat16"]) == 0
+    back = fetch(out, tmp_path / "back")
+    assert json.loads((back / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert {str(t.dtype) for t in checkpoints.find(back).raw().values()} == {"bfloat16"}
+
+
+def test_what_gathers_here_is_made_by_one_machine(bucket, made):
+    command = ["export", f"{made}/run", f"{bucket}/out", "--to=hf", "--process=0/2"]
+    with pytest.raises(UserError, match="gathers on one machine first"):
+        torch_compat.main(command)
+
+
+@contextlib.contextmanager
+def refused(name):
+    """The bucket takes no object of that name."""
+    write = buckets.write
+
+    def refusing(place, data):
+        if str(place).endswith(f"/{name}"):
+            raise StorageError(f"{place}: no")
+        write(place, data)
+
+    with mock.patch.object(buckets, "write", refusing):
+        yield

@@ -1,0 +1,32 @@
+"""One job at a time in a run directory, also where that is in a bucket."""
+
+import time
+
+import pytest
+
+from jaxforge import run_lock, storage
+from jaxforge.errors import UserError
+from jaxforge.run_lock import RunLock
+
+
+def test_a_run_in_a_bucket_has_one_holder_known_by_its_heartbeat(bucket, monkeypatch):
+    run = storage.path(f"{bucket}/run")
+    monkeypatch.setattr(run_lock, "BEAT_SEC", 0.2)
+    monkeypatch.setattr(run_lock, "PATIENCE_SEC", 5.0)
+    with RunLock(run) as first:
+        first.acquire()
+        monkeypatch.setattr(run_lock, "_machine", lambda: "elsewhere")  # the kernel knows nothing
+        with pytest.raises(UserError, match="is in use by process"):
+            RunLock(run).acquire()
+        time.sleep(0.5)
+        first.check()
+    assert not (run / run_lock.NAME).exists()
+
+
+def test_what_does_not_beat_in_a_bucket_is_taken_over(bucket, monkeypatch):
+    run = storage.path(f"{bucket}/run")
+    monkeypatch.setattr(run_lock, "PATIENCE_SEC", 0.5)
+    (run / run_lock.NAME).write_text("{}")
+    with RunLock(run) as lock:
+        lock.acquire()
+        lock.check()

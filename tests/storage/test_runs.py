@@ -1,0 +1,154 @@
+"""Runs in a bucket, as users start them; the server throttles and processes are killed."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxforge import evaluate, generate, storage, train
+from jaxforge.checkpoint.find import find
+from jaxforge.data.manifest import Manifest, Shard
+from jaxforge.errors import UserError
+from jaxforge.report import __main__ as report_main
+from torch_compat import __main__ as torch_compat
+
+CONFIG = """
+[model]
+dim = 32
+n_layers = 1
+n_heads = 2
+vocab_size = 300
+max_seq_len = 64
+[train]
+batch_size = 1
+seq_len = 16
+max_steps = 12
+mixed_precision = "fp32"
+[scheduler]
+name = "constant"
+warmup_steps = 2
+[checkpoint]
+interval = 4
+[metrics]
+log_interval = 1
+"""
+
+
+def losses(run) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines if "train/loss" in line]
+    assert steps == sorted(set(steps)), "a step is logged twice, or out of order"
+    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+
+
+def put_shards(directory, rows: int = 40) -> None:
+    """Two shards, one that tells its length itself and one whose manifest does."""
+    tokens = np.random.default_rng(0).integers(0, 256, (2, rows * 17), np.uint16)
+    with (directory / "a.npy").open("wb") as file:
+        np.save(file, tokens[0])
+    (directory / "b.bin").write_bytes(tokens[1].tobytes())
+    shards = (Shard("b.bin", tokens.shape[1], 255),)
+    size = tokens.shape[1]
+    Manifest(1, "uint16", size, 1, 255, 256, 257, "byte", "0" * 64, shards).write(directory)
+
+
+@pytest.fixture
+def toml(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG)
+    return str(path)
+
+
+def test_a_killed_and_throttled_run_is_the_run_undisturbed(server, bucket, toml, tmp_path):
+    """Data, checkpoints, metrics and all in the bucket; the same on this machine to compare."""
+    (tmp_path / "data").mkdir()
+    put_shards(tmp_path / "data")
+    put_shards(storage.path(f"{bucket}/data"))
+    settings = [f"--config={toml}", "--data.tokenizer_path=byte", "--data.file_pattern=*.[nb]*"]
+    here = [f"--checkpoint.dir={tmp_path}/run", f"--data.dataset_path={tmp_path}/data"]
+    there = [f"--checkpoint.dir={bucket}/run", f"--data.dataset_path={bucket}/data"]
+    assert train.main([*settings, *here]) == 0
+
+    server.throttle(every=8)
+    run = storage.path(f"{bucket}/run")
+    command = [sys.executable, "-m", "jaxforge.train", *settings, *there, "--train.max_steps=5000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        while not (run / "checkpoints" / "step_4" / storage.COMMITTED).exists():
+            assert process.poll() is None, process.communicate()[0].decode()
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    killed_at = find(run)[1]
+    half = run / "checkpoints" / "step_999999" / "state" / "manifest.ocdbt"
+    half.write_text("what a kill leaves of a save")
+    assert find(run)[1] == killed_at
+    steps = killed_at + 4
+    assert train.main([*settings, *there, f"--train.max_steps={steps}"]) == 0
+    server.throttle(0)
+    assert server.refused > 20
+    assert sorted(losses(run)) == list(range(1, steps + 1))
+    same = set(losses(run)) & set(losses(tmp_path / "run"))
+    assert {n: losses(run)[n] for n in same} == {n: losses(tmp_path / "run")[n] for n in same}
+    assert not half.exists(), "what was torn is removed"
+    log = (run / "logs" / "process_0.log").read_text()
+    assert f"resuming from step {killed_at} of {bucket}/run" in log
+    check_what_reads(bucket, tmp_path, steps)
+
+
+def check_what_reads(bucket, tmp_path, steps):
+    results = tmp_path / "eval.json"
+    sets = f"--set=all={bucket}/data/*.npy"
+    assert evaluate.main([f"{bucket}/run", sets, "--batch-size=8", f"--json={results}"]) == 0
+    assert json.loads(results.read_text())["step"] == steps
+    one = f"{bucket}/run/checkpoints/step_{steps}"
+    assert generate.main([one, "--prompt=a", "--max-tokens=3"]) == 0
+    assert report_main.main([f"{bucket}/run"]) == 0
+    assert b"</html>" in storage.path(f"{bucket}/run/report.html").read_bytes()
+
+
+def test_a_run_starts_from_a_checkpoint_in_a_bucket_and_keeps_two(bucket, toml, tmp_path):
+    there = [f"--config={toml}", f"--checkpoint.dir={bucket}/run", "--checkpoint.keep_last_n=2"]
+    assert train.main([*there]) == 0
+    kept = {path.name for path in storage.path(f"{bucket}/run/checkpoints").iterdir()}
+    assert kept == {"step_8", "step_12"}
+    more = [f"--checkpoint.load_path={bucket}/run", "--train.max_steps=14"]
+    assert train.main([f"--config={toml}", f"--checkpoint.dir={tmp_path}/on", *more]) == 0
+    assert sorted(losses(tmp_path / "on")) == [13, 14]
+
+
+def test_a_run_goes_on_in_a_bucket_that_it_was_copied_to_and_is_exported(bucket, toml, tmp_path):
+    assert train.main([f"--config={toml}", f"--checkpoint.dir={tmp_path}/run"]) == 0
+    for path in filter(Path.is_file, (tmp_path / "run").rglob("*")):
+        if path.stat().st_size:
+            place = storage.path(f"{bucket}/run") / path.relative_to(tmp_path / "run").as_posix()
+            place.write_bytes(path.read_bytes())
+    there = [f"--config={toml}", f"--checkpoint.dir={bucket}/run", "--train.max_steps=13"]
+    assert train.main(there) == 0
+    assert sorted(losses(storage.path(f"{bucket}/run"))) == list(range(1, 14))
+    assert torch_compat.main(["export", f"{bucket}/run", f"{tmp_path}/hf", "--to=hf"]) == 0
+    one = f"{bucket}/run/checkpoints/step_13"
+    assert torch_compat.main(["verify", f"{bucket}/run", one]) == 0
+    assert torch_compat.main(["inspect", f"{bucket}/run"]) == 0
+
+
+def test_a_shard_that_is_cut_short_is_named(bucket, toml, tmp_path):
+    data = storage.path(f"{bucket}/data")
+    put_shards(data)
+    whole = (data / "b.bin").read_bytes()
+    settings = [
+        f"--config={toml}", f"--data.dataset_path={data}", f"--checkpoint.dir={tmp_path}/run"
+    ]  # fmt: skip
+    for damaged, what in ((whole[:-2], "is shorter"), (whole + b"00", "is longer")):
+        (data / "b.bin").write_bytes(damaged)
+        with pytest.raises(UserError, match=rf"b\.bin {what} than the 1360 bytes that manifest"):
+            train.main([*settings, "--data.file_pattern=*.bin"])
+    (data / "c.bin").write_bytes(whole)
+    with pytest.raises(UserError, match=r"c\.bin.*has to be said in a manifest"):
+        train.main([*settings, "--data.file_pattern=c.bin"])

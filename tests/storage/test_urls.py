@@ -1,0 +1,109 @@
+"""No URL is ever taken for a file of this machine, wherever one is given."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxforge import evaluate, generate, prepare, storage, train
+from jaxforge.cli import run_main
+from jaxforge.config.load import load_config
+from jaxforge.config.rules import check
+from jaxforge.errors import UserError
+from jaxforge.report import __main__ as report
+from torch_compat import __main__ as torch_compat
+
+KEYS = [
+    "checkpoint.dir", "checkpoint.load_path", "checkpoint.non_persistent_dir", "data.dataset_path",
+    "data.tokenizer_path", "eval.dataset_path", "metrics.tensorboard_dir", "profiling.trace_dir",
+    "train.compilation_cache_dir",
+]  # fmt: skip
+TABLES = {
+    "data.datasets[0].path": "--data.datasets=[{'path': 'gs:/b/r'}]",
+    "eval.datasets[0].dataset_path": "--eval.datasets=[{'name': 'a', 'dataset_path': 'gs:/b/r'}]",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("gs:/bucket/run", "a URL has two slashes; write gs://bucket/run"),
+        (Path("s3://bucket/run"), "a URL has two slashes; write s3://bucket/run"),
+        ("gs:///run", "two slashes"),
+        ("gs://bucket", "names no directory of a bucket"),
+        ("s3://bucket/", "names no directory of a bucket"),
+        ("az://bucket/run", "az:// is not supported; name a bucket as gs:// or s3://"),
+        ("https://host/run", "https:// is not supported"),
+        ("GS://bucket/run", "GS:// is not supported"),
+    ],
+)
+def test_what_is_neither_a_path_nor_an_object_is_refused(text, what):
+    with pytest.raises(UserError, match=what):
+        storage.path(text)
+
+
+@pytest.mark.parametrize("text", ["run", "/a/b", "a:b", "c:", "12:/a", "runs/s3:/x", "./gs:/x"])
+def test_paths_of_this_machine_stay_what_they_are(text):
+    assert storage.path(text) == Path(text)
+    assert not storage.in_bucket(text)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_url_cut_short_is_refused_by_key(key):
+    with pytest.raises(UserError, match=rf"^{key} = .*gs:/bucket/r"):
+        check(load_config(None, [f"--{key}=gs:/bucket/r", "--eval.enabled=false"]), 1)
+
+
+@pytest.mark.parametrize("key", TABLES)
+def test_also_in_tables(key):
+    with pytest.raises(UserError) as error:
+        check(load_config(None, [TABLES[key]]), 1)
+    assert f"{key} = gs:/b/r: a URL has two slashes" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        ("--checkpoint.non_persistent_dir=gs://b/r", "is not local: name a quick disk"),
+        ("--metrics.tensorboard_dir=s3://b/r", "is not local: name a directory within the run"),
+        ("--profiling.trace_dir=s3://b/r", "is not local: name a directory within the run"),
+        ("--data.dataset_path=hf://b/r", "hf:// is not supported"),
+        ("--checkpoint.export_last=true", "torch_compat export"),
+        ("--data.hf_streaming=true", "keeps its place in files"),
+    ],
+)
+def test_what_cannot_be_in_a_bucket_says_so(override, what):
+    with pytest.raises(UserError, match=what):
+        check(load_config(None, ["--checkpoint.dir=gs://bucket/run", override]), 1)
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments"),
+    [
+        (train.main, ["--config=gs:/b/c.toml"]),
+        (evaluate.main, ["gs:/b/r"]),
+        (evaluate.main, ["run", "--set=a=s3:/b/r"]),
+        (evaluate.main, ["run", "--json=s3://b/r"]),
+        (generate.main, ["s3:/b/r"]),
+        (generate.main, ["run", "--prompts=s3://b/r"]),
+        (generate.main, ["run", "--output=s3:/b/r"]),
+        (report.main, ["s3:/b/r"]),
+        (report.main, ["run", "--output=az://b/r"]),
+        (prepare.main, ["s3:/b/r.jsonl", "--output=out"]),
+        (prepare.main, ["in.jsonl", "--output=s3://b/r"]),
+        (prepare.main, ["in.jsonl", "--output=out", "--tokenizer=s3:/b/r"]),
+        (torch_compat.main, ["import", "s3:/b/r", "out"]),
+        (torch_compat.main, ["import", "in", "s3:/b/r"]),
+        (torch_compat.main, ["export", "gs:/b/r", "out", "--to=hf"]),
+        (torch_compat.main, ["export", "run", "gs:/b/r", "--to=dcp"]),
+        (torch_compat.main, ["export", "run", "az://b/r", "--to=hf"]),
+        (torch_compat.main, ["inspect", "gs:/b/r"]),
+        (torch_compat.main, ["verify", "gs:/b/r", "s3:/b/r"]),
+    ],
+)
+def test_every_command_refuses_with_exit_code_2(main, arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
+    assert run_main(lambda: main(arguments)) == 2
+    message = capsys.readouterr().err
+    assert any(f"{scheme}:/" in message for scheme in ("gs", "s3", "az")), message
+    assert [path.name for path in tmp_path.rglob("*")] == ["in.jsonl"]

@@ -1,0 +1,46 @@
+"""The tables of results in docs/ are those of benchmarks/results/."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FIGURES = runpy.run_path(str(ROOT / "benchmarks" / "figures.py"))
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+NAMED = re.compile(r"<!-- figures: ([\w-]+) -->\n")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_tables_are_those_of_the_results(page):
+    text = page.read_text()
+    assert text == FIGURES["with_figures"](text), "run `python benchmarks/figures.py`"
+    assert text.count("<!-- figures: ") == text.count("<!-- end of figures -->")
+
+
+def test_every_table_and_with_them_every_result_is_on_a_page():
+    named = [name for page in PAGES for name in NAMED.findall(page.read_text())]
+    assert sorted(named) == sorted(FIGURES["TABLES"])
+    results = {path.stem for path in (ROOT / "benchmarks" / "results").glob("*.json")}
+    assert FIGURES["SHOWN"] <= results
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert all(f"## {name}\n" in page for name in results - FIGURES["SHOWN"])
+
+
+def test_a_stale_figure_is_found():
+    page = (ROOT / "docs" / "remat.md").read_text()
+    memory = f"{FIGURES['compared']('remat-cpu', 'full: memory')['ours']:.0f}"
+    stale = page.replace(f"| {memory} |", "| 1 |")
+    assert stale != page
+    assert FIGURES["with_figures"](stale) == page
+
+
+def test_what_the_front_page_says_of_the_drill():
+    kinds = FIGURES["result"]("faults-cpu")["rows"]
+    runs, ways = re.search(
+        r"breaks some (\d+) short runs in over (\d+) ways", (ROOT / "README.md").read_text()
+    ).groups()
+    assert abs(sum(kind["count"] for kind in kinds) - int(runs)) <= 10
+    assert len(kinds) > int(ways)
+    assert not any(kind["failures"] for kind in kinds)

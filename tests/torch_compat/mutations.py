@@ -1,0 +1,302 @@
+"""Damage to real checkpoints, at random but reproducible: of bits, of structure, of files.
+
+Shared by the tests, which do some of it in seconds, and `benchmarks/fuzz.py`, which takes hours.
+"""
+
+import io
+import json
+import math
+import os
+import pickle
+import pickletools
+import struct
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torch_compat.dcp_reader import METADATA
+
+Random = np.random.Generator
+
+NUMBERS = [-1, 0, 1, 2, 7, 255, 2**15, 2**31 - 1, 2**31, 2**32, 2**53, 2**62, 2**63, 2**64, 10**30,
+           10**400, -(2**31), -(2**63), 1.5, -0.0, 1e308, math.inf, math.nan]  # fmt: skip
+TEXTS = [
+    "",
+    "x",
+    "../x",
+    "/etc/passwd",
+    "a" * 100_000,
+    "\ud800",
+    "\x1b[2J",
+    "[/red]",
+    "\0",
+    "é\n𝄞",
+    "%s%n",
+]
+
+
+def value(rng: Random) -> Any:
+    """Something that belongs nowhere."""
+    deep: Any = 0
+    for _ in range(int(rng.integers(1, 900))):
+        deep = [deep]
+    kinds = [None, True, [], {}, deep, {"a": deep}, [0] * 50_000, {str(i): i for i in range(9999)}]
+    every = [*NUMBERS, *TEXTS, *kinds]
+    return every[rng.integers(len(every))]
+
+
+def mutate(rng: Random, directory: Path) -> str:
+    """Damages one file of a checkpoint; returns what was done."""
+    files = sorted(p for p in directory.rglob("*") if p.is_file() and not p.is_symlink())
+    path = files[rng.integers(len(files))]
+    ways = [of_bytes, of_bytes, of_file, *_STRUCTURAL.get(path.suffix or path.name, [])]
+    ways += [of_pickle, of_metadata, of_metadata] if path.name == METADATA else []
+    ways += [of_json] * 2 if path.name == "metadata" else []
+    way = ways[rng.integers(len(ways))]
+    what = way(rng, path)
+    return f"{path.relative_to(directory)}: {way.__name__}: {what}"
+
+
+def of_bytes(rng: Random, path: Path) -> str:
+    """Bits turned, bytes changed, taken out, repeated, cut off."""
+    data = bytearray(path.read_bytes())
+    end = _undetectable(path, data)
+    what = ""
+    for _ in range(int(rng.integers(1, 4))):
+        if not end:
+            return "empty"
+        at, size = int(rng.integers(end)), int(2 ** rng.integers(0, 8))
+        size = min(size, end - at)
+        kind = int(rng.integers(9))
+        what += f"{kind}@{at}+{size} "
+        if kind <= 1:
+            data[at] ^= 1 << int(rng.integers(8))
+        elif kind == 2:
+            data[at] = int(rng.integers(256))
+        elif kind == 3:
+            data[at : at + size] = rng.bytes(size)
+        elif kind == 4:
+            number = (0, 1, 2**31 - 1, 2**32 - 1, 2**64 - 1)[rng.integers(5)]
+            data[at : at + 8] = struct.pack("<Q", number)[: len(data[at : at + 8])]
+        elif kind == 5:
+            del data[at : at + size]
+        elif kind == 6:
+            data[at:at] = data[at : at + size]
+        elif kind == 7:
+            other = int(rng.integers(end))
+            data[at : at + size] = data[other : other + size]
+        else:
+            del data[at:]
+        end = min(end, len(data))
+    path.write_bytes(data)
+    return what
+
+
+def of_file(rng: Random, path: Path) -> str:
+    """Another kind of file, none, an empty one, a vast one, a link out, another file's content."""
+    kind = int(rng.integers(8))
+    if kind == 7:
+        others = sorted(p for p in path.parent.iterdir() if p.is_file())
+        path.write_bytes(others[rng.integers(len(others))].read_bytes())
+    elif kind == 6:
+        os.truncate(path, 2 ** int(rng.integers(10, 40)))
+    else:
+        path.unlink()
+    if kind == 1:
+        path.mkdir()
+    elif kind == 2:
+        os.mkfifo(path)
+    elif kind == 3:
+        path.symlink_to("/etc/passwd")
+    elif kind == 4:
+        path.touch()
+    elif kind == 5:
+        path.symlink_to(path.name)
+    return str(kind)
+
+
+def of_json(rng: Random, path: Path) -> str:
+    """A value replaced, a key renamed, taken out or added; in safetensors, of the header."""
+    data, before, after = path.read_bytes(), b"", b""
+    if path.suffix == ".safetensors":
+        end = 8 + struct.unpack("<Q", data[:8])[0]
+        data, after = data[8:end], data[end:]
+    document = json.loads(data)
+    for _ in range(int(rng.integers(1, 3))):
+        _change(rng, *_place(rng, document))
+    text = json.dumps(document).encode()
+    before = struct.pack("<Q", len(text)) if after or path.suffix == ".safetensors" else b""
+    path.write_bytes(before + text + after)
+    return text[:80].decode("ascii", "replace")
+
+
+def _place(rng: Random, document: Any) -> tuple[Any, Any]:
+    """A container within it, and one of its keys."""
+    key = None
+    while True:
+        keys = list(document) if isinstance(document, dict) else range(len(document))
+        if not len(keys):
+            return document, None
+        key = keys[int(rng.integers(len(keys)))]
+        inner = document[key]
+        if not isinstance(inner, dict | list) or rng.random() < 0.2:
+            return document, key
+        document = inner
+
+
+def _change(rng: Random, container: Any, key: Any) -> None:
+    kind = int(rng.integers(5))
+    if key is None and isinstance(container, list):
+        container.append(value(rng))
+    elif key is None:
+        container["x"] = value(rng)
+    elif kind == 0:
+        del container[key]
+    elif kind == 1 and isinstance(container, dict):
+        container[TEXTS[rng.integers(len(TEXTS))]] = container.pop(key)
+    elif kind == 2:
+        keys = list(container) if isinstance(container, dict) else range(len(container))
+        container[key] = container[keys[int(rng.integers(len(keys)))]]
+    else:
+        container[key] = value(rng)
+
+
+def of_pickle(rng: Random, path: Path) -> str:
+    """Instructions taken out, repeated, exchanged, and some that want the world."""
+    data = path.read_bytes()
+    made, what = _other_pickle(rng, data)
+    path.write_bytes(made)
+    return what
+
+
+def _other_pickle(rng: Random, data: bytes) -> tuple[bytes, str]:
+    places = [at for _, _, at in pickletools.genops(data) if at is not None]
+    pieces = [data[a:b] for a, b in zip(places, [*places[1:], len(data)], strict=True)]
+    what = ""
+    for _ in range(int(rng.integers(1, 4)) if len(pieces) > 3 else 0):
+        at, other = (int(rng.integers(1, len(pieces))) for _ in range(2))
+        kind = int(rng.integers(5))
+        what += f"{kind}@{at} "
+        if kind == 0:
+            del pieces[at]
+        elif kind == 1:
+            pieces[at:at] = [pieces[at]] * int(2 ** rng.integers(0, 16))
+        elif kind == 2:
+            pieces[at], pieces[other] = pieces[other], pieces[at]
+        elif kind == 3:
+            pieces[at] = pieces[other]
+        else:
+            snippets = list(_snippets(rng))
+            pieces.insert(at, snippets[rng.integers(len(snippets))])
+    return b"".join(pieces), what
+
+
+def _snippets(rng: Random) -> Iterator[bytes]:
+    many = int(2 ** rng.integers(2, 18))
+    yield b")" + b"\x85" * many  # nested tuples
+    yield b")" + b"2\x86" * min(many, 90)  # shared ones
+    yield b"]" * many
+    yield b"(" * many
+    yield b"\x8f" * many
+    yield b"2" * many
+    yield b"\x94" * many
+    yield b"2s2u2e2a"
+    yield b"\x8a\xff" + b"\xff" * 255
+    yield b"\x8b" + struct.pack("<i", many) + b"\x7f" * many
+    yield b"X" + struct.pack("<I", many) + b"a" * many
+    yield b"r" + struct.pack("<I", many)
+    yield b"j" + struct.pack("<I", int(rng.integers(300)))
+    yield b"h" + bytes([int(rng.integers(256))]) + b"R"
+    yield b"cbuiltins\neval\n"
+    yield b"}" + b"2s" * 3
+    yield b"N"
+    yield b"("
+    yield b"0"
+
+
+def of_metadata(rng: Random, path: Path) -> str:
+    """The table of a DCP with other names, sizes, offsets, files."""
+    found = pickle.loads(path.read_bytes())  # our own, before anything was done to it
+    items = list(found.storage_data.items())
+    _, item = items[rng.integers(len(items))]
+    keys = list(found.state_dict_metadata)
+    key = keys[rng.integers(len(keys))]
+    about = found.state_dict_metadata[key]
+    other = value(rng)
+    targets: list[tuple[Any, str]] = [(item, "relative_path"), (item, "offset"), (item, "length"),
+                                      (found, "storage_data"), (found, "planner_data")]  # fmt: skip
+    if hasattr(about, "chunks"):
+        chunk = about.chunks[rng.integers(len(about.chunks))]
+        targets += [(about, "size"), (about, "chunks"), (about, "properties"),
+                    (chunk, "offsets"), (chunk, "sizes")]  # fmt: skip
+        if rng.random() < 0.3:
+            about.chunks = [chunk] * int(2 ** rng.integers(0, 14))
+        if rng.random() < 0.3:
+            other = tuple(int(n) for n in rng.integers(0, 9, 2))
+    target, field = targets[rng.integers(len(targets))]
+    if rng.random() < 0.3:
+        other = getattr(items[rng.integers(len(items))][1], "offset")  # noqa: B009
+    elif isinstance(getattr(target, field), int) and rng.random() < 0.5:
+        other = getattr(target, field) + int(rng.integers(-70, 70))
+    if rng.random() < 0.15:
+        found.state_dict_metadata[str(value(rng))] = found.state_dict_metadata.pop(key)
+    else:
+        object.__setattr__(target, field, other)
+    path.write_bytes(pickle.dumps(found))
+    return f"{field} = {str(other)[:60]}"
+
+
+def of_archive(rng: Random, path: Path) -> str:
+    """A file of `torch.save` whose pickle, or whose zip structure, is another one."""
+    out, what = io.BytesIO(), ""
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(out, "w") as new:
+        for entry in old.infolist():
+            data = old.read(entry)
+            if entry.filename.endswith("data.pkl"):
+                data, what = _other_pickle(rng, data)
+            kind = int(rng.integers(30))
+            if kind == 0:
+                continue
+            name = "archive/other" if kind == 1 else entry.filename
+            method = zipfile.ZIP_DEFLATED if kind == 2 else zipfile.ZIP_STORED
+            new.writestr(name, data, method)
+    path.write_bytes(out.getvalue())
+    return what
+
+
+def of_items(rng: Random, path: Path) -> str:
+    """An archive among those of a DCP's file whose pickle is another one; the table names it."""
+    metadata = path.parent / METADATA
+    if not metadata.is_file():
+        return of_bytes(rng, path)
+    found = pickle.loads(metadata.read_bytes())
+    items = [item for item in found.storage_data.values() if item.relative_path == path.name]
+    item = items[rng.integers(len(items))]
+    data = path.read_bytes()
+    one = path.with_name("one")
+    one.write_bytes(data[item.offset : item.offset + item.length])
+    what = of_archive(rng, one)
+    made = one.read_bytes()
+    one.unlink()
+    item.offset, item.length = len(data), len(made)
+    path.write_bytes(data + made)
+    metadata.write_bytes(pickle.dumps(found))
+    return what
+
+
+def _undetectable(path: Path, data: bytes) -> int:
+    """Where in a file the bytes begin that nothing in the format could tell from others."""
+    if path.suffix == ".safetensors" and len(data) > 8:
+        return min(len(data), 8 + struct.unpack("<Q", data[:8])[0])
+    return len(data)
+
+
+_STRUCTURAL: dict[str, list[Callable[[Random, Path], str]]] = {
+    ".json": [of_json] * 3,
+    ".safetensors": [of_json] * 3,
+    ".pt": [of_archive] * 3,
+    ".distcp": [of_items] * 3,
+}

@@ -1,0 +1,122 @@
+"""Reads the checkpoints whose paths come line by line, and says of each how that went."""
+
+import functools
+import hashlib
+import json
+import resource
+import sys
+import traceback
+from pathlib import Path
+
+from jaxforge.errors import StorageError, UserError
+from tests.torch_compat import subjects
+from torch_compat import checkpoints, dcp_state, safetensors
+from torch_compat.dcp_state import Options
+from torch_compat.inspection import inspect
+from torch_compat.state import wanted
+
+MEMORY = 300 << 20  # bytes that a reading may take
+ABOVE = 1 << 30  # bytes above which an allocation fails, rather than the machine
+
+
+def read(path):
+    """What `inspect` and `import` read: a digest of every value, by our names."""
+    found = checkpoints.find(path)
+    json.dumps(inspect(found))
+    if found.format == "dcp":
+        opened = found.dcp()
+        for key in opened.objects:
+            opened.objects(key)
+        held = dcp_state.read(opened, _declared(), Options())
+    else:
+        held = found.read(found.config(None), Options())
+    values = {name: _digest(tensor.all()) for name, tensor in held.tensors()}
+    values |= {f"scalar {name}": str(scalar) for name, scalar in held.scalars.items()}
+    progress = held.progress.to_json() if held.progress else {}
+    return values | {f"progress {k}": str(v) for k, v in progress.items() if k != "run_id"}
+
+
+@functools.cache
+def _declared():
+    return wanted(subjects.config())
+
+
+def _digest(array):
+    about = f"{array.dtype}{array.shape}".encode()
+    return hashlib.sha1(about + array.tobytes(), usedforsecurity=False).hexdigest()
+
+
+def outcome(path):
+    """How reading one went; peak memory in bytes above that before."""
+    before = _reset_peak()
+    answer = {"kind": "read", "message": "", "held": None, "says so": False}
+    try:
+        answer["held"] = read(path)
+        answer["says so"] = _reference_agrees(path)
+    except (UserError, StorageError) as error:
+        answer |= {"kind": "refused", "message": str(error)}
+    except BaseException:  # whatever it is, it is a fault
+        answer |= {"kind": "traceback", "message": traceback.format_exc()[-1500:]}
+    return answer | {"memory": _status("VmHWM") - before}
+
+
+def judge(answer, original):
+    """The kind of an outcome, and what to say of it; kinds in capitals are faults."""
+    if answer["kind"] in ("hang", "crash", "traceback"):
+        return answer["kind"].upper(), answer["message"]
+    if answer["memory"] > MEMORY:
+        return "MEMORY", f"{answer['memory'] >> 20} MB, {answer['message']}"
+    if answer["kind"] == "refused":
+        message = answer["message"]
+        plain = len(message) < 4000 and all(c.isprintable() or c == "\n" for c in message)
+        return ("refused", message) if plain else ("MESSAGE", message[:400])
+    if answer["held"] == original:
+        return "read as it was", ""
+    if answer["says so"]:
+        return "read as it says", ""  # by the reference reader of a format without checksums
+    changed = sorted(k for k, v in original.items() if answer["held"].get(k) != v)
+    return "DIFFERENT", ", ".join(changed[:5])
+
+
+def _reference_agrees(path):
+    """Whether a reader that is not ours reads the same values: the file says so.
+
+    Tensorstore is what reads jaxforge's own; like safetensors it has no checksums of numbers.
+    """
+    if not (Path(path) / "config.json").is_file():
+        return checkpoints.find(path).format == "jaxforge"
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    theirs = {}
+    try:
+        for file in Path(path).glob("*.safetensors"):
+            theirs |= load_file(file)
+    except (OSError, SafetensorError):
+        return False
+    ours = safetensors.open_directory(checkpoints.find(path).directory)
+    return all(_digest(theirs[n]) == _digest(t.all()) for n, t in ours.items() if n in theirs)
+
+
+def _reset_peak():
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+
+
+def main():
+    """Answers in JSON, a line for each path."""
+    soft = _status("VmData") + ABOVE
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, resource.RLIM_INFINITY))
+    answers, sys.stdout = sys.stdout, sys.stderr
+    print("{}", file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(outcome(line.rstrip("\n"))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

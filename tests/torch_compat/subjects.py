@@ -1,0 +1,92 @@
+"""Small real checkpoints of every format, to be damaged."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+
+from jaxforge.config.load import make_config
+from jaxforge.training.progress import Progress
+from tests.torch_compat.tensors import random_array, to_torch
+from torch_compat import checkpoints, dcp_state, place, torch_zip
+from torch_compat.commands import Export, Import
+from torch_compat.dcp_state import Options
+from torch_compat.lazy import Lazy, of_array
+from torch_compat.names import DIALECTS
+from torch_compat.staging import Share
+from torch_compat.state import Held, wanted
+from torch_compat.workers import Workers
+
+SUBJECTS = ["torch", "ours", "stages", "torchtitan", "hf", "sharded", "jaxforge"]
+CONFIG = {
+    "model": {"dim": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "vocab_size": 32,
+              "max_seq_len": 16, "ffn_hidden_dim": 24},
+    "train": {"seq_len": 16, "batch_size": 2},
+    "data": {"order": "torch"},
+}  # fmt: skip
+
+
+def config():
+    """That of all of them."""
+    return make_config(CONFIG)
+
+
+def held():
+    """A state of random numbers."""
+    declared = wanted(config())
+
+    def tensors(shapes, seed):
+        return {
+            name: of_array(random_array("float32", shape, seed + i))
+            for i, (name, shape) in enumerate(shapes.items())
+        }
+
+    return Held(
+        params=tensors(declared.params, 0),
+        moments={f: tensors(s, 1000 * i) for i, (f, s) in enumerate(declared.moments.items(), 1)},
+        scalars={"updates": np.asarray(3, np.int32)},
+        progress=Progress(step=3, samples=6, tokens=96),
+    )
+
+
+def write_torch(directory: Path) -> Path:
+    """A DCP checkpoint by torch's own hand."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    state: dict = {}
+    entries = dcp_state.entries(held(), wanted(config()), DIALECTS["kempnerforge"], flat=False,
+                                prefix="model.", weights_only=False)  # fmt: skip
+    for entry in entries.values():
+        into = state
+        for part in entry.path[:-1]:
+            into = into.setdefault(part, {})
+        value = entry.value
+        into[entry.path[-1]] = to_torch(value.all()) if isinstance(value, Lazy) else value
+    dcp.save(state, checkpoint_id=directory, no_dist=True)
+    about = place.train_state(Progress(step=3, samples=6, tokens=96), 3, config(), 1)
+    ours = b"".join(bytes(piece) for piece in torch_zip.archive(about))
+    torch.save(torch.load(io.BytesIO(ours), weights_only=False), directory / "train_state.pt")
+    return directory
+
+
+def write_subjects(directory: Path) -> dict[str, Path]:
+    """One of each of `SUBJECTS`."""
+    directory.mkdir(parents=True)
+    toml = directory / "run.toml"
+    toml.write_text(config().to_toml())
+    made = {"torch": write_torch(directory / "torch")}
+    run = directory / "jaxforge"
+    job = Import(checkpoints.find(made["torch"]), run, toml, (), Options(), None, 1 << 20)
+    job.run(job.plan(), Share(), lambda nbytes: None, Workers())
+
+    def export(name, **how):
+        job = Export(checkpoints.find(run), directory / name, **how)
+        made[name] = job.run(job.plan(), Share(), lambda nbytes: None, Workers())
+
+    export("ours", to="dcp")
+    export("stages", to="dcp", stages=2)
+    export("torchtitan", to="dcp", dialect="torchtitan")
+    export("hf", to="hf")
+    export("sharded", to="hf", largest_file=4096)
+    return made | {"jaxforge": run}

@@ -1,0 +1,163 @@
+"""A disk that fills up at any moment, sources that vanish, file systems that lack something."""
+
+import errno
+import os
+import shutil
+
+import pytest
+
+from jaxforge.errors import StorageError, UserError
+from tests.torch_compat.test_commands import assert_same
+from tests.torch_compat.test_stages import write_run
+from torch_compat import checkpoints, files, orbax_store
+from torch_compat.__main__ import main
+from torch_compat.dcp_state import Options
+from torch_compat.staging import Staging
+
+WEIGHTS = Options(weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("sources")
+    main(["export", str(write_run(directory / "run")), str(directory / "hf"), "--to=hf"])
+    return directory
+
+
+def convert(sources, to, command):
+    """One conversion."""
+    if command == "import":
+        return main(["import", str(sources / "hf"), str(to)])
+    return main(["export", str(sources / "run"), str(to), f"--to={command}"])
+
+
+class Disk:
+    """Fails at the call of a function whose number is given; counts them."""
+
+    def __init__(self, monkeypatch, name, fails_at=None, number=errno.ENOSPC):
+        self.calls, real = 0, getattr(os, name)
+
+        def call(*args, **kwargs):
+            self.calls += 1
+            if fails_at in (self.calls, "always"):
+                raise OSError(number, os.strerror(number))
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(os, name, call)
+
+
+def is_whole(sources, to):
+    """Whether there is a checkpoint; if so, all of it."""
+    try:
+        checkpoints.find(to)
+    except UserError:
+        return False
+    config = checkpoints.find(sources / "run").config(None)
+    held = [checkpoints.find(p).read(config, WEIGHTS).params for p in (to, sources / "run")]
+    ours, theirs = ({name: tensor.all() for name, tensor in of.items()} for of in held)
+    assert_same(ours, theirs)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("command", "call"),
+    [
+        ("import", "fsync"), ("import", "replace"), ("import", "link"), ("import", "rename"),
+        ("hf", "pwrite"), ("hf", "fsync"), ("hf", "rename"),
+        ("dcp", "fsync"), ("dcp", "rename"), ("dcp", "symlink"),
+    ],
+)  # fmt: skip
+def test_a_disk_that_fills_up_leaves_all_or_nothing(sources, tmp_path, monkeypatch, command, call):
+    """At the first and at the last call of each kind; then the same command goes on."""
+    with monkeypatch.context() as patched:
+        counted = Disk(patched, call)
+        convert(sources, tmp_path / "counted", command)
+    for fails_at in sorted({1, counted.calls}):
+        to = tmp_path / f"full{fails_at}"
+        with monkeypatch.context() as patched:
+            Disk(patched, call, fails_at)
+            if call == "link":  # then it copies
+                convert(sources, to, command)
+            else:
+                with pytest.raises(StorageError, match="No space left"):
+                    convert(sources, to, command)
+        if not is_whole(sources, to):
+            assert not (to / "config.toml").exists()  # training would begin anew there
+            convert(sources, to, command)
+        assert is_whole(sources, to)
+        if command == "import" and not (to / "config.toml").exists():
+            with pytest.raises(UserError, match="is whole now"):
+                convert(sources, to, command)
+            assert (to / "config.toml").exists()
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK])
+def test_file_systems_without_hard_links(sources, tmp_path, monkeypatch, number):
+    disk = Disk(monkeypatch, "link", "always", number)
+    convert(sources, tmp_path / "to", "import")
+    assert disk.calls
+    assert is_whole(sources, tmp_path / "to")
+
+
+def test_an_import_that_was_killed_at_its_end_is_whole_at_the_next_try(
+    sources, tmp_path, monkeypatch
+):
+    with monkeypatch.context() as patched:
+        patched.setattr(orbax_store, "settle", lambda run, at: at.exists() and 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            convert(sources, tmp_path / "to", "import")
+    assert not (tmp_path / "to" / "config.toml").exists()
+    with pytest.raises(UserError, match="is whole now"):
+        convert(sources, tmp_path / "to", "import")
+    assert (tmp_path / "to" / "config.toml").exists()
+    assert is_whole(sources, tmp_path / "to")
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+@pytest.mark.parametrize("command", ["import", "hf", "dcp"])
+def test_a_source_that_vanishes_is_not_called_a_destination_that_cannot_be_written(
+    sources, tmp_path, monkeypatch, command
+):
+    own = tmp_path / "own"
+    shutil.copytree(sources, own)
+    write = Staging.write
+
+    def vanish(self, *arguments):
+        shutil.rmtree(own / ("hf" if command == "import" else "run"))
+        write(self, *arguments)
+
+    monkeypatch.setattr(Staging, "write", vanish)
+    with pytest.raises(UserError, match="cannot be read") as raised:
+        convert(own, tmp_path / "to", command)
+    assert "written" not in str(raised.value)
+
+
+def test_a_source_that_becomes_shorter_is_named(tmp_path):
+    (tmp_path / "x").write_bytes(bytes(10_000))
+    file = files.Directory(tmp_path).open("x")
+    os.truncate(tmp_path / "x", 100)
+    with pytest.raises(UserError, match="x cannot be read any more"):
+        file(5000, 10)
+
+
+def test_directories_that_cannot_be_synced_are_left_to_the_file_system(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    Disk(monkeypatch, "fsync", "always", errno.EINVAL)
+    files.sync(tmp_path)
+    with pytest.raises(OSError, match="Invalid argument"):
+        files.sync(tmp_path / "file")
+
+
+def test_a_failure_without_a_place_to_link_names_the_checkpoint(sources, tmp_path, monkeypatch):
+    Disk(monkeypatch, "symlink", "always", errno.EPERM)
+    with pytest.raises(StorageError, match=r"step_3 is whole, but .*latest"):
+        convert(sources, tmp_path / "to", "dcp")
+    assert is_whole(sources, tmp_path / "to")
+
+
+def test_what_is_wrong_with_a_file_is_not_hidden_behind_damage(sources, tmp_path):
+    shutil.copytree(sources / "hf", tmp_path / "hf")
+    (tmp_path / "hf" / "config.json").unlink()
+    (tmp_path / "hf" / "config.json").symlink_to("/etc/hostname")
+    with pytest.raises(UserError, match=r"(?s)^(?!.*not JSON).*link out of the checkpoint"):
+        main(["import", str(tmp_path / "hf"), str(tmp_path / "to")])

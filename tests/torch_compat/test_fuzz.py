@@ -1,0 +1,62 @@
+"""Some seconds of `benchmarks/fuzz.py`: damaged checkpoints are read as they were, or refused."""
+
+import collections
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from tests.torch_compat import reading
+from tests.torch_compat.mutations import mutate
+from tests.torch_compat.subjects import SUBJECTS, write_subjects
+from tests.torch_compat.test_hostile_files import limits  # noqa: F401 (a fixture)
+
+pytest.importorskip("torch")
+pytest.importorskip("safetensors")
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of saving in one process
+MUTANTS = 6  # of each
+
+
+@pytest.fixture(scope="module")
+def subjects(tmp_path_factory):
+    return write_subjects(tmp_path_factory.mktemp("fuzz") / "subjects")
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_whatever_a_file_holds_reading_it_ends_well(subjects, tmp_path, name):
+    original = reading.outcome(subjects[name])["held"]
+    assert original
+    kinds = collections.Counter()
+    for number in range(MUTANTS):
+        mutant = tmp_path / "mutant"
+        shutil.copytree(subjects[name], mutant)
+        what = mutate(np.random.default_rng([3, number]), mutant)
+        kind, message = reading.judge(reading.outcome(mutant), original)
+        assert not kind.isupper(), (number, what, kind, message)
+        kinds[kind] += 1
+        shutil.rmtree(mutant)
+    assert kinds["refused"]
+
+
+def test_a_pipe_among_the_arrays_of_a_run_is_refused(subjects, tmp_path):
+    """Tensorstore would wait for somebody to write to it; found by the fuzzer."""
+    run = shutil.copytree(subjects["jaxforge"], tmp_path / "run")
+    data = next(p for p in run.glob("checkpoints/*/state/ocdbt*/d/*") if p.is_file())
+    data.unlink()
+    os.mkfifo(data)
+    answer = reading.outcome(run)
+    assert (answer["kind"], "no regular file" in answer["message"]) == ("refused", True)
+
+
+def test_what_is_no_outcome_is_a_fault():
+    """The judge itself."""
+    answer = {"kind": "read", "message": "", "held": {"w": "1"}, "says so": False, "memory": 0}
+    assert reading.judge(answer, {"w": "1"})[0] == "read as it was"
+    assert reading.judge(answer, {"w": "2"})[0] == "DIFFERENT"
+    assert reading.judge(answer | {"says so": True}, {"w": "2"})[0] == "read as it says"
+    assert reading.judge(answer | {"memory": 1 << 30}, {"w": "1"})[0] == "MEMORY"
+    assert reading.judge(answer | {"kind": "refused", "message": "a\x1b[2J"}, {})[0] == "MESSAGE"
+    assert reading.judge(answer | {"kind": "refused", "message": "a file"}, {})[0] == "refused"
+    for kind in ("traceback", "hang", "crash"):
+        assert reading.judge(answer | {"kind": kind}, {"w": "1"})[0] == kind.upper()

@@ -1,0 +1,269 @@
+"""Pieces of two conversions are never mixed: what tells them apart, and who may write."""
+
+import itertools
+import json
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from jaxforge.data.tokenizer import ByteTokenizer
+from jaxforge.errors import UserError
+from jaxforge.run_lock import RunLock
+from tests.torch_compat.test_commands import assert_same, values
+from tests.torch_compat.test_stages import write_run
+from torch_compat import checkpoints, staging
+from torch_compat.__main__ import main
+from torch_compat.dcp_reader import METADATA
+from torch_compat.files import Directory
+from torch_compat.staging import Share, Staging, Unit
+from torch_compat.workers import Workers
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two runs of the same step and config, whose values differ."""
+    return [write_run(tmp_path_factory.mktemp("run"), seed=seed) for seed in (1, 2)]
+
+
+class Killed(BaseException):
+    """Ends a command as a kill would."""
+
+
+def stopped(monkeypatch, arguments):
+    """A command that is stopped when all data are written and nothing has its name yet."""
+
+    def end(*_):
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Staging, "results", end)
+        with pytest.raises(Killed):
+            main(arguments)
+
+
+def replace(old, new):
+    """Puts another file or directory in the place of one."""
+    old.rename(old.with_name("away"))
+    shutil.copytree(new, old) if new.is_dir() else shutil.copy2(new, old)
+
+
+@pytest.mark.parametrize("form", ["hf", "dcp"])
+def test_weights_that_were_replaced_under_the_same_names_are_all_new(
+    runs, tmp_path, monkeypatch, form
+):
+    for name, run in zip(("old", "new"), runs, strict=True):
+        main(["export", str(run), str(tmp_path / name), f"--to={form}", "--weights-only"])
+    config = [] if form == "hf" else [f"--config={runs[0] / 'config.toml'}"]
+    arguments = ["import", str(tmp_path / "old"), str(tmp_path / "run"), *config]
+    stopped(monkeypatch, arguments)
+    file = "model.safetensors" if form == "hf" else "step_3/__0_0.distcp"
+    if form == "dcp":  # nothing else tells the new data from the old
+        metadata = [(tmp_path / name / "step_3" / METADATA).read_bytes() for name in ("old", "new")]
+        assert metadata[0] == metadata[1]
+    replace(tmp_path / "old" / file, tmp_path / "new" / file)
+    assert main(arguments) == 0
+    made = values(tmp_path / "run")
+    assert_same(made, {n: v for n, v in values(runs[1]).items() if n in made})
+
+
+@pytest.mark.parametrize("change", ["another step", "a newer step", "another tokenizer"])
+def test_a_run_that_changed_is_exported_anew(runs, tmp_path, monkeypatch, change):
+    run, steps = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    shutil.copytree(runs[0], run)
+    arguments = ["export", str(run), str(tmp_path / "hf"), "--to=hf"]
+    stopped(monkeypatch, arguments)
+    if change == "another step":
+        replace(steps / "step_3", runs[1] / "checkpoints" / "step_3")
+    elif change == "a newer step":
+        shutil.copytree(runs[1] / "checkpoints" / "step_3", steps / "step_5")
+    else:
+        ByteTokenizer().save(run / "tokenizer")
+    assert main(arguments) == 0
+    has_tokenizer = change == "another tokenizer"
+    assert main(["verify", str(tmp_path / "hf"), str(runs[0 if has_tokenizer else 1])]) == 0
+    eos_id = json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"]
+    assert eos_id == (ByteTokenizer().eos_id if has_tokenizer else None)
+
+
+def test_a_config_that_was_corrected_in_its_file_makes_all_tensors_anew(
+    runs, tmp_path, monkeypatch
+):
+    """torchtitan's rotary layout goes by the number of heads."""
+    config = tmp_path / "run.toml"
+    right = (runs[0] / "config.toml").read_text()
+    config.write_text(right.replace("n_heads = 4\nn_kv_heads = 2", "n_heads = 2\nn_kv_heads = 1"))
+    assert config.read_text() != right
+    main(["export", str(runs[0]), str(tmp_path / "dcp"), "--to=dcp", "--dialect=torchtitan"])
+    arguments = ["import", str(tmp_path / "dcp"), str(tmp_path / "run"), f"--config={config}"]
+    stopped(monkeypatch, arguments)
+    config.write_text(right)
+    assert main(arguments) == 0
+    assert_same(values(tmp_path / "run"), values(runs[0]))
+
+
+def test_a_source_that_changes_while_it_is_read_makes_nothing(runs, tmp_path, monkeypatch):
+    main(["export", str(runs[0]), str(tmp_path / "hf"), "--to=hf"])
+    weights, results = tmp_path / "hf" / "model.safetensors", Staging.results
+
+    def touch_and_go_on(*args):
+        os.utime(weights, ns=(1, 1))
+        return results(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Staging, "results", touch_and_go_on)
+        with pytest.raises(UserError, match=r"changed while it was converted: nothing is there"):
+            main(["import", str(tmp_path / "hf"), str(tmp_path / "run")])
+    assert not list((tmp_path / "run").rglob("step_*"))
+    assert main(["import", str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
+
+
+@pytest.mark.parametrize("store", ["memory", "file"])
+def test_what_tells_files_apart_is_known_of_every_store(tmp_path, store):
+    fs = pytest.importorskip("fsspec").filesystem(store)
+    place = f"memory://{tmp_path}/step_3" if store == "memory" else str(tmp_path)
+    seen = []
+    for content in (b"a", b"b", b"b"):
+        fs.pipe(f"{place}/new", content)
+        fs.mv(f"{place}/new", f"{place}/__0_0.distcp")  # another file, however soon it comes
+        seen += [Directory(place).stamps(), Directory(place).stamps()]
+    assert [a == b for a, b in itertools.pairwise(seen)] == [True, False, True, False, True]
+    assert seen[0].keys() == {"__0_0.distcp"}
+    assert Directory(f"{place}/none").stamps() == {}
+
+
+def test_what_was_found_stays_what_it_is(runs, tmp_path):
+    shutil.copytree(runs[0], tmp_path / "run")
+    main(["export", str(runs[0]), str(tmp_path / "dcp"), "--to=dcp"])
+    found = [checkpoints.find(tmp_path / name) for name in ("run", "dcp")]
+    steps = tmp_path / "run" / "checkpoints"
+    shutil.copytree(steps / "step_3", steps / "step_5")
+    (tmp_path / "dcp" / "step_3").rename(tmp_path / "dcp" / "step_5")
+    (tmp_path / "dcp" / "latest").unlink()
+    (tmp_path / "dcp" / "latest").symlink_to("step_5")
+    assert [one.directory.name for one in found] == ["step_3", "step_3"]
+    assert [checkpoints.find(tmp_path / n).directory.name for n in ("run", "dcp")] == ["step_5"] * 2
+
+
+def test_workers_take_what_process_0_has_found(runs, tmp_path, monkeypatch):
+    """A run that gains a step while they start."""
+    shutil.copytree(runs[0], tmp_path / "run")
+    steps = tmp_path / "run" / "checkpoints"
+    arguments = ["export", str(tmp_path / "run"), str(tmp_path / "hf"), "--to=hf"]
+    started = []
+
+    class InThread:
+        def __init__(self, command):
+            shutil.copytree(runs[1] / "checkpoints" / "step_3", steps / "step_5")
+            at = command.index("--worker")
+            assert command[at + 1] == str(os.getpid())
+            command[at + 1] = str(os.getppid())  # the thread's "parent"
+            started.append(pool.submit(main, command[3:]))
+
+        def poll(self):
+            return started[0].result() if started[0].done() else None
+
+        def terminate(self): ...
+
+        def wait(self): ...
+
+    monkeypatch.setattr("torch_compat.workers.subprocess.Popen", InThread)
+    with ThreadPoolExecutor() as pool:
+        assert main([*arguments, "--processes=2", "--max-shard-size=20kB"]) == 0
+        assert started[0].result() == 0
+    assert main(["verify", str(tmp_path / "hf"), str(runs[0])]) == 0
+
+
+def test_a_worker_that_sees_another_source_ends_at_once(tmp_path):
+    with (
+        Staging(tmp_path / "a", {"step": 3}, Share(0, 2)),
+        pytest.raises(UserError, match="has changed since process 0 looked"),
+    ):
+        Staging(tmp_path / "a", {"step": 5}, Share(1, 2, parent=os.getppid()))
+
+
+def test_a_worker_ends_when_process_0_has(tmp_path):
+    with Staging(tmp_path / "a", {}, Share(0, 2)):
+        pass
+    orphan = Staging(tmp_path / "a", {}, Share(1, 2, parent=1234567))
+    units = [Unit(str(i), 0, lambda: None) for i in range(2)]
+    with orphan, pytest.raises(UserError, match="process 0, which started this one, has ended"):
+        orphan.write(units, lambda nbytes: None)
+
+
+def test_a_second_conversion_to_one_destination_is_refused(tmp_path):
+    with Staging(tmp_path / "a", {"of": 1}, Share()) as first:
+        for plan in ({"of": 1}, {"of": 2}):
+            with pytest.raises(UserError, match=rf"is being written by process {os.getpid()} on "):
+                Staging(tmp_path / "a", plan, Share())
+        with Staging(tmp_path / "b", {"of": 2}, Share()):
+            pass
+        first.commit()
+    assert sorted(path.name for path in tmp_path.glob(".a*")) == []
+    for share in (Share(), Share(1, 2)):
+        with pytest.raises(UserError, match="is there already"):
+            Staging(tmp_path / "a", {"of": 1}, share)
+
+
+def test_nothing_is_imported_into_a_run_that_trains(runs, tmp_path):
+    main(["export", str(runs[0]), str(tmp_path / "hf"), "--to=hf"])
+    arguments = ["import", str(tmp_path / "hf"), str(tmp_path / "run")]
+    with RunLock(tmp_path / "run") as job:
+        job.acquire()
+        with pytest.raises(UserError, match="is in use by process"):
+            main(arguments)
+    assert main(arguments) == 0
+    assert not list((tmp_path / "run").rglob("*lock*"))
+
+
+def test_one_that_failed_or_was_refused_leaves_no_lock(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(Staging, "_set_mark", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            Staging(tmp_path / "a", {}, Share())
+    with Staging(tmp_path / "a", {}, Share()):
+        pass
+
+
+def test_helpers_of_another_conversion_keep_a_new_one_from_beginning(tmp_path, monkeypatch):
+    """As the workers of a process 0 that was killed: they may be in the middle of a file."""
+    monkeypatch.setattr(staging, "_LEAVE", 0.1)
+    monkeypatch.setattr(staging, "_JOIN", 0.1)
+    with Staging(tmp_path / "a", {"of": 1}, Share(0, 2)):
+        pass
+    with Staging(tmp_path / "a", {"of": 1}, Share(1, 2)) as helper:
+        for plan, processes in (({"of": 2}, 2), ({"of": 1}, 3)):
+            with pytest.raises(UserError, match="for other processes that write to"):
+                Staging(tmp_path / "a", plan, Share(0, processes))
+        goes_on = Staging(tmp_path / "a", {"of": 1}, Share(0, 2))
+        with goes_on, pytest.raises(UserError, match="for process 0 to begin this"):
+            Staging(tmp_path / "a", {"of": 1}, Share(1, 2))  # its share is being done
+        helper._set_mark("unit", None)
+    with Staging(tmp_path / "a", {"of": 1}, Share(0, 3)) as again:
+        assert again._mark("unit").exists()
+    with Staging(tmp_path / "a", {"of": 2}, Share(0, 3)) as other:
+        assert not other._mark("unit").exists()
+
+
+def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch, caplog):
+    def unsupported(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("torch_compat.locks.fcntl.flock", unsupported)
+    with Staging(tmp_path / "a", {}, Share()) as one:
+        one.commit()
+    assert (tmp_path / "a").is_dir()
+    assert "no locks ([Errno 95] Operation not supported)" in caplog.text
+
+
+def test_workers_start_with_the_resolved_source(monkeypatch):
+    commands = []
+    monkeypatch.setattr("torch_compat.workers.subprocess.Popen", commands.append)
+    workers = Workers(["export", "run", "hf"], "/runs/a/checkpoints/step_3", 3)
+    workers.start()
+    assert [command[3:] for command in commands] == [
+        ["export", "run", "hf", f"--process={i}/3", "--worker", str(os.getpid()),
+         "/runs/a/checkpoints/step_3"]
+        for i in (1, 2)
+    ]  # fmt: skip

@@ -1,0 +1,438 @@
+"""What a small file may cost: nothing crashes, hangs, fills the memory or writes to the terminal.
+
+On a reader without these limits most of this ends the process, or the test run by `limits`.
+"""
+
+import itertools
+import json
+import os
+import pickle
+import struct
+
+import numpy as np
+import pytest
+
+from jaxforge.config.load import make_config
+from jaxforge.errors import UserError
+from tests.torch_compat.mutations import TEXTS
+from tests.torch_compat.test_hostile_files import (  # noqa: F401 (fixtures)
+    FILE,
+    MODULE,
+    archive_of,
+    broken,
+    limits,
+    metadata,
+    original,
+    patched,
+    read_all,
+    read_archive,
+    tensor,
+)
+from torch_compat import checkpoints, hf_state, pickles, safetensors
+from torch_compat.__main__ import main
+from torch_compat.dcp_reader import METADATA, _check_cover
+from torch_compat.files import Directory
+from torch_compat.inspection import inspect
+from torch_compat.lazy import DTYPES, of_array, zeros
+from torch_compat.names import DIALECTS
+from torch_compat.pickles import Call, Global, New, Pairs
+from torch_compat.state import wanted
+from torch_compat.translation import Translation, translate
+
+MANY = 1_000_000
+NESTED = b")" + b"\x85" * 300_000  # a tuple in a tuple in a tuple
+SHARED = b")" + b"2\x86" * 60  # small, and 2**60 large to whoever computes its hash
+ORDERED = b"ccollections\nOrderedDict\n"
+
+
+@pytest.mark.parametrize("tuples", [NESTED, SHARED], ids=["nested", "shared"])
+@pytest.mark.parametrize(
+    "around",
+    [
+        b"\x80\x02}%sNs.",
+        b"\x80\x02}(%sNu.",
+        b"\x80\x02(%sNd.",
+        b"\x80\x04\x8f(%s\x90.",
+        b"\x80\x04(%s\x91.",
+        b"\x80\x02c__builtin__\nset\n](%se\x85R.",
+        b"\x80\x02c__builtin__\nfrozenset\n](%se\x85R.",
+        b"\x80\x02" + ORDERED + b"](%sN\x86e\x85R.",
+        b"\x80\x02" + ORDERED + b")R%sNs.",
+    ],
+)
+def test_no_tuple_crashes_or_hangs_as_a_key_or_member(around, tuples):
+    """Python hashes tuples without a limit, and does not remember what it got."""
+    with pytest.raises(UserError, match=r"here: not a readable pickle .*as a key"):
+        read_archive(archive_of(around % tuples))
+
+
+def test_keys_that_checkpoints_have_are_read():
+    value = {"a": 1, 2: 3, (4, ("b", None)): {5, True, "c"}, b"d": frozenset({1.5}), None: 2j}
+    for protocol in range(6):
+        data = pickle.dumps(value, protocol)
+        assert pickles.load(data, {("builtins", "set"): set, ("builtins", "complex"): complex,
+                                   ("__builtin__", "set"): set, ("__builtin__", "complex"): complex,
+                                   ("__builtin__", "frozenset"): frozenset,
+                                   ("builtins", "frozenset"): frozenset,
+                                   ("__builtin__", "bytes"): bytes,
+                                   ("_codecs", "encode"): lambda text, _: text.encode("latin1")},
+                            "here") == value  # fmt: skip
+
+
+def test_keys_that_anyone_can_make_collide_are_few():
+    far = [b"\x8a\x09" + (i * (2**61 - 1)).to_bytes(9, "little", signed=True) for i in range(2, 9)]
+    tuples = [b"K\0M" + struct.pack("<H", i) + b"\x86" for i in range(2000)]
+    for keys in (far, tuples):
+        with pytest.raises(UserError, match="not a readable pickle"):
+            pickles.load(b"\x80\x02}(" + b"".join(key + b"N" for key in keys) + b"u.", {}, "here")
+
+
+PATH = b"cpathlib\nPosixPath\nq\0X\2\0\0\0abq\1"
+LONG = b"X" + struct.pack("<I", MANY) + b"a" * MANY
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        PATH + b"0h\0h\1h\1\x86Rq\1" * 40,
+        b"ctorch\nSize\nq\0](" + b"K\0" * MANY + b"eq\1](" + b"h\0h\1\x85R" * 50_000 + b"e",
+        b"c_codecs\nencode\nq\0" + LONG + b"q\1](" + b"h\0h\1\x85R" * 50_000 + b"e",
+        b"(" + b"\x8f" * 5_000_000 + b"l",
+        b"(" + b"}" * 20_000_000 + b"l",
+        b"(" + b"\x85" * 20 + b"Nt" + b"\x94" * 50 + b"Nr\xff\xff\xff\x7f",
+        b"\x8b\0\0\x10\0" + b"\x7f" * (1 << 20),
+    ],
+    ids=["paths", "copies", "texts", "sets", "dicts", "memo", "number"],
+)
+def test_a_pickle_makes_no_more_than_its_bytes_allow(broken, data):  # noqa: F811
+    (broken / METADATA).write_bytes(b"\x80\x02" + data + b".")
+    with pytest.raises(UserError, match=r"not a readable pickle|names _codecs\.encode"):
+        read_all(broken)
+    with pytest.raises(UserError, match=r"not a readable pickle|names pathlib\.PosixPath"):
+        read_archive(archive_of(b"\x80\x02" + data + b"."))
+
+
+def test_nothing_that_a_pickle_names_can_be_changed_by_it():
+    """Python's reader would set the attributes of a function, for the whole process."""
+    for name in (b"torch._utils\n_rebuild_tensor_v2", b"torch\nSize", b"collections\nOrderedDict"):
+        for state in (b"N}X\x01\0\0\0aNs\x86", b"}X\x01\0\0\0aNs"):
+            with pytest.raises(UserError, match=r"not a readable pickle \(.*\)"):
+                read_archive(archive_of(b"\x80\x02c" + name + b"\n" + state + b"b."))
+
+
+@pytest.mark.parametrize("name", [METADATA, FILE, "train_state.pt"])
+def test_a_pipe_is_no_file(broken, name):  # noqa: F811
+    (broken / name).unlink()
+    os.mkfifo(broken / name)
+    with pytest.raises(UserError, match="no regular file"):
+        read_all(broken)
+
+
+def test_staircases_of_chunks_are_looked_at_in_linear_time():
+    """Rows in one half and columns in the other: along either dimension, half of them overlap."""
+    n = 20_000
+    rows = [(slice(i, i + 1), slice(0, n)) for i in range(n)]
+    columns = [(slice(n, 2 * n), slice(i, i + 1)) for i in range(n)]
+    _check_cover("here", (2 * n, n), rows + columns)
+    with pytest.raises(
+        UserError, match=r"here: the chunks at \[0:1, 0:20000\] and \[0:1, .*overlap"
+    ):
+        _check_cover("here", (2 * n, n), [*rows[:7], *rows[8:], rows[0], *columns])
+    with pytest.raises(UserError, match=r"that at \[7, 0\] is in none"):
+        _check_cover("here", (2 * n, n), [*rows[:7], *rows[8:], *columns])
+
+
+def test_the_first_element_that_is_not_there_once_is_found():
+    rng = np.random.default_rng(0)
+    outcomes = set()
+    for _ in range(300):
+        shape = tuple(int(n) for n in rng.integers(1, 5, rng.integers(1, 4)))
+        cuts = [sorted({0, n, int(rng.integers(n + 1))}) for n in shape]
+        chunks = list(itertools.product(*([slice(a, b) for a, b in itertools.pairwise(c)]
+                                          for c in cuts)))  # fmt: skip
+        if rng.random() < 0.6:
+            at, axis = int(rng.integers(len(chunks))), int(rng.integers(len(shape)))
+            bounds = sorted(rng.integers(0, shape[axis] + 1, 2).tolist())
+            changed = list(chunks[at])
+            changed[axis] = slice(*bounds)
+            chunks[at] = tuple(changed)
+        covered = np.zeros(shape, int)
+        for chunk in chunks:
+            covered[chunk] += 1
+        outcomes.add(bool((covered == 1).all()))
+        if (covered == 1).all():
+            _check_cover("here", shape, chunks)
+            continue
+        with pytest.raises(UserError, match=r"overlap|is in none"):
+            _check_cover("here", shape, chunks)
+    assert outcomes == {True, False}
+
+
+def test_the_same_chunks_cannot_be_named_again_and_again(broken):  # noqa: F811
+    empty = New(Global(MODULE, "ChunkStorageMetadata"), {"offsets": (0,), "sizes": (0,)})
+    about = New(Global(MODULE, "TensorStorageMetadata"), {
+        "properties": New(Global(MODULE, "TensorProperties"), (Global("torch", "float32"),)),
+        "size": (0,), "chunks": 0x7E57AB1E,
+    })  # fmt: skip
+    value = New(Global(MODULE, "Metadata"), {
+        "state_dict_metadata": Pairs([(str(i), about) for i in range(20_000)]), "storage_data": {},
+    })  # fmt: skip
+    chunks = b"0](" + b"j\0\0\1\0" * 20_000 + b"er\1\0\1\0"
+    once = pickles.dump(empty, 4)[2:-1] + b"r\0\0\1\0" + chunks
+    here = b"J" + struct.pack("<i", 0x7E57AB1E)
+    data = pickles.dump(value, 4).replace(here, once, 1).replace(here, b"j\1\0\1\0")
+    (broken / METADATA).write_bytes(data)
+    with pytest.raises(UserError, match="more chunks than it can hold"):
+        read_all(broken)
+
+
+@pytest.mark.parametrize("size", [(2**33,), (2**20, 2**13)])
+def test_a_few_bytes_are_no_tensor_of_gigabytes(size):
+    with pytest.raises(UserError, match="repeats the same 96 bytes"):
+        read_archive(archive_of(pickles.dump(tensor(size=size, stride=(0,) * len(size)))))
+
+
+@pytest.mark.parametrize("key", [t for t in TEXTS if t not in ("x", "%s%n", "", "../x", "[/red]")])
+def test_names_that_no_tensor_has_are_refused(broken, tmp_path, key):  # noqa: F811
+    if not key.isprintable() or len(key) > 1024:
+        (broken / METADATA).write_bytes(pickles.dump(metadata(key=key, fqn=key), 4))
+        with pytest.raises(UserError) as caught:
+            read_all(broken)
+        assert len(str(caught.value)) < 1000
+        assert str(caught.value).isprintable()
+        write_hf(tmp_path / "hf", {key: of_array(np.zeros(4, np.float32))})
+        with pytest.raises(UserError, match="no name"):
+            inspect(checkpoints.find(tmp_path / "hf"))
+
+
+def test_markup_in_names_is_shown_as_it_is(tmp_path, capsys):
+    write_hf(tmp_path, {"[/red]x[bold]": of_array(np.zeros(4, np.float32))})
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "[/red]x[bold]" in capsys.readouterr().out
+
+
+CONFIG = {
+    "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 128, "intermediate_size": 128, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def write_safetensors(path, tensors):
+    (path.parent / "model.safetensors").unlink(missing_ok=True)
+    units, _ = safetensors.units(tensors, path.parent, 1 << 30, 1 << 20)
+    for unit in units:
+        unit.write()
+    return (path.parent / "model.safetensors").rename(path)
+
+
+def write_hf(path, tensors, **config):
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(CONFIG | config))
+    write_safetensors(path / "model.safetensors", tensors)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_hidden_layers": 10**8},
+        {"num_hidden_layers": True},
+        {"hidden_size": 10**30},
+        {"hidden_size": -64},
+        {"vocab_size": 10**400},
+        {"head_dim": "x"},
+        {"num_key_value_heads": "4"},
+        {"rms_norm_eps": 10**400},
+        {"rms_norm_eps": "a"},
+        {"rms_norm_eps": -1e-5},
+        {"rms_norm_eps": float("nan")},
+        {"rope_theta": {}},
+        {"rope_theta": float("inf")},
+        {"rope_scaling": [1]},
+        {"rope_scaling": {"rope_type": [1]}},
+        {"rope_scaling": {"rope_theta": "x"}},
+        {"rope_scaling": {"rope_type": "llama3", "factor": [1], "low_freq_factor": 1,
+                          "high_freq_factor": 4}},
+        {"model_type": "mistral", "sliding_window": "a"},
+        {"model_type": "qwen2", "max_window_layers": [1], "use_sliding_window": True},
+        {"model_type": "qwen2", "layer_types": 5, "use_sliding_window": True},
+        {"model_type": "qwen2", "max_window_layers": 10**9, "num_hidden_layers": 10**9,
+         "use_sliding_window": True},
+        {"model_type": "\ud800"},
+        {"model_type": "\x1b[31m"},
+        {"model_type": ["llama"]},
+        {"tie_word_embeddings": [1]},
+        {"hidden_act": "\x1b" * 10**6},
+    ],
+    ids=lambda config: str(config)[-60:],
+)  # fmt: skip
+def test_a_config_of_no_model_is_refused(tmp_path, config):
+    write_hf(tmp_path, {"model.norm.weight": of_array(np.zeros(64, np.float32))}, **config)
+    with pytest.raises(UserError, match=r"config\.json") as caught:
+        checkpoints.find(tmp_path).config(None)
+    assert len(str(caught.value)) < 1000
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["config.json", safetensors.INDEX, "model.safetensors"])
+@pytest.mark.parametrize(
+    "text",
+    [b"[" * 100_000, b'{"a":' * 100_000, b'{"a":[' + b"[]," * 9_000_000 + b"[]]}", b"[]", b"7",
+     b'{"weight_map": []}', b'{"weight_map": {"a": 7}}', b'{"a": [1]}', b'{"a": {"dtype": []}}'],
+    ids=lambda text: text[:30].decode(),
+)  # fmt: skip
+def test_json_is_refused_before_it_grows(tmp_path, name, text):
+    write_hf(tmp_path, {"model.norm.weight": of_array(np.zeros(64, np.float32))})
+    head = struct.pack("<Q", len(text)) if name.endswith(".safetensors") else b""
+    (tmp_path / name).write_bytes(head + text)
+    with pytest.raises(UserError, match=name):
+        inspect(checkpoints.find(tmp_path))
+
+
+def test_links_of_a_cache_lead_to_its_own_files_alone(tmp_path):
+    """`snapshots/x` with `blobs -> elsewhere` would copy what is elsewhere."""
+    secret, cache = tmp_path / "secret", tmp_path / "models--a--b"
+    write_hf(secret, {"model.norm.weight": of_array(np.zeros(64, np.float32))})
+    snapshot = cache / "snapshots" / "x"
+    snapshot.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (snapshot / name).symlink_to(f"../../blobs/{name}")
+    (cache / "blobs").symlink_to(secret)
+    with pytest.raises(UserError, match="is a link out of the checkpoint"):
+        hf_state.read_config(Directory(snapshot))
+    (cache / "blobs").unlink()
+    secret.rename(cache / "blobs")
+    assert hf_state.read_config(Directory(snapshot))[1] == "llama"
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["--ranks=0", "--ranks=-1", "--stages=0", "--processes=0", "--max-memory=0", "--process=1/0",
+     f"--max-memory={'9' * 400}GB", "--max-shard-size=0.1"],
+)  # fmt: skip
+def test_counts_and_sizes_that_are_none_are_refused(argument, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["export", "run", "there", "--to=dcp", argument])
+    assert caught.value.code == 2
+    assert argument.partition("=")[0] in capsys.readouterr().err
+
+
+LOCAL = [(4, "version"), (6, "flags"), (8, "method"), (26, "length of the name"), (30, "name")]
+
+
+@pytest.mark.parametrize(("at", "what"), LOCAL)
+def test_the_header_of_a_record_says_what_the_index_says(at, what):
+    data = archive_of(pickles.dump(tensor()))
+    start = data.rindex(b"PK\3\4")
+    with pytest.raises(UserError, match="here: record data/0: its header is damaged"):
+        read_archive(patched(data, start + at, "<B", data[start + at] ^ 1))
+
+
+def test_a_bit_that_turned_in_a_small_record_is_noticed():
+    data = archive_of(pickles.dump(tensor()))
+    pickled, numbers = data.index(b"torch"), data.rindex(bytes(96))
+    for at in (pickled, numbers, numbers + 95):
+        with pytest.raises(UserError, match="its checksum is another one"):
+            read_archive(patched(data, at, "<B", data[at] ^ 4)).all()
+
+
+def test_an_archive_without_checksums_is_read():
+    """As `torch.serialization.set_crc32_options(False)` makes them: they are all zero."""
+    data = bytearray(archive_of(pickles.dump(tensor())))
+    for mark, field in ((b"PK\3\4", 14), (b"PK\1\2", 16)):
+        at = -1
+        while (at := data.find(mark, at + 1)) >= 0:
+            data[at + field : at + field + 4] = bytes(4)
+    assert read_archive(bytes(data)).all().shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"step": -5},
+        {"step": 10**400},
+        {"step": 2**53 + 2},
+        {"step": 1.5},
+        {"step": True},
+        {"step": "3"},
+        {"tokens_seen": -1},
+        {"tokens_seen": float("nan")},
+        {"dataloader": {"epoch": -1}},
+        {"dataloader": {"batches_yielded": -1}},
+        {"dataloader": {"sampler": {"num_replicas": 0}}},
+        {"dataloader": {"sampler": {"num_replicas": 10**12}}},
+        {"scheduler": {"last_epoch": -1}},
+    ],
+    ids=str,
+)
+def test_a_place_that_no_run_can_be_at_is_refused(broken, state):  # noqa: F811
+    torch = pytest.importorskip("torch")
+    torch.save({"step": 3, "tokens_seen": 96} | state, broken / "train_state.pt")
+    with pytest.raises(UserError, match=r"train_state\.pt: not a training state"):
+        read_all(broken)
+
+
+@pytest.mark.parametrize(
+    "group",
+    [{"eps": -1e-8}, {"eps": 2.0}, {"betas": (0.9, 1.5)}, {"betas": (-0.1, 0.9)}, {"lr": -1.0},
+     {"lr": float("nan")}, {"weight_decay": float("inf")}, {"momentum": 1.5}, {"lr": 10**400}],
+    ids=str,
+)  # fmt: skip
+def test_settings_that_no_optimizer_has_are_refused(tmp_path, group):
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    state = {"optimizer": {"param_groups": [{"lr": 0.1, **group}]}}
+    dcp.save(state, checkpoint_id=tmp_path / "d", no_dist=True)
+    with pytest.raises(UserError, match=f"has {next(iter(group))} = .*which none can have"):
+        inspect(checkpoints.find(tmp_path / "d"))
+
+
+def test_a_scalar_of_gigabytes_is_none(broken):  # noqa: F811
+    about = metadata(key="train_state.step", fqn="train_state.step", size=(2**40,),
+                     sizes=(2**40,), offsets=(0,), offset=(0,))  # fmt: skip
+    (broken / METADATA).write_bytes(pickles.dump(about, 4))
+    (broken / "train_state.pt").unlink()
+    with pytest.raises(UserError, match=r"train_state\.step is no number of steps or tokens"):
+        inspect(checkpoints.find(broken))
+
+
+def test_unused_names_of_calls_are_not_called():
+    with pytest.raises(UserError, match="not a readable pickle"):
+        read_archive(archive_of(pickles.dump(Call(Global("torch", "float32"), ()))))
+
+
+def test_a_single_file_beside_an_index_is_what_transformers_reads(tmp_path):
+    """Which takes `model.safetensors` where both are there."""
+    one = {"a": of_array(np.ones(4, np.float32)), "b": of_array(np.ones(2, np.float32))}
+    two = {"a": of_array(np.zeros(4, np.float32)), "b": of_array(np.zeros(2, np.float32))}
+    write_safetensors(tmp_path / "model-00001-of-00001.safetensors", two)
+    index = {"weight_map": dict.fromkeys(two, "model-00001-of-00001.safetensors")}
+    (tmp_path / safetensors.INDEX).write_text(json.dumps(index))
+    assert safetensors.open_directory(Directory(tmp_path))["a"].all()[0] == 0
+    write_safetensors(tmp_path / "model.safetensors", one)
+    assert safetensors.open_directory(Directory(tmp_path))["a"].all()[0] == 1
+    for other in ({"a": one["a"]}, one | {"b": of_array(np.ones((2, 1), np.float32))}):
+        write_safetensors(tmp_path / "model.safetensors", other)
+        with pytest.raises(UserError, match="hold different tensors, of which transformers"):
+            safetensors.open_directory(Directory(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "bool", "float8_e4m3fn"])
+def test_weights_that_are_no_floats_are_refused(dtype):
+    declared = wanted(make_config({"model": {"dim": 16, "n_layers": 1, "n_heads": 2}}))
+    into = Translation(DIALECTS["hf-llama"], declared.config.model, False, "here")
+    weights = {name: zeros(shape, np.dtype(np.float32)) for name, shape in declared.params.items()}
+    theirs = into.dialect.to_theirs(weights, declared.config.model)
+    assert translate(theirs, declared.params, into).keys() == declared.params.keys()
+    theirs |= {"model.norm.weight": zeros((16,), DTYPES[dtype])}
+    with pytest.raises(UserError, match=rf"norm\.weight is {dtype}, which no weight can be"):
+        translate(theirs, declared.params, into)
+
+
+@pytest.mark.parametrize(("largest", "dtype"), [(65520.0, "float16"), (3.4e38, "bfloat16")])
+def test_a_cast_makes_no_infinities(largest, dtype):
+    values = np.array([1.0, -largest, np.inf, np.nan], np.float32)
+    with pytest.raises(UserError, match=f"w: values up to .* are infinite as {dtype}"):
+        of_array(values, "w").cast(DTYPES[dtype]).all()
+    kept = of_array(values[[0, 2, 3]], "w").cast(DTYPES[dtype]).all().astype(np.float32)
+    assert kept[0] == 1
+    assert np.isinf(kept[1])
+    assert np.isnan(kept[2])

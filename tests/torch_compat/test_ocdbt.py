@@ -1,0 +1,125 @@
+"""Arrays of Orbax checkpoints: mapped where they can be, read by tensorstore where not."""
+
+import shutil
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+
+from jaxforge.errors import UserError
+from tests.torch_compat.tensors import assert_same, random_array
+from torch_compat import ocdbt
+from torch_compat.lazy import DTYPES, whole
+
+ARRAYS = {
+    **{f"of.{name}": random_array(name, (4, 6), seed) for seed, name in enumerate(DTYPES)},
+    "number": np.asarray(7, np.int32),
+    "stacked": random_array("float32", (3, 5, 7), 1),
+    "empty": np.zeros((0, 3), np.float32),
+}
+INDICES = [
+    (slice(0, 3), slice(0, 5), slice(0, 7)),
+    (slice(1, 2), slice(0, 5), slice(0, 7)),
+    (slice(0, 3), slice(2, 4), slice(1, 6)),
+    (slice(2, 3), slice(4, 5), slice(0, 7)),
+    (slice(1, 1), slice(0, 5), slice(0, 7)),
+]
+
+
+def saved(directory, arrays, chunks=(), **options):
+    """As Orbax saves them; `chunks`: the dimensions that are cut."""
+    save_args = {
+        name: ocp.SaveArgs(shard_axes=chunks if array.ndim > 2 else ())
+        for name, array in arrays.items()
+    }
+    handler = ocp.PyTreeCheckpointHandler(use_compression=False, **options)
+    handler.save(directory, args=ocp.args.PyTreeSave(arrays, save_args=save_args))
+    handler.finalize(directory)
+    return directory
+
+
+def written(directory, array, **metadata):
+    """One array as tensorstore writes it, called "a"."""
+    metadata = {"shape": array.shape, "chunks": [2, 4], "compressor": None, **metadata}
+    dtype = metadata.pop("dtype", array.dtype.newbyteorder("<").str)
+    spec = {**ocdbt.spec(directory, "a"), "metadata": {**metadata, "dtype": dtype}}
+    ts.open(spec, create=True).result().write(array).result()
+    return directory
+
+
+@pytest.fixture
+def mapped_only(monkeypatch):
+    """A refusal to read by tensorstore."""
+    monkeypatch.setattr(ocdbt, "_by_tensorstore", lambda store, name: pytest.fail(name))
+
+
+def test_what_orbax_saves_is_mapped(tmp_path, mapped_only):
+    arrays = {name: array for name, array in ARRAYS.items() if array.size}
+    found = ocdbt.open_arrays(saved(tmp_path / "state", arrays, chunks=(0, 1)))
+    assert found.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert_same(found[name].all(), array)
+    for index in INDICES:
+        assert_same(found["stacked"].read(index), arrays["stacked"][index])
+    view = found["of.float32"].all()
+    assert not view.flags.writeable
+    assert view.base is not None  # not a copy
+
+
+@pytest.mark.parametrize("chunk", [(1, 5, 7), (1, 2, 7), (2, 3, 4), (3, 5, 7)])
+def test_any_chunks_make_the_same_array(tmp_path, mapped_only, chunk):
+    array = ARRAYS["stacked"]
+    found = ocdbt.open_arrays(written(tmp_path, array, chunks=chunk))["a"]
+    for index in [whole(array.shape), *INDICES]:
+        assert_same(found.read(index), array[index])
+
+
+@pytest.mark.parametrize(
+    ("unlike", "array"),
+    [
+        ({"compressor": {"id": "zstd", "level": 1}}, random_array("float32", (5, 6))),
+        ({"order": "F"}, random_array("float32", (5, 6))),
+        ({"dtype": ">f4"}, random_array("float32", (5, 6))),
+        ({"dimension_separator": "/"}, random_array("float32", (5, 6))),
+        ({}, np.zeros((5, 6), np.float32)),  # tensorstore leaves such chunks out
+        ({}, np.pad(random_array("float32", (2, 4)), ((0, 3), (0, 2)))),
+    ],
+)
+def test_what_is_not_as_in_memory_is_read_by_tensorstore(tmp_path, monkeypatch, unlike, array):
+    asked = []
+    general = ocdbt._by_tensorstore
+    monkeypatch.setattr(
+        ocdbt, "_by_tensorstore", lambda store, name: asked.append(name) or general(store, name)
+    )
+    found = ocdbt.open_arrays(written(tmp_path, array, fill_value=0, **unlike))["a"]
+    assert asked == ["a"]
+    assert np.array_equal(found.all(), array)
+
+
+def test_an_index_of_several_nodes_is_left_to_tensorstore(tmp_path):
+    spec = ocdbt.spec(tmp_path, "a")
+    small = {**spec, "kvstore": {**spec["kvstore"], "config": {"max_decoded_node_bytes": 300}}}
+    array = random_array("float32", (20, 20))
+    about = {"shape": array.shape, "chunks": [2, 4], "compressor": None, "dtype": "<f4"}
+    ts.open({**small, "metadata": about}, create=True).result().write(array).result()
+    assert ocdbt._places(tmp_path) == {}
+    assert_same(ocdbt.open_arrays(tmp_path)["a"].all(), array)
+
+
+def test_a_chunk_that_is_not_there_is_named(tmp_path):
+    store = saved(tmp_path / "state", {"x": random_array("float32", (64, 64))})
+    data, offset, length = ocdbt._places(store)["x"]["0.0"]
+    (store / data).write_bytes((store / data).read_bytes()[: offset + length - 1])
+    with pytest.raises(UserError, match=r"x: .* is truncated"):
+        ocdbt.open_arrays(store)["x"].all()
+    (store / data).unlink()
+    with pytest.raises(UserError, match="cannot be read"):
+        ocdbt.open_arrays(store)["x"].all()
+
+
+def test_a_path_is_not_a_url(tmp_path):
+    store = saved(tmp_path / "state", {"x": random_array("float32", (8, 8))})
+    for name in ("[1]", "a%20b", "c#d", "e?f", "50%"):
+        shutil.copytree(store, tmp_path / name)
+        assert ocdbt.open_arrays(tmp_path / name).keys() == {"x"}

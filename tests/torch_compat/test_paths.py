@@ -1,0 +1,90 @@
+"""Names of directories that mean something else to a URL or to a pattern; results opened again."""
+
+import shutil
+
+import pytest
+
+from jaxforge.errors import StorageError, UserError
+from tests.torch_compat.test_commands import assert_same, values
+from tests.torch_compat.test_stages import write_run
+from torch_compat import commands, dcp_writer, ocdbt, orbax_commit
+from torch_compat.__main__ import main
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def hf(run, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("hf") / "hf"
+    main(["export", str(run), str(directory), "--to=hf"])
+    return directory
+
+
+def test_no_name_of_a_directory_means_another_one(run, hf, tmp_path):
+    """Each is a directory of its own, that of the run and those above it."""
+    parent = tmp_path / "a%20b #1 50%"
+    made = parent / "run 100%25;{x}:~'\""
+    assert main(["import", str(hf), str(made)]) == 0
+    params = values(made)
+    assert_same(params, {name: v for name, v in values(run).items() if name in params})
+    odd = parent / "h[1]f\\*?%41"
+    assert main(["export", str(made), str(odd / "hf"), "--to=hf"]) == 0
+    assert main(["export", str(made), str(odd / "dcp"), "--to=dcp", "--weights-only"]) == 0
+    for one, other in ((odd / "hf", odd / "dcp"), (odd / "dcp", run)):
+        assert main(["verify", str(one), str(other)]) == 0
+    assert [p.name for p in tmp_path.iterdir()] == [parent.name]
+    assert sorted(p.name for p in parent.iterdir()) == sorted([made.name, odd.name])
+
+
+@pytest.mark.parametrize("name", ["a[1]", "a\\b", "a*", "what?"])
+def test_runs_that_orbax_could_not_read_are_refused(hf, tmp_path, name):
+    with pytest.raises(UserError, match=r"could not be read again.* give a directory without"):
+        main(["import", str(hf), str(tmp_path / name / "run")])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("fault", ["a value", "a leaf", "all data"])
+def test_an_import_that_does_not_read_back_is_no_success(hf, tmp_path, monkeypatch, fault):
+    commit = orbax_commit.commit
+
+    def spoil(*arguments):
+        commit(*arguments)
+        (state,) = tmp_path.glob("run/checkpoints/step_*/state")
+        if fault == "a value":
+            array = ocdbt.ts.open(ocdbt.spec(state, "params.norm.weight")).result()
+            array[...].write(0.5).result()
+        elif fault == "a leaf":
+            shutil.rmtree(state / "d")
+        else:
+            shutil.rmtree(state)
+
+    monkeypatch.setattr(orbax_commit, "commit", spoil)
+    with pytest.raises(StorageError, match="what was written could not be read again"):
+        main(["import", str(hf), str(tmp_path / "run")])
+    assert not list((tmp_path / "run" / "checkpoints").glob("*step*"))
+    assert not (tmp_path / "run" / "config.toml").exists()
+    monkeypatch.undo()
+    assert main(["import", str(hf), str(tmp_path / "run")]) == 0
+
+
+@pytest.mark.parametrize("form", ["hf", "dcp"])
+def test_an_export_that_does_not_read_back_is_no_success(run, tmp_path, monkeypatch, form):
+    with monkeypatch.context() as patched:
+        if form == "hf":
+            opened = commands.safetensors.open_directory
+            patched.setattr(
+                commands.safetensors, "open_directory", lambda d: dict(list(opened(d).items())[1:])
+            )
+        else:
+            write = dcp_writer.write_metadata
+            patched.setattr(
+                dcp_writer, "write_metadata",
+                lambda entries, *rest: write(dict(list(entries.items())[1:]), *rest),
+            )  # fmt: skip
+        with pytest.raises(StorageError, match="does not read as it was written"):
+            main(["export", str(run), str(tmp_path / form), f"--to={form}"])
+    assert not (tmp_path / form / "config.json").exists()
+    assert not (tmp_path / form / "latest").exists()

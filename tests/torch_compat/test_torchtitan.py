@@ -1,0 +1,183 @@
+"""torchtitan resumes what `export` writes, and `import` takes what torchtitan saves.
+
+`make test-torchtitan` installs three of its versions, without their dependencies on GPUs, where
+these tests find them; its own checkpoint manager, optimizer and schedule containers then save and
+load. Elsewhere a re-implementation of what 0.2 does stands in: the same calls of torch.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.errors import UserError
+from tests.processes.conftest import ROOT
+from tests.torch_compat.test_commands import assert_same, trained, values
+from torch_compat.__main__ import main
+from torch_compat.dcp_reader import open_dcp
+from torch_compat.files import Directory
+from torch_compat.lazy import of_array
+from torch_compat.names import DIALECTS
+from torch_compat.translation import Translation, translate
+
+torch = pytest.importorskip("torch")
+
+VERSIONS = {"0.1.0": "torchtitan-2025", "0.2.2": "torchtitan-2025", "0.3.0": "torchtitan"}
+LR = 3e-3  # tiny_config's
+
+
+def shapes(dialect, layers=2, dim=64, kv=32, hidden=256, vocab=256):
+    """Its Llama's parameters, as its models have them."""
+    qkv, head = {
+        "torchtitan": ("attention.qkv_linear", "lm_head"),
+        "torchtitan-2025": ("attention", "output"),
+    }[dialect]
+    layer = {
+        f"{qkv}.wq": [dim, dim], f"{qkv}.wk": [kv, dim], f"{qkv}.wv": [kv, dim],
+        "attention.wo": [dim, dim], "feed_forward.w1": [hidden, dim],
+        "feed_forward.w2": [dim, hidden], "feed_forward.w3": [hidden, dim],
+        "attention_norm": [dim], "ffn_norm": [dim],
+    }  # fmt: skip
+    return {
+        "tok_embeddings.weight": [vocab, dim],
+        **{f"layers.{i}.{m}.weight": shape for i in range(layers) for m, shape in layer.items()},
+        "norm.weight": [dim],
+        f"{head}.weight": [vocab, dim],
+    }  # fmt: skip
+
+
+def titan(version, what, folder, tmp_path, *, excluded=("dataloader",)):
+    """A job of torchtitan's: what it reports, and its parameters and moments."""
+    packages = ROOT / "build" / "torchtitan" / version
+    if not packages.is_dir():
+        pytest.skip("`make test-torchtitan` installs it")
+    settings = {"shapes": shapes(VERSIONS[version]), "lr": LR, "excluded": list(excluded),
+                "tokens": 3 * 8 * 32, "out": str(tmp_path / "out.pt")}  # fmt: skip
+    (tmp_path / "job.json").write_text(json.dumps(settings))
+    script = Path(__file__).with_name("titan_job.py")
+    command = [sys.executable, "-W", "ignore", script, what, folder, tmp_path / "job.json"]
+    path = os.pathsep.join([str(packages), str(ROOT)])
+    ended = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return json.loads(ended.stdout), torch.load(settings["out"])
+
+
+def export(run, to, dialect):
+    assert main(["export", str(run), str(to), "--to=dcp", f"--dialect={dialect}"]) == 0
+    return to / "step-2"
+
+
+def stored(checkpoint):
+    """Parameters and moments of an export, by the names that the job gives them."""
+    tensors = open_dcp(Directory(checkpoint)).tensors
+    named = {}
+    for key, tensor in tensors.items():
+        owner, _, field = key.removeprefix("optimizer.state.").rpartition(".")
+        is_state = key.startswith("optimizer.state.")
+        named[f"{field}.{owner}" if is_state else key] = tensor.all()
+    return named
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("version", ["0.2.2", "0.3.0"])
+def test_torchtitan_resumes_an_export(tmp_path, version):
+    trained(tmp_path / "run")
+    checkpoint = export(tmp_path / "run", tmp_path / "dcp", VERSIONS[version])
+    report, state = titan(version, "load", tmp_path / "dcp", tmp_path)
+    assert report == {
+        "step": 2, "ntokens_seen": 512, "updates": 2, "lr": pytest.approx(LR * 2 / 4),
+        "next": pytest.approx(LR / 4), "decay": pytest.approx(0.1),
+    }  # fmt: skip
+    assert_same(
+        {name: tensor.detach().numpy() for name, tensor in state.items()}, stored(checkpoint)
+    )
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_checkpoint_of_torchtitan_is_imported_and_comes_back(tmp_path, version):
+    config = trained(tmp_path / "run")
+    _, saved = titan(version, "save", tmp_path / "titan", tmp_path)
+    arguments = [str(tmp_path / "titan"), str(tmp_path / "imported"), f"--config={config}"]
+    assert main(["import", *arguments]) == 0
+    main(["export", str(tmp_path / "imported"), str(tmp_path / "back"), "--to=dcp",
+          f"--dialect={VERSIONS[version]}"])  # fmt: skip
+    assert_same(
+        {name: tensor.detach().numpy() for name, tensor in saved.items()},
+        stored(tmp_path / "back" / "step-3"),
+    )
+
+
+@pytest.mark.parametrize("dialect", ["torchtitan-2025", "torchtitan"])
+def test_torch_loads_an_export_as_torchtitan_asks_for_it(tmp_path, dialect, capsys):
+    """A model, an optimizer of one group, a `LambdaLR` and plain numbers: no key may be missing."""
+    trained(tmp_path / "run")
+    checkpoint = export(tmp_path / "run", tmp_path / "dcp", dialect)
+    assert "--checkpoint.exclude_from_loading dataloader" in capsys.readouterr().err
+    from torch.distributed.checkpoint import load
+    from torch.distributed.checkpoint import state_dict as sd
+
+    model = torch.nn.Module()
+    for name, shape in shapes(dialect).items():
+        holder = model
+        for part in name.split(".")[:-1]:
+            if part not in holder._modules:
+                holder.add_module(part, torch.nn.Module())
+            holder = holder._modules[part]
+        holder.register_parameter("weight", torch.nn.Parameter(torch.zeros(shape)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, foreach=False)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
+    flat = sd.StateDictOptions(flatten_optimizer_state_dict=True)
+    state = {
+        **sd.get_model_state_dict(model),
+        "optimizer": sd.get_optimizer_state_dict(model, optimizer, options=flat),
+        "lr_scheduler": schedule.state_dict(),
+        "train_state": {"step": 0, "ntokens_seen": 0},
+    }
+    load(state, checkpoint_id=str(checkpoint), no_dist=True)
+    if dialect == "torchtitan-2025":  # 0.3 has a code of its own, which takes the first one's
+        sd.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=flat)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(LR * 2 / 4)
+    schedule.load_state_dict(state["lr_scheduler"])
+    assert schedule.last_epoch == 2
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(LR / 4)
+    assert state["train_state"] == {"step": 2, "ntokens_seen": 512}
+    assert [type(value) for value in state["train_state"].values()] == [int, int]
+
+
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_a_complex_rotary_table_is_passed_over(tmp_path, prefix, capsys):
+    """torchtitan before September 2025 saved one, which is computed."""
+    from torch.distributed.checkpoint import save
+
+    config = trained(tmp_path / "run")
+    checkpoint = export(tmp_path / "run", tmp_path / "dcp", "torchtitan-2025")
+    theirs = {key: torch.tensor(t) for key, t in stored(checkpoint).items() if key in
+              shapes("torchtitan-2025")}  # fmt: skip
+    table = torch.polar(torch.ones(16, 8), torch.rand(16, 8))
+    state = {prefix + key: tensor for key, tensor in {**theirs, "freqs_cis": table}.items()}
+    save(state, checkpoint_id=str(tmp_path / "old"), no_dist=True)
+    arguments = [str(tmp_path / "old"), str(tmp_path / "imported"), f"--config={config}"]
+    assert main(["import", *arguments]) == 0
+    before, after = values(tmp_path / "run"), values(tmp_path / "imported")
+    for name in before:
+        if name.startswith("params."):
+            np.testing.assert_array_equal(after[name], before[name], err_msg=name)
+    assert main(["inspect", str(tmp_path / "old")]) == 0
+    assert "complex64" in capsys.readouterr().out
+
+
+def test_a_complex_weight_is_refused():
+    config = ModelConfig(dim=8, n_layers=1, n_heads=2, vocab_size=11)
+    by = Translation(DIALECTS["torchtitan-2025"], config, False, "SRC")
+    tensor = of_array(np.ones(8, np.complex64))
+    with pytest.raises(UserError, match=r"norm\.weight is complex64"):
+        translate({"norm.weight": tensor}, {"norm.weight": (8,)}, by)

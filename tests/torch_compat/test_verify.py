@@ -1,0 +1,129 @@
+"""What `verify` compares besides tensors, and what `--weights-only` leaves out."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from tests.torch_compat.test_stages import write_run
+from torch_compat import torch_zip
+from torch_compat.__main__ import main
+from torch_compat.files import Directory
+from torch_compat.place import TRAIN_STATE
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def dcp(run, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("dcp")
+    main(["export", str(run), str(directory), "--to=dcp"])
+    return directory
+
+
+def verify(capsys, a, b, *options):
+    """Exit code, what differs (name -> note), and notes."""
+    capsys.readouterr()
+    code = main(["verify", str(a), str(b), "--json", *options])
+    report = json.loads(capsys.readouterr().out)
+    return code, {d["name"]: d["note"] for d in report["differences"]}, report["notes"]
+
+
+def with_place(dcp, directory, change):
+    """A copy whose `train_state.pt` is another."""
+    shutil.copytree(dcp / "step_3", directory)
+    file = Directory(directory).open(TRAIN_STATE)
+    state = torch_zip.Archive(file, 0, file.size, "").object()
+    change(state)
+    state["rng"] = {}
+    pieces = torch_zip.archive(state)
+    (directory / TRAIN_STATE).write_bytes(b"".join(bytes(piece) for piece in pieces))
+    return directory
+
+
+def test_an_export_says_the_same_as_the_run_of_all_that_both_know(run, dcp, capsys):
+    for one, other in ((run, dcp), (dcp, run), (dcp, dcp), (run, run)):
+        assert verify(capsys, one, other)[:2] == (0, {})
+    assert main(["verify", str(run), str(dcp)]) == 0
+    assert "place, schedule and optimizer: 9 are the same" in capsys.readouterr().out
+
+
+PLACES = {
+    "place.step": lambda state: state.update(step=4),
+    "place.tokens": lambda state: state.update(tokens_seen=1536),
+    "schedule.updates": lambda state: state["scheduler"].update(last_epoch=2),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_another_place_is_named(run, dcp, tmp_path, capsys, name):
+    other = with_place(dcp, tmp_path / "step_3", PLACES[name])
+    for one in (run, dcp):
+        code, found, _ = verify(capsys, one, other)
+        assert code == 1
+        assert name in found
+        assert all(each.startswith(("place.", "schedule.")) for each in found)
+    assert verify(capsys, run, other, "--weights-only")[:2] == (0, {})
+    assert verify(capsys, dcp, other, "--weights-only")[:2] == (0, {})
+
+
+@pytest.mark.parametrize(
+    ("setting", "names"),
+    [
+        ("--optimizer.lr=1e-3", {"optimizer.lr", "optimizer.initial_lr"}),
+        ("--optimizer.betas=[0.9, 0.99]", {"optimizer.betas"}),
+        ("--optimizer.eps=1e-7", {"optimizer.eps"}),
+        ("--optimizer.weight_decay=0.2", {"optimizer.weight_decay"}),
+        ("--scheduler.warmup_steps=8", {"optimizer.lr"}),  # the schedule, as far as DCP tells it
+    ],
+)
+def test_other_settings_are_named(run, dcp, tmp_path, capsys, setting, names):
+    main(["export", str(run), str(tmp_path), "--to=dcp", setting])
+    for one in (run, dcp):
+        code, found, _ = verify(capsys, one, tmp_path)
+        assert (code, found.keys()) == (1, names)
+        assert verify(capsys, one, tmp_path, "--weights-only")[:2] == (0, {})
+
+
+def test_runs_are_compared_by_what_no_other_format_says(run, dcp, tmp_path, capsys):
+    settings = ["--scheduler.decay_steps=9", "--train.max_steps=50", "--model.rope_theta=5e5"]
+    config = f"--config={run / 'config.toml'}"
+    main(["import", str(dcp), str(tmp_path / "run"), config, *settings])
+    code, found, _ = verify(capsys, run, tmp_path / "run")
+    assert code == 1
+    assert found == {
+        "schedule.decay_steps": "None and 9",
+        "schedule.max_steps": "20 and 50",
+        "model.rope_theta": "10000.0 and 500000.0",
+    }
+
+
+def test_ranks_count_the_place_in_their_own_way(run, dcp, tmp_path, capsys):
+    main(["export", str(run), str(tmp_path), "--to=dcp", "--ranks=3"])
+    code, found, notes = verify(capsys, dcp, tmp_path)
+    assert (code, found) == (0, {})
+    assert any("place.batches of 1 ranks, place.batches of 3 ranks" in note for note in notes)
+    assert verify(capsys, run, tmp_path)[:2] == (0, {})
+
+
+def test_weights_alone_may_be_of_any_step_and_optimizer(run, dcp, tmp_path, capsys):
+    main(["export", str(run), str(tmp_path / "hf"), "--to=hf"])
+    config = f"--config={run / 'config.toml'}"
+    main(["import", str(dcp), str(tmp_path / "run"), config, "--weights-only"])
+    for other in (tmp_path / "hf", tmp_path / "run", dcp):
+        assert verify(capsys, run, other, "--weights-only")[:2] == (0, {})
+    code, found, notes = verify(capsys, run, tmp_path / "run")
+    assert (code, found) == (0, {})
+    assert notes == ["only one has optimizer state: weights were compared, nothing else"]
+    other = write_run(tmp_path / "other", seed=2)
+    found = verify(capsys, run, other, "--weights-only")[1]
+    assert {name.partition(".")[0] for name in found} == {"params"}
+
+
+def test_a_model_that_is_to_compute_otherwise_is_noted(run, tmp_path, capsys):
+    main(["export", str(run), str(tmp_path / "hf"), "--to=hf", "--model.rope_theta=5e5"])
+    assert np.any(["rope_theta = 500000" in n for n in verify(capsys, run, tmp_path / "hf")[2]])

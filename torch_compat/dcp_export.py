@@ -1,0 +1,158 @@
+"""An export to DCP: what each pipeline stage holds, and where the run stands."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.errors import StorageError
+from torch_compat import dcp_state, dcp_writer, place, stages, torch_zip
+from torch_compat.compare import check_written
+from torch_compat.dcp_reader import open_dcp
+from torch_compat.dcp_writer import Entry
+from torch_compat.files import Directory
+from torch_compat.lazy import Lazy
+from torch_compat.names import DIALECTS
+from torch_compat.names.kempnerforge import LACKS
+from torch_compat.staging import Unit
+from torch_compat.state import Held, Wanted
+
+
+@dataclasses.dataclass(frozen=True)
+class DcpExport:
+    """One checkpoint that becomes a `step_<n>` of DCP.
+
+    Attributes:
+        held: what to write.
+        wanted: what its config declares.
+        dialect: whose names to use.
+        layout: of optimizer state; None takes the dialect's.
+        ranks: data-parallel ranks that will go on with it.
+        stages: pipeline stages that will; with several, each gets a checkpoint of its own.
+        weights_only: leave the optimizer out.
+    """
+
+    held: Held
+    wanted: Wanted
+    dialect: str
+    layout: str | None
+    ranks: int
+    stages: int
+    weights_only: bool
+
+    @property
+    def name(self) -> str:
+        """Of the directory: `step_<n>`, or `step-<n>` for torchtitan."""
+        assert self.held.progress is not None
+        separator = "-" if self._is_titan else "_"
+        return f"step{separator}{self.held.progress.step}"
+
+    def notes(self) -> list[str]:
+        """What the user should know.
+
+        Raises:
+            UserError: the position in the data falls within a batch of so many ranks.
+        """
+        if self._has_place:
+            self._train_state()
+        if self._is_titan and self.held.moments is not None:
+            return dcp_state.titan_notes(self.wanted)
+        is_theirs = self.dialect == "kempnerforge"
+        return _unknown_to_kempnerforge(self.wanted.config.model) if is_theirs else []
+
+    def work(
+        self, directory: Path, block: int
+    ) -> tuple[list[Unit], Callable[[Mapping[str, Any]], None]]:
+        """What there is to do.
+
+        Args:
+            directory: where the files go.
+            block: bytes that may be in memory at a time.
+
+        Returns:
+            The units to write, and what makes a checkpoint of their results.
+        """
+        parts = self._parts()
+        units = {
+            stage: dcp_writer.units(entries, directory / stage, block, prefix=stage)
+            for stage, entries in parts.items()
+        }
+
+        def finish(done: Mapping[str, Any]) -> None:
+            if self._has_place:
+                self._write_place(directory)
+            for stage, entries in parts.items():
+                places = {unit.name: done[unit.name] for unit in units[stage]}
+                dcp_writer.write_metadata(entries, places, directory / stage, block)
+            every = itertools.chain.from_iterable(part.items() for part in parts.values())
+            written = {key: e.value for key, e in every if isinstance(e.value, Lazy)}
+            check_written(open_dcp(Directory(directory)).tensors, written, str(directory))
+
+        return list(itertools.chain.from_iterable(units.values())), finish
+
+    def _parts(self) -> dict[str, dict[str, Entry]]:
+        """What each pipeline stage writes, by the name of its directory."""
+        flat = self.layout == "flat" if self.layout else self._is_titan
+        entries = functools.partial(
+            dcp_state.entries, wanted=self.wanted, dialect=DIALECTS[self.dialect],
+            flat=flat, prefix="" if self._is_titan else "model.", weights_only=self.weights_only,
+        )  # fmt: skip
+        held = stages.split(self.held, self.wanted.config.model.n_layers, self.stages)
+        parts = {stage: entries(part) for stage, part in held.items()}
+        if self._is_titan and self.held.moments is not None:
+            parts[""] |= dcp_state.place_within(self.held, self.wanted)
+        return parts
+
+    @property
+    def _is_titan(self) -> bool:
+        return self.dialect.startswith("torchtitan")
+
+    @property
+    def _has_place(self) -> bool:
+        return self.held.moments is not None and not self._is_titan
+
+    def _train_state(self) -> dict[str, Any]:
+        assert self.held.progress is not None
+        updates = int(self.held.scalars["updates"])
+        return place.train_state(self.held.progress, updates, self.wanted.config, self.ranks)
+
+    def _write_place(self, directory: Path) -> None:
+        progress = self.held.progress
+        assert progress is not None
+        with (directory / place.TRAIN_STATE).open("wb") as file:
+            for piece in torch_zip.archive(self._train_state()):
+                file.write(piece)
+        about = {"step": progress.step, "tokens_seen": progress.tokens}
+        (directory / "metadata.json").write_text(json.dumps(about, indent=2))
+
+
+def _unknown_to_kempnerforge(model: ModelConfig) -> list[str]:
+    plain = ModelConfig()
+    return [
+        f"KempnerForge has no model.{key}: it would load these weights and compute something else"
+        for key in LACKS
+        if getattr(model, key) != getattr(plain, key)
+    ]
+
+
+def point_latest(checkpoint: Path) -> None:
+    """Makes `latest`, as KempnerForge keeps it: a relative link, replaced in one step.
+
+    Raises:
+        StorageError: the file system has no links, or is full; the checkpoint is whole.
+    """
+    temporary = checkpoint.parent / "latest.tmp"
+    try:
+        temporary.unlink(missing_ok=True)
+        os.symlink(checkpoint.name, temporary)
+        temporary.replace(checkpoint.parent / "latest")
+    except OSError as error:
+        raise StorageError(
+            f"{checkpoint} is whole, but {temporary.with_name('latest')} could not be made to "
+            f"point to it ({error.strerror}): name the checkpoint itself to who loads it"
+        ) from error

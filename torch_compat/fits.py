@@ -1,0 +1,55 @@
+"""Whether what a run has stored is what a config says of it."""
+
+from collections.abc import Iterator
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.errors import UserError
+from torch_compat.names.table import differences
+from torch_compat.state import Held, Wanted
+from torch_compat.translation import shortened
+
+_STRUCTURE = ("n_heads", "kv_heads", "activation")
+_CONSTANTS = ("norm_eps", "rope_theta", "rope_scaling", "qk_norm_eps")
+UNSEEN = (*_STRUCTURE, *_CONSTANTS)
+"""Keys of `[model]` that the shapes of the weights do not tell."""
+
+
+def check_fits(held: Held, wanted: Wanted, trained: ModelConfig, where: str) -> None:
+    """Compares a run's state with a config, which settings of the user's may have changed.
+
+    Args:
+        held: the state.
+        wanted: what the config declares.
+        trained: the model in the run's own config.
+        where: the checkpoint, for the message.
+
+    Raises:
+        UserError: the config is of another model or optimizer; what differs is listed.
+    """
+    problems = list(differences(wanted.params, held.params, held.params.keys() - wanted.params))
+    problems += unseen(trained, wanted.config.model, _STRUCTURE)
+    if held.moments is not None and held.moments.keys() != wanted.moments.keys():
+        fields = [", ".join(sorted(moments)) for moments in (held.moments, wanted.moments)]
+        name = wanted.config.optimizer.name
+        problems.append(f'its optimizer has {fields[0]}; optimizer.name = "{name}" has {fields[1]}')
+    if problems:
+        listed = "\n  ".join(shortened(problems))
+        raise UserError(
+            f"{where} is not of this config; the one that is stored in it is:\n  {listed}"
+        )
+
+
+def unseen(
+    trained: ModelConfig, model: ModelConfig, keys: tuple[str, ...] = _CONSTANTS
+) -> Iterator[str]:
+    """What two models differ in that the shapes of their weights do not tell.
+
+    Args:
+        trained: the model that the weights are of.
+        model: what it is taken for.
+        keys: of `[model]`; by default constants that one may well change.
+    """
+    for key in keys:
+        was, now = getattr(trained, key), getattr(model, key)
+        if was != now and (key != "qk_norm_eps" or model.qk_norm):
+            yield f"model.{key} is {now} and the weights were trained with {was}"

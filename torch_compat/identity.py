@@ -1,0 +1,80 @@
+"""What a conversion is of. A run of the command goes on with another's pieces if this is the same.
+
+The files of the source by size, time and inode, the config with every default and override in it,
+and what the user asked for.
+"""
+
+import dataclasses
+import os
+import posixpath
+from pathlib import Path
+from typing import Any
+
+from jaxforge import storage
+from jaxforge.errors import UserError
+from torch_compat import dcp_reader, hf_state, orbax_store, place
+from torch_compat.checkpoints import Found
+from torch_compat.files import Directory
+from torch_compat.state import Held, Wanted
+
+_NOT_OPTIONS = ("source", "config", "overrides")  # the two latter are in the resolved config
+
+
+def files_of(found: Found) -> dict[str, dict[str, str]]:
+    """Directory -> file -> what changes when the file does, of all files that are converted."""
+    try:
+        return _files_of(found)
+    except FileNotFoundError:
+        return {}  # it is just being removed
+
+
+def _files_of(found: Found) -> dict[str, dict[str, str]]:
+    if found.format == "jaxforge" and storage.in_bucket(found.directory.path):
+        from jaxforge import buckets  # here, as its clients take a second to import
+
+        return {found.directory.path: buckets.stamps(found.directory.path)}
+    if found.format == "jaxforge":
+        step = Path(found.directory.path)
+        roots = [step / "state", step / "config", orbax_store.run_of(step) / "tokenizer"]
+        every = [Directory(d) for root in roots for d, _, _ in os.walk(root)]
+    elif found.format == "dcp":
+        beside = found.directory / posixpath.dirname(place.EXTRA_STATE)
+        every = [found.directory, *dcp_reader.parts(found.directory), beside]
+    else:
+        stamps = found.directory.stamps().items()
+        return {str(found.directory): {n: s for n, s in stamps if hf_state.is_read(n)}}
+    return {str(directory): directory.stamps() for directory in every}
+
+
+def check_unchanged(found: Found, files: dict[str, dict[str, str]]) -> None:
+    """Looks whether the files are those that a conversion began with.
+
+    Raises:
+        UserError: some were replaced, came or went.
+    """
+    if files_of(found) != files:
+        raise UserError(
+            f"{found.directory} changed while it was converted: nothing is there under the name of "
+            "the result; run the same command again when the source is at rest"
+        )
+
+
+def identity(job: Any, files: dict[str, Any], held: Held, wanted: Wanted) -> dict[str, Any]:  # noqa: ANN401 (any dataclass)
+    """JSON that is the same in every process of one conversion, and in no other conversion.
+
+    Args:
+        job: the conversion; what it has but its source and config are options.
+        files: of its source, from before it was opened.
+        held: what the source holds.
+        wanted: what the config declares.
+    """
+    names = [f.name for f in dataclasses.fields(job) if f.name not in _NOT_OPTIONS]
+    progress = held.progress
+    return {
+        "job": type(job).__name__,
+        "source": str(job.source.directory),
+        "files": files,
+        "config": wanted.config.model_dump(mode="json"),
+        "options": {name: str(getattr(job, name)) for name in names},
+        "progress": progress and [progress.step, progress.samples, progress.tokens],
+    }

@@ -1,0 +1,101 @@
+"""The end of an import: Orbax makes a checkpoint of the arrays that lie staged."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from jaxforge.checkpoint import layout
+from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.config.checkpoint import CheckpointConfig
+from jaxforge.config.job import JobConfig
+from jaxforge.training.guard import GuardState
+from jaxforge.training.progress import Progress
+from torch_compat.files import link
+from torch_compat.lazy import Lazy
+from torch_compat.state import Held
+from torch_compat.training_state import declared
+
+
+def scalars(held: Held) -> dict[str, np.ndarray]:
+    """The arrays of a checkpoint that are neither parameters nor moments, by name."""
+    assert held.progress is not None
+    guard = GuardState.fresh(held.progress.skipped)._asdict() | dict(held.guard)
+    assert guard.keys() == set(GuardState._fields)
+    return {
+        "step": np.asarray(held.progress.step, np.int32),
+        **{f"optimizer.{name}": np.asarray(value) for name, value in held.scalars.items()},
+        **{f"guard.{name}": np.asarray(value) for name, value in guard.items()},
+    }
+
+
+def names(state: Path) -> set[str]:
+    """Those of all arrays of a checkpoint, as Orbax finds them."""
+    return set(flatten_dict(ocp.PyTreeCheckpointHandler().metadata(state).tree, sep="."))
+
+
+def commit(
+    progress: Progress, config: JobConfig, run: Path, store: Path, arrays: Mapping[str, Lazy]
+) -> None:
+    """Makes the checkpoint.
+
+    Args:
+        progress: where the run stands.
+        config: the config that goes beside the arrays.
+        run: the run directory.
+        store: where the arrays are staged.
+        arrays: all of them, by name.
+    """
+    tree = {name: _Staged(store, a.shape, a.dtype) for name, a in arrays.items()}
+    nested = {"optimizer": {}, **unflatten_dict(tree, sep=".")}
+    model, like = declared(config)
+    if not nested["optimizer"]:
+        like = dataclasses.replace(like, opt_state=())
+    checkpoints = Checkpoints(
+        run,
+        CheckpointConfig(async_mode="disabled", keep_last_n=0),
+        model.axes,
+        config.model_dump(mode="json"),
+        arrays=ocp.PyTreeCheckpointHandler(
+            type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+                (_Staged, _StagedHandler())
+            )
+        ),
+    )
+    checkpoints.save(progress, layout.from_tree(nested, like))
+    checkpoints.close()
+
+
+class _Staged:
+    """An array whose data were written beforehand."""
+
+    def __init__(self, store: Path, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        self.store, self.shape, self.dtype = store, shape, dtype
+        self.ndim, self.size = len(shape), int(np.prod(shape, dtype=np.int64))
+        self.nbytes = self.size * dtype.itemsize
+
+
+class _StagedHandler(ocp.type_handlers.NumpyHandler):
+    """Brings staged data in as if it had written them; links, so that a crash loses nothing."""
+
+    async def serialize(
+        self,
+        values: Sequence[_Staged],
+        infos: Sequence[ocp.type_handlers.ParamInfo],
+        args: Sequence[ocp.SaveArgs] | None = None,
+    ) -> list[Any]:
+        await infos[0].await_path_creation()
+        for store in values[0].store.glob("ocdbt.process_*"):
+            target = Path(infos[0].parent_dir) / store.name
+            for path in sorted(store.rglob("*")):
+                made = target / path.relative_to(store)
+                if path.is_dir():
+                    made.mkdir(parents=True, exist_ok=True)
+                elif not made.exists():
+                    made.parent.mkdir(parents=True, exist_ok=True)
+                    link(path, made)
+        return []

@@ -1,0 +1,37 @@
+"""The training state that a config declares, as JAX knows it: for what needs more than shapes."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
+
+from jaxforge.checkpoint import layout
+from jaxforge.config.job import JobConfig
+from jaxforge.model.transformer import Model
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.training.state import TrainState, create
+from torch_compat.shapes import Shape
+from torch_compat.state import layer_names
+
+
+def declared(config: JobConfig) -> tuple[Model, TrainState]:
+    """The model, and shapes and dtypes of all arrays; nothing is allocated."""
+    model = Model(config.model, param_dtype=jnp.dtype(config.train.param_dtype))
+    optimizer = build_optimizer(config, model.axes)
+    return model, jax.eval_shape(lambda: create(model, optimizer, jax.random.key(0)))
+
+
+def fields(config: JobConfig) -> tuple[dict[str, dict[str, Shape]], tuple[str, ...]]:
+    """The optimizer's moments, as field -> our name -> shape, and the names of its other fields."""
+    tree = layout.to_tree(declared(config)[1])["optimizer"]
+    moments = {name: dict(shapes(part)) for name, part in tree.items() if isinstance(part, dict)}
+    return moments, tuple(name for name in tree if name not in moments)
+
+
+def shapes(tree: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
+    """Name and shape of each array, an entry per layer."""
+    for name, leaf in flatten_dict(tree, sep=".").items():
+        for each in layer_names(name, leaf.shape[0] if leaf.shape else 1):
+            yield each, tuple(leaf.shape[1:] if each != name else leaf.shape)
