@@ -218,7 +218,7 @@ class _Files(dict[str, Bytes]):
 
 def _open_one(directory: Directory) -> tuple[dict[str, Lazy], Objects]:
     where = f"{directory}/{METADATA}"
-    data = directory.read(METADATA, limits.PICKLE)
+    data = directory.view(METADATA, limits.PICKLE)
     metadata = pickles.load(data, _NAMES, where)
     if not isinstance(metadata, _Metadata) or not isinstance(metadata.state_dict_metadata, dict):
         raise UserError(f"{where}: holds no DCP metadata")

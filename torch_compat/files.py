@@ -111,7 +111,11 @@ class Directory:
         return os.path.exists(path) if self._fs is None else self._fs.exists(path)
 
     def read(self, name: str, most: int = limits.DOCUMENT) -> bytes:
-        """A whole small file.
+        """A whole small file; arguments and errors as of `view`."""
+        return self.view(name, most).tobytes()
+
+    def view(self, name: str, most: int) -> memoryview:
+        """A whole file, which takes no memory where it can be mapped.
 
         Args:
             name: its name.
@@ -123,7 +127,7 @@ class Directory:
         file = self.open(name)
         if file.size > most:
             raise UserError(f"{self}/{name}: {file.size} bytes, more than such a file can have")
-        return file(0, file.size).tobytes()
+        return file(0, file.size).data
 
     def open(self, name: str) -> Bytes:
         """A file in it.

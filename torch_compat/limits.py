@@ -11,6 +11,7 @@ from jaxforge.errors import UserError
 
 NAME = 1024  # characters of a tensor's or a file's name
 INTEGER = 512  # bytes of an integer in a pickle
+LINE = 4096  # bytes of a name in a pickle, one that ends with its line
 TUPLE_KEYS = 1000  # keys of dicts in a pickle that are tuples: anyone can make theirs collide
 MADE = 32 << 20  # bytes that reading a pickle may make, and for each of its own bytes ...
 MADE_PER_BYTE = 24

@@ -14,6 +14,7 @@ from torch_compat import limits
 
 _OBJECT, _ITEM = 64, 16  # bytes of an object, and of each thing in it
 _SET = 232
+_ENTRY = 8  # of the memo
 
 
 class Record:
@@ -32,21 +33,24 @@ class Machine:
     """Reads one pickle.
 
     Args:
-        data: the pickle.
+        data: the pickle; mapped, it takes no memory.
         find: (module, name) -> what stands for it.
         persistent: what stands for a persistent id.
     """
 
     def __init__(
-        self, data: bytes, find: Callable[[str, str], Any], persistent: Callable[[Any], Any]
+        self,
+        data: bytes | memoryview,
+        find: Callable[[str, str], Any],
+        persistent: Callable[[Any], Any],
     ) -> None:
-        self._data, self._at = data, 0
+        self._data, self._at = memoryview(data), 0
         self._find, self._persistent = find, persistent
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: list[Any] = []
         self._named: set[type] = set()  # types of what the names stand for: all hash at once
-        self._left = limits.MADE + limits.MADE_PER_BYTE * len(data)
+        self._nbytes = 0  # of what was made
         self._tuple_keys = limits.TUPLE_KEYS
 
     def run(self) -> Any:  # noqa: ANN401 (a pickle holds anything)
@@ -61,22 +65,24 @@ class Machine:
             if code not in _INSTRUCTIONS:
                 raise ValueError(f"an instruction {bytes([code])!r}, which no checkpoint needs")
             _INSTRUCTIONS[code](self)
+        if self._at + 1 < len(data):
+            raise ValueError(f"{len(data) - self._at - 1} bytes after its end")
         return self._stack.pop()
 
     def _take(self, length: int) -> bytes:
         start, self._at = self._at, self._at + length
         if length < 0 or self._at > len(self._data):
             raise ValueError("it ends in the middle")
-        return self._data[start : self._at]
+        return bytes(self._data[start : self._at])
 
     def _line(self) -> bytes:
-        line = self._take(self._data.index(b"\n", self._at) + 1 - self._at)
-        return line[:-1]
+        ahead = bytes(self._data[self._at : self._at + limits.LINE])
+        return self._take(ahead.index(b"\n") + 1)[:-1]
 
     def _made(self, nbytes: int) -> None:
-        self._left -= nbytes
-        if self._left < 0:
-            raise ValueError(f"its {len(self._data)} bytes would become far more")
+        self._nbytes += nbytes
+        if self._nbytes > limits.MADE + limits.MADE_PER_BYTE * self._at:
+            raise ValueError(f"its first {self._at} bytes would become far more")
 
     def _since_mark(self) -> list[Any]:
         mark = self._marks.pop()
@@ -172,8 +178,7 @@ class Machine:
 
     def _put(self, index: int) -> None:
         if index >= len(self._memo):
-            if index > len(self._data):
-                raise ValueError(f"entry {index} of the memo, in {len(self._data)} bytes")
+            self._made(_ENTRY * (index - len(self._memo)))  # those that it leaves out
             self._memo.extend([_NOTHING] * (index + 1 - len(self._memo)))
         self._memo[index] = self._stack[-1]
 

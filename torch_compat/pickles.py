@@ -19,7 +19,7 @@ class Unsafe(UserError):
 
 
 def load(
-    data: bytes,
+    data: bytes | memoryview,
     names: Mapping[tuple[str, str], Any],
     where: str,
     persistent: Callable[[Any], Any] | None = None,

@@ -194,11 +194,11 @@ class Archive:
         small = entry.length <= limits.CHECKED
         return Checked(part, entry.crc, where) if small and entry.crc else part
 
-    def _read(self, name: str, most: int) -> bytes:
+    def _read(self, name: str, most: int) -> memoryview:
         record = self._record(name)
         if record.size > most:
             raise UserError(f"{self._where}: {name} has {record.size} bytes, which is too much")
-        return record(0, record.size).tobytes()
+        return record(0, record.size).data
 
     def _resolve(self, value: Any, seen: dict[int, Any]) -> Any:  # noqa: ANN401
         """`value` with lazy tensors; what is shared in it is looked at once."""

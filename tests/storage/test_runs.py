@@ -74,14 +74,14 @@ def test_a_killed_and_throttled_run_is_the_run_undisturbed(server, bucket, toml,
     there = [f"--checkpoint.dir={bucket}/run", f"--data.dataset_path={bucket}/data"]
     assert train.main([*settings, *here]) == 0
 
-    server.throttle(every=8)
+    server.throttle(every=12)
     run = storage.path(f"{bucket}/run")
-    command = [sys.executable, "-m", "jaxforge.train", *settings, *there, "--train.max_steps=5000"]
+    command = [sys.executable, "-m", "jaxforge.train", *settings, *there, "--train.max_steps=200"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         while not (run / "checkpoints" / "step_4" / storage.COMMITTED).exists():
             assert process.poll() is None, process.communicate()[0].decode()
-            time.sleep(0.05)
+            time.sleep(0.5)
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate()
@@ -92,7 +92,7 @@ def test_a_killed_and_throttled_run_is_the_run_undisturbed(server, bucket, toml,
     steps = killed_at + 4
     assert train.main([*settings, *there, f"--train.max_steps={steps}"]) == 0
     server.throttle(0)
-    assert server.refused > 20
+    assert server.refused > 5
     assert sorted(losses(run)) == list(range(1, steps + 1))
     same = set(losses(run)) & set(losses(tmp_path / "run"))
     assert {n: losses(run)[n] for n in same} == {n: losses(tmp_path / "run")[n] for n in same}

@@ -245,7 +245,10 @@ def of_metadata(rng: Random, path: Path) -> str:
         found.state_dict_metadata[str(value(rng))] = found.state_dict_metadata.pop(key)
     else:
         object.__setattr__(target, field, other)
-    path.write_bytes(pickle.dumps(found))
+    try:
+        path.write_bytes(pickle.dumps(found))
+    except RecursionError:  # Python cannot write it; `of_pickle` can
+        return of_bytes(rng, path)
     return f"{field} = {str(other)[:60]}"
 
 

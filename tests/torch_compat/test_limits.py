@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import struct
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -183,6 +184,28 @@ def test_the_same_chunks_cannot_be_named_again_and_again(broken):  # noqa: F811
     data = pickles.dump(value, 4).replace(here, once, 1).replace(here, b"j\1\0\1\0")
     (broken / METADATA).write_bytes(data)
     with pytest.raises(UserError, match="more chunks than it can hold"):
+        read_all(broken)
+
+
+def test_a_vast_file_takes_no_memory(broken):  # noqa: F811
+    """A sparse one costs its maker nothing; it is refused for the bytes after its end."""
+    data = pickles.dump(metadata(), 4)
+    (broken / METADATA).write_bytes(data)
+    os.truncate(broken / METADATA, 1 << 30)
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match=f"{(1 << 30) - len(data)} bytes after its end"):
+            read_all(broken)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_a_pickle_makes_is_held_against_what_was_read(broken):  # noqa: F811
+    """Not against the size of the file, which may be holes for the most part."""
+    (broken / METADATA).write_bytes(b"\x80\x04" + b"]" * (1 << 20))
+    os.truncate(broken / METADATA, 1 << 29)
+    with pytest.raises(UserError, match=r"its first \d+ bytes would become far more"):
         read_all(broken)
 
 

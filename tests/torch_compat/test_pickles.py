@@ -146,11 +146,11 @@ def test_what_is_no_pickle_is_the_users_error(data):
         pickles.load(data, OURS, "here")
 
 
-@pytest.mark.parametrize("index", [2**20, 2**28, 2**32 - 1])
+@pytest.mark.parametrize("index", [2**23, 2**28, 2**32 - 1])
 def test_a_few_bytes_cannot_ask_for_gigabytes(index):
-    """An entry of the memo far out would be allocated with all before it."""
+    """An entry far more far out would be allocated with all before it."""
     binary = b"\x80\x02Nr" + struct.pack("<I", index) + b"."
     text = b"\x80\x02Np" + str(index).encode() + b"\n."
     for data in (binary, text):
-        with pytest.raises(UserError, match="of the memo"):
+        with pytest.raises(UserError, match="far more"):
             pickles.load(data, OURS, "here")
