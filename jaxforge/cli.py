@@ -34,7 +34,7 @@ def run_main(
             _check_xla_flags(os.environ.get("XLA_FLAGS", ""))
         return main()
     except (UserError, StorageError) as error:
-        print(f"error: {_printable(str(error))}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -81,7 +81,7 @@ def _gist(said: str) -> str:
     return first.partition("] ")[2].removesuffix(".") or first or "XLA cannot read it"
 
 
-def _printable(message: str) -> str:
+def printable(message: str) -> str:
     """A message without what a terminal obeys or cannot show, which names in files may have."""
     return "".join(
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in message

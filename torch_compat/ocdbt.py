@@ -30,6 +30,9 @@ from torch_compat.files import Bytes, Directory, in_file
 from torch_compat.lazy import DTYPES, Index, Lazy, extent, intersection, relative, whole
 from torch_compat.limits import shown
 
+DATA = "d"
+"""Directories of index and chunks, below that of the database or of a process."""
+
 _ZARRAY = "/.zarray"
 _LOCATION = re.compile(r"value:([^:%]*):([^:%]*):(\d+):(\d+)")
 

@@ -21,7 +21,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.load import make_config
 from jaxforge.errors import StorageError, UserError
 from jaxforge.training.progress import Progress
-from torch_compat import ocdbt
+from torch_compat import limits, ocdbt
 from torch_compat.compare import check_written
 from torch_compat.lazy import Index, Lazy, blocks, extent, of_array, whole
 from torch_compat.staging import Share, Staging, Unit, naming_failure, partial_of
@@ -45,8 +45,7 @@ def open_orbax(path: Path) -> tuple[Held, JobConfig]:
     """
     run, step = find(path)
     directory = run / "checkpoints" / f"step_{step}"
-    if odd := _no_files(directory):
-        raise UserError(f"{directory} is damaged ({odd[0].name} is no regular file)")
+    _check_files(directory)
     try:
         values = dict(json.loads((directory / "config/metadata").read_text()))
         progress = json.loads((directory / "progress/metadata").read_text())
@@ -74,11 +73,22 @@ def open_orbax(path: Path) -> tuple[Held, JobConfig]:
     return held, config
 
 
-def _no_files(directory: Path) -> list[Path]:
-    """What would be waited for: pipes and the like. There are none in a bucket."""
-    if storage.in_bucket(directory):
-        return []
-    return [p for p in directory.rglob("*") if not p.is_file() and not p.is_dir()]
+def _check_files(directory: Path) -> None:
+    """Before anybody waits for a pipe, or fills the memory with what describes the arrays.
+
+    Raises:
+        UserError: one of the files cannot be what it should.
+    """
+    if storage.in_bucket(directory):  # which holds only objects
+        return
+    for path in filter(lambda path: not path.is_dir(), directory.rglob("*")):
+        if not path.is_file():
+            raise UserError(f"{directory} is damaged ({path.name} is no regular file)")
+        if path.parent.name != ocdbt.DATA and path.stat().st_size > limits.DOCUMENT:
+            raise UserError(
+                f"{directory} is damaged ({path.name} has {path.stat().st_size} bytes, more than "
+                "such a file can have)"
+            )
 
 
 def stage(

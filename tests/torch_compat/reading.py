@@ -8,6 +8,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from jaxforge.cli import printable
 from jaxforge.errors import StorageError, UserError
 from tests.torch_compat import subjects
 from torch_compat import checkpoints, dcp_state, safetensors
@@ -54,7 +55,7 @@ def outcome(path):
         answer["held"] = read(path)
         answer["says so"] = _reference_agrees(path)
     except (UserError, StorageError) as error:
-        answer |= {"kind": "refused", "message": str(error)}
+        answer |= {"kind": "refused", "message": printable(str(error))}  # as the command does
     except BaseException:  # whatever it is, it is a fault
         answer |= {"kind": "traceback", "message": traceback.format_exc()[-1500:]}
     return answer | {"memory": _status("VmHWM") - before}

@@ -50,6 +50,15 @@ def test_a_pipe_among_the_arrays_of_a_run_is_refused(subjects, tmp_path):
     assert (answer["kind"], "no regular file" in answer["message"]) == ("refused", True)
 
 
+@pytest.mark.parametrize("name", ["manifest.ocdbt", "_METADATA", "metadata"])
+def test_what_describes_the_arrays_of_a_run_is_not_vast(subjects, tmp_path, name):
+    """Tensorstore would abort for want of memory; found by the fuzzer."""
+    run = shutil.copytree(subjects["jaxforge"], tmp_path / "run")
+    os.truncate(next(run.glob(f"checkpoints/*/*/{name}")), 1 << 39)
+    answer = reading.outcome(run)
+    assert (answer["kind"], "more than such a file can" in answer["message"]) == ("refused", True)
+
+
 def test_what_is_no_outcome_is_a_fault():
     """The judge itself."""
     answer = {"kind": "read", "message": "", "held": {"w": "1"}, "says so": False, "memory": 0}
