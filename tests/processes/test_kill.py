@@ -9,7 +9,7 @@ import time
 
 from tests.machine import wait_until
 
-KILLS, STEPS = 6, 270
+KILLS, STEPS = 4, 150
 OVERRIDES = [f"--train.max_steps={STEPS}", "--checkpoint.interval=3", "--data.num_workers=2"]
 
 
