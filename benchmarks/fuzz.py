@@ -134,7 +134,7 @@ def fuzz(args: argparse.Namespace, place: Path) -> Tally:
         mutant = place / "mutant"
         shutil.copytree(subjects[name], mutant, symlinks=True)
         what = mutations.mutate(np.random.default_rng([args.seed, number]), mutant)
-        kind, message = reading.judge(worker.read(mutant), originals[name])
+        kind, message = reading.judge(worker.read(mutant), originals[name], what)
         shutil.rmtree(mutant)
         tally.outcomes[name][kind] += 1
         if kind.isupper():
@@ -143,7 +143,8 @@ def fuzz(args: argparse.Namespace, place: Path) -> Tally:
             worker.end()
             worker = Worker()
         if kind.isupper() or args.only is not None:
-            print(f"{number} {name}: {what}\n    {kind}: {message[:2000]}", flush=True)
+            said = f"{number} {name}: {what}\n    {kind}: {message[:2000]}"
+            print(said.encode("ascii", "backslashreplace").decode(), flush=True)
         if args.out is not None and (number % 200 == 0 or kind.isupper()):
             tally.write(args.out, args.seed, time.monotonic() - began)
     worker.end()

@@ -148,10 +148,9 @@ class Directory:
             if not any(real.startswith(root + os.sep) for root in self._real_roots()):
                 raise UserError(f"{self}: {shown(name)!r} is a link out of the checkpoint; refused")
             return _Local(path)
-        except OSError as error:
-            raise UserError(
-                f"{self}: {shown(name)} cannot be read ({error.strerror or error})"
-            ) from error
+        except (OSError, ValueError) as error:  # ValueError: no file can have such a name
+            what = getattr(error, "strerror", None) or error
+            raise UserError(f"{self}: {shown(name)} cannot be read ({what})") from error
 
     def _real_roots(self) -> list[str]:
         """What links may lead into: itself, and in Hugging Face's cache the files it links to."""

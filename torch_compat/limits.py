@@ -17,6 +17,7 @@ MADE = 32 << 20  # bytes that reading a pickle may make, and for each of its own
 MADE_PER_BYTE = 24
 PICKLE = 1 << 30  # bytes of a pickle
 DOCUMENT = 32 << 20  # bytes of a JSON document
+DEPTH = 64  # of what a JSON document holds
 DOCUMENT_MADE = 160 << 20  # bytes of the values in it
 CHUNK = 20  # bytes of a `.metadata` for each chunk, at least
 CUT_DIMENSIONS = 4  # of one tensor, along which its chunks are cut
@@ -66,4 +67,18 @@ def load_json(data: bytes, where: str) -> dict[str, Any]:
         raise UserError(f"{where}: not JSON ({shown(error)})") from error
     if not isinstance(document, dict):
         raise UserError(f"{where}: not an object with keys")
+    if _is_deeper(document, DEPTH):
+        raise UserError(f"{where}: lists and objects in each other, more than {DEPTH} deep")
     return document
+
+
+def _is_deeper(value: Any, depth: int) -> bool:  # noqa: ANN401 (any JSON)
+    level = [value]
+    for _ in range(depth):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return bool(level)

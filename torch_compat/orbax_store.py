@@ -6,7 +6,6 @@ is Orbax's own work (`orbax_commit`).
 """
 
 import functools
-import json
 import math
 import shutil
 from pathlib import Path
@@ -47,8 +46,10 @@ def open_orbax(path: Path) -> tuple[Held, JobConfig]:
     directory = run / "checkpoints" / f"step_{step}"
     _check_files(directory)
     try:
-        values = dict(json.loads((directory / "config/metadata").read_text()))
-        progress = json.loads((directory / "progress/metadata").read_text())
+        values, progress = (
+            limits.load_json((directory / part).read_bytes(), f"{directory} is damaged: {part}")
+            for part in ("config/metadata", "progress/metadata")
+        )
         leaves = ocdbt.open_arrays(directory / "state")
     except UserError:
         raise

@@ -17,6 +17,8 @@ from jaxforge.config.schema import Path, all_keys, alternatives, dotted, expecte
 VISION_SECTIONS = ("vision_encoder", "adapter", "vlm", "video", "model.vlm")
 """Tables of vision-language models, refused by name."""
 
+_LONG = 200  # characters of a key that no key has
+
 
 class Sources(NamedTuple):
     """Where the values of a configuration came from."""
@@ -93,8 +95,9 @@ def _unknown(path: Path) -> str:
     for table in VISION_SECTIONS:
         if f"{dotted(path)}.".startswith(f"{table}."):
             return f"[{table}] cannot be used: jaxforge trains text models only"
-    keys = " or ".join(_nearest_keys(path))
-    return f"unknown key {dotted(path)}" + (f"; did you mean {keys}?" if keys else "")
+    name, keys = dotted(path), " or ".join(_nearest_keys(path))
+    name = name if len(name) < _LONG else f"{name[:_LONG]}..."
+    return f"unknown key {name}" + (f"; did you mean {keys}?" if keys else "")
 
 
 def _nearest_keys(path: Path) -> list[str]:

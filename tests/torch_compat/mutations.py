@@ -48,6 +48,10 @@ def value(rng: Random) -> Any:
     return every[rng.integers(len(every))]
 
 
+WITH_CHECKSUMS = "of_archive", "of_items"
+"""Ways after which all checksums are right: what is read then is what the file says."""
+
+
 def mutate(rng: Random, directory: Path) -> str:
     """Damages one file of a checkpoint; returns what was done."""
     files = sorted(p for p in directory.rglob("*") if p.is_file() and not p.is_symlink())

@@ -32,7 +32,7 @@ def test_whatever_a_file_holds_reading_it_ends_well(subjects, tmp_path, name):
         mutant = tmp_path / "mutant"
         shutil.copytree(subjects[name], mutant)
         what = mutate(np.random.default_rng([3, number]), mutant)
-        kind, message = reading.judge(reading.outcome(mutant), original)
+        kind, message = reading.judge(reading.outcome(mutant), original, what)
         assert not kind.isupper(), (number, what, kind, message)
         kinds[kind] += 1
         shutil.rmtree(mutant)
@@ -65,6 +65,7 @@ def test_what_is_no_outcome_is_a_fault():
     assert reading.judge(answer, {"w": "1"})[0] == "read as it was"
     assert reading.judge(answer, {"w": "2"})[0] == "DIFFERENT"
     assert reading.judge(answer | {"says so": True}, {"w": "2"})[0] == "read as it says"
+    assert reading.judge(answer, {"w": "2"}, "a.pt: of_archive: 1@2")[0] == "read as it says"
     assert reading.judge(answer | {"memory": 1 << 30}, {"w": "1"})[0] == "MEMORY"
     assert reading.judge(answer | {"kind": "refused", "message": "a\x1b[2J"}, {})[0] == "MESSAGE"
     assert reading.judge(answer | {"kind": "refused", "message": "a file"}, {})[0] == "refused"

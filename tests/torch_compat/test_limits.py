@@ -35,6 +35,7 @@ from torch_compat.dcp_reader import METADATA, _check_cover
 from torch_compat.files import Directory
 from torch_compat.inspection import inspect
 from torch_compat.lazy import DTYPES, of_array, zeros
+from torch_compat.limits import load_json
 from torch_compat.names import DIALECTS
 from torch_compat.pickles import Call, Global, New, Pairs
 from torch_compat.state import wanted
@@ -420,6 +421,19 @@ def test_a_scalar_of_gigabytes_is_none(broken):  # noqa: F811
 def test_unused_names_of_calls_are_not_called():
     with pytest.raises(UserError, match="not a readable pickle"):
         read_archive(archive_of(pickles.dump(Call(Global("torch", "float32"), ()))))
+
+
+def test_json_is_not_deep():
+    """Python's own reader takes a thousand levels, what looks at the values less."""
+    assert load_json(b'{"a":' + b"[" * 60 + b"]" * 60 + b"}", "here")
+    with pytest.raises(UserError, match="more than 64 deep"):
+        load_json(b'{"a":' + b"[" * 70 + b"]" * 70 + b"}", "here")
+
+
+def test_names_that_no_file_can_have_are_refused(tmp_path):
+    for name in ("\ud800", "a" * 5000):
+        with pytest.raises(UserError, match="cannot be read"):
+            Directory(tmp_path).open(name)
 
 
 def test_a_single_file_beside_an_index_is_what_transformers_reads(tmp_path):
