@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 
 import jax
@@ -215,5 +216,25 @@ def collectives_in_loops(text: str) -> list[tuple[str, str, str]]:
             body = computations[name]
             queue += re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)", body)
     kinds = "all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute"
-    pattern = rf"= (\S+|\(.*?\)) ({kinds})(?:-start)?\(.*?(?:replica_groups|pairs)=(\S+),"
-    return [match for name in reached for match in re.findall(pattern, computations[name])]
+    pattern = rf"= (\S+|\(.*?\)) ({kinds})(?:-start)?\(.*?(?:replica_groups|pairs)=(.*?), \w+="
+    found = [match for name in reached for match in re.findall(pattern, computations[name])]
+    return [(shape, kind, _groups(where)) for shape, kind, where in found]
+
+
+def _groups(text: str) -> str:
+    """Devices that talk to each other, as {{0,1},{2,3}}: each JAX writes them in its own way."""
+    if match := re.fullmatch(r"mesh\[(.*)\] \{(.*)\}", text):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match[1])}
+        named = re.findall(r"'(\w+)'", match[2])
+        devices = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
+        inner = [list(sizes).index(name) for name in named]
+        groups = np.moveaxis(devices, inner, range(-len(inner), 0))
+        groups = groups.reshape(-1, math.prod(sizes[name] for name in named))
+    elif match := re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        shape, source, order = (
+            [int(n) for n in part.split(",")] if part else None for part in match.groups()
+        )
+        groups = np.arange(math.prod(shape)).reshape(source).transpose(order).reshape(shape)
+    else:
+        return text
+    return "{" + ",".join("{" + ",".join(map(str, row)) + "}" for row in groups.tolist()) + "}"

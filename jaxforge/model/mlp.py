@@ -1,9 +1,10 @@
 """The feed-forward block: SwiGLU (arXiv:2002.05202) for `silu`, two matrices for `gelu`, `relu`."""
 
-import functools
+import math
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -12,9 +13,24 @@ from jaxforge.model.attention import residual_std
 from jaxforge.model.linear import Declare, Linear
 from jaxforge.parallel.sharding import constrain
 
+
+@jax.custom_jvp
+def _erf(x: Array) -> Array:
+    """The gradient is written out: JAX 0.12's fails inside `shard_map` (docs/upstream.md)."""
+    return jax.lax.erf(x)
+
+
+_erf.defjvps(lambda d_x, y, x: d_x * (2 / math.pi**0.5) * jnp.exp(-x * x))
+
+
+def gelu(x: Array) -> Array:
+    """The Gaussian error linear unit x Φ(x) (arXiv:1606.08415), as torch computes it."""
+    return 0.5 * x * (1 + _erf(x * 0.5**0.5))
+
+
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu": gelu,
     "relu": jax.nn.relu,
 }
 
