@@ -31,7 +31,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxforge.config.job import JobConfig
-from jaxforge.model.attention import Place
 from jaxforge.model.remat import block
 from jaxforge.model.transformer import Model, Params, build_model, matmul_precision
 from jaxforge.optim.optimizer import build_optimizer
@@ -74,11 +73,10 @@ def rolled_gradients(
     stages, train = mesh.shape["pp"], config.train
 
     def stage(layers: Params, x: Array) -> Array:
-        place = Place()
-        rope = model.rotation(x, place)
+        context = model.context(x)
 
         def one(x: Array, layer: Params) -> tuple[Array, None]:
-            return model.block(layer, x, rope, place)[0], None
+            return model.block(layer, x, context, kind=model.plan.layers[0])[0], None
 
         return jax.lax.scan(block("dots_saveable", one), x, layers)[0]
 

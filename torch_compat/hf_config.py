@@ -42,6 +42,8 @@ _SCALING = {
     "high_freq_factor": "high_freq_factor",
     "original_max_seq_len": "original_max_position_embeddings",
 }
+_WINDOWED = ("mistral", "mixtral")  # every layer of theirs sees a window, or none does
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _MOE = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
 
 
@@ -70,28 +72,29 @@ def model_table(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         table |= {"qk_norm": True, "qk_norm_eps": norm_eps}
     if family in _MOE:
         table |= {"num_experts": config[_MOE[family]], "moe_top_k": config["num_experts_per_tok"]}
-    window = sliding_window(config, where)
-    if window is not None and window < table["max_seq_len"]:
-        table["max_seq_len"] = window  # up to there, windowed and full attention are one
-    return table
+    return table | _windows(config, family, where)
 
 
-def sliding_window(config: Mapping[str, Any], where: str) -> int | None:
-    """Tokens that some layer sees at most; None where all layers see everything.
-
-    Raises:
-        UserError: as `model_table`.
-    """
-    config, family = _complete(config, where)
-    if family == "llama":  # it does not look at the key
-        return None
+def _windows(config: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
+    """The keys of `[model]` that say which layers see a window of tokens alone."""
+    n_layers, window = config["num_hidden_layers"], config.get("sliding_window")
+    if family == "llama" or window is None or window >= config["max_position_embeddings"]:
+        return {}  # Llama does not look at the key, and a window of everything is none
+    kinds = [_SLIDING] * n_layers
     if family.startswith("qwen"):
-        full = ["full_attention"] * min(config["max_window_layers"], config["num_hidden_layers"])
-        rest = ["sliding_attention"] * (config["num_hidden_layers"] - len(full))
-        kinds = config.get("layer_types") or full + rest
-        if not config["use_sliding_window"] or "sliding_attention" not in kinds:
-            return None
-    return config.get("sliding_window")
+        full = [_FULL] * min(config["max_window_layers"], n_layers)
+        kinds = config.get("layer_types") or full + kinds[len(full) :]
+        if not config["use_sliding_window"]:
+            kinds = [_FULL] * n_layers
+    if len(kinds) != n_layers or not set(kinds) <= {_FULL, _SLIDING}:
+        raise UserError(
+            f"{where}: layer_types has {len(kinds)} layers of {', '.join(sorted(set(kinds)))}; "
+            f"here are {n_layers}, of {_FULL} and {_SLIDING}"
+        )
+    if _SLIDING not in kinds:
+        return {}
+    pattern = [] if _FULL not in kinds else [kind.removesuffix("_attention") for kind in kinds]
+    return {"sliding_window": window, "attention_pattern": pattern}
 
 
 def family_of(model: ModelConfig, dialect: str | None = None) -> str:
@@ -114,6 +117,29 @@ def family_of(model: ModelConfig, dialect: str | None = None) -> str:
 
 
 def _families(model: ModelConfig) -> list[str]:
+    windowed = {model.window_of(layer) for layer in range(model.n_layers)} - {None}
+    if not all(model.rope_pattern) or (windowed and model.local_rope_theta is not None):
+        raise UserError(
+            "Hugging Face's families here have the same rotary positions in all layers; this model "
+            "has model.rope_pattern or model.local_rope_theta"
+        )
+    return _with_windows(model, _without_windows(model)) if windowed else _without_windows(model)
+
+
+def _with_windows(model: ModelConfig, families: list[str]) -> list[str]:
+    """Those of them that can see a window in the layers that do."""
+    everywhere = all(model.window_of(layer) for layer in range(model.n_layers))
+    able = [f for f in families if f.startswith("qwen") or (everywhere and f in _WINDOWED)]
+    if not able:
+        raise UserError(
+            f"no family with these parameters has model.attention_pattern = "
+            f"{list(model.attention_pattern)}: {' and '.join(families)} see everything in every "
+            "layer" + (", or a window in every layer" if set(families) & set(_WINDOWED) else "")
+        )
+    return able
+
+
+def _without_windows(model: ModelConfig) -> list[str]:
     if model.norm_type != "rmsnorm" or model.activation != "silu":
         raise UserError(
             "Hugging Face's families here have RMSNorm and SwiGLU; this model has model.norm_type "
@@ -159,6 +185,11 @@ def config_json(config: JobConfig, family: str, dtype: str, eos_id: int | None) 
         rotary = {"rope_type": "llama3"} | {
             theirs: getattr(scaling, ours) for ours, theirs in _SCALING.items()
         }
+    windows = [model.window_of(layer) for layer in range(model.n_layers)]
+    kinds = [_FULL if window is None else _SLIDING for window in windows]
+    is_windowed = _SLIDING in kinds
+    # Not a key of the families that see the same in all layers.
+    layer_types = {"layer_types": kinds} if is_windowed and family.startswith("qwen") else {}
     about = FAMILIES[family].about
     return {
         "architectures": [about],
@@ -176,8 +207,10 @@ def config_json(config: JobConfig, family: str, dtype: str, eos_id: int | None) 
         "attention_bias": False,
         "mlp_bias": False,
         "attention_dropout": 0.0,
-        "sliding_window": None,
-        "use_sliding_window": False,
+        "sliding_window": model.sliding_window if is_windowed else None,
+        "use_sliding_window": is_windowed,
+        "max_window_layers": kinds.index(_SLIDING) if is_windowed else model.n_layers,
+        **layer_types,
         "initializer_range": model.init_std,
         "bos_token_id": None,
         "eos_token_id": eos_id,

@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from jaxforge.config.model import ModelConfig
 from torch_compat import safetensors
 from torch_compat.dcp_state import Options
 from torch_compat.files import Directory, sync
-from torch_compat.hf_config import CONFIG, config_json, family_of, model_table, sliding_window
+from torch_compat.hf_config import CONFIG, config_json, family_of, model_table
 from torch_compat.lazy import Lazy
 from torch_compat.limits import load_json
 from torch_compat.names import DIALECTS
@@ -148,12 +148,16 @@ def _differences(config: Mapping[str, Any], model: ModelConfig, where: str) -> I
                 f"{CONFIG} has {key} = {getattr(theirs, key)} and [model] {getattr(model, key)}: "
                 "the weights were trained with the former"
             )
-    window = sliding_window(config, where)
-    if window is not None and window < max(config["max_position_embeddings"], model.max_seq_len):
+    windows = [[one.window_of(i) for i in range(one.n_layers)] for one in (theirs, model)]
+    if windows[0] != windows[1]:
         yield (
-            f"its layers see the last {window} tokens alone, jaxforge's see all: the same up to "
-            f"{window} tokens (model.max_seq_len = {model.max_seq_len})"
+            f"{CONFIG} has layers that see {_span(windows[0])} tokens and [model] "
+            f"{_span(windows[1])}: the weights were trained with the former"
         )
+
+
+def _span(windows: Sequence[int | None]) -> str:
+    return " or ".join(str(w or "all") for w in dict.fromkeys(windows))
 
 
 def _write_documents(documents: Mapping[str, Any], directory: Path, tokenizer: Path | None) -> None:

@@ -67,6 +67,16 @@ class ModelConfig(Section):
     """Base of the rotary position frequencies."""
     rope_scaling: RopeScaling | None = None
     """Stretches rotary positions to longer contexts as Llama 3 does."""
+    sliding_window: PositiveInt | None = None
+    """Tokens that a token sees in layers of sliding attention, itself included."""
+    attention_pattern: tuple[Literal["full", "sliding"], ...] = ()
+    """Attention of consecutive layers, repeated over all of them. Empty: every layer is sliding if
+    sliding_window is set, else every layer is full."""
+    local_rope_theta: PositiveFloat | None = None
+    """Base of the rotary frequencies in sliding layers, without rope_scaling; not set: as in full
+    layers."""
+    rope_pattern: tuple[bool, ...] = ()
+    """Which of consecutive layers have rotary positions, repeated over all of them; empty: all."""
     tie_embeddings: bool = False
     """Use the embedding matrix as the output head as well."""
     qk_norm: bool = False
@@ -126,6 +136,11 @@ class ModelConfig(Section):
         # Evaluated in this order: another one truncates to another integer now and then.
         return 256 * math.ceil(int(4 * self.dim * (2 / 3) * self.ffn_dim_multiplier) / 256)
 
+    def window_of(self, layer: int) -> int | None:
+        """Tokens that a token sees in a layer, itself included; None: all up to itself."""
+        pattern = self.attention_pattern or ("sliding",)
+        return self.sliding_window if pattern[layer % len(pattern)] == "sliding" else None
+
     @property
     def is_moe(self) -> bool:
         """Whether some blocks have experts."""
@@ -145,8 +160,24 @@ class ModelConfig(Section):
             )
         if self.n_heads % self.kv_heads:
             yield f"n_heads = {self.n_heads} must be a multiple of n_kv_heads = {self.kv_heads}"
+        yield from self._window_problems()
         if self.is_moe:
             yield from self._expert_problems()
+
+    def _window_problems(self) -> Iterator[str]:
+        has_sliding = "sliding" in self.attention_pattern
+        if has_sliding and self.sliding_window is None:
+            yield 'attention_pattern has "sliding", which needs sliding_window'
+        if self.attention_pattern and not has_sliding and self.sliding_window is not None:
+            yield (
+                f"sliding_window = {self.sliding_window} has no effect: no layer of "
+                'attention_pattern is "sliding"'
+            )
+        if self.local_rope_theta is not None and self.sliding_window is None:
+            yield (
+                f"local_rope_theta = {self.local_rope_theta} is for sliding layers, and there are "
+                "none: set sliding_window"
+            )
 
     def _expert_problems(self) -> Iterator[str]:
         if not 0 < self.moe_top_k <= self.num_experts:

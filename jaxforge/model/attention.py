@@ -1,32 +1,44 @@
 """Causal self-attention with grouped queries, with or without a cache of keys and values."""
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxforge.config.model import ModelConfig
-from jaxforge.model.attention_backends import BACKENDS, masked_attention
+from jaxforge.model.attention_backends import attend_over, masked_attention
 from jaxforge.model.execution import Execution
 from jaxforge.model.linear import Declare, Linear
 from jaxforge.model.norm import RMSNorm
+from jaxforge.model.plan import LayerKind, LayerPlan
 from jaxforge.model.rope import Rotation, rotate
 from jaxforge.parallel.sharding import constrain
 
 
-class Place(NamedTuple):
-    """Where the tokens at hand stand.
+class Context(NamedTuple):
+    """What all layers are told of the tokens at hand.
 
     Attributes:
         positions: position of each token in its sequence; None: token i stands at i.
         doc_ids: document of each token; None: one document a row.
+        rotations: the angles of the positions, by each of `LayerPlan.ropes`.
     """
 
     positions: Int[Array, "b s"] | None = None
     doc_ids: Int[Array, "b s"] | None = None
+    rotations: tuple[Rotation, ...] = ()
+
+    def rotation(self, kind: LayerKind) -> Rotation:
+        """That of a kind of layer."""
+        if isinstance(kind.rope, int):
+            return self.rotations[kind.rope]
+        if len(self.rotations) == 1:
+            return self.rotations[0]
+        return jax.tree.map(lambda *of_ropes: jnp.stack(of_ropes)[kind.rope], *self.rotations)
 
 
 class KVCache(NamedTuple):
@@ -65,36 +77,55 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x_BSD: Float[Array, "b s d"],
-        rope: Rotation,
-        place: Place,
+        context: Context,
         cache: KVCache | None = None,
         *,
+        kind: LayerKind,
+        plan: LayerPlan,
         how: Execution,
     ) -> tuple[Float[Array, "b s d"], KVCache | None]:
-        """Attends within `x`, or, with a cache, to all that came before as well."""
+        """Attends within `x`, or, with a cache, to what came before as well."""
         c = self.config
         q_BSHh = self._heads(self.q_proj(x_BSD), "heads")
         k_BSKh = self._heads(self.k_proj(x_BSD), "kv_heads")
         v_BSKh = self._heads(self.v_proj(x_BSD), "kv_heads")
         if c.qk_norm:
             q_BSHh, k_BSKh = self.q_norm(q_BSHh), self.k_norm(k_BSKh)
-        turn = functools.partial(rotate, by=rope, swap_by_product=how.swap_by_product)
-        q_BSHh, k_BSKh = turn(q_BSHh), turn(k_BSKh)
+        if plan.turns(kind):
+            by = context.rotation(kind)
+            turn = functools.partial(rotate, by=by, swap_by_product=how.swap_by_product)
+            q_BSHh, k_BSKh = turn(q_BSHh), turn(k_BSKh)
         if cache is None:
-            attend = BACKENDS[how.attention].attend
-            y_BSHh = attend(q_BSHh, k_BSKh, v_BSKh, place.doc_ids)
+            y_BSHh = attend_over(
+                how.attention, plan.windows, kind.window, q_BSHh, k_BSKh, v_BSKh, context.doc_ids
+            )
         else:
-            assert place.positions is not None
-            assert place.doc_ids is None  # no cache holds packed documents
-            cache = cache.write(k_BSKh, v_BSKh, place.positions)
-            mask = (jnp.arange(cache.k.shape[1]) <= place.positions[..., None])[:, None]
-            y_BSHh = masked_attention(q_BSHh, *cache, mask)
+            assert context.positions is not None
+            assert context.doc_ids is None  # no cache holds packed documents
+            cache = cache.write(k_BSKh, v_BSKh, context.positions)
+            visible = _visible(cache.k.shape[1], context.positions, plan.windows, kind.window)
+            y_BSHh = masked_attention(q_BSHh, *cache, visible[:, None])
         y_BSHh = constrain(y_BSHh, "batch", None, "heads", None)
         return self.o_proj(y_BSHh.reshape(*x_BSD.shape[:2], -1)), cache
 
     def _heads(self, x: Float[Array, "b s d"], axis: str) -> Float[Array, "b s heads h"]:
         x = x.reshape(*x.shape[:2], -1, self.config.head_size)
         return constrain(x, "batch", None, axis, None)
+
+
+def _visible(
+    length: int,
+    positions: Int[Array, "b s"],
+    windows: Sequence[int | None],
+    which: int | Int[Array, ""],
+) -> Bool[Array, "b s t"]:
+    """Which of the cache's positions each query sees."""
+    keys, queries = jnp.arange(length), positions[..., None]
+    visible = keys <= queries
+    if windows == (None,):
+        return visible
+    reach = jnp.asarray([window or length for window in windows])[which]
+    return visible & (queries - keys < reach)
 
 
 def residual_std(config: ModelConfig) -> float:

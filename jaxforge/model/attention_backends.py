@@ -5,15 +5,16 @@
     cudnn       cuDNN's flash attention on NVIDIA GPUs, bf16 or fp16
     splash      JAX's flash attention on TPU (`splash.py`)
 
-Each honours causality and packed documents. One that is asked for by name and cannot serve is an
-error; `auto` takes the first of its platform's that can, and the run's banner names it.
+Each honours causality, packed documents and sliding windows. One that is asked for by name and
+cannot serve is an error; `auto` takes the first of its platform's that can, and the run's banner
+names it.
 
 XLA splits plain products over any mesh. The inside of a kernel it does not know, so that every
 device runs one on its own sequences and heads (`attend_locally`): attention needs no communication.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -29,18 +30,27 @@ from jaxforge.parallel.sharding import automatic_axes, automatic_spec
 
 Queries = Float[Array, "b s heads h"]
 Keys = Float[Array, "b t kv h"]
-Backend = Callable[[Queries, Keys, Keys, Int[Array, "b s"] | None], Queries]
-"""(q, k, v, doc_ids) -> softmax(q kᵀ / √h) v, causal; `doc_ids` keeps packed documents apart."""
+DocIds = Int[Array, "b s"] | None
+Backend = Callable[..., Queries]
+"""(q, k, v, doc_ids, window=None) -> softmax(q kᵀ / √h) v, causal.
+
+`doc_ids` keeps packed documents apart. Of `window` tokens, its own included, each query sees those
+at or before it; with None it sees all of them.
+"""
 
 
-def reference_attention(q: Queries, k: Keys, v: Keys, doc_ids: Int[Array, "b s"] | None) -> Queries:
+def reference_attention(
+    q: Queries, k: Keys, v: Keys, doc_ids: DocIds, window: int | None = None
+) -> Queries:
     """Scores and softmax in float32, all S x S of them."""
-    return _dot_product(q, k, v, doc_ids, "xla")
+    return _dot_product(q, k, v, doc_ids, window, "xla")
 
 
-def cudnn_attention(q: Queries, k: Keys, v: Keys, doc_ids: Int[Array, "b s"] | None) -> Queries:
+def cudnn_attention(
+    q: Queries, k: Keys, v: Keys, doc_ids: DocIds, window: int | None = None
+) -> Queries:
     """CuDNN's kernel; packed documents cost it a mask of S x S per sequence."""
-    return _dot_product(q, k, v, doc_ids, "cudnn")
+    return _dot_product(q, k, v, doc_ids, window, "cudnn")
 
 
 def masked_attention(q: Queries, k: Keys, v: Keys, mask: Bool[Array, "b 1 s t"]) -> Queries:
@@ -52,36 +62,82 @@ def _dot_product(
     q: Queries,
     k: Keys,
     v: Keys,
-    doc_ids: Int[Array, "b s"] | None,
+    doc_ids: DocIds,
+    window: int | None,
     implementation: Literal["xla", "cudnn"],
 ) -> Queries:
     same = None if doc_ids is None else (doc_ids[:, :, None] == doc_ids[:, None, :])[:, None]
+    back = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
-        q, k, v, mask=same, is_causal=True, implementation=implementation
+        q, k, v, mask=same, is_causal=True, local_window_size=back, implementation=implementation
     )
 
 
 def attend_locally(
-    kernel: Backend, q: Queries, k: Keys, v: Keys, doc_ids: Int[Array, "b s"] | None
+    kernel: Backend, q: Queries, k: Keys, v: Keys, doc_ids: DocIds, window: int | None = None
 ) -> Queries:
     """Runs a kernel that knows one device, on any mesh.
 
     Manual over every axis that is still automatic, so that nothing is left to the partitioner:
     cuDNN's attention brings one of its own, which fails where some axes are manual already.
     """
+    if window is not None:
+        kernel = functools.partial(kernel, window=window)
+    return _locally(kernel, q, k, v, doc_ids)
+
+
+def _locally(
+    kernel: Callable[..., Queries], q: Queries, k: Keys, v: Keys, doc_ids: DocIds, *scalars: Array
+) -> Queries:
     axes = automatic_axes()
     if not axes:
-        return kernel(q, k, v, doc_ids)
+        return kernel(q, k, v, doc_ids, *scalars)
     queries = automatic_spec("batch", None, "heads", None)
     keys = automatic_spec("batch", None, "kv_heads", None)
     documents = P() if doc_ids is None else automatic_spec("batch", None)
     return jax.shard_map(
         kernel,
-        in_specs=(queries, keys, keys, documents),
+        in_specs=(queries, keys, keys, documents, *(P() for _ in scalars)),
         out_specs=queries,
         axis_names=axes,
         check_vma=False,  # the kernels' types do not tell over which axes results vary
-    )(q, k, v, doc_ids)
+    )(q, k, v, doc_ids, *scalars)
+
+
+def attend_over(
+    name: str,
+    windows: Sequence[int | None],
+    which: int | Int[Array, ""],
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    doc_ids: DocIds,
+) -> Queries:
+    """Attention by a backend over one of some windows.
+
+    Where only the device knows over which, each runs one of several kernels. Other devices may then
+    run another, so nothing in them may communicate: the partitioner has no part in them.
+
+    Args:
+        name: a key of `BACKENDS`.
+        windows: as of `LayerPlan`.
+        which: of them.
+        q: queries.
+        k: keys.
+        v: values.
+        doc_ids: of packed documents.
+    """
+    attend, length = BACKENDS[name].attend, q.shape[1]
+    # One that sees everything is none, which kernels do faster.
+    reaches = tuple(None if w is not None and w >= length else w for w in windows)
+    if isinstance(which, int) or len(set(reaches)) == 1:
+        return attend(q, k, v, doc_ids, reaches[which if isinstance(which, int) else 0])
+
+    def chosen(q: Queries, k: Keys, v: Keys, doc_ids: DocIds, which: Array) -> Queries:
+        kernels = [functools.partial(attend, window=window) for window in reaches]
+        return jax.lax.switch(which, kernels, q, k, v, doc_ids)
+
+    return _locally(chosen, q, k, v, doc_ids, which)
 
 
 class Situation(NamedTuple):

@@ -1,8 +1,9 @@
 """Causal attention by blocks of queries, in plain XLA: no S x S array of scores, no wasted half.
 
-A block of queries meets only the keys up to its own end, so that memory is [block, S] and the
-upper triangle is never computed beyond a block's corner. The backward pass recomputes the scores
-from the saved logsumexp (Dao et al. 2022, FlashAttention, arXiv:2205.14135, algorithm 4):
+A block of queries meets only the keys up to its own end, and of a sliding window only those that it
+reaches, so that memory is [block, S] and what nobody sees is hardly computed. The backward pass
+recomputes the scores from the saved logsumexp (Dao et al. 2022, FlashAttention, arXiv:2205.14135,
+algorithm 4):
 
     P  = exp(Q Kᵀ/√h - lse)      dV = Pᵀ dO       δ  = rowsum(dO ∘ O)
     dS = P ∘ (dO Vᵀ - δ)/√h      dQ = dS K        dK = dSᵀ Q
@@ -33,40 +34,45 @@ class _Folded(NamedTuple):
     v: Array
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def blockwise_attention(
     q_BSHh: Float[Array, "b s heads h"],
     k_BSKh: Float[Array, "b s kv h"],
     v_BSKh: Float[Array, "b s kv h"],
     doc_ids: DocIds,
+    window: int | None = None,
 ) -> Float[Array, "b s heads h"]:
-    """softmax(q kᵀ / √h) v over the keys at or before each query, of its own document."""
-    return _forward(q_BSHh, k_BSKh, v_BSKh, doc_ids)[0]
+    """softmax(q kᵀ / √h) v over the keys at or before each query, of its document and window."""
+    return _forward(q_BSHh, k_BSKh, v_BSKh, doc_ids, window)[0]
 
 
-def _forward(q: Array, k: Array, v: Array, doc_ids: DocIds) -> tuple[Array, tuple[Array, ...]]:
+def _forward(
+    q: Array, k: Array, v: Array, doc_ids: DocIds, window: int | None
+) -> tuple[Array, tuple[Array, ...]]:
     kv_heads, scale = k.shape[2], q.shape[-1] ** -0.5
     folded, outputs, lses = _fold_all(q, k, v), [], []
-    for block in _blocks(q, k, doc_ids):
-        scores = _product(
-            "bkrh,bkth->bkrt", folded.q[:, :, block.rows], folded.k[:, :, : block.end]
-        )
+    for block in _blocks(q, k, doc_ids, window):
+        scores = _product("bkrh,bkth->bkrt", folded.q[:, :, block.rows], folded.k[:, :, block.keys])
         scores = jnp.where(block.visible, scores * scale, -jnp.inf)
         top = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - top)
         total = jnp.sum(weights, axis=-1, keepdims=True)
-        output = _product("bkrt,bkth->bkrh", weights.astype(v.dtype), folded.v[:, :, : block.end])
+        output = _product("bkrt,bkth->bkrh", weights.astype(v.dtype), folded.v[:, :, block.keys])
         outputs.append((output / total).astype(v.dtype))
         lses.append(top + jnp.log(total))
     return _unfold_queries(jnp.concatenate(outputs, axis=2), kv_heads, q.shape), tuple(lses)
 
 
-def _attend(q: Array, k: Array, v: Array, doc_ids: DocIds) -> tuple[Array, tuple]:
-    output, lses = _forward(q, k, v, doc_ids)
+def _attend(
+    q: Array, k: Array, v: Array, doc_ids: DocIds, window: int | None
+) -> tuple[Array, tuple]:
+    output, lses = _forward(q, k, v, doc_ids, window)
     return output, (q, k, v, doc_ids, output, lses)
 
 
-def _differentiate(saved: tuple, d_output: Array) -> tuple[Array, Array, Array, None]:
+def _differentiate(
+    window: int | None, saved: tuple, d_output: Array
+) -> tuple[Array, Array, Array, None]:
     q, k, v, doc_ids, output, lses = saved
     kv_heads, dtype, scale = k.shape[2], q.dtype, q.shape[-1] ** -0.5
     folded = _fold_all(q, k, v)
@@ -74,18 +80,19 @@ def _differentiate(saved: tuple, d_output: Array) -> tuple[Array, Array, Array, 
     product = d_output.astype(jnp.float32) * output.astype(jnp.float32)
     delta = jnp.sum(_fold_queries(product, kv_heads), axis=-1, keepdims=True)
     d_queries, d_keys, d_values = [], [], []
-    for block, lse in zip(_blocks(q, k, doc_ids), lses, strict=True):
+    for block, lse in zip(_blocks(q, k, doc_ids, window), lses, strict=True):
         queries, d_out_block = folded.q[:, :, block.rows], d_out[:, :, block.rows]
-        keys, values = folded.k[:, :, : block.end], folded.v[:, :, : block.end]
+        keys, values = folded.k[:, :, block.keys], folded.v[:, :, block.keys]
         scores = _product("bkrh,bkth->bkrt", queries, keys)
         weights = jnp.where(block.visible, jnp.exp(scores * scale - lse), 0.0)
         d_weights = _product("bkrh,bkth->bkrt", d_out_block, values)
         d_scores = (weights * (d_weights - delta[:, :, block.rows]) * scale).astype(dtype)
         d_queries.append(_product("bkrt,bkth->bkrh", d_scores, keys))
-        after = ((0, 0), (0, 0), (0, k.shape[1] - block.end), (0, 0))
-        d_keys.append(jnp.pad(_product("bkrt,bkrh->bkth", d_scores, queries), after))
+        others = (block.keys.start, k.shape[1] - block.keys.stop)
+        around = ((0, 0), (0, 0), others, (0, 0))
+        d_keys.append(jnp.pad(_product("bkrt,bkrh->bkth", d_scores, queries), around))
         d_value = _product("bkrt,bkrh->bkth", weights.astype(dtype), d_out_block)
-        d_values.append(jnp.pad(d_value, after))
+        d_values.append(jnp.pad(d_value, around))
     d_query = jnp.concatenate(d_queries, axis=2)
     return (
         _unfold_queries(d_query.astype(dtype), kv_heads, q.shape),
@@ -103,25 +110,29 @@ def _total(parts: list[Array]) -> Array:
 
 
 class _Block(NamedTuple):
-    """Some queries: their folded rows, the end of the keys they see, and which of those."""
+    """Some queries: their folded rows, the keys among which are those they see, and which."""
 
     rows: slice
-    end: int
+    keys: slice
     visible: Array
 
 
-def _blocks(q: Array, k: Array, doc_ids: DocIds) -> Iterator[_Block]:
+def _blocks(q: Array, k: Array, doc_ids: DocIds, window: int | None) -> Iterator[_Block]:
     length, kv_heads = q.shape[1], k.shape[2]
     group = q.shape[2] // kv_heads
     size = max(_SMALLEST, -(-length // _BLOCKS))
     for start in range(0, length, size):
         end = min(start + size, length)
-        visible = jnp.arange(start, end)[:, None] >= jnp.arange(end)
+        first = 0 if window is None else max(0, start - window + 1)
+        queries, keys = jnp.arange(start, end)[:, None], jnp.arange(first, end)
+        visible = queries >= keys
+        if window is not None:
+            visible &= queries - keys < window
         if doc_ids is not None:
-            same = doc_ids[:, start:end, None] == doc_ids[:, None, :end]
+            same = doc_ids[:, start:end, None] == doc_ids[:, None, first:end]
             visible = (visible & same)[:, None]
         visible = jnp.repeat(visible, group, axis=-2)
-        yield _Block(slice(start * group, end * group), end, visible)
+        yield _Block(slice(start * group, end * group), slice(first, end), visible)
 
 
 def _product(dimensions: str, left: Array, right: Array) -> Float[Array, "b kv _ _"]:

@@ -28,12 +28,12 @@ _PRODUCTS = "dots_saveable"
 _PRODUCTS_BUT_ATTENTION = "dots_with_no_batch_dims_saveable"
 
 
-def block(save: str, layer: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the body of the scan over layers."""
+def block(save: str, layer: Callable[..., Any], *, in_loop: bool = True) -> Callable[..., Any]:
+    """Wraps a layer of a scan over layers, or one that is in no loop."""
     if save in ("none", "selective"):
         return layer
     policy = None if save == "full" else getattr(jax.checkpoint_policies, save)
-    return jax.checkpoint(layer, policy=policy, prevent_cse=False)
+    return jax.checkpoint(layer, policy=policy, prevent_cse=not in_loop)
 
 
 def attention(save: str, attend: Callable[..., Any]) -> Callable[..., Any]:

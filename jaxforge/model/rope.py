@@ -1,13 +1,15 @@
 """Rotary position embedding (arXiv:2104.09864) in the rotate-half layout of GPT-NeoX and Llama."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxforge.config.model import ModelConfig, RopeScaling
+from jaxforge.config.model import RopeScaling
+from jaxforge.model.plan import Rope
 
 
 class Rotation(NamedTuple):
@@ -17,20 +19,31 @@ class Rotation(NamedTuple):
     sin: Float[Array, "b s half"]
 
 
-def rotation(config: ModelConfig, positions: Int[Array, "b s"]) -> Rotation:
+def rotation(rope: Rope, head_size: int, positions: Int[Array, "b s"]) -> Rotation:
     """The angles position · frequency for every pair of channels of a head."""
-    frequencies_h = jnp.asarray(inverse_frequencies(config))
+    frequencies_h = jnp.asarray(inverse_frequencies(rope, head_size))
     angles = positions[..., None].astype(jnp.float32) * frequencies_h
     return Rotation(jnp.cos(angles), jnp.sin(angles))
 
 
-def inverse_frequencies(config: ModelConfig) -> np.ndarray:
-    """theta^(-2i / h), i < h / 2, float32; scaled where `rope_scaling` asks."""
-    exponents = np.arange(0, config.head_size, 2, dtype=np.float32) / np.float32(config.head_size)
-    frequencies = (1.0 / np.float32(config.rope_theta) ** exponents).astype(np.float32)
-    if config.rope_scaling is None:
-        return frequencies
-    return _llama3_scaled(frequencies, config.rope_scaling)
+def rotations(
+    ropes: Sequence[Rope | None], head_size: int, positions: Int[Array, "b s"]
+) -> tuple[Rotation, ...]:
+    """The angles by each; None turns nothing."""
+    nowhere = jnp.zeros_like(positions)
+    return tuple(
+        rotation(Rope(1.0, None), head_size, nowhere)
+        if rope is None
+        else rotation(rope, head_size, positions)
+        for rope in ropes
+    )
+
+
+def inverse_frequencies(rope: Rope, head_size: int) -> np.ndarray:
+    """theta^(-2i / h), i < h / 2, float32; scaled where `scaling` asks."""
+    exponents = np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
+    frequencies = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
+    return frequencies if rope.scaling is None else _llama3_scaled(frequencies, rope.scaling)
 
 
 def rotate(

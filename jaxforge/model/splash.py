@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     BlockSizes,
     CausalMask,
+    LocalMask,
     MultiHeadMask,
     SegmentIds,
     make_splash_mha,
@@ -31,17 +32,21 @@ def splash_attention(
     k_BSKh: Float[Array, "b s kv h"],
     v_BSKh: Float[Array, "b s kv h"],
     doc_ids: DocIds,
+    window: int | None = None,
 ) -> Float[Array, "b s heads h"]:
-    """softmax(q kᵀ / √h) v over the keys at or before each query, of its own document."""
+    """softmax(q kᵀ / √h) v over the keys at or before each query, of its own document.
+
+    Of a window of tokens, its own included, it sees those; tiles outside of it are not computed.
+    """
     length, heads, h = q_BSHh.shape[1:]
-    kernel = _kernel(length, heads)
+    kernel = _kernel(length, heads, window)
     scaled = q_BSHh * jnp.asarray(h**-0.5, q_BSHh.dtype)
     segments = None if doc_ids is None else SegmentIds(q=doc_ids, kv=doc_ids)
     heads_first = (x.swapaxes(1, 2) for x in (scaled, k_BSKh, v_BSKh))
     return jax.vmap(kernel)(*heads_first, segments).swapaxes(1, 2)
 
 
-def _kernel(length: int, heads: int) -> Callable[..., Array]:
+def _kernel(length: int, heads: int, window: int | None) -> Callable[..., Array]:
     block = min(_BLOCK, length & -length)  # a power of two that divides the length
     sizes = BlockSizes(
         block_q=block,
@@ -51,7 +56,9 @@ def _kernel(length: int, heads: int) -> Callable[..., Array]:
         block_q_dq=block,
         block_kv_dq=block,
     )
-    mask = MultiHeadMask([CausalMask((length, length))] * heads)
+    shape = length, length
+    of_head = CausalMask(shape) if window is None else LocalMask(shape, (window - 1, 0), 0)
+    mask = MultiHeadMask([of_head] * heads)
     return make_splash_mha(
         mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=_INTERPRET
     )

@@ -23,12 +23,14 @@ from jaxtyping import Array, Float, Int, PyTree
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import MODELS, ModelConfig
 from jaxforge.model import remat
-from jaxforge.model.attention import Attention, KVCache, Place
+from jaxforge.model.attention import Attention, Context, KVCache
 from jaxforge.model.execution import Execution, execution
+from jaxforge.model.layer_scan import Layer, scan_layers
 from jaxforge.model.linear import Declare, Embedding, Linear
 from jaxforge.model.mlp import MLP
 from jaxforge.model.norm import NORMS
-from jaxforge.model.rope import Rotation, rotation
+from jaxforge.model.plan import LayerKind, LayerPlan, plan_of
+from jaxforge.model.rope import rotations
 from jaxforge.parallel.mesh import STAGES
 from jaxforge.parallel.sharding import automatic_axes, constrain
 from jaxforge.parallel.stages import Stack, in_turn
@@ -68,16 +70,17 @@ class Block(nnx.Module):
     def __call__(
         self,
         x_BSD: Float[Array, "b s d"],
-        rope: Rotation,
-        place: Place,
+        context: Context,
         cache: KVCache | None = None,
         *,
+        kind: LayerKind,
+        plan: LayerPlan,
         how: Execution,
     ) -> tuple[Float[Array, "b s d"], KVCache | None]:
         """One layer."""
-        attention = functools.partial(self.attention, how=how)
+        attention = functools.partial(self.attention, kind=kind, plan=plan, how=how)
         attend = remat.attention(how.save, attention)
-        y_BSD, cache = attend(_gather_seq(self.attention_norm(x_BSD)), rope, place, cache)
+        y_BSD, cache = attend(_gather_seq(self.attention_norm(x_BSD)), context, cache)
         x_BSD = _split_seq(x_BSD + y_BSD)
         x_BSD = _split_seq(x_BSD + self.mlp(_gather_seq(self.mlp_norm(x_BSD))))
         return x_BSD, cache
@@ -106,6 +109,7 @@ class Model:
 
     Attributes:
         how: how the layers are run.
+        plan: of which kind each layer is.
         stack: which layer each row of stacked parameters holds.
         abstract: parameters as `jax.ShapeDtypeStruct`.
         axes: the same tree with each parameter's logical axes.
@@ -124,7 +128,7 @@ class Model:
         stack: Stack | None = None,
     ) -> None:
         self.config, self.dtype, self.how = config, dtype, how or Execution()
-        self.stack = stack or Stack(config.n_layers)
+        self.plan, self.stack = plan_of(config), stack or Stack(config.n_layers)
         self._param_dtype = param_dtype
         module = nnx.eval_shape(lambda: self._declare(jax.random.key(0)))
         _, declared = nnx.split(module)
@@ -156,7 +160,8 @@ class Model:
         self, params: Params, tokens: Int[Array, "b s"], doc_ids: Int[Array, "b s"] | None = None
     ) -> Float[Array, "b s d"]:
         """Final hidden states of whole sequences. `doc_ids` keeps packed documents apart."""
-        x_BSD, _ = self.blocks(params["layers"], self.embed(params, tokens), Place(doc_ids=doc_ids))
+        x_BSD = self.embed(params, tokens)
+        x_BSD, _ = self.blocks(params["layers"], x_BSD, self.context(x_BSD, doc_ids=doc_ids))
         return self.finish(params, x_BSD)
 
     def extend(
@@ -172,7 +177,8 @@ class Model:
         `only` names one of the new tokens in each row: no other token's logits are computed.
         """
         x_BSD = self.embed(params, tokens)
-        x_BSD, extended = self.blocks(params["layers"], x_BSD, Place(positions=positions), cache)
+        context = self.context(x_BSD, positions=positions)
+        x_BSD, extended = self.blocks(params["layers"], x_BSD, context, cache)
         assert extended is not None
         hidden_BSD = self.finish(params, x_BSD)
         if only is not None:
@@ -184,43 +190,58 @@ class Model:
         token_embedding = self._module("token_embedding", params["token_embedding"])
         return _split_seq(token_embedding.embedding(tokens, self.dtype))
 
+    def context(
+        self,
+        x_BSD: Float[Array, "b s d"],
+        *,
+        positions: Int[Array, "b s"] | None = None,
+        doc_ids: Int[Array, "b s"] | None = None,
+    ) -> Context:
+        """What all blocks are told of the tokens that `x` stands for."""
+        at = jnp.arange(x_BSD.shape[1])[None] if positions is None else positions
+        return Context(positions, doc_ids, rotations(self.plan.ropes, self.config.head_size, at))
+
     def blocks(
-        self, layers: Params, x_BSD: Float[Array, "b s d"], place: Place,
+        self,
+        layers: Params,
+        x_BSD: Float[Array, "b s d"],
+        context: Context,
         cache: KVCache | None = None,
-    ) -> tuple[Float[Array, "b s d"], KVCache | None]:  # fmt: skip
-        """Blocks one after another: those that `layers`, stacked parameters, holds."""
+    ) -> tuple[Float[Array, "b s d"], KVCache | None]:
+        """All blocks, one after another; `layers` are their parameters, stacked."""
         if self.stack.stages > 1 and STAGES in automatic_axes():
-            return in_turn(self._blocks, self.stack, layers, x_BSD, place, cache)
-        return self._blocks(layers, x_BSD, place, cache)
+            kinds = jax.tree.map(jnp.asarray, self.plan.of_rows(self.stack))
+            return in_turn(self._of_stage, self.stack, (kinds, layers), x_BSD, context, cache)
+        layer = functools.partial(self._layer, context)
+        return scan_layers(self.plan, layer, x_BSD, (layers, cache), self.how.unroll)
 
-    def _blocks(
-        self, layers: Params, x_BSD: Array, place: Place, cache: KVCache | None
+    def _of_stage(
+        self, layers: tuple[LayerKind, Params], x: Array, context: Context, cache: KVCache | None
     ) -> tuple[Array, KVCache | None]:
-        rope = self.rotation(x_BSD, place)
+        def layer(x: Array, row: tuple[tuple[LayerKind, Params], KVCache | None]) -> Any:  # noqa: ANN401
+            (kind, params), cache = row
+            return self._layer(context, kind, True)(x, (params, cache))
 
+        return jax.lax.scan(layer, x, (layers, cache))
+
+    def _layer(self, context: Context, kind: LayerKind, in_loop: bool) -> Layer:
         def layer(x_BSD: Array, of_layer: tuple[Params, KVCache | None]) -> tuple[Array, Any]:
-            return self.block(of_layer[0], x_BSD, rope, place, of_layer[1])
+            return self.block(of_layer[0], x_BSD, context, of_layer[1], kind=kind)
 
-        body = remat.block(self.how.save, layer)
-        return jax.lax.scan(body, x_BSD, (layers, cache), unroll=self.how.unroll)
+        return remat.block(self.how.save, layer, in_loop=in_loop)
 
     def block(
         self,
         layer: Params,
         x_BSD: Float[Array, "b s d"],
-        rope: Rotation,
-        place: Place,
+        context: Context,
         cache: KVCache | None = None,
+        *,
+        kind: LayerKind,
     ) -> tuple[Float[Array, "b s d"], KVCache | None]:
         """One block, with the parameters of one layer."""
-        return self._module("layers", layer)(x_BSD, rope, place, cache, how=self.how)
-
-    def rotation(self, x_BSD: Float[Array, "b s d"], place: Place) -> Rotation:
-        """The same for all blocks: the angles of the positions at hand."""
-        positions = place.positions
-        return rotation(
-            self.config, jnp.arange(x_BSD.shape[1])[None] if positions is None else positions
-        )
+        run = self._module("layers", layer)
+        return run(x_BSD, context, cache, kind=kind, plan=self.plan, how=self.how)
 
     def finish(self, params: Params, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
         """The final norm of what leaves the last block."""

@@ -45,19 +45,21 @@ class Parts(NamedTuple):
 
     Attributes:
         enter: (params, microbatch) -> x [b, s, d], what the first layer takes.
-        around: (x, microbatch) -> what all layers are told besides.
-        layer: (parameters of one layer, x, around) -> x. A `jax.checkpoint` in it decides what is
-            saved between its forward and its backward.
+        context: (x, microbatch) -> what all layers are told besides.
+        layer: (its kind, parameters of one layer, x, context) -> x. A `jax.checkpoint` in
+            it decides what is saved between its forward and its backward.
         leave: (params, x, microbatch, token scale) -> the microbatch's share of the loss, and of
             what else is summed up, without a gradient.
+        kinds: the kind of each row of a stage's layers, in arrays [stages, rows].
         is_held: whether that is held from the forward of a stage on; else the input of the stage
             is, and its layers run again before their backward.
     """
 
     enter: Callable[[Params, Microbatch], Array]
-    around: Callable[[Array, Microbatch], PyTree]
-    layer: Callable[[Params, Array, PyTree], Array]
+    context: Callable[[Array, Microbatch], PyTree]
+    layer: Callable[[PyTree, Params, Array, PyTree], Array]
     leave: Callable[[Params, Array, Microbatch, Array], Sums]
+    kinds: PyTree
     is_held: bool
 
 
@@ -137,20 +139,20 @@ def accumulate(
 
 
 def saving_vjp(
-    layer: Callable[[Params, Array, PyTree], Array], params: Params, x: Array, around: PyTree
+    layer: Callable[[Params, Array, PyTree], Array], params: Params, x: Array, context: PyTree
 ) -> tuple[Array, list[Array], Callable[[list[Array]], Pull]]:
     """A layer's output, what its backward needs besides its parameters, and how to go back with it.
 
     What `jax.vjp` returns is a pytree of what autodiff saves. Those of its leaves that are leaves
-    of `params` or of `around` are at hand again in the backward, so nobody has to keep them.
+    of `params` or of `context` are at hand again in the backward, so nobody has to keep them.
 
     Returns:
         the output; what is to be kept; and from what was kept, of whichever x, to the function
-        from the output's gradient to those of `params`, x and `around`.
+        from the output's gradient to those of `params`, x and `context`.
     """
-    y, pull = jax.vjp(layer, params, x, around)
+    y, pull = jax.vjp(layer, params, x, context)
     leaves, form = jax.tree.flatten(pull)
-    given = {id(leaf) for leaf in jax.tree.leaves((params, around))}
+    given = {id(leaf) for leaf in jax.tree.leaves((params, context))}
     kept = [id(leaf) not in given for leaf in leaves]
 
     def pull_of(saved: list[Array]) -> Pull:
@@ -176,6 +178,7 @@ class _Stage:
         self.layers = params["layers"]
         self.rest = {name: part for name, part in params.items() if name != "layers"}
         self.index = jax.lax.axis_index(STAGES)
+        self.kinds = jax.tree.map(lambda kind: jnp.asarray(kind)[self.index], parts.kinds)
         self.manual = taken_over()
 
     def at_rest(self, axes: Params, no_sums: Sums) -> _Carry:
@@ -261,10 +264,10 @@ class _Stage:
         if self.parts.is_held:
             y, saved = self._saving(chunk, x, microbatch)
             return y, (y, saved)
-        around = self.parts.around(x, microbatch)
+        context = self.parts.context(x, microbatch)
 
         def one(x: Array, row: Array) -> tuple[Array, None]:
-            return self.parts.layer(self._layer(row), x, around), None
+            return self._run(row)(self._layer(row), x, context), None
 
         return jax.lax.scan(one, x, self._rows_of(chunk))[0], x
 
@@ -272,10 +275,10 @@ class _Stage:
         self, chunk: Array | int, x: Array, microbatch: Microbatch
     ) -> tuple[Array, list[Array]]:
         """The output of a chunk, and what autodiff saves of each of its layers, stacked."""
-        around = self.parts.around(x, microbatch)
+        context = self.parts.context(x, microbatch)
 
         def one(x: Array, row: Array) -> tuple[Array, list[Array]]:
-            y, saved, _ = saving_vjp(self.parts.layer, self._layer(row), x, around)
+            y, saved, _ = saving_vjp(self._run(row), self._layer(row), x, context)
             return y, saved
 
         return jax.lax.scan(one, x, self._rows_of(chunk))
@@ -289,12 +292,12 @@ class _Stage:
         grads: Params,
     ) -> tuple[Array, Params]:
         """The gradient of a chunk's input, and `grads` with those of its layers added."""
-        around = self.parts.around(d_y, microbatch)
+        context = self.parts.context(d_y, microbatch)
 
         def one(carry: tuple[Array, Params], of_layer: tuple[Array, list[Array]]) -> Any:  # noqa: ANN401
             (d_y, grads), (row, saved) = carry, of_layer
             # Only the form of this is used: what it has computed is replaced, and so dropped.
-            _, _, pull_of = saving_vjp(self.parts.layer, self._layer(row), d_y, around)
+            _, _, pull_of = saving_vjp(self._run(row), self._layer(row), d_y, context)
             d_layer, d_x, _ = pull_of(saved)(d_y)
             add = functools.partial(_add_row, row=row)
             return (d_x, jax.tree.map(add, grads, d_layer)), None
@@ -306,6 +309,11 @@ class _Stage:
         """Where a chunk's layers are among the stage's."""
         n = jax.tree.leaves(self.layers)[0].shape[0] // self.schedule.chunks
         return chunk * n + jnp.arange(n)
+
+    def _run(self, row: Array) -> Callable[[Params, Array, PyTree], Array]:
+        """What runs the layer of a row."""
+        kind = jax.tree.map(lambda of_rows: of_rows[row], self.kinds)
+        return functools.partial(self.parts.layer, kind)
 
     def _layer(self, row: Array) -> Params:
         return jax.tree.map(

@@ -6,6 +6,8 @@ count. Sizes as in `model/transformer.py`: L layers, D width, H query heads, K k
 head width, F feed-forward width, V vocabulary, S sequence.
 """
 
+from collections.abc import Iterator
+
 from jaxforge.config.model import ModelConfig
 
 PEAK_TFLOPS = {
@@ -49,21 +51,30 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
     """KempnerForge's count, which is PaLM's (arXiv:2204.02311, appendix B): 6 P + 12 L H h S.
 
     P are the matrices without the embedding, the feed-forward always with three; attention is
-    counted in full, as if it looked ahead. KempnerForge takes `model.max_seq_len` for S, we what is
-    trained on. Dense models only.
+    counted in full, as if it looked ahead; a sliding window of W tokens counts as W. KempnerForge
+    takes `model.max_seq_len` for S, we what is trained on. Dense models only.
     """
-    matrices = _matrices(model, feed_forward=3)
-    return 6 * matrices + 12 * model.n_layers * model.n_heads * model.head_size * seq_len
+    matrices, reaches = _matrices(model, feed_forward=3), sum(_reaches(model, seq_len))
+    return 6 * matrices + 12 * model.n_heads * model.head_size * reaches
 
 
 def causal_flops_per_token(model: ModelConfig, seq_len: int) -> int:
     """Megatron's count: 6 P + 6 L H h S; attention looks back only, at half of S on average.
 
+    Over a sliding window of W tokens, at W - W² / 2 S of them.
+
     The feed-forward has the matrices that it has: three when gated, else two. Packed documents
     count as one sequence. Dense models only. Source: Megatron-Bridge, `utils/flop_utils.py`.
     """
     matrices = _matrices(model, feed_forward=3 if model.activation == "silu" else 2)
-    return 6 * matrices + 6 * model.n_layers * model.n_heads * model.head_size * seq_len
+    pairs = sum(reach * (2 * seq_len - reach) for reach in _reaches(model, seq_len))
+    return 6 * matrices + 6 * model.n_heads * model.head_size * pairs // seq_len
+
+
+def _reaches(model: ModelConfig, seq_len: int) -> Iterator[int]:
+    """Tokens that the last token of a sequence sees, in each layer."""
+    windows = map(model.window_of, range(model.n_layers))
+    return (min(window or seq_len, seq_len) for window in windows)
 
 
 def _matrices(model: ModelConfig, feed_forward: int) -> int:

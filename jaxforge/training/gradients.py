@@ -25,10 +25,10 @@ from jaxtyping import Array, Int, PyTree
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import TrainConfig
 from jaxforge.model import remat
-from jaxforge.model.attention import Place
+from jaxforge.model.attention import Context
 from jaxforge.model.attention_backends import BACKENDS
 from jaxforge.model.linear import is_matrix
-from jaxforge.model.rope import Rotation
+from jaxforge.model.plan import LayerKind
 from jaxforge.model.transformer import Model, Params
 from jaxforge.parallel.mesh import DATA_AXES, STAGES, data_parallel_size
 from jaxforge.parallel.sharding import (
@@ -125,20 +125,21 @@ def pipelined(model: Model, config: JobConfig) -> AddUp:
     def enter(params: Params, microbatch: Batch) -> Array:
         return model.embed(params, microbatch["input_ids"])
 
-    def around(x: Array, microbatch: Batch) -> tuple[Rotation, Place]:
-        place = Place(doc_ids=microbatch.get("doc_ids"))
-        return model.rotation(x, place), place
+    def context(x: Array, microbatch: Batch) -> Context:
+        return model.context(x, doc_ids=microbatch.get("doc_ids"))
 
-    def layer(layer: Params, x: Array, around: tuple[Rotation, Place]) -> Array:
-        return model.block(layer, x, *around)[0]
+    def run(kind: LayerKind, layer: Params, x: Array, context: Context) -> Array:
+        return model.block(layer, x, context, kind=kind)[0]
 
     def add_up(params: Params, batch: Batch, scales: Scales) -> tuple[Params, Loss]:
         def leave(params: Params, x: Array, microbatch: Batch, token_scale: Array) -> Loss:
             hidden = model.finish(params, x)
             return _loss(model, train, params, hidden, microbatch, token_scale, scales)
 
-        saving = remat.block(saves.save, layer)
-        parts = lock_step.Parts(enter, around, saving, leave, saves.is_held)
+        layer = remat.block(saves.save, run)
+        rows = model.plan.of_rows(model.stack)
+        kinds = jax.tree.map(lambda column: column.reshape(d.pp, -1), rows)
+        parts = lock_step.Parts(enter, context, layer, leave, kinds, saves.is_held)
         none = _no_loss(batch, scales)
         grads, loss = lock_step.accumulate(
             schedule, parts, params, model.axes, batch, scales.token, (none.value, none.nats)
@@ -163,7 +164,9 @@ def _loss(
 
 
 def _checked(model: Model) -> bool:
-    return not BACKENDS[model.how.attention].is_opaque
+    """Whether `shard_map` can tell over which mesh axes everything varies."""
+    chooses = model.stack.stages > 1 and len(model.plan.windows) > 1
+    return not (chooses or BACKENDS[model.how.attention].is_opaque)
 
 
 def _stages(mesh: Mesh) -> tuple[str, ...]:

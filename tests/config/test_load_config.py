@@ -185,6 +185,10 @@ def test_every_key_of_kempnerforge_loads():
         ),
         *(("scheduler", key) for key in ("warmup_offset", "unit")),
         *(("early_stop", key) for key in EarlyStopConfig.model_fields),
+        *(
+            ("model", key)
+            for key in ("sliding_window", "attention_pattern", "local_rope_theta", "rope_pattern")
+        ),
         *(("distributed", key) for key in ("pp_chunks", "heartbeat_timeout_sec")),
         *(("eval", key) for key in ("datasets", "start_step")),
         *(

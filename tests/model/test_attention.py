@@ -57,8 +57,10 @@ def naive_attention(q, k, v, allowed):
     return out
 
 
-def allowed_keys(length, doc_ids=None, batch=2):
-    allowed = np.broadcast_to(np.tril(np.ones((length, length), bool)), (batch, length, length))
+def allowed_keys(length, doc_ids=None, window=None, batch=2):
+    back = np.arange(length)[:, None] - np.arange(length)
+    allowed = (back >= 0) & (back < (window or length))
+    allowed = np.broadcast_to(allowed, (batch, length, length))
     return allowed if doc_ids is None else allowed & (doc_ids[:, :, None] == doc_ids[:, None])
 
 
@@ -80,13 +82,13 @@ PACKED = pytest.mark.parametrize("packed", [False, True], ids=["causal", "docume
 
 @pytest.mark.parametrize("backend", EVERYWHERE)
 @pytest.mark.parametrize("length", [1, LENGTH, 81])  # one block; one; three, the last not full
-@MULTIPLE
+@pytest.mark.parametrize(("kv_heads", "window"), [(6, None), (2, None), (1, None), (2, 1), (2, 40)])
 @PACKED
-def test_backends_are_softmax_over_the_visible_keys(backend, length, kv_heads, packed):
+def test_backends_are_softmax_over_the_visible_keys(backend, length, kv_heads, packed, window):
     doc_ids = random_documents(length) if packed else None
     q, k, v = random_heads(length, kv_heads)
-    ours = BACKENDS[backend].attend(q, k, v, doc_ids)
-    naive = naive_attention(q, k, v, allowed_keys(length, doc_ids))
+    ours = BACKENDS[backend].attend(q, k, v, doc_ids, window)
+    naive = naive_attention(q, k, v, allowed_keys(length, doc_ids, window))
     np.testing.assert_allclose(ours, naive, rtol=0, atol=1e-5)
 
 
@@ -110,14 +112,14 @@ def test_scores_of_bfloat16_heads_are_float32(backend):
     np.testing.assert_allclose(np.asarray(ours, np.float64), naive, rtol=0, atol=bound)
 
 
-def values_and_gradients(backend, length, kv_heads, packed, **heads):
+def values_and_gradients(backend, length, kv_heads, packed, window=None, **heads):
     doc_ids = random_documents(length) if packed else None
     attend = BACKENDS[backend].attend
     q, k, v = random_heads(length, kv_heads, **heads)
     weights = np.random.default_rng(2).standard_normal(q.shape)
 
     def loss(q, k, v):
-        y = attend(q, k, v, doc_ids).astype(jnp.float32)
+        y = attend(q, k, v, doc_ids, window).astype(jnp.float32)
         return jnp.sum(y * weights), y
 
     gradients, values = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
@@ -133,24 +135,32 @@ def test_gradients_of_blocks_are_the_references(length, kv_heads, packed):
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), ours, reference)
 
 
-@pytest.mark.parametrize("kv_heads", [6, 2])
+@pytest.mark.parametrize("window", [1, 7, 40])
 @PACKED
-def test_splash_is_the_reference(monkeypatch, kv_heads, packed):
+def test_gradients_of_windows_are_the_references(packed, window):
+    ours = values_and_gradients("blockwise", 81, 2, packed, window)
+    reference = values_and_gradients("reference", 81, 2, packed, window)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), ours, reference)
+
+
+@pytest.mark.parametrize(("kv_heads", "window"), [(6, None), (2, None), (2, 100)])
+@PACKED
+def test_splash_is_the_reference(monkeypatch, kv_heads, packed, window):
     """The TPU kernel, interpreted."""
     monkeypatch.setattr(splash, "_INTERPRET", True)
     monkeypatch.setattr(splash, "_BLOCK", 128)  # two blocks
-    ours = values_and_gradients("splash", 256, kv_heads, packed, h=128)
-    reference = values_and_gradients("reference", 256, kv_heads, packed, h=128)
+    ours = values_and_gradients("splash", 256, kv_heads, packed, window, h=128)
+    reference = values_and_gradients("reference", 256, kv_heads, packed, window, h=128)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-4), ours, reference)
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN runs on GPUs only")
-@MULTIPLE
+@pytest.mark.parametrize(("kv_heads", "window"), [(6, None), (2, None), (1, None), (2, 100)])
 @PACKED
-def test_cudnn_is_the_reference(kv_heads, packed):
+def test_cudnn_is_the_reference(kv_heads, packed, window):
     heads = {"h": 64, "dtype": jnp.bfloat16}
-    ours = values_and_gradients("cudnn", 256, kv_heads, packed, **heads)
-    reference = values_and_gradients("reference", 256, kv_heads, packed, **heads)
+    ours = values_and_gradients("cudnn", 256, kv_heads, packed, window, **heads)
+    reference = values_and_gradients("reference", 256, kv_heads, packed, window, **heads)
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=0.02, atol=0.05), ours, reference
     )

@@ -179,9 +179,13 @@ def test_prompts_are_padded_no_further_than_the_model_goes():
 
 
 def test_stages_take_turns():
-    """Each keeps its part of the cache; chunks of two stages, and rows over two devices."""
+    """Each keeps its part of the cache; chunks of two stages, and rows over two devices.
+
+    No two stages have the same kinds of layers.
+    """
     axes = {"pp": 2, "dp_shard": 2, "pp_schedule": "interleaved_1f1b"}
-    layers = {"n_layers": 5}
+    layers = {"n_layers": 5, "sliding_window": 3, "attention_pattern": ("full", "sliding"),
+              "rope_pattern": (True, True, False)}  # fmt: skip
     plain = build_model(tiny_config(model=layers))
     staged = build_model(tiny_config(model=layers, distributed=axes))
     params = drawn(tiny_config(model=layers))

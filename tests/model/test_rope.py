@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxforge.config.model import ModelConfig, RopeScaling
+from jaxforge.model.plan import Rope, plan_of
 from jaxforge.model.rope import inverse_frequencies, rotate, rotation
 
 HEAD = 16
@@ -16,9 +17,13 @@ def config(**options):
     return ModelConfig(dim=4 * HEAD, n_heads=4, **options)
 
 
+def rope(**options):
+    return plan_of(config(**options)).ropes[0]
+
+
 def rotated(x, positions, **options):
     """x [positions, heads, h], each row turned by its position."""
-    by = rotation(config(**options), jnp.asarray(positions)[None])
+    by = rotation(rope(**options), HEAD, jnp.asarray(positions)[None])
     return np.asarray(rotate(jnp.asarray(x)[None], by))[0]
 
 
@@ -29,7 +34,7 @@ def random_heads(n, seed=0):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_both_ways_of_swapping_halves_agree(dtype):
     x = jnp.asarray(random_heads(6), dtype).reshape(2, 3, 2, HEAD)
-    by = rotation(config(), jnp.asarray([[0, 1, 50], [7, 8, 9]]))
+    by = rotation(rope(), HEAD, jnp.asarray([[0, 1, 50], [7, 8, 9]]))
     ours = rotate(x, by, swap_by_product=True)
     assert ours.dtype == dtype
     np.testing.assert_allclose(ours, rotate(x, by), rtol=1e-6 if dtype == jnp.float32 else 0)
@@ -97,9 +102,8 @@ SCALINGS = [RopeScaling(), RopeScaling(factor=32.0, low_freq_factor=2.0, high_fr
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
 def test_llama3_keeps_short_waves_and_stretches_long_ones(scaling):
-    shape = {"dim": 256, "n_heads": 2, "rope_theta": 500000.0}
-    plain = inverse_frequencies(ModelConfig(**shape))
-    ours = inverse_frequencies(ModelConfig(**shape, rope_scaling=scaling))
+    plain = inverse_frequencies(Rope(500000.0, None), 128)
+    ours = inverse_frequencies(Rope(500000.0, scaling), 128)
     assert ours.dtype == np.float32
     expected = [stretched(float(f), scaling) for f in plain]
     np.testing.assert_allclose(ours, expected, rtol=1e-6)

@@ -28,6 +28,7 @@ MODEL = {"dim": 512, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "vocab_size":
 TRAIN = {"batch_size": 1, "seq_len": 512, "activation_checkpointing": "full"}
 HSDP_TP = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
 PIPELINE = {"pp": 2, "dp_shard": 2, "tp": 2}
+WINDOWS = {"sliding_window": 128, "attention_pattern": ["full", "sliding", "sliding"]}
 CUDNN = 'custom_call_target="__cudnn$fmha'
 
 
@@ -49,6 +50,8 @@ STEPS = {
     "interleaved": case(
         {**PIPELINE, "pp_schedule": "interleaved_1f1b", "pp_chunks": 2}, {"grad_accum_steps": 4}
     ),
+    "windows": case(HSDP_TP, model=WINDOWS),
+    "1f1b, windows": case(PIPELINE, {"grad_accum_steps": 4}, model=WINDOWS),
     "nothing recomputed": case({"dp_shard": 8}, {"activation_checkpointing": "none"}),
     "chunked loss": case(HSDP_TP, {"loss_fn": "chunked_cross_entropy"}),
     "muon": case(HSDP_TP, optimizer={"name": "muon"}),
@@ -61,7 +64,11 @@ STEPS = {
 
 def config_of(sections) -> JobConfig:
     config = JobConfig.model_validate(
-        {**sections, "model": MODEL, "train": {**TRAIN, **sections["train"]}}
+        {
+            **sections,
+            "model": {**MODEL, **sections.get("model", {})},
+            "train": {**TRAIN, **sections["train"]},
+        }
     )
     rules.check(config, 8)
     return config

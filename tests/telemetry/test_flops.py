@@ -30,6 +30,17 @@ def test_llama_3_8b_at_8k_in_both_conventions():
     assert round(flops.causal_flops_per_token(model, 8192) / 1e9, 1) == 51.5
 
 
+def test_windows_count_what_they_see():
+    full = ModelConfig(**DEBUG)
+    local = ModelConfig(**DEBUG, sliding_window=100, attention_pattern=["full", "sliding"])
+    a_key = 12 * full.n_heads * full.head_size  # of a query: two products, three times
+    saved = flops.flops_per_token(full, 512) - flops.flops_per_token(local, 512)
+    assert saved == 2 * a_key * (512 - 100)
+    seen = [sum(min(q + 0.5, window) for q in range(512)) / 512 for window in (512, 100)]
+    saved = flops.causal_flops_per_token(full, 512) - flops.causal_flops_per_token(local, 512)
+    assert saved == pytest.approx(2 * a_key * (seen[0] - seen[1]), rel=1e-4)
+
+
 @pytest.mark.parametrize("activation", ["silu", "relu"])
 @pytest.mark.parametrize("heads", [{}, {"head_dim": 24}], ids=str)
 def test_the_model_multiplies_as_much(activation, heads):

@@ -474,7 +474,12 @@ def test_config_json_means_what_transformers_takes_it_for(kind, keys):
     windowed = {"llama": False, "mistral": True}.get(
         kind, "sliding_attention" in getattr(theirs, "layer_types", [])
     )
-    assert ours.max_seq_len == (window if windowed and window else 8192)
+    assert ours.max_seq_len == 8192
+    kinds = ["sliding_attention" if windowed else ""] * 2
+    if kind.startswith("qwen"):
+        kinds = theirs.layer_types
+    expected = [window if kind == "sliding_attention" else None for kind in kinds]
+    assert [ours.window_of(layer) for layer in range(2)] == expected
 
 
 @pytest.mark.parametrize("keys", [
@@ -538,28 +543,65 @@ def test_a_config_that_is_none_is_refused(tmp_path, text):
         hf_state.read_config(Directory(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("case", "keys"),
+WINDOWS = pytest.mark.parametrize(
+    ("case", "keys", "windows"),
     [
-        ("Mistral", {}),
-        ("Qwen2", {"use_sliding_window": True,
-                   "layer_types": ["full_attention", "sliding_attention"]}),
+        ("Mistral", {}, [8, 8]),
+        ("Mistral", {"sliding_window": 100}, [100, 100]),
+        ("Qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, [None, 8]),
+        ("Qwen3", {"layer_types": ["sliding_attention", "full_attention"]}, [8, None]),
     ],
-)  # fmt: skip
-def test_a_sliding_window_bounds_the_sequences(tmp_path, case, keys):
-    """Up to its width it is full attention; beyond, the models part."""
+)
+
+
+@WINDOWS
+def test_layers_that_see_a_window_go_both_ways(tmp_path, case, keys, windows):
+    """Shorter than the sequence and longer, whole and with a cache."""
     network = hugging_face(family(case), model_of(case))
     network.save_pretrained(tmp_path / "hf")
-    config = {**config_json(tmp_path / "hf"), "sliding_window": 8, **keys}
+    sliding = {"sliding_window": 8, "use_sliding_window": True, "max_position_embeddings": 256}
+    config = {**config_json(tmp_path / "hf"), **sliding, **keys}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
-    (note,) = load(tmp_path / "hf", tmp_path / "run")
-    assert "the last 8 tokens alone" in note
+    load(tmp_path / "hf", tmp_path / "run")
     model, params = params_of(tmp_path / "run")
-    assert model.max_seq_len == 8
-    network, tokens = open_theirs(tmp_path / "hf"), tokens_of(model, 9)
-    ours, theirs = our_logits(model_of(case), params, tokens), their_logits(network, tokens)
-    np.testing.assert_allclose(ours[:, :8], theirs[:, :8], rtol=0, atol=1e-5)
-    assert np.abs(ours[:, 8] - theirs[:, 8]).max() > 1e-3
+    assert [model.window_of(layer) for layer in range(2)] == windows
+    network, tokens = open_theirs(tmp_path / "hf"), tokens_of(model, 24)
+    theirs = their_logits(network, tokens)
+    np.testing.assert_allclose(our_logits(model, params, tokens), theirs, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(one_by_one(model, params, tokens), theirs, rtol=0, atol=1e-5)
+    export(tmp_path / "run", tmp_path / "back")
+    exported = their_logits(open_theirs(tmp_path / "back"), tokens)
+    np.testing.assert_allclose(exported, theirs, rtol=0, atol=1e-5)
+
+
+def one_by_one(config, params, tokens):
+    model = Model(config)
+    cache, logits = model.empty_cache(*tokens.shape), []
+    extend = jax.jit(model.extend)
+    for i in range(tokens.shape[1]):
+        at = np.full((tokens.shape[0], 1), i)
+        out, cache = extend(params, tokens[:, i : i + 1], at, cache)
+        logits.append(out)
+    return np.concatenate(logits, axis=1)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"sliding_window": 8, "attention_pattern": ["full", "sliding"]}, "llama and mistral see"),
+        ({"sliding_window": 8, "local_rope_theta": 100.0}, "same rotary positions in all layers"),
+        ({"rope_pattern": [True, False]}, "same rotary positions in all layers"),
+    ],
+)
+def test_layers_that_no_family_has_are_not_exported(model, message):
+    with pytest.raises(UserError, match=message):
+        hf_config.family_of(ModelConfig(n_layers=2, **model))
+
+
+def test_other_windows_than_the_weights_were_trained_with_are_noted(tmp_path):
+    hugging_face(family("Mistral"), model_of("Mistral")).save_pretrained(tmp_path / "hf")
+    (note,) = load(tmp_path / "hf", tmp_path / "run", "--model.sliding_window=8")
+    assert "layers that see all tokens and [model] 8: the weights were trained" in note
 
 
 def test_a_config_of_ones_own_that_differs_is_noted(tmp_path, caplog):

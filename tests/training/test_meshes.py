@@ -119,6 +119,8 @@ VARIANTS = {
     "tied": {"model": {"tie_embeddings": True}},
     "layernorm_gelu": {"model": {"norm_type": "layernorm", "activation": "gelu"}},
     "qk_norm_relu_mqa": {"model": {"qk_norm": True, "activation": "relu", "n_kv_heads": 2}},
+    "windows": {"model": {"n_layers": 3, "sliding_window": 9, "local_rope_theta": 100.0,
+                          "attention_pattern": ("sliding", "full")}},
     "remat_full_chunked": {
         "train": {"activation_checkpointing": "full", "loss_fn": "chunked_cross_entropy",
                   "ce_chunk_size": 64, "z_loss_weight": 1e-3},

@@ -1,0 +1,125 @@
+"""Of which kind each layer is, and how kinds repeat.
+
+Layers have the same parameters, stacked, and differ in what they do with them: how far they look
+back, how they turn positions. Where kinds repeat, one period of them is compiled, and a scan runs
+over the periods, so that compile time does not grow with depth.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Int
+
+from jaxforge.config.model import ModelConfig, RopeScaling
+from jaxforge.parallel.stages import Stack
+
+
+class Rope(NamedTuple):
+    """Rotary positions.
+
+    Attributes:
+        theta: base of the frequencies.
+        scaling: how they are stretched; None: not.
+    """
+
+    theta: float
+    scaling: RopeScaling | None
+
+
+class LayerKind(NamedTuple):
+    """What a layer is besides its parameters.
+
+    Known when it is compiled; or, where the stages of a pipeline run one program, by each device.
+
+    Attributes:
+        window: which of `LayerPlan.windows` it looks back over.
+        rope: which of `LayerPlan.ropes` turns its queries and keys.
+    """
+
+    window: int | Int[Array, "..."]
+    rope: int | Int[Array, "..."]
+
+
+class LayerPlan(NamedTuple):
+    """The kinds of all layers.
+
+    Attributes:
+        windows: tokens that a token sees, itself included; None: all up to itself.
+        ropes: rotary positions; None: none.
+        layers: the kind of each layer.
+    """
+
+    windows: tuple[int | None, ...]
+    ropes: tuple[Rope | None, ...]
+    layers: tuple[LayerKind, ...]
+
+    @property
+    def period(self) -> "Period":
+        """What of it a scan runs over."""
+        return period_of(self.layers)
+
+    def turns(self, kind: LayerKind) -> bool:
+        """Whether layers of a kind have rotary positions, or may have them."""
+        ropes = self.ropes[kind.rope : kind.rope + 1] if isinstance(kind.rope, int) else self.ropes
+        return ropes != (None,)
+
+    def of_rows(self, stack: Stack) -> LayerKind:
+        """The kind of each row of stacked parameters, as arrays; of one without a layer, any."""
+        layers = [self.layers[row] for row in stack.rows()]  # -1 is the last
+        windows, ropes = np.array(layers, np.int32).T
+        return LayerKind(windows, ropes)
+
+
+class Period(NamedTuple):
+    """Some layers that lead, then one group of kinds again and again, then the others.
+
+    Attributes:
+        leading: layers before the first group.
+        length: layers of a group.
+        repeats: how many groups there are.
+    """
+
+    leading: int
+    length: int
+    repeats: int
+
+    @property
+    def end(self) -> int:
+        """The first layer after the groups."""
+        return self.leading + self.length * self.repeats
+
+
+def plan_of(config: ModelConfig) -> LayerPlan:
+    """The plan that `[model]` describes."""
+    full = Rope(config.rope_theta, config.rope_scaling)
+    local = full if config.local_rope_theta is None else Rope(config.local_rope_theta, None)
+    turns = config.rope_pattern or (True,)
+    windows = [config.window_of(layer) for layer in range(config.n_layers)]
+    ropes = [
+        (full if window is None else local) if turns[i % len(turns)] else None
+        for i, window in enumerate(windows)
+    ]
+    all_windows, all_ropes = tuple(dict.fromkeys(windows)), tuple(dict.fromkeys(ropes))
+    layers = zip(map(all_windows.index, windows), map(all_ropes.index, ropes), strict=True)
+    return LayerPlan(all_windows, all_ropes, tuple(LayerKind(*kind) for kind in layers))
+
+
+@functools.cache
+def period_of(kinds: Sequence[int]) -> Period:
+    """What repeats in the kinds of layers, such that the fewest of them have to be compiled.
+
+    Args:
+        kinds: of each layer, a tuple.
+    """
+    best = Period(0, 1, 1)
+    for length in range(1, len(kinds) // 2 + 1):
+        leading = 0
+        for layer in range(length, len(kinds)):
+            if kinds[layer] != kinds[layer - length]:
+                leading = layer - length + 1
+            found = Period(leading, length, (layer + 1 - leading) // length)
+            if length * (found.repeats - 1) > best.length * (best.repeats - 1):
+                best = found
+    return best

@@ -1,0 +1,163 @@
+"""Layers of several kinds: what repeats, who sees whom, and what runs them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge.config.load import make_config
+from jaxforge.config.model import ModelConfig
+from jaxforge.errors import UserError
+from jaxforge.model.execution import Execution
+from jaxforge.model.plan import LayerKind, LayerPlan, Period, Rope, period_of, plan_of
+from jaxforge.model.transformer import Model
+from jaxforge.parallel.stages import Stack
+
+LENGTH, VOCAB = 24, 64
+SHAPE = {"dim": 32, "n_heads": 4, "n_kv_heads": 2, "vocab_size": VOCAB, "ffn_hidden_dim": 32,
+         "init_std": 0.3, "sliding_window": 5}  # fmt: skip
+PERIODIC = {"n_layers": 6, "attention_pattern": ("sliding", "sliding", "full")}
+LEADING = {
+    "n_layers": 9,
+    "attention_pattern": ("full", "full", *("sliding", "sliding", "full") * 2, "sliding"),
+    "rope_pattern": (True, True, False),
+    "local_rope_theta": 100.0,
+}
+PLANS = pytest.mark.parametrize("layers", [PERIODIC, LEADING], ids=["period", "leading"])
+
+
+@pytest.mark.parametrize(
+    ("kinds", "period"),
+    [
+        ("a", (0, 1, 1)),
+        ("aaaa", (0, 1, 4)),
+        ("abab", (0, 2, 2)),
+        ("aabaabaa", (0, 3, 2)),  # the last two begin another group
+        ("abbbb", (1, 1, 4)),
+        ("aaaab", (0, 1, 4)),
+        ("aababab", (1, 2, 3)),
+        ("aaabccccc", (4, 1, 5)),
+        ("abc", (0, 1, 1)),
+    ],
+)
+def test_the_fewest_layers_are_compiled(kinds, period):
+    assert period_of(tuple(kinds)) == Period(*period)
+
+
+def test_kinds_are_made_of_the_config():
+    plan = plan_of(ModelConfig(**SHAPE, **LEADING))
+    windows = [plan.windows[kind.window] for kind in plan.layers]
+    assert windows == [None, None, 5, 5, None, 5, 5, None, 5]
+    full, local = Rope(10000.0, None), Rope(100.0, None)
+    ropes = [plan.ropes[kind.rope] for kind in plan.layers]
+    assert ropes == [full, full, None, local, full, None, local, full, None]
+    for window in (None, 7):
+        plan = plan_of(ModelConfig(n_layers=3, sliding_window=window))
+        assert plan == LayerPlan((window,), (full,), (LayerKind(0, 0),) * 3)
+
+
+def test_rows_without_a_layer_are_of_some_kind():
+    plan = plan_of(ModelConfig(**SHAPE, **PERIODIC))
+    rows = plan.of_rows(Stack(6, 4))
+    held = [LayerKind(*row) for row in zip(*rows, strict=True)]
+    assert [kind for kind, layer in zip(held, Stack(6, 4).rows(), strict=True) if layer >= 0] == [
+        *plan.layers
+    ]
+    assert len(held) == 8
+    assert set(held) <= set(plan.layers)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"attention_pattern": ["sliding"]}, "needs sliding_window"),
+        ({"attention_pattern": ["full"], "sliding_window": 4}, "sliding_window = 4 has no effect"),
+        ({"local_rope_theta": 100.0}, "is for sliding layers, and there are none"),
+        ({"attention_pattern": ["silding"]}, "silding"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(keys, message):
+    with pytest.raises(UserError, match=message):
+        make_config({"model": keys})
+
+
+@functools.cache
+def toy(**options):
+    model = Model(ModelConfig(**SHAPE, **options))
+    return model, model.init(jax.random.key(0))
+
+
+def random_tokens():
+    return np.random.default_rng(0).integers(0, VOCAB, (2, LENGTH))
+
+
+def one_by_one(model, params, tokens, doc_ids=None):
+    """Each layer by itself, as the plan says."""
+    x = model.embed(params, tokens)
+    context = model.context(x, doc_ids=doc_ids)
+    for i, kind in enumerate(model.plan.layers):
+        layer = jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"])
+        x, _ = model.block(layer, x, context, kind=kind)
+    return model.finish(params, x)
+
+
+@PLANS
+@pytest.mark.parametrize("save", ["none", "full", "selective"])
+@pytest.mark.parametrize("unroll", [1, 4, 9])
+def test_the_scan_runs_each_layer_in_its_turn(layers, save, unroll):
+    model, params = toy(**layers)
+    scanned = Model(model.config, how=Execution(save=save, unroll=unroll))
+    tokens = random_tokens()
+
+    def total(run):
+        return jax.jit(jax.value_and_grad(lambda params: jnp.sum(jnp.sin(run(params)))))(params)
+
+    expected = total(lambda params: one_by_one(model, params, tokens))
+    found = total(lambda params: scanned.hidden(params, tokens))
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, expected
+    )
+
+
+def program(n_layers):
+    model = Model(ModelConfig(**SHAPE, **PERIODIC | {"n_layers": n_layers}))
+    tokens = jax.ShapeDtypeStruct((2, LENGTH), jnp.int32)
+    gradient = jax.grad(lambda params, tokens: jnp.sum(model.hidden(params, tokens)))
+    return jax.jit(gradient).lower(model.abstract, tokens).as_text().splitlines()
+
+
+def test_only_one_group_is_compiled():
+    """The program does not grow with the number of layers."""
+    assert len(program(6)) == len(program(60))
+
+
+@PLANS
+def test_a_token_sees_its_window_and_no_further(layers):
+    """In one layer; what lies behind reaches it through others."""
+    model, params = toy(**layers)
+    sliding = model.plan.windows.index(5)
+    i, kind = next((i, k) for i, k in enumerate(model.plan.layers) if k.window == sliding)
+    layer = jax.tree.map(lambda leaf: leaf[i], params["layers"])
+    x = model.embed(params, random_tokens())
+    before, _ = model.block(layer, x, model.context(x), kind=kind)
+    after, _ = model.block(layer, x.at[:, 3].add(1.0), model.context(x), kind=kind)
+    changed = (np.abs(before - after).max(-1) > 1e-6).all(0)
+    assert np.flatnonzero(changed).tolist() == [3, 4, 5, 6, 7]
+
+
+@PLANS
+@pytest.mark.parametrize("pieces", [[LENGTH], [10, 7, 7], [1] * LENGTH], ids=len)
+def test_the_cache_gives_the_logits_of_the_full_forward(layers, pieces):
+    model, params = toy(**layers)
+    tokens = random_tokens()
+    full = model.logits(params, model.hidden(params, tokens))
+    cache, logits, at = model.empty_cache(2, LENGTH), [], 0
+    extend = jax.jit(model.extend)
+    for size in pieces:
+        positions = np.broadcast_to(np.arange(at, at + size), (2, size))
+        out, cache = extend(params, tokens[:, at : at + size], positions, cache)
+        logits.append(out)
+        at += size
+    np.testing.assert_allclose(np.concatenate(logits, axis=1), full, rtol=0, atol=2e-5)
