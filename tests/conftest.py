@@ -6,7 +6,7 @@ import shutil
 import signal
 import tempfile
 
-from tests.machine import xla_flags
+from tests.machine import give_back_memory, xla_flags
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a suite that runs in the background;
     signal.signal(signal.SIGINT, signal.default_int_handler)  # its processes would ignore it, too
@@ -69,6 +69,7 @@ def forget_programs():
     yield
     helpers.forget()
     jax.clear_caches()
+    give_back_memory()
 
 
 @pytest.fixture

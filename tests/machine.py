@@ -1,5 +1,6 @@
 """What tests ask of the machine: how it compiles, and how long it may take."""
 
+import ctypes
 import subprocess
 import time
 from collections.abc import Callable
@@ -23,6 +24,13 @@ if version("jaxlib").startswith("0.10."):  # gone since; it halves the time once
 def xla_flags(devices: int) -> str:
     """`XLA_FLAGS` for that many virtual devices, in every worker and every process of a test."""
     return " ".join([f"--xla_force_host_platform_device_count={devices}", *_QUICKLY])
+
+
+def give_back_memory() -> None:
+    """What was freed; glibc keeps half a gigabyte of it after some files."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def wait_until(true: Callable[[], bool], process: subprocess.Popen | None = None) -> None:

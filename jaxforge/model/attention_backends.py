@@ -34,16 +34,28 @@ DocIds = Int[Array, "b s"] | None
 Backend = Callable[..., Queries]
 """(q, k, v, doc_ids, window=None) -> softmax(q kᵀ / √h) v, causal.
 
-`doc_ids` keeps packed documents apart. Of `window` tokens, its own included, each query sees those
-at or before it; with None it sees all of them.
+`doc_ids` keeps packed documents apart. A query sees the last `window` tokens, itself included; with
+None, all of them. One that is not opaque takes `reach` as well, a window that is an array.
 """
 
 
 def reference_attention(
-    q: Queries, k: Keys, v: Keys, doc_ids: DocIds, window: int | None = None
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    doc_ids: DocIds,
+    window: int | None = None,
+    reach: Int[Array, ""] | None = None,
 ) -> Queries:
     """Scores and softmax in float32, all S x S of them."""
-    return _dot_product(q, k, v, doc_ids, window, "xla")
+    if reach is None:
+        return _dot_product(q, k, v, doc_ids, window, "xla")
+    tokens = jnp.arange(q.shape[1])
+    back = tokens[:, None] - tokens
+    visible = ((back >= 0) & (back < reach))[None, None]
+    if doc_ids is not None:
+        visible = visible & (doc_ids[:, :, None] == doc_ids[:, None, :])[:, None]
+    return masked_attention(q, k, v, visible)
 
 
 def cudnn_attention(
@@ -115,8 +127,9 @@ def attend_over(
 ) -> Queries:
     """Attention by a backend over one of some windows.
 
-    Where only the device knows over which, each runs one of several kernels. Other devices may then
-    run another, so nothing in them may communicate: the partitioner has no part in them.
+    Where only the device knows over which, XLA's own kernels mask what lies outside. Of the others,
+    which must be told when they are compiled, each device runs one of several; nothing in them
+    communicates, as other devices may run another.
 
     Args:
         name: a key of `BACKENDS`.
@@ -132,6 +145,9 @@ def attend_over(
     reaches = tuple(None if w is not None and w >= length else w for w in windows)
     if isinstance(which, int) or len(set(reaches)) == 1:
         return attend(q, k, v, doc_ids, reaches[which if isinstance(which, int) else 0])
+
+    if not BACKENDS[name].is_opaque:
+        return attend(q, k, v, doc_ids, None, jnp.asarray([w or length for w in reaches])[which])
 
     def chosen(q: Queries, k: Keys, v: Keys, doc_ids: DocIds, which: Array) -> Queries:
         kernels = [functools.partial(attend, window=window) for window in reaches]

@@ -24,6 +24,7 @@ _BLOCKS = 8  # blocks a sequence: of what is computed, a sixteenth is masked
 _SMALLEST = 32  # queries: below it, products are too small to be fast
 
 DocIds = Int[Array, "b s"] | None
+Reach = Int[Array, ""] | None
 
 
 class _Folded(NamedTuple):
@@ -41,17 +42,21 @@ def blockwise_attention(
     v_BSKh: Float[Array, "b s kv h"],
     doc_ids: DocIds,
     window: int | None = None,
+    reach: Reach = None,
 ) -> Float[Array, "b s heads h"]:
-    """softmax(q kᵀ / √h) v over the keys at or before each query, of its document and window."""
-    return _forward(q_BSHh, k_BSKh, v_BSKh, doc_ids, window)[0]
+    """softmax(q kᵀ / √h) v over the keys at or before each query, of its document and window.
+
+    `reach` is a window that only the device knows: no key is left out for it, but masked.
+    """
+    return _forward(q_BSHh, k_BSKh, v_BSKh, doc_ids, window, reach)[0]
 
 
 def _forward(
-    q: Array, k: Array, v: Array, doc_ids: DocIds, window: int | None
+    q: Array, k: Array, v: Array, doc_ids: DocIds, window: int | None, reach: Reach
 ) -> tuple[Array, tuple[Array, ...]]:
     kv_heads, scale = k.shape[2], q.shape[-1] ** -0.5
     folded, outputs, lses = _fold_all(q, k, v), [], []
-    for block in _blocks(q, k, doc_ids, window):
+    for block in _blocks(q, k, doc_ids, window, reach):
         scores = _product("bkrh,bkth->bkrt", folded.q[:, :, block.rows], folded.k[:, :, block.keys])
         scores = jnp.where(block.visible, scores * scale, -jnp.inf)
         top = jnp.max(scores, axis=-1, keepdims=True)
@@ -64,23 +69,23 @@ def _forward(
 
 
 def _attend(
-    q: Array, k: Array, v: Array, doc_ids: DocIds, window: int | None
+    q: Array, k: Array, v: Array, doc_ids: DocIds, window: int | None, reach: Reach
 ) -> tuple[Array, tuple]:
-    output, lses = _forward(q, k, v, doc_ids, window)
-    return output, (q, k, v, doc_ids, output, lses)
+    output, lses = _forward(q, k, v, doc_ids, window, reach)
+    return output, (q, k, v, doc_ids, reach, output, lses)
 
 
 def _differentiate(
     window: int | None, saved: tuple, d_output: Array
-) -> tuple[Array, Array, Array, None]:
-    q, k, v, doc_ids, output, lses = saved
+) -> tuple[Array, Array, Array, None, None]:
+    q, k, v, doc_ids, reach, output, lses = saved
     kv_heads, dtype, scale = k.shape[2], q.dtype, q.shape[-1] ** -0.5
     folded = _fold_all(q, k, v)
     d_out = _fold_queries(d_output, kv_heads)
     product = d_output.astype(jnp.float32) * output.astype(jnp.float32)
     delta = jnp.sum(_fold_queries(product, kv_heads), axis=-1, keepdims=True)
     d_queries, d_keys, d_values = [], [], []
-    for block, lse in zip(_blocks(q, k, doc_ids, window), lses, strict=True):
+    for block, lse in zip(_blocks(q, k, doc_ids, window, reach), lses, strict=True):
         queries, d_out_block = folded.q[:, :, block.rows], d_out[:, :, block.rows]
         keys, values = folded.k[:, :, block.keys], folded.v[:, :, block.keys]
         scores = _product("bkrh,bkth->bkrt", queries, keys)
@@ -98,6 +103,7 @@ def _differentiate(
         _unfold_queries(d_query.astype(dtype), kv_heads, q.shape),
         _total(d_keys).astype(dtype).swapaxes(1, 2),
         _total(d_values).astype(dtype).swapaxes(1, 2),
+        None,
         None,
     )
 
@@ -117,7 +123,9 @@ class _Block(NamedTuple):
     visible: Array
 
 
-def _blocks(q: Array, k: Array, doc_ids: DocIds, window: int | None) -> Iterator[_Block]:
+def _blocks(
+    q: Array, k: Array, doc_ids: DocIds, window: int | None, reach: Reach
+) -> Iterator[_Block]:
     length, kv_heads = q.shape[1], k.shape[2]
     group = q.shape[2] // kv_heads
     size = max(_SMALLEST, -(-length // _BLOCKS))
@@ -126,8 +134,9 @@ def _blocks(q: Array, k: Array, doc_ids: DocIds, window: int | None) -> Iterator
         first = 0 if window is None else max(0, start - window + 1)
         queries, keys = jnp.arange(start, end)[:, None], jnp.arange(first, end)
         visible = queries >= keys
-        if window is not None:
-            visible &= queries - keys < window
+        for tokens in (window, reach):
+            if tokens is not None:
+                visible &= queries - keys < tokens
         if doc_ids is not None:
             same = doc_ids[:, start:end, None] == doc_ids[:, None, first:end]
             visible = (visible & same)[:, None]

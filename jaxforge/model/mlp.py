@@ -15,17 +15,27 @@ from jaxforge.parallel.sharding import constrain
 
 
 @jax.custom_jvp
-def _erf(x: Array) -> Array:
-    """The gradient is written out: JAX 0.12's fails inside `shard_map` (docs/upstream.md)."""
-    return jax.lax.erf(x)
+def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The Gaussian error linear unit x Φ(x) (arXiv:1606.08415), inside in float32 as torch's.
+
+    The gradient is written out: JAX 0.12's fails inside `shard_map` (docs/upstream.md).
+    """
+    x32 = x.astype(jnp.float32)
+    return (x32 * _normal_cdf(x32)).astype(x.dtype)
 
 
-_erf.defjvps(lambda d_x, y, x: d_x * (2 / math.pi**0.5) * jnp.exp(-x * x))
+def _gelu_slope(x: Array) -> Array:
+    """Φ(x) + x φ(x)."""
+    x32 = x.astype(jnp.float32)
+    density = jnp.exp(-0.5 * x32 * x32) / (2 * math.pi) ** 0.5
+    return (_normal_cdf(x32) + x32 * density).astype(x.dtype)
 
 
-def gelu(x: Array) -> Array:
-    """The Gaussian error linear unit x Φ(x) (arXiv:1606.08415), as torch computes it."""
-    return 0.5 * x * (1 + _erf(x * 0.5**0.5))
+def _normal_cdf(x32: Array) -> Array:
+    return 0.5 * (1 + jax.lax.erf(x32 * 0.5**0.5))
+
+
+gelu.defjvps(lambda d_x, y, x: d_x * _gelu_slope(x))
 
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {

@@ -164,9 +164,7 @@ def _loss(
 
 
 def _checked(model: Model) -> bool:
-    """Whether `shard_map` can tell over which mesh axes everything varies."""
-    chooses = model.stack.stages > 1 and len(model.plan.windows) > 1
-    return not (chooses or BACKENDS[model.how.attention].is_opaque)
+    return not BACKENDS[model.how.attention].is_opaque
 
 
 def _stages(mesh: Mesh) -> tuple[str, ...]:

@@ -63,3 +63,20 @@ def test_only_silu_has_a_gate(activation):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_block_multiplies_in_the_dtype_of_its_input(activation):
     assert make(activation)(jnp.ones((1, 2, DIM), jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gelu_and_its_gradient_are_torchs(dtype):
+    torch = pytest.importorskip("torch")
+    x = np.linspace(-6, 6, 1001, dtype=np.float32)
+    theirs = torch.tensor(x).to(getattr(torch, dtype)).requires_grad_()
+    y = torch.nn.functional.gelu(theirs)
+    y.sum().backward()
+    ours, pull = jax.vjp(ACTIVATIONS["gelu"], jnp.asarray(x, dtype))
+    tolerance = (
+        {"rtol": 1e-5, "atol": 1e-6} if dtype == "float32" else {"rtol": 2**-7, "atol": 1e-6}
+    )
+    (slope,) = pull(jnp.ones_like(ours))
+    assert ours.dtype == slope.dtype == jnp.dtype(dtype)
+    for a, b in ((ours, y), (slope, theirs.grad)):
+        np.testing.assert_allclose(a.astype(jnp.float32), b.detach().float(), **tolerance)

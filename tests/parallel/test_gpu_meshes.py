@@ -51,7 +51,7 @@ STEPS = {
         {**PIPELINE, "pp_schedule": "interleaved_1f1b", "pp_chunks": 2}, {"grad_accum_steps": 4}
     ),
     "windows": case(HSDP_TP, model=WINDOWS),
-    "1f1b, windows": case(PIPELINE, {"grad_accum_steps": 4}, model=WINDOWS),
+    "1f1b, windows": case(PIPELINE, {"grad_accum_steps": 4}, model={"sliding_window": 128}),
     "nothing recomputed": case({"dp_shard": 8}, {"activation_checkpointing": "none"}),
     "chunked loss": case(HSDP_TP, {"loss_fn": "chunked_cross_entropy"}),
     "muon": case(HSDP_TP, optimizer={"name": "muon"}),
