@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn
 
-from jaxforge.errors import StorageError, UserError
+from jaxforge.errors import StorageError, UserError, printable
 
 _FLAGS_SEC = 60
 
@@ -79,13 +79,6 @@ def _gist(said: str) -> str:
     """What XLA says, before it lists all flags there are."""
     first = said.strip().partition("\n")[0]
     return first.partition("] ")[2].removesuffix(".") or first or "XLA cannot read it"
-
-
-def printable(message: str) -> str:
-    """A message without what a terminal obeys or cannot show, which names in files may have."""
-    return "".join(
-        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in message
-    )
 
 
 def leave(code: int, patience: float = 30.0) -> NoReturn:

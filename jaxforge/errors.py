@@ -11,3 +11,10 @@ class StorageError(OSError):
     """A disk that could not take what a run must keep; what was durable before still is."""
 
     exit_code = 74  # EX_IOERR
+
+
+def printable(message: str) -> str:
+    """A message without what a terminal obeys or cannot show, which names in files may have."""
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in message
+    )

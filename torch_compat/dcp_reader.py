@@ -256,7 +256,16 @@ def _places(metadata: _Metadata, files: _Files, where: str) -> dict[str, dict[st
             )
         place = _Place(files, index.fqn, item.relative_path, item.offset, item.length)
         places.setdefault(index.fqn, {})[_key(index.offset)] = place
+    _check_apart([place for of_key in places.values() for place in of_key.values()], where)
     return places
+
+
+def _check_apart(places: list[_Place], where: str) -> None:
+    """No two items in the same bytes: of a shape and dtype, nothing else tells them apart."""
+    places.sort(key=lambda place: (place.name, place.offset))
+    for a, b in itertools.pairwise(places):
+        if a.name == b.name and a.offset + a.length > b.offset:
+            raise UserError(f"{where}: {a.key} and {b.key} lie in the same bytes of {shown(a.name)}")
 
 
 def _key(offset: tuple[int, ...] | None) -> str:

@@ -117,7 +117,7 @@ def family_of(model: ModelConfig, dialect: str | None = None) -> str:
 
 
 def _families(model: ModelConfig) -> list[str]:
-    windowed = {model.window_of(layer) for layer in range(model.n_layers)} - {None}
+    windowed = any(model.windows)
     if not all(model.rope_pattern) or (windowed and model.local_rope_theta is not None):
         raise UserError(
             "Hugging Face's families here have the same rotary positions in all layers; this model "
@@ -128,7 +128,7 @@ def _families(model: ModelConfig) -> list[str]:
 
 def _with_windows(model: ModelConfig, families: list[str]) -> list[str]:
     """Those of them that can see a window in the layers that do."""
-    everywhere = all(model.window_of(layer) for layer in range(model.n_layers))
+    everywhere = all(model.windows)
     able = [f for f in families if f.startswith("qwen") or (everywhere and f in _WINDOWED)]
     if not able:
         raise UserError(
@@ -185,8 +185,7 @@ def config_json(config: JobConfig, family: str, dtype: str, eos_id: int | None) 
         rotary = {"rope_type": "llama3"} | {
             theirs: getattr(scaling, ours) for ours, theirs in _SCALING.items()
         }
-    windows = [model.window_of(layer) for layer in range(model.n_layers)]
-    kinds = [_FULL if window is None else _SLIDING for window in windows]
+    kinds = [_FULL if window is None else _SLIDING for window in model.windows]
     is_windowed = _SLIDING in kinds
     # Not a key of the families that see the same in all layers.
     layer_types = {"layer_types": kinds} if is_windowed and family.startswith("qwen") else {}

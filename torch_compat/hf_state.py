@@ -148,11 +148,10 @@ def _differences(config: Mapping[str, Any], model: ModelConfig, where: str) -> I
                 f"{CONFIG} has {key} = {getattr(theirs, key)} and [model] {getattr(model, key)}: "
                 "the weights were trained with the former"
             )
-    windows = [[one.window_of(i) for i in range(one.n_layers)] for one in (theirs, model)]
-    if windows[0] != windows[1]:
+    if theirs.windows != model.windows:
         yield (
-            f"{CONFIG} has layers that see {_span(windows[0])} tokens and [model] "
-            f"{_span(windows[1])}: the weights were trained with the former"
+            f"{CONFIG} has layers that see {_span(theirs.windows)} tokens and [model] "
+            f"{_span(model.windows)}: the weights were trained with the former"
         )
 
 

@@ -7,7 +7,7 @@ seconds and 300 MB, whatever it says; what a large one may cost is in proportion
 import json
 from typing import Any
 
-from jaxforge.errors import UserError
+from jaxforge.errors import UserError, printable
 
 NAME = 1024  # characters of a tensor's or a file's name
 INTEGER = 512  # bytes of an integer in a pickle
@@ -32,7 +32,7 @@ COUNT = 2**53  # steps, tokens: what a float64 still counts
 def shown(text: object, most: int = 200) -> str:
     """Text of a file as a message may have it: cut, and nothing in it that a terminal obeys."""
     cut = str(text)[: most + 1]
-    plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
+    plain = printable(cut).replace("\n", "\\n")
     return plain if len(plain) <= most else plain[:most] + "..."
 
 

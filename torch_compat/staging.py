@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -105,14 +105,7 @@ class Staging:
             advance: called with the bytes of each unit that is done, before or now.
         """
         ours = units[self.share.process :: self.share.processes]
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            under_way = [pool.submit(self._write_one, unit, advance) for unit in ours]
-            try:
-                for written in under_way:
-                    written.result()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        for_each(lambda unit: self._write_one(unit, advance), ours, AT_ONCE)
 
     def _write_one(self, unit: Unit, advance: Callable[[int], None]) -> None:
         if self.share.parent not in (None, os.getppid()):
@@ -223,6 +216,18 @@ class Staging:
         temporary.write_text(json.dumps(value))
         sync(temporary)
         temporary.rename(self._mark(name))
+
+
+def for_each(do: Callable[[T], object], items: Iterable[T], at_once: int) -> None:
+    """Calls a function with each, `at_once` at a time, until one of them fails."""
+    with ThreadPoolExecutor(at_once) as pool:
+        under_way = [pool.submit(do, item) for item in items]
+        try:
+            for one in under_way:
+                one.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def partial_of(destination: Path) -> Path:

@@ -16,7 +16,6 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jaxforge import buckets, mirror, run_lock, storage
@@ -26,7 +25,7 @@ from torch_compat import hf_config, orbax_store, safetensors
 from torch_compat.commands import Advance, Export, Import, Plan, of_run
 from torch_compat.dcp_reader import METADATA
 from torch_compat.identity import identity
-from torch_compat.staging import Share
+from torch_compat.staging import Share, for_each
 from torch_compat.workers import Workers
 
 UNFINISHED = ".unfinished"
@@ -125,14 +124,7 @@ class _Copy:
             place = self._there / path.relative_to(self._here).as_posix()
             buckets.write(place, path.read_bytes())
 
-        with ThreadPoolExecutor(at_once) as pool:
-            under_way = [pool.submit(put, path) for path in files]
-            try:
-                for one in under_way:
-                    one.result()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        for_each(put, files, at_once)
 
     def _remove_what_is_not_ours(self) -> None:
         """What another conversion left that was not finished."""

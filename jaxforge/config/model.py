@@ -1,5 +1,6 @@
 """`[model]`: the shape of the network."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -136,10 +137,12 @@ class ModelConfig(Section):
         # Evaluated in this order: another one truncates to another integer now and then.
         return 256 * math.ceil(int(4 * self.dim * (2 / 3) * self.ffn_dim_multiplier) / 256)
 
-    def window_of(self, layer: int) -> int | None:
-        """Tokens that a token sees in a layer, itself included; None: all up to itself."""
-        pattern = self.attention_pattern or ("sliding",)
-        return self.sliding_window if pattern[layer % len(pattern)] == "sliding" else None
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Tokens that a token sees in each layer, itself included; None: all up to itself."""
+        pattern = itertools.cycle(self.attention_pattern or ("sliding",))
+        kinds = itertools.islice(pattern, self.n_layers)
+        return tuple(self.sliding_window if kind == "sliding" else None for kind in kinds)
 
     @property
     def is_moe(self) -> bool:

@@ -277,9 +277,8 @@ def pipeline_has_no_experts(config: JobConfig, mesh: Mesh) -> Iterator[str]:
 def pipeline_has_one_kind_of_layer(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Stages run one program: where their layers differed, runs on CPU hung now and then."""
     model = config.model
-    windows = {model.window_of(layer) for layer in range(model.n_layers)}
     for key, differs in (
-        ("attention_pattern", len(windows) > 1),
+        ("attention_pattern", len(set(model.windows)) > 1),
         ("rope_pattern", len(set(model.rope_pattern)) > 1),
     ):
         if differs and mesh["pp"] > 1:

@@ -96,7 +96,7 @@ def plan_of(config: ModelConfig) -> LayerPlan:
     full = Rope(config.rope_theta, config.rope_scaling)
     local = full if config.local_rope_theta is None else Rope(config.local_rope_theta, None)
     turns = config.rope_pattern or (True,)
-    windows = [config.window_of(layer) for layer in range(config.n_layers)]
+    windows = config.windows
     ropes = [
         (full if window is None else local) if turns[i % len(turns)] else None
         for i, window in enumerate(windows)

@@ -5,7 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -33,10 +33,10 @@ def setup_logging(console: Console) -> None:
     for name in _LIBRARIES:
         libraries = logging.getLogger(name)
         libraries.handlers[:], libraries.propagate = [logging.NullHandler()], False
-    if not isinstance(sys.excepthook, _WithoutClosedLoops):
-        sys.excepthook = _WithoutClosedLoops(sys.excepthook)
-    if not isinstance(sys.unraisablehook, _WithoutUnheardLoops):
-        sys.unraisablehook = _WithoutUnheardLoops(sys.unraisablehook)
+    for hook in ("excepthook", "unraisablehook"):
+        report = getattr(sys, hook)
+        if not isinstance(report, _WithoutClosedLoops):
+            setattr(sys, hook, _WithoutClosedLoops(report))
 
 
 class _WithoutClosedLoops:
@@ -49,23 +49,12 @@ class _WithoutClosedLoops:
     def __init__(self, report: Callable[..., object]) -> None:
         self._report = report
 
-    def __call__(
-        self, kind: type[BaseException], error: BaseException, place: TracebackType | None
-    ) -> None:
-        is_ours = threading.current_thread() is threading.main_thread()
+    def __call__(self, *failure: Any) -> None:  # noqa: ANN401 (of either hook of `sys`)
+        is_raised = len(failure) > 1
+        error = failure[1] if is_raised else failure[0].exc_value
+        is_ours = is_raised and threading.current_thread() is threading.main_thread()
         if is_ours or str(error) != "Event loop is closed":
-            self._report(kind, error, place)
-
-
-class _WithoutUnheardLoops:
-    """The same of what TensorStore's threads cannot raise anywhere."""
-
-    def __init__(self, report: Callable[..., object]) -> None:
-        self._report = report
-
-    def __call__(self, unraisable: "sys.UnraisableHookArgs") -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
-            self._report(unraisable)
+            self._report(*failure)
 
 
 def add_log_file(run: Path) -> None:

@@ -73,8 +73,7 @@ def causal_flops_per_token(model: ModelConfig, seq_len: int) -> int:
 
 def _reaches(model: ModelConfig, seq_len: int) -> Iterator[int]:
     """Tokens that the last token of a sequence sees, in each layer."""
-    windows = map(model.window_of, range(model.n_layers))
-    return (min(window or seq_len, seq_len) for window in windows)
+    return (min(window or seq_len, seq_len) for window in model.windows)
 
 
 def _matrices(model: ModelConfig, feed_forward: int) -> int:

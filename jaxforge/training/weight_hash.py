@@ -90,7 +90,7 @@ def make_hasher(params: Params, mesh: Mesh) -> Hasher:
 def checksum(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
     """An exact hash of the bits of x and of where they stand.
 
-    In one pass that stores nothing, which was seen in the programs for TPUs and GPUs; on CPUs it
+    In one pass that stores nothing, which was seen in the programs for TPUs; on CPUs it
     takes four bytes per element while it runs (`checkpoint.host_checksum` does not).
 
     Sum over elements of fmix32(bits + FACTOR * place), modulo 2^32. fmix32 is a

@@ -8,8 +8,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from jaxforge.cli import printable
-from jaxforge.errors import StorageError, UserError
+from jaxforge.errors import StorageError, UserError, printable
 from tests.torch_compat import mutations, subjects
 from torch_compat import checkpoints, dcp_state, safetensors
 from torch_compat.dcp_state import Options

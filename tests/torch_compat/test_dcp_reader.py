@@ -316,15 +316,25 @@ def no_file(found):
     del found.storage_data[metadata.MetadataIndex(KEY, torch.Size([13, 0]))]
 
 
-def into_another_item(found):
+def exchanged(found, other):
+    places, at = found.storage_data, metadata.MetadataIndex(KEY, torch.Size([13, 0]))
+    places[at], places[other] = places[other], places[at]
+
+
+def another_item(found):
+    exchanged(found, metadata.MetadataIndex("model.down.weight", torch.Size([0, 0])))
+
+
+def same_bytes(found):
+    """Of a tensor with the same shape and dtype, which would be read without a word."""
     places = found.storage_data
-    for row in (0, 13):
-        at = metadata.MetadataIndex(KEY, torch.Size([row, 0]))
-        places[at] = places[metadata.MetadataIndex("model.down.weight", torch.Size([0, 0]))]
+    at, there = (metadata.MetadataIndex(KEY, torch.Size([row, 0])) for row in (13, 26))
+    places[at] = places[there]
 
 
 def shifted(found):
-    found.storage_data[metadata.MetadataIndex(KEY, torch.Size([13, 0]))].offset += 1
+    at = found.storage_data[metadata.MetadataIndex(KEY, torch.Size([13, 0]))]
+    at.offset, at.length = at.offset + 1, at.length - 1
 
 
 def beyond_the_file(found):
@@ -332,9 +342,7 @@ def beyond_the_file(found):
 
 
 def an_object(found):
-    places = found.storage_data
-    at = metadata.MetadataIndex(KEY, torch.Size([13, 0]))
-    places[at] = places[metadata.MetadataIndex("optimizer.param_groups.0.lr")]
+    exchanged(found, metadata.MetadataIndex("optimizer.param_groups.0.lr"))
 
 
 def of_an_extension(found):
@@ -355,7 +363,8 @@ def of_an_extension(found):
         (other_dtype, r"in __\d_0.distcp: a tensor float32\[13, 6\] lies where int32\[13, 6\]"),
         (unknown_dtype, r"torch\.complex128"),
         (no_file, r"no file is named for the chunk at \(13, 0\)"),
-        (into_another_item, r"in __0_0.distcp: a tensor float32\[2, 50\] lies where"),
+        (another_item, r"in __0_0.distcp: a tensor float32\[2, 50\] lies where"),
+        (same_bytes, r"model.up.weight lie in the same bytes of __2_0.distcp"),
         (shifted, r"in __1_0.distcp: no torch.save archive there"),
         (beyond_the_file, r"in __1_0.distcp: said to lie at bytes 10{9} to"),
         (an_object, r"in __\d_0.distcp: an object lies where a tensor should"),

@@ -478,8 +478,8 @@ def test_config_json_means_what_transformers_takes_it_for(kind, keys):
     kinds = ["sliding_attention" if windowed else ""] * 2
     if kind.startswith("qwen"):
         kinds = theirs.layer_types
-    expected = [window if kind == "sliding_attention" else None for kind in kinds]
-    assert [ours.window_of(layer) for layer in range(2)] == expected
+    expected = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    assert ours.windows == expected
 
 
 @pytest.mark.parametrize("keys", [
@@ -564,7 +564,7 @@ def test_layers_that_see_a_window_go_both_ways(tmp_path, case, keys, windows):
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
     load(tmp_path / "hf", tmp_path / "run")
     model, params = params_of(tmp_path / "run")
-    assert [model.window_of(layer) for layer in range(2)] == windows
+    assert list(model.windows) == windows
     network, tokens = open_theirs(tmp_path / "hf"), tokens_of(model, 24)
     theirs = their_logits(network, tokens)
     np.testing.assert_allclose(our_logits(model, params, tokens), theirs, rtol=0, atol=1e-5)
