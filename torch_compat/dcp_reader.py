@@ -265,7 +265,8 @@ def _check_apart(places: list[_Place], where: str) -> None:
     places.sort(key=lambda place: (place.name, place.offset))
     for a, b in itertools.pairwise(places):
         if a.name == b.name and a.offset + a.length > b.offset:
-            raise UserError(f"{where}: {a.key} and {b.key} lie in the same bytes of {shown(a.name)}")
+            both = f"{a.key} and {b.key}"
+            raise UserError(f"{where}: {both} lie in the same bytes of {shown(a.name)}")
 
 
 def _key(offset: tuple[int, ...] | None) -> str:
