@@ -81,7 +81,7 @@ def make_eval_step(model: Model, config: TrainConfig, mesh: Mesh) -> EvalStep:
     def eval_step(params: Params, batch: Batch, byte_lengths: Int[Array, "v"]) -> BatchSums:
         microbatch = jax.tree.map(lambda leaf: leaf[0], batch)
         labels, head = microbatch["labels"], model.head(params)
-        hidden = model.hidden(params, microbatch["input_ids"], microbatch.get("doc_ids"))
+        hidden = model.forward(params, microbatch)[0]
         tiles = tiles_of(config, labels, head, model.how.tile)
         loss = cross_entropy(hidden, head, labels, tiles)
         is_valid = labels != IGNORE

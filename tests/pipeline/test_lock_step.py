@@ -10,6 +10,7 @@ import pytest
 
 from jaxforge.parallel.sharding import batch_sharding
 from jaxforge.pipeline.lock_step import saving_vjp
+from jaxforge.side import NOTHING
 from jaxforge.training.evaluation import make_eval_step
 from tests.conftest import tiny_config
 from tests.helpers import (
@@ -148,23 +149,31 @@ def test_a_backward_keeps_what_was_computed_and_not_what_was_given():
     """The one use of what is in a vector-Jacobian product, whose form is JAX's own affair."""
 
     def layer(params, x, around):
-        return jnp.tanh(x @ params["in"]) @ params["out"] * around["scale"] + around["whole"]
+        y = jnp.tanh(x @ params["in"])
+        side = NOTHING._replace(terms={"size": jnp.sum(y**2)}, metrics={"mean": jnp.mean(y)})
+        return y @ params["out"] * around["scale"] + around["whole"], side
 
     keys = jax.random.split(jax.random.key(0), 5)
     params = {"in": jax.random.normal(keys[0], (3, 5)), "out": jax.random.normal(keys[1], (5, 3))}
     around = {"scale": jax.random.normal(keys[2], (4, 1)), "whole": np.ones(3, np.float32)}
     x, d_y = (jax.random.normal(key, (4, 3)) for key in keys[3:])
-    expected = jax.vjp(layer, params, x, around)[1](d_y)
+    d_term = {"size": jnp.float32(0.5)}
+
+    def without_metrics(*given):
+        y, side = layer(*given)
+        return y, side.terms
+
+    expected = jax.vjp(without_metrics, params, x, around)[1]((d_y, d_term))
 
     @jax.jit
     def both_ways(params, x):
-        saved = saving_vjp(layer, params, x, around)[1]
+        saved = saving_vjp(layer, params, x, around)[2]
         shapes = [leaf.shape for leaf in saved]
         assert (4, 3) in shapes, "x"
         assert (4, 5) in shapes, "the activation"
         assert not {(3, 5), (5, 3), (4, 1)} & set(shapes), "parameters and what is around are given"
-        pull_of = saving_vjp(layer, params, jnp.zeros_like(x), around)[2]
-        return pull_of(saved)(d_y)
+        pull_of = saving_vjp(layer, params, jnp.zeros_like(x), around)[3]
+        return pull_of(saved)((d_y, d_term))
 
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
     jax.tree.map(close, both_ways(params, x)[:2], expected[:2])
