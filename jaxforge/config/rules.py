@@ -274,20 +274,6 @@ def pipeline_has_no_experts(config: JobConfig, mesh: Mesh) -> Iterator[str]:
         )
 
 
-def pipeline_has_one_kind_of_layer(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """Stages run one program: where their layers differed, runs on CPU hung now and then."""
-    model = config.model
-    for key, differs in (
-        ("attention_pattern", len(set(model.windows)) > 1),
-        ("rope_pattern", len(set(model.rope_pattern)) > 1),
-    ):
-        if differs and mesh["pp"] > 1:
-            yield (
-                f"model.{key} = {list(getattr(model, key))} needs distributed.pp = 1, not "
-                f"{mesh['pp']}: stages whose layers differ are not built yet"
-            )
-
-
 def experts_divide_by_ep(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Expert-parallel ranks have as many experts each, and there are experts."""
     if mesh["ep"] > 1 and not config.model.is_moe:
@@ -336,7 +322,6 @@ RULES: tuple[Rule, ...] = (
     every_stage_has_layers,
     microbatches_fill_the_pipeline,
     pipeline_has_no_experts,
-    pipeline_has_one_kind_of_layer,
     experts_divide_by_ep,
     fp8_has_no_tp,
     schedule_free_has_no_schedule,

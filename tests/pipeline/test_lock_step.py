@@ -27,7 +27,8 @@ ROWS = 4  # of a microbatch
 SMALL = {"dim": 32, "n_heads": 4, "n_kv_heads": 4, "vocab_size": 64, "ffn_hidden_dim": 48}
 TIED = {"tie_embeddings": True}
 PACKED = {"packed": True}
-LOCAL = {"sliding_window": 5}
+KINDS = {"sliding_window": 5, "attention_pattern": ("full", "sliding", "sliding"),
+         "local_rope_theta": 100.0}  # fmt: skip
 
 
 def config(layers, microbatches, model=None, train=None, optimizer=None, **distributed):
@@ -101,8 +102,10 @@ CASES = [  # few sizes: those with the same have the reference in common
     (8, 16, {"pp": 4, "dp_shard": 2, **INTERLEAVED}, {**UPDATE, **FULL}, {}, True),
     (11, 8, {"pp": 8}, FULL, {}, True),
     (16, 8, {"pp": 8, **INTERLEAVED}, FULL, {}, False),
-    # Layers of one kind, which is not the usual one.
-    (3, 5, {"pp": 2, "dp_shard": 2, "tp": 2}, UPDATE, LOCAL, True),
+    # Stages of which no two have the same kinds of layers, and one program.
+    (3, 5, {"pp": 2, "dp_shard": 2, "tp": 2}, UPDATE, KINDS, True),
+    (5, 8, {"pp": 4, "tp": 2, "pp_schedule": "gpipe"}, FULL, KINDS, False),
+    (5, 8, {"pp": 2, "dp_shard": 4, **INTERLEAVED}, {**MICROBATCH, **FULL}, KINDS, False),
 ]
 
 
