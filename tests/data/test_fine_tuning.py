@@ -23,7 +23,10 @@ from jaxforge.data.manifest import CONVERSATIONS, LENGTHS, Manifest
 from jaxforge.data.packing import FIRST, ID, IGNORE, UNLEARNED
 from jaxforge.data.tokenizer import load_tokenizer
 from jaxforge.errors import UserError
+from jaxforge.model.transformer import build_model
 from jaxforge.parallel.mesh import make_mesh
+from jaxforge.train import run as train
+from jaxforge.training.evaluation import Evaluator
 from tests.conftest import tiny_config
 from tests.data.test_chat_templates import CHATML, UNMARKED, save_tokenizer
 from tests.data.test_resume import Interrupted, snapshot, wait_for
@@ -368,6 +371,51 @@ def test_evaluation_sees_each_label_once(files, tokenizer, tmp_path):
     n_labels = sum(int((batch["labels"] != IGNORE).sum()) for batch in read)
     entries = np.load(directory / "shard_00000.npy")
     assert n_labels == (entries <= ID).sum() > 0
+
+
+def by_hand(given, params, conversations):
+    """-log p of all learned tokens, in float64, from the logits of each conversation by itself."""
+    model = build_model(given)
+    nats = 0.0
+    logits_of = jax.jit(lambda ids: model.logits(params, model.hidden(params, ids)))
+    for ids, labels in conversations:
+        padded = np.zeros((1, SEQ), int)
+        padded[0, : len(ids)] = ids
+        logits = np.asarray(logits_of(padded), np.float64)[0]
+        logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        nats -= sum(logp[at, label] for at, label in enumerate(labels) if label != IGNORE)
+    return nats
+
+
+def test_packed_conversations_cost_what_each_costs_alone(files, tokenizer, tmp_path):
+    run(files, tokenizer, tmp_path / "out")
+    directory = str(tmp_path / "out" / "train")
+    given = config(tokenizer, eval={"enabled": True, "dataset_path": directory})
+    model, mesh = build_model(given), make_mesh(given, jax.devices()[:1])
+    params = jax.tree.map(lambda leaf: 8 * leaf, model.init(jax.random.key(0)))  # far from even
+    with jax.set_mesh(mesh):
+        datasets = loader.open_eval_data(given)
+        sums = Evaluator(given, mesh, model, datasets, load_tokenizer(tokenizer))(params, None)[""]
+    conversations = inputs_and_labels(expected(tokenizer))
+    assert sums.tokens == sum(i != IGNORE for _, labels in conversations for i in labels)
+    assert sums.nats == pytest.approx(by_hand(given, params, conversations), rel=1e-5)
+    said = [message["content"] for one in RECORDS for message in one["messages"][1::2]]
+    assert sums.n_bytes == sum(len(text) + 1 for text in said)  # and the line's end
+
+
+def test_a_run_learns_from_what_is_learned(files, tokenizer, tmp_path):
+    run(files, tokenizer, tmp_path / "out")
+    data = {"dataset_path": str(tmp_path / "out" / "train")}
+    given = config(tokenizer, tmp_path / "run", batch=1, data=data, distributed={"dp_shard": 8})
+    train(given)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    logged = [line for line in map(json.loads, lines) if "train/loss" in line]
+    read = batches(config(tokenizer, batch=8, data=data), len(logged))
+    labels = [int((batch["labels"] != IGNORE).sum()) for batch in read]
+    assert [line["train/valid_tokens"] for line in logged] == np.cumsum(labels).tolist()
+    assert logged[-1]["train/loss"] < 0.7 * logged[0]["train/loss"]
+    chat = load_tokenizer(tmp_path / "run" / "tokenizer").chat
+    assert chat["chat_template"] == CHATML
 
 
 def damaged(directory, change):
