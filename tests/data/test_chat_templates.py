@@ -137,6 +137,15 @@ def test_spaces_and_ends_of_turns_are_learned(tmp_path):
     assert said == " 4<|im_end|>"
 
 
+@pytest.mark.parametrize("trim", [True, False])
+def test_a_last_space_is_learned_whatever_places_the_tokenizer_tells(tmp_path, trim):
+    said = "{% generation %}{{ messages[1].content ~ ' ' }}{% endgeneration %}"
+    save_tokenizer(tmp_path, "<|im_start|>" + said + "<|im_end|>", trim=trim)
+    tokenizer = load_tokenizer(tmp_path)
+    entries = entries_of(tokenizer, {"messages": CHAT[:2]})
+    assert tokenizer.decode(entries[entries <= ID].tolist()) == CHAT[1]["content"] + " "
+
+
 def test_a_template_that_rewrites_what_came_before_is_refused(tmp_path):
     save_tokenizer(tmp_path, LAST_THINKS)
     chats = Conversations(load_tokenizer(tmp_path))

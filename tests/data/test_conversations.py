@@ -153,6 +153,11 @@ def test_packing_puts_each_conversation_once_where_it_fits():
         assert len(windows) <= 11 / 9 * -(-int(lengths.sum()) // width) + 1
 
 
+def test_packing_leaves_the_least_room():
+    members, ends = best_fit(np.array([2, 6, 5, 3, 4]), 10)
+    assert (members.tolist(), ends.tolist()) == ([0, 2, 3, 1, 4], [3, 5])
+
+
 def test_what_is_too_long_is_cut_or_left_out_and_counted():
     lengths = np.array([3, 11, 2, 30])
     cut, dropped = (Packed(lengths, 10, how) for how in ("truncate", "drop"))
