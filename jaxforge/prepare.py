@@ -27,7 +27,7 @@ from jaxforge.data.conversations import Conversations, fingerprint
 from jaxforge.data.documents import first_bytes, pieces, shuffled, split_of
 from jaxforge.data.huggingface import load_dataset
 from jaxforge.data.ingest import Corpus, Options, Split, check_split, ingest
-from jaxforge.data.inputs import Content, HuggingFace, Input, Text, find_inputs
+from jaxforge.data.inputs import Content, HuggingFace, Input, TextField, find_inputs
 from jaxforge.data.manifest import FILE_NAME
 from jaxforge.data.packing import ENTRY_DTYPE
 from jaxforge.data.stage import Plan, Stage, staged
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for place in (*args.input, args.output):
         storage.local(place, "prepare", "copy the text here, and what is made of it there")
     given = None if args.tokenizer == "bpe" else _given_tokenizer(args.tokenizer)
-    content = Conversations(given) if args.conversations and given else Text(args.text_field)
+    content = Conversations(given) if args.conversations and given else TextField(args.text_field)
     inputs = _inputs(args, content)
     plan = _plan(args, inputs, given)
     made_by = f"train/{FILE_NAME}"

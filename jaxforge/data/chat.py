@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2
@@ -73,7 +74,10 @@ class ChatTemplate:
             ) from error
 
     def render(
-        self, messages: Sequence[Message], first: int = 0, **options: object
+        self,
+        messages: Sequence[Message],
+        first: int = 0,
+        options: Mapping[str, object] = MappingProxyType({}),
     ) -> tuple[str, list[Span]]:
         """The text of a conversation, and what of it the assistant says.
 
@@ -90,6 +94,8 @@ class ChatTemplate:
             ValueError: the template refuses the messages, or its text of a conversation does not
                 begin with its text of the conversation's beginning.
         """
+        if any(_BETWEEN_MARKS.search(message["content"]) for message in messages):
+            raise ValueError("it holds U+FDD0 or U+FDD1, which are no characters")
         if self._has_marks and not first:
             return _unmark(self._text(messages, options))
         text = _unmark(self._text(messages, options))[0]
@@ -120,8 +126,8 @@ class ChatTemplate:
             return self._template.render(
                 {**self._tokens, **variables, **options, "messages": list(messages)}
             )
-        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError,
-                ValueError) as error:  # fmt: skip
+        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError,
+                TypeError, ValueError) as error:  # fmt: skip
             raise ValueError(f"the chat template cannot write it: {error}") from error
 
 

@@ -8,7 +8,7 @@ Text and spans go from one step to the next as a line of JSON, a document like a
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,6 @@ _EXTRAS = ("input", "tools", "chat_template_kwargs")
 _FORMS_IN_WORDS = "messages, conversations, prompt and completion, or instruction and output"
 _ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant",
           "observation": "tool"}  # fmt: skip
-_NO_CHARACTERS = ("\ufdd0", "\ufdd1")
 
 Spans = list[tuple[int, int]]
 
@@ -95,9 +94,11 @@ class Conversations:
             )
         conversation = _conversation(record, form)
         options = record.get("chat_template_kwargs") or {}
+        if not isinstance(options, dict):
+            raise ValueError(f"expected an object as chat_template_kwargs, not {options!r:.40}")
         if tools := record.get("tools"):
             options = {**options, "tools": json.loads(tools) if isinstance(tools, str) else tools}
-        return self._template.render(conversation.messages, conversation.first, **options)
+        return self._template.render(conversation.messages, conversation.first, options)
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
@@ -117,7 +118,7 @@ def encode_conversations(
     parts: dict[str, list[Int[np.ndarray, "_"]]] = {}
     for (split, _, _), document, (ids, places) in zip(texts, documents, encoded, strict=True):
         entries = _entries(ids, places, document["learned"], dtype)
-        if document["eos"]:
+        if document["eos"] or not ids:
             entries = np.append(entries, np.asarray(tokenizer.eos_id, dtype))
         entries[0] |= FIRST
         parts.setdefault(split, []).append(entries)
@@ -135,7 +136,7 @@ def _entries(
     return entries
 
 
-def _form(names: Any) -> tuple[str, ...]:  # noqa: ANN401
+def _form(names: Iterable[str]) -> tuple[str, ...]:
     there = set(names)
     return next((form for form in _FORMS if there.issuperset(form)), ())
 
@@ -147,7 +148,7 @@ def _continued(prompt: str, completion: str) -> tuple[str, Spans]:
 
 def _conversation(record: Mapping[str, Any], form: Sequence[str]) -> _Conversation:
     if form[0] == "instruction":
-        asked = "\n\n".join(filter(None, (record["instruction"], record.get("input"))))
+        asked = "\n\n".join(_text(record[n]) for n in ("instruction", "input") if record.get(n))
         return _Conversation([_said("user", asked), _said("assistant", record["output"])], 0)
     if form[0] == "prompt":
         prompt = _messages(record["prompt"], "user")
@@ -185,8 +186,6 @@ def _text(content: object) -> str:
         content = "".join(map(_part, content))
     if not isinstance(content, str):
         raise ValueError(f"expected a text as content, not {content!r:.40}")
-    if any(no_character in content for no_character in _NO_CHARACTERS):
-        raise ValueError("it holds U+FDD0 or U+FDD1, which are no characters")
     return content
 
 
@@ -204,5 +203,5 @@ def _without_none(value: Any) -> Any:  # noqa: ANN401
     return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
-def _list(names: Any) -> str:  # noqa: ANN401
+def _list(names: Iterable[str]) -> str:
     return ", ".join(map(str, names)) or "nothing"

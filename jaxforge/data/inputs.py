@@ -69,7 +69,7 @@ class Content(Protocol):
 
 
 @dataclass(frozen=True)
-class Text:
+class TextField:
     """A text that stands in the record.
 
     Attributes:
@@ -155,7 +155,7 @@ class File(ABC):
     name: str
     size: int
     modified: int
-    content: Content = Text()
+    content: Content = TextField()
 
     @property
     def identity(self) -> tuple[str, ...]:
@@ -272,7 +272,7 @@ class HuggingFace:
 
     name: str
     dataset: "Dataset | IterableDataset"
-    content: Content = Text()
+    content: Content = TextField()
 
     @property
     def identity(self) -> tuple[str, ...]:
@@ -329,7 +329,7 @@ def find_inputs(
         status = path.stat()
         if status.st_size and not any(fnmatch(name, pattern) for pattern in exclude):
             kind = _kind(path)
-            file = kind(path, name, status.st_size, status.st_mtime_ns, content or Text())
+            file = kind(path, name, status.st_size, status.st_mtime_ns, content or TextField())
             found.setdefault(path.resolve(), file)
     if not found:
         where, kept = ", ".join(map(str, places)), " and no --exclude" if exclude else ""
@@ -379,7 +379,7 @@ def _record(number: int, record: Mapping[str, Any], where: str, content: Content
         document = content.document(record)
     except UserError:  # not the record's fault
         raise
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return _bad(number, f"{where}: {error}")
     # A lone surrogate, which JSON can spell and UTF-8 cannot, becomes "?".
     return Record(number, io.BytesIO(document.encode("utf-8", errors="replace")))

@@ -31,7 +31,7 @@ from jaxforge.data.conversation_shards import ConversationShards, holds_conversa
 from jaxforge.data.conversations import Conversations
 from jaxforge.data.dataset import Dataset, Example, Mixture, Streaming
 from jaxforge.data.huggingface import cached_shards, load_dataset
-from jaxforge.data.inputs import Content, Text
+from jaxforge.data.inputs import Content, TextField
 from jaxforge.data.mixture import GrainMixture, Segment, TorchMixture
 from jaxforge.data.order import GrainOrder, Order, TorchOrder, data_seed
 from jaxforge.data.packing import (
@@ -287,7 +287,7 @@ def _content(config: DataConfig, tokenizer: Tokenizer) -> Content:
     """What of a row of a Hugging Face dataset is read."""
     if config.hf_dataset_conversations:
         return Conversations(tokenizer)
-    return Text(config.hf_dataset_text_field)
+    return TextField(config.hf_dataset_text_field)
 
 
 def _open_stream(config: JobConfig, name: str) -> Streaming:

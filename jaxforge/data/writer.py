@@ -47,6 +47,7 @@ class ShardWriter:
         tokens: tokens added so far.
         documents: documents ended so far.
         dtype: numpy name of the type on disk.
+        conversations: whether entries are added.
         counts: int64 [vocab_size], how often each token was written; of conversations, how often it
             is learned; complete after `finish`.
 

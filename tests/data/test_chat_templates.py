@@ -198,7 +198,7 @@ def test_now_is_always_the_same_day_and_a_record_may_name_another():
     day = "{{ date or strftime_now('%d %b %Y') }}"
     template = ChatTemplate({"chat_template": day + "{% generation %}x{% endgeneration %}"})
     assert template.render(CHAT) == ("26 Jul 2024x", [(11, 12)])
-    assert template.render(CHAT, date="today") == ("todayx", [(5, 6)])
+    assert template.render(CHAT, options={"date": "today"}) == ("todayx", [(5, 6)])
 
 
 def test_the_template_is_kept_with_the_data(tmp_path):

@@ -115,8 +115,11 @@ BAD = {
     "an image": ({"messages": [user([{"type": "image"}]), said("x")]}, "parts of text only"),
     "a weight": ({"messages": [user("x"), {**said("y"), "weight": 0}]}, "not supported"),
     "a mark": ({"messages": [user("\ufdd0"), said("x")]}, r"U\+FDD0"),
+    "an odd request": ({"instruction": 5, "output": "x"}, "expected a text as content, not 5"),
+    "odd variables": ({"prompt": [user("x")], "completion": "y", "chat_template_kwargs": "z"},
+                      "expected an object as chat_template_kwargs"),
     "broken tools": ({"messages": [user("x"), said("y")], "tools": "{"}, "Expecting"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)

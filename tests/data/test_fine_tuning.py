@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from itertools import chain
+from pathlib import Path
 
 import datasets
 import jax
@@ -16,6 +17,8 @@ import pytest
 from pyarrow import parquet
 
 from jaxforge import prepare
+from jaxforge.config import rules
+from jaxforge.config.load import load_config
 from jaxforge.data import ingest, loader, stream
 from jaxforge.data.conversation_shards import ConversationShards
 from jaxforge.data.conversations import Conversations, encode_conversations
@@ -216,6 +219,8 @@ def test_interruptions_do_not_show(files, tokenizer, tmp_path, monkeypatch):
 SCRIPT = """
 import sys, time
 from jaxforge import prepare
+from jaxforge.config import rules
+from jaxforge.config.load import load_config
 from jaxforge.cli import run_main
 from jaxforge.data import ingest
 if __name__ == "__main__":
@@ -416,6 +421,11 @@ def test_a_run_learns_from_what_is_learned(files, tokenizer, tmp_path):
     assert logged[-1]["train/loss"] < 0.7 * logged[0]["train/loss"]
     chat = load_tokenizer(tmp_path / "run" / "tokenizer").chat
     assert chat["chat_template"] == CHATML
+
+
+def test_the_example_is_a_config_that_runs():
+    path = Path(__file__).parents[2] / "configs" / "fine_tuning.toml"
+    rules.check(load_config(path, ["--train.max_steps=99"]), 8)  # epochs need the data
 
 
 def damaged(directory, change):
