@@ -124,8 +124,12 @@ def _locked(partial: Path, output: Path, *, wait: bool) -> Iterator[None]:
     """Holds `partial`, which is made if need be; the lock goes with the process."""
     descriptor = None
     while descriptor is None:
-        partial.mkdir(parents=True, exist_ok=True)
-        descriptor = _lock(partial, output, wait=wait)
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+            descriptor = _lock(partial, output, wait=wait)
+        except (FileExistsError, FileNotFoundError):  # it was there, and is gone: another is done
+            if partial.is_file():
+                raise
     try:
         yield
     finally:
