@@ -49,7 +49,7 @@ class Conversations:
         self._template = None
         self.identity = ("conversations", fingerprint(tokenizer))
         if tokenizer.chat:
-            library("jinja2", "chat templates")
+            library("jinja2", "a chat template")
             from jaxforge.data.chat import ChatTemplate
 
             self._template = ChatTemplate(tokenizer.chat)

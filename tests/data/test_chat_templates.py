@@ -1,6 +1,7 @@
 """Chat templates against transformers' `apply_chat_template`: ids, and what the assistant says."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -192,6 +193,14 @@ def bpe_file():
 def test_a_template_that_is_none_is_named():
     with pytest.raises(UserError, match=r"chat template, line 2: .*endfor"):
         ChatTemplate({"chat_template": "\n{% for m in messages %}"})
+
+
+def test_a_template_needs_jinja(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(
+        UserError, match=r"a chat template needs jinja2: pip install 'jaxforge\[data"
+    ):
+        Conversations(HFTokenizer(bpe_file(), None, {"chat_template": CHATML}))
 
 
 def test_now_is_always_the_same_day_and_a_record_may_name_another():
