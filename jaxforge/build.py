@@ -239,6 +239,8 @@ def _validations(
     tokenizer = run_directory.tokenizer_for(mirror.files(config.checkpoint.dir), config)
     evaluator = Evaluator(config, mesh, model, datasets, tokenizer)
     evaluator.check_reports(config.checkpoint.best_metric)
+    if config.early_stop.active and config.early_stop.metric.startswith("eval/"):
+        evaluator.check_reports(config.early_stop.metric, "early_stop.metric")
     return Validations(evaluator, config.eval.steps)
 
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jaxforge import run_directory
 from jaxforge.checkpoint.find import SUBDIRECTORY, find
 from jaxforge.checkpoint.layer_order import by_layer, by_stage
+from jaxforge.checkpoint.layout import model_tree, variables
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
@@ -60,8 +61,11 @@ class TrainedModel:
         """
         like = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            self.model.abstract,
-            param_shardings(self.model.abstract, self.model.axes, self.mesh),
+            model_tree(self.model.abstract, self.model.state.abstract),
+            model_tree(
+                param_shardings(self.model.abstract, self.model.axes, self.mesh),
+                param_shardings(*self.model.state, self.mesh),
+            ),
         )
         try:
             with jax.set_mesh(self.mesh), matmul_precision(self.config):
@@ -75,8 +79,8 @@ class TrainedModel:
         """Each device reads its own share: no parameter is ever whole on one of several."""
         checkpoints = Checkpoints(self.run, self.config.checkpoint, read_only=True)
         try:
-            params = checkpoints.restore_params(by_layer(like, self.model.stack), self.step)
-            return by_stage(params, self.model.stack, like)
+            found = checkpoints.restore_model(by_layer(like, self.model.stack), self.step)
+            return variables(by_stage(found, self.model.stack, like))
         finally:
             checkpoints.close()
 

@@ -65,7 +65,14 @@ class Setup:
             for batch in batches:
                 state, metrics = self.step(state, self.put(batch), Controls(**controls))
                 logged.append(jax.device_get(metrics))
-        return state, {k: np.array([m[k] for m in logged]) for k in logged[0]}
+        return state, {k: over_steps([m[k] for m in logged]) for k in logged[0]}
+
+
+def over_steps(values):
+    """One metric of several steps, stacked; a dict of metrics likewise."""
+    if isinstance(values[0], dict):
+        return {name: over_steps([value[name] for value in values]) for name in values[0]}
+    return np.array(values)
 
 
 def placed(leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:

@@ -64,15 +64,15 @@ class Foreign:
         guard = jax.tree.map(_scalar, GuardState.fresh(progress.skipped), like.guard)
         tree = {
             "step": _scalar(progress.step, like.step),
-            "params": self.restore_params(like.params),
+            **self.restore_model({"params": like.params}),
             "optimizer": {**fields, **scalars},
             "guard": guard._asdict(),
         }
         return with_counts(layout.from_tree(tree, like), progress), progress
 
-    def restore_params(self, like: PyTree) -> PyTree:
+    def restore_model(self, like: PyTree) -> PyTree:
         """The parameters alone."""
-        return _arrays(self.held.params, like)
+        return {"params": _arrays(self.held.params, like["params"])}
 
 
 def open_foreign(path: str, config: JobConfig) -> Foreign:

@@ -19,6 +19,7 @@ import optax
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
+from jaxforge.model.transformer import Params, join
 from jaxforge.training.guard import GuardState
 from jaxforge.training.state import TrainState, part_like
 
@@ -29,11 +30,20 @@ def to_tree(state: TrainState) -> Tree:
     """The state as nested dicts; leaves may be arrays or their abstract values."""
     return {
         "step": state.step,
-        "params": state.params,
+        **model_tree(state.params, state.model_state),
         "optimizer": _fields(state.opt_state),
         "guard": state.guard._asdict(),
-        **({"model_state": state.model_state} if state.model_state else {}),
     }
+
+
+def model_tree(params: Params, model_state: Params) -> Tree:
+    """The part of the state that is the model."""
+    return {"params": params, **({"model_state": model_state} if model_state else {})}
+
+
+def variables(tree: Tree) -> Params:
+    """What functions of the model take, from a tree that has its part."""
+    return join(tree["params"], tree.get("model_state", {}))
 
 
 def from_tree(tree: Tree, like: TrainState) -> TrainState:

@@ -190,7 +190,7 @@ class Checkpoints:
         restore_args = ocp.checkpoint_utils.construct_restore_args(tree)
         with self._naming_damage(step):
             saved = self._saved_tree(step)
-            self._check_fits(tree["params"], saved, step)
+            self._check_fits(tree, saved, step)
             self._check_optimizer(tree["optimizer"], saved, step)
             restored = self._manager.restore(
                 step,
@@ -215,10 +215,9 @@ class Checkpoints:
         with self._naming_damage(step):
             return bool(self._saved_tree(step)["optimizer"])
 
-    def restore_params(self, like: PyTree, step: int) -> PyTree:
-        """The parameters alone; nothing else is read."""
-        item = {"params": like}
-        restore_args = ocp.checkpoint_utils.construct_restore_args(item)
+    def restore_model(self, like: PyTree, step: int) -> PyTree:
+        """The model's part of the state (`layout.model_tree`); nothing else is read."""
+        restore_args = ocp.checkpoint_utils.construct_restore_args(like)
         with self._naming_damage(step):
             saved = self._saved_tree(step)
             self._check_fits(like, saved, step)
@@ -226,12 +225,12 @@ class Checkpoints:
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.PyTreeRestore(
-                        item, restore_args=restore_args, partial_restore=True
+                        like, restore_args=restore_args, partial_restore=True
                     )
                 ),
             )
             self._check_bits(restored.state, saved, step)
-        return restored.state["params"]
+        return restored.state
 
     def path(self, step: int) -> Path:
         """The directory of a step."""
@@ -262,9 +261,8 @@ class Checkpoints:
         return self._manager.item_metadata(step).state.tree
 
     def _check_fits(self, wanted: PyTree, saved_tree: PyTree, step: int) -> None:
-        """Names the first parameter that differs, before Orbax fails on it in its own words."""
-        saved = _shapes(saved_tree["params"])
-        shapes = _shapes(wanted)
+        """Names the first array that differs, before Orbax fails on it in its own words."""
+        saved, shapes = (_shapes(layout.variables(tree)) for tree in (saved_tree, wanted))
         for name in sorted(shapes.keys() | saved.keys()):
             want, have = shapes.get(name, "absent"), saved.get(name, "absent")
             if want != have:

@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 from jaxforge import storage
 from jaxforge.checkpoint.find import find, has_run
 from jaxforge.checkpoint.layer_order import by_layer, by_stage
+from jaxforge.checkpoint.layout import model_tree
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config.job import JobConfig
 from jaxforge.model.transformer import Model
@@ -46,8 +47,8 @@ class Source(Protocol):
         """State and progress, laid out as in `like`."""
         ...
 
-    def restore_params(self, like: PyTree) -> PyTree:
-        """The parameters alone."""
+    def restore_model(self, like: PyTree) -> PyTree:
+        """The model's part of the state (`layout.model_tree`), or the parameters alone."""
         ...
 
 
@@ -76,9 +77,9 @@ class Saved:
         """State and progress."""
         return self.checkpoints.restore(like, self.step)
 
-    def restore_params(self, like: PyTree) -> PyTree:
-        """The parameters alone."""
-        return self.checkpoints.restore_params(like, self.step)
+    def restore_model(self, like: PyTree) -> PyTree:
+        """The model's part of the state."""
+        return self.checkpoints.restore_model(like, self.step)
 
 
 def starting_state(
@@ -144,8 +145,10 @@ def start_from(
         state = by_stage(state, model.stack, like)
     else:
         log.info("starting with the weights of %s", source.name)
-        params = by_stage(source.restore_params(wanted.params), model.stack, like.params)
-        state = state_from(params, model, optimizer, mesh)
+        found = source.restore_model(model_tree(wanted.params, wanted.model_state))
+        places = model_tree(like.params, like.model_state)
+        found = by_stage(found, model.stack, {name: places[name] for name in found})
+        state = state_from(found, model, optimizer, mesh)
         progress = source.progress()
         state = _at(state, progress)
     if "progress" in excluded:

@@ -14,7 +14,7 @@ class EarlyStopConfig(Section):
     active: bool = False
     """Whether any of it applies."""
     metric: str = "eval/loss"
-    """Metric that has to improve; lower is better for any loss, perplexity or bits_per_byte."""
+    """Metric that has to improve; lower is better for losses, their terms and all of eval/."""
     patience_steps: PositiveSteps | None = None
     """Ends after so many updates without improvement, seen whenever the metric is logged."""
     min_delta: NonNegativeFloat = 0.0

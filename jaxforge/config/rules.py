@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from jaxforge.config.job import JobConfig
 from jaxforge.config.locations import misplaced
 from jaxforge.config.not_built import not_built_yet
+from jaxforge.config.train import CROSS_ENTROPIES
 from jaxforge.errors import UserError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
@@ -81,7 +82,7 @@ def eval_has_a_source(config: JobConfig, mesh: Mesh) -> Iterator[str]:
 def best_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Checkpoints are ranked by what evaluation gives."""
     metric, known = config.checkpoint.best_metric, config.eval.metric_names()
-    if config.eval.enabled and metric not in known:
+    if config.eval.enabled and metric not in known and not _has_terms(config):
         near = get_close_matches(metric, known, n=1, cutoff=0.0)[0]
         yield (
             f'checkpoint.best_metric = "{metric}" is not a metric of [eval]; did you mean '
@@ -98,11 +99,17 @@ def early_stop_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
         yield (
             f'early_stop.metric = "{stop.metric}" needs eval.enabled = true; or go by "train/loss"'
         )
-    elif stop.metric not in known:
+    elif stop.metric not in known and not _has_terms(config):
         near = get_close_matches(stop.metric, known, n=1, cutoff=0.0)[0]
         yield (
             f'early_stop.metric = "{stop.metric}" is not a metric of [eval]; did you mean "{near}"?'
         )
+
+
+def _has_terms(config: JobConfig) -> bool:
+    """Whether a loss or model of one's own may give more metrics, known once they are built."""
+    own_loss = config.train.loss_fn not in CROSS_ENTROPIES
+    return own_loss or config.model.model_type != "transformer"
 
 
 def hugging_face_has_a_tokenizer(config: JobConfig, mesh: Mesh) -> Iterator[str]:

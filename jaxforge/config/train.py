@@ -11,7 +11,10 @@ from jaxforge.config.duration import PositiveSteps, Steps
 from jaxforge.config.section import Section, Words, WordTable
 from jaxforge.registry import Registry
 
-LOSSES = Registry("train.loss_fn", "cross_entropy", "chunked_cross_entropy")
+CROSS_ENTROPIES = ("cross_entropy", "chunked_cross_entropy")
+"""Losses that are what evaluation measures anyway."""
+
+LOSSES = Registry("train.loss_fn", *CROSS_ENTROPIES)
 """Losses: `training.losses`."""
 
 Dtype = Literal["float32", "bfloat16", "float16"]

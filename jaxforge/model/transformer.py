@@ -267,20 +267,21 @@ class Model:
         """All blocks, one after another; `layers` are their parameters, stacked."""
         if self.stack.stages > 1 and STAGES in automatic_axes():
             kinds = jax.tree.map(jnp.asarray, self.plan.of_rows(self.stack))
-            x, cache = in_turn(self._of_stage, self.stack, (kinds, layers), x_BSD, context, cache)
-            return x, LayerOut(cache)
+            rows = kinds, layers
+            x_BSD, *out = in_turn(self._of_stage, self.stack, rows, x_BSD, context, cache)
+            return x_BSD, LayerOut(*out)
         layer = functools.partial(self._layer, context)
         return scan_layers(self.plan, layer, x_BSD, (layers, cache), self.how.unroll)
 
     def _of_stage(
         self, layers: tuple[LayerKind, Params], x: Array, context: Context, cache: KVCache | None
-    ) -> tuple[Array, KVCache | None]:
+    ) -> tuple[Array, KVCache | None, Side]:
         def layer(x: Array, row: tuple[tuple[LayerKind, Params], KVCache | None]) -> Any:  # noqa: ANN401
             (kind, params), cache = row
-            x, out = self._layer(context, kind, True)(x, (params, cache))
-            return x, out.cache
+            return self._layer(context, kind, True)(x, (params, cache))
 
-        return jax.lax.scan(layer, x, (layers, cache))
+        x, out = jax.lax.scan(layer, x, (layers, cache))
+        return x, *out
 
     def _layer(self, context: Context, kind: LayerKind, in_loop: bool) -> Layer:
         def layer(x_BSD: Array, of_layer: tuple[Params, KVCache | None]) -> tuple[Array, LayerOut]:

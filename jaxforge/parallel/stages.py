@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,13 +64,13 @@ class Stack(NamedTuple):
         return rows if self.in_order else rows[np.argsort(order)[(order < 0).sum() :]]
 
 
-Run = Callable[[PyTree, Array, PyTree, PyTree], tuple[Array, PyTree]]
-"""(layers, x, place, cache) -> x and cache after these layers."""
+Run = Callable[[PyTree, Array, PyTree, PyTree], tuple[Array, PyTree, PyTree]]
+"""(layers, x, place, cache) -> x and cache after these layers, and what each tells besides."""
 
 
 def in_turn(
     run: Run, stack: Stack, layers: PyTree, x: Array, place: PyTree, cache: PyTree
-) -> tuple[Array, PyTree]:
+) -> tuple[Array, PyTree, PyTree]:
     """Runs layers whose rows are split over `pp`: each stage waits for the one before.
 
     For one batch that goes forward only. All stages compute at a time, most of them in vain: a
@@ -84,30 +84,38 @@ def in_turn(
         x: [b, s, d], input of the first layer.
         place: passed on to `run`.
         cache: stacked as the layers are, split over `pp` likewise.
+
+    Returns:
+        What leaves the last layer, the cache, and what layers tell; rows without one tell zeros.
     """
-    last = stack.stages - 1
+    last, is_layer = stack.stages - 1, stack.rows() >= 0
     ring = [(i, (i + 1) % stack.stages) for i in range(stack.stages)]
 
-    def every_stage(layers: PyTree, x: Array, place: PyTree, cache: PyTree) -> tuple[Array, PyTree]:
+    def every_stage(layers: PyTree, x: Array, place: PyTree, cache: PyTree) -> Any:  # noqa: ANN401
         stage = jax.lax.axis_index(STAGES)
         arriving, place = jax.lax.pcast((x, place), STAGES, to="varying")
-        chunks = []
+        chunks = []  # of each, the cache, and what was told
         for chunk in range(stack.chunks):
             rows = slice(chunk * stack.per_chunk, (chunk + 1) * stack.per_chunk)
             of_chunk = functools.partial(jax.tree.map, lambda leaf, rows=rows: leaf[rows])
-            mine, kept = arriving, of_chunk(cache)
+            mine, kept, told = arriving, of_chunk(cache), None
             for turn in range(stack.stages):
                 mine = jnp.where(stage == turn, arriving, mine)
-                y, kept = run(of_chunk(layers), mine, place, kept)
+                y, kept, told = run(of_chunk(layers), mine, place, kept)
                 arriving = jax.lax.ppermute(y, STAGES, ring)
-            chunks.append(kept)
+            chunks.append((kept, told))
         result = total(jnp.where(stage == last, y, 0), "layers")
-        return result, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *chunks)
+        return result, *jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *chunks)
 
     split = jax.P(STAGES)
-    return jax.shard_map(
+    x, cache, told = jax.shard_map(
         every_stage,
         in_specs=(split, jax.P(), jax.P(), split),
-        out_specs=(jax.P(), split),
+        out_specs=(jax.P(), split, split),
         axis_names={STAGES},
     )(layers, x, place, cache)
+
+    def real(by_row: Array) -> Array:
+        return jnp.where(is_layer.reshape(-1, *(1,) * (by_row.ndim - 1)), by_row, 0)
+
+    return x, cache, jax.tree.map(real, told)

@@ -191,6 +191,20 @@ def collected(extras: Mapping[str, Any]) -> Metrics:
     return metrics
 
 
+def told(values: Mapping[str, Any]) -> Metrics:
+    """`terms/*` of a loss of several, and `model/*` of what model and loss tell besides.
+
+    What has one number of each layer is `model/<name>/layers.<i>`.
+    """
+    metrics = {f"terms/{name}": float(term) for name, term in values.get("losses", {}).items()}
+    for name, value in values.get("told", {}).items():
+        if value.ndim == 0:
+            metrics[f"model/{name}"] = float(value)
+        else:
+            metrics |= {f"model/{name}/layers.{i}": float(one) for i, one in enumerate(value)}
+    return metrics
+
+
 class Smoothed:
     """Moving averages as in KempnerForge: the first value, then 0.1 new + 0.9 old at every step."""
 

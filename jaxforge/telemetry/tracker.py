@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Float, Int
 
-from jaxforge.telemetry.measures import Smoothed, Sums, Work, collected, memory
+from jaxforge.telemetry.measures import Smoothed, Sums, Work, collected, memory, told
 from jaxforge.telemetry.outlets import Outlet
 from jaxforge.telemetry.sinks import Metrics
 
@@ -126,7 +126,8 @@ class Tracker:
         self._launching += time.perf_counter() - self._has_batch
         self.flush()
         of_datasets = _OF_DATASETS if self._datasets else ()
-        names = (*_FETCHED, *of_datasets, *self._extras)
+        besides = [name for name in _TOLD if name in metrics]
+        names = (*_FETCHED, *of_datasets, *self._extras, *besides)
         fetched = {name: metrics[name] for name in names}
         self._latest = _Launched(step, fetched, self._waited)
         self._losses.append((metrics["loss"], metrics["skipped"]))
@@ -216,6 +217,7 @@ class Tracker:
             "train/spike_steps": float(values["spikes"]),
             **self._by_dataset(values),
             **collected({name: values[name] for name in self._extras}),
+            **told(values),
             **self._smoothed.update(losses, _steps(since, now), speed),
             **memory(jax.local_devices()),
         }
@@ -262,6 +264,7 @@ class Tracker:
 
 _FETCHED = ("grad_norm", "lr", "step", "counts", "skipped", "consecutive", "nonfinite", "spikes")
 _OF_DATASETS = ("dataset_nats", "dataset_tokens")
+_TOLD = ("losses", "told")
 
 
 def _steps(since: _Mark, now: _Mark) -> int:

@@ -9,6 +9,11 @@ from jaxforge.config.early_stop import EarlyStopConfig
 from jaxforge.config.eval import METRICS
 
 
+def is_loss(metric: str) -> bool:
+    """Whether lower is better: of all that evaluation gives, and of any loss or its terms."""
+    return metric.startswith(("eval/", "terms/")) or any(name in metric for name in METRICS)
+
+
 @dataclasses.dataclass
 class EarlyStop:
     """Decides after each step or evaluation whether the run ends.
@@ -62,7 +67,7 @@ class EarlyStop:
             if not math.isnan(value):
                 self.best, self.best_step = value, step
             return False
-        is_lower_better = any(name in stop.metric for name in METRICS)
+        is_lower_better = is_loss(stop.metric)
         gain = self.best - value if is_lower_better else value - self.best
         if gain > stop.min_delta:
             self.best, self.best_step = value, step

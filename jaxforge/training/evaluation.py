@@ -9,6 +9,7 @@ Per set and, where sets have names, over all of them together:
                    no bytes; predicting them costs nats all the same.
 """
 
+import collections
 import itertools
 import logging
 import math
@@ -22,15 +23,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxforge.config.job import JobConfig
-from jaxforge.config.train import TrainConfig
+from jaxforge.config.train import CROSS_ENTROPIES, TrainConfig
 from jaxforge.data.loader import Dataset, eval_batches
 from jaxforge.data.packing import IGNORE
 from jaxforge.data.tokenizer import Tokenizer
 from jaxforge.data.tokens import TokenFiles
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, Params
-from jaxforge.training.gradients import Batch
+from jaxforge.side import NOTHING
+from jaxforge.training.gradients import Batch, update_scales
 from jaxforge.training.loss import cross_entropy, tiles_of
+from jaxforge.training.losses import build_loss
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +41,12 @@ _MAX_EXPONENT = 20.0
 
 
 class BatchSums(NamedTuple):
-    """Sums over the valid tokens of a batch, on the device."""
+    """Sums over the valid tokens of a batch, on the device; of terms, their mean."""
 
     nats: Float[Array, ""]
     tokens: Float[Array, ""]
     n_bytes: Int[Array, ""]
+    terms: Mapping[str, Float[Array, ""]] = {}
 
 
 class SetSums(NamedTuple):
@@ -53,20 +57,27 @@ class SetSums(NamedTuple):
         tokens: how many.
         n_bytes: bytes of text that they stand for; None where that is not known.
         batches: how many batches they are of.
+        terms: of a loss of one's own, and those that layers tell, by name: Σ tokens · mean.
     """
 
     nats: float = 0.0
     tokens: int = 0
     n_bytes: int | None = 0
     batches: int = 0
+    terms: Mapping[str, float] = {}
 
     def metrics(self) -> dict[str, float]:
-        """`loss`, `perplexity` and, where bytes are known, `bits_per_byte`; NaN without tokens."""
+        """`loss`, `perplexity`, where bytes are known `bits_per_byte`, and terms by their names.
+
+        NaN without tokens.
+        """
         loss = self.nats / self.tokens if self.tokens else math.nan
         metrics = {"loss": loss, "perplexity": math.exp(min(loss, _MAX_EXPONENT))}
         if self.n_bytes is not None:
             bits = self.nats / math.log(2)
             metrics["bits_per_byte"] = bits / self.n_bytes if self.n_bytes else math.nan
+        for name, total in self.terms.items():
+            metrics[name] = total / self.tokens if self.tokens else math.nan
         return metrics
 
 
@@ -77,16 +88,19 @@ EvalStep = Callable[[Params, Batch, Int[Array, "v"]], BatchSums]
 
 def make_eval_step(model: Model, config: TrainConfig, mesh: Mesh) -> EvalStep:
     """The jitted `(params, batch [1, batch, seq], bytes of each token) -> sums`."""
+    own_loss = None if config.loss_fn in CROSS_ENTROPIES else build_loss(config, model)
 
     def eval_step(params: Params, batch: Batch, byte_lengths: Int[Array, "v"]) -> BatchSums:
+        scales = jax.tree.map(lambda scale: jnp.ravel(scale)[0], update_scales(batch, config))
         microbatch = jax.tree.map(lambda leaf: leaf[0], batch)
         labels, head = microbatch["labels"], model.head(params)
-        hidden = model.forward(params, microbatch)[0]
+        hidden, layers = model.forward(params, microbatch, scales)
         tiles = tiles_of(config, labels, head, model.how.tile)
         loss = cross_entropy(hidden, head, labels, tiles)
         is_valid = labels != IGNORE
         lengths = jnp.where(is_valid, byte_lengths[jnp.where(is_valid, labels, 0)], 0)
-        return BatchSums(loss.total, loss.weight, jnp.sum(lengths))
+        own = own_loss(params, hidden, microbatch, scales) if own_loss else NOTHING
+        return BatchSums(loss.total, loss.weight, jnp.sum(lengths), own.joined_by(layers).terms)
 
     everywhere = NamedSharding(mesh, PartitionSpec())
     return jax.jit(eval_step, out_shardings=everywhere)
@@ -113,6 +127,7 @@ class Evaluator:
     ) -> None:
         self._config, self._mesh, self._datasets = config, mesh, datasets
         self._step = make_eval_step(model, config.train, mesh)
+        self._abstract = model.variables.abstract
         lengths = None if tokenizer is None else tokenizer.byte_lengths()
         self._byte_lengths = _table(lengths, config.model.vocab_size, mesh)
         self._has_bytes = {
@@ -129,16 +144,34 @@ class Evaluator:
         """Sums of each set over its first `steps` batches, or the whole of it."""
         return {name: self.evaluate(params, name, steps)[0] for name in self._datasets}
 
-    def check_reports(self, metric: str) -> None:
-        """Raises UserError if `metric` is one that these sets cannot give."""
-        sums = {name: SetSums(n_bytes=0 if known else None)
-                for name, known in self._has_bytes.items()}  # fmt: skip
-        if metric not in (known := summary(sums)):
+    def check_reports(self, metric: str, key: str = "checkpoint.best_metric") -> None:
+        """Raises UserError if `metric`, the config's `key`, is one that these sets cannot give."""
+        known = self._reports({})
+        if metric in known:
+            return
+        if metric.endswith("bits_per_byte"):
             raise UserError(
-                f'checkpoint.best_metric = "{metric}": the bytes of these tokens are not known '
-                "without the byte-level tokenizer that made them: set data.tokenizer_path, or use "
-                f"one of {', '.join(known)}"
+                f'{key} = "{metric}": the bytes of these tokens are not known without the '
+                "byte-level tokenizer that made them: set data.tokenizer_path, or use one of "
+                f"{', '.join(known)}"
             )
+        if metric not in (known := self._reports(self._terms())):
+            raise UserError(f'{key} = "{metric}": evaluation gives {", ".join(known)}')
+
+    def _reports(self, terms: Mapping[str, object]) -> dict[str, float]:
+        zeros = dict.fromkeys(terms, 0.0)
+        return summary(
+            {
+                name: SetSums(n_bytes=0 if known else None, terms=zeros)
+                for name, known in self._has_bytes.items()
+            }
+        )
+
+    def _terms(self) -> Mapping[str, object]:
+        """Those of the loss and of layers; nothing is computed."""
+        batch = next(eval_batches(self._config, self._mesh, next(iter(self._datasets.values()))))
+        sums = jax.eval_shape(self._step, self._abstract, batch, self._byte_lengths)
+        return sums.terms
 
     def evaluate(
         self,
@@ -178,10 +211,17 @@ def summary(sets: Mapping[str, SetSums]) -> dict[str, float]:
 
 def together(sets: Iterable[SetSums]) -> SetSums:
     """The sums of several sets: every token counts alike."""
-    nats, tokens, n_bytes, batches = zip(*sets, strict=True)
+    nats, tokens, n_bytes, batches, terms = zip(*sets, strict=True)
     known = [count for count in n_bytes if count is not None]
     all_bytes = sum(known) if len(known) == len(n_bytes) else None
-    return SetSums(sum(nats), sum(tokens), all_bytes, sum(batches))
+    return SetSums(sum(nats), sum(tokens), all_bytes, sum(batches), _sum_terms(terms))
+
+
+def _sum_terms(terms: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: collections.Counter[str] = collections.Counter()
+    for of_one in terms:
+        total.update(of_one)
+    return dict(total)
 
 
 def _summary(sets: Mapping[str, SetSums]) -> Iterator[tuple[str, float]]:
@@ -197,13 +237,15 @@ def _add_up(begun: SetSums, batches: list[BatchSums], *, has_bytes: bool) -> Set
 
     Float32 would lose tokens.
     """
-    nats, tokens, n_bytes = begun.nats, begun.tokens, begun.n_bytes or 0
+    nats, tokens, n_bytes, terms = begun.nats, begun.tokens, begun.n_bytes or 0, begun.terms
     for batch in jax.device_get(batches):
         nats += float(batch.nats)
         tokens += int(batch.tokens)
         n_bytes += int(batch.n_bytes)
+        of_batch = {name: float(batch.tokens * term) for name, term in batch.terms.items()}
+        terms = _sum_terms([terms, of_batch])
     count = begun.batches + len(batches)
-    return SetSums(nats, tokens, n_bytes if has_bytes else None, count)
+    return SetSums(nats, tokens, n_bytes if has_bytes else None, count, terms)
 
 
 def _table(lengths: Int[np.ndarray, "n"] | None, vocab_size: int, mesh: Mesh) -> Int[Array, "v"]:

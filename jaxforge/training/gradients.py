@@ -101,7 +101,7 @@ def make_gradients(
     shardings = param_shardings(*model.variables, mesh)
 
     def gradients(params: Params, batch: Batch) -> tuple[Params, Loss]:
-        grads, loss = add_up(params, batch, _scales(batch, train))
+        grads, loss = add_up(params, batch, update_scales(batch, train))
         return jax.lax.with_sharding_constraint(grads, shardings), loss
 
     return gradients
@@ -211,7 +211,8 @@ def _by_axes(spec: Callable[[Axes], P], axes: PyTree) -> PyTree:
     return jax.tree.map(spec, axes, is_leaf=lambda node: isinstance(node, tuple))
 
 
-def _scales(batch: Batch, config: TrainConfig) -> Scales:
+def update_scales(batch: Batch, config: TrainConfig) -> Scales:
+    """What numbers count for in the loss of an update; `token` has one for each microbatch."""
     labels = batch["labels"]
     microbatches, rows, length = labels.shape
     return Scales(
@@ -232,7 +233,7 @@ def _reduced_once(
     reduce = _reduction(axes, mesh)
 
     def gradients(params: Params, batch: Batch) -> tuple[Params, Loss]:
-        scales = _scales(batch, config)
+        scales = update_scales(batch, config)
 
         def of_group(params: Params, batch: Batch, token_scales: Array) -> tuple[Params, Loss]:
             # Each group differentiates its own copy; the sum over groups comes afterwards.

@@ -4,8 +4,8 @@ import dataclasses
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import jax
 from jaxtyping import PyTree
 
 from jaxforge.config.job import JobConfig
@@ -28,12 +28,17 @@ class StepContext:
     step: int
     tokens_seen: int
     state: TrainState
-    metrics: dict[str, jax.Array]
+    metrics: dict[str, Any]
 
     @property
     def loss(self) -> float:
         """Loss of the update."""
         return float(self.metrics["loss"])
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """Its terms by name, where it has several."""
+        return {name: float(term) for name, term in self.metrics.get("losses", {}).items()}
 
     @property
     def grad_norm(self) -> float:

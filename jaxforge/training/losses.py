@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array, Float
 
-from jaxforge.config.train import LOSSES, TrainConfig
+from jaxforge.config.train import CROSS_ENTROPIES, LOSSES, TrainConfig
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Batch, Model, Params
 from jaxforge.side import NOTHING, Scales, Side
@@ -99,8 +99,6 @@ def _beside_cross_entropy(
     return build
 
 
-@LOSSES.register("cross_entropy")
-@LOSSES.register("chunked_cross_entropy")
 def _cross_entropy(config: TrainConfig, model: Model) -> MicrobatchLoss:
     def loss(params: Params, hidden: Array, batch: Batch, scales: Scales) -> Side:
         labels, head = batch["labels"], model.head(params)
@@ -116,4 +114,6 @@ def _cross_entropy(config: TrainConfig, model: Model) -> MicrobatchLoss:
     return loss
 
 
+for _name in CROSS_ENTROPIES:
+    LOSSES.register(_name)(_cross_entropy)
 _by_share.add(_cross_entropy)

@@ -67,11 +67,16 @@ def create(model: Model, optimizer: optax.GradientTransformation, key: Array) ->
     return begin(model, model.init(key), optimizer)
 
 
-def begin(model: Model, params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+def begin(
+    model: Model,
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    model_state: Params | None = None,
+) -> TrainState:
     """The state before the first step, from these parameters on."""
     step, counts = jnp.zeros((), jnp.int32), Counts.of(Progress())
-    fresh, kept = GuardState.fresh(), model.initial_state()
-    return TrainState(step, params, optimizer.init(params), fresh, counts, kept)
+    kept = model.initial_state() if model_state is None else model_state
+    return TrainState(step, params, optimizer.init(params), GuardState.fresh(), counts, kept)
 
 
 def state_shardings(
@@ -127,12 +132,19 @@ def init_state(
 
 
 def state_from(
-    params: Params, model: Model, optimizer: optax.GradientTransformation, mesh: Mesh
+    found: Params, model: Model, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> TrainState:
-    """A state before the first step, from parameters that lie where they belong and are donated."""
+    """A state before the first step, from arrays that lie where they belong and are donated.
+
+    Args:
+        found: `params`, and `model_state`, which is the initial one where it is not there.
+        model: the model.
+        optimizer: the optimizer.
+        mesh: where the arrays lie.
+    """
     make: Any = jax.jit(
-        lambda params: begin(model, params, optimizer),
+        lambda found: begin(model, found["params"], optimizer, found.get("model_state")),
         donate_argnums=0,
         out_shardings=state_shardings(model, optimizer, mesh),
     )
-    return make(params)
+    return make(found)

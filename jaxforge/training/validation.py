@@ -39,7 +39,9 @@ class Validations:
         while validation.pending:
             name = validation.pending[0]
             begun = SetSums(**validation.sums.get(name, {}))
-            sums, is_whole = self._evaluator.evaluate(state.params, name, self._steps, begun, stop)
+            sums, is_whole = self._evaluator.evaluate(
+                state.variables, name, self._steps, begun, stop
+            )
             validation.sums[name] = sums._asdict()
             if not is_whole:
                 return None

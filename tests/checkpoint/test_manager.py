@@ -289,7 +289,7 @@ def test_weights_alone_are_checked_and_other_types_are_taken(tmp_path):
         like = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), state.params
         )
-        return found.restore_params(like, 2)
+        return found.restore_model({"params": like}, 2)["params"]
 
     load(np.float32), load(jax.numpy.bfloat16)
     files = (tmp_path / "checkpoints" / "step_2" / "checksums").glob("metadata")

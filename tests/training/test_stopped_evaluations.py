@@ -25,7 +25,8 @@ def validations(monkeypatch):
     def step(params, batch, _):
         seen[batch] += 1
         name, i = batch
-        return BatchSums(np.float32(0.1 * i + ord(name)), np.float32(i + 3), np.int32(i))
+        nats, tokens = np.float32(0.1 * i + ord(name)), np.float32(i + 3)
+        return BatchSums(nats, tokens, np.int32(i), {"term": np.float32(0.3 * i)})
 
     def batches(config, mesh, dataset):
         return iter(dataset)
