@@ -113,7 +113,7 @@ def rolled_gradients(
 
     shardings = param_shardings(model.abstract, model.axes, mesh)
 
-    def gradients(params: Params, batch: Batch) -> tuple[Params, Array]:
+    def gradients(params: Params, state: Params, batch: Batch) -> tuple[Params, Array]:
         value, grads = jax.value_and_grad(loss)(params, batch)
         return jax.lax.with_sharding_constraint(grads, shardings), value
 
@@ -140,7 +140,7 @@ def temporary_megabytes(
         model.abstract, shardings,
     )  # fmt: skip
     with jax.set_mesh(mesh), matmul_precision(config):
-        lowered = jax.jit(gradients(model, config, mesh)).lower(params, batch_of(config, mesh))
+        lowered = jax.jit(gradients(model, config, mesh)).lower(params, {}, batch_of(config, mesh))
         return lowered.compile().memory_analysis().temp_size_in_bytes / 1e6
 
 

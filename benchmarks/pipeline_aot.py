@@ -56,7 +56,7 @@ def rolled_step(config: JobConfig, mesh: Mesh) -> jax.stages.Lowered:
     gradients = pipeline.rolled_gradients(model, config, mesh)
 
     def step(state: TrainState, batch: Batch, controls: Controls) -> tuple:
-        grads, loss = gradients(state.params, batch)
+        grads, loss = gradients(state.params, {}, batch)
         updates, opt_state = optimizer.update(
             grads, state.opt_state, state.params, lr_scale=controls.lr_scale
         )

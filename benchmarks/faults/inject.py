@@ -29,8 +29,8 @@ from jaxforge.model.transformer import Params
 from jaxforge.parallel import compilation
 from jaxforge.training import evaluation
 from jaxforge.training import step as step_module
+from jaxforge.training.gradients import Loss
 from jaxforge.training.hooks import Hook, StepContext
-from jaxforge.training.loss import Loss
 from jaxforge.training.state import TrainState
 from jaxforge.training.step import Batch, CompiledSteps, Controls, Metrics
 
@@ -212,11 +212,11 @@ def spoil(what: str, first: int, count: int = 1) -> None:
     make_gradients = step_module.make_gradients
     low = data.MARKS + first
 
-    def make(*args: object) -> Callable[[Params, Batch], tuple[Params, Loss]]:
+    def make(*args: object) -> Callable[[Params, Params, Batch], tuple[Params, Loss]]:
         gradients = make_gradients(*args)
 
-        def of(params: Params, batch: Batch) -> tuple[Params, Loss]:
-            grads, loss = gradients(params, batch)
+        def of(params: Params, state: Params, batch: Batch) -> tuple[Params, Loss]:
+            grads, loss = gradients(params, state, batch)
             ids = batch["input_ids"]
             bad = jnp.any((ids >= low) & (ids < low + count))
             return SPOILERS[what](bad, grads, loss)
@@ -227,11 +227,15 @@ def spoil(what: str, first: int, count: int = 1) -> None:
 
 
 def _spoil_loss(value: float, bad: Array, grads: Params, loss: Loss) -> tuple[Params, Loss]:
-    return grads, loss._replace(value=jnp.where(bad, value, loss.value))
+    return grads, _with_value(loss, jnp.where(bad, value, loss.value))
 
 
 def _spike(bad: Array, grads: Params, loss: Loss) -> tuple[Params, Loss]:
-    return grads, loss._replace(value=loss.value * jnp.where(bad, 100.0, 1.0))
+    return grads, _with_value(loss, loss.value * jnp.where(bad, 100.0, 1.0))
+
+
+def _with_value(loss: Loss, value: Array) -> Loss:
+    return loss._replace(side=loss.side._replace(terms={"spoiled": value}))
 
 
 def _spoil_gradients(bad: Array, grads: Params, loss: Loss) -> tuple[Params, Loss]:

@@ -51,8 +51,9 @@ class Parts(NamedTuple):
     Attributes:
         enter: (params, microbatch) -> x [b, s, d], what the first layer takes.
         context: (x, microbatch) -> what all layers are told besides.
-        layer: (its kind, parameters of one layer, x, context) -> x, and what the layer tells. A
-            `jax.checkpoint` in it decides what is saved between its forward and its backward.
+        layer: (its kind, parameters of one layer, x, (context, the layer's untrained state)) -> x,
+            and what the layer tells. A `jax.checkpoint` in it decides what is saved between its
+            forward and its backward.
         leave: (params, x, microbatch) -> what the loss tells.
         kinds: the kind of each row of a stage's layers, in arrays [stages, rows].
         is_layer: whether a row holds a layer [stages, rows].
@@ -125,6 +126,7 @@ def accumulate(
     schedule: Schedule,
     parts: Parts,
     params: Params,
+    state: PyTree,
     axes: Params,
     batch: Microbatch,
 ) -> tuple[Params, Side, Side]:
@@ -136,10 +138,11 @@ def accumulate(
         schedule: for as many stages as `pp` has, and as many microbatches as the batch.
         parts: the model.
         params: this stage's share; `layers` is stacked, chunk after chunk.
+        state: what is not trained of the layers, stacked alike.
         axes: logical axes of the parameters; gradients are laid out alike.
         batch: a tree of arrays [m, ...].
     """
-    stage = _Stage(schedule, parts, params, batch)
+    stage = _Stage(schedule, parts, params, state, batch)
     carry = stage.at_rest(axes)
     for phase, rows in zip(schedule.phases(), _rows(schedule), strict=True):
         carry, _ = jax.lax.scan(functools.partial(stage.tick, phase, rows), carry, rows)
@@ -183,8 +186,10 @@ def saving_vjp(
 class _Stage:
     """The program of one stage, which is that of all."""
 
-    def __init__(self, schedule: Schedule, parts: Parts, params: Params, batch: Microbatch) -> None:
-        self.schedule, self.parts, self.batch = schedule, parts, batch
+    def __init__(
+        self, schedule: Schedule, parts: Parts, params: Params, state: PyTree, batch: Microbatch
+    ) -> None:
+        self.schedule, self.parts, self.state, self.batch = schedule, parts, state, batch
         self.layers = params["layers"]
         self.rest = {name: part for name, part in params.items() if name != "layers"}
         self.index = jax.lax.axis_index(STAGES)
@@ -289,7 +294,7 @@ class _Stage:
         context = self.parts.context(x, microbatch)
 
         def one(x: Array, row: Array) -> tuple[Array, Side]:
-            return self._run(row)(self._layer(row), x, context)
+            return self._run(row)(self._layer(row), x, self._given(context, row))
 
         y, told = jax.lax.scan(one, x, self._rows_of(chunk))
         return y, x, told
@@ -301,7 +306,8 @@ class _Stage:
         context = self.parts.context(x, microbatch)
 
         def one(x: Array, row: Array) -> tuple[Array, tuple[list[Array], Side]]:
-            y, side, saved, _ = saving_vjp(self._run(row), self._layer(row), x, context)
+            given = self._given(context, row)
+            y, side, saved, _ = saving_vjp(self._run(row), self._layer(row), x, given)
             return y, (saved, side)
 
         y, (saved, told) = jax.lax.scan(one, x, self._rows_of(chunk))
@@ -322,7 +328,8 @@ class _Stage:
         def one(carry: tuple[Array, Params], of_layer: tuple[Array, list[Array]]) -> Any:  # noqa: ANN401
             (d_y, grads), (row, saved) = carry, of_layer
             # Only the form of this is used: what it has computed is replaced, and so dropped.
-            _, side, _, pull_of = saving_vjp(self._run(row), self._layer(row), d_y, context)
+            given = self._given(context, row)
+            _, side, _, pull_of = saving_vjp(self._run(row), self._layer(row), d_y, given)
             counts = works & self.is_layer[row]
             d_terms = jax.tree.map(
                 lambda term: jnp.where(counts, jnp.ones_like(term), 0), side.terms
@@ -359,9 +366,10 @@ class _Stage:
         return functools.partial(self.parts.layer, kind)
 
     def _layer(self, row: Array) -> Params:
-        return jax.tree.map(
-            lambda p: jax.lax.dynamic_index_in_dim(p, row, 0, keepdims=False), self.layers
-        )
+        return _row_of(self.layers, row)
+
+    def _given(self, context: PyTree, row: Array) -> tuple[PyTree, PyTree]:
+        return context, _row_of(self.state, row)
 
     def _when(
         self, column: Column, now: Array, work: Callable[[], Result], otherwise: Result,
@@ -386,10 +394,7 @@ class _Stage:
         return _Works(*(column[self.index] for column in works))
 
     def _microbatch(self, index: Array | int) -> Microbatch:
-        index = jnp.maximum(index, 0)
-        return jax.tree.map(
-            lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), self.batch
-        )
+        return _row_of(self.batch, jnp.maximum(index, 0))
 
     def _is_first(self, work: _Works) -> Array:
         return (self.index == 0) & (work.chunk == 0)
@@ -448,6 +453,10 @@ def _row(
         leaves=at(backward[-1], schedule.chunks - 1),
         exits=at(backward[0], 0),
     )
+
+
+def _row_of(stacked: PyTree, row: Array) -> PyTree:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, row, 0, keepdims=False), stacked)
 
 
 def _add_row(total: Array, more: Array, row: Array) -> Array:

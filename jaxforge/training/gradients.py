@@ -29,7 +29,7 @@ from jaxforge.model.attention import Context
 from jaxforge.model.attention_backends import BACKENDS
 from jaxforge.model.linear import is_matrix
 from jaxforge.model.plan import LayerKind
-from jaxforge.model.transformer import Model, Params
+from jaxforge.model.transformer import Model, Params, join
 from jaxforge.parallel.mesh import DATA_AXES, STAGES, data_parallel_size
 from jaxforge.parallel.sharding import (
     Axes,
@@ -76,8 +76,8 @@ class Loss(NamedTuple):
         return {**self.side.stats, "layers": self.layers.stats}
 
 
-AddUp = Callable[[Params, Batch, Scales], tuple[Params, Loss]]
-"""(params, batch, scales) -> gradients (float32) and loss, summed over the microbatches.
+AddUp = Callable[[Params, Params, Batch, Scales], tuple[Params, Loss]]
+"""(params, model state, batch, scales) -> gradients (float32) and loss, summed over microbatches.
 
 `scales.token` has one for each microbatch.
 """
@@ -85,23 +85,23 @@ AddUp = Callable[[Params, Batch, Scales], tuple[Params, Loss]]
 
 def make_gradients(
     model: Model, config: JobConfig, mesh: Mesh
-) -> Callable[[Params, Batch], tuple[Params, Loss]]:
-    """(params, batch) -> float32 gradients laid out like the parameters, and the loss."""
+) -> Callable[[Params, Params, Batch], tuple[Params, Loss]]:
+    """(params, model state, batch) -> float32 gradients, laid out like parameters, and the loss."""
     train, stages = config.train, _stages(mesh)
     add_up = pipelined(model, config) if stages else functools.partial(accumulate, model, train)
     if train.grad_sync == "update" and data_parallel_size(mesh) > 1:
         return _reduced_once(model, train, mesh, add_up)
     if stages:
-        specs = _specs(model, stages)
+        specs = _specs(model.axes, stages)
         add_up = jax.shard_map(
-            add_up, mesh=mesh, in_specs=(specs, P(), P()),
+            add_up, mesh=mesh, in_specs=(specs, _specs(model.state.axes, stages), P(), P()),
             out_specs=(specs, Loss._make((P(), P(stages)))),
             axis_names=set(stages), check_vma=_checked(model),
         )  # fmt: skip
-    shardings = param_shardings(*model.variables, mesh)
+    shardings = param_shardings(model.abstract, model.axes, mesh)
 
-    def gradients(params: Params, batch: Batch) -> tuple[Params, Loss]:
-        grads, loss = add_up(params, batch, update_scales(batch, train))
+    def gradients(params: Params, state: Params, batch: Batch) -> tuple[Params, Loss]:
+        grads, loss = add_up(params, state, batch, update_scales(batch, train))
         return jax.lax.with_sharding_constraint(grads, shardings), loss
 
     return gradients
@@ -116,15 +116,15 @@ def with_members(batch: Batch, n_datasets: int) -> Batch:
 
 
 def accumulate(
-    model: Model, config: TrainConfig, params: Params, batch: Batch, scales: Scales
+    model: Model, config: TrainConfig, params: Params, state: Params, batch: Batch, scales: Scales
 ) -> tuple[Params, Loss]:
     """Gradients (float32) and loss of a batch, summed over its microbatches by a scan."""
     loss = build_loss(config, model)
 
     def microbatch_loss(params: Params, batch: Batch, token: Array) -> tuple[Array, Loss]:
-        own = scales._replace(token=token)
-        hidden, layers = model.forward(params, batch, own)
-        side = loss(params, hidden, batch, own).joined_by(layers)
+        own, variables = scales._replace(token=token), join(params, state)
+        hidden, layers = model.forward(variables, batch, own)
+        side = loss(variables, hidden, batch, own).joined_by(layers)
         return side.loss, Loss(side, layers._replace(terms={}))
 
     def of_microbatch(xs: tuple[Batch, Array]) -> tuple[Params, Loss]:
@@ -157,13 +157,19 @@ def pipelined(model: Model, config: JobConfig) -> AddUp:
     schedule = SCHEDULES[d.pp_schedule](d.pp, train.grad_accum_steps, d.chunks)
     saves, loss = remat.in_pipeline(model.how.save), build_loss(train, model)
 
-    def run(kind: LayerKind, layer: Params, x: Array, context: Context) -> tuple[Array, Side]:
-        x, out = model.block(layer, x, context, kind=kind)
+    def run(
+        kind: LayerKind, layer: Params, x: Array, given: tuple[Context, Params]
+    ) -> tuple[Array, Side]:
+        context, state = given
+        x, out = model.block(join(layer, state), x, context, kind=kind)
         return x, out.side
 
-    def add_up(params: Params, batch: Batch, scales: Scales) -> tuple[Params, Loss]:
+    def add_up(params: Params, state: Params, batch: Batch, scales: Scales) -> tuple[Params, Loss]:
+        of_layers = state.get("layers", {})
+        others = {name: part for name, part in state.items() if name != "layers"}
+
         def enter(params: Params, microbatch: tuple[Batch, Array]) -> Array:
-            return model.enter(params, microbatch[0])
+            return model.enter(join(params, others), microbatch[0])
 
         def context(x: Array, microbatch: tuple[Batch, Array]) -> Context:
             batch, token = microbatch
@@ -171,16 +177,16 @@ def pipelined(model: Model, config: JobConfig) -> AddUp:
             return model.context(x, doc_ids=batch.get("doc_ids"), scales=own)
 
         def leave(params: Params, x: Array, microbatch: tuple[Batch, Array]) -> Side:
-            batch, token = microbatch
-            hidden = model.finish(params, x)
-            return loss(params, hidden, batch, scales._replace(token=token))
+            (batch, token), variables = microbatch, join(params, others)
+            hidden = model.finish(variables, x)
+            return loss(variables, hidden, batch, scales._replace(token=token))
 
         layer = remat.block(saves.save, run)
         rows = model.plan.of_rows(model.stack), model.stack.rows() >= 0
         kinds, is_layer = jax.tree.map(lambda column: column.reshape(d.pp, -1), rows)
         parts = lock_step.Parts(enter, context, layer, leave, kinds, is_layer, saves.is_held)
         grads, side, layers = lock_step.accumulate(
-            schedule, parts, params, model.variables.axes, (batch, scales.token)
+            schedule, parts, params, of_layers, model.axes, (batch, scales.token)
         )
         whole = layers._replace(terms=jax.tree.map(lambda x: total(x, "layers"), layers.terms))
         return grads, Loss(side.joined_by(whole), layers._replace(terms={}))
@@ -197,14 +203,14 @@ def _stages(mesh: Mesh) -> tuple[str, ...]:
     return (STAGES,) if mesh.shape[STAGES] > 1 else ()
 
 
-def _specs(model: Model, manual: tuple[str, ...], first: tuple[Any, ...] = ()) -> PyTree:
-    """How parameters are split over some mesh axes, with a leading dimension split as `first`."""
+def _specs(axes: PyTree, manual: tuple[str, ...], first: tuple[Any, ...] = ()) -> PyTree:
+    """How arrays are split over some mesh axes, with a leading dimension split as `first`."""
 
     def spec(axes: Axes) -> P:
         kept = (tuple(n for n in manual if n in (a or ())) or None for a in partition_spec(axes))
         return P(*first, *kept)
 
-    return _by_axes(spec, model.variables.axes)
+    return _by_axes(spec, axes)
 
 
 def _by_axes(spec: Callable[[Axes], P], axes: PyTree) -> PyTree:
@@ -224,36 +230,45 @@ def update_scales(batch: Batch, config: TrainConfig) -> Scales:
 
 def _reduced_once(
     model: Model, config: TrainConfig, mesh: Mesh, add_up: AddUp
-) -> Callable[[Params, Batch], tuple[Params, Loss]]:
+) -> Callable[[Params, Params, Batch], tuple[Params, Loss]]:
     """`grad_sync = "update"`: device groups do not communicate while they accumulate.
 
     The data axes are taken from the partitioner; tp stays with it.
     """
-    stages, axes = _stages(mesh), model.variables.axes
-    reduce = _reduction(axes, mesh)
+    stages = _stages(mesh)
+    reduce = _reduction(model.axes, mesh)
 
-    def gradients(params: Params, batch: Batch) -> tuple[Params, Loss]:
+    def gradients(params: Params, state: Params, batch: Batch) -> tuple[Params, Loss]:
         scales = update_scales(batch, config)
 
-        def of_group(params: Params, batch: Batch, token_scales: Array) -> tuple[Params, Loss]:
+        def of_group(
+            params: Params, state: Params, batch: Batch, token_scales: Array
+        ) -> tuple[Params, Loss]:
             # Each group differentiates its own copy; the sum over groups comes afterwards.
             params, token_scales = jax.lax.pcast((params, token_scales), DATA_AXES, to="varying")
             own = scales._replace(token=token_scales)
-            return jax.tree.map(lambda x: x[None], add_up(params, batch, own))
+            return jax.tree.map(lambda x: x[None], add_up(params, state, batch, own))
 
         groups = jax.shard_map(
             of_group,
             mesh=mesh,
-            in_specs=(_specs(model, stages), P(None, DATA_AXES), P()),
+            in_specs=(
+                _specs(model.axes, stages),
+                _specs(model.state.axes, stages),
+                P(None, DATA_AXES),
+                P(),
+            ),
             out_specs=(
-                _specs(model, stages, (DATA_AXES,)),
+                _specs(model.axes, stages, (DATA_AXES,)),
                 Loss._make((P(DATA_AXES), P(DATA_AXES, stages))),
             ),
             axis_names={*DATA_AXES, *stages},
             check_vma=_checked(model),
         )
-        whole = jax.tree.map(functools.partial(_gather, dtype=model.dtype), params, axes)
-        grads, losses = groups(whole, batch, scales.token)
+        gather = functools.partial(_gather, dtype=model.dtype)
+        params = jax.tree.map(gather, params, model.axes)
+        state = jax.tree.map(gather, state, model.state.axes)
+        grads, losses = groups(params, state, batch, scales.token)
         add, largest = (functools.partial(one, axis=0) for one in (jnp.sum, jnp.max))
         return reduce(grads), combine(add, largest, losses)
 

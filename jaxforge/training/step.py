@@ -20,7 +20,7 @@ from jaxforge.training.gradients import Batch, Loss, make_gradients, with_member
 from jaxforge.training.guard import Guard, select
 from jaxforge.training.loss import valid_tokens, valid_tokens_by_dataset
 from jaxforge.training.losses import NATS
-from jaxforge.training.state import Counts, TrainState, part_like, state_shardings
+from jaxforge.training.state import Counts, TrainState, state_shardings
 
 Metrics = dict[str, Any]
 """What a step returns, on the device; `training.result.StepResult` is a typed view of it.
@@ -98,8 +98,7 @@ def make_train_step(
         state: TrainState, batch: Batch, controls: Controls
     ) -> tuple[TrainState, Metrics]:
         batch = with_members(batch, len(config.data.datasets))
-        grads, loss = gradients(state.variables, batch)
-        grads = part_like(state.params, grads)
+        grads, loss = gradients(state.params, state.model_state, batch)
         grad_norm = global_norm(grads)
         n_valid = jnp.sum(valid_tokens(batch["labels"]))
         apply = controls.apply & (n_valid > 0)  # else decay and moments would move the weights
