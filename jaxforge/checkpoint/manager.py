@@ -216,11 +216,12 @@ class Checkpoints:
             return bool(self._saved_tree(step)["optimizer"])
 
     def restore_model(self, like: PyTree, step: int) -> PyTree:
-        """The model's part of the state (`layout.model_tree`); nothing else is read."""
-        restore_args = ocp.checkpoint_utils.construct_restore_args(like)
+        """What a step has of the model's part of the state (`layout.model_tree`), nothing else."""
         with self._naming_damage(step):
             saved = self._saved_tree(step)
-            self._check_fits(like, saved, step)
+            like = {name: part for name, part in like.items() if name in saved}
+            self._check_fits(like, {name: saved[name] for name in like}, step)
+            restore_args = ocp.checkpoint_utils.construct_restore_args(like)
             restored = self._manager.restore(
                 step,
                 args=ocp.args.Composite(

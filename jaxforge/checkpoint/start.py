@@ -48,7 +48,7 @@ class Source(Protocol):
         ...
 
     def restore_model(self, like: PyTree) -> PyTree:
-        """The model's part of the state (`layout.model_tree`), or the parameters alone."""
+        """The model's part of the state (`layout.model_tree`), perhaps the parameters alone."""
         ...
 
 
