@@ -288,6 +288,18 @@ def pipeline_has_one_kind_of_layer(config: JobConfig, mesh: Mesh) -> Iterator[st
             )
 
 
+def stages_with_biases_have_as_many_layers(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """A stage with a layer less has zeros in its place, which a bias at its end would learn."""
+    model, parts = config.model, mesh["pp"] * config.distributed.chunks
+    after = model.norm_type == "layernorm" and model.norm_placement != "pre"
+    if mesh["pp"] > 1 and model.n_layers % parts and (model.o_bias or model.mlp_bias or after):
+        what = "a layernorm after its parts" if after else "model.o_bias or mlp_bias"
+        yield (
+            f"model.n_layers = {model.n_layers} must be a multiple of {parts} pipeline stages in a "
+            f"model with {what}: change it to {_round_up(model.n_layers, parts)}, or distributed.pp"
+        )
+
+
 def experts_divide_by_ep(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Expert-parallel ranks have as many experts each, and there are experts."""
     if mesh["ep"] > 1 and not config.model.is_moe:
@@ -337,6 +349,7 @@ RULES: tuple[Rule, ...] = (
     microbatches_fill_the_pipeline,
     pipeline_has_no_experts,
     pipeline_has_one_kind_of_layer,
+    stages_with_biases_have_as_many_layers,
     experts_divide_by_ep,
     fp8_has_no_tp,
     schedule_free_has_no_schedule,

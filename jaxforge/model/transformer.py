@@ -26,13 +26,13 @@ from jaxforge.model import remat
 from jaxforge.model.attention import Attention, Context, KVCache
 from jaxforge.model.execution import Execution, execution
 from jaxforge.model.layer_scan import Layer, scan_layers
-from jaxforge.model.linear import Declare, Embedding, Linear
+from jaxforge.model.linear import Declare, Embedding, Linear, normal
 from jaxforge.model.mlp import MLP
-from jaxforge.model.norm import NORMS
+from jaxforge.model.norm import LayerNorm, RMSNorm, norm_of
 from jaxforge.model.plan import LayerKind, LayerPlan, plan_of
 from jaxforge.model.rope import rotations
 from jaxforge.parallel.mesh import STAGES
-from jaxforge.parallel.sharding import automatic_axes, constrain
+from jaxforge.parallel.sharding import automatic_axes, constrain, gathered
 from jaxforge.parallel.stages import Stack, in_turn
 
 _COMPUTE_DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
@@ -57,15 +57,35 @@ class OutputHead(nnx.Module):
         self.proj = Linear(out, inp, std=config.init_std, declare=declare)
 
 
-class Block(nnx.Module):
-    """x += attention(norm(x)); x += mlp(norm(x)). Declares all layers at once, runs one of them."""
+class PositionEmbedding(nnx.Module):
+    """The table of learned positions."""
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
-        norm = NORMS[config.norm_type]
-        self.attention_norm = norm(config.dim, config.norm_eps, declare)
+        shape = (config.max_seq_len, config.dim)
+        self.weight = declare(shape, ("positions", "embed"), normal(config.init_std))
+
+    def __call__(self, positions: Int[Array, "b s"], dtype: jnp.dtype) -> Float[Array, "b s d"]:
+        """Looks up positions; those beyond the table get its last row."""
+        table = gathered(self.weight[...].astype(dtype), ("positions", "embed"))
+        return constrain(table, None, None)[positions]
+
+
+class Block(nnx.Module):
+    """x += attention(norm(x)); x += mlp(norm(x)). Declares all layers at once, runs one of them.
+
+    Norms may come after attention and mlp instead, or on both sides; and both may read the same x.
+    """
+
+    def __init__(self, config: ModelConfig, declare: Declare) -> None:
+        before = config.norm_placement != "post"
+        after = config.norm_placement != "pre"
+        self.attention_norm = norm_of(config, declare) if before else None
         self.attention = Attention(config, declare)
-        self.mlp_norm = norm(config.dim, config.norm_eps, declare)
+        self.attention_post_norm = norm_of(config, declare) if after else None
+        self.mlp_norm = norm_of(config, declare) if before else None
         self.mlp = MLP(config, declare)
+        self.mlp_post_norm = norm_of(config, declare) if after else None
+        self.config = config
 
     def __call__(
         self,
@@ -80,10 +100,22 @@ class Block(nnx.Module):
         """One layer."""
         attention = functools.partial(self.attention, kind=kind, plan=plan, how=how)
         attend = remat.attention(how.save, attention)
-        y_BSD, cache = attend(_gather_seq(self.attention_norm(x_BSD)), context, cache)
+        y_BSD, cache = attend(_normed(self.attention_norm, x_BSD), context, cache)
+        y_BSD = self._added(self.attention_post_norm, y_BSD)
+        if self.config.parallel_residual:
+            return _split_seq(x_BSD + y_BSD + self._feed_forward(x_BSD)), cache
         x_BSD = _split_seq(x_BSD + y_BSD)
-        x_BSD = _split_seq(x_BSD + self.mlp(_gather_seq(self.mlp_norm(x_BSD))))
-        return x_BSD, cache
+        return _split_seq(x_BSD + self._feed_forward(x_BSD)), cache
+
+    def _feed_forward(self, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+        return self._added(self.mlp_post_norm, self.mlp(_normed(self.mlp_norm, x_BSD)))
+
+    def _added(
+        self, norm: RMSNorm | LayerNorm | None, y_BSD: Float[Array, "b s d"]
+    ) -> Float[Array, "b s d"]:
+        """What is added to the residual stream."""
+        y_BSD = y_BSD if norm is None else norm(_split_seq(y_BSD))
+        return _times(y_BSD, self.config.residual_multiplier)
 
 
 class Transformer(nnx.Module):
@@ -91,8 +123,10 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
         self.token_embedding = TokenEmbedding(config, declare)
+        if config.position_embedding == "learned":
+            self.position_embedding = PositionEmbedding(config, declare)
         self.layers = Block(config, declare._replace(layers=config.n_layers))
-        self.norm = NORMS[config.norm_type](config.dim, config.norm_eps, declare)
+        self.norm = norm_of(config, declare)
         if not config.tie_embeddings:
             self.output_head = OutputHead(config, declare)
 
@@ -134,7 +168,8 @@ class Model:
         _, declared = nnx.split(module)
         self._definitions = {
             name: nnx.split(getattr(module, name))[0]
-            for name in ("token_embedding", "layers", "norm")
+            for name in ("token_embedding", "position_embedding", "layers", "norm")
+            if hasattr(module, name)
         }
         self.abstract: Params = jax.eval_shape(self._stacked, nnx.to_pure_dict(declared))
         self.axes: Params = nnx.to_pure_dict(
@@ -160,7 +195,7 @@ class Model:
         self, params: Params, tokens: Int[Array, "b s"], doc_ids: Int[Array, "b s"] | None = None
     ) -> Float[Array, "b s d"]:
         """Final hidden states of whole sequences. `doc_ids` keeps packed documents apart."""
-        x_BSD = self.embed(params, tokens)
+        x_BSD = self.enter(params, tokens, doc_ids=doc_ids)
         x_BSD, _ = self.blocks(params["layers"], x_BSD, self.context(x_BSD, doc_ids=doc_ids))
         return self.finish(params, x_BSD)
 
@@ -176,8 +211,11 @@ class Model:
 
         `only` names one of the new tokens in each row: no other token's logits are computed.
         """
-        x_BSD = self.embed(params, tokens)
-        context = self.context(x_BSD, positions=positions)
+        x_BSD = self.enter(params, tokens, positions=positions)
+        last = positions[:, -1:]
+        if only is not None:
+            last = jnp.take_along_axis(positions, only[:, None], axis=1)
+        context = self.context(x_BSD, positions=positions, lengths=last + 1)
         x_BSD, extended = self.blocks(params["layers"], x_BSD, context, cache)
         assert extended is not None
         hidden_BSD = self.finish(params, x_BSD)
@@ -185,10 +223,31 @@ class Model:
             hidden_BSD = jnp.take_along_axis(hidden_BSD, only[:, None, None], axis=1)
         return self.logits(params, hidden_BSD), extended
 
+    def enter(
+        self,
+        params: Params,
+        tokens: Int[Array, "b s"],
+        *,
+        positions: Int[Array, "b s"] | None = None,
+        doc_ids: Int[Array, "b s"] | None = None,
+    ) -> Float[Array, "b s d"]:
+        """What enters the first block: embeddings, and those of positions where they are learned.
+
+        Each packed document begins at position 0.
+        """
+        x_BSD = self.embed(params, tokens)
+        if self.config.position_embedding != "learned":
+            return x_BSD
+        if positions is None:
+            positions = _positions_in_documents(tokens, doc_ids)
+        position_embedding = self._module("position_embedding", params["position_embedding"])
+        return _split_seq(x_BSD + position_embedding(positions, self.dtype))
+
     def embed(self, params: Params, tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
-        """What enters the first block."""
+        """The embeddings of tokens."""
         token_embedding = self._module("token_embedding", params["token_embedding"])
-        return _split_seq(token_embedding.embedding(tokens, self.dtype))
+        x_BSD = _split_seq(token_embedding.embedding(tokens, self.dtype))
+        return _times(x_BSD, self.config.embedding_multiplier)
 
     def context(
         self,
@@ -196,10 +255,16 @@ class Model:
         *,
         positions: Int[Array, "b s"] | None = None,
         doc_ids: Int[Array, "b s"] | None = None,
+        lengths: Int[Array, "b 1"] | None = None,
     ) -> Context:
-        """What all blocks are told of the tokens that `x` stands for."""
+        """What all blocks are told of the tokens that `x` stands for.
+
+        `lengths` are those of whole sequences, by which some rotary positions go; by default, as
+        many tokens as there are in `x`.
+        """
         at = jnp.arange(x_BSD.shape[1])[None] if positions is None else positions
-        return Context(positions, doc_ids, rotations(self.plan.ropes, self.config.head_size, at))
+        turns = rotations(self.plan.ropes, self.config.rotary_size, at, lengths)
+        return Context(positions, doc_ids, turns)
 
     def blocks(
         self,
@@ -244,10 +309,11 @@ class Model:
         return run(x_BSD, context, cache, kind=kind, plan=self.plan, how=self.how)
 
     def finish(self, params: Params, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
-        """The final norm of what leaves the last block."""
-        return _gather_seq(self._module("norm", params["norm"])(x_BSD))
+        """What makes logits by `head`: the final norm of what leaves the last block, scaled."""
+        hidden_BSD = self._module("norm", params["norm"])(x_BSD)
+        return _gather_seq(_times(hidden_BSD, 1 / self.config.logits_scaling))
 
-    def _module(self, name: str, params: Params) -> Any:  # noqa: ANN401  # any of the three
+    def _module(self, name: str, params: Params) -> Any:  # noqa: ANN401  # any of these
         return nnx.merge(self._definitions[name], params)
 
     def head(self, params: Params) -> Float[Array, "v d"]:
@@ -258,7 +324,7 @@ class Model:
 
     def logits(self, params: Params, hidden_BSD: Float[Array, "b s d"]) -> Float[Array, "b s v"]:
         """Next-token logits in float32."""
-        return project(hidden_BSD, self.head(params))
+        return soft_cap(project(hidden_BSD, self.head(params)), self.config.final_logit_softcap)
 
     def empty_cache(self, batch: int, length: int) -> KVCache:
         """A cache for `batch` sequences of up to `length` tokens, stacked as the layers are."""
@@ -292,8 +358,8 @@ def build_model(config: JobConfig, platform: str | None = None) -> Model:
 def register_model(name: str) -> Callable[[type[AnyModel]], type[AnyModel]]:
     """Decorates the subclass of `Model` that `model.model_type` calls `name`.
 
-    Training, evaluation and generation call `embed`, `block` and `rotation` for the layers,
-    `finish` for what leaves them, and `head` for the matrix that makes logits of it.
+    Training, evaluation and generation call `enter`, `context` and `block` for the layers, `finish`
+    for what leaves them, and `head` for the matrix that makes logits of it.
     """
     return MODELS.register(name)
 
@@ -318,9 +384,34 @@ def project(hidden: Float[Array, "*t d"], head_VD: Float[Array, "v d"]) -> Float
     return constrain(logits, "batch", *(None,) * (logits.ndim - 2), "vocab")
 
 
+def soft_cap(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
+    """The soft cap cap · tanh(x / cap), between -cap and cap; None leaves x as it is."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
 def parameter_count(abstract: PyTree) -> int:
     """Number of parameters, each counted once."""
     return sum(leaf.size for leaf in jax.tree.leaves(abstract))
+
+
+def _positions_in_documents(
+    tokens: Int[Array, "b s"], doc_ids: Int[Array, "b s"] | None
+) -> Int[Array, "b s"]:
+    at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    if doc_ids is None:
+        return at
+    begins = doc_ids != jnp.roll(doc_ids, 1, axis=1)
+    return at - jax.lax.cummax(jnp.where(begins, at, 0), axis=1)
+
+
+def _normed(
+    norm: RMSNorm | LayerNorm | None, x_BSD: Float[Array, "b s d"]
+) -> Float[Array, "b s d"]:
+    return _gather_seq(x_BSD if norm is None else norm(x_BSD))
+
+
+def _times(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
+    return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
 
 
 def _split_seq(x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:

@@ -123,7 +123,7 @@ def pipelined(model: Model, config: JobConfig) -> AddUp:
     saves = remat.in_pipeline(model.how.save)
 
     def enter(params: Params, microbatch: Batch) -> Array:
-        return model.embed(params, microbatch["input_ids"])
+        return model.enter(params, microbatch["input_ids"], doc_ids=microbatch.get("doc_ids"))
 
     def context(x: Array, microbatch: Batch) -> Context:
         return model.context(x, doc_ids=microbatch.get("doc_ids"))

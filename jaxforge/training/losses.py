@@ -69,9 +69,17 @@ def build_loss(config: TrainConfig, model: Model) -> MicrobatchLoss:
     """The loss that `train.loss_fn` asks for.
 
     Raises:
-        UserError: the model has pipeline stages, and the loss wants the whole vocabulary.
+        UserError: the model has pipeline stages, and the loss wants the whole vocabulary; or the
+            model caps logits, and the loss makes logits of its own.
     """
     builder = LOSSES[config.loss_fn]
+    cap = model.config.final_logit_softcap
+    if cap is not None and builder is not _cross_entropy:
+        raise UserError(
+            f'train.loss_fn = "{config.loss_fn}" makes logits without the cap of '
+            f'model.final_logit_softcap = {cap}: set train.loss_fn = "cross_entropy", or leave the '
+            "cap out"
+        )
     if model.stack.stages > 1 and builder not in _by_share:
         raise UserError(
             f'train.loss_fn = "{config.loss_fn}" wants the logits of the whole vocabulary, and '
@@ -94,7 +102,7 @@ def _beside_cross_entropy(builder: LossBuilder) -> Callable[[TrainConfig, Model]
             value = own(hidden, head, labels, scales)
             if members is None:
                 return Loss(value, None)
-            tiles = tiles_of(config, labels, head, model.how.tile)
+            tiles = tiles_of(config, labels, head, model)
             hidden, head = jax.lax.stop_gradient((hidden, head))
             return Loss(value, cross_entropy(hidden, head, labels, tiles, members).by_dataset)
 
@@ -109,7 +117,7 @@ def _cross_entropy(config: TrainConfig, model: Model) -> MicrobatchLoss:
     def loss(
         hidden: Array, head: Array, labels: Array, scales: Scales, members: Array | None
     ) -> Loss:
-        tiles = tiles_of(config, labels, head, model.how.tile)
+        tiles = tiles_of(config, labels, head, model)
         return weighted_loss(tiles, hidden, head, labels, scales, members)
 
     return loss

@@ -13,6 +13,8 @@ from jaxforge.pipeline.lock_step import saving_vjp
 from jaxforge.training.evaluation import make_eval_step
 from tests.conftest import tiny_config
 from tests.helpers import (
+    EVERY_OPTION,
+    LEARNED,
     collectives_in_loops,
     hlo,
     lowered,
@@ -102,6 +104,9 @@ CASES = [  # few sizes: those with the same have the reference in common
     (16, 8, {"pp": 8, **INTERLEAVED}, FULL, {}, False),
     # Layers of one kind, which is not the usual one.
     (3, 5, {"pp": 2, "dp_shard": 2, "tp": 2}, UPDATE, LOCAL, True),
+    (2, 3, {"pp": 2, "dp_shard": 2, "tp": 2}, UPDATE, EVERY_OPTION, True),
+    (2, 3, {"pp": 2, "tp": 2}, CHUNKED, EVERY_OPTION, True),
+    (2, 3, {"pp": 2, "dp_shard": 2, "tp": 2}, UPDATE, LEARNED, True),
 ]
 
 
