@@ -16,7 +16,7 @@ from torch_compat.families.family import (
 )
 
 RULES = (*OUTSIDE, *ATTENTION, *SANDWICH_NORMS, *GATED, *ATTENTION_BIASES)
-UNUSED = ("hidden_act", "cache_implementation")
+UNUSED = ("cache_implementation", "hidden_act", "sliding_window_size")
 
 
 def read(c: Config, where: str) -> Table:

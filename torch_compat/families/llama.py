@@ -15,6 +15,6 @@ FAMILY = Family(
     {**COMMON, **BIASES},
     read=llama,
     write=lambda model: {**llama_keys(model), **bias_keys(model)},
-    unused=("max_window_layers", "pretraining_tp"),
+    unused=("is_llama_config", "max_sequence_length", "max_window_layers", "pretraining_tp"),
     divides=True,
 )

@@ -73,4 +73,5 @@ FAMILY = Family(
      "original_max_position_embeddings": 4096},
     read=_read,
     write=_write,
+    unused=("full_attn_mod", "interpolate_factor"),
 )  # fmt: skip
