@@ -83,9 +83,9 @@ class _Objects(epath_backend.Backend):
         if "a" in mode:
             raise OSError(f"{place}: an object cannot be appended to")
         if "w" in mode:
-            raw: IO = _Upload(place)
-        else:
-            raw = io.BytesIO(self._read(place))
+            upload = _Upload(place)
+            return upload if "b" in mode else _TextUpload(upload)
+        raw = io.BytesIO(self._read(place))
         return raw if "b" in mode else io.TextIOWrapper(raw, encoding="utf-8")
 
     @_naming
@@ -168,7 +168,11 @@ class _Objects(epath_backend.Backend):
 
 
 class _Upload(io.BytesIO):
-    """An object that appears, whole, when this is closed."""
+    """An object that appears, whole, when this is closed; then or never.
+
+    Not when it is forgotten: the garbage collector would write at any time, in any thread, and what
+    could not be written once would replace what was written since.
+    """
 
     def __init__(self, place: str) -> None:
         super().__init__()
@@ -176,14 +180,36 @@ class _Upload(io.BytesIO):
 
     def close(self) -> None:
         if not self.closed:
-            write(self._place, self.getvalue())
+            data = self.getvalue()
+            super().close()
+            write(self._place, data)
+
+    def abandon(self) -> None:
+        """Closes it without an object."""
         super().close()
+
+    __del__ = abandon
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is not None:
-            super().close()  # what is half written is not there
-        else:
-            self.close()
+            self.abandon()  # what is half written is not there
+        self.close()
+
+
+class _TextUpload(io.TextIOWrapper):
+    """The same of text."""
+
+    def __init__(self, upload: _Upload) -> None:
+        super().__init__(upload, encoding="utf-8")
+        self._upload = upload
+
+    def __del__(self) -> None:
+        self._upload.abandon()
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None:
+            self._upload.abandon()
+        self.close()
 
 
 def write(place: str | os.PathLike, data: bytes) -> None:

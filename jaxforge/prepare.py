@@ -23,17 +23,20 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxforge import storage
+from jaxforge.data.conversations import Conversations, fingerprint
 from jaxforge.data.documents import first_bytes, pieces, shuffled, split_of
 from jaxforge.data.huggingface import load_dataset
 from jaxforge.data.ingest import Corpus, Options, Split, check_split, ingest
-from jaxforge.data.inputs import HuggingFace, Input, find_inputs
+from jaxforge.data.inputs import Content, HuggingFace, Input, TextField, find_inputs
 from jaxforge.data.manifest import FILE_NAME
+from jaxforge.data.packing import ENTRY_DTYPE
 from jaxforge.data.stage import Plan, Stage, staged
 from jaxforge.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from jaxforge.data.writer import token_dtype
 from jaxforge.errors import UserError
 
 _BPE_VOCAB_SIZE = 32_768
+_TEXTS, _RECORDS = "*.txt,*.md,*.py", "*.jsonl,*.jsonl.gz,*.jsonl.zst,*.parquet"
 _LINE_SECONDS = 10.0  # between lines of progress where there is no terminal
 
 
@@ -53,8 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     for place in (*args.input, args.output):
         storage.local(place, "prepare", "copy the text here, and what is made of it there")
-    inputs = _inputs(args)
     given = None if args.tokenizer == "bpe" else _given_tokenizer(args.tokenizer)
+    content = Conversations(given) if args.conversations and given else TextField(args.text_field)
+    inputs = _inputs(args, content)
     plan = _plan(args, inputs, given)
     made_by = f"train/{FILE_NAME}"
     with staged(args.output, plan, made_by=made_by, overwrite=args.overwrite, say=_say) as stage:
@@ -84,16 +88,20 @@ def _say(text: str) -> None:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m jaxforge.prepare",
-        description="Turns text into token shards for training. Documents are text files, lines of "
-        "JSONL, and rows of Parquet files and Hugging Face datasets; each is ended by the "
-        "tokenizer's end-of-text token, empty ones are left out. The same command goes on with "
-        "what a killed one has left.",
+        description="Turns text, or conversations, into token shards for training. Documents are "
+        "text files, lines of JSONL, and rows of Parquet files and Hugging Face datasets; each is "
+        "ended by the tokenizer's end-of-text token, empty ones are left out. The same command "
+        "goes on with what a killed one has left.",
     )
     for names, options in _ARGUMENTS.items():
         parser.add_argument(*names.split(), **options)
     args = parser.parse_args(argv)
     if args.vocab_size and args.tokenizer != "bpe":
         parser.error("--vocab-size goes with --tokenizer bpe; the others have their own")
+    if args.conversations and args.tokenizer == "bpe":
+        parser.error("--conversations goes with the tokenizer of the model, not with one made here")
+    if args.conversations and args.dtype == "uint16":
+        parser.error("--conversations are written as uint32: leave --dtype out")
     if not args.input and not args.hf_dataset:
         parser.error("give INPUT or --hf-dataset")
     return args
@@ -131,6 +139,12 @@ _ARGUMENTS: dict[str, dict] = {
         "metavar": "NAME",
         "help": "key or column of the text in records (default: text)",
     },
+    "--conversations": {
+        "action": "store_true",
+        "help": "records are conversations (messages), or prompts with completions, for "
+        "fine-tuning: the tokenizer's chat template writes them, and what the assistant says is "
+        "learned",
+    },
     "--skip-bad": {"action": "store_true", "help": "leave out, and count, records without text"},
     "--workers": {
         "type": _positive,
@@ -141,8 +155,8 @@ _ARGUMENTS: dict[str, dict] = {
     "--output": {"required": True, "type": Path, "metavar": "DIR", "help": "directory to make"},
     "--overwrite": {"action": "store_true", "help": "replace what an earlier run left in DIR"},
     "--glob": {
-        "default": "*.txt,*.md,*.py,*.jsonl,*.jsonl.gz,*.jsonl.zst,*.parquet",
-        "help": "file names to take from directories, separated by commas (default: %(default)s)",
+        "help": "file names to take from directories, separated by commas (default: "
+        f"{_TEXTS},{_RECORDS}; with --conversations, {_RECORDS})",
     },
     "--exclude": {
         "action": "append",
@@ -185,15 +199,18 @@ _ARGUMENTS: dict[str, dict] = {
 }
 
 
-def _inputs(args: argparse.Namespace) -> list[Input]:
+def _inputs(args: argparse.Namespace, content: Content) -> list[Input]:
     """What to read, in order."""
     inputs: list[Input] = []
     if args.input:
-        inputs += find_inputs(args.input, args.glob.split(","), args.exclude, args.text_field)
+        globs = args.glob or (_RECORDS if args.conversations else f"{_TEXTS},{_RECORDS}")
+        inputs += find_inputs(args.input, globs.split(","), args.exclude, content)
     if args.hf_dataset:
         dataset = load_dataset(args.hf_dataset, args.hf_config, args.hf_split)
         name = ":".join(filter(None, [args.hf_dataset, args.hf_config, args.hf_split]))
-        inputs.append(HuggingFace(name, dataset, args.text_field))
+        inputs.append(HuggingFace(name, dataset, content))
+    if args.conversations:
+        _check_records(inputs)
     if args.shuffle_documents is not None:
         inputs = _shuffled(inputs, args.shuffle_documents)
     inputs = first_bytes(inputs, args.max_bytes)
@@ -211,6 +228,15 @@ def _shuffled(inputs: Sequence[Input], seed: int) -> list[Input]:
             "training shuffles anyway (data.shuffle)"
         )
     return shuffled(inputs, seed)
+
+
+def _check_records(inputs: Iterable[Input]) -> None:
+    for source in inputs:
+        if source.text_size is not None:
+            raise UserError(
+                f"{source.where} is read as plain text, and holds no conversations: give JSONL, "
+                "Parquet, or with --hf-dataset a directory of other files (.json, .csv)"
+            )
 
 
 def _all_text(inputs: Iterable[Input]) -> bool:
@@ -233,17 +259,20 @@ def _plan(args: argparse.Namespace, inputs: Iterable[Input], tokenizer: Tokenize
     """What DIR depends on."""
     options = {f"--{name.replace('_', '-')}": getattr(args, name) for name in _PLANNED}
     options["the tokenizer's sha256"] = tokenizer and tokenizer.fingerprint
+    if args.conversations and tokenizer:
+        options["the chat template's sha256"] = fingerprint(tokenizer)
     return {"options": options, "inputs": [source.identity for source in inputs]}
 
 
 def _options(args: argparse.Namespace, vocab_size: int) -> Options:
     return Options(
-        dtype=token_dtype(args.dtype, vocab_size),
+        dtype=ENTRY_DTYPE if args.conversations else token_dtype(args.dtype, vocab_size),
         file_format=args.format,
         shard_tokens=args.shard_tokens,
         validation_fraction=args.validation_fraction,
         max_bytes=args.max_bytes,
         skip_bad=args.skip_bad,
+        conversations=args.conversations,
     )
 
 
@@ -320,10 +349,7 @@ def _summary(corpus: Corpus, tokenizer: Tokenizer) -> str:
     parts, train = corpus.splits.values(), corpus.splits["train"].writer
     rows = [
         ("", *corpus.splits),
-        ("documents", *(f"{part.writer.documents:,}" for part in parts)),
-        ("… not UTF-8", *(f"{part.broken:,}" for part in parts)),
-        ("tokens", *(f"{part.writer.tokens:,}" for part in parts)),
-        ("bytes per token", *(f"{part.size / part.writer.tokens:.3f}" for part in parts)),
+        *(_conversations(parts) if train.conversations else _documents(parts)),
         ("unigram entropy", f"{entropy(train.counts):.4f} nats per training token: loss to beat"),
         ("vocabulary", f"{tokenizer.vocab_size:,} ({train.dtype}), EOS {tokenizer.eos_id}"),
     ]
@@ -331,6 +357,24 @@ def _summary(corpus: Corpus, tokenizer: Tokenizer) -> str:
         rows.append(("left out as bad", f"{corpus.skipped:,} records"))
     lines = (f"{row[0]:<17}" + "".join(f"{cell:<17}" for cell in row[1:]) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _documents(parts: Iterable[Split]) -> list[tuple[str, ...]]:
+    return [
+        ("documents", *(f"{part.writer.documents:,}" for part in parts)),
+        ("… not UTF-8", *(f"{part.broken:,}" for part in parts)),
+        ("tokens", *(f"{part.writer.tokens:,}" for part in parts)),
+        ("bytes per token", *(f"{part.size / part.writer.tokens:.3f}" for part in parts)),
+    ]
+
+
+def _conversations(parts: Iterable[Split]) -> list[tuple[str, ...]]:
+    learned = [int(part.writer.counts.sum()) for part in parts]
+    return [
+        ("conversations", *(f"{part.writer.documents:,}" for part in parts)),
+        ("tokens", *(f"{part.writer.tokens:,}" for part in parts)),
+        ("… learned", *(f"{tokens:,}" for tokens in learned)),
+    ]
 
 
 def _settings(output: Path, splits: Mapping[str, Split], vocab_size: int, suffix: str) -> str:

@@ -13,6 +13,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a suite that runs in
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = xla_flags(devices=8)
+os.environ.setdefault("NPROC", "32")  # as `parallel.virtual_devices` has it
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # workers and commands have it from who began
     COMPILED = tempfile.mkdtemp(prefix="jaxforge-tests-compiled-")
     atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)

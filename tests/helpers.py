@@ -64,7 +64,9 @@ class Setup:
         """
         plain = drawn(self.config)
         stack = functools.partial(jax.tree.map, self.model.stack.stack)
-        make = jax.jit(lambda p: begin({**p, "layers": stack(p["layers"])}, self.optimizer))
+        make = jax.jit(
+            lambda p: begin(self.model, {**p, "layers": stack(p["layers"])}, self.optimizer)
+        )
         return jax.device_get(make(plain))
 
     def put(self, batch: dict) -> dict:

@@ -17,7 +17,7 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.data.loader import open_training_data
 from jaxforge.model.transformer import Model, build_model
 from jaxforge.optim.optimizer import build_optimizer, learning_rate
-from jaxforge.training.loss import Scales
+from jaxforge.side import Scales
 from jaxforge.training.losses import build_loss
 from tests.conftest import tiny_config
 from tests.processes.conftest import environment
@@ -93,9 +93,9 @@ def test_the_custom_loss_is_cross_entropy_with_soft_labels():
     expected = -2.0 * (targets * log_p).sum(-1)[labels >= 0].sum()
     config = tiny_config(train={"loss_fn": "smoothed_cross_entropy"})
     loss = build_loss(config.train, _Single())
-    got = loss(jnp.float32(hidden), jnp.float32(head), jnp.array(labels), Scales(2.0, 0.0), None)
-    np.testing.assert_allclose(got.value, expected, rtol=1e-5)
-    assert got.nats is None
+    got = loss(jnp.float32(head), jnp.float32(hidden), {"labels": jnp.array(labels)}, Scales(2.0))
+    assert got.terms.keys() == {"smoothed_cross_entropy"}
+    np.testing.assert_allclose(got.loss, expected, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("own_names")
@@ -125,6 +125,10 @@ class _Single:
 
     class stack:
         stages = 1
+
+    @staticmethod
+    def head(params):
+        return params
 
 
 @pytest.mark.processes

@@ -5,6 +5,7 @@
     optimizer/updates       updates made
     optimizer/mu, nu/...    moments (`optim`), each a tree like params or a part of it
     guard/...               counts of bad steps, losses of good ones
+    model_state/...         what the model keeps that is not trained, where it keeps any
 
 The counts of samples and tokens are in `progress`, the JSON beside the arrays.
 
@@ -31,6 +32,7 @@ def to_tree(state: TrainState) -> Tree:
         "params": state.params,
         "optimizer": _fields(state.opt_state),
         "guard": state.guard._asdict(),
+        **({"model_state": state.model_state} if state.model_state else {}),
     }
 
 
@@ -42,6 +44,7 @@ def from_tree(tree: Tree, like: TrainState) -> TrainState:
         opt_state=optax.tree.set(like.opt_state, **tree["optimizer"]),
         guard=GuardState(**tree["guard"]),
         counts=like.counts,
+        model_state=tree.get("model_state", {}),
     )
 
 

@@ -14,6 +14,9 @@ from jaxforge.registry import Registry
 DATASETS = Registry("data.dataset_type", "auto")
 """Kinds of training sets: `data.loader`."""
 
+Overlong = Literal["truncate", "drop"]
+"""What becomes of a conversation that is longer than a sequence."""
+
 
 class DatasetSource(Section):
     """`[[data.datasets]]`: one source of a mixture."""
@@ -86,6 +89,8 @@ class DataConfig(Section):
     """Split of the Hugging Face dataset."""
     hf_dataset_text_field: str = "text"
     """Column of the Hugging Face dataset that holds the text."""
+    hf_dataset_conversations: bool = False
+    """Rows of Hugging Face datasets are conversations, or prompts with completions, and no text."""
     hf_dataset_image_field: str = "image"
     """Without effect: models are text models."""
     hf_dataset_prompt_field: str = ""
@@ -95,7 +100,9 @@ class DataConfig(Section):
     hf_streaming: bool = False
     """Stream the Hugging Face dataset rather than load it whole."""
     pack_sequences: bool = False
-    """Attention and labels stop at document boundaries."""
+    """Attention and labels stop at document boundaries; conversations always keep to theirs."""
+    overlong: Overlong = "truncate"
+    """Whether a conversation longer than a sequence is cut at its end or dropped."""
     datasets: tuple[DatasetSource, ...] = ()
     """Sources of a mixture, instead of a single one."""
     mix_temperature: PositiveFloat = 1.0

@@ -274,20 +274,6 @@ def pipeline_has_no_experts(config: JobConfig, mesh: Mesh) -> Iterator[str]:
         )
 
 
-def pipeline_has_one_kind_of_layer(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """Stages run one program: where their layers differed, runs on CPU hung now and then."""
-    model = config.model
-    for key, differs in (
-        ("attention_pattern", len(set(model.windows)) > 1),
-        ("rope_pattern", len(set(model.rope_pattern)) > 1),
-    ):
-        if differs and mesh["pp"] > 1:
-            yield (
-                f"model.{key} = {list(getattr(model, key))} needs distributed.pp = 1, not "
-                f"{mesh['pp']}: stages whose layers differ are not built yet"
-            )
-
-
 def stages_with_biases_have_as_many_layers(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """A stage with a layer less has zeros in its place, which a bias at its end would learn."""
     model, parts = config.model, mesh["pp"] * config.distributed.chunks
@@ -348,7 +334,6 @@ RULES: tuple[Rule, ...] = (
     every_stage_has_layers,
     microbatches_fill_the_pipeline,
     pipeline_has_no_experts,
-    pipeline_has_one_kind_of_layer,
     stages_with_biases_have_as_many_layers,
     experts_divide_by_ep,
     fp8_has_no_tp,

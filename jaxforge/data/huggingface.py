@@ -9,10 +9,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from jaxforge.data.conversations import Conversations
 from jaxforge.data.ingest import Corpus, Options, ingest
-from jaxforge.data.inputs import HuggingFace
+from jaxforge.data.inputs import Content, HuggingFace
 from jaxforge.data.manifest import FILE_NAME
 from jaxforge.data.optional import library
+from jaxforge.data.packing import ENTRY_DTYPE
 from jaxforge.data.stage import staged
 from jaxforge.data.tokenizer import Tokenizer
 from jaxforge.data.writer import token_dtype
@@ -68,18 +70,18 @@ def _saved(
 
 
 def cached_shards(
-    name: str, config: str | None, split: str, field: str, tokenizer: Tokenizer
+    name: str, config: str | None, split: str, content: Content, tokenizer: Tokenizer
 ) -> Path:
     """The token shards of a dataset, made at the first use and kept in the cache of `datasets`.
 
-    Their directory is named by the fingerprints of dataset, column and tokenizer. One process
+    Their directory is named by the fingerprints of dataset, content and tokenizer. One process
     makes it, even among several runs; the others wait. A killed one goes on where it was.
 
     Args:
         name: as for `load_dataset`.
         config: likewise.
         split: likewise.
-        field: column of the text.
+        content: of its rows.
         tokenizer: has an EOS.
 
     Returns:
@@ -89,8 +91,8 @@ def cached_shards(
         UserError: the dataset cannot be loaded, or has a row without text.
     """
     dataset = load_dataset(name, config, split)
-    source = HuggingFace(":".join(filter(None, [name, config, split])), dataset, field)
-    key = [*source.identity[1:], field, tokenizer.fingerprint]
+    source = HuggingFace(":".join(filter(None, [name, config, split])), dataset, content)
+    key = [*source.identity[1:], *content.identity, tokenizer.fingerprint]
     cache = library("datasets", "reading Hugging Face datasets").config.HF_DATASETS_CACHE
     output = Path(cache) / "jaxforge" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
     plan = {"options": {"key": key}, "inputs": []}
@@ -98,7 +100,7 @@ def cached_shards(
         if stage:
             log.info("tokenizing %s into %s", source.name, output)
             tokenizer.save(stage.out / "tokenizer")
-            options = Options(dtype=token_dtype(None, tokenizer.vocab_size))
+            options = _options(content, tokenizer)
             ingest(
                 [source],
                 tokenizer,
@@ -108,6 +110,12 @@ def cached_shards(
                 show=_progress_log(len(dataset)),
             )
     return output / "train"
+
+
+def _options(content: Content, tokenizer: Tokenizer) -> Options:
+    conversations = isinstance(content, Conversations)
+    dtype = ENTRY_DTYPE if conversations else token_dtype(None, tokenizer.vocab_size)
+    return Options(dtype=dtype, conversations=conversations)
 
 
 def _progress_log(rows: int) -> Callable[[Corpus], None]:

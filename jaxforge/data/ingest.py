@@ -26,6 +26,7 @@ from typing import Any, Self
 import numpy as np
 from jaxtyping import Int
 
+from jaxforge.data.conversations import encode_conversations
 from jaxforge.data.documents import Piece, Place, pieces
 from jaxforge.data.inputs import Input
 from jaxforge.data.stage import Stage
@@ -49,6 +50,7 @@ class Options:
         validation_fraction: part of the documents to hold out.
         max_bytes: stop after so much text.
         skip_bad: leave out records that hold no text.
+        conversations: documents are those of `Conversations`.
     """
 
     dtype: str
@@ -57,6 +59,7 @@ class Options:
     validation_fraction: float = 0.0
     max_bytes: int | None = None
     skip_bad: bool = False
+    conversations: bool = False
 
 
 @dataclass
@@ -166,7 +169,7 @@ def ingest(
         )
         committed = time.monotonic()
         directory = stage.out / "tokenizer"
-        encoded = _encoded(read, tokenizer, directory, options.dtype, workers)
+        encoded = _encoded(read, tokenizer, directory, options, workers)
         for batch, tokens in stack.enter_context(closing(encoded)):
             _add(corpus, batch, tokens)
             show(corpus)
@@ -194,6 +197,7 @@ def _open(stage: Stage, tokenizer: Tokenizer, options: Options) -> Corpus:
             dtype=options.dtype,
             file_format=options.file_format,
             shard_tokens=options.shard_tokens,
+            conversations=options.conversations,
             state=state["writer"],
         )
         splits[name] = Split(**{**state, "writer": writer})
@@ -245,19 +249,19 @@ def batches(pieces: Iterable[Piece]) -> Iterator[Batch]:
 
 
 Tokens = dict[str, Int[np.ndarray, "_"]]
-"""The tokens of a batch by split, EOS after each document."""
+"""The tokens of a batch by split, EOS after each document; of conversations, their entries."""
 
 
 def _encoded(
-    batches: Iterator[Batch], tokenizer: Tokenizer, directory: Path, dtype: str, workers: int
+    batches: Iterator[Batch], tokenizer: Tokenizer, directory: Path, options: Options, workers: int
 ) -> Generator[tuple[Batch, Tokens]]:
     """Batches with their tokens, in order."""
     first = list(islice(batches, 2))
     if workers == 1 or len(first) < 2:
         for batch in chain(first, batches):
-            yield batch, encode(tokenizer, batch.texts, dtype)
+            yield batch, _encode(tokenizer, batch.texts, options)
         return
-    with _Workers(workers, directory, dtype) as pool:
+    with _Workers(workers, directory, options) as pool:
         waiting: deque[tuple[Batch, Future[Tokens]]] = deque()
         for batch in chain(first, batches):
             waiting.append((batch, pool.submit(batch.texts)))
@@ -276,13 +280,13 @@ class _Workers:
     when a worker dies, and when this process does.
     """
 
-    def __init__(self, n: int, directory: Path, dtype: str) -> None:
+    def __init__(self, n: int, directory: Path, options: Options) -> None:
         context = get_context("spawn")  # a fork would take threads' locks along
         self._idle: SimpleQueue[Connection] = SimpleQueue()
         self._processes, self._threads = [], ThreadPoolExecutor(n)
         for _ in range(n):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, directory, dtype), daemon=True)
+            process = context.Process(target=_work, args=(theirs, directory, options), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -315,14 +319,19 @@ class _Workers:
         return tokens
 
 
-def _work(connection: Connection, directory: Path, dtype: str) -> None:
+def _work(connection: Connection, directory: Path, options: Options) -> None:
     """A worker: encodes what arrives until the other side is gone."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     tokenizer = load_tokenizer(directory)
     with suppress(EOFError, ConnectionError):
         while True:
-            connection.send(encode(tokenizer, connection.recv(), dtype))
+            connection.send(_encode(tokenizer, connection.recv(), options))
+
+
+def _encode(tokenizer: Tokenizer, texts: Sequence[Text], options: Options) -> Tokens:
+    function = encode_conversations if options.conversations else encode
+    return function(tokenizer, texts, options.dtype)
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[Text], dtype: str) -> Tokens:

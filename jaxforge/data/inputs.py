@@ -11,13 +11,13 @@ import json
 import os
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, NoReturn, Protocol, cast
 
 from jaxforge.data.optional import library
 from jaxforge.errors import UserError
@@ -46,6 +46,65 @@ class Record(NamedTuple):
     number: int
     content: BinaryIO
     problem: str = ""
+
+
+class Content(Protocol):
+    """What of a record is the document."""
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """Changes whenever other documents may come of the same records."""
+        ...
+
+    def columns(self, there: Sequence[str] | None, where: str) -> list[str]:
+        """The columns of a table that are read, [] being all; UserError if needed ones lack.
+
+        `there` is None where they are not known before reading.
+        """
+        ...
+
+    def document(self, record: Mapping[str, Any]) -> str:
+        """The document; raises ValueError if the record holds none."""
+        ...
+
+
+@dataclass(frozen=True)
+class TextField:
+    """A text that stands in the record.
+
+    Attributes:
+        field: its key or column.
+    """
+
+    field: str = "text"
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """The field."""
+        return (self.field,)
+
+    def columns(self, there: Sequence[str] | None, where: str) -> list[str]:
+        """The field.
+
+        Raises:
+            UserError: there is no such column.
+        """
+        if there is not None and self.field not in there:
+            raise UserError(f'{where} has no column "{self.field}"; it has {", ".join(there)}')
+        return [self.field]
+
+    def document(self, record: Mapping[str, Any]) -> str:
+        """The text.
+
+        Raises:
+            ValueError: there is none.
+        """
+        text = record.get(self.field)
+        if isinstance(text, str):
+            return text
+        there = ", ".join(map(str, record)) or "nothing"
+        has = f"{text!r:.40}" if self.field in record else f"it has: {there}"
+        raise ValueError(f'no text in "{self.field}" ({has})')
 
 
 class Input(Protocol):
@@ -89,14 +148,14 @@ class File(ABC):
         name: its path below the input that it was found in.
         size: bytes on disk.
         modified: nanoseconds since 1970.
-        field: key or column of the text.
+        content: of its records.
     """
 
     path: Path
     name: str
     size: int
     modified: int
-    field: str = "text"
+    content: Content = TextField()
 
     @property
     def identity(self) -> tuple[str, ...]:
@@ -168,8 +227,7 @@ class JsonLines(File):
             return _bad(number, f"{self.path}:{number}: not JSON ({error})")
         if not isinstance(value, dict):
             return _bad(number, f"{self.path}:{number}: not a JSON object")
-        there = ", ".join(map(str, value)) or "nothing"
-        return _record(number, value.get(self.field), f"{self.path}:{number}", self.field, there)
+        return _record(number, value, f"{self.path}:{number}", self.content)
 
 
 class Parquet(File):
@@ -189,16 +247,16 @@ class Parquet(File):
             raise UserError(f"cannot read {self.path}: {error}") from error
 
     def _rows(self, file: "ParquetFile", start: int) -> Iterator[Record]:
-        _check_column(self.field, file.schema_arrow.names, str(self.path))
+        columns = self.content.columns(file.schema_arrow.names, str(self.path))
         before = 0  # rows of the groups before
         for group in range(file.num_row_groups):
             rows = file.metadata.row_group(group).num_rows
             if before + rows > start:
-                batches = file.iter_batches(_ROWS, row_groups=[group], columns=[self.field])
-                texts = (text for batch in batches for text in batch.column(0).to_pylist())
+                batches = file.iter_batches(_ROWS, row_groups=[group], columns=columns)
+                records = (record for batch in batches for record in batch.to_pylist())
                 skip = max(0, start - before)
-                for number, text in enumerate(islice(texts, skip, None), before + skip + 1):
-                    yield _record(number, text, f"{self.path}:{number}", self.field)
+                for number, record in enumerate(islice(records, skip, None), before + skip + 1):
+                    yield _record(number, record, f"{self.path}:{number}", self.content)
             before += rows
 
 
@@ -209,12 +267,12 @@ class HuggingFace:
     Attributes:
         name: what it is called.
         dataset: the rows, streaming or on disk.
-        field: column of the text.
+        content: of its rows.
     """
 
     name: str
     dataset: "Dataset | IterableDataset"
-    field: str = "text"
+    content: Content = TextField()
 
     @property
     def identity(self) -> tuple[str, ...]:
@@ -241,19 +299,17 @@ class HuggingFace:
         Raises:
             UserError: there is no such column.
         """
-        if self.dataset.column_names is not None:  # else it shows when reading
-            _check_column(self.field, self.dataset.column_names, self.name)
-        rows = self.dataset.select_columns([self.field]).skip(start)
-        texts = (text for batch in rows.iter(_ROWS) for text in batch[self.field])
-        for number, text in enumerate(texts, start + 1):
-            yield _record(number, text, f"{self.name}:{number}", self.field)
+        columns = self.content.columns(self.dataset.column_names, self.name)
+        rows = self.dataset.select_columns(columns) if columns else self.dataset
+        for number, record in enumerate(_rows(rows.skip(start)), start + 1):
+            yield _record(number, record, f"{self.name}:{number}", self.content)
 
 
 def find_inputs(
     places: Sequence[Path],
     globs: Sequence[str] = ("*",),
     exclude: Sequence[str] = (),
-    field: str = "text",
+    content: Content | None = None,
 ) -> list[File]:
     """Finds the files to read, each once, sorted by name; empty ones are left out.
 
@@ -262,7 +318,7 @@ def find_inputs(
             symbolic links.
         globs: which file names to take from directories.
         exclude: which names of inputs to leave out ("*" matches "/" too).
-        field: key or column of the text, in files of records.
+        content: of files of records; by default their "text".
 
     Raises:
         UserError: a place does not exist or cannot be read, a file is of a kind that cannot be
@@ -273,7 +329,7 @@ def find_inputs(
         status = path.stat()
         if status.st_size and not any(fnmatch(name, pattern) for pattern in exclude):
             kind = _kind(path)
-            file = kind(path, name, status.st_size, status.st_mtime_ns, field)
+            file = kind(path, name, status.st_size, status.st_mtime_ns, content or TextField())
             found.setdefault(path.resolve(), file)
     if not found:
         where, kept = ", ".join(map(str, places)), " and no --exclude" if exclude else ""
@@ -312,18 +368,22 @@ def _unreadable(error: OSError) -> NoReturn:
     raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
 
 
-def _record(number: int, text: object, where: str, field: str, there: str = "") -> Record:
-    if isinstance(text, str):
-        # A lone surrogate, which JSON can spell and UTF-8 cannot, becomes "?".
-        return Record(number, io.BytesIO(text.encode("utf-8", errors="replace")))
-    has = f" (it has: {there})" if there else f" ({text!r:.40})"
-    return _bad(number, f'{where}: no text in "{field}"{has}')
+def _rows(dataset: "Dataset | IterableDataset") -> Iterator[dict[str, Any]]:
+    for batch in dataset.iter(_ROWS):
+        for values in zip(*batch.values(), strict=True):
+            yield dict(zip(batch, values, strict=True))
+
+
+def _record(number: int, record: Mapping[str, Any], where: str, content: Content) -> Record:
+    try:
+        document = content.document(record)
+    except UserError:  # not the record's fault
+        raise
+    except (ValueError, RecursionError) as error:
+        return _bad(number, f"{where}: {error}")
+    # A lone surrogate, which JSON can spell and UTF-8 cannot, becomes "?".
+    return Record(number, io.BytesIO(document.encode("utf-8", errors="replace")))
 
 
 def _bad(number: int, problem: str) -> Record:
     return Record(number, io.BytesIO(), problem)
-
-
-def _check_column(field: str, columns: Sequence[str], where: str) -> None:
-    if field not in columns:
-        raise UserError(f'{where} has no column "{field}"; it has {", ".join(columns)}')

@@ -15,6 +15,7 @@ A process reads only the rows that its devices hold.
 import collections
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -26,14 +27,23 @@ from jax.sharding import Mesh
 from jaxforge.config.data import DATASETS, DataConfig
 from jaxforge.config.eval import EvalSource
 from jaxforge.config.job import JobConfig
+from jaxforge.data.conversation_shards import ConversationShards, holds_conversations
+from jaxforge.data.conversations import Conversations
 from jaxforge.data.dataset import Dataset, Example, Mixture, Streaming
 from jaxforge.data.huggingface import cached_shards, load_dataset
+from jaxforge.data.inputs import Content, TextField
 from jaxforge.data.mixture import GrainMixture, Segment, TorchMixture
 from jaxforge.data.order import GrainOrder, Order, TorchOrder, data_seed
-from jaxforge.data.packing import IGNORE, split_packed, split_window
+from jaxforge.data.packing import (
+    IGNORE,
+    split_entries,
+    split_packed,
+    split_whole,
+    split_window,
+)
 from jaxforge.data.stream import StreamedTokens
 from jaxforge.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
-from jaxforge.data.tokens import SyntheticTokens, TokenShards
+from jaxforge.data.tokens import SyntheticTokens, TokenFiles, TokenShards
 from jaxforge.errors import UserError
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.parallel.sharding import batch_sharding
@@ -214,14 +224,21 @@ def _open_mixture(config: JobConfig) -> Mixture:
         keys = (f"data.datasets[{i}].path", "data.file_pattern")
         datasets[source.label] = _open_shards(config, config.data.model_copy(update=alone), keys)
     _check_same_tokenizer(datasets)
+    if any(isinstance(dataset.source, ConversationShards) for dataset in datasets.values()):
+        datasets = {name: _with_doc_ids(dataset) for name, dataset in datasets.items()}
     return Mixture(datasets)
+
+
+def _with_doc_ids(dataset: Dataset) -> Dataset:
+    """The dataset, each window being one document where nothing else is known."""
+    return replace(dataset, split=split_whole) if dataset.split is split_window else dataset
 
 
 def _check_same_tokenizer(datasets: Mapping[str, Dataset]) -> None:
     """Manifests tell; what has none may be anything."""
     made_by: dict[str, tuple[str, str]] = {}
     for name, dataset in datasets.items():
-        manifest = dataset.source.manifest if isinstance(dataset.source, TokenShards) else None
+        manifest = dataset.source.manifest if isinstance(dataset.source, TokenFiles) else None
         if manifest:
             made_by.setdefault(manifest.tokenizer_sha256, (name, manifest.tokenizer))
     if len(made_by) > 1:
@@ -239,14 +256,16 @@ def _open_shards(
     directory, pattern = source.dataset_path, source.file_pattern
     if not directory:
         directory, pattern = str(_tokenized(config, source)), "*.npy"
-    shards = TokenShards(
-        directory,
-        pattern,
-        config.train.seq_len,
-        vocab_size=config.model.vocab_size,
-        token_dtype=config.data.token_dtype,
-        keys=keys,
-    )
+    options = {
+        "vocab_size": config.model.vocab_size,
+        "token_dtype": config.data.token_dtype,
+        "keys": keys,
+    }
+    if holds_conversations(directory, keys[0]):
+        overlong = config.data.overlong
+        packed = ConversationShards(directory, pattern, config.train.seq_len, overlong, **options)
+        return Dataset(packed, split_entries)
+    shards = TokenShards(directory, pattern, config.train.seq_len, **options)
     manifest_eos = shards.manifest.eos_id if shards.manifest else None
     return Dataset(shards, _splitter(config.data, manifest_eos))
 
@@ -254,13 +273,21 @@ def _open_shards(
 def _tokenized(config: JobConfig, source: DataConfig | EvalSource) -> Path:
     """Shards of the Hugging Face dataset that `source` names."""
     assert source.hf_dataset_name
+    tokenizer = _tokenizer(config.data)
     return cached_shards(
         source.hf_dataset_name,
         source.hf_dataset_config,
         source.hf_dataset_split,
-        config.data.hf_dataset_text_field,
-        _tokenizer(config.data),
+        _content(config.data, tokenizer),
+        tokenizer,
     )
+
+
+def _content(config: DataConfig, tokenizer: Tokenizer) -> Content:
+    """What of a row of a Hugging Face dataset is read."""
+    if config.hf_dataset_conversations:
+        return Conversations(tokenizer)
+    return TextField(config.hf_dataset_text_field)
 
 
 def _open_stream(config: JobConfig, name: str) -> Streaming:
@@ -269,15 +296,17 @@ def _open_stream(config: JobConfig, name: str) -> Streaming:
     source = StreamedTokens(
         name=":".join(filter(None, [name, data.hf_dataset_config, data.hf_dataset_split])),
         dataset=cast("IterableDataset", dataset),
-        field=data.hf_dataset_text_field,
+        content=_content(data, tokenizer),
         tokenizer=tokenizer,
         window=config.train.seq_len + 1,
         vocab_size=config.model.vocab_size,
         seed=data_seed(config),
         shuffle=data.shuffle,
         directory=Path(config.checkpoint.dir) / "stream",
+        overlong=data.overlong,
     )
-    return Streaming(source, _splitter(data, tokenizer.eos_id))
+    split = split_entries if source.conversations else _splitter(data, tokenizer.eos_id)
+    return Streaming(source, split)
 
 
 def _tokenizer(config: DataConfig) -> Tokenizer:

@@ -11,6 +11,11 @@ from jaxforge.errors import UserError
 
 FILE_NAME = "manifest.json"
 VERSION = 1
+CONVERSATIONS = 2
+"""The version where entries (`packing`) stand in place of tokens."""
+
+LENGTHS = "lengths.uint32"
+"""File of the entries of each conversation, in order: little-endian, 32 bits each."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,8 @@ class Manifest:
     """Contents of a shard directory, so that nobody has to read the tokens to know them.
 
     Attributes:
-        version: layout of this file; `VERSION` is the only one yet.
+        version: `VERSION`, or `CONVERSATIONS`: then each document is a conversation, no shard holds
+            a part of one, and `LENGTHS` lies beside them.
         dtype: numpy name of the token type, the same in all shards ("uint16").
         tokens: tokens in all shards together, end-of-text tokens included.
         documents: documents in all shards together.
@@ -56,6 +62,11 @@ class Manifest:
     tokenizer: str
     tokenizer_sha256: str
     shards: tuple[Shard, ...]
+
+    @property
+    def conversations(self) -> bool:
+        """Whether shards hold entries and not tokens."""
+        return self.version == CONVERSATIONS
 
     @property
     def by_file(self) -> Mapping[str, Shard]:
@@ -82,8 +93,9 @@ class Manifest:
             raise UserError(f"cannot read {path}: {error.strerror}") from error
         except ValidationError as error:
             raise UserError(_not_a_manifest(path, _first(error))) from error
-        if manifest.version != VERSION:
-            reason = f"version is {manifest.version}, this jaxforge knows {VERSION}"
+        if manifest.version not in (VERSION, CONVERSATIONS):
+            known = f"{VERSION} and {CONVERSATIONS}"
+            reason = f"version is {manifest.version}, this jaxforge knows {known}"
             raise UserError(_not_a_manifest(path, reason))
         return manifest
 

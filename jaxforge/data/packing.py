@@ -1,13 +1,33 @@
 """Windows of tokens to model inputs.
 
 S is `train.seq_len`; a window holds S + 1 tokens, so that every input has its next token.
+
+Text is cut into windows wherever they end. Conversations are packed whole, as entries: token ids
+with two more bits, which say what carries no loss and where a conversation begins.
 """
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int
 
+from jaxforge.config.data import Overlong
+
 IGNORE = -100
 """Label of a position that carries no loss (torch's `ignore_index`)."""
+
+FIRST = 1 << 30
+"""Bit of an entry that begins a conversation."""
+
+UNLEARNED = 1 << 29
+"""Bit of an entry that carries no loss: of a prompt, or padding."""
+
+ID = UNLEARNED - 1
+"""Bits of an entry that are its token id."""
+
+ENTRY_DTYPE = "uint32"
+"""numpy name of the type of entries on disk."""
 
 
 def split_window(window: Int[np.ndarray, "... S+1"]) -> dict[str, Int[np.ndarray, "... S"]]:
@@ -37,3 +57,124 @@ def split_packed(
     same = doc_ids[..., :-1] == doc_ids[..., 1:]
     labels = np.where(same, parts["labels"], np.int32(IGNORE))
     return {**parts, "labels": labels, "doc_ids": doc_ids[..., :-1]}
+
+
+def split_whole(window: Int[np.ndarray, "... S+1"]) -> dict[str, Int[np.ndarray, "... S"]]:
+    """`split_window` of windows that are one document each, and say so in `doc_ids`."""
+    parts = split_window(window)
+    return {**parts, "doc_ids": np.zeros_like(parts["input_ids"])}
+
+
+def split_entries(
+    window: Int[np.ndarray, "... S+1"],
+) -> dict[str, Int[np.ndarray, "... S"]]:
+    """Splits windows of packed conversations.
+
+    Returns:
+        `input_ids`, `labels` and `doc_ids`, int32 [..., S]. Ids of conversations, and of the
+        padding after them, count up from 0 in each window; labels are `IGNORE` where their entry is
+        not learned, or begins another conversation.
+    """
+    parts = split_window(window & ID)
+    labels = np.where(window[..., 1:] > ID, np.int32(IGNORE), parts["labels"])
+    doc_ids = np.cumsum(window & FIRST != 0, axis=-1, dtype=np.int32) - 1
+    return {**parts, "labels": labels, "doc_ids": doc_ids[..., :-1]}
+
+
+def fill_window(
+    conversations: Sequence[Int[np.ndarray, "_"]], width: int
+) -> Int[np.ndarray, "width"]:
+    """Conversations one after the other, int32; what is left is padding, a document of its own."""
+    window = np.full(width, UNLEARNED, np.int32)
+    end = 0
+    for entries in conversations:
+        window[end : end + len(entries)] = entries
+        end += len(entries)
+    window[end : end + 1] |= FIRST
+    return window
+
+
+class Packed:
+    """Which conversations each window holds.
+
+    Args:
+        lengths: entries of each conversation, at least 1.
+        width: entries of a window.
+        overlong: what becomes of longer conversations: `data.overlong`.
+
+    Attributes:
+        lengths: entries of each as it is packed.
+        overlong: how many are longer than a window.
+    """
+
+    def __init__(self, lengths: Int[np.ndarray, "n"], width: int, overlong: Overlong) -> None:
+        too_long = lengths > width
+        kept = np.flatnonzero(~too_long | (overlong == "truncate"))
+        self.lengths, self.overlong = np.minimum(lengths, width), int(too_long.sum())
+        self._width, self._what = width, "cut there" if overlong == "truncate" else "left out"
+        members, self._ends = best_fit(self.lengths[kept], width)
+        self._members = kept[members]
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, window: int) -> list[int]:
+        """The numbers of a window's conversations."""
+        start = self._ends[window - 1] if window else 0
+        return self._members[start : self._ends[window]].tolist()
+
+    @property
+    def fill(self) -> float:
+        """Part of the windows that is no padding."""
+        return float(self.lengths[self._members].sum()) / max(1, len(self) * self._width)
+
+    @property
+    def in_words(self) -> str:
+        """How many are too long, and what becomes of them."""
+        return (
+            f"{self.overlong:,} of {len(self.lengths):,} conversations are longer than the "
+            f"{self._width} tokens of a sequence and {self._what} (data.overlong)"
+        )
+
+
+def best_fit(
+    lengths: Int[np.ndarray, "n"], width: int
+) -> tuple[Int[np.ndarray, "n"], Int[np.ndarray, "windows"]]:
+    """Packs conversations into windows: longest first, each where it leaves the least room.
+
+    Args:
+        lengths: of each, from 1 to `width`.
+        width: of a window.
+
+    Returns:
+        The numbers of the conversations, window by window, and where each window's end among them.
+        Windows are in the order of their first conversations, and so are conversations within one.
+    """
+    windows_with: list[list[int]] = [[] for _ in range(width + 1)]  # so much room
+    rooms: list[int] = []  # those that some window has, sorted
+    window_of, n_windows = np.empty(len(lengths), np.int64), 0
+    longest_first = np.argsort(-lengths.astype(np.int64), kind="stable")
+    for number, length in zip(longest_first.tolist(), lengths[longest_first].tolist(), strict=True):
+        at = bisect_left(rooms, length)
+        if at == len(rooms):
+            window, room, n_windows = n_windows, width, n_windows + 1
+        else:
+            room = rooms[at]
+            window = windows_with[room].pop()
+            if not windows_with[room]:
+                del rooms[at]
+        window_of[number] = window
+        if room == length:
+            continue
+        if not windows_with[room - length]:
+            insort(rooms, room - length)
+        windows_with[room - length].append(window)
+    return _by_window(window_of)
+
+
+def _by_window(
+    window_of: Int[np.ndarray, "n"],
+) -> tuple[Int[np.ndarray, "n"], Int[np.ndarray, "windows"]]:
+    firsts = np.unique(window_of, return_index=True)[1]
+    window_of = np.argsort(np.argsort(firsts))[window_of]
+    return np.argsort(window_of, kind="stable"), np.cumsum(np.bincount(window_of))

@@ -124,8 +124,12 @@ def _locked(partial: Path, output: Path, *, wait: bool) -> Iterator[None]:
     """Holds `partial`, which is made if need be; the lock goes with the process."""
     descriptor = None
     while descriptor is None:
-        partial.mkdir(parents=True, exist_ok=True)
-        descriptor = _lock(partial, output, wait=wait)
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+            descriptor = _lock(partial, output, wait=wait)
+        except (FileExistsError, FileNotFoundError):  # it was there, and is gone: another is done
+            if partial.is_file():
+                raise
     try:
         yield
     finally:
@@ -164,9 +168,10 @@ def _open(partial: Path, plan: Plan, say: Callable[[str], None]) -> Stage:
 
 def _difference(before: Plan, now: Plan) -> str:
     """What is not as in an earlier run, in a line."""
-    for name, value in now["options"].items():
-        if before["options"].get(name) != value:
-            return f"{name} was {before['options'].get(name)}, and is {value}"
+    was, value = before["options"], now["options"]
+    for name in value | was:
+        if was.get(name) != value.get(name):
+            return f"{name} was {was.get(name)}, and is {value.get(name)}"
     old, new = ({item[0]: item for item in plan["inputs"]} for plan in (before, now))
     changed = [name for name in old | new if old.get(name) != new.get(name)]
     if not changed:

@@ -9,7 +9,7 @@ Index spaces:
     window    S + 1 consecutive tokens of a stream, counted over its epochs; the next begins where
               it ends, and what remains of an epoch is not used.
     block     consecutive windows of an epoch, about a million tokens; with `data.shuffle`, the
-              windows within a block change places.
+              windows within a block change places. Conversations are packed block by block.
     position  of the run, as in `loader`. The rows of a microbatch are dealt out to the streams in
               G equal runs, and each stream's windows go to its rows one after the other.
 
@@ -23,6 +23,7 @@ again up to the window, with the same result.
 
 import hashlib
 import json
+import logging
 import math
 import os
 import sys
@@ -38,14 +39,19 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 from jaxtyping import Int
 
+from jaxforge.config.data import Overlong
+from jaxforge.data.conversations import Conversations, encode_conversations
 from jaxforge.data.documents import Place, pieces
-from jaxforge.data.ingest import batches, encode
-from jaxforge.data.inputs import HuggingFace
+from jaxforge.data.ingest import Text, batches, encode
+from jaxforge.data.inputs import Content, HuggingFace
+from jaxforge.data.packing import FIRST, ID, Packed, fill_window
 from jaxforge.data.tokenizer import Tokenizer
 from jaxforge.errors import UserError
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
+
+log = logging.getLogger(__name__)
 
 _MAX_STREAMS = 16  # open at a time on a single host
 _BLOCK_TOKENS = 1 << 20  # within which windows change places
@@ -80,24 +86,26 @@ class StreamedTokens:
     Attributes:
         name: of the dataset, for messages.
         dataset: its rows.
-        field: column of the text.
+        content: of its rows.
         tokenizer: has an EOS.
         window: S + 1.
         vocab_size: all tokens are below.
         seed: of the order.
         shuffle: False reads files and windows in their own order.
         directory: of layout and anchors, shared by all processes.
+        overlong: what becomes of conversations that are longer than a window: `data.overlong`.
     """
 
     name: str
     dataset: "IterableDataset"
-    field: str
+    content: Content
     tokenizer: Tokenizer
     window: int
     vocab_size: int
     seed: int
     shuffle: bool
     directory: Path
+    overlong: Overlong = "truncate"
 
     def start(self, first: int, rows: int, local_rows: Sequence[int]) -> "Streams":
         """Opens the streams of some rows.
@@ -128,7 +136,23 @@ class StreamedTokens:
         """One file of the dataset."""
         n_files = self.dataset.num_shards
         rows = self.dataset.shard(n_files, index, contiguous=False)
-        return HuggingFace(f"{self.name}, file {index} of {n_files}", rows, self.field)
+        return HuggingFace(f"{self.name}, file {index} of {n_files}", rows, self.content)
+
+    @property
+    def conversations(self) -> bool:
+        """Whether windows are of entries."""
+        return isinstance(self.content, Conversations)
+
+    def encode(self, texts: Sequence[Text]) -> Int[np.ndarray, "_"]:
+        """Tokens or entries of documents of a file.
+
+        Raises:
+            UserError: the model does not know some.
+        """
+        function = encode_conversations if self.conversations else encode
+        tokens = function(self.tokenizer, texts, "int32")["train"]
+        self.check(tokens & ID)
+        return tokens
 
     def check(self, tokens: Int[np.ndarray, "_"]) -> None:
         """Refuses tokens that the model does not know.
@@ -161,8 +185,9 @@ class StreamedTokens:
 
     def _stream(self, index: int, n_streams: int, *, writes: bool) -> "_Stream":
         files = range(index, self.dataset.num_shards, n_streams)
-        settings = [self.name, self.field, self.tokenizer.fingerprint, self.dataset.num_shards]
-        key = json.dumps([*settings, self.seed, self.shuffle, n_streams])
+        source = [self.name, *self.content.identity, self.tokenizer.fingerprint]
+        settings = [*source, self.dataset.num_shards, self.seed, self.shuffle, n_streams]
+        key = json.dumps([*settings, self.overlong] if self.conversations else settings)
         name = f"{hashlib.sha256(key.encode()).hexdigest()[:8]}-{index:02d}.jsonl"
         return _Stream(self, index, files, self.directory / name, writes)
 
@@ -233,6 +258,7 @@ class _Stream:
         self._source, self._index, self._files = source, index, files
         self._path, self._writes = path, writes
         self._anchored = time.monotonic()
+        self._told = False  # that some conversations are too long
 
     def windows(self, first: int) -> Iterator[Int[np.ndarray, "S+1"]]:
         """The windows from `first` on; the next block is read while one is used."""
@@ -243,15 +269,15 @@ class _Stream:
 
     def _blocks(self, start: Anchor) -> Iterator[Int[np.ndarray, "windows S+1"]]:
         window = start.window
+        of_epoch = self._packed if self._source.conversations else self._of_epoch
         while True:
-            for anchor, block in self._of_epoch(start):
+            for anchor, block in of_epoch(start):
                 self._leave(anchor)
                 window = anchor.window + len(block)
                 yield block[self._permutation(len(block), 1, anchor.window)]
             if start == Anchor(window, start.epoch):
                 raise UserError(
-                    f"{self._source.name}: files {list(self._files)} hold less text than the "
-                    f"{self._source.window} tokens of a sequence"
+                    f"{self._source.name}: files {list(self._files)} hold {self._too_little}"
                 )
             start = Anchor(window, start.epoch + 1)
 
@@ -276,6 +302,41 @@ class _Stream:
                 while held and drop >= len(held[0][1]):
                     drop -= len(held.pop(0)[1])
 
+    @property
+    def _too_little(self) -> str:
+        if self._source.conversations:
+            return "no conversation that fits into a sequence"
+        return f"less text than the {self._source.window} tokens of a sequence"
+
+    def _packed(self, start: Anchor) -> Iterator[tuple[Anchor, Int[np.ndarray, "windows S+1"]]]:
+        """The rest of an epoch in blocks of packed conversations."""
+        window, size = start.window, 0
+        held: list[tuple[_InFile, Int[np.ndarray, "_"]]] = []
+        for chunk in chain(self._chunks(start), [None]):
+            if chunk is not None:
+                held.append(chunk)
+                size += len(chunk[1])
+            if held and (chunk is None or size >= _BLOCK_TOKENS):
+                block = self._pack(np.concatenate([entries for _, entries in held]))
+                yield Anchor(window, start.epoch, *held[0][0]), block
+                window, held, size = window + len(block), [], 0
+
+    def _pack(self, entries: Int[np.ndarray, "_"]) -> Int[np.ndarray, "windows S+1"]:
+        starts = np.flatnonzero(entries & FIRST)
+        lengths = np.diff(starts, append=len(entries))
+        packed = Packed(lengths, self._source.window, self._source.overlong)
+        if packed.overlong and not self._told:
+            self._told = True
+            log.warning("%s: %s", self._source.name, packed.in_words)
+        windows = [
+            fill_window(
+                [entries[starts[i] : starts[i] + packed.lengths[i]] for i in packed[window]],
+                self._source.window,
+            )
+            for window in range(len(packed))
+        ]
+        return np.stack(windows) if windows else np.empty((0, self._source.window), np.int32)
+
     def _chunks(self, start: Anchor) -> "Iterator[tuple[_InFile, Int[np.ndarray, '_']]]":
         """Tokens from `start` to the end of its epoch, with the place where each chunk begins."""
         source, place = self._source, Place(0, start.record, start.offset)
@@ -283,9 +344,7 @@ class _Stream:
         for i, file in enumerate(order[start.file :].tolist(), start.file):
             rows = source.file(self._files[file])
             for batch in batches(pieces([rows], start=place)):
-                tokens = encode(source.tokenizer, batch.texts, "int32")["train"]
-                source.check(tokens)
-                yield _InFile(i, place.record, place.offset), tokens
+                yield _InFile(i, place.record, place.offset), source.encode(batch.texts)
                 place = batch.pieces[-1].end
             place = Place()
 

@@ -1,10 +1,12 @@
 """Text to token ids and back: bytes, a Hugging Face tokenizer file, or a BPE trained here."""
 
+import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +24,7 @@ LARGEST_VOCAB = 1 << 24
 """The trainer reserves memory for as many tokens as it is asked for, and aborts for want of it."""
 
 _FILE_NAME = "tokenizer.json"
+_TEMPLATE = "chat_template.jinja"
 _NEIGHBOURS = ("tokenizer_config.json", "special_tokens_map.json", "config.json",
                "generation_config.json")  # fmt: skip
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -44,7 +47,12 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """sha256 (hex) that tells this tokenizer from others."""
+        """sha256 (hex) that tells this tokenizer from others, whatever its chat template is."""
+        ...
+
+    @property
+    def chat(self) -> Mapping[str, str]:
+        """`chat_template`, and special tokens by name (`bos_token`); empty without a template."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -53,6 +61,15 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, in parallel where that pays."""
+        ...
+
+    def encode_with_places(
+        self, texts: Sequence[str]
+    ) -> list[tuple[list[int], Int[np.ndarray, "n 2"]]]:
+        """`encode` of each text, and where in it each id stands: first character, one after last.
+
+        Ids that share a character all stand there.
+        """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -78,6 +95,7 @@ class ByteTokenizer:
     vocab_size = 257
     eos_id = 256
     fingerprint = hashlib.sha256(_BYTE_FILE).hexdigest()
+    chat: Mapping[str, str] = MappingProxyType({})
 
     def encode(self, text: str) -> list[int]:
         """Bytes of `text`; a lone surrogate, which has none, counts as "?"."""
@@ -86,6 +104,17 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text."""
         return [self.encode(text) for text in texts]
+
+    def encode_with_places(
+        self, texts: Sequence[str]
+    ) -> list[tuple[list[int], Int[np.ndarray, "n 2"]]]:
+        """Bytes of each text, each at its character."""
+        return [(self.encode(text), self._places(text)) for text in texts]
+
+    def _places(self, text: str) -> Int[np.ndarray, "n 2"]:
+        n_bytes = [len(character.encode("utf-8", errors="replace")) for character in text]
+        characters = np.repeat(np.arange(len(text)), n_bytes)
+        return np.stack([characters, characters + 1], axis=1)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`: EOS is dropped, broken UTF-8 becomes U+FFFD."""
@@ -109,13 +138,16 @@ class HFTokenizer:
     Args:
         file: content of a `tokenizer.json`.
         eos: the token that ends a document, or its id.
+        chat: as of `Tokenizer`.
 
     Raises:
         ValueError: `file` is not a tokenizer, or does not know `eos`.
     """
 
-    def __init__(self, file: bytes, eos: str | int | None) -> None:
-        self._file = file
+    def __init__(
+        self, file: bytes, eos: str | int | None, chat: Mapping[str, str] | None = None
+    ) -> None:
+        self._file, self.chat = file, chat or {}
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(file)
         except Exception as error:  # the bindings raise nothing narrower
@@ -138,6 +170,20 @@ class HFTokenizer:
         """`encode` of each text, on all cores."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
+
+    def encode_with_places(
+        self, texts: Sequence[str]
+    ) -> list[tuple[list[int], Int[np.ndarray, "n 2"]]]:
+        """`encode` of each text, on all cores, and where in it each id stands."""
+        encodings = self._whole.encode_batch(list(texts), add_special_tokens=False)
+        return [(e.ids, np.array(e.offsets, np.int64).reshape(-1, 2)) for e in encodings]
+
+    @functools.cached_property
+    def _whole(self) -> tokenizers.Tokenizer:
+        """Without the post-processor, which leaves spaces out of the places."""
+        tokenizer = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        tokenizer.post_processor = None
+        return tokenizer
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, without special tokens."""
@@ -163,11 +209,12 @@ class HFTokenizer:
         return lengths
 
     def save(self, directory: Path) -> None:
-        """Writes `tokenizer.json`, byte for byte, and a `tokenizer_config.json` naming EOS."""
+        """Writes `tokenizer.json`, byte for byte, and a `tokenizer_config.json`: EOS and `chat`."""
         directory.mkdir(parents=True, exist_ok=True)
         (directory / _FILE_NAME).write_bytes(self._file)
         eos = None if self.eos_id is None else self._tokenizer.id_to_token(self.eos_id)
-        (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}) + "\n")
+        settings = {**self.chat, "eos_token": eos} if self.chat else {"eos_token": eos}
+        (directory / _NEIGHBOURS[0]).write_text(json.dumps(settings) + "\n")
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
@@ -217,7 +264,7 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
         spec: "byte", a `tokenizer.json`, the directory of one, or, where neither is there, a model
             of the Hub, from its cache or the network. EOS is what the files beside it say:
             tokenizer_config.json, special_tokens_map.json, config.json or generation_config.json,
-            in this order.
+            in this order; the chat template is chat_template.jinja, or what the first of them says.
 
     Raises:
         UserError: there is no such file or model, or it is not a tokenizer.
@@ -235,7 +282,7 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     if file == _BYTE_FILE:
         return ByteTokenizer()
     try:
-        return HFTokenizer(file, _eos_beside(path.parent))
+        return HFTokenizer(file, _eos_beside(path.parent), _chat_beside(path.parent))
     except ValueError as error:
         raise UserError(f"cannot use {path}: {error}") from error
 
@@ -245,7 +292,7 @@ def _of_hub(name: str) -> Path:
     from huggingface_hub import constants, errors, snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=[_FILE_NAME, *_NEIGHBOURS]))
+        return Path(snapshot_download(name, allow_patterns=[_FILE_NAME, _TEMPLATE, *_NEIGHBOURS]))
     except errors.LocalEntryNotFoundError:
         why = f"cannot be reached, nor is it in its cache, {constants.HF_HUB_CACHE}"
     except errors.RepositoryNotFoundError:
@@ -278,6 +325,22 @@ def _eos_beside(directory: Path) -> str | int | None:
         if isinstance(first, int):
             return first
     return None
+
+
+def _chat_beside(directory: Path) -> dict[str, str]:
+    """`Tokenizer.chat`, by the files beside a `tokenizer.json`."""
+    settings = _json(directory / _NEIGHBOURS[1]) | _json(directory / _NEIGHBOURS[0])
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several, each with a name
+        template = {one["name"]: one["template"] for one in template}.get("default")
+    if (directory / _TEMPLATE).exists():
+        template = (directory / _TEMPLATE).read_text("utf-8")
+    if not isinstance(template, str):
+        return {}
+    tokens = {name: token.get("content") if isinstance(token, dict) else token
+              for name, token in settings.items() if name.endswith("_token")}  # fmt: skip
+    texts = {name: token for name, token in tokens.items() if isinstance(token, str)}
+    return {**texts, "chat_template": template}
 
 
 def _json(path: Path) -> dict[str, Any]:

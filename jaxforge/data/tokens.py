@@ -45,13 +45,23 @@ _HEADER = 4096  # bytes that hold the header of any .npy file
 
 
 @dataclass(frozen=True)
-class _TokenFile:
+class TokenFile:
+    """A file of tokens.
+
+    Attributes:
+        path: where it is.
+        dtype: of the tokens.
+        tokens: how many.
+        offset: bytes before the first token.
+    """
+
     path: Path
     dtype: np.dtype
     tokens: int
-    offset: int  # bytes before the first token
+    offset: int
 
     def map(self) -> "Int[np.ndarray, 'tokens'] | RemoteTokens":
+        """The tokens, as an array or what stands for one."""
         if storage.in_bucket(self.path):
             from jaxforge.data.remote_tokens import RemoteTokens
 
@@ -60,26 +70,80 @@ class _TokenFile:
         return np.asarray(np.memmap(self.path, self.dtype, "r", self.offset, (self.tokens,)))
 
 
-class TokenShards:
-    """The windows of a directory of token files: a Grain `RandomAccessDataSource`.
+class TokenFiles:
+    """A directory of token files.
 
     Everything that can be wrong with the files is found here, before the first step.
 
     Args:
         directory: `data.dataset_path`.
         pattern: which files of the directory, as a glob ("*.npy").
-        seq_len: S; a window holds S + 1 tokens.
         vocab_size: `model.vocab_size`; all tokens are below.
         token_dtype: numpy name of the type in `.bin` files; by default the manifest's or a guess.
         keys: config keys of directory and pattern, for error messages.
 
     Attributes:
+        directory: where they are.
         manifest: the directory's `manifest.json`, or None.
-        tokens: tokens in all files together, those outside of windows included.
+        files: in the order of their names.
+        tokens: tokens in all files together.
 
     Raises:
         UserError: no such directory or files; a file is empty, cut short, of another type, or
-            holds tokens outside the vocabulary; no file is as long as a window.
+            holds tokens outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        pattern: str,
+        *,
+        vocab_size: int,
+        token_dtype: str | None = None,
+        keys: tuple[str, str] = ("data.dataset_path", "data.file_pattern"),
+    ) -> None:
+        self.directory = storage.path(directory, keys[0])
+        paths = _matches(self.directory, pattern, keys)
+        self.manifest = Manifest.read(self.directory)
+        told = token_dtype or (self.manifest.dtype if self.manifest else _guess(paths))
+        self.files = [_inspect(path, told, self.manifest) for path in paths]
+        self.tokens = sum(file.tokens for file in self.files)
+        for file in self.files:
+            _check_vocabulary(file, vocab_size, self.manifest)
+        self._map = lru_cache(_OPEN_FILES)(self._map_file)
+
+    def piece(self, file: int, start: int, end: int) -> ArrayLike:
+        """Tokens of a file; of one in a bucket, on their way."""
+        return self._map(file)[start:end]
+
+    def _map_file(self, file: int) -> "Int[np.ndarray, 'tokens'] | RemoteTokens":
+        try:
+            return self.files[file].map()
+        except (OSError, ValueError) as error:  # ValueError: shorter than it was
+            raise UserError(
+                f"{self.files[file].path} was whole when the run started and cannot be read now "
+                f"({error}); bring it back, then run the same command to go on"
+            ) from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_map"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._map = lru_cache(_OPEN_FILES)(self._map_file)
+
+
+class TokenShards(TokenFiles):
+    """The windows of a directory of token files: a Grain `RandomAccessDataSource`.
+
+    Args:
+        directory: as of `TokenFiles`.
+        pattern: likewise.
+        seq_len: S; a window holds S + 1 tokens.
+        options: as of `TokenFiles`.
+
+    Raises:
+        UserError: as `TokenFiles`; or no file is as long as a window.
     """
 
     def __init__(
@@ -87,23 +151,14 @@ class TokenShards:
         directory: str | Path,
         pattern: str,
         seq_len: int,
-        *,
-        vocab_size: int,
-        token_dtype: str | None = None,
-        keys: tuple[str, str] = ("data.dataset_path", "data.file_pattern"),
+        **options: Any,  # noqa: ANN401
     ) -> None:
-        self.directory, self.window = storage.path(directory, keys[0]), seq_len + 1
-        paths = _matches(self.directory, pattern, keys)
-        self.manifest = Manifest.read(self.directory)
-        told = token_dtype or (self.manifest.dtype if self.manifest else _guess(paths))
-        self._files = [_inspect(path, told, self.manifest) for path in paths]
-        self.tokens = sum(file.tokens for file in self._files)
-        self._ends = list(accumulate(file.tokens // self.window for file in self._files))
+        super().__init__(directory, pattern, **options)
+        self.window = seq_len + 1
+        self._ends = list(accumulate(file.tokens // self.window for file in self.files))
         if not len(self):
-            raise UserError(_too_short(self._files, self.window, keys[0]))
-        for file in self._files:
-            _check_vocabulary(file, vocab_size, self.manifest)
-        self._map = lru_cache(_OPEN_FILES)(self._map_file)
+            key = options.get("keys", ("data.dataset_path",))[0]
+            raise UserError(_too_short(self.files, self.window, key))
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -123,29 +178,13 @@ class TokenShards:
         return windows
 
     def __repr__(self) -> str:
-        files = f"{len(self._files)} files, {len(self)} windows of {self.window} tokens"
+        files = f"{len(self.files)} files, {len(self)} windows of {self.window} tokens"
         return f"TokenShards({str(self.directory)!r}: {files})"
 
     def _piece(self, index: int) -> ArrayLike:
         file = bisect_right(self._ends, index)
         start = (index - (self._ends[file - 1] if file else 0)) * self.window
-        return self._map(file)[start : start + self.window]
-
-    def _map_file(self, file: int) -> "Int[np.ndarray, 'tokens'] | RemoteTokens":
-        try:
-            return self._files[file].map()
-        except (OSError, ValueError) as error:  # ValueError: shorter than it was
-            raise UserError(
-                f"{self._files[file].path} was whole when the run started and cannot be read now "
-                f"({error}); bring it back, then run the same command to go on"
-            ) from error
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_map"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._map = lru_cache(_OPEN_FILES)(self._map_file)
+        return self.piece(file, start, start + self.window)
 
 
 class SyntheticTokens:
@@ -214,7 +253,7 @@ def _guess(paths: Sequence[Path]) -> str:
     return guess
 
 
-def _inspect(path: Path, token_dtype: str, manifest: Manifest | None) -> _TokenFile:
+def _inspect(path: Path, token_dtype: str, manifest: Manifest | None) -> TokenFile:
     """Reads what a file says of itself and holds it against its size."""
     if path.suffix not in (".npy", ".bin"):
         raise UserError(f"{path} is neither .npy nor .bin; narrow data.file_pattern")
@@ -228,7 +267,7 @@ def _inspect(path: Path, token_dtype: str, manifest: Manifest | None) -> _TokenF
     return _inspect_bin(path, token_dtype, manifest)
 
 
-def _inspect_npy(path: Path) -> _TokenFile:
+def _inspect_npy(path: Path) -> TokenFile:
     try:
         with _header(path) as file:
             v1 = np.lib.format.read_magic(file) == (1, 0)
@@ -247,10 +286,10 @@ def _inspect_npy(path: Path) -> _TokenFile:
     _check_size(path, offset + shape[0] * dtype.itemsize, "its header")
     if not shape[0]:
         raise UserError(f"{path} is empty (0 tokens); remove it or prepare it again")
-    return _TokenFile(path, dtype, shape[0], offset)
+    return TokenFile(path, dtype, shape[0], offset)
 
 
-def _inspect_bin(path: Path, name: str, manifest: Manifest | None) -> _TokenFile:
+def _inspect_bin(path: Path, name: str, manifest: Manifest | None) -> TokenFile:
     if manifest and name != manifest.dtype:
         raise UserError(
             f"data.token_dtype is {name!r}, but {path.parent / FILE_NAME} says {manifest.dtype!r}; "
@@ -265,7 +304,7 @@ def _inspect_bin(path: Path, name: str, manifest: Manifest | None) -> _TokenFile
                 "beside it, as `jaxforge.prepare` writes it; or copy it to this machine"
             )
         _check_size(path, shard.tokens * dtype.itemsize, FILE_NAME)
-        return _TokenFile(path, dtype, shard.tokens, 0)
+        return TokenFile(path, dtype, shard.tokens, 0)
     size = path.stat().st_size
     if shard:
         _check_size(path, shard.tokens * dtype.itemsize, FILE_NAME)
@@ -274,7 +313,7 @@ def _inspect_bin(path: Path, name: str, manifest: Manifest | None) -> _TokenFile
             f"{path} has {size} bytes, which is no whole number of {name}: it is cut short, or "
             "data.token_dtype is another"
         )
-    return _TokenFile(path, dtype, size // dtype.itemsize, 0)
+    return TokenFile(path, dtype, size // dtype.itemsize, 0)
 
 
 def _header(path: Path) -> IO[bytes]:
@@ -312,7 +351,7 @@ def _check_size(path: Path, expected: int, source: str) -> None:
         )
 
 
-def _too_short(files: list[_TokenFile], window: int, key: str) -> str:
+def _too_short(files: list[TokenFile], window: int, key: str) -> str:
     longest = max(files, key=lambda file: file.tokens)
     return (
         f"no file holds a window of train.seq_len + 1 = {window} tokens: the longest of "
@@ -321,10 +360,14 @@ def _too_short(files: list[_TokenFile], window: int, key: str) -> str:
     )
 
 
-def _check_vocabulary(file: _TokenFile, vocab_size: int, manifest: Manifest | None) -> None:
+def _check_vocabulary(file: TokenFile, vocab_size: int, manifest: Manifest | None) -> None:
     shard = manifest and manifest.by_file.get(file.path.name)
     if shard and shard.tokens == file.tokens:
         low, high = 0, shard.max_token
+    elif manifest and manifest.conversations:
+        raise UserError(
+            f"{file.path} is not what {FILE_NAME} beside it says; copy or prepare it again"
+        )
     else:
         low, high = _extremes(file, vocab_size)
     if low < 0:
@@ -340,7 +383,7 @@ def _check_vocabulary(file: _TokenFile, vocab_size: int, manifest: Manifest | No
         )
 
 
-def _extremes(file: _TokenFile, vocab_size: int) -> tuple[int, int]:
+def _extremes(file: TokenFile, vocab_size: int) -> tuple[int, int]:
     """Smallest and largest token of a file, read in chunks."""
     if file.dtype.kind == "u" and np.iinfo(file.dtype).max < vocab_size:
         return 0, 0  # such a type has no token to be afraid of

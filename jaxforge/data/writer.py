@@ -9,7 +9,8 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 from jaxtyping import Int
 
-from jaxforge.data.manifest import VERSION, Manifest, Shard
+from jaxforge.data.manifest import CONVERSATIONS, LENGTHS, VERSION, Manifest, Shard
+from jaxforge.data.packing import FIRST, ID
 from jaxforge.errors import UserError
 
 _CHUNK = 1 << 20  # tokens held before they are written
@@ -30,22 +31,25 @@ def token_dtype(name: str | None, vocab_size: int) -> str:
 class ShardWriter:
     """Writes `shard_00000.npy`, `shard_00001.npy`, … and at the end the manifest.
 
-    Documents run on from one shard into the next. Use it in a `with` statement, which closes the
-    file at hand when something fails.
+    Documents run on from one shard into the next; conversations, which are added whole, do not. Use
+    it in a `with` statement, which closes the file at hand when something fails.
 
     Args:
         directory: where to; must not exist, but for going on from `state`.
         vocab_size: all tokens are below.
         dtype: numpy name of the type on disk; must hold `vocab_size - 1`.
         file_format: "npy" or "bin".
-        shard_tokens: tokens per shard; the last has fewer.
+        shard_tokens: tokens per shard; the last has fewer; with conversations, others a few more.
+        conversations: entries are added (`packing`), and the length of each conversation is kept.
         state: what `sync` returned, to go on from there.
 
     Attributes:
         tokens: tokens added so far.
         documents: documents ended so far.
         dtype: numpy name of the type on disk.
-        counts: int64 [vocab_size], how often each token was written; complete after `finish`.
+        conversations: whether entries are added.
+        counts: int64 [vocab_size], how often each token was written; of conversations, how often it
+            is learned; complete after `finish`.
 
     Raises:
         UserError: a file cannot be written (disk full, say), from all methods; `state` is of
@@ -60,9 +64,11 @@ class ShardWriter:
         dtype: str,
         file_format: str = "npy",
         shard_tokens: int = 100_000_000,
+        conversations: bool = False,
         state: dict[str, Any] | None = None,
     ) -> None:
         self._directory, self._format, self._shard_tokens = directory, file_format, shard_tokens
+        self.conversations = conversations
         self.dtype, self._dtype = dtype, np.dtype(dtype).newbyteorder("<")
         self.tokens = self.documents = 0
         self.counts = np.zeros(vocab_size, np.int64)
@@ -103,6 +109,7 @@ class ShardWriter:
             with _named(self._directory / self._shards[-1].file):
                 self._file.flush()
                 os.fsync(self._file.fileno())
+        self._sync_lengths()
         return {
             "documents": self.documents,
             "shards": [[shard.file, shard.tokens, shard.max_token] for shard in self._shards],
@@ -114,11 +121,13 @@ class ShardWriter:
         self.documents, self.counts[:] = state["documents"], state["counts"]
         self._shards = [Shard(*shard) for shard in state["shards"]]
         self.tokens = self._written = sum(shard.tokens for shard in self._shards)
-        names = {shard.file for shard in self._shards}
+        names = {shard.file for shard in self._shards} | {LENGTHS}
         with _named(self._directory):
             for path in self._directory.iterdir():
                 if path.name not in names:
                     path.unlink()
+            if self.conversations:
+                os.truncate(self._directory / LENGTHS, 4 * self.documents)
         if self._shards and self._shards[-1].tokens < self._shard_tokens:
             self._reopen(self._shards[-1])
 
@@ -146,8 +155,9 @@ class ShardWriter:
         """
         self._write_held()
         self._complete_shard()
+        self._sync_lengths()
         manifest = Manifest(
-            version=VERSION,
+            version=CONVERSATIONS if self.conversations else VERSION,
             dtype=self.dtype,
             tokens=self.tokens,
             documents=self.documents,
@@ -167,7 +177,11 @@ class ShardWriter:
             return
         held, self._held = np.concatenate(self._held), []
         self._written = self.tokens
-        self.counts += np.bincount(held, minlength=len(self.counts))
+        learned = held
+        if self.conversations:
+            learned = held[held <= ID]
+            self._write_lengths(held)
+        self.counts += np.bincount(learned, minlength=len(self.counts))
         while len(held):
             held = held[self._write(held) :]
 
@@ -175,15 +189,38 @@ class ShardWriter:
         """Writes as many of `tokens` as the shard at hand has room for."""
         file = self._file or self._begin_shard()
         shard = self._shards[-1]
-        part = tokens[: self._shard_tokens - shard.tokens]
+        part = tokens[: self._share(tokens, self._shard_tokens - shard.tokens)]
         with _named(self._directory / shard.file):
             file.write(part.tobytes())
         self._shards[-1] = Shard(
-            shard.file, shard.tokens + len(part), max(shard.max_token, int(part.max()))
+            shard.file, shard.tokens + len(part), max(shard.max_token, self._largest(part))
         )
-        if self._shards[-1].tokens == self._shard_tokens:
+        if self._shards[-1].tokens >= self._shard_tokens:
             self._complete_shard()
         return len(part)
+
+    def _share(self, tokens: Int[np.ndarray, "_"], room: int) -> int:
+        """How many of `tokens` a shard takes that has room for so many; conversations are whole."""
+        if not self.conversations or room >= len(tokens):
+            return room
+        begun = np.flatnonzero(tokens[room:] & FIRST)
+        return room + int(begun[0]) if len(begun) else len(tokens)
+
+    def _largest(self, tokens: Int[np.ndarray, "_"]) -> int:
+        return int((tokens & ID if self.conversations else tokens).max())
+
+    def _write_lengths(self, entries: Int[np.ndarray, "_"]) -> None:
+        starts = np.flatnonzero(entries & FIRST)
+        lengths = np.diff(starts, append=len(entries)).astype("<u4")
+        path = self._directory / LENGTHS
+        with _named(path), path.open("ab") as file:
+            file.write(lengths.tobytes())
+
+    def _sync_lengths(self) -> None:
+        path = self._directory / LENGTHS
+        if self.conversations:
+            with _named(path), path.open("ab") as file:
+                os.fsync(file.fileno())
 
     def _begin_shard(self) -> BinaryIO:
         shard = Shard(f"shard_{len(self._shards):05d}.{self._format}", 0, 0)

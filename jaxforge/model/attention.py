@@ -17,6 +17,7 @@ from jaxforge.model.norm import RMSNorm
 from jaxforge.model.plan import LayerKind, LayerPlan
 from jaxforge.model.rope import Rotation, rotate
 from jaxforge.parallel.sharding import constrain
+from jaxforge.side import NOTHING, Scales, Side
 
 
 class Context(NamedTuple):
@@ -26,11 +27,13 @@ class Context(NamedTuple):
         positions: position of each token in its sequence; None: token i stands at i.
         doc_ids: document of each token; None: one document a row.
         rotations: the angles of the positions, by each of `LayerPlan.ropes`.
+        scales: what a layer's terms of the loss count for; None where nothing is trained.
     """
 
     positions: Int[Array, "b s"] | None = None
     doc_ids: Int[Array, "b s"] | None = None
     rotations: tuple[Rotation, ...] = ()
+    scales: Scales | None = None
 
     def rotation(self, kind: LayerKind) -> Rotation:
         """That of a kind of layer."""
@@ -52,6 +55,20 @@ class KVCache(NamedTuple):
         # Row by row, so that nothing crosses devices where rows are split over them.
         put = jax.vmap(lambda old, new, at: old.at[at].set(new))
         return KVCache(put(self.k, k, positions), put(self.v, v, positions))
+
+
+class LayerOut(NamedTuple):
+    """What comes of a layer besides x; outside the scan, of all layers.
+
+    All layers of a model tell under the same names; one that has nothing to tell says 0.
+
+    Attributes:
+        cache: extended, where there was one.
+        side: what the layer tells of itself.
+    """
+
+    cache: KVCache | None
+    side: Side = NOTHING
 
 
 class Attention(nnx.Module):

@@ -14,6 +14,10 @@ Initializer = Callable[[Array, tuple[int, ...], jnp.dtype], Array]
 """(key, shape, dtype) -> values."""
 
 
+class Untrained(nnx.Variable):
+    """A float array that no gradient moves: `training.state.TrainState.model_state`."""
+
+
 class Declare(NamedTuple):
     """Declares parameters: shape, dtype, initial values and logical axes, each said once.
 
@@ -35,9 +39,18 @@ class Declare(NamedTuple):
             axes: logical axis of each dimension (`parallel.sharding.RULES`).
             init: initial values.
         """
-        if self.layers is not None:
-            shape, axes = (self.layers, *shape), ("layers", *axes)
+        shape, axes = self._stacked(shape, axes)
         return nnx.Param(init(self.rngs.params(), shape, self.dtype), axes=axes)
+
+    def untrained(self, shape: tuple[int, ...], axes: Axes, init: Initializer) -> Untrained:
+        """What the model keeps besides its parameters, float32; arguments as of those."""
+        shape, axes = self._stacked(shape, axes)
+        return Untrained(init(self.rngs.params(), shape, jnp.float32), axes=axes)
+
+    def _stacked(self, shape: tuple[int, ...], axes: Axes) -> tuple[tuple[int, ...], Axes]:
+        if self.layers is None:
+            return shape, axes
+        return (self.layers, *shape), ("layers", *axes)
 
 
 def is_matrix(axes: Axes) -> bool:

@@ -12,21 +12,22 @@ leading axis and run by `lax.scan`, so that compile time does not grow with dept
 
 import contextlib
 import functools
-from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import MODELS, ModelConfig
 from jaxforge.model import remat
-from jaxforge.model.attention import Attention, Context, KVCache
+from jaxforge.model.attention import Attention, Context, KVCache, LayerOut
 from jaxforge.model.execution import Execution, execution
 from jaxforge.model.layer_scan import Layer, scan_layers
-from jaxforge.model.linear import Declare, Embedding, Linear, normal
+from jaxforge.model.linear import Declare, Embedding, Linear, Untrained, normal
 from jaxforge.model.mlp import MLP
 from jaxforge.model.norm import LayerNorm, RMSNorm, norm_of
 from jaxforge.model.plan import LayerKind, LayerPlan, plan_of
@@ -34,11 +35,15 @@ from jaxforge.model.rope import rotations
 from jaxforge.parallel.mesh import STAGES
 from jaxforge.parallel.sharding import automatic_axes, constrain, gathered
 from jaxforge.parallel.stages import Stack, in_turn
+from jaxforge.side import Scales, Side
 
 _COMPUTE_DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 Params = dict[str, Any]
 """Parameters: nested dicts of arrays, keyed by module and parameter name."""
+
+Batch = Mapping[str, Any]
+"""A microbatch by field: `input_ids`, `labels` [b, s], and whatever else the data have."""
 
 
 class TokenEmbedding(nnx.Module):
@@ -96,16 +101,16 @@ class Block(nnx.Module):
         kind: LayerKind,
         plan: LayerPlan,
         how: Execution,
-    ) -> tuple[Float[Array, "b s d"], KVCache | None]:
+    ) -> tuple[Float[Array, "b s d"], LayerOut]:
         """One layer."""
         attention = functools.partial(self.attention, kind=kind, plan=plan, how=how)
         attend = remat.attention(how.save, attention)
         y_BSD, cache = attend(_normed(self.attention_norm, x_BSD), context, cache)
         y_BSD = self._added(self.attention_post_norm, y_BSD)
         if self.config.parallel_residual:
-            return _split_seq(x_BSD + y_BSD + self._feed_forward(x_BSD)), cache
+            return _split_seq(x_BSD + y_BSD + self._feed_forward(x_BSD)), LayerOut(cache)
         x_BSD = _split_seq(x_BSD + y_BSD)
-        return _split_seq(x_BSD + self._feed_forward(x_BSD)), cache
+        return _split_seq(x_BSD + self._feed_forward(x_BSD)), LayerOut(cache)
 
     def _feed_forward(self, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
         return self._added(self.mlp_post_norm, self.mlp(_normed(self.mlp_norm, x_BSD)))
@@ -131,6 +136,18 @@ class Transformer(nnx.Module):
             self.output_head = OutputHead(config, declare)
 
 
+class Declared(NamedTuple):
+    """Arrays of a model, before there are any.
+
+    Attributes:
+        abstract: shapes and dtypes, as `jax.ShapeDtypeStruct`.
+        axes: the same tree with the logical axes of each.
+    """
+
+    abstract: Params
+    axes: Params
+
+
 class Model:
     """The decoder as pure functions over a plain pytree of parameters.
 
@@ -147,6 +164,8 @@ class Model:
         stack: which layer each row of stacked parameters holds.
         abstract: parameters as `jax.ShapeDtypeStruct`.
         axes: the same tree with each parameter's logical axes.
+        state: what is not trained.
+        variables: both, as functions of parameters take them (`join`).
     """
 
     network: ClassVar[Callable[[ModelConfig, Declare], nnx.Module]] = Transformer
@@ -165,39 +184,70 @@ class Model:
         self.plan, self.stack = plan_of(config), stack or Stack(config.n_layers)
         self._param_dtype = param_dtype
         module = nnx.eval_shape(lambda: self._declare(jax.random.key(0)))
-        _, declared = nnx.split(module)
         self._definitions = {
             name: nnx.split(getattr(module, name))[0]
             for name in ("token_embedding", "position_embedding", "layers", "norm")
             if hasattr(module, name)
         }
-        self.abstract: Params = jax.eval_shape(self._stacked, nnx.to_pure_dict(declared))
-        self.axes: Params = nnx.to_pure_dict(
-            jax.tree.map(
-                lambda p: p.get_metadata("axes"),
-                declared,
-                is_leaf=lambda p: isinstance(p, nnx.Variable),
-            )
-        )
+        self.abstract, self.axes = self._declared(nnx.state(module, nnx.Param))
+        self.state = self._declared(nnx.state(module, Untrained))
+        self.variables = Declared(*map(join, (self.abstract, self.axes), self.state))
 
     def _declare(self, key: Array) -> nnx.Module:
         declare = Declare(nnx.Rngs(params=key), self._param_dtype)
         return type(self).network(self.config, declare)
 
+    def _declared(self, found: nnx.State) -> Declared:
+        axes = jax.tree.map(
+            lambda leaf: leaf.get_metadata("axes"),
+            found,
+            is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+        )
+        arrays = jax.eval_shape(self._stacked, nnx.to_pure_dict(found))
+        return Declared(arrays, nnx.to_pure_dict(axes))
+
     def init(self, key: Array) -> Params:
         """Initial parameters: N(0, init_std), residual matrices N(0, init_std/√(2L)), norms 1."""
-        return self._stacked(nnx.to_pure_dict(nnx.state(self._declare(key))))
+        return self._stacked(nnx.to_pure_dict(nnx.state(self._declare(key), nnx.Param)))
 
-    def _stacked(self, params: Params) -> Params:
-        return {**params, "layers": jax.tree.map(self.stack.stack, params["layers"])}
+    def initial_state(self) -> Params:
+        """What is not trained, before the first step."""
+        found = nnx.state(self._declare(jax.random.key(0)), Untrained)
+        return self._stacked(nnx.to_pure_dict(found))
+
+    def next_state(self, state: Params, stats: Params) -> Params:
+        """What is not trained, after an update.
+
+        Args:
+            state: before it.
+            stats: what its parts told; those of layers under "layers", by row.
+        """
+        return state
+
+    def _stacked(self, arrays: Params) -> Params:
+        layers = jax.tree.map(self.stack.stack, arrays.get("layers", {}))
+        return {**arrays, "layers": layers} if layers else arrays
 
     def hidden(
         self, params: Params, tokens: Int[Array, "b s"], doc_ids: Int[Array, "b s"] | None = None
     ) -> Float[Array, "b s d"]:
         """Final hidden states of whole sequences. `doc_ids` keeps packed documents apart."""
-        x_BSD = self.enter(params, tokens, doc_ids=doc_ids)
-        x_BSD, _ = self.blocks(params["layers"], x_BSD, self.context(x_BSD, doc_ids=doc_ids))
-        return self.finish(params, x_BSD)
+        return self.forward(params, {"input_ids": tokens, "doc_ids": doc_ids})[0]
+
+    def forward(
+        self, params: Params, batch: Batch, scales: Scales | None = None
+    ) -> tuple[Float[Array, "b s d"], Side]:
+        """Final hidden states of a microbatch, and what each layer tells, stacked.
+
+        Args:
+            params: the parameters, and what is not trained among them (`join`).
+            batch: the microbatch.
+            scales: what terms of the loss count for; None where nothing is trained.
+        """
+        x_BSD = self.enter(params, batch)
+        context = self.context(x_BSD, doc_ids=batch.get("doc_ids"), scales=scales)
+        x_BSD, out = self.blocks(params["layers"], x_BSD, context)
+        return self.finish(params, x_BSD), out.side
 
     def extend(
         self,
@@ -211,35 +261,31 @@ class Model:
 
         `only` names one of the new tokens in each row: no other token's logits are computed.
         """
-        x_BSD = self.enter(params, tokens, positions=positions)
+        x_BSD = self.enter(params, {"input_ids": tokens, "positions": positions})
         last = positions[:, -1:]
         if only is not None:
             last = jnp.take_along_axis(positions, only[:, None], axis=1)
         context = self.context(x_BSD, positions=positions, lengths=last + 1)
-        x_BSD, extended = self.blocks(params["layers"], x_BSD, context, cache)
-        assert extended is not None
+        x_BSD, out = self.blocks(params["layers"], x_BSD, context, cache)
+        assert out.cache is not None
         hidden_BSD = self.finish(params, x_BSD)
         if only is not None:
             hidden_BSD = jnp.take_along_axis(hidden_BSD, only[:, None, None], axis=1)
-        return self.logits(params, hidden_BSD), extended
+        return self.logits(params, hidden_BSD), out.cache
 
-    def enter(
-        self,
-        params: Params,
-        tokens: Int[Array, "b s"],
-        *,
-        positions: Int[Array, "b s"] | None = None,
-        doc_ids: Int[Array, "b s"] | None = None,
-    ) -> Float[Array, "b s d"]:
-        """What enters the first block: embeddings, and those of positions where they are learned.
+    def enter(self, params: Params, batch: Batch) -> Float[Array, "b s d"]:
+        """What enters the first block, of a microbatch: one with more than tokens has more.
 
-        Each packed document begins at position 0.
+        Where positions are learned, those of "positions", or else of each packed document from 0
+        on, are added to the embeddings.
         """
+        tokens = batch["input_ids"]
         x_BSD = self.embed(params, tokens)
         if self.config.position_embedding != "learned":
             return x_BSD
+        positions = batch.get("positions")
         if positions is None:
-            positions = _positions_in_documents(tokens, doc_ids)
+            positions = _positions_in_documents(tokens, batch.get("doc_ids"))
         position_embedding = self._module("position_embedding", params["position_embedding"])
         return _split_seq(x_BSD + position_embedding(positions, self.dtype))
 
@@ -256,6 +302,7 @@ class Model:
         positions: Int[Array, "b s"] | None = None,
         doc_ids: Int[Array, "b s"] | None = None,
         lengths: Int[Array, "b 1"] | None = None,
+        scales: Scales | None = None,
     ) -> Context:
         """What all blocks are told of the tokens that `x` stands for.
 
@@ -264,7 +311,7 @@ class Model:
         """
         at = jnp.arange(x_BSD.shape[1])[None] if positions is None else positions
         turns = rotations(self.plan.ropes, self.config.rotary_size, at, lengths)
-        return Context(positions, doc_ids, turns)
+        return Context(positions, doc_ids, turns, scales)
 
     def blocks(
         self,
@@ -272,11 +319,12 @@ class Model:
         x_BSD: Float[Array, "b s d"],
         context: Context,
         cache: KVCache | None = None,
-    ) -> tuple[Float[Array, "b s d"], KVCache | None]:
+    ) -> tuple[Float[Array, "b s d"], LayerOut]:
         """All blocks, one after another; `layers` are their parameters, stacked."""
         if self.stack.stages > 1 and STAGES in automatic_axes():
             kinds = jax.tree.map(jnp.asarray, self.plan.of_rows(self.stack))
-            return in_turn(self._of_stage, self.stack, (kinds, layers), x_BSD, context, cache)
+            x, cache = in_turn(self._of_stage, self.stack, (kinds, layers), x_BSD, context, cache)
+            return x, LayerOut(cache)
         layer = functools.partial(self._layer, context)
         return scan_layers(self.plan, layer, x_BSD, (layers, cache), self.how.unroll)
 
@@ -285,12 +333,13 @@ class Model:
     ) -> tuple[Array, KVCache | None]:
         def layer(x: Array, row: tuple[tuple[LayerKind, Params], KVCache | None]) -> Any:  # noqa: ANN401
             (kind, params), cache = row
-            return self._layer(context, kind, True)(x, (params, cache))
+            x, out = self._layer(context, kind, True)(x, (params, cache))
+            return x, out.cache
 
         return jax.lax.scan(layer, x, (layers, cache))
 
     def _layer(self, context: Context, kind: LayerKind, in_loop: bool) -> Layer:
-        def layer(x_BSD: Array, of_layer: tuple[Params, KVCache | None]) -> tuple[Array, Any]:
+        def layer(x_BSD: Array, of_layer: tuple[Params, KVCache | None]) -> tuple[Array, LayerOut]:
             return self.block(of_layer[0], x_BSD, context, of_layer[1], kind=kind)
 
         return remat.block(self.how.save, layer, in_loop=in_loop)
@@ -303,7 +352,7 @@ class Model:
         cache: KVCache | None = None,
         *,
         kind: LayerKind,
-    ) -> tuple[Float[Array, "b s d"], KVCache | None]:
+    ) -> tuple[Float[Array, "b s d"], LayerOut]:
         """One block, with the parameters of one layer."""
         run = self._module("layers", layer)
         return run(x_BSD, context, cache, kind=kind, plan=self.plan, how=self.how)
@@ -331,6 +380,13 @@ class Model:
         c, rows = self.config, len(self.stack.rows())
         shape = (rows, batch, length, c.kv_heads, c.head_size)
         return KVCache(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype))
+
+
+def join(params: Params, state: Params) -> Params:
+    """Parameters, and what is not trained in its places among them."""
+    if not state:
+        return params
+    return unflatten_dict({**flatten_dict(params), **flatten_dict(state)})
 
 
 AnyModel = TypeVar("AnyModel", bound=Model)

@@ -22,6 +22,7 @@ import jax
 
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
+from jaxforge.parallel import virtual_devices
 from jaxforge.process import end_now
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ def initialize(heartbeat_timeout_sec: int = 100, env: Mapping[str, str] = os.env
     Raises:
         UserError: no device is found, or process 0 is not.
     """
+    virtual_devices.lend_threads()
     arguments = distributed_arguments(env)
     if arguments is not None:
         _join(arguments, heartbeat_timeout_sec)

@@ -15,28 +15,33 @@ embedding and head, and does the same operations in every tick, each on a microb
 So no stage is dearer than another, nothing is held for the head, and nothing depends on how many
 microbatches there are: `1f1b` reuses 2 N - 1 slots. Activations travel to the next stage, and
 gradients to the one before, by one `ppermute` each; what follows is in the next tick.
+
+What a layer tells besides (`jaxforge.side`) is added up where the layer is, at its forward; a term
+of the loss that it tells has its cotangent, 1, in the layer's own backward.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from jaxforge.parallel.mesh import STAGES
 from jaxforge.parallel.sharding import constrain, taken_over, total
 from jaxforge.pipeline.schedule import Phase, Schedule, Work
+from jaxforge.side import Side, combine, merge
 
-Microbatch = dict[str, Array]
+Microbatch = Any
+"""A tree of arrays [b, ...]."""
 Params = dict[str, Any]
 Column = Any
 """Of the table: an array of NumPy's for a phase, and in the scan one of JAX's for a tick."""
-Sums = tuple[Float[Array, ""], PyTree]
-"""The loss, and what is summed up beside it."""
-Pull = Callable[[Array], tuple[Params, Array, PyTree]]
+Cotangents = tuple[Array, Mapping[str, Array]]
+"""Of a layer's output and of the terms that it tells."""
+Pull = Callable[[Cotangents], tuple[Params, Array, PyTree]]
 Result = TypeVar("Result")
 
 
@@ -46,20 +51,21 @@ class Parts(NamedTuple):
     Attributes:
         enter: (params, microbatch) -> x [b, s, d], what the first layer takes.
         context: (x, microbatch) -> what all layers are told besides.
-        layer: (its kind, parameters of one layer, x, context) -> x. A `jax.checkpoint` in
-            it decides what is saved between its forward and its backward.
-        leave: (params, x, microbatch, token scale) -> the microbatch's share of the loss, and of
-            what else is summed up, without a gradient.
+        layer: (its kind, parameters of one layer, x, context) -> x, and what the layer tells. A
+            `jax.checkpoint` in it decides what is saved between its forward and its backward.
+        leave: (params, x, microbatch) -> what the loss tells.
         kinds: the kind of each row of a stage's layers, in arrays [stages, rows].
-        is_held: whether that is held from the forward of a stage on; else the input of the stage
-            is, and its layers run again before their backward.
+        is_layer: whether a row holds a layer [stages, rows].
+        is_held: whether what autodiff saves is held from the forward of a stage on; else the input
+            of the stage is, and its layers run again before their backward.
     """
 
     enter: Callable[[Params, Microbatch], Array]
     context: Callable[[Array, Microbatch], PyTree]
-    layer: Callable[[PyTree, Params, Array, PyTree], Array]
-    leave: Callable[[Params, Array, Microbatch, Array], Sums]
+    layer: Callable[[PyTree, Params, Array, PyTree], tuple[Array, Side]]
+    leave: Callable[[Params, Array, Microbatch], Side]
     kinds: PyTree
+    is_layer: Bool[np.ndarray, "stages rows"]
     is_held: bool
 
 
@@ -77,7 +83,8 @@ class _Row(NamedTuple):
     Attributes:
         forward: microbatch, chunk and slot; an idle stage repeats microbatch 0 into a spare slot.
         backward: the same; an idle stage's is masked.
-        works: whether a stage's backward is a real one.
+        tells: whether a stage's forward is a real one.
+        works: whether its backward is.
         enters: the microbatch that the first virtual stage forwards; -1: none.
         leaves: the one that the last virtual stage takes back; -1: none.
         exits: the one that the first virtual stage takes back; -1: none.
@@ -85,6 +92,7 @@ class _Row(NamedTuple):
 
     forward: _Works
     backward: _Works
+    tells: Column
     works: Column
     enters: Column
     leaves: Column
@@ -100,7 +108,8 @@ class _Carry(NamedTuple):
         ring: [slots, ...] what backwards wait for.
         layers: gradients of the stage's layers, float32.
         rest: gradients of all other parameters, float32.
-        sums: so far.
+        told: by the loss so far.
+        told_by_layers: by the stage's layers, by row.
     """
 
     arriving: Array
@@ -108,7 +117,8 @@ class _Carry(NamedTuple):
     ring: PyTree
     layers: Params
     rest: Params
-    sums: Sums
+    told: Side
+    told_by_layers: Side
 
 
 def accumulate(
@@ -117,40 +127,47 @@ def accumulate(
     params: Params,
     axes: Params,
     batch: Microbatch,
-    token_scales: Float[Array, "m"],
-    no_sums: Sums,
-) -> tuple[Params, Sums]:
-    """Gradients (float32) and loss of a batch, summed over its microbatches.
+) -> tuple[Params, Side, Side]:
+    """Gradients (float32) of a batch, and what the loss and this stage's layers tell of it.
+
+    All summed over its microbatches; of layers, by row.
 
     Args:
         schedule: for as many stages as `pp` has, and as many microbatches as the batch.
         parts: the model.
         params: this stage's share; `layers` is stacked, chunk after chunk.
         axes: logical axes of the parameters; gradients are laid out alike.
-        batch: [m, b, s] arrays.
-        token_scales: weight of a token of each microbatch.
-        no_sums: zeros like what `parts.leave` gives, varying over the same mesh axes.
+        batch: a tree of arrays [m, ...].
     """
-    stage = _Stage(schedule, parts, params, batch, token_scales)
-    carry = stage.at_rest(axes, no_sums)
+    stage = _Stage(schedule, parts, params, batch)
+    carry = stage.at_rest(axes)
     for phase, rows in zip(schedule.phases(), _rows(schedule), strict=True):
         carry, _ = jax.lax.scan(functools.partial(stage.tick, phase, rows), carry, rows)
-    return {**carry.rest, "layers": carry.layers}, carry.sums
+    return {**carry.rest, "layers": carry.layers}, carry.told, carry.told_by_layers
 
 
 def saving_vjp(
-    layer: Callable[[Params, Array, PyTree], Array], params: Params, x: Array, context: PyTree
-) -> tuple[Array, list[Array], Callable[[list[Array]], Pull]]:
+    layer: Callable[[Params, Array, PyTree], tuple[Array, Side]],
+    params: Params,
+    x: Array,
+    context: PyTree,
+) -> tuple[Array, Side, list[Array], Callable[[list[Array]], Pull]]:
     """A layer's output, what its backward needs besides its parameters, and how to go back with it.
 
     What `jax.vjp` returns is a pytree of what autodiff saves. Those of its leaves that are leaves
     of `params` or of `context` are at hand again in the backward, so nobody has to keep them.
 
     Returns:
-        the output; what is to be kept; and from what was kept, of whichever x, to the function
-        from the output's gradient to those of `params`, x and `context`.
+        the output; what the layer tells; what is to be kept; and from what was kept, of whichever
+        x, to the function from the gradients of output and terms to those of `params`, x and
+        `context`.
     """
-    y, pull = jax.vjp(layer, params, x, context)
+
+    def told_apart(*arguments: Any) -> tuple[tuple[Array, Mapping[str, Array]], Side]:  # noqa: ANN401
+        y, side = layer(*arguments)
+        return (y, side.terms), side
+
+    (y, _), pull, side = jax.vjp(told_apart, params, x, context, has_aux=True)
     leaves, form = jax.tree.flatten(pull)
     given = {id(leaf) for leaf in jax.tree.leaves((params, context))}
     kept = [id(leaf) not in given for leaf in leaves]
@@ -160,32 +177,32 @@ def saving_vjp(
         of_x = [next(rest) if keep else leaf for leaf, keep in zip(leaves, kept, strict=True)]
         return jax.tree.unflatten(form, of_x)
 
-    return y, [leaf for leaf, keep in zip(leaves, kept, strict=True) if keep], pull_of
+    return y, side, [leaf for leaf, keep in zip(leaves, kept, strict=True) if keep], pull_of
 
 
 class _Stage:
     """The program of one stage, which is that of all."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        parts: Parts,
-        params: Params,
-        batch: Microbatch,
-        token_scales: Float[Array, "m"],
-    ) -> None:
-        self.schedule, self.parts, self.batch, self.scales = schedule, parts, batch, token_scales
+    def __init__(self, schedule: Schedule, parts: Parts, params: Params, batch: Microbatch) -> None:
+        self.schedule, self.parts, self.batch = schedule, parts, batch
         self.layers = params["layers"]
         self.rest = {name: part for name, part in params.items() if name != "layers"}
         self.index = jax.lax.axis_index(STAGES)
-        self.kinds = jax.tree.map(lambda kind: jnp.asarray(kind)[self.index], parts.kinds)
+        of_rows = jax.tree.map(jnp.asarray, (parts.kinds, parts.is_layer))
+        self.kinds, self.is_layer = jax.tree.map(lambda of_row: of_row[self.index], of_rows)
         self.manual = taken_over()
 
-    def at_rest(self, axes: Params, no_sums: Sums) -> _Carry:
+    def at_rest(self, axes: Params) -> _Carry:
         """Before the first tick: zeros, made to vary over the same mesh axes as what follows."""
         microbatch = self._microbatch(0)
         idle = _laid_out(self._zeros(jax.eval_shape(self.parts.enter, self.rest, microbatch)))
-        item = jax.eval_shape(lambda: self._forward(0, idle, microbatch)[1])
+        _, item, by_layers = jax.eval_shape(lambda: self._forward(0, idle, microbatch))
+        whole = self._zeros(idle, stages=False)
+        told = jax.eval_shape(lambda: self.parts.leave(self.rest, whole, microbatch))
+        told = jax.tree.map(lambda leaf: self._zeros(leaf, stages=False), told)
+        told_by_layers = jax.tree.map(
+            lambda leaf: self._zeros(leaf, (len(self.is_layer), *leaf.shape[1:])), by_layers
+        )
         rings = jax.tree.map(
             lambda leaf: self._zeros(leaf, (self.schedule.slots, *leaf.shape)), item
         )
@@ -194,7 +211,7 @@ class _Stage:
             {**self.rest, "layers": self.layers}, axes,
         )  # fmt: skip
         layers = rest.pop("layers")
-        return _Carry(idle, idle, rings, layers, rest, no_sums)
+        return _Carry(idle, idle, rings, layers, rest, told, told_by_layers)
 
     def tick(self, phase: Phase, rows: _Row, carry: _Carry, row: _Row) -> tuple[_Carry, None]:
         """All stages' work of one tick."""
@@ -213,12 +230,13 @@ class _Stage:
         nothing = self._zeros(carry.arriving, stages=False)
         entering = self._when(rows.enters, row.enters, enter, nothing, cheap=True)
         x = jnp.where(self._is_first(work), entering, carry.arriving)
-        y, item = self._forward(work.chunk, x, self._microbatch(work.microbatch))
+        y, item, told = self._forward(work.chunk, x, self._microbatch(work.microbatch))
+        told = self._plus_rows(carry.told_by_layers, told, work.chunk, row.tells[self.index])
         ring = jax.tree.map(
             lambda ring, leaf: jax.lax.dynamic_update_index_in_dim(ring, leaf, work.slot, 0),
             carry.ring, item,
         )  # fmt: skip
-        return carry._replace(arriving=self._sent(y, +1), ring=ring)
+        return carry._replace(arriving=self._sent(y, +1), ring=ring, told_by_layers=told)
 
     def _go_backward(self, carry: _Carry, rows: _Row, row: _Row) -> _Carry:
         work, works = self._mine(row.backward), row.works[self.index]
@@ -227,26 +245,28 @@ class _Stage:
             carry.ring,
         )
         microbatch = self._microbatch(work.microbatch)
-        y, saved = item if self.parts.is_held else self._saving(work.chunk, item, microbatch)
+        y, saved = item if self.parts.is_held else self._saving(work.chunk, item, microbatch)[:2]
         is_last = (self.index == self.schedule.stages - 1) & (
             work.chunk == self.schedule.chunks - 1
         )
 
-        def leave() -> tuple[Params, Sums, Array]:
-            microbatch, scale = self._microbatch(row.leaves), self._pick(self.scales, row.leaves)
+        def leave() -> tuple[Params, Side, Array]:
+            microbatch = self._microbatch(row.leaves)
             x = self._to_all(jnp.where(is_last, y, 0))
-            loss, of_loss, more = jax.vjp(
-                lambda rest, x: self.parts.leave(rest, x, microbatch, scale), self.rest, x,
-                has_aux=True,
-            )  # fmt: skip
-            d_rest, d_x = of_loss(jnp.ones_like(loss))
-            return _plus(carry.rest, d_rest), _plus(carry.sums, (loss, more)), d_x
 
-        unchanged = (carry.rest, carry.sums, self._zeros(y, stages=False))
-        rest, sums, d_last = self._when(rows.leaves, row.leaves, leave, unchanged)
+            def loss(rest: Params, x: Array) -> tuple[Array, Side]:
+                side = self.parts.leave(rest, x, microbatch)
+                return side.loss, side
+
+            value, of_loss, side = jax.vjp(loss, self.rest, x, has_aux=True)
+            d_rest, d_x = of_loss(jnp.ones_like(value))
+            return _plus(carry.rest, d_rest), merge(carry.told, side), d_x
+
+        unchanged = (carry.rest, carry.told, self._zeros(y, stages=False))
+        rest, told, d_last = self._when(rows.leaves, row.leaves, leave, unchanged)
         d_y = jnp.where(is_last, d_last, carry.returning)
         d_y = jnp.where(works, d_y, 0)  # nothing comes of an idle stage
-        d_x, layers = self._backward(work.chunk, d_y, saved, microbatch, carry.layers)
+        d_x, layers = self._backward(work.chunk, d_y, works, saved, microbatch, carry.layers)
 
         def exits() -> Params:
             microbatch = self._microbatch(row.exits)
@@ -255,38 +275,43 @@ class _Stage:
             return _plus(rest, pull(d_entering)[0])
 
         rest = self._when(rows.exits, row.exits, exits, rest, cheap=True)
-        return carry._replace(returning=self._sent(d_x, -1), layers=layers, rest=rest, sums=sums)
+        return carry._replace(returning=self._sent(d_x, -1), layers=layers, rest=rest, told=told)
 
     def _forward(
         self, chunk: Array | int, x: Array, microbatch: Microbatch
-    ) -> tuple[Array, PyTree]:
-        """The output of one of the stage's chunks, and what the ring keeps for the backward."""
+    ) -> tuple[Array, PyTree, Side]:
+        """The output of one of the stage's chunks, what the ring keeps for its backward, and what
+        its layers tell.
+        """
         if self.parts.is_held:
-            y, saved = self._saving(chunk, x, microbatch)
-            return y, (y, saved)
+            y, saved, told = self._saving(chunk, x, microbatch)
+            return y, (y, saved), told
         context = self.parts.context(x, microbatch)
 
-        def one(x: Array, row: Array) -> tuple[Array, None]:
-            return self._run(row)(self._layer(row), x, context), None
+        def one(x: Array, row: Array) -> tuple[Array, Side]:
+            return self._run(row)(self._layer(row), x, context)
 
-        return jax.lax.scan(one, x, self._rows_of(chunk))[0], x
+        y, told = jax.lax.scan(one, x, self._rows_of(chunk))
+        return y, x, told
 
     def _saving(
         self, chunk: Array | int, x: Array, microbatch: Microbatch
-    ) -> tuple[Array, list[Array]]:
-        """The output of a chunk, and what autodiff saves of each of its layers, stacked."""
+    ) -> tuple[Array, list[Array], Side]:
+        """The output of a chunk, and of each layer what autodiff saves and what it tells."""
         context = self.parts.context(x, microbatch)
 
-        def one(x: Array, row: Array) -> tuple[Array, list[Array]]:
-            y, saved, _ = saving_vjp(self._run(row), self._layer(row), x, context)
-            return y, saved
+        def one(x: Array, row: Array) -> tuple[Array, tuple[list[Array], Side]]:
+            y, side, saved, _ = saving_vjp(self._run(row), self._layer(row), x, context)
+            return y, (saved, side)
 
-        return jax.lax.scan(one, x, self._rows_of(chunk))
+        y, (saved, told) = jax.lax.scan(one, x, self._rows_of(chunk))
+        return y, saved, told
 
     def _backward(
         self,
         chunk: Array,
         d_y: Array,
+        works: Array,
         saved: list[Array],
         microbatch: Microbatch,
         grads: Params,
@@ -297,8 +322,12 @@ class _Stage:
         def one(carry: tuple[Array, Params], of_layer: tuple[Array, list[Array]]) -> Any:  # noqa: ANN401
             (d_y, grads), (row, saved) = carry, of_layer
             # Only the form of this is used: what it has computed is replaced, and so dropped.
-            _, _, pull_of = saving_vjp(self._run(row), self._layer(row), d_y, context)
-            d_layer, d_x, _ = pull_of(saved)(d_y)
+            _, side, _, pull_of = saving_vjp(self._run(row), self._layer(row), d_y, context)
+            counts = works & self.is_layer[row]
+            d_terms = jax.tree.map(
+                lambda term: jnp.where(counts, jnp.ones_like(term), 0), side.terms
+            )
+            d_layer, d_x, _ = pull_of(saved)((d_y, d_terms))
             add = functools.partial(_add_row, row=row)
             return (d_x, jax.tree.map(add, grads, d_layer)), None
 
@@ -310,7 +339,21 @@ class _Stage:
         n = jax.tree.leaves(self.layers)[0].shape[0] // self.schedule.chunks
         return chunk * n + jnp.arange(n)
 
-    def _run(self, row: Array) -> Callable[[Params, Array, PyTree], Array]:
+    def _plus_rows(self, total: Side, told: Side, chunk: Array, tells: Array) -> Side:
+        """With what a chunk's layers tell; idle stages and rows without a layer tell nothing."""
+        rows = self._rows_of(chunk)
+        counts = tells & self.is_layer[rows]
+
+        def real(x: Array) -> Array:
+            return jnp.where(counts.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
+
+        return combine(
+            lambda total, told: total.at[rows].add(real(told)),
+            lambda total, told: total.at[rows].max(real(told)),
+            total, told,
+        )  # fmt: skip
+
+    def _run(self, row: Array) -> Callable[[Params, Array, PyTree], tuple[Array, Side]]:
         """What runs the layer of a row."""
         kind = jax.tree.map(lambda of_rows: of_rows[row], self.kinds)
         return functools.partial(self.parts.layer, kind)
@@ -343,10 +386,10 @@ class _Stage:
         return _Works(*(column[self.index] for column in works))
 
     def _microbatch(self, index: Array | int) -> Microbatch:
-        return {name: self._pick(leaf, index) for name, leaf in self.batch.items()}
-
-    def _pick(self, x: Array, index: Array | int) -> Array:
-        return jax.lax.dynamic_index_in_dim(x, jnp.maximum(index, 0), 0, keepdims=False)
+        index = jnp.maximum(index, 0)
+        return jax.tree.map(
+            lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), self.batch
+        )
 
     def _is_first(self, work: _Works) -> Array:
         return (self.index == 0) & (work.chunk == 0)
@@ -399,6 +442,7 @@ def _row(
     return _Row(
         columns([work or Work(0, 0, slot) for work, slot in zip(forward, spare, strict=True)]),
         columns([work or idle for work in backward]),
+        tells=np.array([work is not None for work in forward]),
         works=np.array([work is not None for work in backward]),
         enters=at(forward[0], 0),
         leaves=at(backward[-1], schedule.chunks - 1),

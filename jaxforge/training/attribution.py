@@ -76,7 +76,7 @@ class Attribution:
                 "fault; %s", number, _describe(odd),
             )  # fmt: skip
             return state, Exit.MACHINE
-        worst = worst_rows(np.asarray(jax.device_get(self._row_losses(state.params, batch))))
+        worst = worst_rows(np.asarray(jax.device_get(self._row_losses(state.variables, batch))))
         log.warning(
             "step %d, run again from the same state, gave the same answer: its data or its numbers "
             "are at fault. Sequences whose loss is %s: %s",
@@ -121,7 +121,7 @@ def make_row_losses(model: Model, config: TrainConfig, mesh: Mesh) -> RowLosses:
     def row_losses(params: Params, batch: Batch) -> Float[Array, "m b"]:
         def of_microbatch(microbatch: Batch) -> Float[Array, "b"]:
             labels, head = microbatch["labels"], model.head(params)
-            hidden = model.hidden(params, microbatch["input_ids"], microbatch.get("doc_ids"))
+            hidden = model.forward(params, microbatch)[0]
             each = jnp.eye(labels.shape[0], dtype=bool)
             tiles = tiles_of(config, labels, head, model)
             by_row = cross_entropy(hidden, head, labels, tiles, each).by_dataset

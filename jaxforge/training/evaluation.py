@@ -26,7 +26,7 @@ from jaxforge.config.train import TrainConfig
 from jaxforge.data.loader import Dataset, eval_batches
 from jaxforge.data.packing import IGNORE
 from jaxforge.data.tokenizer import Tokenizer
-from jaxforge.data.tokens import TokenShards
+from jaxforge.data.tokens import TokenFiles
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, Params
 from jaxforge.training.gradients import Batch
@@ -81,7 +81,7 @@ def make_eval_step(model: Model, config: TrainConfig, mesh: Mesh) -> EvalStep:
     def eval_step(params: Params, batch: Batch, byte_lengths: Int[Array, "v"]) -> BatchSums:
         microbatch = jax.tree.map(lambda leaf: leaf[0], batch)
         labels, head = microbatch["labels"], model.head(params)
-        hidden = model.hidden(params, microbatch["input_ids"], microbatch.get("doc_ids"))
+        hidden = model.forward(params, microbatch)[0]
         tiles = tiles_of(config, labels, head, model)
         loss = cross_entropy(hidden, head, labels, tiles)
         is_valid = labels != IGNORE
@@ -216,7 +216,7 @@ def _table(lengths: Int[np.ndarray, "n"] | None, vocab_size: int, mesh: Mesh) ->
 
 def _is_made_by(tokenizer: Tokenizer | None, dataset: Dataset, name: str) -> bool:
     """Whether the set's manifest, if any, agrees that this tokenizer made it."""
-    manifest = dataset.source.manifest if isinstance(dataset.source, TokenShards) else None
+    manifest = dataset.source.manifest if isinstance(dataset.source, TokenFiles) else None
     if tokenizer is None or manifest is None:
         return tokenizer is not None
     if manifest.tokenizer_sha256 == tokenizer.fingerprint:

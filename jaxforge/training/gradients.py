@@ -8,19 +8,19 @@ Gradients are reduced between data-parallel devices in one of two ways (`train.g
     microbatch  the partitioner gathers each layer's weights as they are needed and reduces its
                 gradients at once, in every microbatch: more traffic, least memory.
 
-Microbatches come one by one, or, where there are stages, as `pipeline.schedule` has them. The loss
-of each dataset of a mixture goes the way of the loss.
+Microbatches come one by one, or, where there are stages, as `pipeline.schedule` has them. What the
+layers and the loss tell besides (`Side`) goes the way of the loss.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Float, PyTree, Shaped
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import TrainConfig
@@ -37,21 +37,50 @@ from jaxforge.parallel.sharding import (
     param_shardings,
     partition_spec,
     share_of_sum,
+    total,
     without_data,
 )
 from jaxforge.pipeline import lock_step
 from jaxforge.pipeline.schedule import SCHEDULES
-from jaxforge.training.loss import Loss, Scales, token_scales, valid_tokens
+from jaxforge.side import Scales, Side, combine, merge
+from jaxforge.training.loss import token_scales, valid_tokens
 from jaxforge.training.losses import build_loss
 
-Batch = dict[str, Int[Array, "m b ..."]]
+Batch = dict[str, Shaped[Array, "m b ..."]]
 """`input_ids`, `labels` and, when packed, `doc_ids`: [microbatches, sequences, tokens].
 
-Of a mixture, also `dataset_idx` [microbatches, sequences], or in its place `members`.
+Of a mixture, also `dataset_idx` [microbatches, sequences], or in its place `members`. What else the
+data have is handed to model and loss, microbatch by microbatch.
 """
 
+
+class Loss(NamedTuple):
+    """Of an update, or of a part of it.
+
+    Attributes:
+        side: terms of the loss, those of layers included; metrics and stats of the loss function.
+        layers: metrics and stats of the layers, by row of stacked parameters.
+    """
+
+    side: Side
+    layers: Side
+
+    @property
+    def value(self) -> Float[Array, ""]:
+        """What is minimised."""
+        return self.side.loss
+
+    @property
+    def stats(self) -> PyTree:
+        """What untrained state is updated from."""
+        return {**self.side.stats, "layers": self.layers.stats}
+
+
 AddUp = Callable[[Params, Batch, Scales], tuple[Params, Loss]]
-"""(params, batch, scales) -> gradients (float32) and loss, summed over the microbatches."""
+"""(params, batch, scales) -> gradients (float32) and loss, summed over the microbatches.
+
+`scales.token` has one for each microbatch.
+"""
 
 
 def make_gradients(
@@ -65,10 +94,11 @@ def make_gradients(
     if stages:
         specs = _specs(model, stages)
         add_up = jax.shard_map(
-            add_up, mesh=mesh, in_specs=(specs, P(), P()), out_specs=(specs, P()),
+            add_up, mesh=mesh, in_specs=(specs, P(), P()),
+            out_specs=(specs, Loss._make((P(), P(stages)))),
             axis_names=set(stages), check_vma=_checked(model),
         )  # fmt: skip
-    shardings = param_shardings(model.abstract, model.axes, mesh)
+    shardings = param_shardings(*model.variables, mesh)
 
     def gradients(params: Params, batch: Batch) -> tuple[Params, Loss]:
         grads, loss = add_up(params, batch, _scales(batch, train))
@@ -89,78 +119,73 @@ def accumulate(
     model: Model, config: TrainConfig, params: Params, batch: Batch, scales: Scales
 ) -> tuple[Params, Loss]:
     """Gradients (float32) and loss of a batch, summed over its microbatches by a scan."""
+    loss = build_loss(config, model)
 
-    def microbatch_loss(params: Params, microbatch: Batch, token_scale: Array) -> Loss:
-        hidden = model.hidden(params, microbatch["input_ids"], microbatch.get("doc_ids"))
-        return _loss(model, config, params, hidden, microbatch, token_scale, scales)
+    def microbatch_loss(params: Params, batch: Batch, token: Array) -> tuple[Array, Loss]:
+        own = scales._replace(token=token)
+        hidden, layers = model.forward(params, batch, own)
+        side = loss(params, hidden, batch, own).joined_by(layers)
+        return side.loss, Loss(side, layers._replace(terms={}))
 
     def of_microbatch(xs: tuple[Batch, Array]) -> tuple[Params, Loss]:
-        loss, grads = jax.value_and_grad(microbatch_loss, has_aux=True)(params, *xs)
-        return jax.tree.map(lambda g: g.astype(jnp.float32), grads), Loss(*loss)
+        grads, loss = jax.grad(microbatch_loss, has_aux=True)(params, *xs)
+        return jax.tree.map(lambda g: g.astype(jnp.float32), grads), loss
 
-    def body(total: tuple[Params, Loss], xs: tuple[Batch, Array]) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, of_microbatch(xs)), None
+    def body(total: Params, xs: tuple[Batch, Array]) -> tuple[Params, Loss]:
+        grads, loss = of_microbatch(xs)
+        return jax.tree.map(jnp.add, total, grads), loss
 
     xs = (batch, scales.token)
     if scales.token.shape[0] == 1:
         return of_microbatch(jax.tree.map(lambda x: x[0], xs))
     # Zeros made from what they will add up, so that they vary over the same mesh axes.
     zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
-    return jax.lax.scan(body, (zeros, _no_loss(batch, scales)), xs)[0]
+    grads, losses = jax.lax.scan(body, zeros, xs)
+    return grads, _merged(losses)
 
 
-def _no_loss(batch: Batch, scales: Scales) -> Loss:
-    """Zeros, varying over the mesh axes that the loss of a microbatch varies over."""
-    members = batch.get("members")
-    nats = None if members is None else jnp.zeros_like(members[0, 0], jnp.float32)
-    return Loss(jnp.zeros_like(scales.token[0]), nats)
+def _merged(losses: Loss) -> Loss:
+    """One of those stacked, in their order."""
+    first = jax.tree.map(lambda x: x[0], losses)
+    rest = jax.tree.map(lambda x: x[1:], losses)
+    return jax.lax.scan(lambda total, one: (merge(total, one), None), first, rest)[0]
 
 
 def pipelined(model: Model, config: JobConfig) -> AddUp:
     """The same sum by pipeline stages: to be called in `shard_map`, manual over `pp`."""
     d, train = config.distributed, config.train
     schedule = SCHEDULES[d.pp_schedule](d.pp, train.grad_accum_steps, d.chunks)
-    saves = remat.in_pipeline(model.how.save)
+    saves, loss = remat.in_pipeline(model.how.save), build_loss(train, model)
 
-    def enter(params: Params, microbatch: Batch) -> Array:
-        return model.enter(params, microbatch["input_ids"], doc_ids=microbatch.get("doc_ids"))
-
-    def context(x: Array, microbatch: Batch) -> Context:
-        return model.context(x, doc_ids=microbatch.get("doc_ids"))
-
-    def run(kind: LayerKind, layer: Params, x: Array, context: Context) -> Array:
-        return model.block(layer, x, context, kind=kind)[0]
+    def run(kind: LayerKind, layer: Params, x: Array, context: Context) -> tuple[Array, Side]:
+        x, out = model.block(layer, x, context, kind=kind)
+        return x, out.side
 
     def add_up(params: Params, batch: Batch, scales: Scales) -> tuple[Params, Loss]:
-        def leave(params: Params, x: Array, microbatch: Batch, token_scale: Array) -> Loss:
+        def enter(params: Params, microbatch: tuple[Batch, Array]) -> Array:
+            return model.enter(params, microbatch[0])
+
+        def context(x: Array, microbatch: tuple[Batch, Array]) -> Context:
+            batch, token = microbatch
+            own = scales._replace(token=token)
+            return model.context(x, doc_ids=batch.get("doc_ids"), scales=own)
+
+        def leave(params: Params, x: Array, microbatch: tuple[Batch, Array]) -> Side:
+            batch, token = microbatch
             hidden = model.finish(params, x)
-            return _loss(model, train, params, hidden, microbatch, token_scale, scales)
+            return loss(params, hidden, batch, scales._replace(token=token))
 
         layer = remat.block(saves.save, run)
-        rows = model.plan.of_rows(model.stack)
-        kinds = jax.tree.map(lambda column: column.reshape(d.pp, -1), rows)
-        parts = lock_step.Parts(enter, context, layer, leave, kinds, saves.is_held)
-        none = _no_loss(batch, scales)
-        grads, loss = lock_step.accumulate(
-            schedule, parts, params, model.axes, batch, scales.token, (none.value, none.nats)
+        rows = model.plan.of_rows(model.stack), model.stack.rows() >= 0
+        kinds, is_layer = jax.tree.map(lambda column: column.reshape(d.pp, -1), rows)
+        parts = lock_step.Parts(enter, context, layer, leave, kinds, is_layer, saves.is_held)
+        grads, side, layers = lock_step.accumulate(
+            schedule, parts, params, model.variables.axes, (batch, scales.token)
         )
-        return grads, Loss(*loss)
+        whole = layers._replace(terms=jax.tree.map(lambda x: total(x, "layers"), layers.terms))
+        return grads, Loss(side.joined_by(whole), layers._replace(terms={}))
 
     return add_up
-
-
-def _loss(
-    model: Model,
-    config: TrainConfig,
-    params: Params,
-    hidden: Array,
-    microbatch: Batch,
-    token_scale: Array,
-    scales: Scales,
-) -> Loss:
-    loss, head = build_loss(config, model), model.head(params)
-    own = Scales(token_scale, scales.position)
-    return loss(hidden, head, microbatch["labels"], own, microbatch.get("members"))
 
 
 def _checked(model: Model) -> bool:
@@ -179,7 +204,7 @@ def _specs(model: Model, manual: tuple[str, ...], first: tuple[Any, ...] = ()) -
         kept = (tuple(n for n in manual if n in (a or ())) or None for a in partition_spec(axes))
         return P(*first, *kept)
 
-    return _by_axes(spec, model.axes)
+    return _by_axes(spec, model.variables.axes)
 
 
 def _by_axes(spec: Callable[[Axes], P], axes: PyTree) -> PyTree:
@@ -188,8 +213,11 @@ def _by_axes(spec: Callable[[Axes], P], axes: PyTree) -> PyTree:
 
 def _scales(batch: Batch, config: TrainConfig) -> Scales:
     labels = batch["labels"]
+    microbatches, rows, length = labels.shape
     return Scales(
-        token_scales(valid_tokens(labels), config.loss_norm), config.z_loss_weight / labels.size
+        token=token_scales(valid_tokens(labels), config.loss_norm),
+        position=1 / (microbatches * rows * length),
+        sequence=1 / (microbatches * rows),
     )
 
 
@@ -200,8 +228,8 @@ def _reduced_once(
 
     The data axes are taken from the partitioner; tp stays with it.
     """
-    stages = _stages(mesh)
-    reduce = _reduction(model.axes, mesh)
+    stages, axes = _stages(mesh), model.variables.axes
+    reduce = _reduction(axes, mesh)
 
     def gradients(params: Params, batch: Batch) -> tuple[Params, Loss]:
         scales = _scales(batch, config)
@@ -209,20 +237,24 @@ def _reduced_once(
         def of_group(params: Params, batch: Batch, token_scales: Array) -> tuple[Params, Loss]:
             # Each group differentiates its own copy; the sum over groups comes afterwards.
             params, token_scales = jax.lax.pcast((params, token_scales), DATA_AXES, to="varying")
-            own = Scales(token_scales, scales.position)
+            own = scales._replace(token=token_scales)
             return jax.tree.map(lambda x: x[None], add_up(params, batch, own))
 
         groups = jax.shard_map(
             of_group,
             mesh=mesh,
             in_specs=(_specs(model, stages), P(None, DATA_AXES), P()),
-            out_specs=(_specs(model, stages, (DATA_AXES,)), P(DATA_AXES)),
+            out_specs=(
+                _specs(model, stages, (DATA_AXES,)),
+                Loss._make((P(DATA_AXES), P(DATA_AXES, stages))),
+            ),
             axis_names={*DATA_AXES, *stages},
             check_vma=_checked(model),
         )
-        whole = jax.tree.map(functools.partial(_gather, dtype=model.dtype), params, model.axes)
+        whole = jax.tree.map(functools.partial(_gather, dtype=model.dtype), params, axes)
         grads, losses = groups(whole, batch, scales.token)
-        return reduce(grads), jax.tree.map(lambda of_groups: jnp.sum(of_groups, axis=0), losses)
+        add, largest = (functools.partial(one, axis=0) for one in (jnp.sum, jnp.max))
+        return reduce(grads), combine(add, largest, losses)
 
     return gradients
 

@@ -39,6 +39,7 @@ from jaxforge.parallel.sharding import (
     taken_over,
     total,
 )
+from jaxforge.side import Scales
 from jaxforge.training.vocab_chunks import Chunk, chunks_of, entry_ids, joined
 
 _LOGITS = 1 << 25  # of a vocabulary chunk on one device, where ce_vocab_chunk = 0: 128 MiB
@@ -66,16 +67,23 @@ class LossSum(NamedTuple):
         return jax.tree.map(jnp.add, self, other)
 
 
-class Loss(NamedTuple):
-    """Of an update, or of a part of it; those of parts add up.
+class WeightedLoss(NamedTuple):
+    """Of a microbatch.
 
     Attributes:
-        value: what is minimised.
-        nats: Σ -log p(label) of each dataset, of a mixture.
+        cross_entropy: scales.token · Σ -log p(label).
+        z_loss: scales.position · Σ logsumexp².
+        by_dataset: Σ -log p(label) of each dataset, of a mixture.
     """
 
-    value: Float[Array, ""]
-    nats: Float[Array, "n"] | None
+    cross_entropy: Float[Array, ""]
+    z_loss: Float[Array, ""]
+    by_dataset: Float[Array, "n"] | None
+
+    @property
+    def value(self) -> Float[Array, ""]:
+        """The sum of both."""
+        return self.cross_entropy + self.z_loss
 
 
 def valid_tokens(labels: Int[Array, "... b s"]) -> Int[Array, "..."]:
@@ -168,18 +176,6 @@ def _by_chunks(tiling: Tiling, head_VD: Array) -> bool:
     return tiling.vocab < size_per_device(head_VD.shape[0], "vocab")
 
 
-class Scales(NamedTuple):
-    """What the sums of a microbatch count for in the loss of the update.
-
-    Attributes:
-        token: weight of each valid token's -log p.
-        position: weight of each position's logsumexp², valid or not.
-    """
-
-    token: Float[Array, ""]
-    position: Float[Array, ""] | float
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def weighted_loss(
     tiling: Tiling,
@@ -188,17 +184,18 @@ def weighted_loss(
     labels_BS: Int[Array, "b s"],
     scales: Scales,
     members_BN: Bool[Array, "b n"] | None = None,
-) -> Loss:
-    """scales.token · Σ -log p(label) + scales.position · Σ logsumexp².
+) -> WeightedLoss:
+    """Both parts of the loss. Their sum is differentiable in `hidden` and `head`.
 
-    The value is differentiable in `hidden` and `head`.
+    The gradient is that of the sum: each part counts for as much as the other.
     """
     return _weigh(cross_entropy(hidden_BSD, head_VD, labels_BS, tiling, members_BN), scales)
 
 
-def _weigh(sums: LossSum, scales: Scales) -> Loss:
-    value = scales.token * sums.total + scales.position * sums.square_lse
-    return Loss(value, sums.by_dataset)
+def _weigh(sums: LossSum, scales: Scales) -> WeightedLoss:
+    return WeightedLoss(
+        scales.token * sums.total, scales.position * sums.square_lse, sums.by_dataset
+    )
 
 
 def _differentiable(
@@ -208,7 +205,7 @@ def _differentiable(
     labels: Array,
     scales: Scales,
     members: Array | None,
-) -> tuple[Loss, tuple[Any, ...]]:
+) -> tuple[WeightedLoss, tuple[Any, ...]]:
     """The loss, and what the backward pass needs: here, by tiles of tokens, the gradient itself."""
     if _by_chunks(tiling, head):
         sums, lse = _by_vocab(tiling, hidden, head, labels, members)
@@ -219,9 +216,9 @@ def _differentiable(
 
 
 def _differentiate(
-    tiling: Tiling, saved: tuple[Any, ...], d: Loss
+    tiling: Tiling, saved: tuple[Any, ...], d: WeightedLoss
 ) -> tuple[Array, Array, None, None, None]:
-    d_loss = d.value
+    d_loss = d.cross_entropy
     if len(saved) == 2:
         d_hidden, d_head = (d_loss.astype(grad.dtype) * grad for grad in saved)
     else:

@@ -4,37 +4,29 @@ import functools
 from collections.abc import Callable
 
 import jax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from jaxforge.config.train import LOSSES, TrainConfig
 from jaxforge.errors import UserError
-from jaxforge.model.transformer import Model
-from jaxforge.training.loss import Loss, Scales, cross_entropy, tiles_of, weighted_loss
+from jaxforge.model.transformer import Batch, Model, Params
+from jaxforge.side import NOTHING, Scales, Side
+from jaxforge.training.loss import cross_entropy, tiles_of, weighted_loss
 
-LossFunction = Callable[
-    [Float[Array, "b s d"], Float[Array, "v d"], Int[Array, "b s"], Scales], Float[Array, ""]
-]
-"""(final hidden states, output head, labels, scales) -> a microbatch's part of the update's loss.
+LossFunction = Callable[[Params, Float[Array, "b s d"], Batch, Scales], Float[Array, ""] | Side]
+"""(parameters, final hidden states, microbatch, scales) -> its part of the update's loss.
 
-`scales.token` is what a valid token counts for in the mean that `train.loss_norm` asks for: a loss
-that adds up `scales.token` times its value at each valid token is right on any mesh, with any
-number of microbatches. `scales.position` is that of `train.z_loss_weight`, at every position.
+The parameters are all of the model's, or, in a pipeline stage, its share of those outside layers;
+`model.head` finds the output head in them. The microbatch has `labels` and whatever else the data
+have. A `Side` names several terms, and metrics.
 """
 
 LossBuilder = Callable[[TrainConfig, Model], LossFunction]
 """(the `[train]` section, the model) -> loss."""
 
-MicrobatchLoss = Callable[
-    [
-        Float[Array, "b s d"],
-        Float[Array, "v d"],
-        Int[Array, "b s"],
-        Scales,
-        Bool[Array, "b n"] | None,
-    ],
-    Loss,
-]
-"""The same, told which dataset of a mixture each sequence is of, and telling of each dataset."""
+MicrobatchLoss = Callable[[Params, Float[Array, "b s d"], Batch, Scales], Side]
+"""The same; of a mixture it tells `dataset_nats`, Σ -log p(label) of each dataset."""
+
+NATS = "dataset_nats"
 
 _by_share: set[Callable[[TrainConfig, Model], MicrobatchLoss]] = set()
 
@@ -45,9 +37,9 @@ def register_loss(
     """Decorates what builds the loss that `train.loss_fn` calls `name`.
 
     The loss is differentiated by JAX, unless it brings its own gradient (`jax.custom_vjp`), and
-    `model.transformer.project` makes logits of hidden states and head. It is what training
-    minimises; evaluation, and a mixture's losses by dataset, go on to measure cross-entropy. For
-    the latter the logits are computed once more.
+    `model.transformer.project` makes logits of hidden states and head. Its terms together are what
+    training minimises; each is logged by its name. Evaluation, and a mixture's losses by dataset,
+    go on to measure cross-entropy. For the latter the logits are computed once more.
 
     Args:
         name: how the config calls it.
@@ -57,7 +49,7 @@ def register_loss(
     """
 
     def add(builder: LossBuilder) -> LossBuilder:
-        build = LOSSES.register(name)(_beside_cross_entropy(builder))
+        build = LOSSES.register(name)(_beside_cross_entropy(name, builder))
         if takes_vocab_share:
             _by_share.add(build)
         return builder
@@ -89,22 +81,26 @@ def build_loss(config: TrainConfig, model: Model) -> MicrobatchLoss:
     return builder(config, model)
 
 
-def _beside_cross_entropy(builder: LossBuilder) -> Callable[[TrainConfig, Model], MicrobatchLoss]:
+def _beside_cross_entropy(
+    name: str, builder: LossBuilder
+) -> Callable[[TrainConfig, Model], MicrobatchLoss]:
     """A loss of one's own, with the cross-entropy of each dataset of a mixture."""
 
     @functools.wraps(builder)
     def build(config: TrainConfig, model: Model) -> MicrobatchLoss:
         own = builder(config, model)
 
-        def loss(
-            hidden: Array, head: Array, labels: Array, scales: Scales, members: Array | None
-        ) -> Loss:
-            value = own(hidden, head, labels, scales)
-            if members is None:
-                return Loss(value, None)
+        def loss(params: Params, hidden: Array, batch: Batch, scales: Scales) -> Side:
+            told = own(params, hidden, batch, scales)
+            side = told if isinstance(told, Side) else NOTHING._replace(terms={name: told})
+            if "members" not in batch:
+                return side
+            labels, head = batch["labels"], model.head(params)
             tiles = tiles_of(config, labels, head, model)
             hidden, head = jax.lax.stop_gradient((hidden, head))
-            return Loss(value, cross_entropy(hidden, head, labels, tiles, members).by_dataset)
+            sums = cross_entropy(hidden, head, labels, tiles, batch["members"])
+            assert sums.by_dataset is not None
+            return side._replace(metrics={**side.metrics, NATS: sums.by_dataset})
 
         return loss
 
@@ -114,11 +110,16 @@ def _beside_cross_entropy(builder: LossBuilder) -> Callable[[TrainConfig, Model]
 @LOSSES.register("cross_entropy")
 @LOSSES.register("chunked_cross_entropy")
 def _cross_entropy(config: TrainConfig, model: Model) -> MicrobatchLoss:
-    def loss(
-        hidden: Array, head: Array, labels: Array, scales: Scales, members: Array | None
-    ) -> Loss:
+    def loss(params: Params, hidden: Array, batch: Batch, scales: Scales) -> Side:
+        labels, head = batch["labels"], model.head(params)
         tiles = tiles_of(config, labels, head, model)
-        return weighted_loss(tiles, hidden, head, labels, scales, members)
+        own = scales._replace(position=config.z_loss_weight * scales.position)
+        found = weighted_loss(tiles, hidden, head, labels, own, batch.get("members"))
+        terms = {"cross_entropy": found.cross_entropy}
+        if config.z_loss_weight:
+            terms["z_loss"] = found.z_loss
+        metrics = {} if found.by_dataset is None else {NATS: found.by_dataset}
+        return Side(terms, metrics, {})
 
     return loss
 

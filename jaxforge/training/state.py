@@ -9,7 +9,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
-from jaxforge.model.transformer import Model, Params
+from jaxforge.model.transformer import Model, Params, join
 from jaxforge.parallel.sharding import param_shardings
 from jaxforge.training.guard import GuardState
 from jaxforge.training.progress import Progress
@@ -46,6 +46,7 @@ class TrainState:
         opt_state: the optimizer's state; its own count is of updates made.
         guard: counts of bad steps, and what normal losses are.
         counts: of samples and tokens.
+        model_state: what the model keeps besides and no gradient moves.
     """
 
     step: Int[Array, ""]
@@ -53,17 +54,24 @@ class TrainState:
     opt_state: PyTree
     guard: GuardState
     counts: Counts
+    model_state: Params = dataclasses.field(default_factory=dict)
+
+    @property
+    def variables(self) -> Params:
+        """All that functions of the model take."""
+        return join(self.params, self.model_state)
 
 
 def create(model: Model, optimizer: optax.GradientTransformation, key: Array) -> TrainState:
     """The state before the first step."""
-    return begin(model.init(key), optimizer)
+    return begin(model, model.init(key), optimizer)
 
 
-def begin(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+def begin(model: Model, params: Params, optimizer: optax.GradientTransformation) -> TrainState:
     """The state before the first step, from these parameters on."""
     step, counts = jnp.zeros((), jnp.int32), Counts.of(Progress())
-    return TrainState(step, params, optimizer.init(params), GuardState.fresh(), counts)
+    fresh, kept = GuardState.fresh(), model.initial_state()
+    return TrainState(step, params, optimizer.init(params), fresh, counts, kept)
 
 
 def state_shardings(
@@ -78,7 +86,9 @@ def state_shardings(
         is_leaf=lambda node: isinstance(node, dict),
     )
     rest = jax.eval_shape(lambda: (GuardState.fresh(), Counts.of(Progress())))
-    return TrainState(replicated, params, opt_state, *jax.tree.map(lambda _: replicated, rest))
+    guard, counts = jax.tree.map(lambda _: replicated, rest)
+    model_state = param_shardings(*model.state, mesh)
+    return TrainState(replicated, params, opt_state, guard, counts, model_state)
 
 
 def part_like(part: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
@@ -121,7 +131,7 @@ def state_from(
 ) -> TrainState:
     """A state before the first step, from parameters that lie where they belong and are donated."""
     make: Any = jax.jit(
-        lambda params: begin(params, optimizer),
+        lambda params: begin(model, params, optimizer),
         donate_argnums=0,
         out_shardings=state_shardings(model, optimizer, mesh),
     )

@@ -13,11 +13,14 @@ from jaxforge.config.job import JobConfig
 from jaxforge.model.transformer import Model
 from jaxforge.optim.optimizer import global_norm, learning_rate, updates_made
 from jaxforge.parallel.sharding import constrain
+from jaxforge.parallel.stages import Stack
+from jaxforge.side import value_of
 from jaxforge.training.collect import Step, check_collect, collected
-from jaxforge.training.gradients import Batch, make_gradients, with_members
+from jaxforge.training.gradients import Batch, Loss, make_gradients, with_members
 from jaxforge.training.guard import Guard, select
 from jaxforge.training.loss import valid_tokens, valid_tokens_by_dataset
-from jaxforge.training.state import Counts, TrainState, state_shardings
+from jaxforge.training.losses import NATS
+from jaxforge.training.state import Counts, TrainState, part_like, state_shardings
 
 Metrics = dict[str, Any]
 """What a step returns, on the device; `training.result.StepResult` is a typed view of it.
@@ -95,7 +98,8 @@ def make_train_step(
         state: TrainState, batch: Batch, controls: Controls
     ) -> tuple[TrainState, Metrics]:
         batch = with_members(batch, len(config.data.datasets))
-        grads, loss = gradients(state.params, batch)
+        grads, loss = gradients(state.variables, batch)
+        grads = part_like(state.params, grads)
         grad_norm = global_norm(grads)
         n_valid = jnp.sum(valid_tokens(batch["labels"]))
         apply = controls.apply & (n_valid > 0)  # else decay and moments would move the weights
@@ -104,9 +108,14 @@ def make_train_step(
             grads, state.opt_state, state.params, lr_scale=controls.lr_scale
         )
         params = optax.apply_updates(state.params, updates)
-        params, opt_state = select(good, (params, opt_state), (state.params, state.opt_state))
+        model_state = model.next_state(state.model_state, loss.stats)
+        params, opt_state, model_state = select(
+            good,
+            (params, opt_state, model_state),
+            (state.params, state.opt_state, state.model_state),
+        )
         counts = _count(state.counts, batch["labels"].shape, n_valid, good)
-        new = TrainState(state.step + 1, params, opt_state, verdict, counts)
+        new = TrainState(state.step + 1, params, opt_state, verdict, counts, model_state)
         goes_on = ~guard.halted(state.guard)
         new = select(goes_on, new, state)
         metrics: Metrics = {
@@ -122,18 +131,33 @@ def make_train_step(
             "spikes": new.guard.spikes,
             "valid_tokens": n_valid,
         }
-        if loss.nats is not None:
+        if "members" in batch:
             metrics |= {
-                "dataset_nats": constrain(loss.nats, None),  # whole, for every host to read
+                NATS: constrain(
+                    value_of(loss.side.metrics[NATS]), None
+                ),  # whole: all hosts read it
                 "dataset_tokens": constrain(
                     valid_tokens_by_dataset(batch["labels"], batch["members"]), None
                 ),
             }
+        metrics |= told(loss, model.stack)
         parts = Step(grads, updates, metrics["applied"], new.params, model.stack)
         return new, metrics | collected(wanted, parts)
 
     shardings = state_shardings(model, optimizer, mesh)
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
+
+
+def told(loss: Loss, stack: Stack) -> Metrics:
+    """`losses`, the terms of the loss if there are several, and `told`, what else has a name.
+
+    What layers tell has one number of each, [layers].
+    """
+    by_layer = {name: stack.unstack(value_of(m)) for name, m in loss.layers.metrics.items()}
+    others = {name: value_of(m) for name, m in loss.side.metrics.items() if name != NATS}
+    told = {name: constrain(one, *[None] * one.ndim) for name, one in (others | by_layer).items()}
+    losses = loss.side.terms if len(loss.side.terms) > 1 else {}
+    return {key: found for key, found in (("losses", losses), ("told", told)) if found}
 
 
 def _count(

@@ -200,13 +200,6 @@ def test_a_small_run_passes_on_any_power_of_two():
         ),
         (
             2,
-            [*PIPELINED, "model.sliding_window=8"],
-            [*PIPELINED, "model.sliding_window=8", 'model.attention_pattern=["full","sliding"]'],
-            "model.attention_pattern = ['full', 'sliding'] needs distributed.pp = 1, not 2: stages "
-            "whose layers differ are not built yet",
-        ),
-        (
-            2,
             [*PIPELINED, "model.n_layers=4", "model.o_bias=true"],
             [*PIPELINED, "model.n_layers=3", "model.o_bias=true"],
             "model.n_layers = 3 must be a multiple of 2 pipeline stages in a model with "

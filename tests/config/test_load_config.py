@@ -174,6 +174,8 @@ def test_every_key_of_kempnerforge_loads():
                 "shuffle",
                 "order",
                 "torch_ranks",
+                "hf_dataset_conversations",
+                "overlong",
                 "phase_lr_lag",
             )
         ),

@@ -96,7 +96,7 @@ def test_a_dataset_is_tokenized_once_and_read_like_shards(directory, tmp_path, m
 
 def test_other_data_or_tokenizers_are_tokenized_anew(directory, tmp_path):
     sets = tmp_path / "cache" / "jaxforge"
-    arguments = (str(directory), None, "train", "text")
+    arguments = (str(directory), None, "train", inputs.TextField())
     byte = loader.load_tokenizer("byte")
     first = huggingface.cached_shards(*arguments, byte)
     assert huggingface.cached_shards(*arguments, byte) == first

@@ -216,6 +216,34 @@ with staged(pathlib.Path(sys.argv[1]), plan, made_by="x", shared=True) as s:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize("call", ["mkdir", "open"])
+def test_another_process_that_ends_meanwhile_is_no_error(tmp_path, monkeypatch, call):
+    """It takes its directory away just before this one looks at it, or opens it."""
+    original, partial = getattr(os, call), tmp_path / ".out.partial"
+
+    def late(path, *args):
+        if os.fspath(path) != str(partial):
+            return original(path, *args)
+        monkeypatch.setattr(os, call, original)
+        if call == "mkdir":
+            raise FileExistsError
+        partial.rmdir()
+        return original(path, *args)
+
+    monkeypatch.setattr(os, call, late)
+    plan = {"options": {}, "inputs": []}
+    with stage.staged(tmp_path / "out", plan, made_by="x", shared=True) as made:
+        (made.out / "x").touch()
+    assert (tmp_path / "out" / "x").exists()
+
+
+def test_a_file_in_the_way_is_named(tmp_path):
+    (tmp_path / ".out.partial").touch()
+    refused = pytest.raises(UserError, match=r"cannot write .*\.out\.partial: File exists")
+    with refused, stage.staged(tmp_path / "out", {}, made_by="x"):
+        pass
+
+
 @pytest.mark.parametrize("file_format", ["npy", "bin"])
 def test_what_was_written_after_the_journal_is_cut_off(tmp_path, monkeypatch, file_format):
     monkeypatch.setattr("jaxforge.data.writer._CHUNK", 1)

@@ -10,6 +10,7 @@ import pytest
 
 from jaxforge.parallel.sharding import batch_sharding
 from jaxforge.pipeline.lock_step import saving_vjp
+from jaxforge.side import NOTHING
 from jaxforge.training.evaluation import make_eval_step
 from tests.conftest import tiny_config
 from tests.helpers import (
@@ -28,7 +29,8 @@ ROWS = 4  # of a microbatch
 SMALL = {"dim": 32, "n_heads": 4, "n_kv_heads": 4, "vocab_size": 64, "ffn_hidden_dim": 48}
 TIED = {"tie_embeddings": True}
 PACKED = {"packed": True}
-LOCAL = {"sliding_window": 5}
+KINDS = {"sliding_window": 5, "attention_pattern": ("full", "sliding", "sliding"),
+         "local_rope_theta": 100.0}  # fmt: skip
 
 
 def config(layers, microbatches, model=None, train=None, optimizer=None, **distributed):
@@ -102,8 +104,10 @@ CASES = [  # few sizes: those with the same have the reference in common
     (8, 16, {"pp": 4, "dp_shard": 2, **INTERLEAVED}, {**UPDATE, **FULL}, {}, True),
     (11, 8, {"pp": 8}, FULL, {}, True),
     (16, 8, {"pp": 8, **INTERLEAVED}, FULL, {}, False),
-    # Layers of one kind, which is not the usual one.
-    (3, 5, {"pp": 2, "dp_shard": 2, "tp": 2}, UPDATE, LOCAL, True),
+    # Stages of which no two have the same kinds of layers, and one program.
+    (3, 5, {"pp": 2, "dp_shard": 2, "tp": 2}, UPDATE, KINDS, True),
+    (5, 8, {"pp": 4, "tp": 2, "pp_schedule": "gpipe"}, FULL, KINDS, False),
+    (5, 8, {"pp": 2, "dp_shard": 4, **INTERLEAVED}, {**MICROBATCH, **FULL}, KINDS, False),
     (2, 3, {"pp": 2, "dp_shard": 2, "tp": 2}, UPDATE, EVERY_OPTION, True),
     (2, 3, {"pp": 2, "tp": 2}, CHUNKED, EVERY_OPTION, True),
     (2, 3, {"pp": 2, "dp_shard": 2, "tp": 2}, UPDATE, LEARNED, True),
@@ -153,23 +157,31 @@ def test_a_backward_keeps_what_was_computed_and_not_what_was_given():
     """The one use of what is in a vector-Jacobian product, whose form is JAX's own affair."""
 
     def layer(params, x, around):
-        return jnp.tanh(x @ params["in"]) @ params["out"] * around["scale"] + around["whole"]
+        y = jnp.tanh(x @ params["in"])
+        side = NOTHING._replace(terms={"size": jnp.sum(y**2)}, metrics={"mean": jnp.mean(y)})
+        return y @ params["out"] * around["scale"] + around["whole"], side
 
     keys = jax.random.split(jax.random.key(0), 5)
     params = {"in": jax.random.normal(keys[0], (3, 5)), "out": jax.random.normal(keys[1], (5, 3))}
     around = {"scale": jax.random.normal(keys[2], (4, 1)), "whole": np.ones(3, np.float32)}
     x, d_y = (jax.random.normal(key, (4, 3)) for key in keys[3:])
-    expected = jax.vjp(layer, params, x, around)[1](d_y)
+    d_term = {"size": jnp.float32(0.5)}
+
+    def without_metrics(*given):
+        y, side = layer(*given)
+        return y, side.terms
+
+    expected = jax.vjp(without_metrics, params, x, around)[1]((d_y, d_term))
 
     @jax.jit
     def both_ways(params, x):
-        saved = saving_vjp(layer, params, x, around)[1]
+        saved = saving_vjp(layer, params, x, around)[2]
         shapes = [leaf.shape for leaf in saved]
         assert (4, 3) in shapes, "x"
         assert (4, 5) in shapes, "the activation"
         assert not {(3, 5), (5, 3), (4, 1)} & set(shapes), "parameters and what is around are given"
-        pull_of = saving_vjp(layer, params, jnp.zeros_like(x), around)[2]
-        return pull_of(saved)(d_y)
+        pull_of = saving_vjp(layer, params, jnp.zeros_like(x), around)[3]
+        return pull_of(saved)((d_y, d_term))
 
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
     jax.tree.map(close, both_ways(params, x)[:2], expected[:2])

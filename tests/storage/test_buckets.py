@@ -1,5 +1,7 @@
 """Paths in a bucket: what Orbax and we ask of them."""
 
+import gc
+
 import numpy as np
 import pytest
 
@@ -37,11 +39,32 @@ def test_what_is_missing_is_a_missing_file(root):
             look()
 
 
-def test_what_fails_while_it_is_written_is_not_there(root):
-    with pytest.raises(KeyError), (root / "a").open("wb") as file:  # noqa: PT012
-        file.write(b"half")
+@pytest.mark.parametrize(("mode", "half"), [("w", "half"), ("wb", b"half")])
+def test_what_fails_while_it_is_written_is_not_there(root, mode, half):
+    with pytest.raises(KeyError), (root / "a").open(mode) as file:  # noqa: PT012
+        file.write(half)
         raise KeyError
     assert not (root / "a").exists()
+
+
+@pytest.mark.parametrize(("mode", "old"), [("w", "old"), ("wb", b"old")])
+def test_what_was_refused_or_forgotten_is_not_written_later(server, root, mode, old):
+    """Nor by the garbage collector, over what was written since and while others hold locks."""
+    server.forbid_after(0)
+    refused = (root / "a").open(mode)
+    refused.write(old)
+    with pytest.raises((StorageError, UserError)):
+        refused.close()
+    server.throttle(0)
+    forgotten = (root / "a").open(mode)
+    forgotten.write(old)
+    (root / "a").write_text("new")
+    del refused, forgotten
+    gc.collect()
+    assert (root / "a").read_text() == "new"
+
+
+def test_an_object_cannot_be_appended_to(root):
     with pytest.raises(OSError, match="appended"):
         (root / "a").open("ab")
 

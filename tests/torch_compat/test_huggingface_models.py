@@ -86,7 +86,7 @@ def random_params(model):
 def save_run(path, config, params=None):
     """A run directory of jaxforge at step 3."""
     ours = setup(config)
-    state = begin(params or random_params(config.model), ours.optimizer)
+    state = begin(ours.model, params or random_params(config.model), ours.optimizer)
     run_directory.prepare(path, config)
     section = config.checkpoint.model_copy(update={"async_mode": "disabled"})
     saved = Checkpoints(path, section, ours.model.axes, config.model_dump(mode="json"))

@@ -20,12 +20,13 @@ pytestmark = pytest.mark.usefixtures("own_names")
 def plainly(config, model):
     """Cross-entropy and z-loss as a textbook has them, for JAX to differentiate."""
 
-    def loss(hidden, head, labels, scales):
-        logits = project(hidden, head)
+    def loss(params, hidden, batch, scales):
+        labels, logits = batch["labels"], project(hidden, model.head(params))
         lse = jax.nn.logsumexp(logits, axis=-1)
         label = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
         nats = jnp.sum(jnp.where(labels != IGNORE, lse - label, 0.0))
-        return scales.token * nats + scales.position * jnp.sum(lse**2)
+        weight = config.z_loss_weight * scales.position
+        return scales.token * nats + weight * jnp.sum(lse**2)
 
     return loss
 

@@ -7,7 +7,8 @@ import pytest
 
 from jaxforge.config.train import TrainConfig
 from jaxforge.data.packing import IGNORE
-from jaxforge.training.loss import Scales, Tiling, tiling, weighted_loss
+from jaxforge.side import Scales
+from jaxforge.training.loss import Tiling, tiling, weighted_loss
 
 BATCH, LENGTH, DIM, VOCAB = 2, 24, 16, 50
 SCALES = Scales(jnp.float32(0.3), jnp.float32(0.02))
@@ -63,7 +64,8 @@ def test_nats_of_each_dataset(tiles):
     members = jnp.eye(3, dtype=bool)[jnp.array([0, 0, 2, 0])]
 
     def loss(h):
-        return weighted_loss(tiles, h, head, labels, SCALES, members)
+        found = weighted_loss(tiles, h, head, labels, SCALES, members)
+        return found.value, found.by_dataset
 
     (value, nats), gradient = jax.value_and_grad(loss, has_aux=True)(hidden)
     log_p = jax.nn.log_softmax(hidden @ head.T)

@@ -1,0 +1,149 @@
+"""Chat templates: conversations to text, and which of it the assistant says.
+
+A template is a Jinja program that comes with a tokenizer. It runs in a sandbox, with the tags,
+filters and functions that `apply_chat_template` of transformers gives it; but "now" is always the
+same day, so that the same data make the same tokens.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from jaxforge.errors import UserError
+
+Message = dict[str, Any]
+"""`role`, `content`, and whatever else the template knows of."""
+
+Span = tuple[int, int]
+"""First character, and the one after the last."""
+
+_NOW = datetime(2024, 7, 26)  # that of Llama 3's templates where they have no clock
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MARKS = "\ufdd0\ufdd1"  # around what is generated; no text has them, for they are no characters
+_BETWEEN_MARKS = re.compile(f"[{_MARKS}]")
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` … `{% endgeneration %}`: what the assistant says, between `_MARKS`."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Callable[[], str]) -> str:
+        return f"{_MARKS[0]}{caller()}{_MARKS[1]}"
+
+
+class ChatTemplate:
+    """A tokenizer's chat template.
+
+    Args:
+        settings: `chat_template`, and the special tokens that it may ask for (`bos_token`).
+
+    Raises:
+        UserError: it is no Jinja template.
+    """
+
+    def __init__(self, settings: Mapping[str, str]) -> None:
+        source, self._tokens = settings["chat_template"], dict(settings)
+        del self._tokens["chat_template"]
+        self._has_marks = bool(_GENERATION.search(source))
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals.update(raise_exception=_refuse, strftime_now=_NOW.strftime)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise UserError(
+                f"the tokenizer's chat template, line {error.lineno}: {error.message}"
+            ) from error
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        first: int = 0,
+        options: Mapping[str, object] = MappingProxyType({}),
+    ) -> tuple[str, list[Span]]:
+        """The text of a conversation, and what of it the assistant says.
+
+        What the template puts between `{% generation %}` and `{% endgeneration %}` is said by the
+        assistant. Where it has no such tags, or `first` is not 0, it is what an assistant's message
+        adds to the conversation before it with `add_generation_prompt`, end of turn included.
+
+        Args:
+            messages: in order.
+            first: messages before this one count as said by others.
+            options: `tools` and other variables of the template.
+
+        Raises:
+            ValueError: the template refuses the messages, or its text of a conversation does not
+                begin with its text of the conversation's beginning.
+        """
+        if any(_BETWEEN_MARKS.search(message["content"]) for message in messages):
+            raise ValueError("it holds U+FDD0 or U+FDD1, which are no characters")
+        if self._has_marks and not first:
+            return _unmark(self._text(messages, options))
+        text = _unmark(self._text(messages, options))[0]
+        spans = []
+        for i, message in enumerate(messages):
+            if i >= first and message["role"] == "assistant":
+                spans.append(self._span(messages, i, text, options))
+        return text, spans
+
+    def _span(
+        self, messages: Sequence[Message], i: int, text: str, options: Mapping[str, object]
+    ) -> Span:
+        """Where message `i` stands."""
+        before = self._text(messages[:i], {**options, "add_generation_prompt": True})
+        until = self._text(messages[: i + 1], options) if i + 1 < len(messages) else text
+        before, until = (_unmark(part)[0] for part in (before, until))
+        if not (text.startswith(until) and until.startswith(before)):
+            raise ValueError(
+                f"the chat template writes message {i + 1} in another way when more follows, so "
+                "that what the assistant says cannot be told: mark it in the template with "
+                "{% generation %}, or give each turn as a prompt and a completion"
+            )
+        return len(before), len(until)
+
+    def _text(self, messages: Sequence[Message], options: Mapping[str, object]) -> str:
+        variables = {"add_generation_prompt": False, "tools": None, "documents": None}
+        try:
+            return self._template.render(
+                {**self._tokens, **variables, **options, "messages": list(messages)}
+            )
+        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError,
+                TypeError, ValueError) as error:  # fmt: skip
+            raise ValueError(f"the chat template cannot write it: {error}") from error
+
+
+def _unmark(text: str) -> tuple[str, list[Span]]:
+    """`text` without marks, and where they were."""
+    parts = _BETWEEN_MARKS.split(text)
+    ends = [0]
+    for part in parts:
+        ends.append(ends[-1] + len(part))
+    return "".join(parts), list(pairwise(ends))[1::2]
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: object, **options: Any) -> str:  # noqa: ANN401
+    """As Python writes it: Jinja's own escapes what HTML would take for tags."""
+    return json.dumps(value, **{"ensure_ascii": False, **options})

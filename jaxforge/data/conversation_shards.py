@@ -1,0 +1,125 @@
+"""Shards of conversations, read as windows of whole ones.
+
+Index spaces, beside those of `tokens`:
+    conversation: number in the directory, in the order of `manifest.LENGTHS`.
+    window: S + 1 entries (`packing`): conversations that fit together, and padding.
+
+Which conversations share a window depends on their lengths and S alone.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxforge import storage
+from jaxforge.config.data import Overlong
+from jaxforge.data.manifest import FILE_NAME, LENGTHS, Manifest
+from jaxforge.data.packing import Packed, fill_window
+from jaxforge.data.tokens import TokenFiles
+from jaxforge.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+class ConversationShards(TokenFiles):
+    """The windows of a directory of conversations that `prepare` made.
+
+    Args:
+        directory: as of `TokenFiles`.
+        pattern: likewise.
+        seq_len: S; a window holds S + 1 entries.
+        overlong: `data.overlong`.
+        options: as of `TokenFiles`.
+
+    Raises:
+        UserError: as `TokenFiles`; or lengths and shards are not of one another, or no conversation
+            fits.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        pattern: str,
+        seq_len: int,
+        overlong: Overlong,
+        **options: Any,  # noqa: ANN401
+    ) -> None:
+        super().__init__(directory, pattern, **options)
+        assert self.manifest is not None
+        self.window = seq_len + 1
+        lengths = _read_lengths(self.directory, self.manifest)
+        self._file, self._start, lengths = self._places(self.manifest, lengths)
+        self._packed = Packed(lengths, self.window, overlong)
+        if not len(self):
+            raise UserError(f"{self.directory}: {self._packed.in_words}; raise train.seq_len")
+        log.info(
+            "%s: %s conversations in %s sequences, which are %.1f%% full",
+            self.directory, f"{len(lengths):,}", f"{len(self):,}", 100 * self._packed.fill,
+        )  # fmt: skip
+        if self._packed.overlong:
+            log.warning("%s: %s", self.directory, self._packed.in_words)
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    def __getitem__(self, index: int) -> Int[np.ndarray, "S+1"]:
+        """Window `index`, int32 [S + 1]."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        return self.batch([index])[0]
+
+    def batch(self, indices: Sequence[int]) -> Int[np.ndarray, "n S+1"]:
+        """The windows `indices`, all below `len(self)`, int32 [n, S + 1]."""
+        pieces = [[self._piece(i) for i in self._packed[index]] for index in indices]
+        return np.stack([fill_window([*map(np.asarray, row)], self.window) for row in pieces])
+
+    def __repr__(self) -> str:
+        windows = f"{len(self)} windows of {self.window} entries"
+        return f"ConversationShards({str(self.directory)!r}: {windows})"
+
+    def _piece(self, conversation: int) -> Any:  # noqa: ANN401
+        file, start = int(self._file[conversation]), int(self._start[conversation])
+        return self.piece(file, start, start + int(self._packed.lengths[conversation]))
+
+    def _places(
+        self, manifest: Manifest, lengths: Int[np.ndarray, "n"]
+    ) -> tuple[Int[np.ndarray, "n"], Int[np.ndarray, "n"], Int[np.ndarray, "n"]]:
+        """File, place in it and length of each conversation of the files that are read."""
+        numbers = {file.path.name: number for number, file in enumerate(self.files)}
+        ends = np.cumsum([shard.tokens for shard in manifest.shards])
+        starts = np.cumsum(lengths) - lengths
+        shard = np.searchsorted(ends, starts, side="right")
+        number_of = np.array([numbers.get(shard.file, -1) for shard in manifest.shards])
+        files, starts = number_of[shard], starts - (ends[shard] - np.diff(ends, prepend=0)[shard])
+        read = files >= 0
+        return files[read], starts[read], lengths[read]
+
+
+def _read_lengths(directory: Path, manifest: Manifest) -> Int[np.ndarray, "n"]:
+    """Entries of each conversation, int64."""
+    path = directory / LENGTHS
+    try:
+        lengths = np.frombuffer(path.read_bytes(), "<u4").astype(np.int64)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}; copy or prepare it again") from error
+    if (len(lengths), lengths.sum()) != (manifest.documents, manifest.tokens):
+        raise UserError(
+            f"{path} has {len(lengths)} conversations of {lengths.sum()} tokens where {FILE_NAME} "
+            f"says {manifest.documents} of {manifest.tokens}; copy or prepare it again"
+        )
+    return lengths
+
+
+def holds_conversations(directory: str | Path, key: str) -> bool:
+    """Whether the shards of a directory are of conversations.
+
+    Raises:
+        UserError: its manifest cannot be read.
+    """
+    path = storage.path(directory, key)
+    manifest = Manifest.read(path) if path.is_dir() else None
+    return manifest is not None and manifest.conversations

@@ -1,0 +1,30 @@
+"""Conversations are read from a bucket as they are from a disk."""
+
+import numpy as np
+
+from jaxforge import storage
+from jaxforge.data.conversation_shards import ConversationShards, holds_conversations
+from jaxforge.data.packing import FIRST, UNLEARNED
+from jaxforge.data.writer import ShardWriter
+
+
+def test_windows_of_a_bucket_are_those_of_a_disk(bucket, tmp_path):
+    rng = np.random.default_rng(0)
+    with ShardWriter(
+        tmp_path / "train", vocab_size=99, dtype="uint32", shard_tokens=80, conversations=True
+    ) as writer:
+        for _ in range(30):
+            entries = rng.integers(0, 99, rng.integers(2, 20), np.uint32)
+            entries[0] |= FIRST | UNLEARNED
+            writer.add(entries, documents=1)
+        writer.finish(eos_id=0, tokenizer="x", tokenizer_sha256="y")
+    there = storage.path(f"{bucket}/train")
+    for path in (tmp_path / "train").iterdir():
+        (there / path.name).write_bytes(path.read_bytes())
+    assert holds_conversations(there, "data.dataset_path")
+    here, copied = (
+        ConversationShards(place, "*.npy", 32, "truncate", vocab_size=99)
+        for place in (tmp_path / "train", there)
+    )
+    indices = range(len(here))
+    np.testing.assert_array_equal(here.batch(indices), copied.batch(indices))
