@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxforge.model.scoring import PLAIN, Scoring
+from jaxforge.model.scoring import PLAIN, Scoring, soft_cap_slope
 
 _BLOCKS = 8  # blocks a sequence: of what is computed, a sixteenth is masked
 _SMALLEST = 32  # queries: below it, products are too small to be fast
@@ -110,7 +110,7 @@ def _differentiate(
         d_weights = _product("bkrh,bkth->bkrt", d_out_block, values)
         d_scores = weights * (d_weights - delta[:, :, block.rows]) * scale
         if scoring.softcap is not None:
-            d_scores *= scoring.slope(scores)
+            d_scores *= soft_cap_slope(scores, scoring.softcap)
         d_scores = d_scores.astype(dtype)
         d_queries.append(_product("bkrt,bkth->bkrh", d_scores, keys))
         others = (block.keys.start, k.shape[1] - block.keys.stop)

@@ -1,4 +1,4 @@
-"""What becomes of the products of queries and keys before the softmax."""
+"""What becomes of the products of queries and keys before the softmax; soft caps of any logits."""
 
 from typing import NamedTuple
 
@@ -23,12 +23,18 @@ class Scoring(NamedTuple):
 
     def capped(self, scores: Float[Array, "..."]) -> Float[Array, "..."]:
         """Scores, given scaled products."""
-        return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
-
-    def slope(self, capped: Float[Array, "..."]) -> Float[Array, "..."]:
-        """The derivative of `capped`, from what it gave."""
-        return 1 - (capped / self.softcap) ** 2 if self.softcap else jnp.ones_like(capped)
+        return soft_cap(scores, self.softcap)
 
 
 PLAIN = Scoring()
 """1 / √h, without a cap."""
+
+
+def soft_cap(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
+    """Gives cap · tanh(x / cap), which lies between -cap and cap; None leaves x as it is."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def soft_cap_slope(capped: Float[Array, "..."], cap: float) -> Float[Array, "..."]:
+    """The derivative of `soft_cap`, from what it gave; of -inf, which nothing gives, 0."""
+    return 1 - (jnp.maximum(capped, -cap) / cap) ** 2

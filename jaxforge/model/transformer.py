@@ -32,6 +32,7 @@ from jaxforge.model.mlp import MLP
 from jaxforge.model.norm import LayerNorm, RMSNorm, norm_of
 from jaxforge.model.plan import LayerKind, LayerPlan, plan_of
 from jaxforge.model.rope import rotations
+from jaxforge.model.scoring import soft_cap
 from jaxforge.parallel.mesh import STAGES
 from jaxforge.parallel.sharding import automatic_axes, constrain, gathered
 from jaxforge.parallel.stages import Stack, in_turn
@@ -438,11 +439,6 @@ def project(hidden: Float[Array, "*t d"], head_VD: Float[Array, "v d"]) -> Float
         preferred_element_type=jnp.float32,
     )
     return constrain(logits, "batch", *(None,) * (logits.ndim - 2), "vocab")
-
-
-def soft_cap(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
-    """The soft cap cap · tanh(x / cap), between -cap and cap; None leaves x as it is."""
-    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def parameter_count(abstract: PyTree) -> int:

@@ -30,7 +30,8 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxforge.config.train import TrainConfig
 from jaxforge.data.packing import IGNORE
-from jaxforge.model.transformer import Model, project, soft_cap
+from jaxforge.model.scoring import soft_cap, soft_cap_slope
+from jaxforge.model.transformer import Model, project
 from jaxforge.parallel.sharding import (
     constrain,
     gathered,
@@ -322,13 +323,13 @@ def _d_logits(
 ) -> Array:
     """The gradient of some logits [t, v] of a tile, in the dtype of its hidden states.
 
-    That of what was capped: logits are cap · tanh(z / cap), and d z = d logits (1 - (logits/cap)²).
+    Where they are capped, it is that of what was capped; the logits of padding are -inf.
     """
     label_scale = jnp.where(tile.valid, scales.token, 0.0)[:, None]
     all_scale = label_scale + jnp.where(tile.real, scales.position, 0.0)[:, None] * 2 * lse_T1
     gradient = all_scale * jnp.exp(logits - lse_T1) - jnp.where(is_label, label_scale, 0.0)
-    if softcap is not None:  # the logits of padding, -inf, have no gradient
-        gradient *= 1 - (jnp.maximum(logits, -softcap) / softcap) ** 2
+    if softcap is not None:
+        gradient *= soft_cap_slope(logits, softcap)
     return gradient.astype(tile.hidden.dtype)
 
 

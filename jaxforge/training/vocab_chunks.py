@@ -5,7 +5,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxforge.model.transformer import project, soft_cap
+from jaxforge.model.scoring import soft_cap
+from jaxforge.model.transformer import project
 from jaxforge.parallel.sharding import first_index, size_per_device
 
 
