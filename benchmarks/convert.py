@@ -26,8 +26,8 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.load import make_config
 from jaxforge.training.progress import Progress
 from torch_compat import dcp_state, dcp_writer
+from torch_compat.dialects import DIALECTS
 from torch_compat.lazy import Index, Lazy, extent
-from torch_compat.names import DIALECTS
 from torch_compat.staging import Share, Staging
 from torch_compat.state import Held, wanted
 

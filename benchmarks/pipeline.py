@@ -103,7 +103,7 @@ def rolled_gradients(
 
         def leave(total: Array, of_one: tuple[Array, Array]) -> tuple[Array, None]:
             hidden, labels = model.finish(params, of_one[0]), of_one[1]
-            tiles = tiles_of(train, labels, model.head(params), model.how.tile)
+            tiles = tiles_of(train, labels, model.head(params), model)
             scales = Scales(jnp.float32(1 / batch["labels"].size), 0.0)
             loss = weighted_loss(tiles, hidden, model.head(params), labels, scales)
             return total + loss.value, None

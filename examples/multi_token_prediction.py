@@ -54,7 +54,7 @@ def next_two_tokens(config: TrainConfig, model: Model) -> LossFunction:
         after_BS = jnp.pad(labels_BS[:, 1:], ((0, 0), (0, 1)), constant_values=IGNORE)
         after_BS = jnp.where(labels_BS == IGNORE, IGNORE, after_BS)  # of another document, perhaps
         matrix_DD = params["after_next"]["weight"].astype(hidden_BSD.dtype)
-        tiles = tiles_of(config, labels_BS, head_VD, model.how.tile)
+        tiles = tiles_of(config, labels_BS, head_VD, model)
         one = functools.partial(weighted_loss, tiles)
         weighted = scales._replace(token=WEIGHT * scales.token, position=0.0)
         ahead = one(hidden_BSD @ matrix_DD.T, head_VD, after_BS, weighted)

@@ -12,6 +12,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding
 
 from jaxforge.config.job import JobConfig
+from jaxforge.config.model import RopeScaling
 from jaxforge.model import attention_backends
 from jaxforge.model.transformer import Model, Params, build_model
 from jaxforge.optim.optimizer import build_optimizer
@@ -20,6 +21,20 @@ from jaxforge.parallel.sharding import batch_sharding
 from jaxforge.training.progress import Progress
 from jaxforge.training.state import TrainState, abstract_state, begin, state_shardings
 from jaxforge.training.step import Controls, make_train_step
+
+EVERY_OPTION = {
+    "norm_placement": "sandwich", "norm_unit_offset": True, "qk_norm": True,
+    "qk_norm_scope": "projection", "qkv_bias": True, "o_bias": True, "mlp_bias": True,
+    "gated_mlp": True, "activation": "gelu_tanh", "attention_scale": 0.3,
+    "attn_logit_softcap": 5.0, "final_logit_softcap": 3.0, "embedding_multiplier": 4.0,
+    "residual_multiplier": 0.5, "logits_scaling": 2.0, "partial_rotary_factor": 0.5,
+    "rope_scaling": RopeScaling(rope_type="yarn", original_max_seq_len=16),
+}  # fmt: skip
+"""Keys of `[model]` that families of transformers need; what they exclude is in `LEARNED`."""
+LEARNED = {
+    "position_embedding": "learned", "norm_type": "layernorm", "norm_placement": "post",
+    "parallel_residual": True, "activation": "gelu", "mlp_bias": True,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(eq=False)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxforge import inference
+from jaxforge.config.model import ModelConfig
 from jaxforge.data.loader import open_training_data
 from jaxforge.model.transformer import Model, build_model
 from jaxforge.optim.optimizer import build_optimizer, learning_rate
@@ -120,6 +121,8 @@ def test_what_the_page_registers_can_be_built():
 
 class _Single:
     """As much of a model as the loss asks for."""
+
+    config = ModelConfig()
 
     class stack:
         stages = 1

@@ -21,12 +21,12 @@ from torch_compat.checkpoints import Found
 from torch_compat.compare import check_written
 from torch_compat.dcp_export import DcpExport, point_latest
 from torch_compat.dcp_state import Options
+from torch_compat.dialects import DIALECTS
+from torch_compat.families import FAMILIES
 from torch_compat.files import Directory
 from torch_compat.fits import check_fits, unseen
 from torch_compat.identity import check_unchanged, files_of, identity
 from torch_compat.lazy import DTYPES, Lazy
-from torch_compat.names import DIALECTS
-from torch_compat.names.huggingface import FAMILIES
 from torch_compat.staging import Share, Staging, Unit, naming_failure
 from torch_compat.state import Held, Wanted, wanted
 from torch_compat.workers import Workers
@@ -297,7 +297,7 @@ class Export:
 
     def _dialect(self, config: JobConfig) -> str:
         if self.to == "hf":
-            return FAMILIES[hf_config.family_of(config.model, self.dialect)].name
+            return FAMILIES[hf_config.family_of(config.model, self.dialect)].dialect.name
         return self.dialect or "kempnerforge"
 
     def _target(self, held: Held, declared: Wanted) -> Path:

@@ -15,9 +15,9 @@ from torch_compat import dcp_state, dcp_writer, place, stages, torch_zip
 from torch_compat.compare import check_written
 from torch_compat.dcp_reader import open_dcp
 from torch_compat.dcp_writer import Entry
+from torch_compat.dialects import DIALECTS
 from torch_compat.files import Directory
 from torch_compat.lazy import Lazy
-from torch_compat.names import DIALECTS
 from torch_compat.names.kempnerforge import LACKS
 from torch_compat.staging import Unit
 from torch_compat.state import Held, Wanted

@@ -11,8 +11,8 @@ from jaxforge.errors import UserError
 from torch_compat import optimizer_state, place
 from torch_compat.dcp_reader import Dcp
 from torch_compat.dcp_writer import Entry
+from torch_compat.dialects import DIALECTS
 from torch_compat.lazy import Lazy, number, of_array, zeros
-from torch_compat.names import DIALECTS
 from torch_compat.names.table import EMBEDDING, HEAD, Dialect, detect, strip_wrappers
 from torch_compat.optimizer_state import MAIN_KEYS, STEP, WEIGHT_SUM, kind_of
 from torch_compat.state import Held, Wanted, in_all_layers

@@ -11,12 +11,13 @@ from jaxforge.config.load import make_config
 from jaxforge.config.model import ModelConfig
 from torch_compat import safetensors
 from torch_compat.dcp_state import Options
+from torch_compat.dialects import DIALECTS
+from torch_compat.families import FAMILIES
 from torch_compat.files import Directory, sync
+from torch_compat.fits import UNSEEN
 from torch_compat.hf_config import CONFIG, config_json, family_of, model_table
 from torch_compat.lazy import Lazy
 from torch_compat.limits import load_json
-from torch_compat.names import DIALECTS
-from torch_compat.names.huggingface import FAMILIES
 from torch_compat.staging import Unit
 from torch_compat.state import Held, Wanted
 from torch_compat.translation import Translation, translate
@@ -25,8 +26,6 @@ _SETTINGS = "tokenizer_config.json"
 _TOKENIZER = ("tokenizer.json", _SETTINGS, "special_tokens_map.json",
               "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")  # fmt: skip
 _GENERATION = "generation_config.json"
-# Keys of [model] that the shapes of the weights do not tell.
-_UNSEEN = ("n_heads", "kv_heads", "norm_eps", "rope_theta", "rope_scaling")
 
 
 def is_hf(directory: Directory) -> bool:
@@ -60,8 +59,11 @@ def read(directory: Directory, wanted: Wanted, options: Options) -> Held:
     """
     config, model = _config(directory), wanted.config.model
     differences = tuple(_differences(config, model, f"{directory}/{CONFIG}"))
-    dialect = DIALECTS[options.dialect] if options.dialect else FAMILIES[config["model_type"]]
-    tensors = safetensors.open_directory(directory)
+    dialect = (
+        DIALECTS[options.dialect] if options.dialect else FAMILIES[config["model_type"]].dialect
+    )
+    found = safetensors.open_directory(directory)
+    tensors = {dialect.current(key): tensor for key, tensor in found.items()}
     into = Translation(dialect, model, options.resize_vocab, str(directory))
     return Held(translate(tensors, wanted.params, into), dialect=dialect.name, notes=differences)
 
@@ -90,7 +92,11 @@ def notes(dialect: str, tokenizer: Path | None) -> Iterator[str]:
         dialect: the name of its family's dialect.
         tokenizer: the run's tokenizer.
     """
-    if dialect != FAMILIES["qwen2"].name or tokenizer is None or not _is_huggingface(tokenizer):
+    if (
+        dialect != FAMILIES["qwen2"].dialect.name
+        or tokenizer is None
+        or not _is_huggingface(tokenizer)
+    ):
         return
     if not _settings(tokenizer).get("tokenizer_class", "").startswith("Qwen2Tokenizer"):
         yield (
@@ -124,7 +130,7 @@ def units(
         UserError: no family has what the model has.
     """
     family = family_of(config.model, dialect)
-    tensors = FAMILIES[family].to_theirs(held.params, config.model)
+    tensors = FAMILIES[family].dialect.to_theirs(held.params, config.model)
     made, index = safetensors.units(tensors, directory, largest, block)
     eos_id = _eos_id(tokenizer)
     documents = {
@@ -142,8 +148,8 @@ def _config(directory: Directory) -> dict[str, Any]:
 
 def _differences(config: Mapping[str, Any], model: ModelConfig, where: str) -> Iterator[str]:
     theirs = make_config({"model": model_table(config, where)}, source=where).model
-    for key in (*_UNSEEN, "qk_norm_eps") if model.qk_norm else _UNSEEN:
-        if getattr(theirs, key) != getattr(model, key):
+    for key in UNSEEN:
+        if (key != "qk_norm_eps" or model.qk_norm) and getattr(theirs, key) != getattr(model, key):
             yield (
                 f"{CONFIG} has {key} = {getattr(theirs, key)} and [model] {getattr(model, key)}: "
                 "the weights were trained with the former"

@@ -6,9 +6,9 @@ from typing import Any
 from jaxforge import storage
 from torch_compat import dcp_state, orbax_store, place, safetensors
 from torch_compat.checkpoints import Found
+from torch_compat.families import FAMILIES
 from torch_compat.hf_state import read_config
 from torch_compat.lazy import Lazy
-from torch_compat.names.huggingface import FAMILIES
 from torch_compat.optimizer_state import KINDS, settings_of
 
 
@@ -48,7 +48,7 @@ def _dcp(found: Found) -> dict[str, Any]:
 def _hf(found: Found) -> dict[str, Any]:
     table, family = read_config(found.directory)
     tensors = safetensors.open_directory(found.directory).values()
-    return {"dialect": FAMILIES[family].name, "parameters": _count(tensors), "model": table}
+    return {"dialect": FAMILIES[family].dialect.name, "parameters": _count(tensors), "model": table}
 
 
 def _jaxforge(found: Found) -> dict[str, Any]:

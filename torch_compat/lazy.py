@@ -190,6 +190,25 @@ def stack(tensors: Sequence[Lazy]) -> Lazy:
     return Lazy((len(tensors), *first.shape), first.dtype, read, first.source)
 
 
+def interleaved(tensors: Sequence[Lazy], places: Sequence[np.ndarray]) -> Lazy:
+    """Rows of several tensors of one dtype in one: row i of tensor t becomes row `places[t][i]`."""
+    first, n_rows = tensors[0], sum(map(len, places))
+    owner, row = np.empty(n_rows, np.int64), np.empty(n_rows, np.int64)
+    for number, of_tensor in enumerate(places):
+        owner[of_tensor], row[of_tensor] = number, np.arange(len(of_tensor))
+
+    def read(index: Index) -> np.ndarray:
+        out = np.empty(extent(index), first.dtype)
+        owners, rows = owner[index[0]], row[index[0]]
+        for number, tensor in enumerate(tensors):
+            if (mine := owners == number).any():
+                wanted = tensor.rows(rows[mine])
+                out[mine] = wanted.read((slice(0, wanted.shape[0]), *index[1:]))
+        return out
+
+    return Lazy((n_rows, *first.shape[1:]), first.dtype, read, first.source)
+
+
 def is_shape(sizes: Sequence[Any], itemsize: int) -> bool:
     """Whether NumPy has arrays of these sizes, which a file may claim."""
     fits = (type(n) is int and 0 <= n < 2**63 for n in sizes)

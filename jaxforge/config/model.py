@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from jaxforge.config.section import Section
 from jaxforge.registry import Registry
@@ -15,20 +15,38 @@ MODELS = Registry("model.model_type", "transformer")
 
 
 class RopeScaling(Section):
-    """`[model.rope_scaling]`: Llama 3's stretching of the rotary frequencies to longer contexts."""
+    """`[model.rope_scaling]`: stretches rotary positions to longer contexts."""
 
+    rope_type: Literal["llama3", "linear", "dynamic", "yarn", "longrope"] = "llama3"
+    """llama3: Llama 3.1's. linear: every wavelength * factor. dynamic (NTK-aware): the base grows
+    with sequences over original_max_seq_len. yarn and longrope: of their papers."""
     factor: PositiveFloat = 8.0
     """How many times longer the context gets."""
     low_freq_factor: PositiveFloat = 1.0
-    """Wavelengths over original_max_seq_len / this are stretched by the whole factor."""
+    """llama3: wavelengths over original_max_seq_len / this are stretched by the whole factor."""
     high_freq_factor: PositiveFloat = 4.0
-    """Wavelengths under original_max_seq_len / this stay as they are."""
+    """llama3: wavelengths under original_max_seq_len / this stay as they are."""
     original_max_seq_len: PositiveInt = 8192
-    """Context length before the stretching, tokens."""
+    """Context length before the stretching, tokens; linear does not look at it."""
+    attention_factor: PositiveFloat | None = None
+    """yarn, longrope: multiplies rotated queries and keys; not set: as their papers have it."""
+    beta_fast: PositiveFloat = 32.0
+    """yarn: channels that turn more often than this in the original context stay as they are."""
+    beta_slow: PositiveFloat = 1.0
+    """yarn: channels that turn less often than this are stretched by the whole factor."""
+    truncate: bool = True
+    """yarn: whole channels bound what is between the two."""
+    short_factor: tuple[PositiveFloat, ...] = ()
+    """longrope: stretches the wavelength of each pair of channels, in sequences of up to
+    original_max_seq_len tokens."""
+    long_factor: tuple[PositiveFloat, ...] = ()
+    """longrope: the same, in longer sequences."""
 
     def problems(self) -> Iterator[str]:
         """Yields the broken rules between the keys of this table."""
-        if self.low_freq_factor >= self.high_freq_factor:
+        if self.rope_type == "yarn" and self.beta_slow >= self.beta_fast:
+            yield f"beta_slow = {self.beta_slow} must be less than beta_fast = {self.beta_fast}"
+        if self.rope_type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             yield (
                 f"low_freq_factor = {self.low_freq_factor} must be less than "
                 f"high_freq_factor = {self.high_freq_factor}"
@@ -50,6 +68,12 @@ class ModelConfig(Section):
     """Width of one head; not set means dim / n_heads."""
     qkv_bias: bool = False
     """Add a bias to queries, keys and values, as Qwen2 does."""
+    o_bias: bool = False
+    """Add a bias to the output projection of attention."""
+    attention_scale: PositiveFloat | None = None
+    """Multiplies attention scores; not set means 1 / sqrt(head width)."""
+    attn_logit_softcap: PositiveFloat | None = None
+    """Attention scores s become cap * tanh(s / cap), as in Gemma 2."""
     vocab_size: PositiveInt = 32000
     """Number of token ids."""
     ffn_dim_multiplier: PositiveFloat = 1.0
@@ -57,17 +81,40 @@ class ModelConfig(Section):
     ffn_hidden_dim: PositiveInt | None = None
     """Feed-forward width, instead of the computed one."""
     norm_type: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Normalisation before attention, feed-forward and head."""
+    """Normalisation around attention and feed-forward, and before the head."""
     norm_eps: PositiveFloat = 1e-5
     """Added to the variance in norms."""
-    activation: Literal["silu", "gelu", "relu"] = "silu"
-    """silu is gated (SwiGLU, three matrices); gelu (exact) and relu have two."""
+    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
+    """Norms before attention and feed-forward, after them (OLMo 2), or on both sides (Gemma 2)."""
+    norm_unit_offset: bool = False
+    """RMSNorm multiplies by 1 + weight, as in Gemma, and weights begin at 0."""
+    parallel_residual: bool = False
+    """Attention and feed-forward both read the input of the block, as in GPT-NeoX."""
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    """Non-linearity of the feed-forward: gelu is exact, gelu_tanh its approximation by tanh."""
+    gated_mlp: bool | None = None
+    """Multiply by a gate, with three matrices (SwiGLU, GeGLU), not two; not set means that silu is
+    gated and others are not."""
+    mlp_bias: bool = False
+    """Add a bias to every matrix of the feed-forward."""
+    embedding_multiplier: PositiveFloat = 1.0
+    """Multiplies embeddings: sqrt(dim) in Gemma."""
+    residual_multiplier: PositiveFloat = 1.0
+    """Multiplies what attention and feed-forward add to the residual stream, as in Granite."""
+    logits_scaling: PositiveFloat = 1.0
+    """Divides final logits, as in Granite."""
+    final_logit_softcap: PositiveFloat | None = None
+    """Final logits z become cap * tanh(z / cap), as in Gemma 2."""
     max_seq_len: PositiveInt = 2048
     """Longest sequence that the position table covers, tokens."""
+    position_embedding: Literal["rotary", "learned"] = "rotary"
+    """How positions are told: rotary embeddings, or a table that is added to the embeddings."""
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of a head's channels that rotary positions turn, the first ones."""
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary position frequencies."""
     rope_scaling: RopeScaling | None = None
-    """Stretches rotary positions to longer contexts as Llama 3 does."""
+    """Stretches rotary positions to longer contexts."""
     sliding_window: PositiveInt | None = None
     """Tokens that a token sees in layers of sliding attention, itself included."""
     attention_pattern: tuple[Literal["full", "sliding"], ...] = ()
@@ -81,7 +128,9 @@ class ModelConfig(Section):
     tie_embeddings: bool = False
     """Use the embedding matrix as the output head as well."""
     qk_norm: bool = False
-    """RMSNorm of queries and keys per head, before the rotary embedding."""
+    """RMSNorm of queries and keys, before the rotary embedding."""
+    qk_norm_scope: Literal["head", "projection"] = "head"
+    """What qk_norm normalises: each head, or all heads of a token at once (OLMo 2)."""
     qk_norm_eps: PositiveFloat = 1e-5
     """Added to the variance in the norms of queries and keys, whatever norm_eps is."""
     init_std: NonNegativeFloat = 0.02
@@ -138,11 +187,32 @@ class ModelConfig(Section):
         return 256 * math.ceil(int(4 * self.dim * (2 / 3) * self.ffn_dim_multiplier) / 256)
 
     @property
+    def rotary_size(self) -> int:
+        """Channels of a head that rotary positions turn."""
+        return int(self.head_size * self.partial_rotary_factor)
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the feed-forward has a gate."""
+        return self.activation == "silu" if self.gated_mlp is None else self.gated_mlp
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """Tokens that a token sees in each layer, itself included; None: all up to itself."""
         pattern = itertools.cycle(self.attention_pattern or ("sliding",))
         kinds = itertools.islice(pattern, self.n_layers)
         return tuple(self.sliding_window if kind == "sliding" else None for kind in kinds)
+
+    @property
+    def ropes(self) -> tuple[tuple[float, RopeScaling | None] | None, ...]:
+        """Base and scaling of each layer's rotary positions; None: it has none."""
+        turns = itertools.cycle(self.rope_pattern or (self.position_embedding == "rotary",))
+        full, local = (self.rope_theta, self.rope_scaling), self.local_rope_theta
+        sliding = full if local is None else (local, None)
+        of_layers = zip(self.windows, turns, strict=False)
+        return tuple(
+            (full if window is None else sliding) if turn else None for window, turn in of_layers
+        )
 
     @property
     def is_moe(self) -> bool:
@@ -155,17 +225,50 @@ class ModelConfig(Section):
             yield (
                 f"dim = {self.dim} must be a multiple of n_heads = {self.n_heads}; or set head_dim"
             )
-        elif self.head_size % 2:
+        elif self.position_embedding == "rotary":
+            yield from self._rotary_problems()
+        else:
+            yield from self._unused_rotary_keys()
+        if self.n_heads % self.kv_heads:
+            yield f"n_heads = {self.n_heads} must be a multiple of n_kv_heads = {self.kv_heads}"
+        if self.norm_unit_offset and self.norm_type != "rmsnorm":
+            yield f'norm_unit_offset = true is for norm_type = "rmsnorm", not "{self.norm_type}"'
+        if self.qk_norm_scope != "head" and not self.qk_norm:
+            yield f'qk_norm_scope = "{self.qk_norm_scope}" has no effect without qk_norm = true'
+        yield from self._window_problems()
+        if self.is_moe:
+            yield from self._expert_problems()
+
+    def _rotary_problems(self) -> Iterator[str]:
+        scaling, size = self.rope_scaling, self.rotary_size
+        if self.partial_rotary_factor < 1 and (size % 2 or not size):
+            yield (
+                f"partial_rotary_factor = {self.partial_rotary_factor} turns {size} of "
+                f"{self.head_size} channels, which must be even and above 0: they are paired"
+            )
+        elif size % 2:
             share = f"dim / n_heads = {self.dim} / {self.n_heads}"
             yield (
                 f"{'head_dim' if self.head_dim else share} = {self.head_size} must be even: "
                 "rotary positions pair the two halves of a head"
             )
-        if self.n_heads % self.kv_heads:
-            yield f"n_heads = {self.n_heads} must be a multiple of n_kv_heads = {self.kv_heads}"
-        yield from self._window_problems()
-        if self.is_moe:
-            yield from self._expert_problems()
+        if scaling is None:
+            return
+        for key in ("short_factor", "long_factor") if scaling.rope_type == "longrope" else ():
+            if len(getattr(scaling, key)) != size // 2:
+                yield (
+                    f"rope_scaling.{key} has {len(getattr(scaling, key))} numbers, and there are "
+                    f"{size // 2} pairs of channels"
+                )
+        if scaling.rope_type == "yarn" and self.rope_theta <= 1:
+            yield f'rope_theta = {self.rope_theta} must be over 1 with rope_type = "yarn"'
+
+    def _unused_rotary_keys(self) -> Iterator[str]:
+        keys = ("rope_scaling", "rope_pattern", "local_rope_theta", "partial_rotary_factor")
+        plain = type(self).model_fields
+        for key in keys:
+            if getattr(self, key) != plain[key].default:
+                yield f'{key} has no effect with position_embedding = "learned": leave it out'
 
     def _window_problems(self) -> Iterator[str]:
         has_sliding = "sliding" in self.attention_pattern

@@ -281,6 +281,18 @@ def pipeline_has_no_experts(config: JobConfig, mesh: Mesh) -> Iterator[str]:
         )
 
 
+def stages_with_biases_have_as_many_layers(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """A stage with a layer less has zeros in its place, which a bias at its end would learn."""
+    model, parts = config.model, mesh["pp"] * config.distributed.chunks
+    after = model.norm_type == "layernorm" and model.norm_placement != "pre"
+    if mesh["pp"] > 1 and model.n_layers % parts and (model.o_bias or model.mlp_bias or after):
+        what = "a layernorm after its parts" if after else "model.o_bias or mlp_bias"
+        yield (
+            f"model.n_layers = {model.n_layers} must be a multiple of {parts} pipeline stages in a "
+            f"model with {what}: change it to {_round_up(model.n_layers, parts)}, or distributed.pp"
+        )
+
+
 def experts_divide_by_ep(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Expert-parallel ranks have as many experts each, and there are experts."""
     if mesh["ep"] > 1 and not config.model.is_moe:
@@ -329,6 +341,7 @@ RULES: tuple[Rule, ...] = (
     every_stage_has_layers,
     microbatches_fill_the_pipeline,
     pipeline_has_no_experts,
+    stages_with_biases_have_as_many_layers,
     experts_divide_by_ep,
     fp8_has_no_tp,
     schedule_free_has_no_schedule,

@@ -46,7 +46,8 @@ class Section(BaseModel):
     @classmethod
     def _read_leniently(cls, value: object, info: ValidationInfo) -> object:
         annotation = cls.model_fields[info.field_name or ""].annotation
-        if isinstance(value, bool) and annotation is not bool:  # pydantic reads True as 1
+        kinds = (annotation, *get_args(annotation))
+        if isinstance(value, bool) and bool not in kinds:  # pydantic reads True as 1
             raise PydanticCustomError("no_bool", "true and false are no values of this key")
         if _is_list(annotation) and not isinstance(value, list | tuple):
             return (value,)

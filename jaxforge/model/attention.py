@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxforge.config.model import ModelConfig
-from jaxforge.model.attention_backends import attend_over, masked_attention
+from jaxforge.model.attention_backends import Scoring, attend_over, masked_attention
 from jaxforge.model.execution import Execution
 from jaxforge.model.linear import Declare, Linear
 from jaxforge.model.norm import RMSNorm
@@ -85,11 +85,17 @@ class Attention(nnx.Module):
             Linear, inp=embed, std=c.init_std, declare=declare, bias=c.qkv_bias
         )
         self.q_proj, self.k_proj, self.v_proj = project(heads), project(kv_heads), project(kv_heads)
-        self.o_proj = Linear(embed, heads, std=residual_std(c), declare=declare)
+        self.o_proj = Linear(embed, heads, std=residual_std(c), declare=declare, bias=c.o_bias)
         if c.qk_norm:
-            self.q_norm = RMSNorm(c.head_size, c.qk_norm_eps, declare)
-            self.k_norm = RMSNorm(c.head_size, c.qk_norm_eps, declare)
+            self.q_norm, self.k_norm = (
+                RMSNorm(
+                    c.head_size if c.qk_norm_scope == "head" else size, c.qk_norm_eps, declare,
+                    unit_offset=c.norm_unit_offset,
+                )
+                for size, _ in (heads, kv_heads)
+            )  # fmt: skip
         self.config = c
+        self.scoring = Scoring(c.attention_scale, c.attn_logit_softcap)
 
     def __call__(
         self,
@@ -102,28 +108,35 @@ class Attention(nnx.Module):
         how: Execution,
     ) -> tuple[Float[Array, "b s d"], KVCache | None]:
         """Attends within `x`, or, with a cache, to what came before as well."""
-        c = self.config
-        q_BSHh = self._heads(self.q_proj(x_BSD), "heads")
-        k_BSKh = self._heads(self.k_proj(x_BSD), "kv_heads")
+        q_BSHh, k_BSKh = self._queries_and_keys(x_BSD)
         v_BSKh = self._heads(self.v_proj(x_BSD), "kv_heads")
-        if c.qk_norm:
-            q_BSHh, k_BSKh = self.q_norm(q_BSHh), self.k_norm(k_BSKh)
         if plan.turns(kind):
             by = context.rotation(kind)
             turn = functools.partial(rotate, by=by, swap_by_product=how.swap_by_product)
             q_BSHh, k_BSKh = turn(q_BSHh), turn(k_BSKh)
         if cache is None:
             y_BSHh = attend_over(
-                how.attention, plan.windows, kind.window, q_BSHh, k_BSKh, v_BSKh, context.doc_ids
-            )
+                how.attention, plan.windows, kind.window, q_BSHh, k_BSKh, v_BSKh, context.doc_ids,
+                self.scoring,
+            )  # fmt: skip
         else:
             assert context.positions is not None
             assert context.doc_ids is None  # no cache holds packed documents
             cache = cache.write(k_BSKh, v_BSKh, context.positions)
             visible = _visible(cache.k.shape[1], context.positions, plan.windows, kind.window)
-            y_BSHh = masked_attention(q_BSHh, *cache, visible[:, None])
+            y_BSHh = masked_attention(q_BSHh, *cache, visible[:, None], self.scoring)
         y_BSHh = constrain(y_BSHh, "batch", None, "heads", None)
         return self.o_proj(y_BSHh.reshape(*x_BSD.shape[:2], -1)), cache
+
+    def _queries_and_keys(self, x_BSD: Float[Array, "b s d"]) -> tuple[Array, Array]:
+        """[b, s, heads, h] and [b, s, kv, h], normalised head by head or all heads at once."""
+        q, k, c = self.q_proj(x_BSD), self.k_proj(x_BSD), self.config
+        if c.qk_norm and c.qk_norm_scope == "projection":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q_BSHh, k_BSKh = self._heads(q, "heads"), self._heads(k, "kv_heads")
+        if c.qk_norm and c.qk_norm_scope == "head":
+            q_BSHh, k_BSKh = self.q_norm(q_BSHh), self.k_norm(k_BSKh)
+        return q_BSHh, k_BSKh
 
     def _heads(self, x: Float[Array, "b s d"], axis: str) -> Float[Array, "b s heads h"]:
         x = x.reshape(*x.shape[:2], -1, self.config.head_size)

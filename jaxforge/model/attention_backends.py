@@ -5,7 +5,8 @@
     cudnn       cuDNN's flash attention on NVIDIA GPUs, bf16 or fp16
     splash      JAX's flash attention on TPU (`splash.py`)
 
-Each honours causality, packed documents and sliding windows. One that is asked for by name and
+Each honours causality, packed documents, sliding windows and a scale of scores; a soft cap of them
+all but cuDNN's. One that is asked for by name and
 cannot serve is an error; `auto` takes the first of its platform's that can, and the run's banner
 names it.
 
@@ -26,13 +27,14 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.model import splash
 from jaxforge.model.blockwise import blockwise_attention
+from jaxforge.model.scoring import PLAIN, Scoring
 from jaxforge.parallel.sharding import automatic_axes, automatic_spec
 
 Queries = Float[Array, "b s heads h"]
 Keys = Float[Array, "b t kv h"]
 DocIds = Int[Array, "b s"] | None
 Backend = Callable[..., Queries]
-"""(q, k, v, doc_ids, window=None) -> softmax(q kᵀ / √h) v, causal.
+"""(q, k, v, doc_ids, window=None, scoring=Scoring()) -> softmax(q kᵀ / √h) v, causal.
 
 `doc_ids` keeps packed documents apart. A query sees the last `window` tokens, itself included; with
 None, all of them. One that is not opaque takes `reach` as well, a window that is an array.
@@ -46,28 +48,52 @@ def reference_attention(
     doc_ids: DocIds,
     window: int | None = None,
     reach: Int[Array, ""] | None = None,
+    scoring: Scoring = PLAIN,
 ) -> Queries:
     """Scores and softmax in float32, all S x S of them."""
-    if reach is None:
-        return _dot_product(q, k, v, doc_ids, window, "xla")
+    if reach is None and scoring.softcap is None:
+        return _dot_product(q, k, v, doc_ids, window, "xla", scoring)
     tokens = jnp.arange(q.shape[1])
     back = tokens[:, None] - tokens
-    visible = ((back >= 0) & (back < reach))[None, None]
+    length = q.shape[1] if window is None else window
+    visible = ((back >= 0) & (back < (length if reach is None else reach)))[None, None]
     if doc_ids is not None:
         visible = visible & (doc_ids[:, :, None] == doc_ids[:, None, :])[:, None]
-    return masked_attention(q, k, v, visible)
+    return masked_attention(q, k, v, visible, scoring)
 
 
 def cudnn_attention(
-    q: Queries, k: Keys, v: Keys, doc_ids: DocIds, window: int | None = None
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    doc_ids: DocIds,
+    window: int | None = None,
+    scoring: Scoring = PLAIN,
 ) -> Queries:
     """CuDNN's kernel; packed documents cost it a mask of S x S per sequence."""
-    return _dot_product(q, k, v, doc_ids, window, "cudnn")
+    return _dot_product(q, k, v, doc_ids, window, "cudnn", scoring)
 
 
-def masked_attention(q: Queries, k: Keys, v: Keys, mask: Bool[Array, "b 1 s t"]) -> Queries:
+def masked_attention(
+    q: Queries, k: Keys, v: Keys, mask: Bool[Array, "b 1 s t"], scoring: Scoring = PLAIN
+) -> Queries:
     """The reference for any mask: what decoding with a cache uses."""
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="xla")
+    if scoring.softcap is not None:
+        return _capped_attention(q, k, v, mask, scoring)
+    return jax.nn.dot_product_attention(
+        q, k, v, mask=mask, scale=scoring.scale, implementation="xla"
+    )
+
+
+def _capped_attention(
+    q: Queries, k: Keys, v: Keys, mask: Bool[Array, "b 1 s t"], scoring: Scoring
+) -> Queries:
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    scores = jnp.einsum("bskgh,btkh->bkgst", grouped, k, preferred_element_type=jnp.float32)
+    capped = scoring.capped(scores * scoring.scale_of(q.shape[3]))
+    weights = jax.nn.softmax(jnp.where(mask[:, :, None], capped, -jnp.inf), axis=-1)
+    output = jnp.einsum("bkgst,btkh->bskgh", weights.astype(v.dtype), v)
+    return output.reshape(q.shape)
 
 
 def _dot_product(
@@ -77,16 +103,24 @@ def _dot_product(
     doc_ids: DocIds,
     window: int | None,
     implementation: Literal["xla", "cudnn"],
+    scoring: Scoring,
 ) -> Queries:
     same = None if doc_ids is None else (doc_ids[:, :, None] == doc_ids[:, None, :])[:, None]
     back = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
-        q, k, v, mask=same, is_causal=True, local_window_size=back, implementation=implementation
-    )
+        q, k, v, mask=same, is_causal=True, local_window_size=back, scale=scoring.scale,
+        implementation=implementation,
+    )  # fmt: skip
 
 
 def attend_locally(
-    kernel: Backend, q: Queries, k: Keys, v: Keys, doc_ids: DocIds, window: int | None = None
+    kernel: Backend,
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    doc_ids: DocIds,
+    window: int | None = None,
+    scoring: Scoring = PLAIN,
 ) -> Queries:
     """Runs a kernel that knows one device, on any mesh.
 
@@ -95,6 +129,8 @@ def attend_locally(
     """
     if window is not None:
         kernel = functools.partial(kernel, window=window)
+    if scoring != PLAIN:
+        kernel = functools.partial(kernel, scoring=scoring)
     return _locally(kernel, q, k, v, doc_ids)
 
 
@@ -124,6 +160,7 @@ def attend_over(
     k: Keys,
     v: Keys,
     doc_ids: DocIds,
+    scoring: Scoring = PLAIN,
 ) -> Queries:
     """Attention by a backend over one of some windows.
 
@@ -139,15 +176,17 @@ def attend_over(
         k: keys.
         v: values.
         doc_ids: of packed documents.
+        scoring: what becomes of products of queries and keys.
     """
-    attend, length = BACKENDS[name].attend, q.shape[1]
+    attend, length = functools.partial(BACKENDS[name].attend, scoring=scoring), q.shape[1]
     # One that sees everything is none, which kernels do faster.
     reaches = tuple(None if w is not None and w >= length else w for w in windows)
     if isinstance(which, int) or len(set(reaches)) == 1:
         return attend(q, k, v, doc_ids, reaches[which if isinstance(which, int) else 0])
 
     if not BACKENDS[name].is_opaque:
-        return attend(q, k, v, doc_ids, None, jnp.asarray([w or length for w in reaches])[which])
+        reach = jnp.asarray([w or length for w in reaches])[which]
+        return attend(q, k, v, doc_ids, reach=reach)
 
     def chosen(q: Queries, k: Keys, v: Keys, doc_ids: DocIds, which: Array) -> Queries:
         kernels = [functools.partial(attend, window=window) for window in reaches]
@@ -164,12 +203,14 @@ class Situation(NamedTuple):
         dtype: of queries, keys and values.
         head_size: width of a head.
         seq_len: tokens of a sequence.
+        softcap: of scores; None: none.
     """
 
     platform: str
     dtype: jnp.dtype
     head_size: int
     seq_len: int
+    softcap: float | None = None
 
 
 def _nothing_against(at: Situation) -> str | None:
@@ -183,6 +224,8 @@ def _against_cudnn(at: Situation) -> str | None:
         return 'it computes in bf16 or fp16: set train.mixed_precision = "bf16"'
     if at.head_size % 8 or at.head_size > 128:
         return f"its heads are multiples of 8 up to 128 wide, and these are {at.head_size}"
+    if at.softcap is not None:
+        return f"it does not cap scores, and model.attn_logit_softcap = {at.softcap}"
     return None
 
 

@@ -8,6 +8,8 @@ algorithm 4):
     P  = exp(Q Kᵀ/√h - lse)      dV = Pᵀ dO       δ  = rowsum(dO ∘ O)
     dS = P ∘ (dO Vᵀ - δ)/√h      dQ = dS K        dK = dSᵀ Q
 
+Of capped scores s = c tanh(Q Kᵀ/(c √h)), dS has the factor 1 - (s/c)² as well.
+
 Query heads that share a key head are folded into its rows: one product each, nothing repeated.
 R: rows of a block, which are queries x heads per key head.
 """
@@ -19,6 +21,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from jaxforge.model.scoring import PLAIN, Scoring, soft_cap_slope
 
 _BLOCKS = 8  # blocks a sequence: of what is computed, a sixteenth is masked
 _SMALLEST = 32  # queries: below it, products are too small to be fast
@@ -35,7 +39,7 @@ class _Folded(NamedTuple):
     v: Array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 6))
 def blockwise_attention(
     q_BSHh: Float[Array, "b s heads h"],
     k_BSKh: Float[Array, "b s kv h"],
@@ -43,22 +47,29 @@ def blockwise_attention(
     doc_ids: DocIds,
     window: int | None = None,
     reach: Reach = None,
+    scoring: Scoring = PLAIN,
 ) -> Float[Array, "b s heads h"]:
     """softmax(q kᵀ / √h) v over the keys at or before each query, of its document and window.
 
     `reach` is a window that only the device knows: no key is left out for it, but masked.
     """
-    return _forward(q_BSHh, k_BSKh, v_BSKh, doc_ids, window, reach)[0]
+    return _forward(q_BSHh, k_BSKh, v_BSKh, doc_ids, window, reach, scoring)[0]
 
 
 def _forward(
-    q: Array, k: Array, v: Array, doc_ids: DocIds, window: int | None, reach: Reach
+    q: Array,
+    k: Array,
+    v: Array,
+    doc_ids: DocIds,
+    window: int | None,
+    reach: Reach,
+    scoring: Scoring,
 ) -> tuple[Array, tuple[Array, ...]]:
-    kv_heads, scale = k.shape[2], q.shape[-1] ** -0.5
+    kv_heads, scale = k.shape[2], scoring.scale_of(q.shape[-1])
     folded, outputs, lses = _fold_all(q, k, v), [], []
     for block in _blocks(q, k, doc_ids, window, reach):
         scores = _product("bkrh,bkth->bkrt", folded.q[:, :, block.rows], folded.k[:, :, block.keys])
-        scores = jnp.where(block.visible, scores * scale, -jnp.inf)
+        scores = jnp.where(block.visible, scoring.capped(scores * scale), -jnp.inf)
         top = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - top)
         total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -69,17 +80,23 @@ def _forward(
 
 
 def _attend(
-    q: Array, k: Array, v: Array, doc_ids: DocIds, window: int | None, reach: Reach
+    q: Array,
+    k: Array,
+    v: Array,
+    doc_ids: DocIds,
+    window: int | None,
+    reach: Reach,
+    scoring: Scoring,
 ) -> tuple[Array, tuple]:
-    output, lses = _forward(q, k, v, doc_ids, window, reach)
+    output, lses = _forward(q, k, v, doc_ids, window, reach, scoring)
     return output, (q, k, v, doc_ids, reach, output, lses)
 
 
 def _differentiate(
-    window: int | None, saved: tuple, d_output: Array
+    window: int | None, scoring: Scoring, saved: tuple, d_output: Array
 ) -> tuple[Array, Array, Array, None, None]:
     q, k, v, doc_ids, reach, output, lses = saved
-    kv_heads, dtype, scale = k.shape[2], q.dtype, q.shape[-1] ** -0.5
+    kv_heads, dtype, scale = k.shape[2], q.dtype, scoring.scale_of(q.shape[-1])
     folded = _fold_all(q, k, v)
     d_out = _fold_queries(d_output, kv_heads)
     product = d_output.astype(jnp.float32) * output.astype(jnp.float32)
@@ -88,10 +105,13 @@ def _differentiate(
     for block, lse in zip(_blocks(q, k, doc_ids, window, reach), lses, strict=True):
         queries, d_out_block = folded.q[:, :, block.rows], d_out[:, :, block.rows]
         keys, values = folded.k[:, :, block.keys], folded.v[:, :, block.keys]
-        scores = _product("bkrh,bkth->bkrt", queries, keys)
-        weights = jnp.where(block.visible, jnp.exp(scores * scale - lse), 0.0)
+        scores = scoring.capped(_product("bkrh,bkth->bkrt", queries, keys) * scale)
+        weights = jnp.where(block.visible, jnp.exp(scores - lse), 0.0)
         d_weights = _product("bkrh,bkth->bkrt", d_out_block, values)
-        d_scores = (weights * (d_weights - delta[:, :, block.rows]) * scale).astype(dtype)
+        d_scores = weights * (d_weights - delta[:, :, block.rows]) * scale
+        if scoring.softcap is not None:
+            d_scores *= soft_cap_slope(scores, scoring.softcap)
+        d_scores = d_scores.astype(dtype)
         d_queries.append(_product("bkrt,bkth->bkrh", d_scores, keys))
         others = (block.keys.start, k.shape[1] - block.keys.stop)
         around = ((0, 0), (0, 0), others, (0, 0))

@@ -44,8 +44,9 @@ def execution(config: JobConfig, dtype: jnp.dtype, platform: str) -> Execution:
     Raises:
         UserError: the attention kernel asked for cannot serve.
     """
-    at = Situation(platform, dtype, config.model.head_size, config.train.seq_len)
-    how = Execution(choose(config.model, at), config.train.activation_checkpointing)
+    m = config.model
+    at = Situation(platform, dtype, m.head_size, config.train.seq_len, m.attn_logit_softcap)
+    how = Execution(choose(m, at), config.train.activation_checkpointing)
     if platform == "tpu":
         return how._replace(swap_by_product=True)
     if platform == "cpu":

@@ -1,5 +1,6 @@
-"""The feed-forward block: SwiGLU (arXiv:2002.05202) for `silu`, two matrices for `gelu`, `relu`."""
+"""The feed-forward block: gated (arXiv:2002.05202) with three matrices, or plain with two."""
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -38,24 +39,31 @@ def _normal_cdf(x32: Array) -> Array:
 gelu.defjvps(lambda d_x, y, x: d_x * _gelu_slope(x))
 
 
+def gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The approximation of `gelu` by x (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2, in float32."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
+
+
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
     "relu": jax.nn.relu,
 }
 
 
 class MLP(nnx.Module):
-    """down(act(gate(x)) · up(x)) for silu, down(act(up(x))) otherwise."""
+    """down(act(gate(x)) · up(x)) if gated, else down(act(up(x)))."""
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
         embed, hidden = (config.dim, "embed"), (config.ffn_dim, "mlp")
-        self.gated = config.activation == "silu"
+        self.gated = config.is_gated
         self.activation = ACTIVATIONS[config.activation]
+        linear = functools.partial(Linear, declare=declare, bias=config.mlp_bias)
         if self.gated:
-            self.gate_proj = Linear(hidden, embed, std=config.init_std, declare=declare)
-        self.up_proj = Linear(hidden, embed, std=config.init_std, declare=declare)
-        self.down_proj = Linear(embed, hidden, std=residual_std(config), declare=declare)
+            self.gate_proj = linear(hidden, embed, std=config.init_std)
+        self.up_proj = linear(hidden, embed, std=config.init_std)
+        self.down_proj = linear(embed, hidden, std=residual_std(config))
 
     def __call__(self, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
         """Position by position."""

@@ -5,21 +5,29 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxforge.config.model import ModelConfig
 from jaxforge.model.linear import Declare
 
 
 class RMSNorm(nnx.Module):
-    """x / sqrt(mean(x²) + eps) · weight; the product too is float32, the result has x's dtype."""
+    """x / sqrt(mean(x²) + eps) · weight; the product too is float32, the result has x's dtype.
 
-    def __init__(self, dim: int, eps: float, declare: Declare) -> None:
-        self.weight = declare((dim,), ("norm",), jax.nn.initializers.ones)
-        self.eps = eps
+    With a unit offset it is 1 + weight that multiplies, and weights begin at zero.
+    """
+
+    def __init__(
+        self, dim: int, eps: float, declare: Declare, *, unit_offset: bool = False
+    ) -> None:
+        begin = jax.nn.initializers.zeros if unit_offset else jax.nn.initializers.ones
+        self.weight = declare((dim,), ("norm",), begin)
+        self.eps, self.unit_offset = eps, unit_offset
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
         """Normalises the last dimension."""
         x32 = x.astype(jnp.float32)
         scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        return (x32 * scale * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+        weight = self.weight[...].astype(jnp.float32)
+        return (x32 * scale * (1 + weight if self.unit_offset else weight)).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -40,3 +48,9 @@ class LayerNorm(nnx.Module):
 
 
 NORMS = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
+
+
+def norm_of(config: ModelConfig, declare: Declare) -> RMSNorm | LayerNorm:
+    """A norm of the residual stream, as `[model]` asks for."""
+    options = {"unit_offset": True} if config.norm_unit_offset else {}
+    return NORMS[config.norm_type](config.dim, config.norm_eps, declare, **options)

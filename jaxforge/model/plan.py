@@ -93,14 +93,8 @@ class Period(NamedTuple):
 
 def plan_of(config: ModelConfig) -> LayerPlan:
     """The plan that `[model]` describes."""
-    full = Rope(config.rope_theta, config.rope_scaling)
-    local = full if config.local_rope_theta is None else Rope(config.local_rope_theta, None)
-    turns = config.rope_pattern or (True,)
     windows = config.windows
-    ropes = [
-        (full if window is None else local) if turns[i % len(turns)] else None
-        for i, window in enumerate(windows)
-    ]
+    ropes = [None if rope is None else Rope(*rope) for rope in config.ropes]
     all_windows, all_ropes = tuple(dict.fromkeys(windows)), tuple(dict.fromkeys(ropes))
     layers = zip(map(all_windows.index, windows), map(all_ropes.index, ropes), strict=True)
     return LayerPlan(all_windows, all_ropes, tuple(LayerKind(*kind) for kind in layers))

@@ -19,40 +19,90 @@ class Rotation(NamedTuple):
     sin: Float[Array, "b s half"]
 
 
-def rotation(rope: Rope, head_size: int, positions: Int[Array, "b s"]) -> Rotation:
-    """The angles position · frequency for every pair of channels of a head."""
-    frequencies_h = jnp.asarray(inverse_frequencies(rope, head_size))
-    angles = positions[..., None].astype(jnp.float32) * frequencies_h
-    return Rotation(jnp.cos(angles), jnp.sin(angles))
+def rotation(
+    rope: Rope,
+    size: int,
+    positions: Int[Array, "b s"],
+    lengths: Int[Array, "b 1"] | int | None = None,
+) -> Rotation:
+    """The angles position · frequency for every pair of channels of a head.
+
+    Args:
+        rope: the frequencies.
+        size: channels of a head that turn.
+        positions: of the tokens.
+        lengths: tokens of each sequence, by which some frequencies go; None: as many as `positions`
+            has.
+    """
+    scaling = rope.scaling
+    frequencies = jnp.asarray(inverse_frequencies(rope, size))
+    if scaling is not None and scaling.rope_type in ("dynamic", "longrope"):
+        tokens = jnp.asarray(positions.shape[1] if lengths is None else lengths)
+        frequencies = _by_length(rope, scaling, size, tokens[..., None])
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    by, factor = Rotation(jnp.cos(angles), jnp.sin(angles)), attention_factor(scaling)
+    return by if factor == 1.0 else Rotation(by.cos * factor, by.sin * factor)
 
 
 def rotations(
-    ropes: Sequence[Rope | None], head_size: int, positions: Int[Array, "b s"]
+    ropes: Sequence[Rope | None],
+    size: int,
+    positions: Int[Array, "b s"],
+    lengths: Int[Array, "b 1"] | int | None = None,
 ) -> tuple[Rotation, ...]:
     """The angles by each; None turns nothing."""
     nowhere = jnp.zeros_like(positions)
     return tuple(
-        rotation(Rope(1.0, None), head_size, nowhere)
+        rotation(Rope(1.0, None), size, nowhere)
         if rope is None
-        else rotation(rope, head_size, positions)
+        else rotation(rope, size, positions, lengths)
         for rope in ropes
     )
 
 
-def inverse_frequencies(rope: Rope, head_size: int) -> np.ndarray:
-    """theta^(-2i / h), i < h / 2, float32; scaled where `scaling` asks."""
-    exponents = np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
+def inverse_frequencies(rope: Rope, size: int) -> np.ndarray:
+    """theta^(-2i / size), i < size / 2, float32; scaled where `scaling` asks.
+
+    Of scalings that go by the length of a sequence, those of a short one.
+    """
+    exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
     frequencies = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
-    return frequencies if rope.scaling is None else _llama3_scaled(frequencies, rope.scaling)
+    scaling = rope.scaling
+    if scaling is None or scaling.rope_type == "dynamic":
+        return frequencies
+    if scaling.rope_type == "linear":
+        return frequencies / np.float32(scaling.factor)
+    if scaling.rope_type == "longrope":
+        return frequencies / np.asarray(scaling.short_factor, np.float32)
+    if scaling.rope_type == "yarn":
+        return _yarn_scaled(frequencies, rope.theta, scaling)
+    return _llama3_scaled(frequencies, scaling)
+
+
+def attention_factor(scaling: RopeScaling | None) -> float:
+    """What multiplies rotated queries and keys: 1 but for YaRN and LongRoPE."""
+    if scaling is None or scaling.rope_type not in ("yarn", "longrope"):
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    longer = math.log(max(1.0, scaling.factor))
+    if scaling.rope_type == "yarn":
+        return 0.1 * longer + 1.0
+    return math.sqrt(1 + longer / math.log(scaling.original_max_seq_len))
 
 
 def rotate(
     x_BSHh: Float[Array, "b s heads h"], by: Rotation, *, swap_by_product: bool = False
 ) -> Float[Array, "b s heads h"]:
-    """Turns each pair (channel i, channel i + h/2) by its angle, in float32.
+    """Turns each pair (channel i, channel i + n/2) by its angle, in float32.
 
-    Either way of bringing a pair together gives the same numbers: see `Execution`.
+    With n / 2 angles, the first n channels are turned. Either way of bringing a pair together gives
+    the same numbers: see `Execution`.
     """
+    size = 2 * by.cos.shape[-1]
+    if size < x_BSHh.shape[-1]:
+        turned = rotate(x_BSHh[..., :size], by, swap_by_product=swap_by_product)
+        return jnp.concatenate([turned, x_BSHh[..., size:]], axis=-1)
     if swap_by_product:
         return _rotate_by_product(x_BSHh, by)
     first, second = jnp.split(x_BSHh.astype(jnp.float32), 2, axis=-1)
@@ -79,3 +129,50 @@ def _llama3_scaled(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return (frequencies * (keep + (1 - keep) / scaling.factor)).astype(np.float32)
+
+
+def _yarn_scaled(frequencies: np.ndarray, theta: float, scaling: RopeScaling) -> np.ndarray:
+    """YaRN (arXiv:2309.00071, section 3.2): many turns kept, few / factor, a ramp over channels."""
+    pairs, original = len(frequencies), scaling.original_max_seq_len
+
+    def channel(turns: float) -> float:
+        """The pair that turns so often in the original context."""
+        return pairs * math.log(original / (turns * 2 * math.pi)) / math.log(theta)
+
+    low, high = channel(scaling.beta_fast), channel(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    width = high - low or 0.001
+    stretch = np.clip((np.arange(pairs, dtype=np.float32) - low) / width, 0.0, 1.0)
+    return (frequencies * (1 - stretch + stretch / scaling.factor)).astype(np.float32)
+
+
+def _by_length(
+    rope: Rope, scaling: RopeScaling, size: int, tokens: Int[Array, "*b 1 1"]
+) -> Float[Array, "*b 1 half"]:
+    """Frequencies for sequences of so many tokens.
+
+    LongRoPE (arXiv:2402.13753) has others beyond the original length. Dynamic scaling (NTK-aware)
+    then raises the base by (factor · tokens / original - factor + 1)^(size / (size - 2)).
+    """
+    original = scaling.original_max_seq_len
+    return jnp.where(
+        tokens > original,
+        _of_longrope(rope, scaling, size)
+        if scaling.rope_type == "longrope"
+        else _of_longer_base(rope, scaling, size, tokens),
+        inverse_frequencies(rope, size),
+    )
+
+
+def _of_longrope(rope: Rope, scaling: RopeScaling, size: int) -> np.ndarray:
+    plain = inverse_frequencies(Rope(rope.theta, None), size)
+    return plain / np.asarray(scaling.long_factor, np.float32)
+
+
+def _of_longer_base(rope: Rope, scaling: RopeScaling, size: int, tokens: Array) -> Array:
+    longer = tokens.astype(jnp.float32) / scaling.original_max_seq_len
+    grown = jnp.maximum(scaling.factor * longer - (scaling.factor - 1), 1.0)
+    base = rope.theta * grown ** (size / max(1, size - 2))
+    return 1.0 / base ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size))

@@ -18,6 +18,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jaxtyping import Array, Float, Int
 
+from jaxforge.model.scoring import PLAIN, Scoring
+
 SEQUENCE_MULTIPLE = 128
 """The kernel reads tiles of so many tokens."""
 
@@ -33,20 +35,23 @@ def splash_attention(
     v_BSKh: Float[Array, "b s kv h"],
     doc_ids: DocIds,
     window: int | None = None,
+    scoring: Scoring = PLAIN,
 ) -> Float[Array, "b s heads h"]:
     """softmax(q kᵀ / √h) v over the keys at or before each query, of its own document.
 
     Of a window of tokens, its own included, it sees those; tiles outside of it are not computed.
     """
     length, heads, h = q_BSHh.shape[1:]
-    kernel = _kernel(length, heads, window)
-    scaled = q_BSHh * jnp.asarray(h**-0.5, q_BSHh.dtype)
+    kernel = _kernel(length, heads, window, scoring.softcap)
+    scaled = q_BSHh * jnp.asarray(scoring.scale_of(h), q_BSHh.dtype)
     segments = None if doc_ids is None else SegmentIds(q=doc_ids, kv=doc_ids)
     heads_first = (x.swapaxes(1, 2) for x in (scaled, k_BSKh, v_BSKh))
     return jax.vmap(kernel)(*heads_first, segments).swapaxes(1, 2)
 
 
-def _kernel(length: int, heads: int, window: int | None) -> Callable[..., Array]:
+def _kernel(
+    length: int, heads: int, window: int | None, softcap: float | None
+) -> Callable[..., Array]:
     block = min(_BLOCK, length & -length)  # a power of two that divides the length
     sizes = BlockSizes(
         block_q=block,
@@ -60,5 +65,6 @@ def _kernel(length: int, heads: int, window: int | None) -> Callable[..., Array]
     of_head = CausalMask(shape) if window is None else LocalMask(shape, (window - 1, 0), 0)
     mask = MultiHeadMask([of_head] * heads)
     return make_splash_mha(
-        mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=_INTERPRET
-    )
+        mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=_INTERPRET,
+        attn_logits_soft_cap=softcap,
+    )  # fmt: skip

@@ -27,13 +27,14 @@ from jaxforge.model import remat
 from jaxforge.model.attention import Attention, Context, KVCache, LayerOut
 from jaxforge.model.execution import Execution, execution
 from jaxforge.model.layer_scan import Layer, scan_layers
-from jaxforge.model.linear import Declare, Embedding, Linear, Untrained
+from jaxforge.model.linear import Declare, Embedding, Linear, Untrained, normal
 from jaxforge.model.mlp import MLP
-from jaxforge.model.norm import NORMS
+from jaxforge.model.norm import LayerNorm, RMSNorm, norm_of
 from jaxforge.model.plan import LayerKind, LayerPlan, plan_of
 from jaxforge.model.rope import rotations
+from jaxforge.model.scoring import soft_cap
 from jaxforge.parallel.mesh import STAGES
-from jaxforge.parallel.sharding import automatic_axes, constrain
+from jaxforge.parallel.sharding import automatic_axes, constrain, gathered
 from jaxforge.parallel.stages import Stack, in_turn
 from jaxforge.side import Scales, Side
 
@@ -62,15 +63,35 @@ class OutputHead(nnx.Module):
         self.proj = Linear(out, inp, std=config.init_std, declare=declare)
 
 
-class Block(nnx.Module):
-    """x += attention(norm(x)); x += mlp(norm(x)). Declares all layers at once, runs one of them."""
+class PositionEmbedding(nnx.Module):
+    """The table of learned positions."""
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
-        norm = NORMS[config.norm_type]
-        self.attention_norm = norm(config.dim, config.norm_eps, declare)
+        shape = (config.max_seq_len, config.dim)
+        self.weight = declare(shape, ("positions", "embed"), normal(config.init_std))
+
+    def __call__(self, positions: Int[Array, "b s"], dtype: jnp.dtype) -> Float[Array, "b s d"]:
+        """Looks up positions; those beyond the table get its last row."""
+        table = gathered(self.weight[...].astype(dtype), ("positions", "embed"))
+        return constrain(table, None, None)[positions]
+
+
+class Block(nnx.Module):
+    """x += attention(norm(x)); x += mlp(norm(x)). Declares all layers at once, runs one of them.
+
+    Norms may come after attention and mlp instead, or on both sides; and both may read the same x.
+    """
+
+    def __init__(self, config: ModelConfig, declare: Declare) -> None:
+        before = config.norm_placement != "post"
+        after = config.norm_placement != "pre"
+        self.attention_norm = norm_of(config, declare) if before else None
         self.attention = Attention(config, declare)
-        self.mlp_norm = norm(config.dim, config.norm_eps, declare)
+        self.attention_post_norm = norm_of(config, declare) if after else None
+        self.mlp_norm = norm_of(config, declare) if before else None
         self.mlp = MLP(config, declare)
+        self.mlp_post_norm = norm_of(config, declare) if after else None
+        self.config = config
 
     def __call__(
         self,
@@ -85,10 +106,22 @@ class Block(nnx.Module):
         """One layer."""
         attention = functools.partial(self.attention, kind=kind, plan=plan, how=how)
         attend = remat.attention(how.save, attention)
-        y_BSD, cache = attend(_gather_seq(self.attention_norm(x_BSD)), context, cache)
+        y_BSD, cache = attend(_normed(self.attention_norm, x_BSD), context, cache)
+        y_BSD = self._added(self.attention_post_norm, y_BSD)
+        if self.config.parallel_residual:
+            return _split_seq(x_BSD + y_BSD + self._feed_forward(x_BSD)), LayerOut(cache)
         x_BSD = _split_seq(x_BSD + y_BSD)
-        x_BSD = _split_seq(x_BSD + self.mlp(_gather_seq(self.mlp_norm(x_BSD))))
-        return x_BSD, LayerOut(cache)
+        return _split_seq(x_BSD + self._feed_forward(x_BSD)), LayerOut(cache)
+
+    def _feed_forward(self, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+        return self._added(self.mlp_post_norm, self.mlp(_normed(self.mlp_norm, x_BSD)))
+
+    def _added(
+        self, norm: RMSNorm | LayerNorm | None, y_BSD: Float[Array, "b s d"]
+    ) -> Float[Array, "b s d"]:
+        """What is added to the residual stream."""
+        y_BSD = y_BSD if norm is None else norm(_split_seq(y_BSD))
+        return _times(y_BSD, self.config.residual_multiplier)
 
 
 class Transformer(nnx.Module):
@@ -96,8 +129,10 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
         self.token_embedding = TokenEmbedding(config, declare)
+        if config.position_embedding == "learned":
+            self.position_embedding = PositionEmbedding(config, declare)
         self.layers = Block(config, declare._replace(layers=config.n_layers))
-        self.norm = NORMS[config.norm_type](config.dim, config.norm_eps, declare)
+        self.norm = norm_of(config, declare)
         if not config.tie_embeddings:
             self.output_head = OutputHead(config, declare)
 
@@ -152,7 +187,8 @@ class Model:
         module = nnx.eval_shape(lambda: self._declare(jax.random.key(0)))
         self._definitions = {
             name: nnx.split(getattr(module, name))[0]
-            for name in ("token_embedding", "layers", "norm")
+            for name in ("token_embedding", "position_embedding", "layers", "norm")
+            if hasattr(module, name)
         }
         self.abstract, self.axes = self._declared(nnx.state(module, nnx.Param))
         self.state = self._declared(nnx.state(module, Untrained))
@@ -226,8 +262,11 @@ class Model:
 
         `only` names one of the new tokens in each row: no other token's logits are computed.
         """
-        x_BSD = self.embed(params, tokens)
-        context = self.context(x_BSD, positions=positions)
+        x_BSD = self.enter(params, {"input_ids": tokens, "positions": positions})
+        last = positions[:, -1:]
+        if only is not None:
+            last = jnp.take_along_axis(positions, only[:, None], axis=1)
+        context = self.context(x_BSD, positions=positions, lengths=last + 1)
         x_BSD, out = self.blocks(params["layers"], x_BSD, context, cache)
         assert out.cache is not None
         hidden_BSD = self.finish(params, x_BSD)
@@ -236,13 +275,26 @@ class Model:
         return self.logits(params, hidden_BSD), out.cache
 
     def enter(self, params: Params, batch: Batch) -> Float[Array, "b s d"]:
-        """What enters the first block, of a microbatch: one with more than tokens has more."""
-        return self.embed(params, batch["input_ids"])
+        """What enters the first block, of a microbatch: one with more than tokens has more.
+
+        Where positions are learned, those of "positions", or else of each packed document from 0
+        on, are added to the embeddings.
+        """
+        tokens = batch["input_ids"]
+        x_BSD = self.embed(params, tokens)
+        if self.config.position_embedding != "learned":
+            return x_BSD
+        positions = batch.get("positions")
+        if positions is None:
+            positions = _positions_in_documents(tokens, batch.get("doc_ids"))
+        position_embedding = self._module("position_embedding", params["position_embedding"])
+        return _split_seq(x_BSD + position_embedding(positions, self.dtype))
 
     def embed(self, params: Params, tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
         """The embeddings of tokens."""
         token_embedding = self._module("token_embedding", params["token_embedding"])
-        return _split_seq(token_embedding.embedding(tokens, self.dtype))
+        x_BSD = _split_seq(token_embedding.embedding(tokens, self.dtype))
+        return _times(x_BSD, self.config.embedding_multiplier)
 
     def context(
         self,
@@ -250,12 +302,17 @@ class Model:
         *,
         positions: Int[Array, "b s"] | None = None,
         doc_ids: Int[Array, "b s"] | None = None,
+        lengths: Int[Array, "b 1"] | None = None,
         scales: Scales | None = None,
     ) -> Context:
-        """What all blocks are told of the tokens that `x` stands for."""
+        """What all blocks are told of the tokens that `x` stands for.
+
+        `lengths` are those of whole sequences, by which some rotary positions go; by default, as
+        many tokens as there are in `x`.
+        """
         at = jnp.arange(x_BSD.shape[1])[None] if positions is None else positions
-        angles = rotations(self.plan.ropes, self.config.head_size, at)
-        return Context(positions, doc_ids, angles, scales)
+        turns = rotations(self.plan.ropes, self.config.rotary_size, at, lengths)
+        return Context(positions, doc_ids, turns, scales)
 
     def blocks(
         self,
@@ -303,10 +360,11 @@ class Model:
         return run(x_BSD, context, cache, kind=kind, plan=self.plan, how=self.how)
 
     def finish(self, params: Params, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
-        """The final norm of what leaves the last block."""
-        return _gather_seq(self._module("norm", params["norm"])(x_BSD))
+        """What makes logits by `head`: the final norm of what leaves the last block, scaled."""
+        hidden_BSD = self._module("norm", params["norm"])(x_BSD)
+        return _gather_seq(_times(hidden_BSD, 1 / self.config.logits_scaling))
 
-    def _module(self, name: str, params: Params) -> Any:  # noqa: ANN401  # any of the three
+    def _module(self, name: str, params: Params) -> Any:  # noqa: ANN401  # any of these
         return nnx.merge(self._definitions[name], params)
 
     def head(self, params: Params) -> Float[Array, "v d"]:
@@ -317,7 +375,7 @@ class Model:
 
     def logits(self, params: Params, hidden_BSD: Float[Array, "b s d"]) -> Float[Array, "b s v"]:
         """Next-token logits in float32."""
-        return project(hidden_BSD, self.head(params))
+        return soft_cap(project(hidden_BSD, self.head(params)), self.config.final_logit_softcap)
 
     def empty_cache(self, batch: int, length: int) -> KVCache:
         """A cache for `batch` sequences of up to `length` tokens, stacked as the layers are."""
@@ -358,8 +416,8 @@ def build_model(config: JobConfig, platform: str | None = None) -> Model:
 def register_model(name: str) -> Callable[[type[AnyModel]], type[AnyModel]]:
     """Decorates the subclass of `Model` that `model.model_type` calls `name`.
 
-    Training, evaluation and generation call `embed`, `block` and `rotation` for the layers,
-    `finish` for what leaves them, and `head` for the matrix that makes logits of it.
+    Training, evaluation and generation call `enter`, `context` and `block` for the layers, `finish`
+    for what leaves them, and `head` for the matrix that makes logits of it.
     """
     return MODELS.register(name)
 
@@ -387,6 +445,26 @@ def project(hidden: Float[Array, "*t d"], head_VD: Float[Array, "v d"]) -> Float
 def parameter_count(abstract: PyTree) -> int:
     """Number of parameters, each counted once."""
     return sum(leaf.size for leaf in jax.tree.leaves(abstract))
+
+
+def _positions_in_documents(
+    tokens: Int[Array, "b s"], doc_ids: Int[Array, "b s"] | None
+) -> Int[Array, "b s"]:
+    at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    if doc_ids is None:
+        return at
+    begins = doc_ids != jnp.roll(doc_ids, 1, axis=1)
+    return at - jax.lax.cummax(jnp.where(begins, at, 0), axis=1)
+
+
+def _normed(
+    norm: RMSNorm | LayerNorm | None, x_BSD: Float[Array, "b s d"]
+) -> Float[Array, "b s d"]:
+    return _gather_seq(x_BSD if norm is None else norm(x_BSD))
+
+
+def _times(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
+    return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
 
 
 def _split_seq(x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:

@@ -30,6 +30,7 @@ RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "kv_heads": "tp",
     "mlp": "tp",
     "norm": None,
+    "positions": None,
     # activations
     "batch": DATA_AXES,
     "seq": "tp",  # the residual stream between blocks: sequence parallelism

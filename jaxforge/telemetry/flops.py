@@ -66,7 +66,7 @@ def causal_flops_per_token(model: ModelConfig, seq_len: int) -> int:
     The feed-forward has the matrices that it has: three when gated, else two. Packed documents
     count as one sequence. Dense models only. Source: Megatron-Bridge, `utils/flop_utils.py`.
     """
-    matrices = _matrices(model, feed_forward=3 if model.activation == "silu" else 2)
+    matrices = _matrices(model, feed_forward=3 if model.is_gated else 2)
     pairs = sum(reach * (2 * seq_len - reach) for reach in _reaches(model, seq_len))
     return 6 * matrices + 6 * model.n_heads * model.head_size * pairs // seq_len
 

@@ -123,7 +123,7 @@ def make_row_losses(model: Model, config: TrainConfig, mesh: Mesh) -> RowLosses:
             labels, head = microbatch["labels"], model.head(params)
             hidden = model.forward(params, microbatch)[0]
             each = jnp.eye(labels.shape[0], dtype=bool)
-            tiles = tiles_of(config, labels, head, model.how.tile)
+            tiles = tiles_of(config, labels, head, model)
             by_row = cross_entropy(hidden, head, labels, tiles, each).by_dataset
             assert by_row is not None
             return by_row

@@ -95,7 +95,7 @@ def make_eval_step(model: Model, config: TrainConfig, mesh: Mesh) -> EvalStep:
         microbatch = jax.tree.map(lambda leaf: leaf[0], batch)
         labels, head = microbatch["labels"], model.head(params)
         hidden, layers = model.forward(params, microbatch, scales)
-        tiles = tiles_of(config, labels, head, model.how.tile)
+        tiles = tiles_of(config, labels, head, model)
         loss = cross_entropy(hidden, head, labels, tiles)
         is_valid = labels != IGNORE
         lengths = jnp.where(is_valid, byte_lengths[jnp.where(is_valid, labels, 0)], 0)

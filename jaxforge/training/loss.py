@@ -30,7 +30,8 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxforge.config.train import TrainConfig
 from jaxforge.data.packing import IGNORE
-from jaxforge.model.transformer import project
+from jaxforge.model.scoring import soft_cap, soft_cap_slope
+from jaxforge.model.transformer import Model, project
 from jaxforge.parallel.sharding import (
     constrain,
     gathered,
@@ -113,15 +114,17 @@ def token_scales(counts: Int[Array, "m"], norm: str) -> Float[Array, "m"]:
 
 
 class Tiling(NamedTuple):
-    """How much of the logits exists at a time.
+    """How logits are made: how many of them exist at a time, and what bounds them.
 
     Attributes:
         tokens: of each sequence.
         vocab: entries of each device's share of the vocabulary.
+        softcap: `model.final_logit_softcap`.
     """
 
     tokens: int
     vocab: int
+    softcap: float | None = None
 
 
 def tiling(config: TrainConfig, batch: int, length: int, vocab: int, tile: int | None) -> Tiling:
@@ -144,10 +147,11 @@ def tiling(config: TrainConfig, batch: int, length: int, vocab: int, tile: int |
     return Tiling(length, min(chunk, entries))
 
 
-def tiles_of(config: TrainConfig, labels: Array, head: Array, tile: int | None) -> Tiling:
-    """`tiling` of labels [b, s] and a head [v, d]."""
+def tiles_of(config: TrainConfig, labels: Array, head: Array, model: Model) -> Tiling:
+    """`tiling` of labels [b, s] and a head [v, d], for a model's logits."""
     batch, length = labels.shape
-    return tiling(config, batch, length, head.shape[0], tile)
+    tiles = tiling(config, batch, length, head.shape[0], model.how.tile)
+    return tiles._replace(softcap=model.config.final_logit_softcap)
 
 
 def cross_entropy(
@@ -163,10 +167,10 @@ def cross_entropy(
     weights = gathered(head_VD.astype(hidden_BSD.dtype), _HEAD)
 
     def one(total: LossSum, tile: _Tile) -> tuple[LossSum, None]:
-        return total.plus(_tile_sums(tile, weights, members_BN)[0]), None
+        return total.plus(_tile_sums(tile, weights, members_BN, tiling.softcap)[0]), None
 
     tiles, none = _tiles(tiling.tokens, hidden_BSD, labels_BS)
-    return _fold(one, _tile_sums(none, weights, members_BN)[0], tiles)[0]
+    return _fold(one, _tile_sums(none, weights, members_BN, tiling.softcap)[0], tiles)[0]
 
 
 def _by_chunks(tiling: Tiling, head_VD: Array) -> bool:
@@ -273,10 +277,10 @@ def _fold(one: Callable[..., Any], start: PyTree, tiles: _Tile) -> tuple[Any, An
 
 
 def _tile_sums(
-    tile: _Tile, weights_VD: Array, members_BN: Array | None
+    tile: _Tile, weights_VD: Array, members_BN: Array | None, softcap: float | None
 ) -> tuple[LossSum, Array, Array, Array]:
     """Sums of a tile; its logits [t, v], logsumexp [t, 1], and where its labels are [t, v]."""
-    logits_TV = project(tile.hidden, weights_VD)
+    logits_TV = soft_cap(project(tile.hidden, weights_VD), softcap)
     lse_T1 = _over_shares(jax.nn.logsumexp(logits_TV, axis=-1, keepdims=True))
     # A comparison, not a gather: it stays local when the vocabulary is split over devices.
     is_label_TV = entry_ids(weights_VD.shape[0]) == tile.labels[:, None]
@@ -309,11 +313,23 @@ def _by_dataset(nats_T: Array, members_BN: Array) -> Array:
     return jnp.sum(jnp.where(members_BN, nats_B[:, None], 0.0), axis=0)
 
 
-def _d_logits(tile: _Tile, scales: Scales, logits: Array, lse_T1: Array, is_label: Array) -> Array:
-    """The gradient of some logits [t, v] of a tile, in the dtype of its hidden states."""
+def _d_logits(
+    tile: _Tile,
+    scales: Scales,
+    logits: Array,
+    lse_T1: Array,
+    is_label: Array,
+    softcap: float | None,
+) -> Array:
+    """The gradient of some logits [t, v] of a tile, in the dtype of its hidden states.
+
+    Where they are capped, it is that of what was capped; the logits of padding are -inf.
+    """
     label_scale = jnp.where(tile.valid, scales.token, 0.0)[:, None]
     all_scale = label_scale + jnp.where(tile.real, scales.position, 0.0)[:, None] * 2 * lse_T1
     gradient = all_scale * jnp.exp(logits - lse_T1) - jnp.where(is_label, label_scale, 0.0)
+    if softcap is not None:
+        gradient *= soft_cap_slope(logits, softcap)
     return gradient.astype(tile.hidden.dtype)
 
 
@@ -329,8 +345,8 @@ def _gradient_by_tokens(
     weights = gathered(head.astype(hidden.dtype), _HEAD)
 
     def of_tile(tile: _Tile) -> tuple[LossSum, Array, Array]:
-        sums, logits, lse, is_label = _tile_sums(tile, weights, members)
-        d_logits = _d_logits(tile, scales, logits, lse, is_label)
+        sums, logits, lse, is_label = _tile_sums(tile, weights, members, tiling.softcap)
+        d_logits = _d_logits(tile, scales, logits, lse, is_label, tiling.softcap)
         product = _product if taken_over("vocab") else jnp.einsum  # a summand, or the whole
         d_hidden = product("tv,vd->td", d_logits, weights)
         return sums, d_hidden, _product("td,tv->dv", tile.hidden, d_logits)
@@ -356,7 +372,7 @@ def _by_vocab(
 
     def one(carry: tuple[Array, Array, Array], chunk: Chunk) -> tuple[Any, None]:
         top, rest, label_logits = carry
-        logits = chunk.logits(tile.hidden)
+        logits = chunk.logits(tile.hidden, tiling.softcap)
         new_top = jnp.maximum(top, jnp.max(logits, axis=-1))
         rest = rest * jnp.exp(top - new_top) + jnp.sum(jnp.exp(logits - new_top[:, None]), -1)
         is_label = chunk.ids == tile.labels[:, None]
@@ -381,7 +397,8 @@ def _gradient_by_vocab(
 
     def one(d_hidden: Array, chunk: Chunk) -> tuple[Array, Array]:
         is_label = chunk.ids == tile.labels[:, None]
-        d_logits = _d_logits(tile, scales, chunk.logits(tile.hidden), lse[:, None], is_label)
+        logits = chunk.logits(tile.hidden, tiling.softcap)
+        d_logits = _d_logits(tile, scales, logits, lse[:, None], is_label, tiling.softcap)
         d_hidden += _product("tv,vd->td", d_logits, chunk.weights)
         return d_hidden, _product("tv,td->vd", d_logits, tile.hidden).astype(head.dtype)
 

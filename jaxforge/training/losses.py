@@ -61,9 +61,17 @@ def build_loss(config: TrainConfig, model: Model) -> MicrobatchLoss:
     """The loss that `train.loss_fn` asks for.
 
     Raises:
-        UserError: the model has pipeline stages, and the loss wants the whole vocabulary.
+        UserError: the model has pipeline stages, and the loss wants the whole vocabulary; or the
+            model caps logits, and the loss makes logits of its own.
     """
     builder = LOSSES[config.loss_fn]
+    cap = model.config.final_logit_softcap
+    if cap is not None and builder is not _cross_entropy:
+        raise UserError(
+            f'train.loss_fn = "{config.loss_fn}" makes logits without the cap of '
+            f'model.final_logit_softcap = {cap}: set train.loss_fn = "cross_entropy", or leave the '
+            "cap out"
+        )
     if model.stack.stages > 1 and builder not in _by_share:
         raise UserError(
             f'train.loss_fn = "{config.loss_fn}" wants the logits of the whole vocabulary, and '
@@ -88,7 +96,7 @@ def _beside_cross_entropy(
             if "members" not in batch:
                 return side
             labels, head = batch["labels"], model.head(params)
-            tiles = tiles_of(config, labels, head, model.how.tile)
+            tiles = tiles_of(config, labels, head, model)
             hidden, head = jax.lax.stop_gradient((hidden, head))
             sums = cross_entropy(hidden, head, labels, tiles, batch["members"])
             assert sums.by_dataset is not None
@@ -102,7 +110,7 @@ def _beside_cross_entropy(
 def _cross_entropy(config: TrainConfig, model: Model) -> MicrobatchLoss:
     def loss(params: Params, hidden: Array, batch: Batch, scales: Scales) -> Side:
         labels, head = batch["labels"], model.head(params)
-        tiles = tiles_of(config, labels, head, model.how.tile)
+        tiles = tiles_of(config, labels, head, model)
         own = scales._replace(position=config.z_loss_weight * scales.position)
         found = weighted_loss(tiles, hidden, head, labels, own, batch.get("members"))
         terms = {"cross_entropy": found.cross_entropy}

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxforge.model.scoring import soft_cap
 from jaxforge.model.transformer import project
 from jaxforge.parallel.sharding import first_index, size_per_device
 
@@ -20,9 +21,10 @@ class Chunk(NamedTuple):
     weights: Float[Array, "c d"]
     ids: Int[Array, "c"]
 
-    def logits(self, hidden: Float[Array, "t d"]) -> Float[Array, "t c"]:
-        """Of some tokens; padding has no probability."""
-        return jnp.where(self.ids >= 0, project(hidden, self.weights), -jnp.inf)
+    def logits(self, hidden: Float[Array, "t d"], softcap: float | None) -> Float[Array, "t c"]:
+        """Of some tokens, capped; padding has no probability."""
+        logits = soft_cap(project(hidden, self.weights), softcap)
+        return jnp.where(self.ids >= 0, logits, -jnp.inf)
 
 
 def chunks_of(head_VD: Float[Array, "v d"], size: int) -> Chunk:

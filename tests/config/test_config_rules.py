@@ -200,6 +200,13 @@ def test_a_small_run_passes_on_any_power_of_two():
         ),
         (
             2,
+            [*PIPELINED, "model.n_layers=4", "model.o_bias=true"],
+            [*PIPELINED, "model.n_layers=3", "model.o_bias=true"],
+            "model.n_layers = 3 must be a multiple of 2 pipeline stages in a model with "
+            "model.o_bias or mlp_bias: change it to 4, or distributed.pp",
+        ),
+        (
+            2,
             [*PIPELINED, "model.n_layers=2"],
             [*PIPELINED, "model.n_layers=1"],
             "model.n_layers = 1 is less than distributed.pp = 2: lower distributed.pp",

@@ -189,7 +189,27 @@ def test_every_key_of_kempnerforge_loads():
         *(("early_stop", key) for key in EarlyStopConfig.model_fields),
         *(
             ("model", key)
-            for key in ("sliding_window", "attention_pattern", "local_rope_theta", "rope_pattern")
+            for key in (
+                "sliding_window",
+                "attention_pattern",
+                "local_rope_theta",
+                "rope_pattern",
+                "o_bias",
+                "attention_scale",
+                "attn_logit_softcap",
+                "norm_placement",
+                "norm_unit_offset",
+                "parallel_residual",
+                "gated_mlp",
+                "mlp_bias",
+                "embedding_multiplier",
+                "residual_multiplier",
+                "logits_scaling",
+                "final_logit_softcap",
+                "position_embedding",
+                "partial_rotary_factor",
+                "qk_norm_scope",
+            )
         ),
         *(("distributed", key) for key in ("pp_chunks", "heartbeat_timeout_sec")),
         *(("eval", key) for key in ("datasets", "start_step")),

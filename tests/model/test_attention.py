@@ -12,6 +12,7 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.model import splash
 from jaxforge.model.attention_backends import BACKENDS, Situation, choose, masked_attention
+from jaxforge.model.scoring import PLAIN, Scoring
 from jaxforge.model.transformer import Model
 
 VOCAB, LENGTH = 64, 24
@@ -43,15 +44,17 @@ def random_tokens(seed=0, shape=(2, LENGTH)):
     return np.random.default_rng(seed).integers(0, VOCAB, shape)
 
 
-def naive_attention(q, k, v, allowed):
+def naive_attention(q, k, v, allowed, scoring=PLAIN):
     """One query at a time in float64; head i shares the keys of its group."""
+    scale, cap = scoring.scale or q.shape[-1] ** -0.5, scoring.softcap
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
     out = np.zeros_like(q)
     group = q.shape[2] // k.shape[2]
     for b, i, head in np.ndindex(*q.shape[:3]):
         keys, values = k[b, :, head // group], v[b, :, head // group]
         seen = allowed[b, i]
-        scores = keys[seen] @ q[b, i, head] / np.sqrt(q.shape[-1])
+        scores = keys[seen] @ q[b, i, head] * scale
+        scores = cap * np.tanh(scores / cap) if cap else scores
         weights = np.exp(scores - scores.max())
         out[b, i, head] = weights / weights.sum() @ values[seen]
     return out
@@ -112,9 +115,9 @@ def test_scores_of_bfloat16_heads_are_float32(backend):
     np.testing.assert_allclose(np.asarray(ours, np.float64), naive, rtol=0, atol=bound)
 
 
-def values_and_gradients(backend, length, kv_heads, packed, window=None, **heads):
+def values_and_gradients(backend, length, kv_heads, packed, window=None, *, scoring=PLAIN, **heads):
     doc_ids = random_documents(length) if packed else None
-    attend = BACKENDS[backend].attend
+    attend = functools.partial(BACKENDS[backend].attend, scoring=scoring)
     q, k, v = random_heads(length, kv_heads, **heads)
     weights = np.random.default_rng(2).standard_normal(q.shape)
 
@@ -143,14 +146,45 @@ def test_gradients_of_windows_are_the_references(packed, window):
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), ours, reference)
 
 
-@pytest.mark.parametrize(("kv_heads", "window"), [(6, None), (2, None), (2, 100)])
+CAPPED = Scoring(scale=0.7, softcap=2.0)
+SCORINGS = pytest.mark.parametrize("scoring", [CAPPED, Scoring(scale=0.7)], ids=str)
+
+
+@pytest.mark.parametrize("backend", EVERYWHERE)
+@pytest.mark.parametrize("window", [None, 7])
 @PACKED
-def test_splash_is_the_reference(monkeypatch, kv_heads, packed, window):
+@SCORINGS
+def test_scores_are_scaled_and_capped(backend, packed, window, scoring):
+    doc_ids = random_documents(LENGTH) if packed else None
+    q, k, v = random_heads(LENGTH, 2)
+    allowed = allowed_keys(LENGTH, doc_ids, window)
+    naive = naive_attention(q, k, v, allowed, scoring)
+    ours = BACKENDS[backend].attend(q, k, v, doc_ids, window, scoring=scoring)
+    np.testing.assert_allclose(ours, naive, rtol=0, atol=1e-5)
+    decoded = masked_attention(q, k, v, allowed[:, None], scoring)
+    np.testing.assert_allclose(decoded, naive, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@SCORINGS
+def test_gradients_of_capped_scores_are_the_references(window, scoring):
+    ours = values_and_gradients("blockwise", 81, 2, True, window, scoring=scoring)
+    reference = values_and_gradients("reference", 81, 2, True, window, scoring=scoring)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), ours, reference)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "window", "scoring"),
+    [(6, None, PLAIN), (2, None, PLAIN), (2, 100, PLAIN), (2, 100, CAPPED)],
+)
+@PACKED
+def test_splash_is_the_reference(monkeypatch, kv_heads, packed, window, scoring):
     """The TPU kernel, interpreted."""
     monkeypatch.setattr(splash, "_INTERPRET", True)
     monkeypatch.setattr(splash, "_BLOCK", 128)  # two blocks
-    ours = values_and_gradients("splash", 256, kv_heads, packed, window, h=128)
-    reference = values_and_gradients("reference", 256, kv_heads, packed, window, h=128)
+    how = {"h": 128, "scoring": scoring}
+    ours = values_and_gradients("splash", 256, kv_heads, packed, window, **how)
+    reference = values_and_gradients("reference", 256, kv_heads, packed, window, **how)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-4), ours, reference)
 
 
@@ -158,7 +192,7 @@ def test_splash_is_the_reference(monkeypatch, kv_heads, packed, window):
 @pytest.mark.parametrize(("kv_heads", "window"), [(6, None), (2, None), (1, None), (2, 100)])
 @PACKED
 def test_cudnn_is_the_reference(kv_heads, packed, window):
-    heads = {"h": 64, "dtype": jnp.bfloat16}
+    heads = {"h": 64, "dtype": jnp.bfloat16, "scoring": Scoring(scale=0.2)}
     ours = values_and_gradients("cudnn", 256, kv_heads, packed, window, **heads)
     reference = values_and_gradients("reference", 256, kv_heads, packed, window, **heads)
     jax.tree.map(
@@ -176,6 +210,8 @@ BF16 = jnp.dtype("bfloat16")
         ("auto", AT, "blockwise"),
         ("auto", AT._replace(platform="gpu", dtype=BF16), "cudnn"),
         ("auto", AT._replace(platform="gpu"), "blockwise"),  # cuDNN has no float32
+        ("auto", AT._replace(platform="gpu", dtype=BF16, softcap=50.0), "blockwise"),
+        ("auto", AT._replace(platform="tpu", softcap=50.0), "splash"),
         ("auto", AT._replace(platform="tpu"), "splash"),
         ("auto", AT._replace(platform="tpu", seq_len=100), "blockwise"),
         ("flash", AT, "blockwise"),
@@ -194,10 +230,12 @@ def test_the_choice_of_a_kernel(asked, at, chosen):
         ("cudnn", AT, '"cudnn" cannot serve here: it needs an NVIDIA GPU, and this run is on cpu'),
         ("flash", AT._replace(platform="gpu"), 'set train.mixed_precision = "bf16"'),
         ("cudnn", AT._replace(platform="gpu", dtype=BF16, head_size=160), "up to 128 wide"),
+        ("cudnn", AT._replace(platform="gpu", dtype=BF16, softcap=50.0),
+         "it does not cap scores, and model.attn_logit_softcap = 50.0"),
         ("splash", AT, "it needs a TPU"),
         ("splash", AT._replace(platform="tpu", seq_len=100), "train.seq_len = 100 is no multiple"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_serve_raises(asked, at, message):
     with pytest.raises(UserError, match=re.escape(message)):
         choose(ModelConfig(sdpa_backend=asked), at)

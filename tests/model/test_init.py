@@ -14,7 +14,7 @@ from jaxforge.model.transformer import Model, parameter_count
 from jaxforge.parallel.sharding import RULES
 from jaxforge.training.state import init_state
 from tests.conftest import tiny_config
-from tests.helpers import setup
+from tests.helpers import EVERY_OPTION, LEARNED, setup
 from tests.torch_names import from_torch, to_torch
 from torch_compat.names.kempnerforge import KEMPNERFORGE
 
@@ -30,6 +30,7 @@ VARIANTS = {
     "head_dim": {"head_dim": 24, "qk_norm": True},
     "gelu": {"activation": "gelu"},
 }
+OPTIONS = {"every option": EVERY_OPTION, "learned positions": LEARNED}
 
 BLOCK = [
     "attention_norm.weight", "attention.q_proj.weight", "attention.k_proj.weight",
@@ -41,7 +42,7 @@ OUTSIDE = ["token_embedding.embedding.weight", "norm.weight", "output_head.proj.
 
 @functools.cache
 def model(variant="llama"):
-    return Model(ModelConfig(**SHAPE, **VARIANTS[variant]))
+    return Model(ModelConfig(**SHAPE, **{**VARIANTS, **OPTIONS}[variant]))
 
 
 @functools.cache
@@ -121,7 +122,7 @@ def test_parameters_are_stored_in_param_dtype():
     assert {leaf.dtype for leaf in jax.tree.leaves(shapes)} == {jnp.dtype(jnp.bfloat16)}
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *OPTIONS])
 def test_every_parameter_has_an_axis_of_the_rules_for_each_dimension(variant):
     shapes = flat(model(variant).abstract)
     axes = flat(model(variant).axes, is_leaf=lambda node: isinstance(node, tuple))
@@ -132,14 +133,14 @@ def test_every_parameter_has_an_axis_of_the_rules_for_each_dimension(variant):
         assert len(set(of_parameter)) == len(of_parameter), name
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *OPTIONS])
 def test_init_makes_what_the_abstract_parameters_say(variant):
     made = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params(variant))
     said = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), model(variant).abstract)
     assert made == said
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *OPTIONS])
 def test_layers_are_stacked_and_nothing_else_is(variant):
     axes = flat(model(variant).axes, is_leaf=lambda node: isinstance(node, tuple))
     for name, shape in flat(model(variant).abstract).items():
@@ -192,15 +193,41 @@ MISTRAL_NEMO = {"dim": 5120, "n_layers": 40, "n_heads": 32, "n_kv_heads": 8, "vo
                 "ffn_hidden_dim": 14336, "head_dim": 128}  # fmt: skip
 
 
+GPT_2 = {"dim": 768, "n_layers": 12, "n_heads": 12, "vocab_size": 50257, "ffn_hidden_dim": 3072,
+         "norm_type": "layernorm", "activation": "gelu_tanh", "position_embedding": "learned",
+         "max_seq_len": 1024, "qkv_bias": True, "o_bias": True, "mlp_bias": True,
+         "tie_embeddings": True}  # fmt: skip
+PYTHIA_160M = {**GPT_2, "vocab_size": 50304, "position_embedding": "rotary",
+               "partial_rotary_factor": 0.25, "tie_embeddings": False}  # fmt: skip
+GEMMA_2_9B = {"dim": 3584, "n_layers": 42, "n_heads": 16, "n_kv_heads": 8, "head_dim": 256,
+              "vocab_size": 256000, "ffn_hidden_dim": 14336, "activation": "gelu_tanh",
+              "gated_mlp": True, "norm_placement": "sandwich", "tie_embeddings": True}  # fmt: skip
+GEMMA_3_1B = {**GEMMA_2_9B, "dim": 1152, "n_layers": 26, "n_heads": 4, "n_kv_heads": 1,
+              "vocab_size": 262144, "ffn_hidden_dim": 6912, "qk_norm": True}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("shape", "parameters"),
     [
+        (GPT_2, 124_439_808),
+        (PYTHIA_160M, 162_322_944),
+        (GEMMA_2_9B, 9_241_705_984),
+        (GEMMA_3_1B, 999_885_952),
         (LLAMA_3_8B, 8_030_261_248),
         (QWEN_2_5_7B, 7_615_616_512),
         (QWEN_3_0_6B, 596_049_920),
         (MISTRAL_NEMO, 12_247_782_400),
     ],
-    ids=["Llama 3 8B", "Qwen 2.5 7B", "Qwen 3 0.6B", "Mistral Nemo 12B"],
+    ids=[
+        "GPT-2",
+        "Pythia 160M",
+        "Gemma 2 9B",
+        "Gemma 3 1B",
+        "Llama 3 8B",
+        "Qwen 2.5 7B",
+        "Qwen 3 0.6B",
+        "Mistral Nemo 12B",
+    ],
 )
 def test_published_models_have_their_number_of_parameters(shape, parameters):
     assert parameter_count(Model(ModelConfig(**shape)).abstract) == parameters

@@ -14,11 +14,12 @@ from jaxforge.model.linear import is_matrix
 from jaxforge.model.transformer import Model
 from jaxforge.optim.optimizer import build_optimizer, decay_groups
 from tests.conftest import TINY, tiny_config
+from tests.helpers import EVERY_OPTION, LEARNED
 from tests.torch_names import to_torch
 
 VARIANTS = [
     {}, {"tie_embeddings": True}, {"norm_type": "layernorm"}, {"qk_norm": True},
-    {"activation": "gelu"}, {"qkv_bias": True},
+    {"activation": "gelu"}, {"qkv_bias": True}, EVERY_OPTION, LEARNED,
 ]  # fmt: skip
 
 

@@ -14,6 +14,8 @@ from jaxforge.side import NOTHING
 from jaxforge.training.evaluation import make_eval_step
 from tests.conftest import tiny_config
 from tests.helpers import (
+    EVERY_OPTION,
+    LEARNED,
     collectives_in_loops,
     hlo,
     lowered,
@@ -106,6 +108,9 @@ CASES = [  # few sizes: those with the same have the reference in common
     (3, 5, {"pp": 2, "dp_shard": 2, "tp": 2}, UPDATE, KINDS, True),
     (5, 8, {"pp": 4, "tp": 2, "pp_schedule": "gpipe"}, FULL, KINDS, False),
     (5, 8, {"pp": 2, "dp_shard": 4, **INTERLEAVED}, {**MICROBATCH, **FULL}, KINDS, False),
+    (2, 3, {"pp": 2, "dp_shard": 2, "tp": 2}, UPDATE, EVERY_OPTION, True),
+    (2, 3, {"pp": 2, "tp": 2}, CHUNKED, EVERY_OPTION, True),
+    (2, 3, {"pp": 2, "dp_shard": 2, "tp": 2}, UPDATE, LEARNED, True),
 ]
 
 

@@ -41,12 +41,14 @@ def test_windows_count_what_they_see():
     assert saved == pytest.approx(2 * a_key * (seen[0] - seen[1]), rel=1e-4)
 
 
-@pytest.mark.parametrize("activation", ["silu", "relu"])
+@pytest.mark.parametrize(
+    "mlp", [{}, {"activation": "relu"}, {"activation": "relu", "gated_mlp": True}], ids=str
+)
 @pytest.mark.parametrize("heads", [{}, {"head_dim": 24}], ids=str)
-def test_the_model_multiplies_as_much(activation, heads):
+def test_the_model_multiplies_as_much(mlp, heads):
     config = ModelConfig(
         dim=64, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=96, ffn_hidden_dim=80,
-        activation=activation, max_seq_len=32, sdpa_backend="math", **heads,
+        max_seq_len=32, sdpa_backend="math", **heads, **mlp,
     )  # fmt: skip
     model, seq_len = Model(config), 32
 
@@ -58,7 +60,7 @@ def test_the_model_multiplies_as_much(activation, heads):
     width = config.n_heads * config.head_size
     looking_ahead = 6 * config.n_layers * width * seq_len  # this kernel masks what it computed
     assert 3 * forward == flops.causal_flops_per_token(config, seq_len) + looking_ahead
-    if activation == "silu":
+    if config.is_gated:
         assert 3 * forward == flops.flops_per_token(config, seq_len)
 
 

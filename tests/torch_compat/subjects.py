@@ -11,8 +11,8 @@ from tests.torch_compat.tensors import random_array, to_torch
 from torch_compat import checkpoints, dcp_state, place, torch_zip
 from torch_compat.commands import Export, Import
 from torch_compat.dcp_state import Options
+from torch_compat.dialects import DIALECTS
 from torch_compat.lazy import Lazy, of_array
-from torch_compat.names import DIALECTS
 from torch_compat.staging import Share
 from torch_compat.state import Held, wanted
 from torch_compat.workers import Workers

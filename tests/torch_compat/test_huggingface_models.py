@@ -219,11 +219,11 @@ def test_an_export_never_leaves_parameters_out_or_open(tmp_path, dialect):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"norm_type": "layernorm"}, r"model\.norm_type = 'layernorm'"),
-        ({"activation": "gelu"}, r"model\.activation = 'gelu'"),
+        ({"norm_type": "layernorm", "qk_norm": True}, r"hf-stablelm has no model\.qk_norm = True"),
+        ({"norm_placement": "sandwich"}, r"model\.norm_placement = 'sandwich'"),
         ({"num_experts": 4, "moe_router": "sigmoid_topk"}, r"model\.moe_router = 'sigmoid_topk'"),
-        ({"qk_norm": True, "qkv_bias": True}, r"model\.qk_norm.*model\.qkv_bias"),
-        ({"qk_norm": True, "norm_eps": 1e-6}, "norm_eps = 1e-06 and qk_norm_eps = 1e-05"),
+        ({"qk_norm": True, "qkv_bias": True}, r"model\.qkv_bias = True"),
+        ({"qk_norm": True, "norm_eps": 1e-6}, r"hf-qwen3 has no model\.qk_norm_eps = 1e-05"),
     ],
     ids=str,
 )
@@ -454,6 +454,10 @@ CONFIGS = [
 def test_config_json_means_what_transformers_takes_it_for(kind, keys):
     """Defaults of each family; the forms of transformers 4 and 5."""
     given = minimal(kind, **keys)
+    if not kind.startswith("qwen") and {"layer_types", "use_sliding_window"} & keys.keys():
+        pytest.skip("a key that the family does not have: see test_families")
+    if kind == "llama" and keys.get("sliding_window"):
+        pytest.skip("a key that the family does not have: see test_families")
     if kind == "mistral" and keys.get("num_key_value_heads", 8) is None:
         pytest.skip("transformers 5 takes no null here")
     theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(given)))
@@ -469,7 +473,7 @@ def test_config_json_means_what_transformers_takes_it_for(kind, keys):
     rope.pop("type", None)
     if ours.rope_scaling:
         rope["original_max_seq_len"] = rope.pop("original_max_position_embeddings")
-        assert ours.rope_scaling.model_dump() == rope
+        assert {key: getattr(ours.rope_scaling, key) for key in rope} == rope
     window = getattr(theirs, "sliding_window", None)
     windowed = {"llama": False, "mistral": True}.get(
         kind, "sliding_attention" in getattr(theirs, "layer_types", [])
@@ -509,17 +513,14 @@ def test_an_exported_config_gives_the_model_back(tmp_path, keys):
 @pytest.mark.parametrize(
     ("kind", "keys", "message"),
     [
-        ("gpt2", {}, "model_type 'gpt2' is not one of llama, mistral"),
+        ("gpt", {}, "model_type 'gpt' is not one of llama, mistral"),
         (None, {}, "model_type None"),
-        ("llama", {"mlp_bias": True}, "mlp_bias = True"),
-        ("llama", {"attention_bias": True}, "attention_bias"),
-        ("qwen3", {"attention_bias": True}, "attention_bias"),
-        ("qwen2", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ("mistral", {"mlp_bias": True}, "mlp_bias = True"),
+        ("mistral", {"attention_bias": True}, "attention_bias"),
+        ("qwen2", {"hidden_act": "tanh"}, "hidden_act = 'tanh'"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.*'linear'"),
-        ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling.*'yarn'"),
-        ("mistral", {"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters.*'dynamic'"),
+        ("llama", {"rope_scaling": {"type": "axial", "factor": 2.0}}, "rope_scaling.*'axial'"),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
          "rope_scaling does not give low_freq_factor, high_freq_factor"),
         ("qwen3", {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
@@ -583,19 +584,6 @@ def one_by_one(config, params, tokens):
         out, cache = extend(params, tokens[:, i : i + 1], at, cache)
         logits.append(out)
     return np.concatenate(logits, axis=1)
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ({"sliding_window": 8, "attention_pattern": ["full", "sliding"]}, "llama and mistral see"),
-        ({"sliding_window": 8, "local_rope_theta": 100.0}, "same rotary positions in all layers"),
-        ({"rope_pattern": [True, False]}, "same rotary positions in all layers"),
-    ],
-)
-def test_layers_that_no_family_has_are_not_exported(model, message):
-    with pytest.raises(UserError, match=message):
-        hf_config.family_of(ModelConfig(n_layers=2, **model))
 
 
 def test_other_windows_than_the_weights_were_trained_with_are_noted(tmp_path):

@@ -18,6 +18,11 @@ OPTIONS = {
     "tie_embeddings": [False, True],
     "norm_type": ["rmsnorm", "layernorm"],
     "activation": ["silu", "gelu"],
+    "gated_mlp": [None, True],
+    "o_bias": [False, True],
+    "mlp_bias": [False, True],
+    "norm_placement": ["pre", "sandwich"],
+    "position_embedding": ["rotary", "learned"],
 }
 
 
@@ -28,6 +33,7 @@ def test_the_parameters_of_every_model():
     ]
     for a, b in itertools.combinations(OPTIONS, 2):
         settings.append({**settings[0], a: OPTIONS[a][1], b: OPTIONS[b][1]})
+    settings += [{"norm_placement": "post"}, {"qk_norm": True, "qk_norm_scope": "projection"}]
     for chosen in settings:
         config = tiny_config(model={**MODEL, **chosen})
         _, state = training_state.declared(config)

@@ -69,3 +69,10 @@ def test_stages_are_for_losses_that_take_a_share_of_the_vocabulary():
         build_loss(config.train, model)
     for name in ("share", "cross_entropy", "chunked_cross_entropy"):
         build_loss(config.train.model_copy(update={"loss_fn": name}), model)
+
+
+def test_a_loss_that_would_forget_the_cap_of_logits_is_refused():
+    register_loss("plainly")(plainly)
+    config = tiny_config(model={"final_logit_softcap": 3.0}, train={"loss_fn": "plainly"})
+    with pytest.raises(UserError, match="without the cap of model"):
+        build_loss(config.train, build_model(config))

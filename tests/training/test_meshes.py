@@ -8,6 +8,8 @@ import pytest
 
 from tests.conftest import tiny_config
 from tests.helpers import (
+    EVERY_OPTION,
+    LEARNED,
     new_setup,
     random_batches,
     setup,
@@ -121,6 +123,8 @@ VARIANTS = {
     "qk_norm_relu_mqa": {"model": {"qk_norm": True, "activation": "relu", "n_kv_heads": 2}},
     "windows": {"model": {"n_layers": 3, "sliding_window": 9, "local_rope_theta": 100.0,
                           "attention_pattern": ("sliding", "full")}},
+    "every_option": {"model": EVERY_OPTION},
+    "learned_positions": {"model": LEARNED},
     "remat_full_chunked": {
         "train": {"activation_checkpointing": "full", "loss_fn": "chunked_cross_entropy",
                   "ce_chunk_size": 64, "z_loss_weight": 1e-3},

@@ -1,18 +1,1 @@
-"""One table per dialect: how a code base names the parameters that `jaxforge.model` declares."""
-
-from torch_compat.names.huggingface import FAMILIES
-from torch_compat.names.kempnerforge import KEMPNERFORGE, KEMPNERFORGE_PACKED
-from torch_compat.names.table import Dialect
-from torch_compat.names.torchtitan import TORCHTITAN, TORCHTITAN_2025
-
-DIALECTS: dict[str, Dialect] = {
-    dialect.name: dialect
-    for dialect in (
-        KEMPNERFORGE,
-        KEMPNERFORGE_PACKED,
-        TORCHTITAN,
-        TORCHTITAN_2025,
-        *FAMILIES.values(),
-    )
-}
-"""Every dialect by the name that the command line has for it."""
+"""How code bases name the parameters that `jaxforge.model` declares."""

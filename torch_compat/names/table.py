@@ -7,17 +7,18 @@ Ours are the paths of `jaxforge.model`'s parameters with one entry per layer and
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
-from torch_compat.lazy import Lazy, stack
+from torch_compat.lazy import Lazy, interleaved, stack
 
 HEAD = "output_head.proj.weight"
 EMBEDDING = "token_embedding.embedding.weight"
+POSITIONS = "position_embedding.weight"
 _EXPERT = re.compile(r"layers\.\d+\.mlp\.experts\.\d+\.")
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
@@ -60,6 +61,54 @@ class Transposed:
         return tensor.transposed()
 
 
+Layout = Callable[[ModelConfig], list[np.ndarray]]
+"""The rows of a fused tensor that are each part's, in the order that the part has them."""
+
+
+class Fused(NamedTuple):
+    """Some of the rows of a tensor that holds several of ours.
+
+    Attributes:
+        part: which of the parts of `layout` it is.
+        layout: which rows are whose.
+        is_transposed: whether theirs is [in, out].
+    """
+
+    part: int
+    layout: Layout
+    is_transposed: bool = False
+
+    def to_ours(self, tensor: Lazy, config: ModelConfig) -> Lazy:
+        """The part's rows."""
+        rows = self.layout(config)
+        whole = tensor.transposed() if self._turns(tensor) else tensor
+        if whole.shape[:1] != (sum(map(len, rows)),):
+            return tensor  # not the model's, which its shape will tell
+        return whole.rows(rows[self.part])
+
+    def to_theirs(self, tensor: Lazy, config: ModelConfig) -> Lazy:
+        """The part as it is: `joined` makes the whole of all."""
+        return tensor
+
+    def joined(self, parts: Mapping[int, Lazy], config: ModelConfig, key: str) -> Lazy:
+        """The whole of all parts.
+
+        Raises:
+            UserError: some are missing, or of another dtype.
+        """
+        rows = self.layout(config)
+        if len(parts) < len(rows) or len({part.dtype for part in parts.values()}) > 1:
+            raise UserError(
+                f"{key} holds {len(rows)} parameters in one tensor, and {len(parts)} are there, or "
+                "of several dtypes: export the weights alone, with --dtype float32 or another"
+            )
+        whole = interleaved([parts[i] for i in range(len(rows))], rows)
+        return whole.transposed() if self._turns(whole) else whole
+
+    def _turns(self, tensor: Lazy) -> bool:
+        return self.is_transposed and len(tensor.shape) == 2
+
+
 class Rule(NamedTuple):
     """One row of a table.
 
@@ -67,11 +116,13 @@ class Rule(NamedTuple):
         ours: our name, `{i}` for the layer and `{j}` for the expert.
         theirs: the dialect's name; without the `{j}` that ours has, it holds all experts, stacked.
         change: how its layout differs.
+        optional: whether models of the dialect may well be without it.
     """
 
     ours: str
     theirs: str
-    change: Change | None = None
+    change: Change | Fused | None = None
+    optional: bool = False
 
     @property
     def is_packed(self) -> bool:
@@ -93,6 +144,7 @@ class Dialect:
         has_stages: whether a pipeline job of it saves a checkpoint per stage.
         has_one_group: whether its optimizer has one parameter group, for which torch refuses
             settings that differ between parameters.
+        renamed: pattern of an older key of theirs -> the key that the table has.
     """
 
     name: str
@@ -103,6 +155,13 @@ class Dialect:
     writes_tied_head: bool = False
     has_stages: bool = False
     has_one_group: bool = False
+    renamed: tuple[tuple[str, str], ...] = ()
+
+    def current(self, key: str) -> str:
+        """A key of theirs as the table has it."""
+        for pattern, name in self.renamed:
+            key = re.sub(pattern, name, key)
+        return key
 
     def knows(self, key: str) -> bool:
         """Whether a key of theirs is in the table."""
@@ -152,17 +211,30 @@ class Dialect:
         """
         written: dict[str, Lazy] = {}
         packed: dict[str, dict[int, Lazy]] = {}
+        fused: dict[str, dict[int, Lazy]] = {}
+        changes: dict[str, Fused] = {}
         for name, tensor in ours.items():
             rule, key, expert = self._find(name)
             changed = rule.change.to_theirs(tensor, config) if rule.change else tensor
             if rule.is_packed:
                 packed.setdefault(key, {})[expert] = changed
                 written.setdefault(key, changed)  # keeps its place in the order
+            elif isinstance(rule.change, Fused):
+                changes[key] = rule.change
+                fused.setdefault(key, {})[rule.change.part] = changed
+                written.setdefault(key, changed)
             else:
                 written[key] = changed
-        return written | {
-            key: stack([experts[j] for j in range(len(experts))]) for key, experts in packed.items()
-        }
+        stacks = {key: stack([of[j] for j in range(len(of))]) for key, of in packed.items()}
+        return written | stacks | {
+            key: changes[key].joined(parts, config, key) for key, parts in fused.items()
+        }  # fmt: skip
+
+    def distance(self, keys: Iterable[str]) -> tuple[int, int]:
+        """How far keys that it knows are from the usual model of it; the least is the nearest."""
+        extra = [_pattern(rule.theirs) for rule in self.rules if rule.optional]
+        used = sum(any(pattern.fullmatch(key) for pattern in extra) for key in keys)
+        return used, len(self.rules) - len(extra)
 
     @functools.cached_property
     def _patterns(self) -> list[re.Pattern[str]]:
@@ -190,10 +262,10 @@ def strip_wrappers(key: str) -> str:
 
 
 def detect(keys: Sequence[str], dialects: Iterable[Dialect]) -> Dialect | None:
-    """The dialect whose table has every key; the smaller table where several have."""
+    """The dialect whose table has every key; the nearest where several have."""
     candidates = [d for d in dialects if keys and all(d.knows(key) for key in keys)]
     candidates = [d for d in candidates if any(d.knows(k) and not d.ignores(k) for k in keys)]
-    return min(candidates, key=lambda d: len(d.rules), default=None)
+    return min(candidates, key=lambda d: d.distance(keys), default=None)
 
 
 def differences(

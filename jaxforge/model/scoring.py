@@ -1,0 +1,40 @@
+"""What becomes of the products of queries and keys before the softmax; soft caps of any logits."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+class Scoring(NamedTuple):
+    """Scores are cap · tanh(scale · q kᵀ / cap), as in Gemma 2 (arXiv:2408.00118).
+
+    Attributes:
+        scale: what multiplies products; None: 1 / √h.
+        softcap: the cap; None: scores are not capped.
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+
+    def scale_of(self, head_size: int) -> float:
+        """What multiplies products of heads so wide."""
+        return head_size**-0.5 if self.scale is None else self.scale
+
+    def capped(self, scores: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Scores, given scaled products."""
+        return soft_cap(scores, self.softcap)
+
+
+PLAIN = Scoring()
+"""1 / √h, without a cap."""
+
+
+def soft_cap(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
+    """Gives cap · tanh(x / cap), which lies between -cap and cap; None leaves x as it is."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def soft_cap_slope(capped: Float[Array, "..."], cap: float) -> Float[Array, "..."]:
+    """The derivative of `soft_cap`, from what it gave; of -inf, which nothing gives, 0."""
+    return 1 - (jnp.maximum(capped, -cap) / cap) ** 2

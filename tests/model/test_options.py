@@ -1,0 +1,127 @@
+"""What families of transformers ask of the model, packed, cached and split over devices."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxforge.config.model import ModelConfig, RopeScaling
+from jaxforge.errors import UserError
+from jaxforge.model.decoding import Decoder
+from jaxforge.model.sampling import Sampling
+from jaxforge.model.transformer import Model, build_model
+from jaxforge.parallel.mesh import make_mesh
+from jaxforge.parallel.sharding import param_shardings
+from tests.conftest import tiny_config
+from tests.helpers import EVERY_OPTION, LEARNED, drawn, with_random_biases
+
+GREEDY = Sampling(temperature=0.0)
+LONGROPE = {"rope_scaling": RopeScaling(
+    rope_type="longrope", original_max_seq_len=8, factor=4.0,
+    short_factor=(1.0,) * 4, long_factor=(1.0, 2.0, 4.0, 8.0),
+)}  # fmt: skip
+MODELS = {"every option": EVERY_OPTION, "learned": LEARNED, "longrope": LONGROPE}
+BOTH = pytest.mark.parametrize("name", ["every option", "learned"])
+
+
+def config_of(name, **axes):
+    shape = {"dim": 32, "vocab_size": 64, "init_std": 0.3, "max_seq_len": 32}
+    return tiny_config(model={**shape, **MODELS[name]}, distributed={"dp_shard": 1, **axes})
+
+
+@functools.cache
+def toy(name):
+    config = config_of(name)
+    model = Model(config.model)
+    hidden, extend = jax.jit(model.hidden), jax.jit(model.extend)
+    return model, with_random_biases(drawn(config)), hidden, extend
+
+
+def random_tokens(length=24):
+    return np.random.default_rng(0).integers(0, 64, (2, length))
+
+
+@BOTH
+def test_a_packed_document_is_what_it_is_alone(name):
+    _, params, hidden, _ = toy(name)
+    tokens = random_tokens()
+    doc_ids = np.array([[0] * 7 + [1] * 10 + [2] * 7, [0] * 3 + [1] + [2] * 20])
+    packed = np.asarray(hidden(params, tokens, doc_ids))
+    for row in range(2):
+        for document in range(3):
+            place = doc_ids[row] == document
+            alone = np.zeros((1, 24), int)  # what follows is seen by nobody before it
+            alone[0, : place.sum()] = tokens[row, place]
+            expected = np.asarray(hidden(params, alone))[0, : place.sum()]
+            np.testing.assert_allclose(packed[row, place], expected, rtol=0, atol=2e-5)
+    assert np.abs(packed - np.asarray(hidden(params, tokens))).max() > 0.1
+
+
+@BOTH
+def test_rows_of_a_cache_may_stand_at_different_positions(name):
+    model, params, hidden, extend = toy(name)
+    tokens = random_tokens()
+    expected = np.asarray(model.logits(params, hidden(params, tokens)))
+    cache = model.empty_cache(2, 24)
+    for begins in ([0, 0], [8, 4], [16, 12]):
+        at = np.array(begins)[:, None] + np.arange(8)
+        out, cache = extend(params, np.take_along_axis(tokens, at, 1), at, cache)
+        there = np.take_along_axis(expected, at[..., None], 1)
+        np.testing.assert_allclose(out, there, rtol=0, atol=2e-5)
+
+
+@BOTH
+def test_generation_does_not_depend_on_the_mesh(name):
+    model, params, _, _ = toy(name)
+    prompts = [[5, 9, 33], [7, 1, 60, 2, 8, 44, 21]]
+    alone = Decoder(model, params, 8, GREEDY).complete(prompts, range(2))
+    assert len(set(alone[0].tokens)) > 2
+    axes = {"pp": 2, "dp_shard": 2, "tp": 2}
+    split = build_model(config_of(name, **axes))
+    mesh = make_mesh(config_of(name, **axes), jax.devices())
+    placed = jax.device_put(params, param_shardings(split.abstract, split.axes, mesh))
+    with jax.set_mesh(mesh):
+        assert Decoder(split, placed, 8, GREEDY, mesh=mesh).complete(prompts, range(2)) == alone
+
+
+def test_the_padding_of_a_prompt_does_not_lengthen_its_sequence():
+    """Prompts are padded to 16 tokens; from the ninth on, LongRoPE has other frequencies."""
+    model, params, hidden, extend = toy("longrope")
+    tokens, lengths = random_tokens(16), np.array([5, 10])
+    at = np.broadcast_to(np.arange(16), (2, 16))
+    last, _ = extend(params, tokens, at, model.empty_cache(2, 16), only=lengths - 1)
+    for row, length in enumerate(lengths):
+        alone = model.logits(params, hidden(params, tokens[row : row + 1, :length]))
+        np.testing.assert_allclose(last[row, 0], alone[0, -1], rtol=0, atol=2e-5)
+
+
+def test_one_plus_nothing_is_one():
+    """Models begin the same, however norms store their weights."""
+    shape = {"dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 64, "ffn_hidden_dim": 48}
+    logits = []
+    for offset in (False, True):
+        model = Model(ModelConfig(**shape, norm_unit_offset=offset, qk_norm=True))
+        params = model.init(jax.random.key(0))
+        logits.append(model.logits(params, model.hidden(params, random_tokens())))
+    np.testing.assert_array_equal(*logits)
+    assert not params["norm"]["weight"].any()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"partial_rotary_factor": 0.3}, "turns 19 of 64 channels, which must be even"),
+        ({"norm_unit_offset": True, "norm_type": "layernorm"}, 'for norm_type = "rmsnorm"'),
+        ({"qk_norm_scope": "projection"}, "has no effect without qk_norm = true"),
+        ({"position_embedding": "learned", "partial_rotary_factor": 0.5},
+         'partial_rotary_factor has no effect with position_embedding = "learned"'),
+        ({"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0] * 32}},
+         "rope_scaling.short_factor has 0 numbers, and there are 32 pairs"),
+        ({"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 1.0}, "must be over 1"),
+        ({"rope_scaling": {"rope_type": "yarn", "beta_slow": 64.0}}, "less than beta_fast = 32.0"),
+    ],
+)  # fmt: skip
+def test_keys_that_do_not_fit_each_other(keys, message):
+    with pytest.raises((UserError, ValueError), match=message):
+        ModelConfig(dim=256, n_heads=4, **keys)

@@ -1,0 +1,440 @@
+"""Every family of transformers: import, logits, cache, training and export, judged by itself."""
+
+import contextlib
+import functools
+import json
+import re
+import tomllib
+
+import jax
+import numpy as np
+import pytest
+
+from jaxforge.config.load import make_config
+from jaxforge.config.model import ModelConfig
+from jaxforge.data.tokenizer import END_OF_TEXT
+from jaxforge.errors import UserError
+from jaxforge.model.transformer import Model
+from tests.conftest import tiny_config
+from tests.helpers import setup
+from torch_compat import hf_config
+from torch_compat.families import FAMILIES, NOT_BUILT
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from tests.torch_compat.test_huggingface_models import (  # noqa: E402 (needs torch)
+    ROOT,
+    TEXTS,
+    assert_same_bits,
+    bpe,
+    compiled,
+    config_json,
+    config_of,
+    export,
+    load,
+    open_theirs,
+    params_of,
+    random_params,
+    save_run,
+    tensors_of,
+    their_logits,
+)
+
+LENGTH, LONGEST = 24, 64
+SHAPE = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LONGEST,
+         "initializer_range": 0.1, "pad_token_id": None, "eos_token_id": 0}  # fmt: skip
+MHA = {"num_key_value_heads": 4}
+ALL_BIASES = {"attention_bias": True, "mlp_bias": True}
+PATTERN = {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
+GPT2 = {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": LONGEST,
+        "initializer_range": 0.1, "pad_token_id": None, "eos_token_id": 0, "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
+
+
+def rope(kind, theta=10000.0, **keys):
+    return {"rope_type": kind, "rope_theta": theta, **keys}
+
+
+YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16)
+LLAMA3 = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=16)  # fmt: skip
+LONG = [1.0 + 0.5 * i for i in range(4)]
+LONGROPE = {"type": "longrope", "short_factor": LONG[::-1], "long_factor": LONG}
+CASES = {
+    # name: type of model, its keys beside the shape
+    "llama": ("llama", {}),
+    "llama, biases, gelu": ("llama", {**ALL_BIASES, "hidden_act": "gelu"}),
+    "llama, llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "llama, linear": ("llama", {"rope_parameters": rope("linear", factor=3.0)}),
+    "llama, dynamic, longer": (
+        "llama", {"rope_parameters": rope("dynamic", factor=3.0), "max_position_embeddings": 16}
+    ),
+    "llama, yarn": ("llama", {"rope_parameters": YARN}),
+    "llama, yarn, every key": ("llama", {"rope_parameters": {
+        **YARN, "beta_fast": 4.0, "beta_slow": 0.5, "truncate": False, "mscale": 0.7,
+        "mscale_all_dim": 0.3,
+    }}),
+    "mistral, window 8": ("mistral", {"sliding_window": 8}),
+    "mistral, window 40": ("mistral", {"sliding_window": 40}),
+    "qwen2": ("qwen2", {"layer_types": ["full_attention", "sliding_attention"],
+                        "use_sliding_window": True, "sliding_window": 8}),
+    "qwen3": ("qwen3", {"head_dim": 16, "attention_bias": True}),
+    "olmo2": ("olmo2", {"attention_bias": True}),
+    "olmo3, window 8": ("olmo3", {**PATTERN, "sliding_window": 8, "rope_parameters": {
+        "full_attention": YARN, "sliding_attention": rope("default")}}),
+    "olmo3, window 40": ("olmo3", {**PATTERN, "sliding_window": 40}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4}),
+    "smollm3, window 8": ("smollm3", {
+        "num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "sliding_window": 8,
+        "use_sliding_window": True, "tie_word_embeddings": False}),
+    "gemma": ("gemma", {"head_dim": 16}),
+    "gemma2, window 8": ("gemma2", {
+        "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 12,
+        "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0}),
+    "gemma2, window 40": ("gemma2", {"head_dim": 8, "sliding_window": 40}),
+    "gemma3, window 8": ("gemma3_text", {
+        "head_dim": 16, "sliding_window": 8, **PATTERN, "rope_parameters": {
+            "full_attention": rope("linear", 1e6, factor=8.0),
+            "sliding_attention": rope("default", 100.0)}}),
+    "gemma3, window 40": ("gemma3_text", {"head_dim": 16, "sliding_window": 40, **PATTERN}),
+    "granite": ("granite", {
+        "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.3,
+        "logits_scaling": 3.0, **ALL_BIASES}),
+    "phi3": ("phi3", {}),
+    "phi3, window 8": ("phi3", {"sliding_window": 8}),
+    "phi3, longrope": ("phi3", {
+        "rope_scaling": LONGROPE, "original_max_position_embeddings": 16}),
+    "phi3, longrope, short": ("phi3", {
+        "rope_scaling": LONGROPE, "original_max_position_embeddings": 32}),
+    "phi3, partial": ("phi3", {"partial_rotary_factor": 0.5}),
+    "stablelm": ("stablelm", MHA),
+    "stablelm, biases": ("stablelm", {"use_qkv_bias": True, "partial_rotary_factor": 0.5}),
+    "gpt_neox": ("gpt_neox", {"num_key_value_heads": None}),
+    "gpt_neox, in turn": ("gpt_neox", {
+        "num_key_value_heads": None, "use_parallel_residual": False, "attention_bias": False,
+        "rotary_pct": 1.0}),
+    "gpt2": ("gpt2", {}),
+    "gpt2, wide": ("gpt2", {"n_inner": 48, "activation_function": "relu",
+                            "scale_attn_weights": False}),
+    "starcoder2": ("starcoder2", {"sliding_window": 8}),
+    "starcoder2, no biases": ("starcoder2", {"use_bias": False, "hidden_act": "relu"}),
+    "arcee": ("arcee", {"hidden_act": "relu", **ALL_BIASES}),
+    "arcee, gelu": ("arcee", {"hidden_act": "gelu"}),
+}  # fmt: skip
+
+
+def keys_of(case):
+    model_type, keys = CASES[case]
+    shape = GPT2 if model_type == "gpt2" else SHAPE
+    return model_type, {k: v for k, v in {**shape, **keys}.items() if v is not None or "pad" in k}
+
+
+def network_of(case):
+    """Their network with no two vectors alike: at 1 and 0 they could be swapped unnoticed."""
+    model_type, keys = keys_of(case)
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(model_type, **json.loads(json.dumps(keys)))
+    network = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.4, 0.4))
+    return network.eval()
+
+
+@pytest.fixture(scope="module", params=CASES)
+def imported(request, tmp_path_factory):
+    """A directory of theirs, the run made of it, and both networks."""
+    path = tmp_path_factory.mktemp("family")
+    network = network_of(request.param)
+    network.save_pretrained(path / "hf")
+    bpe(path / "bpe")
+    tokenizer = str(path / "bpe" / "tokenizer.json")
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_file=tokenizer, eos_token=END_OF_TEXT
+    ).save_pretrained(path / "hf")
+    load(path / "hf", path / "run")
+    return request.param, path, network, params_of(path / "run")
+
+
+def tokens_of(length=LENGTH):
+    return np.random.default_rng(1).integers(0, 100, (2, length))
+
+
+def assert_close(ours, theirs):
+    """To 1e-5 of the largest logit."""
+    assert np.abs(np.asarray(ours) - theirs).max() < 1e-5 * np.abs(theirs).max()
+
+
+def test_logits_are_the_same(imported):
+    _, _, network, (model, params) = imported
+    theirs = their_logits(network, tokens_of())
+    assert_close(compiled(model)(params, tokens_of()), theirs)
+
+
+@functools.cache
+def extending(model):
+    return jax.jit(Model(model).extend)
+
+
+def test_logits_are_the_same_with_a_cache(imported):
+    """A prompt, then token by token."""
+    case, _, _, (model, params) = imported
+    tokens, first = tokens_of(), 20
+    cache, logits = Model(model).empty_cache(2, LENGTH), []
+    for begin, end in [(0, first), *((i, i + 1) for i in range(first, LENGTH))]:
+        at = np.broadcast_to(np.arange(begin, end), (2, end - begin))
+        out, cache = extending(model)(params, tokens[:, begin:end], at, cache)
+        logits.append(out)
+    network = network_of(case)  # one that has seen nothing longer
+    with torch.no_grad():
+        out, theirs = network(torch.from_numpy(tokens[:, :first]), use_cache=True), []
+        theirs.append(out.logits)
+        for i in range(first, LENGTH):
+            one = torch.from_numpy(tokens[:, i : i + 1])
+            out = network(one, past_key_values=out.past_key_values, use_cache=True)
+            theirs.append(out.logits)
+    assert_close(np.concatenate(logits, axis=1), torch.cat(theirs, dim=1).numpy())
+
+
+def test_an_export_is_the_same_again(imported, tmp_path):
+    case, path, network, (model, _) = imported
+    model_type, _ = keys_of(case)
+    back = export(path / "run", tmp_path / "back", dialect=FAMILIES[model_type].dialect.name)
+    assert_same_bits(tensors_of(path / "hf"), tensors_of(back))
+    again = open_theirs(back)
+    assert type(again) is type(network)
+    assert_close(their_logits(again, tokens_of()), their_logits(network, tokens_of()))
+    again.generation_config.validate(strict=True)
+    assert again.generation_config.eos_token_id == again.config.eos_token_id == 0
+    ours, theirs = (transformers.PreTrainedTokenizerFast.from_pretrained(d)
+                    for d in (back, path / "hf"))  # fmt: skip
+    assert ours(TEXTS[0])["input_ids"] == theirs(TEXTS[0])["input_ids"]
+    transformers.AutoConfig.from_pretrained(back).save_pretrained(tmp_path / "rewritten")
+    for written in (back, tmp_path / "rewritten"):
+        read = ModelConfig(**hf_config.model_table(config_json(written), ""))
+        assert hf_config.computes(read) == hf_config.computes(model)
+
+
+TRAINED = [
+    "llama", "mistral, window 8", "qwen2", "qwen3", "olmo2",
+    "olmo3, window 8", "smollm3, window 8", "gemma", "gemma2, window 8", "gemma3, window 8",
+    "granite", "phi3, longrope", "stablelm, biases", "gpt_neox", "gpt2",
+    "starcoder2", "arcee, gelu",
+]  # fmt: skip
+UPDATES, LR, CLIP = 10, 1e-3, 1.0
+EPS = 1e-6  # so that no rounding decides which way an element steps
+
+
+@pytest.mark.parametrize("imported", TRAINED, indirect=True)
+def test_ten_updates_are_torchs(imported):
+    case, _, _, (model, params) = imported
+    config = tiny_config(
+        model=model.model_dump(),
+        train={"batch_size": 2, "seq_len": LENGTH, "grad_clip_norm": CLIP},
+        optimizer={"lr": LR, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": EPS},
+        scheduler={"name": "none"},
+    )  # fmt: skip
+    rng = np.random.default_rng(2)
+    inputs = rng.integers(0, 100, (UPDATES, 2, LENGTH))
+    labels = rng.integers(0, 100, (UPDATES, 2, LENGTH))
+    ours = setup(config)
+    batches = [
+        {"input_ids": i[None], "labels": x[None]} for i, x in zip(inputs, labels, strict=True)
+    ]
+    _, metrics = ours.run(ours.state(params), batches)
+    expected = torch_updates(network_of(case), inputs, labels)
+    np.testing.assert_allclose(metrics["loss"], expected[0], rtol=1e-5)
+    np.testing.assert_allclose(metrics["grad_norm"], expected[1], rtol=1e-5)
+
+
+def torch_updates(network, inputs, labels):
+    """Losses and gradient norms of AdamW, which decays matrices."""
+    matrices, vectors = ([p for p in network.parameters() if (p.ndim > 1) is is_matrix]
+                         for is_matrix in (True, False))  # fmt: skip
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=EPS)
+    losses, norms = [], []
+    for tokens, targets in zip(inputs, labels, strict=True):
+        logits = network(torch.from_numpy(tokens)).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), torch.from_numpy(targets).flatten()
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(network.parameters(), CLIP)))
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, norms
+
+
+# Refusals
+
+
+def minimal(model_type, **keys):
+    shape = GPT2 if model_type == "gpt2" else SHAPE
+    return {"model_type": model_type, **shape, **keys}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (minimal("llama", mlp_act="x"), "no counterpart of mlp_act = 'x' in llama"),
+        (minimal("llama", sliding_window=8), "no counterpart of sliding_window = 8 in llama"),
+        (minimal("olmo2", layer_types=["full_attention"]), "counterpart of layer_types"),
+        (minimal("stablelm", qk_layernorm=True), "counterpart of qk_layernorm = True"),
+        (minimal("stablelm", use_parallel_residual=True), "use_parallel_residual = True"),
+        (minimal("gemma3_text", use_bidirectional_attention=True), "use_bidirectional_attention"),
+        (minimal("gemma2", rms_norm_eps="x"), "rms_norm_eps = 'x' is of no model"),
+        (minimal("gpt2", scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
+        (minimal("gpt2", layer_norm_epsilon=-1), "layer_norm_epsilon = -1 is of no model"),
+        (minimal("arcee"), "hidden_act = 'relu2'"),
+        (minimal("llama", hidden_act="quick_gelu"), "hidden_act = 'quick_gelu'; here are silu"),
+        (minimal("llama", partial_rotary_factor=0.5), "partial_rotary_factor = 0.5"),
+        (minimal("llama", rope_parameters=rope("proportional")), "of type 'proportional'"),
+        (minimal("llama", rope_parameters=rope("linear")), "rope_parameters does not give factor"),
+        (minimal("llama", rope_parameters=rope("default", mrope_section=[1])), "has mrope_section"),
+        (minimal("phi3", rope_scaling={**LONGROPE, "long_factor": [1, "x"]}), "has long_factor"),
+        (minimal("gemma3_text", rope_parameters={"sliding_attention": LLAMA3}),
+         "sliding layers have no scaling of their own"),
+        (minimal("bert"), "'bert' takes an encoder, with attention to both sides: not built yet"),
+        (minimal("deepseek_v3"), "takes multi-head latent attention: not built yet"),
+        (minimal("mamba2"), "takes state-space or recurrent layers: not built yet"),
+        (minimal("gemma3"), "takes an encoder of images or sound: not built yet"),
+        (minimal("nonsense"), "model_type 'nonsense' is not one of llama, mistral"),
+    ],
+)  # fmt: skip
+def test_what_is_not_built_is_refused_by_name(config, message):
+    with pytest.raises(UserError, match=message) as error:
+        hf_config.model_table(config, "here")
+    assert str(error.value).startswith("here: ")
+
+
+FEW = {"vocab_size": 300, "hidden_size": 256, "intermediate_size": 48, "num_hidden_layers": 8,
+       "num_attention_heads": 32, "max_position_embeddings": 64}  # fmt: skip
+FEW_OF_GPT2 = {"vocab_size": 300, "n_embd": 256, "n_layer": 8, "n_head": 32, "n_positions": 64}
+OLDER = [
+    ("gemma3_text", {"rope_theta": 5e5, "rope_local_base_freq": 123.0, "sliding_window": 16,
+                     "sliding_window_pattern": 2}),
+    ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window": 16}),
+    ("gemma2", {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid",
+                "sliding_window_size": 4096}),
+    ("llama", {"is_llama_config": True, "rope_interleaved": False}),
+    ("phi3", {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}),
+    ("olmo3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16,
+                                "original_max_position_embeddings": 16}, "sliding_window": 16}),
+    ("gpt_neox", {"rotary_pct": 0.5, "rotary_emb_base": 500}),
+    ("stablelm", {"partial_rotary_factor": 0.5, "rope_theta": 500}),
+    ("phi3", {"rope_scaling": LONGROPE, "rope_theta": 500.0,
+              "original_max_position_embeddings": 16, "partial_rotary_factor": 1.0}),
+    ("smollm3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 16}),
+    ("gpt2", {"n_ctx": 64, "summary_type": "cls_index", "n_inner": None}),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 2.0, "mscale_all_dim": 1.0,
+                                "original_max_position_embeddings": 16}, "pretraining_tp": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys"), [*((name, {}) for name in FAMILIES), *OLDER], ids=str
+)
+def test_files_with_few_keys_or_old_ones_mean_what_transformers_takes_them_for(model_type, keys):
+    """What transformers makes of them has every key, as of today."""
+    given = {**(FEW_OF_GPT2 if model_type == "gpt2" else FEW), **keys}
+    if model_type == "arcee":  # whose default is not built
+        given["hidden_act"] = "relu"
+    theirs = transformers.AutoConfig.for_model(model_type, **json.loads(json.dumps(given)))
+    found = [ModelConfig(**hf_config.model_table(config, "here"))
+             for config in ({"model_type": model_type, **given}, theirs.to_dict())]  # fmt: skip
+    assert hf_config.computes(found[0]) == hf_config.computes(found[1])
+
+
+@pytest.mark.parametrize("kind", ["su", "yarn"])
+def test_the_first_phi3_had_other_names_for_longrope(kind):
+    old, new = (
+        hf_config.model_table(minimal("phi3", rope_scaling={**LONGROPE, "type": each}), "")
+        for each in (kind, "longrope")
+    )
+    assert old == new
+
+
+NONSENSE = [None, "x", -1, 0, 10**400, 1e300, True, [], [1, "x"], {}, {"a": []}]
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_nonsense_is_refused_and_breaks_nothing(model_type):
+    """Each key of each family with values of any kind, at the top and among rotary parameters."""
+    keys = set(FAMILIES[model_type].defaults) | FAMILIES[model_type].names.keys()
+    inner = ("rope_type", "factor", "rope_theta", "short_factor", "mscale", "full_attention")
+    tables = [{"rope_type": "yarn", "factor": 2.0, key: value}
+              for key in inner for value in NONSENSE]  # fmt: skip
+    configs = [{key: value} for key in sorted(keys) for value in NONSENSE]
+    configs += [{"rope_parameters": table} for table in tables]
+    for config in configs:
+        with contextlib.suppress(UserError):
+            table = hf_config.model_table(minimal(model_type, **config), "here")
+            make_config({"model": table}, source="here")
+
+
+def test_what_is_built_is_not_among_what_is_not():
+    assert not FAMILIES.keys() & NOT_BUILT.keys()
+
+
+def test_keys_of_null_and_false_ask_for_nothing():
+    config = minimal("llama", sliding_window=None, rope_interleaved=False, layer_types=None)
+    assert hf_config.model_table(config, "") == hf_config.model_table(minimal("llama"), "")
+
+
+OURS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 100,
+        "ffn_hidden_dim": 48, "max_seq_len": LONGEST}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("keys", "family"),
+    [
+        ({}, "llama"),
+        ({"norm_type": "layernorm"}, "stablelm"),
+        ({"norm_type": "layernorm", "activation": "gelu"}, "starcoder2"),
+        ({"norm_type": "layernorm", "activation": "relu", "tie_embeddings": True}, "starcoder2"),
+        ({"activation": "gelu"}, "arcee"),
+        ({"activation": "relu"}, "arcee"),
+        ({"rope_pattern": [True, False]}, "smollm3"),
+        ({"sliding_window": 8, "attention_pattern": ["full", "sliding"]}, "smollm3"),
+        ({"qkv_bias": True, "o_bias": True}, "llama"),
+    ],
+    ids=str,
+)
+def test_an_export_takes_a_family_that_has_it_all(tmp_path, keys, family):
+    """KempnerForge's models among them; the logits are transformers'."""
+    model = ModelConfig(**OURS, **keys, init_std=0.2)
+    assert hf_config.family_of(model) == family
+    params = random_params(model)
+    run = save_run(tmp_path / "run", config_of(model), params)
+    theirs = their_logits(open_theirs(export(run, tmp_path / "hf")), tokens_of())
+    assert_close(compiled(model)(params, tokens_of()), theirs)
+
+
+def test_the_gemma_of_the_docs_is_one():
+    page = (ROOT / "docs" / "configs.md").read_text()
+    (text,) = re.findall(r"```toml\n(\[model\]\ndim.*?)```", page, re.DOTALL)
+    assert hf_config.family_of(ModelConfig(**tomllib.loads(text)["model"])) == "gemma2"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"norm_type": "layernorm", "qk_norm": True}, "hf-stablelm has no model.qk_norm = True"),
+        ({"norm_placement": "sandwich"}, "no family"),
+        ({"position_embedding": "learned"}, "no family"),
+        ({"sliding_window": 8, "local_rope_theta": 100.0}, "has no rotary positions"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "original_max_seq_len": 32}},
+            "rotary positions",
+        ),
+    ],
+    ids=str,
+)
+def test_what_no_family_has_is_not_exported(keys, message):
+    with pytest.raises(UserError, match=message):
+        hf_config.family_of(ModelConfig(**OURS, **keys))

@@ -1,0 +1,39 @@
+"""Granite 3: Llama with multipliers of embeddings, residuals, scores and logits."""
+
+from jaxforge.config.model import ModelConfig
+from torch_compat.families import common
+from torch_compat.families.common import BIASES, COMMON
+from torch_compat.families.family import (
+    ATTENTION_BIASES,
+    GATED_BIASES,
+    LLAMA,
+    Config,
+    Family,
+    Table,
+    dialect,
+)
+
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+
+
+def _read(c: Config, where: str) -> Table:
+    multipliers = {key: float(c[key]) for key in _MULTIPLIERS if c[key] != 1}
+    return common.llama(c, where) | multipliers | common.scale(c["attention_multiplier"], c)
+
+
+def _write(model: ModelConfig) -> Table:
+    return {
+        **common.llama_keys(model),
+        **common.bias_keys(model),
+        **{key: getattr(model, key) for key in _MULTIPLIERS},
+        "attention_multiplier": model.attention_scale or model.head_size**-0.5,
+    }
+
+
+FAMILY = Family(
+    "granite",
+    dialect("hf-granite", "GraniteForCausalLM", *LLAMA, *ATTENTION_BIASES, *GATED_BIASES),
+    {**COMMON, **BIASES, **dict.fromkeys(_MULTIPLIERS, 1.0), "attention_multiplier": 1.0},
+    read=_read,
+    write=_write,
+)

@@ -1,0 +1,33 @@
+"""Families that are known and not built, and what each of them would take."""
+
+_LATENT = "multi-head latent attention"
+_STATE_SPACE = "state-space or recurrent layers"
+_ENCODER = "an encoder, with attention to both sides"
+_PAIR = "an encoder beside the decoder"
+_EXPERTS = "experts"
+_MEDIA = "an encoder of images or sound"
+_ALIBI = "ALiBi"
+_PAIRED = "rotary positions of neighbouring channels"
+
+NOT_BUILT: dict[str, str] = {
+    model_type: what
+    for what, types in {
+        _LATENT: "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 longcat_flash minicpm3 glm_moe_dsa",
+        _STATE_SPACE: "mamba mamba2 falcon_mamba falcon_h1 jamba bamba zamba zamba2 nemotron_h "
+        "granitemoehybrid recurrent_gemma rwkv xlstm lfm2 qwen3_next plamo2",
+        _ENCODER: "bert roberta xlm-roberta distilbert albert electra deberta deberta-v2 "
+        "modernbert nomic_bert xlnet camembert longformer",
+        _PAIR: "t5 mt5 umt5 bart mbart pegasus marian blenderbot led m2m_100 nllb-moe t5gemma",
+        _EXPERTS: "olmoe phimoe qwen2_moe granitemoe gpt_oss llama4_text glm4_moe dbrx minimax "
+        "ernie4_5_moe hunyuan_v1_moe jetmoe dots1",
+        _MEDIA: "gemma3 gemma3n llama4 llava llava_next qwen2_vl qwen2_5_vl qwen3_vl mllama "
+        "paligemma idefics3 smolvlm mistral3 pixtral phi4_multimodal whisper internvl",
+        _ALIBI: "bloom mpt baichuan",
+        "attention and feed-forward that share a norm": "falcon phi",
+        _PAIRED: "gptj codegen cohere cohere2 glm glm4 ernie4_5 chatglm",
+        "squared ReLU and LayerNorm with 1 + w": "nemotron",
+        "learned positions that begin at 2": "opt",
+    }.items()
+    for model_type in types.split()
+}
+"""`model_type` -> what jaxforge does not have of it."""

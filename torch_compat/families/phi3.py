@@ -1,0 +1,77 @@
+"""Phi-3 and Phi-4 (arXiv:2404.14219): fused projections, LongRoPE, partial rotary positions."""
+
+import numpy as np
+
+from jaxforge.config.model import ModelConfig
+from torch_compat.families import common
+from torch_compat.families.common import COMMON
+from torch_compat.families.family import (
+    OURS,
+    OUTSIDE,
+    PRE_NORMS,
+    THEIRS,
+    Config,
+    Family,
+    Table,
+    dialect,
+    fused,
+)
+from torch_compat.names.table import Rule
+
+
+def in_order(*sizes: int) -> list[np.ndarray]:
+    """Rows of parts that follow each other."""
+    return np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+
+
+def queries_keys_values(model: ModelConfig) -> list[np.ndarray]:
+    """Rows of `qkv_proj`."""
+    keys = model.kv_heads * model.head_size
+    return in_order(model.n_heads * model.head_size, keys, keys)
+
+
+def _gate_and_up(model: ModelConfig) -> list[np.ndarray]:
+    return in_order(model.ffn_dim, model.ffn_dim)
+
+
+_QKV = tuple(f"{OURS}attention.{m}_proj.weight" for m in "qkv")
+_GATE_UP = tuple(f"{OURS}mlp.{m}_proj.weight" for m in ("gate", "up"))
+_RULES = (
+    *OUTSIDE,
+    *PRE_NORMS,
+    *fused(_QKV, f"{THEIRS}self_attn.qkv_proj.weight", queries_keys_values),
+    Rule(f"{OURS}attention.o_proj.weight", f"{THEIRS}self_attn.o_proj.weight"),
+    *fused(_GATE_UP, f"{THEIRS}mlp.gate_up_proj.weight", _gate_and_up),
+    Rule(f"{OURS}mlp.down_proj.weight", f"{THEIRS}mlp.down_proj.weight"),
+)
+
+
+def _read(c: Config, where: str) -> Table:
+    key = "rope_scaling" if c["rope_scaling"] else "rope_parameters"
+    given = dict(c[key] or {})
+    kind = given.pop("type", "default") if "rope_type" not in given else given["rope_type"]
+    # Files of the first Phi-3 say "su", and some "yarn".
+    given["rope_type"] = "longrope" if kind in ("su", "yarn") else kind
+    table = common.shape(c) | common.feed_forward(c, where) | common.everywhere(c, where)
+    return table | common.rotary({**c, key: given}, where, partial=1.0)
+
+
+def _write(model: ModelConfig) -> Table:
+    keys = {**common.llama_keys(model), **common.rotary_keys(model, partial=True)}
+    keys |= common.window_keys(model)
+    if scaling := model.rope_scaling:  # these three keys alone, in transformers 4
+        factors = {key: list(getattr(scaling, key)) for key in ("short_factor", "long_factor")}
+        keys["rope_scaling"] = {"type": scaling.rope_type, **factors}
+        keys["original_max_position_embeddings"] = scaling.original_max_seq_len
+    return {**keys, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+
+
+FAMILY = Family(
+    "phi3",
+    dialect("hf-phi3", "Phi3ForCausalLM", *_RULES),
+    {**COMMON, "rms_norm_eps": 1e-5, "sliding_window": None, "partial_rotary_factor": None,
+     "original_max_position_embeddings": 4096},
+    read=_read,
+    write=_write,
+    unused=("full_attn_mod", "interpolate_factor"),
+)  # fmt: skip

@@ -1,0 +1,51 @@
+"""SmolLM3: Llama with some layers that have no rotary positions."""
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.errors import UserError
+from torch_compat.families import common
+from torch_compat.families.common import BIASES, COMMON, FULL, SLIDING
+from torch_compat.families.family import (
+    ATTENTION_BIASES,
+    GATED_BIASES,
+    LLAMA,
+    Config,
+    Family,
+    Table,
+    dialect,
+)
+
+
+def _read(c: Config, where: str) -> Table:
+    n_layers, every = c["num_hidden_layers"], c["no_rope_layer_interval"]
+    turns = c["no_rope_layers"] or [(i + 1) % every != 0 for i in range(n_layers)]
+    if len(turns) < n_layers:
+        raise UserError(f"{where}: no_rope_layers has {len(turns)} of {n_layers} layers")
+    slides = c["use_sliding_window"] and c["sliding_window"] is not None
+    kinds = [FULL if turn or not slides else SLIDING for turn in turns[:n_layers]]
+    table = common.llama(c, where) | common.windows(c, c["layer_types"] or kinds, where)
+    pattern = [bool(turn) for turn in turns[:n_layers]]
+    return table if all(pattern) else {**table, "rope_pattern": pattern}
+
+
+def _write(model: ModelConfig) -> Table:
+    turns, n_layers = model.rope_pattern or (True,), model.n_layers
+    return {
+        **common.llama_keys(model),
+        **common.bias_keys(model),
+        **common.window_keys(model),
+        "use_sliding_window": any(model.windows),
+        "layer_types": common.layer_kinds(model),
+        "no_rope_layers": [int(turns[i % len(turns)]) for i in range(n_layers)],
+    }
+
+
+FAMILY = Family(
+    "smollm3",
+    dialect("hf-smollm3", "SmolLM3ForCausalLM", *LLAMA, *ATTENTION_BIASES, *GATED_BIASES),
+    {**COMMON, **BIASES, "num_key_value_heads": 4, "tie_word_embeddings": True,
+     "rope_theta": 2e6, "use_sliding_window": False, "sliding_window": None,
+     "no_rope_layers": None, "no_rope_layer_interval": 4, "layer_types": None},
+    read=_read,
+    write=_write,
+    unused=("max_window_layers", "pretraining_tp"),
+)  # fmt: skip
