@@ -252,7 +252,16 @@ def _losses(metrics: Metrics) -> Iterator[tuple[str, float]]:
 
 
 def _piped(segments: Segments, values: Mapping[str, Value]) -> str:
-    return "".join(f" {segment} |" for segment in _filled(segments, values))
+    """The segments; after the loss come its terms by their names, such as `mtp loss`."""
+    terms = {
+        f"{name.removeprefix('terms/')}: {{:.6E}}": (name,)
+        for name in values
+        if name.startswith("terms/")
+    }
+    with_terms: dict[str, tuple[str, ...]] = {}
+    for text, names in segments.items():
+        with_terms |= {text: names, **(terms if names == ("interval/loss",) else {})}
+    return "".join(f" {segment} |" for segment in _filled(with_terms, values))
 
 
 def _filled(segments: Segments, values: Mapping[str, Value]) -> Iterator[str]:

@@ -106,6 +106,14 @@ def test_megatrons_line_has_zeros_and_the_norm_of_parameters_where_they_are_coll
     ) in printed("megatron", 10, STEP | extras)
 
 
+@pytest.mark.parametrize("name", ["megatron", "mindspeed"])
+def test_terms_of_the_loss_follow_it_by_name(name):
+    terms = {"terms/mtp loss": 1.5, "terms/aux loss": 0.25}
+    assert (
+        " lm loss: 5.123457E+00 | mtp loss: 1.500000E+00 | aux loss: 2.500000E-01 |"
+    ) in printed(name, 10, STEP | terms)
+
+
 def test_segments_without_a_value_are_left_out():
     assert printed("torchtitan", 3, STEP, EVALUATION) == (
         "step:  3  loss:  5.02131  grad_norm:  1.2346  tps: 43,691  tflops: 2,271.91\n"
