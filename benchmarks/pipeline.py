@@ -77,7 +77,8 @@ def rolled_gradients(
         context = model.context(x)
 
         def one(x: Array, layer: Params) -> tuple[Array, None]:
-            return model.block(layer, x, context, kind=model.plan.layers[0])[0], None
+            kind = model.plan.layers[0]
+            return model.block(x, (layer, None), context=context, kind=kind)[0], None
 
         return jax.lax.scan(block("dots_saveable", one), x, layers)[0]
 

@@ -108,7 +108,12 @@ class Attention(nnx.Module):
         how: Execution,
     ) -> tuple[Float[Array, "b s d"], KVCache | None]:
         """Attends within `x`, or, with a cache, to what came before as well."""
-        q_BSHh, k_BSKh = self._queries_and_keys(x_BSD)
+        c, q, k = self.config, self.q_proj(x_BSD), self.k_proj(x_BSD)
+        if c.qk_norm and c.qk_norm_scope == "projection":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q_BSHh, k_BSKh = self._heads(q, "heads"), self._heads(k, "kv_heads")
+        if c.qk_norm and c.qk_norm_scope == "head":
+            q_BSHh, k_BSKh = self.q_norm(q_BSHh), self.k_norm(k_BSKh)
         v_BSKh = self._heads(self.v_proj(x_BSD), "kv_heads")
         if plan.turns(kind):
             by = context.rotation(kind)
@@ -127,16 +132,6 @@ class Attention(nnx.Module):
             y_BSHh = masked_attention(q_BSHh, *cache, visible[:, None], self.scoring)
         y_BSHh = constrain(y_BSHh, "batch", None, "heads", None)
         return self.o_proj(y_BSHh.reshape(*x_BSD.shape[:2], -1)), cache
-
-    def _queries_and_keys(self, x_BSD: Float[Array, "b s d"]) -> tuple[Array, Array]:
-        """[b, s, heads, h] and [b, s, kv, h], normalised head by head or all heads at once."""
-        q, k, c = self.q_proj(x_BSD), self.k_proj(x_BSD), self.config
-        if c.qk_norm and c.qk_norm_scope == "projection":
-            q, k = self.q_norm(q), self.k_norm(k)
-        q_BSHh, k_BSKh = self._heads(q, "heads"), self._heads(k, "kv_heads")
-        if c.qk_norm and c.qk_norm_scope == "head":
-            q_BSHh, k_BSKh = self.q_norm(q_BSHh), self.k_norm(k_BSKh)
-        return q_BSHh, k_BSKh
 
     def _heads(self, x: Float[Array, "b s d"], axis: str) -> Float[Array, "b s heads h"]:
         x = x.reshape(*x.shape[:2], -1, self.config.head_size)

@@ -31,8 +31,6 @@ def scan_layers(
     Returns:
         What leaves the last, and what came of all, stacked.
     """
-    if len(set(plan.layers)) == 1:
-        return jax.lax.scan(layer(plan.layers[0], True), x_BSD, rows, unroll=unroll)
     leading, length, repeats = period = plan.period
 
     def run(layers: Sequence[int], in_loop: bool) -> Layer:

@@ -236,19 +236,38 @@ class Model:
         return self.forward(params, {"input_ids": tokens, "doc_ids": doc_ids})[0]
 
     def forward(
-        self, params: Params, batch: Batch, scales: Scales | None = None
-    ) -> tuple[Float[Array, "b s d"], Side]:
-        """Final hidden states of a microbatch, and what each layer tells, stacked.
+        self,
+        params: Params,
+        batch: Batch,
+        scales: Scales | None = None,
+        cache: KVCache | None = None,
+        lengths: Int[Array, "b 1"] | None = None,
+    ) -> tuple[Float[Array, "b s d"], LayerOut]:
+        """Final hidden states of a microbatch, and what comes of its layers besides, stacked.
 
         Args:
             params: the parameters, and what is not trained among them (`join`).
             batch: the microbatch.
             scales: what terms of the loss count for; None where nothing is trained.
+            cache: what came before the tokens, which then have "positions" in the batch.
+            lengths: as of `context`.
         """
-        x_BSD = self.enter(params, batch)
-        context = self.context(x_BSD, doc_ids=batch.get("doc_ids"), scales=scales)
-        x_BSD, out = self.blocks(params["layers"], x_BSD, context)
-        return self.finish(params, x_BSD), out.side
+        x_BSD, layers = self.enter(params, batch), params["layers"]
+        positions, doc_ids = batch.get("positions"), batch.get("doc_ids")
+        context = self.context(
+            x_BSD, positions=positions, doc_ids=doc_ids, lengths=lengths, scales=scales
+        )
+        if self.stack.stages > 1 and STAGES in automatic_axes():
+            rows = jax.tree.map(jnp.asarray, self.plan.of_rows(self.stack)), layers
+            x_BSD, *of_rows = in_turn(self._of_stage, self.stack, rows, x_BSD, context, cache)
+            out = LayerOut(*of_rows)
+        elif len(set(self.plan.layers)) == 1:
+            layer = self._layer(context, self.plan.layers[0], in_loop=True)
+            x_BSD, out = jax.lax.scan(layer, x_BSD, (layers, cache), unroll=self.how.unroll)
+        else:
+            layer_of = functools.partial(self._layer, context)
+            x_BSD, out = scan_layers(self.plan, layer_of, x_BSD, (layers, cache), self.how.unroll)
+        return self.finish(params, x_BSD), out
 
     def extend(
         self,
@@ -262,14 +281,12 @@ class Model:
 
         `only` names one of the new tokens in each row: no other token's logits are computed.
         """
-        x_BSD = self.enter(params, {"input_ids": tokens, "positions": positions})
         last = positions[:, -1:]
         if only is not None:
             last = jnp.take_along_axis(positions, only[:, None], axis=1)
-        context = self.context(x_BSD, positions=positions, lengths=last + 1)
-        x_BSD, out = self.blocks(params["layers"], x_BSD, context, cache)
+        batch = {"input_ids": tokens, "positions": positions}
+        hidden_BSD, out = self.forward(params, batch, cache=cache, lengths=last + 1)
         assert out.cache is not None
-        hidden_BSD = self.finish(params, x_BSD)
         if only is not None:
             hidden_BSD = jnp.take_along_axis(hidden_BSD, only[:, None, None], axis=1)
         return self.logits(params, hidden_BSD), out.cache
@@ -314,22 +331,6 @@ class Model:
         turns = rotations(self.plan.ropes, self.config.rotary_size, at, lengths)
         return Context(positions, doc_ids, turns, scales)
 
-    def blocks(
-        self,
-        layers: Params,
-        x_BSD: Float[Array, "b s d"],
-        context: Context,
-        cache: KVCache | None = None,
-    ) -> tuple[Float[Array, "b s d"], LayerOut]:
-        """All blocks, one after another; `layers` are their parameters, stacked."""
-        if self.stack.stages > 1 and STAGES in automatic_axes():
-            kinds = jax.tree.map(jnp.asarray, self.plan.of_rows(self.stack))
-            rows = kinds, layers
-            x_BSD, *out = in_turn(self._of_stage, self.stack, rows, x_BSD, context, cache)
-            return x_BSD, LayerOut(*out)
-        layer = functools.partial(self._layer, context)
-        return scan_layers(self.plan, layer, x_BSD, (layers, cache), self.how.unroll)
-
     def _of_stage(
         self, layers: tuple[LayerKind, Params], x: Array, context: Context, cache: KVCache | None
     ) -> tuple[Array, KVCache | None, Side]:
@@ -341,22 +342,20 @@ class Model:
         return x, *out
 
     def _layer(self, context: Context, kind: LayerKind, in_loop: bool) -> Layer:
-        def layer(x_BSD: Array, of_layer: tuple[Params, KVCache | None]) -> tuple[Array, LayerOut]:
-            return self.block(of_layer[0], x_BSD, context, of_layer[1], kind=kind)
-
+        layer = functools.partial(self.block, context=context, kind=kind)
         return remat.block(self.how.save, layer, in_loop=in_loop)
 
     def block(
         self,
-        layer: Params,
         x_BSD: Float[Array, "b s d"],
-        context: Context,
-        cache: KVCache | None = None,
+        of_layer: tuple[Params, KVCache | None],
         *,
+        context: Context,
         kind: LayerKind,
     ) -> tuple[Float[Array, "b s d"], LayerOut]:
-        """One block, with the parameters of one layer."""
-        run = self._module("layers", layer)
+        """One block, with the parameters and the cache of one layer."""
+        params, cache = of_layer
+        run = self._module("layers", params)
         return run(x_BSD, context, cache, kind=kind, plan=self.plan, how=self.how)
 
     def finish(self, params: Params, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:

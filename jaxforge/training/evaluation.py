@@ -94,13 +94,13 @@ def make_eval_step(model: Model, config: TrainConfig, mesh: Mesh) -> EvalStep:
         scales = jax.tree.map(lambda scale: jnp.ravel(scale)[0], update_scales(batch, config))
         microbatch = jax.tree.map(lambda leaf: leaf[0], batch)
         labels, head = microbatch["labels"], model.head(params)
-        hidden, layers = model.forward(params, microbatch, scales)
+        hidden, out = model.forward(params, microbatch, scales)
         tiles = tiles_of(config, labels, head, model)
         loss = cross_entropy(hidden, head, labels, tiles)
         is_valid = labels != IGNORE
         lengths = jnp.where(is_valid, byte_lengths[jnp.where(is_valid, labels, 0)], 0)
         own = own_loss(params, hidden, microbatch, scales) if own_loss else NOTHING
-        return BatchSums(loss.total, loss.weight, jnp.sum(lengths), own.joined_by(layers).terms)
+        return BatchSums(loss.total, loss.weight, jnp.sum(lengths), own.joined_by(out.side).terms)
 
     everywhere = NamedSharding(mesh, PartitionSpec())
     return jax.jit(eval_step, out_shardings=everywhere)

@@ -123,21 +123,20 @@ def accumulate(
 
     def microbatch_loss(params: Params, batch: Batch, token: Array) -> tuple[Array, Loss]:
         own, variables = scales._replace(token=token), join(params, state)
-        hidden, layers = model.forward(variables, batch, own)
-        side = loss(variables, hidden, batch, own).joined_by(layers)
-        return side.loss, Loss(side, layers._replace(terms={}))
+        hidden, out = model.forward(variables, batch, own)
+        side = loss(variables, hidden, batch, own).joined_by(out.side)
+        return side.loss, Loss(side, out.side._replace(terms={}))
 
-    def of_microbatch(xs: tuple[Batch, Array]) -> tuple[Params, Loss]:
-        grads, loss = jax.grad(microbatch_loss, has_aux=True)(params, *xs)
-        return jax.tree.map(lambda g: g.astype(jnp.float32), grads), loss
+    gradient = jax.grad(microbatch_loss, has_aux=True)
 
     def body(total: Params, xs: tuple[Batch, Array]) -> tuple[Params, Loss]:
-        grads, loss = of_microbatch(xs)
-        return jax.tree.map(jnp.add, total, grads), loss
+        grads, loss = gradient(params, *xs)
+        return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, grads), loss
 
     xs = (batch, scales.token)
     if scales.token.shape[0] == 1:
-        return of_microbatch(jax.tree.map(lambda x: x[0], xs))
+        grads, of_one = gradient(params, *jax.tree.map(lambda x: x[0], xs))
+        return jax.tree.map(lambda g: g.astype(jnp.float32), grads), of_one
     # Zeros made from what they will add up, so that they vary over the same mesh axes.
     zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
     grads, losses = jax.lax.scan(body, zeros, xs)
@@ -161,7 +160,7 @@ def pipelined(model: Model, config: JobConfig) -> AddUp:
         kind: LayerKind, layer: Params, x: Array, given: tuple[Context, Params]
     ) -> tuple[Array, Side]:
         context, state = given
-        x, out = model.block(join(layer, state), x, context, kind=kind)
+        x, out = model.block(x, (join(layer, state), None), context=context, kind=kind)
         return x, out.side
 
     def add_up(params: Params, state: Params, batch: Batch, scales: Scales) -> tuple[Params, Loss]:

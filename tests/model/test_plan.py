@@ -99,7 +99,7 @@ def one_by_one(model, params, tokens, doc_ids=None):
     context = model.context(x, doc_ids=doc_ids)
     for i, kind in enumerate(model.plan.layers):
         layer = jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"])
-        x, _ = model.block(layer, x, context, kind=kind)
+        x, _ = model.block(x, (layer, None), context=context, kind=kind)
     return model.finish(params, x)
 
 
@@ -141,8 +141,9 @@ def test_a_token_sees_its_window_and_no_further(layers):
     i, kind = next((i, k) for i, k in enumerate(model.plan.layers) if k.window == sliding)
     layer = jax.tree.map(lambda leaf: leaf[i], params["layers"])
     x = model.embed(params, random_tokens())
-    before, _ = model.block(layer, x, model.context(x), kind=kind)
-    after, _ = model.block(layer, x.at[:, 3].add(1.0), model.context(x), kind=kind)
+    context = model.context(x)
+    before, _ = model.block(x, (layer, None), context=context, kind=kind)
+    after, _ = model.block(x.at[:, 3].add(1.0), (layer, None), context=context, kind=kind)
     changed = (np.abs(before - after).max(-1) > 1e-6).all(0)
     assert np.flatnonzero(changed).tolist() == [3, 4, 5, 6, 7]
 
