@@ -23,14 +23,8 @@ from jaxforge.config.train import TrainConfig
 from jaxforge.data.packing import IGNORE
 from jaxforge.inference import open_run
 from jaxforge.model.linear import Declare, Initializer, Untrained
-from jaxforge.model.transformer import (
-    Batch,
-    Model,
-    Params,
-    Transformer,
-    project,
-    register_model,
-)
+from jaxforge.model.network import Transformer
+from jaxforge.model.transformer import Batch, Model, Params, project, register_model
 from jaxforge.parallel.sharding import Axes
 from jaxforge.run_directory import read_config
 from jaxforge.side import NOTHING, Scales, Side

@@ -17,7 +17,8 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.config.train import TrainConfig
 from jaxforge.data.packing import IGNORE
 from jaxforge.model.linear import Declare, Linear
-from jaxforge.model.transformer import Batch, Model, Params, Transformer, register_model
+from jaxforge.model.network import Transformer
+from jaxforge.model.transformer import Batch, Model, Params, register_model
 from jaxforge.side import NOTHING, Scales, Side
 from jaxforge.train import main
 from jaxforge.training.loss import tiles_of, weighted_loss

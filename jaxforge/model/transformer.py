@@ -1,13 +1,14 @@
-"""The decoder: Llama's shape (pre-norm, rotary, SwiGLU) with KempnerForge's names.
+"""The decoder as pure functions; by default Llama's shape (pre-norm, rotary, SwiGLU).
 
 Shape suffixes used in all model code, one letter per dimension:
 
     B batch     S sequence (queries)   T keys      D model   L layers   V vocabulary
     H heads     K key/value heads      h head      F feed-forward
 
-Modules declare parameters; `Model` splits the declaration once into a static definition and a
-plain pytree, and everything below it is a pure function of that pytree. Layers are stacked along a
-leading axis and run by `lax.scan`, so that compile time does not grow with depth.
+Modules declare parameters (`network.py`); `Model` splits the declaration once into a static
+definition and a plain pytree, and everything below it is a pure function of that pytree. Layers
+are stacked along a leading axis and run by `lax.scan`, so that compile time does not grow with
+depth.
 """
 
 import contextlib
@@ -24,17 +25,16 @@ from jaxtyping import Array, Float, Int, PyTree
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import MODELS, ModelConfig
 from jaxforge.model import remat
-from jaxforge.model.attention import Attention, Context, KVCache, LayerOut
+from jaxforge.model.attention import Context, KVCache, LayerOut
 from jaxforge.model.execution import Execution, execution
 from jaxforge.model.layer_scan import Layer, scan_layers
-from jaxforge.model.linear import Declare, Embedding, Linear, Untrained, normal
-from jaxforge.model.mlp import MLP
-from jaxforge.model.norm import LayerNorm, RMSNorm, norm_of
-from jaxforge.model.plan import LayerKind, LayerPlan, plan_of
+from jaxforge.model.linear import Declare, Untrained
+from jaxforge.model.network import Transformer, gather_sequence, split_sequence, times
+from jaxforge.model.plan import LayerKind, plan_of
 from jaxforge.model.rope import rotations
 from jaxforge.model.scoring import soft_cap
 from jaxforge.parallel.mesh import STAGES
-from jaxforge.parallel.sharding import automatic_axes, constrain, gathered
+from jaxforge.parallel.sharding import automatic_axes, constrain
 from jaxforge.parallel.stages import Stack, in_turn
 from jaxforge.side import Scales, Side
 
@@ -45,96 +45,6 @@ Params = dict[str, Any]
 
 Batch = Mapping[str, Any]
 """A microbatch by field: `input_ids`, `labels` [b, s], and whatever else the data have."""
-
-
-class TokenEmbedding(nnx.Module):
-    """The embedding table, one level down as in KempnerForge's parameter names."""
-
-    def __init__(self, config: ModelConfig, declare: Declare) -> None:
-        c = config
-        self.embedding = Embedding(c.vocab_size, c.dim, std=c.init_std, declare=declare)
-
-
-class OutputHead(nnx.Module):
-    """The projection to logits, absent when it is tied to the embedding."""
-
-    def __init__(self, config: ModelConfig, declare: Declare) -> None:
-        out, inp = (config.vocab_size, "vocab"), (config.dim, "embed")
-        self.proj = Linear(out, inp, std=config.init_std, declare=declare)
-
-
-class PositionEmbedding(nnx.Module):
-    """The table of learned positions."""
-
-    def __init__(self, config: ModelConfig, declare: Declare) -> None:
-        shape = (config.max_seq_len, config.dim)
-        self.weight = declare(shape, ("positions", "embed"), normal(config.init_std))
-
-    def __call__(self, positions: Int[Array, "b s"], dtype: jnp.dtype) -> Float[Array, "b s d"]:
-        """Looks up positions; those beyond the table get its last row."""
-        table = gathered(self.weight[...].astype(dtype), ("positions", "embed"))
-        return constrain(table, None, None)[positions]
-
-
-class Block(nnx.Module):
-    """x += attention(norm(x)); x += mlp(norm(x)). Declares all layers at once, runs one of them.
-
-    Norms may come after attention and mlp instead, or on both sides; and both may read the same x.
-    """
-
-    def __init__(self, config: ModelConfig, declare: Declare) -> None:
-        before = config.norm_placement != "post"
-        after = config.norm_placement != "pre"
-        self.attention_norm = norm_of(config, declare) if before else None
-        self.attention = Attention(config, declare)
-        self.attention_post_norm = norm_of(config, declare) if after else None
-        self.mlp_norm = norm_of(config, declare) if before else None
-        self.mlp = MLP(config, declare)
-        self.mlp_post_norm = norm_of(config, declare) if after else None
-        self.config = config
-
-    def __call__(
-        self,
-        x_BSD: Float[Array, "b s d"],
-        context: Context,
-        cache: KVCache | None = None,
-        *,
-        kind: LayerKind,
-        plan: LayerPlan,
-        how: Execution,
-    ) -> tuple[Float[Array, "b s d"], LayerOut]:
-        """One layer."""
-        attention = functools.partial(self.attention, kind=kind, plan=plan, how=how)
-        attend = remat.attention(how.save, attention)
-        y_BSD, cache = attend(_normed(self.attention_norm, x_BSD), context, cache)
-        y_BSD = self._added(self.attention_post_norm, y_BSD)
-        if self.config.parallel_residual:
-            return _split_seq(x_BSD + y_BSD + self._feed_forward(x_BSD)), LayerOut(cache)
-        x_BSD = _split_seq(x_BSD + y_BSD)
-        return _split_seq(x_BSD + self._feed_forward(x_BSD)), LayerOut(cache)
-
-    def _feed_forward(self, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
-        return self._added(self.mlp_post_norm, self.mlp(_normed(self.mlp_norm, x_BSD)))
-
-    def _added(
-        self, norm: RMSNorm | LayerNorm | None, y_BSD: Float[Array, "b s d"]
-    ) -> Float[Array, "b s d"]:
-        """What is added to the residual stream."""
-        y_BSD = y_BSD if norm is None else norm(_split_seq(y_BSD))
-        return _times(y_BSD, self.config.residual_multiplier)
-
-
-class Transformer(nnx.Module):
-    """Declares the parameters: embedding, blocks, final norm, output head."""
-
-    def __init__(self, config: ModelConfig, declare: Declare) -> None:
-        self.token_embedding = TokenEmbedding(config, declare)
-        if config.position_embedding == "learned":
-            self.position_embedding = PositionEmbedding(config, declare)
-        self.layers = Block(config, declare._replace(layers=config.n_layers))
-        self.norm = norm_of(config, declare)
-        if not config.tie_embeddings:
-            self.output_head = OutputHead(config, declare)
 
 
 class Declared(NamedTuple):
@@ -305,13 +215,13 @@ class Model:
         if positions is None:
             positions = _positions_in_documents(tokens, batch.get("doc_ids"))
         position_embedding = self._module("position_embedding", params["position_embedding"])
-        return _split_seq(x_BSD + position_embedding(positions, self.dtype))
+        return split_sequence(x_BSD + position_embedding(positions, self.dtype))
 
     def embed(self, params: Params, tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
         """The embeddings of tokens."""
         token_embedding = self._module("token_embedding", params["token_embedding"])
-        x_BSD = _split_seq(token_embedding.embedding(tokens, self.dtype))
-        return _times(x_BSD, self.config.embedding_multiplier)
+        x_BSD = split_sequence(token_embedding.embedding(tokens, self.dtype))
+        return times(x_BSD, self.config.embedding_multiplier)
 
     def context(
         self,
@@ -361,7 +271,7 @@ class Model:
     def finish(self, params: Params, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
         """What makes logits by `head`: the final norm of what leaves the last block, scaled."""
         hidden_BSD = self._module("norm", params["norm"])(x_BSD)
-        return _gather_seq(_times(hidden_BSD, 1 / self.config.logits_scaling))
+        return gather_sequence(times(hidden_BSD, 1 / self.config.logits_scaling))
 
     def _module(self, name: str, params: Params) -> Any:  # noqa: ANN401  # any of these
         return nnx.merge(self._definitions[name], params)
@@ -454,22 +364,3 @@ def _positions_in_documents(
         return at
     begins = doc_ids != jnp.roll(doc_ids, 1, axis=1)
     return at - jax.lax.cummax(jnp.where(begins, at, 0), axis=1)
-
-
-def _normed(
-    norm: RMSNorm | LayerNorm | None, x_BSD: Float[Array, "b s d"]
-) -> Float[Array, "b s d"]:
-    return _gather_seq(x_BSD if norm is None else norm(x_BSD))
-
-
-def _times(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
-    return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
-
-
-def _split_seq(x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
-    is_one = x_BSD.shape[1] == 1  # decoding: nothing to split
-    return constrain(x_BSD, "batch", None if is_one else "seq", None)
-
-
-def _gather_seq(x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
-    return constrain(x_BSD, "batch", None, None)

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.model.transformer import Block, Model, Transformer, build_model, register_model
+from jaxforge.model.network import Block, Transformer
+from jaxforge.model.transformer import Model, build_model, register_model
 from tests.conftest import tiny_config
 
 TOKENS = jnp.arange(8)[None]

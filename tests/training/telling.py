@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxforge.data.packing import IGNORE
-from jaxforge.model.transformer import Block, Model, Transformer, project, register_model
+from jaxforge.model.network import Block, Transformer
+from jaxforge.model.transformer import Model, project, register_model
 from jaxforge.parallel.sharding import largest, total
 from jaxforge.side import Max, Mean, Side
 from jaxforge.training.losses import register_loss

@@ -1,0 +1,129 @@
+"""The modules that declare a decoder's parameters, and what a block does with them."""
+
+import functools
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.model import remat
+from jaxforge.model.attention import Attention, Context, KVCache, LayerOut
+from jaxforge.model.execution import Execution
+from jaxforge.model.linear import Declare, Embedding, Linear, normal
+from jaxforge.model.mlp import MLP
+from jaxforge.model.norm import LayerNorm, RMSNorm, norm_of
+from jaxforge.model.plan import LayerKind, LayerPlan
+from jaxforge.parallel.sharding import constrain, gathered
+
+
+class TokenEmbedding(nnx.Module):
+    """The embedding table, one level down as in KempnerForge's parameter names."""
+
+    def __init__(self, config: ModelConfig, declare: Declare) -> None:
+        c = config
+        self.embedding = Embedding(c.vocab_size, c.dim, std=c.init_std, declare=declare)
+
+
+class OutputHead(nnx.Module):
+    """The projection to logits, absent when it is tied to the embedding."""
+
+    def __init__(self, config: ModelConfig, declare: Declare) -> None:
+        out, inp = (config.vocab_size, "vocab"), (config.dim, "embed")
+        self.proj = Linear(out, inp, std=config.init_std, declare=declare)
+
+
+class PositionEmbedding(nnx.Module):
+    """The table of learned positions."""
+
+    def __init__(self, config: ModelConfig, declare: Declare) -> None:
+        shape = (config.max_seq_len, config.dim)
+        self.weight = declare(shape, ("positions", "embed"), normal(config.init_std))
+
+    def __call__(self, positions: Int[Array, "b s"], dtype: jnp.dtype) -> Float[Array, "b s d"]:
+        """Looks up positions; those beyond the table get its last row."""
+        table = gathered(self.weight[...].astype(dtype), ("positions", "embed"))
+        return constrain(table, None, None)[positions]
+
+
+class Block(nnx.Module):
+    """x += attention(norm(x)); x += mlp(norm(x)). Declares all layers at once, runs one of them.
+
+    Norms may come after attention and mlp instead, or on both sides; and both may read the same x.
+    """
+
+    def __init__(self, config: ModelConfig, declare: Declare) -> None:
+        before = config.norm_placement != "post"
+        after = config.norm_placement != "pre"
+        self.attention_norm = norm_of(config, declare) if before else None
+        self.attention = Attention(config, declare)
+        self.attention_post_norm = norm_of(config, declare) if after else None
+        self.mlp_norm = norm_of(config, declare) if before else None
+        self.mlp = MLP(config, declare)
+        self.mlp_post_norm = norm_of(config, declare) if after else None
+        self.config = config
+
+    def __call__(
+        self,
+        x_BSD: Float[Array, "b s d"],
+        context: Context,
+        cache: KVCache | None = None,
+        *,
+        kind: LayerKind,
+        plan: LayerPlan,
+        how: Execution,
+    ) -> tuple[Float[Array, "b s d"], LayerOut]:
+        """One layer."""
+        attention = functools.partial(self.attention, kind=kind, plan=plan, how=how)
+        attend = remat.attention(how.save, attention)
+        y_BSD, cache = attend(_normed(self.attention_norm, x_BSD), context, cache)
+        y_BSD = self._added(self.attention_post_norm, y_BSD)
+        if self.config.parallel_residual:
+            return split_sequence(x_BSD + y_BSD + self._feed_forward(x_BSD)), LayerOut(cache)
+        x_BSD = split_sequence(x_BSD + y_BSD)
+        return split_sequence(x_BSD + self._feed_forward(x_BSD)), LayerOut(cache)
+
+    def _feed_forward(self, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+        return self._added(self.mlp_post_norm, self.mlp(_normed(self.mlp_norm, x_BSD)))
+
+    def _added(
+        self, norm: RMSNorm | LayerNorm | None, y_BSD: Float[Array, "b s d"]
+    ) -> Float[Array, "b s d"]:
+        """What is added to the residual stream."""
+        y_BSD = y_BSD if norm is None else norm(split_sequence(y_BSD))
+        return times(y_BSD, self.config.residual_multiplier)
+
+
+class Transformer(nnx.Module):
+    """Declares the parameters: embedding, blocks, final norm, output head."""
+
+    def __init__(self, config: ModelConfig, declare: Declare) -> None:
+        self.token_embedding = TokenEmbedding(config, declare)
+        if config.position_embedding == "learned":
+            self.position_embedding = PositionEmbedding(config, declare)
+        self.layers = Block(config, declare._replace(layers=config.n_layers))
+        self.norm = norm_of(config, declare)
+        if not config.tie_embeddings:
+            self.output_head = OutputHead(config, declare)
+
+
+def _normed(
+    norm: RMSNorm | LayerNorm | None, x_BSD: Float[Array, "b s d"]
+) -> Float[Array, "b s d"]:
+    return gather_sequence(x_BSD if norm is None else norm(x_BSD))
+
+
+def times(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
+    """A multiple, in the dtype of x; x itself where the factor is 1."""
+    return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
+
+
+def split_sequence(x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+    """The residual stream as it lies between the parts of a block: tokens split over `tp`."""
+    is_one = x_BSD.shape[1] == 1  # decoding: nothing to split
+    return constrain(x_BSD, "batch", None if is_one else "seq", None)
+
+
+def gather_sequence(x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+    """As attention and feed-forward take it: all tokens of a sequence on each device."""
+    return constrain(x_BSD, "batch", None, None)
