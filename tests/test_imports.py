@@ -26,7 +26,7 @@ LAYERS = {
     "data": {"errors", "config", "parallel", "storage", "buckets"},
     "model": {"errors", "config", "parallel", "side"},
     "optim": {"errors", "config", "model"},
-    "pipeline": {"errors", "cli", "parallel", "side"},
+    "pipeline": {"errors", "cli", "config", "parallel", "side"},
     "training": {"errors", "exit_codes", "config", "parallel", "model", "optim", "pipeline", "data",
                  "checkpoint", "telemetry", "wide_count", "process", "run_lock", "storage",
                  "mirror", "side"},

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxforge.config.job import JobConfig
+from jaxforge.config.model import LAYERS
 from jaxforge.config.not_built import not_built_yet
 from jaxforge.errors import UserError
 from jaxforge.training.progress import Progress
@@ -21,7 +22,7 @@ from torch_compat.lazy import Lazy, stack
 from torch_compat.optimizer_state import KINDS
 from torch_compat.shapes import Shape, parameters
 
-_LAYERS = "layers."
+_LAYERS = f"{LAYERS}."
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 Tensors = Mapping[str, Lazy]

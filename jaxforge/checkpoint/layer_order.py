@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
+from jaxforge.config.model import LAYERS
 from jaxforge.parallel.mesh import STAGES
 from jaxforge.parallel.stages import Stack
 
@@ -59,7 +60,7 @@ def _rearranged(tree: PyTree, like: PyTree, one: Callable[[Array], Array]) -> Py
 
 def _map_stacked(one: Callable[[Leaf], Leaf], tree: PyTree) -> PyTree:
     def of_leaf(path: jax.tree_util.KeyPath, leaf: Leaf) -> Leaf:
-        is_stacked = any(getattr(key, "key", None) == "layers" for key in path)
+        is_stacked = any(getattr(key, "key", None) == LAYERS for key in path)
         return one(leaf) if is_stacked else leaf
 
     return jax.tree_util.tree_map_with_path(of_leaf, tree)

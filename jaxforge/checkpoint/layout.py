@@ -19,6 +19,7 @@ import optax
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
+from jaxforge.config.model import LAYERS
 from jaxforge.model.transformer import Params, join
 from jaxforge.training.guard import GuardState
 from jaxforge.training.state import TrainState, part_like
@@ -64,7 +65,7 @@ def save_args(tree: Tree, axes: PyTree) -> Tree:
     So that an export can read layer by layer, in bounded memory.
     """
     stacked = jax.tree.map(
-        lambda names: ocp.SaveArgs(shard_axes=(0,) if "layers" in names else ()),
+        lambda names: ocp.SaveArgs(shard_axes=(0,) if LAYERS in names else ()),
         axes,
         is_leaf=lambda node: isinstance(node, tuple),
     )

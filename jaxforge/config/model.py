@@ -10,6 +10,9 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from jaxforge.config.section import Section
 from jaxforge.registry import Registry
 
+LAYERS = "layers"
+"""The part of a model's arrays that holds all layers, and the axis along which they are stacked."""
+
 MODELS = Registry("model.model_type", "transformer")
 """Architectures: `model.transformer`."""
 

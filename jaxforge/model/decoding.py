@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int, Key
 
+from jaxforge.config.model import LAYERS
 from jaxforge.model.attention import KVCache
 from jaxforge.model.sampling import Sampling, sample
 from jaxforge.model.transformer import Model, Params
@@ -219,7 +220,7 @@ def _readable(batch: Decoding) -> Decoding:
 
 def _split(cache: KVCache) -> KVCache:
     """Rows over the data axes, heads over tp; positions and a head's numbers whole."""
-    axes = ("layers", "batch", None, "kv_heads", None)
+    axes = (LAYERS, "batch", None, "kv_heads", None)
     split: Any = jax.tree.map(lambda x: constrain(x, *axes), cache)
     return split
 

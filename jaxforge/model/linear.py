@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxforge.config.model import LAYERS
 from jaxforge.parallel.sharding import Axes, constrain, first_index, gathered, taken_over, total
 
 Initializer = Callable[[Array, tuple[int, ...], jnp.dtype], Array]
@@ -50,12 +51,12 @@ class Declare(NamedTuple):
     def _stacked(self, shape: tuple[int, ...], axes: Axes) -> tuple[tuple[int, ...], Axes]:
         if self.layers is None:
             return shape, axes
-        return (self.layers, *shape), ("layers", *axes)
+        return (self.layers, *shape), (LAYERS, *axes)
 
 
 def is_matrix(axes: Axes) -> bool:
     """Whether a parameter is more than a vector in each layer."""
-    return len([axis for axis in axes if axis != "layers"]) > 1
+    return len([axis for axis in axes if axis != LAYERS]) > 1
 
 
 def normal(std: float) -> Initializer:

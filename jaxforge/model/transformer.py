@@ -23,7 +23,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.config.job import JobConfig
-from jaxforge.config.model import MODELS, ModelConfig
+from jaxforge.config.model import LAYERS, MODELS, ModelConfig
 from jaxforge.model import remat
 from jaxforge.model.attention import Context, KVCache, LayerOut
 from jaxforge.model.execution import Execution, execution
@@ -97,7 +97,7 @@ class Model:
         module = nnx.eval_shape(lambda: self._declare(jax.random.key(0)))
         self._definitions = {
             name: nnx.split(getattr(module, name))[0]
-            for name in ("token_embedding", "position_embedding", "layers", "norm")
+            for name in ("token_embedding", "position_embedding", LAYERS, "norm")
             if hasattr(module, name)
         }
         self.abstract, self.axes = self._declared(nnx.state(module, nnx.Param))
@@ -131,13 +131,13 @@ class Model:
 
         Args:
             state: before it.
-            stats: what its parts told; those of layers under "layers", by row.
+            stats: what its parts told; those of layers under LAYERS, by row.
         """
         return state
 
     def _stacked(self, arrays: Params) -> Params:
-        layers = jax.tree.map(self.stack.stack, arrays.get("layers", {}))
-        return {**arrays, "layers": layers} if layers else arrays
+        layers = jax.tree.map(self.stack.stack, arrays.get(LAYERS, {}))
+        return {**arrays, LAYERS: layers} if layers else arrays
 
     def hidden(
         self, params: Params, tokens: Int[Array, "b s"], doc_ids: Int[Array, "b s"] | None = None
@@ -162,7 +162,7 @@ class Model:
             cache: what came before the tokens, which then have "positions" in the batch.
             lengths: as of `context`.
         """
-        x_BSD, layers = self.enter(params, batch), params["layers"]
+        x_BSD, layers = self.enter(params, batch), params[LAYERS]
         positions, doc_ids = batch.get("positions"), batch.get("doc_ids")
         context = self.context(
             x_BSD, positions=positions, doc_ids=doc_ids, lengths=lengths, scales=scales
@@ -265,7 +265,7 @@ class Model:
     ) -> tuple[Float[Array, "b s d"], LayerOut]:
         """One block, with the parameters and the cache of one layer."""
         params, cache = of_layer
-        run = self._module("layers", params)
+        run = self._module(LAYERS, params)
         return run(x_BSD, context, cache, kind=kind, plan=self.plan, how=self.how)
 
     def finish(self, params: Params, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:

@@ -14,6 +14,7 @@ import optax
 from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Float, Int, PyTree
 
+from jaxforge.config.model import LAYERS
 from jaxforge.model.linear import is_matrix
 from jaxforge.optim.adamw import AdamWState, adamw
 from jaxforge.optim.schedule import Schedule
@@ -159,5 +160,5 @@ def orthogonal(g: Float[Array, "l m n"], steps: int) -> Float[Array, "l m n"]:
 
 def _matrix(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, int]:
     """Rows and columns of one layer of a parameter; all dimensions but the first are columns."""
-    rows, *columns = shape[1:] if axes[0] == "layers" else shape
+    rows, *columns = shape[1:] if axes[0] == LAYERS else shape
     return rows, math.prod(columns)

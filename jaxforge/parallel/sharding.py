@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
+from jaxforge.config.model import LAYERS
 from jaxforge.errors import UserError
 from jaxforge.parallel.mesh import DATA_AXES, STAGES
 
@@ -23,7 +24,7 @@ Axes = tuple[str | None, ...]
 
 RULES: Mapping[str, str | tuple[str, ...] | None] = {
     # parameters
-    "layers": STAGES,
+    LAYERS: STAGES,
     "embed": "dp_shard",
     "vocab": (STAGES, "tp"),  # each stage has its part of embedding and head
     "heads": "tp",
@@ -37,7 +38,7 @@ RULES: Mapping[str, str | tuple[str, ...] | None] = {
 }
 
 _CONFIG_KEYS = {
-    "layers": "model.n_layers",
+    LAYERS: "model.n_layers",
     "embed": "model.dim",
     "vocab": "model.vocab_size",
     "heads": "model.n_heads",

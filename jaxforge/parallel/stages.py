@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from jaxforge.config.model import LAYERS
 from jaxforge.parallel.mesh import STAGES
 from jaxforge.parallel.sharding import total
 
@@ -64,6 +65,12 @@ class Stack(NamedTuple):
         return rows if self.in_order else rows[np.argsort(order)[(order < 0).sum() :]]
 
 
+def apart(arrays: dict[str, Any]) -> tuple[PyTree, dict[str, Any]]:
+    """The layers of parameters, or of a tree like them, and all others."""
+    others = {name: part for name, part in arrays.items() if name != LAYERS}
+    return arrays.get(LAYERS, {}), others
+
+
 Run = Callable[[PyTree, Array, PyTree, PyTree], tuple[Array, PyTree, PyTree]]
 """(layers, x, place, cache) -> x and cache after these layers, and what each tells besides."""
 
@@ -104,7 +111,7 @@ def in_turn(
                 y, kept, told = run(of_chunk(layers), mine, place, kept)
                 arriving = jax.lax.ppermute(y, STAGES, ring)
             chunks.append((kept, told))
-        result = total(jnp.where(stage == last, y, 0), "layers")
+        result = total(jnp.where(stage == last, y, 0), LAYERS)
         return result, *jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *chunks)
 
     split = jax.P(STAGES)

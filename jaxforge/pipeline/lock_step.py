@@ -29,8 +29,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, PyTree
 
+from jaxforge.config.model import LAYERS
 from jaxforge.parallel.mesh import STAGES
 from jaxforge.parallel.sharding import constrain, taken_over, total
+from jaxforge.parallel.stages import apart
 from jaxforge.pipeline.schedule import Phase, Schedule, Work
 from jaxforge.side import Side, combine, merge
 
@@ -146,7 +148,7 @@ def accumulate(
     carry = stage.at_rest(axes)
     for phase, rows in zip(schedule.phases(), _rows(schedule), strict=True):
         carry, _ = jax.lax.scan(functools.partial(stage.tick, phase, rows), carry, rows)
-    return {**carry.rest, "layers": carry.layers}, carry.told, carry.told_by_layers
+    return {**carry.rest, LAYERS: carry.layers}, carry.told, carry.told_by_layers
 
 
 def saving_vjp(
@@ -190,8 +192,7 @@ class _Stage:
         self, schedule: Schedule, parts: Parts, params: Params, state: PyTree, batch: Microbatch
     ) -> None:
         self.schedule, self.parts, self.state, self.batch = schedule, parts, state, batch
-        self.layers = params["layers"]
-        self.rest = {name: part for name, part in params.items() if name != "layers"}
+        self.layers, self.rest = apart(params)
         self.index = jax.lax.axis_index(STAGES)
         of_rows = jax.tree.map(jnp.asarray, (parts.kinds, parts.is_layer))
         self.kinds, self.is_layer = jax.tree.map(lambda of_row: of_row[self.index], of_rows)
@@ -213,9 +214,9 @@ class _Stage:
         )
         rest = jax.tree.map(
             lambda p, axes: constrain(jnp.zeros_like(p, jnp.float32), *axes),
-            {**self.rest, "layers": self.layers}, axes,
+            {**self.rest, LAYERS: self.layers}, axes,
         )  # fmt: skip
-        layers = rest.pop("layers")
+        layers, rest = apart(rest)
         return _Carry(idle, idle, rings, layers, rest, told, told_by_layers)
 
     def tick(self, phase: Phase, rows: _Row, carry: _Carry, row: _Row) -> tuple[_Carry, None]:
@@ -405,7 +406,7 @@ class _Stage:
 
     def _to_all(self, x: Array) -> Array:
         """What one stage has and the others have zeros for."""
-        return _laid_out(total(x, "layers"))
+        return _laid_out(total(x, LAYERS))
 
     def _zeros(
         self,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxforge.config.metrics import EXTRAS
+from jaxforge.config.model import LAYERS
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Params
 from jaxforge.optim.optimizer import global_norm
@@ -68,7 +69,7 @@ def collected(names: Iterable[str], step: Step) -> dict[str, Any]:
 
 def _norms_per_layer(step: Step) -> dict[str, Float[Array, "..."]]:
     def norm(name: str, part: PyTree) -> Array:
-        if name != "layers":
+        if name != LAYERS:
             return global_norm(part)
         squares = [
             jnp.sum(jnp.square(g.astype(jnp.float32)), axis=range(1, g.ndim))
@@ -81,10 +82,10 @@ def _norms_per_layer(step: Step) -> dict[str, Float[Array, "..."]]:
 
 def _zeros(step: Step) -> Float[Array, ""]:
     """Rows are counted as integers and added up in float32, exact up to 2^24 zeros."""
-    layers = jax.tree.map(step.stack.unstack, step.grads["layers"])
+    layers = jax.tree.map(step.stack.unstack, step.grads[LAYERS])
     counts = [
         jnp.sum(jnp.sum(g == 0, axis=-1, dtype=jnp.int32).astype(jnp.float32))
-        for g in jax.tree.leaves({**step.grads, "layers": layers})
+        for g in jax.tree.leaves({**step.grads, LAYERS: layers})
     ]
     return jnp.sum(jnp.stack(counts))
 

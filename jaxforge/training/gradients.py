@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree, Shaped
 
 from jaxforge.config.job import JobConfig
+from jaxforge.config.model import LAYERS
 from jaxforge.config.train import TrainConfig
 from jaxforge.model import remat
 from jaxforge.model.attention import Context
@@ -40,6 +41,7 @@ from jaxforge.parallel.sharding import (
     total,
     without_data,
 )
+from jaxforge.parallel.stages import apart
 from jaxforge.pipeline import lock_step
 from jaxforge.pipeline.schedule import SCHEDULES
 from jaxforge.side import Scales, Side, combine, merge
@@ -73,7 +75,7 @@ class Loss(NamedTuple):
     @property
     def stats(self) -> PyTree:
         """What untrained state is updated from."""
-        return {**self.side.stats, "layers": self.layers.stats}
+        return {**self.side.stats, LAYERS: self.layers.stats}
 
 
 AddUp = Callable[[Params, Params, Batch, Scales], tuple[Params, Loss]]
@@ -164,8 +166,7 @@ def pipelined(model: Model, config: JobConfig) -> AddUp:
         return x, out.side
 
     def add_up(params: Params, state: Params, batch: Batch, scales: Scales) -> tuple[Params, Loss]:
-        of_layers = state.get("layers", {})
-        others = {name: part for name, part in state.items() if name != "layers"}
+        of_layers, others = apart(state)
 
         def enter(params: Params, microbatch: tuple[Batch, Array]) -> Array:
             return model.enter(join(params, others), microbatch[0])
@@ -187,7 +188,7 @@ def pipelined(model: Model, config: JobConfig) -> AddUp:
         grads, side, layers = lock_step.accumulate(
             schedule, parts, params, of_layers, model.axes, (batch, scales.token)
         )
-        whole = layers._replace(terms=jax.tree.map(lambda x: total(x, "layers"), layers.terms))
+        whole = layers._replace(terms=jax.tree.map(lambda x: total(x, LAYERS), layers.terms))
         return grads, Loss(side.joined_by(whole), layers._replace(terms={}))
 
     return add_up
