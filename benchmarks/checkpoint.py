@@ -33,8 +33,8 @@ from jaxforge.model.transformer import build_model, parameter_count
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import host_memory
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.training.progress import Progress
-from jaxforge.training.state import TrainState, init_state
+from jaxforge.state.progress import Progress
+from jaxforge.state.train_state import TrainState, init_state
 
 SHAPES = {
     True: {"dim": 128, "n_layers": 4, "n_heads": 4, "vocab_size": 1024},

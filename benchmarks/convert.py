@@ -24,7 +24,7 @@ import results
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.load import make_config
-from jaxforge.training.progress import Progress
+from jaxforge.state.progress import Progress
 from torch_compat import dcp_state, dcp_writer
 from torch_compat.dialects import DIALECTS
 from torch_compat.lazy import Index, Lazy, extent

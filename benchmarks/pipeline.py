@@ -37,9 +37,9 @@ from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import batch_sharding, param_shardings
 from jaxforge.side import Scales
+from jaxforge.state.train_state import init_state
 from jaxforge.training.gradients import Batch, make_gradients
 from jaxforge.training.loss import tiles_of, weighted_loss
-from jaxforge.training.state import init_state
 from jaxforge.training.step import Controls, make_train_step
 
 ROWS, SEQ = 4, 128  # of a microbatch, over all devices

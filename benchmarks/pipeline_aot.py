@@ -26,9 +26,9 @@ from jaxforge.model.transformer import build_model, matmul_precision
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import xla_flags
 from jaxforge.parallel.mesh import make_mesh
+from jaxforge.state.train_state import TrainState, abstract_state
 from jaxforge.training.gradients import Batch
 from jaxforge.training.lowering import abstract_batch, lower_train_step
-from jaxforge.training.state import TrainState, abstract_state
 from jaxforge.training.step import Controls
 
 STAGES, ROWS, SEQ = 4, 4, 2048

@@ -25,8 +25,8 @@ from jaxforge.model.transformer import build_model, matmul_precision, parameter_
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import host_memory, xla_flags
 from jaxforge.parallel.mesh import make_mesh
+from jaxforge.state.train_state import init_state
 from jaxforge.telemetry import flops
-from jaxforge.training.state import init_state
 from jaxforge.training.step import Controls, make_train_step
 
 

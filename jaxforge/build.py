@@ -27,6 +27,8 @@ from jaxforge.parallel import compilation
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.parallel.xla_flags import Option
 from jaxforge.run_lock import RunLock
+from jaxforge.state.progress import Progress
+from jaxforge.state.train_state import TrainState
 from jaxforge.telemetry.console import add_log_file, banner, human
 from jaxforge.telemetry.measures import Work
 from jaxforge.telemetry.outlets import check_libraries, open_outlets
@@ -39,9 +41,7 @@ from jaxforge.training.exporting import Exporter
 from jaxforge.training.hooks import Hook, HookRunner, named_hook
 from jaxforge.training.loop import Trainer, start_of
 from jaxforge.training.phases import Phases
-from jaxforge.training.progress import Progress
 from jaxforge.training.rollback import Rollback
-from jaxforge.training.state import TrainState
 from jaxforge.training.step import (
     Batch,
     CompiledSteps,

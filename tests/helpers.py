@@ -18,8 +18,8 @@ from jaxforge.model.transformer import Model, Params, build_model
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import batch_sharding
-from jaxforge.training.progress import Progress
-from jaxforge.training.state import TrainState, abstract_state, begin, state_shardings
+from jaxforge.state.progress import Progress
+from jaxforge.state.train_state import TrainState, abstract_state, begin, state_shardings
 from jaxforge.training.step import Controls, make_train_step
 
 EVERY_OPTION = {

@@ -15,7 +15,7 @@ from jaxforge import storage
 from jaxforge.checkpoint.find import PREFIX, SUBDIRECTORY, check_path
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
-from jaxforge.training.progress import Progress
+from jaxforge.state.progress import Progress
 from torch_compat import hf_config, hf_state, orbax_store, safetensors, stages
 from torch_compat.checkpoints import Found
 from torch_compat.compare import check_written

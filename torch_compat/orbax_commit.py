@@ -13,8 +13,8 @@ from jaxforge.checkpoint import layout
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.job import JobConfig
-from jaxforge.training.guard import GuardState
-from jaxforge.training.progress import Progress
+from jaxforge.state.progress import Progress
+from jaxforge.state.train_state import GuardState
 from torch_compat.files import link
 from torch_compat.lazy import Lazy
 from torch_compat.state import Held

@@ -19,7 +19,7 @@ from jaxforge.checkpoint.find import find
 from jaxforge.config.job import JobConfig
 from jaxforge.config.load import make_config
 from jaxforge.errors import StorageError, UserError
-from jaxforge.training.progress import Progress
+from jaxforge.state.progress import Progress
 from torch_compat import limits, ocdbt
 from torch_compat.compare import check_written
 from torch_compat.lazy import Index, Lazy, blocks, extent, of_array, whole

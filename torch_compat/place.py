@@ -13,7 +13,7 @@ import numpy as np
 from jaxforge.config.job import JobConfig
 from jaxforge.data.order import data_seed
 from jaxforge.errors import UserError
-from jaxforge.training.progress import Progress
+from jaxforge.state.progress import Progress
 from torch_compat import limits
 from torch_compat.dcp_reader import Dcp
 from torch_compat.lazy import count

@@ -14,9 +14,8 @@ from jaxtyping import PyTree
 
 from jaxforge.checkpoint import layout
 from jaxforge.config.job import JobConfig
-from jaxforge.training.guard import GuardState
-from jaxforge.training.progress import Progress
-from jaxforge.training.state import TrainState, with_counts
+from jaxforge.state.progress import Progress
+from jaxforge.state.train_state import GuardState, TrainState, with_counts
 from torch_compat import checkpoints
 from torch_compat.dcp_state import Options
 from torch_compat.lazy import Index, Lazy
@@ -50,7 +49,7 @@ class Foreign:
         """State and progress.
 
         Args:
-            like: shapes, dtypes and shardings wanted (`training.state.abstract_state`).
+            like: shapes, dtypes and shardings wanted (`state.train_state.abstract_state`).
         """
         progress, moments = self.held.progress, self.held.moments
         assert progress is not None

@@ -17,7 +17,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.model import LAYERS
 from jaxforge.config.not_built import not_built_yet
 from jaxforge.errors import UserError
-from jaxforge.training.progress import Progress
+from jaxforge.state.progress import Progress
 from torch_compat.lazy import Lazy, stack
 from torch_compat.optimizer_state import KINDS
 from torch_compat.shapes import Shape, parameters

@@ -11,7 +11,7 @@ from jaxforge.checkpoint import layout
 from jaxforge.config.job import JobConfig
 from jaxforge.model.transformer import Model
 from jaxforge.optim.optimizer import build_optimizer
-from jaxforge.training.state import TrainState, create
+from jaxforge.state.train_state import TrainState, create
 from torch_compat.shapes import Shape
 from torch_compat.state import layer_names
 

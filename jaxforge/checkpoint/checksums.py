@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict
 from jaxtyping import PyTree
 
 from jaxforge.checkpoint import host_checksum
-from jaxforge.training.weight_hash import checksum
+from jaxforge.state.checksum import checksum
 
 Checksums = dict[str, int]
 """Array -> its hash."""

@@ -21,8 +21,7 @@ from jaxtyping import PyTree
 
 from jaxforge.config.model import LAYERS
 from jaxforge.model.transformer import Params, join
-from jaxforge.training.guard import GuardState
-from jaxforge.training.state import TrainState, part_like
+from jaxforge.state.train_state import GuardState, TrainState, part_like
 
 Tree = dict[str, Any]
 

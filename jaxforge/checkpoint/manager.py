@@ -30,8 +30,8 @@ from jaxforge.checkpoint.layer_order import by_layer
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.errors import StorageError, UserError
 from jaxforge.parallel.stages import Stack
-from jaxforge.training.progress import Progress
-from jaxforge.training.state import TrainState, with_counts
+from jaxforge.state.progress import Progress
+from jaxforge.state.train_state import TrainState, with_counts
 
 log = logging.getLogger(__name__)
 
@@ -182,8 +182,8 @@ class Checkpoints:
         """State and progress of a step.
 
         Args:
-            like: shapes, dtypes and shardings wanted (`training.state.abstract_state`), layers in
-                order; the mesh may be another than the one that saved.
+            like: shapes, dtypes and shardings wanted (`abstract_state`), layers in order; the mesh
+                may be another than the one that saved.
             step: a step that `latest` names, or any other that is there.
         """
         tree = layout.to_tree(like)

@@ -19,9 +19,15 @@ from jaxforge.checkpoint.layout import model_tree
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config.job import JobConfig
 from jaxforge.model.transformer import Model
-from jaxforge.training.guard import GuardState
-from jaxforge.training.progress import Progress
-from jaxforge.training.state import TrainState, abstract_state, init_state, state_from, with_counts
+from jaxforge.state.progress import Progress
+from jaxforge.state.train_state import (
+    GuardState,
+    TrainState,
+    abstract_state,
+    init_state,
+    state_from,
+    with_counts,
+)
 
 log = logging.getLogger(__name__)
 

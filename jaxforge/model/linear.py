@@ -16,7 +16,7 @@ Initializer = Callable[[Array, tuple[int, ...], jnp.dtype], Array]
 
 
 class Untrained(nnx.Variable):
-    """A float array that no gradient moves: `training.state.TrainState.model_state`."""
+    """A float array that no gradient moves: `state.train_state.TrainState.model_state`."""
 
 
 class Declare(NamedTuple):

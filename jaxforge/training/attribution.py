@@ -19,10 +19,10 @@ from jaxtyping import Array, Float
 
 from jaxforge.config.train import TrainConfig
 from jaxforge.model.transformer import Model, Params
+from jaxforge.state.train_state import TrainState
 from jaxforge.training.exits import Exit
 from jaxforge.training.gradients import Batch
 from jaxforge.training.loss import cross_entropy, tiles_of
-from jaxforge.training.state import TrainState
 from jaxforge.training.step import Controls, Metrics, TrainStep
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ import logging
 
 from jaxforge.config.train import TrainConfig
 from jaxforge.exit_codes import Exit
-from jaxforge.training.progress import Progress
+from jaxforge.state.progress import Progress
 
 log = logging.getLogger(__name__)
 

@@ -15,49 +15,19 @@ Two rules, each with its own reaction (`train.on_nonfinite`, `train.on_spike`):
     warn       the update is applied, and counted
 """
 
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from jaxforge.config.train import TrainConfig
+from jaxforge.state.train_state import WINDOW, GuardState
 
 T = TypeVar("T")
 
-WINDOW = 128  # good losses that a spike is judged by
 _NORMAL = 1.4826  # standard deviations of a normal distribution in its median absolute deviation
 _LEAST_SPREAD = 0.01  # of the median
-
-
-class GuardState(NamedTuple):
-    """Counts of bad steps, and what normal losses are; part of the checkpoint.
-
-    Attributes:
-        consecutive: steps in a row, up to now, whose update was not applied.
-        total: such steps of the whole run.
-        nonfinite: steps whose loss or gradient norm was not finite, applied or not.
-        spikes: steps whose loss was a spike, applied or not.
-        good: steps that were neither.
-        losses: of the last good steps, a ring; NaN where there was none yet.
-    """
-
-    consecutive: Int[Array, ""]
-    total: Int[Array, ""]
-    nonfinite: Int[Array, ""]
-    spikes: Int[Array, ""]
-    good: Int[Array, ""]
-    losses: Float[Array, "128"]
-
-    @classmethod
-    def fresh(cls, skipped: int = 0) -> "GuardState":
-        """Nothing known but how many steps were skipped so far."""
-        # An array each: the step is given the state's memory, and no memory can be given twice.
-        consecutive, total, nonfinite, spikes, good = (
-            jnp.asarray(n, jnp.int32) for n in (0, skipped, 0, 0, 0)
-        )
-        losses = jnp.full(WINDOW, jnp.nan, jnp.float32)
-        return cls(consecutive, total, nonfinite, spikes, good, losses)
 
 
 class Guard:

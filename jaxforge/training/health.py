@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from jaxforge.config.train import TrainConfig
+from jaxforge.state.train_state import TrainState
 from jaxforge.training.exits import Exit
-from jaxforge.training.state import TrainState
 from jaxforge.training.watch import Watch
 
 log = logging.getLogger(__name__)

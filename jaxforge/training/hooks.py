@@ -10,8 +10,8 @@ from jaxtyping import PyTree
 
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
+from jaxforge.state.train_state import TrainState
 from jaxforge.training.exits import Exit
-from jaxforge.training.state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,8 @@ from jaxforge.checkpoint.due import Due
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config.job import JobConfig
 from jaxforge.mirror import Mirror
+from jaxforge.state.progress import Progress
+from jaxforge.state.train_state import TrainState
 from jaxforge.telemetry.profiler import Profiler
 from jaxforge.telemetry.tracker import Start, Tracker
 from jaxforge.training.attribution import Attribution
@@ -23,9 +25,7 @@ from jaxforge.training.ending import exit_code, tell_end
 from jaxforge.training.exits import Exit, Exits, Interrupted, Signals
 from jaxforge.training.hooks import HookRunner, StepContext
 from jaxforge.training.phases import Phases
-from jaxforge.training.progress import Progress
 from jaxforge.training.rollback import Rollback
-from jaxforge.training.state import TrainState
 from jaxforge.training.step import Batch, CompiledSteps, Controls, Metrics
 from jaxforge.training.validation import Validations
 from jaxforge.training.watchdog import Watchdog

@@ -14,7 +14,7 @@ from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import device_memory
 from jaxforge.parallel.device_memory import gigabytes, per_device
 from jaxforge.parallel.mesh import data_parallel_size
-from jaxforge.training.state import abstract_state
+from jaxforge.state.train_state import abstract_state
 
 
 @contextlib.contextmanager

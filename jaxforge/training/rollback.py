@@ -12,8 +12,8 @@ from collections.abc import Callable
 import jax
 
 from jaxforge.checkpoint.manager import Checkpoints
-from jaxforge.training.progress import Progress
-from jaxforge.training.state import TrainState, with_counts
+from jaxforge.state.progress import Progress
+from jaxforge.state.train_state import TrainState, with_counts
 
 log = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from jaxforge.optim.optimizer import global_norm, learning_rate, updates_made
 from jaxforge.parallel.sharding import constrain
 from jaxforge.parallel.stages import Stack
 from jaxforge.side import value_of
+from jaxforge.state.train_state import Counts, TrainState, state_shardings
 from jaxforge.training.collect import Step, check_collect, collected
 from jaxforge.training.gradients import Batch, Loss, make_gradients, with_members
 from jaxforge.training.guard import Guard, select
 from jaxforge.training.loss import valid_tokens, valid_tokens_by_dataset
 from jaxforge.training.losses import NATS
-from jaxforge.training.state import Counts, TrainState, state_shardings
 
 Metrics = dict[str, Any]
 """What a step returns, on the device; `training.result.StepResult` is a typed view of it.

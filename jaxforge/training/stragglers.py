@@ -16,9 +16,9 @@ from jax.experimental import multihost_utils
 from jaxtyping import Bool, Float
 
 from jaxforge.config.metrics import MetricsConfig
+from jaxforge.state.train_state import TrainState
 from jaxforge.telemetry.tracker import HostTimes
 from jaxforge.training.exits import Exit
-from jaxforge.training.state import TrainState
 from jaxforge.training.watch import Watch
 
 log = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ the middle goes on there: no batch, set or hook is left out or repeated.
 
 from collections.abc import Callable
 
+from jaxforge.state.progress import Progress
+from jaxforge.state.train_state import TrainState
 from jaxforge.training.evaluation import Evaluator, SetSums, summary
-from jaxforge.training.progress import Progress
-from jaxforge.training.state import TrainState
 
 
 class Validations:

@@ -1,7 +1,7 @@
 """The shape of what looks after a run between its steps; `training.watches` has them all."""
 
+from jaxforge.state.train_state import TrainState
 from jaxforge.training.exits import Exit
-from jaxforge.training.state import TrainState
 
 
 class Watch:

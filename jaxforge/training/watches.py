@@ -22,11 +22,11 @@ from jax.sharding import Mesh
 
 from jaxforge.config.job import JobConfig
 from jaxforge.run_lock import RunLock
+from jaxforge.state.train_state import TrainState
 from jaxforge.telemetry.measures import describe_memory
 from jaxforge.telemetry.tracker import HostTimes
 from jaxforge.training.exits import Exit
 from jaxforge.training.health import CollectiveHealth
-from jaxforge.training.state import TrainState
 from jaxforge.training.stragglers import Stragglers
 from jaxforge.training.watch import Watch
 from jaxforge.training.weight_hash import WeightHashes

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Shaped, UInt32
+from jaxtyping import Array, UInt32
 
 from jaxforge.model.transformer import Params
+from jaxforge.state.checksum import checksum
+from jaxforge.state.train_state import TrainState
 from jaxforge.training.exits import Exit
-from jaxforge.training.state import TrainState
 from jaxforge.training.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -25,9 +26,6 @@ log = logging.getLogger(__name__)
 Hasher = Callable[[Params], UInt32[Array, "device parameter"]]
 Odd = dict[jax.Device, list[str]]
 """Device -> parameters of which its copy differs from the others'."""
-
-FACTOR = 0x9E3779B9
-"""What a place counts in the checksum."""
 
 
 class WeightHashes(Watch):
@@ -85,30 +83,6 @@ def make_hasher(params: Params, mesh: Mesh) -> Hasher:
             check_vma=False,  # it is the point that equal inputs may give unequal outputs
         )
     )
-
-
-def checksum(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
-    """An exact hash of the bits of x and of where they stand.
-
-    In one pass that stores nothing, which was seen in the programs for TPUs; on CPUs it
-    takes four bytes per element while it runs (`checkpoint.host_checksum` does not).
-
-    Sum over elements of fmix32(bits + FACTOR * place), modulo 2^32. fmix32 is a
-    bijection, so one changed element always shows; several cancel once in 2^32. NaNs are bits like
-    any other.
-    """
-    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
-    place = jnp.zeros(x.shape, jnp.uint32)
-    for axis, size in enumerate(x.shape):
-        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    return jnp.sum(fmix32(bits + place * jnp.uint32(FACTOR)), dtype=jnp.uint32)
-
-
-def fmix32(h: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """MurmurHash3's finalizer: a bijection in which each bit depends on all."""
-    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
-    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
-    return h ^ (h >> 16)
 
 
 def find_odd(table: UInt32[np.ndarray, "device parameter"], params: Params, mesh: Mesh) -> Odd:

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jaxforge.checkpoint import checksums, host_checksum, layout
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.start import starting_state
-from jaxforge.training.progress import Progress
-from jaxforge.training.weight_hash import checksum
+from jaxforge.state.checksum import checksum
+from jaxforge.state.progress import Progress
 from tests.conftest import tiny_config
 from tests.helpers import setup
 from tests.machine import PATIENCE

@@ -12,9 +12,8 @@ from jaxforge.checkpoint import layout
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.start import starting_state
 from jaxforge.optim.optimizer import build_optimizer
-from jaxforge.training.guard import GuardState
-from jaxforge.training.progress import Progress
-from jaxforge.training.state import Counts, TrainState, abstract_state
+from jaxforge.state.progress import Progress
+from jaxforge.state.train_state import Counts, GuardState, TrainState, abstract_state
 from tests.conftest import tiny_config
 from tests.helpers import progress_of, random_batches, setup
 

@@ -17,8 +17,8 @@ from jaxforge.checkpoint.find import find
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.start import starting_state
 from jaxforge.errors import StorageError, UserError
-from jaxforge.training.progress import Progress
-from jaxforge.training.state import abstract_state
+from jaxforge.state.progress import Progress
+from jaxforge.state.train_state import abstract_state
 from tests.conftest import tiny_config
 from tests.helpers import progress_of, random_batches, setup
 

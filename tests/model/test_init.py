@@ -12,7 +12,7 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.model.execution import Execution
 from jaxforge.model.transformer import Model, parameter_count
 from jaxforge.parallel.sharding import RULES
-from jaxforge.training.state import init_state
+from jaxforge.state.train_state import init_state
 from tests.conftest import tiny_config
 from tests.helpers import EVERY_OPTION, LEARNED, setup
 from tests.torch_names import from_torch, to_torch

@@ -10,7 +10,7 @@ import pytest
 from jaxforge.model.transformer import Model
 from jaxforge.optim.muon import muon, orthogonal
 from jaxforge.optim.optimizer import build_optimizer
-from jaxforge.training.state import state_shardings
+from jaxforge.state.train_state import state_shardings
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 from tests.optim import problem

@@ -17,9 +17,14 @@ from jaxforge.optim.optimizer import (
     updates_made,
 )
 from jaxforge.optim.schedule import register_scheduler, warmup_then
-from jaxforge.training.guard import GuardState
-from jaxforge.training.progress import Progress
-from jaxforge.training.state import Counts, TrainState, abstract_state, state_shardings
+from jaxforge.state.progress import Progress
+from jaxforge.state.train_state import (
+    Counts,
+    GuardState,
+    TrainState,
+    abstract_state,
+    state_shardings,
+)
 from jaxforge.training.step import Controls
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup

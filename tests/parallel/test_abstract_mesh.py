@@ -9,7 +9,7 @@ from jaxforge.config.rules import mesh_shape
 from jaxforge.model.transformer import build_model
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.sharding import batch_sharding
-from jaxforge.training.state import abstract_state
+from jaxforge.state.train_state import abstract_state
 from jaxforge.training.step import Controls, make_train_step
 from tests.conftest import tiny_config
 

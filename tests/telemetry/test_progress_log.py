@@ -6,10 +6,10 @@ import types
 
 import pytest
 
+from jaxforge.state.progress import Progress
 from jaxforge.telemetry import progress_log
 from jaxforge.telemetry.flops import causal_flops_per_token
 from jaxforge.telemetry.progress_log import ProgressLog, start_time_and_flops
-from jaxforge.training.progress import Progress
 from jaxforge.training.throughput import ThroughputLog
 from tests.conftest import tiny_config
 

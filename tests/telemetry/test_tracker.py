@@ -8,13 +8,13 @@ import jax
 import numpy as np
 import pytest
 
+from jaxforge.state.progress import Progress
+from jaxforge.state.train_state import Counts
 from jaxforge.telemetry import measures
 from jaxforge.telemetry.measures import Work
 from jaxforge.telemetry.outlets import Outlet
 from jaxforge.telemetry.sinks import format_line
 from jaxforge.telemetry.tracker import Start, Tracker
-from jaxforge.training.progress import Progress
-from jaxforge.training.state import Counts
 
 
 class Kept:

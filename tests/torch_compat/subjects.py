@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxforge.config.load import make_config
-from jaxforge.training.progress import Progress
+from jaxforge.state.progress import Progress
 from tests.torch_compat.tensors import random_array, to_torch
 from torch_compat import checkpoints, dcp_state, place, torch_zip
 from torch_compat.commands import Export, Import

@@ -18,7 +18,7 @@ from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.cli import run_main
 from jaxforge.config.load import load_config
 from jaxforge.errors import UserError
-from jaxforge.training.progress import Progress
+from jaxforge.state.progress import Progress
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 from tests.machine import PATIENCE

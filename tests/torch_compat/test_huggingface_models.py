@@ -20,9 +20,9 @@ from jaxforge.data.tokenizer import END_OF_TEXT, load_tokenizer, train_bpe
 from jaxforge.errors import UserError
 from jaxforge.evaluate import evaluate
 from jaxforge.model.transformer import Model
+from jaxforge.state.progress import Progress
+from jaxforge.state.train_state import begin
 from jaxforge.training.hooks import Hook
-from jaxforge.training.progress import Progress
-from jaxforge.training.state import begin
 from tests.conftest import tiny_config
 from tests.helpers import setup
 from torch_compat import checkpoints, commands, hf_config, hf_state

@@ -7,7 +7,7 @@ import pytest
 
 from jaxforge.data import loader
 from jaxforge.errors import UserError
-from jaxforge.training.progress import Progress
+from jaxforge.state.progress import Progress
 from tests.conftest import tiny_config
 from torch_compat import torch_zip
 from torch_compat.dcp_reader import open_dcp

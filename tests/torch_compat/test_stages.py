@@ -15,7 +15,7 @@ import pytest
 from jaxforge.cli import run_main
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
-from jaxforge.training.progress import Progress
+from jaxforge.state.progress import Progress
 from tests.conftest import tiny_config
 from tests.processes.conftest import ROOT, environment
 from tests.torch_compat.tensors import of_torch, opened, random_array

@@ -5,9 +5,9 @@ import dataclasses
 import jax
 import pytest
 
+from jaxforge.state.progress import Progress
 from jaxforge.training.exits import Exit
 from jaxforge.training.hooks import Hook, HookRunner
-from jaxforge.training.progress import Progress
 from jaxforge.training.watch import Watch
 from tests.training.test_loop import Signals, run
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jaxforge.config.train import TrainConfig
-from jaxforge.training.guard import WINDOW, Guard, GuardState
-from jaxforge.training.progress import Progress
-from jaxforge.training.state import Counts
+from jaxforge.state.progress import Progress
+from jaxforge.state.train_state import WINDOW, Counts, GuardState
+from jaxforge.training.guard import Guard
 
 
 def judge(losses, norms=None, **config):

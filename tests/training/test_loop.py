@@ -11,18 +11,17 @@ import pytest
 
 from jaxforge.checkpoint.due import Due
 from jaxforge.errors import StorageError, UserError
+from jaxforge.state.progress import Progress
+from jaxforge.state.train_state import Counts, GuardState, TrainState
 from jaxforge.telemetry.measures import Work
 from jaxforge.telemetry.outlets import Outlet
 from jaxforge.telemetry.profiler import Profiler
 from jaxforge.telemetry.tracker import Start, Tracker
 from jaxforge.training.early_stop import EarlyStop
 from jaxforge.training.exits import Exit
-from jaxforge.training.guard import GuardState
 from jaxforge.training.hooks import Hook, HookRunner
 from jaxforge.training.loop import Trainer
 from jaxforge.training.phases import Phases
-from jaxforge.training.progress import Progress
-from jaxforge.training.state import Counts, TrainState
 from jaxforge.training.watchdog import Limits, Watchdog
 from jaxforge.training.watches import Watches
 from tests.conftest import tiny_config

@@ -2,7 +2,7 @@
 
 import json
 
-from jaxforge.training.progress import Progress, Validation
+from jaxforge.state.progress import Progress, Validation
 
 
 def through_json(progress):

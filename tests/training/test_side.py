@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.state.train_state import abstract_state
 from jaxforge.train import run as run_all
 from jaxforge.training.hooks import Hook
-from jaxforge.training.state import abstract_state
 from tests.conftest import tiny_config
 from tests.helpers import progress_of, random_batches, setup
 from tests.training import telling

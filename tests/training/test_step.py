@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxforge.state.train_state import init_state
 from jaxforge.training.loss import token_scales
-from jaxforge.training.state import init_state
 from jaxforge.training.step import Controls
 from tests.conftest import tiny_config
 from tests.helpers import collectives_in_loops, hlo, new_setup, random_batches, setup

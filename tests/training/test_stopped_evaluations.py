@@ -6,10 +6,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from jaxforge.state.progress import Progress
+from jaxforge.state.train_state import TrainState
 from jaxforge.training import evaluation
 from jaxforge.training.evaluation import BatchSums, Evaluator
-from jaxforge.training.progress import Progress
-from jaxforge.training.state import TrainState
 from jaxforge.training.validation import Validations
 
 SETS = {"a": 4, "b": 2, "c": 3}  # batches

@@ -14,9 +14,9 @@ from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.start import Saved, starting_state
 from jaxforge.config import load_draft
 from jaxforge.optim.optimizer import learning_rate
+from jaxforge.state.progress import Progress
 from jaxforge.training.evaluation import make_eval_step
 from jaxforge.training.phases import Phases
-from jaxforge.training.progress import Progress
 from jaxforge.training.step import CompiledSteps
 from tests.conftest import tiny_config
 from tests.helpers import progress_of, random_batches, setup

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxforge.state.checksum import checksum
 from jaxforge.training.exits import Exit
-from jaxforge.training.weight_hash import WeightHashes, checksum, make_hasher
+from jaxforge.training.weight_hash import WeightHashes, make_hasher
 
 SPECS = {
     "embedding": {"weight": PartitionSpec(None, "tp")},  # four copies of each half

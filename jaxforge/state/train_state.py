@@ -7,13 +7,45 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.model.transformer import Model, Params, join
 from jaxforge.parallel.sharding import param_shardings
-from jaxforge.training.guard import GuardState
-from jaxforge.training.progress import Progress
+from jaxforge.state.progress import Progress
 from jaxforge.wide_count import WideCount
+
+WINDOW = 128
+"""Good losses that a spike is judged by."""
+
+
+class GuardState(NamedTuple):
+    """Counts of bad steps, and what normal losses are; part of the checkpoint.
+
+    Attributes:
+        consecutive: steps in a row, up to now, whose update was not applied.
+        total: such steps of the whole run.
+        nonfinite: steps whose loss or gradient norm was not finite, applied or not.
+        spikes: steps whose loss was a spike, applied or not.
+        good: steps that were neither.
+        losses: of the last good steps, a ring; NaN where there was none yet.
+    """
+
+    consecutive: Int[Array, ""]
+    total: Int[Array, ""]
+    nonfinite: Int[Array, ""]
+    spikes: Int[Array, ""]
+    good: Int[Array, ""]
+    losses: Float[Array, "128"]
+
+    @classmethod
+    def fresh(cls, skipped: int = 0) -> "GuardState":
+        """Nothing known but how many steps were skipped so far."""
+        # An array each: the step is given the state's memory, and no memory can be given twice.
+        consecutive, total, nonfinite, spikes, good = (
+            jnp.asarray(n, jnp.int32) for n in (0, skipped, 0, 0, 0)
+        )
+        losses = jnp.full(WINDOW, jnp.nan, jnp.float32)
+        return cls(consecutive, total, nonfinite, spikes, good, losses)
 
 
 class Counts(NamedTuple):
