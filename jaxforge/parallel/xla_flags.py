@@ -13,7 +13,7 @@ import jax
 
 from jaxforge.errors import UserError
 
-Option = str | bool
+Option = str | bool | int
 """What the compiler takes as the value of a flag."""
 
 DEFAULT = "default"
@@ -121,7 +121,9 @@ def _named_in(env: Mapping[str, str]) -> set[str]:
 
 
 def _typed(name: str, value: str) -> Option:
-    """XLA takes text for everything but truth values."""
-    if name in LEVELS and value not in ("0", "1", "2", "3"):
-        raise UserError(f"train.xla_flags.{name} = {value}: expected 0, 1, 2 or 3")
+    """XLA takes text for everything but truth values and levels, whose numbers are its own."""
+    if name in LEVELS:
+        if value not in ("0", "1", "2", "3"):
+            raise UserError(f"train.xla_flags.{name} = {value}: expected 0, 1, 2 or 3")
+        return 10 * int(value) + 9  # `EFFORT_O1 = 19` in xla.proto; JAX 0.12 takes no others
     return {"true": True, "false": False}.get(value.lower(), value)

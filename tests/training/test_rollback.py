@@ -23,10 +23,11 @@ def poisonous(monkeypatch):
     def make_poisonous(*args):
         gradients = make(*args)
 
-        def of(params, batch):
-            grads, loss = gradients(params, batch)
+        def of(params, state, batch):
+            grads, loss = gradients(params, state, batch)
             poisoned = jnp.any(batch["input_ids"] == POISON)
-            return grads, loss._replace(value=jnp.where(poisoned, jnp.nan, loss.value))
+            terms = {"poisoned": jnp.where(poisoned, jnp.nan, loss.value)}
+            return grads, loss._replace(side=loss.side._replace(terms=terms))
 
         return of
 
