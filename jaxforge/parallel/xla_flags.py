@@ -13,8 +13,8 @@ import jax
 
 from jaxforge.errors import UserError
 
-Option = str | bool | int
-"""What the compiler takes as the value of a flag."""
+Option = Any
+"""What the compiler takes as the value of a flag: text, a truth value, or the number of a level."""
 
 DEFAULT = "default"
 """The value in `train.xla_flags` that takes a flag of the table away: XLA's own default."""
