@@ -7,7 +7,7 @@ shows the table, and what is left out of it.
 
 import os
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
