@@ -48,7 +48,8 @@ TINY = {
 
 # What takes longest begins first: else one worker ends with a long file, and the others are idle.
 LONGEST = (
-    "pipeline/test_lock_step.py", "processes/test_kill.py", "torch_compat/test_commands.py",
+    "pipeline/test_lock_step.py", "torch_compat/test_families.py", "processes/test_kill.py",
+    "torch_compat/test_commands.py", "training/test_side.py", "model/test_options.py",
     "processes/test_exits.py", "processes/test_two_processes.py", "training/test_step.py",
     "training/test_meshes.py", "processes/test_evaluate.py", "parallel/test_gpu_meshes.py",
     "checkpoint/test_manager.py", "training/test_loop.py", "data/test_resume.py",
