@@ -6,9 +6,8 @@
     splash      JAX's flash attention on TPU (`splash.py`)
 
 Each honours causality, packed documents, sliding windows and a scale of scores; a soft cap of them
-all but cuDNN's. One that is asked for by name and
-cannot serve is an error; `auto` takes the first of its platform's that can, and the run's banner
-names it.
+all but cuDNN's. One that is asked for by name and cannot serve is an error; `auto` takes the first
+of its platform's that can, and the run's banner names it.
 
 XLA splits plain products over any mesh. The inside of a kernel it does not know, so that every
 device runs one on its own sequences and heads (`attend_locally`): attention needs no communication.
@@ -58,7 +57,7 @@ def reference_attention(
     length = q.shape[1] if window is None else window
     visible = ((back >= 0) & (back < (length if reach is None else reach)))[None, None]
     if doc_ids is not None:
-        visible = visible & (doc_ids[:, :, None] == doc_ids[:, None, :])[:, None]
+        visible = visible & _same_document(doc_ids)
     return masked_attention(q, k, v, visible, scoring)
 
 
@@ -105,12 +104,16 @@ def _dot_product(
     implementation: Literal["xla", "cudnn"],
     scoring: Scoring,
 ) -> Queries:
-    same = None if doc_ids is None else (doc_ids[:, :, None] == doc_ids[:, None, :])[:, None]
+    same = None if doc_ids is None else _same_document(doc_ids)
     back = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
         q, k, v, mask=same, is_causal=True, local_window_size=back, scale=scoring.scale,
         implementation=implementation,
     )  # fmt: skip
+
+
+def _same_document(doc_ids: Int[Array, "b s"]) -> Bool[Array, "b 1 s s"]:
+    return (doc_ids[:, :, None] == doc_ids[:, None, :])[:, None]
 
 
 def attend_locally(

@@ -75,8 +75,7 @@ class Model:
         stack: which layer each row of stacked parameters holds.
         abstract: parameters as `jax.ShapeDtypeStruct`.
         axes: the same tree with each parameter's logical axes.
-        state: what is not trained.
-        variables: both, as functions of parameters take them (`join`).
+        state: what is not trained; functions of parameters take both (`join`).
     """
 
     network: ClassVar[Callable[[ModelConfig, Declare], nnx.Module]] = Transformer
@@ -102,7 +101,6 @@ class Model:
         }
         self.abstract, self.axes = self._declared(nnx.state(module, nnx.Param))
         self.state = self._declared(nnx.state(module, Untrained))
-        self.variables = Declared(*map(join, (self.abstract, self.axes), self.state))
 
     def _declare(self, key: Array) -> nnx.Module:
         declare = Declare(nnx.Rngs(params=key), self._param_dtype)
@@ -123,6 +121,8 @@ class Model:
 
     def initial_state(self) -> Params:
         """What is not trained, before the first step."""
+        if not self.state.abstract:
+            return {}
         found = nnx.state(self._declare(jax.random.key(0)), Untrained)
         return self._stacked(nnx.to_pure_dict(found))
 

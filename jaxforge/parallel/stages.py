@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Bool, PyTree
 
 from jaxforge.config.model import LAYERS
 from jaxforge.parallel.mesh import STAGES
@@ -71,6 +71,11 @@ def apart(arrays: dict[str, Any]) -> tuple[PyTree, dict[str, Any]]:
     return arrays.get(LAYERS, {}), others
 
 
+def only_rows(kept: Bool[Array, "rows"] | np.ndarray, by_row: Array) -> Array:
+    """What some rows have, and zeros in the place of the others."""
+    return jnp.where(kept.reshape(-1, *(1,) * (by_row.ndim - 1)), by_row, 0)
+
+
 Run = Callable[[PyTree, Array, PyTree, PyTree], tuple[Array, PyTree, PyTree]]
 """(layers, x, place, cache) -> x and cache after these layers, and what each tells besides."""
 
@@ -122,7 +127,4 @@ def in_turn(
         axis_names={STAGES},
     )(layers, x, place, cache)
 
-    def real(by_row: Array) -> Array:
-        return jnp.where(is_layer.reshape(-1, *(1,) * (by_row.ndim - 1)), by_row, 0)
-
-    return x, cache, jax.tree.map(real, told)
+    return x, cache, jax.tree.map(functools.partial(only_rows, is_layer), told)

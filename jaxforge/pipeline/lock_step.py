@@ -32,7 +32,7 @@ from jaxtyping import Array, Bool, PyTree
 from jaxforge.config.model import LAYERS
 from jaxforge.parallel.mesh import STAGES
 from jaxforge.parallel.sharding import constrain, taken_over, total
-from jaxforge.parallel.stages import apart
+from jaxforge.parallel.stages import apart, only_rows
 from jaxforge.pipeline.schedule import Phase, Schedule, Work
 from jaxforge.side import Side, combine, merge
 
@@ -350,11 +350,7 @@ class _Stage:
     def _plus_rows(self, total: Side, told: Side, chunk: Array, tells: Array) -> Side:
         """With what a chunk's layers tell; idle stages and rows without a layer tell nothing."""
         rows = self._rows_of(chunk)
-        counts = tells & self.is_layer[rows]
-
-        def real(x: Array) -> Array:
-            return jnp.where(counts.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
-
+        real = functools.partial(only_rows, tells & self.is_layer[rows])
         return combine(
             lambda total, told: total.at[rows].add(real(told)),
             lambda total, told: total.at[rows].max(real(told)),

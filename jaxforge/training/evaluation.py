@@ -29,7 +29,7 @@ from jaxforge.data.packing import IGNORE
 from jaxforge.data.tokenizer import Tokenizer
 from jaxforge.data.tokens import TokenFiles
 from jaxforge.errors import UserError
-from jaxforge.model.transformer import Model, Params
+from jaxforge.model.transformer import Model, Params, join
 from jaxforge.side import NOTHING
 from jaxforge.training.gradients import Batch, update_scales
 from jaxforge.training.loss import cross_entropy, tiles_of
@@ -91,7 +91,8 @@ def make_eval_step(model: Model, config: TrainConfig, mesh: Mesh) -> EvalStep:
     own_loss = None if config.loss_fn in CROSS_ENTROPIES else build_loss(config, model)
 
     def eval_step(params: Params, batch: Batch, byte_lengths: Int[Array, "v"]) -> BatchSums:
-        scales = jax.tree.map(lambda scale: jnp.ravel(scale)[0], update_scales(batch, config))
+        scales = update_scales(batch, config)
+        scales = scales._replace(token=scales.token[0])
         microbatch = jax.tree.map(lambda leaf: leaf[0], batch)
         labels, head = microbatch["labels"], model.head(params)
         hidden, out = model.forward(params, microbatch, scales)
@@ -127,7 +128,7 @@ class Evaluator:
     ) -> None:
         self._config, self._mesh, self._datasets = config, mesh, datasets
         self._step = make_eval_step(model, config.train, mesh)
-        self._abstract = model.variables.abstract
+        self._abstract = join(model.abstract, model.state.abstract)
         lengths = None if tokenizer is None else tokenizer.byte_lengths()
         self._byte_lengths = _table(lengths, config.model.vocab_size, mesh)
         self._has_bytes = {
