@@ -85,7 +85,7 @@ class Table(Mapping[str, T], Generic[T]):
 
 Weights = Table[float]
 WeightTable = Annotated[
-    Mapping[str, NonNegativeFloat], AfterValidator(Weights), PlainSerializer(dict)
+    Mapping[str, NonNegativeFloat], AfterValidator(Table), PlainSerializer(dict)
 ]
 """The type of a field that holds numbers of at least 0, by name."""
 
@@ -97,7 +97,7 @@ def _word(value: object) -> object:
 Words = Table[str]
 WordTable = Annotated[
     Mapping[str, Annotated[str, BeforeValidator(_word)]],
-    AfterValidator(Words),
+    AfterValidator(Table),
     PlainSerializer(dict),
 ]
 """The type of a field that holds text by name; true, false and numbers are taken as text."""
