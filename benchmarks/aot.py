@@ -31,7 +31,7 @@ from jaxforge.model.attention_backends import BACKENDS
 from jaxforge.model.remat import block
 from jaxforge.parallel import xla_flags
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.training.lowering import lower_train_step
+from jaxforge.step.lowering import lower_train_step
 
 LLAMA_2_7B = {"dim": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": 32000,
               "ffn_hidden_dim": 11008}  # fmt: skip

@@ -23,7 +23,7 @@ import results
 
 from jaxforge.config.job import JobConfig
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.training.lowering import lower_train_step
+from jaxforge.step.lowering import lower_train_step
 
 ROOT = Path(__file__).parents[1]
 DIM, HEADS, FFN, VOCABULARY = 128, 4, 512, 1024

@@ -23,11 +23,11 @@ import numpy as np
 import results
 
 from jaxforge.config.job import JobConfig
-from jaxforge.config.load import make_config
+from jaxforge.config.reading.load import make_config
 from jaxforge.state.progress import Progress
 from torch_compat import dcp_state, dcp_writer
-from torch_compat.dialects import DIALECTS
 from torch_compat.lazy import Index, Lazy, extent
+from torch_compat.name_maps import DIALECTS
 from torch_compat.staging import Share, Staging
 from torch_compat.state import Held, wanted
 

@@ -20,11 +20,11 @@ from rich.console import Console
 
 from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
-from jaxforge.config.load import load_config
+from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.parallel import targets, xla_flags
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.training.lowering import lower_train_step
+from jaxforge.step.lowering import lower_train_step
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "llama"
 LLAMA_2_7B = {"dim": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": 32000,

@@ -20,7 +20,7 @@ from jaxforge.model.attention_backends import reference_attention
 from jaxforge.model.blockwise import blockwise_attention
 from jaxforge.parallel import host_memory
 from jaxforge.side import Scales
-from jaxforge.training.loss import Tiling, weighted_loss
+from jaxforge.step.cross_entropy import Tiling, weighted_loss
 
 ATTENTION = (
     (8, 256, 8, 4, 32),

@@ -38,9 +38,9 @@ from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import batch_sharding, param_shardings
 from jaxforge.side import Scales
 from jaxforge.state.train_state import init_state
-from jaxforge.training.gradients import Batch, make_gradients
-from jaxforge.training.loss import tiles_of, weighted_loss
-from jaxforge.training.step import Controls, make_train_step
+from jaxforge.step.cross_entropy import tiles_of, weighted_loss
+from jaxforge.step.gradients import Batch, make_gradients
+from jaxforge.step.train_step import Controls, make_train_step
 
 ROWS, SEQ = 4, 128  # of a microbatch, over all devices
 MODEL = {"dim": 256, "n_layers": 8, "n_heads": 4, "vocab_size": 4096, "ffn_hidden_dim": 1024}

@@ -27,9 +27,9 @@ from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import xla_flags
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.state.train_state import TrainState, abstract_state
-from jaxforge.training.gradients import Batch
-from jaxforge.training.lowering import abstract_batch, lower_train_step
-from jaxforge.training.step import Controls
+from jaxforge.step.gradients import Batch
+from jaxforge.step.lowering import abstract_batch, lower_train_step
+from jaxforge.step.train_step import Controls
 
 STAGES, ROWS, SEQ = 4, 4, 2048
 MESHES = {"dp_shard 4": {"dp_shard": 4}, "dp_shard 2 x tp 2": {"dp_shard": 2, "tp": 2}}

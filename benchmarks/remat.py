@@ -21,7 +21,7 @@ from jaxforge.model.transformer import build_model, parameter_count
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.state.train_state import init_state
-from jaxforge.training.step import Controls, make_train_step
+from jaxforge.step.train_step import Controls, make_train_step
 
 POLICIES = get_args(TrainConfig.model_fields["activation_checkpointing"].annotation)
 # So many layers that CPUs scan them too: unrolled, XLA:CPU saves nothing by recomputing.

@@ -26,8 +26,8 @@ from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import host_memory, xla_flags
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.state.train_state import init_state
+from jaxforge.step.train_step import Controls, make_train_step
 from jaxforge.telemetry import flops
-from jaxforge.training.step import Controls, make_train_step
 
 
 @dataclass(frozen=True)

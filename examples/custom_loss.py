@@ -20,8 +20,8 @@ from jaxforge.config.train import TrainConfig
 from jaxforge.data.packing import IGNORE
 from jaxforge.model.transformer import Batch, Model, Params, project
 from jaxforge.side import Scales
+from jaxforge.step.losses import LossFunction, register_loss
 from jaxforge.train import main
-from jaxforge.training.losses import LossFunction, register_loss
 
 SMOOTHING = 0.1
 """The share of the target that is spread evenly over the vocabulary."""

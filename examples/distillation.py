@@ -28,8 +28,8 @@ from jaxforge.model.transformer import Batch, Model, Params, project, register_m
 from jaxforge.parallel.sharding import Axes
 from jaxforge.run_directory import read_config
 from jaxforge.side import NOTHING, Scales, Side
+from jaxforge.step.losses import LossFunction, register_loss
 from jaxforge.train import main
-from jaxforge.training.losses import LossFunction, register_loss
 
 SHARE = 0.5
 """Of the teacher's opinion in the loss."""

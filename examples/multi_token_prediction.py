@@ -20,9 +20,9 @@ from jaxforge.model.linear import Declare, Linear
 from jaxforge.model.network import Transformer
 from jaxforge.model.transformer import Batch, Model, Params, register_model
 from jaxforge.side import NOTHING, Scales, Side
+from jaxforge.step.cross_entropy import tiles_of, weighted_loss
+from jaxforge.step.losses import LossFunction, register_loss
 from jaxforge.train import main
-from jaxforge.training.loss import tiles_of, weighted_loss
-from jaxforge.training.losses import LossFunction, register_loss
 
 WEIGHT = 0.3
 """Of the extra head's loss."""

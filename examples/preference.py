@@ -23,16 +23,16 @@ from jaxtyping import Array, Float
 from jaxforge.cli import run_main
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import TrainConfig
+from jaxforge.corpus.tokenizer import Tokenizer
 from jaxforge.data.dataset import Example
 from jaxforge.data.loader import register_dataset
 from jaxforge.data.packing import IGNORE
-from jaxforge.data.tokenizer import Tokenizer
 from jaxforge.inference import open_run
 from jaxforge.model.transformer import Batch, Model, Params, project
 from jaxforge.run_directory import read_tokenizer
 from jaxforge.side import Mean, Scales, Side
+from jaxforge.step.losses import LossFunction, register_loss
 from jaxforge.train import main
-from jaxforge.training.losses import LossFunction, register_loss
 
 BETA = 0.1
 """How much it costs to depart from the reference."""

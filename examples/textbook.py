@@ -17,20 +17,20 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxforge.checkpoint.due import Due
 from jaxforge.checkpoint.manager import Checkpoints
-from jaxforge.checkpoint.start import starting_state
+from jaxforge.checkpoint.restore import starting_state
+from jaxforge.checkpoint.save_policy import Due
 from jaxforge.config.job import JobConfig
-from jaxforge.config.load import make_config
+from jaxforge.config.reading.load import make_config
 from jaxforge.config.rules import check
 from jaxforge.data.loader import open_eval_data, open_training_data, training_batches
 from jaxforge.model.transformer import build_model, matmul_precision
 from jaxforge.optim.optimizer import build_optimizer, learning_rate
 from jaxforge.parallel import multihost
 from jaxforge.parallel.mesh import make_mesh
+from jaxforge.step.train_step import Controls, make_train_step
 from jaxforge.training.evaluation import Evaluator, summary
 from jaxforge.training.result import StepResult
-from jaxforge.training.step import Controls, make_train_step
 
 BATCH = 16  # sequences of an update, over all devices
 

@@ -10,10 +10,10 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxforge import mirror, run_directory
-from jaxforge.checkpoint.due import Due
 from jaxforge.checkpoint.local import open_local
 from jaxforge.checkpoint.manager import Checkpoints
-from jaxforge.checkpoint.start import Saved, Source, start_from, starting_state
+from jaxforge.checkpoint.restore import Saved, Source, start_from, starting_state
+from jaxforge.checkpoint.save_policy import Due
 from jaxforge.config import torch_only
 from jaxforge.config.batch_ramp import BatchRamp
 from jaxforge.config.job import JobConfig
@@ -21,6 +21,9 @@ from jaxforge.config.train import TrainConfig
 from jaxforge.data import loader
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.data.mixture import Segment
+from jaxforge.health.actions import open_watches
+from jaxforge.health.attribution import Attribution, make_row_losses
+from jaxforge.health.watchdog import Watchdog
 from jaxforge.model.transformer import Model, build_model, parameter_count
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import compilation
@@ -29,31 +32,28 @@ from jaxforge.parallel.xla_flags import Option
 from jaxforge.run_lock import RunLock
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
-from jaxforge.telemetry.console import add_log_file, banner, human
-from jaxforge.telemetry.measures import Work
-from jaxforge.telemetry.outlets import check_libraries, open_outlets
-from jaxforge.telemetry.profiler import Profiler
-from jaxforge.telemetry.tracker import Tracker
-from jaxforge.training.attribution import Attribution, make_row_losses
-from jaxforge.training.early_stop import EarlyStop
-from jaxforge.training.evaluation import Evaluator
-from jaxforge.training.exporting import Exporter
-from jaxforge.training.hooks import Hook, HookRunner, named_hook
-from jaxforge.training.loop import Trainer, start_of
-from jaxforge.training.phases import Phases
-from jaxforge.training.rollback import Rollback
-from jaxforge.training.step import (
+from jaxforge.step.train_step import (
     Batch,
     CompiledSteps,
     Controls,
     make_train_step,
     with_microbatches,
 )
+from jaxforge.telemetry.console import add_log_file, banner, human
+from jaxforge.telemetry.measures import Work
+from jaxforge.telemetry.metric_writers import check_libraries, open_outlets
+from jaxforge.telemetry.profiler import Profiler
+from jaxforge.telemetry.tracker import Tracker
+from jaxforge.training.early_stop import EarlyStop
+from jaxforge.training.evaluation import Evaluator
+from jaxforge.training.exporting import Exporter
+from jaxforge.training.hooks import Hook, HookRunner, named_hook
+from jaxforge.training.loop import Trainer, start_of
+from jaxforge.training.phases import Phases
+from jaxforge.training.resumable_evaluation import Validations
+from jaxforge.training.rollback import Rollback
 from jaxforge.training.summary import schedule_summary, write_summary
 from jaxforge.training.throughput import ThroughputLog
-from jaxforge.training.validation import Validations
-from jaxforge.training.watchdog import Watchdog
-from jaxforge.training.watches import open_watches
 
 log = logging.getLogger(__name__)
 

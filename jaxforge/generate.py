@@ -22,8 +22,8 @@ from rich.console import Console
 
 from jaxforge import inference, run_directory, storage
 from jaxforge.cli import run_main
-from jaxforge.data.prompts import RESULTS, Prompt, read_prompts
-from jaxforge.data.tokenizer import Tokenizer
+from jaxforge.corpus.prompts import RESULTS, Prompt, read_prompts
+from jaxforge.corpus.tokenizer import Tokenizer
 from jaxforge.errors import UserError
 from jaxforge.model.decoding import Completion, Decoder
 from jaxforge.model.sampling import Sampling
@@ -171,7 +171,7 @@ def _results(
 
 
 def _record(prompt: Prompt, ids: list[int], completion: Completion, tokenizer: Tokenizer) -> Record:
-    """The prompt's own fields, and `data.prompts.RESULTS`."""
+    """The prompt's own fields, and `corpus.prompts.RESULTS`."""
     text = tokenizer.decode([*ids, *completion.tokens])
     continuation = text[len(tokenizer.decode(ids)) :]
     values = (continuation, completion.tokens, completion.finish_reason)

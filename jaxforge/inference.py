@@ -9,10 +9,10 @@ import jax
 from jax.sharding import Mesh
 
 from jaxforge import run_directory
-from jaxforge.checkpoint.find import SUBDIRECTORY, find
-from jaxforge.checkpoint.layer_order import by_layer, by_stage
 from jaxforge.checkpoint.layout import model_tree, variables
 from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.checkpoint.paths import SUBDIRECTORY, find
+from jaxforge.checkpoint.relayout import by_layer, by_stage
 from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError

@@ -6,7 +6,7 @@ INPUT ─► documents ─► pieces ─► tokens + EOS ─► .DIR.partial/out
                                                     ▼
                                                    DIR
 
-A killed run goes on where it was: `data.stage`. docs/data.md tells how to use it.
+A killed run goes on where it was: `corpus.atomic_directory`. docs/data.md tells how to use it.
 """
 
 import argparse
@@ -23,16 +23,16 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxforge import storage
-from jaxforge.data.conversations import Conversations, fingerprint
-from jaxforge.data.documents import first_bytes, pieces, shuffled, split_of
-from jaxforge.data.huggingface import load_dataset
-from jaxforge.data.ingest import Corpus, Options, Split, check_split, ingest
-from jaxforge.data.inputs import Content, HuggingFace, Input, TextField, find_inputs
-from jaxforge.data.manifest import FILE_NAME
-from jaxforge.data.packing import ENTRY_DTYPE
-from jaxforge.data.stage import Plan, Stage, staged
-from jaxforge.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
-from jaxforge.data.writer import token_dtype
+from jaxforge.corpus.atomic_directory import Plan, Stage, staged
+from jaxforge.corpus.conversations import Conversations, fingerprint
+from jaxforge.corpus.documents import first_bytes, pieces, shuffled, split_of
+from jaxforge.corpus.entries import ENTRY_DTYPE
+from jaxforge.corpus.huggingface import load_dataset
+from jaxforge.corpus.ingest import Corpus, Options, Split, check_split, ingest
+from jaxforge.corpus.inputs import Content, HuggingFace, Input, TextField, find_inputs
+from jaxforge.corpus.manifest import FILE_NAME
+from jaxforge.corpus.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from jaxforge.corpus.writer import token_dtype
 from jaxforge.errors import UserError
 
 _BPE_VOCAB_SIZE = 32_768

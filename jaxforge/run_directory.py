@@ -23,8 +23,8 @@ import jax
 
 from jaxforge import mirror, storage
 from jaxforge.config.job import JobConfig
-from jaxforge.config.load import load_config
-from jaxforge.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
+from jaxforge.config.reading.load import load_config
+from jaxforge.corpus.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 from jaxforge.errors import UserError
 
 log = logging.getLogger(__name__)

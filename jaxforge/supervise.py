@@ -34,9 +34,9 @@ from types import FrameType
 from typing import Any
 
 from jaxforge import exit_codes, storage
-from jaxforge.checkpoint.find import is_whole
+from jaxforge.checkpoint.paths import is_whole
 from jaxforge.cli import run_main
-from jaxforge.config.load import load_config
+from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import AGREED, Exit
 

@@ -15,21 +15,22 @@ from rich.console import Console
 from jaxforge import run_directory
 from jaxforge.build import build_trainer
 from jaxforge.cli import leave, run_main
-from jaxforge.config import help, load, rules
-from jaxforge.config.draft import Draft
+from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
+from jaxforge.config.reading import help, load
+from jaxforge.config.reading.unresolved import Draft
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.errors import UserError
+from jaxforge.health import out_of_memory
+from jaxforge.health.watchdog import Limits, Watchdog
 from jaxforge.model.transformer import matmul_precision
 from jaxforge.parallel import compilation, host_memory, multihost
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.process import end_now
 from jaxforge.run_lock import RunLock
 from jaxforge.telemetry.console import setup_logging
-from jaxforge.training import out_of_memory
-from jaxforge.training.exits import Exit, Signals
 from jaxforge.training.hooks import Hook
-from jaxforge.training.watchdog import Limits, Watchdog
+from jaxforge.training.preemption import Exit, Signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,7 +62,7 @@ def run(config: JobConfig | Draft, hooks: Sequence[Hook] = ()) -> Exit:
     """Trains from the newest checkpoint of the run directory, or from the start.
 
     Args:
-        config: what `config.load` gave; lengths in epochs or tokens are turned into updates here.
+        config: as read; lengths in epochs or tokens are turned into updates here.
         hooks: your own code, called in order at each event.
     """
     console = _console()

@@ -26,7 +26,7 @@ import jax
 import pytest
 
 from jaxforge.config.job import JobConfig
-from jaxforge.config.schema import REGISTRIES
+from jaxforge.config.reading.schema import REGISTRIES
 from tests import helpers
 
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
@@ -48,11 +48,11 @@ TINY = {
 
 # What takes longest begins first: else one worker ends with a long file, and the others are idle.
 LONGEST = (
-    "pipeline/test_lock_step.py", "torch_compat/test_families.py", "processes/test_kill.py",
-    "torch_compat/test_commands.py", "training/test_side.py", "model/test_options.py",
-    "processes/test_exits.py", "processes/test_two_processes.py", "training/test_step.py",
-    "training/test_meshes.py", "processes/test_evaluate.py", "parallel/test_gpu_meshes.py",
-    "checkpoint/test_manager.py", "training/test_loop.py", "data/test_resume.py",
+    "pipeline/test_spmd.py", "torch_compat/test_families.py", "processes/test_kill.py",
+    "torch_compat/test_commands.py", "step/test_side.py", "model/test_options.py",
+    "processes/test_exits.py", "processes/test_two_processes.py", "step/test_train_step.py",
+    "step/test_meshes.py", "processes/test_evaluate.py", "parallel/test_gpu_meshes.py",
+    "checkpoint/test_manager.py", "training/test_loop.py", "corpus/test_resume.py",
     "torch_compat/test_stages.py", "processes/test_supervised.py", "optim/test_every_optimizer.py",
     "model/test_remat.py", "processes/test_generate.py", "torch_compat/test_huggingface_models.py",
     "golden/test_trajectories.py", "model/test_decoding.py",

@@ -20,7 +20,7 @@ from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import batch_sharding
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState, abstract_state, begin, state_shardings
-from jaxforge.training.step import Controls, make_train_step
+from jaxforge.step.train_step import Controls, make_train_step
 
 EVERY_OPTION = {
     "norm_placement": "sandwich", "norm_unit_offset": True, "qk_norm": True,

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxforge.config import rules
-from jaxforge.config.load import load_config
+from jaxforge.config.reading.load import load_config
 from jaxforge.data.loader import open_training_data
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import build_model, parameter_count
@@ -19,7 +19,7 @@ from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.parallel.sharding import batch_sharding
 from jaxforge.state.train_state import abstract_state
-from jaxforge.training.step import Controls, make_train_step
+from jaxforge.step.train_step import Controls, make_train_step
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs" / "llama").glob("*.toml"))
 MEMORY = {"gpu": 80e9, "v5e": 16e9, "v5p": 95e9, "v6e": 32e9}  # bytes of one device

@@ -18,8 +18,8 @@ from jaxforge.data.loader import open_training_data
 from jaxforge.model.transformer import Model, build_model
 from jaxforge.optim.optimizer import build_optimizer, learning_rate
 from jaxforge.side import Scales
+from jaxforge.step.losses import build_loss
 from jaxforge.train import main
-from jaxforge.training.losses import build_loss
 from tests.conftest import tiny_config
 from tests.processes.conftest import environment
 

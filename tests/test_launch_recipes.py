@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from jaxforge import supervise
-from jaxforge.config.load import load_config
+from jaxforge.config.reading.load import load_config
 from jaxforge.exit_codes import AGREED, Exit
 from tests.machine import PATIENCE, wait_until
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxforge.config import JobConfig
-from jaxforge.config.schema import all_keys
+from jaxforge.config.reading.schema import all_keys
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "loop.md").read_text()

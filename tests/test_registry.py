@@ -6,14 +6,14 @@ import pytest
 
 from jaxforge.config import load_config
 from jaxforge.config.optimizer import OPTIMIZERS
-from jaxforge.config.schema import REGISTRIES, all_keys
+from jaxforge.config.reading.schema import REGISTRIES, all_keys
 from jaxforge.data.loader import register_dataset
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, register_model
 from jaxforge.optim.optimizer import register_optimizer
 from jaxforge.optim.schedule import register_scheduler
 from jaxforge.registry import Registry
-from jaxforge.training.losses import register_loss
+from jaxforge.step.losses import register_loss
 
 KEYS = {
     "model.model_type": register_model,

@@ -33,8 +33,8 @@ from jaxforge.parallel import host_memory
 from torch_compat import checkpoints, commands
 from torch_compat.commands import Size
 from torch_compat.dcp_state import Options
-from torch_compat.dialects import DIALECTS
 from torch_compat.inspection import inspect
+from torch_compat.name_maps import DIALECTS
 from torch_compat.progress import bar
 from torch_compat.staging import Share
 from torch_compat.verify import Verified, verify

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 from jaxforge import storage
-from jaxforge.checkpoint.find import PREFIX, SUBDIRECTORY, has_run
-from jaxforge.checkpoint.find import find as find_step
+from jaxforge.checkpoint.paths import PREFIX, SUBDIRECTORY, has_run
+from jaxforge.checkpoint.paths import find as find_step
 from jaxforge.config.job import JobConfig
-from jaxforge.config.load import load_config, make_config
+from jaxforge.config.reading.load import load_config, make_config
 from jaxforge.errors import UserError
 from torch_compat import dcp_state, hf_state, orbax_store, safetensors
 from torch_compat.dcp_reader import Dcp, is_dcp, open_dcp

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxforge import storage
-from jaxforge.checkpoint.find import PREFIX, SUBDIRECTORY, check_path
+from jaxforge.checkpoint.paths import PREFIX, SUBDIRECTORY, check_path
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
@@ -21,12 +21,12 @@ from torch_compat.checkpoints import Found
 from torch_compat.compare import check_written
 from torch_compat.dcp_export import DcpExport, point_latest
 from torch_compat.dcp_state import Options
-from torch_compat.dialects import DIALECTS
 from torch_compat.families import FAMILIES
 from torch_compat.files import Directory
 from torch_compat.fits import check_fits, unseen
 from torch_compat.identity import check_unchanged, files_of, identity
 from torch_compat.lazy import DTYPES, Lazy
+from torch_compat.name_maps import DIALECTS
 from torch_compat.staging import Share, Staging, Unit, naming_failure
 from torch_compat.state import Held, Wanted, wanted
 from torch_compat.workers import Workers

@@ -11,13 +11,13 @@ from typing import Any
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import StorageError
-from torch_compat import dcp_state, dcp_writer, place, stages, torch_zip
+from torch_compat import dcp_state, dcp_writer, stages, torch_zip, train_state
 from torch_compat.compare import check_written
 from torch_compat.dcp_reader import open_dcp
 from torch_compat.dcp_writer import Entry
-from torch_compat.dialects import DIALECTS
 from torch_compat.files import Directory
 from torch_compat.lazy import Lazy
+from torch_compat.name_maps import DIALECTS
 from torch_compat.names.kempnerforge import LACKS
 from torch_compat.staging import Unit
 from torch_compat.state import Held, Wanted
@@ -119,12 +119,12 @@ class DcpExport:
     def _train_state(self) -> dict[str, Any]:
         assert self.held.progress is not None
         updates = int(self.held.scalars["updates"])
-        return place.train_state(self.held.progress, updates, self.wanted.config, self.ranks)
+        return train_state.to_torch(self.held.progress, updates, self.wanted.config, self.ranks)
 
     def _write_place(self, directory: Path) -> None:
         progress = self.held.progress
         assert progress is not None
-        with (directory / place.TRAIN_STATE).open("wb") as file:
+        with (directory / train_state.TRAIN_STATE).open("wb") as file:
             for piece in torch_zip.archive(self._train_state()):
                 file.write(piece)
         about = {"step": progress.step, "tokens_seen": progress.tokens}

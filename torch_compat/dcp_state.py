@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxforge.errors import UserError
-from torch_compat import optimizer_state, place
+from torch_compat import optimizer_state, train_state
 from torch_compat.dcp_reader import Dcp
 from torch_compat.dcp_writer import Entry
-from torch_compat.dialects import DIALECTS
 from torch_compat.lazy import Lazy, number, of_array, zeros
+from torch_compat.name_maps import DIALECTS
 from torch_compat.names.table import EMBEDDING, HEAD, Dialect, detect, strip_wrappers
 from torch_compat.optimizer_state import MAIN_KEYS, STEP, WEIGHT_SUM, kind_of
 from torch_compat.state import Held, Wanted, in_all_layers
@@ -119,21 +119,21 @@ def read(dcp: Dcp, wanted: Wanted, options: Options) -> Held:
     by = Translation(keys.dialect, wanted.config.model, options.resize_vocab, str(dcp.directory))
     params = translate(keys.params, wanted.params, by)
     held = Held(params, dialect=keys.dialect.name)
-    where = place.read_place(dcp)
+    where = train_state.read_train_state(dcp)
     if options.weights_only or not keys.state:
         if not options.weights_only:
             notes.append("the checkpoint has no optimizer state: training starts at step 0")
         progress = None
         if options.keep_place and where.step is not None:
             made = where.step if where.updates is None else where.updates
-            progress, more = place.progress_of(where, made, wanted.config)
+            progress, more = train_state.progress_of(where, made, wanted.config)
             notes += more
         return dataclasses.replace(held, progress=progress, notes=tuple(notes))
     moments, missing = _moments(keys.state, wanted, by, options.fill_optimizer)
     if missing:
         notes.append(f"{missing} moments are not in the checkpoint and start from zero")
     scalars, updates = _scalars(keys, wanted, where, str(dcp.directory))
-    progress, more = place.progress_of(where, updates, wanted.config)
+    progress, more = train_state.progress_of(where, updates, wanted.config)
     settings = optimizer_state.settings_of(keys.groups)
     notes += more + optimizer_state.disagreements(settings, wanted.config)
     return dataclasses.replace(
@@ -214,7 +214,7 @@ def entries(
 def place_within(held: Held, wanted: Wanted) -> dict[str, Entry]:
     """What torchtitan keeps of the run's place within the checkpoint."""
     assert held.progress is not None
-    values = place.of_titan(held.progress, int(held.scalars["updates"]), wanted.config)
+    values = train_state.of_titan(held.progress, int(held.scalars["updates"]), wanted.config)
     entries = [Entry(path, value) for path, value in values.items()]
     return {entry.key: entry for entry in entries}
 
@@ -312,7 +312,7 @@ def _moments(
 
 
 def _scalars(
-    keys: Keys, wanted: Wanted, where: place.Place, name: str
+    keys: Keys, wanted: Wanted, where: train_state.TorchTrainState, name: str
 ) -> tuple[dict[str, np.ndarray], int]:
     """The optimizer's numbers: how many updates it made, and what else it counts."""
     numbers = {

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from jaxforge.config.job import JobConfig
-from jaxforge.config.load import make_config
 from jaxforge.config.model import ModelConfig
+from jaxforge.config.reading.load import make_config
 from torch_compat import safetensors
 from torch_compat.dcp_state import Options
-from torch_compat.dialects import DIALECTS
 from torch_compat.families import FAMILIES
 from torch_compat.files import Directory, sync
 from torch_compat.fits import UNSEEN
 from torch_compat.hf_config import CONFIG, config_json, family_of, model_table
 from torch_compat.lazy import Lazy
 from torch_compat.limits import load_json
+from torch_compat.name_maps import DIALECTS
 from torch_compat.staging import Unit
 from torch_compat.state import Held, Wanted
 from torch_compat.translation import Translation, translate
@@ -194,7 +194,7 @@ def _is_huggingface(tokenizer: Path) -> bool:
 def _eos_id(tokenizer: Path | None) -> int | None:
     if tokenizer is None:
         return None
-    from jaxforge.data.tokenizer import load_tokenizer  # here, for most runs name none
+    from jaxforge.corpus.tokenizer import load_tokenizer  # here, for most runs name none
 
     return load_tokenizer(tokenizer).eos_id
 

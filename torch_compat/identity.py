@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxforge import storage
 from jaxforge.errors import UserError
-from torch_compat import dcp_reader, hf_state, orbax_store, place
+from torch_compat import dcp_reader, hf_state, orbax_store, train_state
 from torch_compat.checkpoints import Found
 from torch_compat.files import Directory
 from torch_compat.state import Held, Wanted
@@ -38,7 +38,7 @@ def _files_of(found: Found) -> dict[str, dict[str, str]]:
         roots = [step / "state", step / "config", orbax_store.run_of(step) / "tokenizer"]
         every = [Directory(d) for root in roots for d, _, _ in os.walk(root)]
     elif found.format == "dcp":
-        beside = found.directory / posixpath.dirname(place.EXTRA_STATE)
+        beside = found.directory / posixpath.dirname(train_state.EXTRA_STATE)
         every = [found.directory, *dcp_reader.parts(found.directory), beside]
     else:
         stamps = found.directory.stamps().items()

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from jaxforge import storage
-from torch_compat import dcp_state, orbax_store, place, safetensors
+from torch_compat import dcp_state, orbax_store, safetensors, train_state
 from torch_compat.checkpoints import Found
 from torch_compat.families import FAMILIES
 from torch_compat.hf_state import read_config
@@ -33,7 +33,7 @@ def _dcp(found: Found) -> dict[str, Any]:
         name for name, kind in KINDS.items()
         if set(kind.fields.values()) <= fields or (name == "muon" and "momentum_buffer" in fields)
     ]  # fmt: skip
-    where = place.read_place(dcp)
+    where = train_state.read_train_state(dcp)
     return {
         "dialect": keys.dialect.name if keys.dialect else None,
         "parameters": _count(keys.params.values()),

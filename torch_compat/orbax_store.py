@@ -15,9 +15,9 @@ import numpy as np
 import tensorstore as ts
 
 from jaxforge import storage
-from jaxforge.checkpoint.find import find
+from jaxforge.checkpoint.paths import find
 from jaxforge.config.job import JobConfig
-from jaxforge.config.load import make_config
+from jaxforge.config.reading.load import make_config
 from jaxforge.errors import StorageError, UserError
 from jaxforge.state.progress import Progress
 from torch_compat import limits, ocdbt

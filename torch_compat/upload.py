@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from jaxforge import buckets, mirror, run_lock, storage
-from jaxforge.config.load import load_config
+from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from torch_compat import hf_config, orbax_store, safetensors
 from torch_compat.commands import Advance, Export, Import, Plan, of_run

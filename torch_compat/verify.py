@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxforge.config.job import JobConfig
-from torch_compat import dcp_state, fits, place
+from torch_compat import dcp_state, fits, train_state
 from torch_compat.checkpoints import Found
 from torch_compat.compare import Difference, compare
 from torch_compat.dcp_state import Options
@@ -98,7 +98,7 @@ def _by_own_keys(found: Found, weights_only: bool) -> _Side:
     keys = dcp_state.sort_keys(dcp)
     if weights_only:
         return _Side(keys.params, {})
-    where = place.read_place(dcp)
+    where = train_state.read_train_state(dcp)
     facts = _of_place(where) | _prefixed(settings_of(keys.groups))
     if where.batches is not None:  # which other ranks count otherwise
         facts[f"place.batches of {where.ranks} ranks"] = (where.epoch, where.batches)
@@ -122,7 +122,7 @@ def _side(found: Found, held: Held, *, weights_only: bool) -> _Side:
         return _Side({f"params.{name}": tensor for name, tensor in held.params.items()}, {})
     facts: dict[str, Any] = {}
     if found.format == "dcp":
-        facts = _of_place(place.read_place(found.dcp())) | _prefixed(held.settings)
+        facts = _of_place(train_state.read_train_state(found.dcp())) | _prefixed(held.settings)
     elif found.format == "jaxforge":
         config = found.config(None)
         assert config is not None
@@ -132,7 +132,7 @@ def _side(found: Found, held: Held, *, weights_only: bool) -> _Side:
     return _Side(dict(held.tensors()), facts, held.scalars)
 
 
-def _of_place(where: place.Place) -> dict[str, Any]:
+def _of_place(where: train_state.TorchTrainState) -> dict[str, Any]:
     facts = {
         "place.step": where.step,
         "place.tokens": where.tokens,

@@ -28,11 +28,11 @@ from jaxforge.data.tokens import TokenShards
 from jaxforge.model.transformer import Params
 from jaxforge.parallel import compilation
 from jaxforge.state.train_state import TrainState
+from jaxforge.step import train_step as step_module
+from jaxforge.step.gradients import Loss
+from jaxforge.step.train_step import Batch, CompiledSteps, Controls, Metrics
 from jaxforge.training import evaluation
-from jaxforge.training import step as step_module
-from jaxforge.training.gradients import Loss
 from jaxforge.training.hooks import Hook, StepContext
-from jaxforge.training.step import Batch, CompiledSteps, Controls, Metrics
 
 FOREVER = 3600.0
 

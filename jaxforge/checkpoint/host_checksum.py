@@ -1,4 +1,4 @@
-"""`training.weight_hash.checksum` of arrays in the host's memory, in one pass that stores nothing.
+"""`health.weight_hash.checksum` of arrays in the host's memory, in one pass that stores nothing.
 
 XLA:CPU does not fuse the mixing of bits into their sum: it stores four bytes for each element. So
 the sum is kept for each column of a row that stays in a core's cache, and rows are mixed into it.

@@ -24,9 +24,9 @@ from orbax.checkpoint import checkpoint_managers as policies
 from jaxforge import storage
 from jaxforge.checkpoint import layout, orbax_buckets  # noqa: F401 (teaches Orbax)
 from jaxforge.checkpoint.checksums import ChecksumsHandler, ChecksumsSave, begin, check
-from jaxforge.checkpoint.due import milestones
-from jaxforge.checkpoint.find import PREFIX, SUBDIRECTORY, check_ours, check_path, is_whole
-from jaxforge.checkpoint.layer_order import by_layer
+from jaxforge.checkpoint.paths import PREFIX, SUBDIRECTORY, check_ours, check_path, is_whole
+from jaxforge.checkpoint.relayout import by_layer
+from jaxforge.checkpoint.save_policy import milestones
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.errors import StorageError, UserError
 from jaxforge.parallel.stages import Stack
@@ -318,7 +318,7 @@ class Checkpoints:
 
 
 class _Manager(ocp.CheckpointManager):
-    """Leaves JAX's preemption service to `training.exits`, whose count of calls it would set back.
+    """JAX's preemption service is for `training.preemption` to ask, whose calls it counts.
 
     Orbax asks with the step that is saved, also from its background thread when training has gone
     on; then one process may stop at a step that another has passed (docs/upstream.md).

@@ -9,16 +9,16 @@ that only PyTorch needs come to here.
 from jaxforge.config.checkpoint import CheckpointConfig, DynCkptWindow
 from jaxforge.config.data import DataConfig, DatasetSource, TrainingPhase
 from jaxforge.config.distributed import DistributedConfig
-from jaxforge.config.draft import Draft
 from jaxforge.config.early_stop import EarlyStopConfig
 from jaxforge.config.eval import EvalConfig, EvalDataset
 from jaxforge.config.job import JobConfig
-from jaxforge.config.load import load_config, load_draft
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.config.model import ModelConfig, RopeScaling
 from jaxforge.config.optimizer import OptimizerConfig
 from jaxforge.config.plugins import PluginsConfig
 from jaxforge.config.profiling import ProfilingConfig
+from jaxforge.config.reading.load import load_config, load_draft
+from jaxforge.config.reading.unresolved import Draft
 from jaxforge.config.rules import AXES, check, mesh_shape
 from jaxforge.config.scheduler import SchedulerConfig
 from jaxforge.config.torch_only import answers

@@ -1,7 +1,7 @@
 """Lengths of training in other units than updates: "10%" of the run, "2ep", "1B tok".
 
 In a `JobConfig` every length is a plain integer. What the user wrote in another unit is held apart
-(`config.draft`) until the batch and the length of the data are known.
+(`config.reading.unresolved`) until the batch and the length of the data are known.
 """
 
 import math

@@ -8,7 +8,7 @@ from jaxforge.config.section import Section
 
 Extra = Literal["grad_norms_per_layer", "num_zeros_in_grad", "params_norm", "update_norm"]
 EXTRAS: tuple[str, ...] = get_args(Extra)
-"""What can be computed in each step besides its loss: `training.collect`."""
+"""What can be computed in each step besides its loss: `step.collect`."""
 
 
 class MetricsConfig(Section):

@@ -15,7 +15,7 @@ CROSS_ENTROPIES = ("cross_entropy", "chunked_cross_entropy")
 """Losses that are what evaluation measures anyway."""
 
 LOSSES = Registry("train.loss_fn", *CROSS_ENTROPIES)
-"""Losses: `training.losses`."""
+"""Losses: `step.losses`."""
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 """Storage types, by their JAX names."""

@@ -1,1 +1,1 @@
-"""From text to batches: tokenizers, token shards, orders, packing, and the loader."""
+"""From token shards to batches: orders, mixtures, packing, and the loader."""

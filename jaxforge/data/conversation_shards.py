@@ -17,7 +17,7 @@ from jaxtyping import Int
 
 from jaxforge import storage
 from jaxforge.config.data import Overlong
-from jaxforge.data.manifest import FILE_NAME, LENGTHS, Manifest
+from jaxforge.corpus.manifest import FILE_NAME, LENGTHS, Manifest
 from jaxforge.data.packing import Packed, fill_window
 from jaxforge.data.tokens import TokenFiles
 from jaxforge.errors import UserError

@@ -27,11 +27,12 @@ from jax.sharding import Mesh
 from jaxforge.config.data import DATASETS, DataConfig
 from jaxforge.config.eval import EvalSource
 from jaxforge.config.job import JobConfig
+from jaxforge.corpus.conversations import Conversations
+from jaxforge.corpus.huggingface import cached_shards, load_dataset
+from jaxforge.corpus.inputs import Content, TextField
+from jaxforge.corpus.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 from jaxforge.data.conversation_shards import ConversationShards, holds_conversations
-from jaxforge.data.conversations import Conversations
 from jaxforge.data.dataset import Dataset, Example, Mixture, Streaming
-from jaxforge.data.huggingface import cached_shards, load_dataset
-from jaxforge.data.inputs import Content, TextField
 from jaxforge.data.mixture import GrainMixture, Segment, TorchMixture
 from jaxforge.data.order import GrainOrder, Order, TorchOrder, data_seed
 from jaxforge.data.packing import (
@@ -42,7 +43,6 @@ from jaxforge.data.packing import (
     split_window,
 )
 from jaxforge.data.stream import StreamedTokens
-from jaxforge.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 from jaxforge.data.tokens import SyntheticTokens, TokenFiles, TokenShards
 from jaxforge.errors import UserError
 from jaxforge.parallel.mesh import data_parallel_size

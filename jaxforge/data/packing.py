@@ -2,8 +2,8 @@
 
 S is `train.seq_len`; a window holds S + 1 tokens, so that every input has its next token.
 
-Text is cut into windows wherever they end. Conversations are packed whole, as entries: token ids
-with two more bits, which say what carries no loss and where a conversation begins.
+Text is cut into windows wherever they end. Conversations are packed whole, as entries
+(`corpus.entries`).
 """
 
 from bisect import bisect_left, insort
@@ -13,21 +13,10 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxforge.config.data import Overlong
+from jaxforge.corpus.entries import FIRST, ID, UNLEARNED
 
 IGNORE = -100
 """Label of a position that carries no loss (torch's `ignore_index`)."""
-
-FIRST = 1 << 30
-"""Bit of an entry that begins a conversation."""
-
-UNLEARNED = 1 << 29
-"""Bit of an entry that carries no loss: of a prompt, or padding."""
-
-ID = UNLEARNED - 1
-"""Bits of an entry that are its token id."""
-
-ENTRY_DTYPE = "uint32"
-"""numpy name of the type of entries on disk."""
 
 
 def split_window(window: Int[np.ndarray, "... S+1"]) -> dict[str, Int[np.ndarray, "... S"]]:

@@ -40,12 +40,13 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxforge.config.data import Overlong
-from jaxforge.data.conversations import Conversations, encode_conversations
-from jaxforge.data.documents import Place, pieces
-from jaxforge.data.ingest import Text, batches, encode
-from jaxforge.data.inputs import Content, HuggingFace
-from jaxforge.data.packing import FIRST, ID, Packed, fill_window
-from jaxforge.data.tokenizer import Tokenizer
+from jaxforge.corpus.conversations import Conversations, encode_conversations
+from jaxforge.corpus.documents import Place, pieces
+from jaxforge.corpus.entries import FIRST, ID
+from jaxforge.corpus.ingest import Text, batches, encode
+from jaxforge.corpus.inputs import Content, HuggingFace
+from jaxforge.corpus.tokenizer import Tokenizer
+from jaxforge.data.packing import Packed, fill_window
 from jaxforge.errors import UserError
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from jaxtyping import Int
 from numpy.typing import ArrayLike
 
 from jaxforge import storage
-from jaxforge.data.manifest import FILE_NAME, Manifest
+from jaxforge.corpus.manifest import FILE_NAME, Manifest
 from jaxforge.errors import UserError
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.model.attention_backends import Scoring, attend_over, masked_attention
-from jaxforge.model.execution import Execution
 from jaxforge.model.linear import Declare, Linear
 from jaxforge.model.norm import RMSNorm
 from jaxforge.model.plan import LayerKind, LayerPlan
 from jaxforge.model.rope import Rotation, rotate
+from jaxforge.model.runtime import Execution
 from jaxforge.parallel.sharding import constrain
 from jaxforge.side import NOTHING, Scales, Side
 

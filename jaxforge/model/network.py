@@ -9,11 +9,11 @@ from jaxtyping import Array, Float, Int
 from jaxforge.config.model import ModelConfig
 from jaxforge.model import remat
 from jaxforge.model.attention import Attention, Context, KVCache, LayerOut
-from jaxforge.model.execution import Execution
 from jaxforge.model.linear import Declare, Embedding, Linear, normal
 from jaxforge.model.mlp import MLP
 from jaxforge.model.norm import LayerNorm, RMSNorm, norm_of
 from jaxforge.model.plan import LayerKind, LayerPlan
+from jaxforge.model.runtime import Execution
 from jaxforge.parallel.sharding import constrain, gathered
 
 

@@ -26,12 +26,12 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.model import LAYERS, MODELS, ModelConfig
 from jaxforge.model import remat
 from jaxforge.model.attention import Context, KVCache, LayerOut
-from jaxforge.model.execution import Execution, execution
 from jaxforge.model.layer_scan import Layer, scan_layers
 from jaxforge.model.linear import Declare, Untrained
 from jaxforge.model.network import Transformer, gather_sequence, split_sequence, times
 from jaxforge.model.plan import LayerKind, plan_of
 from jaxforge.model.rope import rotations
+from jaxforge.model.runtime import Execution, execution
 from jaxforge.model.scoring import soft_cap
 from jaxforge.parallel.mesh import STAGES
 from jaxforge.parallel.sharding import automatic_axes, constrain

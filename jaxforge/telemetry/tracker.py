@@ -15,7 +15,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from jaxforge.telemetry.measures import Smoothed, Sums, Work, collected, memory, told
-from jaxforge.telemetry.outlets import Outlet
+from jaxforge.telemetry.metric_writers import Outlet
 from jaxforge.telemetry.sinks import Metrics
 
 log = logging.getLogger(__name__)

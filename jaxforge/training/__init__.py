@@ -1,1 +1,1 @@
-"""The train step and the loop around it."""
+"""The loop around the step, on the host."""

@@ -24,16 +24,16 @@ from jaxtyping import Array, Float, Int
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import CROSS_ENTROPIES, TrainConfig
+from jaxforge.corpus.tokenizer import Tokenizer
 from jaxforge.data.loader import Dataset, eval_batches
 from jaxforge.data.packing import IGNORE
-from jaxforge.data.tokenizer import Tokenizer
 from jaxforge.data.tokens import TokenFiles
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, Params, join
 from jaxforge.side import NOTHING
-from jaxforge.training.gradients import Batch, update_scales
-from jaxforge.training.loss import cross_entropy, tiles_of
-from jaxforge.training.losses import build_loss
+from jaxforge.step.cross_entropy import cross_entropy, tiles_of
+from jaxforge.step.gradients import Batch, update_scales
+from jaxforge.step.losses import build_loss
 
 log = logging.getLogger(__name__)
 

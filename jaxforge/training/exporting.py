@@ -13,11 +13,11 @@ from pathlib import Path
 import jax
 
 from jaxforge import storage
-from jaxforge.checkpoint.find import PREFIX, find, is_whole
-from jaxforge.checkpoint.find import SUBDIRECTORY as CHECKPOINTS
+from jaxforge.checkpoint.paths import PREFIX, find, is_whole
+from jaxforge.checkpoint.paths import SUBDIRECTORY as CHECKPOINTS
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.errors import StorageError
-from jaxforge.training.exits import Exit
+from jaxforge.exit_codes import Exit
 from jaxforge.training.hooks import Hook
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from jaxtyping import PyTree
 
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
+from jaxforge.exit_codes import Exit
 from jaxforge.state.train_state import TrainState
-from jaxforge.training.exits import Exit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Hook:
     """Does nothing at every event; override what you need."""
 
     collect: tuple[str, ...] = ()
-    """What every step is to compute for `on_step_end`, among `training.collect.COLLECTED`."""
+    """What every step is to compute for `on_step_end`, among `step.collect.COLLECTED`."""
 
     def on_train_begin(self, config: JobConfig) -> None:
         """Before the first step."""

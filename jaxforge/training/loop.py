@@ -11,25 +11,25 @@ from pathlib import Path
 
 import jax
 
-from jaxforge.checkpoint.due import Due
 from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.checkpoint.save_policy import Due
 from jaxforge.config.job import JobConfig
+from jaxforge.health.actions import Watches, collecting_garbage
+from jaxforge.health.attribution import Attribution
+from jaxforge.health.watchdog import Watchdog
 from jaxforge.mirror import Mirror
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
+from jaxforge.step.train_step import Batch, CompiledSteps, Controls, Metrics
 from jaxforge.telemetry.profiler import Profiler
 from jaxforge.telemetry.tracker import Start, Tracker
-from jaxforge.training.attribution import Attribution
 from jaxforge.training.early_stop import EarlyStop
-from jaxforge.training.ending import exit_code, tell_end
-from jaxforge.training.exits import Exit, Exits, Interrupted, Signals
+from jaxforge.training.exit_report import exit_code, tell_end
 from jaxforge.training.hooks import HookRunner, StepContext
 from jaxforge.training.phases import Phases
+from jaxforge.training.preemption import Exit, Exits, Interrupted, Signals
+from jaxforge.training.resumable_evaluation import Validations
 from jaxforge.training.rollback import Rollback
-from jaxforge.training.step import Batch, CompiledSteps, Controls, Metrics
-from jaxforge.training.validation import Validations
-from jaxforge.training.watchdog import Watchdog
-from jaxforge.training.watches import Watches, collecting_garbage
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxforge.config.train import TrainConfig
-from jaxforge.training.exits import Exit
+from jaxforge.exit_codes import Exit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +52,12 @@ class StepResult:
 
     @property
     def should_exit(self) -> bool:
-        """Whether the guard has stopped the run: the state stands still now (`training.guard`)."""
+        """Whether the guard has stopped the run: the state stands still now (`step.guard`)."""
         return int(self.metrics["consecutive"]) >= self.config.nan_consecutive_max
 
     @property
     def exit_code(self) -> int:
-        """What to exit with (`training.exits`); 0 unless `should_exit`."""
+        """What to exit with (`training.preemption`); 0 unless `should_exit`."""
         return Exit.NON_FINITE.code if self.should_exit else 0
 
     @property

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxforge.checkpoint.due import Due
+from jaxforge.checkpoint.save_policy import Due
 from jaxforge.config.batch_ramp import BatchRamp
 from jaxforge.config.job import JobConfig, toml
 from jaxforge.config.scheduler import SCHEDULERS

@@ -5,12 +5,12 @@ from pathlib import Path
 import jax
 
 from jaxforge import mirror
-from jaxforge.checkpoint.find import is_whole
+from jaxforge.checkpoint.paths import is_whole
 from jaxforge.config.job import JobConfig
+from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress
 from jaxforge.telemetry.flops import causal_flops_per_token
 from jaxforge.telemetry.progress_log import NAME, ProgressLog
-from jaxforge.training.exits import Exit
 from jaxforge.training.hooks import Hook
 
 

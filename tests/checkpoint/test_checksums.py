@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxforge.checkpoint import checksums, host_checksum, layout
 from jaxforge.checkpoint.manager import Checkpoints
-from jaxforge.checkpoint.start import starting_state
+from jaxforge.checkpoint.restore import starting_state
 from jaxforge.state.checksum import checksum
 from jaxforge.state.progress import Progress
 from tests.conftest import tiny_config

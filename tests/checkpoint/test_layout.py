@@ -10,7 +10,7 @@ import pytest
 
 from jaxforge.checkpoint import layout
 from jaxforge.checkpoint.manager import Checkpoints
-from jaxforge.checkpoint.start import starting_state
+from jaxforge.checkpoint.restore import starting_state
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import Counts, GuardState, TrainState, abstract_state

@@ -13,9 +13,9 @@ import pytest
 import tensorstore as ts
 from jax.experimental import multihost_utils
 
-from jaxforge.checkpoint.find import find
 from jaxforge.checkpoint.manager import Checkpoints
-from jaxforge.checkpoint.start import starting_state
+from jaxforge.checkpoint.paths import find
+from jaxforge.checkpoint.restore import starting_state
 from jaxforge.errors import StorageError, UserError
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import abstract_state

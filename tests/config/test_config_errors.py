@@ -4,8 +4,8 @@ import pytest
 from pydantic import ValidationError
 
 from jaxforge.config import JobConfig, load_config
-from jaxforge.config.explain import Sources, explain
-from jaxforge.config.overrides import Setting
+from jaxforge.config.reading.explain import Sources, explain
+from jaxforge.config.reading.overrides import Setting
 from jaxforge.errors import UserError
 
 

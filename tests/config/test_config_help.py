@@ -3,8 +3,8 @@
 import pytest
 from rich.console import Console
 
-from jaxforge.config.help import help_text, print_help
-from jaxforge.config.schema import all_keys, expected, node_at, short_type
+from jaxforge.config.reading.help import help_text, print_help
+from jaxforge.config.reading.schema import all_keys, expected, node_at, short_type
 
 
 def test_every_key_is_listed_under_its_table():

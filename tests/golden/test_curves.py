@@ -9,9 +9,9 @@ import numpy as np
 import optax
 import pytest
 
-from jaxforge.config.load import load_config
+from jaxforge.config.reading.load import load_config
 from jaxforge.data import loader
-from jaxforge.training.step import Controls
+from jaxforge.step.train_step import Controls
 from tests import torch_names
 from tests.helpers import setup
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxforge.config.train import TrainConfig
-from jaxforge.training.loss import cross_entropy, tiling
+from jaxforge.step.cross_entropy import cross_entropy, tiling
 
 RUN = np.load(Path(__file__).parents[1] / "data" / "golden_loss.npz")
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxforge.config.model import ModelConfig
-from jaxforge.model.execution import Execution
+from jaxforge.model.runtime import Execution
 from jaxforge.model.transformer import Model, parameter_count
 from jaxforge.parallel.sharding import RULES
 from jaxforge.state.train_state import init_state

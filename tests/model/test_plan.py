@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.config.load import make_config
 from jaxforge.config.model import ModelConfig
+from jaxforge.config.reading.load import make_config
 from jaxforge.errors import UserError
-from jaxforge.model.execution import Execution
 from jaxforge.model.plan import LayerKind, LayerPlan, Period, Rope, period_of, plan_of
+from jaxforge.model.runtime import Execution
 from jaxforge.model.transformer import Model
 from jaxforge.parallel.stages import Stack
 

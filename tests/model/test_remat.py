@@ -10,7 +10,7 @@ import pytest
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.train import TrainConfig
-from jaxforge.model.execution import Execution
+from jaxforge.model.runtime import Execution
 from jaxforge.model.transformer import Model
 
 CONFIG = ModelConfig(

@@ -25,7 +25,7 @@ from jaxforge.state.train_state import (
     abstract_state,
     state_shardings,
 )
-from jaxforge.training.step import Controls
+from jaxforge.step.train_step import Controls
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 from tests.optim import problem

@@ -10,7 +10,7 @@ from jaxforge.model.transformer import build_model
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.sharding import batch_sharding
 from jaxforge.state.train_state import abstract_state
-from jaxforge.training.step import Controls, make_train_step
+from jaxforge.step.train_step import Controls, make_train_step
 from tests.conftest import tiny_config
 
 

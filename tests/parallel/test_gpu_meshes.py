@@ -15,8 +15,8 @@ from jaxforge.model.transformer import build_model
 from jaxforge.parallel import targets, xla_flags
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import param_shardings
+from jaxforge.step.lowering import abstract_batch, lower_train_step
 from jaxforge.training.evaluation import make_eval_step
-from jaxforge.training.lowering import abstract_batch, lower_train_step
 
 compiles = pytest.mark.skipif(
     not targets.gpu_compiler_is_here(),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxforge import buckets, mirror, storage
-from jaxforge.checkpoint.find import is_whole
+from jaxforge.checkpoint.paths import is_whole
 from jaxforge.data.remote_tokens import RemoteTokens
 from jaxforge.errors import StorageError, UserError
 

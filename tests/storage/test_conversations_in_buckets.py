@@ -3,9 +3,9 @@
 import numpy as np
 
 from jaxforge import storage
+from jaxforge.corpus.entries import FIRST, UNLEARNED
+from jaxforge.corpus.writer import ShardWriter
 from jaxforge.data.conversation_shards import ConversationShards, holds_conversations
-from jaxforge.data.packing import FIRST, UNLEARNED
-from jaxforge.data.writer import ShardWriter
 
 
 def test_windows_of_a_bucket_are_those_of_a_disk(bucket, tmp_path):

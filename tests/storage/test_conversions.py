@@ -8,7 +8,7 @@ import pytest
 from test_runs import CONFIG
 
 from jaxforge import buckets, storage, train
-from jaxforge.checkpoint.find import is_whole
+from jaxforge.checkpoint.paths import is_whole
 from jaxforge.errors import StorageError, UserError
 from torch_compat import __main__ as torch_compat
 from torch_compat import checkpoints, orbax_store, upload

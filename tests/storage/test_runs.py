@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxforge import evaluate, generate, storage, train
-from jaxforge.checkpoint.find import find
-from jaxforge.data.manifest import Manifest, Shard
+from jaxforge.checkpoint.paths import find
+from jaxforge.corpus.manifest import Manifest, Shard
 from jaxforge.errors import UserError
 from jaxforge.report import __main__ as report_main
 from torch_compat import __main__ as torch_compat

@@ -6,7 +6,7 @@ import pytest
 
 from jaxforge import evaluate, generate, prepare, storage, train
 from jaxforge.cli import run_main
-from jaxforge.config.load import load_config
+from jaxforge.config.reading.load import load_config
 from jaxforge.config.rules import check
 from jaxforge.errors import UserError
 from jaxforge.report import __main__ as report

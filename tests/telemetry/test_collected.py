@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxforge.telemetry.measures import Work
-from jaxforge.telemetry.outlets import Outlet
+from jaxforge.telemetry.metric_writers import Outlet
 from jaxforge.telemetry.tracker import Start, Tracker
 from tests.telemetry.test_tracker import Kept, scalars
 

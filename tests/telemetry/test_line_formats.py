@@ -13,7 +13,7 @@ from jaxforge.config.metrics import MetricsConfig
 from jaxforge.telemetry import line_formats
 from jaxforge.telemetry.line_formats import LINE_FORMATS, RunFacts
 from jaxforge.telemetry.measures import Sums, Work
-from jaxforge.telemetry.outlets import open_outlets
+from jaxforge.telemetry.metric_writers import open_outlets
 from jaxforge.telemetry.sinks import LineSink, LiveSink
 from tests.conftest import tiny_config
 

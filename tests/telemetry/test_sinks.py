@@ -15,7 +15,7 @@ from rich.console import Console
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.errors import UserError
 from jaxforge.telemetry.console import add_log_file, setup_logging
-from jaxforge.telemetry.outlets import Outlet, check_libraries, open_outlets
+from jaxforge.telemetry.metric_writers import Outlet, check_libraries, open_outlets
 from jaxforge.telemetry.sinks import JsonlSink
 from jaxforge.telemetry.tensorboard import TensorBoardSink
 from jaxforge.telemetry.wandb import WandbSink
@@ -154,7 +154,7 @@ def test_a_library_that_is_missing_is_named_with_its_extra(monkeypatch, key, lib
 
 
 def test_intervals_are_each_sinks_own_and_by_default_log_interval(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxforge.telemetry.outlets.WandbSink", lambda *arguments: None)
+    monkeypatch.setattr("jaxforge.telemetry.metric_writers.WandbSink", lambda *arguments: None)
     for given, expected in (({}, 6), ({"tensorboard_interval": 4, "wandb_interval": 4}, 4)):
         config = config_in(
             tmp_path, log_interval=6, enable_tensorboard=True, enable_wandb=True, **given
@@ -177,7 +177,7 @@ def test_a_service_that_does_not_answer_is_done_without(tmp_path, monkeypatch):
     def no_network(*arguments):
         raise TimeoutError("no answer")
 
-    monkeypatch.setattr("jaxforge.telemetry.outlets.WandbSink", no_network)
+    monkeypatch.setattr("jaxforge.telemetry.metric_writers.WandbSink", no_network)
     config = config_in(tmp_path, enable_wandb=True)
     *others, silent = open_outlets(Console(file=io.StringIO()), config, "id", 0)
     assert len(others) == 2

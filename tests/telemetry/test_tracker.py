@@ -12,7 +12,7 @@ from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import Counts
 from jaxforge.telemetry import measures
 from jaxforge.telemetry.measures import Work
-from jaxforge.telemetry.outlets import Outlet
+from jaxforge.telemetry.metric_writers import Outlet
 from jaxforge.telemetry.sinks import format_line
 from jaxforge.telemetry.tracker import Start, Tracker
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxforge.config.load import make_config
+from jaxforge.config.reading.load import make_config
 from jaxforge.state.progress import Progress
 from tests.torch_compat.tensors import random_array, to_torch
-from torch_compat import checkpoints, dcp_state, place, torch_zip
+from torch_compat import checkpoints, dcp_state, torch_zip, train_state
 from torch_compat.commands import Export, Import
 from torch_compat.dcp_state import Options
-from torch_compat.dialects import DIALECTS
 from torch_compat.lazy import Lazy, of_array
+from torch_compat.name_maps import DIALECTS
 from torch_compat.staging import Share
 from torch_compat.state import Held, wanted
 from torch_compat.workers import Workers
@@ -64,7 +64,7 @@ def write_torch(directory: Path) -> Path:
         value = entry.value
         into[entry.path[-1]] = to_torch(value.all()) if isinstance(value, Lazy) else value
     dcp.save(state, checkpoint_id=directory, no_dist=True)
-    about = place.train_state(Progress(step=3, samples=6, tokens=96), 3, config(), 1)
+    about = train_state.to_torch(Progress(step=3, samples=6, tokens=96), 3, config(), 1)
     ours = b"".join(bytes(piece) for piece in torch_zip.archive(about))
     torch.save(torch.load(io.BytesIO(ours), weights_only=False), directory / "train_state.pt")
     return directory

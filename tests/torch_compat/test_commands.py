@@ -16,7 +16,7 @@ import pytest
 
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.cli import run_main
-from jaxforge.config.load import load_config
+from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
 from tests.conftest import tiny_config

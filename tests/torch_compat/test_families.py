@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxforge.config.load import make_config
 from jaxforge.config.model import ModelConfig
-from jaxforge.data.tokenizer import END_OF_TEXT
+from jaxforge.config.reading.load import make_config
+from jaxforge.corpus.tokenizer import END_OF_TEXT
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model
 from tests.conftest import tiny_config

@@ -21,8 +21,8 @@ from torch_compat.dcp_reader import METADATA
 from torch_compat.inspection import inspect
 from torch_compat.lazy import DTYPES
 from torch_compat.pickles import Call, Global, New, Pairs, Persistent, Unsafe
-from torch_compat.place import read_place
 from torch_compat.torch_zip import Archive
+from torch_compat.train_state import read_train_state
 
 torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
@@ -79,7 +79,7 @@ def broken(original, tmp_path):
 def read_all(path):
     """Whatever any command reads of a checkpoint."""
     found = read_everything(path)
-    read_place(opened(path))
+    read_train_state(opened(path))
     inspect(checkpoints.find(path))
     return found
 

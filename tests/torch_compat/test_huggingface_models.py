@@ -14,9 +14,9 @@ import pytest
 
 from jaxforge import generate, inference, run_directory, train
 from jaxforge.checkpoint.manager import Checkpoints
-from jaxforge.checkpoint.start import starting_state
+from jaxforge.checkpoint.restore import starting_state
 from jaxforge.config.model import ModelConfig, RopeScaling
-from jaxforge.data.tokenizer import END_OF_TEXT, load_tokenizer, train_bpe
+from jaxforge.corpus.tokenizer import END_OF_TEXT, load_tokenizer, train_bpe
 from jaxforge.errors import UserError
 from jaxforge.evaluate import evaluate
 from jaxforge.model.transformer import Model

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jaxforge.data.tokenizer import ByteTokenizer
+from jaxforge.corpus.tokenizer import ByteTokenizer
 from jaxforge.errors import UserError
 from jaxforge.run_lock import RunLock
 from tests.torch_compat.test_commands import assert_same, values

@@ -13,7 +13,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from jaxforge.config.load import make_config
+from jaxforge.config.reading.load import make_config
 from jaxforge.errors import UserError
 from tests.torch_compat.mutations import TEXTS
 from tests.torch_compat.test_hostile_files import (  # noqa: F401 (fixtures)
@@ -32,11 +32,11 @@ from tests.torch_compat.test_hostile_files import (  # noqa: F401 (fixtures)
 from torch_compat import checkpoints, hf_state, pickles, safetensors
 from torch_compat.__main__ import main
 from torch_compat.dcp_reader import METADATA, _check_cover
-from torch_compat.dialects import DIALECTS
 from torch_compat.files import Directory
 from torch_compat.inspection import inspect
 from torch_compat.lazy import DTYPES, of_array, zeros
 from torch_compat.limits import load_json
+from torch_compat.name_maps import DIALECTS
 from torch_compat.pickles import Call, Global, New, Pairs
 from torch_compat.state import wanted
 from torch_compat.translation import Translation, translate

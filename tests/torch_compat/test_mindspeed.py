@@ -8,7 +8,7 @@ from torch_compat import checkpoints, orbax_store
 from torch_compat.__main__ import main
 from torch_compat.dcp_reader import open_dcp
 from torch_compat.files import Directory
-from torch_compat.place import read_place
+from torch_compat.train_state import read_train_state
 
 torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
@@ -72,7 +72,7 @@ def test_tokens_count_only_where_they_are_the_step_s(tmp_path):
         (path / "extra_state").mkdir()
         place = extra_state(step, 256 * logged, logged)
         torch.save(place, path / "extra_state" / "extra_state_rank_0.pt")
-        found = read_place(open_dcp(Directory(path)))
+        found = read_train_state(open_dcp(Directory(path)))
         assert (found.step, found.updates, found.tokens) == (step, step, tokens)
 
 

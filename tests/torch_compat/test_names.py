@@ -14,9 +14,9 @@ from tests.conftest import tiny_config
 from tests.torch_compat.tensors import assert_same
 from torch_compat import dcp_state
 from torch_compat.dcp_reader import Dcp, Objects
-from torch_compat.dialects import DIALECTS
 from torch_compat.files import Directory
 from torch_compat.lazy import DTYPES, of_array
+from torch_compat.name_maps import DIALECTS
 from torch_compat.names.table import EMBEDDING, HEAD
 from torch_compat.state import wanted
 from torch_compat.translation import Translation, translate

@@ -23,8 +23,8 @@ from tests.torch_compat.test_commands import assert_same, values
 from torch_compat import orbax_store, stages
 from torch_compat.__main__ import main
 from torch_compat.dcp_reader import METADATA
-from torch_compat.dialects import DIALECTS
 from torch_compat.lazy import of_array
+from torch_compat.name_maps import DIALECTS
 from torch_compat.optimizer_state import KINDS
 from torch_compat.staging import Share
 from torch_compat.state import Held, wanted

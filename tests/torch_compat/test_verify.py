@@ -10,7 +10,7 @@ from tests.torch_compat.test_stages import write_run
 from torch_compat import torch_zip
 from torch_compat.__main__ import main
 from torch_compat.files import Directory
-from torch_compat.place import TRAIN_STATE
+from torch_compat.train_state import TRAIN_STATE
 
 
 @pytest.fixture(scope="module")

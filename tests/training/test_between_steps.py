@@ -5,10 +5,10 @@ import dataclasses
 import jax
 import pytest
 
+from jaxforge.exit_codes import Exit
+from jaxforge.health.periodic_action import Watch
 from jaxforge.state.progress import Progress
-from jaxforge.training.exits import Exit
 from jaxforge.training.hooks import Hook, HookRunner
-from jaxforge.training.watch import Watch
 from tests.training.test_loop import Signals, run
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from jaxforge import train
 from jaxforge.config.train import TrainConfig
-from jaxforge.training import exits
-from jaxforge.training.exits import Exit, Exits, Signals
+from jaxforge.training import preemption
+from jaxforge.training.preemption import Exit, Exits, Signals
 from tests.conftest import tiny_config
 
 
@@ -38,7 +38,7 @@ class Received:
 def clock(monkeypatch):
     """Seconds that pass when the test says so; it is noon all the same."""
     now = types.SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr(exits, "time", types.SimpleNamespace(
+    monkeypatch.setattr(preemption, "time", types.SimpleNamespace(
         monotonic=lambda: now.seconds, strftime=lambda form: f"noon by {form}",
     ))  # fmt: skip
     return now
@@ -111,10 +111,10 @@ def test_all_processes_agree_why_they_stop(
         process_allgather=lambda mine: np.stack([mine, others]),  # in some order
     )
     others = np.array([received[1 - process], time_is_up[1 - process]])
-    monkeypatch.setattr(exits, "multihost_utils", service)
+    monkeypatch.setattr(preemption, "multihost_utils", service)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: process)
-    monkeypatch.setattr(exits.os, "kill", lambda *_: None)
+    monkeypatch.setattr(preemption.os, "kill", lambda *_: None)
     with Signals(timeout_seconds=60) as signals:
         asked = Exits(TrainConfig(exit_duration_in_mins=2), signals)
         assert asked.requested(1) is None
@@ -166,7 +166,7 @@ def test_a_checkpoint_that_takes_too_long_ends_the_process_or_what_runs_in_a_not
     monkeypatch.setattr(_thread, "interrupt_main", lambda: events.append("interrupted"))
     if interactive:
         monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
-    exits._give_up(0)
+    preemption._give_up(0)
     assert events[0] == ("interrupted" if interactive else 1)
 
 

@@ -9,21 +9,21 @@ import jax
 import numpy as np
 import pytest
 
-from jaxforge.checkpoint.due import Due
+from jaxforge.checkpoint.save_policy import Due
 from jaxforge.errors import StorageError, UserError
+from jaxforge.exit_codes import Exit
+from jaxforge.health.actions import Watches
+from jaxforge.health.watchdog import Limits, Watchdog
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import Counts, GuardState, TrainState
 from jaxforge.telemetry.measures import Work
-from jaxforge.telemetry.outlets import Outlet
+from jaxforge.telemetry.metric_writers import Outlet
 from jaxforge.telemetry.profiler import Profiler
 from jaxforge.telemetry.tracker import Start, Tracker
 from jaxforge.training.early_stop import EarlyStop
-from jaxforge.training.exits import Exit
 from jaxforge.training.hooks import Hook, HookRunner
 from jaxforge.training.loop import Trainer
 from jaxforge.training.phases import Phases
-from jaxforge.training.watchdog import Limits, Watchdog
-from jaxforge.training.watches import Watches
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 

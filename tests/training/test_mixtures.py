@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxforge.config.data import DataConfig
+from jaxforge.step.train_step import Controls
 from jaxforge.training.phases import Phases
-from jaxforge.training.step import Controls
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxforge import train
-from jaxforge.training import step as step_module
-from jaxforge.training.exits import Exit
+from jaxforge.exit_codes import Exit
+from jaxforge.step import train_step as step_module
 from tests.conftest import tiny_config
 
 POISON = 255  # a token that makes the loss NaN

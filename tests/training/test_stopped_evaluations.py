@@ -10,7 +10,7 @@ from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.training import evaluation
 from jaxforge.training.evaluation import BatchSums, Evaluator
-from jaxforge.training.validation import Validations
+from jaxforge.training.resumable_evaluation import Validations
 
 SETS = {"a": 4, "b": 2, "c": 3}  # batches
 STEPS = 3  # at most

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxforge import train
-from jaxforge.training.exits import Exit
+from jaxforge.exit_codes import Exit
 from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
 from tests.machine import PATIENCE

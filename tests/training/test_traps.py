@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from jaxforge import build
-from jaxforge.checkpoint import start
+from jaxforge.checkpoint import restore
 from jaxforge.checkpoint.manager import Checkpoints
-from jaxforge.checkpoint.start import Saved, starting_state
+from jaxforge.checkpoint.restore import Saved, starting_state
 from jaxforge.config import load_draft
 from jaxforge.optim.optimizer import learning_rate
 from jaxforge.state.progress import Progress
+from jaxforge.step.train_step import CompiledSteps
 from jaxforge.training.evaluation import make_eval_step
 from jaxforge.training.phases import Phases
-from jaxforge.training.step import CompiledSteps
 from tests.conftest import tiny_config
 from tests.helpers import progress_of, random_batches, setup
 
@@ -112,7 +112,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_not_from_its_best(
     saved.close()
     again = checkpoints(tmp_path, ours)
     assert again.steps() == [1, 3]
-    monkeypatch.setattr(start, "start_from", lambda source, *_: source)
+    monkeypatch.setattr(restore, "start_from", lambda source, *_: source)
     assert starting_state(ours.config, again, ours.model, ours.optimizer, ours.mesh) == Saved(
         again, 3
     )

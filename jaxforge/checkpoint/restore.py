@@ -1,0 +1,169 @@
+"""Where a run starts: from its own newest checkpoint, from another's, or anew."""
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from jaxforge import storage
+from jaxforge.checkpoint.layout import model_tree
+from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.checkpoint.paths import find, has_run
+from jaxforge.checkpoint.relayout import by_layer, by_stage
+from jaxforge.config.job import JobConfig
+from jaxforge.model.transformer import Model
+from jaxforge.state.progress import Progress
+from jaxforge.state.train_state import (
+    GuardState,
+    TrainState,
+    abstract_state,
+    init_state,
+    state_from,
+    with_counts,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    """A checkpoint that a run can start from."""
+
+    @property
+    def name(self) -> str:
+        """What it is, for the log."""
+        ...
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether it holds more than weights."""
+        ...
+
+    def progress(self) -> Progress:
+        """Where its run stands; at the beginning, if it holds weights alone."""
+        ...
+
+    def restore(self, like: TrainState) -> tuple[TrainState, Progress]:
+        """State and progress, laid out as in `like`."""
+        ...
+
+    def restore_model(self, like: PyTree) -> PyTree:
+        """The model's part of the state (`layout.model_tree`), perhaps the parameters alone."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A step of a run of ours, as a `Source`."""
+
+    checkpoints: Checkpoints
+    step: int
+
+    @property
+    def name(self) -> str:
+        """The step and its run."""
+        return f"step {self.step} of {self.checkpoints.directory.parent}"
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether it holds more than weights: what `torch_compat` imports may not."""
+        return self.checkpoints.has_optimizer(self.step)
+
+    def progress(self) -> Progress:
+        """Where its run stands."""
+        return self.checkpoints.progress(self.step)
+
+    def restore(self, like: TrainState) -> tuple[TrainState, Progress]:
+        """State and progress."""
+        return self.checkpoints.restore(like, self.step)
+
+    def restore_model(self, like: PyTree) -> PyTree:
+        """The model's part of the state."""
+        return self.checkpoints.restore_model(like, self.step)
+
+
+def starting_state(
+    config: JobConfig,
+    checkpoints: Checkpoints,
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    open_foreign: Callable[[str, JobConfig], Source] | None = None,
+    local: Checkpoints | None = None,
+) -> tuple[TrainState, Progress]:
+    """Where a run starts: its own newest checkpoint, else `checkpoint.load_path`, else anew.
+
+    A checkpoint of weights alone starts at step 0. `checkpoint.exclude_from_loading` keeps parts of
+    `load_path` out: "optimizer" starts with fresh moments and schedule, "progress" counts steps and
+    data from 0.
+
+    Args:
+        config: a validated config.
+        checkpoints: the run's own.
+        model: the model.
+        optimizer: the optimizer.
+        mesh: where the state is to lie.
+        open_foreign: opens a `load_path` that is no run of ours; None refuses such.
+        local: the run's own that need not last.
+    """
+    own = [found for found in (checkpoints, local) if found and found.latest() is not None]
+    if own:
+        newest = max(own, key=lambda found: found.latest() or 0)
+        return start_from(Saved(newest, newest.latest() or 0), model, optimizer, mesh)
+    if not config.checkpoint.load_path:
+        return init_state(model, optimizer, mesh, config.train.seed), Progress()
+    load_path = config.checkpoint.load_path  # a URL, perhaps
+    with contextlib.ExitStack() as stack:
+        source: Source
+        if open_foreign is None or has_run(load_path):
+            run, step = find(storage.path(load_path, "checkpoint.load_path"))
+            theirs = Checkpoints(run, config.checkpoint, read_only=True)
+            stack.callback(theirs.close)
+            source = Saved(theirs, step)
+        else:
+            source = open_foreign(load_path, config)
+        excluded = config.checkpoint.exclude_from_loading
+        state, progress = start_from(source, model, optimizer, mesh, excluded)
+    fresh = Progress()  # it is another run that begins here
+    progress = dataclasses.replace(progress, run_id=fresh.run_id, validation=None, rollbacks=[])
+    return state, progress
+
+
+def start_from(
+    source: Source,
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    excluded: Collection[str] = (),
+) -> tuple[TrainState, Progress]:
+    """State and progress of a checkpoint, less the `excluded` parts."""
+    like = abstract_state(model, optimizer, mesh)
+    wanted = by_layer(like, model.stack)
+    if source.has_optimizer and "optimizer" not in excluded:
+        log.info("resuming from %s", source.name)
+        state, progress = source.restore(wanted)
+        state = by_stage(state, model.stack, like)
+    else:
+        log.info("starting with the weights of %s", source.name)
+        found = source.restore_model(model_tree(wanted.params, wanted.model_state))
+        places = model_tree(like.params, like.model_state)
+        found = by_stage(found, model.stack, {name: places[name] for name in found})
+        state = state_from(found, model, optimizer, mesh)
+        progress = source.progress()
+        state = _at(state, progress)
+    if "progress" in excluded:
+        return _at(state, Progress()), Progress()
+    return state, progress
+
+
+def _at(state: TrainState, progress: Progress) -> TrainState:
+    """The state as of another place in the run."""
+    place = jnp.asarray(progress.step, state.step.dtype), GuardState.fresh(progress.skipped)
+    step, guard = jax.device_put(place, state.step.sharding)
+    return with_counts(dataclasses.replace(state, step=step, guard=guard), progress)

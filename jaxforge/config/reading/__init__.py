@@ -1,0 +1,1 @@
+"""From TOML and command line to a `JobConfig`, and what is said of mistakes."""

@@ -1,0 +1,109 @@
+"""A configuration from its defaults, a TOML file and the command line, in this order."""
+
+import codecs
+import copy
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxforge import storage
+from jaxforge.config.job import JobConfig
+from jaxforge.config.reading.explain import Sources
+from jaxforge.config.reading.lines import Path as KeyPath
+from jaxforge.config.reading.lines import key_lines
+from jaxforge.config.reading.overrides import parse_overrides
+from jaxforge.config.reading.unresolved import Draft
+from jaxforge.errors import UserError
+
+
+def load_draft(path: str | Path | None, overrides: Sequence[str] = ()) -> Draft:
+    """Layers a TOML file and settings over the defaults, for a run that resolves its durations.
+
+    Args:
+        path: A TOML file, or None for the defaults.
+        overrides: Settings such as "--train.lr=3e-4"; later ones win.
+
+    Raises:
+        UserError: If the file cannot be read or anything in it or in `overrides` is wrong; one
+            line per problem, each with its place and what to change.
+    """
+    text = "" if path is None else _read(storage.path(path, "--config"))
+    return _draft(_parse(text, path), overrides, str(path or ""), text)
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> JobConfig:
+    """`load_draft`, resolved without devices and data: what they decide has to be in numbers.
+
+    Args:
+        path: A TOML file, or None for the defaults.
+        overrides: Settings such as "--train.lr=3e-4"; later ones win.
+
+    Raises:
+        UserError: Also if a duration in epochs or tokens needs what is not known here.
+    """
+    return load_draft(path, overrides).resolve()
+
+
+def make_config(
+    values: dict[str, Any], overrides: Sequence[str] = (), source: str = ""
+) -> JobConfig:
+    """Layers tables and settings over the defaults, and validates the result once.
+
+    Args:
+        values: Section -> key -> value, as a TOML file would give them.
+        overrides: Settings such as "--train.lr=3e-4"; later ones win.
+        source: Where the tables come from, for messages.
+
+    Raises:
+        UserError: If anything in them is wrong.
+    """
+    return _draft(copy.deepcopy(values), overrides, source, "").resolve()
+
+
+def _draft(values: dict[Any, Any], overrides: Sequence[str], source: str, text: str) -> Draft:
+    settings = parse_overrides(overrides)
+    for setting in settings:
+        _assign(values, setting.path, setting.value)
+    return Draft(values, Sources(source, key_lines(text), settings))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")  # editors on Windows begin with a mark
+    except FileNotFoundError:
+        raise UserError(f"no config file at {path}") from None
+    except IsADirectoryError:
+        raise UserError(f"no config file at {path}: it is a directory") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not valid TOML: {_encoding_problem(error)}") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _encoding_problem(error: UnicodeDecodeError) -> str:
+    if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "it is UTF-16; save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"
+    return f"not UTF-8 at byte {error.start}"
+
+
+def _parse(text: str, path: str | Path | None) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        place = re.compile(r" \(at line (\d+), column (\d+)\)$")
+        what = str(error)
+        found = place.search(what)
+        where = ":".join([str(path), *(found.groups() if found else ())])
+        raise UserError(f"{where}: not valid TOML: {place.sub('', what)}") from None
+
+
+def _assign(values: dict[Any, Any], path: KeyPath, value: object) -> None:
+    """Sets the value at `path`, making the tables on the way to it."""
+    *tables, name = path
+    for table in tables:
+        if not isinstance(values.get(table), dict):
+            values[table] = {}
+        values = values[table]
+    values[name] = value

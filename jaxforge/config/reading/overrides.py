@@ -1,0 +1,86 @@
+"""Settings on the command line: `--section.key=value`."""
+
+import ast
+import tomllib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jaxforge.config.reading.schema import Node, Path, expected, is_table, node_at
+from jaxforge.errors import UserError
+
+
+class Setting(NamedTuple):
+    """One value from the command line."""
+
+    flag: str
+    """The argument as typed."""
+    path: Path
+    """What it sets."""
+    value: Any
+    """What it sets it to, not validated."""
+
+
+def parse_overrides(arguments: Sequence[str]) -> list[Setting]:
+    """Reads command-line settings in their order.
+
+    A value is a Python literal, a table or array of TOML, or else text; `--section.flag` alone
+    means true; a table given whole sets the keys that it has, an empty one stands for its defaults.
+
+    Args:
+        arguments: Such as "--train.lr=3e-4", "--data.datasets=[{'path': 'a'}]".
+
+    Raises:
+        UserError: If arguments are no settings, all of them in one message.
+    """
+    problems: list[str] = []
+    settings: list[Setting] = []
+    for argument in arguments:
+        try:
+            settings += _leaves(_parse(argument))
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("\n".join(problems))
+    return settings
+
+
+def _parse(argument: str) -> Setting:
+    if not argument.startswith("--"):
+        raise UserError(f"{argument}: expected --section.key=value")
+    key, equals, text = argument[2:].partition("=")
+    path = tuple(key.split("."))
+    node = node_at(path) or {}
+    if equals:
+        return Setting(argument, path, _value(text, node))
+    if node.get("type", "boolean") != "boolean":
+        raise UserError(f"{argument} needs a value: {expected(node)}")
+    return Setting(argument, path, True)
+
+
+def _value(text: str, node: Node) -> object:
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        value = _toml(text) if text.lstrip().startswith(("[", "{")) else text
+    # A run called 1e3 is not called 1000.0.
+    is_text = node.get("type") == "string" and not isinstance(value, str | None)
+    return text if is_text else value
+
+
+def _toml(text: str) -> object:
+    """A table or array as a config file has it; the text itself if it is none."""
+    try:
+        (value,) = tomllib.loads(f"value = {text}").values()
+    except (ValueError, RecursionError):  # also of more than one value
+        return text
+    return value
+
+
+def _leaves(setting: Setting) -> Iterator[Setting]:
+    """Splits a table given whole into its keys, so that those it lacks keep their values."""
+    node = node_at(setting.path)
+    if not (node and is_table(node) and setting.value and isinstance(setting.value, dict)):
+        yield setting
+        return
+    for name, value in setting.value.items():
+        yield from _leaves(Setting(setting.flag, (*setting.path, name), value))

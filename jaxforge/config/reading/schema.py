@@ -1,0 +1,132 @@
+"""The JSON schema of the configuration: the one source of `--help`, messages and suggestions."""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from jaxforge.config.data import DATASETS
+from jaxforge.config.job import JobConfig
+from jaxforge.config.model import MODELS
+from jaxforge.config.optimizer import OPTIMIZERS
+from jaxforge.config.reading.lines import Path
+from jaxforge.config.scheduler import SCHEDULERS
+from jaxforge.config.train import LOSSES
+
+Node = dict[str, Any]
+"""The JSON schema of one value."""
+
+REGISTRIES = (MODELS, LOSSES, OPTIMIZERS, SCHEDULERS, DATASETS)
+"""The keys whose values may be registered."""
+
+_TYPES = {"integer": "int", "number": "float", "boolean": "bool", "string": "str"}
+_NOUNS = {
+    "integer": "an integer",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "text",
+    "object": "a table",
+}
+_BOUNDS = {
+    "exclusiveMinimum": "greater than",
+    "minimum": "of at least",
+    "exclusiveMaximum": "less than",
+    "maximum": "at most",
+}
+
+
+def dotted(path: Path) -> str:
+    """A path as users write it: `data.datasets[0].weight`."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return "".join(parts).lstrip(".")
+
+
+def node_at(path: Path) -> Node | None:
+    """The schema of the value at `path`, or None if there can be none."""
+    node: Node | None = _root()
+    for part in path:
+        node = _child(node, part) if node else None
+    return node
+
+
+def all_keys() -> dict[str, Node]:
+    """Every key of every table, dotted and without list indices, with its schema."""
+    return _all_keys(_registered())
+
+
+def alternatives(node: Node) -> list[str]:
+    """The values to choose from, where a key has a fixed set of them."""
+    return node.get("enum") or ([node["const"]] if "const" in node else [])
+
+
+def is_table(node: Node) -> bool:
+    """Whether a value is a table with known keys."""
+    return "properties" in node
+
+
+def has_keys(node: Node) -> bool:
+    """Whether a value is such a table, or a list of them."""
+    return is_table(_plain(node.get("items", node)))
+
+
+def short_type(node: Node) -> str:
+    """The type of a value in a word or two: `int`, `none | full`, `[float, float]`, `[table]`."""
+    if alternatives(node):
+        return " | ".join(alternatives(node))
+    if node["type"] == "array":
+        items = node.get("prefixItems") or [node["items"]]
+        return "[" + ", ".join(short_type(_plain(item)) for item in items) + "]"
+    return _TYPES.get(node["type"], "table") + (" | duration" if node.get("duration") else "")
+
+
+def expected(node: Node) -> str:
+    """What a value has to be, to follow "expected": `an integer greater than 0`."""
+    if alternatives(node):
+        return "one of " + ", ".join(alternatives(node))
+    if node["type"] == "array":
+        count = len(node.get("prefixItems", ()))
+        return f"a list of {count} values" if count else "a list"
+    bounds = [f"{words} {node[bound]:g}" for bound, words in _BOUNDS.items() if bound in node]
+    text = " ".join([_NOUNS[node["type"]], " and ".join(bounds)]).strip()
+    return f'{text}, or a duration like "10%", "2ep", "1B tok"' if node.get("duration") else text
+
+
+def _registered() -> tuple[tuple[str, ...], ...]:
+    """What the schema depends on: names may be registered at any time."""
+    return tuple(registry.names() for registry in REGISTRIES)
+
+
+def _root() -> Node:
+    return _schema(_registered())
+
+
+@cache
+def _schema(registered: tuple[tuple[str, ...], ...]) -> Node:
+    return JobConfig.model_json_schema()
+
+
+@cache
+def _all_keys(registered: tuple[tuple[str, ...], ...]) -> dict[str, Node]:
+    return dict(_walk(_schema(registered), ""))
+
+
+def _plain(node: Node) -> Node:
+    """Follows references, and drops the "or null" of keys that need not be set."""
+    value = next((one for one in node.get("anyOf", ()) if one.get("type") != "null"), node)
+    if "$ref" in value:
+        value = _root()["$defs"][value["$ref"].rsplit("/", 1)[-1]]
+    return {**value, **{key: node[key] for key in ("description", "default") if key in node}}
+
+
+def _child(node: Node, part: str | int) -> Node | None:
+    if isinstance(part, int):
+        child = dict(enumerate(node.get("prefixItems", ()))).get(part) or node.get("items")
+    else:
+        child = node.get("properties", {}).get(part) or node.get("additionalProperties")
+    return _plain(child) if child else None
+
+
+def _walk(node: Node, prefix: str) -> Iterator[tuple[str, Node]]:
+    for name, child in node.get("properties", {}).items():
+        value = _plain(child)
+        yield prefix + name, value
+        yield from _walk(_plain(value.get("items", value)), f"{prefix}{name}.")

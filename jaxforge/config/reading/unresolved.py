@@ -1,0 +1,312 @@
+"""A configuration with durations that are not numbers yet, and what makes numbers of them.
+
+`Draft.resolve` gives a `JobConfig` of plain integers. Before, there is none: nobody can take a
+duration for a number of updates.
+
+    "10%"      of train.max_steps, rounded down
+    "2ep"      passes over the training data, rounded up to whole updates
+    "1B tok"   tokens, padding included, rounded up to whole updates
+
+Epochs and tokens follow train.batch_ramp from where the length begins: at the first update, or for
+plateau and decay where the stretch before them ends. Intervals go by the full batch.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+from pydantic import ValidationError
+
+from jaxforge.config.batch_ramp import BatchRamp, Stage
+from jaxforge.config.duration import Duration, parse_duration
+from jaxforge.config.job import JobConfig
+from jaxforge.config.reading.explain import Sources, explain, explain_value
+from jaxforge.config.reading.lines import Path
+from jaxforge.config.reading.schema import node_at
+from jaxforge.config.rules import mesh_shape
+from jaxforge.errors import UserError
+
+EpochLength = Callable[[JobConfig, int], int | None]
+"""(configuration, sequences per microbatch) -> sequences of an epoch; None where there are none.
+
+In this configuration the keys that hold durations have `Duration`s, which fail on any arithmetic.
+"""
+
+_MAX_STEPS: Path = ("train", "max_steps")
+_RAMP: Path = ("train", "batch_ramp")
+_WARMUP: Path = ("scheduler", "warmup_steps")
+_PLATEAU: Path = ("scheduler", "stable_steps")
+_DECAY: Path = ("scheduler", "decay_steps")
+_INTERVALS: tuple[Path, ...] = (
+    ("eval", "interval"),
+    ("checkpoint", "interval"),
+    ("early_stop", "patience_steps"),
+)
+
+
+class Draft:
+    """A configuration as it was read; what durations do not decide is valid.
+
+    Args:
+        values: Section -> key -> value.
+        sources: Where they came from, for messages.
+
+    Raises:
+        UserError: If anything is wrong that shows without devices and data.
+    """
+
+    def __init__(self, values: Mapping[Any, Any], sources: Sources) -> None:
+        self._values, self._sources = _with_lists(values), sources
+        self._durations = dict(_durations(self._values))
+        self._known = self._validated(_without(self._values, self._durations))
+
+    @property
+    def known(self) -> JobConfig:
+        """What must be known before there are devices; durations have their defaults here."""
+        return self._known
+
+    def resolve(
+        self, n_devices: int | None = None, epoch_length: EpochLength | None = None
+    ) -> JobConfig:
+        """The configuration in numbers: durations in updates, the learning rate for the batch.
+
+        Args:
+            n_devices: Devices of the whole job; None if there is no job.
+            epoch_length: Opens the training data; asked only where a duration is in epochs. None
+                for readers of a configuration who do without the data.
+
+        Raises:
+            UserError: If a duration cannot be resolved, or the numbers break a rule.
+        """
+        if not self._durations and self._known.optimizer.lr_scale_rule == "none":
+            return self._known
+        batch = _Batch(self._known, self._durations, n_devices, epoch_length)
+        updates = self._updates(batch)
+        values = copy.deepcopy(self._values)
+        for path, steps in updates.items():
+            _put(values, path, steps)
+        config = self._validated(values)
+        if config.optimizer.lr_scale_rule == "none":
+            return config
+        values.setdefault("optimizer", {}).update(_scaled(config, batch.rows))
+        return self._validated(values)
+
+    def _updates(self, batch: "_Batch") -> dict[Path, int]:
+        """Each duration in updates, those first that others depend on."""
+        for _, paths in groupby(sorted(self._durations, key=_rank), key=_follows_the_run):
+            problems = []
+            for path in paths:
+                try:
+                    batch.found[path] = batch.updates(path)
+                except _Unknown as reason:
+                    problems.append(self._complaint(path, str(reason)))
+            if problems:
+                raise UserError("\n".join(problems))
+        return batch.found
+
+    def _complaint(self, path: Path, text: str) -> str:
+        return explain_value(path, self._durations[path].text, text, self._sources)
+
+    def _validated(self, values: Mapping[Any, Any]) -> JobConfig:
+        try:
+            return JobConfig.model_validate(values)
+        except ValidationError as error:
+            raise UserError(explain(error, self._sources)) from None
+
+
+class _Unknown(Exception):
+    """Why a duration has no number of updates."""
+
+
+@dataclass
+class _Batch:
+    """What an update reads, at each place of the run: it makes updates of durations."""
+
+    known: JobConfig
+    durations: Mapping[Path, Duration]
+    n_devices: int | None
+    epoch_length: EpochLength | None
+    found: dict[Path, int] = field(default_factory=dict)
+
+    @cached_property
+    def rows(self) -> int | None:
+        """Sequences of a microbatch over all ranks; None if that depends on unknown devices."""
+        train, distributed = self.known.train, self.known.distributed
+        dp = distributed.dp_replicate * distributed.dp_shard
+        if self.n_devices is not None:
+            mesh = mesh_shape(self.known, self.n_devices)
+            dp = mesh["dp_replicate"] * mesh["dp_shard"]
+        if dp < 0 and train.global_batch_size is None:
+            return None
+        return max(1, train.microbatch_size(dp))  # rules refuse less than one
+
+    def updates(self, path: Path) -> int:
+        """The updates of one duration.
+
+        Raises:
+            _Unknown: There is no such number.
+        """
+        duration = self.durations[path]
+        if duration.unit == "run":
+            steps = duration.share(self._max_steps(path))
+        else:
+            per_epoch = self._per_epoch if duration.unit == "epochs" else 0
+            sequences = duration.sequences(self.known.train.seq_len, per_epoch)
+            steps = self._ramp(path).updates(sequences, self._begin(path))
+        if duration.amount and not steps:
+            raise _Unknown("less than one update: give more, or a number of updates")
+        return steps
+
+    def _max_steps(self, path: Path) -> int:
+        if path == _MAX_STEPS:
+            raise _Unknown("this is the whole; expected updates, epochs or tokens")
+        if _MAX_STEPS in self.durations and _MAX_STEPS not in self.found:
+            raise _Unknown(
+                "train.max_steps itself depends on the ramp: give the one or the other in updates"
+            )
+        return self._number(_MAX_STEPS)
+
+    def _number(self, path: Path) -> int:
+        """The value of a key in updates, 0 where it is not set."""
+        section, key = path
+        return self.found.get(path, getattr(getattr(self.known, str(section)), str(key)) or 0)
+
+    def _begin(self, path: Path) -> int:
+        """Updates before the length begins."""
+        if path == _PLATEAU:
+            return self._number(_WARMUP)
+        if path == _DECAY:
+            is_wsd = self.known.scheduler.name == "wsd"
+            return self._number(_WARMUP) + (self._number(_PLATEAU) if is_wsd else 0)
+        return 0
+
+    def _ramp(self, path: Path) -> BatchRamp:
+        """The batch that a length goes by."""
+        if self.rows is None:
+            raise _Unknown(
+                "the sequences of an update are not known here: set train.global_batch_size, or "
+                "distributed.dp_shard"
+            )
+        stages = [
+            Stage(self.found.get((*_RAMP, i, "start"), start), accum)
+            for i, (start, accum) in enumerate(self.known.train.stages())
+        ]
+        if path in _INTERVALS:
+            stages = [Stage(0, stages[-1].accum)]
+        elif path[:2] == _RAMP:  # those before it
+            stages = stages[: max(1, int(path[2]))]
+        return BatchRamp(tuple(stages), self.rows)
+
+    @cached_property
+    def _per_epoch(self) -> int:
+        self._ramp(_MAX_STEPS)
+        if self.epoch_length is None:
+            raise _Unknown("the training data are not read here: give updates, a share or tokens")
+        config = self.known
+        for (section, key, *_), duration in self.durations.items():
+            changed = getattr(config, str(section)).model_copy(update={str(key): duration})
+            config = config.model_copy(update={str(section): changed})
+        assert self.rows is not None
+        length = self.epoch_length(config, self.rows)
+        if length is None:
+            raise _Unknown(
+                "random tokens, streams and mixtures have no epochs: give updates, a share as "
+                '"10%", or tokens as "1B tok"'
+            )
+        return length
+
+
+def _rank(path: Path) -> int:
+    """Durations of a lower rank are resolved first."""
+    if path[:2] == _RAMP:
+        return int(path[2])
+    first = (_MAX_STEPS, _WARMUP, _PLATEAU)
+    return 1000 + (first.index(path) if path in first else len(first))
+
+
+def _follows_the_run(path: Path) -> bool:
+    """Whether a duration may depend on ramp and max_steps, rather than make them."""
+    return _rank(path) > _rank(_MAX_STEPS)
+
+
+def _scaled(config: JobConfig, rows: int | None) -> dict[str, Any]:
+    """Keys of `[optimizer]` whose learning rates fit the batch, so that no one scales them again.
+
+    Raises:
+        UserError: The batch is not known.
+    """
+    optimizer = config.optimizer
+    rule, base = optimizer.lr_scale_rule, optimizer.lr_base_batch
+    if rows is None:
+        raise UserError(
+            f'optimizer.lr_scale_rule = "{rule}": the sequences of an update are not known here: '
+            "set train.global_batch_size, or distributed.dp_shard"
+        )
+    assert base is not None
+    batch = rows * config.train.grad_accum_steps
+    factor = batch / base if rule == "linear" else math.sqrt(batch / base)
+    rates = {"lr": optimizer.lr, "muon_adam_lr": optimizer.muon_adam_lr}
+    scaled = {key: rate * factor for key, rate in rates.items() if rate is not None}
+    return {**scaled, "lr_scale_rule": "none", "lr_base_batch": batch}
+
+
+def _durations(value: Any, path: Path = ()) -> Iterator[tuple[Path, Duration]]:  # noqa: ANN401
+    """The durations among values as read, where the schema allows for them."""
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, item in items:
+            yield from _durations(item, (*path, name))
+    elif isinstance(value, str) and (node_at(path) or {}).get("duration"):
+        duration = parse_duration(value)
+        if duration is not None:
+            yield path, duration
+
+
+def _with_lists(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A copy in which lone tables are lists of one, where the schema wants lists."""
+    copied = copy.deepcopy(dict(values))
+    for section, table in copied.items():
+        for key, value in table.items() if isinstance(table, dict) else ():
+            if isinstance(value, dict) and (node_at((section, key)) or {}).get("type") == "array":
+                table[key] = [value]
+    return copied
+
+
+def _without(values: dict[Any, Any], durations: Mapping[Path, Duration]) -> dict[Any, Any]:
+    """A copy with some number for each duration; lists and tables with durations are left out.
+
+    But the ramp keeps its sizes.
+    """
+    values = copy.deepcopy(values)
+    for section, key in {path[:2] for path in durations}:
+        if (section, key) == _RAMP:
+            values["train"][key] = list(_with_some_starts(values["train"][key]))
+        elif (section, key) in durations:
+            values[section][key] = 1
+        else:
+            del values[section][key]
+    return values
+
+
+def _with_some_starts(stages: list[Any]) -> Iterator[Any]:
+    """The stages of a ramp with starts that increase, in place of durations."""
+    previous = -1
+    for stage in stages:
+        start = stage.get("start", 0) if isinstance(stage, dict) else None
+        if isinstance(start, str) and parse_duration(start):
+            start = previous + 1
+            stage = {**stage, "start": start}
+        if str(start).isdigit():
+            previous = int(str(start))
+        yield stage
+
+
+def _put(values: Any, path: Path, value: int) -> None:  # noqa: ANN401
+    *way, last = path
+    for part in way:
+        values = values[part]
+    values[last] = value

@@ -1,0 +1,1 @@
+"""From text to token shards: what `prepare` reads, tokenizers, conversations."""

@@ -1,0 +1,163 @@
+"""Documents as pieces of text.
+
+A piece is a document, or some whole lines of a long one, so that no more than a piece of a text
+file is in memory. Where a tokenizer looks across line ends, a token at the seam of two pieces may
+differ from what it makes of the document in one go; once per MiB at most.
+"""
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import BinaryIO, NamedTuple, TypeVar
+
+from jaxforge.corpus.inputs import READ_ERRORS, Input, Record
+from jaxforge.errors import UserError
+
+_PIECE_BYTES = 1 << 20
+_Input = TypeVar("_Input", bound=Input)
+
+
+class Place(NamedTuple):
+    """How far reading has come.
+
+    Attributes:
+        input: index of the input.
+        record: records of it that are done.
+        offset: bytes of the next record's text that are done.
+    """
+
+    input: int = 0
+    record: int = 0
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some whole lines of a document.
+
+    Attributes:
+        document: its name.
+        split: "train" or "validation".
+        text: the lines.
+        size: bytes that they were.
+        valid: they were UTF-8.
+        last: the document ends here.
+        end: where to go on reading.
+        skipped: nothing but a bad record that was left out.
+    """
+
+    document: str
+    split: str
+    text: str
+    size: int
+    valid: bool
+    last: bool
+    end: Place
+    skipped: bool = False
+
+
+def split_of(document: str, validation_fraction: float) -> str:
+    """ "train" or "validation", by the document's name only."""
+    return "validation" if _hash(document) < validation_fraction else "train"
+
+
+def _hash(text: str) -> float:
+    """A number in [0, 1) that looks random and is the same everywhere."""
+    return int.from_bytes(hashlib.sha256(os.fsencode(text)).digest()[:6], "big") / 2**48
+
+
+def shuffled(inputs: Iterable[_Input], seed: int) -> list[_Input]:
+    """`inputs` in an order that depends on their names and `seed` only."""
+    return sorted(inputs, key=lambda source: _hash(f"{seed} {source.name}"))
+
+
+def first_bytes(inputs: Sequence[_Input], max_bytes: int | None) -> list[_Input]:
+    """The inputs at the front that reach `max_bytes` of text together, or all.
+
+    An input whose text must be read to be measured counts nothing here.
+    """
+    before = accumulate((source.text_size or 0 for source in inputs), initial=0)
+    limit = max_bytes or sys.maxsize
+    return [source for source, start in zip(inputs, before, strict=False) if start < limit]
+
+
+def pieces(
+    inputs: Sequence[Input],
+    *,
+    validation_fraction: float = 0.0,
+    max_bytes: int | None = None,
+    skip_bad: bool = False,
+    start: Place | None = None,
+    before: int = 0,
+) -> Iterator[Piece]:
+    """Reads documents in pieces of about a MiB; what is not UTF-8 becomes U+FFFD.
+
+    Args:
+        inputs: in order.
+        validation_fraction: part of the documents that are "validation"; which, depends on their
+            names only.
+        max_bytes: stop with the line that reaches so many bytes.
+        skip_bad: leave records out that hold no text; otherwise they are errors.
+        start: where to begin.
+        before: bytes of text before `start`.
+
+    Raises:
+        UserError: an input cannot be read, or holds a bad record.
+    """
+    left = (max_bytes or sys.maxsize) - before
+    place = start or Place()
+    for i, source in enumerate(inputs[place.input :], place.input):
+        offset = place.offset if i == place.input else 0
+        try:
+            for record in source.records(place.record if i == place.input else 0):
+                if left <= 0:
+                    return
+                if record.problem:
+                    yield _skipped(i, source, record, skip_bad)
+                    continue
+                for piece in _of_record(i, source, record, offset, left, validation_fraction):
+                    left -= piece.size
+                    yield piece
+                offset = 0
+        except READ_ERRORS as error:
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(f"cannot read {source.where}: {reason}") from error
+
+
+def _skipped(i: int, source: Input, record: Record, skip_bad: bool) -> Piece:
+    if not skip_bad:
+        raise UserError(
+            f"{record.problem}; correct it, or have jaxforge.prepare leave such out: --skip-bad"
+        )
+    end = Place(i, record.number)
+    return Piece(source.document(record.number), "train", "", 0, True, False, end, skipped=True)
+
+
+def _of_record(
+    i: int, source: Input, record: Record, offset: int, limit: int, validation_fraction: float
+) -> Iterator[Piece]:
+    document = source.document(record.number)
+    split = split_of(document, validation_fraction)
+    record.content.seek(offset)
+    for data, last in _lines(record.content, limit):
+        offset += len(data)
+        end = Place(i, record.number) if last else Place(i, record.number - 1, offset)
+        # No byte of a multi-byte character equals a line end: lines decode on their own.
+        try:
+            text, valid = data.decode("utf-8"), True
+        except UnicodeDecodeError:
+            text, valid = data.decode("utf-8", errors="replace"), False
+        yield Piece(document, split, text, len(data), valid, last, end)
+
+
+def _lines(file: BinaryIO, limit: int) -> Iterator[tuple[bytes, bool]]:
+    """Whole lines, about a MiB at a time, and whether they are the last."""
+    data = b"".join(file.readlines(min(limit, _PIECE_BYTES)))
+    while data:
+        limit -= len(data)
+        rest = b"".join(file.readlines(min(limit, _PIECE_BYTES))) if limit > 0 else b""
+        yield data, not rest
+        data = rest

@@ -1,0 +1,1 @@
+"""One update as one program: loss, gradients, guard, optimizer."""

@@ -1,0 +1,418 @@
+"""Token-weighted loss. Sums travel with their weights until the last division.
+
+    loss = Σ_m scale_m · Σ_{valid tokens of microbatch m} -log p(label)
+           + z_loss_weight · mean over all positions of logsumexp(logits)²
+
+`loss_norm = "tokens"` gives every valid token of an update the same weight; `"microbatch"` is the
+mean over microbatches of each one's token mean, as in PyTorch loops that divide by accumulation.
+
+The gradient is written out (`weighted_loss`). It goes through the logits in one of two ways:
+
+    tiles of tokens       all of the vocabulary at once, for some tokens. The gradient is computed
+                          with the loss, so no logit is computed twice: three matrix products.
+    chunks of vocabulary  all tokens at once, for a part of the vocabulary, with a running
+                          logsumexp. Logits are computed again in the backward pass: four products,
+                          and memory that does not grow with the vocabulary.
+
+Inside a pipeline, each stage has its share of the vocabulary: logsumexp, the label's logit and the
+gradient of the hidden states are then reduced over the shares here.
+
+Of a mixture, Σ -log p(label) of each dataset comes along; no gradient is taken of it.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from jaxforge.config.train import TrainConfig
+from jaxforge.data.packing import IGNORE
+from jaxforge.model.scoring import soft_cap, soft_cap_slope
+from jaxforge.model.transformer import Model, project
+from jaxforge.parallel.sharding import (
+    constrain,
+    gathered,
+    largest,
+    size_per_device,
+    taken_over,
+    total,
+)
+from jaxforge.side import Scales
+from jaxforge.step.vocab_chunks import Chunk, chunks_of, entry_ids, joined
+
+_LOGITS = 1 << 25  # of a vocabulary chunk on one device, where ce_vocab_chunk = 0: 128 MiB
+_SMALLEST_CHUNK = 1024  # vocabulary entries: below it, products are slow
+_HEAD = ("vocab", "embed")  # logical axes of the output head
+
+
+class LossSum(NamedTuple):
+    """A sum and what to divide it by. Sums of two add; means would not.
+
+    Attributes:
+        total: Σ -log p(label) over valid tokens, float32.
+        weight: number of valid tokens, float32.
+        square_lse: Σ logsumexp(logits)² over all positions, valid or not, float32.
+        by_dataset: `total` of each dataset, of a mixture.
+    """
+
+    total: Float[Array, ""]
+    weight: Float[Array, ""]
+    square_lse: Float[Array, ""]
+    by_dataset: Float[Array, "n"] | None = None
+
+    def plus(self, other: "LossSum") -> "LossSum":
+        """Sum by sum."""
+        return jax.tree.map(jnp.add, self, other)
+
+
+class WeightedLoss(NamedTuple):
+    """Of a microbatch.
+
+    Attributes:
+        cross_entropy: scales.token · Σ -log p(label).
+        z_loss: scales.position · Σ logsumexp².
+        by_dataset: Σ -log p(label) of each dataset, of a mixture.
+    """
+
+    cross_entropy: Float[Array, ""]
+    z_loss: Float[Array, ""]
+    by_dataset: Float[Array, "n"] | None
+
+    @property
+    def value(self) -> Float[Array, ""]:
+        """The sum of both."""
+        return self.cross_entropy + self.z_loss
+
+
+def valid_tokens(labels: Int[Array, "... b s"]) -> Int[Array, "..."]:
+    """How many labels of each batch count."""
+    return jnp.sum(labels != IGNORE, axis=(-2, -1), dtype=jnp.int32)
+
+
+def valid_tokens_by_dataset(
+    labels: Int[Array, "m b s"], members: Bool[Array, "m b n"]
+) -> Int[Array, "n"]:
+    """How many labels of each dataset count."""
+    of_row = jnp.sum(labels != IGNORE, axis=-1, dtype=jnp.int32)
+    return jnp.sum(jnp.where(members, of_row[..., None], 0), axis=(0, 1))
+
+
+def token_scales(counts: Int[Array, "m"], norm: str) -> Float[Array, "m"]:
+    """Weight of one token of each microbatch in the loss of the update.
+
+    Args:
+        counts: valid tokens of each microbatch, over all devices.
+        norm: `train.loss_norm`.
+    """
+    weights = counts.astype(jnp.float32)
+    divisor = weights * weights.shape[0] if norm == "microbatch" else jnp.sum(weights)
+    # Nothing to learn from: no division by zero, no gradient.
+    return jnp.where(weights > 0, 1.0 / jnp.maximum(divisor, 1.0), 0.0)
+
+
+class Tiling(NamedTuple):
+    """How logits are made: how many of them exist at a time, and what bounds them.
+
+    Attributes:
+        tokens: of each sequence.
+        vocab: entries of each device's share of the vocabulary.
+        softcap: `model.final_logit_softcap`.
+    """
+
+    tokens: int
+    vocab: int
+    softcap: float | None = None
+
+
+def tiling(config: TrainConfig, batch: int, length: int, vocab: int, tile: int | None) -> Tiling:
+    """What `train.loss_fn` stands for, for a microbatch [batch, length].
+
+    Args:
+        config: the `[train]` section.
+        batch: sequences, over all devices.
+        length: tokens of a sequence.
+        vocab: size of the vocabulary.
+        tile: logits that the platform likes to see at a time, on a device; None: any number.
+    """
+    rows, entries = size_per_device(batch, "batch"), size_per_device(vocab, "vocab")
+    chunked = config.loss_fn == "chunked_cross_entropy"
+    if config.ce_chunk_size or not chunked:
+        likes = length if tile is None else tile // entries // rows
+        tokens = config.ce_chunk_size // rows if chunked else likes
+        return Tiling(max(1, min(tokens, length)), entries)
+    chunk = config.ce_vocab_chunk or max(_SMALLEST_CHUNK, _LOGITS // (rows * length))
+    return Tiling(length, min(chunk, entries))
+
+
+def tiles_of(config: TrainConfig, labels: Array, head: Array, model: Model) -> Tiling:
+    """`tiling` of labels [b, s] and a head [v, d], for a model's logits."""
+    batch, length = labels.shape
+    tiles = tiling(config, batch, length, head.shape[0], model.how.tile)
+    return tiles._replace(softcap=model.config.final_logit_softcap)
+
+
+def cross_entropy(
+    hidden_BSD: Float[Array, "b s d"],
+    head_VD: Float[Array, "v d"],
+    labels_BS: Int[Array, "b s"],
+    tiling: Tiling,
+    members_BN: Bool[Array, "b n"] | None = None,
+) -> LossSum:
+    """Sums of the loss of a batch from its final hidden states; of datasets too, given members."""
+    if _by_chunks(tiling, head_VD):
+        return _by_vocab(tiling, hidden_BSD, head_VD, labels_BS, members_BN)[0]
+    weights = gathered(head_VD.astype(hidden_BSD.dtype), _HEAD)
+
+    def one(total: LossSum, tile: _Tile) -> tuple[LossSum, None]:
+        return total.plus(_tile_sums(tile, weights, members_BN, tiling.softcap)[0]), None
+
+    tiles, none = _tiles(tiling.tokens, hidden_BSD, labels_BS)
+    return _fold(one, _tile_sums(none, weights, members_BN, tiling.softcap)[0], tiles)[0]
+
+
+def _by_chunks(tiling: Tiling, head_VD: Array) -> bool:
+    return tiling.vocab < size_per_device(head_VD.shape[0], "vocab")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def weighted_loss(
+    tiling: Tiling,
+    hidden_BSD: Float[Array, "b s d"],
+    head_VD: Float[Array, "v d"],
+    labels_BS: Int[Array, "b s"],
+    scales: Scales,
+    members_BN: Bool[Array, "b n"] | None = None,
+) -> WeightedLoss:
+    """Both parts of the loss. Their sum is differentiable in `hidden` and `head`.
+
+    The gradient is that of the sum: each part counts for as much as the other.
+    """
+    return _weigh(cross_entropy(hidden_BSD, head_VD, labels_BS, tiling, members_BN), scales)
+
+
+def _weigh(sums: LossSum, scales: Scales) -> WeightedLoss:
+    return WeightedLoss(
+        scales.token * sums.total, scales.position * sums.square_lse, sums.by_dataset
+    )
+
+
+def _differentiable(
+    tiling: Tiling,
+    hidden: Array,
+    head: Array,
+    labels: Array,
+    scales: Scales,
+    members: Array | None,
+) -> tuple[WeightedLoss, tuple[Any, ...]]:
+    """The loss, and what the backward pass needs: here, by tiles of tokens, the gradient itself."""
+    if _by_chunks(tiling, head):
+        sums, lse = _by_vocab(tiling, hidden, head, labels, members)
+        return _weigh(sums, scales), (hidden, head, labels, scales, lse)
+    sums, d_hidden, d_head_DV = _gradient_by_tokens(tiling, hidden, head, labels, scales, members)
+    d_head = constrain(d_head_DV.T, *_HEAD)
+    return _weigh(sums, scales), (d_hidden, d_head.astype(head.dtype))
+
+
+def _differentiate(
+    tiling: Tiling, saved: tuple[Any, ...], d: WeightedLoss
+) -> tuple[Array, Array, None, None, None]:
+    d_loss = d.cross_entropy
+    if len(saved) == 2:
+        d_hidden, d_head = (d_loss.astype(grad.dtype) * grad for grad in saved)
+    else:
+        hidden, head, labels, scales, lse = saved
+        scales = Scales(d_loss * scales.token, d_loss * scales.position)
+        d_hidden, d_head = _gradient_by_vocab(tiling, hidden, head, labels, scales, lse)
+    return d_hidden, d_head, None, None, None
+
+
+weighted_loss.defvjp(_differentiable, _differentiate)
+
+
+class _Tile(NamedTuple):
+    """Some tokens: hidden states [t, d], labels [t], and which are no padding [t]."""
+
+    hidden: Array
+    labels: Array
+    real: Array
+
+    @property
+    def valid(self) -> Array:
+        return self.labels != IGNORE
+
+
+def _tiles(tokens: int, hidden: Array, labels: Array) -> tuple[_Tile, _Tile]:
+    """Slices [n, t, ...] along the sequence, which no device axis splits here; and an empty one.
+
+    The last slice is padded.
+    """
+    batch, length = labels.shape
+    n = -(-length // tokens)
+    pad = (0, n * tokens - length)
+
+    def cut(x: Array, fill: int) -> Array:
+        x = jnp.pad(x, ((0, 0), pad, *((0, 0),) * (x.ndim - 2)), constant_values=fill)
+        x = x.reshape(batch, n, tokens, *x.shape[2:]).swapaxes(0, 1)
+        return x.reshape(n, batch * tokens, *x.shape[3:])
+
+    real = cut(jnp.ones_like(labels), 0) == 1
+    tiles = _Tile(cut(hidden, 0), cut(labels, IGNORE), real)
+    return tiles, jax.tree.map(lambda x: x[0, :0], tiles)
+
+
+def _whole(hidden: Array, labels: Array) -> _Tile:
+    """All tokens as one tile."""
+    return jax.tree.map(lambda x: x[0], _tiles(labels.shape[1], hidden, labels)[0])
+
+
+def _fold(one: Callable[..., Any], start: PyTree, tiles: _Tile) -> tuple[Any, Any]:
+    """`lax.scan`, without the loop where there is a single tile."""
+    if tiles.labels.shape[0] > 1:
+        return jax.lax.scan(one, start, tiles)
+    carry, y = one(start, jax.tree.map(lambda x: x[0], tiles))
+    return carry, jax.tree.map(lambda x: x[None], y)
+
+
+def _tile_sums(
+    tile: _Tile, weights_VD: Array, members_BN: Array | None, softcap: float | None
+) -> tuple[LossSum, Array, Array, Array]:
+    """Sums of a tile; its logits [t, v], logsumexp [t, 1], and where its labels are [t, v]."""
+    logits_TV = soft_cap(project(tile.hidden, weights_VD), softcap)
+    lse_T1 = _over_shares(jax.nn.logsumexp(logits_TV, axis=-1, keepdims=True))
+    # A comparison, not a gather: it stays local when the vocabulary is split over devices.
+    is_label_TV = entry_ids(weights_VD.shape[0]) == tile.labels[:, None]
+    label_logits_T = jnp.sum(jnp.where(is_label_TV, logits_TV, 0.0), axis=-1)
+    sums = _sum_up(tile, lse_T1[:, 0], total(label_logits_T, "vocab"), members_BN)
+    return sums, logits_TV, lse_T1, is_label_TV
+
+
+def _over_shares(lse: Array) -> Array:
+    """The logsumexp over the whole vocabulary, from that over each device's share."""
+    if not taken_over("vocab"):
+        return lse
+    top = largest(lse, "vocab")
+    return top + jnp.log(total(jnp.exp(lse - top), "vocab"))
+
+
+def _sum_up(tile: _Tile, lse_T: Array, label_logits_T: Array, members_BN: Array | None) -> LossSum:
+    nats_T = jnp.where(tile.valid, lse_T - label_logits_T, 0.0)
+    return LossSum(
+        total=jnp.sum(nats_T),
+        weight=jnp.sum(tile.valid, dtype=jnp.float32),
+        square_lse=jnp.sum(jnp.where(tile.real, lse_T * lse_T, 0.0)),
+        by_dataset=None if members_BN is None else _by_dataset(nats_T, members_BN),
+    )
+
+
+def _by_dataset(nats_T: Array, members_BN: Array) -> Array:
+    """Sums over each dataset's tokens; a tile has as many of every sequence."""
+    nats_B = jnp.sum(nats_T.reshape(members_BN.shape[0], -1), axis=1)
+    return jnp.sum(jnp.where(members_BN, nats_B[:, None], 0.0), axis=0)
+
+
+def _d_logits(
+    tile: _Tile,
+    scales: Scales,
+    logits: Array,
+    lse_T1: Array,
+    is_label: Array,
+    softcap: float | None,
+) -> Array:
+    """The gradient of some logits [t, v] of a tile, in the dtype of its hidden states.
+
+    Where they are capped, it is that of what was capped; the logits of padding are -inf.
+    """
+    label_scale = jnp.where(tile.valid, scales.token, 0.0)[:, None]
+    all_scale = label_scale + jnp.where(tile.real, scales.position, 0.0)[:, None] * 2 * lse_T1
+    gradient = all_scale * jnp.exp(logits - lse_T1) - jnp.where(is_label, label_scale, 0.0)
+    if softcap is not None:
+        gradient *= soft_cap_slope(logits, softcap)
+    return gradient.astype(tile.hidden.dtype)
+
+
+def _gradient_by_tokens(
+    tiling: Tiling,
+    hidden: Array,
+    head: Array,
+    labels: Array,
+    scales: Scales,
+    members: Array | None,
+) -> tuple[LossSum, Array, Array]:
+    """Sums, and the gradients [b, s, d] and [d, v]: of the head it is Σ hiddenᵀ · d_logits."""
+    weights = gathered(head.astype(hidden.dtype), _HEAD)
+
+    def of_tile(tile: _Tile) -> tuple[LossSum, Array, Array]:
+        sums, logits, lse, is_label = _tile_sums(tile, weights, members, tiling.softcap)
+        d_logits = _d_logits(tile, scales, logits, lse, is_label, tiling.softcap)
+        product = _product if taken_over("vocab") else jnp.einsum  # a summand, or the whole
+        d_hidden = product("tv,vd->td", d_logits, weights)
+        return sums, d_hidden, _product("td,tv->dv", tile.hidden, d_logits)
+
+    def one(carry: tuple[LossSum, Array], tile: _Tile) -> tuple[tuple[LossSum, Array], Array]:
+        sums, d_hidden, d_head = of_tile(tile)
+        return (carry[0].plus(sums), constrain(carry[1] + d_head, "embed", "vocab")), d_hidden
+
+    tiles, none = _tiles(tiling.tokens, hidden, labels)
+    no_sums, _, no_gradient = of_tile(none)  # zeros that vary over the same mesh axes
+    (sums, d_head), d_tiles = _fold(one, (no_sums, no_gradient), tiles)
+    batch, length, dim = hidden.shape
+    d_hidden = d_tiles.reshape(-1, batch, tiling.tokens, dim).swapaxes(0, 1)
+    d_hidden = d_hidden.reshape(batch, -1, dim)[:, :length]
+    return sums, total(d_hidden, "vocab").astype(hidden.dtype), d_head
+
+
+def _by_vocab(
+    tiling: Tiling, hidden: Array, head: Array, labels: Array, members: Array | None
+) -> tuple[LossSum, Float[Array, "t"]]:
+    """Sums, and the logsumexp of each token, by a running one over chunks of the vocabulary."""
+    tile = _whole(hidden, labels)
+
+    def one(carry: tuple[Array, Array, Array], chunk: Chunk) -> tuple[Any, None]:
+        top, rest, label_logits = carry
+        logits = chunk.logits(tile.hidden, tiling.softcap)
+        new_top = jnp.maximum(top, jnp.max(logits, axis=-1))
+        rest = rest * jnp.exp(top - new_top) + jnp.sum(jnp.exp(logits - new_top[:, None]), -1)
+        is_label = chunk.ids == tile.labels[:, None]
+        return (new_top, rest, label_logits + jnp.sum(jnp.where(is_label, logits, 0.0), -1)), None
+
+    zeros = jnp.sum(_zeros(tile.hidden, head)[:, :0], axis=-1)
+    chunks = chunks_of(gathered(head.astype(hidden.dtype), _HEAD), tiling.vocab)
+    (top, rest, label_logits), _ = jax.lax.scan(one, (zeros - jnp.inf, zeros, zeros), chunks)
+    lse = _over_shares(top + jnp.log(rest))
+    return _sum_up(tile, lse, total(label_logits, "vocab"), members), lse
+
+
+def _gradient_by_vocab(
+    tiling: Tiling,
+    hidden: Array,
+    head: Array,
+    labels: Array,
+    scales: Scales,
+    lse: Array,
+) -> tuple[Array, Array]:
+    tile = _whole(hidden, labels)
+
+    def one(d_hidden: Array, chunk: Chunk) -> tuple[Array, Array]:
+        is_label = chunk.ids == tile.labels[:, None]
+        logits = chunk.logits(tile.hidden, tiling.softcap)
+        d_logits = _d_logits(tile, scales, logits, lse[:, None], is_label, tiling.softcap)
+        d_hidden += _product("tv,vd->td", d_logits, chunk.weights)
+        return d_hidden, _product("tv,td->vd", d_logits, tile.hidden).astype(head.dtype)
+
+    chunks = chunks_of(gathered(head.astype(hidden.dtype), _HEAD), tiling.vocab)
+    d_hidden, d_chunks = jax.lax.scan(one, _zeros(tile.hidden, head), chunks)
+    d_head = constrain(joined(d_chunks, head.shape[0]), *_HEAD)
+    return total(d_hidden, "vocab").reshape(hidden.shape).astype(hidden.dtype), d_head
+
+
+def _zeros(like: Array, head: Array) -> Array:
+    """float32, varying over the mesh axes that products of the two vary over."""
+    return jnp.zeros_like(like, jnp.float32) + jnp.sum(head[:0], dtype=jnp.float32)
+
+
+def _product(dimensions: str, left: Array, right: Array) -> Float[Array, "_ _"]:
+    """A product, accumulated in float32."""
+    return jnp.einsum(dimensions, left, right, preferred_element_type=jnp.float32)

@@ -1,0 +1,304 @@
+"""Gradients and loss of a batch, summed over its microbatches, on any mesh.
+
+Gradients are reduced between data-parallel devices in one of two ways (`train.grad_sync`):
+
+    update      weights are gathered once and gradients reduced once, around the scan over
+                microbatches, which itself exchanges nothing between data-parallel devices. Costs
+                the memory of whole weights (compute dtype) and whole gradients (float32).
+    microbatch  the partitioner gathers each layer's weights as they are needed and reduces its
+                gradients at once, in every microbatch: more traffic, least memory.
+
+Microbatches come one by one, or, where there are stages, as `pipeline.schedule` has them. What the
+layers and the loss tell besides (`Side`) goes the way of the loss.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, PyTree, Shaped
+
+from jaxforge.config.job import JobConfig
+from jaxforge.config.model import LAYERS
+from jaxforge.config.train import TrainConfig
+from jaxforge.model import remat
+from jaxforge.model.attention import Context
+from jaxforge.model.attention_backends import BACKENDS
+from jaxforge.model.linear import is_matrix
+from jaxforge.model.plan import LayerKind
+from jaxforge.model.transformer import Model, Params, join
+from jaxforge.parallel.mesh import DATA_AXES, STAGES, data_parallel_size
+from jaxforge.parallel.sharding import (
+    Axes,
+    constrain,
+    param_shardings,
+    partition_spec,
+    share_of_sum,
+    total,
+    without_data,
+)
+from jaxforge.parallel.stages import apart
+from jaxforge.pipeline import spmd
+from jaxforge.pipeline.schedule import SCHEDULES
+from jaxforge.side import Scales, Side, combine, merge
+from jaxforge.step.cross_entropy import token_scales, valid_tokens
+from jaxforge.step.losses import build_loss
+
+Batch = dict[str, Shaped[Array, "m b ..."]]
+"""`input_ids`, `labels` and, when packed, `doc_ids`: [microbatches, sequences, tokens].
+
+Of a mixture, also `dataset_idx` [microbatches, sequences], or in its place `members`. What else the
+data have is handed to model and loss, microbatch by microbatch.
+"""
+
+
+class Loss(NamedTuple):
+    """Of an update, or of a part of it.
+
+    Attributes:
+        side: terms of the loss, those of layers included; metrics and stats of the loss function.
+        layers: metrics and stats of the layers, by row of stacked parameters.
+    """
+
+    side: Side
+    layers: Side
+
+    @property
+    def value(self) -> Float[Array, ""]:
+        """What is minimised."""
+        return self.side.loss
+
+    @property
+    def stats(self) -> PyTree:
+        """What untrained state is updated from."""
+        return {**self.side.stats, LAYERS: self.layers.stats}
+
+
+AddUp = Callable[[Params, Params, Batch, Scales], tuple[Params, Loss]]
+"""(params, model state, batch, scales) -> gradients (float32) and loss, summed over microbatches.
+
+`scales.token` has one for each microbatch.
+"""
+
+
+def make_gradients(
+    model: Model, config: JobConfig, mesh: Mesh
+) -> Callable[[Params, Params, Batch], tuple[Params, Loss]]:
+    """(params, model state, batch) -> float32 gradients, laid out like parameters, and the loss."""
+    train, stages = config.train, _stages(mesh)
+    add_up = pipelined(model, config) if stages else functools.partial(accumulate, model, train)
+    if train.grad_sync == "update" and data_parallel_size(mesh) > 1:
+        return _reduced_once(model, train, mesh, add_up)
+    if stages:
+        specs = _specs(model.axes, stages)
+        add_up = jax.shard_map(
+            add_up, mesh=mesh, in_specs=(specs, _specs(model.state.axes, stages), P(), P()),
+            out_specs=(specs, Loss._make((P(), P(stages)))),
+            axis_names=set(stages), check_vma=_checked(model),
+        )  # fmt: skip
+    shardings = param_shardings(model.abstract, model.axes, mesh)
+
+    def gradients(params: Params, state: Params, batch: Batch) -> tuple[Params, Loss]:
+        grads, loss = add_up(params, state, batch, update_scales(batch, train))
+        return jax.lax.with_sharding_constraint(grads, shardings), loss
+
+    return gradients
+
+
+def with_members(batch: Batch, n_datasets: int) -> Batch:
+    """A batch of a mixture with `members` [m, b, datasets]: which dataset each sequence is of."""
+    if not n_datasets:
+        return batch
+    rest = {name: leaf for name, leaf in batch.items() if name != "dataset_idx"}
+    return {**rest, "members": batch["dataset_idx"][..., None] == jnp.arange(n_datasets)}
+
+
+def accumulate(
+    model: Model, config: TrainConfig, params: Params, state: Params, batch: Batch, scales: Scales
+) -> tuple[Params, Loss]:
+    """Gradients (float32) and loss of a batch, summed over its microbatches by a scan."""
+    loss = build_loss(config, model)
+
+    def microbatch_loss(params: Params, batch: Batch, token: Array) -> tuple[Array, Loss]:
+        own, variables = scales._replace(token=token), join(params, state)
+        hidden, out = model.forward(variables, batch, own)
+        side = loss(variables, hidden, batch, own).joined_by(out.side)
+        return side.loss, Loss(side, out.side._replace(terms={}))
+
+    gradient = jax.grad(microbatch_loss, has_aux=True)
+
+    def body(total: Params, xs: tuple[Batch, Array]) -> tuple[Params, Loss]:
+        grads, loss = gradient(params, *xs)
+        return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, grads), loss
+
+    xs = (batch, scales.token)
+    if scales.token.shape[0] == 1:
+        grads, of_one = gradient(params, *jax.tree.map(lambda x: x[0], xs))
+        return jax.tree.map(lambda g: g.astype(jnp.float32), grads), of_one
+    # Zeros made from what they will add up, so that they vary over the same mesh axes.
+    zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
+    grads, losses = jax.lax.scan(body, zeros, xs)
+    return grads, _merged(losses)
+
+
+def _merged(losses: Loss) -> Loss:
+    """One of those stacked, in their order."""
+    first = jax.tree.map(lambda x: x[0], losses)
+    rest = jax.tree.map(lambda x: x[1:], losses)
+    return jax.lax.scan(lambda total, one: (merge(total, one), None), first, rest)[0]
+
+
+def pipelined(model: Model, config: JobConfig) -> AddUp:
+    """The same sum by pipeline stages: to be called in `shard_map`, manual over `pp`."""
+    d, train = config.distributed, config.train
+    schedule = SCHEDULES[d.pp_schedule](d.pp, train.grad_accum_steps, d.chunks)
+    saves, loss = remat.in_pipeline(model.how.save), build_loss(train, model)
+
+    def run(
+        kind: LayerKind, layer: Params, x: Array, given: tuple[Context, Params]
+    ) -> tuple[Array, Side]:
+        context, state = given
+        x, out = model.block(x, (join(layer, state), None), context=context, kind=kind)
+        return x, out.side
+
+    def add_up(params: Params, state: Params, batch: Batch, scales: Scales) -> tuple[Params, Loss]:
+        of_layers, others = apart(state)
+
+        def enter(params: Params, microbatch: tuple[Batch, Array]) -> Array:
+            return model.enter(join(params, others), microbatch[0])
+
+        def context(x: Array, microbatch: tuple[Batch, Array]) -> Context:
+            batch, token = microbatch
+            own = scales._replace(token=token)
+            return model.context(x, doc_ids=batch.get("doc_ids"), scales=own)
+
+        def leave(params: Params, x: Array, microbatch: tuple[Batch, Array]) -> Side:
+            (batch, token), variables = microbatch, join(params, others)
+            hidden = model.finish(variables, x)
+            return loss(variables, hidden, batch, scales._replace(token=token))
+
+        layer = remat.block(saves.save, run)
+        rows = model.plan.of_rows(model.stack), model.stack.rows() >= 0
+        kinds, is_layer = jax.tree.map(lambda column: column.reshape(d.pp, -1), rows)
+        parts = spmd.Parts(enter, context, layer, leave, kinds, is_layer, saves.is_held)
+        grads, side, layers = spmd.accumulate(
+            schedule, parts, params, of_layers, model.axes, (batch, scales.token)
+        )
+        whole = layers._replace(terms=jax.tree.map(lambda x: total(x, LAYERS), layers.terms))
+        return grads, Loss(side.joined_by(whole), layers._replace(terms={}))
+
+    return add_up
+
+
+def _checked(model: Model) -> bool:
+    return not BACKENDS[model.how.attention].is_opaque
+
+
+def _stages(mesh: Mesh) -> tuple[str, ...]:
+    """The axis of stages, if there are any."""
+    return (STAGES,) if mesh.shape[STAGES] > 1 else ()
+
+
+def _specs(axes: PyTree, manual: tuple[str, ...], first: tuple[Any, ...] = ()) -> PyTree:
+    """How arrays are split over some mesh axes, with a leading dimension split as `first`."""
+
+    def spec(axes: Axes) -> P:
+        kept = (tuple(n for n in manual if n in (a or ())) or None for a in partition_spec(axes))
+        return P(*first, *kept)
+
+    return _by_axes(spec, axes)
+
+
+def _by_axes(spec: Callable[[Axes], P], axes: PyTree) -> PyTree:
+    return jax.tree.map(spec, axes, is_leaf=lambda node: isinstance(node, tuple))
+
+
+def update_scales(batch: Batch, config: TrainConfig) -> Scales:
+    """What numbers count for in the loss of an update; `token` has one for each microbatch."""
+    labels = batch["labels"]
+    microbatches, rows, length = labels.shape
+    return Scales(
+        token=token_scales(valid_tokens(labels), config.loss_norm),
+        position=1 / (microbatches * rows * length),
+        sequence=1 / (microbatches * rows),
+    )
+
+
+def _reduced_once(
+    model: Model, config: TrainConfig, mesh: Mesh, add_up: AddUp
+) -> Callable[[Params, Params, Batch], tuple[Params, Loss]]:
+    """`grad_sync = "update"`: device groups do not communicate while they accumulate.
+
+    The data axes are taken from the partitioner; tp stays with it.
+    """
+    stages = _stages(mesh)
+    reduce = _reduction(model.axes, mesh)
+
+    def gradients(params: Params, state: Params, batch: Batch) -> tuple[Params, Loss]:
+        scales = update_scales(batch, config)
+
+        def of_group(
+            params: Params, state: Params, batch: Batch, token_scales: Array
+        ) -> tuple[Params, Loss]:
+            # Each group differentiates its own copy; the sum over groups comes afterwards.
+            params, token_scales = jax.lax.pcast((params, token_scales), DATA_AXES, to="varying")
+            own = scales._replace(token=token_scales)
+            return jax.tree.map(lambda x: x[None], add_up(params, state, batch, own))
+
+        groups = jax.shard_map(
+            of_group,
+            mesh=mesh,
+            in_specs=(
+                _specs(model.axes, stages),
+                _specs(model.state.axes, stages),
+                P(None, DATA_AXES),
+                P(),
+            ),
+            out_specs=(
+                _specs(model.axes, stages, (DATA_AXES,)),
+                Loss._make((P(DATA_AXES), P(DATA_AXES, stages))),
+            ),
+            axis_names={*DATA_AXES, *stages},
+            check_vma=_checked(model),
+        )
+        gather = functools.partial(_gather, dtype=model.dtype)
+        params = jax.tree.map(gather, params, model.axes)
+        state = jax.tree.map(gather, state, model.state.axes)
+        grads, losses = groups(params, state, batch, scales.token)
+        add, largest = (functools.partial(one, axis=0) for one in (jnp.sum, jnp.max))
+        return reduce(grads), combine(add, largest, losses)
+
+    return gradients
+
+
+def _gather(param: Array, axes: Axes, dtype: jnp.dtype) -> Array:
+    """A parameter whole over the data axes, still split over tp; matrices travel in `dtype`."""
+    if is_matrix(axes):
+        param = param.astype(dtype)
+    return constrain(param, *without_data(axes))
+
+
+def _reduction(axes: PyTree, mesh: Mesh) -> Callable[[Params], Params]:
+    """Sums gradients [group, ...] over groups; each device keeps its share of the sum.
+
+    Manual over every axis: left to the partitioner, the tp shards would be gathered first.
+    """
+
+    def one(grad: Array, axes: Axes) -> Array:
+        grad = grad[0]
+        for dimension, axis in enumerate(partition_spec(axes)):
+            if axis in DATA_AXES:
+                grad = share_of_sum(grad, axis, dimension)
+        unsplit = tuple(axis for axis in DATA_AXES if axis not in tuple(partition_spec(axes)))
+        return jax.lax.psum(grad, unsplit)
+
+    return jax.shard_map(
+        lambda grads: jax.tree.map(one, grads, axes),
+        mesh=mesh,
+        in_specs=(_by_axes(lambda axes: P(DATA_AXES, *partition_spec(without_data(axes))), axes),),
+        out_specs=_by_axes(partition_spec, axes),
+    )

@@ -1,0 +1,127 @@
+"""The losses that `train.loss_fn` names: `register_loss` adds one of yours."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+from jaxtyping import Array, Float
+
+from jaxforge.config.train import CROSS_ENTROPIES, LOSSES, TrainConfig
+from jaxforge.errors import UserError
+from jaxforge.model.transformer import Batch, Model, Params
+from jaxforge.side import NOTHING, Scales, Side
+from jaxforge.step.cross_entropy import cross_entropy, tiles_of, weighted_loss
+
+LossFunction = Callable[[Params, Float[Array, "b s d"], Batch, Scales], Float[Array, ""] | Side]
+"""(parameters, final hidden states, microbatch, scales) -> its part of the update's loss.
+
+The parameters are all of the model's, or, in a pipeline stage, its share of those outside layers;
+`model.head` finds the output head in them. The microbatch has `labels` and whatever else the data
+have. A `Side` names several terms, and metrics.
+"""
+
+LossBuilder = Callable[[TrainConfig, Model], LossFunction]
+"""(the `[train]` section, the model) -> loss."""
+
+MicrobatchLoss = Callable[[Params, Float[Array, "b s d"], Batch, Scales], Side]
+"""The same; of a mixture it tells `dataset_nats`, Σ -log p(label) of each dataset."""
+
+NATS = "dataset_nats"
+
+_by_share: set[Callable[[TrainConfig, Model], MicrobatchLoss]] = set()
+
+
+def register_loss(
+    name: str, *, takes_vocab_share: bool = False
+) -> Callable[[LossBuilder], LossBuilder]:
+    """Decorates what builds the loss that `train.loss_fn` calls `name`.
+
+    The loss is differentiated by JAX, unless it brings its own gradient (`jax.custom_vjp`), and
+    `model.transformer.project` makes logits of hidden states and head. Its terms together are what
+    training minimises; each is logged by its name. Evaluation, and a mixture's losses by dataset,
+    go on to measure cross-entropy. For the latter the logits are computed once more.
+
+    Args:
+        name: how the config calls it.
+        takes_vocab_share: each pipeline stage calls the loss, with its share of the head, and the
+            loss reduces over the shares itself (`parallel.sharding.total`). Others are refused
+            where there are stages.
+    """
+
+    def add(builder: LossBuilder) -> LossBuilder:
+        build = LOSSES.register(name)(_beside_cross_entropy(name, builder))
+        if takes_vocab_share:
+            _by_share.add(build)
+        return builder
+
+    return add
+
+
+def build_loss(config: TrainConfig, model: Model) -> MicrobatchLoss:
+    """The loss that `train.loss_fn` asks for.
+
+    Raises:
+        UserError: the model has pipeline stages, and the loss wants the whole vocabulary; or the
+            model caps logits, and the loss makes logits of its own.
+    """
+    builder = LOSSES[config.loss_fn]
+    cap = model.config.final_logit_softcap
+    if cap is not None and builder is not _cross_entropy:
+        raise UserError(
+            f'train.loss_fn = "{config.loss_fn}" makes logits without the cap of '
+            f'model.final_logit_softcap = {cap}: set train.loss_fn = "cross_entropy", or leave the '
+            "cap out"
+        )
+    if model.stack.stages > 1 and builder not in _by_share:
+        raise UserError(
+            f'train.loss_fn = "{config.loss_fn}" wants the logits of the whole vocabulary, and '
+            f"distributed.pp = {model.stack.stages} gives each stage a share of it: set "
+            "distributed.pp = 1, or register the loss with takes_vocab_share"
+        )
+    return builder(config, model)
+
+
+def _beside_cross_entropy(
+    name: str, builder: LossBuilder
+) -> Callable[[TrainConfig, Model], MicrobatchLoss]:
+    """A loss of one's own, with the cross-entropy of each dataset of a mixture."""
+
+    @functools.wraps(builder)
+    def build(config: TrainConfig, model: Model) -> MicrobatchLoss:
+        own = builder(config, model)
+
+        def loss(params: Params, hidden: Array, batch: Batch, scales: Scales) -> Side:
+            told = own(params, hidden, batch, scales)
+            side = told if isinstance(told, Side) else NOTHING._replace(terms={name: told})
+            if "members" not in batch:
+                return side
+            labels, head = batch["labels"], model.head(params)
+            tiles = tiles_of(config, labels, head, model)
+            hidden, head = jax.lax.stop_gradient((hidden, head))
+            sums = cross_entropy(hidden, head, labels, tiles, batch["members"])
+            assert sums.by_dataset is not None
+            return side._replace(metrics={**side.metrics, NATS: sums.by_dataset})
+
+        return loss
+
+    return build
+
+
+def _cross_entropy(config: TrainConfig, model: Model) -> MicrobatchLoss:
+    def loss(params: Params, hidden: Array, batch: Batch, scales: Scales) -> Side:
+        labels, head = batch["labels"], model.head(params)
+        tiles = tiles_of(config, labels, head, model)
+        own = scales._replace(position=config.z_loss_weight * scales.position)
+        found = weighted_loss(tiles, hidden, head, labels, own, batch.get("members"))
+        terms = {"cross_entropy": found.cross_entropy}
+        if config.z_loss_weight:
+            terms["z_loss"] = found.z_loss
+        metrics = {} if found.by_dataset is None else {NATS: found.by_dataset}
+        return Side(terms, metrics, {})
+
+    return loss
+
+
+for _name in CROSS_ENTROPIES:
+    LOSSES.register(_name)(_cross_entropy)
+_by_share.add(_cross_entropy)

@@ -1,0 +1,45 @@
+"""The train step of a config, lowered for a mesh whose devices need not be here."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxforge.config.job import JobConfig
+from jaxforge.model.transformer import build_model, matmul_precision
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.parallel.mesh import data_parallel_size
+from jaxforge.parallel.sharding import batch_sharding
+from jaxforge.state.train_state import abstract_state
+from jaxforge.step.train_step import Controls, make_train_step
+
+
+def lower_train_step(config: JobConfig, mesh: Mesh) -> jax.stages.Lowered:
+    """The whole update as a user's run would compile it; no array is made.
+
+    Args:
+        config: a config that `rules.check` has passed for the mesh.
+        mesh: of devices here or elsewhere (`parallel.targets`).
+
+    Raises:
+        UserError: a parameter does not divide, or the attention kernel asked for cannot serve.
+    """
+    model = build_model(config, mesh.devices.flat[0].platform)
+    optimizer = build_optimizer(config, model.axes)
+    with jax.set_mesh(mesh), matmul_precision(config):
+        step = make_train_step(model, optimizer, config, mesh)
+        state = abstract_state(model, optimizer, mesh)
+        return step.lower(state, abstract_batch(config, mesh), Controls())
+
+
+def abstract_batch(config: JobConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and shardings of a batch: [microbatches, sequences, tokens]."""
+    train = config.train
+    rows = train.microbatch_size(data_parallel_size(mesh))
+    shape, split = (train.grad_accum_steps, rows, train.seq_len), batch_sharding(mesh)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=split)
+    batch = {"input_ids": tokens, "labels": tokens}
+    if config.data.pack_sequences:
+        batch["doc_ids"] = tokens
+    if config.data.datasets:
+        batch["dataset_idx"] = jax.ShapeDtypeStruct(shape[:2], jnp.int32, sharding=split)
+    return batch

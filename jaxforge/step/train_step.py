@@ -1,0 +1,172 @@
+"""One update as one executable: gradients over microbatches, guard, optimizer."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxforge.config.job import JobConfig
+from jaxforge.model.transformer import Model
+from jaxforge.optim.optimizer import global_norm, learning_rate, updates_made
+from jaxforge.parallel.sharding import constrain
+from jaxforge.parallel.stages import Stack
+from jaxforge.side import value_of
+from jaxforge.state.train_state import Counts, TrainState, state_shardings
+from jaxforge.step.collect import Step, check_collect, collected
+from jaxforge.step.cross_entropy import valid_tokens, valid_tokens_by_dataset
+from jaxforge.step.gradients import Batch, Loss, make_gradients, with_members
+from jaxforge.step.guard import Guard, select
+from jaxforge.step.losses import NATS
+
+Metrics = dict[str, Any]
+"""What a step returns, on the device; `training.result.StepResult` is a typed view of it.
+
+Of a mixture, also `dataset_nats` and `dataset_tokens` [datasets]: Σ -log p over the labels that
+count, and how many.
+"""
+
+
+class Controls(NamedTuple):
+    """What the host decides step by step, as traced scalars: changing them compiles nothing.
+
+    Attributes:
+        lr_scale: factor on the learning rate.
+        apply: whether the update may be applied.
+    """
+
+    lr_scale: Float[Array, ""] | float = 1.0
+    apply: Bool[Array, ""] | bool = True
+
+
+class CompiledSteps:
+    """The train step for each size of batch, by the number of its microbatches.
+
+    Attributes:
+        largest: the one for the largest batch.
+    """
+
+    def __init__(self, by_size: dict[int, jax.stages.Compiled]) -> None:
+        self._by_size, self.largest = by_size, by_size[max(by_size)]
+
+    def __call__(
+        self, state: TrainState, batch: Batch, controls: Controls
+    ) -> tuple[TrainState, Metrics]:
+        """Runs the step."""
+        return self._by_size[batch["labels"].shape[0]](state, batch, controls)
+
+
+def with_microbatches(batch: Batch, n: int) -> Batch:
+    """Shapes of a batch like `batch`, but of `n` microbatches."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype, sharding=x.sharding), batch
+    )
+
+
+TrainStep = Callable[[TrainState, Batch, Controls], tuple[TrainState, Metrics]]
+
+
+def make_train_step(
+    model: Model,
+    optimizer: optax.GradientTransformationExtraArgs,
+    config: JobConfig,
+    mesh: Mesh,
+    *,
+    collect: Iterable[str] = (),
+) -> jax.stages.Wrapped:
+    """The jitted step `(state, batch, controls) -> (state, metrics)`; the state is donated.
+
+    Args:
+        model: the model.
+        optimizer: what `build_optimizer` made.
+        config: a validated config.
+        mesh: where the state lies.
+        collect: more for the metrics to hold, among `step.collect.COLLECTED`.
+
+    Raises:
+        UserError: there is no such thing to collect.
+    """
+    wanted = check_collect(collect)
+    gradients = make_gradients(model, config, mesh)
+    lr = learning_rate(config)
+    guard = Guard(config.train)
+
+    def train_step(
+        state: TrainState, batch: Batch, controls: Controls
+    ) -> tuple[TrainState, Metrics]:
+        batch = with_members(batch, len(config.data.datasets))
+        grads, loss = gradients(state.params, state.model_state, batch)
+        grad_norm = global_norm(grads)
+        n_valid = jnp.sum(valid_tokens(batch["labels"]))
+        apply = controls.apply & (n_valid > 0)  # else decay and moments would move the weights
+        good, verdict = guard.judge(state.guard, loss.value, grad_norm, apply)
+        updates, opt_state = optimizer.update(
+            grads, state.opt_state, state.params, lr_scale=controls.lr_scale
+        )
+        params = optax.apply_updates(state.params, updates)
+        model_state = model.next_state(state.model_state, loss.stats)
+        params, opt_state, model_state = select(
+            good,
+            (params, opt_state, model_state),
+            (state.params, state.opt_state, state.model_state),
+        )
+        counts = _count(state.counts, batch["labels"].shape, n_valid, good)
+        new = TrainState(state.step + 1, params, opt_state, verdict, counts, model_state)
+        goes_on = ~guard.halted(state.guard)
+        new = select(goes_on, new, state)
+        metrics: Metrics = {
+            "loss": loss.value,
+            "grad_norm": grad_norm,
+            "lr": lr(updates_made(new.opt_state)) * controls.lr_scale,
+            "step": new.step,
+            "counts": new.counts,
+            "applied": good & goes_on,
+            "skipped": new.guard.total,
+            "consecutive": new.guard.consecutive,
+            "nonfinite": new.guard.nonfinite,
+            "spikes": new.guard.spikes,
+            "valid_tokens": n_valid,
+        }
+        if "members" in batch:
+            metrics |= {
+                NATS: constrain(
+                    value_of(loss.side.metrics[NATS]), None
+                ),  # whole: all hosts read it
+                "dataset_tokens": constrain(
+                    valid_tokens_by_dataset(batch["labels"], batch["members"]), None
+                ),
+            }
+        metrics |= told(loss, model.stack)
+        parts = Step(grads, updates, metrics["applied"], new.params, model.stack)
+        return new, metrics | collected(wanted, parts)
+
+    shardings = state_shardings(model, optimizer, mesh)
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
+
+
+def told(loss: Loss, stack: Stack) -> Metrics:
+    """`losses`, the terms of the loss if there are several, and `told`, what else has a name.
+
+    What layers tell has one number of each, [layers].
+    """
+    by_layer = {name: stack.unstack(value_of(m)) for name, m in loss.layers.metrics.items()}
+    others = {name: value_of(m) for name, m in loss.side.metrics.items() if name != NATS}
+    told = {name: constrain(one, *[None] * one.ndim) for name, one in (others | by_layer).items()}
+    losses = loss.side.terms if len(loss.side.terms) > 1 else {}
+    return {key: found for key, found in (("losses", losses), ("told", told)) if found}
+
+
+def _count(
+    counts: Counts, shape: tuple[int, ...], n_valid: Int[Array, ""], applied: Bool[Array, ""]
+) -> Counts:
+    """The counts after one attempted step on a batch [microbatches, sequences, tokens]."""
+    microbatches, rows, length = shape
+    samples = microbatches * rows
+    return Counts(
+        samples=counts.samples.plus(samples),
+        tokens=counts.tokens.plus(jnp.where(applied, samples * length, 0)),
+        valid_tokens=counts.valid_tokens.plus(jnp.where(applied, n_valid, 0)),
+    )

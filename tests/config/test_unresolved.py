@@ -1,0 +1,306 @@
+"""Durations become numbers of updates once, or the message says why not."""
+
+import pytest
+
+from jaxforge.config import JobConfig, load_config, load_draft
+from jaxforge.config.duration import Duration
+from jaxforge.config.reading.schema import all_keys
+from jaxforge.errors import UserError
+
+BATCH = ["--train.seq_len=100", "--train.global_batch_size=10"]
+"""1,000 tokens per update."""
+RAMP = (
+    "--train.grad_accum_steps=5",
+    "--train.batch_ramp=[{'start': 0, 'grad_accum_steps': 1}, "
+    "{'start': '2K tok', 'grad_accum_steps': 2}, {'start': '6K tok', 'grad_accum_steps': 5}]",
+)
+"""200, 400 and 1,000 tokens per update from steps 0, 10 and 20 on."""
+
+
+def draft(*settings, file=None):
+    return load_draft(file, [*BATCH, *(f"--{one}".replace("----", "--") for one in settings)])
+
+
+def epoch_of(n):
+    return lambda config, rows: n
+
+
+@pytest.fixture
+def complaint(tmp_path, monkeypatch):
+    """The message for TOML text in x.toml under some settings."""
+    monkeypatch.chdir(tmp_path)
+
+    def resolve(text, *settings, n_devices=1, epoch=None):
+        (tmp_path / "x.toml").write_text(text)
+        with pytest.raises(UserError) as caught:
+            load_draft("x.toml", settings).resolve(n_devices, epoch)
+        return str(caught.value)
+
+    return resolve
+
+
+@pytest.mark.parametrize(
+    ("given", "updates"),
+    [
+        ("500", 500),
+        ("7%", 70),
+        ("0.25%", 2),
+        ("2ep", 21),
+        ("0.5 ep", 6),
+        ("7K tok", 7),
+        ("1 tok", 1),
+    ],
+)
+def test_every_unit_from_the_command_line_and_from_a_file(tmp_path, given, updates):
+    path = tmp_path / "x.toml"
+    path.write_text(f"[scheduler]\nwarmup_steps = '{given}'\n[train]\nmax_steps = 1000")
+    for ours in (
+        draft(f"scheduler.warmup_steps={given}", "train.max_steps=1000"),
+        draft(file=path),
+    ):
+        config = ours.resolve(1, epoch_of(104))
+        assert config.scheduler.warmup_steps == updates
+        assert type(config.scheduler.warmup_steps) is int
+
+
+def test_all_keys_that_count_updates_take_durations():
+    keys = {key for key, node in all_keys().items() if node.get("duration")}
+    assert keys == {
+        "train.max_steps", "train.batch_ramp.start", "scheduler.warmup_steps",
+        "scheduler.decay_steps", "scheduler.stable_steps", "optimizer.schedule_free_warmup_steps",
+        "eval.interval", "eval.start_step", "checkpoint.interval",
+        "checkpoint.dyn_ckpt_window.start", "checkpoint.dyn_ckpt_window.stop",
+        "data.phases.start_step", "data.anneal_start_step",
+        "early_stop.patience_steps", "early_stop.max_steps",
+    }  # fmt: skip
+
+
+def test_keys_in_tables_and_lists():
+    config = draft(
+        "train.max_steps=1000",
+        "data.phases=[{'start_step': '10%'}, {'start_step': 200}, {'start_step': '0.5M tok'}]",
+        "checkpoint.dyn_ckpt_window={'start': '1%', 'stop': '20K tok'}",
+        "eval.interval=10%",
+        "checkpoint.interval=1ep",
+        "early_stop={'active': True, 'patience_steps': '2ep', 'max_steps': '90%'}",
+    ).resolve(1, epoch_of(95))
+    assert [phase.start_step for phase in config.data.phases] == [100, 200, 500]
+    window = config.checkpoint.dyn_ckpt_window
+    assert (window.start, window.stop) == (10, 20)
+    assert (config.eval.interval, config.checkpoint.interval) == (100, 10)
+    assert (config.early_stop.patience_steps, config.early_stop.max_steps) == (19, 900)
+
+
+def test_one_table_that_stands_for_a_list():
+    config = draft("train.max_steps=50", "data.phases={'start_step': '10%'}").resolve(1)
+    assert config.data.phases[0].start_step == 5
+
+
+def test_a_fraction_of_an_epoch_is_trained_in_full():
+    config = draft("train.max_steps=2.5ep", "scheduler.warmup_steps=10%").resolve(1, epoch_of(100))
+    assert (config.train.max_steps, config.scheduler.warmup_steps) == (25, 2)
+
+
+def test_more_updates_than_the_data_have_are_trained():
+    assert draft("train.max_steps=1000").resolve(1, epoch_of(100)).train.max_steps == 1000
+
+
+def test_lengths_follow_the_ramp_from_where_they_begin():
+    config = draft(
+        *RAMP, "train.max_steps=16K tok", "scheduler.name=wsd", "scheduler.warmup_steps=1K tok",
+        "scheduler.stable_steps=2K tok", "scheduler.decay_steps=4K tok",
+        "data.anneal_start_step=7K tok", "eval.interval=2K tok",
+    ).resolve(1)  # fmt: skip
+    assert [stage.start for stage in config.train.stages()] == [0, 10, 20]
+    assert config.train.max_steps == 30
+    scheduler = config.scheduler
+    assert scheduler.warmup_steps == 5
+    assert scheduler.stable_steps == 5 + 3  # 1,000 tokens at 200, and the rest at 400
+    assert scheduler.decay_steps == 7 + 2  # 7 * 400, then 2 * 1,000
+    assert config.data.anneal_start_step == 21
+    assert config.eval.interval == 2
+
+
+def test_a_plateau_is_one_of_wsd_alone():
+    config = draft(
+        *RAMP,
+        "scheduler.warmup_steps=0",
+        "scheduler.stable_steps=20",
+        "scheduler.decay_steps=2K tok",
+    ).resolve(1)
+    assert config.scheduler.decay_steps == 10
+
+
+def test_a_ramp_in_shares_of_the_run():
+    ramp = "train.batch_ramp=[{'grad_accum_steps': 1}, {'start': '10%', 'grad_accum_steps': 5}]"
+    config = draft("train.grad_accum_steps=5", ramp, "train.max_steps=50").resolve(1)
+    assert config.train.batch_ramp[1].start == 5
+
+
+@pytest.mark.parametrize("n_devices", [1, 4])
+def test_the_batch_is_that_of_the_mesh(n_devices):
+    settings = ["--train.seq_len=100", "--train.batch_size=5", "--train.grad_accum_steps=2"]
+    config = load_draft(None, [*settings, "--train.max_steps=8K tok"]).resolve(n_devices)
+    assert config.train.max_steps == 8 // n_devices
+
+
+def test_without_durations_nothing_is_asked():
+    config = draft().resolve(None, lambda config, rows: pytest.fail("opened the data"))
+    assert config == load_config(None, BATCH)
+
+
+def test_data_are_opened_for_epochs_alone():
+    opened = []
+    ours = draft("train.max_steps=1M tok", "eval.interval=5%")
+    ours.resolve(1, lambda config, rows: opened.append(config))
+    assert opened == []
+
+
+def test_who_opens_the_data_sees_no_number_in_place_of_a_duration():
+    seen = []
+
+    def epoch_length(config, rows):
+        seen.append((config, rows))
+        return 100
+
+    draft(*RAMP, "train.max_steps=2ep", "eval.interval=10%", "data.phases={'start_step': '50%'}",
+          "checkpoint.dyn_ckpt_window.stop=1ep").resolve(1, epoch_length)  # fmt: skip
+    [(config, rows)] = seen  # once for all
+    assert rows == 2
+    assert config.train.seq_len == 100
+    for value in (config.train.max_steps, config.eval.interval, config.data.phases,
+                  config.checkpoint.dyn_ckpt_window, config.train.batch_ramp):  # fmt: skip
+        assert isinstance(value, Duration)
+
+
+def test_the_resolved_file_holds_numbers_and_loads_anywhere(tmp_path):
+    config = draft(
+        *RAMP, "train.max_steps=3ep", "eval.interval=5%", "optimizer.lr_scale_rule=linear",
+        "optimizer.lr_base_batch=5",
+    ).resolve(1, epoch_of(100))  # fmt: skip
+    (tmp_path / "config.toml").write_text(config.to_toml())
+    assert load_config(tmp_path / "config.toml") == config
+    assert JobConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_a_wrong_mesh_or_batch_is_left_to_the_rules():
+    settings = ["train.max_steps=50", "eval.interval=10%", "distributed.tp=3"]
+    assert draft(*settings).resolve(2).eval.interval == 5
+    accum = draft("train.grad_accum_steps=20", "train.max_steps=20K tok").resolve(1)
+    assert accum.train.max_steps == 10  # 10 sequences do not make 20 microbatches
+
+
+def test_what_needs_neither_data_nor_devices_resolves_for_any_reader():
+    settings = ["--train.max_steps=100K tok", "--scheduler.warmup_steps=10%"]
+    assert load_config(None, [*BATCH, *settings]).scheduler.warmup_steps == 10
+    mesh = ["--train.seq_len=100", "--train.batch_size=5", "--distributed.dp_shard=2"]
+    assert load_config(None, [*mesh, *settings]).train.max_steps == 100
+
+
+KNOWN = "[train]\nseq_len = 100\nglobal_batch_size = 10\nmax_steps = 100\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "[train]\nmax_steps = '10%'",
+            'x.toml:2: train.max_steps = "10%": this is the whole; expected updates, epochs or '
+            "tokens",
+        ),
+        (
+            KNOWN + "[scheduler]\nwarmup_steps = '10 %%'",
+            'x.toml:6: scheduler.warmup_steps = "10 %%": expected an integer of at least 0, or a '
+            'duration like "10%", "2ep", "1B tok"',
+        ),
+        (
+            KNOWN + "[scheduler]\nwarmup_steps = '0.1%'",
+            'x.toml:6: scheduler.warmup_steps = "0.1%": less than one update: give more, or a '
+            "number of updates",
+        ),
+        (
+            KNOWN + "[eval]\ninterval = '0%'",
+            "x.toml:6: eval.interval = 0: expected an integer greater than 0, or a duration like "
+            '"10%", "2ep", "1B tok"',
+        ),
+        (
+            KNOWN + "[scheduler]\nwarmup_steps = '2ep'\n[eval]\ninterval = '1ep'",
+            'x.toml:6: scheduler.warmup_steps = "2ep": the training data are not read here: give '
+            "updates, a share or tokens\n"
+            'x.toml:8: eval.interval = "1ep": the training data are not read here: give updates, a '
+            "share or tokens",
+        ),
+        (
+            KNOWN + "[[data.phases]]\nstart_step = '20%'\n[[data.phases]]\nstart_step = '10%'",
+            "x.toml:5: [data] the start_step of phases must increase, not go [20, 10]",
+        ),
+        (
+            "[train]\nmax_steps = '1B tok'\nbatch_size = 'many'\n[eval]\ninterval = '1ep'",
+            'x.toml:3: train.batch_size = "many": expected an integer greater than 0',
+        ),
+        (
+            "[train]\nmax_steps = '1M tok'\ngrad_accum_steps = 2\n[[train.batch_ramp]]\n"
+            "grad_accum_steps = 1\n[[train.batch_ramp]]\nstart = '10%'\ngrad_accum_steps = 2",
+            'x.toml:7: train.batch_ramp[1].start = "10%": train.max_steps itself depends on the '
+            "ramp: give the one or the other in updates",
+        ),
+        (
+            "[train]\nbatch_size = '10%'",
+            'x.toml:2: train.batch_size = "10%": expected an integer greater than 0',
+        ),
+    ],
+)
+def test_what_does_not_resolve_is_said_with_its_place(complaint, text, message):
+    assert complaint(text) == message
+
+
+def test_data_without_epochs(complaint):
+    text = KNOWN + "[scheduler]\nwarmup_steps = '2ep'"
+    assert complaint(text, epoch=epoch_of(None)) == (
+        'x.toml:6: scheduler.warmup_steps = "2ep": random tokens, streams and mixtures have no '
+        'epochs: give updates, a share as "10%", or tokens as "1B tok"'
+    )
+
+
+def test_devices_that_are_not_known(complaint):
+    text = "[train]\nmax_steps = '1B tok'"
+    assert complaint(text, n_devices=None) == (
+        'x.toml:2: train.max_steps = "1B tok": the sequences of an update are not known here: set '
+        "train.global_batch_size, or distributed.dp_shard"
+    )
+
+
+def test_settings_are_named_like_any_other(complaint):
+    assert complaint(KNOWN, "--eval.interval=1ep") == (
+        "--eval.interval=1ep: the training data are not read here: give updates, a share or tokens"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "n_devices", "lr", "batch"), [("linear", 1, 2e-3, 40), ("sqrt", 4, 2e-3, 160)]
+)
+def test_the_learning_rate_fits_the_batch(rule, n_devices, lr, batch):
+    """Four times the base batch, linearly; sixteen times, by the root."""
+    settings = [
+        "--train.batch_size=10", "--train.grad_accum_steps=4", "--optimizer.lr=5e-4",
+        "--optimizer.muon_adam_lr=1e-4", f"--optimizer.lr_scale_rule={rule}",
+        "--optimizer.lr_base_batch=10",
+    ]  # fmt: skip
+    config = load_draft(None, settings).resolve(n_devices)
+    optimizer = config.optimizer
+    assert optimizer.lr == pytest.approx(lr)
+    assert optimizer.muon_adam_lr == pytest.approx(4e-4)
+    assert (optimizer.lr_scale_rule, optimizer.lr_base_batch) == ("none", batch)
+
+
+def test_the_learning_rate_by_default_fits_too():
+    config = draft("optimizer.lr_scale_rule=linear", "optimizer.lr_base_batch=5").resolve(1)
+    assert config.optimizer.lr == pytest.approx(6e-4)
+
+
+def test_a_learning_rate_for_an_unknown_batch(complaint):
+    text = "[optimizer]\nlr_scale_rule = 'linear'\nlr_base_batch = 256"
+    assert complaint(text, n_devices=None) == (
+        'optimizer.lr_scale_rule = "linear": the sequences of an update are not known here: set '
+        "train.global_batch_size, or distributed.dp_shard"
+    )

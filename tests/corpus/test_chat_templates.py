@@ -1,0 +1,230 @@
+"""Chat templates against transformers' `apply_chat_template`: ids, and what the assistant says."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import tokenizers
+import transformers
+
+from jaxforge.corpus.chat import ChatTemplate
+from jaxforge.corpus.conversations import Conversations, encode_conversations
+from jaxforge.corpus.entries import FIRST, ID, UNLEARNED
+from jaxforge.corpus.tokenizer import HFTokenizer, load_tokenizer
+from jaxforge.errors import UserError
+
+CHATML = """\
+{%- if tools %}
+    {{- '<|im_start|>tools\n' }}
+    {%- for tool in tools %}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- '<|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}
+        {{- message.content + '<|im_end|>\n' }}
+        {%- endgeneration %}
+    {%- else %}
+        {{- message.content + '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+{%- endif %}
+"""
+UNMARKED = CHATML.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+INSTRUCTIONS = """\
+{{ bos_token }}{% for message in messages %}
+{% if message.role not in ['user', 'assistant'] %}{{ raise_exception('no such role') }}{% endif %}
+{% if message.role == 'user' %}{{ '[INST] ' ~ message.content | trim ~ ' [/INST]' }}{% else %}
+{{ ' ' ~ message.content ~ eos_token }}{% endif %}{% if message.content == 'stop' %}{% break %}
+{% endif %}{% endfor %}"""
+LAST_THINKS = """\
+{% for message in messages %}<|im_start|>{{ message.role }}
+{% if loop.last and message.role == 'assistant' %}<think></think>{% endif %}{{ message.content }}\
+<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+WORDS = (
+    "who are you? I am a bot. what is <b>2 + 2</b>? four, 4 naïve 🙂 {} \n assistant user tools "
+)
+CHAT = [
+    {"role": "user", "content": " who are <you>?"},
+    {"role": "assistant", "content": "I am\n a bot. 🙂 "},
+    {"role": "user", "content": "what is 2 + 2?\n"},
+    {"role": "assistant", "content": "\nfour <|im_end|> 4"},
+]
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "a < b & ü"}}]
+
+
+def save_tokenizer(directory, template, **options):
+    """A byte-level BPE with the tokens of CHATML, as transformers writes it to disk."""
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    bpe.pre_tokenizer = byte_level(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    bpe.post_processor = tokenizers.processors.ByteLevel(trim_offsets=options.pop("trim", False))
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>"]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    bpe.train_from_iterator([WORDS] * 3, trainer)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|im_end|>", bos_token="<s>", pad_token="<|endoftext|>"
+    )
+    fast.chat_template = template
+    fast.save_pretrained(directory, **options)
+    return fast
+
+
+def entries_of(tokenizer, record):
+    document = Conversations(tokenizer).document(record)
+    return encode_conversations(tokenizer, [("train", document, True)], "uint32")["train"]
+
+
+def learned(entries):
+    return (entries <= ID).astype(int).tolist()
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+@pytest.mark.parametrize("template", [CHATML, UNMARKED, INSTRUCTIONS])
+@pytest.mark.parametrize("n", [2, 4])
+def test_ids_are_those_of_transformers(tmp_path, template, n, as_file):
+    theirs = save_tokenizer(tmp_path, template, save_jinja_files=as_file)
+    assert (tmp_path / "chat_template.jinja").exists() == as_file
+    tools = TOOLS if "tools" in template else None
+    entries = entries_of(load_tokenizer(tmp_path), {"messages": CHAT[:n], "tools": tools})
+    expected = theirs.apply_chat_template(CHAT[:n], tools=tools, return_dict=False)
+    assert (entries & ID).tolist() == expected
+    assert np.flatnonzero(entries & FIRST).tolist() == [0]
+
+
+def test_what_is_learned_is_what_transformers_marks(tmp_path):
+    theirs = save_tokenizer(tmp_path, CHATML)
+    expected = theirs.apply_chat_template(CHAT, return_assistant_tokens_mask=True, return_dict=True)
+    entries = entries_of(load_tokenizer(tmp_path), {"messages": CHAT})
+    assert learned(entries) == expected["assistant_masks"]
+    ends = np.flatnonzero((entries & ID) == theirs.convert_tokens_to_ids("<|im_end|>"))
+    assert [learned(entries)[end] for end in ends] == [0, 1, 0, 1, 1]  # one stands in the answer
+
+
+@pytest.mark.parametrize("trim", [True, False])
+def test_without_marks_the_same_is_learned(tmp_path, trim):
+    """Also where the tokenizer's own places leave spaces out, as those of GPT-2 and Llama do."""
+    for name, template in (("marked", CHATML), ("plain", UNMARKED)):
+        save_tokenizer(tmp_path / name, template, trim=trim)
+    marked, plain = (load_tokenizer(tmp_path / name) for name in ("marked", "plain"))
+    chats = [CHAT, CHAT[1:], CHAT[:2], [CHAT[0], CHAT[1], CHAT[1]]]
+    for chat in chats:
+        expected, entries = (entries_of(t, {"messages": chat}) for t in (marked, plain))
+        np.testing.assert_array_equal(entries, expected)
+        text = "".join(f"{m['content']}<|im_end|>\n" for m in chat if m["role"] == "assistant")
+        ids = entries[entries <= ID].tolist()
+        assert plain._tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_spaces_and_ends_of_turns_are_learned(tmp_path):
+    save_tokenizer(tmp_path, INSTRUCTIONS, trim=True)
+    tokenizer = load_tokenizer(tmp_path)
+    chat = [CHAT[0], {"role": "assistant", "content": "4"}]
+    entries = entries_of(tokenizer, {"messages": chat})
+    said = tokenizer._tokenizer.decode(entries[entries <= ID].tolist(), skip_special_tokens=False)
+    assert said == " 4<|im_end|>"
+
+
+@pytest.mark.parametrize("trim", [True, False])
+def test_a_last_space_is_learned_whatever_places_the_tokenizer_tells(tmp_path, trim):
+    said = "{% generation %}{{ messages[1].content ~ ' ' }}{% endgeneration %}"
+    save_tokenizer(tmp_path, "<|im_start|>" + said + "<|im_end|>", trim=trim)
+    tokenizer = load_tokenizer(tmp_path)
+    entries = entries_of(tokenizer, {"messages": CHAT[:2]})
+    assert tokenizer.decode(entries[entries <= ID].tolist()) == CHAT[1]["content"] + " "
+
+
+def test_a_template_that_rewrites_what_came_before_is_refused(tmp_path):
+    save_tokenizer(tmp_path, LAST_THINKS)
+    chats = Conversations(load_tokenizer(tmp_path))
+    assert json.loads(chats.document({"messages": CHAT[:2]}))["learned"]
+    with pytest.raises(ValueError, match=r"message 2 in another way when more follows.*generation"):
+        chats.document({"messages": CHAT})
+    asked = chats.document({"prompt": CHAT[:3], "completion": CHAT[3:]})
+    document = json.loads(asked)
+    [(start, end)] = document["learned"]
+    assert document["text"][start:end] == "<think></think>\nfour <|im_end|> 4<|im_end|>\n"
+
+
+def test_completions_alone_are_learned_even_where_the_template_marks_all(tmp_path):
+    save_tokenizer(tmp_path, CHATML)
+    chats = Conversations(load_tokenizer(tmp_path))
+    document = json.loads(chats.document({"prompt": CHAT[:3], "completion": CHAT[3:]}))
+    assert [document["text"][a:b] for a, b in document["learned"]] == [
+        "\nfour <|im_end|> 4<|im_end|>\n"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (INSTRUCTIONS, "cannot write it: no such role"),
+        ("{{ messages[0].content + 1 }}", "cannot write it: can only concatenate str"),
+        ("{{ nothing.at.all }}", "cannot write it: 'nothing' is undefined"),
+        ("{{ messages.append(1) }}", "cannot write it: .*unsafe"),
+        ("{{ ''.__class__.__mro__ }}", "cannot write it: .*unsafe"),
+        ("no one speaks", "nothing to learn"),
+    ],
+)
+def test_what_a_template_cannot_write_is_a_bad_record(template, message):
+    tokenizer = HFTokenizer(bpe_file(), None, {"chat_template": template})
+    record = {"messages": [{"role": "system", "content": "be brief"}, *CHAT]}
+    with pytest.raises(ValueError, match=message):
+        Conversations(tokenizer).document(record)
+
+
+def bpe_file():
+    return tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [])).to_str().encode()
+
+
+def test_a_template_that_is_none_is_named():
+    with pytest.raises(UserError, match=r"chat template, line 2: .*endfor"):
+        ChatTemplate({"chat_template": "\n{% for m in messages %}"})
+
+
+def test_a_template_needs_jinja(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(UserError, match=r"a chat template needs jinja2: pip install 'jaxf"):
+        Conversations(HFTokenizer(bpe_file(), None, {"chat_template": CHATML}))
+
+
+def test_now_is_always_the_same_day_and_a_record_may_name_another():
+    day = "{{ date or strftime_now('%d %b %Y') }}"
+    template = ChatTemplate({"chat_template": day + "{% generation %}x{% endgeneration %}"})
+    assert template.render(CHAT) == ("26 Jul 2024x", [(11, 12)])
+    assert template.render(CHAT, options={"date": "today"}) == ("todayx", [(5, 6)])
+
+
+def test_the_template_is_kept_with_the_data(tmp_path):
+    save_tokenizer(tmp_path / "a", CHATML)
+    tokenizer = load_tokenizer(tmp_path / "a")
+    tokenizer.save(tmp_path / "b")
+    again = load_tokenizer(tmp_path / "b")
+    assert (again.chat, again.eos_id) == (tokenizer.chat, tokenizer.eos_id)
+    assert {"bos_token": "<s>", "chat_template": CHATML}.items() <= again.chat.items()
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "b")
+    assert theirs.chat_template == CHATML
+
+
+def test_a_tokenizer_may_have_several_templates(tmp_path):
+    save_tokenizer(tmp_path, CHATML, save_jinja_files=False)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    named = [{"name": "rag", "template": "no"}, {"name": "default", "template": CHATML}]
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "chat_template": named})
+    )
+    assert load_tokenizer(tmp_path).chat["chat_template"] == CHATML
+    assert UNLEARNED & entries_of(load_tokenizer(tmp_path), {"messages": CHAT})[0]

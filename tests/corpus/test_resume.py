@@ -1,0 +1,343 @@
+"""The same shards, whoever encodes them and however often that is interrupted."""
+
+import gzip
+import json
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+from jaxforge import prepare
+from jaxforge.corpus import atomic_directory, ingest
+from jaxforge.corpus.tokenizer import load_tokenizer
+from jaxforge.corpus.writer import ShardWriter
+from jaxforge.errors import UserError
+from tests.machine import PATIENCE
+
+
+class Interrupted(BaseException):
+    """As sudden as Ctrl-C."""
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    lines = "".join(json.dumps({"text": f"record {i}\n" * (i % 7)}) + "\n" for i in range(300))
+    (corpus / "a.jsonl").write_text(lines)
+    (corpus / "b.jsonl.gz").write_bytes(gzip.compress(lines.replace("record", "row").encode()))
+    (corpus / "c.txt").write_bytes(b"a long text\n" * 2000 + b"\xff\n")
+    return corpus
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch):
+    monkeypatch.setattr(ingest, "_BATCH_BYTES", 900)
+    monkeypatch.setattr("jaxforge.corpus.documents._PIECE_BYTES", 1000)
+
+
+def run(corpus, output, *args):
+    options = ("--validation-fraction", "0.2", "--shard-tokens", "5000", "--workers", "1")
+    return prepare.main([*map(str, (corpus, "--output", output, *options, *args))])
+
+
+def snapshot(directory):
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.fixture
+def interrupt(monkeypatch):
+    """`interrupt(n)`: n batches are encoded and journaled, the next raises."""
+    encode = ingest.encode
+    encoded = []
+
+    def after(limit):
+        monkeypatch.setattr(ingest, "_COMMIT_SECONDS", 0.0 if limit else 1e9)
+        encoded.clear()
+
+        def limited(tokenizer, texts, dtype):
+            if limit and len(encoded) == limit:
+                raise Interrupted
+            encoded.append(texts)
+            return encode(tokenizer, texts, dtype)
+
+        monkeypatch.setattr(ingest, "encode", limited)
+        return encoded
+
+    return after
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
+@pytest.mark.parametrize("file_format", ["npy", "bin"])
+def test_interruptions_do_not_show_and_nothing_is_done_twice(
+    corpus, tmp_path, interrupt, tokenizer, file_format, capsys
+):
+    options = ("--tokenizer", tokenizer, "--format", file_format)
+    encoded = interrupt(0)
+    run(corpus, tmp_path / "whole", *options)
+    total, whole = len(encoded), capsys.readouterr().out
+    done = 0
+    for limit in (1, 2, 13, 20):
+        encoded = interrupt(limit)
+        with pytest.raises(Interrupted):
+            run(corpus, tmp_path / "out", *options)
+        done += len(encoded)
+        assert not (tmp_path / "out").exists()
+    encoded = interrupt(0)
+    capsys.readouterr()
+    run(corpus, tmp_path / "out", *options)
+    assert done + len(encoded) == total
+    shown = capsys.readouterr()
+    assert shown.out == whole.replace("whole", "out")
+    assert "going on with" in shown.err
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
+
+
+def test_workers_do_not_show(corpus, tmp_path, capsys):
+    run(corpus, tmp_path / "one", "--tokenizer", "bpe")
+    alone = capsys.readouterr().out
+    run(corpus, tmp_path / "two", "--tokenizer", "bpe", "--workers", "2")
+    assert capsys.readouterr().out == alone.replace("one", "two")
+    assert snapshot(tmp_path / "one") == snapshot(tmp_path / "two")
+
+
+def test_work_begun_by_one_process_is_finished_by_two(corpus, tmp_path, interrupt):
+    run(corpus, tmp_path / "whole")
+    interrupt(9)
+    with pytest.raises(Interrupted):
+        run(corpus, tmp_path / "out")
+    interrupt(0)
+    run(corpus, tmp_path / "out", "--workers", "2")
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
+
+
+def touch(corpus):
+    os.utime(corpus / "b.jsonl.gz", ns=(1, 1))
+
+
+def remove(corpus):
+    (corpus / "c.txt").unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "why"),
+    [
+        (touch, (), r"b\.jsonl\.gz changed since"),
+        (remove, (), r"c\.txt is gone since"),
+        (None, ("--max-bytes", "3000"), "--max-bytes was None, and is 3000"),
+    ],
+)
+def test_other_inputs_or_options_start_over(
+    corpus, tmp_path, interrupt, change, options, why, capsys
+):
+    interrupt(5)
+    with pytest.raises(Interrupted):
+        run(corpus, tmp_path / "out")
+    assert "what is finished stays in" in capsys.readouterr().err
+    if change:
+        change(corpus)
+    interrupt(0)
+    run(corpus, tmp_path / "out", *options)
+    assert re.search(f"starting over: .*{why}", capsys.readouterr().err)
+    run(corpus, tmp_path / "whole", *options)
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
+
+
+def test_a_bad_record_does_not_cost_what_is_finished(corpus, tmp_path, interrupt, capsys):
+    with (corpus / "a.jsonl").open("a") as file:
+        file.write("bad\n")
+    encoded = interrupt(10**6)
+    with pytest.raises(UserError, match=r"a\.jsonl:301: not JSON"):
+        run(corpus, tmp_path / "out")
+    done = len(encoded)
+    encoded = interrupt(done // 2)
+    with pytest.raises(Interrupted):
+        run(corpus, tmp_path / "out", "--skip-bad")
+    assert "going on with" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"left 1 bad records out; pass --skip-bad again"):
+        run(corpus, tmp_path / "out")
+    encoded = interrupt(0)
+    run(corpus, tmp_path / "out", "--skip-bad")
+    assert "left out as bad  1 records" in capsys.readouterr().out
+    run(corpus, tmp_path / "whole", "--skip-bad")
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
+
+
+def test_another_tokenizer_starts_over(corpus, tmp_path, interrupt, capsys):
+    for name, size in (("a", 260), ("b", 270)):
+        options = ("--tokenizer", "bpe", "--vocab-size", size)
+        run(corpus / "a.jsonl", tmp_path / name, *options)
+    tokenizer = tmp_path / "tokenizer"
+    load_tokenizer(tmp_path / "a" / "tokenizer").save(tokenizer)
+    interrupt(5)
+    with pytest.raises(Interrupted):
+        run(corpus, tmp_path / "out", "--tokenizer", tokenizer)
+    load_tokenizer(tmp_path / "b" / "tokenizer").save(tokenizer)
+    interrupt(0)
+    run(corpus, tmp_path / "out", "--tokenizer", tokenizer)
+    assert "starting over: the tokenizer's sha256 was" in capsys.readouterr().err
+    assert load_tokenizer(tmp_path / "out" / "tokenizer").vocab_size == 270
+
+
+def test_one_process_at_a_time(corpus, tmp_path):
+    output, plan = tmp_path / "out", {"options": {}, "inputs": []}
+    busy = pytest.raises(UserError, match=r"another process is writing .*out; wait for it")
+    with atomic_directory.staged(output, plan, made_by="x"), busy:
+        run(corpus, output)
+    assert output.is_dir()
+
+
+def test_a_shared_directory_is_made_once(tmp_path):
+    code = """
+import sys, time, pathlib
+from jaxforge.corpus.atomic_directory import staged
+plan = {"options": {}, "inputs": []}
+with staged(pathlib.Path(sys.argv[1]), plan, made_by="x", shared=True) as s:
+    if s:
+        time.sleep(0.3)
+        (s.out / "x").touch()
+    print(bool(s))
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "out")]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    made = sorted(process.communicate()[0].strip() for process in processes)
+    assert made == ["False", "False", "True"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("call", ["mkdir", "open"])
+def test_another_process_that_ends_meanwhile_is_no_error(tmp_path, monkeypatch, call):
+    """It takes its directory away just before this one looks at it, or opens it."""
+    original, partial = getattr(os, call), tmp_path / ".out.partial"
+
+    def late(path, *args):
+        if os.fspath(path) != str(partial):
+            return original(path, *args)
+        monkeypatch.setattr(os, call, original)
+        if call == "mkdir":
+            raise FileExistsError
+        partial.rmdir()
+        return original(path, *args)
+
+    monkeypatch.setattr(os, call, late)
+    plan = {"options": {}, "inputs": []}
+    with atomic_directory.staged(tmp_path / "out", plan, made_by="x", shared=True) as made:
+        (made.out / "x").touch()
+    assert (tmp_path / "out" / "x").exists()
+
+
+def test_a_file_in_the_way_is_named(tmp_path):
+    (tmp_path / ".out.partial").touch()
+    refused = pytest.raises(UserError, match=r"cannot write .*\.out\.partial: File exists")
+    with refused, atomic_directory.staged(tmp_path / "out", {}, made_by="x"):
+        pass
+
+
+@pytest.mark.parametrize("file_format", ["npy", "bin"])
+def test_what_was_written_after_the_journal_is_cut_off(tmp_path, monkeypatch, file_format):
+    monkeypatch.setattr("jaxforge.corpus.writer._CHUNK", 1)
+    options = {"vocab_size": 99, "dtype": "uint16", "shard_tokens": 8, "file_format": file_format}
+    end = {"eos_id": 0, "tokenizer": "x", "tokenizer_sha256": "y"}
+    for name, more in (("killed", 30), ("whole", 0)):
+        with ShardWriter(tmp_path / name, **options) as writer:
+            writer.add(range(12), documents=1)
+            state = json.loads(json.dumps(writer.sync()))
+            writer.add(range(more), documents=5)
+    with ShardWriter(tmp_path / "killed", **options, state=state) as writer:
+        writer.finish(**end)
+    with ShardWriter(tmp_path / "whole", **options, state=state) as writer:
+        writer.finish(**end)
+    assert snapshot(tmp_path / "killed") == snapshot(tmp_path / "whole")
+    shards = sorted((tmp_path / "killed").glob("shard*"))
+    assert [len(path.read_bytes()) % 128 for path in shards] == [16, 8]
+
+
+def test_a_shard_that_lost_its_end_is_named(tmp_path):
+    options = {"vocab_size": 9, "dtype": "uint16"}
+    with ShardWriter(tmp_path / "p" / "out" / "train", **options) as writer:
+        writer.add(np.arange(9))
+        state = writer.sync()
+    os.truncate(tmp_path / "p" / "out" / "train" / "shard_00000.npy", 130)
+    with pytest.raises(UserError, match=r"shard_00000\.npy lost its end; remove .*/p$"):
+        ShardWriter(tmp_path / "p" / "out" / "train", **options, state=state)
+
+
+SCRIPT = """
+import sys
+from jaxforge import prepare
+from jaxforge.cli import run_main
+from jaxforge.corpus import ingest
+if __name__ == "__main__":
+    ingest._COMMIT_SECONDS, ingest._BATCH_BYTES = 0.0, 1 << 18
+    sys.exit(run_main(prepare.main))
+"""
+
+
+@pytest.fixture
+def command(tmp_path):
+    (tmp_path / "corpus.txt").write_bytes(b"all work and no play\n" * 1_000_000)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    output = str(tmp_path / "out")
+    return [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "corpus.txt"),
+            "--output", output, "--workers", "2"]  # fmt: skip
+
+
+def wait_for(path, process):
+    while not path.exists():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.002)
+
+
+@pytest.mark.processes
+def test_a_killed_run_goes_on_and_leaves_no_process(command, tmp_path):
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    wait_for(tmp_path / ".out.partial" / "journal.json", process)
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not psutil.wait_procs(family, timeout=PATIENCE)[1]
+    assert not (tmp_path / "out").exists()
+    before = json.loads((tmp_path / ".out.partial" / "journal.json").read_text())
+    assert before["place"][2] > 0
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert (again.returncode, "going on with" in again.stderr) == (0, True), again.stderr
+    command[command.index("--output") + 1] = str(tmp_path / "whole")
+    subprocess.run(command, check=True, capture_output=True)
+    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
+
+
+@pytest.mark.processes
+def test_a_killed_worker_is_an_error(command, tmp_path):
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    wait_for(tmp_path / ".out.partial" / "journal.json", process)
+    for child in psutil.Process(process.pid).children():
+        if "spawn_main" in " ".join(child.cmdline()):
+            child.kill()
+            break
+    shown = process.communicate()[1]
+    assert process.returncode == 2
+    assert "error: a worker process ended early" in shown
+    assert "what is finished stays in" in shown
+
+
+def die_within_a_message(connection, *_):
+    connection.recv()
+    os.write(connection.fileno(), struct.pack("!i", 100) + b"a part")
+
+
+@pytest.mark.processes
+def test_a_worker_killed_within_its_answer_is_an_error(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(ingest, "_work", die_within_a_message)
+    with pytest.raises(UserError, match="a worker process ended early"):
+        run(corpus, tmp_path / "out", "--workers", "2")

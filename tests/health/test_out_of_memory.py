@@ -1,0 +1,81 @@
+"""A run that does not fit: what is said, and that it is not run again."""
+
+import re
+
+import jax
+import pytest
+
+from jaxforge import inference, train
+from jaxforge.errors import UserError
+from jaxforge.health import out_of_memory
+from jaxforge.parallel import device_memory
+from jaxforge.parallel.mesh import make_mesh
+from jaxforge.training.hooks import Hook
+from tests.conftest import tiny_config
+
+GPU = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 91670708224 bytes.\nBuffers: ..."
+CPU = "INTERNAL: Error dispatching computation: Out of memory allocating 91670708224 bytes."
+TPU = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.0G of 15.75G hbm."
+
+
+class Fails(Hook):
+    def __init__(self, error):
+        self._error = error
+
+    def on_step_end(self, context):
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (jax.errors.JaxRuntimeError(GPU), "allocate 91670708224 bytes.\n"),
+        (jax.errors.JaxRuntimeError(CPU), "allocating 91670708224 bytes.\n"),
+        (jax.errors.JaxRuntimeError(TPU), "Used 20.0G of 15.75G hbm.\n"),
+        (MemoryError("Unable to allocate 4 GiB"), "Unable to allocate 4 GiB\n"),
+    ],
+)
+def test_a_run_that_does_not_fit_says_what_would(tmp_path, error, said):
+    config = tiny_config(
+        distributed={"dp_shard": -1}, checkpoint={"dir": str(tmp_path)},
+        train={"batch_size": 4, "grad_accum_steps": 3, "max_steps": 2},
+    )  # fmt: skip
+    with pytest.raises(UserError) as caught:
+        train.run(config, [Fails(error)])
+    text = str(caught.value)
+    assert text.startswith("out of memory: ")
+    assert said in text
+    assert "activations of 4 sequences of 32 tokens" in text
+    assert "train.batch_size = 2 and train.grad_accum_steps = 6: half the activations" in text
+    assert 'train.activation_checkpointing = "full"' in text
+    assert 'train.mixed_precision = "bf16"' in text
+
+
+def test_other_failures_keep_their_traceback(tmp_path):
+    config = tiny_config(distributed={"dp_shard": -1}, checkpoint={"dir": str(tmp_path)})
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        train.run(config, [Fails(jax.errors.JaxRuntimeError("INTERNAL: something else"))])
+
+
+def test_where_the_state_alone_is_too_large_no_batch_is_small_enough(monkeypatch):
+    config = tiny_config(distributed={"dp_shard": 2})
+    mesh = make_mesh(config, jax.devices()[:2])
+    monkeypatch.setattr(device_memory, "capacity", lambda: 500_000)
+    text = out_of_memory.explanation(GPU, config, mesh)
+    found = re.search(r"take (.+) GB, their .* state (.+) GB: (.+) GB of 0.0005 GB", text)
+    params, moments, whole = map(float, found.groups())
+    # 156 K parameters in float32 over two devices; small ones are whole on each
+    assert 0.000312 <= params < 0.00032
+    assert moments == pytest.approx(2 * params, rel=0.01)
+    assert whole == pytest.approx(2 * params + moments, rel=0.01)
+    assert "4 times as many devices" in text
+    assert "batch_size" not in text
+
+
+def test_a_trained_model_that_does_not_fit_says_so(tmp_path):
+    once = {"train": {"max_steps": 1}, "checkpoint": {"dir": str(tmp_path)}}
+    train.run(tiny_config(**once, distributed={"dp_shard": -1}))
+    trained = inference.open_run(tmp_path)
+    message = r"out of memory: .*\n.*parameters take .* GB.* a smaller --batch-size"
+    with pytest.raises(UserError, match=message), trained.in_use():
+        raise jax.errors.JaxRuntimeError(GPU)

@@ -1,0 +1,168 @@
+"""Which section may stand still for how long, and how a process that hangs ends."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxforge.exit_codes import Exit
+from jaxforge.health.watchdog import Limits, Watchdog
+from tests.machine import PATIENCE
+
+LIMITS = Limits(setup=100, step=10, checkpoint=50)
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def watchdog():
+    return Watchdog(LIMITS)  # its thread does not run: time passes by `idle`
+
+
+def test_set_up_has_its_limit_until_the_first_step(watchdog):
+    assert watchdog.idle(99) is None
+    assert watchdog.idle(1) == (
+        "hung: no progress in training for 100 s, before the first step "
+        "(train.watchdog_setup_sec = 100)"
+    )
+
+
+def test_each_step_begins_anew(watchdog):
+    watchdog.tick(1)
+    for step in range(2, 20):
+        assert watchdog.idle(9) is None
+        watchdog.tick(step)
+    assert watchdog.idle(10) == (
+        "hung: no progress in training for 10 s, after step 19 (train.watchdog_step_sec = 10)"
+    )
+
+
+def test_a_checkpoint_has_its_own_limit_and_suspends_the_step(watchdog):
+    watchdog.tick(7)
+    assert watchdog.idle(9) is None
+    with watchdog.section("checkpoint"):
+        assert watchdog.idle(49) is None
+        message = watchdog.idle(1)
+    assert message == (
+        "hung: no progress in checkpoint for 50 s, after step 7 "
+        "(train.watchdog_checkpoint_sec = 50)"
+    )
+    assert "10 s" in watchdog.idle(1)  # 9 s before the checkpoint, 1 s after
+
+
+@pytest.mark.parametrize("name", ["data", "end"])
+def test_what_takes_what_it_takes_has_no_limit(watchdog, name):
+    with watchdog.section(name):
+        assert watchdog.idle(1e9) is None
+        watchdog.tick()
+        assert watchdog.idle(1e9) is None
+
+
+def test_a_checkpoint_may_show_progress_too(watchdog):
+    with watchdog.section("checkpoint"):
+        for _ in range(3):
+            assert watchdog.idle(49) is None
+            watchdog.tick()
+        assert "train.watchdog_checkpoint_sec" in watchdog.idle(50)
+
+
+def test_an_evaluation_compiles_and_then_counts_batches_as_steps(watchdog):
+    watchdog.tick(3)
+    with watchdog.section("evaluation"):
+        assert watchdog.idle(99) is None
+        watchdog.tick()
+        assert watchdog.idle(9) is None
+        with watchdog.section("checkpoint"):
+            assert watchdog.idle(49) is None
+        assert "no progress in evaluation for 10 s, after step 3" in watchdog.idle(1)
+    assert watchdog.idle(9) is None
+    assert "in training" in watchdog.idle(1)
+
+
+def test_a_section_ends_with_what_is_raised_in_it(watchdog):
+    watchdog.tick(1)
+    with pytest.raises(ValueError, match="disk"), watchdog.section("checkpoint"):
+        raise ValueError("disk")
+    assert "in training" in watchdog.idle(10)
+
+
+def test_zero_is_endless():
+    watchdog = Watchdog(Limits(0, 0, 0))
+    assert watchdog.idle(1e9) is None
+    watchdog.tick(1)
+    with watchdog.section("checkpoint"):
+        assert watchdog.idle(1e9) is None
+
+
+HANG = """
+import logging, sys, threading
+from pathlib import Path
+from jaxforge.health import watchdog
+from jaxforge.health.watchdog import Limits, Watchdog
+
+watchdog._POLL_SEC = 0.05
+logging.basicConfig()
+short, long = 0.1, 1e9
+where, stacks = sys.argv[1], Path(sys.argv[2])
+limits = Limits(*(short if where == name else long for name in ("setup", "step", "checkpoint")))
+dog = Watchdog(limits)
+dog._expire = lambda message: dog.die(message, linger=0.5)
+
+
+def stuck_in_a_lock():
+    lock = threading.Lock()
+    lock.acquire()
+    if where == "checkpoint":  # and whatever reports to the log is stuck too
+        logging.getLogger().handlers[0].acquire()
+    threading.Thread(target=lock.acquire, name="main waits for no signal").start()
+    lock.acquire()
+
+
+with dog:
+    dog.write_stacks_to(stacks)
+    if where != "setup":
+        dog.tick(4)
+    with dog.section("checkpoint" if where == "checkpoint" else "evaluation"):
+        dog.tick(5) if where == "step" else None
+        stuck_in_a_lock()
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("setup", "in evaluation for 0 s, before the first step"),
+        ("step", "in evaluation for 0 s, after step 5"),
+        ("checkpoint", "in checkpoint for 0 s, after step 4"),
+    ],
+)
+def test_what_hangs_ends_with_its_stacks_and_code(where, said, tmp_path):
+    stacks = tmp_path / "stacks.txt"
+    done = subprocess.run(
+        [sys.executable, "-c", HANG, where, stacks],
+        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == Exit.HUNG.code, done.stderr
+    for text in (done.stderr, stacks.read_text()):
+        assert f"hung: no progress {said} (train.watchdog_{where}_sec = 0.1)" in text
+        assert text.count("in stuck_in_a_lock") == 1
+        assert text.count("most recent call first") >= 3  # main, the other, the watchdog's own
+    assert ("exiting with code 70" in done.stderr) == (where != "checkpoint")
+
+
+def test_a_run_that_moves_is_left_alone(tmp_path):
+    expired = []
+    with Watchdog(Limits(60, 60, 60), expired.append) as watchdog:
+        watchdog.tick(1)
+    assert expired == []
+    assert not watchdog._thread.is_alive()
+
+
+def test_in_a_notebook_it_only_reports(monkeypatch, caplog):
+    """The kernel, and all that the user has made in it, are not ours to end."""
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    Watchdog(Limits(1, 1, 1)).die("hung: for a test", linger=0)
+    assert not ended

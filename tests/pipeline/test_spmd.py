@@ -1,0 +1,244 @@
+"""A pipelined step is the step without stages: losses, gradient norms and parameters."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge.parallel.sharding import batch_sharding
+from jaxforge.pipeline.spmd import saving_vjp
+from jaxforge.side import NOTHING
+from jaxforge.training.evaluation import make_eval_step
+from tests.conftest import tiny_config
+from tests.helpers import (
+    EVERY_OPTION,
+    LEARNED,
+    collectives_in_loops,
+    hlo,
+    lowered,
+    new_setup,
+    random_batches,
+    setup,
+    use_unsplittable_kernel,
+)
+
+ROWS = 4  # of a microbatch
+SMALL = {"dim": 32, "n_heads": 4, "n_kv_heads": 4, "vocab_size": 64, "ffn_hidden_dim": 48}
+TIED = {"tie_embeddings": True}
+PACKED = {"packed": True}
+KINDS = {"sliding_window": 5, "attention_pattern": ("full", "sliding", "sliding"),
+         "local_rope_theta": 100.0}  # fmt: skip
+
+
+def config(layers, microbatches, model=None, train=None, optimizer=None, **distributed):
+    axes = {"dp_shard": 1, **distributed}
+    groups = axes["dp_shard"] * axes.get("dp_replicate", 1)
+    return tiny_config(
+        model={**SMALL, "n_layers": layers, **(model or {})},
+        train={
+            "seq_len": 16, "batch_size": ROWS // groups, "grad_accum_steps": microbatches,
+            "z_loss_weight": 1e-3, **(train or {}),
+        },
+        optimizer=optimizer or {},
+        scheduler={"name": "none"} if optimizer else {},
+        distributed=axes,
+    )  # fmt: skip
+
+
+def batches(job, n, packed=False):
+    """Microbatches of unequal weight; packed: of two or three documents a row."""
+    made = random_batches(job, n)
+    rng = np.random.default_rng(1)
+    for batch in made:
+        batch["labels"][0, :, :8] = -100
+        if packed:
+            ends = rng.random(batch["labels"].shape) < 0.15
+            batch["doc_ids"] = np.cumsum(ends, axis=-1)
+    return made
+
+
+def run(job, n=5, packed=False, make=setup):
+    """Metrics of n updates, and the parameters after them: a layer an entry, and as they are."""
+    ours = make(job)
+    state, metrics = ours.run(ours.state(), batches(job, n, packed))
+    params = jax.device_get(state.params)
+    unstack = functools.partial(jax.tree.map, lambda x: np.asarray(ours.model.stack.unstack(x)))
+    return metrics, {**params, "layers": unstack(params["layers"])}, params
+
+
+@functools.cache
+def without_stages(layers, microbatches, model, train, packed, n=5, optimizer=()):
+    job = config(layers, microbatches, dict(model), dict(train), dict(optimizer))
+    return run(job, n, packed)
+
+
+def assert_same(actual, expected, rtol=1e-5):
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(actual[0][name], expected[0][name], rtol=rtol)
+    for a, b in zip(*map(jax.tree.leaves, (actual[1], expected[1])), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+CHUNKED = {"loss_fn": "chunked_cross_entropy", "ce_vocab_chunk": 12}
+INTERLEAVED = {"pp_schedule": "interleaved_1f1b"}
+UPDATE, MICROBATCH, FULL = (
+    {"grad_sync": "update"},
+    {"grad_sync": "microbatch"},
+    {"activation_checkpointing": "full"},
+)
+CASES = [  # few sizes: those with the same have the reference in common
+    # layers, microbatches, mesh and schedule, how, model, packed
+    (2, 2, {"pp": 2}, {}, {}, False),
+    (2, 3, {"pp": 2, "tp": 4}, {"activation_checkpointing": "selective"}, {}, True),
+    (2, 3, {"pp": 2, "pp_schedule": "gpipe", "dp_shard": 4}, MICROBATCH, {}, True),
+    (2, 4, {"pp": 2, "dp_replicate": 2, "dp_shard": 2}, CHUNKED, TIED, False),
+    (3, 5, {"pp": 2, "dp_shard": 2, "tp": 2}, UPDATE, TIED, True),
+    (3, 5, {"pp": 2, "dp_shard": 2, "tp": 2}, {**MICROBATCH, **FULL}, TIED, True),
+    (5, 32, {"pp": 4, "dp_shard": 2}, {**UPDATE, **FULL}, TIED, False),
+    (5, 8, {"pp": 4, "tp": 2, "pp_schedule": "gpipe"}, FULL, TIED, False),
+    (5, 8, {"pp": 2, "dp_shard": 4, **INTERLEAVED}, MICROBATCH, TIED, False),
+    (8, 16, {"pp": 8, "pp_schedule": "gpipe"}, {}, {}, True),
+    (8, 16, {"pp": 4, "dp_shard": 2, **INTERLEAVED}, {**UPDATE, **FULL}, {}, True),
+    (11, 8, {"pp": 8}, FULL, {}, True),
+    (16, 8, {"pp": 8, **INTERLEAVED}, FULL, {}, False),
+    # Stages of which no two have the same kinds of layers, and one program.
+    (3, 5, {"pp": 2, "dp_shard": 2, "tp": 2}, UPDATE, KINDS, True),
+    (5, 8, {"pp": 4, "tp": 2, "pp_schedule": "gpipe"}, FULL, KINDS, False),
+    (5, 8, {"pp": 2, "dp_shard": 4, **INTERLEAVED}, {**MICROBATCH, **FULL}, KINDS, False),
+    (2, 3, {"pp": 2, "dp_shard": 2, "tp": 2}, UPDATE, EVERY_OPTION, True),
+    (2, 3, {"pp": 2, "tp": 2}, CHUNKED, EVERY_OPTION, True),
+    (2, 3, {"pp": 2, "dp_shard": 2, "tp": 2}, UPDATE, LEARNED, True),
+]
+
+
+@pytest.mark.parametrize(("layers", "microbatches", "axes", "train", "model", "packed"), CASES)
+def test_it_is_the_step_without_stages(layers, microbatches, axes, train, model, packed):
+    alone = tuple((key, train[key]) for key in train.keys() & CHUNKED.keys())
+    expected = without_stages(layers, microbatches, tuple(model.items()), alone, packed)
+    assert_same(run(config(layers, microbatches, model, train, **axes), packed=packed), expected)
+
+
+@pytest.mark.parametrize("name", ["muon", "schedule_free_adamw"])
+def test_rows_without_a_layer_stay_zero_under_every_optimizer(name):
+    optimizer = {"name": name, "weight_decay": 0.1}
+    job = config(3, 2, pp=2, optimizer=optimizer, model={"qkv_bias": True, "qk_norm": True})
+    actual = run(job, n=2)
+    for leaf in jax.tree.leaves(actual[2]["layers"]):
+        assert leaf.shape[0] == 4
+        assert not leaf[3].any()
+    model = (("qkv_bias", True), ("qk_norm", True))
+    expected = without_stages(3, 2, model, (), False, 2, tuple(optimizer.items()))
+    assert_same(actual, expected)
+
+
+def test_bfloat16_compute_runs_on_every_kind_of_axis():
+    for train in (UPDATE, MICROBATCH):
+        half = {**train, "mixed_precision": "bf16"}
+        job = config(2, 2, pp=2, dp_shard=2, tp=2, train=half)
+        metrics = run(job, n=2)[0]
+        expected = without_stages(2, 2, (), (), False, 2)[0]
+        np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=2e-2)
+
+
+def test_an_opaque_kernel_is_run_by_each_device_alone(monkeypatch):
+    """XLA's partitioner is never asked; `shard_map` cannot check what such a kernel returns."""
+    use_unsplittable_kernel(monkeypatch)
+    job = config(3, 5, TIED, pp=2, dp_shard=2, tp=2, train={**UPDATE, **FULL})
+    expected = without_stages(3, 5, tuple(TIED.items()), (), True)
+    assert_same(run(job, packed=True, make=new_setup), expected)
+    sums = evaluated.__wrapped__(3, (("pp", 2), ("tp", 2)), make=new_setup)
+    np.testing.assert_allclose(sums, evaluated(3), rtol=1e-5)
+
+
+def test_a_backward_keeps_what_was_computed_and_not_what_was_given():
+    """The one use of what is in a vector-Jacobian product, whose form is JAX's own affair."""
+
+    def layer(params, x, around):
+        y = jnp.tanh(x @ params["in"])
+        side = NOTHING._replace(terms={"size": jnp.sum(y**2)}, metrics={"mean": jnp.mean(y)})
+        return y @ params["out"] * around["scale"] + around["whole"], side
+
+    keys = jax.random.split(jax.random.key(0), 5)
+    params = {"in": jax.random.normal(keys[0], (3, 5)), "out": jax.random.normal(keys[1], (5, 3))}
+    around = {"scale": jax.random.normal(keys[2], (4, 1)), "whole": np.ones(3, np.float32)}
+    x, d_y = (jax.random.normal(key, (4, 3)) for key in keys[3:])
+    d_term = {"size": jnp.float32(0.5)}
+
+    def without_metrics(*given):
+        y, side = layer(*given)
+        return y, side.terms
+
+    expected = jax.vjp(without_metrics, params, x, around)[1]((d_y, d_term))
+
+    @jax.jit
+    def both_ways(params, x):
+        saved = saving_vjp(layer, params, x, around)[2]
+        shapes = [leaf.shape for leaf in saved]
+        assert (4, 3) in shapes, "x"
+        assert (4, 5) in shapes, "the activation"
+        assert not {(3, 5), (5, 3), (4, 1)} & set(shapes), "parameters and what is around are given"
+        pull_of = saving_vjp(layer, params, jnp.zeros_like(x), around)[3]
+        return pull_of(saved)((d_y, d_term))
+
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(close, both_ways(params, x)[:2], expected[:2])
+
+
+def temporary_bytes(schedule, microbatches, save="full"):
+    train = {"activation_checkpointing": save}
+    ours = setup(config(4, microbatches, train=train, pp=4, pp_schedule=schedule))
+    return lowered(ours).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_memory_does_not_grow_with_the_microbatches():
+    first, last = (temporary_bytes("1f1b", m) for m in (8, 64))
+    assert abs(last - first) <= first // 100
+    assert temporary_bytes("gpipe", 32) > 1.5 * first
+
+
+def permutes(found):
+    return [shape for shape, kind, _ in found if kind == "collective-permute"]
+
+
+def test_a_tick_talks_to_its_neighbours_and_about_the_vocabulary():
+    """One permute forward and one back a tick; reductions over pp of a microbatch's size only.
+
+    Even and odd devices are the stages of one data-parallel rank each.
+    """
+    job = config(4, 8, train={**UPDATE, **FULL}, pp=4, dp_shard=2)
+    found = collectives_in_loops(hlo(setup(job)))
+    assert len(permutes(found)) == 4  # forwards alone: 1, both ways: 2, backwards alone: 1
+    assert {kind for _, kind, _ in found} == {"collective-permute", "all-reduce"}
+    groups = {where for _, kind, where in found if kind == "all-reduce"}
+    assert groups == {"{{0,2,4,6},{1,3,5,7}}"}, "only stages talk in the loops"
+    rows, length, dim = ROWS // 2, job.train.seq_len, job.model.dim
+    largest = max(np.prod(sizes) for shape, _, _ in found for sizes in sizes_in(shape))
+    assert largest == rows * length * dim
+
+
+def sizes_in(shape):
+    return [[int(n) for n in dims.split(",") if n] for dims in re.findall(r"\[([\d,]*)\]", shape)]
+
+
+@functools.cache
+def evaluated(layers, axes=(), make=setup):
+    """Sums of evaluation over a microbatch."""
+    ours = make(config(layers, 4, TIED, **dict(axes)))
+    (batch,) = batches(ours.config, 1, packed=True)
+    first = {name: leaf[:1] for name, leaf in batch.items()}
+    step = make_eval_step(ours.model, ours.config.train, ours.mesh)
+    with jax.set_mesh(ours.mesh):
+        placed = jax.device_put(first, batch_sharding(ours.mesh))
+        sums = step(ours.state().params, placed, np.ones(SMALL["vocab_size"], np.int32))
+    return [float(sum) for sum in sums[:3]]
+
+
+@pytest.mark.parametrize(
+    ("layers", "axes"),
+    [(3, {"pp": 2, "tp": 2}), (5, {"pp": 2, "dp_shard": 2, **INTERLEAVED}), (5, {"pp": 4})],
+)
+def test_evaluation_uses_the_same_parameters(layers, axes):
+    np.testing.assert_allclose(evaluated(layers, tuple(axes.items())), evaluated(layers), rtol=1e-5)

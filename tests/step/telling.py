@@ -1,0 +1,81 @@
+"""A model and a loss that tell all that can be told, and keep what no gradient moves."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxforge.data.packing import IGNORE
+from jaxforge.model.network import Block, Transformer
+from jaxforge.model.transformer import Model, project, register_model
+from jaxforge.parallel.sharding import largest, total
+from jaxforge.side import Max, Mean, Side
+from jaxforge.step.losses import register_loss
+from jaxforge.step.vocab_chunks import entry_ids
+
+
+class TellingBlock(Block):
+    """Adds a drift to its input, and tells how large that is."""
+
+    def __init__(self, config, declare):
+        super().__init__(config, declare)
+        self.drift = declare.untrained((config.dim,), ("norm",), jax.nn.initializers.zeros)
+
+    def __call__(self, x_BSD, context, *args, **kwargs):
+        drift = jax.lax.stop_gradient(self.drift[...]).astype(x_BSD.dtype)
+        y_BSD, out = super().__call__(x_BSD + drift, context, *args, **kwargs)
+        if context.scales is None:
+            return y_BSD, out
+        size_BS = jnp.mean(jnp.square(x_BSD.astype(jnp.float32)), axis=-1)
+        metrics = jax.lax.stop_gradient(
+            {
+                "size": Mean(jnp.sum(size_BS), jnp.float32(size_BS.size)),
+                "peak": Max(jnp.max(jnp.abs(y_BSD.astype(jnp.float32)))),
+            }
+        )
+        terms = {"size": 0.1 * context.scales.position * jnp.sum(size_BS)}
+        moment = context.scales.position * jnp.sum(x_BSD.astype(jnp.float32), axis=(0, 1))
+        stats = {"moment": jax.lax.stop_gradient(moment)}
+        return y_BSD, out._replace(side=Side(terms, metrics, stats))
+
+
+class TellingNetwork(Transformer):
+    def __init__(self, config, declare):
+        super().__init__(config, declare)
+        self.layers = TellingBlock(config, declare._replace(layers=config.n_layers))
+
+
+class Telling(Model):
+    network = TellingNetwork
+
+    def next_state(self, state, stats):
+        drift = state["layers"]["drift"] + 0.1 * jnp.tanh(stats["layers"]["moment"])
+        return {"layers": {"drift": drift}}
+
+
+def telling_loss(config, model):
+    """Cross-entropy and z-loss as two terms, and how many tokens are guessed right.
+
+    Of a share of the vocabulary as of all of it.
+    """
+
+    def loss(params, hidden, batch, scales):
+        labels, head = batch["labels"], model.head(params)
+        logits = project(hidden, head)
+        top = largest(jax.lax.stop_gradient(jnp.max(logits, axis=-1)), "vocab")
+        lse = top + jnp.log(total(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1), "vocab"))
+        is_valid = labels != IGNORE
+        is_label = entry_ids(head.shape[0]) == labels[..., None]
+        label = total(jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1), "vocab")
+        terms = {
+            "nats": scales.token * jnp.sum(jnp.where(is_valid, lse - label, 0.0)),
+            "lse": 1e-3 * scales.position * jnp.sum(lse**2),
+        }
+        right = jnp.sum(jnp.where(is_valid, label >= top, 0.0))
+        accuracy = Mean(right, jnp.sum(is_valid, dtype=jnp.float32))
+        return Side(terms, jax.lax.stop_gradient({"accuracy": accuracy}), {})
+
+    return loss
+
+
+def register():
+    register_model("telling")(Telling)
+    register_loss("telling", takes_vocab_share=True)(telling_loss)

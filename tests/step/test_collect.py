@@ -1,0 +1,108 @@
+"""What a step computes for those who ask."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge.errors import UserError
+from jaxforge.parallel.stages import Stack
+from jaxforge.step.collect import COLLECTED, Step, check_collect, collected
+from jaxforge.step.train_step import Controls
+from jaxforge.training.hooks import Hook, HookRunner
+from tests.conftest import tiny_config
+from tests.helpers import random_batches, setup
+
+
+def norm(tree):
+    return np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(tree)))
+
+
+@pytest.fixture(scope="module")
+def steps():
+    """(parameters, metrics) after each of three steps; one left out, and a bad one, come last."""
+    ours = setup(tiny_config(scheduler={"warmup_steps": 0}), collect=COLLECTED)
+    state, seen = ours.state(), []
+    seen.append((jax.device_get(state.params), None))
+    for batch in random_batches(ours.config, 3):
+        if len(seen) == 3:
+            state.params["norm"]["weight"] = state.params["norm"]["weight"].at[0].set(jnp.nan)
+        with jax.set_mesh(ours.mesh):
+            controls = Controls(apply=len(seen) != 2)
+            state, metrics = ours.step(state, ours.put(batch), controls)
+        seen.append(jax.device_get((state.params, metrics)))
+    return seen
+
+
+def test_norms_are_those_of_gradients_updates_and_parameters(steps):
+    (before, _), (after, metrics), _, _ = steps
+    grads = metrics["grads"]
+    np.testing.assert_allclose(metrics["grad_norm"], norm(grads), rtol=1e-5)
+    np.testing.assert_allclose(metrics["params_norm"], norm(after), rtol=1e-5)
+    change = jax.tree.map(np.subtract, after, before)
+    np.testing.assert_allclose(metrics["update_norm"], norm(change), rtol=1e-3)
+    by_part = metrics["grad_norms_per_layer"]
+    assert by_part.keys() == {"token_embedding", "layers", "norm", "output_head"}
+    for name in by_part.keys() - {"layers"}:
+        np.testing.assert_allclose(by_part[name], norm(grads[name]), rtol=1e-5)
+    for i in range(2):
+        of_layer = jax.tree.map(lambda g, i=i: g[i], grads["layers"])
+        np.testing.assert_allclose(by_part["layers"][i], norm(of_layer), rtol=1e-5)
+
+
+def test_zeros_are_counted(steps):
+    _, (_, metrics), *_ = steps
+    zeros = sum(np.sum(g == 0) for g in jax.tree.leaves(metrics["grads"]))
+    assert metrics["num_zeros_in_grad"] == zeros > 0  # embeddings of tokens that did not come
+
+
+def test_a_skipped_step_adds_nothing(steps):
+    _, first, left_out, bad = (metrics for _, metrics in steps)
+    assert [metrics["applied"] for metrics in (first, left_out, bad)] == [True, False, False]
+    assert (left_out["skipped"], left_out["consecutive"], left_out["update_norm"]) == (1, 0, 0)
+    assert (bad["skipped"], bad["consecutive"], bad["update_norm"]) == (2, 1, 0)
+    assert np.isnan(bad["grad_norm"])
+
+
+def test_rows_without_a_layer_do_not_count():
+    """Three layers on two stages: the second stage has a row of zeros."""
+    stack = Stack(layers=3, stages=2)
+    grads = {
+        "layers": {"w": jnp.array([[3.0, 4.0], [5.0, 0.0], [6.0, 8.0], [0.0, 0.0]])},
+        "norm": {"weight": jnp.array([0.0, 2.0])},
+    }
+    got = collected(COLLECTED, Step(grads, grads, jnp.array(True), grads, stack))
+    np.testing.assert_allclose(got["grad_norms_per_layer"]["layers"], [5, 5, 10])
+    assert got["num_zeros_in_grad"] == 2
+
+
+def test_what_is_not_asked_for_is_not_there():
+    assert collected((), None) == {}
+    assert check_collect(["update_norm", "grads", "update_norm"]) == ("grads", "update_norm")
+
+
+def test_a_wrong_name_is_told_the_right_one():
+    with pytest.raises(UserError, match=r'collect: "grad": expected one of .*did you mean "grads"'):
+        check_collect(["params_norm", "grad"])
+
+
+def test_hooks_collect_together_and_are_told_of_evaluations():
+    events = []
+
+    class One(Hook):
+        collect = ("grads", "params_norm")
+
+        def on_eval_begin(self, step):
+            events.append(("begin", step))
+
+    class Other(Hook):
+        collect = ("params_norm",)
+
+        def on_eval_end(self, metrics, step):
+            events.append(("end", step))
+
+    runner = HookRunner([One(), Other()])
+    assert check_collect(runner.collect) == ("grads", "params_norm")
+    runner.on_eval_begin(3)
+    runner.on_eval_end({}, 3)
+    assert events == [("begin", 3), ("end", 3)]

@@ -1,0 +1,180 @@
+"""What layers and losses tell, and what no gradient moves: the same on every mesh."""
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.state.train_state import abstract_state
+from jaxforge.train import run as run_all
+from jaxforge.training.hooks import Hook
+from tests.conftest import tiny_config
+from tests.helpers import progress_of, random_batches, setup
+from tests.step import telling
+
+# Two leading layers, a period of three that comes twice, and a remainder.
+PATTERN = ("full", "full", "sliding", "sliding", "full", "sliding", "sliding", "full", "sliding")
+MODEL = {
+    "model_type": "telling", "n_layers": 9, "dim": 32, "vocab_size": 64, "ffn_hidden_dim": 48,
+    "sliding_window": 5, "attention_pattern": PATTERN,
+}  # fmt: skip
+UPDATE, MICROBATCH = {"grad_sync": "update"}, {"grad_sync": "microbatch"}
+INTERLEAVED = {"pp_schedule": "interleaved_1f1b"}
+FULL = {"activation_checkpointing": "full"}
+
+
+@pytest.fixture(autouse=True)
+def registered(own_names):
+    telling.register()
+
+
+def config(groups=1, train=None, **distributed):
+    return tiny_config(
+        model=MODEL,
+        train={
+            "seq_len": 16, "batch_size": 4 // groups, "grad_accum_steps": 4, "loss_fn": "telling",
+            **(train or {}),
+        },
+        distributed={"dp_shard": 1, **distributed},
+    )  # fmt: skip
+
+
+def run(job):
+    """Metrics of three updates, and the state after them with a layer an entry."""
+    ours = setup(job)
+    batches = random_batches(job, 3)
+    for batch in batches:
+        batch["labels"][0, :, :8] = -100
+    state, metrics = ours.run(ours.state(), batches)
+    unstack = functools.partial(jax.tree.map, lambda x: np.asarray(ours.model.stack.unstack(x)))
+    return metrics, unstack(jax.device_get(state.params["layers"])), unstack(state.model_state)
+
+
+@functools.cache
+def on_one_device():
+    return run(config())
+
+
+def test_terms_add_up_to_the_loss_and_layers_come_in_order():
+    metrics, _, state = on_one_device()
+    assert metrics["losses"].keys() == {"nats", "lse", "size"}
+    np.testing.assert_allclose(sum(metrics["losses"].values()), metrics["loss"], rtol=1e-6)
+    assert metrics["told"]["size"].shape == (3, 9)
+    sizes = metrics["told"]["size"] * 0.1
+    np.testing.assert_allclose(sizes.sum(axis=1), metrics["losses"]["size"], rtol=1e-5)
+    assert np.all(metrics["told"]["peak"] ** 2 > metrics["told"]["size"])
+    assert np.all(state["layers"]["drift"].std(axis=1) > 0)
+
+
+MESHES = [
+    (2, {"dp_replicate": 2}, UPDATE),
+    (4, {"dp_shard": 4}, {**MICROBATCH, **FULL}),
+    (2, {"dp_shard": 2, "tp": 2}, UPDATE),
+    (2, {"pp": 2, "dp_shard": 2, "tp": 2}, UPDATE),
+    (1, {"pp": 4}, {**MICROBATCH, **FULL}),  # 3, 2, 2 and 2 layers
+    (4, {"pp": 2, "dp_shard": 4, **INTERLEAVED}, {**UPDATE, **FULL}),
+    (1, {"pp": 2, "tp": 2, "pp_schedule": "gpipe"}, {"activation_checkpointing": "none"}),
+]
+
+
+@pytest.mark.parametrize(("groups", "axes", "train"), MESHES)
+def test_all_is_the_same_on_a_mesh(groups, axes, train):
+    expected, found = on_one_device(), run(config(groups, train, **axes))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
+    for key in ("loss", "grad_norm", "losses", "told"):
+        jax.tree.map(close, found[0][key], expected[0][key])
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-5)
+    jax.tree.map(close, found[1:], expected[1:])
+
+
+def test_the_state_is_saved_and_restored_on_another_mesh(tmp_path):
+    job = config(1, {**MICROBATCH, **FULL}, pp=4)
+    ours = setup(job)
+    batch = random_batches(job, 1)
+    state, _ = ours.run(ours.state(), batch)
+    section = job.checkpoint.model_copy(update={"async_mode": "disabled"})
+    saved = Checkpoints(tmp_path, section, ours.model.axes, stack=ours.model.stack)
+    saved.save(progress_of(state), state)
+    saved.close()
+    other = setup(config())
+    like = abstract_state(other.model, other.optimizer, other.mesh)
+    restored, _ = Checkpoints(tmp_path, section, read_only=True).restore(like, 1)
+    drift = ours.model.stack.unstack(state.model_state["layers"]["drift"])
+    assert np.abs(drift).max() > 0
+    np.testing.assert_array_equal(restored.model_state["layers"]["drift"], drift)
+
+
+def test_a_bad_step_leaves_it_alone():
+    job = config()
+    ours = setup(job)
+    batches = random_batches(job, 2)
+    state, _ = ours.run(ours.state(), batches[:1])
+    before = jax.device_get(state.model_state)
+    state, metrics = ours.run(state, batches[1:], apply=False)
+    assert not metrics["applied"].any()
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.model_state), before)
+
+
+class Noting(Hook):
+    """What hooks see of the terms."""
+
+    def __init__(self):
+        self.losses = []
+
+    def on_step_end(self, context):
+        self.losses.append((context.loss, context.losses))
+
+
+@functools.cache
+def logged(*axes):
+    """A run on all eight devices; the lines of its log by what they are of, and its hook."""
+    with tempfile.TemporaryDirectory() as place:
+        root = Path(place)
+        tokens = np.random.default_rng(0).integers(0, 64, 4000)
+        np.save(root / "a.npy", tokens.astype(np.uint16))
+        sizes = dict(axes)
+        job = tiny_config(
+            model=MODEL,
+            train={"seq_len": 16, "batch_size": 8 // sizes["dp_shard"], "grad_accum_steps": 4,
+                   "max_steps": 9, "loss_fn": "telling", "mixed_precision": "fp32"},
+            data={"dataset_path": str(root)},
+            eval={"enabled": True, "dataset_path": str(root), "interval": 1, "steps": 2},
+            early_stop={"active": True, "metric": "eval/nats", "patience_steps": 2,
+                        "min_delta": 10.0},
+            distributed=sizes,
+            checkpoint={"dir": str(root / "run"), "interval": 100},
+        )  # fmt: skip
+        hook = Noting()
+        run_all(job, [hook])
+        lines = (root / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    train = [row for row in rows if "train/loss" in row]
+    return train, [row for row in rows if "eval/loss" in row], hook
+
+
+def test_a_run_logs_and_evaluates_all_by_name_and_stops_by_it():
+    train, evaluated, hook = logged(("dp_shard", 8))
+    assert len(train) == len(evaluated) == 3, "the first evaluation is the best"
+    for row, (loss, terms) in zip(train, hook.losses, strict=True):
+        assert {key for key in row if key.startswith("terms/")} == {f"terms/{n}" for n in terms}
+        assert sum(terms.values()) == pytest.approx(loss)
+        assert {f"model/size/layers.{i}" for i in range(9)} < row.keys()
+        assert 0 <= row["model/accuracy"] <= 1
+    for row in evaluated:
+        assert row["eval/nats"] == pytest.approx(row["eval/loss"], rel=1e-5)
+        assert row["eval/size"] > 0
+
+
+def test_stages_log_and_evaluate_the_same():
+    for ours, theirs in zip(
+        logged(("dp_shard", 2), ("pp", 2), ("tp", 2)), logged(("dp_shard", 8)), strict=True
+    ):
+        for a, b in zip(ours, theirs, strict=True) if isinstance(ours, list) else ():
+            names = [key for key in a if key.split("/")[0] in ("terms", "model", "eval")]
+            assert names
+            assert {n: a[n] for n in names} == pytest.approx({n: b[n] for n in names}, rel=1e-4)

@@ -1,0 +1,116 @@
+"""Where a PyTorch run stands, by its train_state.pt or by keys of its own."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxforge.data import loader
+from jaxforge.errors import UserError
+from jaxforge.state.progress import Progress
+from tests.conftest import tiny_config
+from torch_compat import torch_zip
+from torch_compat.dcp_reader import open_dcp
+from torch_compat.files import Directory
+from torch_compat.train_state import TorchTrainState, progress_of, read_train_state, to_torch
+
+PER_STEP = 8 * 32  # tokens of a step of the tiny config
+
+
+def counts(progress):
+    return dataclasses.replace(progress, run_id="")
+
+
+def test_the_tokens_seen_say_how_many_sequences_were_read_whatever_the_ranks():
+    config = tiny_config(data={"order": "torch"})
+    for batches, ranks in ((10, 1), (10, 4), (None, None)):
+        place = TorchTrainState(
+            step=10, tokens=10 * PER_STEP, updates=10, batches=batches, ranks=ranks
+        )
+        progress, notes = progress_of(place, 10, config)
+        assert counts(progress) == Progress(step=10, samples=80, tokens=2560, run_id="")
+        assert notes == []
+
+
+def test_skipped_steps_drew_data_that_were_not_learned_from():
+    place = TorchTrainState(step=10, tokens=7 * PER_STEP, updates=7, batches=10, ranks=1)
+    progress, _ = progress_of(place, 7, tiny_config(data={"order": "torch"}))
+    assert counts(progress) == Progress(step=10, samples=80, tokens=7 * 256, skipped=3, run_id="")
+
+
+def test_without_tokens_the_batches_count_and_it_is_said():
+    config = tiny_config(data={"order": "torch"}, train={"batch_size": 2})
+    progress, notes = progress_of(
+        TorchTrainState(step=10, updates=10, batches=20, ranks=4), 10, config
+    )
+    assert progress.samples == 20 * 2 * 4
+    assert any("20 batches of 8" in note for note in notes)
+
+
+def test_another_order_and_another_count_are_said():
+    place = TorchTrainState(step=10, tokens=10 * PER_STEP, updates=10)
+    _, notes = progress_of(place, 11, tiny_config())
+    assert any('data.order = "torch"' in note for note in notes)
+    assert any("counts 11 updates and the LR scheduler 10" in note for note in notes)
+
+
+def data_of(tmp_path, sequences):
+    tokens = np.random.default_rng(0).integers(0, 256, sequences * 33).astype(np.uint16)
+    np.save(tmp_path / "tokens.npy", tokens)
+    return tiny_config(data={"dataset_path": str(tmp_path), "order": "torch"})
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_position_comes_back_through_train_state(tmp_path, ranks):
+    config = data_of(tmp_path, 50)  # epochs of 6 steps
+    config = config.model_copy(
+        update={"train": config.train.model_copy(update={"batch_size": 8 // ranks})}
+    )
+    for step in (0, 1, 5, 6, 7, 20):
+        progress = Progress(step=step, samples=8 * step, tokens=PER_STEP * step)
+        state = to_torch(progress, step, config, ranks)
+        epoch, batches = divmod(step, 6)
+        data = state["dataloader"]
+        assert (data["epoch"], data["batches_yielded"]) == (epoch, batches)
+        place = TorchTrainState(step, PER_STEP * step, step, epoch, batches, ranks)
+        assert counts(progress_of(place, step, config)[0]) == counts(progress)
+
+
+def test_a_position_within_a_batch_is_refused():
+    with pytest.raises(UserError, match="no whole number of batches of 24"):
+        to_torch(Progress(step=1, samples=8, tokens=256), 1, tiny_config(), 3)
+
+
+def test_torch_reads_train_state_and_its_random_states(tmp_path):
+    torch = pytest.importorskip("torch")
+    state = to_torch(Progress(step=2, samples=16, tokens=512), 2, tiny_config(), 1)
+    path = tmp_path / "train_state.pt"
+    path.write_bytes(b"".join(bytes(piece) for piece in torch_zip.archive(state)))
+    read = torch.load(path, weights_only=False)
+    generator = torch.Generator().manual_seed(tiny_config().train.seed)
+    assert torch.equal(read["rng"]["torch_cpu"], generator.get_state())
+    torch.Generator().set_state(read["rng"]["torch_cpu"])
+    theirs = np.random.RandomState()
+    theirs.set_state(read["rng"]["numpy"])
+    assert theirs.rand() == np.random.RandomState(tiny_config().train.seed).rand()
+    assert read["dataloader"]["sampler"]["seed"] == loader.data_seed(tiny_config())
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        torch.optim.SGD([torch.zeros(1)], lr=1.0), lambda n: 1.0
+    )
+    read["scheduler"]["lr_lambdas"] = [None]
+    schedule.load_state_dict(read["scheduler"])
+    assert schedule.last_epoch == 2
+
+
+def test_keys_within_the_checkpoint_are_found(tmp_path):
+    torch = pytest.importorskip("torch")
+    import torch.distributed.checkpoint as dcp
+
+    state = {
+        "norm.weight": torch.ones(4),
+        "train_state": {"step": torch.tensor(7), "ntokens_seen": torch.tensor(2**40)},
+        "lr_scheduler": {"last_epoch": 6},
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "step-7", no_dist=True)
+    place = read_train_state(open_dcp(Directory(tmp_path / "step-7")))
+    assert place == TorchTrainState(step=7, tokens=2**40, updates=6)
