@@ -9,7 +9,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxforge.config.model import LAYERS
-from jaxforge.parallel.sharding import Axes, constrain, first_index, gathered, taken_over, total
+from jaxforge.parallel import collectives
+from jaxforge.parallel.sharding import Axes, constrain
 
 Initializer = Callable[[Array, tuple[int, ...], jnp.dtype], Array]
 """(key, shape, dtype) -> values."""
@@ -92,7 +93,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
         """Multiplies and adds in the dtype of `x`."""
-        weight = gathered(self.weight[...].astype(x.dtype), self.axes)
+        weight = collectives.all_gather_weight(self.weight[...].astype(x.dtype), self.axes)
         # One row a token: of a product of matrices no compiler copies a transpose.
         y = jnp.einsum("ti,oi->to", x.reshape(-1, x.shape[-1]), weight)
         if self.has_bias:
@@ -109,10 +110,12 @@ class Embedding(nnx.Module):
     def __call__(self, tokens: Int[Array, "b s"], dtype: jnp.dtype) -> Float[Array, "b s d"]:
         """Looks up `tokens`; ids outside the table are clamped (data is checked beforehand)."""
         table = self.weight[...].astype(dtype)
-        if not taken_over("vocab"):
+        if not collectives.manual_axes("vocab"):
             return table[tokens]
         # Whole over all axes but the one taken over: XLA's partitioner fails on such a gather.
-        return _look_up(constrain(gathered(table, ("vocab", "embed")), None, None), tokens)
+        return _look_up(
+            constrain(collectives.all_gather_weight(table, ("vocab", "embed")), None, None), tokens
+        )
 
 
 @jax.custom_vjp
@@ -120,11 +123,11 @@ def _look_up(share: Float[Array, "v d"], tokens: Int[Array, "b s"]) -> Float[Arr
     """Rows of a table of which each device has a share. The gradient is that of its share."""
     rows, is_here = _own_rows(share, tokens)
     found = jnp.where(is_here[..., None], share[rows], 0)
-    return total(found, "vocab")
+    return collectives.psum(found, "vocab")
 
 
 def _own_rows(share: Array, tokens: Array) -> tuple[Array, Array]:
-    rows = tokens - first_index("vocab", share.shape[0])
+    rows = tokens - collectives.first_index("vocab", share.shape[0])
     is_here = (rows >= 0) & (rows < share.shape[0])
     return jnp.where(is_here, rows, 0), is_here
 

@@ -14,7 +14,8 @@ from jaxforge.model.mlp import MLP
 from jaxforge.model.norm import LayerNorm, RMSNorm, norm_of
 from jaxforge.model.plan import LayerKind, LayerPlan
 from jaxforge.model.runtime import Execution
-from jaxforge.parallel.sharding import constrain, gathered
+from jaxforge.parallel import collectives
+from jaxforge.parallel.sharding import constrain
 
 
 class TokenEmbedding(nnx.Module):
@@ -42,7 +43,9 @@ class PositionEmbedding(nnx.Module):
 
     def __call__(self, positions: Int[Array, "b s"], dtype: jnp.dtype) -> Float[Array, "b s d"]:
         """Looks up positions; those beyond the table get its last row."""
-        table = gathered(self.weight[...].astype(dtype), ("positions", "embed"))
+        table = collectives.all_gather_weight(
+            self.weight[...].astype(dtype), ("positions", "embed")
+        )
         return constrain(table, None, None)[positions]
 
 

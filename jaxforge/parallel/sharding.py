@@ -5,12 +5,10 @@ logical axis to the mesh axes that split it (None: not split). Nothing else in t
 mesh axis for a parameter.
 """
 
-import functools
 import math
 from collections.abc import Mapping
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
@@ -81,8 +79,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def constrain(x: Array, *axes: str | None) -> Array:
     """Asks the partitioner to lay `x` out as `RULES` says; the identity where there is no mesh.
 
-    Inside `shard_map` the mesh axes that it has taken over are left out: there, arrays are local to
-    those axes already.
+    Inside `shard_map` its manual axes are left out: arrays are local to those already.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -91,83 +88,18 @@ def constrain(x: Array, *axes: str | None) -> Array:
 
 
 def automatic_spec(*axes: str | None) -> P:
-    """The mesh axes of each dimension, less those that a `shard_map` has taken over."""
+    """The mesh axes of each dimension, less the manual ones."""
     return P(*(_automatic(axis) or None for axis in axes))
 
 
 def automatic_axes() -> frozenset[str]:
-    """Axes of the mesh at hand that no `shard_map` has taken over; none where there is no mesh."""
-    return frozenset(_axes_of(AxisType.Auto))
-
-
-def taken_over(axis: str | None = None) -> tuple[str, ...]:
-    """Mesh axes that a `shard_map` has taken over: all, or those that split a logical axis."""
-    names = _axes_of(AxisType.Manual)
-    return names if axis is None else tuple(name for name in _mesh_axes(axis) if name in names)
-
-
-def first_index(axis: str, size: int) -> Array | int:
-    """Where the `size` entries begin that a device holds of a dimension that was taken over."""
-    names = taken_over(axis)
-    return jax.lax.axis_index(names) * size if names else 0
-
-
-def total(x: Array, axis: str) -> Array:
-    """Sum over the devices that hold the parts of a dimension that was taken over.
-
-    In float32: XLA:CPU aborts on a bfloat16 sum in a partly manual program (docs/upstream.md).
-    """
-    names = taken_over(axis)
-    return jax.lax.psum(x.astype(jnp.float32), names).astype(x.dtype) if names else x
-
-
-def largest(x: Array, axis: str) -> Array:
-    """Maximum over the devices that hold the parts of a dimension that was taken over."""
-    names = taken_over(axis)
-    return jax.lax.pmax(x, names) if names else x
-
-
-def share_of_sum(x: Array, mesh_axis: str, dimension: int) -> Array:
-    """Adds `x` over a mesh axis that was taken over; each device keeps its part of a dimension.
-
-    A reduce-scatter, except between processes on CPU: gloo's gives wrong sums (docs/upstream.md).
-    """
-    if not (jax.default_backend() == "cpu" and jax.distributed.is_initialized()):
-        return jax.lax.psum_scatter(x, mesh_axis, scatter_dimension=dimension, tiled=True)
-    size = x.shape[dimension] // jax.lax.axis_size(mesh_axis)
-    first = jax.lax.axis_index(mesh_axis) * size
-    return jax.lax.dynamic_slice_in_dim(jax.lax.psum(x, mesh_axis), first, size, dimension)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def gathered(weight: Array, axes: Axes) -> Array:
-    """A weight whole over the data axes, just before its use; its gradient is laid out as it was.
-
-    Left alone, the partitioner for TPU turns each product with a split weight into a loop that
-    passes the pieces around (windowed einsum). That pays for gradients, where it hides the
-    reduction, and costs half of the speed of forward products (benchmarks/aot.py).
-
-    Args:
-        weight: [..., ...], laid out by `axes`, in the dtype that it is to travel in.
-        axes: its logical axes.
-    """
-    return constrain(weight, *without_data(axes))
-
-
-def _gather(weight: Array, axes: Axes) -> tuple[Array, None]:
-    return gathered(weight, axes), None
-
-
-def _scatter(axes: Axes, _: None, gradient: Array) -> tuple[Array]:
-    return (constrain(gradient, *axes),)
-
-
-gathered.defvjp(_gather, _scatter)
+    """Axes of the mesh at hand that are left to the partitioner; none where there is no mesh."""
+    return frozenset(axes_of_type(AxisType.Auto))
 
 
 def without_data(axes: Axes) -> Axes:
     """Logical axes, less those that are split over data-parallel devices."""
-    return tuple(None if set(_mesh_axes(axis)) & set(DATA_AXES) else axis for axis in axes)
+    return tuple(None if set(mesh_axes(axis)) & set(DATA_AXES) else axis for axis in axes)
 
 
 def size_per_device(size: int, axis: str) -> int:
@@ -179,29 +111,31 @@ def size_per_device(size: int, axis: str) -> int:
 
 
 def _automatic(axis: str | None) -> tuple[str, ...]:
-    """Mesh axes of a logical axis, less those that a `shard_map` has taken over."""
-    names = _axes_of(AxisType.Auto)
-    return tuple(name for name in _mesh_axes(axis) if name in names)
+    """Mesh axes of a logical axis, less the manual ones."""
+    names = axes_of_type(AxisType.Auto)
+    return tuple(name for name in mesh_axes(axis) if name in names)
 
 
-def _axes_of(kind: AxisType) -> tuple[str, ...]:
+def axes_of_type(kind: AxisType) -> tuple[str, ...]:
+    """Axes of the mesh at hand that are automatic, or manual: taken over by a `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(name for name, of_axis in kinds if of_axis == kind)
 
 
-def _mesh_axes(axis: str | None) -> tuple[str, ...]:
+def mesh_axes(axis: str | None) -> tuple[str, ...]:
+    """The mesh axes that split a logical axis."""
     rule = None if axis is None else RULES[axis]
     return (rule,) if isinstance(rule, str) else rule or ()
 
 
 def _check_divides(name: str, leaf: jax.ShapeDtypeStruct, axes: Axes, mesh: Mesh) -> None:
     for dimension, (size, axis) in enumerate(zip(leaf.shape, axes, strict=True)):
-        mesh_axes = _mesh_axes(axis)
-        parts = math.prod(mesh.shape[a] for a in mesh_axes)
+        split_by = mesh_axes(axis)
+        parts = math.prod(mesh.shape[a] for a in split_by)
         if size % parts:
             raise UserError(
                 f"parameter {name}: dimension {dimension} ({axis}, size {size}) does not divide by "
-                f"{' x '.join(mesh_axes)} = {parts}; change {_CONFIG_KEYS[axis or '']} or "
-                f"{' or '.join('distributed.' + a for a in mesh_axes)}"
+                f"{' x '.join(split_by)} = {parts}; change {_CONFIG_KEYS[axis or '']} or "
+                f"{' or '.join('distributed.' + a for a in split_by)}"
             )

@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Array, Bool, PyTree
 
 from jaxforge.config.model import LAYERS
+from jaxforge.parallel import collectives
 from jaxforge.parallel.mesh import STAGES
-from jaxforge.parallel.sharding import total
 
 
 class Stack(NamedTuple):
@@ -116,7 +116,7 @@ def in_turn(
                 y, kept, told = run(of_chunk(layers), mine, place, kept)
                 arriving = jax.lax.ppermute(y, STAGES, ring)
             chunks.append((kept, told))
-        result = total(jnp.where(stage == last, y, 0), LAYERS)
+        result = collectives.psum(jnp.where(stage == last, y, 0), LAYERS)
         return result, *jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *chunks)
 
     split = jax.P(STAGES)

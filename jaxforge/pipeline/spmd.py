@@ -30,8 +30,9 @@ import numpy as np
 from jaxtyping import Array, Bool, PyTree
 
 from jaxforge.config.model import LAYERS
+from jaxforge.parallel import collectives
 from jaxforge.parallel.mesh import STAGES
-from jaxforge.parallel.sharding import constrain, taken_over, total
+from jaxforge.parallel.sharding import constrain
 from jaxforge.parallel.stages import apart, only_rows
 from jaxforge.pipeline.schedule import Phase, Schedule, Work
 from jaxforge.side import Side, combine, merge
@@ -196,7 +197,7 @@ class _Stage:
         self.index = jax.lax.axis_index(STAGES)
         of_rows = jax.tree.map(jnp.asarray, (parts.kinds, parts.is_layer))
         self.kinds, self.is_layer = jax.tree.map(lambda of_row: of_row[self.index], of_rows)
-        self.manual = taken_over()
+        self.manual = collectives.manual_axes()
 
     def at_rest(self, axes: Params) -> _Carry:
         """Before the first tick: zeros, made to vary over the same mesh axes as what follows."""
@@ -402,7 +403,7 @@ class _Stage:
 
     def _to_all(self, x: Array) -> Array:
         """What one stage has and the others have zeros for."""
-        return _laid_out(total(x, LAYERS))
+        return _laid_out(collectives.psum(x, LAYERS))
 
     def _zeros(
         self,

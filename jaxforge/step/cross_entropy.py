@@ -32,14 +32,8 @@ from jaxforge.config.train import TrainConfig
 from jaxforge.data.packing import IGNORE
 from jaxforge.model.scoring import soft_cap, soft_cap_slope
 from jaxforge.model.transformer import Model, project
-from jaxforge.parallel.sharding import (
-    constrain,
-    gathered,
-    largest,
-    size_per_device,
-    taken_over,
-    total,
-)
+from jaxforge.parallel import collectives
+from jaxforge.parallel.sharding import constrain, size_per_device
 from jaxforge.side import Scales
 from jaxforge.step.vocab_chunks import Chunk, chunks_of, entry_ids, joined
 
@@ -55,7 +49,7 @@ class LossSum(NamedTuple):
         total: Σ -log p(label) over valid tokens, float32.
         weight: number of valid tokens, float32.
         square_lse: Σ logsumexp(logits)² over all positions, valid or not, float32.
-        by_dataset: `total` of each dataset, of a mixture.
+        by_dataset: `psum` of each dataset, of a mixture.
     """
 
     total: Float[Array, ""]
@@ -164,7 +158,7 @@ def cross_entropy(
     """Sums of the loss of a batch from its final hidden states; of datasets too, given members."""
     if _by_chunks(tiling, head_VD):
         return _by_vocab(tiling, hidden_BSD, head_VD, labels_BS, members_BN)[0]
-    weights = gathered(head_VD.astype(hidden_BSD.dtype), _HEAD)
+    weights = collectives.all_gather_weight(head_VD.astype(hidden_BSD.dtype), _HEAD)
 
     def one(total: LossSum, tile: _Tile) -> tuple[LossSum, None]:
         return total.plus(_tile_sums(tile, weights, members_BN, tiling.softcap)[0]), None
@@ -285,16 +279,16 @@ def _tile_sums(
     # A comparison, not a gather: it stays local when the vocabulary is split over devices.
     is_label_TV = entry_ids(weights_VD.shape[0]) == tile.labels[:, None]
     label_logits_T = jnp.sum(jnp.where(is_label_TV, logits_TV, 0.0), axis=-1)
-    sums = _sum_up(tile, lse_T1[:, 0], total(label_logits_T, "vocab"), members_BN)
+    sums = _sum_up(tile, lse_T1[:, 0], collectives.psum(label_logits_T, "vocab"), members_BN)
     return sums, logits_TV, lse_T1, is_label_TV
 
 
 def _over_shares(lse: Array) -> Array:
     """The logsumexp over the whole vocabulary, from that over each device's share."""
-    if not taken_over("vocab"):
+    if not collectives.manual_axes("vocab"):
         return lse
-    top = largest(lse, "vocab")
-    return top + jnp.log(total(jnp.exp(lse - top), "vocab"))
+    top = collectives.pmax(lse, "vocab")
+    return top + jnp.log(collectives.psum(jnp.exp(lse - top), "vocab"))
 
 
 def _sum_up(tile: _Tile, lse_T: Array, label_logits_T: Array, members_BN: Array | None) -> LossSum:
@@ -342,12 +336,14 @@ def _gradient_by_tokens(
     members: Array | None,
 ) -> tuple[LossSum, Array, Array]:
     """Sums, and the gradients [b, s, d] and [d, v]: of the head it is Σ hiddenᵀ · d_logits."""
-    weights = gathered(head.astype(hidden.dtype), _HEAD)
+    weights = collectives.all_gather_weight(head.astype(hidden.dtype), _HEAD)
 
     def of_tile(tile: _Tile) -> tuple[LossSum, Array, Array]:
         sums, logits, lse, is_label = _tile_sums(tile, weights, members, tiling.softcap)
         d_logits = _d_logits(tile, scales, logits, lse, is_label, tiling.softcap)
-        product = _product if taken_over("vocab") else jnp.einsum  # a summand, or the whole
+        product = (
+            _product if collectives.manual_axes("vocab") else jnp.einsum
+        )  # a summand, or the whole
         d_hidden = product("tv,vd->td", d_logits, weights)
         return sums, d_hidden, _product("td,tv->dv", tile.hidden, d_logits)
 
@@ -361,7 +357,7 @@ def _gradient_by_tokens(
     batch, length, dim = hidden.shape
     d_hidden = d_tiles.reshape(-1, batch, tiling.tokens, dim).swapaxes(0, 1)
     d_hidden = d_hidden.reshape(batch, -1, dim)[:, :length]
-    return sums, total(d_hidden, "vocab").astype(hidden.dtype), d_head
+    return sums, collectives.psum(d_hidden, "vocab").astype(hidden.dtype), d_head
 
 
 def _by_vocab(
@@ -379,10 +375,12 @@ def _by_vocab(
         return (new_top, rest, label_logits + jnp.sum(jnp.where(is_label, logits, 0.0), -1)), None
 
     zeros = jnp.sum(_zeros(tile.hidden, head)[:, :0], axis=-1)
-    chunks = chunks_of(gathered(head.astype(hidden.dtype), _HEAD), tiling.vocab)
+    chunks = chunks_of(
+        collectives.all_gather_weight(head.astype(hidden.dtype), _HEAD), tiling.vocab
+    )
     (top, rest, label_logits), _ = jax.lax.scan(one, (zeros - jnp.inf, zeros, zeros), chunks)
     lse = _over_shares(top + jnp.log(rest))
-    return _sum_up(tile, lse, total(label_logits, "vocab"), members), lse
+    return _sum_up(tile, lse, collectives.psum(label_logits, "vocab"), members), lse
 
 
 def _gradient_by_vocab(
@@ -402,10 +400,12 @@ def _gradient_by_vocab(
         d_hidden += _product("tv,vd->td", d_logits, chunk.weights)
         return d_hidden, _product("tv,td->vd", d_logits, tile.hidden).astype(head.dtype)
 
-    chunks = chunks_of(gathered(head.astype(hidden.dtype), _HEAD), tiling.vocab)
+    chunks = chunks_of(
+        collectives.all_gather_weight(head.astype(hidden.dtype), _HEAD), tiling.vocab
+    )
     d_hidden, d_chunks = jax.lax.scan(one, _zeros(tile.hidden, head), chunks)
     d_head = constrain(joined(d_chunks, head.shape[0]), *_HEAD)
-    return total(d_hidden, "vocab").reshape(hidden.shape).astype(hidden.dtype), d_head
+    return collectives.psum(d_hidden, "vocab").reshape(hidden.shape).astype(hidden.dtype), d_head
 
 
 def _zeros(like: Array, head: Array) -> Array:

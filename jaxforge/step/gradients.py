@@ -31,14 +31,13 @@ from jaxforge.model.attention_backends import BACKENDS
 from jaxforge.model.linear import is_matrix
 from jaxforge.model.plan import LayerKind
 from jaxforge.model.transformer import Model, Params, join
+from jaxforge.parallel import collectives
 from jaxforge.parallel.mesh import DATA_AXES, STAGES, data_parallel_size
 from jaxforge.parallel.sharding import (
     Axes,
     constrain,
     param_shardings,
     partition_spec,
-    share_of_sum,
-    total,
     without_data,
 )
 from jaxforge.parallel.stages import apart
@@ -188,7 +187,9 @@ def pipelined(model: Model, config: JobConfig) -> AddUp:
         grads, side, layers = spmd.accumulate(
             schedule, parts, params, of_layers, model.axes, (batch, scales.token)
         )
-        whole = layers._replace(terms=jax.tree.map(lambda x: total(x, LAYERS), layers.terms))
+        whole = layers._replace(
+            terms=jax.tree.map(lambda x: collectives.psum(x, LAYERS), layers.terms)
+        )
         return grads, Loss(side.joined_by(whole), layers._replace(terms={}))
 
     return add_up
@@ -292,7 +293,7 @@ def _reduction(axes: PyTree, mesh: Mesh) -> Callable[[Params], Params]:
         grad = grad[0]
         for dimension, axis in enumerate(partition_spec(axes)):
             if axis in DATA_AXES:
-                grad = share_of_sum(grad, axis, dimension)
+                grad = collectives.psum_scatter(grad, axis, dimension)
         unsplit = tuple(axis for axis in DATA_AXES if axis not in tuple(partition_spec(axes)))
         return jax.lax.psum(grad, unsplit)
 

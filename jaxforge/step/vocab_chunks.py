@@ -7,12 +7,13 @@ from jaxtyping import Array, Float, Int
 
 from jaxforge.model.scoring import soft_cap
 from jaxforge.model.transformer import project
-from jaxforge.parallel.sharding import first_index, size_per_device
+from jaxforge.parallel import collectives
+from jaxforge.parallel.sharding import size_per_device
 
 
 def entry_ids(size: int) -> Int[Array, "_"]:
     """Ids of the entries of this device's share of the vocabulary."""
-    return first_index("vocab", size) + jnp.arange(size)
+    return collectives.first_index("vocab", size) + jnp.arange(size)
 
 
 class Chunk(NamedTuple):

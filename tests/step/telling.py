@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxforge.data.packing import IGNORE
 from jaxforge.model.network import Block, Transformer
 from jaxforge.model.transformer import Model, project, register_model
-from jaxforge.parallel.sharding import largest, total
+from jaxforge.parallel import collectives
 from jaxforge.side import Max, Mean, Side
 from jaxforge.step.losses import register_loss
 from jaxforge.step.vocab_chunks import entry_ids
@@ -60,11 +60,13 @@ def telling_loss(config, model):
     def loss(params, hidden, batch, scales):
         labels, head = batch["labels"], model.head(params)
         logits = project(hidden, head)
-        top = largest(jax.lax.stop_gradient(jnp.max(logits, axis=-1)), "vocab")
-        lse = top + jnp.log(total(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1), "vocab"))
+        top = collectives.pmax(jax.lax.stop_gradient(jnp.max(logits, axis=-1)), "vocab")
+        lse = top + jnp.log(
+            collectives.psum(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1), "vocab")
+        )
         is_valid = labels != IGNORE
         is_label = entry_ids(head.shape[0]) == labels[..., None]
-        label = total(jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1), "vocab")
+        label = collectives.psum(jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1), "vocab")
         terms = {
             "nats": scales.token * jnp.sum(jnp.where(is_valid, lse - label, 0.0)),
             "lse": 1e-3 * scales.position * jnp.sum(lse**2),

@@ -1,0 +1,80 @@
+"""Sums, maxima and gathers over the devices that hold the parts of a dimension.
+
+Inside `shard_map` its mesh axes are *manual*: arrays are local, and what devices make together is
+said here. These functions go by the logical axis of a dimension, and are the identity where no
+manual axis splits it. All other axes are the partitioner's.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jaxtyping import Array
+
+from jaxforge.parallel.sharding import Axes, axes_of_type, constrain, mesh_axes, without_data
+
+
+def manual_axes(axis: str | None = None) -> tuple[str, ...]:
+    """The manual mesh axes: all, or those that split a logical axis."""
+    names = axes_of_type(AxisType.Manual)
+    return names if axis is None else tuple(name for name in mesh_axes(axis) if name in names)
+
+
+def first_index(axis: str, size: int) -> Array | int:
+    """Where the `size` entries begin that a device holds of a dimension."""
+    names = manual_axes(axis)
+    return jax.lax.axis_index(names) * size if names else 0
+
+
+def psum(x: Array, axis: str) -> Array:
+    """Sum over the devices that hold the parts of a dimension.
+
+    In float32: XLA:CPU aborts on a bfloat16 sum in a partly manual program (docs/upstream.md).
+    """
+    names = manual_axes(axis)
+    return jax.lax.psum(x.astype(jnp.float32), names).astype(x.dtype) if names else x
+
+
+def pmax(x: Array, axis: str) -> Array:
+    """Maximum over the devices that hold the parts of a dimension."""
+    names = manual_axes(axis)
+    return jax.lax.pmax(x, names) if names else x
+
+
+def psum_scatter(x: Array, mesh_axis: str, dimension: int) -> Array:
+    """Adds `x` over a manual mesh axis; each device keeps its part of a dimension.
+
+    A reduce-scatter, except between processes on CPU: gloo's gives wrong sums (docs/upstream.md).
+    """
+    if not (jax.default_backend() == "cpu" and jax.distributed.is_initialized()):
+        return jax.lax.psum_scatter(x, mesh_axis, scatter_dimension=dimension, tiled=True)
+    size = x.shape[dimension] // jax.lax.axis_size(mesh_axis)
+    first = jax.lax.axis_index(mesh_axis) * size
+    return jax.lax.dynamic_slice_in_dim(jax.lax.psum(x, mesh_axis), first, size, dimension)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def all_gather_weight(weight: Array, axes: Axes) -> Array:
+    """A weight whole over the data axes, just before its use; its gradient is laid out as it was.
+
+    Left alone, the partitioner for TPU turns each product with a split weight into a loop that
+    passes the pieces around (windowed einsum). That pays for gradients, where it hides the
+    reduction, and costs half of the speed of forward products (benchmarks/aot.py).
+
+    Args:
+        weight: [..., ...], laid out by `axes`, in the dtype that it is to travel in.
+        axes: its logical axes.
+    """
+    return constrain(weight, *without_data(axes))
+
+
+def _gather(weight: Array, axes: Axes) -> tuple[Array, None]:
+    return all_gather_weight(weight, axes), None
+
+
+def _scatter(axes: Axes, _: None, gradient: Array) -> tuple[Array]:
+    return (constrain(gradient, *axes),)
+
+
+all_gather_weight.defvjp(_gather, _scatter)
