@@ -26,10 +26,10 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.state.progress import Progress
 from torch_compat import dcp_state, dcp_writer
-from torch_compat.lazy import Index, Lazy, extent
-from torch_compat.name_maps import DIALECTS
+from torch_compat.lazy import Index, LazyTensor, extent
+from torch_compat.name_maps import NAME_MAPS
 from torch_compat.staging import Share, Staging
-from torch_compat.state import Held, wanted
+from torch_compat.state import CheckpointState, abstract_target
 
 MIB = 1 << 20
 LIMIT = 256 * MIB  # that memory may grow by, besides the largest tensor of a layer
@@ -77,14 +77,14 @@ def write_checkpoint(config: JobConfig, directory: Path) -> int:
     """Writes a DCP checkpoint of random numbers, in pieces; returns its bytes."""
     rng = np.random.default_rng(0)
 
-    def random(shape: tuple[int, ...]) -> Lazy:
+    def random(shape: tuple[int, ...]) -> LazyTensor:
         def read(index: Index) -> np.ndarray:
             return rng.standard_normal(extent(index), np.float32)
 
-        return Lazy(shape, np.dtype(np.float32), read)
+        return LazyTensor(shape, np.dtype(np.float32), read)
 
-    declared = wanted(config)
-    held = Held(
+    declared = abstract_target(config)
+    checkpoint = CheckpointState(
         params={name: random(shape) for name, shape in declared.params.items()},
         moments={
             field: {name: random(shape) for name, shape in shapes.items()}
@@ -94,14 +94,19 @@ def write_checkpoint(config: JobConfig, directory: Path) -> int:
         progress=Progress(step=100),
     )
     entries = dcp_state.entries(
-        held, declared, DIALECTS["kempnerforge"], flat=False, prefix="model.", weights_only=False
+        checkpoint,
+        declared,
+        NAME_MAPS["kempnerforge"],
+        flat=False,
+        prefix="model.",
+        weights_only=False,
     )
     with Staging(directory / "step_100", {}, Share()) as staging:
         units = dcp_writer.units(entries, staging.path, BLOCK)
         staging.write(units, lambda nbytes: None)
         dcp_writer.write_metadata(entries, staging.results(units), staging.path, BLOCK)
         staging.commit()
-    return sum(tensor.nbytes for _, tensor in held.tensors())
+    return sum(tensor.nbytes for _, tensor in checkpoint.tensors())
 
 
 def measured(command: Sequence[str | Path]) -> tuple[float, int]:

@@ -125,7 +125,7 @@ def fuzz(args: argparse.Namespace, place: Path) -> Tally:
     """One mutant after the other, of each subject in turn."""
     subjects = write_subjects(place / "subjects")
     worker, tally = Worker(), Tally()
-    originals = {name: worker.read(path)["held"] for name, path in subjects.items()}
+    originals = {name: worker.read(path)["checkpoint"] for name, path in subjects.items()}
     assert all(originals.values())
     began = time.monotonic()
     for number in itertools.count() if args.only is None else [args.only]:

@@ -19,7 +19,7 @@ import results
 from jaxforge.model.attention_backends import reference_attention
 from jaxforge.model.blockwise import blockwise_attention
 from jaxforge.parallel import host_memory
-from jaxforge.side import Scales
+from jaxforge.side import LossWeights
 from jaxforge.step.cross_entropy import Tiling, weighted_loss
 
 ATTENTION = (
@@ -28,7 +28,7 @@ ATTENTION = (
 )  # sequences, tokens, heads, of keys, their size
 VOCABULARIES = (16_384, 32_768, 131_072)
 TOKENS, WIDTH = 2048, 256
-SCALES = Scales(np.float32(1.0), 0.0)
+SCALES = LossWeights(np.float32(1.0), 0.0)
 
 
 def gradient(attend: Callable[..., jax.Array], batch: tuple[int, ...]) -> Callable[[], Any]:

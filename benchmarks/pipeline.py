@@ -36,7 +36,7 @@ from jaxforge.model.transformer import Model, Params, build_model, matmul_precis
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import batch_sharding, param_shardings
-from jaxforge.side import Scales
+from jaxforge.side import LossWeights
 from jaxforge.state.train_state import init_state
 from jaxforge.step.cross_entropy import tiles_of, weighted_loss
 from jaxforge.step.gradients import Batch, make_gradients
@@ -94,19 +94,19 @@ def rolled_gradients(
         layers = jax.tree.map(lambda p: p.reshape(stages, -1, *p.shape[1:]), params["layers"])
 
         def tick(x: Array, t: Array) -> tuple[Array, Array]:
-            entering = model.embed(params, tokens[jnp.minimum(t, count - 1)])
+            entering = model.embed_tokens(params, tokens[jnp.minimum(t, count - 1)])
             y = every_stage(layers, split(x.at[0].set(entering)))
             return split(jnp.roll(y, 1, axis=0)), y[-1]
 
-        x = model.embed(params, tokens[0])
+        x = model.embed_tokens(params, tokens[0])
         empty = split(jnp.zeros((stages, *x.shape), x.dtype))
         _, outputs = jax.lax.scan(tick, empty, jnp.arange(count + stages - 1))
 
         def leave(total: Array, of_one: tuple[Array, Array]) -> tuple[Array, None]:
-            hidden, labels = model.finish(params, of_one[0]), of_one[1]
+            hidden, labels = model.final_norm(params, of_one[0]), of_one[1]
             tiles = tiles_of(train, labels, model.head(params), model)
-            scales = Scales(jnp.float32(1 / batch["labels"].size), 0.0)
-            loss = weighted_loss(tiles, hidden, model.head(params), labels, scales)
+            loss_weights = LossWeights(jnp.float32(1 / batch["labels"].size), 0.0)
+            loss = weighted_loss(tiles, hidden, model.head(params), labels, loss_weights)
             return total + loss.value, None
 
         checkpointed = block("full", leave)

@@ -27,7 +27,7 @@ from jaxforge.model.network import Transformer
 from jaxforge.model.transformer import Batch, Model, Params, project, register_model
 from jaxforge.parallel.sharding import Axes
 from jaxforge.run_directory import read_config
-from jaxforge.side import NOTHING, Scales, Side
+from jaxforge.side import NOTHING, LossWeights, Side
 from jaxforge.step.losses import LossFunction, register_loss
 from jaxforge.train import main
 
@@ -80,7 +80,7 @@ class Distilled(Model):
 def distillation(config: TrainConfig, model: Distilled) -> LossFunction:
     """Per token: (1 - SHARE) · -log p(label) + SHARE · KL(teacher | student)."""
 
-    def loss(params: Params, hidden_BSD: Array, batch: Batch, scales: Scales) -> Side:
+    def loss(params: Params, hidden_BSD: Array, batch: Batch, loss_weights: LossWeights) -> Side:
         labels_BS, theirs = batch["labels"], jax.lax.stop_gradient(params["teacher"])
         log_p_BSV = jax.nn.log_softmax(project(hidden_BSD, model.head(params)))
         their_hidden_BSD, _ = model.teacher.forward(theirs, batch)
@@ -91,7 +91,7 @@ def distillation(config: TrainConfig, model: Distilled) -> LossFunction:
         kl_BS = jnp.sum(jnp.exp(log_q_BSV) * (log_q_BSV - log_p_BSV), axis=-1)
 
         def mean(value_BS: Array) -> Array:
-            return scales.token * jnp.sum(jnp.where(is_valid_BS, value_BS, 0.0))
+            return loss_weights.token * jnp.sum(jnp.where(is_valid_BS, value_BS, 0.0))
 
         terms = {"labels": (1 - SHARE) * mean(nats_BS), "teacher": SHARE * mean(kl_BS)}
         return NOTHING._replace(terms=terms)

@@ -19,7 +19,7 @@ from jaxforge.data.packing import IGNORE
 from jaxforge.model.linear import Declare, Linear
 from jaxforge.model.network import Transformer
 from jaxforge.model.transformer import Batch, Model, Params, register_model
-from jaxforge.side import NOTHING, Scales, Side
+from jaxforge.side import NOTHING, LossWeights, Side
 from jaxforge.step.cross_entropy import tiles_of, weighted_loss
 from jaxforge.step.losses import LossFunction, register_loss
 from jaxforge.train import main
@@ -50,16 +50,16 @@ class AfterNextModel(Model):
 def next_two_tokens(config: TrainConfig, model: Model) -> LossFunction:
     """Cross-entropy of the next token, and of the one after it."""
 
-    def loss(params: Params, hidden_BSD: Array, batch: Batch, scales: Scales) -> Side:
+    def loss(params: Params, hidden_BSD: Array, batch: Batch, loss_weights: LossWeights) -> Side:
         labels_BS, head_VD = batch["labels"], model.head(params)
         after_BS = jnp.pad(labels_BS[:, 1:], ((0, 0), (0, 1)), constant_values=IGNORE)
         after_BS = jnp.where(labels_BS == IGNORE, IGNORE, after_BS)  # of another document, perhaps
         matrix_DD = params["after_next"]["weight"].astype(hidden_BSD.dtype)
         tiles = tiles_of(config, labels_BS, head_VD, model)
         one = functools.partial(weighted_loss, tiles)
-        weighted = scales._replace(token=WEIGHT * scales.token, position=0.0)
+        weighted = loss_weights._replace(token=WEIGHT * loss_weights.token, position=0.0)
         ahead = one(hidden_BSD @ matrix_DD.T, head_VD, after_BS, weighted)
-        usual = one(hidden_BSD, head_VD, labels_BS, scales._replace(position=0.0))
+        usual = one(hidden_BSD, head_VD, labels_BS, loss_weights._replace(position=0.0))
         terms = {"next": usual.cross_entropy, "after_next": ahead.cross_entropy}
         return NOTHING._replace(terms=terms)
 

@@ -30,7 +30,7 @@ from jaxforge.data.packing import IGNORE
 from jaxforge.inference import open_run
 from jaxforge.model.transformer import Batch, Model, Params, project
 from jaxforge.run_directory import read_tokenizer
-from jaxforge.side import Mean, Scales, Side
+from jaxforge.side import LossWeights, Mean, Side
 from jaxforge.step.losses import LossFunction, register_loss
 from jaxforge.train import main
 
@@ -50,7 +50,7 @@ class Pairs:
         return len(self.examples["labels"])
 
     def batch(self, indices: Sequence[int]) -> Example:
-        """Those of `indices`: `input_ids`, `labels`, `doc_ids` [n, s] and `reference` [n, 2]."""
+        """`input_ids`, `labels`, `segment_ids` [n, s] and `reference` [n, 2] of `indices`."""
         return {name: array[list(indices)] for name, array in self.examples.items()}
 
 
@@ -62,7 +62,7 @@ def answer_log_p(
     log_p_BSV = jax.nn.log_softmax(project(hidden_BSD, model.head(params)))
     index_BS1 = jnp.where(labels_BS == IGNORE, 0, labels_BS)[..., None]
     log_p_BS = jnp.take_along_axis(log_p_BSV, index_BS1, axis=-1)[..., 0]
-    of_answer_BSA = batch["doc_ids"][..., None] == jnp.arange(2)
+    of_answer_BSA = batch["segment_ids"][..., None] == jnp.arange(2)
     counts_BSA = of_answer_BSA & (labels_BS != IGNORE)[..., None]
     return jnp.sum(jnp.where(counts_BSA, log_p_BS[..., None], 0.0), axis=1)
 
@@ -71,10 +71,10 @@ def answer_log_p(
 def dpo(config: TrainConfig, model: Model) -> LossFunction:
     """-log σ(β (log p/q of the chosen answer - log p/q of the rejected one)), q the reference's."""
 
-    def loss(params: Params, hidden_BSD: Array, batch: Batch, scales: Scales) -> Side:
+    def loss(params: Params, hidden_BSD: Array, batch: Batch, loss_weights: LossWeights) -> Side:
         ratio_BA = answer_log_p(params, model, hidden_BSD, batch) - batch["reference"]
         margin_B = BETA * (ratio_BA[:, 0] - ratio_BA[:, 1])
-        term = -scales.sequence * jnp.sum(jax.nn.log_sigmoid(margin_B))
+        term = -loss_weights.sequence * jnp.sum(jax.nn.log_sigmoid(margin_B))
         n, kept = jnp.float32(margin_B.size), jax.lax.stop_gradient(margin_B)
         metrics = {"margin": Mean(jnp.sum(kept), n), "right": Mean(jnp.sum(kept > 0), n)}
         return Side({"dpo": term}, metrics, {})
@@ -97,7 +97,7 @@ def tokenized(path: Path, tokenizer: Tokenizer, length: int) -> dict[str, np.nda
         pad = length - len(tokens)
         row = tokens + [0] * pad, labels + [IGNORE] * pad, documents + [2] * pad
         rows.append(np.array(row, np.int32)[:, :length])
-    return dict(zip(("input_ids", "labels", "doc_ids"), np.stack(rows, axis=1), strict=True))
+    return dict(zip(("input_ids", "labels", "segment_ids"), np.stack(rows, axis=1), strict=True))
 
 
 def with_reference(run: Path, examples: dict[str, np.ndarray]) -> Pairs:

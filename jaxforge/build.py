@@ -21,7 +21,7 @@ from jaxforge.config.train import TrainConfig
 from jaxforge.data import loader
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.data.mixture import Segment
-from jaxforge.health.actions import open_watches
+from jaxforge.health.actions import open_actions
 from jaxforge.health.attribution import Attribution, make_row_losses
 from jaxforge.health.watchdog import Watchdog
 from jaxforge.model.transformer import Model, build_model, parameter_count
@@ -40,15 +40,15 @@ from jaxforge.step.train_step import (
     with_microbatches,
 )
 from jaxforge.telemetry.console import add_log_file, banner, human
-from jaxforge.telemetry.measures import Work
-from jaxforge.telemetry.metric_writers import check_libraries, open_outlets
+from jaxforge.telemetry.measures import StepCost
+from jaxforge.telemetry.metric_writers import check_libraries, open_writers
 from jaxforge.telemetry.profiler import Profiler
 from jaxforge.telemetry.tracker import Tracker
 from jaxforge.training.early_stop import EarlyStop
 from jaxforge.training.evaluation import Evaluator
 from jaxforge.training.exporting import Exporter
 from jaxforge.training.hooks import Hook, HookRunner, named_hook
-from jaxforge.training.loop import Trainer, start_of
+from jaxforge.training.loop import Trainer, tracker_state
 from jaxforge.training.phases import Phases
 from jaxforge.training.resumable_evaluation import Validations
 from jaxforge.training.rollback import Rollback
@@ -128,7 +128,7 @@ def build_trainer(
         attribution=_attribution(config, mesh, model, dataset, progress),
         watchdog=watchdog,
         tracker=tracker,
-        open_watches=lambda steps: open_watches(
+        open_actions=lambda steps: open_actions(
             config, mesh, tracker.host_times, steps.largest, lock
         ),
         profiler=profiler,
@@ -175,10 +175,10 @@ def _open_batches(
     """The batches from `place` to the end of the run."""
     at = place.step, place.samples
     segments = phases.segments(place.mixtures, *at, lambda step: ramp.samples_at(step, at))
-    for stretch in ramp.stretches(place.step, config.train.max_steps - place.step):
-        first = ramp.samples_at(stretch.start, at)
+    for span in ramp.spans(place.step, config.train.max_steps - place.step):
+        first = ramp.samples_at(span.start, at)
         yield from loader.training_batches(
-            config, mesh, dataset, first, stretch.n_updates, segments, stretch.accum
+            config, mesh, dataset, first, span.n_updates, segments, span.accum
         )
 
 
@@ -245,14 +245,14 @@ def _validations(
 
 
 def _tracker(console: Console, config: JobConfig, progress: Progress, samples: int) -> Tracker:
-    work = Work.of(config, samples)
-    outlets = open_outlets(
-        console, config, progress.run_id, progress.step, work, progress.sequences_per_epoch
+    cost = StepCost.of(config, samples)
+    writers = open_writers(
+        console, config, progress.run_id, progress.step, cost, progress.sequences_per_epoch
     )
     names = [dataset.label for dataset in config.data.datasets]
-    start = start_of(progress)
+    start = tracker_state(progress)
     extras = config.metrics.collect
-    return Tracker(outlets, work, start, config.train.max_steps, names, extras)
+    return Tracker(writers, cost, start, config.train.max_steps, names, extras)
 
 
 def _announce(console: Console, config: JobConfig, model: Model, mesh: Mesh, samples: int) -> None:
@@ -271,7 +271,7 @@ def _announce(console: Console, config: JobConfig, model: Model, mesh: Mesh, sam
         "mesh": axes or "one device",
         "step": f"{samples} sequences x {t.seq_len} tokens = {samples * t.seq_len:,} tokens, "
         f"in {t.grad_accum_steps} microbatch(es); gradients reduced per {t.grad_sync}{schedule}",
-        "kernels": f"attention: {model.how.attention}, loss: {t.loss_fn}, "
+        "kernels": f"attention: {model.runtime.attention}, loss: {t.loss_fn}, "
         f"checkpointing: {t.activation_checkpointing}",
         "data": ", ".join(dataset.label for dataset in config.data.datasets)
         or config.data.dataset_path

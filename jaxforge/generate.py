@@ -42,7 +42,7 @@ _WINDOW = 8  # batches among which prompts are sorted by length; results wait fo
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints prompts with their continuations, or writes them down as JSON Lines."""
     args, overrides = _parser().parse_known_args(argv)
-    how = _sampling(args)
+    sampling = _sampling(args)
     setup_logging(Console(stderr=True))
     host_memory.keep_freed_memory()
     multihost.initialize()
@@ -53,9 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     ids = [_encode(tokenizer, prompt, limit, args.max_tokens) for prompt in prompts]
     eos_id = None if args.ignore_eos else tokenizer.eos_id
     rows = min(args.batch_size, len(prompts))
-    how = how._replace(vocab_size=tokenizer.vocab_size)
+    sampling = sampling._replace(vocab_size=tokenizer.vocab_size)
     with trained.in_use() as params:
-        decoder = Decoder(trained.model, params, args.max_tokens, how, eos_id, args.seed,
+        decoder = Decoder(trained.model, params, args.max_tokens, sampling, eos_id, args.seed,
                           trained.mesh, rows)  # fmt: skip
         if args.prompts or args.output:
             _write(args.output, _results(decoder, prompts, ids, tokenizer))

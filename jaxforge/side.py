@@ -2,7 +2,7 @@
 
 Layers, microbatches, devices and pipeline stages each tell their part, and parts are merged: what
 is told is a sum, a `Mean` or a `Max`. So a term is the part's share of the loss, already weighted
-(`Scales`); the terms of all parts together are what is trained.
+(`LossWeights`); the terms of all parts together are what is trained.
 """
 
 import functools
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 
-class Scales(NamedTuple):
+class LossWeights(NamedTuple):
     """What a microbatch's numbers count for in the loss of the update.
 
     A term that adds up one of them times a value is right on any mesh, with any number of

@@ -18,7 +18,7 @@ from jaxforge.cli import leave, run_main
 from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading import help, load
-from jaxforge.config.reading.unresolved import Draft
+from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.errors import UserError
 from jaxforge.health import out_of_memory
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if config is None else run(config).code
 
 
-def parse_command_line(argv: Sequence[str]) -> Draft | None:
+def parse_command_line(argv: Sequence[str]) -> UnresolvedConfig | None:
     """`--config FILE` (or `--config=FILE`) and overrides; None when it was only `--help`."""
     if {"-h", "--help"} & set(argv):
         print(f"{__doc__}\n")
@@ -55,10 +55,10 @@ def parse_command_line(argv: Sequence[str]) -> Draft | None:
             break
     if path is None:
         raise UserError("say what to train: --config FILE (configs/quickstart.toml is an example)")
-    return load.load_draft(path, arguments)
+    return load.load_unresolved(path, arguments)
 
 
-def run(config: JobConfig | Draft, hooks: Sequence[Hook] = ()) -> Exit:
+def run(config: JobConfig | UnresolvedConfig, hooks: Sequence[Hook] = ()) -> Exit:
     """Trains from the newest checkpoint of the run directory, or from the start.
 
     Args:
@@ -68,7 +68,7 @@ def run(config: JobConfig | Draft, hooks: Sequence[Hook] = ()) -> Exit:
     console = _console()
     setup_logging(console)
     host_memory.keep_freed_memory()
-    known = config.known if isinstance(config, Draft) else config
+    known = config.known if isinstance(config, UnresolvedConfig) else config
     with Watchdog(Limits.of(known.train)) as watchdog:
         multihost.initialize(known.distributed.heartbeat_timeout_sec)
         with multihost.leaving_at_once_on_failure():
@@ -76,9 +76,12 @@ def run(config: JobConfig | Draft, hooks: Sequence[Hook] = ()) -> Exit:
 
 
 def _run(
-    config: JobConfig | Draft, hooks: Sequence[Hook], console: Console, watchdog: Watchdog
+    config: JobConfig | UnresolvedConfig,
+    hooks: Sequence[Hook],
+    console: Console,
+    watchdog: Watchdog,
 ) -> Exit:
-    if isinstance(config, Draft):
+    if isinstance(config, UnresolvedConfig):
         with watchdog.section("data"):  # for lengths in epochs
             config = config.resolve(jax.device_count(), sequences_per_epoch)
     rules.check(config, jax.device_count())

@@ -203,12 +203,12 @@ def unsplittable(attend):
         )
         return kernel
 
-    def pulled(q, k, v, doc_ids, d_y):
-        return jax.vjp(lambda *qkv: attend(*qkv, doc_ids), q, k, v)[1](d_y)
+    def pulled(q, k, v, segment_ids, d_y):
+        return jax.vjp(lambda *qkv: attend(*qkv, segment_ids), q, k, v)[1](d_y)
 
     @jax.custom_vjp
-    def kernel(q, k, v, doc_ids):
-        return alone(attend)(q, k, v, doc_ids)
+    def kernel(q, k, v, segment_ids):
+        return alone(attend)(q, k, v, segment_ids)
 
     kernel.defvjp(
         lambda *args: (kernel(*args), args),
@@ -221,7 +221,7 @@ def use_unsplittable_kernel(monkeypatch):
     """In place of the default kernel."""
     kernel = attention_backends.opaque(
         unsplittable(attention_backends.BACKENDS["blockwise"].attend),
-        attention_backends.BACKENDS["blockwise"].against,
+        attention_backends.BACKENDS["blockwise"].unsupported_reason,
     )
     monkeypatch.setitem(attention_backends.BACKENDS, "blockwise", kernel)
 

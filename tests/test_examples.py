@@ -17,7 +17,7 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.data.loader import open_training_data
 from jaxforge.model.transformer import Model, build_model
 from jaxforge.optim.optimizer import build_optimizer, learning_rate
-from jaxforge.side import Scales
+from jaxforge.side import LossWeights
 from jaxforge.step.losses import build_loss
 from jaxforge.train import main
 from tests.conftest import tiny_config
@@ -94,7 +94,9 @@ def test_the_custom_loss_is_cross_entropy_with_soft_labels():
     expected = -2.0 * (targets * log_p).sum(-1)[labels >= 0].sum()
     config = tiny_config(train={"loss_fn": "smoothed_cross_entropy"})
     loss = build_loss(config.train, _Single())
-    got = loss(jnp.float32(head), jnp.float32(hidden), {"labels": jnp.array(labels)}, Scales(2.0))
+    got = loss(
+        jnp.float32(head), jnp.float32(hidden), {"labels": jnp.array(labels)}, LossWeights(2.0)
+    )
     assert got.terms.keys() == {"smoothed_cross_entropy"}
     np.testing.assert_allclose(got.loss, expected, rtol=1e-5)
 
@@ -114,8 +116,8 @@ def test_what_the_page_registers_can_be_built():
     state = build_optimizer(config, model.axes).init(params)
     assert jax.tree.structure(state[1].mu) == jax.tree.structure(params)
     tokens = jnp.zeros((1, 4), jnp.int32)
-    plain = Model.embed(model, params, tokens)
-    np.testing.assert_allclose(model.embed(params, tokens), 8 * plain)
+    plain = Model.embed_tokens(model, params, tokens)
+    np.testing.assert_allclose(model.embed_tokens(params, tokens), 8 * plain)
     assert open_training_data(config)[7]["labels"][0] == 8
 
 
@@ -183,7 +185,7 @@ def test_an_extra_head_predicts_the_token_after_the_next(tmp_path):
     batch = {"labels": tokens.at[0, 5].set(-100)}
     hidden = model.hidden(params, tokens)
     loss = build_loss(config.train.model_copy(update={"loss_fn": "next_two_tokens"}), model)
-    told = loss(params, hidden, batch, Scales(1.0)).terms["after_next"]
+    told = loss(params, hidden, batch, LossWeights(1.0)).terms["after_next"]
     log_p = jax.nn.log_softmax(
         model.logits(params, hidden @ params["after_next"]["weight"].T), axis=-1
     )

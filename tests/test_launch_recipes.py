@@ -113,6 +113,18 @@ def test_a_signal_to_the_script_reaches_the_tasks_and_queues_it_again(path, sig,
 
 
 @pytest.mark.parametrize("path", SBATCH, ids=lambda path: path.name)
+def test_a_signal_before_the_script_knows_its_step_is_not_lost(path, cluster, tmp_path):
+    """On a busy machine the step may be at work before the script has its number."""
+    slow = tmp_path / "slow.sh"
+    slow.write_text("case $0 in *sbatch) trap 'sleep 0.2' DEBUG;; esac\n")
+    script = submit(path, tmp_path, {**cluster, "BASH_ENV": str(slow)})
+    wait_until((tmp_path / "started").exists)
+    script.send_signal(signal.SIGUSR1)
+    assert script.wait(PATIENCE) == 75
+    assert (tmp_path / "requeued").read_text() == "requeue 17\n"
+
+
+@pytest.mark.parametrize("path", SBATCH, ids=lambda path: path.name)
 @pytest.mark.parametrize("code", [0, 1, 2, 65, 134, 137])
 def test_other_ends_stay_ends(path, code, cluster, tmp_path):
     assert submit(path, tmp_path, {**cluster, "CODE": str(code)}).wait(PATIENCE) == code

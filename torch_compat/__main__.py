@@ -34,7 +34,7 @@ from torch_compat import checkpoints, commands
 from torch_compat.commands import Size
 from torch_compat.dcp_state import Options
 from torch_compat.inspection import inspect
-from torch_compat.name_maps import DIALECTS
+from torch_compat.name_maps import NAME_MAPS
 from torch_compat.progress import bar
 from torch_compat.staging import Share
 from torch_compat.verify import Verified, verify
@@ -165,7 +165,7 @@ def _print_differences(result: Verified) -> None:
         console.print(f"{what}: {verdict}")
 
 
-def _source(args: argparse.Namespace) -> checkpoints.Found:
+def _source(args: argparse.Namespace) -> checkpoints.CheckpointRef:
     return checkpoints.find(args.worker[1] if args.worker else args.source)
 
 
@@ -208,7 +208,7 @@ def _parser() -> argparse.ArgumentParser:
     exporting.add_argument("destination", help="hf: the directory; dcp: where step_<n> appears")
     exporting.add_argument("--to", choices=["dcp", "hf"], required=True)
     exporting.add_argument("--config", type=Path, help="instead of the config in the checkpoint")
-    exporting.add_argument("--dialect", choices=list(DIALECTS), help="whose names to use")
+    exporting.add_argument("--dialect", choices=list(NAME_MAPS), help="whose names to use")
     exporting.add_argument("--layout", choices=["nested", "flat"],
                            help="of optimizer state in DCP; by default the dialect's")  # fmt: skip
     exporting.add_argument("--ranks", type=_count, default=1,
@@ -236,7 +236,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_reading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, help="the TOML file of the run (DCP needs one)")
-    parser.add_argument("--dialect", choices=list(DIALECTS), help="by default found from the keys")
+    parser.add_argument("--dialect", choices=list(NAME_MAPS), help="by default found from the keys")
     parser.add_argument("--weights-only", action="store_true", help="leave the optimizer")
     parser.add_argument("--resize-vocab", action="store_true",
                         help="cut a padded vocabulary off, or pad with zeros")  # fmt: skip

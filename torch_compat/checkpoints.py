@@ -17,8 +17,8 @@ from torch_compat import dcp_state, hf_state, orbax_store, safetensors
 from torch_compat.dcp_reader import Dcp, is_dcp, open_dcp
 from torch_compat.dcp_state import Options
 from torch_compat.files import Directory
-from torch_compat.lazy import Lazy
-from torch_compat.state import Held, wanted
+from torch_compat.lazy import LazyTensor
+from torch_compat.state import CheckpointState, abstract_target
 
 Format = Literal["jaxforge", "dcp", "hf"]
 
@@ -26,7 +26,7 @@ _STEP = re.compile(r"(?:global_)?step[_-](\d+)")  # MindSpeed's are global
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class CheckpointRef:
     """A checkpoint that is there.
 
     Attributes:
@@ -57,20 +57,24 @@ class Found:
             return _config_of_hf(self.directory, overrides)
         return None
 
-    def read(self, config: JobConfig, options: Options) -> Held:
+    def read(self, config: JobConfig, options: Options) -> CheckpointState:
         """What it holds, by our names.
 
         Raises:
             UserError: it is not of that config, or damaged.
         """
         if self.format == "jaxforge":
-            held = orbax_store.open_orbax(storage.path(self.directory.path))[0]
-            return dataclasses.replace(held, moments=None) if options.weights_only else held
+            checkpoint = orbax_store.open_orbax(storage.path(self.directory.path))[0]
+            return (
+                dataclasses.replace(checkpoint, moments=None)
+                if options.weights_only
+                else checkpoint
+            )
         if self.format == "hf":
-            return hf_state.read(self.directory, wanted(config), options)
-        return dcp_state.read(open_dcp(self.directory), wanted(config), options)
+            return hf_state.read(self.directory, abstract_target(config), options)
+        return dcp_state.read(open_dcp(self.directory), abstract_target(config), options)
 
-    def raw(self) -> Mapping[str, Lazy]:
+    def raw(self) -> Mapping[str, LazyTensor]:
         """Its tensors by its own keys."""
         if self.format == "dcp":
             return open_dcp(self.directory).tensors
@@ -84,7 +88,7 @@ class Found:
         return open_dcp(self.directory)
 
 
-def find(path: str | os.PathLike) -> Found:
+def find(path: str | os.PathLike) -> CheckpointRef:
     """What lies at a path or URL: a checkpoint, or a directory of several, of which the latest.
 
     It is that one for good: neither a newer step nor another `latest` changes what is found.
@@ -95,13 +99,13 @@ def find(path: str | os.PathLike) -> Found:
     given = os.fspath(path)
     if has_run(given):
         run, step = find_step(storage.path(given))
-        return Found("jaxforge", Directory(run / SUBDIRECTORY / f"{PREFIX}_{step}"))
+        return CheckpointRef("jaxforge", Directory(run / SUBDIRECTORY / f"{PREFIX}_{step}"))
     directory = Directory(given)
     for place in (directory, *_latest(directory)):
         if is_dcp(place):
-            return Found("dcp", place.resolved())
+            return CheckpointRef("dcp", place.resolved())
         if hf_state.is_hf(place):
-            return Found("hf", place.resolved())
+            return CheckpointRef("hf", place.resolved())
     raise UserError(
         f"{given}: no checkpoint there: neither a run of jaxforge, nor a DCP checkpoint "
         "(.metadata), nor one of Hugging Face (config.json and .safetensors)"

@@ -17,7 +17,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
 from torch_compat import hf_config, hf_state, orbax_store, safetensors, stages
-from torch_compat.checkpoints import Found
+from torch_compat.checkpoints import CheckpointRef
 from torch_compat.compare import check_written
 from torch_compat.dcp_export import DcpExport, point_latest
 from torch_compat.dcp_state import Options
@@ -25,10 +25,10 @@ from torch_compat.families import FAMILIES
 from torch_compat.files import Directory
 from torch_compat.fits import check_fits, unseen
 from torch_compat.identity import check_unchanged, files_of, identity
-from torch_compat.lazy import DTYPES, Lazy
-from torch_compat.name_maps import DIALECTS
+from torch_compat.lazy import DTYPES, LazyTensor
+from torch_compat.name_maps import NAME_MAPS
 from torch_compat.staging import Share, Staging, Unit, naming_failure
-from torch_compat.state import Held, Wanted, wanted
+from torch_compat.state import AbstractTarget, CheckpointState, abstract_target
 from torch_compat.workers import Workers
 
 Advance = Callable[[int], None]
@@ -63,8 +63,8 @@ class Plan:
         summary: what it does, in a line.
         notes: what the user should know.
         nbytes: bytes that it writes.
-        held: what it writes.
-        wanted: what the config declares.
+        checkpoint: what it writes.
+        target: what the config declares.
         files: of the source, as they were before it was opened.
         within: the directory in the destination that is made; "" is the destination itself.
     """
@@ -72,8 +72,8 @@ class Plan:
     summary: str
     notes: tuple[str, ...]
     nbytes: int
-    held: Held
-    wanted: Wanted
+    checkpoint: CheckpointState
+    target: AbstractTarget
     files: dict[str, dict[str, str]]
     within: str
 
@@ -92,7 +92,7 @@ class Import:
         max_memory: bytes for tensors on their way.
     """
 
-    source: Found
+    source: CheckpointRef
     destination: Path
     config: Path | None
     overrides: Sequence[str]
@@ -116,21 +116,21 @@ class Import:
                 "give the run's config, --config FILE"
             )
         files = files_of(self.source)
-        held = self.source.read(config, self.options)
-        held = dataclasses.replace(held, params=cast(held.params, self.dtype))
-        if held.progress is None:
-            held = dataclasses.replace(held, progress=Progress())
-        nbytes = sum(tensor.nbytes for _, tensor in held.tensors())
-        progress = held.progress
+        checkpoint = self.source.read(config, self.options)
+        checkpoint = dataclasses.replace(checkpoint, params=cast(checkpoint.params, self.dtype))
+        if checkpoint.progress is None:
+            checkpoint = dataclasses.replace(checkpoint, progress=Progress())
+        nbytes = sum(tensor.nbytes for _, tensor in checkpoint.tensors())
+        progress = checkpoint.progress
         assert progress is not None
-        what = f"step {progress.step}" if held.moments else "weights alone, step 0"
+        what = f"step {progress.step}" if checkpoint.moments else "weights alone, step 0"
         return Plan(
-            f"{self.source.directory} ({held.dialect}, {what}, {nbytes / 1e9:.3g} GB) -> "
+            f"{self.source.directory} ({checkpoint.dialect}, {what}, {nbytes / 1e9:.3g} GB) -> "
             f"{self.destination}",
-            held.notes,
+            checkpoint.notes,
             nbytes,
-            held,
-            wanted(config),
+            checkpoint,
+            abstract_target(config),
             files,
             f"{SUBDIRECTORY}/{PREFIX}_{progress.step}",
         )
@@ -143,12 +143,14 @@ class Import:
         """
         from jaxforge.run_lock import RunLock  # here, as it imports JAX
 
-        name = identity(self, plan.files, plan.held, plan.wanted)
+        name = identity(self, plan.files, plan.checkpoint, plan.target)
         block = self.max_memory // _FRACTION
         with RunLock(self.destination) as lock:
             if not share.process:
                 lock.acquire()
-            writer = orbax_store.stage(plan.held, plan.wanted, self.destination, name, share, block)
+            writer = orbax_store.stage(
+                plan.checkpoint, plan.target, self.destination, name, share, block
+            )
             with writer.staging:
                 return self._write(plan, writer, advance, workers)
 
@@ -165,7 +167,7 @@ class Import:
         writer.staging.results(writer.units, workers.check)
         check_unchanged(self.source, plan.files)
         with naming_failure(writer.staging.destination):
-            self._write_beside(plan.wanted.config, writer.beside)
+            self._write_beside(plan.target.config, writer.beside)
         writer.commit()
         return writer.staging.destination
 
@@ -201,7 +203,7 @@ class Export:
         max_memory: bytes for tensors on their way.
     """
 
-    source: Found
+    source: CheckpointRef
     destination: Path
     to: Literal["dcp", "hf"]
     config: Path | None = None
@@ -227,25 +229,27 @@ class Export:
         assert config is not None
         alone = self.to == "hf" or self.weights_only
         files = files_of(self.source)
-        held = self.source.read(config, Options(weights_only=alone))
-        held = dataclasses.replace(held, params=cast(held.params, self.dtype))
-        declared = wanted(config)
+        checkpoint = self.source.read(config, Options(weights_only=alone))
+        checkpoint = dataclasses.replace(checkpoint, params=cast(checkpoint.params, self.dtype))
+        declared = abstract_target(config)
         trained = self.source.config(None) if self.config or self.overrides else config
         assert trained is not None
-        check_fits(held, declared, trained.model, str(self.source.directory))
+        check_fits(checkpoint, declared, trained.model, str(self.source.directory))
         dialect = self._dialect(config)
-        stages.check(self.stages, DIALECTS[dialect], config.model)
-        DIALECTS[dialect].to_theirs(held.params, config.model)  # refuses what has no counterpart
-        nbytes = sum(tensor.nbytes for _, tensor in held.tensors())
+        stages.check(self.stages, NAME_MAPS[dialect], config.model)
+        NAME_MAPS[dialect].to_theirs(
+            checkpoint.params, config.model
+        )  # refuses what has no counterpart
+        nbytes = sum(tensor.nbytes for _, tensor in checkpoint.tensors())
         what = dialect if self.stages == 1 else f"{dialect}, {self.stages} stages"
-        target = self._target(held, declared)
+        target = self._target(checkpoint, declared)
         summary = f"{self.source.directory} -> {target} ({what}, {nbytes / 1e9:.3g} GB)"
         if self.to == "hf":
             notes = hf_state.notes(dialect, _tokenizer(self.source))
         else:
-            notes = iter(self._dcp(held, declared).notes())
-        changed, within = unseen(trained.model, config.model), self._within(held, declared)
-        return Plan(summary, (*changed, *notes), nbytes, held, declared, files, within)
+            notes = iter(self._dcp(checkpoint, declared).notes())
+        changed, within = unseen(trained.model, config.model), self._within(checkpoint, declared)
+        return Plan(summary, (*changed, *notes), nbytes, checkpoint, declared, files, within)
 
     def run(self, plan: Plan, share: Share, advance: Advance, workers: Workers) -> Path | None:
         """Writes a share of it; process 0 waits for the others, and commits.
@@ -253,8 +257,8 @@ class Export:
         Returns:
             What was made, from process 0.
         """
-        name = identity(self, plan.files, plan.held, plan.wanted)
-        with Staging(self._target(plan.held, plan.wanted), name, share) as staging:
+        name = identity(self, plan.files, plan.checkpoint, plan.target)
+        with Staging(self._target(plan.checkpoint, plan.target), name, share) as staging:
             workers.start()
             units, finish = self._work(plan, staging.path)
             staging.write(units, advance)
@@ -273,14 +277,14 @@ class Export:
         """The units to write, and what makes a checkpoint of their results."""
         block = self.max_memory // _FRACTION
         if self.to == "dcp":
-            return self._dcp(plan.held, plan.wanted).work(directory, block)
+            return self._dcp(plan.checkpoint, plan.target).work(directory, block)
         units = hf_state.units(
-            plan.held, plan.wanted.config, directory,
+            plan.checkpoint, plan.target.config, directory,
             dialect=self.dialect, largest=self.largest_file, block=block,
             tokenizer=_tokenizer(self.source),
         )  # fmt: skip
-        written = DIALECTS[self._dialect(plan.wanted.config)].to_theirs(
-            plan.held.params, plan.wanted.config.model
+        written = NAME_MAPS[self._dialect(plan.target.config)].to_theirs(
+            plan.checkpoint.params, plan.target.config.model
         )
 
         def finish(_: Any) -> None:  # noqa: ANN401 (the units' results say nothing)
@@ -289,10 +293,10 @@ class Export:
 
         return units, finish
 
-    def _dcp(self, held: Held, declared: Wanted) -> DcpExport:
+    def _dcp(self, checkpoint: CheckpointState, declared: AbstractTarget) -> DcpExport:
         return DcpExport(
-            held, declared, self._dialect(declared.config), self.layout, self.ranks, self.stages,
-            self.weights_only,
+            checkpoint, declared, self._dialect(declared.config), self.layout, self.ranks,
+            self.stages, self.weights_only,
         )  # fmt: skip
 
     def _dialect(self, config: JobConfig) -> str:
@@ -300,14 +304,14 @@ class Export:
             return FAMILIES[hf_config.family_of(config.model, self.dialect)].dialect.name
         return self.dialect or "kempnerforge"
 
-    def _target(self, held: Held, declared: Wanted) -> Path:
-        return self.destination.absolute() / self._within(held, declared)
+    def _target(self, checkpoint: CheckpointState, declared: AbstractTarget) -> Path:
+        return self.destination.absolute() / self._within(checkpoint, declared)
 
-    def _within(self, held: Held, declared: Wanted) -> str:
-        return "" if self.to == "hf" else self._dcp(held, declared).name
+    def _within(self, checkpoint: CheckpointState, declared: AbstractTarget) -> str:
+        return "" if self.to == "hf" else self._dcp(checkpoint, declared).name
 
 
-def cast(tensors: Any, dtype: str | None) -> dict[str, Lazy]:  # noqa: ANN401
+def cast(tensors: Any, dtype: str | None) -> dict[str, LazyTensor]:  # noqa: ANN401
     """Tensors in another dtype, by torch's name of it."""
     if dtype is None:
         return dict(tensors)
@@ -320,6 +324,6 @@ def of_run(config: JobConfig, run: Path) -> JobConfig:
     return config.model_copy(update={"checkpoint": checkpoint})
 
 
-def _tokenizer(found: Found) -> Path | None:
+def _tokenizer(found: CheckpointRef) -> Path | None:
     run = orbax_store.run_of(storage.path(found.directory.path))
     return run / "tokenizer" if (run / "tokenizer").is_dir() else None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from jaxforge.errors import StorageError
-from torch_compat.lazy import Lazy, blocks
+from torch_compat.lazy import LazyTensor, blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Difference:
 
 
 def compare(
-    a: Mapping[str, Lazy],
-    b: Mapping[str, Lazy],
+    a: Mapping[str, LazyTensor],
+    b: Mapping[str, LazyTensor],
     block: int,
     advance: Callable[[int], None] = lambda nbytes: None,
 ) -> list[Difference]:
@@ -61,7 +61,9 @@ def compare(
     return found
 
 
-def check_written(found: Mapping[str, Lazy], written: Mapping[str, Lazy], where: str) -> None:
+def check_written(
+    found: Mapping[str, LazyTensor], written: Mapping[str, LazyTensor], where: str
+) -> None:
     """Looks whether what was written is there: every name, with its shape and dtype.
 
     Args:
@@ -77,7 +79,9 @@ def check_written(found: Mapping[str, Lazy], written: Mapping[str, Lazy], where:
         raise StorageError(f"{where}: {wrong[0]} does not read as it was written")
 
 
-def _largest_difference(a: Lazy, b: Lazy, block: int, advance: Callable[[int], None]) -> float:
+def _largest_difference(
+    a: LazyTensor, b: LazyTensor, block: int, advance: Callable[[int], None]
+) -> float:
     largest = 0.0
     itemsize = max(a.dtype.itemsize, b.dtype.itemsize)
     for index in blocks(a.shape, itemsize, block):

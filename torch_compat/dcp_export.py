@@ -16,11 +16,11 @@ from torch_compat.compare import check_written
 from torch_compat.dcp_reader import open_dcp
 from torch_compat.dcp_writer import Entry
 from torch_compat.files import Directory
-from torch_compat.lazy import Lazy
-from torch_compat.name_maps import DIALECTS
+from torch_compat.lazy import LazyTensor
+from torch_compat.name_maps import NAME_MAPS
 from torch_compat.names.kempnerforge import LACKS
 from torch_compat.staging import Unit
-from torch_compat.state import Held, Wanted
+from torch_compat.state import AbstractTarget, CheckpointState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +28,8 @@ class DcpExport:
     """One checkpoint that becomes a `step_<n>` of DCP.
 
     Attributes:
-        held: what to write.
-        wanted: what its config declares.
+        checkpoint: what to write.
+        target: what its config declares.
         dialect: whose names to use.
         layout: of optimizer state; None takes the dialect's.
         ranks: data-parallel ranks that will go on with it.
@@ -37,8 +37,8 @@ class DcpExport:
         weights_only: leave the optimizer out.
     """
 
-    held: Held
-    wanted: Wanted
+    checkpoint: CheckpointState
+    target: AbstractTarget
     dialect: str
     layout: str | None
     ranks: int
@@ -48,9 +48,9 @@ class DcpExport:
     @property
     def name(self) -> str:
         """Of the directory: `step_<n>`, or `step-<n>` for torchtitan."""
-        assert self.held.progress is not None
+        assert self.checkpoint.progress is not None
         separator = "-" if self._is_titan else "_"
-        return f"step{separator}{self.held.progress.step}"
+        return f"step{separator}{self.checkpoint.progress.step}"
 
     def notes(self) -> list[str]:
         """What the user should know.
@@ -60,10 +60,10 @@ class DcpExport:
         """
         if self._has_place:
             self._train_state()
-        if self._is_titan and self.held.moments is not None:
-            return dcp_state.titan_notes(self.wanted)
+        if self._is_titan and self.checkpoint.moments is not None:
+            return dcp_state.titan_notes(self.target)
         is_theirs = self.dialect == "kempnerforge"
-        return _unknown_to_kempnerforge(self.wanted.config.model) if is_theirs else []
+        return _unknown_to_kempnerforge(self.target.config.model) if is_theirs else []
 
     def work(
         self, directory: Path, block: int
@@ -90,7 +90,7 @@ class DcpExport:
                 places = {unit.name: done[unit.name] for unit in units[stage]}
                 dcp_writer.write_metadata(entries, places, directory / stage, block)
             every = itertools.chain.from_iterable(part.items() for part in parts.values())
-            written = {key: e.value for key, e in every if isinstance(e.value, Lazy)}
+            written = {key: e.value for key, e in every if isinstance(e.value, LazyTensor)}
             check_written(open_dcp(Directory(directory)).tensors, written, str(directory))
 
         return list(itertools.chain.from_iterable(units.values())), finish
@@ -99,13 +99,13 @@ class DcpExport:
         """What each pipeline stage writes, by the name of its directory."""
         flat = self.layout == "flat" if self.layout else self._is_titan
         entries = functools.partial(
-            dcp_state.entries, wanted=self.wanted, dialect=DIALECTS[self.dialect],
+            dcp_state.entries, target=self.target, dialect=NAME_MAPS[self.dialect],
             flat=flat, prefix="" if self._is_titan else "model.", weights_only=self.weights_only,
         )  # fmt: skip
-        held = stages.split(self.held, self.wanted.config.model.n_layers, self.stages)
-        parts = {stage: entries(part) for stage, part in held.items()}
-        if self._is_titan and self.held.moments is not None:
-            parts[""] |= dcp_state.place_within(self.held, self.wanted)
+        checkpoint = stages.split(self.checkpoint, self.target.config.model.n_layers, self.stages)
+        parts = {stage: entries(part) for stage, part in checkpoint.items()}
+        if self._is_titan and self.checkpoint.moments is not None:
+            parts[""] |= dcp_state.place_within(self.checkpoint, self.target)
         return parts
 
     @property
@@ -114,15 +114,17 @@ class DcpExport:
 
     @property
     def _has_place(self) -> bool:
-        return self.held.moments is not None and not self._is_titan
+        return self.checkpoint.moments is not None and not self._is_titan
 
     def _train_state(self) -> dict[str, Any]:
-        assert self.held.progress is not None
-        updates = int(self.held.scalars["updates"])
-        return train_state.to_torch(self.held.progress, updates, self.wanted.config, self.ranks)
+        assert self.checkpoint.progress is not None
+        updates = int(self.checkpoint.scalars["updates"])
+        return train_state.to_torch(
+            self.checkpoint.progress, updates, self.target.config, self.ranks
+        )
 
     def _write_place(self, directory: Path) -> None:
-        progress = self.held.progress
+        progress = self.checkpoint.progress
         assert progress is not None
         with (directory / train_state.TRAIN_STATE).open("wb") as file:
             for piece in torch_zip.archive(self._train_state()):

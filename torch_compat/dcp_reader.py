@@ -19,7 +19,16 @@ import numpy as np
 from jaxforge.errors import UserError
 from torch_compat import limits, pickles
 from torch_compat.files import Bytes, Directory
-from torch_compat.lazy import Index, Lazy, equal, extent, intersection, is_shape, relative, whole
+from torch_compat.lazy import (
+    Index,
+    LazyTensor,
+    equal,
+    extent,
+    intersection,
+    is_shape,
+    relative,
+    whole,
+)
 from torch_compat.limits import check_name, is_name, shown
 from torch_compat.pickle_machine import Record
 from torch_compat.pickles import Unsafe
@@ -116,7 +125,7 @@ class Dcp:
     """
 
     directory: Directory
-    tensors: Mapping[str, Lazy]
+    tensors: Mapping[str, LazyTensor]
     objects: "Objects"
 
 
@@ -155,7 +164,7 @@ def open_dcp(directory: Directory) -> Dcp:
             f"{directory}: no {METADATA} in it, so it is no DCP checkpoint, or one whose save did "
             "not end"
         )
-    tensors: dict[str, Lazy] = {}
+    tensors: dict[str, LazyTensor] = {}
     objects = Objects()
     for stage in stages:
         found, others = _open_one(stage)
@@ -216,7 +225,7 @@ class _Files(dict[str, Bytes]):
         return self[name]
 
 
-def _open_one(directory: Directory) -> tuple[dict[str, Lazy], Objects]:
+def _open_one(directory: Directory) -> tuple[dict[str, LazyTensor], Objects]:
     where = f"{directory}/{METADATA}"
     data = directory.view(METADATA, limits.PICKLE)
     metadata = pickles.load(data, _NAMES, where)
@@ -274,7 +283,7 @@ def _key(offset: tuple[int, ...] | None) -> str:
     return str(offset)
 
 
-def _is_entry(index: Any, item: Any) -> bool:  # noqa: ANN401 (whatever the pickle held)
+def _is_entry(index: Any, item: Any) -> bool:  # noqa: ANN401 (whatever the pickle checkpoint)
     if not isinstance(index, _Index) or not isinstance(item, _Item):
         return False
     types = {"offset": int, "length": int, "relative_path": str}
@@ -289,7 +298,7 @@ def _are_sizes(value: Any) -> bool:  # noqa: ANN401
 
 def _tensor(
     key: str, metadata: _TensorMetadata, places: Mapping[str, _Place], directory: str
-) -> Lazy:
+) -> LazyTensor:
     where = f"{directory}: {key}"
     try:
         named, shape = metadata.properties.state[0], metadata.size
@@ -323,7 +332,7 @@ def _tensor(
             out[relative(both, origin)] = chunk.read(both)
         return out
 
-    return Lazy(shape, dtype, read, where, len(chunks))
+    return LazyTensor(shape, dtype, read, where, len(chunks))
 
 
 def _named(where: str, offset: tuple[int, ...], places: Mapping[str, _Place]) -> bool:
@@ -339,13 +348,13 @@ class _Stored:
     index: Index
     place: _Place
     dtype: np.dtype
-    tensor: Lazy | None = None
+    tensor: LazyTensor | None = None
 
     def read(self, index: Index) -> np.ndarray:
         if self.tensor is None:
             tensor = self.place.archive().object()
             expected = extent(self.index)
-            if not isinstance(tensor, Lazy):
+            if not isinstance(tensor, LazyTensor):
                 raise UserError(f"{self.place.where}: an object lies where a tensor should")
             if tensor.shape != expected or tensor.dtype != self.dtype:
                 raise UserError(

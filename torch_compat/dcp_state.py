@@ -11,11 +11,11 @@ from jaxforge.errors import UserError
 from torch_compat import optimizer_state, train_state
 from torch_compat.dcp_reader import Dcp
 from torch_compat.dcp_writer import Entry
-from torch_compat.lazy import Lazy, number, of_array, zeros
-from torch_compat.name_maps import DIALECTS
-from torch_compat.names.table import EMBEDDING, HEAD, Dialect, detect, strip_wrappers
+from torch_compat.lazy import LazyTensor, number, of_array, zeros
+from torch_compat.name_maps import NAME_MAPS
+from torch_compat.names.table import EMBEDDING, HEAD, NameMap, detect, strip_wrappers
 from torch_compat.optimizer_state import MAIN_KEYS, STEP, WEIGHT_SUM, kind_of
-from torch_compat.state import Held, Wanted, in_all_layers
+from torch_compat.state import AbstractTarget, CheckpointState, in_all_layers
 from torch_compat.translation import Translation, some, translate
 
 _MODELS = {
@@ -62,8 +62,8 @@ class Keys(NamedTuple):
         others: keys of anything else.
     """
 
-    dialect: Dialect | None
-    params: dict[str, Lazy]
+    dialect: NameMap | None
+    params: dict[str, LazyTensor]
     state: dict[str, dict[str, Any]]
     groups: list[dict[str, Any]]
     others: list[str]
@@ -77,7 +77,7 @@ def sort_keys(dcp: Dcp, dialect: str | None = None) -> Keys:
     """
     state: dict[str, dict[str, Any]] = {}
     groups: dict[str, dict[str, Any]] = {}
-    model: dict[str, Lazy] = {}
+    model: dict[str, LazyTensor] = {}
     others = []
     for key in (*dcp.tensors, *dcp.objects):
         if match := _OPTIMIZER.fullmatch(key):
@@ -101,12 +101,12 @@ def sort_keys(dcp: Dcp, dialect: str | None = None) -> Keys:
     return Keys(found, params, state, list(groups.values()), others)
 
 
-def read(dcp: Dcp, wanted: Wanted, options: Options) -> Held:
+def read(dcp: Dcp, target: AbstractTarget, options: Options) -> CheckpointState:
     """A PyTorch run's state as jaxforge's.
 
     Args:
         dcp: the checkpoint.
-        wanted: what the config declares.
+        target: what the config declares.
         options: what the user allows.
 
     Raises:
@@ -116,9 +116,9 @@ def read(dcp: Dcp, wanted: Wanted, options: Options) -> Held:
     if keys.dialect is None:
         raise UserError(_unknown(dcp, keys.params))
     notes: list[str] = []
-    by = Translation(keys.dialect, wanted.config.model, options.resize_vocab, str(dcp.directory))
-    params = translate(keys.params, wanted.params, by)
-    held = Held(params, dialect=keys.dialect.name)
+    by = Translation(keys.dialect, target.config.model, options.resize_vocab, str(dcp.directory))
+    params = translate(keys.params, target.params, by)
+    checkpoint = CheckpointState(params, dialect=keys.dialect.name)
     where = train_state.read_train_state(dcp)
     if options.weights_only or not keys.state:
         if not options.weights_only:
@@ -126,30 +126,36 @@ def read(dcp: Dcp, wanted: Wanted, options: Options) -> Held:
         progress = None
         if options.keep_place and where.step is not None:
             made = where.step if where.updates is None else where.updates
-            progress, more = train_state.progress_of(where, made, wanted.config)
+            progress, more = train_state.progress_of(where, made, target.config)
             notes += more
-        return dataclasses.replace(held, progress=progress, notes=tuple(notes))
-    moments, missing = _moments(keys.state, wanted, by, options.fill_optimizer)
+        return dataclasses.replace(checkpoint, progress=progress, notes=tuple(notes))
+    moments, missing = _moments(keys.state, target, by, options.fill_optimizer)
     if missing:
         notes.append(f"{missing} moments are not in the checkpoint and start from zero")
-    scalars, updates = _scalars(keys, wanted, where, str(dcp.directory))
-    progress, more = train_state.progress_of(where, updates, wanted.config)
+    scalars, updates = _scalars(keys, target, where, str(dcp.directory))
+    progress, more = train_state.progress_of(where, updates, target.config)
     settings = optimizer_state.settings_of(keys.groups)
-    notes += more + optimizer_state.disagreements(settings, wanted.config)
+    notes += more + optimizer_state.disagreements(settings, target.config)
     return dataclasses.replace(
-        held, moments=moments, scalars=scalars, progress=progress, settings=settings,
+        checkpoint, moments=moments, scalars=scalars, progress=progress, settings=settings,
         notes=tuple(notes),
     )  # fmt: skip
 
 
 def entries(
-    held: Held, wanted: Wanted, dialect: Dialect, *, flat: bool, prefix: str, weights_only: bool
+    checkpoint: CheckpointState,
+    target: AbstractTarget,
+    dialect: NameMap,
+    *,
+    flat: bool,
+    prefix: str,
+    weights_only: bool,
 ) -> dict[str, Entry]:
     """The keys and values of a checkpoint that PyTorch loads.
 
     Args:
-        held: the state.
-        wanted: what its config declares.
+        checkpoint: the state.
+        target: what its config declares.
         dialect: whose names to use.
         flat: flattened optimizer state, as `flatten_optimizer_state_dict` and torchtitan have it.
         prefix: what stands before the model's keys, such as "model."; "" puts them at the root.
@@ -158,8 +164,8 @@ def entries(
     Raises:
         UserError: a parameter has no counterpart in the dialect.
     """
-    config = wanted.config.model
-    params = dialect.to_theirs(held.params, config)
+    config = target.config.model
+    params = dialect.to_theirs(checkpoint.params, config)
     written: dict[str, Entry] = {}
     root = tuple(prefix.rstrip(".").split(".")) if prefix else ()
 
@@ -172,33 +178,33 @@ def entries(
         with_head[dialect.their_name(HEAD)] = params[dialect.their_name(EMBEDDING)]
     for key, tensor in with_head.items():
         add((*root, key), tensor)
-    if weights_only or held.moments is None:
+    if weights_only or checkpoint.moments is None:
         return written
-    kind = kind_of(wanted.config)
+    kind = kind_of(target.config)
     fields = {
         kind.fields[field]: dialect.to_theirs(tensors, config)
-        for field, tensors in held.moments.items()
+        for field, tensors in checkpoint.moments.items()
     }
-    updates = int(held.scalars["updates"])
+    updates = int(checkpoint.scalars["updates"])
     for key in params:
         own: dict[str, Any] = {
             theirs: tensors[key] for theirs, tensors in fields.items() if key in tensors
         }
         if kind.counts:
             own = {STEP: of_array(np.asarray(updates, np.float32)), **own}
-        if WEIGHT_SUM in held.scalars:
-            own[WEIGHT_SUM] = float(held.scalars[WEIGHT_SUM])
+        if WEIGHT_SUM in checkpoint.scalars:
+            own[WEIGHT_SUM] = float(checkpoint.scalars[WEIGHT_SUM])
         for field, value in own.items():
             add(("optimizer", f"state.{key}.{field}") if flat else
                 ("optimizer", "state", key, field), value)  # fmt: skip
     decays = dict.fromkeys(params, False)
-    for name, tensor in held.params.items():
+    for name, tensor in checkpoint.params.items():
         is_matrix = len(tensor.shape) > 1
         key = dialect.their_name(name)
-        decays[key] |= dialect.has_one_group or wanted.config.optimizer.decays(
+        decays[key] |= dialect.has_one_group or target.config.optimizer.decays(
             in_all_layers(name), is_matrix=is_matrix
         )
-    for g, group in enumerate(optimizer_state.groups(wanted.config, updates, decays)):
+    for g, group in enumerate(optimizer_state.groups(target.config, updates, decays)):
         members = group["params"]
         if not flat:
             for name, value in group.items():
@@ -211,22 +217,24 @@ def entries(
     return written
 
 
-def place_within(held: Held, wanted: Wanted) -> dict[str, Entry]:
+def place_within(checkpoint: CheckpointState, target: AbstractTarget) -> dict[str, Entry]:
     """What torchtitan keeps of the run's place within the checkpoint."""
-    assert held.progress is not None
-    values = train_state.of_titan(held.progress, int(held.scalars["updates"]), wanted.config)
+    assert checkpoint.progress is not None
+    values = train_state.of_titan(
+        checkpoint.progress, int(checkpoint.scalars["updates"]), target.config
+    )
     entries = [Entry(path, value) for path, value in values.items()]
     return {entry.key: entry for entry in entries}
 
 
-def titan_notes(wanted: Wanted) -> list[str]:
+def titan_notes(target: AbstractTarget) -> list[str]:
     """What the user should know who resumes an export in torchtitan."""
     notes = [
         "resume in torchtitan with --checkpoint.exclude_from_loading dataloader: its place in the "
         "data has no counterpart here, and its data start from their beginning"
     ]
-    names = {in_all_layers(name): len(shape) > 1 for name, shape in wanted.params.items()}
-    decays = wanted.config.optimizer.decays
+    names = {in_all_layers(name): len(shape) > 1 for name, shape in target.params.items()}
+    decays = target.config.optimizer.decays
     spared = [name for name, is_matrix in names.items() if not decays(name, is_matrix=is_matrix)]
     if spared:
         notes.append(
@@ -237,42 +245,42 @@ def titan_notes(wanted: Wanted) -> list[str]:
 
 
 def _find_dialect(
-    model: Mapping[str, Lazy], name: str | None
-) -> tuple[Dialect | None, dict[str, Lazy], str]:
+    model: Mapping[str, LazyTensor], name: str | None
+) -> tuple[NameMap | None, dict[str, LazyTensor], str]:
     """The dialect, the keys without what stands before them, and what of that is a module's."""
-    if name is not None and name not in DIALECTS:
-        raise UserError(f"no dialect {name!r}; there are {', '.join(DIALECTS)}")
-    candidates = [DIALECTS[name]] if name else DIALECTS.values()
+    if name is not None and name not in NAME_MAPS:
+        raise UserError(f"no dialect {name!r}; there are {', '.join(NAME_MAPS)}")
+    candidates = [NAME_MAPS[name]] if name else NAME_MAPS.values()
     for prefix, within in _MODELS.items():
         if model and all(key.startswith(prefix) for key in model):
             params = {key.removeprefix(prefix): tensor for key, tensor in model.items()}
             if found := detect(list(params), candidates):
                 return found, params, within
-    return (DIALECTS[name] if name else None), dict(model), ""
+    return (NAME_MAPS[name] if name else None), dict(model), ""
 
 
-def _unknown(dcp: Dcp, params: Mapping[str, Lazy]) -> str:
-    def known(dialect: Dialect) -> int:
+def _unknown(dcp: Dcp, params: Mapping[str, LazyTensor]) -> str:
+    def known(dialect: NameMap) -> int:
         return sum(
             any(dialect.knows(key.removeprefix(prefix)) for prefix in _MODELS) for key in params
         )
 
     if not params:
         return f"{dcp.directory}: it holds no model: no tensor outside optimizer state"
-    nearest = max(DIALECTS.values(), key=known)
+    nearest = max(NAME_MAPS.values(), key=known)
     strange = [k for k in params if not any(nearest.knows(k.removeprefix(p)) for p in _MODELS)]
     return (
-        f"{dcp.directory}: these names are none of {', '.join(DIALECTS)}; nearest is "
+        f"{dcp.directory}: these names are none of {', '.join(NAME_MAPS)}; nearest is "
         f"{nearest.name}, which does not know {some(strange or params)}"
     )
 
 
 def _moments(
-    states: Mapping[str, Mapping[str, Any]], wanted: Wanted, by: Translation, fill: bool
-) -> tuple[dict[str, dict[str, Lazy]], int]:
+    states: Mapping[str, Mapping[str, Any]], target: AbstractTarget, by: Translation, fill: bool
+) -> tuple[dict[str, dict[str, LazyTensor]], int]:
     """Our fields, and how many tensors of them had to be made up."""
-    name, kind = wanted.config.optimizer.name, kind_of(wanted.config)
-    fields = {ours: kind.fields[ours] for ours in wanted.moments}
+    name, kind = target.config.optimizer.name, kind_of(target.config)
+    fields = {ours: kind.fields[ours] for ours in target.moments}
     present = {field for state in states.values() for field in state} - {STEP, WEIGHT_SUM}
     needed = {field for ours, field in fields.items() if ours in kind.always}
     if not needed <= present <= set(fields.values()):
@@ -286,9 +294,9 @@ def _moments(
         tensors = {
             key: value
             for key, state in states.items()
-            if isinstance(value := state.get(theirs), Lazy)
+            if isinstance(value := state.get(theirs), LazyTensor)
         }
-        shapes = wanted.moments[ours]
+        shapes = target.moments[ours]
         there = by.dialect.to_ours(tensors, shapes, by.model).keys()
         absent = [name for name in shapes if name not in there]
         if absent and not fill:
@@ -312,7 +320,7 @@ def _moments(
 
 
 def _scalars(
-    keys: Keys, wanted: Wanted, where: train_state.TorchTrainState, name: str
+    keys: Keys, target: AbstractTarget, where: train_state.TorchTrainState, name: str
 ) -> tuple[dict[str, np.ndarray], int]:
     """The optimizer's numbers: how many updates it made, and what else it counts."""
     numbers = {
@@ -325,13 +333,13 @@ def _scalars(
     }
     scalars: dict[str, np.ndarray] = {}
     updates = optimizer_state.count_updates(numbers[STEP], name)
-    if WEIGHT_SUM in wanted.scalars:
+    if WEIGHT_SUM in target.scalars:
         sums = set(numbers[WEIGHT_SUM].values())
         if len(sums) != 1:
             raise UserError(f"{name}: {len(sums)} different sums of weights, where one should be")
         weight_sum = sums.pop()
         scalars[WEIGHT_SUM] = np.asarray(weight_sum, np.float32)
-        updates = optimizer_state.schedule_free_updates(weight_sum, wanted.config)
+        updates = optimizer_state.schedule_free_updates(weight_sum, target.config)
     if updates is None:
         updates = where.updates if where.updates is not None else where.step
     if updates is None:

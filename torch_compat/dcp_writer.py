@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch_compat import pickles, torch_zip
 from torch_compat.dcp_reader import METADATA
 from torch_compat.files import sync
-from torch_compat.lazy import Index, Lazy, blocks, extent
+from torch_compat.lazy import Index, LazyTensor, blocks, extent
 from torch_compat.pickles import Call, Global, New, Pairs
 from torch_compat.staging import Unit
 
@@ -31,7 +31,7 @@ class Entry(NamedTuple):
     """
 
     path: KeyPath
-    value: Lazy | Any
+    value: LazyTensor | Any
 
     @property
     def key(self) -> str:
@@ -81,7 +81,7 @@ def write_metadata(
         for items in places.values()
         for key, offset, name, start, length in items
     ]
-    tensors = {key: e.value for key, e in entries.items() if isinstance(e.value, Lazy)}
+    tensors = {key: e.value for key, e in entries.items() if isinstance(e.value, LazyTensor)}
     state = {
         "state_dict_metadata": {
             key: _tensor_metadata(tensors[key], block) if key in tensors
@@ -103,14 +103,14 @@ def write_metadata(
 def _items(entries: Mapping[str, Entry], block: int) -> Iterator[_Item]:
     for key, entry in entries.items():
         tensor = entry.value
-        if not isinstance(tensor, Lazy):
+        if not isinstance(tensor, LazyTensor):
             yield _Item(key, None, 0)
             continue
         for index in _chunks(tensor, block):
             yield _Item(key, index, _size(index) * tensor.dtype.itemsize)
 
 
-def _chunks(tensor: Lazy, block: int) -> Iterator[Index]:
+def _chunks(tensor: LazyTensor, block: int) -> Iterator[Index]:
     return blocks(tensor.shape, tensor.dtype.itemsize, min(block, _LARGEST))
 
 
@@ -158,7 +158,7 @@ def _storage_info(name: str, offset: int, length: int) -> New:
     return New(of, {**fields, "transform_descriptors": None})
 
 
-def _tensor_metadata(tensor: Lazy, block: int) -> New:
+def _tensor_metadata(tensor: LazyTensor, block: int) -> New:
     chunks = [
         New(
             Global(_METADATA_MODULE, "ChunkStorageMetadata"),

@@ -18,7 +18,7 @@ import numpy as np
 from jaxforge import storage
 from jaxforge.errors import UserError
 from torch_compat import limits
-from torch_compat.lazy import Index, Lazy, extent
+from torch_compat.lazy import Index, LazyTensor, extent
 from torch_compat.limits import shown
 
 
@@ -230,7 +230,7 @@ def in_file(
     strides: Sequence[int],
     dtype: np.dtype,
     source: str,
-) -> Lazy:
+) -> LazyTensor:
     """A tensor in a file; the caller has checked that it lies within.
 
     Args:
@@ -253,7 +253,7 @@ def in_file(
         raw = file(start + first * itemsize, span * itemsize)
         return np.ndarray(sizes, dtype, raw.data, strides=in_bytes)
 
-    return Lazy(shape, dtype, read, source)
+    return LazyTensor(shape, dtype, read, source)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from torch_compat.names.table import differences
-from torch_compat.state import Held, Wanted
+from torch_compat.state import AbstractTarget, CheckpointState
 from torch_compat.translation import shortened
 
 _STRUCTURE = ("n_heads", "kv_heads", "activation", "norm_unit_offset", "parallel_residual")
@@ -17,23 +17,27 @@ UNSEEN = (*_STRUCTURE, *_CONSTANTS)
 """Keys of `[model]` that the shapes of the weights do not tell."""
 
 
-def check_fits(held: Held, wanted: Wanted, trained: ModelConfig, where: str) -> None:
+def check_fits(
+    checkpoint: CheckpointState, target: AbstractTarget, trained: ModelConfig, where: str
+) -> None:
     """Compares a run's state with a config, which settings of the user's may have changed.
 
     Args:
-        held: the state.
-        wanted: what the config declares.
+        checkpoint: the state.
+        target: what the config declares.
         trained: the model in the run's own config.
         where: the checkpoint, for the message.
 
     Raises:
         UserError: the config is of another model or optimizer; what differs is listed.
     """
-    problems = list(differences(wanted.params, held.params, held.params.keys() - wanted.params))
-    problems += unseen(trained, wanted.config.model, _STRUCTURE)
-    if held.moments is not None and held.moments.keys() != wanted.moments.keys():
-        fields = [", ".join(sorted(moments)) for moments in (held.moments, wanted.moments)]
-        name = wanted.config.optimizer.name
+    problems = list(
+        differences(target.params, checkpoint.params, checkpoint.params.keys() - target.params)
+    )
+    problems += unseen(trained, target.config.model, _STRUCTURE)
+    if checkpoint.moments is not None and checkpoint.moments.keys() != target.moments.keys():
+        fields = [", ".join(sorted(moments)) for moments in (checkpoint.moments, target.moments)]
+        name = target.config.optimizer.name
         problems.append(f'its optimizer has {fields[0]}; optimizer.name = "{name}" has {fields[1]}')
     if problems:
         listed = "\n  ".join(shortened(problems))

@@ -15,11 +15,11 @@ from torch_compat.families import FAMILIES
 from torch_compat.files import Directory, sync
 from torch_compat.fits import UNSEEN
 from torch_compat.hf_config import CONFIG, config_json, family_of, model_table
-from torch_compat.lazy import Lazy
+from torch_compat.lazy import LazyTensor
 from torch_compat.limits import load_json
-from torch_compat.name_maps import DIALECTS
+from torch_compat.name_maps import NAME_MAPS
 from torch_compat.staging import Unit
-from torch_compat.state import Held, Wanted
+from torch_compat.state import AbstractTarget, CheckpointState
 from torch_compat.translation import Translation, translate
 
 _SETTINGS = "tokenizer_config.json"
@@ -51,21 +51,23 @@ def read_config(directory: Directory) -> tuple[dict[str, Any], str]:
     return model_table(config, f"{directory}/{CONFIG}"), config["model_type"]
 
 
-def read(directory: Directory, wanted: Wanted, options: Options) -> Held:
+def read(directory: Directory, target: AbstractTarget, options: Options) -> CheckpointState:
     """The weights.
 
     Raises:
         UserError: they are not those of the model.
     """
-    config, model = _config(directory), wanted.config.model
+    config, model = _config(directory), target.config.model
     differences = tuple(_differences(config, model, f"{directory}/{CONFIG}"))
     dialect = (
-        DIALECTS[options.dialect] if options.dialect else FAMILIES[config["model_type"]].dialect
+        NAME_MAPS[options.dialect] if options.dialect else FAMILIES[config["model_type"]].dialect
     )
     found = safetensors.open_directory(directory)
     tensors = {dialect.current(key): tensor for key, tensor in found.items()}
     into = Translation(dialect, model, options.resize_vocab, str(directory))
-    return Held(translate(tensors, wanted.params, into), dialect=dialect.name, notes=differences)
+    return CheckpointState(
+        translate(tensors, target.params, into), dialect=dialect.name, notes=differences
+    )
 
 
 def copy_tokenizer(directory: Directory, target: Path) -> None:
@@ -106,7 +108,7 @@ def notes(dialect: str, tokenizer: Path | None) -> Iterator[str]:
 
 
 def units(
-    held: Held,
+    checkpoint: CheckpointState,
     config: JobConfig,
     directory: Path,
     *,
@@ -118,7 +120,7 @@ def units(
     """What makes a directory that `AutoModelForCausalLM.from_pretrained` opens.
 
     Args:
-        held: the weights.
+        checkpoint: the weights.
         config: the run's config.
         directory: where the files go.
         dialect: a family by its dialect's name; None takes the one that the model is of.
@@ -130,7 +132,7 @@ def units(
         UserError: no family has what the model has.
     """
     family = family_of(config.model, dialect)
-    tensors = FAMILIES[family].dialect.to_theirs(held.params, config.model)
+    tensors = FAMILIES[family].dialect.to_theirs(checkpoint.params, config.model)
     made, index = safetensors.units(tensors, directory, largest, block)
     eos_id = _eos_id(tokenizer)
     documents = {
@@ -199,7 +201,7 @@ def _eos_id(tokenizer: Path | None) -> int | None:
     return load_tokenizer(tokenizer).eos_id
 
 
-def _one_dtype(tensors: Mapping[str, Lazy]) -> str:
+def _one_dtype(tensors: Mapping[str, LazyTensor]) -> str:
     """One that holds all of them: transformers reads everything in the dtype that is named."""
     dtypes = {tensor.dtype for tensor in tensors.values()}
     if len(dtypes) == 1:

@@ -13,14 +13,14 @@ from typing import Any
 from jaxforge import storage
 from jaxforge.errors import UserError
 from torch_compat import dcp_reader, hf_state, orbax_store, train_state
-from torch_compat.checkpoints import Found
+from torch_compat.checkpoints import CheckpointRef
 from torch_compat.files import Directory
-from torch_compat.state import Held, Wanted
+from torch_compat.state import AbstractTarget, CheckpointState
 
 _NOT_OPTIONS = ("source", "config", "overrides")  # the two latter are in the resolved config
 
 
-def files_of(found: Found) -> dict[str, dict[str, str]]:
+def files_of(found: CheckpointRef) -> dict[str, dict[str, str]]:
     """Directory -> file -> what changes when the file does, of all files that are converted."""
     try:
         return _files_of(found)
@@ -28,7 +28,7 @@ def files_of(found: Found) -> dict[str, dict[str, str]]:
         return {}  # it is just being removed
 
 
-def _files_of(found: Found) -> dict[str, dict[str, str]]:
+def _files_of(found: CheckpointRef) -> dict[str, dict[str, str]]:
     if found.format == "jaxforge" and storage.in_bucket(found.directory.path):
         from jaxforge import buckets  # here, as its clients take a second to import
 
@@ -46,7 +46,7 @@ def _files_of(found: Found) -> dict[str, dict[str, str]]:
     return {str(directory): directory.stamps() for directory in every}
 
 
-def check_unchanged(found: Found, files: dict[str, dict[str, str]]) -> None:
+def check_unchanged(found: CheckpointRef, files: dict[str, dict[str, str]]) -> None:
     """Looks whether the files are those that a conversion began with.
 
     Raises:
@@ -59,22 +59,27 @@ def check_unchanged(found: Found, files: dict[str, dict[str, str]]) -> None:
         )
 
 
-def identity(job: Any, files: dict[str, Any], held: Held, wanted: Wanted) -> dict[str, Any]:  # noqa: ANN401 (any dataclass)
+def identity(
+    job: Any,  # noqa: ANN401 (any dataclass)
+    files: dict[str, Any],
+    checkpoint: CheckpointState,
+    target: AbstractTarget,
+) -> dict[str, Any]:
     """JSON that is the same in every process of one conversion, and in no other conversion.
 
     Args:
         job: the conversion; what it has but its source and config are options.
         files: of its source, from before it was opened.
-        held: what the source holds.
-        wanted: what the config declares.
+        checkpoint: what the source holds.
+        target: what the config declares.
     """
     names = [f.name for f in dataclasses.fields(job) if f.name not in _NOT_OPTIONS]
-    progress = held.progress
+    progress = checkpoint.progress
     return {
         "job": type(job).__name__,
         "source": str(job.source.directory),
         "files": files,
-        "config": wanted.config.model_dump(mode="json"),
+        "config": target.config.model_dump(mode="json"),
         "options": {name: str(getattr(job, name)) for name in names},
         "progress": progress and [progress.step, progress.samples, progress.tokens],
     }

@@ -5,14 +5,14 @@ from typing import Any
 
 from jaxforge import storage
 from torch_compat import dcp_state, orbax_store, safetensors, train_state
-from torch_compat.checkpoints import Found
+from torch_compat.checkpoints import CheckpointRef
 from torch_compat.families import FAMILIES
 from torch_compat.hf_state import read_config
-from torch_compat.lazy import Lazy
+from torch_compat.lazy import LazyTensor
 from torch_compat.optimizer_state import KINDS, settings_of
 
 
-def inspect(found: Found) -> dict[str, Any]:
+def inspect(found: CheckpointRef) -> dict[str, Any]:
     """Plain values: format, dialect, parameters, optimizer, step, and every tensor."""
     details = {"dcp": _dcp, "hf": _hf, "jaxforge": _jaxforge}[found.format](found)
     raw = found.raw()
@@ -25,7 +25,7 @@ def inspect(found: Found) -> dict[str, Any]:
     }
 
 
-def _dcp(found: Found) -> dict[str, Any]:
+def _dcp(found: CheckpointRef) -> dict[str, Any]:
     dcp = found.dcp()
     keys = dcp_state.sort_keys(dcp)
     fields = {field for state in keys.state.values() for field in state}
@@ -45,20 +45,20 @@ def _dcp(found: Found) -> dict[str, Any]:
     }
 
 
-def _hf(found: Found) -> dict[str, Any]:
+def _hf(found: CheckpointRef) -> dict[str, Any]:
     table, family = read_config(found.directory)
     tensors = safetensors.open_directory(found.directory).values()
     return {"dialect": FAMILIES[family].dialect.name, "parameters": _count(tensors), "model": table}
 
 
-def _jaxforge(found: Found) -> dict[str, Any]:
-    held, config = orbax_store.open_orbax(storage.path(found.directory.path))
+def _jaxforge(found: CheckpointRef) -> dict[str, Any]:
+    checkpoint, config = orbax_store.open_orbax(storage.path(found.directory.path))
     return {
-        "dialect": held.dialect,
-        "parameters": _count(held.params.values()),
-        "optimizer": config.optimizer.name if held.moments else None,
-        "optimizer fields": sorted([*(held.moments or {}), *held.scalars]),
-        "place": held.progress.to_json() if held.progress else {},
+        "dialect": checkpoint.dialect,
+        "parameters": _count(checkpoint.params.values()),
+        "optimizer": config.optimizer.name if checkpoint.moments else None,
+        "optimizer fields": sorted([*(checkpoint.moments or {}), *checkpoint.scalars]),
+        "place": checkpoint.progress.to_json() if checkpoint.progress else {},
     }
 
 
@@ -66,5 +66,5 @@ def _count(tensors: Any) -> int:  # noqa: ANN401 (any iterable of tensors)
     return sum(math.prod(tensor.shape) for tensor in tensors)
 
 
-def _described(tensor: Lazy) -> dict[str, Any]:
+def _described(tensor: LazyTensor) -> dict[str, Any]:
     return {"dtype": tensor.dtype.name, "shape": list(tensor.shape), "chunks": tensor.chunks}

@@ -45,7 +45,7 @@ _COMPARED = 32 << 20  # bytes at a time
 
 
 @dataclasses.dataclass(frozen=True)
-class Lazy:
+class LazyTensor:
     """A tensor somewhere.
 
     Attributes:
@@ -71,7 +71,7 @@ class Lazy:
         """Every value."""
         return self.read(whole(self.shape))
 
-    def cast(self, dtype: np.dtype) -> "Lazy":
+    def cast(self, dtype: np.dtype) -> "LazyTensor":
         """The values in another dtype, rounded to nearest.
 
         Reading it raises UserError where a finite value would become infinite.
@@ -93,19 +93,19 @@ class Lazy:
 
         return dataclasses.replace(self, dtype=dtype, read=read)
 
-    def part(self, i: int) -> "Lazy":
+    def part(self, i: int) -> "LazyTensor":
         """Entry `i` of the first dimension."""
         return dataclasses.replace(
             self, shape=self.shape[1:], read=lambda index: self.read((slice(i, i + 1), *index))[0]
         )
 
-    def transposed(self) -> "Lazy":
+    def transposed(self) -> "LazyTensor":
         """A matrix with its dimensions exchanged."""
         return dataclasses.replace(
             self, shape=self.shape[::-1], read=lambda index: self.read(index[::-1]).T
         )
 
-    def rows(self, order: Sequence[int] | np.ndarray) -> "Lazy":
+    def rows(self, order: Sequence[int] | np.ndarray) -> "LazyTensor":
         """Entry i of the result is entry `order[i]` of this one (first dimension)."""
         order = np.asarray(order)
 
@@ -119,7 +119,7 @@ class Lazy:
 
         return dataclasses.replace(self, shape=(len(order), *self.shape[1:]), read=read)
 
-    def resized(self, rows: int) -> "Lazy":
+    def resized(self, rows: int) -> "LazyTensor":
         """The first `rows` entries of the first dimension; zeros beyond what there is."""
         have = self.shape[0]
 
@@ -132,9 +132,9 @@ class Lazy:
         return dataclasses.replace(self, shape=(rows, *self.shape[1:]), read=read)
 
 
-def of_array(array: np.ndarray, source: str = "") -> Lazy:
+def of_array(array: np.ndarray, source: str = "") -> LazyTensor:
     """An array that is in memory already."""
-    return Lazy(array.shape, array.dtype, lambda index: np.asarray(array[index]), source)
+    return LazyTensor(array.shape, array.dtype, lambda index: np.asarray(array[index]), source)
 
 
 def number(value: Any) -> float:  # noqa: ANN401 (whatever a file held)
@@ -143,7 +143,7 @@ def number(value: Any) -> float:  # noqa: ANN401 (whatever a file held)
     Raises:
         ValueError: it is none, or not finite.
     """
-    if isinstance(value, Lazy):
+    if isinstance(value, LazyTensor):
         if math.prod(value.shape) != 1:
             raise ValueError(f"a tensor of {list(value.shape)}")
         array = value.all().reshape(())
@@ -168,12 +168,12 @@ def count(value: Any) -> int:  # noqa: ANN401 (whatever a file held)
     return int(found)
 
 
-def zeros(shape: tuple[int, ...], dtype: np.dtype) -> Lazy:
+def zeros(shape: tuple[int, ...], dtype: np.dtype) -> LazyTensor:
     """Zeros, made as they are read."""
-    return Lazy(shape, dtype, lambda index: np.zeros(extent(index), dtype), "zeros")
+    return LazyTensor(shape, dtype, lambda index: np.zeros(extent(index), dtype), "zeros")
 
 
-def stack(tensors: Sequence[Lazy]) -> Lazy:
+def stack(tensors: Sequence[LazyTensor]) -> LazyTensor:
     """Tensors of one shape and dtype along a new first dimension."""
     first = tensors[0]
     assert all(t.shape == first.shape and t.dtype == first.dtype for t in tensors)
@@ -187,10 +187,10 @@ def stack(tensors: Sequence[Lazy]) -> Lazy:
             out[i] = tensor.read(index[1:])
         return out
 
-    return Lazy((len(tensors), *first.shape), first.dtype, read, first.source)
+    return LazyTensor((len(tensors), *first.shape), first.dtype, read, first.source)
 
 
-def interleaved(tensors: Sequence[Lazy], places: Sequence[np.ndarray]) -> Lazy:
+def interleaved(tensors: Sequence[LazyTensor], places: Sequence[np.ndarray]) -> LazyTensor:
     """Rows of several tensors of one dtype in one: row i of tensor t becomes row `places[t][i]`."""
     first, n_rows = tensors[0], sum(map(len, places))
     owner, row = np.empty(n_rows, np.int64), np.empty(n_rows, np.int64)
@@ -206,7 +206,7 @@ def interleaved(tensors: Sequence[Lazy], places: Sequence[np.ndarray]) -> Lazy:
                 out[mine] = wanted.read((slice(0, wanted.shape[0]), *index[1:]))
         return out
 
-    return Lazy((n_rows, *first.shape[1:]), first.dtype, read, first.source)
+    return LazyTensor((n_rows, *first.shape[1:]), first.dtype, read, first.source)
 
 
 def is_shape(sizes: Sequence[Any], itemsize: int) -> bool:
@@ -217,7 +217,7 @@ def is_shape(sizes: Sequence[Any], itemsize: int) -> bool:
     return math.prod(max(n, 1) for n in sizes) * itemsize < 2**63
 
 
-def equal(a: Lazy, b: Lazy) -> bool:
+def equal(a: LazyTensor, b: LazyTensor) -> bool:
     """Whether two tensors hold the same bits, a block at a time."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False

@@ -2,10 +2,10 @@
 
 from torch_compat.families import FAMILIES
 from torch_compat.names.kempnerforge import KEMPNERFORGE, KEMPNERFORGE_PACKED
-from torch_compat.names.table import Dialect
+from torch_compat.names.table import NameMap
 from torch_compat.names.torchtitan import TORCHTITAN, TORCHTITAN_2025
 
-DIALECTS: dict[str, Dialect] = {
+NAME_MAPS: dict[str, NameMap] = {
     dialect.name: dialect
     for dialect in (
         KEMPNERFORGE,

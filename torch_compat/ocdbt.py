@@ -6,7 +6,7 @@
     key {name}/0.1                   one of its chunks
 
 A chunk that is not compressed lies in its file as it would in memory. It is mapped, so that nothing
-is copied on the way to where it is wanted. Everything else is read by tensorstore: chunks that are
+is copied on the way to where it is target. Everything else is read by tensorstore: chunks that are
 compressed, those that were left out for being zero, and databases in buckets or of a form not
 expected here.
 """
@@ -27,7 +27,7 @@ import tensorstore as ts
 from jaxforge import storage
 from jaxforge.errors import UserError
 from torch_compat.files import Bytes, Directory, in_file
-from torch_compat.lazy import DTYPES, Index, Lazy, extent, intersection, relative, whole
+from torch_compat.lazy import DTYPES, Index, LazyTensor, extent, intersection, relative, whole
 from torch_compat.limits import shown
 
 DATA = "d"
@@ -50,7 +50,7 @@ def spec(store: Path, name: str) -> dict[str, Any]:
     return {"driver": "zarr", "kvstore": {**_database(store), "path": f"{name}/"}}
 
 
-def open_arrays(store: Path) -> dict[str, Lazy]:
+def open_arrays(store: Path) -> dict[str, LazyTensor]:
     """Every array of a database, by name; only what describes them is read.
 
     Raises:
@@ -86,7 +86,7 @@ def _base(store: Path) -> dict[str, Any]:
     return buckets.spec(f"{store}/")
 
 
-def _by_tensorstore(store: Path, name: str) -> Lazy:
+def _by_tensorstore(store: Path, name: str) -> LazyTensor:
     array = ts.open(spec(store, name), open=True, read=True).result()
     shape, dtype, where = tuple(array.shape), np.dtype(array.dtype.numpy_dtype), f"{store}: {name}"
 
@@ -96,7 +96,7 @@ def _by_tensorstore(store: Path, name: str) -> Lazy:
         except (OSError, ValueError) as error:
             raise UserError(f"{where} is damaged ({shown(error)})") from error
 
-    return Lazy(shape, dtype, read, where)
+    return LazyTensor(shape, dtype, read, where)
 
 
 def _places(store: Path) -> dict[str, dict[str, Place]]:
@@ -168,8 +168,8 @@ class _Mapped:
     places: Mapping[str, Place]
     where: str
 
-    def lazy(self) -> Lazy:
-        return Lazy(self.about.shape, self.about.dtype, self.read, self.where)
+    def lazy(self) -> LazyTensor:
+        return LazyTensor(self.about.shape, self.about.dtype, self.read, self.where)
 
     def read(self, index: Index) -> np.ndarray:
         if not math.prod(extent(index)):

@@ -16,19 +16,19 @@ from jaxforge.config.job import JobConfig
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import GuardState
 from torch_compat.files import link
-from torch_compat.lazy import Lazy
-from torch_compat.state import Held
+from torch_compat.lazy import LazyTensor
+from torch_compat.state import CheckpointState
 from torch_compat.training_state import declared
 
 
-def scalars(held: Held) -> dict[str, np.ndarray]:
+def scalars(checkpoint: CheckpointState) -> dict[str, np.ndarray]:
     """The arrays of a checkpoint that are neither parameters nor moments, by name."""
-    assert held.progress is not None
-    guard = GuardState.fresh(held.progress.skipped)._asdict() | dict(held.guard)
+    assert checkpoint.progress is not None
+    guard = GuardState.fresh(checkpoint.progress.skipped)._asdict() | dict(checkpoint.guard)
     assert guard.keys() == set(GuardState._fields)
     return {
-        "step": np.asarray(held.progress.step, np.int32),
-        **{f"optimizer.{name}": np.asarray(value) for name, value in held.scalars.items()},
+        "step": np.asarray(checkpoint.progress.step, np.int32),
+        **{f"optimizer.{name}": np.asarray(value) for name, value in checkpoint.scalars.items()},
         **{f"guard.{name}": np.asarray(value) for name, value in guard.items()},
     }
 
@@ -39,7 +39,7 @@ def names(state: Path) -> set[str]:
 
 
 def commit(
-    progress: Progress, config: JobConfig, run: Path, store: Path, arrays: Mapping[str, Lazy]
+    progress: Progress, config: JobConfig, run: Path, store: Path, arrays: Mapping[str, LazyTensor]
 ) -> None:
     """Makes the checkpoint.
 

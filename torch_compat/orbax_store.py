@@ -22,9 +22,9 @@ from jaxforge.errors import StorageError, UserError
 from jaxforge.state.progress import Progress
 from torch_compat import limits, ocdbt
 from torch_compat.compare import check_written
-from torch_compat.lazy import Index, Lazy, blocks, extent, of_array, whole
+from torch_compat.lazy import Index, LazyTensor, blocks, extent, of_array, whole
 from torch_compat.staging import Share, Staging, Unit, naming_failure, partial_of
-from torch_compat.state import Held, Wanted, stacked, unstacked
+from torch_compat.state import AbstractTarget, CheckpointState, stacked, unstacked
 
 _BESIDE = "beside"
 _CHUNK = 32 << 20  # bytes of a chunk at most: what a restore reads at a time
@@ -35,7 +35,7 @@ def run_of(path: Path) -> Path:
     return find(path)[0]
 
 
-def open_orbax(path: Path) -> tuple[Held, JobConfig]:
+def open_orbax(path: Path) -> tuple[CheckpointState, JobConfig]:
     """The newest checkpoint of a run, or the one that is named, and the config stored in it.
 
     Raises:
@@ -56,8 +56,8 @@ def open_orbax(path: Path) -> tuple[Held, JobConfig]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{directory} is damaged ({str(error)[:160]})") from error
     config = make_config(values, source=str(directory / "config/metadata"))
-    params: dict[str, Lazy] = {}
-    moments: dict[str, dict[str, Lazy]] = {}
+    params: dict[str, LazyTensor] = {}
+    moments: dict[str, dict[str, LazyTensor]] = {}
     scalars, guard = {}, {}
     for name, leaf in leaves.items():
         section, _, rest = name.partition(".")
@@ -70,8 +70,10 @@ def open_orbax(path: Path) -> tuple[Held, JobConfig]:
             scalars[rest] = leaf.all()
         elif section == "guard":
             guard[rest] = leaf.all()
-    held = Held(params, moments or None, scalars, Progress.from_json(progress), guard)
-    return held, config
+    checkpoint = CheckpointState(
+        params, moments or None, scalars, Progress.from_json(progress), guard
+    )
+    return checkpoint, config
 
 
 def _check_files(directory: Path) -> None:
@@ -93,26 +95,33 @@ def _check_files(directory: Path) -> None:
 
 
 def stage(
-    held: Held, wanted: Wanted, run: Path, plan: dict[str, Any], share: Share, block: int
+    checkpoint: CheckpointState,
+    target: AbstractTarget,
+    run: Path,
+    plan: dict[str, Any],
+    share: Share,
+    block: int,
 ) -> "Import":
     """Begins a checkpoint of a run.
 
     Args:
-        held: what to write; every parameter and moment that is wanted.
-        wanted: what the config declares.
+        checkpoint: what to write; every parameter and moment that is target.
+        target: what the config declares.
         run: the run directory.
         plan: names the conversion, to go on with one that was stopped.
         share: which of several processes this one is.
         block: bytes that may be in memory at a time.
     """
-    assert held.progress is not None
-    destination = run.absolute() / "checkpoints" / f"step_{held.progress.step}"
+    assert checkpoint.progress is not None
+    destination = run.absolute() / "checkpoints" / f"step_{checkpoint.progress.step}"
     if share.process == 0 and settle(run, destination):
         raise UserError(
             f"{destination} is there: an import that was stopped at its very end is whole now"
         )
-    tensors = _tensors(held)  # refuses what cannot be written, before the destination is taken
-    return Import(held, wanted, run, tensors, Staging(destination, plan, share), block)
+    tensors = _tensors(
+        checkpoint
+    )  # refuses what cannot be written, before the destination is taken
+    return Import(checkpoint, target, run, tensors, Staging(destination, plan, share), block)
 
 
 class Import:
@@ -120,15 +129,15 @@ class Import:
 
     def __init__(
         self,
-        held: Held,
-        wanted: Wanted,
+        checkpoint: CheckpointState,
+        target: AbstractTarget,
         run: Path,
-        tensors: dict[str, Lazy],
+        tensors: dict[str, LazyTensor],
         staging: Staging,
         block: int,
     ) -> None:
         self.staging = staging
-        self._held, self._wanted, self._run = held, wanted, run
+        self._held, self._wanted, self._run = checkpoint, target, run
         self._tensors = tensors
         self._store = self.staging.path / f"ocdbt.process_{staging.share.process}"
         for stale in self._store.rglob("*.__lock"):
@@ -162,7 +171,7 @@ class Import:
         """Where that waits which the run directory gets when the checkpoint is there."""
         return self.staging.path / _BESIDE
 
-    def _check_written(self, arrays: dict[str, Lazy]) -> None:
+    def _check_written(self, arrays: dict[str, LazyTensor]) -> None:
         """Opens what was made, and reads a value of each array.
 
         Raises:
@@ -185,7 +194,7 @@ class Import:
             self.staging.discard()
             raise StorageError(f"what was written could not be read again: {error}") from error
 
-    def _write(self, name: str, leaf: Lazy, index: Index) -> None:
+    def _write(self, name: str, leaf: LazyTensor, index: Index) -> None:
         # A block is a chunk: two processes that wrote parts of one would lose either's.
         chunk = extent(_blocks(leaf, self._block)[0])
         array = self._created(name, leaf.shape, leaf.dtype, chunk)
@@ -196,7 +205,7 @@ class Import:
         for name, value in self._scalars().items():
             self._write(name, value, whole(value.shape))
 
-    def _scalars(self) -> dict[str, Lazy]:
+    def _scalars(self) -> dict[str, LazyTensor]:
         from torch_compat.orbax_commit import scalars  # here, as it imports JAX: two seconds
 
         return {name: of_array(value) for name, value in scalars(self._held).items()}
@@ -233,14 +242,14 @@ def settle(run: Path, checkpoint: Path) -> bool:
     return True
 
 
-def _tensors(held: Held) -> dict[str, Lazy]:
-    tensors = {f"params.{name}": tensor for name, tensor in stacked(held.params).items()}
-    for field, of_field in (held.moments or {}).items():
+def _tensors(checkpoint: CheckpointState) -> dict[str, LazyTensor]:
+    tensors = {f"params.{name}": tensor for name, tensor in stacked(checkpoint.params).items()}
+    for field, of_field in (checkpoint.moments or {}).items():
         tensors |= {f"optimizer.{field}.{n}": tensor for n, tensor in stacked(of_field).items()}
     return tensors
 
 
-def _blocks(leaf: Lazy, limit: int) -> list[Index]:
+def _blocks(leaf: LazyTensor, limit: int) -> list[Index]:
     """One layer or less at a time."""
     if len(leaf.shape) < 2:
         return [whole(leaf.shape)]
@@ -250,11 +259,11 @@ def _blocks(leaf: Lazy, limit: int) -> list[Index]:
     return [(slice(i, i + 1), *index) for i in range(leaf.shape[0]) for index in within]
 
 
-def _last(leaf: Lazy) -> bytes:
+def _last(leaf: LazyTensor) -> bytes:
     """Its last value, bit for bit; nothing if it has none."""
     index = tuple(slice(max(0, size - 1), size) for size in leaf.shape)
     return leaf.read(index).tobytes()
 
 
-def _bytes(leaf: Lazy, index: Index) -> int:
+def _bytes(leaf: LazyTensor, index: Index) -> int:
     return math.prod(extent(index)) * leaf.dtype.itemsize

@@ -18,8 +18,8 @@ from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import GuardState, TrainState, with_counts
 from torch_compat import checkpoints
 from torch_compat.dcp_state import Options
-from torch_compat.lazy import Index, Lazy
-from torch_compat.state import Held, Tensors, stacked
+from torch_compat.lazy import Index, LazyTensor
+from torch_compat.state import CheckpointState, Tensors, stacked
 
 log = logging.getLogger(__name__)
 
@@ -30,20 +30,20 @@ class Foreign:
 
     Attributes:
         name: what it is, for the log.
-        held: what it holds.
+        checkpoint: what it holds.
     """
 
     name: str
-    held: Held
+    checkpoint: CheckpointState
 
     @property
     def has_optimizer(self) -> bool:
         """Whether a run can go on from it; otherwise it can only start with its weights."""
-        return self.held.moments is not None
+        return self.checkpoint.moments is not None
 
     def progress(self) -> Progress:
         """Where its run stands; at the beginning, if it holds weights alone."""
-        return self.held.progress or Progress()
+        return self.checkpoint.progress or Progress()
 
     def restore(self, like: TrainState) -> tuple[TrainState, Progress]:
         """State and progress.
@@ -51,14 +51,14 @@ class Foreign:
         Args:
             like: shapes, dtypes and shardings wanted (`state.train_state.abstract_state`).
         """
-        progress, moments = self.held.progress, self.held.moments
+        progress, moments = self.checkpoint.progress, self.checkpoint.moments
         assert progress is not None
         assert moments is not None
         tree = layout.to_tree(like)
         fields = {name: _arrays(moments[name], tree["optimizer"][name]) for name in moments}
         scalars = {
             name: _scalar(value, tree["optimizer"][name])
-            for name, value in self.held.scalars.items()
+            for name, value in self.checkpoint.scalars.items()
         }
         guard = jax.tree.map(_scalar, GuardState.fresh(progress.skipped), like.guard)
         tree = {
@@ -71,7 +71,7 @@ class Foreign:
 
     def restore_model(self, like: PyTree) -> PyTree:
         """The parameters alone."""
-        return {"params": _arrays(self.held.params, like["params"])}
+        return {"params": _arrays(self.checkpoint.params, like["params"])}
 
 
 def open_foreign(path: str, config: JobConfig) -> Foreign:
@@ -82,11 +82,11 @@ def open_foreign(path: str, config: JobConfig) -> Foreign:
     """
     found = checkpoints.find(path)
     excluded = "optimizer" in config.checkpoint.exclude_from_loading
-    held = found.read(config, Options(weights_only=excluded, keep_place=excluded))
-    for note in held.notes:
+    checkpoint = found.read(config, Options(weights_only=excluded, keep_place=excluded))
+    for note in checkpoint.notes:
         log.warning("%s: %s", found.directory, note)
-    step = "" if held.progress is None else f"step {held.progress.step} of "
-    return Foreign(f"{step}{found.directory} ({held.dialect})", held)
+    step = "" if checkpoint.progress is None else f"step {checkpoint.progress.step} of "
+    return Foreign(f"{step}{found.directory} ({checkpoint.dialect})", checkpoint)
 
 
 def _arrays(tensors: Tensors, like: PyTree) -> PyTree:
@@ -95,7 +95,7 @@ def _arrays(tensors: Tensors, like: PyTree) -> PyTree:
     return unflatten_dict(made, sep=".")
 
 
-def _array(tensor: Lazy, like: jax.Array) -> jax.Array:
+def _array(tensor: LazyTensor, like: jax.Array) -> jax.Array:
     cast = tensor.cast(np.dtype(like.dtype))
 
     def share(index: tuple[slice, ...] | None) -> np.ndarray:

@@ -17,7 +17,7 @@ import numpy as np
 from jaxforge.errors import UserError
 from torch_compat import limits
 from torch_compat.files import Bytes, Directory, in_file, writing
-from torch_compat.lazy import DTYPES, Index, Lazy, blocks, extent, is_shape
+from torch_compat.lazy import DTYPES, Index, LazyTensor, blocks, extent, is_shape
 from torch_compat.limits import check_name, is_name, load_json, shown
 from torch_compat.staging import Unit
 
@@ -35,7 +35,7 @@ _CODES = {
 _CODE_OF = {name: code for code, name in _CODES.items()}
 
 
-def open_directory(directory: Directory) -> dict[str, Lazy]:
+def open_directory(directory: Directory) -> dict[str, LazyTensor]:
     """Every tensor of a directory: of `model.safetensors`, of its index, or of all its files.
 
     In this order, which is that of transformers.
@@ -57,11 +57,11 @@ def open_directory(directory: Directory) -> dict[str, Lazy]:
     return single
 
 
-def _forms(tensors: Mapping[str, Lazy]) -> dict[str, tuple[Any, ...]]:
+def _forms(tensors: Mapping[str, LazyTensor]) -> dict[str, tuple[Any, ...]]:
     return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
-def _open_indexed(directory: Directory, names: Sequence[str]) -> dict[str, Lazy]:
+def _open_indexed(directory: Directory, names: Sequence[str]) -> dict[str, LazyTensor]:
     indexed: Any = {}
     if INDEX in names:
         indexed = load_json(directory.read(INDEX), f"{directory}/{INDEX}").get("weight_map")
@@ -72,7 +72,7 @@ def _open_indexed(directory: Directory, names: Sequence[str]) -> dict[str, Lazy]
         files = [_SINGLE] if _SINGLE in names else [n for n in names if n.endswith(SUFFIX)]
     if not files:
         raise UserError(f"{directory}: no {SUFFIX} file in it")
-    tensors: dict[str, Lazy] = {}
+    tensors: dict[str, LazyTensor] = {}
     for name in files:
         found = open_file(directory.open(name), f"{directory}/{name}")
         if twice := found.keys() & tensors.keys():
@@ -83,7 +83,7 @@ def _open_indexed(directory: Directory, names: Sequence[str]) -> dict[str, Lazy]
     return tensors
 
 
-def open_file(file: Bytes, where: str) -> dict[str, Lazy]:
+def open_file(file: Bytes, where: str) -> dict[str, LazyTensor]:
     """The tensors of a file.
 
     Raises:
@@ -126,7 +126,7 @@ def _is_entry(entry: Any) -> bool:  # noqa: ANN401 (whatever the file held)
     return numbers and isinstance(shape, list) and is_shape(shape, 8)
 
 
-def _tensor(file: Bytes, data: int, name: str, entry: dict[str, Any], where: str) -> Lazy:
+def _tensor(file: Bytes, data: int, name: str, entry: dict[str, Any], where: str) -> LazyTensor:
     code, shape = entry["dtype"], tuple(entry["shape"])
     if code not in _CODES:
         raise UserError(f"{where}: {name} has dtype {shown(code)}, which is not known here")
@@ -139,7 +139,7 @@ def _tensor(file: Bytes, data: int, name: str, entry: dict[str, Any], where: str
 
 
 def units(
-    tensors: Mapping[str, Lazy], directory: Path, largest: int, block: int
+    tensors: Mapping[str, LazyTensor], directory: Path, largest: int, block: int
 ) -> tuple[list[Unit], dict[str, Any] | None]:
     """The parts of files to write, and the index that they need; None for a single file.
 
@@ -168,7 +168,7 @@ def units(
 
 
 class _Piece(NamedTuple):
-    tensor: Lazy
+    tensor: LazyTensor
     part: Index
     at: int  # byte of the file
 
@@ -177,7 +177,7 @@ class _Piece(NamedTuple):
         return math.prod(extent(self.part)) * self.tensor.dtype.itemsize
 
 
-def _units_of_file(path: Path, tensors: Mapping[str, Lazy], block: int) -> Iterator[Unit]:
+def _units_of_file(path: Path, tensors: Mapping[str, LazyTensor], block: int) -> Iterator[Unit]:
     header, at = _header(tensors), 0
     parts: list[list[_Piece]] = [[]]
     for tensor in tensors.values():
@@ -199,7 +199,7 @@ def _write_part(path: Path, header: bytes, pieces: list[_Piece]) -> None:
             put(values.reshape(-1).view(np.uint8).data, at)
 
 
-def _header(tensors: Mapping[str, Lazy]) -> bytes:
+def _header(tensors: Mapping[str, LazyTensor]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, tensor in tensors.items():
@@ -211,8 +211,8 @@ def _header(tensors: Mapping[str, Lazy]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _shards(tensors: Mapping[str, Lazy], largest: int) -> Iterator[dict[str, Lazy]]:
-    shard: dict[str, Lazy] = {}
+def _shards(tensors: Mapping[str, LazyTensor], largest: int) -> Iterator[dict[str, LazyTensor]]:
+    shard: dict[str, LazyTensor] = {}
     size = 0
     for name, tensor in tensors.items():
         if shard and size + tensor.nbytes > largest:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from torch_compat.dcp_reader import stage_name
-from torch_compat.names.table import EMBEDDING, Dialect
-from torch_compat.state import Held, Tensors, layer_of
+from torch_compat.names.table import EMBEDDING, NameMap
+from torch_compat.state import CheckpointState, Tensors, layer_of
 
 
-def check(stages: int, dialect: Dialect, model: ModelConfig) -> None:
+def check(stages: int, dialect: NameMap, model: ModelConfig) -> None:
     """Looks whether a model can be written as so many stages.
 
     Args:
@@ -41,16 +41,16 @@ def check(stages: int, dialect: Dialect, model: ModelConfig) -> None:
         )
 
 
-def split(held: Held, layers: int, stages: int) -> dict[str, Held]:
+def split(checkpoint: CheckpointState, layers: int, stages: int) -> dict[str, CheckpointState]:
     """What each stage holds, by the name of its directory; all of it under "" without stages.
 
     Args:
-        held: the whole state.
+        checkpoint: the whole state.
         layers: how many the model has.
         stages: how many.
     """
     if stages == 1:
-        return {"": held}
+        return {"": checkpoint}
     from jaxforge.parallel.stages import Stack  # here, as it imports JAX
 
     rows = Stack(layers, stages).rows().reshape(stages, -1).tolist()
@@ -60,9 +60,10 @@ def split(held: Held, layers: int, stages: int) -> dict[str, Held]:
 
     return {
         stage_name(stage): dataclasses.replace(
-            held,
-            params=part(held.params, stage),
-            moments=held.moments and {f: part(t, stage) for f, t in held.moments.items()},
+            checkpoint,
+            params=part(checkpoint.params, stage),
+            moments=checkpoint.moments
+            and {f: part(t, stage) for f, t in checkpoint.moments.items()},
         )
         for stage in range(stages)
     }

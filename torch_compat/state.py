@@ -18,19 +18,19 @@ from jaxforge.config.model import LAYERS
 from jaxforge.config.not_built import not_built_yet
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
-from torch_compat.lazy import Lazy, stack
+from torch_compat.lazy import LazyTensor, stack
 from torch_compat.optimizer_state import KINDS
 from torch_compat.shapes import Shape, parameters
 
 _LAYERS = f"{LAYERS}."
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
-Tensors = Mapping[str, Lazy]
+Tensors = Mapping[str, LazyTensor]
 """Our names -> tensors."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class CheckpointState:
     """A checkpoint that has been opened.
 
     Attributes:
@@ -54,7 +54,7 @@ class Held:
     dialect: str = "jaxforge"
     notes: tuple[str, ...] = ()
 
-    def tensors(self) -> Iterator[tuple[str, Lazy]]:
+    def tensors(self) -> Iterator[tuple[str, LazyTensor]]:
         """Every tensor, by section and name: `params.norm.weight`, `optimizer.mu.norm.weight`."""
         yield from ((f"params.{name}", tensor) for name, tensor in self.params.items())
         for field, of_field in (self.moments or {}).items():
@@ -62,7 +62,7 @@ class Held:
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class AbstractTarget:
     """The state that a config declares.
 
     Attributes:
@@ -94,7 +94,7 @@ class Wanted:
         return fields(self.config)
 
 
-def wanted(config: JobConfig) -> Wanted:
+def abstract_target(config: JobConfig) -> AbstractTarget:
     """What a checkpoint must hold to continue as `config` says; nothing is allocated.
 
     Raises:
@@ -105,7 +105,7 @@ def wanted(config: JobConfig) -> Wanted:
         raise UserError("; ".join(missing))
     params = parameters(config.model)
     config.optimizer.check_patterns({in_all_layers(name) for name in params})
-    return Wanted(config, params)
+    return AbstractTarget(config, params)
 
 
 def layer_names(name: str, n_layers: int) -> list[str]:
@@ -127,7 +127,7 @@ def in_all_layers(name: str) -> str:
     return _LAYERS + match[2] if match else name
 
 
-def unstacked(name: str, tensor: Lazy) -> dict[str, Lazy]:
+def unstacked(name: str, tensor: LazyTensor) -> dict[str, LazyTensor]:
     """A parameter of ours as an entry per layer."""
     if not name.startswith(_LAYERS):
         return {name: tensor}
@@ -135,14 +135,14 @@ def unstacked(name: str, tensor: Lazy) -> dict[str, Lazy]:
     return {each: tensor.part(i) for i, each in enumerate(names)}
 
 
-def stacked(tensors: Tensors) -> dict[str, Lazy]:
+def stacked(tensors: Tensors) -> dict[str, LazyTensor]:
     """Entries per layer as parameters of ours.
 
     Raises:
         UserError: the layers of one differ in dtype.
     """
-    layers: dict[str, dict[int, Lazy]] = {}
-    whole: dict[str, Lazy] = {}
+    layers: dict[str, dict[int, LazyTensor]] = {}
+    whole: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         if match := _LAYER.fullmatch(name):
             layers.setdefault(_LAYERS + match[2], {})[int(match[1])] = tensor

@@ -17,11 +17,11 @@ import numpy as np
 from jaxforge.errors import UserError
 from torch_compat import limits, pickles
 from torch_compat.files import Bytes, in_file
-from torch_compat.lazy import DTYPES, Lazy, is_shape
+from torch_compat.lazy import DTYPES, LazyTensor, is_shape
 from torch_compat.limits import shown
 from torch_compat.pickle_machine import Record
 from torch_compat.pickles import Call, Global, Persistent
-from torch_compat.zip_index import Checked, Entry, Part, read_index, start_of
+from torch_compat.zip_index import Checked, Entry, Part, read_index, tracker_state
 
 _STORAGES = {
     "DoubleStorage": "float64",
@@ -147,7 +147,7 @@ class Archive:
         self._records = self._find_records()
 
     def object(self) -> Any:  # noqa: ANN401 (torch.save holds anything)
-        """What was saved; tensors are `Lazy`.
+        """What was saved; tensors are `LazyTensor`.
 
         Raises:
             Unsafe: the pickle names what no checkpoint needs.
@@ -188,7 +188,7 @@ class Archive:
             raise UserError(f"{self._where}: the archive has no record {shown(name)}")
         entry, where = self._records[name], f"{self._where}: record {shown(name)}"
         try:
-            part = Part(self._archive, start_of(self._archive, entry), entry.length)
+            part = Part(self._archive, tracker_state(self._archive, entry), entry.length)
         except ValueError as error:
             raise UserError(f"{where}: {error}") from error
         small = entry.length <= limits.CHECKED
@@ -224,7 +224,7 @@ class Archive:
         seen[id(value)] = result
         return result
 
-    def _lazy(self, tensor: _Tensor) -> Lazy:
+    def _lazy(self, tensor: _Tensor) -> LazyTensor:
         record = self._record(f"data/{tensor.storage.record}")
         itemsize = tensor.dtype.itemsize
         sizes, strides = tensor.size, tensor.stride

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
-from torch_compat.lazy import Lazy, equal
-from torch_compat.names.table import EMBEDDING, HEAD, Dialect, differences
+from torch_compat.lazy import LazyTensor, equal
+from torch_compat.names.table import EMBEDDING, HEAD, NameMap, differences
 
 _SHOWN = 20
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -22,15 +22,15 @@ class Translation(NamedTuple):
         where: the checkpoint, for messages.
     """
 
-    dialect: Dialect
+    dialect: NameMap
     model: ModelConfig
     resize_vocab: bool
     where: str
 
 
 def translate(
-    theirs: Mapping[str, Lazy], shapes: Mapping[str, tuple[int, ...]], by: Translation
-) -> dict[str, Lazy]:
+    theirs: Mapping[str, LazyTensor], shapes: Mapping[str, tuple[int, ...]], by: Translation
+) -> dict[str, LazyTensor]:
     """Our names for all tensors of a dialect.
 
     Args:
@@ -83,7 +83,7 @@ def shortened(problems: list[str]) -> list[str]:
     return problems[:_SHOWN] + ([f"... and {more} more"] if more > 0 else [])
 
 
-def _advice(found: Mapping[str, Lazy], model: ModelConfig) -> list[str]:
+def _advice(found: Mapping[str, LazyTensor], model: ModelConfig) -> list[str]:
     table = found.get(EMBEDDING)
     if table is None or not table.shape or table.shape[0] == model.vocab_size:
         return []

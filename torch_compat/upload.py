@@ -138,7 +138,7 @@ def _gathering(destination: Path) -> Path:
 
 
 def _name(job: Import | Export, plan: Plan) -> str:
-    told = json.dumps(identity(job, plan.files, plan.held, plan.wanted), sort_keys=True)
+    told = json.dumps(identity(job, plan.files, plan.checkpoint, plan.target), sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()
 
 

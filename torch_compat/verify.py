@@ -10,12 +10,12 @@ import numpy as np
 
 from jaxforge.config.job import JobConfig
 from torch_compat import dcp_state, fits, train_state
-from torch_compat.checkpoints import Found
+from torch_compat.checkpoints import CheckpointRef
 from torch_compat.compare import Difference, compare
 from torch_compat.dcp_state import Options
-from torch_compat.lazy import Lazy
+from torch_compat.lazy import LazyTensor
 from torch_compat.optimizer_state import KINDS, groups, settings_of
-from torch_compat.state import Held
+from torch_compat.state import CheckpointState
 
 _FRACTION = 24  # of the memory allowed, for one block of either checkpoint
 _NEAR = 1e-6  # of one number to another: PyTorch's settings are float64, JAX's schedule is float32
@@ -50,14 +50,14 @@ class Verified:
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-    tensors: Mapping[str, Lazy]
+    tensors: Mapping[str, LazyTensor]
     facts: Facts
     scalars: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 def verify(
-    a: Found,
-    b: Found,
+    a: CheckpointRef,
+    b: CheckpointRef,
     config: Path | None,
     overrides: Sequence[str],
     options: Options,
@@ -92,7 +92,7 @@ def verify(
     return Verified(count, len(both), differences, notes + _told_by_one(one.facts, other.facts))
 
 
-def _by_own_keys(found: Found, weights_only: bool) -> _Side:
+def _by_own_keys(found: CheckpointRef, weights_only: bool) -> _Side:
     """A DCP checkpoint without a config."""
     dcp = found.dcp()
     keys = dcp_state.sort_keys(dcp)
@@ -106,7 +106,7 @@ def _by_own_keys(found: Found, weights_only: bool) -> _Side:
 
 
 def _by_parameter(
-    a: Found, b: Found, config: JobConfig, options: Options
+    a: CheckpointRef, b: CheckpointRef, config: JobConfig, options: Options
 ) -> tuple[_Side, _Side, list[str]]:
     x, y = a.read(config, options), b.read(config, options)
     notes = [note for h in (x, y) if h.dialect.startswith("hf") for note in h.notes]
@@ -117,19 +117,21 @@ def _by_parameter(
     return _side(a, x, weights_only=alone), _side(b, y, weights_only=alone), notes
 
 
-def _side(found: Found, held: Held, *, weights_only: bool) -> _Side:
+def _side(found: CheckpointRef, checkpoint: CheckpointState, *, weights_only: bool) -> _Side:
     if weights_only:
-        return _Side({f"params.{name}": tensor for name, tensor in held.params.items()}, {})
+        return _Side({f"params.{name}": tensor for name, tensor in checkpoint.params.items()}, {})
     facts: dict[str, Any] = {}
     if found.format == "dcp":
-        facts = _of_place(train_state.read_train_state(found.dcp())) | _prefixed(held.settings)
+        facts = _of_place(train_state.read_train_state(found.dcp())) | _prefixed(
+            checkpoint.settings
+        )
     elif found.format == "jaxforge":
         config = found.config(None)
         assert config is not None
-        facts = _of_run(held, config)
-    if held.progress is not None and facts:
-        facts["place.sequences"] = held.progress.samples
-    return _Side(dict(held.tensors()), facts, held.scalars)
+        facts = _of_run(checkpoint, config)
+    if checkpoint.progress is not None and facts:
+        facts["place.sequences"] = checkpoint.progress.samples
+    return _Side(dict(checkpoint.tensors()), facts, checkpoint.scalars)
 
 
 def _of_place(where: train_state.TorchTrainState) -> dict[str, Any]:
@@ -141,16 +143,16 @@ def _of_place(where: train_state.TorchTrainState) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def _of_run(held: Held, config: JobConfig) -> dict[str, Any]:
+def _of_run(checkpoint: CheckpointState, config: JobConfig) -> dict[str, Any]:
     """What a run of jaxforge says; settings as a parameter group of PyTorch would have them."""
-    assert held.progress is not None
+    assert checkpoint.progress is not None
     facts: dict[str, Any] = {
-        "place.step": held.progress.step,
-        "place.tokens": held.progress.tokens,
+        "place.step": checkpoint.progress.step,
+        "place.tokens": checkpoint.progress.tokens,
     }
-    if held.moments is None or "updates" not in held.scalars:
+    if checkpoint.moments is None or "updates" not in checkpoint.scalars:
         return facts
-    updates = int(held.scalars["updates"])
+    updates = int(checkpoint.scalars["updates"])
     facts["schedule.updates"] = updates
     if config.optimizer.name in KINDS:
         facts |= _prefixed(settings_of(groups(config, updates, {})))

@@ -143,7 +143,7 @@ def vanish(window: int, path: str) -> None:
 
 
 def cut(window: int, path: str) -> None:
-    """A file of tokens that is cut short when `window` is wanted."""
+    """A file of tokens that is cut short when `window` is target."""
     before_windows(window, lambda: os.truncate(path, 1000))
 
 

@@ -1,9 +1,9 @@
 """The configuration of a run: one TOML file, settings from the command line, one frozen value.
 
 Names and defaults are those of PyTorch's KempnerForge, whose files for text models load unchanged.
-`load_draft` reads and validates, `Draft.resolve` makes numbers of durations (`load_config` does
-both), `check` asks whether the result can run on so many devices, and `answers` says what the keys
-that only PyTorch needs come to here.
+`load_unresolved` reads and validates, `UnresolvedConfig.resolve` makes numbers of durations
+(`load_config` does both), `check` asks whether the result can run on so many devices, and `answers`
+says what the keys that only PyTorch needs come to here.
 """
 
 from jaxforge.config.checkpoint import CheckpointConfig, DynCkptWindow
@@ -17,8 +17,8 @@ from jaxforge.config.model import ModelConfig, RopeScaling
 from jaxforge.config.optimizer import OptimizerConfig
 from jaxforge.config.plugins import PluginsConfig
 from jaxforge.config.profiling import ProfilingConfig
-from jaxforge.config.reading.load import load_config, load_draft
-from jaxforge.config.reading.unresolved import Draft
+from jaxforge.config.reading.load import load_config, load_unresolved
+from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.config.rules import AXES, check, mesh_shape
 from jaxforge.config.scheduler import SchedulerConfig
 from jaxforge.config.torch_only import answers
@@ -31,7 +31,6 @@ __all__ = [
     "DataConfig",
     "DatasetSource",
     "DistributedConfig",
-    "Draft",
     "DynCkptWindow",
     "EarlyStopConfig",
     "EvalConfig",
@@ -46,9 +45,10 @@ __all__ = [
     "SchedulerConfig",
     "TrainConfig",
     "TrainingPhase",
+    "UnresolvedConfig",
     "answers",
     "check",
     "load_config",
-    "load_draft",
+    "load_unresolved",
     "mesh_shape",
 ]

@@ -20,7 +20,7 @@ class Stage(NamedTuple):
     """Microbatches per update."""
 
 
-class Stretch(NamedTuple):
+class Span(NamedTuple):
     """Consecutive updates of one size."""
 
     start: int
@@ -50,7 +50,7 @@ class BatchRamp:
 
     def samples(self, step: int) -> int:
         """Sequences of the first `step` updates."""
-        return sum(n * accum for _, n, accum in self.stretches(0, step)) * self.rows
+        return sum(n * accum for _, n, accum in self.spans(0, step)) * self.rows
 
     def samples_at(self, step: int, place: tuple[int, int]) -> int:
         """Sequences drawn when `step` updates are attempted, earlier or later than `place`.
@@ -70,10 +70,10 @@ class BatchRamp:
         left = end - self.samples(start)
         return start + -(-left // (accum * self.rows)) - since
 
-    def stretches(self, step: int, n_updates: int) -> Iterator[Stretch]:
+    def spans(self, step: int, n_updates: int) -> Iterator[Span]:
         """The `n_updates` updates after the first `step`, in runs of one size, each not empty."""
         end = step + n_updates
         inside = [stage.start for stage in self.stages if step < stage.start < end]
         for first, beyond in pairwise([step, *inside, end]):
             if first < beyond:
-                yield Stretch(first, beyond - first, self.accum(first))
+                yield Span(first, beyond - first, self.accum(first))

@@ -10,7 +10,7 @@ import numpy as np
 from jaxforge.data.stream import StreamedTokens
 
 Example = dict[str, np.ndarray]
-"""`input_ids`, `labels`, optionally `doc_ids`: int32 [seq]; `dataset_idx` of a mixture: int32."""
+"""`input_ids`, `labels`, perhaps `segment_ids`: int32 [seq]; of a mixture `dataset_idx`: int32."""
 
 
 class Windows(Protocol):

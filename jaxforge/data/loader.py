@@ -225,11 +225,11 @@ def _open_mixture(config: JobConfig) -> Mixture:
         datasets[source.label] = _open_shards(config, config.data.model_copy(update=alone), keys)
     _check_same_tokenizer(datasets)
     if any(isinstance(dataset.source, ConversationShards) for dataset in datasets.values()):
-        datasets = {name: _with_doc_ids(dataset) for name, dataset in datasets.items()}
+        datasets = {name: _with_segment_ids(dataset) for name, dataset in datasets.items()}
     return Mixture(datasets)
 
 
-def _with_doc_ids(dataset: Dataset) -> Dataset:
+def _with_segment_ids(dataset: Dataset) -> Dataset:
     """The dataset, each window being one document where nothing else is known."""
     return replace(dataset, split=split_whole) if dataset.split is split_window else dataset
 

@@ -30,7 +30,7 @@ _SMALLEST = 1e-12  # weight that KempnerForge's temperature sees in place of 0
 
 
 class Segment(NamedTuple):
-    """A stretch of a run with the same mixture.
+    """A span of a run with the same mixture.
 
     Attributes:
         start: its first position; it ends where the next one begins.

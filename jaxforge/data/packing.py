@@ -37,21 +37,21 @@ def split_packed(
     The EOS itself is predicted; what follows it, the first token of another document, is not.
 
     Returns:
-        `input_ids`, `labels` and `doc_ids`, int32 [..., S]. Document ids count up from 0 in each
+        `input_ids`, `labels` and `segment_ids`, int32 [..., S]. Documents count up from 0 in each
         window; labels that belong to another document than their input are `IGNORE`.
     """
     ends = window == eos_id
-    doc_ids = (np.cumsum(ends, axis=-1) - ends).astype(np.int32)
+    segment_ids = (np.cumsum(ends, axis=-1) - ends).astype(np.int32)
     parts = split_window(window)
-    same = doc_ids[..., :-1] == doc_ids[..., 1:]
+    same = segment_ids[..., :-1] == segment_ids[..., 1:]
     labels = np.where(same, parts["labels"], np.int32(IGNORE))
-    return {**parts, "labels": labels, "doc_ids": doc_ids[..., :-1]}
+    return {**parts, "labels": labels, "segment_ids": segment_ids[..., :-1]}
 
 
 def split_whole(window: Int[np.ndarray, "... S+1"]) -> dict[str, Int[np.ndarray, "... S"]]:
-    """`split_window` of windows that are one document each, and say so in `doc_ids`."""
+    """`split_window` of windows that are one document each, and say so in `segment_ids`."""
     parts = split_window(window)
-    return {**parts, "doc_ids": np.zeros_like(parts["input_ids"])}
+    return {**parts, "segment_ids": np.zeros_like(parts["input_ids"])}
 
 
 def split_entries(
@@ -60,14 +60,14 @@ def split_entries(
     """Splits windows of packed conversations.
 
     Returns:
-        `input_ids`, `labels` and `doc_ids`, int32 [..., S]. Ids of conversations, and of the
+        `input_ids`, `labels` and `segment_ids`, int32 [..., S]. Ids of conversations, and of the
         padding after them, count up from 0 in each window; labels are `IGNORE` where their entry is
         not learned, or begins another conversation.
     """
     parts = split_window(window & ID)
     labels = np.where(window[..., 1:] > ID, np.int32(IGNORE), parts["labels"])
-    doc_ids = np.cumsum(window & FIRST != 0, axis=-1, dtype=np.int32) - 1
-    return {**parts, "labels": labels, "doc_ids": doc_ids[..., :-1]}
+    segment_ids = np.cumsum(window & FIRST != 0, axis=-1, dtype=np.int32) - 1
+    return {**parts, "labels": labels, "segment_ids": segment_ids[..., :-1]}
 
 
 def fill_window(

@@ -1,8 +1,8 @@
-"""What looks after a run between its steps: each watch is off unless its key asks for it.
+"""What is done every so many steps, beside training: off unless a key asks for it.
 
     train.manual_gc_interval                              CollectGarbage
     train.train_sync_interval                             Synchronize
-    train.nccl_health_check_interval                      health.CollectiveHealth
+    train.nccl_health_check_interval                      collectives.CollectiveHealth
     train.check_weight_hash_across_dp_replicas_interval   weight_hash.WeightHashes
     metrics.log_straggler                                 stragglers.Stragglers
     always, where the devices tell                        MemoryReport
@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jaxforge.config.job import JobConfig
 from jaxforge.exit_codes import Exit
 from jaxforge.health.collectives import CollectiveHealth
-from jaxforge.health.periodic_action import Watch
+from jaxforge.health.periodic_action import PeriodicAction
 from jaxforge.health.stragglers import Stragglers
 from jaxforge.health.weight_hash import WeightHashes
 from jaxforge.run_lock import RunLock
@@ -34,19 +34,19 @@ from jaxforge.telemetry.tracker import HostTimes
 log = logging.getLogger(__name__)
 
 
-class Watches:
-    """The watches of a run, in order."""
+class PeriodicActions:
+    """The actions of a run, in order."""
 
-    def __init__(self, watches: Sequence[Watch] = ()) -> None:
-        self._watches = tuple(watches)
+    def __init__(self, actions: Sequence[PeriodicAction] = ()) -> None:
+        self._actions = tuple(actions)
 
-    def look(
+    def run(
         self,
         step: int,
         state: TrainState,
         between_steps: Callable[[], AbstractContextManager[None]],
     ) -> Exit | None:
-        """Lets every watch look that is due; the first reason to end the run ends the looking.
+        """Runs every action that is due; after the first reason to end the run, none.
 
         Args:
             step: steps attempted.
@@ -54,29 +54,29 @@ class Watches:
             between_steps: waits for the steps that are launched, then keeps what happens inside
                 out of their time.
         """
-        for watch in self._watches:
-            if step % watch.interval:
+        for action in self._actions:
+            if step % action.interval:
                 continue
-            with between_steps() if watch.waits else contextlib.nullcontext():
-                reason = watch.look(step, state)
+            with between_steps() if action.waits else contextlib.nullcontext():
+                reason = action.run(step, state)
             if reason is not None:
                 return reason
         return None
 
     def close(self) -> None:
         """Closes each."""
-        for watch in self._watches:
-            watch.close()
+        for action in self._actions:
+            action.close()
 
 
-def open_watches(
+def open_actions(
     config: JobConfig,
     mesh: Mesh,
     host_times: Callable[[], HostTimes],
     compiled: jax.stages.Compiled | None = None,
     lock: RunLock | None = None,
-) -> Watches:
-    """The watches that a config asks for.
+) -> PeriodicActions:
+    """The actions that a config asks for.
 
     Args:
         config: a validated config.
@@ -86,23 +86,23 @@ def open_watches(
         lock: of the run directory.
     """
     train, metrics = config.train, config.metrics
-    watches: list[Watch] = [MemoryReport(compiled)]
+    actions: list[PeriodicAction] = [MemoryReport(compiled)]
     if lock:
-        watches.append(StillOurs(lock))
+        actions.append(StillOurs(lock))
     if train.manual_gc_interval:
-        watches.append(CollectGarbage(train.manual_gc_interval))
+        actions.append(CollectGarbage(train.manual_gc_interval))
     if train.train_sync_interval:
-        watches.append(Synchronize(train.train_sync_interval))
+        actions.append(Synchronize(train.train_sync_interval))
     if train.nccl_health_check_interval:
-        watches.append(CollectiveHealth(train, mesh))
+        actions.append(CollectiveHealth(train, mesh))
     if train.check_weight_hash_across_dp_replicas_interval:
-        watches.append(WeightHashes(train.check_weight_hash_across_dp_replicas_interval, mesh))
+        actions.append(WeightHashes(train.check_weight_hash_across_dp_replicas_interval, mesh))
     if metrics.log_straggler:
-        watches.append(Stragglers(metrics, host_times))
-    return Watches(watches)
+        actions.append(Stragglers(metrics, host_times))
+    return PeriodicActions(actions)
 
 
-class StillOurs(Watch):
+class StillOurs(PeriodicAction):
     """Ends a run whose directory another one has taken, before it overwrites anything there."""
 
     waits = False
@@ -111,7 +111,7 @@ class StillOurs(Watch):
         super().__init__(interval=1)
         self._lock = lock
 
-    def look(self, step: int, state: TrainState) -> Exit | None:
+    def run(self, step: int, state: TrainState) -> Exit | None:
         """Asks the lock, which knows without looking.
 
         Raises:
@@ -121,19 +121,19 @@ class StillOurs(Watch):
         return None
 
 
-class Synchronize(Watch):
+class Synchronize(PeriodicAction):
     """Waits for the devices, so that the host is never further ahead than this interval."""
 
-    def look(self, step: int, state: TrainState) -> Exit | None:
+    def run(self, step: int, state: TrainState) -> Exit | None:
         """Returns when the state is there."""
         jax.block_until_ready(state)
         return None
 
 
-class CollectGarbage(Watch):
+class CollectGarbage(PeriodicAction):
     """Collects when told and at no other time, so that no host pauses while the others wait for it.
 
-    It does so while the devices are at work. What is alive when it first looks stays for the whole
+    It does so while the devices are at work. What is alive when it first runs stays for the whole
     run, and is not looked at again. Source: Megatron's `manual_gc`, torchtitan's `gc_freq`.
     """
 
@@ -144,7 +144,7 @@ class CollectGarbage(Watch):
         self._frozen, self._was_enabled = False, gc.isenabled()
         gc.disable()
 
-    def look(self, step: int, state: TrainState) -> Exit | None:
+    def run(self, step: int, state: TrainState) -> Exit | None:
         """Collects."""
         gc.collect()
         if not self._frozen:
@@ -170,7 +170,7 @@ def collecting_garbage(config: JobConfig) -> Iterator[None]:
         gc.collect(0)
 
 
-class MemoryReport(Watch):
+class MemoryReport(PeriodicAction):
     """Says once, after this process's first step, what takes the memory of its devices.
 
     Args:
@@ -183,7 +183,7 @@ class MemoryReport(Watch):
         super().__init__(interval=1)
         self._compiled, self._told = compiled, False
 
-    def look(self, step: int, state: TrainState) -> Exit | None:
+    def run(self, step: int, state: TrainState) -> Exit | None:
         """Waits for the first step, and reports."""
         if not self._told:
             self._told = True

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 
 from jaxforge.config.train import TrainConfig
 from jaxforge.exit_codes import Exit
-from jaxforge.health.periodic_action import Watch
+from jaxforge.health.periodic_action import PeriodicAction
 from jaxforge.state.train_state import TrainState
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class CollectiveHealth(Watch):
+class CollectiveHealth(PeriodicAction):
     """Every device adds one to a count of its own; every device must see every count at one.
 
     Each process judges what its own devices see, so one may end while others still wait for it:
@@ -41,7 +41,7 @@ class CollectiveHealth(Watch):
         jax.block_until_ready(self._sum(self._counts))  # devices connect, which may take minutes
         self._answer: Array | None = None
 
-    def look(self, step: int, state: TrainState) -> Exit | None:
+    def run(self, step: int, state: TrainState) -> Exit | None:
         """Logs what is wrong, if anything is."""
         self._answer = None
         answer = _in_background(self._missing)

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float
 
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.exit_codes import Exit
-from jaxforge.health.periodic_action import Watch
+from jaxforge.health.periodic_action import PeriodicAction
 from jaxforge.state.train_state import TrainState
 from jaxforge.telemetry.tracker import HostTimes
 
@@ -61,7 +61,7 @@ class Report(NamedTuple):
         return (self.scores < threshold) & (self.own > _NOTICEABLE * self.step)
 
 
-class Stragglers(Watch):
+class Stragglers(PeriodicAction):
     """Reports what hosts spend on their own, and names the slow ones.
 
     Args:
@@ -75,7 +75,7 @@ class Stragglers(Watch):
         self._hosts = _host_names()
         self._since: tuple[int, HostTimes] | None = None
 
-    def look(self, step: int, state: TrainState) -> Exit | None:
+    def run(self, step: int, state: TrainState) -> Exit | None:
         """Every process comes to the same verdict."""
         since, now = self._since, self._host_times()
         self._since = step, now

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, UInt32
 
 from jaxforge.exit_codes import Exit
-from jaxforge.health.periodic_action import Watch
+from jaxforge.health.periodic_action import PeriodicAction
 from jaxforge.model.transformer import Params
 from jaxforge.state.checksum import checksum
 from jaxforge.state.train_state import TrainState
@@ -28,7 +28,7 @@ Odd = dict[jax.Device, list[str]]
 """Device -> parameters of which its copy differs from the others'."""
 
 
-class WeightHashes(Watch):
+class WeightHashes(PeriodicAction):
     """Compares the copies of every shard of every parameter, over all devices of all processes.
 
     Args:
@@ -41,7 +41,7 @@ class WeightHashes(Watch):
         self._mesh = mesh
         self._hash: Hasher | None = None
 
-    def look(self, step: int, state: TrainState) -> Exit | None:
+    def run(self, step: int, state: TrainState) -> Exit | None:
         """Logs that all match, or which devices differ in which parameters."""
         if self._hash is None:
             self._hash = make_hasher(state.params, self._mesh)

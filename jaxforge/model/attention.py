@@ -15,9 +15,9 @@ from jaxforge.model.linear import Declare, Linear
 from jaxforge.model.norm import RMSNorm
 from jaxforge.model.plan import LayerKind, LayerPlan
 from jaxforge.model.rope import Rotation, rotate
-from jaxforge.model.runtime import Execution
+from jaxforge.model.runtime import Runtime
 from jaxforge.parallel.sharding import constrain
-from jaxforge.side import NOTHING, Scales, Side
+from jaxforge.side import NOTHING, LossWeights, Side
 
 
 class Context(NamedTuple):
@@ -25,15 +25,15 @@ class Context(NamedTuple):
 
     Attributes:
         positions: position of each token in its sequence; None: token i stands at i.
-        doc_ids: document of each token; None: one document a row.
+        segment_ids: document of each token; None: one document a row.
         rotations: the angles of the positions, by each of `LayerPlan.ropes`.
-        scales: what a layer's terms of the loss count for; None where nothing is trained.
+        loss_weights: what a layer's terms of the loss count for; None where nothing is trained.
     """
 
     positions: Int[Array, "b s"] | None = None
-    doc_ids: Int[Array, "b s"] | None = None
+    segment_ids: Int[Array, "b s"] | None = None
     rotations: tuple[Rotation, ...] = ()
-    scales: Scales | None = None
+    loss_weights: LossWeights | None = None
 
     def rotation(self, kind: LayerKind) -> Rotation:
         """That of a kind of layer."""
@@ -105,7 +105,7 @@ class Attention(nnx.Module):
         *,
         kind: LayerKind,
         plan: LayerPlan,
-        how: Execution,
+        runtime: Runtime,
     ) -> tuple[Float[Array, "b s d"], KVCache | None]:
         """Attends within `x`, or, with a cache, to what came before as well."""
         c, q, k = self.config, self.q_proj(x_BSD), self.k_proj(x_BSD)
@@ -117,16 +117,16 @@ class Attention(nnx.Module):
         v_BSKh = self._heads(self.v_proj(x_BSD), "kv_heads")
         if plan.turns(kind):
             by = context.rotation(kind)
-            turn = functools.partial(rotate, by=by, swap_by_product=how.swap_by_product)
+            turn = functools.partial(rotate, by=by, rope_as_matmul=runtime.rope_as_matmul)
             q_BSHh, k_BSKh = turn(q_BSHh), turn(k_BSKh)
         if cache is None:
             y_BSHh = attend_over(
-                how.attention, plan.windows, kind.window, q_BSHh, k_BSKh, v_BSKh, context.doc_ids,
-                self.scoring,
+                runtime.attention, plan.windows, kind.window, q_BSHh, k_BSKh, v_BSKh,
+                context.segment_ids, self.scoring,
             )  # fmt: skip
         else:
             assert context.positions is not None
-            assert context.doc_ids is None  # no cache holds packed documents
+            assert context.segment_ids is None  # no cache holds packed documents
             cache = cache.write(k_BSKh, v_BSKh, context.positions)
             visible = _visible(cache.k.shape[1], context.positions, plan.windows, kind.window)
             y_BSHh = masked_attention(q_BSHh, *cache, visible[:, None], self.scoring)

@@ -31,12 +31,12 @@ from jaxforge.parallel.sharding import automatic_axes, automatic_spec
 
 Queries = Float[Array, "b s heads h"]
 Keys = Float[Array, "b t kv h"]
-DocIds = Int[Array, "b s"] | None
+SegmentIds = Int[Array, "b s"] | None
 Backend = Callable[..., Queries]
-"""(q, k, v, doc_ids, window=None, scoring=Scoring()) -> softmax(q kᵀ / √h) v, causal.
+"""(q, k, v, segment_ids, window=None, scoring=Scoring()) -> softmax(q kᵀ / √h) v, causal.
 
-`doc_ids` keeps packed documents apart. A query sees the last `window` tokens, itself included; with
-None, all of them. One that is not opaque takes `reach` as well, a window that is an array.
+`segment_ids` keeps packed documents apart. A query sees the last `window` tokens, itself included;
+with None, all of them. One that is not opaque takes `reach` as well, a window that is an array.
 """
 
 
@@ -44,20 +44,20 @@ def reference_attention(
     q: Queries,
     k: Keys,
     v: Keys,
-    doc_ids: DocIds,
+    segment_ids: SegmentIds,
     window: int | None = None,
     reach: Int[Array, ""] | None = None,
     scoring: Scoring = PLAIN,
 ) -> Queries:
     """Scores and softmax in float32, all S x S of them."""
     if reach is None and scoring.softcap is None:
-        return _dot_product(q, k, v, doc_ids, window, "xla", scoring)
+        return _dot_product(q, k, v, segment_ids, window, "xla", scoring)
     tokens = jnp.arange(q.shape[1])
     back = tokens[:, None] - tokens
     length = q.shape[1] if window is None else window
     visible = ((back >= 0) & (back < (length if reach is None else reach)))[None, None]
-    if doc_ids is not None:
-        visible = visible & _same_document(doc_ids)
+    if segment_ids is not None:
+        visible = visible & _same_document(segment_ids)
     return masked_attention(q, k, v, visible, scoring)
 
 
@@ -65,12 +65,12 @@ def cudnn_attention(
     q: Queries,
     k: Keys,
     v: Keys,
-    doc_ids: DocIds,
+    segment_ids: SegmentIds,
     window: int | None = None,
     scoring: Scoring = PLAIN,
 ) -> Queries:
     """CuDNN's kernel; packed documents cost it a mask of S x S per sequence."""
-    return _dot_product(q, k, v, doc_ids, window, "cudnn", scoring)
+    return _dot_product(q, k, v, segment_ids, window, "cudnn", scoring)
 
 
 def masked_attention(
@@ -99,12 +99,12 @@ def _dot_product(
     q: Queries,
     k: Keys,
     v: Keys,
-    doc_ids: DocIds,
+    segment_ids: SegmentIds,
     window: int | None,
     implementation: Literal["xla", "cudnn"],
     scoring: Scoring,
 ) -> Queries:
-    same = None if doc_ids is None else _same_document(doc_ids)
+    same = None if segment_ids is None else _same_document(segment_ids)
     back = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
         q, k, v, mask=same, is_causal=True, local_window_size=back, scale=scoring.scale,
@@ -112,8 +112,8 @@ def _dot_product(
     )  # fmt: skip
 
 
-def _same_document(doc_ids: Int[Array, "b s"]) -> Bool[Array, "b 1 s s"]:
-    return (doc_ids[:, :, None] == doc_ids[:, None, :])[:, None]
+def _same_document(segment_ids: Int[Array, "b s"]) -> Bool[Array, "b 1 s s"]:
+    return (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
 
 
 def attend_locally(
@@ -121,7 +121,7 @@ def attend_locally(
     q: Queries,
     k: Keys,
     v: Keys,
-    doc_ids: DocIds,
+    segment_ids: SegmentIds,
     window: int | None = None,
     scoring: Scoring = PLAIN,
 ) -> Queries:
@@ -134,25 +134,30 @@ def attend_locally(
         kernel = functools.partial(kernel, window=window)
     if scoring != PLAIN:
         kernel = functools.partial(kernel, scoring=scoring)
-    return _locally(kernel, q, k, v, doc_ids)
+    return _locally(kernel, q, k, v, segment_ids)
 
 
 def _locally(
-    kernel: Callable[..., Queries], q: Queries, k: Keys, v: Keys, doc_ids: DocIds, *scalars: Array
+    kernel: Callable[..., Queries],
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    segment_ids: SegmentIds,
+    *scalars: Array,
 ) -> Queries:
     axes = automatic_axes()
     if not axes:
-        return kernel(q, k, v, doc_ids, *scalars)
+        return kernel(q, k, v, segment_ids, *scalars)
     queries = automatic_spec("batch", None, "heads", None)
     keys = automatic_spec("batch", None, "kv_heads", None)
-    documents = P() if doc_ids is None else automatic_spec("batch", None)
+    documents = P() if segment_ids is None else automatic_spec("batch", None)
     return jax.shard_map(
         kernel,
         in_specs=(queries, keys, keys, documents, *(P() for _ in scalars)),
         out_specs=queries,
         axis_names=axes,
         check_vma=False,  # the kernels' types do not tell over which axes results vary
-    )(q, k, v, doc_ids, *scalars)
+    )(q, k, v, segment_ids, *scalars)
 
 
 def attend_over(
@@ -162,7 +167,7 @@ def attend_over(
     q: Queries,
     k: Keys,
     v: Keys,
-    doc_ids: DocIds,
+    segment_ids: SegmentIds,
     scoring: Scoring = PLAIN,
 ) -> Queries:
     """Attention by a backend over one of some windows.
@@ -178,27 +183,27 @@ def attend_over(
         q: queries.
         k: keys.
         v: values.
-        doc_ids: of packed documents.
+        segment_ids: of packed documents.
         scoring: what becomes of products of queries and keys.
     """
     attend, length = functools.partial(BACKENDS[name].attend, scoring=scoring), q.shape[1]
     # One that sees everything is none, which kernels do faster.
     reaches = tuple(None if w is not None and w >= length else w for w in windows)
     if isinstance(which, int) or len(set(reaches)) == 1:
-        return attend(q, k, v, doc_ids, reaches[which if isinstance(which, int) else 0])
+        return attend(q, k, v, segment_ids, reaches[which if isinstance(which, int) else 0])
 
     if not BACKENDS[name].is_opaque:
         reach = jnp.asarray([w or length for w in reaches])[which]
-        return attend(q, k, v, doc_ids, reach=reach)
+        return attend(q, k, v, segment_ids, reach=reach)
 
-    def chosen(q: Queries, k: Keys, v: Keys, doc_ids: DocIds, which: Array) -> Queries:
+    def chosen(q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, which: Array) -> Queries:
         kernels = [functools.partial(attend, window=window) for window in reaches]
-        return jax.lax.switch(which, kernels, q, k, v, doc_ids)
+        return jax.lax.switch(which, kernels, q, k, v, segment_ids)
 
-    return _locally(chosen, q, k, v, doc_ids, which)
+    return _locally(chosen, q, k, v, segment_ids, which)
 
 
-class Situation(NamedTuple):
+class KernelRequirements(NamedTuple):
     """What a kernel is to serve.
 
     Attributes:
@@ -216,11 +221,11 @@ class Situation(NamedTuple):
     softcap: float | None = None
 
 
-def _nothing_against(at: Situation) -> str | None:
+def _always_supported(at: KernelRequirements) -> str | None:
     return None
 
 
-def _against_cudnn(at: Situation) -> str | None:
+def _cudnn_unsupported(at: KernelRequirements) -> str | None:
     if at.platform != "gpu":
         return f"it needs an NVIDIA GPU, and this run is on {at.platform}"
     if at.dtype not in (jnp.bfloat16, jnp.float16):
@@ -232,7 +237,7 @@ def _against_cudnn(at: Situation) -> str | None:
     return None
 
 
-def _against_splash(at: Situation) -> str | None:
+def _splash_unsupported(at: KernelRequirements) -> str | None:
     if at.platform != "tpu":
         return f"it needs a TPU, and this run is on {at.platform}"
     if at.seq_len % splash.SEQUENCE_MULTIPLE:
@@ -245,33 +250,35 @@ class Kernel(NamedTuple):
 
     Attributes:
         attend: the function.
-        against: what speaks against it in a situation; None: nothing.
+        unsupported_reason: what speaks unsupported_reason it in a situation; None: nothing.
         is_opaque: whether XLA does not see inside: such a kernel is run by `attend_locally`, and
             `shard_map` cannot check over which mesh axes its results vary.
     """
 
     attend: Backend
-    against: Callable[[Situation], str | None]
+    unsupported_reason: Callable[[KernelRequirements], str | None]
     is_opaque: bool = False
 
 
-def opaque(kernel: Backend, against: Callable[[Situation], str | None]) -> Kernel:
+def opaque(
+    kernel: Backend, unsupported_reason: Callable[[KernelRequirements], str | None]
+) -> Kernel:
     """A kernel that knows one device only."""
-    return Kernel(functools.partial(attend_locally, kernel), against, is_opaque=True)
+    return Kernel(functools.partial(attend_locally, kernel), unsupported_reason, is_opaque=True)
 
 
 BACKENDS = {
-    "reference": Kernel(reference_attention, _nothing_against),
-    "blockwise": Kernel(blockwise_attention, _nothing_against),
-    "cudnn": opaque(cudnn_attention, _against_cudnn),
-    "splash": opaque(splash.splash_attention, _against_splash),
+    "reference": Kernel(reference_attention, _always_supported),
+    "blockwise": Kernel(blockwise_attention, _always_supported),
+    "cudnn": opaque(cudnn_attention, _cudnn_unsupported),
+    "splash": opaque(splash.splash_attention, _splash_unsupported),
 }
 
 _FLASH = {"cpu": "blockwise", "gpu": "cudnn", "tpu": "splash"}
 _SYNONYMS = {"math": "reference", "efficient": "blockwise"}  # PyTorch's names
 
 
-def choose(config: ModelConfig, at: Situation) -> str:
+def choose(config: ModelConfig, at: KernelRequirements) -> str:
     """The name in `BACKENDS` that `model.sdpa_backend` stands for here.
 
     Raises:
@@ -280,10 +287,10 @@ def choose(config: ModelConfig, at: Situation) -> str:
     asked = config.sdpa_backend
     if asked == "auto":
         fast = _FLASH.get(at.platform, "blockwise")
-        return "blockwise" if BACKENDS[fast].against(at) else fast
+        return "blockwise" if BACKENDS[fast].unsupported_reason(at) else fast
     name = _FLASH.get(at.platform, "blockwise") if asked == "flash" else asked
     name = _SYNONYMS.get(name, name)
-    if problem := BACKENDS[name].against(at):
+    if problem := BACKENDS[name].unsupported_reason(at):
         raise UserError(
             f'model.sdpa_backend = "{asked}" cannot serve here: {problem}; '
             'or set model.sdpa_backend = "auto"'

@@ -27,7 +27,7 @@ from jaxforge.model.scoring import PLAIN, Scoring, soft_cap_slope
 _BLOCKS = 8  # blocks a sequence: of what is computed, a sixteenth is masked
 _SMALLEST = 32  # queries: below it, products are too small to be fast
 
-DocIds = Int[Array, "b s"] | None
+SegmentIds = Int[Array, "b s"] | None
 Reach = Int[Array, ""] | None
 
 
@@ -44,7 +44,7 @@ def blockwise_attention(
     q_BSHh: Float[Array, "b s heads h"],
     k_BSKh: Float[Array, "b s kv h"],
     v_BSKh: Float[Array, "b s kv h"],
-    doc_ids: DocIds,
+    segment_ids: SegmentIds,
     window: int | None = None,
     reach: Reach = None,
     scoring: Scoring = PLAIN,
@@ -53,21 +53,21 @@ def blockwise_attention(
 
     `reach` is a window that only the device knows: no key is left out for it, but masked.
     """
-    return _forward(q_BSHh, k_BSKh, v_BSKh, doc_ids, window, reach, scoring)[0]
+    return _forward(q_BSHh, k_BSKh, v_BSKh, segment_ids, window, reach, scoring)[0]
 
 
 def _forward(
     q: Array,
     k: Array,
     v: Array,
-    doc_ids: DocIds,
+    segment_ids: SegmentIds,
     window: int | None,
     reach: Reach,
     scoring: Scoring,
 ) -> tuple[Array, tuple[Array, ...]]:
     kv_heads, scale = k.shape[2], scoring.scale_of(q.shape[-1])
     folded, outputs, lses = _fold_all(q, k, v), [], []
-    for block in _blocks(q, k, doc_ids, window, reach):
+    for block in _blocks(q, k, segment_ids, window, reach):
         scores = _product("bkrh,bkth->bkrt", folded.q[:, :, block.rows], folded.k[:, :, block.keys])
         scores = jnp.where(block.visible, scoring.capped(scores * scale), -jnp.inf)
         top = jnp.max(scores, axis=-1, keepdims=True)
@@ -83,26 +83,26 @@ def _attend(
     q: Array,
     k: Array,
     v: Array,
-    doc_ids: DocIds,
+    segment_ids: SegmentIds,
     window: int | None,
     reach: Reach,
     scoring: Scoring,
 ) -> tuple[Array, tuple]:
-    output, lses = _forward(q, k, v, doc_ids, window, reach, scoring)
-    return output, (q, k, v, doc_ids, reach, output, lses)
+    output, lses = _forward(q, k, v, segment_ids, window, reach, scoring)
+    return output, (q, k, v, segment_ids, reach, output, lses)
 
 
 def _differentiate(
     window: int | None, scoring: Scoring, saved: tuple, d_output: Array
 ) -> tuple[Array, Array, Array, None, None]:
-    q, k, v, doc_ids, reach, output, lses = saved
+    q, k, v, segment_ids, reach, output, lses = saved
     kv_heads, dtype, scale = k.shape[2], q.dtype, scoring.scale_of(q.shape[-1])
     folded = _fold_all(q, k, v)
     d_out = _fold_queries(d_output, kv_heads)
     product = d_output.astype(jnp.float32) * output.astype(jnp.float32)
     delta = jnp.sum(_fold_queries(product, kv_heads), axis=-1, keepdims=True)
     d_queries, d_keys, d_values = [], [], []
-    for block, lse in zip(_blocks(q, k, doc_ids, window, reach), lses, strict=True):
+    for block, lse in zip(_blocks(q, k, segment_ids, window, reach), lses, strict=True):
         queries, d_out_block = folded.q[:, :, block.rows], d_out[:, :, block.rows]
         keys, values = folded.k[:, :, block.keys], folded.v[:, :, block.keys]
         scores = scoring.capped(_product("bkrh,bkth->bkrt", queries, keys) * scale)
@@ -144,7 +144,7 @@ class _Block(NamedTuple):
 
 
 def _blocks(
-    q: Array, k: Array, doc_ids: DocIds, window: int | None, reach: Reach
+    q: Array, k: Array, segment_ids: SegmentIds, window: int | None, reach: Reach
 ) -> Iterator[_Block]:
     length, kv_heads = q.shape[1], k.shape[2]
     group = q.shape[2] // kv_heads
@@ -157,8 +157,8 @@ def _blocks(
         for tokens in (window, reach):
             if tokens is not None:
                 visible &= queries - keys < tokens
-        if doc_ids is not None:
-            same = doc_ids[:, start:end, None] == doc_ids[:, None, first:end]
+        if segment_ids is not None:
+            same = segment_ids[:, start:end, None] == segment_ids[:, None, first:end]
             visible = (visible & same)[:, None]
         visible = jnp.repeat(visible, group, axis=-2)
         yield _Block(slice(start * group, end * group), slice(first, end), visible)

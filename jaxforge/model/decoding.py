@@ -68,7 +68,7 @@ class Decoder:
         model: the model.
         params: its parameters.
         max_tokens: tokens to add to each prompt, at least one.
-        how: how tokens are drawn.
+        sampling: how tokens are drawn.
         eos_id: ends a row; None: rows end only by `max_tokens`.
         seed: seed of the draws.
         mesh: where the parameters lie, set by `jax.set_mesh` too; None: no mesh.
@@ -78,7 +78,7 @@ class Decoder:
     model: Model
     params: Params
     max_tokens: int
-    how: Sampling
+    sampling: Sampling
     eos_id: int | None = None
     seed: int = 0
     mesh: Mesh | None = None
@@ -128,12 +128,12 @@ class Decoder:
         all_numbers[: len(prompts)] = numbers
         is_empty = np.arange(rows) >= len(prompts)
         return _start(
-            self.model, self.how, self.max_tokens, self.params,
+            self.model, self.sampling, self.max_tokens, self.params,
             padded, lengths, self._seed_words, all_numbers, is_empty, self._eos,
         )  # fmt: skip
 
     def _advance(self, batch: Decoding, until: int) -> Decoding:
-        return _advance(self.model, self.how, self.params, batch, np.int32(until), self._eos)
+        return _advance(self.model, self.sampling, self.params, batch, np.int32(until), self._eos)
 
     def _padded(self, length: int) -> int:
         """The next power of two, but no longer than the model takes where that is enough."""
@@ -161,7 +161,7 @@ class Decoder:
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _start(
     model: Model,
-    how: Sampling,
+    sampling: Sampling,
     max_tokens: int,
     params: Params,
     prompts: Int[Array, "b s"],
@@ -180,13 +180,13 @@ def _start(
     logits, cache = model.extend(params, prompts, positions, cache, only=lengths - 1)
     tokens = jnp.zeros((rows, max_tokens), jnp.int32)
     batch = Decoding(cache, numbered(numbers), lengths, tokens, jnp.int32(0), ended)
-    return _readable(_draw(batch, logits, cache, how, eos))
+    return _readable(_draw(batch, logits, cache, sampling, eos))
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def _advance(
     model: Model,
-    how: Sampling,
+    sampling: Sampling,
     params: Params,
     batch: Decoding,
     until: Int[Array, ""],
@@ -198,15 +198,17 @@ def _advance(
         latest = jax.lax.dynamic_slice_in_dim(batch.tokens, batch.turn - 1, 1, axis=1)
         at = batch.lengths[:, None] + batch.turn - 1
         logits, cache = model.extend(params, latest, at, batch.cache)
-        return _draw(batch, logits, cache, how, eos)
+        return _draw(batch, logits, cache, sampling, eos)
 
     return _readable(jax.lax.while_loop(lambda b: (b.turn < until) & ~b.ended.all(), turn, batch))
 
 
-def _draw(batch: Decoding, logits: Array, cache: KVCache, how: Sampling, eos: Array) -> Decoding:
+def _draw(
+    batch: Decoding, logits: Array, cache: KVCache, sampling: Sampling, eos: Array
+) -> Decoding:
     """The batch a turn later."""
     keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(batch.keys, batch.turn)
-    drawn = sample(constrain(logits[:, 0], "batch", None), how, keys).astype(jnp.int32)
+    drawn = sample(constrain(logits[:, 0], "batch", None), sampling, keys).astype(jnp.int32)
     tokens = jax.lax.dynamic_update_slice_in_dim(batch.tokens, drawn[:, None], batch.turn, axis=1)
     ended = batch.ended | (drawn == eos)
     return batch._replace(cache=_split(cache), tokens=tokens, turn=batch.turn + 1, ended=ended)

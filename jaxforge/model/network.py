@@ -13,7 +13,7 @@ from jaxforge.model.linear import Declare, Embedding, Linear, normal
 from jaxforge.model.mlp import MLP
 from jaxforge.model.norm import LayerNorm, RMSNorm, norm_of
 from jaxforge.model.plan import LayerKind, LayerPlan
-from jaxforge.model.runtime import Execution
+from jaxforge.model.runtime import Runtime
 from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import constrain
 
@@ -74,11 +74,11 @@ class Block(nnx.Module):
         *,
         kind: LayerKind,
         plan: LayerPlan,
-        how: Execution,
+        runtime: Runtime,
     ) -> tuple[Float[Array, "b s d"], LayerOut]:
         """One layer."""
-        attention = functools.partial(self.attention, kind=kind, plan=plan, how=how)
-        attend = remat.attention(how.save, attention)
+        attention = functools.partial(self.attention, kind=kind, plan=plan, runtime=runtime)
+        attend = remat.attention(runtime.save, attention)
         y_BSD, cache = attend(_normed(self.attention_norm, x_BSD), context, cache)
         y_BSD = self._added(self.attention_post_norm, y_BSD)
         if self.config.parallel_residual:

@@ -46,16 +46,16 @@ class InPipeline(NamedTuple):
 
     Attributes:
         save: for `block`, inside the stage.
-        is_held: whether that is held from the forward on; else the input of the stage is.
+        saves_residuals: whether that is held from the forward on; else the input of the stage is.
     """
 
     save: str
-    is_held: bool
+    saves_residuals: bool
 
 
 def in_pipeline(save: str) -> InPipeline:
     """What `train.activation_checkpointing` stands for between forward and backward of a stage."""
     if save == "full":
-        return InPipeline(_PRODUCTS_BUT_ATTENTION, is_held=False)
+        return InPipeline(_PRODUCTS_BUT_ATTENTION, saves_residuals=False)
     names = {"none": _PRODUCTS, "selective": _PRODUCTS_BUT_ATTENTION}
-    return InPipeline(names.get(save, save), is_held=True)
+    return InPipeline(names.get(save, save), saves_residuals=True)

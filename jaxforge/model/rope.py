@@ -92,18 +92,18 @@ def attention_factor(scaling: RopeScaling | None) -> float:
 
 
 def rotate(
-    x_BSHh: Float[Array, "b s heads h"], by: Rotation, *, swap_by_product: bool = False
+    x_BSHh: Float[Array, "b s heads h"], by: Rotation, *, rope_as_matmul: bool = False
 ) -> Float[Array, "b s heads h"]:
     """Turns each pair (channel i, channel i + n/2) by its angle, in float32.
 
     With n / 2 angles, the first n channels are turned. Either way of bringing a pair together gives
-    the same numbers: see `Execution`.
+    the same numbers: see `Runtime`.
     """
     size = 2 * by.cos.shape[-1]
     if size < x_BSHh.shape[-1]:
-        turned = rotate(x_BSHh[..., :size], by, swap_by_product=swap_by_product)
+        turned = rotate(x_BSHh[..., :size], by, rope_as_matmul=rope_as_matmul)
         return jnp.concatenate([turned, x_BSHh[..., size:]], axis=-1)
-    if swap_by_product:
+    if rope_as_matmul:
         return _rotate_by_product(x_BSHh, by)
     first, second = jnp.split(x_BSHh.astype(jnp.float32), 2, axis=-1)
     cos, sin = by.cos[:, :, None, :], by.sin[:, :, None, :]

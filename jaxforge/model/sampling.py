@@ -23,20 +23,22 @@ class Sampling(NamedTuple):
     vocab_size: int | None = None
 
 
-def sample(logits: Float[Array, "b v"], how: Sampling, keys: Key[Array, "b"]) -> Int[Array, "b"]:
+def sample(
+    logits: Float[Array, "b v"], sampling: Sampling, keys: Key[Array, "b"]
+) -> Int[Array, "b"]:
     """One token for each row: temperature, then top-k, then top-p, then a draw by its own key."""
-    logits = logits[:, : how.vocab_size]
-    if how.temperature == 0:
+    logits = logits[:, : sampling.vocab_size]
+    if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1)
-    logits = logits / how.temperature
-    if 0 < how.top_k < logits.shape[-1]:
-        threshold = jax.lax.top_k(logits, how.top_k)[0][:, -1:]
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        threshold = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
         logits = jnp.where(logits < threshold, -jnp.inf, logits)
-    if how.top_p < 1:
+    if sampling.top_p < 1:
         order = jnp.argsort(logits, axis=-1, descending=True)
         probabilities = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
         rank = jnp.argsort(order, axis=-1)
-        kept = jnp.take_along_axis(before < how.top_p, rank, axis=-1)
+        kept = jnp.take_along_axis(before < sampling.top_p, rank, axis=-1)
         logits = jnp.where(kept | (rank == 0), logits, -jnp.inf)
     return jax.vmap(jax.random.categorical)(keys, logits)

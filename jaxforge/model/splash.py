@@ -26,14 +26,14 @@ SEQUENCE_MULTIPLE = 128
 _BLOCK = 512  # tokens of a tile: what MaxText runs with on every generation
 _INTERPRET = False  # tests set it, to run the kernel without a TPU
 
-DocIds = Int[Array, "b s"] | None
+DocumentIds = Int[Array, "b s"] | None
 
 
 def splash_attention(
     q_BSHh: Float[Array, "b s heads h"],
     k_BSKh: Float[Array, "b s kv h"],
     v_BSKh: Float[Array, "b s kv h"],
-    doc_ids: DocIds,
+    segment_ids: DocumentIds,
     window: int | None = None,
     scoring: Scoring = PLAIN,
 ) -> Float[Array, "b s heads h"]:
@@ -44,7 +44,7 @@ def splash_attention(
     length, heads, h = q_BSHh.shape[1:]
     kernel = _kernel(length, heads, window, scoring.softcap)
     scaled = q_BSHh * jnp.asarray(scoring.scale_of(h), q_BSHh.dtype)
-    segments = None if doc_ids is None else SegmentIds(q=doc_ids, kv=doc_ids)
+    segments = None if segment_ids is None else SegmentIds(q=segment_ids, kv=segment_ids)
     heads_first = (x.swapaxes(1, 2) for x in (scaled, k_BSKh, v_BSKh))
     return jax.vmap(kernel)(*heads_first, segments).swapaxes(1, 2)
 

@@ -31,12 +31,12 @@ from jaxforge.model.linear import Declare, Untrained
 from jaxforge.model.network import Transformer, gather_sequence, split_sequence, times
 from jaxforge.model.plan import LayerKind, plan_of
 from jaxforge.model.rope import rotations
-from jaxforge.model.runtime import Execution, execution
+from jaxforge.model.runtime import Runtime, runtime_for
 from jaxforge.model.scoring import soft_cap
 from jaxforge.parallel.mesh import STAGES
 from jaxforge.parallel.sharding import automatic_axes, constrain
-from jaxforge.parallel.stages import Stack, in_turn
-from jaxforge.side import Scales, Side
+from jaxforge.parallel.stages import Stack, forward_pipeline
+from jaxforge.side import LossWeights, Side
 
 _COMPUTE_DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
@@ -66,11 +66,11 @@ class Model:
         config: the `[model]` section.
         dtype: dtype of activations and matrix products.
         param_dtype: dtype that parameters are stored in.
-        how: how the layers are run; by default as the tests' reference is.
+        runtime: how the layers are run; by default as the tests' reference is.
         stack: which layers pipeline stages hold; by default there is one stage.
 
     Attributes:
-        how: how the layers are run.
+        runtime: how the layers are run.
         plan: of which kind each layer is.
         stack: which layer each row of stacked parameters holds.
         abstract: parameters as `jax.ShapeDtypeStruct`.
@@ -87,10 +87,10 @@ class Model:
         *,
         dtype: jnp.dtype = jnp.float32,
         param_dtype: jnp.dtype = jnp.float32,
-        how: Execution | None = None,
+        runtime: Runtime | None = None,
         stack: Stack | None = None,
     ) -> None:
-        self.config, self.dtype, self.how = config, dtype, how or Execution()
+        self.config, self.dtype, self.runtime = config, dtype, runtime or Runtime()
         self.plan, self.stack = plan_of(config), stack or Stack(config.n_layers)
         self._param_dtype = param_dtype
         module = nnx.eval_shape(lambda: self._declare(jax.random.key(0)))
@@ -140,16 +140,19 @@ class Model:
         return {**arrays, LAYERS: layers} if layers else arrays
 
     def hidden(
-        self, params: Params, tokens: Int[Array, "b s"], doc_ids: Int[Array, "b s"] | None = None
+        self,
+        params: Params,
+        tokens: Int[Array, "b s"],
+        segment_ids: Int[Array, "b s"] | None = None,
     ) -> Float[Array, "b s d"]:
-        """Final hidden states of whole sequences. `doc_ids` keeps packed documents apart."""
-        return self.forward(params, {"input_ids": tokens, "doc_ids": doc_ids})[0]
+        """Final hidden states of whole sequences. `segment_ids` keeps packed documents apart."""
+        return self.forward(params, {"input_ids": tokens, "segment_ids": segment_ids})[0]
 
     def forward(
         self,
         params: Params,
         batch: Batch,
-        scales: Scales | None = None,
+        loss_weights: LossWeights | None = None,
         cache: KVCache | None = None,
         lengths: Int[Array, "b 1"] | None = None,
     ) -> tuple[Float[Array, "b s d"], LayerOut]:
@@ -158,26 +161,34 @@ class Model:
         Args:
             params: the parameters, and what is not trained among them (`join`).
             batch: the microbatch.
-            scales: what terms of the loss count for; None where nothing is trained.
+            loss_weights: what terms of the loss count for; None where nothing is trained.
             cache: what came before the tokens, which then have "positions" in the batch.
             lengths: as of `context`.
         """
-        x_BSD, layers = self.enter(params, batch), params[LAYERS]
-        positions, doc_ids = batch.get("positions"), batch.get("doc_ids")
+        x_BSD, layers = self.embed(params, batch), params[LAYERS]
+        positions, segment_ids = batch.get("positions"), batch.get("segment_ids")
         context = self.context(
-            x_BSD, positions=positions, doc_ids=doc_ids, lengths=lengths, scales=scales
+            x_BSD,
+            positions=positions,
+            segment_ids=segment_ids,
+            lengths=lengths,
+            loss_weights=loss_weights,
         )
         if self.stack.stages > 1 and STAGES in automatic_axes():
             rows = jax.tree.map(jnp.asarray, self.plan.of_rows(self.stack)), layers
-            x_BSD, *of_rows = in_turn(self._of_stage, self.stack, rows, x_BSD, context, cache)
+            x_BSD, *of_rows = forward_pipeline(
+                self._of_stage, self.stack, rows, x_BSD, context, cache
+            )
             out = LayerOut(*of_rows)
         elif len(set(self.plan.layers)) == 1:
             layer = self._layer(context, self.plan.layers[0], in_loop=True)
-            x_BSD, out = jax.lax.scan(layer, x_BSD, (layers, cache), unroll=self.how.unroll)
+            x_BSD, out = jax.lax.scan(layer, x_BSD, (layers, cache), unroll=self.runtime.unroll)
         else:
             layer_of = functools.partial(self._layer, context)
-            x_BSD, out = scan_layers(self.plan, layer_of, x_BSD, (layers, cache), self.how.unroll)
-        return self.finish(params, x_BSD), out
+            x_BSD, out = scan_layers(
+                self.plan, layer_of, x_BSD, (layers, cache), self.runtime.unroll
+            )
+        return self.final_norm(params, x_BSD), out
 
     def extend(
         self,
@@ -201,23 +212,23 @@ class Model:
             hidden_BSD = jnp.take_along_axis(hidden_BSD, only[:, None, None], axis=1)
         return self.logits(params, hidden_BSD), out.cache
 
-    def enter(self, params: Params, batch: Batch) -> Float[Array, "b s d"]:
-        """What enters the first block, of a microbatch: one with more than tokens has more.
+    def embed(self, params: Params, batch: Batch) -> Float[Array, "b s d"]:
+        """What enters the first block, of a microbatch.
 
         Where positions are learned, those of "positions", or else of each packed document from 0
         on, are added to the embeddings.
         """
         tokens = batch["input_ids"]
-        x_BSD = self.embed(params, tokens)
+        x_BSD = self.embed_tokens(params, tokens)
         if self.config.position_embedding != "learned":
             return x_BSD
         positions = batch.get("positions")
         if positions is None:
-            positions = _positions_in_documents(tokens, batch.get("doc_ids"))
+            positions = _positions_in_documents(tokens, batch.get("segment_ids"))
         position_embedding = self._module("position_embedding", params["position_embedding"])
         return split_sequence(x_BSD + position_embedding(positions, self.dtype))
 
-    def embed(self, params: Params, tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
+    def embed_tokens(self, params: Params, tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
         """The embeddings of tokens."""
         token_embedding = self._module("token_embedding", params["token_embedding"])
         x_BSD = split_sequence(token_embedding.embedding(tokens, self.dtype))
@@ -228,9 +239,9 @@ class Model:
         x_BSD: Float[Array, "b s d"],
         *,
         positions: Int[Array, "b s"] | None = None,
-        doc_ids: Int[Array, "b s"] | None = None,
+        segment_ids: Int[Array, "b s"] | None = None,
         lengths: Int[Array, "b 1"] | None = None,
-        scales: Scales | None = None,
+        loss_weights: LossWeights | None = None,
     ) -> Context:
         """What all blocks are told of the tokens that `x` stands for.
 
@@ -239,7 +250,7 @@ class Model:
         """
         at = jnp.arange(x_BSD.shape[1])[None] if positions is None else positions
         turns = rotations(self.plan.ropes, self.config.rotary_size, at, lengths)
-        return Context(positions, doc_ids, turns, scales)
+        return Context(positions, segment_ids, turns, loss_weights)
 
     def _of_stage(
         self, layers: tuple[LayerKind, Params], x: Array, context: Context, cache: KVCache | None
@@ -253,7 +264,7 @@ class Model:
 
     def _layer(self, context: Context, kind: LayerKind, in_loop: bool) -> Layer:
         layer = functools.partial(self.block, context=context, kind=kind)
-        return remat.block(self.how.save, layer, in_loop=in_loop)
+        return remat.block(self.runtime.save, layer, in_loop=in_loop)
 
     def block(
         self,
@@ -266,9 +277,9 @@ class Model:
         """One block, with the parameters and the cache of one layer."""
         params, cache = of_layer
         run = self._module(LAYERS, params)
-        return run(x_BSD, context, cache, kind=kind, plan=self.plan, how=self.how)
+        return run(x_BSD, context, cache, kind=kind, plan=self.plan, runtime=self.runtime)
 
-    def finish(self, params: Params, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+    def final_norm(self, params: Params, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
         """What makes logits by `head`: the final norm of what leaves the last block, scaled."""
         hidden_BSD = self._module("norm", params["norm"])(x_BSD)
         return gather_sequence(times(hidden_BSD, 1 / self.config.logits_scaling))
@@ -315,18 +326,18 @@ def build_model(config: JobConfig, platform: str | None = None) -> Model:
     """
     t, d = config.train, config.distributed
     dtype = _COMPUTE_DTYPES[t.mixed_precision]
-    how = execution(config, dtype, platform or jax.default_backend())
+    runtime = runtime_for(config, dtype, platform or jax.default_backend())
     stack = Stack(config.model.n_layers, d.pp, d.chunks)
     build = MODELS[config.model.model_type]
-    return build(config.model, dtype=dtype, param_dtype=jnp.dtype(t.param_dtype), how=how,
+    return build(config.model, dtype=dtype, param_dtype=jnp.dtype(t.param_dtype), runtime=runtime,
                  stack=stack)  # fmt: skip
 
 
 def register_model(name: str) -> Callable[[type[AnyModel]], type[AnyModel]]:
     """Decorates the subclass of `Model` that `model.model_type` calls `name`.
 
-    Training, evaluation and generation call `enter`, `context` and `block` for the layers, `finish`
-    for what leaves them, and `head` for the matrix that makes logits of it.
+    Training, evaluation and generation call `embed`, `context` and `block` for the layers,
+    `final_norm` for what leaves them, and `head` for the matrix that makes logits of it.
     """
     return MODELS.register(name)
 
@@ -357,10 +368,10 @@ def parameter_count(abstract: PyTree) -> int:
 
 
 def _positions_in_documents(
-    tokens: Int[Array, "b s"], doc_ids: Int[Array, "b s"] | None
+    tokens: Int[Array, "b s"], segment_ids: Int[Array, "b s"] | None
 ) -> Int[Array, "b s"]:
     at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    if doc_ids is None:
+    if segment_ids is None:
         return at
-    begins = doc_ids != jnp.roll(doc_ids, 1, axis=1)
+    begins = segment_ids != jnp.roll(segment_ids, 1, axis=1)
     return at - jax.lax.cummax(jnp.where(begins, at, 0), axis=1)

@@ -65,7 +65,7 @@ class Stack(NamedTuple):
         return rows if self.in_order else rows[np.argsort(order)[(order < 0).sum() :]]
 
 
-def apart(arrays: dict[str, Any]) -> tuple[PyTree, dict[str, Any]]:
+def split_layers(arrays: dict[str, Any]) -> tuple[PyTree, dict[str, Any]]:
     """The layers of parameters, or of a tree like them, and all others."""
     others = {name: part for name, part in arrays.items() if name != LAYERS}
     return arrays.get(LAYERS, {}), others
@@ -80,7 +80,7 @@ Run = Callable[[PyTree, Array, PyTree, PyTree], tuple[Array, PyTree, PyTree]]
 """(layers, x, place, cache) -> x and cache after these layers, and what each tells besides."""
 
 
-def in_turn(
+def forward_pipeline(
     run: Run, stack: Stack, layers: PyTree, x: Array, place: PyTree, cache: PyTree
 ) -> tuple[Array, PyTree, PyTree]:
     """Runs layers whose rows are split over `pp`: each stage waits for the one before.

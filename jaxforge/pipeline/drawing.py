@@ -4,7 +4,7 @@ import string
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from jaxforge.pipeline.schedule import COSTS, Schedule, Work
+from jaxforge.pipeline.schedule import COSTS, Action, Schedule
 
 _FORWARD, _BACKWARD = "#6cabf5", "#f59e52"
 _INK, _FAINT_INK, _LINE = "#1f2328", "#59636e", "#8c959f"
@@ -85,11 +85,11 @@ def _table(schedule: Schedule) -> Iterator[str]:
             yield line(name, direction[0].upper(), (_cell(schedule, work) for work in works))
 
 
-def _widest(schedule: Schedule) -> Work:
-    return Work(schedule.microbatches - 1, schedule.chunks - 1, 0)
+def _widest(schedule: Schedule) -> Action:
+    return Action(schedule.microbatches - 1, schedule.chunks - 1, 0)
 
 
-def _cell(schedule: Schedule, work: Work | None) -> str:
+def _cell(schedule: Schedule, work: Action | None) -> str:
     if work is None:
         return "."
     return f"{work.microbatch}{_letters(work.chunk) if schedule.chunks > 1 else ''}"
@@ -187,7 +187,7 @@ def _cells(schedule: Schedule, spans: Sequence[_Span], unit: int) -> Iterator[st
     for tick, span in zip(schedule.ticks, spans, strict=True):
         x = span.start
         for direction, cost in COSTS.items():
-            works: tuple[Work | None, ...] = getattr(tick, direction)
+            works: tuple[Action | None, ...] = getattr(tick, direction)
             for stage, work in enumerate(works):
                 if work is not None:
                     corner, width = (x, _TOP + _ROW * stage), unit * cost

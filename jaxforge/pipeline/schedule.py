@@ -24,7 +24,7 @@ COSTS = {"forward": 1, "backward": 2}
 """What a tick's forwards cost, and its backwards; any ratio gives `1f1b` the same bubble."""
 
 
-class Work(NamedTuple):
+class Action(NamedTuple):
     """A microbatch at a chunk of a stage.
 
     Attributes:
@@ -41,8 +41,8 @@ class Work(NamedTuple):
 class Tick(NamedTuple):
     """What each stage does at a time; None: nothing."""
 
-    forward: tuple[Work | None, ...]
-    backward: tuple[Work | None, ...]
+    forward: tuple[Action | None, ...]
+    backward: tuple[Action | None, ...]
 
     def cost(self) -> int:
         """What the tick takes: all stages wait for one another, in either direction."""
@@ -169,8 +169,8 @@ def _order(stages: int, microbatches: int, chunks: int) -> Iterator[tuple[int, i
 
 
 class _OfStage(NamedTuple):
-    forward: list[Work | None]
-    backward: list[Work | None]
+    forward: list[Action | None]
+    backward: list[Action | None]
     spare: list[int]
     slots: int
 
@@ -188,8 +188,8 @@ def _with_slots(
         done.spare.append(free)
         if ahead is not None:
             held[ahead] = free
-        done.forward.append(None if ahead is None else Work(*ahead, free))
-        done.backward.append(None if back is None else Work(*back, held.pop(back)))
+        done.forward.append(None if ahead is None else Action(*ahead, free))
+        done.backward.append(None if back is None else Action(*back, held.pop(back)))
     return done._replace(slots=slots)
 
 
@@ -214,7 +214,7 @@ def _problems(schedule: Schedule) -> Iterator[str]:
 
 
 def _when(
-    schedule: Schedule, works: list[tuple[Work | None, ...]]
+    schedule: Schedule, works: list[tuple[Action | None, ...]]
 ) -> dict[tuple[int, int], list[int]]:
     """Ticks of each (microbatch, virtual stage)."""
     times: dict[tuple[int, int], list[int]] = {}

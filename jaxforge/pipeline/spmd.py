@@ -3,14 +3,14 @@
 Runs inside `shard_map`, manual over `pp`. Every device holds the layers of its stage and 1/N of
 embedding and head, and does the same operations in every tick, each on a microbatch of its own:
 
-    enter      the embedding of the microbatch that the first virtual stage is to forward: every
+    embed      the embedding of the microbatch that the first virtual stage is to forward: every
                device looks up the tokens of its share of the vocabulary, the sum goes to all
     forward    one stage's layers; the input, or what autodiff saves, is kept in a ring of slots
-    leave      final norm, head and loss of the microbatch that the last virtual stage takes back:
+    loss       final norm, head and loss of the microbatch that the last virtual stage takes back:
                its output goes to all devices, and each does its share of the vocabulary
     backward   the layers again from the stored input, and their vector-Jacobian products in
                reverse; each layer's gradient is added where it stays
-    exit       the gradient of the embedding, from what the first virtual stage gives back
+    embedding  its gradient, from what the first virtual stage gives back
 
 So no stage is dearer than another, nothing is held for the head, and nothing depends on how many
 microbatches there are: `1f1b` reuses 2 N - 1 slots. Activations travel to the next stage, and
@@ -21,7 +21,7 @@ of the loss that it tells has its cotangent, 1, in the layer's own backward.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -33,74 +33,43 @@ from jaxforge.config.model import LAYERS
 from jaxforge.parallel import collectives
 from jaxforge.parallel.mesh import STAGES
 from jaxforge.parallel.sharding import constrain
-from jaxforge.parallel.stages import apart, only_rows
-from jaxforge.pipeline.schedule import Phase, Schedule, Work
+from jaxforge.parallel.stages import only_rows, split_layers
+from jaxforge.pipeline.schedule import Phase, Schedule
+from jaxforge.pipeline.table import Actions, Column, Row, table
 from jaxforge.side import Side, combine, merge
 
 Microbatch = Any
 """A tree of arrays [b, ...]."""
 Params = dict[str, Any]
-Column = Any
-"""Of the table: an array of NumPy's for a phase, and in the scan one of JAX's for a tick."""
 Cotangents = tuple[Array, Mapping[str, Array]]
 """Of a layer's output and of the terms that it tells."""
 Pull = Callable[[Cotangents], tuple[Params, Array, PyTree]]
 Result = TypeVar("Result")
 
 
-class Parts(NamedTuple):
+class StageFunctions(NamedTuple):
     """A model cut where stages are; each function is differentiable in its parameters and in x.
 
     Attributes:
-        enter: (params, microbatch) -> x [b, s, d], what the first layer takes.
+        embed: (params, microbatch) -> x [b, s, d], what the first layer takes.
         context: (x, microbatch) -> what all layers are told besides.
         layer: (its kind, parameters of one layer, x, (context, the layer's untrained state)) -> x,
             and what the layer tells. A `jax.checkpoint` in it decides what is saved between its
             forward and its backward.
-        leave: (params, x, microbatch) -> what the loss tells.
+        loss: (params, x, microbatch) -> what the loss tells.
         kinds: the kind of each row of a stage's layers, in arrays [stages, rows].
         is_layer: whether a row holds a layer [stages, rows].
-        is_held: whether what autodiff saves is held from the forward of a stage on; else the input
-            of the stage is, and its layers run again before their backward.
+        saves_residuals: whether what autodiff saves is held from the forward of a stage on; else
+            the input of the stage is, and its layers run again before their backward.
     """
 
-    enter: Callable[[Params, Microbatch], Array]
+    embed: Callable[[Params, Microbatch], Array]
     context: Callable[[Array, Microbatch], PyTree]
     layer: Callable[[PyTree, Params, Array, PyTree], tuple[Array, Side]]
-    leave: Callable[[Params, Array, Microbatch], Side]
+    loss: Callable[[Params, Array, Microbatch], Side]
     kinds: PyTree
     is_layer: Bool[np.ndarray, "stages rows"]
-    is_held: bool
-
-
-class _Works(NamedTuple):
-    """Work of all stages [stages], or of one."""
-
-    microbatch: Column
-    chunk: Column
-    slot: Column
-
-
-class _Row(NamedTuple):
-    """A tick as arrays: [stages] of each direction's work, and what the ends of the model do.
-
-    Attributes:
-        forward: microbatch, chunk and slot; an idle stage repeats microbatch 0 into a spare slot.
-        backward: the same; an idle stage's is masked.
-        tells: whether a stage's forward is a real one.
-        works: whether its backward is.
-        enters: the microbatch that the first virtual stage forwards; -1: none.
-        leaves: the one that the last virtual stage takes back; -1: none.
-        exits: the one that the first virtual stage takes back; -1: none.
-    """
-
-    forward: _Works
-    backward: _Works
-    tells: Column
-    works: Column
-    enters: Column
-    leaves: Column
-    exits: Column
+    saves_residuals: bool
 
 
 class _Carry(NamedTuple):
@@ -112,8 +81,8 @@ class _Carry(NamedTuple):
         ring: [slots, ...] what backwards wait for.
         layers: gradients of the stage's layers, float32.
         rest: gradients of all other parameters, float32.
-        told: by the loss so far.
-        told_by_layers: by the stage's layers, by row.
+        loss_side: told by the loss so far.
+        layer_sides: told by the stage's layers, by row.
     """
 
     arriving: Array
@@ -121,13 +90,13 @@ class _Carry(NamedTuple):
     ring: PyTree
     layers: Params
     rest: Params
-    told: Side
-    told_by_layers: Side
+    loss_side: Side
+    layer_sides: Side
 
 
 def accumulate(
     schedule: Schedule,
-    parts: Parts,
+    functions: StageFunctions,
     params: Params,
     state: PyTree,
     axes: Params,
@@ -139,17 +108,17 @@ def accumulate(
 
     Args:
         schedule: for as many stages as `pp` has, and as many microbatches as the batch.
-        parts: the model.
+        functions: the model.
         params: this stage's share; `layers` is stacked, chunk after chunk.
         state: what is not trained of the layers, stacked alike.
         axes: logical axes of the parameters; gradients are laid out alike.
         batch: a tree of arrays [m, ...].
     """
-    stage = _Stage(schedule, parts, params, state, batch)
+    stage = _Stage(schedule, functions, params, state, batch)
     carry = stage.at_rest(axes)
-    for phase, rows in zip(schedule.phases(), _rows(schedule), strict=True):
+    for phase, rows in zip(schedule.phases(), table(schedule), strict=True):
         carry, _ = jax.lax.scan(functools.partial(stage.tick, phase, rows), carry, rows)
-    return {**carry.rest, LAYERS: carry.layers}, carry.told, carry.told_by_layers
+    return {**carry.rest, LAYERS: carry.layers}, carry.loss_side, carry.layer_sides
 
 
 def saving_vjp(
@@ -190,24 +159,29 @@ class _Stage:
     """The program of one stage, which is that of all."""
 
     def __init__(
-        self, schedule: Schedule, parts: Parts, params: Params, state: PyTree, batch: Microbatch
+        self,
+        schedule: Schedule,
+        functions: StageFunctions,
+        params: Params,
+        state: PyTree,
+        batch: Microbatch,
     ) -> None:
-        self.schedule, self.parts, self.state, self.batch = schedule, parts, state, batch
-        self.layers, self.rest = apart(params)
+        self.schedule, self.functions, self.state, self.batch = schedule, functions, state, batch
+        self.layers, self.rest = split_layers(params)
         self.index = jax.lax.axis_index(STAGES)
-        of_rows = jax.tree.map(jnp.asarray, (parts.kinds, parts.is_layer))
+        of_rows = jax.tree.map(jnp.asarray, (functions.kinds, functions.is_layer))
         self.kinds, self.is_layer = jax.tree.map(lambda of_row: of_row[self.index], of_rows)
         self.manual = collectives.manual_axes()
 
     def at_rest(self, axes: Params) -> _Carry:
         """Before the first tick: zeros, made to vary over the same mesh axes as what follows."""
         microbatch = self._microbatch(0)
-        idle = _laid_out(self._zeros(jax.eval_shape(self.parts.enter, self.rest, microbatch)))
+        idle = _laid_out(self._zeros(jax.eval_shape(self.functions.embed, self.rest, microbatch)))
         _, item, by_layers = jax.eval_shape(lambda: self._forward(0, idle, microbatch))
         whole = self._zeros(idle, stages=False)
-        told = jax.eval_shape(lambda: self.parts.leave(self.rest, whole, microbatch))
+        told = jax.eval_shape(lambda: self.functions.loss(self.rest, whole, microbatch))
         told = jax.tree.map(lambda leaf: self._zeros(leaf, stages=False), told)
-        told_by_layers = jax.tree.map(
+        layer_sides = jax.tree.map(
             lambda leaf: self._zeros(leaf, (len(self.is_layer), *leaf.shape[1:])), by_layers
         )
         rings = jax.tree.map(
@@ -217,72 +191,79 @@ class _Stage:
             lambda p, axes: constrain(jnp.zeros_like(p, jnp.float32), *axes),
             {**self.rest, LAYERS: self.layers}, axes,
         )  # fmt: skip
-        layers, rest = apart(rest)
-        return _Carry(idle, idle, rings, layers, rest, told, told_by_layers)
+        layers, rest = split_layers(rest)
+        return _Carry(idle, idle, rings, layers, rest, told, layer_sides)
 
-    def tick(self, phase: Phase, rows: _Row, carry: _Carry, row: _Row) -> tuple[_Carry, None]:
-        """All stages' work of one tick."""
+    def tick(self, phase: Phase, rows: Row, carry: _Carry, row: Row) -> tuple[_Carry, None]:
+        """All stages' actions of one tick."""
         if phase.forward:
             carry = self._go_forward(carry, rows, row)
         if phase.backward:
             carry = self._go_backward(carry, rows, row)
         return carry, None
 
-    def _go_forward(self, carry: _Carry, rows: _Row, row: _Row) -> _Carry:
-        work = self._mine(row.forward)
+    def _go_forward(self, carry: _Carry, rows: Row, row: Row) -> _Carry:
+        actions = self._mine(row.forward)
 
-        def enter() -> Array:
-            return self.parts.enter(self.rest, self._microbatch(row.enters))
+        def embed() -> Array:
+            return self.functions.embed(self.rest, self._microbatch(row.embeds))
 
         nothing = self._zeros(carry.arriving, stages=False)
-        entering = self._when(rows.enters, row.enters, enter, nothing, cheap=True)
-        x = jnp.where(self._is_first(work), entering, carry.arriving)
-        y, item, told = self._forward(work.chunk, x, self._microbatch(work.microbatch))
-        told = self._plus_rows(carry.told_by_layers, told, work.chunk, row.tells[self.index])
+        entering = self._when(rows.embeds, row.embeds, embed, nothing, cheap=True)
+        x = jnp.where(self._is_first(actions), entering, carry.arriving)
+        y, item, told = self._forward(actions.chunk, x, self._microbatch(actions.microbatch))
+        told = self._plus_rows(carry.layer_sides, told, actions.chunk, row.is_forward[self.index])
         ring = jax.tree.map(
-            lambda ring, leaf: jax.lax.dynamic_update_index_in_dim(ring, leaf, work.slot, 0),
+            lambda ring, leaf: jax.lax.dynamic_update_index_in_dim(ring, leaf, actions.slot, 0),
             carry.ring, item,
         )  # fmt: skip
-        return carry._replace(arriving=self._sent(y, +1), ring=ring, told_by_layers=told)
+        return carry._replace(arriving=self._sent(y, +1), ring=ring, layer_sides=told)
 
-    def _go_backward(self, carry: _Carry, rows: _Row, row: _Row) -> _Carry:
-        work, works = self._mine(row.backward), row.works[self.index]
+    def _go_backward(self, carry: _Carry, rows: Row, row: Row) -> _Carry:
+        actions, works = self._mine(row.backward), row.is_backward[self.index]
         item = jax.tree.map(
-            lambda ring: jax.lax.dynamic_index_in_dim(ring, work.slot, 0, keepdims=False),
+            lambda ring: jax.lax.dynamic_index_in_dim(ring, actions.slot, 0, keepdims=False),
             carry.ring,
         )
-        microbatch = self._microbatch(work.microbatch)
-        y, saved = item if self.parts.is_held else self._saving(work.chunk, item, microbatch)[:2]
+        microbatch = self._microbatch(actions.microbatch)
+        if self.functions.saves_residuals:
+            y, saved = item
+        else:
+            y, saved, _ = self._saving(actions.chunk, item, microbatch)
         is_last = (self.index == self.schedule.stages - 1) & (
-            work.chunk == self.schedule.chunks - 1
+            actions.chunk == self.schedule.chunks - 1
         )
 
-        def leave() -> tuple[Params, Side, Array]:
-            microbatch = self._microbatch(row.leaves)
+        def head_and_loss() -> tuple[Params, Side, Array]:
+            microbatch = self._microbatch(row.losses)
             x = self._to_all(jnp.where(is_last, y, 0))
 
             def loss(rest: Params, x: Array) -> tuple[Array, Side]:
-                side = self.parts.leave(rest, x, microbatch)
+                side = self.functions.loss(rest, x, microbatch)
                 return side.loss, side
 
             value, of_loss, side = jax.vjp(loss, self.rest, x, has_aux=True)
             d_rest, d_x = of_loss(jnp.ones_like(value))
-            return _plus(carry.rest, d_rest), merge(carry.told, side), d_x
+            return _plus(carry.rest, d_rest), merge(carry.loss_side, side), d_x
 
-        unchanged = (carry.rest, carry.told, self._zeros(y, stages=False))
-        rest, told, d_last = self._when(rows.leaves, row.leaves, leave, unchanged)
+        unchanged = (carry.rest, carry.loss_side, self._zeros(y, stages=False))
+        rest, told, d_last = self._when(rows.losses, row.losses, head_and_loss, unchanged)
         d_y = jnp.where(is_last, d_last, carry.returning)
         d_y = jnp.where(works, d_y, 0)  # nothing comes of an idle stage
-        d_x, layers = self._backward(work.chunk, d_y, works, saved, microbatch, carry.layers)
+        d_x, layers = self._backward(actions.chunk, d_y, works, saved, microbatch, carry.layers)
 
-        def exits() -> Params:
-            microbatch = self._microbatch(row.exits)
-            d_entering = self._to_all(jnp.where(self._is_first(work), d_x, 0))
-            _, pull = jax.vjp(lambda rest: self.parts.enter(rest, microbatch), self.rest)
+        def embed_backward() -> Params:
+            microbatch = self._microbatch(row.embed_backwards)
+            d_entering = self._to_all(jnp.where(self._is_first(actions), d_x, 0))
+            _, pull = jax.vjp(lambda rest: self.functions.embed(rest, microbatch), self.rest)
             return _plus(rest, pull(d_entering)[0])
 
-        rest = self._when(rows.exits, row.exits, exits, rest, cheap=True)
-        return carry._replace(returning=self._sent(d_x, -1), layers=layers, rest=rest, told=told)
+        rest = self._when(
+            rows.embed_backwards, row.embed_backwards, embed_backward, rest, cheap=True
+        )
+        return carry._replace(
+            returning=self._sent(d_x, -1), layers=layers, rest=rest, loss_side=told
+        )
 
     def _forward(
         self, chunk: Array | int, x: Array, microbatch: Microbatch
@@ -290,10 +271,10 @@ class _Stage:
         """The output of one of the stage's chunks, what the ring keeps for its backward, and what
         its layers tell.
         """
-        if self.parts.is_held:
+        if self.functions.saves_residuals:
             y, saved, told = self._saving(chunk, x, microbatch)
             return y, (y, saved), told
-        context = self.parts.context(x, microbatch)
+        context = self.functions.context(x, microbatch)
 
         def one(x: Array, row: Array) -> tuple[Array, Side]:
             return self._run(row)(self._layer(row), x, self._given(context, row))
@@ -305,7 +286,7 @@ class _Stage:
         self, chunk: Array | int, x: Array, microbatch: Microbatch
     ) -> tuple[Array, list[Array], Side]:
         """The output of a chunk, and of each layer what autodiff saves and what it tells."""
-        context = self.parts.context(x, microbatch)
+        context = self.functions.context(x, microbatch)
 
         def one(x: Array, row: Array) -> tuple[Array, tuple[list[Array], Side]]:
             given = self._given(context, row)
@@ -325,7 +306,7 @@ class _Stage:
         grads: Params,
     ) -> tuple[Array, Params]:
         """The gradient of a chunk's input, and `grads` with those of its layers added."""
-        context = self.parts.context(d_y, microbatch)
+        context = self.functions.context(d_y, microbatch)
 
         def one(carry: tuple[Array, Params], of_layer: tuple[Array, list[Array]]) -> Any:  # noqa: ANN401
             (d_y, grads), (row, saved) = carry, of_layer
@@ -361,7 +342,7 @@ class _Stage:
     def _run(self, row: Array) -> Callable[[Params, Array, PyTree], tuple[Array, Side]]:
         """What runs the layer of a row."""
         kind = jax.tree.map(lambda of_rows: of_rows[row], self.kinds)
-        return functools.partial(self.parts.layer, kind)
+        return functools.partial(self.functions.layer, kind)
 
     def _layer(self, row: Array) -> Params:
         return _row_of(self.layers, row)
@@ -370,7 +351,7 @@ class _Stage:
         return context, _row_of(self.state, row)
 
     def _when(
-        self, column: Column, now: Array, work: Callable[[], Result], otherwise: Result,
+        self, column: Column, now: Array, actions: Callable[[], Result], otherwise: Result,
         *, cheap: bool = False,
     ) -> Result:  # fmt: skip
         """Does what only some ticks of a phase have to, by the same branch on all devices.
@@ -378,24 +359,24 @@ class _Stage:
         Args:
             column: the microbatch of every tick of the phase; -1: none.
             now: that of this tick.
-            work: what is done with it.
+            actions: what is done with it.
             otherwise: what stands in its place.
             cheap: better done in vain than by a branch, with nothing coming of it.
         """
         if (column < 0).all():
             return otherwise
         if (column >= 0).all() or (cheap and self.schedule.chunks == 1):
-            return work()
-        return jax.lax.cond(now >= 0, work, lambda: otherwise)
+            return actions()
+        return jax.lax.cond(now >= 0, actions, lambda: otherwise)
 
-    def _mine(self, works: _Works) -> _Works:
-        return _Works(*(column[self.index] for column in works))
+    def _mine(self, works: Actions) -> Actions:
+        return Actions(*(column[self.index] for column in works))
 
     def _microbatch(self, index: Array | int) -> Microbatch:
         return _row_of(self.batch, jnp.maximum(index, 0))
 
-    def _is_first(self, work: _Works) -> Array:
-        return (self.index == 0) & (work.chunk == 0)
+    def _is_first(self, actions: Actions) -> Array:
+        return (self.index == 0) & (actions.chunk == 0)
 
     def _sent(self, x: Array, by: int) -> Array:
         n = self.schedule.stages
@@ -415,42 +396,6 @@ class _Stage:
         axes = tuple(axis for axis in self.manual if stages or axis != STAGES)
         zeros = jnp.zeros(like.shape if shape is None else shape, like.dtype)
         return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
-
-
-def _rows(schedule: Schedule) -> list[_Row]:
-    """The table as arrays, phase by phase."""
-    ticks = zip(schedule.ticks, schedule.spare, strict=True)
-    rows = [_row(schedule, tick.forward, tick.backward, spare) for tick, spare in ticks]
-    phases, start = [], 0
-    for phase in schedule.phases():
-        of_phase = rows[start : start + len(phase.ticks)]
-        phases.append(jax.tree.map(lambda *leaves: np.stack(leaves), *of_phase))
-        start += len(phase.ticks)
-    return phases
-
-
-def _row(
-    schedule: Schedule,
-    forward: Sequence[Work | None],
-    backward: Sequence[Work | None],
-    spare: Sequence[int],
-) -> _Row:
-    def columns(works: Sequence[Work]) -> _Works:
-        return _Works(*np.asarray(works, np.int32).T)
-
-    def at(work: Work | None, chunk: int) -> np.ndarray:
-        return np.asarray(-1 if work is None or work.chunk != chunk else work.microbatch, np.int32)
-
-    idle = Work(0, 0, 0)
-    return _Row(
-        columns([work or Work(0, 0, slot) for work, slot in zip(forward, spare, strict=True)]),
-        columns([work or idle for work in backward]),
-        tells=np.array([work is not None for work in forward]),
-        works=np.array([work is not None for work in backward]),
-        enters=at(forward[0], 0),
-        leaves=at(backward[-1], schedule.chunks - 1),
-        exits=at(backward[0], 0),
-    )
 
 
 def _row_of(stacked: PyTree, row: Array) -> PyTree:

@@ -34,7 +34,7 @@ from jaxforge.model.scoring import soft_cap, soft_cap_slope
 from jaxforge.model.transformer import Model, project
 from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import constrain, size_per_device
-from jaxforge.side import Scales
+from jaxforge.side import LossWeights
 from jaxforge.step.vocab_chunks import Chunk, chunks_of, entry_ids, joined
 
 _LOGITS = 1 << 25  # of a vocabulary chunk on one device, where ce_vocab_chunk = 0: 128 MiB
@@ -48,13 +48,13 @@ class LossSum(NamedTuple):
     Attributes:
         total: Σ -log p(label) over valid tokens, float32.
         weight: number of valid tokens, float32.
-        square_lse: Σ logsumexp(logits)² over all positions, valid or not, float32.
+        z_loss_sum: Σ logsumexp(logits)² over all positions, valid or not, float32.
         by_dataset: `psum` of each dataset, of a mixture.
     """
 
     total: Float[Array, ""]
     weight: Float[Array, ""]
-    square_lse: Float[Array, ""]
+    z_loss_sum: Float[Array, ""]
     by_dataset: Float[Array, "n"] | None = None
 
     def plus(self, other: "LossSum") -> "LossSum":
@@ -66,8 +66,8 @@ class WeightedLoss(NamedTuple):
     """Of a microbatch.
 
     Attributes:
-        cross_entropy: scales.token · Σ -log p(label).
-        z_loss: scales.position · Σ logsumexp².
+        cross_entropy: loss_weights.token · Σ -log p(label).
+        z_loss: loss_weights.position · Σ logsumexp².
         by_dataset: Σ -log p(label) of each dataset, of a mixture.
     """
 
@@ -87,14 +87,14 @@ def valid_tokens(labels: Int[Array, "... b s"]) -> Int[Array, "..."]:
 
 
 def valid_tokens_by_dataset(
-    labels: Int[Array, "m b s"], members: Bool[Array, "m b n"]
+    labels: Int[Array, "m b s"], dataset_mask: Bool[Array, "m b n"]
 ) -> Int[Array, "n"]:
     """How many labels of each dataset count."""
     of_row = jnp.sum(labels != IGNORE, axis=-1, dtype=jnp.int32)
-    return jnp.sum(jnp.where(members, of_row[..., None], 0), axis=(0, 1))
+    return jnp.sum(jnp.where(dataset_mask, of_row[..., None], 0), axis=(0, 1))
 
 
-def token_scales(counts: Int[Array, "m"], norm: str) -> Float[Array, "m"]:
+def token_weights(counts: Int[Array, "m"], norm: str) -> Float[Array, "m"]:
     """Weight of one token of each microbatch in the loss of the update.
 
     Args:
@@ -144,7 +144,7 @@ def tiling(config: TrainConfig, batch: int, length: int, vocab: int, tile: int |
 def tiles_of(config: TrainConfig, labels: Array, head: Array, model: Model) -> Tiling:
     """`tiling` of labels [b, s] and a head [v, d], for a model's logits."""
     batch, length = labels.shape
-    tiles = tiling(config, batch, length, head.shape[0], model.how.tile)
+    tiles = tiling(config, batch, length, head.shape[0], model.runtime.loss_tile)
     return tiles._replace(softcap=model.config.final_logit_softcap)
 
 
@@ -153,18 +153,18 @@ def cross_entropy(
     head_VD: Float[Array, "v d"],
     labels_BS: Int[Array, "b s"],
     tiling: Tiling,
-    members_BN: Bool[Array, "b n"] | None = None,
+    dataset_mask_BN: Bool[Array, "b n"] | None = None,
 ) -> LossSum:
-    """Sums of the loss of a batch from its final hidden states; of datasets too, given members."""
+    """Sums of the loss of a batch from its final hidden states; of datasets too, by their mask."""
     if _by_chunks(tiling, head_VD):
-        return _by_vocab(tiling, hidden_BSD, head_VD, labels_BS, members_BN)[0]
+        return _by_vocab(tiling, hidden_BSD, head_VD, labels_BS, dataset_mask_BN)[0]
     weights = collectives.all_gather_weight(head_VD.astype(hidden_BSD.dtype), _HEAD)
 
     def one(total: LossSum, tile: _Tile) -> tuple[LossSum, None]:
-        return total.plus(_tile_sums(tile, weights, members_BN, tiling.softcap)[0]), None
+        return total.plus(_tile_sums(tile, weights, dataset_mask_BN, tiling.softcap)[0]), None
 
     tiles, none = _tiles(tiling.tokens, hidden_BSD, labels_BS)
-    return _fold(one, _tile_sums(none, weights, members_BN, tiling.softcap)[0], tiles)[0]
+    return _fold(one, _tile_sums(none, weights, dataset_mask_BN, tiling.softcap)[0], tiles)[0]
 
 
 def _by_chunks(tiling: Tiling, head_VD: Array) -> bool:
@@ -177,19 +177,21 @@ def weighted_loss(
     hidden_BSD: Float[Array, "b s d"],
     head_VD: Float[Array, "v d"],
     labels_BS: Int[Array, "b s"],
-    scales: Scales,
-    members_BN: Bool[Array, "b n"] | None = None,
+    loss_weights: LossWeights,
+    dataset_mask_BN: Bool[Array, "b n"] | None = None,
 ) -> WeightedLoss:
     """Both parts of the loss. Their sum is differentiable in `hidden` and `head`.
 
     The gradient is that of the sum: each part counts for as much as the other.
     """
-    return _weigh(cross_entropy(hidden_BSD, head_VD, labels_BS, tiling, members_BN), scales)
+    return _weigh(
+        cross_entropy(hidden_BSD, head_VD, labels_BS, tiling, dataset_mask_BN), loss_weights
+    )
 
 
-def _weigh(sums: LossSum, scales: Scales) -> WeightedLoss:
+def _weigh(sums: LossSum, loss_weights: LossWeights) -> WeightedLoss:
     return WeightedLoss(
-        scales.token * sums.total, scales.position * sums.square_lse, sums.by_dataset
+        loss_weights.token * sums.total, loss_weights.position * sums.z_loss_sum, sums.by_dataset
     )
 
 
@@ -198,16 +200,18 @@ def _differentiable(
     hidden: Array,
     head: Array,
     labels: Array,
-    scales: Scales,
-    members: Array | None,
+    loss_weights: LossWeights,
+    dataset_mask: Array | None,
 ) -> tuple[WeightedLoss, tuple[Any, ...]]:
     """The loss, and what the backward pass needs: here, by tiles of tokens, the gradient itself."""
     if _by_chunks(tiling, head):
-        sums, lse = _by_vocab(tiling, hidden, head, labels, members)
-        return _weigh(sums, scales), (hidden, head, labels, scales, lse)
-    sums, d_hidden, d_head_DV = _gradient_by_tokens(tiling, hidden, head, labels, scales, members)
+        sums, lse = _by_vocab(tiling, hidden, head, labels, dataset_mask)
+        return _weigh(sums, loss_weights), (hidden, head, labels, loss_weights, lse)
+    sums, d_hidden, d_head_DV = _gradient_by_tokens(
+        tiling, hidden, head, labels, loss_weights, dataset_mask
+    )
     d_head = constrain(d_head_DV.T, *_HEAD)
-    return _weigh(sums, scales), (d_hidden, d_head.astype(head.dtype))
+    return _weigh(sums, loss_weights), (d_hidden, d_head.astype(head.dtype))
 
 
 def _differentiate(
@@ -217,9 +221,9 @@ def _differentiate(
     if len(saved) == 2:
         d_hidden, d_head = (d_loss.astype(grad.dtype) * grad for grad in saved)
     else:
-        hidden, head, labels, scales, lse = saved
-        scales = Scales(d_loss * scales.token, d_loss * scales.position)
-        d_hidden, d_head = _gradient_by_vocab(tiling, hidden, head, labels, scales, lse)
+        hidden, head, labels, loss_weights, lse = saved
+        loss_weights = LossWeights(d_loss * loss_weights.token, d_loss * loss_weights.position)
+        d_hidden, d_head = _gradient_by_vocab(tiling, hidden, head, labels, loss_weights, lse)
     return d_hidden, d_head, None, None, None
 
 
@@ -271,7 +275,7 @@ def _fold(one: Callable[..., Any], start: PyTree, tiles: _Tile) -> tuple[Any, An
 
 
 def _tile_sums(
-    tile: _Tile, weights_VD: Array, members_BN: Array | None, softcap: float | None
+    tile: _Tile, weights_VD: Array, dataset_mask_BN: Array | None, softcap: float | None
 ) -> tuple[LossSum, Array, Array, Array]:
     """Sums of a tile; its logits [t, v], logsumexp [t, 1], and where its labels are [t, v]."""
     logits_TV = soft_cap(project(tile.hidden, weights_VD), softcap)
@@ -279,7 +283,7 @@ def _tile_sums(
     # A comparison, not a gather: it stays local when the vocabulary is split over devices.
     is_label_TV = entry_ids(weights_VD.shape[0]) == tile.labels[:, None]
     label_logits_T = jnp.sum(jnp.where(is_label_TV, logits_TV, 0.0), axis=-1)
-    sums = _sum_up(tile, lse_T1[:, 0], collectives.psum(label_logits_T, "vocab"), members_BN)
+    sums = _sum_up(tile, lse_T1[:, 0], collectives.psum(label_logits_T, "vocab"), dataset_mask_BN)
     return sums, logits_TV, lse_T1, is_label_TV
 
 
@@ -291,25 +295,27 @@ def _over_shares(lse: Array) -> Array:
     return top + jnp.log(collectives.psum(jnp.exp(lse - top), "vocab"))
 
 
-def _sum_up(tile: _Tile, lse_T: Array, label_logits_T: Array, members_BN: Array | None) -> LossSum:
-    nats_T = jnp.where(tile.valid, lse_T - label_logits_T, 0.0)
+def _sum_up(
+    tile: _Tile, lse_T: Array, label_logits_T: Array, dataset_mask_BN: Array | None
+) -> LossSum:
+    nll_T = jnp.where(tile.valid, lse_T - label_logits_T, 0.0)
     return LossSum(
-        total=jnp.sum(nats_T),
+        total=jnp.sum(nll_T),
         weight=jnp.sum(tile.valid, dtype=jnp.float32),
-        square_lse=jnp.sum(jnp.where(tile.real, lse_T * lse_T, 0.0)),
-        by_dataset=None if members_BN is None else _by_dataset(nats_T, members_BN),
+        z_loss_sum=jnp.sum(jnp.where(tile.real, lse_T * lse_T, 0.0)),
+        by_dataset=None if dataset_mask_BN is None else _by_dataset(nll_T, dataset_mask_BN),
     )
 
 
-def _by_dataset(nats_T: Array, members_BN: Array) -> Array:
+def _by_dataset(nll_T: Array, dataset_mask_BN: Array) -> Array:
     """Sums over each dataset's tokens; a tile has as many of every sequence."""
-    nats_B = jnp.sum(nats_T.reshape(members_BN.shape[0], -1), axis=1)
-    return jnp.sum(jnp.where(members_BN, nats_B[:, None], 0.0), axis=0)
+    nll_B = jnp.sum(nll_T.reshape(dataset_mask_BN.shape[0], -1), axis=1)
+    return jnp.sum(jnp.where(dataset_mask_BN, nll_B[:, None], 0.0), axis=0)
 
 
 def _d_logits(
     tile: _Tile,
-    scales: Scales,
+    loss_weights: LossWeights,
     logits: Array,
     lse_T1: Array,
     is_label: Array,
@@ -319,8 +325,8 @@ def _d_logits(
 
     Where they are capped, it is that of what was capped; the logits of padding are -inf.
     """
-    label_scale = jnp.where(tile.valid, scales.token, 0.0)[:, None]
-    all_scale = label_scale + jnp.where(tile.real, scales.position, 0.0)[:, None] * 2 * lse_T1
+    label_scale = jnp.where(tile.valid, loss_weights.token, 0.0)[:, None]
+    all_scale = label_scale + jnp.where(tile.real, loss_weights.position, 0.0)[:, None] * 2 * lse_T1
     gradient = all_scale * jnp.exp(logits - lse_T1) - jnp.where(is_label, label_scale, 0.0)
     if softcap is not None:
         gradient *= soft_cap_slope(logits, softcap)
@@ -332,15 +338,15 @@ def _gradient_by_tokens(
     hidden: Array,
     head: Array,
     labels: Array,
-    scales: Scales,
-    members: Array | None,
+    loss_weights: LossWeights,
+    dataset_mask: Array | None,
 ) -> tuple[LossSum, Array, Array]:
     """Sums, and the gradients [b, s, d] and [d, v]: of the head it is Σ hiddenᵀ · d_logits."""
     weights = collectives.all_gather_weight(head.astype(hidden.dtype), _HEAD)
 
     def of_tile(tile: _Tile) -> tuple[LossSum, Array, Array]:
-        sums, logits, lse, is_label = _tile_sums(tile, weights, members, tiling.softcap)
-        d_logits = _d_logits(tile, scales, logits, lse, is_label, tiling.softcap)
+        sums, logits, lse, is_label = _tile_sums(tile, weights, dataset_mask, tiling.softcap)
+        d_logits = _d_logits(tile, loss_weights, logits, lse, is_label, tiling.softcap)
         product = (
             _product if collectives.manual_axes("vocab") else jnp.einsum
         )  # a summand, or the whole
@@ -361,7 +367,7 @@ def _gradient_by_tokens(
 
 
 def _by_vocab(
-    tiling: Tiling, hidden: Array, head: Array, labels: Array, members: Array | None
+    tiling: Tiling, hidden: Array, head: Array, labels: Array, dataset_mask: Array | None
 ) -> tuple[LossSum, Float[Array, "t"]]:
     """Sums, and the logsumexp of each token, by a running one over chunks of the vocabulary."""
     tile = _whole(hidden, labels)
@@ -380,7 +386,7 @@ def _by_vocab(
     )
     (top, rest, label_logits), _ = jax.lax.scan(one, (zeros - jnp.inf, zeros, zeros), chunks)
     lse = _over_shares(top + jnp.log(rest))
-    return _sum_up(tile, lse, collectives.psum(label_logits, "vocab"), members), lse
+    return _sum_up(tile, lse, collectives.psum(label_logits, "vocab"), dataset_mask), lse
 
 
 def _gradient_by_vocab(
@@ -388,7 +394,7 @@ def _gradient_by_vocab(
     hidden: Array,
     head: Array,
     labels: Array,
-    scales: Scales,
+    loss_weights: LossWeights,
     lse: Array,
 ) -> tuple[Array, Array]:
     tile = _whole(hidden, labels)
@@ -396,7 +402,7 @@ def _gradient_by_vocab(
     def one(d_hidden: Array, chunk: Chunk) -> tuple[Array, Array]:
         is_label = chunk.ids == tile.labels[:, None]
         logits = chunk.logits(tile.hidden, tiling.softcap)
-        d_logits = _d_logits(tile, scales, logits, lse[:, None], is_label, tiling.softcap)
+        d_logits = _d_logits(tile, loss_weights, logits, lse[:, None], is_label, tiling.softcap)
         d_hidden += _product("tv,vd->td", d_logits, chunk.weights)
         return d_hidden, _product("tv,td->vd", d_logits, tile.hidden).astype(head.dtype)
 

@@ -40,18 +40,18 @@ from jaxforge.parallel.sharding import (
     partition_spec,
     without_data,
 )
-from jaxforge.parallel.stages import apart
+from jaxforge.parallel.stages import split_layers
 from jaxforge.pipeline import spmd
 from jaxforge.pipeline.schedule import SCHEDULES
-from jaxforge.side import Scales, Side, combine, merge
-from jaxforge.step.cross_entropy import token_scales, valid_tokens
+from jaxforge.side import LossWeights, Side, combine, merge
+from jaxforge.step.cross_entropy import token_weights, valid_tokens
 from jaxforge.step.losses import build_loss
 
 Batch = dict[str, Shaped[Array, "m b ..."]]
-"""`input_ids`, `labels` and, when packed, `doc_ids`: [microbatches, sequences, tokens].
+"""`input_ids`, `labels` and, when packed, `segment_ids`: [microbatches, sequences, tokens].
 
-Of a mixture, also `dataset_idx` [microbatches, sequences], or in its place `members`. What else the
-data have is handed to model and loss, microbatch by microbatch.
+Of a mixture, also `dataset_idx` [microbatches, sequences], or instead `dataset_mask`. What else
+the data have is handed to model and loss, microbatch by microbatch.
 """
 
 
@@ -77,10 +77,10 @@ class Loss(NamedTuple):
         return {**self.side.stats, LAYERS: self.layers.stats}
 
 
-AddUp = Callable[[Params, Params, Batch, Scales], tuple[Params, Loss]]
-"""(params, model state, batch, scales) -> gradients (float32) and loss, summed over microbatches.
+AddUp = Callable[[Params, Params, Batch, LossWeights], tuple[Params, Loss]]
+"""(params, model state, batch, weights) -> gradients (float32) and loss, summed over microbatches.
 
-`scales.token` has one for each microbatch.
+`weights.token` has one for each microbatch.
 """
 
 
@@ -102,28 +102,33 @@ def make_gradients(
     shardings = param_shardings(model.abstract, model.axes, mesh)
 
     def gradients(params: Params, state: Params, batch: Batch) -> tuple[Params, Loss]:
-        grads, loss = add_up(params, state, batch, update_scales(batch, train))
+        grads, loss = add_up(params, state, batch, update_loss_weights(batch, train))
         return jax.lax.with_sharding_constraint(grads, shardings), loss
 
     return gradients
 
 
-def with_members(batch: Batch, n_datasets: int) -> Batch:
-    """A batch of a mixture with `members` [m, b, datasets]: which dataset each sequence is of."""
+def with_dataset_mask(batch: Batch, n_datasets: int) -> Batch:
+    """A batch of a mixture with `dataset_mask` [m, b, datasets]: of which dataset a sequence is."""
     if not n_datasets:
         return batch
     rest = {name: leaf for name, leaf in batch.items() if name != "dataset_idx"}
-    return {**rest, "members": batch["dataset_idx"][..., None] == jnp.arange(n_datasets)}
+    return {**rest, "dataset_mask": batch["dataset_idx"][..., None] == jnp.arange(n_datasets)}
 
 
 def accumulate(
-    model: Model, config: TrainConfig, params: Params, state: Params, batch: Batch, scales: Scales
+    model: Model,
+    config: TrainConfig,
+    params: Params,
+    state: Params,
+    batch: Batch,
+    loss_weights: LossWeights,
 ) -> tuple[Params, Loss]:
     """Gradients (float32) and loss of a batch, summed over its microbatches by a scan."""
     loss = build_loss(config, model)
 
     def microbatch_loss(params: Params, batch: Batch, token: Array) -> tuple[Array, Loss]:
-        own, variables = scales._replace(token=token), join(params, state)
+        own, variables = loss_weights._replace(token=token), join(params, state)
         hidden, out = model.forward(variables, batch, own)
         side = loss(variables, hidden, batch, own).joined_by(out.side)
         return side.loss, Loss(side, out.side._replace(terms={}))
@@ -134,8 +139,8 @@ def accumulate(
         grads, loss = gradient(params, *xs)
         return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, grads), loss
 
-    xs = (batch, scales.token)
-    if scales.token.shape[0] == 1:
+    xs = (batch, loss_weights.token)
+    if loss_weights.token.shape[0] == 1:
         grads, of_one = gradient(params, *jax.tree.map(lambda x: x[0], xs))
         return jax.tree.map(lambda g: g.astype(jnp.float32), grads), of_one
     # Zeros made from what they will add up, so that they vary over the same mesh axes.
@@ -155,7 +160,7 @@ def pipelined(model: Model, config: JobConfig) -> AddUp:
     """The same sum by pipeline stages: to be called in `shard_map`, manual over `pp`."""
     d, train = config.distributed, config.train
     schedule = SCHEDULES[d.pp_schedule](d.pp, train.grad_accum_steps, d.chunks)
-    saves, loss = remat.in_pipeline(model.how.save), build_loss(train, model)
+    saves, loss = remat.in_pipeline(model.runtime.save), build_loss(train, model)
 
     def run(
         kind: LayerKind, layer: Params, x: Array, given: tuple[Context, Params]
@@ -164,28 +169,32 @@ def pipelined(model: Model, config: JobConfig) -> AddUp:
         x, out = model.block(x, (join(layer, state), None), context=context, kind=kind)
         return x, out.side
 
-    def add_up(params: Params, state: Params, batch: Batch, scales: Scales) -> tuple[Params, Loss]:
-        of_layers, others = apart(state)
+    def add_up(
+        params: Params, state: Params, batch: Batch, loss_weights: LossWeights
+    ) -> tuple[Params, Loss]:
+        of_layers, others = split_layers(state)
 
-        def enter(params: Params, microbatch: tuple[Batch, Array]) -> Array:
-            return model.enter(join(params, others), microbatch[0])
+        def embed(params: Params, microbatch: tuple[Batch, Array]) -> Array:
+            return model.embed(join(params, others), microbatch[0])
 
         def context(x: Array, microbatch: tuple[Batch, Array]) -> Context:
             batch, token = microbatch
-            own = scales._replace(token=token)
-            return model.context(x, doc_ids=batch.get("doc_ids"), scales=own)
+            own = loss_weights._replace(token=token)
+            return model.context(x, segment_ids=batch.get("segment_ids"), loss_weights=own)
 
-        def leave(params: Params, x: Array, microbatch: tuple[Batch, Array]) -> Side:
+        def head_and_loss(params: Params, x: Array, microbatch: tuple[Batch, Array]) -> Side:
             (batch, token), variables = microbatch, join(params, others)
-            hidden = model.finish(variables, x)
-            return loss(variables, hidden, batch, scales._replace(token=token))
+            hidden = model.final_norm(variables, x)
+            return loss(variables, hidden, batch, loss_weights._replace(token=token))
 
         layer = remat.block(saves.save, run)
         rows = model.plan.of_rows(model.stack), model.stack.rows() >= 0
         kinds, is_layer = jax.tree.map(lambda column: column.reshape(d.pp, -1), rows)
-        parts = spmd.Parts(enter, context, layer, leave, kinds, is_layer, saves.is_held)
+        parts = spmd.StageFunctions(
+            embed, context, layer, head_and_loss, kinds, is_layer, saves.saves_residuals
+        )
         grads, side, layers = spmd.accumulate(
-            schedule, parts, params, of_layers, model.axes, (batch, scales.token)
+            schedule, parts, params, of_layers, model.axes, (batch, loss_weights.token)
         )
         whole = layers._replace(
             terms=jax.tree.map(lambda x: collectives.psum(x, LAYERS), layers.terms)
@@ -196,7 +205,7 @@ def pipelined(model: Model, config: JobConfig) -> AddUp:
 
 
 def _checked(model: Model) -> bool:
-    return not BACKENDS[model.how.attention].is_opaque
+    return not BACKENDS[model.runtime.attention].is_opaque
 
 
 def _stages(mesh: Mesh) -> tuple[str, ...]:
@@ -218,12 +227,12 @@ def _by_axes(spec: Callable[[Axes], P], axes: PyTree) -> PyTree:
     return jax.tree.map(spec, axes, is_leaf=lambda node: isinstance(node, tuple))
 
 
-def update_scales(batch: Batch, config: TrainConfig) -> Scales:
+def update_loss_weights(batch: Batch, config: TrainConfig) -> LossWeights:
     """What numbers count for in the loss of an update; `token` has one for each microbatch."""
     labels = batch["labels"]
     microbatches, rows, length = labels.shape
-    return Scales(
-        token=token_scales(valid_tokens(labels), config.loss_norm),
+    return LossWeights(
+        token=token_weights(valid_tokens(labels), config.loss_norm),
         position=1 / (microbatches * rows * length),
         sequence=1 / (microbatches * rows),
     )
@@ -240,14 +249,14 @@ def _reduced_once(
     reduce = _reduction(model.axes, mesh)
 
     def gradients(params: Params, state: Params, batch: Batch) -> tuple[Params, Loss]:
-        scales = update_scales(batch, config)
+        loss_weights = update_loss_weights(batch, config)
 
         def of_group(
-            params: Params, state: Params, batch: Batch, token_scales: Array
+            params: Params, state: Params, batch: Batch, token_weights: Array
         ) -> tuple[Params, Loss]:
             # Each group differentiates its own copy; the sum over groups comes afterwards.
-            params, token_scales = jax.lax.pcast((params, token_scales), DATA_AXES, to="varying")
-            own = scales._replace(token=token_scales)
+            params, token_weights = jax.lax.pcast((params, token_weights), DATA_AXES, to="varying")
+            own = loss_weights._replace(token=token_weights)
             return jax.tree.map(lambda x: x[None], add_up(params, state, batch, own))
 
         groups = jax.shard_map(
@@ -269,7 +278,7 @@ def _reduced_once(
         gather = functools.partial(_gather, dtype=model.dtype)
         params = jax.tree.map(gather, params, model.axes)
         state = jax.tree.map(gather, state, model.state.axes)
-        grads, losses = groups(params, state, batch, scales.token)
+        grads, losses = groups(params, state, batch, loss_weights.token)
         add, largest = (functools.partial(one, axis=0) for one in (jnp.sum, jnp.max))
         return reduce(grads), combine(add, largest, losses)
 

@@ -9,11 +9,13 @@ from jaxtyping import Array, Float
 from jaxforge.config.train import CROSS_ENTROPIES, LOSSES, TrainConfig
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Batch, Model, Params
-from jaxforge.side import NOTHING, Scales, Side
+from jaxforge.side import NOTHING, LossWeights, Side
 from jaxforge.step.cross_entropy import cross_entropy, tiles_of, weighted_loss
 
-LossFunction = Callable[[Params, Float[Array, "b s d"], Batch, Scales], Float[Array, ""] | Side]
-"""(parameters, final hidden states, microbatch, scales) -> its part of the update's loss.
+LossFunction = Callable[
+    [Params, Float[Array, "b s d"], Batch, LossWeights], Float[Array, ""] | Side
+]
+"""(parameters, final hidden states, microbatch, loss_weights) -> its part of the update's loss.
 
 The parameters are all of the model's, or, in a pipeline stage, its share of those outside layers;
 `model.head` finds the output head in them. The microbatch has `labels` and whatever else the data
@@ -23,10 +25,10 @@ have. A `Side` names several terms, and metrics.
 LossBuilder = Callable[[TrainConfig, Model], LossFunction]
 """(the `[train]` section, the model) -> loss."""
 
-MicrobatchLoss = Callable[[Params, Float[Array, "b s d"], Batch, Scales], Side]
-"""The same; of a mixture it tells `dataset_nats`, Σ -log p(label) of each dataset."""
+MicrobatchLoss = Callable[[Params, Float[Array, "b s d"], Batch, LossWeights], Side]
+"""The same; of a mixture it tells `dataset_nll`, Σ -log p(label) of each dataset."""
 
-NATS = "dataset_nats"
+DATASET_NLL = "dataset_nll"
 
 _by_share: set[Callable[[TrainConfig, Model], MicrobatchLoss]] = set()
 
@@ -90,17 +92,17 @@ def _beside_cross_entropy(
     def build(config: TrainConfig, model: Model) -> MicrobatchLoss:
         own = builder(config, model)
 
-        def loss(params: Params, hidden: Array, batch: Batch, scales: Scales) -> Side:
-            told = own(params, hidden, batch, scales)
+        def loss(params: Params, hidden: Array, batch: Batch, loss_weights: LossWeights) -> Side:
+            told = own(params, hidden, batch, loss_weights)
             side = told if isinstance(told, Side) else NOTHING._replace(terms={name: told})
-            if "members" not in batch:
+            if "dataset_mask" not in batch:
                 return side
             labels, head = batch["labels"], model.head(params)
             tiles = tiles_of(config, labels, head, model)
             hidden, head = jax.lax.stop_gradient((hidden, head))
-            sums = cross_entropy(hidden, head, labels, tiles, batch["members"])
+            sums = cross_entropy(hidden, head, labels, tiles, batch["dataset_mask"])
             assert sums.by_dataset is not None
-            return side._replace(metrics={**side.metrics, NATS: sums.by_dataset})
+            return side._replace(metrics={**side.metrics, DATASET_NLL: sums.by_dataset})
 
         return loss
 
@@ -108,15 +110,15 @@ def _beside_cross_entropy(
 
 
 def _cross_entropy(config: TrainConfig, model: Model) -> MicrobatchLoss:
-    def loss(params: Params, hidden: Array, batch: Batch, scales: Scales) -> Side:
+    def loss(params: Params, hidden: Array, batch: Batch, loss_weights: LossWeights) -> Side:
         labels, head = batch["labels"], model.head(params)
         tiles = tiles_of(config, labels, head, model)
-        own = scales._replace(position=config.z_loss_weight * scales.position)
-        found = weighted_loss(tiles, hidden, head, labels, own, batch.get("members"))
+        own = loss_weights._replace(position=config.z_loss_weight * loss_weights.position)
+        found = weighted_loss(tiles, hidden, head, labels, own, batch.get("dataset_mask"))
         terms = {"cross_entropy": found.cross_entropy}
         if config.z_loss_weight:
             terms["z_loss"] = found.z_loss
-        metrics = {} if found.by_dataset is None else {NATS: found.by_dataset}
+        metrics = {} if found.by_dataset is None else {DATASET_NLL: found.by_dataset}
         return Side(terms, metrics, {})
 
     return loss

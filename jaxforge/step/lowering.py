@@ -39,7 +39,7 @@ def abstract_batch(config: JobConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStr
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=split)
     batch = {"input_ids": tokens, "labels": tokens}
     if config.data.pack_sequences:
-        batch["doc_ids"] = tokens
+        batch["segment_ids"] = tokens
     if config.data.datasets:
         batch["dataset_idx"] = jax.ShapeDtypeStruct(shape[:2], jnp.int32, sharding=split)
     return batch

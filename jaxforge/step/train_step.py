@@ -18,14 +18,14 @@ from jaxforge.side import value_of
 from jaxforge.state.train_state import Counts, TrainState, state_shardings
 from jaxforge.step.collect import Step, check_collect, collected
 from jaxforge.step.cross_entropy import valid_tokens, valid_tokens_by_dataset
-from jaxforge.step.gradients import Batch, Loss, make_gradients, with_members
+from jaxforge.step.gradients import Batch, Loss, make_gradients, with_dataset_mask
 from jaxforge.step.guard import Guard, select
-from jaxforge.step.losses import NATS
+from jaxforge.step.losses import DATASET_NLL
 
 Metrics = dict[str, Any]
 """What a step returns, on the device; `training.result.StepResult` is a typed view of it.
 
-Of a mixture, also `dataset_nats` and `dataset_tokens` [datasets]: Σ -log p over the labels that
+Of a mixture, also `dataset_nll` and `dataset_tokens` [datasets]: Σ -log p over the labels that
 count, and how many.
 """
 
@@ -97,7 +97,7 @@ def make_train_step(
     def train_step(
         state: TrainState, batch: Batch, controls: Controls
     ) -> tuple[TrainState, Metrics]:
-        batch = with_members(batch, len(config.data.datasets))
+        batch = with_dataset_mask(batch, len(config.data.datasets))
         grads, loss = gradients(state.params, state.model_state, batch)
         grad_norm = global_norm(grads)
         n_valid = jnp.sum(valid_tokens(batch["labels"]))
@@ -130,13 +130,13 @@ def make_train_step(
             "spikes": new.guard.spikes,
             "valid_tokens": n_valid,
         }
-        if "members" in batch:
+        if "dataset_mask" in batch:
             metrics |= {
-                NATS: constrain(
-                    value_of(loss.side.metrics[NATS]), None
+                DATASET_NLL: constrain(
+                    value_of(loss.side.metrics[DATASET_NLL]), None
                 ),  # whole: all hosts read it
                 "dataset_tokens": constrain(
-                    valid_tokens_by_dataset(batch["labels"], batch["members"]), None
+                    valid_tokens_by_dataset(batch["labels"], batch["dataset_mask"]), None
                 ),
             }
         metrics |= told(loss, model.stack)
@@ -153,7 +153,7 @@ def told(loss: Loss, stack: Stack) -> Metrics:
     What layers tell has one number of each, [layers].
     """
     by_layer = {name: stack.unstack(value_of(m)) for name, m in loss.layers.metrics.items()}
-    others = {name: value_of(m) for name, m in loss.side.metrics.items() if name != NATS}
+    others = {name: value_of(m) for name, m in loss.side.metrics.items() if name != DATASET_NLL}
     told = {name: constrain(one, *[None] * one.ndim) for name, one in (others | by_layer).items()}
     losses = loss.side.terms if len(loss.side.terms) > 1 else {}
     return {key: found for key, found in (("losses", losses), ("told", told)) if found}

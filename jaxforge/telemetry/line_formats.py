@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from jaxforge.telemetry.measures import Work
+from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.sinks import LineFormat, Metrics, as_json, format_line
 
 Value = float | int
@@ -31,14 +31,14 @@ class RunFacts(NamedTuple):
         max_steps: `train.max_steps`.
         seq_len: `train.seq_len`.
         grad_accum_steps: `train.grad_accum_steps`.
-        work: what an update takes.
+        cost: what an update takes.
         examples: sequences of the training data; None where that is not known.
     """
 
     max_steps: int
     seq_len: int
     grad_accum_steps: int
-    work: Work
+    cost: StepCost
     examples: int | None = None
 
 
@@ -107,8 +107,8 @@ class Torchtitan(_Lines):
     def train(self, step: int, metrics: Metrics) -> str:
         """One line; tokens and FLOPs per second and device, attention counted in full."""
         self._memory = {k: v for k, v in metrics.items() if k.startswith("gpu/")}
-        tps = metrics["train/tokens_per_sec"] / self._run.work.n_devices
-        tflops = self._run.work.flops * tps / 1e12
+        tps = metrics["train/tokens_per_sec"] / self._run.cost.n_devices
+        tflops = self._run.cost.flops * tps / 1e12
         values = {**metrics, "step": step, "tps": round(tps), "tflops": tflops}
         return "  ".join(_filled(_TORCHTITAN, values))
 
@@ -175,7 +175,7 @@ class MindSpeed(Megatron):
 
     def banner(self) -> str:
         """What is about to run, as in transformers' `Trainer`."""
-        run, batch = self._run, self._run.work.tokens // self._run.seq_len
+        run, batch = self._run, self._run.cost.tokens // self._run.seq_len
         rows = {
             "Num examples": run.examples,
             "Num Epochs": math.ceil(run.max_steps * batch / run.examples) if run.examples else None,

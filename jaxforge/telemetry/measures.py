@@ -16,7 +16,7 @@ from jaxforge.telemetry.sinks import Metrics
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class StepCost:
     """What one update takes, and what the devices could do.
 
     Attributes:
@@ -36,8 +36,8 @@ class Work:
     peak_tflops: float | None = None
 
     @classmethod
-    def of(cls, config: JobConfig, samples: int) -> "Work":
-        """The work of a config on the devices of this job."""
+    def of(cls, config: JobConfig, samples: int) -> "StepCost":
+        """That of a config on the devices of this job."""
         return cls(
             samples * config.train.seq_len,
             samples,
@@ -217,7 +217,7 @@ class Smoothed:
         Args:
             losses: of these steps; those that are not finite do not count.
             steps: how many they are.
-            speed: `Work.speed` of their mean time, which stands for each of them.
+            speed: `StepCost.speed` of their mean time, which stands for each of them.
         """
         for loss in losses:
             if math.isfinite(loss):

@@ -1,6 +1,6 @@
 """Sinks with their intervals, and what happens when one fails: the run goes on.
 
-Every process has the same outlets, for they decide when metrics are read; only process 0 has the
+Every process has the same writers, for they decide when metrics are read; only process 0 has the
 sinks behind them.
 """
 
@@ -17,7 +17,7 @@ from jaxforge.config.metrics import MetricsConfig
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.telemetry.line_formats import LINE_FORMATS, RunFacts
-from jaxforge.telemetry.measures import Work
+from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.sinks import JsonlSink, LineSink, LiveSink, Metrics, Sink
 from jaxforge.telemetry.tensorboard import TensorBoardSink
 from jaxforge.telemetry.wandb import WandbSink
@@ -28,7 +28,7 @@ PATIENCE = 3
 """Failures in a row after which a sink is switched off."""
 
 
-class Outlet:
+class MetricWriter:
     """A sink that is written every so many steps, and that stops nothing when it fails.
 
     Args:
@@ -90,14 +90,14 @@ class Outlet:
             self.close(Exit.ERROR.code)
 
 
-def open_outlets(
+def open_writers(
     console: Console,
     config: JobConfig,
     run_id: str,
     step: int,
-    work: Work | None = None,
+    cost: StepCost | None = None,
     examples: int | None = None,
-) -> list[Outlet]:
+) -> list[MetricWriter]:
     """Every place that `[metrics]` names.
 
     Args:
@@ -105,7 +105,7 @@ def open_outlets(
         config: the run's.
         run_id: names the run in W&B.
         step: the step that the run goes on from.
-        work: what an update takes, for lines that say so.
+        cost: what an update takes, for lines that say so.
         examples: sequences of the training data, likewise.
 
     Raises:
@@ -117,44 +117,44 @@ def open_outlets(
         if console.is_terminal and metrics.log_format == "kempnerforge":
             return LiveSink(console, step, train.max_steps)
         facts = RunFacts(train.max_steps, train.seq_len, train.grad_accum_steps,
-                         work or Work.of(config, samples=0), examples)  # fmt: skip
+                         cost or StepCost.of(config, samples=0), examples)  # fmt: skip
         return LineSink(console, LINE_FORMATS[metrics.log_format](facts))
 
-    def outlet(
+    def writer(
         name: str,
         sink: Callable[[], Sink],
         interval: int | None = None,
         *,
         catches_up: bool = False,
-    ) -> Outlet:
+    ) -> MetricWriter:
         return _open(name, sink, interval or metrics.log_interval, catches_up=catches_up)
 
-    outlets = [
-        outlet("metrics.jsonl", lambda: JsonlSink(run / "metrics.jsonl", step), catches_up=True),
-        outlet("the console", watched),
+    writers = [
+        writer("metrics.jsonl", lambda: JsonlSink(run / "metrics.jsonl", step), catches_up=True),
+        writer("the console", watched),
     ]
     if metrics.enable_tensorboard:
         events = run / metrics.tensorboard_dir
         interval = metrics.tensorboard_interval
-        outlets.append(outlet("TensorBoard", lambda: TensorBoardSink(events, step), interval))
+        writers.append(writer("TensorBoard", lambda: TensorBoardSink(events, step), interval))
     if metrics.enable_wandb:
         interval = metrics.wandb_interval
-        outlets.append(outlet("W&B", lambda: WandbSink(run, config, run_id), interval))
-    return outlets
+        writers.append(writer("W&B", lambda: WandbSink(run, config, run_id), interval))
+    return writers
 
 
 def _open(
     name: str, sink: Callable[[], Sink], interval: int, *, catches_up: bool = False
-) -> Outlet:
+) -> MetricWriter:
     if jax.process_index() != 0:
-        return Outlet(name, None, interval)
+        return MetricWriter(name, None, interval)
     try:
-        return Outlet(name, sink(), interval, catches_up=catches_up)
+        return MetricWriter(name, sink(), interval, catches_up=catches_up)
     except UserError:
         raise
     except Exception as error:
         log.error("%s gets no metrics until the next start: %s", name, _reason(error))
-        return Outlet(name, None, interval)
+        return MetricWriter(name, None, interval)
 
 
 def check_libraries(config: MetricsConfig) -> None:

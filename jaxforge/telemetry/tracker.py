@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Float, Int
 
-from jaxforge.telemetry.measures import Smoothed, Sums, Work, collected, memory, told
-from jaxforge.telemetry.metric_writers import Outlet
+from jaxforge.telemetry.measures import Smoothed, StepCost, Sums, collected, memory, told
+from jaxforge.telemetry.metric_writers import MetricWriter
 from jaxforge.telemetry.sinks import Metrics
 
 log = logging.getLogger(__name__)
 
 
-class Start(NamedTuple):
+class TrackerState(NamedTuple):
     """Where a run goes on from.
 
     Attributes:
@@ -73,8 +73,8 @@ class Tracker:
     """Decides which steps are logged where, times them, writes them.
 
     Args:
-        outlets: where metrics go; the same on every process.
-        work: what an update takes.
+        writers: where metrics go; the same on every process.
+        cost: what an update takes.
         start: where the run goes on from.
         last_step: `train.max_steps`.
         datasets: names of a mixture's.
@@ -86,15 +86,15 @@ class Tracker:
 
     def __init__(
         self,
-        outlets: Sequence[Outlet],
-        work: Work,
-        start: Start,
+        writers: Sequence[MetricWriter],
+        cost: StepCost,
+        start: TrackerState,
         last_step: int,
         datasets: Sequence[str] = (),
         extras: Sequence[str] = (),
     ) -> None:
         self._datasets, self._extras = datasets, extras
-        self._outlets, self._work, self._start, self._last_step = outlets, work, start, last_step
+        self._writers, self._cost, self._start, self._last_step = writers, cost, start, last_step
         self.consecutive_bad = 0
         self._logged: Metrics = {}
         self._latest: _Launched | None = None
@@ -111,7 +111,7 @@ class Tracker:
         """Starts timing here: set-up and compilation are not steps."""
         start = self._start
         self._fetched = _Mark(start.step, start.samples, self._clock(), self._waited, self._sums)
-        self._written = [self._fetched] * len(self._outlets)
+        self._written = [self._fetched] * len(self._writers)
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -145,21 +145,21 @@ class Tracker:
     def log_latest(self) -> None:
         """Logs the metrics of the latest step everywhere, due or not."""
         if self._latest is not None:
-            self._log_latest(self._latest, range(len(self._outlets)))
+            self._log_latest(self._latest, range(len(self._writers)))
 
-    def rewind(self, start: Start) -> None:
+    def rewind(self, start: TrackerState) -> None:
         """Goes on from an earlier step: what was logged of later ones gives way to what comes."""
         self._latest, self._start, self.consecutive_bad = None, start, 0
         self._sums = self._sums._replace(skipped=start.skipped)
         self._losses.clear()
-        for outlet in self._outlets:
-            outlet.rewind(start.step)
+        for writer in self._writers:
+            writer.rewind(start.step)
         self.start_clock()
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Writes to every outlet."""
-        for outlet in self._outlets:
-            outlet.write(step, metrics)
+        """Writes to every writer."""
+        for writer in self._writers:
+            writer.write(step, metrics)
 
     def host_times(self) -> HostTimes:
         """What this host has spent so far."""
@@ -179,17 +179,17 @@ class Tracker:
         self._paused += time.perf_counter() - start
 
     def close(self, exit_code: int = 0) -> None:
-        """Logs what is due and closes the outlets, which learn how the run ends."""
+        """Logs what is due and closes the writers, which learn how the run ends."""
         self.flush()
-        for outlet in self._outlets:
-            outlet.close(exit_code)
+        for writer in self._writers:
+            writer.close(exit_code)
 
     def _due(self, step: int) -> Sequence[int]:
-        """The outlets to which `step` goes: all take the first and the last."""
+        """The writers to which `step` goes: all take the first and the last."""
         everywhere = step in (1, self._last_step)
-        return [i for i, outlet in enumerate(self._outlets) if everywhere or outlet.due(step)]
+        return [i for i, writer in enumerate(self._writers) if everywhere or writer.due(step)]
 
-    def _log_latest(self, latest: _Launched, outlets: Sequence[int]) -> None:
+    def _log_latest(self, latest: _Launched, writers: Sequence[int]) -> None:
         values, fetched = jax.device_get((latest.metrics, list(self._losses)))
         losses = [float(loss) for loss, _ in fetched]
         self._sums = self._sums.plus(losses, [int(skipped) for _, skipped in fetched])
@@ -222,8 +222,8 @@ class Tracker:
             **memory(jax.local_devices()),
         }
         self._logged = metrics
-        for i in outlets:
-            self._outlets[i].write(step, metrics | self._interval(self._written[i], now))
+        for i in writers:
+            self._writers[i].write(step, metrics | self._interval(self._written[i], now))
             self._written[i] = now
 
     def _warn(self, step: int, nonfinite: int, spikes: int) -> None:
@@ -237,14 +237,14 @@ class Tracker:
         self._start = known._replace(nonfinite=nonfinite, spikes=spikes)
 
     def _interval(self, since: _Mark, now: _Mark) -> Metrics:
-        """Means over the steps between two marks: each outlet has those of its own interval."""
+        """Means over the steps between two marks: each writer has those of its own interval."""
         speed = self._speed(since, now)
         wait = (now.waited - since.waited) / _steps(since, now)
         return {**speed, "train/data_wait_sec": wait, **now.sums.since(since.sums)}
 
     def _speed(self, since: _Mark, now: _Mark) -> Metrics:
         steps = _steps(since, now)
-        return self._work.speed(
+        return self._cost.speed(
             max((now.seconds - since.seconds) / steps, 1e-9), (now.samples - since.samples) / steps
         )
 
@@ -263,7 +263,7 @@ class Tracker:
 
 
 _FETCHED = ("grad_norm", "lr", "step", "counts", "skipped", "consecutive", "nonfinite", "spikes")
-_OF_DATASETS = ("dataset_nats", "dataset_tokens")
+_OF_DATASETS = ("dataset_nll", "dataset_tokens")
 _TOLD = ("losses", "told")
 
 

@@ -32,7 +32,7 @@ from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, Params, join
 from jaxforge.side import NOTHING
 from jaxforge.step.cross_entropy import cross_entropy, tiles_of
-from jaxforge.step.gradients import Batch, update_scales
+from jaxforge.step.gradients import Batch, update_loss_weights
 from jaxforge.step.losses import build_loss
 
 log = logging.getLogger(__name__)
@@ -91,16 +91,16 @@ def make_eval_step(model: Model, config: TrainConfig, mesh: Mesh) -> EvalStep:
     own_loss = None if config.loss_fn in CROSS_ENTROPIES else build_loss(config, model)
 
     def eval_step(params: Params, batch: Batch, byte_lengths: Int[Array, "v"]) -> BatchSums:
-        scales = update_scales(batch, config)
-        scales = scales._replace(token=scales.token[0])
+        loss_weights = update_loss_weights(batch, config)
+        loss_weights = loss_weights._replace(token=loss_weights.token[0])
         microbatch = jax.tree.map(lambda leaf: leaf[0], batch)
         labels, head = microbatch["labels"], model.head(params)
-        hidden, out = model.forward(params, microbatch, scales)
+        hidden, out = model.forward(params, microbatch, loss_weights)
         tiles = tiles_of(config, labels, head, model)
         loss = cross_entropy(hidden, head, labels, tiles)
         is_valid = labels != IGNORE
         lengths = jnp.where(is_valid, byte_lengths[jnp.where(is_valid, labels, 0)], 0)
-        own = own_loss(params, hidden, microbatch, scales) if own_loss else NOTHING
+        own = own_loss(params, hidden, microbatch, loss_weights) if own_loss else NOTHING
         return BatchSums(loss.total, loss.weight, jnp.sum(lengths), own.joined_by(out.side).terms)
 
     everywhere = NamedSharding(mesh, PartitionSpec())

@@ -14,7 +14,7 @@ import jax
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.save_policy import Due
 from jaxforge.config.job import JobConfig
-from jaxforge.health.actions import Watches, collecting_garbage
+from jaxforge.health.actions import PeriodicActions, collecting_garbage
 from jaxforge.health.attribution import Attribution
 from jaxforge.health.watchdog import Watchdog
 from jaxforge.mirror import Mirror
@@ -22,7 +22,7 @@ from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.train_step import Batch, CompiledSteps, Controls, Metrics
 from jaxforge.telemetry.profiler import Profiler
-from jaxforge.telemetry.tracker import Start, Tracker
+from jaxforge.telemetry.tracker import Tracker, TrackerState
 from jaxforge.training.early_stop import EarlyStop
 from jaxforge.training.exit_report import exit_code, tell_end
 from jaxforge.training.hooks import HookRunner, StepContext
@@ -56,7 +56,7 @@ class Trainer:
         attribution: finds out whose fault a bad step is, where that is asked for.
         watchdog: ends the process where it hangs.
         tracker: where metrics are logged.
-        open_watches: what looks after the run, given the compiled step.
+        open_actions: what is done every so many steps, given the compiled step.
         profiler: traces some of the steps.
         hooks: the user's own code.
         mirror: copies the run's files to the bucket that it is in; None where it is in none.
@@ -77,14 +77,14 @@ class Trainer:
     attribution: Attribution | None
     watchdog: Watchdog
     tracker: Tracker
-    open_watches: Callable[[CompiledSteps], Watches]
+    open_actions: Callable[[CompiledSteps], PeriodicActions]
     profiler: Profiler
     hooks: HookRunner
     mirror: Mirror | None = None
     _batches: Iterator[Batch] = dataclasses.field(init=False)
     _train_step: CompiledSteps = dataclasses.field(init=False)
     _fault: Exit | None = dataclasses.field(default=None, init=False)
-    _watches: Watches = dataclasses.field(default_factory=Watches, init=False)
+    _actions: PeriodicActions = dataclasses.field(default_factory=PeriodicActions, init=False)
 
     def train(self, signals: Signals) -> Exit:
         """Steps until `max_steps`, or until there is another reason to stop."""
@@ -116,7 +116,7 @@ class Trainer:
                 compile_step = self.lower_step(self.state, first)
             self._batches = itertools.chain([first], self._batches)
             self._train_step = signals.wait_for(compile_step)
-            self._watches = self.open_watches(self._train_step)
+            self._actions = self.open_actions(self._train_step)
         elif reason is None:
             reason = Exit.COMPLETED
         self.tracker.start_clock()
@@ -128,7 +128,7 @@ class Trainer:
         self.checkpoints.check()  # what could not be written should not go on for an interval
         self._note_durable()
         evaluation = self._evaluate_if_due(signals)
-        reason = self._watches.look(self.progress.step, self.state, self.tracker.paused)
+        reason = self._actions.run(self.progress.step, self.state, self.tracker.paused)
         if reason is Exit.UNHEALTHY:
             return reason  # unsaved, for the same reason
         self._save_if_due(evaluation)
@@ -273,7 +273,7 @@ class Trainer:
         with self.tracker.paused(), self.watchdog.section("checkpoint"):
             self.state = self.rollback.go(self.state, self.progress, target)
             self._open_data()
-        self.tracker.rewind(start_of(self.progress))
+        self.tracker.rewind(tracker_state(self.progress))
         self.tracker.log(target, {"train/rollbacks": float(len(self.progress.rollbacks))})
         return None
 
@@ -306,7 +306,7 @@ class Trainer:
             if self.mirror:
                 last_to_first.callback(self.mirror.close)
             last_to_first.push(close_tracker)
-            last_to_first.callback(self._watches.close)
+            last_to_first.callback(self._actions.close)
             last_to_first.callback(self.hooks.on_train_end, step, tokens, reason)
             last_to_first.callback(self.checkpoints.close)
             if self.local:
@@ -326,6 +326,6 @@ class Trainer:
         self.tracker.consecutive_bad = progress.consecutive_bad
 
 
-def start_of(progress: Progress) -> Start:
+def tracker_state(progress: Progress) -> TrackerState:
     """Where a tracker goes on."""
-    return Start(**{name: getattr(progress, name) for name in Start._fields})
+    return TrackerState(**{name: getattr(progress, name) for name in TrackerState._fields})

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from jaxforge.config import TrainConfig
-from jaxforge.config.batch_ramp import BatchRamp, Stage, Stretch
+from jaxforge.config.batch_ramp import BatchRamp, Span, Stage
 
 RAMP = BatchRamp((Stage(0, 2), Stage(3, 4), Stage(10, 6)), rows=5)
 SIZES = [2] * 3 + [4] * 7 + [6] * 20
@@ -37,7 +37,7 @@ def test_places_count_from_where_the_run_was_seen_both_ways():
 
 
 @pytest.mark.parametrize(
-    ("step", "n", "stretches"),
+    ("step", "n", "spans"),
     [
         (0, 12, [(0, 3, 2), (3, 7, 4), (10, 2, 6)]),
         (2, 1, [(2, 1, 2)]),
@@ -47,8 +47,8 @@ def test_places_count_from_where_the_run_was_seen_both_ways():
         (4, 0, []),
     ],
 )
-def test_stretches_of_one_size(step, n, stretches):
-    assert list(RAMP.stretches(step, n)) == [Stretch(*one) for one in stretches]
+def test_stretches_of_one_size(step, n, spans):
+    assert list(RAMP.spans(step, n)) == [Span(*one) for one in spans]
 
 
 def test_without_a_ramp_the_batch_is_constant():

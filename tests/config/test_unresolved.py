@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxforge.config import JobConfig, load_config, load_draft
+from jaxforge.config import JobConfig, load_config, load_unresolved
 from jaxforge.config.duration import Duration
 from jaxforge.config.reading.schema import all_keys
 from jaxforge.errors import UserError
@@ -17,8 +17,8 @@ RAMP = (
 """200, 400 and 1,000 tokens per update from steps 0, 10 and 20 on."""
 
 
-def draft(*settings, file=None):
-    return load_draft(file, [*BATCH, *(f"--{one}".replace("----", "--") for one in settings)])
+def unresolved(*settings, file=None):
+    return load_unresolved(file, [*BATCH, *(f"--{one}".replace("----", "--") for one in settings)])
 
 
 def epoch_of(n):
@@ -33,7 +33,7 @@ def complaint(tmp_path, monkeypatch):
     def resolve(text, *settings, n_devices=1, epoch=None):
         (tmp_path / "x.toml").write_text(text)
         with pytest.raises(UserError) as caught:
-            load_draft("x.toml", settings).resolve(n_devices, epoch)
+            load_unresolved("x.toml", settings).resolve(n_devices, epoch)
         return str(caught.value)
 
     return resolve
@@ -55,8 +55,8 @@ def test_every_unit_from_the_command_line_and_from_a_file(tmp_path, given, updat
     path = tmp_path / "x.toml"
     path.write_text(f"[scheduler]\nwarmup_steps = '{given}'\n[train]\nmax_steps = 1000")
     for ours in (
-        draft(f"scheduler.warmup_steps={given}", "train.max_steps=1000"),
-        draft(file=path),
+        unresolved(f"scheduler.warmup_steps={given}", "train.max_steps=1000"),
+        unresolved(file=path),
     ):
         config = ours.resolve(1, epoch_of(104))
         assert config.scheduler.warmup_steps == updates
@@ -76,7 +76,7 @@ def test_all_keys_that_count_updates_take_durations():
 
 
 def test_keys_in_tables_and_lists():
-    config = draft(
+    config = unresolved(
         "train.max_steps=1000",
         "data.phases=[{'start_step': '10%'}, {'start_step': 200}, {'start_step': '0.5M tok'}]",
         "checkpoint.dyn_ckpt_window={'start': '1%', 'stop': '20K tok'}",
@@ -92,21 +92,23 @@ def test_keys_in_tables_and_lists():
 
 
 def test_one_table_that_stands_for_a_list():
-    config = draft("train.max_steps=50", "data.phases={'start_step': '10%'}").resolve(1)
+    config = unresolved("train.max_steps=50", "data.phases={'start_step': '10%'}").resolve(1)
     assert config.data.phases[0].start_step == 5
 
 
 def test_a_fraction_of_an_epoch_is_trained_in_full():
-    config = draft("train.max_steps=2.5ep", "scheduler.warmup_steps=10%").resolve(1, epoch_of(100))
+    config = unresolved("train.max_steps=2.5ep", "scheduler.warmup_steps=10%").resolve(
+        1, epoch_of(100)
+    )
     assert (config.train.max_steps, config.scheduler.warmup_steps) == (25, 2)
 
 
 def test_more_updates_than_the_data_have_are_trained():
-    assert draft("train.max_steps=1000").resolve(1, epoch_of(100)).train.max_steps == 1000
+    assert unresolved("train.max_steps=1000").resolve(1, epoch_of(100)).train.max_steps == 1000
 
 
 def test_lengths_follow_the_ramp_from_where_they_begin():
-    config = draft(
+    config = unresolved(
         *RAMP, "train.max_steps=16K tok", "scheduler.name=wsd", "scheduler.warmup_steps=1K tok",
         "scheduler.stable_steps=2K tok", "scheduler.decay_steps=4K tok",
         "data.anneal_start_step=7K tok", "eval.interval=2K tok",
@@ -122,7 +124,7 @@ def test_lengths_follow_the_ramp_from_where_they_begin():
 
 
 def test_a_plateau_is_one_of_wsd_alone():
-    config = draft(
+    config = unresolved(
         *RAMP,
         "scheduler.warmup_steps=0",
         "scheduler.stable_steps=20",
@@ -133,25 +135,25 @@ def test_a_plateau_is_one_of_wsd_alone():
 
 def test_a_ramp_in_shares_of_the_run():
     ramp = "train.batch_ramp=[{'grad_accum_steps': 1}, {'start': '10%', 'grad_accum_steps': 5}]"
-    config = draft("train.grad_accum_steps=5", ramp, "train.max_steps=50").resolve(1)
+    config = unresolved("train.grad_accum_steps=5", ramp, "train.max_steps=50").resolve(1)
     assert config.train.batch_ramp[1].start == 5
 
 
 @pytest.mark.parametrize("n_devices", [1, 4])
 def test_the_batch_is_that_of_the_mesh(n_devices):
     settings = ["--train.seq_len=100", "--train.batch_size=5", "--train.grad_accum_steps=2"]
-    config = load_draft(None, [*settings, "--train.max_steps=8K tok"]).resolve(n_devices)
+    config = load_unresolved(None, [*settings, "--train.max_steps=8K tok"]).resolve(n_devices)
     assert config.train.max_steps == 8 // n_devices
 
 
 def test_without_durations_nothing_is_asked():
-    config = draft().resolve(None, lambda config, rows: pytest.fail("opened the data"))
+    config = unresolved().resolve(None, lambda config, rows: pytest.fail("opened the data"))
     assert config == load_config(None, BATCH)
 
 
 def test_data_are_opened_for_epochs_alone():
     opened = []
-    ours = draft("train.max_steps=1M tok", "eval.interval=5%")
+    ours = unresolved("train.max_steps=1M tok", "eval.interval=5%")
     ours.resolve(1, lambda config, rows: opened.append(config))
     assert opened == []
 
@@ -163,8 +165,9 @@ def test_who_opens_the_data_sees_no_number_in_place_of_a_duration():
         seen.append((config, rows))
         return 100
 
-    draft(*RAMP, "train.max_steps=2ep", "eval.interval=10%", "data.phases={'start_step': '50%'}",
-          "checkpoint.dyn_ckpt_window.stop=1ep").resolve(1, epoch_length)  # fmt: skip
+    settings = ("train.max_steps=2ep", "eval.interval=10%", "data.phases={'start_step': '50%'}",
+                "checkpoint.dyn_ckpt_window.stop=1ep")  # fmt: skip
+    unresolved(*RAMP, *settings).resolve(1, epoch_length)
     [(config, rows)] = seen  # once for all
     assert rows == 2
     assert config.train.seq_len == 100
@@ -174,7 +177,7 @@ def test_who_opens_the_data_sees_no_number_in_place_of_a_duration():
 
 
 def test_the_resolved_file_holds_numbers_and_loads_anywhere(tmp_path):
-    config = draft(
+    config = unresolved(
         *RAMP, "train.max_steps=3ep", "eval.interval=5%", "optimizer.lr_scale_rule=linear",
         "optimizer.lr_base_batch=5",
     ).resolve(1, epoch_of(100))  # fmt: skip
@@ -185,8 +188,8 @@ def test_the_resolved_file_holds_numbers_and_loads_anywhere(tmp_path):
 
 def test_a_wrong_mesh_or_batch_is_left_to_the_rules():
     settings = ["train.max_steps=50", "eval.interval=10%", "distributed.tp=3"]
-    assert draft(*settings).resolve(2).eval.interval == 5
-    accum = draft("train.grad_accum_steps=20", "train.max_steps=20K tok").resolve(1)
+    assert unresolved(*settings).resolve(2).eval.interval == 5
+    accum = unresolved("train.grad_accum_steps=20", "train.max_steps=20K tok").resolve(1)
     assert accum.train.max_steps == 10  # 10 sequences do not make 20 microbatches
 
 
@@ -286,7 +289,7 @@ def test_the_learning_rate_fits_the_batch(rule, n_devices, lr, batch):
         "--optimizer.muon_adam_lr=1e-4", f"--optimizer.lr_scale_rule={rule}",
         "--optimizer.lr_base_batch=10",
     ]  # fmt: skip
-    config = load_draft(None, settings).resolve(n_devices)
+    config = load_unresolved(None, settings).resolve(n_devices)
     optimizer = config.optimizer
     assert optimizer.lr == pytest.approx(lr)
     assert optimizer.muon_adam_lr == pytest.approx(4e-4)
@@ -294,7 +297,7 @@ def test_the_learning_rate_fits_the_batch(rule, n_devices, lr, batch):
 
 
 def test_the_learning_rate_by_default_fits_too():
-    config = draft("optimizer.lr_scale_rule=linear", "optimizer.lr_base_batch=5").resolve(1)
+    config = unresolved("optimizer.lr_scale_rule=linear", "optimizer.lr_base_batch=5").resolve(1)
     assert config.optimizer.lr == pytest.approx(6e-4)
 
 

@@ -181,7 +181,7 @@ def test_windows_by_definition():
         owner = [(n, i) for n, part in enumerate(parts) for i in range(len(part))]
         for at in range(width - 1):
             number, i = owner[at] if at < len(owner) else (4, 0)
-            assert batch["doc_ids"][1, at] == number
+            assert batch["segment_ids"][1, at] == number
             assert batch["input_ids"][1, at] == (parts[number][i] if number < 4 else 0)
             has_next = number < 4 and i + 1 < len(parts[number]) and masks[number][i + 1]
             assert batch["labels"][1, at] == (parts[number][i + 1] if has_next else IGNORE)

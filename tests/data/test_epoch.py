@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxforge.config import load_draft
+from jaxforge.config import load_unresolved
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.errors import UserError
 from tests.conftest import tiny_config
@@ -40,7 +40,7 @@ def test_a_run_in_epochs_of_its_data(shards):
         "--scheduler.warmup_steps=10%", "--checkpoint.interval=1ep",
         f"--data.dataset_path={shards}",
     ]  # fmt: skip
-    config = load_draft(None, settings).resolve(1, sequences_per_epoch)
+    config = load_unresolved(None, settings).resolve(1, sequences_per_epoch)
     assert (config.train.max_steps, config.scheduler.warmup_steps) == (32, 3)
     assert config.checkpoint.interval == 13
 
@@ -48,4 +48,4 @@ def test_a_run_in_epochs_of_its_data(shards):
 def test_missing_data_are_named(tmp_path):
     settings = ["--train.max_steps=1ep", f"--data.dataset_path={tmp_path}/none"]
     with pytest.raises(UserError, match="none"):
-        load_draft(None, settings).resolve(1, sequences_per_epoch)
+        load_unresolved(None, settings).resolve(1, sequences_per_epoch)

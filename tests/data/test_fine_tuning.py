@@ -109,7 +109,7 @@ def batches(given, n, first=0):
 def conversations_of(examples):
     """What stands in each document of some examples: (inputs, labels), both as of `expected`."""
     found = []
-    rows = (examples[name].reshape(-1, SEQ) for name in ("input_ids", "labels", "doc_ids"))
+    rows = (examples[name].reshape(-1, SEQ) for name in ("input_ids", "labels", "segment_ids"))
     for ids, labels, documents in zip(*rows, strict=True):
         for document in range(documents.max() + 1):
             here = documents == document
@@ -362,8 +362,8 @@ def test_a_mixture_with_text_keeps_the_texts_whole(files, tokenizer, tmp_path):
     dataset = loader.open_training_data(config(tokenizer, data={"datasets": sources}))
     n = dataset.sizes["chat"]
     batch = dataset.batch([n, 0, n + 1])
-    assert batch["doc_ids"][1].max() > 0
-    assert (batch["doc_ids"][[0, 2]] == 0).all()
+    assert batch["segment_ids"][1].max() > 0
+    assert (batch["segment_ids"][[0, 2]] == 0).all()
     assert (batch["labels"][0] == np.arange(1, SEQ + 1)).all()
     assert dataset.batch([n]).keys() == batch.keys()
 

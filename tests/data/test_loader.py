@@ -97,8 +97,8 @@ def test_reader_threads_do_not_matter(shards):
 def test_packed_batches_carry_documents(shards):
     given = config(shards, data={"pack_sequences": True, "eos_token_id": 40, "shuffle": False})
     (batch,) = batches(given, 1, first=16)
-    doc_ids = batch["doc_ids"][0, 0]  # window 16: tokens 16 ... 48, EOS in position 24
-    assert doc_ids.tolist() == [0] * 25 + [1] * 7
+    segment_ids = batch["segment_ids"][0, 0]  # window 16: tokens 16 ... 48, EOS in position 24
+    assert segment_ids.tolist() == [0] * 25 + [1] * 7
     assert batch["labels"][0, 0, 24] == -100
 
 

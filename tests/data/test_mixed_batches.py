@@ -133,7 +133,7 @@ def test_the_ranks_that_torch_had_decide_and_not_those_at_hand(sources):
 
 def test_packing_knows_the_document_ends_of_each_dataset(sources):
     given = config(sources, pack_sequences=True, eos_token_id=3, shuffle=False)
-    rows = np.concatenate([b["doc_ids"][0] for b in batches(given, 5)])
+    rows = np.concatenate([b["segment_ids"][0] for b in batches(given, 5)])
     assert (rows[:, -1] > 0).sum() == 1  # window 3 of "low" is nothing but ends
 
 

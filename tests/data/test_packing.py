@@ -11,7 +11,9 @@ GOLDEN = json.loads((Path(__file__).parent / "golden_small.json").read_text())
 def test_packed_as_kempnerforge():
     window = np.array(GOLDEN["packed_tokens"], np.uint16)
     parts = split_packed(window, GOLDEN["packed_eos"])
-    assert {name: part.tolist() for name, part in parts.items()} == GOLDEN["packed"]
+    theirs = GOLDEN["packed"]
+    theirs["segment_ids"] = theirs.pop("doc_ids")
+    assert {name: part.tolist() for name, part in parts.items()} == theirs
     assert {part.dtype for part in parts.values()} == {np.dtype(np.int32)}
 
 
@@ -27,7 +29,7 @@ def test_packing_by_definition():
     for _ in range(50):
         window = rng.integers(0, 4, 33)
         parts = split_packed(window, 0)
-        for i, doc in enumerate(parts["doc_ids"]):
+        for i, doc in enumerate(parts["segment_ids"]):
             assert doc == (window[:i] == 0).sum()
             assert parts["labels"][i] == (IGNORE if window[i] == 0 else window[i + 1])
         assert (parts["input_ids"] == window[:-1]).all()
@@ -35,5 +37,5 @@ def test_packing_by_definition():
 
 def test_no_document_end_masks_nothing():
     parts = split_packed(np.arange(1, 10), 0)
-    assert (parts["doc_ids"] == 0).all()
+    assert (parts["segment_ids"] == 0).all()
     assert (parts["labels"] != IGNORE).all()

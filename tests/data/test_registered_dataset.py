@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxforge.config import load_draft
+from jaxforge.config import load_unresolved
 from jaxforge.config.data import DataConfig
 from jaxforge.data.dataset import Dataset
 from jaxforge.data.epoch import sequences_per_epoch
@@ -51,8 +51,8 @@ def test_batches_come_from_the_registered_set():
 
 def test_its_length_is_that_of_an_epoch():
     settings = ["--data.dataset_type=counting", "--train.max_steps=2ep", "--train.batch_size=8"]
-    draft = load_draft(None, [*settings, "--scheduler.warmup_steps=1"])
-    assert draft.resolve(1, sequences_per_epoch).train.max_steps == 5
+    unresolved = load_unresolved(None, [*settings, "--scheduler.warmup_steps=1"])
+    assert unresolved.resolve(1, sequences_per_epoch).train.max_steps == 5
 
 
 def test_it_is_no_part_of_a_mixture():

@@ -32,7 +32,7 @@ def test_cross_entropy_and_z_loss(config):
 
 def test_z_loss_counts_masked_positions():
     loss = loss_of(jnp.asarray(RUN["logits"]))
-    mean = loss.square_lse / RUN["labels"].size
+    mean = loss.z_loss_sum / RUN["labels"].size
     np.testing.assert_allclose(0.01 * mean, RUN["z"], rtol=1e-6)
 
 

@@ -45,8 +45,11 @@ def part(run, prefix):
 def test_follows_the_reference(golden, name, optimizer, distributed):
     run = np.load(golden / f"{name}.npz")
     ours = setup(trajectory_config(optimizer, **distributed))
-    keys = [k for k in ("input_ids", "labels", "doc_ids") if k in run.files]
-    batches = [{k: run[k][i] for k in keys} for i in range(12)]
+    fields = {"input_ids": "input_ids", "labels": "labels", "doc_ids": "segment_ids"}
+    batches = [
+        {name: run[theirs][i] for theirs, name in fields.items() if theirs in run.files}
+        for i in range(12)
+    ]
     params = torch_names.from_torch(part(run, "init/"), ours.model.abstract)
     follow = follow_with_ties if name == "traj_dense_lion" else steps
     state, metrics = follow(ours, params, batches, run)

@@ -1,4 +1,4 @@
-"""When watches look, and what the small ones do."""
+"""When actions run, and what the small ones do."""
 
 import contextlib
 import dataclasses
@@ -14,24 +14,24 @@ from jaxforge.health import actions
 from jaxforge.health.actions import (
     CollectGarbage,
     MemoryReport,
+    PeriodicActions,
     Synchronize,
-    Watches,
     collecting_garbage,
-    open_watches,
+    open_actions,
 )
-from jaxforge.health.periodic_action import Watch
+from jaxforge.health.periodic_action import PeriodicAction
 from tests.conftest import tiny_config
 
 
 @dataclasses.dataclass
-class Looking(Watch):
+class Looking(PeriodicAction):
     name: str
     interval: int
     events: list
     reason: Exit | None = None
     waits: bool = True
 
-    def look(self, step, state):
+    def run(self, step, state):
         self.events.append(f"{self.name} {step}")
         return self.reason
 
@@ -59,8 +59,8 @@ def test_each_looks_at_its_interval_in_order_and_waits_if_it_must():
         yield
         events.append("go on")
 
-    both = Watches([Looking("a", 2, events), Looking("b", 3, events, waits=False)])
-    assert [both.look(step, None, between_steps) for step in range(1, 7)] == [None] * 6
+    both = PeriodicActions([Looking("a", 2, events), Looking("b", 3, events, waits=False)])
+    assert [both.run(step, None, between_steps) for step in range(1, 7)] == [None] * 6
     assert events == [
         "wait", "a 2", "go on", "b 3", "wait", "a 4", "go on", "wait", "a 6", "go on", "b 6",
     ]  # fmt: skip
@@ -69,17 +69,17 @@ def test_each_looks_at_its_interval_in_order_and_waits_if_it_must():
 def test_a_reason_to_end_ends_the_looking():
     events = []
     sick = Looking("a", 1, events, reason=Exit.UNHEALTHY)
-    found = Watches([sick, Looking("b", 1, events)]).look(7, None, contextlib.nullcontext)
+    found = PeriodicActions([sick, Looking("b", 1, events)]).run(7, None, contextlib.nullcontext)
     assert found is Exit.UNHEALTHY
     assert events == ["a 7"]
 
 
-def test_watches_are_off_until_asked_for(garbage):
+def test_actions_are_off_until_asked_for(garbage):
     mesh = jax.make_mesh((1,), ("dp",), devices=jax.devices()[:1])
 
     def opened(**sections):
-        watches = open_watches(tiny_config(**sections), mesh, None)
-        return [type(watch).__name__ for watch in watches._watches]
+        actions = open_actions(tiny_config(**sections), mesh, None)
+        return [type(action).__name__ for action in actions._actions]
 
     assert opened() == ["MemoryReport"]
     assert garbage == []
@@ -93,11 +93,11 @@ def test_watches_are_off_until_asked_for(garbage):
 
 
 def test_garbage_is_collected_when_told_and_never_else(garbage):
-    watch = CollectGarbage(50)
-    assert not watch.waits  # the devices go on meanwhile
-    watch.look(50, None)
-    watch.look(100, None)
-    watch.close()
+    action = CollectGarbage(50)
+    assert not action.waits  # the devices go on meanwhile
+    action.run(50, None)
+    action.run(100, None)
+    action.close()
     assert garbage == ["disable", "collect 2", "freeze", "collect 2", "unfreeze", "enable"]
 
 
@@ -117,7 +117,7 @@ def test_the_collector_is_left_as_it_was():
 def test_synchronizing_waits_for_the_state(monkeypatch):
     waited = []
     monkeypatch.setattr(jax, "block_until_ready", waited.append)
-    assert Synchronize(4).look(4, "state") is None
+    assert Synchronize(4).run(4, "state") is None
     assert waited == ["state"]
 
 
@@ -135,9 +135,9 @@ def test_memory_is_reported_once(told, monkeypatch):
     analysis = types.SimpleNamespace(
         argument_size_in_bytes=11e9, temp_size_in_bytes=2.5e10, generated_code_size_in_bytes=1e6
     )
-    watch = MemoryReport(types.SimpleNamespace(memory_analysis=lambda: analysis))
-    watch.look(7, ())
-    watch.look(8, ())
+    action = MemoryReport(types.SimpleNamespace(memory_analysis=lambda: analysis))
+    action.run(7, ())
+    action.run(8, ())
     assert told.messages == [
         "[Rank 0] (after 7 iterations) memory (GB) | mem-allocated-gigabytes: 12.346 | "
         "mem-max-allocated-gigabytes: 50.0 | mem-limit-gigabytes: 80.0 | "
@@ -147,6 +147,6 @@ def test_memory_is_reported_once(told, monkeypatch):
 
 
 def test_devices_that_do_not_tell_have_no_memory_report(told):
-    watch = MemoryReport(None)
-    watch.look(1, ())
+    action = MemoryReport(None)
+    action.run(1, ())
     assert told.messages == []

@@ -23,7 +23,7 @@ def compiled(mesh):
 
 
 @pytest.fixture
-def watch(compiled, monkeypatch):
+def check(compiled, monkeypatch):
     """The check, whose program a test may replace."""
     monkeypatch.setattr(compiled, "_sum", compiled._sum)
     return compiled
@@ -35,32 +35,32 @@ def messages(caplog, monkeypatch):
     return caplog
 
 
-def test_devices_that_answer_pass_again_and_again(watch, messages):
-    assert watch.interval == 5
-    assert [watch.look(step, None) for step in (5, 10)] == [None, None]
+def test_devices_that_answer_pass_again_and_again(check, messages):
+    assert check.interval == 5
+    assert [check.run(step, None) for step in (5, 10)] == [None, None]
     assert not messages.messages
 
 
-def test_a_device_that_is_not_heard_is_named(watch, mesh, messages):
+def test_a_device_that_is_not_heard_is_named(check, mesh, messages):
     def deaf_to_the_sixth(counts):
         answer = np.ones(counts.shape, np.int32)
         answer[3, 5] = 0  # only the fourth device is deaf
         return jax.device_put(answer, counts.sharding)
 
-    watch._sum = deaf_to_the_sixth
-    assert watch.look(15, None) is Exit.UNHEALTHY
+    check._sum = deaf_to_the_sixth
+    assert check.run(15, None) is Exit.UNHEALTHY
     assert messages.messages == [
         "collective health check of process 0 failed at step 15: wrong contribution from "
         f"{mesh.devices.flat[5]} (process 0)"
     ]
 
 
-def test_no_answer_in_time_is_a_failure(watch, monkeypatch, messages):
+def test_no_answer_in_time_is_a_failure(check, monkeypatch, messages):
     released = threading.Event()
-    monkeypatch.setattr(watch, "_sum", lambda counts: released.wait())
-    monkeypatch.setattr(watch, "_seconds", 0.01)
+    monkeypatch.setattr(check, "_sum", lambda counts: released.wait())
+    monkeypatch.setattr(check, "_seconds", 0.01)
     try:
-        assert watch.look(20, None) is Exit.UNHEALTHY
+        assert check.run(20, None) is Exit.UNHEALTHY
     finally:
         released.set()
     [message] = messages.messages
@@ -68,10 +68,10 @@ def test_no_answer_in_time_is_a_failure(watch, monkeypatch, messages):
     assert all(str(device) in message for device in jax.local_devices())
 
 
-def test_a_collective_that_fails_is_a_failure(watch, monkeypatch, messages):
+def test_a_collective_that_fails_is_a_failure(check, monkeypatch, messages):
     def fail(counts):
         raise jax.errors.JaxRuntimeError("connection reset by peer")
 
-    monkeypatch.setattr(watch, "_sum", fail)
-    assert watch.look(25, None) is Exit.UNHEALTHY
+    monkeypatch.setattr(check, "_sum", fail)
+    assert check.run(25, None) is Exit.UNHEALTHY
     assert "connection reset by peer" in messages.messages[0]

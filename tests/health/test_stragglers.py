@@ -63,10 +63,10 @@ def test_a_slow_host_ends_the_run_only_where_asked(monkeypatch, caplog, stop):
     config = MetricsConfig(
         log_straggler=True, straggler_report_interval=10, stop_if_detected_straggler=stop
     )
-    watch = Stragglers(config, lambda: next(clock))
-    assert watch.look(10, None) is None  # set-up is in these
-    assert watch.look(20, None) is None
+    check = Stragglers(config, lambda: next(clock))
+    assert check.run(10, None) is None  # set-up is in these
+    assert check.run(20, None) is None
     assert not caplog.messages
-    assert watch.look(30, None) is (Exit.STRAGGLER if stop else None)
+    assert check.run(30, None) is (Exit.STRAGGLER if stop else None)
     assert caplog.messages[0].startswith("step 30: host 0 (node17) is slow: per step it waits 0.5")
     assert ("Exiting program due to straggler detection." in caplog.messages) == stop

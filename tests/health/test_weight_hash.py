@@ -31,7 +31,7 @@ def mesh():
 
 
 @pytest.fixture(scope="module")
-def watch(mesh):
+def check(mesh):
     return WeightHashes(10, mesh)
 
 
@@ -65,22 +65,22 @@ def swap_first_two(data):
     data[:2] = data[[1, 0]]
 
 
-def test_equal_copies_match(watch, params, caplog, monkeypatch):
+def test_equal_copies_match(check, params, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
     with caplog.at_level(logging.INFO, "jaxforge"):
-        assert watch.look(20, State(params)) is None
+        assert check.run(20, State(params)) is None
     assert ">>> Weight hashes match after 20 iterations..." in caplog.messages
 
 
 @pytest.mark.parametrize("change", [flip_lowest_bit, swap_first_two])
 @pytest.mark.parametrize("name", ["embedding", "norm"])
 def test_a_copy_that_differs_is_named_with_its_device(
-    watch, mesh, params, caplog, monkeypatch, name, change
+    check, mesh, params, caplog, monkeypatch, name, change
 ):
     monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
     device = mesh.devices[2, 1]
     params[name]["weight"] = with_copy_changed(params[name]["weight"], device, change)
-    assert watch.look(30, State(params)) is Exit.UNHEALTHY
+    assert check.run(30, State(params)) is Exit.UNHEALTHY
     [message] = {m for m in caplog.messages if "not matching" in m}
     assert message == (
         f"Parameter hashes not matching across DP replicas: at step 30, {device} (process 0) "
@@ -88,10 +88,10 @@ def test_a_copy_that_differs_is_named_with_its_device(
     )
 
 
-def test_shards_without_a_copy_are_compared_with_nothing(watch, mesh, params):
+def test_shards_without_a_copy_are_compared_with_nothing(check, mesh, params):
     head = params["head"]["weight"]
     params["head"]["weight"] = with_copy_changed(head, mesh.devices[0, 1], flip_lowest_bit)
-    assert watch.look(40, State(params)) is None
+    assert check.run(40, State(params)) is None
 
 
 def test_each_device_hashes_what_it_holds(mesh, params):

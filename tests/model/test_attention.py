@@ -11,7 +11,7 @@ import pytest
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.model import splash
-from jaxforge.model.attention_backends import BACKENDS, Situation, choose, masked_attention
+from jaxforge.model.attention_backends import BACKENDS, KernelRequirements, choose, masked_attention
 from jaxforge.model.scoring import PLAIN, Scoring
 from jaxforge.model.transformer import Model
 
@@ -36,8 +36,8 @@ def compiled():
     return jax.jit(model.hidden), jax.jit(model.extend)
 
 
-def hidden(tokens, doc_ids=None):
-    return np.asarray(compiled()[0](toy()[1], tokens, doc_ids))
+def hidden(tokens, segment_ids=None):
+    return np.asarray(compiled()[0](toy()[1], tokens, segment_ids))
 
 
 def random_tokens(seed=0, shape=(2, LENGTH)):
@@ -60,11 +60,15 @@ def naive_attention(q, k, v, allowed, scoring=PLAIN):
     return out
 
 
-def allowed_keys(length, doc_ids=None, window=None, batch=2):
+def allowed_keys(length, segment_ids=None, window=None, batch=2):
     back = np.arange(length)[:, None] - np.arange(length)
     allowed = (back >= 0) & (back < (window or length))
     allowed = np.broadcast_to(allowed, (batch, length, length))
-    return allowed if doc_ids is None else allowed & (doc_ids[:, :, None] == doc_ids[:, None])
+    return (
+        allowed
+        if segment_ids is None
+        else allowed & (segment_ids[:, :, None] == segment_ids[:, None])
+    )
 
 
 def random_heads(length, kv_heads, *, n_queries=None, scale=1.0, h=8, dtype=jnp.float32):
@@ -88,10 +92,10 @@ PACKED = pytest.mark.parametrize("packed", [False, True], ids=["causal", "docume
 @pytest.mark.parametrize(("kv_heads", "window"), [(6, None), (2, None), (1, None), (2, 1), (2, 40)])
 @PACKED
 def test_backends_are_softmax_over_the_visible_keys(backend, length, kv_heads, packed, window):
-    doc_ids = random_documents(length) if packed else None
+    segment_ids = random_documents(length) if packed else None
     q, k, v = random_heads(length, kv_heads)
-    ours = BACKENDS[backend].attend(q, k, v, doc_ids, window)
-    naive = naive_attention(q, k, v, allowed_keys(length, doc_ids, window))
+    ours = BACKENDS[backend].attend(q, k, v, segment_ids, window)
+    naive = naive_attention(q, k, v, allowed_keys(length, segment_ids, window))
     np.testing.assert_allclose(ours, naive, rtol=0, atol=1e-5)
 
 
@@ -116,13 +120,13 @@ def test_scores_of_bfloat16_heads_are_float32(backend):
 
 
 def values_and_gradients(backend, length, kv_heads, packed, window=None, *, scoring=PLAIN, **heads):
-    doc_ids = random_documents(length) if packed else None
+    segment_ids = random_documents(length) if packed else None
     attend = functools.partial(BACKENDS[backend].attend, scoring=scoring)
     q, k, v = random_heads(length, kv_heads, **heads)
     weights = np.random.default_rng(2).standard_normal(q.shape)
 
     def loss(q, k, v):
-        y = attend(q, k, v, doc_ids, window).astype(jnp.float32)
+        y = attend(q, k, v, segment_ids, window).astype(jnp.float32)
         return jnp.sum(y * weights), y
 
     gradients, values = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
@@ -155,11 +159,11 @@ SCORINGS = pytest.mark.parametrize("scoring", [CAPPED, Scoring(scale=0.7)], ids=
 @PACKED
 @SCORINGS
 def test_scores_are_scaled_and_capped(backend, packed, window, scoring):
-    doc_ids = random_documents(LENGTH) if packed else None
+    segment_ids = random_documents(LENGTH) if packed else None
     q, k, v = random_heads(LENGTH, 2)
-    allowed = allowed_keys(LENGTH, doc_ids, window)
+    allowed = allowed_keys(LENGTH, segment_ids, window)
     naive = naive_attention(q, k, v, allowed, scoring)
-    ours = BACKENDS[backend].attend(q, k, v, doc_ids, window, scoring=scoring)
+    ours = BACKENDS[backend].attend(q, k, v, segment_ids, window, scoring=scoring)
     np.testing.assert_allclose(ours, naive, rtol=0, atol=1e-5)
     decoded = masked_attention(q, k, v, allowed[:, None], scoring)
     np.testing.assert_allclose(decoded, naive, rtol=0, atol=1e-5)
@@ -200,7 +204,7 @@ def test_cudnn_is_the_reference(kv_heads, packed, window):
     )
 
 
-AT = Situation("cpu", jnp.dtype("float32"), 64, 256)
+AT = KernelRequirements("cpu", jnp.dtype("float32"), 64, 256)
 BF16 = jnp.dtype("bfloat16")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxforge.config.model import ModelConfig
-from jaxforge.model.runtime import Execution
+from jaxforge.model.runtime import Runtime
 from jaxforge.model.transformer import Model, parameter_count
 from jaxforge.parallel.sharding import RULES
 from jaxforge.state.train_state import init_state
@@ -237,7 +237,7 @@ def test_published_models_have_their_number_of_parameters(shape, parameters):
 @pytest.mark.parametrize("differentiate", [False, True])
 def test_the_program_does_not_grow_with_depth(differentiate, save):
     def size(n_layers):
-        deep = Model(ModelConfig(**{**SHAPE, "n_layers": n_layers}), how=Execution(save=save))
+        deep = Model(ModelConfig(**{**SHAPE, "n_layers": n_layers}), runtime=Runtime(save=save))
         forward = lambda p, t: jnp.sum(deep.hidden(p, t))  # noqa: E731
         tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
         program = jax.jit(jax.grad(forward) if differentiate else forward)

@@ -46,11 +46,11 @@ def random_tokens(length=24):
 def test_a_packed_document_is_what_it_is_alone(name):
     _, params, hidden, _ = toy(name)
     tokens = random_tokens()
-    doc_ids = np.array([[0] * 7 + [1] * 10 + [2] * 7, [0] * 3 + [1] + [2] * 20])
-    packed = np.asarray(hidden(params, tokens, doc_ids))
+    segment_ids = np.array([[0] * 7 + [1] * 10 + [2] * 7, [0] * 3 + [1] + [2] * 20])
+    packed = np.asarray(hidden(params, tokens, segment_ids))
     for row in range(2):
         for document in range(3):
-            place = doc_ids[row] == document
+            place = segment_ids[row] == document
             alone = np.zeros((1, 24), int)  # what follows is seen by nobody before it
             alone[0, : place.sum()] = tokens[row, place]
             expected = np.asarray(hidden(params, alone))[0, : place.sum()]

@@ -11,7 +11,7 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import UserError
 from jaxforge.model.plan import LayerKind, LayerPlan, Period, Rope, period_of, plan_of
-from jaxforge.model.runtime import Execution
+from jaxforge.model.runtime import Runtime
 from jaxforge.model.transformer import Model
 from jaxforge.parallel.stages import Stack
 
@@ -93,14 +93,14 @@ def random_tokens():
     return np.random.default_rng(0).integers(0, VOCAB, (2, LENGTH))
 
 
-def one_by_one(model, params, tokens, doc_ids=None):
+def one_by_one(model, params, tokens, segment_ids=None):
     """Each layer by itself, as the plan says."""
-    x = model.embed(params, tokens)
-    context = model.context(x, doc_ids=doc_ids)
+    x = model.embed_tokens(params, tokens)
+    context = model.context(x, segment_ids=segment_ids)
     for i, kind in enumerate(model.plan.layers):
         layer = jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"])
         x, _ = model.block(x, (layer, None), context=context, kind=kind)
-    return model.finish(params, x)
+    return model.final_norm(params, x)
 
 
 @PLANS
@@ -108,7 +108,7 @@ def one_by_one(model, params, tokens, doc_ids=None):
 @pytest.mark.parametrize("unroll", [1, 4, 9])
 def test_the_scan_runs_each_layer_in_its_turn(layers, save, unroll):
     model, params = toy(**layers)
-    scanned = Model(model.config, how=Execution(save=save, unroll=unroll))
+    scanned = Model(model.config, runtime=Runtime(save=save, unroll=unroll))
     tokens = random_tokens()
 
     def total(run):
@@ -140,7 +140,7 @@ def test_a_token_sees_its_window_and_no_further(layers):
     sliding = model.plan.windows.index(5)
     i, kind = next((i, k) for i, k in enumerate(model.plan.layers) if k.window == sliding)
     layer = jax.tree.map(lambda leaf: leaf[i], params["layers"])
-    x = model.embed(params, random_tokens())
+    x = model.embed_tokens(params, random_tokens())
     context = model.context(x)
     before, _ = model.block(x, (layer, None), context=context, kind=kind)
     after, _ = model.block(x.at[:, 3].add(1.0), (layer, None), context=context, kind=kind)

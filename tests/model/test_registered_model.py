@@ -32,7 +32,7 @@ def test_a_registered_model_is_what_build_model_builds():
     class Doubled(Model):
         network = DoubledNetwork
 
-        def finish(self, params, x_BSD):
+        def final_norm(self, params, x_BSD):
             return x_BSD  # without the final norm, to see what the layers made
 
     model = build_model(tiny_config(model={"model_type": "doubled"}))
@@ -42,7 +42,7 @@ def test_a_registered_model_is_what_build_model_builds():
     params = model.init(jax.random.key(0))
     silent = jax.tree.map(jnp.zeros_like, params["layers"])
     params = {**params, "layers": silent}  # blocks that add nothing
-    embedded = ours.embed(params, TOKENS)
+    embedded = ours.embed_tokens(params, TOKENS)
     np.testing.assert_allclose(jax.jit(model.hidden)(params, TOKENS), 4 * embedded, rtol=1e-6)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.train import TrainConfig
-from jaxforge.model.runtime import Execution
+from jaxforge.model.runtime import Runtime
 from jaxforge.model.transformer import Model
 
 CONFIG = ModelConfig(
@@ -35,7 +35,7 @@ def params():
 @functools.cache
 def program(save):
     """Loss and gradients, compiled."""
-    model = Model(CONFIG, how=Execution(save=save))
+    model = Model(CONFIG, runtime=Runtime(save=save))
 
     def loss(params, tokens):
         return jnp.mean(jnp.square(model.hidden(params, tokens) - 1))

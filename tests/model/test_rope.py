@@ -35,7 +35,7 @@ def random_heads(n, seed=0):
 def test_both_ways_of_swapping_halves_agree(dtype):
     x = jnp.asarray(random_heads(6), dtype).reshape(2, 3, 2, HEAD)
     by = rotation(rope(), HEAD, jnp.asarray([[0, 1, 50], [7, 8, 9]]))
-    ours = rotate(x, by, swap_by_product=True)
+    ours = rotate(x, by, rope_as_matmul=True)
     assert ours.dtype == dtype
     np.testing.assert_allclose(ours, rotate(x, by), rtol=1e-6 if dtype == jnp.float32 else 0)
 

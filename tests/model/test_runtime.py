@@ -4,14 +4,14 @@ import jax.numpy as jnp
 import pytest
 
 from jaxforge.config.job import JobConfig
-from jaxforge.model.runtime import execution
+from jaxforge.model.runtime import runtime_for
 
 
-def how(platform, n_layers=4, save="none"):
+def runtime(platform, n_layers=4, save="none"):
     config = JobConfig.model_validate(
         {"model": {"n_layers": n_layers}, "train": {"activation_checkpointing": save}}
     )
-    return execution(config, jnp.bfloat16, platform)
+    return runtime_for(config, jnp.bfloat16, platform)
 
 
 @pytest.mark.parametrize(
@@ -19,26 +19,26 @@ def how(platform, n_layers=4, save="none"):
     [(4, "none", 4), (12, "none", 12), (13, "none", 1), (4, "full", 1), (4, "selective", 1)],
 )
 def test_on_cpu_few_layers_are_unrolled_unless_something_is_recomputed(n_layers, save, unroll):
-    assert how("cpu", n_layers, save).unroll == unroll
+    assert runtime("cpu", n_layers, save).unroll == unroll
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_elsewhere_layers_are_a_loop_and_the_loss_one_tile(platform):
-    assert (how(platform).unroll, how(platform).tile) == (1, None)
+    assert (runtime(platform).unroll, runtime(platform).loss_tile) == (1, None)
 
 
 def test_kernels_are_chosen_for_the_heads_that_there_are():
     for shape in ({"dim": 640, "n_heads": 4}, {"head_dim": 160}):
         config = JobConfig.model_validate({"model": shape})
-        assert execution(config, jnp.bfloat16, "gpu").attention == "blockwise"
+        assert runtime_for(config, jnp.bfloat16, "gpu").attention == "blockwise"
     narrower = JobConfig.model_validate({"model": {"dim": 640, "n_heads": 4, "head_dim": 128}})
-    assert execution(narrower, jnp.bfloat16, "gpu").attention == "cudnn"
+    assert runtime_for(narrower, jnp.bfloat16, "gpu").attention == "cudnn"
 
 
 def test_kernels_follow_the_platform():
-    assert [how(platform).attention for platform in ("cpu", "gpu", "tpu")] == [
+    assert [runtime(platform).attention for platform in ("cpu", "gpu", "tpu")] == [
         "blockwise", "cudnn", "splash",
     ]  # fmt: skip
-    assert [how(platform).swap_by_product for platform in ("cpu", "gpu", "tpu")] == [
+    assert [runtime(platform).rope_as_matmul for platform in ("cpu", "gpu", "tpu")] == [
         False, False, True,
     ]  # fmt: skip

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from jaxforge.pipeline.schedule import SCHEDULES, Work, gpipe, one_f_one_b
+from jaxforge.pipeline.schedule import SCHEDULES, Action, gpipe, one_f_one_b
 
 WAYS = ("forward", "backward")
 
@@ -231,16 +231,16 @@ class TestEveryChangeIsRefused:
         ([(3, "forward", 1, None)], "a forward is missing, or there twice"),
         ([(10, "backward", 0, None)], "a backward is missing, or there twice"),
         (
-            [(8, "forward", 1, None), (9, "forward", 1, Work(7, 0, 0))],
+            [(8, "forward", 1, None), (9, "forward", 1, Action(7, 0, 0))],
             "virtual stage 1 forwards microbatch 7 when it has not just arrived",
         ),
         (
-            [(13, "backward", 0, None), (3, "backward", 0, Work(7, 0, 0))],
+            [(13, "backward", 0, None), (3, "backward", 0, Action(7, 0, 0))],
             "virtual stage 0 takes microbatch 7 back when it has not just arrived",
         ),
-        ([(1, "forward", 0, Work(1, 0, 0))], "tick 1 overwrites what stage 0 holds"),
+        ([(1, "forward", 0, Action(1, 0, 0))], "tick 1 overwrites what stage 0 holds"),
         (
-            [(6, "backward", 0, Work(0, 0, 3))],
+            [(6, "backward", 0, Action(0, 0, 3))],
             "tick 6 finds another microbatch where stage 0 looks",
         ),
     ],

@@ -56,7 +56,7 @@ def batches(job, n, packed=False):
         batch["labels"][0, :, :8] = -100
         if packed:
             ends = rng.random(batch["labels"].shape) < 0.15
-            batch["doc_ids"] = np.cumsum(ends, axis=-1)
+            batch["segment_ids"] = np.cumsum(ends, axis=-1)
     return made
 
 

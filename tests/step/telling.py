@@ -22,7 +22,7 @@ class TellingBlock(Block):
     def __call__(self, x_BSD, context, *args, **kwargs):
         drift = jax.lax.stop_gradient(self.drift[...]).astype(x_BSD.dtype)
         y_BSD, out = super().__call__(x_BSD + drift, context, *args, **kwargs)
-        if context.scales is None:
+        if context.loss_weights is None:
             return y_BSD, out
         size_BS = jnp.mean(jnp.square(x_BSD.astype(jnp.float32)), axis=-1)
         metrics = jax.lax.stop_gradient(
@@ -31,8 +31,8 @@ class TellingBlock(Block):
                 "peak": Max(jnp.max(jnp.abs(y_BSD.astype(jnp.float32)))),
             }
         )
-        terms = {"size": 0.1 * context.scales.position * jnp.sum(size_BS)}
-        moment = context.scales.position * jnp.sum(x_BSD.astype(jnp.float32), axis=(0, 1))
+        terms = {"size": 0.1 * context.loss_weights.position * jnp.sum(size_BS)}
+        moment = context.loss_weights.position * jnp.sum(x_BSD.astype(jnp.float32), axis=(0, 1))
         stats = {"moment": jax.lax.stop_gradient(moment)}
         return y_BSD, out._replace(side=Side(terms, metrics, stats))
 
@@ -57,7 +57,7 @@ def telling_loss(config, model):
     Of a share of the vocabulary as of all of it.
     """
 
-    def loss(params, hidden, batch, scales):
+    def loss(params, hidden, batch, loss_weights):
         labels, head = batch["labels"], model.head(params)
         logits = project(hidden, head)
         top = collectives.pmax(jax.lax.stop_gradient(jnp.max(logits, axis=-1)), "vocab")
@@ -68,8 +68,8 @@ def telling_loss(config, model):
         is_label = entry_ids(head.shape[0]) == labels[..., None]
         label = collectives.psum(jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1), "vocab")
         terms = {
-            "nats": scales.token * jnp.sum(jnp.where(is_valid, lse - label, 0.0)),
-            "lse": 1e-3 * scales.position * jnp.sum(lse**2),
+            "nats": loss_weights.token * jnp.sum(jnp.where(is_valid, lse - label, 0.0)),
+            "lse": 1e-3 * loss_weights.position * jnp.sum(lse**2),
         }
         right = jnp.sum(jnp.where(is_valid, label >= top, 0.0))
         accuracy = Mean(right, jnp.sum(is_valid, dtype=jnp.float32))

@@ -7,11 +7,11 @@ import pytest
 
 from jaxforge.config.train import TrainConfig
 from jaxforge.data.packing import IGNORE
-from jaxforge.side import Scales
+from jaxforge.side import LossWeights
 from jaxforge.step.cross_entropy import Tiling, tiling, weighted_loss
 
 BATCH, LENGTH, DIM, VOCAB = 2, 24, 16, 50
-SCALES = Scales(jnp.float32(0.3), jnp.float32(0.02))
+SCALES = LossWeights(jnp.float32(0.3), jnp.float32(0.02))
 
 
 def inputs(dtype=jnp.float32):
@@ -61,10 +61,10 @@ def test_nats_of_each_dataset(tiles):
     """Three datasets of three, none and one sequences."""
     hidden, head, labels = (jnp.tile(x, (2, 1, 1)[: x.ndim]) for x in inputs())
     head = head[:VOCAB]
-    members = jnp.eye(3, dtype=bool)[jnp.array([0, 0, 2, 0])]
+    dataset_mask = jnp.eye(3, dtype=bool)[jnp.array([0, 0, 2, 0])]
 
     def loss(h):
-        found = weighted_loss(tiles, h, head, labels, SCALES, members)
+        found = weighted_loss(tiles, h, head, labels, SCALES, dataset_mask)
         return found.value, found.by_dataset
 
     (value, nats), gradient = jax.value_and_grad(loss, has_aux=True)(hidden)

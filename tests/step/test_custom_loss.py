@@ -20,13 +20,13 @@ pytestmark = pytest.mark.usefixtures("own_names")
 def plainly(config, model):
     """Cross-entropy and z-loss as a textbook has them, for JAX to differentiate."""
 
-    def loss(params, hidden, batch, scales):
+    def loss(params, hidden, batch, loss_weights):
         labels, logits = batch["labels"], project(hidden, model.head(params))
         lse = jax.nn.logsumexp(logits, axis=-1)
         label = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
         nats = jnp.sum(jnp.where(labels != IGNORE, lse - label, 0.0))
-        weight = config.z_loss_weight * scales.position
-        return scales.token * nats + weight * jnp.sum(lse**2)
+        weight = config.z_loss_weight * loss_weights.position
+        return loss_weights.token * nats + weight * jnp.sum(lse**2)
 
     return loss
 
@@ -56,7 +56,7 @@ def test_it_is_differentiated_on_a_mesh_and_over_microbatches(grad_sync):
     _, b = own.run(own.state(), batches)
     np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-5)
     np.testing.assert_allclose(a["grad_norm"], b["grad_norm"], rtol=1e-4)
-    np.testing.assert_allclose(a["dataset_nats"], b["dataset_nats"], rtol=1e-5)
+    np.testing.assert_allclose(a["dataset_nll"], b["dataset_nll"], rtol=1e-5)
 
 
 def test_stages_are_for_losses_that_take_a_share_of_the_vocabulary():

@@ -153,8 +153,8 @@ def test_every_kind_of_model_does_the_same_on_a_mesh(variant):
     )
     batches = random_batches(alone.config, 4)
     for batch in batches:
-        batch["doc_ids"] = np.zeros_like(batch["labels"])
-        batch["doc_ids"][..., 13:] = 1
+        batch["segment_ids"] = np.zeros_like(batch["labels"])
+        batch["segment_ids"][..., 13:] = 1
     _, a = alone.run(alone.state(), batches)
     _, b = split.run(split.state(), batches)
     np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-5)

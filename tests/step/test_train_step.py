@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxforge.state.train_state import init_state
-from jaxforge.step.cross_entropy import token_scales
+from jaxforge.step.cross_entropy import token_weights
 from jaxforge.step.train_step import Controls
 from tests.conftest import tiny_config
 from tests.helpers import collectives_in_loops, hlo, new_setup, random_batches, setup
@@ -84,8 +84,8 @@ def test_a_batch_without_labels_is_attempted_and_changes_nothing():
 
 def test_token_scales_of_an_empty_microbatch():
     weights = jnp.array([0.0, 3.0])
-    np.testing.assert_allclose(token_scales(weights, "tokens"), [0, 1 / 3])
-    np.testing.assert_allclose(token_scales(weights, "microbatch"), [0, 1 / 6])
+    np.testing.assert_allclose(token_weights(weights, "tokens"), [0, 1 / 3])
+    np.testing.assert_allclose(token_weights(weights, "microbatch"), [0, 1 / 6])
 
 
 @pytest.mark.parametrize("mesh", [{}, {"dp_shard": 2, "tp": 2}], ids=str)

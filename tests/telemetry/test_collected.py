@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from jaxforge.telemetry.measures import Work
-from jaxforge.telemetry.metric_writers import Outlet
-from jaxforge.telemetry.tracker import Start, Tracker
+from jaxforge.telemetry.measures import StepCost
+from jaxforge.telemetry.metric_writers import MetricWriter
+from jaxforge.telemetry.tracker import Tracker, TrackerState
 from tests.telemetry.test_tracker import Kept, scalars
 
 EXTRAS = {
@@ -17,7 +17,9 @@ EXTRAS = {
 @pytest.mark.parametrize("asked", [(), tuple(EXTRAS)])
 def test_what_was_asked_for_is_logged(asked):
     sink = Kept()
-    tracker = Tracker([Outlet("it", sink, 1)], Work(100), Start(), 10**9, extras=asked)
+    tracker = Tracker(
+        [MetricWriter("it", sink, 1)], StepCost(100), TrackerState(), 10**9, extras=asked
+    )
     tracker.end_step(1, {**scalars(1), **EXTRAS})
     tracker.close()
     logged = {

@@ -12,14 +12,14 @@ from rich.console import Console
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.telemetry import line_formats
 from jaxforge.telemetry.line_formats import LINE_FORMATS, RunFacts
-from jaxforge.telemetry.measures import Sums, Work
-from jaxforge.telemetry.metric_writers import open_outlets
+from jaxforge.telemetry.measures import StepCost, Sums
+from jaxforge.telemetry.metric_writers import open_writers
 from jaxforge.telemetry.sinks import LineSink, LiveSink
 from tests.conftest import tiny_config
 
 RUN = RunFacts(
     max_steps=500, seq_len=2048, grad_accum_steps=4, examples=64000,
-    work=Work(tokens=256 * 2048, flops=5.2e10, causal_flops=5.1e10, n_devices=8),
+    cost=StepCost(tokens=256 * 2048, flops=5.2e10, causal_flops=5.1e10, n_devices=8),
 )  # fmt: skip
 STEP = {
     "train/loss": 5.021314, "train/grad_norm": 1.23456, "train/lr": 3e-4,
@@ -193,9 +193,9 @@ def test_a_terminal_gets_plain_lines_too_where_a_format_is_asked_for(tmp_path):
     text = io.StringIO()
     config = tiny_config(metrics={"log_format": "textbook"}, checkpoint={"dir": str(tmp_path)})
     console = Console(file=text, force_terminal=True)
-    for outlet in open_outlets(console, config, "id", 0):
-        outlet.write(10, STEP)
-        outlet.close()
+    for writer in open_writers(console, config, "id", 0):
+        writer.write(10, STEP)
+        writer.close()
     assert text.getvalue() == "step     10  lr 3.00e-04  loss 5.0213  |g| 1.235\n"
 
 

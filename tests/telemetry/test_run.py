@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from jaxforge.telemetry.measures import Work, memory
+from jaxforge.telemetry.measures import StepCost, memory
 from tests.processes.conftest import ROOT, Run
 from tests.telemetry.readers import events, wandb_history, wandb_records
 from tests.telemetry.test_profiler import steps_in
@@ -80,7 +80,7 @@ def test_the_documentation_lists_every_metric(run):
     stats = dict.fromkeys(("bytes_in_use", "peak_bytes_in_use", "pool_bytes", "bytes_limit"), 1)
     device = types.SimpleNamespace(memory_stats=lambda: stats)
     logged = {name for line in run.lines() for name in line} - {"step", "time"}
-    logged |= Work(1, peak_tflops=1.0).speed(1.0, 1).keys() | memory([device]).keys()
+    logged |= StepCost(1, peak_tflops=1.0).speed(1.0, 1).keys() | memory([device]).keys()
     logged |= {"smoothed/mfu", "train/rollbacks"}
     logged |= {"local_checkpoint/blocking_sec", "local_checkpoint/save_sec"}
     table = (ROOT / "docs" / "metrics.md").read_text().partition("##")[0]

@@ -15,7 +15,7 @@ from rich.console import Console
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.errors import UserError
 from jaxforge.telemetry.console import add_log_file, setup_logging
-from jaxforge.telemetry.metric_writers import Outlet, check_libraries, open_outlets
+from jaxforge.telemetry.metric_writers import MetricWriter, check_libraries, open_writers
 from jaxforge.telemetry.sinks import JsonlSink
 from jaxforge.telemetry.tensorboard import TensorBoardSink
 from jaxforge.telemetry.wandb import WandbSink
@@ -42,24 +42,24 @@ def test_lines_that_a_full_disk_does_not_take_come_later(tmp_path):
     path = tmp_path / "metrics.jsonl"
     sink = JsonlSink(path, 0)
     sink._file = Disk(path, "ab")
-    outlet = Outlet("metrics.jsonl", sink, 1, catches_up=True)
+    writer = MetricWriter("metrics.jsonl", sink, 1, catches_up=True)
 
     def steps():
         return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
     sink._file.room = 100
     for step in range(1, 7):
-        outlet.write(step, {"train/loss": 1.0})
+        writer.write(step, {"train/loss": 1.0})
     assert steps() == [1]  # and no half of the next
-    outlet.rewind(4)
+    writer.rewind(4)
     sink._file.room = 10**9
-    outlet.write(5, {"train/loss": 2.0})
+    writer.write(5, {"train/loss": 2.0})
     assert steps() == [1, 2, 3, 4, 5]
     sink._file.room = path.stat().st_size
-    outlet.write(6, {"train/loss": 3.0})
+    writer.write(6, {"train/loss": 3.0})
     assert steps() == [1, 2, 3, 4, 5]
     sink._file.room = 10**9
-    outlet.close()
+    writer.close()
     assert steps() == [1, 2, 3, 4, 5, 6]
 
 
@@ -159,10 +159,10 @@ def test_intervals_are_each_sinks_own_and_by_default_log_interval(tmp_path, monk
         config = config_in(
             tmp_path, log_interval=6, enable_tensorboard=True, enable_wandb=True, **given
         )
-        outlets = open_outlets(Console(file=io.StringIO()), config, "id", 0)
-        due = [next(step for step in range(1, 13) if outlet.due(step)) for outlet in outlets]
-        for outlet in outlets:
-            outlet.close()
+        writers = open_writers(Console(file=io.StringIO()), config, "id", 0)
+        due = [next(step for step in range(1, 13) if writer.due(step)) for writer in writers]
+        for writer in writers:
+            writer.close()
         assert due == [6, 6, expected, expected]
 
 
@@ -170,7 +170,7 @@ def test_a_directory_that_cannot_be_written_is_a_mistake_of_the_user(tmp_path):
     (tmp_path / "file").touch()
     config = config_in(tmp_path, enable_tensorboard=True, tensorboard_dir="file/inside")
     with pytest.raises(UserError, match=r"metrics.tensorboard_dir: .*file/inside: Not a directory"):
-        open_outlets(Console(file=io.StringIO()), config, "id", 0)
+        open_writers(Console(file=io.StringIO()), config, "id", 0)
 
 
 def test_a_service_that_does_not_answer_is_done_without(tmp_path, monkeypatch):
@@ -179,7 +179,7 @@ def test_a_service_that_does_not_answer_is_done_without(tmp_path, monkeypatch):
 
     monkeypatch.setattr("jaxforge.telemetry.metric_writers.WandbSink", no_network)
     config = config_in(tmp_path, enable_wandb=True)
-    *others, silent = open_outlets(Console(file=io.StringIO()), config, "id", 0)
+    *others, silent = open_writers(Console(file=io.StringIO()), config, "id", 0)
     assert len(others) == 2
     silent.write(1, {"train/loss": 1.0})
     assert silent.due(10)

@@ -13,7 +13,6 @@ from tests.torch_compat import mutations, subjects
 from torch_compat import checkpoints, dcp_state, safetensors
 from torch_compat.dcp_state import Options
 from torch_compat.inspection import inspect
-from torch_compat.state import wanted
 
 MEMORY = 300 << 20  # bytes that a reading may take
 ABOVE = 1 << 30  # bytes above which an allocation fails, rather than the machine
@@ -27,18 +26,18 @@ def read(path):
         opened = found.dcp()
         for key in opened.objects:
             opened.objects(key)
-        held = dcp_state.read(opened, _declared(), Options())
+        checkpoint = dcp_state.read(opened, _declared(), Options())
     else:
-        held = found.read(found.config(None), Options())
-    values = {name: _digest(tensor.all()) for name, tensor in held.tensors()}
-    values |= {f"scalar {name}": str(scalar) for name, scalar in held.scalars.items()}
-    progress = held.progress.to_json() if held.progress else {}
+        checkpoint = found.read(found.config(None), Options())
+    values = {name: _digest(tensor.all()) for name, tensor in checkpoint.tensors()}
+    values |= {f"scalar {name}": str(scalar) for name, scalar in checkpoint.scalars.items()}
+    progress = checkpoint.progress.to_json() if checkpoint.progress else {}
     return values | {f"progress {k}": str(v) for k, v in progress.items() if k != "run_id"}
 
 
 @functools.cache
 def _declared():
-    return wanted(subjects.config())
+    return abstract_target(subjects.config())
 
 
 def _digest(array):
@@ -49,9 +48,9 @@ def _digest(array):
 def outcome(path):
     """How reading one went; peak memory in bytes above that before."""
     before = _reset_peak()
-    answer = {"kind": "read", "message": "", "held": None, "says so": False}
+    answer = {"kind": "read", "message": "", "checkpoint": None, "says so": False}
     try:
-        answer["held"] = read(path)
+        answer["checkpoint"] = read(path)
         answer["says so"] = _reference_agrees(path)
     except (UserError, StorageError) as error:
         answer |= {"kind": "refused", "message": printable(str(error))}  # as the command does
@@ -70,11 +69,11 @@ def judge(answer, original, mutation=""):
         message = answer["message"]
         plain = len(message) < 4000 and all(c.isprintable() or c == "\n" for c in message)
         return ("refused", message) if plain else ("MESSAGE", message[:400])
-    if answer["held"] == original:
+    if answer["checkpoint"] == original:
         return "read as it was", ""
     if answer["says so"] or any(way in mutation for way in mutations.WITH_CHECKSUMS):
         return "read as it says", ""  # by the reference reader of a format without checksums, too
-    changed = sorted(k for k, v in original.items() if answer["held"].get(k) != v)
+    changed = sorted(k for k, v in original.items() if answer["checkpoint"].get(k) != v)
     return "DIFFERENT", ", ".join(changed[:5])
 
 

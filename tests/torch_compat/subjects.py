@@ -11,10 +11,10 @@ from tests.torch_compat.tensors import random_array, to_torch
 from torch_compat import checkpoints, dcp_state, torch_zip, train_state
 from torch_compat.commands import Export, Import
 from torch_compat.dcp_state import Options
-from torch_compat.lazy import Lazy, of_array
-from torch_compat.name_maps import DIALECTS
+from torch_compat.lazy import LazyTensor, of_array
+from torch_compat.name_maps import NAME_MAPS
 from torch_compat.staging import Share
-from torch_compat.state import Held, wanted
+from torch_compat.state import CheckpointState, abstract_target
 from torch_compat.workers import Workers
 
 SUBJECTS = ["torch", "ours", "stages", "torchtitan", "hf", "sharded", "jaxforge"]
@@ -31,9 +31,9 @@ def config():
     return make_config(CONFIG)
 
 
-def held():
+def checkpoint():
     """A state of random numbers."""
-    declared = wanted(config())
+    declared = abstract_target(config())
 
     def tensors(shapes, seed):
         return {
@@ -41,7 +41,7 @@ def held():
             for i, (name, shape) in enumerate(shapes.items())
         }
 
-    return Held(
+    return CheckpointState(
         params=tensors(declared.params, 0),
         moments={f: tensors(s, 1000 * i) for i, (f, s) in enumerate(declared.moments.items(), 1)},
         scalars={"updates": np.asarray(3, np.int32)},
@@ -55,14 +55,16 @@ def write_torch(directory: Path) -> Path:
     import torch.distributed.checkpoint as dcp
 
     state: dict = {}
-    entries = dcp_state.entries(held(), wanted(config()), DIALECTS["kempnerforge"], flat=False,
-                                prefix="model.", weights_only=False)  # fmt: skip
+    entries = dcp_state.entries(
+        checkpoint(), abstract_target(config()), NAME_MAPS["kempnerforge"], flat=False,
+        prefix="model.", weights_only=False,
+    )  # fmt: skip
     for entry in entries.values():
         into = state
         for part in entry.path[:-1]:
             into = into.setdefault(part, {})
         value = entry.value
-        into[entry.path[-1]] = to_torch(value.all()) if isinstance(value, Lazy) else value
+        into[entry.path[-1]] = to_torch(value.all()) if isinstance(value, LazyTensor) else value
     dcp.save(state, checkpoint_id=directory, no_dist=True)
     about = train_state.to_torch(Progress(step=3, samples=6, tokens=96), 3, config(), 1)
     ours = b"".join(bytes(piece) for piece in torch_zip.archive(about))

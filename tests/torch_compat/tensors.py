@@ -5,7 +5,7 @@ import pytest
 
 from torch_compat.dcp_reader import Dcp, open_dcp
 from torch_compat.files import Directory
-from torch_compat.lazy import DTYPES, Lazy
+from torch_compat.lazy import DTYPES, LazyTensor
 
 
 def random_array(name, shape, seed=0):
@@ -48,7 +48,7 @@ def random_index(rng, shape):
     return tuple(slice(int(start), int(stop)) for start, stop in bounds)
 
 
-def assert_reads(lazy: Lazy, expected, parts=6):
+def assert_reads(lazy: LazyTensor, expected, parts=6):
     """The whole tensor, and parts of it."""
     assert (lazy.shape, lazy.dtype) == (expected.shape, expected.dtype)
     assert_same(lazy.all(), expected)

@@ -44,8 +44,8 @@ def trained(directory, steps=2, **sections):
 
 
 def values(run):
-    held, _ = orbax_store.open_orbax(run)
-    return {name: tensor.all() for name, tensor in held.tensors()} | held.scalars
+    checkpoint, _ = orbax_store.open_orbax(run)
+    return {name: tensor.all() for name, tensor in checkpoint.tensors()} | checkpoint.scalars
 
 
 def assert_same(a, b):
@@ -59,9 +59,13 @@ def test_a_golden_run_comes_back_bit_for_bit(golden, tmp_path, name, capsys):
     source = golden / name
     settings = [f"--config={source / 'config.toml'}", "--data.shuffle=false"]
     assert main(["import", str(source), str(tmp_path / "run"), *settings]) == 0
-    held, config = orbax_store.open_orbax(tmp_path / "run")
-    assert (held.progress.step, held.progress.samples, held.progress.tokens) == (10, 80, 10240)
-    assert int(held.scalars["updates"]) == 10
+    checkpoint, config = orbax_store.open_orbax(tmp_path / "run")
+    assert (checkpoint.progress.step, checkpoint.progress.samples, checkpoint.progress.tokens) == (
+        10,
+        80,
+        10240,
+    )
+    assert int(checkpoint.scalars["updates"]) == 10
     assert config.optimizer.lr == 3e-3
     ranks = 1 if name.endswith("1rank") else 2
     exporting = ["export", str(tmp_path / "run"), str(tmp_path / "back"), "--to=dcp"]
@@ -167,10 +171,10 @@ def test_weights_alone_start_at_step_0(tmp_path):
     main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
     arguments = [str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config}"]
     main(["import", *arguments, "--weights-only", "--dtype=bfloat16"])
-    held, _ = orbax_store.open_orbax(tmp_path / "b")
-    assert held.moments is None
-    assert held.progress.step == 0
-    assert {t.dtype.name for t in held.params.values()} == {"bfloat16"}
+    checkpoint, _ = orbax_store.open_orbax(tmp_path / "b")
+    assert checkpoint.moments is None
+    assert checkpoint.progress.step == 0
+    assert {t.dtype.name for t in checkpoint.params.values()} == {"bfloat16"}
 
 
 def test_missing_optimizer_state_is_said_and_filled_on_request(tmp_path, capsys):
@@ -184,9 +188,9 @@ def test_missing_optimizer_state_is_said_and_filled_on_request(tmp_path, capsys)
         main(["import", *arguments])
     main(["import", *arguments, "--fill-optimizer"])
     assert "start from zero" in capsys.readouterr().err
-    held, _ = orbax_store.open_orbax(tmp_path / "b")
-    assert not held.moments["mu"]["norm.weight"].all().any()
-    assert held.moments["momentum"]["layers.0.mlp.up_proj.weight"].all().any()
+    checkpoint, _ = orbax_store.open_orbax(tmp_path / "b")
+    assert not checkpoint.moments["mu"]["norm.weight"].all().any()
+    assert checkpoint.moments["momentum"]["layers.0.mlp.up_proj.weight"].all().any()
 
 
 def without_inner_adam(directory):

@@ -53,8 +53,8 @@ def is_whole(sources, to):
     except UserError:
         return False
     config = checkpoints.find(sources / "run").config(None)
-    held = [checkpoints.find(p).read(config, WEIGHTS).params for p in (to, sources / "run")]
-    ours, theirs = ({name: tensor.all() for name, tensor in of.items()} for of in held)
+    checkpoint = [checkpoints.find(p).read(config, WEIGHTS).params for p in (to, sources / "run")]
+    ours, theirs = ({name: tensor.all() for name, tensor in of.items()} for of in checkpoint)
     assert_same(ours, theirs)
     return True
 

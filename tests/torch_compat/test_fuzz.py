@@ -25,7 +25,7 @@ def subjects(tmp_path_factory):
 
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_whatever_a_file_holds_reading_it_ends_well(subjects, tmp_path, name):
-    original = reading.outcome(subjects[name])["held"]
+    original = reading.outcome(subjects[name])["checkpoint"]
     assert original
     kinds = collections.Counter()
     for number in range(MUTANTS):
@@ -61,7 +61,13 @@ def test_what_describes_the_arrays_of_a_run_is_not_vast(subjects, tmp_path, name
 
 def test_what_is_no_outcome_is_a_fault():
     """The judge itself."""
-    answer = {"kind": "read", "message": "", "held": {"w": "1"}, "says so": False, "memory": 0}
+    answer = {
+        "kind": "read",
+        "message": "",
+        "checkpoint": {"w": "1"},
+        "says so": False,
+        "memory": 0,
+    }
     assert reading.judge(answer, {"w": "1"})[0] == "read as it was"
     assert reading.judge(answer, {"w": "2"})[0] == "DIFFERENT"
     assert reading.judge(answer | {"says so": True}, {"w": "2"})[0] == "read as it says"

@@ -6,7 +6,7 @@ import pytest
 from tests.torch_compat.tensors import assert_same, random_array, random_index
 from torch_compat.lazy import (
     DTYPES,
-    Lazy,
+    LazyTensor,
     blocks,
     equal,
     intersection,
@@ -74,7 +74,7 @@ def recorded(array):
         asked.append(index)
         return array[index]
 
-    return Lazy(array.shape, array.dtype, read), asked
+    return LazyTensor(array.shape, array.dtype, read), asked
 
 
 def test_a_view_reads_no_more_than_it_needs():

@@ -36,9 +36,8 @@ from torch_compat.files import Directory
 from torch_compat.inspection import inspect
 from torch_compat.lazy import DTYPES, of_array, zeros
 from torch_compat.limits import load_json
-from torch_compat.name_maps import DIALECTS
+from torch_compat.name_maps import NAME_MAPS
 from torch_compat.pickles import Call, Global, New, Pairs
-from torch_compat.state import wanted
 from torch_compat.translation import Translation, translate
 
 MANY = 1_000_000
@@ -454,8 +453,8 @@ def test_a_single_file_beside_an_index_is_what_transformers_reads(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "bool", "float8_e4m3fn"])
 def test_weights_that_are_no_floats_are_refused(dtype):
-    declared = wanted(make_config({"model": {"dim": 16, "n_layers": 1, "n_heads": 2}}))
-    into = Translation(DIALECTS["hf-llama"], declared.config.model, False, "here")
+    declared = abstract_target(make_config({"model": {"dim": 16, "n_layers": 1, "n_heads": 2}}))
+    into = Translation(NAME_MAPS["hf-llama"], declared.config.model, False, "here")
     weights = {name: zeros(shape, np.dtype(np.float32)) for name, shape in declared.params.items()}
     theirs = into.dialect.to_theirs(weights, declared.config.model)
     assert translate(theirs, declared.params, into).keys() == declared.params.keys()

@@ -16,9 +16,8 @@ from torch_compat import dcp_state
 from torch_compat.dcp_reader import Dcp, Objects
 from torch_compat.files import Directory
 from torch_compat.lazy import DTYPES, of_array
-from torch_compat.name_maps import DIALECTS
+from torch_compat.name_maps import NAME_MAPS
 from torch_compat.names.table import EMBEDDING, HEAD
-from torch_compat.state import wanted
 from torch_compat.translation import Translation, translate
 
 LAYERS, EXPERTS = 2, 4
@@ -72,7 +71,9 @@ def model_of(**features):
 def _shapes(items):
     features = dict(items)
     dense = {key: value for key, value in features.items() if not key.startswith(("num_", "moe_"))}
-    shapes = dict(wanted(tiny_config(model={**SMALL, **dense}, train={"seq_len": 8})).params)
+    shapes = dict(
+        abstract_target(tiny_config(model={**SMALL, **dense}, train={"seq_len": 8})).params
+    )
     if "num_experts" not in features:
         return shapes
     return {**without_mlp(shapes), **experts("moe_router" in features)}
@@ -117,12 +118,12 @@ def lazy(arrays):
 
 def theirs_of(dialect, features, dtype="float32"):
     """The same by a dialect's names, as its own code would save it."""
-    found = DIALECTS[dialect].to_theirs(lazy(ours_of(features, dtype)), model_of(**features))
+    found = NAME_MAPS[dialect].to_theirs(lazy(ours_of(features, dtype)), model_of(**features))
     return {key: np.ascontiguousarray(tensor.all()) for key, tensor in found.items()}
 
 
 def translated(dialect, features, theirs, *, resize_vocab=False):
-    by = Translation(DIALECTS[dialect], model_of(**features), resize_vocab, "here")
+    by = Translation(NAME_MAPS[dialect], model_of(**features), resize_vocab, "here")
     return translate(lazy(theirs), shapes_of(features), by)
 
 
@@ -132,7 +133,7 @@ def as_dcp(keys):
 
 
 def test_every_dialect_is_tested():
-    assert FEATURES.keys() == DIALECTS.keys()
+    assert FEATURES.keys() == NAME_MAPS.keys()
 
 
 @pytest.mark.parametrize(("dialect", "features"), CASES)
@@ -148,9 +149,9 @@ def test_there_and_back_is_the_same_bit_for_bit(dialect, features, dtype):
 @pytest.mark.parametrize(("dialect", "features"), CASES)
 def test_every_parameter_has_a_key_of_its_own(dialect, features):
     ours, theirs = ours_of(features), theirs_of(dialect, features)
-    assert theirs.keys() == {DIALECTS[dialect].their_name(name) for name in ours}
+    assert theirs.keys() == {NAME_MAPS[dialect].their_name(name) for name in ours}
     assert sum(array.size for array in theirs.values()) == sum(a.size for a in ours.values())
-    assert all(DIALECTS[dialect].knows(key) for key in theirs)
+    assert all(NAME_MAPS[dialect].knows(key) for key in theirs)
     values = np.concatenate([array.ravel() for array in theirs.values()])
     all_of_ours = np.concatenate([array.ravel() for array in ours.values()])
     np.testing.assert_array_equal(np.sort(values), np.sort(all_of_ours))
@@ -218,7 +219,7 @@ NAMES = {
     [(dialect, *pair) for dialect, pairs in NAMES.items() for pair in pairs.items()],
 )
 def test_names_are_those_of_the_code_base(dialect, theirs, ours):
-    assert DIALECTS[dialect].their_name(ours) == theirs
+    assert NAME_MAPS[dialect].their_name(ours) == theirs
 
 
 def test_packed_experts_are_stacked_with_inputs_first():
@@ -258,7 +259,7 @@ def test_scores_are_those_of_complex_rotation_in_torchtitan(dialect, features):
 
     names = [f"layers.1.attention.{m}_proj.weight" for m in "qk"]
     theirs = theirs_of(dialect, features)
-    as_they_are = [theirs[DIALECTS[dialect].their_name(name)] for name in names]
+    as_they_are = [theirs[NAME_MAPS[dialect].their_name(name)] for name in names]
     back = translated(dialect, features, theirs)
     expected = scores(*map(meta, as_they_are))
     found = scores(*(halves(back[name].all()) for name in names))
@@ -290,14 +291,14 @@ def test_a_dialect_is_found_from_the_keys(dialect, features, prefix):
     expected = {**same, "hf-olmo3": "hf-olmo2"}.get(dialect, dialect)  # the very same names
     for wrapped in WRAPPERS:
         found = dcp_state.sort_keys(as_dcp([prefix + wrapped(key) for key in keys]))
-        assert found.dialect is DIALECTS[expected]
+        assert found.dialect is NAME_MAPS[expected]
         assert list(found.params) == keys
 
 
 @pytest.mark.parametrize("dialect", ["torchtitan", "torchtitan-2025", "kempnerforge", "hf-llama"])
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_a_dialect_is_found_without_the_head_of_a_tied_model(dialect, prefix):
-    keys = [key for key in theirs_of(dialect, LLAMA) if key != DIALECTS[dialect].their_name(HEAD)]
+    keys = [key for key in theirs_of(dialect, LLAMA) if key != NAME_MAPS[dialect].their_name(HEAD)]
     assert dcp_state.sort_keys(as_dcp([prefix + key for key in keys])).dialect.name == dialect
 
 
@@ -306,7 +307,7 @@ def test_keys_beside_the_model_do_not_hide_it():
     beside = ["optimizer.state.norm.weight.exp_avg", "train_state.step", "dataloader.dp_rank_0",
               "model.layers.0._extra_state", "lr_scheduler.last_epoch", "rng_state"]  # fmt: skip
     found = dcp_state.sort_keys(as_dcp([*keys, *beside]))
-    assert found.dialect is DIALECTS["torchtitan"]
+    assert found.dialect is NAME_MAPS["torchtitan"]
     assert len(found.params) == len(keys)
     assert found.state.keys() == {"norm.weight"}
     assert set(found.others) == set(beside[1:])
@@ -332,10 +333,10 @@ def test_the_number_of_updates_is_a_number(step, says):
         for field, value in (("exp_avg", array), ("exp_avg_sq", array), ("step", step))
     }
     found = Dcp(Directory("/nowhere"), lazy({**params, **state}), Objects())
-    settings = wanted(tiny_config(model=SMALL, train={"seq_len": 8}))
+    settings = abstract_target(tiny_config(model=SMALL, train={"seq_len": 8}))
     if says is None:
-        held = dcp_state.read(found, settings, dcp_state.Options())
-        assert held.scalars["updates"] == held.progress.step == 4
+        checkpoint = dcp_state.read(found, settings, dcp_state.Options())
+        assert checkpoint.scalars["updates"] == checkpoint.progress.step == 4
         return
     with pytest.raises(UserError, match=says):
         dcp_state.read(found, settings, dcp_state.Options())
@@ -360,7 +361,7 @@ def test_two_keys_of_one_parameter_are_refused():
 
 def test_names_of_no_dialect_are_answered_with_the_nearest():
     keys = [*theirs_of("torchtitan", LLAMA), "vision.patches.weight"]
-    settings = wanted(tiny_config(model=SMALL, train={"seq_len": 8}))
+    settings = abstract_target(tiny_config(model=SMALL, train={"seq_len": 8}))
     with pytest.raises(UserError, match=r"nearest is torchtitan, .* know vision\.patches\.weight"):
         dcp_state.read(as_dcp(keys), settings, dcp_state.Options())
     with pytest.raises(UserError, match="it holds no model"):
@@ -436,8 +437,8 @@ CAN_BE_TIED = [name for name, several in FEATURES.items() if LLAMA in several]
 def test_a_tied_head_may_be_there_as_a_copy_or_not(dialect):
     assert HEAD not in shapes_of(TIED)
     theirs = theirs_of(dialect, TIED)
-    embedding = theirs[DIALECTS[dialect].their_name(EMBEDDING)]
-    copied = theirs | {DIALECTS[dialect].their_name(HEAD): embedding.copy()}
+    embedding = theirs[NAME_MAPS[dialect].their_name(EMBEDDING)]
+    copied = theirs | {NAME_MAPS[dialect].their_name(HEAD): embedding.copy()}
     for given in (theirs, copied):
         back = translated(dialect, TIED, given)
         assert back.keys() == shapes_of(TIED).keys()
@@ -447,12 +448,12 @@ def test_a_tied_head_may_be_there_as_a_copy_or_not(dialect):
 @pytest.mark.parametrize("dialect", CAN_BE_TIED)
 def test_a_head_that_differs_is_not_tied(dialect):
     theirs = theirs_of(dialect, TIED)
-    embedding = theirs[DIALECTS[dialect].their_name(EMBEDDING)]
+    embedding = theirs[NAME_MAPS[dialect].their_name(EMBEDDING)]
     other = embedding.copy()
     other[-1, -1] = np.nextafter(other[-1, -1], np.float32(9))
     for head in (other, embedding[:-1], embedding.astype(DTYPES["bfloat16"])):
         with pytest.raises(UserError, match="tie_embeddings is true, but the output head differs"):
-            translated(dialect, TIED, theirs | {DIALECTS[dialect].their_name(HEAD): head})
+            translated(dialect, TIED, theirs | {NAME_MAPS[dialect].their_name(HEAD): head})
 
 
 def test_a_tied_head_alone_is_no_embedding():
@@ -468,7 +469,7 @@ def test_a_vocabulary_is_cut_or_padded_when_asked(dialect, rows):
     theirs = theirs_of(dialect, LLAMA)
     padded = np.random.default_rng(0).standard_normal((16, 16), np.float32)
     for name in (EMBEDDING, HEAD):
-        theirs[DIALECTS[dialect].their_name(name)] = padded[:rows]
+        theirs[NAME_MAPS[dialect].their_name(name)] = padded[:rows]
     expected = padded[:12].copy()
     expected[rows:] = 0
     back = translated(dialect, LLAMA, theirs, resize_vocab=True)
@@ -511,4 +512,4 @@ def test_what_a_dialect_does_not_have_is_refused_with_the_reason(dialect, featur
 def test_a_shared_expert_has_no_place_in_mixtral():
     name = "layers.0.mlp.shared_expert.up_proj.weight"
     with pytest.raises(UserError, match=f"{name} cannot be .*this family has no shared expert"):
-        DIALECTS["hf-mixtral"].their_name(name)
+        NAME_MAPS["hf-mixtral"].their_name(name)

@@ -7,7 +7,7 @@ import pytest
 from tests.conftest import tiny_config
 from torch_compat import training_state
 from torch_compat.shapes import parameters
-from torch_compat.state import wanted
+from torch_compat.state import abstract_target
 
 MODEL = {"dim": 16, "n_layers": 3, "n_heads": 4, "vocab_size": 500, "ffn_hidden_dim": 24}
 OPTIONS = {
@@ -46,5 +46,5 @@ def test_the_state_of_every_optimizer(name):
     scheduler = {"name": "none"} if name.startswith("schedule_free") else {}
     config = tiny_config(model=MODEL, optimizer={"name": name}, scheduler=scheduler)
     moments, scalars = training_state.fields(config)
-    assert wanted(config).moments == moments
-    assert wanted(config).scalars == scalars
+    assert abstract_target(config).moments == moments
+    assert abstract_target(config).scalars == scalars

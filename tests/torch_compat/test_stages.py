@@ -24,10 +24,10 @@ from torch_compat import orbax_store, stages
 from torch_compat.__main__ import main
 from torch_compat.dcp_reader import METADATA
 from torch_compat.lazy import of_array
-from torch_compat.name_maps import DIALECTS
+from torch_compat.name_maps import NAME_MAPS
 from torch_compat.optimizer_state import KINDS
 from torch_compat.staging import Share
-from torch_compat.state import Held, wanted
+from torch_compat.state import CheckpointState, abstract_target
 
 MODEL = {"dim": 32, "n_layers": 5, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 48,
          "ffn_hidden_dim": 40, "max_seq_len": 32}  # fmt: skip
@@ -43,7 +43,7 @@ def write_run(directory, optimizer="adamw", seed=0):
     """A run directory at step 3 in which no two values are alike."""
     scheduler = {"name": "none"} if optimizer.startswith("schedule_free") else {}
     config = tiny_config(model=MODEL, optimizer={"name": optimizer}, scheduler=scheduler)
-    declared = wanted(config)
+    declared = abstract_target(config)
     seeds = iter(range(1000 * seed, 1000 * seed + 1000))
 
     def random(shapes):
@@ -52,13 +52,13 @@ def write_run(directory, optimizer="adamw", seed=0):
 
     weight_sum = 3 * config.optimizer.lr * (1 - config.optimizer.betas[0])
     scalars = {"updates": np.int32(3), "weight_sum": np.float32(weight_sum)}
-    held = Held(
+    checkpoint = CheckpointState(
         params=random(declared.params),
         moments={field: random(shapes) for field, shapes in declared.moments.items()},
         scalars={name: np.asarray(scalars[name]) for name in declared.scalars},
         progress=Progress(step=3, samples=24, tokens=768),
     )
-    writer = orbax_store.stage(held, declared, directory, {}, Share(), 1 << 20)
+    writer = orbax_store.stage(checkpoint, declared, directory, {}, Share(), 1 << 20)
     with writer.staging:
         writer.staging.write(writer.units, lambda nbytes: None)
         writer.commit()
@@ -128,10 +128,10 @@ def test_a_stage_has_its_parameters_and_their_optimizer_and_no_others(run_of, tm
 
 
 def test_every_tensor_is_in_one_stage(run_of):
-    held = orbax_store.open_orbax(run_of("muon"))[0]
-    parts = stages.split(held, MODEL["n_layers"], 3).values()
+    checkpoint = orbax_store.open_orbax(run_of("muon"))[0]
+    parts = stages.split(checkpoint, MODEL["n_layers"], 3).values()
     found = [name for part in parts for name, _ in part.tensors()]
-    assert sorted(found) == sorted(name for name, _ in held.tensors())
+    assert sorted(found) == sorted(name for name, _ in checkpoint.tensors())
 
 
 def test_weights_alone_come_in_stages_without_a_place(run_of, tmp_path):
@@ -182,7 +182,10 @@ def test_a_rank_of_a_pipeline_loads_its_stage(run_of, tmp_path, layout):
     torch = pytest.importorskip("torch")
     dcp = pytest.importorskip("torch.distributed.checkpoint")
     by = pytest.importorskip("torch.distributed.checkpoint.state_dict")
-    step, held = export(run_of("adamw"), tmp_path, 3, f"--layout={layout}"), values(run_of("adamw"))
+    step, checkpoint = (
+        export(run_of("adamw"), tmp_path, 3, f"--layout={layout}"),
+        values(run_of("adamw")),
+    )
     options = by.StateDictOptions(flatten_optimizer_state_dict=layout == "flat")
     for stage in range(3):
         model, optimizer = stage_of_torch(torch, stage, 3)
@@ -195,10 +198,10 @@ def test_a_rank_of_a_pipeline_loads_its_stage(run_of, tmp_path, layout):
         by.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
         for name, parameter in model.named_parameters():
             moments = optimizer.state[parameter]
-            np.testing.assert_array_equal(of_torch(parameter), held[f"params.{name}"])
+            np.testing.assert_array_equal(of_torch(parameter), checkpoint[f"params.{name}"])
             for ours, theirs in KINDS["adamw"].fields.items():
                 np.testing.assert_array_equal(
-                    of_torch(moments[theirs]), held[f"optimizer.{ours}.{name}"]
+                    of_torch(moments[theirs]), checkpoint[f"optimizer.{ours}.{name}"]
                 )
             assert moments["step"] == 3
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
@@ -210,7 +213,7 @@ def test_a_rank_of_a_pipeline_loads_its_stage(run_of, tmp_path, layout):
 def test_torch_loads_all_tensors_of_a_stage_into_plain_ones(run_of, tmp_path, optimizer):
     torch = pytest.importorskip("torch")
     dcp = pytest.importorskip("torch.distributed.checkpoint")
-    step, held = export(run_of(optimizer), tmp_path, 2), values(run_of(optimizer))
+    step, checkpoint = export(run_of(optimizer), tmp_path, 2), values(run_of(optimizer))
     ours = {theirs: f"optimizer.{ours}" for ours, theirs in KINDS[optimizer].fields.items()}
     loaded = 0
     for stage in (0, 1):
@@ -223,13 +226,13 @@ def test_torch_loads_all_tensors_of_a_stage_into_plain_ones(run_of, tmp_path, op
         dcp.load(state, checkpoint_id=step / f"pp{stage}", no_dist=True)
         for key, tensor in state.items():
             if key.startswith("model."):
-                expected = held[f"params.{key.removeprefix('model.')}"]
+                expected = checkpoint[f"params.{key.removeprefix('model.')}"]
             else:
                 name, _, field = key.removeprefix("optimizer.state.").rpartition(".")
-                expected = held[f"{ours[field]}.{name}"]
+                expected = checkpoint[f"{ours[field]}.{name}"]
             np.testing.assert_array_equal(of_torch(tensor), expected, err_msg=key)
         loaded += len(state)
-    assert loaded == len(held.keys() - {"updates", "weight_sum"})
+    assert loaded == len(checkpoint.keys() - {"updates", "weight_sum"})
 
 
 @pytest.mark.parametrize(
@@ -260,8 +263,8 @@ def test_what_kempnerforge_could_not_load_is_refused(run_of, tmp_path, options, 
 def test_models_that_kempnerforge_does_not_cut_are_refused(key, value, message):
     model = ModelConfig.model_validate({**MODEL, key: value})
     with pytest.raises(UserError, match=f"{message}: leave --stages out"):
-        stages.check(2, DIALECTS["kempnerforge"], model)
-    stages.check(1, DIALECTS["kempnerforge"], model)
+        stages.check(2, NAME_MAPS["kempnerforge"], model)
+    stages.check(1, NAME_MAPS["kempnerforge"], model)
 
 
 _KILLED = """

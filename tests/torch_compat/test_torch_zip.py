@@ -14,7 +14,7 @@ from tests.torch_compat.tensors import assert_reads, assert_same, of_torch, rand
 from torch_compat import dcp_writer, torch_zip
 from torch_compat.dcp_reader import METADATA
 from torch_compat.dcp_writer import Entry
-from torch_compat.lazy import DTYPES, Lazy, zeros
+from torch_compat.lazy import DTYPES, LazyTensor, zeros
 from torch_compat.torch_zip import Archive
 
 torch = pytest.importorskip("torch")
@@ -156,7 +156,7 @@ def test_an_object_is_read_without_its_data_and_a_slice_without_the_rest():
     data = torch_saved({"x": torch.from_numpy(array)})
     file = InMemory(data)
     tensor = Archive(file, 0, len(data), "here").object()["x"]
-    assert isinstance(tensor, Lazy)
+    assert isinstance(tensor, LazyTensor)
     assert sum(length for _, length in file.asked) < 5_000
     file.asked.clear()
     part = tensor.read((slice(500, 502), slice(10, 20)))

@@ -22,7 +22,7 @@ from torch_compat.__main__ import main
 from torch_compat.dcp_reader import open_dcp
 from torch_compat.files import Directory
 from torch_compat.lazy import of_array
-from torch_compat.name_maps import DIALECTS
+from torch_compat.name_maps import NAME_MAPS
 from torch_compat.translation import Translation, translate
 
 torch = pytest.importorskip("torch")
@@ -177,7 +177,7 @@ def test_a_complex_rotary_table_is_passed_over(tmp_path, prefix, capsys):
 
 def test_a_complex_weight_is_refused():
     config = ModelConfig(dim=8, n_layers=1, n_heads=2, vocab_size=11)
-    by = Translation(DIALECTS["torchtitan-2025"], config, False, "SRC")
+    by = Translation(NAME_MAPS["torchtitan-2025"], config, False, "SRC")
     tensor = of_array(np.ones(8, np.complex64))
     with pytest.raises(UserError, match=r"norm\.weight is complex64"):
         translate({"norm.weight": tensor}, {"norm.weight": (8,)}, by)

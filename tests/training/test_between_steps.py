@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jaxforge.exit_codes import Exit
-from jaxforge.health.periodic_action import Watch
+from jaxforge.health.periodic_action import PeriodicAction
 from jaxforge.state.progress import Progress
 from jaxforge.training.hooks import Hook, HookRunner
 from tests.training.test_loop import Signals, run
@@ -17,18 +17,18 @@ def saves(events):
             "hook" not in event]  # fmt: skip
 
 
-class Looking(Watch):
+class Looking(PeriodicAction):
     def __init__(self, events, reason=None):
         super().__init__(interval=2)
         self.events, self.reason = events, reason
 
-    def look(self, step, state):
+    def run(self, step, state):
         self.events.append(f"look {step}")
         return self.reason
 
 
 def test_the_order_of_what_is_due():
-    events, *_ = run(steps=3, log=2, evaluate=2, save=2, watches=lambda e: [Looking(e)])
+    events, *_ = run(steps=3, log=2, evaluate=2, save=2, actions=lambda e: [Looking(e)])
     second = events[events.index("launch 2") : events.index("launch 3")]
     assert [event for event in second if not event.startswith("read")] == [
         "launch 2", "log 2 train", "hook 2", "eval begins 2", "evaluate from 0", "log 2 eval",
@@ -38,7 +38,7 @@ def test_the_order_of_what_is_due():
 
 @pytest.mark.parametrize(("reason", "saved"), [(Exit.UNHEALTHY, []), (Exit.STRAGGLER, [2])])
 def test_a_state_that_is_not_to_be_trusted_is_not_saved(reason, saved):
-    events, ended, _ = run(steps=9, save=2, watches=lambda e: [Looking(e, reason)])
+    events, ended, _ = run(steps=9, save=2, actions=lambda e: [Looking(e, reason)])
     assert ended is reason
     assert saves(events) == saved
 

@@ -12,14 +12,14 @@ import pytest
 from jaxforge.checkpoint.save_policy import Due
 from jaxforge.errors import StorageError, UserError
 from jaxforge.exit_codes import Exit
-from jaxforge.health.actions import Watches
+from jaxforge.health.actions import PeriodicActions
 from jaxforge.health.watchdog import Limits, Watchdog
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import Counts, GuardState, TrainState
-from jaxforge.telemetry.measures import Work
-from jaxforge.telemetry.metric_writers import Outlet
+from jaxforge.telemetry.measures import StepCost
+from jaxforge.telemetry.metric_writers import MetricWriter
 from jaxforge.telemetry.profiler import Profiler
-from jaxforge.telemetry.tracker import Start, Tracker
+from jaxforge.telemetry.tracker import Tracker, TrackerState
 from jaxforge.training.early_stop import EarlyStop
 from jaxforge.training.hooks import Hook, HookRunner
 from jaxforge.training.loop import Trainer
@@ -156,7 +156,7 @@ def batch():
 
 def run(
     steps=6, log=100, evaluate=100, save=100, hooks=True, stop_at=None, bad=(),
-    watches=lambda events: [], sections=None, **train,
+    actions=lambda events: [], sections=None, **train,
 ):  # fmt: skip
     """Events of a run of `steps` steps; those in `bad` are not finite."""
     sections = sections or {}
@@ -203,8 +203,8 @@ def run(
         local=None,
         watchdog=Watchdog(Limits(0, 0, 0)), rollback=None, attribution=None,
         **schedule(config),
-        open_watches=lambda step: Watches(watches(events)),
-        tracker=Tracker([Outlet("it", Sink(events), log)], Work(256, 8), Start(), 10**9),
+        open_actions=lambda step: PeriodicActions(actions(events)),
+        tracker=Tracker([MetricWriter("it", Sink(events), log)], StepCost(256, 8), TrackerState(), 10**9),
         profiler=Profiler(config.profiling, Path()),
         hooks=HookRunner([Recorder(events)] if hooks else []),
     )  # fmt: skip
@@ -306,7 +306,9 @@ def test_sinks_are_told_the_exit_code_of_a_failure(error, at_the_end):
                 raise error
 
     events, (_, reason, trainer) = [], run(steps=1)
-    tracker = Tracker([Outlet("it", Sink(events), 100)], Work(256, 8), Start(), 10**9)
+    tracker = Tracker(
+        [MetricWriter("it", Sink(events), 100)], StepCost(256, 8), TrackerState(), 10**9
+    )
     trainer = dataclasses.replace(trainer, tracker=tracker, hooks=HookRunner([Fails()]))
     with pytest.raises(type(error)):  # noqa: PT012
         try:
@@ -339,8 +341,8 @@ def test_a_hook_reads_scalars_state_and_gradients():
         validations=None, checkpoints=Checkpoints([]), local=None,
         watchdog=Watchdog(Limits(0, 0, 0)), rollback=None, attribution=None,
         **schedule(ours.config),
-        open_watches=lambda step: Watches(),
-        tracker=Tracker([], Work(256, 8), Start(), 2),
+        open_actions=lambda step: PeriodicActions(),
+        tracker=Tracker([], StepCost(256, 8), TrackerState(), 2),
         profiler=Profiler(ours.config.profiling, Path()), hooks=runner,
     )  # fmt: skip
     assert trainer.train(Signals()) is Exit.COMPLETED
@@ -354,7 +356,7 @@ def test_a_hook_reads_scalars_state_and_gradients():
 def test_the_transfer_guard_agrees():
     ours = setup(tiny_config())
     state, batches = ours.state(), [ours.put(b) for b in random_batches(ours.config, 3)]
-    tracker = Tracker([Outlet("it", None, 1000)], Work(256, 8), Start(1, 1), 10**9)
+    tracker = Tracker([MetricWriter("it", None, 1000)], StepCost(256, 8), TrackerState(1, 1), 10**9)
     with jax.transfer_guard_device_to_host("disallow"):
         for step, batch in enumerate(batches, 2):
             state, metrics = ours.step(state, batch, None)

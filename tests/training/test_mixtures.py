@@ -100,9 +100,9 @@ def assert_sums_are_those_of_the_logits(ours, step):
     assert min(tokens[:2]) > 0
     with jax.set_mesh(ours.mesh):
         _, metrics = step(ours.state(), ours.put(batches()[0]), Controls())
-    for name in ("dataset_nats", "dataset_tokens", "valid_tokens"):
+    for name in ("dataset_nll", "dataset_tokens", "valid_tokens"):
         assert metrics[name].sharding.is_fully_replicated  # or no host could read it
-    np.testing.assert_allclose(metrics["dataset_nats"], nats, rtol=1e-5)
+    np.testing.assert_allclose(metrics["dataset_nll"], nats, rtol=1e-5)
     np.testing.assert_array_equal(metrics["dataset_tokens"], tokens)
     assert metrics["valid_tokens"] == tokens.sum()
     assert {metrics[name].dtype.name for name in ("dataset_tokens", "valid_tokens")} == {"int32"}

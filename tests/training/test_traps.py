@@ -12,7 +12,7 @@ from jaxforge import build
 from jaxforge.checkpoint import restore
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import Saved, starting_state
-from jaxforge.config import load_draft
+from jaxforge.config import load_unresolved
 from jaxforge.optim.optimizer import learning_rate
 from jaxforge.state.progress import Progress
 from jaxforge.step.train_step import CompiledSteps
@@ -133,8 +133,8 @@ def test_a_ramp_goes_on_where_it_stands(monkeypatch):
     )
     config = tiny_config(train=RAMP)
     place, phases = Progress(step=2, samples=100), Phases.of(config.data)
-    stretches = build._open_batches(config, None, None, phases, config.train.ramp(1), place)
-    assert list(stretches) == [(100, 1, 1), (104, 3, 2), (128, 3, 4)]
+    spans = build._open_batches(config, None, None, phases, config.train.ramp(1), place)
+    assert list(spans) == [(100, 1, 1), (104, 3, 2), (128, 3, 4)]
 
 
 def test_each_size_of_a_ramp_has_its_program_before_the_first_step(monkeypatch):
@@ -157,7 +157,7 @@ def test_each_size_of_a_ramp_has_its_program_before_the_first_step(monkeypatch):
 def test_the_floor_of_the_learning_rate_is_scaled_with_its_peak():
     """The textbook's rule scales the peak alone."""
     settings = ["lr=1e-3", "lr_scale_rule=linear", "lr_base_batch=256"]
-    config = load_draft(
+    config = load_unresolved(
         None,
         [*(f"--optimizer.{one}" for one in settings), "--train.global_batch_size=4096",
          "--train.max_steps=100", "--scheduler.warmup_steps=10"],

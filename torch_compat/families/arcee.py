@@ -12,7 +12,7 @@ from torch_compat.families.family import (
     Config,
     Family,
     Table,
-    dialect,
+    name_map,
 )
 
 _MLP, _MLP_BIASES = GATED[1:], GATED_BIASES[1:]
@@ -26,7 +26,7 @@ def _read(c: Config, where: str) -> Table:
 
 FAMILY = Family(
     "arcee",
-    dialect("hf-arcee", "ArceeForCausalLM", *_RULES),
+    name_map("hf-arcee", "ArceeForCausalLM", *_RULES),
     {**COMMON, **BIASES, "rms_norm_eps": 1e-5, "hidden_act": "relu2"},
     read=_read,
     write=lambda model: {**common.llama_keys(model), **common.bias_keys(model)},

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from jaxforge.config.model import ModelConfig
-from torch_compat.names.table import EMBEDDING, HEAD, Dialect, Fused, Layout, Rule
+from torch_compat.names.table import EMBEDDING, HEAD, Fused, Layout, NameMap, Rule
 
 Config = Mapping[str, Any]
 """A `config.json` with what transformers takes for absent keys, by the keys that Llama has."""
@@ -31,7 +31,7 @@ class Family:
     """
 
     model_type: str
-    dialect: Dialect
+    dialect: NameMap
     defaults: Config
     read: Callable[[Config, str], Table]
     write: Callable[[ModelConfig], Table]
@@ -102,8 +102,8 @@ _REFUSED = {
 }
 
 
-def dialect(name: str, about: str, *rules: Rule, ignored: tuple[str, ...] = (),
-            renamed: tuple[tuple[str, str], ...] = ()) -> Dialect:  # fmt: skip
+def name_map(name: str, about: str, *rules: Rule, ignored: tuple[str, ...] = (),
+            renamed: tuple[tuple[str, str], ...] = ()) -> NameMap:  # fmt: skip
     """A family's table of names.
 
     Args:
@@ -113,7 +113,7 @@ def dialect(name: str, about: str, *rules: Rule, ignored: tuple[str, ...] = (),
         ignored: patterns of keys that hold nothing to keep, besides frequencies.
         renamed: pattern of older names -> what they are now.
     """
-    return Dialect(name, about, rules, (*_IGNORED, *ignored), _REFUSED, renamed=renamed)
+    return NameMap(name, about, rules, (*_IGNORED, *ignored), _REFUSED, renamed=renamed)
 
 
 def fused(ours: tuple[str, ...], theirs: str, layout: Layout, *, transposed: bool = False,

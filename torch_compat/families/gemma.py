@@ -5,7 +5,7 @@ from typing import Any
 from jaxforge.config.model import ModelConfig
 from torch_compat.families import common
 from torch_compat.families.common import COMMON
-from torch_compat.families.family import ATTENTION_BIASES, LLAMA, Config, Family, Table, dialect
+from torch_compat.families.family import ATTENTION_BIASES, LLAMA, Config, Family, Table, name_map
 
 DEFAULTS: dict[str, Any] = {
     **{key: value for key, value in COMMON.items() if key != "hidden_act"},
@@ -40,7 +40,7 @@ def write(model: ModelConfig) -> Table:
 
 FAMILY = Family(
     "gemma",
-    dialect("hf-gemma", "GemmaForCausalLM", *LLAMA, *ATTENTION_BIASES),
+    name_map("hf-gemma", "GemmaForCausalLM", *LLAMA, *ATTENTION_BIASES),
     {**DEFAULTS, "num_key_value_heads": 16},
     read=lambda c, where: read(c, where) | common.rotary(c, where),
     write=lambda model: {**write(model), **common.rotary_keys(model)},

@@ -12,7 +12,7 @@ from torch_compat.families.family import (
     Config,
     Family,
     Table,
-    dialect,
+    name_map,
 )
 
 RULES = (*OUTSIDE, *ATTENTION, *SANDWICH_NORMS, *GATED, *ATTENTION_BIASES)
@@ -49,7 +49,7 @@ def _read(c: Config, where: str) -> Table:
 
 FAMILY = Family(
     "gemma2",
-    dialect("hf-gemma2", "Gemma2ForCausalLM", *RULES),
+    name_map("hf-gemma2", "Gemma2ForCausalLM", *RULES),
     {**gemma.DEFAULTS, "num_key_value_heads": 4, "query_pre_attn_scalar": 256,
      "sliding_window": 4096, "layer_types": None, "attn_logit_softcapping": 50.0,
      "final_logit_softcapping": 30.0},

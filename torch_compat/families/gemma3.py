@@ -3,7 +3,7 @@
 from jaxforge.config.model import ModelConfig
 from torch_compat.families import common, gemma, gemma2
 from torch_compat.families.common import FULL, SLIDING
-from torch_compat.families.family import QK_NORMS, Config, Family, Table, dialect
+from torch_compat.families.family import QK_NORMS, Config, Family, Table, name_map
 
 _LOCAL_THETA = 10000.0
 
@@ -26,7 +26,7 @@ def _write(model: ModelConfig) -> Table:
 
 FAMILY = Family(
     "gemma3_text",
-    dialect("hf-gemma3", "Gemma3ForCausalLM", *gemma2.RULES, *QK_NORMS),
+    name_map("hf-gemma3", "Gemma3ForCausalLM", *gemma2.RULES, *QK_NORMS),
     {**gemma.DEFAULTS, "num_key_value_heads": 4, "query_pre_attn_scalar": 256,
      "sliding_window": 4096, "layer_types": None, "attn_logit_softcapping": None,
      "final_logit_softcapping": None, "rope_theta": 1e6, "rope_local_base_freq": _LOCAL_THETA,

@@ -3,7 +3,7 @@
 from jaxforge.config.model import ModelConfig
 from torch_compat.families import common
 from torch_compat.families.common import COMMON
-from torch_compat.families.family import OURS, Config, Family, Table, dialect, fused
+from torch_compat.families.family import OURS, Config, Family, Table, fused, name_map
 from torch_compat.families.phi3 import queries_keys_values
 from torch_compat.names.table import EMBEDDING, HEAD, POSITIONS, Rule, Transposed
 
@@ -69,7 +69,7 @@ def _write(model: ModelConfig) -> Table:
 
 FAMILY = Family(
     "gpt2",
-    dialect(
+    name_map(
         "hf-gpt2", "GPT2LMHeadModel", *_RULES,
         ignored=(r"transformer\.h\.\d+\.attn\.(masked_)?bias",),
         # The first files have no name before those of the model's parts.

@@ -5,7 +5,7 @@ import numpy as np
 from jaxforge.config.model import ModelConfig
 from torch_compat.families import common
 from torch_compat.families.common import COMMON
-from torch_compat.families.family import OURS, Config, Family, Table, dialect, fused
+from torch_compat.families.family import OURS, Config, Family, Table, fused, name_map
 from torch_compat.names.table import EMBEDDING, HEAD, Rule
 
 _LAYER = "gpt_neox.layers.{i}."
@@ -64,7 +64,7 @@ def _write(model: ModelConfig) -> Table:
 
 FAMILY = Family(
     "gpt_neox",
-    dialect(
+    name_map(
         "hf-gpt-neox", "GPTNeoXForCausalLM", *_RULES,
         ignored=(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
         renamed=((r"^lm_head\.weight$", "embed_out.weight"),),

@@ -10,7 +10,7 @@ from torch_compat.families.family import (
     Config,
     Family,
     Table,
-    dialect,
+    name_map,
 )
 
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
@@ -32,7 +32,7 @@ def _write(model: ModelConfig) -> Table:
 
 FAMILY = Family(
     "granite",
-    dialect("hf-granite", "GraniteForCausalLM", *LLAMA, *ATTENTION_BIASES, *GATED_BIASES),
+    name_map("hf-granite", "GraniteForCausalLM", *LLAMA, *ATTENTION_BIASES, *GATED_BIASES),
     {**COMMON, **BIASES, **dict.fromkeys(_MULTIPLIERS, 1.0), "attention_multiplier": 1.0},
     read=_read,
     write=_write,

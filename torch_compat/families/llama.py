@@ -6,12 +6,12 @@ from torch_compat.families.family import (
     GATED_BIASES,
     LLAMA,
     Family,
-    dialect,
+    name_map,
 )
 
 FAMILY = Family(
     "llama",
-    dialect("hf-llama", "LlamaForCausalLM", *LLAMA, *ATTENTION_BIASES, *GATED_BIASES),
+    name_map("hf-llama", "LlamaForCausalLM", *LLAMA, *ATTENTION_BIASES, *GATED_BIASES),
     {**COMMON, **BIASES},
     read=llama,
     write=lambda model: {**llama_keys(model), **bias_keys(model)},

@@ -1,11 +1,11 @@
 """Mistral (arXiv:2310.06825): a sliding window in every layer, or in none."""
 
 from torch_compat.families.common import COMMON, everywhere, llama, llama_keys, window_keys
-from torch_compat.families.family import LLAMA, Family, dialect
+from torch_compat.families.family import LLAMA, Family, name_map
 
 FAMILY = Family(
     "mistral",
-    dialect("hf-mistral", "MistralForCausalLM", *LLAMA),
+    name_map("hf-mistral", "MistralForCausalLM", *LLAMA),
     {**COMMON, "num_key_value_heads": 8, "sliding_window": 4096},
     read=lambda c, where: llama(c, where) | everywhere(c, where),
     write=lambda model: {**llama_keys(model), **window_keys(model)},

@@ -10,7 +10,7 @@ from torch_compat.families.family import (
     Config,
     Family,
     Table,
-    dialect,
+    name_map,
 )
 from torch_compat.names.table import Rule
 
@@ -31,7 +31,7 @@ def _read(c: Config, where: str) -> Table:
 
 FAMILY = Family(
     "mixtral",
-    dialect("hf-mixtral", "MixtralForCausalLM", *OUTSIDE, *PRE_NORMS, *ATTENTION, *_EXPERTS),
+    name_map("hf-mixtral", "MixtralForCausalLM", *OUTSIDE, *PRE_NORMS, *ATTENTION, *_EXPERTS),
     {**COMMON, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
      "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
     read=_read,

@@ -13,7 +13,7 @@ from torch_compat.families.family import (
     Config,
     Family,
     Table,
-    dialect,
+    name_map,
 )
 
 RULES = (*OUTSIDE, *ATTENTION, *QK_NORMS, *POST_NORMS, *GATED, *ATTENTION_BIASES)
@@ -34,7 +34,7 @@ def keys(model: ModelConfig) -> Table:
 
 FAMILY = Family(
     "olmo2",
-    dialect("hf-olmo2", "Olmo2ForCausalLM", *RULES),
+    name_map("hf-olmo2", "Olmo2ForCausalLM", *RULES),
     DEFAULTS,
     read=lambda c, where: common.llama(c, where) | norms(c),
     write=keys,

@@ -3,7 +3,7 @@
 from jaxforge.config.model import ModelConfig
 from torch_compat.families import common
 from torch_compat.families.common import FULL, SLIDING
-from torch_compat.families.family import Config, Family, Table, dialect
+from torch_compat.families.family import Config, Family, Table, name_map
 from torch_compat.families.olmo2 import DEFAULTS, RULES, keys, norms
 
 
@@ -25,7 +25,7 @@ def _write(model: ModelConfig) -> Table:
 
 FAMILY = Family(
     "olmo3",
-    dialect("hf-olmo3", "Olmo3ForCausalLM", *RULES),
+    name_map("hf-olmo3", "Olmo3ForCausalLM", *RULES),
     {**DEFAULTS, "rope_theta": 500000.0, "sliding_window": 4096, "layer_types": None},
     read=_read,
     write=_write,

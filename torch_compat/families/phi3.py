@@ -13,8 +13,8 @@ from torch_compat.families.family import (
     Config,
     Family,
     Table,
-    dialect,
     fused,
+    name_map,
 )
 from torch_compat.names.table import Rule
 
@@ -68,7 +68,7 @@ def _write(model: ModelConfig) -> Table:
 
 FAMILY = Family(
     "phi3",
-    dialect("hf-phi3", "Phi3ForCausalLM", *_RULES),
+    name_map("hf-phi3", "Phi3ForCausalLM", *_RULES),
     {**COMMON, "rms_norm_eps": 1e-5, "sliding_window": None, "partial_rotary_factor": None,
      "original_max_position_embeddings": 4096},
     read=_read,

@@ -5,7 +5,7 @@ from typing import Any
 from jaxforge.config.model import ModelConfig
 from torch_compat.families import common
 from torch_compat.families.common import COMMON, FULL, SLIDING
-from torch_compat.families.family import LLAMA, OURS, THEIRS, Config, Family, Table, dialect
+from torch_compat.families.family import LLAMA, OURS, THEIRS, Config, Family, Table, name_map
 from torch_compat.names.table import Rule
 
 WINDOWED: dict[str, Any] = {
@@ -45,7 +45,7 @@ def _read(c: Config, where: str) -> Table:
 
 FAMILY = Family(
     "qwen2",
-    dialect("hf-qwen2", "Qwen2ForCausalLM", *LLAMA, *_BIASES),
+    name_map("hf-qwen2", "Qwen2ForCausalLM", *LLAMA, *_BIASES),
     {**COMMON, **WINDOWED, "num_key_value_heads": 32},
     read=_read,
     write=lambda model: {**common.llama_keys(model), **window_keys(model)},

@@ -9,7 +9,7 @@ from torch_compat.families.family import (
     Config,
     Family,
     Table,
-    dialect,
+    name_map,
 )
 from torch_compat.families.qwen2 import WINDOWED, window_keys, windows
 
@@ -21,7 +21,7 @@ def _read(c: Config, where: str) -> Table:
 
 FAMILY = Family(
     "qwen3",
-    dialect("hf-qwen3", "Qwen3ForCausalLM", *LLAMA, *QK_NORMS, *ATTENTION_BIASES),
+    name_map("hf-qwen3", "Qwen3ForCausalLM", *LLAMA, *QK_NORMS, *ATTENTION_BIASES),
     {**COMMON, **WINDOWED, "num_key_value_heads": 32, "head_dim": 128, "attention_bias": False},
     read=_read,
     write=lambda model: {

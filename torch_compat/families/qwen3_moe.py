@@ -10,7 +10,7 @@ from torch_compat.families.family import (
     Config,
     Family,
     Table,
-    dialect,
+    name_map,
 )
 from torch_compat.families.qwen2 import WINDOWED, window_keys, windows
 from torch_compat.names.table import Rule
@@ -35,7 +35,7 @@ def _read(c: Config, where: str) -> Table:
 
 FAMILY = Family(
     "qwen3_moe",
-    dialect("hf-qwen3-moe", "Qwen3MoeForCausalLM", *LLAMA, *_EXPERTS, *QK_NORMS),
+    name_map("hf-qwen3-moe", "Qwen3MoeForCausalLM", *LLAMA, *_EXPERTS, *QK_NORMS),
     {**COMMON, **WINDOWED, "num_key_value_heads": 4, "max_window_layers": 0, "num_experts": 128,
      "num_experts_per_tok": 8},
     read=_read,

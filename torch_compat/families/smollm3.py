@@ -11,7 +11,7 @@ from torch_compat.families.family import (
     Config,
     Family,
     Table,
-    dialect,
+    name_map,
 )
 
 
@@ -41,7 +41,7 @@ def _write(model: ModelConfig) -> Table:
 
 FAMILY = Family(
     "smollm3",
-    dialect("hf-smollm3", "SmolLM3ForCausalLM", *LLAMA, *ATTENTION_BIASES, *GATED_BIASES),
+    name_map("hf-smollm3", "SmolLM3ForCausalLM", *LLAMA, *ATTENTION_BIASES, *GATED_BIASES),
     {**COMMON, **BIASES, "num_key_value_heads": 4, "tie_word_embeddings": True,
      "rope_theta": 2e6, "use_sliding_window": False, "sliding_window": None,
      "no_rope_layers": None, "no_rope_layer_interval": 4, "layer_types": None},

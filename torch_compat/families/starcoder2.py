@@ -13,7 +13,7 @@ from torch_compat.families.family import (
     Config,
     Family,
     Table,
-    dialect,
+    name_map,
 )
 from torch_compat.names.table import Rule
 
@@ -46,7 +46,7 @@ def _write(model: ModelConfig) -> Table:
 
 FAMILY = Family(
     "starcoder2",
-    dialect("hf-starcoder2", "Starcoder2ForCausalLM", *_RULES),
+    name_map("hf-starcoder2", "Starcoder2ForCausalLM", *_RULES),
     {**COMMON, "rms_norm_eps": 1e-5, "num_key_value_heads": 2, "tie_word_embeddings": True,
      "hidden_act": "gelu_pytorch_tanh", "use_bias": True, "sliding_window": None,
      "initializer_range": 0.018042},

@@ -1,6 +1,6 @@
 """KempnerForge: our own names, since ours were taken from it."""
 
-from torch_compat.names.table import EMBEDDING, HEAD, Dialect, Rule, Transposed
+from torch_compat.names.table import EMBEDDING, HEAD, NameMap, Rule, Transposed
 
 LACKS = (
     "rope_scaling", "head_dim", "qkv_bias", "qk_norm_eps", "sliding_window", "local_rope_theta",
@@ -36,7 +36,7 @@ _SAME = (
 )
 _EXPERTS = tuple(f"layers.{{i}}.mlp.experts.{{j}}.{m}_proj.weight" for m in ("gate", "up", "down"))
 
-KEMPNERFORGE = Dialect(
+KEMPNERFORGE = NameMap(
     "kempnerforge",
     "KempnerForge's text model",
     tuple(Rule(name, name) for name in (*_SAME, *_EXPERTS)),
@@ -44,7 +44,7 @@ KEMPNERFORGE = Dialect(
     has_stages=True,
 )
 
-KEMPNERFORGE_PACKED = Dialect(
+KEMPNERFORGE_PACKED = NameMap(
     "kempnerforge-packed",
     "KempnerForge with model.moe_packed_experts: all experts of a block in one [E, in, out] tensor",
     (

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
-from torch_compat.lazy import Lazy, interleaved, stack
+from torch_compat.lazy import LazyTensor, interleaved, stack
 
 HEAD = "output_head.proj.weight"
 EMBEDDING = "token_embedding.embedding.weight"
@@ -26,11 +26,11 @@ _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 class Change(Protocol):
     """A difference in how two code bases lay one tensor out."""
 
-    def to_ours(self, tensor: Lazy, config: ModelConfig) -> Lazy:
+    def to_ours(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
         """From the dialect's layout to ours."""
         ...
 
-    def to_theirs(self, tensor: Lazy, config: ModelConfig) -> Lazy:
+    def to_theirs(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
         """From our layout to the dialect's."""
         ...
 
@@ -38,13 +38,13 @@ class Change(Protocol):
 class InterleavedRotary:
     """Meta's layout of q and k: channels 2i and 2i+1 are a pair, where ours are i and i + h/2."""
 
-    def to_ours(self, tensor: Lazy, config: ModelConfig) -> Lazy:
+    def to_ours(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
         """Gathers the even channels of each head before the odd ones."""
         if not tensor.shape or tensor.shape[0] % config.head_size:
             return tensor  # not the model's, which its shape will tell
         return tensor.rows(_even_then_odd(tensor.shape[0], config.head_size))
 
-    def to_theirs(self, tensor: Lazy, config: ModelConfig) -> Lazy:
+    def to_theirs(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
         """Interleaves the two halves of each head."""
         return tensor.rows(np.argsort(_even_then_odd(tensor.shape[0], config.head_size)))
 
@@ -52,11 +52,11 @@ class InterleavedRotary:
 class Transposed:
     """Matrices as [in, out]."""
 
-    def to_ours(self, tensor: Lazy, config: ModelConfig) -> Lazy:
+    def to_ours(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
         """[in, out] -> [out, in]."""
         return tensor.transposed()
 
-    def to_theirs(self, tensor: Lazy, config: ModelConfig) -> Lazy:
+    def to_theirs(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
         """[out, in] -> [in, out]."""
         return tensor.transposed()
 
@@ -78,7 +78,7 @@ class Fused(NamedTuple):
     layout: Layout
     is_transposed: bool = False
 
-    def to_ours(self, tensor: Lazy, config: ModelConfig) -> Lazy:
+    def to_ours(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
         """The part's rows."""
         rows = self.layout(config)
         whole = tensor.transposed() if self._turns(tensor) else tensor
@@ -86,11 +86,11 @@ class Fused(NamedTuple):
             return tensor  # not the model's, which its shape will tell
         return whole.rows(rows[self.part])
 
-    def to_theirs(self, tensor: Lazy, config: ModelConfig) -> Lazy:
+    def to_theirs(self, tensor: LazyTensor, config: ModelConfig) -> LazyTensor:
         """The part as it is: `joined` makes the whole of all."""
         return tensor
 
-    def joined(self, parts: Mapping[int, Lazy], config: ModelConfig, key: str) -> Lazy:
+    def joined(self, parts: Mapping[int, LazyTensor], config: ModelConfig, key: str) -> LazyTensor:
         """The whole of all parts.
 
         Raises:
@@ -105,7 +105,7 @@ class Fused(NamedTuple):
         whole = interleaved([parts[i] for i in range(len(rows))], rows)
         return whole.transposed() if self._turns(whole) else whole
 
-    def _turns(self, tensor: Lazy) -> bool:
+    def _turns(self, tensor: LazyTensor) -> bool:
         return self.is_transposed and len(tensor.shape) == 2
 
 
@@ -131,7 +131,7 @@ class Rule(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Dialect:
+class NameMap:
     """How a code base names the parameters.
 
     Attributes:
@@ -180,8 +180,8 @@ class Dialect:
         return self._find(ours)[1]
 
     def to_ours(
-        self, theirs: Mapping[str, Lazy], wanted: Iterable[str], config: ModelConfig
-    ) -> dict[str, Lazy]:
+        self, theirs: Mapping[str, LazyTensor], wanted: Iterable[str], config: ModelConfig
+    ) -> dict[str, LazyTensor]:
         """Our names for a dialect's tensors, as many as there are.
 
         Args:
@@ -203,15 +203,17 @@ class Dialect:
             found[name] = rule.change.to_ours(tensor, config) if rule.change else tensor
         return found
 
-    def to_theirs(self, ours: Mapping[str, Lazy], config: ModelConfig) -> dict[str, Lazy]:
+    def to_theirs(
+        self, ours: Mapping[str, LazyTensor], config: ModelConfig
+    ) -> dict[str, LazyTensor]:
         """Their keys for our tensors.
 
         Raises:
             UserError: a tensor has no counterpart.
         """
-        written: dict[str, Lazy] = {}
-        packed: dict[str, dict[int, Lazy]] = {}
-        fused: dict[str, dict[int, Lazy]] = {}
+        written: dict[str, LazyTensor] = {}
+        packed: dict[str, dict[int, LazyTensor]] = {}
+        fused: dict[str, dict[int, LazyTensor]] = {}
         changes: dict[str, Fused] = {}
         for name, tensor in ours.items():
             rule, key, expert = self._find(name)
@@ -261,7 +263,7 @@ def strip_wrappers(key: str) -> str:
     return ".".join(part for part in key.split(".") if part not in _WRAPPERS)
 
 
-def detect(keys: Sequence[str], dialects: Iterable[Dialect]) -> Dialect | None:
+def detect(keys: Sequence[str], dialects: Iterable[NameMap]) -> NameMap | None:
     """The dialect whose table has every key; the nearest where several have."""
     candidates = [d for d in dialects if keys and all(d.knows(key) for key in keys)]
     candidates = [d for d in candidates if any(d.knows(k) and not d.ignores(k) for k in keys)]
@@ -269,7 +271,7 @@ def detect(keys: Sequence[str], dialects: Iterable[Dialect]) -> Dialect | None:
 
 
 def differences(
-    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, Lazy], left_over: Iterable[str]
+    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, LazyTensor], left_over: Iterable[str]
 ) -> Iterator[str]:
     """What keeps tensors from being exactly the model's.
 

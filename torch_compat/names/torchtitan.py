@@ -1,13 +1,13 @@
 """torchtitan's Llama: Meta's names and Meta's pairing of rotary channels."""
 
-from torch_compat.names.table import EMBEDDING, HEAD, Dialect, InterleavedRotary, Rule
+from torch_compat.names.table import EMBEDDING, HEAD, InterleavedRotary, NameMap, Rule
 
 _FREQUENCIES = ("freqs_cis", "rope.cache")
 
 
-def _llama(name: str, about: str, qkv: str, head: str, *, has_one_group: bool) -> Dialect:
+def _llama(name: str, about: str, qkv: str, head: str, *, has_one_group: bool) -> NameMap:
     layer = "layers.{i}."
-    return Dialect(
+    return NameMap(
         name,
         about,
         (

@@ -14,11 +14,11 @@ from jaxforge.config.reading.explain import Sources
 from jaxforge.config.reading.lines import Path as KeyPath
 from jaxforge.config.reading.lines import key_lines
 from jaxforge.config.reading.overrides import parse_overrides
-from jaxforge.config.reading.unresolved import Draft
+from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.errors import UserError
 
 
-def load_draft(path: str | Path | None, overrides: Sequence[str] = ()) -> Draft:
+def load_unresolved(path: str | Path | None, overrides: Sequence[str] = ()) -> UnresolvedConfig:
     """Layers a TOML file and settings over the defaults, for a run that resolves its durations.
 
     Args:
@@ -30,11 +30,11 @@ def load_draft(path: str | Path | None, overrides: Sequence[str] = ()) -> Draft:
             line per problem, each with its place and what to change.
     """
     text = "" if path is None else _read(storage.path(path, "--config"))
-    return _draft(_parse(text, path), overrides, str(path or ""), text)
+    return _unresolved(_parse(text, path), overrides, str(path or ""), text)
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> JobConfig:
-    """`load_draft`, resolved without devices and data: what they decide has to be in numbers.
+    """`load_unresolved`, resolved without devices and data: what they decide has to be in numbers.
 
     Args:
         path: A TOML file, or None for the defaults.
@@ -43,7 +43,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> JobCo
     Raises:
         UserError: Also if a duration in epochs or tokens needs what is not known here.
     """
-    return load_draft(path, overrides).resolve()
+    return load_unresolved(path, overrides).resolve()
 
 
 def make_config(
@@ -59,14 +59,16 @@ def make_config(
     Raises:
         UserError: If anything in them is wrong.
     """
-    return _draft(copy.deepcopy(values), overrides, source, "").resolve()
+    return _unresolved(copy.deepcopy(values), overrides, source, "").resolve()
 
 
-def _draft(values: dict[Any, Any], overrides: Sequence[str], source: str, text: str) -> Draft:
+def _unresolved(
+    values: dict[Any, Any], overrides: Sequence[str], source: str, text: str
+) -> UnresolvedConfig:
     settings = parse_overrides(overrides)
     for setting in settings:
         _assign(values, setting.path, setting.value)
-    return Draft(values, Sources(source, key_lines(text), settings))
+    return UnresolvedConfig(values, Sources(source, key_lines(text), settings))
 
 
 def _read(path: Path) -> str:

@@ -1,14 +1,14 @@
 """A configuration with durations that are not numbers yet, and what makes numbers of them.
 
-`Draft.resolve` gives a `JobConfig` of plain integers. Before, there is none: nobody can take a
-duration for a number of updates.
+`UnresolvedConfig.resolve` gives a `JobConfig` of plain integers. Before, there is none: nobody can
+take a duration for a number of updates.
 
     "10%"      of train.max_steps, rounded down
     "2ep"      passes over the training data, rounded up to whole updates
     "1B tok"   tokens, padding included, rounded up to whole updates
 
 Epochs and tokens follow train.batch_ramp from where the length begins: at the first update, or for
-plateau and decay where the stretch before them ends. Intervals go by the full batch.
+plateau and decay where the span before them ends. Intervals go by the full batch.
 """
 
 import copy
@@ -48,7 +48,7 @@ _INTERVALS: tuple[Path, ...] = (
 )
 
 
-class Draft:
+class UnresolvedConfig:
     """A configuration as it was read; what durations do not decide is valid.
 
     Args:
