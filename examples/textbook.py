@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import starting_state
-from jaxforge.checkpoint.save_policy import Due
+from jaxforge.checkpoint.save_policy import SavePolicy
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.config.rules import check
@@ -104,7 +104,7 @@ def train(config: JobConfig, mesh: jax.sharding.Mesh, write: Callable[[str], Non
         config, mesh, open_training_data(config), progress.samples,
         n_updates=config.train.max_steps - progress.step,
     )  # fmt: skip
-    rate, is_due = learning_rate(config), Due(config)
+    rate, is_due = learning_rate(config), SavePolicy(config)
     for batch in batches:  # epochs go by in them
         step = progress.step  # this update's, counted from 0
         state, metrics = train_step(state, batch, Controls())

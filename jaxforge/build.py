@@ -13,7 +13,7 @@ from jaxforge import mirror, run_directory
 from jaxforge.checkpoint.local import open_local
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import Saved, Source, start_from, starting_state
-from jaxforge.checkpoint.save_policy import Due
+from jaxforge.checkpoint.save_policy import SavePolicy
 from jaxforge.config import torch_only
 from jaxforge.config.batch_ramp import BatchRamp
 from jaxforge.config.job import JobConfig
@@ -44,16 +44,17 @@ from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.metric_writers import check_libraries, open_writers
 from jaxforge.telemetry.profiler import Profiler
 from jaxforge.telemetry.tracker import Tracker
-from jaxforge.training.early_stop import EarlyStop
 from jaxforge.training.evaluation import Evaluator
 from jaxforge.training.exporting import Exporter
 from jaxforge.training.hooks import Hook, HookRunner, named_hook
-from jaxforge.training.loop import Trainer, tracker_state
+from jaxforge.training.loop import Trainer
 from jaxforge.training.phases import Phases
-from jaxforge.training.resumable_evaluation import Validations
+from jaxforge.training.resumable_evaluation import ResumableEvaluation
 from jaxforge.training.rollback import Rollback
+from jaxforge.training.saving import Saver
 from jaxforge.training.summary import schedule_summary, write_summary
 from jaxforge.training.throughput import ThroughputLog
+from jaxforge.training.training_data import TrainingData
 
 log = logging.getLogger(__name__)
 
@@ -94,9 +95,7 @@ def build_trainer(
     ramp, phases = config.train.ramp(dp), Phases.of(config.data)
     samples = ramp.rows * config.train.grad_accum_steps
     progress.sequences_per_epoch = sequences_per_epoch(config, ramp.rows, dataset)
-    early_stop = EarlyStop(config.early_stop)
-    early_stop.load_json(progress.early_stop)
-    validations = _validations(config, mesh, model, eval_data) if eval_data else None
+    evaluation = _evaluation(config, mesh, model, eval_data) if eval_data else None
     runner = HookRunner([*hooks, *named, *_own_hooks(config, progress)])
     collect = (*config.metrics.collect, *runner.collect)
     step = make_train_step(model, optimizer, config, mesh, collect=collect)
@@ -117,23 +116,18 @@ def build_trainer(
         state=state,
         progress=progress,
         lower_step=functools.partial(_lower, step, flags, {stage.accum for stage in ramp.stages}),
-        open_batches=open_batches,
-        phases=phases,
-        due=Due(config),
-        early_stop=early_stop,
-        validations=validations,
-        checkpoints=checkpoints,
-        local=local,
+        data=TrainingData(open_batches, phases),
+        evaluation=evaluation,
+        saver=Saver(config.checkpoint, SavePolicy(config), checkpoints, local, copier),
         rollback=_rollback(config.train, checkpoints, local, restore),
         attribution=_attribution(config, mesh, model, dataset, progress),
         watchdog=watchdog,
-        tracker=tracker,
         open_actions=lambda steps: open_actions(
             config, mesh, tracker.host_times, steps.largest, lock
         ),
+        tracker=tracker,
         profiler=profiler,
         hooks=runner,
-        mirror=copier,
     )
 
 
@@ -233,15 +227,15 @@ def _rollback(
     return Rollback(checkpoints, local, restore, config.max_rollbacks) if wanted else None
 
 
-def _validations(
+def _evaluation(
     config: JobConfig, mesh: Mesh, model: Model, datasets: dict[str, loader.Dataset]
-) -> Validations:
+) -> ResumableEvaluation:
     tokenizer = run_directory.tokenizer_for(mirror.files(config.checkpoint.dir), config)
     evaluator = Evaluator(config, mesh, model, datasets, tokenizer)
     evaluator.check_reports(config.checkpoint.best_metric)
     if config.early_stop.active and config.early_stop.metric.startswith("eval/"):
         evaluator.check_reports(config.early_stop.metric, "early_stop.metric")
-    return Validations(evaluator, config.eval.steps)
+    return ResumableEvaluation(evaluator, config.eval.steps)
 
 
 def _tracker(console: Console, config: JobConfig, progress: Progress, samples: int) -> Tracker:
@@ -250,9 +244,8 @@ def _tracker(console: Console, config: JobConfig, progress: Progress, samples: i
         console, config, progress.run_id, progress.step, cost, progress.sequences_per_epoch
     )
     names = [dataset.label for dataset in config.data.datasets]
-    start = tracker_state(progress)
     extras = config.metrics.collect
-    return Tracker(writers, cost, start, config.train.max_steps, names, extras)
+    return Tracker(writers, cost, progress, config.train.max_steps, names, extras)
 
 
 def _announce(console: Console, config: JobConfig, model: Model, mesh: Mesh, samples: int) -> None:

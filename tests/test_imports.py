@@ -36,7 +36,7 @@ LAYERS = {
                  "state", "step", "health", "checkpoint", "telemetry", "process", "storage",
                  "mirror", "side"},
     "checkpoint": {"errors", "config", "parallel", "model", "state", "storage", "buckets"},
-    "telemetry": {"errors", "exit_codes", "config", "mirror"},
+    "telemetry": {"errors", "exit_codes", "config", "mirror", "state"},
     "run_directory": {"errors", "config", "corpus", "storage", "mirror"},
     "inference": {"errors", "config", "parallel", "model", "checkpoint", "run_directory"},
 }  # fmt: skip

@@ -21,7 +21,7 @@ from torch_compat.lazy import DTYPES, LazyTensor, is_shape
 from torch_compat.limits import shown
 from torch_compat.pickle_machine import Record
 from torch_compat.pickles import Call, Global, Persistent
-from torch_compat.zip_index import Checked, Entry, Part, read_index, tracker_state
+from torch_compat.zip_index import Checked, Entry, Part, read_index, start_of
 
 _STORAGES = {
     "DoubleStorage": "float64",
@@ -188,7 +188,7 @@ class Archive:
             raise UserError(f"{self._where}: the archive has no record {shown(name)}")
         entry, where = self._records[name], f"{self._where}: record {shown(name)}"
         try:
-            part = Part(self._archive, tracker_state(self._archive, entry), entry.length)
+            part = Part(self._archive, start_of(self._archive, entry), entry.length)
         except ValueError as error:
             raise UserError(f"{where}: {error}") from error
         small = entry.length <= limits.CHECKED

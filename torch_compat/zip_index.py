@@ -66,7 +66,7 @@ def read_index(archive: Bytes) -> Iterator[Entry]:
         raise ValueError("more in its index than records")
 
 
-def tracker_state(archive: Bytes, entry: Entry) -> int:
+def start_of(archive: Bytes, entry: Entry) -> int:
     """The byte of the archive at which the data of a record begin.
 
     Raises:

@@ -12,7 +12,7 @@ from jaxforge.config.checkpoint import DynCkptWindow
 from jaxforge.config.job import JobConfig
 
 
-class Due:
+class SavePolicy:
     """The steps after which a run saves, by its schedule.
 
     Args:

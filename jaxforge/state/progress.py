@@ -28,7 +28,9 @@ class Validation:
 
 @dataclasses.dataclass
 class Progress:
-    """The host's counters. One truth: everything that counts steps reads it here.
+    """The host's counters: a view of the device's, ahead of it by the steps that are under way.
+
+    Everything on the host that counts steps reads it here.
 
     Attributes:
         step: steps attempted, bad ones included.
@@ -87,6 +89,19 @@ class Progress:
         self.step += 1
         self.samples += samples
         self.tokens += tokens
+
+    def follow(self, step: int, guard: Any, counts: Any) -> None:  # noqa: ANN401
+        """Takes the device's word on which steps were attempted and which were bad.
+
+        Args:
+            step: `TrainState.step`.
+            guard: `TrainState.guard`, on the host.
+            counts: `TrainState.counts`, on the host.
+        """
+        self.step, self.samples = int(step), int(counts.samples)
+        self.tokens, self.valid_tokens = int(counts.tokens), int(counts.valid_tokens)
+        self.skipped, self.consecutive_bad = int(guard.total), int(guard.consecutive)
+        self.nonfinite, self.spikes = int(guard.nonfinite), int(guard.spikes)
 
     def note_metric(self, value: float) -> bool:
         """Whether `value` is the best so far; if so it is kept."""

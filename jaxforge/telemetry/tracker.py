@@ -14,29 +14,12 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Float, Int
 
+from jaxforge.state.progress import Progress
 from jaxforge.telemetry.measures import Smoothed, StepCost, Sums, collected, memory, told
 from jaxforge.telemetry.metric_writers import MetricWriter
 from jaxforge.telemetry.sinks import Metrics
 
 log = logging.getLogger(__name__)
-
-
-class TrackerState(NamedTuple):
-    """Where a run goes on from.
-
-    Attributes:
-        step: steps attempted.
-        samples: sequences drawn.
-        skipped: steps whose update was not applied.
-        nonfinite: steps whose loss or gradient norm was not finite, applied or not.
-        spikes: steps whose loss was a spike, applied or not.
-    """
-
-    step: int = 0
-    samples: int = 0
-    skipped: int = 0
-    nonfinite: int = 0
-    spikes: int = 0
 
 
 class _Launched(NamedTuple):
@@ -75,42 +58,40 @@ class Tracker:
     Args:
         writers: where metrics go; the same on every process.
         cost: what an update takes.
-        start: where the run goes on from.
+        progress: where the run stands; bad steps in a row are noted there as metrics arrive.
         last_step: `train.max_steps`.
         datasets: names of a mixture's.
         extras: `metrics.collect`; logged besides.
-
-    Attributes:
-        consecutive_bad: bad steps in a row, as of the last metrics fetched.
     """
 
     def __init__(
         self,
         writers: Sequence[MetricWriter],
         cost: StepCost,
-        start: TrackerState,
+        progress: Progress,
         last_step: int,
         datasets: Sequence[str] = (),
         extras: Sequence[str] = (),
     ) -> None:
         self._datasets, self._extras = datasets, extras
-        self._writers, self._cost, self._start, self._last_step = writers, cost, start, last_step
-        self.consecutive_bad = 0
+        self._writers, self._cost, self._progress = writers, cost, progress
+        self._last_step = last_step
         self._logged: Metrics = {}
         self._latest: _Launched | None = None
         # Losses since the last fetch, each with the run's count of skipped steps after it. Beyond a
         # thousand they would cost more to read than they add to a mean.
         self._losses: collections.deque[tuple[Float[Array, ""], Int[Array, ""]]]
         self._losses = collections.deque(maxlen=1000)
-        self._smoothed, self._sums = Smoothed(), Sums(skipped=start.skipped)
+        self._smoothed, self._sums = Smoothed(), Sums(skipped=progress.skipped)
         self._paused = self._waited = self._launching = 0.0
         self._has_batch = time.perf_counter()
         self.start_clock()
 
     def start_clock(self) -> None:
         """Starts timing here: set-up and compilation are not steps."""
-        start = self._start
-        self._fetched = _Mark(start.step, start.samples, self._clock(), self._waited, self._sums)
+        at = self._progress
+        self._warned = at.nonfinite, at.spikes
+        self._fetched = _Mark(at.step, at.samples, self._clock(), self._waited, self._sums)
         self._written = [self._fetched] * len(self._writers)
 
     @contextlib.contextmanager
@@ -147,13 +128,13 @@ class Tracker:
         if self._latest is not None:
             self._log_latest(self._latest, range(len(self._writers)))
 
-    def rewind(self, start: TrackerState) -> None:
+    def rewind(self) -> None:
         """Goes on from an earlier step: what was logged of later ones gives way to what comes."""
-        self._latest, self._start, self.consecutive_bad = None, start, 0
-        self._sums = self._sums._replace(skipped=start.skipped)
+        self._latest = None
+        self._sums = self._sums._replace(skipped=self._progress.skipped)
         self._losses.clear()
         for writer in self._writers:
-            writer.rewind(start.step)
+            writer.rewind(self._progress.step)
         self.start_clock()
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -195,7 +176,7 @@ class Tracker:
         self._sums = self._sums.plus(losses, [int(skipped) for _, skipped in fetched])
         self._latest = None
         self._losses.clear()
-        self.consecutive_bad = int(values["consecutive"])
+        self._progress.consecutive_bad = int(values["consecutive"])
         step = int(values["step"])  # where the state stands still, behind the one launched
         if step == self._fetched.step:
             return
@@ -227,14 +208,14 @@ class Tracker:
             self._written[i] = now
 
     def _warn(self, step: int, nonfinite: int, spikes: int) -> None:
-        """Tells of bad steps since the last fetch, whatever is done about them."""
-        known = self._start
-        if nonfinite > known.nonfinite or spikes > known.spikes:
+        """Tells of bad steps since it last did, whatever is done about them."""
+        more_nonfinite, more_spikes = nonfinite - self._warned[0], spikes - self._warned[1]
+        if more_nonfinite > 0 or more_spikes > 0:
             log.warning(
                 "up to step %d: %d step(s) whose loss or gradient norm was not finite, %d spike(s)",
-                step, nonfinite - known.nonfinite, spikes - known.spikes,
+                step, more_nonfinite, more_spikes,
             )  # fmt: skip
-        self._start = known._replace(nonfinite=nonfinite, spikes=spikes)
+        self._warned = nonfinite, spikes
 
     def _interval(self, since: _Mark, now: _Mark) -> Metrics:
         """Means over the steps between two marks: each writer has those of its own interval."""

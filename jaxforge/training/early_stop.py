@@ -20,16 +20,14 @@ class EarlyStop:
 
     Attributes:
         config: the section.
-        best: best value of `early_stop.metric` so far.
-        best_step: step of it.
-        lr_was_above: whether the learning rate has been at `early_stop.min_lr` or above: it is
-            below at the beginning of a warm-up, too.
+        memory: what a resumed run goes on with (`Progress.early_stop`), kept up to date:
+            "best" and "best_step", of `early_stop.metric` so far; "lr_was_above", whether the
+            learning rate has been at `early_stop.min_lr` or above: it is below at the beginning of
+            a warm-up, too.
     """
 
     config: EarlyStopConfig
-    best: float | None = None
-    best_step: int = 0
-    lr_was_above: bool = False
+    memory: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def reason(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """Why the run should end now, for the log; None to go on.
@@ -46,7 +44,8 @@ class EarlyStop:
         stop = self.config
         if self._ran_out(step, metrics):
             yield (
-                f"{stop.metric} is not better than {self.best:.6g}, that of step {self.best_step}, "
+                f"{stop.metric} is not better than {self.memory['best']:.6g}, "
+                f"that of step {self.memory['best_step']}, "
                 f"by more than early_stop.min_delta = {stop.min_delta:g} since then: "
                 f"early_stop.patience_steps = {stop.patience_steps}"
             )
@@ -62,34 +61,24 @@ class EarlyStop:
         stop = self.config
         if stop.patience_steps is None or stop.metric not in metrics:
             return False
-        value = metrics[stop.metric]
-        if self.best is None:
+        value, best = metrics[stop.metric], self.memory.get("best")
+        if best is None:
             if not math.isnan(value):
-                self.best, self.best_step = value, step
+                self.memory.update(best=value, best_step=step)
             return False
-        is_lower_better = is_loss(stop.metric)
-        gain = self.best - value if is_lower_better else value - self.best
+        gain = best - value if is_loss(stop.metric) else value - best
         if gain > stop.min_delta:
-            self.best, self.best_step = value, step
-        return step - self.best_step >= stop.patience_steps
+            self.memory.update(best=value, best_step=step)
+        return step - self.memory["best_step"] >= stop.patience_steps
 
     def _lr_fell(self, metrics: Mapping[str, float]) -> bool:
         if self.config.min_lr is None or "train/lr" not in metrics:
             return False
         is_above = metrics["train/lr"] >= self.config.min_lr
-        self.lr_was_above |= is_above
-        return self.lr_was_above and not is_above
+        self.memory["lr_was_above"] = is_above or self.memory.get("lr_was_above", False)
+        return self.memory["lr_was_above"] and not is_above
 
     def _above(self, key: str, metric: str, metrics: Mapping[str, float]) -> Iterator[str]:
         limit = getattr(self.config, key)
         if limit is not None and metrics.get(metric, limit) > limit:
             yield f"{metric} = {metrics[metric]:g} exceeds early_stop.{key} = {limit:g}"
-
-    def to_json(self) -> dict[str, Any]:
-        """What a resumed run goes on with."""
-        return {name: getattr(self, name) for name in ("best", "best_step", "lr_was_above")}
-
-    def load_json(self, values: Mapping[str, Any]) -> None:
-        """Takes over what `to_json` gave; unknown fields are dropped, missing ones stay."""
-        for name in self.to_json().keys() & values.keys():
-            setattr(self, name, values[name])

@@ -11,7 +11,7 @@ from jaxforge.state.train_state import TrainState
 from jaxforge.training.evaluation import Evaluator, SetSums, summary
 
 
-class Validations:
+class ResumableEvaluation:
     """The sets of `[eval]`.
 
     Args:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxforge.checkpoint.save_policy import Due
+from jaxforge.checkpoint.save_policy import SavePolicy
 from jaxforge.config.batch_ramp import BatchRamp
 from jaxforge.config.job import JobConfig, toml
 from jaxforge.config.scheduler import SCHEDULERS
@@ -148,7 +148,7 @@ def _checkpoints(config: JobConfig) -> Iterator[str]:
     yield f"every {config.checkpoint.interval:,} updates, and the last"
     if window:
         yield f"steps {window.start:,} to {window.stop:,}: a window of its own, kept for good"
-    due = Due(config)
+    due = SavePolicy(config)
     at_the_end = [] if due(last) else [last]
     yield _listed(itertools.chain(due.steps(last), at_the_end), due.count(last) + len(at_the_end))
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from orbax.checkpoint import checkpoint_managers as policies
 
-from jaxforge.checkpoint.save_policy import Due, milestones
+from jaxforge.checkpoint.save_policy import SavePolicy, milestones
 from jaxforge.config import DynCkptWindow
 from tests.conftest import tiny_config
 
@@ -13,7 +13,7 @@ from tests.conftest import tiny_config
 def due(interval=1000, ramp=(), **window):
     checkpoint = {"interval": interval, **({"dyn_ckpt_window": window} if window else {})}
     train = {"grad_accum_steps": ramp[-1]["grad_accum_steps"] if ramp else 1, "batch_ramp": ramp}
-    return Due(tiny_config(checkpoint=checkpoint, train=train))
+    return SavePolicy(tiny_config(checkpoint=checkpoint, train=train))
 
 
 def test_every_interval_and_never_at_the_start():

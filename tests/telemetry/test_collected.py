@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from jaxforge.state.progress import Progress
 from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.metric_writers import MetricWriter
-from jaxforge.telemetry.tracker import Tracker, TrackerState
+from jaxforge.telemetry.tracker import Tracker
 from tests.telemetry.test_tracker import Kept, scalars
 
 EXTRAS = {
@@ -17,9 +18,7 @@ EXTRAS = {
 @pytest.mark.parametrize("asked", [(), tuple(EXTRAS)])
 def test_what_was_asked_for_is_logged(asked):
     sink = Kept()
-    tracker = Tracker(
-        [MetricWriter("it", sink, 1)], StepCost(100), TrackerState(), 10**9, extras=asked
-    )
+    tracker = Tracker([MetricWriter("it", sink, 1)], StepCost(100), Progress(), 10**9, extras=asked)
     tracker.end_step(1, {**scalars(1), **EXTRAS})
     tracker.close()
     logged = {

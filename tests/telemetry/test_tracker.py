@@ -14,7 +14,7 @@ from jaxforge.telemetry import measures
 from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.metric_writers import MetricWriter
 from jaxforge.telemetry.sinks import format_line
-from jaxforge.telemetry.tracker import Tracker, TrackerState
+from jaxforge.telemetry.tracker import Tracker
 
 
 class Kept:
@@ -88,7 +88,7 @@ def test_each_sink_has_its_own_interval_and_means_over_it(clock):
     tracker = Tracker(
         [MetricWriter("a", often, 2), MetricWriter("b", seldom, 5)],
         StepCost(tokens=100),
-        TrackerState(),
+        Progress(),
         last_step=11,
     )
     # The clock is read when a step's metrics have arrived: here, when the next has been launched.
@@ -104,7 +104,7 @@ def test_each_sink_has_its_own_interval_and_means_over_it(clock):
 
 def test_waiting_for_data_is_counted_and_pauses_are_not(clock):
     sink = Kept()
-    tracker = Tracker([MetricWriter("a", sink, 4)], StepCost(100), TrackerState(4, 4), 10**9)
+    tracker = Tracker([MetricWriter("a", sink, 4)], StepCost(100), Progress(4, 4), 10**9)
     tracker.start_clock()
     for step, wait in ((5, 0.1), (6, 0.1), (7, 0.1), (8, 0.5), (9, 7.0)):
         with tracker.waiting_for_data():
@@ -127,7 +127,7 @@ def test_the_smoothed_loss_is_that_of_every_step_whatever_the_interval(clock):
             expected = loss if expected is None else 0.1 * loss + 0.9 * expected
     for interval in (1, 7, 40):
         sink = Kept()
-        tracker = Tracker([MetricWriter("a", sink, interval)], StepCost(100), TrackerState(), 40)
+        tracker = Tracker([MetricWriter("a", sink, interval)], StepCost(100), Progress(), 40)
         run(tracker, clock, range(1, 41), losses=losses)
         assert sink.lines[40]["smoothed/loss"] == pytest.approx(expected, rel=1e-6)
         assert sink.lines[40]["smoothed/step_time"] == pytest.approx(2.0, rel=0.05)
@@ -148,7 +148,7 @@ def test_each_dataset_has_its_loss_where_it_has_tokens():
     sink = Kept()
     names = ["web", "a/b", "none"]
     tracker = Tracker(
-        [MetricWriter("a", sink, 1)], StepCost(100), TrackerState(), 10**9, datasets=names
+        [MetricWriter("a", sink, 1)], StepCost(100), Progress(), 10**9, datasets=names
     )
     sums = {"dataset_nll": np.float32([6, 10, 0]), "dataset_tokens": np.int32([3, 4, 0])}
     tracker.end_step(1, scalars(1) | sums)
@@ -165,7 +165,7 @@ def test_each_sink_has_the_mean_loss_of_its_own_interval(clock):
     tracker = Tracker(
         [MetricWriter("a", often, 2), MetricWriter("b", seldom, 4)],
         StepCost(100),
-        TrackerState(),
+        Progress(),
         8,
     )
     run(tracker, clock, range(1, 9), losses=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
@@ -177,7 +177,7 @@ def test_the_first_means_of_a_resumed_run_are_of_the_steps_since(clock):
     """MindSpeed takes all steps since the first, but only the losses since the resume."""
     sink = Kept()
     tracker = Tracker(
-        [MetricWriter("a", sink, 2)], StepCost(100), TrackerState(10, 10, skipped=3), 10**9
+        [MetricWriter("a", sink, 2)], StepCost(100), Progress(10, 10, skipped=3), 10**9
     )
     clock.now += 50.0  # restoring and compiling
     tracker.start_clock()
@@ -192,7 +192,7 @@ def test_the_first_means_of_a_resumed_run_are_of_the_steps_since(clock):
 
 
 def test_a_hosts_own_time_is_the_wait_for_data_and_the_launch(clock):
-    tracker = Tracker([], StepCost(100), TrackerState(), 10)
+    tracker = Tracker([], StepCost(100), Progress(), 10)
     before = tracker.host_times()
     for step in (1, 2):
         with tracker.waiting_for_data():
@@ -208,7 +208,7 @@ def test_a_hosts_own_time_is_the_wait_for_data_and_the_launch(clock):
 
 def test_tokens_are_the_devices_count(clock):
     sink = Kept()
-    tracker = Tracker([MetricWriter("a", sink, 1)], StepCost(100), TrackerState(10, 10), 10**9)
+    tracker = Tracker([MetricWriter("a", sink, 1)], StepCost(100), Progress(10, 10), 10**9)
     tracker.end_step(11, scalars(11, tokens=1000))
     tracker.end_step(12, scalars(12, tokens=5 * 2**30 + 7))
     tracker.close()
@@ -219,7 +219,7 @@ def test_tokens_are_the_devices_count(clock):
 def test_a_failing_sink_stops_neither_the_run_nor_the_others(clock, messages):
     broken, whole = Kept(fails={1, 2, 4, 5, 6, 7}), Kept()
     writers = [MetricWriter("broken", broken, 1), MetricWriter("whole", whole, 1)]
-    run(Tracker(writers, StepCost(100), TrackerState(), 8), clock, range(1, 9))
+    run(Tracker(writers, StepCost(100), Progress(), 8), clock, range(1, 9))
     assert list(whole.lines) == list(range(1, 9))
     assert list(broken.lines) == [3]  # tried again after a failure, given up after three in a row
     assert broken.closed
@@ -236,7 +236,7 @@ def test_a_sink_that_cannot_be_closed_stops_nothing(messages):
 
     after = Kept()
     Tracker(
-        [MetricWriter("x", Stuck(), 1), MetricWriter("y", after, 1)], StepCost(1), TrackerState(), 1
+        [MetricWriter("x", Stuck(), 1), MetricWriter("y", after, 1)], StepCost(1), Progress(), 1
     ).close()
     assert after.closed
     assert "x could not be closed: RuntimeError: no network" in messages.text
@@ -244,11 +244,12 @@ def test_a_sink_that_cannot_be_closed_stops_nothing(messages):
 
 def test_a_process_without_sinks_reads_at_the_same_steps():
     """Otherwise it would notice later than process 0 that the run has given up."""
-    tracker = Tracker([MetricWriter("a", None, 3)], StepCost(100), TrackerState(), 10**9)
+    progress = Progress()
+    tracker = Tracker([MetricWriter("a", None, 3)], StepCost(100), progress, 10**9)
     seen = []
     for step in range(1, 8):
         tracker.end_step(step, scalars(step) | {"consecutive": step})
-        seen.append(tracker.consecutive_bad)
+        seen.append(progress.consecutive_bad)
     assert seen == [0, 1, 1, 3, 3, 3, 6]
 
 

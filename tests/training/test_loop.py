@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxforge.checkpoint.save_policy import Due
+from jaxforge.checkpoint.save_policy import SavePolicy
 from jaxforge.errors import StorageError, UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.health.actions import PeriodicActions
@@ -19,11 +19,12 @@ from jaxforge.state.train_state import Counts, GuardState, TrainState
 from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.metric_writers import MetricWriter
 from jaxforge.telemetry.profiler import Profiler
-from jaxforge.telemetry.tracker import Tracker, TrackerState
-from jaxforge.training.early_stop import EarlyStop
+from jaxforge.telemetry.tracker import Tracker
 from jaxforge.training.hooks import Hook, HookRunner
 from jaxforge.training.loop import Trainer
 from jaxforge.training.phases import Phases
+from jaxforge.training.saving import Saver
+from jaxforge.training.training_data import TrainingData
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 
@@ -126,7 +127,7 @@ class Signals:
         return work()
 
 
-class Validations:
+class Evaluation:
     """Two batches, and a question between them."""
 
     def __init__(self, events):
@@ -142,12 +143,12 @@ class Validations:
         return {"eval/loss": 1.0}
 
 
-def schedule(config):
-    return {
-        "phases": Phases.of(config.data),
-        "due": Due(config),
-        "early_stop": EarlyStop(config.early_stop),
-    }
+def data(config, batches):
+    return TrainingData(lambda progress: batches(), Phases.of(config.data))
+
+
+def saver(config, events):
+    return Saver(config.checkpoint, SavePolicy(config), Checkpoints(events))
 
 
 def batch():
@@ -195,16 +196,15 @@ def run(
         early_stop=sections.get("early_stop", {}),
     )
 
+    progress, writers = Progress(), [MetricWriter("it", Sink(events), log)]
     trainer = Trainer(
-        config=config, state=device_state(), progress=Progress(),
+        config=config, state=device_state(), progress=progress,
         lower_step=lambda state, batch: lambda: train_step,
-        open_batches=lambda progress: itertools.repeat(batch(), steps),
-        validations=Validations(events), checkpoints=Checkpoints(events),
-        local=None,
+        data=data(config, lambda: itertools.repeat(batch(), steps)), evaluation=Evaluation(events),
+        saver=saver(config, events),
         watchdog=Watchdog(Limits(0, 0, 0)), rollback=None, attribution=None,
-        **schedule(config),
         open_actions=lambda step: PeriodicActions(actions(events)),
-        tracker=Tracker([MetricWriter("it", Sink(events), log)], StepCost(256, 8), TrackerState(), 10**9),
+        tracker=Tracker(writers, StepCost(256, 8), progress, 10**9),
         profiler=Profiler(config.profiling, Path()),
         hooks=HookRunner([Recorder(events)] if hooks else []),
     )  # fmt: skip
@@ -306,9 +306,7 @@ def test_sinks_are_told_the_exit_code_of_a_failure(error, at_the_end):
                 raise error
 
     events, (_, reason, trainer) = [], run(steps=1)
-    tracker = Tracker(
-        [MetricWriter("it", Sink(events), 100)], StepCost(256, 8), TrackerState(), 10**9
-    )
+    tracker = Tracker([MetricWriter("it", Sink(events), 100)], StepCost(256, 8), Progress(), 10**9)
     trainer = dataclasses.replace(trainer, tracker=tracker, hooks=HookRunner([Fails()]))
     with pytest.raises(type(error)):  # noqa: PT012
         try:
@@ -337,12 +335,11 @@ def test_a_hook_reads_scalars_state_and_gradients():
     trainer = Trainer(
         config=ours.config, state=ours.state(), progress=Progress(),
         lower_step=lambda state, batch: lambda: ours.step,
-        open_batches=lambda _: (ours.put(b) for b in random_batches(ours.config, 2)),
-        validations=None, checkpoints=Checkpoints([]), local=None,
+        data=data(ours.config, lambda: map(ours.put, random_batches(ours.config, 2))),
+        evaluation=None, saver=saver(ours.config, []),
         watchdog=Watchdog(Limits(0, 0, 0)), rollback=None, attribution=None,
-        **schedule(ours.config),
         open_actions=lambda step: PeriodicActions(),
-        tracker=Tracker([], StepCost(256, 8), TrackerState(), 2),
+        tracker=Tracker([], StepCost(256, 8), Progress(), 2),
         profiler=Profiler(ours.config.profiling, Path()), hooks=runner,
     )  # fmt: skip
     assert trainer.train(Signals()) is Exit.COMPLETED
@@ -356,7 +353,7 @@ def test_a_hook_reads_scalars_state_and_gradients():
 def test_the_transfer_guard_agrees():
     ours = setup(tiny_config())
     state, batches = ours.state(), [ours.put(b) for b in random_batches(ours.config, 3)]
-    tracker = Tracker([MetricWriter("it", None, 1000)], StepCost(256, 8), TrackerState(1, 1), 10**9)
+    tracker = Tracker([MetricWriter("it", None, 1000)], StepCost(256, 8), Progress(1, 1), 10**9)
     with jax.transfer_guard_device_to_host("disallow"):
         for step, batch in enumerate(batches, 2):
             state, metrics = ours.step(state, batch, None)

@@ -10,7 +10,7 @@ from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.training import evaluation
 from jaxforge.training.evaluation import BatchSums, Evaluator
-from jaxforge.training.resumable_evaluation import Validations
+from jaxforge.training.resumable_evaluation import ResumableEvaluation
 
 SETS = {"a": 4, "b": 2, "c": 3}  # batches
 STEPS = 3  # at most
@@ -37,7 +37,7 @@ def validations(monkeypatch):
     evaluator._datasets = {name: [(name, i) for i in range(n)] for name, n in SETS.items()}
     evaluator._has_bytes = dict.fromkeys(SETS, True)
     evaluator._step = step
-    return Validations(evaluator, STEPS), seen
+    return ResumableEvaluation(evaluator, STEPS), seen
 
 
 def after(n):

@@ -1,0 +1,43 @@
+"""What a run trains on: its batches from any point on, and what they are drawn from."""
+
+import itertools
+from collections.abc import Callable, Iterator
+
+from jaxforge.state.progress import Progress
+from jaxforge.step.gradients import Batch
+from jaxforge.training.phases import Phases
+
+
+class TrainingData:
+    """The batches of a run, an iterator once they are opened.
+
+    Args:
+        open_batches: the batches from where a progress stands.
+        phases: which mixture and learning rate are in force.
+    """
+
+    def __init__(self, open_batches: Callable[[Progress], Iterator[Batch]], phases: Phases) -> None:
+        self._open, self._phases = open_batches, phases
+        self._batches: Iterator[Batch] = iter(())
+
+    def open(self, progress: Progress) -> None:
+        """Goes on from where `progress` stands."""
+        self._batches = self._open(progress)
+
+    def peek(self) -> Batch:
+        """The next batch, which stays the next."""
+        first = next(self._batches)
+        self._batches = itertools.chain([first], self._batches)
+        return first
+
+    def __next__(self) -> Batch:
+        """The next batch."""
+        return next(self._batches)
+
+    def note_mixture(self, at: Progress) -> None:
+        """Records what the next batch is drawn from, where that has changed."""
+        at.mixtures = [list(one) for one in self._phases.recorded(at.mixtures, at.step, at.samples)]
+
+    def lr_scale(self, step: int) -> float:
+        """Factor on the learning rate of the update launched after `step` steps."""
+        return self._phases.lr_scale(step)
