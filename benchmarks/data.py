@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from jaxforge.config.job import JobConfig
 from jaxforge.corpus.writer import ShardWriter
-from jaxforge.data import loader
+from jaxforge.data import loader, sources
 from jaxforge.parallel.mesh import make_mesh
 
 QUICKSTART = 3500  # tokens per second that configs/quickstart.toml trains on two cores
@@ -78,7 +78,7 @@ def jaxforge_batches(directory: Path, shape: tuple[int, int], workers: int) -> I
         }
     )
     mesh = make_mesh(config, jax.devices()[:1])
-    dataset = loader.open_training_data(config)
+    dataset = sources.open_training_data(config)
     return loader.training_batches(config, mesh, dataset, 0, 10_000_000)
 
 

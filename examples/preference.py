@@ -25,8 +25,8 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.train import TrainConfig
 from jaxforge.corpus.tokenizer import Tokenizer
 from jaxforge.data.dataset import Example
-from jaxforge.data.loader import register_dataset
 from jaxforge.data.packing import IGNORE
+from jaxforge.data.sources import register_dataset
 from jaxforge.inference import open_run
 from jaxforge.model.transformer import Batch, Model, Params, project
 from jaxforge.run_directory import read_tokenizer

@@ -23,7 +23,8 @@ from jaxforge.checkpoint.save_policy import SavePolicy
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.config.rules import check
-from jaxforge.data.loader import open_eval_data, open_training_data, training_batches
+from jaxforge.data.loader import training_batches
+from jaxforge.data.sources import open_eval_data, open_training_data
 from jaxforge.model.transformer import build_model, matmul_precision
 from jaxforge.optim.optimizer import build_optimizer, learning_rate
 from jaxforge.parallel import multihost

@@ -18,7 +18,7 @@ from jaxforge.config import torch_only
 from jaxforge.config.batch_ramp import BatchRamp
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import TrainConfig
-from jaxforge.data import loader
+from jaxforge.data import dataset, loader, sources
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.data.mixture import Segment
 from jaxforge.health.actions import open_actions
@@ -77,8 +77,8 @@ def build_trainer(
     profiler = Profiler(config.profiling, mirror.files(config.checkpoint.dir))
     flags = compilation.accepted_flags(config.train)
     with watchdog.section("data"):
-        dataset = loader.open_training_data(config)
-        eval_data = loader.open_eval_data(config) if config.eval.enabled else {}
+        dataset = sources.open_training_data(config)
+        eval_data = sources.open_eval_data(config) if config.eval.enabled else {}
     model = build_model(config)
     optimizer = build_optimizer(config, model.axes)
     lock.acquire()
@@ -161,7 +161,7 @@ def _own_hooks(config: JobConfig, progress: Progress) -> Iterator[Hook]:
 def _open_batches(
     config: JobConfig,
     mesh: Mesh,
-    dataset: loader.Dataset | loader.Mixture | loader.Streaming,
+    dataset: dataset.Dataset | dataset.Mixture | dataset.Streaming,
     phases: Phases,
     ramp: BatchRamp,
     place: Progress,
@@ -204,7 +204,7 @@ def _attribution(
     config: JobConfig,
     mesh: Mesh,
     model: Model,
-    dataset: loader.Dataset | loader.Mixture | loader.Streaming,
+    dataset: dataset.Dataset | dataset.Mixture | dataset.Streaming,
     progress: Progress,
 ) -> Attribution | None:
     if not config.train.rerun_bad_steps:
@@ -228,7 +228,7 @@ def _rollback(
 
 
 def _evaluation(
-    config: JobConfig, mesh: Mesh, model: Model, datasets: dict[str, loader.Dataset]
+    config: JobConfig, mesh: Mesh, model: Model, datasets: dict[str, dataset.Dataset]
 ) -> ResumableEvaluation:
     tokenizer = run_directory.tokenizer_for(mirror.files(config.checkpoint.dir), config)
     evaluator = Evaluator(config, mesh, model, datasets, tokenizer)

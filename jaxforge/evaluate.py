@@ -21,7 +21,7 @@ from rich.table import Table
 from jaxforge import inference, run_directory, storage
 from jaxforge.cli import run_main
 from jaxforge.config.job import JobConfig
-from jaxforge.data import loader
+from jaxforge.data import sources
 from jaxforge.errors import UserError
 from jaxforge.inference import TrainedModel
 from jaxforge.parallel import host_memory, multihost
@@ -83,7 +83,7 @@ def evaluate(
     config = _with_batch(trained, as_trained, batch_size)
     if not config.eval.sources():
         raise UserError(f"{trained.run} has no [eval] to evaluate on: give --set NAME=DIR")
-    datasets = loader.open_eval_data(config)
+    datasets = sources.open_eval_data(config)
     tokenizer = run_directory.find_tokenizer(trained.run)
     with trained.in_use() as params:
         evaluator = Evaluator(config, trained.mesh, trained.model, datasets, tokenizer)

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jaxforge.config import rules
 from jaxforge.config.reading.load import load_config
-from jaxforge.data.loader import open_training_data
+from jaxforge.data.sources import open_training_data
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import build_model, parameter_count
 from jaxforge.optim.optimizer import build_optimizer

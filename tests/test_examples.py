@@ -14,7 +14,7 @@ import pytest
 
 from jaxforge import inference
 from jaxforge.config.model import ModelConfig
-from jaxforge.data.loader import open_training_data
+from jaxforge.data.sources import open_training_data
 from jaxforge.model.transformer import Model, build_model
 from jaxforge.optim.optimizer import build_optimizer, learning_rate
 from jaxforge.side import LossWeights

@@ -7,7 +7,7 @@ import pytest
 from jaxforge.config import load_config
 from jaxforge.config.optimizer import OPTIMIZERS
 from jaxforge.config.reading.schema import REGISTRIES, all_keys
-from jaxforge.data.loader import register_dataset
+from jaxforge.data.sources import register_dataset
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, register_model
 from jaxforge.optim.optimizer import register_optimizer

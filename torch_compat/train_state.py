@@ -237,17 +237,17 @@ def _optional(value: Any) -> int | None:  # noqa: ANN401
 
 def _epoch_length(config: JobConfig, rows: int, ranks: int) -> int:
     """Sequences of one epoch, less the last ones that make no batch."""
-    from jaxforge.data import loader  # here, as it imports JAX and Grain
+    from jaxforge.data import dataset, sources  # here, as it imports JAX and Grain
 
     try:
-        data = loader.open_training_data(config)
+        data = sources.open_training_data(config)
     except UserError as error:
         raise UserError(
             f"the run is beyond its first epoch, whose length is that of the data: {error}"
         ) from error
-    if isinstance(data, loader.Streaming):
+    if isinstance(data, dataset.Streaming):
         raise UserError("the run is beyond its first epoch of a stream, whose length is not known")
-    if isinstance(data, loader.Mixture):  # a sampler of each rank's own
+    if isinstance(data, dataset.Mixture):  # a sampler of each rank's own
         return sum(n // ranks for n in data.sizes.values()) // (rows // ranks) * rows
     return len(data) // rows * rows
 

@@ -12,7 +12,7 @@ from jaxforge.config.section import Section, Weights, WeightTable
 from jaxforge.registry import Registry
 
 DATASETS = Registry("data.dataset_type", "auto")
-"""Kinds of training sets: `data.loader`."""
+"""Kinds of training sets: `data.sources`."""
 
 Overlong = Literal["truncate", "drop"]
 """What becomes of a conversation that is longer than a sequence."""

@@ -1,7 +1,8 @@
 """How long an epoch of the training data is, where there are epochs."""
 
 from jaxforge.config.job import JobConfig
-from jaxforge.data.loader import Dataset, Mixture, Streaming, open_training_data
+from jaxforge.data.dataset import Dataset, Mixture, Streaming
+from jaxforge.data.sources import open_training_data
 
 
 def sequences_per_epoch(

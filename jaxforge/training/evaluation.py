@@ -25,7 +25,8 @@ from jaxtyping import Array, Float, Int
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import CROSS_ENTROPIES, TrainConfig
 from jaxforge.corpus.tokenizer import Tokenizer
-from jaxforge.data.loader import Dataset, eval_batches
+from jaxforge.data.dataset import Dataset
+from jaxforge.data.loader import eval_batches
 from jaxforge.data.packing import IGNORE
 from jaxforge.data.tokens import TokenFiles
 from jaxforge.errors import UserError

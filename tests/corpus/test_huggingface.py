@@ -11,7 +11,7 @@ import pytest
 
 from jaxforge.corpus import huggingface, inputs
 from jaxforge.corpus.tokenizer import train_bpe
-from jaxforge.data import loader, stream
+from jaxforge.data import loader, sources, stream
 from jaxforge.data.stream import Anchor
 from jaxforge.errors import UserError
 from jaxforge.parallel.mesh import make_mesh
@@ -66,7 +66,7 @@ def streaming(directory, run, **sections):
 
 def batches(given, n, first=0, devices=1):
     mesh = make_mesh(given, jax.devices()[:devices])
-    dataset = loader.open_training_data(given)
+    dataset = sources.open_training_data(given)
     return [
         jax.tree.map(np.asarray, batch)
         for batch in loader.training_batches(given, mesh, dataset, first, n)
@@ -98,7 +98,7 @@ def test_a_dataset_is_tokenized_once_and_read_like_shards(directory, tmp_path, m
 def test_other_data_or_tokenizers_are_tokenized_anew(directory, tmp_path):
     sets = tmp_path / "cache" / "jaxforge"
     arguments = (str(directory), None, "train", inputs.TextField())
-    byte = loader.load_tokenizer("byte")
+    byte = sources.load_tokenizer("byte")
     first = huggingface.cached_shards(*arguments, byte)
     assert huggingface.cached_shards(*arguments, byte) == first
     huggingface.cached_shards(*arguments, train_bpe(["some text"], 258))
@@ -115,7 +115,7 @@ def test_evaluation_sets_may_be_hugging_face_datasets(directory, tmp_path):
         {"name": "some", "hf_dataset_name": str(directory), "hf_dataset_split": "train[:20]"},
     ]
     given = config(directory, tmp_path / "run", eval={"enabled": True, "datasets": tables})
-    sets = loader.open_eval_data(given)
+    sets = sources.open_eval_data(given)
     assert len(sets["all"]) == len(tokens_of(0, 1, 2, 3)) // (SEQ + 1)
     assert 0 < len(sets["some"]) < len(sets["all"]) / 5
 
@@ -123,7 +123,7 @@ def test_evaluation_sets_may_be_hugging_face_datasets(directory, tmp_path):
 def test_a_mixture_may_have_hugging_face_datasets(directory, tmp_path):
     np.save(tmp_path / "a.npy", np.full(50 * (SEQ + 1), 259, np.uint16))
     sources = [{"path": str(tmp_path)}, {"hf_name": str(directory), "name": "text"}]
-    dataset = loader.open_training_data(config(None, tmp_path / "run", data={"datasets": sources}))
+    dataset = sources.open_training_data(config(None, tmp_path / "run", data={"datasets": sources}))
     assert dataset.sizes == {str(tmp_path): 50, "text": len(tokens_of(0, 1, 2, 3)) // (SEQ + 1)}
     batch = dataset.batch([50, 0, 51])
     assert batch["dataset_idx"].tolist() == [1, 0, 1]
@@ -136,7 +136,7 @@ def test_text_needs_a_tokenizer(directory, tmp_path):
     for streams in (False, True):
         data = {"tokenizer_path": "", "hf_streaming": streams}
         with pytest.raises(UserError, match=r"set data\.tokenizer_path"):
-            loader.open_training_data(config(directory, tmp_path / "run", data=data))
+            sources.open_training_data(config(directory, tmp_path / "run", data=data))
 
 
 def test_streams_read_their_files_once_an_epoch(directory, tmp_path, monkeypatch):
@@ -231,7 +231,7 @@ def test_a_host_reads_the_files_of_its_rows_only(directory, tmp_path, monkeypatc
     """Two hosts of four rows: each takes part in every batch with half of the files."""
     given = streaming(directory, tmp_path / "run")
     whole = rows(batches(given, 30)).reshape(30, 8, SEQ + 1)
-    source = loader.open_training_data(given).source
+    source = sources.open_training_data(given).source
     for host, files in ((0, {"0 of 4", "1 of 4"}), (1, {"2 of 4", "3 of 4"})):
         read = reads(monkeypatch)
         local = range(4 * host, 4 * host + 4)
@@ -246,7 +246,7 @@ def test_hosts_that_share_a_stream_take_turns(directory, tmp_path):
     """One row of two: the windows of the other are read and dropped, not kept."""
     given = streaming(directory, tmp_path / "run")
     whole = rows(batches(given, 20)).reshape(20, 8, SEQ + 1)
-    streams = loader.open_training_data(given).source.start(0, 8, [3])
+    streams = sources.open_training_data(given).source.start(0, 8, [3])
     for update in range(20):
         np.testing.assert_array_equal(streams[8 * update + 3], whole[update, 3])
     [reader] = streams._readers.values()

@@ -24,7 +24,7 @@ from jaxforge.corpus.conversations import Conversations, encode_conversations
 from jaxforge.corpus.entries import FIRST, ID, UNLEARNED
 from jaxforge.corpus.manifest import CONVERSATIONS, LENGTHS, Manifest
 from jaxforge.corpus.tokenizer import load_tokenizer
-from jaxforge.data import loader, stream
+from jaxforge.data import loader, sources, stream
 from jaxforge.data.conversation_shards import ConversationShards
 from jaxforge.data.packing import IGNORE
 from jaxforge.errors import UserError
@@ -101,7 +101,7 @@ def config(tokenizer, run="run", accum=1, batch=4, data=None, **sections):
 
 def batches(given, n, first=0):
     mesh = make_mesh(given, jax.devices()[:1])
-    dataset = loader.open_training_data(given)
+    dataset = sources.open_training_data(given)
     read = loader.training_batches(given, mesh, dataset, first, n)
     return [jax.tree.map(np.asarray, batch) for batch in read]
 
@@ -143,7 +143,7 @@ def test_the_command_from_files_to_what_training_reads(files, tokenizer, tmp_pat
     settings = tomllib.loads(settings)
     assert settings["model"]["vocab_size"] == load_tokenizer(tokenizer).vocab_size
     given = config(tokenizer, data={**settings["data"], "shuffle": False})
-    dataset = loader.open_training_data(given)
+    dataset = sources.open_training_data(given)
     examples = whole(dataset)
     assert sorted(conversations_of(examples)) == sorted(inputs_and_labels(records))
     assert (examples["labels"] != IGNORE).sum() == n_learned
@@ -156,7 +156,7 @@ def test_batches_hold_every_conversation_once_an_epoch(files, tokenizer, tmp_pat
     run(files, tokenizer, tmp_path / "out", "--shard-tokens", "500", "--format", "bin")
     data = {"dataset_path": str(tmp_path / "out" / "train"), "file_pattern": "*.bin"}
     given = config(tokenizer, batch=1, data=data)
-    n = len(loader.open_training_data(given))
+    n = len(sources.open_training_data(given))
     twice = batches(given, 2 * n)
     records = sorted(inputs_and_labels(expected(tokenizer)))
     for epoch in (twice[:n], twice[n:]):
@@ -184,7 +184,7 @@ def test_shards_hold_whole_conversations(files, tokenizer, tmp_path):
         label == IGNORE for _, labels in records for label in labels
     ]
     second = config(tokenizer, data={"dataset_path": str(directory), "file_pattern": "*2.npy"})
-    got = sorted(conversations_of(whole(loader.open_training_data(second))))
+    got = sorted(conversations_of(whole(sources.open_training_data(second))))
     per_shard = [int((part & FIRST > 0).sum()) for part in parts]
     here = slice(sum(per_shard[:2]), sum(per_shard[:3]))
     assert got == sorted(inputs_and_labels(records[here]))
@@ -278,7 +278,7 @@ def test_parquet_and_hugging_face_datasets_give_the_same(files, tokenizer, tmp_p
           "--tokenizer", tokenizer]  # fmt: skip
     prepare.main([str(arg) for arg in hf])
     data = {"hf_dataset_name": str(tmp_path / "table"), "hf_dataset_conversations": True}
-    cached = loader.open_training_data(config(tokenizer, data=data)).source.directory
+    cached = sources.open_training_data(config(tokenizer, data=data)).source.directory
     shards = [directory / "shard_00000.npy" for directory in (
         tmp_path / "jsonl" / "train", tmp_path / "parquet" / "train", tmp_path / "hf" / "train",
         cached,
@@ -291,7 +291,7 @@ def test_other_templates_are_tokenized_anew(files, tokenizer, tmp_path):
     (files / "README.md").unlink()
     data = {"hf_dataset_name": str(files), "hf_dataset_conversations": True}
     places = {
-        loader.open_training_data(config(directory, data=data)).source.directory
+        sources.open_training_data(config(directory, data=data)).source.directory
         for directory in (tokenizer, tmp_path / "other", tokenizer)
     }
     assert len(places) == 2
@@ -344,7 +344,7 @@ def test_what_is_too_long_is_cut_or_dropped_and_told(
     else:
         run(files, tokenizer, tmp_path / "out")
         data = {"dataset_path": str(tmp_path / "out" / "train"), "overlong": how}
-        examples = whole(loader.open_training_data(config(tokenizer, data=data)))
+        examples = whole(sources.open_training_data(config(tokenizer, data=data)))
     [(ids, labels)] = inputs_and_labels(expected(tokenizer, [{"messages": long}]))
     assert len(ids) > SEQ + 1
     cut = (ids[: SEQ + 1], [*labels[:SEQ], IGNORE])
@@ -359,7 +359,7 @@ def test_a_mixture_with_text_keeps_the_texts_whole(files, tokenizer, tmp_path):
     np.save(tmp_path / "text" / "a.npy", np.arange(9 * (SEQ + 1), dtype=np.uint16) % 290)
     sources = [{"path": str(tmp_path / "out" / "train"), "name": "chat"},
                {"path": str(tmp_path / "text"), "name": "text"}]  # fmt: skip
-    dataset = loader.open_training_data(config(tokenizer, data={"datasets": sources}))
+    dataset = sources.open_training_data(config(tokenizer, data={"datasets": sources}))
     n = dataset.sizes["chat"]
     batch = dataset.batch([n, 0, n + 1])
     assert batch["segment_ids"][1].max() > 0
@@ -372,7 +372,7 @@ def test_evaluation_sees_each_label_once(files, tokenizer, tmp_path):
     run(files, tokenizer, tmp_path / "out", "--validation-fraction", "0.4")
     directory = tmp_path / "out" / "validation"
     given = config(tokenizer, eval={"enabled": True, "dataset_path": str(directory)})
-    [dataset] = loader.open_eval_data(given).values()
+    [dataset] = sources.open_eval_data(given).values()
     assert isinstance(dataset.source, ConversationShards)
     read = loader.eval_batches(given, make_mesh(given, jax.devices()[:1]), dataset)
     n_labels = sum(int((batch["labels"] != IGNORE).sum()) for batch in read)
@@ -401,7 +401,7 @@ def test_packed_conversations_cost_what_each_costs_alone(files, tokenizer, tmp_p
     model, mesh = build_model(given), make_mesh(given, jax.devices()[:1])
     params = jax.tree.map(lambda leaf: 8 * leaf, model.init(jax.random.key(0)))  # far from even
     with jax.set_mesh(mesh):
-        datasets = loader.open_eval_data(given)
+        datasets = sources.open_eval_data(given)
         sums = Evaluator(given, mesh, model, datasets, load_tokenizer(tokenizer))(params, None)[""]
     conversations = inputs_and_labels(expected(tokenizer))
     assert sums.tokens == sum(i != IGNORE for _, labels in conversations for i in labels)
@@ -453,7 +453,7 @@ def test_damage_is_named_before_the_first_step(files, tokenizer, tmp_path, chang
     damaged(tmp_path / "out" / "train", change)
     given = config(tokenizer, data={"dataset_path": str(tmp_path / "out" / "train")})
     with pytest.raises(UserError, match=message):
-        loader.open_training_data(given)
+        sources.open_training_data(given)
 
 
 def test_a_sequence_too_short_for_all_is_named(files, tokenizer, tmp_path):
@@ -464,7 +464,7 @@ def test_a_sequence_too_short_for_all_is_named(files, tokenizer, tmp_path):
     with pytest.raises(
         UserError, match=r"60 of 60 conversations .* left out .*raise train\.seq_len"
     ):
-        loader.open_training_data(given)
+        sources.open_training_data(given)
 
 
 def test_wrong_arguments_are_told(files, tokenizer, tmp_path):

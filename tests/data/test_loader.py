@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxforge.config.data import DataConfig
-from jaxforge.data import loader
+from jaxforge.data import loader, sources
 from jaxforge.errors import UserError
 from jaxforge.parallel.mesh import make_mesh
 from tests.conftest import tiny_config
@@ -31,7 +31,7 @@ def config(shards, accum=1, batch=8, **sections):
 
 def batches(config, n, first=0, devices=1):
     mesh = make_mesh(config, jax.devices()[:devices])
-    dataset = loader.open_training_data(config)
+    dataset = sources.open_training_data(config)
     return [
         jax.tree.map(np.asarray, batch)
         for batch in loader.training_batches(config, mesh, dataset, first, n)
@@ -105,7 +105,7 @@ def test_packed_batches_carry_documents(shards):
 def test_packing_needs_to_know_what_ends_a_document(shards):
     given = config(shards, data={"pack_sequences": True})
     with pytest.raises(UserError, match=r"data\.eos_token_id, or data\.tokenizer_path"):
-        loader.open_training_data(given)
+        sources.open_training_data(given)
 
 
 def test_no_source_means_random_tokens():
@@ -118,7 +118,7 @@ def test_no_source_means_random_tokens():
 def test_evaluation_sees_the_whole_set_once_and_counts_no_filler(shards):
     given = config(shards, batch=32, eval={"enabled": True, "dataset_path": str(shards)})
     mesh = make_mesh(given, jax.devices()[:1])
-    dataset = loader.open_eval_data(given)[""]
+    dataset = sources.open_eval_data(given)[""]
     got = [jax.tree.map(np.asarray, b) for b in loader.eval_batches(given, mesh, dataset)]
     assert len(got) == 4
     assert windows(got)[:100].tolist() == list(range(100))
@@ -133,22 +133,22 @@ def test_several_evaluation_sets_go_by_name(shards, tmp_path):
     paths = {"first": str(shards), "other.set": str(other)}
     tables = [{"name": name, "dataset_path": path} for name, path in paths.items()]
     given = config(shards, eval={"enabled": True, "datasets": tables})
-    sets = loader.open_eval_data(given)
+    sets = sources.open_eval_data(given)
     assert {name: len(dataset) for name, dataset in sets.items()} == {"first": 100, "other.set": 3}
     assert sets["other.set"][2]["input_ids"].tolist() == [7] * SEQ
     tables[1]["dataset_path"] = str(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"eval\.datasets\[1\]\.dataset_path: .*nowhere does not"):
-        loader.open_eval_data(config(shards, eval={"datasets": tables}))
+        sources.open_eval_data(config(shards, eval={"datasets": tables}))
 
 
 def test_the_next_batch_is_on_its_way_before_it_is_asked_for(shards, monkeypatch):
     monkeypatch.setattr(loader, "_ITEM_TOKENS", 1)
     given = config(shards, data={"num_workers": 0})
     mesh = make_mesh(given, jax.devices()[:1])
-    dataset = loader.open_training_data(given)
+    dataset = sources.open_training_data(given)
     read = []
     source = dataset.source
-    spy = loader.Dataset(_Spy(source, read), dataset.split)
+    spy = Dataset(_Spy(source, read), dataset.split)
     iterator = loader.training_batches(given, mesh, spy, 0, 5)
     next(iterator)
     assert len(read) == 2 * 8
@@ -159,8 +159,8 @@ def test_going_on_reads_nothing_of_what_came_before(shards, monkeypatch):
     monkeypatch.setattr(loader, "_ITEM_TOKENS", 1)
     given = config(shards, data={"num_workers": 0, "shuffle": False})
     mesh = make_mesh(given, jax.devices()[:1])
-    dataset, read = loader.open_training_data(given), []
-    spy = loader.Dataset(_Spy(dataset.source, read), dataset.split)
+    dataset, read = sources.open_training_data(given), []
+    spy = Dataset(_Spy(dataset.source, read), dataset.split)
     next(loader.training_batches(given, mesh, spy, 10**9 + 40, 5))
     assert read == list(range(40, 56))
 

@@ -9,7 +9,7 @@ import pytest
 from jaxforge.corpus.manifest import FILE_NAME
 from jaxforge.corpus.tokenizer import tokenizer_of
 from jaxforge.corpus.writer import ShardWriter
-from jaxforge.data import loader
+from jaxforge.data import loader, sources
 from jaxforge.errors import UserError
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.training.phases import Phases
@@ -20,7 +20,7 @@ SIZES = {"low": 40, "high": 70}
 
 
 @pytest.fixture
-def sources(tmp_path):
+def directories(tmp_path):
     """Two directories; the first token of window i is i in the one, and 100 + i in the other."""
     for name, first in (("low", 0), ("high", 100)):
         (tmp_path / name).mkdir()
@@ -29,10 +29,10 @@ def sources(tmp_path):
     return [{"path": str(tmp_path / name), "name": name} for name in SIZES]
 
 
-def config(sources, accum=1, batch=ROWS, distributed=None, **data):
+def config(directories, accum=1, batch=ROWS, distributed=None, **data):
     phases = [{"start_step": START, "dataset_weights": {"low": 0.0}}]
     return tiny_config(
-        data={"datasets": sources, "num_workers": 0, "phases": phases, **data},
+        data={"datasets": directories, "num_workers": 0, "phases": phases, **data},
         train={"batch_size": batch, "grad_accum_steps": accum},
         distributed={"dp_shard": 1, **(distributed or {})},
     )
@@ -41,7 +41,7 @@ def config(sources, accum=1, batch=ROWS, distributed=None, **data):
 def batches(given, n, step=0, history=(), devices=1):
     """Of the updates from `step` on; `history` as a run that resumes has it."""
     mesh = make_mesh(given, jax.devices()[:devices])
-    dataset, first = loader.open_training_data(given), step * ROWS
+    dataset, first = sources.open_training_data(given), step * ROWS
     segments = Phases.of(given.data).segments(history, step, first, lambda later: later * ROWS)
     return [
         jax.tree.map(np.asarray, batch)
@@ -58,30 +58,30 @@ def assert_same(some, others):
         jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def test_every_sequence_says_of_which_dataset_it_is(sources):
-    for batch in batches(config(sources), 12):
+def test_every_sequence_says_of_which_dataset_it_is(directories):
+    for batch in batches(config(directories), 12):
         assert batch["dataset_idx"].shape == (1, ROWS)
         assert batch["dataset_idx"].dtype == np.int32
         np.testing.assert_array_equal(batch["dataset_idx"], batch["input_ids"][..., 0] >= 100)
 
 
-def test_a_single_source_says_nothing(sources):
-    given = tiny_config(data={"dataset_path": sources[0]["path"]})
+def test_a_single_source_says_nothing(directories):
+    given = tiny_config(data={"dataset_path": directories[0]["path"]})
     assert batches(given, 1)[0].keys() == {"input_ids", "labels"}
 
 
 @pytest.mark.parametrize("order", ["grain", "torch"])
-def test_the_first_batch_of_a_phase_has_its_weights_however_far_ahead_is_read(sources, order):
-    given = config(sources, order=order, num_workers=8, prefetch_factor=8)
+def test_the_first_batch_of_a_phase_has_its_weights_however_far_ahead_is_read(directories, order):
+    given = config(directories, order=order, num_workers=8, prefetch_factor=8)
     shares = [batch["dataset_idx"].mean() for batch in batches(given, 12)]
     assert all(share < 1 for share in shares[:START])
     assert shares[START:] == [1.0] * 7
-    assert_same(batches(given, 12), batches(config(sources, order=order), 12))
+    assert_same(batches(given, 12), batches(config(directories, order=order), 12))
 
 
 @pytest.mark.parametrize("order", ["grain", "torch"])
-def test_resuming_at_any_step_gives_the_rest(sources, order):
-    given = config(sources, order=order)
+def test_resuming_at_any_step_gives_the_rest(directories, order):
+    given = config(directories, order=order)
     whole, history = batches(given, 12), []
     for step in range(10):
         history = Phases.of(given.data).recorded(history, step, step * ROWS)
@@ -90,17 +90,17 @@ def test_resuming_at_any_step_gives_the_rest(sources, order):
 
 @pytest.mark.parametrize("order", ["grain", "torch"])
 @pytest.mark.parametrize("mesh", [{"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}])
-def test_the_mesh_does_not_matter(sources, order, mesh):
-    given = config(sources, batch=2, distributed=mesh, order=order, torch_ranks=1)
+def test_the_mesh_does_not_matter(directories, order, mesh):
+    given = config(directories, batch=2, distributed=mesh, order=order, torch_ranks=1)
     split = batches(given, 8, devices=4 * mesh.get("tp", 1))
-    assert_same(batches(config(sources, order=order), 8), split)
+    assert_same(batches(config(directories, order=order), 8), split)
 
 
 @pytest.mark.parametrize("order", ["grain", "torch"])
-def test_hosts_read_their_rows_of_the_same_batches(sources, order):
+def test_hosts_read_their_rows_of_the_same_batches(directories, order):
     """As `_Layout` has it where a process holds some of the rows."""
-    given = config(sources, accum=2, batch=4, order=order)
-    dataset = loader.open_training_data(given)
+    given = config(directories, accum=2, batch=4, order=order)
+    dataset = sources.open_training_data(given)
     segments = Phases.of(given.data).segments([], 0, 0, lambda step: step * ROWS)
     of_mixture = loader.mixture_order(given.data, dataset.sizes, segments, 0, 4, 1)
 
@@ -115,24 +115,24 @@ def test_hosts_read_their_rows_of_the_same_batches(sources, order):
             np.testing.assert_array_equal(array, joined)
 
 
-def test_the_accumulation_split_does_not_matter(sources):
-    split = batches(config(sources, accum=4, batch=2), 8)
+def test_the_accumulation_split_does_not_matter(directories):
+    split = batches(config(directories, accum=4, batch=2), 8)
     assert split[0]["dataset_idx"].shape == (4, 2)
-    np.testing.assert_array_equal(windows(split), windows(batches(config(sources), 8)))
+    np.testing.assert_array_equal(windows(split), windows(batches(config(directories), 8)))
 
 
-def test_the_ranks_that_torch_had_decide_and_not_those_at_hand(sources):
-    alone = config(sources, order="torch", torch_ranks=4)
-    four = config(sources, order="torch", batch=2, distributed={"dp_shard": 4})
+def test_the_ranks_that_torch_had_decide_and_not_those_at_hand(directories):
+    alone = config(directories, order="torch", torch_ranks=4)
+    four = config(directories, order="torch", batch=2, distributed={"dp_shard": 4})
     assert_same(batches(alone, 8), batches(four, 8, devices=4))
     assert (
         windows(batches(alone, 8)).tolist()
-        != windows(batches(config(sources, order="torch"), 8)).tolist()
+        != windows(batches(config(directories, order="torch"), 8)).tolist()
     )
 
 
-def test_packing_knows_the_document_ends_of_each_dataset(sources):
-    given = config(sources, pack_sequences=True, eos_token_id=3, shuffle=False)
+def test_packing_knows_the_document_ends_of_each_dataset(directories):
+    given = config(directories, pack_sequences=True, eos_token_id=3, shuffle=False)
     rows = np.concatenate([b["segment_ids"][0] for b in batches(given, 5)])
     assert (rows[:, -1] > 0).sum() == 1  # window 3 of "low" is nothing but ends
 
@@ -141,27 +141,27 @@ def test_packing_knows_the_document_ends_of_each_dataset(sources):
     ({"path": "nowhere"}, r"data\.datasets\[1\]\.path: .*nowhere does not exist"),
     ({}, r"no file matches data\.file_pattern = '\*\.bin'"),
 ])  # fmt: skip
-def test_what_is_wrong_with_a_source_is_told_by_its_key(sources, spoil, message):
-    sources[1] |= spoil
+def test_what_is_wrong_with_a_source_is_told_by_its_key(directories, spoil, message):
+    directories[1] |= spoil
     more = {} if spoil else {"file_pattern": "*.bin"}
     with pytest.raises(UserError, match=message):
-        loader.open_training_data(config(sources, **more))
+        sources.open_training_data(config(directories, **more))
 
 
-def test_the_tokenizer_beside_a_source_is_the_runs(sources, tmp_path):
-    assert tokenizer_of(config(sources).data) is None
-    sources[1]["path"] = str(tmp_path / "other" / "train")
+def test_the_tokenizer_beside_a_source_is_the_runs(directories, tmp_path):
+    assert tokenizer_of(config(directories).data) is None
+    directories[1]["path"] = str(tmp_path / "other" / "train")
     (tmp_path / "other" / "tokenizer").mkdir(parents=True)
-    assert tokenizer_of(config(sources).data) == tmp_path / "other" / "tokenizer"
+    assert tokenizer_of(config(directories).data) == tmp_path / "other" / "tokenizer"
 
 
 def test_sources_of_different_tokenizers_do_not_mix(tmp_path):
-    sources = []
+    directories = []
     for name, fingerprint in (("x", "1"), ("y", "2")):
         with ShardWriter(tmp_path / name, vocab_size=256, dtype="uint16") as writer:
             writer.add(np.zeros(200, np.uint16))
             writer.finish(eos_id=0, tokenizer=f"{name}.json", tokenizer_sha256=fingerprint)
         assert (tmp_path / name / FILE_NAME).exists()
-        sources.append({"path": str(tmp_path / name), "name": name})
+        directories.append({"path": str(tmp_path / name), "name": name})
     with pytest.raises(UserError, match=r"x and y were tokenized differently \(x.json, y.json\)"):
-        loader.open_training_data(tiny_config(data={"datasets": sources}))
+        sources.open_training_data(tiny_config(data={"datasets": directories}))

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jaxforge.config.reading.load import load_config
-from jaxforge.data import loader
+from jaxforge.data import loader, sources
 from jaxforge.step.train_step import Controls
 from tests import torch_names
 from tests.helpers import setup
@@ -56,7 +56,7 @@ def test_the_continued_run_follows_the_curve(golden, tmp_path, name, overrides, 
     paths = [f"--data.dataset_path={golden / 'tokens'}", "--data.shuffle=false"]
     ours = setup(load_config(run / "config.toml", [*paths, *overrides]))
     state = taken_over(ours, checkpoint(run, tmp_path))
-    dataset = loader.open_training_data(ours.config)
+    dataset = sources.open_training_data(ours.config)
     curve = {entry["step"]: entry for entry in json.loads((run / "curve.json").read_text())}
     with jax.set_mesh(ours.mesh):
         batches = loader.training_batches(ours.config, ours.mesh, dataset, 10 * 8, 20)

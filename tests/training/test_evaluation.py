@@ -9,7 +9,7 @@ import pytest
 
 from jaxforge.corpus.manifest import Manifest, Shard
 from jaxforge.corpus.tokenizer import ByteTokenizer
-from jaxforge.data import loader
+from jaxforge.data import sources
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import build_model
 from jaxforge.parallel.mesh import make_mesh
@@ -58,7 +58,7 @@ def evaluated(given, tokenizer=None, steps=None, devices=1):
     model = build_model(given)
     with jax.set_mesh(mesh):
         placed = jax.device_put(params(), param_shardings(model.abstract, model.axes, mesh))
-        evaluator = Evaluator(given, mesh, model, loader.open_eval_data(given), tokenizer)
+        evaluator = Evaluator(given, mesh, model, sources.open_eval_data(given), tokenizer)
         return evaluator(placed, steps)
 
 
@@ -166,7 +166,7 @@ def test_perplexity_is_bounded_and_nothing_is_nan():
 def test_a_metric_that_needs_bytes_is_refused_without_them(shards):
     given = config(shards, "a")
     mesh, model = make_mesh(given, jax.devices()[:1]), build_model(given)
-    sets = loader.open_eval_data(given)
+    sets = sources.open_eval_data(given)
     Evaluator(given, mesh, model, sets, ByteTokenizer()).check_reports("eval/bits_per_byte")
     Evaluator(given, mesh, model, sets, None).check_reports("eval/loss")
     with pytest.raises(UserError, match=r"bytes of these tokens.*eval/loss, eval/perplexity"):
@@ -177,7 +177,7 @@ def test_one_program_for_all_sets_and_evaluations(shards):
     given = config(shards, "a", "b", pack=True)
     mesh, model = make_mesh(given, jax.devices()[:1]), build_model(given)
     with jax.set_mesh(mesh):
-        evaluator = Evaluator(given, mesh, model, loader.open_eval_data(given), ByteTokenizer())
+        evaluator = Evaluator(given, mesh, model, sources.open_eval_data(given), ByteTokenizer())
         placed = jax.device_put(params(), param_shardings(model.abstract, model.axes, mesh))
         evaluator(placed)
         evaluator(placed, 1)

@@ -1,0 +1,204 @@
+"""What a run trains and is evaluated on, opened as its config names it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from jaxforge.config.data import DATASETS, DataConfig
+from jaxforge.config.eval import EvalSource
+from jaxforge.config.job import JobConfig
+from jaxforge.corpus.conversations import Conversations
+from jaxforge.corpus.huggingface import cached_shards, load_dataset
+from jaxforge.corpus.inputs import Content, TextField
+from jaxforge.corpus.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
+from jaxforge.data.conversation_shards import ConversationShards, holds_conversations
+from jaxforge.data.dataset import Dataset, Example, Mixture, Streaming
+from jaxforge.data.order import data_seed
+from jaxforge.data.packing import split_entries, split_packed, split_whole, split_window
+from jaxforge.data.stream import StreamedTokens
+from jaxforge.data.tokens import SyntheticTokens, TokenFiles, TokenShards
+from jaxforge.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
+DatasetBuilder = Callable[[JobConfig], Dataset | Mixture | Streaming]
+"""config -> training set; mixtures are of `data.datasets`, and these for "auto" alone."""
+
+
+def open_training_data(config: JobConfig) -> Dataset | Mixture | Streaming:
+    """The training set that `data.dataset_type` asks for.
+
+    Raises:
+        UserError: the data are missing, damaged or do not fit the model.
+    """
+    return DATASETS[config.data.dataset_type](config)
+
+
+def register_dataset(name: str) -> Callable[[DatasetBuilder], DatasetBuilder]:
+    """Decorates what opens the training set that `data.dataset_type` calls `name`."""
+    return DATASETS.register(name)
+
+
+@register_dataset("auto")
+def _open_named(config: JobConfig) -> Dataset | Mixture | Streaming:
+    """A mixture, token shards, a Hugging Face dataset, or else synthetic tokens."""
+    data = config.data
+    if data.datasets:
+        return _open_mixture(config)
+    if data.dataset_path or (data.hf_dataset_name and not data.hf_streaming):
+        return _open_shards(config, data, ("data.dataset_path", "data.file_pattern"))
+    if data.hf_dataset_name:
+        return _open_stream(config, data.hf_dataset_name)
+    source = SyntheticTokens(config.model.vocab_size, config.train.seq_len, data_seed(config))
+    return Dataset(source, split_window)
+
+
+def open_eval_data(config: JobConfig) -> dict[str, Dataset]:
+    """The evaluation sets by name, "" being the name of a single one.
+
+    They are packed like the training set, so that losses compare.
+
+    Raises:
+        UserError: shards are missing, damaged or do not fit the model.
+    """
+    sets = {}
+    for i, (name, source) in enumerate(config.eval.sources().items()):
+        section = f"eval.datasets[{i}]" if name else "eval"
+        keys = (f"{section}.dataset_path", f"{section}.file_pattern")
+        sets[name] = _open_shards(config, source, keys)
+    return sets
+
+
+def _open_mixture(config: JobConfig) -> Mixture:
+    datasets = {}
+    for i, source in enumerate(config.data.datasets):
+        alone = {
+            "dataset_path": source.path,
+            "hf_dataset_name": source.hf_name,
+            "hf_dataset_config": source.hf_config or None,
+        }
+        keys = (f"data.datasets[{i}].path", "data.file_pattern")
+        datasets[source.label] = _open_shards(config, config.data.model_copy(update=alone), keys)
+    _check_same_tokenizer(datasets)
+    if any(isinstance(dataset.source, ConversationShards) for dataset in datasets.values()):
+        datasets = {name: _with_segment_ids(dataset) for name, dataset in datasets.items()}
+    return Mixture(datasets)
+
+
+def _with_segment_ids(dataset: Dataset) -> Dataset:
+    """The dataset, each window being one document where nothing else is known."""
+    return replace(dataset, split=split_whole) if dataset.split is split_window else dataset
+
+
+def _check_same_tokenizer(datasets: Mapping[str, Dataset]) -> None:
+    """Manifests tell; what has none may be anything."""
+    made_by: dict[str, tuple[str, str]] = {}
+    for name, dataset in datasets.items():
+        manifest = dataset.source.manifest if isinstance(dataset.source, TokenFiles) else None
+        if manifest:
+            made_by.setdefault(manifest.tokenizer_sha256, (name, manifest.tokenizer))
+    if len(made_by) > 1:
+        (one, its), (other, others), *_ = made_by.values()
+        raise UserError(
+            f"data.datasets: {one} and {other} were tokenized differently ({its}, {others}): "
+            "prepare them with the same tokenizer"
+        )
+
+
+def _open_shards(
+    config: JobConfig, source: DataConfig | EvalSource, keys: tuple[str, str]
+) -> Dataset:
+    """The shards of a source, `keys` being those of its directory and pattern."""
+    directory, pattern = source.dataset_path, source.file_pattern
+    if not directory:
+        directory, pattern = str(_tokenized(config, source)), "*.npy"
+    options = {
+        "vocab_size": config.model.vocab_size,
+        "token_dtype": config.data.token_dtype,
+        "keys": keys,
+    }
+    if holds_conversations(directory, keys[0]):
+        overlong = config.data.overlong
+        packed = ConversationShards(directory, pattern, config.train.seq_len, overlong, **options)
+        return Dataset(packed, split_entries)
+    shards = TokenShards(directory, pattern, config.train.seq_len, **options)
+    manifest_eos = shards.manifest.eos_id if shards.manifest else None
+    return Dataset(shards, _splitter(config.data, manifest_eos))
+
+
+def _tokenized(config: JobConfig, source: DataConfig | EvalSource) -> Path:
+    """Shards of the Hugging Face dataset that `source` names."""
+    assert source.hf_dataset_name
+    tokenizer = _tokenizer(config.data)
+    return cached_shards(
+        source.hf_dataset_name,
+        source.hf_dataset_config,
+        source.hf_dataset_split,
+        _content(config.data, tokenizer),
+        tokenizer,
+    )
+
+
+def _content(config: DataConfig, tokenizer: Tokenizer) -> Content:
+    """What of a row of a Hugging Face dataset is read."""
+    if config.hf_dataset_conversations:
+        return Conversations(tokenizer)
+    return TextField(config.hf_dataset_text_field)
+
+
+def _open_stream(config: JobConfig, name: str) -> Streaming:
+    data, tokenizer = config.data, _tokenizer(config.data)
+    dataset = load_dataset(name, data.hf_dataset_config, data.hf_dataset_split, streaming=True)
+    source = StreamedTokens(
+        name=":".join(filter(None, [name, data.hf_dataset_config, data.hf_dataset_split])),
+        dataset=cast("IterableDataset", dataset),
+        content=_content(data, tokenizer),
+        tokenizer=tokenizer,
+        window=config.train.seq_len + 1,
+        vocab_size=config.model.vocab_size,
+        seed=data_seed(config),
+        shuffle=data.shuffle,
+        directory=Path(config.checkpoint.dir) / "stream",
+        overlong=data.overlong,
+    )
+    split = split_entries if source.conversations else _splitter(data, tokenizer.eos_id)
+    return Streaming(source, split)
+
+
+def _tokenizer(config: DataConfig) -> Tokenizer:
+    """What encodes text."""
+    spec = tokenizer_of(config)
+    tokenizer = load_tokenizer(spec) if spec else None
+    if tokenizer is None or tokenizer.eos_id is None:
+        raise UserError(
+            "reading a Hugging Face dataset needs a tokenizer with an end-of-text token: set "
+            "data.tokenizer_path"
+        )
+    return tokenizer
+
+
+def _splitter(config: DataConfig, eos_id: int | None) -> Callable[[np.ndarray], Example]:
+    """Window -> example, as `data.pack_sequences` says; `eos_id` is that of the data."""
+    if not config.pack_sequences:
+        return split_window
+    eos = _eos_id(config, eos_id)
+    return lambda window: split_packed(window, eos)
+
+
+def _eos_id(config: DataConfig, of_data: int | None) -> int:
+    """What separates documents: the config's word first, then the data's, the tokenizer's."""
+    if config.eos_token_id is not None:
+        return config.eos_token_id
+    if of_data is not None:
+        return of_data
+    eos = load_tokenizer(config.tokenizer_path).eos_id if config.tokenizer_path else None
+    if eos is None:
+        raise UserError(
+            "data.pack_sequences needs the id of the token that ends a document: set "
+            "data.eos_token_id, or data.tokenizer_path to a tokenizer that has one"
+        )
+    return eos
