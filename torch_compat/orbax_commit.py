@@ -13,8 +13,8 @@ from jaxforge.checkpoint import layout
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.job import JobConfig
+from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import GuardState
 from torch_compat.files import link
 from torch_compat.lazy import LazyTensor
 from torch_compat.state import CheckpointState

@@ -14,8 +14,9 @@ from jaxtyping import PyTree
 
 from jaxforge.checkpoint import layout
 from jaxforge.config.job import JobConfig
+from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import GuardState, TrainState, with_counts
+from jaxforge.state.train_state import TrainState, with_counts
 from torch_compat import checkpoints
 from torch_compat.dcp_state import Options
 from torch_compat.lazy import Index, LazyTensor

@@ -21,7 +21,8 @@ from jaxtyping import PyTree
 
 from jaxforge.config.model import LAYERS
 from jaxforge.model.transformer import Params, join
-from jaxforge.state.train_state import GuardState, TrainState, part_like
+from jaxforge.state.guard_state import GuardState
+from jaxforge.state.train_state import TrainState, part_like
 
 Tree = dict[str, Any]
 

@@ -19,9 +19,9 @@ from jaxforge.checkpoint.paths import find, has_run
 from jaxforge.checkpoint.relayout import by_layer, by_stage
 from jaxforge.config.job import JobConfig
 from jaxforge.model.transformer import Model
+from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import (
-    GuardState,
     TrainState,
     abstract_state,
     init_state,

@@ -1,51 +1,20 @@
 """What a step changes: parameters, optimizer state, counters."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from jaxforge.model.transformer import Model, Params, join
 from jaxforge.parallel.sharding import param_shardings
+from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
 from jaxforge.wide_count import WideCount
-
-WINDOW = 128
-"""Good losses that a spike is judged by."""
-
-
-class GuardState(NamedTuple):
-    """Counts of bad steps, and what normal losses are; part of the checkpoint.
-
-    Attributes:
-        consecutive: steps in a row, up to now, whose update was not applied.
-        total: such steps of the whole run.
-        nonfinite: steps whose loss or gradient norm was not finite, applied or not.
-        spikes: steps whose loss was a spike, applied or not.
-        good: steps that were neither.
-        losses: of the last good steps, a ring; NaN where there was none yet.
-    """
-
-    consecutive: Int[Array, ""]
-    total: Int[Array, ""]
-    nonfinite: Int[Array, ""]
-    spikes: Int[Array, ""]
-    good: Int[Array, ""]
-    losses: Float[Array, "128"]
-
-    @classmethod
-    def fresh(cls, skipped: int = 0) -> "GuardState":
-        """Nothing known but how many steps were skipped so far."""
-        # An array each: the step is given the state's memory, and no memory can be given twice.
-        consecutive, total, nonfinite, spikes, good = (
-            jnp.asarray(n, jnp.int32) for n in (0, skipped, 0, 0, 0)
-        )
-        losses = jnp.full(WINDOW, jnp.nan, jnp.float32)
-        return cls(consecutive, total, nonfinite, spikes, good, losses)
 
 
 class Counts(NamedTuple):
@@ -111,10 +80,14 @@ def begin(
     return TrainState(step, params, optimizer.init(params), GuardState.fresh(), counts, kept)
 
 
+@functools.lru_cache(maxsize=8)
 def state_shardings(
     model: Model, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> TrainState:
-    """NamedSharding of every array of the state; moments lie where their parameters do."""
+    """NamedSharding of every array of the state; moments lie where their parameters do.
+
+    Made once: whoever lays out a state, restores one or steps on from it has the same tree.
+    """
     replicated: Any = NamedSharding(mesh, PartitionSpec())
     params = param_shardings(model.abstract, model.axes, mesh)
     opt_state = jax.tree.map(  # moments are trees like the parameters, or parts of such: dicts

@@ -6,6 +6,7 @@ import pytest
 
 from jaxforge.config.data import DataConfig
 from jaxforge.data import loader, sources
+from jaxforge.data.dataset import Dataset
 from jaxforge.errors import UserError
 from jaxforge.parallel.mesh import make_mesh
 from tests.conftest import tiny_config

@@ -17,14 +17,9 @@ from jaxforge.optim.optimizer import (
     updates_made,
 )
 from jaxforge.optim.schedule import register_scheduler, warmup_then
+from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import (
-    Counts,
-    GuardState,
-    TrainState,
-    abstract_state,
-    state_shardings,
-)
+from jaxforge.state.train_state import Counts, TrainState, abstract_state, state_shardings
 from jaxforge.step.train_step import Controls
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup

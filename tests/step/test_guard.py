@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from jaxforge.config.train import TrainConfig
+from jaxforge.state.guard_state import WINDOW, GuardState
 from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import WINDOW, Counts, GuardState
+from jaxforge.state.train_state import Counts
 from jaxforge.step.guard import Guard
 
 

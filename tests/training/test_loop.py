@@ -14,8 +14,9 @@ from jaxforge.errors import StorageError, UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.health.actions import PeriodicActions
 from jaxforge.health.watchdog import Limits, Watchdog
+from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import Counts, GuardState, TrainState
+from jaxforge.state.train_state import Counts, TrainState
 from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.metric_writers import MetricWriter
 from jaxforge.telemetry.profiler import Profiler

@@ -1,0 +1,39 @@
+"""What the guard of the step (`step.guard`) knows of the steps before."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+WINDOW = 128
+"""Good losses that a spike is judged by."""
+
+
+class GuardState(NamedTuple):
+    """Counts of bad steps, and what normal losses are; part of the checkpoint.
+
+    Attributes:
+        consecutive: steps in a row, up to now, whose update was not applied.
+        total: such steps of the whole run.
+        nonfinite: steps whose loss or gradient norm was not finite, applied or not.
+        spikes: steps whose loss was a spike, applied or not.
+        good: steps that were neither.
+        losses: of the last good steps, a ring; NaN where there was none yet.
+    """
+
+    consecutive: Int[Array, ""]
+    total: Int[Array, ""]
+    nonfinite: Int[Array, ""]
+    spikes: Int[Array, ""]
+    good: Int[Array, ""]
+    losses: Float[Array, "128"]
+
+    @classmethod
+    def fresh(cls, skipped: int = 0) -> "GuardState":
+        """Nothing known but how many steps were skipped so far."""
+        # An array each: the step is given the state's memory, and no memory can be given twice.
+        consecutive, total, nonfinite, spikes, good = (
+            jnp.asarray(n, jnp.int32) for n in (0, skipped, 0, 0, 0)
+        )
+        losses = jnp.full(WINDOW, jnp.nan, jnp.float32)
+        return cls(consecutive, total, nonfinite, spikes, good, losses)
