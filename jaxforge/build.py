@@ -49,11 +49,11 @@ from jaxforge.training.exporting import Exporter
 from jaxforge.training.hooks import Hook, HookRunner, named_hook
 from jaxforge.training.loop import Trainer
 from jaxforge.training.phases import Phases
+from jaxforge.training.progress_txt import ProgressTxt
 from jaxforge.training.resumable_evaluation import ResumableEvaluation
 from jaxforge.training.rollback import Rollback
 from jaxforge.training.saving import Saver
 from jaxforge.training.summary import schedule_summary, write_summary
-from jaxforge.training.throughput import ThroughputLog
 from jaxforge.training.training_data import TrainingData
 
 log = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ def _own_hooks(config: JobConfig, progress: Progress) -> Iterator[Hook]:
     if config.checkpoint.export_interval or config.checkpoint.export_last:
         yield Exporter(config.checkpoint)
     if config.metrics.log_progress and jax.process_index() == 0:
-        yield ThroughputLog(config, progress)
+        yield ProgressTxt(config, progress)
 
 
 def _open_batches(

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxforge import storage
-from jaxforge.corpus.atomic_directory import Plan, Stage, staged
+from jaxforge.corpus.atomic_directory import AtomicDirectory, Plan, atomic_directory
 from jaxforge.corpus.conversations import Conversations, fingerprint
 from jaxforge.corpus.documents import first_bytes, pieces, shuffled, split_of
 from jaxforge.corpus.entries import ENTRY_DTYPE
@@ -61,17 +61,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     inputs = _inputs(args, content)
     plan = _plan(args, inputs, given)
     made_by = f"train/{FILE_NAME}"
-    with staged(args.output, plan, made_by=made_by, overwrite=args.overwrite, say=_say) as stage:
-        assert stage is not None
-        tokenizer = given or _bpe(args, inputs, stage)
-        tokenizer.save(stage.out / "tokenizer")
+    with atomic_directory(
+        args.output, plan, made_by=made_by, overwrite=args.overwrite, say=_say
+    ) as destination:
+        assert destination is not None
+        tokenizer = given or _bpe(args, inputs, destination)
+        tokenizer.save(destination.out / "tokenizer")
         options = _options(args, tokenizer.vocab_size)
         with _progress(_text_size(inputs, args.max_bytes)) as show:
             corpus = ingest(
                 inputs,
                 tokenizer,
                 options,
-                stage,
+                destination,
                 tokenizer_name=args.tokenizer,
                 workers=args.workers,
                 show=show,
@@ -276,10 +278,12 @@ def _options(args: argparse.Namespace, vocab_size: int) -> Options:
     )
 
 
-def _bpe(args: argparse.Namespace, inputs: Sequence[Input], stage: Stage) -> Tokenizer:
+def _bpe(
+    args: argparse.Namespace, inputs: Sequence[Input], destination: AtomicDirectory
+) -> Tokenizer:
     """The BPE of the training documents: of an earlier run, if that came so far."""
-    if stage.journal is not None:
-        return load_tokenizer(stage.out / "tokenizer")
+    if destination.journal is not None:
+        return load_tokenizer(destination.out / "tokenizer")
     _say("training the BPE tokenizer …")
     read = pieces(
         inputs,

@@ -25,7 +25,7 @@ Plan = dict[str, Any]
 
 
 @dataclass
-class Stage:
+class AtomicDirectory:
     """The directory in the making.
 
     Attributes:
@@ -43,7 +43,7 @@ class Stage:
 
 
 @contextmanager
-def staged(
+def atomic_directory(
     output: Path,
     plan: Plan,
     *,
@@ -51,7 +51,7 @@ def staged(
     overwrite: bool = False,
     shared: bool = False,
     say: Callable[[str], None] = print,
-) -> Iterator[Stage | None]:
+) -> Iterator[AtomicDirectory | None]:
     """Makes `output`, all of it or nothing.
 
     After a failure, what is finished stays beside `output` and serves the next run with the same
@@ -80,10 +80,10 @@ def staged(
                 shutil.rmtree(partial)
                 yield None
                 return
-            stage = _open(partial, plan, say)
-            with _kept_if_begun(stage, say):
-                yield stage
-            _put_in_place(stage.out, output, old)
+            destination = _open(partial, plan, say)
+            with _kept_if_begun(destination, say):
+                yield destination
+            _put_in_place(destination.out, output, old)
             for directory in (old, partial):
                 shutil.rmtree(directory, ignore_errors=True)
     except OSError as error:
@@ -93,12 +93,12 @@ def staged(
 
 
 @contextmanager
-def _kept_if_begun(stage: Stage, say: Callable[[str], None]) -> Iterator[None]:
-    partial = stage.out.parent
+def _kept_if_begun(destination: AtomicDirectory, say: Callable[[str], None]) -> Iterator[None]:
+    partial = destination.out.parent
     try:
         yield
     except BaseException:
-        if stage.journal is None:
+        if destination.journal is None:
             shutil.rmtree(partial, ignore_errors=True)
         else:
             say(f"what is finished stays in {partial}: the same command goes on from there")
@@ -151,19 +151,19 @@ def _lock(directory: Path, output: Path, *, wait: bool) -> int | None:
     return None
 
 
-def _open(partial: Path, plan: Plan, say: Callable[[str], None]) -> Stage:
+def _open(partial: Path, plan: Plan, say: Callable[[str], None]) -> AtomicDirectory:
     plan = json.loads(json.dumps(plan))  # as it will be read back
     before, journal = (_read_json(partial / name) for name in ("plan.json", "journal.json"))
     if before == plan and journal is not None:
         say(f"going on with {partial}")
-        return Stage(partial / "out", journal)
+        return AtomicDirectory(partial / "out", journal)
     if before is not None and journal is not None:
         say(f"starting over: {_difference(before, plan)}")
     for path in partial.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     (partial / "out").mkdir()
     _write_json(partial / "plan.json", plan)
-    return Stage(partial / "out", None)
+    return AtomicDirectory(partial / "out", None)
 
 
 def _difference(before: Plan, now: Plan) -> str:

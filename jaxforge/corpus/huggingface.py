@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from jaxforge.corpus.atomic_directory import staged
+from jaxforge.corpus.atomic_directory import atomic_directory
 from jaxforge.corpus.conversations import Conversations
 from jaxforge.corpus.entries import ENTRY_DTYPE
 from jaxforge.corpus.ingest import Corpus, Options, ingest
@@ -96,16 +96,18 @@ def cached_shards(
     cache = library("datasets", "reading Hugging Face datasets").config.HF_DATASETS_CACHE
     output = Path(cache) / "jaxforge" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
     plan = {"options": {"key": key}, "inputs": []}
-    with staged(output, plan, made_by=f"train/{FILE_NAME}", shared=True, say=log.info) as stage:
-        if stage:
+    with atomic_directory(
+        output, plan, made_by=f"train/{FILE_NAME}", shared=True, say=log.info
+    ) as directory:
+        if directory:
             log.info("tokenizing %s into %s", source.name, output)
-            tokenizer.save(stage.out / "tokenizer")
+            tokenizer.save(directory.out / "tokenizer")
             options = _options(content, tokenizer)
             ingest(
                 [source],
                 tokenizer,
                 options,
-                stage,
+                directory,
                 tokenizer_name="data.tokenizer_path",
                 show=_progress_log(len(dataset)),
             )

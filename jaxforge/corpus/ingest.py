@@ -26,7 +26,7 @@ from typing import Any, Self
 import numpy as np
 from jaxtyping import Int
 
-from jaxforge.corpus.atomic_directory import Stage
+from jaxforge.corpus.atomic_directory import AtomicDirectory
 from jaxforge.corpus.conversations import encode_conversations
 from jaxforge.corpus.documents import Piece, Place, pieces
 from jaxforge.corpus.inputs import Input
@@ -132,7 +132,7 @@ def ingest(
     inputs: Sequence[Input],
     tokenizer: Tokenizer,
     options: Options,
-    stage: Stage,
+    destination: AtomicDirectory,
     *,
     tokenizer_name: str,
     workers: int = 1,
@@ -142,9 +142,9 @@ def ingest(
 
     Args:
         inputs: in order.
-        tokenizer: has an EOS; lies in `stage.out / "tokenizer"`.
+        tokenizer: has an EOS; lies in `destination.out / "tokenizer"`.
         options: see there.
-        stage: where to.
+        destination: where to.
         tokenizer_name: for the manifest.
         workers: processes that encode; 1 encodes in this one.
         show: called after each batch.
@@ -154,7 +154,7 @@ def ingest(
             has no document.
     """
     with ExitStack() as stack:
-        corpus = _open(stage, tokenizer, options)
+        corpus = _open(destination, tokenizer, options)
         for split in corpus.splits.values():
             stack.enter_context(split.writer)
         read = batches(
@@ -168,31 +168,31 @@ def ingest(
             )
         )
         committed = time.monotonic()
-        directory = stage.out / "tokenizer"
+        directory = destination.out / "tokenizer"
         encoded = _encoded(read, tokenizer, directory, options, workers)
         for batch, tokens in stack.enter_context(closing(encoded)):
             _add(corpus, batch, tokens)
             show(corpus)
             if time.monotonic() - committed >= _COMMIT_SECONDS:
-                stage.commit(_journal(corpus))
+                destination.commit(_journal(corpus))
                 committed = time.monotonic()
         _finish(corpus, tokenizer, tokenizer_name, options)
     return corpus
 
 
-def _open(stage: Stage, tokenizer: Tokenizer, options: Options) -> Corpus:
+def _open(destination: AtomicDirectory, tokenizer: Tokenizer, options: Options) -> Corpus:
     """The corpus as the journal left it, or an empty one."""
-    journal = stage.journal or {"splits": {}, "place": Place(), "skipped": 0}
+    journal = destination.journal or {"splits": {}, "place": Place(), "skipped": 0}
     if journal["skipped"] and not options.skip_bad:
         raise UserError(
             f"the run that this one goes on with left {journal['skipped']} bad records out; pass "
-            f"--skip-bad again, or remove {stage.out.parent}"
+            f"--skip-bad again, or remove {destination.out.parent}"
         )
     splits = {}
     for name in ("train", "validation") if options.validation_fraction else ("train",):
         state = journal["splits"].get(name, {"writer": None})
         writer = ShardWriter(
-            stage.out / name,
+            destination.out / name,
             vocab_size=tokenizer.vocab_size,
             dtype=options.dtype,
             file_format=options.file_format,

@@ -139,7 +139,7 @@ def make_train_step(
                     valid_tokens_by_dataset(batch["labels"], batch["dataset_mask"]), None
                 ),
             }
-        metrics |= told(loss, model.stack)
+        metrics |= side_metrics(loss, model.stack)
         parts = Step(grads, updates, metrics["applied"], new.params, model.stack)
         return new, metrics | collected(wanted, parts)
 
@@ -147,16 +147,16 @@ def make_train_step(
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
 
 
-def told(loss: Loss, stack: Stack) -> Metrics:
-    """`losses`, the terms of the loss if there are several, and `told`, what else has a name.
+def side_metrics(loss: Loss, stack: Stack) -> Metrics:
+    """`losses`, the terms of the loss if there are several, and `side`, what else has a name.
 
     What layers tell has one number of each, [layers].
     """
     by_layer = {name: stack.unstack(value_of(m)) for name, m in loss.layers.metrics.items()}
     others = {name: value_of(m) for name, m in loss.side.metrics.items() if name != DATASET_NLL}
-    told = {name: constrain(one, *[None] * one.ndim) for name, one in (others | by_layer).items()}
+    side = {name: constrain(one, *[None] * one.ndim) for name, one in (others | by_layer).items()}
     losses = loss.side.terms if len(loss.side.terms) > 1 else {}
-    return {key: found for key, found in (("losses", losses), ("told", told)) if found}
+    return {key: found for key, found in (("losses", losses), ("side", side)) if found}
 
 
 def _count(

@@ -191,13 +191,13 @@ def collected(extras: Mapping[str, Any]) -> Metrics:
     return metrics
 
 
-def told(values: Mapping[str, Any]) -> Metrics:
+def side_metrics(values: Mapping[str, Any]) -> Metrics:
     """`terms/*` of a loss of several, and `model/*` of what model and loss tell besides.
 
     What has one number of each layer is `model/<name>/layers.<i>`.
     """
     metrics = {f"terms/{name}": float(term) for name, term in values.get("losses", {}).items()}
-    for name, value in values.get("told", {}).items():
+    for name, value in values.get("side", {}).items():
         if value.ndim == 0:
             metrics[f"model/{name}"] = float(value)
         else:

@@ -15,7 +15,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from jaxforge.state.progress import Progress
-from jaxforge.telemetry.measures import Smoothed, StepCost, Sums, collected, memory, told
+from jaxforge.telemetry.measures import Smoothed, StepCost, Sums, collected, memory, side_metrics
 from jaxforge.telemetry.metric_writers import MetricWriter
 from jaxforge.telemetry.sinks import Metrics
 
@@ -107,7 +107,7 @@ class Tracker:
         self._launching += time.perf_counter() - self._has_batch
         self.flush()
         of_datasets = _OF_DATASETS if self._datasets else ()
-        besides = [name for name in _TOLD if name in metrics]
+        besides = [name for name in _SIDE if name in metrics]
         names = (*_FETCHED, *of_datasets, *self._extras, *besides)
         fetched = {name: metrics[name] for name in names}
         self._latest = _Launched(step, fetched, self._waited)
@@ -198,7 +198,7 @@ class Tracker:
             "train/spike_steps": float(values["spikes"]),
             **self._by_dataset(values),
             **collected({name: values[name] for name in self._extras}),
-            **told(values),
+            **side_metrics(values),
             **self._smoothed.update(losses, _steps(since, now), speed),
             **memory(jax.local_devices()),
         }
@@ -245,7 +245,7 @@ class Tracker:
 
 _FETCHED = ("grad_norm", "lr", "step", "counts", "skipped", "consecutive", "nonfinite", "spikes")
 _OF_DATASETS = ("dataset_nll", "dataset_tokens")
-_TOLD = ("losses", "told")
+_SIDE = ("losses", "side")
 
 
 def _steps(since: _Mark, now: _Mark) -> int:

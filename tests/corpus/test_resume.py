@@ -193,7 +193,7 @@ def test_another_tokenizer_starts_over(corpus, tmp_path, interrupt, capsys):
 def test_one_process_at_a_time(corpus, tmp_path):
     output, plan = tmp_path / "out", {"options": {}, "inputs": []}
     busy = pytest.raises(UserError, match=r"another process is writing .*out; wait for it")
-    with atomic_directory.staged(output, plan, made_by="x"), busy:
+    with atomic_directory.atomic_directory(output, plan, made_by="x"), busy:
         run(corpus, output)
     assert output.is_dir()
 
@@ -201,9 +201,9 @@ def test_one_process_at_a_time(corpus, tmp_path):
 def test_a_shared_directory_is_made_once(tmp_path):
     code = """
 import sys, time, pathlib
-from jaxforge.corpus.atomic_directory import staged
+from jaxforge.corpus.atomic_directory import atomic_directory
 plan = {"options": {}, "inputs": []}
-with staged(pathlib.Path(sys.argv[1]), plan, made_by="x", shared=True) as s:
+with atomic_directory(pathlib.Path(sys.argv[1]), plan, made_by="x", shared=True) as s:
     if s:
         time.sleep(0.3)
         (s.out / "x").touch()
@@ -232,7 +232,9 @@ def test_another_process_that_ends_meanwhile_is_no_error(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(os, call, late)
     plan = {"options": {}, "inputs": []}
-    with atomic_directory.staged(tmp_path / "out", plan, made_by="x", shared=True) as made:
+    with atomic_directory.atomic_directory(
+        tmp_path / "out", plan, made_by="x", shared=True
+    ) as made:
         (made.out / "x").touch()
     assert (tmp_path / "out" / "x").exists()
 
@@ -240,7 +242,7 @@ def test_another_process_that_ends_meanwhile_is_no_error(tmp_path, monkeypatch, 
 def test_a_file_in_the_way_is_named(tmp_path):
     (tmp_path / ".out.partial").touch()
     refused = pytest.raises(UserError, match=r"cannot write .*\.out\.partial: File exists")
-    with refused, atomic_directory.staged(tmp_path / "out", {}, made_by="x"):
+    with refused, atomic_directory.atomic_directory(tmp_path / "out", {}, made_by="x"):
         pass
 
 

@@ -64,10 +64,10 @@ def test_terms_add_up_to_the_loss_and_layers_come_in_order():
     metrics, _, state = on_one_device()
     assert metrics["losses"].keys() == {"nats", "lse", "size"}
     np.testing.assert_allclose(sum(metrics["losses"].values()), metrics["loss"], rtol=1e-6)
-    assert metrics["told"]["size"].shape == (3, 9)
-    sizes = metrics["told"]["size"] * 0.1
+    assert metrics["side"]["size"].shape == (3, 9)
+    sizes = metrics["side"]["size"] * 0.1
     np.testing.assert_allclose(sizes.sum(axis=1), metrics["losses"]["size"], rtol=1e-5)
-    assert np.all(metrics["told"]["peak"] ** 2 > metrics["told"]["size"])
+    assert np.all(metrics["side"]["peak"] ** 2 > metrics["side"]["size"])
     assert np.all(state["layers"]["drift"].std(axis=1) > 0)
 
 
@@ -86,7 +86,7 @@ MESHES = [
 def test_all_is_the_same_on_a_mesh(groups, axes, train):
     expected, found = on_one_device(), run(config(groups, train, **axes))
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
-    for key in ("loss", "grad_norm", "losses", "told"):
+    for key in ("loss", "grad_norm", "losses", "side"):
         jax.tree.map(close, found[0][key], expected[0][key])
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-5)
     jax.tree.map(close, found[1:], expected[1:])

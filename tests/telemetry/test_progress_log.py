@@ -10,7 +10,7 @@ from jaxforge.state.progress import Progress
 from jaxforge.telemetry import progress_log
 from jaxforge.telemetry.flops import causal_flops_per_token
 from jaxforge.telemetry.progress_log import ProgressLog, start_time_and_flops
-from jaxforge.training.throughput import ThroughputLog
+from jaxforge.training.progress_txt import ProgressTxt
 from tests.conftest import tiny_config
 
 NOON = datetime.datetime(2026, 8, 22, 12, 0, 0)
@@ -98,7 +98,7 @@ def test_no_token_is_lost_in_a_float(path, clock, tmp_path):
     tokens = 15_000_000_000_001
     config = tiny_config(checkpoint={"dir": str(tmp_path)})
     per_token = causal_flops_per_token(config.model, config.train.seq_len)
-    log = ThroughputLog(config, Progress(tokens=tokens))
+    log = ProgressTxt(config, Progress(tokens=tokens))
     assert log._flops == pytest.approx(tokens * per_token, rel=1e-15)
 
 
@@ -175,7 +175,7 @@ def test_a_clock_that_is_set_back_stops_nothing(path, clock):
 def test_an_asynchronous_checkpoint_is_saved_when_it_has_its_name(path, tmp_path, clock):
     config = tiny_config(checkpoint={"dir": str(tmp_path)})
     progress = Progress(tokens=1000)
-    hook = ThroughputLog(config, progress)
+    hook = ProgressTxt(config, progress)
     clock.seconds = 0.001
     for step in (1, 2, 3):
         progress.tokens += 10**6
@@ -201,7 +201,7 @@ def test_an_asynchronous_checkpoint_is_saved_when_it_has_its_name(path, tmp_path
 
 def test_a_synchronous_checkpoint_is_saved_at_once(path, tmp_path):
     config = tiny_config(checkpoint={"dir": str(tmp_path), "async_mode": "disabled"})
-    hook = ThroughputLog(config, Progress())
+    hook = ProgressTxt(config, Progress())
     hook.on_checkpoint_save(1, tmp_path / "step_1")
     hook.on_train_end(1, 0, None)
     assert [line.split("\t")[3] for line in path.read_text().splitlines()] == [

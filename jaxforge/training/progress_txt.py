@@ -14,7 +14,7 @@ from jaxforge.telemetry.progress_log import NAME, ProgressLog
 from jaxforge.training.hooks import Hook
 
 
-class ThroughputLog(Hook):
+class ProgressTxt(Hook):
     """Tells the progress log of checkpoints: of asynchronous ones again when they are durable.
 
     That is noticed at the next evaluation, checkpoint or at the end. Only for process 0.
