@@ -123,7 +123,9 @@ def test_evaluation_sets_may_be_hugging_face_datasets(directory, tmp_path):
 def test_a_mixture_may_have_hugging_face_datasets(directory, tmp_path):
     np.save(tmp_path / "a.npy", np.full(50 * (SEQ + 1), 259, np.uint16))
     directories = [{"path": str(tmp_path)}, {"hf_name": str(directory), "name": "text"}]
-    dataset = sources.open_training_data(config(None, tmp_path / "run", data={"datasets": directories}))
+    dataset = sources.open_training_data(
+        config(None, tmp_path / "run", data={"datasets": directories})
+    )
     assert dataset.sizes == {str(tmp_path): 50, "text": len(tokens_of(0, 1, 2, 3)) // (SEQ + 1)}
     batch = dataset.batch([50, 0, 51])
     assert batch["dataset_idx"].tolist() == [1, 0, 1]

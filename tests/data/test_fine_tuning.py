@@ -357,9 +357,9 @@ def test_a_mixture_with_text_keeps_the_texts_whole(files, tokenizer, tmp_path):
     run(files, tokenizer, tmp_path / "out")
     (tmp_path / "text").mkdir()
     np.save(tmp_path / "text" / "a.npy", np.arange(9 * (SEQ + 1), dtype=np.uint16) % 290)
-    sources = [{"path": str(tmp_path / "out" / "train"), "name": "chat"},
+    named = [{"path": str(tmp_path / "out" / "train"), "name": "chat"},
                {"path": str(tmp_path / "text"), "name": "text"}]  # fmt: skip
-    dataset = sources.open_training_data(config(tokenizer, data={"datasets": sources}))
+    dataset = sources.open_training_data(config(tokenizer, data={"datasets": named}))
     n = dataset.sizes["chat"]
     batch = dataset.batch([n, 0, n + 1])
     assert batch["segment_ids"][1].max() > 0

@@ -13,6 +13,7 @@ from tests.torch_compat import mutations, subjects
 from torch_compat import checkpoints, dcp_state, safetensors
 from torch_compat.dcp_state import Options
 from torch_compat.inspection import inspect
+from torch_compat.state import abstract_target
 
 MEMORY = 300 << 20  # bytes that a reading may take
 ABOVE = 1 << 30  # bytes above which an allocation fails, rather than the machine

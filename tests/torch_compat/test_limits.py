@@ -38,6 +38,7 @@ from torch_compat.lazy import DTYPES, of_array, zeros
 from torch_compat.limits import load_json
 from torch_compat.name_maps import NAME_MAPS
 from torch_compat.pickles import Call, Global, New, Pairs
+from torch_compat.state import abstract_target
 from torch_compat.translation import Translation, translate
 
 MANY = 1_000_000
