@@ -10,9 +10,9 @@ from torch_compat.translation import shortened
 
 _STRUCTURE = ("n_heads", "kv_heads", "activation", "norm_unit_offset", "parallel_residual")
 _CONSTANTS = ("norm_eps", "rope_theta", "rope_scaling", "qk_norm_eps", "partial_rotary_factor",
-              "local_rope_theta", "rope_pattern", "attention_scale", "attn_logit_softcap",
-              "final_logit_softcap", "embedding_multiplier", "residual_multiplier",
-              "logits_scaling")  # fmt: skip
+              "attention_chunk_size", "local_rope_theta", "rope_pattern", "attention_scale",
+              "attn_logit_softcap", "final_logit_softcap", "embedding_multiplier",
+              "residual_multiplier", "logits_scaling")  # fmt: skip
 UNSEEN = (*_STRUCTURE, *_CONSTANTS)
 """Keys of `[model]` that the shapes of the weights do not tell."""
 

@@ -28,6 +28,7 @@ from jaxforge.model import remat
 from jaxforge.model.attention import Context, KVCache, LayerOut
 from jaxforge.model.layer_scan import Layer, scan_layers
 from jaxforge.model.linear import Declare, Untrained
+from jaxforge.model.masking import positions_in_documents
 from jaxforge.model.network import Transformer, gather_sequence, split_sequence, times
 from jaxforge.model.plan import LayerKind, plan_of
 from jaxforge.model.rope import rotations
@@ -224,7 +225,8 @@ class Model:
             return x_BSD
         positions = batch.get("positions")
         if positions is None:
-            positions = _positions_in_documents(tokens, batch.get("segment_ids"))
+            batch_size, length = tokens.shape
+            positions = positions_in_documents(batch_size, length, batch.get("segment_ids"))
         position_embedding = self._module("position_embedding", params["position_embedding"])
         return split_sequence(x_BSD + position_embedding(positions, self.dtype))
 
@@ -365,13 +367,3 @@ def project(hidden: Float[Array, "*t d"], head_VD: Float[Array, "v d"]) -> Float
 def parameter_count(abstract: PyTree) -> int:
     """Number of parameters, each counted once."""
     return sum(leaf.size for leaf in jax.tree.leaves(abstract))
-
-
-def _positions_in_documents(
-    tokens: Int[Array, "b s"], segment_ids: Int[Array, "b s"] | None
-) -> Int[Array, "b s"]:
-    at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    if segment_ids is None:
-        return at
-    begins = segment_ids != jnp.roll(segment_ids, 1, axis=1)
-    return at - jax.lax.cummax(jnp.where(begins, at, 0), axis=1)

@@ -32,6 +32,9 @@ PACKED = {"packed": True}
 KINDS = {"sliding_window": 5, "attention_pattern": ("full", "sliding", "sliding"),
          "local_rope_theta": 100.0}  # fmt: skip
 
+CHUNKS = {"attention_chunk_size": 6, "sliding_window": 5, "rope_pattern": (True, False, True),
+          "attention_pattern": ("chunked", "full", "sliding")}  # fmt: skip
+
 
 def config(layers, microbatches, model=None, train=None, optimizer=None, **distributed):
     axes = {"dp_shard": 1, **distributed}
@@ -108,6 +111,8 @@ CASES = [  # few sizes: those with the same have the reference in common
     (3, 5, {"pp": 2, "dp_shard": 2, "tp": 2}, UPDATE, KINDS, True),
     (5, 8, {"pp": 4, "tp": 2, "pp_schedule": "gpipe"}, FULL, KINDS, False),
     (5, 8, {"pp": 2, "dp_shard": 4, **INTERLEAVED}, {**MICROBATCH, **FULL}, KINDS, False),
+    (5, 8, {"pp": 2, "dp_shard": 2, "tp": 2, **INTERLEAVED}, {**UPDATE, **FULL}, CHUNKS, True),
+    (5, 8, {"pp": 4, "dp_shard": 2}, MICROBATCH, CHUNKS, False),
     (2, 3, {"pp": 2, "dp_shard": 2, "tp": 2}, UPDATE, EVERY_OPTION, True),
     (2, 3, {"pp": 2, "tp": 2}, CHUNKED, EVERY_OPTION, True),
     (2, 3, {"pp": 2, "dp_shard": 2, "tp": 2}, UPDATE, LEARNED, True),
