@@ -296,8 +296,11 @@ class Model:
         return params["output_head"]["proj"]["weight"]
 
     def logits(self, params: Params, hidden_BSD: Float[Array, "b s d"]) -> Float[Array, "b s v"]:
-        """Next-token logits in float32."""
-        return soft_cap(project(hidden_BSD, self.head(params)), self.config.final_logit_softcap)
+        """Next-token logits in float32, capped as the model has it.
+
+        In a pipeline stage, `params` has a share of the head, and the logits are of that share.
+        """
+        return project(hidden_BSD, self.head(params), self.config.final_logit_softcap)
 
     def empty_cache(self, batch: int, length: int) -> KVCache:
         """A cache for `batch` sequences of up to `length` tokens, stacked as the layers are."""
@@ -353,15 +356,23 @@ def matmul_precision(config: JobConfig) -> contextlib.AbstractContextManager[Non
     return jax.default_matmul_precision("highest" if exact else "default")
 
 
-def project(hidden: Float[Array, "*t d"], head_VD: Float[Array, "v d"]) -> Float[Array, "*t v"]:
-    """Multiplies hidden · headᵀ: operands in the dtype of `hidden`, result in float32."""
+def project(
+    hidden: Float[Array, "*t d"], head_VD: Float[Array, "v d"], softcap: float | None
+) -> Float[Array, "*t v"]:
+    """Multiplies hidden · headᵀ: operands in the dtype of `hidden`, result in float32.
+
+    Args:
+        hidden: final hidden states.
+        head_VD: the output projection, or some rows of it.
+        softcap: `model.final_logit_softcap`, which nobody who makes logits may forget.
+    """
     logits = jnp.einsum(
         "...d,vd->...v",
         hidden,
         head_VD.astype(hidden.dtype),
         preferred_element_type=jnp.float32,
     )
-    return constrain(logits, "batch", *(None,) * (logits.ndim - 2), "vocab")
+    return soft_cap(constrain(logits, "batch", *(None,) * (logits.ndim - 2), "vocab"), softcap)
 
 
 def parameter_count(abstract: PyTree) -> int:
