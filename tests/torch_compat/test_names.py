@@ -18,6 +18,7 @@ from torch_compat.files import Directory
 from torch_compat.lazy import DTYPES, of_array
 from torch_compat.name_maps import NAME_MAPS
 from torch_compat.names.table import EMBEDDING, HEAD
+from torch_compat.state import abstract_target
 from torch_compat.translation import Translation, translate
 
 LAYERS, EXPERTS = 2, 4
