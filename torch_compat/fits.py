@@ -31,8 +31,9 @@ def check_fits(
     Raises:
         UserError: the config is of another model or optimizer; what differs is listed.
     """
+    wanted = {**target.params, **(target.model_state if checkpoint.model_state else {})}
     problems = list(
-        differences(target.params, checkpoint.params, checkpoint.params.keys() - target.params)
+        differences(wanted, checkpoint.variables, checkpoint.variables.keys() - wanted.keys())
     )
     problems += unseen(trained, target.config.model, _STRUCTURE)
     if checkpoint.moments is not None and checkpoint.moments.keys() != target.moments.keys():

@@ -26,7 +26,7 @@ _NO_PART_OF_THE_MODEL = frozenset({
     "transformers_version", "unk_token_id", "use_cache",
 })  # fmt: skip
 """Keys of any family that do not say what the model computes; there is no dropout here."""
-_NOT_COMPARED = ("sdpa_backend", "model_type", "ffn_dim_multiplier", "sliding_window",
+_NOT_COMPARED = ("sdpa_backend", "ffn_dim_multiplier", "sliding_window",
                  "attention_chunk_size", "attention_pattern", "rope_theta", "rope_scaling",
                  "local_rope_theta", "rope_pattern", "partial_rotary_factor")  # fmt: skip
 _MOST_SHOWN = 3
