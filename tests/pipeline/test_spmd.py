@@ -229,9 +229,9 @@ def sizes_in(shape):
 
 
 @functools.cache
-def evaluated(layers, axes=(), make=setup):
+def evaluated(layers, axes=(), make=setup, model=None):
     """Sums of evaluation over a microbatch."""
-    ours = make(config(layers, 4, TIED, **dict(axes)))
+    ours = make(config(layers, 4, TIED if model is None else dict(model), **dict(axes)))
     (batch,) = batches(ours.config, 1, packed=True)
     first = {name: leaf[:1] for name, leaf in batch.items()}
     step = make_eval_step(ours.model, ours.config.train, ours.mesh)
@@ -242,8 +242,15 @@ def evaluated(layers, axes=(), make=setup):
 
 
 @pytest.mark.parametrize(
-    ("layers", "axes"),
-    [(3, {"pp": 2, "tp": 2}), (5, {"pp": 2, "dp_shard": 2, **INTERLEAVED}), (5, {"pp": 4})],
+    ("layers", "axes", "model"),
+    [
+        (3, {"pp": 2, "tp": 2}, TIED),
+        (5, {"pp": 2, "dp_shard": 2, **INTERLEAVED}, TIED),
+        (5, {"pp": 4}, TIED),
+        (5, {"pp": 2, "dp_shard": 2, "tp": 2}, CHUNKS),
+    ],
 )
-def test_evaluation_uses_the_same_parameters(layers, axes):
-    np.testing.assert_allclose(evaluated(layers, tuple(axes.items())), evaluated(layers), rtol=1e-5)
+def test_evaluation_uses_the_same_parameters(layers, axes, model):
+    model = tuple(model.items())
+    found, expected = (evaluated(layers, tuple(a.items()), model=model) for a in (axes, {}))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
