@@ -18,7 +18,7 @@ from jaxtyping import Array
 from jaxforge.cli import run_main
 from jaxforge.config.train import TrainConfig
 from jaxforge.data.packing import IGNORE
-from jaxforge.model.transformer import Batch, Model, Params, project
+from jaxforge.model.transformer import Batch, Model, Params
 from jaxforge.side import LossWeights
 from jaxforge.step.losses import LossFunction, register_loss
 from jaxforge.train import main
@@ -32,7 +32,7 @@ def smoothed_cross_entropy(config: TrainConfig, model: Model) -> LossFunction:
     """Per valid token: -(1 - a) log p(label) - a · mean of log p over the vocabulary."""
 
     def loss(params: Params, hidden_BSD: Array, batch: Batch, loss_weights: LossWeights) -> Array:
-        log_p_BSV = jax.nn.log_softmax(project(hidden_BSD, model.head(params)))
+        log_p_BSV = jax.nn.log_softmax(model.logits(params, hidden_BSD))
         valid_BS = batch["labels"] != IGNORE
         labels_BS1 = jnp.where(valid_BS, batch["labels"], 0)[..., None]
         label_BS = jnp.take_along_axis(log_p_BSV, labels_BS1, axis=-1)[..., 0]

@@ -24,7 +24,7 @@ from jaxforge.data.packing import IGNORE
 from jaxforge.inference import open_run
 from jaxforge.model.linear import Declare, Initializer, Untrained
 from jaxforge.model.network import Transformer
-from jaxforge.model.transformer import Batch, Model, Params, project, register_model
+from jaxforge.model.transformer import Batch, Model, Params, register_model
 from jaxforge.parallel.sharding import Axes
 from jaxforge.run_directory import read_config
 from jaxforge.side import NOTHING, LossWeights, Side
@@ -82,7 +82,7 @@ def distillation(config: TrainConfig, model: Distilled) -> LossFunction:
 
     def loss(params: Params, hidden_BSD: Array, batch: Batch, loss_weights: LossWeights) -> Side:
         labels_BS, theirs = batch["labels"], jax.lax.stop_gradient(params["teacher"])
-        log_p_BSV = jax.nn.log_softmax(project(hidden_BSD, model.head(params)))
+        log_p_BSV = jax.nn.log_softmax(model.logits(params, hidden_BSD))
         their_hidden_BSD, _ = model.teacher.forward(theirs, batch)
         log_q_BSV = jax.nn.log_softmax(model.teacher.logits(theirs, their_hidden_BSD))
         is_valid_BS = labels_BS != IGNORE

@@ -28,7 +28,7 @@ from jaxforge.data.dataset import Example
 from jaxforge.data.packing import IGNORE
 from jaxforge.data.sources import register_dataset
 from jaxforge.inference import open_run
-from jaxforge.model.transformer import Batch, Model, Params, project
+from jaxforge.model.transformer import Batch, Model, Params
 from jaxforge.run_directory import read_tokenizer
 from jaxforge.side import LossWeights, Mean, Side
 from jaxforge.step.losses import LossFunction, register_loss
@@ -59,7 +59,7 @@ def answer_log_p(
 ) -> Float[Array, "b answer"]:
     """Σ log p of the tokens of both answers."""
     labels_BS = batch["labels"]
-    log_p_BSV = jax.nn.log_softmax(project(hidden_BSD, model.head(params)))
+    log_p_BSV = jax.nn.log_softmax(model.logits(params, hidden_BSD))
     index_BS1 = jnp.where(labels_BS == IGNORE, 0, labels_BS)[..., None]
     log_p_BS = jnp.take_along_axis(log_p_BSV, index_BS1, axis=-1)[..., 0]
     of_answer_BSA = batch["segment_ids"][..., None] == jnp.arange(2)

@@ -81,19 +81,20 @@ def test_the_textbook_loop_is_short():
 
 
 @pytest.mark.usefixtures("examples")
-def test_the_custom_loss_is_cross_entropy_with_soft_labels():
+@pytest.mark.parametrize("cap", [None, 0.5])
+def test_the_custom_loss_is_cross_entropy_with_soft_labels(cap):
     import custom_loss
 
     rng = np.random.default_rng(0)
     hidden, head = rng.normal(size=(2, 3, 4)), rng.normal(size=(5, 4))
     labels = np.array([[0, 4, -100], [2, -100, 1]])
-    logits = hidden @ head.T
+    logits = hidden @ head.T if cap is None else cap * np.tanh(hidden @ head.T / cap)
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     a = custom_loss.SMOOTHING
     targets = a / 5 + (1 - a) * np.eye(5)[np.maximum(labels, 0)]
     expected = -2.0 * (targets * log_p).sum(-1)[labels >= 0].sum()
     config = tiny_config(train={"loss_fn": "smoothed_cross_entropy"})
-    loss = build_loss(config.train, _Single())
+    loss = build_loss(config.train, _Single(cap))
     got = loss(
         jnp.float32(head), jnp.float32(hidden), {"labels": jnp.array(labels)}, LossWeights(2.0)
     )
@@ -124,13 +125,15 @@ def test_what_the_page_registers_can_be_built():
 class _Single:
     """As much of a model as the loss asks for."""
 
-    config = ModelConfig()
+    logits = Model.logits
 
     class stack:
         stages = 1
 
-    @staticmethod
-    def head(params):
+    def __init__(self, cap):
+        self.config = ModelConfig(final_logit_softcap=cap)
+
+    def head(self, params):
         return params
 
 
@@ -192,6 +195,24 @@ def test_an_extra_head_predicts_the_token_after_the_next(tmp_path):
     places = [(i, t) for i in range(2) for t in range(11) if i or t not in (4, 5)]
     nats = -sum(log_p[i, t, batch["labels"][i, t + 1]] for i, t in places)
     assert float(told) == pytest.approx(float(example.WEIGHT * nats), rel=1e-5)
+
+
+@pytest.mark.usefixtures("examples")
+def test_answers_are_judged_by_capped_logits():
+    import preference as example
+
+    model = build_model(tiny_config(model={"final_logit_softcap": 0.1}))
+    params = model.init(jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 256)
+    batch = {"labels": tokens, "segment_ids": jnp.repeat(jnp.array([[0, 1]] * 2), 6, axis=1)}
+    hidden = model.hidden(params, tokens)
+    products = hidden @ params["output_head"]["proj"]["weight"].T
+    log_p = jax.nn.log_softmax(0.1 * jnp.tanh(products / 0.1))
+    expected = jnp.take_along_axis(log_p, tokens[..., None], -1).reshape(2, 2, 6).sum(-1)
+    found = example.answer_log_p(params, model, hidden, batch)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    uncapped = jnp.take_along_axis(jax.nn.log_softmax(products), tokens[..., None], -1)
+    assert np.abs(uncapped.reshape(2, 2, 6).sum(-1) - expected).max() > 1e-3
 
 
 @pytest.mark.usefixtures("examples")

@@ -41,6 +41,7 @@ from torch_compat.verify import Verified, verify
 from torch_compat.workers import Workers
 
 _SHOWN = 30
+_DIALECTS = ", ".join(NAME_MAPS) + ", or one that a plugin of the run's config registers"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -208,7 +209,7 @@ def _parser() -> argparse.ArgumentParser:
     exporting.add_argument("destination", help="hf: the directory; dcp: where step_<n> appears")
     exporting.add_argument("--to", choices=["dcp", "hf"], required=True)
     exporting.add_argument("--config", type=Path, help="instead of the config in the checkpoint")
-    exporting.add_argument("--dialect", choices=list(NAME_MAPS), help="whose names to use")
+    exporting.add_argument("--dialect", metavar="NAME", help=f"whose names to use: {_DIALECTS}")
     exporting.add_argument("--layout", choices=["nested", "flat"],
                            help="of optimizer state in DCP; by default the dialect's")  # fmt: skip
     exporting.add_argument("--ranks", type=_count, default=1,
@@ -236,7 +237,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_reading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, help="the TOML file of the run (DCP needs one)")
-    parser.add_argument("--dialect", choices=list(NAME_MAPS), help="by default found from the keys")
+    parser.add_argument("--dialect", metavar="NAME",
+                        help=f"by default found from the keys: {_DIALECTS}")  # fmt: skip
     parser.add_argument("--weights-only", action="store_true", help="leave the optimizer")
     parser.add_argument("--resize-vocab", action="store_true",
                         help="cut a padded vocabulary off, or pad with zeros")  # fmt: skip

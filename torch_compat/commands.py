@@ -26,9 +26,10 @@ from torch_compat.files import Directory
 from torch_compat.fits import check_fits, unseen
 from torch_compat.identity import check_unchanged, files_of, identity
 from torch_compat.lazy import DTYPES, LazyTensor
-from torch_compat.name_maps import NAME_MAPS
+from torch_compat.name_maps import name_map
 from torch_compat.staging import Share, Staging, Unit, naming_failure
 from torch_compat.state import AbstractTarget, CheckpointState, abstract_target
+from torch_compat.untrained import check_present
 from torch_compat.workers import Workers
 
 Advance = Callable[[int], None]
@@ -235,11 +236,11 @@ class Export:
         trained = self.source.config(None) if self.config or self.overrides else config
         assert trained is not None
         check_fits(checkpoint, declared, trained.model, str(self.source.directory))
+        absent = check_present(checkpoint, declared, str(self.source.directory))
         dialect = self._dialect(config)
-        stages.check(self.stages, NAME_MAPS[dialect], config.model)
-        NAME_MAPS[dialect].to_theirs(
-            checkpoint.params, config.model
-        )  # refuses what has no counterpart
+        stages.check(self.stages, name_map(dialect), config.model)
+        by = name_map(dialect)
+        by.to_theirs(checkpoint.variables, config.model)  # refuses what has no counterpart
         nbytes = sum(tensor.nbytes for _, tensor in checkpoint.tensors())
         what = dialect if self.stages == 1 else f"{dialect}, {self.stages} stages"
         target = self._target(checkpoint, declared)
@@ -249,7 +250,8 @@ class Export:
         else:
             notes = iter(self._dcp(checkpoint, declared).notes())
         changed, within = unseen(trained.model, config.model), self._within(checkpoint, declared)
-        return Plan(summary, (*changed, *notes), nbytes, checkpoint, declared, files, within)
+        said = (*changed, *absent, *notes)
+        return Plan(summary, said, nbytes, checkpoint, declared, files, within)
 
     def run(self, plan: Plan, share: Share, advance: Advance, workers: Workers) -> Path | None:
         """Writes a share of it; process 0 waits for the others, and commits.
@@ -283,8 +285,8 @@ class Export:
             dialect=self.dialect, largest=self.largest_file, block=block,
             tokenizer=_tokenizer(self.source),
         )  # fmt: skip
-        written = NAME_MAPS[self._dialect(plan.target.config)].to_theirs(
-            plan.checkpoint.params, plan.target.config.model
+        written = name_map(self._dialect(plan.target.config)).to_theirs(
+            plan.checkpoint.variables, plan.target.config.model
         )
 
         def finish(_: Any) -> None:  # noqa: ANN401 (the units' results say nothing)

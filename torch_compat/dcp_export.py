@@ -17,7 +17,7 @@ from torch_compat.dcp_reader import open_dcp
 from torch_compat.dcp_writer import Entry
 from torch_compat.files import Directory
 from torch_compat.lazy import LazyTensor
-from torch_compat.name_maps import NAME_MAPS
+from torch_compat.name_maps import name_map
 from torch_compat.names.kempnerforge import LACKS
 from torch_compat.staging import Unit
 from torch_compat.state import AbstractTarget, CheckpointState
@@ -99,7 +99,7 @@ class DcpExport:
         """What each pipeline stage writes, by the name of its directory."""
         flat = self.layout == "flat" if self.layout else self._is_titan
         entries = functools.partial(
-            dcp_state.entries, target=self.target, dialect=NAME_MAPS[self.dialect],
+            dcp_state.entries, target=self.target, dialect=name_map(self.dialect),
             flat=flat, prefix="" if self._is_titan else "model.", weights_only=self.weights_only,
         )  # fmt: skip
         checkpoint = stages.split(self.checkpoint, self.target.config.model.n_layers, self.stages)

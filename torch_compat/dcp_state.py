@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxforge.errors import UserError
-from torch_compat import optimizer_state, train_state
+from torch_compat import optimizer_state, train_state, untrained
 from torch_compat.dcp_reader import Dcp
 from torch_compat.dcp_writer import Entry
 from torch_compat.lazy import LazyTensor, number, of_array, zeros
-from torch_compat.name_maps import NAME_MAPS
+from torch_compat.name_maps import NAME_MAPS, name_map
 from torch_compat.names.table import EMBEDDING, HEAD, NameMap, detect, strip_wrappers
 from torch_compat.optimizer_state import MAIN_KEYS, STEP, WEIGHT_SUM, kind_of
 from torch_compat.state import AbstractTarget, CheckpointState, in_all_layers
@@ -117,10 +117,12 @@ def read(dcp: Dcp, target: AbstractTarget, options: Options) -> CheckpointState:
         raise UserError(_unknown(dcp, keys.params))
     notes: list[str] = []
     by = Translation(keys.dialect, target.config.model, options.resize_vocab, str(dcp.directory))
-    params = translate(keys.params, target.params, by)
-    checkpoint = CheckpointState(params, dialect=keys.dialect.name)
+    alone = options.weights_only or not keys.state
+    params, kept, more = untrained.translate_model(keys.params, target, by, goes_on=not alone)
+    notes += more
+    checkpoint = CheckpointState(params, dialect=keys.dialect.name, model_state=kept)
     where = train_state.read_train_state(dcp)
-    if options.weights_only or not keys.state:
+    if alone:
         if not options.weights_only:
             notes.append("the checkpoint has no optimizer state: training starts at step 0")
         progress = None
@@ -166,6 +168,7 @@ def entries(
     """
     config = target.config.model
     params = dialect.to_theirs(checkpoint.params, config)
+    kept = dialect.to_theirs(checkpoint.model_state, config)
     written: dict[str, Entry] = {}
     root = tuple(prefix.rstrip(".").split(".")) if prefix else ()
 
@@ -173,7 +176,7 @@ def entries(
         entry = Entry(path, value)
         written[entry.key] = entry
 
-    with_head = dict(params)
+    with_head = params | kept
     if config.tie_embeddings and dialect.writes_tied_head:
         with_head[dialect.their_name(HEAD)] = params[dialect.their_name(EMBEDDING)]
     for key, tensor in with_head.items():
@@ -248,15 +251,13 @@ def _find_dialect(
     model: Mapping[str, LazyTensor], name: str | None
 ) -> tuple[NameMap | None, dict[str, LazyTensor], str]:
     """The dialect, the keys without what stands before them, and what of that is a module's."""
-    if name is not None and name not in NAME_MAPS:
-        raise UserError(f"no dialect {name!r}; there are {', '.join(NAME_MAPS)}")
-    candidates = [NAME_MAPS[name]] if name else NAME_MAPS.values()
+    candidates = [name_map(name)] if name else NAME_MAPS.values()
     for prefix, within in _MODELS.items():
         if model and all(key.startswith(prefix) for key in model):
             params = {key.removeprefix(prefix): tensor for key, tensor in model.items()}
             if found := detect(list(params), candidates):
                 return found, params, within
-    return (NAME_MAPS[name] if name else None), dict(model), ""
+    return (name_map(name) if name else None), dict(model), ""
 
 
 def _unknown(dcp: Dcp, params: Mapping[str, LazyTensor]) -> str:

@@ -10,9 +10,9 @@ from torch_compat.translation import shortened
 
 _STRUCTURE = ("n_heads", "kv_heads", "activation", "norm_unit_offset", "parallel_residual")
 _CONSTANTS = ("norm_eps", "rope_theta", "rope_scaling", "qk_norm_eps", "partial_rotary_factor",
-              "local_rope_theta", "rope_pattern", "attention_scale", "attn_logit_softcap",
-              "final_logit_softcap", "embedding_multiplier", "residual_multiplier",
-              "logits_scaling")  # fmt: skip
+              "attention_chunk_size", "local_rope_theta", "rope_pattern", "attention_scale",
+              "attn_logit_softcap", "final_logit_softcap", "embedding_multiplier",
+              "residual_multiplier", "logits_scaling")  # fmt: skip
 UNSEEN = (*_STRUCTURE, *_CONSTANTS)
 """Keys of `[model]` that the shapes of the weights do not tell."""
 
@@ -31,8 +31,9 @@ def check_fits(
     Raises:
         UserError: the config is of another model or optimizer; what differs is listed.
     """
+    wanted = {**target.params, **(target.model_state if checkpoint.model_state else {})}
     problems = list(
-        differences(target.params, checkpoint.params, checkpoint.params.keys() - target.params)
+        differences(wanted, checkpoint.variables, checkpoint.variables.keys() - wanted.keys())
     )
     problems += unseen(trained, target.config.model, _STRUCTURE)
     if checkpoint.moments is not None and checkpoint.moments.keys() != target.moments.keys():

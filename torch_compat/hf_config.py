@@ -2,7 +2,7 @@
 
 import math
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxforge.config.job import JobConfig
@@ -26,9 +26,9 @@ _NO_PART_OF_THE_MODEL = frozenset({
     "transformers_version", "unk_token_id", "use_cache",
 })  # fmt: skip
 """Keys of any family that do not say what the model computes; there is no dropout here."""
-_NOT_COMPARED = ("sdpa_backend", "model_type", "ffn_dim_multiplier", "sliding_window",
-                 "attention_pattern", "rope_theta", "rope_scaling", "local_rope_theta",
-                 "rope_pattern", "partial_rotary_factor")  # fmt: skip
+_NOT_COMPARED = ("sdpa_backend", "ffn_dim_multiplier", "sliding_window",
+                 "attention_chunk_size", "attention_pattern", "rope_theta", "rope_scaling",
+                 "local_rope_theta", "rope_pattern", "partial_rotary_factor")  # fmt: skip
 _MOST_SHOWN = 3
 
 
@@ -133,15 +133,16 @@ def computes(model: ModelConfig) -> dict[str, Any]:
         "gated_mlp": model.is_gated,
         "attention_scale": model.attention_scale or model.head_size**-0.5,
         "qk_norm_eps": model.qk_norm_eps if model.qk_norm else model.norm_eps,
-        "sliding_window and attention_pattern": _reaches(model),
+        "sliding_window and attention_pattern": _reaches(model.windows, model),
+        "attention_chunk_size and attention_pattern": _reaches(model.chunks, model),
         "rotary positions": _rotary(model),
     }
     return {key if " " in key else f"model.{key}": value for key, value in keys.items()}
 
 
-def _reaches(model: ModelConfig) -> tuple[int | None, ...]:
-    """Windows of all layers; one that sees everything is none."""
-    return tuple(None if w is None or w >= model.max_seq_len else w for w in model.windows)
+def _reaches(of_layers: Sequence[int | None], model: ModelConfig) -> tuple[int | None, ...]:
+    """Windows or chunks of all layers; one of everything is none."""
+    return tuple(None if n is None or n >= model.max_seq_len else n for n in of_layers)
 
 
 def _rotary(model: ModelConfig) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.reading.load import make_config
-from torch_compat import safetensors
+from torch_compat import safetensors, untrained
 from torch_compat.dcp_state import Options
 from torch_compat.families import FAMILIES
 from torch_compat.files import Directory, sync
@@ -17,10 +17,10 @@ from torch_compat.fits import UNSEEN
 from torch_compat.hf_config import CONFIG, config_json, family_of, model_table
 from torch_compat.lazy import LazyTensor
 from torch_compat.limits import load_json
-from torch_compat.name_maps import NAME_MAPS
+from torch_compat.name_maps import name_map
 from torch_compat.staging import Unit
 from torch_compat.state import AbstractTarget, CheckpointState
-from torch_compat.translation import Translation, translate
+from torch_compat.translation import Translation
 
 _SETTINGS = "tokenizer_config.json"
 _TOKENIZER = ("tokenizer.json", _SETTINGS, "special_tokens_map.json",
@@ -60,13 +60,14 @@ def read(directory: Directory, target: AbstractTarget, options: Options) -> Chec
     config, model = _config(directory), target.config.model
     differences = tuple(_differences(config, model, f"{directory}/{CONFIG}"))
     dialect = (
-        NAME_MAPS[options.dialect] if options.dialect else FAMILIES[config["model_type"]].dialect
+        name_map(options.dialect) if options.dialect else FAMILIES[config["model_type"]].dialect
     )
     found = safetensors.open_directory(directory)
     tensors = {dialect.current(key): tensor for key, tensor in found.items()}
     into = Translation(dialect, model, options.resize_vocab, str(directory))
+    params, kept, more = untrained.translate_model(tensors, target, into, goes_on=False)
     return CheckpointState(
-        translate(tensors, target.params, into), dialect=dialect.name, notes=differences
+        params, dialect=dialect.name, notes=(*differences, *more), model_state=kept
     )
 
 
@@ -132,11 +133,13 @@ def units(
         UserError: no family has what the model has.
     """
     family = family_of(config.model, dialect)
-    tensors = FAMILIES[family].dialect.to_theirs(checkpoint.params, config.model)
+    of_family = FAMILIES[family].dialect
+    tensors = of_family.to_theirs(checkpoint.variables, config.model)
+    weights = of_family.to_theirs(checkpoint.params, config.model)
     made, index = safetensors.units(tensors, directory, largest, block)
     eos_id = _eos_id(tokenizer)
     documents = {
-        CONFIG: config_json(config, family, _one_dtype(tensors), eos_id),
+        CONFIG: config_json(config, family, _one_dtype(weights), eos_id),
         _GENERATION: {"eos_token_id": eos_id, "do_sample": True},
     }
     if index is not None:

@@ -56,6 +56,7 @@ def _jaxforge(found: CheckpointRef) -> dict[str, Any]:
     return {
         "dialect": checkpoint.dialect,
         "parameters": _count(checkpoint.params.values()),
+        "untrained": _count(checkpoint.model_state.values()),
         "optimizer": config.optimizer.name if checkpoint.moments else None,
         "optimizer fields": sorted([*(checkpoint.moments or {}), *checkpoint.scalars]),
         "place": checkpoint.progress.to_json() if checkpoint.progress else {},

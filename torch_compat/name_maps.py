@@ -1,6 +1,7 @@
 """One table per dialect: how a code base names the parameters that `jaxforge.model` declares."""
 
-from torch_compat.families import FAMILIES
+from jaxforge.errors import UserError
+from torch_compat.families import FAMILIES, Family
 from torch_compat.names.kempnerforge import KEMPNERFORGE, KEMPNERFORGE_PACKED
 from torch_compat.names.table import NameMap
 from torch_compat.names.torchtitan import TORCHTITAN, TORCHTITAN_2025
@@ -16,3 +17,37 @@ NAME_MAPS: dict[str, NameMap] = {
     )
 }
 """Every dialect by the name that the command line has for it."""
+
+
+def name_map(name: str) -> NameMap:
+    """The dialect of a name.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name not in NAME_MAPS:
+        raise UserError(f"no dialect {name!r}; there are {', '.join(NAME_MAPS)}")
+    return NAME_MAPS[name]
+
+
+def register_name_map(dialect: NameMap) -> None:
+    """Adds a dialect of one's own, such as that of a registered model.
+
+    Raises:
+        UserError: its name is taken.
+    """
+    if dialect.name in NAME_MAPS:
+        raise UserError(f"dialect {dialect.name!r} is registered already: choose another name")
+    NAME_MAPS[dialect.name] = dialect
+
+
+def register_family(family: Family) -> None:
+    """Adds a family of Hugging Face of one's own, and its dialect.
+
+    Raises:
+        UserError: its `model_type`, or the name of its dialect, is taken.
+    """
+    if family.model_type in FAMILIES:
+        raise UserError(f"family {family.model_type!r} is registered already: choose another name")
+    register_name_map(family.dialect)
+    FAMILIES[family.model_type] = family

@@ -57,12 +57,15 @@ def open_orbax(path: Path) -> tuple[CheckpointState, JobConfig]:
         raise UserError(f"{directory} is damaged ({str(error)[:160]})") from error
     config = make_config(values, source=str(directory / "config/metadata"))
     params: dict[str, LazyTensor] = {}
+    model_state: dict[str, LazyTensor] = {}
     moments: dict[str, dict[str, LazyTensor]] = {}
     scalars, guard = {}, {}
     for name, leaf in leaves.items():
         section, _, rest = name.partition(".")
         if section == "params":
             params |= unstacked(rest, leaf)
+        elif section == "model_state":
+            model_state |= unstacked(rest, leaf)
         elif section == "optimizer" and "." in rest:
             field, _, parameter = rest.partition(".")
             moments.setdefault(field, {}).update(unstacked(parameter, leaf))
@@ -71,8 +74,9 @@ def open_orbax(path: Path) -> tuple[CheckpointState, JobConfig]:
         elif section == "guard":
             guard[rest] = leaf.all()
     checkpoint = CheckpointState(
-        params, moments or None, scalars, Progress.from_json(progress), guard
-    )
+        params, moments or None, scalars, Progress.from_json(progress), guard,
+        model_state=model_state,
+    )  # fmt: skip
     return checkpoint, config
 
 
@@ -243,7 +247,8 @@ def settle(run: Path, checkpoint: Path) -> bool:
 
 
 def _tensors(checkpoint: CheckpointState) -> dict[str, LazyTensor]:
-    tensors = {f"params.{name}": tensor for name, tensor in stacked(checkpoint.params).items()}
+    model = {"params": checkpoint.params, "model_state": checkpoint.model_state}
+    tensors = {f"{s}.{n}": tensor for s in model for n, tensor in stacked(model[s]).items()}
     for field, of_field in (checkpoint.moments or {}).items():
         tensors |= {f"optimizer.{field}.{n}": tensor for n, tensor in stacked(of_field).items()}
     return tensors

@@ -64,15 +64,16 @@ class Foreign:
         guard = jax.tree.map(_scalar, GuardState.fresh(progress.skipped), like.guard)
         tree = {
             "step": _scalar(progress.step, like.step),
-            **self.restore_model({"params": like.params}),
+            **self.restore_model(layout.model_tree(like.params, like.model_state)),
             "optimizer": {**fields, **scalars},
             "guard": guard._asdict(),
         }
         return with_counts(layout.from_tree(tree, like), progress), progress
 
     def restore_model(self, like: PyTree) -> PyTree:
-        """The parameters alone."""
-        return {"params": _arrays(self.checkpoint.params, like["params"])}
+        """What it has of the model's part of the state (`layout.model_tree`)."""
+        parts = {"params": self.checkpoint.params, "model_state": self.checkpoint.model_state}
+        return {name: _arrays(part, like[name]) for name, part in parts.items() if part}
 
 
 def open_foreign(path: str, config: JobConfig) -> Foreign:

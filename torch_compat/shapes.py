@@ -1,7 +1,8 @@
-"""Names and shapes of all parameters that a config declares, told without JAX.
+"""Names and shapes of all parameters that a config of our own model declares, told without JAX.
 
 `jaxforge.model` declares them too, but to ask it takes JAX and Flax, whose imports last longer than
-converting a small checkpoint does. A test holds the two together.
+converting a small checkpoint does. A test holds the two together. A registered model is asked
+(`training_state.model_shapes`).
 """
 
 from collections.abc import Iterator

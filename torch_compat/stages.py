@@ -62,6 +62,7 @@ def split(checkpoint: CheckpointState, layers: int, stages: int) -> dict[str, Ch
         stage_name(stage): dataclasses.replace(
             checkpoint,
             params=part(checkpoint.params, stage),
+            model_state=part(checkpoint.model_state, stage),
             moments=checkpoint.moments
             and {f: part(t, stage) for f, t in checkpoint.moments.items()},
         )
@@ -70,7 +71,7 @@ def split(checkpoint: CheckpointState, layers: int, stages: int) -> dict[str, Ch
 
 
 def _stage_of(name: str, rows: Sequence[Sequence[int]]) -> int:
-    """The stage of a parameter.
+    """The stage of an array of the model.
 
     Args:
         name: our name of it.

@@ -1,8 +1,8 @@
 """What a run's checkpoint holds, whatever its format: the form that every reader makes and every
 writer takes.
 
-Parameters and moments go by jaxforge's names, one entry per layer, so that a layer is the most that
-is ever looked at: `layers.3.attention.q_proj.weight`.
+Parameters, moments and what no gradient moves go by jaxforge's names, one entry per layer, so that
+a layer is the most that is ever looked at: `layers.3.attention.q_proj.weight`.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxforge.config.job import JobConfig
-from jaxforge.config.model import LAYERS
+from jaxforge.config.model import LAYERS, MODELS
 from jaxforge.config.not_built import not_built_yet
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
@@ -43,6 +43,7 @@ class CheckpointState:
         settings: what the checkpoint says of its optimizer and schedule ("lr", "betas", ...).
         dialect: whose names it had.
         notes: what the user should know.
+        model_state: what no gradient moves; empty where the checkpoint has none.
     """
 
     params: Tensors
@@ -53,12 +54,23 @@ class CheckpointState:
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     dialect: str = "jaxforge"
     notes: tuple[str, ...] = ()
+    model_state: Tensors = dataclasses.field(default_factory=dict)
+
+    @property
+    def variables(self) -> Tensors:
+        """The model's part: parameters, and what no gradient moves among them."""
+        return {**self.params, **self.model_state}
 
     def tensors(self) -> Iterator[tuple[str, LazyTensor]]:
         """Every tensor, by section and name: `params.norm.weight`, `optimizer.mu.norm.weight`."""
-        yield from ((f"params.{name}", tensor) for name, tensor in self.params.items())
+        yield from self.model_tensors()
         for field, of_field in (self.moments or {}).items():
             yield from ((f"optimizer.{field}.{name}", t) for name, t in of_field.items())
+
+    def model_tensors(self) -> Iterator[tuple[str, LazyTensor]]:
+        """Those of the model alone: `params.norm.weight`, `model_state.layers.0.router.bias`."""
+        yield from ((f"params.{name}", tensor) for name, tensor in self.params.items())
+        yield from ((f"model_state.{name}", tensor) for name, tensor in self.model_state.items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +80,12 @@ class AbstractTarget:
     Attributes:
         config: the config.
         params: our name -> shape.
+        model_state: the same of what no gradient moves.
     """
 
     config: JobConfig
     params: Mapping[str, Shape]
+    model_state: Mapping[str, Shape] = dataclasses.field(default_factory=dict)
 
     @property
     def moments(self) -> Mapping[str, Mapping[str, Shape]]:
@@ -103,9 +117,18 @@ def abstract_target(config: JobConfig) -> AbstractTarget:
     missing = [problem for problem in not_built_yet(config) if problem.startswith("model.")]
     if missing:
         raise UserError("; ".join(missing))
-    params = parameters(config.model)
+    params, model_state = _shapes(config)
     config.optimizer.check_patterns({in_all_layers(name) for name in params})
-    return AbstractTarget(config, params)
+    return AbstractTarget(config, params, model_state)
+
+
+def _shapes(config: JobConfig) -> tuple[Mapping[str, Shape], Mapping[str, Shape]]:
+    """Parameters, and what no gradient moves; of a registered model as it declares them."""
+    if config.model.model_type in MODELS.ours:
+        return parameters(config.model), {}
+    from torch_compat.training_state import model_shapes  # here, as it imports JAX: two seconds
+
+    return model_shapes(config)
 
 
 def layer_names(name: str, n_layers: int) -> list[str]:

@@ -9,6 +9,7 @@ from flax.traverse_util import flatten_dict
 
 from jaxforge.checkpoint import layout
 from jaxforge.config.job import JobConfig
+from jaxforge.config.model import MODELS
 from jaxforge.model.transformer import Model
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.state.train_state import TrainState, create
@@ -18,9 +19,20 @@ from torch_compat.state import layer_names
 
 def declared(config: JobConfig) -> tuple[Model, TrainState]:
     """The model, and shapes and dtypes of all arrays; nothing is allocated."""
-    model = Model(config.model, param_dtype=jnp.dtype(config.train.param_dtype))
+    model = _model(config)
     optimizer = build_optimizer(config, model.axes)
     return model, jax.eval_shape(lambda: create(model, optimizer, jax.random.key(0)))
+
+
+def model_shapes(config: JobConfig) -> tuple[dict[str, Shape], dict[str, Shape]]:
+    """Our name -> shape of parameters, and of what no gradient moves."""
+    model = _model(config)
+    return dict(shapes(model.abstract)), dict(shapes(model.state.abstract))
+
+
+def _model(config: JobConfig) -> Model:
+    build = MODELS[config.model.model_type]
+    return build(config.model, param_dtype=jnp.dtype(config.train.param_dtype))
 
 
 def fields(config: JobConfig) -> tuple[dict[str, dict[str, Shape]], tuple[str, ...]]:

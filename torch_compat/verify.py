@@ -119,7 +119,7 @@ def _by_parameter(
 
 def _side(found: CheckpointRef, checkpoint: CheckpointState, *, weights_only: bool) -> _Side:
     if weights_only:
-        return _Side({f"params.{name}": tensor for name, tensor in checkpoint.params.items()}, {})
+        return _Side(dict(checkpoint.model_tensors()), {})
     facts: dict[str, Any] = {}
     if found.format == "dcp":
         facts = _of_place(train_state.read_train_state(found.dcp())) | _prefixed(

@@ -120,9 +120,12 @@ class ModelConfig(Section):
     """Stretches rotary positions to longer contexts."""
     sliding_window: PositiveInt | None = None
     """Tokens that a token sees in layers of sliding attention, itself included."""
-    attention_pattern: tuple[Literal["full", "sliding"], ...] = ()
+    attention_chunk_size: PositiveInt | None = None
+    """Tokens of a chunk in layers of chunked attention, which see no other chunk (Llama 4); chunks
+    are counted from the first token of a document."""
+    attention_pattern: tuple[Literal["full", "sliding", "chunked"], ...] = ()
     """Attention of consecutive layers, repeated over all of them. Empty: every layer is sliding if
-    sliding_window is set, else every layer is full."""
+    sliding_window is set, chunked if attention_chunk_size is, else full."""
     local_rope_theta: PositiveFloat | None = None
     """Base of the rotary frequencies in sliding layers, without rope_scaling; not set: as in full
     layers."""
@@ -202,9 +205,18 @@ class ModelConfig(Section):
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Tokens that a token sees in each layer, itself included; None: all up to itself."""
-        pattern = itertools.cycle(self.attention_pattern or ("sliding",))
+        return self._in_layers("sliding", self.sliding_window)
+
+    @property
+    def chunks(self) -> tuple[int | None, ...]:
+        """Tokens of a chunk in each layer, which sees no other; None: it has none."""
+        return self._in_layers("chunked", self.attention_chunk_size)
+
+    def _in_layers(self, wanted: str, tokens: int | None) -> tuple[int | None, ...]:
+        """In each layer of a kind of attention, its tokens; in others None."""
+        pattern = itertools.cycle(self.attention_pattern or (wanted,))
         kinds = itertools.islice(pattern, self.n_layers)
-        return tuple(self.sliding_window if kind == "sliding" else None for kind in kinds)
+        return tuple(tokens if kind == wanted else None for kind in kinds)
 
     @property
     def ropes(self) -> tuple[tuple[float, RopeScaling | None] | None, ...]:
@@ -274,13 +286,17 @@ class ModelConfig(Section):
                 yield f'{key} has no effect with position_embedding = "learned": leave it out'
 
     def _window_problems(self) -> Iterator[str]:
-        has_sliding = "sliding" in self.attention_pattern
-        if has_sliding and self.sliding_window is None:
-            yield 'attention_pattern has "sliding", which needs sliding_window'
-        if self.attention_pattern and not has_sliding and self.sliding_window is not None:
+        for kind, key in (("sliding", "sliding_window"), ("chunked", "attention_chunk_size")):
+            has_kind, tokens = kind in self.attention_pattern, getattr(self, key)
+            if has_kind and tokens is None:
+                yield f'attention_pattern has "{kind}", which needs {key}'
+            if self.attention_pattern and not has_kind and tokens is not None:
+                yield (f'{key} = {tokens} has no effect: no layer of attention_pattern is "{kind}"')
+        both = self.sliding_window is not None and self.attention_chunk_size is not None
+        if both and not self.attention_pattern:
             yield (
-                f"sliding_window = {self.sliding_window} has no effect: no layer of "
-                'attention_pattern is "sliding"'
+                "sliding_window and attention_chunk_size are for different layers: say with "
+                'attention_pattern which are "sliding" and which "chunked", or leave one out'
             )
         if self.local_rope_theta is not None and self.sliding_window is None:
             yield (

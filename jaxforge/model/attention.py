@@ -1,17 +1,17 @@
 """Causal self-attention with grouped queries, with or without a cache of keys and values."""
 
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.model.attention_backends import Scoring, attend_over, masked_attention
 from jaxforge.model.linear import Declare, Linear
+from jaxforge.model.masking import chunk_of, visible, window_of
 from jaxforge.model.norm import RMSNorm
 from jaxforge.model.plan import LayerKind, LayerPlan
 from jaxforge.model.rope import Rotation, rotate
@@ -121,36 +121,24 @@ class Attention(nnx.Module):
             q_BSHh, k_BSKh = turn(q_BSHh), turn(k_BSKh)
         if cache is None:
             y_BSHh = attend_over(
-                runtime.attention, plan.windows, kind.window, q_BSHh, k_BSKh, v_BSKh,
-                context.segment_ids, self.scoring,
+                runtime.attention, plan.masks, kind.mask, q_BSHh, k_BSKh, v_BSKh,
+                context.segment_ids, context.positions, self.scoring,
             )  # fmt: skip
         else:
             assert context.positions is not None
             assert context.segment_ids is None  # no cache holds packed documents
             cache = cache.write(k_BSKh, v_BSKh, context.positions)
-            visible = _visible(cache.k.shape[1], context.positions, plan.windows, kind.window)
-            y_BSHh = masked_attention(q_BSHh, *cache, visible[:, None], self.scoring)
+            at = context.positions[..., None], jnp.arange(cache.k.shape[1])
+            seen_BST = visible(
+                *at, window_of(plan.masks, kind.mask), chunk_of(plan.masks, kind.mask)
+            )
+            y_BSHh = masked_attention(q_BSHh, *cache, seen_BST[:, None], self.scoring)
         y_BSHh = constrain(y_BSHh, "batch", None, "heads", None)
         return self.o_proj(y_BSHh.reshape(*x_BSD.shape[:2], -1)), cache
 
     def _heads(self, x: Float[Array, "b s d"], axis: str) -> Float[Array, "b s heads h"]:
         x = x.reshape(*x.shape[:2], -1, self.config.head_size)
         return constrain(x, "batch", None, axis, None)
-
-
-def _visible(
-    length: int,
-    positions: Int[Array, "b s"],
-    windows: Sequence[int | None],
-    which: int | Int[Array, ""],
-) -> Bool[Array, "b s t"]:
-    """Which of the cache's positions each query sees."""
-    keys, queries = jnp.arange(length), positions[..., None]
-    visible = keys <= queries
-    if windows == (None,):
-        return visible
-    reach = jnp.asarray([window or length for window in windows])[which]
-    return visible & (queries - keys < reach)
 
 
 def residual_std(config: ModelConfig) -> float:

@@ -5,9 +5,9 @@
     cudnn       cuDNN's flash attention on NVIDIA GPUs, bf16 or fp16
     splash      JAX's flash attention on TPU (`splash.py`)
 
-Each honours causality, packed documents, sliding windows and a scale of scores; a soft cap of them
-all but cuDNN's. One that is asked for by name and cannot serve is an error; `auto` takes the first
-of its platform's that can, and the run's banner names it.
+Each honours causality, packed documents, sliding windows and a scale of scores; chunks, and a soft
+cap of scores, all but cuDNN's. One that is asked for by name and cannot serve is an error; `auto`
+takes the first of its platform's that can, and the run's banner names it.
 
 XLA splits plain products over any mesh. The inside of a kernel it does not know, so that every
 device runs one on its own sequences and heads (`attend_locally`): attention needs no communication.
@@ -20,12 +20,13 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.model import splash
 from jaxforge.model.blockwise import blockwise_attention
+from jaxforge.model.masking import Mask, chunk_ids, chunk_of, visible, window_of
 from jaxforge.model.scoring import PLAIN, Scoring
 from jaxforge.parallel.sharding import automatic_axes, automatic_spec
 
@@ -33,10 +34,11 @@ Queries = Float[Array, "b s heads h"]
 Keys = Float[Array, "b t kv h"]
 SegmentIds = Int[Array, "b s"] | None
 Backend = Callable[..., Queries]
-"""(q, k, v, segment_ids, window=None, scoring=Scoring()) -> softmax(q kᵀ / √h) v, causal.
+"""(q, k, v, segment_ids, window=None, chunk=None, scoring=PLAIN) -> softmax(q kᵀ / √h) v, causal.
 
 `segment_ids` keeps packed documents apart. A query sees the last `window` tokens, itself included;
-with None, all of them. One that is not opaque takes `reach` as well, a window that is an array.
+with None, all of them. Of a row cut into chunks of `chunk` tokens, it sees its own; cuDNN's takes
+none. One that is not opaque takes `reach` as well, a window that is an array.
 """
 
 
@@ -46,19 +48,18 @@ def reference_attention(
     v: Keys,
     segment_ids: SegmentIds,
     window: int | None = None,
+    chunk: int | None = None,
     reach: Int[Array, ""] | None = None,
     scoring: Scoring = PLAIN,
 ) -> Queries:
     """Scores and softmax in float32, all S x S of them."""
-    if reach is None and scoring.softcap is None:
+    if reach is None and chunk is None and scoring.softcap is None:
         return _dot_product(q, k, v, segment_ids, window, "xla", scoring)
     tokens = jnp.arange(q.shape[1])
-    back = tokens[:, None] - tokens
-    length = q.shape[1] if window is None else window
-    visible = ((back >= 0) & (back < (length if reach is None else reach)))[None, None]
+    seen = visible(tokens[:, None], tokens, window if reach is None else reach, chunk)[None, None]
     if segment_ids is not None:
-        visible = visible & _same_document(segment_ids)
-    return masked_attention(q, k, v, visible, scoring)
+        seen = seen & _same_document(segment_ids)
+    return masked_attention(q, k, v, seen, scoring)
 
 
 def cudnn_attention(
@@ -123,6 +124,7 @@ def attend_locally(
     v: Keys,
     segment_ids: SegmentIds,
     window: int | None = None,
+    chunk: int | None = None,
     scoring: Scoring = PLAIN,
 ) -> Queries:
     """Runs a kernel that knows one device, on any mesh.
@@ -132,6 +134,8 @@ def attend_locally(
     """
     if window is not None:
         kernel = functools.partial(kernel, window=window)
+    if chunk is not None:
+        kernel = functools.partial(kernel, chunk=chunk)
     if scoring != PLAIN:
         kernel = functools.partial(kernel, scoring=scoring)
     return _locally(kernel, q, k, v, segment_ids)
@@ -142,65 +146,91 @@ def _locally(
     q: Queries,
     k: Keys,
     v: Keys,
-    segment_ids: SegmentIds,
+    of_tokens: PyTree,
     *scalars: Array,
 ) -> Queries:
+    """Runs a function of one device on each: of q, k, v, what tokens [b, s] have, and scalars."""
     axes = automatic_axes()
     if not axes:
-        return kernel(q, k, v, segment_ids, *scalars)
+        return kernel(q, k, v, of_tokens, *scalars)
     queries = automatic_spec("batch", None, "heads", None)
     keys = automatic_spec("batch", None, "kv_heads", None)
-    documents = P() if segment_ids is None else automatic_spec("batch", None)
+    rows = jax.tree.map(lambda _: automatic_spec("batch", None), of_tokens)
     return jax.shard_map(
         kernel,
-        in_specs=(queries, keys, keys, documents, *(P() for _ in scalars)),
+        in_specs=(queries, keys, keys, rows, *(P() for _ in scalars)),
         out_specs=queries,
         axis_names=axes,
         check_vma=False,  # the kernels' types do not tell over which axes results vary
-    )(q, k, v, segment_ids, *scalars)
+    )(q, k, v, of_tokens, *scalars)
 
 
 def attend_over(
     name: str,
-    windows: Sequence[int | None],
+    masks: Sequence[Mask],
     which: int | Int[Array, ""],
     q: Queries,
     k: Keys,
     v: Keys,
     segment_ids: SegmentIds,
+    positions: Int[Array, "b s"] | None = None,
     scoring: Scoring = PLAIN,
 ) -> Queries:
-    """Attention by a backend over one of some windows.
+    """Attention by a backend, as far as one of some masks says.
 
-    Where only the device knows over which, XLA's own kernels mask what lies outside. Of the others,
+    Where only the device knows which, XLA's own kernels mask what lies outside. Of the others,
     which must be told when they are compiled, each device runs one of several; nothing in them
     communicates, as other devices may run another.
 
     Args:
         name: a key of `BACKENDS`.
-        windows: as of `LayerPlan`.
+        masks: as of `LayerPlan`.
         which: of them.
         q: queries.
         k: keys.
         v: values.
         segment_ids: of packed documents.
+        positions: of tokens in their documents, by which chunks go; None: they are counted.
         scoring: what becomes of products of queries and keys.
     """
-    attend, length = functools.partial(BACKENDS[name].attend, scoring=scoring), q.shape[1]
-    # One that sees everything is none, which kernels do faster.
-    reaches = tuple(None if w is not None and w >= length else w for w in windows)
-    if isinstance(which, int) or len(set(reaches)) == 1:
-        return attend(q, k, v, segment_ids, reaches[which if isinstance(which, int) else 0])
+    attend = functools.partial(BACKENDS[name].attend, scoring=scoring)
+    if positions is None:  # kernels are faster without a mask
+        masks = [mask.within(q.shape[1]) for mask in masks]
+    if isinstance(which, int) or len(set(masks)) == 1:
+        mask = masks[which if isinstance(which, int) else 0]
+        return _attend_by(mask, attend, q, k, v, segment_ids, positions)
 
     if not BACKENDS[name].is_opaque:
-        reach = jnp.asarray([w or length for w in reaches])[which]
-        return attend(q, k, v, segment_ids, reach=reach)
+        if (chunk := chunk_of(masks, which)) is not None:
+            segment_ids = chunk_ids(q.shape[0], q.shape[1], chunk, segment_ids, positions)
+        return attend(q, k, v, segment_ids, reach=window_of(masks, which))
 
-    def chosen(q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, which: Array) -> Queries:
-        kernels = [functools.partial(attend, window=window) for window in reaches]
-        return jax.lax.switch(which, kernels, q, k, v, segment_ids)
+    of_tokens = (segment_ids, positions)
 
-    return _locally(chosen, q, k, v, segment_ids, which)
+    def chosen(q: Queries, k: Keys, v: Keys, of_tokens: PyTree, which: Array) -> Queries:
+        kernels = [functools.partial(_attend_by, mask, attend) for mask in masks]
+        return jax.lax.switch(which, kernels, q, k, v, *of_tokens)
+
+    return _locally(chosen, q, k, v, of_tokens, which)
+
+
+def _attend_by(
+    mask: Mask,
+    attend: Backend,
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    segment_ids: SegmentIds,
+    positions: Int[Array, "b s"] | None,
+) -> Queries:
+    """Over a mask that is known when this is compiled."""
+    if mask.chunk is None:
+        return attend(q, k, v, segment_ids, mask.window)
+    if segment_ids is None and positions is None:
+        return attend(q, k, v, None, chunk=mask.chunk)
+    ids = chunk_ids(q.shape[0], q.shape[1], mask.chunk, segment_ids, positions)
+    # No token of a chunk that was counted is further back: kernels leave out what is.
+    return attend(q, k, v, ids, mask.chunk if positions is None else None)
 
 
 class KernelRequirements(NamedTuple):
@@ -212,6 +242,7 @@ class KernelRequirements(NamedTuple):
         head_size: width of a head.
         seq_len: tokens of a sequence.
         softcap: of scores; None: none.
+        chunk: tokens of a chunk, of which a sequence has several; None: no layer has any.
     """
 
     platform: str
@@ -219,6 +250,7 @@ class KernelRequirements(NamedTuple):
     head_size: int
     seq_len: int
     softcap: float | None = None
+    chunk: int | None = None
 
 
 def _always_supported(at: KernelRequirements) -> str | None:
@@ -234,6 +266,11 @@ def _cudnn_unsupported(at: KernelRequirements) -> str | None:
         return f"its heads are multiples of 8 up to 128 wide, and these are {at.head_size}"
     if at.softcap is not None:
         return f"it does not cap scores, and model.attn_logit_softcap = {at.softcap}"
+    if at.chunk is not None:
+        return (
+            f"it has no mask of chunks, and model.attention_chunk_size = {at.chunk} cuts sequences "
+            f"of train.seq_len = {at.seq_len}"
+        )
     return None
 
 

@@ -1,9 +1,9 @@
 """Causal attention by blocks of queries, in plain XLA: no S x S array of scores, no wasted half.
 
-A block of queries meets only the keys up to its own end, and of a sliding window only those that it
-reaches, so that memory is [block, S] and what nobody sees is hardly computed. The backward pass
-recomputes the scores from the saved logsumexp (Dao et al. 2022, FlashAttention, arXiv:2205.14135,
-algorithm 4):
+A block of queries meets only the keys up to its own end, and of a sliding window or a chunk only
+those that it reaches, so that memory is [block, S] and what nobody sees is hardly computed. The
+backward pass recomputes the scores from the saved logsumexp (Dao et al. 2022, FlashAttention,
+arXiv:2205.14135, algorithm 4):
 
     P  = exp(Q Kᵀ/√h - lse)      dV = Pᵀ dO       δ  = rowsum(dO ∘ O)
     dS = P ∘ (dO Vᵀ - δ)/√h      dQ = dS K        dK = dSᵀ Q
@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxforge.model import masking
 from jaxforge.model.scoring import PLAIN, Scoring, soft_cap_slope
 
 _BLOCKS = 8  # blocks a sequence: of what is computed, a sixteenth is masked
@@ -39,21 +40,22 @@ class _Folded(NamedTuple):
     v: Array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 7))
 def blockwise_attention(
     q_BSHh: Float[Array, "b s heads h"],
     k_BSKh: Float[Array, "b s kv h"],
     v_BSKh: Float[Array, "b s kv h"],
     segment_ids: SegmentIds,
     window: int | None = None,
+    chunk: int | None = None,
     reach: Reach = None,
     scoring: Scoring = PLAIN,
 ) -> Float[Array, "b s heads h"]:
-    """softmax(q kᵀ / √h) v over the keys at or before each query, of its document and window.
+    """softmax(q kᵀ / √h) v over the keys at or before each query, of its document, window, chunk.
 
     `reach` is a window that only the device knows: no key is left out for it, but masked.
     """
-    return _forward(q_BSHh, k_BSKh, v_BSKh, segment_ids, window, reach, scoring)[0]
+    return _forward(q_BSHh, k_BSKh, v_BSKh, segment_ids, window, chunk, reach, scoring)[0]
 
 
 def _forward(
@@ -62,12 +64,13 @@ def _forward(
     v: Array,
     segment_ids: SegmentIds,
     window: int | None,
+    chunk: int | None,
     reach: Reach,
     scoring: Scoring,
 ) -> tuple[Array, tuple[Array, ...]]:
     kv_heads, scale = k.shape[2], scoring.scale_of(q.shape[-1])
     folded, outputs, lses = _fold_all(q, k, v), [], []
-    for block in _blocks(q, k, segment_ids, window, reach):
+    for block in _blocks(q, k, segment_ids, window, chunk, reach):
         scores = _product("bkrh,bkth->bkrt", folded.q[:, :, block.rows], folded.k[:, :, block.keys])
         scores = jnp.where(block.visible, scoring.capped(scores * scale), -jnp.inf)
         top = jnp.max(scores, axis=-1, keepdims=True)
@@ -85,15 +88,16 @@ def _attend(
     v: Array,
     segment_ids: SegmentIds,
     window: int | None,
+    chunk: int | None,
     reach: Reach,
     scoring: Scoring,
 ) -> tuple[Array, tuple]:
-    output, lses = _forward(q, k, v, segment_ids, window, reach, scoring)
+    output, lses = _forward(q, k, v, segment_ids, window, chunk, reach, scoring)
     return output, (q, k, v, segment_ids, reach, output, lses)
 
 
 def _differentiate(
-    window: int | None, scoring: Scoring, saved: tuple, d_output: Array
+    window: int | None, chunk: int | None, scoring: Scoring, saved: tuple, d_output: Array
 ) -> tuple[Array, Array, Array, None, None]:
     q, k, v, segment_ids, reach, output, lses = saved
     kv_heads, dtype, scale = k.shape[2], q.dtype, scoring.scale_of(q.shape[-1])
@@ -102,7 +106,8 @@ def _differentiate(
     product = d_output.astype(jnp.float32) * output.astype(jnp.float32)
     delta = jnp.sum(_fold_queries(product, kv_heads), axis=-1, keepdims=True)
     d_queries, d_keys, d_values = [], [], []
-    for block, lse in zip(_blocks(q, k, segment_ids, window, reach), lses, strict=True):
+    blocks = _blocks(q, k, segment_ids, window, chunk, reach)
+    for block, lse in zip(blocks, lses, strict=True):
         queries, d_out_block = folded.q[:, :, block.rows], d_out[:, :, block.rows]
         keys, values = folded.k[:, :, block.keys], folded.v[:, :, block.keys]
         scores = scoring.capped(_product("bkrh,bkth->bkrt", queries, keys) * scale)
@@ -144,7 +149,12 @@ class _Block(NamedTuple):
 
 
 def _blocks(
-    q: Array, k: Array, segment_ids: SegmentIds, window: int | None, reach: Reach
+    q: Array,
+    k: Array,
+    segment_ids: SegmentIds,
+    window: int | None,
+    chunk: int | None,
+    reach: Reach,
 ) -> Iterator[_Block]:
     length, kv_heads = q.shape[1], k.shape[2]
     group = q.shape[2] // kv_heads
@@ -152,11 +162,9 @@ def _blocks(
     for start in range(0, length, size):
         end = min(start + size, length)
         first = 0 if window is None else max(0, start - window + 1)
+        first = first if chunk is None else max(first, start // chunk * chunk)
         queries, keys = jnp.arange(start, end)[:, None], jnp.arange(first, end)
-        visible = queries >= keys
-        for tokens in (window, reach):
-            if tokens is not None:
-                visible &= queries - keys < tokens
+        visible = masking.visible(queries, keys, window if reach is None else reach, chunk)
         if segment_ids is not None:
             same = segment_ids[:, start:end, None] == segment_ids[:, None, first:end]
             visible = (visible & same)[:, None]

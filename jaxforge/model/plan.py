@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxforge.config.model import ModelConfig, RopeScaling
+from jaxforge.model.masking import Mask
 from jaxforge.parallel.stages import Stack
 
 
@@ -34,11 +35,11 @@ class LayerKind(NamedTuple):
     Known when it is compiled; or, where the stages of a pipeline run one program, by each device.
 
     Attributes:
-        window: which of `LayerPlan.windows` it looks back over.
+        mask: which of `LayerPlan.masks` says how far it looks back.
         rope: which of `LayerPlan.ropes` turns its queries and keys.
     """
 
-    window: int | Int[Array, "..."]
+    mask: int | Int[Array, "..."]
     rope: int | Int[Array, "..."]
 
 
@@ -46,12 +47,12 @@ class LayerPlan(NamedTuple):
     """The kinds of all layers.
 
     Attributes:
-        windows: tokens that a token sees, itself included; None: all up to itself.
+        masks: how far tokens see.
         ropes: rotary positions; None: none.
         layers: the kind of each layer.
     """
 
-    windows: tuple[int | None, ...]
+    masks: tuple[Mask, ...]
     ropes: tuple[Rope | None, ...]
     layers: tuple[LayerKind, ...]
 
@@ -68,8 +69,8 @@ class LayerPlan(NamedTuple):
     def of_rows(self, stack: Stack) -> LayerKind:
         """The kind of each row of stacked parameters, as arrays; of one without a layer, any."""
         layers = [self.layers[row] for row in stack.rows()]  # -1 is the last
-        windows, ropes = np.array(layers, np.int32).T
-        return LayerKind(windows, ropes)
+        masks, ropes = np.array(layers, np.int32).T
+        return LayerKind(masks, ropes)
 
 
 class Period(NamedTuple):
@@ -93,11 +94,11 @@ class Period(NamedTuple):
 
 def plan_of(config: ModelConfig) -> LayerPlan:
     """The plan that `[model]` describes."""
-    windows = config.windows
+    masks = [Mask(*of_layer) for of_layer in zip(config.windows, config.chunks, strict=True)]
     ropes = [None if rope is None else Rope(*rope) for rope in config.ropes]
-    all_windows, all_ropes = tuple(dict.fromkeys(windows)), tuple(dict.fromkeys(ropes))
-    layers = zip(map(all_windows.index, windows), map(all_ropes.index, ropes), strict=True)
-    return LayerPlan(all_windows, all_ropes, tuple(LayerKind(*kind) for kind in layers))
+    all_masks, all_ropes = tuple(dict.fromkeys(masks)), tuple(dict.fromkeys(ropes))
+    layers = zip(map(all_masks.index, masks), map(all_ropes.index, ropes), strict=True)
+    return LayerPlan(all_masks, all_ropes, tuple(LayerKind(*kind) for kind in layers))
 
 
 @functools.cache

@@ -45,9 +45,9 @@ def runtime_for(config: JobConfig, dtype: jnp.dtype, platform: str) -> Runtime:
         UserError: the attention kernel asked for cannot serve.
     """
     m = config.model
-    at = KernelRequirements(
-        platform, dtype, m.head_size, config.train.seq_len, m.attn_logit_softcap
-    )
+    length = config.train.seq_len
+    chunk = next((c for c in m.chunks if c is not None and c < length), None)
+    at = KernelRequirements(platform, dtype, m.head_size, length, m.attn_logit_softcap, chunk)
     runtime = Runtime(choose(m, at), config.train.activation_checkpointing)
     if platform == "tpu":
         return runtime._replace(rope_as_matmul=True)

@@ -12,9 +12,13 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     BlockSizes,
     CausalMask,
     LocalMask,
+    Mask,
     MultiHeadMask,
     SegmentIds,
     make_splash_mha,
+)
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import (
+    ChunkedCausalMask,
 )
 from jaxtyping import Array, Float, Int
 
@@ -35,23 +39,30 @@ def splash_attention(
     v_BSKh: Float[Array, "b s kv h"],
     segment_ids: DocumentIds,
     window: int | None = None,
+    chunk: int | None = None,
     scoring: Scoring = PLAIN,
 ) -> Float[Array, "b s heads h"]:
     """softmax(q kᵀ / √h) v over the keys at or before each query, of its own document.
 
-    Of a window of tokens, its own included, it sees those; tiles outside of it are not computed.
+    Of a window of tokens, its own included, it sees those, and of a row in chunks its own chunk;
+    tiles outside of it are not computed.
     """
     length, heads, h = q_BSHh.shape[1:]
-    kernel = _kernel(length, heads, window, scoring.softcap)
+    kernel = _kernel(length, heads, _mask(length, window, chunk), scoring.softcap)
     scaled = q_BSHh * jnp.asarray(scoring.scale_of(h), q_BSHh.dtype)
     segments = None if segment_ids is None else SegmentIds(q=segment_ids, kv=segment_ids)
     heads_first = (x.swapaxes(1, 2) for x in (scaled, k_BSKh, v_BSKh))
     return jax.vmap(kernel)(*heads_first, segments).swapaxes(1, 2)
 
 
-def _kernel(
-    length: int, heads: int, window: int | None, softcap: float | None
-) -> Callable[..., Array]:
+def _mask(length: int, window: int | None, chunk: int | None) -> Mask:
+    shape = length, length
+    if chunk is not None:
+        return ChunkedCausalMask(shape, chunk)
+    return CausalMask(shape) if window is None else LocalMask(shape, (window - 1, 0), 0)
+
+
+def _kernel(length: int, heads: int, of_head: Mask, softcap: float | None) -> Callable[..., Array]:
     block = min(_BLOCK, length & -length)  # a power of two that divides the length
     sizes = BlockSizes(
         block_q=block,
@@ -61,8 +72,6 @@ def _kernel(
         block_q_dq=block,
         block_kv_dq=block,
     )
-    shape = length, length
-    of_head = CausalMask(shape) if window is None else LocalMask(shape, (window - 1, 0), 0)
     mask = MultiHeadMask([of_head] * heads)
     return make_splash_mha(
         mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=_INTERPRET,

@@ -28,6 +28,7 @@ from jaxforge.model import remat
 from jaxforge.model.attention import Context, KVCache, LayerOut
 from jaxforge.model.layer_scan import Layer, scan_layers
 from jaxforge.model.linear import Declare, Untrained
+from jaxforge.model.masking import positions_in_documents
 from jaxforge.model.network import Transformer, gather_sequence, split_sequence, times
 from jaxforge.model.plan import LayerKind, plan_of
 from jaxforge.model.rope import rotations
@@ -224,7 +225,8 @@ class Model:
             return x_BSD
         positions = batch.get("positions")
         if positions is None:
-            positions = _positions_in_documents(tokens, batch.get("segment_ids"))
+            batch_size, length = tokens.shape
+            positions = positions_in_documents(batch_size, length, batch.get("segment_ids"))
         position_embedding = self._module("position_embedding", params["position_embedding"])
         return split_sequence(x_BSD + position_embedding(positions, self.dtype))
 
@@ -294,8 +296,11 @@ class Model:
         return params["output_head"]["proj"]["weight"]
 
     def logits(self, params: Params, hidden_BSD: Float[Array, "b s d"]) -> Float[Array, "b s v"]:
-        """Next-token logits in float32."""
-        return soft_cap(project(hidden_BSD, self.head(params)), self.config.final_logit_softcap)
+        """Next-token logits in float32, capped as the model has it.
+
+        In a pipeline stage, `params` has a share of the head, and the logits are of that share.
+        """
+        return project(hidden_BSD, self.head(params), self.config.final_logit_softcap)
 
     def empty_cache(self, batch: int, length: int) -> KVCache:
         """A cache for `batch` sequences of up to `length` tokens, stacked as the layers are."""
@@ -351,27 +356,25 @@ def matmul_precision(config: JobConfig) -> contextlib.AbstractContextManager[Non
     return jax.default_matmul_precision("highest" if exact else "default")
 
 
-def project(hidden: Float[Array, "*t d"], head_VD: Float[Array, "v d"]) -> Float[Array, "*t v"]:
-    """Multiplies hidden · headᵀ: operands in the dtype of `hidden`, result in float32."""
+def project(
+    hidden: Float[Array, "*t d"], head_VD: Float[Array, "v d"], softcap: float | None
+) -> Float[Array, "*t v"]:
+    """Multiplies hidden · headᵀ: operands in the dtype of `hidden`, result in float32.
+
+    Args:
+        hidden: final hidden states.
+        head_VD: the output projection, or some rows of it.
+        softcap: `model.final_logit_softcap`, which nobody who makes logits may forget.
+    """
     logits = jnp.einsum(
         "...d,vd->...v",
         hidden,
         head_VD.astype(hidden.dtype),
         preferred_element_type=jnp.float32,
     )
-    return constrain(logits, "batch", *(None,) * (logits.ndim - 2), "vocab")
+    return soft_cap(constrain(logits, "batch", *(None,) * (logits.ndim - 2), "vocab"), softcap)
 
 
 def parameter_count(abstract: PyTree) -> int:
     """Number of parameters, each counted once."""
     return sum(leaf.size for leaf in jax.tree.leaves(abstract))
-
-
-def _positions_in_documents(
-    tokens: Int[Array, "b s"], segment_ids: Int[Array, "b s"] | None
-) -> Int[Array, "b s"]:
-    at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    if segment_ids is None:
-        return at
-    begins = segment_ids != jnp.roll(segment_ids, 1, axis=1)
-    return at - jax.lax.cummax(jnp.where(begins, at, 0), axis=1)

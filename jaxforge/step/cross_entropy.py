@@ -30,7 +30,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxforge.config.train import TrainConfig
 from jaxforge.data.packing import IGNORE
-from jaxforge.model.scoring import soft_cap, soft_cap_slope
+from jaxforge.model.scoring import soft_cap_slope
 from jaxforge.model.transformer import Model, project
 from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import constrain, size_per_device
@@ -278,7 +278,7 @@ def _tile_sums(
     tile: _Tile, weights_VD: Array, dataset_mask_BN: Array | None, softcap: float | None
 ) -> tuple[LossSum, Array, Array, Array]:
     """Sums of a tile; its logits [t, v], logsumexp [t, 1], and where its labels are [t, v]."""
-    logits_TV = soft_cap(project(tile.hidden, weights_VD), softcap)
+    logits_TV = project(tile.hidden, weights_VD, softcap)
     lse_T1 = _over_shares(jax.nn.logsumexp(logits_TV, axis=-1, keepdims=True))
     # A comparison, not a gather: it stays local when the vocabulary is split over devices.
     is_label_TV = entry_ids(weights_VD.shape[0]) == tile.labels[:, None]

@@ -17,9 +17,10 @@ LossFunction = Callable[
 ]
 """(parameters, final hidden states, microbatch, loss_weights) -> its part of the update's loss.
 
-The parameters are all of the model's, or, in a pipeline stage, its share of those outside layers;
-`model.head` finds the output head in them. The microbatch has `labels` and whatever else the data
-have. A `Side` names several terms, and metrics.
+The parameters are all of the model's, or, in a pipeline stage, its share of those outside layers.
+`model.logits` makes logits of them, those of its share in a stage, capped where the model caps
+them. The microbatch has `labels` and whatever else the data have. A `Side` names several terms, and
+metrics.
 """
 
 LossBuilder = Callable[[TrainConfig, Model], LossFunction]
@@ -38,16 +39,17 @@ def register_loss(
 ) -> Callable[[LossBuilder], LossBuilder]:
     """Decorates what builds the loss that `train.loss_fn` calls `name`.
 
-    The loss is differentiated by JAX, unless it brings its own gradient (`jax.custom_vjp`), and
-    `model.transformer.project` makes logits of hidden states and head. Its terms together are what
-    training minimises; each is logged by its name. Evaluation, and a mixture's losses by dataset,
-    go on to measure cross-entropy. For the latter the logits are computed once more.
+    The loss is differentiated by JAX, unless it brings its own gradient (`jax.custom_vjp`). It
+    makes logits by `model.logits(params, hidden)`, which knows head and `final_logit_softcap`, or
+    leaves them to `step.cross_entropy.weighted_loss`, whose `tiles_of` does. Its terms together are
+    what training minimises; each is logged by its name. Evaluation, and a mixture's losses by
+    dataset, go on to measure cross-entropy. For the latter the logits are computed once more.
 
     Args:
         name: how the config calls it.
         takes_vocab_share: each pipeline stage calls the loss, with its share of the head, and the
-            loss reduces over the shares itself (`parallel.sharding.total`). Others are refused
-            where there are stages.
+            loss reduces over the shares itself (`parallel.collectives.psum` and `pmax` over
+            "vocab"). Others are refused where there are stages.
     """
 
     def add(builder: LossBuilder) -> LossBuilder:
@@ -63,17 +65,9 @@ def build_loss(config: TrainConfig, model: Model) -> MicrobatchLoss:
     """The loss that `train.loss_fn` asks for.
 
     Raises:
-        UserError: the model has pipeline stages, and the loss wants the whole vocabulary; or the
-            model caps logits, and the loss makes logits of its own.
+        UserError: the model has pipeline stages, and the loss wants the whole vocabulary.
     """
     builder = LOSSES[config.loss_fn]
-    cap = model.config.final_logit_softcap
-    if cap is not None and builder is not _cross_entropy:
-        raise UserError(
-            f'train.loss_fn = "{config.loss_fn}" makes logits without the cap of '
-            f'model.final_logit_softcap = {cap}: set train.loss_fn = "cross_entropy", or leave the '
-            "cap out"
-        )
     if model.stack.stages > 1 and builder not in _by_share:
         raise UserError(
             f'train.loss_fn = "{config.loss_fn}" wants the logits of the whole vocabulary, and '

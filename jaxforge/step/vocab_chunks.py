@@ -5,7 +5,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxforge.model.scoring import soft_cap
 from jaxforge.model.transformer import project
 from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import size_per_device
@@ -24,7 +23,7 @@ class Chunk(NamedTuple):
 
     def logits(self, hidden: Float[Array, "t d"], softcap: float | None) -> Float[Array, "t c"]:
         """Of some tokens, capped; padding has no probability."""
-        logits = soft_cap(project(hidden, self.weights), softcap)
+        logits = project(hidden, self.weights, softcap)
         return jnp.where(self.ids >= 0, logits, -jnp.inf)
 
 

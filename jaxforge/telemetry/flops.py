@@ -51,29 +51,40 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
     """KempnerForge's count, which is PaLM's (arXiv:2204.02311, appendix B): 6 P + 12 L H h S.
 
     P are the matrices without the embedding, the feed-forward always with three; attention is
-    counted in full, as if it looked ahead; a sliding window of W tokens counts as W. KempnerForge
-    takes `model.max_seq_len` for S, we what is trained on. Dense models only.
+    counted in full, as if it looked ahead; a sliding window of W tokens counts as W, a chunk
+    of C as C. KempnerForge takes `model.max_seq_len` for S, we what is trained on. Dense models
+    only.
     """
-    matrices, reaches = _matrices(model, feed_forward=3), sum(_reaches(model, seq_len))
+    matrices = _matrices(model, feed_forward=3)
+    reaches = sum(min(window or chunk or seq_len, seq_len) for window, chunk in _of_layers(model))
     return 6 * matrices + 12 * model.n_heads * model.head_size * reaches
 
 
 def causal_flops_per_token(model: ModelConfig, seq_len: int) -> int:
     """Megatron's count: 6 P + 6 L H h S; attention looks back only, at half of S on average.
 
-    Over a sliding window of W tokens, at W - W² / 2 S of them.
+    Over a sliding window of W tokens, at W - W² / 2 S of them; within chunks of C, at half of C.
 
     The feed-forward has the matrices that it has: three when gated, else two. Packed documents
     count as one sequence. Dense models only. Source: Megatron-Bridge, `utils/flop_utils.py`.
     """
     matrices = _matrices(model, feed_forward=3 if model.is_gated else 2)
-    pairs = sum(reach * (2 * seq_len - reach) for reach in _reaches(model, seq_len))
+    pairs = sum(_pairs_twice(*of_layer, seq_len) for of_layer in _of_layers(model))
     return 6 * matrices + 6 * model.n_heads * model.head_size * pairs // seq_len
 
 
-def _reaches(model: ModelConfig, seq_len: int) -> Iterator[int]:
-    """Tokens that the last token of a sequence sees, in each layer."""
-    return (min(window or seq_len, seq_len) for window in model.windows)
+def _of_layers(model: ModelConfig) -> Iterator[tuple[int | None, int | None]]:
+    """Window and chunk of each layer, tokens."""
+    return zip(model.windows, model.chunks, strict=True)
+
+
+def _pairs_twice(window: int | None, chunk: int | None, seq_len: int) -> int:
+    """Twice the pairs of a query and a key that it sees in a sequence, itself counted half."""
+    if chunk is not None:
+        whole, rest = divmod(seq_len, chunk)
+        return whole * chunk**2 + rest**2
+    reach = min(window or seq_len, seq_len)
+    return reach * (2 * seq_len - reach)
 
 
 def _matrices(model: ModelConfig, feed_forward: int) -> int:

@@ -191,6 +191,7 @@ def test_every_key_of_kempnerforge_loads():
             ("model", key)
             for key in (
                 "sliding_window",
+                "attention_chunk_size",
                 "attention_pattern",
                 "local_rope_theta",
                 "rope_pattern",

@@ -60,9 +60,11 @@ def naive_attention(q, k, v, allowed, scoring=PLAIN):
     return out
 
 
-def allowed_keys(length, segment_ids=None, window=None, batch=2):
+def allowed_keys(length, segment_ids=None, window=None, batch=2, chunk=None):
     back = np.arange(length)[:, None] - np.arange(length)
     allowed = (back >= 0) & (back < (window or length))
+    if chunk is not None:
+        allowed &= np.arange(length)[:, None] // chunk == np.arange(length) // chunk
     allowed = np.broadcast_to(allowed, (batch, length, length))
     return (
         allowed
@@ -99,6 +101,18 @@ def test_backends_are_softmax_over_the_visible_keys(backend, length, kv_heads, p
     np.testing.assert_allclose(ours, naive, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", EVERYWHERE)
+@pytest.mark.parametrize("length", [1, LENGTH, 81])
+@pytest.mark.parametrize("chunk", [1, 7, 40])
+@PACKED
+def test_a_row_in_chunks_is_softmax_over_the_keys_of_each(backend, length, packed, chunk):
+    segment_ids = random_documents(length) if packed else None
+    q, k, v = random_heads(length, 2)
+    ours = BACKENDS[backend].attend(q, k, v, segment_ids, chunk=chunk)
+    naive = naive_attention(q, k, v, allowed_keys(length, segment_ids, chunk=chunk))
+    np.testing.assert_allclose(ours, naive, rtol=0, atol=1e-5)
+
+
 def test_decoding_sees_the_keys_that_its_mask_names():
     positions = np.array([[4, 5, 6], [17, 18, 19]])
     mask = np.arange(LENGTH) <= positions[..., None]
@@ -119,9 +133,12 @@ def test_scores_of_bfloat16_heads_are_float32(backend):
     np.testing.assert_allclose(np.asarray(ours, np.float64), naive, rtol=0, atol=bound)
 
 
-def values_and_gradients(backend, length, kv_heads, packed, window=None, *, scoring=PLAIN, **heads):
+def values_and_gradients(
+    backend, length, kv_heads, packed, window=None, *, chunk=None, scoring=PLAIN, **heads
+):
     segment_ids = random_documents(length) if packed else None
-    attend = functools.partial(BACKENDS[backend].attend, scoring=scoring)
+    of_chunks = {} if chunk is None else {"chunk": chunk}  # which cuDNN's does not know
+    attend = functools.partial(BACKENDS[backend].attend, scoring=scoring, **of_chunks)
     q, k, v = random_heads(length, kv_heads, **heads)
     weights = np.random.default_rng(2).standard_normal(q.shape)
 
@@ -147,6 +164,17 @@ def test_gradients_of_blocks_are_the_references(length, kv_heads, packed):
 def test_gradients_of_windows_are_the_references(packed, window):
     ours = values_and_gradients("blockwise", 81, 2, packed, window)
     reference = values_and_gradients("reference", 81, 2, packed, window)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), ours, reference)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 40])
+@PACKED
+@pytest.mark.parametrize("scoring", [PLAIN, Scoring(softcap=2.0)], ids=str)
+def test_gradients_of_chunks_are_the_references(packed, chunk, scoring):
+    ours, reference = (
+        values_and_gradients(backend, 81, 2, packed, chunk=chunk, scoring=scoring)
+        for backend in ("blockwise", "reference")
+    )
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), ours, reference)
 
 
@@ -178,15 +206,22 @@ def test_gradients_of_capped_scores_are_the_references(window, scoring):
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "window", "scoring"),
-    [(6, None, PLAIN), (2, None, PLAIN), (2, 100, PLAIN), (2, 100, CAPPED)],
+    ("kv_heads", "window", "chunk", "scoring"),
+    [
+        (6, None, None, PLAIN),
+        (2, None, None, PLAIN),
+        (2, 100, None, PLAIN),
+        (2, 100, None, CAPPED),
+        (2, None, 100, PLAIN),
+        (2, None, 128, CAPPED),
+    ],
 )
 @PACKED
-def test_splash_is_the_reference(monkeypatch, kv_heads, packed, window, scoring):
+def test_splash_is_the_reference(monkeypatch, kv_heads, packed, window, chunk, scoring):
     """The TPU kernel, interpreted."""
     monkeypatch.setattr(splash, "_INTERPRET", True)
     monkeypatch.setattr(splash, "_BLOCK", 128)  # two blocks
-    how = {"h": 128, "scoring": scoring}
+    how = {"h": 128, "scoring": scoring, "chunk": chunk}
     ours = values_and_gradients("splash", 256, kv_heads, packed, window, **how)
     reference = values_and_gradients("reference", 256, kv_heads, packed, window, **how)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-4), ours, reference)
@@ -215,7 +250,8 @@ BF16 = jnp.dtype("bfloat16")
         ("auto", AT._replace(platform="gpu", dtype=BF16), "cudnn"),
         ("auto", AT._replace(platform="gpu"), "blockwise"),  # cuDNN has no float32
         ("auto", AT._replace(platform="gpu", dtype=BF16, softcap=50.0), "blockwise"),
-        ("auto", AT._replace(platform="tpu", softcap=50.0), "splash"),
+        ("auto", AT._replace(platform="gpu", dtype=BF16, chunk=128), "blockwise"),
+        ("auto", AT._replace(platform="tpu", softcap=50.0, chunk=128), "splash"),
         ("auto", AT._replace(platform="tpu"), "splash"),
         ("auto", AT._replace(platform="tpu", seq_len=100), "blockwise"),
         ("flash", AT, "blockwise"),
@@ -236,6 +272,9 @@ def test_the_choice_of_a_kernel(asked, at, chosen):
         ("cudnn", AT._replace(platform="gpu", dtype=BF16, head_size=160), "up to 128 wide"),
         ("cudnn", AT._replace(platform="gpu", dtype=BF16, softcap=50.0),
          "it does not cap scores, and model.attn_logit_softcap = 50.0"),
+        ("cudnn", AT._replace(platform="gpu", dtype=BF16, chunk=128),
+         "no mask of chunks, and model.attention_chunk_size = 128 cuts sequences of train.seq_len "
+         "= 256"),
         ("splash", AT, "it needs a TPU"),
         ("splash", AT._replace(platform="tpu", seq_len=100), "train.seq_len = 100 is no multiple"),
     ],

@@ -184,7 +184,8 @@ def test_stages_take_turns():
     No two stages have the same kinds of layers.
     """
     axes = {"pp": 2, "dp_shard": 2, "pp_schedule": "interleaved_1f1b"}
-    layers = {"n_layers": 5, "sliding_window": 3, "attention_pattern": ("full", "sliding"),
+    layers = {"n_layers": 5, "sliding_window": 3, "attention_chunk_size": 6,
+              "attention_pattern": ("full", "sliding", "chunked", "sliding"),
               "rope_pattern": (True, True, False)}  # fmt: skip
     plain = build_model(tiny_config(model=layers))
     staged = build_model(tiny_config(model=layers, distributed=axes))

@@ -10,6 +10,7 @@ import pytest
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import UserError
+from jaxforge.model.masking import FULL, Mask
 from jaxforge.model.plan import LayerKind, LayerPlan, Period, Rope, period_of, plan_of
 from jaxforge.model.runtime import Runtime
 from jaxforge.model.transformer import Model
@@ -25,7 +26,15 @@ LEADING = {
     "rope_pattern": (True, True, False),
     "local_rope_theta": 100.0,
 }
-PLANS = pytest.mark.parametrize("layers", [PERIODIC, LEADING], ids=["period", "leading"])
+CHUNKED = {  # a leading layer, a period of four, and a remainder: all three kinds
+    "n_layers": 10,
+    "attention_pattern": ("sliding", *("chunked", "chunked", "chunked", "full") * 2, "sliding"),
+    "rope_pattern": (True, True, True, True, False, True, True, True, False, True),
+    "attention_chunk_size": 4,
+}
+PLANS = pytest.mark.parametrize(
+    "layers", [PERIODIC, LEADING, CHUNKED], ids=["period", "leading", "chunked"]
+)
 
 
 @pytest.mark.parametrize(
@@ -48,14 +57,24 @@ def test_the_fewest_layers_are_compiled(kinds, period):
 
 def test_kinds_are_made_of_the_config():
     plan = plan_of(ModelConfig(**SHAPE, **LEADING))
-    windows = [plan.windows[kind.window] for kind in plan.layers]
-    assert windows == [None, None, 5, 5, None, 5, 5, None, 5]
+    windows = [plan.masks[kind.mask] for kind in plan.layers]
+    assert windows == [Mask(n) for n in (None, None, 5, 5, None, 5, 5, None, 5)]
     full, local = Rope(10000.0, None), Rope(100.0, None)
     ropes = [plan.ropes[kind.rope] for kind in plan.layers]
     assert ropes == [full, full, None, local, full, None, local, full, None]
     for window in (None, 7):
         plan = plan_of(ModelConfig(n_layers=3, sliding_window=window))
-        assert plan == LayerPlan((window,), (full,), (LayerKind(0, 0),) * 3)
+        assert plan == LayerPlan((Mask(window),), (full,), (LayerKind(0, 0),) * 3)
+
+
+def test_layers_of_all_three_kinds_make_a_period():
+    plan = plan_of(ModelConfig(**SHAPE, **CHUNKED))
+    chunked, sliding = Mask(chunk=4), Mask(window=5)
+    masks = [plan.masks[kind.mask] for kind in plan.layers]
+    assert masks == [sliding, *[chunked, chunked, chunked, FULL] * 2, sliding]
+    assert plan.period == Period(1, 4, 2)
+    everywhere = plan_of(ModelConfig(n_layers=3, attention_chunk_size=4))
+    assert everywhere.masks == (chunked,)
 
 
 def test_rows_without_a_layer_are_of_some_kind():
@@ -76,6 +95,12 @@ def test_rows_without_a_layer_are_of_some_kind():
         ({"attention_pattern": ["full"], "sliding_window": 4}, "sliding_window = 4 has no effect"),
         ({"local_rope_theta": 100.0}, "is for sliding layers, and there are none"),
         ({"attention_pattern": ["silding"]}, "silding"),
+        ({"attention_pattern": ["chunked"]}, "needs attention_chunk_size"),
+        (
+            {"attention_pattern": ["full"], "attention_chunk_size": 4},
+            "chunk_size = 4 has no effect",
+        ),
+        ({"sliding_window": 4, "attention_chunk_size": 4}, "are for different layers"),
     ],
 )
 def test_what_makes_no_sense_is_refused(keys, message):
@@ -137,8 +162,8 @@ def test_only_one_group_is_compiled():
 def test_a_token_sees_its_window_and_no_further(layers):
     """In one layer; what lies behind reaches it through others."""
     model, params = toy(**layers)
-    sliding = model.plan.windows.index(5)
-    i, kind = next((i, k) for i, k in enumerate(model.plan.layers) if k.window == sliding)
+    sliding = model.plan.masks.index(Mask(5))
+    i, kind = next((i, k) for i, k in enumerate(model.plan.layers) if k.mask == sliding)
     layer = jax.tree.map(lambda leaf: leaf[i], params["layers"])
     x = model.embed_tokens(params, random_tokens())
     context = model.context(x)

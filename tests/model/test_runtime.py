@@ -42,3 +42,13 @@ def test_kernels_follow_the_platform():
     assert [runtime(platform).rope_as_matmul for platform in ("cpu", "gpu", "tpu")] == [
         False, False, True,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("chunk", "kernel"), [(512, "cudnn"), (511, "blockwise")])
+def test_cudnn_serves_chunks_that_no_sequence_exceeds(chunk, kernel):
+    pattern = ("full", "chunked")
+    config = JobConfig.model_validate({
+        "model": {"attention_chunk_size": chunk, "attention_pattern": pattern},
+        "train": {"seq_len": 512},
+    })  # fmt: skip
+    assert runtime_for(config, jnp.dtype("bfloat16"), "gpu").attention == kernel

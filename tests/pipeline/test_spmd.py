@@ -32,6 +32,9 @@ PACKED = {"packed": True}
 KINDS = {"sliding_window": 5, "attention_pattern": ("full", "sliding", "sliding"),
          "local_rope_theta": 100.0}  # fmt: skip
 
+CHUNKS = {"attention_chunk_size": 6, "sliding_window": 5, "rope_pattern": (True, False, True),
+          "attention_pattern": ("chunked", "full", "sliding")}  # fmt: skip
+
 
 def config(layers, microbatches, model=None, train=None, optimizer=None, **distributed):
     axes = {"dp_shard": 1, **distributed}
@@ -108,6 +111,8 @@ CASES = [  # few sizes: those with the same have the reference in common
     (3, 5, {"pp": 2, "dp_shard": 2, "tp": 2}, UPDATE, KINDS, True),
     (5, 8, {"pp": 4, "tp": 2, "pp_schedule": "gpipe"}, FULL, KINDS, False),
     (5, 8, {"pp": 2, "dp_shard": 4, **INTERLEAVED}, {**MICROBATCH, **FULL}, KINDS, False),
+    (5, 8, {"pp": 2, "dp_shard": 2, "tp": 2, **INTERLEAVED}, {**UPDATE, **FULL}, CHUNKS, True),
+    (5, 8, {"pp": 4, "dp_shard": 2}, MICROBATCH, CHUNKS, False),
     (2, 3, {"pp": 2, "dp_shard": 2, "tp": 2}, UPDATE, EVERY_OPTION, True),
     (2, 3, {"pp": 2, "tp": 2}, CHUNKED, EVERY_OPTION, True),
     (2, 3, {"pp": 2, "dp_shard": 2, "tp": 2}, UPDATE, LEARNED, True),
@@ -224,9 +229,9 @@ def sizes_in(shape):
 
 
 @functools.cache
-def evaluated(layers, axes=(), make=setup):
+def evaluated(layers, axes=(), make=setup, model=None):
     """Sums of evaluation over a microbatch."""
-    ours = make(config(layers, 4, TIED, **dict(axes)))
+    ours = make(config(layers, 4, TIED if model is None else dict(model), **dict(axes)))
     (batch,) = batches(ours.config, 1, packed=True)
     first = {name: leaf[:1] for name, leaf in batch.items()}
     step = make_eval_step(ours.model, ours.config.train, ours.mesh)
@@ -237,8 +242,15 @@ def evaluated(layers, axes=(), make=setup):
 
 
 @pytest.mark.parametrize(
-    ("layers", "axes"),
-    [(3, {"pp": 2, "tp": 2}), (5, {"pp": 2, "dp_shard": 2, **INTERLEAVED}), (5, {"pp": 4})],
+    ("layers", "axes", "model"),
+    [
+        (3, {"pp": 2, "tp": 2}, TIED),
+        (5, {"pp": 2, "dp_shard": 2, **INTERLEAVED}, TIED),
+        (5, {"pp": 4}, TIED),
+        (5, {"pp": 2, "dp_shard": 2, "tp": 2}, CHUNKS),
+    ],
 )
-def test_evaluation_uses_the_same_parameters(layers, axes):
-    np.testing.assert_allclose(evaluated(layers, tuple(axes.items())), evaluated(layers), rtol=1e-5)
+def test_evaluation_uses_the_same_parameters(layers, axes, model):
+    model = tuple(model.items())
+    found, expected = (evaluated(layers, tuple(a.items()), model=model) for a in (axes, {}))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)

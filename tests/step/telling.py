@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from jaxforge.data.packing import IGNORE
 from jaxforge.model.network import Block, Transformer
-from jaxforge.model.transformer import Model, project, register_model
+from jaxforge.model.transformer import Model, register_model
 from jaxforge.parallel import collectives
 from jaxforge.side import Max, Mean, Side
 from jaxforge.step.losses import register_loss
@@ -58,14 +58,13 @@ def telling_loss(config, model):
     """
 
     def loss(params, hidden, batch, loss_weights):
-        labels, head = batch["labels"], model.head(params)
-        logits = project(hidden, head)
+        labels, logits = batch["labels"], model.logits(params, hidden)
         top = collectives.pmax(jax.lax.stop_gradient(jnp.max(logits, axis=-1)), "vocab")
         lse = top + jnp.log(
             collectives.psum(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1), "vocab")
         )
         is_valid = labels != IGNORE
-        is_label = entry_ids(head.shape[0]) == labels[..., None]
+        is_label = entry_ids(logits.shape[-1]) == labels[..., None]
         label = collectives.psum(jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1), "vocab")
         terms = {
             "nats": loss_weights.token * jnp.sum(jnp.where(is_valid, lse - label, 0.0)),

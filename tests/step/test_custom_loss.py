@@ -13,6 +13,7 @@ from jaxforge.model.transformer import build_model, project
 from jaxforge.step.losses import build_loss, register_loss
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
+from tests.step.telling import telling_loss
 
 pytestmark = pytest.mark.usefixtures("own_names")
 
@@ -21,7 +22,7 @@ def plainly(config, model):
     """Cross-entropy and z-loss as a textbook has them, for JAX to differentiate."""
 
     def loss(params, hidden, batch, loss_weights):
-        labels, logits = batch["labels"], project(hidden, model.head(params))
+        labels, logits = batch["labels"], model.logits(params, hidden)
         lse = jax.nn.logsumexp(logits, axis=-1)
         label = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
         nats = jnp.sum(jnp.where(labels != IGNORE, lse - label, 0.0))
@@ -71,8 +72,42 @@ def test_stages_are_for_losses_that_take_a_share_of_the_vocabulary():
         build_loss(config.train.model_copy(update={"loss_fn": name}), model)
 
 
-def test_a_loss_that_would_forget_the_cap_of_logits_is_refused():
-    register_loss("plainly")(plainly)
-    config = tiny_config(model={"final_logit_softcap": 3.0}, train={"loss_fn": "plainly"})
-    with pytest.raises(UserError, match="without the cap of model"):
-        build_loss(config.train, build_model(config))
+CAPPED = {"final_logit_softcap": 0.05}  # initial logits reach about 0.5
+
+
+@functools.cache
+def capped_by_ours():
+    """(batches, metrics) of a single device, whose gradient is written out."""
+    train = {"z_loss_weight": 1e-3, "grad_accum_steps": 4, "batch_size": 4}
+    ours = setup(tiny_config(model=CAPPED, train=train))
+    batches = random_batches(ours.config, 3)
+    return batches, ours.run(ours.state(), batches)[1]
+
+
+@pytest.mark.parametrize(
+    ("loss", "axes"),
+    [
+        ("plain", {"dp_shard": 1}),
+        ("plain", {"dp_shard": 2, "tp": 2}),
+        ("telling", {"dp_shard": 2, "tp": 2}),
+        ("telling", {"pp": 2, "dp_shard": 2, "tp": 2}),
+    ],
+)
+def test_a_loss_makes_the_logits_that_the_model_caps(loss, axes):
+    """On every mesh, and where each pipeline stage has a share of them."""
+    register_loss("plain")(plainly)
+    register_loss("telling", takes_vocab_share=True)(telling_loss)
+    groups = axes["dp_shard"]
+    train = {"loss_fn": loss, "z_loss_weight": 1e-3, "grad_accum_steps": 4}
+    config = tiny_config(model=CAPPED, train={**train, "batch_size": 4 // groups}, distributed=axes)
+    own = setup(config)
+    batches, expected = capped_by_ours()
+    _, found = own.run(own.state(), batches)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-4)
+
+
+def test_nobody_makes_logits_and_forgets_the_cap():
+    """A loss as it was written before the cap is no loss without it: it fails."""
+    with pytest.raises(TypeError, match="softcap"):
+        project(jnp.ones((2, 3)), jnp.ones((4, 3)))

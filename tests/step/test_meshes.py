@@ -123,6 +123,8 @@ VARIANTS = {
     "qk_norm_relu_mqa": {"model": {"qk_norm": True, "activation": "relu", "n_kv_heads": 2}},
     "windows": {"model": {"n_layers": 3, "sliding_window": 9, "local_rope_theta": 100.0,
                           "attention_pattern": ("sliding", "full")}},
+    "chunks": {"model": {"n_layers": 3, "attention_chunk_size": 9, "sliding_window": 5,
+                         "attention_pattern": ("chunked", "full", "sliding")}},
     "every_option": {"model": EVERY_OPTION},
     "learned_positions": {"model": LEARNED},
     "remat_full_chunked": {

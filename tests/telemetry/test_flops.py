@@ -41,6 +41,17 @@ def test_windows_count_what_they_see():
     assert saved == pytest.approx(2 * a_key * (seen[0] - seen[1]), rel=1e-4)
 
 
+def test_chunks_count_what_they_see():
+    full = ModelConfig(**DEBUG)
+    local = ModelConfig(**DEBUG, attention_chunk_size=100, attention_pattern=["full", "chunked"])
+    a_key = 12 * full.n_heads * full.head_size
+    saved = flops.flops_per_token(full, 512) - flops.flops_per_token(local, 512)
+    assert saved == 2 * a_key * (512 - 100)
+    seen = [sum(q % chunk + 0.5 for q in range(512)) / 512 for chunk in (512, 100)]
+    saved = flops.causal_flops_per_token(full, 512) - flops.causal_flops_per_token(local, 512)
+    assert saved == pytest.approx(2 * a_key * (seen[0] - seen[1]), rel=1e-4)
+
+
 @pytest.mark.parametrize(
     "mlp", [{}, {"activation": "relu"}, {"activation": "relu", "gated_mlp": True}], ids=str
 )

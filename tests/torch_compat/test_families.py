@@ -429,6 +429,10 @@ def test_the_gemma_of_the_docs_is_one():
         ({"position_embedding": "learned"}, "no family"),
         ({"sliding_window": 8, "local_rope_theta": 100.0}, "has no rotary positions"),
         (
+            {"attention_chunk_size": 8},
+            r"has no attention_chunk_size and attention_pattern = \(8, 8",
+        ),
+        (
             {"rope_scaling": {"rope_type": "dynamic", "original_max_seq_len": 32}},
             "rotary positions",
         ),

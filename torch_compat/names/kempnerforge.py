@@ -3,8 +3,9 @@
 from torch_compat.names.table import EMBEDDING, HEAD, NameMap, Rule, Transposed
 
 LACKS = (
-    "rope_scaling", "head_dim", "qkv_bias", "qk_norm_eps", "sliding_window", "local_rope_theta",
-    "rope_pattern", "partial_rotary_factor", "norm_unit_offset", "parallel_residual", "gated_mlp",
+    "model_type", "rope_scaling", "head_dim", "qkv_bias", "qk_norm_eps", "sliding_window",
+    "attention_chunk_size", "local_rope_theta", "rope_pattern", "partial_rotary_factor",
+    "norm_unit_offset", "parallel_residual", "gated_mlp",
     "attention_scale", "attn_logit_softcap", "final_logit_softcap", "embedding_multiplier",
     "residual_multiplier", "logits_scaling",
 )  # fmt: skip

@@ -179,6 +179,12 @@ class NameMap:
         """
         return self._find(ours)[1]
 
+    def their_key(self, ours: str) -> str | None:
+        """The same; None where there is none."""
+        return (
+            self.their_name(ours) if any(p.fullmatch(ours) for p, _ in self._our_patterns) else None
+        )
+
     def to_ours(
         self, theirs: Mapping[str, LazyTensor], wanted: Iterable[str], config: ModelConfig
     ) -> dict[str, LazyTensor]:

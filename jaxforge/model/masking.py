@@ -1,0 +1,102 @@
+"""Which keys a query sees, of those at or before it: windows, chunks, packed documents.
+
+Chunks are counted from the first token of a document, so that a packed document is what it is
+alone, and what it is when it is generated. transformers counts them from the first real token of a
+row (`masking_utils.chunked_overlay`), which is the same where a row is one document; of several it
+cuts each wherever in the row it happens to lie.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+_ALL = 2**31 - 1  # tokens, more than any sequence has
+
+
+class Mask(NamedTuple):
+    """How far a token sees.
+
+    Attributes:
+        window: tokens that it sees, itself included; None: all up to itself.
+        chunk: tokens of a chunk; it sees none of other chunks. None: there are no chunks.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def within(self, length: int) -> "Mask":
+        """The same of sequences of so many tokens: one that sees everything is none."""
+        return Mask(*(None if n is not None and n >= length else n for n in self))
+
+
+FULL = Mask()
+
+
+def window_of(masks: Sequence[Mask], which: int | Int[Array, ""]) -> Int[Array, ""] | None:
+    """The window of one of some masks, which only the device may know; None: none has any."""
+    return _one_of([mask.window for mask in masks], which)
+
+
+def chunk_of(masks: Sequence[Mask], which: int | Int[Array, ""]) -> Int[Array, ""] | None:
+    """The chunk of one of some masks, which only the device may know; None: none has any."""
+    return _one_of([mask.chunk for mask in masks], which)
+
+
+def _one_of(tokens: Sequence[int | None], which: int | Int[Array, ""]) -> Int[Array, ""] | None:
+    if not any(tokens):
+        return None
+    return jnp.asarray([n or _ALL for n in tokens], jnp.int32)[which]
+
+
+def visible(
+    queries: Int[Array, "..."],
+    keys: Int[Array, "..."],
+    window: int | Int[Array, ""] | None = None,
+    chunk: int | Int[Array, ""] | None = None,
+) -> Bool[Array, "..."]:
+    """Whether a query sees a key, by the positions of both in their document."""
+    seen = keys <= queries
+    if window is not None:
+        seen &= queries - keys < window
+    return seen if chunk is None else seen & (queries // chunk == keys // chunk)
+
+
+def chunk_ids(
+    batch: int,
+    length: int,
+    chunk: int | Int[Array, ""],
+    segment_ids: Int[Array, "b s"] | None,
+    positions: Int[Array, "b s"] | None = None,
+) -> Int[Array, "b s"]:
+    """Numbers that tokens of one chunk of one document share: documents of their own, to a kernel.
+
+    Args:
+        batch: rows.
+        length: tokens of a row.
+        chunk: tokens of a chunk.
+        segment_ids: document of each token; None: one document a row.
+        positions: of the tokens in their documents; None: they are counted.
+    """
+    at = positions_in_documents(batch, length, segment_ids) if positions is None else positions
+    begins = _begins(at // chunk)
+    if segment_ids is not None:
+        begins |= _begins(segment_ids)
+    return jnp.cumsum(begins, axis=1, dtype=jnp.int32)
+
+
+def positions_in_documents(
+    batch: int, length: int, segment_ids: Int[Array, "b s"] | None
+) -> Int[Array, "b s"]:
+    """The position of each token [b, s] in its document."""
+    at = jnp.broadcast_to(jnp.arange(length), (batch, length))
+    if segment_ids is None:
+        return at
+    return at - jax.lax.cummax(jnp.where(_begins(segment_ids), at, 0), axis=1)
+
+
+def _begins(ids: Int[Array, "b s"]) -> Bool[Array, "b s"]:
+    """Where an id is not that of the token before; of the first token, either."""
+    return ids != jnp.roll(ids, 1, axis=1)

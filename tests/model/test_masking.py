@@ -1,0 +1,162 @@
+"""Who sees whom in chunks: plainly, packed, from a cache, on devices that run another kind each."""
+
+import functools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.model import masking
+from jaxforge.model.attention_backends import BACKENDS, attend_over, opaque
+from jaxforge.model.masking import FULL, Mask
+from jaxforge.model.scoring import Scoring
+from jaxforge.model.transformer import Model
+from tests.model.test_attention import naive_attention, random_heads
+
+LENGTH = 81
+MASKS = (Mask(chunk=16), FULL, Mask(window=9), Mask(chunk=LENGTH + 1))
+DOCUMENTS = np.sort(np.random.default_rng(3).integers(4, 9, (2, LENGTH)), axis=1).astype(np.int32)
+POSITIONS = np.arange(LENGTH) + np.array([[5], [30]])
+HOW = {"a row": (None, None), "packed": (DOCUMENTS, None), "placed": (None, POSITIONS)}
+
+
+def plainly(mask, segment_ids, positions):
+    """Whether each query sees each key [b, s, s], one by one."""
+    seen = np.zeros((2, LENGTH, LENGTH), bool)
+    for row in range(2):
+        ids = np.zeros(LENGTH, int) if segment_ids is None else segment_ids[row]
+        first = [int(np.flatnonzero(ids == ids[i])[0]) for i in range(LENGTH)]
+        at = [i - first[i] for i in range(LENGTH)] if positions is None else positions[row]
+        for query in range(LENGTH):
+            for key in range(query + 1):
+                seen[row, query, key] = (
+                    ids[query] == ids[key]
+                    and query - key < (mask.window or LENGTH)
+                    and (mask.chunk is None or at[query] // mask.chunk == at[key] // mask.chunk)
+                )
+    return seen
+
+
+@functools.cache
+def heads():
+    return random_heads(LENGTH, 2)
+
+
+@functools.cache
+def expected(which, how):
+    return naive_attention(*heads(), plainly(MASKS[which], *HOW[how]))
+
+
+@pytest.fixture(autouse=True)
+def each_device_alone(monkeypatch):
+    """A kernel of which XLA does not see the inside."""
+    kernel = opaque(BACKENDS["blockwise"].attend, lambda at: None)
+    monkeypatch.setitem(BACKENDS, "opaque", kernel)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "opaque"])
+@pytest.mark.parametrize("is_known", [True, False], ids=["known", "of the device"])
+@pytest.mark.parametrize("softcap", [None, 1e6], ids=["plain", "capped"])
+def test_every_mask_is_the_plain_one(how, backend, is_known, softcap):
+    @functools.partial(jax.jit, static_argnums=0 if is_known else ())
+    def attend(which, *qkv):
+        return attend_over(backend, MASKS, which, *qkv, *HOW[how], Scoring(softcap=softcap))
+
+    for which in range(len(MASKS)):
+        mesh = jax.make_mesh((2, 2), ("dp_shard", "tp"), devices=jax.devices()[:4])
+        with jax.set_mesh(mesh):
+            ours = attend(which if is_known else jnp.int32(which), *heads())
+        np.testing.assert_allclose(ours, expected(which, how), rtol=0, atol=1e-5)
+
+
+def test_only_keys_of_their_chunks_are_computed():
+    """Blocks of 32 queries: in chunks of 32, each meets 32 keys, not all before it."""
+    q, k, v = (jax.ShapeDtypeStruct((1, 128, 2, 8), jnp.float32),) * 3
+
+    def products(segment_ids, chunk):
+        attend = functools.partial(attend_over, "blockwise", (Mask(chunk=chunk),), 0)
+        made = jax.make_jaxpr(lambda q, k, v: attend(q, k, v, segment_ids))(q, k, v)
+        return str(made).count("1,2,32,128]"), str(made).count("1,2,32,32]")
+
+    assert products(None, 128)[0] > 0
+    assert products(None, 32)[0] == 0
+    assert products(np.zeros((1, 128), np.int32), 32)[0] == 0, "nor of packed documents"
+
+
+def test_chunks_are_transformers():
+    """Of a row that is one document, also after padding on its left."""
+    torch = pytest.importorskip("torch")
+    masks = pytest.importorskip("transformers.masking_utils")
+    config = pytest.importorskip("transformers").PreTrainedConfig(attention_chunk_size=16)
+    config._attn_implementation = "eager"
+    padding = np.array([0, 5])
+    real = np.arange(LENGTH) >= padding[:, None]
+    theirs = masks.create_chunked_causal_mask(
+        config, torch.zeros(2, LENGTH, 1), torch.tensor(real), past_key_values=None
+    )
+    positions = np.maximum(np.arange(LENGTH) - padding[:, None], 0)
+    ours = masking.visible(positions[:, :, None], positions[:, None], chunk=16)
+    for row, first in enumerate(padding):
+        allowed = theirs[row, 0].numpy() == 0
+        np.testing.assert_array_equal(ours[row, first:, first:], allowed[first:, first:])
+        ids = masking.chunk_ids(1, LENGTH - first, 16, None)
+        alone = (ids[0, :, None] == ids[0]) & np.tri(LENGTH - first, dtype=bool)
+        np.testing.assert_array_equal(alone, allowed[first:, first:])
+
+
+SHAPE = {"dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 64,
+         "ffn_hidden_dim": 32, "init_std": 0.3, "attention_chunk_size": 4,
+         "attention_pattern": ("chunked", "full"), "rope_pattern": (True, False)}  # fmt: skip
+
+
+@functools.cache
+def toy():
+    model = Model(ModelConfig(**SHAPE))
+    return SimpleNamespace(
+        model=model, params=model.init(jax.random.key(0)), hidden=jax.jit(model.hidden),
+        forward=jax.jit(lambda params, batch: model.forward(params, batch)[0]),
+        extend=jax.jit(model.extend),
+    )  # fmt: skip
+
+
+def tokens_of(length=24):
+    return np.random.default_rng(0).integers(0, 64, (2, length))
+
+
+def test_a_packed_document_is_what_it_is_alone():
+    """Wherever in the row it lies: its chunks begin with it."""
+    ours, tokens = toy(), tokens_of()
+    segment_ids = np.array([[0] * 7 + [1] * 10 + [2] * 7, [0] * 3 + [1] + [2] * 20])
+    packed = np.asarray(ours.hidden(ours.params, tokens, segment_ids))
+    for row, document in np.ndindex(2, 3):
+        place = segment_ids[row] == document
+        alone = np.zeros((1, 24), int)
+        alone[0, : place.sum()] = tokens[row, place]
+        expected = np.asarray(ours.hidden(ours.params, alone))[0, : place.sum()]
+        np.testing.assert_allclose(packed[row, place], expected, rtol=0, atol=2e-5)
+
+
+def test_chunks_go_by_positions_where_those_are_given():
+    ours, tokens = toy(), tokens_of()
+    whole = np.asarray(ours.hidden(ours.params, tokens))
+    counted = np.broadcast_to(np.arange(24), (2, 24))
+    for positions, same in ((counted, True), (counted + 4, True), (counted + 2, False)):
+        found = ours.forward(ours.params, {"input_ids": tokens, "positions": positions})
+        assert np.allclose(found, whole, rtol=0, atol=2e-5) == same
+
+
+def test_rows_of_a_cache_stand_in_chunks_of_their_own():
+    ours, tokens = toy(), tokens_of()
+    expected = np.asarray(ours.model.logits(ours.params, ours.hidden(ours.params, tokens)))
+    cache = ours.model.empty_cache(2, 24)
+    for begins in ([0, 0], [7, 3], [13, 9]):
+        at = np.array(begins)[:, None] + np.arange(7)
+        rows = np.take_along_axis(tokens, at, 1)
+        out, cache = ours.extend(ours.params, rows, at, cache)
+        np.testing.assert_allclose(
+            out, np.take_along_axis(expected, at[..., None], 1), rtol=0, atol=2e-5
+        )

@@ -1,0 +1,356 @@
+"""What no gradient moves, in conversions: a registered model's, by a name map of its own."""
+
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.checkpoint.restore import Saved, start_from
+from jaxforge.config.reading.load import load_config
+from jaxforge.errors import UserError
+from jaxforge.model.transformer import register_model
+from jaxforge.state.train_state import abstract_state
+from tests.conftest import tiny_config
+from tests.helpers import random_batches, setup
+from tests.processes.conftest import ROOT, environment
+from tests.step import telling
+from tests.torch_compat.test_commands import assert_same, trained, values
+from torch_compat import name_maps, stages
+from torch_compat.__main__ import main
+from torch_compat.dcp_export import _unknown_to_kempnerforge
+from torch_compat.dcp_reader import open_dcp
+from torch_compat.families import FAMILIES
+from torch_compat.families.family import LLAMA, Family, name_map
+from torch_compat.files import Directory
+from torch_compat.hf_config import family_of
+from torch_compat.lazy import of_array
+from torch_compat.names.kempnerforge import KEMPNERFORGE
+from torch_compat.names.table import NameMap, Rule
+from torch_compat.restore import open_foreign
+from torch_compat.safetensors import open_directory
+from torch_compat.shapes import parameters
+from torch_compat.state import CheckpointState, abstract_target
+from torch_compat.translation import Translation
+from torch_compat.untrained import translate_model
+
+
+class GaugedNetwork(telling.TellingNetwork):
+    """With an array that no layer has."""
+
+    def __init__(self, config, declare):
+        super().__init__(config, declare)
+        self.gauge = declare.untrained((3,), ("norm",), jax.nn.initializers.ones)
+
+
+class Gauged(telling.Telling):
+    network = GaugedNetwork
+
+    def next_state(self, state, stats):
+        return {**super().next_state(state, stats), "gauge": state["gauge"] * 1.1}
+
+
+OWN = (Rule("layers.{i}.drift", "layers.{i}.router.bias"), Rule("gauge", "gauge.buffer"))
+DCP = NameMap("gauged", "a test's model", (*KEMPNERFORGE.rules, *OWN), has_stages=True)
+LLAMAS = FAMILIES["llama"]
+HF = Family(
+    "gauged",
+    name_map("hf-gauged", "GaugedForCausalLM", *LLAMA, *OWN),
+    LLAMAS.defaults,
+    read=lambda c, where: {**LLAMAS.read(c, where), "model_type": "gauged"},
+    write=LLAMAS.write,
+)
+SECTIONS = {"model": {"model_type": "gauged"}, "train": {"loss_fn": "telling"}}
+NAMES = {"layers.0.drift": (64,), "layers.1.drift": (64,), "gauge": (3,)}
+
+
+@pytest.fixture(autouse=True)
+def registered(own_names):
+    telling.register()
+    register_model("gauged")(Gauged)
+    name_maps.register_name_map(DCP)
+    name_maps.register_family(HF)
+    yield
+    del name_maps.NAME_MAPS["gauged"], name_maps.NAME_MAPS["hf-gauged"], FAMILIES["gauged"]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run at step 2, by which time nothing of its state is what it began as."""
+    config = trained(tmp_path / "run", **SECTIONS)
+    state = {n: v for n, v in values(tmp_path / "run").items() if n.startswith("model_state.")}
+    assert state.keys() == {f"model_state.{name}" for name in NAMES}
+    assert all(np.abs(value - 1).max() > 0.01 for value in state.values())
+    return tmp_path / "run", config
+
+
+def export(run, destination, *options):
+    assert main(["export", str(run), str(destination), *options]) == 0
+    return destination
+
+
+def bring(source, destination, config, *options):
+    assert main(["import", str(source), str(destination), f"--config={config}", *options]) == 0
+    return destination
+
+
+def state_of(run):
+    return {n: v for n, v in values(run).items() if n.startswith("model_state.")}
+
+
+def gone_on(run, config):
+    """The state two steps after the one that is saved, and the metrics of both."""
+    ours = setup(load_config(config))
+    saved = Checkpoints(run, ours.config.checkpoint, read_only=True)
+    with jax.set_mesh(ours.mesh):
+        state, _ = saved.restore(abstract_state(ours.model, ours.optimizer, ours.mesh), 2)
+    saved.close()
+    state, metrics = ours.run(state, random_batches(ours.config, 2, seed=1))
+    return jax.device_get((state.params, state.opt_state, state.model_state, metrics))
+
+
+@pytest.mark.parametrize("options", [[], ["--layout=flat"], ["--stages=2"]], ids=str)
+def test_a_run_that_was_away_goes_on_bit_for_bit(run, tmp_path, options):
+    run, config = run
+    dcp = export(run, tmp_path / "dcp", "--to=dcp", "--dialect=gauged", *options)
+    keys = open_dcp(Directory(dcp / "step_2")).tensors.keys()
+    ours = {key for key in keys if "router.bias" in key or "gauge" in key}
+    assert ours == {
+        "model.layers.0.router.bias", "model.layers.1.router.bias", "model.gauge.buffer",
+    }, "and no moments"  # fmt: skip
+    again = bring(dcp, tmp_path / "again", config, "--dialect=gauged")
+    assert_same(values(again), values(run))
+    jax.tree.map(np.testing.assert_array_equal, gone_on(again, config), gone_on(run, config))
+
+
+def test_a_run_starts_from_it_directly(run, tmp_path):
+    run, path = run
+    dcp = export(run, tmp_path / "dcp", "--to=dcp", "--dialect=gauged")
+    ours = setup(load_config(path))
+    like = abstract_state(ours.model, ours.optimizer, ours.mesh)
+    saved = Checkpoints(run, ours.config.checkpoint, read_only=True)
+    with jax.set_mesh(ours.mesh):
+        expected, _ = saved.restore(like, 2)
+        found, progress = open_foreign(str(dcp), ours.config).restore(like)
+        alone = ours.config.checkpoint.model_copy(update={"exclude_from_loading": ("optimizer",)})
+        job = ours.config.model_copy(update={"checkpoint": alone})
+        started, _ = start_from(
+            open_foreign(str(dcp), job), ours.model, ours.optimizer, ours.mesh, ("optimizer",)
+        )
+    saved.close()
+    assert progress.step == 2
+    for state in (found, started):
+        jax.tree.map(np.testing.assert_array_equal, state.variables, expected.variables)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_safetensors_hold_it_in_float32(run, tmp_path, dtype):
+    run, config = run
+    of_weights = [f"--dtype={dtype}"] if dtype else []
+    hf = export(run, tmp_path / "hf", "--to=hf", "--dialect=hf-gauged", *of_weights)
+    found = open_directory(Directory(hf))
+    assert found["layers.1.router.bias"].dtype == np.float32
+    assert found["model.norm.weight"].dtype.name == (dtype or "float32")
+    about = json.loads((hf / "config.json").read_text())
+    assert (about["model_type"], about["dtype"]) == ("gauged", dtype or "float32")
+    again = bring(hf, tmp_path / "again", config)
+    assert_same(state_of(again), state_of(run))
+    if dtype is None:
+        assert main(["verify", str(run), str(hf)]) == 0
+
+
+def test_what_a_dialect_has_no_name_for_is_not_left_out(run, tmp_path):
+    run, _ = run
+    with pytest.raises(UserError, match=r"(gauge|drift) has no counterpart in kempner"):
+        main(["export", str(run), str(tmp_path / "dcp"), "--to=dcp"])
+    with pytest.raises(UserError, match=r"can be exported to hf as hf-gauged, not hf-llama"):
+        main(["export", str(run), str(tmp_path / "hf"), "--to=hf", "--dialect=hf-llama"])
+    assert not (tmp_path / "dcp").exists()
+
+
+@pytest.fixture
+def without(tmp_path):
+    """A DCP of the same weights and optimizer, by PyTorch's word complete; and our config."""
+    trained(tmp_path / "plain")
+    config = tmp_path / "config.toml"
+    config.write_text(tiny_config(**SECTIONS).to_toml())
+    return export(tmp_path / "plain", tmp_path / "dcp", "--to=dcp"), config
+
+
+def test_a_run_does_not_go_on_without_it(without, tmp_path):
+    dcp, config = without
+    message = r"moves is not in it \(.*drift.*cannot go on without; --weights-only starts one"
+    with pytest.raises(UserError, match=message):
+        main(["import", str(dcp), str(tmp_path / "run"), f"--config={config}"])
+    with pytest.raises(UserError, match=message):
+        open_foreign(str(dcp), load_config(config))
+
+
+def test_weights_alone_start_with_the_initial_one_and_it_is_said(without, tmp_path, capsys):
+    dcp, path = without
+    run = bring(dcp, tmp_path / "run", path, "--weights-only")
+    said = "what no gradient moves is not in it"
+    assert said in capsys.readouterr().err
+    assert not state_of(run)
+    ours = setup(load_config(path))
+    saved = Checkpoints(run, ours.config.checkpoint, read_only=True)
+    with jax.set_mesh(ours.mesh):
+        state, _ = start_from(Saved(saved, 0), ours.model, ours.optimizer, ours.mesh)
+    saved.close()
+    jax.tree.map(np.testing.assert_array_equal, state.model_state, ours.model.initial_state())
+    export(run, tmp_path / "again", "--to=dcp", "--weights-only", "--dialect=gauged")
+    assert said in capsys.readouterr().err
+
+
+def test_the_declaration_says_names_and_shapes():
+    config = tiny_config(**SECTIONS)
+    target = abstract_target(config)
+    assert target.model_state == NAMES
+    assert target.params == parameters(config.model)
+    assert not any("drift" in name for of_field in target.moments.values() for name in of_field)
+
+
+def arrays(**changed):
+    target = abstract_target(tiny_config(**SECTIONS))
+    shapes = {**target.params, **NAMES}
+    named = {DCP.their_name(n): of_array(np.ones(s, np.float32)) for n, s in shapes.items()}
+    named |= {name: of_array(array) for name, array in changed.items() if array is not None}
+    gone = [name for name, array in changed.items() if array is None]
+    named = {name: tensor for name, tensor in named.items() if name not in gone}
+    by = Translation(DCP, target.config.model, False, "SRC")
+    return translate_model(named, target, by, goes_on=False)
+
+
+@pytest.mark.parametrize(
+    ("key", "array", "message"),
+    [
+        (
+            "layers.1.router.bias",
+            np.ones(63, np.float32),
+            r"layers.1.drift is \[63\], in .* \[64\]",
+        ),
+        ("layers.1.router.bias", None, "missing: layers.1.drift"),
+        ("layers.2.router.bias", np.ones(64, np.float32), "left over: layers.2.router.bias"),
+        ("gauge.buffer", np.ones(3, np.int64), "gauge is int64"),
+    ],
+)
+def test_all_of_it_is_there_as_it_is_declared(key, array, message):
+    with pytest.raises(UserError, match=message):
+        arrays(**{key: array})
+
+
+def test_it_is_float32_here():
+    params, state, notes = arrays(**{"gauge.buffer": np.full(3, 1 / 3)})
+    assert state["gauge"].dtype == np.float32
+    assert state.keys() == NAMES.keys()
+    assert not params.keys() & state.keys()
+    assert notes == ["gauge: float64, and what no gradient moves is float32 here"]
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [(4, r"gauge is \[3\], in the model \[4\]"), (None, "left over: gauge")],
+)
+def test_a_run_whose_state_is_another_models_is_not_exported(
+    run, tmp_path, monkeypatch, size, message
+):
+    run, _ = run
+
+    def declare(network, config, declare):
+        telling.TellingNetwork.__init__(network, config, declare)
+        if size:
+            network.gauge = declare.untrained((size,), ("norm",), jax.nn.initializers.ones)
+
+    monkeypatch.setattr(GaugedNetwork, "__init__", declare)
+    with pytest.raises(UserError, match=message):
+        main(["export", str(run), str(tmp_path / "dcp"), "--to=dcp", "--dialect=gauged"])
+
+
+def test_inspect_shows_it_and_verify_compares_it(run, tmp_path, capsys, monkeypatch):
+    run, _ = run
+    capsys.readouterr()
+    assert main(["inspect", str(run), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["untrained"] == 2 * 64 + 3
+    assert report["tensors"]["model_state.layers.1.drift"]["shape"] == [64]
+    dcp = export(run, tmp_path / "dcp", "--to=dcp", "--dialect=gauged")
+    assert main(["verify", str(run), str(dcp)]) == 0
+    last = Gauged.next_state
+    monkeypatch.setattr(
+        Gauged, "next_state", lambda *given: {**last(*given), "gauge": jnp.full(3, 7.0)}
+    )
+    other = tmp_path / "other"
+    with monkeypatch.context() as patched:  # the same config, another program
+        patched.setattr("tests.helpers._SETUPS", {})
+        trained(other, **SECTIONS)
+    for options in ([], ["--weights-only"]):
+        capsys.readouterr()
+        assert main(["verify", str(other), str(dcp), "--json", *options]) == 1
+        found = json.loads(capsys.readouterr().out)["differences"]
+        assert [d["name"] for d in found] == ["model_state.gauge"]
+
+
+def test_stages_hold_that_of_their_layers():
+    named = {name: of_array(np.ones(shape, np.float32)) for name, shape in NAMES.items()}
+    parts = stages.split(CheckpointState({}, model_state=named), 2, 2)
+    assert [set(part.model_state) for part in parts.values()] == [
+        {"layers.0.drift"}, {"layers.1.drift", "gauge"},
+    ]  # fmt: skip
+
+
+def test_a_model_of_ones_own_is_no_other_family_and_it_is_said():
+    """Even one that has Llama's very parameters: it computes something else with them."""
+    register_model("same_parameters")(type("Same", (telling.Model,), {}))
+    model = tiny_config(model={"model_type": "same_parameters"}).model
+    with pytest.raises(UserError, match=r"hf-llama has no model.model_type = 'same_parameters'"):
+        family_of(model)
+    (note,) = _unknown_to_kempnerforge(model)
+    assert "KempnerForge has no model.model_type" in note
+
+
+def test_a_name_is_registered_once():
+    with pytest.raises(UserError, match="dialect 'gauged' is registered already"):
+        name_maps.register_name_map(DCP)
+    with pytest.raises(UserError, match="family 'gauged' is registered already"):
+        name_maps.register_family(dataclasses.replace(HF, dialect=DCP))
+    with pytest.raises(UserError, match="no dialect 'other'; there are kempnerforge, "):
+        name_maps.name_map("other")
+
+
+PLUGIN = """
+    from jaxforge.model.transformer import register_model
+    from tests.step import telling
+    from tests.torch_compat.test_untrained import DCP, Gauged
+    from torch_compat.name_maps import register_name_map
+
+    telling.register()
+    register_model("gauged")(Gauged)
+    register_name_map(DCP)
+"""
+
+
+@pytest.mark.processes
+def test_a_plugin_of_the_config_brings_model_and_names(run, tmp_path):
+    run, config = run
+    (tmp_path / "gauged_plugin.py").write_text(textwrap.dedent(PLUGIN))
+    env = environment(1, PYTHONPATH=f"{ROOT}:{tmp_path}")
+    compat = functools.partial(
+        subprocess.run, cwd=ROOT, env=env, check=True, text=True, capture_output=True
+    )
+    tool = [sys.executable, "-m", "torch_compat"]
+    stored = run / "checkpoints" / "step_2" / "config" / "metadata"
+    kept = json.loads(stored.read_text())
+    kept["plugins"]["modules"] = ["gauged_plugin"]  # as a run has that was trained with it
+    stored.write_text(json.dumps(kept))
+    dcp = tmp_path / "dcp"
+    compat([*tool, "export", str(run), str(dcp), "--to=dcp", "--dialect=gauged"])
+    modules = "--plugins.modules=gauged_plugin"
+    compat([*tool, "import", str(dcp), str(tmp_path / "again"), f"--config={config}", modules])
+    compat([*tool, "verify", str(run), str(tmp_path / "again")])
