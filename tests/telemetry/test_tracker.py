@@ -229,6 +229,22 @@ def test_a_failing_sink_stops_neither_the_run_nor_the_others(clock, messages):
     assert reasons[2].startswith("broken is switched off until the next start: it failed 3 times")
 
 
+def test_bad_steps_are_told_once_whoever_counted_them_first(clock, messages):
+    """Neither those from before a resume, nor only those that a save has not counted already."""
+    progress = Progress(10, 10, nonfinite=3, spikes=1)
+    tracker = Tracker([MetricWriter("a", Kept(), 1)], StepCost(100), progress, 10**9)
+    tracker.end_step(11, scalars(11) | {"nonfinite": 3, "spikes": 1})
+    tracker.flush()
+    assert not messages.records
+    tracker.end_step(12, scalars(12) | {"nonfinite": 4, "spikes": 1})
+    progress.nonfinite = 4  # as `Progress.follow` has it
+    tracker.flush()
+    (record,) = messages.records
+    assert "step 12: 1 step(s) whose loss or gradient norm was not finite, 0 spike(s)" in (
+        record.getMessage()
+    )
+
+
 def test_a_sink_that_cannot_be_closed_stops_nothing(messages):
     class Stuck(Kept):
         def close(self, exit_code):
