@@ -109,7 +109,7 @@ def stage(
     """Begins a checkpoint of a run.
 
     Args:
-        checkpoint: what to write; every parameter and moment that is target.
+        checkpoint: what to write; every parameter and moment that is wanted.
         target: what the config declares.
         run: the run directory.
         plan: names the conversion, to go on with one that was stopped.
@@ -122,9 +122,7 @@ def stage(
         raise UserError(
             f"{destination} is there: an import that was stopped at its very end is whole now"
         )
-    tensors = _tensors(
-        checkpoint
-    )  # refuses what cannot be written, before the destination is taken
+    tensors = _tensors(checkpoint)  # refuses what cannot be written, before anything is made
     return Import(checkpoint, target, run, tensors, Staging(destination, plan, share), block)
 
 
@@ -141,7 +139,7 @@ class Import:
         block: int,
     ) -> None:
         self.staging = staging
-        self._held, self._wanted, self._run = checkpoint, target, run
+        self._checkpoint, self._target, self._run = checkpoint, target, run
         self._tensors = tensors
         self._store = self.staging.path / f"ocdbt.process_{staging.share.process}"
         for stale in self._store.rglob("*.__lock"):
@@ -161,11 +159,11 @@ class Import:
         """Lets Orbax make a checkpoint of what was staged."""
         from torch_compat import orbax_commit
 
-        assert self._held.progress is not None
+        assert self._checkpoint.progress is not None
         arrays = {**self._tensors, **self._scalars()}
-        destination, config = self.staging.destination, self._wanted.config
+        destination, config = self.staging.destination, self._target.config
         with naming_failure(destination):
-            orbax_commit.commit(self._held.progress, config, self._run, self.staging.path, arrays)
+            orbax_commit.commit(self._checkpoint.progress, config, self._run, self.staging.path, arrays)
         self._check_written(arrays)
         settle(self._run, destination)
         self.staging.discard()
@@ -212,7 +210,7 @@ class Import:
     def _scalars(self) -> dict[str, LazyTensor]:
         from torch_compat.orbax_commit import scalars  # here, as it imports JAX: two seconds
 
-        return {name: of_array(value) for name, value in scalars(self._held).items()}
+        return {name: of_array(value) for name, value in scalars(self._checkpoint).items()}
 
     def _create(
         self, name: str, shape: tuple[int, ...], dtype: np.dtype, chunk: tuple[int, ...]
