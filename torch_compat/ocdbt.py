@@ -6,7 +6,7 @@
     key {name}/0.1                   one of its chunks
 
 A chunk that is not compressed lies in its file as it would in memory. It is mapped, so that nothing
-is copied on the way to where it is target. Everything else is read by tensorstore: chunks that are
+is copied on the way to where it is wanted. Everything else is read by tensorstore: chunks that are
 compressed, those that were left out for being zero, and databases in buckets or of a form not
 expected here.
 """

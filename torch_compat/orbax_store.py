@@ -159,11 +159,12 @@ class Import:
         """Lets Orbax make a checkpoint of what was staged."""
         from torch_compat import orbax_commit
 
-        assert self._checkpoint.progress is not None
+        progress = self._checkpoint.progress
+        assert progress is not None
         arrays = {**self._tensors, **self._scalars()}
         destination, config = self.staging.destination, self._target.config
         with naming_failure(destination):
-            orbax_commit.commit(self._checkpoint.progress, config, self._run, self.staging.path, arrays)
+            orbax_commit.commit(progress, config, self._run, self.staging.path, arrays)
         self._check_written(arrays)
         settle(self._run, destination)
         self.staging.discard()
