@@ -5,7 +5,6 @@ rearranged on the devices before it is written and after it is read; memory for 
 needed meanwhile. A tree is parameters, a train state, or any that has parameters' names in it.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +31,7 @@ def by_layer(tree: PyTree, stack: Stack) -> PyTree:
     wanted = _map_stacked(lambda leaf: _abstract_by_layer(leaf, stack), tree)
     if isinstance(jax.tree.leaves(tree)[0], jax.ShapeDtypeStruct):
         return wanted
-    return _rearranged(tree, wanted, stack.unstack)
+    return _rearranged(tree, stack.unstack, _shardings(wanted), _shardings(wanted))
 
 
 def by_stage(tree: PyTree, stack: Stack, like: PyTree) -> PyTree:
@@ -45,25 +44,46 @@ def by_stage(tree: PyTree, stack: Stack, like: PyTree) -> PyTree:
     """
     if stack.in_order:
         return tree
-    return _rearranged(tree, like, stack.stack)
+    return _rearranged(tree, stack.stack, _shardings(tree), _shardings(like))
 
 
 Leaf = Any
 """An array or its abstract value."""
 
 
-def _rearranged(tree: PyTree, like: PyTree, one: Callable[[Array], Array]) -> PyTree:
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
-    rearrange: Any = jax.jit(functools.partial(_map_stacked, one), out_shardings=shardings)
-    return rearrange(tree)
+def _rearranged(tree: PyTree, one: Callable[[Array], Array], at: PyTree, result: PyTree) -> PyTree:
+    """The tree with its stacked parameters in another order.
+
+    Args:
+        tree: arrays.
+        one: what rearranges the rows of one.
+        at: shardings that do not split rows: only there each device rearranges its own. Left to
+            the partitioner, which knows no way to do it in place, that of jax 0.11 aborts.
+        result: shardings of the result.
+    """
+
+    def rearrange(tree: PyTree) -> PyTree:
+        return _map_stacked(
+            lambda leaf, at: jax.lax.with_sharding_constraint(
+                one(jax.lax.with_sharding_constraint(leaf, at)), at
+            ),
+            tree, at,
+        )  # fmt: skip
+
+    compiled: Any = jax.jit(rearrange, out_shardings=result)
+    return compiled(tree)
 
 
-def _map_stacked(one: Callable[[Leaf], Leaf], tree: PyTree) -> PyTree:
-    def of_leaf(path: jax.tree_util.KeyPath, leaf: Leaf) -> Leaf:
+def _shardings(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def _map_stacked(one: Callable[..., Leaf], tree: PyTree, *more: PyTree) -> PyTree:
+    def of_leaf(path: jax.tree_util.KeyPath, leaf: Leaf, *others: Any) -> Leaf:  # noqa: ANN401
         is_stacked = any(getattr(key, "key", None) == LAYERS for key in path)
-        return one(leaf) if is_stacked else leaf
+        return one(leaf, *others) if is_stacked else leaf
 
-    return jax.tree_util.tree_map_with_path(of_leaf, tree)
+    return jax.tree_util.tree_map_with_path(of_leaf, tree, *more)
 
 
 def _abstract_by_layer(leaf: Leaf, stack: Stack) -> jax.ShapeDtypeStruct:
