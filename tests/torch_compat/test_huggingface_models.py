@@ -121,7 +121,7 @@ def params_of(run):
         return trained.config.model, jax.device_get(params)
 
 
-@functools.cache
+@functools.lru_cache(16)  # programs take memory
 def compiled(model):
     network = Model(model)
     return jax.jit(lambda params, tokens: network.logits(params, network.hidden(params, tokens)))
