@@ -1,6 +1,7 @@
 """Eight virtual CPU devices for every test; small models; golden runs where they lie beside us."""
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -19,6 +20,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # workers and commands have i
     atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# Which line of Python an operation is from: to write it into programs is a tenth of compiling them.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 from pathlib import Path
 
@@ -48,14 +51,16 @@ TINY = {
 
 # What takes longest begins first: else one worker ends with a long file, and the others are idle.
 LONGEST = (
-    "pipeline/test_spmd.py", "torch_compat/test_families.py", "processes/test_kill.py",
-    "torch_compat/test_commands.py", "step/test_side.py", "model/test_options.py",
-    "processes/test_exits.py", "processes/test_two_processes.py", "step/test_train_step.py",
-    "step/test_meshes.py", "processes/test_evaluate.py", "parallel/test_gpu_meshes.py",
-    "checkpoint/test_manager.py", "training/test_loop.py", "corpus/test_resume.py",
-    "torch_compat/test_stages.py", "processes/test_supervised.py", "optim/test_every_optimizer.py",
-    "model/test_remat.py", "processes/test_generate.py", "torch_compat/test_huggingface_models.py",
-    "golden/test_trajectories.py", "model/test_decoding.py",
+    "pipeline/test_spmd.py", "processes/test_two_processes.py", "torch_compat/test_families.py",
+    "processes/test_exits.py", "processes/test_kill.py", "storage/test_runs.py",
+    "step/test_meshes.py", "step/test_side.py", "torch_compat/test_fsdp2.py", "test_examples.py",
+    "processes/test_supervised.py", "processes/test_evaluate.py", "processes/test_generate.py",
+    "step/test_train_step.py", "torch_compat/test_commands.py", "storage/test_conversions.py",
+    "torch_compat/test_huggingface_models.py", "model/test_plan.py", "golden/test_trajectories.py",
+    "model/test_attention.py", "training/test_rollback.py", "model/test_decoding.py",
+    "parallel/test_gpu_meshes.py", "processes/test_compilation_cache.py",
+    "data/test_huggingface_runs.py", "optim/test_every_optimizer.py", "checkpoint/test_manager.py",
+    "torch_compat/test_stages.py", "telemetry/test_run.py", "training/test_stopped_runs.py",
 )  # fmt: skip
 
 
@@ -65,12 +70,19 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: place.get(str(item.path), len(place)))
 
 
+def pytest_collection_finish():
+    """What is imported and collected stays; no garbage collector has to look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
     """A file's compiled programs end with it: a worker would grow by gigabytes."""
     yield
     helpers.forget()
     jax.clear_caches()
+    gc.collect()  # programs and networks are in circles with what traced them
     give_back_memory()
 
 

@@ -127,7 +127,7 @@ def setup(config: JobConfig, **options) -> Setup:
 
 
 _SETUPS: dict[tuple, Setup] = {}
-_KEPT = 16  # programs take memory
+_KEPT = 8  # programs take memory
 
 
 def forget() -> None:

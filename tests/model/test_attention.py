@@ -85,14 +85,22 @@ def random_documents(length):
 
 
 EVERYWHERE = ("reference", "blockwise")
-MULTIPLE = pytest.mark.parametrize("kv_heads", [6, 2, 1])
 PACKED = pytest.mark.parametrize("packed", [False, True], ids=["causal", "documents"])
 
 
+SEEN = [(6, None), (2, None), (1, None), (2, 1), (2, 40)]  # heads of keys, window
+LENGTHS = (1, LENGTH, 81)  # one block; one; three, the last not full
+
+
 @pytest.mark.parametrize("backend", EVERYWHERE)
-@pytest.mark.parametrize("length", [1, LENGTH, 81])  # one block; one; three, the last not full
-@pytest.mark.parametrize(("kv_heads", "window"), [(6, None), (2, None), (1, None), (2, 1), (2, 40)])
-@PACKED
+@pytest.mark.parametrize(
+    ("length", "kv_heads", "window", "packed"),
+    [  # every two of length, what is seen and packing
+        (length, *seen, (i + j) % 2 == 1)
+        for i, length in enumerate(LENGTHS)
+        for j, seen in enumerate(SEEN)
+    ],
+)
 def test_backends_are_softmax_over_the_visible_keys(backend, length, kv_heads, packed, window):
     segment_ids = random_documents(length) if packed else None
     q, k, v = random_heads(length, kv_heads)
@@ -150,9 +158,11 @@ def values_and_gradients(
     return values, gradients
 
 
-@pytest.mark.parametrize("length", [LENGTH, 81])
-@MULTIPLE
-@PACKED
+@pytest.mark.parametrize(
+    ("length", "kv_heads", "packed"),
+    [(LENGTH, 6, True), (LENGTH, 2, False), (LENGTH, 1, True),
+     (81, 6, False), (81, 2, True), (81, 1, False)],
+)  # fmt: skip
 def test_gradients_of_blocks_are_the_references(length, kv_heads, packed):
     ours = values_and_gradients("blockwise", length, kv_heads, packed)
     reference = values_and_gradients("reference", length, kv_heads, packed)
@@ -206,17 +216,17 @@ def test_gradients_of_capped_scores_are_the_references(window, scoring):
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "window", "chunk", "scoring"),
+    ("kv_heads", "packed", "window", "chunk", "scoring"),
     [
-        (6, None, None, PLAIN),
-        (2, None, None, PLAIN),
-        (2, 100, None, PLAIN),
-        (2, 100, None, CAPPED),
-        (2, None, 100, PLAIN),
-        (2, None, 128, CAPPED),
+        (6, True, None, None, PLAIN),
+        (2, False, None, None, PLAIN),
+        (2, True, 100, None, PLAIN),
+        (2, False, 100, None, CAPPED),
+        (2, True, None, None, CAPPED),
+        (2, False, None, 100, PLAIN),
+        (2, True, None, 128, CAPPED),
     ],
 )
-@PACKED
 def test_splash_is_the_reference(monkeypatch, kv_heads, packed, window, chunk, scoring):
     """The TPU kernel, interpreted."""
     monkeypatch.setattr(splash, "_INTERPRET", True)

@@ -167,13 +167,9 @@ def on_mesh(**distributed):
     return ours, *ours.run(ours.state(), random_batches(ours.config, 6))
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [{"dp_shard": 4, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}],
-    ids=str,
-)
-def test_a_sharded_matrix_steps_as_on_one_device(mesh):
+def test_a_sharded_matrix_steps_as_on_one_device():
     """Newton-Schulz of each shard on its own would give other directions altogether."""
+    mesh = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
     _, state, metrics = on_mesh()
     ours, sharded, sharded_metrics = on_mesh(**mesh)
     np.testing.assert_allclose(sharded_metrics["loss"], metrics["loss"], rtol=1e-5)

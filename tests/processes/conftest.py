@@ -75,8 +75,8 @@ class Run:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
-    def finish(self, *overrides: str, devices: int = 1, code: int = 0) -> str:
-        process = self.start(*overrides, devices=devices)
+    def finish(self, *overrides: str, devices: int = 1, code: int = 0, **extra: str) -> str:
+        process = self.start(*overrides, devices=devices, **extra)
         output = process.communicate(timeout=PATIENCE)[0]
         assert process.returncode == code, output
         return output

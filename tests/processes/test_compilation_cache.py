@@ -1,23 +1,17 @@
 """The second start of a run finds its step compiled."""
 
 
-def test_a_second_start_compiles_nothing(new_run, tmp_path):
-    run = new_run()
-    cache = f"--train.compilation_cache_dir={tmp_path / 'compiled'}"
-    first = run.finish(cache, "--train.max_steps=5")
-    second = run.finish(cache, "--train.max_steps=6")
-    assert "(cached)" not in first
-    assert "s (cached)" in second
-    assert list((tmp_path / "compiled").glob("jit_train_step-*"))
-    assert run.losses().keys() == set(range(1, 7))
-
-
-def test_it_can_be_switched_off(new_run):
-    """Even where `environment` names a cache that has the step."""
-    run = new_run()
-    run.finish("--train.max_steps=5")
-    assert "(cached)" in run.finish("--train.max_steps=6")
-    assert "(cached)" not in run.finish("--train.compilation_cache_dir=", "--train.max_steps=7")
+def test_a_second_start_compiles_nothing_unless_it_is_switched_off(new_run, tmp_path):
+    """The first start is told the directory by the environment, the second by the config."""
+    run, compiled = new_run(), tmp_path / "compiled"
+    named = {"JAX_COMPILATION_CACHE_DIR": str(compiled)}
+    assert "(cached)" not in run.finish("--train.max_steps=5", **named)
+    assert list(compiled.glob("jit_train_step-*"))
+    given = f"--train.compilation_cache_dir={compiled}"
+    assert "s (cached)" in run.finish(given, "--train.max_steps=6")
+    off = ["--train.compilation_cache_dir=", "--train.max_steps=7"]
+    assert "(cached)" not in run.finish(*off, **named)
+    assert run.losses().keys() == set(range(1, 8))
 
 
 def test_an_unknown_flag_ends_it_before_anything_is_written(new_run):

@@ -80,9 +80,7 @@ def test_json_has_stdout_to_itself(run):
     ("devices", "overrides"),
     [
         (1, []),
-        (2, []),
         (2, ["--distributed.tp=2"]),
-        (4, ["--distributed.dp_replicate=2"]),
         (8, []),
         (8, ["--distributed.tp=2", "--distributed.dp_replicate=2"]),
     ],

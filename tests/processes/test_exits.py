@@ -41,15 +41,30 @@ def test_a_second_signal_ends_it_at_once(new_run):
     assert process.returncode in (-signal.SIGINT, 130)
 
 
-def test_a_finished_run_is_left_as_it_is(new_run):
+def test_a_finished_run_explains_itself_is_left_as_it_is_and_goes_on(new_run):
+    """Three starts: steps 1 to 30, none, and two more after a line of the metrics was torn."""
     run = new_run()
-    output = run.finish()
+    output = run.finish("--metrics.log_interval=8")
     assert "Training complete: 30 steps, 7,680 tokens" in output
+    assert "train step compiled in" in output
     assert re.search(r"\[step 30\] loss=\d\.\d{4} \| lr=", output)
+    assert list(run.losses()) == [1, 8, 16, 24, 30]  # the interval's, the first and the last
+    assert sorted(p.name for p in run.directory.iterdir()) == [
+        "checkpoints", "config.toml", "logs", "metrics.jsonl", "schedule_summary.txt",
+    ]  # fmt: skip
+    assert "log_interval = 8" in (run.directory / "config.toml").read_text()
+    assert "Training complete" in (run.directory / "logs" / "process_0.log").read_text()
     before = run.lines()
-    run.finish()
+    run.finish("--metrics.log_interval=8")
     assert run.lines() == before
     assert run.steps() == [20, 25, 30]
+    path = run.directory / "metrics.jsonl"
+    path.write_text(path.read_text() + json.dumps({"step": 31, "train/loss": 1.0})[:-5])
+    output = run.finish("--train.max_steps=32", "--optimizer.fused=true")
+    assert output.count("optimizer.fused has no effect: XLA fuses") == 1
+    assert "changed since this run last started: " in output
+    assert "train.max_steps 30 -> 32" in output
+    assert list(run.losses()) == [1, 8, 16, 24, 30, 31, 32]
 
 
 def test_giving_up_has_its_own_code_and_keeps_the_last_good_checkpoint(new_run):
@@ -63,12 +78,6 @@ def test_giving_up_has_its_own_code_and_keeps_the_last_good_checkpoint(new_run):
     assert last["train/skipped_steps"] >= 4
     gave_up = int(re.search(r"gave up at step (\d+)", output)[1])
     assert max(run.steps()) < gave_up
-
-
-def test_the_log_interval_and_the_first_and_last_step(new_run):
-    run = new_run()
-    run.finish("--metrics.log_interval=8", "--train.max_steps=19")
-    assert list(run.losses()) == [1, 8, 16, 19]
 
 
 def test_metrics_have_the_names_and_evaluations(new_run, tmp_path):
@@ -96,29 +105,6 @@ def test_metrics_have_the_names_and_evaluations(new_run, tmp_path):
     assert "eval_loss=" in output
     assert 10 not in run.steps() or 20 in run.steps()  # a new best is saved, off the interval
     assert 20 in run.steps()
-
-
-def test_a_run_directory_explains_itself(new_run):
-    run = new_run()
-    run.finish("--train.max_steps=5")
-    assert sorted(p.name for p in run.directory.iterdir()) == [
-        "checkpoints", "config.toml", "logs", "metrics.jsonl", "schedule_summary.txt",
-    ]  # fmt: skip
-    assert "max_steps = 5" in (run.directory / "config.toml").read_text()
-    assert "Training complete" in (run.directory / "logs" / "process_0.log").read_text()
-    output = run.finish("--train.max_steps=6", "--optimizer.fused=true")
-    assert output.count("optimizer.fused has no effect: XLA fuses") == 1
-    assert "train step compiled in" in output
-    assert "changed since this run last started: train.max_steps 5 -> 6" in output
-
-
-def test_a_torn_last_line_of_the_metrics_is_dropped(new_run):
-    run = new_run()
-    run.finish("--train.max_steps=10")
-    path = run.directory / "metrics.jsonl"
-    path.write_text(path.read_text() + json.dumps({"step": 11, "train/loss": 1.0})[:-5])
-    run.finish("--train.max_steps=12")
-    assert list(run.losses()) == list(range(1, 13))
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_spares_the_others(new_run):

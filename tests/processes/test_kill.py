@@ -7,7 +7,7 @@ import random
 import signal
 import time
 
-from tests.machine import wait_until
+from tests.machine import PATIENCE, wait_until
 
 KILLS, STEPS = 4, 150
 OVERRIDES = [f"--train.max_steps={STEPS}", "--checkpoint.interval=3", "--data.num_workers=2"]
@@ -16,7 +16,7 @@ OVERRIDES = [f"--train.max_steps={STEPS}", "--checkpoint.interval=3", "--data.nu
 def test_killed_at_random_moments(new_run):
     """Half of the kills anywhere, half while a checkpoint is half written: it is stopped there."""
     undisturbed, killed = new_run("undisturbed"), new_run("killed")
-    undisturbed.finish(*OVERRIDES)
+    other = undisturbed.start(*OVERRIDES)
     rng, torn = random.Random(0), 0
     for kill in range(KILLS):
         process = killed.start(*OVERRIDES)
@@ -28,6 +28,8 @@ def test_killed_at_random_moments(new_run):
         process.wait()
         torn += saving(killed)
     killed.finish(*OVERRIDES)
+    output = other.communicate(timeout=PATIENCE)[0]
+    assert other.returncode == 0, output
     assert torn >= KILLS // 2
     assert killed.losses() == undisturbed.losses()
     assert sorted(killed.losses()) == list(range(1, STEPS + 1))

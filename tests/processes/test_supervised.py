@@ -1,12 +1,12 @@
 """A process of a job dies: the others notice, and the supervisor's restart is the same run."""
 
+import itertools
 import json
 import signal
 import subprocess
 import sys
 
 import psutil
-import pytest
 
 from jaxforge.exit_codes import Exit
 from tests.machine import PATIENCE
@@ -18,7 +18,7 @@ OVERRIDES = ["--train.max_steps=40", "--checkpoint.interval=10", "--distributed.
 
 def test_one_of_two_processes_is_killed_and_both_run_again(new_run):
     undisturbed, killed = new_run("undisturbed"), new_run("killed")
-    finish_both(start_both(undisturbed, *OVERRIDES))
+    others = start_both(undisturbed, *OVERRIDES)
     command = [sys.executable, "-m", "jaxforge.supervise", "--nproc=2", "--backoff=0.1",
                "--peer-grace=1", "--", *killed.command(*OVERRIDES)]  # fmt: skip
     supervisor = subprocess.Popen(
@@ -34,6 +34,7 @@ def test_one_of_two_processes_is_killed_and_both_run_again(new_run):
     output = supervisor.communicate(timeout=PATIENCE)[0]
     assert supervisor.returncode == 0, output
     assert "process 1 ended with 137: killed by SIGKILL" in output
+    finish_both(others)
     assert killed.losses() == undisturbed.losses()
     assert sorted(killed.losses()) == list(range(1, 41))
     log = (killed.directory / "supervise.jsonl").read_text().splitlines()
@@ -61,13 +62,9 @@ raise SystemExit(run_main(main))
 """
 
 
-@pytest.mark.parametrize(
-    ("error", "code"), [("UserError", Exit.USER_ERROR), ("ValueError", Exit.ERROR)]
-)
-def test_who_fails_leaves_at_once_and_the_others_notice(error, code):
-    """Process 0, which neither computes nor looks, is ended by its runtime."""
+def start_job(error):
     address = f"127.0.0.1:{free_port()}"
-    processes = [
+    return [
         subprocess.Popen(
             [sys.executable, "-c", JOB.format(error=error)], cwd=ROOT, text=True,
             stderr=subprocess.PIPE,
@@ -76,12 +73,22 @@ def test_who_fails_leaves_at_once_and_the_others_notice(error, code):
         )
         for index in range(2)
     ]  # fmt: skip
+
+
+def test_who_fails_leaves_at_once_and_the_others_notice():
+    """Process 0, which neither computes nor looks, is ended by its runtime."""
+    codes = {"UserError": Exit.USER_ERROR, "ValueError": Exit.ERROR}
+    jobs = {error: start_job(error) for error in codes}  # they wait at the same time
     try:
-        other, failed = [(p.communicate(timeout=PATIENCE)[1], p.returncode) for p in processes]
+        ends = {
+            error: [(p.communicate(timeout=PATIENCE)[1], p.returncode) for p in job]
+            for error, job in jobs.items()
+        }
     finally:
-        for process in processes:
+        for process in itertools.chain(*jobs.values()):
             process.kill()
-    assert failed[1] == code.code, failed[0]
-    assert "of one process alone" in failed[0]
-    assert other[1] == -signal.SIGABRT, other[0]
+    for error, (other, failed) in ends.items():
+        assert failed[1] == codes[error].code, failed[0]
+        assert "of one process alone" in failed[0]
+        assert other[1] == -signal.SIGABRT, other[0]
     assert Exit.ABORTED.code == 128 + signal.SIGABRT

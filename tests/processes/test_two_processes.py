@@ -5,10 +5,8 @@ import signal
 import socket
 
 import numpy as np
-import pytest
 
 from tests.machine import PATIENCE
-from tests.processes.conftest import Run
 
 OVERRIDES = ["--train.max_steps=20", "--checkpoint.interval=10"]
 
@@ -39,46 +37,24 @@ def finish_both(processes, code=0):
     return outputs
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    run = Run(tmp_path_factory.mktemp("alone"), "alone")
-    run.finish(*OVERRIDES)
-    return np.array([run.losses()[step] for step in range(1, 21)])
-
-
-def test_begun_by_two_processes_ended_by_one(new_run, alone):
-    run = new_run("both")
-    mesh = ["--distributed.dp_replicate=2", "--distributed.tp=2"]
-    outputs = finish_both(start_both(run, *OVERRIDES, *mesh, "--train.max_steps=10", devices=4))
-    assert "[step 10]" in outputs[0]
-    assert "[step 10]" not in outputs[1]
-    assert run.steps() == [10]
-    run.finish(*OVERRIDES)
-    np.testing.assert_allclose(list(run.losses().values()), alone, rtol=2e-6)
-
-
-def test_begun_by_one_process_ended_by_two(new_run, alone):
-    run = new_run("taken_over")
-    run.finish(*OVERRIDES, "--train.max_steps=10")
-    finish_both(start_both(run, *OVERRIDES, torchrun=True))
-    np.testing.assert_allclose(list(run.losses().values()), alone, rtol=2e-6)
-
-
-def test_begun_by_four_processes_ended_by_two(new_run, alone):
-    run = new_run("four")
-    mesh = ["--distributed.dp_replicate=2", "--distributed.dp_shard=2"]
-    finish_both(start_both(run, *OVERRIDES, *mesh, "--train.max_steps=10", count=4))
-    finish_both(start_both(run, *OVERRIDES))
-    np.testing.assert_allclose(list(run.losses().values()), alone, rtol=2e-6)
-
-
-def test_stages_in_two_processes_and_then_none(new_run, alone):
-    run = new_run("stages")
+def test_it_does_not_matter_how_many_processes_begin_go_on_and_end(new_run):
+    """Two, one, four, two that are stages, and one: each goes on from the others' checkpoint."""
+    alone, run = new_run("alone"), new_run("handed_on")
+    alone.finish(*OVERRIDES)
+    mesh = ["--distributed.dp_replicate=2", "--distributed.tp=2", "--train.max_steps=5"]
+    outputs = finish_both(start_both(run, *OVERRIDES, *mesh, devices=4, torchrun=True))
+    assert "[step 5]" in outputs[0]
+    assert "[step 5]" not in outputs[1]
+    assert run.steps() == [5]
+    run.finish(*OVERRIDES, "--train.max_steps=8")
+    mesh = ["--distributed.dp_replicate=2", "--distributed.dp_shard=2", "--train.max_steps=12"]
+    finish_both(start_both(run, *OVERRIDES, *mesh, count=4))
     stages = ["--distributed.pp=2", "--distributed.tp=2", "--train.grad_accum_steps=4"]
-    outputs = finish_both(start_both(run, *OVERRIDES, *stages, "--train.max_steps=10", devices=2))
+    outputs = finish_both(start_both(run, *OVERRIDES, *stages, "--train.max_steps=16", devices=2))
     assert "pp 2 x tp 2" in outputs[0]
     run.finish(*OVERRIDES)
-    np.testing.assert_allclose(list(run.losses().values()), alone, rtol=2e-6)
+    losses = [list(one.losses().values()) for one in (run, alone)]
+    np.testing.assert_allclose(*losses, rtol=2e-6)
 
 
 def test_a_signal_to_one_stops_both_at_the_same_step(new_run):

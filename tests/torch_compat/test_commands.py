@@ -1,11 +1,13 @@
 """The tool as it is used: import, export, inspect, verify; killed, resumed, on a full disk."""
 
 import dataclasses
+import functools
 import json
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import zlib
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.cli import run_main
+from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
@@ -28,19 +31,29 @@ from torch_compat.__main__ import main
 from torch_compat.dcp_reader import METADATA, open_dcp
 from torch_compat.files import Directory
 
+STEPS = 2
 
-def trained(directory, steps=2, **sections):
+
+def trained(directory, **sections):
     """A run directory of a few steps, and its config."""
-    ours = setup(tiny_config(**sections))
-    state, _ = ours.run(ours.state(), random_batches(ours.config, steps))
+    shutil.copytree(run_of(tiny_config(**sections).model_dump_json()).name, directory)
+    return directory / "config.toml"
+
+
+@functools.cache
+def run_of(config):
+    """The directory, made once for all that are alike."""
+    made = tempfile.TemporaryDirectory()
+    ours = setup(JobConfig.model_validate_json(config))
+    state, _ = ours.run(ours.state(), random_batches(ours.config, STEPS))
     saved = Checkpoints(
-        directory, ours.config.checkpoint, ours.model.axes, ours.config.model_dump(mode="json")
-    )
-    saved.save(Progress(step=steps, samples=8 * steps, tokens=256 * steps), state)
+        Path(made.name), ours.config.checkpoint, ours.model.axes,
+        ours.config.model_dump(mode="json"),
+    )  # fmt: skip
+    saved.save(Progress(step=STEPS, samples=8 * STEPS, tokens=256 * STEPS), state)
     saved.close()
-    path = directory / "config.toml"
-    path.write_text(ours.config.to_toml())
-    return path
+    (Path(made.name) / "config.toml").write_text(ours.config.to_toml())
+    return made
 
 
 def values(run):
@@ -207,6 +220,17 @@ def without_inner_adam(directory):
     path.write_bytes(pickle.dumps(metadata))
 
 
+@pytest.fixture(scope="module")
+def run_and_export(tmp_path_factory):
+    """The directory of a run `a`, its export `dcp` and another config."""
+    directory = tmp_path_factory.mktemp("both")
+    config = trained(directory / "a").read_text()
+    main(["export", str(directory / "a"), str(directory / "dcp"), "--to=dcp"])
+    other = config.replace("n_heads = 4", "n_heads = 2").replace("n_kv_heads = 2", "n_kv_heads = 1")
+    (directory / "other.toml").write_text(other)
+    return directory
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -248,12 +272,8 @@ def without_inner_adam(directory):
         (["export", "a", "b", "--to=dcp", "--train.batch_size=3"], "no whole number of batches"),
     ],
 )  # fmt: skip
-def test_mistakes_are_named(tmp_path, monkeypatch, arguments, message):
-    trained(tmp_path / "a")
-    monkeypatch.chdir(tmp_path)
-    main(["export", "a", "dcp", "--to=dcp"])
-    other = Path("a/config.toml").read_text().replace("n_heads = 4", "n_heads = 2")
-    Path("other.toml").write_text(other.replace("n_kv_heads = 2", "n_kv_heads = 1"))
+def test_mistakes_are_named(run_and_export, monkeypatch, arguments, message):
+    monkeypatch.chdir(run_and_export)
     with pytest.raises(UserError, match=message):
         main(arguments)
     assert not Path("b").exists() or not list(Path("b").glob("step*"))

@@ -174,7 +174,7 @@ def test_logits_are_the_same(imported):
     assert_close(compiled(model)(params, tokens_of()), theirs)
 
 
-@functools.cache
+@functools.lru_cache(2)  # programs take memory
 def extending(model):
     return jax.jit(Model(model).extend)
 
@@ -218,11 +218,11 @@ def test_an_export_is_the_same_again(imported, tmp_path):
         assert hf_config.computes(read) == hf_config.computes(model)
 
 
+# All that families differ in: Llama, Mistral, Qwen 3, OLMo 2 and Gemma are parts of these.
 TRAINED = [
-    "llama", "mistral, window 8", "qwen2", "qwen3", "olmo2",
-    "olmo3, window 8", "smollm3, window 8", "gemma", "gemma2, window 8", "gemma3, window 8",
-    "granite", "phi3, longrope", "stablelm, biases", "gpt_neox", "gpt2",
-    "starcoder2", "arcee, gelu",
+    "qwen2", "olmo3, window 8", "smollm3, window 8", "gemma2, window 8", "gemma3, window 8",
+    "granite", "phi3, longrope", "stablelm, biases", "gpt_neox", "gpt2", "starcoder2",
+    "arcee, gelu",
 ]  # fmt: skip
 UPDATES, LR, CLIP = 10, 1e-3, 1.0
 EPS = 1e-6  # so that no rounding decides which way an element steps

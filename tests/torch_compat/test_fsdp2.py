@@ -11,6 +11,7 @@ import pytest
 
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, environment
+from torch_compat import __main__ as torch_compat
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.processes
@@ -92,7 +93,7 @@ def jaxforge(config, run_directory, steps, *, load=None, devices=1):
 
 
 def compat(*arguments):
-    run([sys.executable, "-m", "torch_compat", *map(str, arguments)], environment())
+    assert torch_compat.main([*map(str, arguments)]) == 0
 
 
 def run(command, env):
@@ -104,46 +105,44 @@ def run(command, env):
 
 @pytest.fixture(scope="module")
 def jax_run(config, tmp_path_factory):
-    """A run of 20 steps whose checkpoint at step 10 is exported, and its last ten steps."""
+    """A run of 20 steps, which has a checkpoint of step 10; and its last ten steps."""
     directory = tmp_path_factory.mktemp("jax")
-    jaxforge(config, directory / "run", 10)
-    for layout in ("nested", "flat"):
-        compat("export", directory / "run", directory / layout, "--to=dcp", f"--layout={layout}")
-    return directory, jaxforge(config, directory / "run", 20)[10:]
+    jaxforge(config, directory, 10)
+    return directory, jaxforge(config, directory, 20)[10:]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout"), [(1, "nested"), (2, "flat"), (3, "nested"), (4, "flat")]
-)
+@pytest.fixture(scope="module")
+def torch_run(data, tmp_path_factory):
+    """60 steps of a job that changes no hands."""
+    return torch_job(tmp_path_factory.mktemp("torch"), data, 2, 60)
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(1, "nested"), (4, "flat")])
 def test_fsdp2_goes_on_where_jaxforge_was(jax_run, data, tmp_path, ranks, layout):
-    directory, expected = jax_run
-    # The position in batches of other ranks' size: KempnerForge's is per rank.
-    source = directory / layout / "latest"
-    if ranks > 1:
-        again = tmp_path / "for-these-ranks"
-        compat("export", directory / "run/checkpoints/step_10", again, "--to=dcp",
-               f"--layout={layout}", f"--ranks={ranks}")  # fmt: skip
-        source = again / "latest"
+    run, expected = jax_run
+    # The position in batches of so many ranks' size: KempnerForge's is per rank.
+    given = [f"--ranks={ranks}"] if ranks > 1 else []
+    compat("export", run / "checkpoints/step_10", tmp_path / "dcp", "--to=dcp",
+           f"--layout={layout}", *given)  # fmt: skip
+    source = tmp_path / "dcp" / "latest"
     continued = torch_job(tmp_path, data, ranks, 10, load=source, flat=layout == "flat")
     np.testing.assert_array_equal(continued[:, 0], expected[:, 0])
     np.testing.assert_allclose(continued[:, 1:], expected[:, 1:], rtol=TOLERANCE)
 
 
-def test_a_run_that_changes_hands_twice_is_the_run_that_did_not(config, data, tmp_path):
-    whole = torch_job(tmp_path, data, 2, 60)
+def test_a_run_that_changes_hands_twice_is_the_run_that_did_not(config, data, torch_run, tmp_path):
     first = torch_job(tmp_path, data, 2, 20, save=tmp_path / "torch" / "step_20")
     compat("import", tmp_path / "torch", tmp_path / "run", f"--config={config}")
     middle = jaxforge(config, tmp_path / "run", 40, devices=4)
     compat("export", tmp_path / "run", tmp_path / "back", "--to=dcp", "--ranks=3")
     last = torch_job(tmp_path, data, 3, 20, load=tmp_path / "back" / "latest")
     steps = np.concatenate([first, middle, last])
-    np.testing.assert_array_equal(steps[:, 0], whole[:, 0])
-    np.testing.assert_allclose(steps[:, 1:], whole[:, 1:], rtol=TOLERANCE)
+    np.testing.assert_array_equal(steps[:, 0], torch_run[:, 0])
+    np.testing.assert_allclose(steps[:, 1:], torch_run[:, 1:], rtol=TOLERANCE)
 
 
-def test_load_path_takes_a_torch_run_over_on_any_mesh(config, data, tmp_path):
-    whole = torch_job(tmp_path, data, 2, 20)
+def test_load_path_takes_a_torch_run_over_on_any_mesh(config, data, torch_run, tmp_path):
     torch_job(tmp_path, data, 2, 10, save=tmp_path / "torch" / "step_10", flat=True)
     taken = jaxforge(config, tmp_path / "run", 20, load=tmp_path / "torch/step_10", devices=4)
-    np.testing.assert_array_equal(taken[:, 0], whole[10:, 0])
-    np.testing.assert_allclose(taken[:, 1:], whole[10:, 1:], rtol=TOLERANCE)
+    np.testing.assert_array_equal(taken[:, 0], torch_run[10:20, 0])
+    np.testing.assert_allclose(taken[:, 1:], torch_run[10:20, 1:], rtol=TOLERANCE)

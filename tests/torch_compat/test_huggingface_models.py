@@ -1,6 +1,7 @@
 """Models to and from Hugging Face directories, judged by what `transformers` makes of them."""
 
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -120,7 +121,7 @@ def params_of(run):
         return trained.config.model, jax.device_get(params)
 
 
-@functools.cache
+@functools.lru_cache(16)  # programs take memory
 def compiled(model):
     network = Model(model)
     return jax.jit(lambda params, tokens: network.logits(params, network.hidden(params, tokens)))
@@ -239,7 +240,10 @@ def test_what_no_family_has_is_refused(tmp_path, keys, message):
 # Import
 
 
-@pytest.fixture(scope="module", params=[(c, d) for c in MODELS for d in ("float32", "bfloat16")],
+DTYPES = itertools.cycle(("float32", "bfloat16"))  # of each family's models, both
+
+
+@pytest.fixture(scope="module", params=zip(MODELS, DTYPES, strict=False),
                 ids=lambda param: f"{param[0]}, {param[1]}")  # fmt: skip
 def imported(request, tmp_path_factory):
     """A directory of several files that transformers wrote, the run made of it, their network."""

@@ -15,8 +15,8 @@ POISON = 255  # a token that makes the loss NaN
 ROWS, LENGTH = 8, 32
 
 
-@pytest.fixture
-def poisonous(monkeypatch):
+@pytest.fixture(scope="module")
+def poisonous():
     """A step whose loss is NaN for batches that hold the poison."""
     make = step_module.make_gradients
 
@@ -31,7 +31,9 @@ def poisonous(monkeypatch):
 
         return of
 
-    monkeypatch.setattr(step_module, "make_gradients", make_poisonous)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_module, "make_gradients", make_poisonous)
+        yield
 
 
 def config(tmp_path, poisoned, **sections):
@@ -72,32 +74,35 @@ def progress(tmp_path, step):
     return json.loads(path.read_text())
 
 
-def test_ten_nans_in_a_row_and_the_run_goes_on_past_them(tmp_path, poisonous):
-    assert train.run(config(tmp_path, range(22, 32))) is Exit.COMPLETED
-    assert saved(tmp_path) == list(range(0, 61, 5))
-    logged = losses(tmp_path)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, poisonous):
+    """The directory of a run that was not stopped."""
+    directory = tmp_path_factory.mktemp("whole")
+    assert train.run(config(directory, range(22, 32))) is Exit.COMPLETED
+    return directory
+
+
+def test_ten_nans_in_a_row_and_the_run_goes_on_past_them(whole):
+    assert saved(whole) == list(range(0, 61, 5))
+    logged = losses(whole)
     assert list(logged) == list(range(1, 61))
     assert all(loss is not None for loss in logged.values())
     assert logged[60] < 0.5 < logged[1]
     # 22 good steps, 10 bad ones: back to step 20, whose 12 batches since are not read again. The
     # checkpoint of step 30, in the middle of the bad steps, is not a good one.
-    last = progress(tmp_path, 60)
+    last = progress(whole, 60)
     (rollback,) = last["rollbacks"]
     assert (rollback["from"], rollback["to"], rollback["samples"]) == (32, 20, 12 * ROWS)
     assert (last["samples"], last["tokens"]) == (72 * ROWS, 60 * ROWS * LENGTH)
     assert (last["skipped"], last["updates"], last["consecutive_bad"]) == (0, 60, 0)
-    assert [line for line in lines(tmp_path) if line.get("train/rollbacks") == 1]
+    assert [line for line in lines(whole) if line.get("train/rollbacks") == 1]
 
 
-def test_a_run_that_stops_after_a_rollback_goes_on_as_if_it_had_not(tmp_path, poisonous):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for directory in (whole, parts):
-        directory.mkdir()
-    train.run(config(whole, range(22, 32)))
+def test_a_run_that_stops_after_a_rollback_goes_on_as_if_it_had_not(whole, tmp_path):
     stop = {"exit_interval": 33}
-    assert train.run(config(parts, range(22, 32), train=stop)) is Exit.INTERVAL
-    assert train.run(config(parts, range(22, 32))) is Exit.COMPLETED
-    assert losses(parts) == losses(whole)
+    assert train.run(config(tmp_path, range(22, 32), train=stop)) is Exit.INTERVAL
+    assert train.run(config(tmp_path, range(22, 32))) is Exit.COMPLETED
+    assert losses(tmp_path) == losses(whole)
 
 
 def test_trouble_that_comes_again_goes_further_back_and_has_an_end(tmp_path, poisonous, capsys):
