@@ -88,6 +88,12 @@ EVERYWHERE = ("reference", "blockwise")
 PACKED = pytest.mark.parametrize("packed", [False, True], ids=["causal", "documents"])
 
 
+def attended(backend, q, k, v, segment_ids, window=None, scoring=PLAIN):
+    """By one program: a program of each operation would take a megabyte."""
+    attend = functools.partial(BACKENDS[backend].attend, scoring=scoring)
+    return jax.jit(lambda *given: attend(*given, window))(q, k, v, segment_ids)
+
+
 SEEN = [(6, None), (2, None), (1, None), (2, 1), (2, 40)]  # heads of keys, window
 LENGTHS = (1, LENGTH, 81)  # one block; one; three, the last not full
 
@@ -104,7 +110,7 @@ LENGTHS = (1, LENGTH, 81)  # one block; one; three, the last not full
 def test_backends_are_softmax_over_the_visible_keys(backend, length, kv_heads, packed, window):
     segment_ids = random_documents(length) if packed else None
     q, k, v = random_heads(length, kv_heads)
-    ours = BACKENDS[backend].attend(q, k, v, segment_ids, window)
+    ours = attended(backend, q, k, v, segment_ids, window)
     naive = naive_attention(q, k, v, allowed_keys(length, segment_ids, window))
     np.testing.assert_allclose(ours, naive, rtol=0, atol=1e-5)
 
@@ -133,7 +139,7 @@ def test_decoding_sees_the_keys_that_its_mask_names():
 def test_scores_of_bfloat16_heads_are_float32(backend):
     """Scores reach 30 here, where bfloat16 counts in eighths: e^(1/8) is 13 % of a weight."""
     q, k, v = random_heads(LENGTH, 2, scale=4.0, dtype=jnp.bfloat16)
-    ours = BACKENDS[backend].attend(q, k, v, None)
+    ours = attended(backend, q, k, v, None)
     naive = naive_attention(q, k, v, allowed_keys(LENGTH))
     assert ours.dtype == jnp.bfloat16
     # One rounding of the weights and one of the result, each half a unit in the last place.
@@ -201,7 +207,7 @@ def test_scores_are_scaled_and_capped(backend, packed, window, scoring):
     q, k, v = random_heads(LENGTH, 2)
     allowed = allowed_keys(LENGTH, segment_ids, window)
     naive = naive_attention(q, k, v, allowed, scoring)
-    ours = BACKENDS[backend].attend(q, k, v, segment_ids, window, scoring=scoring)
+    ours = attended(backend, q, k, v, segment_ids, window, scoring)
     np.testing.assert_allclose(ours, naive, rtol=0, atol=1e-5)
     decoded = masked_attention(q, k, v, allowed[:, None], scoring)
     np.testing.assert_allclose(decoded, naive, rtol=0, atol=1e-5)

@@ -179,11 +179,18 @@ def test_a_token_sees_its_window_and_no_further(layers):
     i, kind = next((i, k) for i, k in enumerate(model.plan.layers) if k.mask == sliding)
     layer = jax.tree.map(lambda leaf: leaf[i], params["layers"])
     x = model.embed_tokens(params, random_tokens())
-    context = model.context(x)
-    before, _ = model.block(x, (layer, None), context=context, kind=kind)
-    after, _ = model.block(x.at[:, 3].add(1.0), (layer, None), context=context, kind=kind)
+    run = jax.jit(lambda x: model.block(x, (layer, None), context=model.context(x), kind=kind)[0])
+    before, after = run(x), run(x.at[:, 3].add(1.0))
     changed = (np.abs(before - after).max(-1) > 1e-6).all(0)
     assert np.flatnonzero(changed).tolist() == [3, 4, 5, 6, 7]
+
+
+@functools.cache
+def programs_of(**layers):
+    """The logits of all tokens, and of a piece with a cache."""
+    model, _ = toy(**layers)
+    full = jax.jit(lambda params, tokens: model.logits(params, model.hidden(params, tokens)))
+    return full, jax.jit(model.extend)
 
 
 @PLANS
@@ -191,12 +198,11 @@ def test_a_token_sees_its_window_and_no_further(layers):
 def test_the_cache_gives_the_logits_of_the_full_forward(layers, pieces):
     model, params = toy(**layers)
     tokens = random_tokens()
-    full = model.logits(params, model.hidden(params, tokens))
+    full, extend = programs_of(**layers)
     cache, logits, at = model.empty_cache(2, LENGTH), [], 0
-    extend = jax.jit(model.extend)
     for size in pieces:
         positions = np.broadcast_to(np.arange(at, at + size), (2, size))
         out, cache = extend(params, tokens[:, at : at + size], positions, cache)
         logits.append(out)
         at += size
-    np.testing.assert_allclose(np.concatenate(logits, axis=1), full, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(np.concatenate(logits, axis=1), full(params, tokens), rtol=0, atol=2e-5)
