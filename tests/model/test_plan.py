@@ -180,4 +180,6 @@ def test_the_cache_gives_the_logits_of_the_full_forward(layers, pieces):
         out, cache = extend(params, tokens[:, at : at + size], positions, cache)
         logits.append(out)
         at += size
-    np.testing.assert_allclose(np.concatenate(logits, axis=1), full(params, tokens), rtol=0, atol=2e-5)
+    np.testing.assert_allclose(
+        np.concatenate(logits, axis=1), full(params, tokens), rtol=0, atol=2e-5
+    )
