@@ -31,26 +31,25 @@ from torch_compat.__main__ import main
 from torch_compat.dcp_reader import METADATA, open_dcp
 from torch_compat.files import Directory
 
-STEPS = 2
 
-
-def trained(directory, **sections):
+def trained(directory, steps=2, **sections):
     """A run directory of a few steps, and its config."""
-    shutil.copytree(run_of(tiny_config(**sections).model_dump_json()).name, directory)
+    made = run_of(tiny_config(**sections).model_dump_json(), steps)
+    shutil.copytree(made.name, directory, dirs_exist_ok=True)
     return directory / "config.toml"
 
 
 @functools.cache
-def run_of(config):
+def run_of(config, steps):
     """The directory, made once for all that are alike."""
     made = tempfile.TemporaryDirectory()
     ours = setup(JobConfig.model_validate_json(config))
-    state, _ = ours.run(ours.state(), random_batches(ours.config, STEPS))
+    state, _ = ours.run(ours.state(), random_batches(ours.config, steps))
     saved = Checkpoints(
         Path(made.name), ours.config.checkpoint, ours.model.axes,
         ours.config.model_dump(mode="json"),
     )  # fmt: skip
-    saved.save(Progress(step=STEPS, samples=8 * STEPS, tokens=256 * STEPS), state)
+    saved.save(Progress(step=steps, samples=8 * steps, tokens=256 * steps), state)
     saved.close()
     (Path(made.name) / "config.toml").write_text(ours.config.to_toml())
     return made
