@@ -22,7 +22,7 @@ from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 from tests.processes.conftest import ROOT, environment
 from tests.step import telling
-from tests.torch_compat.test_commands import assert_same, trained, values
+from tests.torch_compat.test_commands import assert_same, run_of, trained, values
 from torch_compat import name_maps, stages
 from torch_compat.__main__ import main
 from torch_compat.dcp_export import _unknown_to_kempnerforge
@@ -289,6 +289,7 @@ def test_inspect_shows_it_and_verify_compares_it(run, tmp_path, capsys, monkeypa
     other = tmp_path / "other"
     with monkeypatch.context() as patched:  # the same config, another program
         patched.setattr("tests.helpers._SETUPS", {})
+        patched.setattr("tests.torch_compat.test_commands.run_of", run_of.__wrapped__)
         trained(other, **SECTIONS)
     for options in ([], ["--weights-only"]):
         capsys.readouterr()
