@@ -70,12 +70,6 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: place.get(str(item.path), len(place)))
 
 
-def pytest_xdist_auto_num_workers():
-    """One more than there are cores: many tests wait for processes that they have started."""
-    has_affinity = hasattr(os, "sched_getaffinity")
-    return 1 + (len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1)
-
-
 def pytest_collection_finish():
     """What is imported and collected stays; no garbage collector has to look at it again."""
     gc.collect()
