@@ -18,7 +18,8 @@ from jaxforge.config import torch_only
 from jaxforge.config.batch_ramp import BatchRamp
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import TrainConfig
-from jaxforge.data import dataset, loader, sources
+from jaxforge.data import loader, sources
+from jaxforge.data.dataset import Dataset, Mixture, Streaming
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.data.mixture import Segment
 from jaxforge.health.actions import open_actions
@@ -161,7 +162,7 @@ def _own_hooks(config: JobConfig, progress: Progress) -> Iterator[Hook]:
 def _open_batches(
     config: JobConfig,
     mesh: Mesh,
-    dataset: dataset.Dataset | dataset.Mixture | dataset.Streaming,
+    dataset: Dataset | Mixture | Streaming,
     phases: Phases,
     ramp: BatchRamp,
     place: Progress,
@@ -204,7 +205,7 @@ def _attribution(
     config: JobConfig,
     mesh: Mesh,
     model: Model,
-    dataset: dataset.Dataset | dataset.Mixture | dataset.Streaming,
+    dataset: Dataset | Mixture | Streaming,
     progress: Progress,
 ) -> Attribution | None:
     if not config.train.rerun_bad_steps:
@@ -228,7 +229,7 @@ def _rollback(
 
 
 def _evaluation(
-    config: JobConfig, mesh: Mesh, model: Model, datasets: dict[str, dataset.Dataset]
+    config: JobConfig, mesh: Mesh, model: Model, datasets: dict[str, Dataset]
 ) -> ResumableEvaluation:
     tokenizer = run_directory.tokenizer_for(mirror.files(config.checkpoint.dir), config)
     evaluator = Evaluator(config, mesh, model, datasets, tokenizer)

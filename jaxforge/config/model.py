@@ -80,7 +80,7 @@ class ModelConfig(Section):
     vocab_size: PositiveInt = 32000
     """Number of token ids."""
     ffn_dim_multiplier: PositiveFloat = 1.0
-    """LossWeights the feed-forward width 4 * dim * 2/3, which is then rounded up to 256."""
+    """Scales the feed-forward width 4 * dim * 2/3, which is then rounded up to 256."""
     ffn_hidden_dim: PositiveInt | None = None
     """Feed-forward width, instead of the computed one."""
     norm_type: Literal["rmsnorm", "layernorm"] = "rmsnorm"
