@@ -13,6 +13,9 @@ from jaxforge.registry import Registry
 LAYERS = "layers"
 """The part of a model's arrays that holds all layers, and the axis along which they are stacked."""
 
+DENSE_LAYERS, MOE_LAYERS = "dense_layers", "moe_layers"
+"""The two parts, instead, of a model in which some layers have experts and others have none."""
+
 MODELS = Registry("model.model_type", "transformer")
 """Architectures: `model.transformer`."""
 
@@ -153,26 +156,57 @@ class ModelConfig(Section):
     """Experts that each token goes to."""
     moe_frequency: NonNegativeInt = 1
     """Every n-th block has experts: block i when (i + 1) % n == 0."""
+    moe_first_dense_layers: NonNegativeInt = 0
+    """Blocks at the beginning that have no experts, whatever moe_frequency says."""
     moe_router: Literal["softmax_topk", "sigmoid_topk"] = "softmax_topk"
-    """How tokens choose experts."""
-    moe_shared_experts: NonNegativeInt = 0
-    """More than 0 adds one shared expert that sees every token."""
-    moe_aux_loss_weight: NonNegativeFloat = 0.01
-    """Weight of the load-balancing loss."""
-    moe_capacity_factor: NonNegativeFloat = 0.0
-    """Tokens an expert may take, relative to an even share; 0 drops none."""
-    moe_sequence_aux_loss_weight: NonNegativeFloat = 0.0
-    """Weight of the sigmoid router's own balance loss."""
-    moe_gradient_scale: bool = False
-    """Scale each expert's output by its share of the load."""
+    """How a token scores experts: by a softmax over all of them, or each by its own sigmoid."""
+    moe_norm_topk: bool = True
+    """Divide the scores of the experts that a token goes to by their sum."""
+    moe_routed_scaling: PositiveFloat = 1.0
+    """Multiplies what the routed experts add up to."""
+    moe_groups: PositiveInt = 1
+    """Groups of consecutive experts; a token goes to experts of its best groups only, where a group
+    is as good as its two best experts together (DeepSeek-V3)."""
+    moe_top_k_groups: PositiveInt = 1
+    """Groups that a token may go to."""
+    moe_router_bias: bool = False
+    """Add a bias to the router's logits, as gpt-oss does."""
+    moe_bias_update: Literal["none", "sign", "kempnerforge"] | None = None
+    """How experts are kept busy by a bias on their scores. sign: as DeepSeek-V3, a bias that only
+    chooses, and moves by moe_bias_update_rate to where tokens are missing. kempnerforge: a bias
+    inside the sigmoid, which the optimizer trains and a running mean of the load moves. Not set:
+    kempnerforge with the sigmoid router, else none."""
+    moe_bias_update_rate: NonNegativeFloat = 1e-3
+    """How far a bias moves in one update."""
     moe_bias_schedule: Literal["constant", "cosine_decay", "linear_warmup"] = "constant"
-    """Schedule of the sigmoid router's bias updates."""
-    moe_packed_experts: bool = False
-    """Keep all experts of a block in one tensor per projection."""
+    """What becomes of moe_bias_update_rate: it decays over the run, or rises over a tenth of it."""
+    moe_shared_experts: NonNegativeInt = 0
+    """More than 0 adds a shared expert that sees every token: one, as in KempnerForge, since n of
+    them are one of n times the width (moe_shared_expert_dim)."""
+    moe_shared_expert_dim: PositiveInt | None = None
+    """Width of the shared expert; not set means that of an expert."""
+    moe_shared_expert_gate: bool = False
+    """Multiply the shared expert's output by a sigmoid of each token, as Qwen2-MoE does."""
+    moe_expert_dim: PositiveInt | None = None
+    """Width of an expert, instead of the computed one."""
     moe_expert_ffn_multiplier: PositiveFloat = 1.0
     """Width of an expert relative to the dense feed-forward, rounded to 16."""
+    moe_capacity_factor: NonNegativeFloat = 0.0
+    """Tokens an expert may take as somebody's first choice, second choice and so on, relative to an
+    even share; what comes later in the microbatch is dropped. 0 drops none."""
+    moe_gradient_scale: bool = False
+    """In training, divide each expert's output by its load relative to an even one."""
+    moe_aux_loss_weight: NonNegativeFloat = 0.01
+    """Weight of the load-balancing loss of the Switch Transformer, over a microbatch."""
+    moe_sequence_aux_loss_weight: NonNegativeFloat = 0.0
+    """Weight of DeepSeek-V3's balance loss within each sequence. With moe_bias_update =
+    "kempnerforge", that of KempnerForge's over a microbatch, times moe_aux_loss_weight."""
     moe_router_z_loss_weight: NonNegativeFloat = 0.0
     """Weight of the penalty on large router logits."""
+    moe_packed_experts: bool = False
+    """Exports to KempnerForge keep all experts of a block in one tensor per projection."""
+    moe_backend: Literal["auto", "blocks", "megablox", "mosaic_gpu"] = "auto"
+    """Kernel of the products with each token's experts; auto takes the platform's own."""
 
     @property
     def kv_heads(self) -> int:
@@ -232,7 +266,49 @@ class ModelConfig(Section):
     @property
     def is_moe(self) -> bool:
         """Whether some blocks have experts."""
-        return self.num_experts > 0
+        return any(self.has_experts)
+
+    @property
+    def has_experts(self) -> tuple[bool, ...]:
+        """Whether each block has experts."""
+        first, every = self.moe_first_dense_layers, max(1, self.moe_frequency)
+        return tuple(
+            self.num_experts > 0 and i >= first and (i + 1) % every == 0
+            for i in range(self.n_layers)
+        )
+
+    @property
+    def stacks(self) -> dict[str, tuple[int, ...]]:
+        """Which layers have the same parameters, and so are stacked, by the name of their arrays.
+
+        One stack if all layers have experts or none has; else two.
+        """
+        if len(set(self.has_experts)) == 1:
+            return {LAYERS: tuple(range(self.n_layers))}
+        dense, experts = (
+            tuple(i for i, has in enumerate(self.has_experts) if has == wanted)
+            for wanted in (False, True)
+        )
+        return {DENSE_LAYERS: dense, MOE_LAYERS: experts}
+
+    @property
+    def expert_dim(self) -> int:
+        """Width of an expert: `moe_expert_dim`, or a share of `ffn_dim`, rounded to 16."""
+        if self.moe_expert_dim is not None:
+            return self.moe_expert_dim
+        return max(16, 16 * round(int(self.ffn_dim * self.moe_expert_ffn_multiplier) / 16))
+
+    @property
+    def shared_expert_dim(self) -> int:
+        """Width of the shared expert; 0: there is none."""
+        return (self.moe_shared_expert_dim or self.expert_dim) if self.moe_shared_experts else 0
+
+    @property
+    def bias_update(self) -> Literal["none", "sign", "kempnerforge"]:
+        """What `moe_bias_update` stands for."""
+        if self.moe_bias_update is None:
+            return "kempnerforge" if self.moe_router == "sigmoid_topk" else "none"
+        return self.moe_bias_update
 
     def problems(self) -> Iterator[str]:
         """Yields the broken rules between the keys of this section."""
@@ -251,7 +327,7 @@ class ModelConfig(Section):
         if self.qk_norm_scope != "head" and not self.qk_norm:
             yield f'qk_norm_scope = "{self.qk_norm_scope}" has no effect without qk_norm = true'
         yield from self._window_problems()
-        if self.is_moe:
+        if self.num_experts:
             yield from self._expert_problems()
 
     def _rotary_problems(self) -> Iterator[str]:
@@ -305,7 +381,30 @@ class ModelConfig(Section):
             )
 
     def _expert_problems(self) -> Iterator[str]:
-        if not 0 < self.moe_top_k <= self.num_experts:
-            yield f"moe_top_k = {self.moe_top_k} must be from 1 to num_experts = {self.num_experts}"
+        experts, groups = self.num_experts, self.moe_groups
+        if not 0 < self.moe_top_k <= experts:
+            yield f"moe_top_k = {self.moe_top_k} must be from 1 to num_experts = {experts}"
         if self.moe_frequency == 0:
             yield "moe_frequency = 0 must be at least 1 when num_experts > 0"
+        elif not any(self.has_experts):
+            yield (
+                f"no layer has experts with moe_frequency = {self.moe_frequency} and "
+                f"moe_first_dense_layers = {self.moe_first_dense_layers} in n_layers = "
+                f"{self.n_layers}: lower them, or set num_experts = 0"
+            )
+        if experts % groups:
+            yield f"num_experts = {experts} must be a multiple of moe_groups = {groups}"
+        elif not self.moe_top_k_groups <= groups:
+            yield (
+                f"moe_top_k_groups = {self.moe_top_k_groups} must be at most moe_groups = {groups}"
+            )
+        elif self.moe_top_k > experts // groups * self.moe_top_k_groups:
+            yield (
+                f"moe_top_k = {self.moe_top_k} is more than the {experts // groups} experts of "
+                f"each of moe_top_k_groups = {self.moe_top_k_groups} groups"
+            )
+        if self.bias_update == "kempnerforge" and self.moe_router != "sigmoid_topk":
+            yield 'moe_bias_update = "kempnerforge" needs moe_router = "sigmoid_topk"'
+        for key in ("moe_shared_expert_dim", "moe_shared_expert_gate"):
+            if getattr(self, key) and not self.moe_shared_experts:
+                yield f"{key} has no effect with moe_shared_experts = 0"
