@@ -55,7 +55,7 @@ class Block(nnx.Module):
     Norms may come after attention and mlp instead, or on both sides; and both may read the same x.
     """
 
-    def __init__(self, config: ModelConfig, declare: Declare) -> None:
+    def __init__(self, config: ModelConfig, declare: Declare, *, has_experts: bool = False) -> None:
         before = config.norm_placement != "post"
         after = config.norm_placement != "pre"
         self.attention_norm = norm_of(config, declare) if before else None
@@ -104,7 +104,10 @@ class Transformer(nnx.Module):
         self.token_embedding = TokenEmbedding(config, declare)
         if config.position_embedding == "learned":
             self.position_embedding = PositionEmbedding(config, declare)
-        self.layers = Block(config, declare._replace(layers=config.n_layers))
+        for name, rows in config.stacks.items():
+            has_experts = config.has_experts[rows[0]]
+            stack = Block(config, declare._replace(layers=len(rows)), has_experts=has_experts)
+            setattr(self, name, stack)
         self.norm = norm_of(config, declare)
         if not config.tie_embeddings:
             self.output_head = OutputHead(config, declare)

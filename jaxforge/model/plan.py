@@ -1,12 +1,13 @@
 """Of which kind each layer is, and how kinds repeat.
 
-Layers have the same parameters, stacked, and differ in what they do with them: how far they look
-back, how they turn positions. Where kinds repeat, one period of them is compiled, and a scan runs
-over the periods, so that compile time does not grow with depth.
+Layers with the same parameters are stacked, and differ in what they do with them: how far they look
+back, how they turn positions. Where some have experts and others have none, there are two stacks.
+Where kinds repeat, one period of them is compiled, and a scan runs over the periods, so that
+compile time does not grow with depth.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -50,16 +51,28 @@ class LayerPlan(NamedTuple):
         masks: how far tokens see.
         ropes: rotary positions; None: none.
         layers: the kind of each layer.
+        stacks: name of the stack of parameters that each layer is in (`ModelConfig.stacks`).
     """
 
     masks: tuple[Mask, ...]
     ropes: tuple[Rope | None, ...]
     layers: tuple[LayerKind, ...]
+    stacks: tuple[str, ...]
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers are of one kind, with one stack of parameters."""
+        return len(set(self.layers)) == 1 and len(set(self.stacks)) == 1
 
     @property
     def period(self) -> "Period":
         """What of it a scan runs over."""
-        return period_of(self.layers)
+        return period_of(tuple(zip(self.layers, self.stacks, strict=True)))
+
+    def rows_in(self, stack: str, layers: slice) -> slice:
+        """The rows of a stack that belong to some consecutive layers."""
+        first, end, _ = layers.indices(len(self.stacks))
+        return slice(self.stacks[:first].count(stack), self.stacks[:end].count(stack))
 
     def turns(self, kind: LayerKind) -> bool:
         """Whether layers of a kind have rotary positions, or may have them."""
@@ -98,11 +111,13 @@ def plan_of(config: ModelConfig) -> LayerPlan:
     ropes = [None if rope is None else Rope(*rope) for rope in config.ropes]
     all_masks, all_ropes = tuple(dict.fromkeys(masks)), tuple(dict.fromkeys(ropes))
     layers = zip(map(all_masks.index, masks), map(all_ropes.index, ropes), strict=True)
-    return LayerPlan(all_masks, all_ropes, tuple(LayerKind(*kind) for kind in layers))
+    stack_of = {i: name for name, rows in config.stacks.items() for i in rows}
+    stacks = tuple(stack_of[i] for i in range(config.n_layers))
+    return LayerPlan(all_masks, all_ropes, tuple(LayerKind(*kind) for kind in layers), stacks)
 
 
 @functools.cache
-def period_of(kinds: Sequence[int]) -> Period:
+def period_of(kinds: Sequence[Hashable]) -> Period:
     """What repeats in the kinds of layers, such that the fewest of them have to be compiled.
 
     Args:

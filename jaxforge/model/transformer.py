@@ -26,7 +26,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.model import LAYERS, MODELS, ModelConfig
 from jaxforge.model import remat
 from jaxforge.model.attention import Context, KVCache, LayerOut
-from jaxforge.model.layer_scan import Layer, scan_layers
+from jaxforge.model.layer_scan import Layer, Rows, scan_layers
 from jaxforge.model.linear import Declare, Untrained
 from jaxforge.model.masking import positions_in_documents
 from jaxforge.model.network import Transformer, gather_sequence, split_sequence, times
@@ -97,7 +97,7 @@ class Model:
         module = nnx.eval_shape(lambda: self._declare(jax.random.key(0)))
         self._definitions = {
             name: nnx.split(getattr(module, name))[0]
-            for name in ("token_embedding", "position_embedding", LAYERS, "norm")
+            for name in ("token_embedding", "position_embedding", *config.stacks, "norm")
             if hasattr(module, name)
         }
         self.abstract, self.axes = self._declared(nnx.state(module, nnx.Param))
@@ -137,8 +137,8 @@ class Model:
         return state
 
     def _stacked(self, arrays: Params) -> Params:
-        layers = jax.tree.map(self.stack.stack, arrays.get(LAYERS, {}))
-        return {**arrays, LAYERS: layers} if layers else arrays
+        layers = {name: arrays[name] for name in self.config.stacks if name in arrays}
+        return {**arrays, **jax.tree.map(self.stack.stack, layers)}
 
     def hidden(
         self,
@@ -166,7 +166,7 @@ class Model:
             cache: what came before the tokens, which then have "positions" in the batch.
             lengths: as of `context`.
         """
-        x_BSD, layers = self.embed(params, batch), params[LAYERS]
+        x_BSD = self.embed(params, batch)
         positions, segment_ids = batch.get("positions"), batch.get("segment_ids")
         context = self.context(
             x_BSD,
@@ -176,19 +176,19 @@ class Model:
             loss_weights=loss_weights,
         )
         if self.stack.stages > 1 and STAGES in automatic_axes():
-            rows = jax.tree.map(jnp.asarray, self.plan.of_rows(self.stack)), layers
+            kinds = jax.tree.map(jnp.asarray, self.plan.of_rows(self.stack))
             x_BSD, *of_rows = forward_pipeline(
-                self._of_stage, self.stack, rows, x_BSD, context, cache
+                self._of_stage, self.stack, (kinds, params[LAYERS]), x_BSD, context, cache
             )
             out = LayerOut(*of_rows)
-        elif len(set(self.plan.layers)) == 1:
-            layer = self._layer(context, self.plan.layers[0], in_loop=True)
-            x_BSD, out = jax.lax.scan(layer, x_BSD, (layers, cache), unroll=self.runtime.unroll)
+        elif self.plan.is_uniform:
+            layer = self._layer(context, self.plan.layers[0], LAYERS, in_loop=True)
+            rows = params[LAYERS], cache
+            x_BSD, out = jax.lax.scan(layer, x_BSD, rows, unroll=self.runtime.unroll)
         else:
             layer_of = functools.partial(self._layer, context)
-            x_BSD, out = scan_layers(
-                self.plan, layer_of, x_BSD, (layers, cache), self.runtime.unroll
-            )
+            rows = Rows({name: params[name] for name in self.config.stacks}, cache)
+            x_BSD, out = scan_layers(self.plan, layer_of, x_BSD, rows, self.runtime.unroll)
         return self.final_norm(params, x_BSD), out
 
     def extend(
@@ -259,13 +259,13 @@ class Model:
     ) -> tuple[Array, KVCache | None, Side]:
         def layer(x: Array, row: tuple[tuple[LayerKind, Params], KVCache | None]) -> Any:  # noqa: ANN401
             (kind, params), cache = row
-            return self._layer(context, kind, True)(x, (params, cache))
+            return self._layer(context, kind, LAYERS, True)(x, (params, cache))
 
         x, out = jax.lax.scan(layer, x, (layers, cache))
         return x, *out
 
-    def _layer(self, context: Context, kind: LayerKind, in_loop: bool) -> Layer:
-        layer = functools.partial(self.block, context=context, kind=kind)
+    def _layer(self, context: Context, kind: LayerKind, stack: str, in_loop: bool) -> Layer:
+        layer = functools.partial(self.block, context=context, kind=kind, stack=stack)
         return remat.block(self.runtime.save, layer, in_loop=in_loop)
 
     def block(
@@ -275,10 +275,11 @@ class Model:
         *,
         context: Context,
         kind: LayerKind,
+        stack: str = LAYERS,
     ) -> tuple[Float[Array, "b s d"], LayerOut]:
-        """One block, with the parameters and the cache of one layer."""
+        """One block, with the parameters and the cache of one layer, which is of a stack."""
         params, cache = of_layer
-        run = self._module(LAYERS, params)
+        run = self._module(stack, params)
         return run(x_BSD, context, cache, kind=kind, plan=self.plan, runtime=self.runtime)
 
     def final_norm(self, params: Params, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:

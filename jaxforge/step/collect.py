@@ -3,7 +3,7 @@
 Everything here stays on the device until it is read.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxforge.config.metrics import EXTRAS
-from jaxforge.config.model import LAYERS
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Params
 from jaxforge.optim.optimizer import global_norm
@@ -23,6 +22,7 @@ COLLECTED = ("grads", *EXTRAS)
 
     grads                 the gradients before clipping, float32; they cost their memory
     grad_norms_per_layer  L2 norm of each part's gradient: "layers" has one of each layer, [layers],
+                          or each stack of layers of the layers that are in it;
                           "token_embedding", "norm" and "output_head" have scalars
     num_zeros_in_grad     elements of the gradients that are exactly 0, over all parameters
     params_norm           L2 norm of all parameters after the step
@@ -39,6 +39,7 @@ class Step(NamedTuple):
         applied: whether it was added.
         params: parameters after the step.
         stack: which layer each row of stacked parameters holds.
+        stacks: the parts of parameters that are stacked.
     """
 
     grads: Params
@@ -46,6 +47,7 @@ class Step(NamedTuple):
     applied: Bool[Array, ""]
     params: Params
     stack: Stack
+    stacks: Collection[str]
 
 
 def check_collect(names: Iterable[str]) -> tuple[str, ...]:
@@ -69,7 +71,7 @@ def collected(names: Iterable[str], step: Step) -> dict[str, Any]:
 
 def _norms_per_layer(step: Step) -> dict[str, Float[Array, "..."]]:
     def norm(name: str, part: PyTree) -> Array:
-        if name != LAYERS:
+        if name not in step.stacks:
             return global_norm(part)
         squares = [
             jnp.sum(jnp.square(g.astype(jnp.float32)), axis=range(1, g.ndim))
@@ -82,10 +84,10 @@ def _norms_per_layer(step: Step) -> dict[str, Float[Array, "..."]]:
 
 def _zeros(step: Step) -> Float[Array, ""]:
     """Rows are counted as integers and added up in float32, exact up to 2^24 zeros."""
-    layers = jax.tree.map(step.stack.unstack, step.grads[LAYERS])
+    layers = jax.tree.map(step.stack.unstack, {name: step.grads[name] for name in step.stacks})
     counts = [
         jnp.sum(jnp.sum(g == 0, axis=-1, dtype=jnp.int32).astype(jnp.float32))
-        for g in jax.tree.leaves({**step.grads, LAYERS: layers})
+        for g in jax.tree.leaves({**step.grads, **layers})
     ]
     return jnp.sum(jnp.stack(counts))
 

@@ -140,7 +140,9 @@ def make_train_step(
                 ),
             }
         metrics |= side_metrics(loss, model.stack)
-        parts = Step(grads, updates, metrics["applied"], new.params, model.stack)
+        parts = Step(
+            grads, updates, metrics["applied"], new.params, model.stack, config.model.stacks
+        )
         return new, metrics | collected(wanted, parts)
 
     shardings = state_shardings(model, optimizer, mesh)

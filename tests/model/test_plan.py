@@ -64,7 +64,8 @@ def test_kinds_are_made_of_the_config():
     assert ropes == [full, full, None, local, full, None, local, full, None]
     for window in (None, 7):
         plan = plan_of(ModelConfig(n_layers=3, sliding_window=window))
-        assert plan == LayerPlan((Mask(window),), (full,), (LayerKind(0, 0),) * 3)
+        expected = LayerPlan((Mask(window),), (full,), (LayerKind(0, 0),) * 3, ("layers",) * 3)
+        assert plan == expected
 
 
 def test_layers_of_all_three_kinds_make_a_period():
