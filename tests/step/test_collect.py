@@ -71,7 +71,7 @@ def test_rows_without_a_layer_do_not_count():
         "layers": {"w": jnp.array([[3.0, 4.0], [5.0, 0.0], [6.0, 8.0], [0.0, 0.0]])},
         "norm": {"weight": jnp.array([0.0, 2.0])},
     }
-    got = collected(COLLECTED, Step(grads, grads, jnp.array(True), grads, stack))
+    got = collected(COLLECTED, Step(grads, grads, jnp.array(True), grads, stack, ("layers",)))
     np.testing.assert_allclose(got["grad_norms_per_layer"]["layers"], [5, 5, 10])
     assert got["num_zeros_in_grad"] == 2
 
