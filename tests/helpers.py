@@ -62,10 +62,14 @@ class Setup:
         It is made from parameters that every mesh shares: to compile how they are drawn takes
         half as long as to compile the step.
         """
-        plain = drawn(self.config)
+        plain, stacks = drawn(self.config), self.config.model.stacks
         stack = functools.partial(jax.tree.map, self.model.stack.stack)
         make = jax.jit(
-            lambda p: begin(self.model, {**p, "layers": stack(p["layers"])}, self.optimizer)
+            lambda p: begin(
+                self.model,
+                {name: stack(part) if name in stacks else part for name, part in p.items()},
+                self.optimizer,
+            )
         )
         return jax.device_get(make(plain))
 
@@ -139,7 +143,7 @@ def forget() -> None:
 def new_setup(config: JobConfig, **options) -> Setup:
     """Shared with no other test: nothing is compiled yet, and what is patched counts."""
     d = config.distributed
-    devices = jax.devices()[: d.pp * d.dp_replicate * d.dp_shard * d.tp]
+    devices = jax.devices()[: d.pp * d.dp_replicate * d.dp_shard * d.ep * d.tp]
     mesh = make_mesh(config, devices)
     model = build_model(config)
     optimizer = build_optimizer(config, model.axes)

@@ -26,7 +26,7 @@ class DistributedConfig(Section):
     cp: PositiveInt = 1
     """Context parallel: sequences are cut."""
     ep: PositiveInt = 1
-    """Expert parallel: experts are spread."""
+    """Expert parallel: experts are spread; as the batch is, as over dp_shard."""
     heartbeat_timeout_sec: PositiveInt = 100
     """Seconds of silence after which a process of the job is given up, and the others end too."""
     nccl_timeout_sec: PositiveInt = 1800

@@ -292,6 +292,16 @@ class ModelConfig(Section):
         return {DENSE_LAYERS: dense, MOE_LAYERS: experts}
 
     @property
+    def moe_stack(self) -> str:
+        """The name of the stack of layers that have experts."""
+        return MOE_LAYERS if MOE_LAYERS in self.stacks else LAYERS
+
+    @property
+    def has_router_state(self) -> bool:
+        """Whether routers keep something that no gradient moves."""
+        return self.is_moe and self.bias_update != "none"
+
+    @property
     def expert_dim(self) -> int:
         """Width of an expert: `moe_expert_dim`, or a share of `ffn_dim`, rounded to 16."""
         if self.moe_expert_dim is not None:

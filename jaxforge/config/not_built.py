@@ -33,11 +33,9 @@ def _among(*values: str) -> Callable[[Any], bool]:
 
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
-    NotBuilt("model.num_experts", _more_than(0), "mixture of experts", "set it to 0"),
     NotBuilt("train.mixed_precision", _among("fp8"), "8-bit training", 'set it to "bf16"'),
     NotBuilt("train.mixed_precision", _among("fp16"), "loss scaling", 'set it to "bf16"'),
     NotBuilt("distributed.cp", _more_than(1), "context parallelism", "set it to 1"),
-    NotBuilt("distributed.ep", _more_than(1), "expert parallelism", "set it to 1"),
 )
 """The list to shorten: building a feature deletes its line."""
 

@@ -17,6 +17,9 @@ from jaxforge.errors import UserError
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
 """Mesh axes, slowest network first: neighbours in tp are neighbours in the machine."""
 
+DATA_AXES = ("dp_replicate", "dp_shard", "ep")
+"""The axes that the batch is split over."""
+
 Mesh = Mapping[str, int]
 """Size of each axis."""
 
@@ -40,6 +43,11 @@ def check(config: JobConfig, n_devices: int) -> None:
     problems += not_built_yet(config)
     if problems:
         raise UserError("\n".join(problems))
+
+
+def data_parallel(mesh: Mesh) -> int:
+    """Number of groups of devices that see different sequences."""
+    return math.prod(mesh[axis] for axis in DATA_AXES)
 
 
 def mesh_shape(config: JobConfig, n_devices: int) -> dict[str, int]:
@@ -169,7 +177,7 @@ def torch_ranks_share_a_microbatch(config: JobConfig, mesh: Mesh) -> Iterator[st
             'data.datasets and data.order = "torch"'
         )
         return
-    rows = config.train.microbatch_size(mesh["dp_replicate"] * mesh["dp_shard"])
+    rows = config.train.microbatch_size(data_parallel(mesh))
     if rows % ranks:
         yield (
             f"data.torch_ranks = {ranks} must divide the {rows} sequences of a global microbatch: "
@@ -205,7 +213,7 @@ def vocab_divides_by_pp_and_tp(config: JobConfig, mesh: Mesh) -> Iterator[str]:
 
 def dim_divides_by_dp_shard(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Sharded parameters are cut along the residual width."""
-    yield from _divides("model.dim", config.model.dim, mesh, "dp_shard")
+    yield from _divides("model.dim", config.model.dim, mesh, "dp_shard", "ep")
 
 
 def seq_len_divides_by_cp(config: JobConfig, mesh: Mesh) -> Iterator[str]:
@@ -216,19 +224,20 @@ def seq_len_divides_by_cp(config: JobConfig, mesh: Mesh) -> Iterator[str]:
 def global_batch_divides(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """A global batch splits into whole microbatches, and these into whole shares per rank."""
     batch, accum = config.train.global_batch_size, config.train.grad_accum_steps
-    dp = mesh["dp_replicate"] * mesh["dp_shard"]
+    dp = data_parallel(mesh)
     if batch and batch % (accum * dp):
+        axes = DATA_AXES if mesh["ep"] > 1 else DATA_AXES[:2]
+        sizes = " * ".join(str(mesh[axis]) for axis in axes)
         yield (
             f"train.global_batch_size = {batch} must be a multiple of train.grad_accum_steps * "
-            f"distributed.dp_replicate * dp_shard = {accum} * {mesh['dp_replicate']} * "
-            f"{mesh['dp_shard']} = {accum * dp}: change it to {_round_up(batch, accum * dp)}, "
-            "or train.grad_accum_steps"
+            f"distributed.{' * '.join(axes)} = {accum} * {sizes} = {accum * dp}: change it to "
+            f"{_round_up(batch, accum * dp)}, or train.grad_accum_steps"
         )
 
 
 def batch_sizes_agree(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Whoever writes both batch sizes means the same by them."""
-    train, dp = config.train, mesh["dp_replicate"] * mesh["dp_shard"]
+    train, dp = config.train, data_parallel(mesh)
     total = train.batch_size * dp * train.grad_accum_steps
     wrote_both = train.global_batch_size and config.is_set("train.batch_size")
     if wrote_both and total != train.global_batch_size:
@@ -272,13 +281,23 @@ def microbatches_fill_the_pipeline(config: JobConfig, mesh: Mesh) -> Iterator[st
             )
 
 
-def pipeline_has_no_experts(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """Experts do not run in pipeline stages."""
-    if config.model.is_moe and mesh["pp"] > 1:
+def stages_have_layers_of_one_stack(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Pipeline stages run one program, and so layers with the same parameters."""
+    if len(config.model.stacks) > 1 and mesh["pp"] > 1:
         yield (
-            f"model.num_experts = {config.model.num_experts} needs distributed.pp = 1, not "
-            f"{mesh['pp']}: spread the experts with distributed.ep instead"
+            f"distributed.pp = {mesh['pp']} needs layers that all have experts, or none, and here "
+            f"{sum(config.model.has_experts)} of {config.model.n_layers} have: set distributed.pp "
+            "= 1, or model.moe_frequency = 1 and moe_first_dense_layers = 0"
         )
+
+
+def expert_width_divides_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Each tensor-parallel rank has as many columns of every expert."""
+    if config.model.is_moe:
+        yield from _divides("model.moe_expert_dim", config.model.expert_dim, mesh, "tp")
+    if config.model.shared_expert_dim:
+        width = config.model.shared_expert_dim
+        yield from _divides("model.moe_shared_expert_dim", width, mesh, "tp")
 
 
 def stages_with_biases_have_as_many_layers(config: JobConfig, mesh: Mesh) -> Iterator[str]:
@@ -340,9 +359,10 @@ RULES: tuple[Rule, ...] = (
     batch_sizes_agree,
     every_stage_has_layers,
     microbatches_fill_the_pipeline,
-    pipeline_has_no_experts,
+    stages_have_layers_of_one_stack,
     stages_with_biases_have_as_many_layers,
     experts_divide_by_ep,
+    expert_width_divides_by_tp,
     fp8_has_no_tp,
     schedule_free_has_no_schedule,
 )

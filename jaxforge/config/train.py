@@ -172,7 +172,7 @@ class TrainConfig(Section):
         """The batch over the run, in sequences.
 
         Args:
-            dp: Number of data-parallel ranks, dp_replicate * dp_shard.
+            dp: Number of data-parallel ranks, dp_replicate * dp_shard * ep.
         """
         return BatchRamp(self.stages(), self.microbatch_size(dp))
 
@@ -180,7 +180,7 @@ class TrainConfig(Section):
         """Sequences of one microbatch over all data-parallel ranks.
 
         Args:
-            dp: Number of data-parallel ranks, dp_replicate * dp_shard.
+            dp: Number of data-parallel ranks, dp_replicate * dp_shard * ep.
         """
         if self.global_batch_size is None:
             return self.batch_size * dp

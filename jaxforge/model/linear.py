@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxforge.config.model import LAYERS
 from jaxforge.parallel import collectives
-from jaxforge.parallel.sharding import Axes, constrain
+from jaxforge.parallel.sharding import EXPERTS, Axes, constrain
 
 Initializer = Callable[[Array, tuple[int, ...], jnp.dtype], Array]
 """(key, shape, dtype) -> values."""
@@ -56,8 +56,8 @@ class Declare(NamedTuple):
 
 
 def is_matrix(axes: Axes) -> bool:
-    """Whether a parameter is more than a vector in each layer."""
-    return len([axis for axis in axes if axis != LAYERS]) > 1
+    """Whether a parameter is more than a vector in each layer and expert."""
+    return len([axis for axis in axes if axis not in (LAYERS, EXPERTS)]) > 1
 
 
 def normal(std: float) -> Initializer:

@@ -55,8 +55,8 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 class MLP(nnx.Module):
     """down(act(gate(x)) · up(x)) if gated, else down(act(up(x)))."""
 
-    def __init__(self, config: ModelConfig, declare: Declare) -> None:
-        embed, hidden = (config.dim, "embed"), (config.ffn_dim, "mlp")
+    def __init__(self, config: ModelConfig, declare: Declare, *, width: int | None = None) -> None:
+        embed, hidden = (config.dim, "embed"), (width or config.ffn_dim, "mlp")
         self.gated = config.is_gated
         self.activation = ACTIVATIONS[config.activation]
         linear = functools.partial(Linear, declare=declare, bias=config.mlp_bias)

@@ -11,11 +11,13 @@ from jaxforge.model import remat
 from jaxforge.model.attention import Attention, Context, KVCache, LayerOut
 from jaxforge.model.linear import Declare, Embedding, Linear, normal
 from jaxforge.model.mlp import MLP
+from jaxforge.model.moe import MoE, nothing_of_experts
 from jaxforge.model.norm import LayerNorm, RMSNorm, norm_of
 from jaxforge.model.plan import LayerKind, LayerPlan
 from jaxforge.model.runtime import Runtime
 from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import constrain
+from jaxforge.side import NOTHING, Side
 
 
 class TokenEmbedding(nnx.Module):
@@ -62,7 +64,7 @@ class Block(nnx.Module):
         self.attention = Attention(config, declare)
         self.attention_post_norm = norm_of(config, declare) if after else None
         self.mlp_norm = norm_of(config, declare) if before else None
-        self.mlp = MLP(config, declare)
+        self.mlp = MoE(config, declare) if has_experts else MLP(config, declare)
         self.mlp_post_norm = norm_of(config, declare) if after else None
         self.config = config
 
@@ -82,12 +84,26 @@ class Block(nnx.Module):
         y_BSD, cache = attend(_normed(self.attention_norm, x_BSD), context, cache)
         y_BSD = self._added(self.attention_post_norm, y_BSD)
         if self.config.parallel_residual:
-            return split_sequence(x_BSD + y_BSD + self._feed_forward(x_BSD)), LayerOut(cache)
+            z_BSD, side = self._feed_forward(x_BSD, context, runtime)
+            return split_sequence(x_BSD + y_BSD + z_BSD), LayerOut(cache, side)
         x_BSD = split_sequence(x_BSD + y_BSD)
-        return split_sequence(x_BSD + self._feed_forward(x_BSD)), LayerOut(cache)
+        z_BSD, side = self._feed_forward(x_BSD, context, runtime)
+        return split_sequence(x_BSD + z_BSD), LayerOut(cache, side)
 
-    def _feed_forward(self, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
-        return self._added(self.mlp_post_norm, self.mlp(_normed(self.mlp_norm, x_BSD)))
+    def _feed_forward(
+        self, x_BSD: Float[Array, "b s d"], context: Context, runtime: Runtime
+    ) -> tuple[Float[Array, "b s d"], Side]:
+        normed_BSD = _normed(self.mlp_norm, x_BSD)
+        if isinstance(self.mlp, MoE):
+            y_BSD, side = self.mlp(normed_BSD, context.loss_weights, runtime.grouped)
+        else:
+            y_BSD, side = self.mlp(normed_BSD), self._silence(context)
+        return self._added(self.mlp_post_norm, y_BSD), side
+
+    def _silence(self, context: Context) -> Side:
+        """What a layer without experts tells: zeros, where others have some."""
+        is_told = self.config.is_moe and context.loss_weights is not None
+        return nothing_of_experts(self.config) if is_told else NOTHING
 
     def _added(
         self, norm: RMSNorm | LayerNorm | None, y_BSD: Float[Array, "b s d"]

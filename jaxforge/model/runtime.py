@@ -16,6 +16,7 @@ class Runtime(NamedTuple):
 
     Attributes:
         attention: name of the kernel in `attention_backends.BACKENDS`.
+        grouped: name of the kernel of products with experts in `grouped.GROUPED`.
         save: what the backward pass finds saved: `train.activation_checkpointing`.
         unroll: layers per iteration of the scan over layers. XLA:CPU copies what a loop carries
             and saves, so that a step without it takes 15 % less time; compile time grows with what
@@ -27,6 +28,7 @@ class Runtime(NamedTuple):
     """
 
     attention: str = "reference"
+    grouped: str = "blocks"
     save: str = "none"
     unroll: int = 1
     rope_as_matmul: bool = False

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import LAYERS, MODELS, ModelConfig
-from jaxforge.model import remat
+from jaxforge.model import moe, remat
 from jaxforge.model.attention import Context, KVCache, LayerOut
 from jaxforge.model.layer_scan import Layer, Rows, scan_layers
 from jaxforge.model.linear import Declare, Untrained
@@ -127,14 +127,27 @@ class Model:
         found = nnx.state(self._declare(jax.random.key(0)), Untrained)
         return self._stacked(nnx.to_pure_dict(found))
 
-    def next_state(self, state: Params, stats: Params) -> Params:
+    def next_state(self, state: Params, stats: Params, progress: Float[Array, ""]) -> Params:
         """What is not trained, after an update.
 
         Args:
             state: before it.
             stats: what its parts told; those of layers under LAYERS, by row.
+            progress: the share of the run's steps that is behind, 0 to 1.
         """
-        return state
+        if not self.config.has_router_state:
+            return state
+        return moe.next_state(self.config, state, stats[LAYERS], progress)
+
+    def next_params(self, params: Params, state: Params, progress: Float[Array, ""]) -> Params:
+        """Parameters after an update, moved by what is not trained.
+
+        Args:
+            params: as the optimizer leaves them.
+            state: what is not trained, after the update.
+            progress: as of `next_state`.
+        """
+        return moe.next_params(self.config, params, state, progress)
 
     def _stacked(self, arrays: Params) -> Params:
         layers = {name: arrays[name] for name in self.config.stacks if name in arrays}

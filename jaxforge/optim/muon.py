@@ -19,6 +19,7 @@ from jaxforge.model.linear import is_matrix
 from jaxforge.optim.adamw import AdamWState, adamw
 from jaxforge.optim.schedule import Schedule
 from jaxforge.optim.trees import Path, join, split, unzip
+from jaxforge.parallel.sharding import EXPERTS
 
 _MAX_ASPECT = 10
 _NORM_EPS = 1e-7
@@ -159,6 +160,7 @@ def orthogonal(g: Float[Array, "l m n"], steps: int) -> Float[Array, "l m n"]:
 
 
 def _matrix(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, int]:
-    """Rows and columns of one layer of a parameter; all dimensions but the first are columns."""
-    rows, *columns = shape[1:] if axes[0] == LAYERS else shape
+    """Rows and columns of one layer or expert; all dimensions but the first are columns."""
+    own = zip(shape, axes, strict=True)
+    rows, *columns = (size for size, axis in own if axis not in (LAYERS, EXPERTS))
     return rows, math.prod(columns)

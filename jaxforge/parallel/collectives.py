@@ -12,13 +12,16 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jaxtyping import Array
 
-from jaxforge.parallel.sharding import Axes, axes_of_type, constrain, mesh_axes, without_data
+from jaxforge.parallel import sharding
+from jaxforge.parallel.sharding import Axes, axes_of_type, constrain, without_data
 
 
 def manual_axes(axis: str | None = None) -> tuple[str, ...]:
     """The manual mesh axes: all, or those that split a logical axis."""
     names = axes_of_type(AxisType.Manual)
-    return names if axis is None else tuple(name for name in mesh_axes(axis) if name in names)
+    return (
+        names if axis is None else tuple(name for name in sharding.mesh_axes(axis) if name in names)
+    )
 
 
 def first_index(axis: str, size: int) -> Array | int:
@@ -42,16 +45,38 @@ def pmax(x: Array, axis: str) -> Array:
     return jax.lax.pmax(x, names) if names else x
 
 
-def psum_scatter(x: Array, mesh_axis: str, dimension: int) -> Array:
-    """Adds `x` over a manual mesh axis; each device keeps its part of a dimension.
+def axis_size(axis: str) -> int:
+    """Over how many devices the parts of a dimension are spread."""
+    names = manual_axes(axis)
+    return jax.lax.axis_size(names) if names else 1
+
+
+def all_to_all(x: Array, axis: str) -> Array:
+    """Row i of each device goes to device i of those that hold the parts of a dimension."""
+    names = manual_axes(axis)
+    return jax.lax.all_to_all(x, names, 0, 0, tiled=True) if names else x
+
+
+def sum_before(x: Array, axis: str) -> Array:
+    """What the devices that hold earlier parts of a dimension have together."""
+    names = manual_axes(axis)
+    if not names:
+        return jnp.zeros_like(x)
+    of_all = jax.lax.all_gather(x, names)
+    is_before = jnp.arange(len(of_all)) < jax.lax.axis_index(names)
+    return jnp.sum(jnp.where(is_before[:, None], of_all, 0), axis=0)
+
+
+def psum_scatter(x: Array, mesh_axes: tuple[str, ...], dimension: int) -> Array:
+    """Adds `x` over manual mesh axes; each device keeps its part of a dimension.
 
     A reduce-scatter, except between processes on CPU: gloo's gives wrong sums (docs/upstream.md).
     """
     if not (jax.default_backend() == "cpu" and jax.distributed.is_initialized()):
-        return jax.lax.psum_scatter(x, mesh_axis, scatter_dimension=dimension, tiled=True)
-    size = x.shape[dimension] // jax.lax.axis_size(mesh_axis)
-    first = jax.lax.axis_index(mesh_axis) * size
-    return jax.lax.dynamic_slice_in_dim(jax.lax.psum(x, mesh_axis), first, size, dimension)
+        return jax.lax.psum_scatter(x, mesh_axes, scatter_dimension=dimension, tiled=True)
+    size = x.shape[dimension] // jax.lax.axis_size(mesh_axes)
+    first = jax.lax.axis_index(mesh_axes) * size
+    return jax.lax.dynamic_slice_in_dim(jax.lax.psum(x, mesh_axes), first, size, dimension)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

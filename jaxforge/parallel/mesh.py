@@ -6,21 +6,16 @@ Axes, outermost first, so that the axes that talk most are neighbours on the int
     dp_replicate  data parallel, parameters replicated (HSDP's outer axis)
     dp_shard      data parallel, parameters sharded (FSDP)
     cp            context parallel
-    ep            expert parallel
+    ep            expert parallel: experts are spread, other parameters sharded, as the batch is
     tp            tensor parallel
 """
-
-import math
 
 import jax
 from jax.sharding import AxisType, Mesh
 
 from jaxforge.config.job import JobConfig
-from jaxforge.config.rules import mesh_shape
+from jaxforge.config.rules import data_parallel, mesh_shape
 from jaxforge.errors import UserError
-
-DATA_AXES = ("dp_replicate", "dp_shard")
-"""The axes that the batch is split over."""
 
 STAGES = "pp"
 """The axis of pipeline stages."""
@@ -55,4 +50,4 @@ def make_mesh(config: JobConfig, devices: list[jax.Device] | None = None) -> Mes
 
 def data_parallel_size(mesh: Mesh) -> int:
     """Number of groups of devices that see different sequences."""
-    return math.prod(mesh.shape[axis] for axis in DATA_AXES)
+    return data_parallel(mesh.shape)

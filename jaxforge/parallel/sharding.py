@@ -14,20 +14,26 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from jaxforge.config.model import LAYERS
+from jaxforge.config.rules import DATA_AXES
 from jaxforge.errors import UserError
-from jaxforge.parallel.mesh import DATA_AXES, STAGES
+from jaxforge.parallel.mesh import STAGES
 
 Axes = tuple[str | None, ...]
 """Logical axes of an array, one entry per dimension."""
 
+EXPERTS = "experts"
+"""The logical axis of experts, which are spread over devices and never gathered."""
+
 RULES: Mapping[str, str | tuple[str, ...] | None] = {
     # parameters
     LAYERS: STAGES,
-    "embed": "dp_shard",
+    "embed": ("dp_shard", "ep"),
     "vocab": (STAGES, "tp"),  # each stage has its part of embedding and head
     "heads": "tp",
     "kv_heads": "tp",
     "mlp": "tp",
+    EXPERTS: "ep",
+    "expert_embed": "dp_shard",
     "norm": None,
     "positions": None,
     # activations
@@ -42,6 +48,8 @@ _CONFIG_KEYS = {
     "heads": "model.n_heads",
     "kv_heads": "model.n_kv_heads",
     "mlp": "model.ffn_hidden_dim",
+    EXPERTS: "model.num_experts",
+    "expert_embed": "model.dim",
 }
 
 
@@ -98,8 +106,22 @@ def automatic_axes() -> frozenset[str]:
 
 
 def without_data(axes: Axes) -> Axes:
-    """Logical axes, less those that are split over data-parallel devices."""
-    return tuple(None if set(mesh_axes(axis)) & set(DATA_AXES) else axis for axis in axes)
+    """Logical axes of a weight that is used, less those that are split to store it alone.
+
+    Those are the ones that data-parallel devices share, but for experts: tokens go to them.
+    """
+    return tuple(None if set(data_axes(axis)) and axis != EXPERTS else axis for axis in axes)
+
+
+def data_axes(axis: str | None) -> tuple[str, ...]:
+    """The mesh axes among those of the batch that split a logical axis."""
+    return tuple(name for name in mesh_axes(axis) if name in DATA_AXES)
+
+
+def group_axes(axes: Axes) -> tuple[str, ...]:
+    """The mesh axes of the batch over which a weight that is used is the same."""
+    own = {name for axis in without_data(axes) for name in data_axes(axis)}
+    return tuple(name for name in DATA_AXES if name not in own)
 
 
 def size_per_device(size: int, axis: str) -> int:
@@ -131,7 +153,7 @@ def mesh_axes(axis: str | None) -> tuple[str, ...]:
 
 def _check_divides(name: str, leaf: jax.ShapeDtypeStruct, axes: Axes, mesh: Mesh) -> None:
     for dimension, (size, axis) in enumerate(zip(leaf.shape, axes, strict=True)):
-        split_by = mesh_axes(axis)
+        split_by = [a for a in mesh_axes(axis) if mesh.shape[a] > 1]
         parts = math.prod(mesh.shape[a] for a in split_by)
         if size % parts:
             raise UserError(

@@ -14,7 +14,7 @@ layers and the loss tell besides (`Side`) goes the way of the loss.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, PyTree, Shaped
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import LAYERS
+from jaxforge.config.rules import DATA_AXES
 from jaxforge.config.train import TrainConfig
 from jaxforge.model import remat
 from jaxforge.model.attention import Context
@@ -32,10 +33,13 @@ from jaxforge.model.linear import is_matrix
 from jaxforge.model.plan import LayerKind
 from jaxforge.model.transformer import Model, Params, join
 from jaxforge.parallel import collectives
-from jaxforge.parallel.mesh import DATA_AXES, STAGES, data_parallel_size
+from jaxforge.parallel.mesh import STAGES, data_parallel_size
 from jaxforge.parallel.sharding import (
     Axes,
     constrain,
+    data_axes,
+    group_axes,
+    mesh_axes,
     param_shardings,
     partition_spec,
     without_data,
@@ -205,7 +209,7 @@ def pipelined(model: Model, config: JobConfig) -> AddUp:
 
 
 def _checked(model: Model) -> bool:
-    return not BACKENDS[model.runtime.attention].is_opaque
+    return not (BACKENDS[model.runtime.attention].is_opaque or model.config.is_moe)
 
 
 def _stages(mesh: Mesh) -> tuple[str, ...]:
@@ -213,12 +217,19 @@ def _stages(mesh: Mesh) -> tuple[str, ...]:
     return (STAGES,) if mesh.shape[STAGES] > 1 else ()
 
 
-def _specs(axes: PyTree, manual: tuple[str, ...], first: tuple[Any, ...] = ()) -> PyTree:
-    """How arrays are split over some mesh axes, with a leading dimension split as `first`."""
+def _specs(axes: PyTree, manual: tuple[str, ...], *, grouped: bool = False) -> PyTree:
+    """How weights that are used are split over some mesh axes.
+
+    Args:
+        axes: their logical axes.
+        manual: the mesh axes.
+        grouped: whether a leading dimension has one for each group of data-parallel devices that
+            have the same weight.
+    """
 
     def spec(axes: Axes) -> P:
-        kept = (tuple(n for n in manual if n in (a or ())) or None for a in partition_spec(axes))
-        return P(*first, *kept)
+        kept = (tuple(n for n in mesh_axes(a) if n in manual) or None for a in without_data(axes))
+        return P(*((group_axes(axes),) if grouped else ()), *kept)
 
     return _by_axes(spec, axes)
 
@@ -246,6 +257,7 @@ def _reduced_once(
     The data axes are taken from the partitioner; tp stays with it.
     """
     stages = _stages(mesh)
+    manual = (*DATA_AXES, *stages)
     reduce = _reduction(model.axes, mesh)
 
     def gradients(params: Params, state: Params, batch: Batch) -> tuple[Params, Loss]:
@@ -255,7 +267,8 @@ def _reduced_once(
             params: Params, state: Params, batch: Batch, token_weights: Array
         ) -> tuple[Params, Loss]:
             # Each group differentiates its own copy; the sum over groups comes afterwards.
-            params, token_weights = jax.lax.pcast((params, token_weights), DATA_AXES, to="varying")
+            params = jax.tree.map(_own_copy, params, model.axes)
+            token_weights = jax.lax.pcast(token_weights, DATA_AXES, to="varying")
             own = loss_weights._replace(token=token_weights)
             return jax.tree.map(lambda x: x[None], add_up(params, state, batch, own))
 
@@ -263,16 +276,16 @@ def _reduced_once(
             of_group,
             mesh=mesh,
             in_specs=(
-                _specs(model.axes, stages),
-                _specs(model.state.axes, stages),
+                _specs(model.axes, manual),
+                _specs(model.state.axes, manual),
                 P(None, DATA_AXES),
                 P(),
             ),
             out_specs=(
-                _specs(model.axes, stages, (DATA_AXES,)),
+                _specs(model.axes, manual, grouped=True),
                 Loss._make((P(DATA_AXES), P(DATA_AXES, stages))),
             ),
-            axis_names={*DATA_AXES, *stages},
+            axis_names=set(manual),
             check_vma=_checked(model),
         )
         gather = functools.partial(_gather, dtype=model.dtype)
@@ -283,6 +296,10 @@ def _reduced_once(
         return reduce(grads), combine(add, largest, losses)
 
     return gradients
+
+
+def _own_copy(param: Array, axes: Axes) -> Array:
+    return jax.lax.pcast(param, group_axes(axes), to="varying")
 
 
 def _gather(param: Array, axes: Axes, dtype: jnp.dtype) -> Array:
@@ -299,16 +316,16 @@ def _reduction(axes: PyTree, mesh: Mesh) -> Callable[[Params], Params]:
     """
 
     def one(grad: Array, axes: Axes) -> Array:
-        grad = grad[0]
-        for dimension, axis in enumerate(partition_spec(axes)):
-            if axis in DATA_AXES:
-                grad = collectives.psum_scatter(grad, axis, dimension)
-        unsplit = tuple(axis for axis in DATA_AXES if axis not in tuple(partition_spec(axes)))
-        return jax.lax.psum(grad, unsplit)
+        grad, groups = grad[0], group_axes(axes)
+        for dimension, axis in enumerate(axes):
+            if scattered := tuple(name for name in data_axes(axis) if name in groups):
+                grad = collectives.psum_scatter(grad, scattered, dimension)
+                groups = tuple(name for name in groups if name not in scattered)
+        return jax.lax.psum(grad, groups)
 
     return jax.shard_map(
         lambda grads: jax.tree.map(one, grads, axes),
         mesh=mesh,
-        in_specs=(_by_axes(lambda axes: P(DATA_AXES, *partition_spec(without_data(axes))), axes),),
+        in_specs=(_specs(axes, mesh.axis_names, grouped=True),),
         out_specs=_by_axes(partition_spec, axes),
     )

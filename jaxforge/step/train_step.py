@@ -107,7 +107,9 @@ def make_train_step(
             grads, state.opt_state, state.params, lr_scale=controls.lr_scale
         )
         params = optax.apply_updates(state.params, updates)
-        model_state = model.next_state(state.model_state, loss.stats)
+        progress = state.step / config.train.max_steps
+        model_state = model.next_state(state.model_state, loss.stats, progress)
+        params = model.next_params(params, model_state, progress)
         params, opt_state, model_state = select(
             good,
             (params, opt_state, model_state),

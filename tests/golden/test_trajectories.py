@@ -1,6 +1,7 @@
 """Twelve updates of KempnerForge in float32, from its initial weights, with its batches."""
 
 import dataclasses
+import math
 
 import jax
 import numpy as np
@@ -14,15 +15,19 @@ LOSS_TOLERANCE = 1e-5  # relative, loss and gradient norm of every update
 MEAN_TOLERANCE, WORST_TOLERANCE = 1e-6, 1e-3  # final weights, absolute
 MOMENT_TOLERANCE = 1e-5  # of the largest
 TIE = 1e-5  # of the largest: what rounding makes of zero
+EXPERTS = {
+    "num_experts": 4, "moe_frequency": 2, "moe_shared_experts": 1, "moe_router_z_loss_weight": 1e-3,
+}  # fmt: skip
 MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}  # torch's names
 
 
-def trajectory_config(optimizer=None, **distributed):
-    dp = distributed.get("dp_shard", 1) * distributed.get("dp_replicate", 1)
+def trajectory_config(optimizer=None, model=None, grad_sync="update", **distributed):
+    dp = math.prod(distributed.get(axis, 1) for axis in ("dp_shard", "dp_replicate", "ep"))
     return tiny_config(
+        model=model or {},
         train={
             "batch_size": 4 // dp, "max_steps": 12, "grad_accum_steps": 2,
-            "loss_norm": "microbatch",
+            "loss_norm": "microbatch", "grad_sync": grad_sync,
         },
         optimizer=optimizer or {},
         distributed={"dp_shard": 1, **distributed},
@@ -71,6 +76,29 @@ def test_follows_the_reference(golden, name, optimizer, distributed):
             assert worst < MOMENT_TOLERANCE * np.abs(reference).max(), (key, field)
 
 
+@pytest.mark.parametrize(
+    "distributed",
+    [{}, {"ep": 4}, {"dp_replicate": 2, "ep": 2, "tp": 2}, {"dp_shard": 2, "ep": 2, "tp": 2}],
+)
+@pytest.mark.parametrize("grad_sync", ["update", "microbatch"])
+def test_experts_follow_the_reference(golden, grad_sync, distributed):
+    run = np.load(golden / "traj_moe_softmax.npz")
+    config = trajectory_config(model=EXPERTS, grad_sync=grad_sync, **distributed)
+    ours = setup(config)
+    batches = [{name: run[name][i] for name in ("input_ids", "labels")} for i in range(12)]
+    model = config.model
+    params = torch_names.from_torch(part(run, "init/"), ours.model.abstract, model)
+    state, metrics = steps(ours, params, batches, run)
+
+    np.testing.assert_allclose(metrics["loss"], run["loss"], rtol=LOSS_TOLERANCE)
+    np.testing.assert_allclose(metrics["grad_norm"], run["grad_norm"], rtol=LOSS_TOLERANCE)
+    final = torch_names.to_torch(jax.device_get(state.params), model)
+    for key, reference in part(run, "final/").items():
+        difference = np.abs(final[key] - reference)
+        assert difference.mean() < MEAN_TOLERANCE, key
+        assert difference.max() < WORST_TOLERANCE, key
+
+
 def steps(ours, params, batches, run, ties=()):
     """The updates; of every tie (step, name, index), the element goes the other way."""
     state, logged = ours.state(params), []
@@ -81,7 +109,8 @@ def steps(ours, params, batches, run, ties=()):
         logged.append(metrics)
         for key, index in now:
             state = other_way(ours, state, before, key, index, 2 * run["lr_used"][n])
-    return state, {key: np.concatenate([m[key] for m in logged]) for key in logged[0]}
+    keys = ("loss", "grad_norm", "lr")
+    return state, {key: np.concatenate([m[key] for m in logged]) for key in keys}
 
 
 def follow_with_ties(ours, params, batches, run):

@@ -46,7 +46,7 @@ class TellingNetwork(Transformer):
 class Telling(Model):
     network = TellingNetwork
 
-    def next_state(self, state, stats):
+    def next_state(self, state, stats, progress):
         drift = state["layers"]["drift"] + 0.1 * jnp.tanh(stats["layers"]["moment"])
         return {"layers": {"drift": drift}}
 

@@ -53,8 +53,8 @@ class GaugedNetwork(telling.TellingNetwork):
 class Gauged(telling.Telling):
     network = GaugedNetwork
 
-    def next_state(self, state, stats):
-        return {**super().next_state(state, stats), "gauge": state["gauge"] * 1.1}
+    def next_state(self, state, stats, progress):
+        return {**super().next_state(state, stats, progress), "gauge": state["gauge"] * 1.1}
 
 
 OWN = (Rule("layers.{i}.drift", "layers.{i}.router.bias"), Rule("gauge", "gauge.buffer"))

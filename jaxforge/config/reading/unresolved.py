@@ -27,7 +27,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.explain import Sources, explain, explain_value
 from jaxforge.config.reading.lines import Path
 from jaxforge.config.reading.schema import node_at
-from jaxforge.config.rules import mesh_shape
+from jaxforge.config.rules import data_parallel, mesh_shape
 from jaxforge.errors import UserError
 
 EpochLength = Callable[[JobConfig, int], int | None]
@@ -136,10 +136,9 @@ class _Batch:
     def rows(self) -> int | None:
         """Sequences of a microbatch over all ranks; None if that depends on unknown devices."""
         train, distributed = self.known.train, self.known.distributed
-        dp = distributed.dp_replicate * distributed.dp_shard
+        dp = distributed.dp_replicate * distributed.dp_shard * distributed.ep
         if self.n_devices is not None:
-            mesh = mesh_shape(self.known, self.n_devices)
-            dp = mesh["dp_replicate"] * mesh["dp_shard"]
+            dp = data_parallel(mesh_shape(self.known, self.n_devices))
         if dp < 0 and train.global_batch_size is None:
             return None
         return max(1, train.microbatch_size(dp))  # rules refuse less than one

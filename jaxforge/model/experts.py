@@ -1,0 +1,320 @@
+"""The experts: each token's rows go to its experts, through their matrices, and back.
+
+On each device on its own, manual over all mesh axes (`_on_each_device`): rows are sorted by expert,
+and products of rows and experts are grouped (`model/grouped.py`), so that no token is dropped and
+nothing is multiplied in vain. With `distributed.ep`, experts are spread: rows travel to the device
+of their expert by an all-to-all, and back. Its buffers have room for some more rows than an even
+load has (`_HEADROOM`); rows for which there is none go in further rounds, which are skipped as a
+rule, so that neither memory nor traffic is that of the worst load, and no row is lost.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, PyTree
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.model.attention import residual_std
+from jaxforge.model.dispatch import Places, from_rows, sorted_places, to_rows
+from jaxforge.model.grouped import grouped_matmul
+from jaxforge.model.linear import Declare, normal
+from jaxforge.model.mlp import ACTIVATIONS
+from jaxforge.model.router import Routing
+from jaxforge.parallel import collectives
+from jaxforge.parallel.sharding import (
+    EXPERTS,
+    Axes,
+    automatic_axes,
+    automatic_spec,
+    without_data,
+)
+
+_HEADROOM = 1.5  # rows in a round, relative to an even load
+
+Linears = dict[str, tuple[Array, ...]]
+"""Name of a projection -> weight [E, out, in] and bias [E, out], if there is one."""
+Operands = tuple[Array, Array, Linears]
+"""Tokens, weights of their experts, and the experts' matrices."""
+Round = Callable[[Array | int, Operands, "_Load"], Array]
+"""(number, operands, load) -> what the tokens that take part in that round get of it."""
+
+
+class ExpertLinear(nnx.Module):
+    """`linear.Linear` for each expert: weight [E, out, in], bias [E, out]."""
+
+    def __init__(
+        self, out: tuple[int, str], inp: tuple[int, str], config: ModelConfig, declare: Declare,
+        *, std: float,
+    ) -> None:  # fmt: skip
+        self.axes, experts = (EXPERTS, out[1], inp[1]), config.num_experts
+        self.weight = declare((experts, out[0], inp[0]), self.axes, normal(std))
+        if config.mlp_bias:
+            self.bias = declare((experts, out[0]), self.axes[:2], jax.nn.initializers.zeros)
+
+
+class Experts(nnx.Module):
+    """down(act(gate(x)) · up(x)) of each expert, or down(act(up(x))) where there is no gate."""
+
+    def __init__(self, config: ModelConfig, declare: Declare) -> None:
+        embed, hidden = (config.dim, "expert_embed"), (config.expert_dim, "mlp")
+        linear = functools.partial(ExpertLinear, config=config, declare=declare)
+        if config.is_gated:
+            self.gate_proj = linear(hidden, embed, std=config.init_std)
+        self.up_proj = linear(hidden, embed, std=config.init_std)
+        self.down_proj = linear(embed, hidden, std=residual_std(config))
+        self.config = config
+
+    def __call__(
+        self, x_BSD: Float[Array, "b s d"], routing: Routing, backend: str
+    ) -> tuple[Float[Array, "b s d"], Float[Array, ""]]:
+        """The weighted sum of what a token's experts make of it, and how many were dropped.
+
+        Args:
+            x_BSD: tokens.
+            routing: where they go.
+            backend: the kernel of grouped products.
+        """
+        names = [name for name in ("gate_proj", "up_proj", "down_proj") if hasattr(self, name)]
+        linears = {name: self._linear(name, x_BSD.dtype) for name in names}
+        specs = {
+            name: tuple(_spec(getattr(self, name).axes[: leaf.ndim]) for leaf in leaves)
+            for name, leaves in linears.items()
+        }
+        run = functools.partial(_run, self.config, backend)
+        return _on_each_device(run, specs, x_BSD, routing, linears)
+
+    def _linear(self, name: str, dtype: jnp.dtype) -> tuple[Array, ...]:
+        linear = getattr(self, name)
+        weight = collectives.all_gather_weight(linear.weight[...].astype(dtype), linear.axes)
+        return (weight, linear.bias[...].astype(dtype)) if self.config.mlp_bias else (weight,)
+
+
+def _spec(axes: Axes) -> P:
+    return automatic_spec(*without_data(axes))
+
+
+def _on_each_device(
+    run: Callable[..., tuple[Array, Array]],
+    specs: PyTree,
+    x_BSD: Float[Array, "b s d"],
+    routing: Routing,
+    linears: Linears,
+) -> tuple[Float[Array, "b s d"], Float[Array, ""]]:
+    """Runs a function of what one device has, and adds up what was dropped."""
+    axes = automatic_axes()
+    if not axes:
+        y_BSD, dropped = run(x_BSD, routing, linears)
+    else:
+        tokens = automatic_spec("batch", None, None)
+        y_BSD, dropped = jax.shard_map(
+            run,
+            in_specs=(tokens, Routing(tokens, tokens, P()), specs),
+            out_specs=(tokens, automatic_spec("batch")),
+            axis_names=axes,
+            check_vma=False,  # kernels do not tell over which axes results vary
+        )(x_BSD, routing, linears)
+    return y_BSD, jnp.sum(dropped)
+
+
+def _run(
+    config: ModelConfig,
+    backend: str,
+    x_BSD: Float[Array, "b s d"],
+    routing: Routing,
+    linears: Linears,
+) -> tuple[Float[Array, "b s d"], Float[Array, "1"]]:
+    x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
+    expert_TK, weight_TK = (
+        of_row.reshape(len(x_TD), -1) for of_row in (routing.experts, routing.weights)
+    )
+    if config.moe_capacity_factor:
+        expert_TK = _within_capacity(expert_TK, config)
+    mlp = functools.partial(_mlp, config, backend)
+    if collectives.axis_size(EXPERTS) == 1:
+        places, sizes_E = sorted_places(expert_TK, config.num_experts)
+        y_TKD = from_rows(mlp(linears, to_rows(x_TD, places), sizes_E), places)
+        y_TD = _weighted_sum(y_TKD, weight_TK)
+    else:
+        y_TD = _by_all_to_all(mlp, x_TD, expert_TK, weight_TK, linears, config.num_experts)
+    y_TD = collectives.psum(y_TD, "mlp")
+    dropped = jnp.sum(expert_TK == config.num_experts, dtype=jnp.float32)
+    return y_TD.reshape(x_BSD.shape), dropped[None]
+
+
+def _mlp(
+    config: ModelConfig,
+    backend: str,
+    linears: Linears,
+    rows_ND: Float[Array, "n d"],
+    sizes_E: Int[Array, "e"],
+) -> Float[Array, "n d"]:
+    """Rows sorted by expert, through the matrices of their experts."""
+
+    def apply(name: str, rows: Array) -> Array:
+        weight, *bias = linears[name]
+        y = grouped_matmul(rows, weight, sizes_E, backend)
+        return y + _bias_of_rows(bias[0], sizes_E, len(rows), name) if bias else y
+
+    up_NF = apply("up_proj", rows_ND)
+    activation = ACTIVATIONS[config.activation]
+    if config.is_gated:
+        return apply("down_proj", activation(apply("gate_proj", rows_ND)) * up_NF)
+    return apply("down_proj", activation(up_NF))
+
+
+def _bias_of_rows(
+    bias_EO: Float[Array, "e o"], sizes_E: Int[Array, "e"], n: int, name: str
+) -> Float[Array, "n o"]:
+    """The bias of each row's expert; of what is summed over `tp` afterwards, on one device."""
+    expert_N = jnp.repeat(jnp.arange(len(sizes_E)), sizes_E, total_repeat_length=n)
+    if name == "down_proj":
+        bias_EO = jnp.where(collectives.first_index("mlp", 1) == 0, bias_EO, 0)
+    return bias_EO[expert_N]
+
+
+def _weighted_sum(
+    y_TKD: Float[Array, "t k d"], weight_TK: Float[Array, "t k"]
+) -> Float[Array, "t d"]:
+    """In float32."""
+    return jnp.sum(y_TKD.astype(jnp.float32) * weight_TK[..., None], axis=1).astype(y_TKD.dtype)
+
+
+def _within_capacity(expert_TK: Int[Array, "t k"], config: ModelConfig) -> Int[Array, "t k"]:
+    """The experts, and `num_experts` in the place of those that were full.
+
+    As in KempnerForge: an expert takes so many tokens as their first choice, as many as their
+    second and so on, in the order of the microbatch, which devices share.
+    """
+    tokens, k = expert_TK.shape
+    n = config.num_experts
+    even = tokens * collectives.axis_size("batch") * k / n
+    capacity = max(1, math.ceil(even * config.moe_capacity_factor))
+    slot_TK = expert_TK * k + jnp.arange(k)
+    places, sizes = sorted_places(slot_TK, n * k)
+    before = jnp.cumsum(sizes) - sizes
+    rank_TK = places.row - before[slot_TK] + collectives.sum_before(sizes, "batch")[slot_TK]
+    return jnp.where(rank_TK < capacity, expert_TK, n)
+
+
+def _by_all_to_all(
+    mlp: Callable[[Linears, Array, Array], Array],
+    x_TD: Float[Array, "t d"],
+    expert_TK: Int[Array, "t k"],
+    weight_TK: Float[Array, "t k"],
+    linears: Linears,
+    n_experts: int,
+) -> Float[Array, "t d"]:
+    """The same with experts on several devices, in as many rounds as the fullest of them needs."""
+    devices, (tokens, k) = collectives.axis_size(EXPERTS), expert_TK.shape
+    most = tokens * min(k, n_experts // devices)  # a token's experts differ
+    room = min(most, 8 * math.ceil(_HEADROOM * tokens * k / devices / 8))
+    load = _load_of_devices(expert_TK, n_experts, devices)
+
+    def one(number: Array | int, operands: tuple[Array, Array, Linears], load: _Load) -> Array:
+        x_TD, weight_TK, linears = operands
+        places = _places_in_round(load, number * room, room)
+        rows = to_rows(x_TD, places).reshape(devices, room, -1)
+        expert = load.local_expert.at[places.assignment].get(
+            mode="fill", fill_value=n_experts // devices
+        )
+        arrived = collectives.all_to_all(rows, EXPERTS).reshape(devices * room, -1)
+        here, sizes = sorted_places(
+            collectives.all_to_all(expert.reshape(devices, room), EXPERTS).reshape(-1, 1),
+            n_experts // devices,
+        )
+        y_ND = from_rows(mlp(linears, to_rows(arrived, here), sizes), here)
+        back = collectives.all_to_all(y_ND.reshape(devices, room, -1), EXPERTS)
+        return _weighted_sum(from_rows(back.reshape(devices * room, -1), places), weight_TK)
+
+    operands = (x_TD, weight_TK, linears)
+    y_TD = one(0, operands, load)
+    if (rounds := -(-most // room)) > 1:
+        fullest = collectives.pmax(jnp.max(load.sizes), "batch")
+        y_TD = y_TD + _further(one, rounds, fullest > room, operands, load)
+    return y_TD
+
+
+class _Load(NamedTuple):
+    """What a device sends to each of the devices that have experts.
+
+    Attributes:
+        places: assignments in the order of their experts.
+        device: where each assignment goes.
+        local_expert: its expert there, [t k].
+        sizes: how many go to each device.
+        first: the first row of each device.
+    """
+
+    places: Places
+    device: Int[Array, "t k"]
+    local_expert: Int[Array, "n"]
+    sizes: Int[Array, "p"]
+    first: Int[Array, "p"]
+
+
+def _load_of_devices(expert_TK: Int[Array, "t k"], n_experts: int, devices: int) -> _Load:
+    places, sizes_E = sorted_places(expert_TK, n_experts)
+    sizes = jnp.sum(sizes_E.reshape(devices, -1), axis=1)
+    each = n_experts // devices
+    device = jnp.minimum(expert_TK // each, devices - 1)
+    return _Load(places, device, expert_TK.reshape(-1) % each, sizes, jnp.cumsum(sizes) - sizes)
+
+
+def _places_in_round(load: _Load, begin: Array | int, room: int) -> Places:
+    """Rows [devices x room]: of each device's load, `room` assignments from `begin` on."""
+    none, at = load.local_expert.shape[0], begin + jnp.arange(room)
+    position = load.first[:, None] + at
+    assignment = load.places.assignment.at[position].get(mode="fill", fill_value=none)
+    assignment = jnp.where(at < load.sizes[:, None], assignment, none)
+    place = load.places.row - load.first[load.device] - begin
+    is_in = (place >= 0) & (place < room) & (load.places.row < none)
+    row = jnp.where(is_in, load.device * room + place, assignment.size)
+    return Places(row, assignment.reshape(-1))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _further(one: Round, rounds: int, is_needed: Array, operands: Operands, load: _Load) -> Array:
+    """All rounds but the first, if needed. Nothing is saved: the backward runs them again."""
+    return jax.lax.cond(
+        is_needed,
+        functools.partial(_all_further, one, rounds),
+        lambda operands, load: jnp.zeros_like(operands[0]),
+        operands,
+        load,
+    )
+
+
+def _all_further(one: Round, rounds: int, operands: Operands, load: _Load) -> Array:
+    def add(y_TD: Array, number: Array) -> tuple[Array, None]:
+        return y_TD + jax.checkpoint(one)(number, operands, load), None
+
+    return jax.lax.scan(add, jnp.zeros_like(operands[0]), jnp.arange(1, rounds))[0]
+
+
+def _further_saving(
+    one: Round, rounds: int, is_needed: Array, operands: Operands, load: _Load
+) -> tuple[Array, tuple[Array, Operands, _Load]]:
+    return _further(one, rounds, is_needed, operands, load), (is_needed, operands, load)
+
+
+def _further_back(
+    one: Round, rounds: int, saved: tuple[Array, Operands, _Load], d_y: Array
+) -> tuple[None, Operands, None]:
+    is_needed, operands, load = saved
+
+    def back(operands: Operands, load: _Load, d_y: Array) -> Operands:
+        return jax.vjp(lambda o: _all_further(one, rounds, o, load), operands)[1](d_y)[0]
+
+    def nothing(operands: Operands, load: _Load, d_y: Array) -> Operands:
+        return jax.tree.map(jnp.zeros_like, operands)
+
+    return None, jax.lax.cond(is_needed, back, nothing, operands, load, d_y), None
+
+
+_further.defvjp(_further_saving, _further_back)

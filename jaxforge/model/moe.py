@@ -1,0 +1,113 @@
+"""A mixture of experts in the place of the feed-forward: router, experts, shared expert."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import Array, Float
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.model.experts import Experts
+from jaxforge.model.linear import Declare, Linear
+from jaxforge.model.mlp import MLP
+from jaxforge.model.router import Router, bias_rate, next_bias, next_ema, term_weights
+from jaxforge.side import LossWeights, Mean, Side
+
+Params = dict[str, Any]
+"""As of `model.transformer`."""
+
+
+class MoE(nnx.Module):
+    """scaling · Σ weight_k · expert_k(x), over a token's k experts, + the shared expert of x."""
+
+    def __init__(self, config: ModelConfig, declare: Declare) -> None:
+        c = self.config = config
+        self.router = Router(c, declare)
+        self.experts = Experts(c, declare)
+        if c.shared_expert_dim:
+            self.shared_expert = MLP(c, declare, width=c.shared_expert_dim)
+        if c.moe_shared_expert_gate:
+            self.shared_expert_gate = Linear(
+                (1, "norm"), (c.dim, "embed"), std=c.init_std, declare=declare
+            )
+
+    def __call__(
+        self, x_BSD: Float[Array, "b s d"], loss_weights: LossWeights | None, backend: str
+    ) -> tuple[Float[Array, "b s d"], Side]:
+        """Tokens, and what they tell of the experts' load where something is trained.
+
+        Args:
+            x_BSD: tokens.
+            loss_weights: what terms of the loss count for.
+            backend: the kernel of grouped products (`grouped.GROUPED`).
+        """
+        c = self.config
+        routing, side = self.router(x_BSD, loss_weights)
+        y_BSD, dropped = self.experts(x_BSD, routing, backend)
+        if c.moe_routed_scaling != 1.0:
+            y_BSD = y_BSD * jnp.asarray(c.moe_routed_scaling, y_BSD.dtype)
+        if c.shared_expert_dim:
+            shared_BSD = self.shared_expert(x_BSD)
+            if c.moe_shared_expert_gate:
+                shared_BSD = shared_BSD * jax.nn.sigmoid(self.shared_expert_gate(x_BSD))
+            y_BSD = y_BSD + shared_BSD
+        if loss_weights is not None:
+            dropped_share = Mean(dropped, jnp.float32(routing.experts.size))
+            side = side._replace(metrics={**side.metrics, "dropped": dropped_share})
+        return y_BSD, side
+
+
+def nothing_of_experts(config: ModelConfig) -> Side:
+    """What a layer without experts tells where others have some."""
+    zero, load = jnp.zeros(()), jnp.zeros((config.num_experts,))
+    means = ["router_entropy", "aux_loss", "router_z", "dropped"]
+    if config.bias_update != "none":
+        means.append("router_bias")
+    return Side(
+        dict.fromkeys(term_weights(config), zero),
+        {"expert_counts": load, **dict.fromkeys(means, Mean(zero, zero))},
+        {"counts": load},
+    )
+
+
+def next_state(
+    config: ModelConfig, state: Params, stats: dict[str, Array], progress: Float[Array, ""]
+) -> Params:
+    """What routers keep, after an update.
+
+    Args:
+        config: the model.
+        state: what is not trained, before the update.
+        stats: `counts`: assignments in the update [layers, experts], as layers are stacked.
+        progress: the share of the run that is behind, 0 to 1.
+    """
+    counts, layers = stats["counts"], config.stacks[config.moe_stack]
+    if len(config.stacks) > 1:
+        counts = counts[np.array(layers)]
+    kept = flatten_dict(state)
+    router = (config.moe_stack, "mlp", "router")
+    if config.bias_update == "sign":
+        path = (*router, "expert_bias")
+        kept[path] = next_bias(config, kept[path], counts, progress)
+    else:
+        path = (*router, "expert_ema")
+        kept[path] = next_ema(kept[path], counts)
+    return unflatten_dict(kept)
+
+
+def next_params(
+    config: ModelConfig, params: Params, state: Params, progress: Float[Array, ""]
+) -> Params:
+    """Parameters, where KempnerForge moves the bias that it also trains: + rate (1/E - load)."""
+    if not (config.is_moe and config.bias_update == "kempnerforge"):
+        return params
+    router = (config.moe_stack, "mlp", "router")
+    ema = flatten_dict(state)[*router, "expert_ema"]
+    moved = flatten_dict(params)
+    bias = moved[*router, "expert_bias"]
+    step = bias_rate(config, progress) * (1 / config.num_experts - ema)
+    moved[*router, "expert_bias"] = (bias + step).astype(bias.dtype)
+    return unflatten_dict(moved)

@@ -1,0 +1,213 @@
+"""Which experts a token goes to, and what that adds to the loss.
+
+    softmax_topk    p = softmax(x Wᵀ); the k experts of the largest p (Mixtral, arXiv:2401.04088)
+    sigmoid_topk    s = sigmoid(x Wᵀ), each expert on its own; the k largest (arXiv:2412.19437)
+
+An expert's output counts as much as its score, divided by the sum of the chosen ones' if
+`moe_norm_topk`. With groups, only experts of a token's best groups can be chosen.
+
+What keeps experts busy alike counts all tokens of a microbatch, however they are spread over
+devices, padding included. f_e is the share of the assignments that expert e got:
+
+    load balance    E Σ_e f_e · mean over tokens of p_e; no gradient through f
+                    (Switch Transformer, arXiv:2101.03961, equation 4)
+    sequence        the same within each sequence, and the mean over sequences (DeepSeek-V3)
+    router z        mean over tokens of (log Σ_e exp logit_e)² (ST-MoE, arXiv:2202.08906)
+    bias            `model.moe_bias_update`: added to the scores; no term of the loss
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.model.linear import Declare, normal
+from jaxforge.parallel import collectives
+from jaxforge.side import NOTHING, LossWeights, Mean, Side
+
+_EMA_DECAY = 0.99  # KempnerForge's
+
+
+class Routing(NamedTuple):
+    """Where tokens go.
+
+    Attributes:
+        experts: the k experts of each token.
+        weights: what their outputs are multiplied with.
+        counts: assignments to each expert in the microbatch, over all devices.
+    """
+
+    experts: Int[Array, "b s k"]
+    weights: Float[Array, "b s k"]
+    counts: Float[Array, "e"]
+
+
+class Gate(nnx.Module):
+    """Logits of all experts, float32, from activations in their own dtype."""
+
+    def __init__(self, config: ModelConfig, declare: Declare) -> None:
+        self.weight = declare(
+            (config.num_experts, config.dim), (None, "embed"), normal(config.init_std)
+        )
+        self.has_bias = config.moe_router_bias
+        if self.has_bias:
+            self.bias = declare((config.num_experts,), (None,), jax.nn.initializers.zeros)
+
+    def __call__(self, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s e"]:
+        """X Wᵀ + b."""
+        weight = collectives.all_gather_weight(
+            self.weight[...].astype(x_BSD.dtype), (None, "embed")
+        )
+        logits = jnp.einsum("bsd,ed->bse", x_BSD, weight, preferred_element_type=jnp.float32)
+        return logits + self.bias[...].astype(jnp.float32) if self.has_bias else logits
+
+
+class Router(nnx.Module):
+    """Chooses experts. `expert_bias` is trained in KempnerForge's way, and untrained in others."""
+
+    def __init__(self, config: ModelConfig, declare: Declare) -> None:
+        self.config = config
+        self.gate = Gate(config, declare)
+        shape, zeros = (config.num_experts,), jax.nn.initializers.zeros
+        if config.bias_update == "sign":
+            self.expert_bias = declare.untrained(shape, (None,), zeros)
+        elif config.bias_update == "kempnerforge":
+            self.expert_bias = declare(shape, (None,), zeros)
+            even = jax.nn.initializers.constant(1 / config.num_experts)
+            self.expert_ema = declare.untrained(shape, (None,), even)
+
+    def __call__(
+        self, x_BSD: Float[Array, "b s d"], loss_weights: LossWeights | None
+    ) -> tuple[Routing, Side]:
+        """Where tokens go; where something is trained, also what is to be told of it."""
+        c, logits = self.config, self.gate(x_BSD)
+        scores, choose_by = self._scores(logits)
+        _, experts = jax.lax.top_k(_within_groups(choose_by, c), c.moe_top_k)
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        if c.moe_norm_topk:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        is_chosen = jnp.any(experts[..., None] == jnp.arange(c.num_experts), axis=-2)
+        counts = collectives.psum(jnp.sum(is_chosen, axis=(0, 1), dtype=jnp.float32), "batch")
+        side = NOTHING
+        if loss_weights is not None:
+            side = self._side(logits, scores, is_chosen, counts, loss_weights)
+            if c.moe_gradient_scale:
+                even = jnp.sum(counts) / c.num_experts
+                weights = weights * (even / jnp.maximum(counts, 1))[experts]
+        return Routing(experts, weights, counts), side
+
+    def _scores(
+        self, logits: Float[Array, "b s e"]
+    ) -> tuple[Float[Array, "b s e"], Float[Array, "b s e"]]:
+        """Scores, and what experts are chosen by."""
+        how = self.config.bias_update
+        if how == "kempnerforge":
+            scores = jax.nn.sigmoid(logits + self.expert_bias[...].astype(jnp.float32))
+            return scores, scores
+        is_softmax = self.config.moe_router == "softmax_topk"
+        scores = jax.nn.softmax(logits) if is_softmax else jax.nn.sigmoid(logits)
+        return scores, scores + self.expert_bias[...] if how == "sign" else scores
+
+    def _side(
+        self,
+        logits: Float[Array, "b s e"],
+        scores: Float[Array, "b s e"],
+        is_chosen: Bool[Array, "b s e"],
+        counts: Float[Array, "e"],
+        loss_weights: LossWeights,
+    ) -> Side:
+        """What is told of some tokens; `counts` are those of all devices."""
+        c, tokens = self.config, jnp.float32(logits.shape[0] * logits.shape[1])
+        shares = scores / jnp.sum(scores, axis=-1, keepdims=True)
+        balanced = scores if c.bias_update == "kempnerforge" else shares
+        load = counts / jnp.sum(counts)
+        balance = c.num_experts * jnp.sum(load * jnp.sum(balanced, axis=(0, 1)))
+        squares = jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2)
+        values = {
+            "moe_aux_loss": loss_weights.position * balance,
+            "moe_sequence_aux_loss": loss_weights.sequence
+            * jnp.sum(_balance_of_sequences(shares, is_chosen, c)),
+            "router_z_loss": loss_weights.position * squares,
+        }
+        terms = {name: weight * values[name] for name, weight in term_weights(c).items()}
+        local = jnp.sum(is_chosen, axis=(0, 1), dtype=jnp.float32)
+        metrics = {
+            "expert_counts": local,
+            "router_entropy": Mean(jnp.sum(jax.scipy.special.entr(shares)), tokens),
+            "aux_loss": Mean(balance, tokens),
+            "router_z": Mean(squares, tokens),
+        }
+        if c.bias_update != "none":
+            largest = jnp.max(jnp.abs(self.expert_bias[...].astype(jnp.float32)))
+            metrics["router_bias"] = Mean(largest * tokens, tokens)
+        return Side(terms, jax.lax.stop_gradient(metrics), {"counts": local})
+
+
+def term_weights(config: ModelConfig) -> dict[str, float]:
+    """The terms that routers add to the loss, and their weights."""
+    balance, sequence = config.moe_aux_loss_weight, config.moe_sequence_aux_loss_weight
+    if config.bias_update == "kempnerforge":
+        balance, sequence = balance * sequence, 0.0
+    weights = {
+        "moe_aux_loss": balance,
+        "moe_sequence_aux_loss": sequence,
+        "router_z_loss": config.moe_router_z_loss_weight,
+    }
+    return {name: weight for name, weight in weights.items() if weight}
+
+
+def _within_groups(scores: Float[Array, "b s e"], config: ModelConfig) -> Float[Array, "b s e"]:
+    """The scores, and -inf for experts of other groups than a token's best ones."""
+    groups, taken = config.moe_groups, config.moe_top_k_groups
+    if groups == taken:
+        return scores
+    by_group = scores.reshape(*scores.shape[:2], groups, -1)
+    best_two = jax.lax.top_k(by_group, min(2, by_group.shape[-1]))[0]
+    _, best = jax.lax.top_k(jnp.sum(best_two, axis=-1), taken)
+    is_in = jnp.any(best[..., None] == jnp.arange(groups), axis=-2)
+    return jnp.where(is_in[..., None], by_group, -jnp.inf).reshape(scores.shape)
+
+
+def _balance_of_sequences(
+    shares: Float[Array, "b s e"], is_chosen: Bool[Array, "b s e"], config: ModelConfig
+) -> Float[Array, "b"]:
+    """Equations 17 to 20 of DeepSeek-V3: Σ_e f_e P_e within each sequence."""
+    f = jnp.mean(is_chosen, axis=1) * (config.num_experts / config.moe_top_k)
+    return jnp.sum(f * jnp.mean(shares, axis=1), axis=-1)
+
+
+def next_bias(
+    config: ModelConfig,
+    bias: Float[Array, "l e"],
+    counts: Float[Array, "l e"],
+    progress: Float[Array, ""],
+) -> Float[Array, "l e"]:
+    """DeepSeek-V3's bias after an update: it rises where an expert got too little.
+
+    Args:
+        config: the model.
+        bias: before it.
+        counts: assignments in the update.
+        progress: the share of the run that is behind, 0 to 1.
+    """
+    missing = jnp.mean(counts, axis=-1, keepdims=True) - counts
+    return bias + bias_rate(config, progress) * jnp.sign(missing)
+
+
+def next_ema(ema: Float[Array, "l e"], counts: Float[Array, "l e"]) -> Float[Array, "l e"]:
+    """KempnerForge's running mean of the load after an update."""
+    load = counts / (jnp.sum(counts, axis=-1, keepdims=True) + 1e-8)
+    return ema + (1 - _EMA_DECAY) * (load - ema)
+
+
+def bias_rate(config: ModelConfig, progress: Float[Array, ""]) -> Float[Array, ""]:
+    """`moe_bias_update_rate` at some point of the run, by `moe_bias_schedule`."""
+    factors = {
+        "constant": jnp.ones_like(progress),
+        "cosine_decay": 0.5 * (1 + jnp.cos(jnp.pi * progress)),
+        "linear_warmup": jnp.minimum(1.0, 10 * progress),
+    }
+    return config.moe_bias_update_rate * factors[config.moe_bias_schedule]
