@@ -18,10 +18,16 @@ Weights = Float[Array, "g o i"]
 Sizes = Int[Array, "g"]
 
 _RUNGS = 16  # each is compiled
+_FEW = 2048  # rows
 
 
 def rungs(rows: int, groups: int) -> tuple[int, ...]:
-    """Sizes of blocks: multiples of an eighth of a group's fair share, up to two of those."""
+    """Sizes of blocks: multiples of an eighth of a group's fair share, up to two of those.
+
+    Of few rows, one: what is multiplied in vain takes less time than to compile the others.
+    """
+    if rows <= _FEW:
+        return (min(rows, 64),)
     step = max(8, -(-rows // (8 * groups * 8)) * 8)
     return tuple(sorted({min(step * i, rows) for i in range(1, _RUNGS + 1)}))
 

@@ -16,7 +16,6 @@ class Runtime(NamedTuple):
 
     Attributes:
         attention: name of the kernel in `attention_backends.BACKENDS`.
-        grouped: name of the kernel of products with experts in `grouped.GROUPED`.
         save: what the backward pass finds saved: `train.activation_checkpointing`.
         unroll: layers per iteration of the scan over layers. XLA:CPU copies what a loop carries
             and saves, so that a step without it takes 15 % less time; compile time grows with what
@@ -25,14 +24,15 @@ class Runtime(NamedTuple):
         rope_as_matmul: rotary positions pair channels that are half a head apart. On TPU they meet
             through a product with a permutation: shuffling lanes took 5 % of a step of Llama 2 7B.
         loss_tile: logits of the loss that a device likes to see at a time; None: any number.
+        grouped: name of the kernel of products with experts in `grouped.GROUPED`.
     """
 
     attention: str = "reference"
-    grouped: str = "blocks"
     save: str = "none"
     unroll: int = 1
     rope_as_matmul: bool = False
     loss_tile: int | None = None
+    grouped: str = "blocks"
 
 
 def runtime_for(config: JobConfig, dtype: jnp.dtype, platform: str) -> Runtime:
