@@ -171,8 +171,8 @@ def with_random_biases(params, seed: int = 0):
 
 def random_batches(config: JobConfig, n: int, seed: int = 0, dp: int | None = None) -> list[dict]:
     """n batches of random tokens, a fifth of the labels ignored."""
-    mesh_dp = config.distributed.dp_replicate * config.distributed.dp_shard if dp is None else dp
-    rows = config.train.microbatch_size(mesh_dp)
+    d = config.distributed
+    rows = config.train.microbatch_size(d.dp_replicate * d.dp_shard * d.ep if dp is None else dp)
     shape = (n, config.train.grad_accum_steps, rows, config.train.seq_len)
     rng = np.random.default_rng(seed)
     inputs = rng.integers(0, config.model.vocab_size, shape)

@@ -8,7 +8,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxforge.model import grouped_blocks

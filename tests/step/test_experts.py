@@ -1,0 +1,122 @@
+"""Experts: the same updates on every mesh, wherever experts are, in however many rounds."""
+
+import functools
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from jaxforge.model import experts
+from tests import torch_names
+from tests.conftest import tiny_config
+from tests.helpers import new_setup, random_batches, setup
+
+SHAPE = {"n_layers": 4, "dim": 32, "vocab_size": 64, "num_experts": 8, "moe_expert_dim": 16}
+UNEVEN = {"init_std": 0.3}  # routers that prefer some experts
+MODELS = {
+    "softmax": {
+        **SHAPE, **UNEVEN, "moe_top_k": 3, "moe_shared_experts": 1, "moe_shared_expert_gate": True,
+        "moe_router_z_loss_weight": 1e-3, "moe_sequence_aux_loss_weight": 1e-2,
+    },
+    "deepseek": {
+        **SHAPE, **UNEVEN, "moe_router": "sigmoid_topk", "moe_bias_update": "sign",
+        "moe_groups": 4, "moe_top_k_groups": 2, "moe_capacity_factor": 1.1,
+        "moe_bias_update_rate": 0.05, "moe_bias_schedule": "cosine_decay",
+        "moe_routed_scaling": 2.5, "mlp_bias": True,
+    },
+    "kempnerforge": {
+        **SHAPE, **UNEVEN, "moe_router": "sigmoid_topk", "moe_sequence_aux_loss_weight": 1.0,
+        "moe_capacity_factor": 0.9, "moe_gradient_scale": True, "moe_frequency": 2,
+        "activation": "gelu",
+    },
+}  # fmt: skip
+UPDATE, MICROBATCH = {"grad_sync": "update"}, {"grad_sync": "microbatch"}
+FULL = {"activation_checkpointing": "full"}
+
+
+def config(model, train=None, **distributed):
+    groups = math.prod(distributed.get(axis, 1) for axis in ("dp_replicate", "dp_shard", "ep"))
+    return tiny_config(
+        model=MODELS[model],
+        train={
+            "seq_len": 16, "batch_size": 8 // groups, "grad_accum_steps": 2, "max_steps": 8,
+            **(train or {}),
+        },
+        distributed={"dp_shard": 1, **distributed},
+    )  # fmt: skip
+
+
+def run(job, make=setup):
+    """Metrics of three updates, and the state after them by KempnerForge's names."""
+    ours = make(job)
+    batches = random_batches(job, 3)
+    batches[1]["labels"][0, :, :8] = -100
+    state, metrics = ours.run(ours.state(), batches)
+    unstack = functools.partial(jax.tree.map, lambda x: np.asarray(ours.model.stack.unstack(x)))
+    arrays = jax.device_get((state.params, state.model_state))
+    stacks = job.model.stacks
+    named = [
+        torch_names.to_torch(
+            {k: unstack(v) if k in stacks else v for k, v in tree.items()}, job.model
+        )
+        for tree in arrays
+    ]
+    return metrics, *named
+
+
+@functools.cache
+def on_one_device(model):
+    return run(config(model))
+
+
+MESHES = [
+    ("softmax", UPDATE, {"ep": 4, "tp": 2}),
+    ("softmax", MICROBATCH, {"dp_shard": 2, "ep": 2, "tp": 2}),
+    ("softmax", {**UPDATE, **FULL}, {"pp": 2, "ep": 2, "tp": 2}),
+    ("deepseek", UPDATE, {"dp_replicate": 2, "ep": 2, "tp": 2}),
+    ("deepseek", MICROBATCH, {"pp": 2, "dp_shard": 2, "ep": 2}),
+    ("deepseek", {**MICROBATCH, **FULL}, {"ep": 8}),
+    ("kempnerforge", {**UPDATE, **FULL}, {"dp_shard": 2, "ep": 2}),
+    ("kempnerforge", MICROBATCH, {"dp_shard": 4, "tp": 2}),
+]
+
+
+def check_same(found, expected):
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    for key in ("loss", "grad_norm", "losses", "side"):
+        jax.tree.map(close, found[0][key], expected[0][key])
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=5e-5)
+    jax.tree.map(close, found[1:], expected[1:])
+
+
+@pytest.mark.parametrize(("model", "train", "axes"), MESHES, ids=str)
+def test_updates_do_not_depend_on_the_mesh(model, train, axes):
+    check_same(run(config(model, train, **axes)), on_one_device(model))
+
+
+@pytest.mark.parametrize("train", [UPDATE, MICROBATCH], ids=str)
+def test_what_has_no_room_in_a_round_goes_in_the_next(train, monkeypatch):
+    monkeypatch.setattr(experts, "_HEADROOM", 0.2)
+    found = run(config("softmax", train, dp_shard=2, ep=4), new_setup)
+    check_same(found, on_one_device("softmax"))
+
+
+def test_every_assignment_is_counted():
+    metrics = on_one_device("softmax")[0]
+    assert metrics["side"]["expert_counts"].shape == (3, 4, 8)
+    np.testing.assert_array_equal(metrics["side"]["expert_counts"].sum(axis=-1), 2 * 8 * 16 * 3)
+    assert not metrics["side"]["dropped"].any()
+    metrics = on_one_device("kempnerforge")[0]
+    assert np.isnan(metrics["side"]["dropped"][:, ::2]).all()  # dense layers tell nothing
+    assert (metrics["side"]["dropped"][:, 1::2] > 0.02).all()
+
+
+def test_biases_move_once_an_update_towards_what_is_missing():
+    metrics, _, state = on_one_device("deepseek")
+    rates = 0.05 * 0.5 * (1 + np.cos(np.pi * np.arange(3) / 8))
+    counts = metrics["side"]["expert_counts"]
+    moved = np.sign(counts.mean(axis=-1, keepdims=True) - counts) * rates[:, None, None]
+    for layer, expected in enumerate(moved.sum(axis=0)):
+        bias = state[f"layers.{layer}.mlp.router.expert_bias"]
+        np.testing.assert_allclose(bias, expected, atol=1e-7)
