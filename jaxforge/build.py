@@ -25,7 +25,12 @@ from jaxforge.data.mixture import Segment
 from jaxforge.health.actions import open_actions
 from jaxforge.health.attribution import Attribution, make_row_losses
 from jaxforge.health.watchdog import Watchdog
-from jaxforge.model.transformer import Model, build_model, parameter_count
+from jaxforge.model.transformer import (
+    Model,
+    active_parameter_count,
+    build_model,
+    parameter_count,
+)
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import compilation
 from jaxforge.parallel.mesh import data_parallel_size
@@ -258,6 +263,7 @@ def _announce(console: Console, config: JobConfig, model: Model, mesh: Mesh, sam
     rows = {
         "model": f"{m.n_layers} layers, dim {m.dim}, {m.n_heads}/{m.kv_heads} heads of "
         f"{m.head_size}, ffn {m.ffn_dim}, vocabulary {m.vocab_size:,}",
+        "experts": _experts(model),
         "parameters": f"{human(parameter_count(model.abstract))} in {t.param_dtype}, "
         f"computing in {t.mixed_precision}",
         "devices": f"{jax.device_count()} x {device.device_kind} ({device.platform}), "
@@ -266,6 +272,7 @@ def _announce(console: Console, config: JobConfig, model: Model, mesh: Mesh, sam
         "step": f"{samples} sequences x {t.seq_len} tokens = {samples * t.seq_len:,} tokens, "
         f"in {t.grad_accum_steps} microbatch(es); gradients reduced per {t.grad_sync}{schedule}",
         "kernels": f"attention: {model.runtime.attention}, loss: {t.loss_fn}, "
+        f"{f'experts: {model.runtime.grouped}, ' if m.is_moe else ''}"
         f"checkpointing: {t.activation_checkpointing}",
         "data": ", ".join(dataset.label for dataset in config.data.datasets)
         or config.data.dataset_path
@@ -274,4 +281,18 @@ def _announce(console: Console, config: JobConfig, model: Model, mesh: Mesh, sam
         "run": str(run_directory.root(config).absolute()),
     }
     if jax.process_index() == 0:
-        banner(console, rows)
+        banner(console, {name: row for name, row in rows.items() if row})
+
+
+def _experts(model: Model) -> str:
+    """What the banner says of them; nothing where there are none."""
+    m = model.config
+    if not m.is_moe:
+        return ""
+    layers = "" if all(m.has_experts) else f"in {sum(m.has_experts)} layers, "
+    shared = f", 1 shared of {m.shared_expert_dim}" if m.shared_expert_dim else ""
+    capacity = f"capacity {m.moe_capacity_factor:g}" if m.moe_capacity_factor else "dropless"
+    return (
+        f"{layers}{m.moe_top_k} of {m.num_experts}, width {m.expert_dim}{shared}; {m.moe_router}, "
+        f"{capacity}; a token meets {human(active_parameter_count(model))} parameters"
+    )

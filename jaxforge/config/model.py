@@ -16,6 +16,9 @@ LAYERS = "layers"
 DENSE_LAYERS, MOE_LAYERS = "dense_layers", "moe_layers"
 """The two parts, instead, of a model in which some layers have experts and others have none."""
 
+EXPERTS = "experts"
+"""The axis along which experts are stacked: they are spread over devices, and never gathered."""
+
 MODELS = Registry("model.model_type", "transformer")
 """Architectures: `model.transformer`."""
 

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxforge.config.model import ModelConfig
+from jaxforge.config.model import EXPERTS, ModelConfig
 from jaxforge.model.attention import residual_std
 from jaxforge.model.dispatch import Places, from_rows, sorted_places, to_rows
 from jaxforge.model.grouped import grouped_matmul
@@ -28,7 +28,6 @@ from jaxforge.model.mlp import ACTIVATIONS
 from jaxforge.model.router import Routing
 from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import (
-    EXPERTS,
     Axes,
     automatic_axes,
     automatic_spec,

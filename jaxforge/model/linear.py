@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxforge.config.model import LAYERS
+from jaxforge.config.model import EXPERTS, LAYERS
 from jaxforge.parallel import collectives
-from jaxforge.parallel.sharding import EXPERTS, Axes, constrain
+from jaxforge.parallel.sharding import Axes, constrain
 
 Initializer = Callable[[Array, tuple[int, ...], jnp.dtype], Array]
 """(key, shape, dtype) -> values."""

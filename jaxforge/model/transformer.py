@@ -23,7 +23,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.config.job import JobConfig
-from jaxforge.config.model import LAYERS, MODELS, ModelConfig
+from jaxforge.config.model import EXPERTS, LAYERS, MODELS, ModelConfig
 from jaxforge.model import moe, remat
 from jaxforge.model.attention import Context, KVCache, LayerOut
 from jaxforge.model.layer_scan import Layer, Rows, scan_layers
@@ -392,3 +392,12 @@ def project(
 def parameter_count(abstract: PyTree) -> int:
     """Number of parameters, each counted once."""
     return sum(leaf.size for leaf in jax.tree.leaves(abstract))
+
+
+def active_parameter_count(model: Model) -> int:
+    """Number of parameters that a token meets: of experts, those that it goes to."""
+    c, axes = model.config, flatten_dict(model.axes)
+    return sum(
+        leaf.size * c.moe_top_k // c.num_experts if EXPERTS in axes[path] else leaf.size
+        for path, leaf in flatten_dict(model.abstract).items()
+    )

@@ -14,12 +14,11 @@ import optax
 from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxforge.config.model import LAYERS
+from jaxforge.config.model import EXPERTS, LAYERS
 from jaxforge.model.linear import is_matrix
 from jaxforge.optim.adamw import AdamWState, adamw
 from jaxforge.optim.schedule import Schedule
 from jaxforge.optim.trees import Path, join, split, unzip
-from jaxforge.parallel.sharding import EXPERTS
 
 _MAX_ASPECT = 10
 _NORM_EPS = 1e-7

@@ -13,16 +13,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
-from jaxforge.config.model import LAYERS
+from jaxforge.config.model import EXPERTS, LAYERS
 from jaxforge.config.rules import DATA_AXES
 from jaxforge.errors import UserError
 from jaxforge.parallel.mesh import STAGES
 
 Axes = tuple[str | None, ...]
 """Logical axes of an array, one entry per dimension."""
-
-EXPERTS = "experts"
-"""The logical axis of experts, which are spread over devices and never gathered."""
 
 RULES: Mapping[str, str | tuple[str, ...] | None] = {
     # parameters

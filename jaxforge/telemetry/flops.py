@@ -52,8 +52,9 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
 
     P are the matrices without the embedding, the feed-forward always with three; attention is
     counted in full, as if it looked ahead; a sliding window of W tokens counts as W, a chunk
-    of C as C. KempnerForge takes `model.max_seq_len` for S, we what is trained on. Dense models
-    only.
+    of C as C. KempnerForge takes `model.max_seq_len` for S, we what is trained on. Of
+    experts count those that a token goes to, and the shared one; KempnerForge takes them for as
+    wide as a dense feed-forward, whatever `model.moe_expert_ffn_multiplier` says.
     """
     matrices = _matrices(model, feed_forward=3)
     reaches = sum(min(window or chunk or seq_len, seq_len) for window, chunk in _of_layers(model))
@@ -66,7 +67,8 @@ def causal_flops_per_token(model: ModelConfig, seq_len: int) -> int:
     Over a sliding window of W tokens, at W - W² / 2 S of them; within chunks of C, at half of C.
 
     The feed-forward has the matrices that it has: three when gated, else two. Packed documents
-    count as one sequence. Dense models only. Source: Megatron-Bridge, `utils/flop_utils.py`.
+    count as one sequence. Of experts count those that a token goes to. Source: Megatron-Bridge,
+    `utils/flop_utils.py`.
     """
     matrices = _matrices(model, feed_forward=3 if model.is_gated else 2)
     pairs = sum(_pairs_twice(*of_layer, seq_len) for of_layer in _of_layers(model))
@@ -90,5 +92,7 @@ def _pairs_twice(window: int | None, chunk: int | None, seq_len: int) -> int:
 def _matrices(model: ModelConfig, feed_forward: int) -> int:
     """Elements of the matrices that a token is multiplied with."""
     heads = 2 * model.n_heads + 2 * model.kv_heads  # q and o, k and v
-    layer = model.dim * heads * model.head_size + feed_forward * model.dim * model.ffn_dim
-    return model.n_layers * layer + model.vocab_size * model.dim
+    experts = model.moe_top_k * model.expert_dim + model.shared_expert_dim
+    widths = sum(experts if has_experts else model.ffn_dim for has_experts in model.has_experts)
+    attention = model.n_layers * heads * model.head_size
+    return model.dim * (attention + feed_forward * widths + model.vocab_size)
