@@ -16,7 +16,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.config.model import EXPERTS, ModelConfig
@@ -106,18 +105,18 @@ def _on_each_device(
     linears: Linears,
 ) -> tuple[Float[Array, "b s d"], Float[Array, ""]]:
     """Runs a function of what one device has, and adds up what was dropped."""
-    axes = automatic_axes()
+    axes, choice = automatic_axes(), (routing.experts, routing.weights)
     if not axes:
-        y_BSD, dropped = run(x_BSD, routing, linears)
+        y_BSD, dropped = run(x_BSD, choice, linears)
     else:
         tokens = automatic_spec("batch", None, None)
         y_BSD, dropped = jax.shard_map(
             run,
-            in_specs=(tokens, Routing(tokens, tokens, P()), specs),
+            in_specs=(tokens, (tokens, tokens), specs),
             out_specs=(tokens, automatic_spec("batch")),
             axis_names=axes,
             check_vma=False,  # kernels do not tell over which axes results vary
-        )(x_BSD, routing, linears)
+        )(x_BSD, choice, linears)
     return y_BSD, jnp.sum(dropped)
 
 
@@ -125,13 +124,12 @@ def _run(
     config: ModelConfig,
     backend: str,
     x_BSD: Float[Array, "b s d"],
-    routing: Routing,
+    choice: tuple[Int[Array, "b s k"], Float[Array, "b s k"]],
     linears: Linears,
 ) -> tuple[Float[Array, "b s d"], Float[Array, "1"]]:
+    """What one device does: of a token's experts and their weights, with its share of experts."""
     x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
-    expert_TK, weight_TK = (
-        of_row.reshape(len(x_TD), -1) for of_row in (routing.experts, routing.weights)
-    )
+    expert_TK, weight_TK = (of_row.reshape(len(x_TD), -1) for of_row in choice)
     if config.moe_capacity_factor:
         expert_TK = _within_capacity(expert_TK, config)
     mlp = functools.partial(_mlp, config, backend)

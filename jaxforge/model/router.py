@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxforge.config.model import ModelConfig
 from jaxforge.model.linear import Declare, normal
 from jaxforge.parallel import collectives
-from jaxforge.side import NOTHING, LossWeights, Mean, Side
+from jaxforge.side import NOTHING, LossWeights, Mean, Metric, Side
 
 _EMA_DECAY = 0.99  # KempnerForge's
 
@@ -73,7 +73,7 @@ class Router(nnx.Module):
         self.gate = Gate(config, declare)
         shape, zeros = (config.num_experts,), jax.nn.initializers.zeros
         if config.bias_update == "sign":
-            self.expert_bias = declare.untrained(shape, (None,), zeros)
+            self.expert_bias: nnx.Variable = declare.untrained(shape, (None,), zeros)
         elif config.bias_update == "kempnerforge":
             self.expert_bias = declare(shape, (None,), zeros)
             even = jax.nn.initializers.constant(1 / config.num_experts)
@@ -123,6 +123,7 @@ class Router(nnx.Module):
         c, tokens = self.config, jnp.float32(logits.shape[0] * logits.shape[1])
         shares = scores / jnp.sum(scores, axis=-1, keepdims=True)
         balanced = scores if c.bias_update == "kempnerforge" else shares
+        factor = c.moe_sequence_aux_loss_weight if c.bias_update == "kempnerforge" else 1.0
         load = counts / jnp.sum(counts)
         balance = c.num_experts * jnp.sum(load * jnp.sum(balanced, axis=(0, 1)))
         squares = jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2)
@@ -134,10 +135,10 @@ class Router(nnx.Module):
         }
         terms = {name: weight * values[name] for name, weight in term_weights(c).items()}
         local = jnp.sum(is_chosen, axis=(0, 1), dtype=jnp.float32)
-        metrics = {
+        metrics: dict[str, Metric] = {
             "expert_counts": local,
             "router_entropy": Mean(jnp.sum(jax.scipy.special.entr(shares)), tokens),
-            "aux_loss": Mean(balance, tokens),
+            "aux_loss": Mean(balance * factor, tokens),
             "router_z": Mean(squares, tokens),
         }
         if c.bias_update != "none":

@@ -151,6 +151,8 @@ def _read_metrics(path: Path) -> dict[str, Series]:
     for line in _whole_lines(path):
         step, time = line.pop("step"), line.pop("time")
         for name, value in line.items():
+            if isinstance(value, list):
+                continue
             steps, times, values = columns[name]
             steps.append(step)
             times.append(time)

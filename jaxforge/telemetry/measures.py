@@ -12,6 +12,7 @@ import jax
 
 from jaxforge.config.job import JobConfig
 from jaxforge.telemetry import flops
+from jaxforge.telemetry.expert_load import TOLD, moe_metrics
 from jaxforge.telemetry.sinks import Metrics
 
 
@@ -192,12 +193,16 @@ def collected(extras: Mapping[str, Any]) -> Metrics:
 
 
 def side_metrics(values: Mapping[str, Any]) -> Metrics:
-    """`terms/*` of a loss of several, and `model/*` of what model and loss tell besides.
+    """`terms/*` of a loss of several, `moe/*`, and `model/*` of what else model and loss tell.
 
     What has one number of each layer is `model/<name>/layers.<i>`.
     """
     metrics = {f"terms/{name}": float(term) for name, term in values.get("losses", {}).items()}
-    for name, value in values.get("side", {}).items():
+    told = values.get("side", {})
+    metrics |= moe_metrics(told)
+    for name, value in told.items():
+        if name in TOLD and "expert_counts" in told:
+            continue
         if value.ndim == 0:
             metrics[f"model/{name}"] = float(value)
         else:

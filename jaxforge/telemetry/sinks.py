@@ -7,12 +7,13 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-Metrics = dict[str, float]
+Metrics = dict[str, Any]
+"""Numbers by name; of experts, lists of numbers."""
 
 _MAX_WAITING = 100_000  # lines, of some 600 bytes
 
@@ -78,8 +79,14 @@ class JsonlSink:
 
 def as_json(step: int, metrics: Metrics) -> str:
     """One object: `step`, `time` (Unix seconds) and the metrics, null where not finite."""
-    finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
-    return json.dumps({"step": step, "time": round(time.time(), 3), **finite})
+    shown = {name: _finite(value) for name, value in metrics.items()}
+    return json.dumps({"step": step, "time": round(time.time(), 3), **shown})
+
+
+def _finite(value: Any) -> Any:  # noqa: ANN401 (a number, or a list of them)
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return value if math.isfinite(value) else None
 
 
 def _end_of_step(path: Path, step: int) -> int:

@@ -44,7 +44,9 @@ class TensorBoardSink:
     def write(self, step: int, metrics: Metrics) -> None:
         """One event with a scalar per metric, on its way to the disk when this returns."""
         values = [
-            self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()
+            self._summary.Value(tag=name, simple_value=value)
+            for name, value in metrics.items()
+            if not isinstance(value, list)
         ]
         summary = self._summary(value=values)
         self._file.write_event(self._event(wall_time=time.time(), step=step, summary=summary))

@@ -1,0 +1,54 @@
+"""`moe/*`: how a step's tokens were spread over experts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from jaxforge.telemetry.sinks import Metrics
+
+TOLD = ("expert_counts", "aux_loss", "router_z", "router_entropy", "router_bias", "dropped")
+"""What routers tell of every layer (`model.router`)."""
+LOAD = "moe/load/layers."
+"""Name of a layer's list of loads, without the layer."""
+
+
+def moe_metrics(told: Mapping[str, Any]) -> Metrics:
+    """What is logged of what routers tell; nothing where there are no experts.
+
+        moe/aux_loss          Σ over layers of E Σ f p, before its weight; 1 each at an even load
+        moe/router_z_loss     Σ over layers of mean (log Σ exp logit)², before its weight
+        moe/expert_balance    the least loaded expert over the most loaded, over all layers
+        moe/dropped           share of the assignments that found no room
+        moe/balance/…         least over most of each layer
+        moe/router_entropy/…  mean entropy of each layer's scores, nats
+        moe/router_bias/…     the largest bias of each layer, where there are biases
+        moe/load/…            of each expert its assignments, relative to an even load: a list
+
+    Args:
+        told: by the names of `TOLD`, one row for each layer; NaN or 0 of layers without experts.
+    """
+    if "expert_counts" not in told:
+        return {}
+    counts_LE = np.asarray(told["expert_counts"], np.float64)
+    layers = np.flatnonzero(counts_LE.sum(axis=1))
+    means = {name: np.asarray(told[name], np.float64) for name in TOLD[1:] if name in told}
+    metrics: Metrics = {
+        "moe/aux_loss": float(means["aux_loss"][layers].sum()),
+        "moe/router_z_loss": float(means["router_z"][layers].sum()),
+        "moe/expert_balance": _balance(counts_LE[layers]),
+        "moe/dropped": float(means["dropped"][layers].mean()),
+    }
+    for layer in layers.tolist():
+        metrics[f"moe/balance/layers.{layer}"] = _balance(counts_LE[layer])
+        for name in ("router_entropy", "router_bias"):
+            if name in means:
+                metrics[f"moe/{name}/layers.{layer}"] = float(means[name][layer])
+        load_E = counts_LE[layer] / counts_LE[layer].mean()
+        metrics[f"{LOAD}{layer}"] = load_E.round(3).tolist()
+    return metrics
+
+
+def _balance(counts: Float[np.ndarray, "..."]) -> float:
+    return float(counts.min() / counts.max()) if counts.size else float("nan")
