@@ -7,7 +7,7 @@ what is multiplied in vain is a sixteenth of the rows on average, whatever the n
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,9 @@ from jaxtyping import Array, Float, Int
 Rows = Float[Array, "m i"]
 Weights = Float[Array, "g o i"]
 Sizes = Int[Array, "g"]
+Carry = TypeVar("Carry")
 
-_RUNGS = 16  # each is compiled
+_EIGHTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16)  # of a group's fair share; each is compiled
 _FEW = 2048  # rows
 
 
@@ -29,44 +30,88 @@ def rungs(rows: int, groups: int) -> tuple[int, ...]:
     if rows <= _FEW:
         return (min(rows, 64),)
     step = max(8, -(-rows // (8 * groups * 8)) * 8)
-    return tuple(sorted({min(step * i, rows) for i in range(1, _RUNGS + 1)}))
+    return tuple(sorted({min(step * eighths, rows) for eighths in _EIGHTHS}))
 
 
 class Block(NamedTuple):
-    """Rows of one group, as many as `size` at most.
+    """Rows of one group.
 
     Attributes:
-        group: whose they are.
+        size: rows that are read; what follows is an integer on the device.
+        is_first: whether its group has no other that comes before.
+        group: whose rows they are.
         start: the first row that is read; arrays end where the last one does.
-        mine: of the rows read, which are the group's and not another block's.
-        size: rows that are read.
+        first: the first row that is the block's own.
+        end: the row after its last own one.
     """
 
-    group: Int[Array, ""]
-    start: Int[Array, ""]
-    mine: Array
     size: int
+    is_first: bool
+    group: Array
+    start: Array
+    first: Array
+    end: Array
 
-    def of(self, rows: Float[Array, "m i"]) -> Float[Array, "size i"]:
-        """The rows that are read."""
-        return jax.lax.dynamic_slice_in_dim(rows, self.start, self.size)
+    def read(self, rows: Rows) -> Float[Array, "size i"]:
+        """Its rows, with others' where it is not filled."""
+        return jax.lax.dynamic_slice_in_dim(
+            rows, self.start, self.size, allow_negative_indices=False
+        )
 
-    def own(self, rows: Float[Array, "m i"]) -> Float[Array, "size i"]:
-        """The same with zeros where a row is not of this block."""
-        return jnp.where(self.mine[:, None], self.of(rows), 0)
+    def own(self, rows: Rows) -> Float[Array, "size i"]:
+        """Its rows, with zeros where it is not filled: sums over rows are right."""
+        bits = _bits(self.read(rows))
+        return _floats(jnp.where(self._is_own, bits, jnp.zeros_like(bits)), rows.dtype)
 
-    def write(self, rows: Float[Array, "m i"], new: Float[Array, "size i"]) -> Rows:
-        """`rows` with this block's own replaced."""
-        kept = jnp.where(self.mine[:, None], new.astype(rows.dtype), self.of(rows))
-        return jax.lax.dynamic_update_slice_in_dim(rows, kept, self.start, 0)
+    def write(self, rows: Rows, new: Float[Array, "size i"]) -> Rows:
+        """Rows with its own ones replaced; both as `_bits`."""
+        return _update(rows, jnp.where(self._is_own, new, self.read(rows)), self.start)
+
+    def weight(self, w_GOI: Weights) -> Float[Array, "o i"]:
+        """Its group's."""
+        return jax.lax.dynamic_index_in_dim(
+            w_GOI, self.group, keepdims=False, allow_negative_indices=False
+        )
+
+    def add(self, sums_GOI: Weights, more_OI: Float[Array, "o i"]) -> Weights:
+        """Adds to its group's sum, which begins at zero."""
+        total_OI = more_OI if self.is_first else self.weight(sums_GOI) + more_OI
+        return _update(sums_GOI, total_OI[None], self.group)
+
+    @property
+    def _is_own(self) -> Array:
+        row = self.start + jnp.arange(self.size, dtype=jnp.int32)
+        return ((row >= self.first) & (row < self.end))[:, None]
+
+
+def _update(rows: Array, new: Array, start: Array) -> Array:
+    # What is computed in an update in place is computed by one thread: that one only copies.
+    new = jax.lax.optimization_barrier(new)
+    at = (start, *(0 for _ in rows.shape[1:]))
+    return jax.lax.dynamic_update_slice(rows, new, at, allow_negative_indices=False)
+
+
+def _bits(x: Array) -> Array:
+    """16 bits as integers: XLA:CPU takes floats of that size to float32 and back to choose one."""
+    if x.dtype.itemsize != 2:
+        return x
+    # Barriers, or XLA takes the cast out of the choice again.
+    return jax.lax.optimization_barrier(
+        jax.lax.bitcast_convert_type(jax.lax.optimization_barrier(x), jnp.uint16)
+    )
+
+
+def _floats(bits: Array, dtype: jnp.dtype) -> Array:
+    return bits if bits.dtype == dtype else jax.lax.bitcast_convert_type(bits, dtype)
 
 
 def over_blocks(
-    sizes_G: Sizes, rows: int, body: Callable[[Block, Array], Array], carry: Array
-) -> Array:
+    sizes_G: Sizes, rows: int, body: Callable[[Block, Carry], Carry], carry: Carry
+) -> Carry:
     """Runs `carry = body(block, carry)` over all blocks of all groups.
 
     A loop for each of `rungs`, and not one with a switch in it: that would copy what it carries.
+    The largest come last: others have what is left of a group, and nothing of it came before.
 
     Args:
         sizes_G: rows of each group; they follow each other.
@@ -75,83 +120,68 @@ def over_blocks(
         carry: the first.
     """
     ladder = rungs(rows, sizes_G.shape[0])
-    plan = _plan(sizes_G, rows, ladder)
+    table, firsts = _plan(sizes_G, rows, ladder)
 
-    def step(size: int, i: Array, carry: Array) -> Array:
-        first, end = plan.first[i], plan.end[i]
-        start = jnp.minimum(first, rows - size)
-        row = start + jnp.arange(size)
-        return body(Block(plan.group[i], start, (row >= first) & (row < end), size), carry)
+    def step(size: int, i: Array, carry: Carry) -> Carry:
+        row = jax.lax.dynamic_index_in_dim(table, i, keepdims=False, allow_negative_indices=False)
+        return body(Block(size, size < ladder[-1], *row), carry)
 
     for rung, size in enumerate(ladder):
         run = functools.partial(step, size)
-        carry = jax.lax.fori_loop(plan.rung[rung], plan.rung[rung + 1], run, carry)
+        carry = jax.lax.fori_loop(firsts[rung], firsts[rung + 1], run, carry)
     return carry
 
 
-class _Plan(NamedTuple):
-    """All blocks, sorted by their rungs.
-
-    Attributes:
-        group: of each block.
-        first: its first row.
-        end: the row after its last.
-        rung: which block is the first of each rung, and at last how many there are.
-    """
-
-    group: Array
-    first: Array
-    end: Array
-    rung: Array
-
-
-def _plan(sizes_G: Sizes, rows: int, ladder: tuple[int, ...]) -> _Plan:
+def _plan(sizes_G: Sizes, rows: int, ladder: tuple[int, ...]) -> tuple[Array, Array]:
+    """All blocks, sorted by their rungs: what `Block` says of each, and where each rung begins."""
     groups, largest = sizes_G.shape[0], ladder[-1]
     blocks_G = -(-sizes_G // largest)
     last_G = jnp.cumsum(blocks_G)
-    block = jnp.arange(rows // largest + groups)  # as many as there can be
-    group = jnp.minimum(jnp.sum(last_G <= block[:, None], axis=1), groups - 1)
+    block = jnp.arange(rows // largest + groups, dtype=jnp.int32)  # as many as there can be
+    group = jnp.minimum(jnp.sum(last_G <= block[:, None], axis=1, dtype=jnp.int32), groups - 1)
     ends = jnp.cumsum(sizes_G)[group]
     first = ends - sizes_G[group] + (block - (last_G - blocks_G)[group]) * largest
     end = jnp.minimum(first + largest, ends)
-    rung = jnp.sum(jnp.asarray(ladder) < (end - first)[:, None], axis=1)
+    rung = jnp.sum(jnp.asarray(ladder) < (end - first)[:, None], axis=1, dtype=jnp.int32)
     rung = jnp.where(block < last_G[-1], rung, len(ladder))
-    order = jnp.argsort(rung)
-    starts = jnp.sum(rung < jnp.arange(len(ladder) + 1)[:, None], axis=1)
-    return _Plan(group[order], first[order], end[order], starts)
+    size = jnp.asarray((*ladder, 0), jnp.int32)[rung]
+    columns = [group, jnp.minimum(first, rows - size), first, end]
+    table = jnp.stack(columns, axis=1)[jnp.argsort(rung)]
+    return table, jnp.sum(rung < jnp.arange(len(ladder) + 1)[:, None], axis=1, dtype=jnp.int32)
 
 
 def matmul(x_MI: Rows, w_GOI: Weights, sizes_G: Sizes) -> Float[Array, "m o"]:
     """Each row times its group's weights; rows beyond all groups give zeros."""
-
-    def body(block: Block, y_MO: Array) -> Array:
-        w_OI = w_GOI[block.group].astype(x_MI.dtype)
-        return block.write(y_MO, _product("bi,oi->bo", block.of(x_MI), w_OI))
-
-    y_MO = zeros((x_MI.shape[0], w_GOI.shape[1]), x_MI.dtype, x_MI)
-    return over_blocks(sizes_G, x_MI.shape[0], body, y_MO)
+    return _of_rows("bi,oi->bo", x_MI, w_GOI, sizes_G, w_GOI.shape[1])
 
 
-def gradient_of_rows(dy_MO: Array, w_GOI: Weights, sizes_G: Sizes) -> Float[Array, "m i"]:
+def gradient_of_rows(dy_MO: Rows, w_GOI: Weights, sizes_G: Sizes) -> Float[Array, "m i"]:
     """Each row of the result's gradient times its group's weights, transposed."""
+    return _of_rows("bo,oi->bi", dy_MO, w_GOI, sizes_G, w_GOI.shape[2])
 
-    def body(block: Block, dx_MI: Array) -> Array:
-        w_OI = w_GOI[block.group].astype(dy_MO.dtype)
-        return block.write(dx_MI, _product("bo,oi->bi", block.of(dy_MO), w_OI))
 
-    dx_MI = zeros((dy_MO.shape[0], w_GOI.shape[2]), dy_MO.dtype, dy_MO)
-    return over_blocks(sizes_G, dy_MO.shape[0], body, dx_MI)
+def _of_rows(equation: str, x_MI: Rows, w_GOI: Weights, sizes_G: Sizes, width: int) -> Rows:
+    def body(block: Block, rows: Array) -> Array:
+        weight = block.weight(w_GOI).astype(x_MI.dtype)
+        return block.write(rows, _bits(product(equation, block.read(x_MI), weight, x_MI.dtype)))
+
+    nothing = zeros((x_MI.shape[0], width), _bits(x_MI).dtype, x_MI)
+    return _floats(over_blocks(sizes_G, x_MI.shape[0], body, nothing), x_MI.dtype)
 
 
 def gradient_of_weights(x_MI: Rows, dy_MO: Array, sizes_G: Sizes) -> Float[Array, "g o i"]:
     """The sum over each group's rows of dy xᵀ, float32."""
 
     def body(block: Block, dw_GOI: Array) -> Array:
-        new_OI = _product("bo,bi->oi", block.own(dy_MO), block.own(x_MI))
-        return dw_GOI.at[block.group].add(new_OI)
+        return block.add(dw_GOI, product("bo,bi->oi", block.own(dy_MO), block.own(x_MI)))
 
     shape = (sizes_G.shape[0], dy_MO.shape[1], x_MI.shape[1])
     return over_blocks(sizes_G, x_MI.shape[0], body, zeros(shape, jnp.float32, x_MI))
+
+
+def product(equation: str, a: Array, b: Array, dtype: jnp.dtype = jnp.float32) -> Array:
+    """`einsum` with sums in float32: on CPUs that have AMX, bfloat16 is five times as fast so."""
+    return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32).astype(dtype)
 
 
 def zeros(shape: tuple[int, ...], dtype: jnp.dtype, like: Array) -> Array:
@@ -167,7 +197,3 @@ def varying(array: Array, axes: frozenset[str]) -> Array:
 def axes_of(array: Array) -> frozenset[str]:
     """The manual mesh axes that an array varies over, where `shard_map` keeps track of them."""
     return jax.typeof(array).manual_axis_type.varying
-
-
-def _product(equation: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)

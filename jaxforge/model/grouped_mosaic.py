@@ -1,0 +1,130 @@
+"""Grouped products on Hopper, in Pallas for GPUs (Mosaic): tiles that tensor cores take from TMA.
+
+Products of rows are the kernel that comes with JAX. Its counterpart for gradients of weights masks
+rows inside, asks for a GPU where it is only compiled for one, and rounds to bfloat16. Here the rows
+are laid out first so that no two groups share a tile, and sums leave in float32.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
+from jaxtyping import Array, Float, Int
+
+Rows = Float[Array, "m i"]
+Weights = Float[Array, "g o i"]
+Sizes = Int[Array, "g"]
+
+MULTIPLE = 64
+"""What widths must be a multiple of: the kernels read tiles of so many columns."""
+
+_PROCESSORS = 132  # of an H100; one that has fewer runs some after others
+_ROWS = 128  # of a tile
+_STEPS = 4  # tiles of a product that are on their way
+
+
+def matmul(x_MI: Rows, w_GOI: Weights, sizes_G: Sizes) -> Float[Array, "m o"]:
+    """Each row times its group's weights; rows beyond all groups give zeros."""
+    return _of_rows(x_MI, w_GOI, sizes_G, transpose=True)
+
+
+def gradient_of_rows(dy_MO: Rows, w_GOI: Weights, sizes_G: Sizes) -> Float[Array, "m i"]:
+    """Each row of the result's gradient times its group's weights, transposed."""
+    return _of_rows(dy_MO, w_GOI, sizes_G, transpose=False)
+
+
+def _of_rows(x_MI: Rows, w_GOI: Weights, sizes_G: Sizes, *, transpose: bool) -> Rows:
+    width = w_GOI.shape[1 if transpose else 2]
+    product = ragged_dot(
+        x_MI, w_GOI.astype(x_MI.dtype), group_sizes=sizes_G, block_m=_ROWS, block_n=_tile(width),
+        block_k=MULTIPLE, max_concurrent_steps=_STEPS, grid_block_n=1, transpose_rhs=transpose,
+    )  # fmt: skip
+    is_of_group = jnp.arange(x_MI.shape[0]) < jnp.sum(sizes_G)
+    return jnp.where(is_of_group[:, None], product, 0)
+
+
+def gradient_of_weights(x_MI: Rows, dy_MO: Rows, sizes_G: Sizes) -> Float[Array, "g o i"]:
+    """The sum over each group's rows of dy xᵀ, float32."""
+    out, inp, groups = dy_MO.shape[1], x_MI.shape[1], sizes_G.shape[0]
+    first_G, blocks_G, row_P, is_row_P = _apart(sizes_G, x_MI.shape[0])
+    x_PI, dy_PO = (jnp.where(is_row_P[:, None], rows[row_P], 0) for rows in (x_MI, dy_MO))
+    kernel = plgpu.kernel(
+        functools.partial(_add_up, groups, (_tile(out), _tile(inp))),
+        out_type=jax.ShapeDtypeStruct((groups, out, inp), jnp.float32),
+        grid=(_PROCESSORS,),
+        grid_names=("processor",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )
+    return kernel(first_G, blocks_G, dy_PO.T, x_PI)
+
+
+def _apart(sizes_G: Sizes, rows: int) -> tuple[Array, Array, Array, Array]:
+    """Rows laid out so that each block of `MULTIPLE` is of one group.
+
+    Returns:
+        The first block of each group, how many it has, and of each place in the new layout the row
+        that goes there and whether one does.
+    """
+    groups = sizes_G.shape[0]
+    blocks_G = -(-sizes_G // MULTIPLE)
+    first_G = jnp.cumsum(blocks_G) - blocks_G
+    place_P = jnp.arange((-(-rows // MULTIPLE) + groups) * MULTIPLE, dtype=jnp.int32)
+    group_P = jnp.searchsorted(first_G, place_P // MULTIPLE, side="right") - 1
+    within_P = place_P - first_G[group_P] * MULTIPLE
+    row_P = (jnp.cumsum(sizes_G) - sizes_G)[group_P] + within_P
+    return first_G, blocks_G, jnp.minimum(row_P, rows - 1), within_P < sizes_G[group_P]
+
+
+def _add_up(
+    groups: int,
+    tile: tuple[int, int],
+    first_G: jax.Ref,
+    blocks_G: jax.Ref,
+    dy_OP: jax.Ref,
+    x_PI: jax.Ref,
+    dw_GOI: jax.Ref,
+) -> None:
+    """The kernel: of each group each tile, a sum over the group's blocks of rows."""
+    across = dw_GOI.shape[2] // tile[1]
+
+    @plgpu.nd_loop((groups, dw_GOI.shape[1] // tile[0] * across), collective_axes="processor")
+    def _of_tile(loop: plgpu.NDLoopInfo) -> None:
+        group, at = loop.index
+        o, i = jax.lax.div(at, jnp.int32(across)), jax.lax.rem(at, jnp.int32(across))
+        first, blocks = first_G[group], blocks_G[group]
+
+        def sums(sum_ref: jax.Ref) -> Array:
+            @pl.when(blocks > 0)
+            def _() -> None:
+                plgpu.emit_pipeline(
+                    lambda _, dy, x: plgpu.wgmma(sum_ref, dy, x),
+                    grid=(blocks,),
+                    in_specs=[
+                        plgpu.BlockSpec(
+                            (tile[0], MULTIPLE), lambda k: (o, first + k), delay_release=1
+                        ),
+                        plgpu.BlockSpec(
+                            (MULTIPLE, tile[1]), lambda k: (first + k, i), delay_release=1
+                        ),
+                    ],
+                    max_concurrent_steps=_STEPS,
+                )(dy_OP, x_PI)
+
+            return sum_ref[...]
+
+        total = pl.run_scoped(sums, plgpu.ACC(tile))
+
+        @functools.partial(pl.run_scoped, shared=plgpu.SMEM(tile, dtype=jnp.float32))
+        def _store(shared: jax.Ref) -> None:
+            shared[...] = total
+            plgpu.commit_smem()
+            place = pl.ds(o * tile[0], tile[0]), pl.ds(i * tile[1], tile[1])
+            plgpu.copy_smem_to_gmem(shared, dw_GOI.at[group, *place])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _tile(width: int) -> int:
+    return 128 if width % 128 == 0 else MULTIPLE

@@ -1,0 +1,71 @@
+"""Grouped products by megablox: the Pallas kernels for TPU that come with JAX.
+
+A kernel computes tiles of rows. One that groups share is computed for each of them, so that tiles
+are small where groups are: an eighth of a group's fair share of rows, within what the MXU wants.
+What of a tile belongs to no group is left as the memory was.
+"""
+
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
+from jaxtyping import Array, Float, Int
+
+Rows = Float[Array, "m i"]
+Weights = Float[Array, "g o i"]
+Sizes = Int[Array, "g"]
+
+_LANES = 128
+_ROWS = (128, 512)  # of a tile, at least and at most
+_INTERPRET = False  # tests set it, to run the kernels without a TPU
+
+
+def matmul(x_MI: Rows, w_GOI: Weights, sizes_G: Sizes) -> Float[Array, "m o"]:
+    """Each row times its group's weights; rows beyond all groups give zeros."""
+    return _of_rows(x_MI, w_GOI, sizes_G, transpose=True)
+
+
+def gradient_of_rows(dy_MO: Rows, w_GOI: Weights, sizes_G: Sizes) -> Float[Array, "m i"]:
+    """Each row of the result's gradient times its group's weights, transposed."""
+    return _of_rows(dy_MO, w_GOI, sizes_G, transpose=False)
+
+
+def _of_rows(x_MI: Rows, w_GOI: Weights, sizes_G: Sizes, *, transpose: bool) -> Rows:
+    rows, width = x_MI.shape[0], w_GOI.shape[1 if transpose else 2]
+    limit = 1024 if x_MI.dtype.itemsize == 2 else 512
+    tiling = (
+        _tile_of_rows(rows, sizes_G.shape[0]),
+        tile(x_MI.shape[1], limit),
+        tile(width, limit),
+    )
+    product = gmm(
+        _padded(x_MI, tiling[0]), w_GOI.astype(x_MI.dtype), sizes_G, x_MI.dtype, tiling,
+        transpose_rhs=transpose, interpret=_INTERPRET,
+    )[:rows]  # fmt: skip
+    is_of_group = jnp.arange(rows) < jnp.sum(sizes_G)
+    return jnp.where(is_of_group[:, None], product, 0)
+
+
+def gradient_of_weights(x_MI: Rows, dy_MO: Rows, sizes_G: Sizes) -> Float[Array, "g o i"]:
+    """The sum over each group's rows of dy xᵀ, float32."""
+    rows = _tile_of_rows(x_MI.shape[0], sizes_G.shape[0])
+    # A tile of float32 sums, two copies of it on their way out, and the rows fit into 16 MiB.
+    tiling = rows, tile(dy_MO.shape[1], 512), tile(x_MI.shape[1], 1024)
+    return tgmm(
+        _padded(dy_MO, rows).T, _padded(x_MI, rows), sizes_G, jnp.float32, tiling,
+        interpret=_INTERPRET,
+    )  # fmt: skip
+
+
+def tile(size: int, limit: int) -> int:
+    """The largest multiple of 128, `limit` at most, whose multiples waste no tenth of `size`."""
+    tiles = range(limit, 0, -_LANES)
+    return next((t for t in tiles if -(-size // t) * t <= 1.1 * size), min(size, _LANES))
+
+
+def _tile_of_rows(rows: int, groups: int) -> int:
+    least, most = _ROWS
+    wanted = min(most, max(least, rows // (8 * groups)))
+    return 1 << (wanted.bit_length() - 1)
+
+
+def _padded(rows: Rows, multiple: int) -> Rows:
+    return jnp.pad(rows, ((0, -rows.shape[0] % multiple), (0, 0)))
