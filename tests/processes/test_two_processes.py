@@ -57,6 +57,19 @@ def test_it_does_not_matter_how_many_processes_begin_go_on_and_end(new_run):
     np.testing.assert_allclose(*losses, rtol=2e-6)
 
 
+def test_experts_may_be_on_several_processes(new_run):
+    """Spread over two, then over devices of one: each goes on from the other's checkpoint."""
+    experts = [*OVERRIDES, "--model.num_experts=4", "--model.moe_router=sigmoid_topk"]
+    alone, run = new_run("alone"), new_run("spread")
+    alone.finish(*experts)
+    mesh = ["--distributed.ep=2", "--distributed.tp=2", "--train.max_steps=10"]
+    outputs = finish_both(start_both(run, *experts, *mesh, devices=2))
+    assert "ep 2 x tp 2" in outputs[0]
+    run.finish(*experts, "--distributed.ep=4", devices=4)
+    losses = [list(one.losses().values()) for one in (run, alone)]
+    np.testing.assert_allclose(*losses, rtol=2e-6)
+
+
 def test_a_signal_to_one_stops_both_at_the_same_step(new_run):
     run = new_run("stopped")
     overrides = ["--train.max_steps=100000", "--checkpoint.interval=100000"]

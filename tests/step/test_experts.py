@@ -7,10 +7,12 @@ import jax
 import numpy as np
 import pytest
 
+from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.model import experts
+from jaxforge.state.train_state import abstract_state
 from tests import torch_names
 from tests.conftest import tiny_config
-from tests.helpers import new_setup, random_batches, setup
+from tests.helpers import new_setup, progress_of, random_batches, setup
 
 SHAPE = {"n_layers": 4, "dim": 32, "vocab_size": 64, "num_experts": 8, "moe_expert_dim": 16}
 UNEVEN = {"init_std": 0.3}  # routers that prefer some experts
@@ -100,6 +102,27 @@ def test_what_has_no_room_in_a_round_goes_in_the_next(train, monkeypatch):
     monkeypatch.setattr(experts, "_HEADROOM", 0.2)
     found = run(config("softmax", train, dp_shard=2, ep=4), new_setup)
     check_same(found, on_one_device("softmax"))
+
+
+def test_a_run_goes_on_from_its_checkpoint_on_any_mesh(tmp_path):
+    """Bit for bit on the mesh that it was saved on."""
+    job = config("kempnerforge", UPDATE, dp_shard=2, ep=2)
+    ours, batches = setup(job), random_batches(job, 2)
+    state, _ = ours.run(ours.state(), batches[:1])
+    section = job.checkpoint.model_copy(update={"async_mode": "disabled"})
+    saved = Checkpoints(tmp_path, section, ours.model.axes, stack=ours.model.stack)
+    saved.save(progress_of(state), state)
+    saved.close()
+    expected = jax.device_get(ours.run(state, batches[1:])[0])
+    for other in (job, config("kempnerforge", MICROBATCH, dp_shard=4, tp=2)):
+        there = setup(other)
+        like = abstract_state(there.model, there.optimizer, there.mesh)
+        restored, _ = Checkpoints(tmp_path, section, read_only=True).restore(like, 1)
+        state = jax.device_get(there.run(restored, batches[1:])[0])
+        same = np.testing.assert_array_equal
+        if other is not job:
+            same = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=5e-5)
+        jax.tree.map(same, state, expected)
 
 
 def test_every_assignment_is_counted():
