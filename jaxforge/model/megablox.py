@@ -5,7 +5,6 @@ are small where groups are: an eighth of a group's fair share of rows, within wh
 What of a tile belongs to no group is left as the memory was.
 """
 
-import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jaxtyping import Array, Float, Int
