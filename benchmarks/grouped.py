@@ -46,15 +46,16 @@ CASES = (
     Case(1024, 256, 704, 8),
     Case(4096, 512, 1408, 8, "bfloat16"),
 )
-Product = Callable[[Any, Any], Any]
+Tensor = jax.Array | torch.Tensor
+Product = Callable[[Tensor, Tensor], Tensor]
 
 
-def one_product(matmul: Product, silu: Callable, x: Any, weights: list) -> Any:
+def one_product(matmul: Product, silu: Callable, x: Tensor, weights: list) -> Tensor:
     """Rows times the first matrix of their expert."""
     return matmul(x, weights[0])
 
 
-def expert(matmul: Product, silu: Callable, x: Any, weights: list) -> Any:
+def expert(matmul: Product, silu: Callable, x: Tensor, weights: list) -> Tensor:
     """The feed-forward of an expert: down(silu(gate(x)) · up(x))."""
     gate, up, down = weights
     return matmul(silu(matmul(x, gate)) * matmul(x, up), down)

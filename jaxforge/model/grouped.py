@@ -10,15 +10,16 @@ multiplies every row with the weights of every group (JAX 0.10).
 """
 
 import functools
+import importlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxforge.errors import UserError
-from jaxforge.model import grouped_blocks, grouped_mosaic, megablox
+from jaxforge.model import grouped_blocks, megablox
 from jaxforge.model.grouped_blocks import axes_of, varying
 
 
@@ -103,10 +104,15 @@ def _mosaic_unsupported(at: ProductRequirements) -> str | None:
         return f"it needs Hopper, compute capability 9.0, and these GPUs have {at.capability}"
     if at.dtype not in (jnp.bfloat16, jnp.float16):
         return 'it computes in bf16 or fp16: set train.mixed_precision = "bf16"'
-    odd = [width for width in at.widths if width % grouped_mosaic.MULTIPLE]
-    if odd:
-        return f"widths are multiples of {grouped_mosaic.MULTIPLE}, and an expert has {odd[0]}"
+    multiple = _mosaic("MULTIPLE")
+    if odd := [width for width in at.widths if width % multiple]:
+        return f"widths are multiples of {multiple}, and an expert has {odd[0]}"
     return None
+
+
+def _mosaic(name: str) -> Any:  # noqa: ANN401
+    """Of `grouped_mosaic`, which is imported where it is used: not all that has JAX can."""
+    return getattr(importlib.import_module("jaxforge.model.grouped_mosaic"), name)
 
 
 class Products(NamedTuple):
@@ -138,8 +144,10 @@ GROUPED = {
         _megablox_unsupported, is_opaque=True,
     ),
     "mosaic_gpu": Products(
-        grouped_mosaic.matmul, grouped_mosaic.gradient_of_rows,
-        grouped_mosaic.gradient_of_weights, _mosaic_unsupported, is_opaque=True,
+        lambda *arrays: _mosaic("matmul")(*arrays),
+        lambda *arrays: _mosaic("gradient_of_rows")(*arrays),
+        lambda *arrays: _mosaic("gradient_of_weights")(*arrays),
+        _mosaic_unsupported, is_opaque=True,
     ),
 }  # fmt: skip
 

@@ -1,11 +1,14 @@
 """Rows times their group's weights: values, gradients, and that nothing else is multiplied."""
 
 import functools
+import importlib.util
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import topologies
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -212,22 +215,38 @@ def test_rows_laid_apart_for_mosaic():
         assert set(group[row[places][is_row[places]]]) == {g}
 
 
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no compiler for TPU")
+def test_megablox_compiles_for_tpu():
+    """Three kernels and no other product; as many FLOPs as are active."""
+    devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
+    program = compile_for(devices, "megablox", rows=1000, inp=200, out=330)
+    assert program.as_text().count('custom_call_target="tpu_custom_call"') == 3
+    assert not re.search(r" (dot|convolution)\(", program.as_text())
+    assert program.cost_analysis()["flops"] <= 1.1 * 3 * 2 * 1000 * 200 * 330
+
+
+def compile_for(devices, backend, rows, inp, out, groups=4):
+    """A product and its gradients on each of some devices."""
+    mesh = jax.sharding.Mesh(np.asarray(devices), "data")
+    split = jax.sharding.NamedSharding(mesh, P("data"))
+    x, w, dy = (
+        jax.ShapeDtypeStruct((mesh.size * shape[0], *shape[1:]), jnp.bfloat16, sharding=split)
+        for shape in ((rows, inp), (groups, out, inp), (rows, out))
+    )
+    sizes = jax.ShapeDtypeStruct((mesh.size * groups,), jnp.int32, sharding=split)
+    local = functools.partial(
+        value_and_gradients, functools.partial(grouped_matmul, backend=backend)
+    )
+    of_all = jax.shard_map(
+        local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False
+    )
+    return jax.jit(of_all).lower(x, w, dy, sizes).compile()
+
+
 @pytest.mark.skipif(not targets.gpu_compiler_is_here(), reason="XLA's compiler for GPUs is missing")
 def test_mosaic_compiles_for_h100():
     """Down to PTX, forward and both gradients, with no product beside the kernels."""
-    mesh = jax.sharding.Mesh(np.asarray(targets.gpus("h100")), "data")
-    split = jax.sharding.NamedSharding(mesh, P("data"))
-    x, w, dy = (
-        jax.ShapeDtypeStruct((8 * rows, *shape), jnp.bfloat16, sharding=split)
-        for rows, *shape in ((1000, 192), (4, 320, 192), (1000, 320))
-    )
-    sizes = jax.ShapeDtypeStruct((8 * 4,), jnp.int32, sharding=split)
-    mosaic = functools.partial(grouped_matmul, backend="mosaic_gpu")
-    local = jax.shard_map(
-        functools.partial(value_and_gradients, mosaic), mesh=mesh, in_specs=P("data"),
-        out_specs=P("data"), check_vma=False,
-    )  # fmt: skip
-    text = jax.jit(local).lower(x, w, dy, sizes).compile().as_text()
+    text = compile_for(targets.gpus("h100"), "mosaic_gpu", rows=1000, inp=192, out=320).as_text()
     assert text.count('custom_call_target="mosaic_gpu') == 3
     assert "__cublas" not in text
     assert "__triton_gemm" not in text
