@@ -69,9 +69,10 @@ GPU_CASES = (
 class TorchBlock(nn.Module):
     """Pre-norm block as torch users write it: RMSNorm, rotary attention, SwiGLU."""
 
-    def __init__(self, dim: int, heads: int, kv_heads: int, ffn: int) -> None:
+    def __init__(self, c: ModelConfig) -> None:
         super().__init__()
-        self.h, self.heads, self.kv_heads = dim // heads, heads, kv_heads
+        dim, heads, kv_heads, ffn = c.dim, c.n_heads, c.kv_heads, c.ffn_dim
+        self.h, self.heads, self.kv_heads = c.head_size, heads, kv_heads
         self.attention_norm, self.mlp_norm = nn.RMSNorm(dim, 1e-5), nn.RMSNorm(dim, 1e-5)
         self.qkv = nn.Linear(dim, (heads + 2 * kv_heads) * self.h, bias=False)
         self.o = nn.Linear(dim, dim, bias=False)
@@ -88,18 +89,24 @@ class TorchBlock(nn.Module):
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.o(y.transpose(1, 2).reshape(b, s, -1))
-        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+        return x + self.feed_forward(self.mlp_norm(x))
+
+    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[b, s, d] -> [b, s, d]."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
 
 
 class TorchModel(nn.Module):
     """The same decoder in plain PyTorch."""
 
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(
+        self, c: ModelConfig, block: Callable[[ModelConfig], nn.Module] | None = None
+    ) -> None:
         super().__init__()
+        block = block or TorchBlock
         self.embedding = nn.Embedding(c.vocab_size, c.dim)
-        blocks = [TorchBlock(c.dim, c.n_heads, c.kv_heads, c.ffn_dim) for _ in range(c.n_layers)]
-        self.layers = nn.ModuleList(blocks)
+        self.layers = nn.ModuleList(block(c) for _ in range(c.n_layers))
         self.norm, self.head = nn.RMSNorm(c.dim, 1e-5), nn.Linear(c.dim, c.vocab_size, bias=False)
         self.h = c.head_size
 
@@ -119,10 +126,12 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def torch_step(case: Case, *, compiled: bool) -> Callable[[], None]:
+def torch_step(
+    case: Case, *, compiled: bool, block: Callable[[ModelConfig], nn.Module] | None = None
+) -> Callable[[], None]:
     """One update of the PyTorch model: fused AdamW, clipping."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = TorchModel(job(case).model).to(device)
+    model = TorchModel(job(case).model, block).to(device)
     loss_of = torch.compile(model) if compiled else model
     optimizer = torch.optim.AdamW(
         model.parameters(), 1e-3, (0.9, 0.95), weight_decay=0.1, fused=True
@@ -152,6 +161,11 @@ def job(case: Case) -> JobConfig:
 
 def jax_step(case: Case) -> Callable[[], None]:
     """One update of jaxforge's step."""
+    return compiled_step(case)[0]
+
+
+def compiled_step(case: Case) -> tuple[Callable[[], None], jax.stages.Compiled]:
+    """The same, and the program."""
     config = job(case)
     mesh = make_mesh(config, jax.devices()[:1])
     model = build_model(config)
@@ -168,7 +182,7 @@ def jax_step(case: Case) -> Callable[[], None]:
         state[0], metrics = compiled(state[0], data, Controls())
         metrics["loss"].block_until_ready()
 
-    return step
+    return step, compiled
 
 
 def measure(steps: dict[str, Callable[[], None]], rounds: int, repeats: int) -> dict[str, float]:

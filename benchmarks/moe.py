@@ -1,0 +1,136 @@
+"""Experts: a step beside that of the dense model of equal active size, and PyTorch's.
+
+    python benchmarks/moe.py [--quick]
+
+A token meets as many parameters in all of them: the dense feed-forward is as wide as the experts
+that a token goes to. With a capacity, what does not fit is dropped. PyTorch goes through the
+experts one after the other, as most of its users write it. All take turns; besides the time, what
+all cores together have spent is shown, which other processes disturb less.
+"""
+
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+import results
+import step
+import torch
+from step import Case, compiled_step, torch_step
+from torch import nn
+from torch.nn import functional as F
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.parallel import host_memory
+
+_SHAPE = {"dim": 512, "n_layers": 4, "n_heads": 8, "vocab_size": 4096}
+_WIDTH, _TOP_K = 768, 2
+CASES = {
+    experts: Case(
+        f"{experts} experts, {_TOP_K} for each of 8 x 256 tokens",
+        {**_SHAPE, "num_experts": experts, "moe_top_k": _TOP_K, "moe_expert_dim": _WIDTH}, 8, 256,
+    )
+    for experts in (8, 32)
+}  # fmt: skip
+DENSE = Case("dense", {**_SHAPE, "ffn_hidden_dim": _TOP_K * _WIDTH}, 8, 256)
+
+
+class TorchExperts(nn.Module):
+    """Softmax, the best k, and a loop over experts."""
+
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.k, self.n = c.moe_top_k, c.num_experts
+        self.router = nn.Linear(c.dim, self.n, bias=False)
+        self.gate_up = nn.ModuleList(
+            nn.Linear(c.dim, 2 * c.expert_dim, bias=False) for _ in range(self.n)
+        )
+        self.down = nn.ModuleList(nn.Linear(c.expert_dim, c.dim, bias=False) for _ in range(self.n))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[b, s, d] -> [b, s, d]."""
+        tokens = x.flatten(0, 1)
+        weights, chosen = self.router(tokens).softmax(-1).topk(self.k)
+        weights = weights / weights.sum(-1, keepdim=True)
+        y = torch.zeros_like(tokens)
+        for expert in range(self.n):
+            token, slot = torch.where(chosen == expert)
+            gate, up = self.gate_up[expert](tokens[token]).chunk(2, dim=-1)
+            out = self.down[expert](F.silu(gate) * up) * weights[token, slot, None]
+            y = y.index_add(0, token, out)
+        return y.view_as(x)
+
+
+class TorchMoEBlock(step.TorchBlock):
+    """The block of the dense model with experts in it."""
+
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__(c)
+        del self.gate_up, self.down
+        self.experts = TorchExperts(c)
+
+    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[b, s, d] -> [b, s, d]."""
+        return self.experts(x)
+
+
+def measure(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, tuple[float, float]]:
+    """Median seconds of a step of each, and those of all cores, taking turns."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    for turn in range(rounds + 1):
+        for name, one in steps.items():
+            started, cores = time.perf_counter(), time.process_time()
+            one()
+            took = time.perf_counter() - started, time.process_time() - cores
+            if turn:
+                found[name].append(took)
+    return {
+        name: (statistics.median(t for t, _ in times), statistics.median(c for _, c in times))
+        for name, times in found.items()
+    }
+
+
+def compare(case: Case, *, rounds: int) -> list[results.Row]:
+    """Tokens per second of a case, beside its peers'; memory of the program, beside the dense."""
+    capped = dataclasses.replace(case, model={**case.model, "moe_capacity_factor": 1.0})
+    ours, program = compiled_step(case)
+    dense, dense_program = compiled_step(DENSE)
+    peers = {
+        "dense, as many active parameters": dense,
+        "capacity 1.0": compiled_step(capped)[0],
+        "torch, a loop over experts": torch_step(case, compiled=False, block=TorchMoEBlock),
+    }
+    found = measure({"ours": ours, **peers}, rounds)
+    tokens = case.batch * case.seq
+    rows = []
+    for peer in peers:
+        (seconds, cores), (theirs, their_cores) = found["ours"], found[peer]
+        rows += [
+            results.Row(case.name, round(tokens / seconds), peer, round(tokens / theirs),
+                        "tokens/s"),
+            results.Row(case.name, round(1e3 * cores), peer, round(1e3 * their_cores),
+                        "ms of all cores", smaller_is_better=True),
+        ]  # fmt: skip
+    memory = [one.memory_analysis().temp_size_in_bytes >> 20 for one in (program, dense_program)]
+    rows.append(
+        results.Row(case.name, memory[0], next(iter(peers)), memory[1], "MiB of temporaries",
+                    smaller_is_better=True)
+    )  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    """Prints the table and writes the results."""
+    quick = results.arguments(__doc__).parse_args().quick
+    host_memory.keep_freed_memory()
+    torch.set_num_threads(os.cpu_count() or 1)
+    cases = list(CASES.values())[: 1 if quick else None]
+    rows = [row for case in cases for row in compare(case, rounds=3 if quick else 11)]
+    notes = [f"float32, {jax.local_device_count()} device, {torch.get_num_threads()} threads"]
+    results.report("moe", rows, ("jax", "jaxlib", "torch"), notes=notes, write=not quick)
+
+
+if __name__ == "__main__":
+    main()
