@@ -131,7 +131,9 @@ def read(dcp: Dcp, target: AbstractTarget, options: Options) -> CheckpointState:
             progress, more = train_state.progress_of(where, made, target.config)
             notes += more
         return dataclasses.replace(checkpoint, progress=progress, notes=tuple(notes))
-    moments, missing = _moments(keys.state, target, by, options.fill_optimizer)
+    states, more = untrained.of_trained(keys.state, target, keys.dialect)
+    notes += more
+    moments, missing = _moments(states, target, by, options.fill_optimizer)
     if missing:
         notes.append(f"{missing} moments are not in the checkpoint and start from zero")
     scalars, updates = _scalars(keys, target, where, str(dcp.directory))
