@@ -6,6 +6,7 @@ are laid out first so that no two groups share a tile, and sums leave in float32
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jaxtyping import Array, Float, Int
 Rows = Float[Array, "m i"]
 Weights = Float[Array, "g o i"]
 Sizes = Int[Array, "g"]
+Ref = Any  # to memory of one kind or another, for which Pallas has a class each
 
 MULTIPLE = 64
 """What widths must be a multiple of: the kernels read tiles of so many columns."""
@@ -81,11 +83,11 @@ def _apart(sizes_G: Sizes, rows: int) -> tuple[Array, Array, Array, Array]:
 def _add_up(
     groups: int,
     tile: tuple[int, int],
-    first_G: jax.Ref,
-    blocks_G: jax.Ref,
-    dy_OP: jax.Ref,
-    x_PI: jax.Ref,
-    dw_GOI: jax.Ref,
+    first_G: Ref,
+    blocks_G: Ref,
+    dy_OP: Ref,
+    x_PI: Ref,
+    dw_GOI: Ref,
 ) -> None:
     """The kernel: of each group each tile, a sum over the group's blocks of rows."""
     across = dw_GOI.shape[2] // tile[1]
@@ -96,7 +98,7 @@ def _add_up(
         o, i = jax.lax.div(at, jnp.int32(across)), jax.lax.rem(at, jnp.int32(across))
         first, blocks = first_G[group], blocks_G[group]
 
-        def sums(sum_ref: jax.Ref) -> Array:
+        def sums(sum_ref: Ref) -> Array:
             @pl.when(blocks > 0)
             def _() -> None:
                 plgpu.emit_pipeline(
@@ -118,7 +120,7 @@ def _add_up(
         total = pl.run_scoped(sums, plgpu.ACC(tile))
 
         @functools.partial(pl.run_scoped, shared=plgpu.SMEM(tile, dtype=jnp.float32))
-        def _store(shared: jax.Ref) -> None:
+        def _store(shared: Ref) -> None:
             shared[...] = total
             plgpu.commit_smem()
             place = pl.ds(o * tile[0], tile[0]), pl.ds(i * tile[1], tile[1])

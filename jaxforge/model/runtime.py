@@ -2,10 +2,12 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from jaxforge.config.job import JobConfig
 from jaxforge.model.attention_backends import KernelRequirements, choose
+from jaxforge.model.grouped import ProductRequirements, choose_grouped
 
 _UNROLLED_ON_CPU = 12  # layers
 _TILE_ON_CPU = 1 << 22  # logits: 16 MiB of float32, which caches hold
@@ -35,22 +37,34 @@ class Runtime(NamedTuple):
     grouped: str = "blocks"
 
 
-def runtime_for(config: JobConfig, dtype: jnp.dtype, platform: str) -> Runtime:
+def gpu_capability(device: jax.Device) -> str | None:
+    """Compute capability of a GPU, such as "9.0"; None for other devices."""
+    return getattr(device, "compute_capability", None) if device.platform == "gpu" else None
+
+
+def runtime_for(
+    config: JobConfig, dtype: jnp.dtype, platform: str, capability: str | None = None
+) -> Runtime:
     """What suits a platform.
 
     Args:
         config: a validated config.
         dtype: dtype of activations.
         platform: "cpu", "gpu" or "tpu".
+        capability: of GPUs.
 
     Raises:
-        UserError: the attention kernel asked for cannot serve.
+        UserError: a kernel asked for cannot serve.
     """
     m = config.model
     length = config.train.seq_len
     chunk = next((c for c in m.chunks if c is not None and c < length), None)
     at = KernelRequirements(platform, dtype, m.head_size, length, m.attn_logit_softcap, chunk)
-    runtime = Runtime(choose(m, at), config.train.activation_checkpointing)
+    widths = (m.dim, m.expert_dim // config.distributed.tp)
+    products = ProductRequirements(platform, dtype, widths, capability)
+    grouped = choose_grouped(m.moe_backend, products) if m.is_moe else "blocks"
+    save = config.train.activation_checkpointing
+    runtime = Runtime(choose(m, at), save, grouped=grouped)
     if platform == "tpu":
         return runtime._replace(rope_as_matmul=True)
     if platform == "cpu":

@@ -32,7 +32,7 @@ from jaxforge.model.masking import positions_in_documents
 from jaxforge.model.network import Transformer, gather_sequence, split_sequence, times
 from jaxforge.model.plan import LayerKind, plan_of
 from jaxforge.model.rope import rotations
-from jaxforge.model.runtime import Runtime, runtime_for
+from jaxforge.model.runtime import Runtime, gpu_capability, runtime_for
 from jaxforge.model.scoring import soft_cap
 from jaxforge.parallel.mesh import STAGES
 from jaxforge.parallel.sharding import automatic_axes, constrain
@@ -333,19 +333,24 @@ def join(params: Params, state: Params) -> Params:
 AnyModel = TypeVar("AnyModel", bound=Model)
 
 
-def build_model(config: JobConfig, platform: str | None = None) -> Model:
+def build_model(
+    config: JobConfig, platform: str | None = None, capability: str | None = None
+) -> Model:
     """The model that `[model]` and `[train]` ask for, run as its platform likes it.
 
     Args:
         config: a validated config.
         platform: "cpu", "gpu" or "tpu"; by default that of JAX's first device.
+        capability: compute capability of GPUs that are not here.
 
     Raises:
-        UserError: the attention kernel asked for cannot serve.
+        UserError: a kernel asked for cannot serve.
     """
+    if platform is None:
+        platform, capability = jax.default_backend(), gpu_capability(jax.devices()[0])
     t, d = config.train, config.distributed
     dtype = _COMPUTE_DTYPES[t.mixed_precision]
-    runtime = runtime_for(config, dtype, platform or jax.default_backend())
+    runtime = runtime_for(config, dtype, platform, capability)
     stack = Stack(config.model.n_layers, d.pp, d.chunks)
     build = MODELS[config.model.model_type]
     return build(config.model, dtype=dtype, param_dtype=jnp.dtype(t.param_dtype), runtime=runtime,

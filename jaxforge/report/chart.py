@@ -16,10 +16,11 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxforge.report.scale import Scale, exact, scale_of
-from jaxforge.report.thinning import moving_median, split, thin
+from jaxforge.report.thinning import BUCKETS, MEDIANS, moving_median, split, thin
 
 _WIDTH, _HEIGHT = 2000, 1000  # of the stretched box: finer than pixels
 _COLOURS = 8  # in page.css; more curves are dashed
+_POINTS = 5000  # most points of a chart's curves together: the page stays small
 _MARKS = 200  # most marks along a chart: they are some pixels wide
 
 
@@ -34,6 +35,7 @@ class Curve:
         colour: which of the page's colours.
         dots: few values, each shown.
         smooth: noisy: draw a moving median over it.
+        shade: 0 to 1, instead of a colour: of many curves that have an order.
         base: [n] for an area, what it stands on; n is small then.
     """
 
@@ -43,6 +45,7 @@ class Curve:
     colour: int = 0
     dots: bool = False
     smooth: bool = False
+    shade: float | None = None
     base: np.ndarray | None = None
 
     @property
@@ -114,8 +117,9 @@ class _Drawn(NamedTuple):
 
 def figure(chart: Chart, frame: Frame) -> str:
     """The chart as an HTML figure."""
-    drawn = [_draw(curve) for curve in chart.curves]
-    data = [{"x": _rounded(c.x[kept]), "y": _rounded(c.y[kept])} for c, kept, _ in drawn]
+    buckets = min(BUCKETS, _POINTS // max(len(chart.curves), 1) // 2)
+    drawn = [_draw(curve, buckets) for curve in chart.curves]
+    data = [{"x": rounded(c.x[kept]), "y": rounded(c.y[kept])} for c, kept, _ in drawn]
     return (
         f'<figure class="chart{" wide" if chart.wide else ""}"><figcaption><div class="head">'
         f"<h2>{escape(chart.title)} <small>{escape(chart.unit)}</small></h2>"
@@ -143,11 +147,22 @@ def _span(x: np.ndarray) -> str:
     return f"{exact(float(x[0]))} to {exact(float(x[-1]))} ({len(x):,} times)"
 
 
-def _draw(curve: Curve) -> _Drawn:
+def _draw(curve: Curve, buckets: int) -> _Drawn:
     if curve.base is not None:
         return _Drawn(curve, np.arange(len(curve.x)), None)
-    median = moving_median(curve.x, curve.y) if curve.smooth else None
-    return _Drawn(curve, thin(curve.x, curve.y), median if median and median[2] > 1 else None)
+    median = moving_median(curve.x, curve.y, min(MEDIANS, buckets)) if curve.smooth else None
+    shown = median if median and median[2] > 1 else None
+    return _Drawn(curve, thin(curve.x, curve.y, buckets), shown)
+
+
+def x_axis(frame: Frame, most: int) -> Iterator[str]:
+    """The line below a chart with rarely more than `most` ticks, and its name."""
+    for i, (value, label) in enumerate(frame.x.ticks(most)):
+        at, other = percent(frame.x.place(value)), " odd" if i % 2 else ""
+        yield f'<use class="tick{other}" href="#tick" x="{at}" y="100%"/>'
+        yield f'<text class="x{other}" x="{at}" y="100%" dy="20">{label}</text>'
+    yield '<line class="axis" x2="100%" y1="100%" y2="100%"/>'
+    yield f'<text class="name" x="100%" y="100%" dy="36">{escape(frame.x_label)}</text>'
 
 
 def _switch(chart: Chart) -> str:
@@ -169,7 +184,7 @@ def _entry(curve: Curve) -> str:
     kind = "dots" if curve.dots else "area" if curve.base is not None else "line"
     last = exact(float(curve.y[-1]))
     return (
-        f'<li><i class="{kind} {_style(curve.colour)}"></i>{escape(curve.label)} '
+        f"<li><i {_look(kind, curve)}></i>{escape(curve.label)} "
         f'<b data-last="{last}">{last}</b></li>'
     )
 
@@ -189,7 +204,7 @@ def _plot(chart: Chart, drawn: Sequence[_Drawn], frame: Frame, view: str) -> str
         f"{''.join(_grid(frame, y))}"
         f'<svg class="curves" viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" '
         f'width="100%" height="100%">{paths}</svg>'
-        f"{''.join(_resumes(frame))}{''.join(_marks(chart, frame))}"
+        f"{''.join(resumes(frame))}{''.join(_marks(chart, frame))}"
         '<line class="cursor" y2="100%"/></svg></div>'
     )
 
@@ -208,31 +223,25 @@ def _close_up(chart: Chart, x: Scale) -> Scale:
 
 def _grid(frame: Frame, y: Scale) -> Iterator[str]:
     for value, label in y.ticks(7):
-        at = _percent(1 - y.place(value))
+        at = percent(1 - y.place(value))
         yield f'<line class="grid" x2="100%" y1="{at}" y2="{at}"/>'
         yield f'<text class="y" x="-8" y="{at}" dy=".32em">{label}</text>'
-    for i, (value, label) in enumerate(frame.x.ticks(8)):
-        at, other = _percent(frame.x.place(value)), " odd" if i % 2 else ""
-        yield f'<use class="tick{other}" href="#tick" x="{at}" y="100%"/>'
-        yield f'<text class="x{other}" x="{at}" y="100%" dy="20">{label}</text>'
-    yield '<line class="axis" x2="100%" y1="100%" y2="100%"/>'
-    yield f'<text class="name" x="100%" y="100%" dy="36">{escape(frame.x_label)}</text>'
+    yield from x_axis(frame, 8)
 
 
 def _paths(drawn: _Drawn, x: Scale, y: Scale) -> Iterator[str]:
     curve, kept, median = drawn
-    style = _style(curve.colour)
     if curve.base is not None:
-        yield f'<path class="area {style}" d="{_area(curve, x, y)}"/>'
+        yield f'<path {_look("area", curve)} d="{_area(curve, x, y)}"/>'
         return
-    kind = "raw" if median else "line"
-    yield f'<path class="{kind} {style}" d="{_path(curve.x[kept], curve.y[kept], x, y)}"/>'
+    raw = _look("raw" if median else "line", curve)
+    yield f'<path {raw} d="{_path(curve.x[kept], curve.y[kept], x, y)}"/>'
     if median:
-        yield f'<path class="line {style}" d="{_path(median[0], median[1], x, y)}"/>'
+        yield f'<path {_look("line", curve)} d="{_path(median[0], median[1], x, y)}"/>'
     if curve.dots:
         finite = kept[np.isfinite(curve.y[kept])]
         at = _pixels(curve.x[finite], curve.y[finite], x, y)
-        yield f'<path class="dots {style}" d="{"".join(f"M{a} {b}h0" for a, b in at)}"/>'
+        yield f'<path {_look("dots", curve)} d="{"".join(f"M{a} {b}h0" for a, b in at)}"/>'
 
 
 def _path(xs: np.ndarray, ys: np.ndarray, x: Scale, y: Scale) -> str:
@@ -267,9 +276,10 @@ def _pairs(points: Sequence[tuple[int, int]]) -> str:
     return " ".join(f"{a} {b}" for a, b in points)
 
 
-def _resumes(frame: Frame) -> Iterator[str]:
+def resumes(frame: Frame) -> Iterator[str]:
+    """Where runs were started again."""
     for mark in frame.resumes:
-        at, style = _percent(frame.x.place(mark.x)), _style(mark.colour)
+        at, style = percent(frame.x.place(mark.x)), _style(mark.colour)
         yield f'<line class="resume {style}" x1="{at}" x2="{at}" y2="100%">{_title(mark)}</line>'
 
 
@@ -277,15 +287,24 @@ def _marks(chart: Chart, frame: Frame) -> Iterator[str]:
     for curve in chart.curves:
         bad = curve.x[~np.isfinite(curve.y)]
         for mark in gathered(bad, f"{curve.label}: not finite"):
-            at = _percent(frame.x.place(mark.x))
+            at = percent(frame.x.place(mark.x))
             yield f'<use class="bad" href="#down" x="{at}">{_title(mark)}</use>'
     for mark in chart.skips:
-        at = _percent(frame.x.place(mark.x))
+        at = percent(frame.x.place(mark.x))
         yield f'<use class="skip" href="#up" x="{at}" y="100%">{_title(mark)}</use>'
 
 
-def _percent(fraction: np.ndarray) -> str:
+def percent(fraction: np.ndarray) -> str:
+    """A fraction of a length, in SVG and CSS."""
     return f"{100 * float(fraction):.5g}%"
+
+
+def _look(kind: str, curve: Curve) -> str:
+    """Attributes of what is drawn of a curve."""
+    if curve.shade is None:
+        return f'class="{kind} {_style(curve.colour)}"'
+    colour = f"color-mix(in oklch, var(--c0), var(--c5) {100 * curve.shade:.0f}%)"
+    return f'class="{kind}" style="--c:{colour}"'
 
 
 def _style(colour: int | None) -> str:
@@ -298,7 +317,7 @@ def _title(mark: Mark) -> str:
     return f"<title>{escape(mark.text)}</title>"
 
 
-def _rounded(values: np.ndarray) -> list[float | None]:
+def rounded(values: np.ndarray) -> list[float | None]:
     """Seven digits; what is not finite is null."""
     return [
         None if not math.isfinite(v) else int(v) if v == int(v) else float(f"{v:.7g}")

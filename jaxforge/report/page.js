@@ -1,5 +1,6 @@
 // The pointer's position on every chart at once: the values there in the legends, and where they are
-// under the axis. Between drawn points the nearest one is told.
+// under the axis. Between drawn points the nearest one is told; of a heat map also the band of the
+// colour under the pointer, and whose load it is.
 "use strict";
 (() => {
   const page = document.querySelector("main");
@@ -10,6 +11,9 @@
     values: [...figure.querySelectorAll(".legend b")],
     data: JSON.parse(figure.querySelector("script").textContent),
   }));
+  for (const { data } of charts) for (const curve of data) curve.x ??= data[0].x;
+  const bands = new Map([...document.querySelectorAll(".bands li")].map(
+    (band) => [getComputedStyle(band.querySelector("i")).backgroundColor, band.title]));
 
   const exact = (v) => {
     if (v === null) return "not finite";
@@ -42,6 +46,23 @@
     }
   };
 
+  const pixelsOf = (picture) => {
+    const canvas = document.createElement("canvas");
+    canvas.width = picture.naturalWidth;
+    canvas.height = picture.naturalHeight;
+    const context = canvas.getContext("2d", { willReadFrequently: true });
+    context.drawImage(picture, 0, 0);
+    return context;
+  };
+
+  const expertAt = (picture, pixels, event) => {
+    const box = picture.getBoundingClientRect();
+    const column = Math.floor(((event.clientX - box.left) / box.width) * picture.naturalWidth);
+    const row = Math.floor(((event.clientY - box.top) / box.height) * picture.naturalHeight);
+    const [red, green, blue, opacity] = pixels.getImageData(column, row, 1, 1).data;
+    return opacity ? `, expert ${row}: ${bands.get(`rgb(${red}, ${green}, ${blue})`)}` : "";
+  };
+
   const rest = () => {
     page.classList.remove("on");
     for (const value of page.querySelectorAll(".legend b")) value.textContent = value.dataset.last;
@@ -50,10 +71,15 @@
 
   let position = high;
   for (const plot of document.querySelectorAll(".plot")) {
+    const picture = plot.querySelector("img");
+    let pixels = null;
     const follow = (event) => {
       const box = plot.getBoundingClientRect();
       const part = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
       show((position = low + part * (high - low)));
+      if (!picture) return;
+      pixels ??= pixelsOf(picture);
+      plot.querySelector("text.name").textContent += expertAt(picture, pixels, event);
     };
     plot.addEventListener("pointermove", follow);
     plot.addEventListener("pointerdown", follow);

@@ -6,6 +6,7 @@ from importlib import resources
 from string import Template
 
 from jaxforge.report.chart import Frame, Mark, figure
+from jaxforge.report.heat_map import heat_maps
 from jaxforge.report.pictures import charts
 from jaxforge.report.reading import Run
 from jaxforge.report.scale import Scale
@@ -27,12 +28,15 @@ def page(runs: Sequence[Run], axis: str) -> str:
         axis: a key of `AXES`.
     """
     frame = _frame(runs, axis)
+    known, others = charts(runs, axis)
     return Template(_file("page.html")).substitute(
         title=escape(", ".join(run.name for run in runs)),
         style=_file("page.css"),
         script=_file("page.js"),
         facts=facts(runs),
-        charts="".join(figure(chart, frame) for chart in charts(runs, axis)),
+        charts="".join(figure(chart, frame) for chart in known)
+        + heat_maps(runs, axis, frame)
+        + "".join(figure(chart, frame) for chart in others),
         below=below(runs),
         axis=escape(frame.x_label),
         low=repr(frame.x.low),

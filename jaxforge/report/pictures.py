@@ -1,6 +1,7 @@
 """Which charts a page gets: every metric that was logged, but for those that follow from others."""
 
 import dataclasses
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -9,6 +10,8 @@ from jaxforge.report.chart import Chart, Curve, Mark, gathered
 from jaxforge.report.reading import Run
 
 _AREA_POINTS = 400
+_NARROW = 12  # most layers in the legend of a chart of half the page's width
+_LAYER = re.compile(r"(.+)/layers\.(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +74,34 @@ _STEPS = (
         zero=True,
     ),
     _Family("Skipped steps", "so far", {"skipped": "train/skipped_steps"}, zero=True),
+    _Family(
+        "Balance of experts", "least loaded over most loaded",
+        {"over all layers": "moe/expert_balance"}, zero=True, smooth=True,
+    ),
+    _Family(
+        "Load-balancing loss", "sum over layers, before its weight; even: 1 each",
+        {"all layers": "moe/aux_loss"}, smooth=True,
+    ),
+    _Family(
+        "Router z-loss", "sum over layers, before its weight",
+        {"all layers": "moe/router_z_loss"}, smooth=True,
+    ),
+    _Family(
+        "Dropped assignments", "% of all", {"no room": "moe/dropped"}, zero=True, smooth=True,
+        factor=100,
+    ),
 )  # fmt: skip
+_BY_LAYER = {
+    "moe/balance": _Family(
+        "Balance by layer", "least loaded expert over most loaded", {}, zero=True, smooth=True
+    ),
+    "moe/router_entropy": _Family("Router entropy by layer", "nats", {}, smooth=True),
+    "moe/router_bias": _Family("Largest router bias by layer", "", {}, smooth=True),
+}  # fmt: skip
 
 
-def charts(runs: Sequence[Run], axis: str) -> Iterator[Chart]:
-    """The charts, the most telling first.
+def charts(runs: Sequence[Run], axis: str) -> tuple[list[Chart], list[Chart]]:
+    """The charts of what is known, the most telling first, and those of any other metric.
 
     Args:
         runs: one, or several to compare.
@@ -83,6 +109,22 @@ def charts(runs: Sequence[Run], axis: str) -> Iterator[Chart]:
     """
     names = list(dict.fromkeys(name for run in runs for name in run.series))
     names = [name for name in names if not _is_left_out(name, runs)]
+    layers = _by_layer(names)
+    known = [*_known(names, runs, axis)]
+    known += [_mixture(run, sets, axis, runs) for run in runs if (sets := _datasets(run))]
+    known += [chart for start in layers for chart in _layers(start, layers[start], runs, axis)]
+    shown = {name for family in _families(names) for name in family.metrics.values()}
+    shown |= {name for metrics in layers.values() for name in metrics.values()}
+    others = [
+        _chart(_Family(name, "", {}, smooth=True), name, {name: name}, runs, axis)
+        for name in names
+        if name not in shown
+    ]
+    return known, others
+
+
+def _known(names: Sequence[str], runs: Sequence[Run], axis: str) -> Iterator[Chart]:
+    """Of families: for several runs, a metric's first place is its only one."""
     shown: set[str] = set()
     for family in _families(names):
         metrics = {label: name for label, name in family.metrics.items() if name in names}
@@ -93,16 +135,14 @@ def charts(runs: Sequence[Run], axis: str) -> Iterator[Chart]:
             if name not in shown:
                 yield _chart(family, title, {label: name}, runs, axis)
         shown |= set(metrics.values())
-    yield from (_mixture(run, sets, axis, runs) for run in runs if (sets := _datasets(run)))
-    for name in names:
-        if name not in shown:
-            yield _chart(_Family(name, "", {}, smooth=True), name, {name: name}, runs, axis)
 
 
 def _is_left_out(name: str, runs: Sequence[Run]) -> bool:
-    """Whether a metric follows from others, or is told elsewhere on the page."""
+    """Whether a metric follows from others, is told elsewhere on the page, or cannot but be 0."""
     if name == "train/skipped_steps":
         return not any(run.skipped for run in runs)
+    if name == "moe/dropped":
+        return not any(run.config.model.moe_capacity_factor for run in runs)
     derived = name.startswith("smoothed/") or name in ("train/tokens", "gpu/mem_utilization")
     return (
         derived or name.endswith("perplexity") or any(name in _datasets(r).values() for r in runs)
@@ -110,7 +150,7 @@ def _is_left_out(name: str, runs: Sequence[Run]) -> bool:
 
 
 def _families(names: Sequence[str]) -> Iterator[_Family]:
-    """In the order of the page; for several runs, a metric's first place is its only one."""
+    """In the order of the page."""
     losses = {"train": "train/loss", "evaluation": "eval/loss"}
     nats, views = "nats per token", ("linear", "log", "close-up")
     yield _Family("Loss", nats, losses, views, wide=True, smooth=True, skips=True)
@@ -136,6 +176,32 @@ def by_label(names: Collection[str], start: str, end: str) -> dict[str, str]:
         if name.startswith(start) and name.endswith(end) and name != whole
     }
     return ({"all sets" if parts else "evaluation": whole} if whole in names else {}) | parts
+
+
+def _by_layer(names: Sequence[str]) -> dict[str, dict[str, str]]:
+    """The metrics of which each layer has one, by label and in the order of the layers."""
+    found = [(match[1], int(match[2])) for name in names if (match := _LAYER.fullmatch(name))]
+    groups: dict[str, dict[str, str]] = {start: {} for start, _ in found}
+    for start, layer in sorted(found):
+        groups[start][f"layer {layer}"] = f"{start}/layers.{layer}"
+    return groups
+
+
+def _layers(
+    start: str, metrics: Mapping[str, str], runs: Sequence[Run], axis: str
+) -> Iterator[Chart]:
+    """A chart for each run, as the layers of several would hardly be told apart."""
+    family = _BY_LAYER.get(start, _Family(f"{start} by layer", "", {}, smooth=True))
+    for run in runs:
+        logged = {label: name for label, name in metrics.items() if name in run.series}
+        if logged:
+            title = family.title if len(runs) == 1 else f"{family.title}: {run.name}"
+            chart = _chart(family, title, logged, [run], axis)
+            last = max(len(logged) - 1, 1)
+            curves = [
+                dataclasses.replace(curve, shade=i / last) for i, curve in enumerate(chart.curves)
+            ]
+            yield dataclasses.replace(chart, curves=curves, wide=len(logged) > _NARROW)
 
 
 def _chart(

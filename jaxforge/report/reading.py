@@ -18,6 +18,7 @@ from jaxforge import run_directory
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import build_model, parameter_count
+from jaxforge.report.loads import LoadReader, Loads
 
 _METRICS = "metrics.jsonl"
 _NEEDED = ("train/loss", "train/tokens", "train/step_time_sec", "train/skipped_steps")
@@ -53,6 +54,7 @@ class Run:
         toml: the same, as its file has it.
         parameters: number of parameters of the model.
         series: by name of the metric; "train/loss" is always there.
+        loads: of experts; None of a run without any.
         resumes: steps after which it was started again; None where the log is missing.
     """
 
@@ -61,6 +63,7 @@ class Run:
     toml: str
     parameters: int
     series: dict[str, Series]
+    loads: Loads | None
     resumes: list[int] | None
 
     @property
@@ -116,7 +119,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 def _read(path: Path, name: str) -> Run:
     if not (path / _METRICS).is_file():
         raise UserError(_no_metrics(path))
-    series = _read_metrics(path / _METRICS)
+    series, loads = _read_metrics(path / _METRICS)
     if missing := [name for name in _NEEDED if name not in series]:
         raise UserError(
             f"{path / _METRICS} has no {missing[0]}: no step is logged yet, or an older version "
@@ -129,6 +132,7 @@ def _read(path: Path, name: str) -> Run:
         toml=(path / "config.toml").read_text(encoding="utf-8"),
         parameters=parameter_count(build_model(config).abstract),
         series=series,
+        loads=loads,
         resumes=_read_resumes(path / "logs" / "process_0.log", series["train/loss"].step[-1]),
     )
 
@@ -143,12 +147,14 @@ def _no_metrics(path: Path) -> str:
     return f"{path} is no run directory: it has no {_METRICS}{hint}"
 
 
-def _read_metrics(path: Path) -> dict[str, Series]:
+def _read_metrics(path: Path) -> tuple[dict[str, Series], Loads | None]:
     """The metrics by name; in columns, as a line of a long run's million costs a kilobyte."""
+    loads = LoadReader()
     columns: dict[str, tuple[array, array, array]] = defaultdict(
         lambda: (array("q"), array("d"), array("d"))
     )
     for line in _whole_lines(path):
+        loads.take(line)
         step, time = line.pop("step"), line.pop("time")
         for name, value in line.items():
             if isinstance(value, list):
@@ -157,7 +163,8 @@ def _read_metrics(path: Path) -> dict[str, Series]:
             steps.append(step)
             times.append(time)
             values.append(math.nan if value is None else value)
-    return {name: Series(*map(np.array, column)) for name, column in columns.items()}
+    series = {name: Series(*map(np.array, column)) for name, column in columns.items()}
+    return series, loads.loads()
 
 
 def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -42,6 +42,7 @@ def below(runs: Sequence[Run]) -> str:
     return (
         (_table("Evaluations", _EVALUATION, evaluations) if evaluations else "")
         + (_table("Configs", ["key", *(r.name for r in runs)], differences) if differences else "")
+        + "".join(_experts(run) for run in runs)
         + configs
         + f"<footer>The last logged step is of {moment} UTC.</footer>"
     )
@@ -103,6 +104,22 @@ def _evaluations(runs: Sequence[Run]) -> Rows:
                 exact(lowest),
                 f"{step:,}",
             ]
+
+
+def _experts(run: Run) -> str:
+    """Who was idle and who was busy at the last step: there are as many rows as layers."""
+    if run.loads is None:
+        return ""
+    rows = []
+    for layer, load in zip(run.loads.layers, run.loads.last, strict=True):
+        ends = [(int(i), exact(float(load[i]))) for i in (load.argmin(), load.argmax())]
+        told = [f"{value} (expert {i})" for i, value in ends]
+        rows.append([str(layer), *told, str(int(np.sum(load == 0)))])
+    title = f"load of experts of {run.name} at step {run.loads.last_step:,}"
+    return (
+        f"<details><summary>{escape(title)}</summary>"
+        f"{_table('', ['layer', 'least loaded', 'most loaded', 'idle experts'], rows)}</details>"
+    )
 
 
 def _differences(runs: Sequence[Run]) -> Rows:

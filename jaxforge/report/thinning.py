@@ -6,7 +6,7 @@ Deterministic: the same run gives the same page.
 import numpy as np
 
 BUCKETS = 800  # more columns of pixels than a chart has on most screens
-_MEDIANS = 300  # positions of a moving median; it is smooth, so straight lines lie between them
+MEDIANS = 300  # positions of a moving median; it is smooth, so straight lines lie between them
 
 
 def thin(x: np.ndarray, y: np.ndarray, buckets: int = BUCKETS) -> np.ndarray:
@@ -38,17 +38,24 @@ def split(x: np.ndarray, buckets: int) -> list[np.ndarray]:
     return [part for part in parts if part.size]
 
 
-def moving_median(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+def moving_median(
+    x: np.ndarray, y: np.ndarray, positions: int = MEDIANS
+) -> tuple[np.ndarray, np.ndarray, int]:
     """The median of the points around each of some positions.
 
     Unlike a mean it does not see spikes. Windows shrink towards the start, where curves are steep,
     and lose their later half towards the end. Points that are not finite are left out.
 
+    Args:
+        x: [n], increasing.
+        y: [n].
+        positions: most of them; straight lines lie between.
+
     Returns:
         x and median at each position, and the points in a window.
     """
     half = len(x) // 100
-    centres = np.unique(np.linspace(0, len(x) - 1, _MEDIANS).round().astype(int))
+    centres = np.unique(np.linspace(0, len(x) - 1, positions).round().astype(int))
     medians = [_median(y[i - min(half, i) : i + min(half, i) + 1]) for i in centres]
     return x[centres], np.array(medians), 2 * half + 1
 

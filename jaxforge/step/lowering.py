@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxforge.config.job import JobConfig
+from jaxforge.model.runtime import gpu_capability
 from jaxforge.model.transformer import build_model, matmul_precision
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.mesh import data_parallel_size
@@ -23,7 +24,8 @@ def lower_train_step(config: JobConfig, mesh: Mesh) -> jax.stages.Lowered:
     Raises:
         UserError: a parameter does not divide, or the attention kernel asked for cannot serve.
     """
-    model = build_model(config, mesh.devices.flat[0].platform)
+    device = mesh.devices.flat[0]
+    model = build_model(config, device.platform, gpu_capability(device))
     optimizer = build_optimizer(config, model.axes)
     with jax.set_mesh(mesh), matmul_precision(config):
         step = make_train_step(model, optimizer, config, mesh)

@@ -1,0 +1,225 @@
+"""A small decoder with experts in plain torch, and its training, written from the formulas.
+
+Parameters have KempnerForge's names, and so does what no gradient moves, the `kept`: the mean load
+or, chosen with only, the bias of each expert. Nothing is sorted, grouped or fused.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from jaxforge.config.job import JobConfig
+from jaxforge.config.model import ModelConfig
+
+Named = dict[str, Tensor]
+
+ACTIVATIONS = {"silu": functional.silu, "gelu": functional.gelu, "relu": functional.relu}
+
+
+def linear(p: Named, name: str, x: Tensor) -> Tensor:
+    return functional.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
+
+
+def norm(c: ModelConfig, p: Named, name: str, x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + c.norm_eps) * p[f"{name}.weight"]
+
+
+def rotated(c: ModelConfig, x: Tensor) -> Tensor:
+    """Queries or keys [batch, heads, length, channels], turned by their positions."""
+    half = x.shape[-1] // 2
+    frequencies = c.rope_theta ** -(torch.arange(half, dtype=x.dtype) / half)
+    angles = torch.outer(torch.arange(x.shape[-2], dtype=x.dtype), frequencies)
+    cos, sin, (one, two) = angles.cos(), angles.sin(), x.split(half, -1)
+    return torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
+
+
+def attention(c: ModelConfig, p: Named, name: str, x: Tensor) -> Tensor:
+    channels, length = c.dim // c.n_heads, x.shape[1]
+    q, k, v = (
+        linear(p, f"{name}.{one}_proj", x).unflatten(-1, (-1, channels)).transpose(1, 2)
+        for one in "qkv"
+    )
+    k, v = (y.repeat_interleave(c.n_heads // y.shape[1], 1) for y in (rotated(c, k), v))
+    scores = rotated(c, q) @ k.mT / math.sqrt(channels)
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    seen = scores.masked_fill(future, -math.inf).softmax(-1) @ v
+    return linear(p, f"{name}.o_proj", seen.transpose(1, 2).flatten(2))
+
+
+def feed_forward(c: ModelConfig, p: Named, name: str, x: Tensor) -> Tensor:
+    act, hidden = ACTIVATIONS[c.activation], linear(p, f"{name}.up_proj", x)
+    if c.activation == "silu":
+        hidden = act(linear(p, f"{name}.gate_proj", x)) * hidden
+    else:
+        hidden = act(hidden)
+    return linear(p, f"{name}.down_proj", hidden)
+
+
+def bias_update(c: ModelConfig) -> str:
+    return c.moe_bias_update or ("kempnerforge" if c.moe_router == "sigmoid_topk" else "none")
+
+
+@dataclass
+class Routing:
+    """Of T tokens: logits and scores [T, E], experts and their weights [T, K]."""
+
+    logits: Tensor
+    scores: Tensor
+    chosen: Tensor
+    weights: Tensor
+
+    def counts(self) -> Tensor:
+        return torch.bincount(self.chosen.flatten(), minlength=self.logits.shape[1])
+
+
+def in_best_groups(c: ModelConfig, ranking: Tensor) -> Tensor:
+    """The ranking [T, E]; -inf in all but the best groups, by the sum of their two best."""
+    grouped = ranking.unflatten(-1, (c.moe_groups, -1))
+    worth = grouped.topk(min(2, grouped.shape[-1])).values.sum(-1)
+    best = worth.topk(c.moe_top_k_groups).indices
+    out = torch.ones_like(worth).scatter(-1, best, 0).bool()
+    return grouped.masked_fill(out[..., None], -math.inf).flatten(-2)
+
+
+def route(c: ModelConfig, p: Named, kept: Named, name: str, x: Tensor) -> Routing:
+    logits, bias = linear(p, f"{name}.gate", x), f"{name}.expert_bias"
+    if bias_update(c) == "kempnerforge":
+        scores = ranking = torch.sigmoid(logits + p[bias])
+    else:
+        scores = logits.softmax(-1) if c.moe_router == "softmax_topk" else torch.sigmoid(logits)
+        ranking = scores + kept[bias] if bias_update(c) == "sign" else scores
+    chosen = in_best_groups(c, ranking.detach()).topk(c.moe_top_k).indices
+    weights = scores.gather(-1, chosen)
+    if c.moe_norm_topk:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return Routing(logits, scores, chosen, weights)
+
+
+def routed(c: ModelConfig, p: Named, name: str, x: Tensor, r: Routing, training: bool) -> Tensor:
+    """What the experts add up to; each takes `room` tokens of a slot, first come first served."""
+    even = len(x) * c.moe_top_k / c.num_experts
+    room = max(1, math.ceil(even * c.moe_capacity_factor)) if c.moe_capacity_factor else len(x)
+    out, counts = torch.zeros_like(x), r.counts()
+    for slot in range(c.moe_top_k):
+        for j in range(c.num_experts):
+            rows = (r.chosen[:, slot] == j).nonzero()[:room, 0]
+            y = feed_forward(c, p, f"{name}.{j}", x[rows])
+            if c.moe_gradient_scale and training:
+                y = y * even / counts[j]
+            out = out.index_add(0, rows, r.weights[rows, slot, None] * y)
+    return c.moe_routed_scaling * out
+
+
+def shared(c: ModelConfig, p: Named, name: str, x: Tensor) -> Tensor:
+    y = feed_forward(c, p, name, x)
+    return torch.sigmoid(linear(p, f"{name}_gate", x)) * y if c.moe_shared_expert_gate else y
+
+
+def penalties(c: ModelConfig, r: Routing, sequences: int) -> Tensor:
+    """What one layer adds to the loss."""
+    tokens, experts = r.logits.shape
+    z = c.moe_router_z_loss_weight * r.logits.logsumexp(-1).square().mean()
+    share = r.counts() / (tokens * c.moe_top_k)
+    if bias_update(c) == "kempnerforge":
+        weight = c.moe_aux_loss_weight * c.moe_sequence_aux_loss_weight
+        return z + weight * experts * (share * r.scores.mean(0)).sum()
+    scores = r.scores / r.scores.sum(-1, keepdim=True)
+    switch = experts * (share * scores.mean(0)).sum()
+    each = [
+        balance(c, one, chosen)
+        for one, chosen in zip(scores.chunk(sequences), r.chosen.chunk(sequences), strict=True)
+    ]
+    within = torch.stack(each).mean()
+    return z + c.moe_aux_loss_weight * switch + c.moe_sequence_aux_loss_weight * within
+
+
+def balance(c: ModelConfig, scores: Tensor, chosen: Tensor) -> Tensor:
+    """DeepSeek-V3's, of one sequence."""
+    length, experts = scores.shape
+    counts = torch.bincount(chosen.flatten(), minlength=experts)
+    return (experts / (c.moe_top_k * length) * counts * scores.mean(0)).sum()
+
+
+def forward(
+    c: ModelConfig, p: Named, kept: Named, tokens: Tensor, training: bool = True
+) -> tuple[Tensor, Tensor, dict[int, Routing]]:
+    """Logits of tokens [batch, length], penalties, and each layer's choice of experts."""
+    x, total, routings = p["token_embedding.embedding.weight"][tokens], torch.zeros(()), {}
+    for i in range(c.n_layers):
+        name = f"layers.{i}"
+        x = x + attention(c, p, f"{name}.attention", norm(c, p, f"{name}.attention_norm", x))
+        y, name = norm(c, p, f"{name}.mlp_norm", x), f"{name}.mlp"
+        if i < c.moe_first_dense_layers or (i + 1) % c.moe_frequency:
+            x = x + feed_forward(c, p, name, y)
+            continue
+        flat = y.flatten(0, 1)
+        r = routings[i] = route(c, p, kept, f"{name}.router", flat)
+        out = routed(c, p, f"{name}.experts", flat, r, training)
+        if c.moe_shared_experts:
+            out = out + shared(c, p, f"{name}.shared_expert", flat)
+        x = x + out.view_as(x)
+        total = total + penalties(c, r, len(tokens))
+    return linear(p, "output_head.proj", norm(c, p, "norm", x)), total, routings
+
+
+def bias_rate(c: ModelConfig, progress: float) -> float:
+    factor = {
+        "constant": 1.0,
+        "cosine_decay": 0.5 * (1 + math.cos(math.pi * progress)),
+        "linear_warmup": min(1.0, 10 * progress),
+    }[c.moe_bias_schedule]
+    return c.moe_bias_update_rate * factor
+
+
+class Training:
+    """Updates of the model; an update's loss is the mean of its microbatches' losses."""
+
+    def __init__(self, config: JobConfig, params: Named, kept: Named):
+        self.config, self.params, self.kept, self.step = config, params, kept, 0
+        o = config.optimizer
+        decay = [x for name, x in params.items() if x.ndim > 1 and "bias" not in name]
+        plain = [x for name, x in params.items() if x.ndim <= 1 or "bias" in name]
+        for x in params.values():
+            x.requires_grad_()
+        groups = [
+            {"params": decay, "weight_decay": o.weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)
+
+    def update(self, tokens: Tensor, labels: Tensor) -> tuple[float, Named, dict[int, Tensor]]:
+        """Loss, gradients before clipping, and how many tokens each layer's experts had.
+
+        Tokens and labels are [microbatches, batch, length]; labels of -100 do not count.
+        """
+        self.optimizer.zero_grad()
+        whole, counts = 0.0, {}
+        for x, y in zip(tokens, labels, strict=True):
+            logits, extra, routings = forward(self.config.model, self.params, self.kept, x)
+            loss = functional.cross_entropy(logits.flatten(0, 1), y.flatten()) + extra
+            (loss / len(tokens)).backward()
+            whole += loss.item() / len(tokens)
+            for i, r in routings.items():
+                counts[i] = counts.get(i, 0) + r.counts()
+        grads = {name: x.grad.clone() for name, x in self.params.items()}
+        torch.nn.utils.clip_grad_norm_(self.params.values(), self.config.train.grad_clip_norm)
+        self.optimizer.step()
+        for i, load in counts.items():
+            self.move_bias(f"layers.{i}.mlp.router", load)
+        self.step += 1
+        return whole, grads, counts
+
+    @torch.no_grad()
+    def move_bias(self, name: str, counts: Tensor) -> None:
+        c = self.config.model
+        rate = bias_rate(c, self.step / self.config.train.max_steps)
+        if bias_update(c) == "sign":
+            missing = counts.sum() - counts * c.num_experts  # from the mean, without rounding
+            self.kept[f"{name}.expert_bias"] += rate * torch.sign(missing)
+        if bias_update(c) == "kempnerforge":
+            ema = self.kept[f"{name}.expert_ema"]
+            ema.lerp_(counts / counts.sum(dtype=ema.dtype), 0.01)
+            self.params[f"{name}.expert_bias"] += rate * (1 / c.num_experts - ema)

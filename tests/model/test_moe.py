@@ -1,0 +1,222 @@
+"""Experts against plain torch: routing, losses, gradients and updates of a tiny model."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.model.linear import Declare
+from jaxforge.model.router import Router, next_bias
+from tests import torch_names
+from tests.conftest import tiny_config
+from tests.helpers import placed, random_batches, setup, with_random_biases
+
+torch = pytest.importorskip("torch")
+
+from tests.model import moe_torch  # noqa: E402
+
+RTOL, FINAL_RTOL = 1e-5, 1e-6  # of the largest number of an array; of what updates leave
+UPDATES, MAX_STEPS = 3, 20
+SHARED = {"moe_shared_experts": 1, "moe_shared_expert_dim": 24}
+CASES = {
+    "mixtral": {
+        "num_experts": 4, "moe_frequency": 2, "moe_aux_loss_weight": 0.3,
+        "moe_router_z_loss_weight": 0.1, **SHARED, "moe_shared_expert_gate": True,
+    },
+    "softmax, chosen by bias in groups": {
+        "num_experts": 8, "moe_top_k": 3, "moe_norm_topk": False, "moe_routed_scaling": 2.5,
+        "moe_router_bias": True, "moe_groups": 4, "moe_top_k_groups": 2,
+        "moe_bias_update": "sign", "moe_bias_schedule": "cosine_decay", "mlp_bias": True,
+        "moe_sequence_aux_loss_weight": 0.3, "moe_router_z_loss_weight": 0.1,
+    },
+    "deepseek": {
+        "moe_router": "sigmoid_topk", "num_experts": 8, "moe_groups": 2,
+        "moe_bias_update": "sign", "moe_routed_scaling": 2.5, "moe_first_dense_layers": 1, **SHARED,
+        "moe_aux_loss_weight": 0.0, "moe_sequence_aux_loss_weight": 0.3,
+    },
+    "sigmoid without bias": {
+        "moe_router": "sigmoid_topk", "moe_bias_update": "none", "num_experts": 6,
+        "moe_top_k": 3, "activation": "relu", "mlp_bias": True, "moe_router_bias": True,
+        "moe_aux_loss_weight": 0.3, "moe_sequence_aux_loss_weight": 0.2,
+    },
+    "kempnerforge": {
+        "moe_router": "sigmoid_topk", "num_experts": 4, "moe_aux_loss_weight": 0.5,
+        "moe_sequence_aux_loss_weight": 0.6, "moe_router_z_loss_weight": 0.1,
+    },
+    "kempnerforge, in groups and warming up": {
+        "moe_router": "sigmoid_topk", "num_experts": 8, "moe_groups": 4, "moe_top_k_groups": 2,
+        "moe_norm_topk": False, "moe_bias_schedule": "linear_warmup", "activation": "gelu",
+        "mlp_bias": True, "moe_frequency": 2, "moe_capacity_factor": 1.0,
+        "moe_gradient_scale": True,
+    },
+    "capacity": {
+        "num_experts": 6, "moe_top_k": 4, "moe_capacity_factor": 0.35, "moe_frequency": 2,
+    },
+}  # fmt: skip
+
+
+def config_of(model, **distributed):
+    """Weights are wide, so that all that is chosen and weighted shows in the loss."""
+    dp = math.prod(distributed.get(axis, 1) for axis in ("dp_shard", "dp_replicate", "ep"))
+    return tiny_config(
+        model={
+            "dim": 32, "vocab_size": 64, "max_seq_len": 16, "ffn_hidden_dim": 40,
+            "moe_expert_dim": 16, "init_std": 0.3, "moe_bias_update_rate": 0.25, **model,
+        },
+        train={
+            "batch_size": 4 // dp, "seq_len": 16, "max_steps": MAX_STEPS, "grad_accum_steps": 2,
+            "loss_norm": "microbatch", "grad_clip_norm": 0.5,
+        },
+        optimizer={"lr": 3e-3, "eps": 1e-3},
+        scheduler={"name": "none"},
+        distributed={"dp_shard": 1, **distributed},
+    )  # fmt: skip
+
+
+def begin(config):
+    """Our step and a state with random biases, and the reference in the same state."""
+    ours = setup(config, collect=("grads",))
+    params = with_random_biases(ours.state().params)
+    named = torch_names.to_torch(params, config.model)
+    kept = torch_names.to_torch(jax.device_get(ours.state().model_state), config.model)
+    rng = np.random.default_rng(1)
+    for name in named | kept:
+        if name.endswith("expert_bias"):  # sixteenths, which add up without rounding
+            where = named if name in named else kept
+            where[name] = rng.integers(-8, 9, where[name].shape).astype(np.float32) / 16
+    state = with_kept(ours, ours.state(torch_names.from_torch(named, params, config.model)), kept)
+    double = ({n: torch.tensor(x).double() for n, x in part.items()} for part in (named, kept))
+    return ours, state, moe_torch.Training(config, *double)
+
+
+def with_kept(ours, state, kept):
+    tree = torch_names.from_torch(kept, state.model_state, ours.config.model)
+    like = jax.tree.map(lambda leaf: leaf.sharding, state.model_state)
+    return dataclasses.replace(state, model_state=jax.tree.map(placed, tree, like))
+
+
+def tensors(batch):
+    return (torch.from_numpy(batch[name]) for name in ("input_ids", "labels"))
+
+
+def by_name(tree, config):
+    return torch_names.to_torch(jax.device_get(tree), config.model)
+
+
+def assert_close(named, reference, rtol=RTOL):
+    assert named.keys() == reference.keys()
+    for name, theirs in reference.items():
+        theirs = theirs.detach().numpy()
+        worst = np.abs(named[name] - theirs).max()
+        assert worst <= rtol * np.abs(theirs).max(), (name, worst, np.abs(theirs).max())
+
+
+def follow(config):
+    """The reference, for some updates."""
+    ours, state, reference = begin(config)
+    for batch in random_batches(config, UPDATES, dp=4 // config.train.batch_size):
+        state, metrics = ours.run(state, [batch])
+        loss, grads, counts = reference.update(*tensors(batch))
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=RTOL)
+        assert_close(by_name(jax.tree.map(lambda g: g[0], metrics["grads"]), config), grads)
+        chosen = metrics["side"]["expert_counts"][0]
+        for i in range(config.model.n_layers):
+            np.testing.assert_array_equal(chosen[i], counts.get(i, 0 * chosen[i]))
+        assert set(chosen.sum(-1)) <= {0, batch["labels"].size * config.model.moe_top_k}
+    assert_close(by_name(state.params, config), reference.params, rtol=FINAL_RTOL)
+    assert_close(by_name(state.model_state, config), reference.kept, rtol=FINAL_RTOL)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_updates_follow_the_formulas(name):
+    follow(config_of(CASES[name]))
+
+
+def test_devices_share_load_and_capacity():
+    name = "kempnerforge, in groups and warming up"
+    follow(config_of(CASES[name], dp_shard=2, ep=2))
+
+
+def test_outside_training_outputs_are_not_scaled_by_the_load():
+    config = config_of(CASES["kempnerforge, in groups and warming up"])
+    ours, state, reference = begin(config)
+    tokens = random_batches(config, 1)[0]["input_ids"][0]
+    logits = ours.model.logits(state.variables, ours.model.hidden(state.variables, tokens))
+    args = config.model, reference.params, reference.kept, torch.from_numpy(tokens)
+    (plain, *_), (scaled, *_) = (moe_torch.forward(*args, training=t) for t in (False, True))
+    assert_close({"logits": logits}, {"logits": plain})
+    assert np.abs(logits - scaled.detach().numpy()).max() > 0.1
+
+
+@pytest.mark.parametrize("name", ["kempnerforge", "deepseek"])
+def test_a_bad_update_moves_no_bias(name):
+    config = config_of(CASES[name])
+    ours, state, _ = begin(config)
+    good, bad = random_batches(config, 2)
+    state, _ = ours.run(state, [good])
+    head = state.params["output_head"]["proj"]
+    head["weight"] = head["weight"].at[0, 0].set(np.nan)
+    before = by_name(state.params, config) | by_name(state.model_state, config)
+    state, metrics = ours.run(state, [bad])
+    assert not metrics["applied"].any()
+    assert metrics["side"]["expert_counts"].sum()  # which would move it
+    after = by_name(state.params, config) | by_name(state.model_state, config)
+    biases = [name for name in before if "expert_bias" in name or "expert_ema" in name]
+    assert biases
+    for name in biases:
+        np.testing.assert_array_equal(after[name], before[name])
+
+
+ROUTERS = {
+    "softmax": {"moe_router": "softmax_topk", "moe_router_bias": True},
+    "softmax and sign": {"moe_router": "softmax_topk", "moe_bias_update": "sign"},
+    "sigmoid": {"moe_router": "sigmoid_topk", "moe_bias_update": "none"},
+    "sigmoid and sign": {"moe_router": "sigmoid_topk", "moe_bias_update": "sign"},
+    "sigmoid and kempnerforge": {"moe_router": "sigmoid_topk"},
+}
+
+
+@pytest.mark.parametrize("groups", [(1, 1), (4, 2), (12, 3)])
+@pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
+def test_the_same_experts_in_the_same_order(router, groups):
+    """With the same weights; in groups of one, a group is as good as its expert."""
+    c = ModelConfig(
+        dim=8, n_heads=1, num_experts=12, moe_top_k=3, init_std=0.5, moe_norm_topk=False,
+        moe_groups=groups[0], moe_top_k_groups=groups[1], **router,
+    )  # fmt: skip
+    ours, rng = Router(c, Declare(nnx.Rngs(params=0), jnp.float32)), np.random.default_rng(0)
+    named = {"router.gate.weight": ours.gate.weight}
+    if c.moe_router_bias:
+        named["router.gate.bias"] = ours.gate.bias
+    if c.bias_update != "none":
+        named["router.expert_bias"] = ours.expert_bias
+    for variable in named.values():
+        variable[...] = rng.uniform(-1, 1, variable.shape).astype(np.float32)
+    if c.bias_update != "none":
+        ours.expert_bias[...] -= 1.0  # scores below 0 are still better than those of other groups
+    double = {name: torch.tensor(np.array(one[...])).double() for name, one in named.items()}
+    x = rng.standard_normal((4, 64, 8), np.float32)
+
+    routing, _ = ours(x, None)
+    theirs = moe_torch.route(c, double, double, "router", torch.tensor(x).double().flatten(0, 1))
+    np.testing.assert_array_equal(routing.experts.reshape(-1, 3), theirs.chosen)
+    np.testing.assert_allclose(routing.weights.reshape(-1, 3), theirs.weights, rtol=RTOL)
+    np.testing.assert_array_equal(routing.counts, theirs.counts())
+    assert routing.counts.sum() == 4 * 64 * 3
+    taken = routing.experts // (12 // groups[0])
+    assert all(len(set(token)) <= groups[1] for token in np.reshape(taken, (-1, 3)).tolist())
+
+
+@pytest.mark.parametrize("experts", [3, 4])
+def test_a_bias_that_chooses_moves_only_where_the_load_is_not_even(experts):
+    c = ModelConfig(num_experts=experts, moe_bias_update="sign", moe_bias_update_rate=0.25)
+    even, uneven = [7.0] * experts, [7.0] * (experts - 2) + [6.0, 8.0]
+    bias = np.float32([[0.5] * experts] * 2)
+    moved = next_bias(c, bias, np.float32([even, uneven]), jnp.float32(0))
+    expected = [[0.5] * experts, [0.5] * (experts - 2) + [0.75, 0.25]]
+    np.testing.assert_array_equal(moved, expected)
