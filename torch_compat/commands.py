@@ -304,7 +304,8 @@ class Export:
     def _dialect(self, config: JobConfig) -> str:
         if self.to == "hf":
             return FAMILIES[hf_config.family_of(config.model, self.dialect)].dialect.name
-        return self.dialect or "kempnerforge"
+        is_packed = config.model.is_moe and config.model.moe_packed_experts
+        return self.dialect or ("kempnerforge-packed" if is_packed else "kempnerforge")
 
     def _target(self, checkpoint: CheckpointState, declared: AbstractTarget) -> Path:
         return self.destination.absolute() / self._within(checkpoint, declared)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxforge.config.model import ModelConfig
 from jaxforge.errors import StorageError
 from torch_compat import dcp_state, dcp_writer, stages, torch_zip, train_state
 from torch_compat.compare import check_written
@@ -18,7 +17,7 @@ from torch_compat.dcp_writer import Entry
 from torch_compat.files import Directory
 from torch_compat.lazy import LazyTensor
 from torch_compat.name_maps import name_map
-from torch_compat.names.kempnerforge import LACKS
+from torch_compat.names import kempnerforge
 from torch_compat.staging import Unit
 from torch_compat.state import AbstractTarget, CheckpointState
 
@@ -62,8 +61,8 @@ class DcpExport:
             self._train_state()
         if self._is_titan and self.checkpoint.moments is not None:
             return dcp_state.titan_notes(self.target)
-        is_theirs = self.dialect == "kempnerforge"
-        return _unknown_to_kempnerforge(self.target.config.model) if is_theirs else []
+        is_theirs = self.dialect.startswith("kempnerforge")
+        return list(kempnerforge.unknown(self.target.config.model)) if is_theirs else []
 
     def work(
         self, directory: Path, block: int
@@ -131,15 +130,6 @@ class DcpExport:
                 file.write(piece)
         about = {"step": progress.step, "tokens_seen": progress.tokens}
         (directory / "metadata.json").write_text(json.dumps(about, indent=2))
-
-
-def _unknown_to_kempnerforge(model: ModelConfig) -> list[str]:
-    plain = ModelConfig()
-    return [
-        f"KempnerForge has no model.{key}: it would load these weights and compute something else"
-        for key in LACKS
-        if getattr(model, key) != getattr(plain, key)
-    ]
 
 
 def point_latest(checkpoint: Path) -> None:

@@ -15,7 +15,7 @@ from torch_compat.lazy import LazyTensor, number, of_array, zeros
 from torch_compat.name_maps import NAME_MAPS, name_map
 from torch_compat.names.table import EMBEDDING, HEAD, NameMap, detect, strip_wrappers
 from torch_compat.optimizer_state import MAIN_KEYS, STEP, WEIGHT_SUM, kind_of
-from torch_compat.state import AbstractTarget, CheckpointState, in_all_layers
+from torch_compat.state import AbstractTarget, CheckpointState
 from torch_compat.translation import Translation, some, translate
 
 _MODELS = {
@@ -131,7 +131,9 @@ def read(dcp: Dcp, target: AbstractTarget, options: Options) -> CheckpointState:
             progress, more = train_state.progress_of(where, made, target.config)
             notes += more
         return dataclasses.replace(checkpoint, progress=progress, notes=tuple(notes))
-    moments, missing = _moments(keys.state, target, by, options.fill_optimizer)
+    states, more = untrained.of_trained(keys.state, target, keys.dialect)
+    notes += more
+    moments, missing = _moments(states, target, by, options.fill_optimizer)
     if missing:
         notes.append(f"{missing} moments are not in the checkpoint and start from zero")
     scalars, updates = _scalars(keys, target, where, str(dcp.directory))
@@ -205,7 +207,7 @@ def entries(
         is_matrix = len(tensor.shape) > 1
         key = dialect.their_name(name)
         decays[key] |= dialect.has_one_group or target.config.optimizer.decays(
-            in_all_layers(name), is_matrix=is_matrix
+            target.stacking.array_of(name), is_matrix=is_matrix
         )
     for g, group in enumerate(optimizer_state.groups(target.config, updates, decays)):
         members = group["params"]
@@ -236,7 +238,9 @@ def titan_notes(target: AbstractTarget) -> list[str]:
         "resume in torchtitan with --checkpoint.exclude_from_loading dataloader: its place in the "
         "data has no counterpart here, and its data start from their beginning"
     ]
-    names = {in_all_layers(name): len(shape) > 1 for name, shape in target.params.items()}
+    names = {
+        target.stacking.array_of(name): len(shape) > 1 for name, shape in target.params.items()
+    }
     decays = target.config.optimizer.decays
     spared = [name for name, is_matrix in names.items() if not decays(name, is_matrix=is_matrix)]
     if spared:

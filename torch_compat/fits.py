@@ -8,11 +8,14 @@ from torch_compat.names.table import differences
 from torch_compat.state import AbstractTarget, CheckpointState
 from torch_compat.translation import shortened
 
-_STRUCTURE = ("n_heads", "kv_heads", "activation", "norm_unit_offset", "parallel_residual")
+_STRUCTURE = ("n_heads", "kv_heads", "activation", "norm_unit_offset", "parallel_residual",
+              "moe_router")  # fmt: skip
 _CONSTANTS = ("norm_eps", "rope_theta", "rope_scaling", "qk_norm_eps", "partial_rotary_factor",
               "attention_chunk_size", "local_rope_theta", "rope_pattern", "attention_scale",
               "attn_logit_softcap", "final_logit_softcap", "embedding_multiplier",
-              "residual_multiplier", "logits_scaling")  # fmt: skip
+              "residual_multiplier", "logits_scaling", "moe_top_k", "moe_norm_topk",
+              "moe_routed_scaling", "moe_groups", "moe_top_k_groups", "moe_capacity_factor",
+              "bias_update")  # fmt: skip
 UNSEEN = (*_STRUCTURE, *_CONSTANTS)
 """Keys of `[model]` that the shapes of the weights do not tell."""
 
@@ -59,5 +62,12 @@ def unseen(
     """
     for key in keys:
         was, now = getattr(trained, key), getattr(model, key)
-        if was != now and (key != "qk_norm_eps" or model.qk_norm):
+        if was != now and matters(key, model):
             yield f"model.{key} is {now} and the weights were trained with {was}"
+
+
+def matters(key: str, model: ModelConfig) -> bool:
+    """Whether a model looks at a key of `UNSEEN`."""
+    if key == "qk_norm_eps":
+        return model.qk_norm
+    return model.is_moe or not key.startswith("moe_")

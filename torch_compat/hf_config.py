@@ -30,6 +30,7 @@ _NOT_COMPARED = ("sdpa_backend", "ffn_dim_multiplier", "sliding_window",
                  "attention_chunk_size", "attention_pattern", "rope_theta", "rope_scaling",
                  "local_rope_theta", "rope_pattern", "partial_rotary_factor")  # fmt: skip
 _MOST_SHOWN = 3
+_NO_SUCH = "such values"
 
 
 def model_table(config: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -39,7 +40,17 @@ def model_table(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         UserError: the model is of another kind than ours, or keys are missing, or unknown.
     """
     family = _family(config, where)
-    return family.read(_complete(config, family, where), where)
+    table = family.read(_complete(config, family, where), where)
+    limits.check_layers(table["n_layers"], table.get("num_experts"), where)
+    return table
+
+
+def further_layers(config: Mapping[str, Any], where: str) -> range:
+    """Numbers of layers that files have after the last one, and the model has not."""
+    family = _family(config, where)
+    complete = _complete(config, family, where)
+    first = complete["num_hidden_layers"]
+    return range(first, first + (complete[family.further] if family.further else 0))
 
 
 def family_of(model: ModelConfig, dialect: str | None = None) -> str:
@@ -59,7 +70,7 @@ def family_of(model: ModelConfig, dialect: str | None = None) -> str:
     }
     able = [name for name, missing in lacks.items() if not missing]
     if not able:
-        nearest = sorted(lacks, key=lambda name: len(lacks[name]))[:_MOST_SHOWN]
+        nearest = sorted(lacks, key=lambda name: _far(lacks[name]))[:_MOST_SHOWN]
         listed = "; ".join(f"{_dialect(name)} has no {', '.join(lacks[name])}" for name in nearest)
         raise UserError(
             f"no family of Hugging Face has all that this model has: {listed}. Export to dcp"
@@ -109,9 +120,14 @@ def _lacks(family: Family, model: ModelConfig) -> list[str]:
         written = {"model_type": family.model_type, **family.write(model)}
         again = ModelConfig(**model_table(written, family.model_type))
     except (UserError, ValueError) as error:
-        return [f"such values ({error})"]
+        return [f"{_NO_SUCH} ({error})"]
     wanted, found = computes(model), computes(again)
     return [f"{key} = {wanted[key]!r}" for key in wanted if not _same(wanted[key], found[key])]
+
+
+def _far(lacks: Sequence[str]) -> tuple[bool, int]:
+    """How far a family is; farthest is one whose config cannot even be written."""
+    return lacks[0].startswith(_NO_SUCH), len(lacks)
 
 
 def _same(one: Any, other: Any) -> bool:  # noqa: ANN401 (values of any key)
@@ -124,12 +140,11 @@ def _same(one: Any, other: Any) -> bool:  # noqa: ANN401 (values of any key)
 def computes(model: ModelConfig) -> dict[str, Any]:
     """What a model computes: the same for two configs exactly if their networks are the same."""
     keys = {k: v for k, v in model.model_dump().items() if k not in _NOT_COMPARED}
-    if not model.is_moe:
-        keys = {k: v for k, v in keys.items() if not k.startswith("moe_")}
+    keys = {k: v for k, v in keys.items() if not k.startswith("moe_")} | _experts(model)
     keys |= {
         "n_kv_heads": model.kv_heads,
         "head_dim": model.head_size,
-        "ffn_hidden_dim": model.ffn_dim,
+        "ffn_hidden_dim": None if all(model.has_experts) else model.ffn_dim,
         "gated_mlp": model.is_gated,
         "attention_scale": model.attention_scale or model.head_size**-0.5,
         "qk_norm_eps": model.qk_norm_eps if model.qk_norm else model.norm_eps,
@@ -138,6 +153,24 @@ def computes(model: ModelConfig) -> dict[str, Any]:
         "rotary positions": _rotary(model),
     }
     return {key if " " in key else f"model.{key}": value for key, value in keys.items()}
+
+
+def _experts(model: ModelConfig) -> dict[str, Any]:
+    """What experts compute. Losses and loads are of training, and no family says them."""
+    if not model.is_moe:
+        return {}
+    same = ("moe_top_k", "moe_router", "moe_norm_topk", "moe_routed_scaling", "moe_router_bias",
+            "moe_capacity_factor")  # fmt: skip
+    groups = model.moe_groups, model.moe_top_k_groups
+    return {
+        **{key: getattr(model, key) for key in same},
+        "moe_groups and moe_top_k_groups": (1, 1) if groups[0] == groups[1] else groups,
+        "moe_frequency and moe_first_dense_layers": model.has_experts,
+        "moe_bias_update": model.bias_update,
+        "moe_expert_dim": model.expert_dim,
+        "moe_shared_expert_dim": model.shared_expert_dim,
+        "moe_shared_expert_gate": model.moe_shared_expert_gate,
+    }
 
 
 def _reaches(of_layers: Sequence[int | None], model: ModelConfig) -> tuple[int | None, ...]:
@@ -232,20 +265,28 @@ def _are_flags(value: Any) -> bool:  # noqa: ANN401
     return isinstance(value, list) and all(x in (0, 1) for x in value)
 
 
+def _are_layers(value: Any) -> bool:  # noqa: ANN401
+    return isinstance(value, list) and all(map(_whole(limits.LAYERS, 0), value))
+
+
 _COUNTS = ("num_hidden_layers", "num_local_experts", "num_experts", "num_experts_per_tok",
+           "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "decoder_sparse_step",
            "no_rope_layer_interval", "sliding_window_pattern")  # fmt: skip
 _NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "rope_local_base_freq",
             "query_pre_attn_scalar", "embedding_multiplier", "residual_multiplier",
-            "attention_multiplier", "logits_scaling")  # fmt: skip
-_NEVER_NULL = frozenset((*_COUNTS, *_NUMBERS, "max_window_layers"))
+            "attention_multiplier", "logits_scaling", "routed_scaling_factor")  # fmt: skip
+_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
+_FROM = ("max_window_layers", "first_k_dense_replace", "num_nextn_predict_layers")
+_NEVER_NULL = frozenset((*_COUNTS, *_NUMBERS, *_WIDTHS, *_FROM, "norm_topk_prob", "qkv_bias"))
 _RANGES: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(
-        (*PLAIN.values(), "num_key_value_heads", "head_dim", "sliding_window",
+        (*PLAIN.values(), *_WIDTHS, "num_key_value_heads", "head_dim",
          "original_max_position_embeddings"),
         _whole(limits.WIDTH),
     ),
     **dict.fromkeys(_COUNTS, _whole(limits.LAYERS)),
-    "max_window_layers": _whole(limits.LAYERS, 0),
+    "sliding_window": _whole(limits.WIDTH, 0),
+    **dict.fromkeys(_FROM, _whole(limits.LAYERS, 0)),
     **dict.fromkeys(
         (*_NUMBERS, "attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor"),
         is_size,
@@ -253,11 +294,13 @@ _RANGES: Mapping[str, Callable[[Any], bool]] = {
     "initializer_range": lambda value: is_size(value) or value == 0,
     **dict.fromkeys(
         ("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias", "use_bias",
-         "use_qkv_bias", "use_parallel_residual", "scale_attn_weights"),
+         "use_qkv_bias", "use_parallel_residual", "scale_attn_weights", "norm_topk_prob",
+         "use_qk_norm", "qkv_bias"),
         _is_flag,
     ),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), check_table),
     "layer_types": _are_kinds,
     "no_rope_layers": _are_flags,
+    "mlp_only_layers": _are_layers,
 }  # fmt: skip
 """Key -> whether a value of it can be a model's: the product of a few would take all memory."""

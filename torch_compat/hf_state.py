@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from torch_compat import safetensors, untrained
 from torch_compat.dcp_state import Options
 from torch_compat.families import FAMILIES
 from torch_compat.files import Directory, sync
-from torch_compat.fits import UNSEEN
-from torch_compat.hf_config import CONFIG, config_json, family_of, model_table
+from torch_compat.fits import UNSEEN, matters
+from torch_compat.hf_config import CONFIG, config_json, family_of, further_layers, model_table
 from torch_compat.lazy import LazyTensor
 from torch_compat.limits import load_json
 from torch_compat.name_maps import name_map
@@ -26,6 +27,7 @@ _SETTINGS = "tokenizer_config.json"
 _TOKENIZER = ("tokenizer.json", _SETTINGS, "special_tokens_map.json",
               "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")  # fmt: skip
 _GENERATION = "generation_config.json"
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
 def is_hf(directory: Directory) -> bool:
@@ -64,10 +66,11 @@ def read(directory: Directory, target: AbstractTarget, options: Options) -> Chec
     )
     found = safetensors.open_directory(directory)
     tensors = {dialect.current(key): tensor for key, tensor in found.items()}
+    tensors, left_out = _of_model(tensors, further_layers(config, f"{directory}/{CONFIG}"))
     into = Translation(dialect, model, options.resize_vocab, str(directory))
     params, kept, more = untrained.translate_model(tensors, target, into, goes_on=False)
     return CheckpointState(
-        params, dialect=dialect.name, notes=(*differences, *more), model_state=kept
+        params, dialect=dialect.name, notes=(*differences, *left_out, *more), model_state=kept
     )
 
 
@@ -151,10 +154,27 @@ def _config(directory: Directory) -> dict[str, Any]:
     return load_json(directory.read(CONFIG), f"{directory}/{CONFIG}")
 
 
+def _of_model(
+    tensors: dict[str, LazyTensor], further: range
+) -> tuple[dict[str, LazyTensor], list[str]]:
+    """The tensors without those of further layers, and what to say of them."""
+    spare = {
+        key for key in tensors
+        if further and (match := _LAYER.match(key)) and int(match[1]) in further
+    }  # fmt: skip
+    if not spare:
+        return tensors, []
+    kept = {key: tensor for key, tensor in tensors.items() if key not in spare}
+    return kept, [
+        f"left out: {len(spare)} tensors of layers from {further.start} on, which predict further "
+        "tokens and are no part of the model here"
+    ]
+
+
 def _differences(config: Mapping[str, Any], model: ModelConfig, where: str) -> Iterator[str]:
     theirs = make_config({"model": model_table(config, where)}, source=where).model
     for key in UNSEEN:
-        if (key != "qk_norm_eps" or model.qk_norm) and getattr(theirs, key) != getattr(model, key):
+        if matters(key, model) and getattr(theirs, key) != getattr(model, key):
             yield (
                 f"{CONFIG} has {key} = {getattr(theirs, key)} and [model] {getattr(model, key)}: "
                 "the weights were trained with the former"

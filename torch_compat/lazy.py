@@ -236,15 +236,20 @@ def extent(index: Index) -> tuple[int, ...]:
 
 
 def blocks(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Index]:
-    """Indices that cover a tensor once, each of at most `limit` bytes or one row.
+    """Indices that cover a tensor once, each of at most `limit` bytes or one row of a matrix.
 
-    Only the first dimension is cut, so that every block is one run of bytes in row-major order; as
-    evenly as can be, since a store may keep all of them as large as the first.
+    Every block is one run of bytes in row-major order: the first dimension is cut, and the next one
+    only where one entry of the first is too large. As evenly as can be, since a store may keep all
+    of them as large as the first.
     """
     if not shape:
         yield ()
         return
     row = math.prod(shape[1:]) * itemsize
+    if row > limit and len(shape) > 2:
+        within = list(blocks(shape[1:], itemsize, limit))
+        yield from ((slice(i, i + 1), *index) for i in range(shape[0]) for index in within)
+        return
     most = max(1, limit // row) if row else max(1, shape[0])
     rows = max(1, -(-shape[0] // max(1, -(-shape[0] // most))))
     for start in range(0, shape[0], rows):

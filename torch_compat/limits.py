@@ -25,6 +25,7 @@ EXPANDED = 64 << 20  # bytes of a tensor that repeats its storage
 CHECKED = 64 << 10  # bytes of a record in an archive whose checksum is computed
 ENTRIES = 16 << 20  # bytes of an archive's index
 LAYERS = 10_000
+EXPERTS = 1 << 16  # of all layers: each has entries of its own
 WIDTH = 2**31  # of anything in a model: its vocabulary, its matrices, its positions
 COUNT = 2**53  # steps, tokens: what a float64 still counts
 
@@ -50,6 +51,27 @@ def check_name(name: object, where: str) -> None:
     if not is_name(name):
         what = f"{shown(name, 60)!r}, no name" if isinstance(name, str) else "no text"
         raise UserError(f"{where}: a key is {what}")
+
+
+def check_layers(layers: object, experts: object, where: str) -> None:
+    """Looks whether a model can have so many layers, with so many experts each.
+
+    Raises:
+        UserError: it cannot.
+    """
+    numbers = [_count(layers), _count(experts)]
+    if numbers[0] > LAYERS or numbers[0] * numbers[1] > EXPERTS:
+        raise UserError(
+            f"{where}: {numbers[0]} layers of {numbers[1]} experts each are more than is read here"
+        )
+
+
+def _count(value: object) -> int:
+    """The number that a setting becomes; 0 for what becomes none, which the config will refuse."""
+    try:
+        return int(value) if isinstance(value, int | float | str) else 0
+    except (ValueError, OverflowError):
+        return 0
 
 
 def load_json(data: bytes, where: str) -> dict[str, Any]:

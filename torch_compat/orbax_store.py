@@ -1,8 +1,8 @@
 """jaxforge's own checkpoints, read and written in pieces.
 
-Orbax reads and writes whole leaves, and a leaf holds all layers. The arrays are therefore reached
-in the format that Orbax keeps them in (`ocdbt`); what is around them (structure, metadata, commit)
-is Orbax's own work (`orbax_commit`).
+Orbax reads and writes whole leaves, and a leaf holds all layers, and all their experts. The arrays
+are therefore reached in the format that Orbax keeps them in (`ocdbt`); what is around them
+(structure, metadata, commit) is Orbax's own work (`orbax_commit`).
 """
 
 import functools
@@ -23,8 +23,9 @@ from jaxforge.state.progress import Progress
 from torch_compat import limits, ocdbt
 from torch_compat.compare import check_written
 from torch_compat.lazy import Index, LazyTensor, blocks, extent, of_array, whole
+from torch_compat.stacking import Stacking
 from torch_compat.staging import Share, Staging, Unit, naming_failure, partial_of
-from torch_compat.state import AbstractTarget, CheckpointState, stacked, unstacked
+from torch_compat.state import AbstractTarget, CheckpointState
 
 _BESIDE = "beside"
 _CHUNK = 32 << 20  # bytes of a chunk at most: what a restore reads at a time
@@ -55,7 +56,11 @@ def open_orbax(path: Path) -> tuple[CheckpointState, JobConfig]:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{directory} is damaged ({str(error)[:160]})") from error
+    model = values.get("model")
+    if isinstance(model, dict):
+        limits.check_layers(model.get("n_layers"), model.get("num_experts"), str(directory))
     config = make_config(values, source=str(directory / "config/metadata"))
+    stacking = Stacking(config.model)
     params: dict[str, LazyTensor] = {}
     model_state: dict[str, LazyTensor] = {}
     moments: dict[str, dict[str, LazyTensor]] = {}
@@ -63,12 +68,12 @@ def open_orbax(path: Path) -> tuple[CheckpointState, JobConfig]:
     for name, leaf in leaves.items():
         section, _, rest = name.partition(".")
         if section == "params":
-            params |= unstacked(rest, leaf)
+            params |= stacking.split(rest, leaf)
         elif section == "model_state":
-            model_state |= unstacked(rest, leaf)
+            model_state |= stacking.split(rest, leaf)
         elif section == "optimizer" and "." in rest:
             field, _, parameter = rest.partition(".")
-            moments.setdefault(field, {}).update(unstacked(parameter, leaf))
+            moments.setdefault(field, {}).update(stacking.split(parameter, leaf))
         elif section == "optimizer":
             scalars[rest] = leaf.all()
         elif section == "guard":
@@ -122,7 +127,9 @@ def stage(
         raise UserError(
             f"{destination} is there: an import that was stopped at its very end is whole now"
         )
-    tensors = _tensors(checkpoint)  # refuses what cannot be written, before anything is made
+    tensors = _tensors(
+        checkpoint, target.stacking
+    )  # refuses what cannot be written, before anything is made
     return Import(checkpoint, target, run, tensors, Staging(destination, plan, share), block)
 
 
@@ -245,16 +252,19 @@ def settle(run: Path, checkpoint: Path) -> bool:
     return True
 
 
-def _tensors(checkpoint: CheckpointState) -> dict[str, LazyTensor]:
-    model = {"params": checkpoint.params, "model_state": checkpoint.model_state}
-    tensors = {f"{s}.{n}": tensor for s in model for n, tensor in stacked(model[s]).items()}
-    for field, of_field in (checkpoint.moments or {}).items():
-        tensors |= {f"optimizer.{field}.{n}": tensor for n, tensor in stacked(of_field).items()}
-    return tensors
+def _tensors(checkpoint: CheckpointState, stacking: Stacking) -> dict[str, LazyTensor]:
+    sections = {"params": checkpoint.params, "model_state": checkpoint.model_state}
+    moments = checkpoint.moments or {}
+    sections |= {f"optimizer.{field}": of_field for field, of_field in moments.items()}
+    return {
+        f"{section}.{name}": tensor
+        for section, entries in sections.items()
+        for name, tensor in stacking.join(entries).items()
+    }
 
 
 def _blocks(leaf: LazyTensor, limit: int) -> list[Index]:
-    """One layer or less at a time."""
+    """One layer or less at a time: some of its experts, or some rows of one."""
     if len(leaf.shape) < 2:
         return [whole(leaf.shape)]
     if len(leaf.shape) < 3:

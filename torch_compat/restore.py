@@ -20,7 +20,8 @@ from jaxforge.state.train_state import TrainState, with_counts
 from torch_compat import checkpoints
 from torch_compat.dcp_state import Options
 from torch_compat.lazy import Index, LazyTensor
-from torch_compat.state import CheckpointState, Tensors, stacked
+from torch_compat.stacking import Stacking
+from torch_compat.state import CheckpointState, Tensors
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +33,12 @@ class Foreign:
     Attributes:
         name: what it is, for the log.
         checkpoint: what it holds.
+        stacking: how the run stacks layers and experts.
     """
 
     name: str
     checkpoint: CheckpointState
+    stacking: Stacking
 
     @property
     def has_optimizer(self) -> bool:
@@ -56,7 +59,7 @@ class Foreign:
         assert progress is not None
         assert moments is not None
         tree = layout.to_tree(like)
-        fields = {name: _arrays(moments[name], tree["optimizer"][name]) for name in moments}
+        fields = {name: self._arrays(moments[name], tree["optimizer"][name]) for name in moments}
         scalars = {
             name: _scalar(value, tree["optimizer"][name])
             for name, value in self.checkpoint.scalars.items()
@@ -73,7 +76,14 @@ class Foreign:
     def restore_model(self, like: PyTree) -> PyTree:
         """What it has of the model's part of the state (`layout.model_tree`)."""
         parts = {"params": self.checkpoint.params, "model_state": self.checkpoint.model_state}
-        return {name: _arrays(part, like[name]) for name, part in parts.items() if part}
+        return {name: self._arrays(part, like[name]) for name, part in parts.items() if part}
+
+    def _arrays(self, entries: Tensors, like: PyTree) -> PyTree:
+        leaves = self.stacking.join(entries)
+        wanted = flatten_dict(like, sep=".")
+        return unflatten_dict(
+            {name: _array(leaves[name], leaf) for name, leaf in wanted.items()}, sep="."
+        )
 
 
 def open_foreign(path: str, config: JobConfig) -> Foreign:
@@ -88,13 +98,8 @@ def open_foreign(path: str, config: JobConfig) -> Foreign:
     for note in checkpoint.notes:
         log.warning("%s: %s", found.directory, note)
     step = "" if checkpoint.progress is None else f"step {checkpoint.progress.step} of "
-    return Foreign(f"{step}{found.directory} ({checkpoint.dialect})", checkpoint)
-
-
-def _arrays(tensors: Tensors, like: PyTree) -> PyTree:
-    leaves = stacked(tensors)
-    made = {name: _array(leaves[name], leaf) for name, leaf in flatten_dict(like, sep=".").items()}
-    return unflatten_dict(made, sep=".")
+    name = f"{step}{found.directory} ({checkpoint.dialect})"
+    return Foreign(name, checkpoint, Stacking(config.model))
 
 
 def _array(tensor: LazyTensor, like: jax.Array) -> jax.Array:

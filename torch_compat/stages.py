@@ -7,7 +7,8 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from torch_compat.dcp_reader import stage_name
 from torch_compat.names.table import EMBEDDING, NameMap
-from torch_compat.state import CheckpointState, Tensors, layer_of
+from torch_compat.stacking import layer_of
+from torch_compat.state import CheckpointState, Tensors
 
 
 def check(stages: int, dialect: NameMap, model: ModelConfig) -> None:

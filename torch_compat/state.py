@@ -1,29 +1,27 @@
 """What a run's checkpoint holds, whatever its format: the form that every reader makes and every
 writer takes.
 
-Parameters, moments and what no gradient moves go by jaxforge's names, one entry per layer, so that
-a layer is the most that is ever looked at: `layers.3.attention.q_proj.weight`.
+Parameters, moments and what no gradient moves go by jaxforge's names, one entry per layer and
+expert (`stacking`), so that a layer is the most that is ever looked at:
+`layers.3.attention.q_proj.weight`.
 """
 
 import dataclasses
 import functools
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from jaxforge.config.job import JobConfig
-from jaxforge.config.model import LAYERS, MODELS
+from jaxforge.config.model import MODELS
 from jaxforge.config.not_built import not_built_yet
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
-from torch_compat.lazy import LazyTensor, stack
+from torch_compat.lazy import LazyTensor
 from torch_compat.optimizer_state import KINDS
-from torch_compat.shapes import Shape, parameters
-
-_LAYERS = f"{LAYERS}."
-_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+from torch_compat.shapes import Shape, parameters, untrained
+from torch_compat.stacking import Stacking
 
 Tensors = Mapping[str, LazyTensor]
 """Our names -> tensors."""
@@ -87,6 +85,11 @@ class AbstractTarget:
     params: Mapping[str, Shape]
     model_state: Mapping[str, Shape] = dataclasses.field(default_factory=dict)
 
+    @functools.cached_property
+    def stacking(self) -> Stacking:
+        """How its layers and experts are stacked."""
+        return Stacking(self.config.model)
+
     @property
     def moments(self) -> Mapping[str, Mapping[str, Shape]]:
         """Field of the optimizer's state -> our name -> shape."""
@@ -118,64 +121,15 @@ def abstract_target(config: JobConfig) -> AbstractTarget:
     if missing:
         raise UserError("; ".join(missing))
     params, model_state = _shapes(config)
-    config.optimizer.check_patterns({in_all_layers(name) for name in params})
-    return AbstractTarget(config, params, model_state)
+    target = AbstractTarget(config, params, model_state)
+    config.optimizer.check_patterns({target.stacking.array_of(name) for name in params})
+    return target
 
 
 def _shapes(config: JobConfig) -> tuple[Mapping[str, Shape], Mapping[str, Shape]]:
     """Parameters, and what no gradient moves; of a registered model as it declares them."""
     if config.model.model_type in MODELS.ours:
-        return parameters(config.model), {}
+        return parameters(config.model), untrained(config.model)
     from torch_compat.training_state import model_shapes  # here, as it imports JAX: two seconds
 
     return model_shapes(config)
-
-
-def layer_names(name: str, n_layers: int) -> list[str]:
-    """The entries of a parameter: one per layer where layers are stacked."""
-    if not name.startswith(_LAYERS):
-        return [name]
-    return [f"{_LAYERS}{i}.{name.removeprefix(_LAYERS)}" for i in range(n_layers)]
-
-
-def layer_of(name: str) -> int | None:
-    """The layer of an entry; None for one of no layer."""
-    match = _LAYER.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def in_all_layers(name: str) -> str:
-    """The parameter of ours, with its layers, of which this is one layer."""
-    match = _LAYER.fullmatch(name)
-    return _LAYERS + match[2] if match else name
-
-
-def unstacked(name: str, tensor: LazyTensor) -> dict[str, LazyTensor]:
-    """A parameter of ours as an entry per layer."""
-    if not name.startswith(_LAYERS):
-        return {name: tensor}
-    names = layer_names(name, tensor.shape[0])
-    return {each: tensor.part(i) for i, each in enumerate(names)}
-
-
-def stacked(tensors: Tensors) -> dict[str, LazyTensor]:
-    """Entries per layer as parameters of ours.
-
-    Raises:
-        UserError: the layers of one differ in dtype.
-    """
-    layers: dict[str, dict[int, LazyTensor]] = {}
-    whole: dict[str, LazyTensor] = {}
-    for name, tensor in tensors.items():
-        if match := _LAYER.fullmatch(name):
-            layers.setdefault(_LAYERS + match[2], {})[int(match[1])] = tensor
-        else:
-            whole[name] = tensor
-    for name, entries in layers.items():
-        if len({tensor.dtype for tensor in entries.values()}) > 1:
-            raise UserError(
-                f"{name} has not one dtype in all layers; import it with --dtype float32 or another"
-            )
-    return whole | {
-        name: stack([entries[i] for i in range(len(entries))]) for name, entries in layers.items()
-    }

@@ -9,12 +9,12 @@ from flax.traverse_util import flatten_dict
 
 from jaxforge.checkpoint import layout
 from jaxforge.config.job import JobConfig
-from jaxforge.config.model import MODELS
+from jaxforge.config.model import MODELS, ModelConfig
 from jaxforge.model.transformer import Model
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.state.train_state import TrainState, create
 from torch_compat.shapes import Shape
-from torch_compat.state import layer_names
+from torch_compat.stacking import Stacking
 
 
 def declared(config: JobConfig) -> tuple[Model, TrainState]:
@@ -27,7 +27,9 @@ def declared(config: JobConfig) -> tuple[Model, TrainState]:
 def model_shapes(config: JobConfig) -> tuple[dict[str, Shape], dict[str, Shape]]:
     """Our name -> shape of parameters, and of what no gradient moves."""
     model = _model(config)
-    return dict(shapes(model.abstract)), dict(shapes(model.state.abstract))
+    abstract = (model.abstract, model.state.abstract)
+    params, model_state = (dict(shapes(tree, config.model)) for tree in abstract)
+    return params, model_state
 
 
 def _model(config: JobConfig) -> Model:
@@ -38,12 +40,17 @@ def _model(config: JobConfig) -> Model:
 def fields(config: JobConfig) -> tuple[dict[str, dict[str, Shape]], tuple[str, ...]]:
     """The optimizer's moments, as field -> our name -> shape, and the names of its other fields."""
     tree = layout.to_tree(declared(config)[1])["optimizer"]
-    moments = {name: dict(shapes(part)) for name, part in tree.items() if isinstance(part, dict)}
+    moments = {
+        name: dict(shapes(part, config.model))
+        for name, part in tree.items()
+        if isinstance(part, dict)
+    }
     return moments, tuple(name for name in tree if name not in moments)
 
 
-def shapes(tree: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
-    """Name and shape of each array, an entry per layer."""
+def shapes(tree: dict[str, Any], model: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    """Name and shape of each array, an entry per layer and expert."""
+    stacking = Stacking(model)
     for name, leaf in flatten_dict(tree, sep=".").items():
-        for each in layer_names(name, leaf.shape[0] if leaf.shape else 1):
-            yield each, tuple(leaf.shape[1:] if each != name else leaf.shape)
+        for entry, place in stacking.entries(name, tuple(leaf.shape)):
+            yield entry, tuple(leaf.shape[len(place) :])

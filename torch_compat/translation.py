@@ -9,6 +9,7 @@ from torch_compat.lazy import LazyTensor, equal
 from torch_compat.names.table import EMBEDDING, HEAD, NameMap, differences
 
 _SHOWN = 20
+_RESIZE = "--resize-vocab cuts padding off, or adds rows of zeros"
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -84,10 +85,17 @@ def shortened(problems: list[str]) -> list[str]:
 
 
 def _advice(found: Mapping[str, LazyTensor], model: ModelConfig) -> list[str]:
-    table = found.get(EMBEDDING)
-    if table is None or not table.shape or table.shape[0] == model.vocab_size:
-        return []
-    return [
-        f"the vocabulary has {table.shape[0]} rows there and model.vocab_size is "
-        f"{model.vocab_size}: --resize-vocab cuts padding off, or adds rows of zeros"
-    ]
+    counts = {
+        EMBEDDING: ("the vocabulary has", "vocab_size", _RESIZE),
+        _router(found): ("the router has", "num_experts", "that is how many experts there are"),
+    }
+    advice = []
+    for name, (what, key, how) in counts.items():
+        rows, wanted = found[name].shape[:1] if name in found else (), getattr(model, key)
+        if rows not in ((), (wanted,)):
+            advice.append(f"{what} {rows[0]} rows there and model.{key} is {wanted}: {how}")
+    return advice
+
+
+def _router(names: Iterable[str]) -> str:
+    return next((name for name in names if name.endswith(".router.gate.weight")), "")

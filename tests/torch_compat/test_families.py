@@ -1,20 +1,23 @@
 """Every family of transformers: import, logits, cache, training and export, judged by itself."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import re
 import tomllib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.corpus.tokenizer import END_OF_TEXT
 from jaxforge.errors import UserError
-from jaxforge.model.transformer import Model
+from jaxforge.model.transformer import Model, join
 from tests.conftest import tiny_config
 from tests.helpers import setup
 from torch_compat import hf_config
@@ -22,6 +25,8 @@ from torch_compat.families import FAMILIES, NOT_BUILT
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+
+from safetensors.numpy import load_file, save_file  # noqa: E402 (transformers needs it)
 
 from tests.torch_compat.test_huggingface_models import (  # noqa: E402 (needs torch)
     ROOT,
@@ -60,6 +65,10 @@ def rope(kind, theta=10000.0, **keys):
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16)
 LLAMA3 = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=16)  # fmt: skip
+FEW_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
+DEEPSEEK = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+            "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
+            "routed_scaling_factor": 2.5}  # fmt: skip
 LONG = [1.0 + 0.5 * i for i in range(4)]
 LONGROPE = {"type": "longrope", "short_factor": LONG[::-1], "long_factor": LONG}
 CASES = {
@@ -122,6 +131,35 @@ CASES = {
     "starcoder2, no biases": ("starcoder2", {"use_bias": False, "hidden_act": "relu"}),
     "arcee": ("arcee", {"hidden_act": "relu", **ALL_BIASES}),
     "arcee, gelu": ("arcee", {"hidden_act": "gelu"}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral, window 8": ("mixtral", {
+        "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 8, "head_dim": 16}),
+    "qwen2_moe": ("qwen2_moe", {
+        **FEW_EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 28}),
+    "qwen2_moe, some layers, window 8": ("qwen2_moe", {
+        **FEW_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 28, "qkv_bias": False,
+        "norm_topk_prob": True, "num_hidden_layers": 6, "decoder_sparse_step": 2,
+        "mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 8,
+        "max_window_layers": 3}),
+    "qwen3_moe": ("qwen3_moe", {**FEW_EXPERTS, "num_experts": 12, "norm_topk_prob": True}),
+    "qwen3_moe, some layers, window 8": ("qwen3_moe", {
+        **FEW_EXPERTS, "num_experts": 4, "num_hidden_layers": 4, "decoder_sparse_step": 2,
+        "head_dim": 16, "attention_bias": True, "use_sliding_window": True, "sliding_window": 8}),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "attention_bias": True}),
+    "olmoe, mha": ("olmoe", {
+        "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, **MHA}),
+    "dots1": ("dots1", {
+        **DEEPSEEK, "num_hidden_layers": 3, "first_k_dense_replace": 1, "norm_topk_prob": True}),
+    "dots1, window 8": ("dots1", {
+        **DEEPSEEK, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "sliding_window": 8,
+        "max_window_layers": 1, "attention_bias": True}),
+    "glm4_moe": ("glm4_moe", {
+        **DEEPSEEK, "num_hidden_layers": 3, "first_k_dense_replace": 2, "use_qk_norm": True,
+        "head_dim": 16}),
+    "glm4_moe, no norms": ("glm4_moe", {
+        **DEEPSEEK, "first_k_dense_replace": 0, "norm_topk_prob": False, "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                            "partial_rotary_factor": 1.0}}),
 }  # fmt: skip
 
 
@@ -141,6 +179,9 @@ def network_of(case):
         for parameter in network.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.4, 0.4))
+        for name, buffer in network.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.4, 0.4)
     return network.eval()
 
 
@@ -222,8 +263,9 @@ def test_an_export_is_the_same_again(imported, tmp_path):
 TRAINED = [
     "qwen2", "olmo3, window 8", "smollm3, window 8", "gemma2, window 8", "gemma3, window 8",
     "granite", "phi3, longrope", "stablelm, biases", "gpt_neox", "gpt2", "starcoder2",
-    "arcee, gelu",
+    "arcee, gelu", "mixtral", "qwen2_moe", "qwen3_moe, some layers, window 8", "dots1",
 ]  # fmt: skip
+WITHOUT_BALANCE = {"moe_aux_loss_weight": 0.0, "moe_bias_update_rate": 0.0}
 UPDATES, LR, CLIP = 10, 1e-3, 1.0
 EPS = 1e-6  # so that no rounding decides which way an element steps
 
@@ -232,7 +274,7 @@ EPS = 1e-6  # so that no rounding decides which way an element steps
 def test_ten_updates_are_torchs(imported):
     case, _, _, (model, params) = imported
     config = tiny_config(
-        model=model.model_dump(),
+        model={**model.model_dump(), **WITHOUT_BALANCE},
         train={"batch_size": 2, "seq_len": LENGTH, "grad_clip_norm": CLIP},
         optimizer={"lr": LR, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": EPS},
         scheduler={"name": "none"},
@@ -244,10 +286,21 @@ def test_ten_updates_are_torchs(imported):
     batches = [
         {"input_ids": i[None], "labels": x[None]} for i, x in zip(inputs, labels, strict=True)
     ]
-    _, metrics = ours.run(ours.state(params), batches)
+    _, metrics = ours.run(state_of(ours, params), batches)
     expected = torch_updates(network_of(case), inputs, labels)
     np.testing.assert_allclose(metrics["loss"], expected[0], rtol=1e-5)
     np.testing.assert_allclose(metrics["grad_norm"], expected[1], rtol=1e-5)
+
+
+def state_of(ours, variables):
+    """A state with these parameters, and what no gradient moves among them."""
+    given = flatten_dict(variables)
+    params, model_state = (
+        unflatten_dict({path: given[path] for path in flatten_dict(like)})
+        for like in (ours.model.abstract, ours.model.state.abstract)
+    )
+    state = ours.state(params)
+    return dataclasses.replace(state, model_state=jax.tree.map(jnp.array, model_state))
 
 
 def torch_updates(network, inputs, labels):
@@ -299,6 +352,19 @@ def minimal(model_type, **keys):
         (minimal("phi3", rope_scaling={**LONGROPE, "long_factor": [1, "x"]}), "has long_factor"),
         (minimal("gemma3_text", rope_parameters={"sliding_attention": LLAMA3}),
          "sliding layers have no scaling of their own"),
+        (minimal("olmoe", clip_qkv=8.0), "no counterpart of clip_qkv = 8.0 in olmoe"),
+        (minimal("olmoe", head_dim=16), "head_dim = 16: its heads divide hidden_size"),
+        (minimal("qwen3_moe", num_hidden_layers=4, mlp_only_layers=[2]), "mlp_only_layers = .2."),
+        (minimal("qwen3_moe", decoder_sparse_step=3), "no layer has experts with decoder_sparse"),
+        (minimal("qwen2_moe", sliding_window=0, use_sliding_window=True), "sliding_window = 0 is"),
+        (minimal("qwen2_moe", shared_expert_intermediate_size=0), "_size = 0 is of no model"),
+        (minimal("dots1"), "does not give n_routed_experts, num_experts_per_tok, n_shared"),
+        (minimal("dots1", **{**DEEPSEEK, "n_group": 8}), "n_group = 8: a group is judged by two"),
+        (minimal("glm4_moe", n_routed_experts=None), "n_routed_experts = None is of no model"),
+        (minimal("mixtral", expert_capacity=4), "counterpart of expert_capacity = 4 in mixtral"),
+        (minimal("gpt_oss"), "takes attention sinks and a clamped SwiGLU: not built yet"),
+        (minimal("ernie4_5_moe"), "takes rotary positions of neighbouring channels: not built"),
+        (minimal("deepseek_v2"), "takes multi-head latent attention: not built yet"),
         (minimal("bert"), "'bert' takes an encoder, with attention to both sides: not built yet"),
         (minimal("deepseek_v3"), "takes multi-head latent attention: not built yet"),
         (minimal("mamba2"), "takes state-space or recurrent layers: not built yet"),
@@ -344,6 +410,8 @@ def test_files_with_few_keys_or_old_ones_mean_what_transformers_takes_them_for(m
     given = {**(FEW_OF_GPT2 if model_type == "gpt2" else FEW), **keys}
     if model_type == "arcee":  # whose default is not built
         given["hidden_act"] = "relu"
+    if model_type == "dots1":  # which has no default of these
+        given |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
     theirs = transformers.AutoConfig.for_model(model_type, **json.loads(json.dumps(given)))
     found = [ModelConfig(**hf_config.model_table(config, "here"))
              for config in ({"model_type": model_type, **given}, theirs.to_dict())]  # fmt: skip
@@ -386,6 +454,10 @@ def test_keys_of_null_and_false_ask_for_nothing():
     assert hf_config.model_table(config, "") == hf_config.model_table(minimal("llama"), "")
 
 
+MIXTURE = {"num_experts": 4, "moe_top_k": 2, "moe_expert_dim": 24}
+NORMS = {"qk_norm": True}
+SHARED = {"moe_shared_experts": 1, "moe_shared_expert_dim": 40, "moe_shared_expert_gate": True}
+SIGN = {"moe_router": "sigmoid_topk", "moe_bias_update": "sign", "moe_shared_experts": 1}
 OURS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 100,
         "ffn_hidden_dim": 48, "max_seq_len": LONGEST}  # fmt: skip
 
@@ -402,17 +474,31 @@ OURS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 1
         ({"rope_pattern": [True, False]}, "smollm3"),
         ({"sliding_window": 8, "attention_pattern": ["full", "sliding"]}, "smollm3"),
         ({"qkv_bias": True, "o_bias": True}, "llama"),
+        (MIXTURE, "mixtral"),
+        ({**MIXTURE, "moe_norm_topk": False, "qkv_bias": True, **SHARED}, "qwen2_moe"),
+        ({**MIXTURE, **NORMS}, "qwen3_moe"),
+        ({**MIXTURE, **NORMS, "n_layers": 4, "moe_frequency": 2}, "qwen3_moe"),
+        (
+            {**MIXTURE, **NORMS, "n_layers": 5, "moe_frequency": 2, "moe_first_dense_layers": 2},
+            "qwen3_moe",
+        ),
+        ({**MIXTURE, **NORMS, "qk_norm_scope": "projection"}, "olmoe"),
+        ({**MIXTURE, **NORMS, **SIGN, "n_layers": 3, "moe_first_dense_layers": 2}, "dots1"),
+        ({**MIXTURE, **SIGN, "moe_groups": 2}, "glm4_moe"),
+        ({**MIXTURE, **SIGN, "moe_groups": 2, "moe_top_k_groups": 2}, "glm4_moe"),
+        ({**MIXTURE, "moe_capacity_factor": 0.0, "moe_packed_experts": True}, "mixtral"),
     ],
     ids=str,
 )
 def test_an_export_takes_a_family_that_has_it_all(tmp_path, keys, family):
     """KempnerForge's models among them; the logits are transformers'."""
-    model = ModelConfig(**OURS, **keys, init_std=0.2)
+    model = ModelConfig(**{**OURS, **keys}, init_std=0.2)
     assert hf_config.family_of(model) == family
     params = random_params(model)
     run = save_run(tmp_path / "run", config_of(model), params)
     theirs = their_logits(open_theirs(export(run, tmp_path / "hf")), tokens_of())
-    assert_close(compiled(model)(params, tokens_of()), theirs)
+    variables = join(params, Model(model).initial_state())
+    assert_close(compiled(model)(variables, tokens_of()), theirs)
 
 
 def test_the_gemma_of_the_docs_is_one():
@@ -436,9 +522,94 @@ def test_the_gemma_of_the_docs_is_one():
             {"rope_scaling": {"rope_type": "dynamic", "original_max_seq_len": 32}},
             "rotary positions",
         ),
+        ({**MIXTURE, "moe_frequency": 2}, "hf-mixtral has no model.ffn_hidden_dim = 48, moe_freq"),
+        ({**MIXTURE, "moe_capacity_factor": 1.5}, "has no model.moe_capacity_factor = 1.5"),
+        ({**MIXTURE, "moe_router_bias": True}, "has no model.moe_router_bias = True"),
+        ({**MIXTURE, **SIGN, "moe_bias_update": "kempnerforge"}, "_bias_update = 'kempnerforge'"),
+        ({**MIXTURE, **SIGN, "moe_bias_update": "none"}, "model.moe_bias_update = 'none'"),
+        ({**MIXTURE, **SIGN, "moe_shared_expert_dim": 36}, "model.moe_shared_expert_dim = 36"),
+        ({**MIXTURE, "moe_routed_scaling": 2.0}, "has no model.moe_routed_scaling = 2.0"),
+        ({**MIXTURE, "mlp_bias": True}, "has no model.mlp_bias = True"),
     ],
     ids=str,
 )
 def test_what_no_family_has_is_not_exported(keys, message):
     with pytest.raises(UserError, match=message):
         hf_config.family_of(ModelConfig(**OURS, **keys))
+
+
+def test_losses_of_experts_and_their_kernel_make_no_other_model():
+    """They are settings of a run: no file says them, and none is refused for them."""
+    plain = ModelConfig(**OURS, **MIXTURE)
+    other = plain.model_copy(update={
+        "moe_aux_loss_weight": 0.5, "moe_router_z_loss_weight": 0.1, "moe_gradient_scale": True,
+        "moe_backend": "blocks", "moe_bias_update_rate": 0.1, "ffn_hidden_dim": 56,
+    })  # fmt: skip
+    assert hf_config.computes(plain) == hf_config.computes(other)
+    width = plain.model_copy(update={"moe_expert_dim": None, "moe_expert_ffn_multiplier": 0.5})
+    assert width.expert_dim == 32
+    assert hf_config.computes(plain) != hf_config.computes(width)
+
+
+OF_FILES = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
+    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 24, "mlp_only_layers": [],
+                  "shared_expert_intermediate_size": 40, "decoder_sparse_step": 1},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    "olmoe": {"num_experts": 4, "intermediate_size": 24, "clip_qkv": None},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 0},
+    "glm4_moe": {"n_routed_experts": 4, "n_group": 1, "routed_scaling_factor": 1.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_FILES)
+def test_keys_are_those_of_published_files(name):
+    """vLLM and transformers 4 know no others, and would take their defaults."""
+    sigmoid = SIGN if "n_routed_experts" in OF_FILES[name] else SHARED
+    model = ModelConfig(**OURS, **MIXTURE, **sigmoid)
+    written = FAMILIES[name].write(model)
+    assert {key: written[key] for key in OF_FILES[name]} == OF_FILES[name]
+    of_experts = {"num_experts", "num_local_experts", "n_routed_experts"}
+    assert len(of_experts & written.keys()) == 1
+
+
+def test_the_bias_of_a_router_stays_float32(tmp_path):
+    """As transformers has it, whatever the weights are in."""
+    network = network_of("dots1").to(torch.bfloat16)
+    router = network.model.layers[1].mlp.gate
+    router.e_score_correction_bias = router.e_score_correction_bias.float().uniform_(0.1, 0.2)
+    network.save_pretrained(tmp_path / "hf")
+    load(tmp_path / "hf", tmp_path / "run")
+    back = tensors_of(export(tmp_path / "run", tmp_path / "back"))
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert {n for n, a in back.items() if a.dtype == np.float32} == {
+        n for n in back if n.endswith("e_score_correction_bias")
+    }
+    np.testing.assert_array_equal(back[name], router.e_score_correction_bias.numpy())
+    assert config_json(tmp_path / "back")["dtype"] == "bfloat16"
+    again = open_theirs(tmp_path / "back", dtype="auto").model.layers[1].mlp.gate
+    assert again.e_score_correction_bias.dtype == torch.float32
+    assert torch.equal(again.e_score_correction_bias, router.e_score_correction_bias)
+
+
+def test_layers_that_predict_further_tokens_are_left_out_and_it_is_said(tmp_path):
+    """GLM 4.5's files have them after the last; transformers passes over them as well."""
+    network = network_of("glm4_moe")
+    network.save_pretrained(tmp_path / "hf")
+    config = {**config_json(tmp_path / "hf"), "num_nextn_predict_layers": 1}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    further = {key: a for key, a in tensors.items() if key.startswith("model.layers.2.")}
+    further = {key.replace("layers.2", "layers.3"): a for key, a in further.items()}
+    further["model.layers.3.eh_proj.weight"] = np.ones((32, 64), np.float32)
+    save_file({**tensors, **further}, file, {"format": "pt"})
+    (note,) = load(tmp_path / "hf", tmp_path / "run")
+    assert note.startswith(f"left out: {len(further)} tensors of layers from 3 on")
+    back = tensors_of(export(tmp_path / "run", tmp_path / "back"))
+    assert_same_bits(tensors, back)
+    (tmp_path / "hf" / "config.json").write_text(
+        json.dumps({**config, "num_nextn_predict_layers": 0})
+    )
+    with pytest.raises(UserError, match=r"left over: model\.layers\.3\.eh_proj"):
+        load(tmp_path / "hf", tmp_path / "other")

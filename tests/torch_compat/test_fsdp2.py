@@ -1,5 +1,6 @@
 """Runs that change hands between real FSDP2 jobs and jaxforge, both ways, in the middle."""
 
+import functools
 import json
 import os
 import subprocess
@@ -23,7 +24,7 @@ TOLERANCE = 1e-4  # relative: fp32, other kernels, up to 60 steps
 
 CONFIG = f"""
 [model]
-{chr(10).join(f"{key} = {value}" for key, value in MODEL.items())}
+KEYS
 max_seq_len = {SEQ}
 [train]
 global_batch_size = {ROWS}
@@ -56,17 +57,21 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def config(data, tmp_path_factory):
-    path = tmp_path_factory.mktemp("config") / "run.toml"
-    path.write_text(CONFIG.replace("DATA", str(data)))
+    return config_of(MODEL, data, tmp_path_factory.mktemp("config") / "run.toml")
+
+
+def config_of(model, data, path):
+    keys = "\n".join(f"{key} = {json.dumps(value)}" for key, value in model.items())
+    path.write_text(CONFIG.replace("DATA", str(data)).replace("KEYS", keys))
     return path
 
 
-def torch_job(tmp_path, data, ranks, steps, load=None, save=None, flat=False):
+def torch_job(tmp_path, data, ranks, steps, load=None, save=None, flat=False, model=MODEL):
     """Losses and gradient norms of each step of a job on so many processes."""
     name = f"torch{ranks}-{steps}-{flat}"
     out = tmp_path / f"{name}.out.json"
     settings = {
-        "model": MODEL, "tokens": str(data / "tokens.npy"), "rows": ROWS, "seq_len": SEQ,
+        "model": model, "tokens": str(data / "tokens.npy"), "rows": ROWS, "seq_len": SEQ,
         "warmup": WARMUP, "total": TOTAL, "steps": steps, "flat": flat,
         "load": load and str(load), "save": save and str(save), "out": str(out),
     }  # fmt: skip
@@ -146,3 +151,30 @@ def test_load_path_takes_a_torch_run_over_on_any_mesh(config, data, torch_run, t
     taken = jaxforge(config, tmp_path / "run", 20, load=tmp_path / "torch/step_10", devices=4)
     np.testing.assert_array_equal(taken[:, 0], torch_run[10:20, 0])
     np.testing.assert_allclose(taken[:, 1:], torch_run[10:20, 1:], rtol=TOLERANCE)
+
+
+MIXTURE = {**MODEL, "num_experts": 4, "moe_top_k": 2, "moe_expert_dim": 32}
+QUIET = {"moe_aux_loss_weight": 0.0, "moe_bias_update_rate": 0.0}  # cross-entropy moves the bias
+MIXTURES = {
+    "softmax": MIXTURE,
+    "sigmoid, packed, in some layers, with a shared one": {
+        **MIXTURE, "moe_router": "sigmoid_topk", "moe_packed_experts": True, "moe_frequency": 2,
+        "moe_shared_experts": 1, "n_layers": 3,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_of_experts_changes_hands_too(data, tmp_path, name):
+    model = MIXTURES[name]
+    config = config_of({**model, **QUIET}, data, tmp_path / "run.toml")
+    job = functools.partial(torch_job, tmp_path, data, model=model)
+    undisturbed = job(2, 30)
+    first = job(2, 10, save=tmp_path / "torch" / "step_10")
+    compat("import", tmp_path / "torch", tmp_path / "run", f"--config={config}")
+    middle = jaxforge(config, tmp_path / "run", 20, devices=2)
+    compat("export", tmp_path / "run", tmp_path / "back", "--to=dcp", "--ranks=3")
+    last = job(3, 10, load=tmp_path / "back" / "latest")
+    steps = np.concatenate([first, middle, last])
+    np.testing.assert_array_equal(steps[:, 0], undisturbed[:, 0])
+    np.testing.assert_allclose(steps[:, 1:], undisturbed[:, 1:], rtol=TOLERANCE)

@@ -31,14 +31,21 @@ BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
 SANDWICH = {"norm_placement": "sandwich"}
 POST = {"norm_placement": "post", "qk_norm": True, "qk_norm_scope": "projection"}
 TWO_MATRICES = {"norm_type": "layernorm", "activation": "gelu"}
+MIXTURE = {"num_experts": EXPERTS, "moe_expert_dim": 10}
+SIGMOID = {**MIXTURE, "moe_router": "sigmoid_topk", "moe_shared_experts": 1}
+DEEPSEEK = {**SIGMOID, "moe_bias_update": "sign", "moe_first_dense_layers": 1}
+SHARED = {"moe_shared_experts": 1, "moe_shared_expert_dim": 6, "moe_shared_expert_gate": True}
+SOME = {"moe_frequency": 2}
 NEOX = {**TWO_MATRICES, "mlp_bias": True, "n_kv_heads": 4}
 FEATURES = {
     "kempnerforge": [
         {"qk_norm": True, "norm_type": "layernorm", "qkv_bias": True},
-        {"num_experts": EXPERTS, "moe_router": "sigmoid_topk"},
+        SIGMOID,
+        {**MIXTURE, **SOME},
+        DEEPSEEK,
         LLAMA,
     ],
-    "kempnerforge-packed": [{"num_experts": EXPERTS, "moe_router": "sigmoid_topk"}],
+    "kempnerforge-packed": [SIGMOID, {**MIXTURE, **SOME, "activation": "gelu"}],
     "torchtitan": [LLAMA, {"head_dim": 8}],
     "torchtitan-2025": [LLAMA],
     "hf-llama": [LLAMA, BIASES],
@@ -58,8 +65,15 @@ FEATURES = {
     "hf-gpt2": [{**NEOX, "qkv_bias": True, "o_bias": True, "position_embedding": "learned"}],
     "hf-starcoder2": [TWO_MATRICES, {**TWO_MATRICES, **BIASES}],
     "hf-arcee": [{"activation": "relu"}, {"activation": "relu", **BIASES}],
-    "hf-mixtral": [{"num_experts": EXPERTS}],
-    "hf-qwen3-moe": [{"num_experts": EXPERTS, "qk_norm": True}],
+    "hf-mixtral": [MIXTURE],
+    "hf-qwen2-moe": [
+        {**MIXTURE, **SOME, **SHARED, "qkv_bias": True},
+        {**MIXTURE, **SHARED},
+    ],
+    "hf-qwen3-moe": [{**MIXTURE, **SOME, "qk_norm": True}],
+    "hf-olmoe": [{**MIXTURE, "qk_norm": True, "qk_norm_scope": "projection"}],
+    "hf-dots1": [{**DEEPSEEK, "qk_norm": True}],
+    "hf-glm4-moe": [DEEPSEEK, {**DEEPSEEK, "qkv_bias": True}],
 }
 CASES = [(name, features) for name, several in FEATURES.items() for features in several]
 
@@ -70,34 +84,8 @@ def model_of(**features):
 
 @functools.cache
 def _shapes(items):
-    features = dict(items)
-    dense = {key: value for key, value in features.items() if not key.startswith(("num_", "moe_"))}
-    shapes = dict(
-        abstract_target(tiny_config(model={**SMALL, **dense}, train={"seq_len": 8})).params
-    )
-    if "num_experts" not in features:
-        return shapes
-    return {**without_mlp(shapes), **experts("moe_router" in features)}
-
-
-def without_mlp(shapes):
-    return {name: shape for name, shape in shapes.items() if ".mlp." not in name}
-
-
-def experts(sigmoid):
-    """The parameters of blocks with experts, by our names."""
-    made = {}
-    for i in range(LAYERS):
-        block = f"layers.{i}.mlp."
-        made[f"{block}router.gate.weight"] = (EXPERTS, 16)
-        owners = [f"experts.{j}" for j in range(EXPERTS)]
-        if sigmoid:  # as only KempnerForge has
-            made[f"{block}router.expert_bias"] = (EXPERTS,)
-            owners.append("shared_expert")
-        for owner in owners:
-            made |= {f"{block}{owner}.{m}_proj.weight": (10, 16) for m in ("gate", "up")}
-            made[f"{block}{owner}.down_proj.weight"] = (16, 10)
-    return made
+    target = abstract_target(tiny_config(model={**SMALL, **dict(items)}, train={"seq_len": 8}))
+    return {**target.params, **target.model_state}
 
 
 def shapes_of(features):
@@ -211,6 +199,16 @@ NAMES = {
     "hf-qwen3-moe": {
         "model.layers.1.mlp.gate.weight": "layers.1.mlp.router.gate.weight",
         "model.layers.1.mlp.experts.0.down_proj.weight": "layers.1.mlp.experts.0.down_proj.weight",
+    },
+    "hf-qwen2-moe": {
+        "model.layers.1.mlp.shared_expert.up_proj.weight":
+            "layers.1.mlp.shared_expert.up_proj.weight",
+        "model.layers.1.mlp.shared_expert_gate.weight": "layers.1.mlp.shared_expert_gate.weight",
+    },
+    "hf-dots1": {
+        "model.layers.1.mlp.gate.e_score_correction_bias": "layers.1.mlp.router.expert_bias",
+        "model.layers.1.mlp.shared_experts.up_proj.weight":
+            "layers.1.mlp.shared_expert.up_proj.weight",
     },
 }  # fmt: skip
 
@@ -416,14 +414,41 @@ def test_packed_experts_of_another_number_are_refused(count):
         translated("kempnerforge-packed", features, theirs)
 
 
+LOST = r"only 2 of 4 experts are there: .*distributed\.ep = 2 wrote .* the others are lost"
+
+
+@pytest.mark.parametrize("features", FEATURES["kempnerforge-packed"], ids=str)
+def test_packed_experts_that_expert_parallel_ranks_overwrote_are_called_lost(features):
+    theirs = theirs_of("kempnerforge-packed", features)
+    kept = {key: a[:2] if key.endswith("_w") else a for key, a in theirs.items()}
+    with pytest.raises(UserError, match=LOST) as caught:
+        translated("kempnerforge-packed", features, kept)
+    assert "up_proj" not in str(caught.value), "and not each of them"
+
+
+def test_another_number_of_experts_is_not_called_lost():
+    """The router says how many there are."""
+    features = FEATURES["kempnerforge"][2]
+    with pytest.raises(UserError, match=r"router\.gate\.weight is \[4, 16\]") as caught:
+        translated(
+            "kempnerforge", {**features, "num_experts": 8}, theirs_of("kempnerforge", features)
+        )
+    assert "lost" not in str(caught.value)
+
+
 def test_experts_that_expert_parallel_ranks_overwrote_are_called_lost():
     features = FEATURES["hf-mixtral"][0]
     theirs = theirs_of("hf-mixtral", features)
     kept = {
         key: a for key, a in theirs.items() if ".experts.2" not in key and ".experts.3" not in key
     }
-    with pytest.raises(UserError, match=r"only some experts are there: .* the others are lost"):
+    with pytest.raises(UserError, match=LOST) as caught:
         translated("hf-mixtral", features, kept)
+    assert "missing" not in str(caught.value)
+    one = {key: a for key, a in theirs.items() if "layers.0.block_sparse_moe.experts.3" not in key}
+    with pytest.raises(UserError, match=r"missing: layers\.0\.mlp\.experts\.3\.") as caught:
+        translated("hf-mixtral", features, one)
+    assert "lost" not in str(caught.value)
     dense = {key: array for key, array in theirs.items() if "moe" not in key}
     with pytest.raises(UserError) as caught:
         translated("hf-mixtral", features, dense)
@@ -500,8 +525,13 @@ def test_another_vocabulary_is_refused_with_the_way_out(rows):
         ("hf-llama", {"norm_type": "layernorm"}, "no LayerNorm; hf-stablelm has"),
         ("hf-llama", {"num_experts": EXPERTS}, "has no counterpart in hf-llama"),
         ("hf-mixtral", LLAMA, "has no counterpart in hf-mixtral"),
-        ("hf-qwen3-moe", {"num_experts": EXPERTS, "moe_router": "sigmoid_topk"},
-         "no family chooses experts as KempnerForge's sigmoid router"),
+        ("hf-qwen3-moe", {**MIXTURE, "moe_router": "sigmoid_topk"}, "router has no bias"),
+        ("hf-dots1", {**SIGMOID, "qk_norm": True}, "as KempnerForge's sigmoid router does"),
+        ("hf-qwen3-moe", {**MIXTURE, "moe_shared_experts": 1}, "no shared expert"),
+        ("hf-glm4-moe", {**DEEPSEEK, **SHARED, "moe_first_dense_layers": 0},
+         "no gate of its shared"),
+        ("hf-mixtral", {**MIXTURE, "moe_router_bias": True}, "router has no bias"),
+        ("kempnerforge", {**MIXTURE, **SHARED}, "shared_expert_gate.weight has no counterpart"),
     ],
 )  # fmt: skip
 def test_what_a_dialect_does_not_have_is_refused_with_the_reason(dialect, features, why):

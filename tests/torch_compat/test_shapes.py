@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import tiny_config
 from torch_compat import training_state
-from torch_compat.shapes import parameters
+from torch_compat.shapes import parameters, untrained
 from torch_compat.state import abstract_target
 
 MODEL = {"dim": 16, "n_layers": 3, "n_heads": 4, "vocab_size": 500, "ffn_hidden_dim": 24}
@@ -24,6 +24,24 @@ OPTIONS = {
     "norm_placement": ["pre", "sandwich"],
     "position_embedding": ["rotary", "learned"],
 }
+EXPERTS = {"num_experts": 4, "moe_top_k": 2}
+SIGMOID = {**EXPERTS, "moe_router": "sigmoid_topk"}
+MIXTURES = {
+    "in all layers": EXPERTS,
+    "in some": {**EXPERTS, "moe_frequency": 2, "n_layers": 5},
+    "after the first": {**SIGMOID, "moe_first_dense_layers": 1, "moe_bias_update": "sign"},
+    "KempnerForge's bias": {**SIGMOID, "moe_frequency": 2},
+    "no bias": {**SIGMOID, "moe_bias_update": "none"},
+    "of their own width": {**EXPERTS, "moe_expert_dim": 20},
+    "a shared one": {**EXPERTS, "moe_shared_experts": 2, "moe_expert_ffn_multiplier": 2.0},
+    "a shared one of its own width": {
+        **EXPERTS, "moe_shared_experts": 1, "moe_shared_expert_dim": 40,
+        "moe_shared_expert_gate": True,
+    },
+    "biases": {**EXPERTS, "mlp_bias": True, "moe_router_bias": True, "moe_shared_experts": 1},
+    "without a gate": {**EXPERTS, "activation": "gelu", "moe_shared_experts": 1},
+    "eleven": {**SIGMOID, "num_experts": 11, "n_layers": 12, "moe_bias_update": "sign"},
+}  # fmt: skip
 
 
 def test_the_parameters_of_every_model():
@@ -37,8 +55,29 @@ def test_the_parameters_of_every_model():
     for chosen in settings:
         config = tiny_config(model={**MODEL, **chosen})
         _, state = training_state.declared(config)
-        expected = dict(training_state.shapes(state.params))
+        expected = dict(training_state.shapes(state.params, config.model))
         assert list(parameters(config.model).items()) == list(expected.items()), chosen
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_parameters_and_the_state_of_experts(name):
+    config = tiny_config(model={**MODEL, **MIXTURES[name]})
+    params, model_state = training_state.model_shapes(config)
+    assert list(parameters(config.model).items()) == list(params.items())
+    assert list(untrained(config.model).items()) == list(model_state.items())
+    assert abstract_target(config).model_state == model_state
+    assert any(".experts.3." in entry for entry in params)
+    assert bool(model_state) == (config.model.bias_update != "none")
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "schedule_free_adamw"])
+@pytest.mark.parametrize("mixture", ["in some", "KempnerForge's bias", "biases"])
+def test_the_optimizers_state_of_experts(name, mixture):
+    scheduler = {"name": "none"} if name.startswith("schedule_free") else {}
+    model = {**MODEL, **MIXTURES[mixture]}
+    config = tiny_config(model=model, optimizer={"name": name}, scheduler=scheduler)
+    moments, _ = training_state.fields(config)
+    assert abstract_target(config).moments == moments
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon", "schedule_free_adamw"])

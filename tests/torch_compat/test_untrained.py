@@ -25,14 +25,13 @@ from tests.step import telling
 from tests.torch_compat.test_commands import assert_same, run_of, trained, values
 from torch_compat import name_maps, stages
 from torch_compat.__main__ import main
-from torch_compat.dcp_export import _unknown_to_kempnerforge
 from torch_compat.dcp_reader import open_dcp
 from torch_compat.families import FAMILIES
 from torch_compat.families.family import LLAMA, Family, name_map
 from torch_compat.files import Directory
 from torch_compat.hf_config import family_of
 from torch_compat.lazy import of_array
-from torch_compat.names.kempnerforge import KEMPNERFORGE
+from torch_compat.names.kempnerforge import KEMPNERFORGE, unknown
 from torch_compat.names.table import NameMap, Rule
 from torch_compat.restore import open_foreign
 from torch_compat.safetensors import open_directory
@@ -312,7 +311,7 @@ def test_a_model_of_ones_own_is_no_other_family_and_it_is_said():
     model = tiny_config(model={"model_type": "same_parameters"}).model
     with pytest.raises(UserError, match=r"hf-llama has no model.model_type = 'same_parameters'"):
         family_of(model)
-    (note,) = _unknown_to_kempnerforge(model)
+    (note,) = unknown(model)
     assert "KempnerForge has no model.model_type" in note
 
 

@@ -78,11 +78,60 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Block(nn.Module):
+class Router(nn.Module):
+    """Weights of all experts, zero but for the best k; KempnerForge's bias is in the sigmoid."""
+
     def __init__(self, m):
         super().__init__()
+        self.top_k, experts = m["moe_top_k"], m["num_experts"]
+        self.gate = nn.Linear(m["dim"], experts, bias=False)
+        self.is_sigmoid = m.get("moe_router") == "sigmoid_topk"
+        if self.is_sigmoid:
+            self.expert_bias = nn.Parameter(torch.zeros(experts))
+            self.register_buffer("expert_ema", torch.full((experts,), 1 / experts))
+
+    def forward(self, x):
+        logits = self.gate(x)
+        scores = torch.sigmoid(logits + self.expert_bias) if self.is_sigmoid else logits.softmax(-1)
+        best, which = scores.topk(self.top_k, dim=-1)
+        return torch.zeros_like(scores).scatter(-1, which, best / best.sum(-1, keepdim=True))
+
+
+class MoE(nn.Module):
+    """Every expert sees every token, so that each has a gradient on each rank."""
+
+    def __init__(self, m):
+        super().__init__()
+        e, d, f = m["num_experts"], m["dim"], m["moe_expert_dim"]
+        self.is_packed = m.get("moe_packed_experts", False)
+        if self.is_packed:
+            self.up_w, self.gate_w = (nn.Parameter(torch.empty(e, d, f)) for _ in range(2))
+            self.down_w = nn.Parameter(torch.empty(e, f, d))
+        self.router = Router(m)
+        if m.get("moe_shared_experts"):
+            self.shared_expert = MLP({**m, "ffn_hidden_dim": f})
+        if not self.is_packed:
+            self.experts = nn.ModuleList(MLP({**m, "ffn_hidden_dim": f}) for _ in range(e))
+
+    def forward(self, x):
+        weights = self.router(x)
+        out = self.shared_expert(x) if hasattr(self, "shared_expert") else 0
+        for e in range(weights.shape[-1]):
+            out = out + weights[..., e, None] * self._expert(e, x)
+        return out
+
+    def _expert(self, e, x):
+        if not self.is_packed:
+            return self.experts[e](x)
+        return (F.silu(x @ self.gate_w[e]) * (x @ self.up_w[e])) @ self.down_w[e]
+
+
+class Block(nn.Module):
+    def __init__(self, m, i):
+        super().__init__()
+        has_experts = m.get("num_experts", 0) and (i + 1) % m.get("moe_frequency", 1) == 0
         self.attention_norm, self.attention = RMSNorm(m["dim"]), Attention(m)
-        self.mlp_norm, self.mlp = RMSNorm(m["dim"]), MLP(m)
+        self.mlp_norm, self.mlp = RMSNorm(m["dim"]), (MoE if has_experts else MLP)(m)
 
     def forward(self, x):
         x = x + self.attention(self.attention_norm(x))
@@ -93,7 +142,7 @@ class Transformer(nn.Module):
     def __init__(self, m):
         super().__init__()
         self.token_embedding = nn.ModuleDict({"embedding": nn.Embedding(m["vocab_size"], m["dim"])})
-        self.layers = nn.ModuleDict({str(i): Block(m) for i in range(m["n_layers"])})
+        self.layers = nn.ModuleDict({str(i): Block(m, i) for i in range(m["n_layers"])})
         self.norm = RMSNorm(m["dim"])
         head = nn.Linear(m["dim"], m["vocab_size"], bias=False)
         self.output_head = nn.ModuleDict({"proj": head})

@@ -227,6 +227,8 @@ def windows(c: Config, kinds: Sequence[str], where: str) -> Table:
             f"{where}: layer_types has {len(kinds)} layers of {', '.join(sorted(set(kinds)))}; "
             f"here are {n_layers}, of {FULL} and {SLIDING}"
         )
+    if SLIDING in kinds and window == 0:  # which some write where no layer has one
+        raise UserError(f"{where}: sliding_window = 0 is of no model")
     # A window of everything is none.
     if window is None or window >= c["max_position_embeddings"] or SLIDING not in kinds:
         return {}

@@ -28,6 +28,7 @@ class Family:
         names: its own name of a key -> Llama's.
         unused: keys that its files have and its model does not look at.
         divides: whether transformers insists on heads that divide the width.
+        further: key of how many layers its files have after the last, to predict further tokens.
     """
 
     model_type: str
@@ -39,6 +40,7 @@ class Family:
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unused: Collection[str] = ()
     divides: bool = False
+    further: str | None = None
 
     @property
     def has_experts(self) -> bool:
@@ -93,9 +95,10 @@ LLAMA = (*OUTSIDE, *PRE_NORMS, *ATTENTION, *GATED)
 
 _IGNORED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\..*")
 _REFUSED = {
-    r".*\.router\.expert_(bias|ema)": "no family chooses experts as KempnerForge's sigmoid router "
-    "does",
+    r".*\.router\.expert_ema": "no family chooses experts as KempnerForge's sigmoid router does",
+    r".*\.router\.(expert_bias|gate\.bias)": "this family's router has no bias",
     r".*\.shared_expert\..*": "this family has no shared expert",
+    r".*\.shared_expert_gate\..*": "this family has no gate of its shared expert",
     r".*norm\.bias": "this family has no LayerNorm; hf-stablelm has",
     r".*\.[qk]_norm\.weight": "this family has no q/k norms; hf-qwen3 has",
     r".*\.[qkv]_proj\.bias": "this family has no biases; hf-qwen2 has",

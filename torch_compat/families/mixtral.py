@@ -1,5 +1,7 @@
-"""Mixtral (arXiv:2401.04088): Mistral with experts. The table alone: experts are not built yet."""
+"""Mixtral (arXiv:2401.04088): Mistral with experts in every layer."""
 
+from jaxforge.config.model import ModelConfig
+from torch_compat.families import experts
 from torch_compat.families.common import COMMON, everywhere, llama, llama_keys, window_keys
 from torch_compat.families.family import (
     ATTENTION,
@@ -22,11 +24,17 @@ _EXPERTS = (
         for ours, w in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
     ),
 )
+_SIZES = ("num_local_experts", "intermediate_size")
 
 
 def _read(c: Config, where: str) -> Table:
-    experts = {"num_experts": c["num_local_experts"], "moe_top_k": c["num_experts_per_tok"]}
-    return llama(c, where) | experts | everywhere(c, where)
+    table = llama(c, where) | everywhere(c, where)
+    return table | experts.softmax({**c, "norm_topk_prob": True}, *_SIZES)
+
+
+def _write(model: ModelConfig) -> Table:
+    keys = {**llama_keys(model), **window_keys(model), **experts.softmax_keys(model, *_SIZES)}
+    return {key: value for key, value in keys.items() if key != "norm_topk_prob"}
 
 
 FAMILY = Family(
@@ -35,10 +43,6 @@ FAMILY = Family(
     {**COMMON, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
      "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
     read=_read,
-    write=lambda model: {
-        **llama_keys(model), **window_keys(model), "num_local_experts": model.num_experts,
-        "num_experts_per_tok": model.moe_top_k,
-    },
-    unused=("max_window_layers", "use_sliding_window", "output_router_logits",
-            "router_aux_loss_coef", "router_jitter_noise"),
+    write=_write,
+    unused=("max_window_layers", "use_sliding_window", "router_jitter_noise", *experts.LOSSES),
 )  # fmt: skip

@@ -4,7 +4,7 @@ _LATENT = "multi-head latent attention"
 _STATE_SPACE = "state-space or recurrent layers"
 _ENCODER = "an encoder, with attention to both sides"
 _PAIR = "an encoder beside the decoder"
-_EXPERTS = "experts"
+_FUSED = "experts in one tensor beside multipliers"
 _MEDIA = "an encoder of images or sound"
 _ALIBI = "ALiBi"
 _PAIRED = "rotary positions of neighbouring channels"
@@ -18,13 +18,19 @@ NOT_BUILT: dict[str, str] = {
         _ENCODER: "bert roberta xlm-roberta distilbert albert electra deberta deberta-v2 "
         "modernbert nomic_bert xlnet camembert longformer",
         _PAIR: "t5 mt5 umt5 bart mbart pegasus marian blenderbot led m2m_100 nllb-moe t5gemma",
-        _EXPERTS: "olmoe phimoe qwen2_moe granitemoe gpt_oss llama4_text glm4_moe dbrx minimax "
-        "ernie4_5_moe hunyuan_v1_moe jetmoe dots1",
+        _FUSED: "granitemoe granitemoeshared",
+        "attention sinks and a clamped SwiGLU": "gpt_oss",
+        "experts whose inputs are weighed": "llama4_text",
+        "a router by SparseMixer": "phimoe",
+        "linear attention": "minimax",
+        "clipped queries, keys and values, and experts in one tensor": "dbrx",
+        "norms of queries and keys after their rotation": "hunyuan_v1_moe",
+        "experts in attention": "jetmoe",
         _MEDIA: "gemma3 gemma3n llama4 llava llava_next qwen2_vl qwen2_5_vl qwen3_vl mllama "
         "paligemma idefics3 smolvlm mistral3 pixtral phi4_multimodal whisper internvl",
         _ALIBI: "bloom mpt baichuan",
         "attention and feed-forward that share a norm": "falcon phi",
-        _PAIRED: "gptj codegen cohere cohere2 glm glm4 ernie4_5 chatglm",
+        _PAIRED: "gptj codegen cohere cohere2 glm glm4 ernie4_5 ernie4_5_moe chatglm",
         "squared ReLU and LayerNorm with 1 + w": "nemotron",
         "learned positions that begin at 2": "opt",
     }.items()

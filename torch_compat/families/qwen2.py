@@ -33,7 +33,7 @@ def window_keys(model: ModelConfig) -> Table:
             "max_window_layers": kinds.index(SLIDING), "layer_types": kinds}  # fmt: skip
 
 
-_BIASES = tuple(
+BIASES = tuple(
     Rule(f"{OURS}attention.{m}_proj.bias", f"{THEIRS}self_attn.{m}_proj.bias") for m in "qkv"
 )
 
@@ -45,7 +45,7 @@ def _read(c: Config, where: str) -> Table:
 
 FAMILY = Family(
     "qwen2",
-    name_map("hf-qwen2", "Qwen2ForCausalLM", *LLAMA, *_BIASES),
+    name_map("hf-qwen2", "Qwen2ForCausalLM", *LLAMA, *BIASES),
     {**COMMON, **WINDOWED, "num_key_value_heads": 32},
     read=_read,
     write=lambda model: {**common.llama_keys(model), **window_keys(model)},

@@ -1,49 +1,49 @@
-"""Qwen 3 with experts. The table alone: experts are not built yet."""
+"""Qwen 3 with experts (arXiv:2505.09388), in every layer or in some."""
 
-from torch_compat.families import common
+from jaxforge.config.model import ModelConfig
+from torch_compat.families import common, experts
 from torch_compat.families.common import COMMON
 from torch_compat.families.family import (
+    ATTENTION_BIASES,
     LLAMA,
-    OURS,
     QK_NORMS,
-    THEIRS,
     Config,
     Family,
     Table,
     name_map,
 )
-from torch_compat.families.qwen2 import WINDOWED, window_keys, windows
-from torch_compat.names.table import Rule
 
-_EXPERTS = (
-    Rule(f"{OURS}mlp.router.gate.weight", f"{THEIRS}mlp.gate.weight"),
-    *(
-        Rule(
-            f"{OURS}mlp.experts.{{j}}.{m}_proj.weight",
-            f"{THEIRS}mlp.experts.{{j}}.{m}_proj.weight",
-        )
-        for m in ("gate", "up", "down")
-    ),
-)
+_SIZES = ("num_experts", "moe_intermediate_size")
 
 
 def _read(c: Config, where: str) -> Table:
-    experts = {"num_experts": c["num_experts"], "moe_top_k": c["num_experts_per_tok"]}
-    norms = {"qk_norm": True, "qk_norm_eps": c["rms_norm_eps"]}
-    return common.llama(c, where) | norms | experts | windows(c, where)
+    table = common.llama(c, where) | {"qk_norm": True, "qk_norm_eps": c["rms_norm_eps"]}
+    windows = common.everywhere(c, where) if c["use_sliding_window"] else {}
+    return table | windows | experts.softmax(c, *_SIZES) | experts.sparse(c, where)
+
+
+def _write(model: ModelConfig) -> Table:
+    return {
+        **common.llama_keys(model),
+        **common.window_keys(model),
+        **experts.softmax_keys(model, *_SIZES),
+        **experts.sparse_keys(model),
+        "use_sliding_window": any(model.windows),
+        "attention_bias": model.qkv_bias and model.o_bias,
+    }
 
 
 FAMILY = Family(
     "qwen3_moe",
-    name_map("hf-qwen3-moe", "Qwen3MoeForCausalLM", *LLAMA, *_EXPERTS, *QK_NORMS),
-    {**COMMON, **WINDOWED, "num_key_value_heads": 4, "max_window_layers": 0, "num_experts": 128,
-     "num_experts_per_tok": 8},
+    name_map(
+        "hf-qwen3-moe", "Qwen3MoeForCausalLM", *LLAMA, *experts.EXPERTS, *QK_NORMS,
+        *ATTENTION_BIASES,
+    ),
+    {**COMMON, **experts.SOFTMAX, **experts.SPARSE, "num_key_value_heads": 4,
+     "attention_bias": False, "use_sliding_window": False, "sliding_window": 4096,
+     "num_experts": 128, "moe_intermediate_size": 768},
     read=_read,
-    write=lambda model: {
-        **common.llama_keys(model), **window_keys(model), "num_experts": model.num_experts,
-        "num_experts_per_tok": model.moe_top_k,
-    },
+    write=_write,
     names={"num_local_experts": "num_experts"},
-    unused=("decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob",
-            "output_router_logits", "router_aux_loss_coef"),
+    unused=("max_window_layers", *experts.LOSSES),
 )  # fmt: skip

@@ -1,5 +1,8 @@
 """KempnerForge: our own names, since ours were taken from it."""
 
+from collections.abc import Iterator
+
+from jaxforge.config.model import ModelConfig
 from torch_compat.names.table import EMBEDDING, HEAD, NameMap, Rule, Transposed
 
 LACKS = (
@@ -7,9 +10,13 @@ LACKS = (
     "attention_chunk_size", "local_rope_theta", "rope_pattern", "partial_rotary_factor",
     "norm_unit_offset", "parallel_residual", "gated_mlp",
     "attention_scale", "attn_logit_softcap", "final_logit_softcap", "embedding_multiplier",
-    "residual_multiplier", "logits_scaling",
+    "residual_multiplier", "logits_scaling", "moe_first_dense_layers", "moe_norm_topk",
+    "moe_routed_scaling", "moe_groups",
 )  # fmt: skip
 """Keys of `[model]` that KempnerForge does not have."""
+
+_OTHERWISE = "it would load these weights and compute something else"
+_NONE = "its experts have one width, a multiple of 16, and it could not load these weights"
 
 _SAME = (
     EMBEDDING,
@@ -37,10 +44,16 @@ _SAME = (
 )
 _EXPERTS = tuple(f"layers.{{i}}.mlp.experts.{{j}}.{m}_proj.weight" for m in ("gate", "up", "down"))
 
+_STATE = {
+    r"layers\.\d+\.mlp\.router\.expert_ema": "KempnerForge's bias follows this mean, and is within "
+    "the sigmoid, so that it weighs experts as well as choosing them: here is another router"
+}
+
 KEMPNERFORGE = NameMap(
     "kempnerforge",
     "KempnerForge's text model",
     tuple(Rule(name, name) for name in (*_SAME, *_EXPERTS)),
+    dispensable=_STATE,
     writes_tied_head=True,
     has_stages=True,
 )
@@ -59,5 +72,25 @@ KEMPNERFORGE_PACKED = NameMap(
             for m in ("gate", "up", "down")
         ),
     ),
+    dispensable=_STATE,
     writes_tied_head=True,
 )
+
+
+def unknown(model: ModelConfig) -> Iterator[str]:
+    """What KempnerForge would make of a model that it does not have."""
+    plain = ModelConfig()
+    own = "kempnerforge" if model.moe_router == "sigmoid_topk" else "none"
+    for key in LACKS:
+        if getattr(model, key) != getattr(plain, key):
+            yield f"KempnerForge has no model.{key}: {_OTHERWISE}"
+    if not model.is_moe:
+        return
+    if model.bias_update != own:
+        yield f'KempnerForge has no model.moe_bias_update = "{model.bias_update}": {_OTHERWISE}'
+    if model.moe_expert_dim is not None:
+        ratio = model.expert_dim / model.ffn_dim
+        how = f"model.moe_expert_ffn_multiplier = {ratio:.12g} there"
+        yield f"KempnerForge has no model.moe_expert_dim: {_NONE if model.expert_dim % 16 else how}"
+    if model.shared_expert_dim not in (0, model.expert_dim):
+        yield f"KempnerForge has no model.moe_shared_expert_dim: {_NONE}"

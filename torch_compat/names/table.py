@@ -19,7 +19,8 @@ from torch_compat.lazy import LazyTensor, interleaved, stack
 HEAD = "output_head.proj.weight"
 EMBEDDING = "token_embedding.embedding.weight"
 POSITIONS = "position_embedding.weight"
-_EXPERT = re.compile(r"layers\.\d+\.mlp\.experts\.\d+\.")
+_EXPERT = re.compile(r"layers\.\d+\.mlp\.experts\.(\d+)\..*")
+_ROUTER = re.compile(r"layers\.\d+\.mlp\.router\.gate\.weight")
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
@@ -145,6 +146,7 @@ class NameMap:
         has_one_group: whether its optimizer has one parameter group, for which torch refuses
             settings that differ between parameters.
         renamed: pattern of an older key of theirs -> the key that the table has.
+        dispensable: pattern of keys that a model may well be without -> what goes with them.
     """
 
     name: str
@@ -156,6 +158,7 @@ class NameMap:
     has_stages: bool = False
     has_one_group: bool = False
     renamed: tuple[tuple[str, str], ...] = ()
+    dispensable: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def current(self, key: str) -> str:
         """A key of theirs as the table has it."""
@@ -170,6 +173,10 @@ class NameMap:
     def ignores(self, key: str) -> bool:
         """Whether a key of theirs holds nothing to keep."""
         return any(re.fullmatch(pattern, key) for pattern in self.ignored)
+
+    def goes_with(self, key: str) -> str | None:
+        """What goes with a key that a model may be without; None where it may not."""
+        return next((why for p, why in self.dispensable.items() if re.fullmatch(p, key)), None)
 
     def their_name(self, ours: str) -> str:
         """Their key for one of our names.
@@ -286,19 +293,48 @@ def differences(
         found: our name -> tensor.
         left_over: keys of theirs that nothing uses.
     """
-    missing = [name for name in wanted if name not in found]
-    if missing and all(_EXPERT.match(name) for name in missing) and len(missing) < len(wanted):
+    lost = _lost_experts(wanted, found)
+    if lost:
+        there, total = lost
         yield (
-            "only some experts are there: an expert-parallel job wrote those of every rank under "
-            "the same keys, so that the others are lost; nothing can bring them back"
+            f"only {there} of {total} experts are there: a job with distributed.ep = "
+            f"{total // there} wrote those of every rank under the same keys, so that the others "
+            "are lost; nothing can bring them back"
         )
-    yield from (f"missing: {name}" for name in missing)
+        wanted = {name: shape for name, shape in wanted.items() if not _EXPERT.fullmatch(name)}
+    yield from (f"missing: {name}" for name in wanted if name not in found)
     yield from (f"left over: {key}" for key in left_over)
     for name, shape in wanted.items():
         if name in found and found[name].shape != shape:
             yield f"{name} is {list(found[name].shape)}, in the model {list(shape)}"
         if name in found and found[name].dtype.kind == "c":
             yield f"{name} is {found[name].dtype}: only tables that are computed may be complex"
+
+
+def _lost_experts(
+    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, LazyTensor]
+) -> tuple[int, int] | None:
+    """How many experts are there, and how many should be, if they are one rank's share of them.
+
+    In every layer it is the same share, from the first one on, beside a router of all: that one no
+    expert-parallel job divides.
+    """
+    numbers = {name: int(m[1]) for name in wanted if (m := _EXPERT.fullmatch(name))}
+    routers = [name for name in wanted if _ROUTER.fullmatch(name)]
+    if not all(name in found and found[name].shape == wanted[name] for name in routers):
+        return None
+
+    def is_there(name: str) -> bool:
+        tensor, shape = found.get(name), wanted[name]
+        if tensor is not None and len(tensor.shape) == len(shape) + 1:  # packed: [E, in, out]
+            return tensor.shape[1:] == shape[::-1] and numbers[name] < tensor.shape[0]
+        return tensor is not None
+
+    there = {j for name, j in numbers.items() if is_there(name)}
+    n, total = len(there), 1 + max(numbers.values(), default=-1)
+    is_share = there == set(range(n)) and 0 < n < total and total % n == 0
+    alike = all(is_there(name) == (j in there) for name, j in numbers.items())
+    return (n, total) if is_share and alike else None
 
 
 def _pattern(template: str) -> re.Pattern[str]:

@@ -1,0 +1,418 @@
+"""Mixtures of experts, to PyTorch and back: each expert by its own name, whatever holds it here."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.config.model import ModelConfig
+from jaxforge.config.reading.load import load_config
+from jaxforge.errors import UserError
+from jaxforge.model.transformer import Model
+from jaxforge.state.train_state import abstract_state
+from tests.conftest import tiny_config
+from tests.helpers import random_batches, setup
+from tests.torch_compat.tensors import of_torch, opened
+from tests.torch_compat.test_commands import assert_same, trained, values
+from torch_compat import orbax_store
+from torch_compat.__main__ import main
+from torch_compat.lazy import of_array
+from torch_compat.names.kempnerforge import unknown
+from torch_compat.restore import open_foreign
+from torch_compat.stacking import Stacking, layer_of
+from torch_compat.state import abstract_target
+
+MIXTURE = {"num_experts": 4, "moe_top_k": 2, "moe_expert_dim": 32}
+SIGMOID = {**MIXTURE, "moe_router": "sigmoid_topk", "moe_shared_experts": 2, "n_layers": 3}
+SOME = {"moe_frequency": 2, "n_layers": 4}
+SIGN = {**SIGMOID, "moe_bias_update": "sign", "moe_first_dense_layers": 1}
+PACKED = {"moe_packed_experts": True}
+MODELS = {
+    "softmax": MIXTURE,
+    "softmax in some layers, packed": {**MIXTURE, **SOME, **PACKED},
+    "sigmoid": SIGMOID,
+    "sigmoid in some layers": {**SIGMOID, **SOME},
+    "sigmoid, packed": {**SIGMOID, **PACKED},
+    "a bias that only chooses": SIGN,
+}  # fmt: skip
+
+
+def export(run, destination, *options):
+    assert main(["export", str(run), str(destination), "--to=dcp", *options]) == 0
+    return destination
+
+
+def bring(source, destination, config, *options):
+    assert main(["import", str(source), str(destination), f"--config={config}", *options]) == 0
+    return destination
+
+
+def goes_on(run, config):
+    """What two more steps make of it, and their metrics."""
+    ours = setup(load_config(config))
+    saved = Checkpoints(run, ours.config.checkpoint, read_only=True)
+    with jax.set_mesh(ours.mesh):
+        state, _ = saved.restore(abstract_state(ours.model, ours.optimizer, ours.mesh), 2)
+    saved.close()
+    state, metrics = ours.run(state, random_batches(ours.config, 2, seed=1))
+    return jax.device_get((state.variables, state.opt_state, metrics))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_run_that_was_away_goes_on_bit_for_bit(tmp_path, name):
+    config = trained(tmp_path / "run", model=MODELS[name])
+    dcp = export(tmp_path / "run", tmp_path / "dcp")
+    again = bring(dcp, tmp_path / "again", config)
+    assert_same(values(again), values(tmp_path / "run"))
+    jax.tree.map(
+        np.testing.assert_array_equal, goes_on(again, config), goes_on(tmp_path / "run", config)
+    )
+    for path in (dcp, again):
+        assert main(["verify", str(tmp_path / "run"), str(path)]) == 0
+
+
+@pytest.mark.parametrize("options", [["--layout=flat"], ["--dialect=kempnerforge-packed"]], ids=str)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_every_layout_comes_back(tmp_path, options, optimizer):
+    config = trained(tmp_path / "run", model={**SIGMOID, **SOME}, optimizer={"name": optimizer})
+    dcp = export(tmp_path / "run", tmp_path / "dcp", *options)
+    again = bring(dcp, tmp_path / "again", config, "--max-memory=1MB")
+    assert_same(values(again), values(tmp_path / "run"))
+
+
+def test_arrays_hold_layers_and_experts_in_their_order(tmp_path):
+    """Each entry by hand from the arrays that the model has."""
+    config = trained(tmp_path / "run", model={**SIGMOID, **SOME})
+    ours = setup(load_config(config))
+    saved = Checkpoints(tmp_path / "run", ours.config.checkpoint, read_only=True)
+    with jax.set_mesh(ours.mesh):
+        state, _ = saved.restore(abstract_state(ours.model, ours.optimizer, ours.mesh), 2)
+    saved.close()
+    found = values(tmp_path / "run")
+    moe, dense = (jax.device_get(state.params[name]) for name in ("moe_layers", "dense_layers"))
+    for row, layer in enumerate((1, 3)):
+        block = f"params.layers.{layer}.mlp."
+        for expert in range(4):
+            for m in ("gate", "up", "down"):
+                array = moe["mlp"]["experts"][f"{m}_proj"]["weight"][row, expert]
+                entry = found[f"{block}experts.{expert}.{m}_proj.weight"]
+                np.testing.assert_array_equal(entry, array)
+        bias = moe["mlp"]["router"]["expert_bias"][row]
+        np.testing.assert_array_equal(found[f"{block}router.expert_bias"], bias)
+    for row, layer in enumerate((0, 2)):
+        array = dense["mlp"]["up_proj"]["weight"][row]
+        np.testing.assert_array_equal(found[f"params.layers.{layer}.mlp.up_proj.weight"], array)
+
+
+BLOCK = [
+    "attention.k_proj.weight", "attention.o_proj.weight", "attention.q_proj.weight",
+    "attention.v_proj.weight", "attention_norm.weight", "mlp_norm.weight",
+]  # fmt: skip
+SHARED = [f"mlp.shared_expert.{m}_proj.weight" for m in ("down", "gate", "up")]
+
+
+def keys_of_layers(experts):
+    """KempnerForge's, of layers 1 and 3 with experts and 0 and 2 without, as its code has them."""
+    dense = [f"mlp.{m}_proj.weight" for m in ("down", "gate", "up")]
+    moe = [*experts, *SHARED, "mlp.router.gate.weight", "mlp.router.expert_bias"]
+    return {f"layers.{i}.{n}" for i in range(4) for n in (*BLOCK, *(moe if i % 2 else dense))}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_keys_are_those_of_kempnerforge(tmp_path, packed):
+    model = {**SIGMOID, **SOME, "moe_packed_experts": packed}
+    trained(tmp_path / "run", model=model)
+    found = opened(export(tmp_path / "run", tmp_path / "dcp") / "step_2")
+    experts = [f"mlp.experts.{j}.{m}_proj.weight" for j in range(4) for m in ("gate", "up", "down")]
+    of_layers = keys_of_layers(
+        [f"mlp.{m}_w" for m in ("up", "down", "gate")] if packed else experts
+    )
+    params = of_layers | {"norm.weight", "output_head.proj.weight",
+                          "token_embedding.embedding.weight"}  # fmt: skip
+    state = {f"layers.{i}.mlp.router.expert_ema" for i in (1, 3)}
+    fields = ("step", "exp_avg", "exp_avg_sq")
+    assert set(found.tensors) == {f"model.{key}" for key in params | state} | {
+        f"optimizer.state.{key}.{field}" for key in params for field in fields
+    }
+    if packed:
+        sizes = {
+            m: found.tensors[f"model.layers.1.mlp.{m}_w"].shape for m in ("up", "gate", "down")
+        }
+        assert sizes == {"up": (4, 64, 32), "gate": (4, 64, 32), "down": (4, 32, 64)}
+    groups = [set(found.objects(f"optimizer.param_groups.{g}.params")) for g in (0, 1)]
+    still = {key for key in params if "norm" in key or key.endswith("expert_bias")}
+    assert groups == [params - still, still]
+
+
+@pytest.fixture(scope="module")
+def kempnerforge(tmp_path_factory):
+    """The sigmoid router's run, its export, and its config."""
+    directory = tmp_path_factory.mktemp("kempnerforge")
+    config = trained(directory / "run", model=SIGMOID)
+    return directory, export(directory / "run", directory / "dcp"), config
+
+
+def test_another_router_takes_the_bias_without_what_trained_it(kempnerforge, tmp_path, capsys):
+    directory, dcp, config = kempnerforge
+    again = bring(dcp, tmp_path / "run", config, "--model.moe_bias_update=sign")
+    said = " ".join(capsys.readouterr().err.split())
+    assert "left out: the moments of layers.0.mlp.router.expert_bias" in said
+    assert "left out: layers.0.mlp.router.expert_ema" in said
+    assert "is within the sigmoid" in said
+    found, had = values(again), values(directory / "run")
+    biases = {n for n in had if n.endswith("router.expert_bias")}
+    for name in {n for n in biases if n.startswith("params.")}:
+        moved = name.replace("params.", "model_state.")
+        np.testing.assert_array_equal(found.pop(moved), had[name])
+    assert not {name for name in found if "expert_bias" in name or "expert_ema" in name}
+    assert_same(found, {n: v for n, v in had.items() if n not in biases and "expert_ema" not in n})
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("--model.moe_bias_update=none", "left over: layers.0.mlp.router.expert_bias"),
+        ("--model.num_experts=8", "router has 4 rows there and model.num_experts is 8: that is"),
+        ("--model.moe_frequency=2", "missing: layers.0.mlp.down_proj.weight"),
+        ("--model.num_experts=0", "left over: layers.0.mlp.experts.0"),
+    ],
+)
+def test_what_is_of_another_mixture_is_refused(kempnerforge, tmp_path, setting, message):
+    _, dcp, config = kempnerforge
+    with pytest.raises(UserError, match=message):
+        bring(dcp, tmp_path / "run", config, setting)
+
+
+def test_settings_over_a_runs_config_may_not_make_another_of_it(kempnerforge, tmp_path, capsys):
+    directory = kempnerforge[0]
+    for setting, message in {
+        "--model.moe_router=softmax_topk": "model.moe_router is softmax_topk and the weights",
+        "--model.moe_bias_update=sign": "left over: layers.0.mlp.router.expert_ema",
+        "--model.moe_first_dense_layers=1": "missing: layers.0.mlp.down_proj",
+    }.items():
+        both = [setting, "--model.moe_bias_update=none"] if "softmax" in setting else [setting]
+        with pytest.raises(UserError, match=message):
+            export(directory / "run", tmp_path / "dcp", *both)
+    changed = ["--dry-run", "--model.moe_top_k=1", "--model.moe_capacity_factor=2"]
+    export(directory / "run", tmp_path / "dcp", *changed)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "model.moe_top_k is 1 and the weights were trained with 2" in said
+    assert "model.moe_capacity_factor is 2.0 and the weights were trained with 0.0" in said
+
+
+def test_a_run_starts_from_it_directly(kempnerforge, tmp_path):
+    directory, dcp, path = kempnerforge
+    ours = setup(load_config(path))
+    like = abstract_state(ours.model, ours.optimizer, ours.mesh)
+    saved = Checkpoints(directory / "run", ours.config.checkpoint, read_only=True)
+    with jax.set_mesh(ours.mesh):
+        expected, _ = saved.restore(like, 2)
+        found, progress = open_foreign(str(dcp), ours.config).restore(like)
+    saved.close()
+    assert progress.step == 2
+    for part in ("variables", "opt_state"):
+        of_both = (jax.device_get(getattr(state, part)) for state in (found, expected))
+        jax.tree.map(np.testing.assert_array_equal, *of_both)
+
+
+def torch_network(model):
+    torch_job = pytest.importorskip("tests.torch_compat.torch_job")
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    keys = {key: getattr(model, key) for key in ModelConfig.model_fields}
+    keys |= {"n_kv_heads": model.kv_heads, "ffn_hidden_dim": model.ffn_dim,
+             "moe_expert_dim": model.expert_dim}  # fmt: skip
+    return torch, torch_job.Transformer(keys)
+
+
+def our_logits(run, tokens):
+    from jaxforge import inference
+
+    trained = inference.open_run(run, devices=jax.devices()[:1])
+    with trained.in_use() as params:
+        model = Model(trained.config.model)
+        return np.asarray(model.logits(params, model.hidden(params, tokens)))
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "chooses" not in name])
+def test_torchs_own_code_loads_it_and_computes_the_same(tmp_path, name):
+    trained(tmp_path / "run", model=MODELS[name])
+    model = tiny_config(model=MODELS[name]).model
+    torch, network = torch_network(model)
+    from torch.distributed import checkpoint as dcp
+
+    state = {"model": {k: torch.full_like(v, torch.nan) for k, v in network.state_dict().items()}}
+    dcp.load(
+        state, checkpoint_id=export(tmp_path / "run", tmp_path / "dcp") / "step_2", no_dist=True
+    )
+    network.load_state_dict(state["model"])
+    tokens = np.random.default_rng(0).integers(0, 256, (2, 24))
+    with torch.no_grad():
+        theirs = network(torch.from_numpy(tokens)).numpy()
+    ours = our_logits(tmp_path / "run", tokens)
+    assert np.abs(ours - theirs).max() < 1e-5 * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_checkpoint_in_bfloat16_by_torchs_own_hand(tmp_path, packed):
+    """The mean of the load is a buffer, which torch casts with the model."""
+    config = tiny_config(model={**SIGMOID, **SOME, "moe_packed_experts": packed})
+    (tmp_path / "run.toml").write_text(config.to_toml())
+    torch, network = torch_network(config.model)
+    from torch.distributed import checkpoint as dcp
+
+    network = network.to(torch.bfloat16)
+    with torch.no_grad():
+        for tensor in (*network.parameters(), *network.buffers()):
+            if tensor.ndim == 1:
+                tensor.uniform_(0.5, 1.5)
+    dcp.save({"model": network.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    run = bring(tmp_path / "dcp", tmp_path / "run", tmp_path / "run.toml")
+    tokens = np.random.default_rng(0).integers(0, 256, (2, 24))
+    with torch.no_grad():
+        theirs = network.float()(torch.from_numpy(tokens)).numpy()
+    assert np.abs(our_logits(run, tokens) - theirs).max() < 1e-5 * np.abs(theirs).max()
+    found = values(run)
+    mean = found["model_state.layers.3.mlp.router.expert_ema"]
+    assert mean.dtype == np.float32
+    np.testing.assert_array_equal(mean, network.layers["3"].mlp.router.expert_ema.numpy())
+    bias = of_torch(network.layers["3"].mlp.router.expert_bias.bfloat16())
+    np.testing.assert_array_equal(found["params.layers.3.mlp.router.expert_bias"], bias)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_expert_parallel_ranks_left_is_refused_with_the_cause(tmp_path, packed):
+    """As KempnerForge saves it: a rank's experts under numbers from 0 on, the last one's stay."""
+    model = {**SIGMOID, **SOME, "moe_packed_experts": packed}
+    config = tiny_config(model=model)
+    (tmp_path / "run.toml").write_text(config.to_toml())
+    network = torch_network(config.model.model_copy(update={"num_experts": 2}))[1]
+    from torch.distributed import checkpoint as dcp
+
+    state = network.state_dict()
+    whole = torch_network(config.model)[1].state_dict()
+    state |= {key: tensor for key, tensor in whole.items() if ".router." in key}
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(UserError, match=r"only 2 of 4 experts .* distributed\.ep = 2") as caught:
+        bring(tmp_path / "dcp", tmp_path / "run", tmp_path / "run.toml")
+    assert str(caught.value).count("\n") == 1, "nothing else is listed"
+
+
+def test_what_kempnerforge_lacks_is_said():
+    def said(**keys):
+        model = tiny_config(model={"ffn_hidden_dim": 64, **MIXTURE, **keys}).model
+        return [note.removeprefix("KempnerForge has no model.") for note in unknown(model)]
+
+    own = {"moe_router": "sigmoid_topk", "moe_bias_update": "kempnerforge"}
+    assert said() == ["moe_expert_dim: model.moe_expert_ffn_multiplier = 0.5 there"]
+    assert said(moe_expert_dim=None) == []
+    assert said(moe_expert_dim=None, **own) == []
+    (width,) = said(moe_expert_dim=24)
+    assert "could not load" in width
+    (width,) = said(moe_expert_dim=None, moe_shared_experts=1, moe_shared_expert_dim=16)
+    assert width.startswith("moe_shared_expert_dim")
+    for key, value in {"moe_norm_topk": False, "moe_routed_scaling": 2.5,
+                       "moe_groups": 2, "moe_first_dense_layers": 1}.items():  # fmt: skip
+        (note,) = said(moe_expert_dim=None, **{key: value})
+        assert note == f"{key}: it would load these weights and compute something else"
+    (note,) = said(moe_expert_dim=None, moe_router="sigmoid_topk", moe_bias_update="sign")
+    assert note.startswith('moe_bias_update = "sign": it would')
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"num_experts": 3}, r"experts\.\S+ is \[3, 4, .*\[3, 3\] of them are in the model"),
+        ({"n_layers": 4}, r"is \[3, .*\[4\] of them are in the model"),
+        ({"num_experts": 10**9}, "3 layers of 1000000000 experts each are more than is read"),
+        ({"n_layers": 10**9}, "1000000000 layers of 4 experts each are more than is read"),
+        ({"n_layers": "1000000000"}, "1000000000 layers of 4 experts each"),
+        ({"n_layers": "x"}, "n_layers"),
+    ],
+    ids=str,
+)
+def test_a_run_whose_config_is_of_other_arrays_is_damaged(kempnerforge, tmp_path, keys, message):
+    shutil.copytree(kempnerforge[0] / "run", tmp_path / "run")
+    stored = tmp_path / "run" / "checkpoints" / "step_2" / "config" / "metadata"
+    config = json.loads(stored.read_text())
+    config["model"] |= keys
+    stored.write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message):
+        main(["inspect", str(tmp_path / "run")])
+
+
+# Memory
+
+
+def test_what_is_written_at_a_time_is_a_layers_expert_or_less(tmp_path):
+    """Chunks on disk, and so what an import has in memory."""
+    config = trained(tmp_path / "run", model={**SIGMOID, **SOME})
+    dcp = export(tmp_path / "run", tmp_path / "dcp", "--max-memory=48KB")
+    again = bring(dcp, tmp_path / "again", config, "--max-memory=48KB")
+    leaf = of_array(np.zeros((2, 4, 64, 32), np.float32))
+    sizes = [leaf.read(index).nbytes for index in orbax_store._blocks(leaf, 2048)]
+    assert (max(sizes), sum(sizes)) == (2048, leaf.nbytes)
+    whole = [leaf.read(index).shape for index in orbax_store._blocks(leaf, 1 << 20)]
+    assert whole == [(1, 4, 64, 32)] * 2
+    assert_same(values(again), values(tmp_path / "run"))
+
+
+# Names
+
+
+def stacking(**model):
+    return Stacking(tiny_config(model=model).model)
+
+
+def test_an_entry_has_its_layers_number_whatever_holds_it():
+    some = stacking(**{**SIGMOID, **SOME})
+    assert list(some.entries("moe_layers.mlp.experts.up_proj.weight", (2, 4, 32, 64)))[3:5] == [
+        ("layers.1.mlp.experts.3.up_proj.weight", (0, 3)),
+        ("layers.3.mlp.experts.0.up_proj.weight", (1, 0)),
+    ]
+    assert list(some.entries("dense_layers.mlp.up_proj.weight", (2, 64, 64))) == [
+        ("layers.0.mlp.up_proj.weight", (0,)), ("layers.2.mlp.up_proj.weight", (1,)),
+    ]  # fmt: skip
+    assert list(some.entries("norm.weight", (64,))) == [("norm.weight", ())]
+    assert some.array_of("layers.2.attention.q_proj.weight").startswith("dense_layers.attention")
+    assert (
+        some.array_of("layers.3.mlp.experts.2.up_proj.bias")
+        == "moe_layers.mlp.experts.up_proj.bias"
+    )
+    assert layer_of("layers.3.mlp.experts.2.up_proj.bias") == 3
+    every = stacking(**MIXTURE)
+    assert every.array_of("layers.1.mlp.router.gate.weight") == "layers.mlp.router.gate.weight"
+    assert (
+        every.array_of("layers.1.mlp.experts.2.up_proj.weight")
+        == "layers.mlp.experts.up_proj.weight"
+    )
+
+
+def test_arrays_of_other_layers_or_experts_are_refused():
+    some = stacking(**{**SIGMOID, **SOME})
+    for name, shape in (("moe_layers.norm.weight", (3, 64)), ("dense_layers.x", ()),
+                        ("moe_layers.mlp.experts.up_proj.weight", (2, 5, 32, 64))):  # fmt: skip
+        with pytest.raises(UserError, match=f"{name} is .* of them are in the model"):
+            list(some.entries(name, shape))
+
+
+def test_what_a_model_of_ones_own_calls_experts_is_its_own():
+    dense = stacking()
+    assert dense.array_of("layers.1.mlp.experts.2.x") == "layers.mlp.experts.2.x"
+    assert len(list(dense.entries("layers.mlp.experts.x", (2, 7)))) == 2
+
+
+def test_patterns_of_the_optimizer_are_of_the_arrays(tmp_path):
+    """As the model has them: `moe_layers...`."""
+    patterns = {"no_decay_patterns": [r"^moe_layers\.mlp\.experts"]}
+    trained(tmp_path / "run", model={**SIGMOID, **SOME}, optimizer=patterns)
+    found = opened(export(tmp_path / "run", tmp_path / "dcp") / "step_2")
+    decaying, still = (found.objects(f"optimizer.param_groups.{g}.params") for g in (0, 1))
+    assert sum(".experts." in key for key in still) == 2 * 4 * 3
+    assert not any(".experts." in key for key in decaying)
+    config = tiny_config(model=MIXTURE, optimizer=patterns)
+    with pytest.raises(UserError, match="in the name of no parameter"):
+        abstract_target(config)

@@ -1,0 +1,148 @@
+"""What families with experts say in the same way: their names, and which layers have them."""
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.errors import UserError
+from torch_compat.families.family import OURS, THEIRS, Config, Table
+from torch_compat.names.table import Rule
+
+_SIDES = ("gate", "up", "down")
+ROUTER = Rule(f"{OURS}mlp.router.gate.weight", f"{THEIRS}mlp.gate.weight")
+BIAS = Rule(f"{OURS}mlp.router.expert_bias", f"{THEIRS}mlp.gate.e_score_correction_bias")
+EXPERTS = (
+    ROUTER,
+    *(
+        Rule(
+            f"{OURS}mlp.experts.{{j}}.{m}_proj.weight",
+            f"{THEIRS}mlp.experts.{{j}}.{m}_proj.weight",
+        )
+        for m in _SIDES
+    ),
+)
+
+
+def shared(name: str) -> tuple[Rule, ...]:
+    """The shared expert, which has a name of theirs."""
+    return tuple(
+        Rule(f"{OURS}mlp.shared_expert.{m}_proj.weight", f"{THEIRS}mlp.{name}.{m}_proj.weight")
+        for m in _SIDES
+    )
+
+
+SOFTMAX: Mapping[str, Any] = {"norm_topk_prob": False, "num_experts_per_tok": 8}
+"""Keys of a router by softmax, and what transformers takes for absent ones."""
+SPARSE: Mapping[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": None}
+"""Qwen's keys of which layers have experts."""
+SIGMOID: Mapping[str, Any] = {
+    "n_routed_experts": None, "num_experts_per_tok": None, "n_shared_experts": None,
+    "norm_topk_prob": False, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 0, "moe_intermediate_size": 1408,
+}  # fmt: skip
+"""DeepSeek-V3's keys, and what those who took them over take for absent ones."""
+LOSSES = ("output_router_logits", "router_aux_loss_coef")
+"""Keys of losses, which are settings of a run here."""
+
+
+def softmax(c: Config, count: str, width: str) -> Table:
+    """A router by softmax, and its experts.
+
+    Args:
+        c: the config.
+        count: key of the number of experts.
+        width: key of their width.
+    """
+    return {
+        "num_experts": c[count],
+        "moe_top_k": c["num_experts_per_tok"],
+        "moe_expert_dim": c[width],
+        "moe_norm_topk": c["norm_topk_prob"],
+    }
+
+
+def softmax_keys(model: ModelConfig, count: str, width: str) -> Table:
+    """The keys of `softmax`."""
+    return {
+        count: model.num_experts,
+        "num_experts_per_tok": model.moe_top_k,
+        width: model.expert_dim,
+        "norm_topk_prob": model.moe_norm_topk,
+    }
+
+
+def sparse(c: Config, where: str) -> Table:
+    """Every so many layers have experts, but for some that are named.
+
+    Raises:
+        UserError: those are not the first ones.
+    """
+    step, dense = c["decoder_sparse_step"], set(c["mlp_only_layers"] or ())
+    layers = range(c["num_hidden_layers"])
+    kinds = [(i + 1) % step == 0 and i not in dense for i in layers]
+    if not any(kinds):
+        raise UserError(f"{where}: no layer has experts with decoder_sparse_step = {step}")
+    first = kinds.index(True)
+    if any((i + 1) % step == 0 and not has for i, has in enumerate(kinds) if i >= first):
+        raise UserError(
+            f"{where}: jaxforge's model has no counterpart of mlp_only_layers = "
+            f"{reprlib.repr(c['mlp_only_layers'])}: here, layers without experts are the first "
+            "ones, or those of decoder_sparse_step"
+        )
+    return {"moe_frequency": step, "moe_first_dense_layers": first}
+
+
+def sparse_keys(model: ModelConfig) -> Table:
+    """The keys of `sparse`."""
+    step = model.moe_frequency
+    skipped = range(step - 1, min(model.moe_first_dense_layers, model.n_layers), step)
+    return {"decoder_sparse_step": step, "mlp_only_layers": list(skipped)}
+
+
+def sigmoid(c: Config, where: str) -> Table:
+    """DeepSeek-V3's router, experts and shared experts (arXiv:2412.19437).
+
+    Raises:
+        UserError: it has no number of experts, or a shared one is missing.
+    """
+    needed = ("n_routed_experts", "num_experts_per_tok", "n_shared_experts")
+    if missing := [key for key in needed if c[key] is None]:
+        raise UserError(f"{where}: it does not give {', '.join(missing)}")
+    if c["n_routed_experts"] < 2 * c["n_group"]:
+        raise UserError(f"{where}: n_group = {c['n_group']}: a group is judged by two experts")
+    width = c["moe_intermediate_size"]
+    return {
+        "moe_router": "sigmoid_topk",
+        "moe_bias_update": "sign",
+        "num_experts": c["n_routed_experts"],
+        "moe_top_k": c["num_experts_per_tok"],
+        "moe_expert_dim": width,
+        "moe_shared_experts": c["n_shared_experts"],
+        "moe_shared_expert_dim": width * c["n_shared_experts"],
+        "moe_norm_topk": c["norm_topk_prob"],
+        "moe_routed_scaling": c["routed_scaling_factor"],
+        "moe_groups": c["n_group"],
+        "moe_top_k_groups": c["topk_group"],
+        "moe_first_dense_layers": c["first_k_dense_replace"],
+    }
+
+
+def sigmoid_keys(model: ModelConfig) -> Table:
+    """The keys of `sigmoid`."""
+    return {
+        "n_routed_experts": model.num_experts,
+        "num_experts_per_tok": model.moe_top_k,
+        "moe_intermediate_size": model.expert_dim,
+        "n_shared_experts": model.shared_expert_dim // model.expert_dim,
+        "norm_topk_prob": model.moe_norm_topk,
+        "routed_scaling_factor": model.moe_routed_scaling,
+        "n_group": model.moe_groups,
+        "topk_group": model.moe_top_k_groups,
+        "first_k_dense_replace": first_with(model.has_experts),
+    }
+
+
+def first_with(has_experts: Sequence[bool]) -> int:
+    """The first layer that has experts; as many as there are layers, if none has."""
+    return has_experts.index(True) if True in has_experts else len(has_experts)

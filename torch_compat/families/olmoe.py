@@ -1,0 +1,44 @@
+"""OLMoE (arXiv:2409.02060): experts in every layer, norms of all queries and keys at once."""
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.errors import UserError
+from torch_compat.families import common, experts
+from torch_compat.families.common import COMMON
+from torch_compat.families.family import (
+    ATTENTION,
+    ATTENTION_BIASES,
+    OUTSIDE,
+    PRE_NORMS,
+    QK_NORMS,
+    Config,
+    Family,
+    Table,
+    name_map,
+)
+
+_SIZES = ("num_experts", "intermediate_size")
+
+
+def _read(c: Config, where: str) -> Table:
+    if common.head_size(c) * c["num_attention_heads"] != c["hidden_size"]:
+        raise UserError(f"{where}: head_dim = {c['head_dim']}: its heads divide hidden_size")
+    norms = {"qk_norm": True, "qk_norm_scope": "projection", "qk_norm_eps": c["rms_norm_eps"]}
+    return common.llama(c, where) | norms | experts.softmax(c, *_SIZES)
+
+
+def _write(model: ModelConfig) -> Table:
+    keys = {**common.llama_keys(model), **experts.softmax_keys(model, *_SIZES)}
+    return {**keys, "attention_bias": model.qkv_bias and model.o_bias, "clip_qkv": None}
+
+
+FAMILY = Family(
+    "olmoe",
+    name_map(
+        "hf-olmoe", "OlmoeForCausalLM", *OUTSIDE, *PRE_NORMS, *ATTENTION, *QK_NORMS,
+        *experts.EXPERTS, *ATTENTION_BIASES,
+    ),
+    {**COMMON, **experts.SOFTMAX, "rms_norm_eps": 1e-5, "attention_bias": False, "num_experts": 64},
+    read=_read,
+    write=_write,
+    unused=experts.LOSSES,
+)  # fmt: skip
