@@ -29,12 +29,12 @@ _SHAPE = {"dim": 512, "n_layers": 4, "n_heads": 8, "vocab_size": 4096}
 _WIDTH, _TOP_K = 768, 2
 CASES = {
     experts: Case(
-        f"{experts} experts, {_TOP_K} for each of 8 x 256 tokens",
-        {**_SHAPE, "num_experts": experts, "moe_top_k": _TOP_K, "moe_expert_dim": _WIDTH}, 8, 256,
+        f"{experts} experts, {_TOP_K} for each of 8 x 1024 tokens",
+        {**_SHAPE, "num_experts": experts, "moe_top_k": _TOP_K, "moe_expert_dim": _WIDTH}, 8, 1024,
     )
     for experts in (8, 32)
 }  # fmt: skip
-DENSE = Case("dense", {**_SHAPE, "ffn_hidden_dim": _TOP_K * _WIDTH}, 8, 256)
+DENSE = Case("dense", {**_SHAPE, "ffn_hidden_dim": _TOP_K * _WIDTH}, 8, 1024)
 
 
 class TorchExperts(nn.Module):

@@ -21,8 +21,8 @@ class Runtime(NamedTuple):
         save: what the backward pass finds saved: `train.activation_checkpointing`.
         unroll: layers per iteration of the scan over layers. XLA:CPU copies what a loop carries
             and saves, so that a step without it takes 15 % less time; compile time grows with what
-            is unrolled, so deep models keep the loop, and those with experts, and so do those that
-            recompute: only a loop keeps the compiler from saving all the same.
+            is unrolled, so deep models keep the loop, sooner where they have experts, and so do
+            those that recompute: only a loop keeps the compiler from saving all the same.
         rope_as_matmul: rotary positions pair channels that are half a head apart. On TPU they meet
             through a product with a permutation: shuffling lanes took 5 % of a step of Llama 2 7B.
         loss_tile: logits of the loss that a device likes to see at a time; None: any number.
@@ -69,6 +69,7 @@ def runtime_for(
         return runtime._replace(rope_as_matmul=True)
     if platform == "cpu":
         n_layers = m.n_layers
-        loop = n_layers > _UNROLLED_ON_CPU or runtime.save != "none" or m.is_moe
+        most = _UNROLLED_ON_CPU // 3 if m.is_moe else _UNROLLED_ON_CPU
+        loop = n_layers > most or runtime.save != "none"
         return runtime._replace(unroll=1 if loop else n_layers, loss_tile=_TILE_ON_CPU)
     return runtime
