@@ -12,7 +12,7 @@ from torch_compat.dcp_reader import METADATA
 from torch_compat.files import sync
 from torch_compat.lazy import Index, LazyTensor, blocks, extent
 from torch_compat.pickles import Call, Global, New, Pairs
-from torch_compat.staging import Unit
+from torch_compat.staging import Unit, batches
 
 _FILE = 1 << 28  # bytes of data in a file, from which on the next one begins
 _LARGEST = 1 << 31  # bytes of a chunk: an archive's numbers have 32 bits
@@ -62,7 +62,8 @@ def units(
         nbytes = sum(item.nbytes for item in items)
         return Unit(f"{prefix}{path.stem}", nbytes, lambda: _write_file(path, items, entries))
 
-    return [unit(i, items) for i, items in enumerate(_by_file(_items(entries, block)))]
+    files = batches(_items(entries, block), lambda item: item.nbytes, _FILE)
+    return [unit(i, items) for i, items in enumerate(files)]
 
 
 def write_metadata(
@@ -112,17 +113,6 @@ def _items(entries: Mapping[str, Entry], block: int) -> Iterator[_Item]:
 
 def _chunks(tensor: LazyTensor, block: int) -> Iterator[Index]:
     return blocks(tensor.shape, tensor.dtype.itemsize, min(block, _LARGEST))
-
-
-def _by_file(items: Iterator[_Item]) -> Iterator[list[_Item]]:
-    file: list[_Item] = []
-    for item in items:
-        file.append(item)
-        if sum(each.nbytes for each in file) >= _FILE:
-            yield file
-            file = []
-    if file:
-        yield file
 
 
 def _write_file(path: Path, items: list[_Item], entries: Mapping[str, Entry]) -> list[Any]:

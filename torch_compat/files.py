@@ -21,6 +21,9 @@ from torch_compat import limits
 from torch_compat.lazy import Index, LazyTensor, extent
 from torch_compat.limits import shown
 
+_AT_ONCE = getattr(mmap, "MAP_POPULATE", 0)  # Linux
+_BLOCK = 32 << 20  # bytes: what is larger may be sparse, columns of a matrix say
+
 
 class Bytes(Protocol):
     """A file open for reading."""
@@ -164,12 +167,14 @@ class Directory:
 class _Local:
     """Each read is a memory map of its own: when its array is gone, its pages no longer count.
 
+    Those of a block are mapped at once. Where a page is not, Linux cuts what is written from there
+    short, clears the rest of its place in the page cache, and tries again.
     The file is opened for each, since a checkpoint of many ranks has more files than may be open.
     """
 
     def __init__(self, path: str) -> None:
         self._path = path
-        with open(path, "rb", opener=_at_once) as file:
+        with open(path, "rb", opener=_unwaiting) as file:
             about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):
             raise OSError("no regular file")
@@ -183,7 +188,8 @@ class _Local:
         try:
             with open(self._path, "rb") as file:
                 size = ahead + length
-                mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ, offset=first)
+                flags = mmap.MAP_SHARED | (_AT_ONCE if size <= _BLOCK else 0)
+                mapped = mmap.mmap(file.fileno(), size, flags, mmap.PROT_READ, offset=first)
         except (OSError, ValueError) as error:  # ValueError: it has become shorter
             what = getattr(error, "strerror", None) or error
             raise UserError(
@@ -193,7 +199,7 @@ class _Local:
         return np.frombuffer(mapped, np.uint8)[ahead:]
 
 
-def _at_once(path: str, flags: int) -> int:
+def _unwaiting(path: str, flags: int) -> int:
     """Opens a file; a pipe too, which would wait for somebody to write to it."""
     return os.open(path, flags | os.O_NONBLOCK)
 

@@ -32,8 +32,9 @@ from torch_compat.limits import shown
 
 DATA = "d"
 """Directories of index and chunks, below that of the database or of a process."""
+ZARRAY = "/.zarray"
+"""Ends the key of what describes an array."""
 
-_ZARRAY = "/.zarray"
 _LOCATION = re.compile(r"value:([^:%]*):([^:%]*):(\d+):(\d+)")
 
 Place = tuple[str, int, int] | bytes
@@ -50,6 +51,11 @@ def spec(store: Path, name: str) -> dict[str, Any]:
     return {"driver": "zarr", "kvstore": {**_database(store), "path": f"{name}/"}}
 
 
+def chunk_key(cell: tuple[int, ...]) -> str:
+    """The key of a chunk, after that of its array, by its numbers."""
+    return ".".join(map(str, cell)) or "0"
+
+
 def open_arrays(store: Path) -> dict[str, LazyTensor]:
     """Every array of a database, by name; only what describes them is read.
 
@@ -59,13 +65,13 @@ def open_arrays(store: Path) -> dict[str, LazyTensor]:
     """
     database = ts.KvStore.open(_database(store)).result()
     keys = [key.decode() for key in database.list().result()]
-    described = {key: database.read(key) for key in keys if key.endswith(_ZARRAY)}
+    described = {key: database.read(key) for key in keys if key.endswith(ZARRAY)}
     places = _places(store)
     directory = Directory(store)
     files = functools.cache(directory.open)
     arrays = {}
     for key, value in described.items():
-        name = key.removesuffix(_ZARRAY)
+        name = key.removesuffix(ZARRAY)
         about = _About.of(json.loads(value.result().value))
         if about is not None and about.describes(places.get(name, {})):
             arrays[name] = _Mapped(files, about, places[name], f"{store}: {name}").lazy()
@@ -141,7 +147,7 @@ class _About:
         length = math.prod(self.chunk) * self.dtype.itemsize
         if len(places) != cells + 1:  # with its description
             return False
-        keys = (self.key(cell) for cell in self.cells(whole(self.shape)))
+        keys = (chunk_key(cell) for cell in self.cells(whole(self.shape)))
         return all(key in places and _length(places[key]) == length for key in keys)
 
     def cells(self, index: Index) -> Iterator[tuple[int, ...]]:
@@ -152,11 +158,6 @@ class _About:
     def bounds(self, cell: tuple[int, ...]) -> Index:
         """What a chunk covers; at the end, beyond the array."""
         return tuple(slice(i * n, (i + 1) * n) for i, n in zip(cell, self.chunk, strict=True))
-
-    @staticmethod
-    def key(cell: tuple[int, ...]) -> str:
-        """The key of a chunk."""
-        return ".".join(map(str, cell)) or "0"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +188,7 @@ class _Mapped:
     def _part(self, cell: tuple[int, ...], index: Index) -> np.ndarray:
         """An index within one chunk."""
         within = relative(index, [s.start for s in self.about.bounds(cell)])
-        place, chunk = self.places[self.about.key(cell)], self.about.chunk
+        place, chunk = self.places[chunk_key(cell)], self.about.chunk
         if isinstance(place, bytes):
             return np.frombuffer(place, self.about.dtype).reshape(chunk)[within]
         name, offset, length = place

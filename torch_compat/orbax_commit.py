@@ -1,6 +1,7 @@
 """The end of an import: Orbax makes a checkpoint of the arrays that lie staged."""
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.job import JobConfig
 from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
-from torch_compat.files import link
+from torch_compat.files import link, sync
 from torch_compat.lazy import LazyTensor
 from torch_compat.state import CheckpointState
 from torch_compat.training_state import declared
@@ -47,7 +48,7 @@ def commit(
         progress: where the run stands.
         config: the config that goes beside the arrays.
         run: the run directory.
-        store: where the arrays are staged.
+        store: the database in which the arrays are staged.
         arrays: all of them, by name.
     """
     tree = {name: _Staged(store, a.shape, a.dtype) for name, a in arrays.items()}
@@ -89,13 +90,13 @@ class _StagedHandler(ocp.type_handlers.NumpyHandler):
         args: Sequence[ocp.SaveArgs] | None = None,
     ) -> list[Any]:
         await infos[0].await_path_creation()
-        for store in values[0].store.glob("ocdbt.process_*"):
-            target = Path(infos[0].parent_dir) / store.name
-            for path in sorted(store.rglob("*")):
-                made = target / path.relative_to(store)
-                if path.is_dir():
-                    made.mkdir(parents=True, exist_ok=True)
-                elif not made.exists():
-                    made.parent.mkdir(parents=True, exist_ok=True)
-                    link(path, made)
+        store = values[0].store
+        target = Path(infos[0].parent_dir) / store.name
+        for directory, _, files in os.walk(store):
+            made = target / Path(directory).relative_to(store)
+            made.mkdir(parents=True, exist_ok=True)
+            for name in files:
+                if not (made / name).exists():
+                    link(Path(directory, name), made / name)
+            sync(made)
         return []

@@ -6,13 +6,14 @@ are therefore reached in the format that Orbax keeps them in (`ocdbt`); what is 
 """
 
 import functools
+import itertools
 import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import tensorstore as ts
 
 from jaxforge import storage
 from jaxforge.checkpoint.paths import find
@@ -20,15 +21,19 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import StorageError, UserError
 from jaxforge.state.progress import Progress
-from torch_compat import limits, ocdbt
+from torch_compat import limits, ocdbt, ocdbt_writer
 from torch_compat.compare import check_written
+from torch_compat.files import writing
 from torch_compat.lazy import Index, LazyTensor, blocks, extent, of_array, whole
 from torch_compat.stacking import Stacking
-from torch_compat.staging import Share, Staging, Unit, naming_failure, partial_of
+from torch_compat.staging import Share, Staging, Unit, batches, naming_failure, partial_of
 from torch_compat.state import AbstractTarget, CheckpointState
 
 _BESIDE = "beside"
 _CHUNK = 32 << 20  # bytes of a chunk at most: what a restore reads at a time
+_CHUNKS = 6  # as large as can be, in a file: they are made durable together
+_FORM = 2  # of what is staged: an import that another form was begun in begins anew
+_STORE = "ocdbt.process_0"  # Orbax makes one database of all that are named so
 
 
 def run_of(path: Path) -> Path:
@@ -127,10 +132,10 @@ def stage(
         raise UserError(
             f"{destination} is there: an import that was stopped at its very end is whole now"
         )
-    tensors = _tensors(
-        checkpoint, target.stacking
-    )  # refuses what cannot be written, before anything is made
-    return Import(checkpoint, target, run, tensors, Staging(destination, plan, share), block)
+    # Refuses what cannot be written, before anything is made.
+    tensors = _tensors(checkpoint, target.stacking)
+    staging = Staging(destination, {**plan, "store": _FORM}, share)
+    return Import(checkpoint, target, run, tensors, staging, block)
 
 
 class Import:
@@ -148,19 +153,10 @@ class Import:
         self.staging = staging
         self._checkpoint, self._target, self._run = checkpoint, target, run
         self._tensors = tensors
-        self._store = self.staging.path / f"ocdbt.process_{staging.share.process}"
-        for stale in self._store.rglob("*.__lock"):
-            stale.unlink()  # left by a kill, it would lend its end to what is written next
+        self._store = self.staging.path / _STORE
         self._block = min(block, _CHUNK)
-        self._context = ts.Context()  # by which writes of several threads become one commit
-        self._created = functools.cache(self._create)
-        self.units = [
-            Unit(f"{name}-{'-'.join(str(s.start) for s in index)}", _bytes(leaf, index), write)
-            for name, leaf in self._tensors.items()
-            for index in _blocks(leaf, self._block)
-            for write in [lambda name=name, leaf=leaf, index=index: self._write(name, leaf, index)]
-        ]
-        self.units.append(Unit("scalars", 0, self._write_scalars))
+        self._places: dict[str, ocdbt.Place] = {}
+        self.units = list(self._units())
 
     def commit(self) -> None:
         """Lets Orbax make a checkpoint of what was staged."""
@@ -168,10 +164,13 @@ class Import:
 
         progress = self._checkpoint.progress
         assert progress is not None
-        arrays = {**self._tensors, **self._scalars()}
+        found = orbax_commit.scalars(self._checkpoint)
+        scalars = {name: of_array(value) for name, value in found.items()}
+        arrays = {**self._tensors, **scalars}
         destination, config = self.staging.destination, self._target.config
         with naming_failure(destination):
-            orbax_commit.commit(progress, config, self._run, self.staging.path, arrays)
+            ocdbt_writer.write_index(self._store, self._values(arrays, scalars))
+            orbax_commit.commit(progress, config, self._run, self._store, arrays)
         self._check_written(arrays)
         settle(self._run, destination)
         self.staging.discard()
@@ -204,33 +203,32 @@ class Import:
             self.staging.discard()
             raise StorageError(f"what was written could not be read again: {error}") from error
 
-    def _write(self, name: str, leaf: LazyTensor, index: Index) -> None:
-        # A block is a chunk: two processes that wrote parts of one would lose either's.
-        chunk = extent(_blocks(leaf, self._block)[0])
-        array = self._created(name, leaf.shape, leaf.dtype, chunk)
-        values = np.asarray(leaf.read(index), order="C")
-        array[index].write(values, can_reference_source_data_indefinitely=True).result()
+    def _units(self) -> Iterator[Unit]:
+        """Files of several chunks; notes where each lies."""
+        chunks = itertools.chain.from_iterable(
+            _chunks(name, leaf, self._block) for name, leaf in self._tensors.items()
+        )
+        files = batches(chunks, lambda chunk: chunk.nbytes, _CHUNKS * self._block)
+        for number, of_file in enumerate(files):
+            name, at = f"{ocdbt.DATA}/{number}", 0
+            for chunk in of_file:
+                self._places[chunk.key] = name, at, chunk.nbytes
+                at += chunk.nbytes
+            write = functools.partial(_write_file, self._store / name, of_file)
+            yield Unit(f"data-{number}", sum(_bytes(c.leaf, c.part) for c in of_file), write)
 
-    def _write_scalars(self) -> None:
-        for name, value in self._scalars().items():
-            self._write(name, value, whole(value.shape))
-
-    def _scalars(self) -> dict[str, LazyTensor]:
-        from torch_compat.orbax_commit import scalars  # here, as it imports JAX: two seconds
-
-        return {name: of_array(value) for name, value in scalars(self._checkpoint).items()}
-
-    def _create(
-        self, name: str, shape: tuple[int, ...], dtype: np.dtype, chunk: tuple[int, ...]
-    ) -> ts.TensorStore:
-        metadata = {
-            "shape": list(shape),
-            "chunks": [max(1, n) for n in chunk],
-            "dtype": dtype.name if dtype.kind == "V" else dtype.newbyteorder("<").str,
-            "compressor": None,
-        }
-        spec = {**ocdbt.spec(self._store, name), "metadata": metadata}
-        return ts.open(spec, create=True, open=True, context=self._context).result()
+    def _values(
+        self, arrays: dict[str, LazyTensor], scalars: dict[str, LazyTensor]
+    ) -> dict[str, ocdbt.Place]:
+        """All that the database holds, by key."""
+        values = dict(self._places)
+        for name, leaf in arrays.items():
+            chunk = extent(_blocks(leaf, self._block)[0])
+            about = ocdbt_writer.description(leaf.shape, chunk, leaf.dtype)
+            values[f"{name}{ocdbt.ZARRAY}"] = about
+        for name, value in scalars.items():
+            values[f"{name}/{ocdbt.chunk_key((0,) * len(value.shape))}"] = value.all().tobytes()
+        return values
 
 
 def settle(run: Path, checkpoint: Path) -> bool:
@@ -261,6 +259,42 @@ def _tensors(checkpoint: CheckpointState, stacking: Stacking) -> dict[str, LazyT
         for section, entries in sections.items()
         for name, tensor in stacking.join(entries).items()
     }
+
+
+class _Chunk(NamedTuple):
+    """A chunk of an array.
+
+    Attributes:
+        key: its key in the database.
+        leaf: the array.
+        part: what of it there is.
+        nbytes: of a whole chunk, which the last one may not fill.
+    """
+
+    key: str
+    leaf: LazyTensor
+    part: Index
+    nbytes: int
+
+
+def _chunks(name: str, leaf: LazyTensor, limit: int) -> Iterator[_Chunk]:
+    """A block is a chunk; nothing, if there is no value."""
+    indices = _blocks(leaf, limit)
+    shape, nbytes = extent(indices[0]), _bytes(leaf, indices[0])
+    for index in indices if nbytes else ():
+        cell = tuple(s.start // n for s, n in zip(index, shape, strict=True))
+        yield _Chunk(f"{name}/{ocdbt.chunk_key(cell)}", leaf, index, nbytes)
+
+
+def _write_file(path: Path, chunks: list[_Chunk]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path) as put:
+        at = 0
+        for chunk in chunks:
+            values = np.asarray(chunk.leaf.read(chunk.part), order="C").reshape(-1).view(np.uint8)
+            put(values.data, at)
+            put(bytes(chunk.nbytes - values.nbytes), at + values.nbytes)
+            at += chunk.nbytes
 
 
 def _blocks(leaf: LazyTensor, limit: int) -> list[Index]:

@@ -230,6 +230,20 @@ def for_each(do: Callable[[T], object], items: Iterable[T], at_once: int) -> Non
             raise
 
 
+def batches(items: Iterable[T], nbytes: Callable[[T], int], least: int) -> Iterator[list[T]]:
+    """Items in their order, in lists of `least` bytes or just above; the last has what is left."""
+    batch: list[T] = []
+    size = 0
+    for item in items:
+        batch.append(item)
+        size += nbytes(item)
+        if size >= least:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
 def partial_of(destination: Path) -> Path:
     """Where a directory gathers before it is there."""
     return destination.with_name(f".{destination.name}.partial")

@@ -9,8 +9,8 @@ import tensorstore as ts
 
 from jaxforge.errors import UserError
 from tests.torch_compat.tensors import assert_same, random_array
-from torch_compat import ocdbt
-from torch_compat.lazy import DTYPES, whole
+from torch_compat import ocdbt, ocdbt_writer, orbax_store
+from torch_compat.lazy import DTYPES, extent, of_array, whole
 
 ARRAYS = {
     **{f"of.{name}": random_array(name, (4, 6), seed) for seed, name in enumerate(DTYPES)},
@@ -123,3 +123,44 @@ def test_a_path_is_not_a_url(tmp_path):
     for name in ("[1]", "a%20b", "c#d", "e?f", "50%"):
         shutil.copytree(store, tmp_path / name)
         assert ocdbt.open_arrays(tmp_path / name).keys() == {"x"}
+
+
+@pytest.mark.parametrize("most", [16, 40, 1 << 20])
+def test_chunks_and_an_index_are_a_database(tmp_path, mapped_only, most):
+    """Files of several chunks, of which the last of an array may not be full."""
+    places = {}
+    for number, (name, array) in enumerate(ARRAYS.items()):
+        chunks = list(orbax_store._chunks(name, of_array(array), most))
+        orbax_store._write_file(tmp_path / "d" / str(number), chunks)
+        for i, chunk in enumerate(chunks):
+            places[chunk.key] = f"d/{number}", i * chunk.nbytes, chunk.nbytes
+        shape = extent(orbax_store._blocks(of_array(array), most)[0])
+        places[f"{name}/.zarray"] = ocdbt_writer.description(array.shape, shape, array.dtype)
+    places["short/.zarray"] = ocdbt_writer.description((2,), (2,), np.dtype(np.int32))
+    places["short/0"] = np.arange(2, dtype=np.int32).tobytes()
+    ocdbt_writer.write_index(tmp_path, places)
+    expected = {**ARRAYS, "short": np.arange(2, dtype=np.int32)}
+    found = ocdbt.open_arrays(tmp_path)
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert_same(found[name].all(), array)
+        general = ts.open(ocdbt.spec(tmp_path, name)).result()
+        assert_same(general.read().result(), array)
+
+
+def test_an_index_of_many_keys_and_files(tmp_path):
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "large").write_bytes(bytes(range(200)) * 10)
+    for number in range(300):
+        (tmp_path / "d" / str(number)).write_bytes(str(number).encode())
+    names = {f"of.{n}/0": (f"d/{n}", 0, len(str(n))) for n in range(300)}
+    ocdbt_writer.write_index(tmp_path, {**names, "x/0": ("d/large", 1000, 1000), "": b"inline"})
+    store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{tmp_path}/"}).result()
+    assert len(store.list().result()) == 302
+    assert store["of.217/0"] == b"217"
+    assert store["x/0"] == bytes(range(200)) * 5
+    assert store[""] == b"inline"
+
+
+def test_the_checksum_is_castagnolis():
+    assert ocdbt_writer.crc32c(b"123456789") == 0xE3069283
