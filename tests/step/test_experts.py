@@ -2,17 +2,27 @@
 
 import functools
 import math
+import re
 
 import jax
 import numpy as np
 import pytest
 
 from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.config.model import ModelConfig
 from jaxforge.model import experts
 from jaxforge.state.train_state import abstract_state
 from tests import torch_names
-from tests.conftest import tiny_config
-from tests.helpers import new_setup, progress_of, random_batches, setup
+from tests.conftest import TINY, tiny_config
+from tests.helpers import (
+    collectives_in_loops,
+    hlo,
+    lowered,
+    new_setup,
+    progress_of,
+    random_batches,
+    setup,
+)
 
 SHAPE = {"n_layers": 4, "dim": 32, "vocab_size": 64, "num_experts": 8, "moe_expert_dim": 16}
 UNEVEN = {"init_std": 0.3}  # routers that prefer some experts
@@ -123,6 +133,31 @@ def test_a_run_goes_on_from_its_checkpoint_on_any_mesh(tmp_path):
         if other is not job:
             same = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=5e-5)
         jax.tree.map(same, state, expected)
+
+
+@pytest.mark.parametrize("train", [UPDATE, MICROBATCH], ids=str)
+def test_tokens_travel_and_experts_stay_where_they_are(train):
+    """Of the matrices of 8 experts, 16 x 32, a device has its own ones alone."""
+    text = hlo(setup(config("softmax", train, dp_shard=2, ep=4)))
+    travelling = [shape for shape, kind, _ in collectives_in_loops(text) if kind == "all-to-all"]
+    assert any(re.match(r"\(?f32\[", shape) for shape in travelling), travelling
+    whole = re.compile(r"\[(\d+,)?8,(16,32|32,16)\]")
+    assert not whole.search(text)
+    assert whole.search(hlo(setup(config("softmax", train, dp_shard=8))))
+
+
+def test_a_device_needs_less_memory_the_more_share_the_experts():
+    temporaries = []
+    for ep in (1, 2, 4):
+        model = {**MODELS["softmax"], "moe_expert_dim": 256}
+        job = config("softmax", {"batch_size": 2}, ep=ep).model_copy(
+            update={"model": ModelConfig(**{**TINY["model"], **model})}
+        )
+        temporaries.append(lowered(setup(job)).compile().memory_analysis().temp_size_in_bytes)
+    gradients = 4 * 4 * 8 * 3 * 256 * 32  # layers, bytes; of all experts
+    saved = -np.diff(temporaries)
+    assert saved[0] > 0.9 * gradients / 2, temporaries
+    assert saved[1] > 0.9 * gradients / 4, temporaries
 
 
 def test_every_assignment_is_counted():
