@@ -3,15 +3,17 @@
 Everything here stays on the device until it is read.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, PyTree
 
 from jaxforge.config.metrics import EXTRAS
+from jaxforge.config.model import LAYERS
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Params
 from jaxforge.optim.optimizer import global_norm
@@ -22,7 +24,6 @@ COLLECTED = ("grads", *EXTRAS)
 
     grads                 the gradients before clipping, float32; they cost their memory
     grad_norms_per_layer  L2 norm of each part's gradient: "layers" has one of each layer, [layers],
-                          or each stack of layers of the layers that are in it;
                           "token_embedding", "norm" and "output_head" have scalars
     num_zeros_in_grad     elements of the gradients that are exactly 0, over all parameters
     params_norm           L2 norm of all parameters after the step
@@ -39,7 +40,7 @@ class Step(NamedTuple):
         applied: whether it was added.
         params: parameters after the step.
         stack: which layer each row of stacked parameters holds.
-        stacks: the parts of parameters that are stacked.
+        stacks: the parts of parameters that are stacked, with the layers in each.
     """
 
     grads: Params
@@ -47,7 +48,7 @@ class Step(NamedTuple):
     applied: Bool[Array, ""]
     params: Params
     stack: Stack
-    stacks: Collection[str]
+    stacks: Mapping[str, Sequence[int]]
 
 
 def check_collect(names: Iterable[str]) -> tuple[str, ...]:
@@ -70,16 +71,19 @@ def collected(names: Iterable[str], step: Step) -> dict[str, Any]:
 
 
 def _norms_per_layer(step: Step) -> dict[str, Float[Array, "..."]]:
-    def norm(name: str, part: PyTree) -> Array:
-        if name not in step.stacks:
-            return global_norm(part)
-        squares = [
-            jnp.sum(jnp.square(g.astype(jnp.float32)), axis=range(1, g.ndim))
-            for g in jax.tree.leaves(part)
-        ]
-        return step.stack.unstack(jnp.sqrt(sum(squares)))
+    others = {name: part for name, part in step.grads.items() if name not in step.stacks}
+    of_stacks = [_norms_of_rows(step.grads[name], step.stack) for name in step.stacks]
+    order = np.argsort([layer for layers in step.stacks.values() for layer in layers])
+    in_order = of_stacks[0] if len(of_stacks) == 1 else jnp.concatenate(of_stacks)[order]
+    return {LAYERS: in_order, **{name: global_norm(part) for name, part in others.items()}}
 
-    return {name: norm(name, part) for name, part in step.grads.items()}
+
+def _norms_of_rows(stacked: PyTree, stack: Stack) -> Float[Array, "rows"]:
+    squares = [
+        jnp.sum(jnp.square(g.astype(jnp.float32)), axis=range(1, g.ndim))
+        for g in jax.tree.leaves(stacked)
+    ]
+    return stack.unstack(jnp.sqrt(sum(squares)))
 
 
 def _zeros(step: Step) -> Float[Array, ""]:

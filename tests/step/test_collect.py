@@ -71,9 +71,23 @@ def test_rows_without_a_layer_do_not_count():
         "layers": {"w": jnp.array([[3.0, 4.0], [5.0, 0.0], [6.0, 8.0], [0.0, 0.0]])},
         "norm": {"weight": jnp.array([0.0, 2.0])},
     }
-    got = collected(COLLECTED, Step(grads, grads, jnp.array(True), grads, stack, ("layers",)))
+    got = collected(
+        COLLECTED,
+        Step(grads, grads, jnp.array(True), grads, stack, {"layers": range(stack.layers)}),
+    )
     np.testing.assert_allclose(got["grad_norms_per_layer"]["layers"], [5, 5, 10])
     assert got["num_zeros_in_grad"] == 2
+
+
+def test_layers_of_two_stacks_come_in_their_order():
+    grads = {
+        "dense_layers": {"w": jnp.array([[3.0, 4.0], [5.0, 12.0]])},
+        "moe_layers": {"w": jnp.array([[[6.0], [8.0]]])},
+        "norm": {"weight": jnp.ones(1)},
+    }
+    stacks = {"dense_layers": (0, 2), "moe_layers": (1,)}
+    got = collected(COLLECTED, Step(grads, grads, jnp.array(True), grads, Stack(3), stacks))
+    np.testing.assert_allclose(got["grad_norms_per_layer"]["layers"], [5, 10, 13])
 
 
 def test_what_is_not_asked_for_is_not_there():
