@@ -397,6 +397,7 @@ class ModelConfig(Section):
         experts, groups = self.num_experts, self.moe_groups
         if not 0 < self.moe_top_k <= experts:
             yield f"moe_top_k = {self.moe_top_k} must be from 1 to num_experts = {experts}"
+            return
         if self.moe_frequency == 0:
             yield "moe_frequency = 0 must be at least 1 when num_experts > 0"
         elif not any(self.has_experts):

@@ -77,10 +77,14 @@ def test_follows_the_reference(golden, name, optimizer, distributed):
 
 
 @pytest.mark.parametrize(
-    "distributed",
-    [{}, {"ep": 4}, {"dp_replicate": 2, "ep": 2, "tp": 2}, {"dp_shard": 2, "ep": 2, "tp": 2}],
+    ("grad_sync", "distributed"),
+    [
+        ("update", {}),
+        ("update", {"dp_replicate": 2, "ep": 2, "tp": 2}),
+        ("microbatch", {"ep": 4}),
+        ("microbatch", {"dp_shard": 2, "ep": 2, "tp": 2}),
+    ],
 )
-@pytest.mark.parametrize("grad_sync", ["update", "microbatch"])
 def test_experts_follow_the_reference(golden, grad_sync, distributed):
     run = np.load(golden / "traj_moe_softmax.npz")
     config = trajectory_config(model=EXPERTS, grad_sync=grad_sync, **distributed)
