@@ -3,6 +3,9 @@
 An *assignment* is a token and one of its k experts; T tokens have T k of them, numbered token by
 token. *Rows* are places for assignments in the order that products with experts want. Both ways,
 and both gradients, are gathers: no row is added to another by index.
+
+A row that has no assignment holds anything, and so does its gradient: products with experts leave
+it out, and to clear it would be a pass over all rows, after each gather.
 """
 
 from typing import NamedTuple
@@ -10,6 +13,18 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+
+class Order(NamedTuple):
+    """A permutation of rows: which row each place has, and which place each row."""
+
+    row: Int[Array, "n"]
+    place: Int[Array, "n"]
+
+    @property
+    def back(self) -> "Order":
+        """What undoes it."""
+        return Order(self.place, self.row)
 
 
 class Places(NamedTuple):
@@ -24,37 +39,52 @@ class Places(NamedTuple):
     assignment: Int[Array, "n"]
 
 
+def sorted_order(key_N: Int[Array, "n"], n_keys: int) -> tuple[Order, Int[Array, "keys"]]:
+    """The order of a key, 0 to `n_keys`, and how many rows have each but the last."""
+    order = jnp.argsort(key_N, stable=True).astype(key_N.dtype)
+    sizes = jnp.sum(key_N[:, None] == jnp.arange(n_keys), axis=0, dtype=jnp.int32)
+    ascending = jnp.arange(len(key_N), dtype=key_N.dtype)
+    return Order(order, jnp.zeros_like(key_N).at[order].set(ascending, unique_indices=True)), sizes
+
+
 def sorted_places(key_TK: Int[Array, "t k"], n_keys: int) -> tuple[Places, Int[Array, "keys"]]:
     """Rows for all assignments in the order of a key, and how many there are of each key.
 
     Assignments whose key is `n_keys` come last and have no row.
     """
-    flat = key_TK.reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    sizes = jnp.sum(flat[:, None] == jnp.arange(n_keys), axis=0, dtype=jnp.int32)
-    n, end = flat.shape[0], jnp.sum(sizes)
-    row = jnp.zeros_like(flat).at[order].set(jnp.arange(n, dtype=flat.dtype), unique_indices=True)
-    places = Places(
-        jnp.where(row < end, row, n).reshape(key_TK.shape),
-        jnp.where(jnp.arange(n) < end, order, n).astype(flat.dtype),
-    )
-    return places, sizes
+    order, sizes = sorted_order(key_TK.reshape(-1), n_keys)
+    n, end = key_TK.size, jnp.sum(sizes)
+    row = jnp.where(order.place < end, order.place, n).reshape(key_TK.shape)
+    return Places(row, jnp.where(jnp.arange(n) < end, order.row, n)), sizes
+
+
+@jax.custom_vjp
+def reordered(rows_ND: Float[Array, "n d"], order: Order) -> Float[Array, "n d"]:
+    """Rows in another order."""
+    return rows_ND.at[order.row].get(mode="promise_in_bounds", unique_indices=True)
+
+
+def _reordered(rows_ND: Array, order: Order) -> tuple[Array, Order]:
+    return reordered(rows_ND, order), order
+
+
+def _reordered_back(order: Order, d_rows: Array) -> tuple[Array, None]:
+    return reordered(d_rows, order.back), None
+
+
+reordered.defvjp(_reordered, _reordered_back)
 
 
 @jax.custom_vjp
 def to_rows(x_TD: Float[Array, "t d"], places: Places) -> Float[Array, "n d"]:
-    """The token of each row's assignment; zeros where it has none."""
-    return _take(x_TD, places.assignment // places.row.shape[1])
+    """The token of each row's assignment; anything where it has none."""
+    return x_TD.at[places.assignment // places.row.shape[1]].get(mode="clip")
 
 
 @jax.custom_vjp
-def from_rows(rows_ND: Float[Array, "n d"], places: Places) -> Float[Array, "t k d"]:
-    """The row of each assignment; zeros where it has none."""
-    return _take(rows_ND, places.row)
-
-
-def _take(rows: Array, at: Array) -> Array:
-    return rows.at[at].get(mode="fill", fill_value=0)
+def from_rows(rows_ND: Float[Array, "n d"], places: Places) -> Float[Array, "k t d"]:
+    """The row of each assignment, a token's first one first; zeros where it has none."""
+    return rows_ND.at[places.row.T].get(mode="fill", fill_value=0)
 
 
 def _to_rows(x_TD: Array, places: Places) -> tuple[Array, Places]:
@@ -62,15 +92,17 @@ def _to_rows(x_TD: Array, places: Places) -> tuple[Array, Places]:
 
 
 def _to_rows_back(places: Places, d_rows: Array) -> tuple[Array, None]:
-    return jnp.sum(from_rows(d_rows, places), axis=1), None
+    return jnp.sum(from_rows(d_rows, places), axis=0), None
 
 
 def _from_rows(rows_ND: Array, places: Places) -> tuple[Array, Places]:
     return from_rows(rows_ND, places), places
 
 
-def _from_rows_back(places: Places, d_TKD: Array) -> tuple[Array, None]:
-    return _take(d_TKD.reshape(-1, d_TKD.shape[-1]), places.assignment), None
+def _from_rows_back(places: Places, d_KTD: Array) -> tuple[Array, None]:
+    tokens, k = places.row.shape
+    at = places.assignment % k * tokens + places.assignment // k
+    return d_KTD.reshape(-1, d_KTD.shape[-1]).at[at].get(mode="clip"), None
 
 
 to_rows.defvjp(_to_rows, _to_rows_back)

@@ -21,7 +21,14 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.config.model import EXPERTS, ModelConfig
 from jaxforge.model.attention import residual_std
-from jaxforge.model.dispatch import Places, from_rows, sorted_places, to_rows
+from jaxforge.model.dispatch import (
+    Places,
+    from_rows,
+    reordered,
+    sorted_order,
+    sorted_places,
+    to_rows,
+)
 from jaxforge.model.grouped import grouped_matmul
 from jaxforge.model.linear import Declare, normal
 from jaxforge.model.mlp import ACTIVATIONS
@@ -136,8 +143,8 @@ def _run(
     mlp = functools.partial(_mlp, config, backend)
     if collectives.axis_size(EXPERTS) == 1:
         places, sizes_E = sorted_places(expert_TK, config.num_experts)
-        y_TKD = from_rows(mlp(linears, to_rows(x_TD, places), sizes_E), places)
-        y_TD = _weighted_sum(y_TKD, weight_TK)
+        y_KTD = from_rows(mlp(linears, to_rows(x_TD, places), sizes_E), places)
+        y_TD = _weighted_sum(y_KTD, weight_TK)
     else:
         y_TD = _by_all_to_all(mlp, x_TD, expert_TK, weight_TK, linears, config.num_experts)
     y_TD = collectives.psum(y_TD, "mlp")
@@ -169,18 +176,22 @@ def _mlp(
 def _bias_of_rows(
     bias_EO: Float[Array, "e o"], sizes_E: Int[Array, "e"], n: int, name: str
 ) -> Float[Array, "n o"]:
-    """The bias of each row's expert; of what is summed over `tp` afterwards, on one device."""
-    expert_N = jnp.repeat(jnp.arange(len(sizes_E)), sizes_E, total_repeat_length=n)
+    """The bias of each row's expert, 0 where it has none.
+
+    Of what is summed over `tp` afterwards, on one device.
+    """
+    expert_N = jnp.searchsorted(jnp.cumsum(sizes_E), jnp.arange(n), side="right")
     if name == "down_proj":
         bias_EO = jnp.where(collectives.first_index("mlp", 1) == 0, bias_EO, 0)
-    return bias_EO[expert_N]
+    return bias_EO.at[expert_N].get(mode="fill", fill_value=0)
 
 
 def _weighted_sum(
-    y_TKD: Float[Array, "t k d"], weight_TK: Float[Array, "t k"]
+    y_KTD: Float[Array, "k t d"], weight_TK: Float[Array, "t k"]
 ) -> Float[Array, "t d"]:
     """In float32."""
-    return jnp.sum(y_TKD.astype(jnp.float32) * weight_TK[..., None], axis=1).astype(y_TKD.dtype)
+    weight_KT = weight_TK.T[..., None]
+    return jnp.sum(y_KTD.astype(jnp.float32) * weight_KT, axis=0).astype(y_KTD.dtype)
 
 
 def _within_capacity(expert_TK: Int[Array, "t k"], config: ModelConfig) -> Int[Array, "t k"]:
@@ -222,11 +233,11 @@ def _by_all_to_all(
             mode="fill", fill_value=n_experts // devices
         )
         arrived = collectives.all_to_all(rows, EXPERTS).reshape(devices * room, -1)
-        here, sizes = sorted_places(
-            collectives.all_to_all(expert.reshape(devices, room), EXPERTS).reshape(-1, 1),
+        order, sizes = sorted_order(
+            collectives.all_to_all(expert.reshape(devices, room), EXPERTS).reshape(-1),
             n_experts // devices,
         )
-        y_ND = from_rows(mlp(linears, to_rows(arrived, here), sizes), here)
+        y_ND = reordered(mlp(linears, reordered(arrived, order), sizes), order.back)
         back = collectives.all_to_all(y_ND.reshape(devices, room, -1), EXPERTS)
         return _weighted_sum(from_rows(back.reshape(devices * room, -1), places), weight_TK)
 
