@@ -3,8 +3,9 @@
     pip install ".[cuda]"
     python benchmarks/gpu_aot.py [--quick]
 
-Llama 2 7B on one node with every kind of mesh, then `configs/llama/*gpu*` on the clusters they are
-for. Memory is the compiler's own account, beside the 80 GB of a device. Nothing is timed on a GPU.
+Llama 2 7B on one node with every kind of mesh, a mixture of experts (of the shape of Qwen3 30B A3B)
+on one node and on two, then `configs/llama/*gpu*` on the clusters they are for. Memory is the
+compiler's own account, beside the 80 GB of a device. Nothing is timed on a GPU.
 """
 
 import os
@@ -29,6 +30,10 @@ from jaxforge.step.lowering import lower_train_step
 CONFIGS = Path(__file__).parents[1] / "configs" / "llama"
 LLAMA_2_7B = {"dim": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": 32000,
               "ffn_hidden_dim": 11008, "max_seq_len": 4096}  # fmt: skip
+QWEN3_30B_A3B = {"dim": 2048, "n_layers": 48, "n_heads": 32, "n_kv_heads": 4, "head_dim": 128,
+                 "qk_norm": True, "vocab_size": 151936, "ffn_hidden_dim": 6144, "num_experts": 128,
+                 "moe_top_k": 8, "moe_expert_dim": 768, "moe_aux_loss_weight": 0.001,
+                 "max_seq_len": 4096}  # fmt: skip
 PER_NODE = 8
 
 
@@ -44,16 +49,18 @@ def case(
     name: str,
     distributed: dict[str, int | str],
     train: dict[str, int | str] | None = None,
+    nodes: int = 1,
     **sections: dict,
 ) -> Case:
-    """Llama 2 7B on one node: one sequence of 4096 tokens per GPU, all blocks recomputed."""
+    """Llama 2 7B if not said otherwise: 4096 tokens per GPU, all blocks recomputed."""
     usual = {"batch_size": 1, "seq_len": 4096, "activation_checkpointing": "full"}
     config = {"model": LLAMA_2_7B, "train": {**usual, **(train or {})}, "distributed": distributed}
-    return Case(name, JobConfig.model_validate({**config, **sections}))
+    return Case(name, JobConfig.model_validate({**config, **sections}), nodes)
 
 
 MICROBATCH = {"grad_sync": "microbatch"}
 HSDP_TP = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
+HALF = {**QWEN3_30B_A3B, "n_layers": 24}
 STAGES = {**MICROBATCH, "grad_accum_steps": 8}
 MESHES = (
     case("dp_shard 8", {"dp_shard": 8}),
@@ -69,6 +76,13 @@ MESHES = (
          STAGES),
     case("pp 4 x dp_shard 2, interleaved, 8 microbatches",
          {"pp": 4, "dp_shard": 2, "pp_schedule": "interleaved_1f1b", "pp_chunks": 2}, STAGES),
+    case("experts, half the layers: ep 8", {"ep": 8}, MICROBATCH, model=HALF),
+    case("experts, half the layers: pp 2 x ep 4, 1f1b, 8 microbatches", {"pp": 2, "ep": 4}, STAGES,
+         model=HALF),
+    case("experts: ep 8 x dp_shard 2, microbatch", {"ep": 8, "dp_shard": 2}, MICROBATCH, 2,
+         model=QWEN3_30B_A3B),
+    case("experts: ep 8 x dp_shard 2, update", {"ep": 8, "dp_shard": 2}, None, 2,
+         model=QWEN3_30B_A3B),
 )  # fmt: skip
 
 
@@ -87,14 +101,18 @@ def measure(case: Case) -> dict[str, float | str]:
     devices = list(targets.gpus("h100", case.nodes, PER_NODE))
     lowered = lower_train_step(case.config, make_mesh(case.config, devices))
     start = time.perf_counter()
-    compiled = lowered.compile(xla_flags.compiler_options(devices[0], {}))
+    spreads = case.config.distributed.ep > 1
+    options = xla_flags.compiler_options(devices[0], {}, spreads_experts=spreads)
+    compiled = lowered.compile(options)
     seconds = time.perf_counter() - start
     peak = compiled.memory_analysis().peak_memory_in_bytes
+    text = compiled.as_text()
     return {
         "peak memory, GB": round(peak / 1e9, 1),
         "of the device, %": round(100 * peak / targets.GPUS["h100"].memory),
         "compiled in, s": round(seconds, 1),
-        "calls of cuDNN's attention": compiled.as_text().count('"__cudnn$fmha'),
+        "calls of cuDNN's attention": text.count('"__cudnn$fmha'),
+        "calls of kernels for experts": text.count('"mosaic_gpu'),
     }
 
 

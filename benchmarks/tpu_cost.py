@@ -84,22 +84,27 @@ class Cost:
     Attributes:
         cycles: estimated cycles by kind of operation: matmul, fusion, copy, other.
         synchronous: collectives that nothing runs beside, by kind.
-        synchronous_bytes: what one device sends in them.
+        sent: bytes that one device sends in them, by kind.
     """
 
     cycles: Counter[str] = field(default_factory=Counter)
     synchronous: Counter[str] = field(default_factory=Counter)
-    synchronous_bytes: float = 0.0
+    sent: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def synchronous_bytes(self) -> float:
+        """What one device sends in synchronous collectives."""
+        return sum(self.sent.values())
 
     def add(self, other: "Cost", times: int = 1) -> None:
         """Adds `times` executions of another."""
         for mine, others in (
             (self.cycles, other.cycles),
             (self.synchronous, other.synchronous),
+            (self.sent, other.sent),
         ):
             for kind, value in others.items():
                 mine[kind] += value * times
-        self.synchronous_bytes += other.synchronous_bytes * times
 
 
 class Program:
@@ -118,6 +123,11 @@ class Program:
     def cost(self) -> Cost:
         """Of one execution."""
         return self._cost(self._entry)
+
+    def gathered(self) -> list[tuple[int, ...]]:
+        """Dimensions of what each all-gather makes, however it runs, in all computations."""
+        every = (op for ops in self._computations.values() for op in ops.values())
+        return [_largest(op.shape) for op in every if op.kind.startswith("all-gather")]
 
     def _cost(self, name: str) -> Cost:
         cost = Cost()
@@ -152,7 +162,8 @@ class Program:
         size = sum(_bytes(self._computations[name][other].shape) for other in operation.operands)
         group = _group_size(operation.line, self._devices)
         share = {"all-gather": group - 1, "all-reduce": 2 * (group - 1) / group}
-        cost.synchronous_bytes += size * share.get(operation.kind, (group - 1) / group)
+        sent = size * share.get(operation.kind, (group - 1) / group)
+        cost.sent[operation.kind] += round(sent)
 
     def _trips(self, loop: Operation, name: str) -> int:
         """Iterations of a loop, found by running the integers that it carries."""
@@ -238,6 +249,12 @@ def _bytes(shape: str) -> int:
         (1 if name == "pred" else int(bits) // 8) * math.prod(int(d) for d in dims.split(",") if d)
         for name, bits, dims in re.findall(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]", shape)
     )
+
+
+def _largest(shape: str) -> tuple[int, ...]:
+    """Dimensions of the largest array of a shape."""
+    arrays = re.findall(r"\b[a-z]+\d*\w*\[([\d,]*)\]", shape)
+    return max((tuple(int(d) for d in dims.split(",") if d) for dims in arrays), key=math.prod)
 
 
 def _group_size(line: str, devices: int) -> int:

@@ -81,29 +81,50 @@ def to_rows(x_TD: Float[Array, "t d"], places: Places) -> Float[Array, "n d"]:
     return x_TD.at[places.assignment // places.row.shape[1]].get(mode="clip")
 
 
-@jax.custom_vjp
-def from_rows(rows_ND: Float[Array, "n d"], places: Places) -> Float[Array, "k t d"]:
-    """The row of each assignment, a token's first one first; zeros where it has none."""
-    return rows_ND.at[places.row.T].get(mode="fill", fill_value=0)
-
-
 def _to_rows(x_TD: Array, places: Places) -> tuple[Array, Places]:
     return to_rows(x_TD, places), places
 
 
 def _to_rows_back(places: Places, d_rows: Array) -> tuple[Array, None]:
-    return jnp.sum(from_rows(d_rows, places), axis=0), None
-
-
-def _from_rows(rows_ND: Array, places: Places) -> tuple[Array, Places]:
-    return from_rows(rows_ND, places), places
-
-
-def _from_rows_back(places: Places, d_KTD: Array) -> tuple[Array, None]:
-    tokens, k = places.row.shape
-    at = places.assignment % k * tokens + places.assignment // k
-    return d_KTD.reshape(-1, d_KTD.shape[-1]).at[at].get(mode="clip"), None
+    return jnp.sum(_of_tokens(d_rows, places), axis=0), None
 
 
 to_rows.defvjp(_to_rows, _to_rows_back)
-from_rows.defvjp(_from_rows, _from_rows_back)
+
+
+@jax.custom_vjp
+def weighted_sum(
+    rows_ND: Float[Array, "n d"], weight_TK: Float[Array, "t k"], places: Places
+) -> Float[Array, "t d"]:
+    """The rows of each token's assignments, weighted and added up in float32."""
+    y_KTD = _of_tokens(rows_ND, places).astype(jnp.float32)
+    return jnp.sum(y_KTD * weight_TK.T[..., None], axis=0).astype(rows_ND.dtype)
+
+
+def _weighted_sum(
+    rows_ND: Array, weight_TK: Array, places: Places
+) -> tuple[Array, tuple[Array, Array, Places]]:
+    return weighted_sum(rows_ND, weight_TK, places), (rows_ND, weight_TK, places)
+
+
+def _weighted_sum_back(
+    saved: tuple[Array, Array, Places], d_TD: Array
+) -> tuple[Array, Array, None]:
+    rows_ND, weight_TK, places = saved
+    tokens, k = places.row.shape
+    d_TD = d_TD.astype(jnp.float32)
+    # One by one: XLA for TPU would write out what is broadcast to all k, in float32.
+    d_KTD = jnp.concatenate(
+        [(d_TD * weight_TK[:, i, None]).astype(rows_ND.dtype) for i in range(k)]
+    )
+    at = places.assignment % k * tokens + places.assignment // k
+    d_weight = jnp.sum(_of_tokens(rows_ND, places).astype(jnp.float32) * d_TD, axis=-1).T
+    return d_KTD.at[at].get(mode="clip"), d_weight.astype(weight_TK.dtype), None
+
+
+weighted_sum.defvjp(_weighted_sum, _weighted_sum_back)
+
+
+def _of_tokens(rows_ND: Float[Array, "n d"], places: Places) -> Float[Array, "k t d"]:
+    """The row of each assignment, a token's first one first; zeros where it has none."""
+    return rows_ND.at[places.row.T].get(mode="fill", fill_value=0)

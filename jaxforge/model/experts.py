@@ -23,11 +23,11 @@ from jaxforge.config.model import EXPERTS, ModelConfig
 from jaxforge.model.attention import residual_std
 from jaxforge.model.dispatch import (
     Places,
-    from_rows,
     reordered,
     sorted_order,
     sorted_places,
     to_rows,
+    weighted_sum,
 )
 from jaxforge.model.grouped import grouped_matmul
 from jaxforge.model.linear import Declare, normal
@@ -143,8 +143,7 @@ def _run(
     mlp = functools.partial(_mlp, config, backend)
     if collectives.axis_size(EXPERTS) == 1:
         places, sizes_E = sorted_places(expert_TK, config.num_experts)
-        y_KTD = from_rows(mlp(linears, to_rows(x_TD, places), sizes_E), places)
-        y_TD = _weighted_sum(y_KTD, weight_TK)
+        y_TD = weighted_sum(mlp(linears, to_rows(x_TD, places), sizes_E), weight_TK, places)
     else:
         y_TD = _by_all_to_all(mlp, x_TD, expert_TK, weight_TK, linears, config.num_experts)
     y_TD = collectives.psum(y_TD, "mlp")
@@ -184,14 +183,6 @@ def _bias_of_rows(
     if name == "down_proj":
         bias_EO = jnp.where(collectives.first_index("mlp", 1) == 0, bias_EO, 0)
     return bias_EO.at[expert_N].get(mode="fill", fill_value=0)
-
-
-def _weighted_sum(
-    y_KTD: Float[Array, "k t d"], weight_TK: Float[Array, "t k"]
-) -> Float[Array, "t d"]:
-    """In float32."""
-    weight_KT = weight_TK.T[..., None]
-    return jnp.sum(y_KTD.astype(jnp.float32) * weight_KT, axis=0).astype(y_KTD.dtype)
 
 
 def _within_capacity(expert_TK: Int[Array, "t k"], config: ModelConfig) -> Int[Array, "t k"]:
@@ -239,7 +230,7 @@ def _by_all_to_all(
         )
         y_ND = reordered(mlp(linears, reordered(arrived, order), sizes), order.back)
         back = collectives.all_to_all(y_ND.reshape(devices, room, -1), EXPERTS)
-        return _weighted_sum(from_rows(back.reshape(devices * room, -1), places), weight_TK)
+        return weighted_sum(back.reshape(devices * room, -1), weight_TK, places)
 
     operands = (x_TD, weight_TK, linears)
     y_TD = one(0, operands, load)

@@ -36,7 +36,8 @@ def grouped_matmul(
     `blocks` alone can be told so.
 
     Args:
-        x_MI: rows, sorted by group. Those beyond the last group's give zeros, and get none back.
+        x_MI: rows, sorted by group. What those beyond the last group's hold, and their gradient, is
+            left out; what they give, and get back, is anything.
         w_GOI: a matrix for each group, in any dtype; products take it in that of `x_MI`.
         sizes_G: int32, rows of each group; M at most together.
         backend: a key of `GROUPED`.

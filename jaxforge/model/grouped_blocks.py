@@ -151,7 +151,7 @@ def _plan(sizes_G: Sizes, rows: int, ladder: tuple[int, ...]) -> tuple[Array, Ar
 
 
 def matmul(x_MI: Rows, w_GOI: Weights, sizes_G: Sizes) -> Float[Array, "m o"]:
-    """Each row times its group's weights; rows beyond all groups give zeros."""
+    """Each row times its group's weights; of rows beyond all groups, zeros."""
     return _of_rows("bi,oi->bo", x_MI, w_GOI, sizes_G, w_GOI.shape[1])
 
 

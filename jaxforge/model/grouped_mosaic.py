@@ -29,7 +29,7 @@ _STEPS = 4  # tiles of a product that are on their way
 
 
 def matmul(x_MI: Rows, w_GOI: Weights, sizes_G: Sizes) -> Float[Array, "m o"]:
-    """Each row times its group's weights; rows beyond all groups give zeros."""
+    """Each row times its group's weights; of rows beyond all groups, anything."""
     return _of_rows(x_MI, w_GOI, sizes_G, transpose=True)
 
 
@@ -40,12 +40,10 @@ def gradient_of_rows(dy_MO: Rows, w_GOI: Weights, sizes_G: Sizes) -> Float[Array
 
 def _of_rows(x_MI: Rows, w_GOI: Weights, sizes_G: Sizes, *, transpose: bool) -> Rows:
     width = w_GOI.shape[1 if transpose else 2]
-    product = ragged_dot(
+    return ragged_dot(
         x_MI, w_GOI.astype(x_MI.dtype), group_sizes=sizes_G, block_m=_ROWS, block_n=_tile(width),
         block_k=MULTIPLE, max_concurrent_steps=_STEPS, grid_block_n=1, transpose_rhs=transpose,
     )  # fmt: skip
-    is_of_group = jnp.arange(x_MI.shape[0]) < jnp.sum(sizes_G)
-    return jnp.where(is_of_group[:, None], product, 0)
 
 
 def gradient_of_weights(x_MI: Rows, dy_MO: Rows, sizes_G: Sizes) -> Float[Array, "g o i"]:

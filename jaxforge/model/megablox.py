@@ -19,7 +19,7 @@ _INTERPRET = False  # tests set it, to run the kernels without a TPU
 
 
 def matmul(x_MI: Rows, w_GOI: Weights, sizes_G: Sizes) -> Float[Array, "m o"]:
-    """Each row times its group's weights; rows beyond all groups give zeros."""
+    """Each row times its group's weights; of rows beyond all groups, anything."""
     return _of_rows(x_MI, w_GOI, sizes_G, transpose=True)
 
 
@@ -32,21 +32,19 @@ def _of_rows(x_MI: Rows, w_GOI: Weights, sizes_G: Sizes, *, transpose: bool) -> 
     rows, width = x_MI.shape[0], w_GOI.shape[1 if transpose else 2]
     limit = 1024 if x_MI.dtype.itemsize == 2 else 512
     tiling = (
-        _tile_of_rows(rows, sizes_G.shape[0]),
+        tile_of_rows(rows, sizes_G.shape[0]),
         tile(x_MI.shape[1], limit),
         tile(width, limit),
     )
-    product = gmm(
+    return gmm(
         _padded(x_MI, tiling[0]), w_GOI.astype(x_MI.dtype), sizes_G, x_MI.dtype, tiling,
         transpose_rhs=transpose, interpret=_INTERPRET,
     )[:rows]  # fmt: skip
-    is_of_group = jnp.arange(rows) < jnp.sum(sizes_G)
-    return jnp.where(is_of_group[:, None], product, 0)
 
 
 def gradient_of_weights(x_MI: Rows, dy_MO: Rows, sizes_G: Sizes) -> Float[Array, "g o i"]:
     """The sum over each group's rows of dy xᵀ, float32."""
-    rows = _tile_of_rows(x_MI.shape[0], sizes_G.shape[0])
+    rows = tile_of_rows(x_MI.shape[0], sizes_G.shape[0])
     # A tile of float32 sums, two copies of it on their way out, and the rows fit into 16 MiB.
     tiling = rows, tile(dy_MO.shape[1], 512), tile(x_MI.shape[1], 1024)
     return tgmm(
@@ -61,7 +59,8 @@ def tile(size: int, limit: int) -> int:
     return next((t for t in tiles if -(-size // t) * t <= 1.1 * size), min(size, _LANES))
 
 
-def _tile_of_rows(rows: int, groups: int) -> int:
+def tile_of_rows(rows: int, groups: int) -> int:
+    """Rows of a tile: an eighth of a group's fair share, or as near as the MXU allows."""
     least, most = _ROWS
     wanted = min(most, max(least, rows // (8 * groups)))
     return 1 << (wanted.bit_length() - 1)

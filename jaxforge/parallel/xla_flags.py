@@ -33,6 +33,7 @@ class Flag(NamedTuple):
         why: what it is good for.
         source: where that is said.
         devices: values of `jax.Device.device_kind`; empty means all.
+        for_experts: whether it is for steps whose experts are spread (`distributed.ep`) alone.
     """
 
     platform: Literal["gpu", "tpu"]
@@ -41,10 +42,13 @@ class Flag(NamedTuple):
     why: str
     source: str
     devices: tuple[str, ...] = ()
+    for_experts: bool = False
 
-    def fits(self, platform: str, kind: str) -> bool:
-        """Whether it is for devices of this platform and `device_kind`."""
-        return platform == self.platform and (not self.devices or kind in self.devices)
+    def fits(self, platform: str, kind: str, *, spreads_experts: bool) -> bool:
+        """Whether it is for devices of this platform and `device_kind`, and such a step."""
+        is_for_step = spreads_experts or not self.for_experts
+        is_for_device = not self.devices or kind in self.devices
+        return platform == self.platform and is_for_device and is_for_step
 
 
 _XLA = "https://openxla.org/xla/"
@@ -66,6 +70,15 @@ FLAGS: tuple[Flag, ...] = (
         "latency-hiding scheduler, pipelined collectives, loops unrolled by two: communication "
         "runs beside computation, for a longer compilation",
         f"{_XLA}effort_levels",
+    ),
+    Flag(
+        "gpu",
+        "xla_gpu_enable_while_loop_unrolling",
+        "WHILE_LOOP_UNROLLING_NO_UNROLL",
+        "XLA ends the process where it unrolls a loop over layers in which further rounds of rows "
+        "are run if needed",
+        "upstream.md",
+        for_experts=True,
     ),
     Flag(
         "gpu",
@@ -94,7 +107,11 @@ FLAGS: tuple[Flag, ...] = (
 
 
 def compiler_options(
-    device: jax.Device, own: Mapping[str, str], env: Mapping[str, str] = os.environ
+    device: jax.Device,
+    own: Mapping[str, str],
+    env: Mapping[str, str] = os.environ,
+    *,
+    spreads_experts: bool = False,
 ) -> dict[str, Option]:
     """What to compile the step with.
 
@@ -102,11 +119,13 @@ def compiler_options(
         device: any device of the mesh.
         own: `train.xla_flags`.
         env: where `XLA_FLAGS` and `LIBTPU_INIT_ARGS` are looked up; flags in them are left alone.
+        spreads_experts: whether the step has experts on several devices.
 
     Raises:
         UserError: a level of effort is no number.
     """
-    table = {f.name: f.value for f in FLAGS if f.fits(device.platform, device.device_kind)}
+    at = device.platform, device.device_kind
+    table = {f.name: f.value for f in FLAGS if f.fits(*at, spreads_experts=spreads_experts)}
     named = _named_in(env)
     return {
         name: _typed(name, value)

@@ -89,8 +89,6 @@ def test_rows_beyond_may_hold_anything():
     got = compiled(x.at[80:].set(jnp.nan), w, dy.at[80:].set(jnp.inf), sizes)
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_array_equal(a, b)
-    assert not np.any(got[0][80:])
-    assert not np.any(got[1][80:])
 
 
 def test_any_sizes_are_covered_once():
@@ -193,7 +191,8 @@ def test_megablox_in_the_interpreter(monkeypatch, rows, sizes, dtype):
     matmul = functools.partial(grouped_matmul, backend="megablox")
     got = value_and_gradients(matmul, x, w, dy, sizes)
     zeroed = x.at[total:].set(0), w, dy.at[total:].set(0), sizes
-    assert_close(got, reference(*zeroed), 1e-6 if dtype == jnp.float32 else 2**-8)
+    got, expected = ((y[:total], dx[:total], dw) for y, dx, dw in (got, reference(*zeroed)))
+    assert_close(got, expected, 1e-6 if dtype == jnp.float32 else 2**-8)
 
 
 def test_tiles_of_megablox_waste_little():

@@ -29,7 +29,9 @@ TRAIN = {"batch_size": 1, "seq_len": 512, "activation_checkpointing": "full"}
 HSDP_TP = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
 PIPELINE = {"pp": 2, "dp_shard": 2, "tp": 2}
 WINDOWS = {"sliding_window": 128, "attention_pattern": ["full", "sliding", "sliding"]}
+EXPERTS = {"num_experts": 16, "moe_top_k": 4, "moe_expert_dim": 256}
 CUDNN = 'custom_call_target="__cudnn$fmha'
+MOSAIC = 'custom_call_target="mosaic_gpu'
 
 
 def case(distributed, train=None, **sections):
@@ -59,6 +61,16 @@ STEPS = {
     "schedule-free": case(
         HSDP_TP, optimizer={"name": "schedule_free_adamw"}, scheduler={"name": "none"}
     ),
+}
+
+EXPERT_STEPS = {
+    "dp_shard": case({"dp_shard": 8}),
+    "ep": case({"ep": 8}),
+    "ep, microbatch": case({"ep": 8}, {"grad_sync": "microbatch"}),
+    "ep x dp_shard": case({"ep": 4, "dp_shard": 2}, {"grad_accum_steps": 2}),
+    "ep x dp_shard, microbatch": case({"ep": 4, "dp_shard": 2}, {"grad_sync": "microbatch"}),
+    "ep x tp": case({"ep": 4, "tp": 2}),
+    "1f1b x ep": case({"pp": 2, "ep": 4}, {"grad_accum_steps": 4}),
 }
 
 
@@ -95,6 +107,23 @@ def test_a_step_compiles_and_attends_by_cudnn(name):
     lowered = lower_train_step(config, make_mesh(config, h100s()))
     compiled = lowered.compile(xla_flags.compiler_options(h100s()[0], {}))
     assert CUDNN in compiled.as_text()
+
+
+@compiles
+@pytest.mark.usefixtures("no_cache")
+@pytest.mark.parametrize("name", EXPERT_STEPS)
+def test_a_step_of_experts_compiles_to_hoppers_kernels(name):
+    """Rows of tokens travel, experts do not, and only those kernels multiply with them."""
+    sections = EXPERT_STEPS[name]
+    config = config_of({**sections, "model": EXPERTS})
+    lowered = lower_train_step(config, make_mesh(config, h100s()))
+    spreads = config.distributed.ep > 1
+    options = xla_flags.compiler_options(h100s()[0], {}, spreads_experts=spreads)
+    text = lowered.compile(options).as_text()
+    assert MOSAIC in text
+    assert "ragged-dot" not in text
+    assert ("all-to-all" in text) == ("ep" in sections["distributed"])
+    assert CUDNN in text
 
 
 @compiles

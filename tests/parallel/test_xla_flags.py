@@ -39,7 +39,7 @@ def jaxforge_logs(caplog, monkeypatch):
 @pytest.mark.parametrize("device", [H100, B200], ids=lambda d: d.device_kind)
 def test_xla_knows_the_flags_for_gpus(device):
     """The options of all backends are known to each build, so a CPU can tell."""
-    options = compiler_options(device, {}, env={})
+    options = compiler_options(device, {}, env={}, spreads_experts=True)
     assert options["optimization_level"] == 19, "EFFORT_O1"
     jax.jit(lambda: 0).lower().compile(compiler_options=options)
 
@@ -78,6 +78,13 @@ def test_each_kind_of_device_has_its_own():
     assert not h100 & v5p
     for device in (V5E, CPU):  # v5e, whose name starts like v5p's, gathers so by default
         assert compiler_options(device, {}, env={}) == {}
+
+
+def test_loops_with_spread_experts_are_not_unrolled_on_gpus():
+    name = "xla_gpu_enable_while_loop_unrolling"
+    assert name not in compiler_options(H100, {}, env={})
+    for device, has_it in ((H100, True), (B200, True), (V5P, False)):
+        assert (name in compiler_options(device, {}, env={}, spreads_experts=True)) == has_it
 
 
 def test_what_the_user_names_wins():
@@ -140,7 +147,8 @@ def test_the_docs_show_the_table():
     lines = DOCS.read_text().splitlines()
     shown = [line for line in lines if line.startswith(("| gpu", "| tpu"))]
     assert shown == [
-        f"| {f.platform} | {', '.join(f.devices) or 'all'} | `{f.name}` | `{f.value}` | {f.why} | "
-        f"[source]({f.source}) |"
+        f"| {f.platform} | {', '.join(f.devices) or 'all'}"
+        f"{', with `distributed.ep`' if f.for_experts else ''} | `{f.name}` | `{f.value}` | "
+        f"{f.why} | [source]({f.source}) |"
         for f in FLAGS
     ]

@@ -1,0 +1,129 @@
+"""Mixtures of experts compiled for TPU slices, without a TPU: memory, cycles and what travels.
+
+    pip install "jax[tpu]"
+    python benchmarks/experts_aot.py [--quick]
+
+One sequence of 4096 tokens per chip, full rematerialisation, gradients reduced per microbatch. What
+the cycles mean, see `tpu_cost.py`; further rounds of rows, which an even load does not need, are
+not among them. Of products with experts it can only be told how many rows their tiles have: those
+that two experts share are multiplied for both. That is computed for a load drawn at random.
+"""
+
+import importlib.util
+import math
+import os
+from typing import NamedTuple
+
+os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+
+import jax
+import numpy as np
+import results
+from jax.experimental import topologies
+from rich.console import Console
+from tpu_cost import Program
+
+from jaxforge.config.job import JobConfig
+from jaxforge.config.model import ModelConfig
+from jaxforge.model.megablox import tile_of_rows
+from jaxforge.parallel import xla_flags
+from jaxforge.parallel.mesh import make_mesh
+from jaxforge.step.lowering import lower_train_step
+
+MIXTRAL_8X7B = {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "vocab_size": 32000,
+                "ffn_hidden_dim": 14336, "num_experts": 8, "moe_top_k": 2,
+                "moe_aux_loss_weight": 0.02}  # fmt: skip
+QWEN3_30B_A3B = {"dim": 2048, "n_layers": 48, "n_heads": 32, "n_kv_heads": 4, "head_dim": 128,
+                 "qk_norm": True, "vocab_size": 151936, "ffn_hidden_dim": 6144, "num_experts": 128,
+                 "moe_top_k": 8, "moe_expert_dim": 768, "moe_aux_loss_weight": 0.001}  # fmt: skip
+SEQ = 4096
+HEADROOM = 1.5  # rows that a device has room for, relative to an even load
+
+
+class Case(NamedTuple):
+    """A model on a slice, and its mesh."""
+
+    name: str
+    topology: str
+    model: dict
+    axes: dict[str, int]
+
+
+CASES = (
+    Case("Mixtral 8x7B, v5p 2x2x4, ep 8 x dp_shard 2", "v5p:2x2x4", MIXTRAL_8X7B,
+         {"ep": 8, "dp_shard": 2}),
+    Case("Mixtral 8x7B, v5p 2x2x4, ep 4 x dp_shard 4", "v5p:2x2x4", MIXTRAL_8X7B,
+         {"ep": 4, "dp_shard": 4}),
+    Case("Mixtral 8x7B, v5p 2x2x4, dp_shard 16", "v5p:2x2x4", MIXTRAL_8X7B, {"dp_shard": 16}),
+    Case("Qwen3 30B A3B, v5e 8x8, ep 8 x dp_shard 8", "v5e:8x8", QWEN3_30B_A3B,
+         {"ep": 8, "dp_shard": 8}),
+    Case("Qwen3 30B A3B, v6e 4x8, ep 8 x dp_shard 4", "v6e:4x8", QWEN3_30B_A3B,
+         {"ep": 8, "dp_shard": 4}),
+)  # fmt: skip
+
+
+def config_of(case: Case) -> JobConfig:
+    """As a user would write it."""
+    train = {
+        "batch_size": 1,
+        "seq_len": SEQ,
+        "activation_checkpointing": "full",
+        "grad_sync": "microbatch",
+    }
+    model = {**case.model, "max_seq_len": SEQ}
+    return JobConfig.model_validate({"model": model, "train": train, "distributed": case.axes})
+
+
+def measure(case: Case) -> dict[str, float]:
+    """What the compiler makes of it."""
+    config = config_of(case)
+    devices = list(topologies.get_topology_desc(case.topology, platform="tpu").devices)
+    lowered = lower_train_step(config, make_mesh(config, devices))
+    compiled = lowered.compile(xla_flags.compiler_options(devices[0], {}))
+    program = Program(compiled.as_text(), len(devices))
+    cost, model, ep = program.cost(), config.model, case.axes.get("ep", 1)
+    widths = {model.dim, model.expert_dim}
+    experts = [shape for shape in program.gathered() if widths <= set(shape)]
+    own = model.num_experts // ep * math.prod(widths)
+    return {
+        "memory, GB": round(compiled.memory_analysis().peak_memory_in_bytes / 1e9, 1),
+        "M cycles": round(sum(cost.cycles.values()) / 1e6),
+        "of dense products": round(cost.cycles["matmul"] / 1e6),
+        "all-to-alls": cost.synchronous["all-to-all"],
+        "GB in them": round(cost.sent["all-to-all"] / 1e9, 1),
+        "GB in other synchronous collectives": round(
+            (cost.synchronous_bytes - cost.sent["all-to-all"]) / 1e9, 1
+        ),
+        "gathers of experts over ep": sum(math.prod(shape) > own for shape in experts),
+        "rows multiplied / active": round(multiplied(model, ep), 2),
+    }
+
+
+def multiplied(model: ModelConfig, ep: int) -> float:
+    """Rows in the tiles of a product with experts, relative to those that experts have."""
+    groups, rows = model.num_experts // ep, SEQ * model.moe_top_k
+    tile = tile_of_rows(rows if ep == 1 else int(rows * HEADROOM), groups)
+    ends = np.cumsum(np.random.default_rng(0).multinomial(rows, np.full(groups, 1 / groups)))
+    starts = np.concatenate([[0], ends[:-1]])
+    return float(np.sum(-(-ends // tile) - starts // tile) * tile / rows)
+
+
+def main() -> None:
+    """Prints the table and writes the results."""
+    quick = results.arguments(__doc__).parse_args().quick
+    if importlib.util.find_spec("libtpu") is None:
+        raise SystemExit('the compiler for TPU is missing: pip install "jax[tpu]"')
+    jax.config.update("jax_enable_compilation_cache", False)
+    rows = []
+    for case in CASES[: 1 if quick else None]:
+        rows.append({"case": case.name, **measure(case)})
+        Console().print(rows[-1], highlight=False)
+    notes = [f"1 x {SEQ} tokens a chip, bfloat16, full remat; cycles leave out collectives and the "
+             "kernels of attention and experts"]  # fmt: skip
+    if not quick:
+        results.write_json("experts_aot", rows, ("jax", "jaxlib", "libtpu"), device="tpu",
+                           notes=notes)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

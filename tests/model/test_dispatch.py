@@ -1,0 +1,67 @@
+"""Rows go to their experts and back; what rows without an assignment hold does not matter."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge.model.dispatch import reordered, sorted_order, sorted_places, to_rows, weighted_sum
+
+TOKENS, K, KEYS, WIDTH = 12, 3, 5, 4
+
+
+def drawn():
+    """Tokens, the keys of their assignments (some have none), weights, a gradient."""
+    rng = np.random.default_rng(0)
+    x, dy = rng.standard_normal((2, TOKENS, WIDTH)).astype(np.float32)
+    keys = rng.integers(0, KEYS + 1, (TOKENS, K)).astype(np.int32)
+    weights = rng.random((TOKENS, K)).astype(np.float32)
+    return tuple(jnp.asarray(each) for each in (x, keys, weights, dy))
+
+
+def there_and_back(x, weights, keys):
+    """A function of each row, by its key; rows that have none give what is not a number."""
+    places, sizes = sorted_places(keys, KEYS)
+    n = TOKENS * K
+    key_of_row = jnp.repeat(jnp.arange(KEYS), sizes, total_repeat_length=n)
+    rows = jnp.sin(to_rows(x, places)) * (1 + key_of_row[:, None])
+    return weighted_sum(_spoiled(rows, jnp.sum(sizes)), weights, places)
+
+
+@jax.custom_vjp
+def _spoiled(rows, end):
+    """NaN after the last row; what comes back there must not matter either."""
+    return jnp.where(jnp.arange(len(rows))[:, None] < end, rows, jnp.nan)
+
+
+_spoiled.defvjp(
+    lambda rows, end: (_spoiled(rows, end), end),
+    lambda end, d: (jnp.where(jnp.arange(len(d))[:, None] < end, d, jnp.nan), None),
+)
+
+
+def directly(x, weights, keys):
+    factor = jnp.where(keys < KEYS, 1 + keys, 0) * weights
+    return jnp.sin(x) * jnp.sum(factor, axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["some have no row", "all have rows"])
+def test_there_and_back(full):
+    x, keys, weights, dy = drawn()
+    keys = keys % KEYS if full else keys
+    got, expected = (
+        jax.value_and_grad(lambda x, w, f=f: jnp.sum(f(x, w, keys) * dy), (0, 1))(x, weights)
+        for f in (there_and_back, directly)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
+
+
+def test_an_order_is_stable_and_undone():
+    keys = jnp.asarray([2, 0, 3, 1, 0, 3], jnp.int32)
+    order, sizes = sorted_order(keys, 3)
+    np.testing.assert_array_equal(sizes, [2, 1, 1])
+    np.testing.assert_array_equal(order.row, [1, 4, 3, 0, 2, 5])
+    rows = jnp.arange(12.0).reshape(6, 2)
+    np.testing.assert_array_equal(reordered(reordered(rows, order), order.back), rows)
+    back = jax.grad(lambda r: jnp.sum(reordered(r, order) * rows))(rows)
+    np.testing.assert_array_equal(back, reordered(rows, order.back))
