@@ -6,8 +6,8 @@
     splash      JAX's flash attention on TPU (`splash.py`)
 
 Each honours causality, packed documents, sliding windows and a scale of scores; chunks, a soft cap
-of scores and attention sinks, all but cuDNN's. One that is asked for by name and cannot serve is an error; `auto`
-takes the first of its platform's that can, and the run's banner names it.
+of scores and attention sinks, all but cuDNN's. One that is asked for by name and cannot serve is an
+error; `auto` takes the first of its platform's that can, and the run's banner names it.
 
 XLA splits plain products over any mesh. The inside of a kernel it does not know, so that every
 device runs one on its own sequences and heads (`attend_locally`): attention needs no communication.
@@ -174,7 +174,7 @@ def _locally(
     sinks: Sinks,
     *scalars: Array,
 ) -> Queries:
-    """Runs a function of one device on each: of q, k, v, what tokens [b, s] have, sinks, scalars."""
+    """Runs a function of one device on each: of q, k, v, what tokens [b, s] have, and the others."""
     axes = automatic_axes()
     if not axes:
         return kernel(q, k, v, of_tokens, sinks, *scalars)

@@ -149,7 +149,7 @@ def _sink_gradients(
     sinks: Sinks, folded: _Folded, lses: tuple[Array, ...], delta: Array, length: int
 ) -> Sinks:
     """What a sink takes of each row's δ, summed over the rows of its head."""
-    if sinks is None:
+    if sinks is None or folded.sinks is None:
         return None
     taken = jnp.exp(folded.sinks - jnp.concatenate(lses, axis=2)) * delta
     of_heads = taken.reshape(*taken.shape[:2], length, -1)

@@ -45,7 +45,7 @@ def gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def scaled_silu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x sigmoid(1.702 x), the approximation of `gelu` by a sigmoid."""
+    """The approximation of `gelu` by x sigmoid(1.702 x)."""
     return x * jax.nn.sigmoid(1.702 * x)
 
 

@@ -50,7 +50,9 @@ def with_gradients(attend, *given):
 
 
 def assert_alike(ours, expected, atol=2e-5):
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=atol, rtol=1e-5), ours, expected)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, atol=atol, rtol=1e-5), ours, expected
+    )
 
 
 @pytest.mark.parametrize("backend", ["reference", "blockwise"])
@@ -76,9 +78,7 @@ def test_kernels_and_their_gradients_are_those_of_the_formula(
         return BACKENDS[backend].attend(q, k, v, segment_ids, **seen, scoring=scoring, sinks=sinks)
 
     given = (*random_heads(LENGTH, kv_heads), SINKS)
-    expected = with_gradients(
-        functools.partial(formula, allowed=allowed, scoring=scoring), *given
-    )
+    expected = with_gradients(functools.partial(formula, allowed=allowed, scoring=scoring), *given)
     assert np.abs(expected[1][3][:4]).min() > 0.01, "sinks have gradients"
     assert_alike(with_gradients(attend, *given), expected)
 
