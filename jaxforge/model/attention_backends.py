@@ -174,7 +174,7 @@ def _locally(
     sinks: Sinks,
     *scalars: Array,
 ) -> Queries:
-    """Runs a function of one device on each: of q, k, v, what tokens [b, s] have, and the others."""
+    """Runs a function of one device on each: of q, k, v, what tokens [b, s] have, and the rest."""
     axes = automatic_axes()
     if not axes:
         return kernel(q, k, v, of_tokens, sinks, *scalars)
