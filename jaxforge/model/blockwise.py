@@ -80,12 +80,10 @@ def _forward(
         scores = _product("bkrh,bkth->bkrt", folded.q[:, :, block.rows], folded.k[:, :, block.keys])
         scores = jnp.where(block.visible, scoring.capped(scores * scale), -jnp.inf)
         top = jnp.max(scores, axis=-1, keepdims=True)
-        if folded.sinks is not None:
-            top = jnp.maximum(top, folded.sinks[:, block.rows])
         weights = jnp.exp(scores - top)
         total = jnp.sum(weights, axis=-1, keepdims=True)
         if folded.sinks is not None:
-            total += jnp.exp(folded.sinks[:, block.rows] - top)
+            total += jnp.exp(folded.sinks[:, block.rows] - top)  # inf: nothing is left for keys
         output = _product("bkrt,bkth->bkrh", weights.astype(v.dtype), folded.v[:, :, block.keys])
         outputs.append((output / total).astype(v.dtype))
         lses.append(top + jnp.log(total))

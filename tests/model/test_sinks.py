@@ -20,7 +20,7 @@ from jaxforge.model.transformer import Model
 from tests.model.test_attention import allowed_keys, random_documents, random_heads
 
 LENGTH, HEADS = 81, 6
-SINKS = jnp.array([-2.0, 0.0, 1.0, 3.0, 40.0, -60.0])  # some that take nothing, one that takes all
+SINKS = jnp.array([-2.0, 0.0, 1.0, 3.0, 120.0, -120.0])  # some that take nothing, one that takes all
 PACKED = pytest.mark.parametrize("packed", [False, True], ids=["causal", "documents"])
 
 
@@ -128,7 +128,8 @@ def test_devices_have_the_sinks_of_their_heads(monkeypatch, backend, is_known, p
     monkeypatch.setitem(BACKENDS, "opaque", kernel)
     segment_ids = random_documents(LENGTH) if packed else None
     given = (*random_heads(LENGTH, 2), SINKS)
-    mesh = jax.make_mesh((2, 2), ("dp_shard", "tp"), devices=jax.devices()[:4])
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    mesh = jax.sharding.Mesh(devices, ("dp_shard", "tp"))  # whose axes are the partitioner's
     for which, mask in enumerate(MASKS):
         at = which if is_known else jnp.int32(which)
 
