@@ -27,6 +27,7 @@ EVERY_OPTION = {
     "qk_norm_scope": "projection", "qkv_bias": True, "o_bias": True, "mlp_bias": True,
     "gated_mlp": True, "activation": "gelu_tanh", "attention_scale": 0.3,
     "attn_logit_softcap": 5.0, "final_logit_softcap": 3.0, "embedding_multiplier": 4.0,
+    "attention_sinks": True, "swiglu_limit": 0.5,
     "residual_multiplier": 0.5, "logits_scaling": 2.0, "partial_rotary_factor": 0.5,
     "rope_scaling": RopeScaling(rope_type="yarn", original_max_seq_len=16),
 }  # fmt: skip
@@ -159,11 +160,11 @@ def progress_of(state: TrainState) -> Progress:
 
 
 def with_random_biases(params, seed: int = 0):
-    """Parameters whose biases are not the zeros that they begin as; arrays of the host."""
+    """Parameters whose biases and sinks are not near zero, as they begin; arrays of the host."""
     rng = np.random.default_rng(seed)
 
     def changed(path, leaf):
-        is_bias = path[-1].key == "bias"
+        is_bias = path[-1].key in ("bias", "sinks")
         return rng.standard_normal(leaf.shape, np.float32) if is_bias else leaf
 
     return jax.tree_util.tree_map_with_path(changed, jax.device_get(params))

@@ -30,6 +30,11 @@ _NOT_COMPARED = ("sdpa_backend", "ffn_dim_multiplier", "sliding_window",
                  "attention_chunk_size", "attention_pattern", "rope_theta", "rope_scaling",
                  "local_rope_theta", "rope_pattern", "partial_rotary_factor")  # fmt: skip
 _MOST_SHOWN = 3
+DEQUANTIZED = (
+    "take a copy in bfloat16, such as transformers saves of a model that it opened by "
+    "from_pretrained(..., quantization_config=Mxfp4Config(dequantize=True))"
+)
+"""What to do about files in MXFP4."""
 _NO_SUCH = "such values"
 
 
@@ -205,10 +210,11 @@ def _complete(config: Mapping[str, Any], family: Family, where: str) -> dict[str
     Raises:
         UserError: keys are missing, unknown, or have values of no model.
     """
-    if config.get("quantization_config"):
+    if quantized := config.get("quantization_config"):
+        is_mxfp4 = isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
         raise UserError(
             f"{where}: jaxforge's model has no counterpart of quantization_config: the weights are "
-            "quantized"
+            f"quantized{f', in MXFP4: {DEQUANTIZED}' if is_mxfp4 else ''}"
         )
     usual = {family.names.get(key, key): value for key, value in config.items()}
     needed = [key for key in NEEDED if family.defaults.get(key, 0) is None]
@@ -274,7 +280,8 @@ _COUNTS = ("num_hidden_layers", "num_local_experts", "num_experts", "num_experts
            "no_rope_layer_interval", "sliding_window_pattern")  # fmt: skip
 _NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "rope_local_base_freq",
             "query_pre_attn_scalar", "embedding_multiplier", "residual_multiplier",
-            "attention_multiplier", "logits_scaling", "routed_scaling_factor")  # fmt: skip
+            "attention_multiplier", "logits_scaling", "routed_scaling_factor",
+            "swiglu_limit")  # fmt: skip
 _WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
 _FROM = ("max_window_layers", "first_k_dense_replace", "num_nextn_predict_layers")
 _NEVER_NULL = frozenset((*_COUNTS, *_NUMBERS, *_WIDTHS, *_FROM, "norm_topk_prob", "qkv_bias"))

@@ -10,23 +10,32 @@ from typing import Any
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.reading.load import make_config
+from jaxforge.errors import UserError
 from torch_compat import safetensors, untrained
 from torch_compat.dcp_state import Options
 from torch_compat.families import FAMILIES
 from torch_compat.files import Directory, sync
 from torch_compat.fits import UNSEEN, matters
-from torch_compat.hf_config import CONFIG, config_json, family_of, further_layers, model_table
+from torch_compat.hf_config import (
+    CONFIG,
+    DEQUANTIZED,
+    config_json,
+    family_of,
+    further_layers,
+    model_table,
+)
 from torch_compat.lazy import LazyTensor
 from torch_compat.limits import load_json
 from torch_compat.name_maps import name_map
 from torch_compat.staging import Unit
 from torch_compat.state import AbstractTarget, CheckpointState
-from torch_compat.translation import Translation
+from torch_compat.translation import Translation, some
 
 _SETTINGS = "tokenizer_config.json"
 _TOKENIZER = ("tokenizer.json", _SETTINGS, "special_tokens_map.json",
               "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")  # fmt: skip
 _GENERATION = "generation_config.json"
+_MXFP4 = ("_blocks", "_scales")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
@@ -65,6 +74,8 @@ def read(directory: Directory, target: AbstractTarget, options: Options) -> Chec
         name_map(options.dialect) if options.dialect else FAMILIES[config["model_type"]].dialect
     )
     found = safetensors.open_directory(directory)
+    if quantized := [key for key in found if key.endswith(_MXFP4)]:
+        raise UserError(f"{directory}: {some(quantized)} are in MXFP4: {DEQUANTIZED}")
     tensors = {dialect.current(key): tensor for key, tensor in found.items()}
     tensors, left_out = _of_model(tensors, further_layers(config, f"{directory}/{CONFIG}"))
     into = Translation(dialect, model, options.resize_vocab, str(directory))

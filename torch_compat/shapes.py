@@ -60,6 +60,8 @@ def _block(model: ModelConfig, *, has_experts: bool) -> Iterator[tuple[str, Shap
     for name, size in (("q", queries), ("k", keys), ("v", keys)):
         yield from _linear(f"attention.{name}_proj", size, model.dim, bias=model.qkv_bias)
     yield from _linear("attention.o_proj", model.dim, queries, bias=model.o_bias)
+    if model.attention_sinks:
+        yield "attention.sinks", (model.n_heads,)
     if model.qk_norm:
         whole = model.qk_norm_scope == "projection"
         yield from _norm("attention.q_norm", queries if whole else model.head_size)

@@ -83,6 +83,9 @@ class ModelConfig(Section):
     """Multiplies attention scores; not set means 1 / sqrt(head width)."""
     attn_logit_softcap: PositiveFloat | None = None
     """Attention scores s become cap * tanh(s / cap), as in Gemma 2."""
+    attention_sinks: bool = False
+    """Each query head has a learned logit that joins its softmax and has no value, as in gpt-oss:
+    what it takes, tokens do not get."""
     vocab_size: PositiveInt = 32000
     """Number of token ids."""
     ffn_dim_multiplier: PositiveFloat = 1.0
@@ -99,11 +102,15 @@ class ModelConfig(Section):
     """RMSNorm multiplies by 1 + weight, as in Gemma, and weights begin at 0."""
     parallel_residual: bool = False
     """Attention and feed-forward both read the input of the block, as in GPT-NeoX."""
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
-    """Non-linearity of the feed-forward: gelu is exact, gelu_tanh its approximation by tanh."""
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "swiglu_oai"] = "silu"
+    """Non-linearity of the feed-forward: gelu is exact, gelu_tanh its approximation by tanh.
+    swiglu_oai is gpt-oss's, always gated: g * sigmoid(1.702 g) * (u + 1) of gate g and u."""
     gated_mlp: bool | None = None
-    """Multiply by a gate, with three matrices (SwiGLU, GeGLU), not two; not set means that silu is
-    gated and others are not."""
+    """Multiply by a gate, with three matrices (SwiGLU, GeGLU), not two; not set means that silu and
+    swiglu_oai are gated and others are not."""
+    swiglu_limit: PositiveFloat | None = None
+    """Before the non-linearity, gates are at most this, and what they multiply is within +-this
+    (7 in gpt-oss); not set: neither is bounded."""
     mlp_bias: bool = False
     """Add a bias to every matrix of the feed-forward."""
     embedding_multiplier: PositiveFloat = 1.0
@@ -237,7 +244,8 @@ class ModelConfig(Section):
     @property
     def is_gated(self) -> bool:
         """Whether the feed-forward has a gate."""
-        return self.activation == "silu" if self.gated_mlp is None else self.gated_mlp
+        usual = self.activation in ("silu", "swiglu_oai")
+        return usual if self.gated_mlp is None else self.gated_mlp
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -335,6 +343,10 @@ class ModelConfig(Section):
             yield from self._unused_rotary_keys()
         if self.n_heads % self.kv_heads:
             yield f"n_heads = {self.n_heads} must be a multiple of n_kv_heads = {self.kv_heads}"
+        if self.activation == "swiglu_oai" and not self.is_gated:
+            yield 'activation = "swiglu_oai" has a gate: leave gated_mlp out'
+        if self.swiglu_limit is not None and not self.is_gated:
+            yield f"swiglu_limit = {self.swiglu_limit} is for a gate, and there is none"
         if self.norm_unit_offset and self.norm_type != "rmsnorm":
             yield f'norm_unit_offset = true is for norm_type = "rmsnorm", not "{self.norm_type}"'
         if self.qk_norm_scope != "head" and not self.qk_norm:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.model.attention_backends import Scoring, attend_over, masked_attention
-from jaxforge.model.linear import Declare, Linear
+from jaxforge.model.linear import Declare, Linear, normal
 from jaxforge.model.masking import chunk_of, visible, window_of
 from jaxforge.model.norm import RMSNorm
 from jaxforge.model.plan import LayerKind, LayerPlan
@@ -74,6 +74,7 @@ class LayerOut(NamedTuple):
 class Attention(nnx.Module):
     """Queries, keys and values of `n_heads` / `kv_heads` heads; optional RMSNorm on q and k.
 
+    Optional sinks: a logit of each head beside its scores, of no value (gpt-oss, arXiv:2508.10925).
     The heads together may be wider or narrower than the residual stream.
     """
 
@@ -94,6 +95,8 @@ class Attention(nnx.Module):
                 )
                 for size, _ in (heads, kv_heads)
             )  # fmt: skip
+        if c.attention_sinks:
+            self.sinks = declare((c.n_heads,), ("heads",), normal(c.init_std))
         self.config = c
         self.scoring = Scoring(c.attention_scale, c.attn_logit_softcap)
 
@@ -122,7 +125,7 @@ class Attention(nnx.Module):
         if cache is None:
             y_BSHh = attend_over(
                 runtime.attention, plan.masks, kind.mask, q_BSHh, k_BSKh, v_BSKh,
-                context.segment_ids, context.positions, self.scoring,
+                context.segment_ids, context.positions, self.scoring, self._sinks(),
             )  # fmt: skip
         else:
             assert context.positions is not None
@@ -132,9 +135,15 @@ class Attention(nnx.Module):
             seen_BST = visible(
                 *at, window_of(plan.masks, kind.mask), chunk_of(plan.masks, kind.mask)
             )
-            y_BSHh = masked_attention(q_BSHh, *cache, seen_BST[:, None], self.scoring)
+            y_BSHh = masked_attention(
+                q_BSHh, *cache, seen_BST[:, None], self.scoring, self._sinks()
+            )
         y_BSHh = constrain(y_BSHh, "batch", None, "heads", None)
         return self.o_proj(y_BSHh.reshape(*x_BSD.shape[:2], -1)), cache
+
+    def _sinks(self) -> Float[Array, "heads"] | None:
+        """Float32, as scores are."""
+        return self.sinks[...].astype(jnp.float32) if self.config.attention_sinks else None
 
     def _heads(self, x: Float[Array, "b s d"], axis: str) -> Float[Array, "b s heads h"]:
         x = x.reshape(*x.shape[:2], -1, self.config.head_size)

@@ -5,9 +5,9 @@
     cudnn       cuDNN's flash attention on NVIDIA GPUs, bf16 or fp16
     splash      JAX's flash attention on TPU (`splash.py`)
 
-Each honours causality, packed documents, sliding windows and a scale of scores; chunks, and a soft
-cap of scores, all but cuDNN's. One that is asked for by name and cannot serve is an error; `auto`
-takes the first of its platform's that can, and the run's banner names it.
+Each honours causality, packed documents, sliding windows and a scale of scores; chunks, a soft cap
+of scores and attention sinks, all but cuDNN's. One that is asked for by name and cannot serve is an
+error; `auto` takes the first of its platform's that can, and the run's banner names it.
 
 XLA splits plain products over any mesh. The inside of a kernel it does not know, so that every
 device runs one on its own sequences and heads (`attend_locally`): attention needs no communication.
@@ -33,12 +33,16 @@ from jaxforge.parallel.sharding import automatic_axes, automatic_spec
 Queries = Float[Array, "b s heads h"]
 Keys = Float[Array, "b t kv h"]
 SegmentIds = Int[Array, "b s"] | None
+Sinks = Float[Array, "heads"] | None
 Backend = Callable[..., Queries]
-"""(q, k, v, segment_ids, window=None, chunk=None, scoring=PLAIN) -> softmax(q kᵀ / √h) v, causal.
+"""(q, k, v, segment_ids, window=None, chunk=None, scoring=PLAIN, sinks=None)
+-> softmax(q kᵀ / √h) v, causal.
 
 `segment_ids` keeps packed documents apart. A query sees the last `window` tokens, itself included;
-with None, all of them. Of a row cut into chunks of `chunk` tokens, it sees its own; cuDNN's takes
-none. One that is not opaque takes `reach` as well, a window that is an array.
+with None, all of them. Of a row cut into chunks of `chunk` tokens, it sees its own. `sinks` are a
+logit of each head that joins its scores, and has no value: they take sigmoid(sink - lse) of all
+weight. cuDNN's takes neither chunks nor sinks. One that is not opaque takes `reach` as well, a
+window that is an array.
 """
 
 
@@ -51,15 +55,16 @@ def reference_attention(
     chunk: int | None = None,
     reach: Int[Array, ""] | None = None,
     scoring: Scoring = PLAIN,
+    sinks: Sinks = None,
 ) -> Queries:
     """Scores and softmax in float32, all S x S of them."""
-    if reach is None and chunk is None and scoring.softcap is None:
+    if reach is None and chunk is None and scoring.softcap is None and sinks is None:
         return _dot_product(q, k, v, segment_ids, window, "xla", scoring)
     tokens = jnp.arange(q.shape[1])
     seen = visible(tokens[:, None], tokens, window if reach is None else reach, chunk)[None, None]
     if segment_ids is not None:
         seen = seen & _same_document(segment_ids)
-    return masked_attention(q, k, v, seen, scoring)
+    return masked_attention(q, k, v, seen, scoring, sinks)
 
 
 def cudnn_attention(
@@ -75,23 +80,33 @@ def cudnn_attention(
 
 
 def masked_attention(
-    q: Queries, k: Keys, v: Keys, mask: Bool[Array, "b 1 s t"], scoring: Scoring = PLAIN
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    mask: Bool[Array, "b 1 s t"],
+    scoring: Scoring = PLAIN,
+    sinks: Sinks = None,
 ) -> Queries:
     """The reference for any mask: what decoding with a cache uses."""
-    if scoring.softcap is not None:
-        return _capped_attention(q, k, v, mask, scoring)
+    if scoring.softcap is not None or sinks is not None:
+        return _capped_attention(q, k, v, mask, scoring, sinks)
     return jax.nn.dot_product_attention(
         q, k, v, mask=mask, scale=scoring.scale, implementation="xla"
     )
 
 
 def _capped_attention(
-    q: Queries, k: Keys, v: Keys, mask: Bool[Array, "b 1 s t"], scoring: Scoring
+    q: Queries, k: Keys, v: Keys, mask: Bool[Array, "b 1 s t"], scoring: Scoring, sinks: Sinks
 ) -> Queries:
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     scores = jnp.einsum("bskgh,btkh->bkgst", grouped, k, preferred_element_type=jnp.float32)
     capped = scoring.capped(scores * scoring.scale_of(q.shape[3]))
-    weights = jax.nn.softmax(jnp.where(mask[:, :, None], capped, -jnp.inf), axis=-1)
+    seen = jnp.where(mask[:, :, None], capped, -jnp.inf)
+    if sinks is not None:  # as one more key
+        column = sinks.reshape(k.shape[2], -1, 1, 1).astype(seen.dtype)
+        column = jnp.broadcast_to(column, (*seen.shape[:-1], 1))
+        seen = jnp.concatenate([seen, column], axis=-1)
+    weights = jax.nn.softmax(seen, axis=-1)[..., : k.shape[1]]
     output = jnp.einsum("bkgst,btkh->bskgh", weights.astype(v.dtype), v)
     return output.reshape(q.shape)
 
@@ -126,6 +141,7 @@ def attend_locally(
     window: int | None = None,
     chunk: int | None = None,
     scoring: Scoring = PLAIN,
+    sinks: Sinks = None,
 ) -> Queries:
     """Runs a kernel that knows one device, on any mesh.
 
@@ -138,7 +154,15 @@ def attend_locally(
         kernel = functools.partial(kernel, chunk=chunk)
     if scoring != PLAIN:
         kernel = functools.partial(kernel, scoring=scoring)
-    return _locally(kernel, q, k, v, segment_ids)
+
+    def run(q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, sinks: Sinks) -> Queries:
+        return _with_sinks(kernel, sinks)(q, k, v, segment_ids)
+
+    return _locally(run, q, k, v, segment_ids, sinks)
+
+
+def _with_sinks(kernel: Backend, sinks: Sinks) -> Backend:
+    return kernel if sinks is None else functools.partial(kernel, sinks=sinks)
 
 
 def _locally(
@@ -147,22 +171,24 @@ def _locally(
     k: Keys,
     v: Keys,
     of_tokens: PyTree,
+    sinks: Sinks,
     *scalars: Array,
 ) -> Queries:
-    """Runs a function of one device on each: of q, k, v, what tokens [b, s] have, and scalars."""
+    """Runs a function of one device on each: of q, k, v, what tokens [b, s] have, and the rest."""
     axes = automatic_axes()
     if not axes:
-        return kernel(q, k, v, of_tokens, *scalars)
+        return kernel(q, k, v, of_tokens, sinks, *scalars)
     queries = automatic_spec("batch", None, "heads", None)
     keys = automatic_spec("batch", None, "kv_heads", None)
     rows = jax.tree.map(lambda _: automatic_spec("batch", None), of_tokens)
+    of_heads = None if sinks is None else automatic_spec("heads")
     return jax.shard_map(
         kernel,
-        in_specs=(queries, keys, keys, rows, *(P() for _ in scalars)),
+        in_specs=(queries, keys, keys, rows, of_heads, *(P() for _ in scalars)),
         out_specs=queries,
         axis_names=axes,
         check_vma=False,  # the kernels' types do not tell over which axes results vary
-    )(q, k, v, of_tokens, *scalars)
+    )(q, k, v, of_tokens, sinks, *scalars)
 
 
 def attend_over(
@@ -175,6 +201,7 @@ def attend_over(
     segment_ids: SegmentIds,
     positions: Int[Array, "b s"] | None = None,
     scoring: Scoring = PLAIN,
+    sinks: Sinks = None,
 ) -> Queries:
     """Attention by a backend, as far as one of some masks says.
 
@@ -192,26 +219,31 @@ def attend_over(
         segment_ids: of packed documents.
         positions: of tokens in their documents, by which chunks go; None: they are counted.
         scoring: what becomes of products of queries and keys.
+        sinks: a logit of each head that joins its scores; None: there are none.
     """
     attend = functools.partial(BACKENDS[name].attend, scoring=scoring)
     if positions is None:  # kernels are faster without a mask
         masks = [mask.within(q.shape[1]) for mask in masks]
     if isinstance(which, int) or len(set(masks)) == 1:
         mask = masks[which if isinstance(which, int) else 0]
-        return _attend_by(mask, attend, q, k, v, segment_ids, positions)
+        return _attend_by(mask, _with_sinks(attend, sinks), q, k, v, segment_ids, positions)
 
     if not BACKENDS[name].is_opaque:
         if (chunk := chunk_of(masks, which)) is not None:
             segment_ids = chunk_ids(q.shape[0], q.shape[1], chunk, segment_ids, positions)
-        return attend(q, k, v, segment_ids, reach=window_of(masks, which))
+        reach = window_of(masks, which)
+        return _with_sinks(attend, sinks)(q, k, v, segment_ids, reach=reach)
 
     of_tokens = (segment_ids, positions)
 
-    def chosen(q: Queries, k: Keys, v: Keys, of_tokens: PyTree, which: Array) -> Queries:
-        kernels = [functools.partial(_attend_by, mask, attend) for mask in masks]
+    def chosen(
+        q: Queries, k: Keys, v: Keys, of_tokens: PyTree, sinks: Sinks, which: Array
+    ) -> Queries:
+        run = _with_sinks(attend, sinks)
+        kernels = [functools.partial(_attend_by, mask, run) for mask in masks]
         return jax.lax.switch(which, kernels, q, k, v, *of_tokens)
 
-    return _locally(chosen, q, k, v, of_tokens, which)
+    return _locally(chosen, q, k, v, of_tokens, sinks, which)
 
 
 def _attend_by(
@@ -243,6 +275,7 @@ class KernelRequirements(NamedTuple):
         seq_len: tokens of a sequence.
         softcap: of scores; None: none.
         chunk: tokens of a chunk, of which a sequence has several; None: no layer has any.
+        sinks: whether heads have attention sinks.
     """
 
     platform: str
@@ -251,6 +284,7 @@ class KernelRequirements(NamedTuple):
     seq_len: int
     softcap: float | None = None
     chunk: int | None = None
+    sinks: bool = False
 
 
 def _always_supported(at: KernelRequirements) -> str | None:
@@ -271,6 +305,8 @@ def _cudnn_unsupported(at: KernelRequirements) -> str | None:
             f"it has no mask of chunks, and model.attention_chunk_size = {at.chunk} cuts sequences "
             f"of train.seq_len = {at.seq_len}"
         )
+    if at.sinks:
+        return "it has no attention sinks, and model.attention_sinks = true"
     return None
 
 

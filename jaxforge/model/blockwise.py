@@ -8,7 +8,8 @@ arXiv:2205.14135, algorithm 4):
     P  = exp(Q Kᵀ/√h - lse)      dV = Pᵀ dO       δ  = rowsum(dO ∘ O)
     dS = P ∘ (dO Vᵀ - δ)/√h      dQ = dS K        dK = dSᵀ Q
 
-Of capped scores s = c tanh(Q Kᵀ/(c √h)), dS has the factor 1 - (s/c)² as well.
+Of capped scores s = c tanh(Q Kᵀ/(c √h)), dS has the factor 1 - (s/c)² as well. A sink is one more
+score, of a key whose value is 0: it is in lse, and has the gradient -Σ exp(sink - lse) δ.
 
 Query heads that share a key head are folded into its rows: one product each, nothing repeated.
 R: rows of a block, which are queries x heads per key head.
@@ -30,14 +31,16 @@ _SMALLEST = 32  # queries: below it, products are too small to be fast
 
 SegmentIds = Int[Array, "b s"] | None
 Reach = Int[Array, ""] | None
+Sinks = Float[Array, "heads"] | None
 
 
 class _Folded(NamedTuple):
-    """Queries [b, kv, R, h]; keys and values [b, kv, s, h]."""
+    """Queries [b, kv, R, h]; keys and values [b, kv, s, h]; the sinks of rows [kv, R, 1]."""
 
     q: Array
     k: Array
     v: Array
+    sinks: Array | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 7))
@@ -50,12 +53,14 @@ def blockwise_attention(
     chunk: int | None = None,
     reach: Reach = None,
     scoring: Scoring = PLAIN,
+    sinks: Sinks = None,
 ) -> Float[Array, "b s heads h"]:
     """softmax(q kᵀ / √h) v over the keys at or before each query, of its document, window, chunk.
 
-    `reach` is a window that only the device knows: no key is left out for it, but masked.
+    `reach` is a window that only the device knows: no key is left out for it, but masked. `sinks`
+    are logits beside the scores of each query, and take weight from them.
     """
-    return _forward(q_BSHh, k_BSKh, v_BSKh, segment_ids, window, chunk, reach, scoring)[0]
+    return _forward(q_BSHh, k_BSKh, v_BSKh, segment_ids, window, chunk, reach, scoring, sinks)[0]
 
 
 def _forward(
@@ -67,15 +72,18 @@ def _forward(
     chunk: int | None,
     reach: Reach,
     scoring: Scoring,
+    sinks: Sinks,
 ) -> tuple[Array, tuple[Array, ...]]:
     kv_heads, scale = k.shape[2], scoring.scale_of(q.shape[-1])
-    folded, outputs, lses = _fold_all(q, k, v), [], []
+    folded, outputs, lses = _fold_all(q, k, v, sinks), [], []
     for block in _blocks(q, k, segment_ids, window, chunk, reach):
         scores = _product("bkrh,bkth->bkrt", folded.q[:, :, block.rows], folded.k[:, :, block.keys])
         scores = jnp.where(block.visible, scoring.capped(scores * scale), -jnp.inf)
         top = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - top)
         total = jnp.sum(weights, axis=-1, keepdims=True)
+        if folded.sinks is not None:
+            total += jnp.exp(folded.sinks[:, block.rows] - top)  # inf: nothing is left for keys
         output = _product("bkrt,bkth->bkrh", weights.astype(v.dtype), folded.v[:, :, block.keys])
         outputs.append((output / total).astype(v.dtype))
         lses.append(top + jnp.log(total))
@@ -91,17 +99,18 @@ def _attend(
     chunk: int | None,
     reach: Reach,
     scoring: Scoring,
+    sinks: Sinks,
 ) -> tuple[Array, tuple]:
-    output, lses = _forward(q, k, v, segment_ids, window, chunk, reach, scoring)
-    return output, (q, k, v, segment_ids, reach, output, lses)
+    output, lses = _forward(q, k, v, segment_ids, window, chunk, reach, scoring, sinks)
+    return output, (q, k, v, segment_ids, reach, sinks, output, lses)
 
 
 def _differentiate(
     window: int | None, chunk: int | None, scoring: Scoring, saved: tuple, d_output: Array
-) -> tuple[Array, Array, Array, None, None]:
-    q, k, v, segment_ids, reach, output, lses = saved
+) -> tuple[Array, Array, Array, None, None, Sinks]:
+    q, k, v, segment_ids, reach, sinks, output, lses = saved
     kv_heads, dtype, scale = k.shape[2], q.dtype, scoring.scale_of(q.shape[-1])
-    folded = _fold_all(q, k, v)
+    folded = _fold_all(q, k, v, sinks)
     d_out = _fold_queries(d_output, kv_heads)
     product = d_output.astype(jnp.float32) * output.astype(jnp.float32)
     delta = jnp.sum(_fold_queries(product, kv_heads), axis=-1, keepdims=True)
@@ -130,7 +139,19 @@ def _differentiate(
         _total(d_values).astype(dtype).swapaxes(1, 2),
         None,
         None,
+        _sink_gradients(sinks, folded, lses, delta, q.shape[1]),
     )
+
+
+def _sink_gradients(
+    sinks: Sinks, folded: _Folded, lses: tuple[Array, ...], delta: Array, length: int
+) -> Sinks:
+    """What a sink takes of each row's δ, summed over the rows of its head."""
+    if sinks is None or folded.sinks is None:
+        return None
+    taken = jnp.exp(folded.sinks - jnp.concatenate(lses, axis=2)) * delta
+    of_heads = taken.reshape(*taken.shape[:2], length, -1)
+    return -jnp.sum(of_heads, axis=(0, 2)).reshape(sinks.shape).astype(sinks.dtype)
 
 
 blockwise_attention.defvjp(_attend, _differentiate)
@@ -177,8 +198,11 @@ def _product(dimensions: str, left: Array, right: Array) -> Float[Array, "b kv _
     return jnp.einsum(dimensions, left, right, preferred_element_type=jnp.float32)
 
 
-def _fold_all(q: Array, k: Array, v: Array) -> _Folded:
-    return _Folded(_fold_queries(q, k.shape[2]), k.swapaxes(1, 2), v.swapaxes(1, 2))
+def _fold_all(q: Array, k: Array, v: Array, sinks: Sinks) -> _Folded:
+    kv_heads = k.shape[2]
+    if sinks is not None:
+        sinks = jnp.tile(sinks.reshape(kv_heads, -1), (1, q.shape[1]))[..., None]
+    return _Folded(_fold_queries(q, kv_heads), k.swapaxes(1, 2), v.swapaxes(1, 2), sinks)
 
 
 def _fold_queries(x_BSHh: Array, kv_heads: int) -> Float[Array, "b kv r h"]:

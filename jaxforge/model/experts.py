@@ -31,7 +31,7 @@ from jaxforge.model.dispatch import (
 )
 from jaxforge.model.grouped import grouped_matmul
 from jaxforge.model.linear import Declare, normal
-from jaxforge.model.mlp import ACTIVATIONS
+from jaxforge.model.mlp import ACTIVATIONS, gated
 from jaxforge.model.router import Routing
 from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import (
@@ -166,10 +166,9 @@ def _mlp(
         return y + _bias_of_rows(bias[0], sizes_E, len(rows), name) if bias else y
 
     up_NF = apply("up_proj", rows_ND)
-    activation = ACTIVATIONS[config.activation]
     if config.is_gated:
-        return apply("down_proj", activation(apply("gate_proj", rows_ND)) * up_NF)
-    return apply("down_proj", activation(up_NF))
+        return apply("down_proj", gated(apply("gate_proj", rows_ND), up_NF, config))
+    return apply("down_proj", ACTIVATIONS[config.activation](up_NF))
 
 
 def _bias_of_rows(

@@ -44,12 +44,35 @@ def gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
 
 
+def scaled_silu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The approximation of `gelu` by x sigmoid(1.702 x)."""
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
     "relu": jax.nn.relu,
+    "swiglu_oai": scaled_silu,
 }
+
+
+def gated(
+    gate: Float[Array, "..."], up: Float[Array, "..."], config: ModelConfig
+) -> Float[Array, "..."]:
+    """act(gate) · up, of values that `swiglu_limit` bounds; gpt-oss's has up + 1 in place of up."""
+    if (limit := config.swiglu_limit) is not None:
+        gate = _at_most(gate, limit)
+        up = -_at_most(-_at_most(up, limit), limit)
+    if config.activation == "swiglu_oai":
+        up = up + 1
+    return ACTIVATIONS[config.activation](gate) * up
+
+
+def _at_most(x: Array, limit: float) -> Array:
+    """The gradient at the limit itself is torch's: 1, where that of `jnp.minimum` is 1/2."""
+    return jnp.where(x > limit, limit, x)
 
 
 class MLP(nnx.Module):
@@ -57,10 +80,9 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, declare: Declare, *, width: int | None = None) -> None:
         embed, hidden = (config.dim, "embed"), (width or config.ffn_dim, "mlp")
-        self.gated = config.is_gated
-        self.activation = ACTIVATIONS[config.activation]
+        self.config = config
         linear = functools.partial(Linear, declare=declare, bias=config.mlp_bias)
-        if self.gated:
+        if config.is_gated:
             self.gate_proj = linear(hidden, embed, std=config.init_std)
         self.up_proj = linear(hidden, embed, std=config.init_std)
         self.down_proj = linear(embed, hidden, std=residual_std(config))
@@ -68,8 +90,8 @@ class MLP(nnx.Module):
     def __call__(self, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
         """Position by position."""
         up_BSF = self.up_proj(x_BSD)
-        if self.gated:
-            hidden_BSF = self.activation(self.gate_proj(x_BSD)) * up_BSF
+        if self.config.is_gated:
+            hidden_BSF = gated(self.gate_proj(x_BSD), up_BSF, self.config)
         else:
-            hidden_BSF = self.activation(up_BSF)
+            hidden_BSF = ACTIVATIONS[self.config.activation](up_BSF)
         return self.down_proj(constrain(hidden_BSF, "batch", None, "mlp"))

@@ -59,7 +59,9 @@ def runtime_for(
     m = config.model
     length = config.train.seq_len
     chunk = next((c for c in m.chunks if c is not None and c < length), None)
-    at = KernelRequirements(platform, dtype, m.head_size, length, m.attn_logit_softcap, chunk)
+    at = KernelRequirements(
+        platform, dtype, m.head_size, length, m.attn_logit_softcap, chunk, m.attention_sinks
+    )
     widths = (m.dim, m.expert_dim // config.distributed.tp)
     products = ProductRequirements(platform, dtype, widths, capability)
     grouped = choose_grouped(m.moe_backend, products) if m.is_moe else "blocks"

@@ -41,18 +41,20 @@ def splash_attention(
     window: int | None = None,
     chunk: int | None = None,
     scoring: Scoring = PLAIN,
+    sinks: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "b s heads h"]:
     """softmax(q kᵀ / √h) v over the keys at or before each query, of its own document.
 
     Of a window of tokens, its own included, it sees those, and of a row in chunks its own chunk;
-    tiles outside of it are not computed.
+    tiles outside of it are not computed. `sinks` are a logit of each head that joins its scores.
     """
     length, heads, h = q_BSHh.shape[1:]
     kernel = _kernel(length, heads, _mask(length, window, chunk), scoring.softcap)
     scaled = q_BSHh * jnp.asarray(scoring.scale_of(h), q_BSHh.dtype)
     segments = None if segment_ids is None else SegmentIds(q=segment_ids, kv=segment_ids)
     heads_first = (x.swapaxes(1, 2) for x in (scaled, k_BSKh, v_BSKh))
-    return jax.vmap(kernel)(*heads_first, segments).swapaxes(1, 2)
+    of_rows = jax.vmap(kernel, in_axes=(0, 0, 0, 0, None))
+    return of_rows(*heads_first, segments, sinks).swapaxes(1, 2)
 
 
 def _mask(length: int, window: int | None, chunk: int | None) -> Mask:

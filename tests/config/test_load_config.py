@@ -198,6 +198,8 @@ def test_every_key_of_kempnerforge_loads():
                 "o_bias",
                 "attention_scale",
                 "attn_logit_softcap",
+                "attention_sinks",
+                "swiglu_limit",
                 "norm_placement",
                 "norm_unit_offset",
                 "parallel_residual",

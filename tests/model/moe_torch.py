@@ -16,7 +16,10 @@ from jaxforge.config.model import ModelConfig
 
 Named = dict[str, Tensor]
 
-ACTIVATIONS = {"silu": functional.silu, "gelu": functional.gelu, "relu": functional.relu}
+ACTIVATIONS = {
+    "silu": functional.silu, "gelu": functional.gelu, "relu": functional.relu,
+    "swiglu_oai": lambda gate: gate * torch.sigmoid(1.702 * gate),
+}  # fmt: skip
 
 
 def linear(p: Named, name: str, x: Tensor) -> Tensor:
@@ -45,13 +48,20 @@ def attention(c: ModelConfig, p: Named, name: str, x: Tensor) -> Tensor:
     k, v = (y.repeat_interleave(c.n_heads // y.shape[1], 1) for y in (rotated(c, k), v))
     scores = rotated(c, q) @ k.mT / math.sqrt(channels)
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
-    seen = scores.masked_fill(future, -math.inf).softmax(-1) @ v
+    scores = scores.masked_fill(future, -math.inf)
+    if c.attention_sinks:
+        sinks = p[f"{name}.sinks"][None, :, None, None].expand(len(x), -1, length, 1)
+        scores = torch.cat([scores, sinks], -1)
+    seen = scores.softmax(-1)[..., :length] @ v
     return linear(p, f"{name}.o_proj", seen.transpose(1, 2).flatten(2))
 
 
 def feed_forward(c: ModelConfig, p: Named, name: str, x: Tensor) -> Tensor:
     act, hidden = ACTIVATIONS[c.activation], linear(p, f"{name}.up_proj", x)
-    if c.activation == "silu":
+    if c.activation == "swiglu_oai":
+        gate = linear(p, f"{name}.gate_proj", x).clamp(max=c.swiglu_limit)
+        hidden = act(gate) * (hidden.clamp(-c.swiglu_limit, c.swiglu_limit) + 1)
+    elif c.activation == "silu":
         hidden = act(linear(p, f"{name}.gate_proj", x)) * hidden
     else:
         hidden = act(hidden)

@@ -267,7 +267,8 @@ BF16 = jnp.dtype("bfloat16")
         ("auto", AT._replace(platform="gpu"), "blockwise"),  # cuDNN has no float32
         ("auto", AT._replace(platform="gpu", dtype=BF16, softcap=50.0), "blockwise"),
         ("auto", AT._replace(platform="gpu", dtype=BF16, chunk=128), "blockwise"),
-        ("auto", AT._replace(platform="tpu", softcap=50.0, chunk=128), "splash"),
+        ("auto", AT._replace(platform="gpu", dtype=BF16, sinks=True), "blockwise"),
+        ("auto", AT._replace(platform="tpu", softcap=50.0, chunk=128, sinks=True), "splash"),
         ("auto", AT._replace(platform="tpu"), "splash"),
         ("auto", AT._replace(platform="tpu", seq_len=100), "blockwise"),
         ("flash", AT, "blockwise"),
@@ -291,6 +292,8 @@ def test_the_choice_of_a_kernel(asked, at, chosen):
         ("cudnn", AT._replace(platform="gpu", dtype=BF16, chunk=128),
          "no mask of chunks, and model.attention_chunk_size = 128 cuts sequences of train.seq_len "
          "= 256"),
+        ("cudnn", AT._replace(platform="gpu", dtype=BF16, sinks=True),
+         "it has no attention sinks, and model.attention_sinks = true"),
         ("splash", AT, "it needs a TPU"),
         ("splash", AT._replace(platform="tpu", seq_len=100), "train.seq_len = 100 is no multiple"),
     ],

@@ -67,7 +67,8 @@ def test_every_mask_is_the_plain_one(how, backend, is_known, softcap):
         return attend_over(backend, MASKS, which, *qkv, *HOW[how], Scoring(softcap=softcap))
 
     for which in range(len(MASKS)):
-        mesh = jax.make_mesh((2, 2), ("dp_shard", "tp"), devices=jax.devices()[:4])
+        devices = np.array(jax.devices()[:4]).reshape(2, 2)
+        mesh = jax.sharding.Mesh(devices, ("dp_shard", "tp"))  # whose axes are the partitioner's
         with jax.set_mesh(mesh):
             ours = attend(which if is_known else jnp.int32(which), *heads())
         np.testing.assert_allclose(ours, expected(which, how), rtol=0, atol=1e-5)

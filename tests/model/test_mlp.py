@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.model.linear import Declare
-from jaxforge.model.mlp import ACTIVATIONS, MLP
+from jaxforge.model.mlp import ACTIVATIONS, MLP, gated
 
 DIM, HIDDEN = 16, 24
 
@@ -25,8 +25,14 @@ def make(activation):
     return nnx.merge(definition, jax.tree.map(lambda leaf: leaf[1], stacked))
 
 
+GATED = ("silu", "swiglu_oai")
+
+
 def torch_activation(name):
-    functional = pytest.importorskip("torch").nn.functional
+    torch = pytest.importorskip("torch")
+    functional = torch.nn.functional
+    if name == "swiglu_oai":
+        return lambda gate: gate * torch.sigmoid(1.702 * gate)
     if name == "gelu_tanh":
         return functools.partial(functional.gelu, approximate="tanh")
     return getattr(functional, name)
@@ -40,8 +46,10 @@ def by_torch(mlp, activation, x):
         return inputs @ torch.from_numpy(np.array(module.weight[...])).T
 
     up = linear(mlp.up_proj, torch.from_numpy(x))
-    if activation == "silu":
-        return linear(mlp.down_proj, act(linear(mlp.gate_proj, torch.from_numpy(x))) * up).numpy()
+    if activation in GATED:
+        times = up + 1 if activation == "swiglu_oai" else up
+        gate = linear(mlp.gate_proj, torch.from_numpy(x))
+        return linear(mlp.down_proj, act(gate) * times).numpy()
     return linear(mlp.down_proj, act(up)).numpy()
 
 
@@ -62,9 +70,9 @@ def test_activations_agree_with_torch(activation):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_only_silu_has_a_gate(activation):
+def test_only_silu_and_gpt_oss_have_a_gate(activation):
     mlp = make(activation)
-    assert hasattr(mlp, "gate_proj") == (activation == "silu")
+    assert hasattr(mlp, "gate_proj") == (activation in GATED)
     assert mlp.up_proj.weight.shape == (HIDDEN, DIM)
     assert mlp.down_proj.weight.shape == (DIM, HIDDEN)
 
@@ -72,6 +80,42 @@ def test_only_silu_has_a_gate(activation):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_block_multiplies_in_the_dtype_of_its_input(activation):
     assert make(activation)(jnp.ones((1, 2, DIM), jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("activation", ["swiglu_oai", "silu"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bounded_gates_and_their_gradients_are_torchs(activation, dtype):
+    """Also at the limit itself, which bfloat16 meets: torch's clamp has the gradient 1 there."""
+    torch = pytest.importorskip("torch")
+    at = np.array([-9, -7, -6.5, -1, 0, 0.5, 6.5, 7, 9], np.float32)
+    x, y = (each.ravel() for each in np.meshgrid(at, at))
+    theirs = [torch.tensor(v).to(getattr(torch, dtype)).requires_grad_() for v in (x, y)]
+    gate, up = theirs[0].clamp(max=7.0), theirs[1].clamp(-7.0, 7.0)
+    out = torch_activation(activation)(gate) * (up + 1 if activation == "swiglu_oai" else up)
+    out.sum().backward()
+    config = ModelConfig(activation=activation, swiglu_limit=7.0)
+    ours, pull = jax.vjp(
+        lambda gate, up: gated(gate, up, config), jnp.asarray(x, dtype), jnp.asarray(y, dtype)
+    )
+    tolerance = (
+        {"rtol": 1e-5, "atol": 1e-6} if dtype == "float32" else {"rtol": 2**-5, "atol": 2**-6}
+    )
+    slopes = pull(jnp.ones_like(ours))
+    for a, b in ((ours, out), *zip(slopes, (t.grad for t in theirs), strict=True)):
+        assert a.dtype == jnp.dtype(dtype)
+        np.testing.assert_allclose(a.astype(jnp.float32), b.detach().float(), **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"activation": "swiglu_oai", "gated_mlp": False}, "has a gate: leave gated_mlp out"),
+        ({"activation": "gelu", "swiglu_limit": 7.0}, "swiglu_limit = 7.0 is for a gate"),
+    ],
+)
+def test_limits_and_gates_that_do_not_fit(keys, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**keys)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

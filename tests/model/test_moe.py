@@ -44,6 +44,11 @@ CASES = {
         "moe_top_k": 3, "activation": "relu", "mlp_bias": True, "moe_router_bias": True,
         "moe_aux_loss_weight": 0.3, "moe_sequence_aux_loss_weight": 0.2,
     },
+    "gpt-oss": {
+        "num_experts": 6, "moe_top_k": 3, "activation": "swiglu_oai", "swiglu_limit": 0.5,
+        "mlp_bias": True, "moe_router_bias": True, "attention_sinks": True,
+        "moe_aux_loss_weight": 0.3,
+    },
     "kempnerforge": {
         "moe_router": "sigmoid_topk", "num_experts": 4, "moe_aux_loss_weight": 0.5,
         "moe_sequence_aux_loss_weight": 0.6, "moe_router_z_loss_weight": 0.1,
@@ -140,6 +145,10 @@ def test_updates_follow_the_formulas(name):
 def test_devices_share_load_and_capacity():
     name = "kempnerforge, in groups and warming up"
     follow(config_of(CASES[name], dp_shard=2, ep=2))
+
+
+def test_devices_share_heads_with_sinks_and_experts():
+    follow(config_of(CASES["gpt-oss"], ep=2, tp=2))
 
 
 def test_outside_training_outputs_are_not_scaled_by_the_load():

@@ -315,9 +315,12 @@ def test_what_kempnerforge_lacks_is_said():
     (width,) = said(moe_expert_dim=None, moe_shared_experts=1, moe_shared_expert_dim=16)
     assert width.startswith("moe_shared_expert_dim")
     for key, value in {"moe_norm_topk": False, "moe_routed_scaling": 2.5,
-                       "moe_groups": 2, "moe_first_dense_layers": 1}.items():  # fmt: skip
+                       "moe_groups": 2, "moe_first_dense_layers": 1, "swiglu_limit": 7.0,
+                       "attention_sinks": True}.items():  # fmt: skip
         (note,) = said(moe_expert_dim=None, **{key: value})
         assert note == f"{key}: it would load these weights and compute something else"
+    (note,) = said(moe_expert_dim=None, activation="swiglu_oai")
+    assert note.startswith('activation = "swiglu_oai": it would')
     (note,) = said(moe_expert_dim=None, moe_router="sigmoid_topk", moe_bias_update="sign")
     assert note.startswith('moe_bias_update = "sign": it would')
 

@@ -69,6 +69,8 @@ FEW_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
 DEEPSEEK = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
             "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
             "routed_scaling_factor": 2.5}  # fmt: skip
+GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "swiglu_limit": 0.3,
+           "sliding_window": 8}  # fmt: skip
 LONG = [1.0 + 0.5 * i for i in range(4)]
 LONGROPE = {"type": "longrope", "short_factor": LONG[::-1], "long_factor": LONG}
 CASES = {
@@ -160,6 +162,11 @@ CASES = {
         **DEEPSEEK, "first_k_dense_replace": 0, "norm_topk_prob": False, "attention_bias": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
                             "partial_rotary_factor": 1.0}}),
+    "gpt_oss": ("gpt_oss", {**GPT_OSS, "num_hidden_layers": 4, "rope_parameters": {
+        **YARN, "truncate": False}}),
+    "gpt_oss, full, no biases": ("gpt_oss", {
+        **GPT_OSS, "num_local_experts": 5, "num_experts_per_tok": 3, "attention_bias": False,
+        "layer_types": ["full_attention"] * 2, "rope_parameters": rope("default"), **MHA}),
 }  # fmt: skip
 
 
@@ -176,13 +183,18 @@ def network_of(case):
     config = transformers.AutoConfig.for_model(model_type, **json.loads(json.dumps(keys)))
     network = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
-        for parameter in network.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in network.named_parameters():
+            if parameter.ndim == 1 or is_bias(name):
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.4, 0.4))
         for name, buffer in network.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.4, 0.4)
     return network.eval()
+
+
+def is_bias(name):
+    """Of all experts, a bias is a matrix."""
+    return name.endswith("bias")
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -264,6 +276,7 @@ TRAINED = [
     "qwen2", "olmo3, window 8", "smollm3, window 8", "gemma2, window 8", "gemma3, window 8",
     "granite", "phi3, longrope", "stablelm, biases", "gpt_neox", "gpt2", "starcoder2",
     "arcee, gelu", "mixtral", "qwen2_moe", "qwen3_moe, some layers, window 8", "dots1",
+    "gpt_oss",
 ]  # fmt: skip
 WITHOUT_BALANCE = {"moe_aux_loss_weight": 0.0, "moe_bias_update_rate": 0.0}
 UPDATES, LR, CLIP = 10, 1e-3, 1.0
@@ -305,8 +318,11 @@ def state_of(ours, variables):
 
 def torch_updates(network, inputs, labels):
     """Losses and gradient norms of AdamW, which decays matrices."""
-    matrices, vectors = ([p for p in network.parameters() if (p.ndim > 1) is is_matrix]
-                         for is_matrix in (True, False))  # fmt: skip
+    matrices, vectors = (
+        [p for name, p in network.named_parameters()
+         if (p.ndim > 1 and not is_bias(name)) is is_matrix]
+        for is_matrix in (True, False)
+    )  # fmt: skip
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=EPS)
     losses, norms = [], []
@@ -362,7 +378,11 @@ def minimal(model_type, **keys):
         (minimal("dots1", **{**DEEPSEEK, "n_group": 8}), "n_group = 8: a group is judged by two"),
         (minimal("glm4_moe", n_routed_experts=None), "n_routed_experts = None is of no model"),
         (minimal("mixtral", expert_capacity=4), "counterpart of expert_capacity = 4 in mixtral"),
-        (minimal("gpt_oss"), "takes attention sinks and a clamped SwiGLU: not built yet"),
+        (minimal("gpt_oss", swiglu_alpha=1.5), "no counterpart of swiglu_alpha = 1.5 in gpt_oss"),
+        (minimal("gpt_oss", swiglu_limit=None), "swiglu_limit = None is of no model"),
+        (minimal("gpt_oss", layer_types=["chunked_attention"] * 2), "2 layers of chunked_attent"),
+        (minimal("gpt_oss", quantization_config={"quant_method": "mxfp4"}),
+         r"quantized, in MXFP4: take a copy in bfloat16.*Mxfp4Config\(dequantize=True\)"),
         (minimal("ernie4_5_moe"), "takes rotary positions of neighbouring channels: not built"),
         (minimal("deepseek_v2"), "takes multi-head latent attention: not built yet"),
         (minimal("bert"), "'bert' takes an encoder, with attention to both sides: not built yet"),
@@ -458,6 +478,8 @@ MIXTURE = {"num_experts": 4, "moe_top_k": 2, "moe_expert_dim": 24}
 NORMS = {"qk_norm": True}
 SHARED = {"moe_shared_experts": 1, "moe_shared_expert_dim": 40, "moe_shared_expert_gate": True}
 SIGN = {"moe_router": "sigmoid_topk", "moe_bias_update": "sign", "moe_shared_experts": 1}
+SINKS = {"attention_sinks": True, "activation": "swiglu_oai", "swiglu_limit": 7.0,
+         "mlp_bias": True, "moe_router_bias": True}  # fmt: skip
 OURS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 100,
         "ffn_hidden_dim": 48, "max_seq_len": LONGEST}  # fmt: skip
 
@@ -487,6 +509,8 @@ OURS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 1
         ({**MIXTURE, **SIGN, "moe_groups": 2}, "glm4_moe"),
         ({**MIXTURE, **SIGN, "moe_groups": 2, "moe_top_k_groups": 2}, "glm4_moe"),
         ({**MIXTURE, "moe_capacity_factor": 0.0, "moe_packed_experts": True}, "mixtral"),
+        ({**MIXTURE, **SINKS}, "gpt_oss"),
+        ({**MIXTURE, **SINKS, "sliding_window": 8, "qkv_bias": True, "o_bias": True}, "gpt_oss"),
     ],
     ids=str,
 )
@@ -530,6 +554,10 @@ def test_the_gemma_of_the_docs_is_one():
         ({**MIXTURE, **SIGN, "moe_shared_expert_dim": 36}, "model.moe_shared_expert_dim = 36"),
         ({**MIXTURE, "moe_routed_scaling": 2.0}, "has no model.moe_routed_scaling = 2.0"),
         ({**MIXTURE, "mlp_bias": True}, "has no model.mlp_bias = True"),
+        ({**MIXTURE, **SINKS, "o_bias": True}, "hf-gpt-oss has no model.o_bias = True"),
+        ({**MIXTURE, **SINKS, "swiglu_limit": None}, "hf-gpt-oss has no model.swiglu_limit = None"),
+        ({**MIXTURE, **SINKS, "attention_sinks": False}, "has no model.attention_sinks = False"),
+        ({"attention_sinks": True}, "has no model.attention_sinks = True"),
     ],
     ids=str,
 )
@@ -559,14 +587,17 @@ OF_FILES = {
     "olmoe": {"num_experts": 4, "intermediate_size": 24, "clip_qkv": None},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 0},
     "glm4_moe": {"n_routed_experts": 4, "n_group": 1, "routed_scaling_factor": 1.0},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24,
+                "swiglu_limit": 7.0, "layer_types": ["full_attention"] * 2},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OF_FILES)
 def test_keys_are_those_of_published_files(name):
     """vLLM and transformers 4 know no others, and would take their defaults."""
-    sigmoid = SIGN if "n_routed_experts" in OF_FILES[name] else SHARED
-    model = ModelConfig(**OURS, **MIXTURE, **sigmoid)
+    more = SIGN if "n_routed_experts" in OF_FILES[name] else SHARED
+    more = SINKS if name == "gpt_oss" else more
+    model = ModelConfig(**OURS, **MIXTURE, **more)
     written = FAMILIES[name].write(model)
     assert {key: written[key] for key in OF_FILES[name]} == OF_FILES[name]
     of_experts = {"num_experts", "num_local_experts", "n_routed_experts"}
@@ -590,6 +621,21 @@ def test_the_bias_of_a_router_stays_float32(tmp_path):
     again = open_theirs(tmp_path / "back", dtype="auto").model.layers[1].mlp.gate
     assert again.e_score_correction_bias.dtype == torch.float32
     assert torch.equal(again.e_score_correction_bias, router.e_score_correction_bias)
+
+
+def test_files_in_mxfp4_are_refused_with_what_to_do(tmp_path):
+    """Published ones have blocks and scales in place of `gate_up_proj` and `down_proj`."""
+    network_of("gpt_oss").save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    for key in [key for key in tensors if key.endswith("_proj")]:
+        shape = tensors.pop(key).shape
+        tensors[f"{key}_blocks"] = np.zeros((*shape[:2], 1, 16), np.uint8)
+        tensors[f"{key}_scales"] = np.zeros((*shape[:2], 1), np.uint8)
+    save_file(tensors, file, {"format": "pt"})
+    says = r"_blocks, .* and \d+ more are in MXFP4: take a copy in bfloat16, .*dequantize=True"
+    with pytest.raises(UserError, match=says):
+        load(tmp_path / "hf", tmp_path / "run")
 
 
 def test_layers_that_predict_further_tokens_are_left_out_and_it_is_said(tmp_path):

@@ -36,6 +36,8 @@ SIGMOID = {**MIXTURE, "moe_router": "sigmoid_topk", "moe_shared_experts": 1}
 DEEPSEEK = {**SIGMOID, "moe_bias_update": "sign", "moe_first_dense_layers": 1}
 SHARED = {"moe_shared_experts": 1, "moe_shared_expert_dim": 6, "moe_shared_expert_gate": True}
 SOME = {"moe_frequency": 2}
+GPT_OSS = {**MIXTURE, "attention_sinks": True, "activation": "swiglu_oai", "swiglu_limit": 7.0,
+           "mlp_bias": True, "moe_router_bias": True}  # fmt: skip
 NEOX = {**TWO_MATRICES, "mlp_bias": True, "n_kv_heads": 4}
 FEATURES = {
     "kempnerforge": [
@@ -74,6 +76,7 @@ FEATURES = {
     "hf-olmoe": [{**MIXTURE, "qk_norm": True, "qk_norm_scope": "projection"}],
     "hf-dots1": [{**DEEPSEEK, "qk_norm": True}],
     "hf-glm4-moe": [DEEPSEEK, {**DEEPSEEK, "qkv_bias": True}],
+    "hf-gpt-oss": [GPT_OSS, {**GPT_OSS, "qkv_bias": True, "o_bias": True}],
 }
 CASES = [(name, features) for name, several in FEATURES.items() for features in several]
 
@@ -525,6 +528,7 @@ def test_another_vocabulary_is_refused_with_the_way_out(rows):
         ("hf-llama", {"norm_type": "layernorm"}, "no LayerNorm; hf-stablelm has"),
         ("hf-llama", {"num_experts": EXPERTS}, "has no counterpart in hf-llama"),
         ("hf-mixtral", LLAMA, "has no counterpart in hf-mixtral"),
+        ("hf-mixtral", {**MIXTURE, "attention_sinks": True}, "no attention sinks; hf-gpt-oss has"),
         ("hf-qwen3-moe", {**MIXTURE, "moe_router": "sigmoid_topk"}, "router has no bias"),
         ("hf-dots1", {**SIGMOID, "qk_norm": True}, "as KempnerForge's sigmoid router does"),
         ("hf-qwen3-moe", {**MIXTURE, "moe_shared_experts": 1}, "no shared expert"),

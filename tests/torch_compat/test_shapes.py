@@ -20,6 +20,7 @@ OPTIONS = {
     "activation": ["silu", "gelu"],
     "gated_mlp": [None, True],
     "o_bias": [False, True],
+    "attention_sinks": [False, True],
     "mlp_bias": [False, True],
     "norm_placement": ["pre", "sandwich"],
     "position_embedding": ["rotary", "learned"],
@@ -40,6 +41,7 @@ MIXTURES = {
     },
     "biases": {**EXPERTS, "mlp_bias": True, "moe_router_bias": True, "moe_shared_experts": 1},
     "without a gate": {**EXPERTS, "activation": "gelu", "moe_shared_experts": 1},
+    "gpt-oss": {**EXPERTS, "activation": "swiglu_oai", "mlp_bias": True, "attention_sinks": True},
     "eleven": {**SIGMOID, "num_experts": 11, "n_layers": 12, "moe_bias_update": "sign"},
 }  # fmt: skip
 

@@ -9,6 +9,7 @@ from torch_compat.families import (
     glm4_moe,
     gpt2,
     gpt_neox,
+    gpt_oss,
     granite,
     llama,
     mistral,
@@ -35,7 +36,7 @@ FAMILIES: dict[str, Family] = {
     for module in (
         llama, mistral, qwen2, qwen3, smollm3, olmo2, olmo3, gemma, gemma2, gemma3, granite, phi3,
         stablelm, gpt_neox, gpt2, starcoder2, arcee, mixtral, qwen2_moe, qwen3_moe, olmoe, dots1,
-        glm4_moe,
+        glm4_moe, gpt_oss,
     )
 }  # fmt: skip
 """`model_type` of config.json -> family. Of several that a model can be, an export takes the first.

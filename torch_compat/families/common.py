@@ -52,7 +52,8 @@ _ROTARY = {
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh",
                 "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}  # fmt: skip
 _THEIR_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh",
-                      "relu": "relu"}  # fmt: skip
+                      "relu": "relu", "swiglu_oai": "silu"}  # fmt: skip
+"""gpt-oss's files say silu, which its model does not look at; no other has what it is."""
 
 
 def shape(c: Config) -> Table:

@@ -99,6 +99,7 @@ _REFUSED = {
     r".*\.router\.(expert_bias|gate\.bias)": "this family's router has no bias",
     r".*\.shared_expert\..*": "this family has no shared expert",
     r".*\.shared_expert_gate\..*": "this family has no gate of its shared expert",
+    r".*\.attention\.sinks": "this family has no attention sinks; hf-gpt-oss has",
     r".*norm\.bias": "this family has no LayerNorm; hf-stablelm has",
     r".*\.[qk]_norm\.weight": "this family has no q/k norms; hf-qwen3 has",
     r".*\.[qkv]_proj\.bias": "this family has no biases; hf-qwen2 has",

@@ -19,7 +19,6 @@ NOT_BUILT: dict[str, str] = {
         "modernbert nomic_bert xlnet camembert longformer",
         _PAIR: "t5 mt5 umt5 bart mbart pegasus marian blenderbot led m2m_100 nllb-moe t5gemma",
         _FUSED: "granitemoe granitemoeshared",
-        "attention sinks and a clamped SwiGLU": "gpt_oss",
         "experts whose inputs are weighed": "llama4_text",
         "a router by SparseMixer": "phimoe",
         "linear attention": "minimax",

@@ -9,12 +9,14 @@ LACKS = (
     "model_type", "rope_scaling", "head_dim", "qkv_bias", "qk_norm_eps", "sliding_window",
     "attention_chunk_size", "local_rope_theta", "rope_pattern", "partial_rotary_factor",
     "norm_unit_offset", "parallel_residual", "gated_mlp",
-    "attention_scale", "attn_logit_softcap", "final_logit_softcap", "embedding_multiplier",
+    "attention_scale", "attn_logit_softcap", "attention_sinks", "final_logit_softcap",
+    "swiglu_limit", "embedding_multiplier",
     "residual_multiplier", "logits_scaling", "moe_first_dense_layers", "moe_norm_topk",
     "moe_routed_scaling", "moe_groups",
 )  # fmt: skip
 """Keys of `[model]` that KempnerForge does not have."""
 
+_ACTIVATIONS = ("silu", "gelu", "relu")
 _OTHERWISE = "it would load these weights and compute something else"
 _NONE = "its experts have one width, a multiple of 16, and it could not load these weights"
 
@@ -84,6 +86,8 @@ def unknown(model: ModelConfig) -> Iterator[str]:
     for key in LACKS:
         if getattr(model, key) != getattr(plain, key):
             yield f"KempnerForge has no model.{key}: {_OTHERWISE}"
+    if model.activation not in _ACTIVATIONS:
+        yield f'KempnerForge has no model.activation = "{model.activation}": {_OTHERWISE}'
     if not model.is_moe:
         return
     if model.bias_update != own:

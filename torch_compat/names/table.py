@@ -224,26 +224,15 @@ class NameMap:
         Raises:
             UserError: a tensor has no counterpart.
         """
-        written: dict[str, LazyTensor] = {}
-        packed: dict[str, dict[int, LazyTensor]] = {}
-        fused: dict[str, dict[int, LazyTensor]] = {}
-        changes: dict[str, Fused] = {}
+        rules: dict[str, Rule] = {}
+        found: dict[str, dict[int, dict[int, LazyTensor]]] = {}  # key, expert, part of a fused one
         for name, tensor in ours.items():
             rule, key, expert = self._find(name)
             changed = rule.change.to_theirs(tensor, config) if rule.change else tensor
-            if rule.is_packed:
-                packed.setdefault(key, {})[expert] = changed
-                written.setdefault(key, changed)  # keeps its place in the order
-            elif isinstance(rule.change, Fused):
-                changes[key] = rule.change
-                fused.setdefault(key, {})[rule.change.part] = changed
-                written.setdefault(key, changed)
-            else:
-                written[key] = changed
-        stacks = {key: stack([of[j] for j in range(len(of))]) for key, of in packed.items()}
-        return written | stacks | {
-            key: changes[key].joined(parts, config, key) for key, parts in fused.items()
-        }  # fmt: skip
+            part = rule.change.part if isinstance(rule.change, Fused) else 0
+            found.setdefault(key, {}).setdefault(expert, {})[part] = changed
+            rules[key] = rule
+        return {key: _whole(rules[key], of_key, config, key) for key, of_key in found.items()}
 
     def distance(self, keys: Iterable[str]) -> tuple[int, int]:
         """How far keys that it knows are from the usual model of it; the least is the nearest."""
@@ -335,6 +324,21 @@ def _lost_experts(
     is_share = there == set(range(n)) and 0 < n < total and total % n == 0
     alike = all(is_there(name) == (j in there) for name, j in numbers.items())
     return (n, total) if is_share and alike else None
+
+
+def _whole(
+    rule: Rule, of_experts: Mapping[int, Mapping[int, LazyTensor]], config: ModelConfig, key: str
+) -> LazyTensor:
+    """One tensor of theirs, of each expert's parts."""
+    change = rule.change
+    wholes = {
+        expert: change.joined(parts, config, key) if isinstance(change, Fused) else parts[0]
+        for expert, parts in of_experts.items()
+    }
+    if rule.is_packed:
+        return stack([wholes[expert] for expert in range(len(wholes))])
+    (whole,) = wholes.values()
+    return whole
 
 
 def _pattern(template: str) -> re.Pattern[str]:

@@ -1,0 +1,176 @@
+"""Attention sinks: each kernel against the formula, with gradients, packed and on several devices.
+
+A sink beside the scores of a query takes sigmoid(sink - lse) of its weight: the output is that
+without sinks, times sigmoid(lse - sink).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.model import splash
+from jaxforge.model.attention_backends import BACKENDS, attend_over, masked_attention, opaque
+from jaxforge.model.masking import FULL, Mask
+from jaxforge.model.scoring import PLAIN, Scoring
+from jaxforge.model.transformer import Model
+from tests.model.test_attention import allowed_keys, random_documents, random_heads
+
+LENGTH, HEADS = 81, 6
+SINKS = jnp.array([-2.0, 0.0, 1.0, 3.0, 120.0, -120.0])  # some that take nothing, one that takes all
+PACKED = pytest.mark.parametrize("packed", [False, True], ids=["causal", "documents"])
+
+
+def formula(q, k, v, sinks, allowed, scoring=PLAIN):
+    """Over all keys at once, every head with keys of its own."""
+    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    scores = jnp.einsum("bshd,bthd->bhst", q, k) * scoring.scale_of(q.shape[-1])
+    scores = scores if scoring.softcap is None else scoring.softcap * jnp.tanh(
+        scores / scoring.softcap
+    )  # fmt: skip
+    scores = jnp.where(allowed[:, None], scores, -jnp.inf)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    without = jnp.einsum("bhst,bthd->bshd", jnp.exp(scores - lse[..., None]), v)
+    return without * jax.nn.sigmoid(lse - sinks[:, None]).swapaxes(1, 2)[..., None]
+
+
+def with_gradients(attend, *given):
+    """What comes out, and the gradients of all that is given."""
+    weights = np.random.default_rng(2).standard_normal(given[0].shape)
+
+    def loss(*given):
+        y = attend(*given)
+        return jnp.sum(y * weights), y
+
+    gradients, y = jax.jit(jax.grad(loss, range(len(given)), has_aux=True))(*given)
+    return y, gradients
+
+
+def assert_alike(ours, expected, atol=2e-5):
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, atol=atol, rtol=1e-5), ours, expected
+    )
+
+
+@pytest.mark.parametrize("backend", ["reference", "blockwise"])
+@pytest.mark.parametrize(
+    ("kv_heads", "seen", "scoring"),
+    [
+        (6, {}, PLAIN),
+        (2, {}, PLAIN),
+        (1, {"window": 7}, PLAIN),
+        (2, {"window": 40}, Scoring(scale=0.7, softcap=2.0)),
+        (2, {"chunk": 16}, PLAIN),
+    ],
+    ids=str,
+)
+@PACKED
+def test_kernels_and_their_gradients_are_those_of_the_formula(
+    backend, kv_heads, seen, scoring, packed
+):
+    segment_ids = random_documents(LENGTH) if packed else None
+    allowed = allowed_keys(LENGTH, segment_ids, **seen)
+
+    def attend(q, k, v, sinks):
+        return BACKENDS[backend].attend(q, k, v, segment_ids, **seen, scoring=scoring, sinks=sinks)
+
+    given = (*random_heads(LENGTH, kv_heads), SINKS)
+    expected = with_gradients(functools.partial(formula, allowed=allowed, scoring=scoring), *given)
+    assert np.abs(expected[1][3][:4]).min() > 0.01, "sinks have gradients"
+    assert_alike(with_gradients(attend, *given), expected)
+
+
+@pytest.mark.parametrize("backend", ["reference", "blockwise"])
+def test_a_sink_that_takes_nothing_is_none(backend):
+    attend, heads = BACKENDS[backend].attend, random_heads(LENGTH, 2)
+    nothing = jnp.full(HEADS, -jnp.inf)
+    np.testing.assert_allclose(
+        attend(*heads, None, sinks=nothing), attend(*heads, None), rtol=0, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(("kv_heads", "seen"), [(6, {}), (2, {"window": 100})], ids=str)
+@PACKED
+def test_splash_and_its_gradients_are_those_of_the_formula(monkeypatch, kv_heads, seen, packed):
+    """The TPU kernel, interpreted."""
+    monkeypatch.setattr(splash, "_INTERPRET", True)
+    monkeypatch.setattr(splash, "_BLOCK", 128)
+    segment_ids = random_documents(256) if packed else None
+
+    def attend(q, k, v, sinks):
+        return BACKENDS["splash"].attend(q, k, v, segment_ids, **seen, sinks=sinks)
+
+    given = (*random_heads(256, kv_heads, h=128), SINKS)
+    allowed = allowed_keys(256, segment_ids, **seen)
+    expected = with_gradients(functools.partial(formula, allowed=allowed), *given)
+    assert_alike(with_gradients(attend, *given), expected, atol=5e-4)
+
+
+def test_decoding_has_sinks():
+    mask = np.arange(LENGTH) <= np.array([[4, 5, 6], [17, 18, 19]])[..., None]
+    q, k, v = random_heads(LENGTH, 2, n_queries=3)
+    ours = masked_attention(q, k, v, mask[:, None], sinks=SINKS)
+    np.testing.assert_allclose(ours, formula(q, k, v, SINKS, mask), rtol=0, atol=1e-5)
+
+
+MASKS = (FULL, Mask(window=9))
+
+
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "opaque"])
+@pytest.mark.parametrize("is_known", [True, False], ids=["known", "of the device"])
+@PACKED
+def test_devices_have_the_sinks_of_their_heads(monkeypatch, backend, is_known, packed):
+    """Heads are split over two devices, rows over two."""
+    kernel = opaque(BACKENDS["blockwise"].attend, lambda at: None)
+    monkeypatch.setitem(BACKENDS, "opaque", kernel)
+    segment_ids = random_documents(LENGTH) if packed else None
+    given = (*random_heads(LENGTH, 2), SINKS)
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    mesh = jax.sharding.Mesh(devices, ("dp_shard", "tp"))  # whose axes are the partitioner's
+    for which, mask in enumerate(MASKS):
+        at = which if is_known else jnp.int32(which)
+
+        def attend(q, k, v, sinks, at=at):
+            return attend_over(backend, MASKS, at, q, k, v, segment_ids, sinks=sinks)
+
+        allowed = allowed_keys(LENGTH, segment_ids, mask.window)
+        expected = with_gradients(functools.partial(formula, allowed=allowed), *given)
+        with jax.set_mesh(mesh):
+            assert_alike(with_gradients(attend, *given), expected)
+
+
+SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 64,
+         "ffn_hidden_dim": 32}  # fmt: skip
+
+
+def test_a_model_has_a_sink_of_each_head_and_one_without_has_none():
+    ours = Model(ModelConfig(**SHAPE, attention_sinks=True))
+    plain = Model(ModelConfig(**SHAPE))
+    added = ours.abstract["layers"]["attention"].pop("sinks")
+    assert added.shape == (2, 4)
+    assert ours.axes["layers"]["attention"].pop("sinks") == ("layers", "heads")
+    assert ours.abstract == plain.abstract
+
+
+@pytest.mark.parametrize("backend", ["reference", "blockwise"])
+def test_the_sinks_of_a_model_are_those_of_its_layers(backend):
+    """Sinks of -inf change nothing; those of each layer and head do."""
+    config = ModelConfig(**SHAPE, attention_sinks=True)
+    model = Model(config)
+    model.runtime = model.runtime._replace(attention=backend)
+    hidden = jax.jit(model.hidden)
+    params = model.init(jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(0, 64, (2, 12))
+    attention = params["layers"]["attention"]
+    attention["sinks"] = jnp.full((2, 4), -jnp.inf)
+    before = hidden(params, tokens)
+    plain = Model(ModelConfig(**SHAPE))
+    without = {k: v for k, v in attention.items() if k != "sinks"}
+    bare = {**params, "layers": {**params["layers"], "attention": without}}
+    np.testing.assert_allclose(before, plain.hidden(bare, tokens), rtol=0, atol=1e-6)
+    for layer, head in np.ndindex(2, 4):
+        attention["sinks"] = jnp.full((2, 4), -jnp.inf).at[layer, head].set(5.0)
+        assert np.abs(hidden(params, tokens) - before).max() > 1e-6
