@@ -114,15 +114,15 @@ def main() -> None:
     if importlib.util.find_spec("libtpu") is None:
         raise SystemExit('the compiler for TPU is missing: pip install "jax[tpu]"')
     jax.config.update("jax_enable_compilation_cache", False)
+    notes = [f"1 x {SEQ} tokens a chip, bfloat16, full remat; cycles leave out collectives and the "
+             "kernels of attention and experts"]  # fmt: skip
     rows = []
     for case in CASES[: 1 if quick else None]:
         rows.append({"case": case.name, **measure(case)})
         Console().print(rows[-1], highlight=False)
-    notes = [f"1 x {SEQ} tokens a chip, bfloat16, full remat; cycles leave out collectives and the "
-             "kernels of attention and experts"]  # fmt: skip
-    if not quick:
-        results.write_json("experts_aot", rows, ("jax", "jaxlib", "libtpu"), device="tpu",
-                           notes=notes)  # fmt: skip
+        if not quick:  # after each: they take minutes
+            results.write_json("experts_aot", rows, ("jax", "jaxlib", "libtpu"), device="tpu",
+                               notes=notes)  # fmt: skip
 
 
 if __name__ == "__main__":

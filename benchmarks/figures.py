@@ -166,6 +166,15 @@ def gpu_meshes() -> str:
                       table(head, rows)])  # fmt: skip
 
 
+def experts_tpu() -> str:
+    """Memory, cycles and collectives of mixtures of experts, compiled for TPU slices."""
+    found = result("experts_aot-tpu")
+    head = list(found["rows"][0])
+    rows = [[row[name] for name in head] for row in found["rows"]]
+    return "\n".join([origin(found), "", *(f"- {note}" for note in found["notes"]), "",
+                      table(head, rows)])  # fmt: skip
+
+
 def drill() -> str:
     """Every kind of fault, and what it came to."""
     found = result("faults-cpu")
@@ -195,10 +204,12 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "kernels-attention": kernels_attention,
     "kernels-loss": kernels_loss,
     "gpu-meshes": gpu_meshes,
+    "experts-tpu": experts_tpu,
     "drill": drill,
 }
 """What a page may name."""
-SHOWN = {"remat-cpu", "pipeline-cpu", "pipeline-tpu", "kernels-cpu", "faults-cpu", "gpu_aot-h100"}
+SHOWN = {"remat-cpu", "pipeline-cpu", "pipeline-tpu", "kernels-cpu", "faults-cpu", "gpu_aot-h100",
+         "experts_aot-tpu"}  # fmt: skip
 """Results with tables of their own."""
 
 
