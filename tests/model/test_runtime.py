@@ -44,6 +44,12 @@ def test_kernels_follow_the_platform():
     ]  # fmt: skip
 
 
+def test_cudnn_serves_no_sinks():
+    config = JobConfig.model_validate({"model": {"attention_sinks": True}})
+    kernels = [runtime_for(config, jnp.dtype("bfloat16"), on).attention for on in ("gpu", "tpu")]
+    assert kernels == ["blockwise", "splash"]
+
+
 @pytest.mark.parametrize(("chunk", "kernel"), [(512, "cudnn"), (511, "blockwise")])
 def test_cudnn_serves_chunks_that_no_sequence_exceeds(chunk, kernel):
     pattern = ("full", "chunked")

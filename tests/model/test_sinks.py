@@ -20,7 +20,7 @@ from jaxforge.model.transformer import Model
 from tests.model.test_attention import allowed_keys, random_documents, random_heads
 
 LENGTH, HEADS = 81, 6
-SINKS = jnp.array([-2.0, 0.0, 1.0, 3.0, 120.0, -120.0])  # some that take nothing, one that takes all
+SINKS = jnp.array([-2.0, 0.0, 1.0, 3.0, 120.0, -120.0])  # one takes all, one nothing
 PACKED = pytest.mark.parametrize("packed", [False, True], ids=["causal", "documents"])
 
 

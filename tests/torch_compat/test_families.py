@@ -419,6 +419,9 @@ OLDER = [
     ("gpt2", {"n_ctx": 64, "summary_type": "cls_index", "n_inner": None}),
     ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 2.0, "mscale_all_dim": 1.0,
                                 "original_max_position_embeddings": 16}, "pretraining_tp": 2}),
+    ("gpt_oss", {"experts_per_token": 4, "initial_context_length": 16, "sliding_window": 16,
+                 "rope_theta": 500, "rope_scaling": {"rope_type": "yarn", "factor": 4.0,
+                 "original_max_position_embeddings": 16, "truncate": False}}),
 ]  # fmt: skip
 
 
