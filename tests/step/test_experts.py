@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 
 from jaxforge.checkpoint.manager import Checkpoints
-from jaxforge.config.model import ModelConfig
 from jaxforge.model import experts
 from jaxforge.state.train_state import abstract_state
 from tests import torch_names
-from tests.conftest import TINY, tiny_config
+from tests.conftest import tiny_config
 from tests.helpers import (
     collectives_in_loops,
     hlo,
-    lowered,
     new_setup,
     progress_of,
     random_batches,
@@ -88,7 +86,6 @@ MESHES = [
     ("softmax", {**UPDATE, **FULL}, {"pp": 2, "ep": 2, "tp": 2}),
     ("deepseek", UPDATE, {"dp_replicate": 2, "ep": 2, "tp": 2}),
     ("deepseek", MICROBATCH, {"pp": 2, "dp_shard": 2, "ep": 2}),
-    ("deepseek", {**MICROBATCH, **FULL}, {"ep": 8}),
     ("kempnerforge", {**UPDATE, **FULL}, {"dp_shard": 2, "ep": 2}),
     ("kempnerforge", MICROBATCH, {"dp_shard": 4, "tp": 2}),
 ]
@@ -142,18 +139,6 @@ def test_tokens_travel_and_experts_stay_where_they_are(model, train, axes):
     assert any(re.match(r"\(?f32\[", shape) for shape in travelling), travelling
     assert re.search(rf"f32\[{8 // axes['ep']},8,32\]", text)
     assert not re.search(r"f32\[8,(8|16),32\]", text)
-
-
-def test_a_device_needs_less_memory_the_more_share_the_experts():
-    temporaries = []
-    for ep in (1, 4):
-        model = {**MODELS["softmax"], "moe_expert_dim": 256}
-        job = config("softmax", {"batch_size": 2}, ep=ep).model_copy(
-            update={"model": ModelConfig(**{**TINY["model"], **model})}
-        )
-        temporaries.append(lowered(setup(job)).compile().memory_analysis().temp_size_in_bytes)
-    gradients = 2 * 4 * 8 * 3 * 256 * 32  # layers, bytes; of all experts
-    assert temporaries[0] - temporaries[1] > 0.9 * gradients * 3 / 4, temporaries
 
 
 def test_every_assignment_is_counted():
