@@ -29,12 +29,12 @@ _SHAPE = {"dim": 512, "n_layers": 4, "n_heads": 8, "vocab_size": 4096}
 _WIDTH, _TOP_K = 768, 2
 CASES = {
     experts: Case(
-        f"{experts} experts, {_TOP_K} for each of 8 x 1024 tokens",
-        {**_SHAPE, "num_experts": experts, "moe_top_k": _TOP_K, "moe_expert_dim": _WIDTH}, 8, 1024,
+        f"{experts} experts, {_TOP_K} for each of 8 x 512 tokens",
+        {**_SHAPE, "num_experts": experts, "moe_top_k": _TOP_K, "moe_expert_dim": _WIDTH}, 8, 512,
     )
     for experts in (8, 32)
 }  # fmt: skip
-DENSE = Case("dense", {**_SHAPE, "ffn_hidden_dim": _TOP_K * _WIDTH}, 8, 1024)
+DENSE = Case("dense", {**_SHAPE, "ffn_hidden_dim": _TOP_K * _WIDTH}, 8, 512)
 
 
 class TorchExperts(nn.Module):
@@ -127,7 +127,7 @@ def main() -> None:
     host_memory.keep_freed_memory()
     torch.set_num_threads(os.cpu_count() or 1)
     cases = list(CASES.values())[: 1 if quick else None]
-    rows = [row for case in cases for row in compare(case, rounds=3 if quick else 11)]
+    rows = [row for case in cases for row in compare(case, rounds=3 if quick else 5)]
     notes = [f"float32, {jax.local_device_count()} device, {torch.get_num_threads()} threads"]
     results.report("moe", rows, ("jax", "jaxlib", "torch"), notes=notes, write=not quick)
 
