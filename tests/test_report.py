@@ -461,21 +461,28 @@ addEventListener("load", () => {
 </script>"""
 
 
-@pytest.mark.processes
-def test_a_browser_runs_it_without_errors_or_requests(tmp_path):
+def in_a_browser(tmp_path, source, script):
+    """What a page and a script in it have made of its first element."""
     browser = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
     if browser is None:
         pytest.skip("no chromium on PATH")
-    path = write_run(tmp_path / "run", [line(s) for s in range(1, 41)] + EVALUATIONS)
-    source = page_of(path).source.replace("<style>", f"{LISTEN}<style>")
     probed = tmp_path / "probed.html"
-    probed.write_text(source.replace("</body>", f"{POINT}</body>"))
+    probed.write_text(
+        source.replace("<style>", f"{LISTEN}<style>").replace("</body>", f"{script}</body>")
+    )
     done = subprocess.run(
         [browser, "--headless=new", "--no-sandbox", "--disable-gpu",
          f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", probed.as_uri()],
         capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
     (html,) = Page(done.stdout).all("html")
+    return html
+
+
+@pytest.mark.processes
+def test_a_browser_runs_it_without_errors_or_requests(tmp_path):
+    path = write_run(tmp_path / "run", [line(s) for s in range(1, 41)] + EVALUATIONS)
+    html = in_a_browser(tmp_path, page_of(path).source, POINT)
     assert html["data-errors"] == ""
     assert html["data-resources"] == "0"
     assert html["data-pointed"] == "5.9000|5.5000|step 10"

@@ -2,9 +2,7 @@
 
 import base64
 import json
-import shutil
 import struct
-import subprocess
 import zlib
 
 import numpy as np
@@ -14,8 +12,7 @@ from jaxforge.report.heat_map import EDGES, palette
 from jaxforge.report.loads import LoadReader
 from jaxforge.report.png import png
 from jaxforge.telemetry.sinks import JsonlSink
-from tests.machine import PATIENCE
-from tests.test_report import LISTEN, Page, line, page_of, write_run
+from tests.test_report import in_a_browser, line, page_of, write_run
 
 EVEN = len(EDGES) // 2
 NONE = len(EDGES) + 1
@@ -324,21 +321,9 @@ addEventListener("load", () => {
 
 @pytest.mark.processes
 def test_a_browser_tells_the_band_under_the_pointer(tmp_path):
-    browser = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
-    if browser is None:
-        pytest.skip("no chromium on PATH")
     lines = [moe_line(s) for s in (1, 2, 3)] + [moe_line(4, [[4.0, 0, 0, 0]] * 2)]
     source = page_of(write_run(tmp_path / "run", lines)).source
-    probed = tmp_path / "probed.html"
-    probed.write_text(
-        source.replace("<style>", f"{LISTEN}<style>").replace("</body>", f"{POINT}</body>")
-    )
-    done = subprocess.run(
-        [browser, "--headless=new", "--no-sandbox", "--disable-gpu",
-         f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", probed.as_uri()],
-        capture_output=True, text=True, timeout=PATIENCE,
-    )  # fmt: skip
-    (html,) = Page(done.stdout).all("html")
+    html = in_a_browser(tmp_path, source, POINT)
     assert html["data-errors"] == ""
     assert html["data-pointed"] == "0|2.5000|step 2, expert 2: 2 to 3"
     assert html["data-late"] == "0|4|step 4, expert 0: 4 or more"

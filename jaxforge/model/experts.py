@@ -31,7 +31,7 @@ from jaxforge.model.dispatch import (
 )
 from jaxforge.model.grouped import grouped_matmul
 from jaxforge.model.linear import Declare, normal
-from jaxforge.model.mlp import ACTIVATIONS, gated
+from jaxforge.model.mlp import activated
 from jaxforge.model.router import Routing
 from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import (
@@ -166,9 +166,8 @@ def _mlp(
         return y + _bias_of_rows(bias[0], sizes_E, len(rows), name) if bias else y
 
     up_NF = apply("up_proj", rows_ND)
-    if config.is_gated:
-        return apply("down_proj", gated(apply("gate_proj", rows_ND), up_NF, config))
-    return apply("down_proj", ACTIVATIONS[config.activation](up_NF))
+    gate_NF = apply("gate_proj", rows_ND) if config.is_gated else None
+    return apply("down_proj", activated(up_NF, gate_NF, config))
 
 
 def _bias_of_rows(
@@ -215,7 +214,7 @@ def _by_all_to_all(
     room = min(most, 8 * math.ceil(_HEADROOM * tokens * k / devices / 8))
     load = _load_of_devices(expert_TK, n_experts, devices)
 
-    def one(number: Array | int, operands: tuple[Array, Array, Linears], load: _Load) -> Array:
+    def one(number: Array | int, operands: Operands, load: _Load) -> Array:
         x_TD, weight_TK, linears = operands
         places = _places_in_round(load, number * room, room)
         rows = to_rows(x_TD, places).reshape(devices, room, -1)
@@ -245,7 +244,7 @@ class _Load(NamedTuple):
     Attributes:
         places: assignments in the order of their experts.
         device: where each assignment goes.
-        local_expert: its expert there, [t k].
+        local_expert: the expert there of each assignment, by number.
         sizes: how many go to each device.
         first: the first row of each device.
     """

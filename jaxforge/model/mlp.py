@@ -75,6 +75,13 @@ def _at_most(x: Array, limit: float) -> Array:
     return jnp.where(x > limit, limit, x)
 
 
+def activated(
+    up: Float[Array, "..."], gate: Float[Array, "..."] | None, config: ModelConfig
+) -> Float[Array, "..."]:
+    """What the last matrix of a feed-forward takes; without a gate, act(up)."""
+    return ACTIVATIONS[config.activation](up) if gate is None else gated(gate, up, config)
+
+
 class MLP(nnx.Module):
     """down(act(gate(x)) · up(x)) if gated, else down(act(up(x)))."""
 
@@ -90,8 +97,6 @@ class MLP(nnx.Module):
     def __call__(self, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
         """Position by position."""
         up_BSF = self.up_proj(x_BSD)
-        if self.config.is_gated:
-            hidden_BSF = gated(self.gate_proj(x_BSD), up_BSF, self.config)
-        else:
-            hidden_BSF = ACTIVATIONS[self.config.activation](up_BSF)
+        gate_BSF = self.gate_proj(x_BSD) if self.config.is_gated else None
+        hidden_BSF = activated(up_BSF, gate_BSF, self.config)
         return self.down_proj(constrain(hidden_BSF, "batch", None, "mlp"))

@@ -90,10 +90,11 @@ class Router(nnx.Module):
         if c.moe_norm_topk:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         is_chosen = jnp.any(experts[..., None] == jnp.arange(c.num_experts), axis=-2)
-        counts = collectives.psum(jnp.sum(is_chosen, axis=(0, 1), dtype=jnp.float32), "batch")
+        local = jnp.sum(is_chosen, axis=(0, 1), dtype=jnp.float32)
+        counts = collectives.psum(local, "batch")
         side = NOTHING
         if loss_weights is not None:
-            side = self._side(logits, scores, is_chosen, counts, loss_weights)
+            side = self._side(logits, scores, is_chosen, (local, counts), loss_weights)
             if c.moe_gradient_scale:
                 even = jnp.sum(counts) / c.num_experts
                 weights = weights * (even / jnp.maximum(counts, 1))[experts]
@@ -116,10 +117,11 @@ class Router(nnx.Module):
         logits: Float[Array, "b s e"],
         scores: Float[Array, "b s e"],
         is_chosen: Bool[Array, "b s e"],
-        counts: Float[Array, "e"],
+        assigned: tuple[Float[Array, "e"], Float[Array, "e"]],
         loss_weights: LossWeights,
     ) -> Side:
-        """What is told of some tokens; `counts` are those of all devices."""
+        """What is told of some tokens; experts' assignments are those here, and of all devices."""
+        local, counts = assigned
         c, tokens = self.config, jnp.float32(logits.shape[0] * logits.shape[1])
         shares = scores / jnp.sum(scores, axis=-1, keepdims=True)
         balanced = scores if c.bias_update == "kempnerforge" else shares
@@ -134,7 +136,6 @@ class Router(nnx.Module):
             "router_z_loss": loss_weights.position * squares,
         }
         terms = {name: weight * values[name] for name, weight in term_weights(c).items()}
-        local = jnp.sum(is_chosen, axis=(0, 1), dtype=jnp.float32)
         metrics: dict[str, Metric] = {
             "expert_counts": local,
             "router_entropy": Mean(jnp.sum(jax.scipy.special.entr(shares)), tokens),

@@ -14,9 +14,10 @@ from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model
 from jaxforge.state.train_state import abstract_state
 from tests.conftest import tiny_config
-from tests.helpers import random_batches, setup
+from tests.helpers import setup
 from tests.torch_compat.tensors import of_torch, opened
 from tests.torch_compat.test_commands import assert_same, trained, values
+from tests.torch_compat.test_untrained import gone_on
 from torch_compat import orbax_store
 from torch_compat.__main__ import main
 from torch_compat.lazy import of_array
@@ -50,17 +51,6 @@ def bring(source, destination, config, *options):
     return destination
 
 
-def goes_on(run, config):
-    """What two more steps make of it, and their metrics."""
-    ours = setup(load_config(config))
-    saved = Checkpoints(run, ours.config.checkpoint, read_only=True)
-    with jax.set_mesh(ours.mesh):
-        state, _ = saved.restore(abstract_state(ours.model, ours.optimizer, ours.mesh), 2)
-    saved.close()
-    state, metrics = ours.run(state, random_batches(ours.config, 2, seed=1))
-    return jax.device_get((state.variables, state.opt_state, metrics))
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_a_run_that_was_away_goes_on_bit_for_bit(tmp_path, name):
     config = trained(tmp_path / "run", model=MODELS[name])
@@ -68,7 +58,7 @@ def test_a_run_that_was_away_goes_on_bit_for_bit(tmp_path, name):
     again = bring(dcp, tmp_path / "again", config)
     assert_same(values(again), values(tmp_path / "run"))
     jax.tree.map(
-        np.testing.assert_array_equal, goes_on(again, config), goes_on(tmp_path / "run", config)
+        np.testing.assert_array_equal, gone_on(again, config), gone_on(tmp_path / "run", config)
     )
     for path in (dcp, again):
         assert main(["verify", str(tmp_path / "run"), str(path)]) == 0
