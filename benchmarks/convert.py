@@ -3,7 +3,8 @@
     python benchmarks/convert.py [--quick]
 
 A DCP checkpoint of parameters and AdamW moments is imported, and the run exported as DCP and as
-Hugging Face safetensors, each by a process of its own. Memory is the peak resident size above that
+Hugging Face safetensors, each by a process of its own; then a Hugging Face checkpoint of weights
+alone goes both ways. Memory is the peak resident size above that
 of the same command with `--dry-run`, and with the libraries loaded that it loads later. Throughput
 is that of the data written, beside `cp -r` of the same bytes, torch's own `dcp_to_torch_save`, and
 `save_pretrained` of the same weights, all in turns and all with their files in the page cache.
@@ -65,15 +66,15 @@ model.save_pretrained(sys.argv[2])
 """
 
 
-def config_of(nbytes: int) -> JobConfig:
-    """A model whose parameters and moments take about so many bytes."""
+def config_of(parameters: int) -> JobConfig:
+    """A model of about so many parameters."""
     d, f, v = LAYER["dim"], LAYER["ffn_hidden_dim"], LAYER["vocab_size"]
     per_layer, rest = 4 * d * d + 3 * d * f, 2 * v * d
-    layers = max(1, round((nbytes / 12 - rest) / per_layer))
+    layers = max(1, round((parameters - rest) / per_layer))
     return make_config({"model": {**LAYER, "n_layers": layers}, "train": {"seq_len": 128}})
 
 
-def write_checkpoint(config: JobConfig, directory: Path) -> int:
+def write_checkpoint(config: JobConfig, directory: Path, *, weights_only: bool = False) -> int:
     """Writes a DCP checkpoint of random numbers, in pieces; returns its bytes."""
     rng = np.random.default_rng(0)
 
@@ -89,6 +90,7 @@ def write_checkpoint(config: JobConfig, directory: Path) -> int:
         moments={
             field: {name: random(shape) for name, shape in shapes.items()}
             for field, shapes in declared.moments.items()
+            if not weights_only
         },
         scalars={"updates": np.asarray(100, np.int32)},
         progress=Progress(step=100),
@@ -99,7 +101,7 @@ def write_checkpoint(config: JobConfig, directory: Path) -> int:
         NAME_MAPS["kempnerforge"],
         flat=False,
         prefix="model.",
-        weights_only=False,
+        weights_only=weights_only,
     )
     with Staging(directory / "step_100", {}, Share()) as staging:
         units = dcp_writer.units(entries, staging.path, BLOCK)
@@ -132,9 +134,46 @@ def copying(source: Path, target: Path) -> list[str | Path]:
     return ["sh", "-c", 'cp -r "$0" "$1" && sync -f "$1"', source, target]
 
 
+def speed(
+    case: str,
+    size: int,
+    ours: tuple[Sequence[str | Path], Path],
+    peers: dict[str, tuple[Sequence[str | Path], Path]],
+    repeats: int,
+) -> list[results.Row]:
+    """GB/s of commands, each with what it makes, taking turns; what they made last stays."""
+    times: dict[str, list[float]] = {}
+    for _ in range(repeats):
+        for peer, (command, made) in {"ours": ours, **peers}.items():
+            _remove(made)
+            os.sync()
+            times.setdefault(peer, []).append(measured(command)[0])
+    rate = {peer: round(size / statistics.median(t) / 1e9, 3) for peer, t in times.items()}
+    return [results.Row(case, rate["ours"], peer, rate[peer], "GB/s") for peer in peers]
+
+
+def compare_weights(nbytes: int, repeats: int, place: Path) -> list[results.Row]:
+    """A Hugging Face checkpoint of so many bytes, both ways."""
+    config, name = config_of(nbytes // 4), f"{nbytes / 1e9:g} GB of weights"
+    toml, dcp, run, hf, copy = (place / of for of in ("run.toml", "dcp", "run", "hf", "copy"))
+    toml.write_text(config.to_toml())
+    size = write_checkpoint(config, dcp, weights_only=True)
+    measured(compat("import", dcp, run, "--config", toml))
+    _remove(dcp)
+    export = compat("export", run, hf, "--to=hf")
+    copying_hf = {"cp -r": (copying(hf, copy), copy)}
+    measured(export)
+    rows = speed(f"{name}: export to Hugging Face", size, (export, hf), copying_hf, repeats)
+    again = place / "again"
+    importing = compat("import", hf, again)
+    return rows + speed(
+        f"{name}: import from Hugging Face", size, (importing, again), copying_hf, repeats
+    )
+
+
 def compare(nbytes: int, repeats: int, place: Path) -> list[results.Row]:
-    """Every conversion at one size."""
-    config, name = config_of(nbytes), f"{nbytes / 1e9:g} GB"
+    """Every conversion of parameters and both moments at one size."""
+    config, name = config_of(nbytes // 12), f"{nbytes / 1e9:g} GB"
     toml = place / "run.toml"
     toml.write_text(config.to_toml())
     total = write_checkpoint(config, place / "dcp")
@@ -157,40 +196,25 @@ def compare(nbytes: int, repeats: int, place: Path) -> list[results.Row]:
         if target != run and target != hf:
             shutil.rmtree(target)
 
-    def speed(case: str, ours: list[str | Path], made: Path, peers: dict, size: int) -> None:
-        times: dict[str, list[float]] = {}
-        for _ in range(repeats):
-            for peer, (command, product) in {"ours": (ours, made), **peers}.items():
-                _remove(product)
-                os.sync()
-                times.setdefault(peer, []).append(measured(command)[0])
-        best = {peer: size / statistics.median(t) / 1e9 for peer, t in times.items()}
-        for peer in peers:
-            rows.append(results.Row(f"{name}: {case}", round(best["ours"], 3), peer,
-                                    round(best[peer], 3), "GB/s"))  # fmt: skip
-
     memory("import", importing, run)
     memory("export to DCP", to_dcp, place / "back")
     memory("export to Hugging Face", to_hf, hf)
     copy, torch_file, pretrained = place / "copy", place / "all.pt", place / "pretrained"
-    speed("import", importing, run, {
-        "cp -r": (copying(place / "dcp", copy), copy),
-        "torch: dcp_to_torch_save": (
-            python(_TO_TORCH, place / "dcp" / "step_100", torch_file), torch_file),
-    }, total)  # fmt: skip
-    _remove(copy)
+    copying_dcp = {"cp -r": (copying(place / "dcp", copy), copy)}
+    to_torch = python(_TO_TORCH, place / "dcp" / "step_100", torch_file)
+    rows += speed(f"{name}: import", total, (importing, run),
+                  {**copying_dcp, "torch: dcp_to_torch_save": (to_torch, torch_file)},
+                  repeats)  # fmt: skip
     _remove(torch_file)
-    speed("export to DCP", to_dcp, place / "back", {
-        "cp -r": (copying(place / "dcp", copy), copy)}, total)  # fmt: skip
+    back = place / "back"
+    rows += speed(f"{name}: export to DCP", total, (to_dcp, back), copying_dcp, repeats)
     _remove(copy)
-    speed("export to Hugging Face", to_hf, hf, {
-        "cp -r": (copying(hf, copy), copy),
-    }, weights)  # fmt: skip
+    case = f"{name}: export to Hugging Face"
+    rows += speed(case, weights, (to_hf, hf), {"cp -r": (copying(hf, copy), copy)}, repeats)
     _remove(copy)
-    speed("export to Hugging Face", to_hf, hf, {
-        "transformers: load, save_pretrained": (
-            python(_SAVE_PRETRAINED, _kept(hf, place), pretrained), pretrained),
-    }, weights)  # fmt: skip
+    saving = python(_SAVE_PRETRAINED, _kept(hf, place), pretrained)
+    peer = {"transformers: load, save_pretrained": (saving, pretrained)}
+    rows += speed(case, weights, (to_hf, hf), peer, repeats)
     return rows
 
 
@@ -221,8 +245,10 @@ def main() -> None:
     for gigabytes in sizes:
         with tempfile.TemporaryDirectory(prefix="convert-") as place:
             rows += compare(int(gigabytes * 1e9), 1 if quick else 3, Path(place))
+    with tempfile.TemporaryDirectory(prefix="convert-") as place:
+        rows += compare_weights(int(sizes[-1] * 1e9), 1 if quick else 5, Path(place))
     notes = [
-        "sizes are those of parameters and both AdamW moments in float32",
+        "sizes are those of parameters and both AdamW moments in float32, or as named",
         "times include starting Python and its libraries, and syncing the files",
         f"largest tensor: {LAYER['vocab_size'] * LAYER['dim'] * 4 / MIB:.0f} MiB",
     ]
