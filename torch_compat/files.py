@@ -21,8 +21,8 @@ from torch_compat import limits
 from torch_compat.lazy import Index, LazyTensor, extent
 from torch_compat.limits import shown
 
-_AT_ONCE = getattr(mmap, "MAP_POPULATE", 0)  # Linux
-_BLOCK = 32 << 20  # bytes: what is larger may be sparse, columns of a matrix say
+_LARGE = 64 << 10  # bytes that the system is asked to copy itself
+_CANNOT_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 
 
 class Bytes(Protocol):
@@ -167,8 +167,6 @@ class Directory:
 class _Local:
     """Each read is a memory map of its own: when its array is gone, its pages no longer count.
 
-    Those of a block are mapped at once. Where a page is not, Linux cuts what is written from there
-    short, clears the rest of its place in the page cache, and tries again.
     The file is opened for each, since a checkpoint of many ranks has more files than may be open.
     """
 
@@ -188,15 +186,30 @@ class _Local:
         try:
             with open(self._path, "rb") as file:
                 size = ahead + length
-                flags = mmap.MAP_SHARED | (_AT_ONCE if size <= _BLOCK else 0)
-                mapped = mmap.mmap(file.fileno(), size, flags, mmap.PROT_READ, offset=first)
+                mapped = _Map(file.fileno(), size, mmap.MAP_SHARED, mmap.PROT_READ, offset=first)
         except (OSError, ValueError) as error:  # ValueError: it has become shorter
             what = getattr(error, "strerror", None) or error
-            raise UserError(
-                f"{self._path} cannot be read any more ({what}): it must stay as it is until the "
-                "end"
-            ) from error
+            raise _changed(self._path, what) from error
+        mapped.path, mapped.first = self._path, first
         return np.frombuffer(mapped, np.uint8)[ahead:]
+
+
+class _Map(mmap.mmap):
+    """A piece of a file.
+
+    Attributes:
+        path: the file.
+        first: its byte that is the first here.
+    """
+
+    path: str
+    first: int
+
+
+def _changed(path: str, what: object) -> UserError:
+    return UserError(
+        f"{path} cannot be read any more ({what}): it must stay as it is until the end"
+    )
 
 
 def _unwaiting(path: str, flags: int) -> int:
@@ -263,15 +276,18 @@ def in_file(
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[Callable[[bytes | memoryview, int], None]]:
+def writing(path: Path) -> Iterator[Callable[[bytes | np.ndarray, int], None]]:
     """A file of which others may write other parts; yields what writes bytes at a place in it.
 
-    What was written is durable when this ends.
+    What lies in a file as it is to be written, the system copies, and no process touches it. All
+    that was written is durable when this ends.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
 
-    def put(data: bytes | memoryview, at: int) -> None:
-        left = memoryview(data)
+    def put(data: bytes | np.ndarray, at: int) -> None:
+        if _copied(data, descriptor, at):
+            return
+        left = memoryview(data.data if isinstance(data, np.ndarray) else data)
         while left:
             written = os.pwrite(descriptor, left, at)
             left, at = left[written:], at + written
@@ -281,6 +297,47 @@ def writing(path: Path) -> Iterator[Callable[[bytes | memoryview, int], None]]:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _copied(data: bytes | np.ndarray, descriptor: int, at: int) -> bool:
+    """Whether the system copied it from the file that it lies in to a place in another.
+
+    Args:
+        data: bytes that follow each other.
+        descriptor: of the other file.
+        at: the place.
+
+    Raises:
+        UserError: the file that it lies in has become shorter.
+    """
+    if isinstance(data, bytes) or data.nbytes < _LARGE or not hasattr(os, "copy_file_range"):
+        return False
+    mapped = _map_of(data)
+    if mapped is None:
+        return False
+    begin = np.frombuffer(mapped, np.uint8).__array_interface__["data"][0]
+    source = mapped.first + data.__array_interface__["data"][0] - begin
+    left = data.nbytes
+    with open(mapped.path, "rb") as file:
+        while left:
+            try:
+                copied = os.copy_file_range(file.fileno(), descriptor, left, source, at)
+            except OSError as error:
+                if error.errno in _CANNOT_COPY:
+                    return False
+                raise
+            if not copied:
+                raise _changed(mapped.path, "it has become shorter")
+            left, source, at = left - copied, source + copied, at + copied
+    return True
+
+
+def _map_of(data: np.ndarray) -> _Map | None:
+    """What an array is a view of, if that is a piece of a file."""
+    owner: Any = data
+    while isinstance(owner, np.ndarray | memoryview):
+        owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
+    return owner if isinstance(owner, _Map) else None
 
 
 def sync(path: Path) -> None:

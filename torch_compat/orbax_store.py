@@ -292,7 +292,7 @@ def _write_file(path: Path, chunks: list[_Chunk]) -> None:
         at = 0
         for chunk in chunks:
             values = np.asarray(chunk.leaf.read(chunk.part), order="C").reshape(-1).view(np.uint8)
-            put(values.data, at)
+            put(values, at)
             put(bytes(chunk.nbytes - values.nbytes), at + values.nbytes)
             at += chunk.nbytes
 

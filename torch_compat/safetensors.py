@@ -196,7 +196,7 @@ def _write_part(path: Path, header: bytes, pieces: list[_Piece]) -> None:
         put(header, 0)
         for tensor, part, at in pieces:
             values = np.asarray(tensor.read(part), order="C")
-            put(values.reshape(-1).view(np.uint8).data, at)
+            put(values.reshape(-1).view(np.uint8), at)
 
 
 def _header(tensors: Mapping[str, LazyTensor]) -> bytes:

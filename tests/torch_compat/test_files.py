@@ -1,0 +1,74 @@
+"""Bytes on their way from file to file."""
+
+import errno
+import os
+
+import numpy as np
+import pytest
+
+from jaxforge.errors import UserError
+from torch_compat import files
+from torch_compat.files import Directory, writing
+
+SIZE = 300_000
+
+
+@pytest.fixture
+def source(tmp_path):
+    (tmp_path / "source").write_bytes(np.random.default_rng(0).bytes(SIZE))
+    return Directory(tmp_path).open("source")
+
+
+def copied(source, target, begin=5_000, length=200_000, at=7):
+    with writing(target) as put:
+        put(b"before.", 0)
+        put(source(begin, length).view(np.uint16).reshape(-1, 4).view(np.uint8).reshape(-1), at)
+    return target.read_bytes()
+
+
+def expected(source, begin=5_000, length=200_000):
+    return b"before." + source(begin, length).tobytes()
+
+
+def test_what_is_written_as_it_lies_is_copied_by_the_system(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "pwrite", lambda d, data, at: os.write(d, data) if at == 0 else 1 / 0)
+    assert copied(source, tmp_path / "target") == expected(source)
+
+
+def test_what_was_computed_is_written(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "copy_file_range", lambda *_: 1 / 0)
+    with writing(tmp_path / "target") as put:
+        put(source(0, SIZE) + np.uint8(1), 0)
+    assert (tmp_path / "target").read_bytes() == (source(0, SIZE) + np.uint8(1)).tobytes()
+
+
+@pytest.mark.parametrize("number", sorted(files._CANNOT_COPY))
+def test_systems_that_cannot_copy(source, tmp_path, monkeypatch, number):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "copy_file_range", refuse)
+    assert copied(source, tmp_path / "target") == expected(source)
+
+
+def test_a_copy_in_several_goes(source, tmp_path, monkeypatch):
+    real = os.copy_file_range
+    monkeypatch.setattr(os, "copy_file_range", lambda a, b, n, *at: real(a, b, min(n, 70_000), *at))
+    assert copied(source, tmp_path / "target") == expected(source)
+
+
+def test_a_full_disk_and_a_source_that_became_shorter_are_told_apart(source, tmp_path, monkeypatch):
+    piece = source(5_000, 200_000)
+    os.truncate(tmp_path / "source", 100_000)
+    with (
+        pytest.raises(UserError, match="source cannot be read any more"),
+        writing(tmp_path / "target") as put,
+    ):
+        put(piece, 0)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "copy_file_range", full)
+    with pytest.raises(OSError, match="full"), writing(tmp_path / "target") as put:
+        put(piece, 0)
