@@ -8,6 +8,8 @@ A row that has no assignment holds anything, and so does its gradient: products 
 it out, and to clear it would be a pass over all rows, after each gather.
 """
 
+import functools
+import operator
 from typing import NamedTuple
 
 import jax
@@ -86,45 +88,44 @@ def _to_rows(x_TD: Array, places: Places) -> tuple[Array, Places]:
 
 
 def _to_rows_back(places: Places, d_rows: Array) -> tuple[Array, None]:
-    return jnp.sum(_of_tokens(d_rows, places), axis=0), None
+    return summed(d_rows, places), None
 
 
 to_rows.defvjp(_to_rows, _to_rows_back)
 
 
 @jax.custom_vjp
-def weighted_sum(
-    rows_ND: Float[Array, "n d"], weight_TK: Float[Array, "t k"], places: Places
-) -> Float[Array, "t d"]:
-    """The rows of each token's assignments, weighted and added up in float32."""
-    y_KTD = _of_tokens(rows_ND, places).astype(jnp.float32)
-    return jnp.sum(y_KTD * weight_TK.T[..., None], axis=0).astype(rows_ND.dtype)
+def summed(rows_ND: Float[Array, "n d"], places: Places) -> Float[Array, "t d"]:
+    """The rows of each token's assignments, added up in float32; `to_rows` transposed."""
+    of_tokens = rows_ND.at[places.row.T].get(mode="fill", fill_value=0)
+    # One by one: XLA:CPU runs a sum over an axis apart from what makes its terms.
+    y_TD = functools.reduce(operator.add, of_tokens.astype(jnp.float32))
+    return y_TD.astype(rows_ND.dtype)
 
 
-def _weighted_sum(
-    rows_ND: Array, weight_TK: Array, places: Places
-) -> tuple[Array, tuple[Array, Array, Places]]:
-    return weighted_sum(rows_ND, weight_TK, places), (rows_ND, weight_TK, places)
+def _summed(rows_ND: Array, places: Places) -> tuple[Array, Places]:
+    return summed(rows_ND, places), places
 
 
-def _weighted_sum_back(
-    saved: tuple[Array, Array, Places], d_TD: Array
-) -> tuple[Array, Array, None]:
-    rows_ND, weight_TK, places = saved
-    tokens, k = places.row.shape
-    d_TD = d_TD.astype(jnp.float32)
-    # One by one: XLA for TPU would write out what is broadcast to all k, in float32.
-    d_KTD = jnp.concatenate(
-        [(d_TD * weight_TK[:, i, None]).astype(rows_ND.dtype) for i in range(k)]
-    )
-    at = places.assignment % k * tokens + places.assignment // k
-    d_weight = jnp.sum(_of_tokens(rows_ND, places).astype(jnp.float32) * d_TD, axis=-1).T
-    return d_KTD.at[at].get(mode="clip"), d_weight.astype(weight_TK.dtype), None
+def _summed_back(places: Places, d_TD: Array) -> tuple[Array, None]:
+    return to_rows(d_TD, places), None
 
 
-weighted_sum.defvjp(_weighted_sum, _weighted_sum_back)
+summed.defvjp(_summed, _summed_back)
 
 
-def _of_tokens(rows_ND: Float[Array, "n d"], places: Places) -> Float[Array, "k t d"]:
-    """The row of each assignment, a token's first one first; zeros where it has none."""
-    return rows_ND.at[places.row.T].get(mode="fill", fill_value=0)
+@jax.custom_vjp
+def weights_of_rows(weight_TK: Float[Array, "t k"], places: Places) -> Float[Array, "n"]:
+    """The weight of each row's assignment; anything where it has none."""
+    return weight_TK.reshape(-1).at[places.assignment].get(mode="clip")
+
+
+def _weights_of_rows(weight_TK: Array, places: Places) -> tuple[Array, Places]:
+    return weights_of_rows(weight_TK, places), places
+
+
+def _weights_of_rows_back(places: Places, d_N: Array) -> tuple[Array, None]:
+    return d_N.at[places.row].get(mode="fill", fill_value=0), None
+
+
+weights_of_rows.defvjp(_weights_of_rows, _weights_of_rows_back)

@@ -26,8 +26,9 @@ from jaxforge.model.dispatch import (
     reordered,
     sorted_order,
     sorted_places,
+    summed,
     to_rows,
-    weighted_sum,
+    weights_of_rows,
 )
 from jaxforge.model.grouped import grouped_matmul
 from jaxforge.model.linear import Declare, normal
@@ -35,9 +36,11 @@ from jaxforge.model.mlp import activated
 from jaxforge.model.router import Routing
 from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import (
-    Axes,
+    Splits,
     automatic_axes,
     automatic_spec,
+    axes_size,
+    splits_to_store,
     without_data,
 )
 
@@ -60,8 +63,19 @@ class ExpertLinear(nnx.Module):
     ) -> None:  # fmt: skip
         self.axes, experts = (EXPERTS, out[1], inp[1]), config.num_experts
         self.weight = declare((experts, out[0], inp[0]), self.axes, normal(std))
+        self.has_bias = config.mlp_bias
         if config.mlp_bias:
             self.bias = declare((experts, out[0]), self.axes[:2], jax.nn.initializers.zeros)
+
+    def parts(self, dtype: jnp.dtype) -> tuple[Array, ...]:
+        """Weight and, if there is one, bias, laid out as they are stored."""
+        leaves = (self.weight, self.bias) if self.has_bias else (self.weight,)
+        return tuple(leaf[...].astype(dtype) for leaf in leaves)
+
+    def specs(self) -> tuple[P, ...]:
+        """How each device takes them: its part of the weight, and of its experts the whole bias."""
+        weight, bias = automatic_spec(*self.axes), automatic_spec(*without_data(self.axes[:2]))
+        return (weight, bias) if self.has_bias else (weight,)
 
 
 class Experts(nnx.Module):
@@ -87,22 +101,12 @@ class Experts(nnx.Module):
             backend: the kernel of grouped products.
         """
         names = [name for name in ("gate_proj", "up_proj", "down_proj") if hasattr(self, name)]
-        linears = {name: self._linear(name, x_BSD.dtype) for name in names}
-        specs = {
-            name: tuple(_spec(getattr(self, name).axes[: leaf.ndim]) for leaf in leaves)
-            for name, leaves in linears.items()
-        }
-        run = functools.partial(_run, self.config, backend)
-        return _on_each_device(run, specs, x_BSD, routing, linears)
-
-    def _linear(self, name: str, dtype: jnp.dtype) -> tuple[Array, ...]:
-        linear = getattr(self, name)
-        weight = collectives.all_gather_weight(linear.weight[...].astype(dtype), linear.axes)
-        return (weight, linear.bias[...].astype(dtype)) if self.config.mlp_bias else (weight,)
-
-
-def _spec(axes: Axes) -> P:
-    return automatic_spec(*without_data(axes))
+        linears = {name: getattr(self, name) for name in names}
+        parts = {name: linear.parts(x_BSD.dtype) for name, linear in linears.items()}
+        specs = {name: linear.specs() for name, linear in linears.items()}
+        splits = {name: splits_to_store(linear.axes) for name, linear in linears.items()}
+        run = functools.partial(_run, self.config, backend, splits)
+        return _on_each_device(run, specs, x_BSD, routing, parts)
 
 
 def _on_each_device(
@@ -114,7 +118,7 @@ def _on_each_device(
 ) -> tuple[Float[Array, "b s d"], Float[Array, ""]]:
     """Runs a function of what one device has, and adds up what was dropped."""
     axes, choice = automatic_axes(), (routing.experts, routing.weights)
-    if not axes:
+    if axes_size(axes) == 1:  # alone: XLA:CPU would copy all that it exchanges with nobody
         y_BSD, dropped = run(x_BSD, choice, linears)
     else:
         tokens = automatic_spec("batch", None, None)
@@ -131,11 +135,16 @@ def _on_each_device(
 def _run(
     config: ModelConfig,
     backend: str,
+    splits: dict[str, Splits],
     x_BSD: Float[Array, "b s d"],
     choice: tuple[Int[Array, "b s k"], Float[Array, "b s k"]],
-    linears: Linears,
+    parts: Linears,
 ) -> tuple[Float[Array, "b s d"], Float[Array, "1"]]:
     """What one device does: of a token's experts and their weights, with its share of experts."""
+    linears = {
+        name: (collectives.all_gather(weight, splits[name]), *bias)
+        for name, (weight, *bias) in parts.items()
+    }
     x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
     expert_TK, weight_TK = (of_row.reshape(len(x_TD), -1) for of_row in choice)
     if config.moe_capacity_factor:
@@ -143,7 +152,8 @@ def _run(
     mlp = functools.partial(_mlp, config, backend)
     if collectives.axis_size(EXPERTS) == 1:
         places, sizes_E = sorted_places(expert_TK, config.num_experts)
-        y_TD = weighted_sum(mlp(linears, to_rows(x_TD, places), sizes_E), weight_TK, places)
+        rows = to_rows(x_TD, places), weights_of_rows(weight_TK, places)
+        y_TD = summed(mlp(linears, *rows, sizes_E), places)
     else:
         y_TD = _by_all_to_all(mlp, x_TD, expert_TK, weight_TK, linears, config.num_experts)
     y_TD = collectives.psum(y_TD, "mlp")
@@ -156,18 +166,25 @@ def _mlp(
     backend: str,
     linears: Linears,
     rows_ND: Float[Array, "n d"],
+    weight_N: Float[Array, "n"],
     sizes_E: Int[Array, "e"],
 ) -> Float[Array, "n d"]:
-    """Rows sorted by expert, through the matrices of their experts."""
+    """Rows sorted by expert, through the matrices of their experts, times their weights.
+
+    The weight comes before the last matrix, so that its gradient needs no row of the result.
+    """
 
     def apply(name: str, rows: Array) -> Array:
         weight, *bias = linears[name]
         y = grouped_matmul(rows, weight, sizes_E, backend)
-        return y + _bias_of_rows(bias[0], sizes_E, len(rows), name) if bias else y
+        if not bias:
+            return y
+        bias_NO = _bias_of_rows(bias[0], sizes_E, len(rows), name)
+        return y + (bias_NO if name != "down_proj" else bias_NO * weight_N.astype(y.dtype)[:, None])
 
     up_NF = apply("up_proj", rows_ND)
     gate_NF = apply("gate_proj", rows_ND) if config.is_gated else None
-    return apply("down_proj", activated(up_NF, gate_NF, config))
+    return apply("down_proj", activated(up_NF, gate_NF, config, weight_N))
 
 
 def _bias_of_rows(
@@ -201,7 +218,7 @@ def _within_capacity(expert_TK: Int[Array, "t k"], config: ModelConfig) -> Int[A
 
 
 def _by_all_to_all(
-    mlp: Callable[[Linears, Array, Array], Array],
+    mlp: Callable[[Linears, Array, Array, Array], Array],
     x_TD: Float[Array, "t d"],
     expert_TK: Int[Array, "t k"],
     weight_TK: Float[Array, "t k"],
@@ -214,21 +231,21 @@ def _by_all_to_all(
     room = min(most, 8 * math.ceil(_HEADROOM * tokens * k / devices / 8))
     load = _load_of_devices(expert_TK, n_experts, devices)
 
+    def exchange(rows: Array) -> Array:
+        by_device = rows.reshape(devices, room, *rows.shape[1:])
+        return collectives.all_to_all(by_device, EXPERTS).reshape(rows.shape)
+
     def one(number: Array | int, operands: Operands, load: _Load) -> Array:
         x_TD, weight_TK, linears = operands
         places = _places_in_round(load, number * room, room)
-        rows = to_rows(x_TD, places).reshape(devices, room, -1)
         expert = load.local_expert.at[places.assignment].get(
             mode="fill", fill_value=n_experts // devices
         )
-        arrived = collectives.all_to_all(rows, EXPERTS).reshape(devices * room, -1)
-        order, sizes = sorted_order(
-            collectives.all_to_all(expert.reshape(devices, room), EXPERTS).reshape(-1),
-            n_experts // devices,
-        )
-        y_ND = reordered(mlp(linears, reordered(arrived, order), sizes), order.back)
-        back = collectives.all_to_all(y_ND.reshape(devices, room, -1), EXPERTS)
-        return weighted_sum(back.reshape(devices * room, -1), weight_TK, places)
+        order, sizes = sorted_order(exchange(expert), n_experts // devices)
+        rows, weights = to_rows(x_TD, places), weights_of_rows(weight_TK, places)
+        rows, weights = (reordered(exchange(each), order) for each in (rows, weights))
+        back = exchange(reordered(mlp(linears, rows, weights, sizes), order.back))
+        return summed(back, places)
 
     operands = (x_TD, weight_TK, linears)
     y_TD = one(0, operands, load)

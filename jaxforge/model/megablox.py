@@ -1,8 +1,11 @@
 """Grouped products by megablox: the Pallas kernels for TPU that come with JAX.
 
 A kernel computes tiles of rows. One that groups share is computed for each of them, so that tiles
-are small where groups are: an eighth of a group's fair share of rows, within what the MXU wants.
+are small where groups are: a sixteenth of a group's fair share of rows, within what the MXU wants.
 What of a tile belongs to no group is left as the memory was.
+
+A tile of weights that has all of the inner dimension is fetched once for all rows of its group;
+else it is fetched for each tile of rows, which takes longer than to multiply a small one.
 """
 
 import jax.numpy as jnp
@@ -15,6 +18,8 @@ Sizes = Int[Array, "g"]
 
 _LANES = 128
 _ROWS = (128, 512)  # of a tile, at least and at most
+_FEW = 256  # rows of a tile for which weights had better stay
+_BYTES = 2 << 20  # of a tile of weights
 _INTERPRET = False  # tests set it, to run the kernels without a TPU
 
 
@@ -30,12 +35,12 @@ def gradient_of_rows(dy_MO: Rows, w_GOI: Weights, sizes_G: Sizes) -> Float[Array
 
 def _of_rows(x_MI: Rows, w_GOI: Weights, sizes_G: Sizes, *, transpose: bool) -> Rows:
     rows, width = x_MI.shape[0], w_GOI.shape[1 if transpose else 2]
-    limit = 1024 if x_MI.dtype.itemsize == 2 else 512
-    tiling = (
-        tile_of_rows(rows, sizes_G.shape[0]),
-        tile(x_MI.shape[1], limit),
-        tile(width, limit),
-    )
+    tile_rows, inner = tile_of_rows(rows, sizes_G.shape[0]), x_MI.shape[1]
+    elements, limit = _BYTES // x_MI.dtype.itemsize, 1024 if x_MI.dtype.itemsize == 2 else 512
+    if tile_rows <= _FEW and inner % _LANES == 0 and inner * _LANES <= elements:
+        tiling = tile_rows, inner, tile(width, elements // inner // _LANES * _LANES)
+    else:
+        tiling = tile_rows, tile(inner, limit), tile(width, limit)
     return gmm(
         _padded(x_MI, tiling[0]), w_GOI.astype(x_MI.dtype), sizes_G, x_MI.dtype, tiling,
         transpose_rhs=transpose, interpret=_INTERPRET,
@@ -60,9 +65,9 @@ def tile(size: int, limit: int) -> int:
 
 
 def tile_of_rows(rows: int, groups: int) -> int:
-    """Rows of a tile: an eighth of a group's fair share, or as near as the MXU allows."""
+    """Rows of a tile: a sixteenth of a group's fair share, or as near as the MXU allows."""
     least, most = _ROWS
-    wanted = min(most, max(least, rows // (8 * groups)))
+    wanted = min(most, max(least, rows // (16 * groups)))
     return 1 << (wanted.bit_length() - 1)
 
 

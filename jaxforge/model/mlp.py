@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.model.attention import residual_std
@@ -76,10 +76,48 @@ def _at_most(x: Array, limit: float) -> Array:
 
 
 def activated(
-    up: Float[Array, "..."], gate: Float[Array, "..."] | None, config: ModelConfig
-) -> Float[Array, "..."]:
-    """What the last matrix of a feed-forward takes; without a gate, act(up)."""
-    return ACTIVATIONS[config.activation](up) if gate is None else gated(gate, up, config)
+    up: Float[Array, "... f"],
+    gate: Float[Array, "... f"] | None,
+    config: ModelConfig,
+    scale: Float[Array, "..."] | None = None,
+) -> Float[Array, "... f"]:
+    """What the last matrix of a feed-forward takes: act(gate) · up, or act(up) without a gate.
+
+    The backward computes it again from what the first matrices gave, and saves nothing else.
+
+    Args:
+        up: of one matrix.
+        gate: of the other, if there is one.
+        config: the model.
+        scale: what each row is multiplied with.
+    """
+    return _recomputed(functools.partial(_activated, config), (up, gate, scale))
+
+
+def _activated(config: ModelConfig, inputs: tuple[Array, Array | None, Array | None]) -> Array:
+    up, gate, scale = inputs
+    y = ACTIVATIONS[config.activation](up) if gate is None else gated(gate, up, config)
+    return y if scale is None else (y * scale[..., None]).astype(y.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _recomputed(function: Callable[[PyTree], Array], inputs: PyTree) -> Array:
+    """`function(inputs)`; its backward has the inputs alone."""
+    return function(inputs)
+
+
+def _saved(function: Callable[[PyTree], Array], inputs: PyTree) -> tuple[Array, PyTree]:
+    return function(inputs), inputs
+
+
+def _recomputed_back(
+    function: Callable[[PyTree], Array], inputs: PyTree, d_y: Array
+) -> tuple[PyTree]:
+    # A barrier, or XLA keeps what the forward has computed.
+    return jax.vjp(function, jax.lax.optimization_barrier(inputs))[1](d_y)
+
+
+_recomputed.defvjp(_saved, _recomputed_back)
 
 
 class MLP(nnx.Module):

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jaxtyping import Array
 
 from jaxforge.parallel import sharding
-from jaxforge.parallel.sharding import Axes, axes_of_type, constrain, without_data
+from jaxforge.parallel.sharding import Axes, Splits, axes_of_type, constrain, without_data
 
 
 def manual_axes(axis: str | None = None) -> tuple[str, ...]:
@@ -35,14 +35,20 @@ def psum(x: Array, axis: str) -> Array:
 
     In float32: XLA:CPU aborts on a bfloat16 sum in a partly manual program (docs/upstream.md).
     """
-    names = manual_axes(axis)
+    names = _with_parts(x, axis)
     return jax.lax.psum(x.astype(jnp.float32), names).astype(x.dtype) if names else x
 
 
 def pmax(x: Array, axis: str) -> Array:
     """Maximum over the devices that hold the parts of a dimension."""
-    names = manual_axes(axis)
+    names = _with_parts(x, axis)
     return jax.lax.pmax(x, names) if names else x
+
+
+def _with_parts(x: Array, axis: str) -> tuple[str, ...]:
+    """The manual axes over which `x` may differ; where that is not tracked, all but those of 1."""
+    varying, sizes = jax.typeof(x).manual_axis_type.varying, jax.sharding.get_abstract_mesh().shape
+    return tuple(name for name in manual_axes(axis) if name in varying or sizes[name] > 1)
 
 
 def axis_size(axis: str) -> int:
@@ -77,6 +83,27 @@ def psum_scatter(x: Array, mesh_axes: tuple[str, ...], dimension: int) -> Array:
     size = x.shape[dimension] // jax.lax.axis_size(mesh_axes)
     first = jax.lax.axis_index(mesh_axes) * size
     return jax.lax.dynamic_slice_in_dim(jax.lax.psum(x, mesh_axes), first, size, dimension)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def all_gather(part: Array, splits: Splits) -> Array:
+    """What manual axes split, whole; of the gradient's sum, each device keeps that of its part."""
+    for dimension, mesh_axes in splits:
+        part = jax.lax.all_gather(part, mesh_axes, axis=dimension, tiled=True)
+    return part
+
+
+def _gather_parts(part: Array, splits: Splits) -> tuple[Array, None]:
+    return all_gather(part, splits), None
+
+
+def _scatter_parts(splits: Splits, _: None, gradient: Array) -> tuple[Array]:
+    for dimension, mesh_axes in splits:
+        gradient = psum_scatter(gradient, mesh_axes, dimension)
+    return (gradient,)
+
+
+all_gather.defvjp(_gather_parts, _scatter_parts)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

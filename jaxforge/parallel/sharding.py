@@ -6,7 +6,7 @@ mesh axis for a parameter.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -20,6 +20,9 @@ from jaxforge.parallel.mesh import STAGES
 
 Axes = tuple[str | None, ...]
 """Logical axes of an array, one entry per dimension."""
+
+Splits = tuple[tuple[int, tuple[str, ...]], ...]
+"""Dimensions of an array, and the mesh axes that split each."""
 
 RULES: Mapping[str, str | tuple[str, ...] | None] = {
     # parameters
@@ -110,6 +113,15 @@ def without_data(axes: Axes) -> Axes:
     return tuple(None if set(data_axes(axis)) and axis != EXPERTS else axis for axis in axes)
 
 
+def splits_to_store(axes: Axes) -> Splits:
+    """Where the automatic axes of the mesh split a weight to store it alone (`without_data`)."""
+    used = without_data(axes)
+    names = [
+        () if axis == kept else _automatic(axis) for axis, kept in zip(axes, used, strict=True)
+    ]
+    return tuple((i, split) for i, split in enumerate(names) if axes_size(split) > 1)
+
+
 def data_axes(axis: str | None) -> tuple[str, ...]:
     """The mesh axes among those of the batch that split a logical axis."""
     return tuple(name for name in mesh_axes(axis) if name in DATA_AXES)
@@ -121,12 +133,18 @@ def group_axes(axes: Axes) -> tuple[str, ...]:
     return tuple(name for name in DATA_AXES if name not in own)
 
 
+def axes_size(names: Iterable[str]) -> int:
+    """Over how many devices some axes of the mesh at hand go."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[name] for name in names)
+
+
 def size_per_device(size: int, axis: str) -> int:
     """What one device holds of a dimension that `constrain` lays out as `axis`, rounded up."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return size
-    return -(-size // math.prod(mesh.shape[name] for name in _automatic(axis)))
+    return -(-size // axes_size(_automatic(axis)))
 
 
 def _automatic(axis: str | None) -> tuple[str, ...]:

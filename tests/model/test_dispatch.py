@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.model.dispatch import reordered, sorted_order, sorted_places, to_rows, weighted_sum
+from jaxforge.model.dispatch import (
+    reordered,
+    sorted_order,
+    sorted_places,
+    summed,
+    to_rows,
+    weights_of_rows,
+)
 
 TOKENS, K, KEYS, WIDTH = 12, 3, 5, 4
 
@@ -25,7 +32,8 @@ def there_and_back(x, weights, keys):
     n = TOKENS * K
     key_of_row = jnp.repeat(jnp.arange(KEYS), sizes, total_repeat_length=n)
     rows = jnp.sin(to_rows(x, places)) * (1 + key_of_row[:, None])
-    return weighted_sum(_spoiled(rows, jnp.sum(sizes)), weights, places)
+    rows = rows * weights_of_rows(weights, places)[:, None]
+    return summed(_spoiled(rows, jnp.sum(sizes)), places)
 
 
 @jax.custom_vjp

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.model.linear import Declare
-from jaxforge.model.mlp import ACTIVATIONS, MLP, gated
+from jaxforge.model.mlp import ACTIVATIONS, MLP, activated, gated
 
 DIM, HIDDEN = 16, 24
 
@@ -133,3 +133,21 @@ def test_gelu_and_its_gradient_are_torchs(dtype):
     assert ours.dtype == slope.dtype == jnp.dtype(dtype)
     for a, b in ((ours, y), (slope, theirs.grad)):
         np.testing.assert_allclose(a.astype(jnp.float32), b.detach().float(), **tolerance)
+
+
+def test_the_backward_has_what_the_matrices_gave_and_no_more():
+    config = ModelConfig(dim=DIM, n_heads=2)
+    up, gate = np.random.default_rng(0).standard_normal((2, 5, HIDDEN)).astype(np.float32)
+    scale = np.arange(5, dtype=np.float32)
+
+    def plain(up, gate, scale):
+        return jax.nn.silu(gate) * up * scale[:, None]
+
+    inputs = [jnp.asarray(each) for each in (up, gate, scale)]
+    y, back = jax.vjp(lambda *inputs: activated(inputs[0], inputs[1], config, inputs[2]), *inputs)
+    expected, back_of_plain = jax.vjp(plain, *inputs)
+    np.testing.assert_allclose(y, expected, rtol=1e-6)
+    for got, wanted in zip(back(y), back_of_plain(y), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+    saved = sum(leaf.size for leaf in jax.tree.leaves(back))
+    assert saved == sum(each.size for each in inputs)
