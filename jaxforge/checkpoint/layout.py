@@ -19,8 +19,9 @@ import optax
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
-from jaxforge.config.model import LAYERS
+from jaxforge.config.model import EXPERTS, LAYERS
 from jaxforge.model.transformer import Params, join
+from jaxforge.parallel.sharding import Axes
 from jaxforge.state.guard_state import GuardState
 from jaxforge.state.train_state import TrainState, part_like
 
@@ -60,15 +61,16 @@ def from_tree(tree: Tree, like: TrainState) -> TrainState:
 
 
 def save_args(tree: Tree, axes: PyTree) -> Tree:
-    """Storage layout of every leaf: stacked parameters and moments in chunks of one layer.
+    """Storage layout of every leaf: parameters and moments in chunks of one layer, and one expert.
 
-    So that an export can read layer by layer, in bounded memory.
+    So that an export can read piece by piece, in bounded memory.
     """
-    stacked = jax.tree.map(
-        lambda names: ocp.SaveArgs(shard_axes=(0,) if LAYERS in names else ()),
-        axes,
-        is_leaf=lambda node: isinstance(node, tuple),
-    )
+
+    def chunked(names: Axes) -> ocp.SaveArgs:
+        stacked = (i for i, name in enumerate(names) if name in (LAYERS, EXPERTS))
+        return ocp.SaveArgs(shard_axes=tuple(stacked))
+
+    stacked = jax.tree.map(chunked, axes, is_leaf=lambda node: isinstance(node, tuple))
     args = jax.tree.map(lambda _: ocp.SaveArgs(), tree)
     moments = {
         name: part_like(value, stacked)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore as ts
 
 from jaxforge.checkpoint import layout
 from jaxforge.checkpoint.manager import Checkpoints
@@ -17,6 +18,7 @@ from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import Counts, TrainState, abstract_state
 from tests.conftest import tiny_config
 from tests.helpers import progress_of, random_batches, setup
+from torch_compat import ocdbt
 
 FIELDS = {
     "adamw": {"updates", "mu", "nu"},
@@ -112,6 +114,18 @@ def test_fields_are_named_and_stacked_ones_stored_a_layer_to_a_chunk(name):
     for path, arg in jax.tree_util.tree_leaves_with_path(args):
         keys = [key.key for key in path]
         assert arg.shard_axes == ((0,) if "layers" in keys else ()), keys
+
+
+def test_each_expert_is_a_chunk(tmp_path):
+    experts = {"num_experts": 4, "moe_top_k": 2, "n_layers": 2}
+    ours = setup(tiny_config(model=experts, distributed={"ep": 2, "dp_shard": 1}))
+    saved = checkpoints(tmp_path, ours)
+    saved.save(Progress(), ours.state())
+    saved.close()
+    store = tmp_path / "checkpoints" / "step_0" / "state"
+    weight = ts.open(ocdbt.spec(store, "params.layers.mlp.experts.up_proj.weight")).result()
+    assert weight.shape[:2] == (2, 4)
+    assert weight.chunk_layout.write_chunk.shape == (1, 1, *weight.shape[2:])
 
 
 def checkpoints(path, ours):
