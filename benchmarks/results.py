@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import runpy
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -107,7 +108,7 @@ def write_json(
     result = {
         "name": name,
         "device": device,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}",
+        "machine": f"{_processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}",
         "versions": {package: version(package) for package in packages},
         "date": date.today().isoformat(),
         "rows": list(rows),
@@ -118,6 +119,17 @@ def write_json(
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(f"written to {path}")
     runpy.run_path(str(Path(__file__).with_name("figures.py")), run_name="__main__")
+
+
+def _processor() -> str:
+    """Its architecture, maker and widest units: PyTorch's products are made for some of them."""
+    try:
+        about = Path("/proc/cpuinfo").read_text()
+    except FileNotFoundError:  # no Linux
+        return platform.machine()
+    units = [unit for unit in ("avx2", "avx512f", "amx_bf16") if f" {unit} " in about]
+    maker = re.search(r"vendor_id\s*: (\S+)", about)
+    return " ".join([platform.machine(), *([maker[1]] if maker else []), *units])
 
 
 def _shown(figure: float) -> str:

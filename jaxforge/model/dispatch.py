@@ -97,9 +97,9 @@ to_rows.defvjp(_to_rows, _to_rows_back)
 @jax.custom_vjp
 def summed(rows_ND: Float[Array, "n d"], places: Places) -> Float[Array, "t d"]:
     """The rows of each token's assignments, added up in float32; `to_rows` transposed."""
-    of_tokens = rows_ND.at[places.row.T].get(mode="fill", fill_value=0)
     # One by one: XLA:CPU runs a sum over an axis apart from what makes its terms.
-    y_TD = functools.reduce(operator.add, of_tokens.astype(jnp.float32))
+    of_tokens = (rows_ND.at[row].get(mode="fill", fill_value=0) for row in places.row.T)
+    y_TD = functools.reduce(operator.add, (rows.astype(jnp.float32) for rows in of_tokens))
     return y_TD.astype(rows_ND.dtype)
 
 

@@ -36,11 +36,9 @@ from jaxforge.model.mlp import activated
 from jaxforge.model.router import Routing
 from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import (
-    Splits,
     automatic_axes,
     automatic_spec,
     axes_size,
-    splits_to_store,
     without_data,
 )
 
@@ -67,14 +65,15 @@ class ExpertLinear(nnx.Module):
         if config.mlp_bias:
             self.bias = declare((experts, out[0]), self.axes[:2], jax.nn.initializers.zeros)
 
-    def parts(self, dtype: jnp.dtype) -> tuple[Array, ...]:
-        """Weight and, if there is one, bias, laid out as they are stored."""
-        leaves = (self.weight, self.bias) if self.has_bias else (self.weight,)
-        return tuple(leaf[...].astype(dtype) for leaf in leaves)
+    def gathered(self, dtype: jnp.dtype) -> tuple[Array, ...]:
+        """Weight and, if there is one, bias, whole but for experts and what `tp` splits."""
+        weight = collectives.all_gather_weight(self.weight[...].astype(dtype), self.axes)
+        return (weight, self.bias[...].astype(dtype)) if self.has_bias else (weight,)
 
     def specs(self) -> tuple[P, ...]:
-        """How each device takes them: its part of the weight, and of its experts the whole bias."""
-        weight, bias = automatic_spec(*self.axes), automatic_spec(*without_data(self.axes[:2]))
+        """How those are split."""
+        axes = without_data(self.axes)
+        weight, bias = automatic_spec(*axes), automatic_spec(*axes[:2])
         return (weight, bias) if self.has_bias else (weight,)
 
 
@@ -101,12 +100,10 @@ class Experts(nnx.Module):
             backend: the kernel of grouped products.
         """
         names = [name for name in ("gate_proj", "up_proj", "down_proj") if hasattr(self, name)]
-        linears = {name: getattr(self, name) for name in names}
-        parts = {name: linear.parts(x_BSD.dtype) for name, linear in linears.items()}
-        specs = {name: linear.specs() for name, linear in linears.items()}
-        splits = {name: splits_to_store(linear.axes) for name, linear in linears.items()}
-        run = functools.partial(_run, self.config, backend, splits)
-        return _on_each_device(run, specs, x_BSD, routing, parts)
+        linears = {name: getattr(self, name).gathered(x_BSD.dtype) for name in names}
+        specs = {name: getattr(self, name).specs() for name in names}
+        run = functools.partial(_run, self.config, backend)
+        return _on_each_device(run, specs, x_BSD, routing, linears)
 
 
 def _on_each_device(
@@ -135,16 +132,11 @@ def _on_each_device(
 def _run(
     config: ModelConfig,
     backend: str,
-    splits: dict[str, Splits],
     x_BSD: Float[Array, "b s d"],
     choice: tuple[Int[Array, "b s k"], Float[Array, "b s k"]],
-    parts: Linears,
+    linears: Linears,
 ) -> tuple[Float[Array, "b s d"], Float[Array, "1"]]:
     """What one device does: of a token's experts and their weights, with its share of experts."""
-    linears = {
-        name: (collectives.all_gather(weight, splits[name]), *bias)
-        for name, (weight, *bias) in parts.items()
-    }
     x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
     expert_TK, weight_TK = (of_row.reshape(len(x_TD), -1) for of_row in choice)
     if config.moe_capacity_factor:

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jaxtyping import Array
 
 from jaxforge.parallel import sharding
-from jaxforge.parallel.sharding import Axes, Splits, axes_of_type, constrain, without_data
+from jaxforge.parallel.sharding import Axes, axes_of_type, constrain, without_data
 
 
 def manual_axes(axis: str | None = None) -> tuple[str, ...]:
@@ -83,27 +83,6 @@ def psum_scatter(x: Array, mesh_axes: tuple[str, ...], dimension: int) -> Array:
     size = x.shape[dimension] // jax.lax.axis_size(mesh_axes)
     first = jax.lax.axis_index(mesh_axes) * size
     return jax.lax.dynamic_slice_in_dim(jax.lax.psum(x, mesh_axes), first, size, dimension)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def all_gather(part: Array, splits: Splits) -> Array:
-    """What manual axes split, whole; of the gradient's sum, each device keeps that of its part."""
-    for dimension, mesh_axes in splits:
-        part = jax.lax.all_gather(part, mesh_axes, axis=dimension, tiled=True)
-    return part
-
-
-def _gather_parts(part: Array, splits: Splits) -> tuple[Array, None]:
-    return all_gather(part, splits), None
-
-
-def _scatter_parts(splits: Splits, _: None, gradient: Array) -> tuple[Array]:
-    for dimension, mesh_axes in splits:
-        gradient = psum_scatter(gradient, mesh_axes, dimension)
-    return (gradient,)
-
-
-all_gather.defvjp(_gather_parts, _scatter_parts)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -21,9 +21,6 @@ from jaxforge.parallel.mesh import STAGES
 Axes = tuple[str | None, ...]
 """Logical axes of an array, one entry per dimension."""
 
-Splits = tuple[tuple[int, tuple[str, ...]], ...]
-"""Dimensions of an array, and the mesh axes that split each."""
-
 RULES: Mapping[str, str | tuple[str, ...] | None] = {
     # parameters
     LAYERS: STAGES,
@@ -111,15 +108,6 @@ def without_data(axes: Axes) -> Axes:
     Those are the ones that data-parallel devices share, but for experts: tokens go to them.
     """
     return tuple(None if set(data_axes(axis)) and axis != EXPERTS else axis for axis in axes)
-
-
-def splits_to_store(axes: Axes) -> Splits:
-    """Where the automatic axes of the mesh split a weight to store it alone (`without_data`)."""
-    used = without_data(axes)
-    names = [
-        () if axis == kept else _automatic(axis) for axis, kept in zip(axes, used, strict=True)
-    ]
-    return tuple((i, split) for i, split in enumerate(names) if axes_size(split) > 1)
 
 
 def data_axes(axis: str | None) -> tuple[str, ...]:

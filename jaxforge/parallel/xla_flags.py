@@ -88,6 +88,15 @@ FLAGS: tuple[Flag, ...] = (
         _NVIDIA,
         ("NVIDIA B200", "NVIDIA GB200"),
     ),
+    Flag(
+        "tpu",
+        "xla_tpu_enable_async_all_to_all",
+        "true",
+        "rows travel to their experts and back beside other work; v5e cannot do it",
+        "experts.md",
+        _V5P_AND_V6E,
+        for_experts=True,
+    ),
     _gather_beside_work("xla_enable_async_all_gather", "all-gathers may start early and end late"),
     _gather_beside_work(
         "xla_tpu_enable_async_collective_fusion", "collectives are fused with the work beside them"
