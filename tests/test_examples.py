@@ -113,7 +113,7 @@ def test_what_the_page_registers_can_be_built():
     )  # fmt: skip
     assert learning_rate(config)(jnp.int32(0)) == 0.5
     model = build_model(config)
-    params = model.init(jax.random.key(0))
+    params = jax.jit(model.init)(jax.random.key(0))
     state = build_optimizer(config, model.axes).init(params)
     assert jax.tree.structure(state[1].mu) == jax.tree.structure(params)
     tokens = jnp.zeros((1, 4), jnp.int32)
@@ -183,10 +183,10 @@ def test_an_extra_head_predicts_the_token_after_the_next(tmp_path):
     )
     config = tiny_config(model={"model_type": "with_after_next"})
     model = build_model(config)
-    params = model.init(jax.random.key(0))
+    params = jax.jit(model.init)(jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 256)
     batch = {"labels": tokens.at[0, 5].set(-100)}
-    hidden = model.hidden(params, tokens)
+    hidden = jax.jit(model.hidden)(params, tokens)
     loss = build_loss(config.train.model_copy(update={"loss_fn": "next_two_tokens"}), model)
     told = loss(params, hidden, batch, LossWeights(1.0)).terms["after_next"]
     log_p = jax.nn.log_softmax(
@@ -202,10 +202,10 @@ def test_answers_are_judged_by_capped_logits():
     import preference as example
 
     model = build_model(tiny_config(model={"final_logit_softcap": 0.1}))
-    params = model.init(jax.random.key(0))
+    params = jax.jit(model.init)(jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 256)
     batch = {"labels": tokens, "segment_ids": jnp.repeat(jnp.array([[0, 1]] * 2), 6, axis=1)}
-    hidden = model.hidden(params, tokens)
+    hidden = jax.jit(model.hidden)(params, tokens)
     products = hidden @ params["output_head"]["proj"]["weight"].T
     log_p = jax.nn.log_softmax(0.1 * jnp.tanh(products / 0.1))
     expected = jnp.take_along_axis(log_p, tokens[..., None], -1).reshape(2, 2, 6).sum(-1)

@@ -23,9 +23,9 @@ def test_a_stream_begun_by_two_processes_is_ended_by_one(tmp_path):
         "--optimizer.lr=1e-6",  # a loss tells its batch, not how roundings grew on the way to it
     ]  # fmt: skip
     alone, both = Run(tmp_path, "alone"), Run(tmp_path, "both")
-    alone.finish(*overrides)
+    alone.finish_here(*overrides)
     finish_both(start_both(both, *overrides, "--train.max_steps=10"))
-    both.finish(*overrides)
+    both.finish_here(*overrides)
     expected = list(alone.losses().values())
     np.testing.assert_allclose(list(both.losses().values()), expected, rtol=1e-6)
     assert np.min(np.diff(sorted(expected))) > 2e-5  # no two batches alike

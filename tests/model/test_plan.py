@@ -142,10 +142,9 @@ def total_of_one_by_one(**layers):
 
 @pytest.mark.parametrize(
     ("save", "unroll", "layers"),
-    [  # every two of the three come together
-        ("none", 1, PERIODIC), ("none", 4, LEADING), ("none", 9, PERIODIC),
-        ("full", 1, LEADING), ("full", 4, PERIODIC), ("full", 9, LEADING),
-        ("selective", 1, PERIODIC), ("selective", 4, LEADING), ("selective", 9, LEADING),
+    [  # each with both kinds of layers, recomputing with several ways to unroll
+        ("none", 4, LEADING), ("none", 9, PERIODIC), ("full", 1, LEADING), ("full", 4, PERIODIC),
+        ("selective", 1, PERIODIC), ("selective", 9, LEADING),
     ],
     ids=lambda value: f"{value['n_layers']}_layers" if isinstance(value, dict) else str(value),
 )  # fmt: skip

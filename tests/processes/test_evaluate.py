@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxforge.errors import UserError
-from jaxforge.evaluate import evaluate, report
+from jaxforge.evaluate import evaluate, main, report
 from jaxforge.training.evaluation import summary
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, Run, environment
@@ -136,19 +136,22 @@ def test_mistakes_are_explained(run, options, message):
         evaluate(run.directory, **options)
 
 
-def test_exit_codes(run, tmp_path):
-    assert "--steps: expected 1 or more" in command(run.directory, "--steps", 0, code=2).stderr
+def test_exit_codes(tmp_path):
+    with pytest.raises(UserError, match="--steps: expected 1 or more"):
+        main([str(tmp_path), "--steps", "0"])
     assert "no checkpoint at" in command(tmp_path, code=2).stderr
 
 
 def test_an_unknown_best_metric_stops_training_before_it_starts(run, new_run):
     other = new_run("refused")
     data = run.directory.parent / "a"
-    output = other.finish(
-        f"--eval.dataset_path={data}", "--eval.enabled=true", "--model.vocab_size=264",
-        "--checkpoint.best_metric=eval/bits_per_byte", code=2,
-    )  # fmt: skip
-    assert 'error: checkpoint.best_metric = "eval/bits_per_byte"' in output
+    with pytest.raises(UserError, match='best_metric = "eval/bits_per_byte"'):
+        other.finish_here(
+            f"--eval.dataset_path={data}",
+            "--eval.enabled=true",
+            "--model.vocab_size=264",
+            "--checkpoint.best_metric=eval/bits_per_byte",
+        )
     assert not other.steps()
 
 

@@ -11,10 +11,10 @@ from tests.processes.conftest import ROOT, environment
 
 
 def test_a_signal_saves_and_the_run_goes_on_from_there(new_run):
-    """Three starts of one run, each ended by another signal."""
+    """Three starts of one run, each ended by another signal; two of them go on."""
     run, undisturbed = new_run(), new_run("undisturbed")
     overrides, stopped = ["--checkpoint.interval=100000", "--train.max_steps=100000"], 0
-    for sig, code in [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]:
+    for sig, code in [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, 75)]:
         process = run.start(*overrides)
         run.wait_for_step(stopped + 20, process)
         process.send_signal(sig)
@@ -23,9 +23,7 @@ def test_a_signal_saves_and_the_run_goes_on_from_there(new_run):
         before, (*_, stopped) = stopped, run.steps()
         assert stopped >= before + 20
         assert f"stopped at step {stopped} of 100000; run the same command to go on" in output
-    short = f"--train.max_steps={stopped + 5}"
-    run.finish(overrides[0], short)
-    undisturbed.finish(overrides[0], short)
+    undisturbed.finish(overrides[0], f"--train.max_steps={stopped}")
     assert run.losses() == undisturbed.losses()
 
 
@@ -80,14 +78,14 @@ def test_giving_up_has_its_own_code_and_keeps_the_last_good_checkpoint(new_run):
     assert max(run.steps()) < gave_up
 
 
-def test_metrics_have_the_names_and_evaluations(new_run, tmp_path):
+def test_metrics_have_the_names_and_evaluations(new_run, tmp_path, capsys):
     import numpy as np
 
     data = tmp_path / "data"
     data.mkdir()
     np.save(data / "a.npy", (np.arange(33 * 50) % 256).astype(np.uint16))
     run = new_run()
-    output = run.finish(
+    run.finish_here(
         f"--data.dataset_path={data}", "--eval.enabled=true", f"--eval.dataset_path={data}",
         "--eval.interval=10", "--train.max_steps=20", "--checkpoint.interval=7",
         "--checkpoint.keep_best_n=1",
@@ -102,7 +100,7 @@ def test_metrics_have_the_names_and_evaluations(new_run, tmp_path):
     evaluations = {x["step"]: x["eval/loss"] for x in run.lines() if "eval/loss" in x}
     assert list(evaluations) == [10, 20]
     assert evaluations[20] < evaluations[10] < 5.6
-    assert "eval_loss=" in output
+    assert "eval_loss=" in "".join(capsys.readouterr())
     assert 10 not in run.steps() or 20 in run.steps()  # a new best is saved, off the interval
     assert 20 in run.steps()
 

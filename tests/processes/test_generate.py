@@ -14,10 +14,10 @@ from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, Run, environment
 
 
-def command(module, *arguments, code=0, devices=1):
+def command(module, *arguments, code=0):
     result = subprocess.run(
         [sys.executable, "-m", f"jaxforge.{module}", *map(str, arguments)],
-        cwd=ROOT, env=environment(devices), text=True, capture_output=True, timeout=PATIENCE,
+        cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=PATIENCE,
     )  # fmt: skip
     assert result.returncode == code, result.stderr
     return result.stdout if code == 0 else result.stderr
@@ -44,18 +44,29 @@ def test_one_prompt_is_continued(run):
     assert text == "the quick brown fox jumps over the lazy\n"
 
 
-def test_several_prompts_of_an_older_checkpoint(run):
-    text = command("generate", run.directory / "checkpoints" / "step_60", "--prompt", "jumps over",
-                   "--prompt", "the", "--max-tokens", 5, "--temperature", 0)  # fmt: skip
+@pytest.fixture
+def here(capsysbinary):
+    """What the command writes if this process, which has eight devices, is the one that runs it."""
+
+    def here(*arguments):
+        assert generate.main([*map(str, arguments)]) == 0
+        return capsysbinary.readouterr().out.decode()
+
+    return here
+
+
+def test_several_prompts_of_an_older_checkpoint(run, here):
+    text = here(run.directory / "checkpoints" / "step_60", "--prompt", "jumps over",
+                "--prompt", "the", "--max-tokens", 5, "--temperature", 0)  # fmt: skip
     first, second = text.split("--- 2\n")
     assert first.startswith("--- 1\njumps over")
     assert second.startswith("the")
 
 
-def test_the_seed_decides(run):
+def test_the_seed_decides(run, here):
     def draw(seed):
-        return command("generate", run.directory, "--prompt", "the ", "--max-tokens", 20,
-                       "--temperature", 3, "--seed", seed)  # fmt: skip
+        return here(run.directory, "--prompt", "the ", "--max-tokens", 20,
+                    "--temperature", 3, "--seed", seed)  # fmt: skip
 
     assert draw(1) == draw(1) != draw(2)
 
@@ -64,13 +75,13 @@ def lines(text):
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_a_file_of_prompts_on_a_mesh(run, tmp_path):
+def test_a_file_of_prompts_on_a_mesh(run, here, tmp_path):
     prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     texts = ["the quick brown fox", "jumps", "", "over the", "lazy dog. the quick brown"]
     prompts.write_text("".join(json.dumps({"prompt": t, "id": i}) + "\n"
                                for i, t in enumerate(texts)))  # fmt: skip
-    command("generate", run.directory, "--prompts", prompts, "--output", output, "--max-tokens", 12,
-            "--temperature", 0, "--batch-size", 2, "--distributed.tp=2", devices=4)  # fmt: skip
+    here(run.directory, "--prompts", prompts, "--output", output, "--max-tokens", 12,
+         "--temperature", 0, "--batch-size", 2, "--distributed.tp=2")  # fmt: skip
     results = lines(output.read_text())
     assert [(r["prompt"], r["id"]) for r in results] == [(t, i) for i, t in enumerate(texts)]
     assert results[0]["completion"] == " jumps over "
@@ -84,14 +95,13 @@ def test_a_file_of_prompts_on_a_mesh(run, tmp_path):
     assert [{**r, "id": i} for i, r in enumerate(lines(alone))] == results
 
 
-def test_a_completion_stops_at_the_end_of_text(run, tmp_path, capsysbinary):
+def test_a_completion_stops_at_the_end_of_text(run, tmp_path, here):
     (tmp_path / "p.txt").write_text("lazy dog. \n" * 3)
-    arguments = [str(run.directory), "--prompts", str(tmp_path / "p.txt"), "--top-k", "5",
+    arguments = [run.directory, "--prompts", tmp_path / "p.txt", "--top-k", "5",
                  "--temperature", "3", "--max-tokens", "25", "--seed", "1"]  # fmt: skip
 
     def results(*more):
-        assert generate.main([*arguments, *more]) == 0
-        return lines(capsysbinary.readouterr().out.decode())
+        return lines(here(*arguments, *more))
 
     ended, endless = results(), results("--ignore-eos")
     reasons = {r["finish_reason"] for r in ended}
@@ -158,9 +168,8 @@ def test_mistakes_are_explained(run, arguments, message, monkeypatch):
 def test_a_bad_line_of_a_file_has_its_place(run, tmp_path):
     path = tmp_path / "p.txt"
     path.write_text(f"good\n{'x' * 60}\n")
-    assert f"{path}:2: a prompt of 60 tokens and --max-tokens 9 exceed" in command(
-        "generate", run.directory, "--prompts", path, "--max-tokens", 9, code=2
-    )
+    with pytest.raises(UserError, match=f"{path}:2: a prompt of 60 tokens and --max-tokens 9"):
+        generate.main([str(run.directory), "--prompts", str(path), "--max-tokens", "9"])
 
 
 def test_a_directory_without_a_checkpoint(tmp_path):

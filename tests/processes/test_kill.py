@@ -9,7 +9,7 @@ import time
 
 from tests.machine import PATIENCE, wait_until
 
-KILLS, STEPS = 4, 150
+KILLS, STEPS = 2, 100
 OVERRIDES = [f"--train.max_steps={STEPS}", "--checkpoint.interval=3", "--data.num_workers=2"]
 
 

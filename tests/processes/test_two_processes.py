@@ -37,35 +37,31 @@ def finish_both(processes, code=0):
     return outputs
 
 
+EXPERTS = ["--model.num_experts=4", "--model.moe_router=sigmoid_topk"]
+
+
 def test_it_does_not_matter_how_many_processes_begin_go_on_and_end(new_run):
-    """Two, one, four, two that are stages, and one: each goes on from the others' checkpoint."""
+    """Two, one, four, two that are stages, and one: each goes on from the others' checkpoint.
+
+    Experts are on both of the first two, and then on devices of one.
+    """
     alone, run = new_run("alone"), new_run("handed_on")
-    alone.finish(*OVERRIDES)
-    mesh = ["--distributed.dp_replicate=2", "--distributed.tp=2", "--train.max_steps=5"]
-    outputs = finish_both(start_both(run, *OVERRIDES, *mesh, devices=4, torchrun=True))
+    settings = [*OVERRIDES, *EXPERTS]
+    alone.finish(*settings)
+    mesh = ["--distributed.ep=2", "--distributed.tp=2", "--train.max_steps=5"]
+    both = start_both(run, *settings, *mesh, devices=2, torchrun=True)
+    outputs = finish_both(both)
+    assert "ep 2 x tp 2" in outputs[0]
     assert "[step 5]" in outputs[0]
     assert "[step 5]" not in outputs[1]
     assert run.steps() == [5]
-    run.finish(*OVERRIDES, "--train.max_steps=8")
+    run.finish_here(*settings, "--distributed.ep=4", "--train.max_steps=8")
     mesh = ["--distributed.dp_replicate=2", "--distributed.dp_shard=2", "--train.max_steps=12"]
-    finish_both(start_both(run, *OVERRIDES, *mesh, count=4))
+    finish_both(start_both(run, *settings, *mesh, count=4))
     stages = ["--distributed.pp=2", "--distributed.tp=2", "--train.grad_accum_steps=4"]
-    outputs = finish_both(start_both(run, *OVERRIDES, *stages, "--train.max_steps=16", devices=2))
+    outputs = finish_both(start_both(run, *settings, *stages, "--train.max_steps=16", devices=2))
     assert "pp 2 x tp 2" in outputs[0]
-    run.finish(*OVERRIDES)
-    losses = [list(one.losses().values()) for one in (run, alone)]
-    np.testing.assert_allclose(*losses, rtol=2e-6)
-
-
-def test_experts_may_be_on_several_processes(new_run):
-    """Spread over two, then over devices of one: each goes on from the other's checkpoint."""
-    experts = [*OVERRIDES, "--model.num_experts=4", "--model.moe_router=sigmoid_topk"]
-    alone, run = new_run("alone"), new_run("spread")
-    alone.finish(*experts)
-    mesh = ["--distributed.ep=2", "--distributed.tp=2", "--train.max_steps=10"]
-    outputs = finish_both(start_both(run, *experts, *mesh, devices=2))
-    assert "ep 2 x tp 2" in outputs[0]
-    run.finish(*experts, "--distributed.ep=4", devices=4)
+    run.finish_here(*settings)
     losses = [list(one.losses().values()) for one in (run, alone)]
     np.testing.assert_allclose(*losses, rtol=2e-6)
 

@@ -88,7 +88,6 @@ def capped_by_ours():
     ("loss", "axes"),
     [
         ("plain", {"dp_shard": 1}),
-        ("plain", {"dp_shard": 2, "tp": 2}),
         ("telling", {"dp_shard": 2, "tp": 2}),
         ("telling", {"pp": 2, "dp_shard": 2, "tp": 2}),
     ],

@@ -114,23 +114,21 @@ def test_biases_are_split_with_their_heads(grad_sync):
 
 
 VARIANTS = {
-    "qk_norm_relu_mqa": {"model": {"qk_norm": True, "activation": "relu", "n_kv_heads": 2}},
-    "tied_with_windows": {
+    "windows_and_all_recomputed": {
         "model": {"n_layers": 3, "sliding_window": 9, "local_rope_theta": 100.0,
-                  "attention_pattern": ("sliding", "full"), "tie_embeddings": True},
-    },
-    "chunks": {"model": {"n_layers": 3, "attention_chunk_size": 9, "sliding_window": 5,
-                         "attention_pattern": ("chunked", "full", "sliding")}},
-    "every_option": {"model": EVERY_OPTION},
-    "learned_positions": {"model": LEARNED},  # and LayerNorm, and no gate
-    "remat_full_chunked": {
+                  "attention_pattern": ("sliding", "full"), "tie_embeddings": True,
+                  "qk_norm": True, "activation": "relu"},
         "train": {"activation_checkpointing": "full", "loss_fn": "chunked_cross_entropy",
                   "ce_chunk_size": 64, "z_loss_weight": 1e-3},
     },
-    "remat_selective_vocab_chunked": {
+    "chunks_and_some_recomputed": {
+        "model": {"n_layers": 3, "attention_chunk_size": 9, "sliding_window": 5,
+                  "attention_pattern": ("chunked", "full", "sliding")},
         "train": {"activation_checkpointing": "selective", "loss_fn": "chunked_cross_entropy",
                   "ce_vocab_chunk": 24, "z_loss_weight": 1e-3},
     },
+    "every_option": {"model": EVERY_OPTION},
+    "learned_positions": {"model": LEARNED},  # and LayerNorm, and no gate
 }  # fmt: skip
 
 

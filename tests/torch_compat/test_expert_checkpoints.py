@@ -34,9 +34,7 @@ PACKED = {"moe_packed_experts": True}
 MODELS = {
     "softmax": MIXTURE,
     "softmax in some layers, packed": {**MIXTURE, **SOME, **PACKED},
-    "sigmoid": SIGMOID,
     "sigmoid in some layers": {**SIGMOID, **SOME},
-    "sigmoid, packed": {**SIGMOID, **PACKED},
     "a bias that only chooses": SIGN,
 }  # fmt: skip
 
@@ -64,9 +62,12 @@ def test_a_run_that_was_away_goes_on_bit_for_bit(tmp_path, name):
         assert main(["verify", str(tmp_path / "run"), str(path)]) == 0
 
 
-@pytest.mark.parametrize("options", [["--layout=flat"], ["--dialect=kempnerforge-packed"]], ids=str)
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_every_layout_comes_back(tmp_path, options, optimizer):
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [("muon", ["--layout=flat"]), ("adamw", ["--dialect=kempnerforge-packed"])],
+    ids=str,
+)
+def test_every_layout_comes_back(tmp_path, optimizer, options):
     config = trained(tmp_path / "run", model={**SIGMOID, **SOME}, optimizer={"name": optimizer})
     dcp = export(tmp_path / "run", tmp_path / "dcp", *options)
     again = bring(dcp, tmp_path / "again", config, "--max-memory=1MB")

@@ -38,8 +38,6 @@ warmup_steps = {WARMUP}
 [data]
 dataset_path = "DATA"
 order = "torch"
-[checkpoint]
-interval = 1000
 [metrics]
 log_interval = 1
 """
@@ -66,14 +64,15 @@ def config_of(model, data, path):
     return path
 
 
-def torch_job(tmp_path, data, ranks, steps, load=None, save=None, flat=False, model=MODEL):
+def torch_job(tmp_path, data, ranks, steps, load=None, saves=(), flat=False, model=MODEL):
     """Losses and gradient norms of each step of a job on so many processes."""
     name = f"torch{ranks}-{steps}-{flat}"
     out = tmp_path / f"{name}.out.json"
     settings = {
         "model": model, "tokens": str(data / "tokens.npy"), "rows": ROWS, "seq_len": SEQ,
         "warmup": WARMUP, "total": TOTAL, "steps": steps, "flat": flat,
-        "load": load and str(load), "save": save and str(save), "out": str(out),
+        "load": load and str(load), "saves": [(str(path), flat) for path, flat in saves],
+        "out": str(out),
     }  # fmt: skip
     path = tmp_path / f"{name}.json"
     path.write_text(json.dumps(settings))
@@ -84,10 +83,11 @@ def torch_job(tmp_path, data, ranks, steps, load=None, save=None, flat=False, mo
     return np.array(json.loads(out.read_text()))
 
 
-def jaxforge(config, run_directory, steps, *, load=None, devices=1):
+def jaxforge(config, run_directory, steps, *, load=None, devices=1, interval=1000):
     """Losses and gradient norms of a run up to so many steps."""
     command = [sys.executable, "-m", "jaxforge.train", "--config", str(config),
                f"--checkpoint.dir={run_directory}", f"--train.max_steps={steps}",
+               f"--checkpoint.interval={interval}",
                f"--scheduler.decay_steps={TOTAL - WARMUP}"]  # fmt: skip
     if load:
         command.append(f"--checkpoint.load_path={load}")
@@ -112,14 +112,16 @@ def run(command, env):
 def jax_run(config, tmp_path_factory):
     """A run of 20 steps, which has a checkpoint of step 10; and its last ten steps."""
     directory = tmp_path_factory.mktemp("jax")
-    jaxforge(config, directory, 10)
-    return directory, jaxforge(config, directory, 20)[10:]
+    return directory, jaxforge(config, directory, 20, interval=10)[10:]
 
 
 @pytest.fixture(scope="module")
 def torch_run(data, tmp_path_factory):
-    """60 steps of a job that changes no hands."""
-    return torch_job(tmp_path_factory.mktemp("torch"), data, 2, 60)
+    """60 steps of a job that changes no hands; what it has saved on its way, nested and flat."""
+    directory = tmp_path_factory.mktemp("torch")
+    nested, flat = directory / "nested", directory / "flat"
+    saves = [(nested / "step_20", False), (flat / "step_10", True)]
+    return torch_job(directory, data, 2, 60, saves=saves), nested, flat
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [(1, "nested"), (4, "flat")])
@@ -136,45 +138,39 @@ def test_fsdp2_goes_on_where_jaxforge_was(jax_run, data, tmp_path, ranks, layout
 
 
 def test_a_run_that_changes_hands_twice_is_the_run_that_did_not(config, data, torch_run, tmp_path):
-    first = torch_job(tmp_path, data, 2, 20, save=tmp_path / "torch" / "step_20")
-    compat("import", tmp_path / "torch", tmp_path / "run", f"--config={config}")
+    expected, nested, _ = torch_run
+    compat("import", nested, tmp_path / "run", f"--config={config}")
     middle = jaxforge(config, tmp_path / "run", 40, devices=4)
     compat("export", tmp_path / "run", tmp_path / "back", "--to=dcp", "--ranks=3")
     last = torch_job(tmp_path, data, 3, 20, load=tmp_path / "back" / "latest")
-    steps = np.concatenate([first, middle, last])
-    np.testing.assert_array_equal(steps[:, 0], torch_run[:, 0])
-    np.testing.assert_allclose(steps[:, 1:], torch_run[:, 1:], rtol=TOLERANCE)
+    steps = np.concatenate([middle, last])
+    np.testing.assert_array_equal(steps[:, 0], expected[20:, 0])
+    np.testing.assert_allclose(steps[:, 1:], expected[20:, 1:], rtol=TOLERANCE)
 
 
-def test_load_path_takes_a_torch_run_over_on_any_mesh(config, data, torch_run, tmp_path):
-    torch_job(tmp_path, data, 2, 10, save=tmp_path / "torch" / "step_10", flat=True)
-    taken = jaxforge(config, tmp_path / "run", 20, load=tmp_path / "torch/step_10", devices=4)
-    np.testing.assert_array_equal(taken[:, 0], torch_run[10:20, 0])
-    np.testing.assert_allclose(taken[:, 1:], torch_run[10:20, 1:], rtol=TOLERANCE)
+def test_load_path_takes_a_torch_run_over_on_any_mesh(config, torch_run, tmp_path):
+    expected, _, flat = torch_run
+    taken = jaxforge(config, tmp_path / "run", 20, load=flat / "step_10", devices=4)
+    np.testing.assert_array_equal(taken[:, 0], expected[10:20, 0])
+    np.testing.assert_allclose(taken[:, 1:], expected[10:20, 1:], rtol=TOLERANCE)
 
 
-MIXTURE = {**MODEL, "num_experts": 4, "moe_top_k": 2, "moe_expert_dim": 32}
-QUIET = {"moe_aux_loss_weight": 0.0, "moe_bias_update_rate": 0.0}  # cross-entropy moves the bias
-MIXTURES = {
-    "softmax": MIXTURE,
-    "sigmoid, packed, in some layers, with a shared one": {
-        **MIXTURE, "moe_router": "sigmoid_topk", "moe_packed_experts": True, "moe_frequency": 2,
-        "moe_shared_experts": 1, "n_layers": 3,
-    },
+# What else experts may be is in tests/torch_compat/test_expert_checkpoints.py.
+MIXTURE = {
+    **MODEL, "num_experts": 4, "moe_top_k": 2, "moe_expert_dim": 32, "moe_router": "sigmoid_topk",
+    "moe_packed_experts": True, "moe_frequency": 2, "moe_shared_experts": 1, "n_layers": 3,
 }  # fmt: skip
+QUIET = {"moe_aux_loss_weight": 0.0, "moe_bias_update_rate": 0.0}  # cross-entropy moves the bias
 
 
-@pytest.mark.parametrize("name", MIXTURES)
-def test_a_mixture_of_experts_changes_hands_too(data, tmp_path, name):
-    model = MIXTURES[name]
-    config = config_of({**model, **QUIET}, data, tmp_path / "run.toml")
-    job = functools.partial(torch_job, tmp_path, data, model=model)
-    undisturbed = job(2, 30)
-    first = job(2, 10, save=tmp_path / "torch" / "step_10")
+def test_a_mixture_of_experts_changes_hands_too(data, tmp_path):
+    config = config_of({**MIXTURE, **QUIET}, data, tmp_path / "run.toml")
+    job = functools.partial(torch_job, tmp_path, data, model=MIXTURE)
+    expected = job(2, 30, saves=[(tmp_path / "torch" / "step_10", False)])
     compat("import", tmp_path / "torch", tmp_path / "run", f"--config={config}")
     middle = jaxforge(config, tmp_path / "run", 20, devices=2)
     compat("export", tmp_path / "run", tmp_path / "back", "--to=dcp", "--ranks=3")
     last = job(3, 10, load=tmp_path / "back" / "latest")
-    steps = np.concatenate([first, middle, last])
-    np.testing.assert_array_equal(steps[:, 0], undisturbed[:, 0])
-    np.testing.assert_allclose(steps[:, 1:], undisturbed[:, 1:], rtol=TOLERANCE)
+    steps = np.concatenate([middle, last])
+    np.testing.assert_array_equal(steps[:, 0], expected[10:, 0])
+    np.testing.assert_allclose(steps[:, 1:], expected[10:, 1:], rtol=TOLERANCE)

@@ -2,8 +2,8 @@
 
     torch_job.py SETTINGS.json
 
-Trains from `load` (a DCP directory) or from scratch for `steps` steps, saves to `save`, and writes
-the losses and gradient norms of its steps to `out`.
+Trains from `load` (a DCP directory, `flat` or not) or from scratch for `steps` steps, and writes
+their losses and gradient norms to `out`. `saves` are directories `step_N`, each flat or not.
 """
 
 import json
@@ -189,6 +189,18 @@ def batches(dataset, per_rank, epoch, skip):
         epoch, skip = epoch + 1, 0
 
 
+def save(where, flat, model, optimizer, place):
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    state = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+    dcp.save(state, checkpoint_id=where)
+    if dist.get_rank() == 0:
+        rng = {"torch_cpu": torch.get_rng_state(), "numpy": np.random.get_state()}
+        torch.save({**place, "rng": rng}, Path(where, "train_state.pt"))
+
+
 def main(settings):
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()
@@ -239,28 +251,19 @@ def main(settings):
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         logged.append([step, mean.item() / ranks, float(norm.full_tensor())])
-    if settings["save"]:
-        state = {
-            "model": get_model_state_dict(model),
-            "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+        place = {
+            "step": step,
+            "tokens_seen": tokens,
+            "scheduler": scheduler.state_dict(),
+            "dataloader": {
+                "epoch": epoch,
+                "batches_yielded": drawn,
+                "sampler": {"epoch": epoch, "seed": 42, "num_replicas": ranks, "rank": 0},
+            },
         }
-        dcp.save(state, checkpoint_id=settings["save"])
-        if dist.get_rank() == 0:
-            place = {
-                "step": step,
-                "tokens_seen": tokens,
-                "rng": {
-                    "torch_cpu": torch.get_rng_state(),
-                    "numpy": np.random.get_state(),
-                },
-                "scheduler": scheduler.state_dict(),
-                "dataloader": {
-                    "epoch": epoch,
-                    "batches_yielded": drawn,
-                    "sampler": {"epoch": epoch, "seed": 42, "num_replicas": ranks, "rank": 0},
-                },
-            }
-            torch.save(place, Path(settings["save"], "train_state.pt"))
+        for where, flat in settings["saves"]:
+            if Path(where).name == f"step_{step}":
+                save(where, flat, model, optimizer, place)
     if dist.get_rank() == 0:
         Path(settings["out"]).write_text(json.dumps(logged))
     dist.barrier()

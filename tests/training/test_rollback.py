@@ -36,7 +36,7 @@ def poisonous():
         yield
 
 
-def config(tmp_path, poisoned, **sections):
+def config(tmp_path, poisoned, interval=10, **sections):
     """A run of 60 steps; the batches `poisoned` hold the poison."""
     data = tmp_path / "data"
     if not data.exists():
@@ -50,7 +50,7 @@ def config(tmp_path, poisoned, **sections):
                "batch_size": 1, **sections.pop("train", {})},
         distributed={"dp_shard": -1},
         data={"dataset_path": str(data), "shuffle": False, "num_workers": 1},
-        checkpoint={"dir": str(tmp_path / "run"), "interval": 5, "keep_last_n": 0},
+        checkpoint={"dir": str(tmp_path / "run"), "interval": interval, "keep_last_n": 0},
         **sections,
     )  # fmt: skip
 
@@ -83,7 +83,7 @@ def whole(tmp_path_factory, poisonous):
 
 
 def test_ten_nans_in_a_row_and_the_run_goes_on_past_them(whole):
-    assert saved(whole) == list(range(0, 61, 5))
+    assert saved(whole) == list(range(0, 61, 10))
     logged = losses(whole)
     assert list(logged) == list(range(1, 61))
     assert all(loss is not None for loss in logged.values())
@@ -107,7 +107,7 @@ def test_a_run_that_stops_after_a_rollback_goes_on_as_if_it_had_not(whole, tmp_p
 
 def test_trouble_that_comes_again_goes_further_back_and_has_an_end(tmp_path, poisonous, capsys):
     limits = {"nan_consecutive_max": 2, "max_rollbacks": 3}
-    assert train.run(config(tmp_path, range(12, 90), train=limits)) is Exit.NON_FINITE
+    assert train.run(config(tmp_path, range(12, 90), 5, train=limits)) is Exit.NON_FINITE
     said = capsys.readouterr().err
     assert "went back from step 14 to step 10" in said
     assert "went back from step 12 to step 5" in said
