@@ -5,7 +5,7 @@
 
 The peer is a plain JAX program of the same model, precision and rematerialisation: a scan over
 stacked layers, weights split over all devices on the embedding dimension, the same attention
-kernel, and everything else left to the partitioner. What the cycles mean, see `tpu_cost.py`.
+kernel, and everything else left to the partitioner. What the cycles mean: `jaxforge/plan/hlo.py`.
 """
 
 import importlib.util
@@ -23,7 +23,6 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
-from tpu_cost import Program
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
@@ -31,6 +30,7 @@ from jaxforge.model.attention_backends import BACKENDS
 from jaxforge.model.remat import block
 from jaxforge.parallel import xla_flags
 from jaxforge.parallel.mesh import make_mesh
+from jaxforge.plan.hlo import Program
 from jaxforge.step.lowering import lower_train_step
 
 LLAMA_2_7B = {"dim": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": 32000,

@@ -4,9 +4,10 @@
     python benchmarks/experts_aot.py [--quick]
 
 One sequence of 4096 tokens per chip, full rematerialisation, gradients reduced per microbatch. What
-the cycles mean, see `tpu_cost.py`; further rounds of rows, which an even load does not need, are
-not among them. Of products with experts it can only be told how many rows their tiles have: those
-that two experts share are multiplied for both. That is computed for a load drawn at random.
+the cycles mean, see `jaxforge/plan/hlo.py`; further rounds of rows, which an even load does not
+need, are not among them. Of products with experts it can only be told how many rows their tiles
+have: those that two experts share are multiplied for both. That is computed for a load drawn at
+random.
 """
 
 import importlib.util
@@ -21,13 +22,13 @@ import numpy as np
 import results
 from jax.experimental import topologies
 from rich.console import Console
-from tpu_cost import Program
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.model.megablox import tile_of_rows
 from jaxforge.parallel import xla_flags
 from jaxforge.parallel.mesh import make_mesh
+from jaxforge.plan.hlo import Program
 from jaxforge.step.lowering import lower_train_step
 
 MIXTRAL_8X7B = {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "vocab_size": 32000,

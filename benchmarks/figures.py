@@ -189,6 +189,13 @@ def drill() -> str:
     return "\n".join([origin(found), "", *notes, "", table(head, rows)])
 
 
+def published() -> str:
+    """Estimated speed beside published."""
+    found = result("plan-none")
+    rows = [[row[key] for key in found["rows"][0]] for row in found["rows"]]
+    return f"{origin(found)}\n\n{table(list(found['rows'][0]), rows)}"
+
+
 def _codes(codes: Mapping[str, int]) -> str:
     if len(codes) == 1:
         return next(iter(codes))
@@ -205,11 +212,12 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "kernels-loss": kernels_loss,
     "gpu-meshes": gpu_meshes,
     "experts-tpu": experts_tpu,
+    "plan": published,
     "drill": drill,
 }
 """What a page may name."""
 SHOWN = {"remat-cpu", "pipeline-cpu", "pipeline-tpu", "kernels-cpu", "faults-cpu", "gpu_aot-h100",
-         "experts_aot-tpu"}  # fmt: skip
+         "experts_aot-tpu", "plan-none"}  # fmt: skip
 """Results with tables of their own."""
 
 

@@ -40,7 +40,7 @@ LAYERS = {
     "run_directory": {"errors", "config", "corpus", "storage", "mirror"},
     "inference": {"errors", "config", "parallel", "model", "checkpoint", "run_directory"},
 }  # fmt: skip
-ENTRY_POINTS = {"train", "build", "prepare", "generate", "report", "evaluate", "supervise"}
+ENTRY_POINTS = {"plan", "train", "build", "prepare", "generate", "report", "evaluate", "supervise"}
 
 
 def imports_of(path):

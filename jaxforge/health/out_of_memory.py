@@ -59,12 +59,12 @@ def explanation(said: str, config: JobConfig, mesh: Mesh) -> str:
         f"state {gigabytes(moments)}: {gigabytes(whole)} of {gigabytes(limit)}; the rest is for "
         f"the activations of {rows:,} sequences of {length:,} tokens"
     )
-    advice = _smaller_state(config, whole, limit) if whole > limit else _smaller_step(config, rows)
+    advice = smaller_state(config, whole, limit) if whole > limit else smaller_step(config, rows)
     listed = "".join(f"\n  - {one}" for one in advice)
     return f"out of memory: {device_memory.gist(said)}\n{needs}. What helps:{listed}"
 
 
-def _smaller_state(config: JobConfig, whole: int, limit: int) -> Iterator[str]:
+def smaller_state(config: JobConfig, whole: int, limit: int) -> Iterator[str]:
     """Where no batch is small enough."""
     times = math.ceil(whole / (0.8 * limit))  # some is left for activations
     yield (
@@ -74,7 +74,8 @@ def _smaller_state(config: JobConfig, whole: int, limit: int) -> Iterator[str]:
     yield from _narrower(config)
 
 
-def _smaller_step(config: JobConfig, rows: int) -> Iterator[str]:
+def smaller_step(config: JobConfig, rows: int) -> Iterator[str]:
+    """What makes the activations of `rows` sequences a device smaller, the cheapest first."""
     train = config.train
     if rows > 1:
         half = rows // 2

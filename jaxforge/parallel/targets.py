@@ -37,7 +37,7 @@ class Gpu(NamedTuple):
 
     @property
     def target_config(self) -> str:
-        """XLA's `GpuTargetConfigProto` as text; what is the same on all of Hopper stands here."""
+        """XLA's `GpuTargetConfigProto` as text; what is the same on all of these stands here."""
         major, minor = self.capability
         return f"""
             platform_name: "CUDA"
@@ -68,6 +68,10 @@ class Gpu(NamedTuple):
 GPUS = {
     "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 84_942_979_072, 3_352_320_000_000,
                 52_428_800, 1.98),
+    "h200": Gpu("NVIDIA H200 141GB HBM3e", (9, 0), 132, 151_397_597_184, 4_800_000_000_000,
+                52_428_800, 1.98),
+    "b200": Gpu("NVIDIA B200", (10, 0), 148, 191_514_411_008, 7_672_320_000_000,
+                132_644_864, 1.965),
 }  # fmt: skip
 """GPUs to compile for, by name."""
 
@@ -75,6 +79,11 @@ GPUS = {
 def gpu_compiler_is_here() -> bool:
     """Whether XLA's compiler for NVIDIA GPUs is installed."""
     return _is_installed("jax_plugins.xla_cuda13")
+
+
+def tpu_compiler_is_here() -> bool:
+    """Whether XLA's compiler for TPUs is installed."""
+    return _is_installed("libtpu")
 
 
 def gpus(kind: str, nodes: int = 1, per_node: int = 8) -> Sequence[jax.Device]:
@@ -89,7 +98,9 @@ def gpus(kind: str, nodes: int = 1, per_node: int = 8) -> Sequence[jax.Device]:
         UserError: the compiler is not installed.
     """
     if not gpu_compiler_is_here():
-        raise UserError("XLA's compiler for GPUs is not installed: pip install '.[cuda]'")
+        raise UserError(
+            "XLA's compiler for GPUs is not installed: pip install 'jaxforge[plan-gpu]'"
+        )
     return topologies.get_topology_desc(
         platform="cuda",
         target_config=GPUS[kind].target_config,

@@ -1,5 +1,7 @@
 """The train step of a config, lowered for a mesh whose devices need not be here."""
 
+from collections.abc import Iterable
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -14,12 +16,15 @@ from jaxforge.state.train_state import abstract_state
 from jaxforge.step.train_step import Controls, make_train_step
 
 
-def lower_train_step(config: JobConfig, mesh: Mesh) -> jax.stages.Lowered:
+def lower_train_step(
+    config: JobConfig, mesh: Mesh, *, collect: Iterable[str] = ()
+) -> jax.stages.Lowered:
     """The whole update as a user's run would compile it; no array is made.
 
     Args:
         config: a config that `rules.check` has passed for the mesh.
         mesh: of devices here or elsewhere (`parallel.targets`).
+        collect: what hooks want besides `metrics.collect`.
 
     Raises:
         UserError: a parameter does not divide, or the attention kernel asked for cannot serve.
@@ -28,7 +33,8 @@ def lower_train_step(config: JobConfig, mesh: Mesh) -> jax.stages.Lowered:
     model = build_model(config, device.platform, gpu_capability(device))
     optimizer = build_optimizer(config, model.axes)
     with jax.set_mesh(mesh), matmul_precision(config):
-        step = make_train_step(model, optimizer, config, mesh)
+        collect = (*config.metrics.collect, *collect)
+        step = make_train_step(model, optimizer, config, mesh, collect=collect)
         state = abstract_state(model, optimizer, mesh)
         return step.lower(state, abstract_batch(config, mesh), Controls())
 

@@ -71,7 +71,7 @@ def causal_flops_per_token(model: ModelConfig, seq_len: int) -> int:
     `utils/flop_utils.py`.
     """
     matrices = _matrices(model, feed_forward=3 if model.is_gated else 2)
-    pairs = sum(_pairs_twice(*of_layer, seq_len) for of_layer in _of_layers(model))
+    pairs = sum(pairs_twice(*of_layer, seq_len) for of_layer in _of_layers(model))
     return 6 * matrices + 6 * model.n_heads * model.head_size * pairs // seq_len
 
 
@@ -80,7 +80,7 @@ def _of_layers(model: ModelConfig) -> Iterator[tuple[int | None, int | None]]:
     return zip(model.windows, model.chunks, strict=True)
 
 
-def _pairs_twice(window: int | None, chunk: int | None, seq_len: int) -> int:
+def pairs_twice(window: int | None, chunk: int | None, seq_len: int) -> int:
     """Twice the pairs of a query and a key that it sees in a sequence, itself counted half."""
     if chunk is not None:
         whole, rest = divmod(seq_len, chunk)

@@ -1,19 +1,22 @@
-"""What the compiler for TPU writes into a program: its estimate of the cycles of each operation.
+"""An optimized program, read from its text: which operations run how often, and what they cost.
 
-The estimates are for ranking programs, not times: matrix products are close to what the hardware
-does, memory-bound operations are charged too much, and collectives and Pallas kernels have no
-estimate at all. Collectives are counted instead, with the bytes that a ring sends.
+XLA's compiler for TPU writes an estimate of its cycles to most operations. They are for ranking
+programs, not times: matrix products are close to what the hardware does, memory-bound operations
+are charged too much, and collectives and Pallas kernels have no estimate at all. Collectives are
+counted instead, with the bytes that a ring sends.
 """
 
+import functools
 import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)")
 _COLLECTIVE = re.compile(r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)")
+_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 _MOST_TRIPS = 1_000_000
 _RULES: dict[str, Callable[..., int]] = {
     "add": operator.add,
@@ -36,13 +39,35 @@ _RULES: dict[str, Callable[..., int]] = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class Operation:
-    """One instruction: its kind, the text of its result's shape, and the whole line."""
+    """One instruction: its name, its kind, the text of its result's shape, and the whole line."""
 
+    name: str
     kind: str
     shape: str
     line: str
+
+    @property
+    def bytes(self) -> int:
+        """Of its result."""
+        return bytes_of(self.shape)
+
+    @property
+    def elements(self) -> int:
+        """Of its result, over all arrays."""
+        return sum(math.prod(dims) for dims, _ in arrays(self.shape))
+
+    def text(self, name: str) -> str:
+        """Value of `name="..."`; empty where there is none."""
+        found = re.search(rf'\b{name}="([^"]*)"', self.line)
+        return found[1] if found else ""
+
+    @property
+    def collective(self) -> str | None:
+        """Its kind without `-start`, if it is a collective or the first half of one."""
+        kind = self.kind.removesuffix("-start")
+        return kind if _COLLECTIVE.fullmatch(kind) else None
 
     @property
     def cycles(self) -> int:
@@ -71,10 +96,14 @@ class Operation:
                 return self.line[start:end]
         raise ValueError(f"open parenthesis: {self.line[:80]}")
 
-    @property
+    @functools.cached_property
     def operands(self) -> list[str]:
         """Names of the operations whose results it takes."""
         return re.findall(r"%([\w.\-]+)", self.arguments)
+
+
+Computation = dict[str, Operation]
+"""Operations by name, in the order in which they run."""
 
 
 @dataclass
@@ -92,7 +121,7 @@ class Cost:
     sent: Counter[str] = field(default_factory=Counter)
 
     @property
-    def synchronous_bytes(self) -> float:
+    def synchronousbytes_of(self) -> float:
         """What one device sends in synchronous collectives."""
         return sum(self.sent.values())
 
@@ -117,31 +146,32 @@ class Program:
 
     def __init__(self, text: str, devices: int) -> None:
         self._devices = devices
-        self._computations, self._entry = _parse(text)
+        self.computations, self.entry = _parse(text)
         self._matmuls: dict[str, bool] = {}
 
     def cost(self) -> Cost:
         """Of one execution."""
-        return self._cost(self._entry)
+        return self._cost(self.entry)
 
     def gathered(self) -> list[tuple[int, ...]]:
         """Dimensions of what each all-gather makes, however it runs, in all computations."""
-        every = (op for ops in self._computations.values() for op in ops.values())
+        every = (op for ops in self.computations.values() for op in ops.values())
         return [_largest(op.shape) for op in every if op.kind.startswith("all-gather")]
 
     def _cost(self, name: str) -> Cost:
         cost = Cost()
-        for operation in self._computations[name].values():
+        for operation in self.computations[name].values():
             if operation.kind == "while":
-                cost.add(self._cost(operation.called("body")), self._trips(operation, name))
+                cost.add(self._cost(operation.called("body")), self.trips(operation, name))
             elif operation.kind == "call" and not operation.cycles:
                 cost.add(self._cost(operation.called("to_apply")))
             else:
-                cost.cycles[self._category(operation)] += operation.cycles
+                cost.cycles[self.category(operation)] += operation.cycles
                 self._count_collectives(operation, name, cost)
         return cost
 
-    def _category(self, operation: Operation) -> str:
+    def category(self, operation: Operation) -> str:
+        """`matmul`, `fusion` without one, `copy` or `other`."""
         if operation.kind in ("dot", "convolution"):
             return "matmul"
         if operation.kind == "fusion":
@@ -150,8 +180,8 @@ class Program:
 
     def _has_matmul(self, name: str) -> bool:
         if name not in self._matmuls:
-            inner = self._computations[name].values()
-            self._matmuls[name] = any(self._category(op) == "matmul" for op in inner)
+            inner = self.computations[name].values()
+            self._matmuls[name] = any(self.category(op) == "matmul" for op in inner)
         return self._matmuls[name]
 
     def _count_collectives(self, operation: Operation, name: str, cost: Cost) -> None:
@@ -159,17 +189,20 @@ class Program:
         if not _COLLECTIVE.fullmatch(operation.kind):
             return
         cost.synchronous[operation.kind] += 1
-        size = sum(_bytes(self._computations[name][other].shape) for other in operation.operands)
-        group = _group_size(operation.line, self._devices)
-        share = {"all-gather": group - 1, "all-reduce": 2 * (group - 1) / group}
-        sent = size * share.get(operation.kind, (group - 1) / group)
-        cost.sent[operation.kind] += round(sent)
+        size = sum(bytes_of(self.computations[name][other].shape) for other in operation.operands)
+        group = len(first_group(operation.line, self._devices))
+        cost.sent[operation.kind] += round(sent_by_ring(operation.kind, size, group))
 
-    def _trips(self, loop: Operation, name: str) -> int:
-        """Iterations of a loop, found by running the integers that it carries."""
-        body, condition = (self._computations[loop.called(r)] for r in ("body", "condition"))
-        start = self._computations[name][loop.operands[0]]
-        state = self._integers(self._computations[name], start.operands, {})
+    def trips(self, loop: Operation, name: str) -> int:
+        """Iterations of a loop of computation `name`.
+
+        What the compiler says of it, else found by running the integers that it carries.
+        """
+        if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line):
+            return int(known[1])
+        body, condition = (self.computations[loop.called(r)] for r in ("body", "condition"))
+        start = self.computations[name][loop.operands[0]]
+        state = self._integers(self.computations[name], start.operands, {})
         for trips in range(_MOST_TRIPS):
             if not self._integer(condition, _root(condition), state):
                 return trips
@@ -177,7 +210,7 @@ class Program:
         raise ValueError(f"no end of the loop {loop.line[:80]}")
 
     def _integers(
-        self, operations: dict[str, Operation], names: list[str], state: dict[int, int]
+        self, operations: Computation, names: list[str], state: dict[int, int]
     ) -> dict[int, int]:
         """The integer scalars among the elements of a tuple, by index."""
         found = {
@@ -188,7 +221,7 @@ class Program:
         return {index: value for index, value in found.items() if value is not None}
 
     def _integer(
-        self, operations: dict[str, Operation], operation: Operation, state: dict[int, int]
+        self, operations: Computation, operation: Operation, state: dict[int, int]
     ) -> int | None:
         """Value of an integer scalar where the loop state is `state`; None if it hangs on data."""
         if operation.kind == "constant":
@@ -208,7 +241,7 @@ class Program:
             return None
         values = [self._integer(operations, operand, state) for operand in operands]
         if operation.kind == "fusion":
-            inner = self._computations[operation.called("calls")]
+            inner = self.computations[operation.called("calls")]
             known = {i: value for i, value in enumerate(values) if value is not None}
             return self._integer(inner, _root(inner), known)
         kind = operation.kind
@@ -216,13 +249,13 @@ class Program:
         return None if rule is None or None in values else int(rule(*values))
 
 
-def _root(operations: dict[str, Operation]) -> Operation:
+def _root(operations: Computation) -> Operation:
     return next(op for op in operations.values() if op.line.lstrip().startswith("ROOT "))
 
 
-def _parse(text: str) -> tuple[dict[str, dict[str, Operation]], str]:
-    computations: dict[str, dict[str, Operation]] = {}
-    current: dict[str, Operation] = {}
+def _parse(text: str) -> tuple[dict[str, Computation], str]:
+    computations: dict[str, Computation] = {}
+    current: Computation = {}
     entry = ""
     for line in text.splitlines():
         if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
@@ -230,7 +263,7 @@ def _parse(text: str) -> tuple[dict[str, dict[str, Operation]], str]:
             entry = head[2] if head[1] else entry
         elif instruction := _INSTRUCTION.match(line):
             shape, kind = _split(instruction[2])
-            current[instruction[1]] = Operation(kind, shape, line)
+            current[instruction[1]] = Operation(instruction[1], kind, shape, line)
     return computations, entry
 
 
@@ -244,25 +277,75 @@ def _split(text: str) -> tuple[str, str]:
     raise ValueError(f"no instruction: {text[:80]}")
 
 
-def _bytes(shape: str) -> int:
-    return sum(
-        (1 if name == "pred" else int(bits) // 8) * math.prod(int(d) for d in dims.split(",") if d)
-        for name, bits, dims in re.findall(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]", shape)
-    )
+def arrays(shape: str) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Dimensions and bytes an element of each array in the text of a shape."""
+    for name, bits, dims in _ARRAY.findall(shape):
+        yield tuple(map(int, filter(None, dims.split(",")))), 1 if name == "pred" else int(bits) / 8
+
+
+def bytes_of(shape: str) -> int:
+    """Of all arrays in the text of a shape."""
+    return int(sum(math.prod(dims) * size for dims, size in arrays(shape)))
 
 
 def _largest(shape: str) -> tuple[int, ...]:
     """Dimensions of the largest array of a shape."""
-    arrays = re.findall(r"\b[a-z]+\d*\w*\[([\d,]*)\]", shape)
-    return max((tuple(int(d) for d in dims.split(",") if d) for dims in arrays), key=math.prod)
+    return max((dims for dims, _ in arrays(shape)), key=math.prod)
 
 
-def _group_size(line: str, devices: int) -> int:
+def sent_by_ring(kind: str, size: float, group: int) -> float:
+    """Bytes that a device sends in a collective whose operands have `size` bytes on each."""
+    share = {"all-gather": group - 1, "all-reduce": 2 * (group - 1) / group,
+             "collective-permute": 1}  # fmt: skip
+    return size * share.get(kind, (group - 1) / group)
+
+
+def first_group(line: str, devices: int) -> list[int]:
+    """Positions in the mesh of the devices that exchange something, those of one group."""
+    if pairs := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", line):
+        return [int(pairs[1]), int(pairs[2])]
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
-        return len(listed[1].split(","))
-    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
-        return int(iota[1])
-    if mesh := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
-        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", mesh[2]))
-    return devices
+        return [int(n) for n in listed[1].split(",")]
+    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+        return _of_iota(int(iota[2]), _numbers(iota[3]), _numbers(iota[4] or ""))
+    if mesh := re.search(r"replica_groups=mesh\[(.*?)\](, device_ids=.*?)? \{(.*?)\}", line):
+        sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
+        members = _of_mesh(sizes, set(re.findall(r"'(\w+)'", mesh[3])))
+        return _named(members, mesh[2] or "")
+    return list(range(devices))
+
+
+def _named(places: list[int], names: str) -> list[int]:
+    """The devices at some places of a mesh; `names` orders them, if they are not in their own."""
+    if iota := re.search(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", names):
+        dims = _numbers(iota[1])
+        devices = _of_iota(math.prod(dims), dims, _numbers(iota[2] or ""))
+    else:
+        devices = _numbers(names.partition("(")[2].rstrip(")"))
+    return [devices[place] for place in places] if devices else places
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n]
+
+
+def _of_iota(size: int, dims: list[int], order: list[int]) -> list[int]:
+    """The first `size` numbers of an iota of shape `dims` that is transposed to `order`."""
+    order = order or list(range(len(dims)))
+    strides = [math.prod(dims[axis + 1 :]) for axis in order]
+    return _counted([dims[axis] for axis in order], strides)[:size]
+
+
+def _of_mesh(sizes: dict[str, int], over: set[str]) -> list[int]:
+    names = list(sizes)
+    strides = {name: math.prod(sizes[n] for n in names[i + 1 :]) for i, name in enumerate(names)}
+    axes = [name for name in names if name in over]
+    return _counted([sizes[name] for name in axes], [strides[name] for name in axes])
+
+
+def _counted(dims: list[int], strides: list[int]) -> list[int]:
+    """Positions of all indices below `dims`, the last running fastest."""
+    positions = [0]
+    for size, stride in zip(dims, strides, strict=True):
+        positions = [at + i * stride for at in positions for i in range(size)]
+    return positions

@@ -1,0 +1,111 @@
+"""Estimated speed beside published speed, for the same model, chips and batch; nothing is run.
+
+    pip install ".[plan-tpu,plan-gpu]"
+    python benchmarks/plan.py [--quick]
+
+Published runs are those of other frameworks: their kernels, schedules and rematerialisation are
+not ours. What the ratio shows is how far the estimate is from what such chips have been seen to do.
+"""
+
+import os
+from typing import NamedTuple
+
+os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1",
+               "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}  # fmt: skip
+
+import jax
+import results
+from aot import LLAMA_2_7B, LLAMA_3_8B
+from experts_aot import MIXTRAL_8X7B
+from rich.console import Console
+
+from jaxforge.config.job import JobConfig
+from jaxforge.plan.plan import plan
+from jaxforge.plan.topology import Topology
+
+LLAMA_2_70B = {"dim": 8192, "n_layers": 80, "n_heads": 64, "n_kv_heads": 8, "vocab_size": 32000,
+               "ffn_hidden_dim": 28672}  # fmt: skip
+LLAMA_3_70B = {**LLAMA_2_70B, "vocab_size": 128256, "rope_theta": 500000.0}
+
+
+class Published(NamedTuple):
+    """A run that somebody has published.
+
+    Attributes:
+        name: model and batch.
+        source: where it is published.
+        topology: on what.
+        model: `[model]`.
+        rows: sequences a device.
+        seq_len: tokens of each.
+        save: rematerialisation of ours that comes near theirs.
+        tokens: per second and device.
+        ep: devices that experts are spread over.
+    """
+
+    name: str
+    source: str
+    topology: str
+    model: dict
+    rows: int
+    seq_len: int
+    save: str
+    tokens: float
+    ep: int = 1
+
+
+RUNS = (
+    Published("Llama 3.1 8B, 3 x 8192", "MaxText recipe, v6e-8", "v6e:2x4", LLAMA_3_8B, 3, 8192,
+              "full", 7138.9),
+    Published("Llama 3.1 8B, 2 x 8192", "torchtitan docs/performance.md, torch.compile",
+              "h100:1x8", LLAMA_3_8B, 2, 8192, "selective", 6667),
+    Published("Llama 2 7B, 4 x 4096", "MaxText on GPU", "h100:1x8", LLAMA_2_7B, 4, 4096,
+              "full", 11361),
+    Published("Llama 2 70B, 4 x 4096", "MaxText tiering page", "v6e:16x16", LLAMA_2_70B, 4, 4096,
+              "full", 900),
+    Published("Llama 3.1 70B, 2 x 8192", "MaxText tiering page", "v6e:16x16", LLAMA_3_70B, 2, 8192,
+              "full", 960),
+    Published("Mixtral 8x7B, 4 x 4096", "MaxText tiering page", "v6e:16x16", MIXTRAL_8X7B, 4, 4096,
+              "full", 3899, ep=8),
+)  # fmt: skip
+
+
+def config_of(run: Published) -> JobConfig:
+    """As a user would write it."""
+    train = {"batch_size": run.rows, "seq_len": run.seq_len, "grad_sync": "microbatch",
+             "activation_checkpointing": run.save,
+             "loss_fn": "chunked_cross_entropy"}  # fmt: skip
+    model = {**run.model, "max_seq_len": run.seq_len}
+    return JobConfig.model_validate({"model": model, "train": train, "distributed": {"ep": run.ep}})
+
+
+def main() -> None:
+    """Prints the table and writes the results."""
+    quick = results.arguments(__doc__).parse_args().quick
+    jax.config.update("jax_enable_compilation_cache", False)
+    rows = []
+    for run in RUNS[: 1 if quick else None]:
+        made = plan(config_of(run), Topology.parse(run.topology))
+        found = made.estimate
+        memory = made.step.memory if made.step else None
+        rows.append(
+            {
+                "case": f"{run.name}, {run.topology}",
+                "published": run.source,
+                "tokens/s a device, published": run.tokens,
+                "tokens/s a device, estimated": round(found.tokens_per_second) if found else "-",
+                "estimated / published": round(found.tokens_per_second / run.tokens, 2)
+                if found
+                else "-",
+                "memory, GB": round(memory.peak / 1e9, 1) if memory else "-",
+                "compiled in, s": round(made.step.seconds) if made.step else "-",
+            }
+        )
+        Console().print(rows[-1], *made.errors, highlight=False)
+        if not quick:
+            results.write_json("plan", rows, ("jax", "jaxlib", "libtpu"), device="none",
+                               notes=["estimates; nothing was run"])  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

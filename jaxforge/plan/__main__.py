@@ -1,0 +1,52 @@
+"""`python -m jaxforge.plan`: the command line. JAX is imported when the environment is ready."""
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Sequence
+
+from jaxforge.cli import run_main
+from jaxforge.errors import UserError
+from jaxforge.plan.topology import FORMS, Topology
+
+DESCRIPTION = """Compiles the real step of a configuration for a machine that is not here, and says
+whether it is valid, whether it fits, what travels, and how fast it will be (an estimate).
+Settings such as --train.batch_size=2 may follow, as with jaxforge.train."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Plans and prints; exit code 2 where the run would be refused or would not fit."""
+    args, overrides = _parser().parse_known_args(sys.argv[1:] if argv is None else argv)
+    topology = topology_of(args.topology)
+    topology.prepare(os.environ)
+    from jaxforge.plan import command
+
+    return command.run(args, topology, overrides)
+
+
+def topology_of(text: str) -> Topology:
+    """Reads --topology.
+
+    Raises:
+        UserError: it is none.
+    """
+    try:
+        return Topology.parse(text)
+    except ValueError as error:
+        raise UserError(f"--topology: {error}") from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m jaxforge.plan", description=DESCRIPTION)
+    parser.add_argument("--config", required=True, metavar="FILE", help="TOML, as of a run")
+    parser.add_argument("--topology", required=True, help=FORMS)
+    parser.add_argument("--json", action="store_true", help="for machines, on standard output")
+    parser.add_argument(
+        "--price", type=float, metavar="N", help="of a device and hour, in any currency"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_main(functools.partial(main, None)))

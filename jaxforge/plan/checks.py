@@ -1,0 +1,130 @@
+"""What is allowed and still not meant: data that are not there, disks too small, idle schedules."""
+
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from jaxforge import storage
+from jaxforge.config.job import JobConfig
+from jaxforge.config.rules import data_parallel, mesh_shape
+from jaxforge.data.epoch import sequences_per_epoch
+from jaxforge.data.sources import open_training_data
+from jaxforge.model.transformer import build_model
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.parallel.device_memory import gigabytes
+
+
+def warnings(config: JobConfig, n_devices: int) -> Iterator[str]:
+    """One sentence each, with the keys to look at.
+
+    Args:
+        config: that `rules.check` has passed.
+        n_devices: of the whole job.
+
+    Raises:
+        UserError: the training data are here, and damaged or of another vocabulary.
+    """
+    yield from schedule(config)
+    yield from data(config, n_devices)
+    yield from disk(config)
+
+
+def schedule(config: JobConfig) -> Iterator[str]:
+    """What the run ends too early for."""
+    last, scheduler = config.train.max_steps, config.scheduler
+    warmup, decay, _ = scheduler.boundaries(last)
+    if scheduler.name != "none" and warmup >= last:
+        yield (
+            f"scheduler.warmup_steps = {warmup:,} is not over at train.max_steps = {last:,}: the "
+            f"learning rate never reaches optimizer.lr; try {max(1, last // 50):,}"
+        )
+    elif scheduler.name not in ("none", "constant") and decay >= last:
+        yield (
+            f"scheduler.stable_steps ends at update {decay:,}, and train.max_steps = {last:,}: "
+            "the learning rate never decays"
+        )
+    for phase in config.data.all_phases:
+        if phase.start_step >= last:
+            yield (
+                f"a phase of data.phases begins at update {phase.start_step:,}, after "
+                f"train.max_steps = {last:,}: it never does"
+            )
+    if config.eval.enabled and config.eval.interval > last:
+        yield (
+            f"eval.interval = {config.eval.interval:,} exceeds train.max_steps = {last:,}: "
+            "there is no evaluation but at the end"
+        )
+    if config.checkpoint.interval > last:
+        yield (
+            f"checkpoint.interval = {config.checkpoint.interval:,} exceeds train.max_steps = "
+            f"{last:,}: a run that is killed begins again"
+        )
+
+
+def data(config: JobConfig, n_devices: int) -> Iterator[str]:
+    """Where the tokens come from, and how often each is read."""
+    section = config.data
+    paths = {"data.dataset_path": section.dataset_path} | {
+        f"data.datasets[{i}].path": source.path for i, source in enumerate(section.datasets)
+    }
+    given = {key: path for key, path in paths.items() if path}
+    absent = {k: p for k, p in given.items() if storage.in_bucket(p) or not Path(p).exists()}
+    for key, path in absent.items():
+        yield f"{key} = {path!r} is not on this machine: not looked at"
+    if not given and not section.hf_dataset_name and section.dataset_type == "auto":
+        yield "no data: tokens are random; set data.dataset_path"
+    if absent or not given:
+        return
+    dataset = open_training_data(config)
+    dp = data_parallel(mesh_shape(config, n_devices))
+    rows = config.train.microbatch_size(dp)
+    length = sequences_per_epoch(config, rows, dataset)
+    if length == 0:
+        yield f"the training data have fewer sequences than a microbatch of {rows:,}"
+    elif length and (epochs := _sequences(config, dp) / length) > 1:
+        yield (
+            f"train.max_steps = {config.train.max_steps:,} is {epochs:.3g} epochs of "
+            f"{length:,} sequences"
+        )
+
+
+def _sequences(config: JobConfig, dp: int) -> int:
+    """Of the whole run, as if batches were never smaller."""
+    train = config.train
+    return train.max_steps * train.microbatch_size(dp) * train.grad_accum_steps
+
+
+def disk(config: JobConfig) -> Iterator[str]:
+    """Whether the checkpoints that are kept have room where they go."""
+    place = config.checkpoint.dir
+    if storage.in_bucket(place):
+        return
+    size, kept = checkpoint_bytes(config), kept_checkpoints(config)
+    here = next(p for p in (Path(place).absolute(), *Path(place).absolute().parents) if p.exists())
+    free = shutil.disk_usage(here).free
+    if size * (kept + 1) > free:
+        yield (
+            f"{kept:,} checkpoints of {gigabytes(size)} and one being written need "
+            f"{gigabytes(size * (kept + 1))}, and {here} has {gigabytes(free)}: lower "
+            "checkpoint.keep_last_n, raise checkpoint.interval or set checkpoint.dir"
+        )
+
+
+def checkpoint_bytes(config: JobConfig) -> int:
+    """Of parameters and optimizer state, whole."""
+    model = build_model(config, "cpu")
+    state = jax.eval_shape(build_optimizer(config, model.axes).init, model.abstract)
+    return sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves((model.abstract, state))
+    )
+
+
+def kept_checkpoints(config: JobConfig) -> int:
+    """Those that are on the disk when the run has ended."""
+    made = max(1, math.ceil(config.train.max_steps / config.checkpoint.interval))
+    last = config.checkpoint.keep_last_n
+    return min(made, last + config.checkpoint.keep_best_n) if last > 0 else made

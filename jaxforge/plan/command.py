@@ -1,0 +1,128 @@
+"""What `python -m jaxforge.plan` does and prints."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from jaxforge.config.reading import load
+from jaxforge.exit_codes import Exit
+from jaxforge.plan.chips import CHIPS
+from jaxforge.plan.plan import Plan, as_json, by_time, plan
+from jaxforge.plan.topology import Topology
+from jaxforge.telemetry.console import human
+
+_COLLECTIVES_SHOWN = 8
+
+
+def run(args: argparse.Namespace, topology: Topology, overrides: Sequence[str]) -> int:
+    """Plans one configuration and prints what is found; the exit code.
+
+    Args:
+        args: of the command line.
+        topology: the machine; `Topology.prepare` has made the environment ready.
+        overrides: settings.
+
+    Raises:
+        UserError: the configuration cannot be read, or the compiler is not installed.
+    """
+    made = plan(load.load_unresolved(args.config, list(overrides)), topology)
+    if args.json:
+        json.dump(as_json(made, args.price), sys.stdout, indent=2)
+        print()
+    else:
+        show(Console(width=None if sys.stdout.isatty() else 120), made, args.price)
+    return Exit.COMPLETED.code if made.fits else Exit.USER_ERROR.code
+
+
+def show(console: Console, made: Plan, price: float | None) -> None:
+    """Prints a plan for a reader."""
+    for error in made.errors:
+        console.print(f"[red]error[/]: {escape(error)}", highlight=False, soft_wrap=True)
+    for warning in made.warnings:
+        console.print(f"[yellow]warning[/]: {escape(warning)}", highlight=False, soft_wrap=True)
+    for title, rows in _parts(made, price):
+        table = Table(title=title, title_justify="left", show_header=False, box=None)
+        table.add_column(style="dim")
+        table.add_column(justify="right")
+        table.add_column()
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    console.print(verdict(made), highlight=False, soft_wrap=True)
+    for one in made.advice:
+        console.print(f"  - {escape(one)}", highlight=False, soft_wrap=True)
+
+
+def verdict(made: Plan) -> str:
+    """One sentence."""
+    if made.step is None:
+        return f"{made.topology}: a run would be refused"
+    memory = made.step.memory
+    share = f"{gb(memory.peak)} of {gb(memory.capacity)} a device"
+    if made.fits:
+        return f"{made.topology}: it fits, {share} ({memory.peak / memory.capacity:.0%})"
+    return f"{made.topology}: it does not fit, {share}. What helps:"
+
+
+def gb(n: float) -> str:
+    """Bytes, in units of 10^9."""
+    return f"{n / 1e9:,.1f} GB"
+
+
+Rows = list[tuple[str, str, str]]
+
+
+def _parts(made: Plan, price: float | None) -> Iterator[tuple[str, Rows]]:
+    if made.step is not None:
+        axes = [f"{axis} {size}" for axis, size in made.step.mesh.shape.items() if size > 1]
+        mesh = " x ".join(axes) or "one device"
+        yield f"Memory of a device ({made.topology}, {mesh})", list(_memory(made))
+    if made.timeline is not None and made.timeline.traffic:
+        yield "Collectives of a step, on a device", list(_collectives(made))
+    if made.estimate is not None:
+        yield "A step (an estimate)", list(_step(made, price))
+
+
+def _memory(made: Plan) -> Iterator[tuple[str, str, str]]:
+    assert made.step is not None
+    memory = made.step.memory
+    for name in ("parameters", "optimizer", "gradients", "activations", "other"):
+        yield name, gb(getattr(memory, name)), ""
+    yield "at the peak", gb(memory.peak), f"of {gb(memory.capacity)}"
+    yield "compiled in", f"{made.step.seconds:.1f} s", ""
+
+
+def _collectives(made: Plan) -> Iterator[tuple[str, str, str]]:
+    assert made.timeline is not None
+    every = by_time(made.timeline)
+    for key, one in every[:_COLLECTIVES_SHOWN]:
+        where = "in a loop" if key.in_loop else "once"
+        how = "beside work" if key.overlapped else "waited for"
+        times = f"{one.count:,.0f} x {key.kind} over {' x '.join(key.axes) or 'nothing'}"
+        waits = f", {1e3 * one.waited:.1f} ms of waiting" if one.waited else ""
+        yield times, gb(one.bytes), f"{where}, {how}{waits}"
+    if len(every) > _COLLECTIVES_SHOWN:
+        yield f"and {len(every) - _COLLECTIVES_SHOWN} kinds more", "", ""
+
+
+def _step(made: Plan, price: float | None) -> Iterator[tuple[str, str, str]]:
+    found = made.estimate
+    assert found is not None
+    yield "seconds", f"{found.seconds:.3f}", found.made_from
+    busy = found.timeline.busy
+    for kind, seconds in sorted(busy.items(), key=lambda item: -item[1]):
+        yield f"  {kind}", f"{seconds:.3f}", f"{seconds / found.seconds:.0%}"
+    waited = found.timeline.waited
+    yield "  waiting for collectives", f"{waited:.3f}", f"{waited / found.seconds:.0%}"
+    yield "tokens/s a device", f"{found.tokens_per_second:,.0f}", ""
+    yield "tokens/s", human(found.tokens_per_second * found.devices), ""
+    peak = CHIPS[made.topology.chip].peak_flops / 1e12
+    yield "MFU", f"{found.mfu:.1%}", f"of {peak:,.0f} TFLOP/s; {found.causal_mfu:.1%} causal"
+    yield "hours to max_steps", f"{found.hours:,.1f}", f"{found.device_hours:,.0f} device hours"
+    if price is not None:
+        yield "cost", f"{found.device_hours * price:,.0f}", f"at {price:g} a device and hour"

@@ -1,0 +1,80 @@
+"""`v5e:16x16`, `v5p:4x4x8*2`, `h100:8x8`, `cpu:8`: machines, as they are said on a command line."""
+
+import math
+import re
+from collections.abc import MutableMapping
+from typing import NamedTuple
+
+CPU = "cpu"
+TPUS = {"v5e": 2, "v5p": 3, "v6e": 2}
+"""Kinds of TPU and how many sides their slices have."""
+GPUS = ("h100", "h200", "b200")
+"""Kinds of GPU."""
+
+FORMS = "v5e:16x16, v6e:4x8, v5p:4x4x8, v5p:4x4x8*2 (slices), h100:8x8 (nodes x GPUs), cpu:8"
+
+
+class Topology(NamedTuple):
+    """A machine that need not be here.
+
+    Attributes:
+        chip: kind of its devices: a key of `TPUS`, one of `GPUS`, or `cpu`.
+        sides: of a slice, chips; nodes and GPUs of each; devices.
+        slices: of TPUs; nodes of GPUs.
+    """
+
+    chip: str
+    sides: tuple[int, ...]
+    slices: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> "Topology":
+        """Reads what a user wrote.
+
+        Raises:
+            ValueError: it is none; the message has the forms that there are.
+        """
+        form = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)(?:\*(\d+))?", text.strip().lower())
+        if form is None:
+            raise ValueError(f"topology {text!r}: expected one of the forms {FORMS}")
+        chip, slices = form[1], int(form[3] or 1)
+        sides = tuple(int(side) for side in form[2].split("x"))
+        known = {**TPUS, **dict.fromkeys(GPUS, 2), CPU: 1}
+        if chip not in known:
+            raise ValueError(f"topology {text!r}: expected one of {', '.join(known)} before the :")
+        if len(sides) != known[chip]:
+            what = "sides" if chip in TPUS else "nodes x GPUs" if chip in GPUS else "number"
+            raise ValueError(f"topology {text!r}: {chip} has {known[chip]} {what}, as in {FORMS}")
+        if not all(sides) or not slices:
+            raise ValueError(f"topology {text!r}: nothing may be 0")
+        if slices > 1 and chip not in TPUS:
+            raise ValueError(f"topology {text!r}: only TPUs have slices, as in v5p:4x4x8*2")
+        return cls(chip, sides, slices)
+
+    def __str__(self) -> str:
+        """As it is written."""
+        text = f"{self.chip}:{'x'.join(map(str, self.sides))}"
+        return f"{text}*{self.slices}" if self.slices > 1 else text
+
+    @property
+    def n_devices(self) -> int:
+        """Devices of all hosts."""
+        return math.prod(self.sides) * self.slices
+
+    def prepare(self, env: MutableMapping[str, str]) -> None:
+        """Sets what a compiler for this machine wants to find in the environment.
+
+        To be called before JAX is imported: the machine at hand is its CPU, whatever it has; the
+        compiler for TPUs asks no network where it is, and several of them may run at a time.
+        """
+        env["JAX_PLATFORMS"] = "cpu"
+        if self.chip == CPU:
+            flag = f"--xla_force_host_platform_device_count={self.n_devices}"
+            env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {flag}".strip()
+        elif self.chip in TPUS:
+            env.update(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="true")
+            env.setdefault("TPU_WORKER_HOSTNAMES", "localhost")  # or libtpu asks, and complains
+            env.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+            env.setdefault("TPU_STDERR_LOG_LEVEL", "3")
+            env.setdefault("TPU_MIN_LOG_LEVEL", "3")
+        env.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

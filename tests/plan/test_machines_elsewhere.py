@@ -1,0 +1,93 @@
+"""Plans for machines that are not here; `make test-gpu-compiler` brings the compiler for GPUs."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from jaxforge.parallel import targets
+from tests.machine import PATIENCE
+from tests.processes.conftest import ROOT, environment
+
+MODEL = """
+[model]
+dim = 512
+n_layers = 4
+n_heads = 4
+vocab_size = 4096
+max_seq_len = 512
+[train]
+batch_size = 1
+seq_len = 512
+max_steps = 1000
+[scheduler]
+warmup_steps = 10
+"""
+needs_gpu = pytest.mark.skipif(
+    not targets.gpu_compiler_is_here(), reason="needs XLA's compiler for GPUs: pip install .[cuda]"
+)
+needs_tpu = pytest.mark.skipif(
+    not targets.tpu_compiler_is_here(), reason="needs XLA's compiler for TPUs: pip install .[tpu]"
+)
+
+
+def planned(tmp_path, topology, *overrides, code=0):
+    path = tmp_path / "run.toml"
+    path.write_text(MODEL)
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxforge.plan", f"--config={path}", f"--topology={topology}",
+         f"--checkpoint.dir={tmp_path}", "--json", *overrides],
+        cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    return json.loads(done.stdout)
+
+
+def check(report, devices):
+    step, memory = report["step"], report["memory_per_device"]
+    assert report["fits"]
+    assert 0 < step["mfu"] < 1
+    assert step["tokens"] == devices * 512
+    assert step["seconds"] == pytest.approx(
+        sum(step["seconds_by_kind"].values()) + step["waited_seconds"]
+    )
+    assert step["seconds_by_kind"]["products"] > 0
+    assert step["seconds_by_kind"]["attention"] > 0
+    parts = sum(v for k, v in memory.items() if k not in ("peak_bytes", "capacity_bytes"))
+    assert memory["peak_bytes"] <= parts * 1.01
+    assert any(one["axes"] == ["dp_shard"] for one in report["collectives"])
+
+
+@needs_gpu
+@pytest.mark.parametrize("topology", ["h100:1x8", "h200:2x4", "b200:1x8"])
+def test_gpus(tmp_path, topology):
+    check(planned(tmp_path, topology), 8)
+
+
+@needs_tpu
+@pytest.mark.parametrize("topology", ["v5e:2x4", "v6e:2x4", "v5p:2x2x2"])
+def test_tpus(tmp_path, topology):
+    check(planned(tmp_path, topology, "--model.n_heads=4"), 8)
+
+
+@needs_tpu
+def test_a_model_that_is_too_large_for_a_tpu_says_by_how_much(tmp_path):
+    large = ["--model.dim=8192", "--model.n_layers=16", "--model.n_heads=64"]
+    report = planned(tmp_path, "v5e:2x2", *large, code=2)
+    memory = report["memory_per_device"]
+    assert not report["fits"]
+    assert memory["peak_bytes"] > memory["capacity_bytes"]
+    assert report["advice"]
+
+
+@pytest.mark.skipif(targets.gpu_compiler_is_here(), reason="the compiler is here")
+def test_a_missing_compiler_is_named(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(MODEL)
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxforge.plan", f"--config={path}", "--topology=h100:1x8"],
+        cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "plan-gpu" in done.stderr

@@ -1,0 +1,151 @@
+import json
+import math
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from jaxforge import build, train
+from jaxforge.parallel import compilation
+from jaxforge.plan import command
+from jaxforge.plan.checks import checkpoint_bytes, kept_checkpoints, schedule
+from jaxforge.plan.plan import as_json, plan
+from jaxforge.plan.topology import Topology
+from jaxforge.step.lowering import lower_train_step
+from tests.conftest import tiny_config
+from tests.machine import PATIENCE
+from tests.processes.conftest import ROOT, environment
+
+CPUS = Topology.parse("cpu:8")
+MESH = {"dp_shard": 4, "tp": 2}
+
+
+@pytest.fixture(scope="module")
+def made():
+    return plan(tiny_config(distributed=MESH), CPUS)
+
+
+def test_a_step_is_compiled_and_told_of(made):
+    report = as_json(made)
+    assert report["fits"] is True
+    assert report["errors"] == []
+    assert report["mesh"] == MESH
+    assert "step" not in report  # of a CPU too little is known
+    assert {one["kind"] for one in report["collectives"]} >= {"all-gather", "all-reduce"}
+    assert {axis for one in report["collectives"] for axis in one["axes"]} == set(MESH)
+    assert all(one["count"] > 0 and one["bytes"] > 0 for one in report["collectives"])
+    json.dumps(report)
+
+
+def test_the_parts_of_the_memory_are_those_of_the_state(made):
+    memory = made.step.memory
+    config = made.config
+    state = checkpoint_bytes(config)
+    assert memory.parameters == pytest.approx(state / 3 / 8, rel=0.05)  # AdamW: two moments
+    assert memory.optimizer == pytest.approx(2 * memory.parameters, rel=0.01)
+    assert memory.gradients >= memory.parameters  # whole over the data axes
+    assert memory.peak >= memory.parameters + memory.optimizer
+    assert memory.capacity > memory.peak
+
+
+def test_the_live_step_is_the_planned_one(tmp_path, monkeypatch):
+    live = []
+
+    def compile_step(lowered, flags):
+        live.append(lowered.as_text())
+        return real(lowered, flags)
+
+    real = compilation.compile_step
+    monkeypatch.setattr(build.compilation, "compile_step", compile_step)
+    config = tiny_config(
+        distributed=MESH,
+        train={"max_steps": 1},
+        metrics={"collect": ["params_norm"]},
+        checkpoint={"dir": str(tmp_path / "run")},
+    )
+    train.run(config)
+    mesh = plan(config, CPUS).step.mesh
+    assert live == [lower_train_step(config, mesh).as_text()]
+
+
+def test_what_a_run_would_refuse_is_not_compiled():
+    refused = plan(tiny_config(distributed={"dp_shard": 3}), CPUS)
+    assert refused.step is None
+    assert not refused.fits
+    assert any("distributed.dp_shard = 3" in error for error in refused.errors)
+
+
+def test_what_does_not_fit_is_advised(made, monkeypatch, capsys):
+    memory = made.step.memory
+    small = memory._replace(capacity=memory.peak - 1)
+    monkeypatch.setattr(
+        "jaxforge.plan.plan.compile_step", lambda *_: made.step._replace(memory=small)
+    )
+    config = tiny_config(distributed=MESH, train={"batch_size": 4})
+    monkeypatch.setattr(command.load, "load_unresolved", lambda *_: config)
+
+    class Arguments:
+        config, json, price = "x.toml", False, None
+
+    assert command.run(Arguments, CPUS, []) == 2
+    said = capsys.readouterr().out
+    assert "it does not fit" in said
+    assert "train.batch_size = 2" in said
+    assert 'train.grad_sync = "microbatch"' in said
+
+
+def command_line(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "jaxforge.plan", *arguments],
+        cwd=ROOT, env={**environment(), "JAX_PLATFORMS": "none"}, text=True, capture_output=True,
+        timeout=PATIENCE,
+    )  # fmt: skip
+
+
+def test_the_command_makes_its_own_environment():
+    done = command_line("--config=configs/debug.toml", "--topology=cpu:4", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["devices"] == math.prod(report["mesh"].values()) == 4
+    assert report["memory_per_device"]["peak_bytes"] > 0
+
+
+def test_a_mistake_is_one_message():
+    done = command_line("--config=configs/debug.toml", "--topology=v7:2x2")
+    assert done.returncode == 2
+    assert "--topology: topology 'v7:2x2': expected one of v5e" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"scheduler": {"warmup_steps": 50}}, "scheduler.warmup_steps = 50 is not over"),
+        ({"scheduler": {"name": "wsd", "warmup_steps": 5, "stable_steps": 45}}, "never decays"),
+        ({"data": {"phases": [{"start_step": 60, "lr_scale": 0.5}]}}, "begins at update 60"),
+        ({"checkpoint": {"interval": 1000}}, "checkpoint.interval = 1,000 exceeds"),
+    ],
+)
+def test_idle_schedules_are_warned_of(sections, said):
+    usual = {"train": {"max_steps": 50}, "scheduler": {"warmup_steps": 5},
+             "checkpoint": {"interval": 10}}  # fmt: skip
+    assert not list(schedule(tiny_config(**usual)))
+    (warning,) = schedule(tiny_config(**{**usual, **sections}))
+    assert said in warning
+
+
+def test_the_checkpoints_that_are_kept_are_counted():
+    config = tiny_config(train={"max_steps": 100}, checkpoint={"interval": 10, "keep_last_n": 3})
+    assert kept_checkpoints(config) == 3
+    every = tiny_config(train={"max_steps": 95}, checkpoint={"interval": 10, "keep_last_n": 0})
+    assert kept_checkpoints(every) == 10
+    assert (
+        checkpoint_bytes(config)
+        == 3
+        * sum(
+            4 * math.prod(leaf.shape)
+            for leaf in jax.tree.leaves(build.build_model(config).abstract)
+        )
+        + 4
+    )  # and the count of updates

@@ -1,0 +1,157 @@
+"""Programs of a few lines, whose times are known."""
+
+import numpy as np
+import pytest
+
+from jaxforge.plan.hlo import Program, first_group
+from jaxforge.plan.network import Collective
+from jaxforge.plan.timeline import Key, Simulation
+
+PRODUCT = "multiply(%a, %a)"
+
+
+class Seconds:
+    """A second for each product."""
+
+    def seconds(self, operation, within):
+        return ("products", 1.0) if operation.kind == "multiply" else ("nothing", 0.0)
+
+
+class Wires:
+    """Collectives take as long as the first dimension of what they exchange."""
+
+    def collective(self, operation, within):
+        rows = within[operation.operands[0]].elements
+        return Collective(operation.collective, ("dp_shard",), 10 * rows, rows)
+
+
+def program(*lines, more=""):
+    body = "\n".join(f"  {line}" for line in lines)
+    return (
+        f"{more}ENTRY %main (a: f32[3]) -> f32[3] {{\n  %a = f32[3]{{0}} parameter(0)\n{body}\n}}\n"
+    )
+
+
+def run(text, **options):
+    return Simulation(Program(text, 8), Seconds(), Wires(), **options).run()
+
+
+GATHER = "%g = (f32[3]{0}, f32[24]{0}) all-gather-start(%a), channel_id=1"
+DONE = "%d = f32[24]{0} all-gather-done(%g)"
+
+
+def product(name):
+    return f"%{name} = f32[3]{{0}} {PRODUCT}"
+
+
+@pytest.mark.parametrize(("beside", "waited"), [(0, 3), (1, 2), (2, 1), (3, 0), (4, 0)])
+def test_what_runs_between_the_halves_hides_a_collective(beside, waited):
+    line = run(program(GATHER, *(product(f"p{i}") for i in range(beside)), DONE))
+    assert line.seconds == max(3, beside)
+    assert line.waited == waited
+    assert line.busy["products"] == beside
+    (traffic,) = line.traffic.values()
+    assert (traffic.count, traffic.bytes, traffic.seconds) == (1, 30, 3)
+
+
+def test_a_collective_in_one_piece_is_waited_for():
+    line = run(program(product("p"), "%r = f32[3]{0} all-reduce(%a), channel_id=1", product("q")))
+    assert line.seconds == 5
+    assert line.traffic[Key("all-reduce", ("dp_shard",), False, False)].waited == 3
+
+
+def test_collectives_over_the_same_axes_follow_each_other():
+    second = GATHER.replace("%g", "%h").replace("channel_id=1", "channel_id=2")
+    line = run(
+        program(GATHER, second, product("p"), DONE, DONE.replace("%g", "%h").replace("%d", "%e"))
+    )
+    assert line.seconds == 6
+    assert line.waited == 5
+
+
+BODY = """%body (s: (s32[], f32[3])) -> (s32[], f32[3]) {
+  %s = (s32[], f32[3]{0}) parameter(0)
+  %a = f32[3]{0} get-tuple-element(%s), index=1
+  %p = f32[3]{0} multiply(%a, %a)
+  %r = f32[3]{0} all-reduce(%p), channel_id=3
+}
+%condition (s: (s32[], f32[3])) -> pred[] {
+  %s = (s32[], f32[3]{0}) parameter(0)
+}
+"""
+LOOP = (
+    "%w = (s32[], f32[3]{0}) while(%a), condition=%condition, body=%body, "
+    'backend_config={"known_trip_count":{"n":"7"}}'
+)
+
+
+def test_a_loop_takes_as_long_as_its_iterations():
+    line = run(program(LOOP, more=BODY))
+    assert line.seconds == 7 * 4
+    assert line.busy["products"] == 7
+    traffic = line.traffic[Key("all-reduce", ("dp_shard",), True, False)]
+    assert (traffic.count, traffic.waited) == (7, 21)
+    (loop,) = line.spans
+    assert loop.times == 7
+    assert [span.name for span in loop.inside] == ["p", "r"]
+
+
+BRANCHES = """%short (x: f32[3]) -> f32[3] {
+  %x = f32[3]{0} parameter(0)
+  %p = f32[3]{0} multiply(%x, %x)
+}
+%long (x: f32[3]) -> f32[3] {
+  %x = f32[3]{0} parameter(0)
+  %p = f32[3]{0} multiply(%x, %x)
+  %q = f32[3]{0} multiply(%p, %p)
+}
+"""
+
+
+@pytest.mark.parametrize(("longest", "seconds"), [(False, 1), (True, 2)])
+def test_of_branches_one_is_taken(longest, seconds):
+    choice = "%c = f32[3]{0} conditional(%a, %a, %a), branch_computations={%short, %long}"
+    assert run(program(choice, more=BRANCHES), longest=longest).seconds == seconds
+
+
+FUSED = """%begin (x: f32[3]) -> f32[3] {
+  %x = f32[3]{0} parameter(0)
+  %g = f32[24]{0} all-gather(%x), channel_id=5
+  ROOT %s = f32[3]{0} custom-call(%g), custom_call_target="AsyncCollectiveStart"
+}
+%end (x: f32[3]) -> f32[3] {
+  %x = f32[3]{0} parameter(0)
+  %g = f32[24]{0} all-gather(%x), channel_id=5
+  ROOT %s = f32[24]{0} custom-call(%g), custom_call_target="AsyncCollectiveDone"
+}
+"""
+
+
+def test_halves_in_fusions_belong_together_by_their_channel():
+    start = "%f = f32[3]{0} fusion(%a), kind=kCustom, calls=%begin"
+    done = "%e = f32[24]{0} fusion(%f), kind=kCustom, calls=%end"
+    line = run(program(start, product("p"), done, more=FUSED))
+    assert (line.seconds, line.waited) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "group"),
+    [
+        ("replica_groups={{0,2},{1,3}}", [0, 2]),
+        ("replica_groups=[2,4]<=[8]", [0, 1, 2, 3]),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", [0, 4]),
+        ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'a','c'}", [0, 1, 4, 5]),
+        ("replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}", [0, 2, 4, 6]),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=(3,2,1,0) {'b'}", [3, 2]),
+        ("source_target_pairs={{0,1},{1,2}}", [0, 1]),
+        ("replica_groups={}", list(range(8))),
+    ],
+)
+def test_the_group_of_a_collective(text, group):
+    assert first_group(text, 8) == group
+
+
+def test_a_transposed_iota_is_that_of_numpy():
+    text = "replica_groups=[6,4]<=[2,3,4]T(2,0,1)"
+    expected = np.arange(24).reshape(2, 3, 4).transpose(2, 0, 1).reshape(6, 4)[0]
+    assert first_group(text, 24) == expected.tolist()

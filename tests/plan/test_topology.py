@@ -1,0 +1,50 @@
+import pytest
+
+from jaxforge.plan.topology import Topology
+
+
+@pytest.mark.parametrize(
+    ("text", "chip", "sides", "slices", "devices"),
+    [
+        ("v5e:16x16", "v5e", (16, 16), 1, 256),
+        ("v5p:4x4x8*2", "v5p", (4, 4, 8), 2, 256),
+        ("H100:8x8", "h100", (8, 8), 1, 64),
+        ("cpu:8", "cpu", (8,), 1, 8),
+    ],
+)
+def test_a_topology_is_read_and_written(text, chip, sides, slices, devices):
+    topology = Topology.parse(text)
+    assert topology == (chip, sides, slices)
+    assert topology.n_devices == devices
+    assert str(topology) == text.lower()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("v5e", "expected one of the forms"),
+        ("v5e:", "expected one of the forms"),
+        ("v9:2x2", "expected one of v5e, v5p"),
+        ("v5e:2x2x2", "v5e has 2 sides"),
+        ("v5p:2x2", "v5p has 3 sides"),
+        ("h100:8", "h100 has 2 nodes x GPUs"),
+        ("cpu:2x2", "cpu has 1 number"),
+        ("h100:2x8*2", "only TPUs have slices"),
+        ("v5e:0x4", "nothing may be 0"),
+        ("v5e:4x4*0", "nothing may be 0"),
+    ],
+)
+def test_what_is_none_is_explained(text, message):
+    with pytest.raises(ValueError, match=message):
+        Topology.parse(text)
+
+
+def test_the_environment_is_that_of_the_compiler():
+    env = {"JAX_PLATFORMS": "tpu", "XLA_FLAGS": "--one"}
+    Topology.parse("cpu:4").prepare(env)
+    assert env["JAX_PLATFORMS"] == "cpu"
+    assert env["XLA_FLAGS"] == "--one --xla_force_host_platform_device_count=4"
+    env = {}
+    Topology.parse("v5e:2x2").prepare(env)
+    assert env["TPU_SKIP_MDS_QUERY"] == "1"
+    assert "XLA_FLAGS" not in env

@@ -1,0 +1,190 @@
+import numpy as np
+import pytest
+
+from jaxforge.plan.chips import CHIPS
+from jaxforge.plan.hlo import Program
+from jaxforge.plan.network import EFFICIENCY, LATENCY, Network
+from jaxforge.plan.rates import REACHED, Roofline
+from jaxforge.plan.work import Workload
+
+PARAMETERS = """  %x = bf16[64,256]{1,0} parameter(0)
+  %w = bf16[512,256]{1,0} parameter(1)
+  %stack = f32[32,16,256]{2,1,0} parameter(2)
+  %i = s32[] parameter(3)
+  %q = bf16[2,8,128,64]{3,2,1,0} parameter(4)
+  %experts = bf16[4,256,128]{2,1,0} parameter(5)
+"""
+INNER = """%product (p0: bf16[64,256], p1: bf16[512,256]) -> bf16[64,512] {
+  %p0 = bf16[64,256]{1,0} parameter(0)
+  %p1 = bf16[512,256]{1,0} parameter(1)
+  ROOT %dot = bf16[64,512]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+}
+%cut (p0: f32[32,16,256], p1: s32[]) -> bf16[16,256] {
+  %p0 = f32[32,16,256]{2,1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %b = f32[32,16,256]{2,1,0} bitcast(%p0)
+  %one = f32[1,16,256]{2,1,0} dynamic-slice(%b, %p1, %p1, %p1), dynamic_slice_sizes={1,16,256}
+  ROOT %out = bf16[16,256]{1,0} convert(%one)
+}
+%put (p0: f32[32,16,256], p1: f32[1,16,256], p2: s32[]) -> f32[32,16,256] {
+  %p0 = f32[32,16,256]{2,1,0} parameter(0)
+  %p1 = f32[1,16,256]{2,1,0} parameter(1)
+  %p2 = s32[] parameter(2)
+  ROOT %out = f32[32,16,256]{2,1,0} dynamic-update-slice(%p0, %p1, %p2, %p2, %p2)
+}
+"""
+LINES = {
+    "product": "%r = bf16[64,512]{1,0} fusion(%x, %w), kind=kCustom, calls=%product",
+    "cut": "%r = bf16[16,256]{1,0} fusion(%stack, %i), kind=kLoop, calls=%cut",
+    "put": "%r = f32[32,16,256]{2,1,0} fusion(%stack, %one, %i), kind=kLoop, calls=%put",
+    "add": "%r = bf16[64,256]{1,0} add(%x, %x)",
+    "cudnn": '%r = bf16[2,8,128,64]{3,2,1,0} custom-call(%q, %q, %q), custom_call_target='
+             '"__cudnn$fmhaSoftmax", backend_config={"intermediate_tensor_shape": '
+             '{"dimensions": ["2", "8", "128", "128"]}}',
+    "splash": '%splash_mha_dkv = (f32[8,128]{1,0}, bf16[8,128,64]{2,1,0}) custom-call(%k, %k, %k), '
+              'custom_call_target="tpu_custom_call"',
+    "gmm": '%gmm = bf16[64,128]{1,0} custom-call(%x, %experts), '
+           'custom_call_target="tpu_custom_call"',
+    "cublas": '%r = bf16[64,512]{1,0} custom-call(%x, %w), custom_call_target="__cublas$gemm", '
+              'backend_config={"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}',
+    "mark": '%r = bf16[64,256]{1,0} custom-call(%x), custom_call_target="AllocateBuffer"',
+}  # fmt: skip
+MORE = """  %one = f32[1,16,256]{2,1,0} parameter(6)
+  %k = bf16[8,128,64]{2,1,0} parameter(7)
+"""
+
+
+def work_of(name, visible=0.5):
+    text = f"{INNER}ENTRY %main (x: f32[]) -> f32[] {{\n{PARAMETERS}{MORE}  {LINES[name]}\n}}\n"
+    program = Program(text, 1)
+    within = program.computations[program.entry]
+    return Workload(program, visible).of(list(within.values())[-1], within)
+
+
+PRODUCT = 2 * 64 * 512 * 256
+PAIRS = 2 * 8 * 128 * 128
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "flops"),
+    [
+        ("product", "products", PRODUCT),
+        ("cublas", "products", PRODUCT),
+        ("add", "memory", 0),
+        ("cudnn", "attention", 2 * 2 * PAIRS * 64 / 2),
+        ("splash", "attention", 4 * 2 * 8 * 128 * 128 * 64 / 2),
+        ("gmm", "experts", 2 * 64 * 256 * 128),
+        ("mark", "nothing", 0),
+    ],
+)
+def test_floating_point_operations(name, kind, flops):
+    work = work_of(name)
+    assert (work.kind, work.flops) == (kind, flops)
+
+
+def test_attention_that_sees_all_costs_twice_as_much():
+    assert work_of("cudnn", visible=1.0).flops == 2 * work_of("cudnn").flops
+
+
+@pytest.mark.parametrize(
+    ("name", "moved"),
+    [
+        ("product", 2 * (64 * 256 + 512 * 256 + 64 * 512)),
+        ("cut", 4 * 16 * 256 + 4 + 2 * 16 * 256),  # a layer of the stack, its number, the result
+        ("put", 4 * 16 * 256 + 4 + 4 * 16 * 256),  # nothing of the stack is read
+        ("add", 3 * 2 * 64 * 256),
+    ],
+)
+def test_bytes(name, moved):
+    assert work_of(name).bytes == moved
+
+
+def test_the_roofline_is_the_longer_of_both():
+    chip, reached = CHIPS["h100"], REACHED["gpu"]
+
+    def seconds(name):
+        text = f"{INNER}ENTRY %main (x: f32[]) -> f32[] {{\n{PARAMETERS}{MORE}  {LINES[name]}\n}}\n"
+        program = Program(text, 1)
+        within = program.computations[program.entry]
+        operation = list(within.values())[-1]
+        return Roofline(Workload(program, 0.5), chip).seconds(operation, within)[1]
+
+    moved = work_of("add").bytes / (chip.bandwidth * reached.memory)
+    assert seconds("add") == pytest.approx(moved + reached.launch)
+    computed = work_of("cudnn").flops / (chip.peak_flops * reached.by_kind["attention"])
+    moved = work_of("cudnn").bytes / (chip.bandwidth * reached.memory)
+    assert seconds("cudnn") == pytest.approx(max(computed, moved) + reached.launch)
+
+
+class Device:
+    def __init__(self, coords, slice_index=0):
+        self.coords, self.slice_index = coords, slice_index
+
+
+class Mesh:
+    axis_names = ("dp_replicate", "dp_shard", "tp")
+
+    def __init__(self, devices, shape):
+        self.devices = np.empty(len(devices), object)
+        self.devices[:] = devices
+        self.devices = self.devices.reshape(shape)
+
+
+def gather(mesh, chip, group, rows=1000):
+    members = ",".join(map(str, group))
+    text = f"""ENTRY %main (x: f32[]) -> f32[] {{
+  %x = f32[{rows}]{{0}} parameter(0)
+  %g = f32[{rows * len(group)}]{{0}} all-gather(%x), replica_groups={{{{{members}}}}}
+}}
+"""
+    program = Program(text, 8)
+    within = program.computations[program.entry]
+    return Network(mesh, CHIPS[chip]).collective(within["g"], within)
+
+
+NODES = Mesh([Device([0, node, i]) for node in range(2) for i in range(8)], (2, 4, 2))
+
+
+@pytest.mark.parametrize(
+    ("group", "axes", "rate"),
+    [
+        ([0, 2, 4, 6], ("dp_shard",), 450e9),  # within a node: NVLink
+        (list(range(16)), ("dp_replicate", "dp_shard", "tp"), 400e9),  # eight adapters of a node
+        ([0, 8], ("dp_replicate",), 50e9),  # one adapter
+    ],
+)
+def test_gpus_talk_over_nvlink_or_their_adapters(group, axes, rate):
+    found = gather(NODES, "h100", group)
+    assert found.axes == axes
+    assert found.sent == 4000 * (len(group) - 1)
+    assert found.seconds == pytest.approx(LATENCY["gpu"] + found.sent / (EFFICIENCY * rate))
+
+
+def torus(*sides, slices=1):
+    x, y, z = (*sides, 1)[:3]
+    coords = [(i, j, k) for k in range(z) for j in range(y) for i in range(x)]
+    devices = [Device(at, s) for s in range(slices) for at in coords]
+    return Mesh(devices, (slices, len(coords), 1))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "chip", "group", "links"),
+    [
+        (torus(4, 4), "v5e", list(range(4)), 1),  # a line of four is not closed
+        (torus(4, 4), "v5e", list(range(16)), 2),  # in both directions of the plane
+        (torus(16, 1), "v5e", list(range(16)), 2),  # a ring
+        (torus(2, 1), "v5e", [0, 1], 1),  # one neighbour
+        (torus(4, 4, 4), "v5p", list(range(64)), 6),  # closed in all three
+    ],
+)
+def test_tpus_talk_over_the_links_of_their_torus(mesh, chip, group, links):
+    found = gather(mesh, chip, group)
+    rate = links * CHIPS[chip].link
+    assert found.seconds == pytest.approx(LATENCY["tpu"] + found.sent / (EFFICIENCY * rate))
+
+
+def test_slices_talk_over_the_network():
+    found = gather(torus(2, 2, slices=2), "v5e", [0, 4])
+    rate = CHIPS["v5e"].network
+    assert found.axes == ("dp_replicate",)
+    assert found.seconds == pytest.approx(LATENCY["tpu"] + found.sent / (EFFICIENCY * rate))
