@@ -60,8 +60,17 @@ def explanation(said: str, config: JobConfig, mesh: Mesh) -> str:
         f"the activations of {rows:,} sequences of {length:,} tokens"
     )
     advice = _smaller_state(config, whole, limit) if whole > limit else _smaller_step(config, rows)
-    listed = "".join(f"\n  - {one}" for one in advice)
+    listed = "".join(f"\n  - {one}" for one in (*_fewer_copies(config, mesh), *advice))
     return f"out of memory: {device_memory.gist(said)}\n{needs}. What helps:{listed}"
+
+
+def _fewer_copies(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    copies = mesh.shape["dp_replicate"] // config.distributed.dp_replicate
+    if copies > 1:  # config.rules.with_copies
+        yield (
+            f"a distributed.dp_shard that divides model.dim = {config.model.dim}: this one does "
+            f"not, and each device holds {copies} times as much of the state"
+        )
 
 
 def _smaller_state(config: JobConfig, whole: int, limit: int) -> Iterator[str]:
