@@ -101,8 +101,7 @@ def measure(case: Case) -> dict[str, float | str]:
     devices = list(targets.gpus("h100", case.nodes, PER_NODE))
     lowered = lower_train_step(case.config, make_mesh(case.config, devices))
     start = time.perf_counter()
-    spreads = case.config.distributed.ep > 1
-    options = xla_flags.compiler_options(devices[0], {}, spreads_experts=spreads)
+    options = xla_flags.compiler_options(devices[0], {}, spreads_experts=case.config.model.is_moe)
     compiled = lowered.compile(options)
     seconds = time.perf_counter() - start
     peak = compiled.memory_analysis().peak_memory_in_bytes

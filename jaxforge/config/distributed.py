@@ -12,7 +12,9 @@ class DistributedConfig(Section):
     """Sizes of the mesh axes; their product is the number of devices."""
 
     dp_shard: Annotated[int, Field(ge=-1)] = -1
-    """Data parallel with sharded parameters (FSDP); -1 takes the devices that are left."""
+    """Data parallel with sharded parameters (FSDP); -1 takes the devices that are left.
+
+    They are split over its largest factor that divides model.dim, and copied over the rest."""
     dp_replicate: PositiveInt = 1
     """Data parallel with replicated parameters."""
     tp: PositiveInt = 1

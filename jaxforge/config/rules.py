@@ -1,13 +1,16 @@
 """Rules between sections and the device mesh, one small function each.
 
 A rule takes the configuration and the size of each mesh axis, and yields one sentence, naming the
-keys to change, per way in which it is broken. `RULES` lists them all; `check` runs them.
+keys to change, per way in which it is broken: or a `Problem`, whose changes `check` tries before it
+proposes them. `RULES` lists them all; `check` runs them.
 """
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from difflib import get_close_matches
 
+from jaxforge.config.fixes import Problem, divisors, multiples, nearest, smaller_axis
 from jaxforge.config.job import JobConfig
 from jaxforge.config.locations import misplaced
 from jaxforge.config.not_built import not_built_yet
@@ -23,7 +26,7 @@ DATA_AXES = ("dp_replicate", "dp_shard", "ep")
 Mesh = Mapping[str, int]
 """Size of each axis."""
 
-Rule = Callable[[JobConfig, Mesh], Iterator[str]]
+Rule = Callable[[JobConfig, Mesh], Iterator[str | Problem]]
 
 
 def check(config: JobConfig, n_devices: int) -> None:
@@ -38,11 +41,33 @@ def check(config: JobConfig, n_devices: int) -> None:
     """
     problems = list(_mesh_problems(config, n_devices))
     mesh = _declared(config) if problems else mesh_shape(config, n_devices)
-    problems += [problem for rule in RULES for problem in rule(config, mesh)]
+    problems += list(_broken_rules(config, mesh, n_devices))
     problems += misplaced(config)
     problems += not_built_yet(config)
     if problems:
         raise UserError("\n".join(problems))
+
+
+def _broken_rules(config: JobConfig, mesh: Mesh, n_devices: int) -> Iterator[str]:
+    """A sentence for each, with changes after which it is not broken, nor another one."""
+    broken = _found(config, mesh)
+    for what, problem in broken.items():
+        others = broken.keys() - {what}
+        yield problem.told(config, functools.partial(_has_only, others, n_devices))
+
+
+def _has_only(known: Set[str], n_devices: int, config: JobConfig) -> bool:
+    """Whether a configuration runs on so many devices but for these problems."""
+    if any(_mesh_problems(config, n_devices)):
+        return False
+    return _found(config, mesh_shape(config, n_devices)).keys() <= known
+
+
+def _found(config: JobConfig, mesh: Mesh) -> dict[str, Problem]:
+    """What is broken, by what is wrong."""
+    found = (problem for rule in RULES for problem in rule(config, mesh))
+    problems = (one if isinstance(one, Problem) else Problem(one) for one in found)
+    return {problem.what: problem for problem in problems}
 
 
 def data_parallel(mesh: Mesh) -> int:
@@ -66,6 +91,22 @@ def mesh_shape(config: JobConfig, n_devices: int) -> dict[str, int]:
     if config.distributed.dp_shard == -1:
         mesh["dp_shard"] = n_devices // math.prod(mesh.values())
     return mesh
+
+
+def with_copies(config: JobConfig, mesh: Mesh) -> dict[str, int]:
+    """The axes that devices are laid out in, where every device has as much of each parameter.
+
+    Parameters are cut along `model.dim`. Of a dp_shard that does not divide it, the largest factor
+    that does stays dp_shard, and the rest joins dp_replicate: parameters are split over the one and
+    copied over the other, and the batch is split as before.
+
+    Args:
+        config: A config that `check` has passed.
+        mesh: Its axes, as of `mesh_shape`.
+    """
+    shards = math.gcd(mesh["dp_shard"], config.model.dim // mesh["ep"])
+    copies = mesh["dp_shard"] // shards
+    return {**mesh, "dp_replicate": mesh["dp_replicate"] * copies, "dp_shard": shards}
 
 
 def seq_len_fits_model(config: JobConfig, mesh: Mesh) -> Iterator[str]:
@@ -185,53 +226,60 @@ def torch_ranks_share_a_microbatch(config: JobConfig, mesh: Mesh) -> Iterator[st
         )
 
 
-def heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+def heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """Each tensor-parallel rank has whole query heads."""
-    yield from _divides("model.n_heads", config.model.n_heads, mesh, "tp")
+    yield from _divides(config, "model.n_heads", config.model.n_heads, mesh, "tp")
 
 
-def kv_heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+def kv_heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """Each tensor-parallel rank has whole key/value heads."""
     if config.model.n_kv_heads:  # else they are as many as the query heads
-        yield from _divides("model.n_kv_heads", config.model.n_kv_heads, mesh, "tp")
+        yield from _divides(config, "model.n_kv_heads", config.model.n_kv_heads, mesh, "tp")
 
 
-def seq_len_divides_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+def seq_len_divides_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """Between blocks, tensor-parallel ranks share the sequence."""
-    yield from _divides("train.seq_len", config.train.seq_len, mesh, "tp")
+    yield from _divides(config, "train.seq_len", config.train.seq_len, mesh, "tp")
 
 
-def ffn_dim_divides_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+def ffn_dim_divides_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """Each tensor-parallel rank has as many feed-forward columns."""
-    yield from _divides("model.ffn_hidden_dim", config.model.ffn_dim, mesh, "tp")
+    yield from _divides(config, "model.ffn_hidden_dim", config.model.ffn_dim, mesh, "tp")
 
 
-def vocab_divides_by_pp_and_tp(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+def vocab_divides_by_pp_and_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """Each tensor-parallel rank of each stage has as many rows of embedding and head."""
-    yield from _divides("model.vocab_size", config.model.vocab_size, mesh, "pp", "tp")
+    yield from _divides(config, "model.vocab_size", config.model.vocab_size, mesh, "pp", "tp")
 
 
-def dim_divides_by_dp_shard(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """Sharded parameters are cut along the residual width."""
-    yield from _divides("model.dim", config.model.dim, mesh, "dp_shard", "ep")
+def dim_divides_by_ep(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Parameters that are not experts are cut along the residual width; by dp_shard if it can be.
+
+    Experts are spread over all of ep, which so cannot be cut itself (`with_copies`).
+    """
+    yield from _divides(config, "model.dim", config.model.dim, mesh, "ep")
 
 
-def seq_len_divides_by_cp(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+def seq_len_divides_by_cp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """Context-parallel ranks share the sequence."""
-    yield from _divides("train.seq_len", config.train.seq_len, mesh, "cp")
+    yield from _divides(config, "train.seq_len", config.train.seq_len, mesh, "cp")
 
 
-def global_batch_divides(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+def global_batch_divides(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """A global batch splits into whole microbatches, and these into whole shares per rank."""
     batch, accum = config.train.global_batch_size, config.train.grad_accum_steps
     dp = data_parallel(mesh)
     if batch and batch % (accum * dp):
         axes = DATA_AXES if mesh["ep"] > 1 else DATA_AXES[:2]
         sizes = " * ".join(str(mesh[axis]) for axis in axes)
-        yield (
+        fitting = (steps for steps in divisors(batch) if batch % (steps * dp) == 0)
+        yield Problem(
             f"train.global_batch_size = {batch} must be a multiple of train.grad_accum_steps * "
-            f"distributed.{' * '.join(axes)} = {accum} * {sizes} = {accum * dp}: change it to "
-            f"{_round_up(batch, accum * dp)}, or train.grad_accum_steps"
+            f"distributed.{' * '.join(axes)} = {accum} * {sizes} = {accum * dp}",
+            (
+                multiples("train.global_batch_size", batch, accum * dp),
+                nearest("train.grad_accum_steps", accum, fitting),
+            ),
         )
 
 
@@ -248,76 +296,91 @@ def batch_sizes_agree(config: JobConfig, mesh: Mesh) -> Iterator[str]:
         )
 
 
-def every_stage_has_layers(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+def every_stage_has_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """There is a layer for each virtual stage."""
     layers, chunks = config.model.n_layers, config.distributed.chunks
     if layers < mesh["pp"] * chunks:
-        product, lower = f" = {mesh['pp']}", ""
+        product, fewer = f" = {mesh['pp']}", smaller_axis(config, "pp", mesh["pp"])
         if chunks > 1:
             product = f" * pp_chunks = {mesh['pp']} * {chunks} = {mesh['pp'] * chunks}"
-            lower = " or pp_chunks"
-        yield (
-            f"model.n_layers = {layers} is less than distributed.pp{product}: lower "
-            f"distributed.pp{lower}"
-        )
+        lower = tuple({"distributed.pp_chunks": n} for n in range(chunks - 1, 1, -1))
+        what = f"model.n_layers = {layers} is less than distributed.pp{product}"
+        yield Problem(what, (fewer, lower))
 
 
-def microbatches_fill_the_pipeline(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+def microbatches_fill_the_pipeline(config: JobConfig, mesh: Mesh) -> Iterator[str | Problem]:
     """Every stage has work at a time, and interleaving takes microbatches stage by stage."""
     pp = mesh["pp"]
     sizes = {f"train.batch_ramp[{i}]": s.accum for i, s in enumerate(config.train.stages()[:-1])}
     sizes["train.grad_accum_steps"] = config.train.grad_accum_steps
     for key, accum in sizes.items() if pp > 1 else ():
-        what = f"{key} = {accum}" + ("" if key.endswith("_steps") else " microbatches")
+        is_stage = not key.endswith("_steps")
+        what, unit = f"{key} = {accum}" + (" microbatches" if is_stage else ""), pp
         if accum < pp:
-            yield (
-                f"{what} leaves stages of distributed.pp = {pp} idle all the time: set it to {pp} "
-                f"microbatches at least; {4 * pp} keep them busy"
-            )
+            what += f" leaves stages of distributed.pp = {pp} idle all the time"
+            unit = pp if config.distributed.chunks > 1 else 1
         elif config.distributed.chunks > 1 and accum % pp:
-            yield (
-                f"{what} must be a multiple of distributed.pp = {pp} with distributed.pp_schedule "
-                f'= "interleaved_1f1b": change it to {_round_up(accum, pp)}'
+            what += (
+                f" must be a multiple of distributed.pp = {pp} with distributed.pp_schedule = "
+                '"interleaved_1f1b"'
             )
+        else:
+            continue
+        least = max(pp, _round_up(accum, unit))
+        if is_stage:
+            yield f"{what}: give it {least}"
+        else:
+            yield Problem(what, (multiples(key, least, unit),))
 
 
-def stages_have_layers_of_one_stack(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+def stages_have_layers_of_one_stack(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """Pipeline stages run one program, and so layers with the same parameters."""
     if len(config.model.stacks) > 1 and mesh["pp"] > 1:
-        yield (
+        everywhere = {"model.moe_frequency": 1, "model.moe_first_dense_layers": 0}
+        yield Problem(
             f"distributed.pp = {mesh['pp']} needs layers that all have experts, or none, and here "
-            f"{sum(config.model.has_experts)} of {config.model.n_layers} have: set distributed.pp "
-            "= 1, or model.moe_frequency = 1 and moe_first_dense_layers = 0"
+            f"{sum(config.model.has_experts)} of {config.model.n_layers} have",
+            (smaller_axis(config, "pp", mesh["pp"]), (everywhere,)),
         )
 
 
-def expert_width_divides_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+def expert_width_divides_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """Each tensor-parallel rank has as many columns of every expert."""
     if config.model.is_moe:
-        yield from _divides("model.moe_expert_dim", config.model.expert_dim, mesh, "tp")
+        yield from _divides(config, "model.moe_expert_dim", config.model.expert_dim, mesh, "tp")
     if config.model.shared_expert_dim:
         width = config.model.shared_expert_dim
-        yield from _divides("model.moe_shared_expert_dim", width, mesh, "tp")
+        yield from _divides(config, "model.moe_shared_expert_dim", width, mesh, "tp")
 
 
-def stages_with_biases_have_as_many_layers(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+def stages_with_biases_have_as_many_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """A stage with a layer less has zeros in its place, which a bias at its end would learn."""
     model, parts = config.model, mesh["pp"] * config.distributed.chunks
     after = model.norm_type == "layernorm" and model.norm_placement != "pre"
     if mesh["pp"] > 1 and model.n_layers % parts and (model.o_bias or model.mlp_bias or after):
         what = "a layernorm after its parts" if after else "model.o_bias or mlp_bias"
-        yield (
+        yield Problem(
             f"model.n_layers = {model.n_layers} must be a multiple of {parts} pipeline stages in a "
-            f"model with {what}: change it to {_round_up(model.n_layers, parts)}, or distributed.pp"
+            f"model with {what}",
+            (
+                multiples("model.n_layers", model.n_layers, parts),
+                smaller_axis(config, "pp", mesh["pp"]),
+            ),
         )
 
 
-def experts_divide_by_ep(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+def experts_divide_by_ep(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """Expert-parallel ranks have as many experts each, and there are experts."""
     if mesh["ep"] > 1 and not config.model.is_moe:
-        yield f"distributed.ep = {mesh['ep']} needs experts: set it to 1, or model.num_experts"
+        yield Problem(
+            f"distributed.ep = {mesh['ep']} needs experts",
+            (
+                smaller_axis(config, "ep", mesh["ep"]),
+                multiples("model.num_experts", mesh["ep"], mesh["ep"]),
+            ),
+        )
     else:
-        yield from _divides("model.num_experts", config.model.num_experts, mesh, "ep")
+        yield from _divides(config, "model.num_experts", config.model.num_experts, mesh, "ep")
 
 
 def fp8_has_no_tp(config: JobConfig, mesh: Mesh) -> Iterator[str]:
@@ -353,7 +416,7 @@ RULES: tuple[Rule, ...] = (
     seq_len_divides_by_tp,
     ffn_dim_divides_by_tp,
     vocab_divides_by_pp_and_tp,
-    dim_divides_by_dp_shard,
+    dim_divides_by_ep,
     seq_len_divides_by_cp,
     global_batch_divides,
     batch_sizes_agree,
@@ -384,25 +447,26 @@ def _mesh_problems(config: JobConfig, n_devices: int) -> Iterator[str]:
     if is_open:
         yield f"{product} needs a multiple of {total} devices, not {n_devices}: lower an axis"
     else:
-        yield (
-            f"{product} needs {total} devices, not {n_devices}: change an axis, or set "
-            "distributed.dp_shard = -1 to take the devices that are left"
-        )
+        rest = total // sizes["dp_shard"]
+        take = ", or set distributed.dp_shard = -1 to take the devices that are left"
+        change = f"change an axis{'' if n_devices % rest else take}"
+        yield f"{product} needs {total} devices, not {n_devices}: {change}"
 
 
-def _divides(key: str, value: int, mesh: Mesh, *axes: str) -> Iterator[str]:
+def _divides(config: JobConfig, key: str, value: int, mesh: Mesh, *axes: str) -> Iterator[Problem]:
     """Yields a problem unless `value` splits evenly over the product of `axes`."""
     sizes = {axis: mesh[axis] for axis in axes if mesh[axis] > 1}
     size = math.prod(sizes.values())
     if value % size == 0:
         return
-    problem = f"{key} = {value} must be a multiple of distributed.{' * '.join(sizes)} = "
-    change = f"change {key} to {_round_up(value, size)}"
-    if len(sizes) == 1:
-        (axis,) = sizes
-        yield f"{problem}{size}: {change} or distributed.{axis} to {math.gcd(value, size)}"
-    else:
-        yield f"{problem}{' * '.join(map(str, sizes.values()))} = {size}: {change}"
+    product = f"{' * '.join(map(str, sizes.values()))} = {size}" if len(sizes) > 1 else f"{size}"
+    yield Problem(
+        f"{key} = {value} must be a multiple of distributed.{' * '.join(sizes)} = {product}",
+        (
+            multiples(key, value, size),
+            *(smaller_axis(config, axis, n) for axis, n in sizes.items()),
+        ),
+    )
 
 
 def _no_source(name: str, names: list[str]) -> str:

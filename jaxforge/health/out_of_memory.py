@@ -60,8 +60,18 @@ def explanation(said: str, config: JobConfig, mesh: Mesh) -> str:
         f"the activations of {rows:,} sequences of {length:,} tokens"
     )
     advice = smaller_state(config, whole, limit) if whole > limit else smaller_step(config, rows)
-    listed = "".join(f"\n  - {one}" for one in advice)
+    listed = "".join(f"\n  - {one}" for one in (*fewer_copies(config, mesh), *advice))
     return f"out of memory: {device_memory.gist(said)}\n{needs}. What helps:{listed}"
+
+
+def fewer_copies(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """What helps where dp_shard could not split the state all the way (`rules.with_copies`)."""
+    copies = mesh.shape["dp_replicate"] // config.distributed.dp_replicate
+    if copies > 1:
+        yield (
+            f"a distributed.dp_shard that divides model.dim = {config.model.dim}: this one does "
+            f"not, and each device holds {copies} times as much of the state"
+        )
 
 
 def smaller_state(config: JobConfig, whole: int, limit: int) -> Iterator[str]:

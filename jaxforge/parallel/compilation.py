@@ -69,7 +69,7 @@ def accepted_flags(config: TrainConfig, *, spreads_experts: bool = False) -> dic
 
     Args:
         config: `[train]`.
-        spreads_experts: whether the step has experts on several devices.
+        spreads_experts: whether experts, or their matrices, are on several devices.
 
     Raises:
         UserError: `train.xla_flags` names a flag that this XLA does not have, or a wrong value.

@@ -1,4 +1,4 @@
-"""The device mesh: which axes there are, and how large.
+"""The device mesh: which axes there are, how large, and which device is where.
 
 Axes, outermost first, so that the axes that talk most are neighbours on the interconnect:
 
@@ -8,21 +8,42 @@ Axes, outermost first, so that the axes that talk most are neighbours on the int
     cp            context parallel
     ep            expert parallel: experts are spread, other parameters sharded, as the batch is
     tp            tensor parallel
+
+The network between TPU slices, and between nodes of GPUs, is slower than that within. Several
+slices are laid out along the outer axes; GPUs in the order of their nodes, which comes to the same.
 """
 
+import collections
+import logging
+import math
+from collections.abc import Mapping, Sequence
+
 import jax
+import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jaxforge.config.job import JobConfig
-from jaxforge.config.rules import data_parallel, mesh_shape
+from jaxforge.config.rules import AXES, data_parallel, mesh_shape, with_copies
 from jaxforge.errors import UserError
+
+log = logging.getLogger(__name__)
 
 STAGES = "pp"
 """The axis of pipeline stages."""
 
+_OUTER = (STAGES, "dp_replicate", "dp_shard")
+"""Axes that may go over slices, the first of them preferred. The others talk in every layer."""
 
-def make_mesh(config: JobConfig, devices: list[jax.Device] | None = None) -> Mesh:
+_SPLITTABLE = ("TPU v5 lite", "TPU v5e")
+"""Where a mesh axis may be a part of a side of the network, as `jax.make_mesh` has it."""
+
+
+def make_mesh(config: JobConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh that `[distributed]` asks for, over all devices of all processes.
+
+    Of a dp_shard that does not divide `model.dim`, a part is dp_replicate (`rules.with_copies`);
+    the log says so, and where axes go over a slow network.
 
     Args:
         config: a config that `rules.check` has passed.
@@ -31,23 +52,121 @@ def make_mesh(config: JobConfig, devices: list[jax.Device] | None = None) -> Mes
     Raises:
         UserError: the axes do not fit the network of the TPUs.
     """
-    devices = jax.devices() if devices is None else devices
-    shape = mesh_shape(config, len(devices))
-    try:
-        return jax.make_mesh(
-            tuple(shape.values()),
-            tuple(shape),
-            axis_types=(AxisType.Auto,) * len(shape),
-            devices=devices,
-        )
-    except NotImplementedError as error:  # TPU: an axis must be made of whole sides of the torus
-        sizes = ", ".join(f"{axis} = {size}" for axis, size in shape.items() if size > 1)
-        raise UserError(
-            f"[distributed] {sizes} does not fit the network of these TPUs: {error}; choose axes "
-            "that are products of its sides"
-        ) from error
+    devices = list(jax.devices() if devices is None else devices)
+    asked = mesh_shape(config, len(devices))
+    shape = with_copies(config, asked)
+    if shape != asked:
+        log.warning("%s", _copies(config.model.dim, asked, shape))
+    kinds = (AxisType.Auto,) * len(shape)
+    return Mesh(arrange(shape, devices), tuple(shape), axis_types=kinds)
 
 
 def data_parallel_size(mesh: Mesh) -> int:
     """Number of groups of devices that see different sequences."""
     return data_parallel(mesh.shape)
+
+
+def arrange(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
+    """Which device is where in a mesh.
+
+    Args:
+        shape: size of each axis, in the order of `AXES`.
+        devices: as many as the sizes multiply to.
+
+    Raises:
+        UserError: the axes do not fit the network of the TPUs.
+    """
+    if devices[0].platform == "tpu":
+        return _on_tpus(shape, devices)
+    # Not jax.make_mesh, which refuses several nodes: for it they are slices.
+    arranged = mesh_utils.create_device_mesh(tuple(shape.values()), devices)
+    if devices[0].platform == "gpu":
+        _tell_what_leaves_nodes(arranged)
+    return arranged
+
+
+def _on_tpus(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
+    sizes = collections.Counter(device.slice_index for device in devices)
+    if len(set(sizes.values())) > 1:
+        each = ", ".join(str(size) for size in sizes.values())
+        raise UserError(
+            f"the slices of this job have {each} devices: a mesh needs as many of each; start it "
+            "on slices of one size"
+        )
+    outer = _over_slices(shape, len(sizes), per_slice=len(devices) // len(sizes))
+    inner = {axis: size // outer[axis] for axis, size in shape.items()}
+    try:
+        return mesh_utils.create_hybrid_device_mesh(
+            tuple(inner.values()),
+            tuple(outer.values()),
+            devices,
+            allow_split_physical_axes=devices[0].device_kind in _SPLITTABLE,
+        )
+    except NotImplementedError as error:  # an axis must be made of whole sides of the torus
+        listed = ", ".join(f"{axis} = {size}" for axis, size in inner.items() if size > 1)
+        where = "within a slice, " if len(sizes) > 1 else ""
+        raise UserError(
+            f"[distributed] {where}{listed} does not fit the network of these TPUs: {error}; "
+            "choose axes that are products of its sides"
+        ) from error
+
+
+def _over_slices(shape: Mapping[str, int], slices: int, per_slice: int) -> dict[str, int]:
+    """Over how many slices each axis goes; their product is the number of slices."""
+    left, outer = slices, dict.fromkeys(shape, 1)
+    for axis in _OUTER:
+        outer[axis] = math.gcd(left, shape[axis])
+        left //= outer[axis]
+    if left > 1:
+        within = {axis: shape[axis] for axis in AXES if axis not in _OUTER and shape[axis] > 1}
+        product = " * ".join(f"distributed.{axis} = {size}" for axis, size in within.items())
+        fix = f"lower {' or '.join(f'distributed.{axis}' for axis in within)}"
+        if len(within) == 1:
+            ((axis, size),) = within.items()
+            fix = f"set distributed.{axis} to {math.gcd(per_slice, size)}"
+        raise UserError(
+            f"{product} must divide the {per_slice} devices of each of the {slices} slices: what "
+            f"they exchange in every layer is too much for the network in between; {fix}"
+        )
+    if outer["dp_shard"] > 1:
+        log.warning(
+            "distributed.dp_shard = %d goes over %d slices: weights are gathered through the "
+            "network in between. Where a slice has room for the state, set dp_replicate = %d, and "
+            "only gradients go there",
+            shape["dp_shard"], outer["dp_shard"], shape["dp_replicate"] * outer["dp_shard"],
+        )  # fmt: skip
+    return outer
+
+
+def _tell_what_leaves_nodes(arranged: np.ndarray) -> None:
+    """Warns of axes that talk in every layer and do so between GPUs that no NVLink connects."""
+    node = np.vectorize(lambda device: getattr(device, "slice_index", device.process_index))
+    node_of, per_node = node(arranged), max(collections.Counter(node(arranged).flat).values())
+    for axis in ("tp", "ep"):
+        lines = np.moveaxis(node_of, AXES.index(axis), -1)
+        if (lines != lines[..., :1]).any():
+            size = lines.shape[-1]
+            log.warning(
+                "distributed.%s = %d goes over several nodes of %d GPUs, and talks in every layer; "
+                "%d would keep that within a node",
+                axis, size, per_node, math.gcd(size, per_node),
+            )  # fmt: skip
+
+
+def _copies(dim: int, asked: Mapping[str, int], shape: Mapping[str, int]) -> str:
+    """What a dp_shard that does not divide costs, and which would."""
+    copies, width = shape["dp_replicate"] // asked["dp_replicate"], dim // asked["ep"]
+    whole = [size for size in range(1, width + 1) if width % size == 0]
+    better = {
+        max(size for size in whole if size <= asked["dp_shard"]),
+        min((size for size in whole if size >= asked["dp_shard"]), default=width),
+    }
+    how = f"split over {shape['dp_shard']} devices and copied {copies} times"
+    if shape["dp_shard"] == 1:
+        how = f"not split by it: there are {copies} copies"
+    per_ep = f" / ep = {width}" if asked["ep"] > 1 else ""
+    return (
+        f"distributed.dp_shard = {asked['dp_shard']} does not divide model.dim = {dim}{per_ep}: "
+        f"parameters and optimizer state are {how}, {copies} times the memory; dp_shard = "
+        f"{' or '.join(map(str, sorted(better)))} would split them all the way"
+    )

@@ -81,11 +81,6 @@ def gpu_compiler_is_here() -> bool:
     return _is_installed("jax_plugins.xla_cuda13")
 
 
-def tpu_compiler_is_here() -> bool:
-    """Whether XLA's compiler for TPUs is installed."""
-    return _is_installed("libtpu")
-
-
 def gpus(kind: str, nodes: int = 1, per_node: int = 8) -> Sequence[jax.Device]:
     """The devices of a cluster of GPUs, to make a mesh of; nothing can run on them.
 
@@ -104,8 +99,37 @@ def gpus(kind: str, nodes: int = 1, per_node: int = 8) -> Sequence[jax.Device]:
     return topologies.get_topology_desc(
         platform="cuda",
         target_config=GPUS[kind].target_config,
-        topology=f"1x{nodes}x{per_node}",
+        topology=f"{nodes}x1x{per_node}",  # NVLink ends where a node does
     ).devices
+
+
+def tpu_compiler_is_here() -> bool:
+    """Whether XLA's compiler for TPUs is installed."""
+    return _is_installed("libtpu")
+
+
+def tpus(topology: str, slices: int = 1) -> Sequence[jax.Device]:
+    """The devices of TPU slices, to make a mesh of; nothing can run on them.
+
+    Set `TPU_SKIP_MDS_QUERY=1` where there is no metadata server of Google Cloud to ask.
+
+    Args:
+        topology: of each slice, such as "v5e:4x4", "v5p:2x2x4" or "v6e:16x16".
+        slices: how many there are, with a slower network in between.
+
+    Raises:
+        UserError: the compiler is not installed, or knows no such slice.
+    """
+    if not tpu_compiler_is_here():
+        raise UserError(
+            "XLA's compiler for TPUs is not installed: pip install 'jaxforge[plan-tpu]'"
+        )
+    try:
+        return topologies.get_topology_desc(
+            platform="tpu", topology_name=topology, num_slices=slices
+        ).devices
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        raise UserError(f'there is no TPU slice "{topology}": {error}') from error
 
 
 def _is_installed(module: str) -> bool:

@@ -75,8 +75,7 @@ FLAGS: tuple[Flag, ...] = (
         "gpu",
         "xla_gpu_enable_while_loop_unrolling",
         "WHILE_LOOP_UNROLLING_NO_UNROLL",
-        "XLA ends the process where it unrolls a loop over layers in which further rounds of rows "
-        "are run if needed",
+        "XLA ends the process where it unrolls some loops over layers with experts",
         "upstream.md",
         for_experts=True,
     ),
@@ -128,7 +127,7 @@ def compiler_options(
         device: any device of the mesh.
         own: `train.xla_flags`.
         env: where `XLA_FLAGS` and `LIBTPU_INIT_ARGS` are looked up; flags in them are left alone.
-        spreads_experts: whether the step has experts on several devices.
+        spreads_experts: whether experts, or their matrices, are on several devices.
 
     Raises:
         UserError: a level of effort is no number.

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 
 from jaxforge.config.job import JobConfig
@@ -84,16 +83,8 @@ def devices_of(topology: Topology) -> list[jax.Device]:
         return found[: topology.n_devices]
     if topology.chip not in TPUS:
         return list(targets.gpus(topology.chip, *topology.sides))
-    if not targets.tpu_compiler_is_here():
-        raise UserError(
-            "XLA's compiler for TPUs is not installed: pip install 'jaxforge[plan-tpu]'"
-        )
     name = f"{topology.chip}:{'x'.join(map(str, topology.sides))}"
-    try:
-        described = topologies.get_topology_desc(name, platform="tpu", num_slices=topology.slices)
-    except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
-        raise UserError(f"{topology}: libtpu knows no such slice: {error}") from error
-    return list(described.devices)
+    return list(targets.tpus(name, topology.slices))
 
 
 def compile_step(config: JobConfig, topology: Topology, devices: list[jax.Device]) -> Step:
@@ -111,7 +102,7 @@ def compile_step(config: JobConfig, topology: Topology, devices: list[jax.Device
     device = devices[0]
     model = build_model(config, device.platform, gpu_capability(device))
     state = abstract_state(model, build_optimizer(config, model.axes), mesh)
-    spreads = config.distributed.ep > 1
+    spreads = config.model.is_moe
     options = xla_flags.compiler_options(device, config.train.xla_flags, spreads_experts=spreads)
     hooks = HookRunner([named_hook(path) for path in config.plugins.hooks])
     lowered = lower_train_step(config, mesh, collect=hooks.collect)

@@ -107,5 +107,4 @@ def _share(kind: str, side: int, closed: bool) -> float:
 
 
 def _node(device: jax.Device) -> object:
-    coords = getattr(device, "coords", None)
-    return tuple(coords[:2]) if coords is not None else device.process_index
+    return getattr(device, "slice_index", device.process_index)  # GPUs' are nodes

@@ -76,6 +76,7 @@ def plan(config: JobConfig | UnresolvedConfig, topology: Topology) -> Plan:
 def _advice(config: JobConfig, step: Step) -> Iterator[str]:
     memory, train = step.memory, config.train
     state = memory.parameters + memory.optimizer
+    yield from out_of_memory.fewer_copies(config, step.mesh)
     if state > memory.capacity:
         yield from out_of_memory.smaller_state(config, state, memory.capacity)
         return

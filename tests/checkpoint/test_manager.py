@@ -46,6 +46,8 @@ def start(saved, ours):
     [
         ({}, {"dp_shard": 2, "tp": 2}),
         ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, {"dp_shard": 4}),
+        ({"dp_shard": 6}, {"dp_shard": 4}),  # 6 does not divide the width
+        ({"dp_shard": 4}, {"dp_shard": 3, "tp": 2}),
     ],
     ids=str,
 )

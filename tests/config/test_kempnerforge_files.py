@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxforge.config import JobConfig, load_config
+from jaxforge.config import JobConfig, check, load_config, mesh_shape, rules
 from jaxforge.config.not_built import not_built_yet
 from jaxforge.errors import UserError
 
@@ -42,6 +42,40 @@ def test_files_of_text_models_load(tmp_path, text):
     config = load(tmp_path, text)
     assert list(not_built_yet(config)) == []
     assert list(config.model.problems()) == []
+
+
+LLAMA_3 = "n_kv_heads = 8\nvocab_size = 128256\nffn_dim_multiplier = 1.3\nrope_theta = 500000.0"
+ODD = {  # what its configs for 12 and 24 GPUs say of models and meshes
+    "7b_12gpu_tp4": (
+        12,
+        f"[model]\ndim = 4096\nn_layers = 32\nn_heads = 32\nmax_seq_len = 4096\n{LLAMA_3}\n"
+        "[train]\nbatch_size = 4\nseq_len = 4096\ngrad_accum_steps = 8\n"
+        "[distributed]\ndp_shard = 3\ndp_replicate = 1\ntp = 4\npp = 1",
+    ),
+    "13b_24gpu_validation": (
+        24,
+        f"[model]\ndim = 5120\nn_layers = 40\nn_heads = 40\nmax_seq_len = 4096\n{LLAMA_3}\n"
+        "[train]\nbatch_size = 2\nseq_len = 4096\ngrad_accum_steps = 4\n"
+        "[distributed]\ndp_shard = 6\ndp_replicate = 1\ntp = 4\npp = 1",
+    ),
+    "moe_24gpu": (
+        24,
+        f"[model]\ndim = 2048\nn_layers = 24\nn_heads = 16\nmax_seq_len = 4096\n{LLAMA_3}\n"
+        "num_experts = 8\nmoe_top_k = 2\nmoe_frequency = 1\n"
+        "[train]\nbatch_size = 2\nseq_len = 4096\ngrad_accum_steps = 32\n"
+        "[distributed]\ntp = 4\ndp_shard = 6",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_files_for_12_and_24_gpus_run_with_three_copies(tmp_path, name):
+    n_devices, text = ODD[name]
+    config = load(tmp_path, text)
+    check(config, n_devices)
+    mesh = rules.with_copies(config, mesh_shape(config, n_devices))
+    assert (mesh["dp_replicate"], mesh["dp_shard"] * mesh["tp"]) == (3, n_devices // 3)
+    assert "parameters are [copied 3 times]" in PAGE
 
 
 @pytest.mark.parametrize(("keys", "verdict", "why"), REFUSED)

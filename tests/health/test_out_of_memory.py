@@ -72,6 +72,16 @@ def test_where_the_state_alone_is_too_large_no_batch_is_small_enough(monkeypatch
     assert "batch_size" not in text
 
 
+def test_copies_of_the_state_are_named_first():
+    config = tiny_config(distributed={"dp_shard": 6})
+    text = out_of_memory.explanation(GPU, config, make_mesh(config, jax.devices()[:6]))
+    assert "helps:\n  - a distributed.dp_shard that divides model.dim = 64" in text
+    assert "3 times as much" in text
+    whole = tiny_config(distributed={"dp_shard": 4})
+    text = out_of_memory.explanation(GPU, whole, make_mesh(whole, jax.devices()[:4]))
+    assert "times as much" not in text
+
+
 def test_a_trained_model_that_does_not_fit_says_so(tmp_path):
     once = {"train": {"max_steps": 1}, "checkpoint": {"dir": str(tmp_path)}}
     train.run(tiny_config(**once, distributed={"dp_shard": -1}))

@@ -117,7 +117,12 @@ def test_what_a_prompt_draws_does_not_depend_on_its_batch():
     assert completed([PROMPTS[0]], [1], DRAWN) != together[:1]
 
 
-MESHES = [{"dp_shard": 2}, {"tp": 2}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}]
+MESHES = [
+    {"dp_shard": 2},
+    {"tp": 2},
+    {"dp_shard": 3, "tp": 2},  # 3 does not divide the width
+    {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+]
 
 
 @functools.cache

@@ -117,13 +117,22 @@ def test_a_step_of_experts_compiles_to_hoppers_kernels(name):
     sections = EXPERT_STEPS[name]
     config = config_of({**sections, "model": EXPERTS})
     lowered = lower_train_step(config, make_mesh(config, h100s()))
-    spreads = config.distributed.ep > 1
-    options = xla_flags.compiler_options(h100s()[0], {}, spreads_experts=spreads)
+    options = xla_flags.compiler_options(h100s()[0], {}, spreads_experts=True)
     text = lowered.compile(options).as_text()
     assert MOSAIC in text
     assert "ragged-dot" not in text
     assert ("all-to-all" in text) == ("ep" in sections["distributed"])
     assert CUDNN in text
+
+
+@compiles
+@pytest.mark.usefixtures("no_cache")
+def test_experts_that_are_gathered_compile():
+    """XLA ended the process without a flag of the table (docs/upstream.md)."""
+    config = config_of(case({"dp_shard": 8}, {"grad_sync": "microbatch"}, model=EXPERTS))
+    lowered = lower_train_step(config, make_mesh(config, h100s()))
+    options = xla_flags.compiler_options(h100s()[0], {}, spreads_experts=True)
+    assert MOSAIC in lowered.compile(options).as_text()
 
 
 @compiles

@@ -148,7 +148,7 @@ def test_the_docs_show_the_table():
     shown = [line for line in lines if line.startswith(("| gpu", "| tpu"))]
     assert shown == [
         f"| {f.platform} | {', '.join(f.devices) or 'all'}"
-        f"{', with `distributed.ep`' if f.for_experts else ''} | `{f.name}` | `{f.value}` | "
+        f"{', with experts' if f.for_experts else ''} | `{f.name}` | `{f.value}` | "
         f"{f.why} | [source]({f.source}) |"
         for f in FLAGS
     ]

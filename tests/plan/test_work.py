@@ -142,7 +142,7 @@ def gather(mesh, chip, group, rows=1000):
     return Network(mesh, CHIPS[chip]).collective(within["g"], within)
 
 
-NODES = Mesh([Device([0, node, i]) for node in range(2) for i in range(8)], (2, 4, 2))
+NODES = Mesh([Device([node, 0, i], node) for node in range(2) for i in range(8)], (2, 4, 2))
 
 
 @pytest.mark.parametrize(

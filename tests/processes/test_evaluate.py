@@ -81,6 +81,7 @@ def test_json_has_stdout_to_itself(run):
     [
         (1, []),
         (2, ["--distributed.tp=2"]),
+        (6, []),  # which do not divide the width
         (8, []),
         (8, ["--distributed.tp=2", "--distributed.dp_replicate=2"]),
     ],
