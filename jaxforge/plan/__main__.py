@@ -45,7 +45,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--price", type=float, metavar="N", help="of a device and hour, in any currency"
     )
+    parser.add_argument(
+        "--search", type=_positive, nargs="?", const=8, metavar="N",
+        help="compile the N most promising meshes, batch splits and rematerialisations (8)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--jobs", type=_positive, default=max(1, (os.cpu_count() or 2) // 2), metavar="N",
+        help="compilers at a time",
+    )  # fmt: skip
+    parser.add_argument("--output", metavar="FILE", help="where the best found goes, as TOML")
+    parser.add_argument("--html", metavar="FILE", help="a page with pictures, that loads nothing")
+    parser.add_argument("--compare", metavar="FILE", help="another configuration, side by side")
     return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}: expected 1 or more")
+    return number
 
 
 if __name__ == "__main__":

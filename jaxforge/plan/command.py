@@ -3,15 +3,22 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from jaxforge.config.reading import load
+from jaxforge.config.reading.unresolved import UnresolvedConfig
+from jaxforge.data.epoch import sequences_per_epoch
+from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
+from jaxforge.plan import search
 from jaxforge.plan.chips import CHIPS
+from jaxforge.plan.page import page
 from jaxforge.plan.plan import Plan, as_json, by_time, plan
 from jaxforge.plan.topology import Topology
 from jaxforge.telemetry.console import human
@@ -20,7 +27,7 @@ _COLLECTIVES_SHOWN = 8
 
 
 def run(args: argparse.Namespace, topology: Topology, overrides: Sequence[str]) -> int:
-    """Plans one configuration and prints what is found; the exit code.
+    """Plans, compares or searches, and prints what is found; the exit code.
 
     Args:
         args: of the command line.
@@ -28,15 +35,92 @@ def run(args: argparse.Namespace, topology: Topology, overrides: Sequence[str]) 
         overrides: settings.
 
     Raises:
-        UserError: the configuration cannot be read, or the compiler is not installed.
+        UserError: a configuration cannot be read, or the compiler is not installed.
     """
-    made = plan(load.load_unresolved(args.config, list(overrides)), topology)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    config = load.load_unresolved(args.config, list(overrides))
+    if args.search:
+        return _search(args, topology, config, console)
+    plans = [plan(config, topology)]
+    if args.compare:
+        plans.append(plan(load.load_unresolved(args.compare, list(overrides)), topology))
     if args.json:
-        json.dump(as_json(made, args.price), sys.stdout, indent=2)
-        print()
+        reports = [as_json(made, args.price) for made in plans]
+        _print_json(reports if args.compare else reports[0])
     else:
-        show(Console(width=None if sys.stdout.isatty() else 120), made, args.price)
-    return Exit.COMPLETED.code if made.fits else Exit.USER_ERROR.code
+        for path, made in zip((args.config, args.compare), plans, strict=False):
+            if args.compare:
+                console.rule(path, align="left")
+            show(console, made, args.price)
+        if args.compare:
+            console.print(
+                alternatives(zip((args.config, args.compare), map(as_json, plans), strict=True))
+            )
+    if args.html:
+        _write("--html", args.html, page(plans[0]))
+    return Exit.COMPLETED.code if all(made.fits for made in plans) else Exit.USER_ERROR.code
+
+
+def _search(
+    args: argparse.Namespace, topology: Topology, config: UnresolvedConfig, console: Console
+) -> int:
+    resolved = config.resolve(topology.n_devices, sequences_per_epoch)
+    found = search.search(
+        resolved, topology, most=args.search, jobs=args.jobs, console=Console(stderr=True)
+    )
+    if args.json:
+        _print_json([{"settings": search.settings(one.candidate), **one.report} for one in found])
+    else:
+        console.print(alternatives((_name(one.candidate), one.report) for one in found))
+        console.print("The best:", *search.settings(found[0].candidate), soft_wrap=True)
+    if not found[0].tokens_per_second:
+        return Exit.USER_ERROR.code
+    if args.output:
+        _write("--output", args.output, found[0].candidate.config.to_toml())
+    if args.html:
+        best = plan(found[0].candidate.config, topology)
+        named = [(_name(one.candidate), one.report) for one in found]
+        _write("--html", args.html, page(best, named))
+    return Exit.COMPLETED.code
+
+
+def _name(candidate: search.Candidate) -> str:
+    train = candidate.config.train
+    axes = " x ".join(f"{axis} {size}" for axis, size in candidate.mesh.items() if size > 1)
+    split = f"{train.grad_accum_steps} x {train.batch_size} rows"
+    return f"{axes or 'one device'}; {split}; {train.activation_checkpointing}; {train.grad_sync}"
+
+
+def _write(option: str, path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{option} {path}: {error.strerror}") from error
+
+
+def _print_json(value: object) -> None:
+    json.dump(value, sys.stdout, indent=2)
+    print()
+
+
+def alternatives(named: Iterable[tuple[str, dict[str, Any]]]) -> Table:
+    """A row for each plan, from what it says to machines."""
+    table = Table(title="estimates", title_justify="left")
+    table.add_column("plan")
+    for name in ("memory", "of the device", "tokens/s", "MFU", "waiting", "compiled in"):
+        table.add_column(name, justify="right")
+    for name, report in named:
+        memory, step = report.get("memory_per_device"), report.get("step")
+        cells = ["-"] * 6
+        if memory:
+            share = memory["peak_bytes"] / memory["capacity_bytes"]
+            cells[:2] = gb(memory["peak_bytes"]), f"{share:.0%}"
+            cells[5] = f"{report['compile_seconds']:.0f} s"
+        if step:
+            waiting = step["waited_seconds"] / step["seconds"]
+            cells[2:5] = human(step["tokens_per_second"]), f"{step['mfu']:.1%}", f"{waiting:.0%}"
+        table.add_row(name, *cells, style=None if report["fits"] else "dim")
+    return table
 
 
 def show(console: Console, made: Plan, price: float | None) -> None:

@@ -1,0 +1,257 @@
+"""The best mesh, batch split and rematerialisation for a model on a machine.
+
+The update stays the same: as many sequences, of the same length. Candidates are ranked by
+`analytic.seconds`, those that cannot fit are left out by `step.memory`, and the best are compiled,
+each in a process of its own: a compiler that aborts ends its own candidate.
+"""
+
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
+import jaxforge
+from jaxforge.config import rules
+from jaxforge.config.job import JobConfig
+from jaxforge.errors import UserError
+from jaxforge.model.transformer import build_model
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.parallel.mesh import make_mesh
+from jaxforge.plan import analytic
+from jaxforge.plan.chips import CHIPS
+from jaxforge.plan.compiled import devices_of
+from jaxforge.plan.topology import Topology
+from jaxforge.step.memory import step_memory
+
+REMAT = ("none", "selective", "dots_with_no_batch_dims_saveable", "full")
+_MOST_ROWS = 16
+_MOST_TP = 8
+_MOST_STAGES = 8
+_SLACK = 1.1  # the estimate of memory may be so much too high
+_PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin")
+
+
+class Candidate(NamedTuple):
+    """A way to run the same update.
+
+    Attributes:
+        config: the whole of it.
+        mesh: size of each axis.
+        seconds: of an update, by sizes alone.
+    """
+
+    config: JobConfig
+    mesh: dict[str, int]
+    seconds: float
+
+
+class Found(NamedTuple):
+    """A candidate and what compiling it gave.
+
+    Attributes:
+        candidate: as proposed.
+        report: of the plan, as `--json` writes it.
+    """
+
+    candidate: Candidate
+    report: dict[str, Any]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all devices; 0 where it does not run."""
+        fits = self.report.get("fits") and "step" in self.report
+        return self.report["step"]["tokens_per_second"] if fits else 0.0
+
+
+def search(
+    config: JobConfig, topology: Topology, *, most: int, jobs: int, console: Console
+) -> list[Found]:
+    """Compiles the most promising candidates; the best first, those that do not fit last.
+
+    Args:
+        config: whose update it is.
+        topology: the machine.
+        most: candidates to compile.
+        jobs: compilers at a time.
+        console: for the progress.
+
+    Raises:
+        UserError: nothing is known of the machine's speed, or no candidate is valid.
+    """
+    if topology.chip not in CHIPS:
+        raise UserError(
+            f"--search: too little is known of {topology.chip}; there are {', '.join(CHIPS)}"
+        )
+    chosen = list(itertools.islice(that_fit(config, topology), most))
+    if not chosen:
+        raise UserError(
+            f"--search: no mesh of {topology} holds this update: fewer sequences, or more devices"
+        )
+    with (
+        Progress(
+            *Progress.get_default_columns(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+        ) as progress,
+        ThreadPoolExecutor(jobs) as pool,
+    ):
+        task = progress.add_task("compiling", total=len(chosen))
+
+        def one(candidate: Candidate) -> Found:
+            found = Found(candidate, compiled(candidate.config, topology))
+            progress.advance(task)
+            return found
+
+        return sorted(pool.map(one, chosen), key=lambda found: -found.tokens_per_second)
+
+
+def that_fit(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
+    """The valid candidates that may fit, the fastest by their sizes first."""
+    devices, chip = devices_of(topology), CHIPS[topology.chip]
+    places = np.empty(len(devices), object)
+    places[:] = devices
+    for candidate in sorted(candidates(config, topology), key=lambda one: one.seconds):
+        mesh = Mesh(places.reshape(tuple(candidate.mesh.values())), tuple(candidate.mesh))
+        model = build_model(candidate.config, chip.platform)
+        optimizer = build_optimizer(candidate.config, model.axes)
+        try:
+            memory = step_memory(
+                candidate.config, model, optimizer, mesh, candidate.config.train.grad_sync
+            )
+            make_mesh(candidate.config, devices)
+        except UserError:  # a parameter does not divide, or an axis goes across the torus
+            continue
+        if memory.total <= _SLACK * chip.memory:
+            yield candidate
+
+
+def candidates(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
+    """All valid ways to run the update, in no order."""
+    chip, rows = CHIPS[topology.chip], sequences(config, topology.n_devices)
+    model = build_model(config, chip.platform)
+    for mesh in meshes(config, topology.n_devices):
+        dp = rules.data_parallel(mesh)
+        for per_device in _powers(_MOST_ROWS):
+            if rows % (dp * per_device):
+                continue
+            split = {"batch_size": per_device, "grad_accum_steps": rows // (dp * per_device)}
+            syncs = ("update", "microbatch") if dp > 1 else ("update",)
+            for save, sync in itertools.product(REMAT, syncs):
+                train = {**split, "activation_checkpointing": save, "grad_sync": sync}
+                one = changed(config, train, mesh)
+                try:
+                    rules.check(one, topology.n_devices)
+                except UserError:
+                    continue
+                yield Candidate(one, mesh, analytic.seconds(one, model, mesh, chip))
+
+
+def sequences(config: JobConfig, n_devices: int) -> int:
+    """Of an update.
+
+    Raises:
+        UserError: they follow from a mesh that does not fit the machine.
+    """
+    if config.train.global_batch_size:
+        return config.train.global_batch_size
+    dp = rules.data_parallel(rules.mesh_shape(config, n_devices))
+    return config.train.batch_size * dp * config.train.grad_accum_steps
+
+
+def meshes(config: JobConfig, n_devices: int) -> Iterator[dict[str, int]]:
+    """Sizes of the axes, `cp` left as it is."""
+    experts = _powers(config.model.num_experts) if config.model.is_moe else [1]
+    cp = config.distributed.cp
+    stages, tensor = _powers(_MOST_STAGES), _powers(_MOST_TP)
+    for pp, tp, ep in itertools.product(stages, tensor, experts):
+        rest, left = divmod(n_devices, pp * tp * ep * cp)
+        if left or not rest:
+            continue
+        for shard in (n for n in range(1, rest + 1) if rest % n == 0):
+            sizes = {"pp": pp, "dp_replicate": rest // shard, "dp_shard": shard, "cp": cp}
+            yield {**sizes, "ep": ep, "tp": tp}
+
+
+def changed(config: JobConfig, train: Mapping[str, Any], mesh: Mapping[str, int]) -> JobConfig:
+    """The config with other values in `[train]` and the axes of `[distributed]`."""
+    return config.model_copy(
+        update={
+            "train": config.train.model_copy(update=train),
+            "distributed": config.distributed.model_copy(update=mesh),
+        }
+    )
+
+
+def _powers(most: int) -> list[int]:
+    return [2**i for i in range(most.bit_length()) if 2**i <= most]
+
+
+def compiled(config: JobConfig, topology: Topology) -> dict[str, Any]:
+    """What `python -m jaxforge.plan --json` says of a config; kept, as compiling takes minutes."""
+    text = config.to_toml()
+    kept = _cache() / f"{_key(text, topology)}.json"
+    if kept.exists():
+        return json.loads(kept.read_text())
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place, "candidate.toml")
+        path.write_text(text)
+        command = [sys.executable, "-m", "jaxforge.plan", f"--config={path}", "--json"]
+        done = subprocess.run(
+            [*command, f"--topology={topology}"], text=True, capture_output=True, check=False
+        )
+    if done.returncode not in (0, 2) or not done.stdout:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return {"fits": False, "errors": [f"the compiler ended with {done.returncode}: {last}"]}
+    report = json.loads(done.stdout)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    scratch = kept.with_suffix(f".{os.getpid()}")
+    scratch.write_text(done.stdout)
+    scratch.replace(kept)
+    return report
+
+
+def _cache() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home, "jaxforge", "plan")
+
+
+def _key(text: str, topology: Topology) -> str:
+    """Of a config, a machine, the compilers and the code that uses them."""
+    parts = [text, str(topology), *map(_version, _PACKAGES)]
+    root = Path(jaxforge.__file__).parent
+    parts += [path.read_text() for path in sorted(root.rglob("*.py"))]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def settings(found: Candidate) -> Sequence[str]:
+    """What to write on a command line to run a candidate."""
+    train = found.config.train
+    axes = [f"--distributed.{axis}={size}" for axis, size in found.mesh.items()]
+    return [
+        *axes,
+        f"--train.batch_size={train.batch_size}",
+        f"--train.grad_accum_steps={train.grad_accum_steps}",
+        f"--train.activation_checkpointing={train.activation_checkpointing}",
+        f"--train.grad_sync={train.grad_sync}",
+    ]

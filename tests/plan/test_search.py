@@ -1,0 +1,121 @@
+import argparse
+import json
+
+import jax
+import pytest
+from rich.console import Console
+
+from jaxforge.config import rules
+from jaxforge.config.reading.load import load_config
+from jaxforge.errors import UserError
+from jaxforge.plan import __main__ as command_line
+from jaxforge.plan import command, search
+from jaxforge.plan.topology import Topology
+from tests.conftest import tiny_config
+
+NODE = Topology.parse("h100:1x8")
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture
+def node(monkeypatch):
+    """A node whose devices are this machine's, as nothing is compiled."""
+    monkeypatch.setattr(search, "devices_of", lambda topology: jax.devices()[:8])
+
+
+def config():
+    return tiny_config(train={"batch_size": 2, "grad_accum_steps": 4}, distributed={"dp_shard": -1})
+
+
+def test_candidates_are_valid_and_of_the_same_update():
+    found = list(search.candidates(config(), NODE))
+    assert len(found) > 50
+    for one in found:
+        rules.check(one.config, 8)
+        rows = one.config.train.microbatch_size(rules.data_parallel(one.mesh))
+        assert rows * one.config.train.grad_accum_steps == 2 * 8 * 4
+    meshes = {tuple(one.mesh.items()) for one in found}
+    for axis in ("pp", "dp_replicate", "dp_shard", "tp"):
+        assert {dict(mesh)[axis] for mesh in meshes} >= {1, 2}
+    assert {one.config.train.activation_checkpointing for one in found} == set(search.REMAT)
+    assert {one.config.train.grad_sync for one in found} == {"update", "microbatch"}
+
+
+def test_a_global_batch_says_how_large_the_update_is():
+    given = tiny_config(train={"global_batch_size": 48, "grad_accum_steps": 1, "batch_size": 6})
+    assert search.sequences(given, 8) == 48
+
+
+def test_what_computes_again_or_exchanges_more_comes_later(node):
+    found = list(search.that_fit(config(), NODE))
+    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
+    assert found[0].config.train.activation_checkpointing == "none"
+
+
+def test_what_cannot_fit_is_not_compiled(node, monkeypatch):
+    monkeypatch.setitem(search.CHIPS, "h100", search.CHIPS["h100"]._replace(memory=10_000))
+    with pytest.raises(UserError, match="no mesh of h100:1x8 holds this update"):
+        search.search(config(), NODE, most=3, jobs=1, console=QUIET)
+
+
+def report(tokens):
+    return {
+        "fits": tokens > 0,
+        "errors": [],
+        "compile_seconds": 1.0,
+        "memory_per_device": {"peak_bytes": 1, "capacity_bytes": 2},
+        "step": {"tokens_per_second": tokens, "seconds": 1.0, "waited_seconds": 0.0, "mfu": 0.5},
+    }
+
+
+@pytest.fixture
+def speeds(monkeypatch):
+    """What compiling gives: the third is best, the second does not fit."""
+    given = iter([100.0, 0.0, 300.0, 200.0])
+    monkeypatch.setattr(search, "compiled", lambda *_: report(next(given)))
+
+
+def test_the_best_comes_first(node, speeds):
+    found = search.search(config(), NODE, most=4, jobs=1, console=QUIET)
+    assert [one.tokens_per_second for one in found] == [300, 200, 100, 0]
+
+
+def test_the_best_is_printed_and_written(node, speeds, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command.load, "load_unresolved", lambda *_: Resolved())
+    args = command_line._parser().parse_args(
+        ["--config=x", "--topology=h100:1x8", "--search=4", "--jobs=1",
+         f"--output={tmp_path}/best.toml"]
+    )  # fmt: skip
+    best = list(search.that_fit(config(), NODE))[2].config
+    assert command.run(args, NODE, []) == 0
+    assert load_config(tmp_path / "best.toml").train == best.train
+    assert f"--train.batch_size={best.train.batch_size}" in capsys.readouterr().out
+
+
+class Resolved:
+    def resolve(self, *_):
+        return config()
+
+
+def test_what_was_compiled_is_kept(monkeypatch, tmp_path):
+    runs = []
+
+    def run(command, **_):
+        runs.append(command)
+        return argparse.Namespace(returncode=0, stdout=json.dumps(report(7.0)), stderr="")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(search.subprocess, "run", run)
+    first = search.compiled(config(), NODE)
+    assert search.compiled(config(), NODE) == first == report(7.0)
+    assert len(runs) == 1
+    search.compiled(config(), Topology.parse("h100:2x4"))
+    assert len(runs) == 2
+
+
+def test_a_compiler_that_aborts_ends_its_own_candidate(monkeypatch, tmp_path):
+    ended = argparse.Namespace(returncode=-6, stdout="", stderr="one\nCheck failed: two\n")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(search.subprocess, "run", lambda *_, **__: ended)
+    found = search.compiled(config(), NODE)
+    assert found == {"fits": False, "errors": ["the compiler ended with -6: Check failed: two"]}
