@@ -21,7 +21,7 @@ class Gpu(NamedTuple):
         name: as the driver says it.
         capability: compute capability.
         cores: streaming multiprocessors.
-        memory: bytes that a program may use.
+        memory: bytes.
         bandwidth: of that memory, bytes a second.
         l2_cache: bytes.
         clock: GHz.
@@ -70,6 +70,28 @@ GPUS = {
                 52_428_800, 1.98),
 }  # fmt: skip
 """GPUs to compile for, by name."""
+
+
+_GIB = 1 << 30
+TPU_MEMORY = {
+    "TPU v4": 32 * _GIB,
+    "TPU v5 lite": 16 * _GIB,
+    "TPU v5": 95 * _GIB,
+    "TPU v5p": 95 * _GIB,
+    "TPU v6 lite": 32 * _GIB,
+}
+"""Bytes of a chip, by the name that its compiler has for it."""
+
+_PREALLOCATED = 0.75
+"""The part of a GPU's memory that JAX takes, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set."""
+
+
+def memory(device: jax.Device) -> int | None:
+    """Bytes that a program may use of a device that is not here; None where nobody knows."""
+    for gpu in GPUS.values():
+        if gpu.name == device.device_kind:
+            return int(_PREALLOCATED * gpu.memory)
+    return TPU_MEMORY.get(device.device_kind)
 
 
 def gpu_compiler_is_here() -> bool:
