@@ -93,7 +93,7 @@ class TrainConfig(Section):
     grad_sync: Literal["auto", "update", "microbatch"] = "auto"
     """Reduce gradients per update, or per microbatch: more traffic, less memory; auto: as fits."""
     reduce_dtype: Literal["float32", "compute"] = "float32"
-    """Type in which devices add up gradients; "compute": that of mixed_precision, half the bytes."""
+    """Type in which devices add up gradients; "compute": that of mixed_precision, half the size."""
     on_nonfinite: Literal["skip", "stop", "warn", "rollback"] = "skip"
     """What to do about an update whose loss or gradient is not finite; see docs/reliability.md."""
     on_spike: Literal["off", "skip", "stop", "warn", "rollback"] = "off"

@@ -154,9 +154,15 @@ def _reduced_apart(
 
 
 def _reduced_apart_saving(
-    axes: Axes, dtype: jnp.dtype, reduce_dtype: jnp.dtype, *given: Array | None
-) -> tuple[Array, tuple[Array | None, ...]]:
-    return _reduced_apart(axes, dtype, reduce_dtype, *given), given
+    axes: Axes,
+    dtype: jnp.dtype,
+    reduce_dtype: jnp.dtype,
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+) -> tuple[Array, tuple[Array, Array, Array | None]]:
+    # Called bare: policies of rematerialisation see its product.
+    return _affine(axes, dtype, x, weight, bias), (x, weight, bias)
 
 
 def _reduced_apart_back(
@@ -232,9 +238,9 @@ def _look_up_reduced_apart(
 
 
 def _look_up_saving(
-    find: Find, axes: Axes, dtype: jnp.dtype, reduce_dtype: jnp.dtype, *given: Array
-) -> tuple[Array, tuple[Array, ...]]:
-    return _look_up_reduced_apart(find, axes, dtype, reduce_dtype, *given), given
+    find: Find, axes: Axes, dtype: jnp.dtype, reduce_dtype: jnp.dtype, weight: Array, tokens: Array
+) -> tuple[Array, tuple[Array, Array]]:
+    return find(weight.astype(dtype), tokens), (weight, tokens)
 
 
 def _look_up_back(

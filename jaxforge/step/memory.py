@@ -37,7 +37,7 @@ class StepMemory(NamedTuple):
             layers (`grad_sync = "update"`) or of those at work.
         gradients: sums over microbatches (float32) and those of the microbatch at work.
         activations: saved by the forward for the backward, by `train.activation_checkpointing`.
-        working: the largest of what one layer's backward and the loss need besides.
+        working: the largest of what one layer's backward, the loss and the optimizer need besides.
     """
 
     state: int
@@ -66,10 +66,11 @@ def step_memory(
 
                     "update"                    "microbatch"
         weights     c P                         2 c (a layer), c (embedding and head)
-        gradients   c P; 4 P more to add up     4 p; 4 p more to add up
+        gradients   c P; 4 P more to add up     4 p; (8 + c) p more to add up
 
-    There is something to add up with several microbatches; pipeline stages add up row by row, so
-    that they hold 4 P or 4 p alone. Activations are those of one microbatch, in a pipeline of as
+    There is something to add up with several microbatches: XLA then has the shards of the weights
+    in the compute dtype as well, and two sums. Pipeline stages add up row by row, so that they hold
+    4 P or 4 p alone. Activations are those of one microbatch, in a pipeline of as
     many as its schedule has in flight.
 
     Args:
@@ -86,7 +87,7 @@ def step_memory(
         weights=sizes.weights(whole),
         gradients=sizes.gradients(whole),
         activations=sizes.activations(),
-        working=max(sizes.layer(whole), sizes.loss()),
+        working=max(sizes.layer(whole), sizes.loss(), sizes.updating()),
     )
 
 
@@ -124,10 +125,11 @@ class _Sizes:
         for _, leaf, axes in self._leaves():
             elements = self._elements(leaf, without_data(axes) if whole else axes)
             of_one = self._itemsize(leaf, axes) if whole else leaf.dtype.itemsize
+            to_add_up = _F32 if whole else 2 * _F32 + self.bytes
             if self.pipelined:
                 total += elements * _F32
             else:
-                total += elements * (of_one + _F32 * self.adds_up)
+                total += elements * (of_one + to_add_up * self.adds_up)
         return total
 
     def activations(self) -> int:
@@ -160,9 +162,16 @@ class _Sizes:
         tile = tiling_on_device(
             train, self.rows, train.seq_len, entries, self.model.runtime.loss_tile
         )
-        logits = self.rows * tile.tokens * tile.vocab * (2 * _F32 + self.bytes)
+        logits = self.rows * tile.tokens * tile.vocab * (_F32 + self.bytes)
         hidden = self.tokens * c.dim * (2 * self.bytes + _F32)
         return logits + hidden + entries * c.dim * (self.bytes + _F32)
+
+    def updating(self) -> int:
+        """Muon's whole matrices of the largest parameter, and what they become."""
+        if self.config.optimizer.name != "muon":
+            return 0
+        wholes = (self._elements(leaf, without_data(axes)) for _, leaf, axes in self._leaves())
+        return 2 * _F32 * max(wholes)
 
     def _scores(self) -> int:
         """Attention scores of one layer where they are arrays of XLA's, and their gradient."""
