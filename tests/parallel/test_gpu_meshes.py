@@ -1,6 +1,7 @@
 """Every mesh compiles for GPUs that are not here (`make test-gpu-compiler`)."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +108,22 @@ def test_a_step_compiles_and_attends_by_cudnn(name):
     lowered = lower_train_step(config, make_mesh(config, h100s()))
     compiled = lowered.compile(xla_flags.compiler_options(h100s()[0], {}))
     assert CUDNN in compiled.as_text()
+
+
+@compiles
+@pytest.mark.usefixtures("no_cache")
+@pytest.mark.parametrize(("reduce_dtype", "found"), [("float32", "f32"), ("compute", "bf16")])
+@pytest.mark.parametrize("mode", ["update", "microbatch"])
+def test_gradients_travel_as_they_are_asked_to(mode, reduce_dtype, found):
+    """All but the head's, which the loss gives in float32 (docs/kernels.md)."""
+    train = {"grad_sync": mode, "reduce_dtype": reduce_dtype}
+    config = config_of(case({"dp_shard": 8}, train, model={"vocab_size": 8192}))
+    lowered = lower_train_step(config, make_mesh(config, h100s()))
+    text = lowered.compile(xla_flags.compiler_options(h100s()[0], {})).as_text()
+    results = re.findall(r"= (.+?) reduce-scatter(?:-start)?\(", text)
+    shapes = [shape for one in results for shape in re.findall(r"(\w+)\[([\d,]+)\]", one)]
+    of_layers = {dtype for dtype, shape in shapes if "," in shape and "8192" not in shape}
+    assert of_layers == {found}
 
 
 @compiles

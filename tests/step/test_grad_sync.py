@@ -229,8 +229,10 @@ def added_up(config, directory):
     options = {"xla_dump_to": str(directory), "xla_dump_hlo_pass_re": "spmd.*"}
     lowered(new_setup(config)).compile({**options, "xla_dump_hlo_as_text": True})
     (path,) = directory.glob("*train_step*after_spmd-partitioning*.txt")
-    reductions = re.findall(r"= (.+?) (?:all-reduce|reduce-scatter)\(", path.read_text())
-    shapes = [shape for one in reductions for shape in re.findall(r"(\w+)\[([\d,]+)\]", one)]
+    reductions = re.findall(r"= (.+?) (?:all-reduce|reduce-scatter)\((.+)", path.read_text())
+    alone = "replica_groups={{0},{1}"
+    among_devices = [result for result, rest in reductions if alone not in rest]
+    shapes = [shape for one in among_devices for shape in re.findall(r"(\w+)\[([\d,]+)\]", one)]
     # Matrices of a layer, embedding and head: other sums are of tokens or of single numbers.
     return {dtype for dtype, shape in shapes if set(shape.split(",")) & SIZES and "," in shape}
 
