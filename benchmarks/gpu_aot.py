@@ -58,15 +58,15 @@ def case(
     return Case(name, JobConfig.model_validate({**config, **sections}), nodes)
 
 
-MICROBATCH = {"grad_sync": "microbatch"}
+UPDATE, MICROBATCH = {"grad_sync": "update"}, {"grad_sync": "microbatch"}
 HSDP_TP = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
 HALF = {**QWEN3_30B_A3B, "n_layers": 24}
 STAGES = {**MICROBATCH, "grad_accum_steps": 8}
 MESHES = (
-    case("dp_shard 8", {"dp_shard": 8}),
+    case("dp_shard 8", {"dp_shard": 8}, UPDATE),
     case("dp_shard 8, microbatch", {"dp_shard": 8}, MICROBATCH),
     case("tp 8", {"dp_shard": 1, "tp": 8}, MICROBATCH),
-    case("dp_replicate 2 x dp_shard 2 x tp 2", HSDP_TP),
+    case("dp_replicate 2 x dp_shard 2 x tp 2", HSDP_TP, UPDATE),
     case("dp_replicate 2 x dp_shard 2 x tp 2, microbatch", HSDP_TP, MICROBATCH),
     case("dp_shard 8, packed, microbatch", {"dp_shard": 8}, MICROBATCH,
          data={"pack_sequences": True}),
@@ -81,7 +81,7 @@ MESHES = (
          model=HALF),
     case("experts: ep 8 x dp_shard 2, microbatch", {"ep": 8, "dp_shard": 2}, MICROBATCH, 2,
          model=QWEN3_30B_A3B),
-    case("experts: ep 8 x dp_shard 2, update", {"ep": 8, "dp_shard": 2}, None, 2,
+    case("experts: ep 8 x dp_shard 2, update", {"ep": 8, "dp_shard": 2}, UPDATE, 2,
          model=QWEN3_30B_A3B),
 )  # fmt: skip
 

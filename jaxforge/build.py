@@ -38,6 +38,7 @@ from jaxforge.parallel.xla_flags import Option
 from jaxforge.run_lock import RunLock
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
+from jaxforge.step.grad_sync import GradSync, resolve_grad_sync
 from jaxforge.step.train_step import (
     Batch,
     CompiledSteps,
@@ -104,8 +105,9 @@ def build_trainer(
     evaluation = _evaluation(config, mesh, model, eval_data) if eval_data else None
     runner = HookRunner([*hooks, *named, *_own_hooks(config, progress)])
     collect = (*config.metrics.collect, *runner.collect)
-    step = make_train_step(model, optimizer, config, mesh, collect=collect)
-    _announce(console, config, model, mesh, samples)
+    sync = resolve_grad_sync(config, model, optimizer, mesh)
+    step = make_train_step(model, optimizer, sync.applied_to(config), mesh, collect=collect)
+    _announce(console, config, model, mesh, samples, sync)
     tracker = _tracker(console, config, progress, samples)
     run_directory.prepare(mirror.files(config.checkpoint.dir), config)
     summary = schedule_summary(config, dp, progress.sequences_per_epoch)
@@ -254,7 +256,9 @@ def _tracker(console: Console, config: JobConfig, progress: Progress, samples: i
     return Tracker(writers, cost, progress, config.train.max_steps, names, extras)
 
 
-def _announce(console: Console, config: JobConfig, model: Model, mesh: Mesh, samples: int) -> None:
+def _announce(
+    console: Console, config: JobConfig, model: Model, mesh: Mesh, samples: int, sync: GradSync
+) -> None:
     m, t = config.model, config.train
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
     device = jax.devices()[0]
@@ -270,7 +274,8 @@ def _announce(console: Console, config: JobConfig, model: Model, mesh: Mesh, sam
         f"{jax.process_count()} process(es)",
         "mesh": axes or "one device",
         "step": f"{samples} sequences x {t.seq_len} tokens = {samples * t.seq_len:,} tokens, "
-        f"in {t.grad_accum_steps} microbatch(es); gradients reduced per {t.grad_sync}{schedule}",
+        f"in {t.grad_accum_steps} microbatch(es); gradients reduced per {sync.mode}{schedule}",
+        "gradients": sync.why,
         "kernels": f"attention: {model.runtime.attention}, loss: {t.loss_fn}, "
         f"{f'experts: {model.runtime.grouped}, ' if m.is_moe else ''}"
         f"checkpointing: {t.activation_checkpointing}",

@@ -19,10 +19,12 @@ from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.parallel.sharding import batch_sharding
 from jaxforge.state.train_state import abstract_state
+from jaxforge.step.grad_sync import resolve_grad_sync
 from jaxforge.step.train_step import Controls, make_train_step
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs" / "llama").glob("*.toml"))
 MEMORY = {"gpu": 80e9, "v5e": 16e9, "v5p": 95e9, "v6e": 32e9}  # bytes of one device
+WHOLE_GRADIENTS_FIT = {"llama_1b_gpu_8", "llama_7b_tpu_v5p_64"}
 TORUS = {  # how the chips of a slice are wired
     "v5e_16": (4, 4),
     "v5e_256": (16, 16),
@@ -61,6 +63,11 @@ class Recipe:
         self.model = build_model(self.config, "cpu" if self.kind == "gpu" else "tpu")
         self.optimizer = build_optimizer(self.config, self.model.axes)
 
+    @property
+    def capacity(self) -> int:
+        """What a run may have of a device: JAX takes three quarters of a GPU."""
+        return int(MEMORY[self.kind] * (0.75 if self.kind == "gpu" else 1))
+
     def state(self):
         return abstract_state(self.model, self.optimizer, self.mesh)
 
@@ -89,7 +96,9 @@ def bytes_per_device(tree) -> int:
 
 def test_it_lowers_for_its_machine(recipe):
     with jax.sharding.use_abstract_mesh(recipe.mesh):
-        step = make_train_step(recipe.model, recipe.optimizer, recipe.config, recipe.mesh)
+        step = make_train_step(
+            recipe.model, recipe.optimizer, recipe.config, recipe.mesh, capacity=recipe.capacity
+        )
         traced = step.trace(recipe.state(), recipe.batch(), Controls())
         platform = "cuda" if recipe.kind == "gpu" else "tpu"
         text = traced.lower(lowering_platforms=(platform,)).as_text()
@@ -104,6 +113,13 @@ def test_state_and_gradients_leave_room_for_activations(recipe):
     state = recipe.state()
     gradients = bytes_per_device(state.params)  # float32, like the parameters
     assert bytes_per_device(state) + gradients < 0.7 * MEMORY[recipe.kind]
+
+
+def test_gradients_are_reduced_once_where_they_fit(recipe, path):
+    found = resolve_grad_sync(
+        recipe.config, recipe.model, recipe.optimizer, recipe.mesh, recipe.capacity
+    )
+    assert (found.mode == "update") == (path.stem in WHOLE_GRADIENTS_FIT), found.why
 
 
 def test_the_page_says_what_a_device_holds(recipe, path):

@@ -90,8 +90,10 @@ class TrainConfig(Section):
     """Tokens per device and chunk of the chunked loss; 0 means chunks of the vocabulary."""
     ce_vocab_chunk: NonNegativeInt = 0
     """Vocabulary entries per device and chunk; 0 means as many as give 128 MiB of logits."""
-    grad_sync: Literal["update", "microbatch"] = "update"
-    """Reduce gradients once per update, or per microbatch: more traffic for less memory."""
+    grad_sync: Literal["auto", "update", "microbatch"] = "auto"
+    """Reduce gradients per update, or per microbatch: more traffic, less memory; auto: as fits."""
+    reduce_dtype: Literal["float32", "compute"] = "float32"
+    """Type in which devices add up gradients; "compute": that of mixed_precision, half the size."""
     on_nonfinite: Literal["skip", "stop", "warn", "rollback"] = "skip"
     """What to do about an update whose loss or gradient is not finite; see docs/reliability.md."""
     on_spike: Literal["off", "skip", "stop", "warn", "rollback"] = "off"

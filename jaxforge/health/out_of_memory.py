@@ -15,6 +15,7 @@ from jaxforge.parallel import device_memory
 from jaxforge.parallel.device_memory import gigabytes, per_device
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.state.train_state import abstract_state
+from jaxforge.step.grad_sync import resolve_grad_sync
 
 
 @contextlib.contextmanager
@@ -45,7 +46,8 @@ def explanation(said: str, config: JobConfig, mesh: Mesh) -> str:
         mesh: the run's.
     """
     model = build_model(config)
-    state = abstract_state(model, build_optimizer(config, model.axes), mesh)
+    optimizer = build_optimizer(config, model.axes)
+    state = abstract_state(model, optimizer, mesh)
     params, moments = (
         per_device(state.params),
         per_device(state.opt_state),
@@ -59,7 +61,13 @@ def explanation(said: str, config: JobConfig, mesh: Mesh) -> str:
         f"state {gigabytes(moments)}: {gigabytes(whole)} of {gigabytes(limit)}; the rest is for "
         f"the activations of {rows:,} sequences of {length:,} tokens"
     )
-    advice = smaller_state(config, whole, limit) if whole > limit else smaller_step(config, rows)
+    sync = resolve_grad_sync(config, model, optimizer, mesh, device_memory.capacity_of_each())
+    reduces_whole = sync.mode == "update" and dp > 1
+    advice = (
+        smaller_state(config, whole, limit)
+        if whole > limit
+        else smaller_step(config, rows, reduces_whole=reduces_whole)
+    )
     listed = "".join(f"\n  - {one}" for one in (*fewer_copies(config, mesh), *advice))
     return f"out of memory: {device_memory.gist(said)}\n{needs}. What helps:{listed}"
 
@@ -84,9 +92,17 @@ def smaller_state(config: JobConfig, whole: int, limit: int) -> Iterator[str]:
     yield from _narrower(config)
 
 
-def smaller_step(config: JobConfig, rows: int) -> Iterator[str]:
-    """What makes the activations of `rows` sequences a device smaller, the cheapest first."""
+def smaller_step(config: JobConfig, rows: int, *, reduces_whole: bool) -> Iterator[str]:
+    """What makes a step of `rows` sequences a device smaller, the cheapest first.
+
+    Args:
+        config: resolved.
+        rows: of a microbatch on a device.
+        reduces_whole: whether gradients are reduced once per update.
+    """
     train = config.train
+    if reduces_whole:
+        yield 'train.grad_sync = "microbatch": weights and gradients are never whole, layers apart'
     if rows > 1:
         half = rows // 2
         accum = math.ceil(train.grad_accum_steps * rows / half)

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.config.model import EXPERTS, ModelConfig
@@ -44,8 +43,24 @@ from jaxforge.parallel.sharding import (
 
 _HEADROOM = 1.5  # rows in a round, relative to an even load
 
-Linears = dict[str, tuple[Array, ...]]
-"""Name of a projection -> weight [E, out, in] and bias [E, out], if there is one."""
+
+class Gathered(NamedTuple):
+    """A projection of all experts, whole but for experts and what `tp` splits.
+
+    Attributes:
+        weight: [E, out, in], in the dtype of products.
+        bias: [E, out], if there is one.
+        gradient: zeros like the weight, whose gradient is the weight's where that is added up in
+            another dtype than products are made in.
+    """
+
+    weight: Array
+    bias: Array | None
+    gradient: Array | None
+
+
+Linears = dict[str, Gathered]
+"""By name of a projection."""
 Operands = tuple[Array, Array, Linears]
 """Tokens, weights of their experts, and the experts' matrices."""
 Round = Callable[[Array | int, Operands, "_Load"], Array]
@@ -60,21 +75,31 @@ class ExpertLinear(nnx.Module):
         *, std: float,
     ) -> None:  # fmt: skip
         self.axes, experts = (EXPERTS, out[1], inp[1]), config.num_experts
+        self.reduce_dtype = declare.reduce_dtype
         self.weight = declare((experts, out[0], inp[0]), self.axes, normal(std))
         self.has_bias = config.mlp_bias
         if config.mlp_bias:
             self.bias = declare((experts, out[0]), self.axes[:2], jax.nn.initializers.zeros)
 
-    def gathered(self, dtype: jnp.dtype) -> tuple[Array, ...]:
-        """Weight and, if there is one, bias, whole but for experts and what `tp` splits."""
-        weight = collectives.all_gather_weight(self.weight[...].astype(dtype), self.axes)
-        return (weight, self.bias[...].astype(dtype)) if self.has_bias else (weight,)
+    def gathered(self, dtype: jnp.dtype) -> Gathered:
+        """As products in `dtype` take them."""
+        weight = self.weight[...]
+        whole = collectives.all_gather_weight(weight.astype(dtype), self.axes)
+        if not self._is_reduced_apart(dtype):
+            return Gathered(whole, self.bias[...].astype(dtype) if self.has_bias else None, None)
+        gradient = collectives.gradient_of(weight, self.axes, self.reduce_dtype)
+        bias = self.bias[...].astype(self.reduce_dtype) if self.has_bias else None
+        return Gathered(jax.lax.stop_gradient(whole), bias, gradient)
 
-    def specs(self) -> tuple[P, ...]:
+    def specs(self, dtype: jnp.dtype) -> Gathered:
         """How those are split."""
         axes = without_data(self.axes)
         weight, bias = automatic_spec(*axes), automatic_spec(*axes[:2])
-        return (weight, bias) if self.has_bias else (weight,)
+        gradient = weight if self._is_reduced_apart(dtype) else None
+        return Gathered(weight, bias if self.has_bias else None, gradient)
+
+    def _is_reduced_apart(self, dtype: jnp.dtype) -> bool:
+        return collectives.reduces_apart(self.reduce_dtype, dtype)
 
 
 class Experts(nnx.Module):
@@ -101,7 +126,7 @@ class Experts(nnx.Module):
         """
         names = [name for name in ("gate_proj", "up_proj", "down_proj") if hasattr(self, name)]
         linears = {name: getattr(self, name).gathered(x_BSD.dtype) for name in names}
-        specs = {name: getattr(self, name).specs() for name in names}
+        specs = {name: getattr(self, name).specs(x_BSD.dtype) for name in names}
         run = functools.partial(_run, self.config, backend)
         return _on_each_device(run, specs, x_BSD, routing, linears)
 
@@ -167,11 +192,11 @@ def _mlp(
     """
 
     def apply(name: str, rows: Array) -> Array:
-        weight, *bias = linears[name]
-        y = grouped_matmul(rows, weight, sizes_E, backend)
-        if not bias:
+        weight, bias, gradient = linears[name]
+        y = grouped_matmul(rows, weight, sizes_E, backend, gradient)
+        if bias is None:
             return y
-        bias_NO = _bias_of_rows(bias[0], sizes_E, len(rows), name)
+        bias_NO = _bias_of_rows(bias, sizes_E, len(rows), name).astype(y.dtype)
         return y + (bias_NO if name != "down_proj" else bias_NO * weight_N.astype(y.dtype)[:, None])
 
     up_NF = apply("up_proj", rows_ND)

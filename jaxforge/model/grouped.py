@@ -28,6 +28,7 @@ def grouped_matmul(
     w_GOI: Float[Array, "g o i"],
     sizes_G: Int[Array, "g"],
     backend: str,
+    gradient_GOI: Float[Array, "g o i"] | None = None,
 ) -> Float[Array, "m o"]:
     """y[m] = w[g] x[m], for the group g of row m.
 
@@ -41,30 +42,40 @@ def grouped_matmul(
         w_GOI: a matrix for each group, in any dtype; products take it in that of `x_MI`.
         sizes_G: int32, rows of each group; M at most together.
         backend: a key of `GROUPED`.
+        gradient_GOI: takes the gradient of the weights, in its own dtype, in their place.
 
     Returns:
         In the dtype of `x_MI`, summed in float32, as the gradients are.
     """
-    arrays = x_MI, w_GOI, sizes_G
-    axes = frozenset().union(*map(axes_of, arrays))
-    return _matmul(backend, *(varying(array, axes) for array in arrays))
+    arrays = x_MI, w_GOI, sizes_G, gradient_GOI
+    axes = frozenset().union(*map(axes_of, jax.tree.leaves(arrays)))
+    return _matmul(backend, *jax.tree.map(lambda array: varying(array, axes), arrays))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(backend: str, x_MI: Array, w_GOI: Array, sizes_G: Array) -> Array:
+def _matmul(
+    backend: str, x_MI: Array, w_GOI: Array, sizes_G: Array, gradient_GOI: Array | None
+) -> Array:
     return GROUPED[backend].matmul(x_MI, w_GOI, sizes_G)
 
 
-def _forward(backend: str, x_MI: Array, w_GOI: Array, sizes_G: Array) -> tuple[Array, tuple]:
-    return _matmul(backend, x_MI, w_GOI, sizes_G), (x_MI, w_GOI, sizes_G)
+def _forward(
+    backend: str, x_MI: Array, w_GOI: Array, sizes_G: Array, gradient_GOI: Array | None
+) -> tuple[Array, tuple]:
+    apart = None if gradient_GOI is None else jnp.zeros((), gradient_GOI.dtype)
+    return _matmul(backend, x_MI, w_GOI, sizes_G, gradient_GOI), (x_MI, w_GOI, sizes_G, apart)
 
 
-def _backward(backend: str, saved: tuple, dy_MO: Array) -> tuple[Array, Array, None]:
-    x_MI, w_GOI, sizes_G = saved
+def _backward(
+    backend: str, saved: tuple, dy_MO: Array
+) -> tuple[Array, Array | None, None, Array | None]:
+    x_MI, w_GOI, sizes_G, apart = saved
     products = GROUPED[backend]
     dx_MI = products.gradient_of_rows(dy_MO, w_GOI, sizes_G)
     dw_GOI = products.gradient_of_weights(x_MI, dy_MO, sizes_G)
-    return dx_MI, dw_GOI.astype(w_GOI.dtype), None
+    if apart is not None:
+        return dx_MI, None, None, dw_GOI.astype(apart.dtype)
+    return dx_MI, dw_GOI.astype(w_GOI.dtype), None, None
 
 
 _matmul.defvjp(_forward, _backward)

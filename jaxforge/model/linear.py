@@ -1,5 +1,6 @@
 """Matrices: the declaration that every parameter shares, linear maps and the token embedding."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,6 +17,9 @@ Initializer = Callable[[Array, tuple[int, ...], jnp.dtype], Array]
 """(key, shape, dtype) -> values."""
 
 
+FLOAT32 = jnp.dtype(jnp.float32)
+
+
 class Untrained(nnx.Variable):
     """A float array that no gradient moves: `state.train_state.TrainState.model_state`."""
 
@@ -27,11 +31,13 @@ class Declare(NamedTuple):
         rngs: source of the initial values.
         dtype: dtype that parameters are stored in.
         layers: how many layers share a declaration; they are stacked along a leading axis.
+        reduce_dtype: dtype in which devices add up their gradients of a matrix.
     """
 
     rngs: nnx.Rngs
     dtype: jnp.dtype
     layers: int | None = None
+    reduce_dtype: jnp.dtype = FLOAT32
 
     def __call__(self, shape: tuple[int, ...], axes: Axes, init: Initializer) -> nnx.Param:
         """A parameter.
@@ -85,7 +91,7 @@ class Linear(nnx.Module):
         declare: Declare,
         bias: bool = False,
     ) -> None:
-        self.axes = (out[1], inp[1])
+        self.axes, self.reduce_dtype = (out[1], inp[1]), declare.reduce_dtype
         self.weight = declare((out[0], inp[0]), self.axes, normal(std))
         self.has_bias = bias
         if bias:
@@ -93,29 +99,169 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
         """Multiplies and adds in the dtype of `x`."""
-        weight = collectives.all_gather_weight(self.weight[...].astype(x.dtype), self.axes)
+        bias = self.bias[...] if self.has_bias else None
         # One row a token: of a product of matrices no compiler copies a transpose.
-        y = jnp.einsum("ti,oi->to", x.reshape(-1, x.shape[-1]), weight)
-        if self.has_bias:
-            y = y + self.bias[...].astype(x.dtype)
+        x_TI = x.reshape(-1, x.shape[-1])
+        y = affine(x_TI, self.weight[...], bias, self.axes, x.dtype, self.reduce_dtype)
         return y.reshape(*x.shape[:-1], -1)
+
+
+def affine(
+    x: Float[Array, "*t i"],
+    weight_OI: Float[Array, "o i"],
+    bias_O: Float[Array, "o"] | None,
+    axes: Axes,
+    dtype: jnp.dtype,
+    reduce_dtype: jnp.dtype,
+) -> Float[Array, "*t o"]:
+    """X Wᵀ + b.
+
+    Args:
+        x: a row for each token; products are made in its dtype.
+        weight_OI: as it is stored, laid out by `axes`.
+        bias_O: as it is stored, if there is one.
+        axes: logical axes of the weight.
+        dtype: of the result.
+        reduce_dtype: as of `Declare`.
+    """
+    if collectives.reduces_apart(reduce_dtype, x.dtype):
+        return _reduced_apart(axes, dtype, reduce_dtype, x, weight_OI, bias_O)
+    return _affine(axes, dtype, x, weight_OI, bias_O)
+
+
+def _affine(axes: Axes, dtype: jnp.dtype, x: Array, weight: Array, bias: Array | None) -> Array:
+    weight_OI = collectives.all_gather_weight(weight.astype(x.dtype), axes)
+    wider = None if dtype == x.dtype else dtype
+    y = jnp.einsum("...i,oi->...o", x, weight_OI, preferred_element_type=wider)
+    return y if bias is None else y + bias.astype(dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _reduced_apart(
+    axes: Axes,
+    dtype: jnp.dtype,
+    reduce_dtype: jnp.dtype,
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+) -> Array:
+    """`_affine`, whose gradients of weight and bias are made, and so added up, in `reduce_dtype`.
+
+    XLA's partitioner adds up a product of split rows in the dtype of the product: a cast after it
+    comes too late. The weight is gathered again for the backward, so that no layer's is kept.
+    """
+    return _affine(axes, dtype, x, weight, bias)
+
+
+def _reduced_apart_saving(
+    axes: Axes,
+    dtype: jnp.dtype,
+    reduce_dtype: jnp.dtype,
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+) -> tuple[Array, tuple[Array, Array, Array | None]]:
+    # Called bare: policies of rematerialisation see its product.
+    return _affine(axes, dtype, x, weight, bias), (x, weight, bias)
+
+
+def _reduced_apart_back(
+    axes: Axes, dtype: jnp.dtype, reduce_dtype: jnp.dtype, saved: tuple, d_y: Array
+) -> tuple[Array, Array, Array | None]:
+    x, weight, bias = saved
+    weight_OI = collectives.all_gather_weight(weight.astype(x.dtype), axes)
+    d_x = jnp.einsum("...o,oi->...i", d_y, weight_OI).astype(x.dtype)
+    d_weight = jnp.einsum("...o,...i->oi", d_y, x, preferred_element_type=reduce_dtype)
+    d_weight = constrain(d_weight, *axes).astype(weight.dtype)
+    if bias is None:
+        return d_x, d_weight, None
+    tokens = tuple(range(d_y.ndim - 1))
+    return d_x, d_weight, jnp.sum(d_y, tokens, reduce_dtype).astype(bias.dtype)
+
+
+_reduced_apart.defvjp(_reduced_apart_saving, _reduced_apart_back)
 
 
 class Embedding(nnx.Module):
     """Rows of a [vocab, dim] table. The result has the dtype asked for; nothing is scaled."""
 
     def __init__(self, vocab: int, dim: int, *, std: float, declare: Declare) -> None:
-        self.weight = declare((vocab, dim), ("vocab", "embed"), normal(std))
+        self.reduce_dtype = declare.reduce_dtype
+        self.weight = declare((vocab, dim), _TABLE, normal(std))
 
     def __call__(self, tokens: Int[Array, "b s"], dtype: jnp.dtype) -> Float[Array, "b s d"]:
         """Looks up `tokens`; ids outside the table are clamped (data is checked beforehand)."""
-        table = self.weight[...].astype(dtype)
-        if not collectives.manual_axes("vocab"):
-            return table[tokens]
-        # Whole over all axes but the one taken over: XLA's partitioner fails on such a gather.
-        return _look_up(
-            constrain(collectives.all_gather_weight(table, ("vocab", "embed")), None, None), tokens
-        )
+        find = _rows_of_share if collectives.manual_axes("vocab") else _rows
+        return look_up(find, self.weight[...], tokens, _TABLE, dtype, self.reduce_dtype)
+
+
+_TABLE = ("vocab", "embed")
+
+Find = Callable[[Array, Array], Array]
+"""(table as it is stored, but in the dtype of the result, tokens) -> their rows."""
+
+
+def look_up(
+    find: Find,
+    weight: Float[Array, "v d"],
+    tokens: Int[Array, "b s"],
+    axes: Axes,
+    dtype: jnp.dtype,
+    reduce_dtype: jnp.dtype,
+) -> Float[Array, "b s d"]:
+    """Rows of a table in `dtype`, by a function that finds them.
+
+    Args:
+        find: the function, differentiable in the table.
+        weight: the table as it is stored.
+        tokens: the rows' numbers.
+        axes: logical axes of the table.
+        dtype: of the result.
+        reduce_dtype: as of `Declare`.
+    """
+    if collectives.reduces_apart(reduce_dtype, dtype):
+        return _look_up_reduced_apart(find, axes, dtype, reduce_dtype, weight, tokens)
+    return find(weight.astype(dtype), tokens)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _look_up_reduced_apart(
+    find: Find,
+    axes: Axes,
+    dtype: jnp.dtype,
+    reduce_dtype: jnp.dtype,
+    weight: Array,
+    tokens: Array,
+) -> Array:
+    """`look_up`, whose gradient of the table is made, and so added up, in `reduce_dtype`."""
+    return find(weight.astype(dtype), tokens)
+
+
+def _look_up_saving(
+    find: Find, axes: Axes, dtype: jnp.dtype, reduce_dtype: jnp.dtype, weight: Array, tokens: Array
+) -> tuple[Array, tuple[Array, Array]]:
+    return find(weight.astype(dtype), tokens), (weight, tokens)
+
+
+def _look_up_back(
+    find: Find, axes: Axes, dtype: jnp.dtype, reduce_dtype: jnp.dtype, saved: tuple, d_y: Array
+) -> tuple[Array, None]:
+    weight, tokens = saved
+    _, back = jax.vjp(lambda table: find(table, tokens), weight.astype(reduce_dtype))
+    (gradient,) = back(d_y.astype(reduce_dtype))
+    return constrain(gradient, *axes).astype(weight.dtype), None
+
+
+_look_up_reduced_apart.defvjp(_look_up_saving, _look_up_back)
+
+
+def _rows(table: Float[Array, "v d"], tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
+    return table[tokens]
+
+
+def _rows_of_share(table: Float[Array, "v d"], tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
+    # Whole over all axes but the one taken over: XLA's partitioner fails on such a gather.
+    return _look_up(constrain(collectives.all_gather_weight(table, _TABLE), None, None), tokens)
 
 
 @jax.custom_vjp

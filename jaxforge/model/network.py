@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from jaxforge.config.model import ModelConfig
 from jaxforge.model import remat
 from jaxforge.model.attention import Attention, Context, KVCache, LayerOut
-from jaxforge.model.linear import Declare, Embedding, Linear, normal
+from jaxforge.model.linear import Declare, Embedding, Linear, look_up, normal
 from jaxforge.model.mlp import MLP
 from jaxforge.model.moe import MoE, nothing_of_experts
 from jaxforge.model.norm import LayerNorm, RMSNorm, norm_of
@@ -40,15 +40,20 @@ class PositionEmbedding(nnx.Module):
     """The table of learned positions."""
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
-        shape = (config.max_seq_len, config.dim)
-        self.weight = declare(shape, ("positions", "embed"), normal(config.init_std))
+        shape, self.reduce_dtype = (config.max_seq_len, config.dim), declare.reduce_dtype
+        self.weight = declare(shape, _POSITIONS, normal(config.init_std))
 
     def __call__(self, positions: Int[Array, "b s"], dtype: jnp.dtype) -> Float[Array, "b s d"]:
         """Looks up positions; those beyond the table get its last row."""
-        table = collectives.all_gather_weight(
-            self.weight[...].astype(dtype), ("positions", "embed")
-        )
-        return constrain(table, None, None)[positions]
+        table = self.weight[...]
+        return look_up(_at_positions, table, positions, _POSITIONS, dtype, self.reduce_dtype)
+
+
+_POSITIONS = ("positions", "embed")
+
+
+def _at_positions(table: Float[Array, "p d"], positions: Int[Array, "b s"]) -> Array:
+    return constrain(collectives.all_gather_weight(table, _POSITIONS), None, None)[positions]
 
 
 class Block(nnx.Module):

@@ -24,7 +24,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxforge.config.model import ModelConfig
-from jaxforge.model.linear import Declare, normal
+from jaxforge.model.linear import FLOAT32, Declare, affine, normal
 from jaxforge.parallel import collectives
 from jaxforge.side import NOTHING, LossWeights, Mean, Metric, Side
 
@@ -49,20 +49,17 @@ class Gate(nnx.Module):
     """Logits of all experts, float32, from activations in their own dtype."""
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
-        self.weight = declare(
-            (config.num_experts, config.dim), (None, "embed"), normal(config.init_std)
-        )
+        self.axes, self.reduce_dtype = (None, "embed"), declare.reduce_dtype
+        shape = (config.num_experts, config.dim)
+        self.weight = declare(shape, self.axes, normal(config.init_std))
         self.has_bias = config.moe_router_bias
         if self.has_bias:
             self.bias = declare((config.num_experts,), (None,), jax.nn.initializers.zeros)
 
     def __call__(self, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s e"]:
         """X Wᵀ + b."""
-        weight = collectives.all_gather_weight(
-            self.weight[...].astype(x_BSD.dtype), (None, "embed")
-        )
-        logits = jnp.einsum("bsd,ed->bse", x_BSD, weight, preferred_element_type=jnp.float32)
-        return logits + self.bias[...].astype(jnp.float32) if self.has_bias else logits
+        bias = self.bias[...] if self.has_bias else None
+        return affine(x_BSD, self.weight[...], bias, self.axes, FLOAT32, self.reduce_dtype)
 
 
 class Router(nnx.Module):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxforge.config.job import JobConfig
 from jaxforge.model.attention_backends import KernelRequirements, choose
 from jaxforge.model.grouped import ProductRequirements, choose_grouped
+from jaxforge.model.linear import FLOAT32
 
 _UNROLLED_ON_CPU = 12  # layers
 _TILE_ON_CPU = 1 << 22  # logits: 16 MiB of float32, which caches hold
@@ -27,6 +28,7 @@ class Runtime(NamedTuple):
             through a product with a permutation: shuffling lanes took 5 % of a step of Llama 2 7B.
         loss_tile: logits of the loss that a device likes to see at a time; None: any number.
         grouped: name of the kernel of products with experts in `grouped.GROUPED`.
+        reduce_dtype: dtype in which devices add up their gradients of matrices.
     """
 
     attention: str = "reference"
@@ -35,6 +37,7 @@ class Runtime(NamedTuple):
     rope_as_matmul: bool = False
     loss_tile: int | None = None
     grouped: str = "blocks"
+    reduce_dtype: jnp.dtype = FLOAT32
 
 
 def gpu_capability(device: jax.Device) -> str | None:
@@ -66,7 +69,8 @@ def runtime_for(
     products = ProductRequirements(platform, dtype, widths, capability)
     grouped = choose_grouped(m.moe_backend, products) if m.is_moe else "blocks"
     save = config.train.activation_checkpointing
-    runtime = Runtime(choose(m, at), save, grouped=grouped)
+    sums = FLOAT32 if config.train.reduce_dtype == "float32" else jnp.dtype(dtype)
+    runtime = Runtime(choose(m, at), save, grouped=grouped, reduce_dtype=sums)
     if platform == "tpu":
         return runtime._replace(rope_as_matmul=True)
     if platform == "cpu":

@@ -104,7 +104,9 @@ class Model:
         self.state = self._declared(nnx.state(module, Untrained))
 
     def _declare(self, key: Array) -> nnx.Module:
-        declare = Declare(nnx.Rngs(params=key), self._param_dtype)
+        declare = Declare(
+            nnx.Rngs(params=key), self._param_dtype, reduce_dtype=self.runtime.reduce_dtype
+        )
         return type(self).network(self.config, declare)
 
     def _declared(self, found: nnx.State) -> Declared:

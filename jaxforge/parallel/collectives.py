@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jaxtyping import Array
 
+from jaxforge.config.rules import DATA_AXES
 from jaxforge.parallel import sharding
 from jaxforge.parallel.sharding import Axes, axes_of_type, constrain, without_data
 
@@ -22,6 +23,21 @@ def manual_axes(axis: str | None = None) -> tuple[str, ...]:
     return (
         names if axis is None else tuple(name for name in sharding.mesh_axes(axis) if name in names)
     )
+
+
+def reduces_apart(reduce_dtype: jnp.dtype, dtype: jnp.dtype) -> bool:
+    """Whether the partitioner adds up gradients over devices, and in another dtype than products.
+
+    It does where it splits the batch; else devices have gradients of their own, or are alone.
+
+    Args:
+        reduce_dtype: what gradients are to be added up in.
+        dtype: of products.
+    """
+    sizes = jax.sharding.get_abstract_mesh().shape
+    automatic = axes_of_type(AxisType.Auto)
+    splits = any(name in automatic and sizes[name] > 1 for name in DATA_AXES)
+    return splits and reduce_dtype != dtype
 
 
 def first_index(axis: str, size: int) -> Array | int:
@@ -109,3 +125,29 @@ def _scatter(axes: Axes, _: None, gradient: Array) -> tuple[Array]:
 
 
 all_gather_weight.defvjp(_gather, _scatter)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gradient_of(weight: Array, axes: Axes, dtype: jnp.dtype) -> Array:
+    """Zeros in the shape of a whole weight; what is their gradient becomes the weight's.
+
+    For a gradient in another dtype than the weight is used in, which an array's own cannot have.
+    Nobody reads the zeros, so that none are made.
+
+    Args:
+        weight: laid out by `axes`.
+        axes: its logical axes.
+        dtype: of the gradient, as it is added up over devices.
+    """
+    return constrain(jnp.zeros_like(weight, dtype), *without_data(axes))
+
+
+def _zeros(weight: Array, axes: Axes, dtype: jnp.dtype) -> tuple[Array, Array]:
+    return gradient_of(weight, axes, dtype), jnp.zeros((), weight.dtype)
+
+
+def _shared(axes: Axes, dtype: jnp.dtype, like: Array, gradient: Array) -> tuple[Array]:
+    return (constrain(gradient, *axes).astype(like.dtype),)
+
+
+gradient_of.defvjp(_zeros, _shared)

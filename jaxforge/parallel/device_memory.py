@@ -4,7 +4,13 @@ import math
 import os
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
+
+from jaxforge.errors import UserError
+from jaxforge.parallel import targets
 
 _WORDS = ("resource_exhausted", "out of memory")
 
@@ -33,6 +39,41 @@ def capacity() -> int:
     """Bytes of a device; of a CPU, of the machine."""
     stats = jax.local_devices()[0].memory_stats() or {}
     return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def capacity_of_each() -> int:
+    """Bytes of a device of this process; virtual devices of a CPU share the machine's memory."""
+    shared = jax.default_backend() == "cpu"
+    return capacity() // (jax.local_device_count() if shared else 1)
+
+
+def smallest_capacity(mesh: Mesh) -> int:
+    """Bytes of a device of a mesh, the same number in all processes of the job, which all ask.
+
+    Of devices that are elsewhere, it is what is known of their kind.
+
+    Raises:
+        UserError: nothing is known of them.
+    """
+    if isinstance(mesh, AbstractMesh):
+        raise UserError(_UNKNOWN.format("a mesh without devices"))
+    device = mesh.devices.flat[0]
+    if device not in jax.devices():
+        known = targets.memory(device)
+        if known is None:
+            raise UserError(_UNKNOWN.format(device.device_kind))
+        return known
+    mine = capacity_of_each()
+    if jax.process_count() == 1:
+        return mine
+    megabytes = np.array(mine >> 20, np.int32)  # collectives have no 64-bit integers
+    return int(np.min(multihost_utils.process_allgather(megabytes))) << 20
+
+
+_UNKNOWN = (
+    'train.grad_sync = "auto" needs to know how much a device holds, and of {} nobody does: pass '
+    'its bytes, or set train.grad_sync to "update" or "microbatch"'
+)
 
 
 def gigabytes(n: float) -> str:

@@ -5,6 +5,7 @@ for TPUs. Set `JAX_PLATFORMS=cpu` where there is no such device.
 """
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ class Gpu(NamedTuple):
         name: as the driver says it.
         capability: compute capability.
         cores: streaming multiprocessors.
-        memory: bytes that a program may use.
+        memory: bytes.
         bandwidth: of that memory, bytes a second.
         l2_cache: bytes.
         clock: GHz.
@@ -34,6 +35,12 @@ class Gpu(NamedTuple):
     bandwidth: int
     l2_cache: int
     clock: float
+
+    @property
+    def usable(self) -> int:
+        """Bytes that a program may use."""
+        part = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", _PREALLOCATED)
+        return int(float(part) * self.memory)
 
     @property
     def target_config(self) -> str:
@@ -74,6 +81,31 @@ GPUS = {
                 132_644_864, 1.965),
 }  # fmt: skip
 """GPUs to compile for, by name."""
+
+
+_GIB = 1 << 30
+TPU_MEMORY = {
+    "TPU v4": int(30.75 * _GIB),
+    "TPU v5 lite": int(15.75 * _GIB),
+    "TPU v5": int(95.74 * _GIB),
+    "TPU v5p": int(95.74 * _GIB),
+    "TPU v6 lite": int(31.25 * _GIB),
+}
+"""Bytes that a program may use of a chip, by the name that its compiler has for it.
+
+As XLA's messages have it; some of what the data sheet says is the runtime's.
+"""
+
+_PREALLOCATED = "0.75"
+"""The part of a GPU's memory that JAX takes, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set."""
+
+
+def memory(device: jax.Device) -> int | None:
+    """Bytes that a program may use of a device that is not here; None where nobody knows."""
+    for gpu in GPUS.values():
+        if gpu.name == device.device_kind:
+            return gpu.usable
+    return TPU_MEMORY.get(device.device_kind)
 
 
 def gpu_compiler_is_here() -> bool:

@@ -60,6 +60,6 @@ def seconds(config: JobConfig, model: Model, mesh: Mapping[str, int], chip: Chip
 
 def _used_by_one(model: Model, mesh: Mapping[str, int]) -> float:
     """Parameters that a device multiplies with, its experts alone among experts."""
-    every, active = parameter_count(model), active_parameter_count(model)
+    every, active = parameter_count(model.abstract), active_parameter_count(model)
     experts = every - active if model.config.is_moe else 0
     return (every - experts + experts / mesh["ep"]) / (mesh["tp"] * mesh["pp"])

@@ -2,15 +2,13 @@
 
 Sources: cloud.google.com/tpu/docs (v5e, v5p, v6e; the network's share is that of a pod or host
 divided by its chips), nvidia.com (H100 SXM, H200, B200: NVLink per direction, one 400 Gb/s adapter
-per GPU as in DGX). What TPU programs may use of the memory is what XLA's messages name.
+per GPU as in DGX).
 """
 
 from typing import NamedTuple
 
-from jaxforge.parallel.targets import GPUS
+from jaxforge.parallel.targets import GPUS, TPU_MEMORY
 from jaxforge.telemetry.flops import PEAK_TFLOPS
-
-GIB = 2**30
 
 
 class Chip(NamedTuple):
@@ -47,7 +45,7 @@ class Chip(NamedTuple):
 
 def _tpu(
     name: str,
-    memory: float,
+    kind: str,
     bandwidth: float,
     link: float,
     network: float,
@@ -55,21 +53,22 @@ def _tpu(
     side: int,
 ) -> Chip:
     peak = PEAK_TFLOPS[f"TPU {name}"] * 1e12
-    return Chip(name, "tpu", peak, int(memory * GIB), bandwidth, link, network, per_cycle, side)
+    memory = TPU_MEMORY[kind]
+    return Chip(name, "tpu", peak, memory, bandwidth, link, network, per_cycle, side)
 
 
 def _gpu(name: str, link: float, network: float) -> Chip:
     gpu = GPUS[name]
     peak = PEAK_TFLOPS[name.upper()] * 1e12
-    return Chip(name, "gpu", peak, gpu.memory, gpu.bandwidth, link, network)
+    return Chip(name, "gpu", peak, gpu.usable, gpu.bandwidth, link, network)
 
 
 CHIPS = {
     chip.name: chip
     for chip in (
-        _tpu("v5e", 15.75, 819e9, 50e9, 3.125e9, 131_072, 16),
-        _tpu("v5p", 95.74, 2765e9, 100e9, 6.25e9, 262_144, 4),
-        _tpu("v6e", 31.25, 1640e9, 100e9, 12.5e9, 524_288, 16),
+        _tpu("v5e", "TPU v5 lite", 819e9, 50e9, 3.125e9, 131_072, 16),
+        _tpu("v5p", "TPU v5p", 2765e9, 100e9, 6.25e9, 262_144, 4),
+        _tpu("v6e", "TPU v6 lite", 1640e9, 100e9, 12.5e9, 524_288, 16),
         _gpu("h100", 450e9, 50e9),
         _gpu("h200", 450e9, 50e9),
         _gpu("b200", 900e9, 50e9),

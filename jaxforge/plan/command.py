@@ -178,6 +178,8 @@ def _memory(made: Plan) -> Iterator[tuple[str, str, str]]:
     for name in ("parameters", "optimizer", "gradients", "activations", "other"):
         yield name, gb(getattr(memory, name)), ""
     yield "at the peak", gb(memory.peak), f"of {gb(memory.capacity)}"
+    sync = made.step.grad_sync
+    yield "gradients", f"per {sync.mode}", sync.why
     yield "compiled in", f"{made.step.seconds:.1f} s", ""
 
 

@@ -1,7 +1,6 @@
 """The real step of a config, compiled for a machine that is not here, and what it needs."""
 
 import math
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -16,13 +15,14 @@ from jaxforge.model.runtime import gpu_capability
 from jaxforge.model.transformer import Model, build_model
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import targets, xla_flags
-from jaxforge.parallel.device_memory import is_out_of_memory, per_device
+from jaxforge.parallel.device_memory import capacity_of_each, is_out_of_memory, per_device
 from jaxforge.parallel.mesh import STAGES, data_parallel_size, make_mesh
-from jaxforge.parallel.sharding import partition_spec, without_data
+from jaxforge.parallel.sharding import Axes, partition_spec, without_data
 from jaxforge.plan.chips import CHIPS
 from jaxforge.plan.hlo import Program, arrays
 from jaxforge.plan.topology import CPU, TPUS, Topology
 from jaxforge.state.train_state import TrainState, abstract_state
+from jaxforge.step.grad_sync import GradSync, resolve_grad_sync
 from jaxforge.step.lowering import lower_train_step
 from jaxforge.training.hooks import HookRunner, named_hook
 
@@ -59,12 +59,14 @@ class Step(NamedTuple):
 
     Attributes:
         mesh: that it is for.
+        grad_sync: how gradients are reduced, and why.
         program: optimized; None where the compiler gave up for lack of memory.
         memory: of one device.
         seconds: that compiling took.
     """
 
     mesh: Mesh
+    grad_sync: GradSync
     program: Program | None
     memory: Memory
     seconds: float
@@ -98,10 +100,14 @@ def compile_step(config: JobConfig, topology: Topology, devices: list[jax.Device
     Raises:
         UserError: a parameter does not divide, or an axis does not fit the network.
     """
-    mesh = make_mesh(config, devices)
-    device = devices[0]
+    mesh, device = make_mesh(config, devices), devices[0]
     model = build_model(config, device.platform, gpu_capability(device))
-    state = abstract_state(model, build_optimizer(config, model.axes), mesh)
+    optimizer = build_optimizer(config, model.axes)
+    chip = CHIPS.get(topology.chip)
+    capacity = chip.memory if chip else capacity_of_each()
+    sync = resolve_grad_sync(config, model, optimizer, mesh, capacity)
+    config = sync.applied_to(config)
+    parts = _Parts(config, model, abstract_state(model, optimizer, mesh), mesh, capacity)
     spreads = config.model.is_moe
     options = xla_flags.compiler_options(device, config.train.xla_flags, spreads_experts=spreads)
     hooks = HookRunner([named_hook(path) for path in config.plugins.hooks])
@@ -112,9 +118,8 @@ def compile_step(config: JobConfig, topology: Topology, devices: list[jax.Device
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        seconds = time.perf_counter() - start
-        memory = _memory(config, model, state, mesh, topology, _wanted(str(error), state), None)
-        return Step(mesh, None, memory, seconds)
+        memory = parts.memory(_wanted(str(error), parts.state), None)
+        return Step(mesh, sync, None, memory, time.perf_counter() - start)
     seconds = time.perf_counter() - start
     text, stats = compiled.as_text(), compiled.memory_analysis()
     assert text is not None
@@ -123,9 +128,7 @@ def compile_step(config: JobConfig, topology: Topology, devices: list[jax.Device
     if topology.chip == CPU:  # where the peak leaves temporaries out
         kept = stats.output_size_in_bytes - stats.alias_size_in_bytes
         peak = stats.argument_size_in_bytes + kept + stats.temp_size_in_bytes
-    return Step(
-        mesh, program, _memory(config, model, state, mesh, topology, peak, program), seconds
-    )
+    return Step(mesh, sync, program, parts.memory(peak, program), seconds)
 
 
 def _wanted(said: str, state: TrainState) -> int:
@@ -139,49 +142,52 @@ def _wanted(said: str, state: TrainState) -> int:
     return 0
 
 
-def _memory(
-    config: JobConfig,
-    model: Model,
-    state: TrainState,
-    mesh: Mesh,
-    topology: Topology,
-    peak: int,
-    program: Program | None,
-) -> Memory:
-    parameters, optimizer = per_device(state.params), per_device(state.opt_state)
-    gradients = _gradients(config, model, state, mesh)
-    activations = _saved(program, model, state, mesh) if program else 0
-    other = max(0, peak - parameters - optimizer - gradients - activations)
-    chip = CHIPS.get(topology.chip)
-    capacity = chip.memory if chip else _memory_of_this_machine() // topology.n_devices
-    return Memory(peak, capacity, parameters, optimizer, gradients, activations, other)
+class _Parts(NamedTuple):
+    """What the memory of a device is divided among."""
 
+    config: JobConfig
+    model: Model
+    state: TrainState
+    mesh: Mesh
+    capacity: int
 
-def _memory_of_this_machine() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    def memory(self, peak: int, program: Program | None) -> Memory:
+        """The parts of the peak; what the program saves is known where there is one."""
+        parameters, optimizer = per_device(self.state.params), per_device(self.state.opt_state)
+        gradients = self._gradients()
+        activations = self._saved(program) if program else 0
+        other = max(0, peak - parameters - optimizer - gradients - activations)
+        return Memory(peak, self.capacity, parameters, optimizer, gradients, activations, other)
 
+    def _gradients(self) -> int:
+        """Those that are added up; whole where they are reduced once per update."""
+        whole = self.config.train.grad_sync == "update" and data_parallel_size(self.mesh) > 1
 
-def _gradients(config: JobConfig, model: Model, state: TrainState, mesh: Mesh) -> int:
-    """Those that are added up over microbatches: whole where they are reduced once per update."""
-    whole = config.train.grad_sync == "update" and data_parallel_size(mesh) > 1
+        def size(leaf: jax.ShapeDtypeStruct, axes: Axes) -> int:
+            spec = partition_spec(without_data(axes) if whole else axes)
+            return 4 * math.prod(NamedSharding(self.mesh, spec).shard_shape(leaf.shape))
 
-    def size(leaf: jax.ShapeDtypeStruct, axes: tuple) -> int:
-        spec = partition_spec(without_data(axes) if whole else axes)
-        return 4 * math.prod(NamedSharding(mesh, spec).shard_shape(leaf.shape))
+        sizes = jax.tree.map(size, self.state.params, self.model.axes)
+        return sum(jax.tree.leaves(sizes))
 
-    sizes = jax.tree.map(size, state.params, model.axes)
-    return sum(jax.tree.leaves(sizes))
+    def _saved(self, program: Program) -> int:
+        """What the fullest loop over layers carries one of for each layer, but for weights' kin.
 
+        Those have the shapes of parameters, whole, of one device, or whole over the data axes.
+        """
+        stacks = {len(rows) for rows in self.model.config.stacks.values()}
+        layers = stacks | {-(-n // self.mesh.shape[STAGES]) for n in stacks}
+        weights = set(self._weight_shapes())
+        return max((_of_layers(shape, layers, weights) for shape in _carried(program)), default=0)
 
-def _saved(program: Program, model: Model, state: TrainState, mesh: Mesh) -> int:
-    """What the fullest loop over layers carries one of for each layer, but for weights' kin.
-
-    Those have the shapes of parameters, whole, of one device, or whole over the data axes.
-    """
-    stacks = {len(rows) for rows in model.config.stacks.values()}
-    layers = stacks | {-(-n // mesh.shape[STAGES]) for n in stacks}
-    weights = set(_weight_shapes(model, state, mesh))
-    return max((_of_layers(shape, layers, weights) for shape in _carried(program)), default=0)
+    def _weight_shapes(self) -> Iterator[tuple[int, ...]]:
+        leaves = jax.tree.leaves(self.state.params)
+        axes = jax.tree.leaves(self.model.axes, is_leaf=lambda node: isinstance(node, tuple))
+        for leaf, names in zip(leaves, axes, strict=True):
+            used = NamedSharding(self.mesh, partition_spec(without_data(names)))
+            yield leaf.shape
+            yield leaf.sharding.shard_shape(leaf.shape)
+            yield used.shard_shape(leaf.shape)
 
 
 def _of_layers(shape: str, layers: set[int], weights: set[tuple[int, ...]]) -> int:
@@ -192,14 +198,6 @@ def _of_layers(shape: str, layers: set[int], weights: set[tuple[int, ...]]) -> i
             if len(dims) > 2 and dims[0] in layers and dims not in weights
         )
     )
-
-
-def _weight_shapes(model: Model, state: TrainState, mesh: Mesh) -> Iterator[tuple[int, ...]]:
-    leaves = jax.tree.leaves(state.params)
-    axes = jax.tree.leaves(model.axes, is_leaf=lambda node: isinstance(node, tuple))
-    for leaf, names in zip(leaves, axes, strict=True):
-        used = NamedSharding(mesh, partition_spec(without_data(names)))
-        yield from (leaf.shape, leaf.sharding.shard_shape(leaf.shape), used.shard_shape(leaf.shape))
 
 
 def _carried(program: Program) -> Iterator[str]:

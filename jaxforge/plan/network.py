@@ -107,4 +107,5 @@ def _share(kind: str, side: int, closed: bool) -> float:
 
 
 def _node(device: jax.Device) -> object:
-    return getattr(device, "slice_index", device.process_index)  # GPUs' are nodes
+    node = getattr(device, "slice_index", None)  # what JAX calls a slice of GPUs is a node
+    return device.process_index if node is None else node

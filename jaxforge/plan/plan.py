@@ -81,9 +81,10 @@ def _advice(config: JobConfig, step: Step) -> Iterator[str]:
         yield from out_of_memory.smaller_state(config, state, memory.capacity)
         return
     dp = data_parallel_size(step.mesh)
-    if train.grad_sync == "update" and dp > 1:
-        yield 'train.grad_sync = "microbatch": no whole weights and gradients'
-    yield from out_of_memory.smaller_step(config, train.microbatch_size(dp) // dp)
+    whole = step.grad_sync.mode == "update" and dp > 1
+    yield from out_of_memory.smaller_step(
+        config, train.microbatch_size(dp) // dp, reduces_whole=whole
+    )
 
 
 def as_json(made: Plan, price: float | None = None) -> dict[str, Any]:
@@ -113,6 +114,7 @@ def as_json(made: Plan, price: float | None = None) -> dict[str, Any]:
             "activations_bytes": memory.activations,
             "other_bytes": memory.other,
         }
+        report["grad_sync"] = made.step.grad_sync._asdict()
         report["compile_seconds"] = round(made.step.seconds, 1)
     if made.timeline is not None:
         report["collectives"] = [_collective(key, one) for key, one in by_time(made.timeline)]

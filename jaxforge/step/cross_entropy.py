@@ -132,6 +132,13 @@ def tiling(config: TrainConfig, batch: int, length: int, vocab: int, tile: int |
         tile: logits that the platform likes to see at a time, on a device; None: any number.
     """
     rows, entries = size_per_device(batch, "batch"), size_per_device(vocab, "vocab")
+    return tiling_on_device(config, rows, length, entries, tile)
+
+
+def tiling_on_device(
+    config: TrainConfig, rows: int, length: int, entries: int, tile: int | None
+) -> Tiling:
+    """`tiling`, from what one device has: sequences, and entries of the vocabulary."""
     chunked = config.loss_fn == "chunked_cross_entropy"
     if config.ce_chunk_size or not chunked:
         likes = length if tile is None else tile // entries // rows

@@ -1,12 +1,16 @@
 """Gradients and loss of a batch, summed over its microbatches, on any mesh.
 
-Gradients are reduced between data-parallel devices in one of two ways (`train.grad_sync`):
+Gradients are reduced between data-parallel devices in one of two ways (`train.grad_sync`; "auto"
+has become one of them before, `step.grad_sync`):
 
     update      weights are gathered once and gradients reduced once, around the scan over
                 microbatches, which itself exchanges nothing between data-parallel devices. Costs
                 the memory of whole weights (compute dtype) and whole gradients (float32).
     microbatch  the partitioner gathers each layer's weights as they are needed and reduces its
                 gradients at once, in every microbatch: more traffic, least memory.
+
+In both, devices add up their gradients in float32, or in the compute dtype (`train.reduce_dtype`),
+and microbatches are added up in float32.
 
 Microbatches come one by one, or, where there are stages, as `pipeline.schedule` has them. What the
 layers and the loss tell besides (`Side`) goes the way of the loss.
@@ -258,7 +262,7 @@ def _reduced_once(
     """
     stages = _stages(mesh)
     manual = (*DATA_AXES, *stages)
-    reduce = _reduction(model.axes, mesh)
+    reduce = _reduction(model.axes, mesh, model.runtime.reduce_dtype)
 
     def gradients(params: Params, state: Params, batch: Batch) -> tuple[Params, Loss]:
         loss_weights = update_loss_weights(batch, config)
@@ -309,19 +313,23 @@ def _gather(param: Array, axes: Axes, dtype: jnp.dtype) -> Array:
     return constrain(param, *without_data(axes))
 
 
-def _reduction(axes: PyTree, mesh: Mesh) -> Callable[[Params], Params]:
+def _reduction(axes: PyTree, mesh: Mesh, dtype: jnp.dtype) -> Callable[[Params], Params]:
     """Sums gradients [group, ...] over groups; each device keeps its share of the sum.
+
+    Matrices are added up in `dtype`; the result is float32.
 
     Manual over every axis: left to the partitioner, the tp shards would be gathered first.
     """
 
     def one(grad: Array, axes: Axes) -> Array:
         grad, groups = grad[0], group_axes(axes)
+        if is_matrix(axes):
+            grad = grad.astype(dtype)
         for dimension, axis in enumerate(axes):
             if scattered := tuple(name for name in data_axes(axis) if name in groups):
                 grad = collectives.psum_scatter(grad, scattered, dimension)
                 groups = tuple(name for name in groups if name not in scattered)
-        return jax.lax.psum(grad, groups)
+        return jax.lax.psum(grad, groups).astype(jnp.float32)
 
     return jax.shard_map(
         lambda grads: jax.tree.map(one, grads, axes),

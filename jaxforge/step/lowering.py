@@ -17,24 +17,31 @@ from jaxforge.step.train_step import Controls, make_train_step
 
 
 def lower_train_step(
-    config: JobConfig, mesh: Mesh, *, collect: Iterable[str] = ()
+    config: JobConfig,
+    mesh: Mesh,
+    capacity: int | None = None,
+    *,
+    collect: Iterable[str] = (),
 ) -> jax.stages.Lowered:
     """The whole update as a user's run would compile it; no array is made.
 
     Args:
         config: a config that `rules.check` has passed for the mesh.
         mesh: of devices here or elsewhere (`parallel.targets`).
+        capacity: bytes of one device, by which `train.grad_sync = "auto"` goes; by default what is
+            known of these devices.
         collect: what hooks want besides `metrics.collect`.
 
     Raises:
-        UserError: a parameter does not divide, or the attention kernel asked for cannot serve.
+        UserError: a parameter does not divide, the attention kernel asked for cannot serve, or it
+            is not known what a device holds.
     """
     device = mesh.devices.flat[0]
     model = build_model(config, device.platform, gpu_capability(device))
     optimizer = build_optimizer(config, model.axes)
     with jax.set_mesh(mesh), matmul_precision(config):
         collect = (*config.metrics.collect, *collect)
-        step = make_train_step(model, optimizer, config, mesh, collect=collect)
+        step = make_train_step(model, optimizer, config, mesh, collect=collect, capacity=capacity)
         state = abstract_state(model, optimizer, mesh)
         return step.lower(state, abstract_batch(config, mesh), Controls())
 

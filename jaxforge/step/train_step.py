@@ -18,6 +18,7 @@ from jaxforge.side import value_of
 from jaxforge.state.train_state import Counts, TrainState, state_shardings
 from jaxforge.step.collect import Step, check_collect, collected
 from jaxforge.step.cross_entropy import valid_tokens, valid_tokens_by_dataset
+from jaxforge.step.grad_sync import resolve_grad_sync
 from jaxforge.step.gradients import Batch, Loss, make_gradients, with_dataset_mask
 from jaxforge.step.guard import Guard, select
 from jaxforge.step.losses import DATASET_NLL
@@ -76,6 +77,7 @@ def make_train_step(
     mesh: Mesh,
     *,
     collect: Iterable[str] = (),
+    capacity: int | None = None,
 ) -> jax.stages.Wrapped:
     """The jitted step `(state, batch, controls) -> (state, metrics)`; the state is donated.
 
@@ -85,11 +87,13 @@ def make_train_step(
         config: a validated config.
         mesh: where the state lies.
         collect: more for the metrics to hold, among `step.collect.COLLECTED`.
+        capacity: bytes of one device, as of `resolve_grad_sync`.
 
     Raises:
-        UserError: there is no such thing to collect.
+        UserError: there is no such thing to collect, or it is not known what a device holds.
     """
     wanted = check_collect(collect)
+    config = resolve_grad_sync(config, model, optimizer, mesh, capacity).applied_to(config)
     gradients = make_gradients(model, config, mesh)
     lr = learning_rate(config)
     guard = Guard(config.train)

@@ -61,7 +61,11 @@ def test_printing_is_the_same_text(capsys):
             'an integer greater than 0, or a duration like "10%", "2ep", "1B tok"',
         ),
         (("train", "global_batch_size"), "int", "an integer greater than 0"),
-        (("train", "grad_sync"), "update | microbatch", "one of update, microbatch"),
+        (
+            ("train", "grad_sync"),
+            "auto | update | microbatch",
+            "one of auto, update, microbatch",
+        ),
         (("optimizer", "betas"), "[float, float]", "a list of 2 values"),
         (("optimizer", "betas", 0), "float", "a number of at least 0 and less than 1"),
         (("optimizer", "fused"), "bool", "true or false"),

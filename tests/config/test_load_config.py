@@ -144,6 +144,7 @@ def test_every_key_of_kempnerforge_loads():
                 "ce_vocab_chunk",
                 "batch_ramp",
                 "grad_sync",
+                "reduce_dtype",
                 "on_nonfinite",
                 "on_spike",
                 "spike_threshold",

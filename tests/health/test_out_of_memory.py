@@ -46,6 +46,7 @@ def test_a_run_that_does_not_fit_says_what_would(tmp_path, error, said):
     assert text.startswith("out of memory: ")
     assert said in text
     assert "activations of 4 sequences of 32 tokens" in text
+    assert 'train.grad_sync = "microbatch"' in text
     assert "train.batch_size = 2 and train.grad_accum_steps = 6: half the activations" in text
     assert 'train.activation_checkpointing = "full"' in text
     assert 'train.mixed_precision = "bf16"' in text

@@ -41,7 +41,7 @@ def test_a_page_says_what_the_plan_says(html):
 
 
 def test_a_page_loads_nothing(html):
-    assert not re.findall(r"""(?:src|href)=|url\\(|@import""", html)
+    assert not re.findall(r"""(?:src|href)=|url[(]|@import""", html)
     assert html.count("<svg") == html.count("</svg>") >= 1
 
 

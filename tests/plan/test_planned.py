@@ -8,6 +8,7 @@ import pytest
 
 from jaxforge import build, train
 from jaxforge.parallel import compilation
+from jaxforge.plan import __main__ as plan_main
 from jaxforge.plan import command
 from jaxforge.plan.checks import checkpoint_bytes, kept_checkpoints, schedule
 from jaxforge.plan.plan import as_json, plan
@@ -85,10 +86,8 @@ def test_what_does_not_fit_is_advised(made, monkeypatch, capsys):
     config = tiny_config(distributed=MESH, train={"batch_size": 4})
     monkeypatch.setattr(command.load, "load_unresolved", lambda *_: config)
 
-    class Arguments:
-        config, json, price = "x.toml", False, None
-
-    assert command.run(Arguments, CPUS, []) == 2
+    args = plan_main._parser().parse_args(["--config=x.toml", "--topology=cpu:8"])
+    assert command.run(args, CPUS, []) == 2
     said = capsys.readouterr().out
     assert "it does not fit" in said
     assert "train.batch_size = 2" in said

@@ -1,0 +1,74 @@
+"""What `train.grad_sync = "auto"` stands for on a mesh: whether whole gradients fit on a device."""
+
+from typing import NamedTuple
+
+import optax
+from jax.sharding import Mesh
+
+from jaxforge.config.job import JobConfig
+from jaxforge.model.transformer import Model
+from jaxforge.parallel import device_memory
+from jaxforge.parallel.device_memory import gigabytes
+from jaxforge.parallel.mesh import data_parallel_size
+from jaxforge.step.memory import step_memory
+
+_USABLE = 0.85
+"""Of a device: the rest is for what an estimate misses, communication buffers and fragments."""
+
+
+class GradSync(NamedTuple):
+    """How gradients are reduced between data-parallel devices.
+
+    Attributes:
+        mode: "update" or "microbatch", as `step.gradients` explains them.
+        why: in words, for the user; empty where nobody decided.
+    """
+
+    mode: str
+    why: str = ""
+
+    def applied_to(self, config: JobConfig) -> JobConfig:
+        """The config with this in the place of "auto"."""
+        if config.train.grad_sync == self.mode:
+            return config
+        train = config.train.model_copy(update={"grad_sync": self.mode})
+        return config.model_copy(update={"train": train})
+
+
+def resolve_grad_sync(
+    config: JobConfig,
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    capacity: int | None = None,
+) -> GradSync:
+    """`train.grad_sync`, or what "auto" stands for.
+
+    That is "update" where its estimated memory leaves 15 % of a device free, else "microbatch": a
+    run that fits is better than a faster one that does not. All processes come to the same answer,
+    and all must ask.
+
+    Args:
+        config: a config that `rules.check` has passed for the mesh.
+        model: as of `build_model`.
+        optimizer: as of `build_optimizer`.
+        mesh: the run's.
+        capacity: bytes of one device; by default, asked of the mesh's devices.
+
+    Raises:
+        UserError: there is no capacity given, and it is not known of these devices.
+    """
+    if config.train.grad_sync != "auto":
+        return GradSync(config.train.grad_sync)
+    if data_parallel_size(mesh) == 1:
+        return GradSync("update")
+    if capacity is None:
+        capacity = device_memory.smallest_capacity(mesh)
+    needs = step_memory(config, model, optimizer, mesh, "update").total
+    mode = "update" if needs <= _USABLE * capacity else "microbatch"
+    fits = "fit" if mode == "update" else "would not fit"
+    return GradSync(
+        mode,
+        f"whole weights and gradients {fits}: about {gigabytes(needs)} of "
+        f"{gigabytes(capacity)} per device",
+    )

@@ -1,0 +1,290 @@
+"""How gradients are reduced: what "auto" stands for, and in which dtype devices add them up."""
+
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from jaxforge import train
+from jaxforge.config import rules
+from jaxforge.config.job import JobConfig
+from jaxforge.config.reading.load import load_config
+from jaxforge.errors import UserError
+from jaxforge.model.transformer import build_model
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.parallel import device_memory
+from jaxforge.parallel.mesh import make_mesh
+from jaxforge.step import train_step
+from jaxforge.step.grad_sync import resolve_grad_sync
+from jaxforge.step.lowering import lower_train_step
+from jaxforge.step.memory import step_memory
+from jaxforge.step.train_step import Controls
+from tests.conftest import tiny_config
+from tests.helpers import LEARNED, hlo, lowered, new_setup, random_batches, setup
+
+COMPUTE = {"reduce_dtype": "compute"}
+BF16 = {"mixed_precision": "bf16", "batch_size": 2}
+H100 = int(0.75 * 84_942_979_072)  # what JAX takes of it
+
+
+def mesh_of(config, n_devices):
+    shape = rules.mesh_shape(config, n_devices)
+    kinds = (AxisType.Auto,) * len(shape)
+    return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=kinds)
+
+
+def resolved(config, n_devices, capacity):
+    rules.check(config, n_devices)
+    mesh, model = mesh_of(config, n_devices), build_model(config)
+    return resolve_grad_sync(config, model, build_optimizer(config, model.axes), mesh, capacity)
+
+
+def needs(config, n_devices, mode="update"):
+    mesh, model = mesh_of(config, n_devices), build_model(config)
+    return step_memory(config, model, build_optimizer(config, model.axes), mesh, mode)
+
+
+def test_it_is_update_where_that_fits_with_room_to_spare_and_says_so():
+    config = tiny_config(distributed={"dp_shard": 4})
+    total = needs(config, 4).total
+    found = {percent: resolved(config, 4, 100 * total // percent).mode for percent in (84, 86)}
+    assert found == {84: "update", 86: "microbatch"}
+    why = resolved(config, 4, 2 * total).why
+    amounts = device_memory.gigabytes(total), device_memory.gigabytes(2 * total)
+    assert why == f"whole weights and gradients fit: about {amounts[0]} of {amounts[1]} per device"
+    assert "would not fit" in resolved(config, 4, total).why
+
+
+@pytest.mark.parametrize("written", ["update", "microbatch"])
+def test_what_the_user_writes_is_done_whatever_fits(written):
+    config = tiny_config(train={"grad_sync": written}, distributed={"dp_shard": 4})
+    assert {resolved(config, 4, capacity) for capacity in (1, 1 << 60)} == {(written, "")}
+
+
+def test_one_data_parallel_device_reduces_nothing():
+    config = tiny_config(distributed={"dp_shard": 1, "tp": 2})
+    assert resolved(config, 2, 1) == ("update", "")
+
+
+def test_the_smallest_device_of_a_job_decides(monkeypatch):
+    config = tiny_config(distributed={"dp_shard": 2})
+    mesh = make_mesh(config, jax.devices()[:2])
+    monkeypatch.setattr(device_memory, "capacity", lambda: 64 << 30)
+    assert device_memory.smallest_capacity(mesh) == 8 << 30  # eight devices of one machine
+    others = np.array([7 << 10, 9 << 10], np.int32)
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    monkeypatch.setattr(
+        device_memory.multihost_utils, "process_allgather",
+        lambda mine: np.append(others, mine),
+    )  # fmt: skip
+    assert device_memory.smallest_capacity(mesh) == 7 << 30
+
+
+def test_devices_that_nobody_knows_are_a_users_error():
+    config = tiny_config(distributed={"dp_shard": 4})
+    with pytest.raises(UserError, match=r'grad_sync = "auto" needs .* "update" or "microbatch"'):
+        resolved(config, 4, None)
+
+
+def test_a_run_says_what_was_chosen_and_keeps_the_users_word(tmp_path, capsys, monkeypatch):
+    config = tiny_config(
+        train={"max_steps": 1}, distributed={"dp_shard": -1}, checkpoint={"dir": str(tmp_path)}
+    )
+    monkeypatch.setattr(device_memory, "capacity", lambda: 1 << 20)
+    asked = []
+    make = train_step.make_gradients
+
+    def seen(model, config, mesh):
+        asked.append(config.train.grad_sync)
+        return make(model, config, mesh)
+
+    monkeypatch.setattr(train_step, "make_gradients", seen)
+    train.run(config)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "gradients reduced per microbatch" in said
+    assert "whole weights and gradients would not fit" in said
+    assert asked == ["microbatch"]
+    assert load_config(tmp_path / "config.toml").train.grad_sync == "auto"
+
+
+# --- Shapes of large runs on their machines
+
+KEMPNERFORGE = {  # 32 x H100; layers, width, heads; then train and distributed
+    "7b": (
+        (32, 4096, 32), {"batch_size": 4, "grad_accum_steps": 4}, {"dp_shard": 32}, "microbatch",
+    ),
+    "70b": (
+        (80, 8192, 64), {"batch_size": 2, "grad_accum_steps": 4}, {"dp_shard": 8, "tp": 4},
+        "microbatch",
+    ),
+}  # fmt: skip
+
+
+def kempnerforge(name) -> tuple[JobConfig, str]:
+    (layers, dim, heads), of_train, distributed, mode = KEMPNERFORGE[name]
+    model = {
+        "dim": dim, "n_layers": layers, "n_heads": heads, "n_kv_heads": 8, "vocab_size": 128256,
+        "ffn_dim_multiplier": 1.3, "max_seq_len": 4096,
+    }  # fmt: skip
+    of_train = {"seq_len": 4096, "activation_checkpointing": "full", **of_train}
+    sections = {"model": model, "train": of_train, "distributed": distributed}
+    return JobConfig.model_validate(sections), mode
+
+
+@pytest.mark.parametrize("name", KEMPNERFORGE)
+def test_large_models_of_kempnerforge_reduce_per_microbatch(name):
+    config, mode = kempnerforge(name)
+    assert resolved(config, 32, H100).mode == mode
+
+
+def test_the_quickstart_reduces_per_update_on_any_devices():
+    config = load_config(Path(__file__).parents[2] / "configs" / "quickstart.toml")
+    for n_devices in (2, 8):
+        assert resolved(config, n_devices, 1 << 30).mode == "update"
+
+
+# --- The estimate
+
+CASES = {
+    "dp_shard": ({}, {"dp_shard": 4}),
+    "accumulated": ({"grad_accum_steps": 4}, {"dp_shard": 4}),
+    "hsdp": ({}, {"dp_replicate": 2, "dp_shard": 2}),
+    "tp": ({"grad_accum_steps": 2}, {"dp_shard": 2, "tp": 2}),
+    "1f1b": ({"grad_accum_steps": 4}, {"dp_shard": 2, "pp": 2}),
+    "nothing recomputed": ({"activation_checkpointing": "none"}, {"dp_shard": 4}),
+    "products saved": (
+        {"activation_checkpointing": "dots_with_no_batch_dims_saveable"}, {"dp_shard": 4},
+    ),
+    "chunked loss": ({"loss_fn": "chunked_cross_entropy", "ce_chunk_size": 64}, {"dp_shard": 4}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["update", "microbatch"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_estimate_is_near_what_the_compiler_says(name, mode):
+    """Of a model whose weights and activations are of like size; in float32, as CPUs compute."""
+    of_train, distributed = CASES[name]
+    config = tiny_config(
+        model={"dim": 256, "n_layers": 16, "n_heads": 4, "n_kv_heads": 4, "vocab_size": 4096,
+               "max_seq_len": 256},
+        train={"batch_size": 2, "seq_len": 256, "activation_checkpointing": "full",
+               "grad_sync": mode, **of_train},
+        distributed=distributed,
+    )  # fmt: skip
+    mesh = make_mesh(config, jax.devices()[:4])
+    memory = lower_train_step(config, mesh).compile().memory_analysis()
+    peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    assert 0.7 < needs(config, 4, mode).total / peak < 1.25
+
+
+# --- In which dtype
+
+
+def grads(config):
+    """Gradients of one batch, on the host."""
+    ours = setup(config, collect=("grads",))
+    (batch,) = random_batches(config, 1)
+    with jax.set_mesh(ours.mesh):
+        _, metrics = ours.step(ours.state(), ours.put(batch), Controls())
+    return jax.device_get(metrics["grads"])
+
+
+MODELS = {
+    "llama": {},
+    "biases, learned positions, tied": {**LEARNED, "qkv_bias": True, "tie_embeddings": True},
+    "experts": {"num_experts": 4, "moe_top_k": 2, "mlp_bias": True, "moe_router_bias": True},
+}
+MESHES = [{"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}, {"dp_shard": 2, "pp": 2}]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_both_ways_give_the_same_gradients(name, mesh):
+    """Up to bfloat16's rounding, 2^-8, which both do in other places."""
+    of_train = {**BF16, "grad_accum_steps": 2}
+
+    def by(**keys):
+        sections = {"model": MODELS[name], "train": {**of_train, **keys}}
+        return grads(tiny_config(**sections, distributed={"dp_shard": 1, **mesh}))
+
+    def is_near(ours, theirs):
+        floor = 1e-6  # what the bias of keys has, which moves no attention
+        return np.linalg.norm(ours - theirs) < 0.015 * np.linalg.norm(theirs) + floor
+
+    update = by(grad_sync="update")
+    for keys in ({"grad_sync": "microbatch"}, {"grad_sync": "microbatch", **COMPUTE},
+                 {"grad_sync": "update", **COMPUTE}):  # fmt: skip
+        near = jax.tree.map(is_near, by(**keys), update)
+        assert all(jax.tree.leaves(near)), (keys, near)
+
+
+def added_up(config, directory):
+    """dtypes of matrices that devices add up, as XLA's partitioner has it before CPUs' own passes.
+
+    Those add up bfloat16 in float32.
+    """
+    options = {"xla_dump_to": str(directory), "xla_dump_hlo_pass_re": "spmd.*"}
+    lowered(new_setup(config)).compile({**options, "xla_dump_hlo_as_text": True})
+    (path,) = directory.glob("*train_step*after_spmd-partitioning*.txt")
+    reductions = re.findall(r"= (.+?) (?:all-reduce|reduce-scatter)\((.+)", path.read_text())
+    alone = "replica_groups={{0},{1}"
+    among_devices = [result for result, rest in reductions if alone not in rest]
+    shapes = [shape for one in among_devices for shape in re.findall(r"(\w+)\[([\d,]+)\]", one)]
+    # Matrices of a layer, embedding and head: other sums are of tokens or of single numbers.
+    return {dtype for dtype, shape in shapes if set(shape.split(",")) & SIZES and "," in shape}
+
+
+SIZES = {"64", "16"}  # width of the model, and what each device keeps of it
+
+
+@pytest.fixture
+def no_cache():
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+
+
+@pytest.mark.usefixtures("no_cache")
+@pytest.mark.parametrize("model", [{}, {"num_experts": 4}], ids=["llama", "experts"])
+@pytest.mark.parametrize("mode", ["update", "microbatch"])
+def test_devices_add_up_their_gradients_in_float32(tmp_path, mode, model):
+    def found(name, **keys):
+        of_train = {**BF16, "grad_sync": mode, **keys}
+        config = tiny_config(model=model, train=of_train, distributed={"dp_shard": 4})
+        (tmp_path / name).mkdir()
+        return added_up(config, tmp_path / name)
+
+    assert found("default") == {"f32"}
+    assert "bf16" in found("compute", **COMPUTE)
+    assert found("no mixed precision", mixed_precision="fp32", **COMPUTE) == {"f32"}
+
+
+def test_microbatches_add_up_to_shards_in_float32():
+    """No weight's gradient is whole, in a layer or over layers."""
+    of_train = {**BF16, "grad_accum_steps": 4, "activation_checkpointing": "full"}
+    config = tiny_config(
+        model={"dim": 96, "n_layers": 16, "ffn_hidden_dim": 160},
+        train={**of_train, "grad_sync": "microbatch"}, distributed={"dp_shard": 4},
+    )  # fmt: skip
+    text = hlo(setup(config))
+    assert "f32[16,160,24]" in text
+    assert not re.search(r"f32\[16,(160,96|96,160)\]", text)
+
+
+def test_policies_save_products_with_weights_that_are_gathered():
+    """Of rows that are reduced apart as well: then less is computed again."""
+
+    def temporaries(save):
+        config = tiny_config(
+            model={"n_layers": 16},
+            train={**BF16, "batch_size": 8, "grad_sync": "microbatch",
+                   "activation_checkpointing": save},
+            distributed={"dp_shard": 4},
+        )  # fmt: skip
+        text = hlo(setup(config))
+        return len(re.findall(r" dot\(|__cpu\$gemm|custom_call_target=\"__\w*dot", text))
+
+    assert temporaries("dots_with_no_batch_dims_saveable") < temporaries("full")
