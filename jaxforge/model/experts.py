@@ -11,11 +11,12 @@ rule, so that neither memory nor traffic is that of the worst load, and no row i
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.config.model import EXPERTS, ModelConfig
@@ -44,8 +45,12 @@ from jaxforge.parallel.sharding import (
 _HEADROOM = 1.5  # rows in a round, relative to an even load
 
 
-class Gathered(NamedTuple):
-    """A projection of all experts, whole but for experts and what `tp` splits.
+Part = TypeVar("Part")
+
+
+class Gathered(NamedTuple, Generic[Part]):
+    """A projection of all experts, whole but for experts and what `tp` splits; or how that is laid
+    out.
 
     Attributes:
         weight: [E, out, in], in the dtype of products.
@@ -54,12 +59,12 @@ class Gathered(NamedTuple):
             another dtype than products are made in.
     """
 
-    weight: Array
-    bias: Array | None
-    gradient: Array | None
+    weight: Part
+    bias: Part | None
+    gradient: Part | None
 
 
-Linears = dict[str, Gathered]
+Linears = dict[str, Gathered[Array]]
 """By name of a projection."""
 Operands = tuple[Array, Array, Linears]
 """Tokens, weights of their experts, and the experts' matrices."""
@@ -81,7 +86,7 @@ class ExpertLinear(nnx.Module):
         if config.mlp_bias:
             self.bias = declare((experts, out[0]), self.axes[:2], jax.nn.initializers.zeros)
 
-    def gathered(self, dtype: jnp.dtype) -> Gathered:
+    def gathered(self, dtype: jnp.dtype) -> Gathered[Array]:
         """As products in `dtype` take them."""
         weight = self.weight[...]
         whole = collectives.all_gather_weight(weight.astype(dtype), self.axes)
@@ -91,7 +96,7 @@ class ExpertLinear(nnx.Module):
         bias = self.bias[...].astype(self.reduce_dtype) if self.has_bias else None
         return Gathered(jax.lax.stop_gradient(whole), bias, gradient)
 
-    def specs(self, dtype: jnp.dtype) -> Gathered:
+    def specs(self, dtype: jnp.dtype) -> Gathered[P]:
         """How those are split."""
         axes = without_data(self.axes)
         weight, bias = automatic_spec(*axes), automatic_spec(*axes[:2])
