@@ -35,9 +35,6 @@ STAGES = "pp"
 _OUTER = (STAGES, "dp_replicate", "dp_shard")
 """Axes that may go over slices, the first of them preferred. The others talk in every layer."""
 
-_SPLITTABLE = ("TPU v5 lite", "TPU v5e")
-"""Where a mesh axis may be a part of a side of the network, as `jax.make_mesh` has it."""
-
 
 def make_mesh(config: JobConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh that `[distributed]` asks for, over all devices of all processes.
@@ -86,7 +83,7 @@ def arrange(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> np.ndarr
 
 
 def _on_tpus(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
-    sizes = collections.Counter(device.slice_index for device in devices)
+    sizes = collections.Counter(getattr(device, "slice_index", 0) for device in devices)
     if len(set(sizes.values())) > 1:
         each = ", ".join(str(size) for size in sizes.values())
         raise UserError(
@@ -96,19 +93,37 @@ def _on_tpus(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> np.ndar
     outer = _over_slices(shape, len(sizes), per_slice=len(devices) // len(sizes))
     inner = {axis: size // outer[axis] for axis, size in shape.items()}
     try:
-        return mesh_utils.create_hybrid_device_mesh(
-            tuple(inner.values()),
-            tuple(outer.values()),
-            devices,
-            allow_split_physical_axes=devices[0].device_kind in _SPLITTABLE,
-        )
-    except NotImplementedError as error:  # an axis must be made of whole sides of the torus
+        return _of_slices(inner, outer, devices)
+    except NotImplementedError as error:
         listed = ", ".join(f"{axis} = {size}" for axis, size in inner.items() if size > 1)
         where = "within a slice, " if len(sizes) > 1 else ""
         raise UserError(
             f"[distributed] {where}{listed} does not fit the network of these TPUs: {error}; "
             "choose axes that are products of its sides"
         ) from error
+
+
+def _of_slices(
+    inner: Mapping[str, int], outer: Mapping[str, int], devices: Sequence[jax.Device]
+) -> np.ndarray:
+    """Axes are whole sides of the torus if they can be, else parts of them.
+
+    Raises:
+        NotImplementedError: not even that.
+    """
+    within, over = tuple(inner.values()), tuple(outer.values())
+
+    def arranged(split: bool) -> np.ndarray:
+        if math.prod(over) == 1:
+            return mesh_utils.create_device_mesh(within, devices, allow_split_physical_axes=split)
+        return mesh_utils.create_hybrid_device_mesh(
+            within, over, devices, allow_split_physical_axes=split
+        )
+
+    try:
+        return arranged(split=False)
+    except NotImplementedError:
+        return arranged(split=True)
 
 
 def _over_slices(shape: Mapping[str, int], slices: int, per_slice: int) -> dict[str, int]:

@@ -121,7 +121,7 @@ class Cost:
     sent: Counter[str] = field(default_factory=Counter)
 
     @property
-    def synchronousbytes_of(self) -> float:
+    def synchronous_bytes(self) -> float:
         """What one device sends in synchronous collectives."""
         return sum(self.sent.values())
 
