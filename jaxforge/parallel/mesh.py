@@ -86,7 +86,8 @@ def arrange(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> np.ndarr
 
 
 def _on_tpus(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
-    sizes = collections.Counter(device.slice_index for device in devices)
+    # Compilers' descriptions of a single slice have no number for it.
+    sizes = collections.Counter(getattr(device, "slice_index", 0) for device in devices)
     if len(set(sizes.values())) > 1:
         each = ", ".join(str(size) for size in sizes.values())
         raise UserError(
@@ -95,12 +96,12 @@ def _on_tpus(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> np.ndar
         )
     outer = _over_slices(shape, len(sizes), per_slice=len(devices) // len(sizes))
     inner = {axis: size // outer[axis] for axis, size in shape.items()}
+    within, split = tuple(inner.values()), devices[0].device_kind in _SPLITTABLE
     try:
+        if len(sizes) == 1:
+            return mesh_utils.create_device_mesh(within, devices, allow_split_physical_axes=split)
         return mesh_utils.create_hybrid_device_mesh(
-            tuple(inner.values()),
-            tuple(outer.values()),
-            devices,
-            allow_split_physical_axes=devices[0].device_kind in _SPLITTABLE,
+            within, tuple(outer.values()), devices, allow_split_physical_axes=split
         )
     except NotImplementedError as error:  # an axis must be made of whole sides of the torus
         listed = ", ".join(f"{axis} = {size}" for axis, size in inner.items() if size > 1)
