@@ -83,6 +83,7 @@ def arrange(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> np.ndarr
 
 
 def _on_tpus(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
+    # Compilers' descriptions of a single slice have no number for it.
     sizes = collections.Counter(getattr(device, "slice_index", 0) for device in devices)
     if len(set(sizes.values())) > 1:
         each = ", ".join(str(size) for size in sizes.values())

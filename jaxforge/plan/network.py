@@ -107,5 +107,6 @@ def _share(kind: str, side: int, closed: bool) -> float:
 
 
 def _node(device: jax.Device) -> object:
-    node = getattr(device, "slice_index", None)  # what JAX calls a slice of GPUs is a node
-    return device.process_index if node is None else node
+    # Described GPUs have the node before their own number; of others, a process is one.
+    coords = getattr(device, "coords", None)
+    return tuple(coords[:2]) if coords is not None else device.process_index

@@ -1,6 +1,7 @@
 """Rules between sections and the mesh, one by one, each with a twin that passes."""
 
 import math
+import random
 import re
 from inspect import isfunction
 
@@ -393,6 +394,48 @@ PROPOSED = [(n, [*bad, *change]) for n, _, bad, message in CASES for change in p
 @pytest.mark.parametrize(("n_devices", "settings"), PROPOSED, ids=str)
 def test_what_a_message_proposes_is_right(n_devices, settings):
     check(small(*settings), n_devices)
+
+
+CHOICES = {
+    "model.dim": (48, 60, 64, 96), "model.n_heads": (2, 3, 4, 6, 8),
+    "model.n_kv_heads": (None, 1, 2, 3), "model.vocab_size": (250, 256, 257),
+    "model.ffn_hidden_dim": (95, 96), "model.n_layers": (1, 2, 3, 5),
+    "model.num_experts": (0, 4, 6), "model.moe_first_dense_layers": (0, 1),
+    "model.o_bias": ("true", "false"), "train.seq_len": (31, 32, 48, 64),
+    "train.global_batch_size": (None, 8, 12, 15), "train.grad_accum_steps": (1, 2, 3, 4),
+    "distributed.tp": (1, 2, 3, 4, 8), "distributed.pp": (1, 2, 3), "distributed.ep": (1, 2, 3),
+    "distributed.dp_shard": (-1, 2, 4), "distributed.pp_schedule": ("1f1b", "interleaved_1f1b"),
+}  # fmt: skip
+
+
+def what_is_wrong(config, n_devices):
+    try:
+        check(config, n_devices)
+    except UserError as error:
+        return {line.partition(": change ")[0]: line for line in str(error).splitlines()}
+    return {}
+
+
+def test_no_proposal_breaks_another_rule():
+    """Whatever else is wrong with a configuration."""
+    rng, tried = random.Random(0), 0
+    for _ in range(400):
+        settings = [f"{key}={rng.choice(values)}" for key, values in CHOICES.items()]
+        n_devices = rng.choice((4, 6, 8, 12, 24))
+        try:
+            config = small(*settings)
+        except UserError:
+            continue  # a section is not valid in itself
+        before = what_is_wrong(config, n_devices)
+        for what, message in before.items():
+            for change in proposals(message):
+                after = what_is_wrong(small(*settings, *change), n_devices)
+                if "devices that are left" in message:  # then other rules may say other numbers
+                    assert not any(" devices, not " in one for one in after), (settings, message)
+                else:
+                    assert after.keys() <= before.keys() - {what}, (settings, message)
+                tried += 1
+    assert tried > 200
 
 
 def test_no_proposal_goes_untested():

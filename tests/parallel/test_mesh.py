@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -42,6 +43,12 @@ def slices_of_tpus(n, sides, kind="TPU v5p"):
         for part in range(n)
         for i, xyz in enumerate(coords)
     ]
+
+
+def without_slice_index(device):
+    """As a compiler describes a chip of a single slice."""
+    told = {key: value for key, value in vars(device).items() if key != "slice_index"}
+    return types.SimpleNamespace(**told)
 
 
 def nodes_of_gpus(n, each=8, processes=1):
@@ -99,8 +106,10 @@ def test_several_axes_share_the_slices():
     assert spread(arranged, "dp_replicate") == {(0, 1), (2, 3)}
 
 
-def test_one_slice_is_laid_out_along_its_torus():
-    arranged = arrange(mesh_shape(dp_shard=8, tp=4), slices_of_tpus(1, (4, 4, 2)))
+@pytest.mark.parametrize("described", [lambda device: device, without_slice_index])
+def test_one_slice_is_laid_out_along_its_torus(described):
+    devices = [described(device) for device in slices_of_tpus(1, (4, 4, 2))]
+    arranged = arrange(mesh_shape(dp_shard=8, tp=4), devices)
     assert {d.id for d in arranged.flat} == set(range(32))
     for line in arranged.reshape(8, 4):  # a side, or a whole face
         assert sum(len({d.coords[i] for d in line}) > 1 for i in range(3)) == 1
@@ -134,12 +143,14 @@ def test_slices_of_two_sizes_are_refused():
         arrange(mesh_shape(dp_shard=6), devices)
 
 
-@pytest.mark.parametrize(("n", "where"), [(1, ""), (2, "within a slice, ")])
-def test_axes_that_do_not_fit_a_torus_are_the_users_mistake(n, where):
-    shape = mesh_shape(dp_replicate=n, dp_shard=32, tp=2)  # no side of a v5p slice is split
-    message = rf"{where}dp_shard = 32, tp = 2 does not fit .* of size 2 .*; choose axes"
-    with pytest.raises(UserError, match=message):
-        arrange(shape, slices_of_tpus(n, (4, 4, 4)))
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_axis_may_be_a_part_of_a_side_of_the_torus(n):
+    shape = mesh_shape(dp_replicate=n, dp_shard=32, tp=2)
+    arranged = arrange(shape, slices_of_tpus(n, (4, 4, 4)))
+    pairs = arranged.reshape(-1, 2)
+    apart = [np.abs(np.subtract(a.coords, b.coords)) for a, b in pairs]
+    assert len(pairs) == 32 * n
+    assert all(sorted(one) == [0, 0, 1] for one in apart)  # tp's two are neighbours
 
 
 @pytest.mark.parametrize(
@@ -173,10 +184,17 @@ def test_a_warning_names_a_size_that_stays_within(caplog):
 
 
 PROGRAM = """
+import jax
 from jaxforge.config.job import JobConfig
 from jaxforge.parallel import targets
-from jaxforge.parallel.mesh import make_mesh
+from jaxforge.parallel.mesh import arrange, make_mesh
 from jaxforge.step.lowering import lower_train_step
+
+sizes = {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "ep": 1, "tp": 4}
+for topology in ("v5e:4x4", "v5p:2x2x4"):
+    one = list(targets.tpus(topology))
+    theirs = jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=one)
+    assert (arrange(sizes, one) == theirs.devices).all(), topology
 
 model = {"dim": 512, "n_layers": 2, "n_heads": 4, "vocab_size": 4096, "max_seq_len": 512}
 for grad_sync in ("update", "microbatch"):
@@ -193,7 +211,7 @@ for grad_sync in ("update", "microbatch"):
 
 
 @pytest.mark.skipif(not targets.tpu_compiler_is_here(), reason="needs XLA's compiler for TPUs")
-def test_a_step_compiles_for_two_slices():
+def test_real_slices_are_laid_out_and_a_step_compiles_for_two():
     env = {**os.environ, "TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", PROGRAM]
     result = subprocess.run(
