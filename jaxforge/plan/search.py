@@ -79,7 +79,7 @@ class Found(NamedTuple):
 def search(
     config: JobConfig, topology: Topology, *, most: int, jobs: int, console: Console
 ) -> list[Found]:
-    """Compiles the most promising candidates; the best first, those that do not fit last.
+    """Compiles the most promising candidates, and what is given; the best comes first.
 
     Args:
         config: whose update it is.
@@ -95,7 +95,8 @@ def search(
         raise UserError(
             f"--search: too little is known of {topology.chip}; there are {', '.join(CHIPS)}"
         )
-    chosen = list(itertools.islice(that_fit(config, topology), most))
+    proposed = itertools.islice(that_fit(config, topology), most)
+    chosen = [*as_given(config, topology), *proposed]
     if not chosen:
         raise UserError(
             f"--search: no mesh of {topology} holds this update: fewer sequences, or more devices"
@@ -117,6 +118,17 @@ def search(
             return found
 
         return sorted(pool.map(one, chosen), key=lambda found: -found.tokens_per_second)
+
+
+def as_given(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
+    """The config itself, if it is valid: what is found is then never worse."""
+    try:
+        rules.check(config, topology.n_devices)
+    except UserError:
+        return
+    mesh, chip = rules.mesh_shape(config, topology.n_devices), CHIPS[topology.chip]
+    model = build_model(config, chip.platform)
+    yield Candidate(config, mesh, analytic.seconds(config, model, mesh, chip))
 
 
 def that_fit(config: JobConfig, topology: Topology) -> Iterator[Candidate]:

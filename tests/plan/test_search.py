@@ -54,8 +54,14 @@ def test_what_computes_again_or_exchanges_more_comes_later(node):
 
 def test_what_cannot_fit_is_not_compiled(node, monkeypatch):
     monkeypatch.setitem(search.CHIPS, "h100", search.CHIPS["h100"]._replace(memory=10_000))
+    assert not list(search.that_fit(config(), NODE))
+    invalid = (
+        config()
+        .model_copy(update={"distributed": config().distributed.model_copy(update={"tp": 3})})
+        .model_copy(update={"train": config().train.model_copy(update={"global_batch_size": 64})})
+    )
     with pytest.raises(UserError, match="no mesh of h100:1x8 holds this update"):
-        search.search(config(), NODE, most=3, jobs=1, console=QUIET)
+        search.search(invalid, NODE, most=3, jobs=1, console=QUIET)
 
 
 def report(tokens):
@@ -70,14 +76,21 @@ def report(tokens):
 
 @pytest.fixture
 def speeds(monkeypatch):
-    """What compiling gives: the third is best, the second does not fit."""
-    given = iter([100.0, 0.0, 300.0, 200.0])
+    """What compiling gives: the third proposed is best, the second does not fit."""
+    given = iter([50.0, 100.0, 0.0, 300.0, 200.0])
     monkeypatch.setattr(search, "compiled", lambda *_: report(next(given)))
 
 
 def test_the_best_comes_first(node, speeds):
     found = search.search(config(), NODE, most=4, jobs=1, console=QUIET)
-    assert [one.tokens_per_second for one in found] == [300, 200, 100, 0]
+    assert [one.tokens_per_second for one in found] == [300, 200, 100, 50, 0]
+
+
+def test_what_is_given_is_compiled_too(node, monkeypatch):
+    monkeypatch.setattr(search, "compiled", lambda one, _: report(2.0 if one == config() else 1.0))
+    found = search.search(config(), NODE, most=2, jobs=1, console=QUIET)
+    assert found[0].candidate.config == config()
+    assert len(found) == 3
 
 
 def test_the_best_is_printed_and_written(node, speeds, tmp_path, monkeypatch, capsys):
