@@ -159,12 +159,15 @@ class _Parts(NamedTuple):
         other = max(0, peak - parameters - optimizer - gradients - activations)
         return Memory(peak, self.capacity, parameters, optimizer, gradients, activations, other)
 
+    @property
+    def _is_whole(self) -> bool:
+        return self.config.train.grad_sync == "update" and data_parallel_size(self.mesh) > 1
+
     def _gradients(self) -> int:
         """Those that are added up; whole where they are reduced once per update."""
-        whole = self.config.train.grad_sync == "update" and data_parallel_size(self.mesh) > 1
 
         def size(leaf: jax.ShapeDtypeStruct, axes: Axes) -> int:
-            spec = partition_spec(without_data(axes) if whole else axes)
+            spec = partition_spec(without_data(axes) if self._is_whole else axes)
             return 4 * math.prod(NamedSharding(self.mesh, spec).shard_shape(leaf.shape))
 
         sizes = jax.tree.map(size, self.state.params, self.model.axes)
@@ -173,29 +176,33 @@ class _Parts(NamedTuple):
     def _saved(self, program: Program) -> int:
         """What the fullest loop over layers carries one of for each layer, but for weights' kin.
 
-        Those have the shapes of parameters, whole, of one device, or whole over the data axes.
+        Those have the shapes of parameters, whole, of one device, or whole over the data axes; in
+        the dtype of products only where they are gathered for the whole update.
         """
         stacks = {len(rows) for rows in self.model.config.stacks.values()}
         layers = stacks | {-(-n // self.mesh.shape[STAGES]) for n in stacks}
-        weights = set(self._weight_shapes())
+        weights = set(self._weights())
         return max((_of_layers(shape, layers, weights) for shape in _carried(program)), default=0)
 
-    def _weight_shapes(self) -> Iterator[tuple[int, ...]]:
+    def _weights(self) -> Iterator[tuple[tuple[int, ...], float]]:
+        """Dimensions, and bytes of an element."""
+        sizes = {4, *([self.model.dtype.itemsize] if self._is_whole else [])}
         leaves = jax.tree.leaves(self.state.params)
         axes = jax.tree.leaves(self.model.axes, is_leaf=lambda node: isinstance(node, tuple))
         for leaf, names in zip(leaves, axes, strict=True):
             used = NamedSharding(self.mesh, partition_spec(without_data(names)))
-            yield leaf.shape
-            yield leaf.sharding.shard_shape(leaf.shape)
-            yield used.shard_shape(leaf.shape)
+            for size in {leaf.dtype.itemsize, *sizes}:
+                yield leaf.shape, size
+                yield leaf.sharding.shard_shape(leaf.shape), size
+                yield used.shard_shape(leaf.shape), size
 
 
-def _of_layers(shape: str, layers: set[int], weights: set[tuple[int, ...]]) -> int:
+def _of_layers(shape: str, layers: set[int], weights: set[tuple[tuple[int, ...], float]]) -> int:
     return int(
         sum(
             math.prod(dims) * size
             for dims, size in arrays(shape)
-            if len(dims) > 2 and dims[0] in layers and dims not in weights
+            if len(dims) > 2 and dims[0] in layers and (dims, size) not in weights
         )
     )
 
