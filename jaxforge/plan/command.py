@@ -38,12 +38,12 @@ def run(args: argparse.Namespace, topology: Topology, overrides: Sequence[str]) 
         UserError: a configuration cannot be read, or the compiler is not installed.
     """
     console = Console(width=None if sys.stdout.isatty() else 120)
-    config = load.load_unresolved(args.config, list(overrides))
     if args.search:
+        config = load.load_unresolved(args.config, list(overrides))
         return _search(args, topology, config, console)
-    plans = [plan(config, topology)]
+    plans = [_planned(args.config, overrides, topology)]
     if args.compare:
-        plans.append(plan(load.load_unresolved(args.compare, list(overrides)), topology))
+        plans.append(_planned(args.compare, overrides, topology))
     if args.json:
         reports = [as_json(made, args.price) for made in plans]
         _print_json(reports if args.compare else reports[0])
@@ -59,6 +59,15 @@ def run(args: argparse.Namespace, topology: Topology, overrides: Sequence[str]) 
     if args.html:
         _write("--html", args.html, page(plans[0]))
     return Exit.COMPLETED.code if all(made.fits for made in plans) else Exit.USER_ERROR.code
+
+
+def _planned(path: str, overrides: Sequence[str], topology: Topology) -> Plan:
+    """The plan of a file; what makes it unreadable is among its errors."""
+    try:
+        config = load.load_unresolved(path, list(overrides))
+    except UserError as error:
+        return Plan(topology, errors=str(error).splitlines())
+    return plan(config, topology)
 
 
 def _search(

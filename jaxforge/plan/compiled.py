@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxforge.config.job import JobConfig
@@ -186,7 +187,7 @@ class _Parts(NamedTuple):
 
     def _weights(self) -> Iterator[tuple[tuple[int, ...], float]]:
         """Dimensions, and bytes of an element."""
-        sizes = {4, *([self.model.dtype.itemsize] if self._is_whole else [])}
+        sizes = {4, *([jnp.dtype(self.model.dtype).itemsize] if self._is_whole else [])}
         leaves = jax.tree.leaves(self.state.params)
         axes = jax.tree.leaves(self.model.axes, is_leaf=lambda node: isinstance(node, tuple))
         for leaf, names in zip(leaves, axes, strict=True):

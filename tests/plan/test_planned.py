@@ -110,6 +110,16 @@ def test_the_command_makes_its_own_environment():
     assert report["memory_per_device"]["peak_bytes"] > 0
 
 
+def test_mistakes_of_a_config_are_errors_of_its_plan():
+    done = command_line("--config=configs/debug.toml", "--topology=cpu:4", "--json",
+                        "--model.n_heads=3", "--train.batch_sizes=1")  # fmt: skip
+    assert done.returncode == 2
+    report = json.loads(done.stdout)
+    assert report["fits"] is False
+    assert any("batch_size" in error for error in report["errors"])
+    assert "Traceback" not in done.stderr
+
+
 def test_a_mistake_is_one_message():
     done = command_line("--config=configs/debug.toml", "--topology=v7:2x2")
     assert done.returncode == 2
