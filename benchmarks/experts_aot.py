@@ -80,7 +80,7 @@ def measure(case: Case) -> dict[str, float]:
     config = config_of(case)
     devices = list(topologies.get_topology_desc(case.topology, platform="tpu").devices)
     lowered = lower_train_step(config, make_mesh(config, devices))
-    options = xla_flags.compiler_options(devices[0], {}, spreads_experts=True)
+    options = xla_flags.compiler_options(devices[0], {}, has_experts=True)
     compiled = lowered.compile(options)
     program = Program(compiled.as_text(), len(devices))
     cost, model, ep = program.cost(), config.model, case.axes.get("ep", 1)

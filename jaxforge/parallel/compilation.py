@@ -64,18 +64,18 @@ def cache_directory(config: TrainConfig) -> str:
     return os.path.join(home, "jaxforge", "xla")
 
 
-def accepted_flags(config: TrainConfig, *, spreads_experts: bool = False) -> dict[str, Option]:
+def accepted_flags(config: TrainConfig, *, has_experts: bool = False) -> dict[str, Option]:
     """The flags to compile the step with, tried on an empty program, and logs them.
 
     Args:
         config: `[train]`.
-        spreads_experts: whether experts, or their matrices, are on several devices.
+        has_experts: whether the step is that of a mixture of experts.
 
     Raises:
         UserError: `train.xla_flags` names a flag that this XLA does not have, or a wrong value.
     """
     device = jax.devices()[0]
-    flags = compiler_options(device, config.xla_flags, spreads_experts=spreads_experts)
+    flags = compiler_options(device, config.xla_flags, has_experts=has_experts)
     while flags and (name := _refused(flags)) is not None:
         if name in config.xla_flags:
             raise UserError(_complaint(name, config.xla_flags[name]))

@@ -44,9 +44,9 @@ class Flag(NamedTuple):
     devices: tuple[str, ...] = ()
     for_experts: bool = False
 
-    def fits(self, platform: str, kind: str, *, spreads_experts: bool) -> bool:
+    def fits(self, platform: str, kind: str, *, has_experts: bool) -> bool:
         """Whether it is for devices of this platform and `device_kind`, and such a step."""
-        is_for_step = spreads_experts or not self.for_experts
+        is_for_step = has_experts or not self.for_experts
         is_for_device = not self.devices or kind in self.devices
         return platform == self.platform and is_for_device and is_for_step
 
@@ -119,7 +119,7 @@ def compiler_options(
     own: Mapping[str, str],
     env: Mapping[str, str] = os.environ,
     *,
-    spreads_experts: bool = False,
+    has_experts: bool = False,
 ) -> dict[str, Option]:
     """What to compile the step with.
 
@@ -127,13 +127,13 @@ def compiler_options(
         device: any device of the mesh.
         own: `train.xla_flags`.
         env: where `XLA_FLAGS` and `LIBTPU_INIT_ARGS` are looked up; flags in them are left alone.
-        spreads_experts: whether experts, or their matrices, are on several devices.
+        has_experts: whether the step is that of a mixture of experts.
 
     Raises:
         UserError: a level of effort is no number.
     """
     at = device.platform, device.device_kind
-    table = {f.name: f.value for f in FLAGS if f.fits(*at, spreads_experts=spreads_experts)}
+    table = {f.name: f.value for f in FLAGS if f.fits(*at, has_experts=has_experts)}
     named = _named_in(env)
     return {
         name: _typed(name, value)

@@ -19,7 +19,7 @@ from jaxforge.exit_codes import Exit
 from jaxforge.plan import search
 from jaxforge.plan.chips import CHIPS
 from jaxforge.plan.page import page
-from jaxforge.plan.plan import Plan, as_json, by_time, plan
+from jaxforge.plan.plan import Plan, as_json, bubble, by_time, plan
 from jaxforge.plan.topology import Topology
 from jaxforge.telemetry.console import human
 
@@ -189,6 +189,8 @@ def _memory(made: Plan) -> Iterator[tuple[str, str, str]]:
     yield "at the peak", gb(memory.peak), f"of {gb(memory.capacity)}"
     sync = made.step.grad_sync
     yield "gradients", f"per {sync.mode}", sync.why
+    if part := bubble(made):
+        yield "pipeline", f"{part:.1%}", "empty"
     yield "compiled in", f"{made.step.seconds:.1f} s", ""
 
 

@@ -109,8 +109,8 @@ def compile_step(config: JobConfig, topology: Topology, devices: list[jax.Device
     sync = resolve_grad_sync(config, model, optimizer, mesh, capacity)
     config = sync.applied_to(config)
     parts = _Parts(config, model, abstract_state(model, optimizer, mesh), mesh, capacity)
-    spreads = config.model.is_moe
-    options = xla_flags.compiler_options(device, config.train.xla_flags, spreads_experts=spreads)
+    flags, is_moe = config.train.xla_flags, config.model.is_moe
+    options = xla_flags.compiler_options(device, flags, has_experts=is_moe)
     hooks = HookRunner([named_hook(path) for path in config.plugins.hooks])
     lowered = lower_train_step(config, mesh, collect=hooks.collect)
     start = time.perf_counter()

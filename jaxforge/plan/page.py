@@ -11,11 +11,10 @@ import jax
 
 from jaxforge.model.runtime import gpu_capability
 from jaxforge.model.transformer import build_model
-from jaxforge.parallel.mesh import STAGES
 from jaxforge.parallel.sharding import param_shardings
 from jaxforge.pipeline.drawing import as_svg
 from jaxforge.pipeline.schedule import SCHEDULES
-from jaxforge.plan.plan import Plan, by_time
+from jaxforge.plan.plan import Plan, bubble, by_time
 from jaxforge.plan.timeline import Span
 
 COLOURS = {
@@ -96,11 +95,10 @@ def _sections(made: Plan, alternatives: Alternatives) -> Iterator[str]:
         head = ("plan", "memory", "tokens/s", "MFU", "waiting")
         yield _table(head, map(_alternative, alternatives))
     if made.step is not None and made.config is not None:
-        d = made.config.distributed
-        if made.step.mesh.shape[STAGES] > 1:
-            accum = made.config.train.grad_accum_steps
+        d, accum = made.config.distributed, made.config.train.grad_accum_steps
+        if d.pp > 1:
+            yield f"<h2>Pipeline <small>{bubble(made):.1%} of it empty</small></h2>"
             schedule = SCHEDULES[d.pp_schedule](d.pp, accum, d.chunks)
-            yield f"<h2>Pipeline <small>{schedule.bubble():.1%} of it empty</small></h2>"
             yield f'<div class="scroll">{as_svg(schedule)}</div>'
         yield "<h2>Parameters <small>what of each a device holds</small></h2>"
         yield _table(("parameter", "shape", "split over", "on a device"), _parameters(made))

@@ -11,6 +11,7 @@ from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.errors import UserError
 from jaxforge.health import out_of_memory
 from jaxforge.parallel.mesh import data_parallel_size
+from jaxforge.pipeline.schedule import SCHEDULES
 from jaxforge.plan import checks
 from jaxforge.plan.compiled import Step, compile_step, devices_of
 from jaxforge.plan.estimate import Estimate, estimate, timeline_of
@@ -114,6 +115,7 @@ def as_json(made: Plan, price: float | None = None) -> dict[str, Any]:
             "activations_bytes": memory.activations,
             "other_bytes": memory.other,
         }
+        report["pipeline_bubble"] = bubble(made)
         report["grad_sync"] = made.step.grad_sync._asdict()
         report["compile_seconds"] = round(made.step.seconds, 1)
     if made.timeline is not None:
@@ -121,6 +123,13 @@ def as_json(made: Plan, price: float | None = None) -> dict[str, Any]:
     if made.estimate is not None:
         report["step"] = _step(made.estimate, price)
     return report
+
+
+def bubble(made: Plan) -> float:
+    """The part of the stages' time in which they have no work; 0 without stages."""
+    assert made.config is not None
+    d, accum = made.config.distributed, made.config.train.grad_accum_steps
+    return SCHEDULES[d.pp_schedule](d.pp, accum, d.chunks).bubble() if d.pp > 1 else 0.0
 
 
 def by_time(timeline: Timeline) -> Sequence[tuple[Key, Traffic]]:

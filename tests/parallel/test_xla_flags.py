@@ -39,7 +39,7 @@ def jaxforge_logs(caplog, monkeypatch):
 @pytest.mark.parametrize("device", [H100, B200], ids=lambda d: d.device_kind)
 def test_xla_knows_the_flags_for_gpus(device):
     """The options of all backends are known to each build, so a CPU can tell."""
-    options = compiler_options(device, {}, env={}, spreads_experts=True)
+    options = compiler_options(device, {}, env={}, has_experts=True)
     assert options["optimization_level"] == 19, "EFFORT_O1"
     jax.jit(lambda: 0).lower().compile(compiler_options=options)
 
@@ -84,7 +84,7 @@ def test_loops_with_spread_experts_are_not_unrolled_on_gpus():
     name = "xla_gpu_enable_while_loop_unrolling"
     assert name not in compiler_options(H100, {}, env={})
     for device, has_it in ((H100, True), (B200, True), (V5P, False)):
-        assert (name in compiler_options(device, {}, env={}, spreads_experts=True)) == has_it
+        assert (name in compiler_options(device, {}, env={}, has_experts=True)) == has_it
 
 
 def test_what_the_user_names_wins():
