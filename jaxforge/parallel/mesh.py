@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.rules import AXES, data_parallel, mesh_shape, with_copies
@@ -58,7 +58,7 @@ def make_mesh(config: JobConfig, devices: Sequence[jax.Device] | None = None) ->
     return Mesh(arrange(shape, devices), tuple(shape), axis_types=kinds)
 
 
-def data_parallel_size(mesh: Mesh) -> int:
+def data_parallel_size(mesh: Mesh | AbstractMesh) -> int:
     """Number of groups of devices that see different sequences."""
     return data_parallel(mesh.shape)
 

@@ -5,6 +5,7 @@ The update stays the same: as many sequences, of the same length. Candidates are
 each in a process of its own: a compiler that aborts ends its own candidate.
 """
 
+import functools
 import hashlib
 import importlib.metadata
 import itertools
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
@@ -27,13 +28,15 @@ import jaxforge
 from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
-from jaxforge.model.transformer import build_model
+from jaxforge.model.transformer import Model, build_model
 from jaxforge.optim.optimizer import build_optimizer
-from jaxforge.parallel.mesh import make_mesh
+from jaxforge.parallel.device_memory import per_device
+from jaxforge.parallel.mesh import arrange
 from jaxforge.plan import analytic
 from jaxforge.plan.chips import CHIPS
 from jaxforge.plan.compiled import devices_of
 from jaxforge.plan.topology import Topology
+from jaxforge.state.train_state import abstract_state
 from jaxforge.step.memory import step_memory
 
 REMAT = ("none", "selective", "dots_with_no_batch_dims_saveable", "full")
@@ -136,19 +139,37 @@ def that_fit(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
     devices, chip = devices_of(topology), CHIPS[topology.chip]
     places = np.empty(len(devices), object)
     places[:] = devices
-    for candidate in sorted(candidates(config, topology), key=lambda one: one.seconds):
-        mesh = Mesh(places.reshape(tuple(candidate.mesh.values())), tuple(candidate.mesh))
-        model = build_model(candidate.config, chip.platform)
-        optimizer = build_optimizer(candidate.config, model.axes)
+
+    @functools.cache
+    def model_of(save: str, pp: int) -> Model:
+        d = config.distributed.model_copy(update={"pp": pp})
+        train = config.train.model_copy(update={"activation_checkpointing": save})
+        return build_model(
+            config.model_copy(update={"distributed": d, "train": train}), chip.platform
+        )
+
+    @functools.cache
+    def state_of(axes: tuple[tuple[str, int], ...]) -> int | None:
+        """Bytes of a device; None if the mesh cannot be."""
+        sizes = dict(axes)
+        model = model_of("full", sizes["pp"])
+        mesh = Mesh(places.reshape(tuple(sizes.values())), tuple(sizes))
         try:
-            memory = step_memory(
-                candidate.config, model, optimizer, mesh, candidate.config.train.grad_sync
-            )
-            make_mesh(candidate.config, devices)
+            arrange(sizes, devices)
+            return per_device(abstract_state(model, build_optimizer(config, model.axes), mesh))
         except UserError:  # a parameter does not divide, or an axis goes across the torus
+            return None
+
+    for one in sorted(candidates(config, topology), key=lambda one: one.seconds):
+        mesh = rules.with_copies(one.config, one.mesh)
+        state, train = state_of(tuple(mesh.items())), one.config.train
+        if state is None or state > chip.memory:
             continue
+        model = model_of(train.activation_checkpointing, one.mesh["pp"])
+        abstract = AbstractMesh(tuple(mesh.values()), tuple(mesh))
+        memory = step_memory(one.config, model, abstract, train.grad_sync, state)
         if memory.total <= _SLACK * chip.memory:
-            yield candidate
+            yield one
 
 
 def candidates(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
@@ -157,10 +178,10 @@ def candidates(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
     model = build_model(config, chip.platform)
     for mesh in meshes(config, topology.n_devices):
         dp = rules.data_parallel(mesh)
-        for per_device in _powers(_MOST_ROWS):
-            if rows % (dp * per_device):
+        for each in _powers(_MOST_ROWS):
+            if rows % (dp * each):
                 continue
-            split = {"batch_size": per_device, "grad_accum_steps": rows // (dp * per_device)}
+            split = {"batch_size": each, "grad_accum_steps": rows // (dp * each)}
             syncs = ("update", "microbatch") if dp > 1 else ("update",)
             for save, sync in itertools.product(REMAT, syncs):
                 train = {**split, "activation_checkpointing": save, "grad_sync": sync}

@@ -8,8 +8,9 @@ from jax.sharding import Mesh
 from jaxforge.config.job import JobConfig
 from jaxforge.model.transformer import Model
 from jaxforge.parallel import device_memory
-from jaxforge.parallel.device_memory import gigabytes
+from jaxforge.parallel.device_memory import gigabytes, per_device
 from jaxforge.parallel.mesh import data_parallel_size
+from jaxforge.state.train_state import abstract_state
 from jaxforge.step.memory import step_memory
 
 _USABLE = 0.85
@@ -64,7 +65,8 @@ def resolve_grad_sync(
         return GradSync("update")
     if capacity is None:
         capacity = device_memory.smallest_capacity(mesh)
-    needs = step_memory(config, model, optimizer, mesh, "update").total
+    state = per_device(abstract_state(model, optimizer, mesh))
+    needs = step_memory(config, model, mesh, "update", state).total
     mode = "update" if needs <= _USABLE * capacity else "microbatch"
     fits = "fit" if mode == "update" else "would not fit"
     return GradSync(

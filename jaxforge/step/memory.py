@@ -10,18 +10,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax.traverse_util import flatten_dict
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxforge.config.job import JobConfig
 from jaxforge.model.linear import is_matrix
 from jaxforge.model.transformer import Model
-from jaxforge.parallel.device_memory import per_device
 from jaxforge.parallel.mesh import STAGES, data_parallel_size
 from jaxforge.parallel.sharding import Axes, mesh_axes, without_data
 from jaxforge.pipeline.schedule import SCHEDULES
-from jaxforge.state.train_state import abstract_state
 from jaxforge.step.cross_entropy import tiling_on_device
 
 _F32 = 4
@@ -55,9 +52,9 @@ class StepMemory(NamedTuple):
 def step_memory(
     config: JobConfig,
     model: Model,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     grad_sync: str,
+    state: int,
 ) -> StepMemory:
     """An estimate of what `train_step` holds at its fullest.
 
@@ -76,14 +73,14 @@ def step_memory(
     Args:
         config: a config that `rules.check` has passed for the mesh.
         model: as of `build_model`.
-        optimizer: as of `build_optimizer`.
         mesh: sizes of the axes; no device is asked anything.
         grad_sync: "update" or "microbatch".
+        state: bytes that a device holds of the training state.
     """
     sizes = _Sizes(config, model, mesh)
     whole = grad_sync == "update"
     return StepMemory(
-        state=per_device(abstract_state(model, optimizer, mesh)),
+        state=state,
         weights=sizes.weights(whole),
         gradients=sizes.gradients(whole),
         activations=sizes.activations(),
@@ -94,7 +91,7 @@ def step_memory(
 class _Sizes:
     """Sizes of a step on one device of a mesh."""
 
-    def __init__(self, config: JobConfig, model: Model, mesh: Mesh) -> None:
+    def __init__(self, config: JobConfig, model: Model, mesh: Mesh | AbstractMesh) -> None:
         self.config, self.model, self.mesh = config, model, mesh
         self.bytes = jnp.dtype(model.dtype).itemsize
         dp = data_parallel_size(mesh)

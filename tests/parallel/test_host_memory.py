@@ -22,10 +22,12 @@ def step(x):
 x = jnp.ones((4096, 16))
 for _ in range(20):
     step(x).block_until_ready()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+faults = []
 for _ in range(10):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step(x).block_until_ready()
-print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 10)
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(min(faults))  # a system that is short of memory takes pages away in between
 """
 
 
