@@ -191,9 +191,19 @@ def drill() -> str:
 
 def published() -> str:
     """Estimated speed beside published."""
-    found = result("plan-none")
-    rows = [[row[key] for key in found["rows"][0]] for row in found["rows"]]
-    return f"{origin(found)}\n\n{table(list(found['rows'][0]), rows)}"
+    return _whole("plan-none")
+
+
+def scaling() -> str:
+    """Configs for clusters, planned."""
+    return _whole("scaling-none")
+
+
+def _whole(name: str) -> str:
+    found = result(name)
+    head = list(dict.fromkeys(key for row in found["rows"] for key in row))
+    rows = [[row.get(key, "-") for key in head] for row in found["rows"]]
+    return f"{origin(found)}\n\n{table(head, rows)}"
 
 
 def _codes(codes: Mapping[str, int]) -> str:
@@ -213,11 +223,12 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "gpu-meshes": gpu_meshes,
     "experts-tpu": experts_tpu,
     "plan": published,
+    "scaling": scaling,
     "drill": drill,
 }
 """What a page may name."""
 SHOWN = {"remat-cpu", "pipeline-cpu", "pipeline-tpu", "kernels-cpu", "faults-cpu", "gpu_aot-h100",
-         "experts_aot-tpu", "plan-none"}  # fmt: skip
+         "experts_aot-tpu", "plan-none", "scaling-none"}  # fmt: skip
 """Results with tables of their own."""
 
 
