@@ -130,8 +130,10 @@ def as_given(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
     except UserError:
         return
     mesh, chip = rules.mesh_shape(config, topology.n_devices), CHIPS[topology.chip]
-    model = build_model(config, chip.platform)
-    yield Candidate(config, mesh, analytic.seconds(config, model, mesh, chip))
+    model, dp = build_model(config, chip.platform), rules.data_parallel(mesh)
+    rows = config.train.microbatch_size(dp) // dp  # which batch_size need not say
+    given = changed(config, {"batch_size": rows}, {})
+    yield Candidate(given, mesh, analytic.seconds(given, model, mesh, chip))
 
 
 def that_fit(config: JobConfig, topology: Topology) -> Iterator[Candidate]:

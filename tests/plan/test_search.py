@@ -7,6 +7,7 @@ from rich.console import Console
 
 from jaxforge.config import rules
 from jaxforge.config.reading.load import load_config
+from jaxforge.config.train import TrainConfig
 from jaxforge.errors import UserError
 from jaxforge.plan import __main__ as command_line
 from jaxforge.plan import command, search
@@ -44,6 +45,14 @@ def test_candidates_are_valid_and_of_the_same_update():
 def test_a_global_batch_says_how_large_the_update_is():
     given = tiny_config(train={"global_batch_size": 48, "grad_accum_steps": 1, "batch_size": 6})
     assert search.sequences(given, 8) == 48
+
+
+def test_what_is_given_says_its_rows():
+    train = TrainConfig(global_batch_size=32, grad_accum_steps=2, seq_len=32)
+    given = config().model_copy(update={"train": train})
+    (one,) = search.as_given(given, NODE)
+    assert one.config.train.batch_size == 2
+    rules.check(one.config, 8)
 
 
 def test_what_computes_again_or_exchanges_more_comes_later(node):
