@@ -8,7 +8,6 @@ stacked layers, weights split over all devices on the embedding dimension, the s
 kernel, and everything else left to the partitioner. What the cycles mean: `jaxforge/plan/hlo.py`.
 """
 
-import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import results
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
@@ -28,7 +26,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.model.attention_backends import BACKENDS
 from jaxforge.model.remat import block
-from jaxforge.parallel import xla_flags
+from jaxforge.parallel import targets, xla_flags
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.plan.hlo import Program
 from jaxforge.step.lowering import lower_train_step
@@ -179,12 +177,11 @@ def measure(lowered: jax.stages.Lowered, options: dict[str, str | bool]) -> dict
 def main() -> None:
     """Prints the table and writes the results."""
     quick = results.arguments(__doc__).parse_args().quick
-    if importlib.util.find_spec("libtpu") is None:
+    if not targets.tpu_compiler_is_here():
         raise SystemExit('the compiler for TPU is missing: pip install "jax[tpu]"')
     rows = []
     for case in CASES[: 1 if quick else None]:
-        topology = topologies.get_topology_desc(case.topology, platform="tpu")
-        devices = list(topology.devices)
+        devices = list(targets.tpus(case.topology))
         ours = measure(our_step(case, devices), xla_flags.compiler_options(devices[0], {}))
         theirs = measure(plain_step(case, devices), {})
         Console().print(case.name, ours, theirs, highlight=False)

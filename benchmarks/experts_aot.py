@@ -10,7 +10,6 @@ have: those that two experts share are multiplied for both. That is computed for
 random.
 """
 
-import importlib.util
 import math
 import os
 from typing import NamedTuple
@@ -20,13 +19,12 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
 import jax
 import numpy as np
 import results
-from jax.experimental import topologies
 from rich.console import Console
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.model.megablox import tile_of_rows
-from jaxforge.parallel import xla_flags
+from jaxforge.parallel import targets, xla_flags
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.plan.hlo import Program
 from jaxforge.step.lowering import lower_train_step
@@ -78,7 +76,7 @@ def config_of(case: Case) -> JobConfig:
 def measure(case: Case) -> dict[str, float]:
     """What the compiler makes of it."""
     config = config_of(case)
-    devices = list(topologies.get_topology_desc(case.topology, platform="tpu").devices)
+    devices = list(targets.tpus(case.topology))
     lowered = lower_train_step(config, make_mesh(config, devices))
     options = xla_flags.compiler_options(devices[0], {}, has_experts=True)
     compiled = lowered.compile(options)
@@ -113,7 +111,7 @@ def multiplied(model: ModelConfig, ep: int) -> float:
 def main() -> None:
     """Prints the table and writes the results."""
     quick = results.arguments(__doc__).parse_args().quick
-    if importlib.util.find_spec("libtpu") is None:
+    if not targets.tpu_compiler_is_here():
         raise SystemExit('the compiler for TPU is missing: pip install "jax[tpu]"')
     jax.config.update("jax_enable_compilation_cache", False)
     notes = [f"1 x {SEQ} tokens a chip, bfloat16, full remat; cycles leave out collectives and the "

@@ -10,21 +10,19 @@ them (`jaxforge/plan/hlo.py`), beside a pipeline as most JAX frameworks write it
 """
 
 import dataclasses
-import importlib.util
 
 import aot  # sets the environment for compiling without a TPU
 import jax
 import optax
 import pipeline
 import results
-from jax.experimental import topologies
 from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxforge.config.job import JobConfig
 from jaxforge.model.transformer import build_model, matmul_precision
 from jaxforge.optim.optimizer import build_optimizer
-from jaxforge.parallel import xla_flags
+from jaxforge.parallel import targets, xla_flags
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.state.train_state import TrainState, abstract_state
 from jaxforge.step.gradients import Batch
@@ -87,9 +85,9 @@ def measured(
 def main() -> None:
     """Prints the table and writes the results."""
     quick = results.arguments(__doc__).parse_args().quick
-    if importlib.util.find_spec("libtpu") is None:
+    if not targets.tpu_compiler_is_here():
         raise SystemExit('the compiler for TPU is missing: pip install "jax[tpu]"')
-    devices = list(topologies.get_topology_desc("v5e:4x4", platform="tpu").devices)
+    devices = list(targets.tpus("v5e:4x4"))
     rows, notes = [], ["cycles leave out collectives and attention kernels"]
     for name, axes in list(MESHES.items())[: 1 if quick else None]:
         for microbatches in (8,) if quick else (8, 16, 32, 64):

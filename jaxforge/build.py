@@ -33,7 +33,7 @@ from jaxforge.model.transformer import (
 )
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import compilation
-from jaxforge.parallel.mesh import data_parallel_size
+from jaxforge.parallel.mesh import data_parallel_size, in_words
 from jaxforge.parallel.xla_flags import Option
 from jaxforge.run_lock import RunLock
 from jaxforge.state.progress import Progress
@@ -260,7 +260,6 @@ def _announce(
     console: Console, config: JobConfig, model: Model, mesh: Mesh, samples: int, sync: GradSync
 ) -> None:
     m, t = config.model, config.train
-    axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
     device = jax.devices()[0]
     d = config.distributed
     schedule = f", {d.pp_schedule}" if d.pp > 1 else ""
@@ -272,7 +271,7 @@ def _announce(
         f"computing in {t.mixed_precision}",
         "devices": f"{jax.device_count()} x {device.device_kind} ({device.platform}), "
         f"{jax.process_count()} process(es)",
-        "mesh": axes or "one device",
+        "mesh": in_words(mesh.shape),
         "step": f"{samples} sequences x {t.seq_len} tokens = {samples * t.seq_len:,} tokens, "
         f"in {t.grad_accum_steps} microbatch(es); gradients reduced per {sync.mode}{schedule}",
         "gradients": sync.why,

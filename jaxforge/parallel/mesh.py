@@ -58,6 +58,11 @@ def make_mesh(config: JobConfig, devices: Sequence[jax.Device] | None = None) ->
     return Mesh(arrange(shape, devices), tuple(shape), axis_types=kinds)
 
 
+def in_words(shape: Mapping[str, int]) -> str:
+    """A mesh for a reader: `dp_shard 4 x tp 2`."""
+    return " x ".join(f"{axis} {size}" for axis, size in shape.items() if size > 1) or "one device"
+
+
 def data_parallel_size(mesh: Mesh | AbstractMesh) -> int:
     """Number of groups of devices that see different sequences."""
     return data_parallel(mesh.shape)

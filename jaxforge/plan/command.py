@@ -16,6 +16,7 @@ from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
+from jaxforge.parallel.mesh import in_words
 from jaxforge.plan import search
 from jaxforge.plan.chips import CHIPS
 from jaxforge.plan.page import page
@@ -95,9 +96,10 @@ def _search(
 
 def _name(candidate: search.Candidate) -> str:
     train = candidate.config.train
-    axes = " x ".join(f"{axis} {size}" for axis, size in candidate.mesh.items() if size > 1)
     split = f"{train.grad_accum_steps} x {train.batch_size} rows"
-    return f"{axes or 'one device'}; {split}; {train.activation_checkpointing}; {train.grad_sync}"
+    return (
+        f"{in_words(candidate.mesh)}; {split}; {train.activation_checkpointing}; {train.grad_sync}"
+    )
 
 
 def _write(option: str, path: str, text: str) -> None:
@@ -172,8 +174,7 @@ Rows = list[tuple[str, str, str]]
 
 def _parts(made: Plan, price: float | None) -> Iterator[tuple[str, Rows]]:
     if made.step is not None:
-        axes = [f"{axis} {size}" for axis, size in made.step.mesh.shape.items() if size > 1]
-        mesh = " x ".join(axes) or "one device"
+        mesh = in_words(made.step.mesh.shape)
         yield f"Memory of a device ({made.topology}, {mesh})", list(_memory(made))
     if made.timeline is not None and made.timeline.traffic:
         yield "Collectives of a step, on a device", list(_collectives(made))

@@ -103,6 +103,4 @@ def estimate(config: JobConfig, topology: Topology, step: Step, line: Timeline) 
 def visible_pairs(config: JobConfig) -> float:
     """Pairs of a query and a key that see each other, over all pairs, on average over layers."""
     model, length = config.model, config.train.seq_len
-    of_layers = list(zip(model.windows, model.chunks, strict=True))
-    twice = sum(pairs_twice(window, chunk, length) for window, chunk in of_layers)
-    return twice / (2 * len(of_layers) * length**2)
+    return pairs_twice(model, length) / (2 * model.n_layers * length**2)

@@ -11,6 +11,7 @@ import jax
 
 from jaxforge.model.runtime import gpu_capability
 from jaxforge.model.transformer import build_model
+from jaxforge.parallel.mesh import in_words
 from jaxforge.parallel.sharding import param_shardings
 from jaxforge.pipeline.drawing import as_svg
 from jaxforge.pipeline.schedule import SCHEDULES
@@ -59,8 +60,7 @@ def _fact(name: str, value: str) -> str:
 def _facts(made: Plan) -> Iterator[tuple[str, str]]:
     yield "verdict", "fits" if made.fits else "does not run"
     if made.step is not None:
-        axes = [f"{axis} {size}" for axis, size in made.step.mesh.shape.items() if size > 1]
-        yield "mesh", " x ".join(axes) or "one device"
+        yield "mesh", in_words(made.step.mesh.shape)
         yield "compiled in", f"{made.step.seconds:.0f} s"
     if made.estimate is not None:
         found = made.estimate

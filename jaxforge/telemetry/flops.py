@@ -71,8 +71,13 @@ def causal_flops_per_token(model: ModelConfig, seq_len: int) -> int:
     `utils/flop_utils.py`.
     """
     matrices = _matrices(model, feed_forward=3 if model.is_gated else 2)
-    pairs = sum(pairs_twice(*of_layer, seq_len) for of_layer in _of_layers(model))
+    pairs = pairs_twice(model, seq_len)
     return 6 * matrices + 6 * model.n_heads * model.head_size * pairs // seq_len
+
+
+def pairs_twice(model: ModelConfig, seq_len: int) -> int:
+    """Twice the pairs of a query and a key that sees it in a sequence, over all layers."""
+    return sum(_pairs_twice(*of_layer, seq_len) for of_layer in _of_layers(model))
 
 
 def _of_layers(model: ModelConfig) -> Iterator[tuple[int | None, int | None]]:
@@ -80,7 +85,7 @@ def _of_layers(model: ModelConfig) -> Iterator[tuple[int | None, int | None]]:
     return zip(model.windows, model.chunks, strict=True)
 
 
-def pairs_twice(window: int | None, chunk: int | None, seq_len: int) -> int:
+def _pairs_twice(window: int | None, chunk: int | None, seq_len: int) -> int:
     """Twice the pairs of a query and a key that it sees in a sequence, itself counted half."""
     if chunk is not None:
         whole, rest = divmod(seq_len, chunk)
