@@ -17,12 +17,13 @@ from jaxforge.pipeline.drawing import as_svg
 from jaxforge.pipeline.schedule import SCHEDULES
 from jaxforge.plan.plan import Plan, bubble, by_time
 from jaxforge.plan.timeline import Span
+from jaxforge.report.page import base_style
 
 COLOURS = {
-    "products": 0, "attention": 1, "experts": 3, "memory": 2, "other": 6,
-    "parameters": 0, "optimizer": 4, "gradients": 5, "activations": 1, "free": 6,
+    "products": 0, "attention": 1, "experts": 3, "memory": 2, "other": 7,
+    "parameters": 0, "optimizer": 4, "gradients": 5, "activations": 1,
     "all-gather": 4, "reduce-scatter": 5, "all-reduce": 3, "all-to-all": 1,
-    "collective-permute": 6, "waiting": 5,
+    "collective-permute": 7, "waiting": 5,
 }  # fmt: skip
 _WIDTH, _ROW, _LEFT = 1000, 22, 120
 _THINNEST = 0.4  # of the picture's units: what is narrower is drawn with its neighbours
@@ -42,7 +43,7 @@ def page(made: Plan, alternatives: Alternatives = ()) -> str:
     title = f"A run on {made.topology}, planned"
     return Template(_file("page.html")).substitute(
         title=escape(title),
-        style=_file("page.css"),
+        style=base_style() + _file("page.css"),
         facts="".join(_fact(name, value) for name, value in _facts(made)),
         notes="".join(_notes(made)),
         sections="".join(_sections(made, alternatives)),
@@ -150,7 +151,7 @@ def _bar(parts: Mapping[str, float], whole: float, shown: Any, limit: float = 0)
 
 
 def _colour(name: str) -> str:
-    return f"var(--c{COLOURS.get(name, 6)})"
+    return f"var(--c{COLOURS.get(name, 7)})"
 
 
 def picture(title: str, spans: Sequence[Span], seconds: float) -> str:

@@ -31,7 +31,7 @@ def page(runs: Sequence[Run], axis: str) -> str:
     known, others = charts(runs, axis)
     return Template(_file("page.html")).substitute(
         title=escape(", ".join(run.name for run in runs)),
-        style=_file("page.css"),
+        style=base_style() + _file("page.css"),
         script=_file("page.js"),
         facts=facts(runs),
         charts="".join(figure(chart, frame) for chart in known)
@@ -42,6 +42,11 @@ def page(runs: Sequence[Run], axis: str) -> str:
         low=repr(frame.x.low),
         high=repr(frame.x.high),
     )
+
+
+def base_style() -> str:
+    """Colours and type of all pages of ours."""
+    return _file("base.css")
 
 
 def _file(name: str) -> str:
