@@ -38,14 +38,10 @@ from jaxforge.parallel.xla_flags import Option
 from jaxforge.run_lock import RunLock
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
+from jaxforge.step.executable import Executable
 from jaxforge.step.grad_sync import GradSync, resolve_grad_sync
-from jaxforge.step.train_step import (
-    Batch,
-    CompiledSteps,
-    Controls,
-    make_train_step,
-    with_microbatches,
-)
+from jaxforge.step.lowering import lower_sizes
+from jaxforge.step.train_step import Batch, CompiledSteps, make_train_step
 from jaxforge.telemetry.console import add_log_file, banner, human
 from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.metric_writers import check_libraries, open_writers
@@ -83,6 +79,7 @@ def build_trainer(
     named = [named_hook(path) for path in config.plugins.hooks]
     profiler = Profiler(config.profiling, mirror.files(config.checkpoint.dir))
     flags = compilation.accepted_flags(config.train, has_experts=config.model.is_moe)
+    saved = Executable(config.train.executable, mesh) if config.train.executable else None
     with watchdog.section("data"):
         dataset = sources.open_training_data(config)
         eval_data = sources.open_eval_data(config) if config.eval.enabled else {}
@@ -107,6 +104,7 @@ def build_trainer(
     collect = (*config.metrics.collect, *runner.collect)
     sync = resolve_grad_sync(config, model, optimizer, mesh)
     step = make_train_step(model, optimizer, sync.applied_to(config), mesh, collect=collect)
+    ready = functools.partial(_ready, flags, saved, sync.applied_to(config))
     _announce(console, config, model, mesh, samples, sync)
     tracker = _tracker(console, config, progress, samples)
     run_directory.prepare(mirror.files(config.checkpoint.dir), config)
@@ -123,7 +121,7 @@ def build_trainer(
         config=config,
         state=state,
         progress=progress,
-        lower_step=functools.partial(_lower, step, flags, {stage.accum for stage in ramp.stages}),
+        lower_step=functools.partial(_lower, step, {stage.accum for stage in ramp.stages}, ready),
         data=TrainingData(open_batches, phases),
         evaluation=evaluation,
         saver=Saver(config.checkpoint, SavePolicy(config), checkpoints, local, copier),
@@ -186,8 +184,8 @@ def _open_batches(
 
 def _lower(
     step: jax.stages.Wrapped,
-    flags: dict[str, Option],
     sizes: Collection[int],
+    ready: Callable[[dict[int, jax.stages.Lowered]], CompiledSteps],
     state: TrainState,
     batch: Batch,
 ) -> Callable[[], CompiledSteps]:
@@ -197,15 +195,25 @@ def _lower(
 
     Args:
         step: as of `make_train_step`.
-        flags: of the compiler.
         sizes: microbatches of an update, in each stage of the run.
+        ready: compiles or loads them.
         state: to be trained.
         batch: of any size.
     """
-    lowered = {n: step.lower(state, with_microbatches(batch, n), Controls()) for n in sizes}
-    return lambda: CompiledSteps(
-        {n: compilation.compile_step(one, flags) for n, one in lowered.items()}
-    )
+    return functools.partial(ready, lower_sizes(step, state, batch, sizes))
+
+
+def _ready(
+    flags: dict[str, Option],
+    saved: Executable | None,
+    config: JobConfig,
+    lowered: dict[int, jax.stages.Lowered],
+) -> CompiledSteps:
+    if saved is not None:
+        steps = saved.load(lowered, config)
+        log.info("train step loaded from %s: nothing is compiled", config.train.executable)
+        return CompiledSteps(steps)
+    return CompiledSteps({n: compilation.compile_step(one, flags) for n, one in lowered.items()})
 
 
 def _attribution(

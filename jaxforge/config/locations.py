@@ -12,6 +12,7 @@ _BUCKETS = {
     "data.tokenizer_path",
     "eval.dataset_path",
     "eval.datasets.dataset_path",
+    "train.executable",
 }
 _LOCAL = {
     "checkpoint.non_persistent_dir": "a quick disk of the node",

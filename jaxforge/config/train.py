@@ -62,6 +62,8 @@ class TrainConfig(Section):
     """Without effect: an update is always compiled."""
     compilation_cache_dir: str | None = None
     """Keeps compiled programs for later starts; not set: ~/.cache/jaxforge/xla, none on CPUs."""
+    executable: str | None = None
+    """File that `plan --save-executable` wrote: the run starts with its step, compiling none."""
     xla_flags: WordTable = Field(default_factory=Words)
     """Compiler flags by name, over those of docs/xla_flags.md; "default" takes one of them away."""
     mixed_precision: Literal["bf16", "fp16", "fp32", "fp8"] = "bf16"

@@ -55,6 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--output", metavar="FILE", help="where the best found goes, as TOML")
     parser.add_argument("--html", metavar="FILE", help="a page with pictures, that loads nothing")
+    parser.add_argument(
+        "--save-executable", metavar="FILE", help="keep the compiled step for train.executable"
+    )
     parser.add_argument("--compare", metavar="FILE", help="another configuration, side by side")
     return parser
 

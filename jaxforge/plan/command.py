@@ -1,6 +1,7 @@
 """What `python -m jaxforge.plan` does and prints."""
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ from jaxforge.plan.chips import CHIPS
 from jaxforge.plan.page import page
 from jaxforge.plan.plan import Plan, as_json, bubble, by_time, plan
 from jaxforge.plan.topology import Topology
+from jaxforge.step import executable
 from jaxforge.telemetry.console import human
 
 _COLLECTIVES_SHOWN = 8
@@ -42,7 +44,8 @@ def run(args: argparse.Namespace, topology: Topology, overrides: Sequence[str]) 
     if args.search:
         config = load.load_unresolved(args.config, list(overrides))
         return _search(args, topology, config, console)
-    plans = [_planned(args.config, overrides, topology)]
+    saves = args.save_executable is not None
+    plans = [_planned(args.config, overrides, topology, every_size=saves)]
     if args.compare:
         plans.append(_planned(args.compare, overrides, topology))
     if args.json:
@@ -57,18 +60,19 @@ def run(args: argparse.Namespace, topology: Topology, overrides: Sequence[str]) 
             console.print(
                 alternatives(zip((args.config, args.compare), map(as_json, plans), strict=True))
             )
-    if args.html:
-        _write("--html", args.html, page(plans[0]))
+    _keep(args, plans[0])
     return Exit.COMPLETED.code if all(made.fits for made in plans) else Exit.USER_ERROR.code
 
 
-def _planned(path: str, overrides: Sequence[str], topology: Topology) -> Plan:
+def _planned(
+    path: str, overrides: Sequence[str], topology: Topology, *, every_size: bool = False
+) -> Plan:
     """The plan of a file; what makes it unreadable is among its errors."""
     try:
         config = load.load_unresolved(path, list(overrides))
     except UserError as error:
         return Plan(topology, errors=str(error).splitlines())
-    return plan(config, topology)
+    return plan(config, topology, every_size=every_size)
 
 
 def _search(
@@ -87,10 +91,11 @@ def _search(
         return Exit.USER_ERROR.code
     if args.output:
         _write("--output", args.output, found[0].candidate.config.to_toml())
-    if args.html:
-        best = plan(found[0].candidate.config, topology)
+    if args.html or args.save_executable:
+        saves = args.save_executable is not None
+        best = plan(found[0].candidate.config, topology, every_size=saves)
         named = [(_name(one.candidate), one.report) for one in found]
-        _write("--html", args.html, page(best, named))
+        _keep(args, best, named)
     return Exit.COMPLETED.code
 
 
@@ -102,9 +107,28 @@ def _name(candidate: search.Candidate) -> str:
     )
 
 
+def _keep(
+    args: argparse.Namespace, made: Plan, others: Sequence[tuple[str, dict[str, Any]]] = ()
+) -> None:
+    """Writes the files that were asked for."""
+    if args.html:
+        _write("--html", args.html, page(made, others))
+    path, step = args.save_executable, made.step
+    if path and step is not None and made.fits:
+        with _told("--save-executable", path):
+            executable.write(path, step.executables, step.config, step.mesh)
+
+
 def _write(option: str, path: str, text: str) -> None:
-    try:
+    with _told(option, path):
         Path(path).write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _told(option: str, path: str) -> Iterator[None]:
+    """A file that cannot be written is a mistake of the command line."""
+    try:
+        yield
     except OSError as error:
         raise UserError(f"{option} {path}: {error.strerror}") from error
 

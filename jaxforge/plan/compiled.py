@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import jax
@@ -23,8 +23,9 @@ from jaxforge.plan.chips import CHIPS
 from jaxforge.plan.hlo import Program, arrays
 from jaxforge.plan.topology import CPU, TPUS, Topology
 from jaxforge.state.train_state import TrainState, abstract_state
+from jaxforge.step.executable import CompiledStep
 from jaxforge.step.grad_sync import GradSync, resolve_grad_sync
-from jaxforge.step.lowering import lower_train_step
+from jaxforge.step.lowering import lower_train_steps
 from jaxforge.training.hooks import HookRunner, named_hook
 
 
@@ -64,6 +65,8 @@ class Step(NamedTuple):
         program: optimized; None where the compiler gave up for lack of memory.
         memory: of one device.
         seconds: that compiling took.
+        executables: by the number of microbatches; empty where there is no program.
+        config: with the `grad_sync` that they have.
     """
 
     mesh: Mesh
@@ -71,6 +74,8 @@ class Step(NamedTuple):
     program: Program | None
     memory: Memory
     seconds: float
+    executables: Mapping[int, CompiledStep]
+    config: JobConfig
 
 
 def devices_of(topology: Topology) -> list[jax.Device]:
@@ -90,13 +95,16 @@ def devices_of(topology: Topology) -> list[jax.Device]:
     return list(targets.tpus(name, topology.slices))
 
 
-def compile_step(config: JobConfig, topology: Topology, devices: list[jax.Device]) -> Step:
+def compile_step(
+    config: JobConfig, topology: Topology, devices: list[jax.Device], *, every_size: bool = False
+) -> Step:
     """Compiles as a run would.
 
     Args:
         config: that `rules.check` has passed for so many devices.
         topology: the machine.
         devices: of it, from `devices_of`.
+        every_size: the smaller batches of a ramp as well.
 
     Raises:
         UserError: a parameter does not divide, or an axis does not fit the network.
@@ -112,16 +120,18 @@ def compile_step(config: JobConfig, topology: Topology, devices: list[jax.Device
     flags, is_moe = config.train.xla_flags, config.model.is_moe
     options = xla_flags.compiler_options(device, flags, has_experts=is_moe)
     hooks = HookRunner([named_hook(path) for path in config.plugins.hooks])
-    lowered = lower_train_step(config, mesh, collect=hooks.collect)
+    largest = config.train.grad_accum_steps
+    sizes = {stage.accum for stage in config.train.stages()} if every_size else {largest}
+    lowered = lower_train_steps(config, mesh, sizes, collect=hooks.collect)
     start = time.perf_counter()
     try:
-        compiled = lowered.compile(options)
+        steps = {n: CompiledStep(one, one.compile(options)) for n, one in lowered.items()}
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
         memory = parts.memory(_wanted(str(error), parts.state), None)
-        return Step(mesh, sync, None, memory, time.perf_counter() - start)
-    seconds = time.perf_counter() - start
+        return Step(mesh, sync, None, memory, time.perf_counter() - start, {}, config)
+    seconds, compiled = time.perf_counter() - start, steps[largest].compiled
     text, stats = compiled.as_text(), compiled.memory_analysis()
     assert text is not None
     assert stats is not None
@@ -129,7 +139,7 @@ def compile_step(config: JobConfig, topology: Topology, devices: list[jax.Device
     if topology.chip == CPU:  # where the peak leaves temporaries out
         kept = stats.output_size_in_bytes - stats.alias_size_in_bytes
         peak = stats.argument_size_in_bytes + kept + stats.temp_size_in_bytes
-    return Step(mesh, sync, program, parts.memory(peak, program), seconds)
+    return Step(mesh, sync, program, parts.memory(peak, program), seconds, steps, config)
 
 
 def _wanted(said: str, state: TrainState) -> int:

@@ -49,8 +49,15 @@ class Plan:
         return self.step is not None and self.step.program is not None and self.step.memory.fits
 
 
-def plan(config: JobConfig | UnresolvedConfig, topology: Topology) -> Plan:
+def plan(
+    config: JobConfig | UnresolvedConfig, topology: Topology, *, every_size: bool = False
+) -> Plan:
     """Checks, compiles and estimates; mistakes of the configuration are in the plan.
+
+    Args:
+        config: as read.
+        topology: the machine.
+        every_size: compile the smaller batches of a ramp as well.
 
     Raises:
         UserError: the compiler for the machine is not installed.
@@ -62,7 +69,7 @@ def plan(config: JobConfig | UnresolvedConfig, topology: Topology) -> Plan:
         made.config = config
         rules.check(config, topology.n_devices)
         made.warnings = list(checks.warnings(config, topology.n_devices))
-        step = made.step = compile_step(config, topology, devices)
+        step = made.step = compile_step(config, topology, devices, every_size=every_size)
     except UserError as error:
         made.errors = str(error).splitlines()
         return made

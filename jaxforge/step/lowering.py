@@ -1,6 +1,6 @@
 """The train step of a config, lowered for a mesh whose devices need not be here."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jaxforge.model.transformer import build_model, matmul_precision
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.parallel.sharding import batch_sharding
-from jaxforge.state.train_state import abstract_state
+from jaxforge.state.train_state import TrainState, abstract_state
 from jaxforge.step.train_step import Controls, make_train_step
 
 
@@ -36,6 +36,19 @@ def lower_train_step(
         UserError: a parameter does not divide, the attention kernel asked for cannot serve, or it
             is not known what a device holds.
     """
+    largest = config.train.grad_accum_steps
+    return lower_train_steps(config, mesh, {largest}, capacity, collect=collect)[largest]
+
+
+def lower_train_steps(
+    config: JobConfig,
+    mesh: Mesh,
+    sizes: Collection[int],
+    capacity: int | None = None,
+    *,
+    collect: Iterable[str] = (),
+) -> dict[int, jax.stages.Lowered]:
+    """The same update for batches of several sizes, by the number of their microbatches."""
     device = mesh.devices.flat[0]
     model = build_model(config, device.platform, gpu_capability(device))
     optimizer = build_optimizer(config, model.axes)
@@ -43,7 +56,32 @@ def lower_train_step(
         collect = (*config.metrics.collect, *collect)
         step = make_train_step(model, optimizer, config, mesh, collect=collect, capacity=capacity)
         state = abstract_state(model, optimizer, mesh)
-        return step.lower(state, abstract_batch(config, mesh), Controls())
+        batch = abstract_batch(config, mesh)
+        return lower_sizes(step, state, batch, sizes)
+
+
+def lower_sizes(
+    step: jax.stages.Wrapped,
+    state: TrainState,
+    batch: Mapping[str, jax.Array | jax.ShapeDtypeStruct],
+    sizes: Collection[int],
+) -> dict[int, jax.stages.Lowered]:
+    """A step for each size of batch.
+
+    Args:
+        step: as of `make_train_step`.
+        state: to be trained.
+        batch: of any size.
+        sizes: microbatches of an update.
+    """
+
+    def of_size(n: int) -> Mapping[str, jax.ShapeDtypeStruct]:
+        return {
+            name: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype, sharding=x.sharding)
+            for name, x in batch.items()
+        }
+
+    return {n: step.lower(state, of_size(n), Controls()) for n in sizes}
 
 
 def abstract_batch(config: JobConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:

@@ -60,13 +60,6 @@ class CompiledSteps:
         return self._by_size[batch["labels"].shape[0]](state, batch, controls)
 
 
-def with_microbatches(batch: Batch, n: int) -> Batch:
-    """Shapes of a batch like `batch`, but of `n` microbatches."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype, sharding=x.sharding), batch
-    )
-
-
 TrainStep = Callable[[TrainState, Batch, Controls], tuple[TrainState, Metrics]]
 
 

@@ -157,6 +157,7 @@ def test_every_key_of_kempnerforge_loads():
                 "exit_duration_in_mins",
                 "xla_flags",
                 "compilation_cache_dir",
+                "executable",
                 "health_check_timeout_sec",
                 "check_weight_hash_across_dp_replicas_interval",
                 "manual_gc_interval",

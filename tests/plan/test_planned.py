@@ -81,7 +81,7 @@ def test_what_does_not_fit_is_advised(made, monkeypatch, capsys):
     memory = made.step.memory
     small = memory._replace(capacity=memory.peak - 1)
     monkeypatch.setattr(
-        "jaxforge.plan.plan.compile_step", lambda *_: made.step._replace(memory=small)
+        "jaxforge.plan.plan.compile_step", lambda *_, **__: made.step._replace(memory=small)
     )
     config = tiny_config(distributed=MESH, train={"batch_size": 4})
     monkeypatch.setattr(command.load, "load_unresolved", lambda *_: config)

@@ -1,0 +1,179 @@
+"""Compiled train steps in a file: `plan --save-executable` writes it, `train.executable` names it.
+
+A zip archive of `about.json`, which says what the steps were made from, and JAX's serialization of
+each, `<microbatches>.bin`. To load one is to run what the file holds: trust it like code.
+"""
+
+import hashlib
+import io
+import json
+import os
+import zipfile
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import serialize_executable
+from jax.sharding import Mesh
+
+from jaxforge import storage
+from jaxforge.config.job import JobConfig
+from jaxforge.errors import UserError
+
+_FORMAT = 1
+_ABOUT = "about.json"
+_PACKAGES = {
+    "tpu": ("jax", "jaxlib", "libtpu"),
+    "gpu": ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin"),
+}
+_SECTIONS = ("model", "train", "optimizer", "scheduler", "distributed", "data", "metrics")
+"""Of a config, what a step may depend on."""
+
+
+class CompiledStep(NamedTuple):
+    """A step for one size of batch.
+
+    Attributes:
+        lowered: the program.
+        compiled: what the compiler made of it.
+    """
+
+    lowered: jax.stages.Lowered
+    compiled: jax.stages.Compiled
+
+
+def write(
+    path: str | os.PathLike, steps: Mapping[int, CompiledStep], config: JobConfig, mesh: Mesh
+) -> None:
+    """Writes steps to a file of this machine; all of it or nothing.
+
+    Args:
+        path: the file.
+        steps: by the number of microbatches.
+        config: that they are of, with the `grad_sync` that they have.
+        mesh: that they are for; its devices need not be here.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    about = {
+        "format": _FORMAT,
+        **_surroundings(mesh),
+        "config": config.model_dump(mode="json"),
+        "programs": {str(n): _fingerprint(step.lowered) for n, step in steps.items()},
+    }
+    partial = Path(path).with_name(f".{Path(path).name}.partial")
+    with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(_ABOUT, json.dumps(about, indent=2))
+        for n, step in steps.items():
+            payload, _, _ = serialize_executable.serialize(step.compiled)
+            archive.writestr(f"{n}.bin", payload)
+    partial.replace(path)
+
+
+class Executable:
+    """A file of compiled steps.
+
+    Args:
+        path: the file, `train.executable`.
+        mesh: that the steps are to run on.
+
+    Raises:
+        UserError: it cannot be read, or its steps are for other devices or another JAX.
+    """
+
+    def __init__(self, path: str, mesh: Mesh) -> None:
+        self._name, self._devices = f"train.executable = {path}", list(mesh.devices.flat)
+        try:
+            self._archive = zipfile.ZipFile(io.BytesIO(storage.path(path).read_bytes()))
+            self._about = json.loads(self._archive.read(_ABOUT))
+        except OSError as error:
+            raise UserError(f"{self._name}: {error.strerror or error}") from error
+        except (zipfile.BadZipFile, KeyError, ValueError) as error:
+            raise self._unreadable(error) from error
+        here = {"format": _FORMAT, **_surroundings(mesh)}
+        for key, value in here.items():
+            if (found := self._about.get(key)) != value:
+                raise self._refused(f"it is for {_named(key, found)}, here is {_named(key, value)}")
+
+    def load(
+        self, lowered: Mapping[int, jax.stages.Lowered], config: JobConfig
+    ) -> dict[int, jax.stages.Compiled]:
+        """The steps, ready to run, if they are these.
+
+        Args:
+            lowered: what would be compiled, by the number of microbatches.
+            config: the run's, with the `grad_sync` that it has.
+
+        Raises:
+            UserError: they are of another config or another version of the code, or torn.
+        """
+        wanted = {str(n): _fingerprint(one) for n, one in lowered.items()}
+        if self._about["programs"] != wanted:
+            differs = list(_differences(self._about["config"], config.model_dump(mode="json")))
+            raise self._refused("; ".join(differs) or "it was made by another version of the code")
+        return {n: self._load(n, one) for n, one in lowered.items()}
+
+    def _load(self, n: int, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        try:
+            payload = self._archive.read(f"{n}.bin")
+        except (zipfile.BadZipFile, KeyError) as error:
+            raise self._unreadable(error) from error
+        tree = jax.tree.structure(lowered.args_info)
+        try:
+            return serialize_executable.deserialize_and_load(
+                payload, tree, lowered.out_tree, execution_devices=self._devices
+            )
+        except jax.errors.JaxRuntimeError as error:
+            raise self._refused(f"the devices do not take it ({error})") from error
+
+    def _unreadable(self, error: Exception) -> UserError:
+        return UserError(f"{self._name}: no file of compiled steps, or torn ({error})")
+
+    def _refused(self, reason: str) -> UserError:
+        return UserError(
+            f"{self._name} is not the step of this run: {reason}. Make it anew "
+            "(python -m jaxforge.plan --save-executable), or leave the key out and compile"
+        )
+
+
+def _surroundings(mesh: Mesh) -> dict[str, Any]:
+    """What a step can only run in: versions of packages, and devices in the order of the mesh."""
+    devices: list[jax.Device] = list(mesh.devices.flat)
+    packages = _PACKAGES.get(devices[0].platform, ("jax", "jaxlib"))
+    return {
+        "versions": {name: found for name in packages if (found := _version(name))},
+        "devices": sorted({device.device_kind for device in devices}),
+        "ids": [device.id for device in devices],
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _named(key: str, value: object) -> str:
+    """A part of the surroundings, for a message."""
+    if key == "versions" and isinstance(value, dict):
+        return ", ".join(f"{name} {number}" for name, number in value.items())
+    if key == "ids" and isinstance(value, list):
+        return f"{len(value)} devices, {', '.join(map(str, value[:4]))} …"
+    return f"{key} {value}"
+
+
+def _fingerprint(lowered: jax.stages.Lowered) -> str:
+    return hashlib.sha256(lowered.as_text().encode()).hexdigest()
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    for section in _SECTIONS:
+        before = old.get(section, {})
+        for key, value in new[section].items():
+            if key != "executable" and before.get(key) != value:
+                was, now = json.dumps(before.get(key)), json.dumps(value)
+                yield f"{section}.{key} was {was} and is {now}"

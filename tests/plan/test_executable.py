@@ -1,0 +1,141 @@
+"""A step that a plan has compiled, and a run that starts with it or refuses it."""
+
+import json
+import zipfile
+
+import jax
+import pytest
+
+from jaxforge import train
+from jaxforge.errors import UserError
+from jaxforge.parallel import compilation
+from jaxforge.parallel.mesh import make_mesh
+from jaxforge.plan import command
+from jaxforge.plan.__main__ import main
+from jaxforge.step.executable import Executable, write
+from tests.conftest import tiny_config
+
+RAMP = [{"start": 0, "grad_accum_steps": 1}, {"start": 2, "grad_accum_steps": 2}]
+
+
+def config(directory, **train_keys):
+    return tiny_config(
+        distributed={"dp_shard": 4, "tp": 2},
+        train={"max_steps": 4, "batch_size": 2, "grad_accum_steps": 2, "batch_ramp": RAMP}
+        | train_keys,
+        metrics={"collect": ["params_norm"]},
+        checkpoint={"dir": str(directory)},
+    )
+
+
+def losses(directory):
+    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return [line["train/loss"] for line in lines if "train/loss" in line]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The file, written as the command does, of a config that says where its run goes."""
+    place = tmp_path_factory.mktemp("plan")
+    (place / "planned.toml").write_text(config(place / "planned").to_toml())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "print", lambda *_: None, raising=False)
+        patch.setattr("jaxforge.plan.topology.Topology.prepare", lambda *_: None)
+        done = main([f"--config={place / 'planned.toml'}", "--topology=cpu:8", "--json",
+                     f"--save-executable={place / 'step.zip'}"])  # fmt: skip
+    assert done == 0
+    return place / "step.zip"
+
+
+def test_a_run_that_starts_with_it_compiles_no_step_and_is_the_same(saved, tmp_path, monkeypatch):
+    train.run(config(tmp_path / "compiled"))
+
+    def compile_step(*_):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(compilation, "compile_step", compile_step)
+    with pytest.raises(AssertionError, match="compiled"):
+        train.run(config(tmp_path / "not"))
+    train.run(config(tmp_path / "loaded", executable=str(saved)))
+    assert losses(tmp_path / "loaded") == losses(tmp_path / "compiled")
+    assert len(losses(tmp_path / "loaded")) == 4  # of both sizes
+
+
+def test_another_config_is_refused_with_what_differs(saved, tmp_path):
+    other = config(tmp_path / "run", executable=str(saved), grad_clip_norm=0.5)
+    with pytest.raises(UserError, match=r"train\.grad_clip_norm was 1\.0 and is 0\.5") as refused:
+        train.run(other)
+    assert "max_steps" not in str(refused.value)
+    assert "step.zip" in str(refused.value)
+    assert "leave the key out" in str(refused.value)
+
+
+def test_what_the_step_does_not_depend_on_may_change(saved, tmp_path):
+    train.run(config(tmp_path / "run", executable=str(saved), manual_gc_interval=3))
+    assert len(losses(tmp_path / "run")) == 4
+
+
+def rewritten(saved, path, **changes):
+    """The file with other facts in it."""
+    with zipfile.ZipFile(saved) as old, zipfile.ZipFile(path, "w") as new:
+        for name in old.namelist():
+            content = old.read(name)
+            if name == "about.json":
+                content = json.dumps(json.loads(content) | changes)
+            new.writestr(name, content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"versions": {"jax": "0.1"}}, f"for jax 0.1, here is jax {jax.__version__}"),
+        ({"devices": ["TPU v5p"]}, "TPU v5p"),
+        ({"ids": [0, 1]}, "2 devices.*here is 8 devices"),
+        ({"format": 0}, "format 0"),
+    ],
+)  # fmt: skip
+def test_other_surroundings_are_refused_before_anything_is_written(saved, tmp_path, changes, said):
+    path = rewritten(saved, tmp_path / "other.zip", **changes)
+    with pytest.raises(UserError, match=said):
+        train.run(config(tmp_path / "run", executable=str(path)))
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_version_of_the_code_is_refused(saved, tmp_path):
+    path = rewritten(saved, tmp_path / "other.zip", programs={"1": "", "2": ""})
+    with pytest.raises(UserError, match="another version of the code"):
+        train.run(config(tmp_path / "run", executable=str(path)))
+
+
+@pytest.mark.parametrize("content", [b"", b"no archive", None])
+def test_a_torn_file_is_told_of(saved, tmp_path, content):
+    path, whole = tmp_path / "torn.zip", saved.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2] if content is None else content)
+    with pytest.raises(UserError, match=r"torn\.zip: no file of compiled steps, or torn"):
+        train.run(config(tmp_path / "run", executable=str(path)))
+
+
+def test_a_changed_byte_is_never_run(saved, tmp_path):
+    whole = bytearray(saved.read_bytes())
+    with zipfile.ZipFile(saved) as archive:
+        offset = archive.getinfo("1.bin").header_offset
+    whole[offset + 1000] ^= 1
+    (tmp_path / "flipped.zip").write_bytes(whole)
+    with pytest.raises(UserError, match="torn"):
+        train.run(config(tmp_path / "run", executable=str(tmp_path / "flipped.zip")))
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    path = str(tmp_path / "none.zip")
+    with pytest.raises(UserError, match=r"train\.executable = .*none\.zip: No such file"):
+        Executable(path, make_mesh(config(tmp_path)))
+
+
+def test_a_place_that_cannot_be_written_is_a_mistake_of_the_command_line(tmp_path):
+    place = tmp_path / "none" / "step.zip"
+    with (
+        pytest.raises(UserError, match=r"--save-executable .*: No such file or directory"),
+        command._told("--save-executable", str(place)),
+    ):
+        write(place, {}, config(tmp_path), make_mesh(config(tmp_path)))
