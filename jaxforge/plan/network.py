@@ -61,12 +61,24 @@ class Network:
     def _seconds(self, kind: str, group: Sequence[int], sent: float) -> float:
         if self._chip is None or len(group) == 1:
             return 0
-        members = [self._devices[i] for i in group]
-        if self._chip.platform == "gpu":
-            rate = _between_gpus(self._chip, members)
-        else:
-            rate = _between_tpus(self._chip, kind, members, self._devices)
-        return LATENCY[self._chip.platform] + sent / (EFFICIENCY * rate)
+        rate = _rate(self._chip, kind, [self._devices[i] for i in group], self._devices)
+        return LATENCY[self._chip.platform] + sent / rate
+
+
+def rate_along(mesh: Mesh, axes: Sequence[str], chip: Chip) -> float:
+    """Bytes/s that a device sends to the others along some axes of a mesh."""
+    along = tuple(slice(None) if name in axes else 0 for name in mesh.axis_names)
+    members = np.atleast_1d(mesh.devices[along]).flat
+    return _rate(chip, "all-gather", list(members), list(mesh.devices.flat))
+
+
+def _rate(
+    chip: Chip, kind: str, members: Sequence[jax.Device], everyone: Sequence[jax.Device]
+) -> float:
+    """Bytes/s that each of the members sends."""
+    if chip.platform == "gpu":
+        return EFFICIENCY * _between_gpus(chip, members)
+    return EFFICIENCY * _between_tpus(chip, kind, members, everyone)
 
 
 def _between_gpus(chip: Chip, members: Sequence[jax.Device]) -> float:

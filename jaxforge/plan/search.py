@@ -19,8 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
@@ -31,7 +30,7 @@ from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, build_model
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.device_memory import per_device
-from jaxforge.parallel.mesh import arrange
+from jaxforge.parallel.mesh import make_mesh
 from jaxforge.plan import analytic
 from jaxforge.plan.chips import CHIPS
 from jaxforge.plan.compiled import devices_of
@@ -133,14 +132,16 @@ def as_given(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
     model, dp = build_model(config, chip.platform), rules.data_parallel(mesh)
     rows = config.train.microbatch_size(dp) // dp  # which batch_size need not say
     given = changed(config, {"batch_size": rows}, {})
-    yield Candidate(given, mesh, analytic.seconds(given, model, mesh, chip))
+    try:
+        placed = make_mesh(given, devices_of(topology))
+    except UserError:
+        return
+    yield Candidate(given, mesh, analytic.seconds(given, model, placed, chip))
 
 
 def that_fit(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
     """The valid candidates that may fit, the fastest by their sizes first."""
-    devices, chip = devices_of(topology), CHIPS[topology.chip]
-    places = np.empty(len(devices), object)
-    places[:] = devices
+    chip = CHIPS[topology.chip]
 
     @functools.cache
     def model_of(save: str, pp: int) -> Model:
@@ -151,48 +152,51 @@ def that_fit(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
         )
 
     @functools.cache
-    def state_of(axes: tuple[tuple[str, int], ...]) -> int | None:
-        """Bytes of a device; None if the mesh cannot be."""
-        sizes = dict(axes)
-        model = model_of("full", sizes["pp"])
-        mesh = Mesh(places.reshape(tuple(sizes.values())), tuple(sizes))
+    def state_of(mesh: Mesh) -> int | None:
+        """Bytes of a device; None if a parameter does not divide."""
+        model = model_of("full", mesh.shape["pp"])
         try:
-            arrange(sizes, devices)
             return per_device(abstract_state(model, build_optimizer(config, model.axes), mesh))
-        except UserError:  # a parameter does not divide, or an axis goes across the torus
+        except UserError:
             return None
 
-    for one in sorted(candidates(config, topology), key=lambda one: one.seconds):
-        mesh = rules.with_copies(one.config, one.mesh)
-        state, train = state_of(tuple(mesh.items())), one.config.train
+    for one, mesh in sorted(candidates(config, topology), key=lambda found: found[0].seconds):
+        state, train = state_of(mesh), one.config.train
         if state is None or state > chip.memory:
             continue
         model = model_of(train.activation_checkpointing, one.mesh["pp"])
-        abstract = AbstractMesh(tuple(mesh.values()), tuple(mesh))
-        memory = step_memory(one.config, model, abstract, train.grad_sync, state)
+        memory = step_memory(one.config, model, mesh, train.grad_sync, state)
         if memory.total <= _SLACK * chip.memory:
             yield one
 
 
-def candidates(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
-    """All valid ways to run the update, in no order."""
-    chip, rows = CHIPS[topology.chip], sequences(config, topology.n_devices)
+def candidates(config: JobConfig, topology: Topology) -> Iterator[tuple[Candidate, Mesh]]:
+    """All valid ways to run the update and where each would run, in no order."""
+    chip, devices = CHIPS[topology.chip], devices_of(topology)
     model = build_model(config, chip.platform)
     for mesh in meshes(config, topology.n_devices):
-        dp = rules.data_parallel(mesh)
-        for each in _powers(_MOST_ROWS):
-            if rows % (dp * each):
-                continue
-            split = {"batch_size": each, "grad_accum_steps": rows // (dp * each)}
-            syncs = ("update", "microbatch") if dp > 1 else ("update",)
-            for save, sync in itertools.product(REMAT, syncs):
-                train = {**split, "activation_checkpointing": save, "grad_sync": sync}
-                one = changed(config, train, mesh)
-                try:
-                    rules.check(one, topology.n_devices)
-                except UserError:
-                    continue
-                yield Candidate(one, mesh, analytic.seconds(one, model, mesh, chip))
+        try:
+            placed = make_mesh(changed(config, {}, mesh), devices)
+        except UserError:  # an axis goes across the torus
+            continue
+        for one in splits(config, topology, mesh):
+            yield Candidate(one, mesh, analytic.seconds(one, model, placed, chip)), placed
+
+
+def splits(config: JobConfig, topology: Topology, mesh: Mapping[str, int]) -> Iterator[JobConfig]:
+    """All valid ways to run the update on a mesh."""
+    rows, dp = sequences(config, topology.n_devices), rules.data_parallel(mesh)
+    syncs = ("update", "microbatch") if dp > 1 else ("update",)
+    for each, save, sync in itertools.product(_powers(_MOST_ROWS), REMAT, syncs):
+        if rows % (dp * each):
+            continue
+        split = {"batch_size": each, "grad_accum_steps": rows // (dp * each)}
+        one = changed(config, {**split, "activation_checkpointing": save, "grad_sync": sync}, mesh)
+        try:
+            rules.check(one, topology.n_devices)
+        except UserError:
+            continue
+        yield one
 
 
 def sequences(config: JobConfig, n_devices: int) -> int:

@@ -28,8 +28,8 @@ def config():
     return tiny_config(train={"batch_size": 2, "grad_accum_steps": 4}, distributed={"dp_shard": -1})
 
 
-def test_candidates_are_valid_and_of_the_same_update():
-    found = list(search.candidates(config(), NODE))
+def test_candidates_are_valid_and_of_the_same_update(node):
+    found = [one for one, _ in search.candidates(config(), NODE)]
     assert len(found) > 50
     for one in found:
         rules.check(one.config, 8)
@@ -47,7 +47,7 @@ def test_a_global_batch_says_how_large_the_update_is():
     assert search.sequences(given, 8) == 48
 
 
-def test_what_is_given_says_its_rows():
+def test_what_is_given_says_its_rows(node):
     train = TrainConfig(global_batch_size=32, grad_accum_steps=2, seq_len=32)
     given = config().model_copy(update={"train": train})
     (one,) = search.as_given(given, NODE)
