@@ -199,6 +199,11 @@ def scaling() -> str:
     return _whole("scaling-none")
 
 
+def kempnerforge() -> str:
+    """KempnerForge's files, planned."""
+    return _whole("kempnerforge_plans-none")
+
+
 def _whole(name: str) -> str:
     found = result(name)
     head = list(dict.fromkeys(key for row in found["rows"] for key in row))
@@ -224,11 +229,12 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "experts-tpu": experts_tpu,
     "plan": published,
     "scaling": scaling,
+    "kempnerforge": kempnerforge,
     "drill": drill,
 }
 """What a page may name."""
 SHOWN = {"remat-cpu", "pipeline-cpu", "pipeline-tpu", "kernels-cpu", "faults-cpu", "gpu_aot-h100",
-         "experts_aot-tpu", "plan-none", "scaling-none"}  # fmt: skip
+         "experts_aot-tpu", "plan-none", "scaling-none", "kempnerforge_plans-none"}  # fmt: skip
 """Results with tables of their own."""
 
 

@@ -1,46 +1,11 @@
-"""What would mend a broken rule: values that were tried, so that a message proposes no bad one."""
+"""What would mend a broken rule between sections: other values of their keys."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
 
 from pydantic import ValidationError
 
 from jaxforge.config.job import JobConfig
-
-Change = Mapping[str, int]
-"""New values by key, as in {"model.dim": 64}."""
-
-_TRIED = 64  # multiples of a number, upwards
-
-
-class Problem(NamedTuple):
-    """A rule that is broken, and what might mend it.
-
-    Attributes:
-        what: what is wrong.
-        fixes: alternatives: changes that may do, the best first, of the same key.
-    """
-
-    what: str
-    fixes: tuple[tuple[Change, ...], ...] = ()
-
-    def told(self, config: JobConfig, is_mended: Callable[[JobConfig], bool]) -> str:
-        """The problem, and the first change of each alternative that mends it; if any does.
-
-        Args:
-            config: the configuration.
-            is_mended: whether a changed one is without this problem, and has no new one.
-        """
-        proposals = []
-        for changes in self.fixes:
-            tried = ((change, changed(config, change)) for change in changes)
-            works = (change for change, new in tried if new is not None and is_mended(new))
-            if change := next(works, None):
-                proposals.append(" and ".join(f"{key} to {new}" for key, new in change.items()))
-        if not proposals:
-            proposals = [next(iter(changes[0])) for changes in self.fixes if changes]
-        return f"{self.what}: change {' or '.join(proposals)}" if proposals else self.what
+from jaxforge.config.problems import Change, divisors, nearest
 
 
 def changed(config: JobConfig, change: Change) -> JobConfig | None:
@@ -57,13 +22,6 @@ def changed(config: JobConfig, change: Change) -> JobConfig | None:
     return config
 
 
-def multiples(key: str, value: int, unit: int) -> tuple[Change, ...]:
-    """Other values for a key that must be a multiple: those above it, then those below."""
-    above = math.ceil(value / unit) * unit
-    up = range(above, above + _TRIED * unit, unit)
-    return tuple({key: new} for new in (*up, *range(above - unit, 0, -unit)))
-
-
 def smaller_axis(config: JobConfig, axis: str, size: int) -> tuple[Change, ...]:
     """Smaller sizes of a mesh axis, the largest first; dp_shard takes the devices."""
     is_open = config.distributed.dp_shard == -1
@@ -71,11 +29,18 @@ def smaller_axis(config: JobConfig, axis: str, size: int) -> tuple[Change, ...]:
     return tuple({f"distributed.{axis}": new, **rest} for new in list(divisors(size))[-2::-1])
 
 
-def divisors(n: int) -> Iterable[int]:
-    """All of them, ascending."""
-    return (d for d in range(1, n + 1) if n % d == 0)
+def other_axes(sizes: dict[str, int], n_devices: int) -> tuple[tuple[Change, ...], ...]:
+    """Changes of one axis after which all may multiply to the devices; or of all of them.
 
-
-def nearest(key: str, value: int, others: Iterator[int]) -> tuple[Change, ...]:
-    """Other values for a key, those nearest to it first."""
-    return tuple({key: new} for new in sorted(others, key=lambda new: abs(new - value)))
+    Args:
+        sizes: of the axes, dp_shard with 1 where it takes what is left.
+        n_devices: of the whole job.
+    """
+    rest = math.prod(sizes.values()) // sizes["dp_shard"]
+    takes_all = {"distributed.dp_shard": -1}
+    above_one = [axis for axis, size in sizes.items() if size > 1 and axis != "dp_shard"]
+    none_else = {f"distributed.{axis}": 1 for axis in above_one} | takes_all
+    if n_devices % rest == 0:
+        return ((takes_all,),)
+    alone = [nearest(f"distributed.{axis}", sizes[axis], divisors(n_devices)) for axis in above_one]
+    return tuple((*one, *({**each, **takes_all} for each in one), none_else) for one in alone)

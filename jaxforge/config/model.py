@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from jaxforge.config.problems import Problem, divisors, multiples, nearest, one
 from jaxforge.config.section import Section
 from jaxforge.registry import Registry
 
@@ -331,18 +332,29 @@ class ModelConfig(Section):
             return "kempnerforge" if self.moe_router == "sigmoid_topk" else "none"
         return self.moe_bias_update
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str | Problem]:
         """Yields the broken rules between the keys of this section."""
         if self.head_dim is None and self.dim % self.n_heads:
-            yield (
-                f"dim = {self.dim} must be a multiple of n_heads = {self.n_heads}; or set head_dim"
+            yield Problem(
+                f"dim = {self.dim} must be a multiple of n_heads = {self.n_heads}",
+                (
+                    multiples("dim", self.dim, self.n_heads),
+                    nearest("n_heads", self.n_heads, divisors(self.dim)),
+                    multiples("head_dim", self.dim // self.n_heads, 2),
+                ),
             )
         elif self.position_embedding == "rotary":
             yield from self._rotary_problems()
         else:
             yield from self._unused_rotary_keys()
         if self.n_heads % self.kv_heads:
-            yield f"n_heads = {self.n_heads} must be a multiple of n_kv_heads = {self.kv_heads}"
+            yield Problem(
+                f"n_heads = {self.n_heads} must be a multiple of n_kv_heads = {self.kv_heads}",
+                (
+                    nearest("n_kv_heads", self.kv_heads, divisors(self.n_heads)),
+                    multiples("n_heads", self.n_heads, self.kv_heads),
+                ),
+            )
         if self.activation == "swiglu_oai" and not self.is_gated:
             yield 'activation = "swiglu_oai" has a gate: leave gated_mlp out'
         if self.swiglu_limit is not None and not self.is_gated:
@@ -405,10 +417,16 @@ class ModelConfig(Section):
                 "none: set sliding_window"
             )
 
-    def _expert_problems(self) -> Iterator[str]:
+    def _expert_problems(self) -> Iterator[str | Problem]:
         experts, groups = self.num_experts, self.moe_groups
         if not 0 < self.moe_top_k <= experts:
-            yield f"moe_top_k = {self.moe_top_k} must be from 1 to num_experts = {experts}"
+            yield Problem(
+                f"moe_top_k = {self.moe_top_k} must be from 1 to num_experts = {experts}",
+                (
+                    one("moe_top_k", min(experts, max(1, self.moe_top_k))),
+                    one("num_experts", max(experts, self.moe_top_k)),
+                ),
+            )
             return
         if self.moe_frequency == 0:
             yield "moe_frequency = 0 must be at least 1 when num_experts > 0"
@@ -419,7 +437,13 @@ class ModelConfig(Section):
                 f"{self.n_layers}: lower them, or set num_experts = 0"
             )
         if experts % groups:
-            yield f"num_experts = {experts} must be a multiple of moe_groups = {groups}"
+            yield Problem(
+                f"num_experts = {experts} must be a multiple of moe_groups = {groups}",
+                (
+                    multiples("num_experts", experts, groups),
+                    nearest("moe_groups", groups, divisors(experts)),
+                ),
+            )
         elif not self.moe_top_k_groups <= groups:
             yield (
                 f"moe_top_k_groups = {self.moe_top_k_groups} must be at most moe_groups = {groups}"

@@ -5,6 +5,7 @@ from functools import reduce
 from typing import Any, NamedTuple
 
 from jaxforge.config.job import JobConfig, shown
+from jaxforge.config.problems import Value, said
 
 
 class NotBuilt(NamedTuple):
@@ -16,7 +17,7 @@ class NotBuilt(NamedTuple):
     """Whether a value of the key needs what is not built."""
     what: str
     """The missing piece, to precede "is not built yet"."""
-    instead: str
+    instead: Value
     """What to set for now."""
 
 
@@ -33,9 +34,9 @@ def _among(*values: str) -> Callable[[Any], bool]:
 
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
-    NotBuilt("train.mixed_precision", _among("fp8"), "8-bit training", 'set it to "bf16"'),
-    NotBuilt("train.mixed_precision", _among("fp16"), "loss scaling", 'set it to "bf16"'),
-    NotBuilt("distributed.cp", _more_than(1), "context parallelism", "set it to 1"),
+    NotBuilt("train.mixed_precision", _among("fp8"), "8-bit training", "bf16"),
+    NotBuilt("train.mixed_precision", _among("fp16"), "loss scaling", "bf16"),
+    NotBuilt("distributed.cp", _more_than(1), "context parallelism", 1),
 )
 """The list to shorten: building a feature deletes its line."""
 
@@ -49,4 +50,6 @@ def not_built_yet(config: JobConfig) -> Iterator[str]:
     for key, refuses, what, instead in NOT_BUILT:
         value = reduce(getattr, key.split("."), config)
         if refuses(value):
-            yield f"{key} = {shown(value)}: {what} is not built yet; {instead}"
+            yield (
+                f"{key} = {shown(value)}: {what} is not built yet: change {said({key: instead})}"
+            )

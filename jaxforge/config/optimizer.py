@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from jaxforge.config.duration import Steps
+from jaxforge.config.problems import Problem, one
 from jaxforge.config.section import Section
 from jaxforge.errors import UserError
 from jaxforge.registry import Registry
@@ -65,10 +66,14 @@ class OptimizerConfig(Section):
                         + ", ".join(names)
                     )
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str | Problem]:
         """Yields the broken rules between the keys of this section."""
         if self.lr_scale_rule != "none" and self.lr_base_batch is None:
-            yield f'lr_scale_rule = "{self.lr_scale_rule}" needs lr_base_batch'
+            yield Problem(
+                f'lr_scale_rule = "{self.lr_scale_rule}" needs lr_base_batch, the sequences per '
+                "update that lr is meant for",
+                (one("lr_scale_rule", "none"),),
+            )
         for key in ("decay_patterns", "no_decay_patterns"):
             for pattern in getattr(self, key):
                 try:

@@ -10,10 +10,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Set
 from difflib import get_close_matches
 
-from jaxforge.config.fixes import Problem, divisors, multiples, nearest, smaller_axis
+from jaxforge.config.fixes import changed, other_axes, smaller_axis
 from jaxforge.config.job import JobConfig
 from jaxforge.config.locations import misplaced
 from jaxforge.config.not_built import not_built_yet
+from jaxforge.config.problems import Change, Problem, by_what, divisors, multiples, nearest, one
 from jaxforge.config.train import CROSS_ENTROPIES
 from jaxforge.errors import UserError
 
@@ -39,7 +40,7 @@ def check(config: JobConfig, n_devices: int) -> None:
     Raises:
         UserError: If any rule is broken or anything asked for is not built yet; one line each.
     """
-    problems = list(_mesh_problems(config, n_devices))
+    problems = list(_broken_mesh(config, n_devices))
     mesh = _declared(config) if problems else mesh_shape(config, n_devices)
     problems += list(_broken_rules(config, mesh, n_devices))
     problems += misplaced(config)
@@ -48,26 +49,37 @@ def check(config: JobConfig, n_devices: int) -> None:
         raise UserError("\n".join(problems))
 
 
+def _broken_mesh(config: JobConfig, n_devices: int) -> Iterator[str]:
+    """A sentence, with changes after which no new rule is broken, or else those of the mesh."""
+    known = _found(config, _declared(config)).keys()
+    for problem in _mesh_problems(config, n_devices):
+        is_clean = functools.partial(_leaves_only, config, known, n_devices)
+        is_mended = functools.partial(_leaves_only, config, None, n_devices)
+        yield problem.told(is_clean if problem.working(is_clean) else is_mended)
+
+
 def _broken_rules(config: JobConfig, mesh: Mesh, n_devices: int) -> Iterator[str]:
     """A sentence for each, with changes after which it is not broken, nor another one."""
     broken = _found(config, mesh)
     for what, problem in broken.items():
         others = broken.keys() - {what}
-        yield problem.told(config, functools.partial(_has_only, others, n_devices))
+        yield problem.told(functools.partial(_leaves_only, config, others, n_devices))
 
 
-def _has_only(known: Set[str], n_devices: int, config: JobConfig) -> bool:
-    """Whether a configuration runs on so many devices but for these problems."""
-    if any(_mesh_problems(config, n_devices)):
+def _leaves_only(config: JobConfig, known: Set[str] | None, n_devices: int, change: Change) -> bool:
+    """Whether a changed configuration runs on so many devices but for these problems.
+
+    Without `known`, whether it makes a mesh.
+    """
+    new = changed(config, change)
+    if new is None or any(_mesh_problems(new, n_devices)):
         return False
-    return _found(config, mesh_shape(config, n_devices)).keys() <= known
+    return known is None or _found(new, mesh_shape(new, n_devices)).keys() <= known
 
 
 def _found(config: JobConfig, mesh: Mesh) -> dict[str, Problem]:
     """What is broken, by what is wrong."""
-    found = (problem for rule in RULES for problem in rule(config, mesh))
-    problems = (one if isinstance(one, Problem) else Problem(one) for one in found)
-    return {problem.what: problem for problem in problems}
+    return by_what(problem for rule in RULES for problem in rule(config, mesh))
 
 
 def data_parallel(mesh: Mesh) -> int:
@@ -85,7 +97,7 @@ def mesh_shape(config: JobConfig, n_devices: int) -> dict[str, int]:
     Raises:
         UserError: If the axes do not multiply to `n_devices`.
     """
-    for problem in _mesh_problems(config, n_devices):
+    for problem in _broken_mesh(config, n_devices):
         raise UserError(problem)
     mesh = _declared(config)
     if config.distributed.dp_shard == -1:
@@ -109,13 +121,16 @@ def with_copies(config: JobConfig, mesh: Mesh) -> dict[str, int]:
     return {**mesh, "dp_replicate": mesh["dp_replicate"] * copies, "dp_shard": shards}
 
 
-def seq_len_fits_model(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+def seq_len_fits_model(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """The position table covers the sequence."""
     seq_len, longest = config.train.seq_len, config.model.max_seq_len
     if seq_len > longest:
-        yield (
-            f"train.seq_len = {seq_len} exceeds model.max_seq_len = {longest}: "
-            "lower the one or raise the other"
+        yield Problem(
+            f"train.seq_len = {seq_len} exceeds model.max_seq_len = {longest}",
+            (
+                nearest("train.seq_len", longest, range(1, longest + 1)),
+                one("model.max_seq_len", seq_len),
+            ),
         )
 
 
@@ -283,16 +298,18 @@ def global_batch_divides(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
         )
 
 
-def batch_sizes_agree(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+def batch_sizes_agree(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """Whoever writes both batch sizes means the same by them."""
     train, dp = config.train, data_parallel(mesh)
     total = train.batch_size * dp * train.grad_accum_steps
     wrote_both = train.global_batch_size and config.is_set("train.batch_size")
     if wrote_both and total != train.global_batch_size:
-        yield (
+        share = train.microbatch_size(dp) // dp
+        yield Problem(
             f"train.global_batch_size = {train.global_batch_size}, but train.batch_size = "
             f"{train.batch_size} on {dp} data-parallel ranks with train.grad_accum_steps = "
-            f"{train.grad_accum_steps} makes {total}: leave one of them out"
+            f"{train.grad_accum_steps} makes {total}",
+            (one("train.batch_size", share), one("train.global_batch_size", total)),
         )
 
 
@@ -437,20 +454,17 @@ def _declared(config: JobConfig) -> dict[str, int]:
     return {axis: max(1, getattr(config.distributed, axis)) for axis in AXES}
 
 
-def _mesh_problems(config: JobConfig, n_devices: int) -> Iterator[str]:
+def _mesh_problems(config: JobConfig, n_devices: int) -> Iterator[Problem]:
     sizes = _declared(config)
     total, is_open = math.prod(sizes.values()), config.distributed.dp_shard == -1
     if n_devices == total or (is_open and n_devices % total == 0):
         return
     axes = {axis: size for axis, size in sizes.items() if size > 1} or {"dp_shard": 1}
     product = " * ".join(f"distributed.{axis} = {size}" for axis, size in axes.items())
-    if is_open:
-        yield f"{product} needs a multiple of {total} devices, not {n_devices}: lower an axis"
-    else:
-        rest = total // sizes["dp_shard"]
-        take = ", or set distributed.dp_shard = -1 to take the devices that are left"
-        change = f"change an axis{'' if n_devices % rest else take}"
-        yield f"{product} needs {total} devices, not {n_devices}: {change}"
+    needed = f"a multiple of {total}" if is_open else f"{total}"
+    yield Problem(
+        f"{product} needs {needed} devices, not {n_devices}", other_axes(sizes, n_devices)
+    )
 
 
 def _divides(config: JobConfig, key: str, value: int, mesh: Mesh, *axes: str) -> Iterator[Problem]:

@@ -1,6 +1,7 @@
 """What every section of the configuration has in common."""
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterator, Mapping, Set
 from typing import Annotated, Generic, Self, TypeVar, get_args, get_origin
 
 from pydantic import (
@@ -15,6 +16,8 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import PydanticCustomError
+
+from jaxforge.config.problems import Change, Problem, by_what
 
 
 class Section(BaseModel):
@@ -31,16 +34,24 @@ class Section(BaseModel):
         allow_inf_nan=False,
     )
 
-    def problems(self) -> Iterator[str]:
-        """Yields one sentence per rule between this section's own keys that is broken."""
+    def problems(self) -> Iterator[str | Problem]:
+        """Yields each broken rule between this section's own keys; changes name keys without it."""
         yield from ()
 
     @model_validator(mode="after")
     def _obey_the_rules(self) -> Self:
-        problems = list(self.problems())
-        if problems:
-            raise ValueError("\n".join(problems))
+        broken = by_what(self.problems())
+        if broken:
+            raise ValueError("\n".join(self._told(broken)))
         return self
+
+    def _told(self, broken: Mapping[str, Problem]) -> Iterator[str]:
+        """A sentence for each, with changes after which it is not broken, nor another one."""
+        for what, problem in broken.items():
+            yield problem.told(functools.partial(self._leaves_only, broken.keys() - {what}))
+
+    def _leaves_only(self, known: Set[str], change: Change) -> bool:
+        return by_what(self.model_copy(update=change).problems()).keys() <= known
 
     @field_validator("*", mode="before")
     @classmethod

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import jax
 
+from jaxforge.config.problems import said
 from jaxforge.config.train import TrainConfig
 from jaxforge.errors import UserError
-from jaxforge.parallel.xla_flags import Option, compiler_options
+from jaxforge.parallel.xla_flags import DEFAULT, Option, compiler_options
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ def accepted_flags(config: TrainConfig, *, has_experts: bool = False) -> dict[st
     flags = compiler_options(device, config.xla_flags, has_experts=has_experts)
     while flags and (name := _refused(flags)) is not None:
         if name in config.xla_flags:
-            raise UserError(_complaint(name, config.xla_flags[name]))
+            raise UserError(complaint(name, config.xla_flags[name], jax.default_backend()))
         # Flags come and go with the versions of XLA; a run must not depend on those of our table.
         log.warning("this XLA does not take %s=%s; going on without", name, flags.pop(name))
     if flags:
@@ -101,16 +102,30 @@ def _refused(flags: dict[str, Option]) -> str | None:
     try:
         jax.jit(lambda: 0).lower().compile(compiler_options=flags)
     except jax.errors.JaxRuntimeError as error:
-        if found := _REFUSED.search(str(error)):
-            return next(filter(None, found.groups()))
+        if name := refused_flag(error):
+            return name
         raise
     return None
 
 
-def _complaint(name: str, value: str) -> str:
+def refused_flag(error: jax.errors.JaxRuntimeError) -> str | None:
+    """The flag that the compiler did not take; None where it gave up for something else."""
+    found = _REFUSED.search(str(error))
+    return next(filter(None, found.groups())) if found else None
+
+
+def complaint(name: str, value: str, platform: str) -> str:
+    """About a flag of the user's.
+
+    Args:
+        name: of a flag that was refused.
+        value: in `train.xla_flags`.
+        platform: that is compiled for.
+    """
+    key = f"train.xla_flags.{name}"
     return (
-        f"train.xla_flags.{name} = {value}: XLA for {jax.default_backend()} in jaxlib "
-        f"{version('jaxlib')} has no such flag, or not this value for it; correct or remove it"
+        f"{key} = {value}: XLA for {platform} in jaxlib {version('jaxlib')} has no such flag, or "
+        f"not this value for it; correct it, or leave it out: change {said({key: DEFAULT})}"
     )
 
 

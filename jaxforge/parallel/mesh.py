@@ -24,6 +24,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxforge.config.job import JobConfig
+from jaxforge.config.problems import said
 from jaxforge.config.rules import AXES, data_parallel, mesh_shape, with_copies
 from jaxforge.errors import UserError
 
@@ -144,10 +145,11 @@ def _over_slices(shape: Mapping[str, int], slices: int, per_slice: int) -> dict[
         fix = f"lower {' or '.join(f'distributed.{axis}' for axis in within)}"
         if len(within) == 1:
             ((axis, size),) = within.items()
-            fix = f"set distributed.{axis} to {math.gcd(per_slice, size)}"
+            key = f"distributed.{axis}"
+            fix = f"change {said({key: math.gcd(per_slice, size), 'distributed.dp_shard': -1})}"
         raise UserError(
             f"{product} must divide the {per_slice} devices of each of the {slices} slices: what "
-            f"they exchange in every layer is too much for the network in between; {fix}"
+            f"they exchange in every layer is too much for the network in between: {fix}"
         )
     if outer["dp_shard"] > 1:
         log.warning(

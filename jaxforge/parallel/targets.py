@@ -161,7 +161,15 @@ def tpus(topology: str, slices: int = 1) -> Sequence[jax.Device]:
             platform="tpu", topology_name=topology, num_slices=slices
         ).devices
     except (jax.errors.JaxRuntimeError, ValueError) as error:
-        raise UserError(f'there is no TPU slice "{topology}": {error}') from error
+        near = _power_of_two_sides(topology)
+        hint = f'; did you mean "{near}"?' if near != topology else ""
+        raise UserError(f'there is no TPU slice "{topology}": {error}{hint}') from error
+
+
+def _power_of_two_sides(topology: str) -> str:
+    """The next larger slice whose sides are powers of two, which there are of all kinds."""
+    kind, _, sides = topology.partition(":")
+    return f"{kind}:{'x'.join(str(1 << (int(one) - 1).bit_length()) for one in sides.split('x'))}"
 
 
 def _is_installed(module: str) -> bool:

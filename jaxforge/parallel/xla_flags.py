@@ -151,6 +151,6 @@ def _typed(name: str, value: str) -> Option:
     """XLA takes text for everything but truth values and levels, whose numbers are its own."""
     if name in LEVELS:
         if value not in ("0", "1", "2", "3"):
-            raise UserError(f"train.xla_flags.{name} = {value}: expected 0, 1, 2 or 3")
+            raise UserError(f"train.xla_flags.{name} = {value}: expected one of 0, 1, 2, 3")
         return 10 * int(value) + 9  # `EFFORT_O1 = 19` in xla.proto; JAX 0.12 takes no others
     return {"true": True, "false": False}.get(value.lower(), value)

@@ -3,12 +3,14 @@
 import math
 import shutil
 from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 
 import jax
 
 from jaxforge import storage
-from jaxforge.config.job import JobConfig
+from jaxforge.config.job import JobConfig, shown
+from jaxforge.config.problems import said
 from jaxforge.config.rules import data_parallel, mesh_shape
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.data.sources import open_training_data
@@ -36,32 +38,53 @@ def schedule(config: JobConfig) -> Iterator[str]:
     """What the run ends too early for."""
     last, scheduler = config.train.max_steps, config.scheduler
     warmup, decay, _ = scheduler.boundaries(last)
+    tenth = max(1, last // 10)
     if scheduler.name != "none" and warmup >= last:
         yield (
-            f"scheduler.warmup_steps = {warmup:,} is not over at train.max_steps = {last:,}: the "
-            f"learning rate never reaches optimizer.lr; try {max(1, last // 50):,}"
+            f"scheduler.warmup_steps = {warmup:,} is not over at train.max_steps = {last:,}, and "
+            "the learning rate never reaches optimizer.lr: change "
+            + said({"scheduler.warmup_steps": last // 50})
+        )
+    elif scheduler.name == "wsd" and not scheduler.stable_steps:
+        yield (
+            'scheduler.name = "wsd" without scheduler.stable_steps decays from the end of the '
+            f"warm-up: change {said({'scheduler.stable_steps': max(1, last * 9 // 10 - warmup)})}"
         )
     elif scheduler.name not in ("none", "constant") and decay >= last:
         yield (
-            f"scheduler.stable_steps ends at update {decay:,}, and train.max_steps = {last:,}: "
-            "the learning rate never decays"
+            f"scheduler.stable_steps = {scheduler.stable_steps:,} ends at update {decay:,}, and "
+            f"train.max_steps = {last:,}: the learning rate never decays: change "
+            + said({"scheduler.stable_steps": max(0, last * 9 // 10 - warmup)})
         )
-    for phase in config.data.all_phases:
-        if phase.start_step >= last:
-            yield (
-                f"a phase of data.phases begins at update {phase.start_step:,}, after "
-                f"train.max_steps = {last:,}: it never does"
-            )
+    yield from _phases(config)
     if config.eval.enabled and config.eval.interval > last:
         yield (
-            f"eval.interval = {config.eval.interval:,} exceeds train.max_steps = {last:,}: "
-            "there is no evaluation but at the end"
+            f"eval.interval = {config.eval.interval:,} exceeds train.max_steps = {last:,}, and "
+            f"there is no evaluation but at the end: change {said({'eval.interval': tenth})}"
         )
     if config.checkpoint.interval > last:
         yield (
             f"checkpoint.interval = {config.checkpoint.interval:,} exceeds train.max_steps = "
-            f"{last:,}: a run that is killed begins again"
+            f"{last:,}, and a run that is killed begins again: change "
+            + said({"checkpoint.interval": tenth})
         )
+
+
+def _phases(config: JobConfig) -> Iterator[str]:
+    """Those that the run is over before."""
+    section, last, previous = config.data, config.train.max_steps, 0
+    anneals = section.anneal_start_step > 0
+    for i, phase in enumerate(section.all_phases):
+        key = "data.anneal_start_step" if anneals else f"data.phases[{i}].start_step"
+        earlier = max(previous + 1, last * 9 // 10)
+        fixes = [said({key: earlier})] if earlier < last else []
+        fixes.append(said({"train.max_steps": 10 * phase.start_step // 9 + 1}))
+        if phase.start_step >= last:
+            yield (
+                f"{key} = {phase.start_step:,} is not before train.max_steps = {last:,}, and the "
+                f"phase never begins: change {' or '.join(fixes)}"
+            )
+        previous = phase.start_step
 
 
 def data(config: JobConfig, n_devices: int) -> Iterator[str]:
@@ -73,7 +96,7 @@ def data(config: JobConfig, n_devices: int) -> Iterator[str]:
     given = {key: path for key, path in paths.items() if path}
     absent = {k: p for k, p in given.items() if storage.in_bucket(p) or not Path(p).exists()}
     for key, path in absent.items():
-        yield f"{key} = {path!r} is not on this machine: not looked at"
+        yield f"{key} = {shown(path)} is not on this machine: not looked at{_nearest(path)}"
     if not given and not section.hf_dataset_name and section.dataset_type == "auto":
         yield "no data: tokens are random; set data.dataset_path"
     if absent or not given:
@@ -91,6 +114,16 @@ def data(config: JobConfig, n_devices: int) -> Iterator[str]:
         )
 
 
+def _nearest(path: str) -> str:
+    """What is called similarly where a path ends."""
+    place = Path(path)
+    if storage.in_bucket(path) or not place.parent.is_dir():
+        return ""
+    names = [other.name for other in place.parent.iterdir()]
+    near = get_close_matches(place.name, names, n=1)
+    return f"; did you mean {shown(str(place.with_name(near[0])))}?" if near else ""
+
+
 def _sequences(config: JobConfig, dp: int) -> int:
     """Of the whole run, as if batches were never smaller."""
     train = config.train
@@ -106,10 +139,13 @@ def disk(config: JobConfig) -> Iterator[str]:
     here = next(p for p in (Path(place).absolute(), *Path(place).absolute().parents) if p.exists())
     free = shutil.disk_usage(here).free
     if size * (kept + 1) > free:
+        room = free // size - 1 - config.checkpoint.keep_best_n
+        fewer = [said({"checkpoint.keep_last_n": room})] if room > 0 else []
         yield (
-            f"{kept:,} checkpoints of {gigabytes(size)} and one being written need "
-            f"{gigabytes(size * (kept + 1))}, and {here} has {gigabytes(free)}: lower "
-            "checkpoint.keep_last_n, raise checkpoint.interval or set checkpoint.dir"
+            f"checkpoint.keep_last_n = {config.checkpoint.keep_last_n}: {kept:,} checkpoints of "
+            f"{gigabytes(size)} and one being written need {gigabytes(size * (kept + 1))}, and "
+            f"checkpoint.dir = {shown(place)} has {gigabytes(free)} on {here}: change "
+            f"{' or '.join([*fewer, 'checkpoint.dir'])}"
         )
 
 

@@ -15,10 +15,11 @@ from jaxforge.errors import UserError
 from jaxforge.model.runtime import gpu_capability
 from jaxforge.model.transformer import Model, build_model
 from jaxforge.optim.optimizer import build_optimizer
-from jaxforge.parallel import targets, xla_flags
+from jaxforge.parallel import compilation, targets, xla_flags
 from jaxforge.parallel.device_memory import capacity_of_each, is_out_of_memory, per_device
 from jaxforge.parallel.mesh import STAGES, data_parallel_size, make_mesh
 from jaxforge.parallel.sharding import Axes, partition_spec, without_data
+from jaxforge.parallel.xla_flags import Option
 from jaxforge.plan.chips import CHIPS
 from jaxforge.plan.hlo import Program, arrays
 from jaxforge.plan.topology import CPU, TPUS, Topology
@@ -107,7 +108,8 @@ def compile_step(
         every_size: the smaller batches of a ramp as well.
 
     Raises:
-        UserError: a parameter does not divide, or an axis does not fit the network.
+        UserError: a parameter does not divide, an axis does not fit the network, or the compiler
+            does not know a flag.
     """
     mesh, device = make_mesh(config, devices), devices[0]
     model = build_model(config, device.platform, gpu_capability(device))
@@ -125,7 +127,10 @@ def compile_step(
     lowered = lower_train_steps(config, mesh, sizes, collect=hooks.collect)
     start = time.perf_counter()
     try:
-        steps = {n: CompiledStep(one, one.compile(options)) for n, one in lowered.items()}
+        steps = {
+            n: CompiledStep(one, _compiled(one, options, flags, device.platform))
+            for n, one in lowered.items()
+        }
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -140,6 +145,26 @@ def compile_step(
         kept = stats.output_size_in_bytes - stats.alias_size_in_bytes
         peak = stats.argument_size_in_bytes + kept + stats.temp_size_in_bytes
     return Step(mesh, sync, program, parts.memory(peak, program), seconds, steps, config)
+
+
+def _compiled(
+    lowered: jax.stages.Lowered, options: dict[str, Option], own: Mapping[str, str], platform: str
+) -> jax.stages.Compiled:
+    """Without the flags of our table that this XLA does not take, as a run would be.
+
+    Raises:
+        UserError: it does not take one of the user's own.
+    """
+    try:
+        return lowered.compile(options)
+    except jax.errors.JaxRuntimeError as error:
+        name = compilation.refused_flag(error)
+        if name is None:
+            raise
+        if name in own:
+            raise UserError(compilation.complaint(name, own[name], platform)) from error
+    rest = {other: value for other, value in options.items() if other != name}
+    return _compiled(lowered, rest, own, platform)
 
 
 def _wanted(said: str, state: TrainState) -> int:

@@ -83,10 +83,10 @@ def plan(
 
 def _advice(config: JobConfig, step: Step) -> Iterator[str]:
     memory, train = step.memory, config.train
-    state = memory.parameters + memory.optimizer
+    whole_state = 2 * memory.parameters + memory.optimizer  # gradients are as large
     yield from out_of_memory.fewer_copies(config, step.mesh)
-    if state > memory.capacity:
-        yield from out_of_memory.smaller_state(config, state, memory.capacity)
+    if whole_state > memory.capacity:
+        yield from out_of_memory.smaller_state(config, whole_state, memory.capacity)
         return
     dp = data_parallel_size(step.mesh)
     whole = step.grad_sync.mode == "update" and dp > 1

@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
+from difflib import get_close_matches
 from typing import NamedTuple
 
 CPU = "cpu"
@@ -41,12 +42,15 @@ class Topology(NamedTuple):
         sides = tuple(int(side) for side in form[2].split("x"))
         known = {**TPUS, **dict.fromkeys(GPUS, 2), CPU: 1}
         if chip not in known:
-            raise ValueError(f"topology {text!r}: expected one of {', '.join(known)} before the :")
+            raise ValueError(
+                f"topology {text!r}: expected one of {', '.join(known)} before the :"
+                f"{_nearest(chip, text, [one for one in known if known[one] == len(sides)])}"
+            )
         if len(sides) != known[chip]:
             what = "sides" if chip in TPUS else "nodes x GPUs" if chip in GPUS else "number"
             raise ValueError(f"topology {text!r}: {chip} has {known[chip]} {what}, as in {FORMS}")
         if not all(sides) or not slices:
-            raise ValueError(f"topology {text!r}: nothing may be 0")
+            raise ValueError(f"topology {text!r}: nothing may be 0, as in {FORMS}")
         if slices > 1 and chip not in TPUS:
             raise ValueError(f"topology {text!r}: only TPUs have slices, as in v5p:4x4x8*2")
         return cls(chip, sides, slices)
@@ -78,3 +82,9 @@ class Topology(NamedTuple):
             env.setdefault("TPU_STDERR_LOG_LEVEL", "3")
             env.setdefault("TPU_MIN_LOG_LEVEL", "3")
         env.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+def _nearest(chip: str, text: str, others: Sequence[str]) -> str:
+    """The same on the chip whose name is most like that."""
+    near = get_close_matches(chip, others, n=1, cutoff=0.0)
+    return f'; did you mean "{near[0]}{text.strip()[len(chip) :]}"?' if near else ""

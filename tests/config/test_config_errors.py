@@ -118,8 +118,10 @@ NAMES = "cosine, linear, wsd, constant, rex, none"
         ),
         (
             "[train]\nseed = 1\n[model]\ndim = 65\nn_heads = 4\nn_kv_heads = 3",
-            "x.toml:3: [model] dim = 65 must be a multiple of n_heads = 4; or set head_dim\n"
-            "x.toml:3: [model] n_heads = 4 must be a multiple of n_kv_heads = 3",
+            "x.toml:3: [model] dim = 65 must be a multiple of n_heads = 4: change dim to 72 or "
+            "head_dim to 16\n"
+            "x.toml:3: [model] n_heads = 4 must be a multiple of n_kv_heads = 3: change n_kv_heads "
+            "to 2",
         ),
         (
             "[model]\ndim = 64\nn_heads = 4\nhead_dim = 15",
@@ -209,7 +211,10 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(complaint):
 
 def test_a_broken_rule_blames_the_setting_that_it_names(complaint):
     text = "[model]\ndim = 64\nn_heads = 4"
-    rule = "[model] dim = 64 must be a multiple of n_heads = 5; or set head_dim"
+    rule = (
+        "[model] dim = 64 must be a multiple of n_heads = 5: change dim to 70 or n_heads to 4 or "
+        "head_dim to 12"
+    )
     assert complaint(text, "--model.n_heads=5") == f"--model.n_heads=5: {rule}"
     wrong = "[model]\ndim = 64\nn_heads = 5"
     assert complaint(wrong, "--model.vocab_size=5") == f"x.toml:1: {rule}"

@@ -121,14 +121,14 @@ def test_one_slice_is_laid_out_along_its_torus(described):
         (
             2,
             {"tp": 16},
-            r"distributed\.tp = 16 must divide the 8 devices of each of the 2 slices.*; set "
-            r"distributed\.tp to 8",
+            r"distributed\.tp = 16 must divide the 8 devices of each of the 2 slices.*: change "
+            r"distributed\.tp to 8 and distributed\.dp_shard to -1",
         ),
         (
             3,
             {"ep": 3, "tp": 8},
             r"distributed\.ep = 3 \* distributed\.tp = 8 must divide the 8 devices of each of the "
-            r"3 slices.*; lower distributed\.ep or distributed\.tp",
+            r"3 slices.*: lower distributed\.ep or distributed\.tp",
         ),
     ],
 )

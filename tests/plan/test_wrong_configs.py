@@ -1,0 +1,441 @@
+"""Mistakes that users make: what a plan says of each names key, value and a change that works.
+
+The change is read from the message alone, by the few forms that messages have.
+"""
+
+import copy
+import functools
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from jaxforge.config import load_config
+from jaxforge.config.job import JobConfig, toml
+from jaxforge.errors import UserError
+from jaxforge.parallel import targets
+from jaxforge.parallel.mesh import make_mesh
+from jaxforge.plan import command
+from jaxforge.plan.__main__ import topology_of
+from jaxforge.plan.checks import checkpoint_bytes
+from jaxforge.plan.compiled import devices_of
+from jaxforge.plan.plan import Plan, plan
+from jaxforge.plan.topology import Topology
+from tests.conftest import TINY
+
+RIGHT = {
+    **TINY,
+    "model": {**TINY["model"], "n_layers": 4},
+    "train": {**TINY["train"], "max_steps": 100},
+    "scheduler": {"warmup_steps": 10},
+    "checkpoint": {"interval": 50},
+    "distributed": {},
+}
+"""Nothing is wrong with it."""
+
+needs_tpu = pytest.mark.skipif(
+    not targets.tpu_compiler_is_here(), reason="needs XLA's compiler for TPUs: pip install .[tpu]"
+)
+
+Values = dict[str, dict[str, Any]]
+
+
+class Wrong(NamedTuple):
+    """A mistake.
+
+    Attributes:
+        values: what is wrong, besides `RIGHT`.
+        key: that the message names.
+        value: as the message has it.
+        topology: of the plan.
+        is_compiled: whether the mistake shows when the step is built or compiled.
+    """
+
+    values: Values
+    key: str
+    value: str
+    topology: str = "cpu:8"
+    is_compiled: bool = False
+
+
+EXPERTS = {"num_experts": 4}
+PP = {"pp": 2}
+FOUR = {"grad_accum_steps": 4, "batch_size": 1}
+WRONG = {
+    "typo in a key": Wrong({"train": {"batchsize": 4}}, "train.batchsize", ""),
+    "typo in a section": Wrong({"optimiser": {"lr": 0.1}}, "optimiser", ""),
+    "key of another section": Wrong({"model": {"lr": 0.1}}, "model.lr", ""),
+    "text for a number": Wrong({"train": {"batch_size": "many"}}, "train.batch_size", '"many"'),
+    "half an update": Wrong({"train": {"max_steps": 99.5}}, "train.max_steps", "99.5"),
+    "unit of a duration": Wrong(
+        {"train": {"max_steps": "2 moons"}}, "train.max_steps", '"2 moons"'
+    ),
+    "out of range": Wrong({"scheduler": {"min_lr_ratio": 2}}, "scheduler.min_lr_ratio", "2"),
+    "a list too short": Wrong({"optimizer": {"betas": [0.9]}}, "optimizer.betas", "[0.9]"),
+    "typo in a choice": Wrong({"scheduler": {"name": "cosin"}}, "scheduler.name", '"cosin"'),
+    "no such dtype": Wrong({"train": {"param_dtype": "fp12"}}, "train.param_dtype", '"fp12"'),
+    "no such optimizer": Wrong({"optimizer": {"name": "adam"}}, "optimizer.name", '"adam"'),
+    "more devices than there are": Wrong(
+        {"distributed": {"dp_shard": 8, "tp": 2}}, "distributed.dp_shard", "8"
+    ),
+    "fewer devices than there are": Wrong(
+        {"distributed": {"dp_shard": 2}}, "distributed.dp_shard", "2"
+    ),
+    "an axis that divides no devices": Wrong(
+        {"distributed": {"dp_replicate": 3}}, "distributed.dp_replicate", "3"
+    ),
+    "heads and width": Wrong({"model": {"n_heads": 6}}, "n_heads", "6"),
+    "heads and key/value heads": Wrong({"model": {"n_kv_heads": 3}}, "n_kv_heads", "3"),
+    "heads and tp": Wrong({"distributed": {"tp": 8}}, "model.n_heads", "4"),
+    "key/value heads and tp": Wrong({"distributed": {"tp": 4}}, "model.n_kv_heads", "2"),
+    "vocabulary and tp": Wrong(
+        {"model": {"vocab_size": 255}, "distributed": {"tp": 2}}, "model.vocab_size", "255"
+    ),
+    "feed-forward and tp": Wrong(
+        {"model": {"ffn_hidden_dim": 97}, "distributed": {"tp": 2}}, "model.ffn_hidden_dim", "97"
+    ),
+    "sequence and tp": Wrong(
+        {"train": {"seq_len": 31}, "distributed": {"tp": 2}}, "train.seq_len", "31"
+    ),
+    "sequence and positions": Wrong({"train": {"seq_len": 65}}, "train.seq_len", "65"),
+    "stages without layers": Wrong(
+        {"distributed": {"pp": 8}, "train": {"grad_accum_steps": 8, "batch_size": 1}},
+        "model.n_layers", "4",
+    ),
+    "too few microbatches": Wrong({"distributed": PP}, "train.grad_accum_steps", "1"),
+    "microbatches of interleaved stages": Wrong(
+        {"distributed": {**PP, "pp_schedule": "interleaved_1f1b"},
+         "train": {"grad_accum_steps": 3, "batch_size": 1}},
+        "train.grad_accum_steps", "3",
+    ),
+    "layers of stages with biases": Wrong(
+        {"model": {"n_layers": 3, "o_bias": True}, "distributed": PP, "train": FOUR},
+        "model.n_layers", "3",
+    ),
+    "stages of two kinds of layers": Wrong(
+        {"model": {**EXPERTS, "moe_frequency": 2}, "distributed": PP, "train": FOUR},
+        "distributed.pp", "2",
+    ),
+    "experts that are not there": Wrong({"distributed": {"ep": 2}}, "distributed.ep", "2"),
+    "experts and ep": Wrong(
+        {"model": {"num_experts": 3}, "distributed": {"ep": 2}}, "model.num_experts", "3"
+    ),
+    "more choices than experts": Wrong(
+        {"model": {**EXPERTS, "moe_top_k": 5}}, "moe_top_k", "5"
+    ),
+    "groups of experts": Wrong({"model": {**EXPERTS, "moe_groups": 3}}, "moe_groups", "3"),
+    "the batch and the devices": Wrong(
+        {"train": {"batch_size": None, "global_batch_size": 12}}, "train.global_batch_size", "12"
+    ),
+    "two sizes of the batch": Wrong(
+        {"train": {"global_batch_size": 32}}, "train.global_batch_size", "32"
+    ),
+    "8-bit training": Wrong(
+        {"train": {"mixed_precision": "fp8"}}, "train.mixed_precision", '"fp8"'
+    ),
+    "8-bit training with tp": Wrong(
+        {"train": {"mixed_precision": "fp8"}, "distributed": {"tp": 2}}, "distributed.tp", "2"
+    ),
+    "half precision": Wrong(
+        {"train": {"mixed_precision": "fp16"}}, "train.mixed_precision", '"fp16"'
+    ),
+    "context parallelism": Wrong({"distributed": {"cp": 2}}, "distributed.cp", "2"),
+    "a schedule for what needs none": Wrong(
+        {"optimizer": {"name": "schedule_free_adamw"}}, "scheduler.name", '"cosine"'
+    ),
+    "a learning rate for no batch": Wrong(
+        {"optimizer": {"lr_scale_rule": "sqrt"}}, "lr_scale_rule", '"sqrt"'
+    ),
+    "evaluation of nothing": Wrong({"eval": {"enabled": True}}, "eval.enabled", "true"),
+    "typo in a metric": Wrong(
+        {"eval": {"enabled": True, "dataset_path": "x"}, "checkpoint": {"best_metric": "eval/los"}},
+        "checkpoint.best_metric", '"eval/los"',
+    ),
+    "a mixture that streams": Wrong({"data": {"hf_streaming": True}}, "data.hf_streaming", "true"),
+    "a kernel of another machine": Wrong(
+        {"model": {"sdpa_backend": "splash"}}, "model.sdpa_backend", '"splash"', is_compiled=True
+    ),
+    "a flag that XLA does not know": Wrong(
+        {"train": {"xla_flags": {"xla_nope": "true"}}}, "train.xla_flags.xla_nope", "true",
+        "cpu:1", is_compiled=True,
+    ),
+    "a level that there is not": Wrong(
+        {"train": {"xla_flags": {"optimization_level": "9"}}}, "train.xla_flags.optimization_level",
+        "9", "cpu:1", is_compiled=True,
+    ),
+    "warm-up past the end": Wrong(
+        {"scheduler": {"warmup_steps": 2000}}, "scheduler.warmup_steps", "2,000"
+    ),
+    "plateau past the end": Wrong(
+        {"scheduler": {"name": "wsd", "stable_steps": 90}}, "scheduler.stable_steps", "90"
+    ),
+    "plateau left out": Wrong({"scheduler": {"name": "wsd"}}, "scheduler.name", '"wsd"'),
+    "phase past the end": Wrong(
+        {"data": {"phases": [{"start_step": 50}, {"start_step": 100, "lr_scale": 0.5}]}},
+        "data.phases[1].start_step", "100",
+    ),
+    "annealing past the end": Wrong(
+        {"data": {"anneal_start_step": 300}}, "data.anneal_start_step", "300"
+    ),
+    "evaluation past the end": Wrong(
+        {"eval": {"enabled": True, "dataset_path": "x"}}, "eval.interval", "1,000"
+    ),
+    "checkpoints past the end": Wrong(
+        {"checkpoint": {"interval": 1000}}, "checkpoint.interval", "1,000"
+    ),
+    "typo in a path": Wrong(
+        {"data": {"dataset_path": "data/wbe"}}, "data.dataset_path", '"data/wbe"'
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def told(tmp_path, monkeypatch):
+    """What is said of values: errors and warnings of their plan, but for those of `RIGHT`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "web").mkdir(parents=True)
+    np.save(tmp_path / "data" / "web" / "a.npy", (np.arange(1_000_000) % 256).astype("uint16"))
+
+    def of(values: Values, topology: str, *, is_compiled: bool = False) -> list[str]:
+        return [one for one in messages(planned(values, topology, is_compiled)) if one != NO_DATA]
+
+    def planned(values: Values, topology: str, is_compiled: bool) -> Plan:
+        (tmp_path / "run.toml").write_text(written(values))
+        with monkeypatch.context() as patched:
+            if not is_compiled:
+                patched.setattr("jaxforge.plan.plan.compile_step", stop)
+            return command._planned("run.toml", [], Topology.parse(topology))
+
+    return of
+
+
+NO_DATA = "no data: tokens are random; set data.dataset_path"
+VALID = "a run would start"
+
+
+def stop(*_: object, **__: object) -> None:
+    raise UserError(VALID)
+
+
+def messages(made: Plan) -> list[str]:
+    return [one for one in (*made.errors, *made.warnings) if one != VALID]
+
+
+def written(values: Values) -> str:
+    return "\n".join(
+        f"[{name}]\n"
+        + "".join(f"{key} = {toml(value)}\n" for key, value in keys.items() if value is not None)
+        for name, keys in values.items()
+    )
+
+
+def merged(values: Values) -> Values:
+    merge = copy.deepcopy(RIGHT)
+    for name, keys in values.items():
+        merge.setdefault(name, {}).update(copy.deepcopy(keys))
+    return merge
+
+
+Change = dict[str, Any]
+"""New values by key; a key with `Renamed` takes the value of another."""
+
+
+class Renamed(NamedTuple):
+    """Of a key that has moved."""
+
+    old: str
+
+
+KEY = r"[a-z_]+(?:\.[a-z_0-9]+|\[\d+\])*"
+VALUE = r"-?\d[\d.]*|true|false|\"[^\"]*\""
+
+
+def proposed(message: str) -> Iterator[Change]:
+    """The changes that a message proposes, each of which is to work alone."""
+    text = re.sub(r"^run\.toml(:\d+)?: ", "", message)
+    section = f"{match[1]}." if (match := re.match(r"\[([a-z_.]+)\] ", text)) else ""
+    about = section + match[0] if (match := re.match(KEY, text)) else ""
+    if match := re.match(rf"unknown key ({KEY}); did you mean ({KEY}(?: or {KEY})*)\?", text):
+        yield from ({new: Renamed(match[1])} for new in match[2].split(" or "))
+    elif ": change " in text:
+        for each in text.rpartition(": change ")[2].split(" or "):
+            if pairs := re.findall(rf"({KEY}) to ({VALUE})", each):
+                yield {section + key: json.loads(value) for key, value in pairs}
+    elif match := re.search(rf"did you mean ({VALUE})\?", text):
+        yield {about: json.loads(match[1])}
+    elif match := re.search(r"expected (.*)", text):
+        yield {about: some(match[1])}
+    elif pairs := re.findall(rf"(?:needs|set|or) ({KEY}) = ({VALUE})", text):
+        yield from ({key: json.loads(value)} for key, value in pairs)
+    elif match := re.search(r"set it to (\w+)", text):
+        yield {about: json.loads(match[1])}
+
+
+def some(expected: str) -> Any:
+    """A value of which a message says what it must be."""
+    if match := re.match(r"one of ([^;]*)", expected):
+        return match[1].split(", ")[0]
+    if match := re.match(r"an integer greater than (\d+)", expected):
+        return int(match[1]) + 1
+    if match := re.match(r"a number of at least (\d+)", expected):
+        return float(match[1])
+    if match := re.match(r"a list of (\d+) values", expected):
+        return [0.5] * int(match[1])
+    raise AssertionError(f"{expected!r} says nothing of what to write")
+
+
+def applied(values: Values, change: Change) -> Values:
+    new = copy.deepcopy(values)
+    for key, value in change.items():
+        put(new, key, take(new, value.old) if isinstance(value, Renamed) else value)
+    return new
+
+
+def path_of(key: str) -> list[str | int]:
+    return [int(part) if part.isdigit() else part for part in re.findall(r"[a-z_0-9]+", key)]
+
+
+def put(values: Any, key: str, value: object) -> None:
+    *way, last = path_of(key)
+    for part in way:
+        values = values.setdefault(part, {}) if isinstance(values, dict) else values[part]
+    if isinstance(value, dict) and last in values:
+        values[last].update(value)
+    else:
+        values[last] = value
+
+
+def take(values: Any, key: str) -> object:
+    *way, last = path_of(key)
+    return functools.reduce(lambda table, part: table[part], way, values).pop(last)
+
+
+def test_nothing_is_wrong_with_what_is_right(told):
+    assert told(RIGHT, "cpu:8") == []
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_the_message_names_key_value_and_a_change_that_works(told, wrong):
+    values = merged(wrong.values)
+    of = functools.partial(told, topology=wrong.topology)
+    found = of(values, is_compiled=wrong.is_compiled)
+    (message,) = (one for one in found if re.search(rf"(^|[^\w.]){re.escape(wrong.key)}\b", one))
+    assert wrong.value in message
+    changes = list(proposed(message))
+    assert changes, message
+    for change in changes:
+        new = applied(values, change)
+        assert message not in of(new), (message, change)
+        assert mended(of, new), (message, change)
+
+
+def mended(of, values: Values) -> bool:
+    """Whether nothing is left to say, after the first proposal of each other message."""
+    for _ in range(4):
+        left = of(values)
+        if not left:
+            return True
+        values = applied(values, next(proposed(left[0])))
+    return False
+
+
+TOPOLOGIES = ("v7:2x2", "h200:8", "cpu:8x1", "h100:2x8*2", "v5e-16", "v5p:4x0x4")
+SAID = r"\b[a-z]\w*:\d+(?:x\d+)*(?:\*\d+)?\b"
+
+
+@pytest.mark.parametrize("text", TOPOLOGIES)
+def test_a_topology_that_is_none_is_named_with_one_that_is(text):
+    with pytest.raises(UserError) as caught:
+        topology_of(text)
+    message = str(caught.value)
+    assert message.startswith(f"--topology: topology {text!r}: ")
+    forms = re.findall(SAID, message.partition(text)[2])
+    assert forms, message
+    for form in forms:
+        assert str(topology_of(form)) == form
+
+
+@needs_tpu
+def test_a_slice_that_there_is_not_is_named_with_one_that_there_is():
+    with pytest.raises(UserError) as caught:
+        devices_of(Topology.parse("v5e:3x5"))
+    message = str(caught.value)
+    assert '"v5e:3x5"' in message
+    (near,) = re.findall(rf'did you mean "({SAID})"', message)
+    assert len(devices_of(Topology.parse(near))) == 32
+
+
+@needs_tpu
+def test_an_axis_that_is_wider_than_a_slice_is_named_with_a_width_that_fits(told):
+    values = merged({"distributed": {"tp": 8}, "model": {"n_heads": 8, "n_kv_heads": 8}})
+    (message,) = told(values, "v5e:2x2*2", is_compiled=True)
+    assert "distributed.tp = 8" in message
+    (change,) = proposed(message)
+    assert told(applied(values, change), "v5e:2x2*2") == []
+    mesh = make_mesh(load_config("run.toml"), devices_of(Topology.parse("v5e:2x2*2")))
+    assert mesh.shape["tp"] == 4
+
+
+def test_a_disk_too_small_is_named_with_the_checkpoints_that_it_has_room_for(told, monkeypatch):
+    values = merged({"checkpoint": {"interval": 1, "keep_last_n": 50}})
+    size = checkpoint_bytes(JobConfig.model_validate(RIGHT))
+    monkeypatch.setattr("jaxforge.plan.checks.shutil.disk_usage", lambda _: Disk(20 * size + 1))
+    (message,) = told(values, "cpu:8")
+    assert "checkpoint.keep_last_n = 50" in message
+    assert 'checkpoint.dir = "checkpoints"' in message
+    (change,) = proposed(message)
+    assert told(applied(values, change), "cpu:8") == []
+    assert change == {"checkpoint.keep_last_n": 19}  # and one that is being written
+
+
+class Disk(NamedTuple):
+    """As of `shutil.disk_usage`."""
+
+    free: int
+
+
+LARGE = merged(
+    {"train": {"batch_size": 32, "seq_len": 64}, "model": {"vocab_size": 2048, "n_layers": 2}}
+)
+
+
+def test_a_step_too_large_is_told_what_makes_it_fit(monkeypatch):
+    values, of = LARGE, on_cpus(2)
+    peak = of(values).step.memory.peak
+    monkeypatch.setattr("jaxforge.plan.compiled.capacity_of_each", lambda: peak // 2)
+    made = of(values)
+    tried = []
+    while not made.fits:
+        assert "does not fit" in command.verdict(made)
+        change = next(one for one in map(settings, made.advice) if one and one not in tried)
+        tried.append(change)
+        values = applied(values, change)
+        made = of(values)
+    assert 1 <= len(tried) <= 4
+    config = JobConfig.model_validate(values)
+    assert config.train.ramp(2).rows * config.train.grad_accum_steps == 64  # the same update
+
+
+def test_a_state_too_large_is_told_how_many_devices_it_takes(monkeypatch):
+    values = merged({"train": {"batch_size": 1, "seq_len": 8}, "model": {"ffn_hidden_dim": 2048}})
+    memory = on_cpus(1)(values).step.memory
+    state = memory.parameters + memory.gradients + memory.optimizer
+    monkeypatch.setattr("jaxforge.plan.compiled.capacity_of_each", lambda: int(0.95 * state))
+    made = on_cpus(1)(values)
+    assert not made.fits
+    (times,) = re.findall(r"(\d+) times as many devices", " ".join(made.advice))
+    assert on_cpus(int(times))(values).fits
+
+
+def on_cpus(n: int):
+    """What plans values on so many CPU devices."""
+    return lambda values: plan(JobConfig.model_validate(values), Topology("cpu", (n,)))
+
+
+def settings(advice: str) -> Change:
+    """What advice sets, before it says what for."""
+    pairs = re.findall(rf"({KEY}) = ({VALUE})", advice.partition(": ")[0])
+    return {key: json.loads(value) for key, value in pairs}
