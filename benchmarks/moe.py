@@ -57,7 +57,7 @@ class Sizes(NamedTuple):
 
 
 CPU = Sizes({"dim": 512, "n_layers": 4, "n_heads": 8, "vocab_size": 4096}, 768, 512, "fp32")
-GPU = Sizes({"dim": 2048, "n_layers": 4, "n_heads": 16, "vocab_size": 32768}, 2048, 2048, "bf16")
+GPU = Sizes({"dim": 2048, "n_layers": 4, "n_heads": 16, "vocab_size": 32768}, 1024, 2048, "bf16")
 
 
 class TorchExperts(nn.Module):
