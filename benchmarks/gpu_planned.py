@@ -62,7 +62,6 @@ def calls_of(program: Program) -> dict[str, int]:
 
 def planned(config: JobConfig, where: Topology) -> dict[str, Any]:
     """What the plan says, as `--json` has it, and what is in its program."""
-    jax.config.update("jax_enable_compilation_cache", False)
     made = plan(config, where)
     program = made.step.program if made.step else None
     return {**as_json(made), "calls": calls_of(program) if program else {}}
@@ -149,6 +148,7 @@ def main() -> int:
     parser.add_argument("--plan", metavar="JSON", help="a configuration: prints its plan")
     parser.add_argument("--topology", help="what to plan it for")
     args = parser.parse_args()
+    jax.config.update("jax_enable_compilation_cache", False)  # what it gives back says less
     if args.plan:
         config = JobConfig.model_validate_json(args.plan)
         print(json.dumps(planned(config, Topology.parse(args.topology))))
