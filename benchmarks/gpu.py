@@ -105,7 +105,7 @@ def checks(*, on_gpu: bool) -> list[Check]:
                                                      script("gpu_planned", 80, case))),
         script("gpu_numerics", 60, "attention"),
         script("gpu_numerics", 60, "experts"),
-        script("gpu_numerics", 60, "losses"),
+        script("gpu_numerics", 90, "losses"),
         script("kernels", 60, "attention"),
         script("grouped", 80),
         script("moe", 90, "8 experts"),

@@ -136,7 +136,7 @@ def updates(config: JobConfig, device: jax.Device, steps: int) -> np.ndarray:
 
 def losses(size: Size) -> Iterator[results.Claim]:
     """In float32, and as a run would compute; with experts, rounding sends rows elsewhere."""
-    model = {"dim": 256, "n_layers": 4, "n_heads": 4, "vocab_size": 1024}
+    model = {"dim": 256, "n_layers": 2, "n_heads": 4, "vocab_size": 1024}
     mixture = {**model, "num_experts": 8, "moe_top_k": 2, "moe_expert_dim": 256}
     cases = {"dense": (model, 1e-4), "experts": (mixture, 1e-3)}
     precisions = ["fp32", "bf16"] if jax.default_backend() == "gpu" else ["fp32"]
