@@ -90,7 +90,7 @@ def checks(*, on_gpu: bool) -> list[Check]:
         command = [str(HERE / f"{name}.py"), *of_cases, *dict.fromkeys((*quick, *options))]
         return Check(label, command, seconds)
 
-    models = ("1B", "4 layers of 7B") if on_gpu else ("5M",)
+    models = ("1B", "4 layers of 7B") if on_gpu else ("0.5M",)
     golden = Check(
         "golden",
         ["-m", "pytest", "-p", "no:cacheprovider", "-k", "follows_the_reference and distributed0",

@@ -153,7 +153,7 @@ def main() -> int:
         config = JobConfig.model_validate_json(args.plan)
         print(json.dumps(planned(config, Topology.parse(args.topology))))
         return 0
-    cases = step.cases(args.cases)[: 1 if args.quick else None]
+    cases = step.cases(args.cases, quick=args.quick)
     claims = [claim for case in cases for claim in claims_of(case, quick=args.quick)]
     return results.judge("planned", claims, ("jax", "jaxlib"), write=not args.quick)
 

@@ -56,6 +56,7 @@ class Sizes(NamedTuple):
         ]  # fmt: skip
 
 
+QUICK = Sizes({"dim": 128, "n_layers": 2, "n_heads": 4, "vocab_size": 512}, 192, 64, "fp32")
 CPU = Sizes({"dim": 512, "n_layers": 4, "n_heads": 8, "vocab_size": 4096}, 768, 512, "fp32")
 GPU = Sizes({"dim": 2048, "n_layers": 4, "n_heads": 16, "vocab_size": 32768}, 1024, 2048, "bf16")
 
@@ -82,7 +83,7 @@ class TorchExperts(nn.Module):
             token, slot = torch.where(chosen == expert)
             gate, up = self.gate_up[expert](tokens[token]).chunk(2, dim=-1)
             out = self.down[expert](F.silu(gate) * up) * weights[token, slot, None]
-            y = y.index_add(0, token, out)
+            y = y.index_add(0, token, out.to(y.dtype))
         return y.view_as(x)
 
 
@@ -150,7 +151,7 @@ def main() -> None:
     quick = args.quick
     host_memory.keep_freed_memory()
     torch.set_num_threads(os.cpu_count() or 1)
-    at = GPU if jax.default_backend() == "gpu" else CPU
+    at = GPU if jax.default_backend() == "gpu" else QUICK if quick else CPU
     cases = [case for case in at.cases if args.cases in case.name][: 1 if quick else None]
     rows = [row for case in cases for row in compare(case, at.dense, rounds=3 if quick else 5)]
     notes = [

@@ -55,6 +55,8 @@ class Case:
         return self.model["vocab_size"]
 
 
+QUICK = Case("0.5M, 4 x 128 tokens", {"dim": 128, "n_layers": 2, "n_heads": 4,
+                                      "vocab_size": 512}, 4, 128)  # fmt: skip
 CPU_CASES = (
     Case("5M, 8 x 256 tokens", {"dim": 256, "n_layers": 6, "n_heads": 8, "n_kv_heads": 4,
                                 "vocab_size": 4096}, 8, 256),
@@ -75,13 +77,13 @@ _BOTH_FIT = (
 )
 
 
-def cases(words: str = "") -> list[Case]:
-    """Those for the device at hand whose names have these words."""
-    found = CPU_CASES
+def cases(words: str = "", *, quick: bool = False) -> list[Case]:
+    """Those for the device at hand whose names have these words; of a quick run, one."""
+    found = (QUICK,) if quick else CPU_CASES
     if jax.default_backend() == "gpu":
         rows = 4 if torch.cuda.get_device_properties(0).total_memory > _BOTH_FIT else 1
         found = [case for case in GPU_CASES if case.batch == rows]
-    return [case for case in found if words in case.name]
+    return [case for case in found if words in case.name][: 1 if quick else None]
 
 
 class TorchBlock(nn.Module):
@@ -275,7 +277,7 @@ def main() -> None:
     host_memory.keep_freed_memory()
     torch.set_num_threads(os.cpu_count() or 1)
     rows, notes = [], []
-    for case in cases(args.cases)[: 1 if quick else None]:
+    for case in cases(args.cases, quick=quick):
         found = compare(case, quick=quick)
         rows += found[0]
         notes += found[1]
