@@ -140,6 +140,7 @@ def measure(savers: dict[str, Saver], rounds: int) -> dict[str, Times]:
 def main() -> None:
     """Prints the table and writes the results."""
     quick = results.arguments(__doc__).parse_args().quick
+    results.leave_room()
     host_memory.keep_freed_memory()  # as a run does
     state, parameters, axes = state_of(quick)
     dist.init_process_group("cpu:gloo", rank=0, world_size=1, store=dist.HashStore())

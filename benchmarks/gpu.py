@@ -37,9 +37,16 @@ GPU_ONLY = ("jax_cuda13_plugin", "triton")
 _KEPT = 6000  # characters of what a failed check has said
 _SHORTEST = 10.0  # seconds in which a check can still come to something
 _PROBE = """
-import json, jax
+import importlib, json, sys
+broken = {}
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        broken[name] = repr(error)
+import jax
 device = jax.devices()[0]
-print(json.dumps({"platform": device.platform, "kind": device.device_kind}))
+print(json.dumps({"platform": device.platform, "kind": device.device_kind, "broken": broken}))
 """
 
 
@@ -90,7 +97,7 @@ def checks(*, on_gpu: bool) -> list[Check]:
         command = [str(HERE / f"{name}.py"), *of_cases, *dict.fromkeys((*quick, *options))]
         return Check(label, command, seconds)
 
-    models = ("1B", "4 layers of 7B") if on_gpu else ("0.5M",)
+    models = ("1B", "4 layers of 7B") if on_gpu else ("0.7M",)
     golden = Check(
         "golden",
         ["-m", "pytest", "-p", "no:cacheprovider", "-k", "follows_the_reference and distributed0",
@@ -223,7 +230,7 @@ def merged(directory: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     yield from found.items()
 
 
-def save_all(directory: Path, device: dict[str, str], ended: Sequence[Ended]) -> None:
+def save_all(directory: Path, device: dict[str, Any], ended: Sequence[Ended]) -> None:
     """Writes the results of all checks, and how they ended, to where results go."""
     import results  # what it wants may be missing, and that has been said before
 
@@ -238,7 +245,7 @@ def save_all(directory: Path, device: dict[str, str], ended: Sequence[Ended]) ->
                            platform=device["platform"], said=said)  # fmt: skip
 
 
-def save(directory: Path, device: dict[str, str], ended: Sequence[Ended]) -> None:
+def save(directory: Path, device: dict[str, Any], ended: Sequence[Ended]) -> None:
     """`save_all`; where that fails, the other checks are run all the same."""
     try:
         save_all(directory, device, ended)
@@ -246,14 +253,17 @@ def save(directory: Path, device: dict[str, str], ended: Sequence[Ended]) -> Non
         print(f"results are not written: {error!r}", file=sys.stderr)
 
 
-def probe() -> dict[str, str]:
+def probe(packages: Sequence[str]) -> dict[str, Any]:
     """Platform and kind of JAX's first device, asked by a process that gives it back.
+
+    Args:
+        packages: to import first; "broken" has those that cannot be, and why.
 
     Raises:
         SystemExit: JAX could not say.
     """
     with tempfile.TemporaryDirectory() as nothing:
-        one = run_check(Check("device", ["-c", _PROBE], 90), 90, Path(nothing))
+        one = run_check(Check("device", ["-c", _PROBE, *packages], 90), 90, Path(nothing))
     lines = [line for line in one.said.splitlines() if line.startswith("{")]
     if not one.passed or not lines:
         print(f"JAX has no device: {one.ended}\n{one.said}", file=sys.stderr)
@@ -280,10 +290,13 @@ def main() -> int:
     started, args = time.monotonic(), _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and with it the check at hand
     on_gpu = not args.on_cpu
-    print(f"missing: {', '.join(missing(on_gpu=on_gpu)) or 'nothing'}", flush=True)
+    absent = missing(on_gpu=on_gpu)
+    print(f"missing: {', '.join(absent) or 'nothing'}", flush=True)
     if args.on_cpu:
         os.environ["JAX_PLATFORMS"] = "cpu"
-    device = probe()
+    device = probe([*(name for name in NEEDS if _is_installed(name)), "jaxforge.train"])
+    for name, why in device["broken"].items():
+        print(f"cannot be imported: {name}: {why}", flush=True)
     if on_gpu and device["platform"] != "gpu":
         print(f"no GPU: JAX has {device['kind']} ({device['platform']}); --on-cpu tries the checks "
               "in miniature", file=sys.stderr)  # fmt: skip

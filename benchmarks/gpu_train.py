@@ -28,7 +28,7 @@ from jaxforge.exit_codes import Exit
 ROOT = Path(__file__).parents[1]
 TEXT = 8_000_000  # bytes
 KERNELS = {"cpu": "blockwise", "gpu": "cudnn", "tpu": "splash"}
-ALONE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 class Size(NamedTuple):
@@ -98,12 +98,12 @@ def write_text(directory: Path) -> None:
 
 def train(config: Path, run: Path, *settings: str, shares: bool = False) -> tuple[int, str]:
     """Exit code and output of a run; one that shares the GPU takes memory as it needs it."""
-    env = {name: value for name, value in os.environ.items() if name != ALONE}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": path}
     command = [sys.executable, "-m", "jaxforge.train", f"--config={config}",
                f"--checkpoint.dir={run}", *settings]  # fmt: skip
     done = subprocess.run(
-        command, env=env | ({ALONE: "false"} if shares else {}), cwd=ROOT, text=True, check=False,
+        command, env=env | (SHARED if shares else {}), cwd=ROOT, text=True, check=False,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     return done.returncode, done.stdout

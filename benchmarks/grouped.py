@@ -171,6 +171,7 @@ def main() -> None:
     """Prints the table and writes the results."""
     args = results.arguments(__doc__, cases=True).parse_args()
     quick = args.quick
+    results.leave_room()
     host_memory.keep_freed_memory()  # as a run does
     every = GPU_CASES if jax.default_backend() == "gpu" else CPU_CASES
     cases = [case for case in every if args.cases in case.name][: 1 if quick else None]

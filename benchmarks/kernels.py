@@ -167,6 +167,7 @@ def loss_rows(rounds: int) -> Iterator[results.Row]:
 def main() -> None:
     """Prints the table and writes the results."""
     args = results.arguments(__doc__, cases=True).parse_args()
+    results.leave_room()
     host_memory.keep_freed_memory()  # as a run does
     rounds, at = 3 if args.quick else 30, sizes()
     makers = {"attention": attention_rows, "loss": loss_rows}

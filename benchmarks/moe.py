@@ -149,6 +149,7 @@ def main() -> None:
     """Prints the table and writes the results."""
     args = results.arguments(__doc__, cases=True).parse_args()
     quick = args.quick
+    results.leave_room()
     host_memory.keep_freed_memory()
     torch.set_num_threads(os.cpu_count() or 1)
     at = GPU if jax.default_backend() == "gpu" else QUICK if quick else CPU

@@ -55,7 +55,7 @@ class Case:
         return self.model["vocab_size"]
 
 
-QUICK = Case("0.5M, 4 x 128 tokens", {"dim": 128, "n_layers": 2, "n_heads": 4,
+QUICK = Case("0.7M, 4 x 128 tokens", {"dim": 128, "n_layers": 2, "n_heads": 4,
                                       "vocab_size": 512}, 4, 128)  # fmt: skip
 CPU_CASES = (
     Case("5M, 8 x 256 tokens", {"dim": 256, "n_layers": 6, "n_heads": 8, "n_kv_heads": 4,
@@ -274,6 +274,7 @@ def main() -> None:
     """Prints the table and writes the results."""
     args = results.arguments(__doc__, cases=True).parse_args()
     quick = args.quick
+    results.leave_room()
     host_memory.keep_freed_memory()
     torch.set_num_threads(os.cpu_count() or 1)
     rows, notes = [], []
