@@ -2,9 +2,8 @@
 
     python benchmarks/data.py [--quick]
 
-Both shuffle, cut windows out of memory maps and hand over inputs and labels; jaxforge's are arrays
-on the device, torch's are tensors of the host. They take turns in one run, with as many workers
-each: threads here, processes there. Writes `benchmarks/results/data-<device>.json`.
+Both shuffle, cut windows out of memory maps and hand over inputs and labels: arrays and tensors on
+the device. They take turns in one run, with as many workers each: threads here, processes there.
 """
 
 import itertools
@@ -93,7 +92,10 @@ def torch_batches(directory: Path, shape: tuple[int, int], workers: int) -> Iter
         num_workers=workers,
         persistent_workers=workers > 0,
     )
-    return itertools.chain.from_iterable(itertools.repeat(data))
+    batches = itertools.chain.from_iterable(itertools.repeat(data))
+    if not torch.cuda.is_available():
+        return batches
+    return ({name: tokens.to("cuda") for name, tokens in batch.items()} for batch in batches)
 
 
 def measure(
@@ -117,6 +119,7 @@ def measure(
 def main() -> None:
     """Prints the table and writes the results."""
     quick = results.arguments(__doc__).parse_args().quick
+    results.leave_room()
     rounds, seconds = (1, 0.5) if quick else (7, 2.0)
     rows = []
     with tempfile.TemporaryDirectory() as directory:

@@ -1,14 +1,15 @@
-"""Experts on CPUs: products with each row's own expert, beside dense ones and PyTorch's loop.
+"""Experts: products with each row's own expert, beside dense ones and PyTorch's.
 
-    python benchmarks/grouped.py [--quick]
+    python benchmarks/grouped.py [--quick] [--cases WORDS]
 
 A product, and the gated feed-forward of an expert, each forward and backward. The dense peer has as
 many FLOPs: all rows times the weights of one expert. PyTorch multiplies the rows of one expert
-after the other. All take turns, and the fastest of all rounds counts: of the time, and of the time
-that all cores together have spent, which other processes disturb less. Groups are as a multinomial
-draw makes them.
+after the other; on GPUs its `grouped_mm` is a peer as well. All take turns, and the fastest of all
+rounds counts: of the time, and of the time that all cores together have spent, which other
+processes disturb less. Groups are as a multinomial draw makes them.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -20,7 +21,8 @@ import results
 import torch
 from torch.nn import functional as F
 
-from jaxforge.model.grouped import grouped_matmul
+from jaxforge.model.grouped import ProductRequirements, choose_grouped, grouped_matmul
+from jaxforge.model.runtime import gpu_capability
 from jaxforge.parallel import host_memory
 
 
@@ -40,11 +42,15 @@ class Case(NamedTuple):
                 f"{self.dtype}")  # fmt: skip
 
 
-CASES = (
+CPU_CASES = (
     Case(4096, 512, 1408, 8),
     Case(4096, 512, 1408, 32),
     Case(1024, 256, 704, 8),
     Case(4096, 512, 1408, 8, "bfloat16"),
+)
+GPU_CASES = (
+    Case(16384, 2048, 5632, 8, "bfloat16"),
+    Case(32768, 2048, 768, 64, "bfloat16"),
 )
 Tensor = jax.Array | torch.Tensor
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -61,6 +67,7 @@ def expert(matmul: Product, silu: Callable, x: Tensor, weights: list) -> Tensor:
     return matmul(silu(matmul(x, gate)) * matmul(x, up), down)
 
 
+@functools.lru_cache(1)
 def inputs(case: Case) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
     """Rows, weights of all experts and how many rows each has."""
     rng = np.random.default_rng(0)
@@ -75,9 +82,10 @@ def in_jax(case: Case, layer: Callable, *, is_dense: bool) -> Callable[[], Any]:
     rows, arrays, of_each = inputs(case)
     x, sizes = jnp.asarray(rows, case.dtype), jnp.asarray(of_each, jnp.int32)
     weights = [jnp.asarray(w[0] if is_dense else w, case.dtype) for w in arrays]
+    backend = backend_of(case)
 
     def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
-        return jnp.einsum("mi,oi->mo", x, w) if is_dense else grouped_matmul(x, w, sizes, "blocks")
+        return jnp.einsum("mi,oi->mo", x, w) if is_dense else grouped_matmul(x, w, sizes, backend)
 
     def loss(x: jax.Array, weights: list[jax.Array]) -> jax.Array:
         return jnp.sum(layer(matmul, jax.nn.silu, x, weights).astype(jnp.float32) ** 2)
@@ -86,22 +94,42 @@ def in_jax(case: Case, layer: Callable, *, is_dense: bool) -> Callable[[], Any]:
     return lambda: jax.block_until_ready(compiled(x, weights))
 
 
-def in_torch(case: Case, layer: Callable) -> Callable[[], Any]:
-    """Forward and backward, an expert at a time."""
-    rows, arrays, sizes = inputs(case)
-    dtype = getattr(torch, case.dtype)
-    x = torch.tensor(rows, dtype=dtype, requires_grad=True)
-    weights = [torch.tensor(w, dtype=dtype, requires_grad=True) for w in arrays]
+def backend_of(case: Case) -> str:
+    """What `model.moe_backend = "auto"` takes on the device at hand."""
+    device, widths = jax.devices()[0], (case.width, case.hidden)
+    at = ProductRequirements(device.platform, jnp.dtype(case.dtype), widths, gpu_capability(device))
+    return choose_grouped("auto", at)
 
-    def run() -> None:
-        parts = x.split(sizes.tolist())
+
+def in_torch(case: Case, layer: Callable, *, at_once: bool) -> Callable[[], Any]:
+    """Forward and backward, an expert at a time, or all by `grouped_mm`, which is for GPUs."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows, arrays, sizes = inputs(case)
+    options = {"dtype": getattr(torch, case.dtype), "device": device, "requires_grad": True}
+    x = torch.tensor(rows, **options)
+    weights = [torch.tensor(w, **options) for w in arrays]
+    ends = torch.tensor(np.cumsum(sizes), dtype=torch.int32, device=device)
+
+    def one_by_one() -> torch.Tensor:
         outputs = [
             layer(lambda x, w: x @ w.T, F.silu, part, [w[i] for w in weights])
-            for i, part in enumerate(parts)
+            for i, part in enumerate(x.split(sizes.tolist()))
         ]
-        torch.cat(outputs).float().square().sum().backward()
+        return torch.cat(outputs)
+
+    def grouped() -> torch.Tensor:
+        def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return torch._grouped_mm(x, w.transpose(-2, -1), offs=ends)
+
+        return layer(product, F.silu, x, weights)
+
+    def run() -> None:
+        y = grouped() if at_once else one_by_one()
+        y.float().square().sum().backward()
         for tensor in (x, *weights):
             tensor.grad = None
+        if device == "cuda":
+            torch.cuda.synchronize()
 
     return run
 
@@ -122,25 +150,34 @@ def fastest(runs: list[Callable[[], Any]], rounds: int) -> list[tuple[float, flo
 def rows_of(case: Case, rounds: int) -> Iterator[results.Row]:
     """Ours beside both peers."""
     for name, layer in (("product", one_product), ("expert", expert)):
-        runs = [
-            in_jax(case, layer, is_dense=False),
-            in_jax(case, layer, is_dense=True),
-            in_torch(case, layer),
-        ]
-        ours, *peers = fastest(runs, rounds)
-        for peer, theirs in zip(("dense", "torch, in a loop"), peers, strict=True):
-            for unit, mine, other in zip(("ms", "ms of all cores"), ours, theirs, strict=True):
+        runs = {
+            "ours": in_jax(case, layer, is_dense=False),
+            "dense": in_jax(case, layer, is_dense=True),
+            "torch, in a loop": in_torch(case, layer, at_once=False),
+        }
+        units = ["ms", "ms of all cores"]
+        if jax.default_backend() == "gpu":
+            units.pop()
+            if hasattr(torch, "_grouped_mm"):
+                runs["torch, grouped_mm"] = in_torch(case, layer, at_once=True)
+        ours, *peers = fastest([*runs.values()], rounds)
+        for peer, theirs in zip(list(runs)[1:], peers, strict=True):
+            for unit, mine, other in zip(units, ours, theirs, strict=False):
                 yield results.Row(f"{name}, {case.name}", round(mine, 1), peer, round(other, 1),
                                   unit, smaller_is_better=True)  # fmt: skip
 
 
 def main() -> None:
     """Prints the table and writes the results."""
-    quick = results.arguments(__doc__).parse_args().quick
+    args = results.arguments(__doc__, cases=True).parse_args()
+    quick = args.quick
+    results.leave_room()
     host_memory.keep_freed_memory()  # as a run does
-    cases = CASES[:1] if quick else CASES
+    every = GPU_CASES if jax.default_backend() == "gpu" else CPU_CASES
+    cases = [case for case in every if args.cases in case.name][: 1 if quick else None]
     rows = [row for case in cases for row in rows_of(case, rounds=5 if quick else 15)]
-    notes = [f"forward and backward; {torch.get_num_threads()} threads"]
+    products = ", ".join(sorted({backend_of(case) for case in cases}))
+    notes = [f"forward and backward; ours is {products}; {torch.get_num_threads()} threads"]
     results.report("grouped", rows, ("jax", "jaxlib", "torch"), notes=notes, write=not quick)
 
 

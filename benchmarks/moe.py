@@ -1,6 +1,6 @@
 """Experts: a step beside that of the dense model of equal active size, and PyTorch's.
 
-    python benchmarks/moe.py [--quick]
+    python benchmarks/moe.py [--quick] [--cases WORDS]
 
 A token meets as many parameters in all of them: the dense feed-forward is as wide as the experts
 that a token goes to. With a capacity, what does not fit is dropped. PyTorch goes through the
@@ -13,6 +13,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import results
@@ -25,16 +26,39 @@ from torch.nn import functional as F
 from jaxforge.config.model import ModelConfig
 from jaxforge.parallel import host_memory
 
-_SHAPE = {"dim": 512, "n_layers": 4, "n_heads": 8, "vocab_size": 4096}
-_WIDTH, _TOP_K = 768, 2
-CASES = {
-    experts: Case(
-        f"{experts} experts, {_TOP_K} for each of 8 x 512 tokens",
-        {**_SHAPE, "num_experts": experts, "moe_top_k": _TOP_K, "moe_expert_dim": _WIDTH}, 8, 512,
-    )
-    for experts in (8, 32)
-}  # fmt: skip
-DENSE = Case("dense", {**_SHAPE, "ffn_hidden_dim": _TOP_K * _WIDTH}, 8, 512)
+_TOP_K, _ROWS = 2, 8
+
+
+class Sizes(NamedTuple):
+    """What suits a device: the model, an expert's width, tokens of a row, and the precision."""
+
+    model: dict
+    width: int
+    seq: int
+    precision: str
+
+    def case(self, name: str, **keys: int) -> Case:
+        """With other keys in the model."""
+        return Case(name, {**self.model, **keys}, _ROWS, self.seq, self.precision)
+
+    @property
+    def dense(self) -> Case:
+        """As many active parameters."""
+        return self.case("dense", ffn_hidden_dim=_TOP_K * self.width)
+
+    @property
+    def cases(self) -> list[Case]:
+        """With 8 experts, and with 32."""
+        return [
+            self.case(f"{n} experts, {_TOP_K} for each of {_ROWS} x {self.seq} tokens",
+                      num_experts=n, moe_top_k=_TOP_K, moe_expert_dim=self.width)
+            for n in (8, 32)
+        ]  # fmt: skip
+
+
+QUICK = Sizes({"dim": 128, "n_layers": 2, "n_heads": 4, "vocab_size": 512}, 192, 64, "fp32")
+CPU = Sizes({"dim": 512, "n_layers": 4, "n_heads": 8, "vocab_size": 4096}, 768, 512, "fp32")
+GPU = Sizes({"dim": 2048, "n_layers": 4, "n_heads": 16, "vocab_size": 32768}, 1024, 2048, "bf16")
 
 
 class TorchExperts(nn.Module):
@@ -59,7 +83,7 @@ class TorchExperts(nn.Module):
             token, slot = torch.where(chosen == expert)
             gate, up = self.gate_up[expert](tokens[token]).chunk(2, dim=-1)
             out = self.down[expert](F.silu(gate) * up) * weights[token, slot, None]
-            y = y.index_add(0, token, out)
+            y = y.index_add(0, token, out.to(y.dtype))
         return y.view_as(x)
 
 
@@ -92,11 +116,11 @@ def measure(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, tupl
     }
 
 
-def compare(case: Case, *, rounds: int) -> list[results.Row]:
+def compare(case: Case, dense_case: Case, *, rounds: int) -> list[results.Row]:
     """Tokens per second of a case, beside its peers'; memory of the program, beside the dense."""
     capped = dataclasses.replace(case, model={**case.model, "moe_capacity_factor": 1.0})
     ours, program = compiled_step(case)
-    dense, dense_program = compiled_step(DENSE)
+    dense, dense_program = compiled_step(dense_case)
     peers = {
         "dense, as many active parameters": dense,
         "capacity 1.0": compiled_step(capped)[0],
@@ -123,12 +147,17 @@ def compare(case: Case, *, rounds: int) -> list[results.Row]:
 
 def main() -> None:
     """Prints the table and writes the results."""
-    quick = results.arguments(__doc__).parse_args().quick
+    args = results.arguments(__doc__, cases=True).parse_args()
+    quick = args.quick
+    results.leave_room()
     host_memory.keep_freed_memory()
     torch.set_num_threads(os.cpu_count() or 1)
-    cases = list(CASES.values())[: 1 if quick else None]
-    rows = [row for case in cases for row in compare(case, rounds=3 if quick else 5)]
-    notes = [f"float32, {jax.local_device_count()} device, {torch.get_num_threads()} threads"]
+    at = GPU if jax.default_backend() == "gpu" else QUICK if quick else CPU
+    cases = [case for case in at.cases if args.cases in case.name][: 1 if quick else None]
+    rows = [row for case in cases for row in compare(case, at.dense, rounds=3 if quick else 5)]
+    notes = [
+        f"{at.precision}, {jax.local_device_count()} device, {torch.get_num_threads()} threads"
+    ]
     results.report("moe", rows, ("jax", "jaxlib", "torch"), notes=notes, write=not quick)
 
 

@@ -2,7 +2,11 @@
 the tables in `docs/` (`figures.py`).
 
 A row compares jaxforge with a peer measured in the same run. `ratio` is larger where jaxforge is
-better, whatever the unit: ours / theirs of a speed, theirs / ours of a time or a size.
+better, whatever the unit: ours / theirs of a speed, theirs / ours of a time or a size. A claim is
+something that must hold.
+
+With JAXFORGE_RESULTS, a directory, in the environment, results go there, also those of `--quick`,
+and `docs/` stay as they are.
 """
 
 import argparse
@@ -23,6 +27,15 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
+ELSEWHERE = "JAXFORGE_RESULTS"
+
+
+def leave_room() -> None:
+    """Leaves half of a GPU to the peer in the same process; to be called before JAX is used.
+
+    JAX takes its part at once and in one piece: where it grows, it takes up to twice what it needs.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.45")
 
 
 @dataclass
@@ -54,10 +67,31 @@ class Row:
         return round(best / worst, 3)
 
 
-def arguments(description: str | None) -> argparse.ArgumentParser:
-    """The parser of a benchmark: `--quick`, which writes nothing."""
+@dataclass
+class Claim:
+    """Something that must hold.
+
+    Attributes:
+        case: what was looked at.
+        found: what it came to.
+        expected: what it should be; "-" where nobody can say.
+        holds: whether it is so.
+    """
+
+    case: str
+    found: float | str
+    expected: str = "-"
+    holds: bool = True
+
+
+def arguments(description: str | None, *, cases: bool = False) -> argparse.ArgumentParser:
+    """The parser of a benchmark: `--quick`, which writes nothing; `--cases`, where it has that."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small and short; writes no results")
+    if cases:
+        parser.add_argument(
+            "--cases", default="", metavar="WORDS", help="only those whose names have this"
+        )
     return parser
 
 
@@ -70,7 +104,7 @@ def report(
     notes: Sequence[str] = (),
     write: bool = True,
 ) -> None:
-    """Prints the rows and writes `results/<name>-<device>.json`.
+    """Prints the rows and writes `results/<name>-<platform>.json`.
 
     Args:
         name: of the benchmark.
@@ -90,9 +124,31 @@ def report(
     console.print(table)
     for note in notes:
         console.print(note, highlight=False)
-    if write:
+    if write or ELSEWHERE in os.environ:
         write_json(name, [{**asdict(row), "ratio": row.ratio} for row in rows], packages,
                    device=device, notes=notes)  # fmt: skip
+
+
+def judge(
+    name: str,
+    claims: Sequence[Claim],
+    packages: Sequence[str],
+    *,
+    notes: Sequence[str] = (),
+    write: bool = True,
+) -> int:
+    """Prints claims and writes them; arguments as of `report`.
+
+    Returns:
+        An exit code: 1 where one does not hold.
+    """
+    console = Console()
+    for claim in claims:
+        console.print("holds" if claim.holds else "FAILS", claim.case, claim.found,
+                      f"(expected: {claim.expected})", sep=": ", highlight=False)  # fmt: skip
+    if write or ELSEWHERE in os.environ:
+        write_json(name, [asdict(claim) for claim in claims], packages, notes=notes)
+    return int(not all(claim.holds for claim in claims))
 
 
 def write_json(
@@ -102,8 +158,21 @@ def write_json(
     *,
     device: str | None = None,
     notes: Sequence[str] = (),
+    platform: str | None = None,
+    **more: Any,  # noqa: ANN401 (whatever JSON holds)
 ) -> None:
-    """Writes `results/<name>-<device>.json`; arguments as of `report`, rows as they are."""
+    """Writes `results/<name>-<device>.json`; arguments as of `report`, rows as they are.
+
+    Args:
+        name: of the benchmark.
+        rows: of its table.
+        packages: whose versions matter.
+        device: by default JAX's first, whose file is named by its platform.
+        notes: for readers.
+        platform: for the file's name, where it is not to be that of the device.
+        more: what no table shows.
+    """
+    platform = platform or device or jax.default_backend()
     device = device or jax.devices()[0].device_kind
     result = {
         "name": name,
@@ -113,11 +182,23 @@ def write_json(
         "date": date.today().isoformat(),
         "rows": list(rows),
         "notes": list(notes),
+        **more,
     }
-    path = RESULTS / f"{name}-{device.lower().replace(' ', '-')}.json"
-    path.parent.mkdir(exist_ok=True)
+    path = directory() / f"{name}-{platform}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(f"written to {path}")
+    if ELSEWHERE not in os.environ:
+        show_in_docs()
+
+
+def directory() -> Path:
+    """Where results go."""
+    return Path(os.environ.get(ELSEWHERE) or RESULTS)
+
+
+def show_in_docs() -> None:
+    """Brings the tables in `docs/` up to date."""
     runpy.run_path(str(Path(__file__).with_name("figures.py")), run_name="__main__")
 
 

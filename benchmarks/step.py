@@ -1,8 +1,9 @@
 """Tokens per second of one update: jaxforge's step against the same step in plain PyTorch.
 
-    python benchmarks/step.py [--quick]
+    python benchmarks/step.py [--quick] [--cases WORDS]
 
-Same model, data, threads and precision, alternating in one run; on a GPU, a 1B model in bfloat16.
+Same model, data, threads and precision, alternating in one run; on a GPU, a 1B model and layers as
+wide as a 7B model's, in bfloat16, beside torch.compile alone.
 """
 
 import os
@@ -23,7 +24,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.model.transformer import build_model, matmul_precision, parameter_count
 from jaxforge.optim.optimizer import build_optimizer
-from jaxforge.parallel import host_memory, xla_flags
+from jaxforge.parallel import compilation, host_memory
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.state.train_state import init_state
 from jaxforge.step.train_step import Controls, make_train_step
@@ -54,16 +55,35 @@ class Case:
         return self.model["vocab_size"]
 
 
+QUICK = Case("0.7M, 4 x 128 tokens", {"dim": 128, "n_layers": 2, "n_heads": 4,
+                                      "vocab_size": 512}, 4, 128)  # fmt: skip
 CPU_CASES = (
     Case("5M, 8 x 256 tokens", {"dim": 256, "n_layers": 6, "n_heads": 8, "n_kv_heads": 4,
                                 "vocab_size": 4096}, 8, 256),
     Case("40M, 4 x 512 tokens", {"dim": 512, "n_layers": 10, "n_heads": 8, "vocab_size": 4096},
          4, 512),
 )  # fmt: skip
-GPU_CASES = (
-    Case("1B, 4 x 4096 tokens", {"dim": 2048, "n_layers": 16, "n_heads": 16, "n_kv_heads": 8,
-                                 "ffn_hidden_dim": 8192, "vocab_size": 32768}, 4, 4096, "bf16"),
-)  # fmt: skip
+_1B = {"dim": 2048, "n_layers": 16, "n_heads": 16, "n_kv_heads": 8, "ffn_hidden_dim": 8192,
+       "vocab_size": 32768}  # fmt: skip
+_7B_LAYERS = {"dim": 4096, "n_layers": 4, "n_heads": 32, "ffn_hidden_dim": 11008,
+              "vocab_size": 32000}  # fmt: skip
+GPU_CASES = tuple(
+    Case(f"{name}, {rows} x 4096 tokens", model, rows, 4096, "bf16")
+    for rows in (4, 1)
+    for name, model in (("1B", _1B), ("4 layers of 7B", _7B_LAYERS))
+)
+_BOTH_FIT = (
+    130e9  # bytes of a GPU that holds our 1B model with 4 rows and PyTorch's: 49 GB and more
+)
+
+
+def cases(words: str = "", *, quick: bool = False) -> list[Case]:
+    """Those for the device at hand whose names have these words; of a quick run, one."""
+    found = (QUICK,) if quick else CPU_CASES
+    if jax.default_backend() == "gpu":
+        rows = 4 if torch.cuda.get_device_properties(0).total_memory > _BOTH_FIT else 1
+        found = [case for case in GPU_CASES if case.batch == rows]
+    return [case for case in found if words in case.name][: 1 if quick else None]
 
 
 class TorchBlock(nn.Module):
@@ -175,7 +195,7 @@ def compiled_step(case: Case) -> tuple[Callable[[], None], jax.stages.Compiled]:
     data = {"input_ids": jax.device_put(tokens), "labels": jax.device_put(labels)}
     with jax.set_mesh(mesh), matmul_precision(config):
         state = [init_state(model, optimizer, mesh, 0)]
-        options = xla_flags.compiler_options(jax.devices()[0], {})
+        options = compilation.accepted_flags(config.train, has_experts=config.model.is_moe)
         compiled = jitted.lower(state[0], data, Controls()).compile(options)
 
     def step() -> None:
@@ -208,7 +228,7 @@ def _tokens(case: Case) -> tuple[np.ndarray, np.ndarray]:
 def product_rate() -> float:
     """TFLOP/s of a product of bfloat16 matrices of 8192 x 8192: what the device can do at best."""
     n, repeats = 8192, 20
-    x = jnp.ones((n, n), jnp.bfloat16)
+    x = (jax.random.normal(jax.random.key(0), (n, n)) / n**0.5).astype(jnp.bfloat16)
     multiply = jax.jit(lambda x: jax.lax.fori_loop(0, repeats, lambda _, y: y @ x, x))
     multiply(x).block_until_ready()
     started = time.perf_counter()
@@ -216,11 +236,19 @@ def product_rate() -> float:
     return repeats * 2 * n**3 / (time.perf_counter() - started) / 1e12
 
 
+def peak_gigabytes() -> tuple[float, float]:
+    """What the allocators of JAX and PyTorch have given out on a GPU, at most."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    peaks = stats.get("peak_bytes_in_use", 0), torch.cuda.max_memory_allocated()
+    return round(peaks[0] / 1e9, 2), round(peaks[1] / 1e9, 2)
+
+
 def compare(case: Case, *, quick: bool) -> tuple[list[results.Row], list[str]]:
     """Rows of one case; on a GPU also what part of the device's rate of products it reaches."""
     ours, config = jax_step(case), job(case)
-    peers = {"torch eager": torch_step(case, compiled=False)}
-    if not quick:
+    on_gpu = jax.default_backend() == "gpu"
+    peers = {} if on_gpu else {"torch eager": torch_step(case, compiled=False)}
+    if on_gpu or not quick:
         peers["torch.compile"] = torch_step(case, compiled=True)
     rounds, repeats = (2, 2) if quick else (5, 4)
     seconds = measure({"ours": ours, **peers}, rounds, repeats)
@@ -232,6 +260,10 @@ def compare(case: Case, *, quick: bool) -> tuple[list[results.Row], list[str]]:
                     "tokens/s")
         for peer in peers
     ]  # fmt: skip
+    if on_gpu:
+        ours_gb, theirs_gb = peak_gigabytes()
+        rows.append(results.Row(f"{named}, memory", ours_gb, "torch.compile", theirs_gb, "GB",
+                                smaller_is_better=True))  # fmt: skip
     if case.precision != "bf16":
         return rows, []
     rate = flops.causal_flops_per_token(config.model, case.seq) * tokens / seconds["ours"] / 1e12
@@ -240,12 +272,13 @@ def compare(case: Case, *, quick: bool) -> tuple[list[results.Row], list[str]]:
 
 def main() -> None:
     """Prints the table and writes the results."""
-    quick = results.arguments(__doc__).parse_args().quick
+    args = results.arguments(__doc__, cases=True).parse_args()
+    quick = args.quick
+    results.leave_room()
     host_memory.keep_freed_memory()
     torch.set_num_threads(os.cpu_count() or 1)
-    cases = GPU_CASES if jax.default_backend() == "gpu" else CPU_CASES
     rows, notes = [], []
-    for case in cases[: 1 if quick else None]:
+    for case in cases(args.cases, quick=quick):
         found = compare(case, quick=quick)
         rows += found[0]
         notes += found[1]

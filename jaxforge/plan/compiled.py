@@ -137,14 +137,21 @@ def compile_step(
         memory = parts.memory(_wanted(str(error), parts.state), None)
         return Step(mesh, sync, None, memory, time.perf_counter() - start, {}, config)
     seconds, compiled = time.perf_counter() - start, steps[largest].compiled
-    text, stats = compiled.as_text(), compiled.memory_analysis()
+    text = compiled.as_text()
     assert text is not None
+    program = Program(text, len(devices))
+    memory = parts.memory(peak_of(compiled, device.platform), program)
+    return Step(mesh, sync, program, memory, seconds, steps, config)
+
+
+def peak_of(compiled: jax.stages.Compiled, platform: str) -> int:
+    """Bytes of a device at the fullest moment of a program, as the compiler says."""
+    stats = compiled.memory_analysis()
     assert stats is not None
-    program, peak = Program(text, len(devices)), stats.peak_memory_in_bytes
-    if topology.chip == CPU:  # where the peak leaves temporaries out
-        kept = stats.output_size_in_bytes - stats.alias_size_in_bytes
-        peak = stats.argument_size_in_bytes + kept + stats.temp_size_in_bytes
-    return Step(mesh, sync, program, parts.memory(peak, program), seconds, steps, config)
+    if platform != CPU:
+        return stats.peak_memory_in_bytes
+    kept = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return stats.argument_size_in_bytes + kept + stats.temp_size_in_bytes  # the peak leaves it out
 
 
 def _compiled(

@@ -1,0 +1,326 @@
+"""Everything that wants a GPU, on a machine with one, in under nine minutes, most telling first.
+
+    python benchmarks/gpu.py [--seconds N] [--only NAME ...] [--output DIR] [--on-cpu]
+
+Each check is a process with a time of its own: one that fails, hangs or runs out of memory costs
+the others nothing. After each, its results are in `benchmarks/results/` (or DIR) as
+`<benchmark>-gpu.json`, and `checks-gpu.json` says how all have ended. Nothing is downloaded.
+`--on-cpu` tries the same checks in miniature, where there is no GPU, and keeps no results without
+--output.
+
+Exit code 0: all passed. 1: some did not, or had no time left. 2: there is no GPU.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+SECONDS = 520
+ELSEWHERE = "JAXFORGE_RESULTS"  # as in results.py, which imports what may be missing here
+NEEDS = ("jax", "jaxlib", "jax_cuda13_plugin", "flax", "optax", "orbax.checkpoint", "grain",
+         "huggingface_hub", "jaxtyping", "numpy", "pydantic", "rich", "tokenizers", "torch",
+         "triton", "pytest")  # fmt: skip
+GPU_ONLY = ("jax_cuda13_plugin", "triton")
+_KEPT = 6000  # characters of what a failed check has said
+_SHORTEST = 10.0  # seconds in which a check can still come to something
+_PROBE = """
+import importlib, json, sys
+broken = {}
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        broken[name] = repr(error)
+import jax
+device = jax.devices()[0]
+print(json.dumps({"platform": device.platform, "kind": device.device_kind, "broken": broken}))
+"""
+
+
+class Check(NamedTuple):
+    """A process that must end with 0.
+
+    Attributes:
+        name: for people.
+        command: what is run, without Python.
+        seconds: that it may take.
+        env: what it finds in its environment besides.
+    """
+
+    name: str
+    command: Sequence[str]
+    seconds: float
+    env: dict[str, str] = {}  # noqa: RUF012 (no dataclass)
+
+
+class Ended(NamedTuple):
+    """How a check has ended.
+
+    Attributes:
+        check: its name.
+        ended: "passed", or what happened.
+        seconds: that it took.
+        said: the end of its output.
+    """
+
+    check: str
+    ended: str
+    seconds: float
+    said: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether all was well."""
+        return self.ended == "passed"
+
+
+def checks(*, on_gpu: bool) -> list[Check]:
+    """What is run, most telling first."""
+
+    def script(name: str, seconds: float, cases: str = "", *options: str) -> Check:
+        label = f"{name}: {cases}" if cases else name
+        of_cases = [f"--cases={cases}"] if cases else []
+        quick = [] if on_gpu else ["--quick"]
+        command = [str(HERE / f"{name}.py"), *of_cases, *dict.fromkeys((*quick, *options))]
+        return Check(label, command, seconds)
+
+    models = ("1B", "4 layers of 7B") if on_gpu else ("0.7M",)
+    golden = Check(
+        "golden",
+        ["-m", "pytest", "-p", "no:cacheprovider", "-k", "follows_the_reference and distributed0",
+         str(ROOT / "tests" / "golden" / "test_trajectories.py")],
+        60, {"JAX_DEFAULT_MATMUL_PRECISION": "highest"},
+    )  # fmt: skip
+    return [
+        script("gpu_train", 130),
+        script("step", 130, models[0]),
+        script("gpu_planned", 80, models[0]),
+        *(check for case in models[1:] for check in (script("step", 110, case),
+                                                     script("gpu_planned", 80, case))),
+        script("gpu_numerics", 60, "attention"),
+        script("gpu_numerics", 60, "experts"),
+        script("gpu_numerics", 90, "losses"),
+        script("kernels", 60, "attention"),
+        script("grouped", 80),
+        script("moe", 90, "8 experts"),
+        script("kernels", 45, "loss"),
+        script("checkpoint", 60),
+        script("data", 40, "", "--quick"),
+        golden,
+    ]  # fmt: skip
+
+
+def missing(*, on_gpu: bool) -> list[str]:
+    """Packages that are not installed; nothing is imported."""
+    return [name for name in NEEDS if not _is_installed(name) and (on_gpu or name not in GPU_ONLY)]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # not even the package that it would be in
+        return False
+
+
+def run_check(check: Check, seconds: float, results: Path) -> Ended:
+    """Runs a check for so long at most, then ends it with all that it has started.
+
+    Args:
+        check: what to run.
+        seconds: that it may take.
+        results: where its results go.
+    """
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": path, ELSEWHERE: str(results), **check.env}
+    started = time.monotonic()
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            [sys.executable, *check.command], cwd=ROOT, env=env, stdin=subprocess.DEVNULL,
+            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(timeout=seconds)
+            ended = "passed" if code == 0 else f"failed with exit code {code}"
+        except subprocess.TimeoutExpired:
+            ended = f"stopped after {seconds:.0f} s"
+        finally:
+            _end(process)
+        return Ended(check.name, ended, time.monotonic() - started, _tail(output))
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Of a process and what it has started, whatever is left."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _tail(output: Any) -> str:  # noqa: ANN401 (a file of bytes)
+    output.seek(max(0, output.seek(0, os.SEEK_END) - _KEPT))
+    return output.read().decode(errors="replace").strip()
+
+
+def run_checks(
+    every: Sequence[Check],
+    seconds: float,
+    directory: Path,
+    save: Callable[[Sequence[Ended]], None],
+) -> list[Ended]:
+    """Runs checks one after another until time is up, a line for each.
+
+    Args:
+        every: in their order.
+        seconds: for all of them.
+        directory: of all results, those of the n-th check in `<n>`.
+        save: called after each with all that have ended.
+    """
+    deadline, ended = time.monotonic() + seconds, list[Ended]()
+    for number, check in enumerate(every):
+        left = deadline - time.monotonic()
+        results = directory / f"{number:02}"
+        if left < min(_SHORTEST, check.seconds):
+            ended.append(Ended(check.name, "left out: no time", 0.0))
+        else:
+            ended.append(run_check(check, min(check.seconds, left), results))
+        print(line_of(ended[-1], results), flush=True)
+        save(ended)
+    return ended
+
+
+def line_of(one: Ended, results: Path) -> str:
+    """A check on one line: how it ended, and what it found or said last."""
+    gist = "; ".join(gist_of(row) for found in read(results) for row in found["rows"])
+    what = gist or (one.said.splitlines()[-1].strip() if one.said else "")
+    return f"[{one.seconds:5.1f} s] {one.check}: {one.ended}{': ' if what else ''}{what}"
+
+
+def gist_of(row: dict[str, Any]) -> str:
+    """Of a row of a comparison or a claim."""
+    if "ratio" in row:
+        return f"{row['case']}: {row['ours']} to {row['theirs']} {row['unit']} of {row['peer']}"
+    return f"{'' if row['holds'] else 'FAILS '}{row['case']}: {row['found']}"
+
+
+def read(directory: Path) -> list[dict[str, Any]]:
+    """Results that a check has left."""
+    return [json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))]
+
+
+def merged(directory: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Files and their contents: what several checks have left in files of one name, as one."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted(directory.glob("*/*.json")):
+        one = json.loads(path.read_text())
+        whole = found.setdefault(path.name, {**one, "rows": [], "notes": []})
+        whole["rows"] += one["rows"]
+        whole["notes"] += [note for note in one["notes"] if note not in whole["notes"]]
+    yield from found.items()
+
+
+def save_all(directory: Path, device: dict[str, Any], ended: Sequence[Ended]) -> None:
+    """Writes the results of all checks, and how they ended, to where results go."""
+    import results  # what it wants may be missing, and that has been said before
+
+    results.directory().mkdir(parents=True, exist_ok=True)
+    for name, content in merged(directory):
+        (results.directory() / name).write_text(json.dumps(content, indent=2) + "\n")
+    rows = [{"check": one.check, "ended": one.ended, "seconds": round(one.seconds, 1)}
+            for one in ended]  # fmt: skip
+    said = {one.check: one.said for one in ended if not one.passed}
+    with contextlib.redirect_stdout(io.StringIO()):  # a check has one line
+        results.write_json("checks", rows, ("jax", "jaxlib"), device=device["kind"],
+                           platform=device["platform"], said=said)  # fmt: skip
+
+
+def save(directory: Path, device: dict[str, Any], ended: Sequence[Ended]) -> None:
+    """`save_all`; where that fails, the other checks are run all the same."""
+    try:
+        save_all(directory, device, ended)
+    except Exception as error:
+        print(f"results are not written: {error!r}", file=sys.stderr)
+
+
+def probe(packages: Sequence[str]) -> dict[str, Any]:
+    """Platform and kind of JAX's first device, asked by a process that gives it back.
+
+    Args:
+        packages: to import first; "broken" has those that cannot be, and why.
+
+    Raises:
+        SystemExit: JAX could not say.
+    """
+    with tempfile.TemporaryDirectory() as nothing:
+        one = run_check(Check("device", ["-c", _PROBE, *packages], 90), 90, Path(nothing))
+    lines = [line for line in one.said.splitlines() if line.startswith("{")]
+    if not one.passed or not lines:
+        print(f"JAX has no device: {one.ended}\n{one.said}", file=sys.stderr)
+        raise SystemExit(2)
+    found = json.loads(lines[-1])
+    if found["platform"] != "gpu" and one.said != lines[-1]:
+        print(one.said, file=sys.stderr)  # why not, perhaps
+    return found
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything (520)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="checks that begin with these")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where results go")
+    parser.add_argument("--on-cpu", action="store_true", help="in miniature, without a GPU")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Runs all checks; the exit codes are above."""
+    started, args = time.monotonic(), _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and with it the check at hand
+    on_gpu = not args.on_cpu
+    absent = missing(on_gpu=on_gpu)
+    print(f"missing: {', '.join(absent) or 'nothing'}", flush=True)
+    if args.on_cpu:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    device = probe([*(name for name in NEEDS if _is_installed(name)), "jaxforge.train"])
+    for name, why in device["broken"].items():
+        print(f"cannot be imported: {name}: {why}", flush=True)
+    if on_gpu and device["platform"] != "gpu":
+        print(f"no GPU: JAX has {device['kind']} ({device['platform']}); --on-cpu tries the checks "
+              "in miniature", file=sys.stderr)  # fmt: skip
+        return 2
+    print(f"device: {device['kind']} ({device['platform']})", flush=True)
+    if on_gpu:
+        os.environ["JAX_PLATFORMS"] = "cuda,cpu"  # some checks want both
+    every = [check for check in checks(on_gpu=on_gpu)
+             if not args.only or check.name.startswith(tuple(args.only))]  # fmt: skip
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        if args.output or args.on_cpu:
+            os.environ[ELSEWHERE] = str((args.output or directory / "results").resolve())
+        ended = run_checks(
+            every, args.seconds - (time.monotonic() - started), directory / "checks",
+            lambda ended: save(directory / "checks", device, ended),
+        )  # fmt: skip
+    passed = sum(one.passed for one in ended)
+    print(f"{passed} of {len(ended)} passed in {time.monotonic() - started:.0f} s")
+    for one in ended:
+        if not one.passed and one.said:
+            print(f"\n{one.check}: {one.ended}\n{one.said[-1500:]}")
+    return 0 if passed == len(ended) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

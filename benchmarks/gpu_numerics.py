@@ -1,0 +1,176 @@
+"""What the device at hand computes, beside the same in float32 on the CPU of the same process.
+
+    python benchmarks/gpu_numerics.py [--quick] [--cases WORDS]
+
+Attention and products of experts, forward and backward, by the kernels that a run would choose;
+and the losses of a few updates. Errors are ‖x - reference‖ / ‖reference‖, over all elements.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import results
+
+from jaxforge.config.job import JobConfig
+from jaxforge.model.attention_backends import BACKENDS, KernelRequirements, choose
+from jaxforge.model.grouped import ProductRequirements, choose_grouped, grouped_matmul
+from jaxforge.model.runtime import gpu_capability
+from jaxforge.model.transformer import build_model, matmul_precision
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.parallel.mesh import make_mesh
+from jaxforge.parallel.sharding import batch_sharding
+from jaxforge.state.train_state import init_state
+from jaxforge.step.train_step import Controls, make_train_step
+
+Arrays = list[np.ndarray]
+TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}  # of bfloat16 are a few of its roundings, 2^-8
+
+
+class Size(NamedTuple):
+    """Tokens of a sequence, and rows and widths of an expert's product."""
+
+    tokens: int
+    rows: int
+    widths: tuple[int, int]
+
+
+SIZES = {True: Size(256, 512, (64, 128)), False: Size(2048, 8192, (1024, 768))}
+
+
+def dtype() -> str:
+    """What runs compute in on the device at hand."""
+    return "bfloat16" if jax.default_backend() == "gpu" else "float32"
+
+
+def error(found: jax.Array, reference: jax.Array) -> float:
+    """Relative, of norms; NaN where one is in either."""
+    x, y = (np.asarray(array, np.float64) for array in (found, reference))
+    return float(np.linalg.norm(x - y) / np.linalg.norm(y))
+
+
+def with_gradients(
+    function: Callable[..., jax.Array], inputs: Arrays, d_y: np.ndarray, device: jax.Device, to: str
+) -> list[jax.Array]:
+    """The result and the gradients of all inputs, which are rounded to bfloat16 for every dtype."""
+    rounded = [jnp.asarray(x, jnp.bfloat16).astype(to) for x in (*inputs, d_y)]
+    *xs, dy = jax.device_put(rounded, device)
+
+    @jax.jit
+    def run(xs: list[jax.Array], dy: jax.Array) -> list[jax.Array]:
+        y, pull = jax.vjp(function, *xs)
+        return [y, *pull(dy)]
+
+    with jax.default_matmul_precision("highest" if to == "float32" else "default"):
+        return run(xs, dy)
+
+
+def errors(
+    name: str,
+    ours: Callable[..., jax.Array],
+    reference: Callable[..., jax.Array],
+    inputs: Arrays,
+    d_y: np.ndarray,
+) -> results.Claim:
+    """The largest error of the result and of all gradients."""
+    there = with_gradients(reference, inputs, d_y, jax.devices("cpu")[0], "float32")
+    here = with_gradients(ours, inputs, d_y, jax.devices()[0], dtype())
+    worst = [error(*pair) for pair in zip(here, there, strict=True)]
+    found = ", ".join(f"{each:.1e}" for each in worst)
+    limit = TOLERANCES[dtype()]
+    return results.Claim(name, found, f"{limit:g} at most", all(each < limit for each in worst))
+
+
+def attention(size: Size) -> Iterator[results.Claim]:
+    """Causal, of packed documents, and over a window."""
+    config = JobConfig.model_validate({"model": {"n_heads": 8, "n_kv_heads": 2, "dim": 1024}}).model
+    rows, tokens, width = 2, size.tokens, config.head_size
+    at = KernelRequirements(jax.default_backend(), jnp.dtype(dtype()), width, tokens)
+    name, rng = choose(config, at), np.random.default_rng(0)
+    shapes = [(rows, tokens, heads, width) for heads in (8, 2, 2, 8)]
+    *qkv, d_y = (rng.standard_normal(shape, np.float32) for shape in shapes)
+    documents = np.sort(rng.integers(0, 5, (rows, tokens)), axis=1).astype(np.int32)
+    cases = {"causal": (None, None), "packed": (documents, None), "window": (None, tokens // 4)}
+    for case, rest in cases.items():
+        functions = [lambda *qkv, b=b, r=rest: BACKENDS[b].attend(*qkv, *r)
+                     for b in (name, "reference")]  # fmt: skip
+        yield errors(f"attention by {name}, {case}: y, dq, dk, dv", *functions, qkv, d_y)
+
+
+def experts(size: Size) -> Iterator[results.Claim]:
+    """Products with each row's own expert, of whom one has no rows."""
+    device, rng, groups = jax.devices()[0], np.random.default_rng(0), 8
+    for inp, out in (size.widths, size.widths[::-1]):
+        at = ProductRequirements(device.platform, jnp.dtype(dtype()), (inp, out),
+                                 gpu_capability(device))  # fmt: skip
+        name = choose_grouped("auto", at)
+        shares = rng.dirichlet(np.ones(groups)) * (np.arange(groups) != 3)
+        sizes = rng.multinomial(size.rows, shares / shares.sum()).astype(np.int32)
+        shapes = (size.rows, inp), (groups, out, inp), (size.rows, out)
+        x, w, d_y = (rng.standard_normal(shape, np.float32) for shape in shapes)
+        functions = [lambda x, w, s=sizes, b=b: grouped_matmul(x, w, jnp.asarray(s), b)
+                     for b in (name, "blocks")]  # fmt: skip
+        case = f"product of {groups} experts by {name}, {inp} -> {out}: y, dx, dw"
+        yield errors(case, *functions, [x, w], d_y)
+
+
+def updates(config: JobConfig, device: jax.Device, steps: int) -> np.ndarray:
+    """Losses of updates by the same batch."""
+    mesh = make_mesh(config, [device])
+    model = build_model(config, device.platform, gpu_capability(device))
+    optimizer = build_optimizer(config, model.axes)
+    step = make_train_step(model, optimizer, config, mesh)
+    shape = (1, config.train.batch_size, config.train.seq_len)
+    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).astype(np.int32)
+    data = {"input_ids": tokens, "labels": np.roll(tokens, -1, axis=-1)}
+    with jax.set_mesh(mesh), matmul_precision(config), jax.default_device(device):
+        state = init_state(model, optimizer, mesh, 0)
+        batch, found = jax.device_put(data, batch_sharding(mesh)), []
+        for _ in range(steps):
+            state, metrics = step(state, batch, Controls())
+            found.append(float(metrics["loss"]))
+    return np.array(found)
+
+
+def losses(size: Size) -> Iterator[results.Claim]:
+    """In float32, and as a run would compute; with experts, rounding sends rows elsewhere."""
+    model = {"dim": 256, "n_layers": 2, "n_heads": 4, "vocab_size": 1024}
+    mixture = {**model, "num_experts": 8, "moe_top_k": 2, "moe_expert_dim": 256}
+    cases = {"dense": (model, 1e-4), "experts": (mixture, 1e-3)}
+    precisions = ["fp32", "bf16"] if jax.default_backend() == "gpu" else ["fp32"]
+    for name, (keys, tight) in cases.items():
+        made = [config_of(keys, size, precision) for precision in precisions]
+        reference = updates(made[0], jax.devices("cpu")[0], 10)
+        for config, limit in zip(made, (tight, 2e-2), strict=False):
+            found = updates(config, jax.devices()[0], 10)
+            worst = np.max(np.abs(found / reference - 1))
+            yield results.Claim(
+                f"losses of 10 updates, {name}, {config.train.mixed_precision}",
+                f"{found[0]:.4f} -> {found[-1]:.4f}, {worst:.1e} from float32 on the CPU",
+                f"{limit:g} at most, and falling", bool(worst < limit and found[-1] < found[0]),
+            )  # fmt: skip
+
+
+def config_of(model: dict, size: Size, precision: str) -> JobConfig:
+    """A run of seconds."""
+    seq = min(size.tokens, 256)
+    train = {"batch_size": 4, "seq_len": seq, "mixed_precision": precision}
+    return JobConfig.model_validate(
+        {"model": {**model, "max_seq_len": seq}, "train": train, "optimizer": {"lr": 1e-3},
+         "scheduler": {"warmup_steps": 2}}
+    )  # fmt: skip
+
+
+def main() -> int:
+    """Prints the claims and writes the results; 1 where one does not hold."""
+    args = results.arguments(__doc__, cases=True).parse_args()
+    makers = {"attention": attention, "experts": experts, "losses": losses}
+    size = SIZES[args.quick]
+    claims = [claim for name, make in makers.items() if args.cases in name for claim in make(size)]
+    return results.judge("numerics", claims, ("jax", "jaxlib"), write=not args.quick)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,162 @@
+"""What `jaxforge.plan` says of a step beside what the device says: memory, time, the program.
+
+    python benchmarks/gpu_planned.py [--quick] [--cases WORDS]
+
+The cases are those of `step.py`. A process without a GPU plans; this one compiles the same step for
+the device at hand and runs it. Several cases share the allocator's peak, which never falls: give
+each a process of its own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import results
+import step
+
+from jaxforge.config.job import JobConfig
+from jaxforge.parallel.targets import GPUS
+from jaxforge.plan.compiled import peak_of
+from jaxforge.plan.hlo import Program
+from jaxforge.plan.plan import as_json, plan
+from jaxforge.plan.topology import Topology
+
+ROOT = Path(__file__).parents[1]
+TOLERANCE = 0.03  # of memory
+CALLS = {
+    "calls of cuDNN's attention": 'custom_call_target="__cudnn$fmha',
+    "calls of cuBLAS": 'custom_call_target="__cublas',
+    "calls of Mosaic's kernels": 'custom_call_target="mosaic_gpu',
+    "products in Triton": '"kind":"__triton',
+}
+"""What stands in the operations of a compiled program that are kernels of these."""
+
+
+def topology() -> Topology:
+    """The device at hand, as one says it.
+
+    Raises:
+        SystemExit: nothing is known of it.
+    """
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return Topology.parse("cpu:1")
+    chip = next((name for name in GPUS if name.upper() in device.device_kind), None)
+    if chip is None:
+        raise SystemExit(f"no topology is known for {device.device_kind}: {', '.join(GPUS)}")
+    return Topology.parse(f"{chip}:1x1")
+
+
+def calls_of(program: Program) -> dict[str, int]:
+    """How many of which operations a program has: kernels that it calls, fusions, loops."""
+    operations = [op for ops in program.computations.values() for op in ops.values()]
+    calls = {name: sum(mark in op.line for op in operations) for name, mark in CALLS.items()}
+    kinds = [op.kind for op in operations]
+    return {**calls, "fusions": kinds.count("fusion"), "loops": kinds.count("while")}
+
+
+def planned(config: JobConfig, where: Topology) -> dict[str, Any]:
+    """What the plan says, as `--json` has it, and what is in its program."""
+    made = plan(config, where)
+    program = made.step.program if made.step else None
+    return {**as_json(made), "calls": calls_of(program) if program else {}}
+
+
+def in_other_process(case: step.Case, where: Topology) -> subprocess.Popen:
+    """Starts to plan, with the GPU's compiler and without the GPU."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    where.prepare(env)
+    command = [sys.executable, __file__, "--plan", step.job(case).model_dump_json(),
+               "--topology", str(where)]  # fmt: skip
+    return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE)
+
+
+def said_by(process: subprocess.Popen) -> dict[str, Any]:
+    """What it planned.
+
+    Raises:
+        SystemExit: it failed; what it said is on stderr, or is the plan's errors.
+    """
+    output = process.communicate()[0]
+    if process.returncode:
+        raise SystemExit(f"planning failed with exit code {process.returncode}")
+    report = json.loads(output.splitlines()[-1])
+    if report["errors"]:
+        raise SystemExit("the plan refuses: " + "; ".join(report["errors"]))
+    return report
+
+
+def claims_of(case: step.Case, *, quick: bool) -> list[results.Claim]:
+    """Planned beside real."""
+    process = in_other_process(case, topology())
+    run, compiled = step.compiled_step(case)
+    report = said_by(process)
+    rounds, repeats = (2, 2) if quick else (5, 4)
+    seconds = step.measure({"ours": run}, rounds, repeats)["ours"]
+    return [
+        *memory_claims(case.name, report["memory_per_device"]["peak_bytes"], compiled),
+        *time_claims(case.name, report.get("step"), seconds),
+        *program_claims(case.name, report["calls"], calls_of(Program(compiled.as_text(), 1))),
+    ]
+
+
+def memory_claims(name: str, peak: int, compiled: jax.stages.Compiled) -> Iterator[results.Claim]:
+    """The plan's peak beside that of the program here, and that of the allocator."""
+    device = jax.devices()[0]
+    stats = device.memory_stats() or {}
+    reals = {
+        "compiled here": peak_of(compiled, device.platform),
+        "the allocator's peak": stats.get("peak_bytes_in_use"),
+    }
+    for what, real in reals.items():
+        if real:
+            found = f"{real / 1e9:.2f} GB, planned {peak / 1e9:.2f}: {real / peak:.3f}"
+            holds = abs(real / peak - 1) < TOLERANCE
+            yield results.Claim(f"{name}: memory, {what}", found, f"within {TOLERANCE:.0%}", holds)
+
+
+def time_claims(
+    name: str, estimate: dict[str, Any] | None, seconds: float
+) -> Iterator[results.Claim]:
+    """The plan's estimate beside the step; nobody knows how near it must be."""
+    found = f"{1e3 * seconds:.1f} ms"
+    if estimate:
+        planned = estimate["seconds"]
+        found += f", planned {1e3 * planned:.1f}: {seconds / planned:.3f}"
+    yield results.Claim(f"{name}: step", found)
+
+
+def program_claims(
+    name: str, there: dict[str, int], here: dict[str, int]
+) -> Iterator[results.Claim]:
+    """Whether the same attention is in both programs; autotuning chooses other products here."""
+    for what in here:
+        holds = here[what] == there[what] or "attention" not in what
+        expected = "as planned" if "attention" in what else "-"
+        found = f"{here[what]}, planned {there[what]}"
+        yield results.Claim(f"{name}: {what}", found, expected, holds)
+
+
+def main() -> int:
+    """Prints the claims and writes the results; 1 where one does not hold."""
+    parser = results.arguments(__doc__, cases=True)
+    parser.add_argument("--plan", metavar="JSON", help="a configuration: prints its plan")
+    parser.add_argument("--topology", help="what to plan it for")
+    args = parser.parse_args()
+    jax.config.update("jax_enable_compilation_cache", False)  # what it gives back says less
+    if args.plan:
+        config = JobConfig.model_validate_json(args.plan)
+        print(json.dumps(planned(config, Topology.parse(args.topology))))
+        return 0
+    cases = step.cases(args.cases, quick=args.quick)
+    claims = [claim for case in cases for claim in claims_of(case, quick=args.quick)]
+    return results.judge("planned", claims, ("jax", "jaxlib"), write=not args.quick)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

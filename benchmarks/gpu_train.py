@@ -1,0 +1,184 @@
+"""A default run on the device at hand: it trains, resumes, and its attention is the reference's.
+
+    python benchmarks/gpu_train.py [--quick]
+
+`python -m jaxforge.train` on the bytes of the standard library's source, without a tokenizer: the
+first part of a run, then the rest by the same command, and beside that the first part with
+attention as plain products. What must hold is said in each row.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import results
+
+from jaxforge.corpus.writer import ShardWriter
+from jaxforge.exit_codes import Exit
+
+ROOT = Path(__file__).parents[1]
+TEXT = 8_000_000  # bytes
+KERNELS = {"cpu": "blockwise", "gpu": "cudnn", "tpu": "splash"}
+SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+
+class Size(NamedTuple):
+    """Of the model and the run; `tolerance` of losses, relative, is a few roundings of `dtype`."""
+
+    dim: int
+    n_layers: int
+    seq: int
+    steps: int
+    dtype: str
+    tolerance: float
+
+    @property
+    def stop(self) -> int:
+        """The step after which the run is left, to be resumed."""
+        return self.steps * 2 // 3
+
+
+SIZES = {
+    True: Size(64, 2, 64, 20, "fp32", 1e-4),
+    False: Size(512, 8, 1024, 60, "bf16", 0.02),
+}
+
+
+def config_of(size: Size, data: Path) -> str:
+    """TOML, as a user would write it."""
+    return f"""
+[model]
+dim = {size.dim}
+n_layers = {size.n_layers}
+n_heads = {size.dim // 64 or 1}
+vocab_size = 256
+max_seq_len = {size.seq}
+
+[train]
+batch_size = 8
+seq_len = {size.seq}
+max_steps = {size.steps}
+mixed_precision = "{size.dtype}"
+exit_interval = {size.stop}
+
+[optimizer]
+lr = 2e-3
+
+[scheduler]
+warmup_steps = {size.steps // 10}
+
+[data]
+dataset_path = "{data}"
+
+[checkpoint]
+interval = {size.steps}
+
+[metrics]
+log_interval = 1
+"""
+
+
+def write_text(directory: Path) -> None:
+    """Shards of bytes."""
+    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = b"\n".join(path.read_bytes() for path in paths)[:TEXT]
+    with ShardWriter(directory, vocab_size=256, dtype="uint16") as writer:
+        writer.add(np.frombuffer(text, np.uint8).astype(np.uint16))
+        writer.finish(eos_id=None, tokenizer="none", tokenizer_sha256="")
+
+
+def train(config: Path, run: Path, *settings: str, shares: bool = False) -> tuple[int, str]:
+    """Exit code and output of a run; one that shares the GPU takes memory as it needs it."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-m", "jaxforge.train", f"--config={config}",
+               f"--checkpoint.dir={run}", *settings]  # fmt: skip
+    done = subprocess.run(
+        command, env=env | (SHARED if shares else {}), cwd=ROOT, text=True, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def losses(run: Path) -> dict[int, float]:
+    """By step."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+
+
+def ended(case: str, done: tuple[int, str], code: int) -> results.Claim:
+    """Whether a run ended as it should; prints what it said where it did not."""
+    if done[0] != code:
+        print(done[1])
+    return results.Claim(f"{case}: exit code", done[0], str(code), done[0] == code)
+
+
+def claims_of(size: Size, directory: Path) -> list[results.Claim]:
+    """Of three runs."""
+    write_text(directory / "data")
+    config, run, plain = directory / "run.toml", directory / "run", directory / "plain"
+    config.write_text(config_of(size, directory / "data"))
+    first = train(config, run)
+    found = [ended("first part", first, Exit.INTERVAL.code)]
+    if not found[0].holds:
+        return found
+    with ThreadPoolExecutor() as pool:  # both start slowly, and nothing is timed
+        second = pool.submit(train, config, run)
+        other = pool.submit(train, config, plain, '--model.sdpa_backend="math"', shares=True)
+    found += [
+        kernel("first part", first, KERNELS[jax.default_backend()]),
+        ended("resumed", second.result(), Exit.COMPLETED.code),
+        ended("with reference attention", other.result(), Exit.INTERVAL.code),
+        kernel("with reference attention", other.result(), "reference"),
+    ]
+    return [*found, *compared(losses(run), losses(plain), size)]
+
+
+def kernel(case: str, done: tuple[int, str], name: str) -> results.Claim:
+    """Whether the banner of a run says what computes attention."""
+    banner = next((line for line in done[1].splitlines() if "attention:" in line), "")
+    return results.Claim(f"{case}: {' '.join(banner.split())}", name, name,
+                         f"attention: {name}," in banner)  # fmt: skip
+
+
+def compared(ours: dict[int, float], plain: dict[int, float], size: Size) -> list[results.Claim]:
+    """What the losses of the whole run and of the part with plain attention must show."""
+    steps, stop = sorted(ours), size.stop
+    begin, end = ours[steps[0]], ours[steps[-1]]
+    # A run that had begun anew would be near its first loss again.
+    goes_on = stop + 1 in ours and ours[stop + 1] < (begin + ours[stop]) / 2
+    worst = max(abs(ours[n] - plain[n]) / plain[n] for n in plain)
+    return [
+        results.Claim("steps logged", len(steps), str(size.steps), len(steps) == size.steps),
+        results.Claim("loss", f"{begin:.3f} -> {end:.3f}", "it falls by a tenth at least",
+                      math.isfinite(end) and end < 0.9 * begin),
+        results.Claim("loss around the resume", f"{ours[stop]:.3f} -> {ours.get(stop + 1)}",
+                      "it goes on", goes_on),
+        results.Claim(f"losses of {len(plain)} steps beside reference attention's",
+                      f"{worst:.2e} apart at most", f"{size.tolerance:g}, relative",
+                      worst < size.tolerance),
+    ]  # fmt: skip
+
+
+def main() -> int:
+    """Prints the claims and writes the results; 1 where one does not hold."""
+    quick = results.arguments(__doc__).parse_args().quick
+    with tempfile.TemporaryDirectory() as directory:
+        size = SIZES[quick]
+        claims = claims_of(size, Path(directory).resolve())
+    note = f"{size.n_layers} layers of {size.dim}, 8 x {size.seq} bytes a step, {size.dtype}"
+    packages = ("jax", "flax", "optax", "orbax-checkpoint", "grain")
+    return results.judge("train", claims, packages, notes=[note], write=not quick)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

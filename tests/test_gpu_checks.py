@@ -1,0 +1,120 @@
+"""`benchmarks/gpu.py`: a check that fails or hangs costs the others nothing. Here without a GPU."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.machine import PATIENCE
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+ROWS = "[{'case': 'a', 'found': 1, 'expected': '-', 'holds': True}]"
+WRITES = f"""
+import json, os, pathlib
+where = pathlib.Path(os.environ["JAXFORGE_RESULTS"])
+where.mkdir(parents=True)
+content = {{"name": "a", "rows": {ROWS}, "notes": ["n"]}}
+(where / "a-gpu.json").write_text(json.dumps(content))
+"""
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location("gpu_checks_of_benchmarks", BENCHMARKS / "gpu.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def python(code):
+    return ["-c", code]
+
+
+def test_one_that_fails_or_hangs_costs_the_others_nothing(gpu, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("JAXFORGE_RESULTS", str(tmp_path / "results"))
+    child = tmp_path / "child"
+    hangs = (
+        "import subprocess, sys, time, pathlib\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(10**6)'])\n"
+        f"pathlib.Path({str(child)!r}).write_text(str(child.pid))\n"
+        "print('so far', flush=True)\n"
+        "time.sleep(10**6)"
+    )
+    every = [
+        gpu.Check("fails", python("print('before'); raise ValueError('no such thing')"), PATIENCE),
+        gpu.Check("hangs", python(hangs), 3),
+        gpu.Check("dies", python("import os; os.abort()"), PATIENCE),
+        gpu.Check("passes", python(WRITES), PATIENCE),
+        gpu.Check("passes too", python(WRITES), PATIENCE),
+    ]
+    saved = []
+
+    def save(ended):
+        saved.append(len(ended))
+        gpu.save_all(tmp_path / "checks", {"kind": "A GPU", "platform": "gpu"}, ended)
+
+    ended = gpu.run_checks(every, PATIENCE, tmp_path / "checks", save)
+
+    assert [one.ended for one in ended] == [
+        "failed with exit code 1", "stopped after 3 s", f"failed with exit code {-signal.SIGABRT}",
+        "passed", "passed",
+    ]  # fmt: skip
+    assert saved == [1, 2, 3, 4, 5]
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(every)
+    assert lines[0].endswith("fails: failed with exit code 1: ValueError: no such thing")
+    assert lines[3].endswith("passes: passed: a: 1")
+    assert not child.exists() or not is_running(int(child.read_text()))
+
+    checks = json.loads((tmp_path / "results" / "checks-gpu.json").read_text())
+    assert checks["device"] == "A GPU"
+    assert [row["ended"] for row in checks["rows"]] == [one.ended for one in ended]
+    assert "before" in checks["said"]["fails"]
+    assert checks["said"]["hangs"] in ("so far", "")  # a busy machine may not have begun
+    both = json.loads((tmp_path / "results" / "a-gpu.json").read_text())
+    assert (len(both["rows"]), both["notes"]) == (2, ["n"])
+
+
+def is_running(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"  # one that nobody has looked at yet
+
+
+def test_no_check_begins_when_time_is_up(gpu, tmp_path):
+    ended = gpu.run_checks([gpu.Check("a", python(""), PATIENCE)], 0, tmp_path, lambda _: None)
+    assert [one.ended for one in ended] == ["left out: no time"]
+    assert not ended[0].passed
+
+
+def test_every_check_is_a_script_that_is_there_and_has_its_options(gpu):
+    for check in [*gpu.checks(on_gpu=True), *gpu.checks(on_gpu=False)]:
+        files = [word for word in check.command if word.endswith(".py")]
+        assert all(Path(file).is_file() for file in files)
+    names = [check.name for check in gpu.checks(on_gpu=True)]
+    assert len(set(names)) == len(names)
+    assert names[0] == "gpu_train"
+
+
+def test_it_says_that_there_is_no_gpu():
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "gpu.py")], env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        text=True, capture_output=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "no GPU: JAX has cpu (cpu)" in done.stderr
+    assert done.stdout.startswith("missing: ")
+
+
+def test_what_is_missing_is_named(gpu, monkeypatch):
+    monkeypatch.setattr(gpu, "NEEDS", ("json", "nowhere", "nowhere.inside", "jax_cuda13_plugin"))
+    monkeypatch.setattr(gpu, "GPU_ONLY", ("jax_cuda13_plugin",))
+    assert gpu.missing(on_gpu=False) == ["nowhere", "nowhere.inside"]
