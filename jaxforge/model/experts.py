@@ -80,7 +80,7 @@ class ExpertLinear(nnx.Module):
         *, std: float,
     ) -> None:  # fmt: skip
         self.axes, experts = (EXPERTS, out[1], inp[1]), config.num_experts
-        self.reduce_dtype = declare.reduce_dtype
+        self.reduce_dtype = declare.backward.dtype
         self.weight = declare((experts, out[0], inp[0]), self.axes, normal(std))
         self.has_bias = config.mlp_bias
         if config.mlp_bias:

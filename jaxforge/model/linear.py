@@ -24,6 +24,19 @@ class Untrained(nnx.Variable):
     """A float array that no gradient moves: `state.train_state.TrainState.model_state`."""
 
 
+class Backward(NamedTuple):
+    """How the backward pass goes through a matrix that is split over devices.
+
+    Attributes:
+        dtype: in which devices add up their gradients of it.
+        regathers: gathers the matrix again, instead of keeping whole what the forward pass has
+            gathered: for blocks that are not computed again.
+    """
+
+    dtype: jnp.dtype = FLOAT32
+    regathers: bool = True
+
+
 class Declare(NamedTuple):
     """Declares parameters: shape, dtype, initial values and logical axes, each said once.
 
@@ -31,13 +44,13 @@ class Declare(NamedTuple):
         rngs: source of the initial values.
         dtype: dtype that parameters are stored in.
         layers: how many layers share a declaration; they are stacked along a leading axis.
-        reduce_dtype: dtype in which devices add up their gradients of a matrix.
+        backward: through a matrix.
     """
 
     rngs: nnx.Rngs
     dtype: jnp.dtype
     layers: int | None = None
-    reduce_dtype: jnp.dtype = FLOAT32
+    backward: Backward = Backward()
 
     def __call__(self, shape: tuple[int, ...], axes: Axes, init: Initializer) -> nnx.Param:
         """A parameter.
@@ -91,7 +104,7 @@ class Linear(nnx.Module):
         declare: Declare,
         bias: bool = False,
     ) -> None:
-        self.axes, self.reduce_dtype = (out[1], inp[1]), declare.reduce_dtype
+        self.axes, self.backward = (out[1], inp[1]), declare.backward
         self.weight = declare((out[0], inp[0]), self.axes, normal(std))
         self.has_bias = bias
         if bias:
@@ -102,7 +115,7 @@ class Linear(nnx.Module):
         bias = self.bias[...] if self.has_bias else None
         # One row a token: of a product of matrices no compiler copies a transpose.
         x_TI = x.reshape(-1, x.shape[-1])
-        y = affine(x_TI, self.weight[...], bias, self.axes, x.dtype, self.reduce_dtype)
+        y = affine(x_TI, self.weight[...], bias, self.axes, x.dtype, self.backward)
         return y.reshape(*x.shape[:-1], -1)
 
 
@@ -112,7 +125,7 @@ def affine(
     bias_O: Float[Array, "o"] | None,
     axes: Axes,
     dtype: jnp.dtype,
-    reduce_dtype: jnp.dtype,
+    backward: Backward,
 ) -> Float[Array, "*t o"]:
     """X Wᵀ + b.
 
@@ -122,15 +135,18 @@ def affine(
         bias_O: as it is stored, if there is one.
         axes: logical axes of the weight.
         dtype: of the result.
-        reduce_dtype: as of `Declare`.
+        backward: as of `Declare`.
     """
-    if collectives.reduces_apart(reduce_dtype, x.dtype):
-        return _reduced_apart(axes, dtype, reduce_dtype, x, weight_OI, bias_O)
+    if collectives.reduces_apart(backward.dtype, x.dtype):
+        return _reduced_apart(axes, dtype, backward, x, weight_OI, bias_O)
     return _affine(axes, dtype, x, weight_OI, bias_O)
 
 
 def _affine(axes: Axes, dtype: jnp.dtype, x: Array, weight: Array, bias: Array | None) -> Array:
-    weight_OI = collectives.all_gather_weight(weight.astype(x.dtype), axes)
+    return _product(dtype, x, collectives.all_gather_weight(weight.astype(x.dtype), axes), bias)
+
+
+def _product(dtype: jnp.dtype, x: Array, weight_OI: Array, bias: Array | None) -> Array:
     wider = None if dtype == x.dtype else dtype
     y = jnp.einsum("...i,oi->...o", x, weight_OI, preferred_element_type=wider)
     return y if bias is None else y + bias.astype(dtype)
@@ -138,45 +154,38 @@ def _affine(axes: Axes, dtype: jnp.dtype, x: Array, weight: Array, bias: Array |
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _reduced_apart(
-    axes: Axes,
-    dtype: jnp.dtype,
-    reduce_dtype: jnp.dtype,
-    x: Array,
-    weight: Array,
-    bias: Array | None,
+    axes: Axes, dtype: jnp.dtype, backward: Backward, x: Array, weight: Array, bias: Array | None
 ) -> Array:
-    """`_affine`, whose gradients of weight and bias are made, and so added up, in `reduce_dtype`.
+    """`_affine`, whose gradients of weight and bias are made, and so added up, in another dtype.
 
     XLA's partitioner adds up a product of split rows in the dtype of the product: a cast after it
-    comes too late. The weight is gathered again for the backward, so that no layer's is kept.
+    comes too late.
     """
     return _affine(axes, dtype, x, weight, bias)
 
 
 def _reduced_apart_saving(
-    axes: Axes,
-    dtype: jnp.dtype,
-    reduce_dtype: jnp.dtype,
-    x: Array,
-    weight: Array,
-    bias: Array | None,
-) -> tuple[Array, tuple[Array, Array, Array | None]]:
-    # Called bare: policies of rematerialisation see its product.
-    return _affine(axes, dtype, x, weight, bias), (x, weight, bias)
+    axes: Axes, dtype: jnp.dtype, backward: Backward, x: Array, weight: Array, bias: Array | None
+) -> tuple[Array, tuple[Array, Array, Array, Array | None]]:
+    # Called bare: policies of rematerialisation see its product, and no weight that is one.
+    weight_OI = collectives.all_gather_weight(weight.astype(x.dtype), axes)
+    kept, like = weight if backward.regathers else weight_OI, jnp.zeros((), weight.dtype)
+    return _product(dtype, x, weight_OI, bias), (x, kept, like, bias)
 
 
 def _reduced_apart_back(
-    axes: Axes, dtype: jnp.dtype, reduce_dtype: jnp.dtype, saved: tuple, d_y: Array
+    axes: Axes, dtype: jnp.dtype, backward: Backward, saved: tuple, d_y: Array
 ) -> tuple[Array, Array, Array | None]:
-    x, weight, bias = saved
-    weight_OI = collectives.all_gather_weight(weight.astype(x.dtype), axes)
+    x, weight_OI, like, bias = saved
+    if backward.regathers:
+        weight_OI = collectives.all_gather_weight(weight_OI.astype(x.dtype), axes)
     d_x = jnp.einsum("...o,oi->...i", d_y, weight_OI).astype(x.dtype)
-    d_weight = jnp.einsum("...o,...i->oi", d_y, x, preferred_element_type=reduce_dtype)
-    d_weight = constrain(d_weight, *axes).astype(weight.dtype)
+    d_weight = jnp.einsum("...o,...i->oi", d_y, x, preferred_element_type=backward.dtype)
+    d_weight = constrain(d_weight, *axes).astype(like.dtype)
     if bias is None:
         return d_x, d_weight, None
     tokens = tuple(range(d_y.ndim - 1))
-    return d_x, d_weight, jnp.sum(d_y, tokens, reduce_dtype).astype(bias.dtype)
+    return d_x, d_weight, jnp.sum(d_y, tokens, backward.dtype).astype(bias.dtype)
 
 
 _reduced_apart.defvjp(_reduced_apart_saving, _reduced_apart_back)
@@ -186,7 +195,7 @@ class Embedding(nnx.Module):
     """Rows of a [vocab, dim] table. The result has the dtype asked for; nothing is scaled."""
 
     def __init__(self, vocab: int, dim: int, *, std: float, declare: Declare) -> None:
-        self.reduce_dtype = declare.reduce_dtype
+        self.reduce_dtype = declare.backward.dtype
         self.weight = declare((vocab, dim), _TABLE, normal(std))
 
     def __call__(self, tokens: Int[Array, "b s"], dtype: jnp.dtype) -> Float[Array, "b s d"]:
@@ -217,7 +226,7 @@ def look_up(
         tokens: the rows' numbers.
         axes: logical axes of the table.
         dtype: of the result.
-        reduce_dtype: as of `Declare`.
+        reduce_dtype: of the gradient of the table, as devices add it up.
     """
     if collectives.reduces_apart(reduce_dtype, dtype):
         return _look_up_reduced_apart(find, axes, dtype, reduce_dtype, weight, tokens)

@@ -40,7 +40,7 @@ class PositionEmbedding(nnx.Module):
     """The table of learned positions."""
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
-        shape, self.reduce_dtype = (config.max_seq_len, config.dim), declare.reduce_dtype
+        shape, self.reduce_dtype = (config.max_seq_len, config.dim), declare.backward.dtype
         self.weight = declare(shape, _POSITIONS, normal(config.init_std))
 
     def __call__(self, positions: Int[Array, "b s"], dtype: jnp.dtype) -> Float[Array, "b s d"]:

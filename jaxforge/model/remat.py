@@ -28,9 +28,14 @@ _PRODUCTS = "dots_saveable"
 _PRODUCTS_BUT_ATTENTION = "dots_with_no_batch_dims_saveable"
 
 
+def computes_again(save: str) -> bool:
+    """Whether the backward pass computes blocks again, all or a part."""
+    return save not in ("none", "selective", "everything_saveable")
+
+
 def block(save: str, layer: Callable[..., Any], *, in_loop: bool = True) -> Callable[..., Any]:
     """Wraps a layer of a scan over layers, or one that is in no loop."""
-    if save in ("none", "selective"):
+    if not computes_again(save):
         return layer
     policy = None if save == "full" else getattr(jax.checkpoint_policies, save)
     return jax.checkpoint(layer, policy=policy, prevent_cse=not in_loop)

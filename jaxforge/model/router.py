@@ -49,7 +49,7 @@ class Gate(nnx.Module):
     """Logits of all experts, float32, from activations in their own dtype."""
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
-        self.axes, self.reduce_dtype = (None, "embed"), declare.reduce_dtype
+        self.axes, self.backward = (None, "embed"), declare.backward
         shape = (config.num_experts, config.dim)
         self.weight = declare(shape, self.axes, normal(config.init_std))
         self.has_bias = config.moe_router_bias
@@ -59,7 +59,7 @@ class Gate(nnx.Module):
     def __call__(self, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s e"]:
         """X Wᵀ + b."""
         bias = self.bias[...] if self.has_bias else None
-        return affine(x_BSD, self.weight[...], bias, self.axes, FLOAT32, self.reduce_dtype)
+        return affine(x_BSD, self.weight[...], bias, self.axes, FLOAT32, self.backward)
 
 
 class Router(nnx.Module):

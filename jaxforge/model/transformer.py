@@ -27,7 +27,7 @@ from jaxforge.config.model import EXPERTS, LAYERS, MODELS, ModelConfig
 from jaxforge.model import moe, remat
 from jaxforge.model.attention import Context, KVCache, LayerOut
 from jaxforge.model.layer_scan import Layer, Rows, scan_layers
-from jaxforge.model.linear import Declare, Untrained
+from jaxforge.model.linear import Backward, Declare, Untrained
 from jaxforge.model.masking import positions_in_documents
 from jaxforge.model.network import Transformer, gather_sequence, split_sequence, times
 from jaxforge.model.plan import LayerKind, plan_of
@@ -104,9 +104,9 @@ class Model:
         self.state = self._declared(nnx.state(module, Untrained))
 
     def _declare(self, key: Array) -> nnx.Module:
-        declare = Declare(
-            nnx.Rngs(params=key), self._param_dtype, reduce_dtype=self.runtime.reduce_dtype
-        )
+        runtime = self.runtime
+        backward = Backward(runtime.reduce_dtype, not remat.computes_again(runtime.save))
+        declare = Declare(nnx.Rngs(params=key), self._param_dtype, backward=backward)
         return type(self).network(self.config, declare)
 
     def _declared(self, found: nnx.State) -> Declared:
