@@ -27,6 +27,9 @@ LLAMA_2_70B = {"dim": 8192, "n_layers": 80, "n_heads": 64, "n_kv_heads": 8, "voc
                "ffn_hidden_dim": 28672}  # fmt: skip
 LLAMA_3_70B = {**LLAMA_2_70B, "vocab_size": 128256, "rope_theta": 500000.0}
 
+LLAMA_3_405B = {**LLAMA_3_70B, "dim": 16384, "n_layers": 126, "n_heads": 128,
+                "ffn_hidden_dim": 53248}  # fmt: skip
+
 
 class Published(NamedTuple):
     """A run that somebody has published.
@@ -36,11 +39,12 @@ class Published(NamedTuple):
         source: where it is published.
         topology: on what.
         model: `[model]`.
-        rows: sequences a device.
+        rows: sequences a device, or of the `tp` devices together.
         seq_len: tokens of each.
         save: rematerialisation of ours that comes near theirs.
         tokens: per second and device.
         ep: devices that experts are spread over.
+        tp: devices that share a layer's products.
     """
 
     name: str
@@ -52,6 +56,7 @@ class Published(NamedTuple):
     save: str
     tokens: float
     ep: int = 1
+    tp: int = 1
 
 
 RUNS = (
@@ -61,10 +66,20 @@ RUNS = (
               "h100:1x8", LLAMA_3_8B, 2, 8192, "selective", 6667),
     Published("Llama 2 7B, 4 x 4096", "MaxText on GPU", "h100:1x8", LLAMA_2_7B, 4, 4096,
               "full", 11361),
+    Published("Llama 3.1 8B, 2 x 8192", "torchtitan docs/performance.md, torch.compile",
+              "h100:16x8", LLAMA_3_8B, 2, 8192, "selective", 6514),
+    Published("Llama 3 8B, 12 x 8192, tp 8", "torchtitan, asynchronous TP's baseline",
+              "h100:8x8", LLAMA_3_8B, 12, 8192, "selective", 4378, tp=8),
+    Published("Llama 3 70B, 16 x 8192, tp 8", "torchtitan, asynchronous TP's baseline",
+              "h100:32x8", LLAMA_3_70B, 16, 8192, "full", 597.3, tp=8),
+    Published("Llama 3 8B, 2 x 8192", "torchtitan, float8 there, bfloat16 here",
+              "h200:4x8", LLAMA_3_8B, 2, 8192, "selective", 10938),
     Published("Llama 2 70B, 4 x 4096", "MaxText tiering page", "v6e:16x16", LLAMA_2_70B, 4, 4096,
               "full", 900),
     Published("Llama 3.1 70B, 2 x 8192", "MaxText tiering page", "v6e:16x16", LLAMA_3_70B, 2, 8192,
               "full", 960),
+    Published("Llama 3.1 405B, 1 x 8192", "MaxText tiering page", "v6e:16x16", LLAMA_3_405B, 1,
+              8192, "full", 123),
     Published("Mixtral 8x7B, 4 x 4096", "MaxText tiering page", "v6e:16x16", MIXTRAL_8X7B, 4, 4096,
               "full", 3899, ep=8),
 )  # fmt: skip
@@ -75,8 +90,8 @@ def config_of(run: Published) -> JobConfig:
     train = {"batch_size": run.rows, "seq_len": run.seq_len, "grad_sync": "microbatch",
              "activation_checkpointing": run.save,
              "loss_fn": "chunked_cross_entropy"}  # fmt: skip
-    model = {**run.model, "max_seq_len": run.seq_len}
-    return JobConfig.model_validate({"model": model, "train": train, "distributed": {"ep": run.ep}})
+    model, mesh = {**run.model, "max_seq_len": run.seq_len}, {"ep": run.ep, "tp": run.tp}
+    return JobConfig.model_validate({"model": model, "train": train, "distributed": mesh})
 
 
 def main() -> None:

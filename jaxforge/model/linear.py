@@ -137,8 +137,8 @@ def affine(
         dtype: of the result.
         backward: as of `Declare`.
     """
-    if collectives.reduces_apart(backward.dtype, x.dtype):
-        return _reduced_apart(axes, dtype, backward, x, weight_OI, bias_O)
+    if collectives.splits_batch() and (backward.regathers or backward.dtype != x.dtype):
+        return _over_devices(axes, dtype, backward, x, weight_OI, bias_O)
     return _affine(axes, dtype, x, weight_OI, bias_O)
 
 
@@ -153,18 +153,19 @@ def _product(dtype: jnp.dtype, x: Array, weight_OI: Array, bias: Array | None) -
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _reduced_apart(
+def _over_devices(
     axes: Axes, dtype: jnp.dtype, backward: Backward, x: Array, weight: Array, bias: Array | None
 ) -> Array:
-    """`_affine`, whose gradients of weight and bias are made, and so added up, in another dtype.
+    """`_affine` on devices that split the batch, and the weight among them.
 
-    XLA's partitioner adds up a product of split rows in the dtype of the product: a cast after it
-    comes too late.
+    Gradients of weight and bias are made in the dtype in which they are to be added up: XLA's
+    partitioner adds up a product of split rows in that of the product, a cast after it comes too
+    late. What is kept of the weight is the part that a device has, or the whole that it gathered.
     """
     return _affine(axes, dtype, x, weight, bias)
 
 
-def _reduced_apart_saving(
+def _over_devices_saving(
     axes: Axes, dtype: jnp.dtype, backward: Backward, x: Array, weight: Array, bias: Array | None
 ) -> tuple[Array, tuple[Array, Array, Array, Array | None]]:
     # Called bare: policies of rematerialisation see its product, and no weight that is one.
@@ -173,22 +174,23 @@ def _reduced_apart_saving(
     return _product(dtype, x, weight_OI, bias), (x, kept, like, bias)
 
 
-def _reduced_apart_back(
+def _over_devices_back(
     axes: Axes, dtype: jnp.dtype, backward: Backward, saved: tuple, d_y: Array
 ) -> tuple[Array, Array, Array | None]:
     x, weight_OI, like, bias = saved
     if backward.regathers:
         weight_OI = collectives.all_gather_weight(weight_OI.astype(x.dtype), axes)
     d_x = jnp.einsum("...o,oi->...i", d_y, weight_OI).astype(x.dtype)
-    d_weight = jnp.einsum("...o,...i->oi", d_y, x, preferred_element_type=backward.dtype)
+    sums = jnp.promote_types(backward.dtype, d_y.dtype)
+    d_weight = jnp.einsum("...o,...i->oi", d_y, x, preferred_element_type=sums)
     d_weight = constrain(d_weight, *axes).astype(like.dtype)
     if bias is None:
         return d_x, d_weight, None
     tokens = tuple(range(d_y.ndim - 1))
-    return d_x, d_weight, jnp.sum(d_y, tokens, backward.dtype).astype(bias.dtype)
+    return d_x, d_weight, jnp.sum(d_y, tokens, sums).astype(bias.dtype)
 
 
-_reduced_apart.defvjp(_reduced_apart_saving, _reduced_apart_back)
+_over_devices.defvjp(_over_devices_saving, _over_devices_back)
 
 
 class Embedding(nnx.Module):
