@@ -43,11 +43,11 @@ EXPERTS = ["--model.num_experts=4", "--model.moe_router=sigmoid_topk"]
 def test_it_does_not_matter_how_many_processes_begin_go_on_and_end(new_run):
     """Two, one, four, two that are stages, and one: each goes on from the others' checkpoint.
 
-    Experts are on both of the first two, and then on devices of one.
+    Experts are on both of the first two. Where one is alone, it has one program.
     """
     alone, run = new_run("alone"), new_run("handed_on")
     settings = [*OVERRIDES, *EXPERTS]
-    alone.finish(*settings)
+    alone.finish_here(*settings)
     mesh = ["--distributed.ep=2", "--distributed.tp=2", "--train.max_steps=5"]
     both = start_both(run, *settings, *mesh, devices=2, torchrun=True)
     outputs = finish_both(both)
@@ -55,7 +55,7 @@ def test_it_does_not_matter_how_many_processes_begin_go_on_and_end(new_run):
     assert "[step 5]" in outputs[0]
     assert "[step 5]" not in outputs[1]
     assert run.steps() == [5]
-    run.finish_here(*settings, "--distributed.ep=4", "--train.max_steps=8")
+    run.finish_here(*settings, "--train.max_steps=8")
     mesh = ["--distributed.dp_replicate=2", "--distributed.dp_shard=2", "--train.max_steps=12"]
     finish_both(start_both(run, *settings, *mesh, count=4))
     stages = ["--distributed.pp=2", "--distributed.tp=2", "--train.grad_accum_steps=4"]
