@@ -11,14 +11,14 @@ import psutil
 from jaxforge.exit_codes import Exit
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, environment
-from tests.processes.test_two_processes import finish_both, free_port
+from tests.processes.test_two_processes import finish_both, free_port, start_both
 
 OVERRIDES = ["--train.max_steps=40", "--checkpoint.interval=10", "--distributed.dp_shard=2"]
 
 
 def test_one_of_two_processes_is_killed_and_both_run_again(new_run):
     undisturbed, killed = new_run("undisturbed"), new_run("killed")
-    other = undisturbed.start(*OVERRIDES, devices=2)
+    others = start_both(undisturbed, *OVERRIDES)
     command = [sys.executable, "-m", "jaxforge.supervise", "--nproc=2", "--backoff=0.1",
                "--peer-grace=1", "--", *killed.command(*OVERRIDES)]  # fmt: skip
     supervisor = subprocess.Popen(
@@ -34,7 +34,7 @@ def test_one_of_two_processes_is_killed_and_both_run_again(new_run):
     output = supervisor.communicate(timeout=PATIENCE)[0]
     assert supervisor.returncode == 0, output
     assert "process 1 ended with 137: killed by SIGKILL" in output
-    finish_both([other])
+    finish_both(others)
     assert killed.losses() == undisturbed.losses()
     assert sorted(killed.losses()) == list(range(1, 41))
     log = (killed.directory / "supervise.jsonl").read_text().splitlines()
