@@ -15,7 +15,7 @@ def test_a_signal_saves_and_the_run_goes_on_from_there(new_run):
     run, undisturbed = new_run(), new_run("undisturbed")
     overrides, stopped = ["--checkpoint.interval=100000", "--train.max_steps=100000"], 0
     for sig, code in [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, 75)]:
-        process = run.start(*overrides, devices=8)
+        process = run.start(*overrides)
         run.wait_for_step(stopped + 20, process)
         process.send_signal(sig)
         output = process.communicate(timeout=PATIENCE)[0]
@@ -23,7 +23,7 @@ def test_a_signal_saves_and_the_run_goes_on_from_there(new_run):
         before, (*_, stopped) = stopped, run.steps()
         assert stopped >= before + 20
         assert f"stopped at step {stopped} of 100000; run the same command to go on" in output
-    undisturbed.finish_here(overrides[0], f"--train.max_steps={stopped}")
+    undisturbed.finish(overrides[0], f"--train.max_steps={stopped}")
     assert run.losses() == undisturbed.losses()
 
 

@@ -7,7 +7,7 @@ import random
 import signal
 import time
 
-from tests.machine import wait_until
+from tests.machine import PATIENCE, wait_until
 
 KILLS, STEPS = 2, 100
 OVERRIDES = [f"--train.max_steps={STEPS}", "--checkpoint.interval=3", "--data.num_workers=2"]
@@ -16,9 +16,10 @@ OVERRIDES = [f"--train.max_steps={STEPS}", "--checkpoint.interval=3", "--data.nu
 def test_killed_at_random_moments(new_run):
     """Half of the kills anywhere, half while a checkpoint is half written: it is stopped there."""
     undisturbed, killed = new_run("undisturbed"), new_run("killed")
+    other = undisturbed.start(*OVERRIDES)
     rng, torn = random.Random(0), 0
     for kill in range(KILLS):
-        process = killed.start(*OVERRIDES, devices=8)
+        process = killed.start(*OVERRIDES)
         wait_until(functools.partial(written_since, killed, time.time() + 0.1), process)
         time.sleep(rng.uniform(0.0, 0.3))
         if kill % 2:
@@ -26,8 +27,9 @@ def test_killed_at_random_moments(new_run):
         process.send_signal(signal.SIGKILL)
         process.wait()
         torn += saving(killed)
-    killed.finish_here(*OVERRIDES)
-    undisturbed.finish_here(*OVERRIDES)
+    killed.finish(*OVERRIDES)
+    output = other.communicate(timeout=PATIENCE)[0]
+    assert other.returncode == 0, output
     assert torn >= KILLS // 2
     assert killed.losses() == undisturbed.losses()
     assert sorted(killed.losses()) == list(range(1, STEPS + 1))
