@@ -266,7 +266,7 @@ def test_a_missing_log_is_said(tmp_path):
 def test_a_real_run_that_was_resumed(tmp_path):
     run = Run(tmp_path, "real")
     for steps in (4, 8):
-        run.finish(f"--train.max_steps={steps}", "--checkpoint.interval=2")
+        run.finish_here(f"--train.max_steps={steps}", "--checkpoint.interval=2")
     page = page_of(run.directory)
     assert page.facts()["resumed"] == "from step 4"
     assert page.facts()["steps"] == "8 of 8"

@@ -29,11 +29,11 @@ ROWS = 4  # of a microbatch
 SMALL = {"dim": 32, "n_heads": 4, "n_kv_heads": 4, "vocab_size": 64, "ffn_hidden_dim": 48}
 TIED = {"tie_embeddings": True}
 PACKED = {"packed": True}
-KINDS = {"sliding_window": 5, "attention_pattern": ("full", "sliding", "sliding"),
-         "local_rope_theta": 100.0}  # fmt: skip
-
-CHUNKS = {"attention_chunk_size": 6, "sliding_window": 5, "rope_pattern": (True, False, True),
-          "attention_pattern": ("chunked", "full", "sliding")}  # fmt: skip
+KINDS = {
+    "attention_chunk_size": 6, "sliding_window": 5, "local_rope_theta": 100.0,
+    "rope_pattern": (True, False, True), "attention_pattern": ("chunked", "full", "sliding"),
+    "tie_embeddings": True, "qk_norm": True, "activation": "relu",
+}  # fmt: skip
 
 
 def config(layers, microbatches, model=None, train=None, optimizer=None, **distributed):
@@ -87,30 +87,41 @@ def assert_same(actual, expected, rtol=1e-5):
 
 
 CHUNKED = {"loss_fn": "chunked_cross_entropy", "ce_vocab_chunk": 12}
+CHUNKED_TOKENS = {"loss_fn": "chunked_cross_entropy", "ce_chunk_size": 64}
 INTERLEAVED = {"pp_schedule": "interleaved_1f1b"}
 UPDATE, MICROBATCH = {"grad_sync": "update"}, {"grad_sync": "microbatch"}
 FULL, SELECTIVE = ({"activation_checkpointing": save} for save in ("full", "selective"))
 CASES = [  # each schedule, reduction, recomputation and axis with several of the others
-    # layers, microbatches, mesh and schedule, how, model, packed; the reference is of the same size
-    (2, 2, {"pp": 2}, {}, {}, False),
-    (3, 5, {"pp": 2, "dp_replicate": 2, "dp_shard": 2}, CHUNKED, TIED, True),
-    (3, 5, {"pp": 2, "pp_schedule": "gpipe", "dp_shard": 4}, MICROBATCH, TIED, True),
-    (3, 5, {"pp": 2, "dp_shard": 2, "tp": 2}, {**MICROBATCH, **FULL}, TIED, True),
-    (11, 8, {"pp": 8}, FULL, TIED, True),
-    (11, 8, {"pp": 4, "dp_shard": 2, **INTERLEAVED}, {**UPDATE, **FULL}, TIED, True),
+    # layers, microbatches, mesh and schedule, how, model; the reference is of the same size
+    (3, 5, {"pp": 2, "dp_replicate": 2, "dp_shard": 2}, CHUNKED, TIED),
+    (3, 5, {"pp": 2, "pp_schedule": "gpipe", "dp_shard": 4}, MICROBATCH, TIED),
+    (3, 5, {"pp": 2, "dp_shard": 2, "tp": 2}, {**MICROBATCH, **FULL}, TIED),
+    (11, 8, {"pp": 8}, FULL, TIED),
+    (11, 8, {"pp": 4, "dp_shard": 2, **INTERLEAVED}, {**UPDATE, **FULL}, TIED),
     # Stages of which no two have the same kinds of layers, and one program.
-    (5, 8, {"pp": 4, "tp": 2, "pp_schedule": "gpipe"}, FULL, KINDS, True),
-    (5, 8, {"pp": 2, "dp_shard": 4, **INTERLEAVED}, MICROBATCH, KINDS, True),
-    (5, 8, {"pp": 2, "dp_shard": 2, "tp": 2, **INTERLEAVED}, {**UPDATE, **FULL}, CHUNKS, True),
-    (2, 3, {"pp": 2, "dp_shard": 2, "tp": 2}, {**UPDATE, **CHUNKED}, EVERY_OPTION, True),
-    (2, 3, {"pp": 2, "tp": 4}, SELECTIVE, LEARNED, True),
+    (5, 8, {"pp": 4, "tp": 2, "pp_schedule": "gpipe"}, FULL, KINDS),
+    (5, 8, {"pp": 2, "dp_shard": 2, "tp": 2, **INTERLEAVED}, MICROBATCH, KINDS),
+    (2, 3, {"pp": 2, "dp_shard": 2, "tp": 2}, {**UPDATE, **CHUNKED}, EVERY_OPTION),
+    (2, 3, {"pp": 2, "tp": 4}, SELECTIVE, LEARNED),
+]
+WITHOUT = [  # stages
+    (5, 8, {"dp_shard": 2, "tp": 2}, {**FULL, **CHUNKED_TOKENS}, KINDS),
+    (2, 3, {"dp_shard": 2, "tp": 2}, {**SELECTIVE, **CHUNKED}, EVERY_OPTION),
+    (2, 3, {"dp_shard": 2, "tp": 2}, {}, LEARNED),
 ]
 
 
-@pytest.mark.parametrize(("layers", "microbatches", "axes", "train", "model", "packed"), CASES)
-def test_it_is_the_step_without_stages(layers, microbatches, axes, train, model, packed):
-    expected = without_stages(layers, microbatches, tuple(model.items()), packed)
-    assert_same(run(config(layers, microbatches, model, train, **axes), packed=packed), expected)
+@pytest.mark.parametrize(("layers", "microbatches", "axes", "train", "model"), CASES)
+def test_it_is_the_step_without_stages(layers, microbatches, axes, train, model):
+    """Of packed documents."""
+    expected = without_stages(layers, microbatches, tuple(model.items()), True)
+    assert_same(run(config(layers, microbatches, model, train, **axes), packed=True), expected)
+
+
+@pytest.mark.parametrize(("layers", "microbatches", "axes", "train", "model"), WITHOUT)
+def test_every_kind_of_model_does_the_same_on_a_mesh(layers, microbatches, axes, train, model):
+    """It is here to be compared with the same references."""
+    test_it_is_the_step_without_stages(layers, microbatches, axes, train, model)
 
 
 @pytest.mark.parametrize("name", ["muon", "schedule_free_adamw"])
@@ -127,11 +138,11 @@ def test_rows_without_a_layer_stay_zero_under_every_optimizer(name):
 
 
 def test_bfloat16_compute_runs_on_every_kind_of_axis():
+    expected = without_stages(3, 5, tuple(TIED.items()), True)[0]
     for train in (UPDATE, MICROBATCH):
         half = {**train, "mixed_precision": "bf16"}
-        job = config(2, 2, pp=2, dp_shard=2, tp=2, train=half)
-        metrics = run(job, n=2)[0]
-        expected = without_stages(2, 2, (), False, 2)[0]
+        job = config(3, 5, TIED, half, pp=2, dp_shard=2, tp=2)
+        metrics = run(job, packed=True)[0]
         np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=2e-2)
 
 
@@ -234,7 +245,7 @@ def evaluated(layers, axes=(), make=setup, model=None):
         (3, {"pp": 2, "tp": 2}, TIED),
         (5, {"pp": 2, "dp_shard": 2, **INTERLEAVED}, TIED),
         (5, {"pp": 4}, TIED),
-        (5, {"pp": 2, "dp_shard": 2, "tp": 2}, CHUNKS),
+        (5, {"pp": 2, "dp_shard": 2, "tp": 2}, KINDS),
     ],
 )
 def test_evaluation_uses_the_same_parameters(layers, axes, model):

@@ -82,9 +82,9 @@ class Run:
         assert process.returncode == code, output
         return output
 
-    def finish_here(self, *overrides: str) -> None:
-        """In this process, which has eight devices: what it prints and how it ends matters not."""
-        assert train.main(self.command(*overrides)[3:]) == 0
+    def finish_here(self, *overrides: str, code: int = 0) -> None:
+        """In this process, which has eight devices: `capsys` has what it prints."""
+        assert train.main(self.command(*overrides)[3:]) == code
 
     def lines(self) -> list[dict]:
         path = self.directory / "metrics.jsonl"

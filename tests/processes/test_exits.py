@@ -39,7 +39,7 @@ def test_a_second_signal_ends_it_at_once(new_run):
     assert process.returncode in (-signal.SIGINT, 130)
 
 
-def test_a_finished_run_explains_itself_is_left_as_it_is_and_goes_on(new_run):
+def test_a_finished_run_explains_itself_is_left_as_it_is_and_goes_on(new_run, capsys):
     """Three starts: steps 1 to 30, none, and two more after a line of the metrics was torn."""
     run = new_run()
     output = run.finish("--metrics.log_interval=8")
@@ -53,22 +53,25 @@ def test_a_finished_run_explains_itself_is_left_as_it_is_and_goes_on(new_run):
     assert "log_interval = 8" in (run.directory / "config.toml").read_text()
     assert "Training complete" in (run.directory / "logs" / "process_0.log").read_text()
     before = run.lines()
-    run.finish("--metrics.log_interval=8")
+    run.finish_here("--metrics.log_interval=8")
     assert run.lines() == before
     assert run.steps() == [20, 25, 30]
     path = run.directory / "metrics.jsonl"
     path.write_text(path.read_text() + json.dumps({"step": 31, "train/loss": 1.0})[:-5])
-    output = run.finish("--train.max_steps=32", "--optimizer.fused=true")
+    capsys.readouterr()
+    run.finish_here("--train.max_steps=32", "--optimizer.fused=true")
+    output = "".join(capsys.readouterr())
     assert output.count("optimizer.fused has no effect: XLA fuses") == 1
     assert "changed since this run last started: " in output
     assert "train.max_steps 30 -> 32" in output
     assert list(run.losses()) == [1, 8, 16, 24, 30, 31, 32]
 
 
-def test_giving_up_has_its_own_code_and_keeps_the_last_good_checkpoint(new_run):
+def test_giving_up_has_its_own_code_and_keeps_the_last_good_checkpoint(new_run, capsys):
     run = new_run()
     blow_up = ["--optimizer.lr=1e30", "--scheduler.name=none", "--train.nan_consecutive_max=4"]
-    output = run.finish(*blow_up, "--checkpoint.interval=1", "--metrics.log_interval=7", code=65)
+    run.finish_here(*blow_up, "--checkpoint.interval=1", "--metrics.log_interval=7", code=65)
+    output = "".join(capsys.readouterr())
     assert "gave up at step" in output
     assert "4 steps in a row" in output
     last = [line for line in run.lines() if "train/loss" in line][-1]
@@ -108,7 +111,7 @@ def test_metrics_have_the_names_and_evaluations(new_run, tmp_path, capsys):
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_spares_the_others(new_run):
     """A file size limit stands in for a full disk: the larger model's arrays do not fit."""
     run = new_run()
-    run.finish("--train.max_steps=5")
+    run.finish_here("--train.max_steps=5")
     limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000,) * 2)"
     limited = (
         f"{limit}; sys.argv = sys.argv[1:]; runpy.run_module('jaxforge.train', None, '__main__')"
@@ -121,5 +124,5 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_spares_the_others(
     assert "File too large" in result.stderr
     assert "Traceback" not in result.stderr  # of threads that had more to write
     assert run.steps() == [5]
-    run.finish("--train.max_steps=10")
+    run.finish_here("--train.max_steps=10")
     assert list(run.losses()) == list(range(1, 11))

@@ -31,7 +31,7 @@ def run(tmp_path_factory):
         (path / f"{i:02}.txt").write_text("the quick brown fox jumps over the lazy dog. " * 8)
     command("prepare", *sorted(path.glob("*.txt")), "--output", path / "data")
     run = Run(path, "run")
-    run.finish(
+    run.finish_here(
         f"--data.dataset_path={path / 'data' / 'train'}", "--model.vocab_size=264",
         "--train.max_steps=120", "--checkpoint.interval=60", "--metrics.log_interval=60",
     )  # fmt: skip

@@ -43,11 +43,12 @@ EXPERTS = ["--model.num_experts=4", "--model.moe_router=sigmoid_topk"]
 def test_it_does_not_matter_how_many_processes_begin_go_on_and_end(new_run):
     """Two, one, four, two that are stages, and one: each goes on from the others' checkpoint.
 
-    Experts are on both of the first two, and then on devices of one.
+    Experts are on both of the first two. The stages end because their time is up. Where a process
+    is alone, it has one program.
     """
     alone, run = new_run("alone"), new_run("handed_on")
     settings = [*OVERRIDES, *EXPERTS]
-    alone.finish(*settings)
+    alone.finish_here(*settings)
     mesh = ["--distributed.ep=2", "--distributed.tp=2", "--train.max_steps=5"]
     both = start_both(run, *settings, *mesh, devices=2, torchrun=True)
     outputs = finish_both(both)
@@ -55,15 +56,24 @@ def test_it_does_not_matter_how_many_processes_begin_go_on_and_end(new_run):
     assert "[step 5]" in outputs[0]
     assert "[step 5]" not in outputs[1]
     assert run.steps() == [5]
-    run.finish_here(*settings, "--distributed.ep=4", "--train.max_steps=8")
+    run.finish_here(*settings, "--train.max_steps=8")
     mesh = ["--distributed.dp_replicate=2", "--distributed.dp_shard=2", "--train.max_steps=12"]
     finish_both(start_both(run, *settings, *mesh, count=4))
     stages = ["--distributed.pp=2", "--distributed.tp=2", "--train.grad_accum_steps=4"]
-    outputs = finish_both(start_both(run, *settings, *stages, "--train.max_steps=16", devices=2))
+    limit = "--train.exit_duration_in_mins=0.001"
+    outputs = finish_both(start_both(run, *settings, *stages, limit, devices=2), code=75)
     assert "pp 2 x tp 2" in outputs[0]
+    check_both_say_that_their_time_is_up(run, outputs)
     run.finish_here(*settings)
     losses = [list(one.losses().values()) for one in (run, alone)]
     np.testing.assert_allclose(*losses, rtol=2e-6)
+
+
+def check_both_say_that_their_time_is_up(run, outputs):
+    assert 12 < run.steps()[-1] < 20
+    for index in (0, 1):
+        log = (run.directory / "logs" / f"process_{index}.log").read_text()
+        assert re.search(r"\[exiting program after [\d.]+ minutes\]", log), outputs
 
 
 def test_a_signal_to_one_stops_both_at_the_same_step(new_run):
@@ -74,12 +84,3 @@ def test_a_signal_to_one_stops_both_at_the_same_step(new_run):
     processes[1].send_signal(signal.SIGTERM)  # jax.distributed watches it too
     finish_both(processes, code=75)
     assert len(run.steps()) == 1
-
-
-def test_both_say_that_their_time_is_up(new_run):
-    run = new_run("limited")
-    outputs = finish_both(start_both(run, "--train.exit_duration_in_mins=0.001"), code=75)
-    assert len(run.steps()) == 1
-    for index in (0, 1):
-        log = (run.directory / "logs" / f"process_{index}.log").read_text()
-        assert re.search(r"\[exiting program after [\d.]+ minutes\]", log), outputs

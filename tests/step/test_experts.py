@@ -82,9 +82,8 @@ def on_one_device(model):
 
 MESHES = [
     ("softmax", MICROBATCH, {"dp_shard": 2, "ep": 2, "tp": 2}),
-    ("deepseek", UPDATE, {"dp_replicate": 2, "ep": 2, "tp": 2}),
     ("deepseek", {**UPDATE, **FULL}, {"pp": 2, "ep": 2, "tp": 2}),
-    ("kempnerforge", {**UPDATE, **FULL}, {"dp_shard": 2, "ep": 2}),
+    ("kempnerforge", {**UPDATE, **FULL}, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}),
     ("kempnerforge", MICROBATCH, {"dp_shard": 4, "tp": 2}),
 ]
 

@@ -209,6 +209,13 @@ MESHES = {
 }
 
 
+WAYS = [
+    {"grad_sync": "microbatch"}, {"grad_sync": "microbatch", **COMPUTE},
+    {"grad_sync": "update", **COMPUTE},
+]  # fmt: skip
+COMPARED = {"llama": WAYS, "biases, learned positions, tied": WAYS[1:2], "experts": WAYS[1:2]}
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_both_ways_give_the_same_gradients(name):
     """Up to bfloat16's rounding, 2^-8, which both do in other places."""
@@ -223,8 +230,7 @@ def test_both_ways_give_the_same_gradients(name):
         return np.linalg.norm(ours - theirs) < 0.015 * np.linalg.norm(theirs) + floor
 
     update = by(grad_sync="update")
-    for keys in ({"grad_sync": "microbatch"}, {"grad_sync": "microbatch", **COMPUTE},
-                 {"grad_sync": "update", **COMPUTE}):  # fmt: skip
+    for keys in COMPARED[name]:
         near = jax.tree.map(is_near, by(**keys), update)
         assert all(jax.tree.leaves(near)), (keys, near)
 
@@ -256,19 +262,20 @@ def no_cache():
 
 
 @pytest.mark.usefixtures("no_cache")
-@pytest.mark.parametrize("model", [{}, {"num_experts": 4}], ids=["llama", "experts"])
 @pytest.mark.parametrize("mode", ["update", "microbatch"])
-def test_devices_add_up_their_gradients_in_float32(tmp_path, mode, model):
-    def found(name, **keys):
+def test_devices_add_up_their_gradients_in_float32(tmp_path, mode):
+    """Of a layer with experts and of one without."""
+
+    def found(name, model, **keys):
         of_train = {**BF16, "grad_sync": mode, **keys}
         config = tiny_config(model=model, train=of_train, distributed={"dp_shard": 4})
         (tmp_path / name).mkdir()
         return added_up(config, tmp_path / name)
 
-    assert found("default") == {"f32"}
-    assert "bf16" in found("compute", **COMPUTE)
-    if not model:
-        assert found("no mixed precision", mixed_precision="fp32", **COMPUTE) == {"f32"}
+    experts = {"num_experts": 4, "moe_frequency": 2}
+    assert found("default", experts) == {"f32"}
+    assert "bf16" in found("compute", experts, **COMPUTE)
+    assert found("no mixed precision", {}, mixed_precision="fp32", **COMPUTE) == {"f32"}
 
 
 def test_microbatches_add_up_to_shards_in_float32():

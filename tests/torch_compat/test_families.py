@@ -1,14 +1,12 @@
 """Every family of transformers: import, logits, cache, training and export, judged by itself."""
 
 import contextlib
-import dataclasses
 import functools
 import json
 import re
 import tomllib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -18,8 +16,9 @@ from jaxforge.config.reading.load import make_config
 from jaxforge.corpus.tokenizer import END_OF_TEXT
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, join
+from jaxforge.state.train_state import begin, state_shardings
 from tests.conftest import tiny_config
-from tests.helpers import setup
+from tests.helpers import placed, setup
 from torch_compat import hf_config
 from torch_compat.families import FAMILIES, NOT_BUILT
 
@@ -246,9 +245,9 @@ def test_logits_are_the_same_with_a_cache(imported):
     case, _, _, (model, params) = imported
     tokens, first = tokens_of(), 20
     cache, logits = Model(model).empty_cache(2, LENGTH), []
-    for begin, end in [(0, first), *((i, i + 1) for i in range(first, LENGTH))]:
-        at = np.broadcast_to(np.arange(begin, end), (2, end - begin))
-        out, cache = extending(model)(params, tokens[:, begin:end], at, cache)
+    for at in np.split(np.arange(LENGTH), range(first, LENGTH)):
+        where = np.broadcast_to(at, (2, len(at)))
+        out, cache = extending(model)(params, tokens[:, at], where, cache)
         logits.append(out)
     network = network_of(case)  # one that has seen nothing longer
     with torch.no_grad():
@@ -319,8 +318,9 @@ def state_of(ours, variables):
         unflatten_dict({path: given[path] for path in flatten_dict(like)})
         for like in (ours.model.abstract, ours.model.state.abstract)
     )
-    state = ours.state(params)
-    return dataclasses.replace(state, model_state=jax.tree.map(jnp.array, model_state))
+    make = jax.jit(lambda *given: begin(ours.model, given[0], ours.optimizer, given[1]))
+    state = jax.device_get(make(params, model_state))
+    return jax.tree.map(placed, state, state_shardings(ours.model, ours.optimizer, ours.mesh))
 
 
 def torch_updates(network, inputs, labels):

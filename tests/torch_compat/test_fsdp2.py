@@ -12,6 +12,7 @@ import pytest
 
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, environment
+from tests.processes.test_two_processes import free_port
 from torch_compat import __main__ as torch_compat
 
 pytest.importorskip("torch")
@@ -77,8 +78,7 @@ def torch_job(tmp_path, data, ranks, steps, load=None, saves=(), flat=False, mod
     path = tmp_path / f"{name}.json"
     path.write_text(json.dumps(settings))
     script = Path(__file__).with_name("torch_job.py")
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}",
-               "--standalone", str(script), str(path)]  # fmt: skip
+    command = [sys.executable, str(script), str(path), str(ranks), str(free_port())]
     run(command, {**os.environ, "OMP_NUM_THREADS": "1"})
     return np.array(json.loads(out.read_text()))
 

@@ -1,6 +1,8 @@
-"""A small FSDP2 job with KempnerForge's names and loop, for `python -m torch.distributed.run`.
+"""A small FSDP2 job with KempnerForge's names and loop.
 
-    torch_job.py SETTINGS.json
+    torch_job.py SETTINGS.json RANKS PORT
+
+One process imports torch and forks so many ranks, which find each other by the port.
 
 Trains from `load` (a DCP directory, `flat` or not) or from scratch for `steps` steps, and writes
 their losses and gradient norms to `out`. `saves` are directories `step_N`, each flat or not.
@@ -9,7 +11,9 @@ their losses and gradient norms to `out`. `saves` are directories `step_N`, each
 import json
 import math
 import os
+import signal
 import sys
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -201,6 +205,28 @@ def save(where, flat, model, optimizer, place):
         torch.save({**place, "rng": rng}, Path(where, "train_state.pt"))
 
 
+def fork(settings, ranks, port):
+    """Runs all ranks; fails as the worst of them does."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+    children = []
+    for rank in range(ranks):
+        if (child := os.fork()) == 0:
+            os.environ["RANK"] = str(rank)
+            try:
+                main(settings)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        children.append(child)
+    while children:
+        child, status = os.wait()
+        children.remove(child)
+        if status:
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+            raise SystemExit(1)
+
+
 def main(settings):
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()
@@ -274,4 +300,4 @@ def main(settings):
 
 
 if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()))
+    fork(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]), sys.argv[3])
