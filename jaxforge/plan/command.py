@@ -102,9 +102,9 @@ def _search(
 def _name(candidate: search.Candidate) -> str:
     train = candidate.config.train
     split = f"{train.grad_accum_steps} x {train.batch_size} rows"
-    return (
-        f"{in_words(candidate.mesh)}; {split}; {train.activation_checkpointing}; {train.grad_sync}"
-    )
+    flags = [f"{name}={value}" for name, value in train.xla_flags.items()]
+    parts = [in_words(candidate.mesh), split, train.activation_checkpointing, train.grad_sync]
+    return "; ".join([*parts, *flags])
 
 
 def _keep(

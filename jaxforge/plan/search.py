@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 import jaxforge
 from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
+from jaxforge.config.section import Table
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, build_model
 from jaxforge.optim.optimizer import build_optimizer
@@ -43,6 +44,20 @@ _MOST_ROWS = 16
 _MOST_TP = 8
 _MOST_STAGES = 8
 _SLACK = 1.1  # the estimate of memory may be so much too high
+_FLAGS = {
+    "gpu": (
+        {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_NO_UNROLL"},
+        {"optimization_level": "default"},
+    ),
+    "tpu": (
+        {"xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true"},
+        {
+            "xla_tpu_enable_data_parallel_all_reduce_opt": "true",
+            "xla_tpu_data_parallel_opt_different_sized_ops": "true",
+        },
+    ),
+}
+"""What is tried with the best mesh, over the flags of the table (docs/xla_flags.md)."""
 _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin")
 
 
@@ -83,6 +98,8 @@ def search(
 ) -> list[Found]:
     """Compiles the most promising candidates, and what is given; the best comes first.
 
+    The best of them is then compiled with other flags.
+
     Args:
         config: whose update it is.
         topology: the machine.
@@ -119,7 +136,25 @@ def search(
             progress.advance(task)
             return found
 
-        return sorted(pool.map(one, chosen), key=lambda found: -found.tokens_per_second)
+        found = _best_first(pool.map(one, chosen))
+        if not found[0].tokens_per_second:
+            return found
+        variants = list(with_other_flags(found[0].candidate, CHIPS[topology.chip].platform))
+        progress.update(task, total=len(chosen) + len(variants))
+        return _best_first([*found, *pool.map(one, variants)])
+
+
+def _best_first(found: Iterable[Found]) -> list[Found]:
+    return sorted(found, key=lambda one: -one.tokens_per_second)
+
+
+def with_other_flags(candidate: Candidate, platform: str) -> Iterator[Candidate]:
+    """The same with flags of the compiler, but for those that the user has set."""
+    given = candidate.config.train.xla_flags
+    for flags in _FLAGS[platform]:
+        if not given.keys() & flags.keys():
+            both = Table({**given, **flags})
+            yield candidate._replace(config=changed(candidate.config, {"xla_flags": both}, {}))
 
 
 def as_given(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
@@ -293,4 +328,5 @@ def settings(found: Candidate) -> Sequence[str]:
         f"--train.grad_accum_steps={train.grad_accum_steps}",
         f"--train.activation_checkpointing={train.activation_checkpointing}",
         f"--train.grad_sync={train.grad_sync}",
+        *(f"--train.xla_flags.{name}={value}" for name, value in train.xla_flags.items()),
     ]

@@ -1,5 +1,7 @@
 import argparse
 import json
+import tempfile
+from pathlib import Path
 
 import jax
 import pytest
@@ -86,20 +88,42 @@ def report(tokens):
 @pytest.fixture
 def speeds(monkeypatch):
     """What compiling gives: the third proposed is best, the second does not fit."""
-    given = iter([50.0, 100.0, 0.0, 300.0, 200.0])
+    given = iter([50.0, 100.0, 0.0, 300.0, 200.0, 299.0, 10.0])
     monkeypatch.setattr(search, "compiled", lambda *_: report(next(given)))
 
 
 def test_the_best_comes_first(node, speeds):
     found = search.search(config(), NODE, most=4, jobs=1, console=QUIET)
-    assert [one.tokens_per_second for one in found] == [300, 200, 100, 50, 0]
+    assert [one.tokens_per_second for one in found] == [300, 299, 200, 100, 50, 10, 0]
+
+
+def test_the_best_is_tried_with_other_flags(node, monkeypatch):
+    faster = {"optimization_level": "default"}
+    monkeypatch.setattr(
+        search, "compiled", lambda one, _: report(2.0 if one.train.xla_flags == faster else 1.0)
+    )
+    best, *others = search.search(config(), NODE, most=1, jobs=1, console=QUIET)
+    assert best.candidate.config.train.xla_flags == faster
+    assert "--train.xla_flags.optimization_level=default" in search.settings(best.candidate)
+    assert load_config_of(best) == best.candidate.config
+    assert len(others) == 3  # what was given, the one proposed, and that with the other flag
+    own = config().model_copy(update={"train": best.candidate.config.train})
+    of_own = search.Candidate(own, best.candidate.mesh, 1.0)
+    assert len(list(search.with_other_flags(of_own, "gpu"))) == 1
+
+
+def load_config_of(found):
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place, "best.toml")
+        path.write_text(found.candidate.config.to_toml())
+        return load_config(path)
 
 
 def test_what_is_given_is_compiled_too(node, monkeypatch):
     monkeypatch.setattr(search, "compiled", lambda one, _: report(2.0 if one == config() else 1.0))
     found = search.search(config(), NODE, most=2, jobs=1, console=QUIET)
     assert found[0].candidate.config == config()
-    assert len(found) == 3
+    assert len(found) == 5
 
 
 def test_the_best_is_printed_and_written(node, speeds, tmp_path, monkeypatch, capsys):
