@@ -10,9 +10,9 @@ not ours. What the ratio shows is how far the estimate is from what such chips h
 import os
 from typing import NamedTuple
 
-from jaxforge.plan.topology import Topology
-
-Topology.parse("v5e:1x1").prepare(os.environ)
+os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1",
+               "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+               "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}  # fmt: skip
 
 import jax
 import results
@@ -22,6 +22,7 @@ from rich.console import Console
 
 from jaxforge.config.job import JobConfig
 from jaxforge.plan.plan import plan
+from jaxforge.plan.topology import Topology
 
 LLAMA_2_70B = {"dim": 8192, "n_layers": 80, "n_heads": 64, "n_kv_heads": 8, "vocab_size": 32000,
                "ffn_hidden_dim": 28672}  # fmt: skip
