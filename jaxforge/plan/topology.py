@@ -69,9 +69,10 @@ class Topology(NamedTuple):
         """Sets what a compiler for this machine wants to find in the environment.
 
         To be called before JAX is imported: the machine at hand is its CPU, whatever it has; the
-        compiler for TPUs asks no network where it is, and several of them may run at a time.
+        compiler for TPUs asks no network where it is, and several of them may run at once. Nothing
+        comes from a cache: XLA:CPU writes no whole program from one it has read (docs/upstream.md).
         """
-        env["JAX_PLATFORMS"] = "cpu"
+        env.update(JAX_PLATFORMS="cpu", JAX_ENABLE_COMPILATION_CACHE="false")
         if self.chip == CPU:
             flag = f"--xla_force_host_platform_device_count={self.n_devices}"
             env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {flag}".strip()

@@ -1,6 +1,8 @@
 """A step that a plan has compiled, and a run that starts with it or refuses it."""
 
 import json
+import subprocess
+import sys
 import zipfile
 
 import jax
@@ -11,9 +13,10 @@ from jaxforge.errors import UserError
 from jaxforge.parallel import compilation
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.plan import command
-from jaxforge.plan.__main__ import main
 from jaxforge.step.executable import Executable, write
 from tests.conftest import tiny_config
+from tests.machine import PATIENCE
+from tests.processes.conftest import ROOT, environment
 
 RAMP = [{"start": 0, "grad_accum_steps": 1}, {"start": 2, "grad_accum_steps": 2}]
 
@@ -38,12 +41,12 @@ def saved(tmp_path_factory):
     """The file, written as the command does, of a config that says where its run goes."""
     place = tmp_path_factory.mktemp("plan")
     (place / "planned.toml").write_text(config(place / "planned").to_toml())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "print", lambda *_: None, raising=False)
-        patch.setattr("jaxforge.plan.topology.Topology.prepare", lambda *_: None)
-        done = main([f"--config={place / 'planned.toml'}", "--topology=cpu:8", "--json",
-                     f"--save-executable={place / 'step.zip'}"])  # fmt: skip
-    assert done == 0
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxforge.plan", f"--config={place / 'planned.toml'}",
+         "--topology=cpu:8", "--json", f"--save-executable={place / 'step.zip'}"],
+        cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     return place / "step.zip"
 
 

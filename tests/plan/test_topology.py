@@ -43,6 +43,7 @@ def test_the_environment_is_that_of_the_compiler():
     env = {"JAX_PLATFORMS": "tpu", "XLA_FLAGS": "--one"}
     Topology.parse("cpu:4").prepare(env)
     assert env["JAX_PLATFORMS"] == "cpu"
+    assert env["JAX_ENABLE_COMPILATION_CACHE"] == "false"
     assert env["XLA_FLAGS"] == "--one --xla_force_host_platform_device_count=4"
     env = {}
     Topology.parse("v5e:2x2").prepare(env)
