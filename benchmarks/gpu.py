@@ -144,7 +144,8 @@ def run_check(check: Check, seconds: float, results: Path) -> Ended:
         results: where its results go.
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "PYTHONPATH": path, ELSEWHERE: str(results), **check.env}
+    env = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", ELSEWHERE: str(results)}
+    env |= check.env
     started = time.monotonic()
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(

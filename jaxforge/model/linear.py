@@ -137,7 +137,7 @@ def affine(
         dtype: of the result.
         backward: as of `Declare`.
     """
-    if collectives.splits_batch() and (backward.regathers or backward.dtype != x.dtype):
+    if collectives.reduces_apart(backward.dtype, x.dtype):
         return _over_devices(axes, dtype, backward, x, weight_OI, bias_O)
     return _affine(axes, dtype, x, weight_OI, bias_O)
 
@@ -156,7 +156,7 @@ def _product(dtype: jnp.dtype, x: Array, weight_OI: Array, bias: Array | None) -
 def _over_devices(
     axes: Axes, dtype: jnp.dtype, backward: Backward, x: Array, weight: Array, bias: Array | None
 ) -> Array:
-    """`_affine` on devices that split the batch, and the weight among them.
+    """`_affine` on devices that split the batch, and add up gradients in another dtype.
 
     Gradients of weight and bias are made in the dtype in which they are to be added up: XLA's
     partitioner adds up a product of split rows in that of the product, a cast after it comes too

@@ -25,12 +25,6 @@ def manual_axes(axis: str | None = None) -> tuple[str, ...]:
     )
 
 
-def splits_batch() -> bool:
-    """Whether the partitioner splits the batch: it then gathers weights and adds up gradients."""
-    sizes, automatic = jax.sharding.get_abstract_mesh().shape, axes_of_type(AxisType.Auto)
-    return any(name in automatic and sizes[name] > 1 for name in DATA_AXES)
-
-
 def reduces_apart(reduce_dtype: jnp.dtype, dtype: jnp.dtype) -> bool:
     """Whether the partitioner adds up gradients over devices, and in another dtype than products.
 
@@ -40,7 +34,10 @@ def reduces_apart(reduce_dtype: jnp.dtype, dtype: jnp.dtype) -> bool:
         reduce_dtype: what gradients are to be added up in.
         dtype: of products.
     """
-    return splits_batch() and reduce_dtype != dtype
+    sizes = jax.sharding.get_abstract_mesh().shape
+    automatic = axes_of_type(AxisType.Auto)
+    splits = any(name in automatic and sizes[name] > 1 for name in DATA_AXES)
+    return splits and reduce_dtype != dtype
 
 
 def first_index(axis: str, size: int) -> Array | int:

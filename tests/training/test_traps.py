@@ -1,6 +1,7 @@
 """Traps that other loops fell into: what a run does after a bad step, a resume, an evaluation."""
 
 import dataclasses
+import functools
 import types
 
 import jax
@@ -146,7 +147,8 @@ def test_each_size_of_a_ramp_has_its_program_before_the_first_step(monkeypatch):
 
     monkeypatch.setattr(build.compilation, "compile_step", lambda lowered, flags: lowered)
     batch = {"labels": jnp.zeros((2, 4, 16), jnp.int32)}
-    build._lower(types.SimpleNamespace(lower=lower), {}, {1, 2, 4}, None, batch)()
+    ready = functools.partial(build._ready, {}, None, None)
+    build._lower(types.SimpleNamespace(lower=lower), {1, 2, 4}, ready, None, batch)()
     assert sorted(shapes) == [(1, 4, 16), (2, 4, 16), (4, 4, 16)]
     steps = CompiledSteps({n: lambda *_, n=n: n for n in (1, 2, 4)})
     batches = [{"labels": np.zeros((n, 4, 16))} for n in (2, 4, 1)]
