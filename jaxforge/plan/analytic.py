@@ -7,7 +7,7 @@ compiled is estimated anew.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from jax.sharding import Mesh
 
@@ -53,15 +53,15 @@ def seconds(config: JobConfig, model: Model, mesh: Mesh, chip: Chip) -> float:
     computing = tokens / cut * causal_flops_per_token(c, train.seq_len) * again / peak
     # Activations go out and come back twice in each half of a layer; rows go to experts and back.
     passed = 8 * c.n_layers / sizes["pp"] * tokens * c.dim * _BF16
-    computing += _exchange(passed, mesh, ["tp"], chip)
+    computing += _exchange(passed, mesh, ("tp",), chip)
     if c.is_moe:
         rows = 4 * c.n_layers * tokens * c.moe_top_k * c.dim * _BF16
-        computing += _exchange(rows, mesh, ["ep"], chip)
+        computing += _exchange(rows, mesh, ("ep",), chip)
     bubble = 1 + (sizes["pp"] - 1) / (rounds * config.distributed.chunks)
     weights = _used_by_one(model, sizes)
-    gathers = _exchange(weights * _BF16, mesh, ["dp_shard", "cp"], chip)
+    gathers = _exchange(weights * _BF16, mesh, ("dp_shard", "cp"), chip)
     reduces = gathers * model.runtime.reduce_dtype.itemsize / _BF16
-    copies = _exchange(2 * _F32 * weights / sizes["dp_shard"], mesh, ["dp_replicate"], chip)
+    copies = _exchange(2 * _F32 * weights / sizes["dp_shard"], mesh, ("dp_replicate",), chip)
     if train.grad_sync == "update":
         return rounds * computing * bubble + gathers + reduces + copies
     exchanging = 2 * gathers + reduces + copies  # weights are gathered again in the backward pass
@@ -69,7 +69,7 @@ def seconds(config: JobConfig, model: Model, mesh: Mesh, chip: Chip) -> float:
     return rounds * (computing + waiting) * bubble
 
 
-def _exchange(sent: float, mesh: Mesh, axes: Sequence[str], chip: Chip) -> float:
+def _exchange(sent: float, mesh: Mesh, axes: tuple[str, ...], chip: Chip) -> float:
     """Seconds in which the devices along some axes have each other's bytes."""
     n = math.prod(mesh.shape[axis] for axis in axes)
     return sent * (n - 1) / n / rate_along(mesh, axes, chip)

@@ -1,5 +1,6 @@
 """How long collectives take between chips, by the bytes they send and the links they use."""
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -65,7 +66,8 @@ class Network:
         return LATENCY[self._chip.platform] + sent / rate
 
 
-def rate_along(mesh: Mesh, axes: Sequence[str], chip: Chip) -> float:
+@functools.cache
+def rate_along(mesh: Mesh, axes: tuple[str, ...], chip: Chip) -> float:
     """Bytes/s that a device sends to the others along some axes of a mesh."""
     along = tuple(slice(None) if name in axes else 0 for name in mesh.axis_names)
     members = np.atleast_1d(mesh.devices[along]).flat

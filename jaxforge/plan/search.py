@@ -7,7 +7,6 @@ each in a process of its own: a compiler that aborts ends its own candidate.
 
 import functools
 import hashlib
-import importlib.metadata
 import itertools
 import json
 import os
@@ -37,6 +36,7 @@ from jaxforge.plan.chips import CHIPS
 from jaxforge.plan.compiled import devices_of
 from jaxforge.plan.topology import Topology
 from jaxforge.state.train_state import abstract_state
+from jaxforge.step.executable import version_of
 from jaxforge.step.memory import step_memory
 
 REMAT = ("none", "selective", "dots_with_no_batch_dims_saveable", "full")
@@ -305,17 +305,10 @@ def _cache() -> Path:
 
 def _key(text: str, topology: Topology) -> str:
     """Of a config, a machine, the compilers and the code that uses them."""
-    parts = [text, str(topology), *map(_version, _PACKAGES)]
+    parts = [text, str(topology), *map(version_of, _PACKAGES)]
     root = Path(jaxforge.__file__).parent
     parts += [path.read_text() for path in sorted(root.rglob("*.py"))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def settings(found: Candidate) -> Sequence[str]:

@@ -144,13 +144,14 @@ def _surroundings(mesh: Mesh) -> dict[str, Any]:
     devices: list[jax.Device] = list(mesh.devices.flat)
     packages = _PACKAGES.get(devices[0].platform, ("jax", "jaxlib"))
     return {
-        "versions": {name: found for name in packages if (found := _version(name))},
+        "versions": {name: found for name in packages if (found := version_of(name))},
         "devices": sorted({device.device_kind for device in devices}),
         "ids": [device.id for device in devices],
     }
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """As installed; empty where it is not."""
     try:
         return version(package)
     except PackageNotFoundError:
