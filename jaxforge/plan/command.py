@@ -114,9 +114,11 @@ def _keep(
     if args.html:
         _write("--html", args.html, page(made, others))
     path, step = args.save_executable, made.step
-    if path and step is not None and made.fits:
+    if path and step is not None and made.config is not None and made.fits:
         with _told("--save-executable", path):
-            executable.write(path, step.executables, step.config, step.mesh)
+            executable.write(
+                path, step.executables, step.grad_sync.applied_to(made.config), step.mesh
+            )
 
 
 def _write(option: str, path: str, text: str) -> None:

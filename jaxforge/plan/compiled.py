@@ -67,7 +67,6 @@ class Step(NamedTuple):
         memory: of one device.
         seconds: that compiling took.
         executables: by the number of microbatches; empty where there is no program.
-        config: with the `grad_sync` that they have.
     """
 
     mesh: Mesh
@@ -76,7 +75,6 @@ class Step(NamedTuple):
     memory: Memory
     seconds: float
     executables: Mapping[int, CompiledStep]
-    config: JobConfig
 
 
 def devices_of(topology: Topology) -> list[jax.Device]:
@@ -135,13 +133,13 @@ def compile_step(
         if not is_out_of_memory(error):
             raise
         memory = parts.memory(_wanted(str(error), parts.state), None)
-        return Step(mesh, sync, None, memory, time.perf_counter() - start, {}, config)
+        return Step(mesh, sync, None, memory, time.perf_counter() - start, {})
     seconds, compiled = time.perf_counter() - start, steps[largest].compiled
     text = compiled.as_text()
     assert text is not None
     program = Program(text, len(devices))
     memory = parts.memory(peak_of(compiled, device.platform), program)
-    return Step(mesh, sync, program, memory, seconds, steps, config)
+    return Step(mesh, sync, program, memory, seconds, steps)
 
 
 def peak_of(compiled: jax.stages.Compiled, platform: str) -> int:
