@@ -21,7 +21,7 @@ from jaxforge.model.runtime import gpu_capability
 from jaxforge.model.transformer import build_model, matmul_precision
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.parallel.sharding import batch_sharding
+from jaxforge.parallel.sharding import batch_shardings
 from jaxforge.state.train_state import init_state
 from jaxforge.step.train_step import Controls, make_train_step
 
@@ -127,7 +127,7 @@ def updates(config: JobConfig, device: jax.Device, steps: int) -> np.ndarray:
     data = {"input_ids": tokens, "labels": np.roll(tokens, -1, axis=-1)}
     with jax.set_mesh(mesh), matmul_precision(config), jax.default_device(device):
         state = init_state(model, optimizer, mesh, 0)
-        batch, found = jax.device_put(data, batch_sharding(mesh)), []
+        batch, found = jax.device_put(data, batch_shardings(mesh, data)), []
         for _ in range(steps):
             state, metrics = step(state, batch, Controls())
             found.append(float(metrics["loss"]))

@@ -35,7 +35,7 @@ from jaxforge.model.remat import block
 from jaxforge.model.transformer import Model, Params, build_model, matmul_precision
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.parallel.sharding import batch_sharding, param_shardings
+from jaxforge.parallel.sharding import batch_shardings, param_shardings
 from jaxforge.side import LossWeights
 from jaxforge.state.train_state import init_state
 from jaxforge.step.cross_entropy import tiles_of, weighted_loss
@@ -125,8 +125,8 @@ def batch_of(config: JobConfig, mesh: Mesh) -> Batch:
     """Random tokens."""
     shape = (config.train.grad_accum_steps, ROWS, SEQ)
     tokens = np.random.default_rng(0).integers(0, MODEL["vocab_size"], shape, np.int32)
-    made = jax.make_array_from_callback(shape, batch_sharding(mesh), lambda index: tokens[index])
-    return {"input_ids": made, "labels": made}
+    batch = {"input_ids": tokens, "labels": tokens}
+    return jax.device_put(batch, batch_shardings(mesh, batch))
 
 
 def temporary_megabytes(

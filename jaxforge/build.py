@@ -283,7 +283,8 @@ def _announce(
         "step": f"{samples} sequences x {t.seq_len} tokens = {samples * t.seq_len:,} tokens, "
         f"in {t.grad_accum_steps} microbatch(es); gradients reduced per {sync.mode}{schedule}",
         "gradients": sync.why,
-        "kernels": f"attention: {model.runtime.attention}, loss: {t.loss_fn}, "
+        "kernels": f"attention: {model.runtime.attention_of(mesh.shape['cp'])}, "
+        f"loss: {t.loss_fn}, "
         f"{f'experts: {model.runtime.grouped}, ' if m.is_moe else ''}"
         f"checkpointing: {t.activation_checkpointing}",
         "data": ", ".join(dataset.label for dataset in config.data.datasets)

@@ -17,7 +17,7 @@ from jaxforge.model import attention_backends
 from jaxforge.model.transformer import Model, Params, build_model
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.parallel.sharding import batch_sharding
+from jaxforge.parallel.sharding import batch_shardings
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState, abstract_state, begin, state_shardings
 from jaxforge.step.train_step import Controls, make_train_step
@@ -83,7 +83,7 @@ class Setup:
 
     def put(self, batch: dict) -> dict:
         batch = {name: np.asarray(leaf, np.int32) for name, leaf in batch.items()}
-        return jax.device_put(batch, batch_sharding(self.mesh))
+        return jax.device_put(batch, batch_shardings(self.mesh, batch))
 
     def run(self, state: TrainState, batches, **controls) -> tuple[TrainState, dict]:
         """Steps through `batches`; metrics stacked over steps."""
@@ -153,7 +153,7 @@ def forget() -> None:
 def new_setup(config: JobConfig, **options) -> Setup:
     """Shared with no other test: nothing is compiled yet, and what is patched counts."""
     d = config.distributed
-    devices = jax.devices()[: d.pp * d.dp_replicate * d.dp_shard * d.ep * d.tp]
+    devices = jax.devices()[: d.pp * d.dp_replicate * d.dp_shard * d.cp * d.ep * d.tp]
     mesh = make_mesh(config, devices)
     model = build_model(config)
     optimizer = build_optimizer(config, model.axes)

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
@@ -17,9 +16,9 @@ from jaxforge.errors import UserError
 from jaxforge.model.transformer import build_model, parameter_count
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.mesh import data_parallel_size
-from jaxforge.parallel.sharding import batch_sharding
 from jaxforge.state.train_state import abstract_state
 from jaxforge.step.grad_sync import resolve_grad_sync
+from jaxforge.step.lowering import abstract_batch
 from jaxforge.step.train_step import Controls, make_train_step
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs" / "llama").glob("*.toml"))
@@ -72,14 +71,7 @@ class Recipe:
         return abstract_state(self.model, self.optimizer, self.mesh)
 
     def batch(self):
-        train = self.config.train
-        rows = train.microbatch_size(data_parallel_size(self.mesh))
-        leaf = jax.ShapeDtypeStruct(
-            (train.grad_accum_steps, rows, train.seq_len),
-            jnp.int32,
-            sharding=batch_sharding(self.mesh),
-        )
-        return {"input_ids": leaf, "labels": leaf}
+        return abstract_batch(self.config, self.mesh)
 
 
 @pytest.fixture

@@ -27,6 +27,11 @@ class DistributedConfig(Section):
     """Runs of consecutive blocks that a stage of interleaved_1f1b has."""
     cp: PositiveInt = 1
     """Context parallel: sequences are cut."""
+    cp_strategy: Literal["auto", "ulysses", "ring"] = "auto"
+    """How attention goes over cut sequences.
+
+    ulysses: an all-to-all gives each device all tokens for a share of the heads. ring: keys and
+    values go round. auto: ulysses, where n_heads is a multiple of cp * tp."""
     ep: PositiveInt = 1
     """Expert parallel: experts are spread; as the batch is, as over dp_shard."""
     heartbeat_timeout_sec: PositiveInt = 100

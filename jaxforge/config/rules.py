@@ -21,8 +21,11 @@ from jaxforge.errors import UserError
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
 """Mesh axes, slowest network first: neighbours in tp are neighbours in the machine."""
 
-DATA_AXES = ("dp_replicate", "dp_shard", "ep")
-"""The axes that the batch is split over."""
+BATCH_AXES = ("dp_replicate", "dp_shard", "ep")
+"""The axes that sequences are spread over."""
+
+DATA_AXES = ("dp_replicate", "dp_shard", "cp", "ep")
+"""The axes over which devices have other tokens: other sequences, or other parts of them."""
 
 Mesh = Mapping[str, int]
 """Size of each axis."""
@@ -84,6 +87,11 @@ def _found(config: JobConfig, mesh: Mesh) -> dict[str, Problem]:
 
 def data_parallel(mesh: Mesh) -> int:
     """Number of groups of devices that see different sequences."""
+    return math.prod(mesh[axis] for axis in BATCH_AXES)
+
+
+def token_parallel(mesh: Mesh) -> int:
+    """Number of groups of devices that see different tokens, and have gradients of their own."""
     return math.prod(mesh[axis] for axis in DATA_AXES)
 
 
@@ -116,7 +124,7 @@ def with_copies(config: JobConfig, mesh: Mesh) -> dict[str, int]:
         config: A config that `check` has passed.
         mesh: Its axes, as of `mesh_shape`.
     """
-    shards = math.gcd(mesh["dp_shard"], config.model.dim // mesh["ep"])
+    shards = math.gcd(mesh["dp_shard"], config.model.dim // (mesh["cp"] * mesh["ep"]))
     copies = mesh["dp_shard"] // shards
     return {**mesh, "dp_replicate": mesh["dp_replicate"] * copies, "dp_shard": shards}
 
@@ -252,9 +260,9 @@ def kv_heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
         yield from _divides(config, "model.n_kv_heads", config.model.n_kv_heads, mesh, "tp")
 
 
-def seq_len_divides_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Between blocks, tensor-parallel ranks share the sequence."""
-    yield from _divides(config, "train.seq_len", config.train.seq_len, mesh, "tp")
+def seq_len_divides_by_cp_and_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Context-parallel ranks share the sequence, and between blocks tensor-parallel ones do."""
+    yield from _divides(config, "train.seq_len", config.train.seq_len, mesh, "cp", "tp")
 
 
 def ffn_dim_divides_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
@@ -267,17 +275,44 @@ def vocab_divides_by_pp_and_tp(config: JobConfig, mesh: Mesh) -> Iterator[Proble
     yield from _divides(config, "model.vocab_size", config.model.vocab_size, mesh, "pp", "tp")
 
 
-def dim_divides_by_ep(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Parameters that are not experts are cut along the residual width; by dp_shard if it can be.
+def dim_divides_by_cp_and_ep(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Parameters are cut along the residual width; over dp_shard, too, if it can be.
 
-    Experts are spread over all of ep, which so cannot be cut itself (`with_copies`).
+    Sequences are spread over all of cp, and experts over all of ep, so that these cannot be cut
+    themselves (`with_copies`).
     """
-    yield from _divides(config, "model.dim", config.model.dim, mesh, "ep")
+    yield from _divides(config, "model.dim", config.model.dim, mesh, "cp", "ep")
 
 
-def seq_len_divides_by_cp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """Context-parallel ranks share the sequence."""
-    yield from _divides(config, "train.seq_len", config.train.seq_len, mesh, "cp")
+def cp_strategy(config: JobConfig) -> str:
+    """`distributed.cp_strategy`, or what "auto" stands for."""
+    d = config.distributed
+    if d.cp_strategy != "auto":
+        return d.cp_strategy
+    return "ring" if config.model.n_heads % (d.cp * d.tp) else "ulysses"
+
+
+def heads_divide_by_cp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """With "ulysses", each context-parallel rank has as many of a tensor-parallel one's heads."""
+    n_heads, product = config.model.n_heads, mesh["cp"] * mesh["tp"]
+    if cp_strategy(config) == "ulysses" and n_heads % mesh["tp"] == 0 and n_heads % product:
+        yield Problem(
+            f'distributed.cp_strategy = "ulysses" splits heads: model.n_heads = {n_heads} must be '
+            f"a multiple of distributed.cp * tp = {mesh['cp']} * {mesh['tp']} = {product}",
+            (one("distributed.cp_strategy", "ring"), smaller_axis(config, "cp", mesh["cp"])),
+        )
+
+
+def seq_len_divides_by_parts_of_ring(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """With "ring", each context-parallel rank has two parts of a sequence."""
+    length, parts = config.train.seq_len, 2 * mesh["cp"]
+    if mesh["cp"] > 1 and cp_strategy(config) == "ring" and length % parts:
+        unit = math.lcm(parts, mesh["cp"] * mesh["tp"])
+        yield Problem(
+            f"train.seq_len = {length} must be a multiple of 2 * distributed.cp = {parts} with "
+            f'distributed.cp_strategy = "ring"',
+            (multiples("train.seq_len", length, unit), smaller_axis(config, "cp", mesh["cp"])),
+        )
 
 
 def global_batch_divides(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
@@ -285,7 +320,7 @@ def global_batch_divides(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     batch, accum = config.train.global_batch_size, config.train.grad_accum_steps
     dp = data_parallel(mesh)
     if batch and batch % (accum * dp):
-        axes = DATA_AXES if mesh["ep"] > 1 else DATA_AXES[:2]
+        axes = BATCH_AXES if mesh["ep"] > 1 else BATCH_AXES[:2]
         sizes = " * ".join(str(mesh[axis]) for axis in axes)
         fitting = (steps for steps in divisors(batch) if batch % (steps * dp) == 0)
         yield Problem(
@@ -430,11 +465,12 @@ RULES: tuple[Rule, ...] = (
     early_stop_metric_is_logged,
     heads_divide_by_tp,
     kv_heads_divide_by_tp,
-    seq_len_divides_by_tp,
+    seq_len_divides_by_cp_and_tp,
+    heads_divide_by_cp,
+    seq_len_divides_by_parts_of_ring,
     ffn_dim_divides_by_tp,
     vocab_divides_by_pp_and_tp,
-    dim_divides_by_ep,
-    seq_len_divides_by_cp,
+    dim_divides_by_cp_and_ep,
     global_batch_divides,
     batch_sizes_agree,
     every_stage_has_layers,

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import grain
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxforge.config.data import DataConfig
 from jaxforge.config.job import JobConfig
@@ -28,7 +28,7 @@ from jaxforge.data.mixture import GrainMixture, Segment, TorchMixture
 from jaxforge.data.order import GrainOrder, Order, TorchOrder, data_seed
 from jaxforge.data.packing import IGNORE
 from jaxforge.parallel.mesh import data_parallel_size
-from jaxforge.parallel.sharding import batch_sharding
+from jaxforge.parallel.sharding import SEQUENCES, batch_shardings, partition_spec
 
 _ITEM_TOKENS = 1 << 15  # read at a time, if updates are smaller
 _AHEAD = 2  # batches on the devices: the one in use and the next
@@ -157,30 +157,32 @@ class _Padded:
 
 
 class _Layout:
-    """Shape and sharding of a batch, and which of its rows this process reads."""
+    """Shape and sharding of a batch, and which of its rows this process reads, as a whole."""
 
     def __init__(self, mesh: Mesh, accum: int, rows: int, seq_len: int) -> None:
         self.accum, self.rows = accum, rows
         self.tokens = accum * rows * seq_len
-        self.sharding = batch_sharding(mesh)
-        slices = self.sharding.addressable_devices_indices_map((accum, rows)).values()
+        self._mesh = mesh
+        by_rows = NamedSharding(mesh, partition_spec(SEQUENCES))
+        slices = by_rows.addressable_devices_indices_map((accum, rows)).values()
         parts = {index[1].indices(rows) for index in slices if index is not None}
         self.local_rows = sorted({row for part in parts for row in range(*part)})
         self._offsets = {row: offset for offset, row in enumerate(self.local_rows)}
 
     def put(self, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """Global arrays from this process's rows [accum, local rows, ...]."""
-        return {name: self._put(array) for name, array in local.items()}
+        shardings = batch_shardings(self._mesh, local)
+        return {name: self._put(array, shardings[name]) for name, array in local.items()}
 
-    def _put(self, local: np.ndarray) -> jax.Array:
+    def _put(self, local: np.ndarray, sharding: NamedSharding) -> jax.Array:
         def of_device(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
             start, stop, _ = index[1].indices(self.rows)
             offset = self._offsets[start]
-            return local[:, offset : offset + stop - start]
+            return local[:, offset : offset + stop - start, *index[2:]]
 
         shape = (self.accum, self.rows, *local.shape[2:])
-        return jax.make_array_from_callback(shape, self.sharding, of_device)
+        return jax.make_array_from_callback(shape, sharding, of_device)
 
 
 class _Updates:

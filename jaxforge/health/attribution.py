@@ -21,6 +21,7 @@ from jaxforge.config.train import TrainConfig
 from jaxforge.exit_codes import Exit
 from jaxforge.model.transformer import Model, Params
 from jaxforge.state.train_state import TrainState
+from jaxforge.step.context import spread_sequences
 from jaxforge.step.cross_entropy import cross_entropy, tiles_of
 from jaxforge.step.gradients import Batch
 from jaxforge.step.train_step import Controls, Metrics, TrainStep
@@ -128,7 +129,7 @@ def make_row_losses(model: Model, config: TrainConfig, mesh: Mesh) -> RowLosses:
             assert by_row is not None
             return by_row
 
-        return jax.lax.map(of_microbatch, batch)
+        return jax.lax.map(of_microbatch, spread_sequences(model, batch))
 
     everywhere = NamedSharding(mesh, PartitionSpec())
     return jax.jit(row_losses, out_shardings=everywhere)

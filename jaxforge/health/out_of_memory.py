@@ -13,7 +13,7 @@ from jaxforge.model.transformer import build_model
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import device_memory
 from jaxforge.parallel.device_memory import gigabytes, per_device
-from jaxforge.parallel.mesh import data_parallel_size
+from jaxforge.parallel.mesh import data_parallel_size, token_parallel_size
 from jaxforge.state.train_state import abstract_state
 from jaxforge.step.grad_sync import resolve_grad_sync
 
@@ -62,7 +62,7 @@ def explanation(said: str, config: JobConfig, mesh: Mesh) -> str:
         f"the activations of {rows:,} sequences of {length:,} tokens"
     )
     sync = resolve_grad_sync(config, model, optimizer, mesh, device_memory.capacity_of_each())
-    reduces_whole = sync.mode == "update" and dp > 1
+    reduces_whole = sync.mode == "update" and token_parallel_size(mesh) > 1
     advice = (
         smaller_state(config, whole, limit)
         if whole > limit

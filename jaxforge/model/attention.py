@@ -1,6 +1,7 @@
 """Causal self-attention with grouped queries, with or without a cache of keys and values."""
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.model.attention_backends import Scoring, attend_over, masked_attention
+from jaxforge.model.context_parallel import attend_in_context, context_size
 from jaxforge.model.linear import Declare, Linear, normal
 from jaxforge.model.masking import chunk_of, visible, window_of
 from jaxforge.model.norm import RMSNorm
@@ -123,7 +125,10 @@ class Attention(nnx.Module):
             turn = functools.partial(rotate, by=by, rope_as_matmul=runtime.rope_as_matmul)
             q_BSHh, k_BSKh = turn(q_BSHh), turn(k_BSKh)
         if cache is None:
-            y_BSHh = attend_over(
+            attend: Callable[..., Array] = attend_over
+            if context_size() > 1:
+                attend = functools.partial(attend_in_context, runtime.context)
+            y_BSHh = attend(
                 runtime.attention, plan.masks, kind.mask, q_BSHh, k_BSKh, v_BSKh,
                 context.segment_ids, context.positions, self.scoring, self._sinks(),
             )  # fmt: skip
@@ -138,7 +143,7 @@ class Attention(nnx.Module):
             y_BSHh = masked_attention(
                 q_BSHh, *cache, seen_BST[:, None], self.scoring, self._sinks()
             )
-        y_BSHh = constrain(y_BSHh, "batch", None, "heads", None)
+        y_BSHh = _of_heads(y_BSHh, "heads")
         return self.o_proj(y_BSHh.reshape(*x_BSD.shape[:2], -1)), cache
 
     def _sinks(self) -> Float[Array, "heads"] | None:
@@ -146,8 +151,11 @@ class Attention(nnx.Module):
         return self.sinks[...].astype(jnp.float32) if self.config.attention_sinks else None
 
     def _heads(self, x: Float[Array, "b s d"], axis: str) -> Float[Array, "b s heads h"]:
-        x = x.reshape(*x.shape[:2], -1, self.config.head_size)
-        return constrain(x, "batch", None, axis, None)
+        return _of_heads(x.reshape(*x.shape[:2], -1, self.config.head_size), axis)
+
+
+def _of_heads(x_BSHh: Float[Array, "b s heads h"], axis: str) -> Float[Array, "b s heads h"]:
+    return constrain(x_BSHh, "batch", "context", axis, None)
 
 
 def residual_std(config: ModelConfig) -> float:

@@ -158,14 +158,14 @@ def attend_locally(
     def run(q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, sinks: Sinks) -> Queries:
         return _with_sinks(kernel, sinks)(q, k, v, segment_ids)
 
-    return _locally(run, q, k, v, segment_ids, sinks)
+    return locally(run, q, k, v, segment_ids, sinks)
 
 
 def _with_sinks(kernel: Backend, sinks: Sinks) -> Backend:
     return kernel if sinks is None else functools.partial(kernel, sinks=sinks)
 
 
-def _locally(
+def locally(
     kernel: Callable[..., Queries],
     q: Queries,
     k: Keys,
@@ -178,9 +178,9 @@ def _locally(
     axes = automatic_axes()
     if not axes:
         return kernel(q, k, v, of_tokens, sinks, *scalars)
-    queries = automatic_spec("batch", None, "heads", None)
-    keys = automatic_spec("batch", None, "kv_heads", None)
-    rows = jax.tree.map(lambda _: automatic_spec("batch", None), of_tokens)
+    queries = automatic_spec("batch", "context", "heads", None)
+    keys = automatic_spec("batch", "context", "kv_heads", None)
+    rows = jax.tree.map(lambda _: automatic_spec("batch", "context"), of_tokens)
     of_heads = None if sinks is None else automatic_spec("heads")
     return jax.shard_map(
         kernel,
@@ -243,7 +243,7 @@ def attend_over(
         kernels = [functools.partial(_attend_by, mask, run) for mask in masks]
         return jax.lax.switch(which, kernels, q, k, v, *of_tokens)
 
-    return _locally(chosen, q, k, v, of_tokens, sinks, which)
+    return locally(chosen, q, k, v, of_tokens, sinks, which)
 
 
 def _attend_by(

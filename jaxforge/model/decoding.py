@@ -146,7 +146,7 @@ class Decoder:
 
     @property
     def _seq_parts(self) -> int:
-        return self.mesh.shape["tp"] if self.mesh else 1
+        return self.mesh.shape["cp"] * self.mesh.shape["tp"] if self.mesh else 1
 
     @property
     def _eos(self) -> np.int32:

@@ -148,11 +148,11 @@ def _on_each_device(
     if axes_size(axes) == 1:  # alone: XLA:CPU would copy all that it exchanges with nobody
         y_BSD, dropped = run(x_BSD, choice, linears)
     else:
-        tokens = automatic_spec("batch", None, None)
+        tokens = automatic_spec("batch", "context", None)
         y_BSD, dropped = jax.shard_map(
             run,
             in_specs=(tokens, (tokens, tokens), specs),
-            out_specs=(tokens, automatic_spec("batch")),
+            out_specs=(tokens, automatic_spec("tokens")),
             axis_names=axes,
             check_vma=False,  # kernels do not tell over which axes results vary
         )(x_BSD, choice, linears)
@@ -230,12 +230,12 @@ def _within_capacity(expert_TK: Int[Array, "t k"], config: ModelConfig) -> Int[A
     """
     tokens, k = expert_TK.shape
     n = config.num_experts
-    even = tokens * collectives.axis_size("batch") * k / n
+    even = tokens * collectives.axis_size("tokens") * k / n
     capacity = max(1, math.ceil(even * config.moe_capacity_factor))
     slot_TK = expert_TK * k + jnp.arange(k)
     places, sizes = sorted_places(slot_TK, n * k)
     before = jnp.cumsum(sizes) - sizes
-    rank_TK = places.row - before[slot_TK] + collectives.sum_before(sizes, "batch")[slot_TK]
+    rank_TK = places.row - before[slot_TK] + collectives.sum_before(sizes, "tokens")[slot_TK]
     return jnp.where(rank_TK < capacity, expert_TK, n)
 
 
@@ -272,7 +272,7 @@ def _by_all_to_all(
     operands = (x_TD, weight_TK, linears)
     y_TD = one(0, operands, load)
     if (rounds := -(-most // room)) > 1:
-        fullest = collectives.pmax(jnp.max(load.sizes), "batch")
+        fullest = collectives.pmax(jnp.max(load.sizes), "tokens")
         y_TD = y_TD + _further(one, rounds, fullest > room, operands, load)
     return y_TD
 

@@ -11,7 +11,13 @@ from jaxtyping import Array, Float, Int
 
 from jaxforge.config.model import EXPERTS, LAYERS
 from jaxforge.parallel import collectives
-from jaxforge.parallel.sharding import Axes, constrain
+from jaxforge.parallel.sharding import (
+    Axes,
+    automatic_size,
+    constrain,
+    parts_of_sequences,
+    whole_sequences,
+)
 
 Initializer = Callable[[Array, tuple[int, ...], jnp.dtype], Array]
 """(key, shape, dtype) -> values."""
@@ -110,13 +116,14 @@ class Linear(nnx.Module):
         if bias:
             self.bias = declare((out[0],), (out[1],), jax.nn.initializers.zeros)
 
-    def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
+    def __call__(self, x: Float[Array, "b s i"]) -> Float[Array, "b s o"]:
         """Multiplies and adds in the dtype of `x`."""
         bias = self.bias[...] if self.has_bias else None
         # One row a token: of a product of matrices no compiler copies a transpose.
-        x_TI = x.reshape(-1, x.shape[-1])
+        x_PSI = parts_of_sequences(x)
+        x_TI = x_PSI.reshape(-1, x.shape[-1])
         y = affine(x_TI, self.weight[...], bias, self.axes, x.dtype, self.backward)
-        return y.reshape(*x.shape[:-1], -1)
+        return whole_sequences(y.reshape(*x_PSI.shape[:-1], -1))
 
 
 def affine(
@@ -267,7 +274,12 @@ _look_up_reduced_apart.defvjp(_look_up_saving, _look_up_back)
 
 
 def _rows(table: Float[Array, "v d"], tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
-    return table[tokens]
+    found = table[tokens]
+    if automatic_size("context") == 1:
+        return found
+    # What splits the width is to split rows and tokens: one after the other, as XLA's partitioner
+    # would make all of it whole in between.
+    return constrain(constrain(found, "batch", None, "context"), "batch", "context", None)
 
 
 def _rows_of_share(table: Float[Array, "v d"], tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:

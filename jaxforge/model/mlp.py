@@ -137,4 +137,4 @@ class MLP(nnx.Module):
         up_BSF = self.up_proj(x_BSD)
         gate_BSF = self.gate_proj(x_BSD) if self.config.is_gated else None
         hidden_BSF = activated(up_BSF, gate_BSF, self.config)
-        return self.down_proj(constrain(hidden_BSF, "batch", None, "mlp"))
+        return self.down_proj(constrain(hidden_BSF, "batch", "context", "mlp"))

@@ -146,11 +146,10 @@ def times(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
 
 
 def split_sequence(x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
-    """The residual stream as it lies between the parts of a block: tokens split over `tp`."""
-    is_one = x_BSD.shape[1] == 1  # decoding: nothing to split
-    return constrain(x_BSD, "batch", None if is_one else "seq", None)
+    """The residual stream as it lies between the parts of a block: tokens split over `tp`, too."""
+    return constrain(x_BSD, "batch", "seq", None)
 
 
 def gather_sequence(x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
-    """As attention and feed-forward take it: all tokens of a sequence on each device."""
-    return constrain(x_BSD, "batch", None, None)
+    """As attention and feed-forward take it: all tokens that the devices of `tp` share, on each."""
+    return constrain(x_BSD, "batch", "context", None)

@@ -88,7 +88,7 @@ class Router(nnx.Module):
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         is_chosen = jnp.any(experts[..., None] == jnp.arange(c.num_experts), axis=-2)
         local = jnp.sum(is_chosen, axis=(0, 1), dtype=jnp.float32)
-        counts = collectives.psum(local, "batch")
+        counts = collectives.psum(local, "tokens")
         side = NOTHING
         if loss_weights is not None:
             side = self._side(logits, scores, is_chosen, (local, counts), loss_weights)
@@ -173,9 +173,17 @@ def _within_groups(scores: Float[Array, "b s e"], config: ModelConfig) -> Float[
 def _balance_of_sequences(
     shares: Float[Array, "b s e"], is_chosen: Bool[Array, "b s e"], config: ModelConfig
 ) -> Float[Array, "b"]:
-    """Equations 17 to 20 of DeepSeek-V3: Σ_e f_e P_e within each sequence."""
-    f = jnp.mean(is_chosen, axis=1) * (config.num_experts / config.moe_top_k)
-    return jnp.sum(f * jnp.mean(shares, axis=1), axis=-1)
+    """Equations 17 to 20 of DeepSeek-V3: Σ_e f_e P_e within each sequence.
+
+    Devices that share a sequence tell an equal part of it each.
+    """
+    devices = collectives.axis_size("context")
+
+    def mean(x_BSE: Array) -> Array:
+        return collectives.psum(jnp.mean(x_BSE, axis=1), "context") / devices
+
+    f = mean(is_chosen) * (config.num_experts / config.moe_top_k)
+    return jnp.sum(f * mean(shares), axis=-1) / devices
 
 
 def next_bias(

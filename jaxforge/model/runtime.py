@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxforge.config.job import JobConfig
+from jaxforge.config.rules import cp_strategy
 from jaxforge.model.attention_backends import KernelRequirements, choose
 from jaxforge.model.grouped import ProductRequirements, choose_grouped
 from jaxforge.model.linear import FLOAT32
@@ -29,6 +30,7 @@ class Runtime(NamedTuple):
         loss_tile: logits of the loss that a device likes to see at a time; None: any number.
         grouped: name of the kernel of products with experts in `grouped.GROUPED`.
         reduce_dtype: dtype in which devices add up their gradients of matrices.
+        context: how devices share a sequence, where they do: `distributed.cp_strategy`.
     """
 
     attention: str = "reference"
@@ -38,6 +40,15 @@ class Runtime(NamedTuple):
     loss_tile: int | None = None
     grouped: str = "blocks"
     reduce_dtype: jnp.dtype = FLOAT32
+    context: str = "ulysses"
+
+    def attention_of(self, devices: int) -> str:
+        """Which attention runs where so many devices share a sequence, for a reader."""
+        if devices == 1:
+            return self.attention
+        if self.context == "ring":
+            return f"ring of {devices}, tiles of scores"
+        return f"{self.attention}, ulysses over {devices}"
 
 
 def gpu_capability(device: jax.Device) -> str | None:
@@ -70,7 +81,8 @@ def runtime_for(
     grouped = choose_grouped(m.moe_backend, products) if m.is_moe else "blocks"
     save = config.train.activation_checkpointing
     sums = FLOAT32 if config.train.reduce_dtype == "float32" else jnp.dtype(dtype)
-    runtime = Runtime(choose(m, at), save, grouped=grouped, reduce_dtype=sums)
+    context = cp_strategy(config)
+    runtime = Runtime(choose(m, at), save, grouped=grouped, reduce_dtype=sums, context=context)
     if platform == "tpu":
         return runtime._replace(rope_as_matmul=True)
     if platform == "cpu":

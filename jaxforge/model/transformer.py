@@ -393,7 +393,8 @@ def project(
         head_VD.astype(hidden.dtype),
         preferred_element_type=jnp.float32,
     )
-    return soft_cap(constrain(logits, "batch", *(None,) * (logits.ndim - 2), "vocab"), softcap)
+    tokens = ("tokens",) if logits.ndim == 2 else ("batch", "context")
+    return soft_cap(constrain(logits, *tokens, "vocab"), softcap)
 
 
 def parameter_count(abstract: PyTree) -> int:

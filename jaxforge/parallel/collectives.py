@@ -73,10 +73,32 @@ def axis_size(axis: str) -> int:
     return jax.lax.axis_size(names) if names else 1
 
 
-def all_to_all(x: Array, axis: str) -> Array:
-    """Row i of each device goes to device i of those that hold the parts of a dimension."""
+def all_to_all(x: Array, axis: str, split: int = 0, join: int = 0) -> Array:
+    """Part i of each device goes to device i of those that hold the parts of a logical axis.
+
+    Args:
+        x: of each device.
+        axis: the logical axis.
+        split: the dimension that is cut into parts.
+        join: the dimension along which a device joins what it gets.
+    """
     names = manual_axes(axis)
-    return jax.lax.all_to_all(x, names, 0, 0, tiled=True) if names else x
+    return jax.lax.all_to_all(x, names, split, join, tiled=True) if names else x
+
+
+def all_gather(x: Array, axis: str, join: int) -> Array:
+    """What the devices that hold the parts of a logical axis have, joined along a dimension."""
+    names = manual_axes(axis)
+    return jax.lax.all_gather(x, names, axis=join, tiled=True) if names else x
+
+
+def passed_on(x: Array, axis: str) -> Array:
+    """What the device before has, of those that hold the parts of a logical axis, in a ring."""
+    names = manual_axes(axis)
+    if not names:
+        return x
+    devices = jax.lax.axis_size(names)
+    return jax.lax.ppermute(x, names, [(i, (i + 1) % devices) for i in range(devices)])
 
 
 def sum_before(x: Array, axis: str) -> Array:

@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.problems import said
-from jaxforge.config.rules import AXES, data_parallel, mesh_shape, with_copies
+from jaxforge.config.rules import AXES, data_parallel, mesh_shape, token_parallel, with_copies
 from jaxforge.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -67,6 +67,11 @@ def in_words(shape: Mapping[str, int]) -> str:
 def data_parallel_size(mesh: Mesh | AbstractMesh) -> int:
     """Number of groups of devices that see different sequences."""
     return data_parallel(mesh.shape)
+
+
+def token_parallel_size(mesh: Mesh | AbstractMesh) -> int:
+    """Number of groups of devices that see different tokens, and have gradients of their own."""
+    return token_parallel(mesh.shape)
 
 
 def arrange(shape: Mapping[str, int], devices: Sequence[jax.Device]) -> np.ndarray:

@@ -7,6 +7,7 @@ mesh axis for a parameter.
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -14,28 +15,40 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from jaxforge.config.model import EXPERTS, LAYERS
-from jaxforge.config.rules import DATA_AXES
+from jaxforge.config.rules import BATCH_AXES, DATA_AXES
 from jaxforge.errors import UserError
 from jaxforge.parallel.mesh import STAGES
 
 Axes = tuple[str | None, ...]
 """Logical axes of an array, one entry per dimension."""
 
+
+class Shaped(Protocol):
+    """An array, or what stands for one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Size of each dimension."""
+        ...
+
+
 RULES: Mapping[str, str | tuple[str, ...] | None] = {
     # parameters
     LAYERS: STAGES,
-    "embed": ("dp_shard", "ep"),
+    "embed": ("dp_shard", "cp", "ep"),
     "vocab": (STAGES, "tp"),  # each stage has its part of embedding and head
     "heads": "tp",
     "kv_heads": "tp",
     "mlp": "tp",
     EXPERTS: "ep",
-    "expert_embed": "dp_shard",
+    "expert_embed": ("dp_shard", "cp"),
     "norm": None,
     "positions": None,
     # activations
-    "batch": DATA_AXES,
-    "seq": "tp",  # the residual stream between blocks: sequence parallelism
+    "batch": BATCH_AXES,
+    "context": "cp",  # the tokens of a sequence
+    "seq": ("cp", "tp"),  # and in the residual stream between blocks: sequence parallelism
+    "tokens": ("cp", *BATCH_AXES),  # all tokens in one dimension, by `parts_of_sequences`
 }
 
 _CONFIG_KEYS = {
@@ -76,20 +89,65 @@ def param_shardings(abstract: PyTree, axes: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree_util.tree_map_with_path(place, abstract, axes)
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Sharding of the arrays [accum, batch, ...] of a batch."""
-    return NamedSharding(mesh, partition_spec((None, "batch")))
+TOKENS: Axes = (None, "batch", "context")
+"""Logical axes of an array of a batch that has something of each token [accum, batch, seq, ...]."""
+
+SEQUENCES: Axes = (None, "batch")
+"""The same of one that has something of each sequence [accum, batch, ...]."""
+
+
+def batch_shardings(mesh: Mesh, batch: Mapping[str, Shaped]) -> dict[str, NamedSharding]:
+    """Sharding of each array of a batch, by name."""
+    return {name: NamedSharding(mesh, spec) for name, spec in batch_specs(batch).items()}
+
+
+def batch_specs(batch: Mapping[str, Shaped]) -> dict[str, P]:
+    """The mesh axes of each dimension of the arrays of a batch, by name."""
+    return {name: partition_spec(batch_axes(batch, name)) for name in batch}
+
+
+def batch_axes(batch: Mapping[str, Shaped], name: str) -> Axes:
+    """`TOKENS` or `SEQUENCES`: whether the third dimension of an array is that of the labels."""
+    if name == "dataset_mask" or batch[name].shape[2:3] != batch["labels"].shape[2:]:
+        return SEQUENCES
+    return TOKENS
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
     """Asks the partitioner to lay `x` out as `RULES` says; the identity where there is no mesh.
 
-    Inside `shard_map` its manual axes are left out: arrays are local to those already.
+    Inside `shard_map` its manual axes are left out: arrays are local to those already. A dimension
+    of one is not split: the tokens of a turn of decoding are.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
-    return jax.lax.with_sharding_constraint(x, automatic_spec(*axes))
+    split = (None if size == 1 else axis for size, axis in zip(x.shape, axes, strict=True))
+    return jax.lax.with_sharding_constraint(x, automatic_spec(*split))
+
+
+def parts_of_sequences(x_BS: Array) -> Array:
+    """[b, s, ...] -> [parts x b, s / parts, ...]: sequences whose tokens no device axis splits.
+
+    The parts are those that the partitioner gives to the devices of `cp`. The first parts of all
+    sequences come first: in another order, what a device has would not be one piece.
+    """
+    parts = automatic_size("context")
+    if parts == 1:
+        return x_BS
+    batch, length = x_BS.shape[:2]
+    x = x_BS.reshape(batch, parts, length // parts, *x_BS.shape[2:]).swapaxes(0, 1)
+    return x.reshape(parts * batch, length // parts, *x_BS.shape[2:])
+
+
+def whole_sequences(x_PS: Array) -> Array:
+    """What `parts_of_sequences` has cut, [b, s, ...]."""
+    parts = automatic_size("context")
+    if parts == 1:
+        return x_PS
+    batch, length = x_PS.shape[0] // parts, x_PS.shape[1]
+    x = x_PS.reshape(parts, batch, length, *x_PS.shape[2:]).swapaxes(0, 1)
+    return x.reshape(batch, parts * length, *x_PS.shape[2:])
 
 
 def automatic_spec(*axes: str | None) -> P:
@@ -111,12 +169,12 @@ def without_data(axes: Axes) -> Axes:
 
 
 def data_axes(axis: str | None) -> tuple[str, ...]:
-    """The mesh axes among those of the batch that split a logical axis."""
+    """The mesh axes that split a logical axis, of those over which devices have other tokens."""
     return tuple(name for name in mesh_axes(axis) if name in DATA_AXES)
 
 
 def group_axes(axes: Axes) -> tuple[str, ...]:
-    """The mesh axes of the batch over which a weight that is used is the same."""
+    """The mesh axes over which devices have other tokens, and the same weight at its use."""
     own = {name for axis in without_data(axes) for name in data_axes(axis)}
     return tuple(name for name in DATA_AXES if name not in own)
 
@@ -129,10 +187,13 @@ def axes_size(names: Iterable[str]) -> int:
 
 def size_per_device(size: int, axis: str) -> int:
     """What one device holds of a dimension that `constrain` lays out as `axis`, rounded up."""
+    return -(-size // automatic_size(axis))
+
+
+def automatic_size(axis: str) -> int:
+    """Over how many devices the partitioner splits a logical axis; 1 where there is no mesh."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return size
-    return -(-size // axes_size(_automatic(axis)))
+    return 1 if mesh.empty else axes_size(_automatic(axis))
 
 
 def _automatic(axis: str | None) -> tuple[str, ...]:

@@ -46,7 +46,8 @@ def seconds(config: JobConfig, model: Model, mesh: Mesh, chip: Chip) -> float:
     """
     train, c, sizes = config.train, config.model, mesh.shape
     dp, rounds = data_parallel(sizes), train.grad_accum_steps
-    tokens = train.microbatch_size(dp) // dp * train.seq_len  # of a microbatch on one device
+    # Of a microbatch on one device.
+    tokens = train.microbatch_size(dp) // dp * train.seq_len // sizes["cp"]
     cut = sizes["tp"] * sizes["pp"]
     peak = chip.peak_flops * REACHED[chip.platform].by_kind["products"]
     again = 1 + _RECOMPUTED[train.activation_checkpointing]
@@ -54,6 +55,10 @@ def seconds(config: JobConfig, model: Model, mesh: Mesh, chip: Chip) -> float:
     # Activations go out and come back twice in each half of a layer; rows go to experts and back.
     passed = 8 * c.n_layers / sizes["pp"] * tokens * c.dim * _BF16
     computing += _exchange(passed, mesh, ("tp",), chip)
+    # Queries, keys, values and results: in the forward, when that is repeated, and backwards.
+    heads = 2 * (c.n_heads + c.kv_heads) * c.head_size
+    shared = 3 * c.n_layers / cut * tokens * heads * _BF16
+    computing += _exchange(shared, mesh, ("cp",), chip)
     if c.is_moe:
         rows = 4 * c.n_layers * tokens * c.moe_top_k * c.dim * _BF16
         computing += _exchange(rows, mesh, ("ep",), chip)
@@ -61,7 +66,8 @@ def seconds(config: JobConfig, model: Model, mesh: Mesh, chip: Chip) -> float:
     weights = _used_by_one(model, sizes)
     gathers = _exchange(weights * _BF16, mesh, ("dp_shard", "cp"), chip)
     reduces = gathers * model.runtime.reduce_dtype.itemsize / _BF16
-    copies = _exchange(2 * _F32 * weights / sizes["dp_shard"], mesh, ("dp_replicate",), chip)
+    kept = weights / (sizes["dp_shard"] * sizes["cp"])
+    copies = _exchange(2 * _F32 * kept, mesh, ("dp_replicate",), chip)
     if train.grad_sync == "update":
         return rounds * computing * bubble + gathers + reduces + copies
     exchanging = 2 * gathers + reduces + copies  # weights are gathered again in the backward pass

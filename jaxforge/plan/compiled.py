@@ -17,7 +17,7 @@ from jaxforge.model.transformer import Model, build_model
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import compilation, targets, xla_flags
 from jaxforge.parallel.device_memory import capacity_of_each, is_out_of_memory, per_device
-from jaxforge.parallel.mesh import STAGES, data_parallel_size, make_mesh
+from jaxforge.parallel.mesh import STAGES, make_mesh, token_parallel_size
 from jaxforge.parallel.sharding import Axes, partition_spec, without_data
 from jaxforge.parallel.xla_flags import Option
 from jaxforge.plan.chips import CHIPS
@@ -202,7 +202,7 @@ class _Parts(NamedTuple):
 
     @property
     def _is_whole(self) -> bool:
-        return self.config.train.grad_sync == "update" and data_parallel_size(self.mesh) > 1
+        return self.config.train.grad_sync == "update" and token_parallel_size(self.mesh) > 1
 
     def _gradients(self) -> int:
         """Those that are added up; whole where they are reduced once per update."""

@@ -10,7 +10,7 @@ from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.errors import UserError
 from jaxforge.health import out_of_memory
-from jaxforge.parallel.mesh import data_parallel_size
+from jaxforge.parallel.mesh import data_parallel_size, token_parallel_size
 from jaxforge.pipeline.schedule import SCHEDULES
 from jaxforge.plan import checks
 from jaxforge.plan.compiled import Step, compile_step, devices_of
@@ -89,7 +89,7 @@ def _advice(config: JobConfig, step: Step) -> Iterator[str]:
         yield from out_of_memory.smaller_state(config, whole_state, memory.capacity)
         return
     dp = data_parallel_size(step.mesh)
-    whole = step.grad_sync.mode == "update" and dp > 1
+    whole = step.grad_sync.mode == "update" and token_parallel_size(step.mesh) > 1
     yield from out_of_memory.smaller_step(
         config, train.microbatch_size(dp) // dp, reduces_whole=whole
     )

@@ -43,6 +43,7 @@ REMAT = ("none", "selective", "dots_with_no_batch_dims_saveable", "full")
 _MOST_ROWS = 16
 _MOST_TP = 8
 _MOST_STAGES = 8
+_LEAST_TOKENS = 8192  # of a sequence, that a device of `cp` has
 _SLACK = 1.1  # the estimate of memory may be so much too high
 _FLAGS = {
     "gpu": (
@@ -221,7 +222,7 @@ def candidates(config: JobConfig, topology: Topology) -> Iterator[tuple[Candidat
 def splits(config: JobConfig, topology: Topology, mesh: Mapping[str, int]) -> Iterator[JobConfig]:
     """All valid ways to run the update on a mesh."""
     rows, dp = sequences(config, topology.n_devices), rules.data_parallel(mesh)
-    syncs = ("update", "microbatch") if dp > 1 else ("update",)
+    syncs = ("update", "microbatch") if rules.token_parallel(mesh) > 1 else ("update",)
     for each, save, sync in itertools.product(_powers(_MOST_ROWS), REMAT, syncs):
         if rows % (dp * each):
             continue
@@ -247,11 +248,11 @@ def sequences(config: JobConfig, n_devices: int) -> int:
 
 
 def meshes(config: JobConfig, n_devices: int) -> Iterator[dict[str, int]]:
-    """Sizes of the axes, `cp` left as it is."""
+    """Sizes of the axes; sequences are not cut into short parts, unless they are already."""
     experts = _powers(config.model.num_experts) if config.model.is_moe else [1]
-    cp = config.distributed.cp
+    context = {*_powers(config.train.seq_len // _LEAST_TOKENS), config.distributed.cp}
     stages, tensor = _powers(_MOST_STAGES), _powers(_MOST_TP)
-    for pp, tp, ep in itertools.product(stages, tensor, experts):
+    for pp, tp, ep, cp in itertools.product(stages, tensor, experts, sorted(context)):
         rest, left = divmod(n_devices, pp * tp * ep * cp)
         if left or not rest:
             continue

@@ -33,7 +33,12 @@ from jaxforge.data.packing import IGNORE
 from jaxforge.model.scoring import soft_cap_slope
 from jaxforge.model.transformer import Model, project
 from jaxforge.parallel import collectives
-from jaxforge.parallel.sharding import constrain, size_per_device
+from jaxforge.parallel.sharding import (
+    automatic_size,
+    constrain,
+    parts_of_sequences,
+    size_per_device,
+)
 from jaxforge.side import LossWeights
 from jaxforge.step.vocab_chunks import Chunk, chunks_of, entry_ids, joined
 
@@ -126,12 +131,12 @@ def tiling(config: TrainConfig, batch: int, length: int, vocab: int, tile: int |
 
     Args:
         config: the `[train]` section.
-        batch: sequences, over all devices.
-        length: tokens of a sequence.
+        batch: sequences, over all devices, or parts of them (`parts_of_sequences`).
+        length: tokens of each.
         vocab: size of the vocabulary.
         tile: logits that the platform likes to see at a time, on a device; None: any number.
     """
-    rows, entries = size_per_device(batch, "batch"), size_per_device(vocab, "vocab")
+    rows, entries = size_per_device(batch, "tokens"), size_per_device(vocab, "vocab")
     return tiling_on_device(config, rows, length, entries, tile)
 
 
@@ -150,7 +155,7 @@ def tiling_on_device(
 
 def tiles_of(config: TrainConfig, labels: Array, head: Array, model: Model) -> Tiling:
     """`tiling` of labels [b, s] and a head [v, d], for a model's logits."""
-    batch, length = labels.shape
+    batch, length = parts_of_sequences(labels).shape
     tiles = tiling(config, batch, length, head.shape[0], model.runtime.loss_tile)
     return tiles._replace(softcap=model.config.final_logit_softcap)
 
@@ -163,22 +168,35 @@ def cross_entropy(
     dataset_mask_BN: Bool[Array, "b n"] | None = None,
 ) -> LossSum:
     """Sums of the loss of a batch from its final hidden states; of datasets too, by their mask."""
+    parts = jax.tree.map(parts_of_sequences, (hidden_BSD, labels_BS))
+    return _sums(parts[0], head_VD, parts[1], tiling, _of_parts(dataset_mask_BN))
+
+
+def _of_parts(mask_BN: Bool[Array, "b n"] | None) -> Bool[Array, "parts_b n"] | None:
+    """What sequences have, for each of their parts."""
+    parts = automatic_size("context")
+    return mask_BN if mask_BN is None or parts == 1 else jnp.tile(mask_BN, (parts, 1))
+
+
+def _sums(
+    hidden_BSD: Array, head_VD: Array, labels_BS: Array, tiling: Tiling, dataset_mask: Array | None
+) -> LossSum:
+    """`cross_entropy` of sequences that no device axis splits."""
     if _by_chunks(tiling, head_VD):
-        return _by_vocab(tiling, hidden_BSD, head_VD, labels_BS, dataset_mask_BN)[0]
+        return _by_vocab(tiling, hidden_BSD, head_VD, labels_BS, dataset_mask)[0]
     weights = collectives.all_gather_weight(head_VD.astype(hidden_BSD.dtype), _HEAD)
 
     def one(total: LossSum, tile: _Tile) -> tuple[LossSum, None]:
-        return total.plus(_tile_sums(tile, weights, dataset_mask_BN, tiling.softcap)[0]), None
+        return total.plus(_tile_sums(tile, weights, dataset_mask, tiling.softcap)[0]), None
 
     tiles, none = _tiles(tiling.tokens, hidden_BSD, labels_BS)
-    return _fold(one, _tile_sums(none, weights, dataset_mask_BN, tiling.softcap)[0], tiles)[0]
+    return _fold(one, _tile_sums(none, weights, dataset_mask, tiling.softcap)[0], tiles)[0]
 
 
 def _by_chunks(tiling: Tiling, head_VD: Array) -> bool:
     return tiling.vocab < size_per_device(head_VD.shape[0], "vocab")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def weighted_loss(
     tiling: Tiling,
     hidden_BSD: Float[Array, "b s d"],
@@ -191,9 +209,21 @@ def weighted_loss(
 
     The gradient is that of the sum: each part counts for as much as the other.
     """
-    return _weigh(
-        cross_entropy(hidden_BSD, head_VD, labels_BS, tiling, dataset_mask_BN), loss_weights
-    )
+    parts = jax.tree.map(parts_of_sequences, (hidden_BSD, labels_BS))
+    mask = _of_parts(dataset_mask_BN)
+    return _weighted_loss(tiling, parts[0], head_VD, parts[1], loss_weights, mask)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _weighted_loss(
+    tiling: Tiling,
+    hidden: Array,
+    head: Array,
+    labels: Array,
+    loss_weights: LossWeights,
+    dataset_mask: Array | None,
+) -> WeightedLoss:
+    return _weigh(_sums(hidden, head, labels, tiling, dataset_mask), loss_weights)
 
 
 def _weigh(sums: LossSum, loss_weights: LossWeights) -> WeightedLoss:
@@ -234,7 +264,7 @@ def _differentiate(
     return d_hidden, d_head, None, None, None
 
 
-weighted_loss.defvjp(_differentiable, _differentiate)
+_weighted_loss.defvjp(_differentiable, _differentiate)
 
 
 class _Tile(NamedTuple):

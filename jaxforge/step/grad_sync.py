@@ -9,7 +9,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.model.transformer import Model
 from jaxforge.parallel import device_memory
 from jaxforge.parallel.device_memory import gigabytes, per_device
-from jaxforge.parallel.mesh import data_parallel_size
+from jaxforge.parallel.mesh import token_parallel_size
 from jaxforge.state.train_state import abstract_state
 from jaxforge.step.memory import step_memory
 
@@ -61,7 +61,7 @@ def resolve_grad_sync(
     """
     if config.train.grad_sync != "auto":
         return GradSync(config.train.grad_sync)
-    if data_parallel_size(mesh) == 1:
+    if token_parallel_size(mesh) == 1:
         return GradSync("update")
     if capacity is None:
         capacity = device_memory.smallest_capacity(mesh)

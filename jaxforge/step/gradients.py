@@ -37,9 +37,10 @@ from jaxforge.model.linear import is_matrix
 from jaxforge.model.plan import LayerKind
 from jaxforge.model.transformer import Model, Params, join
 from jaxforge.parallel import collectives
-from jaxforge.parallel.mesh import STAGES, data_parallel_size
+from jaxforge.parallel.mesh import STAGES, token_parallel_size
 from jaxforge.parallel.sharding import (
     Axes,
+    batch_specs,
     constrain,
     data_axes,
     group_axes,
@@ -98,14 +99,14 @@ def make_gradients(
     """(params, model state, batch) -> float32 gradients, laid out like parameters, and the loss."""
     train, stages = config.train, _stages(mesh)
     add_up = pipelined(model, config) if stages else functools.partial(accumulate, model, train)
-    if train.grad_sync == "update" and data_parallel_size(mesh) > 1:
+    if train.grad_sync == "update" and token_parallel_size(mesh) > 1:
         return _reduced_once(model, train, mesh, add_up)
     if stages:
         specs = _specs(model.axes, stages)
         add_up = jax.shard_map(
             add_up, mesh=mesh, in_specs=(specs, _specs(model.state.axes, stages), P(), P()),
             out_specs=(specs, Loss._make((P(), P(stages)))),
-            axis_names=set(stages), check_vma=_checked(model),
+            axis_names=set(stages), check_vma=_checked(model, mesh),
         )  # fmt: skip
     shardings = param_shardings(model.abstract, model.axes, mesh)
 
@@ -188,7 +189,8 @@ def pipelined(model: Model, config: JobConfig) -> AddUp:
         def context(x: Array, microbatch: tuple[Batch, Array]) -> Context:
             batch, token = microbatch
             own = loss_weights._replace(token=token)
-            return model.context(x, segment_ids=batch.get("segment_ids"), loss_weights=own)
+            found = {name: batch.get(name) for name in ("positions", "segment_ids")}
+            return model.context(x, **found, loss_weights=own)
 
         def head_and_loss(params: Params, x: Array, microbatch: tuple[Batch, Array]) -> Side:
             (batch, token), variables = microbatch, join(params, others)
@@ -212,8 +214,10 @@ def pipelined(model: Model, config: JobConfig) -> AddUp:
     return add_up
 
 
-def _checked(model: Model) -> bool:
-    return not (BACKENDS[model.runtime.attention].is_opaque or model.config.is_moe)
+def _checked(model: Model, mesh: Mesh) -> bool:
+    """Whether `shard_map` can tell over which devices results vary."""
+    is_opaque = BACKENDS[model.runtime.attention].is_opaque or mesh.shape["cp"] > 1
+    return not (is_opaque or model.config.is_moe)
 
 
 def _stages(mesh: Mesh) -> tuple[str, ...]:
@@ -282,7 +286,7 @@ def _reduced_once(
             in_specs=(
                 _specs(model.axes, manual),
                 _specs(model.state.axes, manual),
-                P(None, DATA_AXES),
+                batch_specs(batch),
                 P(),
             ),
             out_specs=(
@@ -290,7 +294,7 @@ def _reduced_once(
                 Loss._make((P(DATA_AXES), P(DATA_AXES, stages))),
             ),
             axis_names=set(manual),
-            check_vma=_checked(model),
+            check_vma=_checked(model, mesh),
         )
         gather = functools.partial(_gather, dtype=model.dtype)
         params = jax.tree.map(gather, params, model.axes)

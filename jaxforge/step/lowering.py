@@ -11,7 +11,7 @@ from jaxforge.model.runtime import gpu_capability
 from jaxforge.model.transformer import build_model, matmul_precision
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.mesh import data_parallel_size
-from jaxforge.parallel.sharding import batch_sharding
+from jaxforge.parallel.sharding import batch_shardings
 from jaxforge.state.train_state import TrainState, abstract_state
 from jaxforge.step.train_step import Controls, make_train_step
 
@@ -88,11 +88,12 @@ def abstract_batch(config: JobConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStr
     """Shapes and shardings of a batch: [microbatches, sequences, tokens]."""
     train = config.train
     rows = train.microbatch_size(data_parallel_size(mesh))
-    shape, split = (train.grad_accum_steps, rows, train.seq_len), batch_sharding(mesh)
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=split)
-    batch = {"input_ids": tokens, "labels": tokens}
+    shape = (train.grad_accum_steps, rows, train.seq_len)
+    shapes: dict[str, tuple[int, ...]] = {"input_ids": shape, "labels": shape}
     if config.data.pack_sequences:
-        batch["segment_ids"] = tokens
+        shapes["segment_ids"] = shape
     if config.data.datasets:
-        batch["dataset_idx"] = jax.ShapeDtypeStruct(shape[:2], jnp.int32, sharding=split)
-    return batch
+        shapes["dataset_idx"] = shape[:2]
+    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
+    split = batch_shardings(mesh, batch)
+    return {name: leaf.update(sharding=split[name]) for name, leaf in batch.items()}

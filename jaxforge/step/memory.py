@@ -96,7 +96,8 @@ class _Sizes:
         self.bytes = jnp.dtype(model.dtype).itemsize
         dp = data_parallel_size(mesh)
         self.rows = -(-config.train.microbatch_size(dp) // dp)
-        self.tokens = self.rows * config.train.seq_len
+        self.length = config.train.seq_len // mesh.shape["cp"]
+        self.tokens = self.rows * self.length
         self.tp = mesh.shape["tp"]
         self.n_layers = len(model.stack.rows()) // mesh.shape[STAGES]
         self.pipelined = mesh.shape[STAGES] > 1
@@ -157,7 +158,7 @@ class _Sizes:
         train, c = self.config.train, self.model.config
         entries = -(-c.vocab_size // (self.tp * self.mesh.shape[STAGES]))
         tile = tiling_on_device(
-            train, self.rows, train.seq_len, entries, self.model.runtime.loss_tile
+            train, self.rows, self.length, entries, self.model.runtime.loss_tile
         )
         logits = self.rows * tile.tokens * tile.vocab * (_F32 + self.bytes)
         hidden = self.tokens * c.dim * (2 * self.bytes + _F32)

@@ -17,6 +17,7 @@ from jaxforge.parallel.stages import Stack
 from jaxforge.side import value_of
 from jaxforge.state.train_state import Counts, TrainState, state_shardings
 from jaxforge.step.collect import Step, check_collect, collected
+from jaxforge.step.context import spread_sequences
 from jaxforge.step.cross_entropy import valid_tokens, valid_tokens_by_dataset
 from jaxforge.step.grad_sync import resolve_grad_sync
 from jaxforge.step.gradients import Batch, Loss, make_gradients, with_dataset_mask
@@ -95,6 +96,7 @@ def make_train_step(
         state: TrainState, batch: Batch, controls: Controls
     ) -> tuple[TrainState, Metrics]:
         batch = with_dataset_mask(batch, len(config.data.datasets))
+        batch = spread_sequences(model, batch)
         grads, loss = gradients(state.params, state.model_state, batch)
         grad_norm = global_norm(grads)
         n_valid = jnp.sum(valid_tokens(batch["labels"]))

@@ -32,6 +32,7 @@ from jaxforge.data.tokens import TokenFiles
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, Params, join
 from jaxforge.side import NOTHING
+from jaxforge.step.context import spread_sequences
 from jaxforge.step.cross_entropy import cross_entropy, tiles_of
 from jaxforge.step.gradients import Batch, update_loss_weights
 from jaxforge.step.losses import build_loss
@@ -92,6 +93,7 @@ def make_eval_step(model: Model, config: TrainConfig, mesh: Mesh) -> EvalStep:
     own_loss = None if config.loss_fn in CROSS_ENTROPIES else build_loss(config, model)
 
     def eval_step(params: Params, batch: Batch, byte_lengths: Int[Array, "v"]) -> BatchSums:
+        batch = spread_sequences(model, batch)
         loss_weights = update_loss_weights(batch, config)
         loss_weights = loss_weights._replace(token=loss_weights.token[0])
         microbatch = jax.tree.map(lambda leaf: leaf[0], batch)

@@ -485,7 +485,7 @@ def test_no_proposal_goes_untested():
             ("train.mixed_precision", "distributed.tp"),
         ),
         (
-            rules.seq_len_divides_by_cp,
+            rules.seq_len_divides_by_cp_and_tp,
             ["distributed.cp=2"],
             ["distributed.cp=2", "train.seq_len=31"],
             ("train.seq_len", "distributed.cp"),

@@ -1,15 +1,14 @@
 """The step lowers for a machine that is not here: nothing runs while it is being built."""
 
 import jax
-import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxforge.config.rules import mesh_shape
 from jaxforge.model.transformer import build_model
 from jaxforge.optim.optimizer import build_optimizer
-from jaxforge.parallel.sharding import batch_sharding
 from jaxforge.state.train_state import abstract_state
+from jaxforge.step.lowering import abstract_batch
 from jaxforge.step.train_step import Controls, make_train_step
 from tests.conftest import tiny_config
 
@@ -29,9 +28,8 @@ def test_lowers_on_an_abstract_mesh_of_64_devices(grad_sync):
     optimizer = build_optimizer(config, model.axes)
     with jax.sharding.use_abstract_mesh(mesh):
         state = abstract_state(model, optimizer, mesh)
-        leaf = jax.ShapeDtypeStruct((2, 16, 32), jnp.int32, sharding=batch_sharding(mesh))
         step = make_train_step(model, optimizer, config, mesh)
         text = step.trace(
-            state, {"input_ids": leaf, "labels": leaf}, Controls()
+            state, abstract_batch(config, mesh), Controls()
         ).lower(lowering_platforms=("tpu",)).as_text()  # fmt: skip
     assert "num_partitions = 64" in text

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.parallel.sharding import batch_sharding
+from jaxforge.parallel.sharding import batch_shardings
 from jaxforge.pipeline.spmd import saving_vjp
 from jaxforge.side import NOTHING
 from jaxforge.training.evaluation import make_eval_step
@@ -234,7 +234,7 @@ def evaluated(layers, axes=(), make=setup, model=None):
     first = {name: leaf[:1] for name, leaf in batch.items()}
     step = make_eval_step(ours.model, ours.config.train, ours.mesh)
     with jax.set_mesh(ours.mesh):
-        placed = jax.device_put(first, batch_sharding(ours.mesh))
+        placed = jax.device_put(first, batch_shardings(ours.mesh, first))
         sums = step(ours.state().params, placed, np.ones(SMALL["vocab_size"], np.int32))
     return [float(sum) for sum in sums[:3]]
 
