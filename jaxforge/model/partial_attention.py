@@ -102,6 +102,7 @@ def attend_to_part(queries: Queries, keys: Keys, scoring: Scoring, window: Windo
         scoring: what becomes of products of queries and keys.
         window: how far they see.
     """
+    queries = _in_place(queries)
     key_tiles = _tiles(keys, _NO_KEY)
 
     def of_queries(tile: Queries) -> Part:
@@ -130,6 +131,7 @@ def gradients_of_part(
         scoring: the same.
         window: the same.
     """
+    queries = _in_place(queries)
     key_tiles = _tiles(keys, _NO_KEY)
 
     def one(sums: tuple[Array, Array], tile: tuple[Queries, OfQueries]) -> Any:  # noqa: ANN401
@@ -152,6 +154,15 @@ def gradients_of_part(
     (d_k, d_v), d_q = jax.lax.scan(one, nothing, tiles)
     length = keys.k.shape[1]
     return Gradients(_joined(d_q, queries.q.shape[1]), _joined(d_k, length), _joined(d_v, length))
+
+
+def _in_place(queries: Queries) -> Queries:
+    """The same, whose positions come with them.
+
+    `lax.scan` moves what depends on no layer out of its loop over layers when that is
+    differentiated: here, what is visible in all tiles at a time.
+    """
+    return Queries(*jax.lax.optimization_barrier(tuple(queries)))
 
 
 _NO_QUERY, _NO_KEY = -1, 2**31 - 1  # positions of padding: what sees nothing, what nothing sees

@@ -48,6 +48,7 @@ def start(saved, ours):
         ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, {"dp_shard": 4}),
         ({"dp_shard": 6}, {"dp_shard": 4}),  # 6 does not divide the width
         ({"dp_shard": 4}, {"dp_shard": 3, "tp": 2}),
+        ({"dp_shard": 2, "cp": 2}, {"cp": 4, "cp_strategy": "ring"}),
     ],
     ids=str,
 )

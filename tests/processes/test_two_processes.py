@@ -43,6 +43,8 @@ EXPERTS = ["--model.num_experts=4", "--model.moe_router=sigmoid_topk"]
 def test_it_does_not_matter_how_many_processes_begin_go_on_and_end(new_run):
     """Two, one, four, two that are stages, and one: each goes on from the others' checkpoint.
 
+    Of the four, two share each sequence.
+
     Experts are on both of the first two. The stages end because their time is up. Where a process
     is alone, it has one program.
     """
@@ -57,7 +59,8 @@ def test_it_does_not_matter_how_many_processes_begin_go_on_and_end(new_run):
     assert "[step 5]" not in outputs[1]
     assert run.steps() == [5]
     run.finish_here(*settings, "--train.max_steps=8")
-    mesh = ["--distributed.dp_replicate=2", "--distributed.dp_shard=2", "--train.max_steps=12"]
+    mesh = ["--distributed.dp_shard=2", "--distributed.cp=2", "--distributed.cp_strategy=ring",
+            "--train.max_steps=12"]  # fmt: skip
     finish_both(start_both(run, *settings, *mesh, count=4))
     stages = ["--distributed.pp=2", "--distributed.tp=2", "--train.grad_accum_steps=4"]
     limit = "--train.exit_duration_in_mins=0.001"

@@ -1,0 +1,29 @@
+"""How devices share sequences."""
+
+import numpy as np
+import pytest
+
+from jaxforge.model.context_parallel import gathered, order_of_parts, spread
+
+
+def test_devices_of_a_ring_have_an_early_and_a_late_part():
+    assert order_of_parts("ring", 4).tolist() == [0, 7, 1, 6, 2, 5, 3, 4]
+    assert order_of_parts("ulysses", 4).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("way", ["ulysses", "ring"])
+def test_tokens_find_back_into_their_order(way):
+    tokens = np.arange(48).reshape(2, 24)
+    laid_out = spread(tokens, way, 4)
+    assert (laid_out[0].tolist() != tokens[0].tolist()) == (way == "ring")
+    np.testing.assert_array_equal(gathered(laid_out, way, 4), tokens)
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_devices_of_a_ring_have_as_many_pairs_of_tokens_to_score_in_each_turn(devices):
+    length = 2048
+    held = spread(np.arange(length), "ring", devices).reshape(devices, -1)
+    for turn in range(devices):
+        arrived = np.roll(held, turn, axis=0)
+        pairs = np.sum(arrived[:, None, :] <= held[:, :, None], axis=(1, 2))
+        assert len(set(pairs.tolist())) == 1

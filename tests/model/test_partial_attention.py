@@ -1,0 +1,139 @@
+"""Parts of attention, tile by tile, against the whole of it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge.model import partial_attention
+from jaxforge.model.attention_backends import reference_attention
+from jaxforge.model.partial_attention import (
+    Keys,
+    OfQueries,
+    Queries,
+    attend_to_part,
+    gradients_of_part,
+)
+from jaxforge.model.scoring import Scoring
+
+ROWS, LENGTH, HEADS, KV_HEADS, SIZE = 2, 24, 4, 2, 8
+HALF = 10  # of the keys, in the first of two parts; the rest is no multiple of a tile
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(partial_attention, "_TILE", 4)
+
+
+@functools.cache
+def drawn():
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(HEADS,), (KV_HEADS,), (KV_HEADS,), (HEADS,)]
+    return [
+        jax.random.normal(key, (ROWS, LENGTH, *heads, SIZE))
+        for key, heads in zip(keys, shapes, strict=True)
+    ]
+
+
+def documents():
+    ids = np.sort(np.random.default_rng(0).integers(0, 4, (ROWS, LENGTH)), axis=1)
+    return jnp.asarray(ids, jnp.int32)
+
+
+CASES = {
+    "causal": {},
+    "packed": {"segment_ids": documents()},
+    "window": {"window": 5},
+    "packed, window": {"segment_ids": documents(), "window": 3},
+    "capped": {"scoring": Scoring(0.3, 2.0)},
+}
+
+
+def whole(options):
+    """Values and gradients of the reference."""
+    q, k, v, d_o = drawn()
+    options = {"segment_ids": None, **options}
+    y, back = jax.vjp(lambda q, k, v: reference_attention(q, k, v, **options), q, k, v)
+    return y, back(d_o)
+
+
+def queries(q, segment_ids=None):
+    return Queries(q, _positions(0, LENGTH), segment_ids)
+
+
+def parts(k, v, segment_ids=None):
+    """The keys in two parts."""
+    ids = None if segment_ids is None else (segment_ids[:, :HALF], segment_ids[:, HALF:])
+    return [
+        Keys(k[:, cut], v[:, cut], _positions(cut.start, cut.stop), None if ids is None else ids[i])
+        for i, cut in enumerate((slice(0, HALF), slice(HALF, LENGTH)))
+    ]
+
+
+def _positions(start, end):
+    return jnp.broadcast_to(jnp.arange(start, end), (ROWS, end - start))
+
+
+def told(options):
+    window = options.get("window")
+    window = None if window is None else jnp.int32(window)
+    return options.get("scoring", Scoring()), window
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_parts_of_the_keys_are_the_whole(case):
+    options = CASES[case]
+    (q, k, v, d_o), how = drawn(), told(options)
+    looking = queries(q, options.get("segment_ids"))
+    first, second = parts(k, v, options.get("segment_ids"))
+    got = attend_to_part(looking, first, *how).merged(attend_to_part(looking, second, *how))
+    want, d_want = whole(options)
+    np.testing.assert_allclose(got.o, want, atol=2e-6)
+
+    known = OfQueries(d_o, got.lse, jnp.sum(got.o * d_o, axis=-1))
+    of_first, of_second = (
+        gradients_of_part(looking, known, each, *how) for each in (first, second)
+    )
+    np.testing.assert_allclose(of_first.q + of_second.q, d_want[0], atol=5e-6)
+    for name, one in (("k", d_want[1]), ("v", d_want[2])):
+        joined = jnp.concatenate([getattr(of_first, name), getattr(of_second, name)], axis=1)
+        np.testing.assert_allclose(joined, one, atol=5e-6)
+
+
+def test_who_sees_nothing_gets_nothing():
+    q, k, v, d_o = drawn()
+    looking = queries(q)
+    later = Keys(k, v, _positions(LENGTH, 2 * LENGTH), None)
+    part = attend_to_part(looking, later, Scoring(), None)
+    assert (part.o == 0).all()
+    assert (part.lse == -jnp.inf).all()
+    again = part.merged(part)
+    assert (again.lse == -jnp.inf).all()
+    assert (again.o == 0).all()
+    known = OfQueries(d_o, part.lse, jnp.zeros_like(part.lse))
+    for gradient in gradients_of_part(looking, known, later, Scoring(), None):
+        assert (gradient == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("documents_of", "window", "tiles"), [(LENGTH, None, 21), (LENGTH, 4, 11), (8, None, 9)]
+)
+def test_tiles_of_which_nothing_is_visible_are_left_out(documents_of, window, tiles, monkeypatch):
+    """6 x 6 tiles of 4 tokens, of which 21 are on or below the diagonal."""
+    counted = []
+    scores = partial_attention._scores
+
+    def count(*args):
+        jax.debug.callback(lambda: counted.append(1))
+        return scores(*args)
+
+    monkeypatch.setattr(partial_attention, "_scores", count)
+    q, k, v, _ = drawn()
+    ids = jnp.broadcast_to(jnp.arange(LENGTH) // documents_of, (ROWS, LENGTH))
+    window = None if window is None else jnp.int32(window)
+    keys = Keys(k, v, _positions(0, LENGTH), ids)
+    jax.block_until_ready(attend_to_part(queries(q, ids), keys, Scoring(), window))
+    jax.effects_barrier()
+    assert len(counted) == tiles
