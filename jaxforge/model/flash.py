@@ -1,0 +1,448 @@
+"""Flash attention for GPUs, in Pallas (Triton): blocks of keys that no query sees are not touched.
+
+Who sees whom is told by positions and documents of both sides, never by an S x S mask: a query sees
+the keys at or before it, of its document, among the last `window`. From the least and greatest of
+both in each block follow, before the kernel, the blocks that it visits and those that it need not
+mask. So causality, windows and packed documents all skip, in gradients too.
+
+Queries and keys may be different pieces of a sequence: `forward` gives the logsumexp, by which
+results over several pieces of the keys are put together, and `backward` takes that of them all.
+
+    forward, for a block of queries        P = exp(S - m)     O = Σ P V / Σ P
+    backward, for a block of queries       dS = P ∘ (dO Vᵀ - δ)    dQ = Σ dS K / √h
+    backward, for a block of keys          dK = Σ dSᵀ Q / √h       dV = Σ Pᵀ dO
+
+δ = rowsum(dO ∘ O). Sums are float32 (Dao 2023, FlashAttention-2, arXiv:2307.08691). Query heads
+that share a key head read the same keys.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxforge.model import flash_kernels
+from jaxforge.model.flash_kernels import Kind, Side, Tiles
+from jaxforge.model.masking import chunk_ids
+from jaxforge.model.scoring import PLAIN, Scoring
+
+MAX_HEAD = 256
+"""Width of the widest heads: of wider ones, tiles do not fit into shared memory."""
+
+_INTERPRET = False  # tests set it, to run the kernels without a GPU
+_BEFORE = -1  # position of the queries that fill up a block
+_AFTER = 2**31 - 1  # position of such keys
+_SMALLEST = 16  # rows of what tensor cores multiply
+_PROGRAMS = 264  # two for each processor of an H100
+
+Queries = Float[Array, "b s heads h"]
+Keys = Float[Array, "b t kv h"]
+Rows = Float[Array, "b heads s"]
+Sinks = Float[Array, "heads"] | None
+
+
+class Tokens(NamedTuple):
+    """Where the tokens of one side are.
+
+    Attributes:
+        positions: int32 [b, s], from 0, in any order.
+        documents: int32 [b, s]; None, on both sides: there is one.
+    """
+
+    positions: Int[Array, "b s"]
+    documents: Int[Array, "b s"] | None = None
+
+
+def flash_attention(
+    q_BSHh: Queries,
+    k_BSKh: Keys,
+    v_BSKh: Keys,
+    segment_ids: Int[Array, "b s"] | None,
+    window: int | None = None,
+    chunk: int | None = None,
+    scoring: Scoring = PLAIN,
+    sinks: Sinks = None,
+) -> Queries:
+    """softmax(q kᵀ / √h) v over the keys at or before each query, of its document, window, chunk.
+
+    `sinks` are logits beside the scores of each query, and take weight from them. Heads are up to
+    `MAX_HEAD` wide.
+    """
+    batch, length = q_BSHh.shape[:2]
+    if chunk is not None:
+        segment_ids = chunk_ids(batch, length, chunk, segment_ids)
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+    at = Tokens(positions, segment_ids)
+    return _attention(q_BSHh, k_BSKh, v_BSKh, at, sinks, window, scoring)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    at: Tokens,
+    sinks: Sinks,
+    window: int | None,
+    scoring: Scoring,
+) -> Array:
+    return forward(q, k, v, at, at, window, scoring, sinks)[0]
+
+
+def _attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    at: Tokens,
+    sinks: Sinks,
+    window: int | None,
+    scoring: Scoring,
+) -> tuple[Array, tuple]:
+    output, lse = forward(q, k, v, at, at, window, scoring, sinks)
+    return output, (q, k, v, at, sinks, output, lse)
+
+
+def _differentiate(
+    window: int | None, scoring: Scoring, saved: tuple, d_output: Array
+) -> tuple[Array, Array, Array, None, Sinks]:
+    q, k, v, at, sinks, output, lse = saved
+    delta = delta_of(output, d_output)
+    gradients = backward(q, k, v, at, at, lse, delta, d_output, window, scoring)
+    return *gradients, None, sink_gradients(sinks, lse, delta)
+
+
+_attention.defvjp(_attend, _differentiate)
+
+
+def delta_of(output: Queries, d_output: Queries) -> Rows:
+    """rowsum(dO ∘ O), float32."""
+    product = d_output.astype(jnp.float32) * output.astype(jnp.float32)
+    return jnp.sum(product, axis=-1).swapaxes(1, 2)
+
+
+def sink_gradients(sinks: Sinks, lse: Rows, delta: Rows) -> Sinks:
+    """-Σ exp(sink - lse) δ over the rows of each head, in the dtype of the sinks."""
+    if sinks is None:
+        return None
+    taken = jnp.exp(sinks.astype(jnp.float32)[:, None] - lse) * delta
+    return -jnp.sum(taken, axis=(0, 2)).astype(sinks.dtype)
+
+
+def forward(
+    q_BSHh: Queries,
+    k_BTKh: Keys,
+    v_BTKh: Keys,
+    queries: Tokens,
+    keys: Tokens,
+    window: int | None = None,
+    scoring: Scoring = PLAIN,
+    sinks: Sinks = None,
+) -> tuple[Queries, Rows]:
+    """Attention of some queries over some keys; no gradient is defined.
+
+    Args:
+        q_BSHh: queries.
+        k_BTKh: keys, of as many heads or fewer, each for the next few of the queries'.
+        v_BTKh: values.
+        queries: where the queries are.
+        keys: where the keys are.
+        window: positions that a query sees, its own included; None: all up to it.
+        scoring: what becomes of products of queries and keys.
+        sinks: a logit of each head that joins its scores.
+
+    Returns:
+        The result in the dtype of q, and the logsumexp of scores, sinks included, in float32. Of a
+        query that sees nothing, 0 and -inf, or its sink.
+    """
+    given = _Given.of("forward", q_BSHh, k_BTKh, v_BTKh, queries, keys, window, scoring)
+    at, (batch, length, heads, _) = _by_queries(given), given.q.shape
+    of_sinks = None if sinks is None else _spec((heads,), lambda *_: (0,))
+    o, lse = _run(
+        flash_kernels.flash_forward, given.kind, at.grid,
+        [*at.arguments, (of_sinks, sinks)],
+        [(at.heads, given.q), (at.rows, jax.ShapeDtypeStruct((batch, heads, length), jnp.float32))],
+    )  # fmt: skip
+    n = q_BSHh.shape[1]
+    return o[:, :n], lse[..., :n]
+
+
+def backward(
+    q_BSHh: Queries,
+    k_BTKh: Keys,
+    v_BTKh: Keys,
+    queries: Tokens,
+    keys: Tokens,
+    lse: Rows,
+    delta: Rows,
+    d_output: Queries,
+    window: int | None = None,
+    scoring: Scoring = PLAIN,
+) -> tuple[Queries, Keys, Keys]:
+    """Gradients of some queries, and of some keys and values as far as these queries see them.
+
+    Args:
+        q_BSHh: as of `forward`, like all that are not named here.
+        k_BTKh: keys.
+        v_BTKh: values.
+        queries: where the queries are.
+        keys: where the keys are.
+        lse: logsumexp over all that these queries see, be it among these keys or not.
+        delta: `delta_of` their whole result.
+        d_output: gradient of the result.
+        window: positions that a query sees.
+        scoring: what becomes of products.
+
+    Returns:
+        dq, dk and dv, in the dtypes of q, k and v.
+    """
+    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # no weights where nothing is seen
+    arrays = q_BSHh, k_BTKh, v_BTKh, queries, keys
+    of_rows = d_output.astype(q_BSHh.dtype), lse, delta
+    given = _Given.of("dq", *arrays, window, scoring)
+    dq = _gradient_of_queries(given, *given.filled(*of_rows))
+    given = _Given.of("dkv", *arrays, window, scoring)
+    dk, dv = _gradients_of_keys(given, *given.filled(*of_rows))
+    t = k_BTKh.shape[1]
+    return dq[:, : q_BSHh.shape[1]], dk[:, :t], dv[:, :t].astype(v_BTKh.dtype)
+
+
+def _gradient_of_queries(given: "_Given", d_output: Array, lse: Array, delta: Array) -> Array:
+    at = _by_queries(given)
+    return _run(
+        flash_kernels.flash_dq, given.kind, at.grid,
+        [*at.arguments, (at.heads, d_output), (at.rows, lse), (at.rows, delta)],
+        [(at.heads, given.q)],
+    )[0]  # fmt: skip
+
+
+def _gradients_of_keys(
+    given: "_Given", d_output: Array, lse: Array, delta: Array
+) -> tuple[Array, Array]:
+    """A program sums over all query heads of a key head, or has one where programs are few."""
+    (batch, length, kv, head), kind = given.k.shape, given.kind
+    group = given.q.shape[2] // kv
+    if batch * kv * (length // kind.tiles.keys) >= _PROGRAMS:
+        kind = kind._replace(group=group)
+    parts = group // kind.group
+    at = _by_keys(given._replace(kind=kind), parts)
+    dtype = given.k.dtype if parts == 1 else jnp.float32
+    out = at.heads, jax.ShapeDtypeStruct((batch, length, kv * parts, head), dtype)
+    dk, dv = _run(
+        flash_kernels.flash_dkv, kind, at.grid,
+        [*at.arguments, (at.queries, d_output), (at.rows, lse), (at.rows, delta)],
+        [out, out],
+    )  # fmt: skip
+    if parts == 1:
+        return dk, dv
+    of_parts = batch, length, kv, parts, head
+    return tuple(jnp.sum(x.reshape(of_parts), axis=3).astype(given.k.dtype) for x in (dk, dv))
+
+
+class _Given(NamedTuple):
+    """What all kernels are given, rows filled up to whole blocks."""
+
+    kind: Kind
+    q: Array
+    k: Array
+    v: Array
+    queries: Tokens
+    keys: Tokens
+
+    @classmethod
+    def of(
+        cls,
+        kernel: str,
+        q: Array,
+        k: Array,
+        v: Array,
+        queries: Tokens,
+        keys: Tokens,
+        window: int | None,
+        scoring: Scoring,
+    ) -> "_Given":
+        head = q.shape[3]
+        tiles = _tiles(kernel, head, q.shape[1], k.shape[1])
+        kind = Kind(tiles, head, 1, window, scoring.scale_of(head), scoring.softcap)
+        k, v = (_filled(x, tiles.keys) for x in (k, v))
+        return cls(
+            kind, _filled(q, tiles.queries), k, v,
+            _filled_tokens(queries, _BEFORE, tiles.queries), _filled_tokens(keys, _AFTER, tiles.keys),
+        )  # fmt: skip
+
+    def filled(self, d_output: Array, lse: Array, delta: Array) -> tuple[Array, Array, Array]:
+        """What there is for each query, filled up too."""
+        n = self.kind.tiles.queries
+        return _filled(d_output, n), _filled(lse, n, axis=2), _filled(delta, n, axis=2)
+
+
+def _tiles(kernel: str, head: int, queries: int, keys: int) -> Tiles:
+    """By the width of heads: what registers, and 160 KiB of shared memory, can hold."""
+    narrow, wide, widest = {
+        "forward": (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 2)),
+        "dq": (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 2), Tiles(64, 32, 8, 2)),
+        "dkv": (Tiles(64, 128, 4, 2), Tiles(64, 128, 8, 2), Tiles(32, 64, 8, 2)),
+    }[kernel]
+    tiles = narrow if head <= 64 else wide if head <= 128 else widest
+    fit = (max(_SMALLEST, pl.next_power_of_2(n)) for n in (queries, keys))
+    return tiles._replace(queries=min(tiles.queries, next(fit)), keys=min(tiles.keys, next(fit)))
+
+
+def _filled(x: Array, block: int, axis: int = 1, fill: int = 0) -> Array:
+    more = -x.shape[axis] % block
+    if not more:
+        return x
+    return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)], constant_values=fill)
+
+
+def _filled_tokens(tokens: Tokens, position: int, block: int) -> Tokens:
+    """More of them, which see nothing and are not seen, in the last document."""
+    positions = _filled(tokens.positions, block, fill=position)
+    documents, more = tokens.documents, -tokens.positions.shape[1] % block
+    if documents is not None and more:
+        documents = jnp.pad(documents, [(0, 0), (0, more)], mode="edge")
+    return Tokens(positions, documents)
+
+
+class _Extent(NamedTuple):
+    """The least and greatest of each block [b, n]: of positions, and of documents or None."""
+
+    first: Array
+    last: Array
+    first_document: Array | None
+    last_document: Array | None
+
+    @classmethod
+    def of(cls, tokens: Tokens, block: int) -> "_Extent":
+        ends = []
+        for x in tokens:
+            blocks = None if x is None else x.reshape(x.shape[0], -1, block)
+            ends += (None, None) if blocks is None else (blocks.min(-1), blocks.max(-1))
+        return cls(*ends)
+
+    def across(self, axis: int) -> "_Extent":
+        """With a new axis, for pairs of blocks."""
+        return _Extent(*(None if x is None else jnp.expand_dims(x, axis) for x in self))
+
+
+def meetings(
+    queries: Tokens, keys: Tokens, blocks: tuple[int, int], window: int | None
+) -> tuple[Bool[Array, "b n m"], Bool[Array, "b n m"]]:
+    """Of each block of queries and of keys, whether any pair may see each other, and whether all do.
+
+    Args:
+        queries: whole blocks of them.
+        keys: whole blocks of them.
+        blocks: queries and keys of a block.
+        window: positions that a query sees.
+    """
+    q, k = _Extent.of(queries, blocks[0]).across(2), _Extent.of(keys, blocks[1]).across(1)
+    some, every = k.first <= q.last, k.last <= q.first
+    if window is not None:
+        some &= q.first - k.last < window
+        every &= q.last - k.first < window
+    if q.first_document is not None and k.first_document is not None:
+        some &= (q.first_document <= k.last_document) & (k.first_document <= q.last_document)
+        every &= (q.first_document == k.last_document) & (k.first_document == q.last_document)
+    return some, some & every
+
+
+def spans(some: Bool[Array, "b n m"], every: Bool[Array, "b n m"]) -> Int[Array, "b n 4"]:
+    """For each block the others that it visits: of `first` to `end`, it masks none of `whole` on.
+
+    Returns:
+        first, whole, end of whole, end.
+    """
+    m = some.shape[2]
+    at = jnp.arange(m, dtype=jnp.int32)
+    end = jnp.max(jnp.where(some, at + 1, 0), axis=2)
+    first = jnp.minimum(jnp.min(jnp.where(some, at, m), axis=2), end)
+    whole = jnp.minimum(jnp.min(jnp.where(every, at, m), axis=2), end)
+    masked = ~every & (at >= whole[..., None])
+    whole_end = jnp.minimum(jnp.min(jnp.where(masked, at, m), axis=2), end)
+    return jnp.stack([first, whole, whole_end, end], axis=2)
+
+
+class _Layout(NamedTuple):
+    """Of a kernel: its grid, what it is given with where, and where else there is more."""
+
+    grid: tuple[int, int, int]
+    arguments: list[tuple[Any, Any]]
+    heads: pl.BlockSpec
+    queries: pl.BlockSpec
+    rows: pl.BlockSpec
+
+
+def _by_queries(given: _Given) -> _Layout:
+    """A program for each block of queries of each head; those that visit most come first."""
+    kind, (batch, length, heads, _), n = given.kind, given.q.shape, given.kind.tiles.queries
+    keys, group, last = given.k.shape[1], heads // given.k.shape[2], length // n - 1
+    some, every = _meetings(given)
+    of_q = _spec((None, n, None, kind.in_memory), lambda i, h, b: (b, last - i, h, 0))
+    of_k = _spec(
+        (None, keys, None, kind.in_memory), lambda _, h, b: (b, 0, jax.lax.div(h, group), 0)
+    )
+    arguments = [
+        (_spec((None, None, 4), lambda i, _, b: (b, last - i, 0)), spans(some, every)),
+        (of_q, given.q), (of_k, given.k), (of_k, given.v),
+        _side(given.queries, _spec((None, n), lambda i, _, b: (b, last - i))),
+        _side(given.keys, _spec((None, keys), lambda _, h, b: (b, 0))),
+    ]  # fmt: skip
+    rows = _spec((None, None, n), lambda i, h, b: (b, h, last - i))
+    return _Layout((last + 1, heads, batch), arguments, of_q, of_q, rows)
+
+
+def _by_keys(given: _Given, parts: int) -> _Layout:
+    """A program for each block of keys of each head, and of each part of its heads of queries."""
+    kind, (batch, length, kv, _), n = given.kind, given.k.shape, given.kind.tiles.keys
+    queries, group = given.q.shape[1], kind.group
+    some, every = (x.swapaxes(1, 2) for x in _meetings(given))
+    of_q = _spec((None, queries, group, kind.in_memory), lambda _, h, b: (b, 0, h, 0))
+    of_k = _spec((None, n, None, kind.in_memory), lambda i, h, b: (b, i, jax.lax.div(h, parts), 0))
+    arguments = [
+        (_spec((None, None, 4), lambda i, _, b: (b, i, 0)), spans(some, every)),
+        (of_q, given.q), (of_k, given.k), (of_k, given.v),
+        _side(given.queries, _spec((None, queries), lambda _, h, b: (b, 0))),
+        _side(given.keys, _spec((None, n), lambda i, _, b: (b, i))),
+    ]  # fmt: skip
+    heads = _spec((None, n, None, kind.in_memory), lambda i, h, b: (b, i, h, 0))
+    rows = _spec((None, group, queries), lambda _, h, b: (b, h, 0))
+    return _Layout((length // n, kv * parts, batch), arguments, heads, of_q, rows)
+
+
+def _meetings(given: _Given) -> tuple[Array, Array]:
+    kind = given.kind
+    return meetings(given.queries, given.keys, kind.tiles[:2], kind.window)
+
+
+_spec = pl.BlockSpec
+
+
+def _side(tokens: Tokens, spec: pl.BlockSpec) -> tuple[Side, Side]:
+    return Side(spec, None if tokens.documents is None else spec), Side(*tokens)
+
+
+def _run(
+    kernel: Callable[..., None],
+    kind: Kind,
+    grid: tuple[int, int, int],
+    arguments: list[tuple[Any, Any]],
+    results: list[tuple[pl.BlockSpec, Any]],
+) -> list[Array]:
+    """Runs a kernel over a grid; of what it takes and gives, where and what."""
+    return pl.pallas_call(
+        functools.partial(kernel, kind),
+        grid=grid,
+        in_specs=[where for where, _ in arguments],
+        out_specs=[where for where, _ in results],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in results],
+        compiler_params=triton.CompilerParams(
+            num_warps=kind.tiles.warps, num_stages=kind.tiles.stages
+        ),
+        interpret=_INTERPRET,
+        name=kernel.__name__,
+    )(*(what for _, what in arguments))
