@@ -24,9 +24,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxforge.model import flash_kernels
+from jaxforge.model.flash_blocks import Tokens, filled, filled_keys, filled_queries, meetings, spans
 from jaxforge.model.flash_kernels import Kind, Side, Tiles
 from jaxforge.model.masking import chunk_ids
 from jaxforge.model.scoring import PLAIN, Scoring
@@ -35,8 +36,6 @@ MAX_HEAD = 256
 """Width of the widest heads: of wider ones, tiles do not fit into shared memory."""
 
 _INTERPRET = False  # tests set it, to run the kernels without a GPU
-_BEFORE = -1  # position of the queries that fill up a block
-_AFTER = 2**31 - 1  # position of such keys
 _SMALLEST = 16  # rows of what tensor cores multiply
 _PROGRAMS = 264  # two for each processor of an H100
 
@@ -44,18 +43,6 @@ Queries = Float[Array, "b s heads h"]
 Keys = Float[Array, "b t kv h"]
 Rows = Float[Array, "b heads s"]
 Sinks = Float[Array, "heads"] | None
-
-
-class Tokens(NamedTuple):
-    """Where the tokens of one side are.
-
-    Attributes:
-        positions: int32 [b, s], from 0, in any order.
-        documents: int32 [b, s]; None, on both sides: there is one.
-    """
-
-    positions: Int[Array, "b s"]
-    documents: Int[Array, "b s"] | None = None
 
 
 def flash_attention(
@@ -142,6 +129,7 @@ def forward(
     window: int | None = None,
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
+    dtype: jnp.dtype | None = None,
 ) -> tuple[Queries, Rows]:
     """Attention of some queries over some keys; no gradient is defined.
 
@@ -154,18 +142,20 @@ def forward(
         window: positions that a query sees, its own included; None: all up to it.
         scoring: what becomes of products of queries and keys.
         sinks: a logit of each head that joins its scores.
+        dtype: of the result; None: that of q.
 
     Returns:
-        The result in the dtype of q, and the logsumexp of scores, sinks included, in float32. Of a
+        The result, and the logsumexp of scores, sinks included, in float32. Of a
         query that sees nothing, 0 and -inf, or its sink.
     """
     given = _Given.of("forward", q_BSHh, k_BTKh, v_BTKh, queries, keys, window, scoring)
     at, (batch, length, heads, _) = _by_queries(given), given.q.shape
     of_sinks = None if sinks is None else _spec((heads,), lambda *_: (0,))
+    result = jax.ShapeDtypeStruct(given.q.shape, dtype or given.q.dtype)
+    of_rows = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
     o, lse = _run(
         flash_kernels.flash_forward, given.kind, at.grid,
-        [*at.arguments, (of_sinks, sinks)],
-        [(at.heads, given.q), (at.rows, jax.ShapeDtypeStruct((batch, heads, length), jnp.float32))],
+        [*at.arguments, (of_sinks, sinks)], [(at.heads, result), (at.rows, of_rows)],
     )  # fmt: skip
     n = q_BSHh.shape[1]
     return o[:, :n], lse[..., :n]
@@ -182,6 +172,7 @@ def backward(
     d_output: Queries,
     window: int | None = None,
     scoring: Scoring = PLAIN,
+    dtype: jnp.dtype | None = None,
 ) -> tuple[Queries, Keys, Keys]:
     """Gradients of some queries, and of some keys and values as far as these queries see them.
 
@@ -196,32 +187,36 @@ def backward(
         d_output: gradient of the result.
         window: positions that a query sees.
         scoring: what becomes of products.
+        dtype: of the gradients, which somebody may go on adding up; None: that of q.
 
     Returns:
-        dq, dk and dv, in the dtypes of q, k and v.
+        dq, dk and dv.
     """
+    dtype = dtype or q_BSHh.dtype
     lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # no weights where nothing is seen
     arrays = q_BSHh, k_BTKh, v_BTKh, queries, keys
     of_rows = d_output.astype(q_BSHh.dtype), lse, delta
     given = _Given.of("dq", *arrays, window, scoring)
-    dq = _gradient_of_queries(given, *given.filled(*of_rows))
+    dq = _gradient_of_queries(given, *given.filled(*of_rows), dtype)
     given = _Given.of("dkv", *arrays, window, scoring)
-    dk, dv = _gradients_of_keys(given, *given.filled(*of_rows))
+    dk, dv = _gradients_of_keys(given, *given.filled(*of_rows), dtype)
     t = k_BTKh.shape[1]
-    return dq[:, : q_BSHh.shape[1]], dk[:, :t], dv[:, :t].astype(v_BTKh.dtype)
+    return dq[:, : q_BSHh.shape[1]], dk[:, :t], dv[:, :t]
 
 
-def _gradient_of_queries(given: "_Given", d_output: Array, lse: Array, delta: Array) -> Array:
+def _gradient_of_queries(
+    given: "_Given", d_output: Array, lse: Array, delta: Array, dtype: jnp.dtype
+) -> Array:
     at = _by_queries(given)
     return _run(
         flash_kernels.flash_dq, given.kind, at.grid,
         [*at.arguments, (at.heads, d_output), (at.rows, lse), (at.rows, delta)],
-        [(at.heads, given.q)],
+        [(at.heads, jax.ShapeDtypeStruct(given.q.shape, dtype))],
     )[0]  # fmt: skip
 
 
 def _gradients_of_keys(
-    given: "_Given", d_output: Array, lse: Array, delta: Array
+    given: "_Given", d_output: Array, lse: Array, delta: Array, dtype: jnp.dtype
 ) -> tuple[Array, Array]:
     """A program sums over all query heads of a key head, or has one where programs are few."""
     (batch, length, kv, head), kind = given.k.shape, given.kind
@@ -230,8 +225,8 @@ def _gradients_of_keys(
         kind = kind._replace(group=group)
     parts = group // kind.group
     at = _by_keys(given._replace(kind=kind), parts)
-    dtype = given.k.dtype if parts == 1 else jnp.float32
-    out = at.heads, jax.ShapeDtypeStruct((batch, length, kv * parts, head), dtype)
+    summed = dtype if parts == 1 else jnp.float32
+    out = at.heads, jax.ShapeDtypeStruct((batch, length, kv * parts, head), summed)
     dk, dv = _run(
         flash_kernels.flash_dkv, kind, at.grid,
         [*at.arguments, (at.queries, d_output), (at.rows, lse), (at.rows, delta)],
@@ -240,7 +235,8 @@ def _gradients_of_keys(
     if parts == 1:
         return dk, dv
     of_parts = batch, length, kv, parts, head
-    return tuple(jnp.sum(x.reshape(of_parts), axis=3).astype(given.k.dtype) for x in (dk, dv))
+    dk, dv = (jnp.sum(x.reshape(of_parts), axis=3).astype(dtype) for x in (dk, dv))
+    return dk, dv
 
 
 class _Given(NamedTuple):
@@ -268,16 +264,14 @@ class _Given(NamedTuple):
         head = q.shape[3]
         tiles = _tiles(kernel, head, q.shape[1], k.shape[1])
         kind = Kind(tiles, head, 1, window, scoring.scale_of(head), scoring.softcap)
-        k, v = (_filled(x, tiles.keys) for x in (k, v))
-        return cls(
-            kind, _filled(q, tiles.queries), k, v,
-            _filled_tokens(queries, _BEFORE, tiles.queries), _filled_tokens(keys, _AFTER, tiles.keys),
-        )  # fmt: skip
+        k, v = (filled(x, tiles.keys) for x in (k, v))
+        of_tokens = filled_queries(queries, tiles.queries), filled_keys(keys, tiles.keys)
+        return cls(kind, filled(q, tiles.queries), k, v, *of_tokens)
 
     def filled(self, d_output: Array, lse: Array, delta: Array) -> tuple[Array, Array, Array]:
         """What there is for each query, filled up too."""
         n = self.kind.tiles.queries
-        return _filled(d_output, n), _filled(lse, n, axis=2), _filled(delta, n, axis=2)
+        return filled(d_output, n), filled(lse, n, axis=2), filled(delta, n, axis=2)
 
 
 def _tiles(kernel: str, head: int, queries: int, keys: int) -> Tiles:
@@ -285,86 +279,11 @@ def _tiles(kernel: str, head: int, queries: int, keys: int) -> Tiles:
     narrow, wide, widest = {
         "forward": (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 2)),
         "dq": (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 2), Tiles(64, 32, 8, 2)),
-        "dkv": (Tiles(64, 128, 4, 2), Tiles(64, 128, 8, 2), Tiles(32, 64, 8, 2)),
+        "dkv": (Tiles(64, 128, 8, 3), Tiles(64, 128, 8, 2), Tiles(32, 64, 8, 2)),
     }[kernel]
     tiles = narrow if head <= 64 else wide if head <= 128 else widest
     fit = (max(_SMALLEST, pl.next_power_of_2(n)) for n in (queries, keys))
     return tiles._replace(queries=min(tiles.queries, next(fit)), keys=min(tiles.keys, next(fit)))
-
-
-def _filled(x: Array, block: int, axis: int = 1, fill: int = 0) -> Array:
-    more = -x.shape[axis] % block
-    if not more:
-        return x
-    return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)], constant_values=fill)
-
-
-def _filled_tokens(tokens: Tokens, position: int, block: int) -> Tokens:
-    """More of them, which see nothing and are not seen, in the last document."""
-    positions = _filled(tokens.positions, block, fill=position)
-    documents, more = tokens.documents, -tokens.positions.shape[1] % block
-    if documents is not None and more:
-        documents = jnp.pad(documents, [(0, 0), (0, more)], mode="edge")
-    return Tokens(positions, documents)
-
-
-class _Extent(NamedTuple):
-    """The least and greatest of each block [b, n]: of positions, and of documents or None."""
-
-    first: Array
-    last: Array
-    first_document: Array | None
-    last_document: Array | None
-
-    @classmethod
-    def of(cls, tokens: Tokens, block: int) -> "_Extent":
-        ends = []
-        for x in tokens:
-            blocks = None if x is None else x.reshape(x.shape[0], -1, block)
-            ends += (None, None) if blocks is None else (blocks.min(-1), blocks.max(-1))
-        return cls(*ends)
-
-    def across(self, axis: int) -> "_Extent":
-        """With a new axis, for pairs of blocks."""
-        return _Extent(*(None if x is None else jnp.expand_dims(x, axis) for x in self))
-
-
-def meetings(
-    queries: Tokens, keys: Tokens, blocks: tuple[int, int], window: int | None
-) -> tuple[Bool[Array, "b n m"], Bool[Array, "b n m"]]:
-    """Of each block of queries and of keys, whether any pair may see each other, and whether all do.
-
-    Args:
-        queries: whole blocks of them.
-        keys: whole blocks of them.
-        blocks: queries and keys of a block.
-        window: positions that a query sees.
-    """
-    q, k = _Extent.of(queries, blocks[0]).across(2), _Extent.of(keys, blocks[1]).across(1)
-    some, every = k.first <= q.last, k.last <= q.first
-    if window is not None:
-        some &= q.first - k.last < window
-        every &= q.last - k.first < window
-    if q.first_document is not None and k.first_document is not None:
-        some &= (q.first_document <= k.last_document) & (k.first_document <= q.last_document)
-        every &= (q.first_document == k.last_document) & (k.first_document == q.last_document)
-    return some, some & every
-
-
-def spans(some: Bool[Array, "b n m"], every: Bool[Array, "b n m"]) -> Int[Array, "b n 4"]:
-    """For each block the others that it visits: of `first` to `end`, it masks none of `whole` on.
-
-    Returns:
-        first, whole, end of whole, end.
-    """
-    m = some.shape[2]
-    at = jnp.arange(m, dtype=jnp.int32)
-    end = jnp.max(jnp.where(some, at + 1, 0), axis=2)
-    first = jnp.minimum(jnp.min(jnp.where(some, at, m), axis=2), end)
-    whole = jnp.minimum(jnp.min(jnp.where(every, at, m), axis=2), end)
-    masked = ~every & (at >= whole[..., None])
-    whole_end = jnp.minimum(jnp.min(jnp.where(masked, at, m), axis=2), end)
-    return jnp.stack([first, whole, whole_end, end], axis=2)
 
 
 class _Layout(NamedTuple):

@@ -23,6 +23,7 @@ LOG2E = math.log2(math.e)
 
 Ref = Any  # to global memory
 Carry = Any  # arrays of a loop
+Where = tuple[Int[Array, "n"], Int[Array, "n"] | None]  # positions and documents of some rows
 
 
 class Tiles(NamedTuple):
@@ -69,12 +70,18 @@ class Kind(NamedTuple):
             return products
         return self.softcap * _tanh(products * (self.scale / self.softcap))
 
-    def seen(
-        self, q_at: Array, k_at: Array, q_of: Array | None, k_of: Array | None
-    ) -> Bool[Array, "..."]:
-        """Who sees whom, by positions and documents."""
-        seen = visible(q_at, k_at, self.window)
-        return seen if q_of is None else seen & (q_of == k_of)
+    def seen(self, queries: Where, keys: Where, *, transposed: bool = False) -> Bool[Array, "Q T"]:
+        """Who sees whom, by positions and documents; transposed, for each key by which queries."""
+
+        def pairs(of_queries: Array, of_keys: Array) -> tuple[Array, Array]:
+            if transposed:
+                return of_queries[None], of_keys[:, None]
+            return of_queries[:, None], of_keys[None]
+
+        seen = visible(*pairs(queries[0], keys[0]), self.window)
+        if queries[1] is None or keys[1] is None:
+            return seen
+        return seen & jnp.equal(*pairs(queries[1], keys[1]))
 
 
 def _tanh(x: Array) -> Array:
@@ -87,7 +94,7 @@ class Side(NamedTuple):
     at: Ref
     of: Ref | None
 
-    def rows(self, rows: Any) -> tuple[Int[Array, "n"], Int[Array, "n"] | None]:  # noqa: ANN401
+    def rows(self, rows: Any) -> Where:  # noqa: ANN401
         """Positions and documents of some."""
         return self.at[rows], None if self.of is None else self.of[rows]
 
@@ -106,16 +113,14 @@ def flash_forward(
 ) -> None:
     """Output [Q, H] and logsumexp [Q] of a block of queries of one head."""
     q_QH = _load(kind, q_ref)
-    q_at, q_of = queries.rows(...)
+    of_queries = queries.rows(...)
 
     def step(block: Array, carry: Carry, *, masked: bool) -> Carry:
         acc_QH, top_Q, total_Q = carry
         rows = pl.ds(block * kind.tiles.keys, kind.tiles.keys)
         scores_QT = kind.scores(triton.dot(q_QH, _load(kind, k_ref.at[rows, :]).T))
         if masked:
-            k_at, k_of = keys.rows(rows)
-            seen = kind.seen(*_crossed(q_at, k_at), *_crossed(q_of, k_of))
-            scores_QT = jnp.where(seen, scores_QT, -jnp.inf)
+            scores_QT = jnp.where(kind.seen(of_queries, keys.rows(rows)), scores_QT, -jnp.inf)
         new_Q = jnp.maximum(top_Q, jnp.max(scores_QT, axis=1) * kind.factor)
         base_Q = jnp.where(new_Q == -jnp.inf, 0.0, new_Q) if masked else new_Q
         weights_QT = jnp.exp2(scores_QT * kind.factor - base_Q[:, None])
@@ -150,18 +155,16 @@ def flash_dq(
 ) -> None:
     """Gradient [Q, H] of a block of queries of one head."""
     q_QH, do_QH = _load(kind, q_ref), _load(kind, do_ref)
-    q_at, q_of = queries.rows(...)
+    of_queries = queries.rows(...)
     lse_Q, delta_Q = lse_ref[...] * LOG2E, delta_ref[...]
 
     def step(block: Array, dq_QH: Carry, *, masked: bool) -> Carry:
         rows = pl.ds(block * kind.tiles.keys, kind.tiles.keys)
         k_TH, v_TH = _load(kind, k_ref.at[rows, :]), _load(kind, v_ref.at[rows, :])
-        k_at, k_of = keys.rows(rows) if masked else (None, None)
         scores_QT = kind.scores(triton.dot(q_QH, k_TH.T))
         weights_QT = jnp.exp2(scores_QT * kind.factor - lse_Q[:, None])
         if masked:
-            seen = kind.seen(*_crossed(q_at, k_at), *_crossed(q_of, k_of))
-            weights_QT = jnp.where(seen, weights_QT, 0.0)
+            weights_QT = jnp.where(kind.seen(of_queries, keys.rows(rows)), weights_QT, 0.0)
         ds_QT = weights_QT * (triton.dot(do_QH, v_TH.T) - delta_Q[:, None])
         if kind.softcap is not None:
             ds_QT *= soft_cap_slope(scores_QT, kind.softcap)
@@ -190,7 +193,7 @@ def flash_dkv(
     Scores are transposed: what is multiplied with queries stays in registers.
     """
     k_TH, v_TH = _load(kind, k_ref), _load(kind, v_ref)
-    k_at, k_of = keys.rows(...)
+    of_keys = keys.rows(...)
 
     def of_head(head: Array, carry: Carry) -> Carry:
         def step(block: Array, carry: Carry, *, masked: bool) -> Carry:
@@ -201,8 +204,7 @@ def flash_dkv(
             scores_TQ = kind.scores(triton.dot(k_TH, q_QH.T))
             weights_TQ = jnp.exp2(scores_TQ * kind.factor - (lse_ref[head, rows] * LOG2E)[None])
             if masked:
-                q_at, q_of = queries.rows(rows)
-                seen = kind.seen(*_crossed(k_at, q_at)[::-1], *_crossed(k_of, q_of)[::-1])
+                seen = kind.seen(queries.rows(rows), of_keys, transposed=True)
                 weights_TQ = jnp.where(seen, weights_TQ, 0.0)
             dv_TH += triton.dot(weights_TQ.astype(do_QH.dtype), do_QH)
             ds_TQ = weights_TQ * (triton.dot(v_TH, do_QH.T) - delta_ref[head, rows][None])
@@ -234,12 +236,6 @@ def _visit(spans: Ref, step: Callable[..., Carry], carry: Carry) -> Carry:
         return step(jnp.where(block < whole, block, block + between), carry, masked=True)
 
     return jax.lax.fori_loop(0, end - first - between, at_edge, carry)
-
-
-def _crossed(rows: Array | None, columns: Array | None) -> tuple[Array | None, Array | None]:
-    if rows is None or columns is None:
-        return None, None
-    return rows[:, None], columns[None]
 
 
 def zeros(shape: tuple[int, ...]) -> Float[Array, "..."]:
