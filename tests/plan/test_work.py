@@ -41,6 +41,10 @@ LINES = {
     "cudnn": '%r = bf16[2,8,128,64]{3,2,1,0} custom-call(%q, %q, %q), custom_call_target='
              '"__cudnn$fmhaSoftmax", backend_config={"intermediate_tensor_shape": '
              '{"dimensions": ["2", "8", "128", "128"]}}',
+    "triton": '%pallas_call.1 = (f32[2,128,8,64]{3,2,1,0}, f32[2,128,8,64]{3,2,1,0}) custom-call('
+              '%spans, %rows, %keys, %keys, %at, %rows), custom_call_target='
+              '"__gpu$xla.gpu.triton", metadata={op_name="jit(step)/flash_dkv/pallas_call"}, '
+              'backend_config={grid_x = 32 : i32, ir = "ML\\EFR(\\00", name = "flash_dkv"}',
     "splash": '%splash_mha_dkv = (f32[8,128]{1,0}, bf16[8,128,64]{2,1,0}) custom-call(%k, %k, %k), '
               'custom_call_target="tpu_custom_call"',
     "gmm": '%gmm = bf16[64,128]{1,0} custom-call(%x, %experts), '
@@ -51,6 +55,10 @@ LINES = {
 }  # fmt: skip
 MORE = """  %one = f32[1,16,256]{2,1,0} parameter(6)
   %k = bf16[8,128,64]{2,1,0} parameter(7)
+  %spans = s32[2,1,4]{2,1,0} parameter(8)
+  %rows = bf16[2,128,8,64]{3,2,1,0} parameter(9)
+  %keys = bf16[2,96,2,64]{3,2,1,0} parameter(10)
+  %at = s32[2,128]{1,0} parameter(11)
 """
 
 
@@ -72,6 +80,7 @@ PAIRS = 2 * 8 * 128 * 128
         ("cublas", "products", PRODUCT),
         ("add", "memory", 0),
         ("cudnn", "attention", 2 * 2 * PAIRS * 64 / 2),
+        ("triton", "attention", 4 * 2 * 2 * 8 * 128 * 96 * 64 / 2),
         ("splash", "attention", 4 * 2 * 8 * 128 * 128 * 64 / 2),
         ("gmm", "experts", 2 * 64 * 256 * 128),
         ("mark", "nothing", 0),
@@ -114,6 +123,9 @@ def test_the_roofline_is_the_longer_of_both():
     computed = work_of("cudnn").flops / (chip.peak_flops * reached.by_kind["attention"])
     moved = work_of("cudnn").bytes / (chip.bandwidth * reached.memory)
     assert seconds("cudnn") == pytest.approx(max(computed, moved) + reached.launch)
+    computed = work_of("triton").flops / (chip.peak_flops * reached.by_kind["triton"])
+    moved = work_of("triton").bytes / (chip.bandwidth * reached.memory)
+    assert seconds("triton") == pytest.approx(max(computed, moved) + reached.launch)
 
 
 class Device:
