@@ -61,9 +61,9 @@ def flash_attention(
     `MAX_HEAD` wide.
     """
     batch, length = q_BSHh.shape[:2]
-    if chunk is not None:
-        segment_ids = chunk_ids(batch, length, chunk, segment_ids)
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+    if chunk is not None:
+        segment_ids = chunk_ids(batch, length, chunk, segment_ids, positions)
     at = Tokens(positions, segment_ids)
     return _attention(q_BSHh, k_BSKh, v_BSKh, at, sinks, window, scoring)
 

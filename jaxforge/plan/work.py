@@ -66,7 +66,9 @@ class Workload:
         moved = operation.bytes + sum(within[name].bytes for name in operation.operands)
         target = operation.text("custom_call_target")
         name = f"{operation.name} {target}".lower()
-        if target.endswith("triton") and (kernel := re.search(r'name = "flash_(\w+)"', operation.line)):
+        if target.endswith("triton") and (
+            kernel := re.search(r'name = "flash_(\w+)"', operation.line)
+        ):
             return Work("attention", self._flash(operation, within, kernel[1]), moved, "triton")
         if "fmha" in target or "splash" in name or "flash" in name:
             return Work("attention", self._attention(operation, within, name), moved)

@@ -11,7 +11,7 @@ from jaxforge.model import flash
 from jaxforge.model.attention_backends import reference_attention
 from jaxforge.model.flash_blocks import Tokens, meetings, spans
 from jaxforge.model.flash_kernels import Tiles
-from jaxforge.model.scoring import PLAIN, Scoring
+from jaxforge.model.scoring import Scoring
 from jaxforge.parallel import targets
 
 CLOSE = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-5)
@@ -61,12 +61,9 @@ def values_and_gradients(attend, q, k, v, sinks=None, **rest):
     ],
 )
 def test_flash_attention_is_the_reference(heads, h, length, packed, window, how):
-    segment_ids = random_documents(length) if packed else None
-    given = *random_heads(length, heads, h), segment_ids
-    if "chunk" in how:  # the reference counts chunks over rows, and not from each document on
-        given = *given[:3], None
+    given, ids = random_heads(length, heads, h), random_documents(length) if packed else None
     ours, reference = (
-        values_and_gradients(attend, *given[:3], segment_ids=given[3], window=window, **how)
+        values_and_gradients(attend, *given, segment_ids=ids, window=window, **how)
         for attend in (flash.flash_attention, reference_attention)
     )
     jax.tree.map(CLOSE, ours, reference)
@@ -75,9 +72,9 @@ def test_flash_attention_is_the_reference(heads, h, length, packed, window, how)
 @pytest.mark.parametrize("programs", [0, 10**6])
 def test_heads_are_summed_in_the_kernel_or_after_it(monkeypatch, programs):
     monkeypatch.setattr(flash, "_PROGRAMS", programs)
-    given = *random_heads(64, (6, 2), 16), random_documents(64)
+    given = random_heads(64, (6, 2), 16)
     ours, reference = (
-        values_and_gradients(attend, *given[:3], segment_ids=given[3])
+        values_and_gradients(attend, *given, segment_ids=random_documents(64))
         for attend in (flash.flash_attention, reference_attention)
     )
     jax.tree.map(CLOSE, ours, reference)
@@ -87,10 +84,13 @@ def pieces(x, size):
     return [x[:, at : at + size] for at in range(0, x.shape[1], size)]
 
 
-@pytest.mark.parametrize("scoring", [PLAIN, CAPPED], ids=str)
-def test_pieces_of_the_keys_put_together_are_the_whole(scoring):
+FORWARD = jax.jit(flash.forward, static_argnames=("window", "scoring", "dtype"))
+BACKWARD = jax.jit(flash.backward, static_argnames=("window", "scoring", "dtype"))
+
+
+def test_pieces_of_the_keys_put_together_are_the_whole():
     """What a ring of devices does, whose pieces come in any order and see each other or not."""
-    length, size, window = 96, 48, 60
+    length, size, window, scoring = 96, 48, 60, CAPPED
     q, k, v = random_heads(length, (4, 2), 16)
     order = np.random.default_rng(3).permutation(6).repeat(16) * 16 + np.tile(np.arange(16), 6)
     at, ids = jnp.tile(jnp.arange(length), (2, 1)), random_documents(length)
@@ -103,16 +103,14 @@ def test_pieces_of_the_keys_put_together_are_the_whole(scoring):
     keys = [Tokens(*each) for each in zip(pieces(at, size), pieces(ids, size), strict=True)]
     kv = list(zip(pieces(k, size), pieces(v, size), keys, strict=True))
 
-    found = [flash.forward(q, k, v, queries, t, window, scoring) for k, v, t in kv]
+    found = [FORWARD(q, k, v, queries, t, window, scoring) for k, v, t in kv]
     lse = jnp.logaddexp(*(lse for _, lse in found))
     parts = [o * jnp.exp(one - lse).swapaxes(1, 2)[..., None] for o, one in found]
     y = parts[0] + parts[1]
     CLOSE(y, whole[:, order])
 
     delta = flash.delta_of(y, d_y)
-    gradients = [
-        flash.backward(q, k, v, queries, t, lse, delta, d_y, window, scoring) for k, v, t in kv
-    ]
+    gradients = [BACKWARD(q, k, v, queries, t, lse, delta, d_y, window, scoring) for k, v, t in kv]
     dq = gradients[0][0] + gradients[1][0]
     dk, dv = (jnp.concatenate([one[i] for one in gradients], axis=1) for i in (1, 2))
     for ours, theirs in zip((dq, dk, dv), pull(d_y[:, np.argsort(order)]), strict=True):
@@ -123,11 +121,11 @@ def test_queries_that_see_nothing_give_nothing():
     q, k, v = random_heads(32, (2, 1), 16)
     at = jnp.tile(jnp.arange(32), (2, 1))
     earlier = Tokens(at), Tokens(at + 20)  # the first 20 queries see no key, the others 12
-    y, lse = flash.forward(q, k, v, *earlier)
+    y, lse = FORWARD(q, k, v, *earlier)
     assert (np.asarray(y)[:, :20] == 0).all()
     assert (np.asarray(lse)[..., :20] == -np.inf).all()
     assert np.isfinite(np.asarray(lse)[..., 20:]).all()
-    gradients = flash.backward(q, k, v, *earlier, lse, flash.delta_of(y, q), q)
+    gradients = BACKWARD(q, k, v, *earlier, lse, flash.delta_of(y, q), q)
     assert all(np.isfinite(x).all() for x in gradients)
     assert (np.asarray(gradients[0])[:, :20] == 0).all()
     assert (np.asarray(gradients[1])[:, 12:] == 0).all()
@@ -137,13 +135,13 @@ def test_queries_that_see_nothing_give_nothing():
 def test_results_are_rounded_once():
     q, k, v = (x.astype(jnp.bfloat16) for x in random_heads(32, (2, 1), 16))
     at = Tokens(jnp.tile(jnp.arange(32), (2, 1)))
-    y, lse = flash.forward(q, k, v, at, at)
+    y, lse = FORWARD(q, k, v, at, at)
     assert (y.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
-    exact, _ = flash.forward(q, k, v, at, at, dtype=jnp.float32)
+    exact, _ = FORWARD(q, k, v, at, at, dtype=jnp.float32)
     assert exact.dtype == jnp.float32
     np.testing.assert_array_equal(exact.astype(jnp.bfloat16), y)
     delta = flash.delta_of(y, q)
-    of_sums = flash.backward(q, k, v, at, at, lse, delta, q, dtype=jnp.float32)
+    of_sums = BACKWARD(q, k, v, at, at, lse, delta, q, dtype=jnp.float32)
     assert {x.dtype for x in of_sums} == {jnp.dtype("float32")}
 
 
@@ -179,7 +177,8 @@ def test_no_block_of_the_keys_is_visited_by_queries_that_come_before():
 
 
 @pytest.mark.skipif(
-    not targets.gpu_compiler_is_here(), reason="needs XLA's compiler for GPUs: make test-gpu-compiler"
+    not targets.gpu_compiler_is_here(),
+    reason="needs XLA's compiler for GPUs: make test-gpu-compiler",
 )
 @pytest.mark.parametrize("h", [64, 80, 128, 256])
 def test_flash_attention_compiles_for_h100(monkeypatch, h):
