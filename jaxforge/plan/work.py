@@ -33,7 +33,7 @@ class Work(NamedTuple):
         kind: products, attention, experts, memory (all else), or nothing.
         flops: of its matrix products.
         bytes: read and written.
-        by: the compiler of a kernel that is slower for it than others of its kind; "": none.
+        by: who made a kernel that is slower than others of its kind; "": nobody.
     """
 
     kind: str
@@ -71,7 +71,8 @@ class Workload:
         ):
             return Work("attention", self._flash(operation, within, kernel[1]), moved, "triton")
         if "fmha" in target or "splash" in name or "flash" in name:
-            return Work("attention", self._attention(operation, within, name), moved)
+            by = "masked cudnn" if "fmhaScaleBias" in target else ""
+            return Work("attention", self._attention(operation, within, name), moved, by)
         if "gemm" in target or "matmul" in target:
             return Work("products", self._gemm(operation, within), moved)
         if target in ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu"):
