@@ -193,7 +193,6 @@ def backward(
         dq, dk and dv.
     """
     dtype = dtype or q_BSHh.dtype
-    lse = jnp.where(lse == -jnp.inf, jnp.inf, lse)  # no weights where nothing is seen
     arrays = q_BSHh, k_BTKh, v_BTKh, queries, keys
     of_rows = d_output.astype(q_BSHh.dtype), lse, delta
     given = _Given.of("dq", *arrays, window, scoring)
