@@ -26,7 +26,7 @@ from jaxforge.model.runtime import gpu_capability
 from jaxforge.parallel import host_memory
 
 _DOCUMENTS = 8  # of a packed row, on average
-_MOST_SCORES = 3 << 30  # elements
+_MOST_SCORES = 1 << 30  # elements
 
 
 class Shape(NamedTuple):

@@ -156,6 +156,8 @@ def visits(positions, documents=None, window=None, block=4):
     [  # of each block: first, whole, end of whole, end
         (range(12), None, None, [[0, 1, 1, 1], [0, 0, 1, 2], [0, 0, 2, 3]]),
         (range(12), None, 5, [[0, 1, 1, 1], [0, 2, 2, 2], [1, 3, 3, 3]]),
+        (range(12), None, 6, [[0, 1, 1, 1], [0, 2, 2, 2], [0, 3, 3, 3]]),  # 8 sees 3
+        (range(12), None, 7, [[0, 1, 1, 1], [0, 2, 2, 2], [0, 3, 3, 3]]),  # 7 does not see 0
         (range(12), None, 8, [[0, 1, 1, 1], [0, 0, 1, 2], [0, 1, 2, 3]]),
         (range(12), [0] * 4 + [1] * 8, None, [[0, 1, 1, 1], [1, 2, 2, 2], [1, 1, 2, 3]]),
         (range(12), [0] * 6 + [1] * 6, None, [[0, 1, 1, 1], [0, 2, 2, 2], [1, 3, 3, 3]]),
