@@ -37,7 +37,7 @@ MAX_HEAD = 256
 
 _INTERPRET = False  # tests set it, to run the kernels without a GPU
 _SMALLEST = 16  # rows of what tensor cores multiply
-_PROGRAMS = 264  # two for each processor of an H100
+_PROGRAMS = 132  # processors of an H100
 
 Queries = Float[Array, "b s heads h"]
 Keys = Float[Array, "b t kv h"]
