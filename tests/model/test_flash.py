@@ -73,6 +73,9 @@ def test_flash_attention_is_the_reference(heads, h, length, packed, window, how)
 def test_heads_are_summed_in_the_kernel_or_after_it(monkeypatch, programs):
     monkeypatch.setattr(flash, "_PROGRAMS", programs)
     given = random_heads(64, (6, 2), 16)
+    loss = lambda *qkv: jnp.sum(flash.flash_attention(*qkv, None))  # noqa: E731
+    is_apart = "2,64,2,3,16]" in str(jax.make_jaxpr(jax.grad(loss))(*given))
+    assert is_apart == (programs > 0)
     ours, reference = (
         values_and_gradients(attend, *given, segment_ids=random_documents(64))
         for attend in (flash.flash_attention, reference_attention)
