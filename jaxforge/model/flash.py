@@ -43,6 +43,7 @@ Queries = Float[Array, "b s heads h"]
 Keys = Float[Array, "b t kv h"]
 Rows = Float[Array, "b heads s"]
 Sinks = Float[Array, "heads"] | None
+Window = int | Int[Array, ""] | None
 
 
 def flash_attention(
@@ -126,7 +127,7 @@ def forward(
     v_BTKh: Keys,
     queries: Tokens,
     keys: Tokens,
-    window: int | None = None,
+    window: Window = None,
     scoring: Scoring = PLAIN,
     sinks: Sinks = None,
     dtype: jnp.dtype | None = None,
@@ -139,7 +140,8 @@ def forward(
         v_BTKh: values.
         queries: where the queries are.
         keys: where the keys are.
-        window: positions that a query sees, its own included; None: all up to it.
+        window: positions that a query sees, its own included, which the device alone may know;
+            None: all up to it.
         scoring: what becomes of products of queries and keys.
         sinks: a logit of each head that joins its scores.
         dtype: of the result; None: that of q.
@@ -150,12 +152,11 @@ def forward(
     """
     given = _Given.of("forward", q_BSHh, k_BTKh, v_BTKh, queries, keys, window, scoring)
     at, (batch, length, heads, _) = _by_queries(given), given.q.shape
-    of_sinks = None if sinks is None else _spec((heads,), lambda *_: (0,))
     result = jax.ShapeDtypeStruct(given.q.shape, dtype or given.q.dtype)
     of_rows = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
     o, lse = _run(
         flash_kernels.flash_forward, given.kind, at.grid,
-        [*at.arguments, (of_sinks, sinks)], [(at.heads, result), (at.rows, of_rows)],
+        [*at.arguments, _once(sinks)], [(at.heads, result), (at.rows, of_rows)],
     )  # fmt: skip
     n = q_BSHh.shape[1]
     return o[:, :n], lse[..., :n]
@@ -170,7 +171,7 @@ def backward(
     lse: Rows,
     delta: Rows,
     d_output: Queries,
-    window: int | None = None,
+    window: Window = None,
     scoring: Scoring = PLAIN,
     dtype: jnp.dtype | None = None,
 ) -> tuple[Queries, Keys, Keys]:
@@ -247,6 +248,7 @@ class _Given(NamedTuple):
     v: Array
     queries: Tokens
     keys: Tokens
+    window: Int[Array, "1"] | None
 
     @classmethod
     def of(
@@ -257,15 +259,16 @@ class _Given(NamedTuple):
         v: Array,
         queries: Tokens,
         keys: Tokens,
-        window: int | None,
+        window: Window,
         scoring: Scoring,
     ) -> "_Given":
         head = q.shape[3]
         tiles = _tiles(kernel, head, q.shape[1], k.shape[1])
-        kind = Kind(tiles, head, 1, window, scoring.scale_of(head), scoring.softcap)
+        kind = Kind(tiles, head, 1, scoring.scale_of(head), scoring.softcap)
+        reach = None if window is None else jnp.asarray(window, jnp.int32).reshape(1)
         k, v = (filled(x, tiles.keys) for x in (k, v))
         of_tokens = filled_queries(queries, tiles.queries), filled_keys(keys, tiles.keys)
-        return cls(kind, filled(q, tiles.queries), k, v, *of_tokens)
+        return cls(kind, filled(q, tiles.queries), k, v, *of_tokens, reach)
 
     def filled(self, d_output: Array, lse: Array, delta: Array) -> tuple[Array, Array, Array]:
         """What there is for each query, filled up too."""
@@ -309,6 +312,7 @@ def _by_queries(given: _Given) -> _Layout:
         (of_q, given.q), (of_k, given.k), (of_k, given.v),
         _side(given.queries, _spec((None, n), lambda i, _, b: (b, last - i))),
         _side(given.keys, _spec((None, keys), lambda _, h, b: (b, 0))),
+        _once(given.window),
     ]  # fmt: skip
     rows = _spec((None, None, n), lambda i, h, b: (b, h, last - i))
     return _Layout((last + 1, heads, batch), arguments, of_q, of_q, rows)
@@ -326,6 +330,7 @@ def _by_keys(given: _Given, parts: int) -> _Layout:
         (of_q, given.q), (of_k, given.k), (of_k, given.v),
         _side(given.queries, _spec((None, queries), lambda _, h, b: (b, 0))),
         _side(given.keys, _spec((None, n), lambda i, _, b: (b, i))),
+        _once(given.window),
     ]  # fmt: skip
     heads = _spec((None, n, None, kind.in_memory), lambda i, h, b: (b, i, h, 0))
     rows = _spec((None, group, queries), lambda _, h, b: (b, h, 0))
@@ -333,8 +338,8 @@ def _by_keys(given: _Given, parts: int) -> _Layout:
 
 
 def _meetings(given: _Given) -> tuple[Array, Array]:
-    kind = given.kind
-    return meetings(given.queries, given.keys, kind.tiles[:2], kind.window)
+    window = None if given.window is None else given.window[0]
+    return meetings(given.queries, given.keys, given.kind.tiles[:2], window)
 
 
 _spec = pl.BlockSpec
@@ -342,6 +347,11 @@ _spec = pl.BlockSpec
 
 def _side(tokens: Tokens, spec: pl.BlockSpec) -> tuple[Side, Side]:
     return Side(spec, None if tokens.documents is None else spec), Side(*tokens)
+
+
+def _once(x: Array | None) -> tuple[pl.BlockSpec | None, Array | None]:
+    """A vector that all programs are given whole."""
+    return None if x is None else _spec(x.shape, lambda *_: (0,)), x
 
 
 def _run(

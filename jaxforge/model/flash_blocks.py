@@ -72,7 +72,7 @@ class _Extent(NamedTuple):
 
 
 def meetings(
-    queries: Tokens, keys: Tokens, blocks: tuple[int, int], window: int | None
+    queries: Tokens, keys: Tokens, blocks: tuple[int, int], window: Int[Array, ""] | int | None
 ) -> tuple[Bool[Array, "b n m"], Bool[Array, "b n m"]]:
     """Of two blocks, whether any pair may see each other, and whether all do.
 

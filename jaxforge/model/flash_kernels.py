@@ -42,7 +42,6 @@ class Kind(NamedTuple):
         tiles: of its blocks.
         head: width of heads, of which memory has the next power of two.
         group: query heads of a program.
-        window: positions that a query sees; None: all up to its own.
         scale: of products.
         softcap: of scores.
     """
@@ -50,7 +49,6 @@ class Kind(NamedTuple):
     tiles: Tiles
     head: int
     group: int
-    window: int | None
     scale: float
     softcap: float | None
 
@@ -70,19 +68,6 @@ class Kind(NamedTuple):
             return products
         return self.softcap * _tanh(products * (self.scale / self.softcap))
 
-    def seen(self, queries: Where, keys: Where, *, transposed: bool = False) -> Bool[Array, "Q T"]:
-        """Who sees whom, by positions and documents; transposed, for each key by which queries."""
-
-        def pairs(of_queries: Array, of_keys: Array) -> tuple[Array, Array]:
-            if transposed:
-                return of_queries[None], of_keys[:, None]
-            return of_queries[:, None], of_keys[None]
-
-        seen = visible(*pairs(queries[0], keys[0]), self.window)
-        if queries[1] is None or keys[1] is None:
-            return seen
-        return seen & jnp.equal(*pairs(queries[1], keys[1]))
-
 
 def _tanh(x: Array) -> Array:
     return 1 - 2 / (1 + jnp.exp2(2 * LOG2E * x))  # right where the power is inf or 0
@@ -99,6 +84,22 @@ class Side(NamedTuple):
         return self.at[rows], None if self.of is None else self.of[rows]
 
 
+def _seen(
+    queries: Where, keys: Where, window: Ref | None, *, transposed: bool = False
+) -> Bool[Array, "Q T"]:
+    """Who sees whom, by positions and documents; transposed, for each key by which queries."""
+
+    def pairs(of_queries: Array, of_keys: Array) -> tuple[Array, Array]:
+        if transposed:
+            return of_queries[None], of_keys[:, None]
+        return of_queries[:, None], of_keys[None]
+
+    seen = visible(*pairs(queries[0], keys[0]), None if window is None else window[0])
+    if queries[1] is None or keys[1] is None:
+        return seen
+    return seen & jnp.equal(*pairs(queries[1], keys[1]))
+
+
 def flash_forward(
     kind: Kind,
     spans: Ref,
@@ -107,6 +108,7 @@ def flash_forward(
     v_ref: Ref,
     queries: Side,
     keys: Side,
+    window: Ref | None,
     sinks: Ref | None,
     o_ref: Ref,
     lse_ref: Ref,
@@ -120,7 +122,7 @@ def flash_forward(
         rows = pl.ds(block * kind.tiles.keys, kind.tiles.keys)
         scores_QT = kind.scores(triton.dot(q_QH, _load(kind, k_ref.at[rows, :]).T))
         if masked:
-            scores_QT = jnp.where(kind.seen(of_queries, keys.rows(rows)), scores_QT, -jnp.inf)
+            scores_QT = jnp.where(_seen(of_queries, keys.rows(rows), window), scores_QT, -jnp.inf)
         new_Q = jnp.maximum(top_Q, jnp.max(scores_QT, axis=1) * kind.factor)
         base_Q = jnp.where(new_Q == -jnp.inf, 0.0, new_Q) if masked else new_Q
         weights_QT = jnp.exp2(scores_QT * kind.factor - base_Q[:, None])
@@ -148,6 +150,7 @@ def flash_dq(
     v_ref: Ref,
     queries: Side,
     keys: Side,
+    window: Ref | None,
     do_ref: Ref,
     lse_ref: Ref,
     delta_ref: Ref,
@@ -164,7 +167,7 @@ def flash_dq(
         scores_QT = kind.scores(triton.dot(q_QH, k_TH.T))
         weights_QT = jnp.exp2(scores_QT * kind.factor - lse_Q[:, None])
         if masked:
-            weights_QT = jnp.where(kind.seen(of_queries, keys.rows(rows)), weights_QT, 0.0)
+            weights_QT = jnp.where(_seen(of_queries, keys.rows(rows), window), weights_QT, 0.0)
         ds_QT = weights_QT * (triton.dot(do_QH, v_TH.T) - delta_Q[:, None])
         if kind.softcap is not None:
             ds_QT *= soft_cap_slope(scores_QT, kind.softcap)
@@ -182,6 +185,7 @@ def flash_dkv(
     v_ref: Ref,
     queries: Side,
     keys: Side,
+    window: Ref | None,
     do_ref: Ref,
     lse_ref: Ref,
     delta_ref: Ref,
@@ -204,7 +208,7 @@ def flash_dkv(
             scores_TQ = kind.scores(triton.dot(k_TH, q_QH.T))
             weights_TQ = jnp.exp2(scores_TQ * kind.factor - (lse_ref[head, rows] * LOG2E)[None])
             if masked:
-                seen = kind.seen(queries.rows(rows), of_keys, transposed=True)
+                seen = _seen(queries.rows(rows), of_keys, window, transposed=True)
                 weights_TQ = jnp.where(seen, weights_TQ, 0.0)
             dv_TH += triton.dot(weights_TQ.astype(do_QH.dtype), do_QH)
             ds_TQ = weights_TQ * (triton.dot(v_TH, do_QH.T) - delta_ref[head, rows][None])

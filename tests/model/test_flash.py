@@ -87,12 +87,15 @@ def pieces(x, size):
     return [x[:, at : at + size] for at in range(0, x.shape[1], size)]
 
 
-FORWARD = jax.jit(flash.forward, static_argnames=("window", "scoring", "dtype"))
-BACKWARD = jax.jit(flash.backward, static_argnames=("window", "scoring", "dtype"))
+FORWARD = jax.jit(flash.forward, static_argnames=("scoring", "dtype"))
+BACKWARD = jax.jit(flash.backward, static_argnames=("scoring", "dtype"))
 
 
 def test_pieces_of_the_keys_put_together_are_the_whole():
-    """What a ring of devices does, whose pieces come in any order and see each other or not."""
+    """What a ring of devices does, whose pieces come in any order and see each other or not.
+
+    The window is one that only the device knows.
+    """
     length, size, window, scoring = 96, 48, 60, CAPPED
     q, k, v = random_heads(length, (4, 2), 16)
     order = np.random.default_rng(3).permutation(6).repeat(16) * 16 + np.tile(np.arange(16), 6)
