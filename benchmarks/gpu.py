@@ -113,6 +113,7 @@ def checks(*, on_gpu: bool) -> list[Check]:
         script("gpu_numerics", 60, "attention"),
         script("gpu_numerics", 60, "experts"),
         script("gpu_numerics", 90, "losses"),
+        script("attention", 120, "packed"),
         script("kernels", 60, "attention"),
         script("grouped", 80),
         script("moe", 90, "8 experts"),

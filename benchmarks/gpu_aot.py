@@ -111,6 +111,7 @@ def measure(case: Case) -> dict[str, float | str]:
         "of the device, %": round(100 * peak / targets.GPUS["h100"].memory),
         "compiled in, s": round(seconds, 1),
         "calls of cuDNN's attention": text.count('"__cudnn$fmha'),
+        "calls of attention for packed rows": text.count('"__gpu$xla.gpu.triton"'),
         "calls of kernels for experts": text.count('"mosaic_gpu'),
     }
 

@@ -6,6 +6,7 @@ Attention and products of experts, forward and backward, by the kernels that a r
 and the losses of a few updates. Errors are ‖x - reference‖ / ‖reference‖, over all elements.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -84,16 +85,19 @@ def errors(
 
 
 def attention(size: Size) -> Iterator[results.Claim]:
-    """Causal, of packed documents, and over a window."""
+    """Causal, of packed documents, and over a window, by the kernels for packed rows and others."""
     config = JobConfig.model_validate({"model": {"n_heads": 8, "n_kv_heads": 2, "dim": 1024}}).model
-    rows, tokens, width = 2, size.tokens, config.head_size
-    at = KernelRequirements(jax.default_backend(), jnp.dtype(dtype()), width, tokens)
-    name, rng = choose(config, at), np.random.default_rng(0)
+    rows, tokens, width, device = 2, size.tokens, config.head_size, jax.devices()[0]
+    at = KernelRequirements(device.platform, jnp.dtype(dtype()), width, tokens,
+                            capability=gpu_capability(device))  # fmt: skip
+    names = {choose(config, at._replace(packed=packed)).name: None for packed in (False, True)}
+    rng = np.random.default_rng(0)
     shapes = [(rows, tokens, heads, width) for heads in (8, 2, 2, 8)]
     *qkv, d_y = (rng.standard_normal(shape, np.float32) for shape in shapes)
     documents = np.sort(rng.integers(0, 5, (rows, tokens)), axis=1).astype(np.int32)
-    cases = {"causal": (None, None), "packed": (documents, None), "window": (None, tokens // 4)}
-    for case, rest in cases.items():
+    cases = {"causal": (None, None), "packed": (documents, None), "window": (None, tokens // 4),
+             "packed, window": (documents, tokens // 4)}  # fmt: skip
+    for name, (case, rest) in itertools.product(names, cases.items()):
         functions = [lambda *qkv, b=b, r=rest: BACKENDS[b].attend(*qkv, *r)
                      for b in (name, "reference")]  # fmt: skip
         yield errors(f"attention by {name}, {case}: y, dq, dk, dv", *functions, qkv, d_y)

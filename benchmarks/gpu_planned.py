@@ -32,6 +32,7 @@ CALLS = {
     "calls of cuDNN's attention": 'custom_call_target="__cudnn$fmha',
     "calls of cuBLAS": 'custom_call_target="__cublas',
     "calls of Mosaic's kernels": 'custom_call_target="mosaic_gpu',
+    "calls of Pallas' kernels in Triton": 'custom_call_target="__gpu$xla.gpu.triton"',
     "products in Triton": '"kind":"__triton',
 }
 """What stands in the operations of a compiled program that are kernels of these."""

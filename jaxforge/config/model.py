@@ -158,7 +158,7 @@ class ModelConfig(Section):
     model_type: Annotated[str, MODELS] = "transformer"
     """Which model to build."""
     sdpa_backend: Literal[
-        "auto", "flash", "efficient", "cudnn", "math", "reference", "blockwise", "splash"
+        "auto", "flash", "efficient", "cudnn", "triton", "math", "reference", "blockwise", "splash"
     ] = "auto"
     """Attention kernel; auto takes the fastest that can do what is asked."""
     num_experts: NonNegativeInt = 0

@@ -3,11 +3,13 @@
     reference   plain products over the full score matrix, anywhere; judges the others
     blockwise   blocks of queries in plain XLA, anywhere (`blockwise.py`); auto's choice on CPU
     cudnn       cuDNN's flash attention on NVIDIA GPUs, bf16 or fp16
+    triton      flash attention in Pallas on NVIDIA GPUs, bf16 or fp16 (`flash.py`)
     splash      JAX's flash attention on TPU (`splash.py`)
 
 Each honours causality, packed documents, sliding windows and a scale of scores; chunks, a soft cap
 of scores and attention sinks, all but cuDNN's. One that is asked for by name and cannot serve is an
-error; `auto` takes the first of its platform's that can, and the run's banner names it.
+error; `auto` takes the first of its platform's that serves well, and the run's banner names it, and
+says why where that is not the first of all.
 
 XLA splits plain products over any mesh. The inside of a kernel it does not know, so that every
 device runs one on its own sequences and heads (`attend_locally`): attention needs no communication.
@@ -26,6 +28,7 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.model import splash
 from jaxforge.model.blockwise import blockwise_attention
+from jaxforge.model.flash import MAX_HEAD, flash_attention
 from jaxforge.model.masking import Mask, chunk_ids, chunk_of, visible, window_of
 from jaxforge.model.scoring import PLAIN, Scoring
 from jaxforge.parallel.sharding import automatic_axes, automatic_spec
@@ -276,6 +279,9 @@ class KernelRequirements(NamedTuple):
         softcap: of scores; None: none.
         chunk: tokens of a chunk, of which a sequence has several; None: no layer has any.
         sinks: whether heads have attention sinks.
+        packed: whether rows hold several documents.
+        capability: compute capability of a GPU, such as "9.0"; None: not known.
+        here: whether such a device is at hand, and not only compiled for.
     """
 
     platform: str
@@ -285,19 +291,38 @@ class KernelRequirements(NamedTuple):
     softcap: float | None = None
     chunk: int | None = None
     sinks: bool = False
+    packed: bool = False
+    capability: str | None = None
+    here: bool = True
+
+
+_ROOMY = ("8.0", "9.0", "10.0", "10.3")
+"""GPUs with 160 KiB of shared memory for a block, or more."""
 
 
 def _always_supported(at: KernelRequirements) -> str | None:
     return None
 
 
-def _cudnn_unsupported(at: KernelRequirements) -> str | None:
+def _no_gpu_kernel(at: KernelRequirements) -> str | None:
+    """What speaks against any kernel for GPUs."""
     if at.platform != "gpu":
         return f"it needs an NVIDIA GPU, and this run is on {at.platform}"
     if at.dtype not in (jnp.bfloat16, jnp.float16):
         return 'it computes in bf16 or fp16: set train.mixed_precision = "bf16"'
-    if at.head_size % 8 or at.head_size > 128:
-        return f"its heads are multiples of 8 up to 128 wide, and these are {at.head_size}"
+    return None
+
+
+def _cudnn_unsupported(at: KernelRequirements) -> str | None:
+    if reason := _no_gpu_kernel(at):
+        return reason
+    # Wider heads have gradients on Hopper alone, and JAX looks for such a GPU in this machine.
+    widest = 256 if at.capability == "9.0" and at.here else 128
+    if at.head_size % 8 or at.head_size > widest:
+        on_hopper = "" if widest == 256 else ", on Hopper, and run there, up to 256"
+        return (
+            f"its heads are multiples of 8 up to {widest} wide{on_hopper}; these are {at.head_size}"
+        )
     if at.softcap is not None:
         return f"it does not cap scores, and model.attn_logit_softcap = {at.softcap}"
     if at.chunk is not None:
@@ -307,6 +332,19 @@ def _cudnn_unsupported(at: KernelRequirements) -> str | None:
         )
     if at.sinks:
         return "it has no attention sinks, and model.attention_sinks = true"
+    return None
+
+
+def _triton_unsupported(at: KernelRequirements) -> str | None:
+    if reason := _no_gpu_kernel(at):
+        return reason
+    if at.head_size > MAX_HEAD:
+        return f"its heads are up to {MAX_HEAD} wide, and these are {at.head_size}"
+    if at.capability not in (None, *_ROOMY):
+        return (
+            f"its tiles need the shared memory of compute capability {', '.join(_ROOMY)}, and "
+            f"these GPUs have {at.capability}"
+        )
     return None
 
 
@@ -344,28 +382,57 @@ BACKENDS = {
     "reference": Kernel(reference_attention, _always_supported),
     "blockwise": Kernel(blockwise_attention, _always_supported),
     "cudnn": opaque(cudnn_attention, _cudnn_unsupported),
+    "triton": opaque(flash_attention, _triton_unsupported),
     "splash": opaque(splash.splash_attention, _splash_unsupported),
 }
 
-_FLASH = {"cpu": "blockwise", "gpu": "cudnn", "tpu": "splash"}
+_FLASH = {"cpu": ("blockwise",), "gpu": ("cudnn", "triton"), "tpu": ("splash",)}
+"""Kernels of each platform, the fastest first."""
+
+_MASKS_DOCUMENTS = "documents are packed, of which it has an S x S mask"
 _SYNONYMS = {"math": "reference", "efficient": "blockwise"}  # PyTorch's names
 
 
-def choose(config: ModelConfig, at: KernelRequirements) -> str:
-    """The name in `BACKENDS` that `model.sdpa_backend` stands for here.
+class Choice(NamedTuple):
+    """A kernel.
+
+    Attributes:
+        name: in `BACKENDS`.
+        why: what spoke against those that would have come first, for people; "": nothing.
+    """
+
+    name: str
+    why: str = ""
+
+
+def choose(config: ModelConfig, at: KernelRequirements) -> Choice:
+    """What `model.sdpa_backend` stands for here.
 
     Raises:
         UserError: the backend asked for cannot serve.
     """
     asked = config.sdpa_backend
+    flash = _FLASH.get(at.platform, ("blockwise",))
     if asked == "auto":
-        fast = _FLASH.get(at.platform, "blockwise")
-        return "blockwise" if BACKENDS[fast].unsupported_reason(at) else fast
-    name = _FLASH.get(at.platform, "blockwise") if asked == "flash" else asked
-    name = _SYNONYMS.get(name, name)
+        return _first((*flash, "blockwise"), at)
+    if asked == "flash":
+        able = [name for name in flash if BACKENDS[name].unsupported_reason(at) is None]
+        if able:
+            return _first(able, at)
+    name = flash[-1] if asked == "flash" else _SYNONYMS.get(asked, asked)
     if problem := BACKENDS[name].unsupported_reason(at):
         raise UserError(
             f'model.sdpa_backend = "{asked}" cannot serve here: {problem}; '
             'or set model.sdpa_backend = "auto"'
         )
-    return name
+    return Choice(name)
+
+
+def _first(names: Sequence[str], at: KernelRequirements) -> Choice:
+    """The first that serves, cuDNN's last of a GPU's own where documents are packed."""
+    against = {name: BACKENDS[name].unsupported_reason(at) for name in names}
+    able = [name for name in names if against[name] is None]
+    if at.packed and able[:2] == ["cudnn", "triton"]:
+        against["cudnn"], able = _MASKS_DOCUMENTS, able[1:]
+    before = names[: names.index(able[0])]
+    return Choice(able[0], "; ".join(f"not {name}: {against[name]}" for name in before))

@@ -31,6 +31,7 @@ class Runtime(NamedTuple):
         grouped: name of the kernel of products with experts in `grouped.GROUPED`.
         reduce_dtype: dtype in which devices add up their gradients of matrices.
         context: how devices share a sequence, where they do: `distributed.cp_strategy`.
+        why_attention: what speaks against the kernels that come before `attention` here.
     """
 
     attention: str = "reference"
@@ -41,14 +42,14 @@ class Runtime(NamedTuple):
     grouped: str = "blocks"
     reduce_dtype: jnp.dtype = FLOAT32
     context: str = "ulysses"
+    why_attention: str = ""
 
     def attention_of(self, devices: int) -> str:
-        """Which attention runs where so many devices share a sequence, for a reader."""
-        if devices == 1:
-            return self.attention
-        if self.context == "ring":
+        """Which attention runs where so many devices share a sequence, and why, for a reader."""
+        if devices > 1 and self.context == "ring":
             return f"ring of {devices}, tiles of scores"
-        return f"{self.attention}, ulysses over {devices}"
+        name = self.attention + (f" ({self.why_attention})" if self.why_attention else "")
+        return name if devices == 1 else f"{name}, ulysses over {devices}"
 
 
 def gpu_capability(device: jax.Device) -> str | None:
@@ -74,15 +75,19 @@ def runtime_for(
     length = config.train.seq_len
     chunk = next((c for c in m.chunks if c is not None and c < length), None)
     at = KernelRequirements(
-        platform, dtype, m.head_size, length, m.attn_logit_softcap, chunk, m.attention_sinks
-    )
+        platform, dtype, m.head_size, length, m.attn_logit_softcap, chunk, m.attention_sinks,
+        config.data.pack_sequences, capability, here=jax.default_backend() == platform,
+    )  # fmt: skip
     widths = (m.dim, m.expert_dim // config.distributed.tp)
     products = ProductRequirements(platform, dtype, widths, capability)
     grouped = choose_grouped(m.moe_backend, products) if m.is_moe else "blocks"
     save = config.train.activation_checkpointing
     sums = FLOAT32 if config.train.reduce_dtype == "float32" else jnp.dtype(dtype)
-    context = cp_strategy(config)
-    runtime = Runtime(choose(m, at), save, grouped=grouped, reduce_dtype=sums, context=context)
+    attention, why = choose(m, at)
+    runtime = Runtime(
+        attention, save, grouped=grouped, reduce_dtype=sums, context=cp_strategy(config),
+        why_attention=why,
+    )  # fmt: skip
     if platform == "tpu":
         return runtime._replace(rope_as_matmul=True)
     if platform == "cpu":

@@ -151,6 +151,8 @@ def disk(config: JobConfig) -> Iterator[str]:
 
 def checkpoint_bytes(config: JobConfig) -> int:
     """Of parameters and optimizer state, whole."""
+    anywhere = {"sdpa_backend": "auto", "moe_backend": "auto"}  # kernels that the CPU may not have
+    config = config.model_copy(update={"model": config.model.model_copy(update=anywhere)})
     model = build_model(config, "cpu")
     state = jax.eval_shape(build_optimizer(config, model.axes).init, model.abstract)
     return sum(

@@ -17,7 +17,7 @@ class Reached(NamedTuple):
     """What kernels reach of a data sheet.
 
     Attributes:
-        by_kind: part of the peak FLOP/s, by kind of work.
+        by_kind: part of the peak FLOP/s, by kind of work, and by `Work.by` where that says one.
         memory: part of the memory's bandwidth.
         launch: seconds between the end of a kernel and the beginning of the next.
     """
@@ -27,8 +27,15 @@ class Reached(NamedTuple):
     launch: float
 
 
+_ON_GPU = {
+    "products": 0.72,
+    "attention": 0.55,
+    "experts": 0.5,
+    "triton": 0.35,  # FlashAttention-2 on H100 (Shah et al. 2024, arXiv:2407.08608)
+    "masked cudnn": 0.16,  # on H100 (jax-ml/jax#35114)
+}
 REACHED = {
-    "gpu": Reached({"products": 0.72, "attention": 0.55, "experts": 0.5}, 0.85, 1.5e-6),
+    "gpu": Reached(_ON_GPU, 0.85, 1.5e-6),
     "tpu": Reached({"products": 0.9, "attention": 0.45, "experts": 0.6}, 0.8, 0),
 }
 
@@ -51,7 +58,8 @@ class Roofline:
             return work.kind, 0
         products = 0.0
         if work.flops:
-            products = work.flops / (self._chip.peak_flops * self._reached.by_kind[work.kind])
+            part = self._reached.by_kind[work.by or work.kind]
+            products = work.flops / (self._chip.peak_flops * part)
         moved = work.bytes / (self._chip.bandwidth * self._reached.memory)
         return work.kind, max(products, moved) + self._reached.launch
 

@@ -21,7 +21,7 @@ _NOTHING = frozenset(
 )  # fmt: skip
 _CUTS = ("dynamic-slice", "slice", "gather")
 _SAME = ("bitcast", "reshape")
-_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4, "bwd": 5}
+_PRODUCTS = {"fwd": 2, "forward": 2, "dq": 3, "dkv": 4, "bwd": 5}
 """Products of a query-by-key size in attention's kernels; those of the backward pass make the
 scores and their gradient anew."""
 
@@ -33,11 +33,13 @@ class Work(NamedTuple):
         kind: products, attention, experts, memory (all else), or nothing.
         flops: of its matrix products.
         bytes: read and written.
+        by: who made a kernel that is slower than others of its kind; "": nobody.
     """
 
     kind: str
     flops: float
     bytes: float
+    by: str = ""
 
 
 class Workload:
@@ -64,8 +66,13 @@ class Workload:
         moved = operation.bytes + sum(within[name].bytes for name in operation.operands)
         target = operation.text("custom_call_target")
         name = f"{operation.name} {target}".lower()
+        if target.endswith("triton") and (
+            kernel := re.search(r'name = "flash_(\w+)"', operation.line)
+        ):
+            return Work("attention", self._flash(operation, within, kernel[1]), moved, "triton")
         if "fmha" in target or "splash" in name or "flash" in name:
-            return Work("attention", self._attention(operation, within, name), moved)
+            by = "masked cudnn" if "fmhaScaleBias" in target else ""
+            return Work("attention", self._attention(operation, within, name), moved, by)
         if "gemm" in target or "matmul" in target:
             return Work("products", self._gemm(operation, within), moved)
         if target in ("tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu"):
@@ -88,6 +95,12 @@ class Workload:
         query, key = [dims for dims, _ in _inputs(operation, within) if len(dims) >= 3][:3][-2:]
         pairs = math.prod(query[:-1]) * key[-2]
         return 2 * products * pairs * query[-1] * self._visible
+
+    def _flash(self, operation: Operation, within: Computation, kernel: str) -> float:
+        """Of `model/flash.py`: queries [B, S, H, D] and keys [B, T, K, D] come first of such."""
+        heads = (dims for dims, _ in _inputs(operation, within) if len(dims) == 4)
+        query, key = next(heads), next(heads)
+        return 2 * _PRODUCTS[kernel] * math.prod(query) * key[1] * self._visible
 
     def _gemm(self, operation: Operation, within: Computation) -> float:
         """A call of cuBLAS: the size that is summed over is written in its configuration."""

@@ -243,12 +243,15 @@ def test_splash_is_the_reference(monkeypatch, kv_heads, packed, window, chunk, s
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-4), ours, reference)
 
 
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN runs on GPUs only")
-@pytest.mark.parametrize(("kv_heads", "window"), [(6, None), (2, None), (1, None), (2, 100)])
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="these run on GPUs only")
+@pytest.mark.parametrize("kernel", ["cudnn", "triton"])
+@pytest.mark.parametrize(
+    ("kv_heads", "window", "h"), [(6, None, 64), (2, None, 128), (1, None, 64), (2, 100, 64)]
+)
 @PACKED
-def test_cudnn_is_the_reference(kv_heads, packed, window):
-    heads = {"h": 64, "dtype": jnp.bfloat16, "scoring": Scoring(scale=0.2)}
-    ours = values_and_gradients("cudnn", 256, kv_heads, packed, window, **heads)
+def test_kernels_of_gpus_are_the_reference(kernel, kv_heads, packed, window, h):
+    heads = {"h": h, "dtype": jnp.bfloat16, "scoring": Scoring(scale=0.2)}
+    ours = values_and_gradients(kernel, 256, kv_heads, packed, window, **heads)
     reference = values_and_gradients("reference", 256, kv_heads, packed, window, **heads)
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=0.02, atol=0.05), ours, reference
@@ -256,46 +259,74 @@ def test_cudnn_is_the_reference(kv_heads, packed, window):
 
 
 AT = KernelRequirements("cpu", jnp.dtype("float32"), 64, 256)
-BF16 = jnp.dtype("bfloat16")
+TPU = AT._replace(platform="tpu")
+GPU = AT._replace(platform="gpu", dtype=jnp.dtype("bfloat16"), capability="9.0")
+NO_FLOAT32 = 'it computes in bf16 or fp16: set train.mixed_precision = "bf16"'
+NO_MASK = "not cudnn: documents are packed, of which it has an S x S mask"
+SMALL_TILES = "its tiles need the shared memory of compute capability 8.0, 9.0, 10.0, 10.3"
 
 
 @pytest.mark.parametrize(
-    ("asked", "at", "chosen"),
+    ("asked", "at", "chosen", "why"),
     [
-        ("auto", AT, "blockwise"),
-        ("auto", AT._replace(platform="gpu", dtype=BF16), "cudnn"),
-        ("auto", AT._replace(platform="gpu"), "blockwise"),  # cuDNN has no float32
-        ("auto", AT._replace(platform="gpu", dtype=BF16, softcap=50.0), "blockwise"),
-        ("auto", AT._replace(platform="gpu", dtype=BF16, chunk=128), "blockwise"),
-        ("auto", AT._replace(platform="gpu", dtype=BF16, sinks=True), "blockwise"),
-        ("auto", AT._replace(platform="tpu", softcap=50.0, chunk=128, sinks=True), "splash"),
-        ("auto", AT._replace(platform="tpu"), "splash"),
-        ("auto", AT._replace(platform="tpu", seq_len=100), "blockwise"),
-        ("flash", AT, "blockwise"),
-        ("flash", AT._replace(platform="tpu"), "splash"),
-        ("efficient", AT, "blockwise"),
-        ("math", AT, "reference"),
+        ("auto", AT, "blockwise", ""),
+        ("auto", GPU, "cudnn", ""),
+        ("auto", GPU._replace(packed=True), "triton", NO_MASK),
+        ("auto", GPU._replace(packed=True, dtype=jnp.dtype("float16")), "triton", NO_MASK),
+        ("auto", GPU._replace(packed=True, capability="8.9"), "cudnn", ""),  # a mask after all
+        ("auto", GPU._replace(softcap=50.0), "triton", "not cudnn: it does not cap scores"),
+        ("auto", GPU._replace(chunk=128), "triton", "not cudnn: it has no mask of chunks"),
+        ("auto", GPU._replace(sinks=True), "triton", "not cudnn: it has no attention sinks"),
+        ("auto", GPU._replace(sinks=True, capability="8.9"), "blockwise",
+         f"not triton: {SMALL_TILES}"),
+        ("auto", GPU._replace(head_size=256), "cudnn", ""),
+        ("auto", GPU._replace(head_size=256, here=False), "triton", "multiples of 8 up to 128"),
+        ("auto", GPU._replace(head_size=256, capability="8.0"), "triton", "run there, up to 256"),
+        ("auto", GPU._replace(head_size=256, capability="10.0"), "triton", "these are 256"),
+        ("auto", GPU._replace(head_size=100), "triton", "multiples of 8 up to 256"),
+        ("auto", GPU._replace(head_size=264), "blockwise", "not triton: its heads are up to 256"),
+        ("auto", GPU._replace(capability=None), "cudnn", ""),
+        ("auto", GPU._replace(dtype=AT.dtype), "blockwise", f"not cudnn: {NO_FLOAT32}; not triton"),
+        ("auto", TPU._replace(softcap=50.0, chunk=128, sinks=True, packed=True), "splash", ""),
+        ("auto", TPU, "splash", ""),
+        ("auto", TPU._replace(seq_len=100), "blockwise", "not splash: train.seq_len = 100"),
+        ("flash", AT, "blockwise", ""),
+        ("flash", TPU, "splash", ""),
+        ("flash", GPU, "cudnn", ""),
+        ("flash", GPU._replace(packed=True), "triton", NO_MASK),
+        ("flash", GPU._replace(sinks=True), "triton", ""),
+        ("cudnn", GPU._replace(packed=True), "cudnn", ""),
+        ("triton", GPU, "triton", ""),
+        ("efficient", AT, "blockwise", ""),
+        ("math", AT, "reference", ""),
     ],
-)
-def test_the_choice_of_a_kernel(asked, at, chosen):
-    assert choose(ModelConfig(sdpa_backend=asked), at) == chosen
+)  # fmt: skip
+def test_the_choice_of_a_kernel(asked, at, chosen, why):
+    found = choose(ModelConfig(sdpa_backend=asked), at)
+    assert found.name == chosen
+    assert why in found.why
+    assert bool(why) == bool(found.why)
 
 
 @pytest.mark.parametrize(
     ("asked", "at", "message"),
     [
         ("cudnn", AT, '"cudnn" cannot serve here: it needs an NVIDIA GPU, and this run is on cpu'),
-        ("flash", AT._replace(platform="gpu"), 'set train.mixed_precision = "bf16"'),
-        ("cudnn", AT._replace(platform="gpu", dtype=BF16, head_size=160), "up to 128 wide"),
-        ("cudnn", AT._replace(platform="gpu", dtype=BF16, softcap=50.0),
+        ("triton", AT, '"triton" cannot serve here: it needs an NVIDIA GPU, and this run is on'),
+        ("flash", GPU._replace(dtype=AT.dtype), NO_FLOAT32),
+        ("cudnn", GPU._replace(head_size=160, here=False),
+         "up to 128 wide, on Hopper, and run there, up to 256; these are 160"),
+        ("triton", GPU._replace(head_size=264), "up to 256 wide, and these are 264"),
+        ("triton", GPU._replace(capability="8.6"), f"{SMALL_TILES}, and these GPUs have 8.6"),
+        ("cudnn", GPU._replace(softcap=50.0),
          "it does not cap scores, and model.attn_logit_softcap = 50.0"),
-        ("cudnn", AT._replace(platform="gpu", dtype=BF16, chunk=128),
+        ("cudnn", GPU._replace(chunk=128),
          "no mask of chunks, and model.attention_chunk_size = 128 cuts sequences of train.seq_len "
          "= 256"),
-        ("cudnn", AT._replace(platform="gpu", dtype=BF16, sinks=True),
+        ("cudnn", GPU._replace(sinks=True),
          "it has no attention sinks, and model.attention_sinks = true"),
         ("splash", AT, "it needs a TPU"),
-        ("splash", AT._replace(platform="tpu", seq_len=100), "train.seq_len = 100 is no multiple"),
+        ("splash", TPU._replace(seq_len=100), "train.seq_len = 100 is no multiple"),
     ],
 )  # fmt: skip
 def test_what_cannot_serve_raises(asked, at, message):

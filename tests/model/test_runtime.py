@@ -30,7 +30,7 @@ def test_elsewhere_layers_are_a_loop_and_the_loss_one_tile(platform):
 def test_kernels_are_chosen_for_the_heads_that_there_are():
     for shape in ({"dim": 640, "n_heads": 4}, {"head_dim": 160}):
         config = JobConfig.model_validate({"model": shape})
-        assert runtime_for(config, jnp.bfloat16, "gpu").attention == "blockwise"
+        assert runtime_for(config, jnp.bfloat16, "gpu").attention == "triton"
     narrower = JobConfig.model_validate({"model": {"dim": 640, "n_heads": 4, "head_dim": 128}})
     assert runtime_for(narrower, jnp.bfloat16, "gpu").attention == "cudnn"
 
@@ -47,10 +47,25 @@ def test_kernels_follow_the_platform():
 def test_cudnn_serves_no_sinks():
     config = JobConfig.model_validate({"model": {"attention_sinks": True}})
     kernels = [runtime_for(config, jnp.dtype("bfloat16"), on).attention for on in ("gpu", "tpu")]
-    assert kernels == ["blockwise", "splash"]
+    assert kernels == ["triton", "splash"]
 
 
-@pytest.mark.parametrize(("chunk", "kernel"), [(512, "cudnn"), (511, "blockwise")])
+def test_packed_documents_get_a_kernel_without_a_mask_and_the_banner_says_why():
+    config = JobConfig.model_validate({"data": {"pack_sequences": True}})
+    found = runtime_for(config, jnp.dtype("bfloat16"), "gpu", "9.0")
+    assert (found.attention, found.why_attention[:30]) == (
+        "triton",
+        "not cudnn: documents are packe",
+    )
+    assert runtime("gpu").why_attention == ""
+
+
+def test_wide_heads_are_cudnns_only_where_such_a_gpu_is_here():
+    config = JobConfig.model_validate({"model": {"dim": 1024, "n_heads": 4}})
+    assert runtime_for(config, jnp.dtype("bfloat16"), "gpu", "9.0").attention == "triton"
+
+
+@pytest.mark.parametrize(("chunk", "kernel"), [(512, "cudnn"), (511, "triton")])
 def test_cudnn_serves_chunks_that_no_sequence_exceeds(chunk, kernel):
     pattern = ("full", "chunked")
     config = JobConfig.model_validate({

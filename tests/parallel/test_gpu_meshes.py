@@ -25,14 +25,15 @@ compiles = pytest.mark.skipif(
 )
 
 MODEL = {"dim": 512, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 4096,
-         "ffn_hidden_dim": 1536, "max_seq_len": 512}  # fmt: skip
-TRAIN = {"batch_size": 1, "seq_len": 512, "activation_checkpointing": "full"}
+         "ffn_hidden_dim": 1536, "max_seq_len": 640}  # fmt: skip
+TRAIN = {"batch_size": 1, "seq_len": 640, "activation_checkpointing": "full"}
 HSDP_TP = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
 PIPELINE = {"pp": 2, "dp_shard": 2, "tp": 2}
 WINDOWS = {"sliding_window": 128, "attention_pattern": ["full", "sliding", "sliding"]}
 EXPERTS = {"num_experts": 16, "moe_top_k": 4, "moe_expert_dim": 256}
 CUDNN = 'custom_call_target="__cudnn$fmha'
 MOSAIC = 'custom_call_target="mosaic_gpu'
+TRITON = 'custom_call_target="__gpu$xla.gpu.triton"'
 
 
 def case(distributed, train=None, **sections):
@@ -54,6 +55,7 @@ STEPS = {
         {**PIPELINE, "pp_schedule": "interleaved_1f1b", "pp_chunks": 2}, {"grad_accum_steps": 4}
     ),
     "windows": case(HSDP_TP, model=WINDOWS),
+    "windows, packed": case(HSDP_TP, model=WINDOWS, data={"pack_sequences": True}),
     "1f1b, windows": case(PIPELINE, {"grad_accum_steps": 4}, model={"sliding_window": 128}),
     "nothing recomputed": case({"dp_shard": 8}, {"activation_checkpointing": "none"}),
     "chunked loss": case(HSDP_TP, {"loss_fn": "chunked_cross_entropy"}),
@@ -103,11 +105,15 @@ def no_cache():
 @compiles
 @pytest.mark.usefixtures("no_cache")
 @pytest.mark.parametrize("name", STEPS)
-def test_a_step_compiles_and_attends_by_cudnn(name):
+def test_a_step_compiles_and_attends_in_a_kernel(name):
+    """cuDNN's, or where documents are packed the one that needs no mask of all their pairs."""
     config = config_of(STEPS[name])
     lowered = lower_train_step(config, make_mesh(config, h100s()))
-    compiled = lowered.compile(xla_flags.compiler_options(h100s()[0], {}))
-    assert CUDNN in compiled.as_text()
+    text = lowered.compile(xla_flags.compiler_options(h100s()[0], {})).as_text()
+    packed = config.data.pack_sequences
+    assert (CUDNN in text, TRITON in text) == (not packed, packed)
+    length = config.train.seq_len
+    assert not re.search(rf"\[(\d+,)*{length},{length}\]", text)
 
 
 @compiles

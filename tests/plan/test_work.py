@@ -41,6 +41,13 @@ LINES = {
     "cudnn": '%r = bf16[2,8,128,64]{3,2,1,0} custom-call(%q, %q, %q), custom_call_target='
              '"__cudnn$fmhaSoftmax", backend_config={"intermediate_tensor_shape": '
              '{"dimensions": ["2", "8", "128", "128"]}}',
+    "masked": '%r = bf16[2,8,128,64]{3,2,1,0} custom-call(%q, %q, %q), custom_call_target='
+              '"__cudnn$fmhaScaleBiasSoftmax", backend_config={"intermediate_tensor_shape": '
+              '{"dimensions": ["2", "8", "128", "128"]}}',
+    "triton": '%pallas_call.1 = (f32[2,128,8,64]{3,2,1,0}, f32[2,128,8,64]{3,2,1,0}) custom-call('
+              '%spans, %rows, %keys, %keys, %at, %rows), custom_call_target='
+              '"__gpu$xla.gpu.triton", metadata={op_name="jit(step)/flash_dkv/pallas_call"}, '
+              'backend_config={grid_x = 32 : i32, ir = "ML\\EFR(\\00", name = "flash_dkv"}',
     "splash": '%splash_mha_dkv = (f32[8,128]{1,0}, bf16[8,128,64]{2,1,0}) custom-call(%k, %k, %k), '
               'custom_call_target="tpu_custom_call"',
     "gmm": '%gmm = bf16[64,128]{1,0} custom-call(%x, %experts), '
@@ -51,6 +58,10 @@ LINES = {
 }  # fmt: skip
 MORE = """  %one = f32[1,16,256]{2,1,0} parameter(6)
   %k = bf16[8,128,64]{2,1,0} parameter(7)
+  %spans = s32[2,1,4]{2,1,0} parameter(8)
+  %rows = bf16[2,128,8,64]{3,2,1,0} parameter(9)
+  %keys = bf16[2,96,2,64]{3,2,1,0} parameter(10)
+  %at = s32[2,128]{1,0} parameter(11)
 """
 
 
@@ -72,6 +83,8 @@ PAIRS = 2 * 8 * 128 * 128
         ("cublas", "products", PRODUCT),
         ("add", "memory", 0),
         ("cudnn", "attention", 2 * 2 * PAIRS * 64 / 2),
+        ("masked", "attention", 2 * 2 * PAIRS * 64 / 2),
+        ("triton", "attention", 4 * 2 * 2 * 8 * 128 * 96 * 64 / 2),
         ("splash", "attention", 4 * 2 * 8 * 128 * 128 * 64 / 2),
         ("gmm", "experts", 2 * 64 * 256 * 128),
         ("mark", "nothing", 0),
@@ -99,21 +112,30 @@ def test_bytes(name, moved):
     assert work_of(name).bytes == moved
 
 
+def seconds(name, visible=0.5):
+    text = f"{INNER}ENTRY %main (x: f32[]) -> f32[] {{\n{PARAMETERS}{MORE}  {LINES[name]}\n}}\n"
+    program = Program(text, 1)
+    within = program.computations[program.entry]
+    operation = list(within.values())[-1]
+    return Roofline(Workload(program, visible), CHIPS["h100"]).seconds(operation, within)[1]
+
+
 def test_the_roofline_is_the_longer_of_both():
     chip, reached = CHIPS["h100"], REACHED["gpu"]
-
-    def seconds(name):
-        text = f"{INNER}ENTRY %main (x: f32[]) -> f32[] {{\n{PARAMETERS}{MORE}  {LINES[name]}\n}}\n"
-        program = Program(text, 1)
-        within = program.computations[program.entry]
-        operation = list(within.values())[-1]
-        return Roofline(Workload(program, 0.5), chip).seconds(operation, within)[1]
-
     moved = work_of("add").bytes / (chip.bandwidth * reached.memory)
     assert seconds("add") == pytest.approx(moved + reached.launch)
     computed = work_of("cudnn").flops / (chip.peak_flops * reached.by_kind["attention"])
     moved = work_of("cudnn").bytes / (chip.bandwidth * reached.memory)
     assert seconds("cudnn") == pytest.approx(max(computed, moved) + reached.launch)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [("cudnn", "attention"), ("masked", "masked cudnn"), ("triton", "triton")]
+)
+def test_kernels_of_attention_reach_different_parts_of_the_peak(name, part):
+    reached, much = REACHED["gpu"], 100  # more than the memory could bring
+    computed = work_of(name, much).flops / (CHIPS["h100"].peak_flops * reached.by_kind[part])
+    assert seconds(name, much) == pytest.approx(computed + reached.launch)
 
 
 class Device:

@@ -430,6 +430,15 @@ def test_a_state_too_large_is_told_how_many_devices_it_takes(monkeypatch):
     assert on_cpus(int(times))(values).fits
 
 
+@pytest.mark.parametrize("backend", [{"sdpa_backend": "cudnn"}, {"moe_backend": "mosaic_gpu"}])
+def test_checkpoints_are_as_large_whatever_kernel_another_machine_has(backend):
+    experts = {"num_experts": 4, "moe_top_k": 2}
+    plain, other = (
+        JobConfig.model_validate({"model": {**experts, **more}}) for more in ({}, backend)
+    )
+    assert checkpoint_bytes(other) == checkpoint_bytes(plain)
+
+
 def on_cpus(n: int):
     """What plans values on so many CPU devices."""
     return lambda values: plan(JobConfig.model_validate(values), Topology("cpu", (n,)))

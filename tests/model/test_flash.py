@@ -1,0 +1,207 @@
+"""Flash attention for GPUs, interpreted: against the reference, over pieces, and what it skips."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge.model import flash
+from jaxforge.model.attention_backends import reference_attention
+from jaxforge.model.flash_blocks import Tokens, meetings, spans
+from jaxforge.model.flash_kernels import Tiles
+from jaxforge.model.scoring import Scoring
+from jaxforge.parallel import targets
+
+CLOSE = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-5)
+TILES = Tiles(32, 16, 4, 1)  # small, so that short sequences have many
+CAPPED = Scoring(scale=0.7, softcap=2.0)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    monkeypatch.setattr(flash, "_INTERPRET", True)
+    monkeypatch.setattr(flash, "_tiles", lambda kernel, *_: TILES)
+
+
+def random_heads(length, heads, h, batch=2):
+    rng = np.random.default_rng(0)
+    shapes = [(batch, length, n, h) for n in (*heads, heads[1])]
+    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+
+
+def random_documents(length, batch=2):
+    ids = np.random.default_rng(1).integers(0, 5, (batch, length))
+    return jnp.asarray(np.sort(ids, axis=1), jnp.int32)
+
+
+def values_and_gradients(attend, q, k, v, sinks=None, **rest):
+    weights = np.random.default_rng(2).standard_normal(q.shape)
+
+    def loss(q, k, v, sinks):
+        y = attend(q, k, v, sinks=sinks, **rest)
+        return jnp.sum(y * weights), y
+
+    of = (0, 1, 2) if sinks is None else (0, 1, 2, 3)
+    return jax.jit(jax.grad(loss, of, has_aux=True))(q, k, v, sinks)
+
+
+@pytest.mark.parametrize(
+    ("heads", "h", "length", "packed", "window", "how"),
+    [
+        ((4, 4), 16, 96, False, None, {}),
+        ((4, 1), 16, 110, True, None, {}),
+        ((4, 2), 24, 110, True, 40, {}),  # heads are filled up to 32
+        ((2, 1), 256, 64, True, 20, {}),
+        ((4, 1), 16, 50, False, 1, {}),
+        ((4, 2), 16, 110, True, 40, {"scoring": CAPPED, "sinks": jnp.arange(4.0)}),
+        ((2, 2), 16, 110, True, None, {"chunk": 30}),
+        ((2, 2), 16, 7, False, None, {"sinks": -jnp.ones(2)}),  # less than a block
+    ],
+)
+def test_flash_attention_is_the_reference(heads, h, length, packed, window, how):
+    given, ids = random_heads(length, heads, h), random_documents(length) if packed else None
+    ours, reference = (
+        values_and_gradients(attend, *given, segment_ids=ids, window=window, **how)
+        for attend in (flash.flash_attention, reference_attention)
+    )
+    jax.tree.map(CLOSE, ours, reference)
+
+
+@pytest.mark.parametrize("programs", [0, 10**6])
+def test_heads_are_summed_in_the_kernel_or_after_it(monkeypatch, programs):
+    monkeypatch.setattr(flash, "_PROGRAMS", programs)
+    given = random_heads(64, (6, 2), 16)
+    loss = lambda *qkv: jnp.sum(flash.flash_attention(*qkv, None))  # noqa: E731
+    is_apart = "2,64,2,3,16]" in str(jax.make_jaxpr(jax.grad(loss))(*given))
+    assert is_apart == (programs > 0)
+    ours, reference = (
+        values_and_gradients(attend, *given, segment_ids=random_documents(64))
+        for attend in (flash.flash_attention, reference_attention)
+    )
+    jax.tree.map(CLOSE, ours, reference)
+
+
+def pieces(x, size):
+    return [x[:, at : at + size] for at in range(0, x.shape[1], size)]
+
+
+FORWARD = jax.jit(flash.forward, static_argnames=("scoring", "dtype"))
+BACKWARD = jax.jit(flash.backward, static_argnames=("scoring", "dtype"))
+
+
+def test_pieces_of_the_keys_put_together_are_the_whole():
+    """What a ring of devices does, whose pieces come in any order and see each other or not.
+
+    The window is one that only the device knows.
+    """
+    length, size, window, scoring = 96, 48, 60, CAPPED
+    q, k, v = random_heads(length, (4, 2), 16)
+    order = np.random.default_rng(3).permutation(6).repeat(16) * 16 + np.tile(np.arange(16), 6)
+    at, ids = jnp.tile(jnp.arange(length), (2, 1)), random_documents(length)
+    d_y = jnp.asarray(np.random.default_rng(2).standard_normal(q.shape), jnp.float32)
+    whole, pull = jax.vjp(
+        lambda *qkv: reference_attention(*qkv, ids, window, scoring=scoring), q, k, v
+    )
+    q, k, v, at, ids, d_y = (x[:, order] for x in (q, k, v, at, ids, d_y))
+    queries = Tokens(at, ids)
+    keys = [Tokens(*each) for each in zip(pieces(at, size), pieces(ids, size), strict=True)]
+    kv = list(zip(pieces(k, size), pieces(v, size), keys, strict=True))
+
+    found = [FORWARD(q, k, v, queries, t, window, scoring) for k, v, t in kv]
+    lse = jnp.logaddexp(*(lse for _, lse in found))
+    parts = [o * jnp.exp(one - lse).swapaxes(1, 2)[..., None] for o, one in found]
+    y = parts[0] + parts[1]
+    CLOSE(y, whole[:, order])
+
+    delta = flash.delta_of(y, d_y)
+    gradients = [BACKWARD(q, k, v, queries, t, lse, delta, d_y, window, scoring) for k, v, t in kv]
+    dq = gradients[0][0] + gradients[1][0]
+    dk, dv = (jnp.concatenate([one[i] for one in gradients], axis=1) for i in (1, 2))
+    for ours, theirs in zip((dq, dk, dv), pull(d_y[:, np.argsort(order)]), strict=True):
+        CLOSE(ours, theirs[:, order])
+
+
+def test_queries_that_see_nothing_give_nothing():
+    q, k, v = random_heads(32, (2, 1), 16)
+    at = jnp.tile(jnp.arange(32), (2, 1))
+    earlier = Tokens(at), Tokens(at + 20)  # the first 20 queries see no key, the others 12
+    y, lse = FORWARD(q, k, v, *earlier)
+    assert (np.asarray(y)[:, :20] == 0).all()
+    assert (np.asarray(lse)[..., :20] == -np.inf).all()
+    assert np.isfinite(np.asarray(lse)[..., 20:]).all()
+    gradients = BACKWARD(q, k, v, *earlier, lse, flash.delta_of(y, q), q)
+    assert all(np.isfinite(x).all() for x in gradients)
+    assert (np.asarray(gradients[0])[:, :20] == 0).all()
+    assert (np.asarray(gradients[1])[:, 12:] == 0).all()
+    assert (np.asarray(gradients[1])[:, :12] != 0).all()
+
+
+def test_results_are_rounded_once():
+    q, k, v = (x.astype(jnp.bfloat16) for x in random_heads(32, (2, 1), 16))
+    at = Tokens(jnp.tile(jnp.arange(32), (2, 1)))
+    y, lse = FORWARD(q, k, v, at, at)
+    assert (y.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
+    exact, _ = FORWARD(q, k, v, at, at, dtype=jnp.float32)
+    assert exact.dtype == jnp.float32
+    np.testing.assert_array_equal(exact.astype(jnp.bfloat16), y)
+    delta = flash.delta_of(y, q)
+    of_sums = BACKWARD(q, k, v, at, at, lse, delta, q, dtype=jnp.float32)
+    assert {x.dtype for x in of_sums} == {jnp.dtype("float32")}
+
+
+def visits(positions, documents=None, window=None, block=4):
+    ids = None if documents is None else jnp.asarray([documents], jnp.int32)
+    tokens = Tokens(jnp.asarray([positions], jnp.int32), ids)
+    return np.asarray(spans(*meetings(tokens, tokens, (block, block), window)))[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("positions", "documents", "window", "expected"),
+    [  # of each block: first, whole, end of whole, end
+        (range(12), None, None, [[0, 1, 1, 1], [0, 0, 1, 2], [0, 0, 2, 3]]),
+        (range(12), None, 5, [[0, 1, 1, 1], [0, 2, 2, 2], [1, 3, 3, 3]]),
+        (range(12), None, 6, [[0, 1, 1, 1], [0, 2, 2, 2], [0, 3, 3, 3]]),  # 8 sees 3
+        (range(12), None, 7, [[0, 1, 1, 1], [0, 2, 2, 2], [0, 3, 3, 3]]),  # 7 does not see 0
+        (range(12), None, 8, [[0, 1, 1, 1], [0, 0, 1, 2], [0, 1, 2, 3]]),
+        (range(12), [0] * 4 + [1] * 8, None, [[0, 1, 1, 1], [1, 2, 2, 2], [1, 1, 2, 3]]),
+        (range(12), [0] * 6 + [1] * 6, None, [[0, 1, 1, 1], [0, 2, 2, 2], [1, 3, 3, 3]]),
+        ([4, 5, 6, 7, 0, 1, 2, 3], None, None, [[0, 1, 2, 2], [1, 2, 2, 2]]),  # any order
+    ],
+)
+def test_blocks_that_nobody_sees_are_skipped_and_whole_ones_not_masked(
+    positions, documents, window, expected
+):
+    assert visits(positions, documents, window) == expected
+
+
+def test_no_block_of_the_keys_is_visited_by_queries_that_come_before():
+    early = Tokens(jnp.arange(8)[None], jnp.zeros((1, 8), jnp.int32))
+    late = Tokens(jnp.arange(8, 16)[None], jnp.zeros((1, 8), jnp.int32))
+    assert np.asarray(spans(*meetings(early, late, (4, 4), None))).tolist() == [[[0] * 4] * 2]
+    other = late._replace(documents=late.documents + 1)
+    assert np.asarray(spans(*meetings(other, early, (4, 4), None))).tolist() == [[[0] * 4] * 2]
+
+
+@pytest.mark.skipif(
+    not targets.gpu_compiler_is_here(),
+    reason="needs XLA's compiler for GPUs: make test-gpu-compiler",
+)
+@pytest.mark.parametrize("h", [64, 80, 128, 256])
+def test_flash_attention_compiles_for_h100(monkeypatch, h):
+    monkeypatch.undo()
+    jax.config.update("jax_enable_compilation_cache", False)
+    one = jax.sharding.SingleDeviceSharding(targets.gpus("h100")[0])
+    shapes = [((1, 1024, n, h), jnp.bfloat16) for n in (8, 2, 2)] + [((1, 1024), jnp.int32)]
+    given = [jax.ShapeDtypeStruct(*shape, sharding=one) for shape in shapes]
+
+    def loss(q, k, v, ids):
+        return jnp.sum(flash.flash_attention(q, k, v, ids, 300).astype(jnp.float32))
+
+    try:
+        text = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*given).compile().as_text()
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+    assert all(f'name = "flash_{kernel}"' in text for kernel in ("forward", "dq", "dkv"))
+    assert "1024,1024]" not in text
