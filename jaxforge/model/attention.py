@@ -126,10 +126,12 @@ class Attention(nnx.Module):
             q_BSHh, k_BSKh = turn(q_BSHh), turn(k_BSKh)
         if cache is None:
             attend: Callable[..., Array] = attend_over
+            kernel = runtime.attention
             if context_size() > 1:
                 attend = functools.partial(attend_in_context, runtime.context)
+                kernel = runtime.ring if runtime.context == "ring" else kernel
             y_BSHh = attend(
-                runtime.attention, plan.masks, kind.mask, q_BSHh, k_BSKh, v_BSKh,
+                kernel, plan.masks, kind.mask, q_BSHh, k_BSKh, v_BSKh,
                 context.segment_ids, context.positions, self.scoring, self._sinks(),
             )  # fmt: skip
         else:

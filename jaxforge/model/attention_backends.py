@@ -428,6 +428,11 @@ def choose(config: ModelConfig, at: KernelRequirements) -> Choice:
     return Choice(name)
 
 
+def choose_parts(at: KernelRequirements) -> str:
+    """The kernel of a ring's turns, a key of `partial_attention.PARTS`."""
+    return "tiles" if _triton_unsupported(at) else "triton"
+
+
 def _first(names: Sequence[str], at: KernelRequirements) -> Choice:
     """The first that serves, cuDNN's last of a GPU's own where documents are packed."""
     against = {name: BACKENDS[name].unsupported_reason(at) for name in names}

@@ -28,15 +28,16 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree, Shaped
 
 from jaxforge.model.attention_backends import SegmentIds, Sinks, attend_over, locally
+from jaxforge.model.flash_blocks import Tokens
 from jaxforge.model.masking import Mask, chunk_ids, chunk_of, window_of
 from jaxforge.model.partial_attention import (
+    PARTS,
+    Gradients,
     Keys,
     OfQueries,
     Part,
     Queries,
     Window,
-    attend_to_part,
-    gradients_of_part,
 )
 from jaxforge.model.scoring import Scoring
 from jaxforge.parallel import collectives
@@ -98,7 +99,7 @@ def attend_in_context(
 
     Args:
         way: "ulysses" or "ring".
-        name: the kernel, of "ulysses".
+        name: the kernel: for "ulysses" of all tokens, for "ring" of each turn.
         masks: as of `LayerPlan`.
         which: of them.
         q: queries.
@@ -119,7 +120,7 @@ def attend_in_context(
         if way == "ulysses":
             attend = functools.partial(attend_over, name, masks, one, scoring=scoring)
             return _ulysses(attend, q, k, v, segment_ids, sinks)
-        return _ring_over(masks, one, scoring, q, k, v, segment_ids, positions, sinks)
+        return _ring_over(name, masks, one, scoring, q, k, v, segment_ids, positions, sinks)
 
     return locally(local, q, k, v, (segment_ids, positions), sinks, *scalars)
 
@@ -148,6 +149,7 @@ def _ulysses(
 
 
 def _ring_over(
+    parts: str,
     masks: Sequence[Mask],
     which: int | Array,
     scoring: Scoring,
@@ -161,8 +163,8 @@ def _ring_over(
     window = window_of(masks, which)
     if (chunk := chunk_of(masks, which)) is not None:
         segment_ids = _chunks(chunk, segment_ids, *positions.shape)
-    of_tokens = _Tokens(positions, segment_ids)
-    return _ring(scoring, q, k, v, of_tokens, window, sinks).astype(q.dtype)
+    at = Tokens(positions, segment_ids)
+    return _ring(_Way(parts, scoring), q, k, v, at, window, sinks).astype(q.dtype)
 
 
 def _chunks(chunk: Array, segment_ids: SegmentIds, batch: int, length: int) -> Array:
@@ -176,26 +178,41 @@ def _chunks(chunk: Array, segment_ids: SegmentIds, batch: int, length: int) -> A
     return jax.lax.dynamic_slice_in_dim(spread(ids, "ring", devices), first, length, axis=1)
 
 
-class _Tokens(NamedTuple):
-    """Of which tokens queries and keys are: as of `partial_attention.Queries`."""
+class _Way(NamedTuple):
+    """What is known of a ring when it is compiled.
 
-    positions: Int[Array, "b s"]
-    segment_ids: Int[Array, "b s"] | None
+    Attributes:
+        parts: the kernel of each turn, a key of `PARTS`.
+        scoring: what becomes of products of queries and keys.
+    """
+
+    parts: str
+    scoring: Scoring
+
+    def attend(self, queries: Queries, keys: Keys, window: Window) -> Part:
+        """What queries get from the keys of one device."""
+        return PARTS[self.parts].attend(queries, keys, self.scoring, window)
+
+    def gradients(
+        self, queries: Queries, of_queries: OfQueries, keys: Keys, window: Window
+    ) -> Gradients:
+        """And what that adds to the gradients."""
+        return PARTS[self.parts].gradients(queries, of_queries, keys, self.scoring, window)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ring(
-    scoring: Scoring, q: Array, k: Array, v: Array, of_tokens: _Tokens, window: Window, sinks: Sinks
+    way: _Way, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
 ) -> Array:
-    return _go_round(scoring, q, k, v, of_tokens, window, sinks).o
+    return _go_round(way, q, k, v, at, window, sinks).o
 
 
 def _go_round(
-    scoring: Scoring, q: Array, k: Array, v: Array, of_tokens: _Tokens, window: Window, sinks: Sinks
+    way: _Way, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
 ) -> Part:
     """What this device's queries get from the keys of all; and from sinks, which have no value."""
-    queries, own = Queries(q, *of_tokens), Keys(k, v, *of_tokens)
-    attend = functools.partial(attend_to_part, queries, scoring=scoring, window=window)
+    queries, own = Queries(q, at), Keys(k, v, at)
+    attend = functools.partial(way.attend, queries, window=window)
 
     def turn(carry: tuple[Part, Keys], _: None) -> tuple[tuple[Part, Keys], None]:
         part, keys = carry
@@ -216,18 +233,18 @@ def _passed_on(x: PyTree) -> PyTree:
 
 
 def _ring_saving(
-    scoring: Scoring, q: Array, k: Array, v: Array, of_tokens: _Tokens, window: Window, sinks: Sinks
+    way: _Way, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
 ) -> tuple[Array, tuple[Any, ...]]:
-    part = _go_round(scoring, q, k, v, of_tokens, window, sinks)
-    return part.o, (q, k, v, of_tokens, window, sinks, part)
+    part = _go_round(way, q, k, v, at, window, sinks)
+    return part.o, (q, k, v, at, window, sinks, part)
 
 
-def _ring_back(scoring: Scoring, saved: tuple[Any, ...], d_o: Array) -> tuple[Any, ...]:
+def _ring_back(way: _Way, saved: tuple[Any, ...], d_o: Array) -> tuple[Any, ...]:
     """Keys go round again, and with them, a turn behind, what becomes their gradients."""
-    q, k, v, of_tokens, window, sinks, whole = saved
+    q, k, v, at, window, sinks, whole = saved
     delta = jnp.sum(whole.o * d_o, axis=-1)
-    queries, of_queries = Queries(q, *of_tokens), OfQueries(d_o, whole.lse, delta)
-    back = functools.partial(gradients_of_part, queries, of_queries, scoring=scoring, window=window)
+    queries, of_queries = Queries(q, at), OfQueries(d_o, whole.lse, delta)
+    back = functools.partial(way.gradients, queries, of_queries, window=window)
 
     def turn(carry: Any, _: None) -> Any:  # noqa: ANN401
         d_q, d_keys, keys = carry
@@ -236,7 +253,7 @@ def _ring_back(scoring: Scoring, saved: tuple[Any, ...], d_o: Array) -> tuple[An
         d_keys = jax.tree.map(jnp.add, d_arriving, (got.k, got.v))
         return (d_q + got.q, d_keys, arriving), None
 
-    got, own = back(Keys(k, v, *of_tokens)), Keys(k, v, *of_tokens)
+    got, own = back(Keys(k, v, at)), Keys(k, v, at)
     carry = got.q, (got.k, got.v), _passed_on(own)
     length = collectives.axis_size(_AXIS) - 1
     (d_q, d_keys, _), _ = jax.lax.scan(turn, carry, length=length)

@@ -11,13 +11,15 @@ Scores exist for a tile of queries and a tile of keys at a time. A tile is skipp
 it is visible: whatever says so, causality, a window, or packed documents.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxforge.model import masking
+from jaxforge.model import flash, masking
+from jaxforge.model.flash_blocks import Tokens
 from jaxforge.model.scoring import Scoring, soft_cap_slope
 
 _TILE = 512  # tokens of queries, and of keys, whose scores exist at a time
@@ -28,22 +30,25 @@ class Queries(NamedTuple):
 
     Attributes:
         q: their queries.
-        positions: where in their row they stand.
-        segment_ids: their documents; None: one a row.
+        at: where they are.
     """
 
     q: Float[Array, "b s heads h"]
-    positions: Int[Array, "b s"]
-    segment_ids: Int[Array, "b s"] | None
+    at: Tokens
 
 
 class Keys(NamedTuple):
-    """Some tokens that are looked at; as of `Queries`."""
+    """Some tokens that are looked at.
+
+    Attributes:
+        k: their keys.
+        v: their values.
+        at: where they are.
+    """
 
     k: Float[Array, "b t kv h"]
     v: Float[Array, "b t kv h"]
-    positions: Int[Array, "b t"]
-    segment_ids: Int[Array, "b t"] | None
+    at: Tokens
 
 
 class Part(NamedTuple):
@@ -162,8 +167,39 @@ def _in_place(queries: Queries) -> Queries:
     `lax.scan` moves what depends on no layer out of its loop over layers when that is
     differentiated: here, what is visible in all tiles at a time.
     """
-    return Queries(*jax.lax.optimization_barrier(tuple(queries)))
+    return jax.lax.optimization_barrier(queries)
 
+
+def _attend_by_flash(queries: Queries, keys: Keys, scoring: Scoring, window: Window) -> Part:
+    o, lse = flash.forward(
+        queries.q, keys.k, keys.v, queries.at, keys.at, window, scoring, dtype=jnp.float32
+    )  # fmt: skip
+    return Part(o, lse.swapaxes(1, 2))
+
+
+def _gradients_by_flash(
+    queries: Queries, of_queries: OfQueries, keys: Keys, scoring: Scoring, window: Window
+) -> Gradients:
+    lse, delta = (x.swapaxes(1, 2) for x in (of_queries.lse, of_queries.delta))
+    found = flash.backward(
+        queries.q, keys.k, keys.v, queries.at, keys.at, lse, delta, of_queries.d_o, window, scoring,
+        dtype=jnp.float32,
+    )  # fmt: skip
+    return Gradients(*found)
+
+
+class PartKernel(NamedTuple):
+    """Functions like `attend_to_part` and `gradients_of_part`."""
+
+    attend: Callable[[Queries, Keys, Scoring, Window], Part]
+    gradients: Callable[[Queries, OfQueries, Keys, Scoring, Window], Gradients]
+
+
+PARTS = {
+    "tiles": PartKernel(attend_to_part, gradients_of_part),
+    "triton": PartKernel(_attend_by_flash, _gradients_by_flash),
+}
+"""By name: anywhere, in plain XLA; on GPUs (`flash.py`)."""
 
 _NO_QUERY, _NO_KEY = -1, 2**31 - 1  # positions of padding: what sees nothing, what nothing sees
 
@@ -197,12 +233,13 @@ def _joined(tiles: T, length: int) -> T:
 
 def _may_see(queries: Queries, keys: Keys, window: Window) -> Bool[Array, ""]:
     """Whether any of these may see any of those, going by the least and largest of each row."""
-    (first_q, last_q), (first_k, last_k) = _range(queries.positions), _range(keys.positions)
+    looking, seen = queries.at, keys.at
+    (first_q, last_q), (first_k, last_k) = _range(looking.positions), _range(seen.positions)
     found = first_k <= last_q
     if window is not None:
         found &= first_q - last_k < window
-    if queries.segment_ids is not None and keys.segment_ids is not None:
-        (first_q, last_q), (first_k, last_k) = _range(queries.segment_ids), _range(keys.segment_ids)
+    if looking.documents is not None and seen.documents is not None:
+        (first_q, last_q), (first_k, last_k) = _range(looking.documents), _range(seen.documents)
         found &= (first_k <= last_q) & (first_q <= last_k)
     return jnp.any(found)
 
@@ -212,10 +249,10 @@ def _range(x_BS: Int[Array, "b s"]) -> tuple[Int[Array, "b"], Int[Array, "b"]]:
 
 
 def _visible(queries: Queries, keys: Keys, window: Window) -> Bool[Array, "b 1 1 s t"]:
-    at = queries.positions[:, :, None], keys.positions[:, None]
+    at = queries.at.positions[:, :, None], keys.at.positions[:, None]
     seen = masking.visible(*at, window)
-    if queries.segment_ids is not None and keys.segment_ids is not None:
-        seen &= queries.segment_ids[:, :, None] == keys.segment_ids[:, None]
+    if queries.at.documents is not None and keys.at.documents is not None:
+        seen &= queries.at.documents[:, :, None] == keys.at.documents[:, None]
     return seen[:, None, None]
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.rules import cp_strategy
-from jaxforge.model.attention_backends import KernelRequirements, choose
+from jaxforge.model.attention_backends import KernelRequirements, choose, choose_parts
 from jaxforge.model.grouped import ProductRequirements, choose_grouped
 from jaxforge.model.linear import FLOAT32
 
@@ -32,6 +32,7 @@ class Runtime(NamedTuple):
         reduce_dtype: dtype in which devices add up their gradients of matrices.
         context: how devices share a sequence, where they do: `distributed.cp_strategy`.
         why_attention: what speaks against the kernels that come before `attention` here.
+        ring: name of the kernel of a ring's turns in `partial_attention.PARTS`.
     """
 
     attention: str = "reference"
@@ -43,11 +44,12 @@ class Runtime(NamedTuple):
     reduce_dtype: jnp.dtype = FLOAT32
     context: str = "ulysses"
     why_attention: str = ""
+    ring: str = "tiles"
 
     def attention_of(self, devices: int) -> str:
         """Which attention runs where so many devices share a sequence, and why, for a reader."""
         if devices > 1 and self.context == "ring":
-            return f"ring of {devices}, tiles of scores"
+            return f"{self.ring}, ring of {devices}"
         name = self.attention + (f" ({self.why_attention})" if self.why_attention else "")
         return name if devices == 1 else f"{name}, ulysses over {devices}"
 
@@ -86,7 +88,7 @@ def runtime_for(
     attention, why = choose(m, at)
     runtime = Runtime(
         attention, save, grouped=grouped, reduce_dtype=sums, context=cp_strategy(config),
-        why_attention=why,
+        why_attention=why, ring=choose_parts(at),
     )  # fmt: skip
     if platform == "tpu":
         return runtime._replace(rope_as_matmul=True)

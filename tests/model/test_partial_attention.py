@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.model import partial_attention
+from jaxforge.model import flash, partial_attention
 from jaxforge.model.attention_backends import reference_attention
+from jaxforge.model.flash_blocks import Tokens
 from jaxforge.model.partial_attention import (
+    PARTS,
     Keys,
     OfQueries,
     Queries,
@@ -25,6 +27,7 @@ HALF = 10  # of the keys, in the first of two parts; the rest is no multiple of 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     monkeypatch.setattr(partial_attention, "_TILE", 4)
+    monkeypatch.setattr(flash, "_INTERPRET", True)
 
 
 @functools.cache
@@ -60,16 +63,18 @@ def whole(options):
 
 
 def queries(q, segment_ids=None):
-    return Queries(q, _positions(0, LENGTH), segment_ids)
+    return Queries(q, Tokens(_positions(0, LENGTH), segment_ids))
 
 
 def parts(k, v, segment_ids=None):
     """The keys in two parts."""
     ids = None if segment_ids is None else (segment_ids[:, :HALF], segment_ids[:, HALF:])
-    return [
-        Keys(k[:, cut], v[:, cut], _positions(cut.start, cut.stop), None if ids is None else ids[i])
-        for i, cut in enumerate((slice(0, HALF), slice(HALF, LENGTH)))
+    cuts = slice(0, HALF), slice(HALF, LENGTH)
+    at = [
+        Tokens(_positions(cut.start, cut.stop), None if ids is None else ids[i])
+        for i, cut in enumerate(cuts)
     ]
+    return [Keys(k[:, cut], v[:, cut], where) for cut, where in zip(cuts, at, strict=True)]
 
 
 def _positions(start, end):
@@ -82,13 +87,15 @@ def told(options):
     return options.get("scoring", Scoring()), window
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_two_parts_of_the_keys_are_the_whole(case):
-    options = CASES[case]
+@pytest.mark.parametrize(
+    ("name", "case"), [*(("tiles", case) for case in CASES), ("triton", "packed, window")]
+)
+def test_two_parts_of_the_keys_are_the_whole(name, case):
+    kernel, options = PARTS[name], CASES[case]
     (q, k, v, d_o), how = drawn(), told(options)
     looking = queries(q, options.get("segment_ids"))
     first, second = parts(k, v, options.get("segment_ids"))
-    got = attend_to_part(looking, first, *how).merged(attend_to_part(looking, second, *how))
+    got = kernel.attend(looking, first, *how).merged(kernel.attend(looking, second, *how))
     want, d_want = whole(options)
     np.testing.assert_allclose(got.o, want, atol=2e-6)
 
@@ -105,7 +112,7 @@ def test_two_parts_of_the_keys_are_the_whole(case):
 def test_who_sees_nothing_gets_nothing():
     q, k, v, d_o = drawn()
     looking = queries(q)
-    later = Keys(k, v, _positions(LENGTH, 2 * LENGTH), None)
+    later = Keys(k, v, Tokens(_positions(LENGTH, 2 * LENGTH)))
     part = attend_to_part(looking, later, Scoring(), None)
     assert (part.o == 0).all()
     assert (part.lse == -jnp.inf).all()
@@ -133,7 +140,7 @@ def test_tiles_of_which_nothing_is_visible_are_left_out(documents_of, window, ti
     q, k, v, _ = drawn()
     ids = jnp.broadcast_to(jnp.arange(LENGTH) // documents_of, (ROWS, LENGTH))
     window = None if window is None else jnp.int32(window)
-    keys = Keys(k, v, _positions(0, LENGTH), ids)
+    keys = Keys(k, v, Tokens(_positions(0, LENGTH), ids))
     jax.block_until_ready(attend_to_part(queries(q, ids), keys, Scoring(), window))
     jax.effects_barrier()
     assert len(counted) == tiles

@@ -48,7 +48,8 @@ LINES = {
               '%spans, %rows, %keys, %keys, %at, %rows), custom_call_target='
               '"__gpu$xla.gpu.triton", metadata={op_name="jit(step)/flash_dkv/pallas_call"}, '
               'backend_config={grid_x = 32 : i32, ir = "ML\\EFR(\\00", name = "flash_dkv"}',
-    "splash": '%splash_mha_dkv = (f32[8,128]{1,0}, bf16[8,128,64]{2,1,0}) custom-call(%k, %k, %k), '
+    "splash": '%splash_mha_dkv = (f32[8,128]{1,0}, bf16[8,128,64]{2,1,0}) custom-call(%masks, '
+              '%masks, %k, %k, %k), '
               'custom_call_target="tpu_custom_call"',
     "gmm": '%gmm = bf16[64,128]{1,0} custom-call(%x, %experts), '
            'custom_call_target="tpu_custom_call"',
@@ -62,6 +63,7 @@ MORE = """  %one = f32[1,16,256]{2,1,0} parameter(6)
   %rows = bf16[2,128,8,64]{3,2,1,0} parameter(9)
   %keys = bf16[2,96,2,64]{3,2,1,0} parameter(10)
   %at = s32[2,128]{1,0} parameter(11)
+  %masks = s8[1,64,64]{2,1,0} parameter(12)
 """
 
 
