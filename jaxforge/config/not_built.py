@@ -34,8 +34,6 @@ def _among(*values: str) -> Callable[[Any], bool]:
 
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
-    NotBuilt("train.mixed_precision", _among("fp8"), "8-bit training", "bf16"),
-    NotBuilt("train.mixed_precision", _among("fp16"), "loss scaling", "bf16"),
 )
 """The list to shorten: building a feature deletes its line."""
 
