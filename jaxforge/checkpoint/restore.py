@@ -164,6 +164,8 @@ def start_from(
 
 def _at(state: TrainState, progress: Progress) -> TrainState:
     """The state as of another place in the run."""
-    place = jnp.asarray(progress.step, state.step.dtype), GuardState.fresh(progress.skipped)
+    scales_loss = state.guard.loss_scale is not None
+    guard = GuardState.fresh(progress.skipped, scales_loss=scales_loss)
+    place = jnp.asarray(progress.step, state.step.dtype), guard
     step, guard = jax.device_put(place, state.step.sharding)
     return with_counts(dataclasses.replace(state, step=step, guard=guard), progress)

@@ -143,6 +143,11 @@ class Model:
         found = nnx.state(self._declare(jax.random.key(0)), Untrained)
         return self._stacked(nnx.to_pure_dict(found))
 
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients would vanish in the range of the dtype, if the loss were not scaled."""
+        return self.dtype == jnp.float16
+
     def next_state(self, state: Params, stats: Params, progress: Float[Array, ""]) -> Params:
         """What is not trained, after an update.
 
