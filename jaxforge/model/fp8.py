@@ -165,7 +165,17 @@ def affine(
 
 def amax(x: Float[Array, "..."], **by: Any) -> Float[Array, "..."]:  # noqa: ANN401
     """Max |x|, float32; `by` is as of `jnp.max`."""
-    return jnp.max(jnp.abs(x), **by).astype(jnp.float32)
+    return jnp.max(jnp.abs(_exactly(x)), **by)
+
+
+def _exactly(x: Array) -> Array:
+    """In float32, the values of its own dtype: XLA may have kept more digits of them.
+
+    What is then rounded to 8 bits would depend on what else is fused with it.
+    """
+    info = jnp.finfo(x.dtype)
+    wide = x.astype(jnp.float32)
+    return wide if x.dtype == jnp.float32 else jax.lax.reduce_precision(wide, info.nexp, info.nmant)
 
 
 def power_of_two_scale(amax: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
@@ -178,7 +188,7 @@ def power_of_two_scale(amax: Float[Array, "..."], dtype: jnp.dtype) -> Float[Arr
 def rounded(x: Array, dtype: jnp.dtype, scale: Float[Array, "..."]) -> Array:
     """X times a scale in 8 bits; what is too large becomes the largest, NaN stays."""
     largest = float(jnp.finfo(dtype).max)
-    return jnp.clip(x.astype(jnp.float32) * scale, -largest, largest).astype(dtype)
+    return jnp.clip(_exactly(x) * scale, -largest, largest).astype(dtype)
 
 
 def by_tensor(x: Array, dtype: jnp.dtype, seen: Float[Array, ""] | None = None) -> Scaled:

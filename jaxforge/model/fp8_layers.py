@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from jaxforge.config.model import LAYERS, ModelConfig
 from jaxforge.config.train import TrainConfig
+from jaxforge.errors import UserError
 from jaxforge.model import fp8
 from jaxforge.model.linear import Declare, Linear
 from jaxforge.model.plan import LayerPlan
@@ -23,6 +24,9 @@ from jaxforge.side import Max
 
 Params = dict[str, Any]
 """As of `model.transformer`."""
+
+
+_ADA = (8, 9)  # the first compute capability with products in 8 bits
 
 
 class Recipe(NamedTuple):
@@ -85,6 +89,31 @@ def convert(module: nnx.Module, config: ModelConfig, recipe: Recipe, declare: De
 
 def _is_excluded(name: str, recipe: Recipe) -> bool:
     return any(part in name for part in recipe.exclude)
+
+
+def how_multiplied(recipe: Recipe, platform: str, capability: str | None, kind: str) -> str:
+    """What a platform makes of products in 8 bits, for the log.
+
+    Args:
+        recipe: of the run.
+        platform: "cpu", "gpu" or "tpu".
+        capability: compute capability of a GPU; None: not known.
+        kind: what JAX calls the device.
+
+    Raises:
+        UserError: a GPU that does not know the formats.
+    """
+    if platform == "gpu" and capability and tuple(map(int, capability.split("."))) < _ADA:
+        raise UserError(
+            f'train.mixed_precision = "fp8" needs GPUs that multiply in 8 bits, of compute '
+            f'capability 8.9 or more (Ada, Hopper, Blackwell), not {capability}: use "bf16"'
+        )
+    scales = f"fp8, scaled by {recipe.scaling}"
+    if recipe.scaling == "block":
+        return f"{scales}; rounded to 8 bits, multiplied in bf16"
+    if platform == "gpu" or (platform == "tpu" and "7" in kind):
+        return f"{scales}; multiplied in 8 bits"
+    return f"{scales}; emulated: this device does not multiply in 8 bits"
 
 
 def nothing_seen(names: Iterable[str]) -> dict[str, Max]:

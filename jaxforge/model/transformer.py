@@ -396,6 +396,8 @@ def build_model(
     stack = Stack(config.model.n_layers, d.pp, d.chunks)
     build = MODELS[config.model.model_type]
     recipe = fp8_layers.Recipe.of(t)
+    if recipe is not None:
+        fp8_layers.how_multiplied(recipe, platform, capability, "")
     return build(config.model, dtype=dtype, param_dtype=jnp.dtype(t.param_dtype), runtime=runtime,
                  stack=stack, **({} if recipe is None else {"recipe": recipe}))  # fmt: skip
 
