@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxforge import storage
-from jaxforge.checkpoint.layout import is_of_precision
-from jaxforge.checkpoint.paths import find
+from jaxforge.checkpoint.paths import find, is_of_precision
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import StorageError, UserError

@@ -22,8 +22,8 @@ import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import PyTree
 
+from jaxforge.checkpoint.paths import is_of_precision
 from jaxforge.config.model import EXPERTS, LAYERS
-from jaxforge.model.fp8 import HISTORIES
 from jaxforge.model.transformer import Params, join
 from jaxforge.parallel.sharding import Axes
 from jaxforge.state.guard_state import GuardState
@@ -45,14 +45,6 @@ def to_tree(state: TrainState) -> Tree:
 def model_tree(params: Params, model_state: Params) -> Tree:
     """The part of the state that is the model."""
     return {"params": params, **({"model_state": model_state} if model_state else {})}
-
-
-def is_of_precision(name: str) -> bool:
-    """Whether an array, by its name with dots, is there in some `train.mixed_precision` alone.
-
-    Runs may change that: they begin with zeros for it, or go on without.
-    """
-    return name.startswith("guard.loss_scale") or name.endswith(HISTORIES)
 
 
 def common(wanted: Tree, saved: Tree) -> Tree:

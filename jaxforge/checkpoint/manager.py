@@ -24,7 +24,14 @@ from orbax.checkpoint import checkpoint_managers as policies
 from jaxforge import storage
 from jaxforge.checkpoint import layout, orbax_buckets  # noqa: F401 (teaches Orbax)
 from jaxforge.checkpoint.checksums import ChecksumsHandler, ChecksumsSave, begin, check
-from jaxforge.checkpoint.paths import PREFIX, SUBDIRECTORY, check_ours, check_path, is_whole
+from jaxforge.checkpoint.paths import (
+    PREFIX,
+    SUBDIRECTORY,
+    check_ours,
+    check_path,
+    is_of_precision,
+    is_whole,
+)
 from jaxforge.checkpoint.relayout import by_layer
 from jaxforge.checkpoint.save_policy import milestones
 from jaxforge.config.checkpoint import CheckpointConfig
@@ -268,7 +275,7 @@ class Checkpoints:
     def _check_fits(self, wanted: PyTree, saved_tree: PyTree, step: int) -> None:
         """Names the first array that differs, before Orbax fails on it in its own words."""
         saved, shapes = (_shapes(layout.variables(tree)) for tree in (saved_tree, wanted))
-        spare = {name for name in saved.keys() - shapes.keys() if layout.is_of_precision(name)}
+        spare = {name for name in saved.keys() - shapes.keys() if is_of_precision(name)}
         for name in sorted((shapes.keys() | saved.keys()) - spare):
             want, have = shapes.get(name, "absent"), saved.get(name, "absent")
             if want != have:

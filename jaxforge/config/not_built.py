@@ -29,10 +29,6 @@ def _other_than(value: object) -> Callable[[Any], bool]:
     return lambda given: given != value
 
 
-def _among(*values: str) -> Callable[[Any], bool]:
-    return lambda value: value in values
-
-
 NOT_BUILT: tuple[NotBuilt, ...] = (
 )
 """The list to shorten: building a feature deletes its line."""

@@ -444,8 +444,8 @@ def fp8_has_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
             f"train.num_layers_at_start_in_bf16 + num_layers_at_end_in_bf16 = {start} + {end} "
             f'leave none of model.n_layers = {layers} for train.mixed_precision = "fp8"',
             (
-                {"train.num_layers_at_start_in_bf16": 0, "train.num_layers_at_end_in_bf16": 0},
-                {"train.mixed_precision": "bf16"},
+                ({"train.num_layers_at_start_in_bf16": 0, "train.num_layers_at_end_in_bf16": 0},),
+                one("train.mixed_precision", "bf16"),
             ),
         )
 

@@ -165,8 +165,8 @@ class TrainConfig(Section):
     def _loss_scale_problems(self) -> Iterator[str]:
         if self.param_dtype == "float16":
             yield (
-                'mixed_precision = "fp16" needs param_dtype = "float32", not "float16": small '
-                "updates would be lost in the parameters"
+                'mixed_precision = "fp16" with param_dtype = "float16" would lose small updates in '
+                'the parameters: change param_dtype to "float32"'
             )
         if self.initial_loss_scale < self.min_loss_scale:
             yield (

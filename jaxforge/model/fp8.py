@@ -42,8 +42,6 @@ from jaxforge.side import Max
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 BLOCK = 128
-HISTORIES = ("input_amax_history", "weight_amax_history")
-"""What delayed scales go by, [layers, fp8_amax_history_len] of each: untrained state."""
 _LEAST_AMAX = 2.0**-64  # of zeros, and what is next to nothing
 
 
@@ -158,7 +156,8 @@ def affine(
     assert scope is not None
     if scope.tells:
         seen = jnp.stack([amax(x_TI), amax(weight_OI.astype(x_TI.dtype))])
-        scope.told[fp8.name] = Max(jax.lax.stop_gradient(seen))
+        seen = jnp.where(scope.is_on, jax.lax.stop_gradient(seen), 0)
+        scope.told[fp8.name] = Max(seen)
     switch = None if scope.is_on is True else scope.is_on
     return _affine(fp8, switch, x_TI, weight_OI, bias_O, amaxes)
 

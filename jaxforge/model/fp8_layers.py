@@ -14,7 +14,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float
 
-from jaxforge.config.model import LAYERS, ModelConfig
+from jaxforge.config.model import AMAX_HISTORIES, LAYERS, ModelConfig
 from jaxforge.config.train import TrainConfig
 from jaxforge.errors import UserError
 from jaxforge.model import fp8
@@ -79,7 +79,7 @@ def convert(module: nnx.Module, config: ModelConfig, recipe: Recipe, declare: De
             linear.fp8 = fp8.Fp8(name, recipe.scaling, linear.axes, sums, regathers)
             if recipe.scaling == "delayed":
                 stacked = declare._replace(layers=len(rows))
-                for history in fp8.HISTORIES:
+                for history in AMAX_HISTORIES:
                     zeros = stacked.untrained(
                         (recipe.amax_history_len,), (None,), jax.nn.initializers.zeros
                     )
@@ -137,7 +137,7 @@ def next_histories(
     for stack, layers in config.stacks.items():
         for name, seen in told.items():
             rows = seen.value if stack == LAYERS else seen.value[jnp.array(layers)]
-            for i, history in enumerate(fp8.HISTORIES):
+            for i, history in enumerate(AMAX_HISTORIES):
                 path = (stack, *name.split("."), history)
                 if path in kept:
                     kept[path] = _pushed(kept[path], rows[:, i])

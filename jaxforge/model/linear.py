@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxforge.config.model import EXPERTS, LAYERS
+from jaxforge.config.model import AMAX_HISTORIES, EXPERTS, LAYERS
 from jaxforge.model import fp8
 from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import (
@@ -137,7 +137,7 @@ class Linear(nnx.Module):
         """The largest of the last updates, where scales go by those."""
         if not hasattr(self, "input_amax_history"):
             return None
-        return fp8.Amaxes(*(jnp.max(getattr(self, name)[...]) for name in fp8.HISTORIES))
+        return fp8.Amaxes(*(jnp.max(getattr(self, name)[...]) for name in AMAX_HISTORIES))
 
 
 def affine(

@@ -12,53 +12,46 @@ from jaxforge.step.train_step import Controls
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 
-ALL_LAYERS = {"num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 0}
 
 
-def config(scaling="delayed", distributed=None, **train):
+def config(distributed=None, n_layers=2, **train):
+    """The first layer stays in bf16: in a pipeline stages differ in that."""
     d = {"dp_shard": 1, **(distributed or {})}
     batch = 4 // (d["dp_shard"] * d.get("dp_replicate", 1))
     return tiny_config(
-        model={"n_layers": 3},
-        train={"mixed_precision": "fp8", "fp8_scaling": scaling, "fp8_amax_history_len": 3,
+        model={"n_layers": n_layers},
+        train={"mixed_precision": "fp8", "fp8_scaling": "delayed", "fp8_amax_history_len": 3,
+               "num_layers_at_start_in_bf16": n_layers - 1, "num_layers_at_end_in_bf16": 0,
                "grad_accum_steps": 2, "batch_size": batch, **train},
         distributed=d,
+        optimizer={"lr": 0.1},
     )  # fmt: skip
 
 
 @functools.cache
-def single_device(scaling):
-    # Computed again as in a pipeline: XLA keeps no more digits than bf16 has (docs/precision.md).
-    ours = setup(config(scaling, activation_checkpointing="full"))
+def single_device():
+    ours = setup(config())
     return ours.run(ours.state(), random_batches(ours.config, 2))
 
 
 MESHES = [
-    ({"tp": 2, "dp_shard": 2}, "update", "delayed"),
-    ({"tp": 2, "dp_shard": 2}, "microbatch", "delayed"),
-    ({"tp": 2, "dp_shard": 2}, "microbatch", "block"),
-    ({"pp": 3, "tp": 2}, "microbatch", "delayed"),
+    ({"tp": 2, "dp_shard": 2}, "update"),
+    ({"tp": 2, "dp_shard": 2}, "microbatch"),
+    ({"pp": 2, "tp": 2}, "microbatch"),
 ]
 
 
-@pytest.mark.parametrize(("mesh", "grad_sync", "scaling"), MESHES, ids=str)
-def test_losses_and_histories_do_not_depend_on_the_mesh(mesh, grad_sync, scaling):
-    """First and last layer stay in bf16: in a pipeline stages differ in that."""
-    more = {"grad_accum_steps": 3, "batch_size": 4} if "pp" in mesh else {}
-    ours = setup(config(scaling, mesh, grad_sync=grad_sync, **more))
-    batches = random_batches(ours.config, 2)
-    if more:
-        one = setup(config(scaling, activation_checkpointing="full", **more))
-        want_state, want = one.run(one.state(), batches)
-    else:
-        want_state, want = single_device(scaling)
-    state, metrics = ours.run(ours.state(), batches)
+@pytest.mark.parametrize(("mesh", "grad_sync"), MESHES, ids=str)
+def test_losses_and_histories_do_not_depend_on_the_mesh(mesh, grad_sync):
+    ours = setup(config(mesh, grad_sync=grad_sync))
+    want_state, want = single_device()
+    state, metrics = ours.run(ours.state(), random_batches(ours.config, 2))
     np.testing.assert_allclose(metrics["loss"], want["loss"], rtol=2e-5)
     np.testing.assert_allclose(metrics["grad_norm"], want["grad_norm"], rtol=5e-3)
     for found, wanted in zip(
         jax.tree.leaves(state.model_state), jax.tree.leaves(want_state.model_state), strict=True
     ):
-        np.testing.assert_allclose(found, wanted, rtol=2**-7)
+        np.testing.assert_allclose(found, wanted, rtol=2**-5)  # a few of bf16
     is_kept = [np.asarray(leaf)[1, :2].all() for leaf in jax.tree.leaves(state.model_state)]
     assert all(is_kept)
 
@@ -77,7 +70,7 @@ def amax_of_inputs(params, batch):
 
 def test_histories_follow_good_steps_and_forget_the_oldest():
     """Six steps of two microbatches, against plain lists; the fourth has a NaN."""
-    ours = setup(config(**ALL_LAYERS))
+    ours = setup(config(n_layers=1))
     state, inputs, weights = ours.state(), [0.0] * 3, [0.0] * 3
     for number, batch in enumerate(random_batches(ours.config, 6)):
         params = jax.device_get(state.params)
@@ -90,7 +83,7 @@ def test_histories_follow_good_steps_and_forget_the_oldest():
             })  # fmt: skip
         else:
             inputs = [amax_of_inputs(params, batch), *inputs[:2]]
-            q = params["layers"]["attention"]["q_proj"]["weight"][1]
+            q = params["layers"]["attention"]["q_proj"]["weight"][0]
             weights = [np.abs(in_bf16(q)).max(), *weights[:2]]
         with jax.set_mesh(ours.mesh):
             state, metrics = ours.step(state, ours.put(batch), Controls())
@@ -99,6 +92,6 @@ def test_histories_follow_good_steps_and_forget_the_oldest():
             state = state.__class__(**{**vars(state), "params": jax.device_put(params)})
         linear = state.model_state["layers"]["attention"]["q_proj"]
         np.testing.assert_allclose(linear["input_amax_history"][0], inputs, rtol=2**-7)
-        np.testing.assert_array_equal(linear["weight_amax_history"][1], weights)
+        np.testing.assert_array_equal(linear["weight_amax_history"][0], weights)
     assert all(weights)
     assert weights[0] != weights[1]
