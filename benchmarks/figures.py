@@ -240,7 +240,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
 }
 """What a page may name."""
 SHOWN = {"remat-cpu", "pipeline-cpu", "pipeline-tpu", "kernels-cpu", "faults-cpu", "gpu_aot-h100",
-         "experts_aot-tpu", "plan-none", "scaling-none", "kempnerforge_plans-none", "precision-cpu"}  # fmt: skip
+         "experts_aot-tpu", "plan-none", "scaling-none", "kempnerforge_plans-none",
+         "precision-cpu"}  # fmt: skip
 """Results with tables of their own."""
 
 

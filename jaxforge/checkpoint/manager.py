@@ -203,7 +203,8 @@ class Checkpoints:
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.PyTreeRestore(
-                        tree, restore_args=restore_args,
+                        tree,
+                        restore_args=restore_args,
                         partial_restore=layout.has_spare(tree, saved),
                     ),
                     progress=ocp.args.JsonRestore(),

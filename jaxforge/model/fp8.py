@@ -255,6 +255,8 @@ def _with_bias(y: Array, bias: Array | None) -> Array:
 def _backward(fp8: Fp8, x: Operand, weight: Operand, d_y: Array) -> tuple[Array, Array]:
     """The gradients of x and W; for blocks, x as it came."""
     sums = jnp.promote_types(fp8.sums, d_y.dtype)
+    d_rows: Operand
+    d_columns: Operand
     if fp8.scaling == "block":
         d_rows, d_columns = by_blocks(d_y, E4M3, 1, BLOCK), by_blocks(d_y, E4M3, BLOCK, 1)
         x = by_blocks(jnp.asarray(x), E4M3, BLOCK, 1)
@@ -315,7 +317,7 @@ def _saving(
 def _back(
     fp8: Fp8, saved: tuple[Any, ...], d_y: Array
 ) -> tuple[None, Array, Array, Array | None, None]:
-    switch, x, weight, like, bias, amaxes = saved
+    switch, x, weight, like, bias, amaxes = saved  # x and weight may be `Scaled`
     if switch is not None:
 
         def in_8_bits(x: Array, weight: Array, d_y: Array) -> tuple[Array, Array]:

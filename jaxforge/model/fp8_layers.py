@@ -121,9 +121,7 @@ def nothing_seen(names: Iterable[str]) -> dict[str, Max]:
     return {name: Max(jnp.zeros(2)) for name in names}
 
 
-def next_histories(
-    config: ModelConfig, state: Params, told: dict[str, Max]
-) -> Params:
+def next_histories(config: ModelConfig, state: Params, told: dict[str, Max]) -> Params:
     """The histories after an update: the newest amax first, the oldest forgotten.
 
     One that is not finite is forgotten at once: it would be the largest for a long time.

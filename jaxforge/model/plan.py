@@ -44,7 +44,7 @@ class LayerKind(NamedTuple):
 
     mask: int | Int[Array, "..."]
     rope: int | Int[Array, "..."]
-    in_bf16: bool | Bool[Array, "..."] | None = None
+    in_bf16: bool | Bool[Array, "..."] | Bool[np.ndarray, "..."] | None = None
 
 
 class LayerPlan(NamedTuple):

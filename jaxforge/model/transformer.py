@@ -332,9 +332,7 @@ class Model:
             x_BSD, out = one(x_BSD, context, cache)
         if tells:
             amax = {**fp8_layers.nothing_seen(self._in_8_bits), **told}
-            out = out._replace(
-                side=out.side._replace(stats={**out.side.stats, "amax": amax})
-            )
+            out = out._replace(side=out.side._replace(stats={**out.side.stats, "amax": amax}))
         return x_BSD, out
 
     def final_norm(self, params: Params, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:

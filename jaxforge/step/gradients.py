@@ -277,9 +277,7 @@ def unscaled(grads: Params, loss: Loss, scale: Array | None) -> tuple[Params, Lo
     return jax.tree.map(lambda grad: grad / scale, grads), loss._replace(side=side)
 
 
-def _reduced_once(
-    model: Model, config: TrainConfig, mesh: Mesh, add_up: AddUp
-) -> Gradients:
+def _reduced_once(model: Model, config: TrainConfig, mesh: Mesh, add_up: AddUp) -> Gradients:
     """`grad_sync = "update"`: device groups do not communicate while they accumulate.
 
     The data axes are taken from the partitioner; tp stays with it.

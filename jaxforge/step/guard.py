@@ -19,8 +19,8 @@ that format; gradients are divided by it before anybody looks at them. What torc
 does is a part of the judgement here:
 
     overflow   the loss is finite, and the gradient norm is not: the update is not applied, and the
-               scale is multiplied by loss_scale_backoff_factor. That is no bad step and ends no run,
-               unless the scale is at min_loss_scale already: then the step is "not finite"
+               scale is multiplied by loss_scale_backoff_factor. That is no bad step and ends no
+               run, unless the scale is at min_loss_scale already: then the step is "not finite"
 
 loss_scale_window steps in a row without one, and the scale grows by loss_scale_growth_factor.
 """
@@ -84,9 +84,7 @@ class Guard:
         """What the loss of a step is multiplied by; None: nothing."""
         if state.loss_scale is None:
             return None
-        return jnp.where(
-            state.loss_scale > 0, state.loss_scale, self._config.initial_loss_scale
-        )
+        return jnp.where(state.loss_scale > 0, state.loss_scale, self._config.initial_loss_scale)
 
     def _judge_scaled(
         self,
@@ -98,6 +96,7 @@ class Guard:
         """`judge`, which does not judge a step that the scale was too large for."""
         config, scale = self._config, self.loss_scale(state)
         assert scale is not None
+        assert state.loss_scale_tracker is not None
         overflow = jnp.asarray(apply) & jnp.isfinite(loss) & ~jnp.isfinite(grad_norm)
         smaller = jnp.maximum(scale * config.loss_scale_backoff_factor, config.min_loss_scale)
         lowered = overflow & (smaller < scale)

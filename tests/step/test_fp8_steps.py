@@ -13,7 +13,6 @@ from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 
 
-
 def config(distributed=None, n_layers=2, **train):
     """The first layer stays in bf16: in a pipeline stages differ in that."""
     d = {"dp_shard": 1, **(distributed or {})}

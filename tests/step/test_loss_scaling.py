@@ -80,7 +80,7 @@ def save(ours, path, state):
 
 
 def test_a_run_skips_recovers_and_resumes_bit_for_bit(tmp_path):
-    """A scale at which gradients overflow: it comes down, the run learns, and a restart is exact."""
+    """From a scale at which gradients overflow: it comes down, and a restart is exact."""
     ours = fp16(initial_loss_scale=2.0**26)
     batches = random_batches(ours.config, 12)
     before = jax.device_get(ours.state().params)
