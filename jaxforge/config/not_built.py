@@ -21,17 +21,8 @@ class NotBuilt(NamedTuple):
     """What to set for now."""
 
 
-def _more_than(limit: int) -> Callable[[Any], bool]:
-    return lambda value: value > limit
-
-
-def _other_than(value: object) -> Callable[[Any], bool]:
-    return lambda given: given != value
-
-
-NOT_BUILT: tuple[NotBuilt, ...] = (
-)
-"""The list to shorten: building a feature deletes its line."""
+NOT_BUILT: tuple[NotBuilt, ...] = ()
+"""The list to shorten: building a feature deletes its line. All is built that the schema knows."""
 
 
 def not_built_yet(config: JobConfig) -> Iterator[str]:
