@@ -204,6 +204,11 @@ def kempnerforge() -> str:
     return _whole("kempnerforge_plans-none")
 
 
+def precision() -> str:
+    """The quickstart in every precision."""
+    return _whole("precision-cpu")
+
+
 def _whole(name: str) -> str:
     found = result(name)
     head = list(dict.fromkeys(key for row in found["rows"] for key in row))
@@ -231,10 +236,12 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "scaling": scaling,
     "kempnerforge": kempnerforge,
     "drill": drill,
+    "precision": precision,
 }
 """What a page may name."""
 SHOWN = {"remat-cpu", "pipeline-cpu", "pipeline-tpu", "kernels-cpu", "faults-cpu", "gpu_aot-h100",
-         "experts_aot-tpu", "plan-none", "scaling-none", "kempnerforge_plans-none"}  # fmt: skip
+         "experts_aot-tpu", "plan-none", "scaling-none", "kempnerforge_plans-none",
+         "precision-cpu"}  # fmt: skip
 """Results with tables of their own."""
 
 

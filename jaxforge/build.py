@@ -25,6 +25,8 @@ from jaxforge.data.mixture import Segment
 from jaxforge.health.actions import open_actions
 from jaxforge.health.attribution import Attribution, make_row_losses
 from jaxforge.health.watchdog import Watchdog
+from jaxforge.model.fp8_layers import how_multiplied
+from jaxforge.model.runtime import gpu_capability
 from jaxforge.model.transformer import (
     Model,
     active_parameter_count,
@@ -283,6 +285,7 @@ def _announce(
         "step": f"{samples} sequences x {t.seq_len} tokens = {samples * t.seq_len:,} tokens, "
         f"in {t.grad_accum_steps} microbatch(es); gradients reduced per {sync.mode}{schedule}",
         "gradients": sync.why,
+        "products": _products(model, device),
         "kernels": f"attention: {model.runtime.attention_of(mesh.shape['cp'])}, "
         f"loss: {t.loss_fn}, "
         f"{f'experts: {model.runtime.grouped}, ' if m.is_moe else ''}"
@@ -295,6 +298,14 @@ def _announce(
     }
     if jax.process_index() == 0:
         banner(console, {name: row for name, row in rows.items() if row})
+
+
+def _products(model: Model, device: jax.Device) -> str:
+    """What the banner says of products in 8 bits; nothing where there are none."""
+    if model.recipe is None:
+        return ""
+    capability = gpu_capability(device)
+    return how_multiplied(model.recipe, device.platform, capability, device.device_kind)
 
 
 def _experts(model: Model) -> str:

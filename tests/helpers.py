@@ -68,6 +68,7 @@ class Setup:
             config.model.model_dump_json(), config.optimizer.model_dump_json(),
             config.train.param_dtype, config.train.seed,
             config.distributed.pp, config.distributed.pp_schedule,
+            self.model.scales_loss, self.model.recipe,
         )  # fmt: skip
         if key not in _BEGUN:
             stack = functools.partial(jax.tree.map, self.model.stack.stack)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxforge import storage
-from jaxforge.checkpoint.paths import find
+from jaxforge.checkpoint.paths import find, is_of_precision
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import StorageError, UserError
@@ -72,6 +72,8 @@ def open_orbax(path: Path) -> tuple[CheckpointState, JobConfig]:
     scalars, guard = {}, {}
     for name, leaf in leaves.items():
         section, _, rest = name.partition(".")
+        if is_of_precision(name):  # what no other framework knows, and a run may begin anew
+            continue
         if section == "params":
             params |= stacking.split(rest, leaf)
         elif section == "model_state":

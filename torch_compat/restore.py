@@ -64,19 +64,25 @@ class Foreign:
             name: _scalar(value, tree["optimizer"][name])
             for name, value in self.checkpoint.scalars.items()
         }
-        guard = jax.tree.map(_scalar, GuardState.fresh(progress.skipped), like.guard)
+        scales_loss = like.guard.loss_scale is not None
+        fresh = GuardState.fresh(progress.skipped, scales_loss=scales_loss)
+        guard = jax.tree.map(_scalar, fresh, like.guard)
         tree = {
             "step": _scalar(progress.step, like.step),
             **self.restore_model(layout.model_tree(like.params, like.model_state)),
             "optimizer": {**fields, **scalars},
-            "guard": guard._asdict(),
+            "guard": {name: leaf for name, leaf in guard._asdict().items() if leaf is not None},
         }
         return with_counts(layout.from_tree(tree, like), progress), progress
 
     def restore_model(self, like: PyTree) -> PyTree:
         """What it has of the model's part of the state (`layout.model_tree`)."""
         parts = {"params": self.checkpoint.params, "model_state": self.checkpoint.model_state}
-        return {name: self._arrays(part, like[name]) for name, part in parts.items() if part}
+        wanted = layout.common(like, {name: self._joined(part) for name, part in parts.items()})
+        return {name: self._arrays(part, wanted[name]) for name, part in parts.items() if part}
+
+    def _joined(self, entries: Tensors) -> PyTree:
+        return unflatten_dict(self.stacking.join(entries), sep=".")
 
     def _arrays(self, entries: Tensors, like: PyTree) -> PyTree:
         leaves = self.stacking.join(entries)

@@ -12,13 +12,17 @@ The counts of samples and tokens are in `progress`, the JSON beside the arrays.
 Nothing here depends on how the optimizer is chained, and no Python class is needed to read it.
 """
 
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import PyTree
 
+from jaxforge.checkpoint.paths import is_of_precision
 from jaxforge.config.model import EXPERTS, LAYERS
 from jaxforge.model.transformer import Params, join
 from jaxforge.parallel.sharding import Axes
@@ -34,7 +38,7 @@ def to_tree(state: TrainState) -> Tree:
         "step": state.step,
         **model_tree(state.params, state.model_state),
         "optimizer": _fields(state.opt_state),
-        "guard": state.guard._asdict(),
+        "guard": {name: leaf for name, leaf in state.guard._asdict().items() if leaf is not None},
     }
 
 
@@ -43,13 +47,43 @@ def model_tree(params: Params, model_state: Params) -> Tree:
     return {"params": params, **({"model_state": model_state} if model_state else {})}
 
 
+def common(wanted: Tree, saved: Tree) -> Tree:
+    """What is wanted, less the arrays of a precision that were not saved."""
+    there, flat = flatten_dict(saved, sep="."), flatten_dict(wanted, sep=".")
+    kept = {k: leaf for k, leaf in flat.items() if k in there or not is_of_precision(k)}
+    return wanted if len(kept) == len(flat) else unflatten_dict(kept, sep=".")
+
+
+def has_spare(wanted: Tree, saved: Tree) -> bool:
+    """Whether arrays of a precision were saved that nobody wants."""
+    spare = flatten_dict(saved, sep=".").keys() - flatten_dict(wanted, sep=".").keys()
+    return any(map(is_of_precision, spare))
+
+
+def completed(tree: Tree, wanted: Tree) -> Tree:
+    """A tree with zeros for the wanted arrays of a precision that it lacks."""
+    flat = flatten_dict(tree, sep=".")
+    zeros = {
+        name: jax.jit(
+            functools.partial(jnp.zeros, leaf.shape, leaf.dtype), out_shardings=leaf.sharding
+        )()
+        for name, leaf in flatten_dict(wanted, sep=".").items()
+        if is_of_precision(name) and name not in flat
+    }
+    return unflatten_dict({**flat, **zeros}, sep=".") if zeros else tree
+
+
 def variables(tree: Tree) -> Params:
     """What functions of the model take, from a tree that has its part."""
     return join(tree["params"], tree.get("model_state", {}))
 
 
 def from_tree(tree: Tree, like: TrainState) -> TrainState:
-    """The state whose optimizer is chained as in `like`, with the counts of `like`."""
+    """The state whose optimizer is chained as in `like`, with the counts of `like`.
+
+    What is there in the precision of `like` alone, and not in the tree, begins with zeros.
+    """
+    tree = completed(tree, to_tree(like))
     return TrainState(
         step=tree["step"],
         params=tree["params"],

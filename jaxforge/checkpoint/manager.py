@@ -24,7 +24,14 @@ from orbax.checkpoint import checkpoint_managers as policies
 from jaxforge import storage
 from jaxforge.checkpoint import layout, orbax_buckets  # noqa: F401 (teaches Orbax)
 from jaxforge.checkpoint.checksums import ChecksumsHandler, ChecksumsSave, begin, check
-from jaxforge.checkpoint.paths import PREFIX, SUBDIRECTORY, check_ours, check_path, is_whole
+from jaxforge.checkpoint.paths import (
+    PREFIX,
+    SUBDIRECTORY,
+    check_ours,
+    check_path,
+    is_of_precision,
+    is_whole,
+)
 from jaxforge.checkpoint.relayout import by_layer
 from jaxforge.checkpoint.save_policy import milestones
 from jaxforge.config.checkpoint import CheckpointConfig
@@ -186,16 +193,20 @@ class Checkpoints:
                 may be another than the one that saved.
             step: a step that `latest` names, or any other that is there.
         """
-        tree = layout.to_tree(like)
-        restore_args = ocp.checkpoint_utils.construct_restore_args(tree)
         with self._naming_damage(step):
             saved = self._saved_tree(step)
+            tree = layout.common(layout.to_tree(like), saved)
+            restore_args = ocp.checkpoint_utils.construct_restore_args(tree)
             self._check_fits(tree, saved, step)
             self._check_optimizer(tree["optimizer"], saved, step)
             restored = self._manager.restore(
                 step,
                 args=ocp.args.Composite(
-                    state=ocp.args.PyTreeRestore(tree, restore_args=restore_args),
+                    state=ocp.args.PyTreeRestore(
+                        tree,
+                        restore_args=restore_args,
+                        partial_restore=layout.has_spare(tree, saved),
+                    ),
                     progress=ocp.args.JsonRestore(),
                 ),
             )
@@ -220,6 +231,7 @@ class Checkpoints:
         with self._naming_damage(step):
             saved = self._saved_tree(step)
             like = {name: part for name, part in like.items() if name in saved}
+            like = layout.common(like, saved)
             self._check_fits(like, {name: saved[name] for name in like}, step)
             restore_args = ocp.checkpoint_utils.construct_restore_args(like)
             restored = self._manager.restore(
@@ -264,7 +276,8 @@ class Checkpoints:
     def _check_fits(self, wanted: PyTree, saved_tree: PyTree, step: int) -> None:
         """Names the first array that differs, before Orbax fails on it in its own words."""
         saved, shapes = (_shapes(layout.variables(tree)) for tree in (saved_tree, wanted))
-        for name in sorted(shapes.keys() | saved.keys()):
+        spare = {name for name in saved.keys() - shapes.keys() if is_of_precision(name)}
+        for name in sorted((shapes.keys() | saved.keys()) - spare):
             want, have = shapes.get(name, "absent"), saved.get(name, "absent")
             if want != have:
                 raise UserError(

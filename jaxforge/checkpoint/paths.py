@@ -3,10 +3,19 @@
 from pathlib import Path
 
 from jaxforge import storage
+from jaxforge.config.model import AMAX_HISTORIES
 from jaxforge.errors import UserError
 
 SUBDIRECTORY = "checkpoints"
 PREFIX = "step"
+
+
+def is_of_precision(array: str) -> bool:
+    """Whether an array, by its name with dots, is there in some `train.mixed_precision` alone.
+
+    Runs may change that: they begin with zeros for it, or go on without.
+    """
+    return array.startswith("guard.loss_scale") or array.endswith(AMAX_HISTORIES)
 
 
 def is_whole(checkpoint: Path) -> bool:

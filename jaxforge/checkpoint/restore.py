@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from jaxforge import storage
-from jaxforge.checkpoint.layout import model_tree
+from jaxforge.checkpoint.layout import common, completed, model_tree
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.paths import find, has_run
 from jaxforge.checkpoint.relayout import by_layer, by_stage
@@ -153,7 +153,9 @@ def start_from(
         log.info("starting with the weights of %s", source.name)
         found = source.restore_model(model_tree(wanted.params, wanted.model_state))
         places = model_tree(like.params, like.model_state)
-        found = by_stage(found, model.stack, {name: places[name] for name in found})
+        found = by_stage(found, model.stack, common(places, found))
+        if "model_state" in found:
+            found = completed(found, places)
         state = state_from(found, model, optimizer, mesh)
         progress = source.progress()
         state = _at(state, progress)
@@ -164,6 +166,8 @@ def start_from(
 
 def _at(state: TrainState, progress: Progress) -> TrainState:
     """The state as of another place in the run."""
-    place = jnp.asarray(progress.step, state.step.dtype), GuardState.fresh(progress.skipped)
+    scales_loss = state.guard.loss_scale is not None
+    guard = GuardState.fresh(progress.skipped, scales_loss=scales_loss)
+    place = jnp.asarray(progress.step, state.step.dtype), guard
     step, guard = jax.device_put(place, state.step.sharding)
     return with_counts(dataclasses.replace(state, step=step, guard=guard), progress)

@@ -20,6 +20,9 @@ DENSE_LAYERS, MOE_LAYERS = "dense_layers", "moe_layers"
 EXPERTS = "experts"
 """The axis along which experts are stacked: they are spread over devices, and never gathered."""
 
+AMAX_HISTORIES = ("input_amax_history", "weight_amax_history")
+"""Arrays that delayed scales of 8-bit products go by (`model.fp8`)."""
+
 MODELS = Registry("model.model_type", "transformer")
 """Architectures: `model.transformer`."""
 

@@ -435,12 +435,18 @@ def experts_divide_by_ep(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
         yield from _divides(config, "model.num_experts", config.model.num_experts, mesh, "ep")
 
 
-def fp8_has_no_tp(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """8-bit products are not cut."""
-    if config.train.mixed_precision == "fp8" and mesh["tp"] > 1:
-        yield (
-            f'train.mixed_precision = "fp8" needs distributed.tp = 1, not {mesh["tp"]}: '
-            'shard with distributed.dp_shard, or use "bf16"'
+def fp8_has_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Some layer multiplies in 8 bits."""
+    train, layers = config.train, config.model.n_layers
+    start, end = train.num_layers_at_start_in_bf16, train.num_layers_at_end_in_bf16
+    if train.mixed_precision == "fp8" and start + end >= layers:
+        yield Problem(
+            f"train.num_layers_at_start_in_bf16 + num_layers_at_end_in_bf16 = {start} + {end} "
+            f'leave none of model.n_layers = {layers} for train.mixed_precision = "fp8"',
+            (
+                ({"train.num_layers_at_start_in_bf16": 0, "train.num_layers_at_end_in_bf16": 0},),
+                one("train.mixed_precision", "bf16"),
+            ),
         )
 
 
@@ -479,7 +485,7 @@ RULES: tuple[Rule, ...] = (
     stages_with_biases_have_as_many_layers,
     experts_divide_by_ep,
     expert_width_divides_by_tp,
-    fp8_has_no_tp,
+    fp8_has_layers,
     schedule_free_has_no_schedule,
 )
 """All rules that need no more than the configuration and the mesh."""

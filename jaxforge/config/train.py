@@ -68,6 +68,26 @@ class TrainConfig(Section):
     """Compiler flags by name, over those of docs/xla_flags.md; "default" takes one of them away."""
     mixed_precision: Literal["bf16", "fp16", "fp32", "fp8"] = "bf16"
     """Type of the computation; norms, softmax and loss stay in float32."""
+    fp8_scaling: Literal["tensor", "block", "delayed"] = "tensor"
+    """With mixed_precision = "fp8", what shares a scale, and what it goes by: docs/precision.md."""
+    fp8_amax_history_len: PositiveInt = 1024
+    """Updates whose largest amax delayed scales go by."""
+    fp8_exclude: tuple[str, ...] = ("shared_expert",)
+    """Linear layers with any of these in their name, such as "layers.mlp.up_proj", stay in bf16."""
+    num_layers_at_start_in_bf16: NonNegativeInt = 1
+    """With mixed_precision = "fp8", so many first layers stay in bf16."""
+    num_layers_at_end_in_bf16: NonNegativeInt = 1
+    """The same of the last ones."""
+    initial_loss_scale: PositiveFloat = 65536.0
+    """With mixed_precision = "fp16", what the loss is multiplied by to begin with."""
+    min_loss_scale: PositiveFloat = 1.0
+    """A scale that goes no lower; overflows at it are bad steps, as of on_nonfinite."""
+    loss_scale_window: PositiveInt = 2000
+    """Steps in a row without an overflow after which the scale grows."""
+    loss_scale_growth_factor: PositiveFloat = 2.0
+    """By how much it then grows."""
+    loss_scale_backoff_factor: PositiveFloat = 0.5
+    """What it is multiplied by after an overflow."""
     param_dtype: Dtype = "float32"
     """Type that parameters are stored in."""
     opt_state_dtype: Dtype = "float32"
@@ -139,6 +159,25 @@ class TrainConfig(Section):
         """Yields the broken rules between the keys of this section."""
         if self.batch_ramp:
             yield from self._ramp_problems()
+        if self.mixed_precision == "fp16":
+            yield from self._loss_scale_problems()
+
+    def _loss_scale_problems(self) -> Iterator[str]:
+        if self.param_dtype == "float16":
+            yield (
+                'mixed_precision = "fp16" with param_dtype = "float16" would lose small updates in '
+                'the parameters: change param_dtype to "float32"'
+            )
+        if self.initial_loss_scale < self.min_loss_scale:
+            yield (
+                f"initial_loss_scale = {self.initial_loss_scale:g} must be at least "
+                f"min_loss_scale = {self.min_loss_scale:g}"
+            )
+        if self.loss_scale_growth_factor <= 1 or self.loss_scale_backoff_factor >= 1:
+            yield (
+                f"loss_scale_growth_factor = {self.loss_scale_growth_factor:g} must be above 1, "
+                f"and loss_scale_backoff_factor = {self.loss_scale_backoff_factor:g} below"
+            )
 
     def _ramp_problems(self) -> Iterator[str]:
         starts = [one.start for one in self.batch_ramp]

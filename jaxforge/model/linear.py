@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxforge.config.model import EXPERTS, LAYERS
+from jaxforge.config.model import AMAX_HISTORIES, EXPERTS, LAYERS
+from jaxforge.model import fp8
 from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import (
     Axes,
@@ -99,6 +100,9 @@ class Linear(nnx.Module):
         std: standard deviation of the initial weights.
         declare: makes the parameters.
         bias: whether there is b, which begins at zero.
+
+    Attributes:
+        fp8: how it multiplies in layers whose products are in 8 bits; None: as in others.
     """
 
     def __init__(
@@ -111,6 +115,7 @@ class Linear(nnx.Module):
         bias: bool = False,
     ) -> None:
         self.axes, self.backward = (out[1], inp[1]), declare.backward
+        self.fp8: fp8.Fp8 | None = None
         self.weight = declare((out[0], inp[0]), self.axes, normal(std))
         self.has_bias = bias
         if bias:
@@ -122,8 +127,17 @@ class Linear(nnx.Module):
         # One row a token: of a product of matrices no compiler copies a transpose.
         x_PSI = parts_of_sequences(x)
         x_TI = x_PSI.reshape(-1, x.shape[-1])
-        y = affine(x_TI, self.weight[...], bias, self.axes, x.dtype, self.backward)
+        if self.fp8 is not None and fp8.is_on() is not False:
+            y = fp8.affine(self.fp8, x_TI, self.weight[...], bias, self._amaxes())
+        else:
+            y = affine(x_TI, self.weight[...], bias, self.axes, x.dtype, self.backward)
         return whole_sequences(y.reshape(*x_PSI.shape[:-1], -1))
+
+    def _amaxes(self) -> fp8.Amaxes | None:
+        """The largest of the last updates, where scales go by those."""
+        if not hasattr(self, "input_amax_history"):
+            return None
+        return fp8.Amaxes(*(jnp.max(getattr(self, name)[...]) for name in AMAX_HISTORIES))
 
 
 def affine(

@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxforge.config.model import ModelConfig
-from jaxforge.model import remat
+from jaxforge.model import fp8, remat
 from jaxforge.model.attention import Attention, Context, KVCache, LayerOut
 from jaxforge.model.linear import Declare, Embedding, Linear, look_up, normal
 from jaxforge.model.mlp import MLP
@@ -85,8 +85,9 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "b s d"], LayerOut]:
         """One layer."""
         attention = functools.partial(self.attention, kind=kind, plan=plan, runtime=runtime)
-        attend = remat.attention(runtime.save, attention)
-        y_BSD, cache = attend(_normed(self.attention_norm, x_BSD), context, cache)
+        attend = remat.attention(runtime.save, fp8.telling(attention))
+        (y_BSD, cache), told = attend(_normed(self.attention_norm, x_BSD), context, cache)
+        fp8.tell(told)
         y_BSD = self._added(self.attention_post_norm, y_BSD)
         if self.config.parallel_residual:
             z_BSD, side = self._feed_forward(x_BSD, context, runtime)

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from jaxforge.config.model import ModelConfig, RopeScaling
 from jaxforge.model.masking import Mask
@@ -38,10 +38,13 @@ class LayerKind(NamedTuple):
     Attributes:
         mask: which of `LayerPlan.masks` says how far it looks back.
         rope: which of `LayerPlan.ropes` turns its queries and keys.
+        in_bf16: whether its products stay in bf16 where others' are in 8 bits (`model.fp8`); None
+            where all layers are alike in this.
     """
 
     mask: int | Int[Array, "..."]
     rope: int | Int[Array, "..."]
+    in_bf16: bool | Bool[Array, "..."] | Bool[np.ndarray, "..."] | None = None
 
 
 class LayerPlan(NamedTuple):
@@ -82,8 +85,9 @@ class LayerPlan(NamedTuple):
     def of_rows(self, stack: Stack) -> LayerKind:
         """The kind of each row of stacked parameters, as arrays; of one without a layer, any."""
         layers = [self.layers[row] for row in stack.rows()]  # -1 is the last
-        masks, ropes = np.array(layers, np.int32).T
-        return LayerKind(masks, ropes)
+        masks, ropes = np.array([kind[:2] for kind in layers], np.int32).T
+        stay = [kind.in_bf16 for kind in layers]
+        return LayerKind(masks, ropes, None if stay[0] is None else np.array(stay))
 
 
 class Period(NamedTuple):

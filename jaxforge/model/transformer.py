@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import EXPERTS, LAYERS, MODELS, ModelConfig
-from jaxforge.model import moe, remat
+from jaxforge.model import fp8, fp8_layers, moe, remat
 from jaxforge.model.attention import Context, KVCache, LayerOut
 from jaxforge.model.layer_scan import Layer, Rows, scan_layers
 from jaxforge.model.linear import Backward, Declare, Untrained
@@ -39,7 +39,12 @@ from jaxforge.parallel.sharding import automatic_axes, constrain
 from jaxforge.parallel.stages import Stack, forward_pipeline
 from jaxforge.side import LossWeights, Side
 
-_COMPUTE_DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+_COMPUTE_DTYPES = {
+    "fp32": jnp.float32,
+    "bf16": jnp.bfloat16,
+    "fp16": jnp.float16,
+    "fp8": jnp.bfloat16,
+}
 
 Params = dict[str, Any]
 """Parameters: nested dicts of arrays, keyed by module and parameter name."""
@@ -69,6 +74,7 @@ class Model:
         param_dtype: dtype that parameters are stored in.
         runtime: how the layers are run; by default as the tests' reference is.
         stack: which layers pipeline stages hold; by default there is one stage.
+        recipe: of products in 8 bits; None: there are none.
 
     Attributes:
         runtime: how the layers are run.
@@ -90,9 +96,13 @@ class Model:
         param_dtype: jnp.dtype = jnp.float32,
         runtime: Runtime | None = None,
         stack: Stack | None = None,
+        recipe: fp8_layers.Recipe | None = None,
     ) -> None:
+        self.recipe, self._in_8_bits = recipe, tuple[str, ...]()
         self.config, self.dtype, self.runtime = config, dtype, runtime or Runtime()
         self.plan, self.stack = plan_of(config), stack or Stack(config.n_layers)
+        if recipe is not None:
+            self.plan = fp8_layers.marked(self.plan, recipe)
         self._param_dtype = param_dtype
         module = nnx.eval_shape(lambda: self._declare(jax.random.key(0)))
         self._definitions = {
@@ -107,7 +117,11 @@ class Model:
         runtime = self.runtime
         backward = Backward(runtime.reduce_dtype, not remat.computes_again(runtime.save))
         declare = Declare(nnx.Rngs(params=key), self._param_dtype, backward=backward)
-        return type(self).network(self.config, declare)
+        module = type(self).network(self.config, declare)
+        if self.recipe is not None:
+            names = fp8_layers.convert(module, self.config, self.recipe, declare)
+            self._in_8_bits = tuple(names)
+        return module
 
     def _declared(self, found: nnx.State) -> Declared:
         axes = jax.tree.map(
@@ -129,6 +143,11 @@ class Model:
         found = nnx.state(self._declare(jax.random.key(0)), Untrained)
         return self._stacked(nnx.to_pure_dict(found))
 
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients would vanish in the range of the dtype, if the loss were not scaled."""
+        return self.dtype == jnp.float16
+
     def next_state(self, state: Params, stats: Params, progress: Float[Array, ""]) -> Params:
         """What is not trained, after an update.
 
@@ -137,9 +156,16 @@ class Model:
             stats: what its parts told; those of layers under LAYERS, by row.
             progress: the share of the run's steps that is behind, 0 to 1.
         """
-        if not self.config.has_router_state:
-            return state
-        return moe.next_state(self.config, state, stats[LAYERS], progress)
+        if self.config.has_router_state:
+            state = moe.next_state(self.config, state, stats[LAYERS], progress)
+        if self.remembers_amax:
+            state = fp8_layers.next_histories(self.config, state, stats[LAYERS]["amax"])
+        return state
+
+    @property
+    def remembers_amax(self) -> bool:
+        """Whether 8-bit products are scaled by what earlier updates saw."""
+        return self.recipe is not None and self.recipe.scaling == "delayed"
 
     def next_params(self, params: Params, state: Params, progress: Float[Array, ""]) -> Params:
         """Parameters after an update, moved by what is not trained.
@@ -295,7 +321,19 @@ class Model:
         """One block, with the parameters and the cache of one layer, which is of a stack."""
         params, cache = of_layer
         run = self._module(stack, params)
-        return run(x_BSD, context, cache, kind=kind, plan=self.plan, runtime=self.runtime)
+        one = functools.partial(run, kind=kind, plan=self.plan, runtime=self.runtime)
+        if self.recipe is None:
+            return one(x_BSD, context, cache)
+        is_on = True if kind.in_bf16 is None else jnp.logical_not(kind.in_bf16)
+        if isinstance(kind.in_bf16, bool):
+            is_on = not kind.in_bf16
+        tells = self.remembers_amax and context.loss_weights is not None
+        with fp8.layer(is_on, tells) as told:
+            x_BSD, out = one(x_BSD, context, cache)
+        if tells:
+            amax = {**fp8_layers.nothing_seen(self._in_8_bits), **told}
+            out = out._replace(side=out.side._replace(stats={**out.side.stats, "amax": amax}))
+        return x_BSD, out
 
     def final_norm(self, params: Params, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
         """What makes logits by `head`: the final norm of what leaves the last block, scaled."""
@@ -355,8 +393,11 @@ def build_model(
     runtime = runtime_for(config, dtype, platform, capability)
     stack = Stack(config.model.n_layers, d.pp, d.chunks)
     build = MODELS[config.model.model_type]
+    recipe = fp8_layers.Recipe.of(t)
+    if recipe is not None:
+        fp8_layers.how_multiplied(recipe, platform, capability, "")
     return build(config.model, dtype=dtype, param_dtype=jnp.dtype(t.param_dtype), runtime=runtime,
-                 stack=stack)  # fmt: skip
+                 stack=stack, **({} if recipe is None else {"recipe": recipe}))  # fmt: skip
 
 
 def register_model(name: str) -> Callable[[type[AnyModel]], type[AnyModel]]:

@@ -19,6 +19,8 @@ class GuardState(NamedTuple):
         spikes: steps whose loss was a spike, applied or not.
         good: steps that were neither.
         losses: of the last good steps, a ring; NaN where there was none yet.
+        loss_scale: of the next step, where the loss is scaled; 0: the initial one.
+        loss_scale_tracker: steps since it changed, all without an overflow.
     """
 
     consecutive: Int[Array, ""]
@@ -27,13 +29,22 @@ class GuardState(NamedTuple):
     spikes: Int[Array, ""]
     good: Int[Array, ""]
     losses: Float[Array, "128"]
+    loss_scale: Float[Array, ""] | None = None
+    loss_scale_tracker: Int[Array, ""] | None = None
 
     @classmethod
-    def fresh(cls, skipped: int = 0) -> "GuardState":
+    def fresh(cls, skipped: int = 0, *, scales_loss: bool = False) -> "GuardState":
         """Nothing known but how many steps were skipped so far."""
         # An array each: the step is given the state's memory, and no memory can be given twice.
         consecutive, total, nonfinite, spikes, good = (
             jnp.asarray(n, jnp.int32) for n in (0, skipped, 0, 0, 0)
         )
         losses = jnp.full(WINDOW, jnp.nan, jnp.float32)
-        return cls(consecutive, total, nonfinite, spikes, good, losses)
+        state = cls(consecutive, total, nonfinite, spikes, good, losses)
+        return state.scaling_loss() if scales_loss else state
+
+    def scaling_loss(self) -> "GuardState":
+        """The same of a run that begins to scale its loss."""
+        return self._replace(
+            loss_scale=jnp.zeros((), jnp.float32), loss_scale_tracker=jnp.zeros((), jnp.int32)
+        )

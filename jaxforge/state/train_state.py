@@ -77,7 +77,8 @@ def begin(
     """The state before the first step, from these parameters on."""
     step, counts = jnp.zeros((), jnp.int32), Counts.of(Progress())
     kept = model.initial_state() if model_state is None else model_state
-    return TrainState(step, params, optimizer.init(params), GuardState.fresh(), counts, kept)
+    guard = GuardState.fresh(scales_loss=model.scales_loss)
+    return TrainState(step, params, optimizer.init(params), guard, counts, kept)
 
 
 @functools.lru_cache(maxsize=8)
@@ -95,7 +96,8 @@ def state_shardings(
         jax.eval_shape(optimizer.init, model.abstract),
         is_leaf=lambda node: isinstance(node, dict),
     )
-    rest = jax.eval_shape(lambda: (GuardState.fresh(), Counts.of(Progress())))
+    fresh = functools.partial(GuardState.fresh, scales_loss=model.scales_loss)
+    rest = jax.eval_shape(lambda: (fresh(), Counts.of(Progress())))
     guard, counts = jax.tree.map(lambda _: replicated, rest)
     model_state = param_shardings(*model.state, mesh)
     return TrainState(replicated, params, opt_state, guard, counts, model_state)

@@ -93,10 +93,13 @@ AddUp = Callable[[Params, Params, Batch, LossWeights], tuple[Params, Loss]]
 """
 
 
-def make_gradients(
-    model: Model, config: JobConfig, mesh: Mesh
-) -> Callable[[Params, Params, Batch], tuple[Params, Loss]]:
-    """(params, model state, batch) -> float32 gradients, laid out like parameters, and the loss."""
+Gradients = Callable[[Params, Params, Batch, Array | None], tuple[Params, Loss]]
+"""(params, model state, batch, loss scale or None) -> float32 gradients, laid out like parameters,
+and the loss; both of the loss times the scale."""
+
+
+def make_gradients(model: Model, config: JobConfig, mesh: Mesh) -> Gradients:
+    """What makes the gradients of an update."""
     train, stages = config.train, _stages(mesh)
     add_up = pipelined(model, config) if stages else functools.partial(accumulate, model, train)
     if train.grad_sync == "update" and token_parallel_size(mesh) > 1:
@@ -110,8 +113,10 @@ def make_gradients(
         )  # fmt: skip
     shardings = param_shardings(model.abstract, model.axes, mesh)
 
-    def gradients(params: Params, state: Params, batch: Batch) -> tuple[Params, Loss]:
-        grads, loss = add_up(params, state, batch, update_loss_weights(batch, train))
+    def gradients(
+        params: Params, state: Params, batch: Batch, scale: Array | None = None
+    ) -> tuple[Params, Loss]:
+        grads, loss = add_up(params, state, batch, update_loss_weights(batch, train, scale))
         return jax.lax.with_sharding_constraint(grads, shardings), loss
 
     return gradients
@@ -246,20 +251,33 @@ def _by_axes(spec: Callable[[Axes], P], axes: PyTree) -> PyTree:
     return jax.tree.map(spec, axes, is_leaf=lambda node: isinstance(node, tuple))
 
 
-def update_loss_weights(batch: Batch, config: TrainConfig) -> LossWeights:
-    """What numbers count for in the loss of an update; `token` has one for each microbatch."""
+def update_loss_weights(
+    batch: Batch, config: TrainConfig, scale: Array | None = None
+) -> LossWeights:
+    """What numbers count for in the loss of an update; `token` has one for each microbatch.
+
+    Scaled weights scale each number of a backward pass, also of one that a loss makes itself.
+    """
     labels = batch["labels"]
     microbatches, rows, length = labels.shape
-    return LossWeights(
+    weights = LossWeights(
         token=token_weights(valid_tokens(labels), config.loss_norm),
         position=1 / (microbatches * rows * length),
         sequence=1 / (microbatches * rows),
     )
+    return weights if scale is None else jax.tree.map(lambda weight: weight * scale, weights)
 
 
-def _reduced_once(
-    model: Model, config: TrainConfig, mesh: Mesh, add_up: AddUp
-) -> Callable[[Params, Params, Batch], tuple[Params, Loss]]:
+def unscaled(grads: Params, loss: Loss, scale: Array | None) -> tuple[Params, Loss]:
+    """Gradients and loss as they are without a scale."""
+    if scale is None:
+        return grads, loss
+    terms = {name: term / scale for name, term in loss.side.terms.items()}
+    side = loss.side._replace(terms=terms)
+    return jax.tree.map(lambda grad: grad / scale, grads), loss._replace(side=side)
+
+
+def _reduced_once(model: Model, config: TrainConfig, mesh: Mesh, add_up: AddUp) -> Gradients:
     """`grad_sync = "update"`: device groups do not communicate while they accumulate.
 
     The data axes are taken from the partitioner; tp stays with it.
@@ -268,8 +286,10 @@ def _reduced_once(
     manual = (*DATA_AXES, *stages)
     reduce = _reduction(model.axes, mesh, model.runtime.reduce_dtype)
 
-    def gradients(params: Params, state: Params, batch: Batch) -> tuple[Params, Loss]:
-        loss_weights = update_loss_weights(batch, config)
+    def gradients(
+        params: Params, state: Params, batch: Batch, scale: Array | None = None
+    ) -> tuple[Params, Loss]:
+        loss_weights = update_loss_weights(batch, config, scale)
 
         def of_group(
             params: Params, state: Params, batch: Batch, token_weights: Array

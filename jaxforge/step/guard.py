@@ -13,6 +13,16 @@ Two rules, each with its own reaction (`train.on_nonfinite`, `train.on_spike`):
     rollback   the same, but then the run goes back to the last good checkpoint
     stop       the run ends before the update
     warn       the update is applied, and counted
+
+With `mixed_precision = "fp16"` the loss is multiplied by a scale, or small gradients would be 0 in
+that format; gradients are divided by it before anybody looks at them. What torch's `GradScaler`
+does is a part of the judgement here:
+
+    overflow   the loss is finite, and the gradient norm is not: the update is not applied, and the
+               scale is multiplied by loss_scale_backoff_factor. That is no bad step and ends no
+               run, unless the scale is at min_loss_scale already: then the step is "not finite"
+
+loss_scale_window steps in a row without one, and the scale grows by loss_scale_growth_factor.
 """
 
 from typing import TypeVar
@@ -51,6 +61,8 @@ class Guard:
             grad_norm: of the step, before clipping.
             apply: False leaves the update out without judging it.
         """
+        if state.loss_scale is not None:
+            return self._judge_scaled(state, loss, grad_norm, apply)
         config, judged = self._config, jnp.asarray(apply)
         nonfinite = judged & ~(jnp.isfinite(loss) & jnp.isfinite(grad_norm))
         spike = judged & ~nonfinite & self._is_spike(state, loss)
@@ -66,6 +78,36 @@ class Guard:
             spikes=state.spikes + spike,
             good=state.good + good,
             losses=state.losses.at[place].set(jnp.where(good, loss, state.losses[place])),
+        )
+
+    def loss_scale(self, state: GuardState) -> Float[Array, ""] | None:
+        """What the loss of a step is multiplied by; None: nothing."""
+        if state.loss_scale is None:
+            return None
+        return jnp.where(state.loss_scale > 0, state.loss_scale, self._config.initial_loss_scale)
+
+    def _judge_scaled(
+        self,
+        state: GuardState,
+        loss: Float[Array, ""],
+        grad_norm: Float[Array, ""],
+        apply: Bool[Array, ""] | bool,
+    ) -> tuple[Bool[Array, ""], GuardState]:
+        """`judge`, which does not judge a step that the scale was too large for."""
+        config, scale = self._config, self.loss_scale(state)
+        assert scale is not None
+        assert state.loss_scale_tracker is not None
+        overflow = jnp.asarray(apply) & jnp.isfinite(loss) & ~jnp.isfinite(grad_norm)
+        smaller = jnp.maximum(scale * config.loss_scale_backoff_factor, config.min_loss_scale)
+        lowered = overflow & (smaller < scale)
+        unscaled = state._replace(loss_scale=None, loss_scale_tracker=None)
+        good, verdict = self.judge(unscaled, loss, grad_norm, apply & ~lowered)
+        tracker = state.loss_scale_tracker + jnp.asarray(apply).astype(jnp.int32)
+        larger = scale * config.loss_scale_growth_factor
+        grows = (tracker >= config.loss_scale_window) & ~overflow & jnp.isfinite(larger)
+        return good, verdict._replace(
+            loss_scale=jnp.where(lowered, smaller, jnp.where(grows, larger, scale)),
+            loss_scale_tracker=jnp.where(overflow | grows, 0, tracker),
         )
 
     def halted(self, state: GuardState) -> Bool[Array, ""]:

@@ -20,7 +20,13 @@ from jaxforge.step.collect import Step, check_collect, collected
 from jaxforge.step.context import spread_sequences
 from jaxforge.step.cross_entropy import valid_tokens, valid_tokens_by_dataset
 from jaxforge.step.grad_sync import resolve_grad_sync
-from jaxforge.step.gradients import Batch, Loss, make_gradients, with_dataset_mask
+from jaxforge.step.gradients import (
+    Batch,
+    Loss,
+    make_gradients,
+    unscaled,
+    with_dataset_mask,
+)
 from jaxforge.step.guard import Guard, select
 from jaxforge.step.losses import DATASET_NLL
 
@@ -97,7 +103,9 @@ def make_train_step(
     ) -> tuple[TrainState, Metrics]:
         batch = with_dataset_mask(batch, len(config.data.datasets))
         batch = spread_sequences(model, batch)
-        grads, loss = gradients(state.params, state.model_state, batch)
+        scale = guard.loss_scale(state.guard)
+        grads, loss = gradients(state.params, state.model_state, batch, scale)
+        grads, loss = unscaled(grads, loss, scale)
         grad_norm = global_norm(grads)
         n_valid = jnp.sum(valid_tokens(batch["labels"]))
         apply = controls.apply & (n_valid > 0)  # else decay and moments would move the weights
@@ -131,6 +139,8 @@ def make_train_step(
             "spikes": new.guard.spikes,
             "valid_tokens": n_valid,
         }
+        if new.guard.loss_scale is not None:
+            metrics["loss_scale"] = new.guard.loss_scale
         if "dataset_mask" in batch:
             metrics |= {
                 DATASET_NLL: constrain(

@@ -234,7 +234,7 @@ def _counts(run: RunFacts, step: int, metrics: Metrics) -> dict[str, Value]:
         "samples": round(metrics["train/samples"]),
         "tokens": round(metrics["train/tokens"]),
         "ms": 1000 * metrics["train/step_time_sec"],
-        "loss_scale": 1.0,  # bfloat16 needs none
+        "loss_scale": metrics.get("train/loss_scale", 1.0),  # only fp16 needs one
         "skipped": round(metrics["interval/skipped_steps"]),
         "nan": round(metrics["interval/nan_steps"]),
     }

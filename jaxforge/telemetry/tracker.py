@@ -107,7 +107,7 @@ class Tracker:
         self._launching += time.perf_counter() - self._has_batch
         self.flush()
         of_datasets = _OF_DATASETS if self._datasets else ()
-        besides = [name for name in _SIDE if name in metrics]
+        besides = [name for name in (*_SIDE, "loss_scale") if name in metrics]
         names = (*_FETCHED, *of_datasets, *self._extras, *besides)
         fetched = {name: metrics[name] for name in names}
         self._latest = _Launched(step, fetched, self._waited)
@@ -196,6 +196,7 @@ class Tracker:
             "train/skipped_steps": float(values["skipped"]),
             "train/nonfinite_steps": float(values["nonfinite"]),
             "train/spike_steps": float(values["spikes"]),
+            **_loss_scale(values),
             **self._by_dataset(values),
             **collected({name: values[name] for name in self._extras}),
             **side_metrics(values),
@@ -246,6 +247,11 @@ class Tracker:
 _FETCHED = ("grad_norm", "lr", "step", "counts", "skipped", "consecutive", "nonfinite", "spikes")
 _OF_DATASETS = ("dataset_nll", "dataset_tokens")
 _SIDE = ("losses", "side")
+
+
+def _loss_scale(values: dict[str, Any]) -> Metrics:
+    """Of the next step, where the loss is scaled."""
+    return {"train/loss_scale": float(values["loss_scale"])} if "loss_scale" in values else {}
 
 
 def _steps(since: _Mark, now: _Mark) -> int:

@@ -80,7 +80,8 @@ def test_layers_of_all_three_kinds_make_a_period():
 
 def test_rows_without_a_layer_are_of_some_kind():
     plan = plan_of(ModelConfig(**SHAPE, **PERIODIC))
-    rows = plan.of_rows(Stack(6, 4))
+    *rows, stays = plan.of_rows(Stack(6, 4))
+    assert stays is None
     held = [LayerKind(*row) for row in zip(*rows, strict=True)]
     assert [kind for kind, layer in zip(held, Stack(6, 4).rows(), strict=True) if layer >= 0] == [
         *plan.layers

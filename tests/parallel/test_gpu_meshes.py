@@ -132,6 +132,61 @@ def test_gradients_travel_as_they_are_asked_to(mode, reduce_dtype, found):
     assert of_layers == {found}
 
 
+FP8_STEPS = {
+    "one": ({}, {}),
+    "hsdp x tp": (HSDP_TP, {}),
+    "hsdp x tp, microbatch": (HSDP_TP, {"grad_sync": "microbatch"}),
+}
+
+
+def compiled_in_8_bits(distributed, train, **flags):
+    """The HLO of a step that multiplies in 8 bits, in all of its layers."""
+    every = {"num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 0}
+    config = config_of(case(
+        {"dp_shard": 8, **distributed}, {"mixed_precision": "fp8", **every, **train}
+    ))  # fmt: skip
+    devices = list(targets.gpus("h100"))
+    lowered = lower_train_step(config, make_mesh(config, devices))
+    return lowered.compile({**xla_flags.compiler_options(devices[0], {}), **flags}).as_text()
+
+
+OF_LINEAR = re.compile(r'op_name="[^"]*/(ti,oi->to|to,oi->ti|to,ti->oi)/dot_general"')
+LEAST = 4 + 4 + 4  # forward, dx and dW of a layer; XLA makes one of q, k and v, and of gate and up
+
+
+def kernels_of_linear(text):
+    """Types of the arrays that each kernel with a product of a linear layer takes."""
+    head = ""
+    for line in text.splitlines():
+        head = line if line.startswith("%") else head
+        if " dot(" in line and OF_LINEAR.search(line):
+            yield set(re.findall(r": (\w+)\[\d", head.partition(") -> ")[0]))
+
+
+@compiles
+@pytest.mark.usefixtures("no_cache")
+@pytest.mark.parametrize("name", FP8_STEPS)
+def test_products_of_linear_layers_are_kernels_of_8_bits(name):
+    """Triton's take all arrays in 8 bits; scales are numbers."""
+    kernels = list(kernels_of_linear(compiled_in_8_bits(*FP8_STEPS[name])))
+    assert len(kernels) >= LEAST
+    assert set().union(*kernels) == {"f8e4m3fn", "f8e5m2"}
+
+
+@compiles
+@pytest.mark.usefixtures("no_cache")
+def test_without_triton_they_are_cublas_calls_of_8_bits(monkeypatch):
+    """XLA asks for the version of CUDA, which targets do not name otherwise."""
+    plain = targets.Gpu.target_config.fget
+    runtime = "runtime_version { major: 13 minor: 0 patch: 0 }"
+    monkeypatch.setattr(targets.Gpu, "target_config", property(lambda gpu: plain(gpu) + runtime))
+    text = compiled_in_8_bits({}, {}, xla_gpu_enable_triton_gemm=False)
+    calls = [line for line in text.splitlines() if "__cublas$lt$matmul" in line]
+    of_linear = [line for line in calls if OF_LINEAR.search(line)]
+    assert len(of_linear) >= LEAST
+    assert all('custom_call_target="__cublas$lt$matmul$f8"' in line for line in of_linear)
+
+
 @compiles
 @pytest.mark.usefixtures("no_cache")
 @pytest.mark.parametrize("name", EXPERT_STEPS)

@@ -133,14 +133,12 @@ WRONG = {
     "two sizes of the batch": Wrong(
         {"train": {"global_batch_size": 32}}, "train.global_batch_size", "32"
     ),
-    "8-bit training": Wrong(
-        {"train": {"mixed_precision": "fp8"}}, "train.mixed_precision", '"fp8"'
+    "8-bit training of no layer": Wrong(
+        {"model": {"n_layers": 2}, "train": {"mixed_precision": "fp8"}},
+        "num_layers_at_start_in_bf16", "2",
     ),
-    "8-bit training with tp": Wrong(
-        {"train": {"mixed_precision": "fp8"}, "distributed": {"tp": 2}}, "distributed.tp", "2"
-    ),
-    "half precision": Wrong(
-        {"train": {"mixed_precision": "fp16"}}, "train.mixed_precision", '"fp16"'
+    "half precision of parameters": Wrong(
+        {"train": {"mixed_precision": "fp16", "param_dtype": "float16"}}, "param_dtype", "float16"
     ),
     "context parallelism": Wrong({"distributed": {"cp": 2}}, "distributed.cp", "2"),
     "a schedule for what needs none": Wrong(

@@ -25,7 +25,8 @@ def judge(losses, norms=None, **config):
 
 
 def counts(state):
-    return {name: int(getattr(state, name)) for name in state._fields if name != "losses"}
+    known = (name for name in state._fields if name != "losses" and "scale" not in name)
+    return {name: int(getattr(state, name)) for name in known}
 
 
 NORMAL = [2.0 + 0.01 * (i % 7) for i in range(40)]

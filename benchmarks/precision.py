@@ -1,0 +1,73 @@
+"""The quickstart in every precision, 300 steps: loss curves, and what they end at.
+
+    python benchmarks/precision.py [--quick]
+
+Same seed, data and batch in all; the loss is the mean of the last 20 steps. On CPUs nothing is won
+by less than 32 bits: what is measured is what the rounding does to learning, and no time.
+Needs `data/quickstart` (`make data/quickstart`).
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import results
+from rich.console import Console
+
+ROOT = Path(__file__).parents[1]
+PRECISIONS = {
+    "fp32": ("fp32",),
+    "bf16": ("bf16",),
+    "fp16": ("fp16",),
+    "fp8, tensor": ("fp8", "--train.fp8_scaling=tensor"),
+    "fp8, delayed": ("fp8", "--train.fp8_scaling=delayed"),
+    "fp8, block": ("fp8", "--train.fp8_scaling=block"),
+}
+BATCH, SEQ, LAST = 4, 128, 20
+WITHIN = 0.01  # above the loss in bf16: more is a loss
+
+
+def losses(precision: str, more: tuple[str, ...], steps: int) -> list[float]:
+    """The loss of each step."""
+    with tempfile.TemporaryDirectory() as run:
+        command = [
+            sys.executable, "-m", "jaxforge.train", "--config", "configs/quickstart.toml",
+            f"--train.mixed_precision={precision}", *more, f"--train.max_steps={steps}",
+            f"--train.batch_size={BATCH}", f"--train.seq_len={SEQ}", "--eval.enabled=false",
+            f"--checkpoint.dir={run}", "--checkpoint.interval=1000000", "--metrics.log_interval=1",
+        ]  # fmt: skip
+        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | {"PYTHONPATH": paths}
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
+        lines = (Path(run) / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [row["train/loss"] for row in rows if "train/loss" in row]
+
+
+def main() -> None:
+    """Prints the table and writes the results."""
+    quick = results.arguments(__doc__).parse_args().quick
+    curves = {
+        name: losses(*(precision, tuple(more)), 3 if quick else 300)
+        for name, (precision, *more) in PRECISIONS.items()
+    }
+    final = {name: statistics.fmean(curve[-LAST:]) for name, curve in curves.items()}
+    rows = [
+        {"precision": name, "loss": round(loss, 4), "of bf16": f"{loss / final['bf16'] - 1:+.2%}"}
+        for name, loss in final.items()
+    ]
+    for row in rows:
+        Console().print(*row.values(), highlight=False)
+    if not quick:
+        notes = [f"configs/quickstart.toml with {BATCH} x {SEQ} tokens a step"]
+        results.write_json("precision", rows, ("jax",), notes=notes, curves=curves)
+    worse = [name for name in final if final[name] / final["bf16"] - 1 > WITHIN]
+    raise SystemExit(f"{', '.join(worse)}: more than {WITHIN:.0%} above bf16" if worse else 0)
+
+
+if __name__ == "__main__":
+    main()

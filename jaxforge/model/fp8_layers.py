@@ -1,0 +1,147 @@
+"""Which linear layers of a model multiply in 8 bits, and the amax that their scales remember.
+
+Never: embedding, output head (its product is in the loss), norms, routers, and the grouped products
+of experts, as in KempnerForge. By default not the shared expert either, nor the first and the last
+layer, as in Megatron-LM's `--first-last-layers-bf16`.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import Array, Float
+
+from jaxforge.config.model import AMAX_HISTORIES, LAYERS, ModelConfig
+from jaxforge.config.train import TrainConfig
+from jaxforge.errors import UserError
+from jaxforge.model import fp8
+from jaxforge.model.linear import Declare, Linear
+from jaxforge.model.plan import LayerPlan
+from jaxforge.side import Max
+
+Params = dict[str, Any]
+"""As of `model.transformer`."""
+
+
+_ADA = (8, 9)  # the first compute capability with products in 8 bits
+
+
+class Recipe(NamedTuple):
+    """What `[train]` says of 8-bit products; attributes are its keys without "fp8_"."""
+
+    scaling: str
+    amax_history_len: int
+    exclude: tuple[str, ...]
+    at_start: int
+    at_end: int
+
+    @classmethod
+    def of(cls, train: TrainConfig) -> "Recipe | None":
+        """None where nothing is multiplied so."""
+        if train.mixed_precision != "fp8":
+            return None
+        return cls(
+            train.fp8_scaling,
+            train.fp8_amax_history_len,
+            train.fp8_exclude,
+            train.num_layers_at_start_in_bf16,
+            train.num_layers_at_end_in_bf16,
+        )
+
+
+def marked(plan: LayerPlan, recipe: Recipe) -> LayerPlan:
+    """The plan, whose layers know whether they stay in bf16; as it is where none does."""
+    n = len(plan.layers)
+    if not (recipe.at_start or recipe.at_end):
+        return plan
+    stays = [i < recipe.at_start or i >= n - recipe.at_end for i in range(n)]
+    layers = zip(plan.layers, stays, strict=True)
+    return plan._replace(layers=tuple(kind._replace(in_bf16=bf16) for kind, bf16 in layers))
+
+
+def convert(module: nnx.Module, config: ModelConfig, recipe: Recipe, declare: Declare) -> list[str]:
+    """Sets the linear layers of a declaration to 8 bits.
+
+    Returns:
+        their names in a block.
+    """
+    names: dict[str, None] = {}
+    for stack, rows in config.stacks.items():
+        for path, linear in nnx.iter_modules(getattr(module, stack)):
+            name = ".".join(map(str, path))
+            if not isinstance(linear, Linear) or _is_excluded(f"{stack}.{name}", recipe):
+                continue
+            names[name] = None
+            sums, regathers = linear.backward
+            linear.fp8 = fp8.Fp8(name, recipe.scaling, linear.axes, sums, regathers)
+            if recipe.scaling == "delayed":
+                stacked = declare._replace(layers=len(rows))
+                for history in AMAX_HISTORIES:
+                    zeros = stacked.untrained(
+                        (recipe.amax_history_len,), (None,), jax.nn.initializers.zeros
+                    )
+                    setattr(linear, history, zeros)
+    return list(names)
+
+
+def _is_excluded(name: str, recipe: Recipe) -> bool:
+    return any(part in name for part in recipe.exclude)
+
+
+def how_multiplied(recipe: Recipe, platform: str, capability: str | None, kind: str) -> str:
+    """What a platform makes of products in 8 bits, for the log.
+
+    Args:
+        recipe: of the run.
+        platform: "cpu", "gpu" or "tpu".
+        capability: compute capability of a GPU; None: not known.
+        kind: what JAX calls the device.
+
+    Raises:
+        UserError: a GPU that does not know the formats.
+    """
+    if platform == "gpu" and capability and tuple(map(int, capability.split("."))) < _ADA:
+        raise UserError(
+            f'train.mixed_precision = "fp8" needs GPUs that multiply in 8 bits, of compute '
+            f'capability 8.9 or more (Ada, Hopper, Blackwell), not {capability}: use "bf16"'
+        )
+    scales = f"fp8, scaled by {recipe.scaling}"
+    if recipe.scaling == "block":
+        return f"{scales}; rounded to 8 bits, multiplied in bf16"
+    if platform == "gpu" or (platform == "tpu" and "7" in kind):
+        return f"{scales}; multiplied in 8 bits"
+    return f"{scales}; emulated: this device does not multiply in 8 bits"
+
+
+def nothing_seen(names: Iterable[str]) -> dict[str, Max]:
+    """What layers tell of those that they do not have."""
+    return {name: Max(jnp.zeros(2)) for name in names}
+
+
+def next_histories(config: ModelConfig, state: Params, told: dict[str, Max]) -> Params:
+    """The histories after an update: the newest amax first, the oldest forgotten.
+
+    One that is not finite is forgotten at once: it would be the largest for a long time.
+
+    Args:
+        config: the model.
+        state: what is not trained, before the update.
+        told: amax of x and W, [layers, 2], by name of the linear layer.
+    """
+    kept = flatten_dict(state)
+    for stack, layers in config.stacks.items():
+        for name, seen in told.items():
+            rows = seen.value if stack == LAYERS else seen.value[jnp.array(layers)]
+            for i, history in enumerate(AMAX_HISTORIES):
+                path = (stack, *name.split("."), history)
+                if path in kept:
+                    kept[path] = _pushed(kept[path], rows[:, i])
+    return unflatten_dict(kept)
+
+
+def _pushed(history: Float[Array, "l n"], newest: Float[Array, "l"]) -> Float[Array, "l n"]:
+    newest = jnp.where(jnp.isfinite(newest), newest, 0.0)
+    return jnp.concatenate([newest[:, None], history[:, :-1]], axis=1)

@@ -1,0 +1,153 @@
+"""Products in 8 bits: against NumPy's of the same rounding; which layers have them, and where."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxforge.config.train import TrainConfig
+from jaxforge.errors import UserError
+from jaxforge.model import fp8
+from jaxforge.model.fp8_layers import Recipe, how_multiplied
+from jaxforge.model.transformer import build_model
+from tests.conftest import tiny_config
+
+E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+TOKENS, INPUTS, OUTPUTS = 24, 160, 136
+SEEN = fp8.Amaxes(jnp.float32(1.5), jnp.float32(0.07))  # less than there is: what is above is cut
+
+
+def reference(x, dtype, seen=None):
+    """What is left of x, by one scale."""
+    largest = float(ml_dtypes.finfo(dtype).max)
+    amax = np.abs(x).max() if seen is None else float(seen)
+    scale = 2.0 ** np.floor(np.log2(largest / amax))
+    return np.clip(x * scale, -largest, largest).astype(dtype).astype(np.float64) / scale
+
+
+def reference_blocks(x, rows, columns):
+    out = np.zeros(x.shape)
+    for r in range(0, x.shape[0], rows):
+        for c in range(0, x.shape[1], columns):
+            part = np.s_[r : r + rows, c : c + columns]
+            out[part] = reference(x[part], E4M3)
+    return out
+
+
+def expected(scaling, x, w, d_y):
+    if scaling == "block":
+        y = reference_blocks(x, 1, 128) @ reference_blocks(w, 128, 128).T
+        d_x = reference_blocks(d_y, 1, 128) @ reference_blocks(w, 128, 128)
+        return y, d_x, reference_blocks(d_y, 128, 1).T @ reference_blocks(x, 128, 1)
+    seen = SEEN if scaling == "delayed" else fp8.Amaxes(None, None)
+    x, w, d_y = reference(x, E4M3, seen.x), reference(w, E4M3, seen.weight), reference(d_y, E5M2)
+    return x @ w.T, d_y @ w, d_y.T @ x
+
+
+def numbers():
+    """x, W, dy: values of bf16; their sizes differ so much between blocks that scales matter."""
+    rng = np.random.default_rng(0)
+    made = []
+    for rows, columns, size in (
+        (TOKENS, INPUTS, 1.0), (OUTPUTS, INPUTS, 0.02), (TOKENS, OUTPUTS, 1e-6),
+    ):  # fmt: skip
+        by_row = 4.0 ** rng.integers(-8, 1, (rows, 1))
+        by_column = np.where(np.arange(columns) < 128, 1.0, 2.0**-12)
+        x = size * rng.standard_normal((rows, columns)) * by_row * by_column
+        made.append(x.astype(ml_dtypes.bfloat16))
+    return made
+
+
+def multiply(scaling, is_on=True, regathers=True, w=None):
+    """Result and gradients; the bias's too."""
+    x, weight, d_y = numbers()
+    weight = np.float32(weight) if w is None else w
+    how = fp8.Fp8("one", scaling, ("mlp", "embed"), jnp.dtype(jnp.float32), regathers)
+
+    @jax.jit
+    def run(x, w, b, switch):
+        with fp8.layer(switch if is_on is None else is_on, tells=False):
+            product = functools.partial(
+                fp8.affine, how, amaxes=SEEN if scaling == "delayed" else None
+            )
+            y, back = jax.vjp(product, x, w, b)
+            return y, *back(jnp.asarray(d_y))
+
+    return run(x, weight, np.zeros(OUTPUTS, np.float32), True)
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "delayed", "block"])
+@pytest.mark.parametrize("is_on", [True, None], ids=["on", "switched on"])
+def test_products_are_those_of_rounded_numbers(scaling, is_on):
+    wanted = expected(scaling, *(np.float64(each) for each in numbers()))
+    y, d_x, d_w, d_b = multiply(scaling, is_on)
+    assert (y.dtype, d_x.dtype, d_w.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    for found, want, bits in zip((y, d_x, d_w), wanted, (8, 8, 16), strict=True):
+        size = np.abs(want)  # rows and columns differ widely
+        near = np.minimum(size.mean(1, keepdims=True), size.mean(0))
+        off = np.abs(np.float64(found) - want)
+        assert (off <= 2.0**-bits * (size + near)).all()
+    np.testing.assert_allclose(d_b, np.float64(numbers()[2]).sum(0), rtol=1e-5, atol=1e-12)
+
+
+def test_a_kept_weight_gives_the_same_gradients():
+    for kept, again in zip(multiply("tensor", regathers=False), multiply("tensor"), strict=True):
+        np.testing.assert_array_equal(kept, again)
+
+
+def test_what_is_not_finite_shows():
+    """What is too large for the format is cut; a NaN or an infinity is not."""
+    _, w, _ = numbers()
+    for bad in (np.nan, np.inf):
+        broken = np.float32(w)
+        broken[3, 5] = bad
+        assert not np.isfinite(np.float32(multiply("tensor", w=broken)[0])[:, 3]).any()
+
+
+def test_zeros_stay_zeros():
+    y, *_ = multiply("tensor", w=np.zeros((OUTPUTS, INPUTS), np.float32))
+    np.testing.assert_array_equal(np.float32(y), 0)
+
+
+def model_of(experts=False, **train):
+    keys = {"num_experts": 4, "moe_top_k": 2, "moe_shared_experts": 1} if experts else {}
+    model = {"n_layers": 4, **keys}
+    return build_model(tiny_config(model=model, train={"mixed_precision": "fp8", **train}))
+
+
+def test_first_and_last_layer_stay_in_bf16_unless_told_otherwise():
+    model = model_of()
+    assert [kind.in_bf16 for kind in model.plan.layers] == [True, False, False, True]
+    assert model.plan.period == (0, 1, 1) or model.plan.period.repeats == 2
+    whole = model_of(num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=0)
+    assert whole.plan.is_uniform
+
+
+ATTENTION = {f"attention.{name}_proj" for name in "qkvo"}
+MLP = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
+
+
+@pytest.mark.parametrize(
+    ("experts", "exclude", "names"),
+    [
+        (False, (), ATTENTION | MLP),
+        (False, ("attention", "layers.mlp.down"), MLP - {"mlp.down_proj"}),
+        (True, ("shared_expert",), ATTENTION),
+    ],
+)
+def test_layers_are_left_out_by_a_part_of_their_name(experts, exclude, names):
+    assert set(model_of(experts, fp8_exclude=exclude)._in_8_bits) == names
+
+
+def test_a_device_says_what_it_makes_of_it_and_an_old_gpu_refuses():
+    recipe = Recipe.of(TrainConfig(mixed_precision="fp8"))
+    assert "multiplied in 8 bits" in how_multiplied(recipe, "gpu", "9.0", "NVIDIA H100")
+    assert "emulated" in how_multiplied(recipe, "tpu", None, "TPU v5 lite")
+    assert "emulated" in how_multiplied(recipe, "cpu", None, "cpu")
+    blocks = recipe._replace(scaling="block")
+    assert "multiplied in bf16" in how_multiplied(blocks, "gpu", "9.0", "NVIDIA H100")
+    with pytest.raises(UserError, match=r"8\.9 or more .* not 8\.0: use \"bf16\""):
+        how_multiplied(recipe, "gpu", "8.0", "NVIDIA A100")

@@ -1,0 +1,96 @@
+"""Steps with products in 8 bits: on meshes, and what delayed scales remember."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxforge.step.train_step import Controls
+from tests.conftest import tiny_config
+from tests.helpers import random_batches, setup
+
+
+def config(distributed=None, n_layers=2, **train):
+    """The first layer stays in bf16: in a pipeline stages differ in that."""
+    d = {"dp_shard": 1, **(distributed or {})}
+    batch = 4 // (d["dp_shard"] * d.get("dp_replicate", 1))
+    return tiny_config(
+        model={"n_layers": n_layers},
+        train={"mixed_precision": "fp8", "fp8_scaling": "delayed", "fp8_amax_history_len": 3,
+               "num_layers_at_start_in_bf16": n_layers - 1, "num_layers_at_end_in_bf16": 0,
+               "grad_accum_steps": 2, "batch_size": batch, **train},
+        distributed=d,
+        optimizer={"lr": 0.1},
+    )  # fmt: skip
+
+
+@functools.cache
+def single_device():
+    ours = setup(config())
+    return ours.run(ours.state(), random_batches(ours.config, 2))
+
+
+MESHES = [
+    ({"tp": 2, "dp_shard": 2}, "update"),
+    ({"tp": 2, "dp_shard": 2}, "microbatch"),
+    ({"pp": 2, "tp": 2}, "microbatch"),
+]
+
+
+@pytest.mark.parametrize(("mesh", "grad_sync"), MESHES, ids=str)
+def test_losses_and_histories_do_not_depend_on_the_mesh(mesh, grad_sync):
+    ours = setup(config(mesh, grad_sync=grad_sync))
+    want_state, want = single_device()
+    state, metrics = ours.run(ours.state(), random_batches(ours.config, 2))
+    np.testing.assert_allclose(metrics["loss"], want["loss"], rtol=2e-5)
+    np.testing.assert_allclose(metrics["grad_norm"], want["grad_norm"], rtol=5e-3)
+    for found, wanted in zip(
+        jax.tree.leaves(state.model_state), jax.tree.leaves(want_state.model_state), strict=True
+    ):
+        np.testing.assert_allclose(found, wanted, rtol=2**-5)  # a few of bf16
+    is_kept = [np.asarray(leaf)[1, :2].all() for leaf in jax.tree.leaves(state.model_state)]
+    assert all(is_kept)
+
+
+def in_bf16(x):
+    return np.asarray(x, np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def amax_of_inputs(params, batch):
+    """Of what enters the first attention, in NumPy: the largest over all microbatches."""
+    table = in_bf16(params["token_embedding"]["embedding"]["weight"])
+    x = table[batch["input_ids"]]
+    normed = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+    return np.abs(normed * np.asarray(params["layers"]["attention_norm"]["weight"])[0]).max()
+
+
+def test_histories_follow_good_steps_and_forget_the_oldest():
+    """Six steps of two microbatches, against plain lists; the fourth has a NaN."""
+    ours = setup(config(n_layers=1))
+    state, inputs, weights = ours.state(), [0.0] * 3, [0.0] * 3
+    for number, batch in enumerate(random_batches(ours.config, 6)):
+        params = jax.device_get(state.params)
+        good = params["norm"]["weight"]
+        if number == 3:
+            broken = ours.state({**params, "norm": {"weight": good * np.nan}})
+            kept = jax.tree.map(jnp.copy, (state.opt_state, state.model_state))
+            state = broken.__class__(**{
+                **vars(state), "params": broken.params, "opt_state": kept[0], "model_state": kept[1]
+            })  # fmt: skip
+        else:
+            inputs = [amax_of_inputs(params, batch), *inputs[:2]]
+            q = params["layers"]["attention"]["q_proj"]["weight"][0]
+            weights = [np.abs(in_bf16(q)).max(), *weights[:2]]
+        with jax.set_mesh(ours.mesh):
+            state, metrics = ours.step(state, ours.put(batch), Controls())
+        assert bool(metrics["applied"]) == (number != 3)
+        if number == 3:
+            state = state.__class__(**{**vars(state), "params": jax.device_put(params)})
+        linear = state.model_state["layers"]["attention"]["q_proj"]
+        np.testing.assert_allclose(linear["input_amax_history"][0], inputs, rtol=2**-7)
+        np.testing.assert_array_equal(linear["weight_amax_history"][0], weights)
+    assert all(weights)
+    assert weights[0] != weights[1]

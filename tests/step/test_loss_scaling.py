@@ -1,0 +1,123 @@
+"""fp16: the loss is scaled, an overflow skips a step and halves the scale, and nothing else."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.config.train import TrainConfig
+from jaxforge.state.guard_state import GuardState
+from jaxforge.state.train_state import abstract_state
+from jaxforge.step.guard import Guard
+from tests.conftest import tiny_config
+from tests.helpers import progress_of, random_batches, setup
+
+
+def judge(norms, losses=None, **config):
+    """Applied or not, the scale after each step, and the state after all."""
+    guard = Guard(TrainConfig(mixed_precision="fp16", **config))
+    judged = jax.jit(guard.judge)
+    state, applied, scales, halted = GuardState.fresh(scales_loss=True), [], [], False
+    for loss, norm in zip(losses or [1.0] * len(norms), norms, strict=True):
+        good, state = judged(state, jnp.float32(loss), jnp.float32(norm))
+        applied.append(bool(good))
+        scales.append(float(state.loss_scale))
+        halted = halted or bool(guard.halted(state))
+    return applied, scales, halted, state
+
+
+INF = np.inf
+
+
+def test_an_overflow_halves_the_scale_and_is_no_bad_step():
+    applied, scales, halted, state = judge([1.0, INF, np.nan, 1.0], nan_consecutive_max=1)
+    assert applied == [True, False, False, True]
+    assert scales == [65536.0, 32768.0, 16384.0, 16384.0]
+    assert not halted
+    assert (int(state.total), int(state.nonfinite), int(state.consecutive)) == (2, 0, 0)
+    assert int(state.good) == 2
+
+
+def test_at_the_smallest_scale_it_is():
+    config = {"initial_loss_scale": 4.0, "min_loss_scale": 2.0, "nan_consecutive_max": 2}
+    _, scales, halted, state = judge([INF, INF], **config)
+    assert (scales, halted, int(state.nonfinite)) == ([2.0, 2.0], False, 1)
+    assert judge([INF, INF, INF], **config)[2]
+
+
+def test_a_loss_that_is_not_finite_is_a_bad_step_whatever_the_scale():
+    _, scales, _, state = judge([1.0, INF], [1.0, np.nan])
+    assert scales == [65536.0] * 2
+    assert (int(state.nonfinite), int(state.consecutive)) == (1, 1)
+
+
+def test_the_scale_grows_after_a_window_without_overflow():
+    norms = [1.0, 1.0, INF, 1.0, 1.0, 1.0, 1.0]
+    _, scales, *_ = judge(norms, initial_loss_scale=8.0, loss_scale_window=3)
+    assert scales == [8.0, 8.0, 4.0, 4.0, 4.0, 8.0, 8.0]
+
+
+def fp16(**train):
+    return setup(tiny_config(train={
+        "mixed_precision": "fp16", "grad_accum_steps": 2, "loss_scale_window": 2, **train
+    }))  # fmt: skip
+
+
+def restored(ours, path, step):
+    checkpoints = Checkpoints(path, ours.config.checkpoint)
+    try:
+        like = abstract_state(ours.model, ours.optimizer, ours.mesh)
+        return checkpoints.restore(like, step)[0]
+    finally:
+        checkpoints.close()
+
+
+def save(ours, path, state):
+    checkpoints = Checkpoints(path, ours.config.checkpoint, axes=ours.model.axes)
+    checkpoints.save(progress_of(state), state)
+    checkpoints.wait()
+    checkpoints.close()
+
+
+def test_a_run_skips_recovers_and_resumes_bit_for_bit(tmp_path):
+    """From a scale at which gradients overflow: it comes down, and a restart is exact."""
+    ours = fp16(initial_loss_scale=2.0**26)
+    batches = random_batches(ours.config, 12)
+    before = jax.device_get(ours.state().params)
+    state, first = ours.run(ours.state(), batches[:1])
+    assert (first["applied"][0], first["loss_scale"][0]) == (False, 2.0**25)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), before)
+    state, metrics = ours.run(state, batches[1:8])
+    assert metrics["applied"][-1] or metrics["applied"][-2]  # it grows again, and overflows
+    assert metrics["consecutive"].max() == 0
+    np.testing.assert_allclose(metrics["loss"][0], plain_loss(batches[1]), rtol=1e-3)
+    save(ours, tmp_path, state)
+    again = restored(ours, tmp_path, 8)
+    _, went_on = ours.run(state, batches[8:])
+    _, resumed = ours.run(again, batches[8:])
+    for name in ("loss", "grad_norm", "loss_scale", "skipped"):
+        np.testing.assert_array_equal(went_on[name], resumed[name])
+
+
+def plain_loss(batch):
+    """Of the same initial parameters in float32."""
+    plain = setup(tiny_config(train={"mixed_precision": "fp32", "grad_accum_steps": 2}))
+    return plain.run(plain.state(), [batch])[1]["loss"][0]
+
+
+def test_a_checkpoint_without_a_scale_starts_with_the_initial_one(tmp_path):
+    """As one of bf16 has none; and in bf16 nobody asks for that of a checkpoint that has one."""
+    bf16 = setup(tiny_config(train={"mixed_precision": "bf16", "grad_accum_steps": 2}))
+    ours = fp16()
+    batches = random_batches(ours.config, 3)
+    state, _ = bf16.run(bf16.state(), batches[:1])
+    save(bf16, tmp_path / "bf16", state)
+    state = restored(ours, tmp_path / "bf16", 1)
+    assert float(state.guard.loss_scale) == 0
+    state, metrics = ours.run(state, batches[1:2])
+    assert (metrics["loss_scale"][0], int(state.guard.total)) == (65536.0, 0)
+    save(ours, tmp_path / "fp16", state)
+    back = restored(bf16, tmp_path / "fp16", 2)
+    assert back.guard.loss_scale is None
+    _, metrics = bf16.run(back, batches[2:])
+    assert metrics["applied"][0]
