@@ -508,6 +508,8 @@ def test_check_runs_every_rule_of_the_module():
         "mesh_shape",
         "with_copies",
         "data_parallel",
+        "token_parallel",
+        "cp_strategy",
     }
     assert public == {rule.__name__ for rule in rules.RULES}
 

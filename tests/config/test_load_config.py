@@ -238,7 +238,7 @@ def test_every_key_of_kempnerforge_loads():
                 "moe_backend",
             )
         ),
-        *(("distributed", key) for key in ("pp_chunks", "heartbeat_timeout_sec")),
+        *(("distributed", key) for key in ("pp_chunks", "heartbeat_timeout_sec", "cp_strategy")),
         *(("eval", key) for key in ("datasets", "start_step")),
         *(
             ("checkpoint", key)

@@ -135,12 +135,21 @@ WRONG = {
     ),
     "8-bit training of no layer": Wrong(
         {"model": {"n_layers": 2}, "train": {"mixed_precision": "fp8"}},
-        "num_layers_at_start_in_bf16", "2",
+        "train.num_layers_at_start_in_bf16", "2",
     ),
     "half precision of parameters": Wrong(
         {"train": {"mixed_precision": "fp16", "param_dtype": "float16"}}, "param_dtype", "float16"
     ),
-    "context parallelism": Wrong({"distributed": {"cp": 2}}, "distributed.cp", "2"),
+    "heads over devices of a sequence": Wrong(
+        {"distributed": {"cp": 8, "cp_strategy": "ulysses"}}, "distributed.cp_strategy", '"ulysses"'
+    ),
+    "a ring of uneven parts": Wrong(
+        {"train": {"seq_len": 36}, "distributed": {"cp": 4, "cp_strategy": "ring"}},
+        "train.seq_len", "36",
+    ),
+    "a sequence in as many parts": Wrong(
+        {"train": {"seq_len": 30}, "distributed": {"cp": 4}}, "train.seq_len", "30"
+    ),
     "a schedule for what needs none": Wrong(
         {"optimizer": {"name": "schedule_free_adamw"}}, "scheduler.name", '"cosine"'
     ),

@@ -83,7 +83,7 @@ def test_the_documentation_lists_every_metric(run):
     device = types.SimpleNamespace(memory_stats=lambda: stats)
     logged = {name for line in run.lines() for name in line} - {"step", "time"}
     logged |= StepCost(1, peak_tflops=1.0).speed(1.0, 1).keys() | memory([device]).keys()
-    logged |= {"smoothed/mfu", "train/rollbacks"}
+    logged |= {"smoothed/mfu", "train/rollbacks", "train/loss_scale"}
     logged |= {"local_checkpoint/blocking_sec", "local_checkpoint/save_sec"}
     told = {name: np.ones(1) for name in TOLD} | {"expert_counts": np.ones((1, 2))}
     logged |= {name for name in moe_metrics(told) if "/layers." not in name}
