@@ -78,7 +78,7 @@ def measure(case: Case) -> dict[str, float]:
     config = config_of(case)
     devices = list(targets.tpus(case.topology))
     lowered = lower_train_step(config, make_mesh(config, devices))
-    options = xla_flags.compiler_options(devices[0], {}, has_experts=True)
+    options = xla_flags.compiler_options(devices[0], {}, has=(xla_flags.EXPERTS,))
     compiled = lowered.compile(options)
     program = Program(compiled.as_text(), len(devices))
     cost, model, ep = program.cost(), config.model, case.axes.get("ep", 1)

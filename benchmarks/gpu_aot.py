@@ -101,7 +101,7 @@ def measure(case: Case) -> dict[str, float | str]:
     devices = list(targets.gpus("h100", case.nodes, PER_NODE))
     lowered = lower_train_step(case.config, make_mesh(case.config, devices))
     start = time.perf_counter()
-    options = xla_flags.compiler_options(devices[0], {}, has_experts=case.config.model.is_moe)
+    options = xla_flags.compiler_options(devices[0], {}, has=xla_flags.traits(case.config))
     compiled = lowered.compile(options)
     seconds = time.perf_counter() - start
     peak = compiled.memory_analysis().peak_memory_in_bytes

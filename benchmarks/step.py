@@ -195,7 +195,7 @@ def compiled_step(case: Case) -> tuple[Callable[[], None], jax.stages.Compiled]:
     data = {"input_ids": jax.device_put(tokens), "labels": jax.device_put(labels)}
     with jax.set_mesh(mesh), matmul_precision(config):
         state = [init_state(model, optimizer, mesh, 0)]
-        options = compilation.accepted_flags(config.train, has_experts=config.model.is_moe)
+        options = compilation.accepted_flags(config)
         compiled = jitted.lower(state[0], data, Controls()).compile(options)
 
     def step() -> None:

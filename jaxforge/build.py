@@ -80,7 +80,7 @@ def build_trainer(
     check_libraries(config.metrics)
     named = [named_hook(path) for path in config.plugins.hooks]
     profiler = Profiler(config.profiling, mirror.files(config.checkpoint.dir))
-    flags = compilation.accepted_flags(config.train, has_experts=config.model.is_moe)
+    flags = compilation.accepted_flags(config)
     saved = Executable(config.train.executable, mesh) if config.train.executable else None
     with watchdog.section("data"):
         dataset = sources.open_training_data(config)

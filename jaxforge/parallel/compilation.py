@@ -16,10 +16,11 @@ from pathlib import Path
 
 import jax
 
+from jaxforge.config.job import JobConfig
 from jaxforge.config.problems import said
 from jaxforge.config.train import TrainConfig
 from jaxforge.errors import UserError
-from jaxforge.parallel.xla_flags import DEFAULT, Option, compiler_options
+from jaxforge.parallel.xla_flags import DEFAULT, Option, compiler_options, traits
 
 log = logging.getLogger(__name__)
 
@@ -65,21 +66,21 @@ def cache_directory(config: TrainConfig) -> str:
     return os.path.join(home, "jaxforge", "xla")
 
 
-def accepted_flags(config: TrainConfig, *, has_experts: bool = False) -> dict[str, Option]:
+def accepted_flags(config: JobConfig) -> dict[str, Option]:
     """The flags to compile the step with, tried on an empty program, and logs them.
 
     Args:
-        config: `[train]`.
-        has_experts: whether the step is that of a mixture of experts.
+        config: the run's.
 
     Raises:
         UserError: `train.xla_flags` names a flag that this XLA does not have, or a wrong value.
     """
     device = jax.devices()[0]
-    flags = compiler_options(device, config.xla_flags, has_experts=has_experts)
+    own = config.train.xla_flags
+    flags = compiler_options(device, own, has=traits(config))
     while flags and (name := _refused(flags)) is not None:
-        if name in config.xla_flags:
-            raise UserError(complaint(name, config.xla_flags[name], jax.default_backend()))
+        if name in own:
+            raise UserError(complaint(name, own[name], jax.default_backend()))
         # Flags come and go with the versions of XLA; a run must not depend on those of our table.
         log.warning("this XLA does not take %s=%s; going on without", name, flags.pop(name))
     if flags:

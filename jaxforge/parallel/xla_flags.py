@@ -6,11 +6,12 @@ shows the table, and what is left out of it.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
 
+from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 
 Option = Any
@@ -23,6 +24,15 @@ LEVELS = ("optimization_level", "memory_fitting_level")
 """Levels of effort: compiler options, but no flags of `XLA_FLAGS`."""
 
 
+EXPERTS, CONTEXT = "experts", "context parallelism"
+
+
+def traits(config: JobConfig) -> tuple[str, ...]:
+    """What of a step some flags are for."""
+    has = {EXPERTS: config.model.is_moe, CONTEXT: config.distributed.cp > 1}
+    return tuple(name for name, is_so in has.items() if is_so)
+
+
 class Flag(NamedTuple):
     """One row of the table.
 
@@ -33,7 +43,7 @@ class Flag(NamedTuple):
         why: what it is good for.
         source: where that is said.
         devices: values of `jax.Device.device_kind`; empty means all.
-        for_experts: whether it is for steps whose experts are spread (`distributed.ep`) alone.
+        only_with: what a step must have one of, as of `traits`; empty: it is for all steps.
     """
 
     platform: Literal["gpu", "tpu"]
@@ -42,11 +52,11 @@ class Flag(NamedTuple):
     why: str
     source: str
     devices: tuple[str, ...] = ()
-    for_experts: bool = False
+    only_with: tuple[str, ...] = ()
 
-    def fits(self, platform: str, kind: str, *, has_experts: bool) -> bool:
+    def fits(self, platform: str, kind: str, has: Collection[str]) -> bool:
         """Whether it is for devices of this platform and `device_kind`, and such a step."""
-        is_for_step = has_experts or not self.for_experts
+        is_for_step = not self.only_with or any(trait in has for trait in self.only_with)
         is_for_device = not self.devices or kind in self.devices
         return platform == self.platform and is_for_device and is_for_step
 
@@ -77,7 +87,7 @@ FLAGS: tuple[Flag, ...] = (
         "WHILE_LOOP_UNROLLING_NO_UNROLL",
         "XLA ends the process where it unrolls some loops over layers with experts",
         "upstream.md",
-        for_experts=True,
+        only_with=(EXPERTS,),
     ),
     Flag(
         "gpu",
@@ -91,10 +101,11 @@ FLAGS: tuple[Flag, ...] = (
         "tpu",
         "xla_tpu_enable_async_all_to_all",
         "true",
-        "rows travel to their experts and back beside other work; v5e cannot do it",
+        "rows travel to their experts and back, and heads to where all tokens are, beside other "
+        "work; v5e cannot do it",
         "experts.md",
         _V5P_AND_V6E,
-        for_experts=True,
+        only_with=(EXPERTS, CONTEXT),
     ),
     _gather_beside_work("xla_enable_async_all_gather", "all-gathers may start early and end late"),
     _gather_beside_work(
@@ -119,7 +130,7 @@ def compiler_options(
     own: Mapping[str, str],
     env: Mapping[str, str] = os.environ,
     *,
-    has_experts: bool = False,
+    has: Collection[str] = (),
 ) -> dict[str, Option]:
     """What to compile the step with.
 
@@ -127,13 +138,13 @@ def compiler_options(
         device: any device of the mesh.
         own: `train.xla_flags`.
         env: where `XLA_FLAGS` and `LIBTPU_INIT_ARGS` are looked up; flags in them are left alone.
-        has_experts: whether the step is that of a mixture of experts.
+        has: what the step has, as of `traits`.
 
     Raises:
         UserError: a level of effort is no number.
     """
     at = device.platform, device.device_kind
-    table = {f.name: f.value for f in FLAGS if f.fits(*at, has_experts=has_experts)}
+    table = {f.name: f.value for f in FLAGS if f.fits(*at, has)}
     named = _named_in(env)
     return {
         name: _typed(name, value)

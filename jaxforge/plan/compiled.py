@@ -117,8 +117,8 @@ def compile_step(
     sync = resolve_grad_sync(config, model, optimizer, mesh, capacity)
     config = sync.applied_to(config)
     parts = _Parts(config, model, abstract_state(model, optimizer, mesh), mesh, capacity)
-    flags, is_moe = config.train.xla_flags, config.model.is_moe
-    options = xla_flags.compiler_options(device, flags, has_experts=is_moe)
+    flags = config.train.xla_flags
+    options = xla_flags.compiler_options(device, flags, has=xla_flags.traits(config))
     hooks = HookRunner([named_hook(path) for path in config.plugins.hooks])
     largest = config.train.grad_accum_steps
     sizes = {stage.accum for stage in config.train.stages()} if every_size else {largest}

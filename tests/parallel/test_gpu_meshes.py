@@ -195,7 +195,7 @@ def test_a_step_of_experts_compiles_to_hoppers_kernels(name):
     sections = EXPERT_STEPS[name]
     config = config_of({**sections, "model": EXPERTS})
     lowered = lower_train_step(config, make_mesh(config, h100s()))
-    options = xla_flags.compiler_options(h100s()[0], {}, has_experts=True)
+    options = xla_flags.compiler_options(h100s()[0], {}, has=(xla_flags.EXPERTS,))
     text = lowered.compile(options).as_text()
     assert MOSAIC in text
     assert "ragged-dot" not in text
@@ -209,7 +209,7 @@ def test_experts_that_are_gathered_compile():
     """XLA ended the process without a flag of the table (docs/upstream.md)."""
     config = config_of(case({"dp_shard": 8}, {"grad_sync": "microbatch"}, model=EXPERTS))
     lowered = lower_train_step(config, make_mesh(config, h100s()))
-    options = xla_flags.compiler_options(h100s()[0], {}, has_experts=True)
+    options = xla_flags.compiler_options(h100s()[0], {}, has=(xla_flags.EXPERTS,))
     assert MOSAIC in lowered.compile(options).as_text()
 
 

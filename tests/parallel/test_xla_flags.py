@@ -11,10 +11,10 @@ from typing import NamedTuple
 import jax
 import pytest
 
-from jaxforge.config.train import TrainConfig
+from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.parallel import compilation, xla_flags
-from jaxforge.parallel.xla_flags import FLAGS, Flag, compiler_options
+from jaxforge.parallel.xla_flags import CONTEXT, EXPERTS, FLAGS, Flag, compiler_options, traits
 
 DOCS = Path(__file__).parents[2] / "docs" / "xla_flags.md"
 
@@ -39,7 +39,7 @@ def jaxforge_logs(caplog, monkeypatch):
 @pytest.mark.parametrize("device", [H100, B200], ids=lambda d: d.device_kind)
 def test_xla_knows_the_flags_for_gpus(device):
     """The options of all backends are known to each build, so a CPU can tell."""
-    options = compiler_options(device, {}, env={}, has_experts=True)
+    options = compiler_options(device, {}, env={}, has=(EXPERTS,))
     assert options["optimization_level"] == 19, "EFFORT_O1"
     jax.jit(lambda: 0).lower().compile(compiler_options=options)
 
@@ -84,7 +84,7 @@ def test_loops_with_spread_experts_are_not_unrolled_on_gpus():
     name = "xla_gpu_enable_while_loop_unrolling"
     assert name not in compiler_options(H100, {}, env={})
     for device, has_it in ((H100, True), (B200, True), (V5P, False)):
-        assert (name in compiler_options(device, {}, env={}, has_experts=True)) == has_it
+        assert (name in compiler_options(device, {}, env={}, has=(EXPERTS,))) == has_it
 
 
 def test_what_the_user_names_wins():
@@ -106,14 +106,16 @@ def test_what_the_user_names_wins():
 )
 def test_a_wrong_flag_of_the_user_is_an_error(name, value):
     with pytest.raises(UserError, match=f"train.xla_flags.{name} = {value}"):
-        compilation.accepted_flags(TrainConfig(xla_flags={name: value}))
+        compilation.accepted_flags(
+            JobConfig.model_validate({"train": {"xla_flags": {name: value}}})
+        )
 
 
 def test_a_flag_of_the_table_that_xla_has_lost_is_left_out(monkeypatch, caplog):
     lost = Flag("cpu", "xla_nope", "1", "", "")
     kept = Flag("cpu", "xla_cpu_enable_fast_math", "false", "", "")
     monkeypatch.setattr(xla_flags, "FLAGS", (lost, kept))
-    assert compilation.accepted_flags(TrainConfig()) == {"xla_cpu_enable_fast_math": False}
+    assert compilation.accepted_flags(JobConfig()) == {"xla_cpu_enable_fast_math": False}
     assert "does not take xla_nope=1; going on without" in caplog.text
     assert "XLA flags: xla_cpu_enable_fast_math=False" in caplog.text
 
@@ -148,7 +150,24 @@ def test_the_docs_show_the_table():
     shown = [line for line in lines if line.startswith(("| gpu", "| tpu"))]
     assert shown == [
         f"| {f.platform} | {', '.join(f.devices) or 'all'}"
-        f"{', with experts' if f.for_experts else ''} | `{f.name}` | `{f.value}` | "
+        f"{', with ' + ' or '.join(f.only_with) if f.only_with else ''} | `{f.name}` | `{f.value}` | "
         f"{f.why} | [source]({f.source}) |"
         for f in FLAGS
     ]
+
+
+@pytest.mark.parametrize(
+    ("values", "has"),
+    [
+        ({}, ()),
+        ({"distributed": {"cp": 2}}, (CONTEXT,)),
+        ({"model": {"num_experts": 4}, "distributed": {"cp": 2}}, (EXPERTS, CONTEXT)),
+    ],
+    ids=str,
+)
+def test_some_flags_are_for_steps_that_exchange(values, has):
+    config = JobConfig.model_validate(values)
+    assert traits(config) == has
+    device = Device("tpu", "TPU v5p")
+    options = compiler_options(device, {}, env={}, has=traits(config))
+    assert ("xla_tpu_enable_async_all_to_all" in options) == bool(has)
