@@ -12,6 +12,7 @@ import jax
 import pytest
 
 from jaxforge.config.job import JobConfig
+from jaxforge.config.train import TrainConfig
 from jaxforge.errors import UserError
 from jaxforge.parallel import compilation, xla_flags
 from jaxforge.parallel.xla_flags import CONTEXT, EXPERTS, FLAGS, Flag, compiler_options, traits
@@ -105,10 +106,9 @@ def test_what_the_user_names_wins():
     [("xla_gpu_nope", "true"), ("xla_gpu_autotune_level", "high"), ("optimization_level", "O1")],
 )
 def test_a_wrong_flag_of_the_user_is_an_error(name, value):
+    config = JobConfig.model_validate({"train": {"xla_flags": {name: value}}})
     with pytest.raises(UserError, match=f"train.xla_flags.{name} = {value}"):
-        compilation.accepted_flags(
-            JobConfig.model_validate({"train": {"xla_flags": {name: value}}})
-        )
+        compilation.accepted_flags(config)
 
 
 def test_a_flag_of_the_table_that_xla_has_lost_is_left_out(monkeypatch, caplog):
@@ -150,7 +150,8 @@ def test_the_docs_show_the_table():
     shown = [line for line in lines if line.startswith(("| gpu", "| tpu"))]
     assert shown == [
         f"| {f.platform} | {', '.join(f.devices) or 'all'}"
-        f"{', with ' + ' or '.join(f.only_with) if f.only_with else ''} | `{f.name}` | `{f.value}` | "
+        f"{', with ' + ' or '.join(f.only_with) if f.only_with else ''} | "
+        f"`{f.name}` | `{f.value}` | "
         f"{f.why} | [source]({f.source}) |"
         for f in FLAGS
     ]
