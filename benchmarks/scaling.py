@@ -30,6 +30,8 @@ CLUSTERS = {
     "llama_13b_tpu_v6e_128": "v6e:8x16",
     "llama_70b_tpu_v5p_512": "v5p:8x8x8",
     "llama_70b_tpu_v6e_256": "v6e:16x16",
+    "llama_8b_128k_gpu_16": "h100:2x8",
+    "llama_8b_128k_tpu_v5p_64": "v5p:4x4x4",
 }
 PROCESSES = 2
 

@@ -23,7 +23,7 @@ from jaxforge.step.train_step import Controls, make_train_step
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs" / "llama").glob("*.toml"))
 MEMORY = {"gpu": 80e9, "v5e": 16e9, "v5p": 95e9, "v6e": 32e9}  # bytes of one device
-WHOLE_GRADIENTS_FIT = {"llama_1b_gpu_8", "llama_7b_tpu_v5p_64"}
+WHOLE_GRADIENTS_FIT = {"llama_1b_gpu_8", "llama_7b_tpu_v5p_64", "llama_8b_128k_tpu_v5p_64"}
 TORUS = {  # how the chips of a slice are wired
     "v5e_16": (4, 4),
     "v5e_256": (16, 16),
@@ -37,6 +37,7 @@ TORUS = {  # how the chips of a slice are wired
 PARAMETERS = {  # as published with the weights
     "1b": 1_235_814_400,
     "7b": 6_738_415_616,
+    "8b": 8_030_261_248,
     "13b": 13_015_864_320,
     "70b": 68_976_648_192,
 }
@@ -45,12 +46,12 @@ pytestmark = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem
 
 
 class Recipe:
-    """A config with the machine that its name says: llama_<size>_[tpu_]<kind>_<devices>."""
+    """A config with the machine that its name says: llama_<size>[_128k]_[tpu_]<kind>_<devices>."""
 
     def __init__(self, path: Path) -> None:
         self.config = load_config(path)
         self.size, self.kind, devices = re.fullmatch(
-            r"llama_(\d+b)_(gpu|tpu_v\w+)_(\d+)", path.stem
+            r"llama_(\d+b)(?:_128k)?_(gpu|tpu_v\w+)_(\d+)", path.stem
         ).groups()
         self.kind = self.kind.removeprefix("tpu_")
         self.devices = int(devices)
@@ -127,7 +128,10 @@ def test_the_page_says_what_a_device_holds(recipe, path):
 def test_every_device_has_work_in_every_microbatch(recipe):
     train, dp = recipe.config.train, data_parallel_size(recipe.mesh)
     assert train.microbatch_size(dp) % dp == 0
-    assert train.max_steps * train.global_batch_size * train.seq_len == pytest.approx(2e12, rel=0.1)
+    tokens = 1e11 if train.seq_len == 131_072 else 2e12
+    assert train.max_steps * train.global_batch_size * train.seq_len == pytest.approx(
+        tokens, rel=0.1
+    )
 
 
 def test_mesh_axes_follow_the_wires(recipe):
