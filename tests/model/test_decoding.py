@@ -121,6 +121,7 @@ MESHES = [
     {"dp_shard": 2},
     {"tp": 2},
     {"dp_shard": 3, "tp": 2},  # 3 does not divide the width
+    {"cp": 2, "tp": 2},
     {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
 ]
 
@@ -134,7 +135,9 @@ def on_mesh(**axes):
 
 
 @pytest.mark.parametrize(
-    ("axes", "how"), [(MESHES[0], GREEDY), (MESHES[1], DRAWN), (MESHES[2], DRAWN)], ids=str
+    ("axes", "how"),
+    [(MESHES[0], GREEDY), (MESHES[1], DRAWN), (MESHES[2], DRAWN), (MESHES[3], GREEDY)],
+    ids=str,
 )
 def test_the_mesh_does_not_matter(axes, how):
     """Three prompts on four groups of devices leave one of them a row without a prompt."""

@@ -83,7 +83,7 @@ def test_json_has_stdout_to_itself(run):
         (2, ["--distributed.tp=2"]),
         (6, []),  # which do not divide the width
         (8, []),
-        (8, ["--distributed.tp=2", "--distributed.dp_replicate=2"]),
+        (8, ["--distributed.cp=2", "--distributed.cp_strategy=ring"]),
     ],
     ids=str,
 )
