@@ -131,7 +131,7 @@ class Linear(nnx.Module):
             y = fp8.affine(self.fp8, x_TI, self.weight[...], bias, self._amaxes())
         else:
             y = affine(x_TI, self.weight[...], bias, self.axes, x.dtype, self.backward)
-        return whole_sequences(y.reshape(*x_PSI.shape[:-1], -1))
+        return whole_sequences(y.reshape(*x_PSI.shape[:-1], -1), len(x))
 
     def _amaxes(self) -> fp8.Amaxes | None:
         """The largest of the last updates, where scales go by those."""

@@ -132,20 +132,18 @@ def parts_of_sequences(x_BS: Array) -> Array:
     The parts are those that the partitioner gives to the devices of `cp`. The first parts of all
     sequences come first: in another order, what a device has would not be one piece.
     """
-    parts = automatic_size("context")
-    if parts == 1:
+    parts, (batch, length) = automatic_size("context"), x_BS.shape[:2]
+    if parts == 1 or length == 1:
         return x_BS
-    batch, length = x_BS.shape[:2]
     x = x_BS.reshape(batch, parts, length // parts, *x_BS.shape[2:]).swapaxes(0, 1)
     return x.reshape(parts * batch, length // parts, *x_BS.shape[2:])
 
 
-def whole_sequences(x_PS: Array) -> Array:
-    """What `parts_of_sequences` has cut, [b, s, ...]."""
-    parts = automatic_size("context")
+def whole_sequences(x_PS: Array, batch: int) -> Array:
+    """What `parts_of_sequences` has cut of so many sequences, [b, s, ...]."""
+    parts, length = x_PS.shape[0] // batch, x_PS.shape[1]
     if parts == 1:
         return x_PS
-    batch, length = x_PS.shape[0] // parts, x_PS.shape[1]
     x = x_PS.reshape(parts, batch, length, *x_PS.shape[2:]).swapaxes(0, 1)
     return x.reshape(batch, parts * length, *x_PS.shape[2:])
 
