@@ -199,6 +199,11 @@ def scaling() -> str:
     return _whole("scaling-none")
 
 
+def context() -> str:
+    """Long sequences, planned."""
+    return _whole("context-none")
+
+
 def kempnerforge() -> str:
     """KempnerForge's files, planned."""
     return _whole("kempnerforge_plans-none")
@@ -234,6 +239,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "experts-tpu": experts_tpu,
     "plan": published,
     "scaling": scaling,
+    "context": context,
     "kempnerforge": kempnerforge,
     "drill": drill,
     "precision": precision,

@@ -9,15 +9,13 @@ bfloat16, as KempnerForge stores them, and not in float32, as a run here does un
 Nothing is run on a device.
 """
 
-import json
-import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import planned
 import results
 from rich.console import Console
 
@@ -109,35 +107,29 @@ FILES = {
 }  # fmt: skip
 
 
-def planned(name: str, *settings: str) -> dict[str, Any]:
+def report_of(name: str, *settings: str) -> dict[str, Any]:
     """What `python -m jaxforge.plan --json` says of a file."""
     file = FILES[name]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.toml"
         path.write_text(file.toml())
-        command = [sys.executable, "-m", "jaxforge.plan", f"--config={path}",
-                   f"--topology={file.topology}", "--json", *settings]  # fmt: skip
-        done = subprocess.run(command, text=True, capture_output=True, check=False)
-    if not done.stdout:
-        raise SystemExit(f"{name}: {done.stderr.strip()}")
-    return json.loads(done.stdout)
+        return planned.report(path, file.topology, *settings)
 
 
 def row(name: str) -> dict[str, Any]:
     """Of the table."""
-    file, report = FILES[name], planned(name)
-    mesh = " x ".join(f"{axis} {size}" for axis, size in report.get("mesh", {}).items())
+    file, report = FILES[name], report_of(name)
     found: dict[str, Any] = {
         "file": name,
         "topology": file.topology,
-        "mesh": mesh or "-",
+        "mesh": planned.mesh_in_words(report) or "-",
         "rows x microbatches": f"{file.rows} x {file.accum}",
         "reduces": report["grad_sync"]["mode"] if "grad_sync" in report else "-",
         "fits": "yes" if report["fits"] else "; ".join(report["errors"] + report["advice"]),
     }
     if memory := report.get("memory_per_device"):
         found["memory, GB"] = _gb(memory)
-        as_there = planned(name, *AS_THERE).get("memory_per_device")
+        as_there = report_of(name, *AS_THERE).get("memory_per_device")
         found["bfloat16 state"] = _gb(as_there) if as_there else "-"
     found["published"] = file.gigabytes or "-"
     if step := report.get("step"):

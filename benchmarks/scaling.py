@@ -6,17 +6,13 @@
 Nothing is run on a device. What an estimate is made from, see docs/plan.md.
 """
 
-import json
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
+import planned
 import results
 from rich.console import Console
 
-CONFIGS = Path(__file__).parents[1] / "configs" / "llama"
 CLUSTERS = {
     "llama_1b_gpu_8": "h100:1x8",
     "llama_7b_gpu_64": "h100:8x8",
@@ -36,25 +32,14 @@ CLUSTERS = {
 PROCESSES = 2
 
 
-def planned(name: str) -> dict[str, Any]:
-    """What `python -m jaxforge.plan --json` says of a config."""
-    command = [sys.executable, "-m", "jaxforge.plan", f"--config={CONFIGS / name}.toml",
-               f"--topology={CLUSTERS[name]}", "--json"]  # fmt: skip
-    done = subprocess.run(command, text=True, capture_output=True, check=False)
-    if not done.stdout:
-        raise SystemExit(f"{name}: {done.stderr.strip()}")
-    return json.loads(done.stdout)
-
-
 def row(name: str) -> dict[str, Any]:
     """Of the table."""
-    report = planned(name)
+    report = planned.report(planned.CONFIGS / f"{name}.toml", CLUSTERS[name])
     memory, step = report.get("memory_per_device"), report.get("step")
-    mesh = " x ".join(f"{axis} {size}" for axis, size in report.get("mesh", {}).items())
     found: dict[str, Any] = {
         "config": name,
         "topology": CLUSTERS[name],
-        "mesh": mesh,
+        "mesh": planned.mesh_in_words(report),
         "reduces": report["grad_sync"]["mode"] if "grad_sync" in report else "-",
         "fits": "yes" if report["fits"] else "; ".join(report["errors"] + report["advice"]),
         "memory, GB": round(memory["peak_bytes"] / 1e9, 1) if memory else "-",

@@ -1,0 +1,60 @@
+"""Long sequences spread over devices, planned: memory, what travels, what is waited for.
+
+    pip install ".[plan-tpu,plan-gpu]"
+    python benchmarks/context.py [--quick]
+
+Nothing is run on a device. What an estimate is made from, see docs/plan.md.
+"""
+
+from typing import Any
+
+import planned
+import results
+from rich.console import Console
+
+CONFIGS = {"h100:2x8": "llama_8b_128k_gpu_16", "v5p:4x4x4": "llama_8b_128k_tpu_v5p_64"}
+DEVICES = {"h100:2x8": 16, "v5p:4x4x4": 64}
+CASES = (
+    *(("h100:2x8", way, cp) for cp in (2, 4, 8) for way in ("ulysses", "ring")),
+    *(("v5p:4x4x4", way, 8) for way in ("ulysses", "ring")),
+)
+EXCHANGES = ("all-to-all", "collective-permute")
+
+
+def row(topology: str, way: str, cp: int) -> dict[str, Any]:
+    """Of the table."""
+    report = planned.report(
+        planned.CONFIGS / f"{CONFIGS[topology]}.toml", topology, f"--distributed.cp={cp}",
+        f"--distributed.cp_strategy={way}", f"--distributed.dp_shard={DEVICES[topology] // cp}",
+        "--train.global_batch_size=None", "--train.batch_size=1", "--train.grad_accum_steps=1",
+        "--train.grad_sync=microbatch",
+    )  # fmt: skip
+    memory, step = report["memory_per_device"], report["step"]
+    in_layers = (one for one in report["collectives"] if one["in_loop"])
+    exchanged = [one for one in in_layers if one["kind"] in EXCHANGES]
+    found = {
+        "devices": topology,
+        "way": way,
+        "cp": cp,
+        "memory, GB": round(memory["peak_bytes"] / 1e9, 1),
+        "activations, GB": round(memory["activations_bytes"] / 1e9, 1),
+        "exchanged a step, GB": round(sum(one["bytes"] for one in exchanged) / 1e9, 1),
+        "waited for, ms": round(1e3 * sum(one["waited_seconds"] for one in exchanged), 1),
+        "step, s": round(step["seconds"], 2),
+        "tokens/s a device": round(step["tokens_per_second_per_device"]),
+    }
+    Console().print(found, highlight=False)
+    return found
+
+
+def main() -> None:
+    """Prints the rows and writes the results."""
+    quick = results.arguments(__doc__).parse_args().quick
+    rows = [row(*case) for case in CASES[: 1 if quick else None]]
+    if not quick:
+        results.write_json("context", rows, ("jax", "jaxlib", "libtpu"), device="none",
+                           notes=["estimates; nothing was run"])  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""What `python -m jaxforge.plan --json` says, for the scripts that make tables of it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+CONFIGS = Path(__file__).parents[1] / "configs" / "llama"
+
+
+def report(config: Path, topology: str, *overrides: str) -> dict[str, Any]:
+    """Of a config, on machines that are not here.
+
+    Args:
+        config: a TOML file.
+        topology: as of `--topology`.
+        overrides: more of the command line.
+
+    Raises:
+        SystemExit: the plan said nothing.
+    """
+    command = [sys.executable, "-m", "jaxforge.plan", f"--config={config}",
+               f"--topology={topology}", "--json", *overrides]  # fmt: skip
+    done = subprocess.run(command, text=True, capture_output=True, check=False)
+    if not done.stdout:
+        raise SystemExit(f"{config.name} on {topology}: {done.stderr.strip()}")
+    return json.loads(done.stdout)
+
+
+def mesh_in_words(report: dict[str, Any]) -> str:
+    """The mesh of a report: `dp_shard 4 x tp 2`."""
+    return " x ".join(f"{axis} {size}" for axis, size in report.get("mesh", {}).items())
