@@ -18,10 +18,10 @@ WINDOWS = {
     "sliding_window": 5, "attention_pattern": ["sliding", "full"],
 }  # fmt: skip
 EXPERTS = {
-    "num_experts": 4, "moe_top_k": 2, "moe_router": "sigmoid_topk",
-    "moe_aux_loss_weight": 0.01, "moe_sequence_aux_loss_weight": 0.01,
+    "num_experts": 4, "moe_top_k": 2, "moe_router": "softmax_topk",
+    "moe_aux_loss_weight": 1.0, "moe_sequence_aux_loss_weight": 10.0,
 }  # fmt: skip
-GROUPS = {"n_heads": 8, "n_kv_heads": 1}
+GROUPS = {"n_heads": 16, "n_kv_heads": 2}
 CHUNKS = {"attention_chunk_size": 6}
 RING, ULYSSES = {"cp_strategy": "ring"}, {"cp_strategy": "ulysses"}
 
