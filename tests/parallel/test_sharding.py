@@ -74,4 +74,4 @@ def test_constrain_lays_out_and_leaves_manual_axes_alone():
 
 
 def test_layers_are_split_over_stages_alone():
-    assert partition_spec(("layers", "mlp", "embed")) == P("pp", "tp", ("dp_shard", "ep"))
+    assert partition_spec(("layers", "mlp", "embed")) == P("pp", "tp", ("dp_shard", "cp", "ep"))
