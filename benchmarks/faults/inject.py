@@ -29,7 +29,7 @@ from jaxforge.model.transformer import Params
 from jaxforge.parallel import compilation
 from jaxforge.state.train_state import TrainState
 from jaxforge.step import train_step as step_module
-from jaxforge.step.gradients import Loss
+from jaxforge.step.gradients import Gradients, Loss
 from jaxforge.step.train_step import Batch, CompiledSteps, Controls, Metrics
 from jaxforge.training import evaluation
 from jaxforge.training.hooks import Hook, StepContext
@@ -212,11 +212,13 @@ def spoil(what: str, first: int, count: int = 1) -> None:
     make_gradients = step_module.make_gradients
     low = data.MARKS + first
 
-    def make(*args: object) -> Callable[[Params, Params, Batch], tuple[Params, Loss]]:
+    def make(*args: object) -> Gradients:
         gradients = make_gradients(*args)
 
-        def of(params: Params, state: Params, batch: Batch) -> tuple[Params, Loss]:
-            grads, loss = gradients(params, state, batch)
+        def of(
+            params: Params, state: Params, batch: Batch, scale: Array | None = None
+        ) -> tuple[Params, Loss]:
+            grads, loss = gradients(params, state, batch, scale)
             ids = batch["input_ids"]
             bad = jnp.any((ids >= low) & (ids < low + count))
             return SPOILERS[what](bad, grads, loss)

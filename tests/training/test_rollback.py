@@ -23,8 +23,8 @@ def poisonous():
     def make_poisonous(*args):
         gradients = make(*args)
 
-        def of(params, state, batch):
-            grads, loss = gradients(params, state, batch)
+        def of(params, state, batch, scale):
+            grads, loss = gradients(params, state, batch, scale)
             poisoned = jnp.any(batch["input_ids"] == POISON)
             terms = {"poisoned": jnp.where(poisoned, jnp.nan, loss.value)}
             return grads, loss._replace(side=loss.side._replace(terms=terms))
