@@ -10,18 +10,25 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from jaxforge.optim.eight_bit import ROOT
+from jaxforge.optim.moments import Kept, Place, Turn, joined, parted, places, zeros
 from jaxforge.optim.schedule import Schedule
 from jaxforge.optim.trees import unzip
 
 
 class AdamWState(NamedTuple):
-    """Updates made, and the running means of the gradient and of its square."""
+    """Updates made, and the running means of the gradient and of its square.
+
+    Scales are of moments in eight bits.
+    """
 
     updates: Int[Array, ""]
     mu: PyTree
     nu: PyTree
+    mu_scales: PyTree | None = None
+    nu_scales: PyTree | None = None
 
 
 def adamw(
@@ -30,7 +37,7 @@ def adamw(
     betas: tuple[float, float],
     eps: float,
     weight_decay: PyTree,
-    state_dtype: jnp.dtype,
+    state_dtype: Kept,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW as one transform.
 
@@ -45,15 +52,23 @@ def adamw(
         betas: b1, b2.
         eps: added to the denominator.
         weight_decay: a tree of floats, one per parameter.
-        state_dtype: dtype that m and v are stored in; the arithmetic is float32.
+        state_dtype: what m and v are stored in; the arithmetic is float32.
 
-    The update function takes `lr_scale`, a scalar factor on the learning rate (default 1).
+    The update function takes `lr_scale`, a scalar factor on the learning rate (default 1), and
+    `applied` (`optim.moments.Turn`).
     """
     b1, b2 = betas
 
     def init(params: PyTree) -> AdamWState:
-        mu, nu = (jax.tree.map(lambda p: jnp.zeros_like(p, state_dtype), params) for _ in "mv")
-        return AdamWState(jnp.zeros((), jnp.int32), mu, nu)
+        mu, mu_scales = zeros(params, state_dtype)
+        nu, nu_scales = zeros(params, state_dtype, ROOT)
+        return AdamWState(jnp.zeros((), jnp.int32), mu, nu, mu_scales, nu_scales)
+
+    def moved(scalars: tuple[Array, ...], g: Array, m: Array, v: Array) -> tuple[Array, ...]:
+        (root_correction2,) = scalars
+        m = b1 * m + (1 - b1) * g
+        v = b2 * v + (1 - b2) * (g * g)
+        return m / (jnp.sqrt(v) / root_correction2 + eps), m, v
 
     def update(
         grads: PyTree,
@@ -61,24 +76,29 @@ def adamw(
         params: PyTree | None = None,
         *,
         lr_scale: Float[Array, ""] | float = 1.0,
+        applied: Bool[Array, ""] | bool = True,
         **_: object,
     ) -> tuple[PyTree, AdamWState]:
         assert params is not None
         lr = schedule(state.updates) * lr_scale
         t = state.updates + 1
         step_size = lr / bias_correction(b1, t)
-        root_correction2 = jnp.sqrt(bias_correction(b2, t))
 
-        def one(p: Array, g: Array, m: Array, v: Array, decay: float) -> tuple[Array, ...]:
-            p32, g, m, v = (a.astype(jnp.float32) for a in (p, g, m, v))
-            m = b1 * m + (1 - b1) * g
-            v = b2 * v + (1 - b2) * (g * g)
-            new = p32 * (1 - lr * decay) - step_size * (m / (jnp.sqrt(v) / root_correction2 + eps))
-            return new - p32, m.astype(state_dtype), v.astype(state_dtype)
+        scalars = (jnp.sqrt(bias_correction(b2, t)),)
+        turn = Turn(state_dtype, state.updates, applied)
 
-        leaves = jax.tree.map(one, params, grads, state.mu, state.nu, weight_decay)
+        def one(p: Array, g: Array, m: Array, v: Array, decay: float, at: Place) -> tuple:
+            direction, m, v = turn.advance(moved, at, g, m, v, scalars=scalars)
+            p32 = p.astype(jnp.float32)
+            return p32 * (1 - lr * decay) - step_size * direction - p32, m, v
+
+        mu, nu = joined(state.mu, state.mu_scales), joined(state.nu, state.nu_scales)
+        at = places(params, state_dtype)
+        leaves = jax.tree.map(one, params, grads, mu, nu, weight_decay, at)
         updates, mu, nu = unzip(3, leaves, params)
-        return updates, AdamWState(optax.safe_increment(state.updates), mu, nu)
+        (mu, mu_scales), (nu, nu_scales) = parted(mu), parted(nu)
+        count = optax.safe_increment(state.updates)
+        return updates, AdamWState(count, mu, nu, mu_scales, nu_scales)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

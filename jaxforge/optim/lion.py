@@ -5,17 +5,19 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from jaxforge.optim.moments import Kept, Place, Turn, joined, parted, places, zeros
 from jaxforge.optim.schedule import Schedule
 from jaxforge.optim.trees import unzip
 
 
 class LionState(NamedTuple):
-    """Updates made, and the running mean of the gradient."""
+    """Updates made, and the running mean of the gradient, with scales if it is in eight bits."""
 
     updates: Int[Array, ""]
     mu: PyTree
+    mu_scales: PyTree | None = None
 
 
 def lion(
@@ -23,7 +25,7 @@ def lion(
     *,
     betas: tuple[float, float],
     weight_decay: PyTree,
-    state_dtype: jnp.dtype,
+    state_dtype: Kept,
 ) -> optax.GradientTransformationExtraArgs:
     """Lion as one transform.
 
@@ -36,15 +38,18 @@ def lion(
         schedule: learning rate by the number of updates made.
         betas: b1, b2.
         weight_decay: a tree of floats, one per parameter.
-        state_dtype: dtype that m is stored in; the arithmetic is float32.
+        state_dtype: what m is stored in; the arithmetic is float32.
 
-    The update function takes `lr_scale`, a scalar factor on the learning rate (default 1).
+    The update function takes `lr_scale`, a scalar factor on the learning rate (default 1), and
+    `applied` (`optim.moments.Turn`).
     """
     b1, b2 = betas
 
     def init(params: PyTree) -> LionState:
-        mu = jax.tree.map(lambda p: jnp.zeros_like(p, state_dtype), params)
-        return LionState(jnp.zeros((), jnp.int32), mu)
+        return LionState(jnp.zeros((), jnp.int32), *zeros(params, state_dtype))
+
+    def moved(_: tuple, g: Array, m: Array) -> tuple[Array, Array]:
+        return jnp.sign(b1 * m + (1 - b1) * g), b2 * m + (1 - b2) * g
 
     def update(
         grads: PyTree,
@@ -52,18 +57,22 @@ def lion(
         params: PyTree | None = None,
         *,
         lr_scale: Float[Array, ""] | float = 1.0,
+        applied: Bool[Array, ""] | bool = True,
         **_: object,
     ) -> tuple[PyTree, LionState]:
         assert params is not None
         lr = schedule(state.updates) * lr_scale
 
-        def one(p: Array, g: Array, m: Array, decay: float) -> tuple[Array, Array]:
-            p32, g, m = (a.astype(jnp.float32) for a in (p, g, m))
-            new = p32 * (1 - lr * decay) - lr * jnp.sign(b1 * m + (1 - b1) * g)
-            return new - p32, (b2 * m + (1 - b2) * g).astype(state_dtype)
+        turn = Turn(state_dtype, state.updates, applied)
 
-        leaves = jax.tree.map(one, params, grads, state.mu, weight_decay)
+        def one(p: Array, g: Array, m: Array, decay: float, at: Place) -> tuple:
+            direction, m = turn.advance(moved, at, g, m)
+            p32 = p.astype(jnp.float32)
+            return p32 * (1 - lr * decay) - lr * direction - p32, m
+
+        mu, at = joined(state.mu, state.mu_scales), places(params, state_dtype)
+        leaves = jax.tree.map(one, params, grads, mu, weight_decay, at)
         updates, mu = unzip(2, leaves, params)
-        return updates, LionState(optax.safe_increment(state.updates), mu)
+        return updates, LionState(optax.safe_increment(state.updates), *parted(mu))
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.traverse_util import flatten_dict
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxforge.config.model import EXPERTS, LAYERS
 from jaxforge.model.linear import is_matrix
 from jaxforge.optim.adamw import AdamWState, adamw
+from jaxforge.optim.moments import Kept, Place, Turn, joined, parted, places, zeros
 from jaxforge.optim.schedule import Schedule
 from jaxforge.optim.trees import Path, join, split, unzip
 
@@ -29,13 +30,16 @@ _POLYNOMIAL = (3.4445, -4.7750, 2.0315)
 class MuonState(NamedTuple):
     """Updates made, Muon's momentum, and AdamW's moments.
 
-    A parameter is in `momentum`, or in both `mu` and `nu`.
+    A parameter is in `momentum`, or in both `mu` and `nu`. Scales are of what is in eight bits.
     """
 
     updates: Int[Array, ""]
     momentum: PyTree
     mu: PyTree
     nu: PyTree
+    momentum_scales: PyTree | None = None
+    mu_scales: PyTree | None = None
+    nu_scales: PyTree | None = None
 
 
 def muon(
@@ -48,7 +52,7 @@ def muon(
     betas: tuple[float, float],
     eps: float,
     weight_decay: PyTree,
-    state_dtype: jnp.dtype,
+    state_dtype: Kept,
 ) -> optax.GradientTransformationExtraArgs:
     """Muon and AdamW as one transform, each for its own parameters (`muon_takes`).
 
@@ -66,9 +70,10 @@ def muon(
         betas: AdamW's b1, b2.
         eps: added to AdamW's denominator.
         weight_decay: a tree of floats, one per parameter.
-        state_dtype: dtype that b and AdamW's moments are stored in; the arithmetic is float32.
+        state_dtype: what b and AdamW's moments are stored in; the arithmetic is float32.
 
-    The update function takes `lr_scale`, a scalar factor on both learning rates (default 1).
+    The update function takes `lr_scale`, a scalar factor on both learning rates (default 1), and
+    `applied` (`optim.moments.Turn`).
     """
 
     def for_muon(params: PyTree) -> frozenset[Path]:
@@ -81,12 +86,16 @@ def muon(
             adam_schedule, betas=betas, eps=eps, weight_decay=decay, state_dtype=state_dtype
         )
 
+    def moved(_: tuple, g: Array, b: Array) -> tuple[Array, Array]:
+        b = momentum * b + g
+        return b, b
+
     def init(params: PyTree) -> MuonState:
         paths = for_muon(params)
         matrices, others = split(params, paths)
-        updates, mu, nu = adam(paths).init(others)
-        buffers = jax.tree.map(lambda p: jnp.zeros_like(p, state_dtype), matrices)
-        return MuonState(updates, buffers, mu, nu)
+        updates, mu, nu, *scales = adam(paths).init(others)
+        buffers, buffers_scales = zeros(matrices, state_dtype)
+        return MuonState(updates, buffers, mu, nu, buffers_scales, *scales)
 
     def update(
         grads: PyTree,
@@ -94,30 +103,39 @@ def muon(
         params: PyTree | None = None,
         *,
         lr_scale: Float[Array, ""] | float = 1.0,
+        applied: Bool[Array, ""] | bool = True,
         **_: object,
     ) -> tuple[PyTree, MuonState]:
         assert params is not None
         lr = schedule(state.updates) * lr_scale
         paths = for_muon(params)
 
+        turn = Turn(state_dtype, state.updates, applied)
+
         def one(
-            p: Array, g: Array, b: Array, decay: float, names: tuple[str, ...]
+            p: Array, g: Array, b: Array, decay: float, names: tuple[str, ...], at: Place
         ) -> tuple[Array, Array]:
-            p32, g, b = (a.astype(jnp.float32) for a in (p, g, b))
-            b = momentum * b + g
+            momentum, b = turn.advance(moved, at, g, b)
             m, n = _matrix(p.shape, names)
-            direction = orthogonal(b.reshape(-1, m, n), ns_steps).reshape(p.shape)
-            new = p32 * (1 - lr * decay) - lr * math.sqrt(max(1.0, m / n)) * direction
-            return new - p32, b.astype(state_dtype)
+            direction = orthogonal(momentum.reshape(-1, m, n), ns_steps).reshape(p.shape)
+            p32 = p.astype(jnp.float32)
+            return p32 * (1 - lr * decay) - lr * math.sqrt(max(1.0, m / n)) * direction - p32, b
 
         parts = [split(tree, paths) for tree in (params, grads, weight_decay, axes)]
         (matrices, others), (matrix_grads, other_grads), (decay, _), (names, _) = parts
-        leaves = jax.tree.map(one, matrices, matrix_grads, state.momentum, decay, names)
+        buffers, at = joined(state.momentum, state.momentum_scales), places(matrices, state_dtype)
+        leaves = jax.tree.map(one, matrices, matrix_grads, buffers, decay, names, at)
         matrix_updates, buffers = unzip(2, leaves, matrices)
-        other_updates, (updates, mu, nu) = adam(paths).update(
-            other_grads, AdamWState(state.updates, state.mu, state.nu), others, lr_scale=lr_scale
+        other_updates, adams = adam(paths).update(
+            other_grads,
+            AdamWState(state.updates, state.mu, state.nu, state.mu_scales, state.nu_scales),
+            others,
+            lr_scale=lr_scale,
+            applied=applied,
         )
-        return join(matrix_updates, other_updates), MuonState(updates, buffers, mu, nu)
+        buffers, scales = parted(buffers)
+        new = MuonState(adams.updates, buffers, adams.mu, adams.nu, scales, *adams[3:])
+        return join(matrix_updates, other_updates), new
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -10,9 +10,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxforge.optim.adamw import bias_correction
+from jaxforge.optim.eight_bit import ROOT
+from jaxforge.optim.moments import Kept, Place, Turn, joined, parted, places, zeros
 from jaxforge.optim.schedule import Schedule
 from jaxforge.optim.trees import unzip
 
@@ -20,7 +22,8 @@ from jaxforge.optim.trees import unzip
 class ScheduleFreeState(NamedTuple):
     """Updates made, the mean of squared gradients, the weights x and z, the sum of x's shares.
 
-    Before the first update x and z are zero: z begins as whatever the parameters are then.
+    Before the first update x and z are zero: z begins as whatever the parameters are then. Scales
+    are those of `nu` in eight bits.
     """
 
     updates: Int[Array, ""]
@@ -28,6 +31,7 @@ class ScheduleFreeState(NamedTuple):
     x: PyTree
     z: PyTree
     weight_sum: Float[Array, ""]
+    nu_scales: PyTree | None = None
 
 
 def schedule_free_adamw(
@@ -36,7 +40,7 @@ def schedule_free_adamw(
     betas: tuple[float, float],
     eps: float,
     weight_decay: PyTree,
-    state_dtype: jnp.dtype,
+    state_dtype: Kept,
 ) -> optax.GradientTransformationExtraArgs:
     """Schedule-free AdamW as one transform; its parameters are y.
 
@@ -52,17 +56,24 @@ def schedule_free_adamw(
         betas: b1, the share of the mean in y, and b2.
         eps: added to the denominator.
         weight_decay: a tree of floats, one per parameter.
-        state_dtype: dtype that v is stored in; x and z are weights and keep the parameters' dtype.
+        state_dtype: what v is stored in; x and z are weights and keep the parameters' dtype.
             The arithmetic is float32.
 
-    The update function takes `lr_scale`, a scalar factor on the learning rate (default 1).
+    The update function takes `lr_scale`, a scalar factor on the learning rate (default 1), and
+    `applied` (`optim.moments.Turn`).
     """
     b1, b2 = betas
 
     def init(params: PyTree) -> ScheduleFreeState:
-        nu = jax.tree.map(lambda p: jnp.zeros_like(p, state_dtype), params)
+        nu, scales = zeros(params, state_dtype, ROOT)
         x, z = (jax.tree.map(jnp.zeros_like, params) for _ in "xz")
-        return ScheduleFreeState(jnp.zeros((), jnp.int32), nu, x, z, jnp.zeros((), jnp.float32))
+        count, weight_sum = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
+        return ScheduleFreeState(count, nu, x, z, weight_sum, scales)
+
+    def moved(scalars: tuple[Array, ...], g: Array, v: Array) -> tuple[Array, Array]:
+        (correction2,) = scalars
+        v = b2 * v + (1 - b2) * (g * g)
+        return g / (jnp.sqrt(v / correction2) + eps), v
 
     def update(
         grads: PyTree,
@@ -70,6 +81,7 @@ def schedule_free_adamw(
         params: PyTree | None = None,
         *,
         lr_scale: Float[Array, ""] | float = 1.0,
+        applied: Bool[Array, ""] | bool = True,
         **_: object,
     ) -> tuple[PyTree, ScheduleFreeState]:
         assert params is not None
@@ -80,21 +92,25 @@ def schedule_free_adamw(
         correction2 = bias_correction(b2, state.updates + 1)
         is_first = state.updates == 0
 
+        turn = Turn(state_dtype, state.updates, applied)
+
         def one(
-            y: Array, g: Array, v: Array, x: Array, z: Array, decay: float
+            y: Array, g: Array, v: Array, x: Array, z: Array, decay: float, at: Place
         ) -> tuple[Array, ...]:
             dtype = y.dtype
-            y, g, v, x, z = (a.astype(jnp.float32) for a in (y, g, v, x, z))
-            v = b2 * v + (1 - b2) * (g * g)
+            direction, v = turn.advance(moved, at, g, v, scalars=(correction2,))
+            y, x, z = (a.astype(jnp.float32) for a in (y, x, z))
             z = jnp.where(is_first, y, z)
-            z = (z - lr * (g / (jnp.sqrt(v / correction2) + eps))) * (1 - lr * decay)
+            z = (z - lr * direction) * (1 - lr * decay)
             x = _lerp(x, z, share)
-            return _lerp(z, x, b1) - y, v.astype(state_dtype), x.astype(dtype), z.astype(dtype)
+            return _lerp(z, x, b1) - y, v, x.astype(dtype), z.astype(dtype)
 
-        leaves = jax.tree.map(one, params, grads, state.nu, state.x, state.z, weight_decay)
+        nu, at = joined(state.nu, state.nu_scales), places(params, state_dtype)
+        leaves = jax.tree.map(one, params, grads, nu, state.x, state.z, weight_decay, at)
         updates, nu, x, z = unzip(4, leaves, params)
+        nu, scales = parted(nu)
         count = optax.safe_increment(state.updates)
-        return updates, ScheduleFreeState(count, nu, x, z, weight_sum)
+        return updates, ScheduleFreeState(count, nu, x, z, weight_sum, scales)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -1,0 +1,52 @@
+"""Random bits for rounding: a hash of who is rounded, so that no mesh and no restart changes them."""
+
+import zlib
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, UInt32
+
+from jaxforge.state.checksum import FACTOR, fmix32
+
+
+def key_of(seed: int, name: str, number: Int[Array, ""]) -> UInt32[Array, ""]:
+    """What the bits of an array are drawn by, the nth time.
+
+    Args:
+        seed: of the run.
+        name: of the array, another one for each use.
+        number: n.
+    """
+    own = zlib.crc32(f"{seed}/{name}".encode())
+    return fmix32(number.astype(jnp.uint32) * jnp.uint32(FACTOR) + jnp.uint32(own))
+
+
+def words(
+    key: UInt32[Array, ""],
+    whole: Sequence[int],
+    here: Sequence[int],
+    begin: Sequence[Int[Array, ""] | int],
+    rows: tuple[Int[Array, ""] | int, int],
+) -> UInt32[Array, "r c"]:
+    """32 random bits for each number of some rows of a part of an array.
+
+    Args:
+        key: as of `key_of`.
+        whole: shape of the array.
+        here: shape of the part.
+        begin: where in the array the part begins.
+        rows: the first, and how many, where all dimensions of the part but the last are one.
+    """
+    row = rows[0] + jax.lax.broadcasted_iota(jnp.int32, (rows[1], 1), 0)
+    place, weight = jnp.zeros((rows[1], 1), jnp.uint32), whole[-1]
+    for size, total, first in list(zip(here, whole, begin, strict=True))[-2::-1]:
+        place += (row % size + first).astype(jnp.uint32) * jnp.uint32(weight % 2**32)
+        row, weight = row // size, weight * total
+    column = begin[-1] + jax.lax.broadcasted_iota(jnp.int32, (1, here[-1]), 1)
+    return fmix32((place + column.astype(jnp.uint32)) * jnp.uint32(FACTOR) + key)
+
+
+def uniform(bits: UInt32[Array, "..."]) -> Array:
+    """16 bits as a number in [0, 1), float32."""
+    return bits.astype(jnp.int32).astype(jnp.float32) * 2.0**-16
