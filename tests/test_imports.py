@@ -26,7 +26,7 @@ LAYERS = {
     "corpus": {"errors", "config", "storage"},
     "data": {"errors", "config", "corpus", "parallel", "storage", "buckets"},
     "model": {"errors", "config", "parallel", "side"},
-    "optim": {"errors", "config", "model"},
+    "optim": {"errors", "config", "parallel", "model", "state"},
     "pipeline": {"errors", "cli", "config", "parallel", "side"},
     "state": {"model", "parallel", "wide_count"},
     "step": {"errors", "config", "parallel", "model", "optim", "pipeline", "data", "state", "side",

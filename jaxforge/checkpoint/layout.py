@@ -4,6 +4,7 @@
     params/...              parameters, by module and name
     optimizer/updates       updates made
     optimizer/mu, nu/...    moments (`optim`), each a tree like params or a part of it
+    optimizer/mu_scales/... and their scales, where they are in eight bits
     guard/...               counts of bad steps, losses of good ones
     model_state/...         what the model keeps that is not trained, where it keeps any
 
@@ -119,5 +120,5 @@ def _fields(opt_state: PyTree) -> Tree:
     fields: Tree = {}
     for state in opt_state:
         assert not fields.keys() & set(state._fields)
-        fields |= state._asdict()
+        fields |= {name: field for name, field in state._asdict().items() if field is not None}
     return fields

@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from jaxforge.config.batch_ramp import BatchRamp, Stage
 from jaxforge.config.duration import PositiveSteps, Steps
+from jaxforge.config.problems import Problem, one
 from jaxforge.config.section import Section, Words, WordTable
 from jaxforge.registry import Registry
 
@@ -19,6 +20,13 @@ LOSSES = Registry("train.loss_fn", *CROSS_ENTROPIES)
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 """Storage types, by their JAX names."""
+
+
+EIGHT_BIT = "8bit"
+"""What opt_state_dtype may be besides a type of JAX."""
+
+COMPENSATION = "compensation"
+"""What the optimizer keeps of the digits that param_rounding = "kahan" has still to add."""
 
 
 class BatchStage(Section):
@@ -90,8 +98,10 @@ class TrainConfig(Section):
     """What it is multiplied by after an overflow."""
     param_dtype: Dtype = "float32"
     """Type that parameters are stored in."""
-    opt_state_dtype: Dtype = "float32"
-    """Type that optimizer moments are stored in."""
+    param_rounding: Literal["nearest", "stochastic", "kahan"] = "nearest"
+    """How parameters in bfloat16 take updates below their last digit: docs/precision.md."""
+    opt_state_dtype: Dtype | Literal["8bit"] = "float32"
+    """Type that optimizer moments are stored in; 8bit: matrices by blocks, docs/precision.md."""
     activation_checkpointing: Literal[
         "none",
         "full",
@@ -155,12 +165,18 @@ class TrainConfig(Section):
     train_sync_interval: NonNegativeInt = 0
     """Updates between waits for the devices; 0 lets the host run ahead until it logs."""
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str | Problem]:
         """Yields the broken rules between the keys of this section."""
         if self.batch_ramp:
             yield from self._ramp_problems()
         if self.mixed_precision == "fp16":
             yield from self._loss_scale_problems()
+        if self.param_rounding != "nearest" and self.param_dtype != "bfloat16":
+            yield Problem(
+                f'param_rounding = "{self.param_rounding}" is for parameters in bfloat16, and '
+                f'param_dtype = "{self.param_dtype}"',
+                (one("param_rounding", "nearest"), one("param_dtype", "bfloat16")),
+            )
 
     def _loss_scale_problems(self) -> Iterator[str]:
         if self.param_dtype == "float16":

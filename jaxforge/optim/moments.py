@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Int, PyTree, UInt32
+from jaxtyping import Array, Bool, Float, Int, PyTree, UInt32
 
 from jaxforge.optim.eight_bit import BLOCK, ROOT, SIGNED, Packed, pack, packs, scales_shape, unpack
 from jaxforge.optim.random_bits import key_of, uniform, words
@@ -42,6 +42,10 @@ class EightBit:
 
 Kept = jnp.dtype | EightBit
 """What moments are stored in."""
+
+Moment = Array | Packed
+Bits = Callable[[Int[Array, ""] | int, int], UInt32[Array, "r c"]]
+"""(first row, number of rows) -> random bits of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +120,12 @@ class Turn:
     applied: Bool[Array, ""] | bool = True
 
     def advance(
-        self, rule: Rule, place: Place, g: Array, *moments: Any, scalars: tuple[Array, ...] = ()
+        self,
+        rule: Rule,
+        place: Place,
+        g: Array,
+        *moments: Moment,
+        scalars: tuple[Array, ...] = (),
     ) -> tuple[Any, ...]:
         """The direction that comes of a gradient, float32, and the moments as they are stored.
 
@@ -127,60 +136,92 @@ class Turn:
             moments: stored ones.
             scalars: what else the rule is given.
         """
-        if not isinstance(moments[0], Packed):
-            wide = (a.astype(jnp.float32) for a in (g, *moments))
-            direction, *new = rule(scalars, *wide)
-            return direction, *(m.astype(old.dtype) for m, old in zip(new, moments, strict=True))
+        wide, packed = _by_kind(moments)
+        if packed:
+            direction, new = self._in_place(rule, place, g.astype(jnp.float32), packed, scalars)
+            return direction, *new
+        direction, *moved = rule(scalars, *(a.astype(jnp.float32) for a in (g, *wide)))
+        return direction, *(m.astype(old.dtype) for m, old in zip(moved, wide, strict=True))
+
+    def _in_place(
+        self,
+        rule: Rule,
+        place: Place,
+        g: Array,
+        moments: tuple[Packed, ...],
+        scalars: tuple[Array, ...],
+    ) -> tuple[Array, tuple[Packed, ...]]:
+        """Each device's part on its own: blocks are whole there (`state.train_state`)."""
         assert isinstance(self.kept, EightBit)
         key = key_of(self.kept.seed, f"moments/{place.name}", self.number)
         whole, spec = g.shape, partition_spec(place.axes)
         mesh = jax.sharding.get_abstract_mesh()
 
-        def local(g: Array, moments: Any, key: Array, others: Any) -> Any:
+        def local(
+            g: Array,
+            moments: tuple[Packed, ...],
+            key: Array,
+            applied: Array,
+            scalars: tuple[Array, ...],
+        ) -> tuple[Array, tuple[Packed, ...]]:
             begin = [0 if n is None or mesh.empty else jax.lax.axis_index(n) * size
                      for n, size in zip(spec, g.shape, strict=True)]  # fmt: skip
             bits = functools.partial(words, key, whole, g.shape, begin)
-            return _by_rows(functools.partial(_advanced, rule, others), bits, g, moments)
+            advanced = functools.partial(_advanced, functools.partial(rule, scalars), applied)
+            return _by_rows(advanced, bits, g, moments)
 
         if not mesh.empty:
-            local = jax.shard_map(
-                local, in_specs=(spec, spec, P(), P()), out_specs=spec, check_vma=False
-            )
-        others = jnp.asarray(self.applied), scalars
-        direction, new = local(g.astype(jnp.float32), moments, key, others)
-        return direction, *new
+            specs = (spec, spec, P(), P(), P())
+            local = jax.shard_map(local, in_specs=specs, out_specs=spec, check_vma=False)
+        return local(g, moments, key, jnp.asarray(self.applied), scalars)
+
+
+def _by_kind(moments: tuple[Moment, ...]) -> tuple[tuple[Array, ...], tuple[Packed, ...]]:
+    """Those of a leaf are all wide, or all packed."""
+    packed = tuple(m for m in moments if isinstance(m, Packed))
+    wide = tuple(m for m in moments if not isinstance(m, Packed))
+    assert not (packed and wide)
+    return wide, packed
 
 
 def _advanced(
-    rule: Rule, others: Any, bits: UInt32[Array, "r c"], g: Array, moments: tuple[Packed, ...]
+    rule: Rule,
+    applied: Bool[Array, ""],
+    bits: UInt32[Array, "r c"],
+    g: Array,
+    moments: tuple[Packed, ...],
 ) -> tuple[Array, tuple[Packed, ...]]:
     """Some rows, all at once. At most two moments: each has 16 of the random bits."""
-    applied, scalars = others
-    direction, *new = rule(scalars, g, *map(unpack, moments))
+    direction, *new = rule(g, *map(unpack, moments))
     uniforms = (uniform(bits & 0xFFFF), uniform(bits >> 16))
     packed = tuple(pack(x, u, old) for x, u, old in zip(new, uniforms, moments, strict=False))
     return direction, jax.tree.map(lambda n, o: jnp.where(applied, n, o), packed, moments)
 
 
-def _by_rows(advanced: Callable[..., Any], bits: Callable[..., Array], *arrays: Any) -> Any:
-    """A leaf [..., r, c] in a loop over parts of its rows, into the memory of `arrays`."""
-    g, _ = arrays
-    parts = _parts(g.size // g.shape[-1] // BLOCK, g.size)
-    rows = g.size // g.shape[-1] // parts
+def _by_rows(
+    advanced: Callable[..., tuple[Array, tuple[Packed, ...]]],
+    bits: Bits,
+    g: Float[Array, "... r c"],
+    moments: tuple[Packed, ...],
+) -> tuple[Array, tuple[Packed, ...]]:
+    """A leaf in a loop over parts of its rows, which writes where it has read."""
+    arrays, blocks = (g, moments), g.size // g.shape[-1] // BLOCK
+    parts = _parts(blocks, g.size)
+    rows = blocks // parts * BLOCK
     flat = jax.tree.map(lambda a: a.reshape(parts, -1, a.shape[-1]), arrays)
 
-    def body(i: Array | int, arrays: Any) -> Any:
-        # XLA would read from them again after writing, and so copy the whole before.
+    def body(i: Int[Array, ""], arrays: PyTree) -> PyTree:
         own = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), arrays)
+        # Else XLA reads from `arrays` again after it has written there, and so copies them before.
         own = jax.lax.optimization_barrier(own)
-        new = advanced(bits((i * rows, rows)), *own)
+        new = advanced(bits(i * rows, rows), *own)
         put = jax.lax.dynamic_update_index_in_dim
         return jax.tree.map(lambda a, n: put(a, n, i, 0), arrays, new)
 
     if parts > 1:
         made = jax.lax.fori_loop(0, parts, body, flat)
     else:
-        made = advanced(bits((0, rows)), *jax.tree.map(lambda a: a[0], flat))
+        made = advanced(bits(0, rows), *jax.tree.map(lambda a: a[0], flat))
     return jax.tree.map(lambda n, a: n.reshape(a.shape), made, arrays)
 
 

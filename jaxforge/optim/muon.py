@@ -115,9 +115,9 @@ def muon(
         def one(
             p: Array, g: Array, b: Array, decay: float, names: tuple[str, ...], at: Place
         ) -> tuple[Array, Array]:
-            momentum, b = turn.advance(moved, at, g, b)
+            wide, b = turn.advance(moved, at, g, b)
             m, n = _matrix(p.shape, names)
-            direction = orthogonal(momentum.reshape(-1, m, n), ns_steps).reshape(p.shape)
+            direction = orthogonal(wide.reshape(-1, m, n), ns_steps).reshape(p.shape)
             p32 = p.astype(jnp.float32)
             return p32 * (1 - lr * decay) - lr * math.sqrt(max(1.0, m / n)) * direction - p32, b
 

@@ -11,10 +11,13 @@ from jaxtyping import Array, Float, PyTree
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.optimizer import OPTIMIZERS, OptimizerConfig
+from jaxforge.config.train import EIGHT_BIT, TrainConfig
 from jaxforge.model.linear import is_matrix
 from jaxforge.optim.adamw import adamw
 from jaxforge.optim.lion import lion
+from jaxforge.optim.moments import EightBit, Kept
 from jaxforge.optim.muon import muon
+from jaxforge.optim.rounding import compensation
 from jaxforge.optim.schedule import Schedule, learning_rate, rate
 from jaxforge.optim.schedule_free import schedule_free_adamw
 
@@ -32,7 +35,8 @@ def build_optimizer(config: JobConfig, axes: PyTree) -> optax.GradientTransforma
         axes: logical axes of every parameter (`Model.axes`).
     """
     rule = OPTIMIZERS[config.optimizer.name](config, learning_rate(config), axes)
-    return optax.chain(clip_by_global_norm(config.train.grad_clip_norm), rule)
+    rest = [compensation()] if config.train.param_rounding == "kahan" else []
+    return optax.chain(clip_by_global_norm(config.train.grad_clip_norm), rule, *rest)
 
 
 def register_optimizer(name: str) -> Callable[[OptimizerBuilder], OptimizerBuilder]:
@@ -88,8 +92,14 @@ def _common(config: JobConfig, axes: PyTree) -> dict[str, Any]:
     return {
         "betas": config.optimizer.betas,
         "weight_decay": decay_groups(axes, config.optimizer),
-        "state_dtype": jnp.dtype(config.train.opt_state_dtype),
+        "state_dtype": _kept(config.train, axes),
     }
+
+
+def _kept(train: TrainConfig, axes: PyTree) -> Kept:
+    """What moments are stored in."""
+    kept = train.opt_state_dtype
+    return EightBit(axes, train.seed) if kept == EIGHT_BIT else jnp.dtype(kept)
 
 
 def decay_groups(axes: PyTree, optimizer: OptimizerConfig) -> PyTree:

@@ -1,4 +1,7 @@
-"""Random bits for rounding: a hash of who is rounded, so that no mesh and no restart changes them."""
+"""Random bits for rounding: a hash of what is rounded and when.
+
+So neither another mesh nor a restart changes them.
+"""
 
 import zlib
 from collections.abc import Sequence
@@ -22,26 +25,36 @@ def key_of(seed: int, name: str, number: Int[Array, ""]) -> UInt32[Array, ""]:
     return fmix32(number.astype(jnp.uint32) * jnp.uint32(FACTOR) + jnp.uint32(own))
 
 
+def words_of(key: UInt32[Array, ""], shape: tuple[int, ...]) -> UInt32[Array, "..."]:
+    """32 random bits for each number of an array, laid out by the partitioner."""
+    place = jnp.zeros(shape, jnp.uint32)
+    for axis, size in enumerate(shape):
+        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    return fmix32(place * jnp.uint32(FACTOR) + key)
+
+
 def words(
     key: UInt32[Array, ""],
     whole: Sequence[int],
     here: Sequence[int],
     begin: Sequence[Int[Array, ""] | int],
-    rows: tuple[Int[Array, ""] | int, int],
+    first: Int[Array, ""] | int,
+    rows: int,
 ) -> UInt32[Array, "r c"]:
-    """32 random bits for each number of some rows of a part of an array.
+    """The same bits, for some rows of the part of an array that a device has.
 
     Args:
         key: as of `key_of`.
         whole: shape of the array.
         here: shape of the part.
         begin: where in the array the part begins.
-        rows: the first, and how many, where all dimensions of the part but the last are one.
+        first: the first of the rows, where all dimensions of the part but the last are one.
+        rows: how many.
     """
-    row = rows[0] + jax.lax.broadcasted_iota(jnp.int32, (rows[1], 1), 0)
-    place, weight = jnp.zeros((rows[1], 1), jnp.uint32), whole[-1]
-    for size, total, first in list(zip(here, whole, begin, strict=True))[-2::-1]:
-        place += (row % size + first).astype(jnp.uint32) * jnp.uint32(weight % 2**32)
+    row = first + jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+    place, weight = jnp.zeros((rows, 1), jnp.uint32), whole[-1]
+    for size, total, start in list(zip(here, whole, begin, strict=True))[-2::-1]:
+        place += (row % size + start).astype(jnp.uint32) * jnp.uint32(weight % 2**32)
         row, weight = row // size, weight * total
     column = begin[-1] + jax.lax.broadcasted_iota(jnp.int32, (1, here[-1]), 1)
     return fmix32((place + column.astype(jnp.uint32)) * jnp.uint32(FACTOR) + key)

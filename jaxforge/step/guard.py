@@ -25,6 +25,7 @@ does is a part of the judgement here:
 loss_scale_window steps in a row without one, and the scale grows by loss_scale_growth_factor.
 """
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import jax
@@ -127,9 +128,21 @@ class Guard:
         return warm & (loss > median + self._config.spike_threshold * spread)
 
 
-def select(good: Bool[Array, ""], new: T, old: T) -> T:
-    """`new` where the step was good, `old` bit for bit where it was not."""
-    return jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)
+def select(
+    good: Bool[Array, ""], new: T, old: T, settled: Callable[[Array], bool] | None = None
+) -> T:
+    """`new` where the step was good, `old` bit for bit where it was not.
+
+    Args:
+        good: whether it was.
+        new: after the step.
+        old: before it.
+        settled: which arrays of `new` are `old` already where it was not: to look at `old` again
+            would keep both in memory.
+    """
+    if settled is None:
+        return jax.tree.map(lambda n, o: jnp.where(good, n, o), new, old)
+    return jax.tree.map(lambda n, o: n if settled(n) else jnp.where(good, n, o), new, old)
 
 
 def _refused(bad: Bool[Array, ""], reaction: str) -> Bool[Array, ""]:

@@ -10,8 +10,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxforge.config.job import JobConfig
+from jaxforge.config.train import EIGHT_BIT
 from jaxforge.model.transformer import Model
+from jaxforge.optim.moments import is_packed
 from jaxforge.optim.optimizer import global_norm, learning_rate, updates_made
+from jaxforge.optim.rounding import applying
 from jaxforge.parallel.sharding import constrain
 from jaxforge.parallel.stages import Stack
 from jaxforge.side import value_of
@@ -96,7 +99,9 @@ def make_train_step(
     config = resolve_grad_sync(config, model, optimizer, mesh, capacity).applied_to(config)
     gradients = make_gradients(model, config, mesh)
     lr = learning_rate(config)
-    guard = Guard(config.train)
+    guard, add = Guard(config.train), applying(config.train)
+    in_place = config.train.opt_state_dtype == EIGHT_BIT
+    settled = is_packed if in_place else None
 
     def train_step(
         state: TrainState, batch: Batch, controls: Controls
@@ -110,10 +115,12 @@ def make_train_step(
         n_valid = jnp.sum(valid_tokens(batch["labels"]))
         apply = controls.apply & (n_valid > 0)  # else decay and moments would move the weights
         good, verdict = guard.judge(state.guard, loss.value, grad_norm, apply)
+        goes_on = ~guard.halted(state.guard)
         updates, opt_state = optimizer.update(
-            grads, state.opt_state, state.params, lr_scale=controls.lr_scale
-        )
-        params = optax.apply_updates(state.params, updates)
+            grads, state.opt_state, state.params,
+            lr_scale=controls.lr_scale, **({"applied": good & goes_on} if in_place else {}),
+        )  # fmt: skip
+        params, opt_state = add(state.params, updates, opt_state, state.step)
         progress = state.step / config.train.max_steps
         model_state = model.next_state(state.model_state, loss.stats, progress)
         params = model.next_params(params, model_state, progress)
@@ -121,11 +128,11 @@ def make_train_step(
             good,
             (params, opt_state, model_state),
             (state.params, state.opt_state, state.model_state),
+            settled,
         )
         counts = _count(state.counts, batch["labels"].shape, n_valid, good)
         new = TrainState(state.step + 1, params, opt_state, verdict, counts, model_state)
-        goes_on = ~guard.halted(state.guard)
-        new = select(goes_on, new, state)
+        new = select(goes_on, new, state, settled)
         metrics: Metrics = {
             "loss": loss.value,
             "grad_norm": grad_norm,
