@@ -266,6 +266,14 @@ def _tracker(console: Console, config: JobConfig, progress: Progress, samples: i
     return Tracker(writers, cost, progress, config.train.max_steps, names, extras)
 
 
+def _optimizer(config: JobConfig) -> str:
+    """Its name, and what moments and parameters are kept in."""
+    rounding = config.train.param_rounding
+    of_parameters = "" if rounding == "nearest" else f", parameters rounded: {rounding}"
+    moments = config.train.opt_state_dtype.replace("8bit", "8 bits, vectors in float32")
+    return f"{config.optimizer.name}, moments in {moments}{of_parameters}"
+
+
 def _announce(
     console: Console, config: JobConfig, model: Model, mesh: Mesh, samples: int, sync: GradSync
 ) -> None:
@@ -279,6 +287,7 @@ def _announce(
         "experts": _experts(model),
         "parameters": f"{human(parameter_count(model.abstract))} in {t.param_dtype}, "
         f"computing in {t.mixed_precision}",
+        "optimizer": _optimizer(config),
         "devices": f"{jax.device_count()} x {device.device_kind} ({device.platform}), "
         f"{jax.process_count()} process(es)",
         "mesh": in_words(mesh.shape),

@@ -66,8 +66,8 @@ class Setup:
         config, stacks = self.config, self.config.model.stacks
         key = (
             config.model.model_dump_json(), config.optimizer.model_dump_json(),
-            config.train.param_dtype, config.train.seed,
-            config.distributed.pp, config.distributed.pp_schedule,
+            config.train.param_dtype, config.train.opt_state_dtype, config.train.param_rounding,
+            config.train.seed, config.distributed.pp, config.distributed.pp_schedule,
             self.model.scales_loss, self.model.recipe,
         )  # fmt: skip
         if key not in _BEGUN:

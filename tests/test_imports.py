@@ -28,7 +28,7 @@ LAYERS = {
     "model": {"errors", "config", "parallel", "side"},
     "optim": {"errors", "config", "parallel", "model", "state"},
     "pipeline": {"errors", "cli", "config", "parallel", "side"},
-    "state": {"model", "parallel", "wide_count"},
+    "state": {"errors", "model", "parallel", "wide_count"},
     "step": {"errors", "config", "parallel", "model", "optim", "pipeline", "data", "state", "side",
              "storage"},
     "health": {"errors", "exit_codes", "config", "parallel", "model", "optim", "state", "step",

@@ -23,6 +23,7 @@ from jaxforge.errors import StorageError, UserError
 from jaxforge.state.progress import Progress
 from torch_compat import limits, ocdbt, ocdbt_writer
 from torch_compat.compare import check_written
+from torch_compat.eight_bit import unpacked
 from torch_compat.files import writing
 from torch_compat.lazy import Index, LazyTensor, blocks, extent, of_array, whole
 from torch_compat.stacking import Stacking
@@ -56,7 +57,7 @@ def open_orbax(path: Path) -> tuple[CheckpointState, JobConfig]:
             limits.load_json((directory / part).read_bytes(), f"{directory} is damaged: {part}")
             for part in ("config/metadata", "progress/metadata")
         )
-        leaves = ocdbt.open_arrays(directory / "state")
+        leaves = unpacked(ocdbt.open_arrays(directory / "state"))
     except UserError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:

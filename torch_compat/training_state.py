@@ -38,8 +38,12 @@ def _model(config: JobConfig) -> Model:
 
 
 def fields(config: JobConfig) -> tuple[dict[str, dict[str, Shape]], tuple[str, ...]]:
-    """The optimizer's moments, as field -> our name -> shape, and the names of its other fields."""
-    tree = layout.to_tree(declared(config)[1])["optimizer"]
+    """The optimizer's moments, as field -> our name -> shape, and the names of its other fields.
+
+    Without what only jaxforge has: scales of moments in eight bits, and compensations.
+    """
+    tree = layout.of_any_precision(layout.to_tree(declared(config)[1])["optimizer"])
+    tree = {name: part for name, part in tree.items() if not name.endswith("_scales")}
     moments = {
         name: dict(shapes(part, config.model))
         for name, part in tree.items()

@@ -14,6 +14,7 @@ Nothing here depends on how the optimizer is chained, and no Python class is nee
 """
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -59,6 +60,17 @@ def has_spare(wanted: Tree, saved: Tree) -> bool:
     """Whether arrays of a precision were saved that nobody wants."""
     spare = flatten_dict(saved, sep=".").keys() - flatten_dict(wanted, sep=".").keys()
     return any(map(is_of_precision, spare))
+
+
+def of_any_precision(fields: Tree) -> Tree:
+    """The fields of an optimizer's state, less those of some precisions alone."""
+    return {name: leaf for name, leaf in fields.items() if not is_of_precision(f"optimizer.{name}.")}
+
+
+def differing_key(one: Iterable[str], other: Iterable[str]) -> str:
+    """The key of the config that two optimizer states differ in, by the names of their fields."""
+    is_same = {n.removesuffix("_scales") for n in one} == {n.removesuffix("_scales") for n in other}
+    return "train.opt_state_dtype" if is_same else "optimizer.name"
 
 
 def completed(tree: Tree, wanted: Tree) -> Tree:

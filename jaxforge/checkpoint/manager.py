@@ -286,13 +286,14 @@ class Checkpoints:
                 )
 
     def _check_optimizer(self, wanted: PyTree, saved_tree: PyTree, step: int) -> None:
-        saved = _shapes(saved_tree["optimizer"])
-        if saved != _shapes(wanted):
+        saved, asked = (layout.of_any_precision(t) for t in (saved_tree["optimizer"], wanted))
+        if _shapes(saved) != _shapes(asked):
+            ours, theirs = sorted(asked), sorted(saved)
             raise UserError(
-                f"{self.path(step)} has the state of another optimizer than optimizer.name asks "
-                f"for: it holds {', '.join(_fields(saved))}, where {', '.join(_fields(wanted))} "
-                "are expected; bring optimizer.name back, or start a new run from it with "
-                'checkpoint.load_path and checkpoint.exclude_from_loading = ["optimizer"]'
+                f"{self.path(step)} has the state of another optimizer than "
+                f"{layout.differing_key(ours, theirs)} asks for: it holds {', '.join(theirs)}, "
+                f"where {', '.join(ours)} are expected; bring it back, or start a new run from it "
+                'with checkpoint.load_path and checkpoint.exclude_from_loading = ["optimizer"]'
             )
 
     def _check_bits(self, restored: PyTree, saved_tree: PyTree, step: int) -> None:
@@ -388,10 +389,6 @@ def _gist(error: BaseException) -> str:
         return error.strerror + (f": {error.filename}" if error.filename else "")
     text = str(error).split(" [tensorstore_spec=")[0].split(" [os_error_code=")[0]
     return text if len(text) < 160 else "... " + text[-160:]
-
-
-def _fields(tree: PyTree) -> list[str]:
-    return sorted({name.split(".")[0] for name in tree})
 
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from jaxforge import storage
 from jaxforge.config.model import AMAX_HISTORIES
+from jaxforge.config.train import COMPENSATION
 from jaxforge.errors import UserError
 
 SUBDIRECTORY = "checkpoints"
@@ -11,11 +12,13 @@ PREFIX = "step"
 
 
 def is_of_precision(array: str) -> bool:
-    """Whether an array, by its name with dots, is there in some `train.mixed_precision` alone.
+    """Whether an array, by its name with dots, is there in some precision alone.
 
-    Runs may change that: they begin with zeros for it, or go on without.
+    Runs may change `train.mixed_precision` and `train.param_rounding`: they begin with zeros for
+    it, or go on without.
     """
-    return array.startswith("guard.loss_scale") or array.endswith(AMAX_HISTORIES)
+    of_some = ("guard.loss_scale", f"optimizer.{COMPENSATION}.")
+    return array.startswith(of_some) or array.endswith(AMAX_HISTORIES)
 
 
 def is_whole(checkpoint: Path) -> bool:

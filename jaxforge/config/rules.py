@@ -14,8 +14,9 @@ from jaxforge.config.fixes import changed, other_axes, smaller_axis
 from jaxforge.config.job import JobConfig
 from jaxforge.config.locations import misplaced
 from jaxforge.config.not_built import not_built_yet
+from jaxforge.config.optimizer import OPTIMIZERS
 from jaxforge.config.problems import Change, Problem, by_what, divisors, multiples, nearest, one
-from jaxforge.config.train import CROSS_ENTROPIES
+from jaxforge.config.train import CROSS_ENTROPIES, EIGHT_BIT
 from jaxforge.errors import UserError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
@@ -460,6 +461,17 @@ def schedule_free_has_no_schedule(config: JobConfig, mesh: Mesh) -> Iterator[str
         )
 
 
+def moments_in_8_bits_are_ours(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """What an optimizer of the user's own keeps, and how, is up to it."""
+    name = config.optimizer.name
+    if config.train.opt_state_dtype == EIGHT_BIT and name not in OPTIMIZERS.ours:
+        yield Problem(
+            f'train.opt_state_dtype = "8bit" is not for optimizer.name = "{name}": of those that '
+            f"have it ({', '.join(OPTIMIZERS.ours)}) it is none",
+            (one("train.opt_state_dtype", "float32"),),
+        )
+
+
 RULES: tuple[Rule, ...] = (
     seq_len_fits_model,
     eval_has_a_source,
@@ -487,6 +499,7 @@ RULES: tuple[Rule, ...] = (
     expert_width_divides_by_tp,
     fp8_has_layers,
     schedule_free_has_no_schedule,
+    moments_in_8_bits_are_ours,
 )
 """All rules that need no more than the configuration and the mesh."""
 

@@ -8,6 +8,8 @@ import jax
 from jax.sharding import Mesh
 
 from jaxforge.config.job import JobConfig
+from jaxforge.config.optimizer import OPTIMIZERS
+from jaxforge.config.train import EIGHT_BIT
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import build_model
 from jaxforge.optim.optimizer import build_optimizer
@@ -122,3 +124,5 @@ def _narrower(config: JobConfig) -> Iterator[str]:
         yield 'train.mixed_precision = "bf16": activations of half the size'
     if train.opt_state_dtype == "float32":
         yield 'train.opt_state_dtype = "bfloat16": moments of half the size'
+    if train.opt_state_dtype != EIGHT_BIT and config.optimizer.name in OPTIMIZERS.ours:
+        yield 'train.opt_state_dtype = "8bit": moments of a quarter of float32\'s size'

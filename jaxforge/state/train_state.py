@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
+from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, Params, join
 from jaxforge.parallel.sharding import param_shardings
 from jaxforge.state.guard_state import GuardState
@@ -88,19 +90,41 @@ def state_shardings(
     """NamedSharding of every array of the state; moments lie where their parameters do.
 
     Made once: whoever lays out a state, restores one or steps on from it has the same tree.
+
+    Raises:
+        UserError: the mesh splits a parameter, or the blocks of its moments, into unequal parts.
     """
     replicated: Any = NamedSharding(mesh, PartitionSpec())
     params = param_shardings(model.abstract, model.axes, mesh)
+    shapes = jax.eval_shape(optimizer.init, model.abstract)
     opt_state = jax.tree.map(  # moments are trees like the parameters, or parts of such: dicts
         lambda node: part_like(node, params) if isinstance(node, dict) else replicated,
-        jax.eval_shape(optimizer.init, model.abstract),
+        shapes,
         is_leaf=lambda node: isinstance(node, dict),
     )
+    jax.tree_util.tree_map_with_path(_check_blocks, shapes, opt_state)
     fresh = functools.partial(GuardState.fresh, scales_loss=model.scales_loss)
     rest = jax.eval_shape(lambda: (fresh(), Counts.of(Progress())))
     guard, counts = jax.tree.map(lambda _: replicated, rest)
     model_state = param_shardings(*model.state, mesh)
     return TrainState(replicated, params, opt_state, guard, counts, model_state)
+
+
+def _check_blocks(
+    path: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct, sharding: NamedSharding
+) -> None:
+    """Scales of moments in eight bits are split as those are: a block is on one device."""
+    for dimension, (size, axes) in enumerate(zip(leaf.shape, sharding.spec, strict=False)):
+        names = (axes,) if isinstance(axes, str) else tuple(axes or ())
+        parts = math.prod(sharding.mesh.shape[name] for name in names)
+        if size % parts:
+            keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+            split_by = " x ".join(name for name in names if sharding.mesh.shape[name] > 1)
+            raise UserError(
+                f'train.opt_state_dtype = "8bit": the moments of {".".join(keys)} have {size} '
+                f"blocks along dimension {dimension}, which do not divide by {split_by} = {parts}: "
+                f'change distributed.{names[0]}, or train.opt_state_dtype to "bfloat16"'
+            )
 
 
 def part_like(part: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:

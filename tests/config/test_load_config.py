@@ -140,6 +140,7 @@ def test_every_key_of_kempnerforge_loads():
                 "global_batch_size",
                 "param_dtype",
                 "opt_state_dtype",
+                "param_rounding",
                 "fp8_scaling",
                 "fp8_amax_history_len",
                 "fp8_exclude",

@@ -1,0 +1,151 @@
+"""Moments in eight bits: how far off, never zero below the line, the same in parts and on meshes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxforge.config.optimizer import OPTIMIZERS
+from jaxforge.optim import moments
+from jaxforge.optim.eight_bit import BLOCK, ROOT, SIGNED, Packed, pack, scales_shape, unpack
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.parallel.mesh import make_mesh
+from jaxforge.parallel.sharding import param_shardings
+from tests.conftest import tiny_config
+
+SHAPES = {"matrix": (64, 24), "layers": {"tall": (3, 96, 16), "norm": (3, 16)}}
+AXES = {
+    "matrix": ("vocab", "embed"),
+    "layers": {"tall": ("layers", "mlp", "embed"), "norm": ("layers", "norm")},
+}
+ADAM_AT_MOST = 1.2  # |m| / √v with the default betas, whatever the gradients: Cauchy-Schwarz
+STEPS = 30
+
+
+def drawn(seed, kind):
+    rng = np.random.default_rng(seed)
+    make = lambda shape: kind(rng, shape).astype(np.float32)  # noqa: E731
+    return jax.tree.map(make, SHAPES, is_leaf=lambda n: isinstance(n, tuple))
+
+
+def normal(rng, shape):
+    return rng.standard_normal(shape)
+
+
+def heavy_tailed(rng, shape):
+    """Without a variance; some rows see nothing for long."""
+    return rng.standard_t(1.1, shape) * (rng.uniform(size=(*shape[:-1], 1)) < 0.3)
+
+
+def packed_of(x, kind, u):
+    like = Packed(jnp.zeros(x.shape, kind), jnp.zeros(scales_shape(x.shape), jnp.uint8))
+    return pack(jnp.asarray(x), jnp.asarray(u), like)
+
+
+@pytest.mark.parametrize(("kind", "top"), [(SIGNED, 127), (ROOT, 255)])
+def test_a_number_comes_back_within_a_step_and_no_square_as_zero(kind, top):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((4 * BLOCK, 8)) * 10 ** rng.uniform(-12, 3, (4 * BLOCK, 8))
+    x[BLOCK : 2 * BLOCK, 3] = 0
+    x = (np.square(x) if kind == ROOT else x).astype(np.float32)
+    packed = packed_of(x, kind, rng.uniform(0, 1, x.shape).astype(np.float32))
+    found = np.asarray(unpack(packed))
+    size, back = (np.sqrt(np.abs(a)) if kind == ROOT else np.abs(a) for a in (x, found))
+    largest = size.reshape(4, BLOCK, 8).max(axis=1)
+    scales = np.where(largest > 0, 2.0 ** (packed.scales.astype(np.float64) - 127), 0)
+    assert np.all((largest <= scales) & (scales < 2 * largest + (largest == 0)))
+    whole = np.repeat(np.maximum(scales, 1e-30), BLOCK, axis=0)
+    assert np.abs(np.sqrt(size / whole) - np.sqrt(back / whole)).max() <= 1.001 / top
+    assert np.all(np.sign(found) == np.sign(x)) if kind == ROOT else np.all(found * x >= 0)
+
+
+def test_rounding_is_right_on_average():
+    x = np.full((BLOCK, 4096), 0.3, np.float32)
+    x[0] = 1
+    u = np.random.default_rng(0).uniform(0, 1, x.shape).astype(np.float32)
+    q = np.asarray(packed_of(x, SIGNED, u).values, np.float64)[1:]
+    assert abs(q.mean() - 127 * np.sqrt(0.3)) < 4 * 0.5 / np.sqrt(q.size)
+
+
+def run(name, kept, gradients):
+    """Parameters, and the largest change of one in each update."""
+    averages = name == "schedule_free_adamw"
+    config = tiny_config(
+        optimizer={"name": name, "lr": 1e-2, "weight_decay": 0.0},
+        scheduler={"name": "none" if averages else "constant", "warmup_steps": 0},
+        train={"opt_state_dtype": kept},
+    )
+    tx = build_optimizer(config, AXES)
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, new = tx.update(grads, state, params)
+        largest = jnp.max(jnp.stack([jnp.max(jnp.abs(u)) for u in jax.tree.leaves(updates)]))
+        return optax.apply_updates(params, updates), new, largest
+
+    params = jax.tree.map(jnp.asarray, drawn(0, normal))
+    state, sizes = tx.init(params), []
+    first = jax.tree.structure(state)
+    for n in range(STEPS):
+        params, state, largest = step(params, state, gradients(n))
+        sizes.append(float(largest))
+    assert jax.tree.structure(state) == first
+    return jax.device_get(params), sizes
+
+
+def bias(n):
+    """The same way every time, and noise."""
+    return jax.tree.map(lambda a, b: 0.01 * (a + 3 * b), drawn(7, normal), drawn(n + 10, normal))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS.ours)
+def test_parameters_go_where_float32_takes_them(name):
+    """Each moment is within some per cent of the wide one, so is the way that parameters go."""
+    start = drawn(0, normal)
+    (wide, _), (ours, _) = (run(name, kept, bias) for kept in ("float32", "8bit"))
+    way, off = (
+        np.concatenate([(a - b).ravel() for a, b in zip(*map(jax.tree.leaves, pair), strict=True)])
+        for pair in ((wide, start), (ours, wide))
+    )
+    assert 0 < np.linalg.norm(off) < 0.1 * np.linalg.norm(way)
+
+
+def test_no_update_explodes():
+    """Even where v was rounded down to its smallest step it was no less than a quarter of √v."""
+    _, sizes = run("adamw", "8bit", lambda n: drawn(n, heavy_tailed))
+    assert max(sizes) < 4 * ADAM_AT_MOST * 1e-2
+
+
+def test_parts_and_meshes_change_no_bit(monkeypatch):
+    params = jax.tree.map(jnp.asarray, drawn(0, normal))
+    g = drawn(1, normal)["layers"]["tall"]
+
+    def advanced(mesh_config=None):
+        kept = moments.EightBit(AXES, 5)
+        place = moments.places(params, kept)["layers"]["tall"]
+        m, v = (
+            moments.joined(*moments.zeros(params, kept, kind))["layers"]["tall"]
+            for kind in (SIGNED, ROOT)
+        )
+        turn = moments.Turn(kept, jnp.int32(3))
+        rule = lambda _, g, m, v: (g - m, m + g, v + g * g)  # noqa: E731
+        once = jax.jit(functools.partial(turn.advance, rule, place))
+        if mesh_config is None:
+            return jax.device_get(once(*once(jnp.asarray(g), m, v)))
+        mesh = make_mesh(mesh_config, jax.devices()[:6])
+        like = {"x": jax.ShapeDtypeStruct(g.shape, jnp.float32)}
+        at = param_shardings(like, {"x": AXES["layers"]["tall"]}, mesh)["x"]
+        with jax.set_mesh(mesh):
+            return jax.device_get(once(*once(*jax.device_put((jnp.asarray(g), m, v), at))))
+
+    whole = advanced()
+    monkeypatch.setattr(moments, "AT_ONCE", 2 * BLOCK * 16)
+    split = {"dp_shard": 2, "tp": 3}
+    for other in (advanced(), advanced(tiny_config(distributed=split))):
+        jax.tree.map(np.testing.assert_array_equal, whole, other)
+    _, m, v = whole
+    assert m.values.dtype == np.int8
+    assert v.scales.shape == (3, 3, 16)

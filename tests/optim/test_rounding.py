@@ -1,0 +1,67 @@
+"""Updates below the last digit of a parameter in bfloat16."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxforge.config import load_config
+from jaxforge.errors import UserError
+from jaxforge.optim.rounding import kahan, stochastic
+from jaxforge.parallel.mesh import make_mesh
+from tests.conftest import tiny_config
+
+DIGIT = 2.0**-7  # the last one of numbers from 1 to 2
+
+
+def ones(*shape):
+    return {"w": jnp.ones(shape, jnp.bfloat16)}
+
+
+def rounded(params, update, step=0):
+    updates = jax.tree.map(lambda p: jnp.full(p.shape, update, jnp.float32), params)
+    added = jax.jit(stochastic, static_argnums=2)(params, updates, 3, jnp.int32(step))
+    return np.asarray(added["w"], np.float64)
+
+
+@pytest.mark.parametrize("share", [0.3, -0.07])
+def test_chance_rounds_right_on_average_and_to_a_neighbour(share):
+    digit = DIGIT if share > 0 else DIGIT / 2  # below 1 digits are finer
+    digits = (rounded(ones(256, 256), share * digit) - 1) / digit
+    assert set(np.unique(digits)) == {0.0, np.sign(share)}
+    deviation = np.sqrt(abs(share) * (1 - abs(share)) / digits.size)
+    assert abs(digits.mean() - share) < 4 * deviation
+
+
+def test_chance_is_another_one_in_each_step_and_the_same_on_each_mesh():
+    first = rounded(ones(8, 64), DIGIT / 2)
+    np.testing.assert_array_equal(first, rounded(ones(8, 64), DIGIT / 2))
+    assert 0.3 < np.mean(first != rounded(ones(8, 64), DIGIT / 2, step=1)) < 0.7
+    mesh = make_mesh(tiny_config(distributed={"dp_shard": 2, "tp": 4}), jax.devices()[:8])
+    at = NamedSharding(mesh, P("tp", "dp_shard"))
+    np.testing.assert_array_equal(first, rounded(jax.device_put(ones(8, 64), at), DIGIT / 2))
+
+
+def test_what_is_exact_or_not_finite_stays():
+    assert np.all(rounded(ones(8, 64), 3 * DIGIT) == 1 + 3 * DIGIT)
+    assert np.all(rounded(ones(8, 64), np.inf) == np.inf)
+    assert np.all(np.isnan(rounded(ones(8, 64), np.nan)))
+
+
+@pytest.mark.parametrize("update", [DIGIT / 50, -DIGIT / 50])
+def test_compensation_adds_up_what_bfloat16_loses(update):
+    p, c = jnp.ones(4, jnp.bfloat16), jnp.zeros(4, jnp.bfloat16)
+    assert (p + jnp.bfloat16(update) == p).all()
+    add = jax.jit(kahan)
+    for _ in range(200):
+        p, c = add(p, jnp.full(4, update, jnp.float32), c)
+    np.testing.assert_allclose(np.asarray(p, np.float64), 1 + 200 * update, rtol=0, atol=DIGIT)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+def test_wide_parameters_need_none(rounding):
+    with pytest.raises(UserError, match="change .*param_rounding to .nearest.") as caught:
+        load_config(None, [f"--train.param_rounding={rounding}"])
+    assert 'train.param_dtype to "bfloat16"' in str(caught.value)
