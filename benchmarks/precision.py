@@ -1,4 +1,5 @@
-"""The quickstart in every precision, 300 steps: loss curves, and what they end at.
+"""The quickstart in every precision and with all that its state may be kept in, 300 steps: loss
+curves, and what they end at.
 
     python benchmarks/precision.py [--quick]
 
@@ -19,6 +20,7 @@ import results
 from rich.console import Console
 
 ROOT = Path(__file__).parents[1]
+NARROW = "--train.param_dtype=bfloat16"
 PRECISIONS = {
     "fp32": ("fp32",),
     "bf16": ("bf16",),
@@ -26,7 +28,17 @@ PRECISIONS = {
     "fp8, tensor": ("fp8", "--train.fp8_scaling=tensor"),
     "fp8, delayed": ("fp8", "--train.fp8_scaling=delayed"),
     "fp8, block": ("fp8", "--train.fp8_scaling=block"),
-}
+    "bf16, moments in bfloat16": ("bf16", "--train.opt_state_dtype=bfloat16"),
+    "bf16, moments in 8 bits": ("bf16", "--train.opt_state_dtype=8bit"),
+    "bf16, parameters in bfloat16, nearest": ("bf16", NARROW),
+    "bf16, parameters in bfloat16, stochastic": (
+        "bf16", NARROW, "--train.param_rounding=stochastic",
+    ),
+    "bf16, parameters in bfloat16, kahan": ("bf16", NARROW, "--train.param_rounding=kahan"),
+    "bf16, parameters in bfloat16, kahan, moments in 8 bits": (
+        "bf16", NARROW, "--train.param_rounding=kahan", "--train.opt_state_dtype=8bit",
+    ),
+}  # fmt: skip
 BATCH, SEQ, LAST = 4, 128, 20
 WITHIN = 0.01  # above the loss in bf16: more is a loss
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxforge.config.train import EIGHT_BIT
 from jaxforge.errors import UserError
 from torch_compat import optimizer_state, train_state, untrained
 from torch_compat.dcp_reader import Dcp
@@ -286,12 +285,6 @@ def _moments(
 ) -> tuple[dict[str, dict[str, LazyTensor]], int]:
     """Our fields, and how many tensors of them had to be made up."""
     name, kind = target.config.optimizer.name, kind_of(target.config)
-    if target.config.train.opt_state_dtype == EIGHT_BIT:
-        raise UserError(
-            f'{by.where}: its moments are wide, and train.opt_state_dtype = "8bit" keeps others: '
-            'change it to "float32", or take the weights alone (--weights-only; in a run, '
-            'checkpoint.exclude_from_loading = ["optimizer"])'
-        )
     fields = {ours: kind.fields[ours] for ours in target.moments}
     present = {field for state in states.values() for field in state} - {STEP, WEIGHT_SUM}
     needed = {field for ours, field in fields.items() if ours in kind.always}

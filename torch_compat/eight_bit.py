@@ -5,7 +5,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from jaxforge.config.job import JobConfig
+from jaxforge.config.train import EIGHT_BIT
+from jaxforge.errors import UserError
 from torch_compat.lazy import Index, LazyTensor
+from torch_compat.state import CheckpointState
 
 _SCALES = "_scales"
 _TOPS = {np.dtype(np.int8): 127, np.dtype(np.uint8): 255}
@@ -22,6 +26,20 @@ def unpacked(leaves: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
             wide[whose] = _unpacked(leaves[whose], scales)
             del wide[name]
     return wide
+
+
+def check_wide(checkpoint: CheckpointState, config: JobConfig, where: str) -> None:
+    """Looks whether a run can take moments as others have them.
+
+    Raises:
+        UserError: it would have them in eight bits.
+    """
+    if checkpoint.moments is not None and config.train.opt_state_dtype == EIGHT_BIT:
+        raise UserError(
+            f'{where}: its moments are wide, and train.opt_state_dtype = "8bit" would have others: '
+            'change it to "float32", or take the weights alone (--weights-only; in a run, '
+            'checkpoint.exclude_from_loading = ["optimizer"])'
+        )
 
 
 def _unpacked(values: LazyTensor, scales: LazyTensor) -> LazyTensor:

@@ -23,7 +23,7 @@ from jaxforge.errors import StorageError, UserError
 from jaxforge.state.progress import Progress
 from torch_compat import limits, ocdbt, ocdbt_writer
 from torch_compat.compare import check_written
-from torch_compat.eight_bit import unpacked
+from torch_compat.eight_bit import check_wide, unpacked
 from torch_compat.files import writing
 from torch_compat.lazy import Index, LazyTensor, blocks, extent, of_array, whole
 from torch_compat.stacking import Stacking
@@ -130,6 +130,7 @@ def stage(
         block: bytes that may be in memory at a time.
     """
     assert checkpoint.progress is not None
+    check_wide(checkpoint, target.config, str(run))
     destination = run.absolute() / "checkpoints" / f"step_{checkpoint.progress.step}"
     if share.process == 0 and settle(run, destination):
         raise UserError(

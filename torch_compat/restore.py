@@ -19,6 +19,7 @@ from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState, with_counts
 from torch_compat import checkpoints
 from torch_compat.dcp_state import Options
+from torch_compat.eight_bit import check_wide
 from torch_compat.lazy import Index, LazyTensor
 from torch_compat.stacking import Stacking
 from torch_compat.state import CheckpointState, Tensors
@@ -101,6 +102,7 @@ def open_foreign(path: str, config: JobConfig) -> Foreign:
     found = checkpoints.find(path)
     excluded = "optimizer" in config.checkpoint.exclude_from_loading
     checkpoint = found.read(config, Options(weights_only=excluded, keep_place=excluded))
+    check_wide(checkpoint, config, str(found.directory))
     for note in checkpoint.notes:
         log.warning("%s: %s", found.directory, note)
     step = "" if checkpoint.progress is None else f"step {checkpoint.progress.step} of "

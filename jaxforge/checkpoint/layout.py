@@ -64,7 +64,9 @@ def has_spare(wanted: Tree, saved: Tree) -> bool:
 
 def of_any_precision(fields: Tree) -> Tree:
     """The fields of an optimizer's state, less those of some precisions alone."""
-    return {name: leaf for name, leaf in fields.items() if not is_of_precision(f"optimizer.{name}.")}
+    return {
+        name: field for name, field in fields.items() if not is_of_precision(f"optimizer.{name}.")
+    }
 
 
 def differing_key(one: Iterable[str], other: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Moments in eight bits: how far off, never zero below the line, the same in parts and on meshes."""
+"""Moments in eight bits: how far off they are, never zero, the same in parts and on meshes."""
 
 import functools
 
@@ -55,7 +55,7 @@ def test_a_number_comes_back_within_a_step_and_no_square_as_zero(kind, top):
     found = np.asarray(unpack(packed))
     size, back = (np.sqrt(np.abs(a)) if kind == ROOT else np.abs(a) for a in (x, found))
     largest = size.reshape(4, BLOCK, 8).max(axis=1)
-    scales = np.where(largest > 0, 2.0 ** (packed.scales.astype(np.float64) - 127), 0)
+    scales = np.where(largest > 0, 2.0 ** (np.asarray(packed.scales, np.float64) - 127), 0)
     assert np.all((largest <= scales) & (scales < 2 * largest + (largest == 0)))
     whole = np.repeat(np.maximum(scales, 1e-30), BLOCK, axis=0)
     assert np.abs(np.sqrt(size / whole) - np.sqrt(back / whole)).max() <= 1.001 / top

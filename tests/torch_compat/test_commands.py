@@ -13,6 +13,7 @@ import zlib
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -21,6 +22,7 @@ from jaxforge.cli import run_main
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
+from jaxforge.optim.eight_bit import Packed, unpack
 from jaxforge.state.progress import Progress
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
@@ -45,14 +47,19 @@ def run_of(config, steps):
     made = tempfile.TemporaryDirectory()
     ours = setup(JobConfig.model_validate_json(config))
     state, _ = ours.run(ours.state(), random_batches(ours.config, steps))
-    saved = Checkpoints(
-        Path(made.name), ours.config.checkpoint, ours.model.axes,
-        ours.config.model_dump(mode="json"),
-    )  # fmt: skip
-    saved.save(Progress(step=steps, samples=8 * steps, tokens=256 * steps), state)
-    saved.close()
-    (Path(made.name) / "config.toml").write_text(ours.config.to_toml())
+    saved(Path(made.name), ours, state, steps)
     return made
+
+
+def saved(directory, ours, state, steps):
+    """The config of a run directory with this state."""
+    checkpoints = Checkpoints(
+        directory, ours.config.checkpoint, ours.model.axes, ours.config.model_dump(mode="json")
+    )
+    checkpoints.save(Progress(step=steps, samples=8 * steps, tokens=256 * steps), state)
+    checkpoints.close()
+    (directory / "config.toml").write_text(ours.config.to_toml())
+    return directory / "config.toml"
 
 
 def values(run):
@@ -98,6 +105,29 @@ def test_every_optimizer_goes_to_torch_and_back(tmp_path, name, layout):
     main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp", f"--layout={layout}"])
     main(["import", str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config}"])
     assert_same(values(tmp_path / "a"), values(tmp_path / "b"))
+
+
+def test_moments_in_eight_bits_leave_as_float32_and_do_not_come_back(tmp_path):
+    kept = {"opt_state_dtype": "8bit", "param_dtype": "bfloat16", "param_rounding": "kahan"}
+    ours = setup(tiny_config(model={"n_layers": 1}, train=kept))
+    rng = np.random.default_rng(0)
+    narrow = lambda a: rng.integers(0, 127, a.shape).astype(a.dtype) if a.itemsize == 1 else a  # noqa: E731
+    state = ours.state()
+    moments = jax.tree.map(lambda a: jnp.asarray(narrow(a)), state.opt_state)
+    config = saved(tmp_path / "a", ours, dataclasses.replace(state, opt_state=moments), steps=0)
+    main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
+    name, (_, adam, _) = "layers.0.mlp.up_proj.weight", moments
+    found = open_dcp(Directory(tmp_path / "dcp" / "step_0")).tensors
+    for field, theirs in {"mu": "exp_avg", "nu": "exp_avg_sq"}.items():
+        q, scales = (getattr(adam, key)["layers"]["mlp"]["up_proj"]["weight"][0]
+                     for key in (field, f"{field}_scales"))  # fmt: skip
+        expected, tensor = unpack(Packed(q, scales)), found[f"optimizer.state.{name}.{theirs}"]
+        np.testing.assert_allclose(tensor.all(), expected, rtol=1e-6, atol=1e-37)  # subnormal: 0
+        rows = slice(17, 70), slice(3, 9)
+        np.testing.assert_array_equal(tensor.read(rows), tensor.all()[rows])
+    assert main(["verify", str(tmp_path / "a"), str(tmp_path / "dcp"), f"--config={config}"]) == 0
+    with pytest.raises(UserError, match=r"train.opt_state_dtype = .8bit.*--weights-only"):
+        main(["import", str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config}"])
 
 
 @pytest.mark.parametrize("dialect", ["kempnerforge", "torchtitan", "torchtitan-2025", "hf-llama"])

@@ -1,0 +1,120 @@
+"""Narrow parameters and moments in the whole step: meshes, restarts, bad steps, refusals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.checkpoint.restore import starting_state
+from jaxforge.config import check
+from jaxforge.config.optimizer import OPTIMIZERS
+from jaxforge.errors import UserError
+from jaxforge.state.train_state import state_shardings
+from tests.conftest import tiny_config
+from tests.helpers import progress_of, random_batches, setup
+
+
+def config_of(rounding="kahan", kept="8bit", **axes):
+    train = {"param_dtype": "bfloat16", "param_rounding": rounding, "opt_state_dtype": kept}
+    model = {"n_layers": 1, "n_kv_heads": 4}
+    return tiny_config(model=model, train=train, distributed={"dp_shard": 1, **axes})
+
+
+SPLIT = {"dp_shard": 2, "tp": 2}
+
+
+def bits(state):
+    """Of all arrays: a NaN is like another of the same bits."""
+    parts = jax.device_get((state.params, state.opt_state))
+    return jax.tree.map(lambda a: np.atleast_1d(a).view(np.uint8), parts)
+
+
+def assert_same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def checkpoints(path, ours):
+    resolved = ours.config.model_dump(mode="json")
+    return Checkpoints(path, ours.config.checkpoint, ours.model.axes, resolved)
+
+
+def start(path, ours):
+    saved = checkpoints(path, ours)
+    with jax.set_mesh(ours.mesh):
+        return starting_state(ours.config, saved, ours.model, ours.optimizer, ours.mesh)[0]
+
+
+def save(path, ours, state):
+    saved = checkpoints(path, ours)
+    saved.save(progress_of(state), state)
+    saved.close()
+
+
+@pytest.fixture(scope="module")
+def halfway(tmp_path_factory):
+    """A run of two updates, its checkpoint, and losses and state after two more."""
+    path, ours = tmp_path_factory.mktemp("run"), setup(config_of(**SPLIT))
+    batches = random_batches(ours.config, 4)
+    state, _ = ours.run(ours.state(), batches[:2])
+    save(path, ours, state)
+    saved = bits(state)
+    state, metrics = ours.run(state, batches[2:])
+    return path, saved, batches[2:], bits(state), metrics["loss"]
+
+
+def test_a_restart_changes_no_bit(halfway):
+    path, saved, batches, after, _ = halfway
+    ours = setup(config_of(**SPLIT))
+    state = start(path, ours)
+    assert_same(bits(state), saved)
+    assert_same(bits(ours.run(state, batches)[0]), after)
+
+
+def test_a_bad_step_changes_nothing(halfway):
+    path, _, batches, _, _ = halfway
+    ours = setup(config_of(**SPLIT))
+    state = start(path, ours)
+    head = state.params["output_head"]["proj"]["weight"]
+    state.params["output_head"]["proj"]["weight"] = head.at[0, 0].set(jnp.nan)
+    before = bits(state)
+    state, _ = ours.run(state, batches[1:])
+    assert int(state.guard.total) == 1
+    assert_same(before, bits(state))
+
+
+def test_another_mesh_and_another_rounding_go_on_from_there(halfway, tmp_path):
+    """Sums are made in another order there, and each way of rounding is right on average."""
+    path, saved, batches, _, losses = halfway
+    ours = setup(config_of("stochastic"))
+    state = start(path, ours)
+    params, (clip, rule, _) = saved
+    assert_same(bits(state), (params, (clip, rule)))
+    wanted = state_shardings(ours.model, ours.optimizer, ours.mesh).opt_state
+    assert jax.tree.map(lambda a: a.sharding, state.opt_state) == wanted
+    save(tmp_path, ours, state)
+    through, metrics = ours.run(state, batches)
+    np.testing.assert_allclose(metrics["loss"], losses, rtol=2e-3)
+    assert_same(bits(through), bits(ours.run(start(tmp_path, ours), batches)[0]))
+    kahan = start(tmp_path, setup(config_of()))
+    assert not any(np.any(c) for c in jax.tree.leaves(kahan.opt_state[2].compensation))
+
+
+def test_moments_of_another_width_are_refused(tmp_path):
+    ours, wide = setup(config_of()), setup(config_of(kept="float32"))
+    save(tmp_path, ours, ours.state())
+    with pytest.raises(UserError, match=r"another optimizer than train\.opt_state_dtype asks for"):
+        start(tmp_path, wide)
+
+
+def test_blocks_stay_on_one_device():
+    with pytest.raises(UserError, match=r"o_proj.weight have 2 blocks .* dp_shard = 4: change"):
+        setup(config_of(dp_shard=4)).state()
+
+
+def test_an_optimizer_of_ones_own_keeps_what_it_likes(own_names):
+    OPTIMIZERS.register("mine")(lambda *_: None)
+    config = tiny_config(train={"opt_state_dtype": "8bit"}, optimizer={"name": "mine"})
+    with pytest.raises(UserError, match=r"change train.opt_state_dtype to .float32."):
+        check(config, 1)
+    check(tiny_config(optimizer={"name": "mine"}), 1)
