@@ -214,6 +214,11 @@ def precision() -> str:
     return _whole("precision-cpu")
 
 
+def kept() -> str:
+    """A step by what its state is kept in, on each of the machines."""
+    return "\n\n".join(_whole(f"kept-{chip}") for chip in ("v5e", "h100"))
+
+
 def _whole(name: str) -> str:
     found = result(name)
     head = list(dict.fromkeys(key for row in found["rows"] for key in row))
@@ -243,11 +248,12 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "kempnerforge": kempnerforge,
     "drill": drill,
     "precision": precision,
+    "kept": kept,
 }
 """What a page may name."""
 SHOWN = {"remat-cpu", "pipeline-cpu", "pipeline-tpu", "kernels-cpu", "faults-cpu", "gpu_aot-h100",
          "experts_aot-tpu", "plan-none", "scaling-none", "kempnerforge_plans-none",
-         "precision-cpu"}  # fmt: skip
+         "precision-cpu", "kept-v5e", "kept-h100"}  # fmt: skip
 """Results with tables of their own."""
 
 

@@ -1,10 +1,11 @@
 """The quickstart in every precision and with all that its state may be kept in, 300 steps: loss
 curves, and what they end at.
 
-    python benchmarks/precision.py [--quick]
+    python benchmarks/precision.py [--cases WORDS] [--quick]
 
 Same seed, data and batch in all; the loss is the mean of the last 20 steps. On CPUs nothing is won
-by less than 32 bits: what is measured is what the rounding does to learning, and no time.
+by less than 32 bits: what is measured is what the rounding does to learning, and no time. With
+`--cases`, bf16 is measured again, and must be what it was where the others were measured.
 Needs `data/quickstart` (`make data/quickstart`).
 """
 
@@ -60,13 +61,28 @@ def losses(precision: str, more: tuple[str, ...], steps: int) -> list[float]:
     return [row["train/loss"] for row in rows if "train/loss" in row]
 
 
+def kept_curves(measured: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Those of the results that are there, for what was not measured.
+
+    Raises:
+        SystemExit: they are not of these data, or not of this machine: bf16 learned otherwise.
+    """
+    before = json.loads((results.RESULTS / "precision-cpu.json").read_text())["curves"]
+    if before["bf16"] != measured["bf16"]:
+        raise SystemExit("bf16 is not what it was in the results: measure all of them")
+    return {name: curve for name, curve in before.items() if name in PRECISIONS}
+
+
 def main() -> None:
     """Prints the table and writes the results."""
-    quick = results.arguments(__doc__).parse_args().quick
+    args = results.arguments(__doc__, cases=True).parse_args()
     curves = {
-        name: losses(*(precision, tuple(more)), 3 if quick else 300)
+        name: losses(*(precision, tuple(more)), 3 if args.quick else 300)
         for name, (precision, *more) in PRECISIONS.items()
+        if args.cases in name or name == "bf16"
     }
+    if args.cases and not args.quick:
+        curves = kept_curves(curves) | curves
     final = {name: statistics.fmean(curve[-LAST:]) for name, curve in curves.items()}
     rows = [
         {"precision": name, "loss": round(loss, 4), "of bf16": f"{loss / final['bf16'] - 1:+.2%}"}
@@ -74,7 +90,7 @@ def main() -> None:
     ]
     for row in rows:
         Console().print(*row.values(), highlight=False)
-    if not quick:
+    if not args.quick:
         notes = [f"configs/quickstart.toml with {BATCH} x {SEQ} tokens a step"]
         results.write_json("precision", rows, ("jax",), notes=notes, curves=curves)
     worse = [name for name in final if final[name] / final["bf16"] - 1 > WITHIN]
