@@ -214,6 +214,11 @@ def precision() -> str:
     return _whole("precision-cpu")
 
 
+def precision_kept() -> str:
+    """The quickstart with all that parameters and moments may be kept in."""
+    return _whole("precision_kept-cpu")
+
+
 def kept() -> str:
     """A step by what its state is kept in, on each of the machines."""
     return "\n\n".join(_whole(f"kept-{chip}") for chip in ("v5e", "h100"))
@@ -248,12 +253,13 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "kempnerforge": kempnerforge,
     "drill": drill,
     "precision": precision,
+    "precision-kept": precision_kept,
     "kept": kept,
 }
 """What a page may name."""
 SHOWN = {"remat-cpu", "pipeline-cpu", "pipeline-tpu", "kernels-cpu", "faults-cpu", "gpu_aot-h100",
          "experts_aot-tpu", "plan-none", "scaling-none", "kempnerforge_plans-none",
-         "precision-cpu", "kept-v5e", "kept-h100"}  # fmt: skip
+         "precision-cpu", "precision_kept-cpu", "kept-v5e", "kept-h100"}  # fmt: skip
 """Results with tables of their own."""
 
 

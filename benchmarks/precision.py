@@ -1,11 +1,10 @@
-"""The quickstart in every precision and with all that its state may be kept in, 300 steps: loss
-curves, and what they end at.
+"""The quickstart in every precision, 300 steps: loss curves, and what they end at.
 
-    python benchmarks/precision.py [--cases WORDS] [--quick]
+    python benchmarks/precision.py [--kept] [--quick]
 
 Same seed, data and batch in all; the loss is the mean of the last 20 steps. On CPUs nothing is won
-by less than 32 bits: what is measured is what the rounding does to learning, and no time. With
-`--cases`, bf16 is measured again, and must be what it was where the others were measured.
+by less than 32 bits: what is measured is what the rounding does to learning, and no time. `--kept`:
+in bf16, with all that parameters and moments may be kept in.
 Needs `data/quickstart` (`make data/quickstart`).
 """
 
@@ -21,7 +20,6 @@ import results
 from rich.console import Console
 
 ROOT = Path(__file__).parents[1]
-NARROW = "--train.param_dtype=bfloat16"
 PRECISIONS = {
     "fp32": ("fp32",),
     "bf16": ("bf16",),
@@ -29,17 +27,19 @@ PRECISIONS = {
     "fp8, tensor": ("fp8", "--train.fp8_scaling=tensor"),
     "fp8, delayed": ("fp8", "--train.fp8_scaling=delayed"),
     "fp8, block": ("fp8", "--train.fp8_scaling=block"),
-    "bf16, moments in bfloat16": ("bf16", "--train.opt_state_dtype=bfloat16"),
-    "bf16, moments in 8 bits": ("bf16", "--train.opt_state_dtype=8bit"),
-    "bf16, parameters in bfloat16, nearest": ("bf16", NARROW),
-    "bf16, parameters in bfloat16, stochastic": (
-        "bf16", NARROW, "--train.param_rounding=stochastic",
-    ),
-    "bf16, parameters in bfloat16, kahan": ("bf16", NARROW, "--train.param_rounding=kahan"),
-    "bf16, parameters in bfloat16, kahan, moments in 8 bits": (
-        "bf16", NARROW, "--train.param_rounding=kahan", "--train.opt_state_dtype=8bit",
-    ),
-}  # fmt: skip
+}
+NARROW, EIGHT = "--train.param_dtype=bfloat16", "--train.opt_state_dtype=8bit"
+STOCHASTIC, KAHAN = (f"--train.param_rounding={how}" for how in ("stochastic", "kahan"))
+KEPT = {
+    "bf16": ("bf16",),
+    "moments in bfloat16": ("bf16", "--train.opt_state_dtype=bfloat16"),
+    "moments in 8 bits": ("bf16", EIGHT),
+    "parameters in bfloat16, nearest": ("bf16", NARROW),
+    "parameters in bfloat16, stochastic": ("bf16", NARROW, STOCHASTIC),
+    "parameters in bfloat16, kahan": ("bf16", NARROW, KAHAN),
+    "parameters in bfloat16, kahan, moments in 8 bits": ("bf16", NARROW, KAHAN, EIGHT),
+}
+"""All else is float32."""
 BATCH, SEQ, LAST = 4, 128, 20
 WITHIN = 0.01  # above the loss in bf16: more is a loss
 
@@ -61,38 +61,30 @@ def losses(precision: str, more: tuple[str, ...], steps: int) -> list[float]:
     return [row["train/loss"] for row in rows if "train/loss" in row]
 
 
-def kept_curves(measured: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Those of the results that are there, for what was not measured.
-
-    Raises:
-        SystemExit: they are not of these data, or not of this machine: bf16 learned otherwise.
-    """
-    before = json.loads((results.RESULTS / "precision-cpu.json").read_text())["curves"]
-    if before["bf16"] != measured["bf16"]:
-        raise SystemExit("bf16 is not what it was in the results: measure all of them")
-    return {name: curve for name, curve in before.items() if name in PRECISIONS}
-
-
 def main() -> None:
     """Prints the table and writes the results."""
-    args = results.arguments(__doc__, cases=True).parse_args()
+    parser = results.arguments(__doc__)
+    parser.add_argument("--kept", action="store_true", help="what parameters and moments are in")
+    args = parser.parse_args()
     curves = {
-        name: losses(*(precision, tuple(more)), 3 if args.quick else 300)
-        for name, (precision, *more) in PRECISIONS.items()
-        if args.cases in name or name == "bf16"
+        name: losses(precision, tuple(more), 3 if args.quick else 300)
+        for name, (precision, *more) in (KEPT if args.kept else PRECISIONS).items()
     }
-    if args.cases and not args.quick:
-        curves = kept_curves(curves) | curves
     final = {name: statistics.fmean(curve[-LAST:]) for name, curve in curves.items()}
     rows = [
-        {"precision": name, "loss": round(loss, 4), "of bf16": f"{loss / final['bf16'] - 1:+.2%}"}
+        {
+            "kept" if args.kept else "precision": name,
+            "loss": round(loss, 4),
+            "of bf16": f"{loss / final['bf16'] - 1:+.2%}",
+        }
         for name, loss in final.items()
     ]
     for row in rows:
         Console().print(*row.values(), highlight=False)
     if not args.quick:
         notes = [f"configs/quickstart.toml with {BATCH} x {SEQ} tokens a step"]
-        results.write_json("precision", rows, ("jax",), notes=notes, curves=curves)
+        name = "precision_kept" if args.kept else "precision"
+        results.write_json(name, rows, ("jax",), notes=notes, curves=curves)
     worse = [name for name in final if final[name] / final["bf16"] - 1 > WITHIN]
     raise SystemExit(f"{', '.join(worse)}: more than {WITHIN:.0%} above bf16" if worse else 0)
 
