@@ -290,6 +290,7 @@ def _announce(
         f"loss: {t.loss_fn}, "
         f"{f'experts: {model.runtime.grouped}, ' if m.is_moe else ''}"
         f"checkpointing: {t.activation_checkpointing}",
+        "on the host": ", ".join(t.offload),
         "data": ", ".join(dataset.label for dataset in config.data.datasets)
         or config.data.dataset_path
         or config.data.hf_dataset_name

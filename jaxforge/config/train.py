@@ -37,6 +37,10 @@ class BatchStage(Section):
             yield "a stage needs either grad_accum_steps or global_batch_size"
 
 
+_CAN_OFFLOAD = ("full", "dots_with_no_batch_dims_saveable")
+"""Values of activation_checkpointing for which JAX can send what is saved to the host."""
+
+
 class TrainConfig(Section):
     """How the training loop runs."""
 
@@ -102,6 +106,8 @@ class TrainConfig(Section):
         "dots_with_no_batch_dims_saveable",
     ] = "none"
     """Recompute blocks (full), attention only (selective), or by a policy of jax.checkpoint."""
+    offload: tuple[Literal["activations"], ...] = ()
+    """What waits in the memory of the host: "activations" that blocks save; docs/remat.md."""
     loss_fn: Annotated[str, LOSSES] = "cross_entropy"
     """Loss; the chunked one holds the logits of a part of the vocabulary, or of ce_chunk_size."""
     loss_norm: Literal["tokens", "microbatch"] = "tokens"
@@ -161,6 +167,12 @@ class TrainConfig(Section):
             yield from self._ramp_problems()
         if self.mixed_precision == "fp16":
             yield from self._loss_scale_problems()
+        if "activations" in self.offload and self.activation_checkpointing not in _CAN_OFFLOAD:
+            yield (
+                'offload = ["activations"] moves what activation_checkpointing chooses to save: '
+                f'change activation_checkpointing from "{self.activation_checkpointing}" to '
+                + " or ".join(f'"{one}"' for one in _CAN_OFFLOAD)
+            )
 
     def _loss_scale_problems(self) -> Iterator[str]:
         if self.param_dtype == "float16":

@@ -307,7 +307,7 @@ class Model:
 
     def _layer(self, context: Context, kind: LayerKind, stack: str, in_loop: bool) -> Layer:
         layer = functools.partial(self.block, context=context, kind=kind, stack=stack)
-        return remat.block(self.runtime.save, layer, in_loop=in_loop)
+        return remat.block(self.runtime.save, layer, in_loop=in_loop, offload=self.runtime.offload)
 
     def block(
         self,
