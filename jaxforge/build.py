@@ -15,7 +15,6 @@ from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import Saved, Source, start_from, starting_state
 from jaxforge.checkpoint.save_policy import SavePolicy
 from jaxforge.config import torch_only
-from jaxforge.config.batch_ramp import BatchRamp
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import TrainConfig
 from jaxforge.data import loader, sources
@@ -59,7 +58,7 @@ from jaxforge.training.resumable_evaluation import ResumableEvaluation
 from jaxforge.training.rollback import Rollback
 from jaxforge.training.saving import Saver
 from jaxforge.training.summary import schedule_summary, write_summary
-from jaxforge.training.training_data import TrainingData
+from jaxforge.training.training_data import TrainingData, batches_from
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +113,7 @@ def build_trainer(
     write_summary(mirror.files(config.checkpoint.dir), summary)
 
     def open_batches(place: Progress) -> Iterator[Batch]:
-        return _open_batches(config, mesh, dataset, phases, ramp, place)
+        return batches_from(place, config, mesh, dataset, phases, ramp)
 
     def restore(step: int) -> tuple[TrainState, Progress]:
         return start_from(Saved(checkpoints, step), model, optimizer, mesh)
@@ -164,24 +163,6 @@ def _own_hooks(config: JobConfig, progress: Progress) -> Iterator[Hook]:
         yield Exporter(config.checkpoint)
     if config.metrics.log_progress and jax.process_index() == 0:
         yield ProgressTxt(config, progress)
-
-
-def _open_batches(
-    config: JobConfig,
-    mesh: Mesh,
-    dataset: Dataset | Mixture | Streaming,
-    phases: Phases,
-    ramp: BatchRamp,
-    place: Progress,
-) -> Iterator[Batch]:
-    """The batches from `place` to the end of the run."""
-    at = place.step, place.samples
-    segments = phases.segments(place.mixtures, *at, lambda step: ramp.samples_at(step, at))
-    for span in ramp.spans(place.step, config.train.max_steps - place.step):
-        first = ramp.samples_at(span.start, at)
-        yield from loader.training_batches(
-            config, mesh, dataset, first, span.n_updates, segments, span.accum
-        )
 
 
 def _lower(
