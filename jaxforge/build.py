@@ -93,7 +93,7 @@ def build_trainer(
     resolved = config.model_dump(mode="json")
     local = open_local(config.checkpoint, model.axes, resolved, model.stack)
     state, progress = starting_state(
-        config, checkpoints, model, optimizer, mesh, _open_foreign, local
+        config, checkpoints, model, optimizer, mesh, open_foreign, local
     )
     progress.run_id = config.metrics.wandb_run_id or progress.run_id
     dp = data_parallel_size(mesh)
@@ -109,6 +109,7 @@ def build_trainer(
     _announce(console, config, model, mesh, samples, sync)
     tracker = _tracker(console, config, progress, samples)
     run_directory.prepare(mirror.files(config.checkpoint.dir), config)
+    run_directory.note_start(mirror.files(config.checkpoint.dir), config, progress.step)
     summary = schedule_summary(config, dp, progress.sequences_per_epoch)
     write_summary(mirror.files(config.checkpoint.dir), summary)
 
@@ -152,10 +153,11 @@ def _stacks(config: JobConfig) -> Path:
     return mirror.files(config.checkpoint.dir) / "logs" / f"stacks_{jax.process_index()}.txt"
 
 
-def _open_foreign(path: str, config: JobConfig) -> Source:
-    from torch_compat.restore import open_foreign  # only for runs that start from PyTorch
+def open_foreign(path: str, config: JobConfig) -> Source:
+    """A checkpoint of PyTorch's that a run is to start from."""
+    from torch_compat import restore  # only for runs that start from PyTorch
 
-    return open_foreign(path, config)
+    return restore.open_foreign(path, config)
 
 
 def _own_hooks(config: JobConfig, progress: Progress) -> Iterator[Hook]:
