@@ -15,6 +15,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a suite that runs in
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = xla_flags(devices=8)
 os.environ.setdefault("NPROC", "32")  # as `parallel.virtual_devices` has it
+# Threads of PyTorch and BLAS would wait for each other, and for the workers beside them, at every
+# product of small matrices: that took longer than the products.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # workers and commands have it from who began
     COMPILED = tempfile.mkdtemp(prefix="jaxforge-tests-compiled-")
     atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
