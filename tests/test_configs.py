@@ -43,9 +43,7 @@ PARAMETERS = {  # as published with the weights
     "70b": 68_976_648_192,
 }
 
-pytestmark = pytest.mark.parametrize(
-    "path", CONFIGS, ids=lambda path: path.stem, scope="module"
-)
+pytestmark = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem, scope="module")
 
 
 class Recipe:
