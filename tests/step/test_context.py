@@ -26,7 +26,7 @@ GROUPS = {**LEARNED, "n_heads": 16, "n_kv_heads": 2}
 RING, ULYSSES = {"cp_strategy": "ring"}, {"cp_strategy": "ulysses"}
 
 UPDATE, MICROBATCH = {"grad_sync": "update"}, {"grad_sync": "microbatch"}
-CHUNKED = {"loss_fn": "chunked_cross_entropy"}
+CHUNKED = {"loss_fn": "chunked_cross_entropy", "ce_vocab_chunk": 24}
 
 CASES = [  # each way with each model, both reductions and both losses; the reference has no chunks
     (GROUPS, {"dp_shard": 2, "cp": 4, **ULYSSES}, MICROBATCH),
