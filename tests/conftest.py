@@ -54,11 +54,14 @@ TINY = {
 
 # What takes longest begins first: else one worker ends with a long file, and the others are idle.
 LONGEST = (
-    "pipeline/test_spmd.py", "processes/test_two_processes.py", "torch_compat/test_families.py",
+    "processes/test_two_processes.py", "pipeline/test_spmd.py", "torch_compat/test_families.py",
+    "step/test_grad_sync.py", "step/test_context.py", "step/test_experts.py",
     "processes/test_exits.py", "processes/test_kill.py", "storage/test_runs.py",
-    "step/test_meshes.py", "step/test_side.py", "torch_compat/test_fsdp2.py", "test_examples.py",
-    "processes/test_supervised.py", "processes/test_evaluate.py", "processes/test_generate.py",
-    "step/test_train_step.py", "torch_compat/test_commands.py", "storage/test_conversions.py",
+    "torch_compat/test_fsdp2.py", "test_examples.py", "step/test_side.py",
+    "step/test_uneven_meshes.py", "step/test_meshes.py", "processes/test_supervised.py",
+    "processes/test_evaluate.py", "processes/test_generate.py", "step/test_train_step.py",
+    "step/test_fp8_steps.py", "torch_compat/test_expert_checkpoints.py",
+    "torch_compat/test_commands.py", "storage/test_conversions.py",
     "torch_compat/test_huggingface_models.py", "model/test_plan.py", "golden/test_trajectories.py",
     "model/test_attention.py", "training/test_rollback.py", "model/test_decoding.py",
     "parallel/test_gpu_meshes.py", "processes/test_compilation_cache.py",
