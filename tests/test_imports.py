@@ -42,7 +42,7 @@ LAYERS = {
     "inference": {"errors", "config", "parallel", "model", "checkpoint", "run_directory"},
 }  # fmt: skip
 ENTRY_POINTS = {"plan", "train", "build", "prepare", "generate", "report", "evaluate", "supervise",
-                "replay"}  # fmt: skip
+                "replay", "activations"}  # fmt: skip
 
 
 def imports_of(path):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge import run_directory, train
+from jaxforge import activations, run_directory, train
 from jaxforge.errors import UserError
 from jaxforge.model import capture
 from jaxforge.optim.optimizer import global_norm
@@ -26,12 +26,11 @@ POISON = 5
 
 
 def write_data(directory):
-    """Sequences of two documents each, which end with token 0."""
+    """48 sequences: windows of their tokens and the one to predict last."""
     directory.mkdir(exist_ok=True)
-    counting = np.arange(48 * LENGTH + 1) % 7 + 1
-    counting[:: LENGTH // 2] = 0
-    noise = np.random.default_rng(0).integers(1, 256, LENGTH // 2 - 1)
-    begin = POISON * LENGTH + LENGTH // 2 + 1
+    counting = np.arange(48 * (LENGTH + 1)) % 7 + 1
+    noise = np.random.default_rng(0).integers(1, 256, LENGTH // 2)
+    begin = POISON * (LENGTH + 1) + 10
     counting[begin : begin + len(noise)] = noise
     np.save(directory / "x.npy", counting.astype(np.uint16))
 
@@ -214,3 +213,51 @@ def test_norms_are_of_the_values_at_their_points(run):
         added = parts[0][1] + parts[1][1]
         np.testing.assert_allclose(residual[1] - residual[0], added, rtol=1e-4, atol=1e-5)
         assert float(global_norm({"x": jnp.asarray(added)})) > 0
+
+
+def test_activations_of_a_training_step_are_written(run, tmp_path):
+    output = tmp_path / "seen"
+    arguments = ["--step", "4", "--points", "residual,logits", "--layers", "1", "--sequences", "5"]
+    assert activations.main([str(run), "--output", str(output), *arguments]) == 0
+    tokens, residual, logits = (
+        np.load(output / f"{name}.npy") for name in ("tokens", "residual", "logits")
+    )
+    assert residual.shape == (5, 1, LENGTH, 64)
+    with open_past(run, 4) as past:
+        walk = past.walk(4)
+        np.testing.assert_array_equal(tokens, walk.batch["input_ids"][0, :5])
+        params = walk.state.variables
+        hidden = past.model.hidden(params, walk.batch["input_ids"][0])
+        np.testing.assert_allclose(logits, past.model.logits(params, hidden)[:5], atol=1e-5)
+        whole = jnp.zeros((ROWS, LENGTH, 64)).at[:5].set(residual[:, 0])
+        normed = past.model.final_norm(params, whole)
+        np.testing.assert_allclose(normed[:5], hidden[:5], atol=1e-5)
+    assert json.loads((output / "activations.json").read_text())["training_step"] == 4
+    with pytest.raises(UserError, match="it exists already"):
+        activations.main([str(run), "--output", str(output)])
+
+
+def test_activations_of_a_set_are_those_of_its_first_sequences(run, tmp_path):
+    data = run.parent / "data"
+    output = tmp_path / "seen"
+    arguments = ["--set", f"x={data}", "--points", "mlp", "--sequences", "11"]
+    assert activations.main([str(run), "--output", str(output), *arguments]) == 0
+    tokens = np.load(output / "tokens.npy")
+    windows = np.load(data / "x.npy")[: 11 * (LENGTH + 1)].reshape(11, -1)
+    np.testing.assert_array_equal(tokens, windows[:, :-1])
+    assert np.load(output / "mlp.npy").shape == (11, 2, LENGTH, 64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--points", "q"], "there is no 'q'; choose of attention, mlp, residual, logits"),
+        (["--layers", "x"], "expected numbers of layers"),
+        (["--step", "4", "--layers", "2"], "there is no layer 2: the model has 0 to 1"),
+        ([], "has no .eval.: give --set NAME=DIR or --step N"),
+    ],
+)
+def test_activations_that_there_are_not_are_refused(run, tmp_path, arguments, message):
+    with pytest.raises(UserError, match=message):
+        activations.main([str(run), "--output", str(tmp_path / "seen"), *arguments])
+    assert not (tmp_path / "seen").exists()
