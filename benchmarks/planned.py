@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from jaxforge.parallel.mesh import in_words
+
 CONFIGS = Path(__file__).parents[1] / "configs" / "llama"
 
 
@@ -30,4 +32,4 @@ def report(config: Path, topology: str, *overrides: str) -> dict[str, Any]:
 
 def mesh_in_words(report: dict[str, Any]) -> str:
     """The mesh of a report: `dp_shard 4 x tp 2`."""
-    return " x ".join(f"{axis} {size}" for axis, size in report.get("mesh", {}).items())
+    return in_words(report["mesh"]) if report.get("mesh") else ""

@@ -15,7 +15,6 @@ from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import Saved, Source, start_from, starting_state
 from jaxforge.checkpoint.save_policy import SavePolicy
 from jaxforge.config import torch_only
-from jaxforge.config.batch_ramp import BatchRamp
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import TrainConfig
 from jaxforge.data import loader, sources
@@ -59,7 +58,7 @@ from jaxforge.training.resumable_evaluation import ResumableEvaluation
 from jaxforge.training.rollback import Rollback
 from jaxforge.training.saving import Saver
 from jaxforge.training.summary import schedule_summary, write_summary
-from jaxforge.training.training_data import TrainingData
+from jaxforge.training.training_data import TrainingData, batches_from
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +93,7 @@ def build_trainer(
     resolved = config.model_dump(mode="json")
     local = open_local(config.checkpoint, model.axes, resolved, model.stack)
     state, progress = starting_state(
-        config, checkpoints, model, optimizer, mesh, _open_foreign, local
+        config, checkpoints, model, optimizer, mesh, open_foreign, local
     )
     progress.run_id = config.metrics.wandb_run_id or progress.run_id
     dp = data_parallel_size(mesh)
@@ -110,11 +109,12 @@ def build_trainer(
     _announce(console, config, model, mesh, samples, sync)
     tracker = _tracker(console, config, progress, samples)
     run_directory.prepare(mirror.files(config.checkpoint.dir), config)
+    run_directory.note_start(mirror.files(config.checkpoint.dir), config, progress.step)
     summary = schedule_summary(config, dp, progress.sequences_per_epoch)
     write_summary(mirror.files(config.checkpoint.dir), summary)
 
     def open_batches(place: Progress) -> Iterator[Batch]:
-        return _open_batches(config, mesh, dataset, phases, ramp, place)
+        return batches_from(place, config, mesh, dataset, phases, ramp)
 
     def restore(step: int) -> tuple[TrainState, Progress]:
         return start_from(Saved(checkpoints, step), model, optimizer, mesh)
@@ -153,10 +153,11 @@ def _stacks(config: JobConfig) -> Path:
     return mirror.files(config.checkpoint.dir) / "logs" / f"stacks_{jax.process_index()}.txt"
 
 
-def _open_foreign(path: str, config: JobConfig) -> Source:
-    from torch_compat.restore import open_foreign  # only for runs that start from PyTorch
+def open_foreign(path: str, config: JobConfig) -> Source:
+    """A checkpoint of PyTorch's that a run is to start from."""
+    from torch_compat import restore  # only for runs that start from PyTorch
 
-    return open_foreign(path, config)
+    return restore.open_foreign(path, config)
 
 
 def _own_hooks(config: JobConfig, progress: Progress) -> Iterator[Hook]:
@@ -164,24 +165,6 @@ def _own_hooks(config: JobConfig, progress: Progress) -> Iterator[Hook]:
         yield Exporter(config.checkpoint)
     if config.metrics.log_progress and jax.process_index() == 0:
         yield ProgressTxt(config, progress)
-
-
-def _open_batches(
-    config: JobConfig,
-    mesh: Mesh,
-    dataset: Dataset | Mixture | Streaming,
-    phases: Phases,
-    ramp: BatchRamp,
-    place: Progress,
-) -> Iterator[Batch]:
-    """The batches from `place` to the end of the run."""
-    at = place.step, place.samples
-    segments = phases.segments(place.mixtures, *at, lambda step: ramp.samples_at(step, at))
-    for span in ramp.spans(place.step, config.train.max_steps - place.step):
-        first = ramp.samples_at(span.start, at)
-        yield from loader.training_batches(
-            config, mesh, dataset, first, span.n_updates, segments, span.accum
-        )
 
 
 def _lower(
@@ -299,6 +282,7 @@ def _announce(
         f"loss: {t.loss_fn}, "
         f"{f'experts: {model.runtime.grouped}, ' if m.is_moe else ''}"
         f"checkpointing: {t.activation_checkpointing}",
+        "on the host": ", ".join(t.offload),
         "data": ", ".join(dataset.label for dataset in config.data.datasets)
         or config.data.dataset_path
         or config.data.hf_dataset_name

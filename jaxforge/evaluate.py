@@ -77,7 +77,7 @@ def evaluate(
     Raises:
         UserError: there is no such checkpoint or set, or they do not fit one another.
     """
-    overrides = [*overrides, *_set_overrides(sets)]
+    overrides = [*overrides, *set_overrides(sets)]
     trained = inference.open_run(path, overrides, step=step, devices=devices)
     as_trained = run_directory.read_config(trained.run, overrides)
     config = _with_batch(trained, as_trained, batch_size)
@@ -139,7 +139,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f"--json {args.json}: there is no directory {args.json.parent}")
 
 
-def _set_overrides(sets: Sequence[str]) -> list[str]:
+def set_overrides(sets: Sequence[str]) -> list[str]:
     """`--set NAME=DIR` as settings of `[eval]`, in place of the sets that are there."""
     tables = []
     for text in sets:

@@ -4,6 +4,7 @@ It may be in a bucket; all but the checkpoints is then written here and copied t
 
 run.lock          who trains in it now (`run_lock`)
 config.toml       the resolved config of the latest start
+configs/          those of all starts that the run comes from, by the step that each went on from
 metrics.jsonl     an object per logged step (`telemetry.sinks.JsonlSink`)
 logs/             a log per process
 tokenizer/        a copy of the data's tokenizer, where there is one
@@ -30,6 +31,7 @@ from jaxforge.errors import UserError
 log = logging.getLogger(__name__)
 
 _CONFIG = "config.toml"
+_CONFIGS = "configs"
 _TOKENIZER = "tokenizer"
 
 
@@ -52,7 +54,13 @@ def open_mirror(config: JobConfig) -> mirror.Mirror | None:
     if not storage.in_bucket(run):
         return None
     logs = [f"logs/process_{jax.process_index()}.log"]
-    shared = [_CONFIG, "metrics.jsonl", "progress.txt", _TOKENIZER]  # process 0 goes on with them
+    shared = [
+        _CONFIG,
+        _CONFIGS,
+        "metrics.jsonl",
+        "progress.txt",
+        _TOKENIZER,
+    ]  # process 0 goes on with them
     return mirror.Mirror(run, jax.process_index(), logs + shared * (jax.process_index() == 0))
 
 
@@ -69,11 +77,58 @@ def prepare(run: Path, config: JobConfig) -> None:
         tokenizer = tokenizer_for(run, config)
         if tokenizer is not None and not (run / _TOKENIZER).exists():
             _write_tokenizer(run, tokenizer)
-        partial = (run / _CONFIG).with_suffix(".partial")
-        partial.write_text(config.to_toml())
-        os.replace(partial, run / _CONFIG)
+        _replace(run / _CONFIG, config)
     except OSError as error:
         raise UserError(f"checkpoint.dir = {run}: {error.strerror}") from error
+
+
+def note_start(run: Path, config: JobConfig, step: int) -> None:
+    """Keeps the config of a start that goes on from `step`; later ones are undone by it.
+
+    Raises:
+        UserError: the directory cannot be written.
+    """
+    if jax.process_index() != 0:
+        return
+    try:
+        (run / _CONFIGS).mkdir(exist_ok=True)
+        _replace(_from_step(run, step), config)
+        for undone in (found for found in _starts(run) if found > step):
+            _from_step(run, undone).unlink()
+    except OSError as error:
+        raise UserError(f"checkpoint.dir = {run}: {error.strerror}") from error
+
+
+def config_of_step(run: Path, step: int) -> JobConfig:
+    """The config with which a step was made, as far as the run says it; else its latest.
+
+    Args:
+        run: the directory.
+        step: from 1.
+    """
+    known = any(start < step for start in _starts(run))
+    return load_config(_from_step(run, start_before(run, step)) if known else run / _CONFIG)
+
+
+def start_before(run: Path, step: int) -> int:
+    """The step that the start went on from which made a step; 0 where the run does not say."""
+    return max((start for start in _starts(run) if start < step), default=0)
+
+
+def _starts(run: Path) -> list[int]:
+    """The steps that starts went on from."""
+    found = (run / _CONFIGS).glob("from_step_*.toml")
+    return [int(n) for one in found if (n := one.stem.removeprefix("from_step_")).isdigit()]
+
+
+def _from_step(run: Path, step: int) -> Path:
+    return run / _CONFIGS / f"from_step_{step}.toml"
+
+
+def _replace(path: Path, config: JobConfig) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(config.to_toml())
+    os.replace(partial, path)
 
 
 def read_config(run: Path, overrides: Sequence[str] = ()) -> JobConfig:

@@ -15,6 +15,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a suite that runs in
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = xla_flags(devices=8)
 os.environ.setdefault("NPROC", "32")  # as `parallel.virtual_devices` has it
+# Threads of PyTorch and BLAS would wait for each other, and for the workers beside them, at every
+# product of small matrices: that took longer than the products.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # workers and commands have it from who began
     COMPILED = tempfile.mkdtemp(prefix="jaxforge-tests-compiled-")
     atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
@@ -51,11 +54,14 @@ TINY = {
 
 # What takes longest begins first: else one worker ends with a long file, and the others are idle.
 LONGEST = (
-    "pipeline/test_spmd.py", "processes/test_two_processes.py", "torch_compat/test_families.py",
+    "processes/test_two_processes.py", "pipeline/test_spmd.py", "torch_compat/test_families.py",
+    "step/test_grad_sync.py", "step/test_context.py", "step/test_experts.py",
     "processes/test_exits.py", "processes/test_kill.py", "storage/test_runs.py",
-    "step/test_meshes.py", "step/test_side.py", "torch_compat/test_fsdp2.py", "test_examples.py",
-    "processes/test_supervised.py", "processes/test_evaluate.py", "processes/test_generate.py",
-    "step/test_train_step.py", "torch_compat/test_commands.py", "storage/test_conversions.py",
+    "torch_compat/test_fsdp2.py", "test_examples.py", "step/test_side.py",
+    "step/test_uneven_meshes.py", "step/test_meshes.py", "processes/test_supervised.py",
+    "processes/test_evaluate.py", "processes/test_generate.py", "step/test_train_step.py",
+    "step/test_fp8_steps.py", "torch_compat/test_expert_checkpoints.py",
+    "torch_compat/test_commands.py", "storage/test_conversions.py",
     "torch_compat/test_huggingface_models.py", "model/test_plan.py", "golden/test_trajectories.py",
     "model/test_attention.py", "training/test_rollback.py", "model/test_decoding.py",
     "parallel/test_gpu_meshes.py", "processes/test_compilation_cache.py",
@@ -71,9 +77,13 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What is imported and collected stays; no garbage collector has to look at it again."""
+    """What is imported and collected stays; no garbage collector has to look at it again.
+
+    It looks at the rest less often than by default: tracing makes objects by the hundred thousand.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,5 +1,6 @@
 """The configs for clusters load, obey every rule, fit into memory and lower for their machines."""
 
+import functools
 import itertools
 import math
 import re
@@ -42,7 +43,7 @@ PARAMETERS = {  # as published with the weights
     "70b": 68_976_648_192,
 }
 
-pytestmark = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+pytestmark = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem, scope="module")
 
 
 class Recipe:
@@ -68,6 +69,7 @@ class Recipe:
         """What a run may have of a device: JAX takes three quarters of a GPU."""
         return int(MEMORY[self.kind] * (0.75 if self.kind == "gpu" else 1))
 
+    @functools.cached_property
     def state(self):
         return abstract_state(self.model, self.optimizer, self.mesh)
 
@@ -75,9 +77,14 @@ class Recipe:
         return abstract_batch(self.config, self.mesh)
 
 
+@functools.lru_cache(1)  # tests of one config follow each other
+def recipe_of(path):
+    return Recipe(path)
+
+
 @pytest.fixture
 def recipe(path):
-    return Recipe(path)
+    return recipe_of(path)
 
 
 def bytes_per_device(tree) -> int:
@@ -92,7 +99,7 @@ def test_it_lowers_for_its_machine(recipe):
         step = make_train_step(
             recipe.model, recipe.optimizer, recipe.config, recipe.mesh, capacity=recipe.capacity
         )
-        traced = step.trace(recipe.state(), recipe.batch(), Controls())
+        traced = step.trace(recipe.state, recipe.batch(), Controls())
         platform = "cuda" if recipe.kind == "gpu" else "tpu"
         text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert f"num_partitions = {recipe.devices}" in text
@@ -103,7 +110,7 @@ def test_the_model_has_the_published_size(recipe):
 
 
 def test_state_and_gradients_leave_room_for_activations(recipe):
-    state = recipe.state()
+    state = recipe.state
     gradients = bytes_per_device(state.params)  # float32, like the parameters
     assert bytes_per_device(state) + gradients < 0.7 * MEMORY[recipe.kind]
 
@@ -119,7 +126,7 @@ def test_the_page_says_what_a_device_holds(recipe, path):
     page = (Path(__file__).parents[1] / "docs" / "configs.md").read_text()
     name = path.stem.removeprefix("llama_")
     (told,) = re.findall(rf"\| `{name}` \| ([\d.]+) \| (\d+) \|", page)
-    state = recipe.state()
+    state = recipe.state
     found = (bytes_per_device(state) + bytes_per_device(state.params)) / 1e9
     dp = data_parallel_size(recipe.mesh)
     assert told == (f"{found:.1f}", str(recipe.config.train.microbatch_size(dp) // dp))

@@ -41,7 +41,8 @@ LAYERS = {
     "run_directory": {"errors", "config", "corpus", "storage", "mirror"},
     "inference": {"errors", "config", "parallel", "model", "checkpoint", "run_directory"},
 }  # fmt: skip
-ENTRY_POINTS = {"plan", "train", "build", "prepare", "generate", "report", "evaluate", "supervise"}
+ENTRY_POINTS = {"plan", "train", "build", "prepare", "generate", "report", "evaluate", "supervise",
+                "replay", "activations"}  # fmt: skip
 
 
 def imports_of(path):

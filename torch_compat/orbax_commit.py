@@ -25,9 +25,8 @@ from torch_compat.training_state import declared
 def scalars(checkpoint: CheckpointState) -> dict[str, np.ndarray]:
     """The arrays of a checkpoint that are neither parameters nor moments, by name."""
     assert checkpoint.progress is not None
-    fresh = GuardState.fresh(checkpoint.progress.skipped)._asdict() | dict(checkpoint.guard)
-    assert fresh.keys() == set(GuardState._fields)
-    guard = {name: leaf for name, leaf in fresh.items() if leaf is not None}
+    assert checkpoint.guard.keys() <= set(GuardState._fields)
+    guard = GuardState.fresh(checkpoint.progress.skipped).arrays() | dict(checkpoint.guard)
     return {
         "step": np.asarray(checkpoint.progress.step, np.int32),
         **{f"optimizer.{name}": np.asarray(value) for name, value in checkpoint.scalars.items()},

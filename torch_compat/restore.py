@@ -72,7 +72,7 @@ class Foreign:
             "step": _scalar(progress.step, like.step),
             **self.restore_model(layout.model_tree(like.params, like.model_state)),
             "optimizer": {**fields, **scalars},
-            "guard": {name: leaf for name, leaf in guard._asdict().items() if leaf is not None},
+            "guard": guard.arrays(),
         }
         return with_counts(layout.from_tree(tree, like), progress), progress
 

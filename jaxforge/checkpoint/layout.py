@@ -13,7 +13,6 @@ The counts of samples and tokens are in `progress`, the JSON beside the arrays.
 Nothing here depends on how the optimizer is chained, and no Python class is needed to read it.
 """
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -40,7 +39,7 @@ def to_tree(state: TrainState) -> Tree:
         "step": state.step,
         **model_tree(state.params, state.model_state),
         "optimizer": _fields(state.opt_state),
-        "guard": {name: leaf for name, leaf in state.guard._asdict().items() if leaf is not None},
+        "guard": state.guard.arrays(),
     }
 
 
@@ -79,9 +78,7 @@ def completed(tree: Tree, wanted: Tree) -> Tree:
     """A tree with zeros for the wanted arrays of a precision that it lacks."""
     flat = flatten_dict(tree, sep=".")
     zeros = {
-        name: jax.jit(
-            functools.partial(jnp.zeros, leaf.shape, leaf.dtype), out_shardings=leaf.sharding
-        )()
+        name: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
         for name, leaf in flatten_dict(wanted, sep=".").items()
         if is_of_precision(name) and name not in flat
     }

@@ -451,6 +451,16 @@ def fp8_has_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
         )
 
 
+def stages_offload_no_activations(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """What stages save waits in a ring on the device, for as many microbatches as are in flight."""
+    if mesh["pp"] > 1 and "activations" in config.train.offload:
+        yield Problem(
+            f'train.offload = ["activations"] with distributed.pp = {mesh["pp"]}: what a stage '
+            "saves waits on the device",
+            (smaller_axis(config, "pp", mesh["pp"]),),
+        )
+
+
 def schedule_free_has_no_schedule(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Schedule-free AdamW averages instead of decaying."""
     name = config.scheduler.name
@@ -498,6 +508,7 @@ RULES: tuple[Rule, ...] = (
     experts_divide_by_ep,
     expert_width_divides_by_tp,
     fp8_has_layers,
+    stages_offload_no_activations,
     schedule_free_has_no_schedule,
     moments_in_8_bits_are_ours,
 )

@@ -45,6 +45,10 @@ class BatchStage(Section):
             yield "a stage needs either grad_accum_steps or global_batch_size"
 
 
+_CAN_OFFLOAD = ("full", "dots_with_no_batch_dims_saveable")
+"""Values of activation_checkpointing for which JAX can send what is saved to the host."""
+
+
 class TrainConfig(Section):
     """How the training loop runs."""
 
@@ -112,6 +116,8 @@ class TrainConfig(Section):
         "dots_with_no_batch_dims_saveable",
     ] = "none"
     """Recompute blocks (full), attention only (selective), or by a policy of jax.checkpoint."""
+    offload: tuple[Literal["activations"], ...] = ()
+    """What waits in the memory of the host: "activations" that blocks save; docs/remat.md."""
     loss_fn: Annotated[str, LOSSES] = "cross_entropy"
     """Loss; the chunked one holds the logits of a part of the vocabulary, or of ce_chunk_size."""
     loss_norm: Literal["tokens", "microbatch"] = "tokens"
@@ -176,6 +182,12 @@ class TrainConfig(Section):
                 f'param_rounding = "{self.param_rounding}" is for parameters in bfloat16, and '
                 f'param_dtype = "{self.param_dtype}"',
                 (one("param_rounding", "nearest"), one("param_dtype", "bfloat16")),
+            )
+        if "activations" in self.offload and self.activation_checkpointing not in _CAN_OFFLOAD:
+            yield (
+                'offload = ["activations"] moves what activation_checkpointing chooses to save: '
+                f'change activation_checkpointing from "{self.activation_checkpointing}" to '
+                + " or ".join(f'"{saved}"' for saved in _CAN_OFFLOAD)
             )
 
     def _loss_scale_problems(self) -> Iterator[str]:

@@ -112,6 +112,8 @@ def smaller_step(config: JobConfig, rows: int, *, reduces_whole: bool) -> Iterat
         yield f"{key}train.grad_accum_steps = {accum}: half the activations, the same update"
     if train.activation_checkpointing != "full":
         yield 'train.activation_checkpointing = "full": they are recomputed, block by block'
+    elif "activations" not in train.offload and config.distributed.pp == 1:
+        yield 'train.offload = ["activations"]: what blocks save waits in the memory of the host'
     if train.loss_fn == "cross_entropy":
         yield 'train.loss_fn = "chunked_cross_entropy": never all logits at once'
     yield from _narrower(config)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.model.attention_backends import Scoring, attend_over, masked_attention
@@ -67,10 +67,12 @@ class LayerOut(NamedTuple):
     Attributes:
         cache: extended, where there was one.
         side: what the layer tells of itself.
+        seen: values by name, where somebody looks (`capture.watching`).
     """
 
     cache: KVCache | None
     side: Side = NOTHING
+    seen: PyTree = None
 
 
 class Attention(nnx.Module):

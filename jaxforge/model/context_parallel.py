@@ -28,6 +28,7 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree, Shaped
 
 from jaxforge.model.attention_backends import SegmentIds, Sinks, attend_over, locally
+from jaxforge.model.flash import sink_gradients
 from jaxforge.model.flash_blocks import Tokens
 from jaxforge.model.masking import Mask, chunk_ids, chunk_of, window_of
 from jaxforge.model.partial_attention import (
@@ -258,10 +259,7 @@ def _ring_back(way: _Way, saved: tuple[Any, ...], d_o: Array) -> tuple[Any, ...]
     length = collectives.axis_size(_AXIS) - 1
     (d_q, d_keys, _), _ = jax.lax.scan(turn, carry, length=length)
     d_k, d_v = _passed_on(d_keys)  # home
-    d_sinks = None
-    if sinks is not None:
-        taken = jnp.exp(sinks - whole.lse) * delta
-        d_sinks = -jnp.sum(taken, axis=(0, 1)).astype(sinks.dtype)
+    d_sinks = sink_gradients(sinks, whole.lse.swapaxes(1, 2), delta.swapaxes(1, 2))
     return (*(d.astype(x.dtype) for d, x in ((d_q, q), (d_k, k), (d_v, v))), None, None, d_sinks)
 
 

@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxforge.config.model import ModelConfig
-from jaxforge.model import fp8, remat
+from jaxforge.model import capture, fp8, remat
 from jaxforge.model.attention import Attention, Context, KVCache, LayerOut
 from jaxforge.model.linear import Declare, Embedding, Linear, look_up, normal
 from jaxforge.model.mlp import MLP
@@ -88,7 +88,7 @@ class Block(nnx.Module):
         attend = remat.attention(runtime.save, fp8.telling(attention))
         (y_BSD, cache), told = attend(_normed(self.attention_norm, x_BSD), context, cache)
         fp8.tell(told)
-        y_BSD = self._added(self.attention_post_norm, y_BSD)
+        y_BSD = self._added(self.attention_post_norm, y_BSD, "attention")
         if self.config.parallel_residual:
             z_BSD, side = self._feed_forward(x_BSD, context, runtime)
             return split_sequence(x_BSD + y_BSD + z_BSD), LayerOut(cache, side)
@@ -104,7 +104,7 @@ class Block(nnx.Module):
             y_BSD, side = self.mlp(normed_BSD, context.loss_weights, runtime.grouped)
         else:
             y_BSD, side = self.mlp(normed_BSD), self._silence(context)
-        return self._added(self.mlp_post_norm, y_BSD), side
+        return self._added(self.mlp_post_norm, y_BSD, "mlp"), side
 
     def _silence(self, context: Context) -> Side:
         """What a layer without experts tells: zeros, where others have some."""
@@ -112,11 +112,13 @@ class Block(nnx.Module):
         return nothing_of_experts(self.config) if is_told else NOTHING
 
     def _added(
-        self, norm: RMSNorm | LayerNorm | None, y_BSD: Float[Array, "b s d"]
+        self, norm: RMSNorm | LayerNorm | None, y_BSD: Float[Array, "b s d"], name: str
     ) -> Float[Array, "b s d"]:
         """What is added to the residual stream."""
         y_BSD = y_BSD if norm is None else norm(split_sequence(y_BSD))
-        return times(y_BSD, self.config.residual_multiplier)
+        y_BSD = times(y_BSD, self.config.residual_multiplier)
+        capture.point(name, y_BSD)
+        return y_BSD
 
 
 class Transformer(nnx.Module):

@@ -15,6 +15,9 @@ none        all matrix products; what is between them is computed again
 
 There, everything is a policy's choice, since only a policy leaves the weights out of what is saved.
 
+With "activations" in `train.offload`, what blocks save waits in the memory of the host: their
+inputs (full), or their matrix products (dots_with_no_batch_dims_saveable).
+
 A loop over layers keeps the compiler from reusing what the forward pass has computed, which would
 save it after all: no barriers are needed (`prevent_cse`), and no layers may be unrolled.
 """
@@ -23,9 +26,19 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array
 
 _PRODUCTS = "dots_saveable"
 _PRODUCTS_BUT_ATTENTION = "dots_with_no_batch_dims_saveable"
+_INPUT = "block_input"
+_TO_HOST = {"offload_src": "device", "offload_dst": "pinned_host"}
+_OFFLOADING = {
+    "full": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=[_INPUT], **_TO_HOST
+    ),
+    _PRODUCTS_BUT_ATTENTION: jax.checkpoint_policies.offload_dot_with_no_batch_dims(**_TO_HOST),
+}
 
 
 def computes_again(save: str) -> bool:
@@ -33,12 +46,24 @@ def computes_again(save: str) -> bool:
     return save not in ("none", "selective", "everything_saveable")
 
 
-def block(save: str, layer: Callable[..., Any], *, in_loop: bool = True) -> Callable[..., Any]:
-    """Wraps a layer of a scan over layers, or one that is in no loop."""
+def block(
+    save: str, layer: Callable[..., Any], *, in_loop: bool = True, offload: bool = False
+) -> Callable[..., Any]:
+    """Wraps a layer `(x, ...) -> ...` of a scan over layers, or one that is in no loop."""
     if not computes_again(save):
         return layer
-    policy = None if save == "full" else getattr(jax.checkpoint_policies, save)
-    return jax.checkpoint(layer, policy=policy, prevent_cse=not in_loop)
+    if offload:
+        policy = _OFFLOADING[save]
+    else:
+        policy = None if save == "full" else getattr(jax.checkpoint_policies, save)
+    return jax.checkpoint(_naming_input(layer), policy=policy, prevent_cse=not in_loop)
+
+
+def _naming_input(layer: Callable[..., Any]) -> Callable[..., Any]:
+    def named(x: Array, *rest: object) -> object:
+        return layer(checkpoint_name(x, _INPUT), *rest)
+
+    return named
 
 
 def attention(save: str, attend: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,6 +21,7 @@ class Runtime(NamedTuple):
     Attributes:
         attention: name of the kernel in `attention_backends.BACKENDS`.
         save: what the backward pass finds saved: `train.activation_checkpointing`.
+        offload: whether that waits in the memory of the host: "activations" in `train.offload`.
         unroll: layers per iteration of the scan over layers. XLA:CPU copies what a loop carries
             and saves, so that a step without it takes 15 % less time; compile time grows with what
             is unrolled, so deep models keep the loop, sooner where they have experts, and so do
@@ -37,6 +38,7 @@ class Runtime(NamedTuple):
 
     attention: str = "reference"
     save: str = "none"
+    offload: bool = False
     unroll: int = 1
     rope_as_matmul: bool = False
     loss_tile: int | None = None
@@ -87,8 +89,8 @@ def runtime_for(
     sums = FLOAT32 if config.train.reduce_dtype == "float32" else jnp.dtype(dtype)
     attention, why = choose(m, at)
     runtime = Runtime(
-        attention, save, grouped=grouped, reduce_dtype=sums, context=cp_strategy(config),
-        why_attention=why, ring=choose_parts(at),
+        attention, save, "activations" in config.train.offload, grouped=grouped,
+        reduce_dtype=sums, context=cp_strategy(config), why_attention=why, ring=choose_parts(at),
     )  # fmt: skip
     if platform == "tpu":
         return runtime._replace(rope_as_matmul=True)

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import EXPERTS, LAYERS, MODELS, ModelConfig
-from jaxforge.model import fp8, fp8_layers, moe, remat
+from jaxforge.model import capture, fp8, fp8_layers, moe, remat
 from jaxforge.model.attention import Context, KVCache, LayerOut
 from jaxforge.model.layer_scan import Layer, Rows, scan_layers
 from jaxforge.model.linear import Backward, Declare, Untrained
@@ -218,10 +218,10 @@ class Model:
         )
         if self.stack.stages > 1 and STAGES in automatic_axes():
             kinds = jax.tree.map(jnp.asarray, self.plan.of_rows(self.stack))
-            x_BSD, *of_rows = forward_pipeline(
+            x_BSD, cache, told = forward_pipeline(
                 self._of_stage, self.stack, (kinds, params[LAYERS]), x_BSD, context, cache
             )
-            out = LayerOut(*of_rows)
+            out = LayerOut(cache, *told)
         elif self.plan.is_uniform:
             layer = self._layer(context, self.plan.layers[0], LAYERS, in_loop=True)
             rows = params[LAYERS], cache
@@ -297,17 +297,17 @@ class Model:
 
     def _of_stage(
         self, layers: tuple[LayerKind, Params], x: Array, context: Context, cache: KVCache | None
-    ) -> tuple[Array, KVCache | None, Side]:
+    ) -> tuple[Array, KVCache | None, tuple[Side, PyTree]]:
         def layer(x: Array, row: tuple[tuple[LayerKind, Params], KVCache | None]) -> Any:  # noqa: ANN401
             (kind, params), cache = row
             return self._layer(context, kind, LAYERS, True)(x, (params, cache))
 
-        x, out = jax.lax.scan(layer, x, (layers, cache))
-        return x, *out
+        x, (cache, *told) = jax.lax.scan(layer, x, (layers, cache))
+        return x, cache, tuple(told)
 
     def _layer(self, context: Context, kind: LayerKind, stack: str, in_loop: bool) -> Layer:
         layer = functools.partial(self.block, context=context, kind=kind, stack=stack)
-        return remat.block(self.runtime.save, layer, in_loop=in_loop)
+        return remat.block(self.runtime.save, layer, in_loop=in_loop, offload=self.runtime.offload)
 
     def block(
         self,
@@ -319,6 +319,19 @@ class Model:
         stack: str = LAYERS,
     ) -> tuple[Float[Array, "b s d"], LayerOut]:
         """One block, with the parameters and the cache of one layer, which is of a stack."""
+        with capture.layer() as seen:
+            x_BSD, out = self._run_block(x_BSD, of_layer, context, kind, stack)
+            capture.point("residual", x_BSD)
+        return x_BSD, out._replace(seen=seen) if seen else out
+
+    def _run_block(
+        self,
+        x_BSD: Float[Array, "b s d"],
+        of_layer: tuple[Params, KVCache | None],
+        context: Context,
+        kind: LayerKind,
+        stack: str,
+    ) -> tuple[Float[Array, "b s d"], LayerOut]:
         params, cache = of_layer
         run = self._module(stack, params)
         one = functools.partial(run, kind=kind, plan=self.plan, runtime=self.runtime)

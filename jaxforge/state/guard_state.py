@@ -1,6 +1,6 @@
 """What the guard of the step (`step.guard`) knows of the steps before."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -42,6 +42,10 @@ class GuardState(NamedTuple):
         losses = jnp.full(WINDOW, jnp.nan, jnp.float32)
         state = cls(consecutive, total, nonfinite, spikes, good, losses)
         return state.scaling_loss() if scales_loss else state
+
+    def arrays(self) -> dict[str, Any]:
+        """What there is of it, by name: without a scale, where the loss has none."""
+        return {name: leaf for name, leaf in self._asdict().items() if leaf is not None}
 
     def scaling_loss(self) -> "GuardState":
         """The same of a run that begins to scale its loss."""

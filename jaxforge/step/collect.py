@@ -19,12 +19,15 @@ from jaxforge.model.transformer import Params
 from jaxforge.optim.optimizer import global_norm
 from jaxforge.parallel.stages import Stack
 
-COLLECTED = ("grads", *EXTRAS)
+COLLECTED = ("grads", "update_norms_per_layer", "params_norms_per_layer", *EXTRAS)
 """What `collect` may ask for; by the same names it is found in the metrics:
 
     grads                 the gradients before clipping, float32; they cost their memory
     grad_norms_per_layer  L2 norm of each part's gradient: "layers" has one of each layer, [layers],
                           "token_embedding", "norm" and "output_head" have scalars
+    update_norms_per_layer, params_norms_per_layer
+                          the same of what the optimizer would add, and of the parameters after the
+                          step
     num_zeros_in_grad     elements of the gradients that are exactly 0, over all parameters
     params_norm           L2 norm of all parameters after the step
     update_norm           L2 norm of what the step added to the parameters; 0 if it was skipped
@@ -70,9 +73,9 @@ def collected(names: Iterable[str], step: Step) -> dict[str, Any]:
     return {name: _COLLECTORS[name](step) for name in names}
 
 
-def _norms_per_layer(step: Step) -> dict[str, Float[Array, "..."]]:
-    others = {name: part for name, part in step.grads.items() if name not in step.stacks}
-    of_stacks = [_norms_of_rows(step.grads[name], step.stack) for name in step.stacks]
+def _norms_per_layer(step: Step, tree: Params) -> dict[str, Float[Array, "..."]]:
+    others = {name: part for name, part in tree.items() if name not in step.stacks}
+    of_stacks = [_norms_of_rows(tree[name], step.stack) for name in step.stacks]
     order = np.argsort([layer for layers in step.stacks.values() for layer in layers])
     in_order = of_stacks[0] if len(of_stacks) == 1 else jnp.concatenate(of_stacks)[order]
     return {LAYERS: in_order, **{name: global_norm(part) for name, part in others.items()}}
@@ -102,7 +105,9 @@ def _update_norm(step: Step) -> Float[Array, ""]:
 
 _COLLECTORS = {
     "grads": lambda step: step.grads,
-    "grad_norms_per_layer": _norms_per_layer,
+    "grad_norms_per_layer": lambda step: _norms_per_layer(step, step.grads),
+    "update_norms_per_layer": lambda step: _norms_per_layer(step, step.updates),
+    "params_norms_per_layer": lambda step: _norms_per_layer(step, step.params),
     "num_zeros_in_grad": _zeros,
     "params_norm": lambda step: global_norm(step.params),
     "update_norm": _update_norm,

@@ -168,14 +168,18 @@ def cross_entropy(
     dataset_mask_BN: Bool[Array, "b n"] | None = None,
 ) -> LossSum:
     """Sums of the loss of a batch from its final hidden states; of datasets too, by their mask."""
-    parts = jax.tree.map(parts_of_sequences, (hidden_BSD, labels_BS))
-    return _sums(parts[0], head_VD, parts[1], tiling, _of_parts(dataset_mask_BN))
+    hidden, labels, mask = _by_part(hidden_BSD, labels_BS, dataset_mask_BN)
+    return _sums(hidden, head_VD, labels, tiling, mask)
 
 
-def _of_parts(mask_BN: Bool[Array, "b n"] | None) -> Bool[Array, "parts_b n"] | None:
-    """What sequences have, for each of their parts."""
+def _by_part(
+    hidden_BSD: Array, labels_BS: Array, dataset_mask_BN: Array | None
+) -> tuple[Array, Array, Array | None]:
+    """The same of parts of sequences that no device axis splits, as sequences."""
     parts = automatic_size("context")
-    return mask_BN if mask_BN is None or parts == 1 else jnp.tile(mask_BN, (parts, 1))
+    if dataset_mask_BN is not None and parts > 1:
+        dataset_mask_BN = jnp.tile(dataset_mask_BN, (parts, 1))
+    return parts_of_sequences(hidden_BSD), parts_of_sequences(labels_BS), dataset_mask_BN
 
 
 def _sums(
@@ -209,9 +213,8 @@ def weighted_loss(
 
     The gradient is that of the sum: each part counts for as much as the other.
     """
-    parts = jax.tree.map(parts_of_sequences, (hidden_BSD, labels_BS))
-    mask = _of_parts(dataset_mask_BN)
-    return _weighted_loss(tiling, parts[0], head_VD, parts[1], loss_weights, mask)
+    hidden, labels, mask = _by_part(hidden_BSD, labels_BS, dataset_mask_BN)
+    return _weighted_loss(tiling, hidden, head_VD, labels, loss_weights, mask)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

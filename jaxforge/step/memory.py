@@ -24,6 +24,8 @@ from jaxforge.step.cross_entropy import tiling_on_device
 _F32 = 4
 _HEADROOM_OF_EXPERTS = 1.5  # rows that a device has room for, relative to an even load
 
+_LAYERS_ON_THEIR_WAY = 2  # between device and host, where activations are offloaded
+
 
 class StepMemory(NamedTuple):
     """Bytes of one device when it holds most.
@@ -134,7 +136,9 @@ class _Sizes:
         """What the forward leaves for the backward."""
         save = self.config.train.activation_checkpointing
         if not self.pipelined:
-            return self.n_layers * self.tokens * self._saved_per_token(save)
+            offloads = "activations" in self.config.train.offload
+            layers = min(self.n_layers, _LAYERS_ON_THEIR_WAY) if offloads else self.n_layers
+            return layers * self.tokens * self._saved_per_token(save)
         d = self.config.distributed
         schedule = SCHEDULES[d.pp_schedule](d.pp, self.config.train.grad_accum_steps, d.chunks)
         layers = self.n_layers // d.chunks

@@ -3,6 +3,12 @@
 import itertools
 from collections.abc import Callable, Iterator
 
+from jax.sharding import Mesh
+
+from jaxforge.config.batch_ramp import BatchRamp
+from jaxforge.config.job import JobConfig
+from jaxforge.data import loader
+from jaxforge.data.dataset import Dataset, Mixture, Streaming
 from jaxforge.state.progress import Progress
 from jaxforge.step.gradients import Batch
 from jaxforge.training.phases import Phases
@@ -41,3 +47,21 @@ class TrainingData:
     def lr_scale(self, step: int) -> float:
         """Factor on the learning rate of the update launched after `step` steps."""
         return self._phases.lr_scale(step)
+
+
+def batches_from(
+    place: Progress,
+    config: JobConfig,
+    mesh: Mesh,
+    dataset: Dataset | Mixture | Streaming,
+    phases: Phases,
+    ramp: BatchRamp,
+) -> Iterator[Batch]:
+    """The batches from `place` to the end of the run."""
+    at = place.step, place.samples
+    segments = phases.segments(place.mixtures, *at, lambda step: ramp.samples_at(step, at))
+    for span in ramp.spans(place.step, config.train.max_steps - place.step):
+        first = ramp.samples_at(span.start, at)
+        yield from loader.training_batches(
+            config, mesh, dataset, first, span.n_updates, segments, span.accum
+        )

@@ -485,6 +485,16 @@ def test_no_proposal_goes_untested():
             ("num_layers_at_start_in_bf16 to 0", "num_layers_at_end_in_bf16 to 0", "bf16"),
         ),
         (
+            rules.stages_offload_no_activations,
+            ["distributed.pp=2", "train.activation_checkpointing=full"],
+            [
+                "distributed.pp=2",
+                "train.offload=['activations']",
+                "train.activation_checkpointing=full",
+            ],
+            ("train.offload", "distributed.pp"),
+        ),
+        (
             rules.seq_len_divides_by_cp_and_tp,
             ["distributed.cp=2"],
             ["distributed.cp=2", "train.seq_len=31"],

@@ -143,6 +143,7 @@ def test_every_key_of_kempnerforge_loads():
                 "param_rounding",
                 "fp8_scaling",
                 "fp8_amax_history_len",
+                "offload",
                 "fp8_exclude",
                 "num_layers_at_start_in_bf16",
                 "num_layers_at_end_in_bf16",

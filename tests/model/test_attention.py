@@ -243,6 +243,24 @@ def test_splash_is_the_reference(monkeypatch, kv_heads, packed, window, chunk, s
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-4), ours, reference)
 
 
+@pytest.mark.parametrize(
+    ("window", "chunk"),
+    [(None, None), (1, None), (15, None), (18, None), (99, None), (None, 16), (None, 18)],
+)
+def test_tiles_of_splash_see_what_they_should(window, chunk):
+    """Whether they are computed or known to see all or nothing."""
+    length, side = 64, 8
+    mask = splash._mask(length, window, chunk)
+    parts = [slice(at, at + side) for at in range(0, length, side)]
+    found = np.block([[mask[rows, columns] for columns in parts] for rows in parts])
+    at = np.arange(length)
+    back = at[:, None] - at
+    seen = (back >= 0) & (back < (window or length))
+    if chunk:
+        seen &= at[:, None] // chunk == at // chunk
+    np.testing.assert_array_equal(found, seen)
+
+
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="these run on GPUs only")
 @pytest.mark.parametrize("kernel", ["cudnn", "triton"])
 @pytest.mark.parametrize(

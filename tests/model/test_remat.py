@@ -1,6 +1,7 @@
 """Recomputation changes what is kept, and nothing else."""
 
 import functools
+import re
 from typing import get_args
 
 import jax
@@ -32,22 +33,26 @@ def params():
     return Model(CONFIG).init(jax.random.key(0))
 
 
-@functools.cache
-def program(save):
-    """Loss and gradients, compiled."""
-    model = Model(CONFIG, runtime=Runtime(save=save))
+def traced(save, *, offload=False):
+    """Loss and gradients."""
+    model = Model(CONFIG, runtime=Runtime(save=save, offload=offload))
 
     def loss(params, tokens):
         return jnp.mean(jnp.square(model.hidden(params, tokens) - 1))
 
     tokens = jax.ShapeDtypeStruct(BATCH, jnp.int32)
-    return jax.jit(jax.value_and_grad(loss)).lower(model.abstract, tokens).compile()
+    return jax.jit(jax.value_and_grad(loss)).trace(model.abstract, tokens)
 
 
 @functools.cache
-def loss_and_gradients(save):
+def program(save, *, offload=False):
+    return traced(save, offload=offload).lower().compile()
+
+
+@functools.cache
+def loss_and_gradients(save, *, offload=False):
     tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, BATCH).astype(np.int32)
-    return jax.device_get(program(save)(params(), tokens))
+    return jax.device_get(program(save, offload=offload)(params(), tokens))
 
 
 def temporary_bytes(save):
@@ -80,3 +85,18 @@ def test_policies_by_name_keep_what_they_say():
         temporary_bytes("nothing_saveable"),
     )
     assert nothing < temporary_bytes("dots_saveable") <= everything
+
+
+@pytest.mark.parametrize(
+    ("save", "offloaded"),
+    [
+        ("full", {"8,2,64,32"}),  # what enters a block
+        ("dots_with_no_batch_dims_saveable", {"8,128,32", "8,128,16", "8,128,64"}),
+    ],
+)
+def test_what_layers_save_goes_to_the_host(save, offloaded):
+    """On CPUs that is the same memory, so that nothing moves there."""
+    loss, grads = loss_and_gradients(save, offload=True)
+    jax.tree.map(np.testing.assert_array_equal, (loss, grads), loss_and_gradients(save))
+    jaxpr = str(traced(save, offload=True).jaxpr)
+    assert set(re.findall(r":f32<host>\[(8,[\d,]+)\]", jaxpr)) == offloaded

@@ -132,6 +132,16 @@ def test_gradients_travel_as_they_are_asked_to(mode, reduce_dtype, found):
     assert of_layers == {found}
 
 
+@compiles
+@pytest.mark.usefixtures("no_cache")
+def test_offloaded_activations_are_on_the_host():
+    """[layers, sequences, tokens, dim] in bf16, of one device."""
+    config = config_of(case({"dp_shard": 8}, {"offload": ["activations"]}))
+    lowered = lower_train_step(config, make_mesh(config, h100s()))
+    memory = lowered.compile(xla_flags.compiler_options(h100s()[0], {})).memory_analysis()
+    assert memory.host_temp_size_in_bytes == 4 * 1 * 640 * 512 * 2
+
+
 FP8_STEPS = {
     "one": ({}, {}),
     "hsdp x tp": (HSDP_TP, {}),

@@ -14,33 +14,34 @@ from tests.helpers import EVERY_OPTION, LEARNED, hlo, random_batches, setup
 
 ROWS = 4
 TOKENS = 40  # of a sequence: no other dimension is as long
-WINDOWS = {
-    "sliding_window": 5, "attention_pattern": ["sliding", "full"],
+KINDS = {
+    "sliding_window": 5, "attention_chunk_size": 6, "n_layers": 4,
+    "attention_pattern": ["sliding", "full", "chunked", "full"],
 }  # fmt: skip
 EXPERTS = {
     "num_experts": 4, "moe_top_k": 2, "moe_router": "softmax_topk",
     "moe_aux_loss_weight": 1.0, "moe_sequence_aux_loss_weight": 10.0,
 }  # fmt: skip
-GROUPS = {"n_heads": 16, "n_kv_heads": 2}
-CHUNKS = {"attention_chunk_size": 6}
+GROUPS = {**LEARNED, "n_heads": 16, "n_kv_heads": 2}
 RING, ULYSSES = {"cp_strategy": "ring"}, {"cp_strategy": "ulysses"}
 
-CASES = [
-    (GROUPS, {"cp": 4, **ULYSSES}, "update"),
-    (GROUPS, {"cp": 4, **RING}, "microbatch"),
-    (EVERY_OPTION, {"dp_shard": 2, "cp": 2, "tp": 2, **ULYSSES}, "microbatch"),
-    (EVERY_OPTION, {"dp_shard": 2, "cp": 2, "tp": 2, **RING}, "update"),
-    (WINDOWS, {"pp": 2, "cp": 2, "dp_replicate": 2, **RING}, "microbatch"),
-    (WINDOWS, {"pp": 2, "cp": 2, **ULYSSES}, "update"),
-    (CHUNKS, {"cp": 4, **RING}, "update"),
-    (LEARNED, {"dp_shard": 2, "cp": 4, **RING}, "update"),
-    (EXPERTS, {"cp": 2, "ep": 2, **RING}, "update"),
+UPDATE, MICROBATCH = {"grad_sync": "update"}, {"grad_sync": "microbatch"}
+CHUNKED = {"loss_fn": "chunked_cross_entropy", "ce_vocab_chunk": 24}
+
+CASES = [  # each way with each model, both reductions and both losses; the reference has no chunks
+    (GROUPS, {"dp_shard": 2, "cp": 4, **ULYSSES}, MICROBATCH),
+    (GROUPS, {"dp_shard": 2, "cp": 4, **RING}, {**MICROBATCH, **CHUNKED}),
+    (EVERY_OPTION, {"dp_shard": 2, "cp": 2, "tp": 2, **ULYSSES}, {**MICROBATCH, **CHUNKED}),
+    (EVERY_OPTION, {"dp_shard": 2, "cp": 2, "tp": 2, **RING}, UPDATE),
+    (KINDS, {"pp": 2, "cp": 2, "dp_replicate": 2, **RING}, MICROBATCH),
+    (KINDS, {"pp": 2, "cp": 2, **ULYSSES}, UPDATE),
+    (EXPERTS, {"cp": 2, "ep": 2, **RING}, UPDATE),
 ]
 
 
-def config(model, mesh, grad_sync="update", loss="cross_entropy"):
+def config(model, mesh, train=UPDATE):
     shared = mesh.get("dp_shard", 1) * mesh.get("dp_replicate", 1) * mesh.get("ep", 1)
-    train = {"grad_accum_steps": 2, "grad_sync": grad_sync, "loss_fn": loss, "z_loss_weight": 1e-3}
+    train = {"grad_accum_steps": 2, "z_loss_weight": 1e-3, "seq_len": TOKENS, **train}
     return tiny_config(
         model=model,
         train={"batch_size": ROWS // 2 // shared, **train},
@@ -57,9 +58,13 @@ def packed_batches(config, n):
     ]
 
 
+def with_gradients(config):
+    return setup(config, collect=("grads",))
+
+
 def learned(config):
     """Losses of two steps, and all gradients of the layers and the rest."""
-    ours = setup(config, collect=("grads",))
+    ours = with_gradients(config)
     _, metrics = ours.run(ours.state(), packed_batches(ours.config, 2))
     grads = jax.device_get(metrics["grads"])
     stacked = [rows for name, rows in grads.items() if name == "layers"]
@@ -74,45 +79,38 @@ def alone(index):
     return learned(config(CASES[index][0], {}))
 
 
-@pytest.mark.parametrize(("model", "mesh", "grad_sync"), CASES, ids=str)
-def test_losses_and_gradients_are_those_of_one_device(model, mesh, grad_sync):
-    losses, gradients = learned(config(model, mesh, grad_sync))
+@pytest.mark.parametrize(("model", "mesh", "train"), CASES, ids=str)
+def test_losses_and_gradients_are_those_of_one_device(model, mesh, train):
+    losses, gradients = learned(config(model, mesh, train))
     first = next(i for i, case in enumerate(CASES) if case[0] is model)
     want, d_want = alone(first)
     np.testing.assert_allclose(losses, want, rtol=1e-5)
     np.testing.assert_allclose(gradients, d_want, atol=1e-5 * np.abs(d_want).max())
 
 
-@pytest.mark.parametrize("way", [RING, ULYSSES], ids=str)
-def test_the_loss_by_chunks_of_the_vocabulary_is_the_same(way):
-    losses, gradients = learned(
-        config({}, {"dp_shard": 2, "cp": 2, **way}, "microbatch", "chunked_cross_entropy")
-    )
-    want, d_want = learned(config({}, {}))
-    np.testing.assert_allclose(losses, want, rtol=1e-5)
-    np.testing.assert_allclose(gradients, d_want, atol=1e-5 * np.abs(d_want).max())
+@functools.cache
+def evaluated(**mesh):
+    """Sums of evaluation over a microbatch."""
+    ours = setup(config({}, mesh))
+    (batch,) = packed_batches(ours.config, 1)
+    first = {name: leaf[:1] for name, leaf in batch.items()}
+    step = make_eval_step(ours.model, ours.config.train, ours.mesh)
+    with jax.set_mesh(ours.mesh):
+        found = step(ours.state().params, ours.put(first), np.ones(256, np.int32))
+    return [float(one) for one in found[:3]]
 
 
 @pytest.mark.parametrize("way", [RING, ULYSSES], ids=str)
 def test_evaluation_gives_the_same_sums(way):
-    def sums(mesh):
-        ours = setup(config({}, mesh))
-        (batch,) = packed_batches(ours.config, 1)
-        first = {name: leaf[:1] for name, leaf in batch.items()}
-        step = make_eval_step(ours.model, ours.config.train, ours.mesh)
-        with jax.set_mesh(ours.mesh):
-            found = step(ours.state().params, ours.put(first), np.ones(256, np.int32))
-        return [float(one) for one in found[:3]]
-
-    np.testing.assert_allclose(sums({"cp": 2, **way}), sums({}), rtol=1e-5)
+    np.testing.assert_allclose(evaluated(cp=2, **way), evaluated(), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("way", "kind"), [(RING, "collective-permute"), (ULYSSES, "all-to-all")], ids=str
+    ("case", "kind"), [(CASES[0], "all-to-all"), (CASES[1], "collective-permute")], ids=str
 )
-def test_devices_exchange_heads_or_keys_and_gather_no_activations(way, kind):
-    train = {"batch_size": 2, "seq_len": TOKENS, "grad_sync": "microbatch"}
-    text = hlo(setup(tiny_config(train=train, distributed={"dp_shard": 2, "cp": 4, **way})))
+def test_devices_exchange_heads_or_keys_and_gather_no_activations(case, kind):
+    """Nor are there any in the gradients that are collected."""
+    text = hlo(with_gradients(config(*case)))
     assert f" {kind}(" in text
     gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
     assert gathered  # weights

@@ -17,7 +17,6 @@ from tests.helpers import (
 
 MESHES = [
     {"dp_replicate": 2, "tp": 2},
-    {"tp": 2},
     {"dp_shard": 8},
     {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
 ]

@@ -72,8 +72,7 @@ def test_terms_add_up_to_the_loss_and_layers_come_in_order():
 
 
 MESHES = [
-    (4, {"dp_shard": 4}, {**MICROBATCH, **FULL}),
-    (4, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}, UPDATE),
+    (4, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}, {**MICROBATCH, **FULL}),
     (1, {"pp": 4}, {**MICROBATCH, **FULL}),  # 3, 2, 2 and 2 layers
     (4, {"pp": 2, "dp_shard": 4, **INTERLEAVED}, {**UPDATE, **FULL}),
     (1, {"pp": 2, "tp": 2, "pp_schedule": "gpipe"}, {"activation_checkpointing": "none"}),

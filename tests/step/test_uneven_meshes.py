@@ -43,14 +43,12 @@ def on_one_device(kind):
 
 KINDS = {"dense": {}, "muon": {"optimizer": MUON}, "experts": {"model": EXPERTS}}
 CASES = [  # axes asked for, and what dp_replicate and dp_shard become
-    ("dense", UPDATE, {"dp_shard": 6}, (3, 2)),
     ("dense", MICROBATCH, {"dp_shard": 6}, (3, 2)),
     ("dense", MICROBATCH, {"dp_shard": 3, "tp": 2}, (3, 1)),
     ("dense", UPDATE, {"dp_replicate": 2, "dp_shard": 3}, (6, 1)),
     ("dense", UPDATE, {"pp": 2, "dp_shard": 3}, (3, 1)),
-    ("muon", MICROBATCH, {"dp_shard": 6}, (3, 2)),
-    ("experts", UPDATE, {"dp_shard": 3, "ep": 2}, (3, 1)),
-    ("experts", MICROBATCH, {"dp_shard": 6}, (3, 2)),
+    ("muon", UPDATE, {"dp_shard": 6}, (3, 2)),
+    ("experts", MICROBATCH, {"dp_shard": 3, "ep": 2}, (3, 1)),
 ]
 
 

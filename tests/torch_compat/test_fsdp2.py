@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxforge import train
 from tests.machine import PATIENCE
-from tests.processes.conftest import ROOT, environment
+from tests.processes.conftest import ROOT
 from tests.processes.test_two_processes import free_port
 from torch_compat import __main__ as torch_compat
 
@@ -79,19 +79,22 @@ def torch_job(tmp_path, data, ranks, steps, load=None, saves=(), flat=False, mod
     path.write_text(json.dumps(settings))
     script = Path(__file__).with_name("torch_job.py")
     command = [sys.executable, str(script), str(path), str(ranks), str(free_port())]
-    run(command, {**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
     return np.array(json.loads(out.read_text()))
 
 
-def jaxforge(config, run_directory, steps, *, load=None, devices=1, interval=1000):
-    """Losses and gradient norms of a run up to so many steps."""
-    command = [sys.executable, "-m", "jaxforge.train", "--config", str(config),
+def jaxforge(config, run_directory, steps, *, load=None, interval=1000):
+    """Losses and gradient norms of a run up to so many steps, on the eight devices of here."""
+    command = ["--config", str(config), "--distributed.cp=2",
                f"--checkpoint.dir={run_directory}", f"--train.max_steps={steps}",
                f"--checkpoint.interval={interval}",
                f"--scheduler.decay_steps={TOTAL - WARMUP}"]  # fmt: skip
     if load:
         command.append(f"--checkpoint.load_path={load}")
-    run(command, environment(devices))
+    assert train.main(command) == 0
     lines = (run_directory / "metrics.jsonl").read_text().splitlines()
     logged = [json.loads(line) for line in lines if "train/loss" in line]
     return np.array([[e["step"], e["train/loss"], e["train/grad_norm"]] for e in logged])
@@ -99,13 +102,6 @@ def jaxforge(config, run_directory, steps, *, load=None, devices=1, interval=100
 
 def compat(*arguments):
     assert torch_compat.main([*map(str, arguments)]) == 0
-
-
-def run(command, env):
-    done = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=PATIENCE
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.fixture(scope="module")
@@ -124,15 +120,14 @@ def torch_run(data, tmp_path_factory):
     return torch_job(directory, data, 2, 60, saves=saves), nested, flat
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(1, "nested"), (4, "flat")])
-def test_fsdp2_goes_on_where_jaxforge_was(jax_run, data, tmp_path, ranks, layout):
+def test_fsdp2_goes_on_where_jaxforge_was(jax_run, data, tmp_path):
+    """The other layout is below."""
     run, expected = jax_run
     # The position in batches of so many ranks' size: KempnerForge's is per rank.
-    given = [f"--ranks={ranks}"] if ranks > 1 else []
-    compat("export", run / "checkpoints/step_10", tmp_path / "dcp", "--to=dcp",
-           f"--layout={layout}", *given)  # fmt: skip
+    compat("export", run / "checkpoints/step_10", tmp_path / "dcp", "--to=dcp", "--layout=flat",
+           "--ranks=4")  # fmt: skip
     source = tmp_path / "dcp" / "latest"
-    continued = torch_job(tmp_path, data, ranks, 10, load=source, flat=layout == "flat")
+    continued = torch_job(tmp_path, data, 4, 10, load=source, flat=True)
     np.testing.assert_array_equal(continued[:, 0], expected[:, 0])
     np.testing.assert_allclose(continued[:, 1:], expected[:, 1:], rtol=TOLERANCE)
 
@@ -140,7 +135,7 @@ def test_fsdp2_goes_on_where_jaxforge_was(jax_run, data, tmp_path, ranks, layout
 def test_a_run_that_changes_hands_twice_is_the_run_that_did_not(config, data, torch_run, tmp_path):
     expected, nested, _ = torch_run
     compat("import", nested, tmp_path / "run", f"--config={config}")
-    middle = jaxforge(config, tmp_path / "run", 40, devices=4)
+    middle = jaxforge(config, tmp_path / "run", 40)
     compat("export", tmp_path / "run", tmp_path / "back", "--to=dcp", "--ranks=3")
     last = torch_job(tmp_path, data, 3, 20, load=tmp_path / "back" / "latest")
     steps = np.concatenate([middle, last])
@@ -148,9 +143,9 @@ def test_a_run_that_changes_hands_twice_is_the_run_that_did_not(config, data, to
     np.testing.assert_allclose(steps[:, 1:], expected[20:, 1:], rtol=TOLERANCE)
 
 
-def test_load_path_takes_a_torch_run_over_on_any_mesh(config, torch_run, tmp_path):
+def test_load_path_takes_a_torch_run_over_on_a_mesh(config, torch_run, tmp_path):
     expected, _, flat = torch_run
-    taken = jaxforge(config, tmp_path / "run", 20, load=flat / "step_10", devices=4)
+    taken = jaxforge(config, tmp_path / "run", 20, load=flat / "step_10")
     np.testing.assert_array_equal(taken[:, 0], expected[10:20, 0])
     np.testing.assert_allclose(taken[:, 1:], expected[10:20, 1:], rtol=TOLERANCE)
 
@@ -168,7 +163,7 @@ def test_a_mixture_of_experts_changes_hands_too(data, tmp_path):
     job = functools.partial(torch_job, tmp_path, data, model=MIXTURE)
     expected = job(2, 30, saves=[(tmp_path / "torch" / "step_10", False)])
     compat("import", tmp_path / "torch", tmp_path / "run", f"--config={config}")
-    middle = jaxforge(config, tmp_path / "run", 20, devices=2)
+    middle = jaxforge(config, tmp_path / "run", 20)
     compat("export", tmp_path / "run", tmp_path / "back", "--to=dcp", "--ranks=3")
     last = job(3, 10, load=tmp_path / "back" / "latest")
     steps = np.concatenate([middle, last])

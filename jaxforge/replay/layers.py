@@ -1,0 +1,86 @@
+"""Norms of a step, layer by layer: of activations, gradients, updates, parameters."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxforge.config.model import LAYERS
+from jaxforge.model import capture
+from jaxforge.model.transformer import Model, Params
+from jaxforge.step.context import spread_sequences
+from jaxforge.step.gradients import Batch
+from jaxforge.step.train_step import Metrics
+
+NORMS = {
+    "grad_norms_per_layer": "gradient",
+    "update_norms_per_layer": "update",
+    "params_norms_per_layer": "parameters",
+}
+"""What a step collects, by the name that a reader has for it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerNorms:
+    """Of one step.
+
+    Attributes:
+        parts: names: "layers.0", ..., and the parts that are no layers.
+        norms: by "gradient", "update", "parameters" (L2) and, of layers alone, the points of
+            `capture` (root mean square): [parts].
+    """
+
+    parts: list[str]
+    norms: dict[str, np.ndarray]
+
+
+def activation_norms(
+    model: Model, params: Params, batch: Batch
+) -> dict[str, Float[Array, "layers"]]:
+    """Root mean square of what layers compute for a batch, by the points of `capture`."""
+
+    def square(name: str, x: Array) -> Array:
+        return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+    def of_microbatch(microbatch: Batch) -> dict[str, Float[Array, "rows"]]:
+        with capture.watching(square):
+            return model.forward(params, microbatch)[1].seen
+
+    squares = jax.lax.map(of_microbatch, spread_sequences(model, batch))
+    return {name: model.stack.unstack(jnp.sqrt(jnp.mean(x, 0))) for name, x in squares.items()}
+
+
+def layer_norms(metrics: Metrics, activations: dict[str, Array]) -> LayerNorms:
+    """From what a step collected (`NORMS`) and its activations."""
+    collected = jax.device_get({name: metrics[name] for name in NORMS})
+    first = collected["grad_norms_per_layer"]
+    others = [name for name in first if name != LAYERS]
+    parts = [f"{LAYERS}.{i}" for i in range(len(first[LAYERS]))] + others
+    norms = {
+        shown: np.array([*collected[name][LAYERS], *(collected[name][o] for o in others)])
+        for name, shown in NORMS.items()
+    }
+    nothing = np.full(len(others), np.nan)
+    for name, of_layers in jax.device_get(activations).items():
+        norms[name] = np.concatenate([of_layers, nothing])
+    return LayerNorms(parts, norms)
+
+
+def stands_out(step: LayerNorms, neighbours: Sequence[LayerNorms]) -> list[tuple[str, str, float]]:
+    """What differs most from the steps around: (part, norm, ratio to their median), most first."""
+    found = []
+    for name, values in step.norms.items():
+        usual = np.median([one.norms[name] for one in neighbours], axis=0)
+        for part, value, median in zip(step.parts, values, usual, strict=True):
+            if not np.isnan(median):
+                ratio = float(value / median) if median else float("inf")
+                found.append((part, name, 1.0 if value == median else ratio))
+    return sorted(found, key=lambda one: -_distance(one[2]))
+
+
+def _distance(ratio: float) -> float:
+    """How far from 1, either way; infinite for what is not finite."""
+    return abs(float(np.log(ratio))) if np.isfinite(ratio) and ratio > 0 else float("inf")

@@ -1,0 +1,263 @@
+"""Steps of runs that are over: made again, and what is said of them."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge import activations, run_directory, train
+from jaxforge.errors import UserError
+from jaxforge.model import capture
+from jaxforge.optim.optimizer import global_norm
+from jaxforge.replay import __main__ as command
+from jaxforge.replay.account import account, replayed
+from jaxforge.replay.documents import find_documents, token_losses
+from jaxforge.replay.influence import Influences
+from jaxforge.replay.layers import NORMS
+from jaxforge.replay.past import open_past
+from tests.conftest import tiny_config
+
+LENGTH, ROWS, STEPS = 32, 8, 30
+POISON = 5
+"""The sequence of the data that is noise; all others count up."""
+
+
+def write_data(directory):
+    """48 sequences: windows of their tokens and the one to predict last."""
+    directory.mkdir(exist_ok=True)
+    counting = np.arange(48 * (LENGTH + 1)) % 7 + 1
+    noise = np.random.default_rng(0).integers(1, 256, LENGTH // 2)
+    begin = POISON * (LENGTH + 1) + 10
+    counting[begin : begin + len(noise)] = noise
+    np.save(directory / "x.npy", counting.astype(np.uint16))
+
+
+def config(tmp_path, **sections):
+    write_data(tmp_path / "data")
+    keys = {
+        "train": {"max_steps": STEPS, "batch_size": 1},
+        "distributed": {"dp_shard": 8},
+        "data": {"dataset_path": str(tmp_path / "data")},
+        "checkpoint": {"dir": str(tmp_path / "run"), "interval": 4},
+    }
+    return tiny_config(
+        **{name: keys.get(name, {}) | sections.get(name, {}) for name in {*keys, *sections}}
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run that was stopped after step 18 and went on with another learning rate."""
+    tmp_path = tmp_path_factory.mktemp("replay")
+    train.run(config(tmp_path, train={"max_steps": STEPS, "batch_size": 1, "exit_interval": 18}))
+    train.run(config(tmp_path, optimizer={"lr": 1e-2}))
+    return tmp_path / "run"
+
+
+def differences(run, first, last, *overrides):
+    with open_past(run, last, overrides) as past:
+        return [one.difference for one in replayed(past, first, last)]
+
+
+def test_steps_are_what_was_logged_bit_for_bit(run):
+    """Before the first checkpoint, after it, and after the run was started again."""
+    assert differences(run, 2, 14) == [0.0] * 13
+    assert differences(run, 20, 21) == [0.0] * 2
+
+
+def test_a_start_from_an_earlier_step_undoes_those_after_it(tmp_path):
+    for step, lr in ((0, 0.1), (10, 0.2), (20, 0.3), (10, 0.4)):
+        run_directory.note_start(tmp_path, config(tmp_path, optimizer={"lr": lr}), step)
+    rates = [run_directory.config_of_step(tmp_path, n).optimizer.lr for n in (1, 10, 11, 30)]
+    assert rates == [0.1, 0.1, 0.4, 0.4]
+
+
+def test_each_step_has_the_config_that_was_in_force(run):
+    with open_past(run, 18) as past:
+        assert past.config.optimizer.lr == 3e-3
+    with open_past(run, 19) as past:
+        assert past.config.optimizer.lr == 1e-2
+
+
+def test_on_another_mesh_steps_are_nearly_the_same(run):
+    mesh = ("--distributed.dp_shard=2", "--distributed.tp=2", "--train.batch_size=4")
+    assert all(0 <= one < 1e-6 for one in differences(run, 13, 14, *mesh))
+
+
+def test_fewer_devices_make_the_same_batch(run, monkeypatch):
+    with open_past(run, 6) as past:
+        before = past.config.train.microbatch_size(8)
+    monkeypatch.setattr(jax, "device_count", lambda: 3)
+    with open_past(run, 6) as past:
+        assert past.mesh.size == 2
+        assert past.config.train.microbatch_size(2) == before
+
+
+def last_step_with(run, sequence):
+    """The last step that read a sequence, and in which row."""
+    for step in range(STEPS, STEPS - 6, -1):
+        with open_past(run, step) as past:
+            walk = past.walk(step)
+            names = [walk.name_of(row) for row in range(ROWS)]
+        if f"sequence {sequence}" in names:
+            return step, names.index(f"sequence {sequence}")
+    raise AssertionError("an epoch has six steps")
+
+
+def test_the_account_of_a_step_names_the_document_that_is_noise(run, capsys):
+    step, row = last_step_with(run, POISON)
+    with open_past(run, step) as past:
+        found = account(past, step, around=1, rows=2)
+    first = found.suspects[0]
+    assert (first.document.row, first.name) == (row, f"sequence {POISON}")
+    assert found.made.difference == 0
+    assert found.without_first[1] < found.made.grad_norm
+    assert first.document.loss == max(one.document.loss for one in found.suspects)
+    layers = {f"layers.{i}" for i in range(2)}
+    assert layers < set(found.norms[step].parts)
+    assert {name for _, name, _ in found.odd} == {*NORMS.values(), *capture.POINTS}
+    assert command.main([str(run), "--step", str(step), "--json", str(run / "o.json")]) == 0
+    assert f"sequence {POISON}" in capsys.readouterr().out
+    said = json.loads((run / "o.json").read_text())
+    assert said["documents"][0]["name"] == f"sequence {POISON}"
+
+
+def test_influences_are_those_of_the_gradients_themselves(run):
+    """‖g - g_d‖ by the gradient of what is left, times its share of the tokens."""
+    with open_past(run, 4) as past:
+        walk = past.walk(4)
+        metrics = walk.look(past.step_function(("grads",)))
+        influences = Influences(past, walk, metrics["grads"])
+        [document] = find_documents(
+            {name: x[:, 2:3] for name, x in jax.device_get(walk.batch).items()},
+            np.zeros((1, 1, LENGTH)), eos=None,
+        )  # fmt: skip
+        influence = influences.of(2, 4, 20)
+        loss, norm = influences.without([document._replace(row=2, start=4, end=20)])
+        whole = ROWS * LENGTH
+        assert influence.without == pytest.approx(norm * (whole - 16) / whole, rel=1e-4)
+        assert 0 < influence.norm < float(metrics["grad_norm"])
+        rows = influences.of_rows()
+        assert loss != float(metrics["loss"])
+    assert sum(one.norm for one in rows) >= float(metrics["grad_norm"])
+
+
+def test_losses_of_tokens_are_those_of_the_step(run):
+    with open_past(run, 3) as past:
+        walk = past.walk(3)
+        losses = token_losses(past.model, walk.state.variables, walk.batch, past.mesh)
+        assert losses.shape == (1, ROWS, LENGTH)
+        assert losses.mean() == pytest.approx(float(walk.advance()["loss"]), rel=1e-6)
+
+
+def test_documents_end_with_their_token_or_their_segment():
+    tokens = np.array([[[5, 6, 0, 7, 8, 0, 9, 9]]])
+    labels = np.array([[[6, 0, 7, 8, 0, 9, -100, -100]]])
+    losses = np.arange(8.0).reshape(1, 1, 8)
+    batch = {"input_ids": tokens, "labels": labels}
+    found = find_documents(batch, losses, eos=0)
+    assert [(one.start, one.end, one.tokens, one.loss) for one in found] == [
+        (0, 3, 3, 1.0),
+        (3, 6, 3, 4.0),
+    ]
+    packed = {**batch, "segment_ids": np.array([[[1, 1, 1, 1, 2, 2, 2, 2]]])}
+    assert [(one.start, one.end) for one in find_documents(packed, losses, eos=0)] == [
+        (0, 4),
+        (4, 8),
+    ]
+    [whole] = find_documents(batch, losses, eos=None)
+    assert (whole.start, whole.end, whole.worst) == (0, 8, (0, 8))
+
+
+def test_a_look_changes_nothing(run):
+    with open_past(run, 6) as past:
+        walk = past.walk(6)
+        before = jax.device_get(walk.state)
+        walk.look(past.step_function(tuple(NORMS)))
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(walk.state), before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--step", "31"], "there is no step 31: they go from 1 to train.max_steps = 30"),
+        (["--step", "0"], "there is no step 0"),
+        (["--steps", "4-6"], "--steps 4-6: expected A:B"),
+        (["--steps", "6:4"], "--steps 6:4: expected A:B"),
+        (["--step", "2", "--around", "-1"], "--around: expected 0 or more"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(run, arguments, message):
+    with pytest.raises(UserError, match=message):
+        command.main([str(run), *arguments])
+
+
+def test_norms_are_of_the_values_at_their_points(run):
+    with open_past(run, 2) as past:
+        walk = past.walk(2)
+        tokens = walk.batch["input_ids"][0]
+
+        @functools.partial(jax.jit, static_argnums=2)
+        def seen(params, tokens, name):
+            with capture.watching(lambda point, x: x if point == name else None):
+                hidden, out = past.model.forward(params, {"input_ids": tokens})
+            return hidden, out.seen[name]
+
+        hidden, residual = seen(walk.state.variables, tokens, "residual")
+        last = past.model.final_norm(walk.state.variables, residual[-1])
+        np.testing.assert_allclose(last, hidden, rtol=1e-5, atol=1e-6)
+        parts = [seen(walk.state.variables, tokens, name)[1] for name in ("attention", "mlp")]
+        added = parts[0][1] + parts[1][1]
+        np.testing.assert_allclose(residual[1] - residual[0], added, rtol=1e-4, atol=1e-5)
+        assert float(global_norm({"x": jnp.asarray(added)})) > 0
+
+
+def test_activations_of_a_training_step_are_written(run, tmp_path):
+    output = tmp_path / "seen"
+    arguments = ["--step", "4", "--points", "residual,logits", "--layers", "1", "--sequences", "5"]
+    assert activations.main([str(run), "--output", str(output), *arguments]) == 0
+    tokens, residual, logits = (
+        np.load(output / f"{name}.npy") for name in ("tokens", "residual", "logits")
+    )
+    assert residual.shape == (5, 1, LENGTH, 64)
+    with open_past(run, 4) as past:
+        walk = past.walk(4)
+        np.testing.assert_array_equal(tokens, walk.batch["input_ids"][0, :5])
+        params = walk.state.variables
+        hidden = past.model.hidden(params, walk.batch["input_ids"][0])
+        np.testing.assert_allclose(logits, past.model.logits(params, hidden)[:5], atol=1e-5)
+        whole = jnp.zeros((ROWS, LENGTH, 64)).at[:5].set(residual[:, 0])
+        normed = past.model.final_norm(params, whole)
+        np.testing.assert_allclose(normed[:5], hidden[:5], atol=1e-5)
+    assert json.loads((output / "activations.json").read_text())["training_step"] == 4
+    with pytest.raises(UserError, match="it exists already"):
+        activations.main([str(run), "--output", str(output)])
+
+
+def test_activations_of_a_set_are_those_of_its_first_sequences(run, tmp_path):
+    data = run.parent / "data"
+    output = tmp_path / "seen"
+    arguments = ["--set", f"x={data}", "--points", "mlp", "--sequences", "11"]
+    assert activations.main([str(run), "--output", str(output), *arguments]) == 0
+    tokens = np.load(output / "tokens.npy")
+    windows = np.load(data / "x.npy")[: 11 * (LENGTH + 1)].reshape(11, -1)
+    np.testing.assert_array_equal(tokens, windows[:, :-1])
+    assert np.load(output / "mlp.npy").shape == (11, 2, LENGTH, 64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--points", "q"], "there is no 'q'; choose of attention, mlp, residual, logits"),
+        (["--layers", "x"], "expected numbers of layers"),
+        (["--step", "4", "--layers", "2"], "there is no layer 2: the model has 0 to 1"),
+        ([], "has no .eval.: give --set NAME=DIR or --step N"),
+    ],
+)
+def test_activations_that_there_are_not_are_refused(run, tmp_path, arguments, message):
+    with pytest.raises(UserError, match=message):
+        activations.main([str(run), "--output", str(tmp_path / "seen"), *arguments])
+    assert not (tmp_path / "seen").exists()
