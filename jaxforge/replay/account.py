@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxforge import run_directory
 from jaxforge.corpus.tokenizer import Tokenizer
-from jaxforge.replay.documents import Document, find_documents, token_losses
+from jaxforge.data.packing import IGNORE
+from jaxforge.replay.documents import Document, find_documents, oddness, token_losses
 from jaxforge.replay.influence import Influence, Influences
 from jaxforge.replay.layers import NORMS, LayerNorms, activation_norms, layer_norms, stands_out
 from jaxforge.replay.past import Past, Walk
@@ -72,7 +73,7 @@ class Account:
 
     Attributes:
         made: the step.
-        suspects: its documents, those first without which the gradient is smallest.
+        suspects: its documents, what stands out most first (`documents.oddness`).
         without_first: loss and gradient norm of the step without the first of them.
         norms: layer by layer, by step: of this one and its neighbours.
         odd: (part, norm, ratio to the median of the neighbours), what differs most first.
@@ -134,7 +135,9 @@ def _suspects(
     batch = jax.device_get(walk.batch)
     documents = find_documents(batch, losses, tokenizer.eos_id if tokenizer else None)
     by_row = influences.of_rows()
-    most = sorted(range(len(by_row)), key=lambda row: -by_row[row].drop)[:rows]
+    counts = (batch["labels"] != IGNORE).sum(-1).reshape(-1)
+    means = losses.sum(-1).reshape(-1) / np.maximum(counts, 1)
+    most = np.argsort(-oddness(means, counts, [one.norm for one in by_row]))[:rows]
     tokens = batch["input_ids"].reshape(-1, batch["input_ids"].shape[-1])
     length = tokens.shape[1]
 
@@ -151,12 +154,9 @@ def _suspects(
         )  # fmt: skip
 
     found = [suspect(one) for one in documents]
-    return sorted(found, key=_rank)
-
-
-def _rank(one: Suspect) -> tuple[float, float]:
-    loss = one.document.loss if math.isfinite(one.document.loss) else math.inf
-    return (-one.influence.drop if one.influence else math.inf), -loss
+    norms = [one.influence.norm if one.influence else math.nan for one in found]
+    odd = oddness([one.loss for one in documents], [one.tokens for one in documents], norms)
+    return [found[i] for i in np.argsort(-odd, kind="stable")]
 
 
 def _text(tokens: np.ndarray, tokenizer: Tokenizer | None) -> str:

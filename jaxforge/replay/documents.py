@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -108,6 +108,35 @@ def find_documents(
             if counts[start:end].any():
                 found.append(_document(row, start, end, nats[row], counts))
     return found
+
+
+def oddness(
+    losses: Sequence[float], tokens: Sequence[int], norms: Sequence[float]
+) -> Float[np.ndarray, "n"]:
+    """How much parts of a batch stand out from the others, by loss or by gradient.
+
+    The larger of two robust standard scores, (x - median) / (1.4826 · median |x - median|): of the
+    mean loss times √tokens, as a mean of few tokens strays further, and of the gradient's norm, NaN
+    where it is not known. What is not finite stands out most.
+
+    Args:
+        losses: mean of each part.
+        tokens: of each.
+        norms: of each one's gradient.
+    """
+    loss, norm = np.array(losses), np.array(norms)
+    with np.errstate(invalid="ignore"):
+        excess = (loss - np.nanmedian(loss)) * np.sqrt(tokens)
+        scores = np.fmax(_standard(excess), _standard(norm))
+    return np.where(np.isfinite(loss) & ~np.isinf(norm), scores, np.inf)
+
+
+def _standard(x: Float[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
+    if np.isnan(x).all():
+        return x
+    away = x - np.nanmedian(x)
+    spread = 1.4826 * np.nanmedian(np.abs(away)) or np.nanmax(np.abs(away)) or 1.0
+    return away / spread
 
 
 def _ranges(

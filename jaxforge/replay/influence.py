@@ -2,8 +2,8 @@
 
 With g = Σ g_d over documents d, each weighted as in the update's loss:
 
-    without     ‖g - g_d‖    the norm of the gradient that the others make
-    drop        ‖g‖ - ‖g - g_d‖
+    norm        ‖g_d‖
+    without     ‖g - g_d‖, the norm of the gradient that the others make
 
 Exact, but for what a loss has besides a term for each token (the balance of experts), which counts
 to no document.
@@ -37,23 +37,18 @@ class Influence(NamedTuple):
 
     Attributes:
         norm: of its own gradient, ‖g_d‖.
-        without: of the gradient without it.
-        drop: how much smaller that is; infinite where its own gradient is not finite.
+        without: of the gradient without it; NaN where either is not finite.
     """
 
     norm: float
     without: float
-    drop: float
 
     @classmethod
     def of(cls, whole: float, square: float, product: float) -> "Influence":
         """From ‖g‖, ‖g_d‖² and <g, g_d>."""
         if not (math.isfinite(square) and math.isfinite(product)):
-            own_is_finite = math.isfinite(square)
-            return cls(math.sqrt(square) if own_is_finite else math.nan, math.nan,
-                       0.0 if own_is_finite else math.inf)  # fmt: skip
-        without = math.sqrt(max(0.0, whole * whole - 2 * product + square))
-        return cls(math.sqrt(square), without, whole - without)
+            return cls(math.sqrt(square) if math.isfinite(square) else math.inf, math.nan)
+        return cls(math.sqrt(square), math.sqrt(max(0.0, whole**2 - 2 * product + square)))
 
 
 class Influences:

@@ -14,7 +14,7 @@ from jaxforge.model import capture
 from jaxforge.optim.optimizer import global_norm
 from jaxforge.replay import __main__ as command
 from jaxforge.replay.account import account, replayed
-from jaxforge.replay.documents import find_documents, token_losses
+from jaxforge.replay.documents import find_documents, oddness, token_losses
 from jaxforge.replay.influence import Influences
 from jaxforge.replay.layers import NORMS
 from jaxforge.replay.past import open_past
@@ -170,6 +170,15 @@ def test_documents_end_with_their_token_or_their_segment():
     ]
     [whole] = find_documents(batch, losses, eos=None)
     assert (whole.start, whole.end, whole.worst) == (0, 8, (0, 8))
+
+
+def test_what_stands_out_is_far_from_the_others_by_loss_or_gradient():
+    losses, tokens, norms = [2.0, 2.1, 1.9, 2.0, 2.6], [64] * 5, [1.0, 1.1, 0.9, 3.0, 1.0]
+    assert np.argsort(-oddness(losses, tokens, norms))[:2].tolist() == [3, 4]
+    few = oddness([2.0, 2.1, 1.9, 2.4, 2.6], [64, 64, 64, 64, 1], [np.nan] * 5)
+    assert np.argmax(few) == 3  # of one token, a loss may be anything
+    assert np.argmax(oddness([2.0, np.nan, 9.0], [64] * 3, [1.0, 1.0, 1.0])) == 1
+    assert np.argmax(oddness([2.0, 2.0, 9.0], [64] * 3, [1.0, np.inf, 1.0])) == 1
 
 
 def test_a_look_changes_nothing(run):
