@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import RopeScaling
@@ -109,7 +109,12 @@ def placed(leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:
     Of whole copies, `jax.device_put` would let all devices and the host share the memory.
     """
     devices = sharding.addressable_devices_indices_map(leaf.shape)
-    shards = [jax.device_put(np.array(leaf[index]), device) for device, index in devices.items()]
+    shards = [
+        jax.device_put(
+            np.array(leaf[index]), SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+        )
+        for device, index in devices.items()
+    ]
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
 
 

@@ -6,6 +6,7 @@ proposes them. `RULES` lists them all; `check` runs them.
 """
 
 import functools
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Set
 from difflib import get_close_matches
@@ -451,12 +452,12 @@ def fp8_has_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
         )
 
 
-def stages_offload_no_activations(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
-    """What stages save waits in a ring on the device, for as many microbatches as are in flight."""
-    if mesh["pp"] > 1 and "activations" in config.train.offload:
+def stages_offload_nothing(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Activations wait in a ring, for as many microbatches as are in flight; layers are split."""
+    if mesh["pp"] > 1 and config.train.offload:
         yield Problem(
-            f'train.offload = ["activations"] with distributed.pp = {mesh["pp"]}: what a stage '
-            "saves waits on the device",
+            f"train.offload = {json.dumps(config.train.offload)} with distributed.pp = "
+            f"{mesh['pp']}: what a stage has stays on its device",
             (smaller_axis(config, "pp", mesh["pp"]),),
         )
 
@@ -474,6 +475,11 @@ def schedule_free_has_no_schedule(config: JobConfig, mesh: Mesh) -> Iterator[str
 def moments_in_8_bits_are_ours(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """What an optimizer of the user's own keeps, and how, is up to it."""
     name = config.optimizer.name
+    if "optimizer" in config.train.offload and name not in OPTIMIZERS.ours:
+        yield Problem(
+            f'train.offload = ["optimizer"] is not for optimizer.name = "{name}": of those that '
+            "are registered, moments stay on the device",
+        )
     if config.train.opt_state_dtype == EIGHT_BIT and name not in OPTIMIZERS.ours:
         yield Problem(
             f'train.opt_state_dtype = "8bit" is not for optimizer.name = "{name}": of those that '
@@ -508,7 +514,7 @@ RULES: tuple[Rule, ...] = (
     experts_divide_by_ep,
     expert_width_divides_by_tp,
     fp8_has_layers,
-    stages_offload_no_activations,
+    stages_offload_nothing,
     schedule_free_has_no_schedule,
     moments_in_8_bits_are_ours,
 )

@@ -116,8 +116,8 @@ class TrainConfig(Section):
         "dots_with_no_batch_dims_saveable",
     ] = "none"
     """Recompute blocks (full), attention only (selective), or by a policy of jax.checkpoint."""
-    offload: tuple[Literal["activations"], ...] = ()
-    """What waits in the memory of the host: "activations" that blocks save; docs/remat.md."""
+    offload: tuple[Literal["activations", "optimizer"], ...] = ()
+    """What waits in the memory of the host: what blocks save, moments; docs/remat.md."""
     loss_fn: Annotated[str, LOSSES] = "cross_entropy"
     """Loss; the chunked one holds the logits of a part of the vocabulary, or of ce_chunk_size."""
     loss_norm: Literal["tokens", "microbatch"] = "tokens"
@@ -188,6 +188,13 @@ class TrainConfig(Section):
                 'offload = ["activations"] moves what activation_checkpointing chooses to save: '
                 f'change activation_checkpointing from "{self.activation_checkpointing}" to '
                 + " or ".join(f'"{saved}"' for saved in _CAN_OFFLOAD)
+            )
+
+        if "optimizer" in self.offload and self.opt_state_dtype == EIGHT_BIT:
+            yield Problem(
+                'offload = ["optimizer"] is for moments in a floating-point type, and '
+                'opt_state_dtype = "8bit"',
+                (one("opt_state_dtype", "bfloat16"),),
             )
 
     def _loss_scale_problems(self) -> Iterator[str]:

@@ -124,6 +124,12 @@ def _narrower(config: JobConfig) -> Iterator[str]:
     train = config.train
     if train.mixed_precision == "fp32":
         yield 'train.mixed_precision = "bf16": activations of half the size'
+    if (
+        not train.offload
+        and config.optimizer.name in OPTIMIZERS.ours
+        and config.distributed.pp == 1
+    ):
+        yield 'train.offload = ["optimizer"]: moments wait in the memory of the host'
     if train.opt_state_dtype == "float32":
         yield 'train.opt_state_dtype = "bfloat16": moments of half the size'
     if train.opt_state_dtype != EIGHT_BIT and config.optimizer.name in OPTIMIZERS.ours:

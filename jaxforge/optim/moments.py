@@ -2,7 +2,8 @@
 
 In a floating-point type a leaf advances as a whole, and XLA makes one pass over it of everything.
 In eight bits (`optim.eight_bit`) wide copies of all moments at once would cost more than is saved:
-a leaf advances some rows at a time, in place, in a loop of its own on each device.
+a leaf advances some rows at a time, in place, in a loop of its own on each device. In the memory of
+the host (`train.offload`) the same is so of their copies on the device: layers take turns.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt32
 
+from jaxforge.model.linear import is_matrix
 from jaxforge.optim.eight_bit import BLOCK, ROOT, SIGNED, Packed, pack, packs, scales_shape, unpack
 from jaxforge.optim.random_bits import key_of, uniform, words
 from jaxforge.parallel.sharding import Axes, partition_spec
@@ -40,8 +42,21 @@ class EightBit:
     seed: int
 
 
-Kept = jnp.dtype | EightBit
-"""What moments are stored in."""
+@dataclasses.dataclass(frozen=True)
+class OnHost:
+    """Moments of matrices in the memory of the host, of vectors on the device.
+
+    Attributes:
+        axes: logical axes of every parameter.
+        dtype: what both are stored in.
+    """
+
+    axes: PyTree
+    dtype: jnp.dtype
+
+
+Kept = jnp.dtype | EightBit | OnHost
+"""What moments are stored in, and where."""
 
 Moment = Array | Packed
 Bits = Callable[[Int[Array, ""] | int, int], UInt32[Array, "r c"]]
@@ -72,6 +87,8 @@ def zeros(params: PyTree, kept: Kept, dtype: jnp.dtype = SIGNED) -> tuple[PyTree
         kept: what they are stored in.
         dtype: of values in eight bits, `SIGNED` or `ROOT`.
     """
+    if isinstance(kept, OnHost):
+        return _zeros_on_host(params, kept), None
     if not isinstance(kept, EightBit):
         return jax.tree.map(lambda p: jnp.zeros_like(p, kept), params), None
     axes = flatten_dict(kept.axes)
@@ -82,6 +99,17 @@ def zeros(params: PyTree, kept: Kept, dtype: jnp.dtype = SIGNED) -> tuple[PyTree
         if is_packed:
             scales[path] = jnp.zeros_like(p, jnp.uint8, shape=scales_shape(p.shape))
     return unflatten_dict(values), unflatten_dict(scales) or None
+
+
+def _zeros_on_host(params: PyTree, kept: OnHost) -> PyTree:
+    axes = flatten_dict(kept.axes)
+    flat = {path: jnp.zeros_like(p, kept.dtype) for path, p in flatten_dict(params).items()}
+    return unflatten_dict(
+        {
+            path: jax.device_put(leaf, jax.memory.Space.Host) if is_matrix(axes[path]) else leaf
+            for path, leaf in flat.items()
+        }
+    )
 
 
 def joined(values: PyTree, scales: PyTree | None) -> PyTree:
@@ -99,9 +127,13 @@ def parted(moments: PyTree) -> tuple[PyTree, PyTree | None]:
     return unflatten_dict(values), unflatten_dict({k: p.scales for k, p in packed.items()}) or None
 
 
-def is_packed(leaf: Array) -> bool:
-    """Whether an array of an optimizer's state is a part of moments in eight bits."""
-    return leaf.dtype in (SIGNED, ROOT)
+def advances_in_place(leaf: Array) -> bool:
+    """Whether an array of an optimizer's state is of moments in eight bits, or on the host."""
+    return leaf.dtype in (SIGNED, ROOT) or _is_on_host(leaf)
+
+
+def _is_on_host(leaf: Array | Packed) -> bool:
+    return not isinstance(leaf, Packed) and jax.typeof(leaf).memory_space == jax.memory.Space.Host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +143,8 @@ class Turn:
     Attributes:
         kept: what they are stored in.
         number: updates made before it.
-        applied: where it is False, moments in eight bits stay as they are. Whether others do is
-            up to the caller, who has both then: here the old ones are gone.
+        applied: where it is False, moments that advance in place stay as they are. Whether others
+            do is up to the caller, who has both then: here the old ones are gone.
     """
 
     kept: Kept
@@ -140,8 +172,22 @@ class Turn:
         if packed:
             direction, new = self._in_place(rule, place, g.astype(jnp.float32), packed, scalars)
             return direction, *new
+        if _is_on_host(wide[0]):
+            there = functools.partial(self._there_and_back, functools.partial(rule, scalars))
+            direction, back = _by_layer(there, g.astype(jnp.float32), wide)
+            return direction, *back
         direction, *moved = rule(scalars, *(a.astype(jnp.float32) for a in (g, *wide)))
         return direction, *(m.astype(old.dtype) for m, old in zip(moved, wide, strict=True))
+
+    def _there_and_back(
+        self, rule: Rule, g: Array, moments: tuple[Array, ...]
+    ) -> tuple[Array, tuple[Array, ...]]:
+        old = jax.device_put(moments, jax.memory.Space.Device)
+        direction, *new = rule(g, *(m.astype(jnp.float32) for m in old))
+        kept = (
+            jnp.where(self.applied, n.astype(o.dtype), o) for n, o in zip(new, old, strict=True)
+        )
+        return direction, jax.device_put(tuple(kept), jax.memory.Space.Host)
 
     def _in_place(
         self,
@@ -174,6 +220,24 @@ class Turn:
             specs = (spec, spec, P(), P(), P())
             local = jax.shard_map(local, in_specs=specs, out_specs=spec, check_vma=False)
         return local(g, moments, key, jnp.asarray(self.applied), scalars)
+
+
+def _by_layer(
+    advanced: Callable[[Array, tuple[Array, ...]], tuple[Array, tuple[Array, ...]]],
+    g: Float[Array, "..."],
+    moments: tuple[Array, ...],
+) -> tuple[Array, tuple[Array, ...]]:
+    """A leaf in a loop over its layers, if it is stacked: no two have moments here at a time."""
+    if g.ndim < 3:
+        return advanced(g, moments)
+
+    def body(i: Int[Array, ""], arrays: PyTree) -> PyTree:
+        own = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i), arrays)
+        put = jax.lax.dynamic_update_index_in_dim
+        return jax.tree.map(lambda a, n: put(a, n, i, 0), arrays, advanced(*own))
+
+    made: tuple[Array, tuple[Array, ...]] = jax.lax.fori_loop(0, len(g), body, (g, moments))
+    return made
 
 
 def _by_kind(moments: tuple[Moment, ...]) -> tuple[tuple[Array, ...], tuple[Packed, ...]]:

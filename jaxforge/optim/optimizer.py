@@ -15,7 +15,7 @@ from jaxforge.config.train import EIGHT_BIT, TrainConfig
 from jaxforge.model.linear import is_matrix
 from jaxforge.optim.adamw import adamw
 from jaxforge.optim.lion import lion
-from jaxforge.optim.moments import EightBit, Kept
+from jaxforge.optim.moments import EightBit, Kept, OnHost
 from jaxforge.optim.muon import muon
 from jaxforge.optim.rounding import compensation
 from jaxforge.optim.schedule import Schedule, learning_rate, rate
@@ -98,8 +98,10 @@ def _common(config: JobConfig, axes: PyTree) -> dict[str, Any]:
 
 def _kept(train: TrainConfig, axes: PyTree) -> Kept:
     """What moments are stored in."""
-    kept = train.opt_state_dtype
-    return EightBit(axes, train.seed) if kept == EIGHT_BIT else jnp.dtype(kept)
+    if train.opt_state_dtype == EIGHT_BIT:
+        return EightBit(axes, train.seed)
+    dtype = jnp.dtype(train.opt_state_dtype)
+    return OnHost(axes, dtype) if "optimizer" in train.offload else dtype
 
 
 def decay_groups(axes: PyTree, optimizer: OptimizerConfig) -> PyTree:

@@ -28,10 +28,11 @@ def gist(error: BaseException | str) -> str:
 
 
 def per_device(tree: PyTree) -> int:
-    """Bytes of the abstract arrays of a tree on one device."""
+    """Bytes of the abstract arrays of a tree on one device; what is on the host is not."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
+        if leaf.sharding.memory_kind != "pinned_host"
     )
 
 

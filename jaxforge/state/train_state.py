@@ -96,18 +96,36 @@ def state_shardings(
     """
     replicated: Any = NamedSharding(mesh, PartitionSpec())
     params = param_shardings(model.abstract, model.axes, mesh)
-    shapes = jax.eval_shape(optimizer.init, model.abstract)
+    traced = jax.jit(optimizer.init).trace(model.abstract)
+    shapes = traced.out_info
     opt_state = jax.tree.map(  # moments are trees like the parameters, or parts of such: dicts
         lambda node: part_like(node, params) if isinstance(node, dict) else replicated,
         shapes,
         is_leaf=lambda node: isinstance(node, dict),
     )
     jax.tree_util.tree_map_with_path(_check_blocks, shapes, opt_state)
+    spaces = [leaf.memory_space for leaf in traced.jaxpr.out_avals]
+    in_memory = jax.tree.unflatten(jax.tree.structure(shapes), spaces)
+    opt_state = jax.tree.map(_in_memory, opt_state, in_memory)
     fresh = functools.partial(GuardState.fresh, scales_loss=model.scales_loss)
     rest = jax.eval_shape(lambda: (fresh(), Counts.of(Progress())))
     guard, counts = jax.tree.map(lambda _: replicated, rest)
     model_state = param_shardings(*model.state, mesh)
     return TrainState(replicated, params, opt_state, guard, counts, model_state)
+
+
+def _in_memory(sharding: NamedSharding, space: object) -> NamedSharding:
+    """The sharding in the memory of the host, if it is to lie there."""
+    if space == jax.memory.Space.Device:
+        return sharding
+    on_host = sharding.with_memory_kind("pinned_host")
+    if on_host.memory_kind is None:  # as of GPUs that are not here
+        kind = sharding.mesh.devices.flat[0].device_kind
+        raise UserError(
+            f'train.offload = ["optimizer"]: JAX does not know the memory of the host beside '
+            f"{kind}; leave it out here"
+        )
+    return on_host
 
 
 def _check_blocks(

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import EIGHT_BIT
 from jaxforge.model.transformer import Model
-from jaxforge.optim.moments import is_packed
+from jaxforge.optim.moments import advances_in_place
 from jaxforge.optim.optimizer import global_norm, learning_rate, updates_made
 from jaxforge.optim.rounding import applying
 from jaxforge.parallel.sharding import constrain
@@ -100,8 +100,8 @@ def make_train_step(
     gradients = make_gradients(model, config, mesh)
     lr = learning_rate(config)
     guard, add = Guard(config.train), applying(config.train)
-    in_place = config.train.opt_state_dtype == EIGHT_BIT
-    settled = is_packed if in_place else None
+    in_place = config.train.opt_state_dtype == EIGHT_BIT or "optimizer" in config.train.offload
+    settled = advances_in_place if in_place else None
 
     def train_step(
         state: TrainState, batch: Batch, controls: Controls

@@ -485,7 +485,7 @@ def test_no_proposal_goes_untested():
             ("num_layers_at_start_in_bf16 to 0", "num_layers_at_end_in_bf16 to 0", "bf16"),
         ),
         (
-            rules.stages_offload_no_activations,
+            rules.stages_offload_nothing,
             ["distributed.pp=2", "train.activation_checkpointing=full"],
             [
                 "distributed.pp=2",

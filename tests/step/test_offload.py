@@ -1,0 +1,111 @@
+"""Moments in the memory of the host: the same numbers, in another place."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.checkpoint.restore import starting_state
+from jaxforge.config import check
+from jaxforge.config.optimizer import OPTIMIZERS
+from jaxforge.errors import UserError
+from jaxforge.parallel.device_memory import per_device
+from jaxforge.state.train_state import abstract_state
+from tests.conftest import tiny_config
+from tests.helpers import progress_of, random_batches, setup
+
+
+def config_of(optimizer="adamw", *, offload=("optimizer",)):
+    return tiny_config(
+        train={"offload": offload}, optimizer={"name": optimizer},
+        distributed={"dp_shard": 2, "tp": 2},
+    )  # fmt: skip
+
+
+def on_host(tree):
+    """Names of the arrays that are."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator=".")
+        for path, leaf in leaves
+        if leaf.sharding.memory_kind == "pinned_host"
+    }
+
+
+def assert_same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, (a, b)))
+
+
+def assert_near(a, b):
+    """But for the last digit, as XLA fuses other operations."""
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-8)
+    jax.tree.map(near, *map(jax.device_get, (a, b)))
+
+
+@pytest.fixture(scope="module")
+def three_updates():
+    """With AdamW, without and with moments on the host; the second step is a bad one."""
+    batches = random_batches(config_of(), 3)
+    found = []
+    for offload in ((), ("optimizer",)):
+        ours = setup(config_of(offload=offload))
+        state, _ = ours.run(ours.state(), batches[:1])
+        head = state.params["output_head"]["proj"]["weight"]
+        sound = np.asarray(head)
+        state.params["output_head"]["proj"]["weight"] = head.at[0, 0].set(np.nan)
+        state, _ = ours.run(state, batches[1:2])
+        assert int(state.guard.total) == 1
+        state.params["output_head"]["proj"]["weight"] = jax.device_put(sound, head.sharding)
+        found.append((ours, *ours.run(state, batches[2:])))
+    return found
+
+
+def test_losses_and_state_are_the_same(three_updates):
+    (_, plain, plain_metrics), (_, offloaded, metrics) = three_updates
+    assert_near(offloaded.params, plain.params)
+    assert_near(offloaded.opt_state, plain.opt_state)
+    assert_same(metrics["loss"], plain_metrics["loss"])
+
+
+def test_moments_of_matrices_are_on_the_host_and_stay_there(three_updates):
+    ours, state, _ = three_updates[1]
+    names = on_host(state.opt_state)
+    assert names == on_host(abstract_state(ours.model, ours.optimizer, ours.mesh).opt_state)
+    assert {name.rsplit(".", 1)[0] for name in names} >= {"1.mu.layers.attention.q_proj"}
+    assert not any("norm" in name for name in names)
+    assert not on_host(state.params)
+    plain = three_updates[0][1]
+    assert per_device(state.opt_state) < per_device(plain.opt_state) / 50
+
+
+def test_a_restart_finds_them_there(three_updates, tmp_path):
+    ours, state, _ = three_updates[1]
+    resolved = ours.config.model_dump(mode="json")
+    saved = Checkpoints(tmp_path, ours.config.checkpoint, ours.model.axes, resolved)
+    saved.save(progress_of(state), state)
+    saved.wait()
+    with jax.set_mesh(ours.mesh):
+        again, _ = starting_state(ours.config, saved, ours.model, ours.optimizer, ours.mesh)
+    saved.close()
+    assert on_host(again.opt_state) == on_host(state.opt_state)
+    assert_same(again.opt_state, state.opt_state)
+
+
+def test_muon_works_with_them_too():
+    batches = random_batches(config_of("muon"), 2)
+    states = []
+    for offload in ((), ("optimizer",)):
+        ours = setup(config_of("muon", offload=offload))
+        states.append(ours.run(ours.state(), batches)[0])
+    assert_near(states[1].params, states[0].params)
+    assert any("momentum" in name for name in on_host(states[1].opt_state))
+
+
+def test_what_cannot_be_offloaded_is_refused(own_names):
+    OPTIMIZERS.register("mine")(lambda *_: None)
+    with pytest.raises(UserError, match="moments stay on the device"):
+        check(tiny_config(train={"offload": ["optimizer"]}, optimizer={"name": "mine"}), 1)
+    with pytest.raises(ValueError, match="moments in a floating-point type"):
+        tiny_config(train={"offload": ["optimizer"], "opt_state_dtype": "8bit"})
