@@ -1,5 +1,6 @@
 """The batch that both models get: from a file, from the config's data, or random tokens."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 import jax
@@ -16,13 +17,16 @@ _IGNORED = -100
 Named = dict[str, np.ndarray]
 
 
-def batch(config: JobConfig, path: Path | None, size: tuple[int, int]) -> tuple[Named, str]:
+def batch(
+    config: JobConfig, path: Path | None, size: tuple[int, int], avoided: Collection[int] = ()
+) -> tuple[Named, str]:
     """`input_ids` and `labels` [b, s], and where they are from.
 
     Args:
         config: the run's.
         path: an .npz file.
         size: rows and tokens of what is drawn.
+        avoided: tokens that are not drawn at random.
 
     Raises:
         UserError: the file is none, or does not fit the model.
@@ -34,7 +38,10 @@ def batch(config: JobConfig, path: Path | None, size: tuple[int, int]) -> tuple[
     elif _has_data(config):
         found, where = _of_data(config, rows, tokens), "the first of the config's data"
     else:
-        found, where = _random(config.model.vocab_size, rows, tokens), f"random, seed {_SEED}"
+        found, where = (
+            _random(config.model.vocab_size, rows, tokens, avoided),
+            f"random, seed {_SEED}",
+        )
     _check(found, config, where)
     b, s = found["labels"].shape
     return found, f"batch: {b} x {s} tokens, {where}"
@@ -67,12 +74,12 @@ def _of_data(config: JobConfig, rows: int, tokens: int) -> Named:
     return {name: np.asarray(drawn[name])[0, :, :tokens] for name in ("input_ids", "labels")}
 
 
-def _random(vocab: int, rows: int, tokens: int) -> Named:
+def _random(vocab: int, rows: int, tokens: int, avoided: Collection[int]) -> Named:
     """The last labels do not count, as of padded sequences."""
-    rng = np.random.default_rng(_SEED)
-    drawn = rng.integers(0, vocab, (rows, tokens + 1))
+    drawn_from = np.setdiff1d(np.arange(vocab), list(avoided))
+    drawn = np.random.default_rng(_SEED).choice(drawn_from, (rows, tokens + 1))
     labels = drawn[:, 1:].copy()
-    labels[:, -(tokens // 4) :] = _IGNORED
+    labels[:, tokens - tokens // 4 :] = _IGNORED
     return {"input_ids": drawn[:, :-1], "labels": labels}
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -90,11 +90,12 @@ def lockstep(job: Job) -> Report:
     config = config_of(found, job)
     built = theirs.build(job.spec, config)
     checkpoint = found.read(config, Options(weights_only=True, dialect=_own_dialect(found, job)))
-    batch, of_batch = batches.batch(config, job.batch, job.size)
+    batch, of_batch = batches.batch(config, job.batch, job.size, theirs.padding(built))
     if built.loss is None:
         config = without_further_terms(config)
     our_side = ours.compute(config, checkpoint, batch)
     dialect = dialect_of(built, checkpoint, job.dialect)
+    built = dataclasses.replace(built, current=dialect.current)
     if job.loaded:
         theirs.in_precision(built, ours.dtype_of(config))
     else:
@@ -109,7 +110,7 @@ def compared(
     """Runs the module, which has its weights, and compares it with what ours made."""
     modules = by_path(built.module.named_modules())
     at = places(our_side.params, dialect, config.model, set(modules))
-    held = theirs.values(built.module)
+    held = theirs.values(built)
     their_side = theirs.run(built, batch, at)
     updates = None
     if built.optimizer is not None:
@@ -158,7 +159,7 @@ def dialect_of(built: Built, checkpoint: CheckpointState, named: str | None) -> 
     """
     if named is not None:
         return name_map(named)
-    keys = list(theirs.trained(built.module))
+    keys = list(built.trained)
     own = NAME_MAPS.get(checkpoint.dialect)
     if own is not None and all(map(own.knows, keys)):
         return own
@@ -179,7 +180,7 @@ def weights_for(
     config: JobConfig,
 ) -> Mapping[str, LazyTensor]:  # fmt: skip
     """The checkpoint's tensors by the module's names: by their own where those are the module's."""
-    own, names = _raw(found), set(theirs.trained(built.module))
+    own, names = _raw(found, built.current), set(built.trained)
     if own.keys() >= names - _heads(dialect, config):
         return own
     made = dialect.to_theirs(checkpoint.variables, config.model)
@@ -192,14 +193,14 @@ def load(
     """Fills the module; a head that the checkpoint leaves to the embedding gets its values."""
     kind = ours.dtype_of(config)
     arrays = {name: t.cast(DTYPES[kind]).all() for name, t in tensors.items() if _is_float(t)}
-    keys, allowed = set(theirs.state_names(built.module)), set[str]()
+    keys, allowed = set(built.state), set[str]()
     if config.model.tie_embeddings:
         head, table = dialect.their_key(HEAD), dialect.their_key(EMBEDDING)
         allowed |= {head} if head else set()
         if head in keys and head not in arrays and table in arrays:
             arrays[head] = arrays[table]
     allowed |= {key for key in (*keys, *arrays) if dialect.ignores(key)}
-    untrained = keys - theirs.trained(built.module).keys()
+    untrained = keys - built.trained.keys()
     allowed |= {key for key in untrained if not dialect.knows(key)}  # tables that are computed
     theirs.fill(built, arrays, kind, allowed)
 
@@ -221,7 +222,7 @@ def _updates(
     """Theirs by our gradients, by our names; None where gradients have no names of theirs."""
     lazy = {name: of_array(grad) for name, grad in our_side.grads.items()}
     grads = {key: t.all() for key, t in dialect.to_theirs(lazy, config.model).items()}
-    names = theirs.trained(built.module)
+    names = built.trained
     head = dialect.their_key(HEAD)
     if head in names and head not in grads and config.model.tie_embeddings:
         grads[head] = grads[dialect.their_name(EMBEDDING)]
@@ -231,11 +232,13 @@ def _updates(
     return theirs.two_updates(built, grads)
 
 
-def _raw(found: CheckpointRef) -> Mapping[str, LazyTensor]:
+def _raw(found: CheckpointRef, current: Callable[[str], str]) -> Mapping[str, LazyTensor]:
     """Tensors of the model by the checkpoint's names, prefixes taken off; none of a run of ours."""
     if found.format == "dcp":
         return dcp_state.sort_keys(found.dcp()).params
-    return found.raw() if found.format == "hf" else {}
+    if found.format == "hf":
+        return {current(key): tensor for key, tensor in found.raw().items()}
+    return {}
 
 
 def _own_dialect(found: CheckpointRef, job: Job) -> str | None:

@@ -100,6 +100,8 @@ def of_gradient(pair: Pair, *, is_untied: bool) -> str:
             "the module's output head is a parameter of its own, and model.tie_embeddings is true: "
             "tied, the embedding gets the gradients of both"
         )
+    if (row := _only_row(pair)) is not None:
+        return f"only row {row} differs: has the embedding of theirs padding_idx = {row}?"
     if factor := of_factor(pair.ours, pair.theirs):
         return f"{factor}: what is differentiated is divided otherwise than the loss"
     return "forward values agree: look for a detach, or a backward pass of one's own"
@@ -185,6 +187,15 @@ def _eps(update: np.ndarray, grad: np.ndarray, lr: float) -> float | None:
         return None
     quarters = np.quantile(found, (0.25, 0.75))
     return middle if np.ptp(quarters) < 0.05 * middle else None
+
+
+def _only_row(pair: Pair) -> int | None:
+    """The one row of a matrix that makes the difference."""
+    if pair.ours.ndim != 2:
+        return None
+    apart = np.asarray(pair.theirs - pair.ours, np.float64)
+    worst = int(np.argmax(np.sum(np.square(apart), -1)))
+    return worst if _explains(apart, np.delete(apart, worst, 0)) else None
 
 
 def _by_token(pair: Pair) -> bool:

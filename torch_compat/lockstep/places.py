@@ -45,7 +45,15 @@ def places(
         found += _of_layer(keys, i, model)
     scale = 1 / model.logits_scaling
     found.append(Place("final_norm", _owner(keys.get(_NORM, "")), factor=scale))
+    found = [_in_memory(place, modules) for place in found]
     return [place for place in found if place.module in modules]
+
+
+def _in_memory(place: Place, modules: Collection[str]) -> Place:
+    """Where experts are in the module, if files call them otherwise, as Mixtral's do."""
+    if place.module in modules or not place.point.endswith(".mlp"):
+        return place
+    return dataclasses.replace(place, module=f"{_owner(place.module)}.mlp")
 
 
 def _of_layer(keys: dict[str, str], i: int, model: ModelConfig) -> list[Place]:

@@ -3,7 +3,7 @@
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,11 +29,27 @@ class Built:
         module: the model.
         optimizer: parameters -> optimizer.
         loss: (logits, labels) -> loss; None is the mean cross-entropy of the labels that count.
+        current: a name of the module as its dialect's table has it (`NameMap.current`).
     """
 
     module: "torch.nn.Module"
     optimizer: Callable[..., Any] | None = None
     loss: Callable[..., Any] | None = None
+    current: Callable[[str], str] = str
+
+    def named(self, tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+        """Tensors of the module by name, without wrappers."""
+        return {self.current(strip_wrappers(name)): tensor for name, tensor in tensors}
+
+    @property
+    def state(self) -> "dict[str, torch.Tensor]":
+        """Its state dict."""
+        return self.named(self.module.state_dict(keep_vars=True).items())
+
+    @property
+    def trained(self) -> "dict[str, torch.nn.Parameter]":
+        """Its parameters; those that are tied, once."""
+        return self.named(self.module.named_parameters())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,16 +82,6 @@ def build(spec: str, config: JobConfig) -> Built:
     return Built(*parts)
 
 
-def state_names(module: "torch.nn.Module") -> list[str]:
-    """Keys of its state dict, without wrappers."""
-    return [strip_wrappers(key) for key in module.state_dict(keep_vars=True)]
-
-
-def trained(module: "torch.nn.Module") -> "dict[str, torch.nn.Parameter]":
-    """Parameters by name, without wrappers; those that are tied, once."""
-    return {strip_wrappers(name): p for name, p in module.named_parameters()}
-
-
 def fill(built: Built, tensors: Mapping[str, np.ndarray], dtype: str, allowed: set[str]) -> None:
     """Puts a checkpoint's weights in, by name, all of them.
 
@@ -90,7 +96,7 @@ def fill(built: Built, tensors: Mapping[str, np.ndarray], dtype: str, allowed: s
     """
     import torch
 
-    into = {strip_wrappers(k): t for k, t in built.module.state_dict(keep_vars=True).items()}
+    into = built.state
     problems = [f"only in the checkpoint: {n}" for n in tensors if n not in into.keys() | allowed]
     problems += [f"only in the module: {n}" for n in into if n not in tensors.keys() | allowed]
     both = [name for name in into if name in tensors]
@@ -144,7 +150,7 @@ def run(built: Built, batch: Named, places: Sequence[Place]) -> Theirs:
     loss.backward()
     grads = {
         name: _array(torch.zeros_like(p) if p.grad is None else p.grad)
-        for name, p in trained(module).items()
+        for name, p in built.trained.items()
     }
     return Theirs({**seen, "logits": _array(logits)}, float(loss.detach().double()), grads)
 
@@ -154,8 +160,8 @@ def two_updates(built: Built, grads: Mapping[str, np.ndarray]) -> tuple[Named, N
     import torch
 
     assert built.optimizer is not None
-    module = built.module.double()
-    named = trained(module)
+    built.module.double()
+    named = built.trained
     optimizer = built.optimizer(list(named.values()))
     made = []
     for scale in (1.0, -0.5):
@@ -168,13 +174,15 @@ def two_updates(built: Built, grads: Mapping[str, np.ndarray]) -> tuple[Named, N
     return made[0], made[1]
 
 
-def values(module: "torch.nn.Module") -> Named:
-    """All of its state dict that is floating, as float32, without wrappers."""
-    return {
-        strip_wrappers(name): _array(t)
-        for name, t in module.state_dict().items()
-        if t.is_floating_point()
-    }
+def values(built: Built) -> Named:
+    """All of its state dict that is floating, as float32."""
+    return {name: _array(t) for name, t in built.state.items() if t.is_floating_point()}
+
+
+def padding(built: Built) -> set[int]:
+    """Tokens whose row of the embedding gets no gradient (`padding_idx`)."""
+    found = (getattr(module, "padding_idx", None) for module in built.module.modules())
+    return {int(one) for one in found if one is not None}
 
 
 def _factory(spec: str) -> Callable[..., Any]:
