@@ -10,6 +10,8 @@ Two programs that are right still round differently. How far that may take them 
               mean square. A part rounds about ten times, in either program: √20 · 2^-9 is 2^-7; and
               where two values of one input are multiplied (gate by up, queries by keys), what was
               wrong with it counts twice: 2^-6 · √parts
+
+Models may be worse than that, as with scores of attention in the hundreds: then the caller says so.
 """
 
 import dataclasses

@@ -163,3 +163,27 @@ def test_the_command_tells_the_first_difference(directory, capsys):
 def test_the_users_mistakes_are_said(directory, factory, message):
     with pytest.raises(UserError, match=message):
         lockstep(directory, factory)
+
+
+SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "max_position_embeddings": 64,
+         "initializer_range": 0.1}  # fmt: skip
+FAMILIES = {
+    "Gemma2": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16, "bos_token_id": 1},
+    "GPTNeoX": {"bos_token_id": 1, "eos_token_id": 2},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_modules_of_transformers_are_found_by_their_names(tmp_path, monkeypatch, family):
+    """Norms after the parts, tokens of padding; fused projections, names that have changed."""
+    transformers = pytest.importorskip("transformers")
+    its = getattr(transformers, f"{family}Config")(**SHAPE, **FAMILIES[family])
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    kind(its).save_pretrained(tmp_path)
+    monkeypatch.setattr(llama_torch, "build_theirs", lambda: kind(its), raising=False)
+    spec = "tests.torch_compat.llama_torch:build_theirs"
+    job = command.Job(spec, str(tmp_path), overrides=["--train.mixed_precision=fp32"])
+    report = command.lockstep(job)
+    assert report.same, first_difference(report.rows)
+    assert len([row for row in report.rows if row.stage == "forward"]) >= 13

@@ -23,6 +23,7 @@ from torch_compat.translation import some
 _ROUNDING = 2**-24  # of float32
 _LEAST = 1e-5  # of an update, which is quotients of a few operations
 _SMALL = 0.1  # of the gradients beside it: a smaller one is compared with that
+_UNSURE = 2  # times what moved weights make of a value: a tolerance, where that is larger
 _PART = re.compile(r"layers\.\d+\.[^.]+")
 
 Hinted = tuple[Row, Callable[[], str]]
@@ -92,7 +93,9 @@ def _forward(sides: Sides) -> Iterator[Hinted]:
     pairs = _pairs(sides.ours.points, sides.theirs.points)
     for name, pair in pairs.items():
         names = name, modules.get(name, name)
-        made = row("forward", names, pair.ours, pair.theirs, _allowed(sides, _parts(sides, name)))
+        unsure = _UNSURE * _share(sides.ours.unsure[name], root_mean_square(pair.ours))
+        allowed = max(_allowed(sides, _parts(sides, name)), unsure)
+        made = row("forward", names, pair.ours, pair.theirs, allowed)
         yield made, functools.partial(hints.of_point, name, pairs, sides.config)
 
 
@@ -121,7 +124,12 @@ def _gradients(sides: Sides) -> Iterator[Hinted]:
     for name in sorted(theirs, key=lambda name: _from_the_loss(name, layers)):
         pair = Pair(ours[name], theirs[name])
         least = _SMALL * beside[_part(name)]
-        made = row("gradients", sides.names(name), pair.ours, pair.theirs, allowed, least=least)
+        size = max(least, root_mean_square(pair.ours))
+        unsure = _UNSURE * _share(sides.ours.unsure_grads[name], size)
+        made = row(
+            "gradients", sides.names(name), pair.ours, pair.theirs, max(allowed, unsure),
+            least=least,
+        )  # fmt: skip
         yield made, functools.partial(hints.of_gradient, pair, is_untied=is_untied)
 
 
@@ -149,6 +157,10 @@ def _of_update(pair: Pair, param: np.ndarray) -> float:
     """Tolerance of an update: ours is a difference of parameters, each rounded to float32."""
     size = root_mean_square(pair.ours)
     return _LEAST + (2 * _ROUNDING * root_mean_square(param) / size if size else 0.0)
+
+
+def _share(apart: float, size: float) -> float:
+    return apart / size if size and np.isfinite(apart) else 0.0
 
 
 def _allowed(sides: Sides, parts: int) -> float:

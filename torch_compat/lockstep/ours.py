@@ -1,6 +1,7 @@
 """Our side: values on the model's way, gradients and updates, of one batch."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 
 import jax
@@ -16,6 +17,7 @@ from jaxforge.model import capture
 from jaxforge.model.transformer import Model, Params, build_model, join, matmul_precision
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.mesh import make_mesh
+from jaxforge.replay.compare import root_mean_square
 from jaxforge.side import LossWeights
 from jaxforge.step.gradients import update_loss_weights
 from jaxforge.step.losses import build_loss
@@ -38,6 +40,8 @@ class Ours:
         points: values on its way: "embed", "layers.0.attention", ..., "logits".
         loss: what is minimised.
         grads: its gradient, float32.
+        unsure: how far points move, as a root mean square, when every weight is moved by rounding.
+        unsure_grads: the same of gradients.
         updates: of the first update by these gradients, and of a second one by -1/2 of them, which
             shows what the first hides: the decays of running means.
     """
@@ -47,6 +51,8 @@ class Ours:
     loss: float
     grads: Named
     updates: tuple[Named, Named]
+    unsure: Mapping[str, float]
+    unsure_grads: Mapping[str, float]
 
 
 def compute(config: JobConfig, checkpoint: CheckpointState, batch: Named) -> Ours:
@@ -65,11 +71,28 @@ def compute(config: JobConfig, checkpoint: CheckpointState, batch: Named) -> Our
         state = _tree(stacking, checkpoint.model_state, "float32")
         state = state or model.initial_state()
         arrays = {name: jnp.asarray(x, jnp.int32) for name, x in batch.items()}
-        grads, (loss, points) = jax.jit(_gradients(model, config))(params, state, arrays)
+        run = jax.jit(_gradients(model, config))
+        grads, (loss, points) = run(params, state, arrays)
+        near = run(_moved(params, config), state, arrays)
         updates = jax.jit(_two_updates(model, config))(grads, params)
         held, of_loss, *both = (_entries(stacking, tree) for tree in (params, grads, *updates))
-        way = _by_layer(model, points, held)
-    return Ours(held, way, float(loss), of_loss, (both[0], both[1]))
+        way, near_way = (_by_layer(model, x, held) for x in (points, near[1][1]))
+    return Ours(
+        held, way, float(loss), of_loss, (both[0], both[1]),
+        _apart(way, near_way), _apart(of_loss, _entries(stacking, near[0])),
+    )  # fmt: skip
+
+
+def _moved(params: Params, config: JobConfig) -> Params:
+    """Parameters moved at random, by as much of themselves as sums of products are rounded by."""
+    exact = dtype_of(config) == "float32"
+    size = 2**-24 * math.sqrt(config.model.dim) if exact else 2**-8
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda p: p * (1 + size * rng.standard_normal(p.shape, np.float32)), params)
+
+
+def _apart(a: Named, b: Named) -> dict[str, float]:
+    return {name: root_mean_square(b[name] - a[name]) for name in a}
 
 
 def dtype_of(config: JobConfig) -> str:
