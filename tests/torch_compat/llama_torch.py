@@ -158,3 +158,8 @@ def build_without_bias():
     model = Llama()
     model.layers["0"].attention.q_proj.register_parameter("bias", None)
     return model
+
+
+def build_with_a_fall():
+    """Of the user's own."""
+    return 1 / 0

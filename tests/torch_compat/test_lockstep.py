@@ -157,6 +157,7 @@ def test_the_command_tells_the_first_difference(directory, capsys):
     [
         ("build_without_bias", "only in the checkpoint: layers.0.attention.q_proj.bias"),
         ("no_such", "has no function no_such"),
+        ("build_with_a_fall", "failed: ZeroDivisionError"),
         ("rotated", "wants x, base: it must take nothing"),
     ],
 )

@@ -1,9 +1,11 @@
 """The torch side: the user's module, filled with a checkpoint's weights, hooked and run."""
 
+import contextlib
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,7 +73,8 @@ def build(spec: str, config: JobConfig) -> Built:
         import torch
     except ImportError as error:
         raise UserError("lockstep runs a PyTorch model: pip install torch") from error
-    made = _called(_factory(spec), spec, config)
+    with _saying(f"--torch {spec}"):
+        made = _called(_factory(spec), spec, config)
     parts = made if isinstance(made, tuple) else (made,)
     is_right = isinstance(parts[0], torch.nn.Module) and len(parts) <= 3
     if not is_right or not all(one is None or callable(one) for one in parts[1:]):
@@ -141,13 +144,12 @@ def run(built: Built, batch: Named, places: Sequence[Place]) -> Theirs:
         for name in ("input_ids", "labels")
     )
     module.zero_grad(set_to_none=True)
-    try:
+    with _saying("the torch module"):
         logits = _logits(module(tokens))
-    finally:
-        for handle in handles:
-            handle.remove()
-    loss = (built.loss or _cross_entropy)(logits, labels)
-    loss.backward()
+        loss = (built.loss or _cross_entropy)(logits, labels)
+        loss.backward()
+    for handle in handles:
+        handle.remove()
     grads = {
         name: _array(torch.zeros_like(p) if p.grad is None else p.grad)
         for name, p in built.trained.items()
@@ -183,6 +185,18 @@ def padding(built: Built) -> set[int]:
     """Tokens whose row of the embedding gets no gradient (`padding_idx`)."""
     found = (getattr(module, "padding_idx", None) for module in built.module.modules())
     return {int(one) for one in found if one is not None}
+
+
+@contextlib.contextmanager
+def _saying(what: str) -> Iterator[None]:
+    """What the user's own code raises, with its traceback: exit code 1 would mean a difference."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise UserError(f"{what} failed: {type(error).__name__}: {error}") from error
 
 
 def _factory(spec: str) -> Callable[..., Any]:
