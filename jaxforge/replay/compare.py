@@ -16,7 +16,8 @@ Models may be worse than that, as with scores of attention in the hundreds: then
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+SMALL = 0.1
+"""Of the gradients beside it (`gradients_beside`): a smaller one is compared with that."""
+
 _LEAST = 1e-5
+_ROUNDING = 2**-24  # of float32
+_HEAD = "output_head."
+_LAYER = re.compile(r"layers\.(\d+)\.([^.]+)")
 _OF_PARAMETERS = (
     "weights",
     "gradients",
@@ -72,7 +79,36 @@ def tolerance(dtype: str, width: int, parts: int) -> float:
     """
     if dtype == "bfloat16":
         return 2**-6 * math.sqrt(parts)
-    return max(_LEAST, 2 * 2**-24 * math.sqrt(width * parts))
+    return max(_LEAST, 2 * _ROUNDING * math.sqrt(width * parts))
+
+
+def update_tolerance(update: np.ndarray, param: np.ndarray) -> float:
+    """The same of an update by the same gradients: a difference of parameters that are rounded."""
+    size = root_mean_square(update)
+    return _LEAST + (2 * _ROUNDING * root_mean_square(param) / size if size else 0.0)
+
+
+def from_the_loss(names: Iterable[str], layers: int) -> list[str]:
+    """Names of parameters in the order of the backward pass."""
+
+    def order(name: str) -> tuple[int, bool]:
+        if match := _LAYER.match(name):
+            return 2 + layers - int(match[1]), match[2].startswith("attention")
+        return 0 if name.startswith(_HEAD) else 1 if name.startswith("norm.") else 3 + layers, False
+
+    return sorted(names, key=order)
+
+
+def gradients_beside(grads: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Of each parameter, the root mean square of the gradients of its part of the model.
+
+    What is zero but for rounding, as gradients of some biases are, is to be compared with these.
+    """
+    parts: dict[str, list[np.ndarray]] = {}
+    for name, grad in grads.items():
+        parts.setdefault(_part(name), []).append(grad.ravel())
+    sizes = {part: root_mean_square(np.concatenate(of_part)) for part, of_part in parts.items()}
+    return {name: sizes[_part(name)] for name in grads}
 
 
 def row(
@@ -155,6 +191,11 @@ def verdict(rows: Sequence[Row], sides: tuple[str, str]) -> str:
         f"rounding makes {found.tolerance:.2g} at most"
     )
     return f"{text}\n{found.hint}" if found.hint else text
+
+
+def _part(name: str) -> str:
+    match = _LAYER.match(name)
+    return match[0] if match else name
 
 
 def _of(rows: Sequence[Row], stage: str) -> list[Row]:

@@ -2,14 +2,22 @@
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxforge.config.job import JobConfig
-from jaxforge.replay.compare import Row, root_mean_square, row, tolerance
+from jaxforge.replay.compare import (
+    SMALL,
+    Row,
+    from_the_loss,
+    gradients_beside,
+    root_mean_square,
+    row,
+    tolerance,
+    update_tolerance,
+)
 from torch_compat.lazy import of_array
 from torch_compat.lockstep import hints
 from torch_compat.lockstep.hints import Pair
@@ -20,11 +28,7 @@ from torch_compat.names.table import HEAD, NameMap
 from torch_compat.stacking import Stacking
 from torch_compat.translation import some
 
-_ROUNDING = 2**-24  # of float32
-_LEAST = 1e-5  # of an update, which is quotients of a few operations
-_SMALL = 0.1  # of the gradients beside it: a smaller one is compared with that
 _UNSURE = 2  # times what moved weights make of a value: a tolerance, where that is larger
-_PART = re.compile(r"layers\.\d+\.[^.]+")
 
 Hinted = tuple[Row, Callable[[], str]]
 """A row, and what makes its hint where it is the first that differs."""
@@ -118,12 +122,12 @@ def _loss(sides: Sides) -> Iterator[Hinted]:
 
 def _gradients(sides: Sides) -> Iterator[Hinted]:
     ours, layers = sides.ours.grads, sides.config.model.n_layers
-    theirs, beside = sides.by_our_names(sides.theirs.grads), _beside(ours)
+    theirs, beside = sides.by_our_names(sides.theirs.grads), gradients_beside(ours)
     allowed = _allowed(sides, 3 * (2 * layers + 2))  # there, and back by two products for each
     is_untied = sides.config.model.tie_embeddings and _has_head(sides)
-    for name in sorted(theirs, key=lambda name: _from_the_loss(name, layers)):
+    for name in from_the_loss(theirs, layers):
         pair = Pair(ours[name], theirs[name])
-        least = _SMALL * beside[_part(name)]
+        least = SMALL * beside[name]
         size = max(least, root_mean_square(pair.ours))
         unsure = _UNSURE * _share(sides.ours.unsure_grads[name], size)
         made = row(
@@ -140,23 +144,19 @@ def _updates(sides: Sides) -> Iterator[Hinted]:
     stacking, o = Stacking(sides.config.model), sides.config.optimizer
     for name, theirs in first.items():
         pair, param = Pair(sides.ours.updates[0][name], theirs), sides.ours.params[name]
-        made = row("updates", sides.names(name), pair.ours, theirs, _of_update(pair, param))
+        made = row(
+            "updates", sides.names(name), pair.ours, theirs, update_tolerance(pair.ours, param)
+        )
         decay = o.weight_decay * o.decays(stacking.array_of(name), is_matrix=param.ndim > 1)
         grad = sides.ours.grads[name]
         yield made, functools.partial(hints.of_update, pair, grad, param, decay, o)
     for name, theirs in second.items():
         pair = Pair(sides.ours.updates[1][name], theirs)
-        allowed = _of_update(pair, sides.ours.params[name])
+        allowed = update_tolerance(pair.ours, sides.ours.params[name])
         yield (
             row("second updates", sides.names(name), pair.ours, theirs, allowed),
             lambda: hints.SECOND,
         )
-
-
-def _of_update(pair: Pair, param: np.ndarray) -> float:
-    """Tolerance of an update: ours is a difference of parameters, each rounded to float32."""
-    size = root_mean_square(pair.ours)
-    return _LEAST + (2 * _ROUNDING * root_mean_square(param) / size if size else 0.0)
 
 
 def _share(apart: float, size: float) -> float:
@@ -175,27 +175,6 @@ def _parts(sides: Sides, point: str) -> int:
     if layer is None:
         return 2 * sides.config.model.n_layers + 2
     return 2 * layer + (2 if "attention" in point else 3)
-
-
-def _beside(grads: Named) -> dict[str, float]:
-    """Root mean square of the gradients of each part of the model."""
-    parts: dict[str, list[np.ndarray]] = {}
-    for name, grad in grads.items():
-        parts.setdefault(_part(name), []).append(grad.ravel())
-    return {part: root_mean_square(np.concatenate(all_of)) for part, all_of in parts.items()}
-
-
-def _part(name: str) -> str:
-    match = _PART.match(name)
-    return match[0] if match else name
-
-
-def _from_the_loss(name: str, layers: int) -> tuple[int, bool]:
-    """Order of the backward pass."""
-    layer = layer_number(name)
-    if layer is not None:
-        return 2 + layers - layer, "attention" in name
-    return (0 if name == HEAD else 1 if name.startswith("norm.") else 3 + layers), False
 
 
 def _has_head(sides: Sides) -> bool:
