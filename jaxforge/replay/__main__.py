@@ -3,8 +3,8 @@
 State and batch come from the nearest checkpoint before, exactly, on whatever devices are here. With
 one step, says what happened in it: the loss of every document with its text, which documents the
 gradient comes from and what the step would have been without them, and layer by layer what differs
-from the steps around it. With several, whether they are what was logged. With `--against`, which value
-of the step is the first that differs from another run's, or from its own under other settings.
+from the steps around it. With several, whether they are what was logged. With `--against`, which
+value is the first that differs from another run's step, or from its own under other settings.
 """
 
 import argparse

@@ -41,7 +41,7 @@ class Made:
         dtype: of activations: "float32" or "bfloat16".
         width: of the residual stream.
         params: before the step.
-        batch: its batch.
+        batch: its batch, [sequences, ...].
         points: values of the forward pass; none where devices share sequences.
         loss: what was minimised.
         grads: before clipping.
@@ -98,7 +98,9 @@ def rows_of(a: Made, b: Made) -> Iterator[Row]:
     yield from _pairs("weights", a.params, b.params, a.params, rounding)
     yield from _pairs("batch", a.batch, b.batch, a.batch, 0.0)
     if a.points and b.points:
-        yield from _pairs("forward", a.points, b.points, a.points, tolerance(dtype, a.width, parts))
+        rows = min(len(made.points["embed"]) for made in (a, b))
+        x, y = ({name: x[:rows] for name, x in made.points.items()} for made in (a, b))
+        yield from _pairs("forward", x, y, x, tolerance(dtype, a.width, parts))
     loss = np.array([a.loss]), np.array([b.loss])
     yield row("loss", ("loss", "loss"), *loss, tolerance(dtype, a.width, parts))
     beside, allowed = gradients_beside(a.grads), tolerance(dtype, a.width, 3 * parts)
@@ -134,7 +136,7 @@ def make(way: Way, step: int, grads: PyTree | None = None) -> Made:
         params = _named(past, walk.state.params)
         metrics = walk.look(past.step_function(("grads",)))
         whole = _in_order(past, metrics["grads"])
-        batch = {name: np.asarray(leaf) for name, leaf in walk.batch.items()}
+        batch = {name: _rows(np.asarray(leaf)) for name, leaf in walk.batch.items()}
         return Made(
             "float32" if past.model.dtype == jnp.float32 else "bfloat16",
             past.config.model.dim,
@@ -146,6 +148,11 @@ def make(way: Way, step: int, grads: PyTree | None = None) -> Made:
             whole,
             _named(past, _updates(past, walk, whole if grads is None else grads)),
         )
+
+
+def _rows(leaf: np.ndarray) -> np.ndarray:
+    """All microbatches as one: [m, b, ...] -> [m b, ...]."""
+    return leaf.reshape(-1, *leaf.shape[2:])
 
 
 def _points(past: Past, walk: Walk) -> Named:
