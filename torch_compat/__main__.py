@@ -1,9 +1,11 @@
-"""`python -m torch_compat import | export | inspect | verify`: checkpoints to and from PyTorch.
+"""`python -m torch_compat COMMAND`: checkpoints to and from PyTorch.
 
     import SRC DST [--config FILE]       a DCP or Hugging Face checkpoint as a run of jaxforge
     export SRC DST --to dcp|hf           a run of jaxforge as a DCP or Hugging Face checkpoint
     inspect PATH [--json]                what a checkpoint of any format holds
     verify A B [--json]                  whether two hold the same (exit code 1 where they do not)
+    lockstep --torch MODULE:FACTORY --checkpoint PATH
+                                         a torch model and ours, run side by side: what differs
 
 Tensors pass through in blocks: memory does not grow with the model. Settings such as
 `--optimizer.lr=1e-4` go over the config. See docs/torch_compat.md.
@@ -146,6 +148,18 @@ def _verify(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0 if result.same else 1
 
 
+def _lockstep(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from torch_compat.lockstep import command  # here, as it imports JAX: two seconds
+
+    job = command.Job(
+        spec=args.torch, checkpoint=args.checkpoint, config=args.config, overrides=overrides,
+        batch=args.batch, size=(args.rows, args.tokens), dialect=args.dialect, loaded=args.loaded,
+    )  # fmt: skip
+    report = command.lockstep(job)
+    command.print_report(report, args.json)
+    return 0 if report.same else 1
+
+
 def _print_differences(result: Verified) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     if result.differences:
@@ -232,7 +246,24 @@ def _parser() -> argparse.ArgumentParser:
     verifying.add_argument("--max-memory", type=Size, default=Size("256MiB"))
     verifying.add_argument("--json", action="store_true")
     verifying.set_defaults(run=_verify)
+    _add_lockstep(add("lockstep", help="a torch model and ours, run side by side: what differs"))
     return parser
+
+
+def _add_lockstep(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--torch", required=True, metavar="MODULE:FACTORY",
+        help="what makes the torch module, and perhaps its optimizer and loss")  # fmt: skip
+    add("--checkpoint", required=True, metavar="PATH", help="weights of both")
+    add("--config", type=Path, help="the TOML file of the run (DCP needs one)")
+    add("--dialect", metavar="NAME", help=f"the module's names; by default found: {_DIALECTS}")
+    add("--loaded", action="store_true", help="the factory has loaded the weights itself")
+    add("--batch", type=Path, metavar="FILE.npz",
+        help="input_ids and labels, [b, s]; by default of the config's data")  # fmt: skip
+    add("--rows", type=_count, default=2, help="of a batch that is drawn (2)")
+    add("--tokens", type=_count, default=64, help="of each of its rows (64)")
+    add("--json", action="store_true")
+    parser.set_defaults(run=_lockstep)
 
 
 def _add_reading(parser: argparse.ArgumentParser) -> None:

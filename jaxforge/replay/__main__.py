@@ -3,7 +3,8 @@
 State and batch come from the nearest checkpoint before, exactly, on whatever devices are here. With
 one step, says what happened in it: the loss of every document with its text, which documents the
 gradient comes from and what the step would have been without them, and layer by layer what differs
-from the steps around it. With several, whether they are what was logged.
+from the steps around it. With several, whether they are what was logged. With `--against`, which
+value is the first that differs from another run's step, or from its own under other settings.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -21,7 +23,9 @@ from jaxforge import storage
 from jaxforge.cli import run_main
 from jaxforge.errors import UserError
 from jaxforge.parallel import host_memory, multihost
+from jaxforge.replay import compare
 from jaxforge.replay.account import Account, Made, Suspect, account, as_json, replayed
+from jaxforge.replay.against import Way, against
 from jaxforge.replay.past import open_past
 from jaxforge.telemetry.console import setup_logging
 
@@ -36,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup_logging(Console(stderr=True))
     host_memory.keep_freed_memory()
     multihost.initialize()
+    if args.against:
+        return _against(args, overrides)
     with open_past(storage.path(args.run), last, overrides) as past:
         if args.steps:
             exact = _print_steps(_console(), replayed(past, first, last))
@@ -50,10 +56,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if exact or not args.check else 1
 
 
+def _against(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Exit code 1 where something differs."""
+    one = Way(storage.path(args.run), overrides)
+    other = Way(storage.path(args.against), [*overrides, *args.other])
+    rows, notes = against(one, other, args.step)
+    if args.json:
+        _write_json(args.json, {**compare.as_json(rows), "notes": notes})
+    if args.json != _STDOUT:
+        compare.show(_console(), rows, ("RUN", "OTHER"))
+        for note in notes:
+            _console().print(f"note: {note}", markup=False)
+    return 0 if compare.first_difference(rows) is None else 1
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxforge.replay",
-        usage="%(prog)s RUN (--step N | --steps A:B) [options] [--section.key=value ...]",
+        usage="%(prog)s RUN (--step N | --steps A:B) [--against OTHER] [options] "
+        "[--section.key=value ...]",
         description="Makes steps of a run again, and says what happened in one.",
         epilog="Settings of the run's config, such as --distributed.tp=2, may follow.",
         allow_abbrev=False,
@@ -68,6 +89,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--rows", type=int, default=4, metavar="N",
         help="rows of the batch to take apart into documents (default: 4)")  # fmt: skip
     add("--top", type=int, default=8, metavar="N", help="documents and layers to show (default: 8)")
+    add("--against", metavar="OTHER", help="a run whose step to compare with this one's")
+    add("--other", metavar="SETTING", action="append", default=[],
+        help="of OTHER alone, such as --other=--distributed.tp=2")  # fmt: skip
     add("--json", metavar="FILE", type=Path, help='write all of it as JSON; "-" to stdout')
     add(
         "--check", action="store_true", help="exit code 1 unless it is what was logged, bit for bit"
@@ -79,6 +103,10 @@ def _range(args: argparse.Namespace) -> tuple[int, int]:
     for name, least in (("around", 0), ("rows", 1), ("top", 1)):
         if getattr(args, name) < least:
             raise UserError(f"--{name}: expected {least} or more")
+    if args.other and not args.against:
+        raise UserError("--other is of the run that --against names, which may be RUN itself")
+    if args.steps and args.against:
+        raise UserError("--against is for one step: use --step")
     if args.steps is None:
         return args.step, args.step
     first, colon, last = args.steps.partition(":")
@@ -174,7 +202,11 @@ def _layers(found: Account, top: int) -> Table:
 
 
 def _write(path: Path, found: Account) -> None:
-    text = json.dumps(as_json(found), ensure_ascii=False) + "\n"
+    _write_json(path, as_json(found))
+
+
+def _write_json(path: Path, document: dict[str, Any]) -> None:
+    text = json.dumps(document, ensure_ascii=False) + "\n"
     if path == _STDOUT:
         sys.stdout.write(text)
         return

@@ -115,9 +115,9 @@ def oddness(
 ) -> Float[np.ndarray, "n"]:
     """How much parts of a batch stand out from the others, by loss or by gradient.
 
-    The larger of two robust standard scores, (x - median) / (1.4826 · median |x - median|): of the
-    mean loss times √tokens, as a mean of few tokens strays further, and of the gradient's norm, NaN
-    where it is not known. What is not finite stands out most.
+    √(a² + b²) of two robust standard scores, (x - median) / (1.4826 · median |x - median|), as far as
+    they are above 0: of the mean loss times √tokens, as a mean of few tokens strays further, and of
+    the gradient's norm, NaN where it is not known. What is not finite stands out most.
 
     Args:
         losses: mean of each part.
@@ -127,7 +127,7 @@ def oddness(
     loss, norm = np.array(losses), np.array(norms)
     with np.errstate(invalid="ignore"):
         excess = (loss - np.nanmedian(loss)) * np.sqrt(tokens)
-        scores = np.fmax(_standard(excess), _standard(norm))
+        scores = np.hypot(*(np.fmax(_standard(x), 0) for x in (excess, norm)))
     return np.where(np.isfinite(loss) & ~np.isinf(norm), scores, np.inf)
 
 

@@ -1,0 +1,73 @@
+"""A step of two runs, value by value: the first that differs is named."""
+
+import json
+
+import pytest
+
+from jaxforge import train
+from jaxforge.errors import UserError
+from jaxforge.replay import __main__ as command
+from jaxforge.replay.against import Way, make, rows_of
+from jaxforge.replay.compare import first_difference
+from tests.conftest import tiny_config
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Six steps, with a checkpoint after each second."""
+    path = tmp_path_factory.mktemp("against") / "run"
+    train.run(
+        tiny_config(
+            train={"max_steps": 6, "batch_size": 1},
+            checkpoint={"dir": str(path), "interval": 2},
+            distributed={"dp_shard": 8},
+        )
+    )
+    return path
+
+
+def compared(capsys, run, *options, step=5):
+    """Exit code, and the report."""
+    capsys.readouterr()
+    code = command.main([str(run), f"--step={step}", f"--against={run}", "--json=-", *options])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_another_mesh_makes_the_same_step(run, capsys):
+    code, report = compared(
+        capsys, run, "--other=--distributed.tp=2", "--other=--distributed.dp_shard=4",
+        "--other=--train.batch_size=2",
+    )  # fmt: skip
+    assert (code, report["first"]) == (0, None)
+    stages = {row["stage"] for row in report["rows"]}
+    assert stages == {"weights", "batch", "forward", "loss", "gradients", "updates"}
+    assert any(row["error"] for row in report["rows"])
+
+
+FIRST = {
+    "--model.norm_eps=1e-2": ("forward", "layers.0.attention"),
+    "--train.seed=7": ("batch", "input_ids"),
+    "--optimizer.weight_decay=0.5": ("updates", ""),
+}
+
+
+@pytest.fixture(scope="module")
+def made(run):
+    """The step as it was."""
+    return make(Way(run), 5)
+
+
+@pytest.mark.parametrize("setting", FIRST)
+def test_what_another_setting_changes_first_is_named(run, made, setting):
+    other = make(Way(run, [setting]), 5, made.whole_grads)
+    found = first_difference(list(rows_of(made, other)))
+    stage, name = FIRST[setting]
+    assert found.stage == stage
+    assert found.name.startswith(name)
+
+
+def test_the_users_mistakes_are_said(run):
+    with pytest.raises(UserError, match="--other is of the run that --against names"):
+        command.main([str(run), "--step=5", "--other=--train.z_loss_weight=0.1"])
+    with pytest.raises(UserError, match="for one step"):
+        command.main([str(run), "--steps=1:2", f"--against={run}"])

@@ -1,0 +1,190 @@
+"""Faults planted in a torch model are found and named; where there is none, none is found."""
+
+import functools
+import json
+
+import numpy as np
+import pytest
+
+from jaxforge.config.reading.load import make_config
+from jaxforge.errors import UserError
+from jaxforge.replay.compare import first_difference
+from torch_compat import checkpoints
+from torch_compat.__main__ import main
+from torch_compat.dcp_state import Options
+from torch_compat.names.kempnerforge import KEMPNERFORGE
+
+torch = pytest.importorskip("torch")
+import torch.distributed.checkpoint as dcp  # noqa: E402
+
+from tests.torch_compat import llama_torch  # noqa: E402
+from tests.torch_compat.llama_torch import MODEL, Llama, adamw, loss_over_all  # noqa: E402
+from torch_compat.lockstep import batches, command, ours  # noqa: E402
+from torch_compat.lockstep.theirs import Built  # noqa: E402
+
+PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
+
+
+def config(precision):
+    sections = {
+        "model": MODEL,
+        "train": {"seq_len": 32, "mixed_precision": PRECISIONS[precision]},
+        "optimizer": {"lr": llama_torch.LR, "betas": llama_torch.BETAS},
+        "distributed": {"dp_shard": 1},
+    }
+    return make_config(sections)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A DCP checkpoint, and the config beside it."""
+    made = tmp_path_factory.mktemp("lockstep")
+    model = llama_torch.random_weights(Llama())
+    dcp.save({"model": model.state_dict()}, checkpoint_id=made / "step_1", no_dist=True)
+    (made / "run.toml").write_text(config("float32").to_toml())
+    return made
+
+
+@pytest.fixture(scope="module")
+def our_side(directory):
+    """What ours makes, once for all faults: precision -> config, our side, batch, checkpoint."""
+
+    @functools.cache
+    def of(precision):
+        found, its = checkpoints.find(directory), config(precision)
+        checkpoint = found.read(its, Options(weights_only=True))
+        batch, _ = batches.batch(its, None, (2, 32))
+        return its, ours.compute(its, checkpoint, batch), batch, checkpoint
+
+    return of
+
+
+def report_of(our_side, built, precision="float32"):
+    its, side, batch, checkpoint = our_side(precision)
+    command.load(built, checkpoint.params, KEMPNERFORGE, its)
+    return command.compared(side, built, KEMPNERFORGE, its, batch)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_nothing_differs_where_nothing_is_wrong(our_side, precision):
+    report = report_of(our_side, Built(Llama(), adamw), precision)
+    assert report.same, first_difference(report.rows)
+    stages = [row.stage for row in report.rows]
+    assert [stages.count(s) for s in ("forward", "loss", "updates")] == [15, 1, 26]
+    assert stages.count("weights") == stages.count("gradients") == stages.count("second updates")
+    assert not report.notes
+
+
+FORWARD = {
+    "norm eps": ("layers.0.attention_norm", "norm's eps"),
+    "heads": ("layers.0.attention", "which key head serves"),
+    "rope base": ("layers.0.attention", "rope_theta"),
+    "attention scale": ("layers.0.attention", "scale of attention"),
+    "q transposed": ("layers.0.attention", "transposed"),
+    "q bias": ("layers.0.attention", "queries, keys"),
+    "v bias": ("layers.0.attention", "biases"),
+    "second rope base": ("layers.1.attention", "rope_theta"),
+    "embedding multiplier": ("embed", "0.333333 times ours"),
+    "residual scale": ("layers.0.after_attention", "theirs is 2 times ours"),
+    "gate and up": ("layers.0.mlp", "gate and up"),
+    "final norm": ("final_norm", "norm's eps"),
+}
+
+
+@pytest.mark.parametrize("fault", FORWARD)
+def test_a_fault_of_the_model_is_named(our_side, fault):
+    point, hint = FORWARD[fault]
+    found = first_difference(report_of(our_side, Built(Llama(fault))).rows)
+    assert (found.stage, found.name) == ("forward", point)
+    assert hint in found.hint
+
+
+@pytest.mark.parametrize("fault", ["rope base", "heads", "embedding multiplier", "gate and up"])
+def test_large_faults_are_seen_in_bfloat16(our_side, fault):
+    found = first_difference(report_of(our_side, Built(Llama(fault)), "bfloat16").rows)
+    assert found.name == FORWARD[fault][0]
+
+
+def test_a_head_that_is_not_tied_is_named(our_side):
+    found = first_difference(report_of(our_side, Built(Llama("untied"), adamw)).rows)
+    assert (found.stage, found.name) == ("gradients", "token_embedding.embedding.weight")
+    assert "parameter of its own" in found.hint
+
+
+def test_another_division_of_the_loss_is_named(our_side):
+    found = first_difference(report_of(our_side, Built(Llama(), adamw, loss_over_all)).rows)
+    assert found.stage == "loss"
+    assert "48/64 times ours: divided by all 64 labels" in found.hint
+
+
+OPTIMIZERS = {
+    "weight_decay of 0.01": ({"decay": 0.01}, "updates"),
+    "eps of 1e-06": ({"eps": 1e-6}, "updates"),
+    "another learning rate": ({"lr": 1e-3, "decay": 0.1}, "updates"),
+    "betas": ({"betas": (0.9, 0.999)}, "second updates"),
+}
+
+
+@pytest.mark.parametrize("hint", OPTIMIZERS)
+def test_another_setting_of_the_optimizer_is_named(our_side, hint):
+    settings, stage = OPTIMIZERS[hint]
+    optimizer = functools.partial(adamw, **settings)
+    found = first_difference(report_of(our_side, Built(Llama(), optimizer)).rows)
+    assert found.stage == stage
+    assert hint in found.hint
+
+
+def lockstep(directory, factory, *options):
+    return main([
+        "lockstep", f"--torch=tests.torch_compat.llama_torch:{factory}",
+        f"--checkpoint={directory}", f"--config={directory}/run.toml", "--tokens=32", *options,
+    ])  # fmt: skip
+
+
+def test_the_command_tells_the_first_difference(directory, capsys):
+    assert lockstep(directory, "build") == 0
+    assert "nothing differs" in capsys.readouterr().out
+    tokens = np.arange(64).reshape(2, 32)
+    np.savez(directory / "batch.npz", input_ids=tokens, labels=np.roll(tokens, -1, 1))
+    options = f"--batch={directory}/batch.npz", "--json"
+    assert lockstep(directory, "build_with_other_base", *options) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["first"]["name"] == report["first"]["other"] == "layers.0.attention"
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("build_without_bias", "only in the checkpoint: layers.0.attention.q_proj.bias"),
+        ("no_such", "has no function no_such"),
+        ("build_with_a_fall", "failed: ZeroDivisionError"),
+        ("rotated", "wants x, base: it must take nothing"),
+    ],
+)
+def test_the_users_mistakes_are_said(directory, factory, message):
+    with pytest.raises(UserError, match=message):
+        lockstep(directory, factory)
+
+
+SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "max_position_embeddings": 64,
+         "initializer_range": 0.1}  # fmt: skip
+FAMILIES = {
+    "Gemma2": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16, "bos_token_id": 1},
+    "GPTNeoX": {"bos_token_id": 1, "eos_token_id": 2},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_modules_of_transformers_are_found_by_their_names(tmp_path, monkeypatch, family):
+    """Norms after the parts, tokens of padding; fused projections, names that have changed."""
+    transformers = pytest.importorskip("transformers")
+    its = getattr(transformers, f"{family}Config")(**SHAPE, **FAMILIES[family])
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    kind(its).save_pretrained(tmp_path)
+    monkeypatch.setattr(llama_torch, "build_theirs", lambda: kind(its), raising=False)
+    spec = "tests.torch_compat.llama_torch:build_theirs"
+    job = command.Job(spec, str(tmp_path), overrides=["--train.mixed_precision=fp32"])
+    report = command.lockstep(job)
+    assert report.same, first_difference(report.rows)
+    assert len([row for row in report.rows if row.stage == "forward"]) >= 13

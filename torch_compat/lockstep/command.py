@@ -1,0 +1,261 @@
+"""`python -m torch_compat lockstep`: which value of a PyTorch model is the first to differ."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from jaxforge.config.job import JobConfig
+from jaxforge.errors import UserError
+from jaxforge.replay import compare
+from jaxforge.replay.compare import Row, first_difference
+from torch_compat import checkpoints, dcp_state
+from torch_compat.checkpoints import CheckpointRef
+from torch_compat.dcp_state import Options
+from torch_compat.lazy import DTYPES, LazyTensor, of_array
+from torch_compat.lockstep import batches, ours, theirs
+from torch_compat.lockstep.compared import Sides, rows_of
+from torch_compat.lockstep.ours import Ours
+from torch_compat.lockstep.places import by_path, places
+from torch_compat.lockstep.theirs import Built
+from torch_compat.name_maps import NAME_MAPS, name_map
+from torch_compat.names.table import EMBEDDING, HEAD, NameMap, detect
+from torch_compat.state import CheckpointState
+from torch_compat.translation import some
+
+Named = dict[str, np.ndarray]
+
+_ONE_DEVICE = (
+    *(f"--distributed.{axis}=1"
+      for axis in ("dp_shard", "dp_replicate", "tp", "pp", "cp", "ep")),
+    "--train.global_batch_size=None", "--train.batch_ramp=[]", "--train.grad_accum_steps=1",
+    "--eval.enabled=false", "--early_stop.active=false",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What the user asked for.
+
+    Attributes:
+        spec: MODULE:FACTORY.
+        checkpoint: where the weights are.
+        config: the config file, if named.
+        overrides: settings over it.
+        batch: an .npz file, if named.
+        size: rows and tokens of a batch that is drawn.
+        dialect: whose names the module has, if named.
+        loaded: whether the factory has loaded the weights itself.
+    """
+
+    spec: str
+    checkpoint: str
+    config: Path | None = None
+    overrides: Sequence[str] = ()
+    batch: Path | None = None
+    size: tuple[int, int] = (2, 64)
+    dialect: str | None = None
+    loaded: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What was found.
+
+    Attributes:
+        rows: every value, in the order in which they are made.
+        notes: what was not compared, and what the user should know.
+    """
+
+    rows: list[Row]
+    notes: list[str]
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return first_difference(self.rows) is None
+
+
+def lockstep(job: Job) -> Report:
+    """Runs both and compares them.
+
+    Raises:
+        UserError: something of it cannot be read, or names do not match.
+    """
+    found = checkpoints.find(job.checkpoint)
+    config = config_of(found, job)
+    built = theirs.build(job.spec, config)
+    checkpoint = found.read(config, Options(weights_only=True, dialect=_own_dialect(found, job)))
+    batch, of_batch = batches.batch(config, job.batch, job.size, theirs.padding(built))
+    if built.loss is None:
+        config = without_further_terms(config)
+    our_side = ours.compute(config, checkpoint, batch)
+    dialect = dialect_of(built, checkpoint, job.dialect)
+    built = dataclasses.replace(built, current=dialect.current)
+    if job.loaded:
+        theirs.in_precision(built, ours.dtype_of(config))
+    else:
+        load(built, weights_for(built, found, checkpoint, dialect, config), dialect, config)
+    report = compared(our_side, built, dialect, config, batch)
+    return Report(report.rows, [*checkpoint.notes, of_batch, *_precision(config), *report.notes])
+
+
+def compared(
+    our_side: Ours, built: Built, dialect: NameMap, config: JobConfig, batch: Named
+) -> Report:
+    """Runs the module, which has its weights, and compares it with what ours made."""
+    modules = by_path(built.module.named_modules())
+    at = places(our_side.params, dialect, config.model, set(modules))
+    held = theirs.values(built)
+    their_side = theirs.run(built, batch, at)
+    updates = None
+    if built.optimizer is not None:
+        updates = _updates(our_side, built, dialect, config)
+    sides = Sides(our_side, their_side, held, updates, dialect, config, batch["labels"], at)
+    return Report(*rows_of(sides))
+
+
+def config_of(found: CheckpointRef, job: Job) -> JobConfig:
+    """The config of the checkpoint, for one device.
+
+    Raises:
+        UserError: there is none, or it is of a precision that is not compared.
+    """
+    config = found.config(job.config, (*_ONE_DEVICE, *job.overrides))
+    if config is None:
+        raise UserError(
+            f"{found.directory}: a DCP checkpoint does not say of which model it is: name the "
+            "run's TOML file with --config"
+        )
+    if config.train.mixed_precision not in ("fp32", "bf16"):
+        raise UserError(
+            f'train.mixed_precision = "{config.train.mixed_precision}": lockstep compares in fp32 '
+            "and bf16; add --train.mixed_precision=fp32"
+        )
+    return config
+
+
+def without_further_terms(config: JobConfig) -> JobConfig:
+    """With a loss that is the cross-entropy alone, as theirs is where the factory gives none."""
+    model = {"moe_aux_loss_weight": 0.0, "moe_sequence_aux_loss_weight": 0.0,
+             "moe_router_z_loss_weight": 0.0}  # fmt: skip
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update=model),
+            "train": config.train.model_copy(update={"z_loss_weight": 0.0}),
+        }
+    )
+
+
+def dialect_of(built: Built, checkpoint: CheckpointState, named: str | None) -> NameMap:
+    """Whose names the module has: the checkpoint's own, if they fit.
+
+    Raises:
+        UserError: nobody's.
+    """
+    if named is not None:
+        return name_map(named)
+    keys = list(built.trained)
+    own = NAME_MAPS.get(checkpoint.dialect)
+    if own is not None and all(map(own.knows, keys)):
+        return own
+    found = detect(keys, NAME_MAPS.values())
+    if found is None and own is not None and any(map(own.knows, keys)):
+        return own  # of a model of it that has more, or other names of experts
+    if found is None:
+        raise UserError(
+            f"the module's names ({some(keys)}) are those of no dialect: return the module that "
+            "has a dialect's names at its root, or register a name map and say --dialect "
+            "(docs/torch_compat.md, Models of your own)"
+        )
+    return found
+
+
+def weights_for(
+    built: Built, found: CheckpointRef, checkpoint: CheckpointState, dialect: NameMap,
+    config: JobConfig,
+) -> Mapping[str, LazyTensor]:  # fmt: skip
+    """The checkpoint's tensors by the module's names: by their own where those are the module's."""
+    own, names = _raw(found, built.current), set(built.trained)
+    if own.keys() >= names - _heads(dialect, config):
+        return own
+    made = dialect.to_theirs(checkpoint.variables, config.model)
+    return max(own, made, key=lambda tensors: len(tensors.keys() & names))
+
+
+def load(
+    built: Built, tensors: Mapping[str, LazyTensor], dialect: NameMap, config: JobConfig
+) -> None:
+    """Fills the module; a head that the checkpoint leaves to the embedding gets its values."""
+    kind = ours.dtype_of(config)
+    arrays = {name: t.cast(DTYPES[kind]).all() for name, t in tensors.items() if _is_float(t)}
+    keys, allowed = set(built.state), set[str]()
+    if config.model.tie_embeddings:
+        head, table = dialect.their_key(HEAD), dialect.their_key(EMBEDDING)
+        allowed |= {head} if head else set()
+        if head in keys and head not in arrays and table in arrays:
+            arrays[head] = arrays[table]
+    allowed |= {key for key in (*keys, *arrays) if dialect.ignores(key)}
+    untrained = keys - built.trained.keys()
+    allowed |= {key for key in untrained if not dialect.knows(key)}  # tables that are computed
+    theirs.fill(built, arrays, kind, allowed)
+
+
+def print_report(report: Report, as_json: bool) -> None:
+    """The table, or JSON, on stdout."""
+    if as_json:
+        print(json.dumps({**compare.as_json(report.rows), "notes": report.notes}, indent=2))
+        return
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    compare.show(console, report.rows, ("ours", "PyTorch"))
+    for note in report.notes:
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
+
+
+def _updates(
+    our_side: Ours, built: Built, dialect: NameMap, config: JobConfig
+) -> tuple[Named, Named] | None:
+    """Theirs by our gradients, by our names; None where gradients have no names of theirs."""
+    lazy = {name: of_array(grad) for name, grad in our_side.grads.items()}
+    grads = {key: t.all() for key, t in dialect.to_theirs(lazy, config.model).items()}
+    names = built.trained
+    head = dialect.their_key(HEAD)
+    if head in names and head not in grads and config.model.tie_embeddings:
+        grads[head] = grads[dialect.their_name(EMBEDDING)]
+    if missing := [name for name in names if name not in grads]:
+        for name in missing:
+            grads[name] = np.zeros(tuple(names[name].shape), np.float32)
+    return theirs.two_updates(built, grads)
+
+
+def _raw(found: CheckpointRef, current: Callable[[str], str]) -> Mapping[str, LazyTensor]:
+    """Tensors of the model by the checkpoint's names, prefixes taken off; none of a run of ours."""
+    if found.format == "dcp":
+        return dcp_state.sort_keys(found.dcp()).params
+    if found.format == "hf":
+        return {current(key): tensor for key, tensor in found.raw().items()}
+    return {}
+
+
+def _own_dialect(found: CheckpointRef, job: Job) -> str | None:
+    """The dialect that the user names is the module's; of a checkpoint of other names, not its."""
+    return job.dialect if found.format == "dcp" else None
+
+
+def _heads(dialect: NameMap, config: JobConfig) -> set[str]:
+    head = dialect.their_key(HEAD)
+    return {head} if head and config.model.tie_embeddings else set()
+
+
+def _is_float(tensor: LazyTensor) -> bool:
+    return tensor.dtype.name in ("float64", "float32", "float16", "bfloat16")
+
+
+def _precision(config: JobConfig) -> list[str]:
+    if ours.dtype_of(config) == "float32":
+        return []
+    return ["in bfloat16 small faults hide behind rounding: --train.mixed_precision=fp32 sees them"]

@@ -1,0 +1,192 @@
+"""Our side: values on the model's way, gradients and updates, of one batch."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import Array, PyTree
+
+from jaxforge.config.job import JobConfig
+from jaxforge.config.model import LAYERS
+from jaxforge.model import capture
+from jaxforge.model.transformer import Model, Params, build_model, join, matmul_precision
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.parallel.mesh import make_mesh
+from jaxforge.replay.compare import root_mean_square
+from jaxforge.side import LossWeights
+from jaxforge.step.gradients import update_loss_weights
+from jaxforge.step.losses import build_loss
+from torch_compat.lazy import DTYPES, LazyTensor, of_array
+from torch_compat.stacking import Stacking
+from torch_compat.state import CheckpointState
+
+Named = dict[str, np.ndarray]
+"""Arrays of the host by name; parameters by ours, an entry per layer and expert."""
+
+_NO_CLIP = 1e30
+
+
+@dataclasses.dataclass(frozen=True)
+class Ours:
+    """What our model makes of a batch.
+
+    Attributes:
+        params: the parameters.
+        points: values on its way: "embed", "layers.0.attention", ..., "logits".
+        loss: what is minimised.
+        grads: its gradient, float32.
+        unsure: how far points move, as a root mean square, when every weight is moved by rounding.
+        unsure_grads: the same of gradients.
+        updates: of the first update by these gradients, and of a second one by -1/2 of them, which
+            shows what the first hides: the decays of running means.
+    """
+
+    params: Named
+    points: Named
+    loss: float
+    grads: Named
+    updates: tuple[Named, Named]
+    unsure: Mapping[str, float]
+    unsure_grads: Mapping[str, float]
+
+
+def compute(config: JobConfig, checkpoint: CheckpointState, batch: Named) -> Ours:
+    """Runs the model of a config, which is one of one device.
+
+    Args:
+        config: what to run.
+        checkpoint: its weights.
+        batch: "input_ids" and "labels" [b, s].
+    """
+    mesh = make_mesh(config, jax.devices()[:1])
+    with jax.set_mesh(mesh), matmul_precision(config):
+        model = build_model(config)
+        stacking = Stacking(config.model)
+        params = _tree(stacking, checkpoint.params, dtype_of(config))
+        state = _tree(stacking, checkpoint.model_state, "float32")
+        state = state or model.initial_state()
+        arrays = {name: jnp.asarray(x, jnp.int32) for name, x in batch.items()}
+        run = jax.jit(_gradients(model, config))
+        grads, (loss, points) = run(params, state, arrays)
+        near = run(_moved(params, config), state, arrays)
+        updates = jax.jit(_two_updates(model, config))(grads, params)
+        held, of_loss, *both = (_entries(stacking, tree) for tree in (params, grads, *updates))
+        way, near_way = (_by_layer(model, x, held) for x in (points, near[1][1]))
+    return Ours(
+        held, way, float(loss), of_loss, (both[0], both[1]),
+        _apart(way, near_way), _apart(of_loss, _entries(stacking, near[0])),
+    )  # fmt: skip
+
+
+def _moved(params: Params, config: JobConfig) -> Params:
+    """Parameters moved at random, by as much of themselves as sums of products are rounded by."""
+    exact = dtype_of(config) == "float32"
+    size = 2**-24 * math.sqrt(config.model.dim) if exact else 2**-8
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda p: p * (1 + size * rng.standard_normal(p.shape, np.float32)), params)
+
+
+def _apart(a: Named, b: Named) -> dict[str, float]:
+    return {name: root_mean_square(b[name] - a[name]) for name in a}
+
+
+def dtype_of(config: JobConfig) -> str:
+    """That of activations: torch's name of it."""
+    return {"fp32": "float32", "bf16": "bfloat16"}[config.train.mixed_precision]
+
+
+def _gradients(model: Model, config: JobConfig) -> Callable[..., tuple]:
+    loss = build_loss(config.train, model)
+
+    def value(params: Params, state: Params, batch: Mapping[str, Array]) -> tuple:
+        weights = update_loss_weights({"labels": batch["labels"][None]}, config.train)
+        own = LossWeights(weights.token[0], weights.position, weights.sequence)
+        variables = join(params, state)
+        with capture.watching(lambda name, x: x):
+            hidden, out = model.forward(variables, batch, own)
+        side = loss(variables, hidden, batch, own).joined_by(out.side)
+        points = {
+            "embed": model.embed(variables, batch),
+            "final_norm": hidden,
+            "logits": model.logits(variables, hidden),
+            LAYERS: out.seen,
+        }
+        wide = jax.tree.map(lambda x: x.astype(jnp.float32), points)
+        return side.loss, (side.loss, wide)
+
+    return jax.grad(value, has_aux=True)
+
+
+def _two_updates(model: Model, config: JobConfig) -> Callable[..., tuple]:
+    """Of a constant learning rate and without clipping, which are no part of torch's optimizer."""
+    train = config.train.model_copy(update={"grad_clip_norm": _NO_CLIP})
+    scheduler = config.scheduler.model_copy(update={"name": "none"})
+    plain = config.model_copy(update={"train": train, "scheduler": scheduler})
+    optimizer = build_optimizer(plain, model.axes)
+
+    def updates(grads: Params, params: Params) -> tuple[PyTree, PyTree]:
+        first, state = optimizer.update(grads, optimizer.init(params), params, lr_scale=1.0)
+        after = optax.apply_updates(params, first)
+        opposite = jax.tree.map(lambda g: -0.5 * g, grads)
+        second, _ = optimizer.update(opposite, state, after, lr_scale=1.0)
+        return first, second
+
+    return updates
+
+
+def _by_layer(model: Model, points: Mapping[str, PyTree], params: Named) -> Named:
+    """Points by name, a layer each; and between them what sums and norms make of them."""
+    layers = jax.device_get(dict(points[LAYERS]))
+    seen = {name: np.asarray(model.stack.unstack(x)) for name, x in layers.items()}
+    stream = np.asarray(points["embed"])
+    found = {"embed": stream}
+    for i in range(model.config.n_layers):
+        at, entering = f"{LAYERS}.{i}", stream
+        attention, mlp, stream = (seen[name][i] for name in capture.POINTS)
+        between = entering + attention
+        before_mlp = entering if model.config.parallel_residual else between
+        found |= {
+            **_normed(model, f"{at}.attention_norm", entering, params),
+            f"{at}.attention": attention,
+            f"{at}.after_attention": between,
+            **_normed(model, f"{at}.mlp_norm", before_mlp, params),
+            f"{at}.mlp": mlp,
+            f"{at}.residual": stream,
+        }
+    return found | {name: np.asarray(points[name]) for name in ("final_norm", "logits")}
+
+
+def _normed(model: Model, name: str, x: np.ndarray, params: Named) -> Named:
+    """What a norm makes of the stream; nothing where the model has none there.
+
+    It is the final norm, with other weights: all norms of the stream are declared alike.
+    """
+    weights = {
+        key: params[f"{name}.{key}"] for key in ("weight", "bias") if f"{name}.{key}" in params
+    }
+    if not weights:
+        return {}
+    made = jax.jit(model.final_norm)({"norm": weights}, jnp.asarray(x, model.dtype))
+    return {name: np.asarray(made, np.float32) * model.config.logits_scaling}
+
+
+def _tree(stacking: Stacking, entries: Mapping[str, LazyTensor], dtype: str) -> Params:
+    """Entries as a tree of float32 arrays, their values rounded to a dtype."""
+    arrays = {
+        name: jnp.asarray(tensor.cast(DTYPES[dtype]).all().astype(np.float32))
+        for name, tensor in stacking.join(entries).items()
+    }
+    return unflatten_dict(arrays, sep=".")
+
+
+def _entries(stacking: Stacking, tree: Params) -> Named:
+    found: Named = {}
+    for name, leaf in flatten_dict(jax.device_get(tree), sep=".").items():
+        parts = stacking.split(name, of_array(np.asarray(leaf)))
+        found |= {entry: tensor.all() for entry, tensor in parts.items()}
+    return found

@@ -1,0 +1,108 @@
+"""Where in a torch module the values are that `model.capture` names, by the parameters' names."""
+
+import dataclasses
+import re
+from collections.abc import Collection, Iterable
+
+from jaxforge.config.model import ModelConfig
+from torch_compat.names.table import NameMap, strip_wrappers
+from torch_compat.stacking import layer_of
+
+_NORM = "norm.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A value of a torch module.
+
+    Attributes:
+        point: our name of it: "embed", "layers.3.attention", ..., "final_norm".
+        module: the path of the module, without wrappers.
+        is_input: whether it is what the module is given, rather than what it gives.
+        factor: what ours is times theirs: a multiplier that they apply elsewhere.
+    """
+
+    point: str
+    module: str
+    is_input: bool = False
+    factor: float = 1.0
+
+
+def places(
+    entries: Collection[str], dialect: NameMap, model: ModelConfig, modules: Collection[str]
+) -> list[Place]:
+    """Where values are; those that are nowhere left out.
+
+    Args:
+        entries: our names of the parameters.
+        dialect: how the module calls them.
+        model: the `[model]` section.
+        modules: paths of its modules.
+    """
+    keys = {name: key for name in entries if (key := dialect.their_key(name)) is not None}
+    found = [Place("embed", _layer(keys, 0), is_input=True)]
+    for i in range(model.n_layers):
+        found += _of_layer(keys, i, model)
+    scale = 1 / model.logits_scaling
+    found.append(Place("final_norm", _owner(keys.get(_NORM, "")), factor=scale))
+    found = [_in_memory(place, modules) for place in found]
+    return [place for place in found if place.module in modules]
+
+
+def _in_memory(place: Place, modules: Collection[str]) -> Place:
+    """Where experts are in the module, if files call them otherwise, as Mixtral's do."""
+    if place.module in modules or not place.point.endswith(".mlp"):
+        return place
+    return dataclasses.replace(place, module=f"{_owner(place.module)}.mlp")
+
+
+def _of_layer(keys: dict[str, str], i: int, model: ModelConfig) -> list[Place]:
+    at, times = f"layers.{i}", model.residual_multiplier
+    norms = {part: keys.get(f"{at}.{part}_norm.weight") for part in ("attention", "mlp")}
+    made = [Place(f"{at}.attention", _part(keys, f"{at}.attention"), factor=times)]
+    if norms["mlp"] is not None and not model.parallel_residual:
+        made.append(Place(f"{at}.after_attention", _owner(norms["mlp"]), is_input=True))
+    made += [Place(f"{at}.{part}_norm", _owner(key)) for part, key in norms.items() if key]
+    made.append(Place(f"{at}.mlp", _part(keys, f"{at}.mlp"), factor=times))
+    made.append(Place(f"{at}.residual", _layer(keys, i)))
+    return made
+
+
+def _part(keys: dict[str, str], part: str) -> str:
+    """The module of attention or feed-forward, or that of the norm after it."""
+    if (after := keys.get(f"{part}_post_norm.weight")) is not None:
+        return _owner(after)
+    return _common(key for name, key in keys.items() if name.startswith(f"{part}."))
+
+
+def _layer(keys: dict[str, str], i: int) -> str:
+    return _common(key for name, key in keys.items() if layer_of(name) == i)
+
+
+def _common(keys: Iterable[str]) -> str:
+    """The path that the modules of some parameters begin with."""
+    paths = [_owner(key).split(".") for key in keys]
+    same = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        same.append(parts[0])
+    return ".".join(same)
+
+
+def _owner(key: str) -> str:
+    return key.rpartition(".")[0]
+
+
+def by_path(named: Iterable[tuple[str, object]]) -> dict[str, object]:
+    """Modules by their paths without wrappers; of a wrapper and what is in it, the wrapper."""
+    found: dict[str, object] = {}
+    for name, module in named:
+        found.setdefault(strip_wrappers(name), module)
+    return found
+
+
+def layer_number(point: str) -> int | None:
+    """The layer of a point."""
+    match = re.match(r"layers\.(\d+)\.", point)
+    return int(match[1]) if match else None

@@ -1,0 +1,278 @@
+"""The torch side: the user's module, filled with a checkpoint's weights, hooked and run."""
+
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxforge.config.job import JobConfig
+from jaxforge.errors import UserError
+from torch_compat.lockstep.places import Place, by_path
+from torch_compat.names.table import strip_wrappers
+from torch_compat.translation import some
+
+if TYPE_CHECKING:
+    import torch
+
+Named = dict[str, np.ndarray]
+_IGNORED = -100  # torch.nn.functional.cross_entropy
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """What the user's factory made.
+
+    Attributes:
+        module: the model.
+        optimizer: parameters -> optimizer.
+        loss: (logits, labels) -> loss; None is the mean cross-entropy of the labels that count.
+        current: a name of the module as its dialect's table has it (`NameMap.current`).
+    """
+
+    module: "torch.nn.Module"
+    optimizer: Callable[..., Any] | None = None
+    loss: Callable[..., Any] | None = None
+    current: Callable[[str], str] = str
+
+    def named(self, tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+        """Tensors of the module by name, without wrappers."""
+        return {self.current(strip_wrappers(name)): tensor for name, tensor in tensors}
+
+    @property
+    def state(self) -> "dict[str, torch.Tensor]":
+        """Its state dict."""
+        return self.named(self.module.state_dict(keep_vars=True).items())
+
+    @property
+    def trained(self) -> "dict[str, torch.nn.Parameter]":
+        """Its parameters; those that are tied, once."""
+        return self.named(self.module.named_parameters())
+
+
+@dataclasses.dataclass(frozen=True)
+class Theirs:
+    """What it makes of a batch: as `ours.Ours`, parameters by the module's names."""
+
+    points: Named
+    loss: float
+    grads: Named
+
+
+def build(spec: str, config: JobConfig) -> Built:
+    """Calls MODULE:FACTORY.
+
+    Raises:
+        UserError: there is no torch, no such factory, or it makes no module.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise UserError("lockstep runs a PyTorch model: pip install torch") from error
+    with _saying(f"--torch {spec}"):
+        made = _called(_factory(spec), spec, config)
+    parts = made if isinstance(made, tuple) else (made,)
+    is_right = isinstance(parts[0], torch.nn.Module) and len(parts) <= 3
+    if not is_right or not all(one is None or callable(one) for one in parts[1:]):
+        raise UserError(
+            f"--torch {spec} returned {_kinds(parts)}: return the torch.nn.Module, or (module, "
+            "parameters -> optimizer), or (module, that or None, (logits, labels) -> loss)"
+        )
+    return Built(*parts)
+
+
+def fill(built: Built, tensors: Mapping[str, np.ndarray], dtype: str, allowed: set[str]) -> None:
+    """Puts a checkpoint's weights in, by name, all of them.
+
+    Args:
+        built: the module, which gets the dtype of the run.
+        tensors: name -> values.
+        dtype: "float32" or "bfloat16".
+        allowed: names that the checkpoint may lack, or have over.
+
+    Raises:
+        UserError: names or shapes are not those of the module.
+    """
+    import torch
+
+    into = built.state
+    problems = [f"only in the checkpoint: {n}" for n in tensors if n not in into.keys() | allowed]
+    problems += [f"only in the module: {n}" for n in into if n not in tensors.keys() | allowed]
+    both = [name for name in into if name in tensors]
+    problems += [
+        f"{name} is {list(tensors[name].shape)} in the checkpoint and {list(into[name].shape)} in "
+        "the module" for name in both if tensors[name].shape != tuple(into[name].shape)
+    ]  # fmt: skip
+    if problems:
+        raise UserError(
+            "the module's state_dict is not that of the checkpoint: make the module of the same "
+            "config, or load its weights in the factory and say --loaded\n  "
+            + "\n  ".join((*problems[:20], *([some(problems)] if len(problems) > 20 else [])))
+        )
+    in_precision(built, dtype)
+    with torch.no_grad():
+        for name in both:
+            wide = torch.from_numpy(np.array(tensors[name], np.float32))
+            into[name].copy_(wide)
+
+
+def in_precision(built: Built, dtype: str) -> None:
+    """Gives the module a dtype."""
+    import torch
+
+    built.module.to(getattr(torch, dtype))
+
+
+def run(built: Built, batch: Named, places: Sequence[Place]) -> Theirs:
+    """Forward and backward, without dropout.
+
+    Raises:
+        UserError: the module does not give logits for tokens.
+    """
+    import torch
+
+    module, seen = built.module.eval(), dict[str, Any]()
+    modules = by_path(module.named_modules())
+    handles = [_hook(modules[place.module], place, seen) for place in places]
+    device = next(module.parameters()).device
+    tokens, labels = (
+        torch.from_numpy(np.asarray(batch[name], np.int64)).to(device)
+        for name in ("input_ids", "labels")
+    )
+    module.zero_grad(set_to_none=True)
+    with _saying("the torch module"):
+        logits = _logits(module(tokens))
+        loss = (built.loss or _cross_entropy)(logits, labels)
+        loss.backward()
+    for handle in handles:
+        handle.remove()
+    grads = {
+        name: _array(torch.zeros_like(p) if p.grad is None else p.grad)
+        for name, p in built.trained.items()
+    }
+    return Theirs({**seen, "logits": _array(logits)}, float(loss.detach().double()), grads)
+
+
+def two_updates(built: Built, grads: Mapping[str, np.ndarray]) -> tuple[Named, Named]:
+    """Updates by given gradients and by -1/2 of them, in float64, which hides nothing of a rule."""
+    import torch
+
+    assert built.optimizer is not None
+    built.module.double()
+    named = built.trained
+    optimizer = built.optimizer(list(named.values()))
+    made = []
+    for scale in (1.0, -0.5):
+        before = {name: p.detach().clone() for name, p in named.items()}
+        for name, p in named.items():
+            given = torch.from_numpy(np.asarray(grads[name], np.float64) * scale)
+            p.grad = given.to(p.device)
+        optimizer.step()
+        made.append({n: (p.detach() - before[n]).cpu().numpy() for n, p in named.items()})
+    return made[0], made[1]
+
+
+def values(built: Built) -> Named:
+    """All of its state dict that is floating, as float32."""
+    return {name: _array(t) for name, t in built.state.items() if t.is_floating_point()}
+
+
+def padding(built: Built) -> set[int]:
+    """Tokens whose row of the embedding gets no gradient (`padding_idx`)."""
+    found = (getattr(module, "padding_idx", None) for module in built.module.modules())
+    return {int(one) for one in found if one is not None}
+
+
+@contextlib.contextmanager
+def _saying(what: str) -> Iterator[None]:
+    """What the user's own code raises, with its traceback: exit code 1 would mean a difference."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise UserError(f"{what} failed: {type(error).__name__}: {error}") from error
+
+
+def _factory(spec: str) -> Callable[..., Any]:
+    name, _, attribute = spec.partition(":")
+    if not name or not attribute:
+        raise UserError(f"--torch {spec}: name MODULE:FACTORY, such as mymodel:build")
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(
+            f"--torch {spec}: {name} cannot be imported ({error}): it must be on PYTHONPATH, or in "
+            "the directory where this runs"
+        ) from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        there = [n for n, one in vars(module).items() if callable(one) and not n.startswith("_")]
+        raise UserError(f"--torch {spec}: {name} has no function {attribute}; it has {some(there)}")
+    return factory
+
+
+def _called(factory: Callable[..., Any], spec: str, config: JobConfig) -> Any:  # noqa: ANN401
+    wanted = [
+        p for p in inspect.signature(factory).parameters.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]  # fmt: skip
+    if len(wanted) > 1:
+        names = ", ".join(p.name for p in wanted)
+        raise UserError(f"--torch {spec} wants {names}: it must take nothing, or the config")
+    return factory(config) if wanted else factory()
+
+
+def _kinds(parts: tuple) -> str:
+    return ", ".join(type(one).__name__ for one in parts)
+
+
+def _hook(module: Any, place: Place, seen: dict[str, Any]) -> Any:  # noqa: ANN401 (torch's)
+    def note(value: Any) -> None:  # noqa: ANN401
+        if (tensor := _first(value)) is not None and place.point not in seen:
+            seen[place.point] = _array(tensor) * place.factor
+
+    def before(_: Any, args: tuple, kwargs: dict) -> None:  # noqa: ANN401
+        note((*args, *kwargs.values()))
+
+    def after(_: Any, args: tuple, output: Any) -> None:  # noqa: ANN401
+        note(output)
+
+    if place.is_input:
+        return module.register_forward_pre_hook(before, with_kwargs=True)
+    return module.register_forward_hook(after)
+
+
+def _first(value: Any) -> Any:  # noqa: ANN401 (what a module takes or gives)
+    """The first tensor of floats."""
+    if isinstance(value, tuple | list):
+        return next((found for one in value if (found := _first(one)) is not None), None)
+    is_tensor = hasattr(value, "is_floating_point") and value.is_floating_point()
+    return value if is_tensor else None
+
+
+def _logits(output: Any) -> Any:  # noqa: ANN401
+    logits = getattr(output, "logits", None)
+    logits = _first(output) if logits is None else logits
+    if logits is None or logits.ndim != 3:
+        raise UserError(
+            "the module gave no logits [batch, tokens, vocabulary] for module(tokens): wrap it in "
+            "one that does, under the same names"
+        )
+    return logits
+
+
+def _cross_entropy(logits: Any, labels: Any) -> Any:  # noqa: ANN401
+    import torch
+
+    flat = logits.flatten(0, 1).float()
+    return torch.nn.functional.cross_entropy(flat, labels.flatten(), ignore_index=_IGNORED)
+
+
+def _array(tensor: Any) -> np.ndarray:  # noqa: ANN401
+    return tensor.detach().float().cpu().numpy().copy()
