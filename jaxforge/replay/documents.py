@@ -115,9 +115,9 @@ def oddness(
 ) -> Float[np.ndarray, "n"]:
     """How much parts of a batch stand out from the others, by loss or by gradient.
 
-    √(a² + b²) of two robust standard scores, (x - median) / (1.4826 · median |x - median|), as far as
-    they are above 0: of the mean loss times √tokens, as a mean of few tokens strays further, and of
-    the gradient's norm, NaN where it is not known. What is not finite stands out most.
+    √(a² + b²) of two robust standard scores, (x - median) / (1.4826 · median |x - median|), as far
+    as they are above 0: of the mean loss times √tokens, as a mean of few tokens strays further, and
+    of the gradient's norm, NaN where it is not known. What is not finite stands out most.
 
     Args:
         losses: mean of each part.

@@ -108,7 +108,9 @@ CASES = {
         "head_dim": 16, "sliding_window": 8, **PATTERN, "rope_parameters": {
             "full_attention": rope("linear", 1e6, factor=8.0),
             "sliding_attention": rope("default", 100.0)}}),
-    "gemma3, window 40": ("gemma3_text", {"head_dim": 16, "sliding_window": 40, **PATTERN}),
+    "gemma3, window 80": ("gemma3_text", {
+        "head_dim": 16, "sliding_window": 80, **PATTERN, "rope_parameters": {
+            "full_attention": rope("default", 1e6), "sliding_attention": rope("default", 100.0)}}),
     "granite": ("granite", {
         "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.3,
         "logits_scaling": 3.0, **ALL_BIASES}),
@@ -234,7 +236,7 @@ def extending(model):
 # All that a cache has to do with: positions, windows, what stands where in a layer, experts.
 CACHED = [
     "llama, dynamic, longer", "mistral, window 8", "qwen2", "olmo3, window 8", "smollm3, window 8",
-    "gemma2, window 8", "gemma3, window 40", "granite", "phi3, longrope", "phi3, longrope, short",
+    "gemma2, window 8", "gemma3, window 80", "granite", "phi3, longrope", "phi3, longrope, short",
     "gpt_neox", "gpt2", "qwen2_moe, some layers, window 8", "dots1, window 8", "gpt_oss",
 ]  # fmt: skip
 

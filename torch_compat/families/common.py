@@ -211,13 +211,15 @@ def is_size(value: Any) -> bool:  # noqa: ANN401 (whatever the file held)
     return type(value) in (int, float) and 1e-30 < value < 1e30
 
 
-def windows(c: Config, kinds: Sequence[str], where: str) -> Table:
+def windows(c: Config, kinds: Sequence[str], where: str, *, differ: bool = False) -> Table:
     """The keys of `[model]` that say which layers see a window of tokens alone.
 
     Args:
         c: the config.
         kinds: of each layer.
         where: the file.
+        differ: whether layers with a window differ in more than that, so that one of all positions
+            is still one.
 
     Raises:
         UserError: there are others, or not as many as layers.
@@ -230,9 +232,10 @@ def windows(c: Config, kinds: Sequence[str], where: str) -> Table:
         )
     if SLIDING in kinds and window == 0:  # which some write where no layer has one
         raise UserError(f"{where}: sliding_window = 0 is of no model")
-    # A window of everything is none.
-    if window is None or window >= c["max_position_embeddings"] or SLIDING not in kinds:
-        return {}
+    longest = c["max_position_embeddings"]
+    if window is None or SLIDING not in kinds or (window >= longest and not differ):
+        return {}  # a window of everything is none
+    window = min(window, longest)
     pattern = [] if FULL not in kinds else [kind.removesuffix("_attention") for kind in kinds]
     return {"sliding_window": window, "attention_pattern": pattern}
 

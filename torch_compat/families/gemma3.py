@@ -11,8 +11,9 @@ _LOCAL_THETA = 10000.0
 def _read(c: Config, where: str) -> Table:
     n_layers, period = c["num_hidden_layers"], c["sliding_window_pattern"]
     kinds = c["layer_types"] or [SLIDING if (i + 1) % period else FULL for i in range(n_layers)]
-    table = gemma2.read(c, where) | common.windows(c, kinds, where)
     positions = common.two_rotaries(c, where, c["rope_local_base_freq"])
+    differ = "local_rope_theta" in positions
+    table = gemma2.read(c, where) | common.windows(c, kinds, where, differ=differ)
     if "sliding_window" not in table:
         positions.pop("local_rope_theta", None)
     return table | positions | {"qk_norm": True, "qk_norm_eps": c["rms_norm_eps"]}

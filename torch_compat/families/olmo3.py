@@ -11,8 +11,9 @@ def _read(c: Config, where: str) -> Table:
     n_layers = c["num_hidden_layers"]
     every_fourth = [SLIDING if (i + 1) % 4 else FULL for i in range(n_layers)]
     table = common.shape(c) | common.feed_forward(c, where) | common.biases(c) | norms(c)
-    table |= common.windows(c, c["layer_types"] or every_fourth, where)
     positions = common.two_rotaries(c, where, None)
+    differ = "local_rope_theta" in positions
+    table |= common.windows(c, c["layer_types"] or every_fourth, where, differ=differ)
     if "sliding_window" not in table:
         positions.pop("local_rope_theta", None)
     return table | positions
