@@ -115,6 +115,16 @@ def start_before(run: Path, step: int) -> int:
     return max((start for start in _starts(run) if start < step), default=0)
 
 
+def steps_by_start(run: Path, first: int, last: int) -> list[tuple[int, int]]:
+    """Steps from `first` to `last`, cut where the run was started with another config."""
+    found = []
+    while last >= first:
+        start = start_before(run, last)
+        found.append((max(first, start + 1), last))
+        last = start
+    return found[::-1]
+
+
 def _starts(run: Path) -> list[int]:
     """The steps that starts went on from."""
     found = (run / _CONFIGS).glob("from_step_*.toml")

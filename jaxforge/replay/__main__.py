@@ -42,10 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     multihost.initialize()
     if args.against:
         return _against(args, overrides)
-    with open_past(storage.path(args.run), last, overrides) as past:
-        if args.steps:
-            exact = _print_steps(_console(), replayed(past, first, last))
-            return 0 if exact or not args.check else 1
+    run = storage.path(args.run)
+    if args.steps:
+        exact = _print_steps(_console(), replayed(run, first, last, overrides))
+        return 0 if exact or not args.check else 1
+    with open_past(run, first, overrides) as past:
         found = account(past, first, around=args.around, rows=args.rows)
     if jax.process_index() == 0:
         if args.json:

@@ -16,7 +16,7 @@ from jaxforge.data.packing import IGNORE
 from jaxforge.replay.documents import Document, find_documents, oddness, token_losses
 from jaxforge.replay.influence import Influence, Influences
 from jaxforge.replay.layers import NORMS, LayerNorms, activation_norms, layer_norms, stands_out
-from jaxforge.replay.past import Past, Walk
+from jaxforge.replay.past import Past, Walk, open_past
 from jaxforge.step.train_step import Metrics
 
 _SHOWN = 160  # characters of a text
@@ -86,12 +86,14 @@ class Account:
     odd: list[tuple[str, str, float]]
 
 
-def replayed(past: Past, first: int, last: int) -> Iterator[Made]:
-    """Steps made again, one by one."""
-    logged = logged_steps(past.run)
-    walk = past.walk(first)
-    while walk.progress.step < last:
-        yield _made(walk.advance(), logged)
+def replayed(run: Path, first: int, last: int, overrides: Sequence[str] = ()) -> Iterator[Made]:
+    """Steps of a run made again, one by one, each with the config that it had."""
+    logged = logged_steps(run)
+    for begin, end in run_directory.steps_by_start(run, first, last):
+        with open_past(run, end, overrides) as past:
+            walk = past.walk(begin)
+            while walk.progress.step < end:
+                yield _made(walk.advance(), logged)
 
 
 def account(past: Past, step: int, *, around: int, rows: int) -> Account:
@@ -100,13 +102,13 @@ def account(past: Past, step: int, *, around: int, rows: int) -> Account:
     Args:
         past: the run.
         step: from 1.
-        around: how many steps before and after it to compare with.
+        around: how many steps before and after it to compare with, as far as they had its config.
         rows: how many rows of the batch to take apart into documents.
     """
     tokenizer = run_directory.find_tokenizer(past.run)
     logged, looking = logged_steps(past.run), past.step_function(("grads", *NORMS))
     activations = jax.jit(lambda params, batch: activation_norms(past.model, params, batch))
-    walk, norms = past.walk(max(1, step - around)), {}
+    walk, norms = past.walk(max(past.start + 1, step - around)), {}
     last = min(step + around, past.config.train.max_steps)
     made, suspects, without_first = None, [], None
     while walk.progress.step < last:

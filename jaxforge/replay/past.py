@@ -83,6 +83,7 @@ class Past:
         Raises:
             UserError: there is no such step, or the run began with what is not there any more.
         """
+        assert step > self.start, "that was made with another config"
         walk = Walk(self, *self._nearest(step))
         if walk.progress.step < step - 1:
             log.info("stepping from %d to %d", walk.progress.step, step - 1)

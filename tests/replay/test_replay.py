@@ -58,14 +58,13 @@ def run(tmp_path_factory):
 
 
 def differences(run, first, last, *overrides):
-    with open_past(run, last, overrides) as past:
-        return [one.difference for one in replayed(past, first, last)]
+    return {one.step: one.difference for one in replayed(run, first, last, overrides)}
 
 
 def test_steps_are_what_was_logged_bit_for_bit(run):
     """Before the first checkpoint, after it, and after the run was started again."""
-    assert differences(run, 2, 14) == [0.0] * 13
-    assert differences(run, 20, 21) == [0.0] * 2
+    assert differences(run, 2, 5) == dict.fromkeys(range(2, 6), 0.0)
+    assert differences(run, 17, 21) == dict.fromkeys(range(17, 22), 0.0)
 
 
 def test_a_start_from_an_earlier_step_undoes_those_after_it(tmp_path):
@@ -84,7 +83,7 @@ def test_each_step_has_the_config_that_was_in_force(run):
 
 def test_on_another_mesh_steps_are_nearly_the_same(run):
     mesh = ("--distributed.dp_shard=2", "--distributed.tp=2", "--train.batch_size=4")
-    assert all(0 <= one < 1e-6 for one in differences(run, 13, 14, *mesh))
+    assert all(0 <= one < 1e-6 for one in differences(run, 13, 14, *mesh).values())
 
 
 def test_fewer_devices_make_the_same_batch(run, monkeypatch):
