@@ -452,6 +452,18 @@ def fp8_has_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
         )
 
 
+def experts_in_8_bits_have_no_stages(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Which layers stay in bf16 is known where a stage runs, and not where it is compiled."""
+    train = config.train
+    wanted = train.mixed_precision == "fp8" and "experts" not in train.fp8_exclude
+    if mesh["pp"] > 1 and config.model.is_moe and wanted:
+        yield Problem(
+            f'train.mixed_precision = "fp8" for experts with distributed.pp = {mesh["pp"]} is not '
+            'built: name "experts" in train.fp8_exclude',
+            (smaller_axis(config, "pp", mesh["pp"]),),
+        )
+
+
 def stages_offload_nothing(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """Activations wait in a ring, for as many microbatches as are in flight; layers are split."""
     if mesh["pp"] > 1 and config.train.offload:
@@ -514,6 +526,7 @@ RULES: tuple[Rule, ...] = (
     experts_divide_by_ep,
     expert_width_divides_by_tp,
     fp8_has_layers,
+    experts_in_8_bits_have_no_stages,
     stages_offload_nothing,
     schedule_free_has_no_schedule,
     moments_in_8_bits_are_ours,
