@@ -17,6 +17,7 @@ from jaxforge.config import load_unresolved
 from jaxforge.optim.optimizer import learning_rate
 from jaxforge.state.progress import Progress
 from jaxforge.step.train_step import CompiledSteps
+from jaxforge.training import training_data
 from jaxforge.training.evaluation import make_eval_step
 from jaxforge.training.phases import Phases
 from tests.conftest import tiny_config
@@ -130,11 +131,13 @@ RAMP = {
 def test_a_ramp_goes_on_where_it_stands(monkeypatch):
     """Here after two steps, the run having begun with another batch: position 100, not 8."""
     monkeypatch.setattr(
-        build.loader, "training_batches", lambda c, m, d, first, n, _, accum: [(first, n, accum)]
+        training_data.loader,
+        "training_batches",
+        lambda c, m, d, first, n, _, accum: [(first, n, accum)],
     )
     config = tiny_config(train=RAMP)
     place, phases = Progress(step=2, samples=100), Phases.of(config.data)
-    spans = build._open_batches(config, None, None, phases, config.train.ramp(1), place)
+    spans = training_data.batches_from(place, config, None, None, phases, config.train.ramp(1))
     assert list(spans) == [(100, 1, 1), (104, 3, 2), (128, 3, 4)]
 
 
