@@ -9,6 +9,7 @@ import io
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,6 +31,8 @@ _PACKAGES = {
 }
 _SECTIONS = ("model", "train", "optimizer", "scheduler", "distributed", "data", "metrics")
 """Of a config, what a step may depend on."""
+_TORN = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, LookupError, ValueError, OSError)
+"""What reading an archive raises, by which of its bits are wrong."""
 
 
 class CompiledStep(NamedTuple):
@@ -87,11 +90,13 @@ class Executable:
     def __init__(self, path: str, mesh: Mesh) -> None:
         self._name, self._devices = f"train.executable = {path}", list(mesh.devices.flat)
         try:
-            self._archive = zipfile.ZipFile(io.BytesIO(storage.path(path).read_bytes()))
-            self._about = json.loads(self._archive.read(_ABOUT))
+            content = storage.path(path).read_bytes()
         except OSError as error:
             raise UserError(f"{self._name}: {error.strerror or error}") from error
-        except (zipfile.BadZipFile, KeyError, ValueError) as error:
+        try:
+            self._archive = zipfile.ZipFile(io.BytesIO(content))
+            self._about = json.loads(self._archive.read(_ABOUT))
+        except _TORN as error:
             raise self._unreadable(error) from error
         here = {"format": _FORMAT, **_surroundings(mesh)}
         for key, value in here.items():
@@ -119,7 +124,7 @@ class Executable:
     def _load(self, n: int, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         try:
             payload = self._archive.read(f"{n}.bin")
-        except (zipfile.BadZipFile, KeyError) as error:
+        except _TORN as error:
             raise self._unreadable(error) from error
         tree = jax.tree.structure(lowered.args_info)
         try:

@@ -69,8 +69,8 @@ def test_follows_the_reference(golden, name, optimizer, distributed):
         assert difference.max() < WORST_TOLERANCE, key
     fields = jax.device_get(state.opt_state[1])._asdict()
     assert fields.pop("updates") == 12
-    for field, moments in fields.items():
-        for key, moment in torch_names.to_torch(moments).items():
+    for field in MOMENTS.keys() & fields:
+        for key, moment in torch_names.to_torch(fields[field]).items():
             reference = run[f"opt/{key}/{MOMENTS[field]}"]
             worst = np.abs(moment - reference).max()
             assert worst < MOMENT_TOLERANCE * np.abs(reference).max(), (key, field)
