@@ -455,8 +455,9 @@ def fp8_has_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
 def experts_in_8_bits_have_no_stages(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """Which layers stay in bf16 is known where a stage runs, and not where it is compiled."""
     train = config.train
-    wanted = train.mixed_precision == "fp8" and "experts" not in train.fp8_exclude
-    if mesh["pp"] > 1 and config.model.is_moe and wanted:
+    stay = any(part in "layers.mlp.experts" for part in train.fp8_exclude)
+    wanted = config.model.is_moe and train.mixed_precision == "fp8" and not stay
+    if mesh["pp"] > 1 and wanted:
         yield Problem(
             f'train.mixed_precision = "fp8" for experts with distributed.pp = {mesh["pp"]} is not '
             'built: name "experts" in train.fp8_exclude',

@@ -485,6 +485,19 @@ def test_no_proposal_goes_untested():
             ("num_layers_at_start_in_bf16 to 0", "num_layers_at_end_in_bf16 to 0", "bf16"),
         ),
         (
+            rules.experts_in_8_bits_have_no_stages,
+            ["model.num_experts=4", "train.mixed_precision=fp8", "distributed.pp=2"],
+            [
+                "model.num_experts=4",
+                "train.mixed_precision=fp8",
+                "train.num_layers_at_start_in_bf16=0",
+                "train.num_layers_at_end_in_bf16=0",
+                "train.fp8_exclude=[]",
+                "distributed.pp=2",
+            ],
+            ('"experts"', "train.fp8_exclude", "distributed.pp"),
+        ),
+        (
             rules.stages_offload_nothing,
             ["distributed.pp=2", "train.activation_checkpointing=full"],
             [

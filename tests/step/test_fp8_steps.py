@@ -1,7 +1,6 @@
 """Steps with products in 8 bits: on meshes, and what delayed scales remember."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +66,7 @@ def with_experts(distributed=None, **train):
 
 
 def test_experts_in_8_bits_learn_the_same_on_a_mesh():
-    """But for scales, as each device goes by its own rows. Experts' weights travel in 8 bits."""
+    """But for scales, as each device goes by its own rows."""
     alone = setup(with_experts())
     spread = setup(with_experts({"ep": 2, "dp_shard": 2}, grad_sync="microbatch"))
     wide = setup(with_experts(mixed_precision="bf16"))
@@ -75,15 +74,12 @@ def test_experts_in_8_bits_learn_the_same_on_a_mesh():
     losses, norms = [], []
     for ours in (alone, spread, wide):
         _, metrics = ours.run(ours.state(), batches)
-        losses.append(float(metrics["loss"]))
-        norms.append(float(metrics["grad_norm"]))
+        losses.append(np.asarray(metrics["loss"]))
+        norms.append(np.asarray(metrics["grad_norm"]))
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-3)
     np.testing.assert_allclose(norms[1], norms[0], rtol=3e-2)
     np.testing.assert_allclose(losses[0], losses[2], rtol=1e-2)
-    assert losses[0] != losses[2]
-    with jax.set_mesh(spread.mesh):
-        text = spread.step.lower(spread.state(), batches[0], Controls()).compile().as_text()
-    assert re.search(r"= f8e4m3fn\[\S+ all-gather\(", text)
+    assert np.all(losses[0] != losses[2])
 
 
 def in_bf16(x):
