@@ -14,7 +14,6 @@ from difflib import get_close_matches
 from jaxforge.config.fixes import changed, other_axes, smaller_axis
 from jaxforge.config.job import JobConfig
 from jaxforge.config.locations import misplaced
-from jaxforge.config.not_built import not_built_yet
 from jaxforge.config.optimizer import OPTIMIZERS
 from jaxforge.config.problems import Change, Problem, by_what, divisors, multiples, nearest, one
 from jaxforge.config.train import CROSS_ENTROPIES, EIGHT_BIT
@@ -43,13 +42,12 @@ def check(config: JobConfig, n_devices: int) -> None:
         n_devices: Devices of the whole job, over all hosts.
 
     Raises:
-        UserError: If any rule is broken or anything asked for is not built yet; one line each.
+        UserError: If any rule is broken; one line each.
     """
     problems = list(_broken_mesh(config, n_devices))
     mesh = _declared(config) if problems else mesh_shape(config, n_devices)
     problems += list(_broken_rules(config, mesh, n_devices))
     problems += misplaced(config)
-    problems += not_built_yet(config)
     if problems:
         raise UserError("\n".join(problems))
 

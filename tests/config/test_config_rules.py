@@ -7,8 +7,7 @@ from inspect import isfunction
 
 import pytest
 
-from jaxforge.config import check, load_config, mesh_shape, not_built, rules
-from jaxforge.config.not_built import NOT_BUILT, not_built_yet
+from jaxforge.config import check, load_config, mesh_shape, rules
 from jaxforge.errors import UserError
 
 SMALL = [
@@ -581,14 +580,3 @@ def test_every_failure_is_in_one_message():
         "model.ffn_hidden_dim",
         "model.vocab_size",
     ]
-
-
-def test_what_is_not_built_is_refused_with_what_to_do(monkeypatch):
-    assert not NOT_BUILT  # or each line is tested here
-    planted = not_built.NotBuilt("train.seed", lambda seed: seed > 9, "luck", 7)
-    monkeypatch.setattr(not_built, "NOT_BUILT", (planted,))
-    config = small("train.seed=10")
-    [message] = not_built_yet(config)
-    assert message == "train.seed = 10: luck is not built yet: change train.seed to 7"
-    assert message in complaints(config, 8)
-    assert not list(not_built_yet(small("train.seed=9")))
