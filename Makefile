@@ -13,7 +13,7 @@ NOT_RUN = %/results.py %/figures.py %/aot.py %/pipeline_aot.py %/experts_aot.py 
   %/context.py %/planned.py %/kempnerforge_plans.py %/gpu_aot.py %/gpu.py %/gpu_train.py %/gpu_planned.py %/gpu_numerics.py %/precision.py %/kept.py
 STDLIB  = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
 
-.PHONY: train test test-lines test-gpu-compiler test-torchtitan lint bench wheel clean
+.PHONY: train test test-lines test-gpu-compiler test-torchtitan lint bench docs wheel clean
 
 train: $(VENV)/.run data/quickstart
 	$(BIN)/python -m jaxforge.train --config configs/quickstart.toml
@@ -56,6 +56,11 @@ test-torchtitan: $(VENV)/.dev
 	  $(BIN)/python -m pip install --quiet --no-deps --target build/torchtitan/$$version \
 	    torchtitan==$$version $(TITAN_NEEDS) || exit 1; done
 	$(BIN)/python -m pytest tests/torch_compat/test_torchtitan.py
+
+# The documentation as a site: build/docs/index.html.
+docs: $(VENV)/.run
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	$(BIN)/sphinx-build -W --keep-going -q -b html -c docs . build/docs
 
 wheel: $(VENV)/.dev
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .

@@ -87,7 +87,7 @@ def _say(text: str) -> None:
     Console(stderr=True).print(text, highlight=False, soft_wrap=True)
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxforge.prepare",
         description="Turns text, or conversations, into token shards for training. Documents are "
@@ -97,6 +97,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     for names, options in _ARGUMENTS.items():
         parser.add_argument(*names.split(), **options)
+    return parser
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
     args = parser.parse_args(argv)
     if args.vocab_size and args.tokenizer != "bpe":
         parser.error("--vocab-size goes with --tokenizer bpe; the others have their own")
