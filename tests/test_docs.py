@@ -11,6 +11,7 @@ from urllib.parse import unquote
 
 import pytest
 
+from jaxforge.__main__ import COMMANDS
 from jaxforge.config.reading.schema import all_keys
 
 ROOT = Path(__file__).parents[1]
@@ -61,7 +62,7 @@ def commands():
     for page in PAGES:
         for language, text in FENCE.findall(page.read_text()):
             for line in text.replace("\\\n", " ").splitlines() if not language else ():
-                if re.match(r"(\$ )?(srun )?(python|make|pip) ", line):
+                if re.match(r"(\$ )?(srun )?(python|jaxforge|make|pip) ", line):
                     yield pytest.param(line, id=f"{page.stem}: {line[:60]}")
 
 
@@ -80,6 +81,9 @@ def test_a_command_line_is_one_that_its_command_takes(line):
             assert set(targets) <= TARGETS
         case ["pip", "install", *what]:
             assert all(extra in EXTRAS for one in what for extra in extras_of(one))
+        case ["jaxforge", command, *arguments]:
+            called = COMMANDS[command]
+            takes(called.module, [command, *arguments] if called.is_subcommand else arguments)
         case ["python", "-m", module, *arguments]:
             takes(module, arguments)
         case ["python", script, *arguments]:
@@ -117,5 +121,5 @@ def command_in(arguments):
 def parser_of(module) -> argparse.ArgumentParser:
     try:
         return importlib.import_module(f"{module}.__main__")._parser()
-    except ModuleNotFoundError:
+    except ModuleNotFoundError:  # it is no package
         return importlib.import_module(module)._parser()

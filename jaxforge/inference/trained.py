@@ -53,8 +53,11 @@ class TrainedModel:
     model: Model
 
     @contextlib.contextmanager
-    def in_use(self) -> Iterator[Params]:
+    def in_use(self, params: Params | None = None) -> Iterator[Params]:
         """The parameters, on their mesh and in their precision while the context lasts.
+
+        Args:
+            params: they, where they have been read before.
 
         Raises:
             UserError: they, or what is done with them, do not fit into memory.
@@ -69,7 +72,7 @@ class TrainedModel:
         )
         try:
             with jax.set_mesh(self.mesh), matmul_precision(self.config):
-                yield self._restore(like)
+                yield self._restore(like) if params is None else params
         except (jax.errors.JaxRuntimeError, MemoryError) as error:
             if not device_memory.is_out_of_memory(error):
                 raise
