@@ -56,7 +56,7 @@ class Run:
     def metrics(self) -> Any:  # noqa: ANN401
         """What is logged, by name: a pandas DataFrame over steps where pandas is installed.
 
-        Elsewhere a dict of `report.reading.Series`.
+        Elsewhere a dict of `report.reading.Series`, which may have several values of a step.
         """
         series = read_metrics(self._trained.run)
         if importlib.util.find_spec("pandas") is None:
@@ -64,7 +64,8 @@ class Run:
         import pandas as pd
 
         columns = {name: pd.Series(one.value, one.step) for name, one in series.items()}
-        return pd.DataFrame(columns).rename_axis("step")
+        latest = {name: one[~one.index.duplicated(keep="last")] for name, one in columns.items()}
+        return pd.DataFrame(latest).rename_axis("step")
 
     def generate(
         self,

@@ -189,6 +189,7 @@ def test_a_run_in_python_is_what_the_commands_say(run, here, tmp_path):
     logged = [json.loads(line) for line in (run.directory / "metrics.jsonl").open()]
     losses = {line["step"]: line["train/loss"] for line in logged if "train/loss" in line}
     assert ours.metrics["train/loss"].dropna().to_dict() == losses
+    assert ours.metrics.index.is_unique  # a save is logged when it ends, several perhaps in a step
     found = ours.evaluate(steps=1, text=str(run.directory.parent / "data" / "train"))
     assert found["step"] == 60
     assert found["sets"][0]["name"] == "text"
