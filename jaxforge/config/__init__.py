@@ -6,6 +6,7 @@ Names and defaults are those of PyTorch's KempnerForge, whose files for text mod
 says what the keys that only PyTorch needs come to here.
 """
 
+from jaxforge.config.axes import AXES
 from jaxforge.config.checkpoint import CheckpointConfig, DynCkptWindow
 from jaxforge.config.data import DataConfig, DatasetSource, TrainingPhase
 from jaxforge.config.distributed import DistributedConfig
@@ -19,7 +20,7 @@ from jaxforge.config.plugins import PluginsConfig
 from jaxforge.config.profiling import ProfilingConfig
 from jaxforge.config.reading.load import load_config, load_unresolved
 from jaxforge.config.reading.unresolved import UnresolvedConfig
-from jaxforge.config.rules import AXES, check, mesh_shape
+from jaxforge.config.rules import check, mesh_shape
 from jaxforge.config.scheduler import SchedulerConfig
 from jaxforge.config.torch_only import answers
 from jaxforge.config.train import BatchStage, TrainConfig

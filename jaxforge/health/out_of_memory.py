@@ -75,7 +75,7 @@ def explanation(said: str, config: JobConfig, mesh: Mesh) -> str:
 
 
 def fewer_copies(config: JobConfig, mesh: Mesh) -> Iterator[str]:
-    """What helps where dp_shard could not split the state all the way (`rules.with_copies`)."""
+    """What helps where dp_shard could not split the state all the way (`axes.with_copies`)."""
     copies = mesh.shape["dp_replicate"] // config.distributed.dp_replicate
     if copies > 1:
         yield (

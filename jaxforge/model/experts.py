@@ -122,7 +122,7 @@ class ExpertLinear(nnx.Module):
     @property
     def _multiplies_in_8_bits(self) -> bool:
         is_on = fp8.is_on()
-        assert isinstance(is_on, bool) or not self.in_8_bits, "refused (`config.rules`)"
+        assert isinstance(is_on, bool) or not self.in_8_bits, "refused (`mesh_rules`)"
         return self.in_8_bits and is_on is True
 
     def _is_reduced_apart(self, dtype: jnp.dtype) -> bool:

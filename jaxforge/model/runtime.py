@@ -5,8 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxforge.config.axes import cp_strategy
 from jaxforge.config.job import JobConfig
-from jaxforge.config.rules import cp_strategy
 from jaxforge.model.attention_backends import KernelRequirements, choose, choose_parts
 from jaxforge.model.grouped import ProductRequirements, choose_grouped
 from jaxforge.model.linear import FLOAT32

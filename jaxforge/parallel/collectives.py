@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jaxtyping import Array
 
-from jaxforge.config.rules import DATA_AXES
+from jaxforge.config.axes import DATA_AXES
 from jaxforge.parallel import sharding
 from jaxforge.parallel.sharding import Axes, axes_of_type, constrain, without_data
 

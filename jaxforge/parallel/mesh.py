@@ -23,9 +23,10 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from jaxforge.config.axes import AXES, data_parallel, token_parallel, with_copies
 from jaxforge.config.job import JobConfig
 from jaxforge.config.problems import said
-from jaxforge.config.rules import AXES, data_parallel, mesh_shape, token_parallel, with_copies
+from jaxforge.config.rules import mesh_shape
 from jaxforge.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ _OUTER = (STAGES, "dp_replicate", "dp_shard")
 def make_mesh(config: JobConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh that `[distributed]` asks for, over all devices of all processes.
 
-    Of a dp_shard that does not divide `model.dim`, a part is dp_replicate (`rules.with_copies`);
+    Of a dp_shard that does not divide `model.dim`, a part is dp_replicate (`axes.with_copies`);
     the log says so, and where axes go over a slow network.
 
     Args:

@@ -14,8 +14,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
+from jaxforge.config.axes import BATCH_AXES, DATA_AXES
 from jaxforge.config.model import EXPERTS, LAYERS
-from jaxforge.config.rules import BATCH_AXES, DATA_AXES
 from jaxforge.errors import UserError
 from jaxforge.parallel.mesh import STAGES
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 from jax.sharding import Mesh
 
+from jaxforge.config.axes import data_parallel
 from jaxforge.config.job import JobConfig
-from jaxforge.config.rules import data_parallel
 from jaxforge.model.transformer import Model, active_parameter_count, parameter_count
 from jaxforge.plan.chips import Chip
 from jaxforge.plan.network import rate_along

@@ -9,9 +9,10 @@ from pathlib import Path
 import jax
 
 from jaxforge import storage
+from jaxforge.config.axes import data_parallel
 from jaxforge.config.job import JobConfig, shown
 from jaxforge.config.problems import said
-from jaxforge.config.rules import data_parallel, mesh_shape
+from jaxforge.config.rules import mesh_shape
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.data.sources import open_training_data
 from jaxforge.model.transformer import build_model

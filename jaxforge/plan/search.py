@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 import jaxforge
-from jaxforge.config import rules
+from jaxforge.config import axes, rules
 from jaxforge.config.job import JobConfig
 from jaxforge.config.section import Table
 from jaxforge.errors import UserError
@@ -165,7 +165,7 @@ def as_given(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
     except UserError:
         return
     mesh, chip = rules.mesh_shape(config, topology.n_devices), CHIPS[topology.chip]
-    model, dp = build_model(config, chip.platform), rules.data_parallel(mesh)
+    model, dp = build_model(config, chip.platform), axes.data_parallel(mesh)
     rows = config.train.microbatch_size(dp) // dp  # which batch_size need not say
     given = changed(config, {"batch_size": rows}, {})
     try:
@@ -221,8 +221,8 @@ def candidates(config: JobConfig, topology: Topology) -> Iterator[tuple[Candidat
 
 def splits(config: JobConfig, topology: Topology, mesh: Mapping[str, int]) -> Iterator[JobConfig]:
     """All valid ways to run the update on a mesh."""
-    rows, dp = sequences(config, topology.n_devices), rules.data_parallel(mesh)
-    syncs = ("update", "microbatch") if rules.token_parallel(mesh) > 1 else ("update",)
+    rows, dp = sequences(config, topology.n_devices), axes.data_parallel(mesh)
+    syncs = ("update", "microbatch") if axes.token_parallel(mesh) > 1 else ("update",)
     for each, save, sync in itertools.product(_powers(_MOST_ROWS), REMAT, syncs):
         if rows % (dp * each):
             continue
@@ -243,7 +243,7 @@ def sequences(config: JobConfig, n_devices: int) -> int:
     """
     if config.train.global_batch_size:
         return config.train.global_batch_size
-    dp = rules.data_parallel(rules.mesh_shape(config, n_devices))
+    dp = axes.data_parallel(rules.mesh_shape(config, n_devices))
     return config.train.batch_size * dp * config.train.grad_accum_steps
 
 

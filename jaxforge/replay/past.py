@@ -22,7 +22,7 @@ from jaxforge import run_directory
 from jaxforge.build import open_foreign
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import Saved, start_from, starting_state
-from jaxforge.config import rules
+from jaxforge.config import axes, rules
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.data import loader, sources
@@ -236,7 +236,7 @@ def _same_batch(config: JobConfig, checkpoints: Checkpoints) -> list[str]:
     rows = config.train.microbatch_size(groups)
     most = max(n for n in range(1, here + 1) if rows % n == 0)
     log.info("the run had %d devices: its batch is made on %d of those here", groups * others, most)
-    settings = [f"--distributed.{axis}=1" for axis in rules.AXES if axis != "dp_shard"]
+    settings = [f"--distributed.{axis}=1" for axis in axes.AXES if axis != "dp_shard"]
     settings.append(f"--distributed.dp_shard={most}")
     if not config.train.global_batch_size:
         settings.append(f"--train.batch_size={rows // most}")
@@ -266,12 +266,12 @@ def _data_parallel_groups(config: JobConfig, checkpoints: Checkpoints) -> int:
 
 
 def _data_parallel(config: JobConfig) -> int:
-    sizes = zip(rules.AXES, _sizes(config), strict=True)
-    return rules.data_parallel({axis: max(1, size) for axis, size in sizes})
+    sizes = zip(axes.AXES, _sizes(config), strict=True)
+    return axes.data_parallel({axis: max(1, size) for axis, size in sizes})
 
 
 def _sizes(config: JobConfig) -> list[int]:
-    return [getattr(config.distributed, axis) for axis in rules.AXES]
+    return [getattr(config.distributed, axis) for axis in axes.AXES]
 
 
 def _devices(config: JobConfig) -> list[jax.Device]:

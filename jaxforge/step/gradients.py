@@ -26,9 +26,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree, Shaped
 
+from jaxforge.config.axes import DATA_AXES
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import LAYERS
-from jaxforge.config.rules import DATA_AXES
 from jaxforge.config.train import TrainConfig
 from jaxforge.model import remat
 from jaxforge.model.attention import Context

@@ -7,7 +7,7 @@ from inspect import isfunction
 
 import pytest
 
-from jaxforge.config import check, load_config, mesh_shape, rules
+from jaxforge.config import axes, check, load_config, mesh_rules, mesh_shape, rules, section_rules
 from jaxforge.errors import UserError
 
 SMALL = [
@@ -450,7 +450,7 @@ def test_no_proposal_goes_untested():
     ("rule", "good", "bad", "keys"),
     [
         (
-            rules.stages_have_layers_of_one_stack,
+            mesh_rules.stages_have_layers_of_one_stack,
             ["model.num_experts=4", "distributed.pp=2"],
             [
                 "model.num_experts=4",
@@ -460,31 +460,31 @@ def test_no_proposal_goes_untested():
             ("model.moe_frequency", "distributed.pp"),
         ),
         (
-            rules.experts_divide_by_ep,
+            mesh_rules.experts_divide_by_ep,
             ["model.num_experts=4", "distributed.ep=2"],
             ["distributed.ep=2"],
             ("distributed.ep", "model.num_experts"),
         ),
         (
-            rules.experts_divide_by_ep,
+            mesh_rules.experts_divide_by_ep,
             ["model.num_experts=4", "distributed.ep=2"],
             ["model.num_experts=3", "distributed.ep=2"],
             ("model.num_experts", "distributed.ep"),
         ),
         (
-            rules.expert_width_divides_by_tp,
+            mesh_rules.expert_width_divides_by_tp,
             ["model.num_experts=4", "model.moe_expert_dim=36", "distributed.tp=2"],
             ["model.num_experts=4", "model.moe_expert_dim=37", "distributed.tp=2"],
             ("model.moe_expert_dim", "distributed.tp"),
         ),
         (
-            rules.fp8_has_layers,
+            section_rules.fp8_has_layers,
             ["train.mixed_precision=fp8", "distributed.tp=2", "model.n_layers=3"],
             ["train.mixed_precision=fp8", "model.n_layers=2"],
             ("num_layers_at_start_in_bf16 to 0", "num_layers_at_end_in_bf16 to 0", "bf16"),
         ),
         (
-            rules.experts_in_8_bits_have_no_stages,
+            mesh_rules.experts_in_8_bits_have_no_stages,
             ["model.num_experts=4", "train.mixed_precision=fp8", "distributed.pp=2"],
             [
                 "model.num_experts=4",
@@ -497,7 +497,7 @@ def test_no_proposal_goes_untested():
             ('"experts"', "train.fp8_exclude", "distributed.pp"),
         ),
         (
-            rules.stages_offload_nothing,
+            mesh_rules.stages_offload_nothing,
             ["distributed.pp=2", "train.activation_checkpointing=full"],
             [
                 "distributed.pp=2",
@@ -507,7 +507,7 @@ def test_no_proposal_goes_untested():
             ("train.offload", "distributed.pp"),
         ),
         (
-            rules.seq_len_divides_by_cp_and_tp,
+            mesh_rules.seq_len_divides_by_cp_and_tp,
             ["distributed.cp=2"],
             ["distributed.cp=2", "train.seq_len=31"],
             ("train.seq_len", "distributed.cp"),
@@ -522,18 +522,12 @@ def test_rules_of_parts_of_the_mesh(rule, good, bad, keys):
     assert all(key in message for key in keys)
 
 
-def test_check_runs_every_rule_of_the_module():
-    functions = (value for value in vars(rules).values() if isfunction(value))
-    names = {one.__name__ for one in functions if one.__module__ == rules.__name__}
-    public = {name for name in names if not name.startswith("_")} - {
-        "check",
-        "mesh_shape",
-        "with_copies",
-        "data_parallel",
-        "token_parallel",
-        "cp_strategy",
-    }
-    assert public == {rule.__name__ for rule in rules.RULES}
+@pytest.mark.parametrize("module", [mesh_rules, section_rules])
+def test_check_runs_every_rule_of_a_module(module):
+    functions = (value for value in vars(module).values() if isfunction(value))
+    names = {one.__name__ for one in functions if one.__module__ == module.__name__}
+    public = {name for name in names if not name.startswith("_")}
+    assert public == {rule.__name__ for rule in rules.RULES if rule.__module__ == module.__name__}
 
 
 def test_mesh_shape_fills_the_open_axis_in_the_order_of_the_axes():
@@ -549,7 +543,7 @@ def test_mesh_shape_refuses_what_does_not_fit():
 
 
 @pytest.mark.parametrize(
-    ("dim", "axes", "built"),
+    ("dim", "sizes", "built"),
     [
         (4096, {"dp_shard": 16}, (1, 16)),
         (4096, {"dp_shard": 12}, (3, 4)),
@@ -560,13 +554,13 @@ def test_mesh_shape_refuses_what_does_not_fit():
     ],
     ids=str,
 )
-def test_what_does_not_divide_the_width_is_copies(dim, axes, built):
-    config = small(f"model.dim={dim}", *(f"distributed.{axis}={n}" for axis, n in axes.items()))
-    asked = mesh_shape(config, math.prod(axes.values()))
-    mesh = rules.with_copies(config, asked)
+def test_what_does_not_divide_the_width_is_copies(dim, sizes, built):
+    config = small(f"model.dim={dim}", *(f"distributed.{axis}={n}" for axis, n in sizes.items()))
+    asked = mesh_shape(config, math.prod(sizes.values()))
+    mesh = axes.with_copies(config, asked)
     assert (mesh["dp_replicate"], mesh["dp_shard"]) == built
     assert {**mesh, "dp_replicate": 0, "dp_shard": 0} == {**asked, "dp_replicate": 0, "dp_shard": 0}
-    assert rules.data_parallel(mesh) == rules.data_parallel(asked)
+    assert axes.data_parallel(mesh) == axes.data_parallel(asked)
 
 
 def test_every_failure_is_in_one_message():

@@ -12,7 +12,7 @@ import types
 import numpy as np
 import pytest
 
-from jaxforge.config.rules import AXES
+from jaxforge.config.axes import AXES
 from jaxforge.errors import UserError
 from jaxforge.parallel import targets
 from jaxforge.parallel.mesh import arrange, make_mesh

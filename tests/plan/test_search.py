@@ -7,7 +7,7 @@ import jax
 import pytest
 from rich.console import Console
 
-from jaxforge.config import rules
+from jaxforge.config import axes, rules
 from jaxforge.config.reading.load import load_config
 from jaxforge.config.train import TrainConfig
 from jaxforge.errors import UserError
@@ -35,7 +35,7 @@ def test_candidates_are_valid_and_of_the_same_update(node):
     assert len(found) > 50
     for one in found:
         rules.check(one.config, 8)
-        rows = one.config.train.microbatch_size(rules.data_parallel(one.mesh))
+        rows = one.config.train.microbatch_size(axes.data_parallel(one.mesh))
         assert rows * one.config.train.grad_accum_steps == 2 * 8 * 4
     meshes = {tuple(one.mesh.items()) for one in found}
     for axis in ("pp", "dp_replicate", "dp_shard", "tp"):

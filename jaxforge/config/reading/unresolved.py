@@ -21,13 +21,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from jaxforge.config.axes import data_parallel
 from jaxforge.config.batch_ramp import BatchRamp, Stage
 from jaxforge.config.duration import Duration, parse_duration
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.explain import Sources, explain, explain_value
 from jaxforge.config.reading.lines import Path
 from jaxforge.config.reading.schema import node_at
-from jaxforge.config.rules import data_parallel, mesh_shape
+from jaxforge.config.rules import mesh_shape
 from jaxforge.errors import UserError
 
 EpochLength = Callable[[JobConfig, int], int | None]

@@ -1,0 +1,253 @@
+"""Rules between a configuration and the device mesh (`rules.py`)."""
+
+import json
+import math
+from collections.abc import Iterator
+
+from jaxforge.config.axes import BATCH_AXES, Mesh, Rule, cp_strategy, data_parallel
+from jaxforge.config.fixes import smaller_axis
+from jaxforge.config.job import JobConfig
+from jaxforge.config.problems import Problem, divisors, multiples, nearest, one
+
+
+def heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Each tensor-parallel rank has whole query heads."""
+    yield from _divides(config, "model.n_heads", config.model.n_heads, mesh, "tp")
+
+
+def kv_heads_divide_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Each tensor-parallel rank has whole key/value heads."""
+    if config.model.n_kv_heads:  # else they are as many as the query heads
+        yield from _divides(config, "model.n_kv_heads", config.model.n_kv_heads, mesh, "tp")
+
+
+def seq_len_divides_by_cp_and_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Context-parallel ranks share the sequence, and between blocks tensor-parallel ones do."""
+    yield from _divides(config, "train.seq_len", config.train.seq_len, mesh, "cp", "tp")
+
+
+def heads_divide_by_cp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """With "ulysses", each context-parallel rank has as many of a tensor-parallel one's heads."""
+    n_heads, product = config.model.n_heads, mesh["cp"] * mesh["tp"]
+    if cp_strategy(config) == "ulysses" and n_heads % mesh["tp"] == 0 and n_heads % product:
+        yield Problem(
+            f'distributed.cp_strategy = "ulysses" splits heads: model.n_heads = {n_heads} must be '
+            f"a multiple of distributed.cp * tp = {mesh['cp']} * {mesh['tp']} = {product}",
+            (one("distributed.cp_strategy", "ring"), smaller_axis(config, "cp", mesh["cp"])),
+        )
+
+
+def seq_len_divides_by_parts_of_ring(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """With "ring", each context-parallel rank has two parts of a sequence."""
+    length, parts = config.train.seq_len, 2 * mesh["cp"]
+    if mesh["cp"] > 1 and cp_strategy(config) == "ring" and length % parts:
+        unit = math.lcm(parts, mesh["cp"] * mesh["tp"])
+        yield Problem(
+            f"train.seq_len = {length} must be a multiple of 2 * distributed.cp = {parts} with "
+            f'distributed.cp_strategy = "ring"',
+            (multiples("train.seq_len", length, unit), smaller_axis(config, "cp", mesh["cp"])),
+        )
+
+
+def ffn_dim_divides_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Each tensor-parallel rank has as many feed-forward columns."""
+    yield from _divides(config, "model.ffn_hidden_dim", config.model.ffn_dim, mesh, "tp")
+
+
+def vocab_divides_by_pp_and_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Each tensor-parallel rank of each stage has as many rows of embedding and head."""
+    yield from _divides(config, "model.vocab_size", config.model.vocab_size, mesh, "pp", "tp")
+
+
+def dim_divides_by_cp_and_ep(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Parameters are cut along the residual width; over dp_shard, too, if it can be.
+
+    Sequences are spread over all of cp, and experts over all of ep, so that these cannot be cut
+    themselves (`with_copies`).
+    """
+    yield from _divides(config, "model.dim", config.model.dim, mesh, "cp", "ep")
+
+
+def global_batch_divides(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """A global batch splits into whole microbatches, and these into whole shares per rank."""
+    batch, accum = config.train.global_batch_size, config.train.grad_accum_steps
+    dp = data_parallel(mesh)
+    if batch and batch % (accum * dp):
+        axes = BATCH_AXES if mesh["ep"] > 1 else BATCH_AXES[:2]
+        sizes = " * ".join(str(mesh[axis]) for axis in axes)
+        fitting = (steps for steps in divisors(batch) if batch % (steps * dp) == 0)
+        yield Problem(
+            f"train.global_batch_size = {batch} must be a multiple of train.grad_accum_steps * "
+            f"distributed.{' * '.join(axes)} = {accum} * {sizes} = {accum * dp}",
+            (
+                multiples("train.global_batch_size", batch, accum * dp),
+                nearest("train.grad_accum_steps", accum, fitting),
+            ),
+        )
+
+
+def batch_sizes_agree(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Whoever writes both batch sizes means the same by them."""
+    train, dp = config.train, data_parallel(mesh)
+    total = train.batch_size * dp * train.grad_accum_steps
+    wrote_both = train.global_batch_size and config.is_set("train.batch_size")
+    if wrote_both and total != train.global_batch_size:
+        share = train.microbatch_size(dp) // dp
+        yield Problem(
+            f"train.global_batch_size = {train.global_batch_size}, but train.batch_size = "
+            f"{train.batch_size} on {dp} data-parallel ranks with train.grad_accum_steps = "
+            f"{train.grad_accum_steps} makes {total}",
+            (one("train.batch_size", share), one("train.global_batch_size", total)),
+        )
+
+
+def every_stage_has_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """There is a layer for each virtual stage."""
+    layers, chunks = config.model.n_layers, config.distributed.chunks
+    if layers < mesh["pp"] * chunks:
+        product, fewer = f" = {mesh['pp']}", smaller_axis(config, "pp", mesh["pp"])
+        if chunks > 1:
+            product = f" * pp_chunks = {mesh['pp']} * {chunks} = {mesh['pp'] * chunks}"
+        lower = tuple({"distributed.pp_chunks": n} for n in range(chunks - 1, 1, -1))
+        what = f"model.n_layers = {layers} is less than distributed.pp{product}"
+        yield Problem(what, (fewer, lower))
+
+
+def microbatches_fill_the_pipeline(config: JobConfig, mesh: Mesh) -> Iterator[str | Problem]:
+    """Every stage has work at a time, and interleaving takes microbatches stage by stage."""
+    pp = mesh["pp"]
+    sizes = {f"train.batch_ramp[{i}]": s.accum for i, s in enumerate(config.train.stages()[:-1])}
+    sizes["train.grad_accum_steps"] = config.train.grad_accum_steps
+    for key, accum in sizes.items() if pp > 1 else ():
+        is_stage = not key.endswith("_steps")
+        what, unit = f"{key} = {accum}" + (" microbatches" if is_stage else ""), pp
+        if accum < pp:
+            what += f" leaves stages of distributed.pp = {pp} idle all the time"
+            unit = pp if config.distributed.chunks > 1 else 1
+        elif config.distributed.chunks > 1 and accum % pp:
+            what += (
+                f" must be a multiple of distributed.pp = {pp} with distributed.pp_schedule = "
+                '"interleaved_1f1b"'
+            )
+        else:
+            continue
+        least = max(pp, _round_up(accum, unit))
+        if is_stage:
+            yield f"{what}: give it {least}"
+        else:
+            yield Problem(what, (multiples(key, least, unit),))
+
+
+def stages_have_layers_of_one_stack(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Pipeline stages run one program, and so layers with the same parameters."""
+    if len(config.model.stacks) > 1 and mesh["pp"] > 1:
+        everywhere = {"model.moe_frequency": 1, "model.moe_first_dense_layers": 0}
+        yield Problem(
+            f"distributed.pp = {mesh['pp']} needs layers that all have experts, or none, and here "
+            f"{sum(config.model.has_experts)} of {config.model.n_layers} have",
+            (smaller_axis(config, "pp", mesh["pp"]), (everywhere,)),
+        )
+
+
+def stages_with_biases_have_as_many_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """A stage with a layer less has zeros in its place, which a bias at its end would learn."""
+    model, parts = config.model, mesh["pp"] * config.distributed.chunks
+    after = model.norm_type == "layernorm" and model.norm_placement != "pre"
+    if mesh["pp"] > 1 and model.n_layers % parts and (model.o_bias or model.mlp_bias or after):
+        what = "a layernorm after its parts" if after else "model.o_bias or mlp_bias"
+        yield Problem(
+            f"model.n_layers = {model.n_layers} must be a multiple of {parts} pipeline stages in a "
+            f"model with {what}",
+            (
+                multiples("model.n_layers", model.n_layers, parts),
+                smaller_axis(config, "pp", mesh["pp"]),
+            ),
+        )
+
+
+def experts_divide_by_ep(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Expert-parallel ranks have as many experts each, and there are experts."""
+    if mesh["ep"] > 1 and not config.model.is_moe:
+        yield Problem(
+            f"distributed.ep = {mesh['ep']} needs experts",
+            (
+                smaller_axis(config, "ep", mesh["ep"]),
+                multiples("model.num_experts", mesh["ep"], mesh["ep"]),
+            ),
+        )
+    else:
+        yield from _divides(config, "model.num_experts", config.model.num_experts, mesh, "ep")
+
+
+def expert_width_divides_by_tp(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Each tensor-parallel rank has as many columns of every expert."""
+    if config.model.is_moe:
+        yield from _divides(config, "model.moe_expert_dim", config.model.expert_dim, mesh, "tp")
+    if config.model.shared_expert_dim:
+        width = config.model.shared_expert_dim
+        yield from _divides(config, "model.moe_shared_expert_dim", width, mesh, "tp")
+
+
+def experts_in_8_bits_have_no_stages(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Which layers stay in bf16 is known where a stage runs, and not where it is compiled."""
+    train = config.train
+    stay = any(part in "layers.mlp.experts" for part in train.fp8_exclude)
+    wanted = config.model.is_moe and train.mixed_precision == "fp8" and not stay
+    if mesh["pp"] > 1 and wanted:
+        yield Problem(
+            f'train.mixed_precision = "fp8" for experts with distributed.pp = {mesh["pp"]} is not '
+            'built: name "experts" in train.fp8_exclude',
+            (smaller_axis(config, "pp", mesh["pp"]),),
+        )
+
+
+def stages_offload_nothing(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Activations wait in a ring, for as many microbatches as are in flight; layers are split."""
+    if mesh["pp"] > 1 and config.train.offload:
+        yield Problem(
+            f"train.offload = {json.dumps(config.train.offload)} with distributed.pp = "
+            f"{mesh['pp']}: what a stage has stays on its device",
+            (smaller_axis(config, "pp", mesh["pp"]),),
+        )
+
+
+MESH_RULES: tuple[Rule, ...] = (
+    heads_divide_by_tp,
+    kv_heads_divide_by_tp,
+    seq_len_divides_by_cp_and_tp,
+    heads_divide_by_cp,
+    seq_len_divides_by_parts_of_ring,
+    ffn_dim_divides_by_tp,
+    vocab_divides_by_pp_and_tp,
+    dim_divides_by_cp_and_ep,
+    global_batch_divides,
+    batch_sizes_agree,
+    every_stage_has_layers,
+    microbatches_fill_the_pipeline,
+    stages_have_layers_of_one_stack,
+    stages_with_biases_have_as_many_layers,
+    experts_divide_by_ep,
+    expert_width_divides_by_tp,
+    experts_in_8_bits_have_no_stages,
+    stages_offload_nothing,
+)
+
+
+def _divides(config: JobConfig, key: str, value: int, mesh: Mesh, *axes: str) -> Iterator[Problem]:
+    """Yields a problem unless `value` splits evenly over the product of `axes`."""
+    sizes = {axis: mesh[axis] for axis in axes if mesh[axis] > 1}
+    size = math.prod(sizes.values())
+    if value % size == 0:
+        return
+    product = f"{' * '.join(map(str, sizes.values()))} = {size}" if len(sizes) > 1 else f"{size}"
+    yield Problem(
+        f"{key} = {value} must be a multiple of distributed.{' * '.join(sizes)} = {product}",
+        (
+            multiples(key, value, size),
+            *(smaller_axis(config, axis, n) for axis, n in sizes.items()),
+        ),
+    )
+
+
+def _round_up(value: int, unit: int) -> int:
+    return math.ceil(value / unit) * unit

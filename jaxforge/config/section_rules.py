@@ -1,0 +1,193 @@
+"""Rules between sections of a configuration (`rules.py`)."""
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+
+from jaxforge.config.axes import Mesh, Rule, data_parallel
+from jaxforge.config.job import JobConfig
+from jaxforge.config.optimizer import OPTIMIZERS
+from jaxforge.config.problems import Problem, nearest, one
+from jaxforge.config.train import CROSS_ENTROPIES, EIGHT_BIT
+
+
+def seq_len_fits_model(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """The position table covers the sequence."""
+    seq_len, longest = config.train.seq_len, config.model.max_seq_len
+    if seq_len > longest:
+        yield Problem(
+            f"train.seq_len = {seq_len} exceeds model.max_seq_len = {longest}",
+            (
+                nearest("train.seq_len", longest, range(1, longest + 1)),
+                one("model.max_seq_len", seq_len),
+            ),
+        )
+
+
+def eval_has_a_source(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Evaluation has something to read."""
+    if config.eval.enabled and not config.eval.sources():
+        yield (
+            "eval.enabled = true needs data: set eval.dataset_path, eval.hf_dataset_name or "
+            "[[eval.datasets]], or eval.enabled = false"
+        )
+
+
+def hugging_face_has_a_tokenizer(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Text is read with a tokenizer."""
+    data = config.data
+    if data.tokenizer_path:
+        return
+    for i, source in enumerate(data.datasets):
+        if source.hf_name and not source.path:
+            yield f'data.datasets[{i}].hf_name = "{source.hf_name}" needs data.tokenizer_path'
+    if data.hf_dataset_name and not (data.datasets or data.dataset_path):
+        yield f'data.hf_dataset_name = "{data.hf_dataset_name}" needs data.tokenizer_path'
+
+
+def streaming_has_a_dataset(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """What streams is a Hugging Face dataset, and in an order that does without random access."""
+    data = config.data
+    if data.hf_streaming and data.datasets:
+        yield (
+            "data.hf_streaming = true does not mix: data.datasets are drawn from in random access; "
+            "set it to false, and Hugging Face datasets are tokenized once"
+        )
+    elif data.hf_streaming and (data.dataset_path or not data.hf_dataset_name):
+        yield (
+            "data.hf_streaming = true is for data.hf_dataset_name alone: set it to false, or name "
+            "a dataset and no data.dataset_path"
+        )
+    elif data.hf_streaming and data.order == "torch":
+        yield (
+            'data.order = "torch" shuffles the whole dataset, which data.hf_streaming = true never '
+            'sees: set the one to "grain" or the other to false'
+        )
+
+
+def phases_weigh_what_there_is(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Weights of phases are those of sources, and some source is drawn from in each."""
+    data = config.data
+    names = [source.label for source in data.datasets]
+    for i, phase in enumerate(data.all_phases):
+        annealing = data.anneal_start_step
+        key = "data.anneal_weights" if annealing else f"data.phases[{i}].dataset_weights"
+        for name in phase.dataset_weights:
+            if name not in names:
+                yield f'{key} names "{name}", {_no_source(name, names)}'
+        if names and not any(data.weights(phase).values()):
+            yield f"{key} leave no source to draw from: give one a weight above 0"
+
+
+def torch_ranks_share_a_microbatch(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """The ranks whose order is followed read as many rows of a microbatch each."""
+    ranks = config.data.torch_ranks
+    if ranks is None:
+        return
+    if not config.data.datasets or config.data.order != "torch":
+        yield (
+            f"data.torch_ranks = {ranks} is for the order of a mixture: leave it out, or set "
+            'data.datasets and data.order = "torch"'
+        )
+        return
+    rows = config.train.microbatch_size(data_parallel(mesh))
+    if rows % ranks:
+        yield (
+            f"data.torch_ranks = {ranks} must divide the {rows} sequences of a global microbatch: "
+            "change train.global_batch_size or train.grad_accum_steps"
+        )
+
+
+def best_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Checkpoints are ranked by what evaluation gives."""
+    metric, known = config.checkpoint.best_metric, config.eval.metric_names()
+    if config.eval.enabled and metric not in known and not _has_terms(config):
+        near = get_close_matches(metric, known, n=1, cutoff=0.0)[0]
+        yield (
+            f'checkpoint.best_metric = "{metric}" is not a metric of [eval]; did you mean '
+            f'"{near}"? There are {", ".join(known)}'
+        )
+
+
+def early_stop_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """What has to improve is measured."""
+    stop, known = config.early_stop, config.eval.metric_names()
+    if not stop.active or stop.patience_steps is None or not stop.metric.startswith("eval/"):
+        return
+    if not config.eval.enabled:
+        yield (
+            f'early_stop.metric = "{stop.metric}" needs eval.enabled = true; or go by "train/loss"'
+        )
+    elif stop.metric not in known and not _has_terms(config):
+        near = get_close_matches(stop.metric, known, n=1, cutoff=0.0)[0]
+        yield (
+            f'early_stop.metric = "{stop.metric}" is not a metric of [eval]; did you mean "{near}"?'
+        )
+
+
+def fp8_has_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Some layer multiplies in 8 bits."""
+    train, layers = config.train, config.model.n_layers
+    start, end = train.num_layers_at_start_in_bf16, train.num_layers_at_end_in_bf16
+    if train.mixed_precision == "fp8" and start + end >= layers:
+        yield Problem(
+            f"train.num_layers_at_start_in_bf16 + num_layers_at_end_in_bf16 = {start} + {end} "
+            f'leave none of model.n_layers = {layers} for train.mixed_precision = "fp8"',
+            (
+                ({"train.num_layers_at_start_in_bf16": 0, "train.num_layers_at_end_in_bf16": 0},),
+                one("train.mixed_precision", "bf16"),
+            ),
+        )
+
+
+def schedule_free_has_no_schedule(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Schedule-free AdamW averages instead of decaying."""
+    name = config.scheduler.name
+    if config.optimizer.name == "schedule_free_adamw" and name != "none":
+        yield (
+            f'optimizer.name = "schedule_free_adamw" needs scheduler.name = "none", not "{name}": '
+            "it warms up by optimizer.schedule_free_warmup_steps and averages instead of decaying"
+        )
+
+
+def moments_in_8_bits_are_ours(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """What an optimizer of the user's own keeps, and how, is up to it."""
+    name = config.optimizer.name
+    if "optimizer" in config.train.offload and name not in OPTIMIZERS.ours:
+        yield Problem(
+            f'train.offload = ["optimizer"] is not for optimizer.name = "{name}": of those that '
+            "are registered, moments stay on the device",
+        )
+    if config.train.opt_state_dtype == EIGHT_BIT and name not in OPTIMIZERS.ours:
+        yield Problem(
+            f'train.opt_state_dtype = "8bit" is not for optimizer.name = "{name}": of those that '
+            f"have it ({', '.join(OPTIMIZERS.ours)}) it is none",
+            (one("train.opt_state_dtype", "float32"),),
+        )
+
+
+SECTION_RULES: tuple[Rule, ...] = (
+    seq_len_fits_model,
+    eval_has_a_source,
+    hugging_face_has_a_tokenizer,
+    streaming_has_a_dataset,
+    phases_weigh_what_there_is,
+    torch_ranks_share_a_microbatch,
+    best_metric_is_logged,
+    early_stop_metric_is_logged,
+    fp8_has_layers,
+    schedule_free_has_no_schedule,
+    moments_in_8_bits_are_ours,
+)
+
+
+def _has_terms(config: JobConfig) -> bool:
+    """Whether a loss or model of one's own may give more metrics, known once they are built."""
+    own_loss = config.train.loss_fn not in CROSS_ENTROPIES
+    return own_loss or config.model.model_type != "transformer"
+
+
+def _no_source(name: str, names: list[str]) -> str:
+    if not names:
+        return "but data.datasets is empty: list the sources there"
+    near = get_close_matches(name, names, n=1, cutoff=0.0)[0]
+    return f'which is no source; did you mean "{near}"? There are {", ".join(names)}'
