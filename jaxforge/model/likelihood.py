@@ -113,8 +113,8 @@ def _rows(continuations: Sequence[Continuation], max_length: int) -> list[_Row]:
     for number, (context, tokens) in enumerate(continuations):
         assert context, "the first token would be scored with nothing before it"
         assert 0 < len(tokens) <= max_length, "it must fit into what the model reads"
-        *inputs, last = [*context, *tokens][-max_length - 1 :]
-        ends[tuple(inputs), len(tokens) - 1][last].append(number)
+        *read, last = [*context, *tokens][-max_length - 1 :]
+        ends[tuple(read), len(tokens) - 1][last].append(number)
     rows = []
     for (inputs, scored), by_last in ends.items():
         for first in range(0, len(by_last), _LAST):

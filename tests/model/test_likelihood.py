@@ -1,4 +1,4 @@
-"""Likelihoods of continuations: those of the whole forward pass, whatever the batch and the mesh."""
+"""Likelihoods of continuations: those of the whole forward pass, on any mesh."""
 
 import functools
 
