@@ -83,8 +83,9 @@ def _leave_results_to_the_first() -> None:
 
 
 def _run(options: Sequence[str]) -> None:
-    import jaxforge.lm_eval.adapter  # noqa: F401  # which registers the model
     from lm_eval.__main__ import cli_evaluate
+
+    import jaxforge.lm_eval.adapter  # noqa: F401  # which registers the model
 
     sys.argv = ["lm_eval", "run", *options]
     cli_evaluate()

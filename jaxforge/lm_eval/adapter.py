@@ -105,18 +105,18 @@ class JaxforgeLM(TemplateLM):
         return self._text.fingerprint
 
     def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, **_: object
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: object
     ) -> list[int]:
         """Ids of a text, as lm_eval's "hf" has them.
 
         Args:
             string: the text; if it begins with the prefix, nothing is added to it.
-            add_special_tokens: whether anything is; by default as `add_bos_token` says.
+            add_special_tokens: whether anything may be; what it is, `add_bos_token` says.
         """
-        prefix = self._text.decode([self._prefix], special_tokens=True) or None
-        if add_special_tokens is None and not has_bos_prefix(string, prefix):
-            add_special_tokens = True if self._add_bos is None else self._add_bos
-        if not add_special_tokens:
+        if add_special_tokens is None:
+            prefix = self._text.decode([self._prefix], special_tokens=True) or None
+            add_special_tokens = not has_bos_prefix(string, prefix)
+        if not add_special_tokens or self._add_bos is False:
             return self._text.encode(string)
         if self._add_bos and self._text.bos_id is not None:
             return [self._text.bos_id, *self._text.encode(string)]
@@ -140,7 +140,7 @@ class JaxforgeLM(TemplateLM):
         return [Continuation(*make_disjoint_window(window)) for window in rolling]
 
     def _loglikelihood_tokens(
-        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: object
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: object
     ) -> list[tuple[float, bool]]:
         """What `loglikelihood` of lm_eval asks for, texts being tokens by now."""
         for (_, text), _, tokens in requests:
