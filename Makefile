@@ -93,7 +93,7 @@ $(VENV)-cuda/.done: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)-lm-eval/.done: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)-lm-eval
+	python3.11 -m venv $(VENV)-lm-eval
 	$(VENV)-lm-eval/bin/python -m pip install --quiet --constraint constraints.txt \
 	  --editable ".[lm-eval,torch]" "lm_eval[hf]" pytest
 	touch $@

@@ -112,6 +112,7 @@ class JaxforgeLM(TemplateLM):
         Args:
             string: the text; if it begins with the prefix, nothing is added to it.
             add_special_tokens: whether anything may be; what it is, `add_bos_token` says.
+            kwargs: of other models; without effect.
         """
         if add_special_tokens is None:
             prefix = self._text.decode([self._prefix], special_tokens=True) or None
