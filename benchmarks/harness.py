@@ -2,8 +2,8 @@
 
     python benchmarks/harness.py [--quick]
 
-Needs `pip install '.[lm-eval,torch]' 'lm_eval[hf]'`. Both have the same weights in float32, the same
-requests and the same batch size, and take turns in one process. Their answers are compared, too.
+Needs `pip install '.[lm-eval,torch]' 'lm_eval[hf]'`. Both have the same weights in float32, the
+same requests and the same batch size, and take turns in one process. Their answers are compared.
 """
 
 import statistics
@@ -119,7 +119,7 @@ def main() -> int:
     """Prints the table and writes the results."""
     quick = results.arguments(__doc__).parse_args().quick
     results.leave_room()
-    n, rounds, (dim, layers) = (8, 1, (64, 2)) if quick else (48, 5, (384, 8))
+    n, rounds, (dim, layers) = (8, 1, (64, 2)) if quick else (32, 3, (256, 6))
     rows, shares = [], []
     with tempfile.TemporaryDirectory() as directory:
         run, export = make_run(Path(directory), dim, layers)

@@ -30,7 +30,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from jaxforge import inference, run_directory, storage
 from jaxforge.errors import UserError
-from jaxforge.model.decoding import Decoder
+from jaxforge.model.decoding import Decoder, padded_batch
 from jaxforge.model.likelihood import Continuation, Likelihood, Scorer
 from jaxforge.model.sampling import Sampling
 
@@ -172,18 +172,19 @@ class JaxforgeLM(TemplateLM):
             group_by="gen_kwargs",
         )
         texts: list[str] = []
-        for chunk in collator.get_batched(n=self._rows):
+        rows = padded_batch(len(requests), self._rows, self._trained.mesh)
+        for chunk in collator.get_batched(n=rows):
             contexts, (how, *_), numbers = zip(*chunk, strict=True)
-            made = self._generate(contexts, how, numbers)
+            made = self._generate(contexts, how, numbers, rows)
             for context, text in zip(contexts, made, strict=True):
                 self.cache_hook.add_partial("generate_until", (context, how), text)
             texts += made
         return collator.get_original(texts)
 
     def _generate(
-        self, contexts: Sequence[str], how: dict[str, Any], numbers: Sequence[int]
+        self, contexts: Sequence[str], how: dict[str, Any], numbers: Sequence[int], rows: int
     ) -> list[str]:
-        """A batch of contexts that are continued alike."""
+        """A batch of contexts that are continued alike, filled up to `rows`."""
         settings = dict(normalize_gen_kwargs(how, self._max_gen_toks))
         until, count = settings.pop("until"), settings.pop("max_gen_toks")
         room = self._max_length - count
@@ -197,7 +198,7 @@ class JaxforgeLM(TemplateLM):
         prompts = [self.tok_encode(context)[-room:] or [self._prefix] for context in contexts]
         trained = self._trained
         decoder = Decoder(trained.model, self._params, count, _sampling(settings),
-                          self.eot_token_id, self._seed, trained.mesh, self._rows)  # fmt: skip
+                          self.eot_token_id, self._seed, trained.mesh, rows)  # fmt: skip
         with trained.computing():
             made = decoder.complete(prompts, numbers, self._meets(stops))
         texts = [self._text.decode(one.tokens) for one in made]

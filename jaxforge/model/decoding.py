@@ -236,6 +236,11 @@ def padded_rows(rows: int, mesh: Mesh | None) -> int:
     return _round_up(rows, data_parallel_size(mesh) if mesh else 1)
 
 
+def padded_batch(n: int, most: int, mesh: Mesh | None) -> int:
+    """Rows of each batch of n things: `most`, or, for fewer, the next power of two."""
+    return padded_rows(min(most, 1 << max(0, n - 1).bit_length()), mesh)
+
+
 def padded_length(length: int, most: int, mesh: Mesh | None) -> int:
     """The next power of two, but no longer than `most` where that is enough."""
     parts = mesh.shape["cp"] * mesh.shape["tp"] if mesh else 1

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxforge.model.decoding import padded_length, padded_rows
+from jaxforge.model.decoding import padded_batch, padded_length
 from jaxforge.model.transformer import Model, Params
 from jaxforge.parallel.sharding import constrain, size_per_device
 
@@ -70,7 +70,7 @@ class Scorer:
         params: its parameters.
         max_length: tokens that the model reads at most; of longer contexts, the last are read.
         mesh: where the parameters lie, set by `jax.set_mesh` too; None: no mesh.
-        rows: sequences at a time.
+        rows: sequences at a time, at most.
     """
 
     model: Model
@@ -82,17 +82,18 @@ class Scorer:
     def score(self, continuations: Sequence[Continuation]) -> list[Likelihood]:
         """The likelihood of each, in their order."""
         found: dict[int, Likelihood] = {}
-        for batch in _batches(_rows(continuations, self.max_length), self.rows):
-            log_p, is_greedy = self._score(batch)
+        rows = _rows(continuations, self.max_length)
+        size = padded_batch(len(rows), self.rows, self.mesh)
+        for batch in _batches(rows, size):
+            log_p, is_greedy = self._score(batch, size)
             for i, row in enumerate(batch):
                 for j, numbers in enumerate(row.numbers):
                     said = Likelihood(float(log_p[i, j]), bool(is_greedy[i, j]))
                     found |= dict.fromkeys(numbers, said)
         return [found[number] for number in range(len(continuations))]
 
-    def _score(self, batch: Sequence[_Row]) -> tuple[np.ndarray, np.ndarray]:
+    def _score(self, batch: Sequence[_Row], rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Log-probability of each row's continuations [rows, _LAST], and whether greedy."""
-        rows = padded_rows(self.rows, self.mesh)
         longest = max(len(row.inputs) for row in batch)
         length = padded_length(longest, self.max_length, self.mesh)
         most = max(row.scored for row in batch)
