@@ -9,6 +9,7 @@ packages.txt        all that was installed, as a lock
 
 import dataclasses
 import hashlib
+import io
 import json
 import re
 import zipfile
@@ -23,7 +24,7 @@ FORMAT = 1
 CURVE = "curve.jsonl"
 _ENTRY = re.compile(r"config\.toml|configs/from_step_\d+\.toml|curve\.jsonl|packages\.txt")
 _ABOUT = "capsule.json"
-_TORN = (zipfile.BadZipFile, zlib.error, EOFError, LookupError, ValueError, NotImplementedError,
+_TORN = (zipfile.BadZipFile, zlib.error, EOFError, LookupError, ValueError, OSError,
          RuntimeError)  # fmt: skip
 """What reading an archive raises, by which of its bits are wrong."""
 
@@ -69,14 +70,16 @@ def read(path: Path) -> Capsule:
         UserError: it is not there, torn, or of another version.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read the capsule {path}: {error.strerror or error}") from error
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
             about = json.loads(archive.read(_ABOUT))
             format_, hashes = about.pop("format"), about.pop("files")
             if strange := [name for name in hashes if not _ENTRY.fullmatch(name)]:
                 raise ValueError(f"it has {strange[0]!r}")
             files = {name: archive.read(name).decode() for name in hashes}
-    except OSError as error:
-        raise UserError(f"cannot read the capsule {path}: {error.strerror or error}") from error
     except _TORN as error:
         raise UserError(f"{path} is no capsule, or torn ({error}): fetch it again") from error
     if format_ != FORMAT:
