@@ -14,7 +14,7 @@ NOT_RUN = %/results.py %/figures.py %/aot.py %/pipeline_aot.py %/experts_aot.py 
   %/context.py %/planned.py %/kempnerforge_plans.py %/gpu_aot.py %/gpu.py %/gpu_train.py %/gpu_planned.py %/gpu_numerics.py %/precision.py %/kept.py %/harness.py
 STDLIB  = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
 
-.PHONY: train test test-lines test-gpu-compiler test-torchtitan test-lm-eval lint bench wheel clean
+.PHONY: train test test-lines test-gpu-compiler test-torchtitan test-lm-eval lint bench docs wheel clean
 
 train: $(VENV)/.run data/quickstart
 	$(BIN)/python -m jaxforge.train --config configs/quickstart.toml
@@ -62,6 +62,11 @@ test-torchtitan: $(VENV)/.dev
 test-lm-eval: $(VENV)-lm-eval/.done
 	$(VENV)-lm-eval/bin/python -m pytest tests/harness
 	$(VENV)-lm-eval/bin/python benchmarks/harness.py --quick
+
+# The documentation as a site: build/docs/index.html.
+docs: $(VENV)/.run
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	$(BIN)/sphinx-build -W --keep-going -q -b html -c docs . build/docs
 
 wheel: $(VENV)/.dev
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .

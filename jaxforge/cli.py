@@ -6,9 +6,15 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import NoReturn
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+from rich.console import Console
 
 from jaxforge.errors import StorageError, UserError, printable
+
+STDOUT = Path("-")
+"""What stands for standard output, where a file is asked for."""
 
 _FLAGS_SEC = 60
 
@@ -41,6 +47,22 @@ def run_main(
     except BrokenPipeError:  # whoever read our output has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def program(command: str) -> str:
+    """How help calls a command: as this process was called, by `jaxforge` or as a module."""
+    if Path(sys.argv[0]).name == "jaxforge":
+        return "jaxforge" if command == "torch_compat" else f"jaxforge {command}"
+    return f"python -m {command if command == 'torch_compat' else f'jaxforge.{command}'}"
+
+
+def wide_console(stream: TextIO | None = None) -> Console:
+    """A console on a stream, by default standard output.
+
+    Files and pipes get lines of 120 columns: 80 would wrap.
+    """
+    stream = stream or sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else 120)
 
 
 def _check_xla_flags(flags: str) -> None:

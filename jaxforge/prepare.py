@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxforge import storage
+from jaxforge.cli import program, run_main
 from jaxforge.corpus.atomic_directory import AtomicDirectory, Plan, atomic_directory
 from jaxforge.corpus.conversations import Conversations, fingerprint
 from jaxforge.corpus.documents import first_bytes, pieces, shuffled, split_of
@@ -87,9 +88,9 @@ def _say(text: str) -> None:
     Console(stderr=True).print(text, highlight=False, soft_wrap=True)
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m jaxforge.prepare",
+        prog=program("prepare"),
         description="Turns text, or conversations, into token shards for training. Documents are "
         "text files, lines of JSONL, and rows of Parquet files and Hugging Face datasets; each is "
         "ended by the tokenizer's end-of-text token, empty ones are left out. The same command "
@@ -97,6 +98,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     for names, options in _ARGUMENTS.items():
         parser.add_argument(*names.split(), **options)
+    return parser
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
     args = parser.parse_args(argv)
     if args.vocab_size and args.tokenizer != "bpe":
         parser.error("--vocab-size goes with --tokenizer bpe; the others have their own")
@@ -398,7 +404,10 @@ def _settings(output: Path, splits: Mapping[str, Split], vocab_size: int, suffix
     return "\n\n".join(sections)
 
 
-if __name__ == "__main__":
-    from jaxforge.cli import run_main
+def entry() -> int:
+    """The command as this process was called; its exit code."""
+    return run_main(main, tidies_up=True)
 
-    raise SystemExit(run_main(main, tidies_up=True))
+
+if __name__ == "__main__":
+    raise SystemExit(entry())

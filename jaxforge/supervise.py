@@ -35,7 +35,7 @@ from typing import Any
 
 from jaxforge import exit_codes, storage
 from jaxforge.checkpoint.paths import is_whole
-from jaxforge.cli import run_main
+from jaxforge.cli import program, run_main
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import AGREED, Exit
@@ -360,25 +360,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_directory(command: Sequence[str]) -> Path | None:
-    """Where a command of `jaxforge.train` keeps its run; None for other commands.
+    """Where a command that trains keeps its run; None for other commands.
 
     Raises:
         UserError: its config does not load.
     """
-    if "jaxforge.train" not in command:
+    arguments = _arguments_of_train(command)
+    if arguments is None:
         return None
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
-    arguments = command[command.index("jaxforge.train") + 1 :]
     known, overrides = parser.parse_known_args(arguments)
     if not known.config:
         return None
     return storage.path(load_config(known.config, overrides).checkpoint.dir, "checkpoint.dir")
 
 
+def _arguments_of_train(command: Sequence[str]) -> Sequence[str] | None:
+    """Those of `... -m jaxforge.train ...`, or of `... jaxforge train ...`."""
+    for i, word in enumerate(command):
+        if word == "jaxforge.train":
+            return command[i + 1 :]
+        if Path(word).name == "jaxforge" and command[i + 1 : i + 2] == ["train"]:
+            return command[i + 2 :]
+    return None
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m jaxforge.supervise", description=__doc__, allow_abbrev=False,
+        prog=program("supervise"), description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = parser.add_argument
@@ -401,5 +411,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def entry() -> int:
+    """The command as this process was called; its exit code."""
+    return run_main(main)
+
+
 if __name__ == "__main__":
-    raise SystemExit(run_main(main))
+    raise SystemExit(entry())

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxforge.__main__ import COMMANDS
+
 ROOT = Path(__file__).parents[1]
 
 LAYERS = {
@@ -39,10 +41,12 @@ LAYERS = {
     "checkpoint": {"errors", "config", "parallel", "model", "state", "storage", "buckets"},
     "telemetry": {"errors", "exit_codes", "config", "mirror", "state"},
     "run_directory": {"errors", "config", "corpus", "storage", "mirror"},
-    "inference": {"errors", "config", "parallel", "model", "checkpoint", "run_directory"},
+    "inference": {"errors", "cli", "config", "parallel", "corpus", "data", "model", "checkpoint",
+                  "run_directory", "storage", "telemetry", "training"},
 }  # fmt: skip
 ENTRY_POINTS = {"plan", "train", "build", "prepare", "generate", "report", "evaluate", "supervise",
-                "replay", "activations", "lm_eval", "capsule"}  # fmt: skip
+                "replay", "activations", "launch", "run", "doctor", "__main__",
+                "lm_eval", "capsule"}  # fmt: skip
 SUBCLASSES = {"jaxforge.lm_eval.adapter"}  # of classes that an extra brings
 
 
@@ -88,7 +92,14 @@ def test_every_module_imports_without_torch():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-def test_the_supervisor_starts_without_jax():
+def test_commands_read_their_command_line_without_jax():
+    """It takes a second or two to import."""
+    modules = {command.module for command in COMMANDS.values()}
+    code = f"import sys, jaxforge, {', '.join(modules)}; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_the_supervisor_starts_without_numpy():
     code = "import sys, jaxforge.supervise; assert not {'jax', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 

@@ -243,6 +243,8 @@ def test_the_run_directory_is_that_of_the_config(tmp_path):
     train = ["python", "-m", "jaxforge.train"]
     assert run_directory([*train, "--config", str(config), "--train.seed=1"]) == Path("a")
     assert run_directory([*train, f"--config={config}", "--checkpoint.dir=b"]) == Path("b")
+    assert run_directory(["/bin/jaxforge", "train", f"--config={config}"]) == Path("a")
     assert run_directory(["python", "other.py"]) is None
+    assert run_directory(["jaxforge", "report", "a"]) is None
     with pytest.raises(UserError, match=r"train\.sed"):
         run_directory([*train, f"--config={config}", "--train.sed=1"])

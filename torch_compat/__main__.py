@@ -29,7 +29,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from jaxforge import storage
-from jaxforge.cli import run_main
+from jaxforge.cli import program, run_main
 from jaxforge.errors import UserError
 from jaxforge.parallel import host_memory
 from torch_compat import checkpoints, commands
@@ -206,7 +206,7 @@ def _options(args: argparse.Namespace) -> Options:
 def _parser() -> argparse.ArgumentParser:
     about, _, details = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
-        prog="python -m torch_compat", description=about, epilog=details,
+        prog=program("torch_compat"), description=about, epilog=details,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = functools.partial(parser.add_subparsers(required=True, metavar="COMMAND").add_parser)
@@ -301,5 +301,10 @@ def _share(text: str) -> Share:
     return share
 
 
+def entry() -> int:
+    """The command as this process was called; its exit code."""
+    return run_main(main)
+
+
 if __name__ == "__main__":
-    raise SystemExit(run_main(functools.partial(main, None)))
+    raise SystemExit(entry())

@@ -15,8 +15,6 @@ import numpy as np
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import MODELS
-from jaxforge.config.not_built import not_built_yet
-from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
 from torch_compat.lazy import LazyTensor
 from torch_compat.optimizer_state import KINDS
@@ -115,11 +113,8 @@ def abstract_target(config: JobConfig) -> AbstractTarget:
     """What a checkpoint must hold to continue as `config` says; nothing is allocated.
 
     Raises:
-        UserError: the model needs something that is not built, or a pattern is in no name.
+        UserError: a pattern is in no name.
     """
-    missing = [problem for problem in not_built_yet(config) if problem.startswith("model.")]
-    if missing:
-        raise UserError("; ".join(missing))
     params, model_state = _shapes(config)
     target = AbstractTarget(config, params, model_state)
     config.optimizer.check_patterns({target.stacking.array_of(name) for name in params})

@@ -47,7 +47,8 @@ class Verification:
 
     Attributes:
         ingredients: all of them.
-        steps: those made again; none where the data differ, for they would prove nothing.
+        steps: those made again that were logged; none where the data differ, for they would prove
+            nothing.
         tolerances: for each step the relative difference that is allowed; 0: not a bit.
     """
 
@@ -93,10 +94,10 @@ def verify(
         result = Verification(found, [], [])
         if result.differing(["data"]):
             return result
-        made = list(replayed(directory, first, last, overrides))
+        made = [one for one in replayed(directory, first, last, overrides) if one.logged]
     exact = not result.differing(_BITS)
     allowed = 0.0 if exact else _tolerance(config)
-    return Verification(found, made, [allowed * (1 + i) for i in range(len(made))])
+    return Verification(found, made, [allowed * (one.step - first + 1) for one in made])
 
 
 def _range(capsule: Capsule, steps: int, run: Path | None) -> tuple[int, int]:

@@ -14,7 +14,6 @@ from difflib import get_close_matches
 from jaxforge.config.fixes import changed, other_axes, smaller_axis
 from jaxforge.config.job import JobConfig
 from jaxforge.config.locations import misplaced
-from jaxforge.config.not_built import not_built_yet
 from jaxforge.config.optimizer import OPTIMIZERS
 from jaxforge.config.problems import Change, Problem, by_what, divisors, multiples, nearest, one
 from jaxforge.config.train import CROSS_ENTROPIES, EIGHT_BIT
@@ -43,13 +42,12 @@ def check(config: JobConfig, n_devices: int) -> None:
         n_devices: Devices of the whole job, over all hosts.
 
     Raises:
-        UserError: If any rule is broken or anything asked for is not built yet; one line each.
+        UserError: If any rule is broken; one line each.
     """
     problems = list(_broken_mesh(config, n_devices))
     mesh = _declared(config) if problems else mesh_shape(config, n_devices)
     problems += list(_broken_rules(config, mesh, n_devices))
     problems += misplaced(config)
-    problems += not_built_yet(config)
     if problems:
         raise UserError("\n".join(problems))
 
@@ -452,6 +450,19 @@ def fp8_has_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
         )
 
 
+def experts_in_8_bits_have_no_stages(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """Which layers stay in bf16 is known where a stage runs, and not where it is compiled."""
+    train = config.train
+    stay = any(part in "layers.mlp.experts" for part in train.fp8_exclude)
+    wanted = config.model.is_moe and train.mixed_precision == "fp8" and not stay
+    if mesh["pp"] > 1 and wanted:
+        yield Problem(
+            f'train.mixed_precision = "fp8" for experts with distributed.pp = {mesh["pp"]} is not '
+            'built: name "experts" in train.fp8_exclude',
+            (smaller_axis(config, "pp", mesh["pp"]),),
+        )
+
+
 def stages_offload_nothing(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
     """Activations wait in a ring, for as many microbatches as are in flight; layers are split."""
     if mesh["pp"] > 1 and config.train.offload:
@@ -514,6 +525,7 @@ RULES: tuple[Rule, ...] = (
     experts_divide_by_ep,
     expert_width_divides_by_tp,
     fp8_has_layers,
+    experts_in_8_bits_have_no_stages,
     stages_offload_nothing,
     schedule_free_has_no_schedule,
     moments_in_8_bits_are_ours,

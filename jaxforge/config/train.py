@@ -84,7 +84,7 @@ class TrainConfig(Section):
     """With mixed_precision = "fp8", what shares a scale, and what it goes by: docs/precision.md."""
     fp8_amax_history_len: PositiveInt = 1024
     """Updates whose largest amax delayed scales go by."""
-    fp8_exclude: tuple[str, ...] = ("shared_expert",)
+    fp8_exclude: tuple[str, ...] = ("expert",)
     """Linear layers with any of these in their name, such as "layers.mlp.up_proj", stay in bf16."""
     num_layers_at_start_in_bf16: NonNegativeInt = 1
     """With mixed_precision = "fp8", so many first layers stay in bf16."""

@@ -6,20 +6,14 @@ command line is an option of lm_eval's command `run`.
 """
 
 import argparse
-import functools
 import importlib.util
 import json
 import os
 import sys
 from collections.abc import Sequence
 
-import jax
-from rich.console import Console
-
-from jaxforge.cli import run_main
+from jaxforge.cli import program, run_main
 from jaxforge.errors import UserError
-from jaxforge.parallel import host_memory, multihost
-from jaxforge.telemetry.console import setup_logging
 
 _OURS = ("max_length", "max_gen_toks", "add_bos_token", "prefix_token_id", "seed")
 """Arguments of the adapter that stand in --model_args."""
@@ -30,32 +24,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, others = _parser().parse_known_args(argv)
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("lm_eval is not installed: pip install 'jaxforge[lm-eval]'")
-    setup_logging(Console(stderr=True))
-    host_memory.keep_freed_memory()
-    multihost.initialize()
-    _leave_results_to_the_first()
-    _run([*_model(args, others), *(one for one in others if not _is_setting(one))])
+    _run([*_model(args, others), *_tasks(args), *(x for x in others if not _is_setting(x))])
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m jaxforge.lm_eval",
+        prog=program("lm_eval"),
         usage="%(prog)s RUN --tasks NAME ... [options of lm_eval] [--section.key=value ...]",
         description="Evaluates a trained model on tasks of EleutherAI's lm_eval.",
-        epilog="Options of lm_eval, such as --num_fewshot, --limit, --include_path, --gen_kwargs, "
-        "--output_path and --log_samples, may follow, and settings of the run's config, such as "
-        "--distributed.tp=2.",
+        epilog="Options of lm_eval, such as --num_fewshot, --limit, --gen_kwargs, "
+        "--apply_chat_template and --log_samples, may follow, and settings of the run's config, "
+        "such as --distributed.tp=2.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("run", metavar="RUN", help="run directory, or one of its checkpoints")
     add("--step", type=int, help="the checkpoint to evaluate (default: the newest)")
+    add("--tasks", nargs="+", required=True, metavar="NAME", help="tasks, or groups of them")
+    add("--include_path", metavar="DIR", help="where tasks of yours are")
+    add("--output_path", metavar="DIR", help="where results are written as JSON")
     add("--batch_size", "--batch-size", type=int, default=32, metavar="N",
         help="sequences at a time, over all devices (default: 32)")  # fmt: skip
     add("--model_args", nargs="+", default=[], metavar="KEY=VALUE",
         help=f"more of the model's arguments: {', '.join(_OURS)}")  # fmt: skip
     return parser
+
+
+def _tasks(args: argparse.Namespace) -> list[str]:
+    """What of the command line is lm_eval's, but of interest to everyone."""
+    paths = {"--include_path": args.include_path, "--output_path": args.output_path}
+    given = [word for name, path in paths.items() if path for word in (name, path)]
+    return ["--tasks", ",".join(args.tasks), *given]
 
 
 def _model(args: argparse.Namespace, others: Sequence[str]) -> list[str]:
@@ -73,23 +73,38 @@ def _is_setting(argument: str) -> bool:
     return argument.startswith("--") and "." in argument.partition("=")[0]
 
 
+def _run(options: Sequence[str]) -> None:
+    """Hands over to lm_eval's own command."""
+    from lm_eval.__main__ import cli_evaluate
+    from rich.console import Console
+
+    import jaxforge.lm_eval.adapter  # noqa: F401  # which registers the model
+    from jaxforge.parallel import host_memory, multihost
+    from jaxforge.telemetry.console import setup_logging
+
+    setup_logging(Console(stderr=True))
+    host_memory.keep_freed_memory()
+    multihost.initialize()
+    _leave_results_to_the_first()
+    sys.argv = ["lm_eval", "run", *options]
+    cli_evaluate()
+
+
 def _leave_results_to_the_first() -> None:
     """Lets one process print and write: all have the same answers.
 
     By this variable lm_eval knows processes that hold one model together (its tensor parallelism).
     """
+    import jax
+
     if jax.process_count() > 1:
         os.environ["LOCAL_RANK"] = str(jax.process_index())
 
 
-def _run(options: Sequence[str]) -> None:
-    from lm_eval.__main__ import cli_evaluate
-
-    import jaxforge.lm_eval.adapter  # noqa: F401  # which registers the model
-
-    sys.argv = ["lm_eval", "run", *options]
-    cli_evaluate()
+def entry() -> int:
+    """The command as this process was called; its exit code."""
+    return run_main(main, uses_devices=True)
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_main(functools.partial(main, None), uses_devices=True))
+    raise SystemExit(entry())

@@ -159,7 +159,7 @@ class JaxforgeLM(TemplateLM):
     def _score(self, continuations: Sequence[Continuation]) -> list[Likelihood]:
         trained = self._trained
         scorer = Scorer(trained.model, self._params, self._max_length, trained.mesh, self._rows)
-        with trained.computing():
+        with trained.in_use(self._params):
             return scorer.score(continuations)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -199,7 +199,7 @@ class JaxforgeLM(TemplateLM):
         trained = self._trained
         decoder = Decoder(trained.model, self._params, count, _sampling(settings),
                           self.eot_token_id, self._seed, trained.mesh, rows)  # fmt: skip
-        with trained.computing():
+        with trained.in_use(self._params):
             made = decoder.complete(prompts, numbers, self._meets(stops))
         texts = [self._text.decode(one.tokens) for one in made]
         return [postprocess_generated_text(text, stops, None) for text in texts]

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.config.model import EXPERTS, ModelConfig
+from jaxforge.model import fp8
 from jaxforge.model.attention import residual_std
 from jaxforge.model.dispatch import (
     Places,
@@ -30,7 +31,9 @@ from jaxforge.model.dispatch import (
     to_rows,
     weights_of_rows,
 )
+from jaxforge.model.fp8 import Scaled
 from jaxforge.model.grouped import grouped_matmul
+from jaxforge.model.grouped_fp8 import by_expert, grouped_matmul_fp8
 from jaxforge.model.linear import Declare, normal
 from jaxforge.model.mlp import activated
 from jaxforge.model.router import Routing
@@ -53,13 +56,13 @@ class Gathered(NamedTuple, Generic[Part]):
     out.
 
     Attributes:
-        weight: [E, out, in], in the dtype of products.
+        weight: [E, out, in], in the dtype of products, or in 8 bits.
         bias: [E, out], if there is one.
         gradient: zeros like the weight, whose gradient is the weight's where that is added up in
-            another dtype than products are made in.
+            another dtype than products are made in, or these are made in 8 bits.
     """
 
-    weight: Part
+    weight: Part | Scaled
     bias: Part | None
     gradient: Part | None
 
@@ -82,13 +85,15 @@ class ExpertLinear(nnx.Module):
         self.axes, experts = (EXPERTS, out[1], inp[1]), config.num_experts
         self.reduce_dtype = declare.backward.dtype
         self.weight = declare((experts, out[0], inp[0]), self.axes, normal(std))
-        self.has_bias = config.mlp_bias
+        self.has_bias, self.in_8_bits = config.mlp_bias, False  # `fp8_layers.convert` decides
         if config.mlp_bias:
             self.bias = declare((experts, out[0]), self.axes[:2], jax.nn.initializers.zeros)
 
     def gathered(self, dtype: jnp.dtype) -> Gathered[Array]:
         """As products in `dtype` take them."""
         weight = self.weight[...]
+        if self._multiplies_in_8_bits:
+            return self._gathered_in_8_bits(weight, dtype)
         whole = collectives.all_gather_weight(weight.astype(dtype), self.axes)
         if not self._is_reduced_apart(dtype):
             return Gathered(whole, self.bias[...].astype(dtype) if self.has_bias else None, None)
@@ -96,12 +101,29 @@ class ExpertLinear(nnx.Module):
         bias = self.bias[...].astype(self.reduce_dtype) if self.has_bias else None
         return Gathered(jax.lax.stop_gradient(whole), bias, gradient)
 
+    def _gathered_in_8_bits(self, weight: Array, dtype: jnp.dtype) -> Gathered[Array]:
+        own = by_expert(jax.lax.stop_gradient(weight.astype(dtype)))
+        values = collectives.all_gather_weight(own.values, self.axes)
+        sums = jnp.promote_types(self.reduce_dtype, dtype)
+        gradient = collectives.gradient_of(weight, self.axes, sums)
+        bias = self.bias[...].astype(sums) if self.has_bias else None
+        return Gathered(own._replace(values=values), bias, gradient)
+
     def specs(self, dtype: jnp.dtype) -> Gathered[P]:
         """How those are split."""
         axes = without_data(self.axes)
         weight, bias = automatic_spec(*axes), automatic_spec(*axes[:2])
+        if self._multiplies_in_8_bits:
+            packed = Scaled._make((weight, automatic_spec(axes[0], None, None)))
+            return Gathered(packed, bias if self.has_bias else None, weight)
         gradient = weight if self._is_reduced_apart(dtype) else None
         return Gathered(weight, bias if self.has_bias else None, gradient)
+
+    @property
+    def _multiplies_in_8_bits(self) -> bool:
+        is_on = fp8.is_on()
+        assert isinstance(is_on, bool) or not self.in_8_bits, "refused (`config.rules`)"
+        return self.in_8_bits and is_on is True
 
     def _is_reduced_apart(self, dtype: jnp.dtype) -> bool:
         return collectives.reduces_apart(self.reduce_dtype, dtype)
@@ -198,7 +220,10 @@ def _mlp(
 
     def apply(name: str, rows: Array) -> Array:
         weight, bias, gradient = linears[name]
-        y = grouped_matmul(rows, weight, sizes_E, backend, gradient)
+        if isinstance(weight, Scaled):
+            y = grouped_matmul_fp8(backend, rows, weight, sizes_E, gradient)
+        else:
+            y = grouped_matmul(rows, weight, sizes_E, backend, gradient)
         if bias is None:
             return y
         bias_NO = _bias_of_rows(bias, sizes_E, len(rows), name).astype(y.dtype)

@@ -1,8 +1,8 @@
 """Which linear layers of a model multiply in 8 bits, and the amax that their scales remember.
 
-Never: embedding, output head (its product is in the loss), norms, routers, and the grouped products
-of experts, as in KempnerForge. By default not the shared expert either, nor the first and the last
-layer, as in Megatron-LM's `--first-last-layers-bf16`.
+Never: embedding, output head (its product is in the loss), norms, routers. By default not experts
+either, as in KempnerForge, nor the first and the last layer, as in Megatron-LM's
+`--first-last-layers-bf16`.
 """
 
 from collections.abc import Iterable
@@ -18,6 +18,7 @@ from jaxforge.config.model import AMAX_HISTORIES, LAYERS, ModelConfig
 from jaxforge.config.train import TrainConfig
 from jaxforge.errors import UserError
 from jaxforge.model import fp8
+from jaxforge.model.experts import ExpertLinear
 from jaxforge.model.linear import Declare, Linear
 from jaxforge.model.plan import LayerPlan
 from jaxforge.side import Max
@@ -72,6 +73,8 @@ def convert(module: nnx.Module, config: ModelConfig, recipe: Recipe, declare: De
     for stack, rows in config.stacks.items():
         for path, linear in nnx.iter_modules(getattr(module, stack)):
             name = ".".join(map(str, path))
+            if isinstance(linear, ExpertLinear):
+                linear.in_8_bits = not _is_excluded(f"{stack}.{name}", recipe)
             if not isinstance(linear, Linear) or _is_excluded(f"{stack}.{name}", recipe):
                 continue
             names[name] = None

@@ -5,11 +5,10 @@ draws it as well. Needs no devices.
 """
 
 import argparse
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxforge.cli import run_main
+from jaxforge.cli import program, run_main
 from jaxforge.errors import UserError
 from jaxforge.pipeline.drawing import as_svg, as_text
 from jaxforge.pipeline.schedule import SCHEDULES, Schedule
@@ -40,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m jaxforge.pipeline",
+        prog=program("pipeline"),
         description="Shows what each pipeline stage does in each tick of a schedule.",
         allow_abbrev=False,
     )
@@ -88,5 +87,10 @@ def _write(path: Path, text: str) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
+def entry() -> int:
+    """The command as this process was called; its exit code."""
+    return run_main(main)
+
+
 if __name__ == "__main__":
-    raise SystemExit(run_main(functools.partial(main, None)))
+    raise SystemExit(entry())

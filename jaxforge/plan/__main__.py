@@ -1,12 +1,11 @@
 """`python -m jaxforge.plan`: the command line. JAX is imported when the environment is ready."""
 
 import argparse
-import functools
 import os
 import sys
 from collections.abc import Sequence
 
-from jaxforge.cli import run_main
+from jaxforge.cli import program, run_main
 from jaxforge.errors import UserError
 from jaxforge.plan.topology import FORMS, Topology
 
@@ -38,7 +37,7 @@ def topology_of(text: str) -> Topology:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m jaxforge.plan", description=DESCRIPTION)
+    parser = argparse.ArgumentParser(prog=program("plan"), description=DESCRIPTION)
     parser.add_argument("--config", required=True, metavar="FILE", help="TOML, as of a run")
     parser.add_argument("--topology", required=True, help=FORMS)
     parser.add_argument("--json", action="store_true", help="for machines, on standard output")
@@ -69,5 +68,10 @@ def _positive(text: str) -> int:
     return number
 
 
+def entry() -> int:
+    """The command as this process was called; its exit code."""
+    return run_main(main)
+
+
 if __name__ == "__main__":
-    raise SystemExit(run_main(functools.partial(main, None)))
+    raise SystemExit(entry())

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jaxforge.cli import wide_console
 from jaxforge.config.reading import load
 from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.data.epoch import sequences_per_epoch
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace, topology: Topology, overrides: Sequence[str]) 
     Raises:
         UserError: a configuration cannot be read, or the compiler is not installed.
     """
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = wide_console()
     if args.search:
         config = load.load_unresolved(args.config, list(overrides))
         return _search(args, topology, config, console)

@@ -5,21 +5,22 @@ needs nothing but itself: open it from a disk, attach it to a mail, print it.
 """
 
 import argparse
-import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxforge import storage
-from jaxforge.cli import run_main
+from jaxforge.cli import program, run_main
 from jaxforge.errors import UserError
-from jaxforge.report.page import AXES, page
-from jaxforge.report.reading import read_runs
+from jaxforge.report.scale import AXES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the page and says where."""
     args = _parser().parse_args(argv)
+    from jaxforge.report.page import page  # here, as they import JAX: two seconds
+    from jaxforge.report.reading import read_runs
+
     runs = [storage.path(run) for run in args.runs]
     output = _output(args.output, runs)
     html = page(read_runs(runs), args.x)
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m jaxforge.report",
+        prog=program("report"),
         description="Draws the curves of runs as one HTML page that needs no network.",
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run directory")
@@ -60,5 +61,10 @@ def _write(output: Path, html: str) -> None:
         raise UserError(f"cannot write {output}: {error.strerror}") from error
 
 
+def entry() -> int:
+    """The command as this process was called; its exit code."""
+    return run_main(main)
+
+
 if __name__ == "__main__":
-    raise SystemExit(run_main(functools.partial(main, None)))
+    raise SystemExit(entry())

@@ -1,6 +1,6 @@
 """The page: its charts, the facts above them and the tables below."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib import resources
 from string import Template
@@ -9,15 +9,8 @@ from jaxforge.report.chart import Frame, Mark, figure
 from jaxforge.report.heat_map import heat_maps
 from jaxforge.report.pictures import charts
 from jaxforge.report.reading import Run
-from jaxforge.report.scale import Scale
+from jaxforge.report.scale import AXES, Scale
 from jaxforge.report.tables import below, facts
-
-AXES: Mapping[str, str] = {
-    "steps": "step",
-    "tokens": "tokens",
-    "hours": "hours since the first step",
-}
-"""Horizontal axes, with their labels."""
 
 
 def page(runs: Sequence[Run], axis: str) -> str:

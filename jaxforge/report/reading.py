@@ -117,9 +117,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def _read(path: Path, name: str) -> Run:
-    if not (path / _METRICS).is_file():
-        raise UserError(_no_metrics(path))
-    series, loads = _read_metrics(path / _METRICS)
+    series, loads = _read_metrics(path)
     if missing := [name for name in _NEEDED if name not in series]:
         raise UserError(
             f"{path / _METRICS} has no {missing[0]}: no step is logged yet, or an older version "
@@ -137,6 +135,15 @@ def _read(path: Path, name: str) -> Run:
     )
 
 
+def read_metrics(path: Path) -> dict[str, Series]:
+    """What a run has logged so far, by name; lists are left out.
+
+    Raises:
+        UserError: the directory is no run, or its file is damaged.
+    """
+    return _read_metrics(path)[0]
+
+
 def _no_metrics(path: Path) -> str:
     if not path.is_dir():
         return f"no run directory at {path}; name the checkpoint.dir of a run"
@@ -149,11 +156,13 @@ def _no_metrics(path: Path) -> str:
 
 def _read_metrics(path: Path) -> tuple[dict[str, Series], Loads | None]:
     """The metrics by name; in columns, as a line of a long run's million costs a kilobyte."""
+    if not (path / _METRICS).is_file():
+        raise UserError(_no_metrics(path))
     loads = LoadReader()
     columns: dict[str, tuple[array, array, array]] = defaultdict(
         lambda: (array("q"), array("d"), array("d"))
     )
-    for line in _whole_lines(path):
+    for line in _whole_lines(path / _METRICS):
         loads.take(line)
         step, time = line.pop("step"), line.pop("time")
         for name, value in line.items():

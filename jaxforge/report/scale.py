@@ -2,9 +2,17 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import ArrayLike
+
+AXES: Mapping[str, str] = {
+    "steps": "step",
+    "tokens": "tokens",
+    "hours": "hours since the first step",
+}
+"""Horizontal axes, with their labels."""
 
 _SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from jaxforge import train
-from jaxforge.capsule import __main__ as command
 from jaxforge.capsule import archive, ingredients
+from jaxforge.capsule.__main__ import main
+from jaxforge.capsule.command import verdict
 from jaxforge.capsule.make import capsule_of
 from jaxforge.capsule.redaction import redacted
 from jaxforge.capsule.verify import _range, verify
@@ -57,7 +58,7 @@ def with_about(capsule, **changed):
 def test_steps_come_out_bit_for_bit_from_the_beginning(capsule, tmp_path, capsys):
     file, said = tmp_path / "x.zip", tmp_path / "x.json"
     archive.write(file, capsule)
-    assert command.main(["verify", str(file), "--steps", "2", "--json", str(said)]) == 0
+    assert main(["verify", str(file), "--steps", "2", "--json", str(said)]) == 0
     assert "2 steps came out as they were logged, bit for bit" in capsys.readouterr().out
     said = json.loads(said.read_text())
     assert said["holds"]
@@ -82,14 +83,16 @@ def test_which_steps_are_made_again(run, capsule):
 
 
 def test_a_curve_that_is_another_by_a_bit_is_told(capsule, tmp_path, capsys):
-    first, *rest = capsule.files[archive.CURVE].splitlines()
-    values = json.loads(first)
+    _, second, *rest = capsule.files[archive.CURVE].splitlines()  # the first was not logged, say
+    values = json.loads(second)
     values["train/loss"] *= ONE_MORE_BIT
     files = {**capsule.files, archive.CURVE: "\n".join([json.dumps(values), *rest, ""])}
     archive.write(tmp_path / "x.zip", dataclasses.replace(capsule, files=files))
-    assert command.main(["verify", str(tmp_path / "x.zip"), "--steps", "1"]) == 1
+    assert main(["verify", str(tmp_path / "x.zip"), "--steps", "1"]) == 1
     said = capsys.readouterr().out
     assert "not every step came out as it was logged; although every ingredient is" in said
+    assert "step      2" in said
+    assert "step      1" not in said
 
 
 def test_what_else_differs_is_named_and_leaves_room_for_rounding(capsule):
@@ -103,7 +106,7 @@ def test_what_else_differs_is_named_and_leaves_room_for_rounding(capsule):
     assert said["JAX"] == [f"jaxlib: 0.9.0 -> {about['packages']['jaxlib']}"]
     assert found.holds
     assert 0 < found.tolerances[0] < found.tolerances[1]
-    assert "to within rounding; what differs: environment, code, JAX" in command.verdict(found)
+    assert "to within rounding; what differs: environment, code, JAX" in verdict(found)
 
 
 def test_on_another_mesh_sums_may_differ_by_rounding(capsule):
@@ -117,7 +120,7 @@ def test_other_data_are_told_and_nothing_is_made_again(capsule, tmp_path, capsys
     write_data(tmp_path / "data", 1)
     archive.write(tmp_path / "x.zip", capsule)
     arguments = ["verify", str(tmp_path / "x.zip"), f"--data.dataset_path={tmp_path / 'data'}"]
-    assert command.main([*arguments, "--json", "-"]) == 1
+    assert main([*arguments, "--json", "-"]) == 1
     said = json.loads(capsys.readouterr().out)
     assert not said["holds"]
     assert not said["steps"]
@@ -172,14 +175,14 @@ def test_it_keeps_secrets_to_itself(run, tmp_path, monkeypatch):
         (planted / part).symlink_to(run / part)
     (planted / "config.toml").write_text(text)
     file = tmp_path / "x.zip"
-    assert command.main([str(planted), "--output", str(file)]) == 0
+    assert main([str(planted), "--output", str(file)]) == 0
     with zipfile.ZipFile(file) as found:
         whole = "".join(found.read(name).decode() for name in found.namelist())
     assert not [secret for secret in secrets if secret in whole]
     assert 'load_path = "s3://bucket/x"' in whole
     assert "--dump_to=/tmp/removed" in whole
     with pytest.raises(UserError, match="exists: name a new file"):
-        command.main([str(planted), "--output", str(file)])
+        main([str(planted), "--output", str(file)])
 
 
 @pytest.mark.parametrize(
@@ -251,13 +254,16 @@ def test_a_file_of_another_make_is_refused(tmp_path, about, files, message):
         (["verify", "x.zip", "--steps", "0"], "--steps: expected 1 or more"),
         (["verify", "x.zip"], "cannot read the capsule x.zip"),
         (["runs/x", "--train.seed=1"], "it takes no settings"),
+        (["runs/x", "--steps", "3"], "--steps is for verify CAPSULE"),
+        (["verify", "x.zip", "--output", "y"], "--output is for RUN"),
+        (["runs/x", "x.zip"], "runs/x x.zip: expected RUN, or verify CAPSULE"),
         (["runs/x"], "a capsule needs the run's curve"),
     ],
 )
 def test_what_cannot_be_done_is_refused(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=message):
-        command.main(arguments)
+        main(arguments)
 
 
 def test_on_other_devices_no_capsule_is_made(run, monkeypatch):

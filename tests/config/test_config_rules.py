@@ -7,8 +7,7 @@ from inspect import isfunction
 
 import pytest
 
-from jaxforge.config import check, load_config, mesh_shape, not_built, rules
-from jaxforge.config.not_built import NOT_BUILT, not_built_yet
+from jaxforge.config import check, load_config, mesh_shape, rules
 from jaxforge.errors import UserError
 
 SMALL = [
@@ -485,6 +484,19 @@ def test_no_proposal_goes_untested():
             ("num_layers_at_start_in_bf16 to 0", "num_layers_at_end_in_bf16 to 0", "bf16"),
         ),
         (
+            rules.experts_in_8_bits_have_no_stages,
+            ["model.num_experts=4", "train.mixed_precision=fp8", "distributed.pp=2"],
+            [
+                "model.num_experts=4",
+                "train.mixed_precision=fp8",
+                "train.num_layers_at_start_in_bf16=0",
+                "train.num_layers_at_end_in_bf16=0",
+                "train.fp8_exclude=[]",
+                "distributed.pp=2",
+            ],
+            ('"experts"', "train.fp8_exclude", "distributed.pp"),
+        ),
+        (
             rules.stages_offload_nothing,
             ["distributed.pp=2", "train.activation_checkpointing=full"],
             [
@@ -568,14 +580,3 @@ def test_every_failure_is_in_one_message():
         "model.ffn_hidden_dim",
         "model.vocab_size",
     ]
-
-
-def test_what_is_not_built_is_refused_with_what_to_do(monkeypatch):
-    assert not NOT_BUILT  # or each line is tested here
-    planted = not_built.NotBuilt("train.seed", lambda seed: seed > 9, "luck", 7)
-    monkeypatch.setattr(not_built, "NOT_BUILT", (planted,))
-    config = small("train.seed=10")
-    [message] = not_built_yet(config)
-    assert message == "train.seed = 10: luck is not built yet: change train.seed to 7"
-    assert message in complaints(config, 8)
-    assert not list(not_built_yet(small("train.seed=9")))

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from jaxforge.config import JobConfig, check, load_config, mesh_shape, rules
-from jaxforge.config.not_built import not_built_yet
 from jaxforge.errors import UserError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from_kempnerforge.md").read_text()
@@ -40,7 +39,6 @@ def load(tmp_path: Path, text: str) -> JobConfig:
 @pytest.mark.parametrize("text", TEXT)
 def test_files_of_text_models_load(tmp_path, text):
     config = load(tmp_path, text)
-    assert list(not_built_yet(config)) == []
     assert list(config.model.problems()) == []
 
 

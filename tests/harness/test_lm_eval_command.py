@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 
 import jax
 import pytest
@@ -26,22 +27,22 @@ def test_without_lm_eval_it_says_what_to_install(monkeypatch, capsys):
 
 
 def test_settings_are_of_the_model_and_the_rest_is_lm_evals(options):
-    arguments = ["--step", "7", "--distributed.tp=2", "--tasks", "a,b", "--limit", "0.5"]
-    more = ["--model_args", "add_bos_token=True,max_length=64", "--batch-size", "4"]
+    arguments = ["--step", "7", "--distributed.tp=2", "--tasks", "a", "b", "--limit", "0.5"]
+    more = ["--model_args", "add_bos_token=True,max_length=64", "--include_path", "tasks"]
     assert command.main(["runs/x", *arguments, *more]) == 0
-    told = dict(zip(options[:-4:2], options[1:-4:2], strict=True))
+    told = dict(zip(options[::2], options[1::2], strict=True))
     assert told.pop("--model") == "jaxforge"
-    assert told.pop("--batch_size") == "4"
+    assert told.pop("--batch_size") == "32"
     assert json.loads(told.pop("--model_args")) == {
         "run": "runs/x", "step": 7, "add_bos_token": "True", "max_length": "64",
         "distributed.tp": "2",
     }  # fmt: skip
-    assert options[-4:] == ["--tasks", "a,b", "--limit", "0.5"]
+    assert told == {"--tasks": "a,b", "--include_path": "tasks", "--limit": "0.5"}
 
 
-def test_of_several_processes_the_first_prints(options, monkeypatch):
+def test_of_several_processes_the_first_prints(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    command.main(["runs/x", "--tasks", "a"])
-    assert command.os.environ["LOCAL_RANK"] == "1"
+    command._leave_results_to_the_first()
+    assert os.environ["LOCAL_RANK"] == "1"

@@ -215,6 +215,19 @@ def test_a_step_of_experts_compiles_to_hoppers_kernels(name):
 
 @compiles
 @pytest.mark.usefixtures("no_cache")
+def test_matrices_of_experts_travel_in_8_bits():
+    """[experts here, out, in], gathered over `dp_shard`."""
+    train = {"mixed_precision": "fp8", "fp8_exclude": [], "grad_sync": "microbatch"}
+    config = config_of(case({"ep": 4, "dp_shard": 2}, train, model=EXPERTS))
+    lowered = lower_train_step(config, make_mesh(config, h100s()))
+    options = xla_flags.compiler_options(h100s()[0], {}, has=(xla_flags.EXPERTS,))
+    text = lowered.compile(options).as_text()
+    assert re.search(r"= \(.*f8e4m3fn\[4,256,512\].* all-gather-start\(", text)
+    assert MOSAIC in text
+
+
+@compiles
+@pytest.mark.usefixtures("no_cache")
 def test_experts_that_are_gathered_compile():
     """XLA ended the process without a flag of the table (docs/upstream.md)."""
     config = config_of(case({"dp_shard": 8}, {"grad_sync": "microbatch"}, model=EXPERTS))

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxforge.errors import UserError
-from jaxforge.evaluate import evaluate, main, report
+from jaxforge.evaluate import main
+from jaxforge.inference.evaluation import evaluate, report
 from jaxforge.training.evaluation import summary
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, Run, environment

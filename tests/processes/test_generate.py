@@ -7,8 +7,10 @@ import sys
 
 import pytest
 
+import jaxforge
 from jaxforge import generate
 from jaxforge.errors import UserError
+from jaxforge.inference import completion
 from jaxforge.model.decoding import Decoder
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, Run, environment
@@ -126,7 +128,7 @@ def test_results_are_written_in_order_as_soon_as_they_are_known(run, tmp_path, m
         return complete(decoder, prompts, numbers)
 
     monkeypatch.setattr(Decoder, "complete", fails)
-    monkeypatch.setattr(generate, "_WINDOW", 1)
+    monkeypatch.setattr(completion, "_WINDOW", 1)
     arguments = ["--prompts", tmp_path / "p.txt", "--output", tmp_path / "o.jsonl"]
     with pytest.raises(KeyboardInterrupt):
         generate.main([str(run.directory), *map(str, arguments), "--batch-size=2",
@@ -138,10 +140,10 @@ def test_results_are_written_in_order_as_soon_as_they_are_known(run, tmp_path, m
 
 def test_batches_hold_prompts_of_similar_length():
     lengths = [9, 1, 8, 2, 7, 3] * 4
-    batches = list(generate._batches(lengths, 3))
+    batches = list(completion._batches(lengths, 3))
     assert sorted(itertools.chain(*batches)) == list(range(24))
     assert [[lengths[i] for i in batch] for batch in batches[:2]] == [[1, 1, 1], [1, 2, 2]]
-    assert list(generate._batches([5] * 40, 2))[8:] == [[i, i + 1] for i in range(16, 40, 2)]
+    assert list(completion._batches([5] * 40, 2))[8:] == [[i, i + 1] for i in range(16, 40, 2)]
 
 
 @pytest.mark.parametrize(
@@ -174,3 +176,28 @@ def test_a_bad_line_of_a_file_has_its_place(run, tmp_path):
 
 def test_a_directory_without_a_checkpoint(tmp_path):
     assert "no checkpoint at" in command("generate", tmp_path, code=2)
+
+
+def test_a_run_in_python_is_what_the_commands_say(run, here, tmp_path):
+    ours = jaxforge.Run(run.directory, step=60)
+    prompts = ["the quick", "jumps over"]
+    drawn = here(run.directory, "--step=60", "--prompt", prompts[1], "--max-tokens=20", "--seed=3")
+    assert prompts[1] + ours.generate(prompts[1], max_tokens=20, seed=3) + "\n" == drawn
+    both = ours.generate(prompts, max_tokens=20, temperature=0)
+    assert both[0] == ours.generate(prompts[0], max_tokens=20, temperature=0)
+    assert (ours.step, ours.config.train.max_steps) == (60, 120)
+    logged = [json.loads(line) for line in (run.directory / "metrics.jsonl").open()]
+    losses = {line["step"]: line["train/loss"] for line in logged if "train/loss" in line}
+    assert ours.metrics["train/loss"].dropna().to_dict() == losses
+    assert ours.metrics.index.is_unique  # a save is logged when it ends, several perhaps in a step
+    found = ours.evaluate(steps=1, text=str(run.directory.parent / "data" / "train"))
+    assert found["step"] == 60
+    assert found["sets"][0]["name"] == "text"
+    assert (ours.export(tmp_path / "model") / "model.safetensors").is_file()
+    with pytest.raises(UserError, match=r"model is there already"):
+        ours.export(tmp_path / "model")
+
+
+def test_a_run_that_is_not_there_is_a_mistake(tmp_path):
+    with pytest.raises(UserError, match="none"):
+        jaxforge.Run(tmp_path / "none").generate("a")

@@ -55,6 +55,33 @@ def test_losses_and_histories_do_not_depend_on_the_mesh(mesh, grad_sync):
     assert all(is_kept)
 
 
+def with_experts(distributed=None, **train):
+    d = {"dp_shard": 1, **(distributed or {})}
+    return tiny_config(
+        model={"n_layers": 1, "num_experts": 4, "moe_top_k": 2},
+        train={"mixed_precision": "fp8", "fp8_exclude": (), "num_layers_at_start_in_bf16": 0,
+               "num_layers_at_end_in_bf16": 0, "global_batch_size": 8, **train},
+        distributed=d,
+    )  # fmt: skip
+
+
+def test_experts_in_8_bits_learn_the_same_on_a_mesh():
+    """But for scales, as each device goes by its own rows."""
+    alone = setup(with_experts())
+    spread = setup(with_experts({"ep": 2, "dp_shard": 2}, grad_sync="microbatch"))
+    wide = setup(with_experts(mixed_precision="bf16"))
+    batches = random_batches(alone.config, 2)
+    losses, norms = [], []
+    for ours in (alone, spread, wide):
+        _, metrics = ours.run(ours.state(), batches)
+        losses.append(np.asarray(metrics["loss"]))
+        norms.append(np.asarray(metrics["grad_norm"]))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-3)
+    np.testing.assert_allclose(norms[1], norms[0], rtol=3e-2)
+    np.testing.assert_allclose(losses[0], losses[2], rtol=1e-2)
+    assert np.all(losses[0] != losses[2])
+
+
 def in_bf16(x):
     return np.asarray(x, np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxforge import train
-from jaxforge.evaluate import evaluate
 from jaxforge.exit_codes import Exit
 from jaxforge.inference import open_run
+from jaxforge.inference.evaluation import evaluate
 from jaxforge.training.evaluation import summary
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup

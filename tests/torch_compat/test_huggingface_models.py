@@ -19,7 +19,7 @@ from jaxforge.checkpoint.restore import starting_state
 from jaxforge.config.model import ModelConfig, RopeScaling
 from jaxforge.corpus.tokenizer import END_OF_TEXT, load_tokenizer, train_bpe
 from jaxforge.errors import UserError
-from jaxforge.evaluate import evaluate
+from jaxforge.inference.evaluation import evaluate
 from jaxforge.model.transformer import Model
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import begin

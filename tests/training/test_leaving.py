@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxforge import train
+from jaxforge import launch, train
 from jaxforge.config.train import TrainConfig
 from jaxforge.training import preemption
 from jaxforge.training.preemption import Exit, Exits, Signals
@@ -146,7 +146,7 @@ def test_whatever_ends_a_run_it_is_closed_with_the_reason(monkeypatch, end):
         raise end
 
     trainer = types.SimpleNamespace(train=run_loop, close=closed.append)
-    monkeypatch.setattr(train, "build_trainer", lambda *arguments: trainer)
+    monkeypatch.setattr(launch, "build_trainer", lambda *arguments: trainer)
     config = tiny_config(distributed={"dp_shard": -1})
     if isinstance(end, Exit):
         assert train.run(config) is end

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from jaxforge import train
+from jaxforge import launch, train
 from jaxforge.exit_codes import Exit
 from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
@@ -104,8 +104,8 @@ def test_a_signal_is_seen_while_the_step_is_compiled(tmp_path, monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
         done.wait(PATIENCE)
 
-    monkeypatch.setattr(train, "end_now", left.append)
-    monkeypatch.setattr(train.compilation, "compile_step", compiles_for_minutes)
+    monkeypatch.setattr(launch, "end_now", left.append)
+    monkeypatch.setattr(launch.compilation, "compile_step", compiles_for_minutes)
     log = Log()
     assert train.run(config(tmp_path, "run"), [log]) is Exit.SIGNAL
     assert not done.is_set()

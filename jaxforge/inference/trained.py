@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -54,34 +53,16 @@ class TrainedModel:
     model: Model
 
     @contextlib.contextmanager
-    def in_use(self) -> Iterator[Params]:
+    def in_use(self, params: Params | None = None) -> Iterator[Params]:
         """The parameters, on their mesh and in their precision while the context lasts.
+
+        Args:
+            params: they, where they have been read before.
 
         Raises:
             UserError: they, or what is done with them, do not fit into memory.
         """
-        with self.computing():
-            yield self._restore(self._like)
-
-    @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
-        """The mesh and the precision, for parameters that `in_use` gave earlier.
-
-        Raises:
-            UserError: what is done does not fit into memory.
-        """
-        try:
-            with jax.set_mesh(self.mesh), matmul_precision(self.config):
-                yield
-        except (jax.errors.JaxRuntimeError, MemoryError) as error:
-            if not device_memory.is_out_of_memory(error):
-                raise
-            raise UserError(_does_not_fit(error, self._like)) from error
-
-    @functools.cached_property
-    def _like(self) -> Params:
-        """What each parameter will be, and where."""
-        return jax.tree.map(
+        like = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             model_tree(self.model.abstract, self.model.state.abstract),
             model_tree(
@@ -89,6 +70,13 @@ class TrainedModel:
                 param_shardings(*self.model.state, self.mesh),
             ),
         )
+        try:
+            with jax.set_mesh(self.mesh), matmul_precision(self.config):
+                yield self._restore(like) if params is None else params
+        except (jax.errors.JaxRuntimeError, MemoryError) as error:
+            if not device_memory.is_out_of_memory(error):
+                raise
+            raise UserError(_does_not_fit(error, like)) from error
 
     def _restore(self, like: Params) -> Params:
         """Each device reads its own share: no parameter is ever whole on one of several."""

@@ -1,0 +1,104 @@
+"""The documentation as a site: `make docs` writes build/docs/index.html."""
+
+import re
+import sys
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("jaxforge", "torch_compat")
+CHAPTERS = {
+    "Train": ["configs", "data", "optimizers", "metrics", "reliability", "launching"],
+    "Use": ["evaluate_and_generate", "replay", "library"],
+    "PyTorch": ["torch_compat", "from_kempnerforge"],
+    "Many devices": ["plan", "pipeline", "experts", "context", "remat", "scaling", "gpu"],
+    "Numbers": ["precision", "kernels", "xla_flags", "benchmarks"],
+    "Inside": ["architecture", "loop", "upstream"],
+}
+"""The pages of docs/, in the order of the menu."""
+
+sys.path.insert(0, str(ROOT))
+
+project = html_title = "jaxforge"
+extensions = [
+    "myst_parser",
+    "sphinx.ext.apidoc",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+root_doc = "README"
+include_patterns = ["README.md", "CONTRIBUTING.md", "docs/**", "build/api/**"]
+exclude_patterns = ["**/modules.rst"]
+html_theme = "furo"
+highlight_language = "text"
+
+myst_heading_anchors = 4
+
+apidoc_modules = [
+    {
+        "path": f"../{package}",
+        "destination": f"build/api/{package}",
+        "module_first": True,
+        "automodule_options": {"members", "show-inheritance"},
+    }
+    for package in PACKAGES
+]
+autodoc_default_options = {"members": True, "member-order": "bysource", "show-inheritance": True}
+napoleon_use_ivar = True
+suppress_warnings = ["ref.python"]  # attributes called `bytes` beside the type
+_SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):$")
+
+
+def setup(app: Sphinx) -> None:
+    """Docstrings as they are written, a menu on the front page, an index.html that leads there."""
+    app.connect("autodoc-skip-member", _is_a_mere_field)
+    app.connect("autodoc-process-docstring", _as_restructured_text, priority=400)  # then napoleon
+    app.connect("source-read", _add_menu)
+    app.connect("build-finished", _add_index)
+
+
+def _add_menu(app: Sphinx, page: str, source: list[str]) -> None:
+    if page == root_doc:
+        chapters = {name: [f"docs/{page}" for page in pages] for name, pages in CHAPTERS.items()}
+        chapters["Reference"] = [f"build/api/{package}/{package}" for package in PACKAGES]
+        chapters["Inside"].append("CONTRIBUTING")
+        source[0] += "".join(
+            f"\n```{{toctree}}\n:hidden:\n:caption: {name}\n\n" + "\n".join(pages) + "\n```\n"
+            for name, pages in chapters.items()
+        )
+
+
+def _add_index(app: Sphinx, error: Exception | None) -> None:
+    page = f'<meta http-equiv="refresh" content="0; url={root_doc}.html">'
+    Path(app.outdir, "index.html").write_text(page)
+
+
+def _is_a_mere_field(app: Sphinx, what: str, name: str, member: object, *_: object) -> bool | None:
+    """Of a named tuple: its docstring has the attributes."""
+    return (getattr(member, "__doc__", None) or "").startswith("Alias for field") or None
+
+
+def _as_restructured_text(*event: object) -> None:
+    """Docstrings are plain text: `code` in single quotes, formulas indented by four."""
+    lines = event[-1]
+    made, is_section, was_formula = [], False, False
+    for line in lines:
+        is_indented = line.startswith("    ") or (was_formula and not line)
+        is_section = bool(_SECTION.match(line)) or (is_section and (is_indented or not line))
+        is_formula = is_indented and not is_section
+        if is_formula != was_formula:
+            made += ["", "::", ""] if is_formula else [""]
+        made.append(line if is_formula else _escaped(line))
+        was_formula = is_formula
+    lines[:] = made
+
+
+def _escaped(line: str) -> str:
+    """With code in double quotes, and without markup elsewhere."""
+    parts = re.split(r"(`[^`]+`)", line)
+    parts[1::2] = (f"``{code.strip('` ')}``\\ " for code in parts[1::2])
+    parts[::2] = (re.sub(r"(?<!^)([*|]|_\b)", r"\\\1", text) for text in parts[::2])
+    return "".join(parts)

@@ -1,0 +1,171 @@
+"""Prompts continued by a trained model: what `python -m jaxforge.generate` does."""
+
+import argparse
+import contextlib
+import itertools
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import jax
+from rich.console import Console
+
+from jaxforge import run_directory, storage
+from jaxforge.corpus.prompts import RESULTS, Prompt, read_prompts
+from jaxforge.corpus.tokenizer import Tokenizer
+from jaxforge.errors import UserError
+from jaxforge.inference.trained import open_run
+from jaxforge.model.decoding import Completion, Decoder
+from jaxforge.model.sampling import Sampling
+from jaxforge.parallel import host_memory, multihost
+from jaxforge.telemetry.console import setup_logging
+
+log = logging.getLogger(__name__)
+
+Record = dict[str, Any]
+"""A prompt with its fields, and what it was continued with."""
+
+_REPLACEMENT = "�"  # what an unfinished character decodes to
+_WINDOW = 8  # batches among which prompts are sorted by length; results wait for so many at most
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Prints prompts with their continuations, or writes them down as JSON Lines."""
+    setup_logging(Console(stderr=True))
+    host_memory.keep_freed_memory()
+    multihost.initialize()
+    prompts = _prompts(args)
+    trained = open_run(storage.path(args.run), overrides, step=args.step)
+    tokenizer = run_directory.read_tokenizer(trained.run)
+    limit = trained.config.model.max_seq_len
+    ids = [encode(tokenizer, prompt, limit, args.max_tokens) for prompt in prompts]
+    eos_id = None if args.ignore_eos else tokenizer.eos_id
+    rows = min(args.batch_size, len(prompts))
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, tokenizer.vocab_size)
+    with trained.in_use() as params:
+        decoder = Decoder(trained.model, params, args.max_tokens, sampling, eos_id, args.seed,
+                          trained.mesh, rows)  # fmt: skip
+        if args.prompts or args.output:
+            _write(args.output, results(decoder, prompts, ids, tokenizer))
+        elif len(prompts) == 1:
+            _stream(decoder, ids[0], tokenizer)
+        else:
+            _print(results(decoder, prompts, ids, tokenizer))
+    return 0
+
+
+def _prompts(args: argparse.Namespace) -> list[Prompt]:
+    if args.prompts and args.prompt:
+        raise UserError("--prompt and --prompts exclude each other: add the texts to the file")
+    for name in ("prompts", "output"):
+        if place := getattr(args, name):
+            storage.local(place, f"--{name}", "copy it from or to there")
+    if args.output and args.output.exists():
+        raise UserError(f"--output {args.output} exists: name a new file, or remove it first")
+    if args.output and not args.output.parent.is_dir():
+        raise UserError(f"--output {args.output}: there is no directory {args.output.parent}")
+    if args.prompts:
+        return read_prompts(args.prompts)
+    return [Prompt(text, "--prompt") for text in args.prompt or [""]]
+
+
+def encode(tokenizer: Tokenizer, prompt: Prompt, limit: int, max_tokens: int) -> list[int]:
+    """Token ids of a prompt; an empty one starts from end-of-text, as every document does."""
+    ids = tokenizer.encode(prompt.text)
+    if not ids:
+        if tokenizer.eos_id is None:
+            raise UserError(
+                f"{prompt.place}: the prompt is empty, and the tokenizer has no end-of-text token "
+                "to start from; give a text"
+            )
+        ids = [tokenizer.eos_id]
+    if len(ids) + max_tokens > limit:
+        raise UserError(
+            f"{prompt.place}: a prompt of {len(ids)} tokens and --max-tokens {max_tokens} exceed "
+            f"model.max_seq_len = {limit}; shorten the one or lower the other"
+        )
+    return ids
+
+
+def _stream(decoder: Decoder, prompt: list[int], tokenizer: Tokenizer) -> None:
+    """Prints a prompt and its continuation as it comes: characters, once they are whole."""
+    ids, shown = list(prompt), 0
+    turns: Iterator[list[int | None]] = itertools.chain([[None]], decoder.stream([prompt]))
+    for (token,) in turns:
+        ids += [] if token is None else [token]
+        text = tokenizer.decode(ids)
+        if not text.endswith(_REPLACEMENT):
+            _say(text[shown:])
+            shown = len(text)
+    _say(tokenizer.decode(ids)[shown:] + "\n")
+
+
+def results(
+    decoder: Decoder, prompts: Sequence[Prompt], ids: Sequence[list[int]], tokenizer: Tokenizer
+) -> Iterator[list[Record]]:
+    """Results in the order of the prompts, as many at a time as have become known."""
+    done: dict[int, Record] = {}
+    shown, tokens, start = 0, 0, time.perf_counter()
+    for numbers in _batches([len(prompt) for prompt in ids], decoder.rows):
+        completions = decoder.complete([ids[number] for number in numbers], numbers)
+        for number, completion in zip(numbers, completions, strict=True):
+            done[number] = _record(prompts[number], ids[number], completion, tokenizer)
+        end = next(number for number in itertools.count(shown) if number not in done)
+        yield [done.pop(number) for number in range(shown, end)]
+        shown, tokens = end, tokens + sum(len(completion.tokens) for completion in completions)
+    seconds = time.perf_counter() - start
+    log.info("%d prompts, %d tokens generated in %.1f s, compilation included: %.0f tokens/s",
+             len(ids), tokens, seconds, tokens / seconds)  # fmt: skip
+
+
+def _record(prompt: Prompt, ids: list[int], completion: Completion, tokenizer: Tokenizer) -> Record:
+    """The prompt's own fields, and `corpus.prompts.RESULTS`."""
+    text = tokenizer.decode([*ids, *completion.tokens])
+    continuation = text[len(tokenizer.decode(ids)) :]
+    values = (continuation, completion.tokens, completion.finish_reason)
+    return {"prompt": prompt.text, **prompt.fields, **dict(zip(RESULTS, values, strict=True))}
+
+
+def _batches(lengths: Sequence[int], rows: int) -> Iterator[list[int]]:
+    """Numbers of the prompts of each batch: of similar length, out of some batches in a row."""
+    for first in range(0, len(lengths), window := _WINDOW * rows):
+        numbers = range(first, min(first + window, len(lengths)))
+        by_length = sorted(numbers, key=lambda number: lengths[number])
+        yield from (by_length[i : i + rows] for i in range(0, len(by_length), rows))
+
+
+def _print(results: Iterator[list[Record]]) -> None:
+    for number, record in enumerate(itertools.chain.from_iterable(results), 1):
+        _say(f"--- {number}\n{record['prompt']}{record['completion']}\n")
+
+
+def _write(path: Path | None, results: Iterator[list[Record]]) -> None:
+    """A line a prompt: whole lines only, however the process ends."""
+    first = next(results)  # a failure before this leaves no empty file behind
+    with _open(path) as file:
+        for records in itertools.chain([first], results):
+            lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+            file.write("".join(lines).encode())
+            file.flush()
+
+
+def _open(path: Path | None) -> contextlib.AbstractContextManager[BinaryIO]:
+    if jax.process_index() > 0:
+        return open(os.devnull, "wb")
+    if path is None:
+        return contextlib.nullcontext(sys.stdout.buffer)
+    try:
+        return path.open("xb")
+    except OSError as error:
+        raise UserError(f"--output {path}: {error.strerror}") from error
+
+
+def _say(text: str) -> None:
+    if jax.process_index() == 0:
+        sys.stdout.write(text)
+        sys.stdout.flush()

@@ -1,0 +1,160 @@
+"""A trained model on sets of text: what `python -m jaxforge.evaluate` does."""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from jaxforge import run_directory, storage
+from jaxforge.cli import STDOUT, wide_console
+from jaxforge.config.job import JobConfig
+from jaxforge.data import sources
+from jaxforge.errors import UserError
+from jaxforge.inference.trained import TrainedModel, open_run
+from jaxforge.parallel import host_memory, multihost
+from jaxforge.parallel.mesh import data_parallel_size
+from jaxforge.telemetry.console import setup_logging
+from jaxforge.training.evaluation import Evaluator, SetSums, summary, together
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Evaluates, prints a table, writes JSON."""
+    setup_logging(Console(stderr=True))
+    host_memory.keep_freed_memory()
+    multihost.initialize()
+    trained, sums = evaluate(
+        storage.path(args.run), overrides, sets=args.set, step=args.step,
+        batch_size=args.batch_size, steps=args.steps,
+    )  # fmt: skip
+    if jax.process_index() == 0:
+        _print(trained, sums, to_stderr=args.json == STDOUT)
+        if args.json:
+            _write(args.json, report(trained, sums))
+    return 0
+
+
+def evaluate(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    sets: Sequence[str] = (),
+    step: int | None = None,
+    batch_size: int | None = None,
+    steps: int | None = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> tuple[TrainedModel, dict[str, SetSums]]:
+    """Evaluates a checkpoint of a run.
+
+    Args:
+        path: a run directory, or one of its checkpoints.
+        overrides: settings over the run's config, such as "--distributed.tp=2".
+        sets: "NAME=DIR" of each set; by default those of the run's `[eval]`.
+        step: the checkpoint; by default the newest, or the one that `path` names.
+        batch_size: sequences per batch, over all devices; by default as in training.
+        steps: batches of each set; by default all.
+        devices: the devices to use; all by default.
+
+    Returns:
+        What was evaluated, and its sums over each set by name.
+
+    Raises:
+        UserError: there is no such checkpoint or set, or they do not fit one another.
+    """
+    overrides = [*overrides, *set_overrides(sets)]
+    trained = open_run(path, overrides, step=step, devices=devices)
+    as_trained = run_directory.read_config(trained.run, overrides)
+    config = _with_batch(trained, as_trained, batch_size)
+    if not config.eval.sources():
+        raise UserError(f"{trained.run} has no [eval] to evaluate on: give --set NAME=DIR")
+    datasets = sources.open_eval_data(config)
+    tokenizer = run_directory.find_tokenizer(trained.run)
+    with trained.in_use() as params:
+        evaluator = Evaluator(config, trained.mesh, trained.model, datasets, tokenizer)
+        return trained, evaluator(params, steps)
+
+
+def report(trained: TrainedModel, sums: Mapping[str, SetSums]) -> dict[str, Any]:
+    """What the command writes as JSON; numbers that are not finite become null.
+
+    `metrics` has the names and values that training logs, `sets` each set by itself.
+    """
+    sets = [
+        {"name": name, "tokens": one.tokens, "bytes": one.n_bytes, **_finite(one.metrics())}
+        for name, one in sums.items()
+    ]
+    mesh = {axis: size for axis, size in trained.mesh.shape.items() if size > 1}
+    return {
+        "run": str(trained.run),
+        "step": trained.step,
+        "mesh": mesh,
+        "metrics": _finite(summary(sums)),
+        "sets": sets,
+    }
+
+
+def set_overrides(sets: Sequence[str]) -> list[str]:
+    """`--set NAME=DIR` as settings of `[eval]`, in place of the sets that are there."""
+    tables = []
+    for text in sets:
+        name, equals, place = text.partition("=")
+        if not (name and equals and place):
+            raise UserError(f"--set {text}: expected NAME=DIR")
+        table, path = {"name": name, "dataset_path": place}, storage.path(place, f"--set {name}")
+        if "*" in path.name:
+            table |= {"dataset_path": str(path.parent), "file_pattern": path.name}
+        tables.append(table)
+    if not tables:
+        return []
+    return ["--eval.dataset_path=", "--eval.hf_dataset_name=None", f"--eval.datasets={tables}"]
+
+
+def _with_batch(trained: TrainedModel, as_trained: JobConfig, batch_size: int | None) -> JobConfig:
+    """The config with so many sequences per batch as are asked for, or as training takes."""
+    groups = data_parallel_size(trained.mesh)
+    if batch_size is not None and batch_size % groups:
+        raise UserError(
+            f"--batch-size {batch_size} must be a multiple of the {groups} data-parallel groups of "
+            f"devices: change it to {-(-batch_size // groups) * groups}, or raise --distributed.tp"
+        )
+    rows = batch_size or as_trained.train.microbatch_size(groups)
+    train = trained.config.train.model_copy(update={"batch_size": -(-rows // groups)})
+    return trained.config.model_copy(update={"train": train})
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def _print(trained: TrainedModel, sums: Mapping[str, SetSums], *, to_stderr: bool) -> None:
+    """A row for each set, and one for all where there are several."""
+    table = Table(title=f"{trained.run.name}, step {trained.step}", title_justify="left")
+    table.add_column("set")
+    for name in ("tokens", "loss", "perplexity", "bits/byte"):
+        table.add_column(name, justify="right")
+    rows = {name or "eval": one for name, one in sums.items()}
+    if len(rows) > 1:
+        rows["all"] = together(sums.values())
+    for name, one in rows.items():
+        values = one.metrics()
+        bits = f"{values['bits_per_byte']:.4f}" if "bits_per_byte" in values else "-"
+        table.add_row(name, f"{one.tokens:,}", f"{values['loss']:.4f}",
+                      f"{values['perplexity']:,.2f}", bits)  # fmt: skip
+    wide_console(sys.stderr if to_stderr else sys.stdout).print(table)
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+    if path == STDOUT:
+        sys.stdout.write(text)
+        return
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--json {path}: {error.strerror}") from error

@@ -1,0 +1,69 @@
+"""One start of a run: devices, mesh and parts, then the loop, and an orderly end."""
+
+from collections.abc import Sequence
+
+import jax
+from rich.console import Console
+
+from jaxforge import run_directory
+from jaxforge.build import build_trainer
+from jaxforge.cli import wide_console
+from jaxforge.config import rules
+from jaxforge.config.job import JobConfig
+from jaxforge.config.reading.unresolved import UnresolvedConfig
+from jaxforge.data.epoch import sequences_per_epoch
+from jaxforge.exit_codes import Exit
+from jaxforge.health import out_of_memory
+from jaxforge.health.watchdog import Limits, Watchdog
+from jaxforge.model.transformer import matmul_precision
+from jaxforge.parallel import compilation, host_memory, multihost
+from jaxforge.parallel.mesh import make_mesh
+from jaxforge.process import end_now
+from jaxforge.run_lock import RunLock
+from jaxforge.telemetry.console import setup_logging
+from jaxforge.training.hooks import Hook
+from jaxforge.training.preemption import Signals
+
+
+def run(config: JobConfig | UnresolvedConfig, hooks: Sequence[Hook] = ()) -> Exit:
+    """`train.run`."""
+    console = wide_console()
+    setup_logging(console)
+    host_memory.keep_freed_memory()
+    known = config.known if isinstance(config, UnresolvedConfig) else config
+    with Watchdog(Limits.of(known.train)) as watchdog:
+        multihost.initialize(known.distributed.heartbeat_timeout_sec)
+        with multihost.leaving_at_once_on_failure():
+            return _run(config, hooks, console, watchdog)
+
+
+def _run(
+    config: JobConfig | UnresolvedConfig,
+    hooks: Sequence[Hook],
+    console: Console,
+    watchdog: Watchdog,
+) -> Exit:
+    if isinstance(config, UnresolvedConfig):
+        with watchdog.section("data"):  # for lengths in epochs
+            config = config.resolve(jax.device_count(), sequences_per_epoch)
+    rules.check(config, jax.device_count())
+    compilation.use_cache(config.train)
+    mesh = make_mesh(config)
+    with (
+        Signals(config.train.shutdown_timeout_sec) as signals,
+        RunLock(run_directory.root(config)) as lock,
+        jax.set_mesh(mesh),
+        matmul_precision(config),
+        out_of_memory.explained(config, mesh),
+    ):
+        trainer = build_trainer(config, mesh, hooks, console, watchdog, lock)
+        reason = None
+        try:
+            reason = trainer.train(signals)
+        finally:
+            if reason is not Exit.UNHEALTHY:  # whatever waits for the devices may wait for ever
+                with watchdog.section("end"):
+                    trainer.close(reason)
+    if reason is Exit.UNHEALTHY or signals.left_work:
+        end_now(reason.code)  # nor must the compiler find the process half gone
+    return reason

@@ -1,0 +1,152 @@
+"""A run directory in Python: `jaxforge.Run("runs/quickstart").generate("def ")`."""
+
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxforge import run_directory, storage
+from jaxforge.checkpoint.paths import SUBDIRECTORY
+from jaxforge.config.job import JobConfig
+from jaxforge.corpus.prompts import Prompt
+from jaxforge.errors import UserError
+from jaxforge.inference import completion, evaluation
+from jaxforge.inference.trained import TrainedModel, open_run
+from jaxforge.model.decoding import Decoder
+from jaxforge.model.sampling import Sampling
+from jaxforge.model.transformer import Params
+from jaxforge.parallel import multihost
+from jaxforge.report.reading import read_metrics
+
+
+class Run:
+    """A run, to look at and to use: as far as it has come, also while it goes on.
+
+    Parameters are read when they are first needed, and stay in memory.
+
+    Args:
+        path: a run directory, or one of its checkpoints.
+        overrides: settings over the run's config, such as "--distributed.tp=2".
+        step: the checkpoint to use; by default the newest, or the one that `path` names.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike, overrides: Sequence[str] = (), *, step: int | None = None
+    ) -> None:
+        self._path, self._overrides, self._step = storage.path(path), tuple(overrides), step
+
+    def __repr__(self) -> str:
+        return f"Run({str(self._path)!r})"
+
+    @property
+    def step(self) -> int:
+        """The step of the checkpoint that is used."""
+        return self._trained.step
+
+    @property
+    def config(self) -> JobConfig:
+        """What it was last started with."""
+        return run_directory.read_config(self._trained.run)
+
+    @property
+    def metrics(self) -> Any:  # noqa: ANN401
+        """What is logged, by name: a pandas DataFrame over steps where pandas is installed.
+
+        Elsewhere a dict of `report.reading.Series`, which may have several values of a step.
+        """
+        series = read_metrics(self._trained.run)
+        if importlib.util.find_spec("pandas") is None:
+            return series
+        import pandas as pd
+
+        columns = {name: pd.Series(one.value, one.step) for name, one in series.items()}
+        latest = {name: one[~one.index.duplicated(keep="last")] for name, one in columns.items()}
+        return pd.DataFrame(latest).rename_axis("step")
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] = "",
+        *,
+        max_tokens: int = 128,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        batch_size: int = 32,
+    ) -> Any:  # noqa: ANN401
+        """Continues a prompt, or several.
+
+        Args:
+            prompts: one text, or several; an empty one starts a document.
+            max_tokens: tokens to generate.
+            temperature: 0 takes the likeliest token.
+            top_k: keep the k likeliest; 0: all.
+            top_p: keep this much probability.
+            seed: of the draws.
+            batch_size: prompts at a time.
+
+        Returns:
+            The continuation, or a list of them.
+
+        Raises:
+            UserError: the run has no tokenizer, or a prompt is too long.
+        """
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        trained, tokenizer = self._trained, run_directory.read_tokenizer(self._trained.run)
+        limit = trained.config.model.max_seq_len
+        asked = [Prompt(text, f"prompt {n}") for n, text in enumerate(texts)]
+        ids = [completion.encode(tokenizer, prompt, limit, max_tokens) for prompt in asked]
+        sampling = Sampling(temperature, top_k, top_p, tokenizer.vocab_size)
+        with trained.in_use(self._params) as params:
+            decoder = Decoder(trained.model, params, max_tokens, sampling, tokenizer.eos_id, seed,
+                              trained.mesh, min(batch_size, len(asked)))  # fmt: skip
+            parts = completion.results(decoder, asked, ids, tokenizer)
+            texts = [record["completion"] for records in parts for record in records]
+        return texts[0] if isinstance(prompts, str) else texts
+
+    def evaluate(self, *, steps: int | None = None, **sets: str) -> dict[str, Any]:
+        """Loss, perplexity and bits per byte, as `python -m jaxforge.evaluate --json` has them.
+
+        Args:
+            steps: batches of each set; by default all.
+            sets: by name, directories of token shards; by default those of the run's `[eval]`.
+        """
+        named = [f"{name}={place}" for name, place in sets.items()]
+        found = evaluation.evaluate(
+            self._path, self._overrides, sets=named, step=self._step, steps=steps
+        )
+        return evaluation.report(*found)
+
+    def export(self, destination: str | os.PathLike, *options: str, to: str = "hf") -> Path:
+        """Writes a checkpoint for transformers ("hf") or for PyTorch jobs ("dcp").
+
+        Args:
+            destination: a new directory.
+            options: more of `python -m torch_compat export`, such as "--dtype=bfloat16".
+            to: the format.
+
+        Raises:
+            UserError: it cannot be written, or the model has no counterpart there.
+        """
+        source = self._trained.run / SUBDIRECTORY / f"step_{self.step}"
+        command = [sys.executable, "-m", "torch_compat", "export", str(source), str(destination)]
+        done = subprocess.run(
+            [*command, "--to", to, *options], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise UserError(done.stderr.rpartition("error: ")[2].strip())
+        return Path(destination)
+
+    @functools.cached_property
+    def _trained(self) -> TrainedModel:
+        multihost.initialize()
+        return open_run(self._path, self._overrides, step=self._step)
+
+    @functools.cached_property
+    def _params(self) -> Params:
+        with self._trained.in_use() as params:
+            return params

@@ -1,0 +1,49 @@
+"""Products of rows and experts in 8 bits, against the same rounding in NumPy."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jaxforge.model.fp8 import E4M3, E5M2
+from jaxforge.model.grouped_fp8 import by_expert, grouped_matmul_fp8
+
+SIZES = np.array([5, 0, 7], np.int32)
+ROWS, INPUTS, OUTPUTS = 16, 8, 6
+"""Four rows belong to no expert."""
+
+
+def held(x, dtype):
+    """The numbers that 8 bits hold, with one scale that is a power of two."""
+    largest = float(ml_dtypes.finfo(dtype).max)
+    scale = 2.0 ** np.floor(np.log2(largest / np.abs(x).max()))
+    return np.clip(x * scale, -largest, largest).astype(dtype).astype(np.float32) / scale
+
+
+def test_products_are_those_of_the_rounded_numbers():
+    rng = np.random.default_rng(0)
+    x, dy = rng.normal(size=(ROWS, INPUTS)), rng.normal(size=(ROWS, OUTPUTS))
+    w = rng.normal(size=(3, OUTPUTS, INPUTS)) * np.array([1.0, 9.0, 0.01])[:, None, None]
+    x, w, dy = (np.float32(jnp.bfloat16(one)) for one in (x, w, dy))
+    own = int(SIZES.sum())
+    x[own:], dy[own:] = 1e6, np.nan  # no scale may go by these
+
+    def product(x, gradient):
+        packed = by_expert(jnp.bfloat16(w))
+        return grouped_matmul_fp8("blocks", x, packed, jnp.asarray(SIZES), gradient)
+
+    zeros = jnp.zeros(w.shape, jnp.float32)
+    y, back = jax.vjp(product, jnp.bfloat16(x), zeros)
+    dx, dw = back(jnp.bfloat16(dy))
+    x_8, dy_8 = held(x[:own], E4M3), held(dy[:own], E5M2)
+    w_8 = np.stack([held(one, E4M3) for one in w])
+    begin = 0
+    for expert, size in enumerate(SIZES):
+        rows = slice(begin, begin + size)
+        begin += size
+        for got, expected in (
+            (y[rows], x_8[rows] @ w_8[expert].T),
+            (dx[rows], dy_8[rows] @ w_8[expert]),
+        ):
+            np.testing.assert_allclose(np.float32(got), expected, rtol=2**-7, atol=1e-6)
+        np.testing.assert_allclose(dw[expert], dy_8[rows].T @ x_8[rows], rtol=1e-5, atol=1e-5)

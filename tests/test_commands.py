@@ -1,0 +1,83 @@
+"""`jaxforge COMMAND`: one name for all commands."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxforge
+from jaxforge import doctor
+from jaxforge.__main__ import COMMANDS, main
+from jaxforge.errors import UserError
+from tests.machine import PATIENCE
+from tests.test_docs import parser_of
+
+PROGRAM = Path(sys.executable).with_name("jaxforge")
+
+
+def test_help_lists_every_command(capsys):
+    assert main(["--help"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "  " in line[2:]]
+    assert listed == list(COMMANDS)
+    assert main([]) == 2
+
+
+def test_every_command_has_an_entry():
+    for one in COMMANDS.values():
+        assert callable(importlib.import_module(one.module).entry)
+
+
+def test_what_there_is_not_is_told_with_what_is_near():
+    with pytest.raises(UserError, match=r"no command trian; did you mean train\?"):
+        main(["trian"])
+    with pytest.raises(UserError, match="no command xyzzy; `jaxforge --help` lists them"):
+        main(["xyzzy"])
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"jaxforge {jaxforge.__version__}\n"
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        jaxforge.nothing  # noqa: B018
+
+
+def test_as_a_program_it_does_what_the_module_does_and_says_so(tmp_path):
+    def said(*arguments, code):
+        done = subprocess.run(
+            [PROGRAM, *arguments], text=True, capture_output=True, timeout=PATIENCE, cwd=tmp_path
+        )
+        assert done.returncode == code, done.stderr
+        return done.stdout + done.stderr
+
+    assert "no run directory at" in said("report", "none", code=2)
+    assert "none: no checkpoint there" in said("inspect", "none", code=2)
+    assert said("generate", "--help", code=0).startswith("usage: jaxforge generate RUN")
+    assert said("verify", "--help", code=0).startswith("usage: jaxforge verify ")
+
+
+def test_help_calls_a_command_as_the_process_was_called(monkeypatch):
+    monkeypatch.setattr(sys, "argv", [os.fspath(PROGRAM), "plan"])
+    assert parser_of("jaxforge.plan").prog == "jaxforge plan"
+    monkeypatch.setattr(sys, "argv", ["plan/__main__.py"])
+    assert parser_of("jaxforge.plan").prog == "python -m jaxforge.plan"
+    assert parser_of("torch_compat").prog == "python -m torch_compat"
+
+
+def test_the_doctor_finds_this_machine_well(capsys):
+    assert doctor.main([]) == 0
+    said = capsys.readouterr().out
+    assert f"jax {importlib.metadata.version('jax')}" in " ".join(said.split())
+    assert "a sum of squares right on cpu" in " ".join(said.split())
+    assert "nothing is wrong" in said
+
+
+def test_the_doctor_names_gpus_that_jax_does_not_see(monkeypatch, capsys):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setattr(doctor, "_gpus", lambda: 8)
+    assert doctor.main([]) == 1
+    assert "wrong: 8 GPU(s) are here, and JAX sees none: pip install 'jaxforge[cuda]'" in (
+        capsys.readouterr().out
+    )

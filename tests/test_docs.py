@@ -1,0 +1,125 @@
+"""Pages, links and command lines of the documentation lead somewhere."""
+
+import argparse
+import ast
+import importlib
+import re
+import shlex
+import tomllib
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from jaxforge.__main__ import COMMANDS
+from jaxforge.config.reading.schema import all_keys
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+OVERRIDE = re.compile(r"--(?P<key>[a-z_]+(\.[A-Za-z0-9_]+)+)(=.*)?$")
+LAUNCHERS = {"srun", "$"}
+TARGETS = {line.partition(":")[0] for line in (ROOT / "Makefile").read_text().splitlines()}
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+def anchor(heading):
+    """As GitHub and the site make it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_to_files_and_headings(page):
+    prose = FENCE.sub("", page.read_text())
+    for link in LINK.findall(prose):
+        if ":" in link:  # another site
+            continue
+        path, _, name = unquote(link).partition("#")
+        target = page.parent / path if path else page
+        assert target.is_file(), link
+        headings = re.findall(r"^#+ (.*)$", target.read_text(), re.M) if name else []
+        assert not name or name in map(anchor, headings), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_nothing_is_left_of_a_merge(page):
+    assert not re.search(r"^(<{7}|={7}|>{7})( |$)", page.read_text(), re.M)
+
+
+def test_every_page_is_in_the_menu_of_the_site():
+    tree = ast.parse((ROOT / "docs" / "conf.py").read_text())
+    [chapters] = (
+        node.value for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "CHAPTERS"
+    )  # fmt: skip
+    listed = [page for pages in ast.literal_eval(chapters).values() for page in pages]
+    assert sorted(listed) == sorted(page.stem for page in (ROOT / "docs").glob("*.md"))
+
+
+def commands():
+    """(page, line) of what stands in fences without a language; long lines are one."""
+    for page in PAGES:
+        for language, text in FENCE.findall(page.read_text()):
+            for line in text.replace("\\\n", " ").splitlines() if not language else ():
+                if re.match(r"(\$ )?(srun )?(python|jaxforge|make|pip) ", line):
+                    yield pytest.param(line, id=f"{page.stem}: {line[:60]}")
+
+
+def words_of(line):
+    """Of forms such as `[--tokenizer byte|bpe] [--workers N]`, the first of what may be there."""
+    words = shlex.split(line, comments=True)
+    words = [word.replace("...", "").strip("[]") for word in words]
+    words = [word.partition("|")[0] for word in words if word and word not in LAUNCHERS]
+    return ["1" if word == "N" else word for word in words]
+
+
+@pytest.mark.parametrize("line", list(commands()))
+def test_a_command_line_is_one_that_its_command_takes(line):
+    match words_of(line):
+        case ["make", *targets]:
+            assert set(targets) <= TARGETS
+        case ["pip", "install", *what]:
+            assert all(extra in EXTRAS for one in what for extra in extras_of(one))
+        case ["jaxforge", command, *arguments]:
+            called = COMMANDS[command]
+            takes(called.module, [command, *arguments] if called.is_subcommand else arguments)
+        case ["python", "-m", module, *arguments]:
+            takes(module, arguments)
+        case ["python", script, *arguments]:
+            assert (ROOT / script).is_file()
+            source = (ROOT / script).read_text()
+            assert all(f'"{option}"' in source for option in arguments if option.startswith("--"))
+
+
+def extras_of(requirement):
+    found = re.search(r"\[(.*)\]", requirement)
+    return found[1].split(",") if found else []
+
+
+def takes(module, arguments):
+    if module == "jaxforge.train":  # whose options are keys
+        rest = [word for word in arguments if not re.match(r"--config(=|$)|[^-]", word)]
+    elif module == "jaxforge.supervise":
+        return takes(*command_in(arguments))
+    else:
+        parser = parser_of(module)
+        _, rest = parser.parse_known_args(arguments)
+    for word in rest:
+        found = OVERRIDE.match(word)
+        assert found, word
+        assert found["key"] in all_keys(), word
+    return None
+
+
+def command_in(arguments):
+    python, dash_m, module, *rest = arguments[arguments.index("--") + 1 :]
+    assert (python, dash_m) == ("python", "-m")
+    return module, rest
+
+
+def parser_of(module) -> argparse.ArgumentParser:
+    try:
+        return importlib.import_module(f"{module}.__main__")._parser()
+    except ModuleNotFoundError:  # it is no package
+        return importlib.import_module(module)._parser()
