@@ -192,7 +192,7 @@ def test_a_batch_ends_where_all_have_enough(monkeypatch):
 
     def is_enough(tokens):
         looked_at.append(len(tokens))
-        return len(tokens) >= 6
+        return len(tokens) >= 6 or tokens[0] == found[0][0]  # one row has before the others
 
     made = Decoder(*toy(), 12, GREEDY).complete(PROMPTS, NUMBERS, is_enough)
     assert made == [Completion(row[:7], "length") for row in found]  # turns 1, 4, 7

@@ -83,13 +83,16 @@ def test_they_are_the_same_on_every_mesh(mesh):
 def test_what_the_model_would_say_itself_is_greedy():
     config, params = toy(dp_shard=1)
     model, context = Model(config.model), tokens(4)
-    logits = model.logits(params, model.hidden(params, np.array([context])))
-    best = int(logits[0, -1].argmax())
-    scorer = Scorer(model, params, MOST)
-    one, other = scorer.score([Continuation(context, [best]), Continuation(context, [best ^ 1])])
-    assert one.is_greedy
-    assert not other.is_greedy
-    assert one.log_probability > other.log_probability
+
+    def best(*more):
+        logits = model.logits(params, model.hidden(params, np.array([[*context, *more]])))
+        return int(logits[0, -1].argmax())
+
+    first, wrong = best(), best() ^ 1
+    said = [[first], [wrong], [first, best(first)], [wrong, best(wrong)]]
+    found = Scorer(model, params, MOST).score([Continuation(context, one) for one in said])
+    assert [one.is_greedy for one in found] == [True, False, True, False]
+    assert found[0].log_probability > found[1].log_probability
 
 
 def test_continuations_that_share_all_but_their_end_are_read_once():
