@@ -8,12 +8,13 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 # A torch without CUDA is on PyPI for no Python; where constraints.txt pins one, its tests run.
 EXTRAS  = $(shell $(BIN)/python -c "import sys; print('dev' + ',torch' * (sys.version_info < (3, 12)))")
-# Not benchmarks, or not for every machine: *aot.py need the compilers for TPU or GPU, gpu*.py a GPU.
+# Not benchmarks, or not for every machine: *aot.py need the compilers for TPU or GPU, gpu*.py a GPU,
+# harness.py lm_eval (`make test-lm-eval`).
 NOT_RUN = %/results.py %/figures.py %/aot.py %/pipeline_aot.py %/experts_aot.py %/plan.py %/scaling.py \
-  %/context.py %/planned.py %/kempnerforge_plans.py %/gpu_aot.py %/gpu.py %/gpu_train.py %/gpu_planned.py %/gpu_numerics.py %/precision.py %/kept.py
+  %/context.py %/planned.py %/kempnerforge_plans.py %/gpu_aot.py %/gpu.py %/gpu_train.py %/gpu_planned.py %/gpu_numerics.py %/precision.py %/kept.py %/harness.py
 STDLIB  = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
 
-.PHONY: train test test-lines test-gpu-compiler test-torchtitan lint bench docs wheel clean
+.PHONY: train test test-lines test-gpu-compiler test-torchtitan test-lm-eval lint bench docs wheel clean
 
 train: $(VENV)/.run data/quickstart
 	$(BIN)/python -m jaxforge.train --config configs/quickstart.toml
@@ -57,6 +58,11 @@ test-torchtitan: $(VENV)/.dev
 	    torchtitan==$$version $(TITAN_NEEDS) || exit 1; done
 	$(BIN)/python -m pytest tests/torch_compat/test_torchtitan.py
 
+# EleutherAI's lm_eval, with its own backend to compare with, in an environment of its own.
+test-lm-eval: $(VENV)-lm-eval/.done
+	$(VENV)-lm-eval/bin/python -m pytest tests/harness
+	$(VENV)-lm-eval/bin/python benchmarks/harness.py --quick
+
 # The documentation as a site: build/docs/index.html.
 docs: $(VENV)/.run
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
@@ -66,7 +72,7 @@ wheel: $(VENV)/.dev
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) $(VENV)-cuda $(VENV)-lines dist build
+	rm -rf $(VENV) $(VENV)-cuda $(VENV)-lines $(VENV)-lm-eval dist build
 
 # Real text that every machine has: the source of Python's standard library.
 data/quickstart: | $(VENV)/.run
@@ -89,4 +95,10 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)-cuda/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)-cuda
 	$(VENV)-cuda/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[cuda]" pytest
+	touch $@
+
+$(VENV)-lm-eval/.done: pyproject.toml constraints.txt
+	python3.11 -m venv $(VENV)-lm-eval
+	$(VENV)-lm-eval/bin/python -m pip install --quiet --constraint constraints.txt \
+	  --editable ".[lm-eval,torch]" "lm_eval[hf]" pytest
 	touch $@

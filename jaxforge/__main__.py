@@ -39,6 +39,8 @@ COMMANDS = {
     "activations": Command("jaxforge.activations", "what a model computes on its way, in files"),
     "evaluate": Command("jaxforge.evaluate", "loss, perplexity and bits per byte"),
     "generate": Command("jaxforge.generate", "continue prompts"),
+    "lm_eval": Command("jaxforge.lm_eval.__main__", "tasks of EleutherAI's lm_eval"),
+    "capsule": Command("jaxforge.capsule.__main__", "what a run is made of, in one file"),
     "import": Command(_TORCH, "a PyTorch or Hugging Face checkpoint becomes a run", True),
     "export": Command(_TORCH, "a run becomes a PyTorch or Hugging Face checkpoint", True),
     "inspect": Command(_TORCH, "what a checkpoint of any format holds", True),

@@ -46,6 +46,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def bos_id(self) -> int | None:
+        """Id of the token that texts begin with elsewhere; None when the tokenizer names none."""
+        ...
+
+    @property
     def fingerprint(self) -> str:
         """sha256 (hex) that tells this tokenizer from others, whatever its chat template is."""
         ...
@@ -55,8 +60,8 @@ class Tokenizer(Protocol):
         """`chat_template`, and special tokens by name (`bos_token`); empty without a template."""
         ...
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of `text`; nothing is added at its ends."""
+    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
+        """Ids of `text`; nothing is added at its ends, unless `special_tokens` are asked for."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -72,8 +77,8 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, without special tokens."""
+    def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
+        """Text of `ids`, without special tokens, or with them as they are spelled."""
         ...
 
     def byte_lengths(self) -> Int[np.ndarray, "v"] | None:
@@ -94,10 +99,11 @@ class ByteTokenizer:
 
     vocab_size = 257
     eos_id = 256
+    bos_id = None
     fingerprint = hashlib.sha256(_BYTE_FILE).hexdigest()
     chat: Mapping[str, str] = MappingProxyType({})
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
         """Bytes of `text`; a lone surrogate, which has none, counts as "?"."""
         return list(text.encode("utf-8", errors="replace"))
 
@@ -116,8 +122,8 @@ class ByteTokenizer:
         characters = np.repeat(np.arange(len(text)), n_bytes)
         return np.stack([characters, characters + 1], axis=1)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`: EOS is dropped, broken UTF-8 becomes U+FFFD."""
+    def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
+        """Text of `ids`: EOS has no spelling, broken UTF-8 becomes U+FFFD."""
         return bytes(i for i in ids if i != self.eos_id).decode("utf-8", errors="replace")
 
     def byte_lengths(self) -> Int[np.ndarray, "v"]:
@@ -139,13 +145,18 @@ class HFTokenizer:
         file: content of a `tokenizer.json`.
         eos: the token that ends a document, or its id.
         chat: as of `Tokenizer`.
+        bos: the token that texts begin with elsewhere.
 
     Raises:
         ValueError: `file` is not a tokenizer, or does not know `eos`.
     """
 
     def __init__(
-        self, file: bytes, eos: str | int | None, chat: Mapping[str, str] | None = None
+        self,
+        file: bytes,
+        eos: str | int | None,
+        chat: Mapping[str, str] | None = None,
+        bos: str | None = None,
     ) -> None:
         self._file, self.chat = file, chat or {}
         try:
@@ -159,12 +170,13 @@ class HFTokenizer:
         self.eos_id = self._tokenizer.token_to_id(eos) if isinstance(eos, str) else eos
         if eos is not None and (self.eos_id is None or not 0 <= self.eos_id < self.vocab_size):
             raise ValueError(f"its vocabulary has no EOS {eos!r}")
+        self.bos_id = None if bos is None else self._tokenizer.token_to_id(bos)
         # Of the file and not of the library's rewriting of it, which changes with its version.
         self.fingerprint = hashlib.sha256(file).hexdigest()
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of `text`; nothing is added at its ends."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
+        """Ids of `text`, with `special_tokens` those that the file's post-processor adds, too."""
+        return self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, on all cores."""
@@ -185,9 +197,9 @@ class HFTokenizer:
         tokenizer.post_processor = None
         return tokenizer
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, without special tokens."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
+        """Text of `ids`, without special tokens, or with them as they are spelled."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=not special_tokens)
 
     def byte_lengths(self) -> Int[np.ndarray, "v"] | None:
         """Bytes of each id, where a byte-level decoder turns tokens into text; else None.
@@ -282,7 +294,8 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     if file == _BYTE_FILE:
         return ByteTokenizer()
     try:
-        return HFTokenizer(file, _eos_beside(path.parent), _chat_beside(path.parent))
+        eos, bos = _eos_beside(path.parent), _token_beside(path.parent, "bos_token")
+        return HFTokenizer(file, eos, _chat_beside(path.parent), bos)
     except ValueError as error:
         raise UserError(f"cannot use {path}: {error}") from error
 
@@ -314,16 +327,23 @@ def _not_found(spec: str | Path, path: Path, error: OSError) -> str:
 
 def _eos_beside(directory: Path) -> str | int | None:
     """The EOS that the files beside a `tokenizer.json` name, as a token or an id."""
-    for name in _NEIGHBOURS[:2]:
-        token = _json(directory / name).get("eos_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
-            return token
+    if (token := _token_beside(directory, "eos_token")) is not None:
+        return token
     for name in _NEIGHBOURS[2:]:
         ids = _json(directory / name).get("eos_token_id")
         first = ids[0] if isinstance(ids, list) and ids else ids
         if isinstance(first, int):
             return first
+    return None
+
+
+def _token_beside(directory: Path, key: str) -> str | None:
+    """A special token by its key in the files beside a `tokenizer.json`."""
+    for name in _NEIGHBOURS[:2]:
+        token = _json(directory / name).get(key)
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            return token
     return None
 
 

@@ -7,7 +7,7 @@ number alone, so that it does not feel which others are in its batch.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.parallel.sharding import constrain
 
 _SHORTEST = 16  # tokens that the shortest prompts are padded to
+_TURNS = 16  # between two looks at whether a batch is finished
 _NO_EOS = -1
 
 
@@ -101,17 +102,31 @@ class Decoder:
                 return
 
     def complete(
-        self, prompts: Sequence[Sequence[int]], numbers: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        is_enough: Callable[[list[int]], bool] | None = None,
     ) -> list[Completion]:
         """Continues one batch to its end, without a word to the host on the way.
 
         Args:
             prompts: token ids, at least one each.
             numbers: the number of each prompt among all; decides its draws.
+            is_enough: whether a completion needs no more tokens. The batch then ends soon after
+                all of its rows have enough; the host looks every few turns.
         """
-        batch = self._advance(self._start(prompts, numbers), self.max_tokens)
-        tokens = jax.device_get(batch.tokens)[: len(prompts)]
-        return [self._completion(row.tolist()) for row in tokens]
+        batch, turn = self._start(prompts, numbers), 1
+        while True:
+            turn = min(turn + _TURNS, self.max_tokens) if is_enough else self.max_tokens
+            batch = self._advance(batch, turn)
+            tokens, ended = jax.device_get((batch.tokens, batch.ended))
+            made = [self._completion(row[:turn].tolist()) for row in tokens[: len(prompts)]]
+            if turn == self.max_tokens or ended.all():
+                return made
+            if is_enough and all(
+                one.finish_reason == "stop" or is_enough(one.tokens) for one in made
+            ):
+                return made
 
     def _completion(self, tokens: list[int]) -> Completion:
         if self.eos_id in tokens:
@@ -120,8 +135,10 @@ class Decoder:
 
     def _start(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int]) -> Decoding:
         """The batch with the first token of each row; rows without a prompt have ended."""
-        rows = _round_up(max(self.rows, len(prompts)), self._data_parts)
-        padded = np.zeros((rows, self._padded(max(map(len, prompts)))), np.int32)
+        rows = padded_rows(max(self.rows, len(prompts)), self.mesh)
+        longest = max(map(len, prompts))
+        length = padded_length(longest, self.model.config.max_seq_len, self.mesh)
+        padded = np.zeros((rows, length), np.int32)
         lengths, all_numbers = np.ones(rows, np.int32), np.zeros(rows, np.int32)
         for row, prompt in enumerate(prompts):
             padded[row, : len(prompt)], lengths[row] = prompt, len(prompt)
@@ -134,19 +151,6 @@ class Decoder:
 
     def _advance(self, batch: Decoding, until: int) -> Decoding:
         return _advance(self.model, self.sampling, self.params, batch, np.int32(until), self._eos)
-
-    def _padded(self, length: int) -> int:
-        """The next power of two, but no longer than the model takes where that is enough."""
-        bucket = max(_SHORTEST, 1 << (length - 1).bit_length())
-        return _round_up(max(length, min(bucket, self.model.config.max_seq_len)), self._seq_parts)
-
-    @property
-    def _data_parts(self) -> int:
-        return data_parallel_size(self.mesh) if self.mesh else 1
-
-    @property
-    def _seq_parts(self) -> int:
-        return self.mesh.shape["cp"] * self.mesh.shape["tp"] if self.mesh else 1
 
     @property
     def _eos(self) -> np.int32:
@@ -225,6 +229,23 @@ def _split(cache: KVCache) -> KVCache:
     axes = (LAYERS, "batch", None, "kv_heads", None)
     split: Any = jax.tree.map(lambda x: constrain(x, *axes), cache)
     return split
+
+
+def padded_rows(rows: int, mesh: Mesh | None) -> int:
+    """As many that all data-parallel groups have as many."""
+    return _round_up(rows, data_parallel_size(mesh) if mesh else 1)
+
+
+def padded_batch(n: int, most: int, mesh: Mesh | None) -> int:
+    """Rows of each batch of n things: `most`, or, for fewer, the next power of two."""
+    return padded_rows(min(most, 1 << max(0, n - 1).bit_length()), mesh)
+
+
+def padded_length(length: int, most: int, mesh: Mesh | None) -> int:
+    """The next power of two, but no longer than `most` where that is enough."""
+    parts = mesh.shape["cp"] * mesh.shape["tp"] if mesh else 1
+    bucket = max(_SHORTEST, 1 << (length - 1).bit_length())
+    return _round_up(max(length, min(bucket, most)), parts)
 
 
 def _round_up(size: int, unit: int) -> int:

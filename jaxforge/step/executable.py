@@ -25,7 +25,7 @@ from jaxforge.errors import UserError
 
 _FORMAT = 1
 _ABOUT = "about.json"
-_PACKAGES = {
+PACKAGES = {
     "tpu": ("jax", "jaxlib", "libtpu"),
     "gpu": ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin"),
 }
@@ -65,7 +65,7 @@ def write(
         "format": _FORMAT,
         **_surroundings(mesh),
         "config": config.model_dump(mode="json"),
-        "programs": {str(n): _fingerprint(step.lowered) for n, step in steps.items()},
+        "programs": {str(n): fingerprint(step.lowered) for n, step in steps.items()},
     }
     partial = Path(path).with_name(f".{Path(path).name}.partial")
     with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -115,7 +115,7 @@ class Executable:
         Raises:
             UserError: they are of another config or another version of the code, or torn.
         """
-        wanted = {str(n): _fingerprint(one) for n, one in lowered.items()}
+        wanted = {str(n): fingerprint(one) for n, one in lowered.items()}
         if self._about["programs"] != wanted:
             differs = list(_differences(self._about["config"], config.model_dump(mode="json")))
             raise self._refused("; ".join(differs) or "it was made by another version of the code")
@@ -147,7 +147,7 @@ class Executable:
 def _surroundings(mesh: Mesh) -> dict[str, Any]:
     """What a step can only run in: versions of packages, and devices in the order of the mesh."""
     devices: list[jax.Device] = list(mesh.devices.flat)
-    packages = _PACKAGES.get(devices[0].platform, ("jax", "jaxlib"))
+    packages = PACKAGES.get(devices[0].platform, ("jax", "jaxlib"))
     return {
         "versions": {name: found for name in packages if (found := version_of(name))},
         "devices": sorted({device.device_kind for device in devices}),
@@ -172,7 +172,8 @@ def _named(key: str, value: object) -> str:
     return f"{key} {value}"
 
 
-def _fingerprint(lowered: jax.stages.Lowered) -> str:
+def fingerprint(lowered: jax.stages.Lowered) -> str:
+    """sha256 (hex) of a program before it is compiled."""
     return hashlib.sha256(lowered.as_text().encode()).hexdigest()
 
 

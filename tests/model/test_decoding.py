@@ -182,8 +182,24 @@ def test_few_programs_are_compiled():
 
 
 def test_prompts_are_padded_no_further_than_the_model_goes():
-    decoder = Decoder(*toy(), 5, GREEDY)
-    assert [decoder._padded(n) for n in (1, 16, 17, 33, 64, 70)] == [16, 16, 32, 64, 64, 70]
+    lengths = [decoding.padded_length(n, 64, None) for n in (1, 16, 17, 33, 64, 70)]
+    assert lengths == [16, 16, 32, 64, 64, 70]
+
+
+def test_a_batch_ends_where_all_have_enough(monkeypatch):
+    monkeypatch.setattr(decoding, "_TURNS", 3)
+    found, looked_at = generated(PROMPTS, n=12), []
+
+    def is_enough(tokens):
+        looked_at.append(len(tokens))
+        return len(tokens) >= 6 or tokens[0] == found[0][0]  # one row has before the others
+
+    made = Decoder(*toy(), 12, GREEDY).complete(PROMPTS, NUMBERS, is_enough)
+    assert made == [Completion(row[:7], "length") for row in found]  # turns 1, 4, 7
+    assert max(looked_at) == 7
+    eos = found[0][1]  # what has ended needs no more
+    made = Decoder(*toy(), 12, GREEDY, eos).complete(PROMPTS[:1], [0], lambda tokens: False)
+    assert made == [Completion(found[0][:1], "stop")]
 
 
 def test_stages_take_turns():

@@ -1,0 +1,180 @@
+"""What a step is made of, as far as it can be named: code, packages, machine, mesh, program, data.
+
+All of it is of the moment and the process that asks.
+"""
+
+import hashlib
+import importlib.util
+import os
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jaxforge
+from jaxforge import storage
+from jaxforge.config.job import JobConfig
+from jaxforge.corpus.manifest import FILE_NAME, LENGTHS
+from jaxforge.data import sources
+from jaxforge.data.dataset import Dataset, Mixture
+from jaxforge.data.tokens import TokenFiles
+from jaxforge.parallel.mesh import data_parallel_size
+from jaxforge.replay.past import Past
+from jaxforge.step.executable import fingerprint
+from jaxforge.step.lowering import lower_train_steps
+
+ENVIRONMENT = (
+    "XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS", "JAX_ENABLE_X64", "JAX_DEFAULT_DTYPE_BITS",
+    "JAX_DEFAULT_MATMUL_PRECISION", "JAX_DEFAULT_PRNG_IMPL", "JAX_THREEFRY_PARTITIONABLE",
+    "JAX_NUMPY_DTYPE_PROMOTION", "NVIDIA_TF32_OVERRIDE", "NPROC",
+)  # fmt: skip
+"""Variables that change what is computed; no others are looked at."""
+
+_CHUNK = 1 << 20  # bytes read at a time
+_UNITS = ("avx2", "avx512f", "amx_bf16")  # by which XLA's and its libraries' kernels differ
+_GIT_SEC = 60
+
+
+def packages() -> dict[str, str]:
+    """All that is installed, name -> version; not from where, which may have a password in it."""
+    found = {one.name: one.version for one in distributions() if one.name}
+    return dict(sorted(found.items(), key=lambda one: one[0].lower()))
+
+
+def environment() -> dict[str, str]:
+    """Variables that change what is computed."""
+    return {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+
+
+def machine() -> dict[str, Any]:
+    """What computes here. On CPUs, kernels and the number of threads are in the last digits."""
+    device = jax.devices()[0]
+    found = {"platform": device.platform, "kind": device.device_kind,
+             "devices": jax.device_count(), "processes": jax.process_count()}  # fmt: skip
+    if device.platform == "cpu":
+        found |= {"processor": _processor(), "cores": os.cpu_count()}
+    return found
+
+
+def _processor() -> str:
+    """Its architecture and widest units."""
+    try:
+        about = Path("/proc/cpuinfo").read_text()
+    except OSError:  # no Linux
+        return platform.machine()
+    return " ".join([platform.machine(), *(unit for unit in _UNITS if f" {unit} " in about)])
+
+
+def code(config: JobConfig) -> dict[str, dict[str, Any]]:
+    """jaxforge, and the modules that `[plugins]` names: hash of their files, and state in git."""
+    names = [*config.plugins.modules, *(hook.rpartition(".")[0] for hook in config.plugins.hooks)]
+    found = {"jaxforge": _code_at(Path(jaxforge.__file__).parent)}
+    for name in dict.fromkeys(names):
+        spec = importlib.util.find_spec(name)
+        if spec and spec.origin:
+            file = Path(spec.origin)
+            found[name] = _code_at(file.parent if file.name == "__init__.py" else file)
+    return found
+
+
+def _code_at(place: Path) -> dict[str, Any]:
+    files = sorted(place.rglob("*.py")) if place.is_dir() else [place]
+    total = hashlib.sha256()
+    for file in files:
+        total.update(f"{file.relative_to(place.parent)}\n".encode() + file.read_bytes())
+    return {"sha256": total.hexdigest(), **_git(files[0])}
+
+
+def _git(file: Path) -> dict[str, Any]:
+    """Commit, and a hash of what differs from it; nothing where the file is not under git."""
+
+    def git(*arguments: str) -> str | None:
+        command = ["git", "-C", str(file.parent), *arguments]
+        try:
+            ran = subprocess.run(command, capture_output=True, timeout=_GIT_SEC)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return ran.stdout.decode(errors="replace") if ran.returncode == 0 else None
+
+    if git("ls-files", "--error-unmatch", file.name) is None:  # as in an environment within a clone
+        return {}
+    commit, difference = git("rev-parse", "HEAD"), git("diff", "HEAD")
+    if commit is None or difference is None:
+        return {}
+    found: dict[str, Any] = {"commit": commit.strip(), "changed": bool(difference)}
+    if difference:
+        found["difference_sha256"] = hashlib.sha256(difference.encode()).hexdigest()
+    return found
+
+
+def program(past: Past) -> dict[str, str]:
+    """Hash of the step's StableHLO, for each number of microbatches of an update."""
+    config, mesh = past.config, past.mesh
+    sizes = {stage.accum for stage in config.train.ramp(data_parallel_size(mesh)).stages}
+    lowered = lower_train_steps(config, mesh, sizes)
+    return {str(n): fingerprint(one) for n, one in sorted(lowered.items())}
+
+
+def data(config: JobConfig) -> dict[str, dict[str, Any]]:
+    """What is trained on, by the name of each source: files with their bytes and hashes.
+
+    Raises:
+        UserError: the data are not there, or damaged.
+    """
+    found = sources.open_training_data(config)
+    named = found.datasets if isinstance(found, Mixture) else {"": found}
+    return {name: _of_source(config, dataset) for name, dataset in named.items()}
+
+
+def _of_source(config: JobConfig, dataset: Any) -> dict[str, Any]:  # noqa: ANN401
+    source = dataset.source if isinstance(dataset, Dataset) else None
+    if isinstance(source, TokenFiles):
+        return {"files": dict(_files(source))}
+    what = source if source is not None else dataset
+    named = {"kind": type(what).__name__}  # made by a seed, streamed, or a user's own
+    streamed = config.data.hf_dataset_name if config.data.hf_streaming else None
+    return named | ({"dataset": streamed} if streamed else {})
+
+
+def _files(source: TokenFiles) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The shards, and what lies beside them; of those in a bucket, how many bytes of tokens."""
+    if storage.in_bucket(source.directory):
+        for one in source.files:
+            yield one.path.name, {"bytes": one.offset + one.tokens * one.dtype.itemsize}
+        return
+    beside = [source.directory / name for name in (FILE_NAME, LENGTHS)]
+    paths = [*(one.path for one in source.files), *filter(Path.is_file, beside)]
+    with ThreadPoolExecutor() as pool:
+        for path, digest in zip(paths, pool.map(_hash_of, paths), strict=True):
+            yield path.name, {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def _hash_of(path: Path) -> str:
+    total = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            total.update(chunk)
+    return total.hexdigest()
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between two of the same ingredient, in words."""
+    names = dict.fromkeys([*then, *now])
+    return [
+        f"{name or 'value'}: {_short(then.get(name))} -> {_short(now.get(name))}"
+        for name in names
+        if then.get(name) != now.get(name)
+    ]
+
+
+def _short(value: object) -> str:
+    """For a line: hashes by their first digits."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} {_short(one)}" for key, one in value.items()) + "}"
+    text = "none" if value is None else str(value)
+    return text[:12] if len(text) == 64 and text.isalnum() else text

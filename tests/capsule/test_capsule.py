@@ -1,0 +1,289 @@
+"""Capsules: what they say of a run, what they keep to themselves, and steps made again by them."""
+
+import dataclasses
+import json
+import tomllib
+import zipfile
+
+import jax
+import numpy as np
+import pytest
+
+from jaxforge import train
+from jaxforge.capsule import archive, ingredients
+from jaxforge.capsule.__main__ import main
+from jaxforge.capsule.command import verdict
+from jaxforge.capsule.make import capsule_of
+from jaxforge.capsule.redaction import redacted
+from jaxforge.capsule.verify import _range, verify
+from jaxforge.errors import UserError
+from tests.conftest import tiny_config
+
+LENGTH, STEPS = 32, 8
+ONE_MORE_BIT = 1.0000002
+MESH = ("--distributed.dp_shard=2", "--distributed.tp=2", "--train.batch_size=4")
+
+
+def write_data(directory, seed):
+    directory.mkdir(exist_ok=True)
+    tokens = np.random.default_rng(seed).integers(0, 256, 40 * (LENGTH + 1))
+    np.save(directory / "x.npy", tokens.astype(np.uint16))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    path = tmp_path_factory.mktemp("capsule")
+    write_data(path / "data", 0)
+    train.run(
+        tiny_config(
+            model={"dim": 32, "n_layers": 1},
+            train={"max_steps": STEPS, "batch_size": 1},
+            distributed={"dp_shard": 8},
+            data={"dataset_path": str(path / "data")},
+            checkpoint={"dir": str(path / "run"), "interval": 4},
+        )
+    )
+    return path / "run"
+
+
+@pytest.fixture(scope="module")
+def capsule(run):
+    return capsule_of(run)
+
+
+def with_about(capsule, **changed):
+    return dataclasses.replace(capsule, about={**capsule.about, **changed})
+
+
+def test_steps_come_out_bit_for_bit_from_the_beginning(capsule, tmp_path, capsys):
+    file, said = tmp_path / "x.zip", tmp_path / "x.json"
+    archive.write(file, capsule)
+    assert main(["verify", str(file), "--steps", "2", "--json", str(said)]) == 0
+    assert "2 steps came out as they were logged, bit for bit" in capsys.readouterr().out
+    said = json.loads(said.read_text())
+    assert said["holds"]
+    assert not any(said["ingredients"].values())
+    found = [(one["step"], one["difference"], one["tolerance"]) for one in said["steps"]]
+    assert found == [(1, 0.0, 0.0), (2, 0.0, 0.0)]
+
+
+def test_steps_come_out_from_a_checkpoint(run, capsule):
+    found = verify(capsule, 2, run)
+    assert [one.step for one in found.steps] == [5, 6]
+    assert found.holds
+
+
+def test_which_steps_are_made_again(run, capsule):
+    assert _range(capsule, 3, None) == (1, 3)
+    assert _range(capsule, 99, None) == (1, STEPS)
+    assert _range(capsule, 99, run) == (5, STEPS)  # the newest that something follows
+    assert _range(capsule, 1, run / "checkpoints" / "step_4") == (5, 5)
+    with pytest.raises(UserError, match="the capsule's curve ends at step 8, not after 8"):
+        _range(capsule, 1, run / "checkpoints" / "step_8")
+
+
+def test_a_curve_that_is_another_by_a_bit_is_told(capsule, tmp_path, capsys):
+    _, second, *rest = capsule.files[archive.CURVE].splitlines()  # the first was not logged, say
+    values = json.loads(second)
+    values["train/loss"] *= ONE_MORE_BIT
+    files = {**capsule.files, archive.CURVE: "\n".join([json.dumps(values), *rest, ""])}
+    archive.write(tmp_path / "x.zip", dataclasses.replace(capsule, files=files))
+    assert main(["verify", str(tmp_path / "x.zip"), "--steps", "1"]) == 1
+    said = capsys.readouterr().out
+    assert "not every step came out as it was logged; although every ingredient is" in said
+    assert "step      2" in said
+    assert "step      1" not in said
+
+
+def test_what_else_differs_is_named_and_leaves_room_for_rounding(capsule):
+    about = capsule.about
+    packages = {**about["packages"], "jaxlib": "0.9.0", "rich": "1.0"}
+    code = {"jaxforge": {**about["code"]["jaxforge"], "sha256": "0" * 64}}
+    changed = {"packages": packages, "code": code, "environment": {"XLA_FLAGS": "--a=1"}}
+    found = verify(with_about(capsule, **changed), 2)
+    assert found.differing() == ["environment", "code", "JAX", "packages"]
+    said = {one.name: one.differences for one in found.ingredients}
+    assert said["JAX"] == [f"jaxlib: 0.9.0 -> {about['packages']['jaxlib']}"]
+    assert found.holds
+    assert 0 < found.tolerances[0] < found.tolerances[1]
+    assert "to within rounding; what differs: environment, code, JAX" in verdict(found)
+
+
+def test_on_another_mesh_sums_may_differ_by_rounding(capsule):
+    found = verify(capsule, 1, overrides=MESH)
+    assert {"mesh", "program", "config"} <= set(found.differing())
+    assert found.holds
+    assert found.tolerances[0] > 0
+
+
+def test_other_data_are_told_and_nothing_is_made_again(capsule, tmp_path, capsys):
+    write_data(tmp_path / "data", 1)
+    archive.write(tmp_path / "x.zip", capsule)
+    arguments = ["verify", str(tmp_path / "x.zip"), f"--data.dataset_path={tmp_path / 'data'}"]
+    assert main([*arguments, "--json", "-"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert not said["holds"]
+    assert not said["steps"]
+    assert "x.npy" in said["ingredients"]["data"][0]
+    assert "the data are not those of the run" in said["verdict"]
+
+
+def test_data_that_are_not_there_are_asked_for(capsule):
+    with pytest.raises(UserError, match="/nowhere"):
+        verify(capsule, 1, overrides=["--data.dataset_path=/nowhere"])
+
+
+def test_it_says_what_a_step_is_made_of(run, capsule):
+    about = capsule.about
+    assert about["mesh"]["dp_shard"] == 8
+    assert about["machine"]["devices"] == 8
+    assert len(about["programs"]["1"]["1"]) == 64
+    assert (
+        about["data"][""]["files"]["x.npy"]["bytes"] == (run.parent / "data/x.npy").stat().st_size
+    )
+    assert about["seeds"] == {"train.seed": 42, "train.data_seed": None}
+    assert about["checkpoints"] == [4, 8]
+    assert tomllib.loads(capsule.files["configs/from_step_0.toml"])["optimizer"]["lr"] == 3e-3
+    assert f"jax=={about['packages']['jax']}\n" in capsule.files["packages.txt"]
+    assert len(capsule.files[archive.CURVE].splitlines()) == STEPS
+
+
+def test_it_keeps_secrets_to_itself(run, tmp_path, monkeypatch):
+    secrets = [
+        "hunter2hunter2",
+        "sig0123456789",
+        "T0/B0/webhook",
+        "wandb0123456789",
+        "not-asked-for",
+    ]
+    password, signature, webhook, key, other = secrets
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    monkeypatch.setenv("SOME_VARIABLE", other)
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--dump_to=/tmp/{key}")
+    text = (run / "config.toml").read_text()
+    changes = {
+        "# load_path is not set": f'load_path = "s3://me:{password}@bucket/x?X-Signature={signature}"',
+        'wandb_project = "jaxforge"': f'wandb_project = "https://hooks.example.com/{webhook}"',
+        "# wandb_run_name is not set": f'wandb_run_name = "run {key}"',
+    }
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    planted = tmp_path / "run"
+    planted.mkdir()
+    for part in ("configs", "checkpoints", "metrics.jsonl"):
+        (planted / part).symlink_to(run / part)
+    (planted / "config.toml").write_text(text)
+    file = tmp_path / "x.zip"
+    assert main([str(planted), "--output", str(file)]) == 0
+    with zipfile.ZipFile(file) as found:
+        whole = "".join(found.read(name).decode() for name in found.namelist())
+    assert not [secret for secret in secrets if secret in whole]
+    assert 'load_path = "s3://bucket/x"' in whole
+    assert "--dump_to=/tmp/removed" in whole
+    with pytest.raises(UserError, match="exists: name a new file"):
+        main([str(planted), "--output", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('url = "gs://bucket/data"', 'url = "gs://bucket/data"'),
+        ('url = "sftp://me:pw@host/a/b#c"', 'url = "sftp://host/a/b"'),
+        ('sinks = [{url = "https://me@host:8/x?token=y"}]', 'sinks = [{url = "https://host:8"}]'),
+        ('token = "abc"', 'token = ""'),
+        ('hf_token = "abc"', 'hf_token = ""'),
+        ('{"api_key": "a\\"b", "n": 1}', '{"api_key": "", "n": 1}'),
+        ("password = 'x y'", 'password = ""'),
+        ('token_dtype = "uint16"', 'token_dtype = "uint16"'),
+        ('eos_token = "<eos>"', 'eos_token = ""'),
+        ("eos_token_id = 3", "eos_token_id = 3"),
+        ('name = "hf_abcdefghijklmnopqrst"', 'name = "removed"'),
+    ],
+)
+def test_what_is_taken_out(text, expected):
+    assert redacted(text, {}) == expected
+
+
+def test_secrets_of_the_environment_are_found_anywhere():
+    environment = {"MY_TOKEN": "s3cr3t-value", "HOME": "/home/me", "SHORT_KEY": "1"}
+    assert redacted("/home/me/s3cr3t-value/1", environment) == "/home/me/removed/1"
+
+
+def test_a_torn_file_is_refused(capsule, tmp_path):
+    file = tmp_path / "x.zip"
+    archive.write(file, capsule)
+    assert archive.read(file).files == capsule.files
+    whole = file.read_bytes()
+    for torn in (whole[: len(whole) // 2], whole[100:], b"", _flipped(whole, 200)):
+        file.write_bytes(torn)
+        with pytest.raises(UserError, match="no capsule, or torn"):
+            archive.read(file)
+    with pytest.raises(UserError, match="cannot read the capsule"):
+        archive.read(tmp_path / "none.zip")
+
+
+def _flipped(content, at):
+    return content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("about", "files", "message"),
+    [
+        ({"format": 2, "files": {}}, {}, "is of format 2"),
+        ({"format": 1, "files": {"../x": "0"}}, {"../x": ""}, "it has '../x'"),
+        (
+            {"format": 1, "files": {"config.toml": "0"}},
+            {"config.toml": ""},
+            "is not what was writt",
+        ),
+    ],
+)
+def test_a_file_of_another_make_is_refused(tmp_path, about, files, message):
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as made:
+        made.writestr("capsule.json", json.dumps(about))
+        for name, text in files.items():
+            made.writestr(name, text)
+    with pytest.raises(UserError, match=message):
+        archive.read(tmp_path / "x.zip")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["verify", "x.zip", "--steps", "0"], "--steps: expected 1 or more"),
+        (["verify", "x.zip"], "cannot read the capsule x.zip"),
+        (["runs/x", "--train.seed=1"], "it takes no settings"),
+        (["runs/x", "--steps", "3"], "--steps is for verify CAPSULE"),
+        (["verify", "x.zip", "--output", "y"], "--output is for RUN"),
+        (["runs/x", "x.zip"], "runs/x x.zip: expected RUN, or verify CAPSULE"),
+        (["runs/x"], "a capsule needs the run's curve"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
+        main(arguments)
+
+
+def test_on_other_devices_no_capsule_is_made(run, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 3)
+    with pytest.raises(UserError, match="3 devices do not make: make its capsule where it was"):
+        capsule_of(run)
+
+
+def test_the_state_of_code_in_git(tmp_path, monkeypatch):
+    file = tmp_path / "mine.py"
+    file.write_text("x = 1\n")
+    assert set(ingredients._code_at(file)) == {"sha256"}
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        ingredients.subprocess.run([*git, *arguments], check=True)
+    clean = ingredients._code_at(file)
+    assert not clean["changed"]
+    file.write_text("x = 2\n")
+    changed = ingredients._code_at(file)
+    assert changed["commit"] == clean["commit"]
+    assert changed["changed"]
+    assert changed["sha256"] != clean["sha256"]
+    assert len(changed["difference_sha256"]) == 64

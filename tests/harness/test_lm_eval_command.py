@@ -1,0 +1,48 @@
+"""`python -m jaxforge.lm_eval`, as far as it goes without lm_eval."""
+
+import importlib.util
+import json
+import os
+
+import jax
+import pytest
+
+from jaxforge.cli import run_main
+from jaxforge.lm_eval import __main__ as command
+
+
+@pytest.fixture
+def options(monkeypatch):
+    """What lm_eval's own command is given."""
+    given = []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(command, "_run", given.extend)
+    return given
+
+
+def test_without_lm_eval_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert run_main(lambda: command.main(["runs/x", "--tasks", "lambada"])) == 2
+    assert "pip install 'jaxforge[lm-eval]'" in capsys.readouterr().err
+
+
+def test_settings_are_of_the_model_and_the_rest_is_lm_evals(options):
+    arguments = ["--step", "7", "--distributed.tp=2", "--tasks", "a", "b", "--limit", "0.5"]
+    more = ["--model_args", "add_bos_token=True,max_length=64", "--include_path", "tasks"]
+    assert command.main(["runs/x", *arguments, *more]) == 0
+    told = dict(zip(options[::2], options[1::2], strict=True))
+    assert told.pop("--model") == "jaxforge"
+    assert told.pop("--batch_size") == "32"
+    assert json.loads(told.pop("--model_args")) == {
+        "run": "runs/x", "step": 7, "add_bos_token": "True", "max_length": "64",
+        "distributed.tp": "2",
+    }  # fmt: skip
+    assert told == {"--tasks": "a,b", "--include_path": "tasks", "--limit": "0.5"}
+
+
+def test_of_several_processes_the_first_prints(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    command._leave_results_to_the_first()
+    assert os.environ["LOCAL_RANK"] == "1"

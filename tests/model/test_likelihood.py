@@ -1,0 +1,111 @@
+"""Likelihoods of continuations: those of the whole forward pass, on any mesh."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxforge.model import likelihood
+from jaxforge.model.likelihood import Continuation, Scorer
+from jaxforge.model.transformer import Model, build_model
+from jaxforge.parallel.mesh import make_mesh
+from jaxforge.parallel.sharding import param_shardings
+from tests.conftest import tiny_config
+from tests.helpers import drawn, with_random_biases
+
+MOST = 40
+RNG = np.random.default_rng(0)
+
+
+def tokens(n):
+    return RNG.integers(0, 64, n).tolist()
+
+
+SHARED = tokens(9)
+CONTINUATIONS = [
+    Continuation(tokens(3), tokens(2)),
+    *(Continuation(SHARED, [letter]) for letter in (3, 7, 3, *range(20, 30))),
+    Continuation(SHARED[:-1], [SHARED[-1], 7]),  # the same tokens, two of which are scored
+    Continuation(tokens(1), tokens(MOST)),  # as long as may be
+    Continuation(tokens(70), tokens(5)),  # the context is cut on the left
+    Continuation(tokens(20), tokens(18)),
+]
+
+
+@functools.cache
+def toy(**distributed):
+    model = {"dim": 32, "vocab_size": 64, "init_std": 0.3}
+    config = tiny_config(model=model, train={"seed": 0}, distributed=distributed)
+    return config, with_random_biases(drawn(config))
+
+
+@functools.cache
+def whole_forward():
+    """Of each continuation, by itself: the sum of its log-probabilities, and whether greedy."""
+    config, params = toy(dp_shard=1)
+    model = Model(config.model)
+    forward = jax.jit(lambda params, tokens: model.logits(params, model.hidden(params, tokens)))
+    said = []
+    for context, continuation in CONTINUATIONS:
+        *inputs, _ = read = [*context, *continuation][-MOST - 1 :]
+        padded = np.zeros((1, MOST), np.int32)
+        padded[0, : len(inputs)] = inputs
+        logits = forward(params, padded)[0, : len(inputs)][-len(continuation) :]
+        ends = read[-len(continuation) :]
+        log_p = jax.nn.log_softmax(logits)[np.arange(len(ends)), np.array(ends)]
+        said.append((float(log_p.sum()), (logits.argmax(-1) == np.array(ends)).all()))
+    return said
+
+
+def check(found):
+    for one, (log_p, is_greedy) in zip(found, whole_forward(), strict=True):
+        assert one.log_probability == pytest.approx(log_p, rel=1e-5)
+        assert one.is_greedy == is_greedy
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_they_are_those_of_the_whole_forward_pass(rows, monkeypatch):
+    monkeypatch.setattr(likelihood, "_LOGITS", 64 * 32)  # a few places at a time
+    config, params = toy(dp_shard=1)
+    check(Scorer(Model(config.model), params, MOST, rows=rows).score(CONTINUATIONS))
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 8}, {"dp_shard": 2, "tp": 2, "cp": 2}], ids=str)
+def test_they_are_the_same_on_every_mesh(mesh):
+    config, params = toy(**mesh)
+    mesh, model = make_mesh(config, jax.devices()), build_model(config)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params, param_shardings(model.abstract, model.axes, mesh))
+        check(Scorer(model, placed, MOST, mesh, rows=3).score(CONTINUATIONS))
+
+
+def test_what_the_model_would_say_itself_is_greedy():
+    config, params = toy(dp_shard=1)
+    model, context = Model(config.model), tokens(4)
+
+    def best(*more):
+        logits = model.logits(params, model.hidden(params, np.array([[*context, *more]])))
+        return int(logits[0, -1].argmax())
+
+    first, wrong = best(), best() ^ 1
+    said = [[first], [wrong], [first, best(first)], [wrong, best(wrong)]]
+    found = Scorer(model, params, MOST).score([Continuation(context, one) for one in said])
+    assert [one.is_greedy for one in found] == [True, False, True, False]
+    assert found[0].log_probability > found[1].log_probability
+
+
+def test_continuations_that_share_all_but_their_end_are_read_once():
+    rows = likelihood._rows(CONTINUATIONS, MOST)
+    read = [row for row in rows if row.inputs == tuple(SHARED)]
+    assert [len(row.last) for row in read if not row.scored] == [8, 4]
+    assert [row.last for row in read if row.scored] == [[7]]
+
+
+def test_few_programs_are_compiled():
+    config, params = toy(dp_shard=1)
+    scorer = Scorer(Model(config.model), params, MOST, rows=4)
+    before = likelihood._score._cache_size()
+    some = [Continuation(tokens(n), tokens(1 + n % 3)) for n in range(1, 30)]
+    scorer.score(some)
+    assert likelihood._score._cache_size() - before <= 3  # of 16 and of 32 tokens, short and not
