@@ -39,6 +39,8 @@ def build_optimizer(config: JobConfig, axes: PyTree) -> optax.GradientTransforma
     """
     rule = OPTIMIZERS[config.optimizer.name](config, learning_rate(config), axes)
     rest = [compensation()] if config.train.param_rounding == "kahan" else []
+    if config.optimizer.name not in OPTIMIZERS.ours and mup.width_ratio(config.model) != 1.0:
+        rest.insert(0, _scaled(_factors(mup.lr_factor, config, axes)))
     return optax.chain(clip_by_global_norm(config.train.grad_clip_norm), rule, *rest)
 
 
@@ -48,7 +50,7 @@ def register_optimizer(name: str) -> Callable[[OptimizerBuilder], OptimizerBuild
     A rule gets clipped gradients. It counts in `updates` of its state, a named tuple whose moments
     are dicts shaped like the parameters or a part of them, and it takes `lr_scale`, a factor on the
     learning rate. `from_optax` makes such a rule of an optax optimizer, `decay_groups` says what
-    decays.
+    decays. With muP, what it adds to a parameter is multiplied by `model.mup.lr_factor`.
     """
     return OPTIMIZERS.register(name)
 
@@ -108,6 +110,15 @@ def _factors(
     """A factor of muP's on the steps of every parameter."""
     named = flatten_dict(axes)
     return unflatten_dict({path: factor(config.model, of) for path, of in named.items()})
+
+
+def _scaled(factors: PyTree) -> optax.GradientTransformation:
+    """Multiplies updates."""
+
+    def update(updates: PyTree, state: optax.EmptyState, params: PyTree | None = None) -> tuple:
+        return jax.tree.map(lambda u, factor: u * factor, updates, factors), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def _eps(config: JobConfig) -> float:
