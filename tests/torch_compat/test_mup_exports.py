@@ -65,7 +65,7 @@ def test_a_torch_job_gets_weights_alone(tmp_path):
     of = config(mup_base_head_dim=4)
     params = random_params(of.model)
     run = save_run(tmp_path / "run", of, params)
-    with pytest.raises(UserError, match="another learning rate for each matrix.*--weights-only"):
+    with pytest.raises(UserError, match=r"another learning rate for each matrix.*--weights-only"):
         commands.Export(checkpoints.find(run), tmp_path / "out", "dcp").plan()
     plan = commands.Export(checkpoints.find(run), tmp_path / "out", "dcp", weights_only=True).plan()
     head = plan.checkpoint.params["output_head.proj.weight"].all()
@@ -76,7 +76,7 @@ def test_a_torch_job_gets_weights_alone(tmp_path):
 def test_standard_weights_are_not_taken_for_another_parametrisation(tmp_path):
     plain = config(mup_base_width=None)
     out = export(save_run(tmp_path / "run", plain), tmp_path / "out")
-    with pytest.raises(UserError, match="standard parametrisation.*leave it out.*model.dim = 64"):
+    with pytest.raises(UserError, match=r"standard parametrisation.*leave it out.*model.dim = 64"):
         load(out, tmp_path / "again", "--model.mup_base_width=16")
     load(out, tmp_path / "same", "--model.mup_base_width=64")  # the standard one
     options = Options(weights_only=True)
