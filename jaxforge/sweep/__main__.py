@@ -78,7 +78,7 @@ def planned(
         try:
             runs.append(_planned(point, config, settings, devices))
         except UserError as error:
-            problems.append(f"{point.name}: {error}")
+            problems.append(f"{point.name}: {error}".replace("\n", "\n    "))
     if problems:
         more = len(problems) - _MOST_TOLD
         said = [*problems[:_MOST_TOLD], *([f"and {more} more points"] if more > 0 else [])]

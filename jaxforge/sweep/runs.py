@@ -98,6 +98,10 @@ class PlannedRun:
         os.replace(partial, self.directory / _FINISHED)
 
 
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
 class Runner:
     """Runs points one after another; signals go to the one that runs, which saves and ends.
 
@@ -105,7 +109,7 @@ class Runner:
         say: where progress is told.
     """
 
-    def __init__(self, say: Callable[[str], None] = print) -> None:
+    def __init__(self, say: Callable[[str], None] = _say) -> None:
         self._say = say
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping: signal.Signals | None = None
