@@ -42,7 +42,7 @@ LAYERS = {
     "inference": {"errors", "config", "parallel", "model", "checkpoint", "run_directory"},
 }  # fmt: skip
 ENTRY_POINTS = {"plan", "train", "build", "prepare", "generate", "report", "evaluate", "supervise",
-                "replay", "activations"}  # fmt: skip
+                "replay", "activations", "sweep"}  # fmt: skip
 
 
 def imports_of(path):
