@@ -30,10 +30,10 @@ from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.report.scale import Scale, scale_of
 
 BASE = 128
-WIDTHS = (64, 128, 256, 512, 1024)
+WIDTHS = (64, 128, 256, 512)
 POINTS = ("embedding", "attention", "mlp", "residual", "logits")
-RATES = tuple(2.0**n for n in range(-12, -5))
-STEPS, BATCH, SEQ_LEN = 150, 16, 64
+RATES = tuple(2.0**n for n in range(-12, -6))
+STEPS, BATCH, SEQ_LEN = 120, 8, 64
 CORPUS = 4 << 20  # bytes
 
 
@@ -212,9 +212,10 @@ def main() -> None:
     ]  # fmt: skip
     by_rate: dict[str, dict[str, list[tuple[float, float]]]] = {"standard": {}, "muP": {}}
     for how, width in (("standard", narrow), ("muP", wide), ("standard", wide)):
-        curve = [(lr, final_loss(width, mup=how == "muP", lr=lr, steps=steps)) for lr in rates]
-        by_rate[how][f"width {width}"] = curve
-        print(how, width, [f"{_power(lr)}: {loss:.3f}" for lr, loss in curve], flush=True)
+        curve = by_rate[how].setdefault(f"width {width}", [])
+        for lr in rates:
+            curve.append((lr, final_loss(width, mup=how == "muP", lr=lr, steps=steps)))
+            print(how, width, _power(lr), f"{curve[-1][1]:.3f}", flush=True)
     base = f"width {narrow}"  # of which muP is the standard
     by_rate["muP"] = {base: by_rate["standard"][base], **by_rate["muP"]}
     losses = [

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,13 +22,20 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
-from jaxforge.process import stop_with_parent
 from jaxforge.run_directory import changes
 from jaxforge.sweep.points import Point
 
 _OUTPUT, _FINISHED = "output.log", "finished.json"
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _POLL_SEC = 0.5
+_WITH_PARENT = """
+import os, sys
+from jaxforge.process import stop_with_parent
+stop_with_parent()
+if os.getppid() == int(sys.argv[1]):  # else it was gone before
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Makes a process end with the sweep; not between fork and exec, as threads of JAX run here."""
 _FREE = ("checkpoint.", "metrics.", "profiling.", "distributed.", "train.watchdog_")
 """Keys that may be other ones when a run goes on: they do not decide what it comes to."""
 
@@ -162,8 +170,8 @@ class Runner:
         one.directory.mkdir(parents=True, exist_ok=True)
         with (one.directory / _OUTPUT).open("ab") as output:
             self._process = subprocess.Popen(
-                one.command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                process_group=0, preexec_fn=stop_with_parent,
+                [sys.executable, "-c", _WITH_PARENT, str(os.getpid()), *one.command],
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0,
             )  # fmt: skip
             if self._stopping is not None:  # it came before there was a process to tell
                 self._process.send_signal(self._stopping)
