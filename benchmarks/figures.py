@@ -224,6 +224,16 @@ def kept() -> str:
     return "\n\n".join(_whole(f"kept-{chip}") for chip in ("v5e", "h100"))
 
 
+def mup_coordinates() -> str:
+    """Mean |x| by width, with muP and without."""
+    return _whole("mup_coordinates-cpu")
+
+
+def mup_rates() -> str:
+    """Loss by learning rate of two widths, with muP and without."""
+    return _whole("mup_rates-cpu")
+
+
 def _whole(name: str) -> str:
     found = result(name)
     head = list(dict.fromkeys(key for row in found["rows"] for key in row))
@@ -255,11 +265,14 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "precision": precision,
     "precision-kept": precision_kept,
     "kept": kept,
+    "mup-coordinates": mup_coordinates,
+    "mup-rates": mup_rates,
 }
 """What a page may name."""
 SHOWN = {"remat-cpu", "pipeline-cpu", "pipeline-tpu", "kernels-cpu", "faults-cpu", "gpu_aot-h100",
          "experts_aot-tpu", "plan-none", "scaling-none", "kempnerforge_plans-none",
-         "precision-cpu", "precision_kept-cpu", "kept-v5e", "kept-h100"}  # fmt: skip
+         "precision-cpu", "precision_kept-cpu", "kept-v5e", "kept-h100",
+         "mup_coordinates-cpu", "mup_rates-cpu"}  # fmt: skip
 """Results with tables of their own."""
 
 

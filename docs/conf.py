@@ -9,7 +9,16 @@ from sphinx.application import Sphinx
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("jaxforge", "torch_compat")
 CHAPTERS = {
-    "Train": ["configs", "data", "optimizers", "metrics", "reliability", "launching"],
+    "Train": [
+        "configs",
+        "data",
+        "optimizers",
+        "mup",
+        "sweeps",
+        "metrics",
+        "reliability",
+        "launching",
+    ],
     "Use": ["evaluate_and_generate", "replay", "library"],
     "PyTorch": ["torch_compat", "from_kempnerforge"],
     "Many devices": ["plan", "pipeline", "experts", "context", "remat", "scaling", "gpu"],

@@ -33,6 +33,7 @@ COMMANDS = {
     "prepare": Command("jaxforge.prepare", "text, or conversations, into token shards"),
     "train": Command("jaxforge.train", "train, or go on training; --help lists every key"),
     "supervise": Command("jaxforge.supervise", "run a command again when it fails"),
+    "sweep": Command("jaxforge.sweep.__main__", "a grid of settings, or a ladder of sizes"),
     "plan": Command("jaxforge.plan.__main__", "what a run needs, on machines that are not here"),
     "report": Command("jaxforge.report.__main__", "the curves of runs as one HTML page"),
     "replay": Command("jaxforge.replay.__main__", "a step of a run again: what happened in it"),

@@ -39,7 +39,7 @@ def tell_changes(run: Path, config: JobConfig) -> None:
     """Says what of the config has changed since the run last started."""
     path = run / _CONFIG
     if jax.process_index() == 0 and path.exists():
-        for change in _changes(load_config(path), config):
+        for change in changes(load_config(path), config):
             log.warning("changed since this run last started: %s", change)
 
 
@@ -180,7 +180,8 @@ def _write_tokenizer(run: Path, tokenizer: Tokenizer) -> None:
     partial.replace(run / _TOKENIZER)
 
 
-def _changes(old: JobConfig, new: JobConfig) -> list[str]:
+def changes(old: JobConfig, new: JobConfig) -> list[str]:
+    """What is not the same in two configs: "train.max_steps 100 -> 200"."""
     return [
         f"{section}.{key} {getattr(getattr(old, section), key)!r} -> {value!r}"
         for section in JobConfig.model_fields

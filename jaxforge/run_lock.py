@@ -128,6 +128,13 @@ class RunLock:
                 _renew(self._path, self._mine)
 
 
+def holder(run: Path) -> str | None:
+    """Who trains in a run directory now, in words; None where nobody does."""
+    path = run.absolute() / NAME
+    found = _read(path)
+    return _whose(found) if found is not None and _lives(path, found) else None
+
+
 def _this_process() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),

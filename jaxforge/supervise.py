@@ -13,7 +13,6 @@ was started outlives the supervisor.
 
 import argparse
 import contextlib
-import ctypes
 import dataclasses
 import json
 import logging
@@ -39,14 +38,13 @@ from jaxforge.cli import program, run_main
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import AGREED, Exit
+from jaxforge.process import stop_with_parent
 
 log = logging.getLogger("jaxforge.supervise")
 
 _LOG_FILE = "supervise.jsonl"
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _HEALTHY_SEC = 3600.0
-_LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
-_PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,16 +329,10 @@ def _start(command: Sequence[str], env: Mapping[str, str]) -> "subprocess.Popen[
     try:
         return subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, process_group=0,
-            preexec_fn=_stop_with_supervisor,
+            preexec_fn=stop_with_parent,
         )  # fmt: skip
     except OSError as error:
         raise UserError(f"cannot run {command[0]}: {error.strerror}") from error
-
-
-def _stop_with_supervisor() -> None:
-    """In a new process: SIGTERM as soon as the supervisor is gone, however it went (Linux)."""
-    if _LIBC:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

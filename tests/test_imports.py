@@ -46,7 +46,7 @@ LAYERS = {
 }  # fmt: skip
 ENTRY_POINTS = {"plan", "train", "build", "prepare", "generate", "report", "evaluate", "supervise",
                 "replay", "activations", "launch", "run", "doctor", "__main__",
-                "lm_eval", "capsule"}  # fmt: skip
+                "lm_eval", "capsule", "sweep"}  # fmt: skip
 SUBCLASSES = {"jaxforge.lm_eval.adapter"}  # of classes that an extra brings
 
 

@@ -13,7 +13,7 @@ from jaxforge.checkpoint.paths import find as find_step
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config, make_config
 from jaxforge.errors import UserError
-from torch_compat import dcp_state, hf_state, orbax_store, safetensors
+from torch_compat import dcp_state, hf_state, mup, orbax_store, safetensors
 from torch_compat.dcp_reader import Dcp, is_dcp, open_dcp
 from torch_compat.dcp_state import Options
 from torch_compat.files import Directory
@@ -70,6 +70,7 @@ class CheckpointRef:
                 if options.weights_only
                 else checkpoint
             )
+        mup.check_import(config.model, str(self.directory))
         if self.format == "hf":
             return hf_state.read(self.directory, abstract_target(config), options)
         return dcp_state.read(open_dcp(self.directory), abstract_target(config), options)

@@ -17,7 +17,7 @@ from jaxforge.checkpoint.paths import PREFIX, SUBDIRECTORY, check_path
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
-from torch_compat import hf_config, hf_state, orbax_store, safetensors, stages
+from torch_compat import hf_config, hf_state, mup, orbax_store, safetensors, stages
 from torch_compat.checkpoints import CheckpointRef
 from torch_compat.compare import check_written
 from torch_compat.dcp_export import DcpExport, point_latest
@@ -232,13 +232,17 @@ class Export:
         alone = self.to == "hf" or self.weights_only
         files = files_of(self.source)
         checkpoint = self.source.read(config, Options(weights_only=alone))
-        checkpoint = dataclasses.replace(checkpoint, params=cast(checkpoint.params, self.dtype))
+        mup.check_export(config.model, weights_only=alone)
+        params = mup.folded(checkpoint.params, config.model)
+        checkpoint = dataclasses.replace(checkpoint, params=cast(params, self.dtype))
         declared = abstract_target(config)
         trained = self.source.config(None) if self.config or self.overrides else config
         assert trained is not None
         check_fits(checkpoint, declared, trained.model, str(self.source.directory))
         absent = check_present(checkpoint, declared, str(self.source.directory))
-        dialect = self._dialect(config)
+        changed = unseen(trained.model, config.model)
+        config = config.model_copy(update={"model": mup.as_standard(config.model)})
+        declared, dialect = abstract_target(config), self._dialect(config)
         stages.check(self.stages, name_map(dialect), config.model)
         by = name_map(dialect)
         by.to_theirs(checkpoint.variables, config.model)  # refuses what has no counterpart
@@ -250,7 +254,7 @@ class Export:
             notes = hf_state.notes(dialect, _tokenizer(self.source))
         else:
             notes = iter(self._dcp(checkpoint, declared).notes())
-        changed, within = unseen(trained.model, config.model), self._within(checkpoint, declared)
+        within = self._within(checkpoint, declared)
         said = (*changed, *absent, *notes)
         return Plan(summary, said, nbytes, checkpoint, declared, files, within)
 

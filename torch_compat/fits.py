@@ -15,7 +15,7 @@ _CONSTANTS = ("norm_eps", "rope_theta", "rope_scaling", "qk_norm_eps", "partial_
               "attn_logit_softcap", "final_logit_softcap", "embedding_multiplier",
               "residual_multiplier", "logits_scaling", "moe_top_k", "moe_norm_topk",
               "moe_routed_scaling", "moe_groups", "moe_top_k_groups", "moe_capacity_factor",
-              "bias_update", "swiglu_limit")  # fmt: skip
+              "bias_update", "swiglu_limit", "mup_base_width", "mup_base_head_dim")  # fmt: skip
 UNSEEN = (*_STRUCTURE, *_CONSTANTS)
 """Keys of `[model]` that the shapes of the weights do not tell."""
 

@@ -14,7 +14,7 @@ from jaxforge.capsule import ingredients
 from jaxforge.capsule.archive import CURVE, Capsule
 from jaxforge.capsule.redaction import redacted
 from jaxforge.checkpoint.manager import Checkpoints
-from jaxforge.config import rules
+from jaxforge.config import axes
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.replay.account import logged_steps
@@ -68,7 +68,7 @@ def capsule_of(run: Path) -> Capsule:
 
 def _mesh(config: JobConfig) -> list[str]:
     """Settings that take the devices that are here, where nothing says how many there were."""
-    left = [axis for axis in rules.AXES if getattr(config.distributed, axis) == -1]
+    left = [axis for axis in axes.AXES if getattr(config.distributed, axis) == -1]
     if not left or not (config.train.global_batch_size or config.train.batch_ramp):
         return []
     log.info("distributed.%s = -1: taken to be the %d devices here", left[0], jax.device_count())

@@ -158,6 +158,12 @@ class ModelConfig(Section):
     """Added to the variance in the norms of queries and keys, whatever norm_eps is."""
     init_std: NonNegativeFloat = 0.02
     """Standard deviation of initial weights; o_proj and down_proj divide it by sqrt(2 n_layers)."""
+    mup_base_width: PositiveInt | None = None
+    """Maximal update parametrisation: init_std and optimizer.lr are those of a model of this dim,
+    and carry over to other widths. Not set: the standard parametrisation."""
+    mup_base_head_dim: PositiveInt | None = None
+    """Width of a head at mup_base_width, where it grows with the model: scores are then scaled by
+    1 / head width. Not set: wider models have more heads, not wider ones."""
     model_type: Annotated[str, MODELS] = "transformer"
     """Which model to build."""
     sdpa_backend: Literal[
@@ -366,6 +372,11 @@ class ModelConfig(Section):
             yield f'norm_unit_offset = true is for norm_type = "rmsnorm", not "{self.norm_type}"'
         if self.qk_norm_scope != "head" and not self.qk_norm:
             yield f'qk_norm_scope = "{self.qk_norm_scope}" has no effect without qk_norm = true'
+        if self.mup_base_head_dim is not None and self.mup_base_width is None:
+            yield (
+                f"mup_base_head_dim = {self.mup_base_head_dim} has no effect without "
+                "mup_base_width: set that to the dim of the model that was tuned, or leave this out"
+            )
         yield from self._window_problems()
         if self.num_experts:
             yield from self._expert_problems()

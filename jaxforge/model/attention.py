@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.config.model import ModelConfig
+from jaxforge.model import mup
 from jaxforge.model.attention_backends import Scoring, attend_over, masked_attention
 from jaxforge.model.context_parallel import attend_in_context, context_size
 from jaxforge.model.linear import Declare, Linear, normal
@@ -102,7 +103,7 @@ class Attention(nnx.Module):
         if c.attention_sinks:
             self.sinks = declare((c.n_heads,), ("heads",), normal(c.init_std))
         self.config = c
-        self.scoring = Scoring(c.attention_scale, c.attn_logit_softcap)
+        self.scoring = Scoring(mup.score_scale(c), c.attn_logit_softcap)
 
     def __call__(
         self,

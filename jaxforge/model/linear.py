@@ -52,12 +52,14 @@ class Declare(NamedTuple):
         dtype: dtype that parameters are stored in.
         layers: how many layers share a declaration; they are stacked along a leading axis.
         backward: through a matrix.
+        init_factor: on the initial values of a parameter, by its logical axes (`model.mup`).
     """
 
     rngs: nnx.Rngs
     dtype: jnp.dtype
     layers: int | None = None
     backward: Backward = Backward()
+    init_factor: Callable[[Axes], float] = lambda axes: 1.0
 
     def __call__(self, shape: tuple[int, ...], axes: Axes, init: Initializer) -> nnx.Param:
         """A parameter.
@@ -68,7 +70,8 @@ class Declare(NamedTuple):
             init: initial values.
         """
         shape, axes = self._stacked(shape, axes)
-        return nnx.Param(init(self.rngs.params(), shape, self.dtype), axes=axes)
+        values, factor = init(self.rngs.params(), shape, self.dtype), self.init_factor(axes)
+        return nnx.Param(values if factor == 1.0 else values * factor, axes=axes)
 
     def untrained(self, shape: tuple[int, ...], axes: Axes, init: Initializer) -> Untrained:
         """What the model keeps besides its parameters, float32; arguments as of those."""
@@ -89,6 +92,11 @@ def is_matrix(axes: Axes) -> bool:
 def normal(std: float) -> Initializer:
     """N(0, std²), not truncated."""
     return jax.nn.initializers.normal(std)
+
+
+def times(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
+    """A multiple, in the dtype of x; x itself where the factor is 1."""
+    return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
 
 
 class Linear(nnx.Module):

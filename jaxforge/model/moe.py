@@ -10,8 +10,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float
 
 from jaxforge.config.model import ModelConfig
+from jaxforge.model import mup
 from jaxforge.model.experts import Experts
-from jaxforge.model.linear import Declare, Linear
+from jaxforge.model.linear import Declare, Linear, times
 from jaxforge.model.mlp import MLP
 from jaxforge.model.router import Router, bias_rate, next_bias, next_ema, term_weights
 from jaxforge.side import LossWeights, Mean, Side
@@ -52,7 +53,8 @@ class MoE(nnx.Module):
         if c.shared_expert_dim:
             shared_BSD = self.shared_expert(x_BSD)
             if c.moe_shared_expert_gate:
-                shared_BSD = shared_BSD * jax.nn.sigmoid(self.shared_expert_gate(x_BSD))
+                gated_BSD = times(x_BSD, mup.output_multiplier(c))
+                shared_BSD = shared_BSD * jax.nn.sigmoid(self.shared_expert_gate(gated_BSD))
             y_BSD = y_BSD + shared_BSD
         if loss_weights is not None:
             dropped_share = Mean(dropped, jnp.float32(routing.experts.size))

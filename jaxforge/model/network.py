@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from jaxforge.config.model import ModelConfig
 from jaxforge.model import capture, fp8, remat
 from jaxforge.model.attention import Attention, Context, KVCache, LayerOut
-from jaxforge.model.linear import Declare, Embedding, Linear, look_up, normal
+from jaxforge.model.linear import Declare, Embedding, Linear, look_up, normal, times
 from jaxforge.model.mlp import MLP
 from jaxforge.model.moe import MoE, nothing_of_experts
 from jaxforge.model.norm import LayerNorm, RMSNorm, norm_of
@@ -141,11 +141,6 @@ def _normed(
     norm: RMSNorm | LayerNorm | None, x_BSD: Float[Array, "b s d"]
 ) -> Float[Array, "b s d"]:
     return gather_sequence(x_BSD if norm is None else norm(x_BSD))
-
-
-def times(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
-    """A multiple, in the dtype of x; x itself where the factor is 1."""
-    return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
 
 
 def split_sequence(x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:

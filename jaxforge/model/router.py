@@ -24,7 +24,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxforge.config.model import ModelConfig
-from jaxforge.model.linear import FLOAT32, Declare, affine, normal
+from jaxforge.model import mup
+from jaxforge.model.linear import FLOAT32, Declare, affine, normal, times
 from jaxforge.parallel import collectives
 from jaxforge.side import NOTHING, LossWeights, Mean, Metric, Side
 
@@ -52,13 +53,14 @@ class Gate(nnx.Module):
         self.axes, self.backward = (None, "embed"), declare.backward
         shape = (config.num_experts, config.dim)
         self.weight = declare(shape, self.axes, normal(config.init_std))
+        self.multiplier = mup.output_multiplier(config)
         self.has_bias = config.moe_router_bias
         if self.has_bias:
             self.bias = declare((config.num_experts,), (None,), jax.nn.initializers.zeros)
 
     def __call__(self, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s e"]:
-        """X Wᵀ + b."""
-        bias = self.bias[...] if self.has_bias else None
+        """X Wᵀ + b, where x Wᵀ has muP's multiplier."""
+        bias, x_BSD = self.bias[...] if self.has_bias else None, times(x_BSD, self.multiplier)
         return affine(x_BSD, self.weight[...], bias, self.axes, FLOAT32, self.backward)
 
 

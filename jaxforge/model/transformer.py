@@ -24,12 +24,12 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import EXPERTS, LAYERS, MODELS, ModelConfig
-from jaxforge.model import capture, fp8, fp8_layers, moe, remat
+from jaxforge.model import capture, fp8, fp8_layers, moe, mup, remat
 from jaxforge.model.attention import Context, KVCache, LayerOut
 from jaxforge.model.layer_scan import Layer, Rows, scan_layers
-from jaxforge.model.linear import Backward, Declare, Untrained
+from jaxforge.model.linear import Backward, Declare, Untrained, times
 from jaxforge.model.masking import positions_in_documents
-from jaxforge.model.network import Transformer, gather_sequence, split_sequence, times
+from jaxforge.model.network import Transformer, gather_sequence, split_sequence
 from jaxforge.model.plan import LayerKind, plan_of
 from jaxforge.model.rope import rotations
 from jaxforge.model.runtime import Runtime, gpu_capability, runtime_for
@@ -116,7 +116,12 @@ class Model:
     def _declare(self, key: Array) -> nnx.Module:
         runtime = self.runtime
         backward = Backward(runtime.reduce_dtype, not remat.computes_again(runtime.save))
-        declare = Declare(nnx.Rngs(params=key), self._param_dtype, backward=backward)
+        declare = Declare(
+            nnx.Rngs(params=key),
+            self._param_dtype,
+            backward=backward,
+            init_factor=functools.partial(mup.init_factor, self.config),
+        )
         module = type(self).network(self.config, declare)
         if self.recipe is not None:
             names = fp8_layers.convert(module, self.config, self.recipe, declare)
@@ -133,7 +138,10 @@ class Model:
         return Declared(arrays, nnx.to_pure_dict(axes))
 
     def init(self, key: Array) -> Params:
-        """Initial parameters: N(0, init_std), residual matrices N(0, init_std/√(2L)), norms 1."""
+        """Initial parameters: N(0, init_std), residual matrices N(0, init_std/√(2L)), norms 1.
+
+        Of another width than muP's base, hidden matrices have another factor (`mup.init_factor`).
+        """
         return self._stacked(nnx.to_pure_dict(nnx.state(self._declare(key), nnx.Param)))
 
     def initial_state(self) -> Params:
@@ -351,7 +359,8 @@ class Model:
     def final_norm(self, params: Params, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
         """What makes logits by `head`: the final norm of what leaves the last block, scaled."""
         hidden_BSD = self._module("norm", params["norm"])(x_BSD)
-        return gather_sequence(times(hidden_BSD, 1 / self.config.logits_scaling))
+        scale = mup.output_multiplier(self.config) / self.config.logits_scaling
+        return gather_sequence(times(hidden_BSD, scale))
 
     def _module(self, name: str, params: Params) -> Any:  # noqa: ANN401  # any of these
         return nnx.merge(self._definitions[name], params)

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from jaxforge.model.linear import times
 from jaxforge.optim.eight_bit import ROOT
 from jaxforge.optim.moments import Kept, Place, Turn, joined, parted, places, zeros
 from jaxforge.optim.schedule import Schedule
-from jaxforge.optim.trees import unzip
+from jaxforge.optim.trees import ones, unzip
 
 
 class AdamWState(NamedTuple):
@@ -38,6 +39,7 @@ def adamw(
     eps: float,
     weight_decay: PyTree,
     state_dtype: Kept,
+    lr_factors: PyTree | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW as one transform.
 
@@ -53,6 +55,7 @@ def adamw(
         eps: added to the denominator.
         weight_decay: a tree of floats, one per parameter.
         state_dtype: what m and v are stored in; the arithmetic is float32.
+        lr_factors: a tree of floats, one per parameter: multiply its step, and not its decay.
 
     The update function takes `lr_scale`, a scalar factor on the learning rate (default 1), and
     `applied` (`optim.moments.Turn`).
@@ -87,14 +90,17 @@ def adamw(
         scalars = (jnp.sqrt(bias_correction(b2, t)),)
         turn = Turn(state_dtype, state.updates, applied)
 
-        def one(p: Array, g: Array, m: Array, v: Array, decay: float, at: Place) -> tuple:
+        def one(
+            p: Array, g: Array, m: Array, v: Array, decay: float, factor: float, at: Place
+        ) -> tuple:
             direction, m, v = turn.advance(moved, at, g, m, v, scalars=scalars)
             p32 = p.astype(jnp.float32)
-            return p32 * (1 - lr * decay) - step_size * direction - p32, m, v
+            return p32 * (1 - lr * decay) - times(step_size, factor) * direction - p32, m, v
 
         mu, nu = joined(state.mu, state.mu_scales), joined(state.nu, state.nu_scales)
         at = places(params, state_dtype)
-        leaves = jax.tree.map(one, params, grads, mu, nu, weight_decay, at)
+        factors = ones(params) if lr_factors is None else lr_factors
+        leaves = jax.tree.map(one, params, grads, mu, nu, weight_decay, factors, at)
         updates, mu, nu = unzip(3, leaves, params)
         (mu, mu_scales), (nu, nu_scales) = parted(mu), parted(nu)
         count = optax.safe_increment(state.updates)

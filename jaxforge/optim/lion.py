@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from jaxforge.model.linear import times
 from jaxforge.optim.moments import Kept, Place, Turn, joined, parted, places, zeros
 from jaxforge.optim.schedule import Schedule
-from jaxforge.optim.trees import unzip
+from jaxforge.optim.trees import ones, unzip
 
 
 class LionState(NamedTuple):
@@ -26,6 +27,7 @@ def lion(
     betas: tuple[float, float],
     weight_decay: PyTree,
     state_dtype: Kept,
+    lr_factors: PyTree | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Lion as one transform.
 
@@ -39,6 +41,7 @@ def lion(
         betas: b1, b2.
         weight_decay: a tree of floats, one per parameter.
         state_dtype: what m is stored in; the arithmetic is float32.
+        lr_factors: as of `adamw`.
 
     The update function takes `lr_scale`, a scalar factor on the learning rate (default 1), and
     `applied` (`optim.moments.Turn`).
@@ -65,13 +68,14 @@ def lion(
 
         turn = Turn(state_dtype, state.updates, applied)
 
-        def one(p: Array, g: Array, m: Array, decay: float, at: Place) -> tuple:
+        def one(p: Array, g: Array, m: Array, decay: float, factor: float, at: Place) -> tuple:
             direction, m = turn.advance(moved, at, g, m)
             p32 = p.astype(jnp.float32)
-            return p32 * (1 - lr * decay) - lr * direction - p32, m
+            return p32 * (1 - lr * decay) - times(lr, factor) * direction - p32, m
 
         mu, at = joined(state.mu, state.mu_scales), places(params, state_dtype)
-        leaves = jax.tree.map(one, params, grads, mu, weight_decay, at)
+        factors = ones(params) if lr_factors is None else lr_factors
+        leaves = jax.tree.map(one, params, grads, mu, weight_decay, factors, at)
         updates, mu = unzip(2, leaves, params)
         return updates, LionState(optax.safe_increment(state.updates), *parted(mu))
 

@@ -6,7 +6,8 @@ long and thin, are AdamW's.
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +16,22 @@ from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxforge.config.model import EXPERTS, LAYERS
-from jaxforge.model.linear import is_matrix
+from jaxforge.model.linear import is_matrix, times
 from jaxforge.optim.adamw import AdamWState, adamw
 from jaxforge.optim.moments import Kept, Place, Turn, joined, parted, places, zeros
 from jaxforge.optim.schedule import Schedule
-from jaxforge.optim.trees import Path, join, split, unzip
+from jaxforge.optim.trees import Path, join, ones, split, unzip
 
 _MAX_ASPECT = 10
 _NORM_EPS = 1e-7
 _POLYNOMIAL = (3.4445, -4.7750, 2.0315)
 """x ← a x + b x³ + c x⁵ multiplies a small x by a, until it stays between 0.68 and 1.21."""
+
+
+Takes = Callable[[tuple[int, ...], tuple[str, ...]], bool]
+"""(shape, logical axes) -> whether a parameter is Muon's."""
+
+Size = TypeVar("Size", int, float)
 
 
 class MuonState(NamedTuple):
@@ -53,6 +60,9 @@ def muon(
     eps: float,
     weight_decay: PyTree,
     state_dtype: Kept,
+    lr_factors: PyTree | None = None,
+    muon_factors: PyTree | None = None,
+    takes: Takes | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Muon and AdamW as one transform, each for its own parameters (`muon_takes`).
 
@@ -71,6 +81,9 @@ def muon(
         eps: added to AdamW's denominator.
         weight_decay: a tree of floats, one per parameter.
         state_dtype: what b and AdamW's moments are stored in; the arithmetic is float32.
+        lr_factors: as of `adamw`, for parameters that are AdamW's.
+        muon_factors: the same for those that are Muon's.
+        takes: which those are; by default `muon_takes`.
 
     The update function takes `lr_scale`, a scalar factor on both learning rates (default 1), and
     `applied` (`optim.moments.Turn`).
@@ -78,13 +91,16 @@ def muon(
 
     def for_muon(params: PyTree) -> frozenset[Path]:
         names, flat = flatten_dict(axes), flatten_dict(params)
-        return frozenset(path for path, p in flat.items() if muon_takes(p.shape, names[path]))
+        is_ours = takes or muon_takes
+        return frozenset(path for path, p in flat.items() if is_ours(p.shape, names[path]))
 
     def adam(paths: frozenset[Path]) -> optax.GradientTransformationExtraArgs:
         _, decay = split(weight_decay, paths)
+        factors = None if lr_factors is None else split(lr_factors, paths)[1]
         return adamw(
-            adam_schedule, betas=betas, eps=eps, weight_decay=decay, state_dtype=state_dtype
-        )
+            adam_schedule, betas=betas, eps=eps, weight_decay=decay, state_dtype=state_dtype,
+            lr_factors=factors,
+        )  # fmt: skip
 
     def moved(_: tuple, g: Array, b: Array) -> tuple[Array, Array]:
         b = momentum * b + g
@@ -113,18 +129,26 @@ def muon(
         turn = Turn(state_dtype, state.updates, applied)
 
         def one(
-            p: Array, g: Array, b: Array, decay: float, names: tuple[str, ...], at: Place
+            p: Array,
+            g: Array,
+            b: Array,
+            decay: float,
+            factor: float,
+            names: tuple[str, ...],
+            at: Place,
         ) -> tuple[Array, Array]:
             wide, b = turn.advance(moved, at, g, b)
             m, n = _matrix(p.shape, names)
             direction = orthogonal(wide.reshape(-1, m, n), ns_steps).reshape(p.shape)
-            p32 = p.astype(jnp.float32)
-            return p32 * (1 - lr * decay) - lr * math.sqrt(max(1.0, m / n)) * direction - p32, b
+            p32, scale = p.astype(jnp.float32), math.sqrt(max(1.0, m / n))
+            step = times(lr, factor) * scale * direction
+            return p32 * (1 - lr * decay) - step - p32, b
 
-        parts = [split(tree, paths) for tree in (params, grads, weight_decay, axes)]
-        (matrices, others), (matrix_grads, other_grads), (decay, _), (names, _) = parts
+        factors = ones(params) if muon_factors is None else muon_factors
+        parts = [split(tree, paths) for tree in (params, grads, weight_decay, factors, axes)]
+        (matrices, others), (matrix_grads, other_grads), (decay, _), (factor, _), (names, _) = parts
         buffers, at = joined(state.momentum, state.momentum_scales), places(matrices, state_dtype)
-        leaves = jax.tree.map(one, matrices, matrix_grads, buffers, decay, names, at)
+        leaves = jax.tree.map(one, matrices, matrix_grads, buffers, decay, factor, names, at)
         matrix_updates, buffers = unzip(2, leaves, matrices)
         other_updates, adams = adam(paths).update(
             other_grads,
@@ -140,7 +164,7 @@ def muon(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def muon_takes(shape: tuple[int, ...], axes: tuple[str, ...]) -> bool:
+def muon_takes(shape: tuple[float, ...], axes: tuple[str, ...]) -> bool:
     """Whether a parameter is a matrix in each layer, and at most ten times as long as wide.
 
     Nothing else counts: an embedding or output head of such a shape is Muon's.
@@ -176,7 +200,7 @@ def orthogonal(g: Float[Array, "l m n"], steps: int) -> Float[Array, "l m n"]:
     return jax.lax.fori_loop(0, steps, iterate, g / (norm + _NORM_EPS))
 
 
-def _matrix(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, int]:
+def _matrix(shape: tuple[Size, ...], axes: tuple[str, ...]) -> tuple[Size, Size]:
     """Rows and columns of one layer or expert; all dimensions but the first are columns."""
     own = zip(shape, axes, strict=True)
     rows, *columns = (size for size, axis in own if axis not in (LAYERS, EXPERTS))

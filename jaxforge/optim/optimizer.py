@@ -10,16 +10,19 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, PyTree
 
 from jaxforge.config.job import JobConfig
+from jaxforge.config.model import ModelConfig
 from jaxforge.config.optimizer import OPTIMIZERS, OptimizerConfig
 from jaxforge.config.train import EIGHT_BIT, TrainConfig
+from jaxforge.model import mup
 from jaxforge.model.linear import is_matrix
 from jaxforge.optim.adamw import adamw
 from jaxforge.optim.lion import lion
 from jaxforge.optim.moments import EightBit, Kept, OnHost
-from jaxforge.optim.muon import muon
+from jaxforge.optim.muon import muon, muon_takes
 from jaxforge.optim.rounding import compensation
 from jaxforge.optim.schedule import Schedule, learning_rate, rate
 from jaxforge.optim.schedule_free import schedule_free_adamw
+from jaxforge.parallel.sharding import Axes
 
 _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_
 
@@ -36,6 +39,8 @@ def build_optimizer(config: JobConfig, axes: PyTree) -> optax.GradientTransforma
     """
     rule = OPTIMIZERS[config.optimizer.name](config, learning_rate(config), axes)
     rest = [compensation()] if config.train.param_rounding == "kahan" else []
+    if config.optimizer.name not in OPTIMIZERS.ours and mup.width_ratio(config.model) != 1.0:
+        rest.insert(0, _scaled(_factors(mup.lr_factor, config, axes)))
     return optax.chain(clip_by_global_norm(config.train.grad_clip_norm), rule, *rest)
 
 
@@ -45,7 +50,7 @@ def register_optimizer(name: str) -> Callable[[OptimizerBuilder], OptimizerBuild
     A rule gets clipped gradients. It counts in `updates` of its state, a named tuple whose moments
     are dicts shaped like the parameters or a part of them, and it takes `lr_scale`, a factor on the
     learning rate. `from_optax` makes such a rule of an optax optimizer, `decay_groups` says what
-    decays.
+    decays. With muP, what it adds to a parameter is multiplied by `model.mup.lr_factor`.
     """
     return OPTIMIZERS.register(name)
 
@@ -54,7 +59,7 @@ def register_optimizer(name: str) -> Callable[[OptimizerBuilder], OptimizerBuild
 def _adamw(
     config: JobConfig, schedule: Schedule, axes: PyTree
 ) -> optax.GradientTransformationExtraArgs:
-    return adamw(schedule, eps=config.optimizer.eps, **_common(config, axes))
+    return adamw(schedule, eps=_eps(config), **_common(config, axes))
 
 
 @register_optimizer("lion")
@@ -75,7 +80,9 @@ def _muon(
         axes=axes,
         momentum=optimizer.muon_momentum,
         ns_steps=optimizer.muon_ns_steps,
-        eps=optimizer.eps,
+        eps=_eps(config),
+        muon_factors=_factors(mup.muon_factor, config, axes),
+        takes=lambda shape, of: muon_takes(mup.base_shape(config.model, shape, of), of),
         **_common(config, axes),
     )
 
@@ -84,7 +91,7 @@ def _muon(
 def _schedule_free_adamw(
     config: JobConfig, schedule: Schedule, axes: PyTree
 ) -> optax.GradientTransformationExtraArgs:
-    return schedule_free_adamw(schedule, eps=config.optimizer.eps, **_common(config, axes))
+    return schedule_free_adamw(schedule, eps=_eps(config), **_common(config, axes))
 
 
 def _common(config: JobConfig, axes: PyTree) -> dict[str, Any]:
@@ -93,7 +100,30 @@ def _common(config: JobConfig, axes: PyTree) -> dict[str, Any]:
         "betas": config.optimizer.betas,
         "weight_decay": decay_groups(axes, config.optimizer),
         "state_dtype": _kept(config.train, axes),
+        "lr_factors": _factors(mup.lr_factor, config, axes),
     }
+
+
+def _factors(
+    factor: Callable[[ModelConfig, Axes], float], config: JobConfig, axes: PyTree
+) -> PyTree:
+    """A factor of muP's on the steps of every parameter."""
+    named = flatten_dict(axes)
+    return unflatten_dict({path: factor(config.model, of) for path, of in named.items()})
+
+
+def _scaled(factors: PyTree) -> optax.GradientTransformation:
+    """Multiplies updates."""
+
+    def update(updates: PyTree, state: optax.EmptyState, params: PyTree | None = None) -> tuple:
+        return jax.tree.map(lambda u, factor: u * factor, updates, factors), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _eps(config: JobConfig) -> float:
+    """Adam's, as much smaller as gradients are (`model.mup`)."""
+    return config.optimizer.eps * mup.output_multiplier(config.model)
 
 
 def _kept(train: TrainConfig, axes: PyTree) -> Kept:

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from jaxforge.model.linear import times
 from jaxforge.optim.adamw import bias_correction
 from jaxforge.optim.eight_bit import ROOT
 from jaxforge.optim.moments import Kept, Place, Turn, joined, parted, places, zeros
 from jaxforge.optim.schedule import Schedule
-from jaxforge.optim.trees import unzip
+from jaxforge.optim.trees import ones, unzip
 
 
 class ScheduleFreeState(NamedTuple):
@@ -41,6 +42,7 @@ def schedule_free_adamw(
     eps: float,
     weight_decay: PyTree,
     state_dtype: Kept,
+    lr_factors: PyTree | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Schedule-free AdamW as one transform; its parameters are y.
 
@@ -58,6 +60,7 @@ def schedule_free_adamw(
         weight_decay: a tree of floats, one per parameter.
         state_dtype: what v is stored in; x and z are weights and keep the parameters' dtype.
             The arithmetic is float32.
+        lr_factors: as of `adamw`.
 
     The update function takes `lr_scale`, a scalar factor on the learning rate (default 1), and
     `applied` (`optim.moments.Turn`).
@@ -95,18 +98,27 @@ def schedule_free_adamw(
         turn = Turn(state_dtype, state.updates, applied)
 
         def one(
-            y: Array, g: Array, v: Array, x: Array, z: Array, decay: float, at: Place
+            y: Array,
+            g: Array,
+            v: Array,
+            x: Array,
+            z: Array,
+            decay: float,
+            factor: float,
+            at: Place,
         ) -> tuple[Array, ...]:
             dtype = y.dtype
             direction, v = turn.advance(moved, at, g, v, scalars=(correction2,))
             y, x, z = (a.astype(jnp.float32) for a in (y, x, z))
             z = jnp.where(is_first, y, z)
-            z = (z - lr * direction) * (1 - lr * decay)
+            z = (z - times(lr, factor) * direction) * (1 - lr * decay)
             x = _lerp(x, z, share)
             return _lerp(z, x, b1) - y, v, x.astype(dtype), z.astype(dtype)
 
         nu, at = joined(state.nu, state.nu_scales), places(params, state_dtype)
-        leaves = jax.tree.map(one, params, grads, nu, state.x, state.z, weight_decay, at)
+        trees = params, grads, nu, state.x, state.z, weight_decay
+        factors = ones(params) if lr_factors is None else lr_factors
+        leaves = jax.tree.map(one, *trees, factors, at)
         updates, nu, x, z = unzip(4, leaves, params)
         nu, scales = parted(nu)
         count = optax.safe_increment(state.updates)

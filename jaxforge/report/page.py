@@ -24,7 +24,7 @@ def page(runs: Sequence[Run], axis: str) -> str:
     known, others = charts(runs, axis)
     return Template(_file("page.html")).substitute(
         title=escape(", ".join(run.name for run in runs)),
-        style=base_style() + _file("page.css"),
+        style=chart_style(),
         script=_file("page.js"),
         facts=facts(runs),
         charts="".join(figure(chart, frame) for chart in known)
@@ -40,6 +40,11 @@ def page(runs: Sequence[Run], axis: str) -> str:
 def base_style() -> str:
     """Colours and type of all pages of ours."""
     return _file("base.css")
+
+
+def chart_style() -> str:
+    """What charts and tables look like on a page."""
+    return base_style() + _file("page.css")
 
 
 def _file(name: str) -> str:

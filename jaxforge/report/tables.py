@@ -26,7 +26,7 @@ def facts(runs: Sequence[Run]) -> str:
         return f"<dl>{items}</dl>"
     columns = [_facts(run) for run in runs]
     rows = [[run.name, *column.values()] for run, column in zip(runs, columns, strict=True)]
-    return _table("", ["run", *columns[0]], rows, swatches=True)
+    return table("", ["run", *columns[0]], rows, swatches=True)
 
 
 def below(runs: Sequence[Run]) -> str:
@@ -40,8 +40,8 @@ def below(runs: Sequence[Run]) -> str:
     )
     evaluations, differences = list(_evaluations(runs)), list(_differences(runs))
     return (
-        (_table("Evaluations", _EVALUATION, evaluations) if evaluations else "")
-        + (_table("Configs", ["key", *(r.name for r in runs)], differences) if differences else "")
+        (table("Evaluations", _EVALUATION, evaluations) if evaluations else "")
+        + (table("Configs", ["key", *(r.name for r in runs)], differences) if differences else "")
         + "".join(_experts(run) for run in runs)
         + configs
         + f"<footer>The last logged step is of {moment} UTC.</footer>"
@@ -118,7 +118,7 @@ def _experts(run: Run) -> str:
     title = f"load of experts of {run.name} at step {run.loads.last_step:,}"
     return (
         f"<details><summary>{escape(title)}</summary>"
-        f"{_table('', ['layer', 'least loaded', 'most loaded', 'idle experts'], rows)}</details>"
+        f"{table('', ['layer', 'least loaded', 'most loaded', 'idle experts'], rows)}</details>"
     )
 
 
@@ -131,7 +131,15 @@ def _differences(runs: Sequence[Run]) -> Rows:
                 yield [f"{section}.{key}", *values]
 
 
-def _table(title: str, head: Sequence[str], rows: Rows, *, swatches: bool = False) -> str:
+def table(title: str, head: Sequence[str], rows: Rows, *, swatches: bool = False) -> str:
+    """A table of text.
+
+    Args:
+        title: above it; none if empty.
+        head: names of the columns.
+        rows: as many cells each.
+        swatches: show the colours of runs beside their rows.
+    """
     caption = f"<caption>{title}</caption>" if title else ""
     columns = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     body = []

@@ -238,6 +238,8 @@ def test_every_key_of_kempnerforge_loads():
                 "moe_shared_expert_gate",
                 "moe_expert_dim",
                 "moe_backend",
+                "mup_base_width",
+                "mup_base_head_dim",
             )
         ),
         *(("distributed", key) for key in ("pp_chunks", "heartbeat_timeout_sec", "cp_strategy")),

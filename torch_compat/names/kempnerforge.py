@@ -12,7 +12,7 @@ LACKS = (
     "attention_scale", "attn_logit_softcap", "attention_sinks", "final_logit_softcap",
     "swiglu_limit", "embedding_multiplier",
     "residual_multiplier", "logits_scaling", "moe_first_dense_layers", "moe_norm_topk",
-    "moe_routed_scaling", "moe_groups",
+    "moe_routed_scaling", "moe_groups", "mup_base_width", "mup_base_head_dim",
 )  # fmt: skip
 """Keys of `[model]` that KempnerForge does not have."""
 

@@ -1,0 +1,242 @@
+"""What muP promises, with and without it: `python benchmarks/mup.py` (a quarter of an hour).
+
+The coordinate check (Tensor Programs V, appendix D.1): after a few steps at one learning rate, how
+large values of each kind are by the width of the model. And the loss by learning rate of a narrow
+model and of a wide one, on Python's own source, byte by byte.
+"""
+
+import functools
+import os
+import statistics
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from figures import DOCS
+from jaxtyping import Array, Float, Int
+from results import ELSEWHERE, arguments, write_json
+
+from jaxforge.config.job import JobConfig
+from jaxforge.config.reading.load import make_config
+from jaxforge.model import capture
+from jaxforge.model.transformer import Model, Params, build_model
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.report.scale import Scale, scale_of
+
+BASE = 128
+WIDTHS = (64, 128, 256, 512)
+POINTS = ("embedding", "attention", "mlp", "residual", "logits")
+RATES = tuple(2.0**n for n in range(-12, -6))
+STEPS, BATCH, SEQ_LEN = 120, 8, 64
+CORPUS = 4 << 20  # bytes
+
+
+def config(
+    width: int,
+    *,
+    mup: bool,
+    lr: float,
+    steps: int,
+    **model: Any,  # noqa: ANN401
+) -> JobConfig:
+    """A model of two layers, with as many heads at any width: they grow with it."""
+    shape = {
+        "dim": width, "n_layers": 2, "n_heads": 4, "ffn_hidden_dim": 2 * width, "vocab_size": 256,
+        "max_seq_len": SEQ_LEN,
+    }  # fmt: skip
+    base = {"mup_base_width": BASE, "mup_base_head_dim": BASE // 4} if mup else {}
+    return make_config({
+        "model": {**shape, **base, **model},
+        "train": {"max_steps": steps, "seq_len": SEQ_LEN, "mixed_precision": "fp32"},
+        "optimizer": {"lr": lr},
+        "scheduler": {"name": "linear", "warmup_steps": steps // 10},
+    })  # fmt: skip
+
+
+@functools.cache
+def corpus() -> np.ndarray:
+    """The first bytes of the standard library's own modules."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = b"".join(path.read_bytes() for path in files)[:CORPUS]
+    return np.frombuffer(text, np.uint8)
+
+
+def batches(steps: int, rows: int = BATCH) -> Iterator[Int[np.ndarray, "b s+1"]]:
+    """The same ones for every model."""
+    rng, text = np.random.default_rng(0), corpus()
+    for _ in range(steps):
+        starts = rng.integers(0, len(text) - SEQ_LEN - 1, rows)
+        yield np.stack([text[at : at + SEQ_LEN + 1] for at in starts]).astype(np.int32)
+
+
+def trained(
+    of: JobConfig, batches: Iterator[Int[np.ndarray, "b s+1"]]
+) -> tuple[Model, Params, list[float]]:
+    """A model, its parameters after a step on each batch, and the losses before each step."""
+    model = build_model(of)
+    optimizer = build_optimizer(of, model.axes)
+
+    def loss(params: Params, tokens: Int[Array, "b s+1"]) -> Float[Array, ""]:
+        logits = model.logits(params, model.hidden(params, tokens[:, :-1]))
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: Params, state: Any, tokens: Array) -> tuple[Params, Any, Array]:  # noqa: ANN401
+        value, grads = jax.value_and_grad(loss)(params, tokens)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    params = jax.jit(model.init)(jax.random.key(0))
+    state, losses = jax.jit(optimizer.init)(params), []
+    for tokens in batches:
+        params, state, value = step(params, state, tokens)
+        losses.append(value)
+    return model, params, [float(value) for value in losses]
+
+
+def sizes(model: Model, params: Params, tokens: Int[np.ndarray, "b s"]) -> dict[str, float]:
+    """Mean |x| of what the model computes, by `POINTS`; of layers, in the last one."""
+
+    def seen(params: Params, tokens: Array) -> dict[str, Array]:
+        with capture.watching(lambda name, x: jnp.mean(jnp.abs(x))):
+            hidden, out = model.forward(params, {"input_ids": tokens})
+        of_layers = {name: value[-1] for name, value in out.seen.items()}
+        logits = jnp.mean(jnp.abs(model.logits(params, hidden)))
+        embedded = jnp.mean(jnp.abs(model.embed(params, {"input_ids": tokens})))
+        return {"embedding": embedded, **of_layers, "logits": logits}
+
+    return {name: float(value) for name, value in jax.jit(seen)(params, tokens).items()}
+
+
+def coordinates(
+    widths: Sequence[int],
+    *,
+    mup: bool,
+    steps: int = 5,
+    rows: int = BATCH,
+    **model: Any,  # noqa: ANN401
+) -> dict[str, list[float]]:
+    """Mean |x| by `POINTS` and widths, after some steps at the same learning rate."""
+    found: dict[str, list[float]] = {name: [] for name in POINTS}
+    for width in widths:
+        of = config(width, mup=mup, lr=2**-6, steps=10 * steps, **model)
+        *steps_of, last = batches(steps + 1, rows)
+        made, params, _ = trained(of, iter(steps_of))
+        for name, value in sizes(made, params, last[:, :-1]).items():
+            found[name].append(value)
+    return found
+
+
+def growth(values: Sequence[float]) -> float:
+    """How many times as large a value is at the last width as at the first."""
+    return values[-1] / values[0]
+
+
+def final_loss(width: int, *, mup: bool, lr: float, steps: int) -> float:
+    """The mean over the last tenth of a training."""
+    _, _, losses = trained(config(width, mup=mup, lr=lr, steps=steps), batches(steps))
+    return statistics.fmean(losses[-max(1, steps // 10) :])
+
+
+Curves = Mapping[str, Sequence[tuple[float, float]]]
+"""Points (x, y) by name of a curve."""
+
+
+def picture(panels: Mapping[str, Curves], x_label: str, *, log_y: bool) -> str:
+    """Panels of curves beside each other, on the same axes, as SVG that stands alone."""
+    width, height, left, top = 380, 250, 50, 34
+    every = [point for curves in panels.values() for points in curves.values() for point in points]
+    xs, ys = (np.array(axis) for axis in zip(*every, strict=True))
+    x, y = scale_of(xs, log=True), scale_of(ys, log=log_y)
+    whole = (len(panels) * (width + left) + 110, height + top + 50)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {whole[0]} {whole[1]}" '
+        'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
+    ]
+    for i, (title, curves) in enumerate(panels.items()):
+        parts.append(f'<g transform="translate({left + i * (width + left)} {top})">')
+        parts.append(f'<text y="-12" font-weight="bold">{escape(title)}</text>')
+        parts += _axes(x, y, width, height, sorted(set(xs)), x_label)
+        for j, points in enumerate(curves.values()):
+            at = [(x.place(a) * width, (1 - y.place(b)) * height) for a, b in points]
+            line = " ".join(f"{a:.1f},{b:.1f}" for a, b in at)
+            stroke = f'fill="none" stroke="{COLOURS[j]}" stroke-width="2"'
+            parts.append(f'<polyline points="{line}" {stroke}/>')
+        parts.append("</g>")
+    names = next(iter(panels.values()))
+    for j, name in enumerate(names):
+        at = whole[0] - 105, top + 12 + 18 * j
+        parts.append(f'<text x="{at[0]}" y="{at[1]}" fill="{COLOURS[j]}">{escape(name)}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+COLOURS = ("#0b62c4", "#c4510b", "#1a8a3c", "#8a2fb0", "#555555")
+
+
+def _axes(
+    x: Scale, y: Scale, width: int, height: int, xs: Sequence[float], x_label: str
+) -> Iterator[str]:
+    yield f'<path d="M0 0V{height}H{width}" fill="none" stroke="#888"/>'
+    for value, label in y.ticks(6):
+        at = float(1 - y.place(value)) * height
+        yield f'<path d="M0 {at:.1f}H{width}" stroke="#ddd"/>'
+        yield f'<text x="-6" y="{at + 4:.1f}" text-anchor="end">{label}</text>'
+    for value in xs:
+        at, label = float(x.place(value)) * width, _power(value)
+        yield f'<text x="{at:.1f}" y="{height + 18}" text-anchor="middle">{label}</text>'
+    yield f'<text x="{width}" y="{height + 36}" text-anchor="end">{escape(x_label)}</text>'
+
+
+def _power(value: float) -> str:
+    return f"{value:g}" if value >= 1 else f"2^{round(np.log2(value))}"
+
+
+def main() -> None:
+    """Measures, draws, writes."""
+    args = arguments(__doc__).parse_args()
+    widths = WIDTHS[:3] if args.quick else WIDTHS
+    steps, rates = (10, RATES[2:4]) if args.quick else (STEPS, RATES)
+    narrow, wide = (64, BASE) if args.quick else (BASE, 512)
+    found = {how: coordinates(widths, mup=how == "muP") for how in ("standard", "muP")}
+    rows = [
+        {"": how, "mean abs. of": name,
+         **{f"width {w}": round(v, 3) for w, v in zip(widths, of[name], strict=True)}}
+        for how, of in found.items()
+        for name in POINTS
+    ]  # fmt: skip
+    by_rate: dict[str, dict[str, list[tuple[float, float]]]] = {"standard": {}, "muP": {}}
+    for how, width in (("standard", narrow), ("muP", wide), ("standard", wide)):
+        curve = by_rate[how].setdefault(f"width {width}", [])
+        for lr in rates:
+            curve.append((lr, final_loss(width, mup=how == "muP", lr=lr, steps=steps)))
+            print(how, width, _power(lr), f"{curve[-1][1]:.3f}", flush=True)
+    base = f"width {narrow}"  # of which muP is the standard
+    by_rate["muP"] = {base: by_rate["standard"][base], **by_rate["muP"]}
+    losses = [
+        {"": how, "of": name, **{_power(lr): round(loss, 3) for lr, loss in curve},
+         "best": _power(min(curve, key=lambda point: point[1])[0])}
+        for how, curves in by_rate.items()
+        for name, curve in curves.items()
+    ]  # fmt: skip
+    if args.quick:
+        print(*rows, *losses, sep="\n")
+        return
+    write_json("mup_coordinates", rows, ("jax", "flax", "optax"))
+    write_json("mup_rates", losses, ("jax", "flax", "optax"))
+    if ELSEWHERE not in os.environ:
+        by_width = {
+            how: {name: list(zip(widths, of[name], strict=True)) for name in POINTS}
+            for how, of in found.items()
+        }
+        (DOCS / "mup-coordinates.svg").write_text(picture(by_width, "width", log_y=True))
+        (DOCS / "mup-rates.svg").write_text(picture(by_rate, "learning rate", log_y=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""muP: at the base width nothing changes, beside it values stay as large (docs/mup.md)."""
+
+import functools
+import runpy
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+from pydantic import ValidationError
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.model import mup
+from jaxforge.model.transformer import Model
+from tests.conftest import tiny_config
+from tests.helpers import random_batches, setup
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+MOE = {
+    "num_experts": 4, "moe_expert_dim": 32, "moe_shared_experts": 1, "moe_shared_expert_gate": True,
+    "moe_router_bias": True,
+}  # fmt: skip
+FOUR = 4.0  # times as wide
+WIDER = {"mup_base_width": 16, "mup_base_head_dim": 4}  # tiny_config has a width of 64
+HIDDEN = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def is_hidden(path):
+    return path[-1] == "weight" and path[-2] in HIDDEN
+
+
+@functools.cache
+def steps(**keys):
+    model = {k: v for k, v in keys.items() if k not in ("name", "axes")}
+    name = keys.get("name", "adamw")
+    averages = {"scheduler": {"name": "none"}} if name == "schedule_free_adamw" else {}
+    axes = dict(keys.get("axes", ()))
+    devices = int(np.prod([n for axis, n in axes.items() if axis in ("dp_shard", "ep")] or [1]))
+    ours = setup(
+        tiny_config(
+            model=model, optimizer={"name": name, "lr": 1e-2}, distributed=axes, **averages,
+            train={"batch_size": 8 // devices, "grad_accum_steps": 1 if "pp" not in axes else 4,
+                   **({"batch_size": 2} if "pp" in axes else {})},
+        )
+    )  # fmt: skip
+    batches = random_batches(tiny_config(train={"batch_size": 8}), 3)
+    if "pp" in axes:
+        batches = [{k: v.reshape(4, 2, -1) for k, v in b.items()} for b in batches]
+    state, metrics = ours.run(ours.state(), batches)
+    return jax.device_get(state.params), metrics
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "schedule_free_adamw"])
+def test_at_the_base_width_every_step_is_that_of_the_standard(name):
+    plain, same = steps(name=name), steps(name=name, mup_base_width=64, mup_base_head_dim=16)
+    jax.tree.map(np.testing.assert_array_equal, plain, same)
+
+
+def test_hidden_matrices_alone_begin_smaller():
+    shape = {"dim": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 256, "qkv_bias": True, **MOE}
+    plain, wide = (
+        flatten_dict(Model(ModelConfig(**shape, **keys)).init(jax.random.key(0)))
+        for keys in ({}, {"mup_base_width": 16})
+    )
+    assert any(is_hidden(path) and "experts" in path for path in plain)
+    for path, values in plain.items():
+        factor = FOUR**-0.5 if is_hidden(path) else 1.0
+        np.testing.assert_array_equal(wide[path], factor * values, err_msg=str(path))
+
+
+def test_the_outputs_and_the_scores_have_their_multipliers():
+    """Weights of a standard model with all of it in them compute the same."""
+    shape = {"dim": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 256, **MOE}
+    model, standard = Model(ModelConfig(**shape, **WIDER)), Model(ModelConfig(**shape))
+    params = model.init(jax.random.key(0))
+
+    def folded(path, leaf):
+        names = [key.key for key in path]
+        if {"output_head", "gate", "shared_expert_gate"} & set(names):
+            return leaf / FOUR if names[-1] == "weight" else leaf
+        return leaf * FOUR**-0.5 if "q_proj" in names else leaf  # √4/16 beside 1/√16
+
+    tokens = np.random.default_rng(0).integers(0, 256, (2, 16))
+    logits = [
+        jax.jit(lambda p, m=m: m.logits(p, m.hidden(p, tokens)))(p)
+        for m, p in ((model, params), (standard, jax.tree_util.tree_map_with_path(folded, params)))
+    ]
+    np.testing.assert_allclose(*logits, rtol=2e-5, atol=1e-6)
+
+
+def test_scores_go_by_the_width_of_heads_where_that_grows():
+    shape = {"dim": 64, "n_heads": 4, "mup_base_width": 16}
+    assert mup.score_scale(ModelConfig(**shape)) is None  # more heads, not wider ones
+    assert mup.score_scale(ModelConfig(**shape, mup_base_head_dim=16)) is None
+    assert mup.score_scale(ModelConfig(**shape, mup_base_head_dim=4)) == 2 / 16
+    fixed = ModelConfig(**shape, mup_base_head_dim=4, attention_scale=0.5)
+    assert mup.score_scale(fixed) == 0.5 * 4 / 16
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [{"dp_shard": 2, "tp": 2}, {"dp_shard": 1, "pp": 2}, {"dp_shard": 1, "ep": 2}],
+    ids=str,
+)
+def test_losses_do_not_depend_on_the_mesh(axes):
+    model = {**WIDER, **MOE, "n_layers": 1} if "ep" in axes else WIDER
+    alone, split = steps(**model), steps(**model, axes=tuple(axes.items()))
+    np.testing.assert_allclose(split[1]["loss"], alone[1]["loss"], rtol=1e-5)
+    if "ep" not in axes:
+        assert np.abs(alone[1]["loss"] - steps()[1]["loss"]).max() > 1e-3
+
+
+@functools.cache
+def benchmark():
+    sys.path.insert(0, str(BENCHMARKS))  # scripts import one another
+    try:
+        return runpy.run_path(str(BENCHMARKS / "mup.py"), run_name="benchmark")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def test_the_coordinate_check():
+    """Values are as large at any width after some steps; without muP they grow."""
+    grown = {
+        how: {
+            name: benchmark()["growth"](values)
+            for name, values in benchmark()["coordinates"](
+                (64, 256), mup=how, steps=4, rows=2, n_layers=1
+            ).items()
+        }
+        for how in (False, True)
+    }
+    for name, growth in grown[True].items():
+        assert 1 / 1.6 < growth < 1.6, name
+    assert min(grown[False][name] for name in ("attention", "mlp", "residual")) > 4
+
+
+def test_a_base_head_without_a_base_width_is_refused():
+    with pytest.raises(ValidationError, match="set that to the dim of the model that was tuned"):
+        ModelConfig(mup_base_head_dim=64)
+    with pytest.raises(ValidationError, match="mup_base_width"):
+        ModelConfig(mup_base_width=0)

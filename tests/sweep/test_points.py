@@ -1,0 +1,76 @@
+"""What a grid and a ladder make of a command line."""
+
+import pytest
+
+from jaxforge.errors import UserError
+from jaxforge.sweep.points import points
+
+LADDER = """
+[[point]]
+model.dim = 128
+model.n_heads = 2
+optimizer.betas = [0.9, 0.95]
+[[point]]
+name = "wide"
+[point.model]
+dim = 256
+tie_embeddings = true
+rope_scaling.factor = 2.0
+"""
+
+
+def ladder(tmp_path, text=LADDER):
+    (tmp_path / "sizes.toml").write_text(text)
+    return tmp_path / "sizes.toml"
+
+
+def test_a_grid_has_every_combination():
+    found = points(["optimizer.lr=1e-3,3e-3", "model.dim=64,128"], None)
+    assert [point.name for point in found] == [
+        "lr=1e-3,dim=64", "lr=1e-3,dim=128", "lr=3e-3,dim=64", "lr=3e-3,dim=128",
+    ]  # fmt: skip
+    assert found[1].overrides == ["--optimizer.lr=1e-3", "--model.dim=128"]
+
+
+def test_commas_within_a_value_do_not_split_it():
+    (one, other) = points(["optimizer.betas=[0.9,0.95],(0.9,0.99)"], None)
+    assert one.values == {"optimizer.betas": "[0.9,0.95]"}
+    assert other.name == "betas=_0.9,0.99_"
+    assert [p.values["data.dataset_path"] for p in points(["data.dataset_path='a,b',c"], None)] == [
+        "'a,b'", "c",
+    ]  # fmt: skip
+
+
+def test_keys_of_the_same_end_keep_their_section():
+    (one,) = points(["optimizer.name=lion", "scheduler.name=linear"], None)
+    assert one.name == "optimizer.name=lion,scheduler.name=linear"
+
+
+def test_keys_of_a_ladder_go_together_and_a_grid_multiplies_it(tmp_path):
+    found = points(["optimizer.lr=1,2"], ladder(tmp_path))
+    assert [point.name for point in found] == [
+        "dim=128,n_heads=2,betas=_0.9,_0.95_,lr=1", "dim=128,n_heads=2,betas=_0.9,_0.95_,lr=2",
+        "wide,lr=1", "wide,lr=2",
+    ]  # fmt: skip
+    assert found[0].values["optimizer.betas"] == "[0.9, 0.95]"
+    assert found[3].overrides == [
+        "--model.dim=256", "--model.tie_embeddings=True", "--model.rope_scaling.factor=2.0",
+        "--optimizer.lr=2",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("grid", "text", "message"),
+    [
+        (["model.dim"], LADDER, "expected section.key=value,value"),
+        (["model.dim=64"], LADDER, "model.dim is said twice"),
+        (["train.seed=1,1"], LADDER, "2 points are called"),
+        (["checkpoint.dir=a,b"], LADDER, "where all points are"),
+        ([], "[[point]]\ndim = 3", "point 1: dim is in no section: write model.dim"),
+        ([], "[points]", r"expected tables \[\[point\]\]"),
+        ([], "dim =", "sizes.toml: "),
+    ],
+)
+def test_what_is_no_sweep_is_refused(grid, text, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        points(grid, ladder(tmp_path, text))

@@ -1,0 +1,182 @@
+"""Runs of a sweep: begun, finished, failed, stopped; their table. The trainers here are fakes."""
+
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from jaxforge.config.reading.load import load_config
+from jaxforge.errors import UserError
+from jaxforge.sweep import __main__ as sweep
+from jaxforge.sweep import command
+from jaxforge.sweep.page import page
+from jaxforge.sweep.points import points
+from jaxforge.sweep.results import results, table
+from jaxforge.sweep.runs import Runner
+from tests.machine import wait_until
+
+BASE = """
+[model]
+dim = 64
+n_layers = 1
+n_heads = 4
+vocab_size = 256
+[train]
+max_steps = 8
+seq_len = 16
+[checkpoint]
+dir = "{}"
+"""
+LOGS = "open(d + '/metrics.jsonl', 'w').write(json.dumps({'step': 8, 'train/loss': 2.0}) + '\\n')"
+WAITS = "open(d + '/waits', 'w'); signal.sigwait({signal.SIGTERM}); sys.exit(75)"
+
+
+@pytest.fixture
+def base(tmp_path):
+    path = tmp_path / "base.toml"
+    path.write_text(BASE.format(tmp_path / "sweep"))
+    return str(path)
+
+
+def planned(base, *grid, code=LOGS, settings=()):
+    """A sweep whose processes run `code`, which has the run directory as d."""
+    runs = command.planned(points(grid, None), base, settings, 1)
+    before = "import json, os, signal, sys; d = sys.argv[1]; "
+    before += "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); "
+    return [
+        one.__class__(
+            one.point, one.directory, one.config,
+            [sys.executable, "-c", before + code, str(one.directory)],
+        )
+        for one in runs
+    ]  # fmt: skip
+
+
+def run(runs):
+    said = []
+    return Runner(said.append).run(runs), said
+
+
+def test_a_failed_run_is_reported_and_the_others_go_on(base):
+    fails = "print('no memory'); sys.exit(3) if '=2' in d else " + LOGS
+    code, said = run(runs := planned(base, "train.seed=1,2,3", code=fails))
+    assert code == 3
+    assert [one.is_finished for one in runs] == [True, False, True]
+    assert any("code 3" in line and line.endswith("no memory") for line in said)
+    assert "not finished" in table(results(runs))
+
+
+def test_what_is_finished_is_not_run_again(base):
+    runs = planned(base, "train.seed=1,2")
+    assert run(runs)[0] == 0
+    code, said = run(planned(base, "train.seed=1,2,3", code="sys.exit('=3' not in d)"))
+    assert code == 0
+    assert said[:2] == ["[1/3] seed=1: finished before", "[2/3] seed=2: finished before"]
+
+
+def test_a_signal_goes_to_the_run_and_ends_the_sweep(base):
+    runs = planned(base, "train.seed=1,2", code=WAITS)
+
+    def stop():
+        wait_until((runs[0].directory / "waits").exists)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop).start()
+    code, said = run(runs)
+    assert code == 75
+    assert not any("seed=2" in line for line in said)
+    assert runs[0].state == "new"  # this one made no config.toml
+
+
+def test_a_directory_of_another_config_is_refused(base):
+    (one,) = planned(base, "train.seed=1")
+    one.directory.mkdir(parents=True)
+    (one.directory / "config.toml").write_text(one.config.to_toml())
+    planned(base, "train.seed=1", settings=["--checkpoint.interval=3"])  # decides nothing
+    with pytest.raises(UserError, match=r"another config \(train.max_steps 8 -> 9\)"):
+        planned(base, "train.seed=1", settings=["--train.max_steps=9"])
+
+
+def test_all_configs_are_checked_before_the_first_run(base, capsys):
+    arguments = ["--config", base, "--devices=1", "--grid", "model.dim=64,63", "--grid"]
+    with pytest.raises(UserError, match=r"(?s)run:\ndim=64,lr=x: .*\ndim=63,lr=1: .*\n    --opt"):
+        sweep.main([*arguments, "optimizer.lr=1,x"])
+    with pytest.raises(UserError, match="no_decay_patterns"):
+        sweep.main([*arguments[:3], '--optimizer.no_decay_patterns=["nothing"]'])
+    assert sweep.main([*arguments[:3], "--grid", "model.dim=64,128", "--dry-run"]) == 0
+    assert re.match(r"dim=64  \S+ parameters, 8 steps, new\ndim=128  ", capsys.readouterr().out)
+
+
+def test_the_array_has_a_task_for_each_point(base, capsys, tmp_path):
+    script = tmp_path / "sweep.sbatch"
+    arguments = ["--config", base, "--grid", "train.seed=1,2,3", "--train.max_steps=4"]
+    assert sweep.main([*arguments, "--slurm", str(script), "--devices=8"]) == 0
+    subprocess.run(["bash", "-n", script], check=True)
+    text = script.read_text()
+    assert "--array=0-2\n" in text
+    assert "--gpus-per-node=8\n" in text
+    command = re.search(r"srun python -m jaxforge.sweep (.*) --point", text)[1].split()
+    assert command == [*arguments, "--devices=8"]
+    with pytest.raises(UserError, match="--devices N"):
+        sweep.main([*arguments, "--slurm"])
+
+
+def finished(one, losses, evaluated=None):
+    one.directory.mkdir(parents=True)
+    lines = [{"step": i, "train/loss": x, "train/tokens": 16 * i} for i, x in enumerate(losses, 1)]
+    if evaluated is not None:
+        lines += [{"step": 4, "eval/loss": 9.0}, {"step": 8, "eval/loss": evaluated}]
+    one.directory.joinpath("metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"st')
+    one.finish()
+
+
+def test_points_are_sorted_by_their_validation_loss_where_there_is_one(base):
+    runs = planned(base, "train.seed=1,2,3")
+    for one, loss in zip(runs, (3.0, None, 2.0), strict=True):
+        finished(one, [5.0, 4.0], loss) if loss else None
+    found = results(runs)
+    assert found.metric == "eval/loss"
+    assert [one.run.point.name for one in found.points] == ["seed=3", "seed=1", "seed=2"]
+    assert [one.loss for one in found.points[:2]] == [2.0, 3.0]
+    assert "not finished (new)" in table(found)
+
+
+def test_of_the_training_loss_the_last_tenth_counts(base):
+    (one,) = planned(base, "train.seed=1")
+    finished(one, [*[5.0] * 18, 3.0, 2.0])
+    found = results([one])
+    assert (found.metric, found.points[0].loss) == ("train/loss", 2.5)
+
+
+def test_a_ladder_has_a_law_and_a_page_that_draws_it(base):
+    runs = planned(base, "model.dim=64,128,256,512", "optimizer.lr=1e-3,3e-3")
+    for one in runs:
+        size = one.config.model.dim**2
+        worse = 0.5 if one.point.values["optimizer.lr"] == "3e-3" else 0.0
+        finished(one, [2 + 40 * size**-0.5 + worse])
+    found = results(runs)
+    assert [one.run.config.model.dim for one in found.best_by_size] == [64, 128, 256, 512]
+    assert found.law.error < 0.03
+    told = table(found)
+    assert "L(N) = " in told
+    assert "predicted for" in told
+    drawn = page(found, "a <ladder>")
+    assert drawn.count("<figure") == 3  # by size, by model.dim, by optimizer.lr
+    assert "law, up to the next size" in drawn
+    assert "a &lt;ladder&gt;" in drawn
+    fewer = results(runs[:4])
+    assert "no law: it takes 4 sizes, and 2 are finished" in table(fewer)
+
+
+def test_the_base_loads_as_its_points_do(base):
+    """What a point sets is what it has."""
+    (one,) = command.planned(points(["model.dim=128"], None), base, ["--train.seed=3"], 1)
+    again = load_config(base, one.command[one.command.index("--config") + 2 :])
+    assert functools.reduce(getattr, ("model", "dim"), again) == 128
+    assert (again.train.seed, again.checkpoint.dir) == (3, str(one.directory))

@@ -1,0 +1,92 @@
+"""Models trained with muP, exported: transformers computes the same from the folded weights."""
+
+import numpy as np
+import pytest
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.errors import UserError
+from tests.conftest import tiny_config
+from torch_compat import checkpoints, commands, hf_config, mup
+from torch_compat.dcp_state import Options
+from torch_compat.state import abstract_target
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tests.torch_compat.test_huggingface_models import (  # noqa: E402 (needs torch)
+    export,
+    load,
+    open_theirs,
+    our_logits,
+    random_params,
+    save_run,
+    their_logits,
+    tokens_of,
+)
+
+SHAPE = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 256,
+         "ffn_hidden_dim": 48, "max_seq_len": 64, "mup_base_width": 16}  # fmt: skip
+MODELS = {
+    "hf-llama": {"mup_base_head_dim": 4, "qkv_bias": False},
+    "hf-qwen2": {"mup_base_head_dim": 4, "qkv_bias": True},
+    "hf-granite": {"tie_embeddings": True},
+    "hf-qwen2-moe": {"mup_base_head_dim": 4, "qkv_bias": True, "num_experts": 4,
+                     "moe_expert_dim": 16, "moe_shared_experts": 1,
+                     "moe_shared_expert_gate": True},
+}  # fmt: skip
+
+
+def config(**model):
+    return tiny_config(model={**SHAPE, **model})
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_transformers_computes_the_same(family, tmp_path):
+    of = config(**MODELS[family])
+    params = random_params(of.model)
+    run = save_run(tmp_path / "run", of, params)
+    theirs = open_theirs(export(run, tmp_path / "out", dialect=family))
+    tokens = tokens_of(of.model)
+    ours = our_logits(of.model, params, tokens)
+    np.testing.assert_allclose(their_logits(theirs, tokens), ours, rtol=1e-4, atol=2e-5)
+    plain = of.model.model_copy(update={"mup_base_width": None, "mup_base_head_dim": None})
+    assert np.abs(our_logits(plain, params, tokens) - ours).max() > 0.1
+
+
+def test_what_no_family_can_say_is_refused(tmp_path):
+    """A scale of scores of normalised queries, where the family has none."""
+    of = config(qk_norm=True, mup_base_head_dim=4)
+    run = save_run(tmp_path / "run", of)
+    with pytest.raises(UserError, match=r"has no model.attention_scale = 0.125"):
+        export(run, tmp_path / "out")
+
+
+def test_a_torch_job_gets_weights_alone(tmp_path):
+    of = config(mup_base_head_dim=4)
+    params = random_params(of.model)
+    run = save_run(tmp_path / "run", of, params)
+    with pytest.raises(UserError, match=r"another learning rate for each matrix.*--weights-only"):
+        commands.Export(checkpoints.find(run), tmp_path / "out", "dcp").plan()
+    plan = commands.Export(checkpoints.find(run), tmp_path / "out", "dcp", weights_only=True).plan()
+    head = plan.checkpoint.params["output_head.proj.weight"].all()
+    np.testing.assert_array_equal(head, params["output_head"]["proj"]["weight"] / 4)
+    assert plan.target.config.model.mup_base_width is None
+
+
+def test_standard_weights_are_not_taken_for_another_parametrisation(tmp_path):
+    plain = config(mup_base_width=None)
+    out = export(save_run(tmp_path / "run", plain), tmp_path / "out")
+    with pytest.raises(UserError, match=r"standard parametrisation.*leave it out.*model.dim = 64"):
+        load(out, tmp_path / "again", "--model.mup_base_width=16")
+    load(out, tmp_path / "same", "--model.mup_base_width=64")  # the standard one
+    options = Options(weights_only=True)
+    with pytest.raises(UserError, match="standard parametrisation"):
+        checkpoints.find(out).read(config(), options)
+
+
+def test_the_base_itself_is_standard():
+    at_base = ModelConfig(**{**SHAPE, "mup_base_width": 64, "mup_base_head_dim": 16})
+    assert mup.is_standard(at_base)
+    assert hf_config.family_of(mup.as_standard(at_base)) == "llama"
+    shapes = abstract_target(tiny_config(model=SHAPE)).params
+    assert mup.folded(dict.fromkeys(shapes, None), at_base) == dict.fromkeys(shapes, None)
