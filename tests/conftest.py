@@ -35,6 +35,8 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.schema import REGISTRIES
 from tests import helpers
 
+gc.set_threshold(20_000)  # to import tests and to trace makes objects by the hundred thousand
+
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
 
 TINY = {
@@ -55,18 +57,19 @@ TINY = {
 # What takes longest begins first: else one worker ends with a long file, and the others are idle.
 LONGEST = (
     "processes/test_two_processes.py", "pipeline/test_spmd.py", "torch_compat/test_families.py",
-    "step/test_grad_sync.py", "step/test_context.py", "step/test_experts.py",
-    "processes/test_exits.py", "processes/test_kill.py", "storage/test_runs.py",
+    "step/test_grad_sync.py", "torch_compat/test_expert_checkpoints.py", "step/test_context.py",
+    "step/test_experts.py", "processes/test_exits.py", "replay/test_replay.py",
+    "step/test_meshes.py", "storage/test_runs.py", "processes/test_kill.py",
     "torch_compat/test_fsdp2.py", "test_examples.py", "step/test_side.py",
-    "step/test_uneven_meshes.py", "step/test_meshes.py", "processes/test_supervised.py",
+    "step/test_uneven_meshes.py", "processes/test_supervised.py",
     "processes/test_evaluate.py", "processes/test_generate.py", "step/test_train_step.py",
-    "step/test_fp8_steps.py", "torch_compat/test_expert_checkpoints.py",
+    "step/test_fp8_steps.py", "data/test_huggingface_runs.py",
     "torch_compat/test_commands.py", "storage/test_conversions.py",
     "torch_compat/test_huggingface_models.py", "model/test_plan.py", "golden/test_trajectories.py",
     "model/test_attention.py", "training/test_rollback.py", "model/test_decoding.py",
-    "parallel/test_gpu_meshes.py", "processes/test_compilation_cache.py",
-    "data/test_huggingface_runs.py", "optim/test_every_optimizer.py", "checkpoint/test_manager.py",
-    "torch_compat/test_stages.py", "telemetry/test_run.py", "training/test_stopped_runs.py",
+    "parallel/test_gpu_meshes.py", "processes/test_compilation_cache.py", "telemetry/test_run.py",
+    "optim/test_every_optimizer.py", "checkpoint/test_manager.py", "torch_compat/test_stages.py",
+    "training/test_stopped_runs.py",
 )  # fmt: skip
 
 
@@ -77,13 +80,9 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What is imported and collected stays; no garbage collector has to look at it again.
-
-    It looks at the rest less often than by default: tracing makes objects by the hundred thousand.
-    """
+    """What is imported and collected stays; no garbage collector has to look at it again."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000)
 
 
 @pytest.fixture(scope="module", autouse=True)
