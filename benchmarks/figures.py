@@ -226,12 +226,13 @@ def kept() -> str:
 
 def mup_coordinates() -> str:
     """Mean |x| by width, with muP and without."""
-    return _whole("mup_coordinates-cpu")
+    return _whole("mup-cpu")
 
 
 def mup_rates() -> str:
     """Loss by learning rate of two widths, with muP and without."""
-    return _whole("mup_rates-cpu")
+    rows = result("mup-cpu")["rates"]
+    return table(list(rows[0]), (row.values() for row in rows))
 
 
 def _whole(name: str) -> str:
@@ -272,7 +273,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
 SHOWN = {"remat-cpu", "pipeline-cpu", "pipeline-tpu", "kernels-cpu", "faults-cpu", "gpu_aot-h100",
          "experts_aot-tpu", "plan-none", "scaling-none", "kempnerforge_plans-none",
          "precision-cpu", "precision_kept-cpu", "kept-v5e", "kept-h100",
-         "mup_coordinates-cpu", "mup_rates-cpu"}  # fmt: skip
+         "mup-cpu"}  # fmt: skip
 """Results with tables of their own."""
 
 

@@ -32,7 +32,8 @@ from jaxforge.report.scale import Scale, scale_of
 BASE = 128
 WIDTHS = (64, 128, 256, 512)
 POINTS = ("embedding", "attention", "mlp", "residual", "logits")
-RATES = tuple(2.0**n for n in range(-12, -6))
+INIT_STD = 0.08  # about 1/√BASE
+RATES = tuple(2.0**n for n in range(-11, -5))
 STEPS, BATCH, SEQ_LEN = 120, 8, 64
 CORPUS = 4 << 20  # bytes
 
@@ -48,7 +49,7 @@ def config(
     """A model of two layers, with as many heads at any width: they grow with it."""
     shape = {
         "dim": width, "n_layers": 2, "n_heads": 4, "ffn_hidden_dim": 2 * width, "vocab_size": 256,
-        "max_seq_len": SEQ_LEN,
+        "max_seq_len": SEQ_LEN, "init_std": INIT_STD,
     }  # fmt: skip
     base = {"mup_base_width": BASE, "mup_base_head_dim": BASE // 4} if mup else {}
     return make_config({
@@ -227,8 +228,7 @@ def main() -> None:
     if args.quick:
         print(*rows, *losses, sep="\n")
         return
-    write_json("mup_coordinates", rows, ("jax", "flax", "optax"))
-    write_json("mup_rates", losses, ("jax", "flax", "optax"))
+    write_json("mup", rows, ("jax", "flax", "optax"), rates=losses)
     if ELSEWHERE not in os.environ:
         by_width = {
             how: {name: list(zip(widths, of[name], strict=True)) for name in POINTS}
