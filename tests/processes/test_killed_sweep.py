@@ -7,7 +7,7 @@ import sys
 from tests.machine import PATIENCE, wait_until
 from tests.processes.conftest import BASE, ROOT, environment
 
-STEPS = 12
+STEPS = 300  # far more than pass while the sweep is being killed
 
 
 def test_a_killed_sweep_goes_on(tmp_path):
@@ -15,7 +15,7 @@ def test_a_killed_sweep_goes_on(tmp_path):
     config.write_text(BASE)
     command = [
         sys.executable, "-m", "jaxforge.sweep", "--config", str(config), "--devices=1",
-        "--grid", "train.seed=1,2", f"--checkpoint.dir={runs}", "--checkpoint.interval=4",
+        "--grid", "train.seed=1,2", f"--checkpoint.dir={runs}", "--checkpoint.interval=150",
         f"--train.max_steps={STEPS}", "--scheduler.decay_steps=8",
         f"--train.compilation_cache_dir={tmp_path / 'cache'}",
     ]  # fmt: skip
