@@ -20,6 +20,10 @@ train: $(VENV)/.run data/quickstart
 	$(BIN)/python -m jaxforge.train --config configs/quickstart.toml
 	$(BIN)/python -m jaxforge.generate runs/quickstart --prompt "def " \
 	  --temperature 0.8 --top-p 0.95 --max-tokens 200
+	@printf '\nNext:\n'
+	@printf '  $(BIN)/jaxforge %s\n' 'report runs/quickstart        # its curves, as a page' \
+	  'generate runs/quickstart --prompt "class "' \
+	  'prepare my_texts/ --output data/mine   # your own text; README.md goes on from there'
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
