@@ -14,7 +14,7 @@ NOT_RUN = %/results.py %/figures.py %/aot.py %/pipeline_aot.py %/experts_aot.py 
   %/context.py %/planned.py %/kempnerforge_plans.py %/gpu_aot.py %/gpu.py %/gpu_train.py %/gpu_planned.py %/gpu_numerics.py %/precision.py %/kept.py %/harness.py
 STDLIB  = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
 
-.PHONY: train test test-lines test-gpu-compiler test-torchtitan test-lm-eval lint bench docs wheel clean
+.PHONY: train test test-all test-lines test-gpu-compiler test-torchtitan test-lm-eval lint bench docs wheel clean
 
 train: $(VENV)/.run data/quickstart
 	$(BIN)/python -m jaxforge.train --config configs/quickstart.toml
@@ -26,6 +26,10 @@ train: $(VENV)/.run data/quickstart
 	  'prepare my_texts/ --output data/mine   # your own text; README.md goes on from there'
 
 test: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not dear" -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+
+# What takes longest as well.
+test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 # The suite on every line of JAX that constraints.txt pins, and on the one between: before a change of

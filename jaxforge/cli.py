@@ -7,11 +7,12 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, TextIO
-
-from rich.console import Console
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from jaxforge.errors import StorageError, UserError, printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 STDOUT = Path("-")
 """What stands for standard output, where a file is asked for."""
@@ -56,11 +57,13 @@ def program(command: str) -> str:
     return f"python -m {command if command == 'torch_compat' else f'jaxforge.{command}'}"
 
 
-def wide_console(stream: TextIO | None = None) -> Console:
+def wide_console(stream: TextIO | None = None) -> "Console":
     """A console on a stream, by default standard output.
 
     Files and pipes get lines of 120 columns: 80 would wrap.
     """
+    from rich.console import Console  # here, for commands that do without
+
     stream = stream or sys.stdout
     return Console(file=stream, width=None if stream.isatty() else 120)
 

@@ -43,15 +43,25 @@ def test_a_thread_that_hangs_is_left_behind(seconds, patience, said):
     assert (done.returncode, done.stderr) == (75, said)
 
 
-@pytest.mark.parametrize("module", ["train", "generate", "evaluate", "report", "prepare"])
-def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_word(tmp_path, module):
+@pytest.mark.parametrize(
+    ("module", "argument"),
+    [
+        ("train", "--config=configs/debug.toml"),
+        ("generate", "runs/one"),
+        ("evaluate", "runs/one"),
+        ("report", "runs/one"),
+        ("prepare", "texts"),
+    ],
+)
+def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_word(tmp_path, module, argument):
     """In C extensions of NumPy and JAX the exception that Python makes of it ends in SIGSEGV."""
     for name in ("jax", "numpy"):
         (tmp_path / f"{name}.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = subprocess.run(
-        [sys.executable, "-m", f"jaxforge.{module}"], env={**os.environ, "PYTHONPATH": path},
-        cwd=ROOT, capture_output=True, text=True, check=False,
+        [sys.executable, "-m", f"jaxforge.{module}", argument],
+        env={**os.environ, "PYTHONPATH": path}, cwd=ROOT, capture_output=True, text=True,
+        check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 

@@ -1,6 +1,7 @@
 """The second start of a run finds its step compiled."""
 
 
+@pytest.mark.dear
 def test_a_second_start_compiles_nothing_unless_it_is_switched_off(new_run, tmp_path):
     """The first start is told the directory by the environment, the second by the config."""
     run, compiled = new_run(), tmp_path / "compiled"

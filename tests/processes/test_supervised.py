@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 
 from jaxforge.exit_codes import Exit
 from tests.machine import PATIENCE
@@ -16,6 +17,7 @@ from tests.processes.test_two_processes import finish_both, free_port, start_bot
 OVERRIDES = ["--train.max_steps=40", "--checkpoint.interval=10", "--distributed.dp_shard=2"]
 
 
+@pytest.mark.dear
 def test_one_of_two_processes_is_killed_and_both_run_again(new_run):
     undisturbed, killed = new_run("undisturbed"), new_run("killed")
     others = start_both(undisturbed, *OVERRIDES)

@@ -65,6 +65,7 @@ def with_experts(distributed=None, **train):
     )  # fmt: skip
 
 
+@pytest.mark.dear
 def test_experts_in_8_bits_learn_the_same_on_a_mesh():
     """But for scales, as each device goes by its own rows."""
     alone = setup(with_experts())

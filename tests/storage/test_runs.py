@@ -80,6 +80,7 @@ def undisturbed(tmp_path_factory):
 
 
 # One kind of bucket each: what of it a run needs is tested for both kinds in the other files.
+@pytest.mark.dear
 @pytest.mark.parametrize("server", ["s3"], indirect=True)
 def test_a_killed_and_throttled_run_is_the_run_undisturbed(
     undisturbed, server, bucket, toml, tmp_path

@@ -158,6 +158,7 @@ MIXTURE = {
 QUIET = {"moe_aux_loss_weight": 0.0, "moe_bias_update_rate": 0.0}  # cross-entropy moves the bias
 
 
+@pytest.mark.dear
 def test_a_mixture_of_experts_changes_hands_too(data, tmp_path):
     config = config_of({**MIXTURE, **QUIET}, data, tmp_path / "run.toml")
     job = functools.partial(torch_job, tmp_path, data, model=MIXTURE)
