@@ -1,5 +1,7 @@
 """The second start of a run finds its step compiled."""
 
+import pytest
+
 
 @pytest.mark.dear
 def test_a_second_start_compiles_nothing_unless_it_is_switched_off(new_run, tmp_path):
