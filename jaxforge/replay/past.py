@@ -224,7 +224,8 @@ def _on_these_devices(
         )
     if not any(one.startswith("--distributed.") for one in overrides):
         overrides = [*_same_batch(config, checkpoints), *overrides]
-    return make_config(config.model_dump(mode="json"), overrides, "the run")
+    values = config.model_dump(mode="json", exclude_unset=True)  # two batch sizes must agree
+    return make_config(values, overrides, "the run")
 
 
 def _same_batch(config: JobConfig, checkpoints: Checkpoints) -> list[str]:

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from jaxforge import activations, run_directory, train
+from jaxforge.config import rules
+from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.model import capture
 from jaxforge.optim.optimizer import global_norm
 from jaxforge.replay import __main__ as command
+from jaxforge.replay import past as the_past
 from jaxforge.replay.account import account, replayed
 from jaxforge.replay.documents import find_documents, oddness, token_losses
 from jaxforge.replay.influence import Influences
@@ -271,3 +274,11 @@ def test_activations_that_there_are_not_are_refused(run, tmp_path, arguments, me
     with pytest.raises(UserError, match=message):
         activations.main([str(run), "--output", str(tmp_path / "seen"), *arguments])
     assert not (tmp_path / "seen").exists()
+
+
+def test_a_global_batch_is_as_large_on_other_devices():
+    """What the config left to it, the sequences of a device, is not written down by the replay."""
+    config = load_config(None, ["--train.global_batch_size=8", "--distributed.dp_shard=4"])
+    there = the_past._on_these_devices(config, 1, None, ["--distributed.dp_shard=2"])
+    rules.check(there, 2)
+    assert there.train.microbatch_size(2) == 8
