@@ -57,6 +57,7 @@ apidoc_modules = [
 ]
 autodoc_default_options = {"members": True, "member-order": "bysource", "show-inheritance": True}
 napoleon_use_ivar = True
+autodoc_mock_imports = ["lm_eval"]  # whose classes `jaxforge.lm_eval` extends; of an extra
 suppress_warnings = ["ref.python"]  # attributes called `bytes` beside the type
 _SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):$")
 
