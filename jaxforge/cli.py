@@ -1,6 +1,7 @@
 """What all entry points do around their `main`."""
 
 import atexit
+import json
 import os
 import signal
 import sys
@@ -66,6 +67,22 @@ def wide_console(stream: TextIO | None = None) -> "Console":
 
     stream = stream or sys.stdout
     return Console(file=stream, width=None if stream.isatty() else 120)
+
+
+def write_json(path: Path, document: object, *, indent: int | None = None) -> None:
+    """What `--json` asks for: to a file, or to standard output (`STDOUT`).
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    text = json.dumps(document, indent=indent, ensure_ascii=False) + "\n"
+    if path == STDOUT:
+        sys.stdout.write(text)
+        return
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--json {path}: {error.strerror}") from error
 
 
 def _check_xla_flags(flags: str) -> None:

@@ -45,8 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxforge.parallel import multihost  # here, as JAX takes a second to import
 
     multihost.initialize()
-    _show(console, "devices", _devices())
-    problems = list(_problems())
+    total = _sum_of_squares()
+    _show(console, "devices", _devices(total))
+    problems = list(_problems(total))
     for problem in problems:
         console.print(f"wrong: {problem}", style="red", markup=False)
     if not problems:
@@ -80,7 +81,7 @@ def _machine() -> Iterator[tuple[str, str]]:
     yield "disk", f"{disk.free / 1e9:.1f} GB free in {Path.cwd()}"
 
 
-def _devices() -> Iterator[tuple[str, str]]:
+def _devices(total: str) -> Iterator[tuple[str, str]]:
     import jax
 
     from jaxforge.parallel import device_memory
@@ -90,7 +91,7 @@ def _devices() -> Iterator[tuple[str, str]]:
         yield kind, f"{kinds.count(kind)}, {device_memory.gigabytes(device_memory.capacity())} each"
     if jax.process_count() > 1:
         yield "processes", f"{jax.process_count()}, this is {jax.process_index()}"
-    yield "a sum of squares", f"{_sum_of_squares()} on {jax.default_backend()}"
+    yield "a sum of squares", f"{total} on {jax.default_backend()}"
 
 
 def _sum_of_squares() -> str:
@@ -102,7 +103,7 @@ def _sum_of_squares() -> str:
     return "right" if total == 1024**3 else f"{total:g}, not {1024**3}"
 
 
-def _problems() -> Iterator[str]:
+def _problems(total: str) -> Iterator[str]:
     import jax
 
     platforms = os.environ.get("JAX_PLATFORMS", "")
@@ -111,7 +112,7 @@ def _problems() -> Iterator[str]:
             yield f"{gpus} GPU(s) are here, and JAX sees none: pip install 'jaxforge[cuda]'"
         if Path("/dev/accel0").exists() or Path("/dev/vfio").exists():
             yield "a TPU is here, and JAX sees none: pip install 'jaxforge[tpu]'"
-    if _sum_of_squares() != "right":
+    if total != "right":
         yield "the devices do not compute what they should"
     if shutil.disk_usage(Path.cwd()).free < 1e9:
         yield "less than 1 GB is left on this disk: checkpoints will not fit"

@@ -1,10 +1,12 @@
 """Ending this process: at once where it is ours, never where somebody sits at it; with another."""
 
+import contextlib
 import ctypes
 import logging
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator, Sequence
 
 _LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -35,3 +37,19 @@ def stop_with_parent() -> None:
     """In a new process: SIGTERM as soon as who started it is gone, however it went (Linux)."""
     if _LIBC:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def listening(
+    signals: Sequence[signal.Signals], receive: Callable[[signal.Signals], None]
+) -> Iterator[None]:
+    """Calls `receive` with each of these signals that comes; afterwards they are as they were."""
+    previous = {
+        sig: signal.signal(sig, lambda number, _: receive(signal.Signals(number)))
+        for sig in signals
+    }
+    try:
+        yield
+    finally:
+        for sig, handler in previous.items():
+            signal.signal(sig, handler)

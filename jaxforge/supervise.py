@@ -29,7 +29,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from jaxforge import exit_codes, storage
@@ -38,7 +37,7 @@ from jaxforge.cli import program, run_main
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import AGREED, Exit
-from jaxforge.process import stop_with_parent
+from jaxforge.process import listening, stop_with_parent
 
 log = logging.getLogger("jaxforge.supervise")
 
@@ -173,7 +172,7 @@ class Supervisor:
         Returns:
             The exit code of its last end; when told to stop between two starts, that of a stop.
         """
-        with self._listening():
+        with listening(_FORWARDED, self._events.put):
             while True:
                 began, step = time.time(), self._newest_step()
                 group = self._one_start()
@@ -291,20 +290,6 @@ class Supervisor:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:  # a full disk is no reason not to run again
             log.warning("cannot write %s: %s", self._run / _LOG_FILE, error.strerror)
-
-    @contextlib.contextmanager
-    def _listening(self) -> Iterator[None]:
-        """Turns signals into events."""
-
-        def receive(number: int, _: FrameType | None) -> None:
-            self._events.put(signal.Signals(number))
-
-        previous = {sig: signal.signal(sig, receive) for sig in _FORWARDED}
-        try:
-            yield
-        finally:
-            for sig, handler in previous.items():
-                signal.signal(sig, handler)
 
 
 def _environments(count: int) -> Iterator[dict[str, str]]:

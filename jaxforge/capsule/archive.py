@@ -13,20 +13,17 @@ import io
 import json
 import re
 import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxforge.errors import UserError
+from jaxforge.step.executable import TORN
 
 FORMAT = 1
 CURVE = "curve.jsonl"
 _ENTRY = re.compile(r"config\.toml|configs/from_step_\d+\.toml|curve\.jsonl|packages\.txt")
 _ABOUT = "capsule.json"
-_TORN = (zipfile.BadZipFile, zlib.error, EOFError, LookupError, ValueError, OSError,
-         RuntimeError)  # fmt: skip
-"""What reading an archive raises, by which of its bits are wrong."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +77,7 @@ def read(path: Path) -> Capsule:
             if strange := [name for name in hashes if not _ENTRY.fullmatch(name)]:
                 raise ValueError(f"it has {strange[0]!r}")
             files = {name: archive.read(name).decode() for name in hashes}
-    except _TORN as error:
+    except TORN as error:
         raise UserError(f"{path} is no capsule, or torn ({error}): fetch it again") from error
     if format_ != FORMAT:
         raise UserError(f"{path} is of format {format_}, and this jaxforge reads {FORMAT}")

@@ -2,8 +2,6 @@
 
 import argparse
 import dataclasses
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,8 +14,7 @@ from jaxforge.capsule import archive
 from jaxforge.capsule.make import capsule_of
 from jaxforge.capsule.verify import Verification
 from jaxforge.capsule.verify import verify as made_again
-from jaxforge.cli import STDOUT, wide_console
-from jaxforge.errors import UserError
+from jaxforge.cli import STDOUT, wide_console, write_json
 from jaxforge.parallel import host_memory, multihost
 from jaxforge.telemetry.console import setup_logging
 
@@ -98,11 +95,4 @@ def _write(path: Path, found: Verification) -> None:
             for made, allowed in zip(found.steps, found.tolerances, strict=True)
         ],
     }
-    text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
-    if path == STDOUT:
-        sys.stdout.write(text)
-        return
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--json {path}: {error.strerror}") from error
+    write_json(path, document, indent=2)

@@ -16,7 +16,7 @@ from typing import Any
 from jaxforge import run_directory
 from jaxforge.capsule import ingredients
 from jaxforge.capsule.archive import CURVE, Capsule, unpack
-from jaxforge.checkpoint.paths import SUBDIRECTORY, find
+from jaxforge.checkpoint.paths import SUBDIRECTORY, find, whole_steps
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.replay import compare
@@ -107,9 +107,8 @@ def _range(capsule: Capsule, steps: int, run: Path | None) -> tuple[int, int]:
         return 1, _kth(logged, 0, steps)
     directory, newest = find(run)
     if directory == run.absolute():  # any of its checkpoints: the newest that something follows
-        names = (directory / SUBDIRECTORY).glob("step_*")
-        saved = [int(n) for one in names if (n := one.name.removeprefix("step_")).isdigit()]
-        newest = max((one for one in saved if one < logged[-1]), default=newest)
+        before = [step for step in whole_steps(directory) if step < logged[-1]]
+        newest = max(before, default=newest)
     if newest >= logged[-1]:
         raise UserError(f"{run}: the capsule's curve ends at step {logged[-1]}, not after {newest}")
     return newest + 1, _kth(logged, newest, steps)

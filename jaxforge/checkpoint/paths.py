@@ -50,14 +50,19 @@ def find(path: Path) -> tuple[Path, int]:
         run, steps = path.parent.parent, [int(number)] if is_whole(path) else []
     else:
         run = path.parent if path.name == SUBDIRECTORY else path
-        found = filter(is_whole, (run / SUBDIRECTORY).glob(f"{PREFIX}_*"))
-        steps = [int(n) for p in found if (n := p.name.removeprefix(f"{PREFIX}_")).isdigit()]
+        steps = whole_steps(run)
     if not steps:
         raise UserError(
             f"no checkpoint at {path}: expected a run directory with "
             f"{SUBDIRECTORY}/{PREFIX}_<n>, or one such checkpoint"
         )
     return run, max(steps)
+
+
+def whole_steps(run: Path) -> list[int]:
+    """Steps of the checkpoints of a run that are durable, in no order."""
+    found = filter(is_whole, (run / SUBDIRECTORY).glob(f"{PREFIX}_*"))
+    return [int(n) for p in found if (n := p.name.removeprefix(f"{PREFIX}_")).isdigit()]
 
 
 def check_path(directory: Path) -> None:

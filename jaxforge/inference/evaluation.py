@@ -1,7 +1,6 @@
 """A trained model on sets of text: what `python -m jaxforge.evaluate` does."""
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxforge import run_directory, storage
-from jaxforge.cli import STDOUT, wide_console
+from jaxforge.cli import STDOUT, wide_console, write_json
 from jaxforge.config.job import JobConfig
 from jaxforge.data import sources
 from jaxforge.errors import UserError
@@ -36,7 +35,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if jax.process_index() == 0:
         _print(trained, sums, to_stderr=args.json == STDOUT)
         if args.json:
-            _write(args.json, report(trained, sums))
+            write_json(args.json, report(trained, sums), indent=2)
     return 0
 
 
@@ -147,14 +146,3 @@ def _print(trained: TrainedModel, sums: Mapping[str, SetSums], *, to_stderr: boo
         table.add_row(name, f"{one.tokens:,}", f"{values['loss']:.4f}",
                       f"{values['perplexity']:,.2f}", bits)  # fmt: skip
     wide_console(sys.stderr if to_stderr else sys.stdout).print(table)
-
-
-def _write(path: Path, values: dict[str, Any]) -> None:
-    text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
-    if path == STDOUT:
-        sys.stdout.write(text)
-        return
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--json {path}: {error.strerror}") from error

@@ -1,19 +1,14 @@
 """What `python -m jaxforge.replay` does and prints."""
 
 import argparse
-import json
-import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any
 
 import jax
 from rich.console import Console
 from rich.table import Table
 
 from jaxforge import storage
-from jaxforge.cli import STDOUT, wide_console
-from jaxforge.errors import UserError
+from jaxforge.cli import STDOUT, wide_console, write_json
 from jaxforge.parallel import host_memory, multihost
 from jaxforge.replay import compare
 from jaxforge.replay.account import Account, Made, Suspect, account, as_json, replayed
@@ -39,7 +34,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str], first: int, last: in
         found = account(past, first, around=args.around, rows=args.rows)
     if jax.process_index() == 0:
         if args.json:
-            _write(args.json, found)
+            write_json(args.json, as_json(found))
         if args.json != STDOUT:
             _print(wide_console(), found, args.top)
     exact = found.made.difference in (None, 0.0)
@@ -52,7 +47,7 @@ def _against(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     other = Way(storage.path(args.against), [*overrides, *args.other])
     rows, notes = against(one, other, args.step)
     if args.json:
-        _write_json(args.json, {**compare.as_json(rows), "notes": notes})
+        write_json(args.json, {**compare.as_json(rows), "notes": notes})
     if args.json != STDOUT:
         compare.show(wide_console(), rows, ("RUN", "OTHER"))
         for note in notes:
@@ -138,18 +133,3 @@ def _layers(found: Account, top: int) -> Table:
         value = here.norms[name][here.parts.index(part)]
         table.add_row(part, name, f"{value:.4g}", f"{ratio:.3g}")
     return table
-
-
-def _write(path: Path, found: Account) -> None:
-    _write_json(path, as_json(found))
-
-
-def _write_json(path: Path, document: dict[str, Any]) -> None:
-    text = json.dumps(document, ensure_ascii=False) + "\n"
-    if path == STDOUT:
-        sys.stdout.write(text)
-        return
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--json {path}: {error.strerror}") from error

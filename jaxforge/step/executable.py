@@ -31,7 +31,7 @@ PACKAGES = {
 }
 _SECTIONS = ("model", "train", "optimizer", "scheduler", "distributed", "data", "metrics")
 """Of a config, what a step may depend on."""
-_TORN = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, LookupError, ValueError, OSError)
+TORN = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, LookupError, ValueError, OSError)
 """What reading an archive raises, by which of its bits are wrong."""
 
 
@@ -96,7 +96,7 @@ class Executable:
         try:
             self._archive = zipfile.ZipFile(io.BytesIO(content))
             self._about = json.loads(self._archive.read(_ABOUT))
-        except _TORN as error:
+        except TORN as error:
             raise self._unreadable(error) from error
         here = {"format": _FORMAT, **_surroundings(mesh)}
         for key, value in here.items():
@@ -124,7 +124,7 @@ class Executable:
     def _load(self, n: int, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         try:
             payload = self._archive.read(f"{n}.bin")
-        except _TORN as error:
+        except TORN as error:
             raise self._unreadable(error) from error
         tree = jax.tree.structure(lowered.args_info)
         try:

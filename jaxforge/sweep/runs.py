@@ -15,13 +15,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 
 from jaxforge import exit_codes, run_lock
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
+from jaxforge.process import listening
 from jaxforge.run_directory import changes
 from jaxforge.sweep.points import Point
 
@@ -129,7 +129,7 @@ class Runner:
             0, the exit code of the first that failed or was stopped, or that of a stop.
         """
         codes = []
-        with self._listening():
+        with listening(_STOPS, self._receive):
             for i, one in enumerate(runs, 1):
                 at = f"[{i}/{len(runs)}] {one.point.name}"
                 codes.append(self._one(one, at))
@@ -179,16 +179,7 @@ class Runner:
         self._process = None
         return code
 
-    @contextlib.contextmanager
-    def _listening(self) -> Iterator[None]:
-        def receive(number: int, _: FrameType | None) -> None:
-            self._stopping = signal.Signals(number)
-            if self._process is not None:
-                self._process.send_signal(number)
-
-        previous = {sig: signal.signal(sig, receive) for sig in _STOPS}
-        try:
-            yield
-        finally:
-            for sig, handler in previous.items():
-                signal.signal(sig, handler)
+    def _receive(self, sig: signal.Signals) -> None:
+        self._stopping = sig
+        if self._process is not None:
+            self._process.send_signal(sig)
