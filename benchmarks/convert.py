@@ -29,8 +29,9 @@ from jaxforge.state.progress import Progress
 from torch_compat import dcp_state, dcp_writer
 from torch_compat.lazy import Index, LazyTensor, extent
 from torch_compat.name_maps import NAME_MAPS
-from torch_compat.staging import Share, Staging
+from torch_compat.staging import Staging
 from torch_compat.state import CheckpointState, abstract_target
+from torch_compat.workers import Share
 
 MIB = 1 << 20
 LIMIT = 256 * MIB  # that memory may grow by, besides the largest tensor of a layer

@@ -3,13 +3,14 @@
 A command's module is imported when it is asked for, and JAX when its command line has been read.
 """
 
-import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jaxforge
+from jaxforge import completion, near
 from jaxforge.cli import run_main
 from jaxforge.errors import UserError
 
@@ -49,6 +50,7 @@ COMMANDS = {
     "lockstep": Command(_TORCH, "a torch model beside ours: what differs first", True),
     "pipeline": Command("jaxforge.pipeline.__main__", "draw a pipeline's schedule"),
     "doctor": Command("jaxforge.doctor", "what is installed, which devices, what is wrong"),
+    "completion": Command("jaxforge.completion", "make a shell complete all of this"),
 }
 """By name, in the order of a run's life."""
 
@@ -56,6 +58,8 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Hands the command line over to the command that it begins with."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["help"]:  # as git has it: `help train` is `train --help`
+        arguments = [*arguments[1:2], "--help", *arguments[2:]]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help())
         return 0 if arguments else 2
@@ -64,8 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name = arguments[0]
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ";"
+        hint = near.hint(name, COMMANDS, quote="") or ";"
         raise UserError(f"there is no command {name}{hint} `jaxforge --help` lists them")
     command = COMMANDS[name]
     sys.argv = ["jaxforge", *arguments[0 if command.is_subcommand else 1 :]]
@@ -74,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def entry() -> int:
     """The command as this process was called; its exit code."""
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow
+        completion.answer(COMMANDS)
     return run_main(main)
 
 

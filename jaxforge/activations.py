@@ -11,28 +11,29 @@ and `activations.json`, which says whose they are. Files grow batch by batch; DI
 of it is.
 """
 
-import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxforge.cli import program, run_main
+from jaxforge.cli import run_main
+from jaxforge.command_line import CommandParser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Captures, and says where."""
-    args, overrides = _parser().parse_known_args(argv)
+    args, overrides = parser().parse(argv)
     from jaxforge.replay import activations  # here, as JAX and all that needs it take two seconds
 
     return activations.run(args, overrides)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("activations"),
+def parser() -> CommandParser:
+    """Its options."""
+    parser = CommandParser(
+        "activations",
+        takes_settings=True,
         usage="%(prog)s RUN --output DIR [options] [--section.key=value ...]",
         description="Writes what a model computes on its way to files that NumPy reads.",
-        allow_abbrev=False,
     )
     add: Callable[..., Any] = parser.add_argument
     add("run", metavar="RUN", help="run directory, or one of its checkpoints")

@@ -3,7 +3,6 @@
 Exit code 1 where something is wrong: say what it prints when you report a defect.
 """
 
-import argparse
 import importlib.util
 import os
 import platform
@@ -18,7 +17,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxforge.cli import program, run_main, wide_console
+from jaxforge.cli import run_main, wide_console
+from jaxforge.command_line import CommandParser
 
 _PACKAGES = ("jaxforge", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _EXTRAS = {
@@ -36,7 +36,7 @@ _VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_PYTHON_CLIE
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints tables; 1 where something is wrong."""
-    argparse.ArgumentParser(prog=program("doctor"), description=__doc__).parse_args(argv)
+    parser().parse_args(argv)
     console = wide_console()
     _show(console, "packages", _packages())
     _show(console, "machine", _machine())
@@ -53,6 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not problems:
         console.print("nothing is wrong that can be seen from here", style="green")
     return 1 if problems else 0
+
+
+def parser() -> CommandParser:
+    """Its options."""
+    return CommandParser("doctor", description=__doc__)
 
 
 def _show(console: Console, title: str, rows: Iterator[tuple[str, str]]) -> None:

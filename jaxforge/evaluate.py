@@ -10,26 +10,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxforge import storage
-from jaxforge.cli import STDOUT, program, run_main
+from jaxforge.cli import STDOUT, run_main
+from jaxforge.command_line import CommandParser
 from jaxforge.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluates, prints a table, writes JSON."""
-    args, overrides = _parser().parse_known_args(argv)
+    args, overrides = parser().parse(argv)
     _check(args)
     from jaxforge.inference import evaluation  # here, as JAX and all that needs it take a second
 
     return evaluation.run(args, overrides)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("evaluate"),
+def parser() -> CommandParser:
+    """Its options."""
+    parser = CommandParser(
+        "evaluate",
+        takes_settings=True,
         usage="%(prog)s RUN [options] [--section.key=value ...]",
         description="Loss, perplexity and bits per byte of a trained model.",
         epilog="Settings of the run's config, such as --distributed.tp=2, may follow.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("run", metavar="RUN", help="run directory, or one of its checkpoints")

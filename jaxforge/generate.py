@@ -8,27 +8,29 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxforge.cli import program, run_main
+from jaxforge.cli import run_main
+from jaxforge.command_line import CommandParser
 from jaxforge.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints prompts with their continuations, or writes them down as JSON Lines."""
-    args, overrides = _parser().parse_known_args(argv)
+    args, overrides = parser().parse(argv)
     _check(args)
     from jaxforge.inference import completion  # here, as JAX and all that needs it take a second
 
     return completion.run(args, overrides)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("generate"),
+def parser() -> CommandParser:
+    """Its options."""
+    parser = CommandParser(
+        "generate",
+        takes_settings=True,
         usage="%(prog)s RUN [options] [--section.key=value ...]",
         description="Continues prompts with a trained model.",
         epilog="Settings of the run's config, such as --distributed.tp=2, may follow.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("run", metavar="RUN", help="run directory, or one of its checkpoints")

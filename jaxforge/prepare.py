@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxforge import storage
-from jaxforge.cli import program, run_main
+from jaxforge.cli import run_main
+from jaxforge.command_line import CommandParser
 from jaxforge.corpus.atomic_directory import AtomicDirectory, Plan, atomic_directory
 from jaxforge.corpus.conversations import Conversations, fingerprint
 from jaxforge.corpus.documents import first_bytes, pieces, shuffled, split_of
@@ -88,9 +89,10 @@ def _say(text: str) -> None:
     Console(stderr=True).print(text, highlight=False, soft_wrap=True)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("prepare"),
+def parser() -> CommandParser:
+    """Its options."""
+    parser = CommandParser(
+        "prepare",
         description="Turns text, or conversations, into token shards for training. Documents are "
         "text files, lines of JSONL, and rows of Parquet files and Hugging Face datasets; each is "
         "ended by the tokenizer's end-of-text token, empty ones are left out. The same command "
@@ -102,16 +104,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _parser()
-    args = parser.parse_args(argv)
+    line = parser()
+    args = line.parse_args(argv)
     if args.vocab_size and args.tokenizer != "bpe":
-        parser.error("--vocab-size goes with --tokenizer bpe; the others have their own")
+        line.error("--vocab-size goes with --tokenizer bpe; the others have their own")
     if args.conversations and args.tokenizer == "bpe":
-        parser.error("--conversations goes with the tokenizer of the model, not with one made here")
+        line.error("--conversations goes with the tokenizer of the model, not with one made here")
     if args.conversations and args.dtype == "uint16":
-        parser.error("--conversations are written as uint32: leave --dtype out")
+        line.error("--conversations are written as uint32: leave --dtype out")
     if not args.input and not args.hf_dataset:
-        parser.error("give INPUT or --hf-dataset")
+        line.error("give INPUT or --hf-dataset")
     return args
 
 

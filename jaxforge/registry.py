@@ -1,13 +1,13 @@
 """Builders by name: what keys such as `optimizer.name` choose among, yours as well as ours."""
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from jaxforge.errors import UserError
+from jaxforge.near import hint
 
 Builder = TypeVar("Builder", bound=Callable[..., Any])
 
@@ -58,10 +58,9 @@ class Registry:
         """
         builder = self._builders.get(name)
         if builder is None:
-            near = get_close_matches(name, self.names(), n=1)
-            hint = f'; did you mean "{near[0]}"?' if near else ""
+            names = self.names()
             raise UserError(
-                f'{self.key} = "{name}": expected one of {", ".join(self.names())}{hint}'
+                f'{self.key} = "{name}": expected one of {", ".join(names)}{hint(name, names)}'
             )
         return builder
 

@@ -27,6 +27,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config
 from jaxforge.corpus.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 from jaxforge.errors import UserError
+from jaxforge.near import path_hint
 
 log = logging.getLogger(__name__)
 
@@ -106,8 +107,9 @@ def config_of_step(run: Path, step: int) -> JobConfig:
         run: the directory.
         step: from 1.
     """
-    known = any(start < step for start in _starts(run))
-    return load_config(_from_step(run, start_before(run, step)) if known else run / _CONFIG)
+    if not any(start < step for start in _starts(run)):
+        return read_config(run)
+    return load_config(_from_step(run, start_before(run, step)))
 
 
 def start_before(run: Path, step: int) -> int:
@@ -142,7 +144,13 @@ def _replace(path: Path, config: JobConfig) -> None:
 
 
 def read_config(run: Path, overrides: Sequence[str] = ()) -> JobConfig:
-    """The config of a run, with settings such as "--distributed.tp=2" over it."""
+    """The config of a run, with settings such as "--distributed.tp=2" over it.
+
+    Raises:
+        UserError: there is no such run, or the settings are wrong.
+    """
+    if not (run / _CONFIG).is_file():
+        raise UserError(f"no run at {run}: it has no {_CONFIG}{path_hint(run)}")
     return load_config(run / _CONFIG, overrides)
 
 

@@ -99,7 +99,9 @@ class RunLock:
             while not self._take_once():
                 pass
         except OSError as error:
-            raise UserError(f"checkpoint.dir = {self._path.parent}: {error.strerror}") from error
+            is_file = self._path.parent.is_file()
+            why = "it is a file, not a directory" if is_file else error.strerror
+            raise UserError(f"checkpoint.dir = {self._path.parent}: {why}") from error
         self._is_held = True
         self._heart.start()
 

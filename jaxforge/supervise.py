@@ -31,9 +31,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxforge import exit_codes, storage
+from jaxforge import exit_codes, storage, train
 from jaxforge.checkpoint.paths import is_whole
-from jaxforge.cli import program, run_main
+from jaxforge.cli import run_main
+from jaxforge.command_line import CommandParser
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import AGREED, Exit
@@ -322,7 +323,7 @@ def _start(command: Sequence[str], env: Mapping[str, str]) -> "subprocess.Popen[
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line, supervises, returns the exit code."""
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise UserError("say what to run: -- python -m jaxforge.train --config FILE ...")
@@ -345,12 +346,10 @@ def run_directory(command: Sequence[str]) -> Path | None:
     arguments = _arguments_of_train(command)
     if arguments is None:
         return None
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config")
-    known, overrides = parser.parse_known_args(arguments)
-    if not known.config:
+    args, overrides = train.parser().parse(arguments)
+    if not args.config:
         return None
-    return storage.path(load_config(known.config, overrides).checkpoint.dir, "checkpoint.dir")
+    return storage.path(load_config(args.config, overrides).checkpoint.dir, "checkpoint.dir")
 
 
 def _arguments_of_train(command: Sequence[str]) -> Sequence[str] | None:
@@ -363,9 +362,10 @@ def _arguments_of_train(command: Sequence[str]) -> Sequence[str] | None:
     return None
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("supervise"), description=__doc__, allow_abbrev=False,
+def parser() -> CommandParser:
+    """Its options."""
+    parser = CommandParser(
+        "supervise", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = parser.add_argument

@@ -2,14 +2,16 @@
 
 A run is one directory, `checkpoint.dir`: `config.toml` (resolved), `metrics.jsonl`, `logs/`,
 `tokenizer/`, `checkpoints/`. The same command on the same directory resumes from its newest
-checkpoint. `--help` lists every key, `exit_codes` the exit codes.
+checkpoint; docs/launching.md has the exit codes.
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from jaxforge.cli import leave, run_main, wide_console
+from jaxforge.cli import leave, run_main
+from jaxforge.command_line import CommandParser
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading import help, load
 from jaxforge.config.reading.unresolved import UnresolvedConfig
@@ -22,27 +24,34 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, returns the exit code."""
-    config = parse_command_line(sys.argv[1:] if argv is None else argv)
-    return 0 if config is None else run(config).code
+    return run(parse_command_line(sys.argv[1:] if argv is None else argv)).code
 
 
-def parse_command_line(argv: Sequence[str]) -> UnresolvedConfig | None:
-    """`--config FILE` (or `--config=FILE`) and overrides; None when it was only `--help`."""
-    if {"-h", "--help"} & set(argv):
-        print(f"{__doc__}\n")
-        help.print_help(wide_console())
-        return None
-    arguments, path = list(argv), None
-    for i, argument in enumerate(arguments):
-        if argument == "--config" and i + 1 < len(arguments):
-            path, arguments[i : i + 2] = arguments[i + 1], []
-            break
-        if argument.startswith("--config="):
-            path = arguments.pop(i).removeprefix("--config=")
-            break
-    if path is None:
+def parse_command_line(argv: Sequence[str]) -> UnresolvedConfig:
+    """The config that a command line asks for.
+
+    Raises:
+        UserError: anything in it is wrong.
+        SystemExit: an option is wrong (code 2), or it was `--help` (code 0).
+    """
+    args, overrides = parser().parse(argv)
+    if args.config is None:
         raise UserError("say what to train: --config FILE (configs/quickstart.toml is an example)")
-    return load.load_unresolved(path, arguments)
+    return load.load_unresolved(args.config, overrides)
+
+
+def parser() -> CommandParser:
+    """Its options."""
+    parser = CommandParser(
+        "train",
+        takes_settings=True,
+        usage="%(prog)s --config FILE [--section.key=value ...]",
+        description=__doc__.partition("\n\n")[2],
+        epilog=help.contents(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", metavar="FILE", help="what to train, and how (TOML)")
+    return parser
 
 
 def run(config: JobConfig | UnresolvedConfig, hooks: "Sequence[Hook]" = ()) -> Exit:

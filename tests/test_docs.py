@@ -98,13 +98,10 @@ def extras_of(requirement):
 
 
 def takes(module, arguments):
-    if module == "jaxforge.train":  # whose options are keys
-        rest = [word for word in arguments if not re.match(r"--config(=|$)|[^-]", word)]
-    elif module == "jaxforge.supervise":
+    if module == "jaxforge.supervise":
         return takes(*command_in(arguments))
-    else:
-        parser = parser_of(module)
-        _, rest = parser.parse_known_args(arguments)
+    parser = parser_of(module)
+    _, rest = parser.parse(arguments)
     for word in rest:
         found = OVERRIDE.match(word)
         assert found, word
@@ -120,6 +117,6 @@ def command_in(arguments):
 
 def parser_of(module) -> argparse.ArgumentParser:
     try:
-        return importlib.import_module(f"{module}.__main__")._parser()
+        return importlib.import_module(f"{module}.__main__").parser()
     except ModuleNotFoundError:  # it is no package
-        return importlib.import_module(module)._parser()
+        return importlib.import_module(module).parser()

@@ -20,6 +20,8 @@ LAYERS = {
     "run_lock": {"errors", "storage"},
     "wide_count": set(),
     "side": set(),
+    "near": set(),
+    "command_line": {"cli", "config", "near"},
     "storage": {"errors", "buckets"},
     "buckets": {"errors", "storage"},
     "mirror": {"storage"},
@@ -29,7 +31,7 @@ LAYERS = {
     "data": {"errors", "config", "corpus", "parallel", "storage", "buckets"},
     "model": {"errors", "config", "parallel", "side"},
     "optim": {"errors", "config", "parallel", "model", "state"},
-    "pipeline": {"errors", "cli", "config", "parallel", "side"},
+    "pipeline": {"errors", "cli", "command_line", "config", "parallel", "side"},
     "state": {"errors", "model", "parallel", "wide_count"},
     "step": {"errors", "config", "parallel", "model", "optim", "pipeline", "data", "state", "side",
              "storage"},
@@ -46,7 +48,7 @@ LAYERS = {
 }  # fmt: skip
 ENTRY_POINTS = {"plan", "train", "build", "prepare", "generate", "report", "evaluate", "supervise",
                 "replay", "activations", "launch", "run", "doctor", "__main__",
-                "lm_eval", "capsule", "sweep"}  # fmt: skip
+                "lm_eval", "capsule", "sweep", "completion"}  # fmt: skip
 SUBCLASSES = {"jaxforge.lm_eval.adapter"}  # of classes that an extra brings
 
 
@@ -72,7 +74,7 @@ def test_imports_follow_the_arrows(path):
     if room in ENTRY_POINTS or room == "__init__":
         return
     rooms = {n.split(".")[1] for n in names if n.startswith("jaxforge.")}
-    assert rooms - {room} <= LAYERS[room]
+    assert rooms - {room, "near"} <= LAYERS[room]
 
 
 @pytest.mark.parametrize("path", modules("torch_compat"), ids=lambda p: str(p.relative_to(ROOT)))

@@ -23,7 +23,7 @@ SBATCH = sorted(RECIPES.glob("*.sbatch"))
 def fits_the_command_line(command):
     """Whether a command is one of the supervisor's, with the arguments of a training run."""
     module = command.index("jaxforge.supervise")
-    rest = supervise._parser().parse_args(command[module + 1 :]).command
+    rest = supervise.parser().parse_args(command[module + 1 :]).command
     assert rest[0] == "--"
     assert rest[1].startswith("--config")
     load_config(None, [one for one in rest[1:] if one.startswith("--") and "config" not in one])

@@ -13,6 +13,7 @@ from jaxforge.checkpoint.paths import find as find_step
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config, make_config
 from jaxforge.errors import UserError
+from jaxforge.near import path_hint
 from torch_compat import dcp_state, hf_state, mup, orbax_store, safetensors
 from torch_compat.dcp_reader import Dcp, is_dcp, open_dcp
 from torch_compat.dcp_state import Options
@@ -110,6 +111,7 @@ def find(path: str | os.PathLike) -> CheckpointRef:
     raise UserError(
         f"{given}: no checkpoint there: neither a run of jaxforge, nor a DCP checkpoint "
         "(.metadata), nor one of Hugging Face (config.json and .safetensors)"
+        f"{path_hint(given)}"
     )
 
 

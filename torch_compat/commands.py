@@ -6,7 +6,6 @@ A destination may be planned in a bucket; `upload` runs such a conversion.
 import dataclasses
 import gc
 import importlib
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,33 +27,14 @@ from torch_compat.fits import check_fits, unseen
 from torch_compat.identity import check_unchanged, files_of, identity
 from torch_compat.lazy import DTYPES, LazyTensor
 from torch_compat.name_maps import name_map
-from torch_compat.staging import Share, Staging, Unit, naming_failure
+from torch_compat.staging import Staging, Unit, naming_failure
 from torch_compat.state import AbstractTarget, CheckpointState, abstract_target
 from torch_compat.untrained import check_present
-from torch_compat.workers import Workers
+from torch_compat.workers import Share, Workers
 
 Advance = Callable[[int], None]
 
-_SIZE = re.compile(r"([\d.]+) *([kmgt]?)(i?)b?", re.IGNORECASE)
 _FRACTION = 24  # of the memory allowed, for one block: three are under way, each read and copied
-
-
-class Size:
-    """A number of bytes such as 5GB or 256MiB.
-
-    Raises:
-        ValueError: the text is none.
-    """
-
-    def __init__(self, text: str) -> None:
-        match = _SIZE.fullmatch(text.strip())
-        if not match:
-            raise ValueError(f"{text}: no size such as 256MiB")
-        base = 1024 if match[3] else 1000
-        size = float(match[1]) * base ** " kmgt".index(match[2].lower() or " ")
-        if not 1 <= size < 2**63:
-            raise ValueError(f"{text}: no size such as 256MiB")
-        self.bytes = int(size)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,8 +27,9 @@ from torch_compat.eight_bit import check_wide, unpacked
 from torch_compat.files import writing
 from torch_compat.lazy import Index, LazyTensor, blocks, extent, of_array, whole
 from torch_compat.stacking import Stacking
-from torch_compat.staging import Share, Staging, Unit, batches, naming_failure, partial_of
+from torch_compat.staging import Staging, Unit, batches, naming_failure, partial_of
 from torch_compat.state import AbstractTarget, CheckpointState
+from torch_compat.workers import Share
 
 _BESIDE = "beside"
 _CHUNK = 32 << 20  # bytes of a chunk at most: what a restore reads at a time

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 from jaxforge.errors import StorageError, UserError
 from torch_compat import locks
 from torch_compat.files import sync
+from torch_compat.workers import Share
 
 T = TypeVar("T")
 
@@ -37,20 +38,6 @@ _JOIN, _LEAVE = 600, 60  # seconds to wait for process 0 to begin, and for other
 
 AT_ONCE = 3
 """Units that are written at a time: while one is synced to disk, others are read."""
-
-
-class Share(NamedTuple):
-    """Which of several processes this one is.
-
-    Attributes:
-        process: its number.
-        processes: how many there are.
-        parent: the process id of process 0, if that has started this one.
-    """
-
-    process: int = 0
-    processes: int = 1
-    parent: int | None = None
 
 
 class Unit(NamedTuple):

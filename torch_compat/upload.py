@@ -25,8 +25,8 @@ from torch_compat import hf_config, orbax_store, safetensors
 from torch_compat.commands import Advance, Export, Import, Plan, of_run
 from torch_compat.dcp_reader import METADATA
 from torch_compat.identity import identity
-from torch_compat.staging import Share, for_each
-from torch_compat.workers import Workers
+from torch_compat.staging import for_each
+from torch_compat.workers import Share, Workers
 
 UNFINISHED = ".unfinished"
 

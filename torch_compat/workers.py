@@ -4,8 +4,23 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from jaxforge.errors import UserError
+
+
+class Share(NamedTuple):
+    """Which of several processes this one is.
+
+    Attributes:
+        process: its number.
+        processes: how many there are.
+        parent: the process id of process 0, if that has started this one.
+    """
+
+    process: int = 0
+    processes: int = 1
+    parent: int | None = None
 
 
 class Workers:

@@ -8,7 +8,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxforge.cli import program, run_main
+from jaxforge.cli import run_main
+from jaxforge.command_line import CommandParser
 from jaxforge.errors import UserError
 
 _VERIFY = "verify"
@@ -16,7 +17,7 @@ _VERIFY = "verify"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Makes a capsule, or verifies one: exit code 1 where its steps do not come out the same."""
-    args, overrides = _parser().parse_known_args(argv)
+    args, overrides = parser().parse(argv)
     verifies = len(args.what) == 2 and args.what[0] == _VERIFY
     _check(args, overrides, verifies)
     from jaxforge.capsule import command  # here, as JAX and all that needs it take a second
@@ -24,16 +25,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return command.verify(args, overrides) if verifies else command.make(args)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("capsule"),
+def parser() -> CommandParser:
+    """Its options."""
+    parser = CommandParser(
+        "capsule",
+        takes_settings=True,
         usage="%(prog)s RUN [--output FILE]\n"
         "       %(prog)s verify CAPSULE [options] [--section.key=value ...]",
         description="Puts what a run is made of, and its curve, into one file; or makes steps "
         "again by such a file, and compares losses with its curve.",
         epilog="After verify, settings of the run's config, such as --data.dataset_path=DIR, may "
         "follow.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("what", metavar="RUN, or verify CAPSULE", nargs="+",

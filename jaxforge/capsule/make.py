@@ -34,6 +34,7 @@ def capsule_of(run: Path) -> Capsule:
     Raises:
         UserError: there is no such run, it has logged nothing, or it had other devices.
     """
+    run_directory.read_config(run)
     steps = logged_steps(run)
     if not steps:
         raise UserError(f"{run / 'metrics.jsonl'} has no steps: a capsule needs the run's curve")

@@ -6,6 +6,7 @@ from jaxforge import storage
 from jaxforge.config.model import AMAX_HISTORIES
 from jaxforge.config.train import COMPENSATION
 from jaxforge.errors import UserError
+from jaxforge.near import path_hint
 
 SUBDIRECTORY = "checkpoints"
 PREFIX = "step"
@@ -45,16 +46,17 @@ def find(path: Path) -> tuple[Path, int]:
         UserError: there is no checkpoint.
     """
     path = path.absolute()
+    hint = ""
     name, _, number = path.name.rpartition("_")
     if name == PREFIX and number.isdigit() and path.parent.name == SUBDIRECTORY:
         run, steps = path.parent.parent, [int(number)] if is_whole(path) else []
     else:
         run = path.parent if path.name == SUBDIRECTORY else path
-        steps = whole_steps(run)
+        steps, hint = whole_steps(run), path_hint(run)
     if not steps:
         raise UserError(
             f"no checkpoint at {path}: expected a run directory with "
-            f"{SUBDIRECTORY}/{PREFIX}_<n>, or one such checkpoint"
+            f"{SUBDIRECTORY}/{PREFIX}_<n>, or one such checkpoint{hint}"
         )
     return run, max(steps)
 

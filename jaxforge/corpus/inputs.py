@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, NoReturn, Protocol,
 
 from jaxforge.corpus.optional import library
 from jaxforge.errors import UserError
+from jaxforge.near import path_hint
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -354,7 +355,7 @@ def _walk(places: Iterable[Path], globs: Sequence[str]) -> Iterator[tuple[Path, 
     """Files, and their names below their places."""
     for root in places:
         if not root.exists():
-            raise UserError(f"INPUT {root.absolute()} does not exist")
+            raise UserError(f"INPUT {root.absolute()} does not exist{path_hint(root)}")
         if root.is_file():
             yield root, root.name
             continue

@@ -31,6 +31,7 @@ from numpy.typing import ArrayLike
 from jaxforge import storage
 from jaxforge.corpus.manifest import FILE_NAME, Manifest
 from jaxforge.errors import UserError
+from jaxforge.near import path_hint
 
 if TYPE_CHECKING:
     from jaxforge.data.remote_tokens import RemoteTokens
@@ -223,7 +224,8 @@ def _matches(directory: Path, pattern: str, keys: tuple[str, str]) -> list[Path]
     """The files that `pattern` names, sorted."""
     of_directory, of_pattern = keys
     if not directory.is_dir():
-        what = "is a file, not a directory" if directory.exists() else "does not exist"
+        hint = path_hint(directory)
+        what = "is a file, not a directory" if directory.exists() else f"does not exist{hint}"
         raise UserError(f"{of_directory}: {directory.absolute()} {what}")
     paths = sorted(path for path in directory.glob(pattern) if not path.is_dir())
     if paths:

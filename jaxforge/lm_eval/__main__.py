@@ -12,7 +12,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jaxforge.cli import program, run_main
+from jaxforge.cli import run_main
+from jaxforge.command_line import CommandParser
 from jaxforge.errors import UserError
 
 _OURS = ("max_length", "max_gen_toks", "add_bos_token", "prefix_token_id", "seed")
@@ -21,22 +22,24 @@ _OURS = ("max_length", "max_gen_toks", "add_bos_token", "prefix_token_id", "seed
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tasks; lm_eval prints and writes what they came to."""
-    args, others = _parser().parse_known_args(argv)
+    args, others = parser().parse(argv)
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("lm_eval is not installed: pip install 'jaxforge[lm-eval]'")
     _run([*_model(args, others), *_tasks(args), *(x for x in others if not _is_setting(x))])
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("lm_eval"),
+def parser() -> CommandParser:
+    """Its options."""
+    parser = CommandParser(
+        "lm_eval",
+        takes_settings=True,
+        passes_on=True,
         usage="%(prog)s RUN --tasks NAME ... [options of lm_eval] [--section.key=value ...]",
         description="Evaluates a trained model on tasks of EleutherAI's lm_eval.",
         epilog="Options of lm_eval, such as --num_fewshot, --limit, --gen_kwargs, "
         "--apply_chat_template and --log_samples, may follow, and settings of the run's config, "
         "such as --distributed.tp=2.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("run", metavar="RUN", help="run directory, or one of its checkpoints")

@@ -8,7 +8,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxforge.cli import program, run_main
+from jaxforge.cli import run_main
+from jaxforge.command_line import CommandParser
 from jaxforge.errors import UserError
 from jaxforge.pipeline.drawing import as_svg, as_text
 from jaxforge.pipeline.schedule import SCHEDULES, Schedule
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         UserError: there is no such schedule, or the file cannot be written.
         SystemExit: wrong arguments (code 2), or `--help`.
     """
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     schedule = _schedule(args)
     if args.svg:
         _write(args.svg, as_svg(schedule))
@@ -37,11 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("pipeline"),
+def parser() -> CommandParser:
+    """Its options."""
+    parser = CommandParser(
+        "pipeline",
         description="Shows what each pipeline stage does in each tick of a schedule.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--schedule", required=True, metavar="NAME", help=", ".join(SCHEDULES))

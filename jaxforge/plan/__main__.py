@@ -1,11 +1,10 @@
 """`python -m jaxforge.plan`: the command line. JAX is imported when the environment is ready."""
 
-import argparse
 import os
-import sys
 from collections.abc import Sequence
 
-from jaxforge.cli import program, run_main
+from jaxforge.cli import run_main
+from jaxforge.command_line import CommandParser, count
 from jaxforge.errors import UserError
 from jaxforge.plan.topology import FORMS, Topology
 
@@ -16,7 +15,7 @@ Settings such as --train.batch_size=2 may follow, as with jaxforge.train."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Plans and prints; exit code 2 where the run would be refused or would not fit."""
-    args, overrides = _parser().parse_known_args(sys.argv[1:] if argv is None else argv)
+    args, overrides = parser().parse(argv)
     topology = topology_of(args.topology)
     topology.prepare(os.environ)
     from jaxforge.plan import command
@@ -36,8 +35,9 @@ def topology_of(text: str) -> Topology:
         raise UserError(f"--topology: {error}") from error
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=program("plan"), description=DESCRIPTION)
+def parser() -> CommandParser:
+    """Its options."""
+    parser = CommandParser("plan", takes_settings=True, description=DESCRIPTION)
     parser.add_argument("--config", required=True, metavar="FILE", help="TOML, as of a run")
     parser.add_argument("--topology", required=True, help=FORMS)
     parser.add_argument("--json", action="store_true", help="for machines, on standard output")
@@ -45,11 +45,11 @@ def _parser() -> argparse.ArgumentParser:
         "--price", type=float, metavar="N", help="of a device and hour, in any currency"
     )
     parser.add_argument(
-        "--search", type=_positive, nargs="?", const=8, metavar="N",
+        "--search", type=count, nargs="?", const=8, metavar="N",
         help="compile the N most promising meshes, batch splits and rematerialisations (8)",
     )  # fmt: skip
     parser.add_argument(
-        "--jobs", type=_positive, default=max(1, (os.cpu_count() or 2) // 2), metavar="N",
+        "--jobs", type=count, default=max(1, (os.cpu_count() or 2) // 2), metavar="N",
         help="compilers at a time",
     )  # fmt: skip
     parser.add_argument("--output", metavar="FILE", help="where the best found goes, as TOML")
@@ -59,13 +59,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--compare", metavar="FILE", help="another configuration, side by side")
     return parser
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number}: expected 1 or more")
-    return number
 
 
 def entry() -> int:

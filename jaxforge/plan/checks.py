@@ -3,7 +3,6 @@
 import math
 import shutil
 from collections.abc import Iterator
-from difflib import get_close_matches
 from pathlib import Path
 
 import jax
@@ -16,6 +15,7 @@ from jaxforge.config.rules import mesh_shape
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.data.sources import open_training_data
 from jaxforge.model.transformer import build_model
+from jaxforge.near import path_hint
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.device_memory import gigabytes
 
@@ -97,7 +97,8 @@ def data(config: JobConfig, n_devices: int) -> Iterator[str]:
     given = {key: path for key, path in paths.items() if path}
     absent = {k: p for k, p in given.items() if storage.in_bucket(p) or not Path(p).exists()}
     for key, path in absent.items():
-        yield f"{key} = {shown(path)} is not on this machine: not looked at{_nearest(path)}"
+        hint = path_hint(path, '"')
+        yield f"{key} = {shown(path)} is not on this machine: not looked at{hint}"
     if not given and not section.hf_dataset_name and section.dataset_type == "auto":
         yield "no data: tokens are random; set data.dataset_path"
     if absent or not given:
@@ -113,16 +114,6 @@ def data(config: JobConfig, n_devices: int) -> Iterator[str]:
             f"train.max_steps = {config.train.max_steps:,} is {epochs:.3g} epochs of "
             f"{length:,} sequences"
         )
-
-
-def _nearest(path: str) -> str:
-    """What is called similarly where a path ends."""
-    place = Path(path)
-    if storage.in_bucket(path) or not place.parent.is_dir():
-        return ""
-    names = [other.name for other in place.parent.iterdir()]
-    near = get_close_matches(place.name, names, n=1)
-    return f"; did you mean {shown(str(place.with_name(near[0])))}?" if near else ""
 
 
 def _sequences(config: JobConfig, dp: int) -> int:

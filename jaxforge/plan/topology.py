@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from difflib import get_close_matches
 from typing import NamedTuple
 
@@ -44,7 +44,7 @@ class Topology(NamedTuple):
         if chip not in known:
             raise ValueError(
                 f"topology {text!r}: expected one of {', '.join(known)} before the :"
-                f"{_nearest(chip, text, [one for one in known if known[one] == len(sides)])}"
+                f"{_nearest(chip, text, known, len(sides))}"
             )
         if len(sides) != known[chip]:
             what = "sides" if chip in TPUS else "nodes x GPUs" if chip in GPUS else "number"
@@ -85,7 +85,10 @@ class Topology(NamedTuple):
         env.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
-def _nearest(chip: str, text: str, others: Sequence[str]) -> str:
-    """The same on the chip whose name is most like that."""
-    near = get_close_matches(chip, others, n=1, cutoff=0.0)
-    return f'; did you mean "{near[0]}{text.strip()[len(chip) :]}"?' if near else ""
+def _nearest(chip: str, text: str, known: Mapping[str, int], sides: int) -> str:
+    """The same on the chip whose name is most like that, of those with so many sides if any is."""
+    fitting = [one for one, count in known.items() if count == sides]
+    near = get_close_matches(chip, fitting, n=1) or get_close_matches(chip, known, n=1, cutoff=0.0)
+    if known[near[0]] == sides:
+        return f'; did you mean "{near[0]}{text.strip()[len(chip) :]}"?'
+    return f'; did you mean "{near[0]}", with {known[near[0]]} sides?'

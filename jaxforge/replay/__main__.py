@@ -11,27 +11,29 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxforge.cli import program, run_main
+from jaxforge.cli import run_main
+from jaxforge.command_line import CommandParser
 from jaxforge.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Replays, prints tables, writes JSON."""
-    args, overrides = _parser().parse_known_args(argv)
+    args, overrides = parser().parse(argv)
     first, last = _range(args)
     from jaxforge.replay import command  # here, as JAX and all that needs it take two seconds
 
     return command.run(args, overrides, first, last)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("replay"),
+def parser() -> CommandParser:
+    """Its options."""
+    parser = CommandParser(
+        "replay",
+        takes_settings=True,
         usage="%(prog)s RUN (--step N | --steps A:B) [--against OTHER] [options] "
         "[--section.key=value ...]",
         description="Makes steps of a run again, and says what happened in one.",
         epilog="Settings of the run's config, such as --distributed.tp=2, may follow.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("run", metavar="RUN", help="run directory")

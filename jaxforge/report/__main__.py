@@ -4,20 +4,20 @@ RUN is a run directory; the run may still be going on. Several are laid over eac
 needs nothing but itself: open it from a disk, attach it to a mail, print it.
 """
 
-import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxforge import storage
-from jaxforge.cli import program, run_main
+from jaxforge.cli import run_main
+from jaxforge.command_line import CommandParser
 from jaxforge.errors import UserError
 from jaxforge.report.scale import AXES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the page and says where."""
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     from jaxforge.report.page import page  # here, as they import JAX: two seconds
     from jaxforge.report.reading import read_runs
 
@@ -29,9 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("report"),
+def parser() -> CommandParser:
+    """Its options."""
+    parser = CommandParser(
+        "report",
         description="Draws the curves of runs as one HTML page that needs no network.",
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run directory")

@@ -18,6 +18,7 @@ from jaxforge import run_directory
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import build_model, parameter_count
+from jaxforge.near import path_hint
 from jaxforge.report.loads import LoadReader, Loads
 
 _METRICS = "metrics.jsonl"
@@ -146,7 +147,8 @@ def read_metrics(path: Path) -> dict[str, Series]:
 
 def _no_metrics(path: Path) -> str:
     if not path.is_dir():
-        return f"no run directory at {path}; name the checkpoint.dir of a run"
+        hint = path_hint(path) or "; name the checkpoint.dir of a run"
+        return f"no run directory at {path}{hint}"
     if (path / "config.toml").exists():
         return f"{path} has no {_METRICS} yet; wait for the first step to be logged"
     below = sorted(str(found.parent) for found in path.glob(f"*/{_METRICS}"))

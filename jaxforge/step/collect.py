@@ -4,7 +4,6 @@ Everything here stays on the device until it is read.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +15,7 @@ from jaxforge.config.metrics import EXTRAS
 from jaxforge.config.model import LAYERS
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Params
+from jaxforge.near import hint
 from jaxforge.optim.optimizer import global_norm
 from jaxforge.parallel.stages import Stack
 
@@ -62,9 +62,8 @@ def check_collect(names: Iterable[str]) -> tuple[str, ...]:
     """
     names = set(names)
     for name in sorted(names - set(COLLECTED)):
-        near = get_close_matches(name, COLLECTED, n=1)
-        hint = f'; did you mean "{near[0]}"?' if near else ""
-        raise UserError(f'collect: "{name}": expected one of {", ".join(COLLECTED)}{hint}')
+        known = ", ".join(COLLECTED)
+        raise UserError(f'collect: "{name}": expected one of {known}{hint(name, COLLECTED)}')
     return tuple(name for name in COLLECTED if name in names)
 
 

@@ -15,21 +15,23 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxforge.cli import program, run_main
+from jaxforge.cli import run_main
+from jaxforge.command_line import CommandParser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line, runs the points, returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    args, settings = _parser().parse_known_args(arguments)
+    args, settings = parser().parse(arguments)
     from jaxforge.sweep import command  # here, as JAX and all that needs it take two seconds
 
     return command.run(arguments, args, settings)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("sweep"), description=__doc__, allow_abbrev=False,
+def parser() -> CommandParser:
+    """Its options."""
+    parser = CommandParser(
+        "sweep", takes_settings=True, description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = parser.add_argument

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxforge.errors import UserError
+from jaxforge.near import path_hint
 
 _UNSAFE = re.compile(r"[^\w.,=+-]+")
 _LONGEST = 200  # bytes of a name: file systems take 255
@@ -87,7 +88,9 @@ def _split(text: str) -> Iterator[str]:
 def _ladder(path: Path) -> list[Point]:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UserError(f"--ladder {path}: {error.strerror}{path_hint(path)}") from None
+    except ValueError as error:
         raise UserError(f"--ladder {path}: {error}") from None
     rungs = tables.get("point")
     if tables.keys() != {"point"} or not isinstance(rungs, list) or not rungs:

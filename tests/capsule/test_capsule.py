@@ -257,7 +257,7 @@ def test_a_file_of_another_make_is_refused(tmp_path, about, files, message):
         (["runs/x", "--steps", "3"], "--steps is for verify CAPSULE"),
         (["verify", "x.zip", "--output", "y"], "--output is for RUN"),
         (["runs/x", "x.zip"], "runs/x x.zip: expected RUN, or verify CAPSULE"),
-        (["runs/x"], "a capsule needs the run's curve"),
+        (["runs/x"], "no run at runs/x: it has no config.toml"),
     ],
 )
 def test_what_cannot_be_done_is_refused(tmp_path, monkeypatch, arguments, message):

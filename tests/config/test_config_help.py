@@ -3,8 +3,9 @@
 import pytest
 from rich.console import Console
 
-from jaxforge.config.reading.help import help_text, print_help
+from jaxforge.config.reading.help import contents, help_text, topic
 from jaxforge.config.reading.schema import all_keys, expected, node_at, short_type
+from jaxforge.errors import UserError
 
 
 def test_every_key_is_listed_under_its_table():
@@ -46,9 +47,51 @@ def test_nested_tables_have_headings():
     assert "[[data.datasets]]" in text
 
 
-def test_printing_is_the_same_text(capsys):
-    print_help(Console(width=100, color_system=None))
-    assert "[profiling]" in capsys.readouterr().out
+def said(name, width=100):
+    console = Console(width=width, color_system=None)
+    with console.capture() as text:
+        console.print(topic(name))
+    return text.get()
+
+
+def test_a_section_comes_with_its_tables():
+    text = said("data")
+    assert text.startswith("[data] ")
+    assert "[[data.datasets]] " in text
+    assert "[eval]" not in text
+    assert said("data.datasets").startswith("[[data.datasets]] ")
+
+
+def test_a_key_says_what_it_takes_and_where_it_stands():
+    assert said("optimizer.lr") == said("lr") == said("--optimizer.lr")
+    assert said("lr").splitlines()[2:6] == [
+        "  expected: a number greater than 0",
+        "  default: 0.0003",
+        "  in the config: [optimizer] lr = 0.0003",
+        "  here: --optimizer.lr=0.0003",
+    ]
+    assert "no effect: XLA fuses the update of all parameters" in said("fused")
+
+
+def test_every_key_of_a_name_is_explained():
+    assert [line for line in said("interval").splitlines() if line and line[0] != " "] == [
+        "eval.interval",
+        "checkpoint.interval",
+    ]
+
+
+def test_what_there_is_not_is_told_with_what_is_near():
+    with pytest.raises(UserError, match=r"--help optimzer: .*; did you mean optimizer\?"):
+        topic("optimzer")
+    with pytest.raises(UserError, match=r"no such section or key; did you mean train.max_steps\?"):
+        topic("train.max_step")
+    with pytest.raises(UserError, match="jaxforge trains text models only"):
+        topic("vlm")
+
+
+def test_the_contents_name_every_section():
+    sections = [key for key, node in all_keys().items() if "." not in key]
+    assert [line.split()[0] for line in contents().splitlines()[1:-2]] == sections
 
 
 @pytest.mark.parametrize(

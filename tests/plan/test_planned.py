@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_advised(made, monkeypatch, capsys):
     config = tiny_config(distributed=MESH, train={"batch_size": 4})
     monkeypatch.setattr(command.load, "load_unresolved", lambda *_: config)
 
-    args = plan_main._parser().parse_args(["--config=x.toml", "--topology=cpu:8"])
+    args = plan_main.parser().parse_args(["--config=x.toml", "--topology=cpu:8"])
     assert command.run(args, CPUS, []) == 2
     said = capsys.readouterr().out
     assert "it does not fit" in said

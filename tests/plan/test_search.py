@@ -128,7 +128,7 @@ def test_what_is_given_is_compiled_too(node, monkeypatch):
 
 def test_the_best_is_printed_and_written(node, speeds, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command.load, "load_unresolved", lambda *_: Resolved())
-    args = command_line._parser().parse_args(
+    args = command_line.parser().parse_args(
         ["--config=x", "--topology=h100:1x8", "--search=4", "--jobs=1",
          f"--output={tmp_path}/best.toml"]
     )  # fmt: skip

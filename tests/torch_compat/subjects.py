@@ -13,9 +13,8 @@ from torch_compat.commands import Export, Import
 from torch_compat.dcp_state import Options
 from torch_compat.lazy import LazyTensor, of_array
 from torch_compat.name_maps import NAME_MAPS
-from torch_compat.staging import Share
 from torch_compat.state import CheckpointState, abstract_target
-from torch_compat.workers import Workers
+from torch_compat.workers import Share, Workers
 
 SUBJECTS = ["torch", "ours", "stages", "torchtitan", "hf", "sharded", "jaxforge"]
 CONFIG = {

@@ -30,8 +30,7 @@ from torch_compat import checkpoints, commands, hf_config, hf_state
 from torch_compat.dcp_state import Options
 from torch_compat.files import Directory
 from torch_compat.restore import open_foreign
-from torch_compat.staging import Share
-from torch_compat.workers import Workers
+from torch_compat.workers import Share, Workers
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -17,8 +17,8 @@ from torch_compat import checkpoints, staging
 from torch_compat.__main__ import main
 from torch_compat.dcp_reader import METADATA
 from torch_compat.files import Directory
-from torch_compat.staging import Share, Staging, Unit
-from torch_compat.workers import Workers
+from torch_compat.staging import Staging, Unit
+from torch_compat.workers import Share, Workers
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,8 @@ from torch_compat.dcp_reader import METADATA
 from torch_compat.lazy import of_array
 from torch_compat.name_maps import NAME_MAPS
 from torch_compat.optimizer_state import KINDS
-from torch_compat.staging import Share
 from torch_compat.state import CheckpointState, abstract_target
+from torch_compat.workers import Share
 
 MODEL = {"dim": 32, "n_layers": 5, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 48,
          "ffn_hidden_dim": 40, "max_seq_len": 32}  # fmt: skip

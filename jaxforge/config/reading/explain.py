@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import NamedTuple
 
 from pydantic import ValidationError
@@ -12,7 +11,15 @@ from pydantic_core import ErrorDetails
 from jaxforge.config.job import shown
 from jaxforge.config.reading.lines import line_of
 from jaxforge.config.reading.overrides import Setting
-from jaxforge.config.reading.schema import Path, all_keys, alternatives, dotted, expected, node_at
+from jaxforge.config.reading.schema import (
+    Path,
+    alternatives,
+    dotted,
+    expected,
+    nearest_keys,
+    node_at,
+)
+from jaxforge.near import hint
 
 VISION_SECTIONS = ("vision_encoder", "adapter", "vlm", "video", "model.vlm")
 """Tables of vision-language models, refused by name."""
@@ -95,32 +102,14 @@ def _unknown(path: Path) -> str:
     for table in VISION_SECTIONS:
         if f"{dotted(path)}.".startswith(f"{table}."):
             return f"[{table}] cannot be used: jaxforge trains text models only"
-    name, keys = dotted(path), " or ".join(_nearest_keys(path))
+    name, keys = dotted(path), " or ".join(nearest_keys(path))
     name = name if len(name) < _LONG else f"{name[:_LONG]}..."
     return f"unknown key {name}" + (f"; did you mean {keys}?" if keys else "")
 
 
-def _nearest_keys(path: Path) -> list[str]:
-    """The same key in other tables, or else the most similar one, of the same table if any."""
-    name = str(path[-1])
-    table = "".join(f"{part}." for part in path[:-1] if isinstance(part, str))
-    by_name: dict[str, list[str]] = {}
-    for key in all_keys():
-        by_name.setdefault(key.rpartition(".")[2], []).append(key)
-    siblings = [one for one, keys in by_name.items() if table + one in keys]
-    if name in by_name:
-        return by_name[name]
-    if near := get_close_matches(name, siblings, n=1):
-        return [table + near[0]]
-    return [key for near in get_close_matches(name, by_name, n=1) for key in by_name[near]]
-
-
 def _bad_value(path: Path, value: object, sources: Sources) -> str:
     node = node_at(path) or {}
-    text = f"expected {expected(node)}"
-    near = get_close_matches(str(value).lower(), alternatives(node), n=1)
-    if near:
-        text += f'; did you mean "{near[0]}"?'
+    text = f"expected {expected(node)}{hint(str(value).lower(), alternatives(node))}"
     return _about(path, value, text, sources)
 
 

@@ -1,4 +1,4 @@
-"""`--help`: every key with its type, default and meaning, from the models themselves."""
+"""`--help`: sections, and keys with type, default and meaning, from the models themselves."""
 
 from collections.abc import Iterator
 from io import StringIO
@@ -9,7 +9,53 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxforge.config.job import toml
-from jaxforge.config.reading.schema import Node, all_keys, has_keys, short_type
+from jaxforge.config.reading.explain import VISION_SECTIONS
+from jaxforge.config.reading.schema import (
+    Node,
+    all_keys,
+    expected,
+    has_keys,
+    nearest_keys,
+    short_type,
+)
+from jaxforge.config.torch_only import TORCH_ONLY
+from jaxforge.errors import UserError
+
+_ALL = "all"
+
+
+def contents() -> str:
+    """The sections, a line each, and how to ask for more."""
+    sections = {key: node for key, node in all_keys().items() if has_keys(node) and "." not in key}
+    width = max(map(len, sections))
+    rows = [f"  {key:{width}}  {node['description']}" for key, node in sections.items()]
+    more = "--help SECTION lists its keys, --help KEY explains one (--help lr), --help all: all"
+    return "\n".join(("sections of the config:", *rows, "", more))
+
+
+def topic(name: str) -> Group:
+    """A section with its keys, a key, every key of that name, or with "all" all there are.
+
+    Args:
+        name: such as "optimizer", "optimizer.lr" or "lr".
+
+    Raises:
+        UserError: there is neither section nor key.
+    """
+    name = name.strip("-[]")
+    if name == _ALL:
+        return Group(*_tables().values())
+    if name in (tables := _tables()):
+        return Group(*(table for key, table in tables.items() if f"{key}.".startswith(f"{name}.")))
+    if name.partition(".")[0] in VISION_SECTIONS:
+        raise UserError(f"--help {name}: jaxforge trains text models only")
+    keys = all_keys()
+    found = [key for key in keys if name in (key, key.rpartition(".")[2])]
+    if not found:
+        near = nearest_keys(tuple(name.split(".")))
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise UserError(f"--help {name}: there is no such section or key{hint}")
+    return Group(*(_about(key, keys[key]) for key in found))
 
 
 def help_text(width: int = 100) -> str:
@@ -20,20 +66,25 @@ def help_text(width: int = 100) -> str:
     """
     console = Console(file=StringIO(), width=width, color_system=None)
     with console.capture() as text:
-        console.print(_reference())
+        console.print(topic(_ALL))
     return "\n".join(line.rstrip() for line in text.get().splitlines())
 
 
-def print_help(console: Console | None = None) -> None:
-    """Prints the reference of all keys.
+def _about(key: str, node: Node) -> Text:
+    """A key: what it may be, what it means, where it stands."""
+    table, _, name = key.rpartition(".")
+    default = node.get("default")
+    value = toml(default) if default is not None and not has_keys(node) else "..."
+    lines = [("  ", node["description"]), ("  expected: ", expected(node))]
+    lines += [("  default: ", value if default is not None else "not set")]
+    lines += [("  no effect: ", TORCH_ONLY[key])] if key in TORCH_ONLY else []
+    lines += [("  in the config: ", f"[{table}] {name} = {value}")]
+    lines += [("  here: ", f"--{key}={value}")]
+    return Text.assemble((key, "bold"), *(f"\n{label}{text}" for label, text in lines), "\n")
 
-    Args:
-        console: Where to print; standard output if None.
-    """
-    (console or Console()).print(_reference())
 
-
-def _reference() -> Group:
+def _tables() -> dict[str, Table]:
+    """The keys of each section, and of each table in it."""
     tables: dict[str, Table] = {}
     for key, node in all_keys().items():
         table, _, name = key.rpartition(".")
@@ -42,7 +93,7 @@ def _reference() -> Group:
         if has_keys(node):
             header = f"[[{key}]]" if node["type"] == "array" else f"[{key}]"
             tables[key] = _table(f"{header}  {node['description']}")
-    return Group(*tables.values())
+    return tables
 
 
 def _table(title: str) -> Table:

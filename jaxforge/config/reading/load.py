@@ -16,6 +16,7 @@ from jaxforge.config.reading.lines import key_lines
 from jaxforge.config.reading.overrides import parse_overrides
 from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.errors import UserError
+from jaxforge.near import path_hint
 
 
 def load_unresolved(path: str | Path | None, overrides: Sequence[str] = ()) -> UnresolvedConfig:
@@ -75,7 +76,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")  # editors on Windows begin with a mark
     except FileNotFoundError:
-        raise UserError(f"no config file at {path}") from None
+        raise UserError(f"no config file at {path}{path_hint(path)}") from None
     except IsADirectoryError:
         raise UserError(f"no config file at {path}: it is a directory") from None
     except UnicodeDecodeError as error:

@@ -1,6 +1,7 @@
 """The JSON schema of the configuration: the one source of `--help`, messages and suggestions."""
 
 from collections.abc import Iterator
+from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
@@ -51,6 +52,27 @@ def node_at(path: Path) -> Node | None:
 def all_keys() -> dict[str, Node]:
     """Every key of every table, dotted and without list indices, with its schema."""
     return _all_keys(_registered())
+
+
+def keys_by_name() -> dict[str, list[str]]:
+    """Keys by what stands after their last dot."""
+    by_name: dict[str, list[str]] = {}
+    for key in all_keys():
+        by_name.setdefault(key.rpartition(".")[2], []).append(key)
+    return by_name
+
+
+def nearest_keys(path: Path) -> list[str]:
+    """The same key in other tables, or else the most similar one, of the same table if any."""
+    name = str(path[-1])
+    table = "".join(f"{part}." for part in path[:-1] if isinstance(part, str))
+    by_name = keys_by_name()
+    siblings = [one for one, keys in by_name.items() if table + one in keys]
+    if name in by_name:
+        return by_name[name]
+    if near := get_close_matches(name, siblings, n=1):
+        return [table + near[0]]
+    return [key for near in get_close_matches(name, by_name, n=1) for key in by_name[near]]
 
 
 def alternatives(node: Node) -> list[str]:

@@ -1,0 +1,57 @@
+"""What may have been meant: the end of a message about a name, or a path, that there is not."""
+
+import difflib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+_MANY = 10_000  # names of a directory that are looked at
+
+
+def hint(name: str, names: Iterable[str], quote: str = '"') -> str:
+    """`; did you mean "cosine"?` where one of the names is near, else nothing.
+
+    Args:
+        name: what was said.
+        names: what there is.
+        quote: around the name that is proposed.
+    """
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {quote}{near[0]}{quote}?" if near else ""
+
+
+def path_hint(path: str | Path, quote: str = "") -> str:
+    """The same of a path of this machine: what is called like the part of it that is not there.
+
+    Args:
+        path: of a file or directory that does not exist.
+        quote: around the path that is proposed.
+    """
+    if "://" in str(path):  # of a bucket
+        return ""
+    path = Path(path)
+    missing = next((one for one in reversed((path, *path.parents)) if not one.exists()), None)
+    if missing is None or not missing.parent.is_dir():
+        return ""
+    names = _alike(missing.name, _names(missing.parent))
+    others = [missing.parent / name / path.relative_to(missing) for name in names]
+    there = next(filter(Path.exists, others), None)  # the whole path, if one leads to it
+    nearest = there or (missing.with_name(names[0]) if names else None)
+    return f"; did you mean {quote}{nearest}{quote}?" if nearest else ""
+
+
+def _alike(name: str, names: Iterable[str]) -> list[str]:
+    """By what stands before suffixes, which make any two files look alike; the nearest first."""
+    by_stem: dict[str, list[str]] = {}
+    for one in names:
+        by_stem.setdefault(Path(one).stem, []).append(one)
+    stems = difflib.get_close_matches(Path(name).stem, by_stem, n=5)
+    return [one for stem in stems for one in sorted(by_stem[stem])]
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        with os.scandir(directory) as entries:
+            return [entry.name for _, entry in zip(range(_MANY), entries, strict=False)]
+    except OSError:  # what may not be read proposes nothing
+        return []

@@ -1,0 +1,115 @@
+"""Options, settings between them, and what a wrong word is answered with."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxforge import completion
+from jaxforge.command_line import CommandParser
+from jaxforge.train import parse_command_line
+
+PROGRAM = Path(sys.executable).with_name("jaxforge")
+
+
+def parser(**options):
+    parser = CommandParser("generate", takes_settings=True, **options)
+    parser.add_argument("run", nargs="?")
+    parser.add_argument("--step", type=int)
+    parser.add_argument("--format", choices=("npy", "bin"))
+    return parser
+
+
+@pytest.mark.parametrize(
+    ("line", "settings"),
+    [
+        (["--train.lr=1"], ["--train.lr=1"]),
+        (["--optimizer.lr", "3e-4"], ["--optimizer.lr=3e-4"]),
+        (["--optimizer.lr", "-1"], ["--optimizer.lr=-1"]),
+        (["--train.max_steps", "300B tok"], ["--train.max_steps=300B tok"]),
+        (["--train.max_steps=300B tok"], ["--train.max_steps=300B tok"]),
+        (["--checkpoint.dir", "a=b"], ["--checkpoint.dir=a=b"]),
+        (["--metrics.enable_wandb", "--step", "3"], ["--metrics.enable_wandb"]),
+        (["--metrics.enable_wandb", "false"], ["--metrics.enable_wandb=false"]),
+        (["--data.datasets", "[{'path': 'a'}]"], ["--data.datasets=[{'path': 'a'}]"]),
+    ],
+)
+def test_a_setting_may_stand_before_or_after_what_is_not_one(line, settings):
+    for words in ([*line, "runs/a"], ["runs/a", *line]):
+        args, found = parser().parse(words)
+        assert (args.run, found) == ("runs/a", settings)
+
+
+def test_what_follows_two_dashes_is_no_setting():
+    args, settings = parser().parse(["--", "--train.lr=1"])
+    assert (args.run, settings) == ("--train.lr=1", [])
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("--stepp=3", "unknown option --stepp; did you mean --step?"),
+        ("--lr=3", "unknown option --lr; did you mean --optimizer.lr?"),
+        ("--max-steps", "unknown option --max-steps; did you mean --train.max_steps or "
+         "--early_stop.max_steps?"),
+        ("--max_step=3", "unknown option --max_step; did you mean --train.max_steps or"),
+        ("--xyzzy", "unknown option --xyzzy\n"),
+        ("--format=np", "(choose from 'npy', 'bin'); did you mean npy?"),
+    ],
+)  # fmt: skip
+def test_a_wrong_option_is_answered_with_what_is_near(word, answer, capsys):
+    with pytest.raises(SystemExit) as end:
+        parser().parse(["runs/a", word])
+    assert end.value.code == 2
+    assert answer in capsys.readouterr().err
+
+
+def test_a_config_without_its_option(capsys):
+    with pytest.raises(SystemExit):
+        parse_command_line(["run.toml"])
+    assert (
+        "unexpected argument run.toml; did you mean --config run.toml?" in capsys.readouterr().err
+    )
+
+
+def test_what_is_passed_on_is_not_judged():
+    _, others = parser(passes_on=True).parse(["a", "--num_fewshot", "--distributed.tp", "2"])
+    assert others == ["--num_fewshot", "--distributed.tp=2"]
+
+
+def test_help_explains_a_key(capsys):
+    with pytest.raises(SystemExit) as end:
+        parser().parse(["--help", "lr"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("optimizer.lr\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "answers"),
+    [
+        ("jaxforge tr", ["train "]),
+        ("jaxforge report --ou", ["--output "]),
+        ("jaxforge train --optimizer.muon_m", ["--optimizer.muon_momentum "]),
+        ("jaxforge train --optimizer.name li", ["lion "]),
+        ("jaxforge train --optimizer.name=li", ["--optimizer.name=lion "]),
+        ("jaxforge export --to ", ["dcp", "hf"]),
+    ],
+)
+def test_a_shell_is_told_what_may_follow(line, answers, tmp_path):
+    asked = {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_IFS": "\n",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answers"),
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+    }
+    subprocess.run([PROGRAM], env=os.environ | asked, check=True)
+    assert (tmp_path / "answers").read_text().split("\n") == answers
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_gets_its_part(shell, capsys):
+    assert completion.main([shell]) == 0
+    assert "jaxforge" in capsys.readouterr().out
