@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from axes import Scale, scale_of
 from figures import DOCS
 from jaxtyping import Array, Float, Int
 from results import ELSEWHERE, arguments, write_json
@@ -27,7 +28,6 @@ from jaxforge.config.reading.load import make_config
 from jaxforge.model import capture
 from jaxforge.model.transformer import Model, Params, build_model
 from jaxforge.optim.optimizer import build_optimizer
-from jaxforge.report.scale import Scale, scale_of
 
 BASE = 128
 WIDTHS = (64, 128, 256, 512)

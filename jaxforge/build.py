@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
-from jaxforge import mirror, run_directory
+from jaxforge import mirror, run_directory, starts
 from jaxforge.checkpoint.local import open_local
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import Saved, Source, start_from, starting_state
@@ -43,9 +43,10 @@ from jaxforge.step.executable import Executable
 from jaxforge.step.grad_sync import GradSync, resolve_grad_sync
 from jaxforge.step.lowering import lower_sizes
 from jaxforge.step.train_step import Batch, CompiledSteps, make_train_step
-from jaxforge.telemetry.console import add_log_file, banner, human
+from jaxforge.telemetry.console import add_log_file, banner
 from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.metric_writers import check_libraries, open_writers
+from jaxforge.telemetry.numbers import human
 from jaxforge.telemetry.profiler import Profiler
 from jaxforge.telemetry.tracker import Tracker
 from jaxforge.training.evaluation import Evaluator
@@ -108,10 +109,14 @@ def build_trainer(
     ready = functools.partial(_ready, flags, saved, sync.applied_to(config))
     _announce(console, config, model, mesh, samples, sync)
     tracker = _tracker(console, config, progress, samples)
-    run_directory.prepare(mirror.files(config.checkpoint.dir), config)
-    run_directory.note_start(mirror.files(config.checkpoint.dir), config, progress.step)
+    run = mirror.files(config.checkpoint.dir)
+    run_directory.prepare(run, config)
+    run_directory.note_start(run, config, progress.step)
+    if jax.process_index() == 0:
+        starts.note(run, progress.step, parameters=parameter_count(model.abstract),
+                    devices=f"{jax.device_count()} x {jax.devices()[0].device_kind}")  # fmt: skip
     summary = schedule_summary(config, dp, progress.sequences_per_epoch)
-    write_summary(mirror.files(config.checkpoint.dir), summary)
+    write_summary(run, summary)
 
     def open_batches(place: Progress) -> Iterator[Batch]:
         return batches_from(place, config, mesh, dataset, phases, ramp)

@@ -6,6 +6,7 @@ run.lock          who trains in it now (`run_lock`)
 config.toml       the resolved config of the latest start
 configs/          those of all starts that the run comes from, by the step that each went on from
 metrics.jsonl     an object per logged step (`telemetry.sinks.JsonlSink`)
+starts.jsonl      an object per start: time, command, versions (`starts`)
 logs/             a log per process
 tokenizer/        a copy of the data's tokenizer, where there is one
 checkpoints/      `checkpoint.manager`
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import jax
 
-from jaxforge import mirror, storage
+from jaxforge import mirror, starts, storage
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config
 from jaxforge.corpus.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
@@ -59,6 +60,7 @@ def open_mirror(config: JobConfig) -> mirror.Mirror | None:
         _CONFIG,
         _CONFIGS,
         "metrics.jsonl",
+        starts.FILE_NAME,
         "progress.txt",
         _TOKENIZER,
     ]  # process 0 goes on with them

@@ -19,6 +19,9 @@ LAYERS = {
     "process": set(),
     "run_lock": {"errors", "storage"},
     "wide_count": set(),
+    "git": set(),
+    "redaction": set(),
+    "starts": {"errors", "git", "redaction"},
     "side": set(),
     "near": set(),
     "command_line": {"cli", "config", "near"},
@@ -42,7 +45,7 @@ LAYERS = {
                  "mirror", "side"},
     "checkpoint": {"errors", "config", "parallel", "model", "state", "storage", "buckets"},
     "telemetry": {"errors", "exit_codes", "config", "mirror", "state"},
-    "run_directory": {"errors", "config", "corpus", "storage", "mirror"},
+    "run_directory": {"errors", "config", "corpus", "storage", "mirror", "starts"},
     "inference": {"errors", "cli", "config", "parallel", "corpus", "data", "model", "checkpoint",
                   "run_directory", "storage", "telemetry", "training"},
 }  # fmt: skip

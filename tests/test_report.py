@@ -1,25 +1,35 @@
 """The page of a run: what stands on it, what a browser makes of it."""
 
+import base64
 import json
 import math
 import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxforge.errors import UserError
+from jaxforge.report import lines as lines_of
 from jaxforge.report.__main__ import main
+from jaxforge.report.names import NAMES, name_of
+from jaxforge.report.numbers import duration, exact
 from jaxforge.report.reading import read_runs
-from jaxforge.report.scale import Scale, duration, exact, scale_of
-from jaxforge.report.thinning import moving_median, thin
+from jaxforge.report.thinning import middles, thin
 from tests.conftest import tiny_config
 from tests.machine import PATIENCE
 from tests.processes.conftest import Run
 
+METRICS, FILE = Path(__file__).parents[1] / "docs" / "metrics.md", "metrics.jsonl"
 VOID = {"meta", "input", "link", "img", "br"}
+
+
+def numbers(text):
+    kind, data = text.split(":")
+    return np.frombuffer(base64.b64decode(data), f"<{kind}").astype(float).round(5).tolist()
 
 
 class Page(HTMLParser):
@@ -58,15 +68,24 @@ class Page(HTMLParser):
             and all(e.get(k) == v for k, v in attributes.items())
         ]  # fmt: skip
 
-    def figure(self, title):
-        (found,) = (h["inside"] for h in self.all("h2") if h["text"].startswith(title + " "))
-        return next(e for e in found if e["tag"] == "figure")
+    def json(self):
+        return json.loads(self.all("script", id="data")[0]["text"])
 
     def titles(self):
-        return [h["text"].strip() for h in self.all("h2")]
+        return [chart["title"] for chart in self.json()["charts"]]
 
-    def data(self, title):
-        return json.loads(self.all("script", self.figure(title))[0]["text"])
+    def curves(self, title):
+        """The curves of a chart, their columns as lists."""
+        data = self.json()
+        (chart,) = (chart for chart in data["charts"] if chart["title"] == title)
+        columns = [numbers(text) for text in data["columns"]]
+        return [
+            {**curve, "x": columns[curve["x"]], "y": numbers(curve["y"])}
+            for curve in chart["curves"]
+        ]
+
+    def points(self, title):
+        return [dict(zip(c["x"], c["y"], strict=True)) for c in self.curves(title)]
 
     def facts(self):
         names, values = (self.all(tag) for tag in ("dt", "dd"))
@@ -86,12 +105,19 @@ def line(step, **more):
     }  # fmt: skip
 
 
-def write_run(path, lines, log="", tail="", **config):
-    (path / "logs").mkdir(parents=True)
+def start(step, **more):
+    versions, git = {"jax": "0.10.2"}, {"commit": "0123456789abcdef", "changed": True}
+    return {"step": step, "time": 1e9, "command": "jaxforge train", "versions": versions,
+            "git": git, "parameters": 155_000, **more}  # fmt: skip
+
+
+def write_run(path, lines, starts=(0,), tail="", **config):
+    path.mkdir(parents=True)
     config = {"train": {"max_steps": 50}, **config}
     (path / "config.toml").write_text(tiny_config(**config).to_toml())
     (path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines) + tail)
-    (path / "logs" / "process_0.log").write_text(log)
+    begun = [json.dumps(start(step)) + "\n" for step in starts]
+    (path / "starts.jsonl").write_text("".join(begun))
     return path
 
 
@@ -111,155 +137,149 @@ EVALUATIONS = [
 def test_charts_facts_and_values(tmp_path):
     lines = [line(step) for step in range(1, 41)] + EVALUATIONS
     page = page_of(write_run(tmp_path / "run", lines))
-    assert page.titles() == [
-        "Loss nats per token", "Evaluation loss nats per token", "Evaluation bits per byte",
-        "Learning rate of the next update", "Gradient norm before clipping",
-        "Throughput tokens per second", "Time of a step seconds",
-    ]  # fmt: skip
-    train, evaluation = page.data("Loss")
-    assert train == {"x": list(range(1, 41)), "y": [round(6 - i / 100, 4) for i in range(1, 41)]}
-    assert evaluation == {"x": [10, 20, 30], "y": [5.5, 5.25, 5.375]}
-    legend = [li["text"] for li in page.all("li", page.figure("Loss"))]
-    assert legend == ["train 5.6000", "evaluation 5.3750"]
+    assert page.titles() == ["Loss", "Evaluation, bits per byte", "Gradient norm"]
+    train, evaluation = page.points("Loss")
+    assert train == {s: round(6 - s / 100, 4) for s in range(1, 41)}
+    assert evaluation == {10: 5.5, 20: 5.25, 30: 5.375}
     assert page.facts() == {
-        "model": "2 layers, dim 64, 4/2 heads of 16, ffn 256, vocabulary 256",
-        "parameters": "156K",
+        "smoothed loss": "5.6000",
+        "best evaluation loss": "5.2500 at step 20",
+        "last loss": "5.6000",
         "steps": "40 of 50",
         "tokens": "40,960",
-        "wall time": "1 min 18 s, 20 s of it in steps",
-        "last loss": "5.6000",
-        "best evaluation loss": "5.2500 at step 20",
+        "wall time": "1 min 18 s",
+        "time in steps": "20 s",
         "skipped steps": "none",
         "resumed": "never",
+        "model": "2 layers, dim 64, 4/2 heads of 16, ffn 256, vocabulary 256",
+        "parameters": "155K",
+        "devices": "",
+        "code": "0123456789ab, changed",
+        "versions": "jax 0.10.2",
+        "command": "jaxforge train",
     }
-    assert ["evaluation", "5.3750", "215.94", "2.6875", "5.2500", "20"] in page.rows()
+    assert ["all sets", "5.3750", "215.94", "2.6875", "5.2500", "20"] in page.rows()
     (config,) = page.all("details")
     assert "open" not in config
     assert "max_steps = 50" in config["text"]
 
 
+def test_what_never_changes_is_told_in_a_table(tmp_path):
+    lines = [line(s, **{f"moe/router_bias/layers.{i}": 0.0 for i in range(5)}) for s in (1, 2, 3)]
+    one = write_run(tmp_path / "one", lines)
+    two = write_run(tmp_path / "two", [line(s, **{"train/lr": 1e-4}) for s in (1, 2, 3)])
+    rows = page_of(one, two).rows()
+    assert ["Learning rate (of the next update)", "one: 3e-4, two: 1e-4"] in rows
+    assert ["Throughput (tokens per second)", "2,048"] in rows
+    assert ["Largest router bias by layer: layer 0 to layer 4", "0"] in rows
+    assert not {"Learning rate", "Throughput"} & set(page_of(one, two).titles())
+
+
 def test_several_evaluation_sets(tmp_path):
-    sets = {"eval/code.py/loss": 5.0, "eval/loss": 5.5, "eval/web/loss": 6.0}
-    lines = [line(1), {"step": 1, "time": 1e9, **sets}]
+    sets = [{"eval/code.py/loss": x, "eval/loss": x + 0.5, "eval/web/loss": x + 1} for x in (5, 4)]
+    lines = [line(1), *({"step": s, "time": 1e9, **one} for s, one in enumerate(sets, 1))]
     page = page_of(write_run(tmp_path / "run", lines))
-    legend = [li["text"] for li in page.all("li", page.figure("Evaluation loss"))]
-    assert legend == ["all sets 5.5000", "code.py 5", "web 6"]
-    assert [curve["y"] for curve in page.data("Loss")] == [[5.99], [5.5]]
-    assert page.facts()["best evaluation loss"] == "5.5000 at step 1"
-    assert [row[0] for row in page.rows()] == ["set", "all sets", "code.py", "web"]
-
-
-def test_curves_lie_where_their_values_are(tmp_path):
-    """Step 0 is the left edge, step 40 the right one; the rate's axis goes from 0 to 1.04 times."""
-    page = page_of(write_run(tmp_path / "run", [line(s) for s in (1, 10, 20, 40)]))
-    (path,) = page.all("path", page.figure("Learning rate"), class_="line")
-    y = round(1000 * (1 - 1 / 1.1))
-    assert path["d"] == f"M50 {y}L500 {y} 1000 {y} 2000 {y}"
+    assert [c["label"] for c in page.curves("Loss")] == ["training", "evaluation"]
+    labels = [c["label"] for c in page.curves("Evaluation loss")]
+    assert labels == ["all sets", "code.py", "web"]
+    assert page.points("Evaluation loss")[2] == {1: 6, 2: 5}
+    assert page.facts()["best evaluation loss"] == "4.5000 at step 2"
+    assert [row[0] for row in page.rows()][:4] == ["set", "code.py", "all sets", "web"]
 
 
 def test_the_page_asks_nobody_for_anything(tmp_path):
     page = page_of(write_run(tmp_path / "run", [line(1)]))
     for element in page.elements:
         for name in ("src", "href", "data", "action", "poster", "srcset"):
-            assert (element.get(name) or "#").startswith("#"), element
+            assert name not in element, element
     assert not page.all("link")
-    assert not re.search(r"https?:|url\(|@import|\bfetch\b|XMLHttpRequest", page.source)
+    ours = page.source.replace("/*! https://github.com/leeoniya/uPlot (v1.6.32) */", "")
+    assert not re.search(r"https?:|url\(|@import|XMLHttpRequest", ours)
     (policy,) = page.all("meta", **{"http-equiv": "Content-Security-Policy"})
-    assert policy["content"].startswith("default-src 'none';")
+    assert policy["content"].startswith("default-src 'none'; connect-src 'none';")
 
 
-def test_names_are_escaped(tmp_path):
-    name, dataset = 'a <b> & "c"', "</script><i>"
+def test_what_runs_say_is_escaped(tmp_path):
+    name, dataset, said = 'a <b> & "c"', "</script><i>", "<script>alert(1)</script>"
     lines = [line(s, **{f"data/{dataset}/tokens": s, f"loss/{dataset}": 1.0}) for s in (1, 2)]
-    log = "INFO: resuming from step 1 of x\n"
-    page = page_of(write_run(tmp_path / name, lines, log))
+    path = write_run(tmp_path / name, lines)
+    sample = {"step": 1, "prompt": said, "text": f"{said} & more", "time": 1e9}
+    (path / "samples.jsonl").write_text(json.dumps(sample) + "\n" + '{"step": 2, "pro')
+    (path / "starts.jsonl").write_text(json.dumps(start(0, command=said)) + "\n")
+    page = page_of(path)
     assert page.all("h1")[0]["text"] == name
     assert page.all("title")[0]["text"] == name
-    assert page.all("li", page.figure("Mixture"))[0]["text"] == f"{dataset} 2"
-    assert page.all("line", class_="resume")
+    assert page.json()["runs"][0]["name"] == name
+    assert [c["label"] for c in page.curves("Tokens by dataset")] == [dataset]
+    assert page.facts()["command"] == said
+    assert page.all("p", class_="sample")[0]["text"] == f"step 1 {said}{said} & more"
+    assert len(page.all("script")) == 2
     assert not page.all("b", page.all("h1")[0])
-    assert not page.all("i", page.all("title")[0])
 
 
-def test_what_is_not_finite_is_marked_and_breaks_the_curve(tmp_path):
+def test_samples_are_told_the_newest_first(tmp_path):
+    path = write_run(tmp_path / "run", [line(1)])
+    said = [{"step": s, "prompt": "So", "text": f" {s}", "time": 1e9} for s in range(200)]
+    (path / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in said))
+    samples = [p["text"] for p in page_of(path).all("p", class_="sample")]
+    assert samples[:2] == ["step 199 So 199", "step 198 So 198"]
+    assert len(samples) == 120
+
+
+def test_what_is_not_finite_breaks_the_curve_and_is_marked(tmp_path):
     lines = [line(s, **({"train/loss": None} if s in (7, 9, 30) else {})) for s in range(1, 41)]
-    figure = (page := page_of(write_run(tmp_path / "run", lines))).figure("Loss")
-    linear = page.all("div", figure, class_="linear")[0]
-    marks = page.all("use", linear, class_="bad")
-    assert [m["text"] for m in marks] == [f"train: not finite at {s}" for s in (7, 9, 30)]
-    assert [m["x"] for m in marks] == ["17.5%", "22.5%", "75%"]
-    path = page.all("path", linear, class_="line")[0]["d"]
-    assert path.count("M") == 4
-    assert re.search(r"M400 \d+h0M", path)  # step 8, alone
-    assert page.data("Loss")[0]["y"][6:9] == [None, 5.92, None]
-    assert "3 not finite" in page.all("p", figure)[0]["text"]
-    assert not page.all("use", page.figure("Learning rate"), class_="bad")
-
-
-def test_a_loss_of_many_magnitudes_is_first_shown_on_a_log_scale(tmp_path):
-    lines = [line(s, **{"train/loss": 1e3 if s == 5 else 3.0}) for s in range(1, 11)]
-    page = page_of(write_run(tmp_path / "run", lines))
-    (chosen,) = (choice for choice in page.all("input") if "checked" in choice)
-    assert chosen["value"] == "log"
+    (train,) = page_of(write_run(tmp_path / "run", lines)).curves("Loss")
+    assert (train["bad"], train["bad_count"]) == ([7, 9, 30], 3)
+    assert [s for s, y in zip(train["x"], train["y"], strict=True) if math.isnan(y)] == [7, 9, 30]
 
 
 def test_steps_of_another_run_do_not_count_as_time(tmp_path):
     """A run that began at step 5000 of a checkpoint."""
-    page = page_of(write_run(tmp_path / "run", [line(s) for s in range(5001, 5005)]))
-    assert page.facts()["wall time"] == "6.5 s, 2 s of it in steps"
-    assert page.all("text", page.figure("Loss"), class_="x")[0]["text"] == "5,001"
+    page = page_of(write_run(tmp_path / "run", [line(s) for s in range(5001, 5005)], (5000,)))
+    facts = page.facts()
+    assert (facts["wall time"], facts["time in steps"]) == ("6.5 s", "2 s")
+    assert facts["resumed"] == "never"
 
 
 def test_a_run_that_is_nowhere_finite_has_a_page(tmp_path):
     page = page_of(write_run(tmp_path / "run", [line(1, **{"train/loss": None})]))
-    assert page.facts()["last loss"] == "not finite"
+    assert page.facts()["smoothed loss"] == page.facts()["last loss"] == "not finite"
+    assert page.curves("Loss")[0]["last"] is None
 
 
 def test_skipped_steps_are_marked(tmp_path):
     lines = [line(s, **{"train/skipped_steps": float(s >= 4) + (s >= 8)}) for s in range(1, 11)]
     page = page_of(write_run(tmp_path / "run", lines))
-    marks = page.all("use", page.figure("Gradient norm"), class_="skip")
-    assert [m["text"] for m in marks] == ["run: skipped at 4", "run: skipped at 8"]
+    assert page.json()["runs"][0]["skips"] == [4, 8]
+    assert page.curves("Gradient norm")[0]["skips"]
     assert page.facts()["skipped steps"] == "2 (20.00%)"
-    assert page.data("Skipped steps")[0]["y"][-1] == 2
-
-
-START, RESUME = (
-    "INFO jaxforge.train: train step compiled in 4.2 s\n",
-    "resuming from step {} of d\n",
-)
-
-
-def starts(*steps):
-    """The log of starts; None resumes from nothing."""
-    return "".join((RESUME.format(s) if s is not None else "") + START for s in steps)
+    assert page.points("Skipped steps")[0][10] == 2
 
 
 @pytest.mark.parametrize(
-    ("log", "expected"),
+    ("begun", "expected"),
     [
-        (starts(None), []),
-        (starts(None, 10, 20), [10, 20]),
-        (starts(None, 10, 10), [10, 10]),
-        (starts(None, 10, 20, 15), [10, 15]),  # the curve after 15 is that of the last start
-        (starts(None, 10, None, 20), [20]),  # the checkpoints were removed: it began anew
-        (starts(None, 10) + RESUME.format(40), [10]),  # nothing was left to do
+        ((0,), []),
+        ((0, 10, 20), [10, 20]),
+        ((0, 10, 10), [10, 10]),
+        ((0, 10, 20, 15), [10, 15]),  # the curve after 15 is that of the last start
+        ((0, 10, 0, 20), [20]),  # the checkpoints were removed: it began anew
+        ((0, 10, 40), [10]),  # nothing was left to do
     ],
 )
-def test_resumes_are_those_of_the_present_curve(tmp_path, log, expected):
-    path = write_run(tmp_path / "run", [line(s) for s in range(1, 41)], log)
+def test_resumes_are_those_of_the_present_curve(tmp_path, begun, expected):
+    path = write_run(tmp_path / "run", [line(s) for s in range(1, 41)], begun)
     (run,) = read_runs([path])
-    assert run.resumes == expected
-    page = page_of(path)
-    for plot in page.all("div", class_="plot"):
-        lines = page.all("line", plot, class_="resume")
-        assert [e["x1"] for e in lines] == [f"{100 * s / 40:.5g}%" for s in expected]
+    assert run.resumes == page_of(path).json()["runs"][0]["resumes"] == expected
 
 
-def test_a_missing_log_is_said(tmp_path):
+def test_a_run_of_an_older_version_has_no_starts(tmp_path):
     path = write_run(tmp_path / "run", [line(1)])
-    (path / "logs" / "process_0.log").unlink()
-    assert page_of(path).facts()["resumed"] == "unknown: no logs/process_0.log"
+    (path / "starts.jsonl").unlink()
+    facts = page_of(path).facts()
+    assert facts["resumed"] == "unknown: no starts.jsonl"
+    assert facts["parameters"] == "156K"  # of the model
+    assert "command" not in facts
 
 
 @pytest.mark.processes
@@ -271,20 +291,42 @@ def test_a_real_run_that_was_resumed(tmp_path):
     assert page.facts()["resumed"] == "from step 4"
     assert page.facts()["steps"] == "8 of 8"
     assert page.facts()["tokens"] == f"{8 * 8 * 32:,}"
-    (train,) = page.data("Loss")
-    assert train["x"] == list(range(1, 9))
-    assert train["y"] == [float(f"{loss:.7g}") for loss in run.losses().values()]
+    assert "jax " in page.facts()["versions"]
+    (train,) = page.points("Loss")
+    assert train == pytest.approx(dict(enumerate(run.losses().values(), 1)), abs=1e-5)
 
 
 def test_a_line_that_is_being_written_is_left_for_the_next_time(tmp_path):
     lines = [line(1), line(2)]
     page = page_of(write_run(tmp_path / "run", lines, tail=json.dumps(line(3))[:40]))
-    assert page.data("Loss")[0]["x"] == [1, 2]
+    assert list(page.points("Loss")[0]) == [1, 2]
 
 
 def test_a_damaged_line_is_named(tmp_path):
     path = write_run(tmp_path / "run", [line(1)], tail='{"step": 2, "ti\n' + json.dumps(line(3)))
     with pytest.raises(UserError, match=r"metrics.jsonl:2: not a JSON object; remove this line"):
+        main([str(path)])
+
+
+def test_lines_are_read_in_parts_and_by_processes(tmp_path, monkeypatch):
+    path = write_run(tmp_path / "run", [line(s) for s in range(1, 41)] + EVALUATIONS) / FILE
+    whole = [part.values["train/loss"] for part in lines_of.read(path)]
+    monkeypatch.setattr(lines_of, "_BLOCK", 1000)
+    parts = list(lines_of.read(path))
+    assert (len(whole), len(parts) > 5, parts[-1].end) == (1, True, path.stat().st_size)
+    found = lines_of.joined([p.values["train/loss"] for p in parts if "train/loss" in p.values])
+    for one, other in zip(whole[0], found, strict=True):
+        assert one.tolist() == other.tolist()
+    monkeypatch.setattr(lines_of, "_LARGE", 5000)
+    monkeypatch.setattr(lines_of.os, "cpu_count", lambda: 2)
+    again = list(lines_of.read(path, processes=True))
+    assert [part.end for part in again] == [part.end for part in parts]
+
+
+def test_a_damaged_line_of_a_late_part_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(lines_of, "_BLOCK", 300)
+    path = write_run(tmp_path / "run", [line(s) for s in range(1, 9)], tail='{"time": 3}\n')
+    with pytest.raises(UserError, match=r"metrics.jsonl:9: not a JSON object"):
         main([str(path)])
 
 
@@ -312,53 +354,41 @@ def test_a_page_that_cannot_be_written(tmp_path):
 def test_runs_are_laid_over_each_other(tmp_path):
     lines = [line(s) for s in range(1, 11)]
     one = write_run(tmp_path / "one" / "run", lines + EVALUATIONS)
-    two = write_run(tmp_path / "two" / "run", lines[:4], starts(None, 2), optimizer={"lr": 1e-4})
+    better = [line(s, **{"train/loss": 2.0}) for s in range(1, 5)]
+    two = write_run(tmp_path / "two" / "run", better, (0, 2), optimizer={"lr": 1e-4})
     page = page_of(one, two)
-    assert [li["text"] for li in page.all("li", page.figure("Loss: train"))] == [
-        f"{one} 5.9000", f"{two} 5.9600"
+    told = [(c["name"], c["run"], c["colour"]) for c in page.curves("Loss")]
+    assert told == [
+        (f"{one} training", 0, 0), (f"{two} training", 1, 1), (f"{one} evaluation", 0, 0)
     ]  # fmt: skip
-    assert [path["class"] for path in page.all("path", page.figure("Throughput"))] == [
-        "line c0", "line c1"
+    head, first, second = page.rows()[:3]
+    assert head == [
+        "run", "optimizer.lr", "smoothed loss", "best evaluation loss", "last loss", "steps",
+        "tokens", "wall time", "time in steps", "resumed",
     ]  # fmt: skip
-    assert len(page.data("Loss: evaluation")) == 1
-    assert "Evaluation loss nats per token" not in page.titles()  # it is there already
-    assert page.rows()[-2:] == [["key", str(one), str(two)], ["optimizer.lr", "0.003", "0.0001"]]
-    assert {e["class"] for e in page.all("line", class_="resume")} == {"resume c1"}
+    assert first[:4] == [str(two), "0.0001", "2", "none"]
+    assert second[:4] == [str(one), "0.003", "5.9000", "5.2500 at step 20"]
+    assert [r.get("data-run") for r in page.all("tr")[:3]] == [None, "1", "0"]
+    assert [run["resumes"] for run in page.json()["runs"]] == [[], [2]]
 
 
-@pytest.mark.parametrize(("axis", "last"), [("steps", 4), ("tokens", 4096), ("hours", 6 / 3600)])
-def test_horizontal_axes(tmp_path, axis, last):
-    path = write_run(tmp_path / "run", [line(s) for s in range(1, 5)])
-    page = page_of(path, options=["--x", axis])
-    assert page.data("Loss")[0]["x"][-1] == pytest.approx(last, rel=1e-6)
-    assert float(page.all("main")[0]["data-high"]) == pytest.approx(last)
-
-
-def test_a_mixture_is_stacked(tmp_path):
-    tokens = [{"data/web/tokens": 300.0 * s, "data/code/tokens": 100.0 * s} for s in range(1, 5)]
-    path = write_run(tmp_path / "run", [line(i, **t) for i, t in enumerate(tokens, 1)])
-    page = page_of(path)
-    web, code = page.all("path", page.figure("Mixture"), class_="area")
-    tokens = [curve["y"] for curve in page.data("Mixture")]
-    assert tokens == [[300, 600, 900, 1200], [100, 200, 300, 400]]
-    top, bottom = corners(code)
-    assert bottom == corners(web)[0]
-    assert top[-1] == (2000, round(1000 * (1 - 1600 / (1600 + 0.04 * 1600))))
-
-
-def corners(area):
-    numbers = list(map(int, re.findall(r"\d+", area["d"])))
-    points = list(zip(numbers[::2], numbers[1::2], strict=True))
-    return points[: len(points) // 2], points[: len(points) // 2 - 1 : -1]
+def test_horizontal_axes(tmp_path):
+    lines = [line(s, **{"train/tokens": 2.0**s}) for s in range(1, 5)]
+    page = page_of(write_run(tmp_path / "run", lines), options=["--x", "tokens"])
+    assert page.json()["axis"] == "tokens"
+    along = {name: numbers(text) for name, text in page.json()["runs"][0]["along"].items()}
+    assert along["steps"] == [1, 2, 3, 4]
+    assert along["tokens"] == [2, 4, 8, 16]
+    assert along["hours"] == [round(2 * s / 3600, 5) for s in range(4)]
 
 
 def test_every_metric_gets_a_chart(tmp_path):
-    more = {"mine/entropy": 0.25, "smoothed/loss": 1.0, "train/mfu": 0.4}
+    more = {"mine/head_entropy": 0.25, "smoothed/loss": 1.0, "train/mfu": 0.4}
     lines = [line(s, **{name: s * value for name, value in more.items()}) for s in (1, 2)]
     page = page_of(write_run(tmp_path / "run", lines))
-    assert page.data("mine/entropy") == [{"x": [1, 2], "y": [0.25, 0.5]}]
-    assert page.data("Model FLOPs utilization") == [{"x": [1, 2], "y": [40, 80]}]
-    assert "smoothed" not in page.source
+    assert page.points("Head entropy") == [{1: 0.25, 2: 0.5}]
+    assert page.points("MFU") == [{1: 40, 2: 80}]
+    assert not any("moothed" in title for title in page.titles())
 
 
 def test_a_long_run_keeps_its_spikes_and_gaps_in_a_small_page(tmp_path):
@@ -368,15 +398,28 @@ def test_a_long_run_keeps_its_spikes_and_gaps_in_a_small_page(tmp_path):
     for one in lines[20_000:21_000]:
         one["train/loss"] = None
     page = page_of(write_run(tmp_path / "run", lines))
-    (train,) = page.data("Loss")
-    drawn = dict(zip(train["x"], train["y"], strict=True))
+    (train,), (drawn,) = page.curves("Loss"), page.points("Loss")
     assert drawn[12_346] == 77
     assert drawn[45_679] == -5
-    assert len(drawn) <= 1602
-    assert all(y is None for x, y in drawn.items() if 20_063 < x <= 20_938)
-    assert None in drawn.values()
-    assert page.all("use", page.figure("Loss"), class_="bad")
+    assert len(drawn) <= 2002
+    assert all(math.isnan(y) for x, y in drawn.items() if 20_063 < x <= 20_938)
+    assert any(math.isnan(y) for y in drawn.values())
+    assert (train["bad_count"], len(train["bad"])) == (1000, 200)
+    smooth = numbers(train["smooth"][1])
+    assert max(abs(y - 3) for y in smooth) < 0.2
     assert len(page.source) < 400_000
+
+
+def test_many_curves_share_the_points_of_a_page(tmp_path):
+    random = np.random.default_rng(0).uniform(0, 1, (3000, 48)).tolist()
+    lines = [line(s, **{f"moe/balance/layers.{i}": x for i, x in enumerate(values)})
+             for s, values in enumerate(random, 1)]  # fmt: skip
+    page = page_of(write_run(tmp_path / "run", lines))
+    curves = page.curves("Balance by layer")
+    assert [c["label"] for c in curves[:2]] == ["layer 0", "layer 1"]
+    assert [curves[i]["shade"] for i in (0, 47)] == [0, 1]
+    assert len(curves) == 48
+    assert 48 * 1000 < sum(len(curve["x"]) for curve in curves) < 48 * 1300
 
 
 def test_thinning():
@@ -387,42 +430,14 @@ def test_thinning():
     assert (thin(x[:100], y[:100], buckets=50) == np.arange(100)).all()
 
 
-def test_the_median_ignores_spikes_and_starts_with_the_curve():
+def test_middles_ignore_spikes_and_what_is_not_finite():
     y = 10 - np.arange(1000) / 100
     spiky = np.where(np.arange(1000) % 9 == 4, np.nan, y)
     spiky[500] = 1e6
-    x, median, width = moving_median(np.arange(1000), spiky)
-    assert width == 21
-    assert median[0] == y[0]
-    np.testing.assert_allclose(median[x < 980], y[x[x < 980]], atol=0.02)
-
-
-@pytest.mark.parametrize(
-    ("scale", "labels"),
-    [
-        (Scale(0, 200_000), ["0", "50,000", "100,000", "150,000", "200,000"]),
-        (Scale(0, 8.4e11), ["0", "200B", "400B", "600B", "800B"]),
-        (Scale(3.1, 5.7), ["3.5", "4.0", "4.5", "5.0", "5.5"]),
-        (Scale(0, 4e-4), ["0", "1e-4", "2e-4", "3e-4", "4e-4"]),
-        (Scale(0.08, 600, log=True), ["0.1", "1", "10", "100"]),
-        (Scale(0.01, 0.4, log=True), ["0.01", "0.02", "0.05", "0.1", "0.2"]),
-        (Scale(1e-7, 40, log=True), ["1e-6", "1e-4", "0.01", "1"]),
-        (Scale(0.88, 0.9, log=True), ["0.880", "0.885", "0.890", "0.895", "0.900"]),
-    ],
-)
-def test_ticks_are_round(scale, labels):
-    ticks = scale.ticks(7)
-    assert [label for _, label in ticks] == labels
-    assert all(0 <= scale.place(value) <= 1 for value, _ in ticks)
-
-
-def test_scales_hold_what_is_finite():
-    values = np.array([np.nan, -1.0, 0.0, 10.0, 1000.0])
-    linear, log = scale_of(values), scale_of(values, log=True)
-    assert linear.low < -1 < 1000 < linear.high
-    assert 8 < log.low < 10
-    assert log.place(np.array([0.0, 100.0])) == pytest.approx([0, 0.5])
-    assert scale_of(np.array([3.0])).place(3.0) == pytest.approx(0.5)
+    x, middle = middles(np.arange(1000), spiky, buckets=50)
+    assert len(x) == 50
+    np.testing.assert_allclose(middle, 10 - x / 100, atol=0.02)
+    assert not len(middles(np.arange(9), np.full(9, np.nan), 3)[0])
 
 
 def test_numbers_in_words():
@@ -434,6 +449,19 @@ def test_numbers_in_words():
     assert times == ["7.25 s", "1 min 18 s", "1 h 2 min", "3 d 5 h"]
 
 
+def test_metrics_have_readable_names():
+    """All that docs/metrics.md lists."""
+    listed = re.findall(r"^\| `([\w/<>.]+)`", METRICS.read_text().partition("\n## ")[0], re.M)
+    assert len(listed) > 45
+    for metric in listed:
+        name = name_of(re.sub("<(name|part)>", "mine", metric.replace("<i>", "3")))
+        assert "/" not in name.title + name.group
+        assert "_" not in name.title + name.group
+        assert metric in NAMES or "<" in metric
+    assert name_of("mine/a_b/layers.12")[:4] == ("A b by layer", "", "Mine", "layer 12")
+    assert name_of("loss")[:3] == ("Loss", "", "Other")
+
+
 LISTEN = """<script>
 const seen = document.documentElement.dataset;
 seen.errors = "";
@@ -441,23 +469,25 @@ addEventListener("error", (event) => { seen.errors += event.message; }, true);
 addEventListener("securitypolicyviolation", (event) => { seen.errors += event.blockedURI; }, true);
 </script>"""
 POINT = """<script>
-addEventListener("load", () => {
+addEventListener("load", () => setTimeout(() => {
   seen.resources = performance.getEntriesByType("resource").length;
-  const plot = document.querySelector(".plot"), box = plot.getBoundingClientRect();
-  const at = { clientX: box.left + box.width * 10.2 / 40, clientY: box.top + 1 };
-  const figure = document.querySelector("figure");
-  const read = () => [...figure.querySelectorAll("b, .linear .name")]
-    .map((found) => found.textContent).join("|");
-  plot.dispatchEvent(new PointerEvent("pointermove", at));
-  seen.pointed = read();
-  plot.dispatchEvent(new PointerEvent("pointerleave", at));
+  const figure = document.querySelector("figure"), over = figure.querySelector(".u-over");
+  const box = over.getBoundingClientRect();
+  const send = (kind, part) => over.dispatchEvent(new MouseEvent(kind,
+    { clientX: box.left + box.width * part, clientY: box.top + 9, bubbles: true, view: window }));
+  const read = () => [...figure.querySelectorAll("b, .where")].map((b) => b.textContent).join("|");
+  seen.charts = document.querySelectorAll("canvas").length;
   seen.rest = read();
-  const shown = () => [...figure.querySelectorAll(".plot")]
-    .map((found) => found.offsetWidth > 0).join("|");
-  seen.linear = shown();
-  document.querySelector("input[value=log]").click();
-  seen.log = shown();
-});
+  send("mousemove", 9 / 39);
+  setTimeout(() => {
+    seen.pointed = read();
+    const axis = document.querySelector("select");
+    axis.value = "tokens";
+    axis.dispatchEvent(new Event("input"));
+    figure.querySelector("input").click();
+    seen.charts += `|${document.querySelectorAll("canvas").length}`;
+  });
+}, 500));
 </script>"""
 
 
@@ -472,7 +502,8 @@ def in_a_browser(tmp_path, source, script):
     )
     done = subprocess.run(
         [browser, "--headless=new", "--no-sandbox", "--disable-gpu",
-         f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", probed.as_uri()],
+         f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1400,2400",
+         "--virtual-time-budget=5000", "--dump-dom", probed.as_uri()],
         capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
     (html,) = Page(done.stdout).all("html")
@@ -485,7 +516,6 @@ def test_a_browser_runs_it_without_errors_or_requests(tmp_path):
     html = in_a_browser(tmp_path, page_of(path).source, POINT)
     assert html["data-errors"] == ""
     assert html["data-resources"] == "0"
-    assert html["data-pointed"] == "5.9000|5.5000|step 10"
-    assert html["data-rest"] == "5.6000|5.3750|step"
-    assert html["data-linear"] == "true|false|false"
-    assert html["data-log"] == "false|true|false"
+    assert html["data-charts"] == "3|3"
+    assert html["data-rest"] == "|5.6000|5.3750"
+    assert html["data-pointed"] == "step 10|5.9000|5.5000"

@@ -7,7 +7,6 @@ import hashlib
 import importlib.util
 import os
 import platform
-import subprocess
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import distributions
@@ -17,7 +16,7 @@ from typing import Any
 import jax
 
 import jaxforge
-from jaxforge import storage
+from jaxforge import git, storage
 from jaxforge.config.job import JobConfig
 from jaxforge.corpus.manifest import FILE_NAME, LENGTHS
 from jaxforge.data import sources
@@ -37,7 +36,6 @@ ENVIRONMENT = (
 
 _CHUNK = 1 << 20  # bytes read at a time
 _UNITS = ("avx2", "avx512f", "amx_bf16")  # by which XLA's and its libraries' kernels differ
-_GIT_SEC = 60
 
 
 def packages() -> dict[str, str]:
@@ -87,29 +85,7 @@ def _code_at(place: Path) -> dict[str, Any]:
     total = hashlib.sha256()
     for file in files:
         total.update(f"{file.relative_to(place.parent)}\n".encode() + file.read_bytes())
-    return {"sha256": total.hexdigest(), **_git(files[0])}
-
-
-def _git(file: Path) -> dict[str, Any]:
-    """Commit, and a hash of what differs from it; nothing where the file is not under git."""
-
-    def git(*arguments: str) -> str | None:
-        command = ["git", "-C", str(file.parent), *arguments]
-        try:
-            ran = subprocess.run(command, capture_output=True, timeout=_GIT_SEC)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return ran.stdout.decode(errors="replace") if ran.returncode == 0 else None
-
-    if git("ls-files", "--error-unmatch", file.name) is None:  # as in an environment within a clone
-        return {}
-    commit, difference = git("rev-parse", "HEAD"), git("diff", "HEAD")
-    if commit is None or difference is None:
-        return {}
-    found: dict[str, Any] = {"commit": commit.strip(), "changed": bool(difference)}
-    if difference:
-        found["difference_sha256"] = hashlib.sha256(difference.encode()).hexdigest()
-    return found
+    return {"sha256": total.hexdigest(), **git.state(files[0])}
 
 
 def program(past: Past) -> dict[str, str]:

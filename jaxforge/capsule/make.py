@@ -12,11 +12,11 @@ import jax
 from jaxforge import run_directory
 from jaxforge.capsule import ingredients
 from jaxforge.capsule.archive import CURVE, Capsule
-from jaxforge.capsule.redaction import redacted
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config import axes
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
+from jaxforge.redaction import redacted
 from jaxforge.replay.account import logged_steps
 from jaxforge.replay.past import open_past
 

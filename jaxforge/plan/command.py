@@ -25,7 +25,7 @@ from jaxforge.plan.page import page
 from jaxforge.plan.plan import Plan, as_json, bubble, by_time, plan
 from jaxforge.plan.topology import Topology
 from jaxforge.step import executable
-from jaxforge.telemetry.console import human
+from jaxforge.telemetry.numbers import human
 
 _COLLECTIVES_SHOWN = 8
 

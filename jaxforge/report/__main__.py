@@ -1,10 +1,13 @@
-"""`python -m jaxforge.report RUN [RUN ...] [--output FILE]`: the curves of runs as one HTML page.
+"""`python -m jaxforge.report RUN [RUN ...]`: the curves of runs as one HTML page.
 
 RUN is a run directory; the run may still be going on. Several are laid over each other. The page
-needs nothing but itself: open it from a disk, attach it to a mail, print it.
+needs nothing but itself: open it from a disk, attach it to a mail, print it. `--watch` serves it on
+this machine instead, and keeps it up to date.
 """
 
+import argparse
 import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,20 +15,40 @@ from jaxforge import storage
 from jaxforge.cli import run_main
 from jaxforge.command_line import CommandParser
 from jaxforge.errors import UserError
-from jaxforge.report.scale import AXES
+from jaxforge.report.names import AXES
+
+_PORT = 8765
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the page and says where."""
-    args = parser().parse_args(argv)
-    from jaxforge.report.page import page  # here, as they import JAX: two seconds
+    """Writes the page and says where, or serves it."""
+    options = parser()
+    args = options.parse_args(argv)
+    port = args.watch
+    if port is not None and not port.isdigit():  # it took a run's name for the port
+        args.runs, port = [port, *args.runs], str(_PORT)
+    if not args.runs:
+        options.error("the following arguments are required: RUN")
+    runs = [storage.path(run) for run in args.runs]
+    if port is not None:
+        return _watch(runs, args, int(port))
+    from jaxforge.report.page import page  # here, as they take a while to import
     from jaxforge.report.reading import read_runs
 
-    runs = [storage.path(run) for run in args.runs]
     output = _output(args.output, runs)
-    html = page(read_runs(runs), args.x)
+    html = page(read_runs(runs, processes=argv is None), args.x)
     _write(output, html)
     print(f"{output}: {len(html.encode()) / 1e6:.2f} MB")
+    return 0
+
+
+def _watch(runs: Sequence[Path], args: argparse.Namespace, port: int) -> int:
+    if args.output is not None:
+        raise UserError("--watch serves the page and writes none: leave out --output")
+    from jaxforge.report.serving import serve
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it says that it has ended
+    serve(runs, args.x, port)
     return 0
 
 
@@ -35,11 +58,13 @@ def parser() -> CommandParser:
         "report",
         description="Draws the curves of runs as one HTML page that needs no network.",
     )
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="run directory")
+    parser.add_argument("runs", metavar="RUN", nargs="*", help="run directory")
     parser.add_argument("--output", help="the page; by default RUN/report.html")
+    parser.add_argument("--x", choices=list(AXES), default="steps", help="horizontal axis at first")
     parser.add_argument(
-        "--x", choices=list(AXES), default="steps", help="horizontal axis; by default steps"
-    )
+        "--watch", nargs="?", const=str(_PORT), metavar="PORT",
+        help=f"serve the page on this machine and keep it up to date; by default on {_PORT}",
+    )  # fmt: skip
     return parser
 
 

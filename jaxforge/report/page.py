@@ -1,16 +1,17 @@
 """The page: its charts, the facts above them and the tables below."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import resources
 from string import Template
+from typing import Any
 
-from jaxforge.report.chart import Frame, Mark, figure
-from jaxforge.report.heat_map import heat_maps
-from jaxforge.report.pictures import charts
+from jaxforge.report import charts, tables
+from jaxforge.report.columns import Pool
+from jaxforge.report.heat_map import bands, heat_maps
+from jaxforge.report.names import AXES
 from jaxforge.report.reading import Run
-from jaxforge.report.scale import AXES, Scale
-from jaxforge.report.tables import below, facts
 
 
 def page(runs: Sequence[Run], axis: str) -> str:
@@ -20,21 +21,61 @@ def page(runs: Sequence[Run], axis: str) -> str:
         runs: one, or several to lay over each other.
         axis: a key of `AXES`.
     """
-    frame = _frame(runs, axis)
-    known, others = charts(runs, axis)
+    known = parts(runs)
+    title = title_of([run.name for run in runs])
+    return document(title, {**known["data"], "axis": axis}, known["facts"], known["below"])
+
+
+def title_of(names: Sequence[str]) -> str:
+    """Of a page of runs."""
+    return ", ".join(names) if len(names) < 4 else f"{len(names)} runs"
+
+
+def parts(runs: Sequence[Run]) -> dict[str, Any]:
+    """What changes while runs go on: HTML, and the data of the charts."""
+    pool = Pool()
+    drawn, maps = charts.charts(runs, pool), heat_maps(runs, pool)
+    data = {
+        "axes": AXES,
+        "runs": [
+            {"name": run.name, "along": charts.along(run), "resumes": run.resumes,
+             "skips": charts.skips(run)}
+            for run in runs
+        ],
+        "charts": drawn,
+        "maps": maps,
+        "bands": bands() if maps else [],
+        "columns": pool.columns,
+    }  # fmt: skip
+    return {"facts": tables.facts(runs), "below": tables.below(runs), "data": data}
+
+
+def document(
+    title: str, data: Mapping[str, Any], above: str, below: str, *, watch: bool = False
+) -> str:
+    """A page of charts.
+
+    Args:
+        title: of the page, as text.
+        data: what `page.js` draws.
+        above: HTML before the charts.
+        below: HTML after them.
+        watch: it asks where it came from for newer data.
+    """
     return Template(_file("page.html")).substitute(
-        title=escape(", ".join(run.name for run in runs)),
-        style=chart_style(),
-        script=_file("page.js"),
-        facts=facts(runs),
-        charts="".join(figure(chart, frame) for chart in known)
-        + heat_maps(runs, axis, frame)
-        + "".join(figure(chart, frame) for chart in others),
-        below=below(runs),
-        axis=escape(frame.x_label),
-        low=repr(frame.x.low),
-        high=repr(frame.x.high),
+        title=escape(title),
+        style=base_style() + _file("vendor/uPlot.min.css") + _file("page.css"),
+        script=_file("vendor/uPlot.iife.min.js") + _file("page.js"),
+        facts=above,
+        below=below,
+        data=as_json(data),
+        connect="'self'" if watch else "'none'",
     )
+
+
+def as_json(data: object) -> str:
+    """JSON that may stand inside of HTML: nothing in it can end a script."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def base_style() -> str:
@@ -42,32 +83,5 @@ def base_style() -> str:
     return _file("base.css")
 
 
-def chart_style() -> str:
-    """What charts and tables look like on a page."""
-    return base_style() + _file("page.css")
-
-
 def _file(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-def _frame(runs: Sequence[Run], axis: str) -> Frame:
-    ends = [
-        position
-        for run in runs
-        for series in run.series.values()
-        for position in run.position(series.step[[0, -1]], axis).tolist()
-    ]
-    low, high = min(ends), max(ends)
-    low = 0.0 if low < 0.05 * high else low
-    resumes = [
-        Mark(
-            float(run.position(step, axis)),
-            f"{run.name}: resumed from step {step:,}",
-            None if len(runs) == 1 else colour,
-        )
-        for colour, run in enumerate(runs)
-        for step in run.resumes or ()
-    ]
-    scale = Scale(low, high if high > low else low + 1, whole=axis != "hours")
-    return Frame(scale, AXES[axis], resumes)

@@ -1,29 +1,26 @@
 """What a run directory tells about its run; the run may still be going on."""
 
 import dataclasses
-import io
 import json
-import math
-import re
-from array import array
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxforge import run_directory
+from jaxforge import starts
 from jaxforge.config.job import JobConfig
+from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
-from jaxforge.model.transformer import build_model, parameter_count
 from jaxforge.near import path_hint
+from jaxforge.report import lines
 from jaxforge.report.loads import LoadReader, Loads
 
-_METRICS = "metrics.jsonl"
+_METRICS, _SAMPLES = "metrics.jsonl", "samples.jsonl"
 _NEEDED = ("train/loss", "train/tokens", "train/step_time_sec", "train/skipped_steps")
-_STARTED, _RESUMED = "train step compiled", re.compile(r"resuming from step (\d+) of")
+_TAIL = 256  # bytes by which a file is known again
 
 
 class Series(NamedTuple):
@@ -44,6 +41,13 @@ class Series(NamedTuple):
         """The latest value."""
         return float(self.value[-1])
 
+    @property
+    def smoothed(self) -> float:
+        """The mean of the last fiftieth of the values, those that are finite; else NaN."""
+        late = self.value[-max(1, len(self.value) // 50) :]
+        finite = late[np.isfinite(late)]
+        return float(finite.mean()) if finite.size else np.nan
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -56,7 +60,8 @@ class Run:
         parameters: number of parameters of the model.
         series: by name of the metric; "train/loss" is always there.
         loads: of experts; None of a run without any.
-        resumes: steps after which it was started again; None where the log is missing.
+        starts: as of `starts.read`, the latest last.
+        samples: what the model wrote, as lines of samples.jsonl, the latest last.
     """
 
     name: str
@@ -65,7 +70,20 @@ class Run:
     parameters: int
     series: dict[str, Series]
     loads: Loads | None
-    resumes: list[int] | None
+    starts: Sequence[Mapping[str, Any]]
+    samples: Sequence[Mapping[str, Any]]
+
+    @property
+    def resumes(self) -> list[int]:
+        """Steps after which it was started again, as far as they belong to the present curve.
+
+        A start from an earlier step than another one's undoes that one.
+        """
+        found: list[int] = []
+        for step in (start["step"] for start in self.starts):
+            found = [earlier for earlier in found if earlier <= step] + [step]
+        logged = self.series["train/loss"].step
+        return [step for step in found if logged[0] <= step < logged[-1]]
 
     @property
     def steps(self) -> int:
@@ -104,36 +122,145 @@ class Run:
         return np.interp(np.asarray(steps), step, along)
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Reads runs; those of the same name are told apart by their paths.
+class NotYetError(UserError):
+    """There is no run, or it has logged nothing; it may still come."""
 
-    Raises:
-        UserError: a directory is no run, has logged no step yet, or is damaged.
+
+class MetricsFile:
+    """`metrics.jsonl` as far as it was read; what is appended later is read alone.
+
+    Args:
+        path: the run directory.
     """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._begin()
+
+    def _begin(self) -> None:
+        self._end, self._tail = 0, b""
+        self._parts: dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = defaultdict(list)
+        self._loads = LoadReader()
+
+    def read(self, *, processes: bool = False) -> tuple[dict[str, Series], Loads | None]:
+        """The metrics by name, and the load of experts.
+
+        Args:
+            processes: as of `lines.read`.
+
+        Raises:
+            NotYetError: there is no such file.
+            UserError: a line is damaged.
+        """
+        file = self._path / _METRICS
+        if not file.is_file():
+            raise NotYetError(_no_metrics(self._path))
+        if not self._goes_on(file):  # it was cut: the run went back to a checkpoint
+            self._begin()
+        try:
+            for part in lines.read(file, self._end, processes=processes):
+                self._take(part)
+        except lines.DamagedError as error:
+            number = _lines_before(file, error.start) + error.line
+            raise UserError(
+                f"{file}:{number}: not a JSON object; remove this line, and what comes after it"
+            ) from None
+        self._remember(file)
+        series = {name: lines.joined(parts) for name, parts in self._parts.items()}
+        self._parts = defaultdict(list, {name: [one] for name, one in series.items()})
+        return (
+            {name: Series(step.astype(int), *rest) for name, (step, *rest) in series.items()},
+            self._loads.loads(),
+        )
+
+    def _take(self, part: lines.Columns) -> None:
+        self._end = part.end
+        for name, columns in part.values.items():
+            self._parts[name].append(columns)
+        for one in part.lists:
+            self._loads.take(one)
+
+    def _goes_on(self, file: Path) -> bool:
+        with file.open("rb") as opened:
+            opened.seek(max(0, self._end - _TAIL))
+            return opened.read(min(_TAIL, self._end)) == self._tail
+
+    def _remember(self, file: Path) -> None:
+        with file.open("rb") as opened:
+            opened.seek(max(0, self._end - _TAIL))
+            self._tail = opened.read(min(_TAIL, self._end))
+
+
+def _lines_before(file: Path, end: int) -> int:
+    with file.open("rb") as opened:
+        return opened.read(end).count(b"\n")
+
+
+class RunReader:
+    """A run directory, read again and again.
+
+    Args:
+        path: the directory.
+        name: as of `Run`.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.name = name
+        self._path, self._metrics = path, MetricsFile(path)
+        self._parameters: dict[str, int] = {}
+
+    def read(self, *, processes: bool = False) -> Run:
+        """The run as it is now.
+
+        Args:
+            processes: as of `lines.read`.
+
+        Raises:
+            NotYetError: no step is logged.
+            UserError: the directory is damaged.
+        """
+        series, loads = self._metrics.read(processes=processes)
+        if missing := [name for name in _NEEDED if name not in series]:
+            raise NotYetError(
+                f"{self._path / _METRICS} has no {missing[0]}: no step is logged yet, or an older "
+                "version logged them; wait for the first step, or train on with this version"
+            )
+        config, begun = load_config(self._path / "config.toml"), starts.read(self._path)
+        toml = (self._path / "config.toml").read_text(encoding="utf-8")
+        if toml not in self._parameters:
+            self._parameters = {toml: begun[-1]["parameters"] if begun else _parameters(config)}
+        return Run(
+            name=self.name,
+            config=config,
+            toml=toml,
+            parameters=self._parameters[toml],
+            series=series,
+            loads=loads,
+            starts=begun,
+            samples=_samples(self._path / _SAMPLES),
+        )
+
+
+def readers(paths: Sequence[Path]) -> list[RunReader]:
+    """One for each run; those of the same name are told apart by their paths."""
     names = [path.resolve().name for path in paths]
     return [
-        _read(path, name if names.count(name) == 1 else str(path))
+        RunReader(path, name if names.count(name) == 1 else str(path))
         for path, name in zip(paths, names, strict=True)
     ]
 
 
-def _read(path: Path, name: str) -> Run:
-    series, loads = _read_metrics(path)
-    if missing := [name for name in _NEEDED if name not in series]:
-        raise UserError(
-            f"{path / _METRICS} has no {missing[0]}: no step is logged yet, or an older version "
-            "logged them; wait for the first step, or train on with this version"
-        )
-    config = run_directory.read_config(path)
-    return Run(
-        name=name,
-        config=config,
-        toml=(path / "config.toml").read_text(encoding="utf-8"),
-        parameters=parameter_count(build_model(config).abstract),
-        series=series,
-        loads=loads,
-        resumes=_read_resumes(path / "logs" / "process_0.log", series["train/loss"].step[-1]),
-    )
+def read_runs(paths: Sequence[Path], *, processes: bool = False) -> list[Run]:
+    """Reads runs.
+
+    Args:
+        paths: run directories.
+        processes: as of `lines.read`.
+
+    Raises:
+        UserError: a directory is no run, has logged no step yet, or is damaged.
+    """
+    return [reader.read(processes=processes) for reader in readers(paths)]
 
 
 def read_metrics(path: Path) -> dict[str, Series]:
@@ -142,7 +269,25 @@ def read_metrics(path: Path) -> dict[str, Series]:
     Raises:
         UserError: the directory is no run, or its file is damaged.
     """
-    return _read_metrics(path)[0]
+    return MetricsFile(path).read()[0]
+
+
+def _parameters(config: JobConfig) -> int:
+    """Of a run whose starts are not noted."""
+    from jaxforge.model.transformer import build_model, parameter_count  # imports JAX: two seconds
+
+    return parameter_count(build_model(config).abstract)
+
+
+def _samples(path: Path) -> list[dict[str, Any]]:
+    """Whole lines of a file that there may be; a run may be writing to it."""
+    if not path.is_file():
+        return []
+    whole = path.read_bytes().rpartition(b"\n")[0]
+    try:
+        return [json.loads(line) for line in whole.splitlines()]
+    except ValueError:
+        raise UserError(f"{path}: a line is not a JSON object; remove it") from None
 
 
 def _no_metrics(path: Path) -> str:
@@ -154,59 +299,3 @@ def _no_metrics(path: Path) -> str:
     below = sorted(str(found.parent) for found in path.glob(f"*/{_METRICS}"))
     hint = f"; did you mean {' or '.join(below[:3])}?" if below else ""
     return f"{path} is no run directory: it has no {_METRICS}{hint}"
-
-
-def _read_metrics(path: Path) -> tuple[dict[str, Series], Loads | None]:
-    """The metrics by name; in columns, as a line of a long run's million costs a kilobyte."""
-    if not (path / _METRICS).is_file():
-        raise UserError(_no_metrics(path))
-    loads = LoadReader()
-    columns: dict[str, tuple[array, array, array]] = defaultdict(
-        lambda: (array("q"), array("d"), array("d"))
-    )
-    for line in _whole_lines(path / _METRICS):
-        loads.take(line)
-        step, time = line.pop("step"), line.pop("time")
-        for name, value in line.items():
-            if isinstance(value, list):
-                continue
-            steps, times, values = columns[name]
-            steps.append(step)
-            times.append(time)
-            values.append(math.nan if value is None else value)
-    series = {name: Series(*map(np.array, column)) for name, column in columns.items()}
-    return series, loads.loads()
-
-
-def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file to which a run may be writing: its last line may be torn."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                yield json.loads(line)
-            except ValueError:
-                raise UserError(
-                    f"{path}:{number}: not a JSON object; remove this line, and what comes after it"
-                ) from None
-
-
-def _read_resumes(path: Path, last_step: int) -> list[int] | None:
-    """Steps of the restarts that belong to the present curve.
-
-    A restart from an earlier step than another one's undoes that one; a start that resumes from
-    nothing undoes them all, as the metrics begin anew.
-    """
-    if not path.exists():
-        return None
-    resumes: list[int] = []
-    from_checkpoint = False
-    with io.TextIOWrapper(path.open("rb"), encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if found := _RESUMED.search(line):
-                step, from_checkpoint = int(found[1]), True
-                resumes = [earlier for earlier in resumes if earlier <= step] + [step]
-            elif _STARTED in line:
-                resumes, from_checkpoint = resumes if from_checkpoint else [], False
-    return [step for step in resumes if step < last_step]

@@ -1,67 +1,95 @@
-"""What the page says in words and tables: facts, evaluations, configs."""
+"""What the page says in words and tables: facts, what differs, evaluations, samples, configs."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
+from typing import Any
 
 import numpy as np
 
 from jaxforge.config.job import JobConfig, shown
-from jaxforge.report.pictures import by_label
+from jaxforge.report.charts import constants
+from jaxforge.report.names import name_of
+from jaxforge.report.numbers import duration, exact
 from jaxforge.report.reading import Run
-from jaxforge.report.scale import duration, exact
-from jaxforge.telemetry.console import human
+from jaxforge.telemetry.numbers import human
 
 Rows = Iterable[Sequence[str]]
 
+_SAMPLES = 120  # of all runs together, the newest of each
+_LONGEST = 4000  # characters of a sample
+
 
 def facts(runs: Sequence[Run]) -> str:
-    """The head of the page: a list for one run, a table to compare several."""
-    if len(runs) == 1:
-        items = "".join(
-            f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>"
-            for name, text in _facts(runs[0]).items()
-        )
-        return f"<dl>{items}</dl>"
-    columns = [_facts(run) for run in runs]
-    rows = [[run.name, *column.values()] for run, column in zip(runs, columns, strict=True)]
-    return table("", ["run", *columns[0]], rows, swatches=True)
+    """The head of the page: a list for one run, a table of what differs for several."""
+    if len(runs) > 1:
+        return _comparison(runs)
+    return f"<dl>{''.join(_fact(*fact) for fact in _told(runs[0]).items())}</dl>"
+
+
+def _fact(name: str, text: str) -> str:
+    wide = " class=long" if len(text) > 40 else ""
+    return f"<div{wide}><dt>{name}</dt><dd>{escape(text)}</dd></div>"
 
 
 def below(runs: Sequence[Run]) -> str:
     """What stands under the charts."""
     latest = max(run.series["train/loss"].time[-1] for run in runs)
-    moment = datetime.fromtimestamp(latest, UTC).strftime("%Y-%m-%d %H:%M:%S")
-    configs = "".join(
-        f"<details><summary>config.toml of {escape(run.name)}</summary>"
-        f"<pre>{escape(run.toml)}</pre></details>"
-        for run in runs
-    )
-    evaluations, differences = list(_evaluations(runs)), list(_differences(runs))
+    evaluations = list(_evaluations(runs))
     return (
         (table("Evaluations", _EVALUATION, evaluations) if evaluations else "")
-        + (table("Configs", ["key", *(r.name for r in runs)], differences) if differences else "")
+        + _constants(runs)
+        + _samples(runs)
         + "".join(_experts(run) for run in runs)
-        + configs
-        + f"<footer>The last logged step is of {moment} UTC.</footer>"
+        + "".join(_starts(run) for run in runs)
+        + "".join(_details(f"config.toml of {run.name}", _text(run.toml)) for run in runs)
+        + f"<footer>The last logged step is of {_moment(latest)}.</footer>"
     )
 
 
-def _facts(run: Run) -> Mapping[str, str]:
-    m, loss = run.config.model, run.series["train/loss"].last
-    skipped = f"{run.skipped:,} ({run.skipped / run.steps:.2%})" if run.skipped else "none"
+def _told(run: Run) -> Mapping[str, str]:
+    return {**_reached(run), **_settled(run), **_origin(run)}
+
+
+def _settled(run: Run) -> Mapping[str, str]:
+    m = run.config.model
     return {
         "model": f"{m.n_layers} layers, dim {m.dim:,}, {m.n_heads}/{m.kv_heads} heads of "
         f"{m.head_size}, ffn {m.ffn_dim:,}, vocabulary {m.vocab_size:,}",
         "parameters": human(run.parameters),
+    }
+
+
+def _reached(run: Run) -> Mapping[str, str]:
+    loss = run.series["train/loss"]
+    skipped = f"{run.skipped:,} ({run.skipped / run.steps:.2%})" if run.skipped else "none"
+    return {
+        "smoothed loss": exact(loss.smoothed),
+        "best evaluation loss": _best_evaluation(run),
+        "last loss": exact(loss.last),
         "steps": f"{run.steps:,} of {run.config.train.max_steps:,}",
         "tokens": f"{run.tokens:,}" if run.tokens < 1e7 else human(run.tokens),
-        "wall time": f"{duration(run.seconds)}, {duration(run.seconds_in_steps)} of it in steps",
-        "last loss": exact(loss),
-        "best evaluation loss": _best_evaluation(run),
+        "wall time": duration(run.seconds),
+        "time in steps": duration(run.seconds_in_steps),
         "skipped steps": skipped,
         "resumed": _resumed(run),
+    }
+
+
+def _origin(run: Run) -> Mapping[str, str]:
+    """What the latest start was; nothing of a run of an older version."""
+    return _of_start(run.starts[-1]) if run.starts else {}
+
+
+def _of_start(start: Mapping[str, Any]) -> Mapping[str, str]:
+    git, versions = start["git"], start["versions"]
+    commit = git.get("commit", "not under git")[:12] + (", changed" if git.get("changed") else "")
+    return {
+        "devices": str(start.get("devices", "")),
+        "code": commit,
+        "versions": ", ".join(f"{name} {one}" for name, one in versions.items()),
+        "command": start["command"],
     }
 
 
@@ -80,8 +108,8 @@ def _best(run: Run, name: str) -> tuple[float, int]:
 
 
 def _resumed(run: Run) -> str:
-    if run.resumes is None:
-        return "unknown: no logs/process_0.log"
+    if not run.starts:
+        return "unknown: no starts.jsonl"
     steps = [
         f"{step:,}" + (f" ({n} times)" if (n := len(list(group))) > 1 else "")
         for step, group in itertools.groupby(run.resumes)
@@ -89,13 +117,47 @@ def _resumed(run: Run) -> str:
     return f"from step {', '.join(steps)}" if steps else "never"
 
 
+def _comparison(runs: Sequence[Run]) -> str:
+    """A row for each run, the best loss first: settings that differ, what it came to, its code."""
+    results = [_told(run) for run in runs]
+    names = list(dict.fromkeys(name for one in results for name in one))
+    always = ("smoothed loss", "best evaluation loss", "tokens", "wall time")
+    names = [
+        name for name in names if name in always or len({one.get(name) for one in results}) > 1
+    ]
+    settings = dict(_differences(runs))
+    losses = [run.series["train/loss"].smoothed for run in runs]
+    order = np.argsort(np.nan_to_num(losses, nan=np.inf), kind="stable").tolist()
+    rows = [
+        [
+            runs[i].name,
+            *(values[i] for values in settings.values()),
+            *(results[i].get(name, "unknown") for name in names),
+        ]
+        for i in order
+    ]
+    head = ["run", *settings, *names]
+    return table("What differs", head, rows, runs=order)
+
+
+def _differences(runs: Sequence[Run]) -> Iterator[tuple[str, list[str]]]:
+    """Keys that are not the same in all configs; where they write to always differs."""
+    for section in JobConfig.model_fields:
+        for key, _ in getattr(runs[0].config, section):
+            values = [shown(getattr(getattr(run.config, section), key)) for run in runs]
+            if len(set(values)) > 1 and (section, key) != ("checkpoint", "dir"):
+                yield f"{section}.{key}", values
+
+
 _EVALUATION = ["set", "loss", "perplexity", "bits per byte", "lowest loss", "at step"]
 
 
 def _evaluations(runs: Sequence[Run]) -> Rows:
     for run in runs:
-        for label, name in by_label(run.series, "eval/", "/loss").items():
-            lowest, step = _best(run, name)
+        for name in run.series:
+            if not name.startswith("eval/") or not name.endswith("/loss"):
+                continue
+            label, (lowest, step) = name_of(name).label, _best(run, name)
             others = [name.removesuffix("loss") + kind for kind in ("perplexity", "bits_per_byte")]
             yield [
                 label if len(runs) == 1 else f"{run.name}: {label}",
@@ -104,6 +166,39 @@ def _evaluations(runs: Sequence[Run]) -> Rows:
                 exact(lowest),
                 f"{step:,}",
             ]
+
+
+def _constants(runs: Sequence[Run]) -> str:
+    rows = [[one.name, _one_or_each(one.values, runs)] for one in constants(runs)]
+    return table("What did not change", ["metric", "value"], rows) if rows else ""
+
+
+def _one_or_each(values: Sequence[float | None], runs: Sequence[Run]) -> str:
+    logged = {run.name: value for run, value in zip(runs, values, strict=True) if value is not None}
+    texts = {name: exact(value) for name, value in logged.items()}
+    if len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    return ", ".join(f"{name}: {text}" for name, text in texts.items())
+
+
+def _samples(runs: Sequence[Run]) -> str:
+    """What each model wrote, the newest first."""
+    return "".join(
+        _details(
+            f"samples of {run.name}",
+            "".join(map(_sample, run.samples[: -1 - max(1, _SAMPLES // len(runs)) : -1])),
+        )
+        for run in runs
+        if run.samples
+    )
+
+
+def _sample(one: Mapping[str, Any]) -> str:
+    prompt, text = (escape(str(one[key])[:_LONGEST]) for key in ("prompt", "text"))
+    return (
+        f'<p class="sample"><small>step {int(one["step"]):,}</small> <b>{prompt}</b>'
+        f"<span>{text}</span></p>"
+    )
 
 
 def _experts(run: Run) -> str:
@@ -115,39 +210,51 @@ def _experts(run: Run) -> str:
         ends = [(int(i), exact(float(load[i]))) for i in (load.argmin(), load.argmax())]
         told = [f"{value} (expert {i})" for i, value in ends]
         rows.append([str(layer), *told, str(int(np.sum(load == 0)))])
+    head = ["layer", "least loaded", "most loaded", "idle experts"]
     title = f"load of experts of {run.name} at step {run.loads.last_step:,}"
-    return (
-        f"<details><summary>{escape(title)}</summary>"
-        f"{table('', ['layer', 'least loaded', 'most loaded', 'idle experts'], rows)}</details>"
-    )
+    return _details(title, table("", head, rows))
 
 
-def _differences(runs: Sequence[Run]) -> Rows:
-    """Keys that are not the same in all configs; where they write to always differs."""
-    for section in JobConfig.model_fields:
-        for key, _ in getattr(runs[0].config, section):
-            values = [shown(getattr(getattr(run.config, section), key)) for run in runs]
-            if len(set(values)) > 1 and (section, key) != ("checkpoint", "dir"):
-                yield [f"{section}.{key}", *values]
+def _starts(run: Run) -> str:
+    if len(run.starts) < 2:
+        return ""
+    told = [
+        {"at": _moment(one["time"]), "from step": f"{one['step']:,}", **_of_start(one)}
+        for one in reversed(run.starts)
+    ]
+    rows = [[*one.values()] for one in told]
+    return _details(f"starts of {run.name}", table("", list(told[0]), rows))
 
 
-def table(title: str, head: Sequence[str], rows: Rows, *, swatches: bool = False) -> str:
+def _details(title: str, body: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>{body}</details>"
+
+
+def _text(text: str) -> str:
+    return f"<pre>{escape(text)}</pre>"
+
+
+def _moment(time: float) -> str:
+    return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def table(title: str, head: Sequence[str], rows: Rows, *, runs: Sequence[int] = ()) -> str:
     """A table of text.
 
     Args:
         title: above it; none if empty.
         head: names of the columns.
         rows: as many cells each.
-        swatches: show the colours of runs beside their rows.
+        runs: which run each row is of: rows have their colours, and the table can be sorted.
     """
-    caption = f"<caption>{title}</caption>" if title else ""
+    caption = f"<caption>{escape(title)}</caption>" if title else ""
     columns = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     body = []
     for i, (first, *rest) in enumerate(rows):
-        swatch = f'<i class="c{i % 8}"></i>' if swatches else ""
+        run = f' data-run="{runs[i]}"' if runs else ""
         cells = "".join(f"<td>{escape(text)}</td>" for text in rest)
-        body.append(f'<tr><th scope="row">{swatch}{escape(first)}</th>{cells}</tr>')
+        body.append(f'<tr{run}><th scope="row">{escape(first)}</th>{cells}</tr>')
     return (
-        f'<div class="scroll"><table>{caption}<thead><tr>{columns}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
+        f'<div class="scroll"><table{" class=runs" if runs else ""}>{caption}'
+        f"<thead><tr>{columns}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
     )

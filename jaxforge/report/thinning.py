@@ -4,9 +4,9 @@ Deterministic: the same run gives the same page.
 """
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-BUCKETS = 800  # more columns of pixels than a chart has on most screens
-MEDIANS = 300  # positions of a moving median; it is smooth, so straight lines lie between them
+BUCKETS = 1000  # about the columns of pixels that a chart has on most screens
 
 
 def thin(x: np.ndarray, y: np.ndarray, buckets: int = BUCKETS) -> np.ndarray:
@@ -22,44 +22,44 @@ def thin(x: np.ndarray, y: np.ndarray, buckets: int = BUCKETS) -> np.ndarray:
     """
     if len(x) <= 2 * buckets:
         return np.arange(len(x))
-    kept = {0, len(x) - 1}
-    for part in split(x, buckets):
-        good = part[np.isfinite(y[part])]
-        kept |= {good[np.argmin(y[good])], good[np.argmax(y[good])]} if good.size else {part[0]}
-    return np.array(sorted(kept))
+    starts, _ = _split(x, buckets)
+    ends: list[ArrayLike] = [[0], _lowest(y, starts), _lowest(-y, starts), [len(x) - 1]]
+    return np.unique(np.concatenate(ends))
 
 
-def split(x: np.ndarray, buckets: int) -> list[np.ndarray]:
-    """Indices of x by bucket, those that are not empty."""
-    if not len(x):
-        return []
-    edges = np.linspace(x[0], x[-1], buckets + 1)[1:-1]
-    parts = np.split(np.arange(len(x)), np.searchsorted(x, edges))
-    return [part for part in parts if part.size]
+def middles(x: np.ndarray, y: np.ndarray, buckets: int = BUCKETS) -> tuple[np.ndarray, np.ndarray]:
+    """The median of each bucket's finite points, and where it lies: what a smooth curve follows.
 
-
-def moving_median(
-    x: np.ndarray, y: np.ndarray, positions: int = MEDIANS
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """The median of the points around each of some positions.
-
-    Unlike a mean it does not see spikes. Windows shrink towards the start, where curves are steep,
-    and lose their later half towards the end. Points that are not finite are left out.
+    Unlike a mean it does not see spikes. Buckets with nothing finite are left out.
 
     Args:
         x: [n], increasing.
         y: [n].
-        positions: most of them; straight lines lie between.
-
-    Returns:
-        x and median at each position, and the points in a window.
+        buckets: as of `thin`.
     """
-    half = len(x) // 100
-    centres = np.unique(np.linspace(0, len(x) - 1, positions).round().astype(int))
-    medians = [_median(y[i - min(half, i) : i + min(half, i) + 1]) for i in centres]
-    return x[centres], np.array(medians), 2 * half + 1
+    finite = np.isfinite(y)
+    x, y = x[finite], y[finite]
+    if not len(x):
+        return x, y
+    starts, ends = _split(x, buckets)
+    numbers = np.repeat(np.arange(len(starts)), ends - starts)
+    in_order = y[np.lexsort((y, numbers))]
+    low, high = starts + (ends - starts - 1) // 2, starts + (ends - starts) // 2
+    return (x[starts] + x[ends - 1]) / 2, (in_order[low] + in_order[high]) / 2
 
 
-def _median(window: np.ndarray) -> float:
-    finite = window[np.isfinite(window)]
-    return float(np.median(finite)) if finite.size else np.nan
+def _split(x: np.ndarray, buckets: int) -> tuple[np.ndarray, np.ndarray]:
+    """First and one past the last index of each bucket that is not empty."""
+    edges = np.linspace(x[0], x[-1], buckets + 1)[1:-1]
+    starts = np.unique(np.concatenate([[0], np.searchsorted(x, edges)]))
+    starts = starts[starts < len(x)]
+    return starts, np.append(starts[1:], len(x))
+
+
+def _lowest(y: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Index of the lowest of each part; of its first point where none is finite."""
+    ends = np.append(starts[1:], len(y))
+    values = np.where(np.isfinite(y), y, np.inf)
+    lowest = np.repeat(np.minimum.reduceat(values, starts), ends - starts)
+    hits = np.flatnonzero(values == lowest)
+    return hits[np.searchsorted(hits, starts)]

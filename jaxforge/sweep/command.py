@@ -21,7 +21,7 @@ from jaxforge.sweep.page import page
 from jaxforge.sweep.points import Point, points
 from jaxforge.sweep.results import parameters, results, table
 from jaxforge.sweep.runs import PlannedRun, Runner
-from jaxforge.telemetry.console import human
+from jaxforge.telemetry.numbers import human
 
 _MOST_TOLD = 10
 

@@ -1,75 +1,82 @@
 """`sweep.html`: the points of a sweep as one page that loads nothing."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from importlib import resources
-from string import Template
+from typing import Any
 
 import numpy as np
 
-from jaxforge.report.chart import Chart, Curve, Frame, figure
-from jaxforge.report.page import chart_style
-from jaxforge.report.scale import scale_of
+from jaxforge.report.columns import Pool, encoded
+from jaxforge.report.page import document
 from jaxforge.report.tables import table as html_table
 from jaxforge.sweep.law import next_size
 from jaxforge.sweep.results import Result, Results, law_in_words, rows
 
 _DRAWN = 100  # points of the law
 
+Curves = Mapping[str, tuple[Any, Any]]
+"""Places and values, each [n], by label."""
+
 
 def page(found: Results, title: str) -> str:
     """The page: losses by size with their law, losses by each key that has numbers, all points."""
     head, *body = rows(found)
-    charts = [*_by_size(found), *_by_keys(found)]
-    return Template(_file("page.html")).substitute(
-        title=escape(title),
-        style=chart_style(),
-        law="".join(f"<p>{escape(line)}</p>" for line in law_in_words(found)),
-        charts="".join(charts),
-        table=html_table("Points", list(head), body),
+    pool = Pool()
+    charts = [*_by_size(found, pool), *_by_keys(found, pool)]
+    return document(
+        title,
+        {"charts": charts, "columns": pool.columns, "runs": []},
+        "".join(f"<p>{escape(line)}</p>" for line in law_in_words(found)),
+        html_table("Points", list(head), body),
     )
 
 
-def _file(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-def _by_size(found: Results) -> Iterator[str]:
+def _by_size(found: Results, pool: Pool) -> Iterator[dict[str, Any]]:
     best = found.best_by_size
     if len(best) < 2:
         return
-    n, y = (np.array([getattr(one, of) for one in best], float) for of in ("parameters", "loss"))
-    curves = [Curve("best of each size", n, y, dots=True)]
+    n, y = ([float(getattr(one, of)) for one in best] for of in ("parameters", "loss"))
+    curves: dict[str, tuple[Any, Any]] = {"best of each size": (n, y)}
     if found.law is not None:
-        n = np.geomspace(n[0], next_size(n.tolist()), _DRAWN)
-        law = np.array([found.law(size) for size in n])
-        curves.append(Curve("law, up to the next size", n, law, colour=1))
-    frame = Frame(scale_of(n, log=True), "parameters")
-    yield figure(Chart("Loss by size", found.metric, curves, ("log",), wide=True), frame)
+        sizes = np.geomspace(n[0], next_size(n), _DRAWN)
+        curves["law, up to the next size"] = (sizes, [found.law(size) for size in sizes])
+    yield _chart("Loss by size", found.metric, curves, pool, "parameters", log=True) | {
+        "wide": True
+    }
 
 
-def _by_keys(found: Results) -> Iterator[str]:
+def _by_keys(found: Results, pool: Pool) -> Iterator[dict[str, Any]]:
     """A chart for each key of numbers, a curve for each combination of the others."""
     points = [one for one in found.points if np.isfinite(one.loss)]
     for key in dict.fromkeys(key for one in points for key in one.run.point.values):
         values = {_number(one, key) for one in points}
         if None in values or len(values) < 2:
             continue
-        numbers = np.array(sorted(value for value in values if value is not None))
-        frame = Frame(scale_of(numbers, log=bool(numbers[0] > 0)), key)
-        curves = list(_curves(points, key))
-        yield figure(Chart(f"Loss by {key}", found.metric, curves), frame)
+        log = min(value for value in values if value is not None) > 0
+        yield _chart(f"Loss by {key}", found.metric, _curves(points, key), pool, key, log=log)
 
 
-def _curves(points: Sequence[Result], key: str) -> Iterator[Curve]:
+def _chart(
+    title: str, metric: str, curves: Curves, pool: Pool, along: str, *, log: bool
+) -> dict[str, Any]:
+    """As `page.js` takes it; a curve of few points has them as dots."""
+    drawn = [
+        {"label": label, "x": pool.add(np.array(x), "f8"), "y": encoded(np.array(y), "f8"),
+         "dots": len(x) < _DRAWN, "colour": i, "last": float(y[-1])}
+        for i, (label, (x, y)) in enumerate(curves.items())
+    ]  # fmt: skip
+    return {"title": title, "unit": metric, "group": "", "curves": drawn,
+            "x": {"label": along, "log": log}}  # fmt: skip
+
+
+def _curves(points: Sequence[Result], key: str) -> Curves:
     lines = defaultdict(list)
     for one in points:
         others = ", ".join(f"{k}={v}" for k, v in one.run.point.values.items() if k != key)
-        lines[others].append((_number(one, key), one.loss))
-    for colour, (label, line) in enumerate(sorted(lines.items())):
-        x, y = (np.array(axis, float) for axis in zip(*sorted(line), strict=True))
-        yield Curve(label or "loss", x, y, colour=colour, dots=True)
+        lines[others or "loss"].append((_number(one, key), one.loss))
+    in_order = {label: np.array(sorted(line), float).T for label, line in sorted(lines.items())}
+    return {label: (x, y) for label, (x, y) in in_order.items()}
 
 
 def _number(one: Result, key: str) -> float | None:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from jaxforge.config.model import MODELS, ModelConfig
 from jaxforge.model.transformer import active_parameter_count
-from jaxforge.report.scale import exact
+from jaxforge.report.numbers import exact
 from jaxforge.sweep.law import NEEDED, Law, fit, next_size
 from jaxforge.sweep.runs import PlannedRun
-from jaxforge.telemetry.console import human
+from jaxforge.telemetry.numbers import human
 
 VALIDATION, TRAINING = "eval/loss", "train/loss"
 _SHARE = 10  # of the logged steps at the end: one of them are an average of

@@ -92,11 +92,3 @@ def banner(console: Console, rows: Mapping[str, str]) -> None:
     for name, value in rows.items():
         table.add_row(f"[bold]{name}", value)
     console.print(table)
-
-
-def human(number: float) -> str:
-    """5,300,000 -> 5.3M."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if abs(number) >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.3g}"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import subprocess
 import tomllib
 import zipfile
 
@@ -14,9 +15,9 @@ from jaxforge.capsule import archive, ingredients
 from jaxforge.capsule.__main__ import main
 from jaxforge.capsule.command import verdict
 from jaxforge.capsule.make import capsule_of
-from jaxforge.capsule.redaction import redacted
 from jaxforge.capsule.verify import _range, verify
 from jaxforge.errors import UserError
+from jaxforge.redaction import redacted
 from tests.conftest import tiny_config
 
 LENGTH, STEPS = 32, 8
@@ -278,7 +279,7 @@ def test_the_state_of_code_in_git(tmp_path, monkeypatch):
     assert set(ingredients._code_at(file)) == {"sha256"}
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
-        ingredients.subprocess.run([*git, *arguments], check=True)
+        subprocess.run([*git, *arguments], check=True)
     clean = ingredients._code_at(file)
     assert not clean["changed"]
     file.write_text("x = 2\n")

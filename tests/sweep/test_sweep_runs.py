@@ -167,7 +167,9 @@ def test_a_ladder_has_a_law_and_a_page_that_draws_it(base):
     assert "L(N) = " in told
     assert "predicted for" in told
     drawn = page(found, "a <ladder>")
-    assert drawn.count("<figure") == 3  # by size, by model.dim, by optimizer.lr
+    data = json.loads(re.search(r'id="data">(.*?)</script>', drawn)[1])
+    titles = ["Loss by size", "Loss by model.dim", "Loss by optimizer.lr"]
+    assert [chart["title"] for chart in data["charts"]] == titles
     assert "law, up to the next size" in drawn
     assert "a &lt;ladder&gt;" in drawn
     fewer = results(runs[:4])

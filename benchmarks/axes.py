@@ -1,18 +1,12 @@
-"""Axes: where values lie, which of them get a tick, and how numbers are written."""
+"""Axes of pictures: where values lie, and which of them get a tick."""
 
 import dataclasses
 import math
-from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-AXES: Mapping[str, str] = {
-    "steps": "step",
-    "tokens": "tokens",
-    "hours": "hours since the first step",
-}
-"""Horizontal axes, with their labels."""
+from jaxforge.report.numbers import short
 
 _SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 
@@ -95,38 +89,3 @@ def _labels(values: list[float], step: float) -> list[str]:
         return [short(value) for value in values]
     decimals = max(0, -math.floor(math.log10(step / unit) + 1e-9))
     return [f"{value / unit:,.{decimals}f}{suffix}" if value else "0" for value in values]
-
-
-def short(value: float) -> str:
-    """As few digits as tell a round number: 0.05, 3e-4, 20,000."""
-    if value and not 1e-3 <= abs(value) < 1e6:
-        return _exponent(f"{value:.2e}")
-    return f"{value:,.6g}"
-
-
-def exact(value: float) -> str:
-    """Five digits, and all of a whole number; `page.js` writes numbers alike."""
-    if not math.isfinite(value):
-        return "not finite"
-    if value == round(value) or abs(value) >= 1e4:
-        return f"{value:,.0f}"
-    return _exponent(f"{value:.3e}") if abs(value) < 1e-3 else f"{value:#.5g}".rstrip(".")
-
-
-def _exponent(text: str) -> str:
-    """Python's 3.00e-04 as 3e-4."""
-    mantissa, _, exponent = text.partition("e")
-    if "." in mantissa:
-        mantissa = mantissa.rstrip("0").rstrip(".")
-    return f"{mantissa}e{int(exponent)}"
-
-
-def duration(seconds: float) -> str:
-    """The two greatest units: 3,725 -> "1 h 2 min"."""
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    parts = ((days, "d"), (hours, "h"), (minutes, "min"), (seconds, "s"))
-    return " ".join([f"{n} {unit}" for n, unit in parts if n][:2])

@@ -1,0 +1,88 @@
+"""`starts.jsonl` in a run directory: when a run was started, by which command, with which code.
+
+A line for each start, by process 0. Nothing of the environment is in it.
+"""
+
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jaxforge
+from jaxforge import git
+from jaxforge.errors import UserError
+from jaxforge.redaction import REMOVED, redacted
+
+FILE_NAME = "starts.jsonl"
+
+_PACKAGES = ("jaxforge", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+def note(run: Path, step: int, **more: Any) -> None:  # noqa: ANN401
+    """Adds this start to those of a run.
+
+    Args:
+        run: the directory, on this machine.
+        step: that it goes on from.
+        more: of JSON: `parameters`, and what else is known.
+
+    Raises:
+        UserError: the directory cannot be written.
+    """
+    start = {"step": step, "time": round(time.time(), 3), "command": _command(sys.argv),
+             "versions": versions(), "git": git.state(Path(jaxforge.__file__)), **more}  # fmt: skip
+    partial = run / f"{FILE_NAME}.partial"
+    try:
+        partial.write_text("".join(json.dumps(one) + "\n" for one in [*read(run), start]))
+        os.replace(partial, run / FILE_NAME)
+    except OSError as error:
+        raise UserError(f"{run / FILE_NAME}: {error.strerror}") from error
+
+
+def read(run: Path) -> list[dict[str, Any]]:
+    """The starts of a run, the latest last; none of a run of an older version.
+
+    Each has `step`, `time` (Unix seconds), `command`, `versions`, `git` (`commit`, `changed`; empty
+    where the code is not under git) and `parameters`.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    path = run / FILE_NAME
+    if not path.is_file():
+        return []
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except ValueError:
+        raise UserError(f"{path}: a line is not a JSON object; remove it") from None
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that compute."""
+    return {"python": platform.python_version()} | {
+        name: found for name in _PACKAGES if (found := _version(name))
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # as jaxforge itself is where it was not installed
+        return None
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """What was typed, without secrets."""
+    shown, hide = [Path(arguments[0]).name], False
+    for argument in arguments[1:]:
+        name, equals, _ = argument.partition("=")
+        secret = name.startswith("--") and redacted(f'{name[2:]}="x"') == f'{name[2:]}=""'
+        shown.append(f"{name}={REMOVED}" if secret and equals else REMOVED if hide else argument)
+        hide = secret and not equals
+    return redacted(shlex.join(shown))

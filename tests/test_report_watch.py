@@ -1,0 +1,114 @@
+"""`report --watch`: what it serves, to whom, and what it reads again."""
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from jaxforge.errors import UserError
+from jaxforge.report.__main__ import main
+from jaxforge.report.reading import MetricsFile
+from jaxforge.report.serving import Live, Server
+from tests.machine import PATIENCE
+from tests.test_report import line, write_run
+
+
+@pytest.fixture
+def served(tmp_path):
+    """Asks a server of the run directory tmp_path/run, which is not there yet."""
+    with Server(Live([tmp_path / "run"], "steps"), 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+        def ask(path, host=None):
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
+            connection.request("GET", path, headers={"Host": host or f"localhost:{server.port}"})
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode(), answer.headers
+
+        yield ask
+        server.shutdown()
+
+
+def append(path, *lines):
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write("".join(json.dumps(one) + "\n" for one in lines))
+
+
+def test_a_run_that_goes_on(tmp_path, served):
+    status, page, headers = served("/")
+    assert (status, headers["Cache-Control"]) == (200, "no-store")
+    assert "connect-src 'self'" in page
+    assert "run: waiting for its first step" in page
+    path = write_run(tmp_path / "run", [line(1)], tail='{"step": 2, "ti')
+    _, first, _ = served("/data.json?since=")
+    known = json.loads(first)
+    assert known["data"]["charts"][0]["curves"][0]["last"] == 5.99
+    assert served(f"/data.json?since={known['version']}")[:2] == (204, "")
+    (path / "metrics.jsonl").write_text("")
+    append(path, line(1), line(2))
+    _, second, _ = served(f"/data.json?since={known['version']}")
+    assert json.loads(second)["data"]["charts"][0]["curves"][0]["last"] == 5.98
+    assert "5.9800" in json.loads(second)["facts"]
+
+
+def test_a_damaged_run_is_told(tmp_path, served):
+    write_run(tmp_path / "run", [line(1)], tail="no <b>\n")
+    status, page, _ = served("/")
+    assert status == 200
+    assert "metrics.jsonl:2: not a JSON object" in page
+
+
+def test_others_are_refused(served):
+    assert served("/", host="evil.example")[0] == 403
+    assert served("/data.json", host="evil.example:80")[0] == 403
+    assert served("/../../etc/passwd")[0] == 404
+
+
+def test_only_what_was_appended_is_read_again(tmp_path, monkeypatch):
+    path = write_run(tmp_path / "run", [line(s) for s in range(1, 6)])
+    metrics = MetricsFile(path)
+    before, _ = metrics.read()
+    append(path, line(6))
+    began = []
+    monkeypatch.setattr(MetricsFile, "_begin", lambda self: began.append(1))
+    after, _ = metrics.read()
+    assert after["train/loss"].step.tolist() == [*before["train/loss"].step.tolist(), 6]
+    assert not began
+
+
+def test_a_run_that_went_back_is_read_anew(tmp_path):
+    """Its file is longer than it was, and other."""
+    path = write_run(tmp_path / "run", [line(s) for s in range(1, 6)])
+    metrics = MetricsFile(path)
+    metrics.read()
+    (path / "metrics.jsonl").write_text("")
+    append(path, line(1), line(2), *(line(s, **{"train/loss": 1.0}) for s in range(3, 8)))
+    loss = metrics.read()[0]["train/loss"]
+    assert loss.step.tolist() == list(range(1, 8))
+    assert loss.value.tolist() == [5.99, 5.98, *[1.0] * 5]
+
+
+def test_a_port_that_is_taken(tmp_path):
+    with Server(Live([tmp_path], "steps"), 0) as server:
+        with pytest.raises(UserError, match=f"port {server.port} is taken; name another") as error:
+            main([str(tmp_path), "--watch", str(server.port)])
+        assert error.value.exit_code == 2
+    with pytest.raises(UserError, match="leave out --output"):
+        main(["--output", "x.html", "--watch", str(tmp_path)])
+
+
+@pytest.mark.processes
+def test_ctrl_c_ends_it(tmp_path):
+    command = [sys.executable, "-m", "jaxforge.report", str(tmp_path), "--watch", "0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as served:
+        assert served.stdout.readline().startswith("http://127.0.0.1:")
+        os.kill(served.pid, signal.SIGINT)
+        out, err = served.communicate(timeout=PATIENCE)
+    assert (served.returncode, out.strip(), err) == (0, "ended", "")

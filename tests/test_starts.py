@@ -1,0 +1,43 @@
+"""What a run directory says of its starts."""
+
+import json
+
+import pytest
+
+from jaxforge import starts
+from jaxforge.errors import UserError
+
+
+def test_each_start_adds_a_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(starts.sys, "argv", ["/usr/bin/jaxforge", "train", "--train.seed=1"])
+    starts.note(tmp_path, 0, parameters=7)
+    starts.note(tmp_path, 50, parameters=7)
+    first, second = starts.read(tmp_path)
+    assert (first["step"], second["step"], first["parameters"]) == (0, 50, 7)
+    assert first["command"] == "jaxforge train --train.seed=1"
+    assert set(first) == {"step", "time", "command", "versions", "git", "parameters"}
+    assert first["time"] <= second["time"]
+    assert {"python", "jax", "numpy"} <= set(first["versions"])
+    assert [one.name for one in tmp_path.iterdir()] == ["starts.jsonl"]
+
+
+def test_secrets_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789secret")
+    monkeypatch.setattr(starts.sys, "argv", [
+        "train.py", "--plugins.api_key=abc", "--my-password", "def", "--data=s3://me:pw@b/k?t=1",
+        "--name=0123456789secret", "--train.seed", "1",
+    ])  # fmt: skip
+    starts.note(tmp_path, 0)
+    (start,) = starts.read(tmp_path)
+    assert start["command"] == (
+        "train.py --plugins.api_key=removed --my-password removed '--data=s3://b/k' "
+        "--name=removed --train.seed 1"
+    )
+    assert "secret" not in json.dumps(start)
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    assert starts.read(tmp_path) == []
+    (tmp_path / "starts.jsonl").write_text("{}\n{")
+    with pytest.raises(UserError, match=r"starts.jsonl: a line is not a JSON object"):
+        starts.read(tmp_path)
