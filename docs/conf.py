@@ -16,6 +16,7 @@ CHAPTERS = {
         "mup",
         "sweeps",
         "metrics",
+        "report",
         "reliability",
         "launching",
     ],

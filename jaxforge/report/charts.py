@@ -1,6 +1,6 @@
 """What the page draws: charts of every metric, but for those that follow from others.
 
-As JSON, which `page.js` makes charts of. What never changes is told in a table instead.
+As JSON, which `drawing.js` makes charts of. What never changes is told in a table instead.
 """
 
 import re

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def encoded(values: np.ndarray, kind: str) -> str:
-    """Numbers as `page.js` reads them: their kind, then little-endian bytes in base64.
+    """Numbers as `drawing.js` reads them: their kind, then little-endian bytes in base64.
 
     Args:
         values: [n].

@@ -25,7 +25,7 @@ _IDLE, _BUSY = ((0, 42, 82), (0, 114, 178)), ((92, 36, 0), (213, 94, 0))  # dark
 
 
 def heat_maps(runs: Sequence[Run], pool: Pool) -> list[dict[str, Any]]:
-    """A picture for each layer of each run that has experts, as `page.js` takes them."""
+    """A picture for each layer of each run that has experts, as `drawing.js` takes them."""
     return [
         one
         for i, run in enumerate(runs)

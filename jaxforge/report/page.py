@@ -57,15 +57,16 @@ def document(
 
     Args:
         title: of the page, as text.
-        data: what `page.js` draws.
+        data: what `drawing.js` draws.
         above: HTML before the charts.
         below: HTML after them.
         watch: it asks where it came from for newer data.
     """
+    ours = _file("drawing.js") + _file("page.js")
     return Template(_file("page.html")).substitute(
         title=escape(title),
         style=base_style() + _file("vendor/uPlot.min.css") + _file("page.css"),
-        script=_file("vendor/uPlot.iife.min.js") + _file("page.js"),
+        script=_file("vendor/uPlot.iife.min.js") + f"\n(() => {{\n{ours}}})();\n",
         facts=above,
         below=below,
         data=as_json(data),

@@ -60,7 +60,7 @@ def _by_keys(found: Results, pool: Pool) -> Iterator[dict[str, Any]]:
 def _chart(
     title: str, metric: str, curves: Curves, pool: Pool, along: str, *, log: bool
 ) -> dict[str, Any]:
-    """As `page.js` takes it; a curve of few points has them as dots."""
+    """As `drawing.js` takes it; a curve of few points has them as dots."""
     drawn = [
         {"label": label, "x": pool.add(np.array(x), "f8"), "y": encoded(np.array(y), "f8"),
          "dots": len(x) < _DRAWN, "colour": i, "last": float(y[-1])}
