@@ -78,11 +78,20 @@ def write_json(path: Path, document: object, *, indent: int | None = None) -> No
     text = json.dumps(document, indent=indent, ensure_ascii=False) + "\n"
     if path == STDOUT:
         sys.stdout.write(text)
-        return
+    else:
+        write_text("--json", path, text)
+
+
+def write_text(option: str, path: Path, text: str) -> None:
+    """What an option asks for, to a file.
+
+    Raises:
+        UserError: it cannot be written.
+    """
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--json {path}: {error.strerror}") from error
+        raise UserError(f"{option} {path}: {error.strerror}") from error
 
 
 def _check_xla_flags(flags: str) -> None:

@@ -49,6 +49,7 @@ def parser() -> CommandParser:
     add("--other", metavar="SETTING", action="append", default=[],
         help="of OTHER alone, such as --other=--distributed.tp=2")  # fmt: skip
     add("--json", metavar="FILE", type=Path, help='write all of it as JSON; "-" to stdout')
+    add("--html", metavar="FILE", type=Path, help="write the account of a step as a page")
     add(
         "--check", action="store_true", help="exit code 1 unless it is what was logged, bit for bit"
     )
@@ -63,6 +64,8 @@ def _range(args: argparse.Namespace) -> tuple[int, int]:
         raise UserError("--other is of the run that --against names, which may be RUN itself")
     if args.steps and args.against:
         raise UserError("--against is for one step: use --step")
+    if args.html and (args.steps or args.against):
+        raise UserError("--html is for the account of one step: use --step without --against")
     if args.steps is None:
         return args.step, args.step
     first, colon, last = args.steps.partition(":")

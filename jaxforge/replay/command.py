@@ -8,11 +8,12 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxforge import storage
-from jaxforge.cli import STDOUT, wide_console, write_json
+from jaxforge.cli import STDOUT, wide_console, write_json, write_text
 from jaxforge.parallel import host_memory, multihost
 from jaxforge.replay import compare
 from jaxforge.replay.account import Account, Made, Suspect, account, as_json, replayed
 from jaxforge.replay.against import Way, against
+from jaxforge.replay.page import page
 from jaxforge.replay.past import open_past
 from jaxforge.telemetry.console import setup_logging
 
@@ -35,6 +36,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str], first: int, last: in
     if jax.process_index() == 0:
         if args.json:
             write_json(args.json, as_json(found))
+        if args.html:
+            write_text("--html", args.html, page(found, run.name))
         if args.json != STDOUT:
             _print(wide_console(), found, args.top)
     exact = found.made.difference in (None, 0.0)

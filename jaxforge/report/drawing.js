@@ -166,11 +166,12 @@ const nearest = (plot, series, i) => {
 };
 
 const common = () => ({ stroke: colour("soft"), font: "12px system-ui, sans-serif", ticks: { stroke: colour("hair"), width: 1, size: 5 } });
+const some = (values) => values.filter((_, i) => i % Math.ceil(values.length / 12) === 0);
 const axesOf = (chart, yTicks, lines = []) => {
   const own = chart.x && { // ticks where its points are
     label: chart.x.label, labelSize: 20, labelFont: common().font, labelGap: 0,
-    splits: () => [...new Set(lines.filter(({ curve }) => curve.dots).flatMap(({ xs }) => xs))].sort((a, b) => a - b),
-    values: (plot, values) => values.map((value) => ticks([chart.x.log ? Number((10 ** value).toPrecision(3)) : value])[0]),
+    splits: () => some([...new Set(lines.filter(({ curve }) => curve.dots).flatMap(({ xs }) => xs))].sort((a, b) => a - b)),
+    values: (plot, values) => values.map((value) => chart.x.names?.[value] ?? ticks([chart.x.log ? Number((10 ** value).toPrecision(3)) : value])[0]),
   };
   return [
     { ...common(), grid: { show: false }, size: 30, values: (plot, values) => ticks(values), ...own },
@@ -268,7 +269,7 @@ const tell = (panel, plot) => {
     value.textContent = exact(values.has(curve) ? values.get(curve) : curve.last);
   }
   const along = panel.chart.x, x = pointed && (along?.log ? 10 ** plot.data[0][idx] : plot.data[0][idx]);
-  panel.where.textContent = pointed ? `${along?.label ?? unit()} ${exact(x)}` : "";
+  panel.where.textContent = pointed ? `${along?.label ?? unit()} ${along?.names?.[x] ?? exact(x)}` : "";
   if (pointed && panel.focused?.name) panel.where.textContent += `, ${panel.focused.name}`;
 };
 

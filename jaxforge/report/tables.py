@@ -25,7 +25,12 @@ def facts(runs: Sequence[Run]) -> str:
     """The head of the page: a list for one run, a table of what differs for several."""
     if len(runs) > 1:
         return _comparison(runs)
-    return f"<dl>{''.join(_fact(*fact) for fact in _told(runs[0]).items())}</dl>"
+    return fact_list(_told(runs[0]))
+
+
+def fact_list(facts: Mapping[str, str]) -> str:
+    """Names with what is to say of them."""
+    return f"<dl>{''.join(_fact(*fact) for fact in facts.items())}</dl>"
 
 
 def _fact(name: str, text: str) -> str:
@@ -238,14 +243,17 @@ def _moment(time: float) -> str:
     return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def table(title: str, head: Sequence[str], rows: Rows, *, runs: Sequence[int] = ()) -> str:
+def table(
+    title: str, head: Sequence[str], rows: Rows, *, runs: Sequence[int] = (), sorts: bool = False
+) -> str:
     """A table of text.
 
     Args:
         title: above it; none if empty.
         head: names of the columns.
         rows: as many cells each.
-        runs: which run each row is of: rows have their colours, and the table can be sorted.
+        runs: which run each row is of: rows have their colours, and a click on a column sorts.
+        sorts: it does without runs, too.
     """
     caption = f"<caption>{escape(title)}</caption>" if title else ""
     columns = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
@@ -255,6 +263,6 @@ def table(title: str, head: Sequence[str], rows: Rows, *, runs: Sequence[int] = 
         cells = "".join(f"<td>{escape(text)}</td>" for text in rest)
         body.append(f'<tr{run}><th scope="row">{escape(first)}</th>{cells}</tr>')
     return (
-        f'<div class="scroll"><table{" class=runs" if runs else ""}>{caption}'
+        f'<div class="scroll"><table{" class=runs" if runs or sorts else ""}>{caption}'
         f"<thead><tr>{columns}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
     )

@@ -49,6 +49,7 @@ def test_a_finished_run_explains_itself_is_left_as_it_is_and_goes_on(new_run, ca
     assert list(run.losses()) == [1, 8, 16, 24, 30]  # the interval's, the first and the last
     assert sorted(p.name for p in run.directory.iterdir()) == [
         "checkpoints", "config.toml", "configs", "logs", "metrics.jsonl", "schedule_summary.txt",
+        "starts.jsonl",
     ]  # fmt: skip
     assert "log_interval = 8" in (run.directory / "config.toml").read_text()
     assert "Training complete" in (run.directory / "logs" / "process_0.log").read_text()

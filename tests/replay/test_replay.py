@@ -22,6 +22,7 @@ from jaxforge.replay.influence import Influences
 from jaxforge.replay.layers import NORMS
 from jaxforge.replay.past import open_past
 from tests.conftest import tiny_config
+from tests.test_report import Page
 
 LENGTH, ROWS, STEPS = 32, 8, 30
 POISON = 5
@@ -123,10 +124,22 @@ def test_the_account_of_a_step_names_the_document_that_is_noise(run, capsys, mon
     assert {name for _, name, _ in found.odd} == {*NORMS.values(), *capture.POINTS}
     monkeypatch.setattr("jaxforge.replay.command.account", lambda *_, **__: found)
     arguments = ["--step", str(step), "--check", "--json", str(run / "o.json")]
+    arguments += ["--html", str(run / "<o>.html")]
     assert command.main([str(run), *arguments]) == 0
     assert f"sequence {POISON}" in capsys.readouterr().out
     said = json.loads((run / "o.json").read_text())
     assert said["documents"][0]["name"] == f"sequence {POISON}"
+    drawn = Page((run / "<o>.html").read_text())
+    assert f"sequence {POISON}, row {row}" in drawn.all("p", class_="sample")[0]["text"]
+    assert drawn.facts()["what was logged"] == "the same, bit for bit"
+    assert len(drawn.rows()) == 2 + min(12, len(found.odd)) + len(found.suspects)
+    titles = {name.capitalize() for name in (*NORMS.values(), *capture.POINTS)}
+    assert {chart["title"] for chart in drawn.json()["charts"]} == titles
+    curves = drawn.json()["charts"][0]["curves"]
+    assert curves[-1]["label"] == f"step {step}"
+    assert len(curves) == len(found.norms)
+    with pytest.raises(UserError, match="--html is for the account of one step"):
+        command.main([str(run), "--steps", "1:2", "--html", "o.html"])
 
 
 def test_influences_are_those_of_the_gradients_themselves(run):
