@@ -1,7 +1,7 @@
 """Documents in, token shards out: `python -m jaxforge.prepare INPUT... --output DIR`.
 
 INPUT ─► documents ─► pieces ─► tokens + EOS ─► .DIR.partial/out/{train,validation}/shard_*.npy
-         (files,      of text                   .DIR.partial/out/tokenizer/
+         (files,      of text                   .DIR.partial/out/{tokenizer/,train.toml}
           records)                                  │ rename, when all is written
                                                     ▼
                                                    DIR
@@ -10,15 +10,13 @@ A killed run goes on where it was: `corpus.atomic_directory`. docs/data.md tells
 """
 
 import argparse
-import json
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-from jaxtyping import Int
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -33,9 +31,15 @@ from jaxforge.corpus.huggingface import load_dataset
 from jaxforge.corpus.ingest import Corpus, Options, Split, check_split, ingest
 from jaxforge.corpus.inputs import Content, HuggingFace, Input, TextField, find_inputs
 from jaxforge.corpus.manifest import FILE_NAME
+from jaxforge.corpus.summary import table
 from jaxforge.corpus.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from jaxforge.corpus.writer import token_dtype
 from jaxforge.errors import UserError
+from jaxforge.starting.config import FILE_NAME as CONFIG
+from jaxforge.starting.config import for_data
+from jaxforge.starting.machine import FORMS, Machine
+from jaxforge.starting.prepared import Prepared
+from jaxforge.starting.sizing import Size
 
 _BPE_VOCAB_SIZE = 32_768
 _TEXTS, _RECORDS = "*.txt,*.md,*.py", "*.jsonl,*.jsonl.gz,*.jsonl.zst,*.parquet"
@@ -56,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: wrong arguments (code 2), or `--help`.
     """
     args = _parse(argv)
+    machine = Machine.parse(args.machine) if args.machine else Machine.here()
     for place in (*args.input, args.output):
         storage.local(place, "prepare", "copy the text here, and what is made of it there")
     given = None if args.tokenizer == "bpe" else _given_tokenizer(args.tokenizer)
@@ -80,8 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 workers=args.workers,
                 show=show,
             )
-    print(_summary(corpus, tokenizer), end="\n\n")
-    print(_settings(args.output.absolute(), corpus.splits, tokenizer.vocab_size, args.format))
+        size = _write_config(destination.out, args.output, machine)
+    print(table(corpus, tokenizer), end="\n\n")
+    print(_next(args.output, size))
     return 0
 
 
@@ -206,6 +212,10 @@ _ARGUMENTS: dict[str, dict] = {
         "help": "take text files in random order, not sorted by path",
     },
     "--max-bytes": {"type": _positive, "metavar": "N", "help": "stop after so much text"},
+    "--machine": {
+        "metavar": "WHAT",
+        "help": f"what DIR/train.toml is sized for: {FORMS} (default: this machine)",
+    },
 }
 
 
@@ -347,63 +357,25 @@ def _state(splits: Mapping[str, Split], seconds: float) -> str:
     return f"{documents:,} docs, {tokens / 1e6:,.1f} M tokens, {tokens / seconds / 1e6:.2f} M/s"
 
 
-def entropy(counts: Int[np.ndarray, "V"]) -> float:
-    """Entropy, in nats, of a token drawn with these frequencies.
-
-    It is the loss of a model that knows nothing but how often each token occurs.
-    """
-    frequencies = counts[counts > 0] / counts.sum()
-    return -float(frequencies @ np.log(frequencies))
-
-
-def _summary(corpus: Corpus, tokenizer: Tokenizer) -> str:
-    """What was written, as a table."""
-    parts, train = corpus.splits.values(), corpus.splits["train"].writer
-    rows = [
-        ("", *corpus.splits),
-        *(_conversations(parts) if train.conversations else _documents(parts)),
-        ("unigram entropy", f"{entropy(train.counts):.4f} nats per training token: loss to beat"),
-        ("vocabulary", f"{tokenizer.vocab_size:,} ({train.dtype}), EOS {tokenizer.eos_id}"),
-    ]
-    if corpus.skipped:
-        rows.append(("left out as bad", f"{corpus.skipped:,} records"))
-    lines = (f"{row[0]:<17}" + "".join(f"{cell:<17}" for cell in row[1:]) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+def _write_config(directory: Path, output: Path, machine: Machine) -> Size:
+    """Writes the config to train on `output`, which is still `directory`; what it comes to."""
+    prepared = Prepared.read(directory, output)
+    text, size = for_data(prepared, machine, Path("runs", prepared.place.name).absolute())
+    try:
+        (directory / CONFIG).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {directory / CONFIG}: {error.strerror}") from error
+    return size
 
 
-def _documents(parts: Iterable[Split]) -> list[tuple[str, ...]]:
-    return [
-        ("documents", *(f"{part.writer.documents:,}" for part in parts)),
-        ("… not UTF-8", *(f"{part.broken:,}" for part in parts)),
-        ("tokens", *(f"{part.writer.tokens:,}" for part in parts)),
-        ("bytes per token", *(f"{part.size / part.writer.tokens:.3f}" for part in parts)),
-    ]
-
-
-def _conversations(parts: Iterable[Split]) -> list[tuple[str, ...]]:
-    learned = [int(part.writer.counts.sum()) for part in parts]
-    return [
-        ("conversations", *(f"{part.writer.documents:,}" for part in parts)),
-        ("tokens", *(f"{part.writer.tokens:,}" for part in parts)),
-        ("… learned", *(f"{tokens:,}" for tokens in learned)),
-    ]
-
-
-def _settings(output: Path, splits: Mapping[str, Split], vocab_size: int, suffix: str) -> str:
-    """What a TOML says to train on it."""
-
-    def at(name: str) -> str:  # JSON's strings are TOML's too
-        return json.dumps(str(output / name), ensure_ascii=False)
-
-    pattern = f'\nfile_pattern = "*.{suffix}"' if suffix != "npy" else ""
-    tokenizer = f"tokenizer_path = {at('tokenizer')}"
-    sections = [
-        f"[model]\nvocab_size = {vocab_size}",
-        f"[data]\ndataset_path = {at('train')}{pattern}\n{tokenizer}",
-    ]
-    if "validation" in splits:
-        sections.append(f"[eval]\nenabled = true\ndataset_path = {at('validation')}{pattern}")
-    return "\n\n".join(sections)
+def _next(output: Path, size: Size) -> str:
+    """What was written, and the command to type next."""
+    path = output.absolute() / CONFIG
+    return (
+        f"{path}: {size.parameters / 1e6:.3g}M parameters, {size.max_steps:,} updates of "
+        f"{size.tokens:,} tokens, {size.epochs:.2g} epochs\n"
+        f"Next:\n  jaxforge train --config {shlex.quote(str(path))}"
+    )
 
 
 def entry() -> int:
