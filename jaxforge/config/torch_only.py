@@ -23,6 +23,18 @@ TORCH_ONLY: dict[str, str] = {
 """Key without effect -> what does its job."""
 
 
+def is_kempnerforges(config: JobConfig) -> bool:
+    """Whether a configuration is one of KempnerForge's, or is to do as it does.
+
+    Nothing in a file says so for sure: these are marks. It has a key that means something to
+    PyTorch alone, or follows KempnerForge's order of the data.
+
+    Args:
+        config: As read.
+    """
+    return config.data.order == "torch" or any(config.is_set(key) for key in TORCH_ONLY)
+
+
 def answers(config: JobConfig) -> list[str]:
     """One line for each key that the user wrote and that has no effect here.
 
