@@ -45,9 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"wrote {output}: {PRESETS[args.preset].about}")
     if prepared is None:
         print("set data.dataset_path to your data (jaxforge prepare), or pass --data DIR")
-    print(
-        f"Next:\n  jaxforge train --config {output} --dry-run\n  jaxforge train --config {output}"
-    )
+    train = f"jaxforge train --config {shlex.quote(str(output))}"
+    print(f"Next:\n  {train} --dry-run\n  {train}")
     return 0
 
 
