@@ -39,16 +39,9 @@ def warnings(config: JobConfig, n_devices: int) -> Iterator[str]:
 
 def data(config: JobConfig, n_devices: int) -> Iterator[str]:
     """Where the tokens come from, and how often each is read."""
-    section = config.data
-    paths = {"data.dataset_path": section.dataset_path} | {
-        f"data.datasets[{i}].path": source.path for i, source in enumerate(section.datasets)
-    }
-    given = {key: path for key, path in paths.items() if path}
-    absent = {k: p for k, p in given.items() if storage.in_bucket(p) or not Path(p).exists()}
-    for key, path in absent.items():
-        hint = path_hint(path, '"')
-        yield f"{key} = {shown(path)} is not on this machine: not looked at{hint}"
-    if absent or not given:
+    missing = list(absent(config))
+    yield from missing
+    if missing or not _paths(config):
         return
     dataset = open_training_data(config)
     dp = data_parallel(mesh_shape(config, n_devices))
@@ -61,6 +54,23 @@ def data(config: JobConfig, n_devices: int) -> Iterator[str]:
             f"train.max_steps = {config.train.max_steps:,} is {epochs:.3g} epochs of "
             f"{length:,} sequences"
         )
+
+
+def absent(config: JobConfig) -> Iterator[str]:
+    """Training data that are elsewhere."""
+    for key, path in _paths(config).items():
+        if storage.in_bucket(path) or not Path(path).exists():
+            hint = path_hint(path, '"')
+            yield f"{key} = {shown(path)} is not on this machine: not looked at{hint}"
+
+
+def _paths(config: JobConfig) -> dict[str, str]:
+    """Directories of training data by the keys that name them."""
+    section = config.data
+    paths = {"data.dataset_path": section.dataset_path} | {
+        f"data.datasets[{i}].path": source.path for i, source in enumerate(section.datasets)
+    }
+    return {key: path for key, path in paths.items() if path}
 
 
 def _sequences(config: JobConfig, dp: int) -> int:
