@@ -12,26 +12,37 @@ A killed run goes on where it was: `corpus.atomic_directory`. docs/data.md tells
 import argparse
 import os
 import shlex
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxforge import storage
 from jaxforge.cli import run_main
 from jaxforge.command_line import CommandParser
 from jaxforge.corpus.atomic_directory import AtomicDirectory, Plan, atomic_directory
 from jaxforge.corpus.conversations import Conversations, fingerprint
-from jaxforge.corpus.documents import first_bytes, pieces, shuffled, split_of
+from jaxforge.corpus.documents import (
+    first_bytes,
+    is_split_inside,
+    pieces,
+    shuffled,
+    split_of,
+)
 from jaxforge.corpus.entries import ENTRY_DTYPE
 from jaxforge.corpus.huggingface import load_dataset
-from jaxforge.corpus.ingest import Corpus, Options, Split, check_split, ingest
-from jaxforge.corpus.inputs import Content, HuggingFace, Input, TextField, find_inputs
+from jaxforge.corpus.ingest import Options, check_split, ingest
+from jaxforge.corpus.inputs import (
+    Content,
+    HuggingFace,
+    Input,
+    TextField,
+    find_inputs,
+)
 from jaxforge.corpus.manifest import FILE_NAME
+from jaxforge.corpus.progress import progress_shown
 from jaxforge.corpus.summary import table
+from jaxforge.corpus.text_files import RECORDS, TEXTS
 from jaxforge.corpus.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from jaxforge.corpus.writer import token_dtype
 from jaxforge.errors import UserError
@@ -42,8 +53,7 @@ from jaxforge.starting.prepared import Prepared
 from jaxforge.starting.sizing import Size
 
 _BPE_VOCAB_SIZE = 32_768
-_TEXTS, _RECORDS = "*.txt,*.md,*.py", "*.jsonl,*.jsonl.gz,*.jsonl.zst,*.parquet"
-_LINE_SECONDS = 10.0  # between lines of progress where there is no terminal
+_TEXTS, _RECORDS = ",".join(TEXTS), ",".join(RECORDS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokenizer = given or _bpe(args, inputs, destination)
         tokenizer.save(destination.out / "tokenizer")
         options = _options(args, tokenizer.vocab_size)
-        with _progress(_text_size(inputs, args.max_bytes)) as show:
+        with progress_shown(_text_size(inputs, args.max_bytes)) as show:
             corpus = ingest(
                 inputs,
                 tokenizer,
@@ -118,6 +128,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         line.error("--conversations goes with the tokenizer of the model, not with one made here")
     if args.conversations and args.dtype == "uint16":
         line.error("--conversations are written as uint32: leave --dtype out")
+    if args.validation_fraction and args.validation_tokens:
+        line.error("--validation-fraction and --validation-tokens exclude each other")
+    if args.conversations and args.validation_tokens:
+        line.error("--conversations are held out whole: use --validation-fraction")
     if not args.input and not args.hf_dataset:
         line.error("give INPUT or --hf-dataset")
     return args
@@ -204,7 +218,12 @@ _ARGUMENTS: dict[str, dict] = {
         "default": 0.0,
         "metavar": "F",
         "help": "part of the documents to put into DIR/validation, chosen by a hash of their "
-        "paths and record numbers (default: none)",
+        "paths and record numbers; of a single text file, its last part (default: none)",
+    },
+    "--validation-tokens": {
+        "type": _positive,
+        "metavar": "N",
+        "help": "put the first N tokens into DIR/validation instead",
     },
     "--shuffle-documents": {
         "type": int,
@@ -234,7 +253,7 @@ def _inputs(args: argparse.Namespace, content: Content) -> list[Input]:
     if args.shuffle_documents is not None:
         inputs = _shuffled(inputs, args.shuffle_documents)
     inputs = first_bytes(inputs, args.max_bytes)
-    if _all_text(inputs):  # else the splits are not known before all is read
+    if _all_text(inputs) and not is_split_inside(inputs):  # else they are known when all is read
         splits = [split_of(source.name, args.validation_fraction) for source in inputs]
         held_out = splits.count("validation")
         check_split(len(splits) - held_out, held_out, args.validation_fraction)
@@ -272,7 +291,7 @@ def _text_size(inputs: Sequence[Input], max_bytes: int | None) -> int | None:
 
 
 _PLANNED = ("text_field", "tokenizer", "vocab_size", "format", "dtype", "shard_tokens",
-            "validation_fraction", "max_bytes")  # fmt: skip
+            "validation_fraction", "validation_tokens", "max_bytes")  # fmt: skip
 
 
 def _plan(args: argparse.Namespace, inputs: Iterable[Input], tokenizer: Tokenizer | None) -> Plan:
@@ -290,6 +309,7 @@ def _options(args: argparse.Namespace, vocab_size: int) -> Options:
         file_format=args.format,
         shard_tokens=args.shard_tokens,
         validation_fraction=args.validation_fraction,
+        validation_tokens=args.validation_tokens or 0,
         max_bytes=args.max_bytes,
         skip_bad=args.skip_bad,
         conversations=args.conversations,
@@ -321,40 +341,6 @@ def _given_tokenizer(spec: str) -> Tokenizer:
             'tokenizer_config.json with "eos_token" beside its tokenizer.json'
         )
     return tokenizer
-
-
-@contextmanager
-def _progress(size: int | None) -> Iterator[Callable[[Corpus], None]]:
-    """Yields what shows how far `size` bytes are: by a bar on a terminal, elsewhere by lines."""
-    console, start = Console(stderr=True), time.monotonic()
-    said = start
-    columns = (
-        BarColumn(20),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        bar = progress.add_task("", total=size)
-
-        def show(corpus: Corpus) -> None:
-            nonlocal said
-            now = time.monotonic()
-            text = _state(corpus.splits, now - start)
-            progress.update(bar, completed=corpus.size, description=text)
-            if not console.is_terminal and now - said >= _LINE_SECONDS:
-                _say(f"{corpus.size / size:.0%}: {text}" if size else text)
-                said = now
-
-        yield show
-
-
-def _state(splits: Mapping[str, Split], seconds: float) -> str:
-    tokens = sum(split.writer.tokens for split in splits.values())
-    documents = sum(split.writer.documents for split in splits.values())
-    return f"{documents:,} docs, {tokens / 1e6:,.1f} M tokens, {tokens / seconds / 1e6:.2f} M/s"
 
 
 def _write_config(directory: Path, output: Path, machine: Machine) -> Size:

@@ -131,8 +131,8 @@ def test_validation_holds_whole_documents_and_stays_put(corpus, tmp_path):
     assert len(train | held_out) == 64
     assert 5 < len(held_out) < 25
     assert decode(tmp_path / "b" / "validation") < held_out
-    with pytest.raises(UserError, match="puts 0 of 1 documents into validation"):
-        run(corpus, "--output", tmp_path / "c", "--glob", "a.py", *fraction)
+    with pytest.raises(UserError, match="puts 0 of 2 documents into validation"):
+        run(corpus, "--output", tmp_path / "c", "--glob", "0.txt,1.txt", fraction[0], "1e-9")
 
 
 def test_the_choice_depends_on_names_only():
