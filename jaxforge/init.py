@@ -3,12 +3,12 @@
 `jaxforge prepare` writes one that suits its data; this writes one of a known size.
 """
 
-import argparse
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxforge.cli import STDOUT, program, run_main
+from jaxforge.cli import STDOUT, run_main
+from jaxforge.command_line import CommandParser
 from jaxforge.errors import UserError
 from jaxforge.starting.config import of_preset
 from jaxforge.starting.prepared import Prepared
@@ -28,13 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         UserError: the file is there already or cannot be written, or --data was not prepared.
         SystemExit: wrong arguments (code 2), or `--help`.
     """
-    parser = _parser()
-    args = parser.parse_args(argv)
+    line = parser()
+    args = line.parse_args(argv)
     if args.list:
         print("\n".join(rows()))
         return 0
     if args.preset is None:
-        parser.error("--preset NAME is needed; --list tells which there are")
+        line.error("--preset NAME is needed; --list tells which there are")
     prepared = Prepared.read(args.data) if args.data else None
     text = of_preset(args.preset, PRESETS[args.preset], prepared)
     output = args.output or Path(f"{args.preset}.toml")
@@ -66,9 +66,10 @@ def _write(output: Path, text: str) -> None:
         raise UserError(f"cannot write {output}: {error.strerror}") from error
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("init"), description="Writes a complete, commented config of a known size."
+def parser() -> CommandParser:
+    """Its options."""
+    parser = CommandParser(
+        "init", description="Writes a complete, commented config of a known size."
     )
     parser.add_argument("--preset", choices=PRESETS, help="which; --list tells what they are")
     parser.add_argument("--list", action="store_true", help="list the presets")
