@@ -339,9 +339,7 @@ def find_inputs(
             kind = _kind(path)
             file = kind(path, name, status.st_size, status.st_mtime_ns, content or TextField())
             found.setdefault(path.resolve(), file)
-    texts = (file.path for file in found.values() if isinstance(file, TextFile))
-    lines = (file.path for file in found.values() if file.path.suffix in (".jsonl", ".json"))
-    check_text(texts, lines)
+    check_text((file.path, isinstance(file, TextFile)) for file in found.values())
     if not found:
         where, kept = ", ".join(map(str, places)), " and no --exclude" if exclude else ""
         raise UserError(f"no text in {where}: no file matches --glob {','.join(globs)}{kept}")

@@ -28,25 +28,26 @@ def encoding_of(head: bytes) -> str:
     return next((name for mark, name in _MARKS.items() if head.startswith(mark)), "")
 
 
-def check_text(texts: Iterable[Path], lines: Iterable[Path]) -> None:
+def check_text(files: Iterable[tuple[Path, bool]]) -> None:
     """Refuses what is no text before anything is read.
 
     Args:
-        texts: files that are a document each.
-        lines: files of JSON lines.
+        files: and whether each is a text as a whole; others may be JSON lines.
 
     Raises:
-        UserError: a text has NUL bytes, or lines are not in UTF-8.
+        UserError: a text has NUL bytes, or JSON lines are not in UTF-8.
     """
-    binary = [path for path in texts if _is_binary(_head(path))]
-    if binary:
-        raise UserError(_no_text(binary))
-    for path in lines:
-        if encoding := encoding_of(_head(path)):
+    binary = []
+    for path, is_text in files:
+        if is_text and _is_binary(_head(path)):
+            binary.append(path)
+        elif path.suffix == ".jsonl" and (encoding := encoding_of(_head(path))):
             raise UserError(
                 f"{path} is in {encoding}, and JSON lines are read as UTF-8: make it so with "
                 f"iconv -f {encoding} -t UTF-8"
             )
+    if binary:
+        raise UserError(_no_text(binary))
 
 
 def _is_binary(head: bytes) -> bool:

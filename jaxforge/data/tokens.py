@@ -225,9 +225,8 @@ def _matches(directory: Path, pattern: str, keys: tuple[str, str]) -> list[Path]
     """The files that `pattern` names, sorted."""
     of_directory, of_pattern = keys
     if not directory.is_dir():
-        what = f"does not exist{path_hint(directory)}"
-        if directory.exists():
-            what = how_to_prepare(directory) or "is a file, not a directory"
+        file = directory.exists() and (how_to_prepare(directory) or "is a file, not a directory")
+        what = file or f"does not exist{path_hint(directory)}"
         raise UserError(f"{of_directory}: {directory.absolute()} {what}")
     paths = sorted(path for path in directory.glob(pattern) if not path.is_dir())
     if paths:
