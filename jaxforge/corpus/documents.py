@@ -218,8 +218,6 @@ def _lines(file: BinaryIO, limit: int, end: int | None) -> Iterator[tuple[bytes,
 
 
 def _read(file: BinaryIO, limit: int, end: int | None) -> bytes:
-    if end is not None and file.tell() >= end:
-        return b""
     data = b"".join(file.readlines(min(limit, _PIECE_BYTES)))
     if end is not None and (beyond := file.tell() - end) > 0:
         file.seek(end)

@@ -2,8 +2,10 @@
 
 import pytest
 
-from jaxforge.config import JobConfig, load_config, load_unresolved
+from jaxforge.config import JobConfig, answers, load_config, load_unresolved
 from jaxforge.config.torch_only import TORCH_ONLY
+from torch_compat.checkpoints import CheckpointRef
+from torch_compat.files import Directory
 
 
 def warmup(*settings):
@@ -41,6 +43,24 @@ def test_it_follows_a_length_in_tokens_and_what_follows_it_knows():
     assert config.train.max_steps == 54
     assert config.scheduler.warmup_steps == 5
     assert config.scheduler.decay_steps == 12  # the first three are small
+
+
+@pytest.mark.parametrize(("format", "steps"), [("dcp", 2000), ("hf", 10)])
+def test_a_config_beside_a_checkpoint_of_pytorchs_is_kempnerforges(tmp_path, format, steps):
+    path = tmp_path / "theirs.toml"
+    path.write_text("[train]\nmax_steps = 100")
+    checkpoint = CheckpointRef(format, Directory(str(tmp_path)))
+    assert checkpoint.config(path).scheduler.warmup_steps == steps
+    said = checkpoint.config(path, ["--scheduler.warmup_steps=7"])
+    assert said.scheduler.warmup_steps == 7
+
+
+def test_a_start_says_what_it_is_and_what_it_would_be():
+    (line,) = answers(load_config(None, ["--train.max_steps=100"]))
+    assert line == (
+        "scheduler.warmup_steps is not set: 10 updates, a tenth of the run (in KempnerForge 2,000)"
+    )
+    assert not answers(load_config(None, ["--train.max_steps=100", "--scheduler.name=none"]))
 
 
 def test_nobody_said_it():

@@ -86,6 +86,7 @@ def test_a_model_is_as_large_as_its_data_suffice_for():
     assert small.epochs == pytest.approx(EPOCHS, rel=0.01)
     assert sized(prepared(10**12), Machine.parse("8x80GB")).parameters > large.parameters
     assert sized(prepared(10**12), CPU).shape == SHAPES[1]
+    assert sized(prepared(10**12), Machine.parse("1x2GB")).parameters < middle.parameters
 
 
 def test_little_text_is_read_more_often_and_the_file_says_so(tmp_path):
