@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxforge import run_directory, storage
 from jaxforge.checkpoint import paths
-from jaxforge.config import rules
+from jaxforge.config import rules, torch_only
 from jaxforge.config.job import JobConfig, toml
 from jaxforge.config.problems import said
 from jaxforge.config.reading.unresolved import UnresolvedConfig
@@ -104,6 +104,8 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     _show("model", _model(model))
     _show("memory of a device, an estimate", _memory(fits))
     _show("run", [_run_directory(resolved)])
+    if notes := torch_only.answers(resolved):
+        _show("notes", notes)
     platform = kinds[0].platform
     warnings = [*useless(resolved, platform), *missing, *_too_large(resolved, mesh, fits)]
     _show("warnings", warnings or ["none"])

@@ -47,7 +47,7 @@ from jaxforge.corpus.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from jaxforge.corpus.writer import token_dtype
 from jaxforge.errors import UserError
 from jaxforge.starting.config import FILE_NAME as CONFIG
-from jaxforge.starting.config import for_data
+from jaxforge.starting.config import for_data, in_epochs
 from jaxforge.starting.machine import FORMS, Machine
 from jaxforge.starting.prepared import Prepared
 from jaxforge.starting.sizing import Size
@@ -359,7 +359,7 @@ def _next(output: Path, size: Size) -> str:
     path = output.absolute() / CONFIG
     return (
         f"{path}: {size.parameters / 1e6:.3g}M parameters, {size.max_steps:,} updates of "
-        f"{size.tokens:,} tokens, {size.epochs:.2g} epochs\n"
+        f"{size.tokens:,} tokens, {in_epochs(size.epochs)}\n"
         f"Next:\n  jaxforge train --config {shlex.quote(str(path))}"
     )
 

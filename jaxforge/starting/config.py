@@ -14,6 +14,7 @@ from jaxforge.starting.prepared import (
     windows,
 )
 from jaxforge.starting.presets import Preset
+from jaxforge.starting.sizes import SHAPES
 from jaxforge.starting.sizing import (
     EPOCHS,
     TOKENS_PER_PARAMETER,
@@ -106,6 +107,8 @@ def _model(prepared: Prepared, size: Size) -> Iterator[Line]:
 
 
 def _why_so_large(size: Size) -> str:
+    if size.shape == SHAPES[0]:
+        return "the smallest, as there is little text"
     if size.limit == "data":
         return f"{TOKENS_PER_PARAMETER} tokens each would be more than {EPOCHS} epochs"
     if size.limit == "time":
@@ -133,7 +136,7 @@ def _train(prepared: Prepared, machine: Machine, size: Size) -> Iterator[Line]:
 
 def _why_so_long(prepared: Prepared, machine: Machine, size: Size) -> str:
     tokens = _in_millions(size.max_steps * size.tokens)
-    read = f"{tokens} tokens, {size.epochs:.2g} epochs"
+    read = f"{tokens} tokens, {in_epochs(size.epochs)}"
     return {
         "parameters": f"{read}: {TOKENS_PER_PARAMETER} for each parameter (Chinchilla)",
         "data": f"{read}: more often, text teaches little",
@@ -213,6 +216,11 @@ def _preset_train(preset: Preset, prepared: Prepared | None) -> Iterator[Line]:
     if preset.model["vocab_size"] >= _LARGE_VOCABULARY:
         yield Line("loss_fn", "chunked_cross_entropy", "logits of all tokens never exist")
     yield Line("seed", 42, "of weights and data: the same seed, the same run")
+
+
+def in_epochs(epochs: float) -> str:
+    """For a reader."""
+    return f"{epochs:,.0f} epochs" if epochs >= 10 else f"{epochs:.2g} epochs"
 
 
 def _in_millions(n: int) -> str:
