@@ -32,6 +32,7 @@ class Command(NamedTuple):
 _TORCH = "torch_compat.__main__"
 COMMANDS = {
     "prepare": Command("jaxforge.prepare", "text, or conversations, into token shards"),
+    "init": Command("jaxforge.init", "a complete config of a known size, to start with"),
     "train": Command("jaxforge.train", "train, or go on training; --help lists every key"),
     "supervise": Command("jaxforge.supervise", "run a command again when it fails"),
     "sweep": Command("jaxforge.sweep.__main__", "a grid of settings, or a ladder of sizes"),

@@ -17,6 +17,7 @@ from jaxforge.checkpoint.save_policy import SavePolicy
 from jaxforge.config import torch_only
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import TrainConfig
+from jaxforge.config.useless import useless
 from jaxforge.data import loader, sources
 from jaxforge.data.dataset import Dataset, Mixture, Streaming
 from jaxforge.data.epoch import sequences_per_epoch
@@ -150,6 +151,9 @@ def _open_run_directory(config: JobConfig, model: Model) -> Checkpoints:
     run_directory.tell_changes(files, config)
     for answer in torch_only.answers(config):
         log.info("%s", answer)
+    if jax.process_index() == 0:
+        for warning in useless(config, jax.default_backend()):
+            log.warning("%s", warning)
     resolved, run = config.model_dump(mode="json"), run_directory.root(config)
     return Checkpoints(run, config.checkpoint, model.axes, resolved, stack=model.stack)
 

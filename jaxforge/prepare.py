@@ -1,7 +1,7 @@
 """Documents in, token shards out: `python -m jaxforge.prepare INPUT... --output DIR`.
 
 INPUT ─► documents ─► pieces ─► tokens + EOS ─► .DIR.partial/out/{train,validation}/shard_*.npy
-         (files,      of text                   .DIR.partial/out/tokenizer/
+         (files,      of text                   .DIR.partial/out/{tokenizer/,train.toml}
           records)                                  │ rename, when all is written
                                                     ▼
                                                    DIR
@@ -10,36 +10,50 @@ A killed run goes on where it was: `corpus.atomic_directory`. docs/data.md tells
 """
 
 import argparse
-import json
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import shlex
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import numpy as np
-from jaxtyping import Int
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxforge import storage
 from jaxforge.cli import run_main
 from jaxforge.command_line import CommandParser
 from jaxforge.corpus.atomic_directory import AtomicDirectory, Plan, atomic_directory
 from jaxforge.corpus.conversations import Conversations, fingerprint
-from jaxforge.corpus.documents import first_bytes, pieces, shuffled, split_of
+from jaxforge.corpus.documents import (
+    first_bytes,
+    is_split_inside,
+    pieces,
+    shuffled,
+    split_of,
+)
 from jaxforge.corpus.entries import ENTRY_DTYPE
 from jaxforge.corpus.huggingface import load_dataset
-from jaxforge.corpus.ingest import Corpus, Options, Split, check_split, ingest
-from jaxforge.corpus.inputs import Content, HuggingFace, Input, TextField, find_inputs
+from jaxforge.corpus.ingest import Options, check_split, ingest
+from jaxforge.corpus.inputs import (
+    Content,
+    HuggingFace,
+    Input,
+    TextField,
+    find_inputs,
+)
 from jaxforge.corpus.manifest import FILE_NAME
+from jaxforge.corpus.progress import progress_shown
+from jaxforge.corpus.summary import table
+from jaxforge.corpus.text_files import RECORDS, TEXTS
 from jaxforge.corpus.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from jaxforge.corpus.writer import token_dtype
 from jaxforge.errors import UserError
+from jaxforge.starting.config import FILE_NAME as CONFIG
+from jaxforge.starting.config import for_data, in_epochs
+from jaxforge.starting.machine import FORMS, Machine
+from jaxforge.starting.prepared import Prepared
+from jaxforge.starting.sizing import Size
 
 _BPE_VOCAB_SIZE = 32_768
-_TEXTS, _RECORDS = "*.txt,*.md,*.py", "*.jsonl,*.jsonl.gz,*.jsonl.zst,*.parquet"
-_LINE_SECONDS = 10.0  # between lines of progress where there is no terminal
+_TEXTS, _RECORDS = ",".join(TEXTS), ",".join(RECORDS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: wrong arguments (code 2), or `--help`.
     """
     args = _parse(argv)
+    machine = Machine.parse(args.machine) if args.machine else Machine.here()
     for place in (*args.input, args.output):
         storage.local(place, "prepare", "copy the text here, and what is made of it there")
     given = None if args.tokenizer == "bpe" else _given_tokenizer(args.tokenizer)
@@ -70,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokenizer = given or _bpe(args, inputs, destination)
         tokenizer.save(destination.out / "tokenizer")
         options = _options(args, tokenizer.vocab_size)
-        with _progress(_text_size(inputs, args.max_bytes)) as show:
+        with progress_shown(_text_size(inputs, args.max_bytes)) as show:
             corpus = ingest(
                 inputs,
                 tokenizer,
@@ -80,8 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 workers=args.workers,
                 show=show,
             )
-    print(_summary(corpus, tokenizer), end="\n\n")
-    print(_settings(args.output.absolute(), corpus.splits, tokenizer.vocab_size, args.format))
+        size = _write_config(destination.out, args.output, machine)
+    print(table(corpus, tokenizer), end="\n\n")
+    print(_next(args.output, size))
     return 0
 
 
@@ -112,6 +128,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         line.error("--conversations goes with the tokenizer of the model, not with one made here")
     if args.conversations and args.dtype == "uint16":
         line.error("--conversations are written as uint32: leave --dtype out")
+    if args.validation_fraction and args.validation_tokens:
+        line.error("--validation-fraction and --validation-tokens exclude each other")
+    if args.conversations and args.validation_tokens:
+        line.error("--conversations are held out whole: use --validation-fraction")
     if not args.input and not args.hf_dataset:
         line.error("give INPUT or --hf-dataset")
     return args
@@ -198,7 +218,12 @@ _ARGUMENTS: dict[str, dict] = {
         "default": 0.0,
         "metavar": "F",
         "help": "part of the documents to put into DIR/validation, chosen by a hash of their "
-        "paths and record numbers (default: none)",
+        "paths and record numbers; of a single text file, its last part (default: none)",
+    },
+    "--validation-tokens": {
+        "type": _positive,
+        "metavar": "N",
+        "help": "put the first N tokens into DIR/validation instead",
     },
     "--shuffle-documents": {
         "type": int,
@@ -206,6 +231,10 @@ _ARGUMENTS: dict[str, dict] = {
         "help": "take text files in random order, not sorted by path",
     },
     "--max-bytes": {"type": _positive, "metavar": "N", "help": "stop after so much text"},
+    "--machine": {
+        "metavar": "WHAT",
+        "help": f"what DIR/train.toml is sized for: {FORMS} (default: this machine)",
+    },
 }
 
 
@@ -224,7 +253,7 @@ def _inputs(args: argparse.Namespace, content: Content) -> list[Input]:
     if args.shuffle_documents is not None:
         inputs = _shuffled(inputs, args.shuffle_documents)
     inputs = first_bytes(inputs, args.max_bytes)
-    if _all_text(inputs):  # else the splits are not known before all is read
+    if _all_text(inputs) and not is_split_inside(inputs):  # else they are known when all is read
         splits = [split_of(source.name, args.validation_fraction) for source in inputs]
         held_out = splits.count("validation")
         check_split(len(splits) - held_out, held_out, args.validation_fraction)
@@ -262,7 +291,7 @@ def _text_size(inputs: Sequence[Input], max_bytes: int | None) -> int | None:
 
 
 _PLANNED = ("text_field", "tokenizer", "vocab_size", "format", "dtype", "shard_tokens",
-            "validation_fraction", "max_bytes")  # fmt: skip
+            "validation_fraction", "validation_tokens", "max_bytes")  # fmt: skip
 
 
 def _plan(args: argparse.Namespace, inputs: Iterable[Input], tokenizer: Tokenizer | None) -> Plan:
@@ -280,6 +309,7 @@ def _options(args: argparse.Namespace, vocab_size: int) -> Options:
         file_format=args.format,
         shard_tokens=args.shard_tokens,
         validation_fraction=args.validation_fraction,
+        validation_tokens=args.validation_tokens or 0,
         max_bytes=args.max_bytes,
         skip_bad=args.skip_bad,
         conversations=args.conversations,
@@ -313,97 +343,25 @@ def _given_tokenizer(spec: str) -> Tokenizer:
     return tokenizer
 
 
-@contextmanager
-def _progress(size: int | None) -> Iterator[Callable[[Corpus], None]]:
-    """Yields what shows how far `size` bytes are: by a bar on a terminal, elsewhere by lines."""
-    console, start = Console(stderr=True), time.monotonic()
-    said = start
-    columns = (
-        BarColumn(20),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
+def _write_config(directory: Path, output: Path, machine: Machine) -> Size:
+    """Writes the config to train on `output`, which is still `directory`; what it comes to."""
+    prepared = Prepared.read(directory, output)
+    text, size = for_data(prepared, machine, Path("runs", prepared.place.name).absolute())
+    try:
+        (directory / CONFIG).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {directory / CONFIG}: {error.strerror}") from error
+    return size
+
+
+def _next(output: Path, size: Size) -> str:
+    """What was written, and the command to type next."""
+    path = output.absolute() / CONFIG
+    return (
+        f"{path}: {size.parameters / 1e6:.3g}M parameters, {size.max_steps:,} updates of "
+        f"{size.tokens:,} tokens, {in_epochs(size.epochs)}\n"
+        f"Next:\n  jaxforge train --config {shlex.quote(str(path))}"
     )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        bar = progress.add_task("", total=size)
-
-        def show(corpus: Corpus) -> None:
-            nonlocal said
-            now = time.monotonic()
-            text = _state(corpus.splits, now - start)
-            progress.update(bar, completed=corpus.size, description=text)
-            if not console.is_terminal and now - said >= _LINE_SECONDS:
-                _say(f"{corpus.size / size:.0%}: {text}" if size else text)
-                said = now
-
-        yield show
-
-
-def _state(splits: Mapping[str, Split], seconds: float) -> str:
-    tokens = sum(split.writer.tokens for split in splits.values())
-    documents = sum(split.writer.documents for split in splits.values())
-    return f"{documents:,} docs, {tokens / 1e6:,.1f} M tokens, {tokens / seconds / 1e6:.2f} M/s"
-
-
-def entropy(counts: Int[np.ndarray, "V"]) -> float:
-    """Entropy, in nats, of a token drawn with these frequencies.
-
-    It is the loss of a model that knows nothing but how often each token occurs.
-    """
-    frequencies = counts[counts > 0] / counts.sum()
-    return -float(frequencies @ np.log(frequencies))
-
-
-def _summary(corpus: Corpus, tokenizer: Tokenizer) -> str:
-    """What was written, as a table."""
-    parts, train = corpus.splits.values(), corpus.splits["train"].writer
-    rows = [
-        ("", *corpus.splits),
-        *(_conversations(parts) if train.conversations else _documents(parts)),
-        ("unigram entropy", f"{entropy(train.counts):.4f} nats per training token: loss to beat"),
-        ("vocabulary", f"{tokenizer.vocab_size:,} ({train.dtype}), EOS {tokenizer.eos_id}"),
-    ]
-    if corpus.skipped:
-        rows.append(("left out as bad", f"{corpus.skipped:,} records"))
-    lines = (f"{row[0]:<17}" + "".join(f"{cell:<17}" for cell in row[1:]) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _documents(parts: Iterable[Split]) -> list[tuple[str, ...]]:
-    return [
-        ("documents", *(f"{part.writer.documents:,}" for part in parts)),
-        ("… not UTF-8", *(f"{part.broken:,}" for part in parts)),
-        ("tokens", *(f"{part.writer.tokens:,}" for part in parts)),
-        ("bytes per token", *(f"{part.size / part.writer.tokens:.3f}" for part in parts)),
-    ]
-
-
-def _conversations(parts: Iterable[Split]) -> list[tuple[str, ...]]:
-    learned = [int(part.writer.counts.sum()) for part in parts]
-    return [
-        ("conversations", *(f"{part.writer.documents:,}" for part in parts)),
-        ("tokens", *(f"{part.writer.tokens:,}" for part in parts)),
-        ("… learned", *(f"{tokens:,}" for tokens in learned)),
-    ]
-
-
-def _settings(output: Path, splits: Mapping[str, Split], vocab_size: int, suffix: str) -> str:
-    """What a TOML says to train on it."""
-
-    def at(name: str) -> str:  # JSON's strings are TOML's too
-        return json.dumps(str(output / name), ensure_ascii=False)
-
-    pattern = f'\nfile_pattern = "*.{suffix}"' if suffix != "npy" else ""
-    tokenizer = f"tokenizer_path = {at('tokenizer')}"
-    sections = [
-        f"[model]\nvocab_size = {vocab_size}",
-        f"[data]\ndataset_path = {at('train')}{pattern}\n{tokenizer}",
-    ]
-    if "validation" in splits:
-        sections.append(f"[eval]\nenabled = true\ndataset_path = {at('validation')}{pattern}")
-    return "\n\n".join(sections)
 
 
 def entry() -> int:

@@ -6,6 +6,7 @@ checkpoint; docs/launching.md has the exit codes.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
@@ -24,7 +25,11 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line, runs, returns the exit code."""
-    return run(parse_command_line(sys.argv[1:] if argv is None else argv)).code
+    args, overrides = parser().parse(sys.argv[1:] if argv is None else argv)
+    if args.devices and not args.dry_run:
+        raise UserError(f"--devices {args.devices} is for --dry-run: add that, or leave this out")
+    config = _config(args, overrides)
+    return _dry_run(config, args.devices or "") if args.dry_run else run(config).code
 
 
 def parse_command_line(argv: Sequence[str]) -> UnresolvedConfig:
@@ -35,6 +40,12 @@ def parse_command_line(argv: Sequence[str]) -> UnresolvedConfig:
         SystemExit: an option is wrong (code 2), or it was `--help` (code 0).
     """
     args, overrides = parser().parse(argv)
+    if args.dry_run:
+        raise UserError("--dry-run is for `jaxforge train`: leave it out here")
+    return _config(args, overrides)
+
+
+def _config(args: argparse.Namespace, overrides: Sequence[str]) -> UnresolvedConfig:
     if args.config is None:
         raise UserError("say what to train: --config FILE (configs/quickstart.toml is an example)")
     return load.load_unresolved(args.config, overrides)
@@ -51,7 +62,22 @@ def parser() -> CommandParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", metavar="FILE", help="what to train, and how (TOML)")
+    parser.add_argument(
+        "--dry-run", action="store_true",
+        help="say what a start would do, and whether it fits; write nothing",
+    )  # fmt: skip
+    parser.add_argument(
+        "--devices", metavar="N", help="with --dry-run: so many devices, or a machine: h100:64x8"
+    )
     return parser
+
+
+def _dry_run(config: UnresolvedConfig, devices: str) -> int:
+    if devices:  # what is here is not looked at
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    from jaxforge import dry_run
+
+    return dry_run.run(config, devices)
 
 
 def run(config: JobConfig | UnresolvedConfig, hooks: "Sequence[Hook]" = ()) -> Exit:

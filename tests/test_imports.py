@@ -31,6 +31,7 @@ LAYERS = {
     "config": {"errors", "registry", "storage"},
     "parallel": {"errors", "exit_codes", "process", "config"},
     "corpus": {"errors", "config", "storage"},
+    "starting": {"errors", "config", "corpus"},
     "data": {"errors", "config", "corpus", "parallel", "storage", "buckets"},
     "model": {"errors", "config", "parallel", "side"},
     "optim": {"errors", "config", "parallel", "model", "state"},
@@ -51,7 +52,7 @@ LAYERS = {
 }  # fmt: skip
 ENTRY_POINTS = {"plan", "train", "build", "prepare", "generate", "report", "evaluate", "supervise",
                 "replay", "activations", "launch", "run", "doctor", "__main__",
-                "lm_eval", "capsule", "sweep", "completion"}  # fmt: skip
+                "lm_eval", "capsule", "sweep", "completion", "init", "dry_run"}  # fmt: skip
 SUBCLASSES = {"jaxforge.lm_eval.adapter"}  # of classes that an extra brings
 
 

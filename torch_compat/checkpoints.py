@@ -12,6 +12,7 @@ from jaxforge.checkpoint.paths import PREFIX, SUBDIRECTORY, has_run
 from jaxforge.checkpoint.paths import find as find_step
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config, make_config
+from jaxforge.config.scheduler import SchedulerConfig
 from jaxforge.errors import UserError
 from jaxforge.near import path_hint
 from torch_compat import dcp_state, hf_state, mup, orbax_store, safetensors
@@ -49,7 +50,12 @@ class CheckpointRef:
             UserError: the config is wrong, or is needed and cannot be read.
         """
         if path is not None:
-            return load_config(path, overrides)
+            config = load_config(path, overrides)
+            key = "scheduler.warmup_steps"
+            if self.format == "dcp" and not config.is_set(key):  # KempnerForge's, not of the run
+                usual = SchedulerConfig.model_fields["warmup_steps"].default
+                return load_config(path, [*overrides, f"--{key}={usual}"])
+            return config
         if self.format == "jaxforge":
             config = orbax_store.open_orbax(storage.path(self.directory.path))[1]
             values = config.model_dump(mode="json")

@@ -47,9 +47,12 @@ class Duration:
         return math.ceil(self.amount * one)
 
     def share(self, max_steps: int) -> int:
-        """Updates of a share of the run, rounded down: parts never exceed the whole."""
+        """Updates of a share of the run, rounded down, as parts are to fit into the whole.
+
+        One at least, so that a config in shares holds for a run of any length.
+        """
         assert self.unit == "run"
-        return math.floor(self.amount * max_steps)
+        return max(math.floor(self.amount * max_steps), 1 if self.amount else 0)
 
 
 def parse_duration(text: str) -> Duration | None:

@@ -4,8 +4,9 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.data import DataConfig
@@ -19,7 +20,7 @@ from jaxforge.config.plugins import PluginsConfig
 from jaxforge.config.profiling import ProfilingConfig
 from jaxforge.config.scheduler import SchedulerConfig
 from jaxforge.config.section import Section
-from jaxforge.config.torch_only import TORCH_ONLY
+from jaxforge.config.torch_only import TORCH_ONLY, is_kempnerforges
 from jaxforge.config.train import TrainConfig
 
 
@@ -50,6 +51,28 @@ class JobConfig(Section):
     """Logging."""
     profiling: ProfilingConfig = Field(default_factory=ProfilingConfig)
     """Traces."""
+
+    @model_validator(mode="after")
+    def _warm_up_with_the_run(self) -> Self:
+        if not self.is_set("scheduler.warmup_steps"):
+            values = {
+                **dict(self.scheduler),
+                "warmup_steps": self.usual_warmup(self.train.max_steps),
+            }
+            known = SchedulerConfig.model_construct(self.scheduler.model_fields_set, **values)
+            object.__setattr__(self, "scheduler", known)  # which is frozen for others
+        return self
+
+    def usual_warmup(self, max_steps: int) -> int:
+        """`scheduler.warmup_steps` where nobody says it.
+
+        It is KempnerForge's, but a tenth of the run at most; in its own files, just KempnerForge's.
+
+        Args:
+            max_steps: of the run.
+        """
+        usual = SchedulerConfig.model_fields["warmup_steps"].default
+        return usual if is_kempnerforges(self) else min(usual, max_steps // 10)
 
     def is_set(self, key: str) -> bool:
         """Whether the user wrote `key`, a section and a name as in "train.batch_size"."""

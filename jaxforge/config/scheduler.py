@@ -18,7 +18,7 @@ class SchedulerConfig(Section):
     name: Annotated[str, SCHEDULERS] = "cosine"
     """Shape after the warm-up; none is 1 throughout, without warm-up."""
     warmup_steps: Steps = 2000
-    """Updates over which the factor rises from 0 to 1."""
+    """Updates over which the factor rises from 0 to 1; not set: at most a tenth of the run."""
     warmup_offset: Annotated[int, Field(ge=0, le=1)] = 0
     """With 1 the first update has factor 1/warmup_steps, and not 0."""
     decay_steps: Steps | None = None

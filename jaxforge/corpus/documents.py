@@ -64,6 +64,11 @@ def split_of(document: str, validation_fraction: float) -> str:
     return "validation" if _hash(document) < validation_fraction else "train"
 
 
+def is_split_inside(inputs: Sequence[Input]) -> bool:
+    """Whether a part of the text is held out, not of the documents, as there is but one file."""
+    return len(inputs) == 1 and inputs[0].text_size is not None
+
+
 def _hash(text: str) -> float:
     """A number in [0, 1) that looks random and is the same everywhere."""
     return int.from_bytes(hashlib.sha256(os.fsencode(text)).digest()[:6], "big") / 2**48
@@ -98,7 +103,7 @@ def pieces(
     Args:
         inputs: in order.
         validation_fraction: part of the documents that are "validation"; which, depends on their
-            names only.
+            names only. Of a single text file it is the last part, from a line on.
         max_bytes: stop with the line that reaches so many bytes.
         skip_bad: leave records out that hold no text; otherwise they are errors.
         start: where to begin.
@@ -108,6 +113,7 @@ def pieces(
         UserError: an input cannot be read, or holds a bad record.
     """
     left = (max_bytes or sys.maxsize) - before
+    inside = is_split_inside(inputs) and validation_fraction > 0
     place = start or Place()
     for i, source in enumerate(inputs[place.input :], place.input):
         offset = place.offset if i == place.input else 0
@@ -118,7 +124,14 @@ def pieces(
                 if record.problem:
                     yield _skipped(i, source, record, skip_bad)
                     continue
-                for piece in _of_record(i, source, record, offset, left, validation_fraction):
+                if inside:
+                    size = min(_size(record.content), max_bytes or sys.maxsize)
+                    end = _line_before(record.content, int(size * (1 - validation_fraction)))
+                    parts = [Part("train", 0, end), Part("validation", end, None)]
+                else:
+                    name = source.document(record.number)
+                    parts = [Part(split_of(name, validation_fraction), 0, None)]
+                for piece in _of_record(i, source, record, offset, left, parts):
                     left -= piece.size
                     yield piece
                 offset = 0
@@ -136,28 +149,77 @@ def _skipped(i: int, source: Input, record: Record, skip_bad: bool) -> Piece:
     return Piece(source.document(record.number), "train", "", 0, True, False, end, skipped=True)
 
 
+class Part(NamedTuple):
+    """Bytes of a record's text.
+
+    Attributes:
+        split: "train" or "validation".
+        start: of its first byte.
+        end: after its last; None: that of the text.
+    """
+
+    split: str
+    start: int
+    end: int | None
+
+
 def _of_record(
-    i: int, source: Input, record: Record, offset: int, limit: int, validation_fraction: float
+    i: int, source: Input, record: Record, offset: int, limit: int, parts: Sequence[Part]
 ) -> Iterator[Piece]:
     document = source.document(record.number)
-    split = split_of(document, validation_fraction)
-    record.content.seek(offset)
-    for data, last in _lines(record.content, limit):
-        offset += len(data)
-        end = Place(i, record.number) if last else Place(i, record.number - 1, offset)
-        # No byte of a multi-byte character equals a line end: lines decode on their own.
-        try:
-            text, valid = data.decode("utf-8"), True
-        except UnicodeDecodeError:
-            text, valid = data.decode("utf-8", errors="replace"), False
-        yield Piece(document, split, text, len(data), valid, last, end)
+    for part in parts:
+        if part.end is not None and part.end <= offset:
+            continue
+        record.content.seek(offset)
+        for data, last in _lines(record.content, limit, part.end):
+            offset += len(data)
+            limit -= len(data)
+            is_done = last and part is parts[-1]
+            end = Place(i, record.number) if is_done else Place(i, record.number - 1, offset)
+            text, valid = _decoded(data, at_start=offset == len(data))
+            yield Piece(document, part.split, text, len(data), valid, last, end)
 
 
-def _lines(file: BinaryIO, limit: int) -> Iterator[tuple[bytes, bool]]:
-    """Whole lines, about a MiB at a time, and whether they are the last."""
-    data = b"".join(file.readlines(min(limit, _PIECE_BYTES)))
+def _decoded(data: bytes, *, at_start: bool) -> tuple[str, bool]:
+    """Text, and whether it is UTF-8; without the byte-order mark that some texts begin with."""
+    # No byte of a multi-byte character equals a line end: lines decode on their own.
+    try:
+        text, valid = data.decode("utf-8"), True
+    except UnicodeDecodeError:
+        text, valid = data.decode("utf-8", errors="replace"), False
+    return text.removeprefix("\ufeff") if at_start else text, valid
+
+
+def _size(file: BinaryIO) -> int:
+    return file.seek(0, os.SEEK_END)
+
+
+def _line_before(file: BinaryIO, place: int) -> int:
+    """The nearest begin of a line up to a place; of a character, where no line is near."""
+    start = max(0, place - _PIECE_BYTES)
+    file.seek(start)
+    data = file.read(place - start + 1)
+    line = data.rfind(b"\n", 0, place - start) + 1
+    if line:
+        return start + line
+    while len(data) > place - start > 0 and data[place - start] & 0xC0 == 0x80:
+        place -= 1
+    return place
+
+
+def _lines(file: BinaryIO, limit: int, end: int | None) -> Iterator[tuple[bytes, bool]]:
+    """Whole lines up to `end`, about a MiB at a time, and whether they are the last."""
+    data = _read(file, limit, end)
     while data:
         limit -= len(data)
-        rest = b"".join(file.readlines(min(limit, _PIECE_BYTES))) if limit > 0 else b""
+        rest = _read(file, limit, end) if limit > 0 else b""
         yield data, not rest
         data = rest
+
+
+def _read(file: BinaryIO, limit: int, end: int | None) -> bytes:
+    data = b"".join(file.readlines(min(limit, _PIECE_BYTES)))
+    if end is not None and (beyond := file.tell() - end) > 0:
+        file.seek(end)
+        return data[:-beyond]
+    return data

@@ -48,6 +48,7 @@ class Options:
         file_format: "npy" or "bin".
         shard_tokens: tokens per shard.
         validation_fraction: part of the documents to hold out.
+        validation_tokens: tokens to hold out instead, the first of the text.
         max_bytes: stop after so much text.
         skip_bad: leave out records that hold no text.
         conversations: documents are those of `Conversations`.
@@ -57,9 +58,16 @@ class Options:
     file_format: str = "npy"
     shard_tokens: int = 100_000_000
     validation_fraction: float = 0.0
+    validation_tokens: int = 0
     max_bytes: int | None = None
     skip_bad: bool = False
     conversations: bool = False
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """What is written."""
+        holds_out = self.validation_fraction or self.validation_tokens
+        return ("train", "validation") if holds_out else ("train",)
 
 
 @dataclass
@@ -171,6 +179,8 @@ def ingest(
         directory = destination.out / "tokenizer"
         encoded = _encoded(read, tokenizer, directory, options, workers)
         for batch, tokens in stack.enter_context(closing(encoded)):
+            if options.validation_tokens:
+                tokens = _hold_out(corpus, batch, tokens, options, tokenizer)
             _add(corpus, batch, tokens)
             show(corpus)
             if time.monotonic() - committed >= _COMMIT_SECONDS:
@@ -189,7 +199,7 @@ def _open(destination: AtomicDirectory, tokenizer: Tokenizer, options: Options) 
             f"--skip-bad again, or remove {destination.out.parent}"
         )
     splits = {}
-    for name in ("train", "validation") if options.validation_fraction else ("train",):
+    for name in options.splits:
         state = journal["splits"].get(name, {"writer": None})
         writer = ShardWriter(
             destination.out / name,
@@ -211,6 +221,11 @@ def _journal(corpus: Corpus) -> dict[str, Any]:
 
 def _finish(corpus: Corpus, tokenizer: Tokenizer, name: str, options: Options) -> None:
     counts = {name: split.writer.documents for name, split in corpus.splits.items()}
+    if options.validation_tokens and not counts["train"] and counts["validation"]:
+        raise UserError(
+            f"--validation-tokens {options.validation_tokens} leaves nothing to train on: the text "
+            "has no more; hold fewer out"
+        )
     if not all(counts.values()):
         check_split(counts["train"], counts.get("validation", 0), options.validation_fraction)
     for split in corpus.splits.values():
@@ -350,6 +365,27 @@ def encode(tokenizer: Tokenizer, texts: Sequence[Text], dtype: str) -> Tokens:
         if last:
             parts[split].append(end)
     return {split: np.concatenate(arrays) for split, arrays in parts.items()}
+
+
+def _hold_out(
+    corpus: Corpus, batch: Batch, tokens: Tokens, options: Options, tokenizer: Tokenizer
+) -> Tokens:
+    """Adds to "validation" what it needs of the first tokens; what is left to train on."""
+    train, held_out = corpus.splits["train"], corpus.splits["validation"]
+    missing = options.validation_tokens - held_out.writer.tokens
+    if missing <= 0 or "train" not in tokens:
+        return tokens
+    arrived, eos = tokens["train"], tokenizer.eos_id
+    first, rest = arrived[:missing], arrived[missing:]
+    documents = int(np.count_nonzero(first == eos))
+    size = sum(piece.size for piece in batch.pieces) * len(first) // len(arrived)
+    is_cut = len(first) == missing and int(first[-1]) != eos  # and is a document in either split
+    if is_cut:
+        first = np.append(first, np.asarray(eos, first.dtype))
+    held_out.writer.add(first, documents + is_cut)
+    held_out.size, train.size = held_out.size + size, train.size - size
+    train.writer.documents -= documents
+    return {"train": rest}
 
 
 def _add(corpus: Corpus, batch: Batch, tokens: Mapping[str, Int[np.ndarray, "_"]]) -> None:

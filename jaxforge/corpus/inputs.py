@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, NoReturn, Protocol, cast
 
 from jaxforge.corpus.optional import library
+from jaxforge.corpus.text_files import check_text, encoding_of
 from jaxforge.errors import UserError
 from jaxforge.near import path_hint
 
@@ -195,10 +196,16 @@ class TextFile(File):
         return self.name
 
     def records(self, start: int) -> Iterator[Record]:
-        """The whole file, unless it is past."""
+        """The whole file, unless it is past; UTF-16 and UTF-32 with a mark are UTF-8 here."""
         if not start:
             with self.path.open("rb") as content:
-                yield Record(1, content)
+                encoding = encoding_of(content.read(4))
+                content.seek(0)
+                if encoding:
+                    text = content.read().decode(encoding, errors="replace")
+                    yield Record(1, io.BytesIO(text.encode()))
+                else:
+                    yield Record(1, content)
 
 
 class JsonLines(File):
@@ -323,7 +330,7 @@ def find_inputs(
 
     Raises:
         UserError: a place does not exist or cannot be read, a file is of a kind that cannot be
-            read, or no file is left.
+            read or holds no text, or no file is left.
     """
     found: dict[Path, File] = {}
     for path, name in _walk(places, globs):
@@ -332,6 +339,7 @@ def find_inputs(
             kind = _kind(path)
             file = kind(path, name, status.st_size, status.st_mtime_ns, content or TextField())
             found.setdefault(path.resolve(), file)
+    check_text((file.path, isinstance(file, TextFile)) for file in found.values())
     if not found:
         where, kept = ", ".join(map(str, places)), " and no --exclude" if exclude else ""
         raise UserError(f"no text in {where}: no file matches --glob {','.join(globs)}{kept}")

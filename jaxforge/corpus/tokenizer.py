@@ -306,8 +306,12 @@ def _of_hub(name: str) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=[_FILE_NAME, _TEMPLATE, *_NEIGHBOURS]))
-    except errors.LocalEntryNotFoundError:
-        why = f"cannot be reached, nor is it in its cache, {constants.HF_HUB_CACHE}"
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+        why = (
+            f"cannot be reached, nor is it in its cache, {constants.HF_HUB_CACHE}; where there is "
+            f"a network, `hf download {name} {_FILE_NAME} {_NEIGHBOURS[0]} --local-dir DIR` gives "
+            "a directory to copy here and to name instead"
+        )
     except errors.RepositoryNotFoundError:
         why = "has no such model, or wants you to log in (`hf auth login`) and accept its terms"
     except (OSError, ValueError) as error:

@@ -30,6 +30,7 @@ from numpy.typing import ArrayLike
 
 from jaxforge import storage
 from jaxforge.corpus.manifest import FILE_NAME, Manifest
+from jaxforge.corpus.text_files import how_to_prepare
 from jaxforge.errors import UserError
 from jaxforge.near import path_hint
 
@@ -224,8 +225,8 @@ def _matches(directory: Path, pattern: str, keys: tuple[str, str]) -> list[Path]
     """The files that `pattern` names, sorted."""
     of_directory, of_pattern = keys
     if not directory.is_dir():
-        hint = path_hint(directory)
-        what = "is a file, not a directory" if directory.exists() else f"does not exist{hint}"
+        file = directory.exists() and (how_to_prepare(directory) or "is a file, not a directory")
+        what = file or f"does not exist{path_hint(directory)}"
         raise UserError(f"{of_directory}: {directory.absolute()} {what}")
     paths = sorted(path for path in directory.glob(pattern) if not path.is_dir())
     if paths:
@@ -236,6 +237,8 @@ def _matches(directory: Path, pattern: str, keys: tuple[str, str]) -> list[Path]
             f"no file matches {pattern!r} in {directory}, but {prepared.parent} holds shards; "
             f"set {of_directory} to it"
         )
+    if not storage.in_bucket(directory) and (advice := how_to_prepare(directory)):
+        raise UserError(f"{of_directory}: {directory} {advice}")
     names = sorted(path.name for path in directory.iterdir())
     there = ", ".join(names[:5]) + (", …" if len(names) > 5 else "") or "nothing"
     raise UserError(f"no file matches {of_pattern} = {pattern!r} in {directory} (it holds {there})")

@@ -48,7 +48,7 @@ def capacity_of_each() -> int:
     return capacity() // (jax.local_device_count() if shared else 1)
 
 
-def smallest_capacity(mesh: Mesh) -> int:
+def smallest_capacity(mesh: Mesh | AbstractMesh) -> int:
     """Bytes of a device of a mesh, the same number in all processes of the job, which all ask.
 
     Of devices that are elsewhere, it is what is known of their kind.

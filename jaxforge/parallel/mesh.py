@@ -60,6 +60,18 @@ def make_mesh(config: JobConfig, devices: Sequence[jax.Device] | None = None) ->
     return Mesh(arrange(shape, devices), tuple(shape), axis_types=kinds)
 
 
+def abstract_mesh(config: JobConfig, n_devices: int) -> AbstractMesh:
+    """The same axes without devices: shapes and shardings of a machine of which nothing is known.
+
+    Args:
+        config: a config that `rules.check` has passed.
+        n_devices: of the whole job.
+    """
+    shape = with_copies(config, mesh_shape(config, n_devices))
+    kinds = (AxisType.Auto,) * len(shape)
+    return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=kinds)
+
+
 def in_words(shape: Mapping[str, int]) -> str:
     """A mesh for a reader: `dp_shard 4 x tp 2`."""
     return " x ".join(f"{axis} {size}" for axis, size in shape.items() if size > 1) or "one device"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
@@ -68,7 +68,7 @@ def partition_spec(axes: Axes) -> P:
     return P(*(None if axis is None else RULES[axis] for axis in axes))
 
 
-def param_shardings(abstract: PyTree, axes: PyTree, mesh: Mesh) -> PyTree:
+def param_shardings(abstract: PyTree, axes: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     """NamedSharding of every parameter.
 
     Args:
@@ -213,7 +213,9 @@ def mesh_axes(axis: str | None) -> tuple[str, ...]:
     return (rule,) if isinstance(rule, str) else rule or ()
 
 
-def _check_divides(name: str, leaf: jax.ShapeDtypeStruct, axes: Axes, mesh: Mesh) -> None:
+def _check_divides(
+    name: str, leaf: jax.ShapeDtypeStruct, axes: Axes, mesh: Mesh | AbstractMesh
+) -> None:
     for dimension, (size, axis) in enumerate(zip(leaf.shape, axes, strict=True)):
         split_by = [a for a in mesh_axes(axis) if mesh.shape[a] > 1]
         parts = math.prod(mesh.shape[a] for a in split_by)

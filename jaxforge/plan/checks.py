@@ -1,4 +1,7 @@
-"""What is allowed and still not meant: data that are not there, disks too small, idle schedules."""
+"""What shows on this machine, is allowed and still not meant: absent data, disks too small.
+
+What a config tells by itself is in `config.useless`.
+"""
 
 import math
 import shutil
@@ -30,78 +33,15 @@ def warnings(config: JobConfig, n_devices: int) -> Iterator[str]:
     Raises:
         UserError: the training data are here, and damaged or of another vocabulary.
     """
-    yield from schedule(config)
     yield from data(config, n_devices)
     yield from disk(config)
 
 
-def schedule(config: JobConfig) -> Iterator[str]:
-    """What the run ends too early for."""
-    last, scheduler = config.train.max_steps, config.scheduler
-    warmup, decay, _ = scheduler.boundaries(last)
-    tenth = max(1, last // 10)
-    if scheduler.name != "none" and warmup >= last:
-        yield (
-            f"scheduler.warmup_steps = {warmup:,} is not over at train.max_steps = {last:,}, and "
-            "the learning rate never reaches optimizer.lr: change "
-            + said({"scheduler.warmup_steps": last // 50})
-        )
-    elif scheduler.name == "wsd" and not scheduler.stable_steps:
-        yield (
-            'scheduler.name = "wsd" without scheduler.stable_steps decays from the end of the '
-            f"warm-up: change {said({'scheduler.stable_steps': max(1, last * 9 // 10 - warmup)})}"
-        )
-    elif scheduler.name not in ("none", "constant") and decay >= last:
-        yield (
-            f"scheduler.stable_steps = {scheduler.stable_steps:,} ends at update {decay:,}, and "
-            f"train.max_steps = {last:,}: the learning rate never decays: change "
-            + said({"scheduler.stable_steps": max(0, last * 9 // 10 - warmup)})
-        )
-    yield from _phases(config)
-    if config.eval.enabled and config.eval.interval > last:
-        yield (
-            f"eval.interval = {config.eval.interval:,} exceeds train.max_steps = {last:,}, and "
-            f"there is no evaluation but at the end: change {said({'eval.interval': tenth})}"
-        )
-    if config.checkpoint.interval > last:
-        yield (
-            f"checkpoint.interval = {config.checkpoint.interval:,} exceeds train.max_steps = "
-            f"{last:,}, and a run that is killed begins again: change "
-            + said({"checkpoint.interval": tenth})
-        )
-
-
-def _phases(config: JobConfig) -> Iterator[str]:
-    """Those that the run is over before."""
-    section, last, previous = config.data, config.train.max_steps, 0
-    anneals = section.anneal_start_step > 0
-    for i, phase in enumerate(section.all_phases):
-        key = "data.anneal_start_step" if anneals else f"data.phases[{i}].start_step"
-        earlier = max(previous + 1, last * 9 // 10)
-        fixes = [said({key: earlier})] if earlier < last else []
-        fixes.append(said({"train.max_steps": 10 * phase.start_step // 9 + 1}))
-        if phase.start_step >= last:
-            yield (
-                f"{key} = {phase.start_step:,} is not before train.max_steps = {last:,}, and the "
-                f"phase never begins: change {' or '.join(fixes)}"
-            )
-        previous = phase.start_step
-
-
 def data(config: JobConfig, n_devices: int) -> Iterator[str]:
     """Where the tokens come from, and how often each is read."""
-    section = config.data
-    paths = {"data.dataset_path": section.dataset_path} | {
-        f"data.datasets[{i}].path": source.path for i, source in enumerate(section.datasets)
-    }
-    given = {key: path for key, path in paths.items() if path}
-    absent = {k: p for k, p in given.items() if storage.in_bucket(p) or not Path(p).exists()}
-    for key, path in absent.items():
-        hint = path_hint(path, '"')
-        yield f"{key} = {shown(path)} is not on this machine: not looked at{hint}"
-    if not given and not section.hf_dataset_name and section.dataset_type == "auto":
-        yield "no data: tokens are random; set data.dataset_path"
-    if absent or not given:
+    missing = list(absent(config))
+    yield from missing
+    if missing or not _paths(config):
         return
     dataset = open_training_data(config)
     dp = data_parallel(mesh_shape(config, n_devices))
@@ -114,6 +54,23 @@ def data(config: JobConfig, n_devices: int) -> Iterator[str]:
             f"train.max_steps = {config.train.max_steps:,} is {epochs:.3g} epochs of "
             f"{length:,} sequences"
         )
+
+
+def absent(config: JobConfig) -> Iterator[str]:
+    """Training data that are elsewhere."""
+    for key, path in _paths(config).items():
+        if storage.in_bucket(path) or not Path(path).exists():
+            hint = path_hint(path, '"')
+            yield f"{key} = {shown(path)} is not on this machine: not looked at{hint}"
+
+
+def _paths(config: JobConfig) -> dict[str, str]:
+    """Directories of training data by the keys that name them."""
+    section = config.data
+    paths = {"data.dataset_path": section.dataset_path} | {
+        f"data.datasets[{i}].path": source.path for i, source in enumerate(section.datasets)
+    }
+    return {key: path for key, path in paths.items() if path}
 
 
 def _sequences(config: JobConfig, dp: int) -> int:

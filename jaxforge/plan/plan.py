@@ -7,12 +7,14 @@ from typing import Any
 from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.unresolved import UnresolvedConfig
+from jaxforge.config.useless import useless
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.errors import UserError
 from jaxforge.health import out_of_memory
 from jaxforge.parallel.mesh import data_parallel_size, token_parallel_size
 from jaxforge.pipeline.schedule import SCHEDULES
 from jaxforge.plan import checks
+from jaxforge.plan.chips import CHIPS
 from jaxforge.plan.compiled import Step, compile_step, devices_of
 from jaxforge.plan.estimate import Estimate, estimate, timeline_of
 from jaxforge.plan.timeline import Key, Timeline, Traffic
@@ -68,7 +70,10 @@ def plan(
             config = config.resolve(topology.n_devices, sequences_per_epoch)
         made.config = config
         rules.check(config, topology.n_devices)
-        made.warnings = list(checks.warnings(config, topology.n_devices))
+        platform = CHIPS[topology.chip].platform if topology.chip in CHIPS else topology.chip
+        made.warnings = [
+            *useless(config, platform), *checks.warnings(config, topology.n_devices)
+        ]  # fmt: skip
         step = made.step = compile_step(config, topology, devices, every_size=every_size)
     except UserError as error:
         made.errors = str(error).splitlines()

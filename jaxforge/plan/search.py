@@ -37,6 +37,7 @@ from jaxforge.plan.compiled import devices_of
 from jaxforge.plan.topology import Topology
 from jaxforge.state.train_state import abstract_state
 from jaxforge.step.executable import version_of
+from jaxforge.step.fitting import SLACK
 from jaxforge.step.memory import step_memory
 
 REMAT = ("none", "selective", "dots_with_no_batch_dims_saveable", "full")
@@ -44,7 +45,6 @@ _MOST_ROWS = 16
 _MOST_TP = 8
 _MOST_STAGES = 8
 _LEAST_TOKENS = 8192  # of a sequence, that a device of `cp` has
-_SLACK = 1.1  # the estimate of memory may be so much too high
 _FLAGS = {
     "gpu": (
         {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_NO_UNROLL"},
@@ -202,7 +202,7 @@ def that_fit(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
             continue
         model = model_of(train.activation_checkpointing, one.mesh["pp"])
         memory = step_memory(one.config, model, mesh, train.grad_sync, state)
-        if memory.total <= _SLACK * chip.memory:
+        if memory.total <= SLACK * chip.memory:
             yield one
 
 

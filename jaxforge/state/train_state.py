@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
 from jaxforge.errors import UserError
@@ -85,7 +85,7 @@ def begin(
 
 @functools.lru_cache(maxsize=8)
 def state_shardings(
-    model: Model, optimizer: optax.GradientTransformation, mesh: Mesh
+    model: Model, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh
 ) -> TrainState:
     """NamedSharding of every array of the state; moments lie where their parameters do.
 
@@ -153,7 +153,9 @@ def part_like(part: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def abstract_state(model: Model, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def abstract_state(
+    model: Model, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh
+) -> TrainState:
     """Shape, dtype and sharding of every array: what a checkpoint is restored into."""
     shapes = jax.eval_shape(lambda: create(model, optimizer, jax.random.key(0)))
     return jax.tree.map(

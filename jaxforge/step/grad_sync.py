@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxforge.config.job import JobConfig
 from jaxforge.model.transformer import Model
@@ -40,7 +40,7 @@ def resolve_grad_sync(
     config: JobConfig,
     model: Model,
     optimizer: optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     capacity: int | None = None,
 ) -> GradSync:
     """`train.grad_sync`, or what "auto" stands for.

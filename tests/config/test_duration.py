@@ -36,7 +36,7 @@ def test_anything_else_is_no_duration(text):
 
 
 def test_a_share_is_rounded_down_so_that_parts_fit_into_the_whole():
-    assert [parse_duration("33%").share(n) for n in (100, 10, 3)] == [33, 3, 0]
+    assert [parse_duration("33%").share(n) for n in (100, 10, 2)] == [33, 3, 1]
     parts = [parse_duration(text).share(25) for text in ("10%", "80%", "10%")]
     assert parts == [2, 20, 2]
 

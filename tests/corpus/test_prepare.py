@@ -51,8 +51,13 @@ def expected(*names):
 
 
 def snapshot(directory):
-    paths = (path for path in directory.rglob("*") if path.is_file())
+    """All files but the config, which has the paths of this one."""
+    paths = (p for p in directory.rglob("*") if p.is_file() and p.name != "train.toml")
     return {path.relative_to(directory): path.read_bytes() for path in paths}
+
+
+def settings(output):
+    return tomllib.loads((output / "train.toml").read_text("utf-8"))
 
 
 def test_documents_in_order_of_names_each_with_its_end(corpus, tmp_path, capsys):
@@ -63,12 +68,13 @@ def test_documents_in_order_of_names_each_with_its_end(corpus, tmp_path, capsys)
     assert (manifest.documents, manifest.eos_id, manifest.vocab_size) == (3, 256, 257)
     assert (manifest.dtype, manifest.tokenizer) == ("uint16", "byte")
     assert manifest.tokenizer_sha256 == load_tokenizer(output / "tokenizer").fingerprint
-    table, toml = capsys.readouterr().out.split("\n\n", 1)
-    settings = tomllib.loads(toml)
-    assert settings["model"] == {"vocab_size": 257}
-    shards = TokenShards(settings["data"]["dataset_path"], "*.npy", 5, vocab_size=257)
+    table, told = capsys.readouterr().out.split("\n\n", 1)
+    assert told.endswith(f"Next:\n  jaxforge train --config {output}/train.toml\n")
+    said = settings(output)
+    assert said["model"]["vocab_size"] == 257
+    shards = TokenShards(said["data"]["dataset_path"], "*.npy", 5, vocab_size=257)
     assert len(shards) == 25 // 6
-    assert load_tokenizer(settings["data"]["tokenizer_path"]).vocab_size == 257
+    assert load_tokenizer(said["data"]["tokenizer_path"]).vocab_size == 257
     frequencies = np.bincount(tokens(output / "train")) / 25
     entropy = -sum(f * math.log(f) for f in frequencies if f)
     assert f"{entropy:.4f} nats" in table
@@ -92,12 +98,10 @@ def test_which_files(corpus, tmp_path):
         names([tmp_path / "nowhere"])
 
 
-def test_same_tokens_as_npy_and_bin_and_in_small_shards(corpus, tmp_path, capsys):
+def test_same_tokens_as_npy_and_bin_and_in_small_shards(corpus, tmp_path):
     run(corpus, "--output", tmp_path / "npy")
-    capsys.readouterr()
     run(corpus, "--output", tmp_path / "bin", "--format", "bin", "--shard-tokens", 7)
-    toml = tomllib.loads(capsys.readouterr().out.split("\n\n", 1)[1])
-    assert toml["data"]["file_pattern"] == "*.bin"
+    assert settings(tmp_path / "bin")["data"]["file_pattern"] == "*.bin"
     assert len(list((tmp_path / "bin" / "train").glob("*.bin"))) == 4
     assert (tokens(tmp_path / "bin" / "train") == tokens(tmp_path / "npy" / "train")).all()
 
@@ -114,12 +118,12 @@ def test_runs_are_deterministic_and_shuffles_have_seeds(corpus, tmp_path):
     assert 40 < len(first) == len(last)
 
 
-def test_validation_holds_whole_documents_and_stays_put(corpus, tmp_path, capsys):
+def test_validation_holds_whole_documents_and_stays_put(corpus, tmp_path):
     for i in range(60):
         (corpus / f"{i}.txt").write_text(f"{i}\n")
     fraction = ("--validation-fraction", "0.25")
     run(corpus, "--output", tmp_path / "a", *fraction)
-    assert tomllib.loads(capsys.readouterr().out.split("\n\n", 1)[1])["eval"]["enabled"]
+    assert settings(tmp_path / "a")["eval"] == {"enabled": False}  # 53 tokens
     run(corpus, "--output", tmp_path / "b", *fraction, "--exclude", "[1-3]*", "--format", "bin")
     decode = lambda path: set(bytes(t % 256 for t in tokens(path)).split(b"\0"))  # noqa: E731
     train, held_out = (decode(tmp_path / "a" / split) for split in ("train", "validation"))
@@ -127,8 +131,8 @@ def test_validation_holds_whole_documents_and_stays_put(corpus, tmp_path, capsys
     assert len(train | held_out) == 64
     assert 5 < len(held_out) < 25
     assert decode(tmp_path / "b" / "validation") < held_out
-    with pytest.raises(UserError, match="puts 0 of 1 documents into validation"):
-        run(corpus, "--output", tmp_path / "c", "--glob", "a.py", *fraction)
+    with pytest.raises(UserError, match="puts 0 of 2 documents into validation"):
+        run(corpus, "--output", tmp_path / "c", "--glob", "0.txt,1.txt", fraction[0], "1e-9")
 
 
 def test_the_choice_depends_on_names_only():

@@ -52,7 +52,7 @@ def snapshot(directory):
     return {
         str(path.relative_to(directory)): path.read_bytes()
         for path in directory.rglob("*")
-        if path.is_file()
+        if path.is_file() and path.name != "train.toml"  # which has the paths of this one
     }
 
 

@@ -122,7 +122,12 @@ def test_a_model_of_the_hub_is_taken_from_the_cache(hub, bpe, name):
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        ("LocalEntryNotFoundError", "the Hugging Face Hub cannot be reached, nor .* its cache"),
+        (
+            "LocalEntryNotFoundError",
+            r"the Hugging Face Hub cannot be reached, nor .* its cache.*`hf download org/model "
+            r"tokenizer\.json tokenizer_config\.json --local-dir DIR`",
+        ),
+        ("OfflineModeIsEnabled", "the Hugging Face Hub cannot be reached, nor .* its cache"),
         ("GatedRepoError", r"wants you to log in \(`hf auth login`\)"),
         ("HFValidationError", r"does not give it \(what it says\)"),
     ],

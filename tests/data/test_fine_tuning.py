@@ -134,13 +134,13 @@ def test_the_command_from_files_to_what_training_reads(files, tokenizer, tmp_pat
                str(tmp_path / "out"), "--conversations", "--tokenizer", str(tokenizer)]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    table, settings = done.stdout.split("\n\n", 1)
+    table, _ = done.stdout.split("\n\n", 1)
     records = list(expected(tokenizer))
     n_learned = sum(label != IGNORE for _, labels in records for label in labels)
     n_tokens = sum(len(ids) for ids, _ in records)
     rows = dict(line.rsplit(maxsplit=1) for line in table.splitlines()[1:4])
     assert rows == {"conversations": "60", "tokens": f"{n_tokens:,}", "… learned": f"{n_learned:,}"}
-    settings = tomllib.loads(settings)
+    settings = tomllib.loads((tmp_path / "out" / "train.toml").read_text("utf-8"))
     assert settings["model"]["vocab_size"] == load_tokenizer(tokenizer).vocab_size
     given = config(tokenizer, data={**settings["data"], "shuffle": False})
     dataset = sources.open_training_data(given)

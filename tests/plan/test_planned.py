@@ -10,7 +10,7 @@ from jaxforge import build, train
 from jaxforge.parallel import compilation
 from jaxforge.plan import __main__ as plan_main
 from jaxforge.plan import command
-from jaxforge.plan.checks import checkpoint_bytes, kept_checkpoints, schedule
+from jaxforge.plan.checks import checkpoint_bytes, kept_checkpoints
 from jaxforge.plan.plan import as_json, plan
 from jaxforge.plan.topology import Topology
 from jaxforge.step.lowering import lower_train_step
@@ -125,26 +125,6 @@ def test_a_mistake_is_one_message():
     assert done.returncode == 2
     assert "--topology: topology 'v7:2x2': expected one of v5e" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("sections", "said"),
-    [
-        ({"scheduler": {"warmup_steps": 50}}, "scheduler.warmup_steps = 50 is not over"),
-        ({"scheduler": {"name": "wsd", "warmup_steps": 5, "stable_steps": 45}}, "never decays"),
-        (
-            {"data": {"phases": [{"start_step": 60, "lr_scale": 0.5}]}},
-            "the phase never begins",
-        ),
-        ({"checkpoint": {"interval": 1000}}, "checkpoint.interval = 1,000 exceeds"),
-    ],
-)
-def test_idle_schedules_are_warned_of(sections, said):
-    usual = {"train": {"max_steps": 50}, "scheduler": {"warmup_steps": 5},
-             "checkpoint": {"interval": 10}}  # fmt: skip
-    assert not list(schedule(tiny_config(**usual)))
-    (warning,) = schedule(tiny_config(**{**usual, **sections}))
-    assert said in warning
 
 
 def test_the_checkpoints_that_are_kept_are_counted():

@@ -15,6 +15,7 @@ import pytest
 
 from jaxforge.config import load_config
 from jaxforge.config.job import JobConfig, toml
+from jaxforge.config.useless import useless
 from jaxforge.errors import UserError
 from jaxforge.parallel import targets
 from jaxforge.parallel.mesh import make_mesh
@@ -219,7 +220,7 @@ def told(tmp_path, monkeypatch):
     return of
 
 
-NO_DATA = "no data: tokens are random; set data.dataset_path"
+(NO_DATA,) = useless(JobConfig.model_validate(RIGHT), "gpu")
 VALID = "a run would start"
 
 

@@ -3,7 +3,7 @@
 `UnresolvedConfig.resolve` gives a `JobConfig` of plain integers. Before, there is none: nobody can
 take a duration for a number of updates.
 
-    "10%"      of train.max_steps, rounded down
+    "10%"      of train.max_steps, rounded down, but to one update at least
     "2ep"      passes over the training data, rounded up to whole updates
     "1B tok"   tokens, padding included, rounded up to whole updates
 
@@ -39,7 +39,7 @@ In this configuration the keys that hold durations have `Duration`s, which fail 
 
 _MAX_STEPS: Path = ("train", "max_steps")
 _RAMP: Path = ("train", "batch_ramp")
-_WARMUP: Path = ("scheduler", "warmup_steps")
+_WARMUP = ("scheduler", "warmup_steps")
 _PLATEAU: Path = ("scheduler", "stable_steps")
 _DECAY: Path = ("scheduler", "decay_steps")
 _INTERVALS: tuple[Path, ...] = (
@@ -152,14 +152,10 @@ class _Batch:
         """
         duration = self.durations[path]
         if duration.unit == "run":
-            steps = duration.share(self._max_steps(path))
-        else:
-            per_epoch = self._per_epoch if duration.unit == "epochs" else 0
-            sequences = duration.sequences(self.known.train.seq_len, per_epoch)
-            steps = self._ramp(path).updates(sequences, self._begin(path))
-        if duration.amount and not steps:
-            raise _Unknown("less than one update: give more, or a number of updates")
-        return steps
+            return duration.share(self._max_steps(path))
+        per_epoch = self._per_epoch if duration.unit == "epochs" else 0
+        sequences = duration.sequences(self.known.train.seq_len, per_epoch)
+        return self._ramp(path).updates(sequences, self._begin(path))
 
     def _max_steps(self, path: Path) -> int:
         if path == _MAX_STEPS:
@@ -172,6 +168,8 @@ class _Batch:
 
     def _number(self, path: Path) -> int:
         """The value of a key in updates, 0 where it is not set."""
+        if path == _WARMUP and path not in self.found and not self.known.is_set(".".join(_WARMUP)):
+            return self.known.usual_warmup(self._number(_MAX_STEPS))
         section, key = path
         return self.found.get(path, getattr(getattr(self.known, str(section)), str(key)) or 0)
 

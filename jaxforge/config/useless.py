@@ -1,0 +1,173 @@
+"""Settings that are allowed and do nothing, or nothing good: what a start warns of.
+
+One sentence each, with the key, its value and what to change. `plan.checks` has what shows when
+data and disk are looked at.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from jaxforge import storage
+from jaxforge.config.eval import EvalSource
+from jaxforge.config.job import JobConfig, shown
+from jaxforge.config.problems import said
+
+
+def useless(config: JobConfig, platform: str) -> list[str]:
+    """All warnings of a configuration.
+
+    Args:
+        config: that `rules.check` has passed.
+        platform: JAX's, of the devices: "cpu", "gpu" or "tpu".
+    """
+    return [*_data(config), *_precision(config, platform), *schedule(config), *_intervals(config)]
+
+
+def _data(config: JobConfig) -> Iterator[str]:
+    section = config.data
+    named = section.dataset_path or section.hf_dataset_name or section.datasets
+    if not named and section.dataset_type == "auto":
+        yield (
+            "no data: tokens are random, and there is nothing to learn; set data.dataset_path "
+            "(jaxforge prepare TEXT --output DIR makes it)"
+        )
+    if config.eval.enabled:
+        yield from _evaluated_on_training_data(config)
+
+
+def _evaluated_on_training_data(config: JobConfig) -> Iterator[str]:
+    section = config.data
+    paths = [one.path for one in section.datasets] or [section.dataset_path]
+    trained = {_place(path) for path in paths if path}
+    theirs = (section.hf_dataset_name, section.hf_dataset_config, section.hf_dataset_split)
+    for i, source in enumerate(config.eval.sources().values()):
+        key = f"eval.datasets[{i}]" if config.eval.datasets else "eval"
+        if source.dataset_path:
+            if _place(source.dataset_path) in trained:
+                yield _same(f"{key}.dataset_path = {shown(source.dataset_path)}")
+        elif not trained and _hugging_face(source) == theirs:
+            yield _same(f"{key}.hf_dataset_split = {shown(source.hf_dataset_split)}")
+
+
+def _place(path: str) -> str:
+    return path.rstrip("/") if storage.in_bucket(path) else str(Path(path).resolve())
+
+
+def _hugging_face(source: EvalSource) -> tuple[str | None, str | None, str]:
+    return source.hf_dataset_name, source.hf_dataset_config, source.hf_dataset_split
+
+
+def _same(what: str) -> str:
+    return (
+        f"{what} is what is trained on, so that its loss tells nothing of other text: hold a part "
+        "out (jaxforge prepare --validation-fraction 0.01)"
+    )
+
+
+def _precision(config: JobConfig, platform: str) -> Iterator[str]:
+    precision = config.train.mixed_precision
+    if platform == "cpu" and precision != "fp32":
+        yield (
+            f'train.mixed_precision = "{precision}" is slow on CPUs, which compute in float32: '
+            f"change {said({'train.mixed_precision': 'fp32'})}"
+        )
+
+
+def schedule(config: JobConfig) -> Iterator[str]:
+    """What the run ends too early for."""
+    last, scheduler = config.train.max_steps, config.scheduler
+    warmup, decay, _ = scheduler.boundaries(last)
+    tenth = max(1, last // 10)
+    if scheduler.name != "none" and warmup >= last:
+        yield (
+            f"scheduler.warmup_steps = {warmup:,} is not over at train.max_steps = {last:,}, and "
+            "the learning rate never reaches optimizer.lr: change "
+            + said({"scheduler.warmup_steps": last // 50})
+        )
+    elif scheduler.name == "wsd" and not scheduler.stable_steps:
+        yield (
+            'scheduler.name = "wsd" without scheduler.stable_steps decays from the end of the '
+            f"warm-up: change {said({'scheduler.stable_steps': max(1, last * 9 // 10 - warmup)})}"
+        )
+    elif scheduler.name not in ("none", "constant") and decay >= last:
+        yield (
+            f"scheduler.stable_steps = {scheduler.stable_steps:,} ends at update {decay:,}, and "
+            f"train.max_steps = {last:,}: the learning rate never decays: change "
+            + said({"scheduler.stable_steps": max(0, last * 9 // 10 - warmup)})
+        )
+    yield from _phases(config)
+    yield from _evaluation(config, tenth)
+    if config.checkpoint.interval > last:
+        yield (
+            f"checkpoint.interval = {config.checkpoint.interval:,} exceeds train.max_steps = "
+            f"{last:,}, and a run that is killed begins again: change "
+            + said({"checkpoint.interval": tenth})
+        )
+
+
+def _evaluation(config: JobConfig, tenth: int) -> Iterator[str]:
+    section, last = config.eval, config.train.max_steps
+    if not section.enabled:
+        return
+    if section.interval > last:
+        yield (
+            f"eval.interval = {section.interval:,} exceeds train.max_steps = {last:,}, and nothing "
+            f"is ever evaluated: change {said({'eval.interval': tenth})}"
+        )
+    elif -(-section.start_step // section.interval) * section.interval > last:
+        yield (
+            f"eval.start_step = {section.start_step:,} leaves no multiple of eval.interval = "
+            f"{section.interval:,} up to train.max_steps = {last:,}, and nothing is ever "
+            f"evaluated: change {said({'eval.start_step': 0})}"
+        )
+
+
+def _phases(config: JobConfig) -> Iterator[str]:
+    """Those that the run is over before."""
+    section, last, previous = config.data, config.train.max_steps, 0
+    anneals = section.anneal_start_step > 0
+    for i, phase in enumerate(section.all_phases):
+        key = "data.anneal_start_step" if anneals else f"data.phases[{i}].start_step"
+        earlier = max(previous + 1, last * 9 // 10)
+        fixes = [said({key: earlier})] if earlier < last else []
+        fixes.append(said({"train.max_steps": 10 * phase.start_step // 9 + 1}))
+        if phase.start_step >= last:
+            yield (
+                f"{key} = {phase.start_step:,} is not before train.max_steps = {last:,}, and the "
+                f"phase never begins: change {' or '.join(fixes)}"
+            )
+        previous = phase.start_step
+
+
+_STEPS_BETWEEN: dict[str, Callable[[JobConfig], bool]] = {
+    "train.nccl_health_check_interval": lambda config: True,
+    "train.check_weight_hash_across_dp_replicas_interval": lambda config: True,
+    "train.exit_interval": lambda config: True,
+    "checkpoint.non_persistent_interval": lambda config: True,
+    "early_stop.patience_steps": lambda config: config.early_stop.active,
+    "metrics.straggler_report_interval": lambda config: config.metrics.log_straggler,
+    "profiling.start_step": lambda config: config.profiling.enable,
+}
+"""Keys that count updates until something happens, 0 or not set being never; and whether they are
+looked at."""
+
+
+def _intervals(config: JobConfig) -> Iterator[str]:
+    """What is asked for, and the run is over before."""
+    last = config.train.max_steps
+    for key, is_on in _STEPS_BETWEEN.items():
+        section, _, name = key.partition(".")
+        steps = getattr(getattr(config, section), name) or 0
+        if is_on(config) and steps > last:
+            yield (
+                f"{key} = {steps:,} exceeds train.max_steps = {last:,}, and is never due: change "
+                + said({key: max(1, last // 10)})
+            )
+    every = config.checkpoint.export_interval
+    if every and not config.checkpoint.export_last and config.checkpoint.interval <= last:
+        made = -(-last // config.checkpoint.interval)
+        if every > made:
+            yield (
+                f"checkpoint.export_interval = {every:,} exceeds the {made:,} checkpoints of the "
+                f"run, and nothing is exported: change {said({'checkpoint.export_last': True})}"
+            )

@@ -1,0 +1,300 @@
+"""What a start would do, said and not done: `python -m jaxforge.train --config FILE --dry-run`.
+
+Config, data, mesh and model are read and built as `launch` and `build` do it, with the same
+messages for what is wrong; nothing is compiled, and nothing is written. With `--devices` the
+machine is pretended: a mesh without devices, on which shapes and shardings are those of the real
+one.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxforge import run_directory, storage
+from jaxforge.checkpoint import paths
+from jaxforge.config import rules, torch_only
+from jaxforge.config.job import JobConfig, toml
+from jaxforge.config.problems import said
+from jaxforge.config.reading.unresolved import UnresolvedConfig
+from jaxforge.config.useless import useless
+from jaxforge.data import sources
+from jaxforge.data.dataset import Dataset, Mixture, Streaming
+from jaxforge.data.epoch import sequences_per_epoch
+from jaxforge.errors import UserError
+from jaxforge.model.runtime import gpu_capability
+from jaxforge.model.transformer import (
+    Model,
+    active_parameter_count,
+    build_model,
+    parameter_count,
+)
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.parallel import device_memory
+from jaxforge.parallel.device_memory import gigabytes
+from jaxforge.parallel.mesh import abstract_mesh, data_parallel_size, in_words, make_mesh
+from jaxforge.parallel.targets import GPUS
+from jaxforge.plan import checks
+from jaxforge.plan.chips import CHIPS
+from jaxforge.plan.topology import CPU, Topology
+from jaxforge.step.fitting import SLACK, Fit, fit
+from jaxforge.telemetry.console import human
+from jaxforge.telemetry.metric_writers import check_libraries
+from jaxforge.training.hooks import named_hook
+from jaxforge.training.summary import schedule_summary
+
+AnyMesh = Mesh | AbstractMesh
+Data = Dataset | Mixture | Streaming | None
+
+
+class Device(NamedTuple):
+    """A kind of device that the run may have.
+
+    Attributes:
+        name: for a reader.
+        platform: JAX's.
+        capacity: bytes that a program may use.
+        capability: of GPUs.
+    """
+
+    name: str
+    platform: str
+    capacity: int
+    capability: str | None = None
+
+
+def run(config: UnresolvedConfig, devices: str) -> int:
+    """Prints what a start would do.
+
+    Args:
+        config: as read.
+        devices: "" for those that are here, a number of pretended ones of any kind, or a machine
+            as `jaxforge plan --topology` has it.
+
+    Returns:
+        0.
+
+    Raises:
+        UserError: a start would be refused; the message is the start's.
+    """
+    pretended = machine(devices)
+    n = pretended[0] if pretended else jax.device_count()
+    resolved = config.resolve(n, _epoch_length)
+    rules.check(resolved, n)
+    check_libraries(resolved.metrics)
+    for hook in resolved.plugins.hooks:
+        named_hook(hook)
+    mesh: AnyMesh = abstract_mesh(resolved, n) if pretended else make_mesh(resolved)
+    kinds = pretended[1] if pretended else [_here()]
+    missing = list(checks.absent(resolved)) if pretended else []
+    data, data_rows = _open(resolved, opens=not missing)
+    if not pretended:
+        missing = list(checks.disk(resolved))
+    dp = data_parallel_size(mesh)
+    per_epoch = None
+    if data is not None:
+        per_epoch = sequences_per_epoch(resolved, resolved.train.microbatch_size(dp), data)
+    model, fits = _fits(resolved, mesh, kinds)
+    _show("config, where it is not the default", _differences(resolved))
+    _show("schedule", schedule_summary(resolved, dp, per_epoch or None).splitlines())
+    _show("machine", [f"{n} device(s), mesh: {in_words(mesh.shape)}"])
+    _show("data", data_rows)
+    _show("model", _model(model))
+    _show("memory of a device, an estimate", _memory(fits))
+    _show("run", [_run_directory(resolved)])
+    if notes := torch_only.answers(resolved):
+        _show("notes", notes)
+    platform = kinds[0].platform
+    warnings = [*useless(resolved, platform), *missing, *_too_large(resolved, mesh, fits)]
+    _show("warnings", warnings or ["none"])
+    print("nothing was written; `jaxforge plan` compiles the step for a machine, and knows more")
+    return 0
+
+
+def machine(devices: str) -> tuple[int, list[Device]] | None:
+    """Reads `--devices`: how many there are, and of which kinds they may be; None where not said.
+
+    Raises:
+        UserError: it is neither a number nor a machine.
+    """
+    if not devices:
+        return None
+    if devices.isdigit() and int(devices):
+        return int(devices), [_chip(name) for name in CHIPS]
+    try:
+        topology = Topology.parse(devices)
+    except ValueError as error:
+        raise UserError(f"--devices: expected a number, or a machine: {error}") from error
+    n = topology.n_devices
+    if topology.chip == CPU:
+        return n, [Device("cpu", CPU, device_memory.capacity() // n)]
+    return n, [_chip(topology.chip)]
+
+
+def _chip(name: str) -> Device:
+    chip = CHIPS[name]
+    gpu = GPUS.get(name)
+    capability = ".".join(map(str, gpu.capability)) if gpu else None
+    return Device(name, chip.platform, chip.memory, capability)
+
+
+def _here() -> Device:
+    device = jax.devices()[0]
+    capacity = device_memory.capacity_of_each()
+    return Device(device.device_kind, device.platform, capacity, gpu_capability(device))
+
+
+def _epoch_length(config: JobConfig, rows: int) -> int | None:
+    """As of a start, but a dataset is not tokenized to know its length."""
+    if _from_hugging_face(config):
+        raise UserError(
+            f"--dry-run: lengths in epochs are known once {_from_hugging_face(config)} is "
+            "tokenized, which a start does; give updates or tokens here"
+        )
+    return sequences_per_epoch(config, rows)
+
+
+def _from_hugging_face(config: JobConfig) -> str:
+    """The dataset that a start would load, or "" where it reads shards alone."""
+    data = config.data
+    if data.datasets:
+        return next((one.hf_name for one in data.datasets if one.hf_name and not one.path), "")
+    return "" if data.dataset_path else data.hf_dataset_name or ""
+
+
+def _open(config: JobConfig, *, opens: bool) -> tuple[Data, list[str]]:
+    """The training set, if it can be opened without writing, and what is said of all sets.
+
+    Raises:
+        UserError: data are missing, damaged or do not fit the model.
+    """
+    if not opens:
+        return None, ["not on this machine: not looked at"]
+    if name := _from_hugging_face(config):
+        how = "streams it" if config.data.hf_streaming else "tokenizes it once"
+        return None, [f"Hugging Face dataset {name}: not looked at; a start {how}"]
+    data = sources.open_training_data(config)
+    rows = [f"training: {_set(data)}"]
+    source = config.eval.sources().values() if config.eval.enabled else ()
+    if any(not one.dataset_path for one in source):
+        rows.append("evaluation: a Hugging Face dataset is not looked at; a start tokenizes it")
+    elif config.eval.enabled:
+        for name, one in sources.open_eval_data(config).items():
+            rows.append(f"evaluation{f' {name}' if name else ''}: {_set(one)}")
+    return data, rows
+
+
+def _set(data: Data) -> str:
+    if isinstance(data, Mixture):
+        sizes = (f"{name} {size:,}" for name, size in data.sizes.items())
+        return f"a mixture, sequences of each: {', '.join(sizes)}"
+    if not isinstance(data, Dataset):
+        return "a stream"
+    source = data.source
+    directory = getattr(source, "directory", None)
+    if directory is None:
+        return "random tokens (no data)" if len(data) > 2**30 else f"{len(data):,} sequences"
+    tokens, files = getattr(source, "tokens", 0), len(getattr(source, "files", ()))
+    return f"{directory}: {tokens:,} tokens in {files} file(s), {len(data):,} sequences"
+
+
+def _fits(
+    config: JobConfig, mesh: AnyMesh, kinds: Iterable[Device]
+) -> tuple[Model, dict[Device, Fit]]:
+    """The model, and how it fits each kind of device that has the kernels it asks for.
+
+    Raises:
+        UserError: no kind has them, or a parameter does not divide.
+    """
+    fits: dict[Device, Fit] = {}
+    built, refused = None, None
+    for device in kinds:
+        try:
+            model = build_model(config, device.platform, device.capability)
+        except UserError as error:
+            refused = refused or error
+            continue
+        optimizer = build_optimizer(config, model.axes)
+        fits[device] = fit(config, model, optimizer, mesh, device.capacity)
+        built = built or model
+    if built is None:
+        assert refused is not None
+        raise refused
+    return built, fits
+
+
+def _differences(config: JobConfig) -> Iterator[str]:
+    usual = JobConfig()
+    for section in JobConfig.model_fields:
+        default = getattr(usual, section)
+        for key, value in getattr(config, section):
+            if value != getattr(default, key):
+                yield f"{section}.{key} = {toml(value)}"
+
+
+def _model(model: Model) -> Iterator[str]:
+    c = model.config
+    yield (
+        f"{c.n_layers} layers, dim {c.dim}, {c.n_heads}/{c.kv_heads} heads of {c.head_size}, "
+        f"vocabulary {c.vocab_size:,}"
+    )
+    active = f"; a token meets {human(active_parameter_count(model))}" if c.is_moe else ""
+    yield f"{human(parameter_count(model.abstract))} parameters{active}"
+
+
+def _memory(fits: dict[Device, Fit]) -> Iterator[str]:
+    """What it consists of for the first kind, and a line for each."""
+    parts = next(iter(fits.values())).memory._asdict()
+    yield ", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items())
+    for device, found in fits.items():
+        most = f"{found.most_rows:,} at most fit" if found.most_rows else "not one fits"
+        yield (
+            f"{device.name}: {gigabytes(found.memory.total)} of {gigabytes(device.capacity)}; "
+            f"{found.rows} sequence(s) of a microbatch on a device, {most}; gradients reduced per "
+            f"{found.grad_sync}"
+        )
+
+
+def _too_large(config: JobConfig, mesh: AnyMesh, fits: dict[Device, Fit]) -> Iterator[str]:
+    """Where no kind of device has room, how one gets it."""
+    if any(found.memory.total <= SLACK * device.capacity for device, found in fits.items()):
+        return
+    device, found = max(fits.items(), key=lambda item: item[0].capacity)
+    dp = data_parallel_size(mesh)
+    yield (
+        f"the step needs about {gigabytes(found.memory.total)} of a device, and {device.name} has "
+        f"{gigabytes(device.capacity)}. What helps: "
+        f"{'; '.join(_smaller(config, dp, found.most_rows))}"
+    )
+
+
+def _smaller(config: JobConfig, dp: int, most_rows: int) -> Iterator[str]:
+    train = config.train
+    if most_rows and train.global_batch_size is None:
+        yield f"change {said({'train.batch_size': most_rows})}"
+    elif most_rows and train.global_batch_size is not None:
+        accum = -(-train.global_batch_size // (dp * most_rows))
+        while train.global_batch_size % (accum * dp):
+            accum += 1
+        yield f"change {said({'train.grad_accum_steps': accum})}"
+    if train.activation_checkpointing != "full":
+        yield f"change {said({'train.activation_checkpointing': 'full'})}"
+    if not most_rows:
+        yield "more devices to share the state (distributed.dp_shard, tp or pp)"
+
+
+def _run_directory(config: JobConfig) -> str:
+    place = config.checkpoint.dir
+    if storage.in_bucket(place):
+        return f"{place}: not looked at"
+    try:
+        _, step = paths.find(Path(place))
+    except UserError:
+        return f"{run_directory.root(config).absolute()}: a new run"
+    return f"{run_directory.root(config).absolute()}: goes on from step {step:,}"
+
+
+def _show(title: str, rows: Iterable[str]) -> None:
+    print(title, *(f"  {row}".rstrip() for row in rows), "", sep="\n")

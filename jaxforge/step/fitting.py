@@ -1,0 +1,93 @@
+"""Whether a step fits a device, and how large a batch would, from shapes in milliseconds.
+
+`step.memory` has the estimate, which is exact for the state and a rule of thumb for the rest;
+`jaxforge plan` compiles the step, and knows.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import optax
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxforge.config.job import JobConfig
+from jaxforge.model.transformer import Model
+from jaxforge.parallel.device_memory import per_device
+from jaxforge.parallel.mesh import data_parallel_size
+from jaxforge.state.train_state import abstract_state
+from jaxforge.step.grad_sync import resolve_grad_sync
+from jaxforge.step.memory import StepMemory, step_memory
+
+SLACK = 1.1
+"""The estimate may be so much too high: what needs more of a device than that, will not fit."""
+
+_MOST_ROWS = 1 << 16
+
+
+class Fit(NamedTuple):
+    """Of a config on devices of one kind.
+
+    Attributes:
+        memory: of a device, estimated.
+        grad_sync: "update" or "microbatch", as a run would choose.
+        rows: sequences of a microbatch on a device.
+        most_rows: the largest number of them that fits; 0 where none does.
+    """
+
+    memory: StepMemory
+    grad_sync: str
+    rows: int
+    most_rows: int
+
+
+def fit(
+    config: JobConfig,
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | AbstractMesh,
+    capacity: int,
+) -> Fit:
+    """What a step takes of a device, and how many sequences it would hold.
+
+    Args:
+        config: a config that `rules.check` has passed for the mesh.
+        model: as of `build_model`.
+        optimizer: as of `build_optimizer`.
+        mesh: with devices or without.
+        capacity: bytes of a device.
+
+    Raises:
+        UserError: a parameter does not divide by the mesh.
+    """
+    state = per_device(abstract_state(model, optimizer, mesh))
+    sync = resolve_grad_sync(config, model, optimizer, mesh, capacity).mode
+    dp = data_parallel_size(mesh)
+    rows = -(-config.train.microbatch_size(dp) // dp)
+    modes = ["update", "microbatch"] if config.train.grad_sync == "auto" else [sync]
+
+    def holds(n: int) -> bool:
+        of_n = with_rows(config, n)
+        totals = (step_memory(of_n, model, mesh, mode, state).total for mode in modes)
+        return min(totals) <= capacity
+
+    memory = step_memory(config, model, mesh, sync, state)
+    return Fit(memory, sync, rows, _largest(holds))
+
+
+def with_rows(config: JobConfig, rows: int) -> JobConfig:
+    """The config with so many sequences of a microbatch on each device."""
+    changed = {"batch_size": rows, "global_batch_size": None}
+    return config.model_copy(update={"train": config.train.model_copy(update=changed)})
+
+
+def _largest(holds: Callable[[int], bool]) -> int:
+    """The largest number up to `_MOST_ROWS` that holds; what holds, holds for less, too."""
+    if not holds(1):
+        return 0
+    low, high = 1, 2
+    while high <= _MOST_ROWS and holds(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low

@@ -1,0 +1,116 @@
+"""What a start warns of: each setting that does nothing is named, and shipped configs have none."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxforge.config import JobConfig, load_unresolved
+from jaxforge.config.useless import useless
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.toml"))
+ON_CPU = ("debug", "moe", "quickstart")
+USUAL = {
+    "train": {"max_steps": 50, "mixed_precision": "fp32"},
+    "scheduler": {"warmup_steps": 5},
+    "checkpoint": {"interval": 10},
+    "data": {"dataset_path": "data/web/train"},
+    "eval": {"enabled": True, "dataset_path": "data/web/validation", "interval": 10},
+}
+
+
+def told(sections, platform="cpu"):
+    merged = {name: {**USUAL.get(name, {}), **sections.get(name, {})}
+              for name in (*USUAL, *(sections.keys() - USUAL.keys()))}  # fmt: skip
+    return useless(JobConfig.model_validate(merged), platform)
+
+
+def test_nothing_is_said_of_what_does_something():
+    assert told({}) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (
+            {"scheduler": {"warmup_steps": 50}},
+            "scheduler.warmup_steps = 50 is not over at train.max_steps = 50, and the learning "
+            "rate never reaches optimizer.lr: change scheduler.warmup_steps to 1",
+        ),
+        ({"scheduler": {"name": "wsd", "stable_steps": 45}}, "never decays"),
+        ({"scheduler": {"name": "wsd"}}, "decays from the end of the warm-up"),
+        ({"data": {"phases": [{"start_step": 60, "lr_scale": 0.5}]}}, "the phase never begins"),
+        ({"checkpoint": {"interval": 1000}}, "checkpoint.interval = 1,000 exceeds"),
+        (
+            {"eval": {"interval": 51}},
+            "eval.interval = 51 exceeds train.max_steps = 50, and nothing is ever evaluated: "
+            "change eval.interval to 5",
+        ),
+        (
+            {"eval": {"start_step": 45, "interval": 40}},
+            "eval.start_step = 45 leaves no multiple of eval.interval = 40 up to train.max_steps",
+        ),
+        ({"data": {"dataset_path": ""}}, "no data: tokens are random, and there is nothing to"),
+        (
+            {"train": {"mixed_precision": "bf16"}},
+            'train.mixed_precision = "bf16" is slow on CPUs, which compute in float32: change '
+            'train.mixed_precision to "fp32"',
+        ),
+        (
+            {"eval": {"dataset_path": "data/web/../web/train/"}},
+            'eval.dataset_path = "data/web/../web/train/" is what is trained on',
+        ),
+        (
+            {
+                "data": {"datasets": [{"path": "a", "name": "a"}, {"path": "gs://x/b"}]},
+                "eval": {
+                    "dataset_path": "",
+                    "datasets": [{"name": "c", "dataset_path": "c"},
+                                 {"name": "b", "dataset_path": "gs://x/b/"}],
+                },
+            },
+            'eval.datasets[1].dataset_path = "gs://x/b/" is what is trained on',
+        ),
+        (
+            {
+                "data": {"dataset_path": "", "hf_dataset_name": "wikitext"},
+                "eval": {
+                    "dataset_path": "", "hf_dataset_name": "wikitext", "hf_dataset_split": "train",
+                },
+            },
+            'eval.hf_dataset_split = "train" is what is trained on',
+        ),
+        (
+            {"train": {"exit_interval": 60}},
+            "train.exit_interval = 60 exceeds train.max_steps = 50, and is never due: change "
+            "train.exit_interval to 5",
+        ),
+        (
+            {"metrics": {"log_straggler": True}},
+            "metrics.straggler_report_interval = 100 exceeds",
+        ),
+        ({"profiling": {"enable": True, "start_step": 60, "end_step": 70}}, "profiling.start_step"),
+        (
+            {"early_stop": {"active": True, "metric": "train/loss", "patience_steps": 99}},
+            "early_stop.patience_steps = 99 exceeds",
+        ),
+        ({"checkpoint": {"export_interval": 6}}, "exceeds the 5 checkpoints of the run"),
+    ],
+)  # fmt: skip
+def test_what_is_useless_is_named_with_its_value_and_a_change(sections, said):
+    (warning,) = told(sections)
+    assert said in warning
+
+
+def test_what_is_off_is_not_asked_for():
+    off = {"enabled": False, "interval": 1000, "dataset_path": "data/web/train"}
+    assert told({"eval": off, "metrics": {"straggler_report_interval": 999}}) == []
+    assert told({"train": {"mixed_precision": "bf16"}}, "gpu") == []
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_nothing_is_said_of_the_configs_that_come_with_jaxforge(path):
+    config = load_unresolved(path).resolve(None, lambda *_: 10_000)
+    warnings = useless(config, "cpu" if path.stem in ON_CPU else "gpu")
+    on_random_tokens = path.stem == "debug"
+    assert len(warnings) == on_random_tokens, warnings
+    assert all("tokens are random" in warning for warning in warnings)

@@ -1,0 +1,172 @@
+"""Text as people have it: one file, with marks, among pictures, or given to training as it is."""
+
+import codecs
+import json
+
+import numpy as np
+import pytest
+
+from jaxforge import prepare
+from jaxforge.corpus import documents, ingest
+from jaxforge.corpus.manifest import Manifest
+from jaxforge.data.tokens import TokenShards
+from jaxforge.errors import UserError
+
+END = 256
+
+
+def run(*args):
+    return prepare.main([*map(str, args), "--workers", "1"])
+
+
+def tokens(directory):
+    return np.concatenate([np.load(path) for path in sorted(directory.glob("shard*"))]).tolist()
+
+
+def text(directory):
+    return bytes(token for token in tokens(directory) if token != END).decode()
+
+
+def lines(n):
+    return "".join(f"line {i} ü\n" for i in range(n))
+
+
+@pytest.mark.parametrize("piece_bytes", [50, 1 << 20])
+def test_of_a_single_file_the_last_lines_are_held_out(tmp_path, monkeypatch, piece_bytes):
+    monkeypatch.setattr(documents, "_PIECE_BYTES", piece_bytes)
+    (tmp_path / "a.txt").write_text(lines(100), "utf-8")
+    run(tmp_path / "a.txt", "--output", tmp_path / "out", "--validation-fraction", "0.1")
+    train, held_out = (text(tmp_path / "out" / split) for split in ("train", "validation"))
+    assert train + held_out == lines(100)
+    assert train.endswith("\n")
+    assert len(held_out) == pytest.approx(0.1 * len(lines(100)), abs=20)
+    for split in ("train", "validation"):
+        assert tokens(tmp_path / "out" / split)[-1] == END
+        assert Manifest.read(tmp_path / "out" / split).documents == 1
+
+
+def test_a_single_line_is_cut_at_a_character(tmp_path):
+    (tmp_path / "a.txt").write_text("ü" * 999, "utf-8")
+    run(tmp_path / "a.txt", "--output", tmp_path / "out", "--validation-fraction", "0.25")
+    train, held_out = (text(tmp_path / "out" / split) for split in ("train", "validation"))
+    assert train + held_out == "ü" * 999
+    assert len(held_out) in (249, 250)
+
+
+def test_the_cut_is_in_what_max_bytes_leaves(tmp_path):
+    (tmp_path / "a.txt").write_text(lines(100), "utf-8")
+    run(tmp_path, "--output", tmp_path / "out", "--validation-fraction", 0.5, "--max-bytes", 100)
+    train, held_out = (text(tmp_path / "out" / split) for split in ("train", "validation"))
+    assert lines(100).startswith(train + held_out)
+    assert 30 < len(held_out.encode()) < 70
+
+
+@pytest.mark.parametrize(
+    "options", [("--validation-fraction", "0.3"), ("--validation-tokens", 777)]
+)
+@pytest.mark.parametrize("tokenizer", [(), ("--tokenizer", "bpe", "--vocab-size", "300")])
+def test_an_interruption_does_not_show(tmp_path, monkeypatch, options, tokenizer):
+    monkeypatch.setattr(ingest, "_BATCH_BYTES", 300)
+    monkeypatch.setattr(documents, "_PIECE_BYTES", 200)
+    monkeypatch.setattr(ingest, "_COMMIT_SECONDS", 0.0)
+    (tmp_path / "a.txt").write_text(lines(600), "utf-8")
+    command = (tmp_path / "a.txt", *options, *tokenizer, "--output")
+    run(*command, tmp_path / "whole")
+    encode, calls = ingest.encode, []
+
+    def failing(*args):
+        calls.append(args)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return encode(*args)
+
+    monkeypatch.setattr(ingest, "encode", failing)
+    for _ in range(3):  # before the cut, at it, and after it
+        calls.clear()
+        with pytest.raises(KeyboardInterrupt):
+            run(*command, tmp_path / "out")
+    monkeypatch.setattr(ingest, "encode", encode)
+    run(*command, tmp_path / "out")
+    for split in ("train", "validation"):
+        assert tokens(tmp_path / "out" / split) == tokens(tmp_path / "whole" / split)
+        found, whole = (Manifest.read(tmp_path / name / split) for name in ("out", "whole"))
+        assert found == whole
+
+
+def test_the_first_tokens_are_held_out_of_any_documents(tmp_path):
+    records = [json.dumps({"text": f"{i:09}\n"}) for i in range(100)]
+    (tmp_path / "a.jsonl").write_text("\n".join(records))
+    run(tmp_path / "a.jsonl", "--output", tmp_path / "out", "--validation-tokens", 115)
+    train, held_out = (tokens(tmp_path / "out" / split) for split in ("train", "validation"))
+    assert held_out[-1] == END
+    assert len(held_out) == 116
+    whole = [i for n in range(100) for i in (*f"{n:09}\n".encode(), END)]
+    assert held_out[:-1] + train == whole
+    counts = [
+        Manifest.read(tmp_path / "out" / split).documents for split in ("train", "validation")
+    ]
+    assert counts == [90, 11]
+    run(tmp_path / "a.jsonl", "--output", tmp_path / "even", "--validation-tokens", 110)
+    assert len(tokens(tmp_path / "even" / "validation")) == 110
+    with pytest.raises(UserError, match="--validation-tokens 99999 leaves nothing to train on"):
+        run(tmp_path / "a.jsonl", "--output", tmp_path / "all", "--validation-tokens", 99999)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--validation-tokens", "5", "--validation-fraction", "0.1"),
+        ("--validation-tokens", "5", "--conversations"),
+        ("--validation-tokens", "0"),
+    ],
+)
+def test_options_that_do_not_go_together(tmp_path, options):
+    with pytest.raises(SystemExit, match="2"):
+        run(tmp_path, "--output", tmp_path / "out", *options)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+def test_byte_order_marks_are_no_text(tmp_path, encoding):
+    (tmp_path / "a.txt").write_bytes("\nä\ufeffb\n".encode(encoding))
+    (tmp_path / "b.txt").write_bytes(codecs.BOM_UTF16_BE + "c".encode("utf-16-be"))
+    run(tmp_path, "--output", tmp_path / "out")
+    assert text(tmp_path / "out" / "train") == "\nä\ufeffbc".replace("bc", "b\nc")
+
+
+def test_json_lines_may_begin_with_a_mark_and_must_be_utf_8(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n', "utf-8-sig")
+    run(tmp_path, "--output", tmp_path / "out")
+    assert text(tmp_path / "out" / "train") == "a"
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n', "utf-16")
+    with pytest.raises(UserError, match=r"a\.jsonl is in UTF-16.* iconv -f UTF-16 -t UTF-8"):
+        run(tmp_path, "--output", tmp_path / "other")
+
+
+def test_what_is_no_text_is_named_before_anything_is_read(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    for name in ("b.png", "c.png", "d"):
+        (tmp_path / name).write_bytes(b"\x89PNG\0\0")
+    with pytest.raises(UserError, match=r"3 file\(s\) hold NUL bytes.*b\.png.*--exclude '\*\.png' "
+                                        r"--exclude d"):  # fmt: skip
+        run(tmp_path, "--output", tmp_path / "out", "--glob", "*")
+    assert not list(tmp_path.glob(".out*"))
+    excluded = ("--exclude", "*.png", "--exclude", "d")
+    run(tmp_path, "--output", tmp_path / "out", "--glob", "*", *excluded)
+    assert text(tmp_path / "out" / "train") == "text"
+
+
+def test_text_given_to_training_is_told_to_be_prepared(tmp_path):
+    (tmp_path / "my texts").mkdir()
+    (tmp_path / "my texts" / "a.md").write_text("text")
+    command = (
+        rf"data\.dataset_path: .*my texts holds text \(a\.md\).* jaxforge prepare '{tmp_path}/my "
+        rf"texts' --output '{tmp_path}/my texts_tokens' .* jaxforge train --config '{tmp_path}/my "
+        r"texts_tokens/train\.toml'"
+    )
+    with pytest.raises(UserError, match=command):
+        TokenShards(tmp_path / "my texts", "*.npy", 8, vocab_size=300)
+    with pytest.raises(UserError, match=r"holds text \(a\.md\)"):
+        TokenShards(tmp_path / "my texts" / "a.md", "*.npy", 8, vocab_size=300)
+    (tmp_path / "my texts" / "a.md").unlink()
+    with pytest.raises(UserError, match=r"no file matches data\.file_pattern"):
+        TokenShards(tmp_path / "my texts", "*.npy", 8, vocab_size=300)

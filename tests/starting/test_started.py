@@ -1,0 +1,18 @@
+"""From text to a run: what `prepare` writes is trained on as it is."""
+
+import json
+
+from jaxforge import prepare, train
+
+
+def test_the_config_that_prepare_writes_trains_from_any_directory(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("all work and no play\n" * 2000)
+    monkeypatch.chdir(tmp_path)
+    assert prepare.main(["text.txt", "--output", "mine", "--machine", "cpu"]) == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    config = str(tmp_path / "mine" / "train.toml")
+    assert train.main(["--config", config, "--train.max_steps=3"]) == 0
+    lines = (tmp_path / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines if "train/loss" in line][-1] == 3
+    assert (tmp_path / "runs" / "mine" / "checkpoints" / "step_3").is_dir()

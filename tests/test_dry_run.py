@@ -1,0 +1,146 @@
+"""`train --dry-run`: what a start would do is said, what it would refuse refused, nothing made."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from jaxforge import dry_run, init, train
+from jaxforge.config import load_config
+from jaxforge.errors import UserError
+from jaxforge.model.transformer import build_model
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.parallel.device_memory import per_device
+from jaxforge.parallel.mesh import abstract_mesh
+from jaxforge.state.train_state import abstract_state
+from jaxforge.step.fitting import fit, with_rows
+from jaxforge.step.memory import step_memory
+from tests.test_configs import CONFIGS
+
+DEBUG = "configs/debug.toml"
+
+
+@pytest.fixture
+def dry(capsys, tmp_path, request, monkeypatch):
+    """Runs it in an empty directory, which has to stay empty; the parts of what is printed."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # as it sets itself
+    root = request.config.rootpath
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+    def of(path, *arguments):
+        assert train.main(["--config", str(root / path), "--dry-run", *arguments]) == 0
+        assert list((tmp_path / "here").iterdir()) == []
+        blocks = re.findall(r"^(\S.*)\n((?:(?:  .*)?\n)+)", capsys.readouterr().out, re.M)
+        return {title.partition(",")[0]: text for title, text in blocks}
+
+    return of
+
+
+def test_it_says_what_a_start_would_do_and_writes_nothing(dry):
+    said = dry(DEBUG, "--train.max_steps=40")
+    assert "train.max_steps = 40\n" in said["config"]
+    assert "train.seed" not in said["config"]
+    assert "40 updates" in said["schedule"]
+    assert f"{jax.device_count()} device(s), mesh: " in said["machine"]
+    assert "random tokens" in said["data"]
+    assert "random" in said["warnings"]
+    assert re.search(
+        r"4 sequence\(s\) of a microbatch .* [\d,]+ at most fit", said["memory of a device"]
+    )
+    assert said["run"].endswith("here/runs/debug: a new run\n\n")
+
+
+def test_data_are_opened_and_counted(dry, tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(1000, dtype=np.uint16) % 256)
+    shards = f"--data.dataset_path={tmp_path}"
+    said = dry(DEBUG, shards, "--eval.enabled", f"--eval.dataset_path={tmp_path}",
+               "--eval.interval=5", "--train.max_steps=2ep")  # fmt: skip
+    assert f"training: {tmp_path}: 1,000 tokens in 1 file(s), 15 sequences" in said["data"]
+    assert f"evaluation: {tmp_path}" in said["data"]
+    assert "epochs of 15 sequences" in said["schedule"]
+    assert "is what is trained on" in said["warnings"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data.dataset_path=nowhere"], r"data\.dataset_path: .*nowhere does not exist"),
+        (["--distributed.tp=3"], r"distributed\.tp = 3 needs a multiple of 3 devices, not \d"),
+        (["--devices=8", "--distributed.tp=3"], "needs a multiple of 3 devices, not 8"),
+        (["--devices", "8", "--train.global_batch_size=12"], r"train\.global_batch_size = 12"),
+        (["--plugins.hooks=nowhere.Hook"], "nowhere"),
+        (["--devices=many"], "--devices: expected a number, or a machine: topology 'many'"),
+        (["--data.hf_dataset_name=x", "--data.tokenizer_path=byte", "--train.max_steps=1ep"],
+         "--dry-run: lengths in epochs are known once x is tokenized"),
+    ],
+)  # fmt: skip
+def test_what_a_start_would_refuse_is_refused(request, arguments, message):
+    path = str(request.config.rootpath / DEBUG)
+    with pytest.raises(UserError, match=message):
+        train.main(["--config", path, "--dry-run", *arguments])
+
+
+def test_devices_are_pretended_in_dry_runs_alone(request):
+    with pytest.raises(UserError, match="--devices 8 is for --dry-run"):
+        train.main(["--config", str(request.config.rootpath / DEBUG), "--devices", "8"])
+
+
+@pytest.mark.parametrize("name", ["70b_gpu_512", "8b_128k_gpu_16", "13b_tpu_v5p_128"])
+def test_configs_for_clusters_go_through_anywhere(dry, name):
+    (path,) = (path for path in CONFIGS if path.stem == f"llama_{name}")
+    devices = name.rpartition("_")[2]
+    said = dry(path, "--devices", devices)
+    assert said["machine"].startswith(f"  {devices} device(s)")
+    assert all(f"  {kind}: " in said["memory of a device"] for kind in ("h100", "v5e", "v5p"))
+    assert "data/tokens" in said["warnings"]
+    assert "What helps" not in said["warnings"]
+
+
+def test_a_machine_may_be_named_and_too_small(dry, tmp_path):
+    init.main(["--preset", "7b", "--output", str(tmp_path / "x.toml")])
+    said = dry(tmp_path / "x.toml", "--devices", "h100:1x8")
+    assert "h100" in said["memory of a device"]
+    assert "v5e" not in said["memory of a device"]
+    assert "What helps" not in said["warnings"]
+    more = dry(tmp_path / "x.toml", "--devices", "h100:1x8", "--train.grad_accum_steps=1")
+    assert "h100 has 63.7 GB. What helps: change train.grad_accum_steps to" in more["warnings"]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["--train.opt_state_dtype=8bit --model.dim=1024", "--train.offload=optimizer",
+     "--distributed.pp=2", "--distributed.tp=2", "--model.num_experts=8 --distributed.ep=4"],
+)  # fmt: skip
+def test_any_mesh_and_any_state_can_be_pretended(dry, setting):
+    settings = ("--model.n_layers=4", "--model.max_seq_len=64", *setting.split())
+    assert dry(DEBUG, "--devices", "8", *settings)["memory of a device"]
+
+
+def test_the_largest_batch_fits_and_one_sequence_more_does_not(request):
+    config = load_config(request.config.rootpath / DEBUG)
+    model, mesh = build_model(config, "gpu", "9.0"), abstract_mesh(config, 4)
+    optimizer, capacity = build_optimizer(config, model.axes), 50_000_000
+    found = fit(config, model, optimizer, mesh, capacity)
+    state = per_device(abstract_state(model, optimizer, mesh))
+
+    def needs(rows):
+        modes = ("update", "microbatch")
+        of = with_rows(config, rows)
+        return min(step_memory(of, model, mesh, mode, state).total for mode in modes)
+
+    assert found.rows == 4
+    assert found.most_rows > 4
+    assert needs(found.most_rows) <= capacity < needs(found.most_rows + 1)
+    assert fit(config, model, optimizer, mesh, 1).most_rows == 0
+
+
+def test_machines():
+    assert dry_run.machine("") is None
+    n, kinds = dry_run.machine("512")
+    assert (n, len(kinds) > 3) == (512, True)
+    n, (kind,) = dry_run.machine("v5e:4x4")
+    assert (n, kind.platform) == (16, "tpu")
+    n, (kind,) = dry_run.machine("cpu:4")
+    assert (n, kind.platform) == (4, "cpu")
