@@ -44,6 +44,7 @@ from jaxforge.step.grad_sync import GradSync, resolve_grad_sync
 from jaxforge.step.lowering import lower_sizes
 from jaxforge.step.train_step import Batch, CompiledSteps, make_train_step
 from jaxforge.telemetry.console import add_log_file, banner, human
+from jaxforge.telemetry.live_line import LiveLine
 from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.metric_writers import check_libraries, open_writers
 from jaxforge.telemetry.profiler import Profiler
@@ -70,6 +71,7 @@ def build_trainer(
     console: Console,
     watchdog: Watchdog,
     lock: RunLock,
+    live: LiveLine | None = None,
 ) -> Trainer:
     """Everything a run needs, in the order in which a user's mistakes should surface.
 
@@ -92,9 +94,11 @@ def build_trainer(
     watchdog.write_stacks_to(_stacks(config))
     resolved = config.model_dump(mode="json")
     local = open_local(config.checkpoint, model.axes, resolved, model.stack)
-    state, progress = starting_state(
-        config, checkpoints, model, optimizer, mesh, open_foreign, local
-    )
+    has_begun = checkpoints.latest() is not None or config.checkpoint.load_path
+    with watchdog.naming("restoring a checkpoint" if has_begun else "initializing"):
+        state, progress = starting_state(
+            config, checkpoints, model, optimizer, mesh, open_foreign, local
+        )
     progress.run_id = config.metrics.wandb_run_id or progress.run_id
     dp = data_parallel_size(mesh)
     ramp, phases = config.train.ramp(dp), Phases.of(config.data)
@@ -107,7 +111,7 @@ def build_trainer(
     step = make_train_step(model, optimizer, sync.applied_to(config), mesh, collect=collect)
     ready = functools.partial(_ready, flags, saved, sync.applied_to(config))
     _announce(console, config, model, mesh, samples, sync)
-    tracker = _tracker(console, config, progress, samples)
+    tracker = _tracker(console, config, progress, samples, live)
     run_directory.prepare(mirror.files(config.checkpoint.dir), config)
     run_directory.note_start(mirror.files(config.checkpoint.dir), config, progress.step)
     summary = schedule_summary(config, dp, progress.sequences_per_epoch)
@@ -239,11 +243,11 @@ def _evaluation(
     return ResumableEvaluation(evaluator, config.eval.steps)
 
 
-def _tracker(console: Console, config: JobConfig, progress: Progress, samples: int) -> Tracker:
-    cost = StepCost.of(config, samples)
-    writers = open_writers(
-        console, config, progress.run_id, progress.step, cost, progress.sequences_per_epoch
-    )
+def _tracker(
+    console: Console, config: JobConfig, progress: Progress, samples: int, live: LiveLine | None
+) -> Tracker:
+    cost, examples = StepCost.of(config, samples), progress.sequences_per_epoch
+    writers = open_writers(console, config, progress.run_id, progress.step, cost, examples, live)
     names = [dataset.label for dataset in config.data.datasets]
     extras = config.metrics.collect
     return Tracker(writers, cost, progress, config.train.max_steps, names, extras)

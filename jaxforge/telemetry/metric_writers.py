@@ -17,8 +17,9 @@ from jaxforge.config.metrics import MetricsConfig
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.telemetry.line_formats import LINE_FORMATS, RunFacts
+from jaxforge.telemetry.live_line import LiveLine
 from jaxforge.telemetry.measures import StepCost
-from jaxforge.telemetry.sinks import JsonlSink, LineSink, LiveSink, Metrics, Sink
+from jaxforge.telemetry.sinks import JsonlSink, LineSink, Metrics, Sink
 from jaxforge.telemetry.tensorboard import TensorBoardSink
 from jaxforge.telemetry.wandb import WandbSink
 
@@ -97,6 +98,7 @@ def open_writers(
     step: int,
     cost: StepCost | None = None,
     examples: int | None = None,
+    live: LiveLine | None = None,
 ) -> list[MetricWriter]:
     """Every place that `[metrics]` names.
 
@@ -107,6 +109,7 @@ def open_writers(
         step: the step that the run goes on from.
         cost: what an update takes, for lines that say so.
         examples: sequences of the training data, likewise.
+        live: the line of a terminal; None where there are plain lines.
 
     Raises:
         UserError: a sink cannot work as it is set up.
@@ -114,8 +117,9 @@ def open_writers(
     metrics, train, run = config.metrics, config.train, mirror.files(config.checkpoint.dir)
 
     def watched() -> Sink:
-        if console.is_terminal and metrics.log_format == "kempnerforge":
-            return LiveSink(console, step, train.max_steps)
+        if live is not None:
+            live.begin(step, train.max_steps)
+            return live
         facts = RunFacts(train.max_steps, train.seq_len, train.grad_accum_steps,
                          cost or StepCost.of(config, samples=0), examples)  # fmt: skip
         return LineSink(console, LINE_FORMATS[metrics.log_format](facts))

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 Metrics = dict[str, Any]
 """Numbers by name; of experts, lists of numbers."""
@@ -141,38 +140,6 @@ class LineSink:
     def _print(self, text: str) -> None:
         if text:
             self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
-
-
-class LiveSink:
-    """One live line on a terminal: bar, loss, speed, time to go. Evaluations stay on the screen."""
-
-    def __init__(self, console: Console, start: int, max_steps: int) -> None:
-        self._progress = Progress(
-            TextColumn("[bold]step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[shown]}"),
-            TimeRemainingColumn(),
-            console=console,
-        )
-        self._task = self._progress.add_task("", completed=start, total=max_steps, shown="")
-
-    def write(self, step: int, metrics: Metrics) -> None:
-        """Moves the bar, which appears with the first step; prints a line for an evaluation."""
-        if not is_step(metrics):
-            if line := format_line(step, metrics):
-                self._progress.console.print(line, markup=False, highlight=False)
-            return
-        self._progress.start()
-        self._progress.update(self._task, completed=step, shown=_describe(metrics, " "))
-
-    def rewind(self, step: int) -> None:
-        """Moves the bar back."""
-        self._progress.update(self._task, completed=step)
-
-    def close(self, exit_code: int) -> None:
-        """Leaves the last state on the screen."""
-        self._progress.stop()
 
 
 def is_step(metrics: Metrics) -> bool:

@@ -92,10 +92,13 @@ class Trainer:
             self._save()  # a rollback must have something to go back to
         reason = self._between_steps(signals, exits) if self.progress.validation else None
         if reason is None and self.progress.step < self.config.train.max_steps:
-            with signals.interrupting():
+            with signals.interrupting(), self.watchdog.naming("loading data"):
                 self.data.open(self.progress)
-                compile_step = self.lower_step(self.state, self.data.peek())
-            self._train_step = signals.wait_for(compile_step)
+                batch = self.data.peek()
+            with self.watchdog.naming("compiling"):
+                with signals.interrupting():
+                    compile_step = self.lower_step(self.state, batch)
+                self._train_step = signals.wait_for(compile_step)
             self._actions = self.open_actions(self._train_step)
         elif reason is None:
             reason = Exit.COMPLETED
@@ -229,7 +232,11 @@ class Trainer:
         target = self.rollback.target(self.progress) if self.rollback else None
         if self.rollback is None or target is None:
             return Exit.NON_FINITE
-        with self.tracker.paused(), self.watchdog.section("checkpoint"):
+        with (
+            self.tracker.paused(),
+            self.watchdog.section("checkpoint"),
+            self.watchdog.naming("going back"),
+        ):
             self.state = self.rollback.go(self.state, self.progress, target)
             self.data.open(self.progress)
         self.tracker.rewind()
