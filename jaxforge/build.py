@@ -51,6 +51,7 @@ from jaxforge.training.phases import Phases
 from jaxforge.training.progress_txt import ProgressTxt
 from jaxforge.training.resumable_evaluation import ResumableEvaluation
 from jaxforge.training.rollback import Rollback
+from jaxforge.training.sampling import Sampler
 from jaxforge.training.saving import Saver
 from jaxforge.training.summary import schedule_summary, write_summary
 from jaxforge.training.training_data import TrainingData, batches_from
@@ -99,6 +100,7 @@ def build_trainer(
     samples = ramp.rows * config.train.grad_accum_steps
     progress.sequences_per_epoch = sequences_per_epoch(config, ramp.rows, dataset)
     evaluation = _evaluation(config, mesh, model, eval_data) if eval_data else None
+    sampler = _sampler(config, mesh, model) if config.eval.sample_interval else None
     runner = HookRunner([*hooks, *named, *_own_hooks(config, progress)])
     collect = (*config.metrics.collect, *runner.collect)
     sync = resolve_grad_sync(config, model, optimizer, mesh)
@@ -135,6 +137,7 @@ def build_trainer(
         tracker=tracker,
         profiler=profiler,
         hooks=runner,
+        sampler=sampler,
     )
 
 
@@ -236,6 +239,11 @@ def _evaluation(
     if config.early_stop.active and config.early_stop.metric.startswith("eval/"):
         evaluator.check_reports(config.early_stop.metric, "early_stop.metric")
     return ResumableEvaluation(evaluator, config.eval.steps)
+
+
+def _sampler(config: JobConfig, mesh: Mesh, model: Model) -> Sampler:
+    tokenizer = run_directory.tokenizer_for(mirror.files(config.checkpoint.dir), config)
+    return Sampler(config, mesh, model, tokenizer)
 
 
 def _tracker(

@@ -1,11 +1,12 @@
-"""Files of prompts: plain text, a line each, or JSON Lines with a "prompt" in each object."""
+"""Prompts: files of them, plain text or JSON Lines with a "prompt" in each object; their tokens."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxforge.corpus.tokenizer import Tokenizer
 from jaxforge.errors import UserError
 
 RESULTS = ("completion", "tokens", "finish_reason")
@@ -25,6 +26,42 @@ class Prompt:
     text: str
     place: str
     fields: dict[str, Any] = field(default_factory=dict)
+
+
+def encode(
+    tokenizer: Tokenizer, prompt: Prompt, limit: int, max_tokens: int, key: str = "--max-tokens"
+) -> list[int]:
+    """Token ids of a prompt; an empty one starts from end-of-text, as every document does.
+
+    Args:
+        tokenizer: the run's.
+        prompt: the prompt.
+        limit: `model.max_seq_len`.
+        max_tokens: to be added to it.
+        key: what sets that, for messages.
+
+    Raises:
+        UserError: it is too long, or empty and there is no end-of-text.
+    """
+    ids = tokenizer.encode(prompt.text)
+    if not ids:
+        if tokenizer.eos_id is None:
+            raise UserError(
+                f"{prompt.place}: the prompt is empty, and the tokenizer has no end-of-text token "
+                "to start from; give a text"
+            )
+        ids = [tokenizer.eos_id]
+    if len(ids) + max_tokens > limit:
+        raise UserError(
+            f"{prompt.place}: a prompt of {len(ids)} tokens and {key} {max_tokens} exceed "
+            f"model.max_seq_len = {limit}; shorten the one or lower the other"
+        )
+    return ids
+
+
+def continuation(tokenizer: Tokenizer, ids: Sequence[int], tokens: Sequence[int]) -> str:
+    """The text that `tokens` add to that of a prompt's `ids`."""
+    return tokenizer.decode([*ids, *tokens])[len(tokenizer.decode(ids)) :]
 
 
 def read_prompts(path: Path) -> list[Prompt]:

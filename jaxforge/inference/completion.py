@@ -16,7 +16,7 @@ import jax
 from rich.console import Console
 
 from jaxforge import run_directory, storage
-from jaxforge.corpus.prompts import RESULTS, Prompt, read_prompts
+from jaxforge.corpus.prompts import RESULTS, Prompt, continuation, encode, read_prompts
 from jaxforge.corpus.tokenizer import Tokenizer
 from jaxforge.errors import UserError
 from jaxforge.inference.trained import open_run
@@ -74,24 +74,6 @@ def _prompts(args: argparse.Namespace) -> list[Prompt]:
     return [Prompt(text, "--prompt") for text in args.prompt or [""]]
 
 
-def encode(tokenizer: Tokenizer, prompt: Prompt, limit: int, max_tokens: int) -> list[int]:
-    """Token ids of a prompt; an empty one starts from end-of-text, as every document does."""
-    ids = tokenizer.encode(prompt.text)
-    if not ids:
-        if tokenizer.eos_id is None:
-            raise UserError(
-                f"{prompt.place}: the prompt is empty, and the tokenizer has no end-of-text token "
-                "to start from; give a text"
-            )
-        ids = [tokenizer.eos_id]
-    if len(ids) + max_tokens > limit:
-        raise UserError(
-            f"{prompt.place}: a prompt of {len(ids)} tokens and --max-tokens {max_tokens} exceed "
-            f"model.max_seq_len = {limit}; shorten the one or lower the other"
-        )
-    return ids
-
-
 def _stream(decoder: Decoder, prompt: list[int], tokenizer: Tokenizer) -> None:
     """Prints a prompt and its continuation as it comes: characters, once they are whole."""
     ids, shown = list(prompt), 0
@@ -125,9 +107,8 @@ def results(
 
 def _record(prompt: Prompt, ids: list[int], completion: Completion, tokenizer: Tokenizer) -> Record:
     """The prompt's own fields, and `corpus.prompts.RESULTS`."""
-    text = tokenizer.decode([*ids, *completion.tokens])
-    continuation = text[len(tokenizer.decode(ids)) :]
-    values = (continuation, completion.tokens, completion.finish_reason)
+    text = continuation(tokenizer, ids, completion.tokens)
+    values = (text, completion.tokens, completion.finish_reason)
     return {"prompt": prompt.text, **prompt.fields, **dict(zip(RESULTS, values, strict=True))}
 
 

@@ -10,7 +10,7 @@ printed, log messages and evaluations, stands above it.
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 from jaxforge.telemetry.console import human
-from jaxforge.telemetry.sinks import Metrics, format_line, is_step
+from jaxforge.telemetry.sinks import Metrics, Sample, format_line, format_sample, is_step
 
 _REDRAWN_PER_SECOND = 2
 _RECENT = 8  # logged intervals whose mean is the rate
@@ -77,7 +77,7 @@ class LiveLine:
         """Takes the metrics of a step; prints a line for an evaluation."""
         if not is_step(metrics):
             if line := format_line(step, metrics):
-                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+                self._print(line)
             return
         if self._is_first and self._pace:
             self._pace.clear()  # the first step of a start has more to do than the others
@@ -86,6 +86,14 @@ class LiveLine:
             self._pace.append((max(1, step - self._logged), seconds))
         self._step = self._logged = step
         self._metrics = metrics
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Prints each."""
+        for sample in samples:
+            self._print(format_sample(step, sample))
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def rewind(self, step: int) -> None:
         """Goes back."""

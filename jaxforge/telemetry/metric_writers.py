@@ -6,7 +6,7 @@ sinks behind them.
 
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 from rich.console import Console
@@ -19,7 +19,7 @@ from jaxforge.exit_codes import Exit
 from jaxforge.telemetry.line_formats import LINE_FORMATS, RunFacts
 from jaxforge.telemetry.live_line import LiveLine
 from jaxforge.telemetry.measures import StepCost
-from jaxforge.telemetry.sinks import JsonlSink, LineSink, Metrics, Sink
+from jaxforge.telemetry.sinks import JsonlSink, LineSink, Metrics, Sample, Sink
 from jaxforge.telemetry.tensorboard import TensorBoardSink
 from jaxforge.telemetry.wandb import WandbSink
 
@@ -52,10 +52,17 @@ class MetricWriter:
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Writes, or says why it could not."""
+        self._try(lambda sink: sink.write(step, metrics))
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """The same with what the model wrote."""
+        self._try(lambda sink: sink.write_samples(step, samples))
+
+    def _try(self, write: Callable[[Sink], None]) -> None:
         if self._sink is None:
             return
         try:
-            self._sink.write(step, metrics)
+            write(self._sink)
         except Exception as error:
             self._failures += 1
             self._tell(error)

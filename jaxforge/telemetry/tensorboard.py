@@ -2,10 +2,11 @@
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxforge.errors import UserError
-from jaxforge.telemetry.sinks import Metrics
+from jaxforge.telemetry.sinks import Metrics, Sample
 
 
 class TensorBoardSink:
@@ -27,8 +28,9 @@ class TensorBoardSink:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.summary import text
 
-        self._event, self._summary = Event, Summary
+        self._event, self._summary, self._text = Event, Summary, text
         try:
             directory.mkdir(parents=True, exist_ok=True)
             # Names have whole seconds; two starts within one second are two processes.
@@ -49,6 +51,18 @@ class TensorBoardSink:
             if not isinstance(value, list)
         ]
         summary = self._summary(value=values)
+        self._file.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
+        self._file.flush()
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """A text for each prompt, by its number."""
+        for number, sample in enumerate(samples):
+            self._write_text(f"samples/{number}", f"{sample.prompt}{sample.text}", step)
+
+    def _write_text(self, name: str, text: str, step: int) -> None:
+        """As it is: TensorBoard takes it for Markdown, where lines so indented are code."""
+        indented = "".join(f"    {line}\n" for line in text.splitlines())
+        summary = self._text(name, indented)
         self._file.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
         self._file.flush()
 

@@ -41,24 +41,24 @@ class Disk(io.FileIO):
 def test_lines_that_a_full_disk_does_not_take_come_later(tmp_path):
     path = tmp_path / "metrics.jsonl"
     sink = JsonlSink(path, 0)
-    sink._file = Disk(path, "ab")
+    sink._metrics._file = Disk(path, "ab")
     writer = MetricWriter("metrics.jsonl", sink, 1, catches_up=True)
 
     def steps():
         return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
-    sink._file.room = 100
+    sink._metrics._file.room = 100
     for step in range(1, 7):
         writer.write(step, {"train/loss": 1.0})
     assert steps() == [1]  # and no half of the next
     writer.rewind(4)
-    sink._file.room = 10**9
+    sink._metrics._file.room = 10**9
     writer.write(5, {"train/loss": 2.0})
     assert steps() == [1, 2, 3, 4, 5]
-    sink._file.room = path.stat().st_size
+    sink._metrics._file.room = path.stat().st_size
     writer.write(6, {"train/loss": 3.0})
     assert steps() == [1, 2, 3, 4, 5]
-    sink._file.room = 10**9
+    sink._metrics._file.room = 10**9
     writer.close()
     assert steps() == [1, 2, 3, 4, 5, 6]
 
