@@ -1,6 +1,7 @@
 """Prompts: files of them, plain text or JSON Lines with a "prompt" in each object; their tokens."""
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,10 @@ from jaxforge.errors import UserError
 
 RESULTS = ("completion", "tokens", "finish_reason")
 """Fields that generation adds to those of a prompt."""
+
+
+STDIN = Path("-")
+"""What stands for standard input, where a file of prompts is asked for."""
 
 
 @dataclass(frozen=True)
@@ -67,27 +72,37 @@ def continuation(tokenizer: Tokenizer, ids: Sequence[int], tokens: Sequence[int]
 def read_prompts(path: Path) -> list[Prompt]:
     """Reads `.jsonl` as objects {"prompt": ..., ...}, any other file as one prompt a line.
 
-    An empty line of text is an empty prompt.
+    An empty line of text is an empty prompt. Standard input, `STDIN`, has objects if its first line
+    is an object with a "prompt".
 
     Raises:
         UserError: the file cannot be read or holds no prompts, or a line is not one.
     """
     try:
-        lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
+        content = sys.stdin.buffer.read() if path == STDIN else path.read_bytes()
     except OSError as error:
         raise UserError(f"--prompts {path}: {error.strerror}") from error
+    lines = content.removesuffix(b"\n").split(b"\n")
     if lines == [b""]:
         raise UserError(f"--prompts {path}: the file is empty; give a prompt a line")
-    is_json = path.suffix == ".jsonl"
+    is_json = _is_object(lines[0]) if path == STDIN else path.suffix == ".jsonl"
     return [
         _from_json(text, place) if is_json else Prompt(text, place)
         for text, place in _texts(lines, path)
     ]
 
 
+def _is_object(line: bytes) -> bool:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and "prompt" in value
+
+
 def _texts(lines: list[bytes], path: Path) -> Iterator[tuple[str, str]]:
     for number, line in enumerate(lines, 1):
-        place = f"{path}:{number}"
+        place = f"{'standard input' if path == STDIN else path}:{number}"
         try:
             yield line.removesuffix(b"\r").decode("utf-8"), place
         except UnicodeDecodeError as error:

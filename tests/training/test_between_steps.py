@@ -34,7 +34,8 @@ def test_the_order_of_what_is_due():
     second = events[events.index("launch 2") : events.index("launch 3")]
     assert [event for event in second if not event.startswith("read")] == [
         "launch 2", "log 2 train", "hook 2", "eval begins 2", "evaluate from 0", "log 2 eval",
-        "eval hook 2", "sample 2", "log 2 samples", "look 2", "save 2", "log 2 checkpoint", "save hook 2",
+        "eval hook 2", "sample 2", "log 2 samples", "look 2", "save 2", "log 2 checkpoint",
+        "save hook 2",
     ]  # fmt: skip
 
 
