@@ -1,7 +1,7 @@
 """A conversation with a trained model on a terminal: what `generate` does without a prompt.
 
 With a chat template, turns are messages of a user and an assistant; without one, the model goes on
-with what was typed, and everything so far is one text. When that outgrows the model, it does not see
+with what was typed, and all so far is one text. When that outgrows the model, it does not see
 the oldest turns, or the beginning of the text, any more.
 """
 

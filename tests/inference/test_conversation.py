@@ -42,7 +42,7 @@ def test_turns_are_messages_of_the_template(chat, template):
 
 def test_a_template_that_refuses_is_a_mistake_of_the_tokenizer(chat):
     refusing = INSTRUCTIONS.replace("['user', 'assistant']", "['user']")
-    with pytest.raises(UserError, match="no conversation with this tokenizer: .*no such role"):
+    with pytest.raises(UserError, match=r"no conversation with this tokenizer: .*no such role"):
         Dialogue(chat(refusing), room=100)
 
 

@@ -224,6 +224,11 @@ def test_a_run_in_python_is_what_the_commands_say(run, here, tmp_path):
     assert found["step"] == 60
     assert found["sets"][0]["name"] == "text"
     assert (ours.export(tmp_path / "model") / "model.safetensors").is_file()
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "| steps | 60 of 120 |" in card
+    assert f"| last loss | {losses[60]:.4f} |" in card
+    assert "- data/train: " in card
+    assert str(tmp_path.parent) not in card
     with pytest.raises(UserError, match=r"model is there already"):
         ours.export(tmp_path / "model")
 
