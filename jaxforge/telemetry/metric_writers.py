@@ -147,7 +147,9 @@ def open_writers(
     if metrics.enable_tensorboard:
         events = run / metrics.tensorboard_dir
         interval = metrics.tensorboard_interval
-        writers.append(writer("TensorBoard", lambda: TensorBoardSink(events, step), interval))
+        writers.append(
+            writer("TensorBoard", lambda: TensorBoardSink(events, step, config), interval)
+        )
     if metrics.enable_wandb:
         interval = metrics.wandb_interval
         writers.append(writer("W&B", lambda: WandbSink(run, config, run_id), interval))
