@@ -181,6 +181,22 @@ def test_names_are_escaped(tmp_path):
     assert not page.all("i", page.all("title")[0])
 
 
+def test_the_last_samples_stand_under_the_charts(tmp_path):
+    run = write_run(tmp_path / "run", [line(1), line(2)])
+
+    def page():
+        page_of(run)
+        return (run / "report.html").read_text()
+
+    assert "samples of" not in page()
+    lines = [{"step": step, "prompt": "<a>", "text": f"\n b{step}"} for step in range(1, 31)]
+    text = "".join(json.dumps(one) + "\n" for one in lines) + '{"step": 31, "pro'
+    (run / "samples.jsonl").write_text(text)
+    shown = page().partition("<summary>samples of run</summary>")[2].partition("</pre>")[0]
+    assert shown.startswith("<pre>step 30\n&lt;a&gt;\n b30\n")
+    assert shown.count("&lt;a&gt;") == 20
+
+
 def test_what_is_not_finite_is_marked_and_breaks_the_curve(tmp_path):
     lines = [line(s, **({"train/loss": None} if s in (7, 9, 30) else {})) for s in range(1, 41)]
     figure = (page := page_of(write_run(tmp_path / "run", lines))).figure("Loss")

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from array import array
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +20,10 @@ from jaxforge.errors import UserError
 from jaxforge.model.transformer import build_model, parameter_count
 from jaxforge.near import path_hint
 from jaxforge.report.loads import LoadReader, Loads
+from jaxforge.telemetry.sinks import SAMPLES
 
 _METRICS = "metrics.jsonl"
+_SAMPLES_SHOWN = 20
 _NEEDED = ("train/loss", "train/tokens", "train/step_time_sec", "train/skipped_steps")
 _STARTED, _RESUMED = "train step compiled", re.compile(r"resuming from step (\d+) of")
 
@@ -57,6 +59,7 @@ class Run:
         series: by name of the metric; "train/loss" is always there.
         loads: of experts; None of a run without any.
         resumes: steps after which it was started again; None where the log is missing.
+        samples: what the model wrote, the last of it: step, prompt, text.
     """
 
     name: str
@@ -66,6 +69,7 @@ class Run:
     series: dict[str, Series]
     loads: Loads | None
     resumes: list[int] | None
+    samples: Sequence[tuple[int, str, str]] = ()
 
     @property
     def steps(self) -> int:
@@ -133,7 +137,16 @@ def _read(path: Path, name: str) -> Run:
         series=series,
         loads=loads,
         resumes=_read_resumes(path / "logs" / "process_0.log", series["train/loss"].step[-1]),
+        samples=_read_samples(path / SAMPLES),
     )
+
+
+def _read_samples(path: Path) -> list[tuple[int, str, str]]:
+    """The last of them; none where the run wrote none."""
+    if not path.is_file():
+        return []
+    last = deque(_whole_lines(path), maxlen=_SAMPLES_SHOWN)
+    return [(line["step"], line["prompt"], line["text"]) for line in last]
 
 
 def read_metrics(path: Path) -> dict[str, Series]:

@@ -42,6 +42,7 @@ def below(runs: Sequence[Run]) -> str:
     return (
         (table("Evaluations", _EVALUATION, evaluations) if evaluations else "")
         + (table("Configs", ["key", *(r.name for r in runs)], differences) if differences else "")
+        + "".join(_samples(run) for run in runs)
         + "".join(_experts(run) for run in runs)
         + configs
         + f"<footer>The last logged step is of {moment} UTC.</footer>"
@@ -104,6 +105,20 @@ def _evaluations(runs: Sequence[Run]) -> Rows:
                 exact(lowest),
                 f"{step:,}",
             ]
+
+
+def _samples(run: Run) -> str:
+    """What the model wrote, the latest first."""
+    if not run.samples:
+        return ""
+    texts = (f"step {step:,}\n{prompt}{text}" for step, prompt, text in reversed(run.samples))
+    return (
+        f"<details><summary>samples of {escape(run.name)}</summary>"
+        f"<pre>{escape(_BETWEEN_SAMPLES.join(texts))}</pre></details>"
+    )
+
+
+_BETWEEN_SAMPLES = f"\n\n{'-' * 40}\n\n"
 
 
 def _experts(run: Run) -> str:
