@@ -56,6 +56,12 @@ def test_what_does_not_fit_is_left_out_by_importance(width, expected):
     assert line_at(STEPPING, width) == expected
 
 
+def test_nothing_less_important_takes_the_room():
+    line = line_at(STEPPING, 57, **{"train/skipped_steps": 3.0})
+    assert line == "step 1200/100000  1%  loss 3.2145  350K tok/s"
+    assert "3 skipped" in line_at(STEPPING, 80, **{"train/skipped_steps": 3.0})
+
+
 def test_every_width_is_kept_to():
     for moment in (STEPPING, Moment(1200, "evaluating", 75.2), Moment(None, "loading data", 3)):
         for width in range(1, 130):
@@ -66,6 +72,7 @@ def test_a_pause_is_named_beside_the_step_and_time_left_waits():
     assert line_at(Moment(1200, "evaluating", 75.2), 60) == (
         "step 1200/100000  ⠋ evaluating 1:16  1%  loss 3.2145"
     )
+    assert " left" not in line_at(Moment(1200, "evaluating", 75.2), 120)
     line = LiveLine(Console(file=io.StringIO()), lambda: STEPPING)
     assert line.text(Moment(None, "compiling", 0.6), 80) == "⠙ compiling 0:01"
     assert line.text(Moment(None, "compiling", 0.6), 80, ascii_only=True) == "/ compiling 0:01"
@@ -128,6 +135,7 @@ def test_it_moves_while_a_step_takes_long_with_messages_above(screen):
     assert [line for line in shown if line][-3].endswith("said meanwhile")
     assert [line for line in shown if line][-2] == "[step 1] eval_loss=4.5000"
     assert [line for line in shown if line][-1].startswith("step 1/10  10%  loss 3.2145")
+    assert "\x1b[2K" not in terminal.getvalue().rpartition("step 1/10")[2]  # it stays
     wait_until(
         lambda: "_RefreshThread" not in {type(one).__name__ for one in threading.enumerate()}
     )
