@@ -24,6 +24,13 @@ _REDRAWN_PER_SECOND = 2
 _RECENT = 8  # logged intervals whose mean is the rate
 _GAP = "  "
 _BAR = range(10, 31)  # columns
+_EXTRAS = {
+    "MFU {:.0%}": ("train/mfu",),
+    "lr {:.2e}": ("train/lr",),
+    "|g| {:.3f}": ("train/grad_norm",),
+    "{:.1f}/{:.0f} GB": ("gpu/peak_gb", "gpu/total_gb"),
+}
+"""Part of the line -> the metrics that it needs."""
 _SPINNERS = {False: "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", True: "|/-\\"}  # by whether the terminal has ASCII alone
 _BARS = {False: ("━", "─"), True: ("#", "-")}
 
@@ -119,16 +126,19 @@ class LiveLine:
             width: columns of the terminal.
             ascii_only: the terminal shows no other characters.
         """
-        parts = [part for part in self._parts(moment, ascii_only) if part]
-        line = parts[0][:width] if parts else ""
-        for part in parts[1:]:
+        first, *parts = [*self._parts(moment, ascii_only), ""]
+        line = first[:width]
+        for part in filter(None, parts):
             if len(line) + len(_GAP) + len(part) > width:
                 return line
             line += _GAP + part
-        room = min(width - len(line) - len(_GAP), _BAR[-1])
-        if not self._max_steps or room < _BAR[0]:
+        if not self._max_steps or _room(line, width) < _BAR[0]:
             return line
-        return line + _GAP + self._bar(moment, room, ascii_only)
+        for part in self._extras():
+            if _room(line, width - len(_GAP) - len(part)) < _BAR[0]:
+                break
+            line += _GAP + part
+        return line + _GAP + self._bar(moment, min(_room(line, width), _BAR[-1]), ascii_only)
 
     def _parts(self, moment: Moment, ascii_only: bool) -> Iterator[str]:
         """What there is to say, but for the bar, the most important first."""
@@ -148,8 +158,12 @@ class LiveLine:
             yield f"{clock(left)} left"
         if skipped := metrics.get("train/skipped_steps"):
             yield f"{skipped:.0f} skipped"
-        if "train/mfu" in metrics:
-            yield f"MFU {metrics['train/mfu']:.0%}"
+
+    def _extras(self) -> Iterator[str]:
+        """What stands before the bar where there is room for both."""
+        for text, names in _EXTRAS.items():
+            if self._metrics.keys() >= set(names):
+                yield text.format(*(self._metrics[name] for name in names))
 
     def _bar(self, moment: Moment, width: int, ascii_only: bool) -> str:
         done, to_do = _BARS[ascii_only]
@@ -171,6 +185,11 @@ class LiveLine:
         of_one = seconds / steps
         left = (self._max_steps - self._at(moment)) * of_one
         return max(0.0, left - min(moment.seconds, of_one))
+
+
+def _room(line: str, width: int) -> int:
+    """Columns for one part more."""
+    return width - len(line) - len(_GAP)
 
 
 def clock(seconds: float) -> str:

@@ -62,10 +62,20 @@ def test_nothing_less_important_takes_the_room():
     assert "3 skipped" in line_at(STEPPING, 80, **{"train/skipped_steps": 3.0})
 
 
+def test_a_wide_terminal_has_more_beside_a_bar():
+    more = {"train/mfu": 0.413, "train/lr": 3e-4, "train/grad_norm": 1.2346,
+            "gpu/peak_gb": 61.2, "gpu/total_gb": 80.0}  # fmt: skip
+    begun = "step 1200/100000  1%  loss 3.2145  350K tok/s  13:43:20 left  "
+    assert line_at(STEPPING, 80, **more) == begun + "─" * 18
+    assert line_at(STEPPING, 100, **more) == f"{begun}MFU 41%  lr 3.00e-04  {'─' * 16}"
+    everything = f"{begun}MFU 41%  lr 3.00e-04  |g| 1.235  61.2/80 GB  "
+    assert line_at(STEPPING, 140, **more) == everything + "─" * 30
+
+
 def test_every_width_is_kept_to():
     for moment in (STEPPING, Moment(1200, "evaluating", 75.2), Moment(None, "loading data", 3)):
         for width in range(1, 130):
-            assert len(line_at(moment, width, **{"train/mfu": 0.41})) <= width
+            assert len(line_at(moment, width, **{"train/mfu": 0.41, "train/lr": 1e-3})) <= width
 
 
 def test_a_pause_is_named_beside_the_step_and_time_left_waits():
