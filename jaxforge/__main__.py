@@ -41,7 +41,7 @@ COMMANDS = {
     "replay": Command("jaxforge.replay.__main__", "a step of a run again: what happened in it"),
     "activations": Command("jaxforge.activations", "what a model computes on its way, in files"),
     "evaluate": Command("jaxforge.evaluate", "loss, perplexity and bits per byte"),
-    "generate": Command("jaxforge.generate", "continue prompts"),
+    "generate": Command("jaxforge.generate", "continue prompts, or converse"),
     "lm_eval": Command("jaxforge.lm_eval.__main__", "tasks of EleutherAI's lm_eval"),
     "capsule": Command("jaxforge.capsule.__main__", "what a run is made of, in one file"),
     "import": Command(_TORCH, "a PyTorch or Hugging Face checkpoint becomes a run", True),

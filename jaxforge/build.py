@@ -25,31 +25,25 @@ from jaxforge.data.mixture import Segment
 from jaxforge.health.actions import open_actions
 from jaxforge.health.attribution import Attribution, make_row_losses
 from jaxforge.health.watchdog import Watchdog
-from jaxforge.model.fp8_layers import how_multiplied
-from jaxforge.model.runtime import gpu_capability
-from jaxforge.model.transformer import (
-    Model,
-    active_parameter_count,
-    build_model,
-    parameter_count,
-)
+from jaxforge.model.transformer import Model, build_model, parameter_count
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import compilation
-from jaxforge.parallel.mesh import data_parallel_size, in_words
+from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.parallel.xla_flags import Option
 from jaxforge.run_lock import RunLock
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.executable import Executable
-from jaxforge.step.grad_sync import GradSync, resolve_grad_sync
+from jaxforge.step.grad_sync import resolve_grad_sync
 from jaxforge.step.lowering import lower_sizes
 from jaxforge.step.train_step import Batch, CompiledSteps, make_train_step
 from jaxforge.telemetry.console import add_log_file, banner
+from jaxforge.telemetry.live_line import LiveLine
 from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.metric_writers import check_libraries, open_writers
-from jaxforge.telemetry.numbers import human
 from jaxforge.telemetry.profiler import Profiler
 from jaxforge.telemetry.tracker import Tracker
+from jaxforge.training.banner import rows
 from jaxforge.training.evaluation import Evaluator
 from jaxforge.training.exporting import Exporter
 from jaxforge.training.hooks import Hook, HookRunner, named_hook
@@ -58,6 +52,7 @@ from jaxforge.training.phases import Phases
 from jaxforge.training.progress_txt import ProgressTxt
 from jaxforge.training.resumable_evaluation import ResumableEvaluation
 from jaxforge.training.rollback import Rollback
+from jaxforge.training.sampling import Sampler
 from jaxforge.training.saving import Saver
 from jaxforge.training.summary import schedule_summary, write_summary
 from jaxforge.training.training_data import TrainingData, batches_from
@@ -72,6 +67,7 @@ def build_trainer(
     console: Console,
     watchdog: Watchdog,
     lock: RunLock,
+    live: LiveLine | None = None,
 ) -> Trainer:
     """Everything a run needs, in the order in which a user's mistakes should surface.
 
@@ -94,22 +90,26 @@ def build_trainer(
     watchdog.write_stacks_to(_stacks(config))
     resolved = config.model_dump(mode="json")
     local = open_local(config.checkpoint, model.axes, resolved, model.stack)
-    state, progress = starting_state(
-        config, checkpoints, model, optimizer, mesh, open_foreign, local
-    )
+    has_begun = checkpoints.latest() is not None or config.checkpoint.load_path
+    with watchdog.naming("restoring a checkpoint" if has_begun else "initializing"):
+        state, progress = starting_state(
+            config, checkpoints, model, optimizer, mesh, open_foreign, local
+        )
     progress.run_id = config.metrics.wandb_run_id or progress.run_id
     dp = data_parallel_size(mesh)
     ramp, phases = config.train.ramp(dp), Phases.of(config.data)
     samples = ramp.rows * config.train.grad_accum_steps
     progress.sequences_per_epoch = sequences_per_epoch(config, ramp.rows, dataset)
     evaluation = _evaluation(config, mesh, model, eval_data) if eval_data else None
+    sampler = _sampler(config, mesh, model) if config.eval.sample_interval else None
     runner = HookRunner([*hooks, *named, *_own_hooks(config, progress)])
     collect = (*config.metrics.collect, *runner.collect)
     sync = resolve_grad_sync(config, model, optimizer, mesh)
     step = make_train_step(model, optimizer, sync.applied_to(config), mesh, collect=collect)
     ready = functools.partial(_ready, flags, saved, sync.applied_to(config))
-    _announce(console, config, model, mesh, samples, sync)
-    tracker = _tracker(console, config, progress, samples)
+    if jax.process_index() == 0:
+        banner(console, rows(config, model, mesh, state, progress, sync))
+    tracker = _tracker(console, config, progress, samples, live)
     run = mirror.files(config.checkpoint.dir)
     run_directory.prepare(run, config)
     run_directory.note_start(run, config, progress.step)
@@ -142,6 +142,7 @@ def build_trainer(
         tracker=tracker,
         profiler=profiler,
         hooks=runner,
+        sampler=sampler,
     )
 
 
@@ -248,77 +249,16 @@ def _evaluation(
     return ResumableEvaluation(evaluator, config.eval.steps)
 
 
-def _tracker(console: Console, config: JobConfig, progress: Progress, samples: int) -> Tracker:
-    cost = StepCost.of(config, samples)
-    writers = open_writers(
-        console, config, progress.run_id, progress.step, cost, progress.sequences_per_epoch
-    )
+def _sampler(config: JobConfig, mesh: Mesh, model: Model) -> Sampler:
+    tokenizer = run_directory.tokenizer_for(mirror.files(config.checkpoint.dir), config)
+    return Sampler(config, mesh, model, tokenizer)
+
+
+def _tracker(
+    console: Console, config: JobConfig, progress: Progress, samples: int, live: LiveLine | None
+) -> Tracker:
+    cost, examples = StepCost.of(config, samples), progress.sequences_per_epoch
+    writers = open_writers(console, config, progress.run_id, progress.step, cost, examples, live)
     names = [dataset.label for dataset in config.data.datasets]
     extras = config.metrics.collect
     return Tracker(writers, cost, progress, config.train.max_steps, names, extras)
-
-
-def _optimizer(config: JobConfig) -> str:
-    """Its name, and what moments and parameters are kept in."""
-    rounding = config.train.param_rounding
-    of_parameters = "" if rounding == "nearest" else f", parameters rounded: {rounding}"
-    moments = config.train.opt_state_dtype.replace("8bit", "8 bits, vectors in float32")
-    return f"{config.optimizer.name}, moments in {moments}{of_parameters}"
-
-
-def _announce(
-    console: Console, config: JobConfig, model: Model, mesh: Mesh, samples: int, sync: GradSync
-) -> None:
-    m, t = config.model, config.train
-    device = jax.devices()[0]
-    d = config.distributed
-    schedule = f", {d.pp_schedule}" if d.pp > 1 else ""
-    rows = {
-        "model": f"{m.n_layers} layers, dim {m.dim}, {m.n_heads}/{m.kv_heads} heads of "
-        f"{m.head_size}, ffn {m.ffn_dim}, vocabulary {m.vocab_size:,}",
-        "experts": _experts(model),
-        "parameters": f"{human(parameter_count(model.abstract))} in {t.param_dtype}, "
-        f"computing in {t.mixed_precision}",
-        "optimizer": _optimizer(config),
-        "devices": f"{jax.device_count()} x {device.device_kind} ({device.platform}), "
-        f"{jax.process_count()} process(es)",
-        "mesh": in_words(mesh.shape),
-        "step": f"{samples} sequences x {t.seq_len} tokens = {samples * t.seq_len:,} tokens, "
-        f"in {t.grad_accum_steps} microbatch(es); gradients reduced per {sync.mode}{schedule}",
-        "gradients": sync.why,
-        "products": _products(model, device),
-        "kernels": f"attention: {model.runtime.attention_of(mesh.shape['cp'])}, "
-        f"loss: {t.loss_fn}, "
-        f"{f'experts: {model.runtime.grouped}, ' if m.is_moe else ''}"
-        f"checkpointing: {t.activation_checkpointing}",
-        "on the host": ", ".join(t.offload),
-        "data": ", ".join(dataset.label for dataset in config.data.datasets)
-        or config.data.dataset_path
-        or config.data.hf_dataset_name
-        or "synthetic random tokens (no data)",
-        "run": str(run_directory.root(config).absolute()),
-    }
-    if jax.process_index() == 0:
-        banner(console, {name: row for name, row in rows.items() if row})
-
-
-def _products(model: Model, device: jax.Device) -> str:
-    """What the banner says of products in 8 bits; nothing where there are none."""
-    if model.recipe is None:
-        return ""
-    capability = gpu_capability(device)
-    return how_multiplied(model.recipe, device.platform, capability, device.device_kind)
-
-
-def _experts(model: Model) -> str:
-    """What the banner says of them; nothing where there are none."""
-    m = model.config
-    if not m.is_moe:
-        return ""
-    layers = "" if all(m.has_experts) else f"in {sum(m.has_experts)} layers, "
-    shared = f", 1 shared of {m.shared_expert_dim}" if m.shared_expert_dim else ""
-    capacity = f"capacity {m.moe_capacity_factor:g}" if m.moe_capacity_factor else "dropless"
-    return (
-        f"{layers}{m.moe_top_k} of {m.num_experts}, width {m.expert_dim}{shared}; {m.moe_router}, "
-        f"{capacity}; a token meets {human(active_parameter_count(model))} parameters"
-    )

@@ -40,8 +40,8 @@ from jaxforge.plan import checks
 from jaxforge.plan.chips import CHIPS
 from jaxforge.plan.topology import CPU, Topology
 from jaxforge.step.fitting import SLACK, Fit, fit
-from jaxforge.telemetry.console import human
 from jaxforge.telemetry.metric_writers import check_libraries
+from jaxforge.telemetry.numbers import human
 from jaxforge.training.hooks import named_hook
 from jaxforge.training.summary import schedule_summary
 

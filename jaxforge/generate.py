@@ -1,4 +1,6 @@
-"""`python -m jaxforge.generate RUN --prompt TEXT [--prompt TEXT ...]`: text from a trained model.
+"""`python -m jaxforge.generate RUN [--prompt TEXT ...]`: text from a trained model.
+
+Without a prompt it is a conversation.
 
 RUN is a run directory, or one of its checkpoints (`RUN/checkpoints/step_100`). Settings such as
 `--distributed.tp=2` lay the model out over several devices; by default all take part (`dp_shard`).
@@ -14,7 +16,7 @@ from jaxforge.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints prompts with their continuations, or writes them down as JSON Lines."""
+    """Prints prompts with their continuations, or writes them down as JSON Lines; or converses."""
     args, overrides = parser().parse(argv)
     _check(args)
     from jaxforge.inference import completion  # here, as JAX and all that needs it take a second
@@ -28,7 +30,7 @@ def parser() -> CommandParser:
         "generate",
         takes_settings=True,
         usage="%(prog)s RUN [options] [--section.key=value ...]",
-        description="Continues prompts with a trained model.",
+        description="Continues prompts with a trained model; without any, a conversation with it.",
         epilog="Settings of the run's config, such as --distributed.tp=2, may follow.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -37,7 +39,8 @@ def parser() -> CommandParser:
     add("--step", type=int, help="the checkpoint to use; not set: the newest")
     add("--prompt", action="append", help="text to continue; repeatable")
     add("--prompts", metavar="FILE", type=Path,
-        help='text, a prompt a line; or .jsonl, objects with a "prompt"')  # fmt: skip
+        help='text, a prompt a line; or .jsonl, objects with a "prompt"; "-": standard '
+        "input")  # fmt: skip
     add("--output", metavar="FILE.jsonl", type=Path,
         help="new file of results; with --prompts alone, they are printed")  # fmt: skip
     add("--batch-size", type=int, default=32, help="prompts at a time")

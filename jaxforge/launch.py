@@ -1,5 +1,6 @@
 """One start of a run: devices, mesh and parts, then the loop, and an orderly end."""
 
+import contextlib
 from collections.abc import Sequence
 
 import jax
@@ -21,6 +22,7 @@ from jaxforge.parallel.mesh import make_mesh
 from jaxforge.process import end_now
 from jaxforge.run_lock import RunLock
 from jaxforge.telemetry.console import setup_logging
+from jaxforge.telemetry.live_line import LiveLine
 from jaxforge.training.hooks import Hook
 from jaxforge.training.preemption import Signals
 
@@ -33,8 +35,21 @@ def run(config: JobConfig | UnresolvedConfig, hooks: Sequence[Hook] = ()) -> Exi
     known = config.known if isinstance(config, UnresolvedConfig) else config
     with Watchdog(Limits.of(known.train)) as watchdog:
         multihost.initialize(known.distributed.heartbeat_timeout_sec)
-        with multihost.leaving_at_once_on_failure():
-            return _run(config, hooks, console, watchdog)
+        with (
+            multihost.leaving_at_once_on_failure(),
+            _live_line(console, known, watchdog) as live,
+        ):
+            return _run(config, hooks, console, watchdog, live)
+
+
+def _live_line(
+    console: Console, config: JobConfig, watchdog: Watchdog
+) -> contextlib.AbstractContextManager[LiveLine | None]:
+    """Where somebody watches process 0; none where parsers read along."""
+    is_watched = console.is_terminal and not console.is_dumb_terminal
+    if is_watched and config.metrics.log_format == "kempnerforge" and jax.process_index() == 0:
+        return LiveLine(console, watchdog.moment)
+    return contextlib.nullcontext()
 
 
 def _run(
@@ -42,6 +57,7 @@ def _run(
     hooks: Sequence[Hook],
     console: Console,
     watchdog: Watchdog,
+    live: LiveLine | None,
 ) -> Exit:
     if isinstance(config, UnresolvedConfig):
         with watchdog.section("data"):  # for lengths in epochs
@@ -56,7 +72,7 @@ def _run(
         matmul_precision(config),
         out_of_memory.explained(config, mesh),
     ):
-        trainer = build_trainer(config, mesh, hooks, console, watchdog, lock)
+        trainer = build_trainer(config, mesh, hooks, console, watchdog, lock, live)
         reason = None
         try:
             reason = trainer.train(signals)

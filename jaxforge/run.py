@@ -12,7 +12,7 @@ from typing import Any
 from jaxforge import run_directory, storage
 from jaxforge.checkpoint.paths import SUBDIRECTORY
 from jaxforge.config.job import JobConfig
-from jaxforge.corpus.prompts import Prompt
+from jaxforge.corpus.prompts import Prompt, encode
 from jaxforge.errors import UserError
 from jaxforge.inference import completion, evaluation
 from jaxforge.inference.trained import TrainedModel, open_run
@@ -99,7 +99,7 @@ class Run:
         trained, tokenizer = self._trained, run_directory.read_tokenizer(self._trained.run)
         limit = trained.config.model.max_seq_len
         asked = [Prompt(text, f"prompt {n}") for n, text in enumerate(texts)]
-        ids = [completion.encode(tokenizer, prompt, limit, max_tokens) for prompt in asked]
+        ids = [encode(tokenizer, prompt, limit, max_tokens) for prompt in asked]
         sampling = Sampling(temperature, top_k, top_p, tokenizer.vocab_size)
         with trained.in_use(self._params) as params:
             decoder = Decoder(trained.model, params, max_tokens, sampling, tokenizer.eos_id, seed,

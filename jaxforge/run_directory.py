@@ -7,6 +7,7 @@ config.toml       the resolved config of the latest start
 configs/          those of all starts that the run comes from, by the step that each went on from
 metrics.jsonl     an object per logged step (`telemetry.sinks.JsonlSink`)
 starts.jsonl      an object per start: time, command, versions (`starts`)
+samples.jsonl     an object per text that the model wrote (`eval.sample_interval`)
 logs/             a log per process
 tokenizer/        a copy of the data's tokenizer, where there is one
 checkpoints/      `checkpoint.manager`
@@ -61,6 +62,7 @@ def open_mirror(config: JobConfig) -> mirror.Mirror | None:
         _CONFIGS,
         "metrics.jsonl",
         starts.FILE_NAME,
+        "samples.jsonl",
         "progress.txt",
         _TOKENIZER,
     ]  # process 0 goes on with them

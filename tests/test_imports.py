@@ -46,6 +46,7 @@ LAYERS = {
                  "mirror", "side"},
     "checkpoint": {"errors", "config", "parallel", "model", "state", "storage", "buckets"},
     "telemetry": {"errors", "exit_codes", "config", "mirror", "state"},
+    "notebook": {"exit_codes", "config", "telemetry", "training"},
     "run_directory": {"errors", "config", "corpus", "storage", "mirror", "starts"},
     "inference": {"errors", "cli", "config", "parallel", "corpus", "data", "model", "checkpoint",
                   "run_directory", "storage", "telemetry", "training"},

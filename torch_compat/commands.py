@@ -6,6 +6,8 @@ A destination may be planned in a bucket; `upload` runs such a conversion.
 import dataclasses
 import gc
 import importlib
+import json
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +18,7 @@ from jaxforge.checkpoint.paths import PREFIX, SUBDIRECTORY, check_path
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
-from torch_compat import hf_config, hf_state, mup, orbax_store, safetensors, stages
+from torch_compat import hf_config, hf_state, model_card, mup, orbax_store, safetensors, stages
 from torch_compat.checkpoints import CheckpointRef
 from torch_compat.compare import check_written
 from torch_compat.dcp_export import DcpExport, point_latest
@@ -277,8 +279,23 @@ class Export:
         def finish(_: Any) -> None:  # noqa: ANN401 (the units' results say nothing)
             made = safetensors.open_directory(Directory(directory))
             check_written(made, written, str(directory))
+            (directory / model_card.FILE).write_text(self._card(plan, directory), "utf-8")
 
         return units, finish
+
+    def _card(self, plan: Plan, directory: Path) -> str:
+        """The model card, beside the `config.json` that is written."""
+        run = orbax_store.run_of(storage.path(self.source.directory.path))
+        step = int(self.source.directory.name.rpartition("_")[2])
+        trained = self.source.config(None)
+        assert trained is not None
+        family = json.loads((directory / hf_config.CONFIG).read_text())["model_type"]
+        parameters = sum(math.prod(tensor.shape) for tensor in plan.checkpoint.params.values())
+        return model_card.model_card(
+            storage.path(trained.checkpoint.dir).name or run.name, trained,
+            plan.checkpoint.progress, parameters, family, model_card.read_logged(run, step),
+            has_tokenizer=(directory / "tokenizer.json").exists(),
+        )  # fmt: skip
 
     def _dcp(self, checkpoint: CheckpointState, declared: AbstractTarget) -> DcpExport:
         return DcpExport(

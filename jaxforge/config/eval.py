@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeFloat, PositiveInt
 
 from jaxforge.config.duration import PositiveSteps, Steps
 from jaxforge.config.section import Section
@@ -60,12 +60,22 @@ class EvalConfig(EvalSource):
     """Batches per evaluation and set, always the same ones."""
     datasets: tuple[EvalDataset, ...] = ()
     """Several named sets, instead of a single one."""
+    sample_interval: Steps = 0
+    """Updates between samples that the model writes, also without evaluation; 0 writes none."""
+    sample_prompts: tuple[str, ...] = ("",)
+    """Texts that are continued; an empty one begins a document."""
+    sample_tokens: PositiveInt = 64
+    """Tokens of each sample, at most."""
+    sample_temperature: NonNegativeFloat = 0.8
+    """Of the samples; 0 takes the likeliest token."""
 
     def problems(self) -> Iterator[str]:
         """Yields the broken rules between the keys of this section."""
         if self.datasets and self.has_data:
             key = "dataset_path" if self.dataset_path else "hf_dataset_name"
             yield f"datasets and {key} exclude each other: give the set of {key} a table, too"
+        if self.sample_interval and not self.sample_prompts:
+            yield 'sample_prompts = [] leaves nothing to continue: give texts, or [""]'
         names = Counter(dataset.name for dataset in self.datasets)
         for name in (name for name, count in names.items() if count > 1):
             yield f'two evaluation sets have the name "{name}": rename one'
@@ -73,6 +83,10 @@ class EvalConfig(EvalSource):
     def is_due(self, step: int) -> bool:
         """Whether to evaluate after `step` updates."""
         return step >= self.start_step and step % self.interval == 0
+
+    def is_sample_due(self, step: int) -> bool:
+        """Whether the model is to write samples after `step` updates."""
+        return self.sample_interval > 0 and step % self.sample_interval == 0
 
     def sources(self) -> dict[str, EvalSource]:
         """The evaluation sets by name; "" is the name of a single one."""

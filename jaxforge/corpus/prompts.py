@@ -1,15 +1,21 @@
-"""Files of prompts: plain text, a line each, or JSON Lines with a "prompt" in each object."""
+"""Prompts: files of them, plain text or JSON Lines with a "prompt" in each object; their tokens."""
 
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxforge.corpus.tokenizer import Tokenizer
 from jaxforge.errors import UserError
 
 RESULTS = ("completion", "tokens", "finish_reason")
 """Fields that generation adds to those of a prompt."""
+
+
+STDIN = Path("-")
+"""What stands for standard input, where a file of prompts is asked for."""
 
 
 @dataclass(frozen=True)
@@ -27,30 +33,76 @@ class Prompt:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
+def encode(
+    tokenizer: Tokenizer, prompt: Prompt, limit: int, max_tokens: int, key: str = "--max-tokens"
+) -> list[int]:
+    """Token ids of a prompt; an empty one starts from end-of-text, as every document does.
+
+    Args:
+        tokenizer: the run's.
+        prompt: the prompt.
+        limit: `model.max_seq_len`.
+        max_tokens: to be added to it.
+        key: what sets that, for messages.
+
+    Raises:
+        UserError: it is too long, or empty and there is no end-of-text.
+    """
+    ids = tokenizer.encode(prompt.text)
+    if not ids:
+        if tokenizer.eos_id is None:
+            raise UserError(
+                f"{prompt.place}: the prompt is empty, and the tokenizer has no end-of-text token "
+                "to start from; give a text"
+            )
+        ids = [tokenizer.eos_id]
+    if len(ids) + max_tokens > limit:
+        raise UserError(
+            f"{prompt.place}: a prompt of {len(ids)} tokens and {key} {max_tokens} exceed "
+            f"model.max_seq_len = {limit}; shorten the one or lower the other"
+        )
+    return ids
+
+
+def continuation(tokenizer: Tokenizer, ids: Sequence[int], tokens: Sequence[int]) -> str:
+    """The text that `tokens` add to that of a prompt's `ids`."""
+    return tokenizer.decode([*ids, *tokens])[len(tokenizer.decode(ids)) :]
+
+
 def read_prompts(path: Path) -> list[Prompt]:
     """Reads `.jsonl` as objects {"prompt": ..., ...}, any other file as one prompt a line.
 
-    An empty line of text is an empty prompt.
+    An empty line of text is an empty prompt. Standard input, `STDIN`, has objects if its first line
+    is an object with a "prompt".
 
     Raises:
         UserError: the file cannot be read or holds no prompts, or a line is not one.
     """
     try:
-        lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
+        content = sys.stdin.buffer.read() if path == STDIN else path.read_bytes()
     except OSError as error:
         raise UserError(f"--prompts {path}: {error.strerror}") from error
+    lines = content.removesuffix(b"\n").split(b"\n")
     if lines == [b""]:
         raise UserError(f"--prompts {path}: the file is empty; give a prompt a line")
-    is_json = path.suffix == ".jsonl"
+    is_json = _is_object(lines[0]) if path == STDIN else path.suffix == ".jsonl"
     return [
         _from_json(text, place) if is_json else Prompt(text, place)
         for text, place in _texts(lines, path)
     ]
 
 
+def _is_object(line: bytes) -> bool:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and "prompt" in value
+
+
 def _texts(lines: list[bytes], path: Path) -> Iterator[tuple[str, str]]:
     for number, line in enumerate(lines, 1):
-        place = f"{path}:{number}"
+        place = f"{'standard input' if path == STDIN else path}:{number}"
         try:
             yield line.removesuffix(b"\r").decode("utf-8"), place
         except UnicodeDecodeError as error:

@@ -14,6 +14,9 @@ The loop launches steps ahead of the devices, so a tick does not say that a step
 launches end soon after the devices do (the runtime lets about 32 steps be in flight), and then the
 ticks end too. Hence a step limit has to cover some 32 steps.
 
+What it watches over is also what a terminal shows (`Watchdog.moment`); `naming` says more exactly
+what a section is at.
+
 Only time in which this thread ran counts: a process that was suspended (SIGSTOP, a laptop's lid, a
 gang scheduler) does not expire when it goes on, and clocks that jump do not matter.
 """
@@ -32,11 +35,19 @@ from typing import Literal, TextIO
 from jaxforge.config.train import TrainConfig
 from jaxforge.exit_codes import Exit
 from jaxforge.process import end_now
+from jaxforge.telemetry.live_line import Moment
 
 log = logging.getLogger(__name__)
 
 SectionName = Literal["training", "evaluation", "checkpoint", "data", "end"]
 
+_DOING: dict[SectionName, str] = {
+    "training": "starting",  # until its first tick
+    "evaluation": "evaluating",
+    "checkpoint": "saving",
+    "data": "loading data",
+    "end": "finishing",
+}
 _POLL_SEC = 1.0
 _LINGER_SEC = 10.0
 
@@ -68,6 +79,8 @@ class _Section:
     name: SectionName
     limit: float
     key: str  # of [train], that sets the limit
+    doing: str  # in words; empty while it steps
+    since: float = dataclasses.field(default_factory=time.monotonic)  # of what it is doing
     idle: float = 0.0  # seconds
 
 
@@ -107,6 +120,8 @@ class Watchdog:
             section.idle = 0.0
             if section.name in ("training", "evaluation"):
                 section.limit, section.key = self._limits.step, "watchdog_step_sec"
+            if section.name == "training":
+                section.doing, section.since = "", time.monotonic()
             if step is not None:
                 self._last_step = step
 
@@ -128,6 +143,26 @@ class Watchdog:
             with self._lock:
                 self._sections.pop()
 
+    @contextlib.contextmanager
+    def naming(self, doing: str) -> Iterator[None]:
+        """Says what the section is at meanwhile; nothing of its limit changes.
+
+        Args:
+            doing: such as "compiling".
+        """
+        section = self._sections[-1]
+        before, section.doing, section.since = section.doing, doing, time.monotonic()
+        try:
+            yield
+        finally:
+            section.doing, section.since = before, time.monotonic()
+
+    def moment(self) -> Moment:
+        """What the process is at."""
+        with self._lock:
+            section = self._sections[-1]
+            return Moment(self._last_step, section.doing, time.monotonic() - section.since)
+
     def idle(self, seconds: float) -> str | None:
         """Lets `seconds` pass without progress.
 
@@ -148,10 +183,11 @@ class Watchdog:
 
     def _new(self, name: SectionName) -> _Section:
         if name in ("data", "end"):
-            return _Section(name, 0.0, "")
+            return _Section(name, 0.0, "", _DOING[name])
         if name == "checkpoint":
-            return _Section(name, self._limits.checkpoint, "watchdog_checkpoint_sec")
-        return _Section(name, self._limits.setup, "watchdog_setup_sec")
+            limit = self._limits.checkpoint
+            return _Section(name, limit, "watchdog_checkpoint_sec", _DOING[name])
+        return _Section(name, self._limits.setup, "watchdog_setup_sec", _DOING[name])
 
     def _watch(self) -> None:
         while not self._stopped.wait(_POLL_SEC):

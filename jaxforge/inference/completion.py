@@ -16,9 +16,10 @@ import jax
 from rich.console import Console
 
 from jaxforge import run_directory, storage
-from jaxforge.corpus.prompts import RESULTS, Prompt, read_prompts
+from jaxforge.corpus.prompts import RESULTS, STDIN, Prompt, continuation, encode, read_prompts
 from jaxforge.corpus.tokenizer import Tokenizer
 from jaxforge.errors import UserError
+from jaxforge.inference import conversation
 from jaxforge.inference.trained import open_run
 from jaxforge.model.decoding import Completion, Decoder
 from jaxforge.model.sampling import Sampling
@@ -42,15 +43,19 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     prompts = _prompts(args)
     trained = open_run(storage.path(args.run), overrides, step=args.step)
     tokenizer = run_directory.read_tokenizer(trained.run)
+    if not prompts:
+        _check_terminal()
     limit = trained.config.model.max_seq_len
     ids = [encode(tokenizer, prompt, limit, args.max_tokens) for prompt in prompts]
     eos_id = None if args.ignore_eos else tokenizer.eos_id
-    rows = min(args.batch_size, len(prompts))
+    rows = min(args.batch_size, max(1, len(prompts)))
     sampling = Sampling(args.temperature, args.top_k, args.top_p, tokenizer.vocab_size)
     with trained.in_use() as params:
         decoder = Decoder(trained.model, params, args.max_tokens, sampling, eos_id, args.seed,
                           trained.mesh, rows)  # fmt: skip
-        if args.prompts or args.output:
+        if not prompts:
+            conversation.talk(decoder, tokenizer)
+        elif args.prompts or args.output:
             _write(args.output, results(decoder, prompts, ids, tokenizer))
         elif len(prompts) == 1:
             _stream(decoder, ids[0], tokenizer)
@@ -60,6 +65,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _prompts(args: argparse.Namespace) -> list[Prompt]:
+    """What is to be continued; nothing where there is to be a conversation."""
     if args.prompts and args.prompt:
         raise UserError("--prompt and --prompts exclude each other: add the texts to the file")
     for name in ("prompts", "output"):
@@ -69,27 +75,20 @@ def _prompts(args: argparse.Namespace) -> list[Prompt]:
         raise UserError(f"--output {args.output} exists: name a new file, or remove it first")
     if args.output and not args.output.parent.is_dir():
         raise UserError(f"--output {args.output}: there is no directory {args.output.parent}")
+    if args.prompts == STDIN and jax.process_count() > 1:
+        raise UserError("--prompts - is for one process: of several, each would read its own input")
     if args.prompts:
         return read_prompts(args.prompts)
-    return [Prompt(text, "--prompt") for text in args.prompt or [""]]
+    empty = [""] if args.output else []
+    return [Prompt(text, "--prompt") for text in args.prompt or empty]
 
 
-def encode(tokenizer: Tokenizer, prompt: Prompt, limit: int, max_tokens: int) -> list[int]:
-    """Token ids of a prompt; an empty one starts from end-of-text, as every document does."""
-    ids = tokenizer.encode(prompt.text)
-    if not ids:
-        if tokenizer.eos_id is None:
-            raise UserError(
-                f"{prompt.place}: the prompt is empty, and the tokenizer has no end-of-text token "
-                "to start from; give a text"
-            )
-        ids = [tokenizer.eos_id]
-    if len(ids) + max_tokens > limit:
+def _check_terminal() -> None:
+    if not conversation.is_possible() or jax.process_count() > 1:
         raise UserError(
-            f"{prompt.place}: a prompt of {len(ids)} tokens and --max-tokens {max_tokens} exceed "
-            f"model.max_seq_len = {limit}; shorten the one or lower the other"
+            "without a prompt there is a conversation, which needs a terminal and one process: "
+            "give --prompt TEXT, --prompts FILE, or --prompts - to read prompts from standard input"
         )
-    return ids
 
 
 def _stream(decoder: Decoder, prompt: list[int], tokenizer: Tokenizer) -> None:
@@ -125,9 +124,8 @@ def results(
 
 def _record(prompt: Prompt, ids: list[int], completion: Completion, tokenizer: Tokenizer) -> Record:
     """The prompt's own fields, and `corpus.prompts.RESULTS`."""
-    text = tokenizer.decode([*ids, *completion.tokens])
-    continuation = text[len(tokenizer.decode(ids)) :]
-    values = (continuation, completion.tokens, completion.finish_reason)
+    text = continuation(tokenizer, ids, completion.tokens)
+    values = (text, completion.tokens, completion.finish_reason)
     return {"prompt": prompt.text, **prompt.fields, **dict(zip(RESULTS, values, strict=True))}
 
 

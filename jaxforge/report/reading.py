@@ -17,8 +17,9 @@ from jaxforge.errors import UserError
 from jaxforge.near import path_hint
 from jaxforge.report import lines
 from jaxforge.report.loads import LoadReader, Loads
+from jaxforge.telemetry.sinks import SAMPLES
 
-_METRICS, _SAMPLES = "metrics.jsonl", "samples.jsonl"
+_METRICS = "metrics.jsonl"
 _NEEDED = ("train/loss", "train/tokens", "train/step_time_sec", "train/skipped_steps")
 _TAIL = 256  # bytes by which a file is known again
 
@@ -237,7 +238,7 @@ class RunReader:
             series=series,
             loads=loads,
             starts=begun,
-            samples=_samples(self._path / _SAMPLES),
+            samples=_samples(self._path / SAMPLES),
         )
 
 

@@ -17,7 +17,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from jaxforge.telemetry.measures import StepCost
-from jaxforge.telemetry.sinks import LineFormat, Metrics, as_json, format_line
+from jaxforge.telemetry.sinks import (
+    LineFormat,
+    Metrics,
+    Sample,
+    as_json,
+    format_line,
+    format_sample,
+    sample_as_json,
+)
 
 Value = float | int
 Segments = Mapping[str, tuple[str, ...]]
@@ -52,6 +60,10 @@ class _Lines:
         """Nothing."""
         return ""
 
+    def sample(self, step: int, sample: Sample) -> str:
+        """A line of our own."""
+        return format_sample(step, sample)
+
 
 class KempnerForge(_Lines):
     """`[step 10] loss=5.0213 | lr=3.00e-04 | …`."""
@@ -75,6 +87,10 @@ class Json(_Lines):
     def evaluation(self, step: int, metrics: Metrics) -> str:
         """One object."""
         return as_json(step, metrics)
+
+    def sample(self, step: int, sample: Sample) -> str:
+        """One object."""
+        return sample_as_json(step, sample)
 
 
 class Textbook(_Lines):

@@ -6,7 +6,7 @@ sinks behind them.
 
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 from rich.console import Console
@@ -17,8 +17,9 @@ from jaxforge.config.metrics import MetricsConfig
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.telemetry.line_formats import LINE_FORMATS, RunFacts
+from jaxforge.telemetry.live_line import LiveLine
 from jaxforge.telemetry.measures import StepCost
-from jaxforge.telemetry.sinks import JsonlSink, LineSink, LiveSink, Metrics, Sink
+from jaxforge.telemetry.sinks import JsonlSink, LineSink, Metrics, Sample, Sink
 from jaxforge.telemetry.tensorboard import TensorBoardSink
 from jaxforge.telemetry.wandb import WandbSink
 
@@ -51,10 +52,17 @@ class MetricWriter:
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Writes, or says why it could not."""
+        self._try(lambda sink: sink.write(step, metrics))
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """The same with what the model wrote."""
+        self._try(lambda sink: sink.write_samples(step, samples))
+
+    def _try(self, write: Callable[[Sink], None]) -> None:
         if self._sink is None:
             return
         try:
-            self._sink.write(step, metrics)
+            write(self._sink)
         except Exception as error:
             self._failures += 1
             self._tell(error)
@@ -97,6 +105,7 @@ def open_writers(
     step: int,
     cost: StepCost | None = None,
     examples: int | None = None,
+    live: LiveLine | None = None,
 ) -> list[MetricWriter]:
     """Every place that `[metrics]` names.
 
@@ -107,6 +116,7 @@ def open_writers(
         step: the step that the run goes on from.
         cost: what an update takes, for lines that say so.
         examples: sequences of the training data, likewise.
+        live: the line of a terminal; None where there are plain lines.
 
     Raises:
         UserError: a sink cannot work as it is set up.
@@ -114,8 +124,9 @@ def open_writers(
     metrics, train, run = config.metrics, config.train, mirror.files(config.checkpoint.dir)
 
     def watched() -> Sink:
-        if console.is_terminal and metrics.log_format == "kempnerforge":
-            return LiveSink(console, step, train.max_steps)
+        if live is not None:
+            live.begin(step, train.max_steps)
+            return live
         facts = RunFacts(train.max_steps, train.seq_len, train.grad_accum_steps,
                          cost or StepCost.of(config, samples=0), examples)  # fmt: skip
         return LineSink(console, LINE_FORMATS[metrics.log_format](facts))
@@ -136,7 +147,9 @@ def open_writers(
     if metrics.enable_tensorboard:
         events = run / metrics.tensorboard_dir
         interval = metrics.tensorboard_interval
-        writers.append(writer("TensorBoard", lambda: TensorBoardSink(events, step), interval))
+        writers.append(
+            writer("TensorBoard", lambda: TensorBoardSink(events, step, config), interval)
+        )
     if metrics.enable_wandb:
         interval = metrics.wandb_interval
         writers.append(writer("W&B", lambda: WandbSink(run, config, run_id), interval))

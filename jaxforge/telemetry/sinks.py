@@ -1,21 +1,35 @@
 """Where metrics go. Each sink takes (step, {name: value}); only process 0 has any."""
 
 import collections
+import contextlib
 import errno
 import json
 import math
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 Metrics = dict[str, Any]
 """Numbers by name; of experts, lists of numbers."""
 
 _MAX_WAITING = 100_000  # lines, of some 600 bytes
+_CLIPPED = 160  # characters of a sample on the console
+
+
+class Sample(NamedTuple):
+    """What the model wrote.
+
+    Attributes:
+        prompt: a text.
+        text: what it was continued with.
+    """
+
+    prompt: str
+    text: str
 
 
 class Sink(Protocol):
@@ -23,6 +37,9 @@ class Sink(Protocol):
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Takes the metrics of one logged step, or of one evaluation."""
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Takes what the model wrote after a step."""
 
     def rewind(self, step: int) -> None:
         """The run goes on from an earlier step, and what follows is of the steps after it."""
@@ -32,37 +49,72 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """`metrics.jsonl`: one object a line, with `step`, `time` (Unix seconds) and the metrics.
+    """`metrics.jsonl`, and `samples.jsonl` beside it: objects with `step` and `time`, a line each.
 
     Append-only while a run lasts. A resumed run first drops the lines that came after its
     checkpoint, and a line torn by a kill: those steps are run, and logged, again. Lines that a full
     disk does not take wait in memory, and are written with the first one that it takes again.
 
     Args:
-        path: the file.
+        path: the file of metrics.
         resumed_step: the step that the run goes on from; 0 for a new run.
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._metrics = _Lines(path, resumed_step)
+        self._samples_path, self._samples = path.with_name(SAMPLES), None
+        if self._samples_path.exists():
+            self._samples = _Lines(self._samples_path, resumed_step)
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Appends one line, and those that wait, and hands them to the operating system."""
+        self._metrics.append(step, as_json(step, metrics))
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Appends a line for each."""
+        self._samples = self._samples or _Lines(self._samples_path, step)
+        for sample in samples:
+            self._samples.append(step, sample_as_json(step, sample))
+
+    def rewind(self, step: int) -> None:
+        """Drops the lines of later steps."""
+        for lines in self._files():
+            lines.rewind(step)
+
+    def close(self, exit_code: int) -> None:
+        """Makes them durable."""
+        with contextlib.ExitStack() as each:
+            for lines in self._files():
+                each.callback(lines.close)
+
+    def _files(self) -> list["_Lines"]:
+        return [lines for lines in (self._metrics, self._samples) if lines]
+
+
+SAMPLES = "samples.jsonl"
+"""The file of a run with what the model wrote."""
+
+
+class _Lines:
+    """A file of lines, each of a step."""
+
+    def __init__(self, path: Path, resumed_step: int) -> None:
         self._path, self._file = path, path.open("ab", buffering=0)
         self._waiting: collections.deque[tuple[int, bytes]] = collections.deque(maxlen=_MAX_WAITING)
         self.rewind(resumed_step)
 
-    def write(self, step: int, metrics: Metrics) -> None:
-        """Appends one line, and those that wait, and hands them to the operating system."""
-        self._waiting.append((step, as_json(step, metrics).encode() + b"\n"))
+    def append(self, step: int, line: str) -> None:
+        self._waiting.append((step, line.encode() + b"\n"))
         self._catch_up()
 
     def rewind(self, step: int) -> None:
-        """Drops the lines of later steps."""
         kept = [one for one in self._waiting if one[0] <= step]
         self._waiting = collections.deque(kept, maxlen=_MAX_WAITING)
         self._file.truncate(_end_of_step(self._path, step))
         self._file.seek(0, os.SEEK_END)
 
-    def close(self, exit_code: int) -> None:
-        """Makes it durable."""
+    def close(self) -> None:
         with self._file:
             self._catch_up()
             os.fsync(self._file.fileno())
@@ -81,6 +133,12 @@ def as_json(step: int, metrics: Metrics) -> str:
     """One object: `step`, `time` (Unix seconds) and the metrics, null where not finite."""
     shown = {name: _finite(value) for name, value in metrics.items()}
     return json.dumps({"step": step, "time": round(time.time(), 3), **shown})
+
+
+def sample_as_json(step: int, sample: Sample) -> str:
+    """One object: `step`, `prompt`, `text`, `time` (Unix seconds)."""
+    values = {"step": step, **sample._asdict(), "time": round(time.time(), 3)}
+    return json.dumps(values, ensure_ascii=False)
 
 
 def _finite(value: Any) -> Any:  # noqa: ANN401 (a number, or a list of them)
@@ -114,6 +172,9 @@ class LineFormat(Protocol):
     def evaluation(self, step: int, metrics: Metrics) -> str:
         """What is said of an evaluation, if anything."""
 
+    def sample(self, step: int, sample: Sample) -> str:
+        """What is said of a sample."""
+
 
 class LineSink:
     """Plain lines for each logged step: where nobody watches a terminal, or parsers read along.
@@ -132,6 +193,11 @@ class LineSink:
         of = self._lines.train if is_step(metrics) else self._lines.evaluation
         self._print(of(step, metrics))
 
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Prints each."""
+        for sample in samples:
+            self._print(self._lines.sample(step, sample))
+
     def rewind(self, step: int) -> None:
         """Nothing to do."""
 
@@ -141,38 +207,6 @@ class LineSink:
     def _print(self, text: str) -> None:
         if text:
             self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
-
-
-class LiveSink:
-    """One live line on a terminal: bar, loss, speed, time to go. Evaluations stay on the screen."""
-
-    def __init__(self, console: Console, start: int, max_steps: int) -> None:
-        self._progress = Progress(
-            TextColumn("[bold]step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[shown]}"),
-            TimeRemainingColumn(),
-            console=console,
-        )
-        self._task = self._progress.add_task("", completed=start, total=max_steps, shown="")
-
-    def write(self, step: int, metrics: Metrics) -> None:
-        """Moves the bar, which appears with the first step; prints a line for an evaluation."""
-        if not is_step(metrics):
-            if line := format_line(step, metrics):
-                self._progress.console.print(line, markup=False, highlight=False)
-            return
-        self._progress.start()
-        self._progress.update(self._task, completed=step, shown=_describe(metrics, " "))
-
-    def rewind(self, step: int) -> None:
-        """Moves the bar back."""
-        self._progress.update(self._task, completed=step)
-
-    def close(self, exit_code: int) -> None:
-        """Leaves the last state on the screen."""
-        self._progress.stop()
 
 
 def is_step(metrics: Metrics) -> bool:
@@ -200,6 +234,13 @@ def format_line(step: int, metrics: Metrics) -> str:
     """
     described = _describe(metrics, " | ")
     return f"[step {step}] {described}" if described else ""
+
+
+def format_sample(step: int, sample: Sample) -> str:
+    """`[step 10] sample: "Once" ... " upon a time"`, cut to two lines of a terminal."""
+    prompt, text = (json.dumps(part, ensure_ascii=False) for part in sample)
+    line = f"[step {step}] sample: {f'{prompt} ... ' if sample.prompt else ''}{text}"
+    return line if len(line) <= _CLIPPED else f"{line[: _CLIPPED - 3]}..."
 
 
 def _describe(metrics: Metrics, separator: str) -> str:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from jaxforge.state.progress import Progress
 from jaxforge.telemetry.measures import Smoothed, StepCost, Sums, collected, memory, side_metrics
 from jaxforge.telemetry.metric_writers import MetricWriter
-from jaxforge.telemetry.sinks import Metrics
+from jaxforge.telemetry.sinks import Metrics, Sample
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +141,11 @@ class Tracker:
         """Writes to every writer."""
         for writer in self._writers:
             writer.write(step, metrics)
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Writes what the model wrote to every writer."""
+        for writer in self._writers:
+            writer.write_samples(step, samples)
 
     def host_times(self) -> HostTimes:
         """What this host has spent so far."""

@@ -1,11 +1,12 @@
 """Metrics in Weights & Biases."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
-from jaxforge.telemetry.sinks import Metrics
+from jaxforge.telemetry.sinks import Metrics, Sample
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -51,6 +52,13 @@ class WandbSink:
     def write(self, step: int, metrics: Metrics) -> None:
         """Hands the metrics to W&B's own process."""
         self._run.log(metrics, step=step)
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """A table."""
+        import wandb
+
+        rows = [list(sample) for sample in samples]
+        self._run.log({"samples": wandb.Table(columns=list(Sample._fields), data=rows)}, step=step)
 
     def rewind(self, step: int) -> None:
         """Nothing can be done: W&B goes on where the run passes the step that it was at."""

@@ -23,6 +23,7 @@ from jaxforge.training.hooks import HookRunner, StepContext
 from jaxforge.training.preemption import Exit, Exits, Interrupted, Signals
 from jaxforge.training.resumable_evaluation import ResumableEvaluation
 from jaxforge.training.rollback import Rollback
+from jaxforge.training.sampling import Sampler
 from jaxforge.training.saving import Saver
 from jaxforge.training.training_data import TrainingData
 
@@ -48,6 +49,7 @@ class Trainer:
         tracker: where metrics are logged.
         profiler: traces some of the steps.
         hooks: the user's own code.
+        sampler: has the model write samples; None where none are asked for.
     """
 
     config: JobConfig
@@ -64,6 +66,7 @@ class Trainer:
     tracker: Tracker
     profiler: Profiler
     hooks: HookRunner
+    sampler: Sampler | None = None
     _train_step: CompiledSteps = dataclasses.field(init=False)
     _actions: PeriodicActions = dataclasses.field(default_factory=PeriodicActions, init=False)
     _fault: Exit | None = dataclasses.field(default=None, init=False)
@@ -92,10 +95,13 @@ class Trainer:
             self._save()  # a rollback must have something to go back to
         reason = self._between_steps(signals, exits) if self.progress.validation else None
         if reason is None and self.progress.step < self.config.train.max_steps:
-            with signals.interrupting():
+            with signals.interrupting(), self.watchdog.naming("loading data"):
                 self.data.open(self.progress)
-                compile_step = self.lower_step(self.state, self.data.peek())
-            self._train_step = signals.wait_for(compile_step)
+                batch = self.data.peek()
+            with self.watchdog.naming("compiling"):
+                with signals.interrupting():
+                    compile_step = self.lower_step(self.state, batch)
+                self._train_step = signals.wait_for(compile_step)
             self._actions = self.open_actions(self._train_step)
         elif reason is None:
             reason = Exit.COMPLETED
@@ -108,6 +114,7 @@ class Trainer:
         self.saver.check()  # what could not be written should not go on for an interval
         self._note_durable()
         evaluation = self._evaluate_if_due(signals)
+        self._sample_if_due()
         reason = self._actions.run(self.progress.step, self.state, self.tracker.paused)
         if reason is Exit.UNHEALTHY:
             return reason  # unsaved, for the same reason
@@ -174,6 +181,19 @@ class Trainer:
             self.saver.amend(self.progress)
         return metrics
 
+    def _sample_if_due(self) -> None:
+        """Once a step: not where an evaluation was stopped, which goes on after a restart."""
+        step = self.progress.step
+        if self.sampler is None or self.progress.validation or not self.sampler.is_due(step):
+            return
+        with (
+            self.tracker.paused(),
+            self.watchdog.section("evaluation"),
+            self.watchdog.naming("sampling"),
+        ):
+            samples = self.sampler(self.state.variables, step)
+        self.tracker.log_samples(step, samples)
+
     def _save_if_due(self, evaluation: dict[str, float]) -> None:
         """Saves on the schedule, after the last step, and a new best that is to be kept."""
         metric, step = self.config.checkpoint.best_metric, self.progress.step
@@ -229,7 +249,11 @@ class Trainer:
         target = self.rollback.target(self.progress) if self.rollback else None
         if self.rollback is None or target is None:
             return Exit.NON_FINITE
-        with self.tracker.paused(), self.watchdog.section("checkpoint"):
+        with (
+            self.tracker.paused(),
+            self.watchdog.section("checkpoint"),
+            self.watchdog.naming("going back"),
+        ):
             self.state = self.rollback.go(self.state, self.progress, target)
             self.data.open(self.progress)
         self.tracker.rewind()

@@ -59,6 +59,7 @@ def schedule_summary(config: JobConfig, dp: int, sequences_per_epoch: int | None
         "learning rate": _learning_rate(config),
         "phases": _phases(config),
         "evaluation": _evaluation(config),
+        "samples": _samples(config),
         "checkpoints": _checkpoints(config),
         "early stopping": _early_stop(config),
     }
@@ -141,6 +142,15 @@ def _evaluation(config: JobConfig) -> Iterator[str]:
     first = -(-max(start, 1) // interval) * interval
     steps = range(first, config.train.max_steps + 1, interval)
     yield _listed(steps, len(steps))
+
+
+def _samples(config: JobConfig) -> Iterator[str]:
+    interval, n = config.eval.sample_interval, len(config.eval.sample_prompts)
+    if not interval:
+        yield "none"
+        return
+    tokens = config.eval.sample_tokens
+    yield f"every {interval:,} updates, {n} of at most {tokens:,} tokens each"
 
 
 def _checkpoints(config: JobConfig) -> Iterator[str]:

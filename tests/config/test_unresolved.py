@@ -68,7 +68,7 @@ def test_all_keys_that_count_updates_take_durations():
     assert keys == {
         "train.max_steps", "train.batch_ramp.start", "scheduler.warmup_steps",
         "scheduler.decay_steps", "scheduler.stable_steps", "optimizer.schedule_free_warmup_steps",
-        "eval.interval", "eval.start_step", "checkpoint.interval",
+        "eval.interval", "eval.start_step", "eval.sample_interval", "checkpoint.interval",
         "checkpoint.dyn_ckpt_window.start", "checkpoint.dyn_ckpt_window.stop",
         "data.phases.start_step", "data.anneal_start_step",
         "early_stop.patience_steps", "early_stop.max_steps",
@@ -112,6 +112,7 @@ def test_lengths_follow_the_ramp_from_where_they_begin():
         *RAMP, "train.max_steps=16K tok", "scheduler.name=wsd", "scheduler.warmup_steps=1K tok",
         "scheduler.stable_steps=2K tok", "scheduler.decay_steps=4K tok",
         "data.anneal_start_step=7K tok", "eval.interval=2K tok",
+        "eval.sample_interval=4K tok",
     ).resolve(1)  # fmt: skip
     assert [stage.start for stage in config.train.stages()] == [0, 10, 20]
     assert config.train.max_steps == 30
@@ -120,7 +121,7 @@ def test_lengths_follow_the_ramp_from_where_they_begin():
     assert scheduler.stable_steps == 5 + 3  # 1,000 tokens at 200, and the rest at 400
     assert scheduler.decay_steps == 7 + 2  # 7 * 400, then 2 * 1,000
     assert config.data.anneal_start_step == 21
-    assert config.eval.interval == 2
+    assert (config.eval.interval, config.eval.sample_interval) == (2, 4)  # of the full batch
 
 
 def test_a_plateau_is_one_of_wsd_alone():

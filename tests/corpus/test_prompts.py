@@ -1,8 +1,11 @@
 """Files of prompts, and what is said about those that are none."""
 
+import io
+import sys
+
 import pytest
 
-from jaxforge.corpus.prompts import read_prompts
+from jaxforge.corpus.prompts import STDIN, read_prompts
 from jaxforge.errors import UserError
 
 
@@ -27,6 +30,22 @@ def test_objects_hand_their_other_fields_on(read):
     assert read("a.jsonl", '{"prompt": "x\\ny", "id": 7}\n{"k": [1], "prompt": ""}\n') == [
         ("x\ny", {"id": 7}, "a.jsonl:1"), ("", {"k": [1]}, "a.jsonl:2"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("one\n\n", [("one", {}), ("", {})]),
+        ('{"prompt": "x", "id": 7}\n', [("x", {"id": 7})]),
+        ('{"text": "x"}', [('{"text": "x"}', {})]),
+        ("[1]", [("[1]", {})]),
+    ],
+)
+def test_standard_input_has_objects_where_the_first_line_is_one(content, expected, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content.encode())))
+    prompts = read_prompts(STDIN)
+    assert [(one.text, one.fields) for one in prompts] == expected
+    assert prompts[0].place == "standard input:1"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """From text files to a sample: prepare, train, generate, as commands."""
 
+import io
 import itertools
 import json
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 import jaxforge
 from jaxforge import generate
 from jaxforge.errors import UserError
-from jaxforge.inference import completion
+from jaxforge.inference import completion, conversation
 from jaxforge.model.decoding import Decoder
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, Run, environment
@@ -138,6 +139,35 @@ def test_results_are_written_in_order_as_soon_as_they_are_known(run, tmp_path, m
     assert [r["prompt"] for r in written] == ["the quick brown", "the", "the lazy", "dog"]
 
 
+def test_prompts_come_from_standard_input(run, here, monkeypatch):
+    def given(text):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        return lines(here(run.directory, "--prompts=-", "--max-tokens=6", "--temperature=0"))
+
+    expected = [("the quick", " brown"), ("jumps", " over ")]
+    assert [(r["prompt"], r["completion"]) for r in given("the quick\njumps")] == expected
+    assert given('{"prompt": "the quick", "id": 3}\n')[0]["id"] == 3
+
+
+def test_without_a_prompt_there_is_a_conversation(run, here, monkeypatch):
+    typed = iter(["the quick", " over", "/quit"])
+    monkeypatch.setattr(conversation, "is_possible", lambda: True)
+    monkeypatch.setattr(conversation.talk, "__kwdefaults__", {
+        "ask": lambda prompt: next(typed),
+        "say": lambda text: sys.stdout.buffer.write(text.encode()),
+    })  # fmt: skip
+    said = here(run.directory, "--max-tokens=6", "--temperature=0").splitlines()
+    assert said[0].startswith("the tokenizer has no chat template")
+    assert said[1] == " brown"
+    assert len(said) == 3
+    assert next(typed, None) is None
+
+
+def test_nobody_to_converse_with(run):
+    with pytest.raises(UserError, match=r"without a prompt there is .*--prompts - to read"):
+        generate.main([str(run.directory)])
+
+
 def test_batches_hold_prompts_of_similar_length():
     lengths = [9, 1, 8, 2, 7, 3] * 4
     batches = list(completion._batches(lengths, 3))
@@ -194,6 +224,11 @@ def test_a_run_in_python_is_what_the_commands_say(run, here, tmp_path):
     assert found["step"] == 60
     assert found["sets"][0]["name"] == "text"
     assert (ours.export(tmp_path / "model") / "model.safetensors").is_file()
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "| steps | 60 of 120 |" in card
+    assert f"| last loss | {losses[60]:.4f} |" in card
+    assert "- data/train: " in card
+    assert str(tmp_path.parent) not in card
     with pytest.raises(UserError, match=r"model is there already"):
         ours.export(tmp_path / "model")
 

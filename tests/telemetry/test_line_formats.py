@@ -14,7 +14,7 @@ from jaxforge.telemetry import line_formats
 from jaxforge.telemetry.line_formats import LINE_FORMATS, RunFacts
 from jaxforge.telemetry.measures import StepCost, Sums
 from jaxforge.telemetry.metric_writers import open_writers
-from jaxforge.telemetry.sinks import LineSink, LiveSink
+from jaxforge.telemetry.sinks import LineSink
 from tests.conftest import tiny_config
 
 RUN = RunFacts(
@@ -177,13 +177,6 @@ def test_samples_and_batch_follow_a_batch_that_grew(name):
     })  # fmt: skip
     assert re.search(r"consumed samples: +3072 \|", line)
     assert "global batch size:   512 |" in line
-
-
-def test_a_live_line_says_nothing_of_what_is_neither_step_nor_evaluation():
-    text = io.StringIO()
-    sink = LiveSink(Console(file=text, force_terminal=True), 0, 10)
-    sink.write(7, {"other": 1.0})
-    assert text.getvalue() == ""
 
 
 def test_a_terminal_gets_plain_lines_too_where_a_format_is_asked_for(tmp_path):

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import wandb
 from rich.console import Console
+from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.errors import UserError
 from jaxforge.telemetry.console import add_log_file, setup_logging
 from jaxforge.telemetry.metric_writers import MetricWriter, check_libraries, open_writers
-from jaxforge.telemetry.sinks import JsonlSink
+from jaxforge.telemetry.sinks import JsonlSink, Sample
 from jaxforge.telemetry.tensorboard import TensorBoardSink
 from jaxforge.telemetry.wandb import WandbSink
 from tests.conftest import tiny_config
@@ -41,24 +42,24 @@ class Disk(io.FileIO):
 def test_lines_that_a_full_disk_does_not_take_come_later(tmp_path):
     path = tmp_path / "metrics.jsonl"
     sink = JsonlSink(path, 0)
-    sink._file = Disk(path, "ab")
+    sink._metrics._file = Disk(path, "ab")
     writer = MetricWriter("metrics.jsonl", sink, 1, catches_up=True)
 
     def steps():
         return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
-    sink._file.room = 100
+    sink._metrics._file.room = 100
     for step in range(1, 7):
         writer.write(step, {"train/loss": 1.0})
     assert steps() == [1]  # and no half of the next
     writer.rewind(4)
-    sink._file.room = 10**9
+    sink._metrics._file.room = 10**9
     writer.write(5, {"train/loss": 2.0})
     assert steps() == [1, 2, 3, 4, 5]
-    sink._file.room = path.stat().st_size
+    sink._metrics._file.room = path.stat().st_size
     writer.write(6, {"train/loss": 3.0})
     assert steps() == [1, 2, 3, 4, 5]
-    sink._file.room = 10**9
+    sink._metrics._file.room = 10**9
     writer.close()
     assert steps() == [1, 2, 3, 4, 5, 6]
 
@@ -100,6 +101,30 @@ def test_tensorboard_forgets_what_a_resumed_run_does_again(tmp_path):
     assert again.step == 15
 
 
+def test_tensorboard_has_the_config_and_hyperparameters(tmp_path):
+    config = config_in(tmp_path, enable_tensorboard=True)
+    for code in (75, 0):
+        TensorBoardSink(tmp_path / str(code), 10, config).close(code)
+    values = [value for event in events(tmp_path / "0") for value in event.summary.value]
+    (text,) = (v for v in values if v.metadata.plugin_data.plugin_name == "text")
+    assert text.tag == "config/text_summary"
+    lines = text.tensor.string_val[0].decode().splitlines()
+    assert "    [optimizer]" in lines
+    assert "    lr = 0.003" in lines
+    of_runs = {v.tag: HParamsPluginData.FromString(v.metadata.plugin_data.content)
+               for v in values if v.metadata.plugin_data.plugin_name == "hparams"}  # fmt: skip
+    experiment = of_runs["_hparams_/experiment"].experiment
+    assert {one.name.tag for one in experiment.metric_infos} == {"train/loss", "eval/loss"}
+    started = of_runs["_hparams_/session_start_info"].session_start_info.hparams
+    assert started["optimizer.lr"].number_value == 0.003
+    assert started["optimizer.name"].string_value == "adamw"
+    assert started["model.dim"].number_value == 64
+    assert "train.global_batch_size" not in started  # not set
+    assert "_hparams_/session_end_info" in of_runs
+    stopped = [v.tag for event in events(tmp_path / "75") for v in event.summary.value]
+    assert "_hparams_/session_end_info" not in stopped  # it goes on
+
+
 @pytest.fixture
 def wandb_environment(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
@@ -119,6 +144,7 @@ def test_wandb_offline_goes_on_in_the_same_run_and_keeps_how_it_ended(tmp_path, 
         sink = WandbSink(tmp_path / str(start), config, "abc123")
         sink.write(start + 5, {"train/loss": 3.0 - start / 10})
         sink.write(start + 5, {"eval/loss": 4.0})
+        sink.write_samples(start + 5, [Sample("Once", " upon")])
         sink.close(exit_code)
     wandb.teardown()  # `finish` returns before the file is written; the end of a process waits
     runs = sorted(tmp_path.glob("*/wandb/offline-run-*"))
@@ -133,6 +159,10 @@ def test_wandb_offline_goes_on_in_the_same_run_and_keeps_how_it_ended(tmp_path, 
         for history in map(wandb_history, records)
     ] == [{5: {"train/loss": 3.0, "eval/loss": 4.0}}, {15: {"train/loss": 2.0, "eval/loss": 4.0}}]
     assert [ends(both) for both in records] == [[75], [0]]
+    (table, *_) = tmp_path.glob("0/wandb/offline-run-*/files/media/table/samples_5_*.json")
+    assert json.loads(table.read_text()) == {
+        "columns": ["prompt", "text"], "data": [["Once", " upon"]],
+    }  # fmt: skip
 
 
 def ends(records):

@@ -107,6 +107,9 @@ class Sink:
     def write(self, step, metrics):
         self.events.append(f"log {step} {next(iter(metrics)).split('/')[0]}")
 
+    def write_samples(self, step, samples):
+        self.events.append(f"log {step} {samples}")
+
     def close(self, exit_code):
         self.events.append(f"sink closed, code {exit_code}")
 
@@ -122,10 +125,24 @@ class Signals:
 
     def requested(self):
         self.asked += 1
-        return Exit.SIGNAL if self.asked == self.at else None
+        return Exit.SIGNAL if self.at and self.asked >= self.at else None
 
     def wait_for(self, work):
         return work()
+
+
+class Sampler:
+    """Writes after every second step."""
+
+    def __init__(self, events):
+        self.events = events
+
+    def is_due(self, step):
+        return step % 2 == 0
+
+    def __call__(self, params, step):
+        self.events.append(f"sample {step}")
+        return "samples"
 
 
 class Evaluation:
@@ -158,7 +175,7 @@ def batch():
 
 def run(
     steps=6, log=100, evaluate=100, save=100, hooks=True, stop_at=None, bad=(),
-    actions=lambda events: [], sections=None, **train,
+    actions=lambda events: [], sections=None, sampler=lambda events: None, **train,
 ):  # fmt: skip
     """Events of a run of `steps` steps; those in `bad` are not finite."""
     sections = sections or {}
@@ -207,7 +224,7 @@ def run(
         open_actions=lambda step: PeriodicActions(actions(events)),
         tracker=Tracker(writers, StepCost(256, 8), progress, 10**9),
         profiler=Profiler(config.profiling, Path()),
-        hooks=HookRunner([Recorder(events)] if hooks else []),
+        hooks=HookRunner([Recorder(events)] if hooks else []), sampler=sampler(events),
     )  # fmt: skip
     reason = trainer.train(Signals(stop_at))
     trainer.close(reason)

@@ -52,6 +52,9 @@ evaluation
   every 300 updates from step 301 on, 7 batches of each set
   2 in all: 600, 900
 
+samples
+  none
+
 checkpoints
   every 400 updates, and the last
   steps 0 to 64: a window of its own, kept for good

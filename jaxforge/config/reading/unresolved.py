@@ -44,6 +44,7 @@ _PLATEAU: Path = ("scheduler", "stable_steps")
 _DECAY: Path = ("scheduler", "decay_steps")
 _INTERVALS: tuple[Path, ...] = (
     ("eval", "interval"),
+    ("eval", "sample_interval"),
     ("checkpoint", "interval"),
     ("early_stop", "patience_steps"),
 )

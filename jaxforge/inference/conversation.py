@@ -1,0 +1,269 @@
+"""A conversation with a trained model on a terminal: what `generate` does without a prompt.
+
+With a chat template, turns are messages of a user and an assistant; without one, the model goes on
+with what was typed, and all so far is one text. When that outgrows the model, it does not see
+the oldest turns, or the beginning of the text, any more.
+"""
+
+import contextlib
+import dataclasses
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from jaxforge.corpus.optional import library
+from jaxforge.corpus.prompts import continuation
+from jaxforge.corpus.tokenizer import Tokenizer
+from jaxforge.errors import UserError
+from jaxforge.model.decoding import Decoder
+
+if TYPE_CHECKING:
+    from jaxforge.corpus.chat import ChatTemplate
+
+_HELP = "/reset forgets what was said, /quit or Ctrl-D ends, Ctrl-C stops an answer"
+_CHAT, _TEXT = "a chat", "the tokenizer has no chat template: the model goes on with your text"
+_UNFINISHED = "�"  # what half a character decodes to
+_ANSWER = "jaxforge's answer"  # to see what a template writes after one
+
+Say = Callable[[str], None]
+"""Prints a piece of text, and no line end."""
+
+
+class _Turn(NamedTuple):
+    said: str
+    answer: str
+
+
+class Dialogue:
+    """What was said, as the tokens that the model goes on with.
+
+    Args:
+        tokenizer: the run's.
+        room: tokens that the model can read, those of an answer left out.
+
+    Raises:
+        UserError: the tokenizer's chat template cannot write a conversation.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, room: int) -> None:
+        self._tokenizer, self._room = tokenizer, room
+        self._template = _template(tokenizer)
+        self._turns: list[_Turn] = []
+        self.end = self._end_of_answer()
+
+    @property
+    def has_template(self) -> bool:
+        """Whether turns are messages."""
+        return self._template is not None
+
+    def ask(self, text: str) -> tuple[list[int], str]:
+        """A new turn.
+
+        Returns:
+            The tokens to go on with, and what the user should know of what was left out of them.
+
+        Raises:
+            ValueError: the message alone is too long, or the template refuses it.
+        """
+        return self._message(text) if self._template else self._more_text(text)
+
+    def _message(self, text: str) -> tuple[list[int], str]:
+        n = 0
+        for dropped in range(len(self._turns) + 1):
+            turns = [*self._turns[dropped:], _Turn(text, "")]
+            ids = self._encode(turns)
+            if (n := len(ids)) <= self._room:
+                self._turns = turns
+                left_out = f"oldest turns that the model does not see any more: {dropped}"
+                return ids, left_out if dropped else ""
+        raise ValueError(
+            f"that is {n} tokens, and there is room for {self._room}: say less, or lower "
+            "--max-tokens"
+        )
+
+    def _more_text(self, text: str) -> tuple[list[int], str]:
+        said = f"\n{text}" if self._turns and text else text
+        ids = self._encode([*self._turns, _Turn(said, "")])
+        self._turns.append(_Turn(said, ""))
+        is_cut = len(ids) > self._room
+        word = f"the model sees the last {self._room:,} tokens of {len(ids):,}"
+        return ids[-self._room :], word if is_cut else ""
+
+    def answered(self, text: str) -> None:
+        """Keeps the answer, as far as it went."""
+        self._turns[-1] = self._turns[-1]._replace(answer=text)
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self._turns = []
+
+    def _encode(self, turns: Sequence[_Turn]) -> list[int]:
+        ids = self._tokenizer.encode(self._text(turns))
+        if ids:
+            return ids
+        if self._tokenizer.eos_id is None:
+            raise ValueError("the tokenizer has no end-of-text token to start from: say something")
+        return [self._tokenizer.eos_id]
+
+    def _text(self, turns: Sequence[_Turn]) -> str:
+        if self._template is None:
+            return "".join(f"{turn.said}{turn.answer}" for turn in turns)
+        messages = [message for turn in turns for message in _messages(turn)][:-1]
+        wanted = {"add_generation_prompt": True}
+        return self._template.render(messages, len(messages), wanted)[0]
+
+    def _end_of_answer(self) -> str:
+        """What the template writes after an answer, less blanks; empty without one."""
+        if self._template is None:
+            return ""
+        messages = list(_messages(_Turn("a question", _ANSWER)))
+        try:
+            text, _ = self._template.render(messages, len(messages))
+        except ValueError as error:
+            raise UserError(f"no conversation with this tokenizer: {error}") from error
+        return text.partition(_ANSWER)[2].strip()
+
+
+def _template(tokenizer: Tokenizer) -> "ChatTemplate | None":
+    if not tokenizer.chat:
+        return None
+    library("jinja2", "a chat template")
+    from jaxforge.corpus.chat import ChatTemplate
+
+    return ChatTemplate(tokenizer.chat)
+
+
+def _messages(turn: _Turn) -> Iterator[dict[str, str]]:
+    yield {"role": "user", "content": turn.said}
+    yield {"role": "assistant", "content": turn.answer}
+
+
+def answer(
+    tokens: Iterator[int], ids: Sequence[int], tokenizer: Tokenizer, end: str
+) -> Iterator[str]:
+    """The text that tokens add to a prompt, in pieces, until what ends an answer.
+
+    Characters come once they are whole; what may be the beginning of the end is held back.
+
+    Args:
+        tokens: as they come.
+        ids: the prompt's.
+        tokenizer: of both.
+        end: what ends an answer, special tokens as they are spelled; empty: nothing does.
+    """
+    made: list[int] = []
+    told, text = 0, ""
+    for token in tokens:
+        made.append(token)
+        if end and end in tokenizer.decode(made, special_tokens=True):
+            break
+        text = continuation(tokenizer, ids, made)
+        ready = len(text) - _begun(text, end)
+        if not text.endswith(_UNFINISHED) and ready > told:
+            yield text[told:ready]
+            told = ready
+    text = continuation(tokenizer, ids, made)
+    yield (text.partition(end)[0] if end else text)[told:]
+
+
+def _begun(text: str, end: str) -> int:
+    """How many of the last characters may begin `end`."""
+    return next((n for n in range(min(len(end), len(text)), 0, -1) if text.endswith(end[:n])), 0)
+
+
+def talk(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    *,
+    ask: Callable[[str], str] = input,
+    say: Say = lambda text: print(text, end="", flush=True),
+) -> None:
+    """Asks, answers, and asks again, until /quit or the end of input.
+
+    Args:
+        decoder: continues one prompt; its `max_tokens` are those of an answer.
+        tokenizer: the run's.
+        ask: shows a prompt and returns a line; EOFError ends.
+        say: prints.
+
+    Raises:
+        UserError: the tokenizer's chat template cannot write a conversation.
+    """
+    dialogue = Dialogue(tokenizer, decoder.model.config.max_seq_len - decoder.max_tokens)
+    say(f"{_CHAT if dialogue.has_template else _TEXT}; {_HELP}\n")
+    with _interruptible():
+        for turn, line in enumerate(_lines(ask, say)):
+            if line == "/reset":
+                dialogue.reset()
+                continue
+            try:
+                ids, word = dialogue.ask(line)
+            except ValueError as error:
+                say(f"({error})\n")
+                continue
+            if word:
+                say(f"({word})\n")
+            own = dataclasses.replace(decoder, seed=decoder.seed + turn)
+            dialogue.answered(_answer(own, ids, tokenizer, dialogue.end, say))
+
+
+def _lines(ask: Callable[[str], str], say: Say) -> Iterator[str]:
+    """What is typed; a line that ends with a backslash goes on in the next one."""
+    text = ""
+    while True:
+        try:
+            line = ask(". " if text else "> ")
+        except EOFError:
+            say("\n")
+            return
+        except KeyboardInterrupt:
+            say(f"\n({_HELP})\n")
+            text = ""
+            continue
+        if line.endswith("\\"):
+            text += f"{line[:-1]}\n"
+            continue
+        text, line = "", text + line
+        if line.strip() == "/quit":
+            return
+        yield line.strip() if line.strip() == "/reset" else line
+
+
+def _answer(decoder: Decoder, ids: list[int], tokenizer: Tokenizer, end: str, say: Say) -> str:
+    """Prints the answer as it comes, until Ctrl-C, and returns it."""
+    tokens, text = _tokens(decoder, ids), ""
+    try:
+        for piece in answer(tokens, ids, tokenizer, end):
+            say(piece)
+            text += piece
+    except KeyboardInterrupt:
+        say(" (stopped)")
+    say("\n")
+    return text
+
+
+def _tokens(decoder: Decoder, ids: list[int]) -> Iterator[int]:
+    for (token,) in decoder.stream([ids]):
+        if token is None:
+            return
+        yield token
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C is raised here; of other commands it is the end (`jaxforge.__init__`)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def is_possible() -> bool:
+    """Whether somebody sits at both ends."""
+    return sys.stdin.isatty() and sys.stdout.isatty()

@@ -1,0 +1,171 @@
+"""What is about to run, in the words of the banner."""
+
+import platform
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+
+import jax
+from jax.sharding import Mesh
+
+import jaxforge
+from jaxforge import storage
+from jaxforge.config.job import JobConfig
+from jaxforge.model.fp8_layers import how_multiplied
+from jaxforge.model.runtime import gpu_capability
+from jaxforge.model.transformer import Model, active_parameter_count, parameter_count
+from jaxforge.parallel import device_memory
+from jaxforge.parallel.device_memory import gigabytes, per_device
+from jaxforge.parallel.mesh import data_parallel_size, in_words
+from jaxforge.state.progress import Progress
+from jaxforge.state.train_state import TrainState
+from jaxforge.step.grad_sync import GradSync
+from jaxforge.step.memory import step_memory
+from jaxforge.telemetry.numbers import human
+
+
+def rows(
+    config: JobConfig,
+    model: Model,
+    mesh: Mesh,
+    state: TrainState,
+    progress: Progress,
+    sync: GradSync,
+) -> Mapping[str, str]:
+    """What the banner says, by subject.
+
+    Args:
+        config: resolved.
+        model: the model.
+        mesh: the run's.
+        state: that the run begins with.
+        progress: where it begins.
+        sync: how gradients are reduced.
+    """
+    said = dict(_rows(config, model, mesh, state, progress, sync))
+    return {name: text for name, text in said.items() if text}
+
+
+def _rows(
+    config: JobConfig,
+    model: Model,
+    mesh: Mesh,
+    state: TrainState,
+    progress: Progress,
+    sync: GradSync,
+) -> Iterator[tuple[str, str]]:
+    m, t, d = config.model, config.train, config.distributed
+    device = jax.devices()[0]
+    ramp = t.ramp(data_parallel_size(mesh))
+    samples = ramp.rows * t.grad_accum_steps
+    yield (
+        "model",
+        (
+            f"{m.n_layers} layers, dim {m.dim}, {m.n_heads}/{m.kv_heads} heads of {m.head_size}, "
+            f"ffn {m.ffn_dim}, vocabulary {m.vocab_size:,}"
+        ),
+    )
+    yield "experts", _experts(model)
+    yield (
+        "parameters",
+        (
+            f"{human(parameter_count(model.abstract))} in {t.param_dtype}, "
+            f"computing in {t.mixed_precision}"
+        ),
+    )
+    yield "optimizer", _optimizer(config)
+    yield (
+        "devices",
+        (
+            f"{jax.device_count()} x {device.device_kind} ({device.platform}), "
+            f"{jax.process_count()} process(es)"
+        ),
+    )
+    yield "mesh", in_words(mesh.shape)
+    schedule = f", {d.pp_schedule}" if d.pp > 1 else ""
+    yield (
+        "step",
+        (
+            f"{samples} sequences x {t.seq_len} tokens = {samples * t.seq_len:,} tokens, "
+            f"in {t.grad_accum_steps} microbatch(es); gradients reduced per {sync.mode}{schedule}"
+        ),
+    )
+    yield "gradients", sync.why
+    yield "memory", _memory(config, model, mesh, state, sync)
+    yield "products", _products(model, device)
+    yield (
+        "kernels",
+        (
+            f"attention: {model.runtime.attention_of(mesh.shape['cp'])}, loss: {t.loss_fn}, "
+            f"{f'experts: {model.runtime.grouped}, ' if m.is_moe else ''}"
+            f"checkpointing: {t.activation_checkpointing}"
+        ),
+    )
+    yield "on the host", ", ".join(t.offload)
+    yield "data", _data(config, progress.sequences_per_epoch)
+    yield "length", _length(config, ramp.samples(t.max_steps), progress)
+    seed = t.seed if t.data_seed is None else f"{t.seed}, of the data {t.data_seed}"
+    yield "seed", str(seed)
+    yield (
+        "versions",
+        (
+            f"jaxforge {jaxforge.__version__}, jax {version('jax')}, "
+            f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+        ),
+    )
+    yield "run", str(storage.path(config.checkpoint.dir, "checkpoint.dir").absolute())
+
+
+def _memory(config: JobConfig, model: Model, mesh: Mesh, state: TrainState, sync: GradSync) -> str:
+    """An estimate from shapes; what the compiled step takes is logged after the first one."""
+    needs = step_memory(config, model, mesh, sync.mode, per_device(state)).total
+    has = device_memory.capacity_of_each()
+    return f"about {gigabytes(needs)} of {gigabytes(has)} per device, estimated"
+
+
+def _data(config: JobConfig, per_epoch: int | None) -> str:
+    data = config.data
+    names = ", ".join(dataset.label for dataset in data.datasets)
+    name = names or data.dataset_path or data.hf_dataset_name
+    if not name:
+        return "synthetic random tokens (no data)"
+    tokens = f": {human(per_epoch * config.train.seq_len)} tokens" if per_epoch else ""
+    return f"{name}{tokens}"
+
+
+def _length(config: JobConfig, samples: int, progress: Progress) -> str:
+    """Of the whole run, and where it stands."""
+    per_epoch = progress.sequences_per_epoch
+    epochs = f", {samples / per_epoch:.3g} epochs" if per_epoch else ""
+    begun = f"; from step {progress.step:,} on" if progress.step else ""
+    tokens = human(samples * config.train.seq_len)
+    return f"{config.train.max_steps:,} steps, {tokens} tokens{epochs}{begun}"
+
+
+def _optimizer(config: JobConfig) -> str:
+    """Its name, and what moments and parameters are kept in."""
+    rounding = config.train.param_rounding
+    of_parameters = "" if rounding == "nearest" else f", parameters rounded: {rounding}"
+    moments = config.train.opt_state_dtype.replace("8bit", "8 bits, vectors in float32")
+    return f"{config.optimizer.name}, moments in {moments}{of_parameters}"
+
+
+def _products(model: Model, device: jax.Device) -> str:
+    """What the banner says of products in 8 bits; nothing where there are none."""
+    if model.recipe is None:
+        return ""
+    capability = gpu_capability(device)
+    return how_multiplied(model.recipe, device.platform, capability, device.device_kind)
+
+
+def _experts(model: Model) -> str:
+    """What the banner says of them; nothing where there are none."""
+    m = model.config
+    if not m.is_moe:
+        return ""
+    layers = "" if all(m.has_experts) else f"in {sum(m.has_experts)} layers, "
+    shared = f", 1 shared of {m.shared_expert_dim}" if m.shared_expert_dim else ""
+    capacity = f"capacity {m.moe_capacity_factor:g}" if m.moe_capacity_factor else "dropless"
+    return (
+        f"{layers}{m.moe_top_k} of {m.num_experts}, width {m.expert_dim}{shared}; {m.moe_router}, "
+        f"{capacity}; a token meets {human(active_parameter_count(model))} parameters"
+    )

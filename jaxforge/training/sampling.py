@@ -1,0 +1,74 @@
+"""What the model writes while it is trained: continuations of `eval.sample_prompts`.
+
+A sample follows from the parameters, `train.seed` and the step, so that a run which is gone on with
+writes what the undisturbed one would have written. The state is only read.
+"""
+
+from jax.sharding import Mesh
+
+from jaxforge.config.job import JobConfig
+from jaxforge.corpus.prompts import Prompt, continuation, encode
+from jaxforge.corpus.tokenizer import Tokenizer
+from jaxforge.errors import UserError
+from jaxforge.model.decoding import Decoder
+from jaxforge.model.sampling import Sampling
+from jaxforge.model.transformer import Model, Params
+from jaxforge.telemetry.sinks import Sample
+
+_NUMBERS = 2**31  # that draws may be told apart by
+
+
+class Sampler:
+    """Continues the prompts on the mesh of the run.
+
+    Args:
+        config: `[eval]` says what and when.
+        mesh: where parameters lie.
+        model: the model.
+        tokenizer: of the run; None where it has none.
+
+    Raises:
+        UserError: there is no tokenizer, or a prompt is too long.
+    """
+
+    def __init__(
+        self, config: JobConfig, mesh: Mesh, model: Model, tokenizer: Tokenizer | None
+    ) -> None:
+        if tokenizer is None:
+            raise UserError(
+                f"eval.sample_interval = {config.eval.sample_interval} needs a tokenizer: set "
+                "data.tokenizer_path, or eval.sample_interval = 0"
+            )
+        wanted, limit = config.eval, config.model.max_seq_len
+        self._config, self._mesh, self._model, self._tokenizer = config, mesh, model, tokenizer
+        self._prompts = [
+            Prompt(text, f"eval.sample_prompts[{i}]")
+            for i, text in enumerate(wanted.sample_prompts)
+        ]
+        self._ids = [
+            encode(tokenizer, one, limit, wanted.sample_tokens, "eval.sample_tokens =")
+            for one in self._prompts
+        ]
+
+    def is_due(self, step: int) -> bool:
+        """Whether there are samples of a step."""
+        return self._config.eval.is_sample_due(step)
+
+    def __call__(self, params: Params, step: int) -> list[Sample]:
+        """The samples of a step; all processes take part.
+
+        Args:
+            params: of that step, as functions of the model take them.
+            step: decides what is drawn, with `train.seed`.
+        """
+        wanted, n = self._config.eval, len(self._prompts)
+        sampling = Sampling(wanted.sample_temperature, vocab_size=self._tokenizer.vocab_size)
+        decoder = Decoder(self._model, params, wanted.sample_tokens, sampling,
+                          self._tokenizer.eos_id, self._config.train.seed, self._mesh)  # fmt: skip
+        numbers = [(step * n + i) % _NUMBERS for i in range(n)]
+        completions = decoder.complete(self._ids, numbers)
+        texts = (
+            continuation(self._tokenizer, ids, completion.tokens)
+            for ids, completion in zip(self._ids, completions, strict=True)
+        )
+        return [Sample(one.text, text) for one, text in zip(self._prompts, texts, strict=True)]

@@ -1,0 +1,155 @@
+"""What a conversation hands to the model, and what it makes of the answers."""
+
+import dataclasses
+import types
+
+import pytest
+
+from jaxforge.corpus.tokenizer import ByteTokenizer, load_tokenizer
+from jaxforge.errors import UserError
+from jaxforge.inference.conversation import Dialogue, answer, talk
+from tests.corpus.test_chat_templates import CHATML, INSTRUCTIONS, LAST_THINKS, save_tokenizer
+
+BYTES = ByteTokenizer()
+
+
+@pytest.fixture
+def chat(tmp_path):
+    def chat(template):
+        save_tokenizer(tmp_path, template)
+        return load_tokenizer(tmp_path)
+
+    return chat
+
+
+@pytest.mark.parametrize("template", [CHATML, LAST_THINKS])
+def test_turns_are_messages_of_the_template(chat, template):
+    tokenizer = chat(template)
+    dialogue = Dialogue(tokenizer, room=1000)
+    assert dialogue.end == "<|im_end|>"
+    ids, _ = dialogue.ask("who are you?")
+    begun = "<|im_start|>user\nwho are you?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(ids, special_tokens=True) == begun
+    dialogue.answered("a bot")
+    ids, word = dialogue.ask("four")
+    assert word == ""
+    assert tokenizer.decode(ids, special_tokens=True) == (
+        f"{begun}a bot<|im_end|>\n<|im_start|>user\nfour<|im_end|>\n<|im_start|>assistant\n"
+    )
+    dialogue.reset()
+    assert dialogue.ask("who are you?")[0] == tokenizer.encode(begun)
+
+
+def test_a_template_that_refuses_is_a_mistake_of_the_tokenizer(chat):
+    refusing = INSTRUCTIONS.replace("['user', 'assistant']", "['user']")
+    with pytest.raises(UserError, match=r"no conversation with this tokenizer: .*no such role"):
+        Dialogue(chat(refusing), room=100)
+
+
+def test_without_a_template_all_is_one_text():
+    dialogue = Dialogue(BYTES, room=100)
+    assert (dialogue.has_template, dialogue.end) == (False, "")
+    assert dialogue.ask("")[0] == [BYTES.eos_id]
+    dialogue.reset()
+    assert bytes(dialogue.ask("once")[0]) == b"once"
+    dialogue.answered(" upon")
+    assert bytes(dialogue.ask("")[0]) == b"once upon"  # and on
+    dialogue.answered(" a time")
+    assert bytes(dialogue.ask("then")[0]) == b"once upon a time\nthen"
+
+
+def test_the_oldest_messages_make_room(chat):
+    tokenizer = chat(CHATML)
+    sizes = Dialogue(tokenizer, room=1000)
+    one = len(sizes.ask("x")[0])
+    sizes.answered("y")
+    two = len(sizes.ask("x")[0])
+    dialogue = Dialogue(tokenizer, room=two)
+    for word in ("", "", "oldest turns that the model does not see any more: 1"):
+        ids, said = dialogue.ask("x")
+        assert said == word
+        dialogue.answered("y")
+    assert len(ids) == two
+    with pytest.raises(ValueError, match=f"there is room for {two}: say less, or lower --max"):
+        dialogue.ask("a longer question" * 10)
+    assert one < len(dialogue.ask("x")[0]) == two  # as if it had not been asked
+
+
+def test_the_beginning_of_a_text_makes_room():
+    dialogue = Dialogue(BYTES, room=8)
+    assert dialogue.ask("12345678") == (list(b"12345678"), "")
+    dialogue.answered("9")
+    assert dialogue.ask("") == (list(b"23456789"), "the model sees the last 8 tokens of 9")
+
+
+def pieces(text, end="", prompt="a"):
+    tokens = iter(BYTES.encode(text))
+    return list(answer(tokens, BYTES.encode(prompt), BYTES, end)), bytes(tokens)
+
+
+def test_characters_come_whole():
+    assert pieces("né!") == (["n", "é", "!", ""], b"")
+    assert "".join(pieces("né🙂")[0]) == "né🙂"
+    assert "".join(answer(iter([0xC3]), [97], BYTES, "")) == "�"  # the end came within one
+
+
+def test_an_answer_ends_where_the_template_ends_it():
+    shown, unread = pieces("yes\nU and\nUser: more", end="\nUser:")
+    assert "".join(shown) == "yes\nU and"
+    assert unread == b" more"  # nothing is drawn in vain
+    assert "\nU" not in shown  # it may have been the beginning of the end
+    assert "".join(pieces("yes\nUs", end="\nUser:")[0]) == "yes\nUs"
+
+
+def test_a_special_token_ends_an_answer(chat):
+    tokenizer = chat(CHATML)
+    tokens = iter(tokenizer.encode("a bot<|im_end|>\n<|im_start|>user"))
+    assert "".join(answer(tokens, tokenizer.encode("who"), tokenizer, "<|im_end|>")) == "a bot"
+
+
+@dataclasses.dataclass(frozen=True)
+class Parrot:
+    """Decodes what it read, backwards."""
+
+    seed: int = 0
+    max_tokens: int = 10
+    stops_at: str = ""
+    model = types.SimpleNamespace(config=types.SimpleNamespace(max_seq_len=100))
+
+    def stream(self, prompts):
+        for token in prompts[0][::-1][: self.max_tokens]:
+            if chr(token) == self.stops_at:
+                raise KeyboardInterrupt
+            yield [token]
+        yield [None]
+
+
+def talked(*lines, **decoder):
+    """What is on the terminal after these lines; exceptions are raised in their place."""
+    left, said = list(lines), []
+
+    def ask(prompt):
+        if not left:
+            raise EOFError
+        line = left.pop(0)
+        said.append(f"{prompt}{line!s}\n")
+        if isinstance(line, type):
+            raise line
+        return line
+
+    talk(Parrot(**decoder), BYTES, ask=ask, say=said.append)
+    return "".join(said).partition("\n")[2]
+
+
+def test_a_terminal():
+    assert talked("ab", "c", "/reset", "d") == ("> ab\nba\n> c\nc\nabba\n> /reset\n> d\nd\n\n")
+    assert talked("ab", "/quit", "never") == "> ab\nba\n> /quit\n"
+    assert talked("a\\", "b") == "> a\\\n. b\nb\na\n\n"
+    long = "x" * 200
+    assert talked(long) == (f"> {long}\n(the model sees the last 90 tokens of 200)\n{'x' * 10}\n\n")
+
+
+def test_ctrl_c_stops_an_answer_which_stays_in_the_conversation():
+    assert talked("abc", "d", stops_at="a") == "> abc\ncb (stopped)\n> d\nd\nbccb (stopped)\n\n"
+    assert "(/reset forgets" in talked(KeyboardInterrupt, "a")
+    assert talked(KeyboardInterrupt, "a").endswith("> a\na\n\n")

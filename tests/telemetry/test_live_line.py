@@ -1,0 +1,212 @@
+"""The line of a terminal: what fits, what it counts down, what goes on above it."""
+
+import io
+import logging
+import re
+import threading
+import time
+
+import pytest
+from rich.console import Console
+
+from jaxforge.health.watchdog import Limits, Watchdog
+from jaxforge.launch import _live_line
+from jaxforge.telemetry.console import setup_logging
+from jaxforge.telemetry.live_line import LiveLine, Moment, clock
+from jaxforge.telemetry.metric_writers import open_writers
+from tests.conftest import tiny_config
+from tests.machine import wait_until
+
+STEP = {
+    "train/loss": 3.21449, "train/tokens_per_sec": 349_525.0, "train/step_time_sec": 0.5,
+    "train/skipped_steps": 0.0,
+}  # fmt: skip
+
+
+class Terminal(io.StringIO):
+    """What was written to it, and the lines as they stand on the screen in the end."""
+
+    def on_screen(self):
+        plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.getvalue())
+        return [line.rpartition("\r")[2].rstrip() for line in plain.split("\n")]
+
+
+def line_at(moment, width=80, steps=((1000, 9.0), (1200, 0.5)), ascii_only=False, **more):
+    line = LiveLine(Console(file=io.StringIO()), lambda: moment)
+    line.begin(990, 100_000)
+    for step, seconds in steps:
+        line.write(step, STEP | {"train/step_time_sec": seconds} | more)
+    return line.text(moment, width, ascii_only=ascii_only)
+
+
+STEPPING = Moment(1200, "", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [
+        (20, "step 1200/100000  1%"),
+        (40, "step 1200/100000  1%  loss 3.2145"),
+        (60, "step 1200/100000  1%  loss 3.2145  350K tok/s  13:43:20 left"),
+        (80, "step 1200/100000  1%  loss 3.2145  350K tok/s  13:43:20 left  " + "─" * 18),
+        (120, "step 1200/100000  1%  loss 3.2145  350K tok/s  13:43:20 left  " + "─" * 30),
+    ],
+)
+def test_what_does_not_fit_is_left_out_by_importance(width, expected):
+    assert line_at(STEPPING, width) == expected
+
+
+def test_nothing_less_important_takes_the_room():
+    line = line_at(STEPPING, 57, **{"train/skipped_steps": 3.0})
+    assert line == "step 1200/100000  1%  loss 3.2145  350K tok/s"
+    assert "3 skipped" in line_at(STEPPING, 80, **{"train/skipped_steps": 3.0})
+
+
+def test_a_wide_terminal_has_more_beside_a_bar():
+    more = {"train/mfu": 0.413, "train/lr": 3e-4, "train/grad_norm": 1.2346,
+            "gpu/peak_gb": 61.2, "gpu/total_gb": 80.0}  # fmt: skip
+    begun = "step 1200/100000  1%  loss 3.2145  350K tok/s  13:43:20 left  "
+    assert line_at(STEPPING, 80, **more) == begun + "─" * 18
+    assert line_at(STEPPING, 100, **more) == f"{begun}MFU 41%  lr 3.00e-04  {'─' * 16}"
+    everything = f"{begun}MFU 41%  lr 3.00e-04  |g| 1.235  61.2/80 GB  "
+    assert line_at(STEPPING, 140, **more) == everything + "─" * 30
+
+
+def test_every_width_is_kept_to():
+    for moment in (STEPPING, Moment(1200, "evaluating", 75.2), Moment(None, "loading data", 3)):
+        for width in range(1, 130):
+            assert len(line_at(moment, width, **{"train/mfu": 0.41, "train/lr": 1e-3})) <= width
+
+
+def test_a_pause_is_named_beside_the_step_and_time_left_waits():
+    assert line_at(Moment(1200, "evaluating", 75.2), 60) == (
+        "step 1200/100000  ⠋ evaluating 1:16  1%  loss 3.2145"
+    )
+    assert " left" not in line_at(Moment(1200, "evaluating", 75.2), 120)
+    line = LiveLine(Console(file=io.StringIO()), lambda: STEPPING)
+    assert line.text(Moment(None, "compiling", 0.6), 80) == "⠙ compiling 0:01"
+    assert line.text(Moment(None, "compiling", 0.6), 80, ascii_only=True) == "/ compiling 0:01"
+
+
+def test_bad_steps_are_counted():
+    skipped = line_at(STEPPING, 80, **{"train/skipped_steps": 3.0})
+    assert skipped.endswith("13:43:20 left  3 skipped")
+
+
+def left(moment, steps=((100, 1.0), (200, 2.0)), begin=0):
+    line = LiveLine(Console(file=io.StringIO()), lambda: moment)
+    line.begin(begin, 1000)
+    for step, seconds in steps:
+        line.write(step, STEP | {"train/step_time_sec": seconds})
+    return line.seconds_left(moment)
+
+
+def test_time_left_is_by_the_recent_rate_and_runs_down_within_a_step():
+    assert left(Moment(200, "", 0.0)) == 800 * 2  # the first interval had more to do
+    three = ((1, 60.0), (100, 1.0), (200, 2.0))
+    assert left(Moment(200, "", 0.0), three) == pytest.approx(800 * (99 * 1 + 100 * 2) / 199)
+    assert left(Moment(300, "", 1.5)) == 700 * 2 - 1.5
+    assert left(Moment(300, "", 3600.0)) == 699 * 2  # a step that hangs takes nothing from others
+    assert left(Moment(1000, "", 0.0)) == 0
+    assert left(Moment(1, "", 0.0), steps=()) is None
+
+
+def test_a_run_that_resumes_counts_its_own_steps():
+    assert left(Moment(510, "", 0.0), ((501, 30.0), (510, 2.0)), begin=500) == 490 * 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00"), (6.1, "0:07"), (754, "12:34"), (3723, "1:02:03"), (2 * 86400 + 184, "2d 00:03")],
+)
+def test_clock(seconds, text):
+    assert clock(seconds) == text
+
+
+@pytest.fixture
+def screen():
+    terminal = Terminal()
+    return terminal, Console(file=terminal, force_terminal=True, width=80)
+
+
+def test_it_moves_while_a_step_takes_long_with_messages_above(screen):
+    terminal, console = screen
+    began = time.monotonic()
+    setup_logging(console)
+    with LiveLine(console, lambda: Moment(1, "", time.monotonic() - began)) as line:
+        line.begin(0, 10)
+        line.write(1, STEP | {"train/step_time_sec": 1000.0})
+        wait_until(lambda: len(set(re.findall(r"(\S+) left", terminal.getvalue()))) >= 2)
+        logging.getLogger("jaxforge").info("said meanwhile")
+        line.write(1, {"eval/loss": 4.5})
+        line.write(1, {"other": 1.0})
+        line.close(0)
+    shown = terminal.on_screen()
+    assert [line for line in shown if line][-3].endswith("said meanwhile")
+    assert [line for line in shown if line][-2] == "[step 1] eval_loss=4.5000"
+    assert [line for line in shown if line][-1].startswith("step 1/10  10%  loss 3.2145")
+    assert "\x1b[2K" not in terminal.getvalue().rpartition("step 1/10")[2]  # it stays
+    wait_until(
+        lambda: "_RefreshThread" not in {type(one).__name__ for one in threading.enumerate()}
+    )
+
+
+def test_a_start_that_fails_leaves_no_line(screen):
+    terminal, console = screen
+    with pytest.raises(OSError, match="data"), LiveLine(console, lambda: STEPPING):
+        raise OSError("data")
+    assert terminal.on_screen()[-1] == ""
+    assert terminal.getvalue().rstrip().endswith("\x1b[2K")  # erased
+
+
+def test_the_terminal_keeps_its_cursor(screen):
+    terminal, console = screen
+    with LiveLine(console, lambda: STEPPING):
+        assert terminal.getvalue().rfind("\x1b[?25h") > terminal.getvalue().rfind("\x1b[?25l")
+
+
+def test_sections_are_shown_by_name():
+    watchdog = Watchdog(Limits(0, 0, 0))
+
+    def doing():
+        return watchdog.moment().doing
+
+    assert doing() == "starting"
+    with watchdog.section("data"):
+        assert doing() == "loading data"
+    with watchdog.naming("compiling"):
+        assert doing() == "compiling"
+        assert watchdog.moment().seconds < 1000
+    assert doing() == "starting"
+    watchdog.tick(7)
+    assert watchdog.moment()[:2] == (7, "")
+    with watchdog.section("evaluation"):
+        watchdog.tick()
+        assert doing() == "evaluating"
+        with pytest.raises(ValueError, match="stop"), watchdog.naming("sampling"):
+            raise ValueError("stop")
+        assert doing() == "evaluating"
+    with watchdog.section("checkpoint"):
+        assert doing() == "saving"
+    assert doing() == ""
+
+
+@pytest.mark.parametrize(
+    ("terminal", "dumb", "log_format", "is_live"),
+    [
+        (True, False, "kempnerforge", True),
+        (True, False, "json", False),
+        (True, True, "kempnerforge", False),
+        (False, False, "kempnerforge", False),
+    ],
+)
+def test_only_a_terminal_has_it(terminal, dumb, log_format, is_live, tmp_path):
+    environment = {"TERM": "dumb"} if dumb else {"TERM": "xterm"}
+    console = Console(file=io.StringIO(), force_terminal=terminal, _environ=environment)
+    config = tiny_config(metrics={"log_format": log_format}, checkpoint={"dir": str(tmp_path)})
+    live = _live_line(console, config, Watchdog(Limits(0, 0, 0)))
+    assert isinstance(live, LiveLine) is is_live
+    if is_live:
+        *_, writer = open_writers(console, config, "id", 3, live=live)
+        writer.write(4, STEP)
+        assert live.text(Moment(4, "", 0.0), 40).startswith("step 4/20  20%  loss 3.2145")

@@ -1,0 +1,101 @@
+"""The model card of an export: what it says, and what it keeps to itself."""
+
+import json
+
+import pytest
+import yaml
+
+from jaxforge.corpus.manifest import Manifest
+from jaxforge.state.progress import Progress
+from tests.conftest import tiny_config
+from torch_compat.model_card import Logged, human, model_card, read_logged
+
+LINES = [
+    {"step": 10, "train/loss": 3.5},
+    {"step": 10, "eval/loss": 3.6, "eval/perplexity": 36.6, "eval/code/loss": 2.0, "time": 1.0},
+    {"step": 20, "train/loss": 3.25},
+    {"step": 20, "checkpoint/save_sec": 1.0},
+    {"step": 30, "train/loss": 2.0},
+    {"step": 30, "eval/loss": 1.0},
+]
+
+
+def card(logged=Logged({}, {}, 0), has_tokenizer=True, **sections):  # noqa: B008 (a tuple)
+    progress = Progress(step=20, tokens=1_234_567)
+    return model_card("ours", tiny_config(**sections), progress, 5_300_000, "llama", logged,
+                      has_tokenizer=has_tokenizer)  # fmt: skip
+
+
+def section(text, title):
+    return text.partition(f"## {title}\n\n")[2].partition("\n\n##")[0]
+
+
+@pytest.fixture
+def run(tmp_path):
+    lines = [json.dumps(line) for line in LINES]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines[:3], '{"step": 1', *lines[3:]]))
+    return tmp_path
+
+
+def test_what_was_logged_up_to_the_step(run):
+    logged = read_logged(run, 20)
+    assert logged.train["train/loss"] == 3.25
+    assert (logged.evaluation["eval/loss"], logged.evaluated) == (3.6, 10)
+    text = card(logged)
+    assert "| last loss | 3.2500 |" in section(text, "Training")
+    assert section(text, "Evaluation") == (
+        "| set | loss | perplexity |\n| --- | --- | --- |\n| all | 3.6000 | 36.6000 |\n"
+        "| code | 2.0000 |  |\n\nOf step 10."
+    )
+
+
+def test_a_run_without_logs_has_a_card(tmp_path):
+    text = card(read_logged(tmp_path, 20))
+    assert "Evaluation" not in text
+    assert "last loss" not in text
+    assert "| steps | 20 of 20 |\n| tokens | 1,234,567 |" in text
+    assert "null" not in card(Logged({"train/loss": None}, {"eval/loss": None}, 5))
+
+
+def test_the_front_matter_is_yaml():
+    data = {"hf_dataset_name": "me/texts: all", "tokenizer_path": "byte"}
+    _, front, body = card(data=data).split("---\n", 2)
+    assert yaml.safe_load(front) == {
+        "library_name": "transformers", "pipeline_tag": "text-generation",
+        "tags": ["jaxforge", "llama"], "datasets": ["me/texts: all"],
+    }  # fmt: skip
+    assert body.startswith("\n# ours\n\nA decoder language model with 5.3M parameters, trained for")
+    assert "datasets" not in card().split("---\n", 2)[1]
+
+
+def test_data_go_by_name_and_count(tmp_path):
+    path = tmp_path / "secret" / "web" / "train"
+    path.mkdir(parents=True)
+    Manifest(1, "uint16", 1_500_000, 20, 9, 9, 10, "byte", "0", ()).write(path)
+    one = card(data={"dataset_path": str(path)})
+    assert section(one, "Data") == "- web/train: 1.5M tokens in 20 documents"
+    several = card(data={"datasets": [
+        {"path": str(path), "name": "web", "weight": 3}, {"hf_name": "me/code"},
+    ], "tokenizer_path": "byte"})  # fmt: skip
+    assert section(several, "Data") == (
+        "- web: 1.5M tokens in 20 documents, weight 0.75\n- me/code, weight 0.25"
+    )
+    assert str(tmp_path) not in one + several
+    assert section(card(), "Data") == "Random tokens."
+    (path / "manifest.json").write_text("torn")
+    assert section(card(data={"dataset_path": str(path)}), "Data") == "- web/train"
+
+
+def test_only_a_tokenizer_that_is_there_is_loaded():
+    assert "AutoTokenizer" in section(card(), "Use")
+    assert "AutoTokenizer" not in section(card(has_tokenizer=False), "Use")
+
+
+def test_human():
+    assert [human(n) for n in (7, 999, 1500, 5_300_000, 70e9)] == [
+        "7",
+        "999",
+        "1.5K",
+        "5.3M",
+        "70B",
+    ]

@@ -1,0 +1,49 @@
+"""What a run says of itself before it begins."""
+
+import io
+
+import jax
+from rich.console import Console
+
+from jaxforge.state.progress import Progress
+from jaxforge.state.train_state import abstract_state
+from jaxforge.step.grad_sync import resolve_grad_sync
+from jaxforge.telemetry.console import banner
+from jaxforge.training.banner import rows
+from tests.conftest import tiny_config
+from tests.helpers import setup
+
+
+def said(progress, **sections):
+    s = setup(tiny_config(distributed={"dp_shard": 2}, **sections))
+    state = abstract_state(s.model, s.optimizer, s.mesh)
+    sync = resolve_grad_sync(s.config, s.model, s.optimizer, s.mesh)
+    return rows(s.config, s.model, s.mesh, state, progress, sync)
+
+
+def test_totals_of_the_run():
+    train = {"max_steps": 1000, "seed": 7, "data_seed": 8}
+    told = said(Progress(sequences_per_epoch=4000), train=train, data={"dataset_path": "texts"})
+    assert told["length"] == "1,000 steps, 512K tokens, 4 epochs"
+    assert told["data"] == "texts: 128K tokens"
+    assert told["seed"] == "7, of the data 8"
+    assert f"jax {jax.__version__}, Python 3." in told["versions"]
+    assert told["memory"].startswith("about ")
+    assert told["memory"].endswith(" per device, estimated")
+    assert "on the host" not in told
+
+
+def test_a_run_without_data_has_no_epochs_and_a_resumed_one_says_where_it_is():
+    told = said(Progress(step=5))
+    assert told["length"] == "20 steps, 10.2K tokens; from step 5 on"
+    assert told["data"] == "synthetic random tokens (no data)"
+    assert told["seed"] == "42"
+
+
+def test_it_fits_a_narrow_terminal():
+    text = io.StringIO()
+    console = Console(file=text, width=80, force_terminal=True, color_system=None)
+    banner(console, said(Progress()))
+    lines = text.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith("model")
