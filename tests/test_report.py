@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxforge.errors import UserError
+from jaxforge.report import alike
 from jaxforge.report import lines as lines_of
 from jaxforge.report.__main__ import main
 from jaxforge.report.names import NAMES, name_of
@@ -212,7 +213,7 @@ def test_what_runs_say_is_escaped(tmp_path):
     assert page.json()["runs"][0]["name"] == name
     assert [c["label"] for c in page.curves("Tokens by dataset")] == [dataset]
     assert page.facts()["command"] == said
-    assert page.all("p", class_="sample")[0]["text"] == f"step 1 {said}{said} & more"
+    assert page.all("p", class_="sample")[0]["text"] == f"step 1{said}{said} & more"
     assert len(page.all("script")) == 2
     assert not page.all("b", page.all("h1")[0])
 
@@ -222,7 +223,7 @@ def test_samples_are_told_the_newest_first(tmp_path):
     said = [{"step": s, "prompt": "So", "text": f" {s}", "time": 1e9} for s in range(200)]
     (path / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in said))
     samples = [p["text"] for p in page_of(path).all("p", class_="sample")]
-    assert samples[:2] == ["step 199 So 199", "step 198 So 198"]
+    assert samples[:2] == ["step 199So 199", "step 198So 198"]
     assert len(samples) == 120
 
 
@@ -321,6 +322,29 @@ def test_lines_are_read_in_parts_and_by_processes(tmp_path, monkeypatch):
     monkeypatch.setattr(lines_of.os, "cpu_count", lambda: 2)
     again = list(lines_of.read(path, processes=True))
     assert [part.end for part in again] == [part.end for part in parts]
+
+
+def test_lines_read_at_once_are_those_of_json():
+    """Beside them stand others, in any form; what is no number is left to `json`."""
+    random = np.random.default_rng(0)
+    values = [*(random.normal(0, 1, 200) * 10.0 ** random.integers(-9, 12, 200)).tolist(),
+              0, -0.0, 7, -3, 1e300, 5e-324, 123456789012345678, None, 0.1]  # fmt: skip
+    rows = [{"step": i, "time": 1.7e9 + i / 1000, "x/y": v, "z": -i} for i, v in enumerate(values)]
+    strange = [
+        '{"step": 1, "time": 1.0, "x/y": [1], "z": 1}', '{"step": 1, "time": 1.0}',
+        '{"step":1, "time": 1.0, "x/y": 1, "z": 1}', '{"step": 1, "time": 1.0, "x_y": 1, "z": 1}',
+        '{"step": 1, "time": 1.0, "x/y": 1.2.3, "z": 1}', '{"step": 1, "time": , "x/y": 1, "z": 1}',
+        '{"step": 1, "time": 1.0, "x/y": 1, "z": -}', '{"step": 1, "time": 1.0, "x/y": 1, "z": 1]',
+        'x{"step": 1, "time": 1.0, "x/y": 1, "z": 1}', "",
+    ]  # fmt: skip
+    texts = [*map(json.dumps, rows[:50]), *strange, *map(json.dumps, rows[50:])]
+    columns, left = alike.read("".join(one + "\n" for one in texts).encode())
+    assert left.decode().splitlines() == strange
+    for name, found in columns.items():
+        expected = np.array([row[name] for row in rows], float)
+        np.testing.assert_allclose(found, expected, rtol=1e-15, atol=0)
+    lists = b'{"step": 1, "time": 1.0, "x": [1, 2]}\n'
+    assert alike.read(lists * 2) == ({}, lists * 2)
 
 
 def test_a_damaged_line_of_a_late_part_is_named(tmp_path, monkeypatch):

@@ -132,10 +132,11 @@ class MetricsFile:
 
     Args:
         path: the run directory.
+        exact: as of `lines.read`.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, exact: bool = False) -> None:
+        self._path, self._exact = path, exact
         self._begin()
 
     def _begin(self) -> None:
@@ -159,7 +160,7 @@ class MetricsFile:
         if not self._goes_on(file):  # it was cut: the run went back to a checkpoint
             self._begin()
         try:
-            for part in lines.read(file, self._end, processes=processes):
+            for part in lines.read(file, self._end, exact=self._exact, processes=processes):
                 self._take(part)
         except lines.DamagedError as error:
             number = _lines_before(file, error.start) + error.line
@@ -270,7 +271,7 @@ def read_metrics(path: Path) -> dict[str, Series]:
     Raises:
         UserError: the directory is no run, or its file is damaged.
     """
-    return MetricsFile(path).read()[0]
+    return MetricsFile(path, exact=True).read()[0]
 
 
 def _parameters(config: JobConfig) -> int:

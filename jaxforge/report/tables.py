@@ -201,7 +201,7 @@ def _samples(runs: Sequence[Run]) -> str:
 def _sample(one: Mapping[str, Any]) -> str:
     prompt, text = (escape(str(one[key])[:_LONGEST]) for key in ("prompt", "text"))
     return (
-        f'<p class="sample"><small>step {int(one["step"]):,}</small> <b>{prompt}</b>'
+        f'<p class="sample"><small>step {int(one["step"]):,}</small><b>{prompt}</b>'
         f"<span>{text}</span></p>"
     )
 
