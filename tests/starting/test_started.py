@@ -12,7 +12,10 @@ def test_the_config_that_prepare_writes_trains_from_any_directory(tmp_path, monk
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     config = str(tmp_path / "mine" / "train.toml")
-    assert train.main(["--config", config, "--train.max_steps=3"]) == 0
+    settings = ["--train.max_steps=3", "--checkpoint.interval=100"]
+    assert train.main(["--config", config, *settings]) == 0
     lines = (tmp_path / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines if "train/loss" in line][-1] == 3
     assert (tmp_path / "runs" / "mine" / "checkpoints" / "step_3").is_dir()
+    log = (tmp_path / "runs" / "mine" / "logs" / "process_0.log").read_text()
+    assert log.count(" WARNING ") == log.count("checkpoint.interval = 100 exceeds") == 1
