@@ -53,7 +53,8 @@ LAYERS = {
 }  # fmt: skip
 ENTRY_POINTS = {"plan", "train", "build", "prepare", "generate", "report", "evaluate", "supervise",
                 "replay", "activations", "launch", "run", "doctor", "__main__",
-                "lm_eval", "capsule", "sweep", "completion", "init", "dry_run"}  # fmt: skip
+                "lm_eval", "capsule", "sweep", "completion", "init", "dry_run",
+                "preparation"}  # fmt: skip
 SUBCLASSES = {"jaxforge.lm_eval.adapter"}  # of classes that an extra brings
 
 

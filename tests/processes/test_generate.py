@@ -188,7 +188,6 @@ def test_batches_hold_prompts_of_similar_length():
         (["--output", "none/a.jsonl"], "--output none/a.jsonl: there is no directory none"),
         (["--step", "7"], "no checkpoint at .*step_7: .*the newest of .* is step 120"),
         (["--distributed.tp=3"], "distributed.tp = 3"),
-        (["--tempreature=0"], "unknown key tempreature"),
     ],
 )
 def test_mistakes_are_explained(run, arguments, message, monkeypatch):

@@ -1,0 +1,89 @@
+"""What a user is told who types something wrong: `mistakes.txt`, line by line.
+
+Each is one message that names what is wrong and what would do, exit code 2, no traceback; and
+nothing is written.
+"""
+
+import importlib
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxforge import __main__ as program
+from jaxforge import prepare, train
+from jaxforge.cli import run_main
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"^(\S.*)\n {4}(.*)$", re.MULTILINE)
+MISTAKES = BLOCK.findall((ROOT / "tests" / "mistakes.txt").read_text().partition("\n\n")[2])
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """A directory with texts, data, a run, and files of all kinds."""
+    here = tmp_path_factory.mktemp("here")
+    (here / "debug.toml").write_text((ROOT / "configs" / "debug.toml").read_text())
+    for name in ("texts", "empty", "torn"):
+        (here / name).mkdir()
+    (here / "texts" / "1.txt").write_text("words that repeat\n" * 100)
+    (here / "broken.toml").write_text("[model\n")
+    (here / "latin.toml").write_bytes("# café\n".encode("latin-1"))
+    (here / "utf16.toml").write_bytes("[model]\ndim = 64\n".encode("utf-16"))
+    (here / "vlm.toml").write_text("[vlm]\nx = 1\n")
+    (here / "twice.toml").write_text("[model]\ndim = 64\ndim = 32\n")
+    (here / "json.toml").write_text('{"model": {"dim": 64}}')
+    (here / "one.jsonl").write_text('{"text": "hello there"}\n')
+    (here / "bad.jsonl").write_text('{"text": "hello\n')
+    (here / "picture.png").write_bytes(np.random.default_rng(0).bytes(2000))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(here)
+        prepare.main(["texts", "--output", "data", "--workers", "1"])
+        shard = Path("data/train/shard_00000.npy")
+        Path("torn/shard_00000.npy").write_bytes(shard.read_bytes()[:100])
+        train.main([
+            "--config", "debug.toml", "--data.dataset_path=data/train", "--train.max_steps=4",
+            "--data.tokenizer_path=data/tokenizer", "--model.vocab_size=320",
+            "--checkpoint.dir=runs/done", "--checkpoint.interval=2",
+        ])  # fmt: skip
+    return here
+
+
+def said(line, monkeypatch, capsys):
+    """What a command line is answered with, and its exit code."""
+    words = shlex.split(line)
+    monkeypatch.setattr(sys, "argv", ["jaxforge", *words])
+    command = program.COMMANDS.get(words[0])
+
+    def main():
+        if command is None:
+            return program.main(words)
+        module = importlib.import_module(command.module)
+        return module.main(words if command.is_subcommand else words[1:])
+
+    capsys.readouterr()
+    try:
+        code = run_main(main)
+    except SystemExit as end:
+        code = end.code
+    return code, capsys.readouterr().err
+
+
+def tree(directory):
+    return sorted((path, path.stat().st_mtime_ns) for path in directory.rglob("*"))
+
+
+@pytest.mark.parametrize(("line", "answer"), MISTAKES, ids=[line for line, _ in MISTAKES])
+def test_a_mistake_is_answered_with_what_is_wrong(line, answer, here, monkeypatch, capsys):
+    monkeypatch.chdir(here)
+    before = tree(here / "data")
+    code, answered = said(line, monkeypatch, capsys)
+    assert code == 2, answered
+    expected = answer.replace("{here}", str(here)).split("...")
+    pattern = ".*".join(map(re.escape, expected))
+    assert re.search(f"error: (.*\n)*.*{pattern}", answered), answered
+    assert "Traceback" not in answered
+    assert tree(here / "data") == before
