@@ -79,7 +79,9 @@ def _version(package: str) -> str | None:
 
 def _command(arguments: Sequence[str]) -> str:
     """What was typed, without secrets."""
-    shown, hide = [Path(arguments[0]).name], False
+    spec, hide = getattr(sys.modules["__main__"], "__spec__", None), False
+    module = ["python", "-m", spec.name.removesuffix(".__main__")] if spec else None
+    shown = module or [Path(arguments[0]).name]
     for argument in arguments[1:]:
         name, equals, _ = argument.partition("=")
         secret = name.startswith("--") and redacted(f'{name[2:]}="x"') == f'{name[2:]}=""'

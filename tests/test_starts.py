@@ -10,11 +10,14 @@ from jaxforge.errors import UserError
 
 def test_each_start_adds_a_line(tmp_path, monkeypatch):
     monkeypatch.setattr(starts.sys, "argv", ["/usr/bin/jaxforge", "train", "--train.seed=1"])
+    monkeypatch.setattr(starts.sys.modules["__main__"], "__spec__", None, raising=False)
     starts.note(tmp_path, 0, parameters=7)
+    monkeypatch.setattr(starts.sys.modules["__main__"], "__spec__", starts.json.__spec__)
     starts.note(tmp_path, 50, parameters=7)
     first, second = starts.read(tmp_path)
     assert (first["step"], second["step"], first["parameters"]) == (0, 50, 7)
     assert first["command"] == "jaxforge train --train.seed=1"
+    assert second["command"] == "python -m json train --train.seed=1"
     assert set(first) == {"step", "time", "command", "versions", "git", "parameters"}
     assert first["time"] <= second["time"]
     assert {"python", "jax", "numpy"} <= set(first["versions"])
@@ -23,6 +26,7 @@ def test_each_start_adds_a_line(tmp_path, monkeypatch):
 
 def test_secrets_are_left_out(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789secret")
+    monkeypatch.setattr(starts.sys.modules["__main__"], "__spec__", None, raising=False)
     monkeypatch.setattr(starts.sys, "argv", [
         "train.py", "--plugins.api_key=abc", "--my-password", "def", "--data=s3://me:pw@b/k?t=1",
         "--name=0123456789secret", "--train.seed", "1",

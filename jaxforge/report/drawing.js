@@ -119,9 +119,9 @@ const linesOf = (chart, curves) => {
 
 const rangeOf = (chart, lines) => () => {
   const [min, max] = (chart.x ? null : state.range) ?? [-Infinity, Infinity], values = [], firm = [];
-  const close = state.view === "close-up" && chart.smooth && !state.range;
+  const close = state.view === "close-up" && chart.smooth && !state.range && lines.some(({ xs }) => xs.length > 50);
   for (const { xs, ys, raw } of lines) {
-    const late = close && xs.length > 5 ? xs[0] + (xs.at(-1) - xs[0]) / 10 : min;
+    const late = close ? xs[0] + (xs.at(-1) - xs[0]) / 10 : min;
     for (let i = after(xs, late); i < xs.length && xs[i] <= max; i++) {
       if (ys[i] !== null) (raw && state.view !== "all" ? values : firm).push(ys[i]);
     }
