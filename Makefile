@@ -23,7 +23,7 @@ train: $(VENV)/.run data/quickstart
 	@printf '\nNext:\n'
 	@printf '  $(BIN)/jaxforge %s\n' 'report runs/quickstart        # its curves, as a page' \
 	  'generate runs/quickstart --prompt "class "' \
-	  'prepare my_texts/ --output data/mine   # your own text; README.md goes on from there'
+	  'prepare my_texts/ --output data/mine --tokenizer bpe   # your own text: it says how to go on'
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not dear" -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder

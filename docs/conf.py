@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("jaxforge", "torch_compat")
 CHAPTERS = {
     "Train": [
+        "getting_started",
         "configs",
         "data",
         "optimizers",

@@ -69,6 +69,16 @@ def wide_console(stream: TextIO | None = None) -> "Console":
     return Console(file=stream, width=None if stream.isatty() else 120)
 
 
+def check_place(option: str, path: Path | None) -> None:
+    """Looks whether there is a directory for the file that an option asks for, before the work.
+
+    Raises:
+        UserError: there is none.
+    """
+    if path is not None and not path.parent.is_dir():
+        raise UserError(f"{option} {path}: there is no directory {path.parent}")
+
+
 def write_json(path: Path, document: object, *, indent: int | None = None) -> None:
     """What `--json` asks for: to a file, or to standard output (`STDOUT`).
 

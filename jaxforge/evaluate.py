@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxforge import storage
-from jaxforge.cli import STDOUT, run_main
+from jaxforge.cli import STDOUT, check_place, run_main
 from jaxforge.command_line import CommandParser
 from jaxforge.errors import UserError
 
@@ -51,8 +51,7 @@ def _check(args: argparse.Namespace) -> None:
             raise UserError(f"--{name}: expected 1 or more")
     if args.json and args.json != STDOUT:
         storage.local(args.json, "--json", "copy it there afterwards")
-    if args.json and not args.json.parent.is_dir():
-        raise UserError(f"--json {args.json}: there is no directory {args.json.parent}")
+    check_place("--json", args.json)
 
 
 def entry() -> int:

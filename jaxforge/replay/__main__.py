@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxforge.cli import run_main
+from jaxforge.cli import check_place, run_main
 from jaxforge.command_line import CommandParser
 from jaxforge.errors import UserError
 
@@ -66,6 +66,8 @@ def _range(args: argparse.Namespace) -> tuple[int, int]:
         raise UserError("--against is for one step: use --step")
     if args.html and (args.steps or args.against):
         raise UserError("--html is for the account of one step: use --step without --against")
+    for name in ("json", "html"):
+        check_place(f"--{name}", getattr(args, name))
     if args.steps is None:
         return args.step, args.step
     first, colon, last = args.steps.partition(":")

@@ -96,7 +96,10 @@ NAMES = "cosine, linear, wsd, constant, rex, none"
             'x.toml:2: train.compile_model = "maybe": expected true or false',
         ),
         ("[data]\ndataset_path = []", "x.toml:2: data.dataset_path = []: expected text"),
-        ("train = 3", "x.toml:1: train = 3: expected a table"),
+        (
+            "train = 3",
+            "x.toml:1: train = 3: expected a table of batch_size, global_batch_size, seq_len, ...",
+        ),
         (
             '[scheduler]\nname = "cosin"',
             f'x.toml:2: scheduler.name = "cosin": expected one of {NAMES}; did you mean "cosine"?',
@@ -172,7 +175,10 @@ def test_what_the_file_gets_wrong(complaint, text, message):
             ["--scheduler.name=cosin"],
             f'--scheduler.name=cosin: expected one of {NAMES}; did you mean "cosine"?',
         ),
-        (["--train=3"], "--train=3: expected a table"),
+        (
+            ["--train=3"],
+            "--train=3: expected a table of batch_size, global_batch_size, seq_len, ...",
+        ),
         (["--train={1: 2}"], "--train={1: 2}: unknown key train[1]"),
         (
             ["--data.datasets=[{'path':'a','weight':0}]"],

@@ -115,7 +115,11 @@ def test_the_contents_name_every_section():
         (("data", "datasets"), "[table]", "a list"),
         (("data", "anneal_weights"), "table", "a table"),
         (("data", "anneal_weights", "x"), "float", "a number of at least 0"),
-        (("checkpoint", "dyn_ckpt_window"), "table", "a table"),
+        (
+            ("checkpoint", "dyn_ckpt_window"),
+            "table",
+            "a table of start, stop, strategy",
+        ),
         (("checkpoint", "load_path"), "str", "text"),
         (("checkpoint", "dyn_ckpt_window", "strategy"), "power2", "one of power2"),
     ],

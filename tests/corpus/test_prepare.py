@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxforge import prepare
+from jaxforge import preparation, prepare
 from jaxforge.cli import run_main
 from jaxforge.corpus import documents, ingest
 from jaxforge.corpus.documents import pieces, split_of
@@ -217,7 +217,7 @@ def test_failures_leave_what_was(corpus, tmp_path, monkeypatch, overwrite):
     before = snapshot(tmp_path)
     vanished = find_inputs([corpus])
     vanished[1].path.rename(tmp_path / "elsewhere")
-    monkeypatch.setattr(prepare, "find_inputs", lambda *_: vanished)
+    monkeypatch.setattr(preparation, "find_inputs", lambda *_: vanished)
     for tokenizer in ("byte", "bpe"):
         with pytest.raises(UserError, match=r"cannot read .*b\.txt: No such file"):
             run(corpus, "--output", output, "--overwrite", "--tokenizer", tokenizer)

@@ -107,6 +107,9 @@ def expected(node: Node) -> str:
     if node["type"] == "array":
         count = len(node.get("prefixItems", ()))
         return f"a list of {count} values" if count else "a list"
+    if is_table(node):
+        names = list(node["properties"])
+        return f"a table of {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
     bounds = [f"{words} {node[bound]:g}" for bound, words in _BOUNDS.items() if bound in node]
     text = " ".join([_NOUNS[node["type"]], " and ".join(bounds)]).strip()
     return f'{text}, or a duration like "10%", "2ep", "1B tok"' if node.get("duration") else text
