@@ -21,22 +21,16 @@ STDOUT = Path("-")
 _FLAGS_SEC = 60
 
 
-def run_main(
-    main: Callable[[], int], *, tidies_up: bool = False, uses_devices: bool = False
-) -> int:
+def run_main(main: Callable[[], int], *, uses_devices: bool = False) -> int:
     """Runs `main`; failures that are not our own mistakes become one message on stderr.
 
     Args:
         main: what to do.
-        tidies_up: Ctrl-C is raised in `main`, which has something to put in order; otherwise a
-            command just ends (`jaxforge.__init__`).
         uses_devices: it will compile and run programs of JAX.
 
     Returns:
         What `main` returns, else the error's exit code; 130 when interrupted from the keyboard.
     """
-    if tidies_up and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if uses_devices:
             _check_xla_flags(os.environ.get("XLA_FLAGS", ""))
@@ -49,6 +43,15 @@ def run_main(
     except BrokenPipeError:  # whoever read our output has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def raise_interrupts() -> None:
+    """From here on Ctrl-C is raised: for a command that has something to put in order.
+
+    Otherwise it just ends (`jaxforge.__init__`).
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def program(command: str) -> str:

@@ -7,18 +7,27 @@ RUN is a run directory, or one of its checkpoints (`RUN/checkpoints/step_100`). 
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxforge.cli import run_main
 from jaxforge.command_line import CommandParser
 from jaxforge.errors import UserError
 
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (lambda x: x >= 0, "0 or more"),
+    "top_k": (lambda x: x >= 0, "0 or more"),
+    "top_p": (lambda x: 0 < x <= 1, "above 0, at most 1"),
+    "max_tokens": (lambda x: x > 0, "1 or more"),
+    "batch_size": (lambda x: x > 0, "1 or more"),
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints prompts with their continuations, or writes them down as JSON Lines; or converses."""
     args, overrides = parser().parse(argv)
-    _check(args)
+    check(vars(args), spelt=lambda name: f"--{name.replace('_', '-')}")
     from jaxforge.inference import completion  # here, as JAX and all that needs it take a second
 
     return completion.run(args, overrides)
@@ -53,16 +62,19 @@ def parser() -> CommandParser:
     return parser
 
 
-def _check(args: argparse.Namespace) -> None:
-    for name, good, allowed in (
-        ("temperature", args.temperature >= 0, "0 or more"),
-        ("top-k", args.top_k >= 0, "0 or more"),
-        ("top-p", 0 < args.top_p <= 1, "above 0, at most 1"),
-        ("max-tokens", args.max_tokens > 0, "1 or more"),
-        ("batch-size", args.batch_size > 0, "1 or more"),
-    ):
-        if not good:
-            raise UserError(f"--{name}: expected {allowed}")
+def check(values: Mapping[str, Any], spelt: Callable[[str], str]) -> None:
+    """Looks whether numbers are in their ranges.
+
+    Args:
+        values: by name, as `temperature`, `top_k`, `top_p`, `max_tokens`, `batch_size`.
+        spelt: what a name is called where the values come from.
+
+    Raises:
+        UserError: one is not.
+    """
+    for name, (is_good, allowed) in _RANGES.items():
+        if not is_good(values[name]):
+            raise UserError(f"{spelt(name)}: expected {allowed}")
 
 
 def entry() -> int:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxforge.cli import run_main
+from jaxforge.cli import raise_interrupts, run_main
 from jaxforge.command_line import CommandParser, count
 from jaxforge.corpus.text_files import RECORDS, TEXTS
 from jaxforge.starting.machine import FORMS
@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     from jaxforge import preparation  # here, as all that it needs takes half a second
 
+    raise_interrupts()
     return preparation.run(args)
 
 
@@ -171,7 +172,7 @@ _ARGUMENTS: dict[str, dict] = {
 
 def entry() -> int:
     """The command as this process was called; its exit code."""
-    return run_main(main, tidies_up=True)
+    return run_main(main)
 
 
 if __name__ == "__main__":

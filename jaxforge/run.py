@@ -14,6 +14,7 @@ from jaxforge.checkpoint.paths import SUBDIRECTORY
 from jaxforge.config.job import JobConfig
 from jaxforge.corpus.prompts import Prompt, encode
 from jaxforge.errors import UserError
+from jaxforge.generate import check
 from jaxforge.inference import completion, evaluation
 from jaxforge.inference.trained import TrainedModel, open_run
 from jaxforge.model.decoding import Decoder
@@ -93,8 +94,13 @@ class Run:
             The continuation, or a list of them.
 
         Raises:
-            UserError: the run has no tokenizer, or a prompt is too long.
+            UserError: the run has no tokenizer, a prompt is too long, or a number out of range.
         """
+        check(
+            {"temperature": temperature, "top_k": top_k, "top_p": top_p,
+             "max_tokens": max_tokens, "batch_size": batch_size},
+            spelt=str,
+        )  # fmt: skip
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         trained, tokenizer = self._trained, run_directory.read_tokenizer(self._trained.run)
         limit = trained.config.model.max_seq_len

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxforge.cli import run_main
+from jaxforge.cli import raise_interrupts, run_main
 from jaxforge.process import end_now
 from tests.machine import PATIENCE
 
@@ -44,22 +44,22 @@ def test_a_thread_that_hangs_is_left_behind(seconds, patience, said):
 
 
 @pytest.mark.parametrize(
-    ("module", "argument"),
+    "command",
     [
-        ("train", "--config=configs/debug.toml"),
-        ("generate", "runs/one"),
-        ("evaluate", "runs/one"),
-        ("report", "runs/one"),
-        ("prepare", "texts"),
+        "train --config=configs/debug.toml",
+        "generate runs/one",
+        "evaluate runs/one",
+        "report runs/one",
+        "prepare texts --output data",
     ],
 )
-def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_word(tmp_path, module, argument):
+def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_word(tmp_path, command):
     """In C extensions of NumPy and JAX the exception that Python makes of it ends in SIGSEGV."""
     for name in ("jax", "numpy"):
         (tmp_path / f"{name}.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = subprocess.run(
-        [sys.executable, "-m", f"jaxforge.{module}", argument],
+        [sys.executable, "-m", *f"jaxforge.{command}".split()],
         env={**os.environ, "PYTHONPATH": path}, cwd=ROOT, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
@@ -90,12 +90,17 @@ def test_ctrl_c_ends_a_command_in_compiled_code():
 
 
 def test_ctrl_c_is_raised_where_there_is_something_to_tidy_up():
+    def interrupted():
+        raise_interrupts()
+        signal.raise_signal(signal.SIGINT)
+        return 0
+
     ours = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         with pytest.raises(ZeroDivisionError):
             run_main(lambda: 1 // 0)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-        assert run_main(lambda: signal.raise_signal(signal.SIGINT) or 0, tidies_up=True) == 130
+        assert run_main(interrupted) == 130
     finally:
         signal.signal(signal.SIGINT, ours)
 

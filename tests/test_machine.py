@@ -1,6 +1,10 @@
-"""No test depends on how busy the machine is: a wait for a process has one limit, which is none."""
+"""No test depends on how busy the machine is: a wait for a process has one limit, which is none.
+
+Nor on where its file is.
+"""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 LIMIT = re.compile(r"timeout=\d|\.wait\(\d|monotonic\(\) \+ \d")
@@ -16,3 +20,9 @@ def test_the_time_that_a_process_has_stands_in_one_place():
         if LIMIT.search(line)
     ]
     assert not limits, "tests.machine.PATIENCE, or wait_until"
+
+
+def test_no_two_files_have_one_name():
+    """pytest would take one for the other, and leave it out."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []

@@ -16,6 +16,7 @@ import jax
 from rich.console import Console
 
 from jaxforge import run_directory, storage
+from jaxforge.cli import check_place
 from jaxforge.corpus.prompts import RESULTS, STDIN, Prompt, continuation, encode, read_prompts
 from jaxforge.corpus.tokenizer import Tokenizer
 from jaxforge.errors import UserError
@@ -73,8 +74,7 @@ def _prompts(args: argparse.Namespace) -> list[Prompt]:
             storage.local(place, f"--{name}", "copy it from or to there")
     if args.output and args.output.exists():
         raise UserError(f"--output {args.output} exists: name a new file, or remove it first")
-    if args.output and not args.output.parent.is_dir():
-        raise UserError(f"--output {args.output}: there is no directory {args.output.parent}")
+    check_place("--output", args.output)
     if args.prompts == STDIN and jax.process_count() > 1:
         raise UserError("--prompts - is for one process: of several, each would read its own input")
     if args.prompts:

@@ -125,6 +125,7 @@ def benchmark():
         sys.path.remove(str(BENCHMARKS))
 
 
+@pytest.mark.dear
 def test_the_coordinate_check():
     """Values are as large at any width after some steps; without muP they grow."""
     grown = {

@@ -95,7 +95,14 @@ CASES = [  # each schedule, reduction, recomputation and axis with several of th
     # layers, microbatches, mesh and schedule, how, model; the reference is of the same size
     (3, 5, {"pp": 2, "dp_replicate": 2, "dp_shard": 2}, CHUNKED, TIED),
     (3, 5, {"pp": 2, "dp_shard": 2, "tp": 2}, {**MICROBATCH, **FULL}, TIED),
-    (11, 8, {"pp": 4, "dp_shard": 2, **INTERLEAVED}, {**UPDATE, **FULL}, TIED),
+    pytest.param(
+        11,
+        8,
+        {"pp": 4, "dp_shard": 2, **INTERLEAVED},
+        {**UPDATE, **FULL},
+        TIED,
+        marks=pytest.mark.dear,
+    ),
     # Stages of which no two have the same kinds of layers, and one program.
     (5, 8, {"pp": 4, "dp_shard": 2, "pp_schedule": "gpipe"}, {**MICROBATCH, **FULL}, KINDS),
     (5, 8, {"pp": 2, "dp_shard": 2, "tp": 2, **INTERLEAVED}, MICROBATCH, KINDS),

@@ -51,6 +51,7 @@ def saved(tmp_path_factory):
     return place / "step.zip"
 
 
+@pytest.mark.dear
 def test_a_run_that_starts_with_it_compiles_no_step_and_is_the_same(saved, tmp_path, monkeypatch):
     train.run(config(tmp_path / "compiled"))
 

@@ -235,3 +235,5 @@ def test_a_run_in_python_is_what_the_commands_say(run, here, tmp_path):
 def test_a_run_that_is_not_there_is_a_mistake(tmp_path):
     with pytest.raises(UserError, match="none"):
         jaxforge.Run(tmp_path / "none").generate("a")
+    with pytest.raises(UserError, match="top_p: expected above 0, at most 1"):
+        jaxforge.Run(tmp_path).generate("a", top_p=2.0)

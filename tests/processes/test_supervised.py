@@ -77,6 +77,7 @@ def start_job(error):
     ]  # fmt: skip
 
 
+@pytest.mark.dear
 def test_who_fails_leaves_at_once_and_the_others_notice():
     """Process 0, which neither computes nor looks, is ended by its runtime."""
     codes = {"UserError": Exit.USER_ERROR, "ValueError": Exit.ERROR}

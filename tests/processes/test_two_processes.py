@@ -71,6 +71,7 @@ def check_both_say_that_their_time_is_up(run, outputs):
         assert re.search(r"\[exiting program after [\d.]+ minutes\]", log), outputs
 
 
+@pytest.mark.dear
 def test_a_signal_to_one_stops_both_at_the_same_step(new_run):
     """Each has experts of its own; what they saved, one process goes on from."""
     alone, run = new_run("alone"), new_run("stopped")

@@ -129,6 +129,7 @@ def check_what_reads(bucket, tmp_path, steps):
     assert b"</html>" in storage.path(f"{bucket}/run/report.html").read_bytes()
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("server", ["gs"], indirect=True)
 def test_a_run_goes_on_in_a_bucket_that_it_was_copied_to(bucket, toml, tmp_path):
     """It keeps two checkpoints there, is exported, and another begins from it."""

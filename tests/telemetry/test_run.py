@@ -35,7 +35,6 @@ def run(tmp_path_factory):
     return run
 
 
-@pytest.mark.dear
 def test_every_sink_has_the_steps_of_its_interval(run):
     assert list(run.losses()) == [1, 5, 10, 15, 16]
     assert [step for step, _ in points(run)] == [1, 4, 8, 12, 12, 16]

@@ -132,6 +132,7 @@ def test_fsdp2_goes_on_where_jaxforge_was(jax_run, data, tmp_path):
     np.testing.assert_allclose(continued[:, 1:], expected[:, 1:], rtol=TOLERANCE)
 
 
+@pytest.mark.dear
 def test_a_run_that_changes_hands_twice_is_the_run_that_did_not(config, data, torch_run, tmp_path):
     expected, nested, _ = torch_run
     compat("import", nested, tmp_path / "run", f"--config={config}")

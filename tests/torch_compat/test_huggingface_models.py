@@ -362,7 +362,7 @@ def test_bytes_have_no_tokenizer_there(tmp_path):
                        data={"tokenizer_path": "byte"})  # fmt: skip
     directory = export(save_run(tmp_path / "run", config), tmp_path / "hf")
     assert sorted(os.listdir(directory)) == [
-        "config.json", "generation_config.json", "model.safetensors"
+        "README.md", "config.json", "generation_config.json", "model.safetensors"
     ]  # fmt: skip
     settings = open_theirs(directory).generation_config
     settings.validate(strict=True)
