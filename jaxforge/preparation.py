@@ -179,7 +179,17 @@ def _bpe(
         skip_bad=args.skip_bad,
     )
     texts = (piece.text for piece in read if piece.split == "train")
-    return train_bpe(texts, args.vocab_size or BPE_VOCAB_SIZE)
+    return train_bpe(texts, args.vocab_size or _vocab_size(_text_size(inputs, args.max_bytes)))
+
+
+def _vocab_size(text_size: int | None) -> int:
+    """Of a BPE for so many bytes: each token is to be met often, and its row of a matrix learned.
+
+    The power of two that leaves 500 bytes of text or more for each token, 512 at least.
+    """
+    if text_size is None:
+        return BPE_VOCAB_SIZE
+    return min(BPE_VOCAB_SIZE, 1 << max(512, text_size // 500).bit_length() - 1)
 
 
 def _given_tokenizer(spec: str) -> Tokenizer:

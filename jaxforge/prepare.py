@@ -135,7 +135,7 @@ _ARGUMENTS: dict[str, dict] = {
     "--vocab-size": {
         "type": count,
         "metavar": "N",
-        "help": f"of --tokenizer bpe (default: {BPE_VOCAB_SIZE})",
+        "help": f"of --tokenizer bpe (default: {BPE_VOCAB_SIZE}, fewer for less than 16 MB)",
     },
     "--format": {"choices": ("npy", "bin"), "default": "npy", "help": "of shards (default: npy)"},
     "--dtype": {"choices": ("uint16", "uint32"), "help": "of tokens (default: the smallest)"},

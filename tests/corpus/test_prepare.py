@@ -305,3 +305,12 @@ def test_pieces_of_nothing(tmp_path):
     found = find_inputs([tmp_path])
     (tmp_path / "a").write_text("")
     assert list(pieces(found)) == []
+
+
+@pytest.mark.parametrize(
+    ("size", "vocabulary"),
+    [(0, 512), (300_000, 512), (7_000_000, 8192), (16_384_000, 32_768), (10**12, 32_768),
+     (None, 32_768)],
+)  # fmt: skip
+def test_little_text_makes_few_tokens(size, vocabulary):
+    assert preparation._vocab_size(size) == vocabulary
