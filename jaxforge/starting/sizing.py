@@ -16,7 +16,7 @@ EPOCHS = 4  # as good as new text, nearly (Muennighoff et al., arXiv:2305.16264)
 FEWEST_UPDATES = 100  # below, there is nothing to see
 
 _SHORTEST = 64  # tokens, to which sequences are cut so that what is held out has one
-_CPU_FLOPS = 7e10  # of a core, as the quickstart's model runs
+_CPU_FLOPS = 4e10  # of a core, as models of a few million parameters run
 _CPU_SECONDS = 600
 _GPU_FLOPS = 1e14  # of a device: a third of an A100's peak
 _GPU_SECONDS = 86_400
