@@ -31,11 +31,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxforge import exit_codes, storage, train
+from jaxforge import exit_codes, storage
 from jaxforge.checkpoint.paths import is_whole
 from jaxforge.cli import run_main
 from jaxforge.command_line import CommandParser
-from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import AGREED, Exit
 from jaxforge.process import listening, stop_with_parent
@@ -346,6 +345,9 @@ def run_directory(command: Sequence[str]) -> Path | None:
     arguments = _arguments_of_train(command)
     if arguments is None:
         return None
+    from jaxforge import train  # here, with all of the config: half a second
+    from jaxforge.config.reading.load import load_config
+
     args, overrides = train.parser().parse(arguments)
     if not args.config:
         return None

@@ -8,7 +8,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxforge.config.job import toml
+from jaxforge.config.job import JobConfig, toml
 from jaxforge.config.reading.explain import VISION_SECTIONS
 from jaxforge.config.reading.schema import (
     Node,
@@ -26,9 +26,9 @@ _ALL = "all"
 
 def contents() -> str:
     """The sections, a line each, and how to ask for more."""
-    sections = {key: node for key, node in all_keys().items() if has_keys(node) and "." not in key}
+    sections = {name: field.description for name, field in JobConfig.model_fields.items()}
     width = max(map(len, sections))
-    rows = [f"  {key:{width}}  {node['description']}" for key, node in sections.items()]
+    rows = [f"  {name:{width}}  {about}" for name, about in sections.items()]
     more = "--help SECTION lists its keys, --help KEY explains one (--help lr), --help all: all"
     return "\n".join(("sections of the config:", *rows, "", more))
 
