@@ -5,6 +5,7 @@ import signal
 import socket
 
 import numpy as np
+import pytest
 
 from tests.machine import PATIENCE
 
