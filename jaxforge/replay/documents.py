@@ -116,25 +116,27 @@ def oddness(
     """How much parts of a batch stand out from the others, by loss or by gradient.
 
     √(a² + b²) of two robust standard scores, (x - median) / (1.4826 · median |x - median|), as far
-    as they are above 0: of the mean loss times √tokens, as a mean of few tokens strays further, and
-    of the gradient's norm, NaN where it is not known. What is not finite stands out most.
+    as they are above 0: of the mean loss, and of the gradient's norm by token, NaN where it is not
+    known. Both times √tokens, as a mean of few tokens strays further. What is not finite stands out
+    most.
 
     Args:
         losses: mean of each part.
         tokens: of each.
-        norms: of each one's gradient.
+        norms: of the gradient of each one's sum.
     """
     loss, norm = np.array(losses), np.array(norms)
     with np.errstate(invalid="ignore"):
-        excess = (loss - np.nanmedian(loss)) * np.sqrt(tokens)
-        scores = np.hypot(*(np.fmax(_standard(x), 0) for x in (excess, norm)))
+        each = loss, norm / np.maximum(tokens, 1)
+        scores = np.hypot(*(np.fmax(_standard(x, np.sqrt(tokens)), 0) for x in each))
     return np.where(np.isfinite(loss) & ~np.isinf(norm), scores, np.inf)
 
 
-def _standard(x: Float[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
+def _standard(x: Float[np.ndarray, "n"], weight: Float[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
     if np.isnan(x).all():
         return x
-    away = x - np.nanmedian(x)
+    away = (x - np.nanmedian(x)) * weight
+    away -= np.nanmedian(away)
     spread = 1.4826 * np.nanmedian(np.abs(away)) or np.nanmax(np.abs(away)) or 1.0
     return away / spread
 
