@@ -87,8 +87,9 @@ class CommandParser(argparse.ArgumentParser):
         if found := _CHOICE.search(message):
             message += near.hint(found["said"], re.findall(r"[\w.-]+", found["names"]), quote="")
         if "required" in message:  # of options, one may be there under another name
-            unknown = [one for one in self._words if "did you mean" in self._unknown(one)]
-            message = "; ".join([message, *map(self._unknown, unknown)])
+            options = {word.partition("=")[0] for word in self._words}
+            unknown = sorted(options - self._option_string_actions.keys())
+            message = "; ".join([message, *map(self._unknown, filter(self._hint, unknown))])
         super().error(message)
 
     def _unknown(self, word: str) -> str:
@@ -98,12 +99,15 @@ class CommandParser(argparse.ArgumentParser):
                 f"; did you mean --config {word}?" if takes_config else ""
             )
         option = word.partition("=")[0]
+        return f"unknown option {option}{self._hint(option)}"
+
+    def _hint(self, option: str) -> str:
+        """What may have been meant by one that is not known: options, or settings."""
         meant = {known.replace("-", "_"): [known] for known in self._option_string_actions}
         if self._takes_settings:
             meant |= _settings_by_name()
         found = difflib.get_close_matches(option.replace("-", "_"), meant, n=1)
-        hint = f"; did you mean {' or '.join(meant[found[0]])}?" if found else ""
-        return f"unknown option {option}{hint}"
+        return f"; did you mean {' or '.join(meant[found[0]])}?" if found else ""
 
 
 def count(text: str) -> int:

@@ -66,6 +66,19 @@ def test_a_wrong_option_is_answered_with_what_is_near(word, answer, capsys):
     assert answer in capsys.readouterr().err
 
 
+def test_what_is_required_may_be_there_under_another_name(capsys):
+    ours = CommandParser("prepare")
+    ours.add_argument("--output", required=True)
+    ours.add_argument("--tokenizer")
+    for line, answer in (
+        (["--outputs=a", "--tokenizer=bpe"], "unknown option --outputs; did you mean --output?\n"),
+        (["--tokenizer=bpe"], "the following arguments are required: --output\n"),
+    ):
+        with pytest.raises(SystemExit):
+            ours.parse(line)
+        assert capsys.readouterr().err.endswith(answer)
+
+
 def test_a_config_without_its_option(capsys):
     with pytest.raises(SystemExit):
         parse_command_line(["run.toml"])
