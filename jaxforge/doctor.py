@@ -19,8 +19,8 @@ from rich.table import Table
 
 from jaxforge.cli import run_main, wide_console
 from jaxforge.command_line import CommandParser
+from jaxforge.starts import PACKAGES
 
-_PACKAGES = ("jaxforge", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _EXTRAS = {
     "torch": ("torch", "exports and imports that run PyTorch"),
     "transformers": ("transformers", "models beside ours"),
@@ -70,7 +70,7 @@ def _show(console: Console, title: str, rows: Iterator[tuple[str, str]]) -> None
 
 def _packages() -> Iterator[tuple[str, str]]:
     yield "python", f"{platform.python_version()} ({sys.executable})"
-    for package in _PACKAGES:
+    for package in PACKAGES:
         yield package, metadata.version(package)
     for extra, (module, use) in _EXTRAS.items():
         there = importlib.util.find_spec(module) is not None

@@ -21,7 +21,7 @@ from jaxforge.redaction import REMOVED, redacted
 
 FILE_NAME = "starts.jsonl"
 
-_PACKAGES = ("jaxforge", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+PACKAGES = ("jaxforge", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 def note(run: Path, step: int, **more: Any) -> None:  # noqa: ANN401
@@ -66,7 +66,7 @@ def read(run: Path) -> list[dict[str, Any]]:
 def versions() -> dict[str, str]:
     """Of Python and of the packages that compute."""
     return {"python": platform.python_version()} | {
-        name: found for name in _PACKAGES if (found := _version(name))
+        name: found for name in PACKAGES if (found := _version(name))
     }
 
 

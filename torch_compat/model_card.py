@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
+from jaxforge.telemetry.numbers import human
 
 FILE = "README.md"
 
-_UNITS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3))
 _EVALUATED = ("loss", "perplexity", "bits_per_byte")
 
 
@@ -107,13 +107,6 @@ def model_card(
     body = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections.items() if text)
     about = f"A decoder language model with {size} parameters{trained}, made with jaxforge."
     return f"{_front_matter(config, model_type)}\n# {name}\n\n{about}\n\n{body}\n"
-
-
-def human(number: float) -> str:
-    """5,300,000 -> 5.3M."""
-    return next(
-        (f"{number / size:.3g}{unit}" for unit, size in _UNITS if number >= size), f"{number:.3g}"
-    )
 
 
 def _front_matter(config: JobConfig, model_type: str) -> str:

@@ -7,8 +7,9 @@ import yaml
 
 from jaxforge.corpus.manifest import Manifest
 from jaxforge.state.progress import Progress
+from jaxforge.telemetry.numbers import human
 from tests.conftest import tiny_config
-from torch_compat.model_card import Logged, human, model_card, read_logged
+from torch_compat.model_card import Logged, model_card, read_logged
 
 LINES = [
     {"step": 10, "train/loss": 3.5},
