@@ -116,9 +116,10 @@ def make_train_step(
         apply = controls.apply & (n_valid > 0)  # else decay and moments would move the weights
         good, verdict = guard.judge(state.guard, loss.value, grad_norm, apply)
         goes_on = ~guard.halted(state.guard)
+        applied = good & goes_on
         updates, opt_state = optimizer.update(
             grads, state.opt_state, state.params,
-            lr_scale=controls.lr_scale, **({"applied": good & goes_on} if in_place else {}),
+            lr_scale=controls.lr_scale, **({"applied": applied} if in_place else {}),
         )  # fmt: skip
         params, opt_state = add(state.params, updates, opt_state, state.step)
         progress = state.step / config.train.max_steps
@@ -133,38 +134,44 @@ def make_train_step(
         counts = _count(state.counts, batch["labels"].shape, n_valid, good)
         new = TrainState(state.step + 1, params, opt_state, verdict, counts, model_state)
         new = select(goes_on, new, state, settled)
-        metrics: Metrics = {
-            "loss": loss.value,
-            "grad_norm": grad_norm,
+        metrics = _outcome(new, loss, grad_norm, n_valid) | {
             "lr": lr(updates_made(new.opt_state)) * controls.lr_scale,
-            "step": new.step,
-            "counts": new.counts,
-            "applied": good & goes_on,
-            "skipped": new.guard.total,
-            "consecutive": new.guard.consecutive,
-            "nonfinite": new.guard.nonfinite,
-            "spikes": new.guard.spikes,
-            "valid_tokens": n_valid,
+            "applied": applied,
         }
-        if new.guard.loss_scale is not None:
-            metrics["loss_scale"] = new.guard.loss_scale
-        if "dataset_mask" in batch:
-            metrics |= {
-                DATASET_NLL: constrain(
-                    value_of(loss.side.metrics[DATASET_NLL]), None
-                ),  # whole: all hosts read it
-                "dataset_tokens": constrain(
-                    valid_tokens_by_dataset(batch["labels"], batch["dataset_mask"]), None
-                ),
-            }
-        metrics |= side_metrics(loss, model.stack)
-        parts = Step(
-            grads, updates, metrics["applied"], new.params, model.stack, config.model.stacks
-        )
+        metrics |= _by_dataset(loss, batch) | side_metrics(loss, model.stack)
+        parts = Step(grads, updates, applied, new.params, model.stack, config.model.stacks)
         return new, metrics | collected(wanted, parts)
 
     shardings = state_shardings(model, optimizer, mesh)
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
+
+
+def _outcome(
+    new: TrainState, loss: Loss, grad_norm: Float[Array, ""], n_valid: Int[Array, ""]
+) -> Metrics:
+    """What every step tells of the loss, the gradient and the guard."""
+    guard = new.guard
+    outcome: Metrics = {
+        "loss": loss.value,
+        "grad_norm": grad_norm,
+        "step": new.step,
+        "counts": new.counts,
+        "skipped": guard.total,
+        "consecutive": guard.consecutive,
+        "nonfinite": guard.nonfinite,
+        "spikes": guard.spikes,
+        "valid_tokens": n_valid,
+    }
+    return outcome if guard.loss_scale is None else outcome | {"loss_scale": guard.loss_scale}
+
+
+def _by_dataset(loss: Loss, batch: Batch) -> Metrics:
+    """Of a mixture, what each dataset's labels cost; whole on every device: all hosts read it."""
+    if "dataset_mask" not in batch:
+        return {}
+    tokens = valid_tokens_by_dataset(batch["labels"], batch["dataset_mask"])
+    nll = value_of(loss.side.metrics[DATASET_NLL])
+    return {DATASET_NLL: constrain(nll, None), "dataset_tokens": constrain(tokens, None)}
 
 
 def side_metrics(loss: Loss, stack: Stack) -> Metrics:
