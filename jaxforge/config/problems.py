@@ -1,5 +1,7 @@
 """A broken rule, and values that would mend it: tried, so that no message proposes a bad one."""
 
+import functools
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,6 +16,25 @@ Change = Mapping[str, Value]
 _TRIED = 64  # multiples of a number, upwards
 
 
+class Changes(Iterable[Change]):
+    """Values of a key, made when they are looked at: most problems are found and never told.
+
+    Args:
+        key: the key.
+        values: makes its new values, the best first.
+    """
+
+    def __init__(self, key: str, values: Callable[[], Iterable[Value]]) -> None:
+        self._key, self._values = key, values
+
+    def __iter__(self) -> Iterator[Change]:
+        return iter(self._made)
+
+    @functools.cached_property
+    def _made(self) -> tuple[Change, ...]:
+        return tuple({self._key: new} for new in self._values())
+
+
 class Problem(NamedTuple):
     """A rule that is broken, and what might mend it.
 
@@ -23,7 +44,7 @@ class Problem(NamedTuple):
     """
 
     what: str
-    fixes: tuple[tuple[Change, ...], ...] = ()
+    fixes: tuple[Iterable[Change], ...] = ()
 
     def told(self, is_mended: Callable[[Change], bool]) -> str:
         """The problem, and the first change of each alternative that mends it; if any does.
@@ -33,7 +54,7 @@ class Problem(NamedTuple):
         """
         proposals = [said(change) for change in self.working(is_mended)]
         if not proposals:
-            proposals = [next(iter(changes[0])) for changes in self.fixes if changes]
+            proposals = [next(iter(change)) for change in self.working(lambda _: True)]
         return f"{self.what}: change {' or '.join(proposals)}" if proposals else self.what
 
     def working(self, is_mended: Callable[[Change], bool]) -> list[Change]:
@@ -58,16 +79,16 @@ def one(key: str, value: Value) -> tuple[Change, ...]:
     return ({key: value},)
 
 
-def multiples(key: str, value: int, unit: int) -> tuple[Change, ...]:
+def multiples(key: str, value: int, unit: int) -> Changes:
     """Other values for a key that must be a multiple: those above it, then those below."""
     above = math.ceil(value / unit) * unit
-    up = range(above, above + _TRIED * unit, unit)
-    return tuple({key: new} for new in (*up, *range(above - unit, 0, -unit)))
+    up, down = range(above, above + _TRIED * unit, unit), range(above - unit, 0, -unit)
+    return Changes(key, lambda: itertools.chain(up, down))
 
 
-def nearest(key: str, value: int, others: Iterable[int]) -> tuple[Change, ...]:
+def nearest(key: str, value: int, others: Iterable[int]) -> Changes:
     """Other values for a key, those nearest to it first."""
-    return tuple({key: new} for new in sorted(others, key=lambda new: abs(new - value)))
+    return Changes(key, lambda: sorted(others, key=lambda new: abs(new - value)))
 
 
 def divisors(n: int) -> Iterator[int]:

@@ -39,6 +39,16 @@ def check(config: JobConfig, n_devices: int) -> None:
         raise UserError("\n".join(problems))
 
 
+def allows(config: JobConfig, n_devices: int) -> bool:
+    """Whether `check` takes it; sooner said, as nothing is looked for that would mend it.
+
+    Args:
+        config: A loaded configuration.
+        n_devices: Devices of the whole job, over all hosts.
+    """
+    return _leaves_only(config, frozenset(), n_devices, {}) and not any(misplaced(config))
+
+
 def mesh_shape(config: JobConfig, n_devices: int) -> dict[str, int]:
     """The size of each mesh axis, in the order of `AXES`, with dp_shard = -1 resolved.
 

@@ -160,9 +160,7 @@ def with_other_flags(candidate: Candidate, platform: str) -> Iterator[Candidate]
 
 def as_given(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
     """The config itself, if it is valid: what is found is then never worse."""
-    try:
-        rules.check(config, topology.n_devices)
-    except UserError:
+    if not rules.allows(config, topology.n_devices):
         return
     mesh, chip = rules.mesh_shape(config, topology.n_devices), CHIPS[topology.chip]
     model, dp = build_model(config, chip.platform), axes.data_parallel(mesh)
@@ -228,11 +226,8 @@ def splits(config: JobConfig, topology: Topology, mesh: Mapping[str, int]) -> It
             continue
         split = {"batch_size": each, "grad_accum_steps": rows // (dp * each)}
         one = changed(config, {**split, "activation_checkpointing": save, "grad_sync": sync}, mesh)
-        try:
-            rules.check(one, topology.n_devices)
-        except UserError:
-            continue
-        yield one
+        if rules.allows(one, topology.n_devices):
+            yield one
 
 
 def sequences(config: JobConfig, n_devices: int) -> int:
