@@ -153,11 +153,12 @@ def part_like(part: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@functools.lru_cache(maxsize=8)
 def abstract_state(
     model: Model, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh
 ) -> TrainState:
     """Shape, dtype and sharding of every array: what a checkpoint is restored into."""
-    shapes = jax.eval_shape(lambda: create(model, optimizer, jax.random.key(0)))
+    shapes = jax.eval_shape(lambda params: begin(model, params, optimizer), model.abstract)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
