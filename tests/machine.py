@@ -10,8 +10,10 @@ PATIENCE = 1800
 """Seconds to wait for what is to happen however busy the machine is; only a hang takes longer."""
 
 # Tests judge what is computed, not how fast: code that LLVM hardly optimizes is compiled in half
-# the time. Collectives wait for as long as a busy machine keeps one of the devices waiting.
+# the time, and in another eighth less where a program is not cut into 32 for as many processors.
+# Collectives wait for as long as a busy machine keeps one of the devices waiting.
 _QUICKLY = [
+    "--xla_cpu_parallel_codegen_split_count=1",
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",

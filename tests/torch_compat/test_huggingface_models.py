@@ -1,5 +1,6 @@
 """Models to and from Hugging Face directories, judged by what `transformers` makes of them."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -84,9 +85,11 @@ def random_params(model):
 
 
 def save_run(path, config, params=None):
-    """A run directory of jaxforge at step 3."""
-    ours = setup(config)
-    state = begin(ours.model, params or random_params(config.model), ours.optimizer)
+    """A run directory of jaxforge at step 3, which has moved no moment: nothing is compiled."""
+    ours, params = setup(config), params or random_params(config.model)
+    like = jax.eval_shape(lambda given: begin(ours.model, given, ours.optimizer), params)
+    state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
+    state = jax.device_put(dataclasses.replace(state, params=params))
     run_directory.prepare(path, config)
     section = config.checkpoint.model_copy(update={"async_mode": "disabled"})
     saved = Checkpoints(path, section, ours.model.axes, config.model_dump(mode="json"))
