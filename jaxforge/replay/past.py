@@ -222,10 +222,34 @@ def _on_these_devices(
         raise UserError(
             f"there is no step {step}: they go from 1 to train.max_steps = {config.train.max_steps}"
         )
-    if not any(one.startswith("--distributed.") for one in overrides):
-        overrides = [*_same_batch(config, checkpoints), *overrides]
     values = config.model_dump(mode="json", exclude_unset=True)  # two batch sizes must agree
+    if any(one.startswith("--distributed.") for one in overrides):
+        there = make_config(values, overrides, "the run")
+        overrides = [*_same_rows(config, there, checkpoints, overrides), *overrides]
+    else:
+        overrides = [*_same_batch(config, checkpoints), *overrides]
     return make_config(values, overrides, "the run")
+
+
+def _same_rows(
+    config: JobConfig, there: JobConfig, checkpoints: Checkpoints, overrides: Sequence[str]
+) -> list[str]:
+    """The settings with which another mesh makes the same batch, unless its size is given."""
+    is_given = any(one.startswith(("--train.batch_size", "--train.global")) for one in overrides)
+    groups = None if is_given else _known_groups(config, checkpoints)
+    if groups is None or config.train.global_batch_size:
+        return []
+    rows, mesh = config.train.microbatch_size(groups), _sizes(there)
+    left = jax.device_count() // -math.prod(mesh) if -1 in mesh else 1
+    here = axes.data_parallel(
+        {axis: left if size == -1 else size for axis, size in zip(axes.AXES, mesh, strict=True)}
+    )
+    if here < 1 or rows % here:
+        raise UserError(
+            f"the step read {rows} sequences at a time, which {here} data-parallel devices cannot "
+            "share: choose another mesh, or give --train.batch_size for another batch"
+        )
+    return [f"--train.batch_size={rows // here}", *_same_order(config, groups)]
 
 
 def _same_batch(config: JobConfig, checkpoints: Checkpoints) -> list[str]:
@@ -241,9 +265,13 @@ def _same_batch(config: JobConfig, checkpoints: Checkpoints) -> list[str]:
     settings.append(f"--distributed.dp_shard={most}")
     if not config.train.global_batch_size:
         settings.append(f"--train.batch_size={rows // most}")
+    return [*settings, *_same_order(config, groups)]
+
+
+def _same_order(config: JobConfig, groups: int) -> list[str]:
     if config.data.order == "torch" and not config.data.torch_ranks:
-        settings.append(f"--data.torch_ranks={groups}")
-    return settings
+        return [f"--data.torch_ranks={groups}"]
+    return []
 
 
 def _data_parallel_groups(config: JobConfig, checkpoints: Checkpoints) -> int:
@@ -252,6 +280,16 @@ def _data_parallel_groups(config: JobConfig, checkpoints: Checkpoints) -> int:
     Raises:
         UserError: its config left that to the devices, and nothing else says it.
     """
+    groups = _known_groups(config, checkpoints)
+    if groups is None:
+        raise UserError(
+            "the run's distributed.dp_shard = -1 stands for the devices that there were: say how "
+            "many (--distributed.dp_shard=N)"
+        )
+    return groups
+
+
+def _known_groups(config: JobConfig, checkpoints: Checkpoints) -> int | None:
     if -1 not in _sizes(config):
         return _data_parallel(config)
     train, newest = config.train, checkpoints.latest()
@@ -260,10 +298,7 @@ def _data_parallel_groups(config: JobConfig, checkpoints: Checkpoints) -> int:
         each = train.batch_size * train.grad_accum_steps * progress.step
         if not progress.rollbacks and each and progress.samples % each == 0:
             return progress.samples // each
-    raise UserError(
-        "the run's distributed.dp_shard = -1 stands for the devices that there were: say how many "
-        "(--distributed.dp_shard=N)"
-    )
+    return None
 
 
 def _data_parallel(config: JobConfig) -> int:

@@ -295,3 +295,16 @@ def test_a_global_batch_is_as_large_on_other_devices():
     there = the_past._on_these_devices(config, 1, None, ["--distributed.dp_shard=2"])
     rules.check(there, 2)
     assert there.train.microbatch_size(2) == 8
+
+
+def test_on_another_mesh_the_batch_is_the_same_unless_it_is_said():
+    config = load_config(None, ["--train.batch_size=4", "--distributed.dp_shard=8"])
+
+    def size(*mesh):
+        return the_past._on_these_devices(config, 1, None, mesh).train.batch_size
+
+    assert size("--distributed.dp_shard=4", "--distributed.tp=2") == 8
+    assert size("--distributed.dp_shard=-1", "--distributed.tp=4") == 16
+    assert size("--distributed.dp_shard=4", "--train.batch_size=4") == 4
+    with pytest.raises(UserError, match="the step read 32 sequences at a time, which 3 data-paral"):
+        size("--distributed.dp_shard=3")
