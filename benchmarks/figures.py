@@ -231,8 +231,7 @@ def mup_coordinates() -> str:
 
 def mup_rates() -> str:
     """Loss by learning rate of two widths, with muP and without."""
-    rows = result("mup-cpu")["rates"]
-    return table(list(rows[0]), (row.values() for row in rows))
+    return _whole("mup_rates-cpu")
 
 
 def _whole(name: str) -> str:
@@ -273,7 +272,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
 SHOWN = {"remat-cpu", "pipeline-cpu", "pipeline-tpu", "kernels-cpu", "faults-cpu", "gpu_aot-h100",
          "experts_aot-tpu", "plan-none", "scaling-none", "kempnerforge_plans-none",
          "precision-cpu", "precision_kept-cpu", "kept-v5e", "kept-h100",
-         "mup-cpu"}  # fmt: skip
+         "mup-cpu", "mup_rates-cpu"}  # fmt: skip
 """Results with tables of their own."""
 
 

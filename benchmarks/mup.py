@@ -2,7 +2,8 @@
 
 The coordinate check (Tensor Programs V, appendix D.1): after a few steps at one learning rate, how
 large values of each kind are by the width of the model. And the loss by learning rate of a narrow
-model and of a wide one, on Python's own source, byte by byte.
+model and of a wide one, on Python's own source, byte by byte. `--only coordinates`: the first, in
+two minutes.
 """
 
 import functools
@@ -30,12 +31,13 @@ from jaxforge.model.transformer import Model, Params, build_model
 from jaxforge.optim.optimizer import build_optimizer
 
 BASE = 128
-WIDTHS = (64, 128, 256, 512)
+WIDTHS = (64, 128, 256, 512, 1024)
 POINTS = ("embedding", "attention", "mlp", "residual", "logits")
 INIT_STD = 0.08  # about 1/√BASE
 RATES = tuple(2.0**n for n in range(-11, -5))
 STEPS, BATCH, SEQ_LEN = 120, 8, 64
 CORPUS = 4 << 20  # bytes
+PACKAGES = ("jax", "flax", "optax")
 
 
 def config(
@@ -198,19 +200,32 @@ def _power(value: float) -> str:
     return f"{value:g}" if value >= 1 else f"2^{round(np.log2(value))}"
 
 
-def main() -> None:
-    """Measures, draws, writes."""
-    args = arguments(__doc__).parse_args()
-    widths = WIDTHS[:3] if args.quick else WIDTHS
-    steps, rates = (10, RATES[2:4]) if args.quick else (STEPS, RATES)
-    narrow, wide = (64, BASE) if args.quick else (BASE, 512)
+def check_coordinates(widths: Sequence[int], *, write: bool) -> None:
+    """Measures, writes, draws how values grow with the width."""
     found = {how: coordinates(widths, mup=how == "muP") for how in ("standard", "muP")}
     rows = [
         {"": how, "mean abs. of": name,
-         **{f"width {w}": round(v, 3) for w, v in zip(widths, of[name], strict=True)}}
+         **{f"width {w}": round(v, 3) for w, v in zip(widths, of[name], strict=True)},
+         "last / first": round(growth(of[name]), 2)}
         for how, of in found.items()
         for name in POINTS
     ]  # fmt: skip
+    print(*rows, sep="\n")
+    if not write:
+        return
+    write_json("mup", rows, PACKAGES)
+    if ELSEWHERE not in os.environ:
+        by_width = {
+            how: {name: list(zip(widths, of[name], strict=True)) for name in POINTS}
+            for how, of in found.items()
+        }
+        (DOCS / "mup-coordinates.svg").write_text(picture(by_width, "width", log_y=True))
+
+
+def compare_rates(
+    narrow: int, wide: int, rates: Sequence[float], steps: int, *, write: bool
+) -> None:
+    """The same of losses by learning rate."""
     by_rate: dict[str, dict[str, list[tuple[float, float]]]] = {"standard": {}, "muP": {}}
     for how, width in (("standard", narrow), ("muP", wide), ("standard", wide)):
         curve = by_rate[how].setdefault(f"width {width}", [])
@@ -219,23 +234,31 @@ def main() -> None:
             print(how, width, _power(lr), f"{curve[-1][1]:.3f}", flush=True)
     base = f"width {narrow}"  # of which muP is the standard
     by_rate["muP"] = {base: by_rate["standard"][base], **by_rate["muP"]}
-    losses = [
+    rows = [
         {"": how, "of": name, **{_power(lr): round(loss, 3) for lr, loss in curve},
          "best": _power(min(curve, key=lambda point: point[1])[0])}
         for how, curves in by_rate.items()
         for name, curve in curves.items()
     ]  # fmt: skip
-    if args.quick:
-        print(*rows, *losses, sep="\n")
+    print(*rows, sep="\n")
+    if not write:
         return
-    write_json("mup", rows, ("jax", "flax", "optax"), rates=losses)
+    write_json("mup_rates", rows, PACKAGES)
     if ELSEWHERE not in os.environ:
-        by_width = {
-            how: {name: list(zip(widths, of[name], strict=True)) for name in POINTS}
-            for how, of in found.items()
-        }
-        (DOCS / "mup-coordinates.svg").write_text(picture(by_width, "width", log_y=True))
         (DOCS / "mup-rates.svg").write_text(picture(by_rate, "learning rate", log_y=False))
+
+
+def main() -> None:
+    """Measures, draws, writes."""
+    parser = arguments(__doc__)
+    parser.add_argument("--only", choices=("coordinates", "rates"), help="one of the two")
+    args = parser.parse_args()
+    if args.only != "rates":
+        check_coordinates(WIDTHS[:3] if args.quick else WIDTHS, write=not args.quick)
+    if args.only != "coordinates":
+        steps, rates = (10, RATES[2:4]) if args.quick else (STEPS, RATES)
+        narrow, wide = (64, BASE) if args.quick else (BASE, 512)
+        compare_rates(narrow, wide, rates, steps, write=not args.quick)
 
 
 if __name__ == "__main__":
