@@ -234,6 +234,12 @@ def mup_rates() -> str:
     return _whole("mup_rates-cpu")
 
 
+def poison() -> str:
+    """At which place replay names planted documents."""
+    found = result("poison-cpu")
+    return f"{_whole('poison-cpu')}\n\n" + "\n".join(f"- {note}" for note in found["notes"])
+
+
 def _whole(name: str) -> str:
     found = result(name)
     head = list(dict.fromkeys(key for row in found["rows"] for key in row))
@@ -267,12 +273,13 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "kept": kept,
     "mup-coordinates": mup_coordinates,
     "mup-rates": mup_rates,
+    "poison": poison,
 }
 """What a page may name."""
 SHOWN = {"remat-cpu", "pipeline-cpu", "pipeline-tpu", "kernels-cpu", "faults-cpu", "gpu_aot-h100",
          "experts_aot-tpu", "plan-none", "scaling-none", "kempnerforge_plans-none",
          "precision-cpu", "precision_kept-cpu", "kept-v5e", "kept-h100",
-         "mup-cpu", "mup_rates-cpu"}  # fmt: skip
+         "mup-cpu", "mup_rates-cpu", "poison-cpu"}  # fmt: skip
 """Results with tables of their own."""
 
 

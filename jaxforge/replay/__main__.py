@@ -41,7 +41,7 @@ def parser() -> CommandParser:
     which.add_argument("--step", type=int, metavar="N", help="the step to look at, from 1")
     which.add_argument("--steps", metavar="A:B", help="steps to compare with what was logged")
     add("--around", type=int, default=2, metavar="N",
-        help="steps before and after, to compare layers with (default: 2)")  # fmt: skip
+        help="steps before and after, to compare with (default: 2)")  # fmt: skip
     add("--rows", type=int, default=4, metavar="N",
         help="rows of the batch to take apart into documents (default: 4)")  # fmt: skip
     add("--top", type=int, default=8, metavar="N", help="documents and layers to show (default: 8)")

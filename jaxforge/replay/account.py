@@ -1,19 +1,25 @@
 """What happened in a step: made again, compared with the log and with its neighbours."""
 
 import dataclasses
+import functools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Float
 
 from jaxforge import run_directory
-from jaxforge.corpus.tokenizer import Tokenizer
-from jaxforge.data.packing import IGNORE
-from jaxforge.replay.documents import Document, find_documents, oddness, token_losses
+from jaxforge.replay.documents import (
+    Document,
+    find_documents,
+    oddness,
+    token_loss_function,
+    token_spread,
+)
 from jaxforge.replay.influence import Influence, Influences
 from jaxforge.replay.layers import NORMS, LayerNorms, activation_norms, layer_norms, stands_out
 from jaxforge.replay.past import Past, Walk, open_past
@@ -102,10 +108,11 @@ def account(past: Past, step: int, *, around: int, rows: int) -> Account:
     Args:
         past: the run.
         step: from 1.
-        around: how many steps before and after it to compare with, as far as they had its config.
+        around: how many steps before and after it to compare with, as far as they had its config:
+            layers with both, the losses of documents with those before.
         rows: how many rows of the batch to take apart into documents.
     """
-    tokenizer = run_directory.find_tokenizer(past.run)
+    reader, before = _Reader(past), list[Document]()
     logged, looking = logged_steps(past.run), past.step_function(("grads", *NORMS))
     activations = jax.jit(lambda params, batch: activation_norms(past.model, params, batch))
     walk, norms = past.walk(max(past.start + 1, step - around)), {}
@@ -118,8 +125,10 @@ def account(past: Past, step: int, *, around: int, rows: int) -> Account:
         norms[at] = layer_norms(metrics, seen)
         if at == step:
             influences = Influences(past, walk, metrics["grads"])
-            suspects = _suspects(past, walk, influences, tokenizer, rows)
+            suspects = reader.suspects(walk, influences, before, rows)
             without_first = influences.without([suspects[0].document]) if suspects else None
+        elif at < step:
+            before += reader.documents(walk)[0]
         del metrics
         again = _made(walk.advance(), logged)
         made = again if at == step else made
@@ -129,42 +138,93 @@ def account(past: Past, step: int, *, around: int, rows: int) -> Account:
     return Account(made, suspects, without_first, norms, odd)
 
 
-def _suspects(
-    past: Past, walk: Walk, influences: Influences, tokenizer: Tokenizer | None, rows: int
-) -> list[Suspect]:
-    """All documents; those of the rows that matter most are taken apart."""
-    losses = token_losses(past.model, walk.state.variables, walk.batch, past.mesh)
-    batch = jax.device_get(walk.batch)
-    documents = find_documents(batch, losses, tokenizer.eos_id if tokenizer else None)
-    by_row = influences.of_rows()
-    counts = (batch["labels"] != IGNORE).sum(-1).reshape(-1)
-    means = losses.sum(-1).reshape(-1) / np.maximum(counts, 1)
-    most = np.argsort(-oddness(means, counts, [one.norm for one in by_row]))[:rows]
-    tokens = batch["input_ids"].reshape(-1, batch["input_ids"].shape[-1])
-    length = tokens.shape[1]
+def in_order(
+    documents: Sequence[Document],
+    losses: Float[np.ndarray, "m b s"],
+    of_rows: Sequence[Influence],
+    influence_of: Callable[[Document], Influence],
+    *,
+    before: Sequence[Document] = (),
+    rows: int,
+) -> list[tuple[Document, Influence | None]]:
+    """The documents of a batch, what stands out most first (`documents.oddness`).
 
-    def suspect(one: Document) -> Suspect:
-        influence = None
-        if (one.start, one.end) == (0, length):
-            influence = by_row[one.row]
-        elif one.row in most:
-            influence = influences.of(one.row, one.start, one.end)
-        own = tokens[one.row]
-        return Suspect(
-            one, walk.name_of(one.row), _text(own[one.start : one.end], tokenizer),
-            _text(own[slice(*one.worst)], tokenizer), influence,
-        )  # fmt: skip
+    Args:
+        documents: all of them.
+        losses: of the tokens.
+        of_rows: the influence of each row.
+        influence_of: that of a document; asked for those of some rows alone, as it takes long.
+        before: documents of other batches, to compare losses with.
+        rows: how many those are: the ones that stand out most, whole or by a document.
+    """
+    known = [(one.loss, one.tokens) for one in before]
+    odd_of = functools.partial(oddness, spread=token_spread(documents, losses))
+    tokens, means = [one.tokens for one in documents], [one.loss for one in documents]
+    odd_rows = odd_of(*_of_rows(documents, len(of_rows)), [one.norm for one in of_rows])
+    by_loss = odd_of(means, tokens, [math.nan] * len(documents), before=known)
+    np.maximum.at(odd_rows, [one.row for one in documents], by_loss)
+    most = set(np.argsort(-odd_rows)[:rows].tolist())
+    whole = 0, losses.shape[-1]
 
-    found = [suspect(one) for one in documents]
-    norms = [one.influence.norm if one.influence else math.nan for one in found]
-    odd = oddness([one.loss for one in documents], [one.tokens for one in documents], norms)
-    return [found[i] for i in np.argsort(-odd, kind="stable")]
+    def influence(one: Document) -> Influence | None:
+        if (one.start, one.end) == whole:
+            return of_rows[one.row]
+        return influence_of(one) if one.row in most else None
+
+    found = [influence(one) for one in documents]
+    odd = odd_of(means, tokens, [one.norm if one else math.nan for one in found], before=known)
+    return [(documents[i], found[i]) for i in np.argsort(-odd, kind="stable")]
 
 
-def _text(tokens: np.ndarray, tokenizer: Tokenizer | None) -> str:
-    if tokenizer is None:
-        return ""
-    return tokenizer.decode([int(one) for one in tokens[:_SHOWN]])[:_SHOWN]
+def _of_rows(documents: Sequence[Document], n: int) -> tuple[list[float], list[int]]:
+    """Mean losses and numbers of tokens."""
+    nats, tokens = np.zeros(n), np.zeros(n, int)
+    for one in documents:
+        nats[one.row] += one.loss * one.tokens
+        tokens[one.row] += one.tokens
+    return (nats / np.maximum(tokens, 1)).tolist(), tokens.tolist()
+
+
+class _Reader:
+    """Takes batches apart into documents with their losses."""
+
+    def __init__(self, past: Past) -> None:
+        self._tokenizer = run_directory.find_tokenizer(past.run)
+        self._losses = token_loss_function(past.model, past.mesh)
+
+    def documents(self, walk: Walk) -> tuple[list[Document], Float[np.ndarray, "m b s"]]:
+        """Of the next batch, and the losses of its tokens."""
+        losses, eos = self._losses(walk.state.variables, walk.batch), None
+        if self._tokenizer is not None:
+            eos = self._tokenizer.eos_id
+        return find_documents(jax.device_get(walk.batch), losses, eos), losses
+
+    def suspects(
+        self, walk: Walk, influences: Influences, before: Sequence[Document], rows: int
+    ) -> list[Suspect]:
+        """All documents; those of the rows that matter most are taken apart."""
+        documents, losses = self.documents(walk)
+        batch = jax.device_get(walk.batch["input_ids"])
+        tokens = batch.reshape(-1, batch.shape[-1])
+
+        def influence_of(one: Document) -> Influence:
+            return influences.of(one.row, one.start, one.end)
+
+        order = in_order(
+            documents, losses, influences.of_rows(), influence_of, before=before, rows=rows
+        )
+        return [
+            Suspect(
+                one, walk.name_of(one.row), self._text(tokens[one.row, one.start : one.end]),
+                self._text(tokens[one.row, slice(*one.worst)]), influence,
+            )
+            for one, influence in order
+        ]  # fmt: skip
+
+    def _text(self, tokens: np.ndarray) -> str:
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode([int(one) for one in tokens[:_SHOWN]])[:_SHOWN]
 
 
 def _made(metrics: Metrics, logged: dict[int, tuple[float, float]]) -> Made:

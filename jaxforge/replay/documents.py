@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,6 +18,8 @@ from jaxforge.step.gradients import Batch
 
 _LOGITS = 1 << 24  # at a time
 _WINDOW = 32  # tokens of the range whose loss is largest
+_USUAL = 3.0  # standard scores of norms that tables and lists have
+_HALF = 0.6745  # half of a normal distribution is within so many standard deviations
 
 
 class Document(NamedTuple):
@@ -42,16 +44,14 @@ class Document(NamedTuple):
     worst_loss: float
 
 
-def token_losses(
-    model: Model, params: Params, batch: Batch, mesh: Mesh
-) -> Float[np.ndarray, "m b s"]:
-    """-log p(label) of every token, 0 where it is not learned from.
+def token_loss_function(
+    model: Model, mesh: Mesh
+) -> Callable[[Params, Batch], Float[np.ndarray, "m b s"]]:
+    """What gives -log p(label) of every token, 0 where it is not learned from.
 
     Args:
         model: the model.
-        params: with what is not trained (`TrainState.variables`).
-        batch: on the mesh.
-        mesh: where both lie.
+        mesh: where parameters (with what is not trained: `TrainState.variables`) and batches lie.
     """
 
     def of_chunk(chunk: tuple[Array, Array], params: Params) -> Float[Array, "b s"]:
@@ -76,10 +76,14 @@ def token_losses(
         places = batch.pop("place")
         return jax.lax.map(functools.partial(of_microbatch, params), batch), places
 
-    whole = NamedSharding(mesh, PartitionSpec())
-    losses, places = jax.device_get(jax.jit(run, out_shardings=whole)(params, batch))
-    in_order = np.zeros_like(losses)
-    np.put_along_axis(in_order, places, losses, axis=-1)
+    compiled = jax.jit(run, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+    def in_order(params: Params, batch: Batch) -> Float[np.ndarray, "m b s"]:
+        losses, places = jax.device_get(compiled(params, batch))
+        found = np.zeros_like(losses)
+        np.put_along_axis(found, places, losses, axis=-1)
+        return found
+
     return in_order
 
 
@@ -110,35 +114,70 @@ def find_documents(
     return found
 
 
+def token_spread(documents: Sequence[Document], losses: Float[np.ndarray, "m b s"]) -> float:
+    """The standard deviation of a token's loss about the mean of its document, over all of them."""
+    nats = losses.reshape(-1, losses.shape[-1])
+    squares = [np.square(nats[one.row, one.start : one.end]).sum() for one in documents]
+    means, tokens = (np.array([getattr(one, x) for one in documents]) for x in ("loss", "tokens"))
+    about = squares - tokens * means**2
+    finite = np.isfinite(about)
+    return float(np.sqrt(about[finite].sum() / max(1, tokens[finite].sum())))
+
+
 def oddness(
-    losses: Sequence[float], tokens: Sequence[int], norms: Sequence[float]
+    losses: Sequence[float],
+    tokens: Sequence[int],
+    norms: Sequence[float],
+    *,
+    spread: float | None = None,
+    before: Sequence[tuple[float, int]] = (),
 ) -> Float[np.ndarray, "n"]:
     """How much parts of a batch stand out from the others, by loss or by gradient.
 
-    √(a² + b²) of two robust standard scores, (x - median) / (1.4826 · median |x - median|), as far
-    as they are above 0: of the mean loss, and of the gradient's norm by token, NaN where it is not
-    known. Both times √tokens, as a mean of few tokens strays further. What is not finite stands out
-    most.
+    The sum of two standard scores: of the mean loss, as far as it is above 0, and of the gradient's
+    norm by √tokens (as a sum grows whose terms point anywhere; NaN where it is not known), as far
+    as it is above 3: text that repeats itself, whose terms agree, has norms up to there.
+
+    A score is (x - median) / √(τ² + σ²/tokens). σ²/tokens is how far the mean of so few tokens
+    strays, τ by how much parts differ besides: half of all scores are within those of half of a
+    normal distribution. What is not finite stands out most.
 
     Args:
         losses: mean of each part.
         tokens: of each.
         norms: of the gradient of each one's sum.
+        spread: standard deviation of a token's loss in its part; by default the median loss. Norms
+            stray as much, relative to their median, and differ besides at least as much.
+        before: losses and tokens of parts of other batches, of which there is no norm: with them
+            median and τ of losses are better known.
     """
-    loss, norm = np.array(losses), np.array(norms)
-    with np.errstate(invalid="ignore"):
-        each = loss, norm / np.maximum(tokens, 1)
-        scores = np.hypot(*(np.fmax(_standard(x, np.sqrt(tokens)), 0) for x in each))
+    loss, norm, n = np.array(losses), np.array(norms), np.maximum(tokens, 1)
+    known = np.array([*zip(loss, n, strict=True), *before], float).reshape(-1, 2)
+    with np.errstate(all="ignore"):
+        middle = np.nanmedian(known[:, 0])
+        strays = 1.0 if spread is None else spread / middle
+        differ = _differences(known[:, 0] / middle, known[:, 1], strays)
+        scores = _scores(loss / middle, n, strays, differ)
+        if not np.isnan(norm).all():
+            relative = norm / np.sqrt(n)
+            relative /= np.nanmedian(relative)
+            differ = max(differ, _differences(relative, n, strays))
+            scores += np.fmax(_scores(relative, n, strays, differ) - _USUAL, 0)
     return np.where(np.isfinite(loss) & ~np.isinf(norm), scores, np.inf)
 
 
-def _standard(x: Float[np.ndarray, "n"], weight: Float[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
-    if np.isnan(x).all():
-        return x
-    away = (x - np.nanmedian(x)) * weight
-    away -= np.nanmedian(away)
-    spread = 1.4826 * np.nanmedian(np.abs(away)) or np.nanmax(np.abs(away)) or 1.0
-    return away / spread
+def _differences(
+    relative: Float[np.ndarray, "n"], tokens: Float[np.ndarray, "n"], strays: float
+) -> float:
+    """τ of values whose median is 1."""
+    besides = np.square((relative - 1) / _HALF) - strays**2 / tokens
+    return float(np.sqrt(max(0.0, np.nanmedian(besides))))
+
+
+def _scores(
+    relative: Float[np.ndarray, "n"], tokens: Float[np.ndarray, "n"], strays: float, differ: float
+) -> Float[np.ndarray, "n"]:
+    return np.fmax((relative - 1) / np.sqrt(differ**2 + strays**2 / tokens), 0)
 
 
 def _ranges(

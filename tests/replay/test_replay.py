@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,14 @@ from jaxforge.model import capture
 from jaxforge.optim.optimizer import global_norm
 from jaxforge.replay import __main__ as command
 from jaxforge.replay import past as the_past
-from jaxforge.replay.account import account, replayed
-from jaxforge.replay.documents import find_documents, oddness, token_losses
-from jaxforge.replay.influence import Influences
+from jaxforge.replay.account import account, in_order, replayed
+from jaxforge.replay.documents import (
+    find_documents,
+    oddness,
+    token_loss_function,
+    token_spread,
+)
+from jaxforge.replay.influence import Influence, Influences
 from jaxforge.replay.layers import NORMS
 from jaxforge.replay.past import open_past
 from tests.conftest import tiny_config
@@ -165,7 +171,7 @@ def test_influences_are_those_of_the_gradients_themselves(run):
 def test_losses_of_tokens_are_those_of_the_step(run):
     with open_past(run, 3) as past:
         walk = past.walk(3)
-        losses = token_losses(past.model, walk.state.variables, walk.batch, past.mesh)
+        losses = token_loss_function(past.model, past.mesh)(walk.state.variables, walk.batch)
         assert losses.shape == (1, ROWS, LENGTH)
         assert losses.mean() == pytest.approx(float(walk.advance()["loss"]), rel=1e-6)
 
@@ -196,6 +202,54 @@ def test_what_stands_out_is_far_from_the_others_by_loss_or_gradient():
     assert np.argmax(few) == 3  # of one token, a loss may be anything
     assert np.argmax(oddness([2.0, np.nan, 9.0], [64] * 3, [1.0, 1.0, 1.0])) == 1
     assert np.argmax(oddness([2.0, 2.0, 9.0], [64] * 3, [1.0, np.inf, 1.0])) == 1
+
+
+def test_a_few_tokens_with_a_high_loss_stand_out_less_than_many():
+    """Places and numbers as of real text: an end of five tokens, random characters, whole rows."""
+    losses, tokens = [7.9, 6.9, 4.3, 4.5, 4.4, 4.0], [5, 167, 256, 256, 256, 256]
+    norms = 0.016 * np.sqrt(tokens)  # a gradient grows with the root of its tokens
+    assert np.argmax(oddness(losses, tokens, norms, spread=2.8)) == 1
+    norms[3] *= 1.3  # lines that repeat
+    assert np.argmax(oddness(losses, tokens, norms, spread=2.8)) == 1
+    norms[3] *= 3
+    assert np.argmax(oddness(losses, tokens, norms, spread=2.8)) == 3
+
+
+def test_documents_of_the_steps_before_say_what_is_usual():
+    losses, tokens = [6.4, 6.2, 5.5, 5.2, 5.0], [256] * 5
+    before = [(4.0 + 0.1 * i, 256) for i in range(10)]
+    alone, with_them = (
+        oddness(losses, tokens, [math.nan] * 5, spread=2.8, before=b) for b in ((), before)
+    )
+    assert 2 * alone[0] < with_them[0]
+
+
+def test_how_far_tokens_stray_about_the_mean_of_their_document():
+    losses = np.array([[[1.0, 3.0, 5.0, 5.0, np.nan]]])
+    batch = {"input_ids": np.array([[[1, 0, 2, 0, 3]]]), "labels": np.ones((1, 1, 5), int)}
+    assert token_spread(find_documents(batch, losses, eos=0), losses) == pytest.approx(0.5**0.5)
+
+
+def test_rows_are_taken_apart_for_a_document_that_stands_out_in_them():
+    """Of a row whose rest is easy, the mean says nothing."""
+    losses = np.full((1, 4, 64), 4.0)
+    losses[0, :, 32:] = [[4.1], [4.2], [4.0], [3.9]]
+    losses[0, 2, :8], losses[0, 2, 8:] = 9.0, 3.0
+    tokens = np.ones((1, 4, 64), int)
+    tokens[0, :, 31], tokens[0, 2, 7] = 0, 0
+    batch = {"input_ids": tokens, "labels": tokens}
+    asked = []
+
+    def influence_of(one):
+        asked.append(one.row)
+        return Influence(one.tokens**0.5, 1.0)
+
+    order = in_order(
+        find_documents(batch, losses, eos=0), losses, [Influence(8.0, 1.0)] * 4, influence_of,
+        rows=1,
+    )  # fmt: skip
+    assert set(asked) == {2}
+    assert (order[0][0].row, order[0][0].start) == (2, 0)
 
 
 def test_a_look_changes_nothing(run):

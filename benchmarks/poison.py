@@ -1,0 +1,270 @@
+"""At which place a replayed step names the document that was planted in it.
+
+    python benchmarks/poison.py [--quick]
+
+A model learns the source of Python's library. In 18 steps of the last third of its training, one of
+ten or so documents is overwritten: with noise of six kinds, three times each. These steps are made
+again, and their documents ordered as `jaxforge replay --step N --around 1` does, but in one walk:
+the planted one should come first. About ten minutes on two cores.
+"""
+
+import random
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+import results
+
+from jaxforge import prepare, train
+from jaxforge.corpus.tokenizer import Tokenizer, load_tokenizer
+from jaxforge.data.order import GrainOrder
+from jaxforge.parallel import multihost
+from jaxforge.replay.account import in_order
+from jaxforge.replay.documents import Document, find_documents, token_loss_function
+from jaxforge.replay.influence import Influence, Influences
+from jaxforge.replay.past import open_past
+
+VOCAB, SEQ, BATCH, STEPS = 4096, 256, 8, 600
+WINDOW = SEQ + 1
+TIMES = 3
+TOKENS = 60, 200  # of a planted document
+ROWS = 4  # taken apart, as by default
+SEED = 0
+CONFIG = """
+[model]
+dim = 192
+n_layers = 4
+n_heads = 6
+vocab_size = {vocab}
+max_seq_len = {seq}
+[train]
+batch_size = {batch}
+seq_len = {seq}
+max_steps = {steps}
+mixed_precision = "fp32"
+[optimizer]
+lr = 2e-3
+[scheduler]
+name = "cosine"
+warmup_steps = 40
+[data]
+dataset_path = "{here}/data/train"
+tokenizer_path = "{here}/data/tokenizer"
+pack_sequences = true
+[checkpoint]
+dir = "{here}/run"
+interval = 20
+keep_last_n = 0
+[metrics]
+log_interval = 10
+"""
+
+
+def characters(text: str, rng: random.Random) -> str:
+    """Any that can be printed."""
+    return "".join(chr(rng.randrange(33, 127)) for _ in text)
+
+
+def shuffled(text: str, rng: random.Random) -> str:
+    """Its own words."""
+    words = text.split()
+    rng.shuffle(words)
+    return " ".join(words)
+
+
+def greek(text: str, _: random.Random) -> str:
+    """Its letters in another alphabet."""
+    letters = {ord("a") + i: 0x3B1 + i % 25 for i in range(26)}
+    return text.lower().translate(letters)
+
+
+def misread(text: str, rng: random.Random) -> str:
+    """That, in UTF-8, read as Latin-1."""
+    return greek(text, rng).encode().decode("latin-1")
+
+
+def repeated(text: str, rng: random.Random) -> str:
+    """One character."""
+    return chr(rng.randrange(33, 127)) * len(text)
+
+
+KINDS: dict[str, Callable[[str, random.Random], str] | None] = {
+    "random characters": characters,
+    "its words shuffled": shuffled,
+    "random tokens": None,
+    "another alphabet": greek,
+    "misread encoding": misread,
+    "one character repeated": repeated,
+}
+"""What becomes of a document's text; random tokens have none."""
+
+
+@dataclass
+class Planted:
+    """A document that does not belong.
+
+    Attributes:
+        kind: of `KINDS`.
+        step: that reads it, from 1.
+        row: of the step's batch.
+        start: its first token in the row.
+        end: after its last.
+    """
+
+    kind: str
+    step: int
+    row: int
+    start: int
+    end: int
+
+
+def prepared(here: Path) -> Tokenizer:
+    """The sources of the library as tokens, in one file."""
+    root = sysconfig.get_path("stdlib")
+    left_out = ("site-packages/*", "test/*", "*/test/*", "*/tests/*", "idlelib/*", "lib2to3/*",
+                "encodings/*", "pydoc_data/*")  # fmt: skip
+    prepare.main([
+        root, "--output", f"{here}/data", "--glob", "*.py", "--tokenizer", "bpe",
+        "--vocab-size", str(VOCAB), *(f"--exclude={one}" for one in left_out),
+    ])  # fmt: skip
+    return load_tokenizer(f"{here}/data/tokenizer")
+
+
+def plant(here: Path, tokenizer: Tokenizer, kinds: list[str], steps: int) -> list[Planted]:
+    """Overwrites a document in as many steps of the last third, each read once."""
+    (path,) = here.glob("data/train/*.npy")
+    tokens, rng = np.load(path), random.Random(SEED)
+    order = GrainOrder(len(tokens) // WINDOW, SEED, True)
+    assert steps * BATCH <= len(tokens) // WINDOW  # else some were read before
+    found = []
+    for i, kind in enumerate(kinds):
+        step, row = steps - (len(kinds) - 1 - i) * (steps // 3) // len(kinds), rng.randrange(BATCH)
+        at = order[(step - 1) * BATCH + row] * WINDOW
+        n = rng.randint(*TOKENS)
+        start = rng.randrange(1, SEQ - n)
+        noise = _noise(kind, tokens[at + start :][:n], tokenizer, rng)
+        end = start + len(noise)
+        tokens[at + start - 1] = tokens[at + end] = tokenizer.eos_id
+        tokens[at + start : at + end] = noise
+        found.append(Planted(kind, step, row, start, end))
+    np.save(path, tokens)
+    return found
+
+
+def _noise(kind: str, real: np.ndarray, tokenizer: Tokenizer, rng: random.Random) -> np.ndarray:
+    make = KINDS[kind]
+    if make is None:
+        ids = [one for one in range(VOCAB) if one != tokenizer.eos_id]
+        return np.array(rng.choices(ids, k=len(real)))
+    text = make(tokenizer.decode(real.tolist()), rng)
+    return np.array(tokenizer.encode(text)[: len(real)])
+
+
+@dataclass
+class Measured:
+    """What is known of the documents of a step, as `jaxforge replay` measures it.
+
+    Attributes:
+        documents: of the step.
+        losses: of their tokens.
+        before: documents of the step before.
+        of_rows: influence of each row.
+        influences: of each document, as of `documents`.
+    """
+
+    documents: list[Document]
+    losses: np.ndarray
+    before: list[Document]
+    of_rows: list[Influence]
+    influences: list[Influence]
+
+
+def measure(run: Path, planted: list[Planted], eos: int | None) -> Iterator[Measured]:
+    """The steps that read a planted document, made again in one go."""
+    steps = [one.step for one in planted]
+    with open_past(run, steps[-1]) as past:
+        walk, looking = past.walk(steps[0] - 1), past.step_function(("grads",))
+        losses_of, before = token_loss_function(past.model, past.mesh), []
+        while steps:
+            at = walk.progress.step + 1
+            if at in (steps[0], steps[0] - 1):
+                losses = losses_of(walk.state.variables, walk.batch)
+                documents = find_documents(jax.device_get(walk.batch), losses, eos)
+            if at == steps[0]:
+                influences = Influences(past, walk, walk.look(looking)["grads"])
+                of = [influences.of(one.row, one.start, one.end) for one in documents]
+                print(f"step {at} of {planted[-1].step}", flush=True)
+                yield Measured(documents, losses, before, influences.of_rows(), of)
+                del steps[0]
+            else:
+                before = documents if at == steps[0] - 1 else before
+            if steps:
+                walk.advance()
+
+
+def place(one: Planted, found: Measured) -> dict[str, object]:
+    """Where the planted document stands among those of its step."""
+    order = in_order(
+        found.documents, found.losses, found.of_rows,
+        lambda other: found.influences[found.documents.index(other)],
+        before=found.before, rows=ROWS,
+    )  # fmt: skip
+    documents = [document for document, _ in order]
+    (at,) = (
+        i
+        for i, other in enumerate(documents)
+        if other.row == one.row and other.start <= one.start < other.end
+    )
+    others = [other.loss for other in documents if other is not documents[at]]
+    return {
+        "planted": one.kind,
+        "step": one.step,
+        "tokens": documents[at].tokens,
+        "loss": round(documents[at].loss, 2),
+        "losses of the others": f"{min(others):.2f} to {max(others):.2f}",
+        "place": f"{at + 1} of {len(documents)}",
+    }
+
+
+def prepare_and_train(here: Path, kinds: list[str], steps: int) -> list[Planted]:
+    """A run in whose data documents were planted."""
+    planted = plant(here, prepared(here), kinds, steps)
+    config = CONFIG.format(vocab=VOCAB, seq=SEQ, batch=BATCH, steps=steps, here=here)
+    (here / "run.toml").write_text(config)
+    train.main(["--config", f"{here}/run.toml", f"--train.seed={SEED}"])
+    return planted
+
+
+def main() -> None:
+    """Trains, replays, writes the places."""
+    quick = results.arguments(__doc__).parse_args().quick
+    kinds, steps = (list(KINDS), 60) if quick else ([*KINDS] * TIMES, STEPS)
+    with tempfile.TemporaryDirectory() as directory:
+        here = Path(directory)
+        planted = prepare_and_train(here, kinds, steps)
+        multihost.initialize()
+        eos = load_tokenizer(here / "data/tokenizer").eos_id
+        rows = [
+            place(one, found)
+            for one, found in zip(planted, measure(here / "run", planted, eos), strict=True)
+        ]
+    raise SystemExit(told(rows, write=not quick))
+
+
+def told(rows: list[dict[str, object]], *, write: bool) -> int:
+    """Prints and writes the places; an exit code."""
+    print(*rows, sep="\n")
+    first = sum(str(row["place"]).startswith("1 ") for row in rows)
+    print(f"first in {first} of {len(rows)}")
+    if write:
+        notes = [f"named first in {first} of {len(rows)} cases"]
+        results.write_json("poison", rows, ("jax", "flax", "optax"), notes=notes)
+    return int(write and first < len(rows))
+
+
+if __name__ == "__main__":
+    main()
