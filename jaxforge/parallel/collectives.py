@@ -131,11 +131,13 @@ def all_gather_weight(weight: Array, axes: Axes) -> Array:
     passes the pieces around (windowed einsum). That pays for gradients, where it hides the
     reduction, and costs half of the speed of forward products (benchmarks/aot.py).
 
+    Its own layout is said, too: else the partitioner may gather what it was cast from.
+
     Args:
         weight: [..., ...], laid out by `axes`, in the dtype that it is to travel in.
         axes: its logical axes.
     """
-    return constrain(weight, *without_data(axes))
+    return constrain(constrain(weight, *axes), *without_data(axes))
 
 
 def _gather(weight: Array, axes: Axes) -> tuple[Array, None]:

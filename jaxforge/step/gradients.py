@@ -41,7 +41,6 @@ from jaxforge.parallel.mesh import STAGES, token_parallel_size
 from jaxforge.parallel.sharding import (
     Axes,
     batch_specs,
-    constrain,
     data_axes,
     group_axes,
     mesh_axes,
@@ -334,7 +333,7 @@ def _gather(param: Array, axes: Axes, dtype: jnp.dtype) -> Array:
     """A parameter whole over the data axes, still split over tp; matrices travel in `dtype`."""
     if is_matrix(axes):
         param = param.astype(dtype)
-    return constrain(param, *without_data(axes))
+    return collectives.all_gather_weight(param, axes)
 
 
 def _reduction(axes: PyTree, mesh: Mesh, dtype: jnp.dtype) -> Callable[[Params], Params]:

@@ -134,6 +134,23 @@ def test_gradients_travel_as_they_are_asked_to(mode, reduce_dtype, found):
 
 @compiles
 @pytest.mark.usefixtures("no_cache")
+@pytest.mark.parametrize(
+    ("mode", "precision"), [("update", "bf16"), ("microbatch", "bf16"), ("microbatch", "fp8")]
+)
+def test_no_weight_travels_in_float32(mode, precision):
+    """Nor the head, nor the first and the last block: fp8 leaves both in bf16, outside the loop."""
+    train = {"grad_sync": mode, "mixed_precision": precision}
+    config = config_of(case({"dp_shard": 8}, train, model={"vocab_size": 8192}))
+    lowered = lower_train_step(config, make_mesh(config, h100s()))
+    text = lowered.compile(xla_flags.compiler_options(h100s()[0], {})).as_text()
+    results = re.findall(r"= (.+?) all-gather(?:-start)?\(", text)
+    gathered = {dtype for one in results for dtype in re.findall(r"(\w+)\[\d+,[\d,]+\]", one)}
+    assert "bf16" in gathered
+    assert "f32" not in gathered
+
+
+@compiles
+@pytest.mark.usefixtures("no_cache")
 def test_offloaded_activations_are_on_the_host():
     """[layers, sequences, tokens, dim] in bf16, of one device."""
     config = config_of(case({"dp_shard": 8}, {"offload": ["activations"]}))
