@@ -1,11 +1,11 @@
 """Splash attention: the flash attention kernel for TPU that comes with JAX.
 
 The kernel knows one sequence on one device. Here it is mapped over the batch;
-`attention_backends.attend_locally` brings it to a mesh.
+`attention_backends.attend_locally` brings it to a mesh. Tiles that it computes are listed when it
+is made, from its mask; documents are known later, and by them tiles are struck from the lists.
 """
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,14 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     SegmentIds,
     make_splash_mha,
 )
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import (
+    SplashAttentionKernel,
+)
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import (
     ChunkedCausalMask,
 )
-from jaxtyping import Array, Float, Int
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxforge.model.scoring import PLAIN, Scoring
 
@@ -48,15 +52,58 @@ def splash_attention(
     """softmax(q kᵀ / √h) v over the keys at or before each query, of its own document.
 
     Of a window of tokens, its own included, it sees those, and of a row in chunks its own chunk;
-    tiles outside of it are not computed. `sinks` are a logit of each head that joins its scores.
+    tiles outside of it are not computed, nor those of which no query is in a document of a key.
+    `sinks` are a logit of each head that joins its scores.
     """
     length, heads, h = q_BSHh.shape[1:]
     kernel = _kernel(length, heads, _mask(length, window, chunk), scoring.softcap)
     scaled = q_BSHh * jnp.asarray(scoring.scale_of(h), q_BSHh.dtype)
-    segments = None if segment_ids is None else SegmentIds(q=segment_ids, kv=segment_ids)
-    heads_first = (x.swapaxes(1, 2) for x in (scaled, k_BSKh, v_BSKh))
-    of_rows = jax.vmap(kernel, in_axes=(0, 0, 0, 0, None))
-    return of_rows(*heads_first, segments, sinks).swapaxes(1, 2)
+    q, k, v = (x.swapaxes(1, 2) for x in (scaled, k_BSKh, v_BSKh))
+
+    def of_row(q: Array, k: Array, v: Array, ids: Int[Array, "s"] | None) -> Array:
+        own = kernel if ids is None else _within_documents(kernel, ids)
+        y = own(q, k, v, None if ids is None else SegmentIds(q=ids, kv=ids), sinks)
+        assert isinstance(y, jax.Array)  # without residuals
+        return y
+
+    return jax.vmap(of_row)(q, k, v, segment_ids).swapaxes(1, 2)
+
+
+def _within_documents(kernel: SplashAttentionKernel, ids: Int[Array, "s"]) -> SplashAttentionKernel:
+    """The same without tiles whose queries and keys have no document in common."""
+    tiles = ids.reshape(-1, _block(len(ids)))
+    first, last = jnp.min(tiles, axis=1), jnp.max(tiles, axis=1)
+    meet = (first[:, None] <= last) & (first <= last[:, None])
+    of_keys, of_queries = kernel.dkv_mask_info, kernel.dq_mask_info
+    assert of_keys is not None
+    assert of_queries is not None
+    return SplashAttentionKernel(
+        _struck(kernel.fwd_mask_info, meet),
+        _struck(of_queries, meet),
+        _struck(of_keys, meet, by_keys=True),
+        **kernel.kwargs,
+    )
+
+
+def _struck(info: MaskInfo, meet: Bool[Array, "n n"], *, by_keys: bool = False) -> MaskInfo:
+    """Lists without tiles that do not meet: instead of one, what comes next is fetched meanwhile.
+
+    A tile of queries has a list of tiles of keys; `by_keys` it is the other way round.
+    """
+    if info.data_next is None or info.block_mask is None:  # nothing is listed: all are computed
+        return info
+    turned = (0, 2, 1) if by_keys else (0, 1, 2)
+    listed, mask = (jnp.transpose(x, turned) for x in (info.data_next, info.block_mask))
+    own = jnp.arange(len(meet))[:, None]
+    stays = (mask > 0) & meet[own, listed.astype(jnp.int32)]
+    at = jnp.arange(stays[0].size)
+    following = jnp.where(stays.reshape(len(stays), -1), at, len(at) - 1)
+    following = jax.lax.cummin(following, axis=1, reverse=True)
+    fetched = jnp.take_along_axis(listed.reshape(following.shape), following, axis=1)
+    return info._replace(
+        data_next=jnp.transpose(fetched.reshape(listed.shape), turned),
+        block_mask=jnp.transpose(jnp.where(stays, mask, 0), turned),
+    )
 
 
 def _mask(length: int, window: int | None, chunk: int | None) -> Mask:
@@ -111,8 +158,12 @@ def _filled(shape: tuple[int, int], value: bool) -> np.ndarray:
     return tile
 
 
-def _kernel(length: int, heads: int, of_head: Mask, softcap: float | None) -> Callable[..., Array]:
-    block = min(_BLOCK, length & -length)  # a power of two that divides the length
+def _block(length: int) -> int:
+    return min(_BLOCK, length & -length)  # a power of two that divides the length
+
+
+def _kernel(length: int, heads: int, of_head: Mask, softcap: float | None) -> SplashAttentionKernel:
+    block = _block(length)
     sizes = BlockSizes(
         block_q=block,
         block_kv=block,

@@ -243,6 +243,26 @@ def test_splash_is_the_reference(monkeypatch, kv_heads, packed, window, chunk, s
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-4), ours, reference)
 
 
+@pytest.mark.parametrize("window", [None, 300])
+def test_splash_computes_no_tile_of_other_documents(monkeypatch, window):
+    """NaN that is only masked comes through: of keys forward and to queries, of queries to keys."""
+    monkeypatch.setattr(splash, "_INTERPRET", True)
+    monkeypatch.setattr(splash, "_BLOCK", 128)
+    ids = np.repeat([[3, 5, 9]], 256, axis=1)
+    broken = (ids == 5)[..., None, None]
+    rng = np.random.default_rng(0)
+    inputs = (rng.standard_normal((1, ids.size, 1, 128), np.float32) for _ in range(3))
+    q, k, v = (jnp.asarray(np.where(broken, np.nan, x)) for x in inputs)
+
+    def loss(q, k, v):
+        y = splash.splash_attention(q, k, v, jnp.asarray(ids), window)
+        return jnp.sum(jnp.where(broken, 0, y)), y
+
+    gradients, y = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+    for found in (y, *gradients):
+        np.testing.assert_array_equal(np.isfinite(found).all(-1), ~broken[..., 0])
+
+
 @pytest.mark.parametrize(
     ("window", "chunk"),
     [(None, None), (1, None), (15, None), (18, None), (99, None), (None, 16), (None, 18)],
