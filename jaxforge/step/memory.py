@@ -125,7 +125,8 @@ class _Sizes:
         for _, leaf, axes in self._leaves():
             elements = self._elements(leaf, without_data(axes) if whole else axes)
             of_one = self._itemsize(leaf, axes) if whole else leaf.dtype.itemsize
-            to_add_up = _F32 if whole else 2 * _F32 + self.bytes
+            copied = self.bytes if leaf.dtype != self.model.dtype else 0  # cast where it lies
+            to_add_up = _F32 if whole else 2 * _F32 + copied
             if self.pipelined:
                 total += elements * _F32
             else:
