@@ -186,15 +186,19 @@ def _sums(
     hidden_BSD: Array, head_VD: Array, labels_BS: Array, tiling: Tiling, dataset_mask: Array | None
 ) -> LossSum:
     """`cross_entropy` of sequences that no device axis splits."""
+    weights = _gathered(head_VD, hidden_BSD.dtype)
     if _by_chunks(tiling, head_VD):
-        return _by_vocab(tiling, hidden_BSD, head_VD, labels_BS, dataset_mask)[0]
-    weights = collectives.all_gather_weight(head_VD.astype(hidden_BSD.dtype), _HEAD)
+        return _by_vocab(tiling, hidden_BSD, weights, labels_BS, dataset_mask)[0]
 
     def one(total: LossSum, tile: _Tile) -> tuple[LossSum, None]:
         return total.plus(_tile_sums(tile, weights, dataset_mask, tiling.softcap)[0]), None
 
     tiles, none = _tiles(tiling.tokens, hidden_BSD, labels_BS)
     return _fold(one, _tile_sums(none, weights, dataset_mask, tiling.softcap)[0], tiles)[0]
+
+
+def _gathered(head_VD: Array, dtype: jnp.dtype) -> Array:
+    return collectives.all_gather_weight(head_VD.astype(dtype), _HEAD)
 
 
 def _by_chunks(tiling: Tiling, head_VD: Array) -> bool:
@@ -243,10 +247,14 @@ def _differentiable(
     loss_weights: LossWeights,
     dataset_mask: Array | None,
 ) -> tuple[WeightedLoss, tuple[Any, ...]]:
-    """The loss, and what the backward pass needs: here, by tiles of tokens, the gradient itself."""
+    """The loss, and what the backward pass needs: here, by tiles of tokens, the gradient itself.
+
+    By chunks of the vocabulary it is the head as it was gathered: that pass comes next.
+    """
     if _by_chunks(tiling, head):
-        sums, lse = _by_vocab(tiling, hidden, head, labels, dataset_mask)
-        return _weigh(sums, loss_weights), (hidden, head, labels, loss_weights, lse)
+        weights, like = _gathered(head, hidden.dtype), jnp.zeros((), head.dtype)
+        sums, lse = _by_vocab(tiling, hidden, weights, labels, dataset_mask)
+        return _weigh(sums, loss_weights), (hidden, weights, like, labels, loss_weights, lse)
     sums, d_hidden, d_head_DV = _gradient_by_tokens(
         tiling, hidden, head, labels, loss_weights, dataset_mask
     )
@@ -261,9 +269,11 @@ def _differentiate(
     if len(saved) == 2:
         d_hidden, d_head = (d_loss.astype(grad.dtype) * grad for grad in saved)
     else:
-        hidden, head, labels, loss_weights, lse = saved
+        hidden, weights, like, labels, loss_weights, lse = saved
         loss_weights = LossWeights(d_loss * loss_weights.token, d_loss * loss_weights.position)
-        d_hidden, d_head = _gradient_by_vocab(tiling, hidden, head, labels, loss_weights, lse)
+        d_hidden, d_head = _gradient_by_vocab(
+            tiling, hidden, weights, labels, loss_weights, lse, like.dtype
+        )
     return d_hidden, d_head, None, None, None
 
 
@@ -382,7 +392,7 @@ def _gradient_by_tokens(
     dataset_mask: Array | None,
 ) -> tuple[LossSum, Array, Array]:
     """Sums, and the gradients [b, s, d] and [d, v]: of the head it is Σ hiddenᵀ · d_logits."""
-    weights = collectives.all_gather_weight(head.astype(hidden.dtype), _HEAD)
+    weights = _gathered(head, hidden.dtype)
 
     def of_tile(tile: _Tile) -> tuple[LossSum, Array, Array]:
         sums, logits, lse, is_label = _tile_sums(tile, weights, dataset_mask, tiling.softcap)
@@ -407,7 +417,7 @@ def _gradient_by_tokens(
 
 
 def _by_vocab(
-    tiling: Tiling, hidden: Array, head: Array, labels: Array, dataset_mask: Array | None
+    tiling: Tiling, hidden: Array, weights: Array, labels: Array, dataset_mask: Array | None
 ) -> tuple[LossSum, Float[Array, "t"]]:
     """Sums, and the logsumexp of each token, by a running one over chunks of the vocabulary."""
     tile = _whole(hidden, labels)
@@ -420,10 +430,8 @@ def _by_vocab(
         is_label = chunk.ids == tile.labels[:, None]
         return (new_top, rest, label_logits + jnp.sum(jnp.where(is_label, logits, 0.0), -1)), None
 
-    zeros = jnp.sum(_zeros(tile.hidden, head)[:, :0], axis=-1)
-    chunks = chunks_of(
-        collectives.all_gather_weight(head.astype(hidden.dtype), _HEAD), tiling.vocab
-    )
+    zeros = jnp.sum(_zeros(tile.hidden, weights)[:, :0], axis=-1)
+    chunks = chunks_of(weights, tiling.vocab)
     (top, rest, label_logits), _ = jax.lax.scan(one, (zeros - jnp.inf, zeros, zeros), chunks)
     lse = _over_shares(top + jnp.log(rest))
     return _sum_up(tile, lse, collectives.psum(label_logits, "vocab"), dataset_mask), lse
@@ -432,11 +440,13 @@ def _by_vocab(
 def _gradient_by_vocab(
     tiling: Tiling,
     hidden: Array,
-    head: Array,
+    weights: Array,
     labels: Array,
     loss_weights: LossWeights,
     lse: Array,
+    dtype: jnp.dtype,
 ) -> tuple[Array, Array]:
+    """Gradients of the hidden states [b, s, d], and of the head [v, d] in `dtype`."""
     tile = _whole(hidden, labels)
 
     def one(d_hidden: Array, chunk: Chunk) -> tuple[Array, Array]:
@@ -444,13 +454,11 @@ def _gradient_by_vocab(
         logits = chunk.logits(tile.hidden, tiling.softcap)
         d_logits = _d_logits(tile, loss_weights, logits, lse[:, None], is_label, tiling.softcap)
         d_hidden += _product("tv,vd->td", d_logits, chunk.weights)
-        return d_hidden, _product("tv,td->vd", d_logits, tile.hidden).astype(head.dtype)
+        return d_hidden, _product("tv,td->vd", d_logits, tile.hidden).astype(dtype)
 
-    chunks = chunks_of(
-        collectives.all_gather_weight(head.astype(hidden.dtype), _HEAD), tiling.vocab
-    )
-    d_hidden, d_chunks = jax.lax.scan(one, _zeros(tile.hidden, head), chunks)
-    d_head = constrain(joined(d_chunks, head.shape[0]), *_HEAD)
+    chunks = chunks_of(weights, tiling.vocab)
+    d_hidden, d_chunks = jax.lax.scan(one, _zeros(tile.hidden, weights), chunks)
+    d_head = constrain(joined(d_chunks, len(weights)), *_HEAD)
     return collectives.psum(d_hidden, "vocab").reshape(hidden.shape).astype(hidden.dtype), d_head
 
 
