@@ -17,6 +17,7 @@ from jaxforge.model.transformer import build_model
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import device_memory
 from jaxforge.parallel.mesh import make_mesh
+from jaxforge.plan.hlo import first_group
 from jaxforge.state.train_state import abstract_state
 from jaxforge.step import train_step
 from jaxforge.step.grad_sync import resolve_grad_sync
@@ -245,8 +246,7 @@ def added_up(config, directory):
     lowered(new_setup(config)).compile({**options, "xla_dump_hlo_as_text": True})
     (path,) = directory.glob("*train_step*after_spmd-partitioning*.txt")
     reductions = re.findall(r"= (.+?) (?:all-reduce|reduce-scatter)\((.+)", path.read_text())
-    alone = "replica_groups={{0},{1}"
-    among_devices = [result for result, rest in reductions if alone not in rest]
+    among_devices = [result for result, rest in reductions if len(first_group(rest, 4)) > 1]
     shapes = [shape for one in among_devices for shape in re.findall(r"(\w+)\[([\d,]+)\]", one)]
     # Matrices of a layer, embedding and head: other sums are of tokens or of single numbers.
     return {dtype for dtype, shape in shapes if set(shape.split(",")) & SIZES and "," in shape}
