@@ -92,9 +92,12 @@ class Workload:
             pairs = math.prod(int(n) for n in re.findall(r"\d+", scores[1]))
             query = max((dims for dims, _ in _inputs(operation, within)), key=len)
             return 2 * products * pairs * query[-1] * self._visible
-        width = max((dims for dims, _ in arrays(operation.shape)), key=math.prod)[-1]
-        inputs = (dims for dims, size in _inputs(operation, within) if size > 1)  # masks: bytes
-        query, key, *_ = (dims for dims in inputs if len(dims) >= 3 and dims[-1] == width)
+        given = (dims for dims, size in _inputs(operation, within) if size > 1)  # masks: bytes
+        heads = [dims for dims in given if len(dims) >= 3]
+        widths = {dims[-1] for dims in heads}  # a logsumexp may be wider than a head
+        made = (dims for dims, _ in arrays(operation.shape) if dims and dims[-1] in widths)
+        width = max(made, key=math.prod)[-1]
+        query, key, *_ = (dims for dims in heads if dims[-1] == width)
         pairs = math.prod(query[:-1]) * key[-2]
         return 2 * products * pairs * query[-1] * self._visible
 

@@ -51,6 +51,9 @@ LINES = {
     "splash": '%splash_mha_dkv = (f32[8,128]{1,0}, bf16[8,128,64]{2,1,0}) custom-call(%masks, '
               '%masks, %k, %k, %k), '
               'custom_call_target="tpu_custom_call"',
+    "splash, narrow heads": '%splash_mha_fwd_residuals = (f32[64,128]{1,0}, f32[64,64]{1,0}, '
+              'bf16[8,128,64]{2,1,0}, f32[8,128,128]{2,1,0}) custom-call(%masks, %masks, %k, %k, '
+              '%k), custom_call_target="tpu_custom_call"',
     "gmm": '%gmm = bf16[64,128]{1,0} custom-call(%x, %experts), '
            'custom_call_target="tpu_custom_call"',
     "cublas": '%r = bf16[64,512]{1,0} custom-call(%x, %w), custom_call_target="__cublas$gemm", '
@@ -88,6 +91,7 @@ PAIRS = 2 * 8 * 128 * 128
         ("masked", "attention", 2 * 2 * PAIRS * 64 / 2),
         ("triton", "attention", 4 * 2 * 2 * 8 * 128 * 96 * 64 / 2),
         ("splash", "attention", 4 * 2 * 8 * 128 * 128 * 64 / 2),
+        ("splash, narrow heads", "attention", 2 * 2 * 8 * 128 * 128 * 64 / 2),
         ("gmm", "experts", 2 * 64 * 256 * 128),
         ("mark", "nothing", 0),
     ],
