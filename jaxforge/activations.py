@@ -2,13 +2,8 @@
 
 Of sequences of a set (`--set`, by default the run's `[eval]`) as a checkpoint sees them; or, with
 `--step N`, of the very batch of a training step, before the step is made (docs/replay.md). For each
-point (`model/capture.py`, and "logits") DIR gets a file that NumPy reads,
-
-    <point>.npy     float32 [sequences, layers, tokens, dim]; logits [sequences, tokens, vocabulary]
-    tokens.npy      int32 [sequences, tokens]
-
-and `activations.json`, which says whose they are. Files grow batch by batch; DIR is there when all
-of it is.
+point (`config/points.py`) DIR gets a file that NumPy reads (`training/activation_files.py`), which
+grows sequence by sequence; DIR is there when all of it is.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +12,7 @@ from typing import Any
 
 from jaxforge.cli import run_main
 from jaxforge.command_line import CommandParser
+from jaxforge.config.points import POINTS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,9 +34,11 @@ def parser() -> CommandParser:
     add: Callable[..., Any] = parser.add_argument
     add("run", metavar="RUN", help="run directory, or one of its checkpoints")
     add("--output", metavar="DIR", type=Path, required=True, help="a new directory")
-    add("--points", default="residual", metavar="A,B", help="of attention, mlp, residual, logits")
+    add("--points", default="residual", metavar="A,B",
+        help=f"of {', '.join(POINTS)}; also patterns, as 'res*' (default: residual)")  # fmt: skip
     add("--layers", metavar="0,5", help="numbers of layers (default: all)")
-    add("--sequences", type=int, default=64, metavar="N", help="at most so many (default: 64)")
+    add("--sequences", default="64", metavar="N",
+        help="at most so many, the first; or which: 10:20, or 3,17 (default: 64)")  # fmt: skip
     add("--step", type=int, metavar="N", help="the batch of this training step, before it is made")
     add("--set", metavar="NAME=DIR", action="append", default=[], help="token shards to read from")
     return parser

@@ -43,6 +43,7 @@ from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.metric_writers import check_libraries, open_writers
 from jaxforge.telemetry.profiler import Profiler
 from jaxforge.telemetry.tracker import Tracker
+from jaxforge.training.activations import ActivationCapture
 from jaxforge.training.banner import rows
 from jaxforge.training.evaluation import Evaluator
 from jaxforge.training.exporting import Exporter
@@ -81,7 +82,7 @@ def build_trainer(
     saved = Executable(config.train.executable, mesh) if config.train.executable else None
     with watchdog.section("data"):
         dataset = sources.open_training_data(config)
-        eval_data = sources.open_eval_data(config) if config.eval.enabled else {}
+        eval_data = sources.open_eval_data(config) if config.eval.reads_data else {}
     model = build_model(config)
     optimizer = build_optimizer(config, model.axes)
     lock.acquire()
@@ -100,8 +101,9 @@ def build_trainer(
     ramp, phases = config.train.ramp(dp), Phases.of(config.data)
     samples = ramp.rows * config.train.grad_accum_steps
     progress.sequences_per_epoch = sequences_per_epoch(config, ramp.rows, dataset)
-    evaluation = _evaluation(config, mesh, model, eval_data) if eval_data else None
+    evaluation = _evaluation(config, mesh, model, eval_data) if config.eval.enabled else None
     sampler = _sampler(config, mesh, model) if config.eval.sample_interval else None
+    activations = _activations(config, mesh, model, eval_data)
     runner = HookRunner([*hooks, *named, *_own_hooks(config, progress)])
     collect = (*config.metrics.collect, *runner.collect)
     sync = resolve_grad_sync(config, model, optimizer, mesh)
@@ -143,6 +145,7 @@ def build_trainer(
         profiler=profiler,
         hooks=runner,
         sampler=sampler,
+        activations=activations,
     )
 
 
@@ -252,6 +255,14 @@ def _evaluation(
 def _sampler(config: JobConfig, mesh: Mesh, model: Model) -> Sampler:
     tokenizer = run_directory.tokenizer_for(mirror.files(config.checkpoint.dir), config)
     return Sampler(config, mesh, model, tokenizer)
+
+
+def _activations(
+    config: JobConfig, mesh: Mesh, model: Model, datasets: dict[str, Dataset]
+) -> ActivationCapture | None:
+    if not config.eval.activations_interval:
+        return None
+    return ActivationCapture(config, mesh, model, datasets[config.eval.captured_set()])
 
 
 def _tracker(

@@ -177,10 +177,10 @@ def _open(config: JobConfig, *, opens: bool) -> tuple[Data, list[str]]:
         return None, [f"Hugging Face dataset {name}: not looked at; a start {how}"]
     data = sources.open_training_data(config)
     rows = [f"training: {_set(data)}"]
-    source = config.eval.sources().values() if config.eval.enabled else ()
+    source = config.eval.sources().values() if config.eval.reads_data else ()
     if any(not one.dataset_path for one in source):
         rows.append("evaluation: a Hugging Face dataset is not looked at; a start tokenizes it")
-    elif config.eval.enabled:
+    elif config.eval.reads_data:
         for name, one in sources.open_eval_data(config).items():
             rows.append(f"evaluation{f' {name}' if name else ''}: {_set(one)}")
     return data, rows

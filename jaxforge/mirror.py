@@ -26,6 +26,7 @@ INTERVAL = 30.0
 """Seconds between looks at the files."""
 
 _UNFINISHED = ".partial"
+_PIECE = 1 << 24  # bytes in memory of a file that is copied
 
 
 def files(run: str) -> Path:
@@ -109,14 +110,15 @@ class Mirror:
             self._copied[path] = _state(path)
 
     def _copy(self, path: Path) -> None:
-        if path.suffix == _UNFINISHED or not path.is_file():
+        parts = path.relative_to(self._here).parts
+        if any(part.endswith(_UNFINISHED) for part in parts) or not path.is_file():
             return
         state = _state(path)
         if state == self._copied.get(path) or not state[0]:
             return
         place = self._run / path.relative_to(self._here).as_posix()
-        with place.open("wb") as file:
-            file.write(path.read_bytes())
+        with path.open("rb") as source, place.open("wb") as file:
+            shutil.copyfileobj(source, file, _PIECE)
         self._copied[path] = state
 
     def _watch(self) -> None:

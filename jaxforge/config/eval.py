@@ -4,8 +4,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from pydantic import NonNegativeFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
+from jaxforge.config import points
 from jaxforge.config.duration import PositiveSteps, Steps
 from jaxforge.config.section import Section
 
@@ -68,6 +69,16 @@ class EvalConfig(EvalSource):
     """Tokens of each sample, at most."""
     sample_temperature: NonNegativeFloat = 0.8
     """Of the samples; 0 takes the likeliest token."""
+    activations_interval: Steps = 0
+    """Updates between captures of activations, also without evaluation; 0 captures none."""
+    activations_points: tuple[str, ...] = ("residual",)
+    """What is captured, by name or pattern: attention, mlp, residual, attention_weights, logits."""
+    activations_layers: tuple[NonNegativeInt, ...] = ()
+    """Numbers of the layers that are captured, from 0; [] captures all."""
+    activations_sequences: PositiveInt = 8
+    """Sequences that are captured: the first of the set, always the same ones."""
+    activations_set: str = ""
+    """Name of the evaluation set that they are of; empty: the first."""
 
     def problems(self) -> Iterator[str]:
         """Yields the broken rules between the keys of this section."""
@@ -76,6 +87,10 @@ class EvalConfig(EvalSource):
             yield f"datasets and {key} exclude each other: give the set of {key} a table, too"
         if self.sample_interval and not self.sample_prompts:
             yield 'sample_prompts = [] leaves nothing to continue: give texts, or [""]'
+        if problem := points.unknown(self.activations_points):
+            yield f"activations_points: {problem}"
+        if self.activations_interval and not self.activations_points:
+            yield 'activations_points = [] leaves nothing to capture: give names, or ["residual"]'
         names = Counter(dataset.name for dataset in self.datasets)
         for name in (name for name, count in names.items() if count > 1):
             yield f'two evaluation sets have the name "{name}": rename one'
@@ -87,6 +102,24 @@ class EvalConfig(EvalSource):
     def is_sample_due(self, step: int) -> bool:
         """Whether the model is to write samples after `step` updates."""
         return self.sample_interval > 0 and step % self.sample_interval == 0
+
+    def is_capture_due(self, step: int) -> bool:
+        """Whether to capture activations after `step` updates."""
+        return self.activations_interval > 0 and step % self.activations_interval == 0
+
+    @property
+    def captured_points(self) -> tuple[str, ...]:
+        """Names of what is captured."""
+        return points.matching(self.activations_points)
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether a run reads evaluation sets: to evaluate, or to capture activations of one."""
+        return self.enabled or self.activations_interval > 0
+
+    def captured_set(self) -> str:
+        """Name of the set that activations are of, as in `sources`."""
+        return self.activations_set or next(iter(self.sources()))
 
     def sources(self) -> dict[str, EvalSource]:
         """The evaluation sets by name; "" is the name of a single one."""

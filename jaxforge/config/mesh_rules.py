@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from jaxforge.config.axes import BATCH_AXES, Mesh, Rule, cp_strategy, data_parallel
 from jaxforge.config.fixes import smaller_axis
 from jaxforge.config.job import JobConfig
+from jaxforge.config.points import ATTENTION_WEIGHTS
 from jaxforge.config.problems import Problem, divisors, multiples, nearest, one
 
 
@@ -46,6 +47,19 @@ def seq_len_divides_by_parts_of_ring(config: JobConfig, mesh: Mesh) -> Iterator[
             f"train.seq_len = {length} must be a multiple of 2 * distributed.cp = {parts} with "
             f'distributed.cp_strategy = "ring"',
             (multiples("train.seq_len", length, unit), smaller_axis(config, "cp", mesh["cp"])),
+        )
+
+
+def attention_weights_are_of_whole_sequences(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """With cp, no device has all keys of a query."""
+    section = config.eval
+    wanted = section.activations_interval and ATTENTION_WEIGHTS in section.captured_points
+    if wanted and mesh["cp"] > 1:
+        yield Problem(
+            f"eval.activations_points = {json.dumps(section.activations_points)} takes in "
+            f"{ATTENTION_WEIGHTS}, and with distributed.cp = {mesh['cp']} no device has all keys "
+            "of a query",
+            (smaller_axis(config, "cp", mesh["cp"]), one("eval.activations_points", "residual")),
         )
 
 
@@ -217,6 +231,7 @@ MESH_RULES: tuple[Rule, ...] = (
     seq_len_divides_by_cp_and_tp,
     heads_divide_by_cp,
     seq_len_divides_by_parts_of_ring,
+    attention_weights_are_of_whole_sequences,
     ffn_dim_divides_by_tp,
     vocab_divides_by_pp_and_tp,
     dim_divides_by_cp_and_ep,

@@ -8,6 +8,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.optimizer import OPTIMIZERS
 from jaxforge.config.problems import Problem, nearest, one
 from jaxforge.config.train import CROSS_ENTROPIES, EIGHT_BIT
+from jaxforge.near import hint
 
 
 def seq_len_fits_model(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
@@ -29,6 +30,38 @@ def eval_has_a_source(config: JobConfig, mesh: Mesh) -> Iterator[str]:
         yield (
             "eval.enabled = true needs data: set eval.dataset_path, eval.hf_dataset_name or "
             "[[eval.datasets]], or eval.enabled = false"
+        )
+
+
+def captures_have_a_source(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """There are sequences to capture activations of."""
+    section, names = config.eval, list(config.eval.sources())
+    if not section.activations_interval:
+        return
+    if not names:
+        yield (
+            f"eval.activations_interval = {section.activations_interval} needs data: set "
+            "eval.dataset_path, eval.hf_dataset_name or [[eval.datasets]], or "
+            "eval.activations_interval = 0"
+        )
+    elif section.activations_set and section.activations_set not in names:
+        asked = f'eval.activations_set = "{section.activations_set}"'
+        if not section.datasets:
+            yield f"{asked}: the only evaluation set has no name; leave it out"
+            return
+        near = hint(section.activations_set, names)
+        there = f"{near} There" if near else "; there"
+        yield f"{asked} is no evaluation set{there} are {', '.join(names)}"
+
+
+def captured_layers_are_there(config: JobConfig, mesh: Mesh) -> Iterator[str]:
+    """Activations are of layers that the model has."""
+    last = config.model.n_layers - 1
+    absent = [n for n in config.eval.activations_layers if n > last]
+    if config.eval.activations_interval and absent:
+        yield (
+            f"eval.activations_layers: there is no layer {absent[0]}: those of "
+            f"model.n_layers = {last + 1} are 0 to {last}"
         )
 
 
@@ -168,6 +201,8 @@ def moments_in_8_bits_are_ours(config: JobConfig, mesh: Mesh) -> Iterator[Proble
 SECTION_RULES: tuple[Rule, ...] = (
     seq_len_fits_model,
     eval_has_a_source,
+    captures_have_a_source,
+    captured_layers_are_there,
     hugging_face_has_a_tokenizer,
     streaming_has_a_dataset,
     phases_weigh_what_there_is,

@@ -144,6 +144,7 @@ _STEPS_BETWEEN: dict[str, Callable[[JobConfig], bool]] = {
     "train.check_weight_hash_across_dp_replicas_interval": lambda config: True,
     "train.exit_interval": lambda config: True,
     "checkpoint.non_persistent_interval": lambda config: True,
+    "eval.activations_interval": lambda config: True,
     "early_stop.patience_steps": lambda config: config.early_stop.active,
     "metrics.straggler_report_interval": lambda config: config.metrics.log_straggler,
     "profiling.start_step": lambda config: config.profiling.enable,

@@ -132,15 +132,26 @@ def mixture_order(
     return GrainMixture(sizes, segments, seed, config.shuffle)
 
 
-def eval_batches(config: JobConfig, mesh: Mesh, dataset: Dataset) -> Iterator[dict[str, jax.Array]]:
-    """Batches [1, rows, seq] over the whole set in file order, once.
+def eval_batches(
+    config: JobConfig, mesh: Mesh, dataset: Dataset, sequences: Sequence[int] | None = None
+) -> Iterator[dict[str, jax.Array]]:
+    """Batches [1, rows, seq] over the whole set in file order, once; or over some of its sequences.
 
     The last batch is filled up with rows whose labels are all ignored.
+
+    Args:
+        config: sizes of a batch.
+        mesh: where they lie.
+        dataset: the set.
+        sequences: their numbers; None: all.
     """
     rows = config.train.microbatch_size(data_parallel_size(mesh))
     layout = _Layout(mesh, 1, rows, config.train.seq_len)
-    n_batches = -(-len(dataset) // rows)
-    updates = _Updates(_Padded(dataset), range(n_batches * rows), layout, 0, n_batches)
+    n_batches = -(-len(dataset if sequences is None else sequences) // rows)
+    order: Sequence[int] = range(n_batches * rows)
+    if sequences is not None:
+        order = [*sequences, *[len(dataset)] * (n_batches * rows - len(sequences))]
+    updates = _Updates(_Padded(dataset), order, layout, 0, n_batches)
     return _to_devices((updates[i] for i in range(len(updates))), layout)
 
 
@@ -194,7 +205,7 @@ class _Updates:
     def __init__(
         self,
         dataset: "Dataset | Mixture | _Padded",
-        order: Order | range,
+        order: Order | Sequence[int],
         layout: _Layout,
         first: int,
         n_updates: int,

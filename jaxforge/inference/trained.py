@@ -30,6 +30,7 @@ _NO_TRAINING = [
     "--train.global_batch_size=None",
     "--train.batch_ramp=[]",
     "--eval.enabled=false",
+    "--eval.activations_interval=0",
     "--early_stop.active=false",
 ]
 

@@ -10,8 +10,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.config.model import ModelConfig
-from jaxforge.model import mup
+from jaxforge.config.points import ATTENTION_WEIGHTS
+from jaxforge.model import capture, mup
 from jaxforge.model.attention_backends import Scoring, attend_over, masked_attention
+from jaxforge.model.attention_weights import attention_weights
 from jaxforge.model.context_parallel import attend_in_context, context_size
 from jaxforge.model.linear import Declare, Linear, normal
 from jaxforge.model.masking import chunk_of, visible, window_of
@@ -128,6 +130,12 @@ class Attention(nnx.Module):
             turn = functools.partial(rotate, by=by, rope_as_matmul=runtime.rope_as_matmul)
             q_BSHh, k_BSKh = turn(q_BSHh), turn(k_BSKh)
         if cache is None:
+            if capture.is_wanted(ATTENTION_WEIGHTS):
+                assert context_size() == 1  # or no device has all keys
+                capture.point(ATTENTION_WEIGHTS, attention_weights(
+                    plan.masks, kind.mask, q_BSHh, k_BSKh, context.segment_ids, self.scoring,
+                    self._sinks(),
+                ))  # fmt: skip
             attend: Callable[..., Array] = attend_over
             kernel = runtime.attention
             if context_size() > 1:

@@ -101,6 +101,15 @@ def masked_attention(
 def _capped_attention(
     q: Queries, k: Keys, v: Keys, mask: Bool[Array, "b 1 s t"], scoring: Scoring, sinks: Sinks
 ) -> Queries:
+    weights = softmax_weights(q, k, mask, scoring, sinks)
+    output = jnp.einsum("bkgst,btkh->bskgh", weights.astype(v.dtype), v)
+    return output.reshape(q.shape)
+
+
+def softmax_weights(
+    q: Queries, k: Keys, mask: Bool[Array, "b 1 s t"], scoring: Scoring, sinks: Sinks
+) -> Float[Array, "b kv group s t"]:
+    """What each query gives to each key, float32: with sinks, less than 1 in all."""
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     scores = jnp.einsum("bskgh,btkh->bkgst", grouped, k, preferred_element_type=jnp.float32)
     capped = scoring.capped(scores * scoring.scale_of(q.shape[3]))
@@ -109,9 +118,7 @@ def _capped_attention(
         column = sinks.reshape(k.shape[2], -1, 1, 1).astype(seen.dtype)
         column = jnp.broadcast_to(column, (*seen.shape[:-1], 1))
         seen = jnp.concatenate([seen, column], axis=-1)
-    weights = jax.nn.softmax(seen, axis=-1)[..., : k.shape[1]]
-    output = jnp.einsum("bkgst,btkh->bskgh", weights.astype(v.dtype), v)
-    return output.reshape(q.shape)
+    return jax.nn.softmax(seen, axis=-1)[..., : k.shape[1]]
 
 
 def _dot_product(

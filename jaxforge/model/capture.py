@@ -1,33 +1,37 @@
 """What a model computes on its way, for those who look: values by name, of each layer.
 
-    attention   what attention adds to the residual stream, [b, s, d]
-    mlp         the same of the feed-forward, or of experts
-    residual    what leaves the block
+    attention           what attention adds to the residual stream, [b, s, d]
+    mlp                 the same of the feed-forward, or of experts
+    residual            what leaves the block
+    attention_weights   of each query and key, after the softmax, [b, heads, s, s]; only where they
+                        are asked for, as a softmax of their own makes them
 
 Nobody looks as a rule, and then nothing is kept. Inside of `watching`, what `keep` makes of a value
 comes out of `Model.forward` in `LayerOut.seen`, stacked over layers.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 
 from jaxtyping import Array, Float, PyTree
 
-POINTS = ("attention", "mlp", "residual")
-"""Names of values."""
+from jaxforge.config.points import ATTENTION_WEIGHTS, STREAM
 
-Keep = Callable[[str, Float[Array, "b s d"]], PyTree]
+POINTS = STREAM
+"""Names of the values that are looked at where nobody says which: those of [b, s, d]."""
+
+Keep = Callable[[str, Array], PyTree]
 """(name, value) -> what is kept of it; None keeps nothing."""
 
-_KEEP: ContextVar[Keep | None] = ContextVar("keep", default=None)
+_KEEP: ContextVar[tuple[Keep, Collection[str]] | None] = ContextVar("keep", default=None)
 _SEEN: ContextVar[dict[str, PyTree] | None] = ContextVar("seen", default=None)
 
 
 @contextlib.contextmanager
-def watching(keep: Keep) -> Iterator[None]:
-    """What is traced inside keeps what `keep` makes of each value."""
-    token = _KEEP.set(keep)
+def watching(keep: Keep, points: Collection[str] = POINTS) -> Iterator[None]:
+    """What is traced inside keeps what `keep` makes of each value of these names."""
+    token = _KEEP.set((keep, points))
     try:
         yield
     finally:
@@ -45,11 +49,17 @@ def layer() -> Iterator[dict[str, PyTree]]:
         _SEEN.reset(token)
 
 
-def point(name: str, x_BSD: Float[Array, "b s d"]) -> None:
+def is_wanted(name: str) -> bool:
+    """Whether somebody looks at values of a name in the layer that is traced."""
+    watched = _KEEP.get()
+    return watched is not None and _SEEN.get() is not None and name in watched[1]
+
+
+def point(name: str, x: Float[Array, "b ..."]) -> None:
     """A value of the layer that is traced."""
-    keep, seen = _KEEP.get(), _SEEN.get()
-    if keep is None or seen is None:
+    assert name in (*STREAM, ATTENTION_WEIGHTS)
+    watched, seen = _KEEP.get(), _SEEN.get()
+    if watched is None or seen is None or not is_wanted(name):
         return
-    assert name in POINTS
-    if (kept := keep(name, x_BSD)) is not None:
+    if (kept := watched[0](name, x)) is not None:
         seen[name] = kept

@@ -7,6 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxforge.config.model import ModelConfig
+from jaxforge.config.points import ATTENTION_WEIGHTS
 from jaxforge.model import capture, fp8, remat
 from jaxforge.model.attention import Attention, Context, KVCache, LayerOut
 from jaxforge.model.linear import Declare, Embedding, Linear, look_up, normal, times
@@ -85,7 +86,9 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "b s d"], LayerOut]:
         """One layer."""
         attention = functools.partial(self.attention, kind=kind, plan=plan, runtime=runtime)
-        attend = remat.attention(runtime.save, fp8.telling(attention))
+        # What is kept inside of attention does not leave a `jax.checkpoint` of its own.
+        save = "none" if capture.is_wanted(ATTENTION_WEIGHTS) else runtime.save
+        attend = remat.attention(save, fp8.telling(attention))
         (y_BSD, cache), told = attend(_normed(self.attention_norm, x_BSD), context, cache)
         fp8.tell(told)
         y_BSD = self._added(self.attention_post_norm, y_BSD, "attention")

@@ -1,57 +1,51 @@
 """Activations in files: what `python -m jaxforge.activations` does."""
 
 import argparse
-import contextlib
 import functools
-import itertools
-import json
 import logging
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array
+from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxforge import inference, run_directory, storage
-from jaxforge.data import loader, sources
+from jaxforge.config import points
+from jaxforge.data import sources
 from jaxforge.errors import UserError
 from jaxforge.inference.evaluation import set_overrides
-from jaxforge.model import capture
 from jaxforge.model.transformer import Model, Params
 from jaxforge.parallel import host_memory
 from jaxforge.replay.past import open_past
-from jaxforge.step.context import spread_sequences
+from jaxforge.step.activations import Activations, Values
 from jaxforge.step.gradients import Batch
 from jaxforge.telemetry.console import setup_logging
+from jaxforge.training import activation_files
+from jaxforge.training.activations import of_sequences
 
 log = logging.getLogger(__name__)
-
-LOGITS = "logits"
-POINTS = (*capture.POINTS, LOGITS)
 
 
 class Wanted(NamedTuple):
     """What to keep.
 
     Attributes:
-        points: names among `POINTS`.
+        points: names (`config.points`).
         layers: numbers from 0; None: all.
-        sequences: at most so many.
+        sequences: at most so many, the first; or their numbers, ascending.
     """
 
     points: tuple[str, ...] = ("residual",)
     layers: tuple[int, ...] | None = None
-    sequences: int = 64
+    sequences: int | Sequence[int] = 64
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Captures, and says where."""
-    wanted = Wanted(_points(args.points), _layers(args.layers), args.sequences)
+    sequences = _sequences(args.sequences)
+    wanted = Wanted(_points(args.points), _layers(args.layers), sequences)
     if args.output.exists():
         raise UserError(f"--output {args.output}: it exists already; name one that does not")
     setup_logging(Console(stderr=True))
@@ -70,13 +64,16 @@ def from_step(
     """Activations of the batch of a training step, with the parameters before it.
 
     Raises:
-        UserError: there is no such step, point or layer, or `output` cannot be made.
+        UserError: there is no such step, point, layer or sequence, or `output` cannot be made.
     """
     with open_past(run, step, overrides) as past:
+        compute = _computing(past.model, past.mesh, wanted)
         walk = past.walk(step)
-        batches = iter([walk.batch])
+        microbatches, rows = walk.batch["labels"].shape[:2]
+        numbers = _there(wanted.sequences, microbatches * rows, "the step's batch")
+        values = _of_batch(compute, walk.state.variables, walk.batch, numbers)
         about = {"run": str(run), "training_step": step}
-        capture_to(output, past.model, walk.state.variables, batches, wanted, about)
+        _write(output, values, wanted, numbers, past.model, about)
 
 
 def from_set(
@@ -89,150 +86,102 @@ def from_set(
 ) -> None:
     """Activations of sequences of the run's evaluation set, or of `sets` ("NAME=DIR").
 
+    Of several sets, the sequences of one are counted after those of the one before.
+
     Raises:
-        UserError: there is no such checkpoint, set, point or layer, or `output` cannot be made.
+        UserError: there is no such checkpoint, set, point, layer or sequence, or `output` cannot
+            be made.
     """
     trained = inference.open_run(path, [*overrides, *set_overrides(sets)])
+    compute = _computing(trained.model, trained.mesh, wanted)
     config = run_directory.read_config(trained.run, [*overrides, *set_overrides(sets)])
     config = trained.config.model_copy(update={"eval": config.eval})
     if not config.eval.sources():
         raise UserError(f"{trained.run} has no [eval]: give --set NAME=DIR or --step N")
+    datasets = list(sources.open_eval_data(config).values())
+    numbers = _there(wanted.sequences, sum(map(len, datasets)), "the evaluation data")
+
+    def values(params: Params) -> Iterator[Values]:
+        of, first = functools.partial(of_sequences, compute, params, config, trained.mesh), 0
+        for dataset in datasets:
+            end = first + len(dataset)
+            yield from of(dataset, [n - first for n in numbers if first <= n < end])
+            first = end
+
     with trained.in_use() as params:
-        batches = itertools.chain.from_iterable(
-            loader.eval_batches(config, trained.mesh, dataset)
-            for dataset in sources.open_eval_data(config).values()
-        )
         about = {"run": str(trained.run), "checkpoint": trained.step}
-        capture_to(output, trained.model, params, batches, wanted, about)
+        _write(output, values(params), wanted, numbers, trained.model, about)
 
 
-def capture_to(
-    output: Path,
-    model: Model,
-    params: Params,
-    batches: Iterator[Batch],
-    wanted: Wanted,
-    about: Mapping[str, Any],
-) -> None:
-    """Writes activations of batches [microbatches, rows, tokens] until there are enough of them."""
-    layers = wanted.layers or tuple(range(model.config.n_layers))
-    if absent := [n for n in layers if not 0 <= n < model.config.n_layers]:
-        raise UserError(f"--layers: there is no layer {absent[0]}: the model has 0 to "
-                        f"{model.config.n_layers - 1}")  # fmt: skip
-    look = jax.jit(functools.partial(_values, model, wanted.points, layers))
-    with _directory(output) as partial:
-        files: dict[str, _Growing] = {}
-        for microbatch in _microbatches(batches):
-            left = wanted.sequences - (len(files["tokens"]) if files else 0)
-            if left <= 0:
-                break
-            for name, values in _in_order(look(params, microbatch)).items():
-                if name not in files:
-                    files[name] = _Growing(partial / f"{name}.npy", values)
-                files[name].add(values[:left])
-        for file in files.values():
-            file.close()
-        told = {**about, "points": list(wanted.points), "layers": list(layers)}
-        (partial / "activations.json").write_text(json.dumps(told, indent=2) + "\n")
-    log.info("%d sequences in %s", len(files["tokens"]) if files else 0, output)
+def _computing(model: Model, mesh: Mesh, wanted: Wanted) -> Activations:
+    last = model.config.n_layers - 1
+    if absent := [n for n in wanted.layers or () if n > last]:
+        raise UserError(f"--layers: there is no layer {absent[0]}: the model has 0 to {last}")
+    return Activations(model, wanted.points, wanted.layers, mesh)
 
 
-def _microbatches(batches: Iterator[Batch]) -> Iterator[Batch]:
-    for batch in batches:
-        for i in range(len(batch["labels"])):
-            yield {name: x[i : i + 1] for name, x in batch.items()}
+def _there(wanted: int | Sequence[int], n: int, what: str) -> Sequence[int]:
+    """The numbers of sequences, of which there are `n`."""
+    if isinstance(wanted, int):
+        return range(min(wanted, n))
+    if wanted[-1] >= n:
+        raise UserError(f"--sequences: there is no sequence {wanted[-1]}: {what} has 0 to {n - 1}")
+    return wanted
 
 
-def _values(
-    model: Model, points: Sequence[str], layers: tuple[int, ...], params: Params, batch: Batch
-) -> dict[str, Array]:
-    """Values [rows, ...] by name, and the `place` of each token in its sequence."""
-
-    def keep(name: str, x: Array) -> Array | None:
-        return x if name in points else None
-
-    length = batch["labels"].shape[-1]
-    place = jnp.broadcast_to(jnp.arange(length), batch["labels"].shape)
-    batch = {name: x[0] for name, x in spread_sequences(model, {**batch, "place": place}).items()}
-    place = batch.pop("place")
-    with capture.watching(keep):
-        hidden, out = model.forward(params, batch)
-    values = {"place": place, "tokens": batch["input_ids"]}
-    for name, of_layers in (out.seen or {}).items():
-        chosen = model.stack.unstack(of_layers)[jnp.array(layers)]
-        values[name] = jnp.moveaxis(chosen, 0, 1).astype(jnp.float32)
-    if LOGITS in points:
-        values[LOGITS] = model.logits(params, hidden)
-    return values
+def _of_batch(
+    compute: Activations, params: Params, batch: Batch, numbers: Sequence[int]
+) -> Iterator[Values]:
+    """Those of some sequences of a batch [microbatches, rows, tokens], counted over it."""
+    microbatches, size = batch["labels"].shape[:2]
+    for i in range(microbatches):
+        rows = [n - i * size for n in numbers if n // size == i]
+        if rows:
+            yield from compute(params, {name: x[i : i + 1] for name, x in batch.items()}, rows)
 
 
-def _in_order(values: dict[str, Array]) -> dict[str, np.ndarray]:
-    """On the host, tokens in the order of their sequences."""
-    found = jax.device_get(values)
-    order = np.argsort(found.pop("place"), axis=-1)
-    rows = np.arange(len(order))
-
-    def sort(name: str, x: np.ndarray) -> np.ndarray:
-        if name in capture.POINTS:  # [rows, layers, tokens, dim]
-            return x[rows[:, None, None], np.arange(x.shape[1])[:, None], order[:, None]]
-        return x[rows[:, None], order]
-
-    return {name: sort(name, x) for name, x in found.items()}
-
-
-class _Growing:
-    """A `.npy` file that arrays are added to along their first axis."""
-
-    def __init__(self, path: Path, like: np.ndarray) -> None:
-        self._file, self._like, self._n = path.open("w+b"), like, 0
-        self._header()
-
-    def __len__(self) -> int:
-        return self._n
-
-    def add(self, values: np.ndarray) -> None:
-        """Adds rows at the end."""
-        np.ascontiguousarray(values).tofile(self._file)
-        self._n += len(values)
-
-    def close(self) -> None:
-        """Says in the header how many there are."""
-        self._file.seek(0)
-        self._header()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-
-    def _header(self) -> None:
-        shape = (self._n, *self._like.shape[1:])
-        descr = np.lib.format.dtype_to_descr(self._like.dtype)
-        described = {"descr": descr, "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(self._file, described)  # with room for the number
-
-
-@contextlib.contextmanager
-def _directory(output: Path) -> Iterator[Path]:
-    """A directory that has its name once it is whole."""
-    partial = output.with_name(f".{output.name}.partial")
+def _write(
+    output: Path, values: Iterator[Values], wanted: Wanted, numbers: Sequence[int], model: Model,
+    about: dict[str, Any],
+) -> None:  # fmt: skip
+    told = {
+        **about,
+        "points": list(wanted.points),
+        "layers": list(wanted.layers or range(model.config.n_layers)),
+        "sequences": list(numbers),
+    }
     try:
-        partial.mkdir(parents=True, exist_ok=True)
-        yield partial
-        partial.replace(output)
+        n = activation_files.write(output, map(jax.device_get, values), told)
     except OSError as error:
         raise UserError(f"--output {output}: {error.strerror}") from error
+    log.info("%d sequences in %s", n, output)
 
 
 def _points(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in POINTS]:
-        raise UserError(f"--points: there is no {unknown[0]!r}; choose of {', '.join(POINTS)}")
-    return names
+    patterns = text.split(",")
+    if problem := points.unknown(patterns):
+        raise UserError(f"--points: {problem}")
+    return points.matching(patterns)
 
 
 def _layers(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     numbers = text.split(",")
-    if not all(number.isdigit() for number in numbers):
+    if not all(number.isdecimal() for number in numbers):
         raise UserError(f"--layers {text}: expected numbers of layers, such as 0,5")
     return tuple(map(int, numbers))
+
+
+def _sequences(text: str) -> int | Sequence[int]:
+    """How many, or which."""
+    numbers, (first, colon, end) = text.split(","), text.partition(":")
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    if colon and first.isdecimal() and end.isdecimal() and int(first) < int(end):
+        return range(int(first), int(end))
+    if len(numbers) > 1 and all(number.isdecimal() for number in numbers):
+        return sorted(set(map(int, numbers)))
+    raise UserError(
+        f"--sequences {text}: expected how many, as 64, a range, as 10:20, or numbers, as 3,17"
+    )

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 
@@ -17,6 +17,7 @@ from jaxforge.state.train_state import TrainState
 from jaxforge.step.train_step import Batch, CompiledSteps, Controls, Metrics
 from jaxforge.telemetry.profiler import Profiler
 from jaxforge.telemetry.tracker import Tracker
+from jaxforge.training.activations import ActivationCapture
 from jaxforge.training.early_stop import EarlyStop
 from jaxforge.training.exit_report import exit_code, tell_end
 from jaxforge.training.hooks import HookRunner, StepContext
@@ -50,6 +51,7 @@ class Trainer:
         profiler: traces some of the steps.
         hooks: the user's own code.
         sampler: has the model write samples; None where none are asked for.
+        activations: captures them; None where none are asked for.
     """
 
     config: JobConfig
@@ -67,6 +69,7 @@ class Trainer:
     profiler: Profiler
     hooks: HookRunner
     sampler: Sampler | None = None
+    activations: ActivationCapture | None = None
     _train_step: CompiledSteps = dataclasses.field(init=False)
     _actions: PeriodicActions = dataclasses.field(default_factory=PeriodicActions, init=False)
     _fault: Exit | None = dataclasses.field(default=None, init=False)
@@ -115,6 +118,7 @@ class Trainer:
         self._note_durable()
         evaluation = self._evaluate_if_due(signals)
         self._sample_if_due()
+        self._capture_if_due()
         reason = self._actions.run(self.progress.step, self.state, self.tracker.paused)
         if reason is Exit.UNHEALTHY:
             return reason  # unsaved, for the same reason
@@ -186,13 +190,28 @@ class Trainer:
         step = self.progress.step
         if self.sampler is None or self.progress.validation or not self.sampler.is_due(step):
             return
+        with self._looking("sampling"):
+            samples = self.sampler(self.state.variables, step)
+        self.tracker.log_samples(step, samples)
+
+    def _capture_if_due(self) -> None:
+        """Once a step, likewise."""
+        step = self.progress.step
+        if self.activations is None or self.progress.validation:
+            return
+        if self.activations.is_due(step):
+            with self._looking("capturing activations"):
+                self.activations(self.state.variables, step)
+
+    @contextlib.contextmanager
+    def _looking(self, doing: str) -> Iterator[None]:
+        """While the model is looked at, which is no part of a step."""
         with (
             self.tracker.paused(),
             self.watchdog.section("evaluation"),
-            self.watchdog.naming("sampling"),
+            self.watchdog.naming(doing),
         ):
-            samples = self.sampler(self.state.variables, step)
-        self.tracker.log_samples(step, samples)
+            yield
 
     def _save_if_due(self, evaluation: dict[str, float]) -> None:
         """Saves on the schedule, after the last step, and a new best that is to be kept."""

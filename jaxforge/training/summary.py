@@ -16,9 +16,11 @@ from jaxtyping import Array
 from jaxforge.checkpoint.save_policy import SavePolicy
 from jaxforge.config.batch_ramp import BatchRamp
 from jaxforge.config.job import JobConfig, toml
+from jaxforge.config.points import ATTENTION_WEIGHTS, LOGITS, STREAM
 from jaxforge.config.scheduler import SCHEDULERS
 from jaxforge.errors import UserError
 from jaxforge.optim.optimizer import learning_rate
+from jaxforge.parallel.device_memory import gigabytes
 
 FILE = "schedule_summary.txt"
 _SHOWN = 8  # of a list of steps
@@ -60,6 +62,7 @@ def schedule_summary(config: JobConfig, dp: int, sequences_per_epoch: int | None
         "phases": _phases(config),
         "evaluation": _evaluation(config),
         "samples": _samples(config),
+        "activations": _activations(config),
         "checkpoints": _checkpoints(config),
         "early stopping": _early_stop(config),
     }
@@ -151,6 +154,28 @@ def _samples(config: JobConfig) -> Iterator[str]:
         return
     tokens = config.eval.sample_tokens
     yield f"every {interval:,} updates, {n} of at most {tokens:,} tokens each"
+
+
+def _activations(config: JobConfig) -> Iterator[str]:
+    section = config.eval
+    interval, n = section.activations_interval, section.activations_sequences
+    if not interval:
+        yield "none"
+        return
+    captures = config.train.max_steps // interval
+    of = f"set {section.captured_set()}" if section.captured_set() else "the evaluation set"
+    yield f"every {interval:,} updates, of {n:,} sequences of {of}"
+    size = n * _captured_bytes(config)
+    yield f"{captures:,} in all, {gigabytes(size)} each: {', '.join(section.captured_points)}"
+
+
+def _captured_bytes(config: JobConfig) -> int:
+    """Of one sequence, in float32."""
+    section, model, length = config.eval, config.model, config.train.seq_len
+    layers = len(section.activations_layers) or model.n_layers
+    of_token = dict.fromkeys(STREAM, layers * model.dim)
+    of_token |= {ATTENTION_WEIGHTS: layers * model.n_heads * length, LOGITS: model.vocab_size}
+    return 4 * length * sum(of_token[name] for name in section.captured_points)
 
 
 def _checkpoints(config: JobConfig) -> Iterator[str]:

@@ -45,6 +45,7 @@ _DECAY: Path = ("scheduler", "decay_steps")
 _INTERVALS: tuple[Path, ...] = (
     ("eval", "interval"),
     ("eval", "sample_interval"),
+    ("eval", "activations_interval"),
     ("checkpoint", "interval"),
     ("early_stop", "patience_steps"),
 )

@@ -1,0 +1,42 @@
+"""Attention weights, for those who look at them: a softmax of their own, beside any kernel's."""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxforge.model.attention_backends import Keys, Queries, SegmentIds, Sinks, softmax_weights
+from jaxforge.model.masking import Mask, chunk_ids, chunk_of, visible, window_of
+from jaxforge.model.scoring import Scoring
+from jaxforge.parallel.sharding import constrain
+
+
+def attention_weights(
+    masks: Sequence[Mask],
+    which: int | Int[Array, ""],
+    q: Queries,
+    k: Keys,
+    segment_ids: SegmentIds,
+    scoring: Scoring,
+    sinks: Sinks,
+) -> Float[Array, "b heads s s"]:
+    """What each query gives to each key of its own sequence; 0 where it does not see it.
+
+    Args:
+        masks: as of `LayerPlan`.
+        which: of them.
+        q: queries.
+        k: keys.
+        segment_ids: of packed documents.
+        scoring: what becomes of products of queries and keys.
+        sinks: a logit of each head that joins its scores: a row then adds up to less than 1.
+    """
+    batch, length, heads, _ = q.shape
+    tokens = jnp.arange(length)
+    seen_BST = visible(tokens[:, None], tokens, window_of(masks, which))[None]
+    if (chunk := chunk_of(masks, which)) is not None:
+        segment_ids = chunk_ids(batch, length, chunk, segment_ids)
+    if segment_ids is not None:
+        seen_BST = seen_BST & (segment_ids[:, :, None] == segment_ids[:, None, :])
+    weights = softmax_weights(q, k, seen_BST[:, None], scoring, sinks)
+    return constrain(weights.reshape(batch, heads, length, length), "batch", "heads", None, None)
