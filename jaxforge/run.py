@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxforge import run_directory, storage
 from jaxforge.checkpoint.paths import SUBDIRECTORY
 from jaxforge.config.job import JobConfig
@@ -22,6 +24,7 @@ from jaxforge.model.sampling import Sampling
 from jaxforge.model.transformer import Params
 from jaxforge.parallel import multihost
 from jaxforge.report.reading import read_metrics
+from jaxforge.training import activation_files
 
 
 class Run:
@@ -126,6 +129,29 @@ class Run:
             self._path, self._overrides, sets=named, step=self._step, steps=steps
         )
         return evaluation.report(*found)
+
+    @property
+    def captured_steps(self) -> list[int]:
+        """The steps whose activations were captured (`eval.activations_interval`), ascending."""
+        return activation_files.steps(self._trained.run)
+
+    def activations(self, step: int) -> dict[str, np.ndarray]:
+        """What was captured after a step, by name: arrays that are read where they are looked at.
+
+        Args:
+            step: of `captured_steps`.
+
+        Raises:
+            UserError: nothing was captured then, or the run is in a bucket.
+        """
+        run = self._trained.run
+        if storage.in_bucket(run):
+            raise UserError(
+                f"{run}: copy {activation_files.DIRECTORY}/ to this machine, and read it with NumPy"
+            )
+        if step not in (there := self.captured_steps):
+            raise UserError(f"{run} has no activations of step {step}: there are {there}")
+        return activation_files.read(activation_files.of_step(run, step))
 
     def export(self, destination: str | os.PathLike, *options: str, to: str = "hf") -> Path:
         """Writes a checkpoint for transformers ("hf") or for PyTorch jobs ("dcp").

@@ -22,6 +22,10 @@ SMALL = [
 PIPELINED = ["distributed.pp=2", "train.grad_accum_steps=4", "train.batch_size=1"]
 MIXED = ["data.datasets=[{'path':'a','name':'web'},{'path':'b','name':'code'}]"]
 INTERLEAVED = ["distributed.pp_schedule=interleaved_1f1b", "distributed.pp_chunks=3"]
+CAPTURING = [
+    "eval.activations_interval=2",
+    "eval.datasets=[{'name':'web','dataset_path':'a'},{'name':'code','dataset_path':'b'}]",
+]
 STOPPING = ["early_stop.active", "early_stop.patience_steps=5"]
 
 
@@ -54,6 +58,40 @@ CASES = [
         ["eval.enabled"],
         "eval.enabled = true needs data: set eval.dataset_path, eval.hf_dataset_name or "
         "[[eval.datasets]], or eval.enabled = false",
+    ),
+    (
+        1,
+        ["eval.activations_interval=2", "eval.dataset_path=a"],
+        ["eval.activations_interval=2"],
+        "eval.activations_interval = 2 needs data: set eval.dataset_path, eval.hf_dataset_name or "
+        "[[eval.datasets]], or eval.activations_interval = 0",
+    ),
+    (
+        1,
+        [*CAPTURING, "eval.activations_set=code"],
+        [*CAPTURING, "eval.activations_set=cod"],
+        'eval.activations_set = "cod" is no evaluation set; did you mean "code"? There are web, '
+        "code",
+    ),
+    (
+        1,
+        ["eval.activations_interval=2", "eval.dataset_path=a"],
+        ["eval.activations_interval=2", "eval.dataset_path=a", "eval.activations_set=a"],
+        'eval.activations_set = "a": the only evaluation set has no name; leave it out',
+    ),
+    (
+        1,
+        [*CAPTURING, "model.n_layers=3", "eval.activations_layers=[0,2]"],
+        [*CAPTURING, "model.n_layers=3", "eval.activations_layers=[0,3]"],
+        "eval.activations_layers: there is no layer 3: those of model.n_layers = 3 are 0 to 2",
+    ),
+    (
+        2,
+        [*CAPTURING, "distributed.cp=2"],
+        [*CAPTURING, "distributed.cp=2", "eval.activations_points=att*"],
+        'eval.activations_points = ["att*"] takes in attention_weights, and with distributed.cp = '
+        "2 no device has all keys of a query: change distributed.cp to 1 or "
+        'eval.activations_points to "residual"',
     ),
     (
         1,

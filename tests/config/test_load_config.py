@@ -246,6 +246,10 @@ def test_every_key_of_kempnerforge_loads():
         *(("eval", key) for key in ("datasets", "start_step")),
         *(("eval", f"sample_{key}") for key in ("interval", "prompts", "tokens", "temperature")),
         *(
+            ("eval", f"activations_{key}")
+            for key in ("interval", "points", "layers", "sequences", "set")
+        ),
+        *(
             ("checkpoint", key)
             for key in (
                 "keep_best_n",

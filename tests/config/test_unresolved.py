@@ -68,7 +68,8 @@ def test_all_keys_that_count_updates_take_durations():
     assert keys == {
         "train.max_steps", "train.batch_ramp.start", "scheduler.warmup_steps",
         "scheduler.decay_steps", "scheduler.stable_steps", "optimizer.schedule_free_warmup_steps",
-        "eval.interval", "eval.start_step", "eval.sample_interval", "checkpoint.interval",
+        "eval.interval", "eval.start_step", "eval.sample_interval",
+        "eval.activations_interval", "checkpoint.interval",
         "checkpoint.dyn_ckpt_window.start", "checkpoint.dyn_ckpt_window.stop",
         "data.phases.start_step", "data.anneal_start_step",
         "early_stop.patience_steps", "early_stop.max_steps",

@@ -55,6 +55,9 @@ evaluation
 samples
   none
 
+activations
+  none
+
 checkpoints
   every 400 updates, and the last
   steps 0 to 64: a window of its own, kept for good

@@ -1,0 +1,99 @@
+"""Attention weights that are captured: those of NumPy, and those that the kernel went by."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge.config.points import ATTENTION_WEIGHTS
+from jaxforge.model import capture
+from jaxforge.model.attention_weights import attention_weights
+from jaxforge.model.masking import Mask
+from jaxforge.model.scoring import Scoring
+from jaxforge.model.transformer import build_model
+from tests.conftest import tiny_config
+from tests.helpers import drawn, with_random_biases
+
+B, S, HEADS, KV, WIDTH = 2, 12, 4, 2, 8
+DOCUMENTS = np.array([[1] * 5 + [2] * 7, [1] * 12])
+
+
+def expected(q, k, *, window=None, chunk=None, documents=None, scale=None, cap=None, sinks=None):
+    """Query by query, over the keys that it sees."""
+    found = np.zeros((B, HEADS, S, S))
+    documents = np.ones((B, S), int) if documents is None else documents
+    for b, h, i in np.ndindex(B, HEADS, S):
+        seen = [j for j in range(i + 1) if documents[b, j] == documents[b, i]]
+        begin = seen[0]
+        seen = [j for j in seen if window is None or i - j < window]
+        seen = [j for j in seen if chunk is None or (j - begin) // chunk == (i - begin) // chunk]
+        scores = k[b, seen, h // (HEADS // KV)] @ q[b, i, h] * (scale or WIDTH**-0.5)
+        scores = scores if cap is None else cap * np.tanh(scores / cap)
+        rest = 0.0 if sinks is None else np.exp(sinks[h])
+        found[b, h, i, seen] = np.exp(scores) / (np.exp(scores).sum() + rest)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mask", "scoring", "documents", "has_sinks"),
+    [
+        (Mask(), Scoring(), None, False),
+        (Mask(window=3), Scoring(), DOCUMENTS, False),
+        (Mask(chunk=4), Scoring(scale=0.7), DOCUMENTS, True),
+        (Mask(), Scoring(softcap=1.5), None, True),
+    ],
+    ids=["plain", "window", "chunk", "capped"],
+)
+def test_weights_are_those_of_numpy(mask, scoring, documents, has_sinks):
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((B, S, HEADS, WIDTH)).astype(np.float32)
+    k = rng.standard_normal((B, S, KV, WIDTH)).astype(np.float32)
+    sinks = rng.standard_normal(HEADS).astype(np.float32) if has_sinks else None
+    segment_ids = None if documents is None else jnp.asarray(documents)
+    found = np.asarray(
+        attention_weights([Mask(window=2), mask], jnp.asarray(1), q, k, segment_ids, scoring, sinks)
+    )
+    right = expected(q, k, window=mask.window, chunk=mask.chunk, documents=documents,
+                     scale=scoring.scale, cap=scoring.softcap, sinks=sinks)  # fmt: skip
+    np.testing.assert_allclose(found, right, atol=2e-6)
+    assert not np.triu(found, 1).any()
+    sums = found.sum(-1)
+    assert (sums < 0.999).all() if has_sinks else np.allclose(sums, 1, atol=1e-6)
+
+
+@pytest.mark.parametrize("save", ["none", "selective", "full"])
+def test_they_make_what_attention_adds(save):
+    """By the values of the first layer, in NumPy; and nothing else is other than without them."""
+    config = tiny_config(
+        model={"attention_sinks": True, "sliding_window": 5},
+        train={"activation_checkpointing": save},
+    )
+    model = build_model(config)
+    params = with_random_biases(drawn(config))
+    tokens = np.random.default_rng(1).integers(0, 256, (B, S))
+
+    def look(points):
+        def forward(params, tokens):
+            with capture.watching(lambda name, x: x, points):
+                hidden, out = model.forward(params, {"input_ids": tokens})
+            return hidden, out.seen
+
+        return jax.device_get(jax.jit(forward)(params, tokens))
+
+    hidden, plain = look(capture.POINTS)
+    same, seen = look((*capture.POINTS, ATTENTION_WEIGHTS))
+    assert set(plain) == set(capture.POINTS)
+    np.testing.assert_array_equal(hidden, same)
+    for name in capture.POINTS:
+        np.testing.assert_array_equal(seen[name], plain[name])
+    weights = seen[ATTENTION_WEIGHTS]
+    assert weights.shape == (2, B, 4, S, S)
+    assert weights.dtype == np.float32
+    layer = jax.tree.map(lambda leaf: leaf[0], params["layers"])
+    x = params["token_embedding"]["embedding"]["weight"][tokens]
+    x = x / np.sqrt(np.mean(x**2, -1, keepdims=True) + config.model.norm_eps)
+    x = x * layer["attention_norm"]["weight"]
+    v = (x @ layer["attention"]["v_proj"]["weight"].T).reshape(B, S, 2, 1, 16)
+    y = np.einsum("bhst,bthd->bshd", weights[0], np.repeat(v, 2, 3).reshape(B, S, 4, 16))
+    added = y.reshape(B, S, -1) @ layer["attention"]["o_proj"]["weight"].T
+    np.testing.assert_allclose(seen["attention"][0], added, rtol=1e-3, atol=1e-6)

@@ -1,0 +1,73 @@
+"""Activations of single sequences, on every mesh those of one device."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxforge.config.points import ATTENTION_WEIGHTS, POINTS
+from jaxforge.errors import UserError
+from jaxforge.step.activations import Activations
+from tests.conftest import tiny_config
+from tests.helpers import random_batches, setup
+
+ROWS = 4
+MODEL = {"n_kv_heads": 4, "num_experts": 2, "moe_router": "sigmoid_topk", "n_layers": 3}
+
+
+def captured(points, layers, rows, distributed):
+    accum = distributed.get("pp", 1)
+    share = ROWS // (distributed.get("dp_shard", 1) * distributed.get("ep", 1))
+    ours = setup(
+        tiny_config(
+            model=MODEL,
+            train={"batch_size": share, "grad_accum_steps": accum},
+            distributed=distributed,
+        )
+    )
+    [batch] = random_batches(tiny_config(train={"batch_size": ROWS}), 1)
+    compute = Activations(ours.model, points, layers, ours.mesh)
+    with jax.set_mesh(ours.mesh):
+        params = ours.state().variables
+        found = jax.device_get(list(compute(params, ours.put(batch), rows)))
+    return batch, found
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return captured(POINTS, None, range(ROWS), {})
+
+
+def test_they_are_of_the_sequences_asked_for(alone):
+    batch, found = alone
+    for row, values in enumerate(found):
+        np.testing.assert_array_equal(values["tokens"], batch["input_ids"][0, row])
+        assert set(values) == {"tokens", *POINTS}
+        shapes = {"residual": (3, 32, 64), ATTENTION_WEIGHTS: (3, 4, 32, 32), "logits": (32, 256)}
+        assert {name: values[name].shape for name in shapes} == shapes
+        assert {values[name].dtype for name in POINTS} == {np.dtype(np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("distributed", "points"),
+    [
+        ({"dp_shard": 2, "tp": 2, "ep": 2}, POINTS),
+        ({"pp": 2, "dp_shard": 2, "tp": 2}, POINTS),
+        ({"cp": 2, "tp": 2, "dp_shard": 2, "cp_strategy": "ring"}, ("mlp", "residual", "logits")),
+    ],
+    ids=["ep", "pp", "ring"],
+)
+def test_the_mesh_does_not_matter(alone, distributed, points):
+    _, whole = alone
+    _, found = captured(points, (2, 0), (3, 1), distributed)
+    assert len(found) == 2
+    for values, row in zip(found, (3, 1), strict=True):
+        assert set(values) == {"tokens", *points}
+        for name, value in values.items():
+            right = whole[row][name]
+            right = right if name in ("tokens", "logits") else right[[2, 0]]
+            np.testing.assert_allclose(value, right, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_no_device_has_the_weights_of_a_shared_sequence():
+    with pytest.raises(UserError, match=r"with distributed.cp = 2 no device has all keys"):
+        captured([ATTENTION_WEIGHTS], None, [0], {"cp": 2})

@@ -1,0 +1,59 @@
+"""Directories of activations: whole or absent, sequence by sequence; no JAX here."""
+
+import errno
+import json
+
+import numpy as np
+import pytest
+
+from jaxforge.training import activation_files
+
+
+def sequences(n, of=1.0):
+    for i in range(n):
+        yield {"residual": np.full((2, 3), of * i, np.float32), "tokens": np.arange(3, dtype="i4")}
+
+
+def test_numpy_reads_what_was_written(tmp_path):
+    assert activation_files.write(tmp_path / "a", sequences(1200), {"step": 5}) == 1200
+    found = activation_files.read(tmp_path / "a")
+    assert found["residual"].shape == (1200, 2, 3)
+    assert found["residual"].dtype == np.float32
+    assert found["residual"][:, 1, 2].tolist() == list(range(1200))
+    assert isinstance(found["tokens"], np.memmap)
+    assert json.loads((tmp_path / "a" / "activations.json").read_text()) == {"step": 5}
+
+
+def test_one_that_is_there_is_replaced_and_torn_ones_are_no_trouble(tmp_path):
+    for torn in (".step_5.partial", ".step_5.old.partial"):
+        place = tmp_path / "activations" / torn
+        place.mkdir(parents=True)
+        (place / "residual.npy").write_text("half")
+    directory = activation_files.of_step(tmp_path, 5)
+    activation_files.write(directory, sequences(4), {})
+    activation_files.write(directory, ({"mlp": one["residual"]} for one in sequences(2, 3.0)), {})
+    assert [path.name for path in (tmp_path / "activations").iterdir()] == ["step_5"]
+    assert {name: x.tolist() for name, x in activation_files.read(directory).items()} == {
+        "mlp": [[[0.0] * 3] * 2, [[3.0] * 3] * 2]
+    }
+    assert activation_files.steps(tmp_path) == [5]
+    assert activation_files.steps(tmp_path / "none") == []
+
+
+def test_a_full_disk_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
+    directory = activation_files.of_step(tmp_path, 5)
+    activation_files.write(directory, sequences(1), {})
+    drawn = []
+
+    def add(self, values):
+        drawn.append(values)
+        if len(drawn) > 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(activation_files._Growing, "add", add)
+    rest = sequences(4)
+    with pytest.raises(OSError, match="No space"):
+        activation_files.write(directory, rest, {})
+    assert len(list(rest)) == 2  # whoever else computes them goes on
+    assert [path.name for path in (tmp_path / "activations").iterdir()] == ["step_5"]
+    assert len(activation_files.read(directory)["residual"]) == 1

@@ -1,0 +1,149 @@
+"""Activations captured while a run trains: of what, when, and that nothing else feels it."""
+
+import json
+
+import numpy as np
+import pytest
+
+import jaxforge
+from jaxforge import activations, train
+from jaxforge.config.reading.load import load_config
+from jaxforge.errors import UserError
+from jaxforge.exit_codes import Exit
+from jaxforge.training import activation_files
+from jaxforge.training.summary import schedule_summary
+from tests.conftest import tiny_config
+
+LENGTH = 32
+POINTS = ("attention_weights", "residual", "logits")
+
+
+def config(path, name, interval=2, **of_train):
+    data = path / "data"
+    if not data.exists():
+        data.mkdir()
+        text = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 200, np.uint8)
+        np.save(data / "a.npy", text.astype(np.uint16))
+    sets = [{"name": name, "dataset_path": str(data)} for name in ("other", "web")]
+    return tiny_config(
+        train={"max_steps": 6, "batch_size": 1, **of_train},
+        distributed={"dp_shard": 8},
+        data={"dataset_path": str(data)},
+        eval={
+            "datasets": sets, "activations_interval": interval, "activations_sequences": 10,
+            "activations_points": ["res*", "*weights", "logits"], "activations_layers": [1],
+            "activations_set": "web",
+        },
+        checkpoint={"dir": str(path / name), "interval": 100},
+    )  # fmt: skip
+
+
+def logged(path, name):
+    lines = map(json.loads, (path / name / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """One that captures, one that does not; one that had nowhere to write, and was stopped."""
+    path = tmp_path_factory.mktemp("captured")
+    assert train.run(config(path, "whole")) is Exit.COMPLETED
+    assert train.run(config(path, "silent", interval=0)) is Exit.COMPLETED
+    place = path / "stopped" / "activations"
+    place.parent.mkdir()
+    place.write_text("no directory")
+    assert train.run(config(path, "stopped", exit_interval=3)) is Exit.INTERVAL
+    place.unlink()
+    (place / ".step_4.partial").mkdir(parents=True)
+    once = [{"mlp": np.zeros(3)}]  # of a step that is run again
+    activation_files.write(activation_files.of_step(path / "stopped", 4), once, {})
+    assert train.run(config(path, "stopped")) is Exit.COMPLETED
+    return path
+
+
+def test_each_interval_has_its_files(runs):
+    run = jaxforge.Run(runs / "whole")
+    assert run.captured_steps == [2, 4, 6]
+    found = run.activations(4)
+    assert {name: x.shape for name, x in found.items()} == {
+        "tokens": (10, LENGTH),
+        "residual": (10, 1, LENGTH, 64),
+        "attention_weights": (10, 1, 4, LENGTH, LENGTH),
+        "logits": (10, LENGTH, 256),
+    }
+    windows = np.load(runs / "data" / "a.npy")[: 10 * (LENGTH + 1)].reshape(10, -1)
+    np.testing.assert_array_equal(found["tokens"], windows[:, :-1])
+    told = json.loads((runs / "whole/activations/step_4/activations.json").read_text())
+    assert told == {"step": 4, "set": "web", "points": ["residual", "attention_weights", "logits"],
+                    "layers": [1], "sequences": list(range(10))}  # fmt: skip
+    with pytest.raises(UserError, match=r"no activations of step 5: there are \[2, 4, 6\]"):
+        run.activations(5)
+
+
+def test_they_are_those_of_the_checkpoint(runs, tmp_path):
+    output = tmp_path / "seen"
+    data = f"web={runs / 'data'}"
+    arguments = ["--set", data, "--points", "*", "--layers", "1", "--sequences", "9,1"]
+    assert activations.main([str(runs / "whole"), "--output", str(output), *arguments]) == 0
+    last = jaxforge.Run(runs / "whole").activations(6)
+    for name in (*POINTS, "tokens"):
+        found = np.load(output / f"{name}.npy")
+        np.testing.assert_allclose(found, last[name][[1, 9]], rtol=1e-4, atol=1e-5, err_msg=name)
+    assert not np.allclose(
+        last["residual"], jaxforge.Run(runs / "whole").activations(2)["residual"]
+    )
+
+
+def test_losses_do_not_feel_it(runs):
+    assert logged(runs, "whole") == logged(runs, "silent")
+    assert not (runs / "silent" / "activations").exists()
+
+
+def test_a_run_that_goes_on_captures_what_the_undisturbed_one_captured(runs):
+    def files(name):
+        directory = runs / name / "activations"
+        paths = (path for path in directory.rglob("*") if path.is_file())
+        return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
+
+    whole = files("whole")
+    assert len(whole) == 3 * 5
+    assert files("stopped") == {name: x for name, x in whole.items() if "step_2/" not in name}
+    assert logged(runs, "stopped") == logged(runs, "whole")
+
+
+def test_what_cannot_be_written_is_said_and_stops_nothing(runs):
+    log = (runs / "stopped" / "logs" / "process_0.log").read_text()
+    assert log.count("are not kept: ") == 1
+    assert "activations of step 2 are not kept: [Errno 20] Not a directory" in log
+
+
+def test_the_run_says_when_it_will(runs):
+    text = (runs / "whole" / "schedule_summary.txt").read_text()
+    each = 10 * LENGTH * (64 + 4 * LENGTH + 256) * 4
+    assert sum(x.nbytes for name, x in jaxforge.Run(runs / "whole").activations(2).items()
+               if name != "tokens") == each  # fmt: skip
+    assert "activations\n  every 2 updates, of 10 sequences of set web\n  3 in all, " in text
+    assert f"{each / 1e9:.3g} GB each: residual, attention_weights, logits" in text
+    assert "activations\n  none\n" in schedule_summary(config(runs, "x", interval=0), 1)
+
+
+def test_a_share_of_the_run_is_an_interval_of_captures():
+    config = load_config(None, ["--train.max_steps=200", "--eval.activations_interval=25%"])
+    assert [step for step in range(201) if step and config.eval.is_capture_due(step)] == [
+        50, 100, 150, 200,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["activations_points=residul"], 'no point "residul"; did you mean "residual"? There are'),
+        (["activations_points=x"], 'activations_points: there is no point "x"; there are att'),
+        (["activations_points=[]", "activations_interval=2"], "leaves nothing to capture: give"),
+        (["activations_layers=[-1]"], "activations_layers"),
+    ],
+)
+def test_points_that_there_are_not_are_refused(settings, message):
+    with pytest.raises(UserError) as caught:
+        load_config(None, [f"--eval.{one}" for one in settings])
+    assert message in str(caught.value)
