@@ -123,6 +123,8 @@ def test_a_mirror_copies_what_changed_and_brings_it_back(server, root):
     (here / "metrics.jsonl").write_text("1\n")
     (here / "logs" / "a.log").write_text("a\n")
     (here / "page.partial").write_text("half")
+    (here / ".step_2.partial").mkdir()
+    (here / ".step_2.partial" / "residual.npy").write_text("half")
     assert first.publish()
     asked = server.requests
     assert first.publish()
@@ -134,6 +136,7 @@ def test_a_mirror_copies_what_changed_and_brings_it_back(server, root):
     first.close()
     assert (root / "metrics.jsonl").read_text() == "1\n2\n"
     assert not (root / "page.partial").exists()
+    assert not (root / ".step_2.partial").exists()
     here.mkdir()
     (here / "torn").write_text("of another time")
     second = mirror.Mirror(root, 0, ["metrics.jsonl", "logs", "none"])

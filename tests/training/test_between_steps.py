@@ -9,7 +9,7 @@ from jaxforge.exit_codes import Exit
 from jaxforge.health.periodic_action import PeriodicAction
 from jaxforge.state.progress import Progress
 from jaxforge.training.hooks import Hook, HookRunner
-from tests.training.test_loop import Sampler, Signals, run
+from tests.training.test_loop import Capture, Sampler, Signals, run
 
 
 def saves(events):
@@ -29,22 +29,23 @@ class Looking(PeriodicAction):
 
 def test_the_order_of_what_is_due():
     events, *_ = run(
-        steps=3, log=2, evaluate=2, save=2, actions=lambda e: [Looking(e)], sampler=Sampler
-    )
+        steps=3, log=2, evaluate=2, save=2, actions=lambda e: [Looking(e)], sampler=Sampler,
+        capture=Capture,
+    )  # fmt: skip
     second = events[events.index("launch 2") : events.index("launch 3")]
     assert [event for event in second if not event.startswith("read")] == [
         "launch 2", "log 2 train", "hook 2", "eval begins 2", "evaluate from 0", "log 2 eval",
-        "eval hook 2", "sample 2", "log 2 samples", "look 2", "save 2", "log 2 checkpoint",
-        "save hook 2",
+        "eval hook 2", "sample 2", "log 2 samples", "capture 2", "look 2", "save 2",
+        "log 2 checkpoint", "save hook 2",
     ]  # fmt: skip
 
 
 def test_a_step_whose_evaluation_was_stopped_is_sampled_when_that_goes_on():
-    """A resumed run would write its samples again."""
-    events, reason, _ = run(steps=9, evaluate=2, stop_at=2, sampler=Sampler)
+    """A resumed run would write its samples again, and capture its activations."""
+    events, reason, _ = run(steps=9, evaluate=2, stop_at=2, sampler=Sampler, capture=Capture)
     assert reason is Exit.SIGNAL
     assert "evaluate from 0" in events
-    assert "sample 2" not in events
+    assert not {"sample 2", "capture 2"} & set(events)
 
 
 @pytest.mark.parametrize(("reason", "saved"), [(Exit.UNHEALTHY, []), (Exit.STRAGGLER, [2])])

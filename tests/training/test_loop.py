@@ -145,6 +145,13 @@ class Sampler:
         return "samples"
 
 
+class Capture(Sampler):
+    """Captures activations, when samples are written."""
+
+    def __call__(self, params, step):
+        self.events.append(f"capture {step}")
+
+
 class Evaluation:
     """Two batches, and a question between them."""
 
@@ -175,7 +182,8 @@ def batch():
 
 def run(
     steps=6, log=100, evaluate=100, save=100, hooks=True, stop_at=None, bad=(),
-    actions=lambda events: [], sections=None, sampler=lambda events: None, **train,
+    actions=lambda events: [], sections=None, sampler=lambda events: None,
+    capture=lambda events: None, **train,
 ):  # fmt: skip
     """Events of a run of `steps` steps; those in `bad` are not finite."""
     sections = sections or {}
@@ -225,6 +233,7 @@ def run(
         tracker=Tracker(writers, StepCost(256, 8), progress, 10**9),
         profiler=Profiler(config.profiling, Path()),
         hooks=HookRunner([Recorder(events)] if hooks else []), sampler=sampler(events),
+        activations=capture(events),
     )  # fmt: skip
     reason = trainer.train(Signals(stop_at))
     trainer.close(reason)
