@@ -11,7 +11,8 @@ from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 
 ROWS = 4
-MODEL = {"n_kv_heads": 4, "num_experts": 2, "moe_router": "sigmoid_topk", "n_layers": 3}
+MODEL = {"n_kv_heads": 4, "num_experts": 2, "moe_router": "sigmoid_topk", "n_layers": 4}
+INTERLEAVED = {"pp_schedule": "interleaved_1f1b", "pp_chunks": 2}
 
 
 def captured(points, layers, rows, distributed):
@@ -42,7 +43,7 @@ def test_they_are_of_the_sequences_asked_for(alone):
     for row, values in enumerate(found):
         np.testing.assert_array_equal(values["tokens"], batch["input_ids"][0, row])
         assert set(values) == {"tokens", *POINTS}
-        shapes = {"residual": (3, 32, 64), ATTENTION_WEIGHTS: (3, 4, 32, 32), "logits": (32, 256)}
+        shapes = {"residual": (4, 32, 64), ATTENTION_WEIGHTS: (4, 4, 32, 32), "logits": (32, 256)}
         assert {name: values[name].shape for name in shapes} == shapes
         assert {values[name].dtype for name in POINTS} == {np.dtype(np.float32)}
 
@@ -51,7 +52,7 @@ def test_they_are_of_the_sequences_asked_for(alone):
     ("distributed", "points"),
     [
         ({"dp_shard": 2, "tp": 2, "ep": 2}, POINTS),
-        ({"pp": 2, "dp_shard": 2, "tp": 2}, POINTS),
+        (INTERLEAVED | {"pp": 2, "dp_shard": 2, "tp": 2}, POINTS),
         ({"cp": 2, "tp": 2, "dp_shard": 2, "cp_strategy": "ring"}, ("mlp", "residual", "logits")),
     ],
     ids=["ep", "pp", "ring"],
