@@ -8,6 +8,7 @@ configs/          those of all starts that the run comes from, by the step that 
 metrics.jsonl     an object per logged step (`telemetry.sinks.JsonlSink`)
 starts.jsonl      an object per start: time, command, versions (`starts`)
 samples.jsonl     an object per text that the model wrote (`eval.sample_interval`)
+activations/      step_<n>/: what was captured (`eval.activations_interval`)
 logs/             a log per process
 tokenizer/        a copy of the data's tokenizer, where there is one
 checkpoints/      `checkpoint.manager`
