@@ -5,6 +5,7 @@ import pytest
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
+from jaxforge.replay.compare import first_difference
 from tests.conftest import tiny_config
 from torch_compat import checkpoints, commands, hf_config, mup
 from torch_compat.dcp_state import Options
@@ -23,6 +24,7 @@ from tests.torch_compat.test_huggingface_models import (  # noqa: E402 (needs to
     their_logits,
     tokens_of,
 )
+from torch_compat.lockstep import command  # noqa: E402
 
 SHAPE = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 256,
          "ffn_hidden_dim": 48, "max_seq_len": 64, "mup_base_width": 16}  # fmt: skip
@@ -90,3 +92,30 @@ def test_the_base_itself_is_standard():
     assert hf_config.family_of(mup.as_standard(at_base)) == "llama"
     shapes = abstract_target(tiny_config(model=SHAPE)).params
     assert mup.folded(dict.fromkeys(shapes, None), at_base) == dict.fromkeys(shapes, None)
+
+
+def built_as_llama(config):
+    """A factory, for lockstep: nothing of muP in it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Mine(LlamaForCausalLM):
+        def forward(self, tokens):
+            return super().forward(tokens).logits
+
+    model = config.model
+    assert model.mup_base_width is None
+    return Mine(LlamaConfig(
+        vocab_size=model.vocab_size, hidden_size=model.dim, intermediate_size=model.ffn_hidden_dim,
+        num_hidden_layers=model.n_layers, num_attention_heads=model.n_heads,
+        num_key_value_heads=model.n_kv_heads, rms_norm_eps=model.norm_eps,
+        rope_theta=model.rope_theta,
+    ))  # fmt: skip
+
+
+def test_in_lockstep_a_torch_model_has_the_folded_weights(tmp_path):
+    of = config(mup_base_head_dim=4)
+    run = save_run(tmp_path / "run", of)
+    job = command.Job(f"{__name__}:built_as_llama", str(run), size=(2, 16))
+    report = command.lockstep(job)
+    assert report.same, first_difference(report.rows)
+    assert any("multipliers of muP are in the weights" in note for note in report.notes)

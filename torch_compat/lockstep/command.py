@@ -13,7 +13,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.replay import compare
 from jaxforge.replay.compare import Row, first_difference
-from torch_compat import checkpoints, dcp_state
+from torch_compat import checkpoints, dcp_state, mup
 from torch_compat.checkpoints import CheckpointRef
 from torch_compat.dcp_state import Options
 from torch_compat.lazy import DTYPES, LazyTensor, of_array
@@ -88,8 +88,12 @@ def lockstep(job: Job) -> Report:
     """
     found = checkpoints.find(job.checkpoint)
     config = config_of(found, job)
-    built = theirs.build(job.spec, config)
+    standard = config.model_copy(update={"model": mup.as_standard(config.model)})
+    built = theirs.build(job.spec, standard)
     checkpoint = found.read(config, Options(weights_only=True, dialect=_own_dialect(found, job)))
+    params = mup.folded(checkpoint.params, config.model)
+    checkpoint, notes = dataclasses.replace(checkpoint, params=params), _parametrisation(config)
+    config = standard
     batch, of_batch = batches.batch(config, job.batch, job.size, theirs.padding(built))
     if built.loss is None:
         config = without_further_terms(config)
@@ -101,7 +105,8 @@ def lockstep(job: Job) -> Report:
     else:
         load(built, weights_for(built, found, checkpoint, dialect, config), dialect, config)
     report = compared(our_side, built, dialect, config, batch)
-    return Report(report.rows, [*checkpoint.notes, of_batch, *_precision(config), *report.notes])
+    notes += [*checkpoint.notes, of_batch, *_precision(config), *report.notes]
+    return Report(report.rows, notes)
 
 
 def compared(
@@ -253,6 +258,15 @@ def _heads(dialect: NameMap, config: JobConfig) -> set[str]:
 
 def _is_float(tensor: LazyTensor) -> bool:
     return tensor.dtype.name in ("float64", "float32", "float16", "bfloat16")
+
+
+def _parametrisation(config: JobConfig) -> list[str]:
+    if mup.is_standard(config.model):
+        return []
+    return [
+        "the multipliers of muP are in the weights of both, as an export has them; updates are "
+        "those of the standard parametrisation"
+    ]
 
 
 def _precision(config: JobConfig) -> list[str]:
