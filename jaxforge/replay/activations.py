@@ -99,7 +99,7 @@ def from_set(
     if not config.eval.sources():
         raise UserError(f"{trained.run} has no [eval]: give --set NAME=DIR or --step N")
     datasets = list(sources.open_eval_data(config).values())
-    numbers = _there(wanted.sequences, sum(map(len, datasets)), "the evaluation data")
+    numbers = _there(wanted.sequences, sum(map(len, datasets)), "the evaluation set")
 
     def values(params: Params) -> Iterator[Values]:
         of, first = functools.partial(of_sequences, compute, params, config, trained.mesh), 0

@@ -297,7 +297,7 @@ def test_norms_are_of_the_values_at_their_points(run):
 
 def test_activations_of_a_training_step_are_written(run, tmp_path):
     output = tmp_path / "seen"
-    arguments = ["--step", "4", "--points", "residual,logits", "--layers", "1", "--sequences", "5"]
+    arguments = ["--step", "4", "--points", "re*,logits", "--layers", "1", "--sequences", "5"]
     assert activations.main([str(run), "--output", str(output), *arguments]) == 0
     tokens, residual, logits = (
         np.load(output / f"{name}.npy") for name in ("tokens", "residual", "logits")
@@ -323,16 +323,36 @@ def test_activations_of_a_set_are_those_of_its_first_sequences(run, tmp_path):
     arguments = ["--set", f"x={data}", "--points", "mlp", "--sequences", "11"]
     assert activations.main([str(run), "--output", str(output), *arguments]) == 0
     tokens = np.load(output / "tokens.npy")
-    windows = np.load(data / "x.npy")[: 11 * (LENGTH + 1)].reshape(11, -1)
-    np.testing.assert_array_equal(tokens, windows[:, :-1])
+    windows = np.load(data / "x.npy").reshape(48, -1)[:, :-1]
+    np.testing.assert_array_equal(tokens, windows[:11])
     assert np.load(output / "mlp.npy").shape == (11, 2, LENGTH, 64)
+
+
+def test_activations_of_some_sequences_are_counted_over_all_sets(run, tmp_path):
+    data = run.parent / "data"
+    sets = ["--set", f"x={data}", "--set", f"y={data}", "--points", "mlp", "--layers", "0"]
+    for asked, numbers in (("50,3,47", [3, 47, 50]), ("46:49", [46, 47, 48])):
+        output = tmp_path / asked
+        command = [str(run), "--output", str(output), *sets, "--sequences", asked]
+        assert activations.main(command) == 0
+        windows = np.load(data / "x.npy").reshape(48, -1)[:, :-1]
+        np.testing.assert_array_equal(
+            np.load(output / "tokens.npy"), windows[[n % 48 for n in numbers]]
+        )
+        assert json.loads((output / "activations.json").read_text())["sequences"] == numbers
+    with pytest.raises(UserError, match="no sequence 96: the evaluation set has 0 to 95"):
+        activations.main([str(run), "--output", f"{tmp_path}/no", *sets, "--sequences", "90:97"])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--points", "q"], "there is no 'q'; choose of attention, mlp, residual, logits"),
+        (["--points", "q*"], 'there is no point "q.*"; there are attention, mlp, residual, att'),
+        (["--points", "mlp,residul"], '"residul"; did you mean "residual".? There are attention'),
         (["--layers", "x"], "expected numbers of layers"),
+        (["--sequences", "0"], "--sequences 0: expected how many, as 64, a range, as 10:20, or"),
+        (["--sequences", "5:5"], "--sequences 5:5: expected how many"),
+        (["--step", "4", "--sequences", "2,8"], "no sequence 8: the step's batch has 0 to 7"),
         (["--step", "4", "--layers", "2"], "there is no layer 2: the model has 0 to 1"),
         ([], "has no .eval.: give --set NAME=DIR or --step N"),
     ],
