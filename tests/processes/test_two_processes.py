@@ -41,14 +41,18 @@ def finish_both(processes, code=0):
 def test_it_does_not_matter_how_many_processes_begin_go_on_and_end(new_run):
     """Four, one, two that are stages, and one: each goes on from the others' checkpoint.
 
-    Of the four, two share each sequence. The stages end because their time is up. Where a process
-    is alone, it has one program.
+    Of the four, two share each sequence, and they capture activations at their end. The stages end
+    because their time is up. Where a process is alone, it has one program.
     """
     alone, run = new_run("alone"), new_run("handed_on")
-    alone.finish_here(*OVERRIDES)
+    np.save(alone.directory.with_name("held_out.npy"), np.arange(3 * 33, dtype=np.uint16))
+    capture = [f"--eval.dataset_path={alone.directory.parent}", "--eval.activations_interval=5",
+               "--eval.activations_sequences=2"]  # fmt: skip
+    alone.finish_here(*OVERRIDES, *capture)
     mesh = ["--distributed.dp_shard=2", "--distributed.cp=2", "--distributed.cp_strategy=ring",
             "--train.max_steps=5"]  # fmt: skip
-    outputs = finish_both(start_both(run, *OVERRIDES, *mesh, count=4))
+    outputs = finish_both(start_both(run, *OVERRIDES, *mesh, *capture, count=4))
+    check_both_capture_the_same(run, alone)
     assert "cp 2" in outputs[0]
     assert "[step 5]" in outputs[0]
     assert not any("[step 5]" in output for output in outputs[1:])
@@ -63,6 +67,17 @@ def test_it_does_not_matter_how_many_processes_begin_go_on_and_end(new_run):
     run.finish_here(*OVERRIDES)
     losses = [list(one.losses().values()) for one in (run, alone)]
     np.testing.assert_allclose(*losses, rtol=2e-6)
+
+
+def check_both_capture_the_same(run, alone):
+    """After step 5; in the four, by the first of them alone."""
+    of_both = [one.directory / "activations" / "step_5" for one in (run, alone)]
+    assert [path.name for path in of_both[0].parent.iterdir()] == ["step_5"]
+    assert (
+        np.load(of_both[0] / "tokens.npy").tolist() == np.arange(66).reshape(2, -1)[:, :-1].tolist()
+    )
+    residuals = [np.load(one / "residual.npy") for one in of_both]
+    np.testing.assert_allclose(*residuals, rtol=1e-4, atol=1e-6)
 
 
 def check_both_say_that_their_time_is_up(run, outputs):
