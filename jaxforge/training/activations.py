@@ -6,7 +6,7 @@ state is only read.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 from jax.sharding import Mesh
@@ -45,7 +45,7 @@ class ActivationCapture:
         """Whether there are activations of a step."""
         return self._config.eval.is_capture_due(step)
 
-    def __call__(self, params: Params, step: int) -> None:
+    def __call__(self, params: Params, step: int, moved: Callable[[], object]) -> None:
         """Captures those of a step; all processes take part, and the first writes.
 
         Files that cannot be written are a warning.
@@ -53,8 +53,9 @@ class ActivationCapture:
         Args:
             params: of that step, as functions of the model take them.
             step: names the directory.
+            moved: called after each sequence, as a sign of life.
         """
-        sequences = self._sequences(params)
+        sequences = self._sequences(params, moved)
         if jax.process_index() == 0:
             self._write(step, sequences)
         for values in sequences:  # where nothing is written; or not any more, and others go on
@@ -78,12 +79,16 @@ class ActivationCapture:
         else:
             log.info("activations of %d sequences after step %d in %s", n, step, directory)
 
-    def _sequences(self, params: Params) -> Iterator[Values]:
+    def _sequences(self, params: Params, moved: Callable[[], object]) -> Iterator[Values]:
         """Computed one at a time by each group of devices, however large a microbatch is."""
         sizes = {"batch_size": 1, "global_batch_size": None}
         train = self._config.train.model_copy(update=sizes)
         config = self._config.model_copy(update={"train": train})
-        return of_sequences(self._compute, params, config, self._mesh, self._dataset, self._numbers)
+        for values in of_sequences(
+            self._compute, params, config, self._mesh, self._dataset, self._numbers
+        ):
+            yield values
+            moved()
 
 
 def of_sequences(

@@ -201,7 +201,7 @@ class Trainer:
             return
         if self.activations.is_due(step):
             with self._looking("capturing activations"):
-                self.activations(self.state.variables, step)
+                self.activations(self.state.variables, step, self.watchdog.tick)
 
     @contextlib.contextmanager
     def _looking(self, doing: str) -> Iterator[None]:

@@ -148,8 +148,9 @@ class Sampler:
 class Capture(Sampler):
     """Captures activations, when samples are written."""
 
-    def __call__(self, params, step):
+    def __call__(self, params, step, moved):
         self.events.append(f"capture {step}")
+        moved()
 
 
 class Evaluation:

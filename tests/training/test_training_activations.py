@@ -10,7 +10,11 @@ from jaxforge import activations, train
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
+from jaxforge.model.transformer import build_model
+from jaxforge.parallel.mesh import make_mesh
 from jaxforge.training import activation_files
+from jaxforge.training import activations as capturing
+from jaxforge.training.activations import ActivationCapture
 from jaxforge.training.summary import schedule_summary
 from tests.conftest import tiny_config
 
@@ -115,6 +119,22 @@ def test_what_cannot_be_written_is_said_and_stops_nothing(runs):
     log = (runs / "stopped" / "logs" / "process_0.log").read_text()
     assert log.count("are not kept: ") == 1
     assert "activations of step 2 are not kept: [Errno 20] Not a directory" in log
+
+
+def test_each_sequence_is_a_sign_of_life(tmp_path, monkeypatch):
+    """Also where nothing can be written: the watchdog of other processes waits for theirs."""
+    given = config(tmp_path, "run")
+    capture = ActivationCapture(given, make_mesh(given), build_model(given), range(40))
+    monkeypatch.setattr(
+        capturing, "of_sequences", lambda *given: ({"x": np.zeros(2)} for _ in given[-1])
+    )
+    signs = []
+    capture({}, 2, lambda: signs.append("written"))
+    (tmp_path / "run" / "activations" / "step_2").rename(tmp_path / "run" / "moved")
+    (tmp_path / "run" / "activations").rmdir()
+    (tmp_path / "run" / "activations").write_text("no directory")
+    capture({}, 2, lambda: signs.append("lost"))
+    assert signs == ["written"] * 10 + ["lost"] * 10
 
 
 def test_the_run_says_when_it_will(runs):
