@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from jaxforge.config.model import ModelConfig
 from jaxforge.parallel import host_memory
 
-_TOP_K, _ROWS = 2, 8
+_TOP_K = 2
 
 
 class Sizes(NamedTuple):
@@ -37,22 +37,21 @@ class Sizes(NamedTuple):
     seq: int
     precision: str
 
-    def case(self, name: str, **keys: int) -> Case:
+    def case(self, name: str, rows: int, **keys: int) -> Case:
         """With other keys in the model."""
-        return Case(name, {**self.model, **keys}, _ROWS, self.seq, self.precision)
+        return Case(name, {**self.model, **keys}, rows, self.seq, self.precision)
 
-    @property
-    def dense(self) -> Case:
+    def dense(self, rows: int) -> Case:
         """As many active parameters."""
-        return self.case("dense", ffn_hidden_dim=_TOP_K * self.width)
+        return self.case("dense", rows, ffn_hidden_dim=_TOP_K * self.width)
 
     @property
     def cases(self) -> list[Case]:
-        """With 8 experts, and with 32."""
+        """With 8 experts and 32; the optimizer does as much whatever tokens an update has."""
         return [
-            self.case(f"{n} experts, {_TOP_K} for each of {_ROWS} x {self.seq} tokens",
-                      num_experts=n, moe_top_k=_TOP_K, moe_expert_dim=self.width)
-            for n in (8, 32)
+            self.case(f"{n} experts, {_TOP_K} for each of {rows} x {self.seq} tokens",
+                      rows, num_experts=n, moe_top_k=_TOP_K, moe_expert_dim=self.width)
+            for n, rows in ((8, 8), (8, 16), (32, 8))
         ]  # fmt: skip
 
 
@@ -154,7 +153,11 @@ def main() -> None:
     torch.set_num_threads(os.cpu_count() or 1)
     at = GPU if jax.default_backend() == "gpu" else QUICK if quick else CPU
     cases = [case for case in at.cases if args.cases in case.name][: 1 if quick else None]
-    rows = [row for case in cases for row in compare(case, at.dense, rounds=3 if quick else 5)]
+    rows = [
+        row
+        for case in cases
+        for row in compare(case, at.dense(case.batch), rounds=3 if quick else 11)
+    ]
     notes = [
         f"{at.precision}, {jax.local_device_count()} device, {torch.get_num_threads()} threads"
     ]
