@@ -2,7 +2,7 @@
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _MANY = 10_000  # names of a directory that are looked at
@@ -18,6 +18,12 @@ def hint(name: str, names: Iterable[str], quote: str = '"') -> str:
     """
     near = difflib.get_close_matches(name, list(names), n=1)
     return f"; did you mean {quote}{near[0]}{quote}?" if near else ""
+
+
+def choices(name: str, names: Sequence[str]) -> str:
+    """The same, and all names: `; did you mean "web"? There are web, code`."""
+    near = hint(name, names)
+    return f"{f'{near} There' if near else '; there'} are {', '.join(names)}"
 
 
 def path_hint(path: str | Path, quote: str = "") -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-from jaxforge.near import hint
+from jaxforge.near import choices
 
 STREAM = ("attention", "mlp", "residual")
 """What is added to the residual stream, and that itself, of each layer."""
@@ -25,7 +25,5 @@ def unknown(patterns: Iterable[str]) -> str | None:
     """What is wrong with the first pattern that matches no name; None if each matches one."""
     for pattern in patterns:
         if not matching([pattern]):
-            near, names = hint(pattern, POINTS), ", ".join(POINTS)
-            there = f"{near} There" if near else "; there"
-            return f'there is no point "{pattern}"{there} are {names}'
+            return f'there is no point "{pattern}"{choices(pattern, POINTS)}'
     return None

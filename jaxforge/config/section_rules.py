@@ -8,7 +8,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.optimizer import OPTIMIZERS
 from jaxforge.config.problems import Problem, nearest, one
 from jaxforge.config.train import CROSS_ENTROPIES, EIGHT_BIT
-from jaxforge.near import hint
+from jaxforge.near import choices
 
 
 def seq_len_fits_model(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
@@ -48,10 +48,8 @@ def captures_have_a_source(config: JobConfig, mesh: Mesh) -> Iterator[str]:
         asked = f'eval.activations_set = "{section.activations_set}"'
         if not section.datasets:
             yield f"{asked}: the only evaluation set has no name; leave it out"
-            return
-        near = hint(section.activations_set, names)
-        there = f"{near} There" if near else "; there"
-        yield f"{asked} is no evaluation set{there} are {', '.join(names)}"
+        else:
+            yield f"{asked} is no evaluation set{choices(section.activations_set, names)}"
 
 
 def captured_layers_are_there(config: JobConfig, mesh: Mesh) -> Iterator[str]:
