@@ -1,4 +1,4 @@
-"""`health.weight_hash.checksum` of arrays in the host's memory, in one pass that stores nothing.
+"""`state.checksum` of arrays in the host's memory, in one pass that stores nothing.
 
 XLA:CPU does not fuse the mixing of bits into their sum: it stores four bytes for each element. So
 the sum is kept for each column of a row that stays in a core's cache, and rows are mixed into it.
@@ -16,6 +16,9 @@ from jaxforge.state.checksum import FACTOR, fmix32
 
 _WIDTH = 4096
 """Elements of a row, at least, where there are as many."""
+
+_SMALL = 1 << 16
+"""Elements that NumPy, with temporaries, goes through sooner than a program is compiled."""
 
 Part = tuple[Shaped[np.ndarray, "..."], tuple[int, ...]]
 """Numbers of an array that lie together, and where they begin in it."""
@@ -35,7 +38,7 @@ def parts_of(array: Shaped[Array, "..."]) -> list[Part]:
 
 
 def checksum(parts: Sequence[Part], shape: Sequence[int]) -> int:
-    """What `weight_hash.checksum` gives for the array of that shape that the parts make up."""
+    """What `state.checksum` gives for the array of that shape that the parts make up."""
     return sum(_checksum(part, start, shape) for part, start in parts) % 2**32
 
 
@@ -50,6 +53,9 @@ def _checksum(part: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> i
     split = max((i for i in axes if math.prod(part.shape[i:]) >= _WIDTH), default=0)
     rows, columns = _sums(steps[:split]), _sums(steps[split:])
     bits = part.reshape(rows.size, columns.size).view(f"uint{8 * part.itemsize}")
+    if part.size <= _SMALL:
+        place = rows[:, None] + columns
+        return int(fmix32(bits.astype(np.uint32) + place * np.uint32(FACTOR)).sum(dtype=np.uint32))
     return int(_mixed_sum(bits, rows, columns))
 
 

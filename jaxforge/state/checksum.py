@@ -1,8 +1,13 @@
 """Hashes of arrays, bit for bit: of what devices hold, and of what checkpoints do."""
 
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Shaped, UInt32
+
+_Hashed = TypeVar("_Hashed", Array, np.ndarray)
 
 FACTOR = 0x9E3779B9
 """What a place counts in the checksum."""
@@ -25,8 +30,8 @@ def checksum(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
     return jnp.sum(fmix32(bits + place * jnp.uint32(FACTOR)), dtype=jnp.uint32)
 
 
-def fmix32(h: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+def fmix32(h: UInt32[_Hashed, "..."]) -> UInt32[_Hashed, "..."]:
     """MurmurHash3's finalizer: a bijection in which each bit depends on all."""
-    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
-    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
+    h = (h ^ (h >> 16)) * np.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * np.uint32(0xC2B2AE35)
     return h ^ (h >> 16)

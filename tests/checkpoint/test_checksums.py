@@ -24,7 +24,9 @@ SPECS = [P(), P("a"), P(None, "a"), P("b", "a"), P(("a", "b")), P(None, None, "b
 
 @pytest.mark.parametrize("shape", [(), (5,), (8, 16), (16, 8, 4), (4, 2048, 6), (8, 4, 4100)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
-def test_the_host_gives_what_devices_give_on_any_mesh(shape, dtype):
+@pytest.mark.parametrize("small", [0, 1 << 30])
+def test_the_host_gives_what_devices_give_on_any_mesh(shape, dtype, small, monkeypatch):
+    monkeypatch.setattr(host_checksum, "_SMALL", small)  # elements that NumPy goes through
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     x = np.random.default_rng(0).integers(0, 200, shape).astype(jnp.dtype(dtype))
     whole = int(jax.jit(checksum)(x))
