@@ -7,7 +7,7 @@ import shutil
 import signal
 import tempfile
 
-from tests.machine import give_back_memory, xla_flags
+from tests.machine import give_back_memory, memory_in_use, xla_flags
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a suite that runs in the background;
     signal.signal(signal.SIGINT, signal.default_int_handler)  # its processes would ignore it, too
@@ -36,6 +36,9 @@ from jaxforge.config.reading.schema import REGISTRIES
 from tests import helpers
 
 gc.set_threshold(20_000)  # to import tests and to trace makes objects by the hundred thousand
+
+ENOUGH = 1.3e9
+"""Bytes that a worker may hold when a file ends; the next file may add a gigabyte."""
 
 GOLDEN = Path(__file__).parents[2] / "shared" / "golden"
 
@@ -87,12 +90,13 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
-    """A file's compiled programs end with it: a worker would grow by gigabytes."""
+    """Compiled programs are kept for the next file while they are few; they would be gigabytes."""
     yield
     helpers.forget()
-    jax.clear_caches()
-    gc.collect()  # programs and networks are in circles with what traced them
-    give_back_memory()
+    if memory_in_use() > ENOUGH:
+        jax.clear_caches()
+        gc.collect()  # programs and networks are in circles with what traced them
+        give_back_memory()
 
 
 @pytest.fixture

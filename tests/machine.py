@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 
+import psutil
+
 PATIENCE = 1800
 """Seconds to wait for what is to happen however busy the machine is; only a hang takes longer."""
 
@@ -33,6 +35,11 @@ def give_back_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def memory_in_use() -> int:
+    """Bytes of this process that are in memory."""
+    return psutil.Process().memory_info().rss
 
 
 def wait_until(true: Callable[[], bool], process: subprocess.Popen | None = None) -> None:
