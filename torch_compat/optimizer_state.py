@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
+from jaxforge.optim.schedule import learning_rate
 from torch_compat.lazy import count
 from torch_compat.limits import shown
 
@@ -156,13 +157,7 @@ def group_lr(config: JobConfig, updates: int) -> float:
     """
     if config.optimizer.name == "schedule_free_adamw":
         return config.optimizer.lr
-    import jax  # here, as it takes a second
-    import jax.numpy as jnp
-
-    from jaxforge.optim.schedule import learning_rate
-
-    rate = jax.jit(learning_rate(config))  # one program, as in the step, not one an operation
-    return float(rate(jnp.int32(updates)))
+    return float(learning_rate(config)(np.int32(updates)))
 
 
 def groups(config: JobConfig, updates: int, decays: Mapping[str, bool]) -> list[dict[str, Any]]:

@@ -15,34 +15,41 @@ decay_steps defaults to what is left of the run after warm-up and stable steps.
 
 With `unit = "samples"` and a batch that grows, n and the boundaries between the parts are measured
 in samples: a warm-up of W updates is half over when half of what they read has been read.
+
+All of it is computed by the library that n comes from: JAX within a step; NumPy elsewhere, where a
+number or two are asked for and nothing should be compiled.
 """
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from types import ModuleType
+from typing import Any
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
 
 from jaxforge.config.batch_ramp import Stage
 from jaxforge.config.job import JobConfig
 from jaxforge.config.scheduler import SCHEDULERS, SchedulerConfig
 
-Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
-"""Updates made so far -> factor on the learning rate, float32."""
+Number = Any
+"""A scalar of JAX or NumPy."""
+
+Schedule = Callable[[Number], Number]
+"""Updates made so far (integer) -> factor on the learning rate, float32."""
 
 ScheduleBuilder = Callable[[SchedulerConfig, int, Sequence[Stage]], Schedule]
 """(the `[scheduler]` section, `train.max_steps`, stages of the batch) -> schedule."""
 
-Decay = Callable[[Array, float], Array]
+Decay = Callable[[Number, float], Number]
 """(progress p in [0, 1], floor r) -> factor."""
 
-_Clock = Callable[[Array | float], Array | float]
+_Clock = Callable[[Number, ModuleType], Number]
 
 _DECAYS: dict[str, Decay] = {
-    "cosine": lambda p, r: r + 0.5 * (1 - r) * (1 + jnp.cos(jnp.pi * p)),
+    "cosine": lambda p, r: r + 0.5 * (1 - r) * (1 + _library(p).cos(np.pi * p)),
     "linear": lambda p, r: 1 - (1 - r) * p,
-    "sqrt": lambda p, r: r + (1 - r) * jnp.sqrt(1 - p),
-    "constant": lambda p, r: jnp.ones_like(p),
+    "sqrt": lambda p, r: r + (1 - r) * _library(p).sqrt(1 - p),
+    "constant": lambda p, r: _library(p).ones_like(p),
 }
 
 
@@ -63,7 +70,12 @@ def rate(config: JobConfig, peak: float) -> Schedule:
 
 def schedule_free_warmup(steps: int) -> Schedule:
     """The factor min(1, (n + 1) / steps) on the learning rate, n updates made; 1 without steps."""
-    return lambda n: jnp.minimum(1.0, (jnp.asarray(n, jnp.float32) + 1) / max(steps, 1))
+
+    def schedule(n: Number) -> Number:
+        xp = _library(n)
+        return xp.minimum(1.0, (xp.asarray(n, xp.float32) + 1) / max(steps, 1))
+
+    return schedule
 
 
 def build_schedule(
@@ -94,14 +106,15 @@ def warmup_then(
     read = _samples_read(stages if config.unit == "samples" else ())
     warmed, begin, end = map(float, config.boundaries(max_steps))  # integers of JAX end at 2^31
 
-    def schedule(n: Int[Array, ""]) -> Float[Array, ""]:
-        n = jnp.asarray(n, jnp.float32)
-        since, length = read(n) - read(begin), read(end) - read(begin)
+    def schedule(n: Number) -> Number:
+        xp = _library(n)
+        n = xp.asarray(n, xp.float32)
+        since, length = read(n, xp) - read(begin, xp), read(end, xp) - read(begin, xp)
         # A decay of no length never starts (but rex's, which ends at once).
-        p = jnp.clip(since / length, 0.0, 1.0) if end > begin else jnp.zeros(())
+        p = xp.clip(since / length, 0.0, 1.0) if end > begin else xp.zeros(())
         factor = decay(p, config.min_lr_ratio)
-        warmup = read(n + config.warmup_offset) / read(warmed) if warmed else factor
-        return jnp.where(n < warmed, warmup, factor).astype(jnp.float32)
+        warmup = read(n + config.warmup_offset, xp) / read(warmed, xp) if warmed else factor
+        return xp.where(n < warmed, warmup, factor).astype(xp.float32)
 
     return schedule
 
@@ -111,7 +124,16 @@ def _samples_read(stages: Sequence[Stage]) -> _Clock:
     whole = stages[-1].accum if stages else 1
     gains = [(b.start, (b.accum - a.accum) / whole) for a, b in pairwise(stages)]
     first = stages[0].accum / whole if stages else 1
-    return lambda n: first * n + sum(gain * jnp.maximum(n - start, 0) for start, gain in gains)
+
+    def read(n: Number, xp: ModuleType) -> Number:
+        return first * n + sum(gain * xp.maximum(n - start, 0) for start, gain in gains)
+
+    return read
+
+
+def _library(n: Number) -> ModuleType:
+    """`jax.numpy` or NumPy, as the array API standard has an array say it."""
+    return n.__array_namespace__() if hasattr(n, "__array_namespace__") else np
 
 
 @register_scheduler("cosine")
@@ -128,12 +150,12 @@ def _wsd(config: SchedulerConfig, max_steps: int, stages: Sequence[Stage]) -> Sc
 
 @register_scheduler("rex")
 def _rex(config: SchedulerConfig, max_steps: int, stages: Sequence[Stage]) -> Schedule:
-    def decay(p: Array, floor: float) -> Array:
-        return jnp.maximum(floor, (1 - p) ** config.rex_alpha)
+    def decay(p: Number, floor: float) -> Number:
+        return _library(p).maximum(floor, (1 - p) ** config.rex_alpha)
 
     return warmup_then(decay, config, max_steps, stages)
 
 
 @register_scheduler("none")
 def _none(config: SchedulerConfig, max_steps: int, stages: Sequence[Stage]) -> Schedule:
-    return lambda n: jnp.ones((), jnp.float32)
+    return lambda n: _library(n).ones((), "float32")

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array
+import numpy as np
 
 from jaxforge.checkpoint.save_policy import SavePolicy
 from jaxforge.config.batch_ramp import BatchRamp
@@ -98,12 +97,12 @@ def _learning_rate(config: JobConfig) -> Iterator[str]:
     yield f"{config.scheduler.name}, peak {config.optimizer.lr:.4g}{fits}"
     rate = learning_rate(config)
     for step, what in sorted(_turns(config).items()):
-        yield _at(step, f"{float(rate(_on_device(step))):<10.4g}  {', '.join(what)}")
+        yield _at(step, f"{float(rate(_counted(step))):<10.4g}  {', '.join(what)}")
 
 
-def _on_device(step: int) -> Array:
+def _counted(step: int) -> np.ndarray:
     """A number of updates as the step has it, and those that no step can count as a float."""
-    return jnp.asarray(step, jnp.int32 if step < 2**31 else jnp.float32)
+    return np.asarray(step, np.int32 if step < 2**31 else np.float32)
 
 
 def _turns(config: JobConfig) -> dict[int, list[str]]:

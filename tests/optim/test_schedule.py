@@ -31,11 +31,15 @@ SETTINGS = {
 }
 
 
-def factors(n, max_steps=20, **settings):
-    """f(0) ... f(n - 1), the count traced as it is in the step."""
+def schedule_of(max_steps=20, **settings):
     config = SchedulerConfig(**{"warmup_steps": 4, "min_lr_ratio": 0.1, **settings})
-    schedule = build_schedule(config, max_steps)
-    return np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(n)))
+    return build_schedule(config, max_steps)
+
+
+def factors(n, max_steps=20, **settings):
+    """f(0) ... f(n - 1)."""
+    schedule = schedule_of(max_steps, **settings)
+    return np.array([schedule(i) for i in range(n)])
 
 
 def test_every_golden_schedule_has_settings_here():
@@ -45,7 +49,11 @@ def test_every_golden_schedule_has_settings_here():
 @pytest.mark.parametrize("name", BY_STEP)
 def test_factors_are_kempnerforges(name):
     golden = BY_STEP[name]
-    np.testing.assert_allclose(factors(len(golden), **SETTINGS[name]), golden, rtol=0, atol=1e-6)
+    traced = jax.jit(jax.vmap(schedule_of(**SETTINGS[name])))(jnp.arange(len(golden)))
+    np.testing.assert_allclose(traced, golden, rtol=0, atol=1e-6)
+    outside = factors(len(golden), **SETTINGS[name])
+    np.testing.assert_allclose(outside, golden, rtol=0, atol=1e-6)
+    assert traced.dtype == outside.dtype == np.float32
 
 
 @pytest.mark.parametrize("name", [n for n in SETTINGS if n not in ("constant", "none")])
@@ -144,6 +152,7 @@ def test_a_schedule_of_samples_follows_the_ramp():
     read = np.concatenate([[0], np.cumsum([1] * 2 + [2] * 6 + [4] * 13)])
     want = np.where(np.arange(22) < 4, read / 6, 1 - np.clip((read - 6) / 56, 0, 1))
     np.testing.assert_allclose(got, want, atol=1e-6)
+    np.testing.assert_allclose([schedule(n) for n in range(22)], want, atol=1e-6)
 
 
 def test_without_a_ramp_samples_are_updates():
