@@ -23,9 +23,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxforge import storage
 from jaxforge.errors import UserError
@@ -72,10 +70,12 @@ class RunLock:
         Raises:
             UserError: another job has it, or it cannot be written.
         """
+        import jax  # here, as conversions do without it
+
         problem = ""
         if jax.process_index() == 0:
             try:
-                self._take()
+                self.take()
             except UserError as error:
                 problem = str(error)
         if problem := _of_process_0(problem):
@@ -93,7 +93,12 @@ class RunLock:
                 "held this process for gone: nothing was saved here since"
             )
 
-    def _take(self) -> None:
+    def take(self) -> None:
+        """Makes the directory ours, where one process is all there is.
+
+        Raises:
+            UserError: as of `acquire`.
+        """
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             while not self._take_once():
@@ -278,6 +283,9 @@ def _refusal(path: Path) -> str:
 
 def _of_process_0(text: str) -> str:
     """What process 0 has to say, on every process."""
+    import jax
+    from jax.experimental import multihost_utils
+
     if jax.process_count() == 1:
         return text
     page = np.zeros(_MESSAGE_BYTES, np.uint8)

@@ -10,6 +10,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
 from jaxforge import generate, run_lock, train
 from jaxforge.errors import UserError
@@ -135,9 +136,7 @@ def test_all_processes_of_a_job_share_it_and_hear_the_same(tmp_path, monkeypatch
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: process)
-    monkeypatch.setattr(
-        run_lock, "multihost_utils", types.SimpleNamespace(broadcast_one_to_all=broadcast)
-    )
+    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", broadcast)
     left_behind(tmp_path)
     with RunLock(tmp_path) as lock, pytest.raises(UserError, match=r"in use by|in üs"):
         lock.acquire()

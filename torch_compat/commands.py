@@ -17,6 +17,7 @@ from jaxforge import storage
 from jaxforge.checkpoint.paths import PREFIX, SUBDIRECTORY, check_path
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
+from jaxforge.run_lock import RunLock
 from jaxforge.state.progress import Progress
 from torch_compat import hf_config, hf_state, model_card, mup, orbax_store, safetensors, stages
 from torch_compat.checkpoints import CheckpointRef
@@ -125,13 +126,11 @@ class Import:
         Returns:
             The checkpoint, from process 0.
         """
-        from jaxforge.run_lock import RunLock  # here, as it imports JAX
-
         name = identity(self, plan.files, plan.checkpoint, plan.target)
         block = self.max_memory // _FRACTION
         with RunLock(self.destination) as lock:
             if not share.process:
-                lock.acquire()
+                lock.take()
             writer = orbax_store.stage(
                 plan.checkpoint, plan.target, self.destination, name, share, block
             )

@@ -63,7 +63,7 @@ def run(
     if share.process:
         return here.run(plan, share, advance, workers)
     with run_lock.RunLock(job.destination) as lock:
-        lock.acquire()
+        lock.take()
         name = _name(here, plan)
         _check_free(job.destination / plan.within, name, gathering)
         _begin(gathering, name)

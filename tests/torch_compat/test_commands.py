@@ -351,6 +351,24 @@ def big(tmp_path_factory):
     return directory, config
 
 
+@pytest.mark.processes
+def test_to_torch_and_to_look_no_jax_is_needed(big, tmp_path):
+    """It takes as long to import as a gigabyte to copy."""
+    run, dcp = str(big[0] / "run"), str(big[0] / "dcp")
+    commands = [
+        ["export", run, str(tmp_path / "dcp"), "--to=dcp"],
+        ["export", run, str(tmp_path / "hf"), "--to=hf"],
+        ["verify", run, str(tmp_path / "dcp")],
+        ["inspect", dcp],
+    ]
+    code = (
+        "import sys; sys.modules['jax'] = None\n"
+        "from torch_compat.__main__ import main\n"
+        f"assert not any(map(main, {commands}))"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), check=True)
+
+
 SMALL_BLOCKS = "--max-memory=1MB"  # many units of work, so that there is a middle to stop in
 
 
