@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from torch_compat import pickles, torch_zip
 from torch_compat.dcp_reader import METADATA
-from torch_compat.files import sync
+from torch_compat.files import writing
 from torch_compat.lazy import Index, LazyTensor, blocks, extent
 from torch_compat.pickles import Call, Global, New, Pairs
 from torch_compat.staging import Unit, batches
@@ -118,15 +120,16 @@ def _chunks(tensor: LazyTensor, block: int) -> Iterator[Index]:
 def _write_file(path: Path, items: list[_Item], entries: Mapping[str, Entry]) -> list[Any]:
     places = []
     path.parent.mkdir(exist_ok=True)
-    with path.open("wb") as file:
+    with writing(path) as put:
+        end = 0
         for key, index, _ in items:
             value = entries[key].value
-            start = file.tell()
+            start = end
             for piece in torch_zip.archive(value if index is None else value.read(index)):
-                file.write(piece)
+                put(np.frombuffer(piece, np.uint8), end)
+                end += len(piece)
             offset = None if index is None else [s.start for s in index]
-            places.append([key, offset, path.name, start, file.tell() - start])
-    sync(path)
+            places.append([key, offset, path.name, start, end - start])
     return places
 
 
