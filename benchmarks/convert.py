@@ -246,7 +246,7 @@ def main() -> None:
     rows = []
     for gigabytes in sizes:
         with tempfile.TemporaryDirectory(prefix="convert-") as place:
-            rows += compare(int(gigabytes * 1e9), 1 if quick else 3, Path(place))
+            rows += compare(int(gigabytes * 1e9), 1 if quick else 5, Path(place))
     with tempfile.TemporaryDirectory(prefix="convert-") as place:
         rows += compare_weights(int(sizes[-1] * 1e9), 1 if quick else 5, Path(place))
     notes = [
