@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
-from jaxforge.optim.schedule import learning_rate
+from jaxforge.optim.schedule import learning_rate_after
 from torch_compat.lazy import count
 from torch_compat.limits import shown
 
@@ -157,7 +157,7 @@ def group_lr(config: JobConfig, updates: int) -> float:
     """
     if config.optimizer.name == "schedule_free_adamw":
         return config.optimizer.lr
-    return float(learning_rate(config)(np.int32(updates)))
+    return learning_rate_after(config, updates)
 
 
 def groups(config: JobConfig, updates: int, decays: Mapping[str, bool]) -> list[dict[str, Any]]:

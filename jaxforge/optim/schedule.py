@@ -58,6 +58,17 @@ def learning_rate(config: JobConfig) -> Schedule:
     return rate(config, config.optimizer.lr)
 
 
+def learning_rate_after(config: JobConfig, updates: int) -> float:
+    """Learning rate of the next update when so many are made, without compiling anything.
+
+    Args:
+        config: the run's config.
+        updates: counted as the step counts them; what no step can count, as a float.
+    """
+    dtype = np.int32 if updates < 2**31 else np.float32
+    return float(learning_rate(config)(np.asarray(updates, dtype)))
+
+
 def rate(config: JobConfig, peak: float) -> Schedule:
     """Updates made so far -> learning rate of the next one, where the highest is `peak`."""
     if config.optimizer.name == "schedule_free_adamw":  # its scheduler is "none"

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from jaxforge.checkpoint.save_policy import SavePolicy
 from jaxforge.config.batch_ramp import BatchRamp
@@ -18,7 +17,7 @@ from jaxforge.config.job import JobConfig, toml
 from jaxforge.config.points import ATTENTION_WEIGHTS, LOGITS, STREAM
 from jaxforge.config.scheduler import SCHEDULERS
 from jaxforge.errors import UserError
-from jaxforge.optim.optimizer import learning_rate
+from jaxforge.optim.schedule import learning_rate_after
 from jaxforge.parallel.device_memory import gigabytes
 
 FILE = "schedule_summary.txt"
@@ -95,14 +94,8 @@ def _learning_rate(config: JobConfig) -> Iterator[str]:
     base = config.optimizer.lr_base_batch
     fits = f", for updates of {base:,} sequences" if base else ""
     yield f"{config.scheduler.name}, peak {config.optimizer.lr:.4g}{fits}"
-    rate = learning_rate(config)
     for step, what in sorted(_turns(config).items()):
-        yield _at(step, f"{float(rate(_counted(step))):<10.4g}  {', '.join(what)}")
-
-
-def _counted(step: int) -> np.ndarray:
-    """A number of updates as the step has it, and those that no step can count as a float."""
-    return np.asarray(step, np.int32 if step < 2**31 else np.float32)
+        yield _at(step, f"{learning_rate_after(config, step):<10.4g}  {', '.join(what)}")
 
 
 def _turns(config: JobConfig) -> dict[int, list[str]]:
