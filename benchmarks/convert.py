@@ -242,13 +242,13 @@ def _environment() -> dict[str, str]:
 def main() -> None:
     """Prints the table and writes the results."""
     quick = results.arguments(__doc__).parse_args().quick
-    sizes = [0.25] if quick else [0.25, 1, 4]
+    sizes, repeats = ([0.25], 1) if quick else ([0.25, 1, 4], 5)
     rows = []
     for gigabytes in sizes:
         with tempfile.TemporaryDirectory(prefix="convert-") as place:
-            rows += compare(int(gigabytes * 1e9), 1 if quick else 5, Path(place))
+            rows += compare(int(gigabytes * 1e9), repeats, Path(place))
     with tempfile.TemporaryDirectory(prefix="convert-") as place:
-        rows += compare_weights(int(sizes[-1] * 1e9), 1 if quick else 5, Path(place))
+        rows += compare_weights(int(sizes[-1] * 1e9), repeats, Path(place))
     notes = [
         "sizes are those of parameters and both AdamW moments in float32, or as named",
         "times include starting Python and its libraries, and syncing the files",

@@ -94,7 +94,7 @@ class RunLock:
             )
 
     def take(self) -> None:
-        """Makes the directory ours, where one process is all there is.
+        """Makes the directory ours, whatever other processes there are: only one of them does.
 
         Raises:
             UserError: as of `acquire`.

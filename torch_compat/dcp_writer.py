@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from torch_compat import pickles, torch_zip
 from torch_compat.dcp_reader import METADATA
 from torch_compat.files import writing
@@ -126,7 +124,7 @@ def _write_file(path: Path, items: list[_Item], entries: Mapping[str, Entry]) ->
             value = entries[key].value
             start = end
             for piece in torch_zip.archive(value if index is None else value.read(index)):
-                put(np.frombuffer(piece, np.uint8), end)
+                put(piece, end)
                 end += len(piece)
             offset = None if index is None else [s.start for s in index]
             places.append([key, offset, path.name, start, end - start])

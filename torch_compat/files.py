@@ -276,7 +276,7 @@ def in_file(
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[Callable[[bytes | np.ndarray, int], None]]:
+def writing(path: Path) -> Iterator[Callable[[bytes | memoryview | np.ndarray, int], None]]:
     """A file of which others may write other parts; yields what writes bytes at a place in it.
 
     What lies in a file as it is to be written, the system copies, and no process touches it. All
@@ -284,10 +284,11 @@ def writing(path: Path) -> Iterator[Callable[[bytes | np.ndarray, int], None]]:
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
 
-    def put(data: bytes | np.ndarray, at: int) -> None:
-        if _copied(data, descriptor, at):
+    def put(data: bytes | memoryview | np.ndarray, at: int) -> None:
+        raw = np.frombuffer(data, np.uint8)
+        if _copied(raw, descriptor, at):
             return
-        left = memoryview(data.data if isinstance(data, np.ndarray) else data)
+        left = raw.data
         while left:
             written = os.pwrite(descriptor, left, at)
             left, at = left[written:], at + written
@@ -299,7 +300,7 @@ def writing(path: Path) -> Iterator[Callable[[bytes | np.ndarray, int], None]]:
         os.close(descriptor)
 
 
-def _copied(data: bytes | np.ndarray, descriptor: int, at: int) -> bool:
+def _copied(data: np.ndarray, descriptor: int, at: int) -> bool:
     """Whether the system copied it from the file that it lies in to a place in another.
 
     Args:
@@ -310,7 +311,7 @@ def _copied(data: bytes | np.ndarray, descriptor: int, at: int) -> bool:
     Raises:
         UserError: the file that it lies in has become shorter.
     """
-    if isinstance(data, bytes) or data.nbytes < _LARGE or not hasattr(os, "copy_file_range"):
+    if data.nbytes < _LARGE or not hasattr(os, "copy_file_range"):
         return False
     mapped = _map_of(data)
     if mapped is None:
