@@ -33,6 +33,7 @@ import pytest
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.schema import REGISTRIES
+from jaxforge.model import runtime
 from tests import helpers
 
 gc.set_threshold(20_000)  # to import tests and to trace makes objects by the hundred thousand
@@ -105,6 +106,12 @@ def golden() -> Path:
     if not GOLDEN.is_dir():
         pytest.skip("no reference runs beside this checkout")
     return GOLDEN
+
+
+@pytest.fixture
+def loops_over_layers(monkeypatch):
+    """As on GPUs and TPUs; on CPUs small models have none, which takes longer to compile."""
+    monkeypatch.setattr(runtime, "_UNROLLED_ON_CPU", 0)
 
 
 @pytest.fixture

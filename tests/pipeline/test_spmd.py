@@ -124,7 +124,9 @@ def test_every_kind_of_layer_does_the_same_on_a_mesh():
     test_it_is_the_step_without_stages(5, 8, {"dp_shard": 2, "tp": 2}, train, KINDS)
 
 
-@pytest.mark.parametrize("name", ["muon", "schedule_free_adamw"])
+@pytest.mark.parametrize(
+    "name", ["muon", pytest.param("schedule_free_adamw", marks=pytest.mark.dear)]
+)
 def test_rows_without_a_layer_stay_zero_under_every_optimizer(name):
     optimizer = {"name": name, "weight_decay": 0.1}
     job = config(3, 2, pp=2, optimizer=optimizer, model={"qkv_bias": True, "qk_norm": True})
@@ -137,8 +139,9 @@ def test_rows_without_a_layer_stay_zero_under_every_optimizer(name):
     assert_same(actual, expected)
 
 
+@pytest.mark.dear
 def test_bfloat16_compute_runs_on_every_kind_of_axis():
-    """With gradients reduced per update, see the gradients in tests/step/test_grad_sync.py."""
+    """Of stages alone, both ways to reduce: see the gradients in tests/step/test_grad_sync.py."""
     expected = without_stages(3, 5, tuple(TIED.items()), True)[0]
     half = {**MICROBATCH, "mixed_precision": "bf16"}
     metrics = run(config(3, 5, TIED, half, pp=2, dp_shard=2, tp=2), packed=True)[0]
