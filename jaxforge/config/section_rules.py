@@ -1,7 +1,6 @@
 """Rules between sections of a configuration (`rules.py`)."""
 
 from collections.abc import Iterator
-from difflib import get_close_matches
 
 from jaxforge.config.axes import Mesh, Rule, data_parallel
 from jaxforge.config.job import JobConfig
@@ -132,11 +131,8 @@ def best_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """Checkpoints are ranked by what evaluation gives."""
     metric, known = config.checkpoint.best_metric, config.eval.metric_names()
     if config.eval.enabled and metric not in known and not _has_terms(config):
-        near = get_close_matches(metric, known, n=1, cutoff=0.0)[0]
-        yield (
-            f'checkpoint.best_metric = "{metric}" is not a metric of [eval]; did you mean '
-            f'"{near}"? There are {", ".join(known)}'
-        )
+        near = choices(metric, known)
+        yield f'checkpoint.best_metric = "{metric}" is not a metric of [eval]{near}'
 
 
 def early_stop_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
@@ -149,10 +145,8 @@ def early_stop_metric_is_logged(config: JobConfig, mesh: Mesh) -> Iterator[str]:
             f'early_stop.metric = "{stop.metric}" needs eval.enabled = true; or go by "train/loss"'
         )
     elif stop.metric not in known and not _has_terms(config):
-        near = get_close_matches(stop.metric, known, n=1, cutoff=0.0)[0]
-        yield (
-            f'early_stop.metric = "{stop.metric}" is not a metric of [eval]; did you mean "{near}"?'
-        )
+        near = choices(stop.metric, known)
+        yield f'early_stop.metric = "{stop.metric}" is not a metric of [eval]{near}'
 
 
 def fp8_has_layers(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
@@ -222,5 +216,4 @@ def _has_terms(config: JobConfig) -> bool:
 def _no_source(name: str, names: list[str]) -> str:
     if not names:
         return "but data.datasets is empty: list the sources there"
-    near = get_close_matches(name, names, n=1, cutoff=0.0)[0]
-    return f'which is no source; did you mean "{near}"? There are {", ".join(names)}'
+    return f"which is no source{choices(name, names)}"

@@ -163,6 +163,12 @@ CASES = [
     ),
     (
         1,
+        [*MIXED, "data.phases=[{'dataset_weights':{'code':1}}]"],
+        [*MIXED, "data.phases=[{'dataset_weights':{'poems':1}}]"],
+        'data.phases[0].dataset_weights names "poems", which is no source; there are web, code',
+    ),
+    (
+        1,
         ["data.phases=[{'lr_scale':0.5}]"],
         ["data.anneal_start_step=3", "data.anneal_weights={'code':1}"],
         'data.anneal_weights names "code", but data.datasets is empty: list the sources there',
@@ -307,7 +313,7 @@ CASES = [
         [*STOPPING, "eval.enabled", "eval.dataset_path=a", "early_stop.metric=train/loss"],
         [*STOPPING, "eval.enabled", "eval.dataset_path=a", "early_stop.metric=eval/perplex"],
         'early_stop.metric = "eval/perplex" is not a metric of [eval]; did you mean '
-        '"eval/perplexity"?',
+        '"eval/perplexity"? There are eval/loss, eval/perplexity, eval/bits_per_byte',
     ),
     (
         3,
