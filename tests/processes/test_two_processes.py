@@ -38,22 +38,27 @@ def finish_both(processes, code=0):
     return outputs
 
 
-def test_it_does_not_matter_how_many_processes_begin_go_on_and_end(new_run):
-    """Four, one, two that are stages, and one: each goes on from the others' checkpoint.
+SHARED = ["--distributed.cp=2", "--distributed.cp_strategy=ring"]  # two processes have a sequence
 
-    Of the four, two share each sequence, and they capture activations at their end. The stages end
-    because their time is up. Where a process is alone, it has one program.
+
+@pytest.mark.parametrize(
+    ("count", "mesh"), [(2, []), pytest.param(4, SHARED, marks=pytest.mark.dear)]
+)
+def test_it_does_not_matter_how_many_processes_begin_go_on_and_end(new_run, count, mesh):
+    """Some, one, two that are stages, and one: each goes on from the others' checkpoint.
+
+    The first capture activations at their end. The stages end because their time is up. Where a
+    process is alone, it has one program.
     """
     alone, run = new_run("alone"), new_run("handed_on")
     np.save(alone.directory.with_name("held_out.npy"), np.arange(3 * 33, dtype=np.uint16))
     capture = [f"--eval.dataset_path={alone.directory.parent}", "--eval.activations_interval=5",
                "--eval.activations_sequences=2"]  # fmt: skip
     alone.finish_here(*OVERRIDES, *capture)
-    mesh = ["--distributed.dp_shard=2", "--distributed.cp=2", "--distributed.cp_strategy=ring",
-            "--train.max_steps=5"]  # fmt: skip
-    outputs = finish_both(start_both(run, *OVERRIDES, *mesh, *capture, count=4))
+    mesh = ["--distributed.dp_shard=2", *mesh, "--train.max_steps=5"]
+    outputs = finish_both(start_both(run, *OVERRIDES, *mesh, *capture, count=count))
     check_both_capture_the_same(run, alone)
-    assert "cp 2" in outputs[0]
+    assert ("dp_shard 2 x cp 2" if count == 4 else "dp_shard 2") in outputs[0]
     assert "[step 5]" in outputs[0]
     assert not any("[step 5]" in output for output in outputs[1:])
     assert run.steps() == [5]
@@ -70,7 +75,7 @@ def test_it_does_not_matter_how_many_processes_begin_go_on_and_end(new_run):
 
 
 def check_both_capture_the_same(run, alone):
-    """After step 5; in the four, by the first of them alone."""
+    """After step 5; of several processes, by the first of them alone."""
     of_both = [one.directory / "activations" / "step_5" for one in (run, alone)]
     assert [path.name for path in of_both[0].parent.iterdir()] == ["step_5"]
     assert (

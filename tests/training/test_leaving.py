@@ -127,6 +127,17 @@ def test_all_processes_agree_why_they_stop(
     assert (f"receiving {name}." if name else "after 2.5 minutes") in said.messages[-1]
 
 
+@pytest.mark.parametrize(
+    ("sig", "reason"),
+    [(signal.SIGTERM, Exit.SIGNAL), (signal.SIGUSR1, Exit.SIGNAL), (signal.SIGINT, Exit.INTERRUPT)],
+)
+def test_a_signal_that_came_is_the_reason(sig, reason):
+    with Signals(timeout_seconds=60) as signals:
+        assert signals.requested() is None
+        signal.raise_signal(sig)
+        assert (signals.requested(), signals.name) == (reason, sig.name)
+
+
 def test_work_that_no_signal_cuts_short_is_waited_for():
     with Signals(timeout_seconds=60) as signals:
         assert signals.wait_for(lambda: 7) == 7
