@@ -182,9 +182,9 @@ class TakesOver(Hook):
 
     def on_step_end(self, context):
         if context.step == 1:
-            left_behind(self._directory, host="node7", process=42)
             (heart,) = [one for one in threading.enumerate() if one.name == "run.lock"]
-            heart.join()
+            left_behind(self._directory, host="node7", process=42)
+            heart.join()  # it ends as soon as it has seen that, perhaps before this line
 
 
 def test_a_run_that_was_taken_over_ends_and_saves_nothing(tmp_path, monkeypatch):
