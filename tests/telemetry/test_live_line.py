@@ -126,7 +126,8 @@ def test_clock(seconds, text):
 @pytest.fixture
 def screen():
     terminal = Terminal()
-    return terminal, Console(file=terminal, force_terminal=True, width=80)
+    named = {"TERM": "xterm"}  # whatever the tests run in: a dumb one has no line
+    return terminal, Console(file=terminal, force_terminal=True, width=80, _environ=named)
 
 
 def test_it_moves_while_a_step_takes_long_with_messages_above(screen):
