@@ -4,8 +4,9 @@
 
 The same state (parameters and both AdamW moments in float32, all of them random) saved by jaxforge
 and by PyTorch's distributed checkpoint (`async_save`, one process, default settings), in turns.
-Both sync their files before they are done. Each save is followed at once by an update of the whole
-state in place: what a save leaves to be paid by the next step, the loop waits for as well.
+Both sync their files before they are done, and then remove the save before. Each save is followed
+at once by an update of the whole state in place: what a save leaves to be paid by the next step,
+the loop waits for as well.
 """
 
 import dataclasses
@@ -95,17 +96,23 @@ def theirs(state: TrainState) -> Saver:
         for name, leaf in flatten_dict(tree, sep=".").items()
     }
     futures: list[Any] = []
+    kept: list[Path] = []
 
     def save(directory: Path, step: int) -> None:
-        shutil.rmtree(directory / f"step_{step - 1}", ignore_errors=True)
-        futures[:] = [dcp.async_save(tensors, checkpoint_id=directory / f"step_{step}")]
+        kept[:] = [*kept[-1:], directory / f"step_{step}"]
+        futures[:] = [dcp.async_save(tensors, checkpoint_id=kept[-1])]
 
     def update() -> None:
         torch._foreach_mul_(list(tensors.values()), 0.999)
         if device == "cuda":
             torch.cuda.synchronize()
 
-    return Saver(save, update, lambda: futures[0].result())
+    def wait() -> None:
+        futures[0].result()
+        for directory in kept[:-1]:
+            shutil.rmtree(directory)
+
+    return Saver(save, update, wait)
 
 
 def _moments(state: TrainState) -> dict[str, PyTree]:

@@ -36,7 +36,7 @@ def begin(tree: PyTree) -> Callable[[], Checksums]:
         What waits for the hashes, by the paths of their arrays.
     """
     leaves = {name: jnp.asarray(leaf) for name, leaf in flatten_dict(tree, sep=".").items()}
-    if not all(_on_this_host(leaf) for leaf in leaves.values()):
+    if not all(is_on_this_host(leaf) for leaf in leaves.values()):
         hashes = _hash(leaves)
         return lambda: {name: int(value) for name, value in jax.device_get(hashes).items()}
     parts = {name: (host_checksum.parts_of(leaf), leaf.shape) for name, leaf in leaves.items()}
@@ -87,5 +87,6 @@ class ChecksumsSave(ocp.args.CheckpointArgs):
     wait: Callable[[], Checksums]
 
 
-def _on_this_host(leaf: jax.Array) -> bool:
+def is_on_this_host(leaf: jax.Array) -> bool:
+    """Whether an array lies in the memory of this process, which its devices share."""
     return leaf.is_fully_addressable and all(d.platform == "cpu" for d in leaf.devices())

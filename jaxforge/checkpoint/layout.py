@@ -32,6 +32,10 @@ from jaxforge.state.train_state import TrainState, part_like
 
 Tree = dict[str, Any]
 
+_FILES = 16
+"""Data files of a process, as far as these bounds of their bytes allow."""
+_LEAST, _MOST = 64 << 20, 2 << 30
+
 
 def to_tree(state: TrainState) -> Tree:
     """The state as nested dicts; leaves may be arrays or their abstract values."""
@@ -124,6 +128,16 @@ def save_args(tree: Tree, axes: PyTree) -> Tree:
         if isinstance(value, dict)
     }
     return {**args, "params": stacked, "optimizer": {**args["optimizer"], **moments}}
+
+
+def file_bytes(tree: Tree) -> int:
+    """Bytes of a data file, the same for all processes; no chunk has more.
+
+    Orbax gathers what goes into a file, then writes it: with its own 2 GiB a disk would have
+    nothing to do until all is gathered.
+    """
+    share = sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) // jax.process_count()
+    return min(max(share // _FILES, _LEAST), _MOST)
 
 
 def _fields(opt_state: PyTree) -> Tree:

@@ -23,7 +23,13 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxforge import storage
 from jaxforge.checkpoint import layout, orbax_buckets  # noqa: F401 (teaches Orbax)
-from jaxforge.checkpoint.checksums import ChecksumsHandler, ChecksumsSave, begin, check
+from jaxforge.checkpoint.checksums import (
+    ChecksumsHandler,
+    ChecksumsSave,
+    begin,
+    check,
+    is_on_this_host,
+)
 from jaxforge.checkpoint.paths import (
     PREFIX,
     SUBDIRECTORY,
@@ -114,15 +120,22 @@ class Checkpoints:
         if step == self._saved:
             return None
         tree = layout.to_tree(by_layer(state, self._stack) if self._stack else state)
+        if self._config.async_mode != "disabled":
+            tree = jax.tree.map(_set_aside, tree)
         metrics = {k: v for k, v in (evaluation or {}).items() if math.isfinite(v)}
         checksums = {"checksums": ChecksumsSave(begin(tree))} if self._is_hashed else {}
+        file_bytes = None if storage.in_bucket(self.directory) else layout.file_bytes(tree)
         self._began[step] = time.time()
         with self._naming_failure():
             saved = self._manager.save(
                 step,
                 args=ocp.args.Composite(
                     **checksums,
-                    state=ocp.args.PyTreeSave(tree, save_args=layout.save_args(tree, self._axes)),
+                    state=ocp.args.PyTreeSave(
+                        tree,
+                        save_args=layout.save_args(tree, self._axes),
+                        ocdbt_target_data_file_size=file_bytes,
+                    ),
                     progress=ocp.args.JsonSave(progress.to_json()),
                     config=ocp.args.JsonSave(self._resolved or {}),
                 ),
@@ -381,6 +394,15 @@ def _preservation(config: CheckpointConfig) -> policies.PreservationPolicy:
             )
         )
     return policies.AnyPreservationPolicy(kept)
+
+
+def _set_aside(leaf: Any) -> Any:  # noqa: ANN401 (an array, or what stands for one)
+    """A copy of an array in this host's memory, which the next step may be given meanwhile.
+
+    A step that is given what is still read copies it itself, and array after array.
+    """
+    is_read = isinstance(leaf, jax.Array) and is_on_this_host(leaf)
+    return jax.device_put(leaf, may_alias=False) if is_read else leaf
 
 
 def _gist(error: BaseException) -> str:

@@ -50,7 +50,7 @@ def test_what_devices_hash_is_what_the_host_hashes(monkeypatch):
     ours = setup(tiny_config(distributed={"dp_shard": 2, "tp": 2}))
     tree = layout.to_tree(ours.state())
     of_host = checksums.begin(tree)()
-    monkeypatch.setattr(checksums, "_on_this_host", lambda leaf: False)
+    monkeypatch.setattr(checksums, "is_on_this_host", lambda leaf: False)
     assert checksums.begin(tree)() == of_host
 
 

@@ -8,11 +8,13 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore as ts
 from jax.experimental import multihost_utils
 
+from jaxforge.checkpoint import layout
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.paths import find
 from jaxforge.checkpoint.restore import starting_state
@@ -136,6 +138,50 @@ def test_how_long_saves_took_is_told_once_and_only_of_what_is_durable(tmp_path, 
 
 def steps(path):
     return sorted(int(p.name.removeprefix("step_")) for p in (path / "checkpoints").glob("step_*"))
+
+
+@pytest.mark.parametrize("distributed", [{}, {"dp_shard": 2, "tp": 2}], ids=str)
+def test_the_next_step_works_in_the_memory_of_the_state_that_is_saved(tmp_path, distributed):
+    """As if nobody read it: what is saved was set aside, in copies made beside each other."""
+    ours, state = trained(tiny_config(distributed={"dp_shard": 1, **distributed}))
+    before = addresses(state)
+    want = jax.device_get(jax.tree.map(jnp.copy, state))  # of itself it would be read from then on
+    saved = checkpoints(tmp_path, ours)
+    saved.save(Progress(step=2), state)
+    negated = jax.jit(lambda tree: jax.tree.map(jnp.negative, tree), donate_argnums=0)(state)
+    assert addresses(negated) == before
+    saved.wait()
+    restored, _ = saved.restore(abstract_state(ours.model, ours.optimizer, ours.mesh), 2)
+    saved.close()
+    for part in ("params", "opt_state", "guard"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(restored, part), getattr(want, part))
+
+
+def addresses(tree):
+    """Of all arrays together: XLA may exchange those of one shape."""
+    shards = [shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
+    return {shard.data.unsafe_buffer_pointer() for shard in shards}
+
+
+def test_a_file_is_on_its_way_to_the_disk_while_others_are_gathered(tmp_path, monkeypatch):
+    ours = setup(tiny_config())
+    monkeypatch.setattr(layout, "_LEAST", 4096)
+    tree = layout.to_tree(ours.state())
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    assert layout.file_bytes(tree) == nbytes // 16
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    assert layout.file_bytes(tree) == nbytes // 64
+    monkeypatch.undo()
+    assert layout.file_bytes(tree) == 64 << 20  # nor are there more of them than need be
+
+    monkeypatch.setattr(layout, "_LEAST", 4096)
+    saved = checkpoints(tmp_path, ours)
+    saved.save(Progress(), ours.state())
+    saved.close()
+    data = (tmp_path / "checkpoints" / "step_0" / "state").glob("ocdbt.process_0/d/*")
+    sizes = [path.stat().st_size for path in data]
+    assert len(sizes) >= 8
+    assert max(sizes) < nbytes // 4
 
 
 def test_keeps_the_last_and_the_best(tmp_path):
