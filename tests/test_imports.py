@@ -112,6 +112,30 @@ def test_the_supervisor_starts_without_numpy():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+def imported_at_once(path):
+    """By a module, when it is imported itself."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_kernels_of_other_machines_are_imported_when_they_run():
+    """Pallas takes a tenth of a second, and no CPU needs it."""
+    imported = {
+        f"jaxforge.model.{path.stem}": set(imported_at_once(path))
+        for path in (ROOT / "jaxforge" / "model").glob("*.py")
+    }
+    kernels = {
+        module for module, names in imported.items() if "jax.experimental.pallas" in " ".join(names)
+    }
+    assert {"jaxforge.model.splash", "jaxforge.model.megablox"} <= kernels
+    assert not {module: names & kernels for module, names in imported.items()
+                if module not in kernels and names & kernels}  # fmt: skip
+
+
 def test_no_private_jax():
     for path in [*modules("jaxforge"), *modules("torch_compat")]:
         assert not {n for n in imports_of(path) if n.startswith(("jax._src", "jaxlib"))}, path

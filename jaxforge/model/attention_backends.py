@@ -26,10 +26,9 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
-from jaxforge.model import splash
 from jaxforge.model.blockwise import blockwise_attention
-from jaxforge.model.flash import MAX_HEAD, flash_attention
 from jaxforge.model.masking import Mask, chunk_ids, chunk_of, visible, window_of
+from jaxforge.model.on_first_use import on_first_use
 from jaxforge.model.scoring import PLAIN, Scoring
 from jaxforge.parallel.sharding import automatic_axes, automatic_spec
 
@@ -305,6 +304,10 @@ class KernelRequirements(NamedTuple):
 
 _ROOMY = ("8.0", "9.0", "10.0", "10.3")
 """GPUs with 160 KiB of shared memory for a block, or more."""
+_WIDEST_TRITON = 256
+"""Channels of a head that its tiles have room for."""
+_SPLASH_TILE = 128
+"""Splash reads tiles of so many tokens."""
 
 
 def _always_supported(at: KernelRequirements) -> str | None:
@@ -345,8 +348,8 @@ def _cudnn_unsupported(at: KernelRequirements) -> str | None:
 def _triton_unsupported(at: KernelRequirements) -> str | None:
     if reason := _no_gpu_kernel(at):
         return reason
-    if at.head_size > MAX_HEAD:
-        return f"its heads are up to {MAX_HEAD} wide, and these are {at.head_size}"
+    if at.head_size > _WIDEST_TRITON:
+        return f"its heads are up to {_WIDEST_TRITON} wide, and these are {at.head_size}"
     if at.capability not in (None, *_ROOMY):
         return (
             f"its tiles need the shared memory of compute capability {', '.join(_ROOMY)}, and "
@@ -358,8 +361,8 @@ def _triton_unsupported(at: KernelRequirements) -> str | None:
 def _splash_unsupported(at: KernelRequirements) -> str | None:
     if at.platform != "tpu":
         return f"it needs a TPU, and this run is on {at.platform}"
-    if at.seq_len % splash.SEQUENCE_MULTIPLE:
-        return f"train.seq_len = {at.seq_len} is no multiple of {splash.SEQUENCE_MULTIPLE}"
+    if at.seq_len % _SPLASH_TILE:
+        return f"train.seq_len = {at.seq_len} is no multiple of {_SPLASH_TILE}"
     return None
 
 
@@ -368,7 +371,7 @@ class Kernel(NamedTuple):
 
     Attributes:
         attend: the function.
-        unsupported_reason: what speaks unsupported_reason it in a situation; None: nothing.
+        unsupported_reason: what speaks against it in a situation; None: nothing.
         is_opaque: whether XLA does not see inside: such a kernel is run by `attend_locally`, and
             `shard_map` cannot check over which mesh axes its results vary.
     """
@@ -389,8 +392,8 @@ BACKENDS = {
     "reference": Kernel(reference_attention, _always_supported),
     "blockwise": Kernel(blockwise_attention, _always_supported),
     "cudnn": opaque(cudnn_attention, _cudnn_unsupported),
-    "triton": opaque(flash_attention, _triton_unsupported),
-    "splash": opaque(splash.splash_attention, _splash_unsupported),
+    "triton": opaque(on_first_use("flash", "flash_attention"), _triton_unsupported),
+    "splash": opaque(on_first_use("splash", "splash_attention"), _splash_unsupported),
 }
 
 _FLASH = {"cpu": ("blockwise",), "gpu": ("cudnn", "triton"), "tpu": ("splash",)}

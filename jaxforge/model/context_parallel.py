@@ -28,7 +28,6 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree, Shaped
 
 from jaxforge.model.attention_backends import SegmentIds, Sinks, attend_over, locally
-from jaxforge.model.flash import sink_gradients
 from jaxforge.model.flash_blocks import Tokens
 from jaxforge.model.masking import Mask, chunk_ids, chunk_of, window_of
 from jaxforge.model.partial_attention import (
@@ -40,7 +39,7 @@ from jaxforge.model.partial_attention import (
     Queries,
     Window,
 )
-from jaxforge.model.scoring import Scoring
+from jaxforge.model.scoring import Scoring, sink_gradients
 from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import axes_size, mesh_axes
 

@@ -30,10 +30,7 @@ from jaxforge.model import flash_kernels
 from jaxforge.model.flash_blocks import Tokens, filled, filled_keys, filled_queries, meetings, spans
 from jaxforge.model.flash_kernels import Kind, Side, Tiles
 from jaxforge.model.masking import chunk_ids
-from jaxforge.model.scoring import PLAIN, Scoring
-
-MAX_HEAD = 256
-"""Width of the widest heads: of wider ones, tiles do not fit into shared memory."""
+from jaxforge.model.scoring import PLAIN, Scoring, sink_gradients
 
 _INTERPRET = False  # tests set it, to run the kernels without a GPU
 _SMALLEST = 16  # rows of what tensor cores multiply
@@ -59,7 +56,7 @@ def flash_attention(
     """softmax(q kᵀ / √h) v over the keys at or before each query, of its document, window, chunk.
 
     `sinks` are logits beside the scores of each query, and take weight from them. Heads are up to
-    `MAX_HEAD` wide.
+    256 channels wide: of wider ones, tiles do not fit into shared memory.
     """
     batch, length = q_BSHh.shape[:2]
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
@@ -111,14 +108,6 @@ def delta_of(output: Queries, d_output: Queries) -> Rows:
     """rowsum(dO ∘ O), float32."""
     product = d_output.astype(jnp.float32) * output.astype(jnp.float32)
     return jnp.sum(product, axis=-1).swapaxes(1, 2)
-
-
-def sink_gradients(sinks: Sinks, lse: Rows, delta: Rows) -> Sinks:
-    """-Σ exp(sink - lse) δ over the rows of each head, in the dtype of the sinks."""
-    if sinks is None:
-        return None
-    taken = jnp.exp(sinks.astype(jnp.float32)[:, None] - lse) * delta
-    return -jnp.sum(taken, axis=(0, 2)).astype(sinks.dtype)
 
 
 def forward(

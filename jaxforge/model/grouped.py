@@ -10,17 +10,17 @@ multiplies every row with the weights of every group (JAX 0.10).
 """
 
 import functools
-import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxforge.errors import UserError
-from jaxforge.model import grouped_blocks, megablox
+from jaxforge.model import grouped_blocks
 from jaxforge.model.grouped_blocks import axes_of, varying
+from jaxforge.model.on_first_use import on_first_use
 
 
 def grouped_matmul(
@@ -116,15 +116,11 @@ def _mosaic_unsupported(at: ProductRequirements) -> str | None:
         return f"it needs Hopper, compute capability 9.0, and these GPUs have {at.capability}"
     if at.dtype not in (jnp.bfloat16, jnp.float16):
         return 'it computes in bf16 or fp16: set train.mixed_precision = "bf16"'
-    multiple = _mosaic("MULTIPLE")
-    if odd := [width for width in at.widths if width % multiple]:
-        return f"widths are multiples of {multiple}, and an expert has {odd[0]}"
+    from jaxforge.model.grouped_mosaic import MULTIPLE  # here, as on_first_use has it
+
+    if odd := [width for width in at.widths if width % MULTIPLE]:
+        return f"widths are multiples of {MULTIPLE}, and an expert has {odd[0]}"
     return None
-
-
-def _mosaic(name: str) -> Any:  # noqa: ANN401
-    """Of `grouped_mosaic`, which is imported where it is used: not all that has JAX can."""
-    return getattr(importlib.import_module("jaxforge.model.grouped_mosaic"), name)
 
 
 class Products(NamedTuple):
@@ -152,13 +148,13 @@ GROUPED = {
         grouped_blocks.gradient_of_weights, _always_supported,
     ),
     "megablox": Products(
-        megablox.matmul, megablox.gradient_of_rows, megablox.gradient_of_weights,
-        _megablox_unsupported, is_opaque=True,
+        on_first_use("megablox", "matmul"), on_first_use("megablox", "gradient_of_rows"),
+        on_first_use("megablox", "gradient_of_weights"), _megablox_unsupported, is_opaque=True,
     ),
     "mosaic_gpu": Products(
-        lambda *arrays: _mosaic("matmul")(*arrays),
-        lambda *arrays: _mosaic("gradient_of_rows")(*arrays),
-        lambda *arrays: _mosaic("gradient_of_weights")(*arrays),
+        on_first_use("grouped_mosaic", "matmul"),
+        on_first_use("grouped_mosaic", "gradient_of_rows"),
+        on_first_use("grouped_mosaic", "gradient_of_weights"),
         _mosaic_unsupported, is_opaque=True,
     ),
 }  # fmt: skip

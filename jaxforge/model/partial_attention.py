@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxforge.model import flash, masking
+from jaxforge.model import masking
 from jaxforge.model.flash_blocks import Tokens
 from jaxforge.model.scoring import Scoring, soft_cap_slope
 
@@ -171,6 +171,8 @@ def _in_place(queries: Queries) -> Queries:
 
 
 def _attend_by_flash(queries: Queries, keys: Keys, scoring: Scoring, window: Window) -> Part:
+    from jaxforge.model import flash  # here, as `on_first_use` has it
+
     o, lse = flash.forward(
         queries.q, keys.k, keys.v, queries.at, keys.at, window, scoring, dtype=jnp.float32
     )  # fmt: skip
@@ -181,6 +183,8 @@ def _gradients_by_flash(
     queries: Queries, of_queries: OfQueries, keys: Keys, scoring: Scoring, window: Window
 ) -> Gradients:
     lse, delta = (x.swapaxes(1, 2) for x in (of_queries.lse, of_queries.delta))
+    from jaxforge.model import flash
+
     found = flash.backward(
         queries.q, keys.k, keys.v, queries.at, keys.at, lse, delta, of_queries.d_o, window, scoring,
         dtype=jnp.float32,

@@ -1,4 +1,7 @@
-"""What becomes of the products of queries and keys before the softmax; soft caps of any logits."""
+"""What becomes of the products of queries and keys before the softmax; soft caps of any logits.
+
+The gradient of sinks, logits that join the scores.
+"""
 
 from typing import NamedTuple
 
@@ -38,3 +41,21 @@ def soft_cap(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
 def soft_cap_slope(capped: Float[Array, "..."], cap: float) -> Float[Array, "..."]:
     """The derivative of `soft_cap`, from what it gave; of -inf, which nothing gives, 0."""
     return 1 - (jnp.maximum(capped, -cap) / cap) ** 2
+
+
+def sink_gradients(
+    sinks: Float[Array, "heads"] | None,
+    lse: Float[Array, "b heads s"],
+    delta: Float[Array, "b heads s"],
+) -> Float[Array, "heads"] | None:
+    """-Σ exp(sink - lse) δ over the rows of each head, in the dtype of the sinks.
+
+    Args:
+        sinks: a logit of each head, where there are any.
+        lse: log Σ exp of the scores of each query and the sink, float32.
+        delta: rowsum(dO ∘ O) of each query, float32.
+    """
+    if sinks is None:
+        return None
+    taken = jnp.exp(sinks.astype(jnp.float32)[:, None] - lse) * delta
+    return -jnp.sum(taken, axis=(0, 2)).astype(sinks.dtype)
