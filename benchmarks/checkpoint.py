@@ -96,11 +96,11 @@ def theirs(state: TrainState) -> Saver:
         for name, leaf in flatten_dict(tree, sep=".").items()
     }
     futures: list[Any] = []
-    kept: list[Path] = []
+    saved: list[Path] = []
 
     def save(directory: Path, step: int) -> None:
-        kept[:] = [*kept[-1:], directory / f"step_{step}"]
-        futures[:] = [dcp.async_save(tensors, checkpoint_id=kept[-1])]
+        saved.append(directory / f"step_{step}")
+        futures[:] = [dcp.async_save(tensors, checkpoint_id=saved[-1])]
 
     def update() -> None:
         torch._foreach_mul_(list(tensors.values()), 0.999)
@@ -109,8 +109,8 @@ def theirs(state: TrainState) -> Saver:
 
     def wait() -> None:
         futures[0].result()
-        for directory in kept[:-1]:
-            shutil.rmtree(directory)
+        while len(saved) > 1:
+            shutil.rmtree(saved.pop(0))
 
     return Saver(save, update, wait)
 

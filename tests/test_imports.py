@@ -58,8 +58,10 @@ ENTRY_POINTS = {"plan", "train", "build", "prepare", "generate", "report", "eval
 SUBCLASSES = {"jaxforge.lm_eval.adapter"}  # of classes that an extra brings
 
 
-def imports_of(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports_of(path, *, at_once=False):
+    """What a module imports; at once: when it is imported itself."""
+    tree = ast.parse(path.read_text())
+    for node in tree.body if at_once else ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -112,20 +114,10 @@ def test_the_supervisor_starts_without_numpy():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-def imported_at_once(path):
-    """By a module, when it is imported itself."""
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
 def test_kernels_of_other_machines_are_imported_when_they_run():
-    """Pallas takes a tenth of a second, and no CPU needs it."""
+    """Pallas was a sixth of every start, and no CPU needs it."""
     imported = {
-        f"jaxforge.model.{path.stem}": set(imported_at_once(path))
+        f"jaxforge.model.{path.stem}": set(imports_of(path, at_once=True))
         for path in (ROOT / "jaxforge" / "model").glob("*.py")
     }
     kernels = {

@@ -319,7 +319,7 @@ class Export:
 def _load_orbax() -> None:
     """Beside threads that write, which need the interpreter for a moment after each system call.
 
-    They would wait for five milliseconds each time, a tenth of an import.
+    They would wait for five milliseconds each time: 3.6 s for 4 GB, instead of 3.3.
     """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(0.0002)

@@ -304,10 +304,6 @@ class KernelRequirements(NamedTuple):
 
 _ROOMY = ("8.0", "9.0", "10.0", "10.3")
 """GPUs with 160 KiB of shared memory for a block, or more."""
-_WIDEST_TRITON = 256
-"""Channels of a head that its tiles have room for."""
-_SPLASH_TILE = 128
-"""Splash reads tiles of so many tokens."""
 
 
 def _always_supported(at: KernelRequirements) -> str | None:
@@ -348,8 +344,10 @@ def _cudnn_unsupported(at: KernelRequirements) -> str | None:
 def _triton_unsupported(at: KernelRequirements) -> str | None:
     if reason := _no_gpu_kernel(at):
         return reason
-    if at.head_size > _WIDEST_TRITON:
-        return f"its heads are up to {_WIDEST_TRITON} wide, and these are {at.head_size}"
+    from jaxforge.model.flash import MAX_HEAD  # here: see on_first_use
+
+    if at.head_size > MAX_HEAD:
+        return f"its heads are up to {MAX_HEAD} wide, and these are {at.head_size}"
     if at.capability not in (None, *_ROOMY):
         return (
             f"its tiles need the shared memory of compute capability {', '.join(_ROOMY)}, and "
@@ -361,8 +359,10 @@ def _triton_unsupported(at: KernelRequirements) -> str | None:
 def _splash_unsupported(at: KernelRequirements) -> str | None:
     if at.platform != "tpu":
         return f"it needs a TPU, and this run is on {at.platform}"
-    if at.seq_len % _SPLASH_TILE:
-        return f"train.seq_len = {at.seq_len} is no multiple of {_SPLASH_TILE}"
+    from jaxforge.model.splash import SEQUENCE_MULTIPLE  # here: see on_first_use
+
+    if at.seq_len % SEQUENCE_MULTIPLE:
+        return f"train.seq_len = {at.seq_len} is no multiple of {SEQUENCE_MULTIPLE}"
     return None
 
 

@@ -32,6 +32,9 @@ from jaxforge.model.flash_kernels import Kind, Side, Tiles
 from jaxforge.model.masking import chunk_ids
 from jaxforge.model.scoring import PLAIN, Scoring, sink_gradients
 
+MAX_HEAD = 256
+"""Width of the widest heads: of wider ones, tiles do not fit into shared memory."""
+
 _INTERPRET = False  # tests set it, to run the kernels without a GPU
 _SMALLEST = 16  # rows of what tensor cores multiply
 _PROGRAMS = 132  # processors of an H100
@@ -56,7 +59,7 @@ def flash_attention(
     """softmax(q kᵀ / √h) v over the keys at or before each query, of its document, window, chunk.
 
     `sinks` are logits beside the scores of each query, and take weight from them. Heads are up to
-    256 channels wide: of wider ones, tiles do not fit into shared memory.
+    `MAX_HEAD` wide.
     """
     batch, length = q_BSHh.shape[:2]
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))

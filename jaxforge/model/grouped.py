@@ -116,7 +116,7 @@ def _mosaic_unsupported(at: ProductRequirements) -> str | None:
         return f"it needs Hopper, compute capability 9.0, and these GPUs have {at.capability}"
     if at.dtype not in (jnp.bfloat16, jnp.float16):
         return 'it computes in bf16 or fp16: set train.mixed_precision = "bf16"'
-    from jaxforge.model.grouped_mosaic import MULTIPLE  # here, as on_first_use has it
+    from jaxforge.model.grouped_mosaic import MULTIPLE  # here: see on_first_use
 
     if odd := [width for width in at.widths if width % MULTIPLE]:
         return f"widths are multiples of {MULTIPLE}, and an expert has {odd[0]}"

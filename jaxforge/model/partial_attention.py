@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxforge.model import masking
 from jaxforge.model.flash_blocks import Tokens
+from jaxforge.model.on_first_use import on_first_use
 from jaxforge.model.scoring import Scoring, soft_cap_slope
 
 _TILE = 512  # tokens of queries, and of keys, whose scores exist at a time
@@ -170,10 +171,12 @@ def _in_place(queries: Queries) -> Queries:
     return jax.lax.optimization_barrier(queries)
 
 
-def _attend_by_flash(queries: Queries, keys: Keys, scoring: Scoring, window: Window) -> Part:
-    from jaxforge.model import flash  # here, as `on_first_use` has it
+_flash_forward = on_first_use("flash", "forward")
+_flash_backward = on_first_use("flash", "backward")
 
-    o, lse = flash.forward(
+
+def _attend_by_flash(queries: Queries, keys: Keys, scoring: Scoring, window: Window) -> Part:
+    o, lse = _flash_forward(
         queries.q, keys.k, keys.v, queries.at, keys.at, window, scoring, dtype=jnp.float32
     )  # fmt: skip
     return Part(o, lse.swapaxes(1, 2))
@@ -183,9 +186,7 @@ def _gradients_by_flash(
     queries: Queries, of_queries: OfQueries, keys: Keys, scoring: Scoring, window: Window
 ) -> Gradients:
     lse, delta = (x.swapaxes(1, 2) for x in (of_queries.lse, of_queries.delta))
-    from jaxforge.model import flash
-
-    found = flash.backward(
+    found = _flash_backward(
         queries.q, keys.k, keys.v, queries.at, keys.at, lse, delta, of_queries.d_o, window, scoring,
         dtype=jnp.float32,
     )  # fmt: skip

@@ -30,6 +30,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxforge.model.scoring import PLAIN, Scoring
 
+SEQUENCE_MULTIPLE = 128
+"""The kernel reads tiles of so many tokens."""
+
 _BLOCK = 512  # tokens of a tile: what MaxText runs with on every generation
 _INTERPRET = False  # tests set it, to run the kernel without a TPU
 
