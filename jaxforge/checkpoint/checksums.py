@@ -27,20 +27,20 @@ _hash = jax.jit(lambda tree: jax.tree.map(checksum, tree))
 
 
 def begin(tree: PyTree) -> Callable[[], Checksums]:
-    """Begins to hash each array; at once afterwards they may be donated.
+    """Begins to hash each array.
 
-    Devices hash on their own while the host goes on. What lies in this host's memory is hashed
-    there, by whoever asks for the result: in the background, if in the background.
+    Devices hash on their own while the host goes on: at once afterwards they may be given away.
+    What lies in this host's memory is hashed there, by whoever asks for the result (in the
+    background, if in the background), and has to stay until then.
 
     Returns:
         What waits for the hashes, by the paths of their arrays.
     """
     leaves = {name: jnp.asarray(leaf) for name, leaf in flatten_dict(tree, sep=".").items()}
-    if not all(is_on_this_host(leaf) for leaf in leaves.values()):
+    if not is_on_this_host(leaves):
         hashes = _hash(leaves)
         return lambda: {name: int(value) for name, value in jax.device_get(hashes).items()}
-    parts = {name: (host_checksum.parts_of(leaf), leaf.shape) for name, leaf in leaves.items()}
-    return lambda: {name: host_checksum.checksum(*part) for name, part in parts.items()}
+    return lambda: {name: host_checksum.checksum(leaf) for name, leaf in leaves.items()}
 
 
 def check(tree: PyTree, saved: Mapping[str, int], dtypes: Mapping[str, object]) -> None:
@@ -87,6 +87,9 @@ class ChecksumsSave(ocp.args.CheckpointArgs):
     wait: Callable[[], Checksums]
 
 
-def is_on_this_host(leaf: jax.Array) -> bool:
-    """Whether an array lies in the memory of this process, which its devices share."""
-    return leaf.is_fully_addressable and all(d.platform == "cpu" for d in leaf.devices())
+def is_on_this_host(tree: PyTree) -> bool:
+    """Whether all arrays lie in the memory of this process, which its devices share."""
+    return all(
+        leaf.is_fully_addressable and all(device.platform == "cpu" for device in leaf.devices())
+        for leaf in jax.tree.leaves(tree)
+    )

@@ -20,26 +20,19 @@ _WIDTH = 4096
 _SMALL = 1 << 16
 """Elements that NumPy, with temporaries, goes through sooner than a program is compiled."""
 
-Part = tuple[Shaped[np.ndarray, "..."], tuple[int, ...]]
-"""Numbers of an array that lie together, and where they begin in it."""
 
-
-def parts_of(array: Shaped[Array, "..."]) -> list[Part]:
-    """Each element once, without a copy; the numbers stay, though the array is donated.
-
-    Args:
-        array: on CPUs of this process, on any mesh.
-    """
-    return [
-        (np.asarray(shard.data), tuple(axis.start or 0 for axis in shard.index))
-        for shard in array.addressable_shards
-        if shard.replica_id == 0
-    ]
-
-
-def checksum(parts: Sequence[Part], shape: Sequence[int]) -> int:
-    """What `state.checksum` gives for the array of that shape that the parts make up."""
-    return sum(_checksum(part, start, shape) for part, start in parts) % 2**32
+def checksum(array: Shaped[Array, "..."]) -> int:
+    """What `state.checksum` gives for an array on CPUs of this process, on any mesh."""
+    return (
+        sum(
+            _checksum(
+                np.asarray(shard.data), [axis.start or 0 for axis in shard.index], array.shape
+            )
+            for shard in array.addressable_shards
+            if shard.replica_id == 0
+        )
+        % 2**32
+    )
 
 
 def _checksum(part: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> int:

@@ -6,12 +6,13 @@ nothing can be renamed, it is one once `commit_success.txt` is there.
 """
 
 import contextlib
+import functools
 import json
 import logging
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ class Checkpoints:
         self._config, self._axes, self._resolved = config, axes, resolved_config
         self._stack, self._is_hashed = stack, arrays is None
         self._saved: int | None = None
+        self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._began: dict[int, float] = {}
         check_ours(self.directory)
@@ -119,33 +121,22 @@ class Checkpoints:
         step = progress.step
         if step == self._saved:
             return None
+        self.wait()  # two states set aside would not fit
         tree = layout.to_tree(by_layer(state, self._stack) if self._stack else state)
-        if self._config.async_mode != "disabled":
-            tree = jax.tree.map(_set_aside, tree)
+        is_async = self._config.async_mode != "disabled" and self._is_hashed
+        if is_set_aside := is_async and is_on_this_host(tree):
+            tree = jax.tree.map(lambda leaf: jax.device_put(leaf, may_alias=False), tree)
         metrics = {k: v for k, v in (evaluation or {}).items() if math.isfinite(v)}
-        checksums = {"checksums": ChecksumsSave(begin(tree))} if self._is_hashed else {}
-        file_bytes = None if storage.in_bucket(self.directory) else layout.file_bytes(tree)
+        write = functools.partial(self._write, step, self._args(tree, progress), metrics or None)
         self._began[step] = time.time()
-        with self._naming_failure():
-            saved = self._manager.save(
-                step,
-                args=ocp.args.Composite(
-                    **checksums,
-                    state=ocp.args.PyTreeSave(
-                        tree,
-                        save_args=layout.save_args(tree, self._axes),
-                        ocdbt_target_data_file_size=file_bytes,
-                    ),
-                    progress=ocp.args.JsonSave(progress.to_json()),
-                    config=ocp.args.JsonSave(self._resolved or {}),
-                ),
-                metrics=metrics or None,
-                force=True,
-            )
-        if not saved:
-            raise RuntimeError(f"the checkpoint of step {step} was not saved to {self.directory}")
+        if not is_set_aside:
+            with self._naming_failure():
+                write()
         self._saved = step
-        threading.Thread(target=self._await_save, daemon=True).start()
+        self._thread = threading.Thread(
+            target=self._finish, args=[write] if is_set_aside else [], daemon=True
+        )
+        self._thread.start()
         return self.path(step)
 
     def check(self) -> None:
@@ -160,7 +151,7 @@ class Checkpoints:
 
     def newly_durable(self) -> dict[int, float]:
         """Steps whose saves have ended since this was last asked, and seconds from start to end."""
-        if not self._began or self._manager.is_saving_in_progress():
+        if not self._began or (self._thread and self._thread.is_alive()):
             return {}
         began, self._began = self._began, {}
         return {
@@ -268,16 +259,43 @@ class Checkpoints:
         Raises:
             StorageError: one could not be written.
         """
-        with self._naming_failure():
-            self._manager.wait_until_finished()
+        if self._thread:
+            self._thread.join()
+        self.check()
 
     def close(self) -> None:
         """Waits, then lets go of Orbax's threads."""
         with self._naming_failure():
-            self._manager.close()
+            try:
+                self.wait()
+            finally:
+                self._manager.close()
 
-    def _await_save(self) -> None:
+    def _args(self, tree: PyTree, progress: Progress) -> ocp.args.Composite:
+        """What there is to be saved of a step, by items."""
+        file_bytes = None if storage.in_bucket(self.directory) else layout.file_bytes(tree)
+        checksums = {"checksums": ChecksumsSave(begin(tree))} if self._is_hashed else {}
+        return ocp.args.Composite(
+            **checksums,
+            state=ocp.args.PyTreeSave(
+                tree,
+                save_args=layout.save_args(tree, self._axes),
+                ocdbt_target_data_file_size=file_bytes,
+            ),
+            progress=ocp.args.JsonSave(progress.to_json()),
+            config=ocp.args.JsonSave(self._resolved or {}),
+        )
+
+    def _write(self, step: int, args: ocp.args.Composite, metrics: dict[str, float] | None) -> None:
+        """Returns when all that is saved has been read, and is being written."""
+        if not self._manager.save(step, args=args, metrics=metrics, force=True):
+            raise RuntimeError(f"the checkpoint of step {step} was not saved to {self.directory}")
+
+    def _finish(self, *before: Callable[[], None]) -> None:
+        """The part of a save that the loop does not wait for."""
         try:
+            for write in before:
+                write()
             self._manager.wait_until_finished()
         except Exception as error:  # whatever it is, it is raised by `check`
             self._failure = error
@@ -394,15 +412,6 @@ def _preservation(config: CheckpointConfig) -> policies.PreservationPolicy:
             )
         )
     return policies.AnyPreservationPolicy(kept)
-
-
-def _set_aside(leaf: Any) -> Any:  # noqa: ANN401 (an array, or what stands for one)
-    """A copy of an array in this host's memory, which the next step may be given meanwhile.
-
-    A step that is given what is still read copies it itself, and array after array.
-    """
-    is_read = isinstance(leaf, jax.Array) and is_on_this_host(leaf)
-    return jax.device_put(leaf, may_alias=False) if is_read else leaf
 
 
 def _gist(error: BaseException) -> str:

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import json
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import abstract_state
 from tests.conftest import tiny_config
 from tests.helpers import progress_of, random_batches, setup
+from tests.machine import PATIENCE
 
 
 def trained(config=None):
@@ -35,6 +37,13 @@ def checkpoints(path, ours, **keys):
     section = ours.config.checkpoint.model_copy(update=keys)
     resolved = ours.config.model_dump(mode="json")
     return Checkpoints(path, section, ours.model.axes, resolved, stack=ours.model.stack)
+
+
+def held_up(saved):
+    """Until this event is set nothing is done in the background."""
+    may_finish, finish = threading.Event(), saved._finish
+    saved._finish = lambda *write: may_finish.wait(PATIENCE) and finish(*write)
+    return may_finish
 
 
 def start(saved, ours):
@@ -103,9 +112,10 @@ def test_a_save_that_orbax_declines_is_an_error(tmp_path):
     saved.save(Progress(step=20), state)
     saved.wait()
     saved._manager.save = lambda *_, **__: False
-    with pytest.raises(RuntimeError, match="step 10 was not saved"):
-        saved.save(Progress(step=10), state)
-    saved.close()
+    saved.save(Progress(step=10), state)
+    for told in (saved.wait, saved.check, saved.close):
+        with pytest.raises(RuntimeError, match="step 10 was not saved"):
+            told()
 
 
 def test_the_same_step_is_saved_once(tmp_path):
@@ -121,14 +131,16 @@ def test_how_long_saves_took_is_told_once_and_only_of_what_is_durable(tmp_path, 
     ours, state = trained()
     saved = checkpoints(tmp_path, ours, async_mode=mode)
     began = time.time()
-    for step in (2, 3, 4):
+    for step in (2, 3):
         saved.save(Progress(step=step), state)
+    saved.wait()
+    may_finish = held_up(saved)
+    saved.save(Progress(step=4), state)
+    assert saved.newly_durable() == {}
+    may_finish.set()
     saved.wait()
     saved._manager.delete(3)
     took = time.time() - began
-    saved._manager.is_saving_in_progress = lambda: True
-    assert saved.newly_durable() == {}
-    del saved._manager.is_saving_in_progress
     durable = saved.newly_durable()
     assert durable.keys() == {2, 4}
     assert 0 < durable[2] < took - durable[4]  # a save waits for the one before it
@@ -142,16 +154,20 @@ def steps(path):
 
 @pytest.mark.parametrize("distributed", [{}, {"dp_shard": 2, "tp": 2}], ids=str)
 def test_the_next_step_works_in_the_memory_of_the_state_that_is_saved(tmp_path, distributed):
-    """As if nobody read it: what is saved was set aside, in copies made beside each other."""
+    """As if nobody read it: what is saved is set aside, and all the rest is for the background."""
     ours, state = trained(tiny_config(distributed={"dp_shard": 1, **distributed}))
     before = addresses(state)
     want = jax.device_get(jax.tree.map(jnp.copy, state))  # of itself it would be read from then on
-    saved = checkpoints(tmp_path, ours)
-    saved.save(Progress(step=2), state)
+    saved, progress = checkpoints(tmp_path, ours), Progress(step=2, samples=16)
+    may_finish = held_up(saved)
+    saved.save(progress, state)
+    progress.step, progress.samples = 3, 24
     negated = jax.jit(lambda tree: jax.tree.map(jnp.negative, tree), donate_argnums=0)(state)
     assert addresses(negated) == before
+    may_finish.set()
     saved.wait()
-    restored, _ = saved.restore(abstract_state(ours.model, ours.optimizer, ours.mesh), 2)
+    restored, told = saved.restore(abstract_state(ours.model, ours.optimizer, ours.mesh), 2)
+    assert (told.step, told.samples) == (2, 16)
     saved.close()
     for part in ("params", "opt_state", "guard"):
         jax.tree.map(np.testing.assert_array_equal, getattr(restored, part), getattr(want, part))
