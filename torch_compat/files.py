@@ -286,18 +286,24 @@ def writing(path: Path) -> Iterator[Callable[[bytes | memoryview | np.ndarray, i
 
     def put(data: bytes | memoryview | np.ndarray, at: int) -> None:
         raw = np.frombuffer(data, np.uint8)
-        if _copied(raw, descriptor, at):
-            return
-        left = raw.data
-        while left:
-            written = os.pwrite(descriptor, left, at)
-            left, at = left[written:], at + written
+        if not _copied(raw, descriptor, at):
+            _write(raw, descriptor, at)
+        if raw.nbytes >= _LARGE:
+            _begin_sync(descriptor, at, raw.nbytes)
 
     try:
         yield put
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _write(data: np.ndarray, descriptor: int, at: int) -> None:
+    """Bytes of the memory, to a place in a file."""
+    left = data.data
+    while left:
+        written = os.pwrite(descriptor, left, at)
+        left, at = left[written:], at + written
 
 
 def _copied(data: np.ndarray, descriptor: int, at: int) -> bool:
@@ -331,6 +337,15 @@ def _copied(data: np.ndarray, descriptor: int, at: int) -> bool:
                 raise _changed(mapped.path, "it has become shorter")
             left, source, at = left - copied, source + copied, at + copied
     return True
+
+
+def _begin_sync(descriptor: int, at: int, nbytes: int) -> None:
+    """Has the system write a part of a file to the disk while the rest is made.
+
+    It writes what it is told nobody needs, and as that is under way, it stays in the page cache.
+    """
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, at, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _map_of(data: np.ndarray) -> _Map | None:

@@ -42,6 +42,16 @@ def test_what_was_computed_is_written(source, tmp_path, monkeypatch):
     assert (tmp_path / "target").read_bytes() == (source(0, SIZE) + np.uint8(1)).tobytes()
 
 
+def test_the_disk_has_each_part_to_write_while_the_rest_is_made(source, tmp_path, monkeypatch):
+    begun, end = [], []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, at, nbytes, how: begun.append((at, nbytes)))
+    monkeypatch.setattr(os, "fsync", lambda _: end.extend(begun))
+    copied(source, tmp_path / "target")
+    assert begun == end == [(7, 200_000)]  # of a few bytes it is not worth the call
+    monkeypatch.delattr(os, "posix_fadvise")  # macOS has none
+    assert copied(source, tmp_path / "target") == expected(source)
+
+
 @pytest.mark.parametrize("number", sorted(files._CANNOT_COPY))
 def test_systems_that_cannot_copy(source, tmp_path, monkeypatch, number):
     def refuse(*_):
