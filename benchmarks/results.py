@@ -26,6 +26,9 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+# Processes that are timed find this project's code compiled, as they do a peer's that is installed.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 RESULTS = Path(__file__).parent / "results"
 ELSEWHERE = "JAXFORGE_RESULTS"
 

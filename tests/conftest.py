@@ -15,6 +15,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a suite that runs in
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = xla_flags(devices=8)
 os.environ.setdefault("NPROC", "32")  # as `parallel.virtual_devices` has it
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process of a test would compile everything
 # Threads of PyTorch and BLAS would wait for each other, and for the workers beside them, at every
 # product of small matrices: that took longer than the products.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
