@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import ValidationError
 
@@ -260,10 +260,12 @@ def _durations(value: Any, path: Path = ()) -> Iterator[tuple[Path, Duration]]: 
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for name, item in items:
             yield from _durations(item, (*path, name))
-    elif isinstance(value, str) and (node_at(path) or {}).get("duration"):
-        duration = parse_duration(value)
-        if duration is not None:
-            yield path, duration
+    elif (
+        isinstance(value, str)
+        and (duration := parse_duration(value))
+        and (node_at(path) or {}).get("duration")
+    ):
+        yield path, duration
 
 
 def _with_lists(values: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -271,9 +273,16 @@ def _with_lists(values: Mapping[Any, Any]) -> dict[Any, Any]:
     copied = copy.deepcopy(dict(values))
     for section, table in copied.items():
         for key, value in table.items() if isinstance(table, dict) else ():
-            if isinstance(value, dict) and (node_at((section, key)) or {}).get("type") == "array":
+            if isinstance(value, dict) and _is_list(section, key):
                 table[key] = [value]
     return copied
+
+
+def _is_list(section: str, key: str) -> bool:
+    """Whether a key wants a list; known without the schema, which takes long to make."""
+    table = JobConfig.model_fields.get(section)
+    wanted = getattr(table and table.annotation, "model_fields", {}).get(key)
+    return wanted is not None and get_origin(wanted.annotation) is tuple
 
 
 def _without(values: dict[Any, Any], durations: Mapping[Path, Duration]) -> dict[Any, Any]:
