@@ -18,8 +18,9 @@ from jaxforge.model.transformer import Model, Params, build_model
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import batch_shardings
+from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import TrainState, abstract_state, begin, state_shardings
+from jaxforge.state.train_state import Counts, TrainState, abstract_state, begin, state_shardings
 from jaxforge.step.train_step import Controls, make_train_step
 
 EVERY_OPTION = {
@@ -166,6 +167,29 @@ def new_setup(config: JobConfig, **options) -> Setup:
     return Setup(
         config, mesh, model, optimizer, make_train_step(model, optimizer, config, mesh, **options)
     )
+
+
+def underway(ours: Setup, steps: int) -> TrainState:
+    """A state as after so many steps, of random numbers: nothing is compiled to make it."""
+    like, rng = abstract_state(ours.model, ours.optimizer, ours.mesh), np.random.default_rng(0)
+    lr, beta = ours.config.optimizer.lr, ours.config.optimizer.betas[0]
+
+    def normal(leaf):
+        return placed(0.1 * rng.standard_normal(leaf.shape).astype(leaf.dtype), leaf.sharding)
+
+    def moment(leaf):
+        value = np.abs(normal(leaf))
+        if not leaf.ndim:  # updates, or learning rates added up, of schedule-free optimizers
+            value = steps if leaf.dtype == jnp.int32 else steps * lr * (1 - beta)
+        return placed(np.asarray(value, leaf.dtype), leaf.sharding)
+
+    return dataclasses.replace(
+        like, step=jnp.int32(steps), params=jax.tree.map(normal, like.params),
+        opt_state=jax.tree.map(moment, like.opt_state),
+        guard=GuardState.fresh(scales_loss=ours.model.scales_loss),
+        counts=Counts.of(Progress(step=steps)),
+        model_state=jax.tree.map(normal, like.model_state),
+    )  # fmt: skip
 
 
 def progress_of(state: TrainState) -> Progress:
