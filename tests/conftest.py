@@ -117,6 +117,17 @@ def golden() -> Path:
     return GOLDEN
 
 
+@pytest.fixture(scope="module")
+def one_device():
+    """Runs have one device, where how many there are is not the point: eight take twice as long."""
+    device = jax.devices()[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *_: [device])
+        for name in ("device_count", "local_device_count"):
+            patch.setattr(jax, name, lambda *_: 1)
+        yield
+
+
 @pytest.fixture
 def loops_over_layers(monkeypatch):
     """As on GPUs and TPUs; on CPUs small models have none, which takes longer to compile."""
