@@ -120,11 +120,14 @@ def golden() -> Path:
 @pytest.fixture(scope="module")
 def one_device():
     """Runs have one device, where how many there are is not the point: eight take twice as long."""
-    device = jax.devices()[0]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "devices", lambda *_: [device])
-        for name in ("device_count", "local_device_count"):
-            patch.setattr(jax, name, lambda *_: 1)
+    with helpers.devices_here(1):
+        yield
+
+
+@pytest.fixture(scope="module")
+def two_devices():
+    """Runs have two, where there have to be several."""
+    with helpers.devices_here(2):
         yield
 
 

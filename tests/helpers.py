@@ -1,5 +1,6 @@
 """What several test files build: a model with its step, and batches for it."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -8,6 +9,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
@@ -190,6 +192,17 @@ def underway(ours: Setup, steps: int) -> TrainState:
         counts=Counts.of(Progress(step=steps)),
         model_state=jax.tree.map(normal, like.model_state),
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def devices_here(n: int):
+    """As on a machine with so many of the eight."""
+    devices = jax.devices()[:n]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *_: devices)
+        for name in ("device_count", "local_device_count"):
+            patch.setattr(jax, name, lambda *_: n)
+        yield
 
 
 def progress_of(state: TrainState) -> Progress:
