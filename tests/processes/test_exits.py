@@ -6,8 +6,12 @@ import signal
 import subprocess
 import time
 
+import pytest
+
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, environment
+
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 def test_a_signal_saves_and_the_run_goes_on_from_there(new_run):
@@ -23,7 +27,7 @@ def test_a_signal_saves_and_the_run_goes_on_from_there(new_run):
         before, (*_, stopped) = stopped, run.steps()
         assert stopped >= before + 20
         assert f"stopped at step {stopped} of 100000; run the same command to go on" in output
-    undisturbed.finish(overrides[0], f"--train.max_steps={stopped}")
+    undisturbed.finish_here(overrides[0], f"--train.max_steps={stopped}")
     assert run.losses() == undisturbed.losses()
 
 

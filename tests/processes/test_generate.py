@@ -16,14 +16,16 @@ from jaxforge.model.decoding import Decoder
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, Run, environment
 
+pytestmark = pytest.mark.usefixtures("two_devices")
 
-def command(module, *arguments, code=0):
+
+def command(module, *arguments):
     result = subprocess.run(
         [sys.executable, "-m", f"jaxforge.{module}", *map(str, arguments)],
         cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=PATIENCE,
     )  # fmt: skip
-    assert result.returncode == code, result.stderr
-    return result.stdout if code == 0 else result.stderr
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,7 @@ def test_one_prompt_is_continued(run):
 
 @pytest.fixture
 def here(capsysbinary):
-    """What the command writes if this process, which has eight devices, is the one that runs it."""
+    """What the command writes if this process, which has two devices, is the one that runs it."""
 
     def here(*arguments):
         assert generate.main([*map(str, arguments)]) == 0
@@ -93,9 +95,9 @@ def test_a_file_of_prompts_on_a_mesh(run, here, tmp_path):
         assert bytes(result["tokens"]).decode() == result["completion"]
         assert result["finish_reason"] == "length"
     prompts.with_suffix(".txt").write_text("\n".join(texts) + "\n")
-    alone = command("generate", run.directory, "--prompts", prompts.with_suffix(".txt"),
-                    "--max-tokens", 12, "--temperature", 0)  # fmt: skip
-    assert [{**r, "id": i} for i, r in enumerate(lines(alone))] == results
+    split_by_rows = here(run.directory, "--prompts", prompts.with_suffix(".txt"),
+                         "--max-tokens", 12, "--temperature", 0)  # fmt: skip
+    assert [{**r, "id": i} for i, r in enumerate(lines(split_by_rows))] == results
 
 
 def test_a_completion_stops_at_the_end_of_text(run, tmp_path, here):
@@ -204,7 +206,8 @@ def test_a_bad_line_of_a_file_has_its_place(run, tmp_path):
 
 
 def test_a_directory_without_a_checkpoint(tmp_path):
-    assert "no checkpoint at" in command("generate", tmp_path, code=2)
+    with pytest.raises(UserError, match="no checkpoint at"):
+        generate.main([str(tmp_path)])
 
 
 def test_a_run_in_python_is_what_the_commands_say(run, here, tmp_path):

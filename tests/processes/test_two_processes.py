@@ -9,6 +9,8 @@ import pytest
 
 from tests.machine import PATIENCE
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 OVERRIDES = ["--train.max_steps=20", "--checkpoint.interval=10"]
 
 
@@ -45,7 +47,7 @@ SHARED = ["--distributed.cp=2", "--distributed.cp_strategy=ring"]  # two process
     ("count", "mesh"), [(2, []), pytest.param(4, SHARED, marks=pytest.mark.dear)]
 )
 def test_it_does_not_matter_how_many_processes_begin_go_on_and_end(new_run, count, mesh):
-    """Some, one, two that are stages, and one: each goes on from the others' checkpoint.
+    """Some, two that are stages, and one: each goes on from the others' checkpoint.
 
     The first capture activations at their end. The stages end because their time is up. Where a
     process is alone, it has one program.
@@ -62,12 +64,11 @@ def test_it_does_not_matter_how_many_processes_begin_go_on_and_end(new_run, coun
     assert "[step 5]" in outputs[0]
     assert not any("[step 5]" in output for output in outputs[1:])
     assert run.steps() == [5]
-    run.finish_here(*OVERRIDES, "--train.max_steps=8")
-    stages = ["--distributed.pp=2", "--distributed.tp=2", "--train.grad_accum_steps=4"]
+    stages = ["--distributed.pp=2", "--train.grad_accum_steps=2"]
     limit = "--train.exit_duration_in_mins=0.001"
-    both = start_both(run, *OVERRIDES, *stages, limit, devices=2, torchrun=True)
+    both = start_both(run, *OVERRIDES, *stages, limit, torchrun=True)
     outputs = finish_both(both, code=75)
-    assert "pp 2 x tp 2" in outputs[0]
+    assert "pp 2" in outputs[0]
     check_both_say_that_their_time_is_up(run, outputs)
     run.finish_here(*OVERRIDES)
     losses = [list(one.losses().values()) for one in (run, alone)]
@@ -86,7 +87,7 @@ def check_both_capture_the_same(run, alone):
 
 
 def check_both_say_that_their_time_is_up(run, outputs):
-    assert 8 < run.steps()[-1] < 20
+    assert 5 < run.steps()[-1] < 20
     for index in (0, 1):
         log = (run.directory / "logs" / f"process_{index}.log").read_text()
         assert re.search(r"\[exiting program after [\d.]+ minutes\]", log), outputs

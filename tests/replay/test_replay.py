@@ -65,9 +65,8 @@ def config(tmp_path, **sections):
 def run(tmp_path_factory):
     """A run that was stopped after step 18 and went on with another learning rate."""
     tmp_path = tmp_path_factory.mktemp("replay")
-    train.run(
-        config(tmp_path, train={"max_steps": STEPS, "batch_size": ROWS // 2, "exit_interval": 18})
-    )
+    stopping = {"max_steps": STEPS, "batch_size": ROWS // 2, "exit_interval": 18}
+    train.run(config(tmp_path, train=stopping))
     train.run(config(tmp_path, optimizer={"lr": 1e-2}))
     return tmp_path / "run"
 
@@ -304,16 +303,7 @@ def test_norms_are_of_the_values_at_their_points(run):
 
 def test_activations_of_a_training_step_are_written(run, tmp_path):
     output = tmp_path / "seen"
-    arguments = [
-        "--step",
-        f"{AFTER_SAVE}",
-        "--points",
-        "re*,logits",
-        "--layers",
-        "1",
-        "--sequences",
-        "5",
-    ]
+    arguments = [f"--step={AFTER_SAVE}", "--points=re*,logits", "--layers=1", "--sequences=5"]
     assert activations.main([str(run), "--output", str(output), *arguments]) == 0
     tokens, residual, logits = (
         np.load(output / f"{name}.npy") for name in ("tokens", "residual", "logits")
