@@ -119,14 +119,17 @@ def golden() -> Path:
 
 @pytest.fixture(scope="module")
 def one_device():
-    """Runs have one device, where how many there are is not the point: eight take twice as long."""
+    """Runs of a file have one, where how many there are is not the point: eight take twice as long.
+
+    Until the file ends; it is for all of its tests (`pytestmark`).
+    """
     with helpers.devices_here(1):
         yield
 
 
 @pytest.fixture(scope="module")
 def two_devices():
-    """Runs have two, where there have to be several."""
+    """As `one_device`, where there have to be several."""
     with helpers.devices_here(2):
         yield
 
