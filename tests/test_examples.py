@@ -17,6 +17,7 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.data.sources import open_training_data
 from jaxforge.model.transformer import Model, build_model
 from jaxforge.optim.optimizer import build_optimizer, learning_rate
+from jaxforge.prepare import main as prepare
 from jaxforge.side import LossWeights
 from jaxforge.step.losses import build_loss
 from jaxforge.train import main
@@ -243,9 +244,8 @@ def test_answers_that_are_preferred_become_likelier(tmp_path):
     import preference as example
 
     (tmp_path / "text.txt").write_text("one two three " * 200)
-    command = [sys.executable, "-m", "jaxforge.prepare", str(tmp_path / "text.txt")]
-    command += ["--tokenizer", "byte", "--output", str(tmp_path / "data")]
-    subprocess.run(command, env=environment(), check=True, capture_output=True)
+    text, prepared = str(tmp_path / "text.txt"), str(tmp_path / "data")
+    assert prepare([text, "--tokenizer", "byte", "--output", prepared]) == 0
     data = [f"--data.dataset_path={tmp_path / 'data' / 'train'}"]
     data.append(f"--data.tokenizer_path={tmp_path / 'data' / 'tokenizer'}")
     run, pairs = tmp_path / "run", tmp_path / "pairs.jsonl"
