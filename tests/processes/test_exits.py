@@ -46,7 +46,8 @@ def test_a_second_signal_ends_it_at_once(new_run):
 def test_a_finished_run_explains_itself_is_left_as_it_is_and_goes_on(new_run, capsys):
     """Three starts: steps 1 to 30, none, and two more after a line of the metrics was torn."""
     run = new_run()
-    output = run.finish("--metrics.log_interval=8")
+    run.finish_here("--metrics.log_interval=8")
+    output = "".join(capsys.readouterr())
     assert "Training complete: 30 steps, 7,680 tokens" in output
     assert "train step compiled in" in output
     assert re.search(r"\[step 30\] loss=\d\.\d{4} \| lr=", output)
