@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import jaxforge
-from jaxforge import generate
+from jaxforge import generate, prepare
 from jaxforge.errors import UserError
 from jaxforge.inference import completion, conversation
 from jaxforge.model.decoding import Decoder
@@ -19,9 +19,9 @@ from tests.processes.conftest import ROOT, Run, environment
 pytestmark = pytest.mark.usefixtures("two_devices")
 
 
-def command(module, *arguments):
+def command(*arguments):
     result = subprocess.run(
-        [sys.executable, "-m", f"jaxforge.{module}", *map(str, arguments)],
+        [sys.executable, "-m", "jaxforge.generate", *map(str, arguments)],
         cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=PATIENCE,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -34,7 +34,8 @@ def run(tmp_path_factory):
     path = tmp_path_factory.mktemp("generate")
     for i in range(40):
         (path / f"{i:02}.txt").write_text("the quick brown fox jumps over the lazy dog. " * 8)
-    command("prepare", *sorted(path.glob("*.txt")), "--output", path / "data")
+    texts = [str(text) for text in sorted(path.glob("*.txt"))]
+    assert prepare.main([*texts, "--output", str(path / "data")]) == 0
     run = Run(path, "run")
     run.finish_here(
         f"--data.dataset_path={path / 'data' / 'train'}", "--model.vocab_size=264",
@@ -44,7 +45,7 @@ def run(tmp_path_factory):
 
 
 def test_one_prompt_is_continued(run):
-    text = command("generate", run.directory, "--prompt", "the quick", "--max-tokens", 30,
+    text = command(run.directory, "--prompt", "the quick", "--max-tokens", 30,
                    "--temperature", 0)  # fmt: skip
     assert text == "the quick brown fox jumps over the lazy\n"
 
