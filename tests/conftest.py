@@ -118,6 +118,23 @@ def golden() -> Path:
     return GOLDEN
 
 
+@pytest.fixture(scope="module")
+def one_device():
+    """Runs of a file have one, where how many there are is not the point: eight take twice as long.
+
+    Until the file ends; it is for all of its tests (`pytestmark`).
+    """
+    with helpers.devices_here(1):
+        yield
+
+
+@pytest.fixture(scope="module")
+def two_devices():
+    """As `one_device`, where there have to be several."""
+    with helpers.devices_here(2):
+        yield
+
+
 @pytest.fixture
 def loops_over_layers(monkeypatch):
     """As on GPUs and TPUs; on CPUs small models have none, which takes longer to compile."""

@@ -1,5 +1,6 @@
 """What several test files build: a model with its step, and batches for it."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -8,6 +9,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
@@ -18,8 +20,9 @@ from jaxforge.model.transformer import Model, Params, build_model
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import batch_shardings
+from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import TrainState, abstract_state, begin, state_shardings
+from jaxforge.state.train_state import Counts, TrainState, abstract_state, begin, state_shardings
 from jaxforge.step.train_step import Controls, make_train_step
 
 EVERY_OPTION = {
@@ -168,6 +171,40 @@ def new_setup(config: JobConfig, **options) -> Setup:
     )
 
 
+def underway(ours: Setup, steps: int) -> TrainState:
+    """A state as after so many steps, of random numbers: nothing is compiled to make it."""
+    like, rng = abstract_state(ours.model, ours.optimizer, ours.mesh), np.random.default_rng(0)
+    lr, beta = ours.config.optimizer.lr, ours.config.optimizer.betas[0]
+
+    def normal(leaf):
+        return placed(0.1 * rng.standard_normal(leaf.shape).astype(leaf.dtype), leaf.sharding)
+
+    def moment(leaf):
+        value = np.abs(normal(leaf))
+        if not leaf.ndim:  # updates, or learning rates added up, of schedule-free optimizers
+            value = steps if leaf.dtype == jnp.int32 else steps * lr * (1 - beta)
+        return placed(np.asarray(value, leaf.dtype), leaf.sharding)
+
+    return dataclasses.replace(
+        like, step=jnp.int32(steps), params=jax.tree.map(normal, like.params),
+        opt_state=jax.tree.map(moment, like.opt_state),
+        guard=GuardState.fresh(scales_loss=ours.model.scales_loss),
+        counts=Counts.of(Progress(step=steps)),
+        model_state=jax.tree.map(normal, like.model_state),
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def devices_here(n: int):
+    """As on a machine with so many of the eight."""
+    devices = jax.devices()[:n]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *_: devices)
+        for name in ("device_count", "local_device_count"):
+            patch.setattr(jax, name, lambda *_: n)
+        yield
+
+
 def progress_of(state: TrainState) -> Progress:
     """The host's counters of a state."""
     counts = {name: int(count) for name, count in state.counts._asdict().items()}
@@ -196,10 +233,10 @@ def random_batches(config: JobConfig, n: int, seed: int = 0, dp: int | None = No
     return [{"input_ids": i, "labels": x} for i, x in zip(inputs, labels, strict=True)]
 
 
-def lowered(ours: Setup) -> jax.stages.Lowered:
-    """The step, to be compiled for what it will run on; no array is made."""
+def lowered(ours: Setup, batch: dict | None = None) -> jax.stages.Lowered:
+    """The step, to be compiled for what it will run on; no array is made but those of a batch."""
     state = abstract_state(ours.model, ours.optimizer, ours.mesh)
-    (batch,) = random_batches(ours.config, 1)
+    (batch,) = random_batches(ours.config, 1) if batch is None else (batch,)
     with jax.set_mesh(ours.mesh):
         return ours.step.lower(state, ours.put(batch), Controls())
 

@@ -17,11 +17,14 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.data.sources import open_training_data
 from jaxforge.model.transformer import Model, build_model
 from jaxforge.optim.optimizer import build_optimizer, learning_rate
+from jaxforge.prepare import main as prepare
 from jaxforge.side import LossWeights
 from jaxforge.step.losses import build_loss
 from jaxforge.train import main
 from tests.conftest import tiny_config
 from tests.processes.conftest import environment
+
+pytestmark = pytest.mark.usefixtures("two_devices")
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -157,9 +160,9 @@ def test_a_run_with_the_hook_and_the_loss(tmp_path):
     assert trained.config.train.loss_fn == "smoothed_cross_entropy"
 
 
-EIGHT = [
-    "--config", str(ROOT / "configs" / "debug.toml"), "--distributed.dp_shard=8",
-    "--train.batch_size=1", "--train.grad_accum_steps=1", "--train.seq_len=64", "--model.dim=32",
+TWO = [
+    "--config", str(ROOT / "configs" / "debug.toml"), "--distributed.dp_shard=2",
+    "--train.batch_size=4", "--train.grad_accum_steps=1", "--train.seq_len=64", "--model.dim=32",
     "--model.n_layers=1", "--model.vocab_size=260", "--train.mixed_precision=fp32",
     "--train.max_steps=3", "--metrics.log_interval=1", "--scheduler.warmup_steps=1",
 ]  # fmt: skip
@@ -176,7 +179,7 @@ def test_an_extra_head_predicts_the_token_after_the_next(tmp_path):
     import multi_token_prediction as example
 
     own = ["--model.model_type=with_after_next", "--train.loss_fn=next_two_tokens"]
-    assert main([*EIGHT, *own, f"--checkpoint.dir={tmp_path}"]) == 0
+    assert main([*TWO, *own, f"--checkpoint.dir={tmp_path}"]) == 0
     first = steps_of(tmp_path)[0]
     assert first["terms/after_next"] == pytest.approx(example.WEIGHT * np.log(260), rel=0.02)
     assert sum(first[f"terms/{n}"] for n in ("next", "after_next")) == pytest.approx(
@@ -222,17 +225,17 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_it(tmp_path, mo
     import distillation as example
 
     teacher = tmp_path / "teacher"
-    assert main([*EIGHT, f"--checkpoint.dir={teacher}"]) == 0
+    assert main([*TWO, f"--checkpoint.dir={teacher}"]) == 0
     monkeypatch.setenv(example.TEACHER, str(teacher))
     own = ["--model.model_type=distilled", "--train.loss_fn=distillation"]
     same = [f"--checkpoint.load_path={teacher}"]
     same.append('--checkpoint.exclude_from_loading=["optimizer","progress"]')
-    assert main([*EIGHT, *own, *same, f"--checkpoint.dir={tmp_path / 'same'}"]) == 0
+    assert main([*TWO, *own, *same, f"--checkpoint.dir={tmp_path / 'same'}"]) == 0
     first, *others = steps_of(tmp_path / "same")
     assert abs(first["terms/teacher"]) < 1e-6
     assert first["terms/labels"] == pytest.approx(first["train/loss"])
     assert others[-1]["terms/teacher"] > 1e-5
-    assert main([*EIGHT, *own, f"--checkpoint.dir={tmp_path / 'other'}"]) == 0
+    assert main([*TWO, *own, f"--checkpoint.dir={tmp_path / 'other'}"]) == 0
     assert all(step["terms/teacher"] > 1e-6 for step in steps_of(tmp_path / "other"))
 
 
@@ -241,16 +244,15 @@ def test_answers_that_are_preferred_become_likelier(tmp_path):
     import preference as example
 
     (tmp_path / "text.txt").write_text("one two three " * 200)
-    command = [sys.executable, "-m", "jaxforge.prepare", str(tmp_path / "text.txt")]
-    command += ["--tokenizer", "byte", "--output", str(tmp_path / "data")]
-    subprocess.run(command, env=environment(), check=True, capture_output=True)
+    text, prepared = str(tmp_path / "text.txt"), str(tmp_path / "data")
+    assert prepare([text, "--tokenizer", "byte", "--output", prepared]) == 0
     data = [f"--data.dataset_path={tmp_path / 'data' / 'train'}"]
     data.append(f"--data.tokenizer_path={tmp_path / 'data' / 'tokenizer'}")
     run, pairs = tmp_path / "run", tmp_path / "pairs.jsonl"
-    assert main([*EIGHT, *data, f"--checkpoint.dir={run}"]) == 0
+    assert main([*TWO, *data, f"--checkpoint.dir={run}"]) == 0
     answers = {"prompt": "Which?", "chosen": " This one.", "rejected": " None, thanks."}
     pairs.write_text("\n".join([json.dumps(answers)] * 8))
-    settings = [*EIGHT, f"--checkpoint.dir={tmp_path / 'dpo'}", "--train.max_steps=8"]
+    settings = [*TWO, f"--checkpoint.dir={tmp_path / 'dpo'}", "--train.max_steps=8"]
     assert example.train_on(run, pairs, [*settings, "--optimizer.lr=3e-2"]) == 0
     first, *_, last = steps_of(tmp_path / "dpo")
     assert first["train/loss"] == pytest.approx(np.log(2), rel=1e-5)

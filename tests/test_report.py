@@ -21,6 +21,7 @@ from jaxforge.report.numbers import duration, exact
 from jaxforge.report.reading import read_runs
 from jaxforge.report.thinning import middles, thin
 from tests.conftest import tiny_config
+from tests.helpers import devices_here
 from tests.machine import PATIENCE
 from tests.processes.conftest import Run
 
@@ -286,8 +287,9 @@ def test_a_run_of_an_older_version_has_no_starts(tmp_path):
 @pytest.mark.processes
 def test_a_real_run_that_was_resumed(tmp_path):
     run = Run(tmp_path, "real")
-    for steps in (4, 8):
-        run.finish_here(f"--train.max_steps={steps}", "--checkpoint.interval=2")
+    with devices_here(1):
+        for steps in (4, 8):
+            run.finish_here(f"--train.max_steps={steps}", "--checkpoint.interval=2")
     page = page_of(run.directory)
     assert page.facts()["resumed"] == "from step 4"
     assert page.facts()["steps"] == "8 of 8"

@@ -18,6 +18,8 @@ from jaxforge.run_lock import RunLock
 from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch):

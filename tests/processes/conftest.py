@@ -83,7 +83,7 @@ class Run:
         return output
 
     def finish_here(self, *overrides: str, code: int = 0) -> None:
-        """In this process, which has eight devices: `capsys` has what it prints."""
+        """In this process, with all devices that it has: `capsys` has what it prints."""
         assert train.main(self.command(*overrides)[3:]) == code
 
     def lines(self) -> list[dict]:

@@ -6,8 +6,12 @@ import signal
 import subprocess
 import time
 
+import pytest
+
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, environment
+
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 def test_a_signal_saves_and_the_run_goes_on_from_there(new_run):
@@ -23,7 +27,7 @@ def test_a_signal_saves_and_the_run_goes_on_from_there(new_run):
         before, (*_, stopped) = stopped, run.steps()
         assert stopped >= before + 20
         assert f"stopped at step {stopped} of 100000; run the same command to go on" in output
-    undisturbed.finish(overrides[0], f"--train.max_steps={stopped}")
+    undisturbed.finish_here(overrides[0], f"--train.max_steps={stopped}")
     assert run.losses() == undisturbed.losses()
 
 
@@ -42,7 +46,8 @@ def test_a_second_signal_ends_it_at_once(new_run):
 def test_a_finished_run_explains_itself_is_left_as_it_is_and_goes_on(new_run, capsys):
     """Three starts: steps 1 to 30, none, and two more after a line of the metrics was torn."""
     run = new_run()
-    output = run.finish("--metrics.log_interval=8")
+    run.finish_here("--metrics.log_interval=8")
+    output = "".join(capsys.readouterr())
     assert "Training complete: 30 steps, 7,680 tokens" in output
     assert "train step compiled in" in output
     assert re.search(r"\[step 30\] loss=\d\.\d{4} \| lr=", output)

@@ -9,21 +9,23 @@ import sys
 import pytest
 
 import jaxforge
-from jaxforge import generate
+from jaxforge import generate, prepare
 from jaxforge.errors import UserError
 from jaxforge.inference import completion, conversation
 from jaxforge.model.decoding import Decoder
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, Run, environment
 
+pytestmark = pytest.mark.usefixtures("two_devices")
 
-def command(module, *arguments, code=0):
+
+def command(*arguments):
     result = subprocess.run(
-        [sys.executable, "-m", f"jaxforge.{module}", *map(str, arguments)],
+        [sys.executable, "-m", "jaxforge.generate", *map(str, arguments)],
         cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=PATIENCE,
     )  # fmt: skip
-    assert result.returncode == code, result.stderr
-    return result.stdout if code == 0 else result.stderr
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,8 @@ def run(tmp_path_factory):
     path = tmp_path_factory.mktemp("generate")
     for i in range(40):
         (path / f"{i:02}.txt").write_text("the quick brown fox jumps over the lazy dog. " * 8)
-    command("prepare", *sorted(path.glob("*.txt")), "--output", path / "data")
+    texts = [str(text) for text in sorted(path.glob("*.txt"))]
+    assert prepare.main([*texts, "--output", str(path / "data")]) == 0
     run = Run(path, "run")
     run.finish_here(
         f"--data.dataset_path={path / 'data' / 'train'}", "--model.vocab_size=264",
@@ -42,14 +45,14 @@ def run(tmp_path_factory):
 
 
 def test_one_prompt_is_continued(run):
-    text = command("generate", run.directory, "--prompt", "the quick", "--max-tokens", 30,
+    text = command(run.directory, "--prompt", "the quick", "--max-tokens", 30,
                    "--temperature", 0)  # fmt: skip
     assert text == "the quick brown fox jumps over the lazy\n"
 
 
 @pytest.fixture
 def here(capsysbinary):
-    """What the command writes if this process, which has eight devices, is the one that runs it."""
+    """What the command writes if this process, which has two devices, is the one that runs it."""
 
     def here(*arguments):
         assert generate.main([*map(str, arguments)]) == 0
@@ -93,9 +96,9 @@ def test_a_file_of_prompts_on_a_mesh(run, here, tmp_path):
         assert bytes(result["tokens"]).decode() == result["completion"]
         assert result["finish_reason"] == "length"
     prompts.with_suffix(".txt").write_text("\n".join(texts) + "\n")
-    alone = command("generate", run.directory, "--prompts", prompts.with_suffix(".txt"),
-                    "--max-tokens", 12, "--temperature", 0)  # fmt: skip
-    assert [{**r, "id": i} for i, r in enumerate(lines(alone))] == results
+    split_by_rows = here(run.directory, "--prompts", prompts.with_suffix(".txt"),
+                         "--max-tokens", 12, "--temperature", 0)  # fmt: skip
+    assert [{**r, "id": i} for i, r in enumerate(lines(split_by_rows))] == results
 
 
 def test_a_completion_stops_at_the_end_of_text(run, tmp_path, here):
@@ -204,7 +207,8 @@ def test_a_bad_line_of_a_file_has_its_place(run, tmp_path):
 
 
 def test_a_directory_without_a_checkpoint(tmp_path):
-    assert "no checkpoint at" in command("generate", tmp_path, code=2)
+    with pytest.raises(UserError, match="no checkpoint at"):
+        generate.main([str(tmp_path)])
 
 
 def test_a_run_in_python_is_what_the_commands_say(run, here, tmp_path):

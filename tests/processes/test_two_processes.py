@@ -9,6 +9,8 @@ import pytest
 
 from tests.machine import PATIENCE
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 OVERRIDES = ["--train.max_steps=20", "--checkpoint.interval=10"]
 
 
@@ -38,46 +40,48 @@ def finish_both(processes, code=0):
     return outputs
 
 
-SHARED = ["--distributed.cp=2", "--distributed.cp_strategy=ring"]  # two processes have a sequence
+MESHES = [
+    (2, ["--distributed.dp_shard=2"], "dp_shard 2"),
+    pytest.param(  # two processes have a sequence
+        4, ["--distributed.dp_shard=2", "--distributed.cp=2", "--distributed.cp_strategy=ring"],
+        "dp_shard 2 x cp 2", marks=pytest.mark.dear,
+    ),
+    pytest.param(
+        2, ["--distributed.pp=2", "--train.grad_accum_steps=2"], "pp 2", marks=pytest.mark.dear
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("count", "mesh"), [(2, []), pytest.param(4, SHARED, marks=pytest.mark.dear)]
-)
-def test_it_does_not_matter_how_many_processes_begin_go_on_and_end(new_run, count, mesh):
-    """Some, one, two that are stages, and one: each goes on from the others' checkpoint.
+@pytest.mark.parametrize(("count", "mesh", "named"), MESHES)
+def test_it_does_not_matter_how_many_processes_begin_and_end(new_run, count, mesh, named):
+    """Some, and one that goes on from their checkpoint.
 
-    The first capture activations at their end. The stages end because their time is up. Where a
-    process is alone, it has one program.
+    The first end because their time is up, and capture activations. Where a process is alone, it
+    has one program.
     """
     alone, run = new_run("alone"), new_run("handed_on")
     np.save(alone.directory.with_name("held_out.npy"), np.arange(3 * 33, dtype=np.uint16))
-    capture = [f"--eval.dataset_path={alone.directory.parent}", "--eval.activations_interval=5",
+    capture = [f"--eval.dataset_path={alone.directory.parent}", "--eval.activations_interval=1",
                "--eval.activations_sequences=2"]  # fmt: skip
     alone.finish_here(*OVERRIDES, *capture)
-    mesh = ["--distributed.dp_shard=2", *mesh, "--train.max_steps=5"]
-    outputs = finish_both(start_both(run, *OVERRIDES, *mesh, *capture, count=count))
-    check_both_capture_the_same(run, alone)
-    assert ("dp_shard 2 x cp 2" if count == 4 else "dp_shard 2") in outputs[0]
-    assert "[step 5]" in outputs[0]
-    assert not any("[step 5]" in output for output in outputs[1:])
-    assert run.steps() == [5]
-    run.finish_here(*OVERRIDES, "--train.max_steps=8")
-    stages = ["--distributed.pp=2", "--distributed.tp=2", "--train.grad_accum_steps=4"]
     limit = "--train.exit_duration_in_mins=0.001"
-    both = start_both(run, *OVERRIDES, *stages, limit, devices=2, torchrun=True)
-    outputs = finish_both(both, code=75)
-    assert "pp 2 x tp 2" in outputs[0]
-    check_both_say_that_their_time_is_up(run, outputs)
+    started = start_both(run, *OVERRIDES, *mesh, *capture, limit, torchrun=True, count=count)
+    outputs = finish_both(started, code=75)
+    check_all_say_that_their_time_is_up(run, outputs)
+    check_both_capture_the_same(run, alone)
+    assert named in outputs[0]
+    assert "[step 1]" in outputs[0]
+    assert not any("[step 1]" in output for output in outputs[1:])
     run.finish_here(*OVERRIDES)
     losses = [list(one.losses().values()) for one in (run, alone)]
     np.testing.assert_allclose(*losses, rtol=2e-6)
 
 
 def check_both_capture_the_same(run, alone):
-    """After step 5; of several processes, by the first of them alone."""
-    of_both = [one.directory / "activations" / "step_5" for one in (run, alone)]
-    assert [path.name for path in of_both[0].parent.iterdir()] == ["step_5"]
+    """After step 1; of several processes, by the first of them alone."""
+    of_both = [one.directory / "activations" / "step_1" for one in (run, alone)]
+    captured = {path.name for path in of_both[0].parent.iterdir()}
+    assert captured == {f"step_{step}" for step in range(1, run.steps()[-1] + 1)}
     assert (
         np.load(of_both[0] / "tokens.npy").tolist() == np.arange(66).reshape(2, -1)[:, :-1].tolist()
     )
@@ -85,9 +89,9 @@ def check_both_capture_the_same(run, alone):
     np.testing.assert_allclose(*residuals, rtol=1e-4, atol=1e-6)
 
 
-def check_both_say_that_their_time_is_up(run, outputs):
-    assert 8 < run.steps()[-1] < 20
-    for index in (0, 1):
+def check_all_say_that_their_time_is_up(run, outputs):
+    assert 0 < run.steps()[-1] < 20
+    for index in range(len(outputs)):
         log = (run.directory / "logs" / f"process_{index}.log").read_text()
         assert re.search(r"\[exiting program after [\d.]+ minutes\]", log), outputs
 

@@ -11,6 +11,8 @@ from jaxforge.replay.against import Way, make, rows_of
 from jaxforge.replay.compare import first_difference
 from tests.conftest import tiny_config
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
@@ -18,9 +20,9 @@ def run(tmp_path_factory):
     path = tmp_path_factory.mktemp("against") / "run"
     train.run(
         tiny_config(
-            train={"max_steps": 6, "batch_size": 1},
+            train={"max_steps": 6, "batch_size": 4},
             checkpoint={"dir": str(path), "interval": 2},
-            distributed={"dp_shard": 8},
+            distributed={"dp_shard": 2},
         )
     )
     return path
@@ -35,8 +37,8 @@ def compared(capsys, run, *options, step=5):
 
 def test_another_mesh_makes_the_same_step(run, capsys):
     code, report = compared(
-        capsys, run, "--other=--distributed.tp=2", "--other=--distributed.dp_shard=4",
-        "--other=--train.batch_size=2",
+        capsys, run, "--other=--distributed.tp=2", "--other=--distributed.dp_shard=1",
+        "--other=--train.batch_size=8",
     )  # fmt: skip
     assert (code, report["first"]) == (0, None)
     stages = {row["stage"] for row in report["rows"]}

@@ -1,6 +1,5 @@
 """Steps of runs that are over: made again, and what is said of them."""
 
-import functools
 import json
 import math
 
@@ -30,7 +29,11 @@ from jaxforge.replay.past import open_past
 from tests.conftest import tiny_config
 from tests.test_report import Page
 
+pytestmark = pytest.mark.usefixtures("two_devices")
+
 LENGTH, ROWS, STEPS = 32, 8, 30
+AFTER_SAVE = 5
+"""A step that begins with what was saved: none has to be made before."""
 POISON = 5
 """The sequence of the data that is noise; all others count up."""
 
@@ -48,8 +51,8 @@ def write_data(directory):
 def config(tmp_path, **sections):
     write_data(tmp_path / "data")
     keys = {
-        "train": {"max_steps": STEPS, "batch_size": 1},
-        "distributed": {"dp_shard": 8},
+        "train": {"max_steps": STEPS, "batch_size": ROWS // 2},
+        "distributed": {"dp_shard": 2},
         "data": {"dataset_path": str(tmp_path / "data")},
         "checkpoint": {"dir": str(tmp_path / "run"), "interval": 4},
     }
@@ -62,7 +65,8 @@ def config(tmp_path, **sections):
 def run(tmp_path_factory):
     """A run that was stopped after step 18 and went on with another learning rate."""
     tmp_path = tmp_path_factory.mktemp("replay")
-    train.run(config(tmp_path, train={"max_steps": STEPS, "batch_size": 1, "exit_interval": 18}))
+    stopping = {"max_steps": STEPS, "batch_size": ROWS // 2, "exit_interval": 18}
+    train.run(config(tmp_path, train=stopping))
     train.run(config(tmp_path, optimizer={"lr": 1e-2}))
     return tmp_path / "run"
 
@@ -92,28 +96,29 @@ def test_each_step_has_the_config_that_was_in_force(run):
 
 
 def test_on_another_mesh_steps_are_nearly_the_same(run):
-    mesh = ("--distributed.dp_shard=2", "--distributed.tp=2", "--train.batch_size=4")
+    mesh = ("--distributed.dp_shard=1", "--distributed.tp=2", "--train.batch_size=8")
     assert all(0 <= one < 1e-6 for one in differences(run, 13, 14, *mesh).values())
 
 
 def test_fewer_devices_make_the_same_batch(run, monkeypatch):
     with open_past(run, 6) as past:
-        before = past.config.train.microbatch_size(8)
-    monkeypatch.setattr(jax, "device_count", lambda: 3)
+        before = past.config.train.microbatch_size(2)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
     with open_past(run, 6) as past:
-        assert past.mesh.size == 2
-        assert past.config.train.microbatch_size(2) == before
+        assert past.mesh.size == 1
+        assert past.config.train.microbatch_size(1) == before
 
 
 def last_step_with(run, sequence):
-    """The last step that read a sequence, and in which row."""
-    for step in range(STEPS, STEPS - 6, -1):
-        with open_past(run, step) as past:
-            walk = past.walk(step)
+    """The last step that read a sequence, and in which row: an epoch has six."""
+    with open_past(run, STEPS - 5) as past:
+        walk = past.walk(STEPS - 5)
+        for step in range(STEPS - 5, STEPS + 1):
             names = [walk.name_of(row) for row in range(ROWS)]
-        if f"sequence {sequence}" in names:
-            return step, names.index(f"sequence {sequence}")
-    raise AssertionError("an epoch has six steps")
+            if f"sequence {sequence}" in names:
+                return step, names.index(f"sequence {sequence}")
+            walk.advance()
+    raise AssertionError("no step of the epoch did")
 
 
 def test_the_account_of_a_step_names_the_document_that_is_noise(run, capsys, monkeypatch):
@@ -150,8 +155,8 @@ def test_the_account_of_a_step_names_the_document_that_is_noise(run, capsys, mon
 
 def test_influences_are_those_of_the_gradients_themselves(run):
     """‖g - g_d‖ by the gradient of what is left, times its share of the tokens."""
-    with open_past(run, 4) as past:
-        walk = past.walk(4)
+    with open_past(run, AFTER_SAVE) as past:
+        walk = past.walk(AFTER_SAVE)
         metrics = walk.look(past.step_function(("grads",)))
         influences = Influences(past, walk, metrics["grads"])
         [document] = find_documents(
@@ -169,8 +174,8 @@ def test_influences_are_those_of_the_gradients_themselves(run):
 
 
 def test_losses_of_tokens_are_those_of_the_step(run):
-    with open_past(run, 3) as past:
-        walk = past.walk(3)
+    with open_past(run, AFTER_SAVE) as past:
+        walk = past.walk(AFTER_SAVE)
         losses = token_loss_function(past.model, past.mesh)(walk.state.variables, walk.batch)
         assert losses.shape == (1, ROWS, LENGTH)
         assert losses.mean() == pytest.approx(float(walk.advance()["loss"]), rel=1e-6)
@@ -253,8 +258,8 @@ def test_rows_are_taken_apart_for_a_document_that_stands_out_in_them():
 
 
 def test_a_look_changes_nothing(run):
-    with open_past(run, 6) as past:
-        walk = past.walk(6)
+    with open_past(run, AFTER_SAVE) as past:
+        walk = past.walk(AFTER_SAVE)
         before = jax.device_get(walk.state)
         walk.look(past.step_function(tuple(NORMS)))
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(walk.state), before)
@@ -276,43 +281,52 @@ def test_what_cannot_be_replayed_is_refused(run, arguments, message):
 
 
 def test_norms_are_of_the_values_at_their_points(run):
-    with open_past(run, 2) as past:
-        walk = past.walk(2)
+    with open_past(run, AFTER_SAVE) as past:
+        walk = past.walk(AFTER_SAVE)
         tokens = walk.batch["input_ids"][0]
 
-        @functools.partial(jax.jit, static_argnums=2)
-        def seen(params, tokens, name):
-            with capture.watching(lambda point, x: x if point == name else None):
+        @jax.jit
+        def seen(params, tokens):
+            names = ("residual", "attention", "mlp")
+            with capture.watching(lambda point, x: x if point in names else None):
                 hidden, out = past.model.forward(params, {"input_ids": tokens})
-            return hidden, out.seen[name]
+            last = past.model.final_norm(params, out.seen["residual"][-1])
+            return hidden, last, *(out.seen[name] for name in names)
 
-        hidden, residual = seen(walk.state.variables, tokens, "residual")
-        last = past.model.final_norm(walk.state.variables, residual[-1])
+        found = map(np.asarray, seen(walk.state.variables, tokens))
+        hidden, last, residual, attention, mlp = found
         np.testing.assert_allclose(last, hidden, rtol=1e-5, atol=1e-6)
-        parts = [seen(walk.state.variables, tokens, name)[1] for name in ("attention", "mlp")]
-        added = parts[0][1] + parts[1][1]
+        added = attention[1] + mlp[1]
         np.testing.assert_allclose(residual[1] - residual[0], added, rtol=1e-4, atol=1e-5)
         assert float(global_norm({"x": jnp.asarray(added)})) > 0
 
 
 def test_activations_of_a_training_step_are_written(run, tmp_path):
     output = tmp_path / "seen"
-    arguments = ["--step", "4", "--points", "re*,logits", "--layers", "1", "--sequences", "5"]
+    arguments = [f"--step={AFTER_SAVE}", "--points=re*,logits", "--layers=1", "--sequences=5"]
     assert activations.main([str(run), "--output", str(output), *arguments]) == 0
     tokens, residual, logits = (
         np.load(output / f"{name}.npy") for name in ("tokens", "residual", "logits")
     )
     assert residual.shape == (5, 1, LENGTH, 64)
-    with open_past(run, 4) as past:
-        walk = past.walk(4)
+    with open_past(run, AFTER_SAVE) as past:
+        walk = past.walk(AFTER_SAVE)
         np.testing.assert_array_equal(tokens, walk.batch["input_ids"][0, :5])
         params = walk.state.variables
-        hidden = past.model.hidden(params, walk.batch["input_ids"][0])
-        np.testing.assert_allclose(logits, past.model.logits(params, hidden)[:5], atol=1e-5)
-        whole = jnp.zeros((ROWS, LENGTH, 64)).at[:5].set(residual[:, 0])
-        normed = past.model.final_norm(params, whole)
+        whole = np.zeros((ROWS, LENGTH, 64), np.float32)
+        whole[:5] = residual[:, 0]
+
+        @jax.jit
+        def by_hand(params, tokens, whole):
+            hidden = past.model.hidden(params, tokens)
+            return hidden, past.model.logits(params, hidden), past.model.final_norm(params, whole)
+
+        hidden, expected, normed = map(
+            np.asarray, by_hand(params, walk.batch["input_ids"][0], whole)
+        )
+        np.testing.assert_allclose(logits, expected[:5], atol=1e-5)
         np.testing.assert_allclose(normed[:5], hidden[:5], atol=1e-5)
-    assert json.loads((output / "activations.json").read_text())["training_step"] == 4
+    assert json.loads((output / "activations.json").read_text())["training_step"] == AFTER_SAVE
     with pytest.raises(UserError, match="it exists already"):
         activations.main([str(run), "--output", str(output)])
 
@@ -352,8 +366,8 @@ def test_activations_of_some_sequences_are_counted_over_all_sets(run, tmp_path):
         (["--layers", "x"], "expected numbers of layers"),
         (["--sequences", "0"], "--sequences 0: expected how many, as 64, a range, as 10:20, or"),
         (["--sequences", "5:5"], "--sequences 5:5: expected how many"),
-        (["--step", "4", "--sequences", "2,8"], "no sequence 8: the step's batch has 0 to 7"),
-        (["--step", "4", "--layers", "2"], "there is no layer 2: the model has 0 to 1"),
+        (["--step", "5", "--sequences", "2,8"], "no sequence 8: the step's batch has 0 to 7"),
+        (["--step", "5", "--layers", "2"], "there is no layer 2: the model has 0 to 1"),
         ([], "has no .eval.: give --set NAME=DIR or --step N"),
     ],
 )
@@ -371,7 +385,8 @@ def test_a_global_batch_is_as_large_on_other_devices():
     assert there.train.microbatch_size(2) == 8
 
 
-def test_on_another_mesh_the_batch_is_the_same_unless_it_is_said():
+def test_on_another_mesh_the_batch_is_the_same_unless_it_is_said(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
     config = load_config(None, ["--train.batch_size=4", "--distributed.dp_shard=8"])
 
     def size(*mesh):

@@ -47,11 +47,13 @@ def with_ours():
     return batches, ours.run(ours.state(), batches)[1]
 
 
-@pytest.mark.parametrize("grad_sync", ["update", "microbatch"])
-def test_it_is_differentiated_on_a_mesh_and_over_microbatches(grad_sync):
-    """And each dataset of a mixture has its cross-entropy beside it."""
+def test_it_is_differentiated_on_a_mesh_and_over_microbatches():
+    """And each dataset of a mixture has its cross-entropy beside it.
+
+    Another loss of one's own is reduced per update in test_side.py.
+    """
     register_loss("plain")(plainly)
-    train = {**TRAIN, "loss_fn": "plain", "batch_size": 2, "grad_sync": grad_sync}
+    train = {**TRAIN, "loss_fn": "plain", "batch_size": 2, "grad_sync": "microbatch"}
     own = setup(tiny_config(data=MIXTURE, train=train, distributed={"dp_shard": 2, "tp": 2}))
     batches, a = with_ours()
     _, b = own.run(own.state(), batches)
@@ -86,11 +88,7 @@ def capped_by_ours():
 
 @pytest.mark.parametrize(
     ("loss", "axes"),
-    [
-        ("plain", {"dp_shard": 1}),
-        ("telling", {"dp_shard": 2, "tp": 2}),
-        ("telling", {"pp": 2, "dp_shard": 2, "tp": 2}),
-    ],
+    [("plain", {"dp_shard": 1}), ("telling", {"pp": 2, "dp_shard": 2, "tp": 2})],
 )
 def test_a_loss_makes_the_logits_that_the_model_caps(loss, axes):
     """On every mesh, and where each pipeline stage has a share of them."""

@@ -108,7 +108,7 @@ def test_updates_do_not_depend_on_the_mesh(model, train, axes):
 
 def test_a_run_goes_on_from_its_checkpoint_on_any_mesh(tmp_path):
     """Bit for bit on the mesh that it was saved on."""
-    job, other = (config(*of_mesh[:2], **of_mesh[2]) for of_mesh in MESHES[-2:])
+    other, job = (config(*of_mesh[:2], **of_mesh[2]) for of_mesh in MESHES[-2:])
     ours, batches = setup(job), random_batches(job, 2)
     state, _ = ours.run(ours.state(), batches[:1])
     section = job.checkpoint.model_copy(update={"async_mode": "disabled"})

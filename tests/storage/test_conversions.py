@@ -13,6 +13,8 @@ from jaxforge.errors import StorageError, UserError
 from torch_compat import __main__ as torch_compat
 from torch_compat import checkpoints, orbax_store, upload
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):

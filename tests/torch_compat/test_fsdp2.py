@@ -16,7 +16,7 @@ from tests.processes.test_two_processes import free_port
 from torch_compat import __main__ as torch_compat
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("two_devices")]
 
 MODEL = {"dim": 48, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 101,
          "ffn_hidden_dim": 80}  # fmt: skip
@@ -87,8 +87,8 @@ def torch_job(tmp_path, data, ranks, steps, load=None, saves=(), flat=False, mod
 
 
 def jaxforge(config, run_directory, steps, *, load=None, interval=1000):
-    """Losses and gradient norms of a run up to so many steps, on the eight devices of here."""
-    command = ["--config", str(config), "--distributed.cp=2",
+    """Losses and gradient norms of a run up to so many steps, on the two devices of here."""
+    command = ["--config", str(config),
                f"--checkpoint.dir={run_directory}", f"--train.max_steps={steps}",
                f"--checkpoint.interval={interval}",
                f"--scheduler.decay_steps={TOTAL - WARMUP}"]  # fmt: skip
@@ -125,9 +125,9 @@ def test_fsdp2_goes_on_where_jaxforge_was(jax_run, data, tmp_path):
     run, expected = jax_run
     # The position in batches of so many ranks' size: KempnerForge's is per rank.
     compat("export", run / "checkpoints/step_10", tmp_path / "dcp", "--to=dcp", "--layout=flat",
-           "--ranks=4")  # fmt: skip
+           "--ranks=2")  # fmt: skip
     source = tmp_path / "dcp" / "latest"
-    continued = torch_job(tmp_path, data, 4, 10, load=source, flat=True)
+    continued = torch_job(tmp_path, data, 2, 10, load=source, flat=True)
     np.testing.assert_array_equal(continued[:, 0], expected[:, 0])
     np.testing.assert_allclose(continued[:, 1:], expected[:, 1:], rtol=TOLERANCE)
 

@@ -56,8 +56,7 @@ def test_the_parameters_of_every_model():
     settings += [{"norm_placement": "post"}, {"qk_norm": True, "qk_norm_scope": "projection"}]
     for chosen in settings:
         config = tiny_config(model={**MODEL, **chosen})
-        _, state = training_state.declared(config)
-        expected = dict(training_state.shapes(state.params, config.model))
+        expected, _ = training_state.model_shapes(config)
         assert list(parameters(config.model).items()) == list(expected.items()), chosen
 
 

@@ -22,7 +22,7 @@ from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 from tests.processes.conftest import ROOT, environment
 from tests.step import telling
-from tests.torch_compat.test_commands import assert_same, run_of, trained, values
+from tests.torch_compat.test_commands import assert_same, saved, trained, values
 from torch_compat import name_maps, stages
 from torch_compat.__main__ import main
 from torch_compat.dcp_reader import open_dcp
@@ -104,14 +104,19 @@ def state_of(run):
     return {n: v for n, v in values(run).items() if n.startswith("model_state.")}
 
 
+def restored(ours, run):
+    """What a run goes on from."""
+    checkpoints = Checkpoints(run, ours.config.checkpoint, read_only=True)
+    with jax.set_mesh(ours.mesh):
+        state, _ = checkpoints.restore(abstract_state(ours.model, ours.optimizer, ours.mesh), 2)
+    checkpoints.close()
+    return state
+
+
 def gone_on(run, config):
     """The state two steps after the one that is saved, and the metrics of both."""
     ours = setup(load_config(config))
-    saved = Checkpoints(run, ours.config.checkpoint, read_only=True)
-    with jax.set_mesh(ours.mesh):
-        state, _ = saved.restore(abstract_state(ours.model, ours.optimizer, ours.mesh), 2)
-    saved.close()
-    state, metrics = ours.run(state, random_batches(ours.config, 2, seed=1))
+    state, metrics = ours.run(restored(ours, run), random_batches(ours.config, 2, seed=1))
     return jax.device_get((state.params, state.opt_state, state.model_state, metrics))
 
 
@@ -133,17 +138,14 @@ def test_a_run_starts_from_it_directly(run, tmp_path):
     run, path = run
     dcp = export(run, tmp_path / "dcp", "--to=dcp", "--dialect=gauged")
     ours = setup(load_config(path))
-    like = abstract_state(ours.model, ours.optimizer, ours.mesh)
-    saved = Checkpoints(run, ours.config.checkpoint, read_only=True)
+    like, expected = abstract_state(ours.model, ours.optimizer, ours.mesh), restored(ours, run)
     with jax.set_mesh(ours.mesh):
-        expected, _ = saved.restore(like, 2)
         found, progress = open_foreign(str(dcp), ours.config).restore(like)
         alone = ours.config.checkpoint.model_copy(update={"exclude_from_loading": ("optimizer",)})
         job = ours.config.model_copy(update={"checkpoint": alone})
         started, _ = start_from(
             open_foreign(str(dcp), job), ours.model, ours.optimizer, ours.mesh, ("optimizer",)
         )
-    saved.close()
     assert progress.step == 2
     for state in (found, started):
         jax.tree.map(np.testing.assert_array_equal, state.variables, expected.variables)
@@ -199,10 +201,10 @@ def test_weights_alone_start_with_the_initial_one_and_it_is_said(without, tmp_pa
     assert said in capsys.readouterr().err
     assert not state_of(run)
     ours = setup(load_config(path))
-    saved = Checkpoints(run, ours.config.checkpoint, read_only=True)
+    found = Checkpoints(run, ours.config.checkpoint, read_only=True)
     with jax.set_mesh(ours.mesh):
-        state, _ = start_from(Saved(saved, 0), ours.model, ours.optimizer, ours.mesh)
-    saved.close()
+        state, _ = start_from(Saved(found, 0), ours.model, ours.optimizer, ours.mesh)
+    found.close()
     jax.tree.map(np.testing.assert_array_equal, state.model_state, ours.model.initial_state())
     export(run, tmp_path / "again", "--to=dcp", "--weights-only", "--dialect=gauged")
     assert said in capsys.readouterr().err
@@ -272,8 +274,8 @@ def test_a_run_whose_state_is_another_models_is_not_exported(
         main(["export", str(run), str(tmp_path / "dcp"), "--to=dcp", "--dialect=gauged"])
 
 
-def test_inspect_shows_it_and_verify_compares_it(run, tmp_path, capsys, monkeypatch):
-    run, _ = run
+def test_inspect_shows_it_and_verify_compares_it(run, tmp_path, capsys):
+    run, config = run
     capsys.readouterr()
     assert main(["inspect", str(run), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -281,15 +283,10 @@ def test_inspect_shows_it_and_verify_compares_it(run, tmp_path, capsys, monkeypa
     assert report["tensors"]["model_state.layers.1.drift"]["shape"] == [64]
     dcp = export(run, tmp_path / "dcp", "--to=dcp", "--dialect=gauged")
     assert main(["verify", str(run), str(dcp)]) == 0
-    last = Gauged.next_state
-    monkeypatch.setattr(
-        Gauged, "next_state", lambda *given: {**last(*given), "gauge": jnp.full(3, 7.0)}
-    )
-    other = tmp_path / "other"
-    with monkeypatch.context() as patched:  # the same config, another program
-        patched.setattr("tests.helpers._SETUPS", {})
-        patched.setattr("tests.torch_compat.test_commands.run_of", run_of.__wrapped__)
-        trained(other, **SECTIONS)
+    ours, other = setup(load_config(config)), tmp_path / "other"
+    state = restored(ours, run)
+    changed = {**state.model_state, "gauge": jnp.full(3, 7.0)}
+    saved(other, ours, dataclasses.replace(state, model_state=changed), 2)
     for options in ([], ["--weights-only"]):
         capsys.readouterr()
         assert main(["verify", str(other), str(dcp), "--json", *options]) == 1

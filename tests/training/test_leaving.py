@@ -17,6 +17,7 @@ from jaxforge.config.train import TrainConfig
 from jaxforge.training import preemption
 from jaxforge.training.preemption import Exit, Exits, Signals
 from tests.conftest import tiny_config
+from tests.helpers import devices_here
 
 
 class Received:
@@ -191,10 +192,8 @@ def test_a_second_ctrl_c_in_a_notebook_is_an_exception(monkeypatch):
 
 
 def test_a_run_in_a_thread_needs_no_signals(tmp_path):
-    config = tiny_config(
-        distributed={"dp_shard": -1}, train={"max_steps": 2, "batch_size": 1},
-        checkpoint={"dir": str(tmp_path)},
-    )  # fmt: skip
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    of_train = {"max_steps": 2, "batch_size": 1}
+    config = tiny_config(train=of_train, checkpoint={"dir": str(tmp_path)})
+    with devices_here(1), concurrent.futures.ThreadPoolExecutor(1) as pool:
         assert pool.submit(train.run, config).result() is Exit.COMPLETED
     assert (tmp_path / "checkpoints" / "step_2").is_dir()

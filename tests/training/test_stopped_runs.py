@@ -14,7 +14,9 @@ from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
 from tests.machine import PATIENCE
 
-LENGTH = 32
+pytestmark = pytest.mark.usefixtures("one_device")
+
+ROWS, LENGTH = 8, 32
 
 
 class Log(Hook):
@@ -47,8 +49,7 @@ def config(tmp_path, name, checkpoint=None, **keys):
         np.save(tmp_path / data / "x.npy", (np.arange(n * (LENGTH + 1)) % 251).astype(np.uint16))
     sets = [{"name": n, "dataset_path": str(tmp_path / n)} for n in ("a", "b")]
     return tiny_config(
-        train={"max_steps": 8, "batch_size": 1, **keys},
-        distributed={"dp_shard": -1},
+        train={"max_steps": 8, "batch_size": ROWS, **keys},
         data={"dataset_path": str(tmp_path / "a")},
         eval={"enabled": True, "interval": 4, "datasets": sets},
         checkpoint={"dir": str(tmp_path / name), "interval": 100, **(checkpoint or {})},

@@ -18,6 +18,8 @@ from jaxforge.training.activations import ActivationCapture
 from jaxforge.training.summary import schedule_summary
 from tests.conftest import tiny_config
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 LENGTH = 32
 POINTS = ("attention_weights", "residual", "logits")
 
@@ -30,8 +32,7 @@ def config(path, name, interval=2, **of_train):
         np.save(data / "a.npy", text.astype(np.uint16))
     sets = [{"name": name, "dataset_path": str(data)} for name in ("other", "web")]
     return tiny_config(
-        train={"max_steps": 6, "batch_size": 1, **of_train},
-        distributed={"dp_shard": 8},
+        train={"max_steps": 6, "batch_size": 8, **of_train},
         data={"dataset_path": str(data)},
         eval={
             "datasets": sets, "activations_interval": interval, "activations_sequences": 10,

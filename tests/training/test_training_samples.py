@@ -18,6 +18,8 @@ from jaxforge.training.summary import schedule_summary
 from tests.conftest import tiny_config
 from tests.telemetry.readers import events
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 LATE = Sample("Once", " upon")
 
 
@@ -29,8 +31,7 @@ def config(path, name, steps=6, sample=2, **of_train):
         np.save(data / "a.npy", text.astype(np.uint16))
     return tiny_config(
         model={"vocab_size": 264},
-        train={"max_steps": steps, "batch_size": 1, **of_train},
-        distributed={"dp_shard": -1},
+        train={"max_steps": steps, "batch_size": 8, **of_train},
         data={"dataset_path": str(data), "tokenizer_path": "byte", "num_workers": 1},
         eval={"sample_interval": sample, "sample_prompts": ["", "the quick"], "sample_tokens": 5},
         checkpoint={"dir": str(path / name), "interval": 100},
