@@ -57,10 +57,11 @@ def each_device_alone(monkeypatch):
     monkeypatch.setitem(BACKENDS, "opaque", kernel)
 
 
-BACKENDS_OF = [(backend, how) for backend in ("reference", "blockwise", "opaque") for how in HOW]
+KERNELS = ("reference", "blockwise", "opaque")
+KERNELS_AND_HOW = [(backend, how) for backend in KERNELS for how in HOW]
 KNOWN = [  # every two of backend, how and mask
     (*of, which)
-    for i, of in enumerate(BACKENDS_OF)
+    for i, of in enumerate(KERNELS_AND_HOW)
     for which in range(len(MASKS))
     if (i // len(HOW) + i + which) % len(HOW) == 0
 ]
@@ -83,7 +84,7 @@ def test_every_mask_that_is_known_is_the_plain_one(backend, how, which):
     np.testing.assert_allclose(ours, expected(which, how), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("backend", "how"), BACKENDS_OF)
+@pytest.mark.parametrize(("backend", "how"), KERNELS_AND_HOW)
 def test_every_mask_of_the_device_is_the_plain_one(backend, how):
     @jax.jit
     def attend(which, *qkv):
