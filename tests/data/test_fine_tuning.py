@@ -35,6 +35,7 @@ from jaxforge.training.evaluation import Evaluator
 from tests.conftest import tiny_config
 from tests.corpus.test_chat_templates import CHATML, UNMARKED, save_tokenizer
 from tests.corpus.test_resume import Interrupted, snapshot, wait_for
+from tests.helpers import drawn
 
 SEQ = 96
 
@@ -93,7 +94,7 @@ def config(tokenizer, run="run", accum=1, batch=4, data=None, **sections):
     return tiny_config(
         data={"tokenizer_path": str(tokenizer), "num_workers": 2, **(data or {})},
         train={"batch_size": batch, "grad_accum_steps": accum, "seq_len": SEQ},
-        model={"vocab_size": 304, "max_seq_len": SEQ},
+        model={"vocab_size": 304, "max_seq_len": SEQ, "n_layers": 1},
         checkpoint={"dir": str(run)},
         **sections,
     )
@@ -248,7 +249,7 @@ def test_a_killed_run_goes_on(files, tokenizer, tmp_path):
     assert not (tmp_path / "out").exists()
     again = subprocess.run(command("fast", "out"), capture_output=True, text=True)
     assert (again.returncode, "going on with" in again.stderr) == (0, True), again.stderr
-    subprocess.run(command("fast", "whole"), check=True, capture_output=True)
+    run(files, tokenizer, tmp_path / "whole", "--shard-tokens", "300")
     assert snapshot(tmp_path / "out") == snapshot(tmp_path / "whole")
 
 
@@ -384,11 +385,11 @@ def by_hand(given, params, conversations):
     """-log p of all learned tokens, in float64, from the logits of each conversation by itself."""
     model = build_model(given)
     nats = 0.0
-    logits_of = jax.jit(lambda ids: model.logits(params, model.hidden(params, ids)))
+    logits_of = jax.jit(lambda params, ids: model.logits(params, model.hidden(params, ids)))
     for ids, labels in conversations:
         padded = np.zeros((1, SEQ), int)
         padded[0, : len(ids)] = ids
-        logits = np.asarray(logits_of(padded), np.float64)[0]
+        logits = np.asarray(logits_of(params, padded), np.float64)[0]
         logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         nats -= sum(logp[at, label] for at, label in enumerate(labels) if label != IGNORE)
     return nats
@@ -399,7 +400,7 @@ def test_packed_conversations_cost_what_each_costs_alone(files, tokenizer, tmp_p
     directory = str(tmp_path / "out" / "train")
     given = config(tokenizer, eval={"enabled": True, "dataset_path": directory})
     model, mesh = build_model(given), make_mesh(given, jax.devices()[:1])
-    params = jax.tree.map(lambda leaf: 8 * leaf, model.init(jax.random.key(0)))  # far from even
+    params = jax.tree.map(lambda leaf: 8 * leaf, drawn(given))  # far from even
     with jax.set_mesh(mesh):
         datasets = sources.open_eval_data(given)
         sums = Evaluator(given, mesh, model, datasets, load_tokenizer(tokenizer))(params, None)[""]

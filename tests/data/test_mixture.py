@@ -128,7 +128,7 @@ def test_no_sample_comes_again_before_its_datasets_epoch_is_over(cuts):
     shares = [FIRST, {"a": 0.2, "b": 0.6, "c": 0.2}]
     order = grain(*((at, shares[i % 2]) for i, at in enumerate((0, *cuts))))
     seen = {name: [] for name in SIZES}
-    for i in range(400):
+    for i in range(200):
         name, index = owner(order[i])
         seen[name].append(index)
     for name, n in SIZES.items():
@@ -170,7 +170,7 @@ def test_unshuffled_datasets_are_read_from_end_to_end():
 def test_the_seed_decides():
     def order_of(seed):
         order = grain((0, FIRST), seed=seed)
-        return [order[i] for i in range(100)]
+        return [order[i] for i in range(50)]
 
     assert order_of(3) == order_of(3) != order_of(4)
     assert order_of(-1) == order_of(2**32 - 1)
@@ -184,7 +184,7 @@ def test_the_seed_decides():
     ],
 )
 def test_mixtures_are_pure_across_threads_and_pickles(order):
-    positions = np.random.default_rng(0).integers(0, 300, 300).tolist()
+    positions = np.random.default_rng(0).integers(0, 300, 100).tolist()
     expected = [order[position] for position in positions]
     copy = pickle.loads(pickle.dumps(order))
     with ThreadPoolExecutor(8) as pool:

@@ -26,6 +26,13 @@ class Fails(Hook):
         raise self._error
 
 
+def config_in(directory):
+    return tiny_config(
+        model={"n_layers": 1}, distributed={"dp_shard": -1}, checkpoint={"dir": str(directory)},
+        train={"batch_size": 4, "grad_accum_steps": 3, "max_steps": 2},
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [
@@ -35,13 +42,13 @@ class Fails(Hook):
         (MemoryError("Unable to allocate 4 GiB"), "Unable to allocate 4 GiB\n"),
     ],
 )
-def test_a_run_that_does_not_fit_says_what_would(tmp_path, error, said):
-    config = tiny_config(
-        distributed={"dp_shard": -1}, checkpoint={"dir": str(tmp_path)},
-        train={"batch_size": 4, "grad_accum_steps": 3, "max_steps": 2},
-    )  # fmt: skip
-    with pytest.raises(UserError) as caught:
-        train.run(config, [Fails(error)])
+def test_what_does_not_fit_says_what_would(tmp_path, error, said):
+    config = config_in(tmp_path)
+    with (
+        pytest.raises(UserError) as caught,
+        out_of_memory.explained(config, make_mesh(config)),
+    ):
+        raise error
     text = str(caught.value)
     assert text.startswith("out of memory: ")
     assert said in text
@@ -52,10 +59,12 @@ def test_a_run_that_does_not_fit_says_what_would(tmp_path, error, said):
     assert 'train.mixed_precision = "bf16"' in text
 
 
-def test_other_failures_keep_their_traceback(tmp_path):
-    config = tiny_config(distributed={"dp_shard": -1}, checkpoint={"dir": str(tmp_path)})
-    with pytest.raises(jax.errors.JaxRuntimeError):
-        train.run(config, [Fails(jax.errors.JaxRuntimeError("INTERNAL: something else"))])
+def test_a_run_says_it_of_its_steps_and_other_failures_keep_their_traceback(tmp_path):
+    with pytest.raises(UserError, match=r"out of memory: .*\n.*activations of 4 sequences"):
+        train.run(config_in(tmp_path / "a"), [Fails(jax.errors.JaxRuntimeError(GPU))])
+    other = jax.errors.JaxRuntimeError("INTERNAL: something else")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        train.run(config_in(tmp_path / "b"), [Fails(other)])
 
 
 def test_where_the_state_alone_is_too_large_no_batch_is_small_enough(monkeypatch):
@@ -84,8 +93,7 @@ def test_copies_of_the_state_are_named_first():
 
 
 def test_a_trained_model_that_does_not_fit_says_so(tmp_path):
-    once = {"train": {"max_steps": 1}, "checkpoint": {"dir": str(tmp_path)}}
-    train.run(tiny_config(**once, distributed={"dp_shard": -1}))
+    train.run(config_in(tmp_path))
     trained = inference.open_run(tmp_path)
     message = r"out of memory: .*\n.*parameters take .* GB.* a smaller --batch-size"
     with pytest.raises(UserError, match=message), trained.in_use():

@@ -20,7 +20,7 @@ from jaxforge.model.transformer import Model
 from tests.model.test_attention import allowed_keys, random_documents, random_heads
 
 LENGTH, HEADS = 81, 6
-SINKS = jnp.array([-2.0, 0.0, 1.0, 3.0, 120.0, -120.0])  # one takes all, one nothing
+SINKS = np.array([-2.0, 0.0, 1.0, 3.0, 120.0, -120.0], np.float32)  # one takes all, one nothing
 PACKED = pytest.mark.parametrize("packed", [False, True], ids=["causal", "documents"])
 
 
@@ -37,16 +37,23 @@ def formula(q, k, v, sinks, allowed, scoring=PLAIN):
     return without * jax.nn.sigmoid(lse - sinks[:, None]).swapaxes(1, 2)[..., None]
 
 
-def with_gradients(attend, *given):
+def with_gradients(attend, q, k, v, sinks, **how):
     """What comes out, and the gradients of all that is given."""
-    weights = np.random.default_rng(2).standard_normal(given[0].shape)
+    weights = np.random.default_rng(2).standard_normal(q.shape)
 
     def loss(*given):
-        y = attend(*given)
+        y = attend(*given, **how)
         return jnp.sum(y * weights), y
 
-    gradients, y = jax.jit(jax.grad(loss, range(len(given)), has_aux=True))(*given)
+    gradients, y = jax.grad(loss, range(4), has_aux=True)(q, k, v, sinks)
     return y, gradients
+
+
+expected_of = jax.jit(functools.partial(with_gradients, formula), static_argnames="scoring")
+
+
+def found_by(attend, *given):
+    return jax.jit(functools.partial(with_gradients, attend))(*given)
 
 
 def assert_alike(ours, expected, atol=2e-5):
@@ -78,22 +85,23 @@ def test_kernels_and_their_gradients_are_those_of_the_formula(
         return BACKENDS[backend].attend(q, k, v, segment_ids, **seen, scoring=scoring, sinks=sinks)
 
     given = (*random_heads(LENGTH, kv_heads), SINKS)
-    expected = with_gradients(functools.partial(formula, allowed=allowed, scoring=scoring), *given)
-    assert np.abs(expected[1][3][:4]).min() > 0.01, "sinks have gradients"
-    assert_alike(with_gradients(attend, *given), expected)
+    expected = expected_of(*given, allowed=allowed, scoring=scoring)
+    assert np.abs(np.asarray(expected[1][3])[:4]).min() > 0.01, "sinks have gradients"
+    assert_alike(found_by(attend, *given), expected)
 
 
 @pytest.mark.parametrize("backend", ["reference", "blockwise"])
 def test_a_sink_that_takes_nothing_is_none(backend):
-    attend, heads = BACKENDS[backend].attend, random_heads(LENGTH, 2)
-    nothing = jnp.full(HEADS, -jnp.inf)
+    attend, heads = jax.jit(BACKENDS[backend].attend), random_heads(LENGTH, 2)
+    nothing = np.full(HEADS, -np.inf, np.float32)
     np.testing.assert_allclose(
         attend(*heads, None, sinks=nothing), attend(*heads, None), rtol=0, atol=1e-6
     )
 
 
-@pytest.mark.parametrize(("kv_heads", "seen"), [(6, {}), (2, {"window": 100})], ids=str)
-@PACKED
+@pytest.mark.parametrize(
+    ("kv_heads", "seen", "packed"), [(6, {}, False), (2, {"window": 100}, True)], ids=str
+)
 def test_splash_and_its_gradients_are_those_of_the_formula(monkeypatch, kv_heads, seen, packed):
     """The TPU kernel, interpreted."""
     monkeypatch.setattr(splash, "_INTERPRET", True)
@@ -105,23 +113,29 @@ def test_splash_and_its_gradients_are_those_of_the_formula(monkeypatch, kv_heads
 
     given = (*random_heads(256, kv_heads, h=128), SINKS)
     allowed = allowed_keys(256, segment_ids, **seen)
-    expected = with_gradients(functools.partial(formula, allowed=allowed), *given)
-    assert_alike(with_gradients(attend, *given), expected, atol=5e-4)
+    expected = expected_of(*given, allowed=allowed)
+    assert_alike(found_by(attend, *given), expected, atol=5e-4)
 
 
 def test_decoding_has_sinks():
     mask = np.arange(LENGTH) <= np.array([[4, 5, 6], [17, 18, 19]])[..., None]
     q, k, v = random_heads(LENGTH, 2, n_queries=3)
-    ours = masked_attention(q, k, v, mask[:, None], sinks=SINKS)
-    np.testing.assert_allclose(ours, formula(q, k, v, SINKS, mask), rtol=0, atol=1e-5)
+    ours = jax.jit(masked_attention)(q, k, v, mask[:, None], sinks=SINKS)
+    expected = jax.jit(formula)(q, k, v, SINKS, mask)
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5)
 
 
 MASKS = (FULL, Mask(window=9))
 
 
-@pytest.mark.parametrize("backend", ["reference", "blockwise", "opaque"])
-@pytest.mark.parametrize("is_known", [True, False], ids=["known", "of the device"])
-@PACKED
+@pytest.mark.parametrize(
+    ("backend", "is_known", "packed"),
+    [  # every two of them
+        (backend, is_known, (i + j) % 2 == 1)
+        for i, backend in enumerate(("reference", "blockwise", "opaque"))
+        for j, is_known in enumerate((True, False))
+    ],
+)
 def test_devices_have_the_sinks_of_their_heads(monkeypatch, backend, is_known, packed):
     """Heads are split over two devices, rows over two."""
     kernel = opaque(BACKENDS["blockwise"].attend, lambda at: None)
@@ -130,16 +144,19 @@ def test_devices_have_the_sinks_of_their_heads(monkeypatch, backend, is_known, p
     given = (*random_heads(LENGTH, 2), SINKS)
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     mesh = jax.sharding.Mesh(devices, ("dp_shard", "tp"))  # whose axes are the partitioner's
+
+    @functools.partial(jax.jit, static_argnums=0 if is_known else ())
+    def found(which, *given):
+        def attend(q, k, v, sinks):
+            return attend_over(backend, MASKS, which, q, k, v, segment_ids, sinks=sinks)
+
+        return with_gradients(attend, *given)
+
     for which, mask in enumerate(MASKS):
-        at = which if is_known else jnp.int32(which)
-
-        def attend(q, k, v, sinks, at=at):
-            return attend_over(backend, MASKS, at, q, k, v, segment_ids, sinks=sinks)
-
         allowed = allowed_keys(LENGTH, segment_ids, mask.window)
-        expected = with_gradients(functools.partial(formula, allowed=allowed), *given)
         with jax.set_mesh(mesh):
-            assert_alike(with_gradients(attend, *given), expected)
+            ours = found(which if is_known else np.int32(which), *given)
+        assert_alike(ours, expected_of(*given, allowed=allowed))
 
 
 SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 64,
@@ -162,15 +179,17 @@ def test_the_sinks_of_a_model_are_those_of_its_layers(backend):
     model = Model(config)
     model.runtime = model.runtime._replace(attention=backend)
     hidden = jax.jit(model.hidden)
-    params = model.init(jax.random.key(0))
+    params = jax.jit(model.init)(jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, 64, (2, 12))
     attention = params["layers"]["attention"]
-    attention["sinks"] = jnp.full((2, 4), -jnp.inf)
+    nothing = np.full((2, 4), -np.inf, np.float32)
+    attention["sinks"] = nothing
     before = hidden(params, tokens)
     plain = Model(ModelConfig(**SHAPE))
     without = {k: v for k, v in attention.items() if k != "sinks"}
     bare = {**params, "layers": {**params["layers"], "attention": without}}
-    np.testing.assert_allclose(before, plain.hidden(bare, tokens), rtol=0, atol=1e-6)
-    for layer, head in np.ndindex(2, 4):
-        attention["sinks"] = jnp.full((2, 4), -jnp.inf).at[layer, head].set(5.0)
-        assert np.abs(hidden(params, tokens) - before).max() > 1e-6
+    np.testing.assert_allclose(before, jax.jit(plain.hidden)(bare, tokens), rtol=0, atol=1e-6)
+    for place in np.ndindex(2, 4):
+        attention["sinks"] = nothing.copy()
+        attention["sinks"][place] = 5.0
+        assert np.abs(np.asarray(hidden(params, tokens)) - before).max() > 1e-6

@@ -24,7 +24,7 @@ N_TOKENS = 8
 
 @functools.cache
 def toy(**shape):
-    model = {"dim": 32, "vocab_size": 64, "init_std": 0.3, **shape}
+    model = {"dim": 32, "n_layers": 1, "vocab_size": 64, "init_std": 0.3, **shape}
     config = tiny_config(model=model, train={"seed": 0})
     return Model(config.model), with_random_biases(drawn(config))
 
@@ -44,7 +44,7 @@ def greedy():
     return generated(PROMPTS)
 
 
-@pytest.mark.parametrize("shape", [{}, {"head_dim": 24, "qkv_bias": True}], ids=str)
+@pytest.mark.parametrize("shape", [{}, {"n_layers": 2, "head_dim": 24, "qkv_bias": True}], ids=str)
 def test_greedy_decoding_takes_the_likeliest_by_the_full_forward(shape):
     model, params = toy(**shape)
     forward = jax.jit(lambda params, tokens: model.logits(params, model.hidden(params, tokens)))

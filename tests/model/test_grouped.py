@@ -44,7 +44,7 @@ def random(rows, groups=4, dtype=jnp.float32, inp=INP, out=OUT):
     """Rows, weights and a gradient of the result."""
     rng = np.random.default_rng(0)
     shapes = (rows, inp), (groups, out, inp), (rows, out)
-    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
 def value_and_gradients(matmul, x, w, dy, sizes):
@@ -54,7 +54,7 @@ def value_and_gradients(matmul, x, w, dy, sizes):
 
 blocks = functools.partial(grouped_matmul, backend="blocks")
 compiled = jax.jit(functools.partial(value_and_gradients, blocks))
-reference = functools.partial(value_and_gradients, one_hot_matmul)
+reference = jax.jit(functools.partial(value_and_gradients, one_hot_matmul))
 
 
 def assert_close(ours, theirs, tolerance):
@@ -67,14 +67,14 @@ def assert_close(ours, theirs, tolerance):
 @pytest.mark.parametrize(("rows", "sizes"), SIZES.values(), ids=SIZES)
 def test_values_and_gradients(rows, sizes):
     x, w, dy = random(rows)
-    sizes = jnp.asarray(sizes, jnp.int32)
+    sizes = np.asarray(sizes, np.int32)
     assert_close(compiled(x, w, dy, sizes), reference(x, w, dy, sizes), 1e-6)
 
 
 def test_bfloat16():
     """Sums are float32; what is left is rounding the result."""
     x, w, dy = random(100, dtype=jnp.bfloat16)
-    sizes = jnp.asarray([10, 0, 50, 40], jnp.int32)
+    sizes = np.array([10, 0, 50, 40], np.int32)
     assert_close(compiled(x, w, dy, sizes), reference(x, w, dy, sizes), 2**-8)
     # Weights may stay in float32: so does their gradient.
     got = compiled(x, w.astype(jnp.float32), dy, sizes)
@@ -82,11 +82,16 @@ def test_bfloat16():
     assert_close(got[2:], reference(x, w.astype(jnp.float32), dy, sizes)[2:], 1e-6)
 
 
+def with_rest(x, end, value):
+    """Rows from the end on are that."""
+    return np.where(np.arange(len(x))[:, None] < end, x, np.asarray(value, x.dtype))
+
+
 def test_rows_beyond_may_hold_anything():
     x, w, dy = random(100)
-    sizes = jnp.asarray([10, 0, 50, 20], jnp.int32)
+    sizes = np.array([10, 0, 50, 20], np.int32)
     expected = compiled(x, w, dy, sizes)
-    got = compiled(x.at[80:].set(jnp.nan), w, dy.at[80:].set(jnp.inf), sizes)
+    got = compiled(with_rest(x, 80, np.nan), w, with_rest(dy, 80, np.inf), sizes)
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -94,11 +99,11 @@ def test_rows_beyond_may_hold_anything():
 def test_any_sizes_are_covered_once():
     """Weights of one and rows of one: each row of the result is the width, or zero."""
     rng = np.random.default_rng(0)
-    ones = jnp.ones((97, 8)), jnp.ones((5, 8, 8)), jnp.ones((97, 8))
+    ones = [np.ones(shape, np.float32) for shape in ((97, 8), (5, 8, 8), (97, 8))]
     for _ in range(40):
         total = rng.integers(0, 98)
         sizes = rng.multinomial(total, rng.dirichlet(np.full(5, 0.3))).astype(np.int32)
-        y, dx, dw = compiled(*ones, sizes)
+        y, dx, dw = map(np.asarray, compiled(*ones, sizes))
         np.testing.assert_array_equal(y[:, 0], 8 * (np.arange(97) < total))
         np.testing.assert_array_equal(dx[:, 0], 8 * (np.arange(97) < total))
         np.testing.assert_array_equal(dw[:, 0, 0], sizes)
@@ -106,8 +111,8 @@ def test_any_sizes_are_covered_once():
 
 def test_inside_scan_and_checkpoint():
     x, w, dy = random(60, out=INP)
-    layers = jnp.stack([w, w[::-1], 0.5 * w])
-    sizes = jnp.asarray([20, 5, 0, 30], jnp.int32)
+    layers = np.stack([w, w[::-1], 0.5 * w])
+    sizes = np.array([20, 5, 0, 30], np.int32)
 
     def loss(matmul, x, layers):
         @jax.checkpoint
@@ -143,42 +148,41 @@ def test_inside_shard_map(weights):
         parts = zip(jnp.split(x, 4), own, sizes, strict=True)
         return jnp.concatenate([one_hot_matmul(*part) for part in parts])
 
-    got = jax.jit(functools.partial(value_and_gradients, spread))(x, w, dy, sizes)
-    assert_close(got, value_and_gradients(one_by_one, x, w, dy, sizes), 1e-6)
+    got, expected = (
+        jax.jit(functools.partial(value_and_gradients, matmul))(x, w, dy, sizes)
+        for matmul in (spread, one_by_one)
+    )
+    assert_close(got, expected, 1e-6)
 
 
-def multiplied_rows(product, arguments, sizes):
-    """Rows that are multiplied: those of each loop's body, times its turns.
+def test_no_more_is_multiplied_than_is_active():
+    """All three products; a dense one would be 16 times as much, and the bound is 1.1.
 
-    The compiler counts the body of a loop once, and so says that the bodies together have as many
-    rows as all of `rungs`. How often each is run is what `_plan` says; that those blocks are the
-    rows, once each, is `test_any_sizes_are_covered_once`.
+    Rows that are multiplied are those of each loop's body, times its turns. The compiler counts
+    the body of a loop once, and so says that the bodies together have as many rows as all of
+    `rungs`. How often each is run is what `_plan` says; that those blocks are the rows, once each,
+    is `test_any_sizes_are_covered_once`.
     """
-    rows, groups = arguments[0].shape[0], len(sizes)
-    ladder = grouped_blocks.rungs(rows, groups)
-    program = jax.jit(product).lower(*arguments, sizes).compile()
-    assert program.as_text().count(" while(") == len(ladder)
-    counted = program.cost_analysis()["flops"] / (2 * INP * OUT * 16)
-    assert sum(ladder) <= counted <= 1.1 * sum(ladder)  # masks and the plan are in it
-    _, firsts = grouped_blocks._plan(jnp.asarray(sizes), rows, ladder)
-    return np.dot(ladder, np.diff(firsts))
-
-
-@pytest.mark.parametrize("alpha", [1.0, 4.0, np.inf], ids=["skewed", "usual", "even"])
-def test_no_more_is_multiplied_than_is_active(alpha):
-    """All three products; a dense one would be 16 times as much, and the bound is 1.1."""
     groups, rows = 16, 4096
+    ladder = grouped_blocks.rungs(rows, groups)
     shapes = (rows, 4 * INP), (groups, 4 * OUT, 4 * INP), (rows, 4 * OUT)
     x, w, dy = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
-    rng = np.random.default_rng(0)
-    shares = np.full(groups, 1 / groups) if alpha == np.inf else rng.dirichlet([alpha] * groups)
-    sizes = rng.multinomial(rows, shares).astype(np.int32)
+    sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
     for product, arguments in (
         (grouped_blocks.matmul, (x, w)),
         (grouped_blocks.gradient_of_rows, (dy, w)),
         (grouped_blocks.gradient_of_weights, (x, dy)),
     ):
-        assert rows <= multiplied_rows(product, arguments, sizes) <= 1.1 * rows
+        program = jax.jit(product).lower(*arguments, sizes).compile()
+        assert program.as_text().count(" while(") == len(ladder)
+        counted = program.cost_analysis()["flops"] / (2 * INP * OUT * 16)
+        assert sum(ladder) <= counted <= 1.1 * sum(ladder)  # masks and the plan are in it
+    plan = jax.jit(lambda sizes: grouped_blocks._plan(sizes, rows, ladder)[1])
+    rng = np.random.default_rng(0)
+    skewed, usual = (rng.dirichlet([alpha] * groups) for alpha in (1.0, 4.0))
+    for shares in (skewed, usual, np.full(groups, 1 / groups)):
+        firsts = plan(rng.multinomial(rows, shares).astype(np.int32))
+        assert rows <= np.dot(ladder, np.diff(firsts)) <= 1.1 * rows
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -186,12 +190,14 @@ def test_no_more_is_multiplied_than_is_active(alpha):
 def test_megablox_in_the_interpreter(monkeypatch, rows, sizes, dtype):
     monkeypatch.setattr(megablox, "_INTERPRET", True)
     x, w, dy = random(rows, dtype=dtype, inp=64, out=136)
-    total, sizes = sum(sizes), jnp.asarray(sizes, jnp.int32)
-    x, dy = x.at[total:].set(jnp.nan), dy.at[total:].set(jnp.nan)
+    total, sizes = sum(sizes), np.asarray(sizes, np.int32)
     matmul = functools.partial(grouped_matmul, backend="megablox")
-    got = value_and_gradients(matmul, x, w, dy, sizes)
-    zeroed = x.at[total:].set(0), w, dy.at[total:].set(0), sizes
-    got, expected = ((y[:total], dx[:total], dw) for y, dx, dw in (got, reference(*zeroed)))
+    ours = jax.jit(functools.partial(value_and_gradients, matmul))
+    found = [
+        run(with_rest(x, total, rest), w, with_rest(dy, total, rest), sizes)
+        for run, rest in ((ours, np.nan), (reference, 0))
+    ]
+    got, expected = ((np.asarray(y)[:total], np.asarray(dx)[:total], dw) for y, dx, dw in found)
     assert_close(got, expected, 1e-6 if dtype == jnp.float32 else 2**-8)
 
 
@@ -205,7 +211,8 @@ def test_tiles_of_megablox_waste_little():
 def test_rows_laid_apart_for_mosaic():
     """No block of 64 places has rows of two groups, and each row has one place."""
     sizes = np.array([0, 70, 0, 64, 1, 0])
-    first, count, row, is_row = map(np.asarray, grouped_mosaic._apart(jnp.asarray(sizes), 150))
+    apart = jax.jit(lambda sizes: grouped_mosaic._apart(sizes, 150))
+    first, count, row, is_row = map(np.asarray, apart(sizes))
     np.testing.assert_array_equal(count, [0, 2, 0, 1, 1, 0])
     np.testing.assert_array_equal(row[is_row], np.arange(135))
     group = np.repeat(np.arange(6), sizes)

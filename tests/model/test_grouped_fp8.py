@@ -8,6 +8,7 @@ import numpy as np
 from jaxforge.model.fp8 import E4M3, E5M2
 from jaxforge.model.grouped_fp8 import by_expert, grouped_matmul_fp8
 
+BFLOAT16 = ml_dtypes.bfloat16
 SIZES = np.array([5, 0, 7], np.int32)
 ROWS, INPUTS, OUTPUTS = 16, 8, 6
 """Four rows belong to no expert."""
@@ -24,17 +25,20 @@ def test_products_are_those_of_the_rounded_numbers():
     rng = np.random.default_rng(0)
     x, dy = rng.normal(size=(ROWS, INPUTS)), rng.normal(size=(ROWS, OUTPUTS))
     w = rng.normal(size=(3, OUTPUTS, INPUTS)) * np.array([1.0, 9.0, 0.01])[:, None, None]
-    x, w, dy = (np.float32(jnp.bfloat16(one)) for one in (x, w, dy))
+    x, w, dy = (one.astype(BFLOAT16).astype(np.float32) for one in (x, w, dy))
     own = int(SIZES.sum())
     x[own:], dy[own:] = 1e6, np.nan  # no scale may go by these
 
     def product(x, gradient):
-        packed = by_expert(jnp.bfloat16(w))
+        packed = by_expert(jnp.asarray(w, BFLOAT16))
         return grouped_matmul_fp8("blocks", x, packed, jnp.asarray(SIZES), gradient)
 
-    zeros = jnp.zeros(w.shape, jnp.float32)
-    y, back = jax.vjp(product, jnp.bfloat16(x), zeros)
-    dx, dw = back(jnp.bfloat16(dy))
+    @jax.jit
+    def with_gradients(x, dy):
+        y, back = jax.vjp(product, x, jnp.zeros(w.shape, jnp.float32))
+        return y, *back(dy)
+
+    y, dx, dw = map(np.asarray, with_gradients(x.astype(BFLOAT16), dy.astype(BFLOAT16)))
     x_8, dy_8 = held(x[:own], E4M3), held(dy[:own], E5M2)
     w_8 = np.stack([held(one, E4M3) for one in w])
     begin = 0
@@ -45,5 +49,5 @@ def test_products_are_those_of_the_rounded_numbers():
             (y[rows], x_8[rows] @ w_8[expert].T),
             (dx[rows], dy_8[rows] @ w_8[expert]),
         ):
-            np.testing.assert_allclose(np.float32(got), expected, rtol=2**-7, atol=1e-6)
+            np.testing.assert_allclose(got.astype(np.float32), expected, rtol=2**-7, atol=1e-6)
         np.testing.assert_allclose(dw[expert], dy_8[rows].T @ x_8[rows], rtol=1e-5, atol=1e-5)

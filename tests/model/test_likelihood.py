@@ -41,20 +41,30 @@ def toy(**distributed):
 
 
 @functools.cache
-def whole_forward():
-    """Of each continuation, by itself: the sum of its log-probabilities, and whether greedy."""
+def forward():
     config, params = toy(dp_shard=1)
     model = Model(config.model)
-    forward = jax.jit(lambda params, tokens: model.logits(params, model.hidden(params, tokens)))
+    logits = jax.jit(lambda params, tokens: model.logits(params, model.hidden(params, tokens)))
+    return functools.partial(logits, params)
+
+
+def logits_of(inputs):
+    """By one program, whatever their number; in float64."""
+    padded = np.zeros((1, MOST), np.int32)
+    padded[0, : len(inputs)] = inputs
+    return np.asarray(forward()(padded), np.float64)[0, : len(inputs)]
+
+
+@functools.cache
+def whole_forward():
+    """Of each continuation, by itself: the sum of its log-probabilities, and whether greedy."""
     said = []
     for context, continuation in CONTINUATIONS:
         *inputs, _ = read = [*context, *continuation][-MOST - 1 :]
-        padded = np.zeros((1, MOST), np.int32)
-        padded[0, : len(inputs)] = inputs
-        logits = forward(params, padded)[0, : len(inputs)][-len(continuation) :]
         ends = read[-len(continuation) :]
-        log_p = jax.nn.log_softmax(logits)[np.arange(len(ends)), np.array(ends)]
-        said.append((float(log_p.sum()), (logits.argmax(-1) == np.array(ends)).all()))
+        logits = logits_of(inputs)[-len(ends) :]
+        log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        said.append((log_p[np.arange(len(ends)), ends].sum(), (logits.argmax(-1) == ends).all()))
     return said
 
 
@@ -85,8 +95,7 @@ def test_what_the_model_would_say_itself_is_greedy():
     model, context = Model(config.model), tokens(4)
 
     def best(*more):
-        logits = model.logits(params, model.hidden(params, np.array([[*context, *more]])))
-        return int(logits[0, -1].argmax())
+        return int(logits_of([*context, *more])[-1].argmax())
 
     first, wrong = best(), best() ^ 1
     said = [[first], [wrong], [first, best(first)], [wrong, best(wrong)]]

@@ -15,14 +15,20 @@ from jaxforge.model.mlp import ACTIVATIONS, MLP, activated, gated
 DIM, HIDDEN = 16, 24
 
 
+@functools.cache
 def make(activation):
     """The second of three stacked layers, initialised widely."""
     config = ModelConfig(
         dim=DIM, n_heads=2, ffn_hidden_dim=HIDDEN, activation=activation, init_std=0.5
     )
-    mlp = MLP(config, Declare(nnx.Rngs(params=0), jnp.float32, layers=3))
-    definition, stacked = nnx.split(mlp)
-    return nnx.merge(definition, jax.tree.map(lambda leaf: leaf[1], stacked))
+
+    @nnx.jit
+    def drawn():
+        mlp = MLP(config, Declare(nnx.Rngs(params=0), jnp.float32, layers=3))
+        definition, stacked = nnx.split(mlp)
+        return nnx.merge(definition, jax.tree.map(lambda leaf: leaf[1], stacked))
+
+    return drawn()
 
 
 GATED = ("silu", "swiglu_oai")
@@ -57,7 +63,8 @@ def by_torch(mlp, activation, x):
 def test_the_block_agrees_with_torch(activation):
     mlp = make(activation)
     x = np.random.default_rng(0).standard_normal((2, 5, DIM)).astype(np.float32)
-    np.testing.assert_allclose(mlp(x), by_torch(mlp, activation, x), rtol=0, atol=1e-5)
+    ours = jax.jit(lambda x: mlp(x))(x)
+    np.testing.assert_allclose(ours, by_torch(mlp, activation, x), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -66,7 +73,8 @@ def test_activations_agree_with_torch(activation):
     torch = pytest.importorskip("torch")
     x = np.linspace(-8, 8, 1001, dtype=np.float32)
     theirs = torch_activation(activation)(torch.from_numpy(x)).numpy()
-    np.testing.assert_allclose(ACTIVATIONS[activation](x), theirs, rtol=0, atol=1e-6)
+    ours = jax.jit(ACTIVATIONS[activation])(x)
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -79,7 +87,18 @@ def test_only_silu_and_gpt_oss_have_a_gate(activation):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_the_block_multiplies_in_the_dtype_of_its_input(activation):
-    assert make(activation)(jnp.ones((1, 2, DIM), jnp.bfloat16)).dtype == jnp.bfloat16
+    x = jax.ShapeDtypeStruct((1, 2, DIM), jnp.bfloat16)
+    assert jax.eval_shape(make(activation), x).dtype == jnp.bfloat16
+
+
+def value_and_slopes(f, *inputs):
+    """Of a function of each element."""
+
+    def both(*inputs):
+        y, pull = jax.vjp(f, *inputs)
+        return y, pull(jnp.ones_like(y))
+
+    return jax.device_get(jax.jit(both)(*inputs))
 
 
 @pytest.mark.parametrize("activation", ["swiglu_oai", "silu"])
@@ -94,16 +113,15 @@ def test_bounded_gates_and_their_gradients_are_torchs(activation, dtype):
     out = torch_activation(activation)(gate) * (up + 1 if activation == "swiglu_oai" else up)
     out.sum().backward()
     config = ModelConfig(activation=activation, swiglu_limit=7.0)
-    ours, pull = jax.vjp(
-        lambda gate, up: gated(gate, up, config), jnp.asarray(x, dtype), jnp.asarray(y, dtype)
+    ours, slopes = value_and_slopes(
+        lambda gate, up: gated(gate, up, config), x.astype(dtype), y.astype(dtype)
     )
     tolerance = (
         {"rtol": 1e-5, "atol": 1e-6} if dtype == "float32" else {"rtol": 2**-5, "atol": 2**-6}
     )
-    slopes = pull(jnp.ones_like(ours))
     for a, b in ((ours, out), *zip(slopes, (t.grad for t in theirs), strict=True)):
         assert a.dtype == jnp.dtype(dtype)
-        np.testing.assert_allclose(a.astype(jnp.float32), b.detach().float(), **tolerance)
+        np.testing.assert_allclose(a.astype(np.float32), b.detach().float(), **tolerance)
 
 
 @pytest.mark.parametrize(
@@ -125,14 +143,13 @@ def test_gelu_and_its_gradient_are_torchs(dtype):
     theirs = torch.tensor(x).to(getattr(torch, dtype)).requires_grad_()
     y = torch.nn.functional.gelu(theirs)
     y.sum().backward()
-    ours, pull = jax.vjp(ACTIVATIONS["gelu"], jnp.asarray(x, dtype))
+    ours, (slope,) = value_and_slopes(ACTIVATIONS["gelu"], x.astype(dtype))
     tolerance = (
         {"rtol": 1e-5, "atol": 1e-6} if dtype == "float32" else {"rtol": 2**-7, "atol": 1e-6}
     )
-    (slope,) = pull(jnp.ones_like(ours))
     assert ours.dtype == slope.dtype == jnp.dtype(dtype)
     for a, b in ((ours, y), (slope, theirs.grad)):
-        np.testing.assert_allclose(a.astype(jnp.float32), b.detach().float(), **tolerance)
+        np.testing.assert_allclose(a.astype(np.float32), b.detach().float(), **tolerance)
 
 
 def test_the_backward_has_what_the_matrices_gave_and_no_more():
@@ -140,14 +157,23 @@ def test_the_backward_has_what_the_matrices_gave_and_no_more():
     up, gate = np.random.default_rng(0).standard_normal((2, 5, HIDDEN)).astype(np.float32)
     scale = np.arange(5, dtype=np.float32)
 
+    def ours(up, gate, scale):
+        return activated(up, gate, config, scale)
+
     def plain(up, gate, scale):
         return jax.nn.silu(gate) * up * scale[:, None]
 
-    inputs = [jnp.asarray(each) for each in (up, gate, scale)]
-    y, back = jax.vjp(lambda *inputs: activated(inputs[0], inputs[1], config, inputs[2]), *inputs)
-    expected, back_of_plain = jax.vjp(plain, *inputs)
+    def with_gradients(f, *inputs):
+        y, back = jax.vjp(f, *inputs)
+        return y, back(y)
+
+    inputs = up, gate, scale
+    (y, gradients), (expected, of_plain) = (
+        jax.jit(functools.partial(with_gradients, f))(*inputs) for f in (ours, plain)
+    )
     np.testing.assert_allclose(y, expected, rtol=1e-6)
-    for got, wanted in zip(back(y), back_of_plain(y), strict=True):
+    for got, wanted in zip(gradients, of_plain, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+    _, back = jax.eval_shape(functools.partial(jax.vjp, ours), *inputs)
     saved = sum(leaf.size for leaf in jax.tree.leaves(back))
     assert saved == sum(each.size for each in inputs)

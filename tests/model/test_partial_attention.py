@@ -32,17 +32,14 @@ def small_tiles(monkeypatch):
 
 @functools.cache
 def drawn():
-    keys = jax.random.split(jax.random.key(0), 4)
-    shapes = [(HEADS,), (KV_HEADS,), (KV_HEADS,), (HEADS,)]
-    return [
-        jax.random.normal(key, (ROWS, LENGTH, *heads, SIZE))
-        for key, heads in zip(keys, shapes, strict=True)
-    ]
+    rng = np.random.default_rng(0)
+    each = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    return [rng.standard_normal((ROWS, LENGTH, heads, SIZE), np.float32) for heads in each]
 
 
 def documents():
     ids = np.sort(np.random.default_rng(0).integers(0, 4, (ROWS, LENGTH)), axis=1)
-    return jnp.asarray(ids, jnp.int32)
+    return ids.astype(np.int32)
 
 
 CASES = {
@@ -56,10 +53,13 @@ CASES = {
 
 def whole(options):
     """Values and gradients of the reference."""
-    q, k, v, d_o = drawn()
     options = {"segment_ids": None, **options}
-    y, back = jax.vjp(lambda q, k, v: reference_attention(q, k, v, **options), q, k, v)
-    return y, back(d_o)
+
+    def values_and_gradients(q, k, v, d_o):
+        y, back = jax.vjp(lambda q, k, v: reference_attention(q, k, v, **options), q, k, v)
+        return y, back(d_o)
+
+    return jax.jit(values_and_gradients)(*drawn())
 
 
 def queries(q, segment_ids=None):
@@ -78,7 +78,7 @@ def parts(k, v, segment_ids=None):
 
 
 def _positions(start, end):
-    return jnp.broadcast_to(jnp.arange(start, end), (ROWS, end - start))
+    return np.tile(np.arange(start, end), (ROWS, 1))
 
 
 def told(options):
@@ -92,35 +92,39 @@ def told(options):
 )
 def test_two_parts_of_the_keys_are_the_whole(name, case):
     kernel, options = PARTS[name], CASES[case]
-    (q, k, v, d_o), how = drawn(), told(options)
-    looking = queries(q, options.get("segment_ids"))
-    first, second = parts(k, v, options.get("segment_ids"))
-    got = kernel.attend(looking, first, *how).merged(kernel.attend(looking, second, *how))
-    want, d_want = whole(options)
-    np.testing.assert_allclose(got.o, want, atol=2e-6)
 
-    known = OfQueries(d_o, got.lse, jnp.sum(got.o * d_o, axis=-1))
-    of_first, of_second = (
-        gradients_of_part(looking, known, each, *how) for each in (first, second)
-    )
+    @jax.jit
+    def in_parts(q, k, v, d_o):
+        looking, how = queries(q, options.get("segment_ids")), told(options)
+        keys = parts(k, v, options.get("segment_ids"))
+        first, second = (kernel.attend(looking, each, *how) for each in keys)
+        got = first.merged(second)
+        known = OfQueries(d_o, got.lse, jnp.sum(got.o * d_o, axis=-1))
+        return got.o, [gradients_of_part(looking, known, each, *how) for each in keys]
+
+    got, (of_first, of_second) = in_parts(*drawn())
+    want, d_want = whole(options)
+    np.testing.assert_allclose(got, want, atol=2e-6)
     np.testing.assert_allclose(of_first.q + of_second.q, d_want[0], atol=5e-6)
     for name, one in (("k", d_want[1]), ("v", d_want[2])):
-        joined = jnp.concatenate([getattr(of_first, name), getattr(of_second, name)], axis=1)
+        joined = np.concatenate([getattr(of_first, name), getattr(of_second, name)], axis=1)
         np.testing.assert_allclose(joined, one, atol=5e-6)
 
 
 def test_who_sees_nothing_gets_nothing():
-    q, k, v, d_o = drawn()
-    looking = queries(q)
-    later = Keys(k, v, Tokens(_positions(LENGTH, 2 * LENGTH)))
-    part = attend_to_part(looking, later, Scoring(), None)
-    assert (part.o == 0).all()
-    assert (part.lse == -jnp.inf).all()
-    again = part.merged(part)
-    assert (again.lse == -jnp.inf).all()
-    assert (again.o == 0).all()
-    known = OfQueries(d_o, part.lse, jnp.zeros_like(part.lse))
-    for gradient in gradients_of_part(looking, known, later, Scoring(), None):
+    @jax.jit
+    def of_later_keys(q, k, v, d_o):
+        looking, later = queries(q), Keys(k, v, Tokens(_positions(LENGTH, 2 * LENGTH)))
+        part = attend_to_part(looking, later, Scoring(), None)
+        known = OfQueries(d_o, part.lse, jnp.zeros_like(part.lse))
+        gradients = gradients_of_part(looking, known, later, Scoring(), None)
+        return part, part.merged(part), gradients
+
+    part, again, gradients = jax.device_get(of_later_keys(*drawn()))
+    for found in (part, again):
+        assert (found.o == 0).all()
+        assert (found.lse == -np.inf).all()
+    for gradient in gradients:
         assert (gradient == 0).all()
 
 
@@ -138,9 +142,10 @@ def test_tiles_of_which_nothing_is_visible_are_left_out(documents_of, window, ti
 
     monkeypatch.setattr(partial_attention, "_scores", count)
     q, k, v, _ = drawn()
-    ids = jnp.broadcast_to(jnp.arange(LENGTH) // documents_of, (ROWS, LENGTH))
+    ids = _positions(0, LENGTH) // documents_of
     window = None if window is None else jnp.int32(window)
     keys = Keys(k, v, Tokens(_positions(0, LENGTH), ids))
-    jax.block_until_ready(attend_to_part(queries(q, ids), keys, Scoring(), window))
+    attend = jax.jit(lambda *given: attend_to_part(*given, Scoring(), window))
+    jax.block_until_ready(attend(queries(q, ids), keys))
     jax.effects_barrier()
     assert len(counted) == tiles

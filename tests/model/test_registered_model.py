@@ -1,15 +1,15 @@
 """An architecture of one's own: a subclass with other functions, another network, or both."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxforge.model.network import Block, Transformer
 from jaxforge.model.transformer import Model, build_model, register_model
 from tests.conftest import tiny_config
+from tests.helpers import drawn
 
-TOKENS = jnp.arange(8)[None]
+TOKENS = np.arange(8)[None]
 
 
 class DoubledBlock(Block):
@@ -39,10 +39,10 @@ def test_a_registered_model_is_what_build_model_builds():
     assert isinstance(model, Doubled)
     ours = build_model(tiny_config())
     assert model.axes == ours.axes
-    params = model.init(jax.random.key(0))
-    silent = jax.tree.map(jnp.zeros_like, params["layers"])
+    params = drawn(tiny_config())
+    silent = jax.tree.map(np.zeros_like, params["layers"])
     params = {**params, "layers": silent}  # blocks that add nothing
-    embedded = ours.embed_tokens(params, TOKENS)
+    embedded = jax.jit(ours.embed_tokens)(params, TOKENS)
     np.testing.assert_allclose(jax.jit(model.hidden)(params, TOKENS), 4 * embedded, rtol=1e-6)
 
 

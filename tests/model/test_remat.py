@@ -30,7 +30,7 @@ SAVES = get_args(TrainConfig.model_fields["activation_checkpointing"].annotation
 
 @functools.cache
 def params():
-    return Model(CONFIG).init(jax.random.key(0))
+    return jax.jit(Model(CONFIG).init)(jax.random.key(0))
 
 
 def traced(save, *, offload=False):

@@ -1,7 +1,9 @@
 """Rotary positions: the rotation, its layout, and Llama 3's stretching."""
 
+import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,10 +23,14 @@ def rope(**options):
     return plan_of(config(**options)).ropes[0]
 
 
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def turned(rope, x, positions, as_matmul=False):
+    return rotate(x, rotation(rope, HEAD, positions), rope_as_matmul=as_matmul)
+
+
 def rotated(x, positions, **options):
     """x [positions, heads, h], each row turned by its position."""
-    by = rotation(rope(**options), HEAD, jnp.asarray(positions)[None])
-    return np.asarray(rotate(jnp.asarray(x)[None], by))[0]
+    return np.asarray(turned(rope(**options), x[None], np.asarray(positions)[None]))[0]
 
 
 def random_heads(n, seed=0):
@@ -33,11 +39,11 @@ def random_heads(n, seed=0):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_both_ways_of_swapping_halves_agree(dtype):
-    x = jnp.asarray(random_heads(6), dtype).reshape(2, 3, 2, HEAD)
-    by = rotation(rope(), HEAD, jnp.asarray([[0, 1, 50], [7, 8, 9]]))
-    ours = rotate(x, by, rope_as_matmul=True)
+    x = random_heads(6).astype(dtype).reshape(2, 3, 2, HEAD)
+    positions = np.array([[0, 1, 50], [7, 8, 9]])
+    ours, other = (turned(rope(), x, positions, way) for way in (True, False))
     assert ours.dtype == dtype
-    np.testing.assert_allclose(ours, rotate(x, by), rtol=1e-6 if dtype == jnp.float32 else 0)
+    np.testing.assert_allclose(ours, other, rtol=1e-6 if dtype == jnp.float32 else 0)
 
 
 def test_position_zero_turns_nothing():
@@ -77,7 +83,7 @@ def test_scores_depend_on_the_distance_alone(scaling):
 
 
 def test_bfloat16_heads_are_turned_in_float32():
-    positions, x = np.arange(20), jnp.asarray(random_heads(20), jnp.bfloat16)
+    positions, x = np.arange(20), random_heads(20).astype(jnp.bfloat16)
     ours = rotated(x, positions)
     assert ours.dtype == jnp.bfloat16
     exact = rotated(np.asarray(x, np.float32), positions)

@@ -1,5 +1,7 @@
 """Drawing tokens."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,13 @@ import pytest
 from jaxforge.model.sampling import Sampling, sample
 
 
+@functools.cache
 def keys(n):
     return jax.random.split(jax.random.key(0), n)
+
+
+compiled = jax.jit(sample, static_argnums=1)
+"""By one program: of shapes that others have, single operations are shared and take less."""
 
 
 def draws(probabilities, how, n=4000):
@@ -24,7 +31,7 @@ def drawn(probabilities, **how):
 
 def test_temperature_zero_takes_the_likeliest():
     logits = np.random.default_rng(0).standard_normal((16, 10)).astype(np.float32)
-    tokens = sample(jnp.asarray(logits), Sampling(0.0, top_k=3, top_p=0.1), keys(16))
+    tokens = compiled(logits, Sampling(0.0, top_k=3, top_p=0.1), keys(16))
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
 
 
@@ -64,7 +71,7 @@ def test_top_p_counts_equally_likely_tokens_one_by_one():
 @pytest.mark.parametrize("how", [{"top_k": 1}, {"top_p": 0.3}], ids=str)
 def test_each_row_has_its_own_threshold(how):
     logits = np.log(np.array([[0.9, 0.05, 0.05], [0.2, 0.3, 0.5]] * 100, np.float32))
-    tokens = sample(jnp.asarray(logits), Sampling(**how), keys(200))
+    tokens = compiled(logits, Sampling(**how), keys(200))
     np.testing.assert_array_equal(tokens, [0, 2] * 100)
 
 
@@ -84,11 +91,11 @@ def test_top_p_looks_at_what_top_k_has_left():
 
 
 def test_a_row_draws_by_its_own_key():
-    logits, five = jnp.zeros((5, 1000)), keys(5)
-    tokens = sample(logits, Sampling(), five)
+    logits, five = np.zeros((5, 1000), np.float32), keys(5)
+    tokens = np.asarray(compiled(logits, Sampling(), five))
     assert len(set(tokens.tolist())) == 5
-    np.testing.assert_array_equal(sample(logits, Sampling(), five[::-1]), tokens[::-1])
-    np.testing.assert_array_equal(sample(logits[:2], Sampling(), five[3:]), tokens[3:])
+    np.testing.assert_array_equal(compiled(logits, Sampling(), five[::-1]), tokens[::-1])
+    np.testing.assert_array_equal(compiled(logits[:2], Sampling(), five[3:]), tokens[3:])
 
 
 @pytest.mark.parametrize("how", [{"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 3}], ids=str)

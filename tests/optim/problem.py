@@ -52,19 +52,27 @@ def rate(n):
     return 1e-3 * jnp.minimum(n / 10, 1 - n / 400)
 
 
-def run(tx, n, params=None, **extra):
-    """(parameters, state) after n updates."""
+def run(tx, n, params=None, lr_scale=1.0):
+    """(parameters, state) after n updates: of all parameters or, by name, of some."""
+    init, step = programs_of(tx)
+    params = initial() if params is None else params
+    state = init(params)
+    for grads in gradients(n):
+        some = {name: grads[name] for name in params}
+        params, state = step(params, state, some, np.float32(lr_scale))
+    return jax.device_get((params, state))
+
+
+@functools.lru_cache(8)
+def programs_of(tx):
+    """To begin, and to update: the same for an optimizer that runs again."""
 
     @jax.jit
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params, **extra)
+    def step(params, state, grads, lr_scale):
+        updates, state = tx.update(grads, state, params, lr_scale=lr_scale)
         return optax.apply_updates(params, updates), state
 
-    params = jax.tree.map(jnp.asarray, initial() if params is None else params)
-    state = tx.init(params)
-    for grads in gradients(n):
-        params, state = step(params, state, grads)
-    return jax.device_get((params, state))
+    return jax.jit(tx.init), step
 
 
 def matrices(tree):

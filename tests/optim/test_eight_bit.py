@@ -40,9 +40,11 @@ def heavy_tailed(rng, shape):
     return rng.standard_t(1.1, shape) * (rng.uniform(size=(*shape[:-1], 1)) < 0.3)
 
 
-def packed_of(x, kind, u):
+@functools.partial(jax.jit, static_argnums=1)
+def packed_and_unpacked(x, kind, u):
     like = Packed(jnp.zeros(x.shape, kind), jnp.zeros(scales_shape(x.shape), jnp.uint8))
-    return pack(jnp.asarray(x), jnp.asarray(u), like)
+    packed = pack(x, u, like)
+    return packed, unpack(packed)
 
 
 @pytest.mark.parametrize(("kind", "top"), [(SIGNED, 127), (ROOT, 255)])
@@ -51,8 +53,8 @@ def test_a_number_comes_back_within_a_step_and_no_square_as_zero(kind, top):
     x = rng.standard_normal((4 * BLOCK, 8)) * 10 ** rng.uniform(-12, 3, (4 * BLOCK, 8))
     x[BLOCK : 2 * BLOCK, 3] = 0
     x = (np.square(x) if kind == ROOT else x).astype(np.float32)
-    packed = packed_of(x, kind, rng.uniform(0, 1, x.shape).astype(np.float32))
-    found = np.asarray(unpack(packed))
+    u = rng.uniform(0, 1, x.shape).astype(np.float32)
+    packed, found = jax.device_get(packed_and_unpacked(x, kind, u))
     size, back = (np.sqrt(np.abs(a)) if kind == ROOT else np.abs(a) for a in (x, found))
     largest = size.reshape(4, BLOCK, 8).max(axis=1)
     scales = np.where(largest > 0, 2.0 ** (np.asarray(packed.scales, np.float64) - 127), 0)
@@ -66,7 +68,8 @@ def test_rounding_is_right_on_average():
     x = np.full((BLOCK, 4096), 0.3, np.float32)
     x[0] = 1
     u = np.random.default_rng(0).uniform(0, 1, x.shape).astype(np.float32)
-    q = np.asarray(packed_of(x, SIGNED, u).values, np.float64)[1:]
+    packed, _ = packed_and_unpacked(x, SIGNED, u)
+    q = np.asarray(packed.values, np.float64)[1:]
     assert abs(q.mean() - 127 * np.sqrt(0.3)) < 4 * 0.5 / np.sqrt(q.size)
 
 
@@ -86,8 +89,8 @@ def run(name, kept, gradients):
         largest = jnp.max(jnp.stack([jnp.max(jnp.abs(u)) for u in jax.tree.leaves(updates)]))
         return optax.apply_updates(params, updates), new, largest
 
-    params = jax.tree.map(jnp.asarray, drawn(0, normal))
-    state, sizes = tx.init(params), []
+    params = drawn(0, normal)
+    state, sizes = jax.jit(tx.init)(params), []
     first = jax.tree.structure(state)
     for n in range(STEPS):
         params, state, largest = step(params, state, gradients(n))

@@ -70,7 +70,7 @@ def test_its_state_has_names_and_survives_a_checkpoint():
 
 @pytest.mark.usefixtures("adam_of_optax")
 def test_lr_scale_multiplies_its_updates():
-    scaled, _ = problem.run(build_optimizer(config_of(), problem.AXES), 2, lr_scale=0.0)
+    scaled, _ = problem.run(build_optimizer(config_of(), problem.AXES), 2, lr_scale=0)
     jax.tree.map(np.testing.assert_array_equal, scaled, problem.initial())
 
 

@@ -17,12 +17,15 @@ DIGIT = 2.0**-7  # the last one of numbers from 1 to 2
 
 
 def ones(*shape):
-    return {"w": jnp.ones(shape, jnp.bfloat16)}
+    return {"w": np.ones(shape, jnp.bfloat16)}
+
+
+by_chance = jax.jit(stochastic, static_argnums=2)
 
 
 def rounded(params, update, step=0):
-    updates = jax.tree.map(lambda p: jnp.full(p.shape, update, jnp.float32), params)
-    added = jax.jit(stochastic, static_argnums=2)(params, updates, 3, jnp.int32(step))
+    updates = jax.tree.map(lambda p: np.full(p.shape, update, np.float32), params)
+    added = by_chance(params, updates, 3, np.int32(step))
     return np.asarray(added["w"], np.float64)
 
 
@@ -52,11 +55,11 @@ def test_what_is_exact_or_not_finite_stays():
 
 @pytest.mark.parametrize("update", [DIGIT / 50, -DIGIT / 50])
 def test_compensation_adds_up_what_bfloat16_loses(update):
-    p, c = jnp.ones(4, jnp.bfloat16), jnp.zeros(4, jnp.bfloat16)
+    p, c = np.ones(4, jnp.bfloat16), np.zeros(4, jnp.bfloat16)
     assert (p + jnp.bfloat16(update) == p).all()
     add = jax.jit(kahan)
     for _ in range(200):
-        p, c = add(p, jnp.full(4, update, jnp.float32), c)
+        p, c = add(p, np.full(4, update, np.float32), c)
     np.testing.assert_allclose(np.asarray(p, np.float64), 1 + 200 * update, rtol=0, atol=DIGIT)
 
 

@@ -20,10 +20,10 @@ def step(x):
     return x
 
 x = jnp.ones((4096, 16))
-for _ in range(20):
+for _ in range(5):
     step(x).block_until_ready()
 faults = []
-for _ in range(10):
+for _ in range(5):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step(x).block_until_ready()
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)

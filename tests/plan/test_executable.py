@@ -13,7 +13,9 @@ from jaxforge import train
 from jaxforge.errors import UserError
 from jaxforge.parallel import compilation
 from jaxforge.parallel.mesh import make_mesh
+from jaxforge.plan import __main__ as plan_main
 from jaxforge.plan import command
+from jaxforge.plan.topology import Topology
 from jaxforge.step.executable import CompiledStep, Executable, write
 from tests.conftest import tiny_config
 from tests.machine import PATIENCE
@@ -24,6 +26,7 @@ RAMP = [{"start": 0, "grad_accum_steps": 1}, {"start": 2, "grad_accum_steps": 2}
 
 def config(directory, **train_keys):
     return tiny_config(
+        model={"n_layers": 1},
         distributed={"dp_shard": 4, "tp": 2},
         train={"max_steps": 4, "batch_size": 2, "grad_accum_steps": 2, "batch_ramp": RAMP}
         | train_keys,
@@ -37,22 +40,30 @@ def losses(directory):
     return [line["train/loss"] for line in lines if "train/loss" in line]
 
 
+def arguments(place):
+    """To plan a config that says where its run goes, and to keep its steps."""
+    (place / "planned.toml").write_text(config(place / "planned").to_toml())
+    return [f"--config={place / 'planned.toml'}", "--topology=cpu:8", "--json",
+            f"--save-executable={place / 'step.zip'}"]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """The file, written as the command does, of a config that says where its run goes."""
+    """The file, written as the command does."""
     place = tmp_path_factory.mktemp("plan")
-    (place / "planned.toml").write_text(config(place / "planned").to_toml())
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxforge.plan", f"--config={place / 'planned.toml'}",
-         "--topology=cpu:8", "--json", f"--save-executable={place / 'step.zip'}"],
-        cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=PATIENCE,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    args, _ = plan_main.parser().parse(arguments(place))
+    assert command.run(args, Topology.parse("cpu:8"), []) == 0
     return place / "step.zip"
 
 
 @pytest.mark.dear
-def test_a_run_that_starts_with_it_compiles_no_step_and_is_the_same(saved, tmp_path, monkeypatch):
+def test_a_run_that_starts_with_it_compiles_no_step_and_is_the_same(tmp_path, monkeypatch):
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxforge.plan", *arguments(tmp_path)],
+        cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    saved = tmp_path / "step.zip"
     train.run(config(tmp_path / "compiled"))
 
     def compile_step(*_):

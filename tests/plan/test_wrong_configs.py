@@ -406,7 +406,7 @@ class Disk(NamedTuple):
 
 
 LARGE = merged(
-    {"train": {"batch_size": 32, "seq_len": 64}, "model": {"vocab_size": 2048, "n_layers": 2}}
+    {"train": {"batch_size": 32, "seq_len": 64}, "model": {"vocab_size": 2048, "n_layers": 1}}
 )
 
 
@@ -428,7 +428,8 @@ def test_a_step_too_large_is_told_what_makes_it_fit(monkeypatch):
 
 
 def test_a_state_too_large_is_told_how_many_devices_it_takes(monkeypatch):
-    values = merged({"train": {"batch_size": 1, "seq_len": 8}, "model": {"ffn_hidden_dim": 2048}})
+    small, wide = {"batch_size": 1, "seq_len": 8}, {"ffn_hidden_dim": 2048, "n_layers": 2}
+    values = merged({"train": small, "model": wide})
     memory = on_cpus(1)(values).step.memory
     state = memory.parameters + memory.gradients + memory.optimizer
     monkeypatch.setattr("jaxforge.plan.compiled.capacity_of_each", lambda: int(0.95 * state))

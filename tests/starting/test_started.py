@@ -12,7 +12,7 @@ def test_the_config_that_prepare_writes_trains_from_any_directory(tmp_path, monk
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     config = str(tmp_path / "mine" / "train.toml")
-    settings = ["--train.max_steps=3", "--checkpoint.interval=100"]
+    settings = ["--train.max_steps=3", "--checkpoint.interval=100", "--model.n_layers=1"]
     assert train.main(["--config", config, *settings]) == 0
     lines = (tmp_path / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines if "train/loss" in line][-1] == 3

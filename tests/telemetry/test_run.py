@@ -29,7 +29,7 @@ def run(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
         run = Run(tmp_path_factory.mktemp("sinks"), "run")
-        run.finish(*ALL, "--train.max_steps=12", "--metrics.wandb_run_id=ours")
+        run.finish_here(*ALL, "--train.max_steps=12", "--metrics.wandb_run_id=ours")
         shutil.rmtree(run.directory / "checkpoints" / "step_12")
         run.finish_here(*ALL, "--train.max_steps=16")
     return run
