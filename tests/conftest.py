@@ -63,20 +63,20 @@ TINY = {
 
 # What takes longest begins first: else one worker ends with a long file, and the others are idle.
 LONGEST = (
-    "processes/test_two_processes.py", "pipeline/test_spmd.py", "torch_compat/test_families.py",
-    "step/test_grad_sync.py", "torch_compat/test_expert_checkpoints.py", "step/test_context.py",
-    "step/test_experts.py", "processes/test_exits.py", "replay/test_replay.py",
-    "step/test_meshes.py", "storage/test_runs.py", "processes/test_kill.py",
-    "torch_compat/test_fsdp2.py", "test_examples.py", "step/test_side.py",
-    "step/test_uneven_meshes.py", "processes/test_supervised.py",
-    "processes/test_evaluate.py", "processes/test_generate.py", "step/test_train_step.py",
-    "step/test_fp8_steps.py", "data/test_huggingface_runs.py",
-    "torch_compat/test_commands.py", "storage/test_conversions.py",
-    "torch_compat/test_huggingface_models.py", "model/test_plan.py", "golden/test_trajectories.py",
-    "model/test_attention.py", "training/test_rollback.py", "model/test_decoding.py",
-    "parallel/test_gpu_meshes.py", "processes/test_compilation_cache.py", "telemetry/test_run.py",
-    "optim/test_every_optimizer.py", "checkpoint/test_manager.py", "torch_compat/test_stages.py",
-    "training/test_stopped_runs.py",
+    "processes/test_supervised.py", "storage/test_runs.py", "data/test_huggingface_runs.py",
+    "parallel/test_gpu_meshes.py", "torch_compat/test_families.py", "pipeline/test_spmd.py",
+    "step/test_grad_sync.py", "step/test_context.py", "replay/test_replay.py",
+    "processes/test_exits.py", "checkpoint/test_manager.py", "processes/test_generate.py",
+    "step/test_uneven_meshes.py", "step/test_side.py", "step/test_experts.py",
+    "step/test_train_step.py", "torch_compat/test_huggingface_models.py",
+    "torch_compat/test_commands.py", "model/test_moe.py", "processes/test_evaluate.py",
+    "step/test_meshes.py", "model/test_attention.py", "torch_compat/test_expert_checkpoints.py",
+    "processes/test_two_processes.py", "test_examples.py", "capsule/test_capsule.py",
+    "step/test_kept_state.py", "training/test_stopped_runs.py", "model/test_decoding.py",
+    "model/test_plan.py", "storage/test_conversions.py", "torch_compat/test_fsdp2.py",
+    "plan/test_wrong_configs.py", "torch_compat/test_untrained.py", "processes/test_kill.py",
+    "step/test_fp8_steps.py", "test_configs.py", "golden/test_trajectories.py",
+    "model/test_attention_sinks.py", "replay/test_against.py", "data/test_fine_tuning.py",
 )  # fmt: skip
 
 

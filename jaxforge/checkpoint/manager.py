@@ -129,13 +129,14 @@ class Checkpoints:
         metrics = {k: v for k, v in (evaluation or {}).items() if math.isfinite(v)}
         write = functools.partial(self._write, step, self._args(tree, progress), metrics or None)
         self._began[step] = time.time()
-        if not is_set_aside:
+        if is_set_aside:  # Orbax beside the copies would slow them, and the step after them
+            left = [functools.partial(jax.block_until_ready, tree), write]
+        else:
+            left = []
             with self._naming_failure():
                 write()
         self._saved = step
-        self._thread = threading.Thread(
-            target=self._finish, args=[write] if is_set_aside else [], daemon=True
-        )
+        self._thread = threading.Thread(target=self._finish, args=left, daemon=True)
         self._thread.start()
         return self.path(step)
 
@@ -291,11 +292,11 @@ class Checkpoints:
         if not self._manager.save(step, args=args, metrics=metrics, force=True):
             raise RuntimeError(f"the checkpoint of step {step} was not saved to {self.directory}")
 
-    def _finish(self, *before: Callable[[], None]) -> None:
+    def _finish(self, *left: Callable[[], object]) -> None:
         """The part of a save that the loop does not wait for."""
         try:
-            for write in before:
-                write()
+            for do in left:
+                do()
             self._manager.wait_until_finished()
         except Exception as error:  # whatever it is, it is raised by `check`
             self._failure = error

@@ -42,7 +42,7 @@ def checkpoints(path, ours, **keys):
 def held_up(saved):
     """Until this event is set nothing is done in the background."""
     may_finish, finish = threading.Event(), saved._finish
-    saved._finish = lambda *write: may_finish.wait(PATIENCE) and finish(*write)
+    saved._finish = lambda *left: may_finish.wait(PATIENCE) and finish(*left)
     return may_finish
 
 

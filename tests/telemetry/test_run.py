@@ -13,7 +13,7 @@ from tests.processes.conftest import ROOT, Run
 from tests.telemetry.readers import events, wandb_history, wandb_records
 from tests.telemetry.test_profiler import steps_in
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("one_device")]
 
 ALL = [
     "--metrics.enable_tensorboard", "--metrics.enable_wandb", "--metrics.log_interval=5",
