@@ -49,6 +49,9 @@ from jaxforge.state.train_state import TrainState, with_counts
 
 log = logging.getLogger(__name__)
 
+_BEGINNING = threading.Lock()
+"""Orbax numbers the saves of a process: one that begins within another takes its signals."""
+
 _COMMIT_FILE = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
 
 
@@ -289,7 +292,9 @@ class Checkpoints:
 
     def _write(self, step: int, args: ocp.args.Composite, metrics: dict[str, float] | None) -> None:
         """Returns when all that is saved has been read, and is being written."""
-        if not self._manager.save(step, args=args, metrics=metrics, force=True):
+        with _BEGINNING:
+            saved = self._manager.save(step, args=args, metrics=metrics, force=True)
+        if not saved:
             raise RuntimeError(f"the checkpoint of step {step} was not saved to {self.directory}")
 
     def _finish(self, *left: Callable[[], object]) -> None:

@@ -1,5 +1,6 @@
 """Saved on one mesh, restored on another; nothing declined in silence; the right ones kept."""
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -171,6 +172,25 @@ def test_the_next_step_works_in_the_memory_of_the_state_that_is_saved(tmp_path, 
     saved.close()
     for part in ("params", "opt_state", "guard"):
         jax.tree.map(np.testing.assert_array_equal, getattr(restored, part), getattr(want, part))
+
+
+def test_saves_to_two_places_do_not_begin_within_each_other(tmp_path):
+    """Directories of the one would be made when the other's are, and emptied of what is written."""
+    ours, state = trained()
+    two = [checkpoints(tmp_path / place, ours) for place in "ab"]
+    both, met = threading.Barrier(2), []
+    for saved in two:
+
+        def save(*args, begin=saved._manager.save, **options):
+            with contextlib.suppress(threading.BrokenBarrierError):
+                met.append(both.wait(0.5))
+            return begin(*args, **options)
+
+        saved._manager.save = save
+        saved.save(Progress(step=2), state)
+    for saved in two:
+        saved.close()
+    assert not met
 
 
 def addresses(tree):
