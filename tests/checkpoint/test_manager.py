@@ -178,12 +178,12 @@ def test_saves_to_two_places_do_not_begin_within_each_other(tmp_path):
     """Directories of the one would be made when the other's are, and emptied of what is written."""
     ours, state = trained()
     two = [checkpoints(tmp_path / place, ours) for place in "ab"]
-    both, met = threading.Barrier(2), []
+    both, met = threading.Barrier(2, None, 0.5), []
     for saved in two:
 
         def save(*args, begin=saved._manager.save, **options):
             with contextlib.suppress(threading.BrokenBarrierError):
-                met.append(both.wait(0.5))
+                met.append(both.wait())
             return begin(*args, **options)
 
         saved._manager.save = save
