@@ -236,7 +236,7 @@ def random_batches(config: JobConfig, n: int, seed: int = 0, dp: int | None = No
 def lowered(ours: Setup, batch: dict | None = None) -> jax.stages.Lowered:
     """The step, to be compiled for what it will run on; no array is made but those of a batch."""
     state = abstract_state(ours.model, ours.optimizer, ours.mesh)
-    (batch,) = random_batches(ours.config, 1) if batch is None else (batch,)
+    batch = random_batches(ours.config, 1)[0] if batch is None else batch
     with jax.set_mesh(ours.mesh):
         return ours.step.lower(state, ours.put(batch), Controls())
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 
@@ -12,7 +11,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.model import MODELS, ModelConfig
 from jaxforge.model.transformer import Model
 from jaxforge.optim.optimizer import build_optimizer
-from jaxforge.state.train_state import TrainState, begin
+from jaxforge.state.train_state import TrainState, state_shapes
 from torch_compat.shapes import Shape
 from torch_compat.stacking import Stacking
 
@@ -21,7 +20,7 @@ def declared(config: JobConfig) -> tuple[Model, TrainState]:
     """The model, and shapes and dtypes of all arrays; nothing is allocated."""
     model = _model(config)
     optimizer = build_optimizer(config, model.axes)
-    return model, jax.eval_shape(lambda params: begin(model, params, optimizer), model.abstract)
+    return model, state_shapes(model, optimizer)
 
 
 def model_shapes(config: JobConfig) -> tuple[dict[str, Shape], dict[str, Shape]]:

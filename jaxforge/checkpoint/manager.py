@@ -119,7 +119,8 @@ class Checkpoints:
 
         Raises:
             RuntimeError: Orbax declined the save. It never passes silently.
-            StorageError: this save, or the one before it, could not be written.
+            StorageError: this save, or the one before it, could not be written. What goes wrong in
+                the background, either of them, is raised by `check`, `wait`, `close` and `save`.
         """
         step = progress.step
         if step == self._saved:

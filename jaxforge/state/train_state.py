@@ -65,11 +65,6 @@ class TrainState:
         return join(self.params, self.model_state)
 
 
-def create(model: Model, optimizer: optax.GradientTransformation, key: Array) -> TrainState:
-    """The state before the first step."""
-    return begin(model, model.init(key), optimizer)
-
-
 def begin(
     model: Model,
     params: Params,
@@ -154,14 +149,18 @@ def part_like(part: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=8)
+def state_shapes(model: Model, optimizer: optax.GradientTransformation) -> TrainState:
+    """Shape and dtype of every array; nothing is allocated."""
+    return jax.eval_shape(lambda params: begin(model, params, optimizer), model.abstract)
+
+
 def abstract_state(
     model: Model, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh
 ) -> TrainState:
     """Shape, dtype and sharding of every array: what a checkpoint is restored into."""
-    shapes = jax.eval_shape(lambda params: begin(model, params, optimizer), model.abstract)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
+        state_shapes(model, optimizer),
         state_shardings(model, optimizer, mesh),
     )
 
@@ -177,7 +176,7 @@ def init_state(
 ) -> TrainState:
     """A fresh state, each array made where it will live; the values do not depend on the mesh."""
     make: Any = jax.jit(
-        lambda key: create(model, optimizer, key),
+        lambda key: begin(model, model.init(key), optimizer),
         out_shardings=state_shardings(model, optimizer, mesh),
     )
     return make(jax.random.key(seed))

@@ -20,7 +20,7 @@ def free_port():
         return s.getsockname()[1]
 
 
-def start_both(run, *overrides, devices=1, torchrun=False, count=2):
+def start_both(run, *overrides, torchrun=False, count=2):
     port = free_port()
     processes = []
     for index in range(count):
@@ -30,7 +30,7 @@ def start_both(run, *overrides, devices=1, torchrun=False, count=2):
         else:
             env = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count),
                    "JAX_PROCESS_ID": str(index)}  # fmt: skip
-        processes.append(run.start(*overrides, devices=devices, **env))
+        processes.append(run.start(*overrides, **env))
     return processes
 
 
