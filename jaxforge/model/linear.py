@@ -231,7 +231,7 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "b s"], dtype: jnp.dtype) -> Float[Array, "b s d"]:
         """Looks up `tokens`; ids outside the table are clamped (data is checked beforehand)."""
-        find = _rows_of_share if collectives.manual_axes("vocab") else _rows
+        find = _rows_of_share if collectives.split_over("vocab") else _rows
         return look_up(find, self.weight[...], tokens, _TABLE, dtype, self.reduce_dtype)
 
 

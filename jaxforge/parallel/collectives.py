@@ -2,7 +2,7 @@
 
 Inside `shard_map` its mesh axes are *manual*: arrays are local, and what devices make together is
 said here. These functions go by the logical axis of a dimension, and are the identity where no
-manual axis splits it. All other axes are the partitioner's.
+manual axis of several devices splits it. All other axes are the partitioner's.
 """
 
 import functools
@@ -10,19 +10,33 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jaxforge.config.axes import DATA_AXES
-from jaxforge.parallel import sharding
-from jaxforge.parallel.sharding import Axes, axes_of_type, constrain, without_data
+from jaxforge.parallel.sharding import (
+    Axes,
+    axes_of_type,
+    constrain,
+    mesh_axes,
+    without_data,
+)
 
 
-def manual_axes(axis: str | None = None) -> tuple[str, ...]:
-    """The manual mesh axes: all, or those that split a logical axis."""
-    names = axes_of_type(AxisType.Manual)
-    return (
-        names if axis is None else tuple(name for name in sharding.mesh_axes(axis) if name in names)
-    )
+def split_over(axis: str) -> tuple[str, ...]:
+    """The manual mesh axes over whose devices the parts of a logical axis are spread."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return tuple(name for name in _manual_axes(axis) if sizes[name] > 1)
+
+
+def varying_axes(arrays: PyTree) -> set[str]:
+    """The manual mesh axes over which some of these arrays may differ, where that is tracked."""
+    types = map(jax.typeof, jax.tree.leaves(arrays))
+    return set().union(*(of_one.manual_axis_type.varying for of_one in types))
+
+
+def _manual_axes(axis: str) -> tuple[str, ...]:
+    manual = axes_of_type(AxisType.Manual)
+    return tuple(name for name in mesh_axes(axis) if name in manual)
 
 
 def reduces_apart(reduce_dtype: jnp.dtype, dtype: jnp.dtype) -> bool:
@@ -42,7 +56,7 @@ def reduces_apart(reduce_dtype: jnp.dtype, dtype: jnp.dtype) -> bool:
 
 def first_index(axis: str, size: int) -> Array | int:
     """Where the `size` entries begin that a device holds of a dimension."""
-    names = manual_axes(axis)
+    names = split_over(axis)
     return jax.lax.axis_index(names) * size if names else 0
 
 
@@ -63,13 +77,13 @@ def pmax(x: Array, axis: str) -> Array:
 
 def _with_parts(x: Array, axis: str) -> tuple[str, ...]:
     """The manual axes over which `x` may differ; where that is not tracked, all but those of 1."""
-    varying, sizes = jax.typeof(x).manual_axis_type.varying, jax.sharding.get_abstract_mesh().shape
-    return tuple(name for name in manual_axes(axis) if name in varying or sizes[name] > 1)
+    names = varying_axes(x).union(split_over(axis))
+    return tuple(name for name in _manual_axes(axis) if name in names)
 
 
 def axis_size(axis: str) -> int:
     """Over how many devices the parts of a dimension are spread."""
-    names = manual_axes(axis)
+    names = split_over(axis)
     return jax.lax.axis_size(names) if names else 1
 
 
@@ -82,19 +96,19 @@ def all_to_all(x: Array, axis: str, split: int = 0, join: int = 0) -> Array:
         split: the dimension that is cut into parts.
         join: the dimension along which a device joins what it gets.
     """
-    names = manual_axes(axis)
+    names = split_over(axis)
     return jax.lax.all_to_all(x, names, split, join, tiled=True) if names else x
 
 
 def all_gather(x: Array, axis: str, join: int) -> Array:
     """What the devices that hold the parts of a logical axis have, joined along a dimension."""
-    names = manual_axes(axis)
+    names = split_over(axis)
     return jax.lax.all_gather(x, names, axis=join, tiled=True) if names else x
 
 
 def passed_on(x: Array, axis: str) -> Array:
     """What the device before has, of those that hold the parts of a logical axis, in a ring."""
-    names = manual_axes(axis)
+    names = split_over(axis)
     if not names:
         return x
     devices = jax.lax.axis_size(names)
@@ -103,7 +117,7 @@ def passed_on(x: Array, axis: str) -> Array:
 
 def sum_before(x: Array, axis: str) -> Array:
     """What the devices that hold earlier parts of a dimension have together."""
-    names = manual_axes(axis)
+    names = split_over(axis)
     if not names:
         return jnp.zeros_like(x)
     of_all = jax.lax.all_gather(x, names)

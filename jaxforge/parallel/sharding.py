@@ -148,6 +148,19 @@ def whole_sequences(x_PS: Array, batch: int) -> Array:
     return x.reshape(batch, parts * length, *x_PS.shape[2:])
 
 
+def manual_over(names: Iterable[str], mesh: Mesh | AbstractMesh) -> set[str]:
+    """Axes for a `shard_map` to take from the partitioner: these, and all that have one device.
+
+    With nothing left to the partitioner, a program is a third smaller: in a partly manual one, each
+    result carries a constraint that says nothing (docs/upstream.md).
+
+    Args:
+        names: mesh axes.
+        mesh: that of the `shard_map`; no axis is manual before.
+    """
+    return {*names, *(name for name, size in mesh.shape.items() if size == 1)}
+
+
 def automatic_spec(*axes: str | None) -> P:
     """The mesh axes of each dimension, less the manual ones."""
     return P(*(_automatic(axis) or None for axis in axes))

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, PyTree
 from jaxforge.config.model import LAYERS
 from jaxforge.parallel import collectives
 from jaxforge.parallel.mesh import STAGES
+from jaxforge.parallel.sharding import manual_over
 
 
 class Stack(NamedTuple):
@@ -124,7 +125,7 @@ def forward_pipeline(
         every_stage,
         in_specs=(split, jax.P(), jax.P(), split),
         out_specs=(jax.P(), split, split),
-        axis_names={STAGES},
+        axis_names=manual_over({STAGES}, jax.sharding.get_abstract_mesh()),
     )(layers, x, place, cache)
 
     return x, cache, jax.tree.map(functools.partial(only_rows, is_layer), told)

@@ -171,7 +171,7 @@ class _Stage:
         self.index = jax.lax.axis_index(STAGES)
         of_rows = jax.tree.map(jnp.asarray, (functions.kinds, functions.is_layer))
         self.kinds, self.is_layer = jax.tree.map(lambda of_row: of_row[self.index], of_rows)
-        self.manual = collectives.manual_axes()
+        self.varying = collectives.varying_axes(batch) | {STAGES}
 
     def at_rest(self, axes: Params) -> _Carry:
         """Before the first tick: zeros, made to vary over the same mesh axes as what follows."""
@@ -393,9 +393,9 @@ class _Stage:
         *,
         stages: bool = True,
     ) -> Array:
-        axes = tuple(axis for axis in self.manual if stages or axis != STAGES)
+        axes = self.varying if stages else self.varying - {STAGES}
         zeros = jnp.zeros(like.shape if shape is None else shape, like.dtype)
-        return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
+        return jax.lax.pcast(zeros, tuple(sorted(axes)), to="varying") if axes else zeros
 
 
 def _row_of(stacked: PyTree, row: Array) -> PyTree:

@@ -339,7 +339,7 @@ def _tile_sums(
 
 def _over_shares(lse: Array) -> Array:
     """The logsumexp over the whole vocabulary, from that over each device's share."""
-    if not collectives.manual_axes("vocab"):
+    if not collectives.split_over("vocab"):
         return lse
     top = collectives.pmax(lse, "vocab")
     return top + jnp.log(collectives.psum(jnp.exp(lse - top), "vocab"))
@@ -397,9 +397,8 @@ def _gradient_by_tokens(
     def of_tile(tile: _Tile) -> tuple[LossSum, Array, Array]:
         sums, logits, lse, is_label = _tile_sums(tile, weights, dataset_mask, tiling.softcap)
         d_logits = _d_logits(tile, loss_weights, logits, lse, is_label, tiling.softcap)
-        product = (
-            _product if collectives.manual_axes("vocab") else jnp.einsum
-        )  # a summand, or the whole
+        # a summand, or the whole
+        product = _product if collectives.split_over("vocab") else jnp.einsum
         d_hidden = product("tv,vd->td", d_logits, weights)
         return sums, d_hidden, _product("td,tv->dv", tile.hidden, d_logits)
 

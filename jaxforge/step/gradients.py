@@ -43,6 +43,7 @@ from jaxforge.parallel.sharding import (
     batch_specs,
     data_axes,
     group_axes,
+    manual_over,
     mesh_axes,
     param_shardings,
     partition_spec,
@@ -108,7 +109,7 @@ def make_gradients(model: Model, config: JobConfig, mesh: Mesh) -> Gradients:
         add_up = jax.shard_map(
             add_up, mesh=mesh, in_specs=(specs, _specs(model.state.axes, stages), P(), P()),
             out_specs=(specs, Loss._make((P(), P(stages)))),
-            axis_names=set(stages), check_vma=_checked(model, mesh),
+            axis_names=manual_over(stages, mesh), check_vma=_checked(model, mesh),
         )  # fmt: skip
     shardings = param_shardings(model.abstract, model.axes, mesh)
 
@@ -279,7 +280,7 @@ def unscaled(grads: Params, loss: Loss, scale: Array | None) -> tuple[Params, Lo
 def _reduced_once(model: Model, config: TrainConfig, mesh: Mesh, add_up: AddUp) -> Gradients:
     """`grad_sync = "update"`: device groups do not communicate while they accumulate.
 
-    The data axes are taken from the partitioner; tp stays with it.
+    The data axes are taken from the partitioner; tp stays with it, if that has several devices.
     """
     stages = _stages(mesh)
     manual = (*DATA_AXES, *stages)
@@ -312,7 +313,7 @@ def _reduced_once(model: Model, config: TrainConfig, mesh: Mesh, add_up: AddUp) 
                 _specs(model.axes, manual, grouped=True),
                 Loss._make((P(DATA_AXES), P(DATA_AXES, stages))),
             ),
-            axis_names=set(manual),
+            axis_names=manual_over(manual, mesh),
             check_vma=_checked(model, mesh),
         )
         gather = functools.partial(_gather, dtype=model.dtype)
