@@ -132,6 +132,7 @@ def over_blocks(
     return carry
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def _plan(sizes_G: Sizes, rows: int, ladder: tuple[int, ...]) -> tuple[Array, Array]:
     """All blocks, sorted by their rungs: what `Block` says of each, and where each rung begins."""
     groups, largest = sizes_G.shape[0], ladder[-1]
@@ -150,11 +151,13 @@ def _plan(sizes_G: Sizes, rows: int, ladder: tuple[int, ...]) -> tuple[Array, Ar
     return table, jnp.sum(rung < jnp.arange(len(ladder) + 1)[:, None], axis=1, dtype=jnp.int32)
 
 
+@jax.jit
 def matmul(x_MI: Rows, w_GOI: Weights, sizes_G: Sizes) -> Float[Array, "m o"]:
     """Each row times its group's weights; of rows beyond all groups, zeros."""
     return _of_rows("bi,oi->bo", x_MI, w_GOI, sizes_G, w_GOI.shape[1])
 
 
+@jax.jit
 def gradient_of_rows(dy_MO: Rows, w_GOI: Weights, sizes_G: Sizes) -> Float[Array, "m i"]:
     """Each row of the result's gradient times its group's weights, transposed."""
     return _of_rows("bo,oi->bi", dy_MO, w_GOI, sizes_G, w_GOI.shape[2])
@@ -169,6 +172,7 @@ def _of_rows(equation: str, x_MI: Rows, w_GOI: Weights, sizes_G: Sizes, width: i
     return _floats(over_blocks(sizes_G, x_MI.shape[0], body, nothing), x_MI.dtype)
 
 
+@jax.jit
 def gradient_of_weights(x_MI: Rows, dy_MO: Array, sizes_G: Sizes) -> Float[Array, "g o i"]:
     """The sum over each group's rows of dy xᵀ, float32."""
 

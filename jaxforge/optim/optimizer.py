@@ -170,8 +170,12 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
 
 def global_norm(grads: PyTree) -> Float[Array, ""]:
-    """√Σ g² over all leaves, in float32."""
-    return optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+    """√Σ g² over all leaves, in float32.
+
+    `optax.tree.norm` also adds the squares of imaginary parts, in five times as many operations.
+    """
+    squares = (jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads))
+    return jnp.sqrt(sum(squares, start=jnp.zeros(())))
 
 
 def updates_made(opt_state: PyTree) -> Array:
