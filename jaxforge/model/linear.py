@@ -132,13 +132,12 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "b s i"]) -> Float[Array, "b s o"]:
         """Multiplies and adds in the dtype of `x`."""
         bias = self.bias[...] if self.has_bias else None
-        # One row a token: of a product of matrices no compiler copies a transpose.
         x_PSI = parts_of_sequences(x)
-        x_TI = x_PSI.reshape(-1, x.shape[-1])
+        rows = x_PSI if splits_sequences() else x_PSI.reshape(-1, x.shape[-1])
         if self.fp8 is not None and fp8.is_on() is not False:
-            y = fp8.affine(self.fp8, x_TI, self.weight[...], bias, self._amaxes())
+            y = fp8.affine(self.fp8, rows, self.weight[...], bias, self._amaxes())
         else:
-            y = affine(x_TI, self.weight[...], bias, self.axes, x.dtype, self.backward)
+            y = affine(rows, self.weight[...], bias, self.axes, x.dtype, self.backward)
         return whole_sequences(y.reshape(*x_PSI.shape[:-1], -1), len(x))
 
     def _amaxes(self) -> fp8.Amaxes | None:
@@ -146,6 +145,16 @@ class Linear(nnx.Module):
         if not hasattr(self, "input_amax_history"):
             return None
         return fp8.Amaxes(*(jnp.max(getattr(self, name)[...]) for name in AMAX_HISTORIES))
+
+
+def splits_sequences() -> bool:
+    """Whether the partitioner splits tokens over `tp`, outside of attention and feed-forward.
+
+    Else a product has one row a token: no compiler copies a transpose then. But where they are,
+    what a device has of several sequences in one dimension is not one piece: sums over `tp` would
+    be made whole before they are split, and a gradient be made of all devices' tokens.
+    """
+    return automatic_size("seq") > automatic_size("context")
 
 
 def affine(

@@ -1,6 +1,7 @@
 """Every mesh compiles for GPUs that are not here (`make test-gpu-compiler`)."""
 
 import functools
+import math
 import re
 
 import jax
@@ -151,6 +152,22 @@ def test_no_weight_travels_in_float32(mode, precision):
 
 @compiles
 @pytest.mark.usefixtures("no_cache")
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("mode", ["update", "microbatch"])
+def test_what_tp_adds_up_is_split_at_once(mode, rows):
+    """A reduce-scatter of [rows, tokens, dim], for all but the loss's own gradient."""
+    train = {"grad_sync": mode, "batch_size": rows}
+    config = config_of(case({"dp_shard": 4, "tp": 2}, train))
+    lowered = lower_train_step(config, make_mesh(config, h100s()))
+    text = lowered.compile(xla_flags.compiler_options(h100s()[0], {})).as_text()
+    assert re.search(rf"= \(\(bf16\[{rows},640,512\].* reduce-scatter-start", text)
+    for line in re.findall(r"= \(?bf16.* all-reduce(?:-start)?\(.*", text):
+        sizes = [int(n) for n in re.match(r"\W*bf16\[([\d,]+)\]", line)[1].split(",")]
+        assert "tv,vd->td" in line or math.prod(sizes) < rows * 640 * 512
+
+
+@compiles
+@pytest.mark.usefixtures("no_cache")
 def test_offloaded_activations_are_on_the_host():
     """[layers, sequences, tokens, dim] in bf16, of one device."""
     config = config_of(case({"dp_shard": 8}, {"offload": ["activations"]}))
@@ -177,7 +194,7 @@ def compiled_in_8_bits(distributed, train, **flags):
     return lowered.compile({**xla_flags.compiler_options(devices[0], {}), **flags}).as_text()
 
 
-OF_LINEAR = re.compile(r'op_name="[^"]*/(ti,oi->to|to,oi->ti|to,ti->oi)/dot_general"')
+OF_LINEAR = re.compile(r'op_name="[^"]*/fp8/[^"/]*/dot_general"')
 LEAST = 4 + 4 + 4  # forward, dx and dW of a layer; XLA makes one of q, k and v, and of gate and up
 
 

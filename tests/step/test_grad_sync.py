@@ -25,7 +25,15 @@ from jaxforge.step.lowering import lower_train_step
 from jaxforge.step.memory import step_memory
 from jaxforge.step.train_step import Controls
 from tests.conftest import tiny_config
-from tests.helpers import LEARNED, hlo, lowered, new_setup, random_batches, setup
+from tests.helpers import (
+    LEARNED,
+    collectives_in_loops,
+    hlo,
+    lowered,
+    new_setup,
+    random_batches,
+    setup,
+)
 
 COMPUTE = {"reduce_dtype": "compute"}
 BF16 = {"mixed_precision": "bf16", "batch_size": 2}
@@ -293,6 +301,18 @@ def test_microbatches_add_up_to_shards_in_float32():
     text = hlo(setup(config))
     assert "f32[16,160,24]" in text
     assert not re.search(r"f32\[16,(160,96|96,160)\]", text)
+
+
+def test_no_device_gathers_the_tokens_of_other_groups():
+    """But their ids; those of its own, over `tp`: [1, 40, width], or in one dimension."""
+    config = tiny_config(
+        train={"batch_size": 1, "seq_len": 40, "grad_accum_steps": 2, "grad_sync": "microbatch"},
+        distributed={"dp_shard": 4, "tp": 2},
+    )  # fmt: skip
+    moved = collectives_in_loops(hlo(setup(config)))
+    gathered = [shape for shape, kind, _ in moved if kind == "all-gather"]
+    assert any("1,40,64]" in shape for shape in gathered)
+    assert not [shape for shape in gathered if re.search(r"f32\[(160|4,40),\d+\]", shape)]
 
 
 def test_policies_save_products_with_weights_that_are_gathered():
