@@ -9,6 +9,7 @@ bfloat16, as KempnerForge stores them, and not in float32, as a run here does un
 Nothing is run on a device.
 """
 
+import json
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
