@@ -23,6 +23,8 @@ from jaxforge.parallel.sharding import batch_shardings
 from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import Counts, TrainState, abstract_state, begin, state_shardings
+from jaxforge.step.context import spread_sequences
+from jaxforge.step.gradients import make_gradients
 from jaxforge.step.train_step import Controls, make_train_step
 
 EVERY_OPTION = {
@@ -97,6 +99,19 @@ class Setup:
                 state, metrics = self.step(state, self.put(batch), Controls(**controls))
                 logged.append(jax.device_get(metrics))
         return state, {k: over_steps([m[k] for m in logged]) for k in logged[0]}
+
+
+def loss_and_gradients(ours: Setup, batch: dict) -> tuple[float, Params]:
+    """Of an update from the initial state, on the host: the update itself is not compiled."""
+    made = make_gradients(ours.model, ours.config, ours.mesh)
+
+    def run(state: TrainState, batch: dict):
+        batch = spread_sequences(ours.model, batch)
+        grads, loss = made(state.params, state.model_state, batch)
+        return loss.value, grads
+
+    with jax.set_mesh(ours.mesh):
+        return jax.device_get(jax.jit(run)(ours.state(), ours.put(batch)))
 
 
 def over_steps(values):

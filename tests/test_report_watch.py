@@ -22,7 +22,7 @@ from tests.test_report import line, write_run
 def served(tmp_path):
     """Asks a server of the run directory tmp_path/run, which is not there yet."""
     with Server(Live([tmp_path / "run"], "steps"), 0) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
 
         def ask(path, host=None):
             connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)

@@ -10,7 +10,14 @@ from jax.flatten_util import ravel_pytree
 
 from jaxforge.training.evaluation import make_eval_step
 from tests.conftest import tiny_config
-from tests.helpers import EVERY_OPTION, LEARNED, lowered, random_batches, setup
+from tests.helpers import (
+    EVERY_OPTION,
+    LEARNED,
+    loss_and_gradients,
+    lowered,
+    random_batches,
+    setup,
+)
 
 ROWS = 4
 TOKENS = 40  # of a sequence: no other dimension is as long
@@ -57,20 +64,14 @@ def packed_batches(config, n):
     ]
 
 
-def with_gradients(config):
-    return setup(config, collect=("grads",))
-
-
 def learned(config):
-    """Losses of two steps, and all gradients of the layers and the rest."""
-    ours = with_gradients(config)
-    _, metrics = ours.run(ours.state(), packed_batches(ours.config, 2))
-    grads = jax.device_get(metrics["grads"])
+    """The loss, and all gradients of the layers and the rest."""
+    loss, grads = loss_and_gradients(setup(config), *packed_batches(config, 1))
     stacked = [rows for name, rows in grads.items() if name == "layers"]
-    # Stages hold layers in other places: [steps, stages x rows, ...] either way.
-    flat = jax.tree.map(lambda x: x.reshape(x.shape[0], config.model.n_layers, -1), stacked)
+    # Stages hold layers in other places: [stages x rows, ...] either way.
+    flat = jax.tree.map(lambda x: x.reshape(config.model.n_layers, -1), stacked)
     rest = {name: leaf for name, leaf in grads.items() if name != "layers"}
-    return metrics["loss"], ravel_pytree((flat, rest))[0]
+    return loss, ravel_pytree((flat, rest))[0]
 
 
 @functools.cache
@@ -80,10 +81,10 @@ def alone(index):
 
 @pytest.mark.parametrize(("model", "mesh", "train"), CASES, ids=str)
 def test_losses_and_gradients_are_those_of_one_device(model, mesh, train):
-    losses, gradients = learned(config(model, mesh, train))
+    loss, gradients = learned(config(model, mesh, train))
     first = next(i for i, case in enumerate(CASES) if case[0] is model)
     want, d_want = alone(first)
-    np.testing.assert_allclose(losses, want, rtol=1e-5)
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
     np.testing.assert_allclose(gradients, d_want, atol=1e-5 * np.abs(d_want).max())
 
 
@@ -109,7 +110,7 @@ def test_evaluation_gives_the_same_sums(way):
 )
 def test_devices_exchange_heads_or_keys_and_gather_no_activations(case, kind):
     """Nor are there any in the gradients that are collected."""
-    ours = with_gradients(config(*case))
+    ours = setup(config(*case), collect=("grads",))
     text = lowered(ours, *packed_batches(ours.config, 1)).compile().as_text()
     assert f" {kind}(" in text
     gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)

@@ -23,12 +23,12 @@ from jaxforge.step import train_step
 from jaxforge.step.grad_sync import resolve_grad_sync
 from jaxforge.step.lowering import lower_train_step
 from jaxforge.step.memory import step_memory
-from jaxforge.step.train_step import Controls
 from tests.conftest import tiny_config
 from tests.helpers import (
     LEARNED,
     collectives_in_loops,
     hlo,
+    loss_and_gradients,
     lowered,
     new_setup,
     random_batches,
@@ -200,11 +200,7 @@ def test_the_estimate_is_near_what_the_compiler_says(name, mode):
 
 def grads(config):
     """Gradients of one batch, on the host."""
-    ours = setup(config, collect=("grads",))
-    (batch,) = random_batches(config, 1)
-    with jax.set_mesh(ours.mesh):
-        _, metrics = ours.step(ours.state(), ours.put(batch), Controls())
-    return jax.device_get(metrics["grads"])
+    return loss_and_gradients(setup(config), *random_batches(config, 1))[1]
 
 
 MODELS = {
