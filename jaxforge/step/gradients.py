@@ -109,7 +109,7 @@ def make_gradients(model: Model, config: JobConfig, mesh: Mesh) -> Gradients:
         add_up = jax.shard_map(
             add_up, mesh=mesh, in_specs=(specs, _specs(model.state.axes, stages), P(), P()),
             out_specs=(specs, Loss._make((P(), P(stages)))),
-            axis_names=manual_over(stages, mesh), check_vma=_checked(model, mesh),
+            axis_names=_taken_over(model, stages, mesh), check_vma=_checked(model, mesh),
         )  # fmt: skip
     shardings = param_shardings(model.abstract, model.axes, mesh)
 
@@ -225,6 +225,11 @@ def _checked(model: Model, mesh: Mesh) -> bool:
     return not (is_opaque or model.config.is_moe)
 
 
+def _taken_over(model: Model, names: tuple[str, ...], mesh: Mesh) -> set[str]:
+    """The axes that a `shard_map` takes from the partitioner."""
+    return manual_over(names, mesh) if model.runtime.wholly_manual else set(names)
+
+
 def _stages(mesh: Mesh) -> tuple[str, ...]:
     """The axis of stages, if there are any."""
     return (STAGES,) if mesh.shape[STAGES] > 1 else ()
@@ -313,7 +318,7 @@ def _reduced_once(model: Model, config: TrainConfig, mesh: Mesh, add_up: AddUp) 
                 _specs(model.axes, manual, grouped=True),
                 Loss._make((P(DATA_AXES), P(DATA_AXES, stages))),
             ),
-            axis_names=manual_over(manual, mesh),
+            axis_names=_taken_over(model, manual, mesh),
             check_vma=_checked(model, mesh),
         )
         gather = functools.partial(_gather, dtype=model.dtype)

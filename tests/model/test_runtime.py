@@ -42,6 +42,9 @@ def test_kernels_follow_the_platform():
     assert [runtime(platform).rope_as_matmul for platform in ("cpu", "gpu", "tpu")] == [
         False, False, True,
     ]  # fmt: skip
+    assert [runtime(platform).wholly_manual for platform in ("cpu", "gpu", "tpu")] == [
+        True, True, False,
+    ]  # fmt: skip
 
 
 def test_cudnn_serves_no_sinks():

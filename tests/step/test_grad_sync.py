@@ -299,6 +299,16 @@ def test_microbatches_add_up_to_shards_in_float32():
     assert not re.search(r"f32\[16,(160,96|96,160)\]", text)
 
 
+@pytest.mark.parametrize("axes", [{"dp_shard": 8}, {"pp": 2, "dp_shard": 4}], ids=str)
+def test_nothing_is_left_to_the_partitioner_but_tp(axes):
+    """In a partly manual program each result carries a constraint to "{?}" (docs/upstream.md)."""
+    train = {"batch_size": 1, "grad_accum_steps": 2, "grad_sync": "update"}
+    ours = setup(tiny_config(train=train, distributed=axes))
+    text = lowered(ours).as_text()
+    assert "sdy.manual_computation" in text
+    assert "{?}" not in text
+
+
 def test_no_device_gathers_the_tokens_of_other_groups():
     """But their ids; those of its own, over `tp`: [1, 40, width], or in one dimension."""
     config = tiny_config(
