@@ -24,6 +24,7 @@ from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import Counts, TrainState, abstract_state, begin, state_shardings
 from jaxforge.step.context import spread_sequences
+from jaxforge.step.grad_sync import resolve_grad_sync
 from jaxforge.step.gradients import make_gradients
 from jaxforge.step.train_step import Controls, make_train_step
 
@@ -101,17 +102,21 @@ class Setup:
         return state, {k: over_steps([m[k] for m in logged]) for k in logged[0]}
 
 
-def loss_and_gradients(ours: Setup, batch: dict) -> tuple[float, Params]:
-    """Of an update from the initial state, on the host: the update itself is not compiled."""
-    made = make_gradients(ours.model, ours.config, ours.mesh)
+def losses_and_gradients(ours: Setup, batches) -> tuple[np.ndarray, Params]:
+    """Of batches, from the initial state; stacked, on the host. No update is compiled."""
+    way = resolve_grad_sync(ours.config, ours.model, ours.optimizer, ours.mesh)
+    gradients = make_gradients(ours.model, way.applied_to(ours.config), ours.mesh)
 
+    @jax.jit
     def run(state: TrainState, batch: dict):
         batch = spread_sequences(ours.model, batch)
-        grads, loss = made(state.params, state.model_state, batch)
+        grads, loss = gradients(state.params, state.model_state, batch)
         return loss.value, grads
 
     with jax.set_mesh(ours.mesh):
-        return jax.device_get(jax.jit(run)(ours.state(), ours.put(batch)))
+        state = ours.state()
+        found = [jax.device_get(run(state, ours.put(batch))) for batch in batches]
+    return jax.tree.map(lambda *of_batches: np.stack(of_batches), *found)
 
 
 def over_steps(values):

@@ -116,7 +116,7 @@ def test_a_signal_to_the_script_reaches_the_tasks_and_queues_it_again(path, sig,
 def test_a_signal_before_the_script_knows_its_step_is_not_lost(path, cluster, tmp_path):
     """On a busy machine the step may be at work before the script has its number."""
     slow = tmp_path / "slow.sh"
-    slow.write_text("case $0 in *sbatch) trap 'sleep 0.05' DEBUG;; esac\n")
+    slow.write_text("case $0 in *sbatch) trap 'sleep 0.2' DEBUG;; esac\n")
     script = submit(path, tmp_path, {**cluster, "BASH_ENV": str(slow)})
     wait_until((tmp_path / "started").exists)
     script.send_signal(signal.SIGUSR1)

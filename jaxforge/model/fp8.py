@@ -222,8 +222,7 @@ def _product(form: str, left: Operand, right: Operand, dtype: jnp.dtype) -> Arra
     """
     if not (isinstance(left, Scaled) and isinstance(right, Scaled)):
         return jnp.einsum(form, left, right, preferred_element_type=dtype)
-    with jax.named_scope("fp8"):  # a profile tells them from those of other layers
-        y = jnp.einsum(form, left.values, right.values, preferred_element_type=dtype)
+    y = jnp.einsum(form, left.values, right.values, preferred_element_type=dtype)
     return y * (left.unit * right.unit).astype(dtype)
 
 
@@ -294,6 +293,10 @@ def _affine(
     return _saving(fp8, switch, x, weight, bias, amaxes)[0]
 
 
+_named = jax.named_scope("fp8")  # in a profile, which products are of such layers
+
+
+@_named
 def _saving(
     fp8: Fp8,
     switch: Bool[Array, ""] | None,
@@ -316,6 +319,7 @@ def _saving(
     return y, (None, kept_x, kept_weight, jnp.zeros((), weight.dtype), bias, amaxes)
 
 
+@_named
 def _back(
     fp8: Fp8, saved: tuple[Any, ...], d_y: Array
 ) -> tuple[None, Array, Array, Array | None, None]:

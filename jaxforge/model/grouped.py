@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxforge.errors import UserError
 from jaxforge.model import grouped_blocks
-from jaxforge.model.grouped_blocks import axes_of, varying
 from jaxforge.model.on_first_use import on_first_use
+from jaxforge.parallel import collectives
 
 
 def grouped_matmul(
@@ -48,8 +48,8 @@ def grouped_matmul(
         In the dtype of `x_MI`, summed in float32, as the gradients are.
     """
     arrays = x_MI, w_GOI, sizes_G, gradient_GOI
-    axes = frozenset().union(*map(axes_of, jax.tree.leaves(arrays)))
-    return _matmul(backend, *jax.tree.map(lambda array: varying(array, axes), arrays))
+    axes = collectives.varying_axes(arrays)
+    return _matmul(backend, *jax.tree.map(lambda array: collectives.varying(array, axes), arrays))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

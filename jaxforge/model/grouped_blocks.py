@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxforge.parallel import collectives
+
 Rows = Float[Array, "m i"]
 Weights = Float[Array, "g o i"]
 Sizes = Int[Array, "g"]
@@ -190,14 +192,4 @@ def product(equation: str, a: Array, b: Array, dtype: jnp.dtype = jnp.float32) -
 
 def zeros(shape: tuple[int, ...], dtype: jnp.dtype, like: Array) -> Array:
     """Zeros that vary over the mesh axes that `like` varies over: what a loop may add it to."""
-    return varying(jnp.zeros(shape, dtype), axes_of(like))
-
-
-def varying(array: Array, axes: frozenset[str]) -> Array:
-    """The same array, as one that varies over at least these manual mesh axes."""
-    return jax.lax.pcast(array, tuple(sorted(axes - axes_of(array))), to="varying")
-
-
-def axes_of(array: Array) -> frozenset[str]:
-    """The manual mesh axes that an array varies over, where `shard_map` keeps track of them."""
-    return jax.typeof(array).manual_axis_type.varying
+    return collectives.varying(jnp.zeros(shape, dtype), collectives.varying_axes(like))

@@ -148,11 +148,11 @@ class Linear(nnx.Module):
 
 
 def splits_sequences() -> bool:
-    """Whether the partitioner splits tokens over `tp`, outside of attention and feed-forward.
+    """Whether the partitioner splits sequences over `tp`, between attention and feed-forward.
 
-    Else a product has one row a token: no compiler copies a transpose then. But where they are,
-    what a device has of several sequences in one dimension is not one piece: sums over `tp` would
-    be made whole before they are split, and a gradient be made of all devices' tokens.
+    Where it does not, a product takes its tokens in one dimension: no compiler copies a transpose
+    then. Where it does, a device's part of several sequences would be no one piece of that: sums
+    over `tp` were made whole before they are split, and gradients of all devices' tokens.
     """
     return automatic_size("seq") > automatic_size("context")
 

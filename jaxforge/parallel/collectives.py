@@ -28,10 +28,15 @@ def split_over(axis: str) -> tuple[str, ...]:
     return tuple(name for name in _manual_axes(axis) if sizes[name] > 1)
 
 
-def varying_axes(arrays: PyTree) -> set[str]:
-    """The manual mesh axes over which some of these arrays may differ, where that is tracked."""
+def varying_axes(arrays: PyTree) -> frozenset[str]:
+    """The manual mesh axes over which some of these arrays vary, where `shard_map` tracks them."""
     types = map(jax.typeof, jax.tree.leaves(arrays))
-    return set().union(*(of_one.manual_axis_type.varying for of_one in types))
+    return frozenset[str]().union(*(of_one.manual_axis_type.varying for of_one in types))
+
+
+def varying(array: Array, axes: frozenset[str]) -> Array:
+    """The same array, as one that varies over at least these manual mesh axes."""
+    return jax.lax.pcast(array, tuple(sorted(axes - varying_axes(array))), to="varying")
 
 
 def _manual_axes(axis: str) -> tuple[str, ...]:

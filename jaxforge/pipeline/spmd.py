@@ -395,7 +395,7 @@ class _Stage:
     ) -> Array:
         axes = self.varying if stages else self.varying - {STAGES}
         zeros = jnp.zeros(like.shape if shape is None else shape, like.dtype)
-        return jax.lax.pcast(zeros, tuple(sorted(axes)), to="varying") if axes else zeros
+        return collectives.varying(zeros, axes)
 
 
 def _row_of(stacked: PyTree, row: Array) -> PyTree:

@@ -285,7 +285,7 @@ def unscaled(grads: Params, loss: Loss, scale: Array | None) -> tuple[Params, Lo
 def _reduced_once(model: Model, config: TrainConfig, mesh: Mesh, add_up: AddUp) -> Gradients:
     """`grad_sync = "update"`: device groups do not communicate while they accumulate.
 
-    The data axes are taken from the partitioner; tp stays with it, if that has several devices.
+    The data axes are taken from the partitioner; tp stays with it (`_taken_over`).
     """
     stages = _stages(mesh)
     manual = (*DATA_AXES, *stages)

@@ -194,7 +194,7 @@ def compiled_in_8_bits(distributed, train, **flags):
     return lowered.compile({**xla_flags.compiler_options(devices[0], {}), **flags}).as_text()
 
 
-OF_LINEAR = re.compile(r'op_name="[^"]*/fp8/[^"/]*/dot_general"')
+OF_LINEAR = re.compile(r'op_name="[^"]*/fp8/[^"]*/dot_general"')
 LEAST = 4 + 4 + 4  # forward, dx and dW of a layer; XLA makes one of q, k and v, and of gate and up
 
 

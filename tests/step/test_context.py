@@ -13,7 +13,7 @@ from tests.conftest import tiny_config
 from tests.helpers import (
     EVERY_OPTION,
     LEARNED,
-    loss_and_gradients,
+    losses_and_gradients,
     lowered,
     random_batches,
     setup,
@@ -65,13 +65,13 @@ def packed_batches(config, n):
 
 
 def learned(config):
-    """The loss, and all gradients of the layers and the rest."""
-    loss, grads = loss_and_gradients(setup(config), *packed_batches(config, 1))
+    """Losses of two batches, and all gradients of the layers and the rest."""
+    losses, grads = losses_and_gradients(setup(config), packed_batches(config, 2))
     stacked = [rows for name, rows in grads.items() if name == "layers"]
-    # Stages hold layers in other places: [stages x rows, ...] either way.
-    flat = jax.tree.map(lambda x: x.reshape(config.model.n_layers, -1), stacked)
+    # Stages hold layers in other places: [batches, stages x rows, ...] either way.
+    flat = jax.tree.map(lambda x: x.reshape(x.shape[0], config.model.n_layers, -1), stacked)
     rest = {name: leaf for name, leaf in grads.items() if name != "layers"}
-    return loss, ravel_pytree((flat, rest))[0]
+    return losses, ravel_pytree((flat, rest))[0]
 
 
 @functools.cache
@@ -81,10 +81,10 @@ def alone(index):
 
 @pytest.mark.parametrize(("model", "mesh", "train"), CASES, ids=str)
 def test_losses_and_gradients_are_those_of_one_device(model, mesh, train):
-    loss, gradients = learned(config(model, mesh, train))
+    losses, gradients = learned(config(model, mesh, train))
     first = next(i for i, case in enumerate(CASES) if case[0] is model)
     want, d_want = alone(first)
-    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    np.testing.assert_allclose(losses, want, rtol=1e-5)
     np.testing.assert_allclose(gradients, d_want, atol=1e-5 * np.abs(d_want).max())
 
 

@@ -28,7 +28,7 @@ from tests.helpers import (
     LEARNED,
     collectives_in_loops,
     hlo,
-    loss_and_gradients,
+    losses_and_gradients,
     lowered,
     new_setup,
     random_batches,
@@ -200,7 +200,7 @@ def test_the_estimate_is_near_what_the_compiler_says(name, mode):
 
 def grads(config):
     """Gradients of one batch, on the host."""
-    return loss_and_gradients(setup(config), *random_batches(config, 1))[1]
+    return losses_and_gradients(setup(config), random_batches(config, 1))[1]
 
 
 MODELS = {
