@@ -22,6 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import floors
 import jax
 from rich.console import Console
 from rich.table import Table
@@ -115,7 +116,10 @@ def report(
         packages: whose versions matter.
         device: what it ran on, or was compiled for; by default JAX's first device.
         notes: what a reader must know, below the table and in the file.
-        write: False with `--quick`.
+        write: False with `--quick`, and for a part of the benchmark.
+
+    Raises:
+        SystemExit: a complete result is below its floors (`floors.toml`); nothing is published.
     """
     table = Table("case", "peer", "unit", title=name)
     for column in ("ours", "theirs", "ratio"):
@@ -127,9 +131,18 @@ def report(
     console.print(table)
     for note in notes:
         console.print(note, highlight=False)
-    if write or ELSEWHERE in os.environ:
-        write_json(name, [{**asdict(row), "ratio": row.ratio} for row in rows], packages,
-                   device=device, notes=notes)  # fmt: skip
+    written = [{**asdict(row), "ratio": row.ratio} for row in rows]
+    fallen = _below_floor(f"{name}-{device or jax.default_backend()}", written) if write else []
+    if ELSEWHERE in os.environ or (write and not fallen):
+        write_json(name, written, packages, device=device, notes=notes)
+    if fallen:
+        raise SystemExit("\n".join([*fallen, "not published: mend it, or lower the floor in "
+                                    "benchmarks/floors.toml with the reason"]))  # fmt: skip
+
+
+def _below_floor(result: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    found = floors.floors_for(floors.read_floors(), result, _machine())
+    return floors.below_floor(found, rows)
 
 
 def judge(
@@ -180,7 +193,7 @@ def write_json(
     result = {
         "name": name,
         "device": device,
-        "machine": f"{_processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}",
+        "machine": _machine(),
         "versions": {package: version(package) for package in packages},
         "date": date.today().isoformat(),
         "rows": list(rows),
@@ -203,6 +216,10 @@ def directory() -> Path:
 def show_in_docs() -> None:
     """Brings the tables in `docs/` up to date."""
     runpy.run_path(str(Path(__file__).with_name("figures.py")), run_name="__main__")
+
+
+def _machine() -> str:
+    return f"{_processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}"
 
 
 def _processor() -> str:

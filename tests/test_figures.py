@@ -1,5 +1,6 @@
-"""The tables of results in docs/ are those of benchmarks/results/."""
+"""The tables in docs/ are those of benchmarks/results/, and no ratio is below its floor."""
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FIGURES = runpy.run_path(str(ROOT / "benchmarks" / "figures.py"))
+FLOORS = runpy.run_path(str(ROOT / "benchmarks" / "floors.py"))
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 NAMED = re.compile(r"<!-- figures: ([\w-]+) -->\n")
 
@@ -44,3 +47,27 @@ def test_what_the_front_page_says_of_the_drill():
     assert abs(sum(kind["count"] for kind in kinds) - int(runs)) <= 10
     assert len(kinds) > int(ways)
     assert not any(kind["failures"] for kind in kinds)
+
+
+def test_no_published_ratio_is_below_its_floor():
+    every = FLOORS["read_floors"]()
+    assert every.keys() <= {path.stem for path in RESULTS}
+    for path in RESULTS:
+        result = json.loads(path.read_text())
+        compared = [row for row in result["rows"] if "ratio" in row]
+        floors = FLOORS["floors_for"](every, path.stem, result["machine"])
+        assert bool(compared) == bool(floors), f"{path.stem}: needs floors for {result['machine']}"
+        assert FLOORS["below_floor"](floors, compared) == []
+
+
+def test_floor_of_the_most_exact_machine_judges_each_row():
+    floors = {"step-cpu": {"x86_64": {"5M | tokens/s | torch": 2.0}, "x86_64 amx": {
+        "5M | tokens/s | torch": 0.75, "40M | tokens/s | torch": 0.5}}}  # fmt: skip
+    row = {"case": "5M", "unit": "tokens/s", "peer": "torch", "ratio": 0.7}
+    of_amx = FLOORS["floors_for"](floors, "step-cpu", "x86_64 GenuineIntel amx, 2 cores, load 3")
+    assert FLOORS["below_floor"](of_amx, [row]) == [
+        "5M | tokens/s | torch: ratio 0.7 is below its floor of 0.75",
+        "40M | tokens/s | torch: not measured",
+    ]
+    assert FLOORS["below_floor"](of_amx, [{**row, "ratio": 0.76}], complete=False) == []
+    assert FLOORS["floors_for"](floors, "step-cpu", "aarch64, 2 cores, load 1") == {}

@@ -1,0 +1,60 @@
+"""The least ratio that a published result may have, per kind of machine: `floors.toml`.
+
+A benchmark that falls below a floor ends with code 1 and publishes nothing, so that a ratio falls
+only in a commit that lowers its floor and says why. Ratios of one machine say nothing about another:
+each floor names the words that describe its machine in a result (`machine`).
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FLOORS = Path(__file__).with_name("floors.toml")
+
+
+def read_floors(path: Path = FLOORS) -> dict[str, dict[str, dict[str, float]]]:
+    """Return {result: {words of a machine: {row: ratio}}}."""
+    return tomllib.loads(path.read_text())
+
+
+def row_key(row: Mapping[str, Any]) -> str:
+    """Return the name of a row in `floors.toml`."""
+    return f"{row['case']} | {row['unit']} | {row['peer']}"
+
+
+def floors_for(
+    floors: Mapping[str, Mapping[str, Mapping[str, float]]], result: str, machine: str
+) -> Mapping[str, float]:
+    """Return the floors of a machine: of the sections whose words all describe it, the most exact.
+
+    Args:
+        floors: as of `read_floors`.
+        result: the stem of a file in `results/`, for example "step-cpu".
+        machine: the result's `machine`, for example "x86_64 GenuineIntel avx2 avx512f, 2 cores".
+    """
+    has = set(machine.replace(",", " ").split())
+    matching = [words for words in floors.get(result, {}) if has >= set(words.split())]
+    if not matching:
+        return {}
+    return floors[result][max(matching, key=lambda words: len(words.split()))]
+
+
+def below_floor(
+    floors: Mapping[str, float], rows: Sequence[Mapping[str, Any]], *, complete: bool = True
+) -> list[str]:
+    """Return a message for each row below its floor.
+
+    Args:
+        floors: of this machine, as of `floors_for`.
+        rows: of a result, each with `ratio`.
+        complete: whether a floor without a row is a fault, too; False for a part of a benchmark.
+    """
+    ratios = {row_key(row): row["ratio"] for row in rows}
+    fallen = [
+        f"{key}: ratio {ratios[key]:.3g} is below its floor of {floor:.3g}"
+        for key, floor in floors.items()
+        if key in ratios and ratios[key] < floor
+    ]
+    missing = [f"{key}: not measured" for key in floors if complete and key not in ratios]
+    return fallen + missing
