@@ -1,8 +1,8 @@
 """The least ratio that a published result may have, per kind of machine: `floors.toml`.
 
 A benchmark that falls below a floor ends with code 1 and publishes nothing, so that a ratio falls
-only in a commit that lowers its floor and says why. Ratios of one machine say nothing about another:
-each floor names the words that describe its machine in a result (`machine`).
+only in a commit that lowers its floor and says why. A ratio on one machine says nothing about other
+machines: each floor names the words that describe its machine in a result (`machine`).
 """
 
 import tomllib
