@@ -274,7 +274,7 @@ def _within_capacity(
     capacity: int | Array = int(capacities[-1])
     if has_padding:
         real = collectives.psum(jnp.sum(expert_TK[:, 0] < n, dtype=jnp.int32), "tokens")
-        least = np.searchsorted(capacities, np.arange(1, capacity + 1))  # tokens for so much
+        least = np.searchsorted(capacities, np.arange(1, capacities[-1] + 1))  # tokens for so much
         capacity = jnp.sum(jnp.asarray(least) <= real)
     slot_TK = expert_TK * k + jnp.arange(k)
     places, sizes = sorted_places(slot_TK, n * k)

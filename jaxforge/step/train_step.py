@@ -134,6 +134,7 @@ def make_train_step(
         counts = _count(state.counts, batch["labels"].shape, n_valid, good)
         new = TrainState(state.step + 1, params, opt_state, verdict, counts, model_state)
         new = select(goes_on, new, state, settled)
+        loss = _nan_without_labels(loss, n_valid)
         metrics = _outcome(new, loss, grad_norm, n_valid) | {
             "lr": lr(updates_made(new.opt_state)) * controls.lr_scale,
             "applied": applied,
@@ -144,6 +145,12 @@ def make_train_step(
 
     shardings = state_shardings(model, optimizer, mesh)
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
+
+
+def _nan_without_labels(loss: Loss, n_valid: Int[Array, ""]) -> Loss:
+    """Replace the terms of a loss without any label by NaN: it is a mean of nothing."""
+    terms = {name: jnp.where(n_valid > 0, x, jnp.nan) for name, x in loss.side.terms.items()}
+    return loss._replace(side=loss.side._replace(terms=terms))
 
 
 def _outcome(

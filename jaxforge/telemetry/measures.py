@@ -140,7 +140,7 @@ class Sums(NamedTuple):
         loss: over applied updates; one that is not finite would make all later means NaN.
         updates: how many these are.
         skipped: steps whose update was not applied.
-        nan: steps whose loss was not finite.
+        nan: steps with labels whose loss was not finite.
     """
 
     loss: float = 0.0
@@ -148,12 +148,16 @@ class Sums(NamedTuple):
     skipped: int = 0
     nan: int = 0
 
-    def plus(self, losses: Sequence[float], skipped: Sequence[int]) -> "Sums":
+    def plus(
+        self, losses: Sequence[float], skipped: Sequence[int], labels: Sequence[int] | None = None
+    ) -> "Sums":
         """With some more steps.
 
         Args:
             losses: of these steps.
             skipped: the run's count of skipped steps after each of them.
+            labels: how many labels of each count; the loss of a step without any is NaN, as a mean
+                of nothing. None: each step has some.
         """
         finite = [math.isfinite(loss) for loss in losses]
         applied = [
@@ -164,7 +168,9 @@ class Sums(NamedTuple):
             if good and now <= was
         ]
         loss, updates = self.loss + sum(applied), self.updates + len(applied)
-        return Sums(loss, updates, skipped[-1], self.nan + finite.count(False))
+        has_labels = [n > 0 for n in labels] if labels is not None else [True] * len(losses)
+        nan = sum(had and not good for had, good in zip(has_labels, finite, strict=True))
+        return Sums(loss, updates, skipped[-1], self.nan + nan)
 
     def since(self, before: "Sums") -> Metrics:
         """`interval/*` over the steps that came after `before`; no loss if none was applied."""
@@ -231,7 +237,7 @@ class Smoothed:
             value = speed.get(f"train/{'step_time_sec' if name == 'step_time' else name}")
             if value is not None:
                 self._add(f"smoothed/{name}", value, steps)
-        return dict(self._values)
+        return {"smoothed/loss": math.nan, **self._values}
 
     def _add(self, name: str, value: float, times: int) -> None:
         old = self._values.get(name, value)

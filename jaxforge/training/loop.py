@@ -1,10 +1,12 @@
 """The training loop: `Trainer.train`. Everything periodic goes by the number of steps attempted."""
 
+import collections
 import contextlib
 import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 
@@ -73,6 +75,9 @@ class Trainer:
     _train_step: CompiledSteps = dataclasses.field(init=False)
     _actions: PeriodicActions = dataclasses.field(default_factory=PeriodicActions, init=False)
     _fault: Exit | None = dataclasses.field(default=None, init=False)
+    _bad_in_a_row: collections.deque[Any] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=2), init=False
+    )  # after the latest two steps, on the device
 
     def train(self, signals: Signals) -> Exit:
         """Steps until `max_steps`, or until there is another reason to stop."""
@@ -83,6 +88,9 @@ class Trainer:
             while reason is None:
                 with self.profiler.around(self.progress.step + 1, self.tracker.paused):
                     metrics = self._step(signals)
+                if self._is_something_due and self._had_ended():
+                    reason = self._go_back()
+                    continue
                 self._run_hooks(metrics)
                 reason = self._between_steps(signals, exits)
         except Interrupted:  # between steps: while compiling, or waiting for data
@@ -138,8 +146,9 @@ class Trainer:
         microbatches, rows, length = batch["labels"].shape
         self.progress.advance(microbatches * rows, microbatches * rows * length)
         self.tracker.end_step(self.progress.step, metrics)
+        self._bad_in_a_row.append(metrics["consecutive"])
         self.watchdog.tick(self.progress.step)
-        if self.attribution and int(metrics["consecutive"]):
+        if self.attribution and not self._had_ended() and int(metrics["consecutive"]):
             self.state, self._fault = self.attribution.examine(
                 self._train_step, self.state, batch, metrics, controls, first
             )
@@ -151,6 +160,29 @@ class Trainer:
         step = self.progress.step
         is_left_out = step + 1 in self.config.train.iterations_to_skip
         return Controls(lr_scale=self.data.lr_scale(step), apply=not is_left_out)
+
+    @property
+    def _is_something_due(self) -> bool:
+        """Whether anything is done after the latest step beside launching the next."""
+        step, after = self.progress.step, (self.sampler, self.activations)
+        return (
+            self.hooks.watches_steps
+            or (self.evaluation is not None and self.config.eval.is_due(step))
+            or any(one is not None and one.is_due(step) for one in after)
+            or self.saver.is_due(step)
+            or self.saver.is_local_due(step)
+        )
+
+    def _had_ended(self) -> bool:
+        """Return whether the run had ended before the latest step, which then did not take place.
+
+        The device is asked about the step before the latest, and so has work meanwhile.
+        """
+        if len(self._bad_in_a_row) == 2:
+            before = int(self._bad_in_a_row[0])
+            if before >= self.config.train.nan_consecutive_max:
+                self.progress.consecutive_bad = before
+        return self._halted
 
     def _run_hooks(self, metrics: Metrics) -> None:
         if not self.hooks.watches_steps:
@@ -234,7 +266,10 @@ class Trainer:
                 self.hooks.on_checkpoint_save(self.progress.step, path)
 
     def _note_durable(self) -> None:
-        for metrics in self.saver.newly_durable():
+        durable = list(self.saver.newly_durable())
+        if durable and self._had_ended():
+            self._follow_device()  # for the number of the last step that took place
+        for metrics in durable:
             self.tracker.log(self.progress.step, metrics)
 
     def _early_end(self, evaluation: dict[str, float]) -> Exit | None:
@@ -276,6 +311,7 @@ class Trainer:
             self.state = self.rollback.go(self.state, self.progress, target)
             self.data.open(self.progress)
         self.tracker.rewind()
+        self._bad_in_a_row.clear()
         self.tracker.log(target, {"train/rollbacks": float(len(self.progress.rollbacks))})
         return None
 
