@@ -47,10 +47,12 @@ class Controls(NamedTuple):
     Attributes:
         lr_scale: factor on the learning rate.
         apply: whether the update may be applied.
+        next_lr_scale: factor on the rate of the next update, which is logged; None: `lr_scale`.
     """
 
     lr_scale: Float[Array, ""] | float = 1.0
     apply: Bool[Array, ""] | bool = True
+    next_lr_scale: Float[Array, ""] | float | None = None
 
 
 class CompiledSteps:
@@ -106,6 +108,9 @@ def make_train_step(
     def train_step(
         state: TrainState, batch: Batch, controls: Controls
     ) -> tuple[TrainState, Metrics]:
+        next_lr_scale = controls.next_lr_scale
+        if next_lr_scale is None:
+            next_lr_scale = controls.lr_scale
         batch = with_dataset_mask(batch, len(config.data.datasets))
         batch = spread_sequences(model, batch)
         scale = guard.loss_scale(state.guard)
@@ -136,7 +141,7 @@ def make_train_step(
         new = select(goes_on, new, state, settled)
         loss = _nan_without_labels(loss, n_valid)
         metrics = _outcome(new, loss, grad_norm, n_valid) | {
-            "lr": lr(updates_made(new.opt_state)) * controls.lr_scale,
+            "lr": lr(updates_made(new.opt_state)) * next_lr_scale,
             "applied": applied,
         }
         metrics |= _by_dataset(loss, batch) | side_metrics(loss, model.stack)

@@ -157,9 +157,7 @@ class Trainer:
     @property
     def _controls(self) -> Controls:
         """Of the next step."""
-        step = self.progress.step
-        is_left_out = step + 1 in self.config.train.iterations_to_skip
-        return Controls(lr_scale=self.data.lr_scale(step), apply=not is_left_out)
+        return self.data.controls(self.progress.step, self.config.train.iterations_to_skip)
 
     @property
     def _is_something_due(self) -> bool:
@@ -188,8 +186,7 @@ class Trainer:
         if not self.hooks.watches_steps:
             return
         self.tracker.flush()  # metrics first, then hooks
-        step, tokens = self.progress.step, self.progress.tokens
-        self.hooks.on_step_end(StepContext(step, tokens, self.state, metrics))
+        self.hooks.on_step_end(StepContext(self.progress.step, self.state, metrics))
 
     def _evaluate_if_due(self, signals: Signals) -> dict[str, float]:
         """Metrics of an evaluation of this step; empty where none is due, or it was stopped."""

@@ -133,11 +133,12 @@ def test_stop_ends_the_run_before_the_update(tmp_path, poisonous, capsys):
 @pytest.mark.parametrize("interval", [1, 10])
 def test_nothing_is_logged_or_done_after_the_last_bad_step(tmp_path, poisonous, interval):
     """Steps 3 to 5 are bad; all numbers logged of step 5 are those of step 5."""
-    seen = []
+    seen, tokens = [], []
 
     class Seen(Hook):
         def on_step_end(self, context):
             seen.append(context.step)
+            tokens.append(context.tokens_seen)
 
         def on_train_end(self, step, tokens_seen, reason):
             seen.append((step, tokens_seen))
@@ -148,6 +149,7 @@ def test_nothing_is_logged_or_done_after_the_last_bad_step(tmp_path, poisonous, 
     )  # fmt: skip
     assert train.run(job, [Seen()]) is Exit.NON_FINITE
     assert seen == [1, 2, 3, 4, 5, (5, 2 * ROWS * LENGTH)]
+    assert tokens == [n * ROWS * LENGTH for n in (1, 2, 2, 2, 2)]
     logged = lines(tmp_path)
     assert max(line["step"] for line in logged) == 5
     assert logged[-1]["train/samples"] == 5 * ROWS
