@@ -209,11 +209,11 @@ class Tracker:
         if step < latest.step:
             latest = launched[took_place - 1]
             values = jax.device_get(latest.metrics)
-        losses, skipped, labels = zip(*fetched[:took_place], strict=True)
-        losses = [float(loss) for loss in losses]
-        self._sums = self._sums.plus(losses, [int(n) for n in skipped], [int(n) for n in labels])
+        losses = [float(loss) for loss, *_ in fetched[:took_place]]
+        skipped, labels = ([int(one[i]) for one in fetched[:took_place]] for i in (1, 2))
+        self._sums = self._sums.plus(losses, skipped, labels)
         self._warn(step, int(values["nonfinite"]), int(values["spikes"]))
-        self._warn_of_labels(step, labels)
+        self._warn_of_labels(step, labels.count(0))
         samples = int(values["counts"].samples)
         since = self._fetched
         now = _Mark(step, samples, self._clock(), latest.waited, self._sums)
@@ -251,9 +251,8 @@ class Tracker:
             )  # fmt: skip
         self._warned = nonfinite, spikes
 
-    def _warn_of_labels(self, step: int, labels: Sequence[int]) -> None:
+    def _warn_of_labels(self, step: int, without: int) -> None:
         """Warn once that there are steps without any label."""
-        without = sum(int(n) == 0 for n in labels)
         if without and not self._has_warned_of_labels:
             self._has_warned_of_labels = True
             log.warning(

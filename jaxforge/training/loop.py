@@ -21,7 +21,7 @@ from jaxforge.telemetry.profiler import Profiler
 from jaxforge.telemetry.tracker import Tracker
 from jaxforge.training.activations import ActivationCapture
 from jaxforge.training.early_stop import EarlyStop
-from jaxforge.training.exit_report import exit_code, tell_end
+from jaxforge.training.exit_report import check_learned, exit_code, tell_end
 from jaxforge.training.hooks import HookRunner, StepContext
 from jaxforge.training.preemption import Exit, Exits, Interrupted, Signals
 from jaxforge.training.resumable_evaluation import ResumableEvaluation
@@ -320,6 +320,8 @@ class Trainer:
         with self.watchdog.section("checkpoint"):
             self.saver.wait()
         self._note_durable()
+        if reason in (Exit.COMPLETED, Exit.EARLY_STOPPED):
+            check_learned(self.config.train, self.progress)
         tell_end(reason, self.config.train, self.progress, self.saver.latest())
         return reason
 
