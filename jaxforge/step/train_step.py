@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import EIGHT_BIT
+from jaxforge.model.masking import padding_of
 from jaxforge.model.transformer import Model
 from jaxforge.optim.moments import advances_in_place
 from jaxforge.optim.optimizer import global_norm, learning_rate, updates_made
@@ -136,7 +137,7 @@ def make_train_step(
             (state.params, state.opt_state, state.model_state),
             settled,
         )
-        counts = _count(state.counts, batch["labels"].shape, n_valid, good)
+        counts = _count(state.counts, batch, n_valid, good)
         new = TrainState(state.step + 1, params, opt_state, verdict, counts, model_state)
         new = select(goes_on, new, state, settled)
         loss = _nan_without_labels(loss, n_valid)
@@ -199,13 +200,15 @@ def side_metrics(loss: Loss, stack: Stack) -> Metrics:
 
 
 def _count(
-    counts: Counts, shape: tuple[int, ...], n_valid: Int[Array, ""], applied: Bool[Array, ""]
+    counts: Counts, batch: Batch, n_valid: Int[Array, ""], applied: Bool[Array, ""]
 ) -> Counts:
     """The counts after one attempted step on a batch [microbatches, sequences, tokens]."""
-    microbatches, rows, length = shape
-    samples = microbatches * rows
+    microbatches, rows, length = batch["labels"].shape
+    samples, is_padding = microbatches * rows, padding_of(batch)
+    padding: int | Array = 0 if is_padding is None else jnp.sum(is_padding, dtype=jnp.int32)
     return Counts(
         samples=counts.samples.plus(samples),
         tokens=counts.tokens.plus(jnp.where(applied, samples * length, 0)),
         valid_tokens=counts.valid_tokens.plus(jnp.where(applied, n_valid, 0)),
+        padding=counts.padding.plus(jnp.where(applied, padding, 0)),
     )

@@ -141,12 +141,14 @@ class Sums(NamedTuple):
         updates: how many these are.
         skipped: steps whose update was not applied.
         nan: steps with labels whose loss was not finite.
+        left_out: those of the skipped steps that `train.iterations_to_skip` names.
     """
 
     loss: float = 0.0
     updates: int = 0
     skipped: int = 0
     nan: int = 0
+    left_out: int = 0
 
     def plus(
         self, losses: Sequence[float], skipped: Sequence[int], labels: Sequence[int] | None = None
@@ -170,14 +172,20 @@ class Sums(NamedTuple):
         loss, updates = self.loss + sum(applied), self.updates + len(applied)
         has_labels = [n > 0 for n in labels] if labels is not None else [True] * len(losses)
         nan = sum(had and not good for had, good in zip(has_labels, finite, strict=True))
-        return Sums(loss, updates, skipped[-1], self.nan + nan)
+        return self._replace(loss=loss, updates=updates, skipped=skipped[-1], nan=self.nan + nan)
 
     def since(self, before: "Sums") -> Metrics:
-        """`interval/*` over the steps that came after `before`; no loss if none was applied."""
+        """`interval/*` over the steps that came after `before`.
+
+        No loss if no step was applied, and no steps that are left out if there are none.
+        """
         updates = self.updates - before.updates
         loss = {"interval/loss": (self.loss - before.loss) / updates} if updates else {}
+        left_out = self.left_out - before.left_out
+        named = {"interval/left_out_steps": float(left_out)} if left_out else {}
         return {
             **loss,
+            **named,
             "interval/skipped_steps": float(self.skipped - before.skipped),
             "interval/nan_steps": float(self.nan - before.nan),
         }

@@ -8,7 +8,7 @@ import collections
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -76,6 +76,7 @@ class Tracker:
         last_step: `train.max_steps`.
         datasets: names of a mixture's.
         extras: `metrics.collect`; logged besides.
+        left_out: `train.iterations_to_skip`.
     """
 
     def __init__(
@@ -86,8 +87,9 @@ class Tracker:
         last_step: int,
         datasets: Sequence[str] = (),
         extras: Sequence[str] = (),
+        left_out: Collection[int] = (),
     ) -> None:
-        self._datasets, self._extras = datasets, extras
+        self._datasets, self._extras, self._left_out = datasets, extras, frozenset(left_out)
         self._writers, self._cost, self._progress = writers, cost, progress
         self._last_step = last_step
         self._logged: Metrics = {}
@@ -211,6 +213,8 @@ class Tracker:
             values = jax.device_get(latest.metrics)
         losses = [float(loss) for loss, *_ in fetched[:took_place]]
         skipped, labels = ([int(one[i]) for one in fetched[:took_place]] for i in (1, 2))
+        left_out = sum(one.step in self._left_out for one in launched[:took_place])
+        self._sums = self._sums._replace(left_out=self._sums.left_out + left_out)
         self._sums = self._sums.plus(losses, skipped, labels)
         self._warn(step, int(values["nonfinite"]), int(values["spikes"]))
         self._warn_of_labels(step, labels.count(0))
@@ -229,6 +233,7 @@ class Tracker:
             "train/skipped_steps": float(values["skipped"]),
             "train/nonfinite_steps": float(values["nonfinite"]),
             "train/spike_steps": float(values["spikes"]),
+            **_padding(values),
             **_loss_scale(values),
             **self._by_dataset(values),
             **collected({name: values[name] for name in self._extras}),
@@ -292,6 +297,12 @@ _MOST = 1000  # steps between two looks at the device
 _FETCHED = ("grad_norm", "lr", "step", "counts", "skipped", "consecutive", "nonfinite", "spikes")
 _OF_DATASETS = ("dataset_nll", "dataset_tokens")
 _SIDE = ("losses", "side")
+
+
+def _padding(values: dict[str, Any]) -> Metrics:
+    """Tokens so far that are padding, where some are."""
+    padding = int(values["counts"].padding)
+    return {"train/padding_tokens": float(padding)} if padding else {}
 
 
 def _loss_scale(values: dict[str, Any]) -> Metrics:

@@ -12,6 +12,7 @@ from jaxforge.data.packing import fill_window, split_entries
 from jaxforge.model.decoding import Decoder
 from jaxforge.model.likelihood import Continuation, Scorer
 from jaxforge.model.sampling import Sampling
+from jaxforge.state.train_state import Counts
 from tests.conftest import tiny_config
 from tests.helpers import setup
 
@@ -91,6 +92,12 @@ def test_padded_conversations_are_trained_as_without_padding(model, train, axes)
         jax.tree.map(close, found[key], expected[key])
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=5e-5)
     jax.tree.map(close, weights, expected_weights)
+    counted = [
+        dict(zip(Counts._fields, one["counts"][-1, :, 1], strict=True)) for one in (found, expected)
+    ]
+    assert counted[0]["tokens"] == 3 * 16 * PADDED
+    assert counted[0]["tokens"] - counted[0]["padding"] == counted[1]["tokens"]
+    assert counted[0]["valid_tokens"] == counted[1]["valid_tokens"]
 
 
 @pytest.mark.parametrize("model", ["softmax", "sigmoid with sign bias"])
