@@ -151,7 +151,7 @@ class TrainConfig(Section):
     exit_interval: NonNegativeInt = 0
     """The run stops, to be continued, after steps that are a multiple of it; 0 never."""
     exit_duration_in_mins: PositiveFloat | None = None
-    """The run stops, to be continued, after so many minutes of training."""
+    """The run stops, to be continued, so many minutes after the command was started."""
     shutdown_timeout_sec: NonNegativeFloat = 600.0
     """Seconds from a termination signal to a forced exit."""
     watchdog_setup_sec: NonNegativeFloat = 3600.0

@@ -54,6 +54,7 @@ class Trainer:
         hooks: the user's own code.
         sampler: has the model write samples; None where none are asked for.
         activations: captures them; None where none are asked for.
+        since: when the command began, by `time.monotonic`; None: when the loop does.
     """
 
     config: JobConfig
@@ -72,6 +73,7 @@ class Trainer:
     hooks: HookRunner
     sampler: Sampler | None = None
     activations: ActivationCapture | None = None
+    since: float | None = None
     _train_step: CompiledSteps = dataclasses.field(init=False)
     _actions: PeriodicActions = dataclasses.field(default_factory=PeriodicActions, init=False)
     _fault: Exit | None = dataclasses.field(default=None, init=False)
@@ -81,7 +83,7 @@ class Trainer:
 
     def train(self, signals: Signals) -> Exit:
         """Steps until `max_steps`, or until there is another reason to stop."""
-        exits = Exits(self.config.train, signals)
+        exits = Exits(self.config.train, signals, self.since)
         self.hooks.on_train_begin(self.config)
         try:
             reason = self._begin(signals, exits)
@@ -92,7 +94,7 @@ class Trainer:
                     reason = self._go_back()
                     continue
                 self._run_hooks(metrics)
-                reason = self._between_steps(signals, exits)
+                reason = self._between_steps(exits)
         except Interrupted:  # between steps: while compiling, or waiting for data
             reason = exits.requested(self.progress.step)
             assert reason is not None
@@ -104,7 +106,7 @@ class Trainer:
         wanted = self.rollback or (self.progress.step == 0 and self.saver.is_due(0))
         if wanted and self.saver.latest() is None:
             self._save()  # a rollback must have something to go back to
-        reason = self._between_steps(signals, exits) if self.progress.validation else None
+        reason = self._between_steps(exits) if self.progress.validation else None
         if reason is None and self.progress.step < self.config.train.max_steps:
             with signals.interrupting(), self.watchdog.naming("loading data"):
                 self.data.open(self.progress)
@@ -119,12 +121,12 @@ class Trainer:
         self.tracker.start_clock()
         return reason
 
-    def _between_steps(self, signals: Signals, exits: Exits) -> Exit | None:
+    def _between_steps(self, exits: Exits) -> Exit | None:
         if self._fault:
             return self._fault  # unsaved: what these devices made is not to be trusted
         self.saver.check()  # what could not be written should not go on for an interval
         self._note_durable()
-        evaluation = self._evaluate_if_due(signals)
+        evaluation = self._evaluate_if_due(exits)
         self._sample_if_due()
         self._capture_if_due()
         reason = self._actions.run(self.progress.step, self.state, self.tracker.paused)
@@ -188,7 +190,7 @@ class Trainer:
         self.tracker.flush()  # metrics first, then hooks
         self.hooks.on_step_end(StepContext(self.progress.step, self.state, metrics))
 
-    def _evaluate_if_due(self, signals: Signals) -> dict[str, float]:
+    def _evaluate_if_due(self, exits: Exits) -> dict[str, float]:
         """Metrics of an evaluation of this step; empty where none is due, or it was stopped."""
         step, resumed = self.progress.step, self.progress.validation is not None
         if self.evaluation is None or not (resumed or self.config.eval.is_due(step)):
@@ -198,7 +200,7 @@ class Trainer:
 
         def asked_to_stop() -> Exit | None:
             self.watchdog.tick()
-            return signals.requested()
+            return exits.requested_in_evaluation()
 
         with (
             self.tracker.paused(),
