@@ -272,4 +272,5 @@ def _tracker(
     writers = open_writers(console, config, progress.run_id, progress.step, cost, examples, live)
     names = [dataset.label for dataset in config.data.datasets]
     extras = config.metrics.collect
-    return Tracker(writers, cost, progress, config.train.max_steps, names, extras)
+    left_out = config.train.iterations_to_skip
+    return Tracker(writers, cost, progress, config.train.max_steps, names, extras, left_out)

@@ -27,8 +27,12 @@ from jaxforge.training.hooks import Hook
 from jaxforge.training.preemption import Signals
 
 
-def run(config: JobConfig | UnresolvedConfig, hooks: Sequence[Hook] = ()) -> Exit:
-    """`train.run`."""
+def run(
+    config: JobConfig | UnresolvedConfig,
+    hooks: Sequence[Hook] = (),
+    since: float | None = None,
+) -> Exit:
+    """`train.run`; `train.exit_duration_in_mins` counts from `since`, by `time.monotonic`."""
     console = wide_console()
     setup_logging(console)
     host_memory.keep_freed_memory()
@@ -39,7 +43,7 @@ def run(config: JobConfig | UnresolvedConfig, hooks: Sequence[Hook] = ()) -> Exi
             multihost.leaving_at_once_on_failure(),
             _live_line(console, known, watchdog) as live,
         ):
-            return _run(config, hooks, console, watchdog, live)
+            return _run(config, hooks, console, watchdog, live, since)
 
 
 def _live_line(
@@ -58,6 +62,7 @@ def _run(
     console: Console,
     watchdog: Watchdog,
     live: LiveLine | None,
+    since: float | None,
 ) -> Exit:
     if isinstance(config, UnresolvedConfig):
         with watchdog.section("data"):  # for lengths in epochs
@@ -73,6 +78,7 @@ def _run(
         out_of_memory.explained(config, mesh),
     ):
         trainer = build_trainer(config, mesh, hooks, console, watchdog, lock, live)
+        trainer.since = since
         reason = None
         try:
             reason = trainer.train(signals)

@@ -6,10 +6,43 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 _LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+_BEGAN = "JAXFORGE_BEGAN"  # seconds by the monotonic clock, which all processes of a host share
+_IMPORTED = time.monotonic()
+
+
+def began_env() -> dict[str, str]:
+    """Return the environment variable that says when this command began.
+
+    A command that a supervisor starts has begun when the supervisor did: a job's time limit does
+    not start anew when the command fails.
+    """
+    return {_BEGAN: os.environ.get(_BEGAN) or repr(time.monotonic() - _age())}
+
+
+def new_command_env() -> dict[str, str]:
+    """Return the environment of a process whose time begins when it starts."""
+    return {name: value for name, value in os.environ.items() if name != _BEGAN}
+
+
+def began() -> float:
+    """Return when the command began, by `time.monotonic`: now, where none was started."""
+    return float(os.environ.get(_BEGAN) or time.monotonic())
+
+
+def _age() -> float:
+    """Return the seconds since this process was started; where /proc is missing, since imports."""
+    try:
+        status = Path("/proc/self/stat").read_text()
+    except OSError:
+        return time.monotonic() - _IMPORTED
+    since_boot = int(status.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot
 
 
 def is_interactive() -> bool:

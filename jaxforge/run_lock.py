@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from jaxforge import storage
-from jaxforge.errors import UserError
+from jaxforge.errors import StorageError, UserError
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ class RunLock:
         self._path = run.absolute() / NAME
         self._mine = json.dumps(_this_process())
         self._is_held = self._is_lost = False
+        self._directory: tuple[int, int] | None = None
         self._ended = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="run.lock", daemon=True)
 
@@ -82,11 +83,19 @@ class RunLock:
             raise UserError(problem)
 
     def check(self) -> None:
-        """Returns at once.
+        """Check that the directory is still there, and still ours.
 
         Raises:
+            StorageError: the directory was removed, moved or replaced.
             UserError: another job has taken the directory.
         """
+        directory = _identity(self._path.parent) if self._is_held else self._directory
+        # Some network disks number a directory anew: one that holds our lock is ours.
+        if directory != self._directory and _read(self._path) is None:
+            raise StorageError(
+                f"{self._path.parent} was removed, moved or replaced while this run was using it: "
+                "what was saved there is not where it was. Put the directory back and start again"
+            )
         if self._is_lost:
             raise UserError(
                 f"{self._path.parent} was taken over by {_whose(_read(self._path) or '')}, which "
@@ -107,7 +116,7 @@ class RunLock:
             is_file = self._path.parent.is_file()
             why = "it is a file, not a directory" if is_file else error.strerror
             raise UserError(f"checkpoint.dir = {self._path.parent}: {why}") from error
-        self._is_held = True
+        self._is_held, self._directory = True, _identity(self._path.parent)
         self._heart.start()
 
     def _take_once(self) -> bool:
@@ -256,6 +265,17 @@ def _version(path: Path) -> tuple[int, str] | None:
 def _read(path: Path) -> str | None:
     found = _version(path)
     return found and found[1].rstrip()
+
+
+def _identity(directory: Path) -> tuple[int, int] | None:
+    """Return what tells a directory from others of its name; None if there is none, or no disk."""
+    if storage.in_bucket(directory):
+        return None
+    try:
+        found = directory.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _parsed(text: str) -> dict[str, Any]:

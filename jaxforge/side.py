@@ -22,8 +22,8 @@ class LossWeights(NamedTuple):
 
     Attributes:
         token: of each valid token, in the mean that `train.loss_norm` asks for.
-        position: of each position, valid or not, in the mean over all.
-        sequence: of each sequence, in the mean over all.
+        position: of each position that is no padding, with a label or not, in the mean over all.
+        sequence: of each sequence that is not all padding, in the mean over all.
     """
 
     token: Float[Array, ""]

@@ -37,7 +37,7 @@ from jaxforge.cli import run_main
 from jaxforge.command_line import CommandParser
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import AGREED, Exit
-from jaxforge.process import listening, stop_with_parent
+from jaxforge.process import began_env, listening, new_command_env, stop_with_parent
 
 log = logging.getLogger("jaxforge.supervise")
 
@@ -99,13 +99,18 @@ class Group:
         command: what to run.
         count: how many times, as the processes of one job.
         events: where the end of each is announced.
+        env: the environment of each.
     """
 
     def __init__(
-        self, command: Sequence[str], count: int, events: "queue.SimpleQueue[Event]"
+        self,
+        command: Sequence[str],
+        count: int,
+        events: "queue.SimpleQueue[Event]",
+        env: Mapping[str, str],
     ) -> None:
         self._events = events
-        self._running = dict(enumerate(_start(command, env) for env in _environments(count)))
+        self._running = dict(enumerate(_start(command, one) for one in _environments(count, env)))
         for item in self._running.items():  # threads only now: a fork beside them may deadlock
             threading.Thread(target=self._await, args=item, daemon=True).start()
         self.codes: list[int | None] = [None] * count
@@ -165,6 +170,9 @@ class Supervisor:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._stopping: signal.Signals | None = None
         self._starts = self._failures = 0
+        # The time limit of a job is that of all starts, unless another start is what follows it.
+        has_limit = Exit.DURATION.code not in policy.again
+        self._env = {**new_command_env(), **(began_env() if has_limit else {})}
 
     def run(self) -> int:
         """Starts the command as often as need be.
@@ -189,7 +197,7 @@ class Supervisor:
     def _one_start(self) -> Group:
         self._starts += 1
         log.info("start %d: %s", self._starts, shlex.join(self._command))
-        group = Group(self._command, self._count, self._events)
+        group = Group(self._command, self._count, self._events, self._env)
         deadline = math.inf
         while group.running:
             deadline = self._handle(self._next(deadline), group, deadline)
@@ -292,10 +300,10 @@ class Supervisor:
             log.warning("cannot write %s: %s", self._run / _LOG_FILE, error.strerror)
 
 
-def _environments(count: int) -> Iterator[dict[str, str]]:
+def _environments(count: int, env: Mapping[str, str]) -> Iterator[dict[str, str]]:
     """What each of several processes finds the others by; JAX's variables, with a fresh port."""
     if count == 1:
-        yield dict(os.environ)
+        yield dict(env)
         return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -303,7 +311,7 @@ def _environments(count: int) -> Iterator[dict[str, str]]:
     for index in range(count):
         yield {
             "JAX_LOCAL_DEVICE_IDS": str(index),  # on GPUs, one each
-            **os.environ,
+            **env,
             "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
             "JAX_NUM_PROCESSES": str(count),
             "JAX_PROCESS_ID": str(index),

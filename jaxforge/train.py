@@ -18,6 +18,7 @@ from jaxforge.config.reading import help, load
 from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
+from jaxforge.process import began, began_env
 
 if TYPE_CHECKING:
     from jaxforge.training.hooks import Hook
@@ -87,13 +88,15 @@ def run(config: JobConfig | UnresolvedConfig, hooks: "Sequence[Hook]" = ()) -> E
         config: as read; lengths in epochs or tokens are turned into updates here.
         hooks: your own code, called in order at each event.
     """
+    since = began()  # for train.exit_duration_in_mins
     from jaxforge import launch  # here, as JAX and all that needs it take two seconds
 
-    return launch.run(config, hooks)
+    return launch.run(config, hooks, since)
 
 
 def entry() -> NoReturn:
     """The command as this process was called."""
+    os.environ.update(began_env())
     leave(run_main(main, uses_devices=True))
 
 

@@ -79,6 +79,17 @@ def test_failures_are_run_again_until_it_succeeds(child, how):
     assert child.starts() == 4
 
 
+@pytest.mark.parametrize("codes", [[], [75]])
+def test_the_time_limit_of_a_job_is_that_of_all_its_starts(child, codes):
+    """But not of starts that follow the limit, where these are asked for."""
+    body = "print(os.environ.get('JAXFORGE_BEGAN'), file=open('began', 'a'))\nsys.exit(start < 1)\n"
+    options = [f"--restart-on={code}" for code in codes]
+    assert main([*QUICK, *options, *child.command(body)]) == 0
+    first, second = (child.directory / "began").read_text().split()
+    assert first == second
+    assert (first == "None") is bool(codes)
+
+
 def test_other_codes_on_request(child):
     body = "sys.exit([75, 74, 0][start])"
     assert main([*QUICK, "--restart-on=75", "--restart-on=74", *child.command(body)]) == 0

@@ -147,11 +147,11 @@ class TrainConfig(Section):
     rerun_bad_steps: bool = False
     """Run a skipped update again, to tell whose fault it is; the host then waits for each step."""
     iterations_to_skip: tuple[PositiveInt, ...] = ()
-    """Updates, counted from 1, whose batch is drawn and left out."""
+    """Updates, counted from 1 as in Megatron-LM 0.18, whose batch is drawn and left out."""
     exit_interval: NonNegativeInt = 0
     """The run stops, to be continued, after steps that are a multiple of it; 0 never."""
     exit_duration_in_mins: PositiveFloat | None = None
-    """The run stops, to be continued, after so many minutes of training."""
+    """The run stops, to be continued, so many minutes after the command was started."""
     shutdown_timeout_sec: NonNegativeFloat = 600.0
     """Seconds from a termination signal to a forced exit."""
     watchdog_setup_sec: NonNegativeFloat = 3600.0

@@ -10,7 +10,8 @@ import numpy as np
 from jaxforge.data.stream import StreamedTokens
 
 Example = dict[str, np.ndarray]
-"""`input_ids`, `labels`, perhaps `segment_ids`: int32 [seq]; of a mixture `dataset_idx`: int32."""
+"""`input_ids`, `labels`, perhaps `segment_ids` and `is_padding`: int32 [seq]; of a mixture also
+`dataset_idx`: int32."""
 
 
 class Windows(Protocol):

@@ -137,7 +137,8 @@ def eval_batches(
 ) -> Iterator[dict[str, jax.Array]]:
     """Batches [1, rows, seq] over the whole set in file order, once; or over some of its sequences.
 
-    The last batch is filled up with rows whose labels are all ignored.
+    The last batch is filled up with rows whose labels are all ignored. Batches for models with
+    experts have `is_padding`, so that no expert sees these rows.
 
     Args:
         config: sizes of a batch.
@@ -151,20 +152,31 @@ def eval_batches(
     order: Sequence[int] = range(n_batches * rows)
     if sequences is not None:
         order = [*sequences, *[len(dataset)] * (n_batches * rows - len(sequences))]
-    updates = _Updates(_Padded(dataset), order, layout, 0, n_batches)
+    filled = _Padded(dataset, marks_padding=config.model.is_moe)
+    updates = _Updates(filled, order, layout, 0, n_batches)
     return _to_devices((updates[i] for i in range(len(updates))), layout)
 
 
 class _Padded:
-    """A dataset that goes on after its end with examples that count for nothing."""
+    """A dataset that goes on after its end with examples that count for nothing.
 
-    def __init__(self, dataset: Dataset) -> None:
-        self._dataset = dataset
+    Args:
+        dataset: the dataset.
+        marks_padding: whether each example has `is_padding`.
+    """
+
+    def __init__(self, dataset: Dataset, *, marks_padding: bool = False) -> None:
+        self._dataset, self._marks_padding = dataset, marks_padding
 
     def batch(self, indices: Sequence[int]) -> Example:
         beyond = np.array(indices) >= len(self._dataset)
         example = self._dataset.batch(np.where(beyond, 0, indices).tolist())
-        return {**example, "labels": np.where(beyond[:, None], IGNORE, example["labels"])}
+        labels = np.where(beyond[:, None], IGNORE, example["labels"])
+        example = {**example, "labels": labels}
+        if self._marks_padding:
+            is_padding = example.get("is_padding", np.zeros_like(labels))
+            example["is_padding"] = np.where(beyond[:, None], 1, is_padding)
+        return example
 
 
 class _Layout:

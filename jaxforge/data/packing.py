@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxforge.config.data import Overlong
-from jaxforge.corpus.entries import FIRST, ID, UNLEARNED
+from jaxforge.corpus.entries import FIRST, ID, PADDING
 
 IGNORE = -100
 """Label of a position that carries no loss (torch's `ignore_index`)."""
@@ -48,10 +48,12 @@ def split_packed(
     return {**parts, "labels": labels, "segment_ids": segment_ids[..., :-1]}
 
 
-def split_whole(window: Int[np.ndarray, "... S+1"]) -> dict[str, Int[np.ndarray, "... S"]]:
-    """`split_window` of windows that are one document each, and say so in `segment_ids`."""
-    parts = split_window(window)
-    return {**parts, "segment_ids": np.zeros_like(parts["input_ids"])}
+def as_conversations(
+    example: dict[str, Int[np.ndarray, "... S"]],
+) -> dict[str, Int[np.ndarray, "... S"]]:
+    """Add the fields of `split_entries` to an example of text: one document, without padding."""
+    zeros = np.zeros_like(example["input_ids"])
+    return {"segment_ids": zeros, "is_padding": zeros, **example}
 
 
 def split_entries(
@@ -60,21 +62,28 @@ def split_entries(
     """Splits windows of packed conversations.
 
     Returns:
-        `input_ids`, `labels` and `segment_ids`, int32 [..., S]. Ids of conversations, and of the
-        padding after them, count up from 0 in each window; labels are `IGNORE` where their entry is
-        not learned, or begins another conversation.
+        `input_ids`, `labels`, `segment_ids` and `is_padding`, int32 [..., S]. Ids of conversations,
+        and of the padding after them, count up from 0 in each window; labels are `IGNORE` where
+        their entry is not learned, or begins another conversation. `is_padding` is 1 where the next
+        entry is padding: the last entry of a window is a label and no input, padded or not.
     """
-    parts = split_window(window & ID)
-    labels = np.where(window[..., 1:] > ID, np.int32(IGNORE), parts["labels"])
+    parts, is_padding = split_window(window & ID), window[..., 1:] < 0
+    is_ignored = is_padding | (window[..., 1:] > ID)
+    labels = np.where(is_ignored, np.int32(IGNORE), parts["labels"])
     segment_ids = np.cumsum(window & FIRST != 0, axis=-1, dtype=np.int32) - 1
-    return {**parts, "labels": labels, "segment_ids": segment_ids[..., :-1]}
+    return {
+        **parts,
+        "labels": labels,
+        "segment_ids": segment_ids[..., :-1],
+        "is_padding": is_padding.astype(np.int32),
+    }
 
 
 def fill_window(
     conversations: Sequence[Int[np.ndarray, "_"]], width: int
 ) -> Int[np.ndarray, "width"]:
-    """Conversations one after the other, int32; what is left is padding, a document of its own."""
-    window = np.full(width, UNLEARNED, np.int32)
+    """Lay conversations one after another, int32; `PADDING`, a document of its own, follows."""
+    window = np.full(width, PADDING, np.int32)
     end = 0
     for entries in conversations:
         window[end : end + len(entries)] = entries

@@ -17,7 +17,7 @@ from jaxforge.corpus.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 from jaxforge.data.conversation_shards import ConversationShards, holds_conversations
 from jaxforge.data.dataset import Dataset, Example, Mixture, Streaming
 from jaxforge.data.order import data_seed
-from jaxforge.data.packing import split_entries, split_packed, split_whole, split_window
+from jaxforge.data.packing import as_conversations, split_entries, split_packed, split_window
 from jaxforge.data.stream import StreamedTokens
 from jaxforge.data.tokens import SyntheticTokens, TokenFiles, TokenShards
 from jaxforge.errors import UserError
@@ -85,13 +85,13 @@ def _open_mixture(config: JobConfig) -> Mixture:
         datasets[source.label] = _open_shards(config, config.data.model_copy(update=alone), keys)
     _check_same_tokenizer(datasets)
     if any(isinstance(dataset.source, ConversationShards) for dataset in datasets.values()):
-        datasets = {name: _with_segment_ids(dataset) for name, dataset in datasets.items()}
+        datasets = {name: _with_all_fields(dataset) for name, dataset in datasets.items()}
     return Mixture(datasets)
 
 
-def _with_segment_ids(dataset: Dataset) -> Dataset:
-    """The dataset, each window being one document where nothing else is known."""
-    return replace(dataset, split=split_whole) if dataset.split is split_window else dataset
+def _with_all_fields(dataset: Dataset) -> Dataset:
+    """Return the dataset with the fields that conversations have."""
+    return replace(dataset, split=lambda window: as_conversations(dataset.split(window)))
 
 
 def _check_same_tokenizer(datasets: Mapping[str, Dataset]) -> None:

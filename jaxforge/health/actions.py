@@ -112,9 +112,10 @@ class StillOurs(PeriodicAction):
         self._lock = lock
 
     def run(self, step: int, state: TrainState) -> Exit | None:
-        """Asks the lock, which knows without looking.
+        """Ask the lock.
 
         Raises:
+            StorageError: the run directory is gone.
             UserError: another job has the run directory now.
         """
         self._lock.check()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.points import ATTENTION_WEIGHTS
@@ -33,12 +33,14 @@ class Context(NamedTuple):
         segment_ids: document of each token; None: one document a row.
         rotations: the angles of the positions, by each of `LayerPlan.ropes`.
         loss_weights: what a layer's terms of the loss count for; None where nothing is trained.
+        is_padding: which tokens go to no expert; None: each token goes to its experts.
     """
 
     positions: Int[Array, "b s"] | None = None
     segment_ids: Int[Array, "b s"] | None = None
     rotations: tuple[Rotation, ...] = ()
     loss_weights: LossWeights | None = None
+    is_padding: Bool[Array, "b s"] | None = None
 
     def rotation(self, kind: LayerKind) -> Rotation:
         """That of a kind of layer."""

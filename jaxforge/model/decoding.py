@@ -181,7 +181,10 @@ def _start(
     # What a short prompt's padding leaves in the cache is overwritten before it can be seen.
     positions = jnp.broadcast_to(jnp.arange(length), prompts.shape)
     cache = _split(model.empty_cache(rows, length + max_tokens))
-    logits, cache = model.extend(params, prompts, positions, cache, only=lengths - 1)
+    is_padding = (positions >= lengths[:, None]) | ended[:, None]
+    logits, cache = model.extend(
+        params, prompts, positions, cache, only=lengths - 1, is_padding=is_padding
+    )
     tokens = jnp.zeros((rows, max_tokens), jnp.int32)
     batch = Decoding(cache, numbered(numbers), lengths, tokens, jnp.int32(0), ended)
     return _readable(_draw(batch, logits, cache, sampling, eos))
@@ -201,7 +204,8 @@ def _advance(
     def turn(batch: Decoding) -> Decoding:
         latest = jax.lax.dynamic_slice_in_dim(batch.tokens, batch.turn - 1, 1, axis=1)
         at = batch.lengths[:, None] + batch.turn - 1
-        logits, cache = model.extend(params, latest, at, batch.cache)
+        is_padding = batch.ended[:, None]
+        logits, cache = model.extend(params, latest, at, batch.cache, is_padding=is_padding)
         return _draw(batch, logits, cache, sampling, eos)
 
     return _readable(jax.lax.while_loop(lambda b: (b.turn < until) & ~b.ended.all(), turn, batch))

@@ -15,6 +15,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
@@ -142,7 +143,12 @@ class Experts(nnx.Module):
         self.config = config
 
     def __call__(
-        self, x_BSD: Float[Array, "b s d"], routing: Routing, backend: str
+        self,
+        x_BSD: Float[Array, "b s d"],
+        routing: Routing,
+        backend: str,
+        *,
+        has_padding: bool = False,
     ) -> tuple[Float[Array, "b s d"], Float[Array, ""]]:
         """The weighted sum of what a token's experts make of it, and how many were dropped.
 
@@ -150,11 +156,12 @@ class Experts(nnx.Module):
             x_BSD: tokens.
             routing: where they go.
             backend: the kernel of grouped products.
+            has_padding: whether some tokens go to no expert.
         """
         names = [name for name in ("gate_proj", "up_proj", "down_proj") if hasattr(self, name)]
         linears = {name: getattr(self, name).gathered(x_BSD.dtype) for name in names}
         specs = {name: getattr(self, name).specs(x_BSD.dtype) for name in names}
-        run = functools.partial(_run, self.config, backend)
+        run = functools.partial(_run, self.config, backend, has_padding)
         return _on_each_device(run, specs, x_BSD, routing, linears)
 
 
@@ -184,6 +191,7 @@ def _on_each_device(
 def _run(
     config: ModelConfig,
     backend: str,
+    has_padding: bool,
     x_BSD: Float[Array, "b s d"],
     choice: tuple[Int[Array, "b s k"], Float[Array, "b s k"]],
     linears: Linears,
@@ -191,8 +199,9 @@ def _run(
     """What one device does: of a token's experts and their weights, with its share of experts."""
     x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
     expert_TK, weight_TK = (of_row.reshape(len(x_TD), -1) for of_row in choice)
+    is_padding_TK = expert_TK == config.num_experts
     if config.moe_capacity_factor:
-        expert_TK = _within_capacity(expert_TK, config)
+        expert_TK = _within_capacity(expert_TK, config, has_padding)
     mlp = functools.partial(_mlp, config, backend)
     if collectives.axis_size(EXPERTS) == 1:
         places, sizes_E = sorted_places(expert_TK, config.num_experts)
@@ -201,7 +210,10 @@ def _run(
     else:
         y_TD = _by_all_to_all(mlp, x_TD, expert_TK, weight_TK, linears, config.num_experts)
     y_TD = collectives.psum(y_TD, "mlp")
-    dropped = jnp.sum(expert_TK == config.num_experts, dtype=jnp.float32)
+    is_dropped_TK = expert_TK == config.num_experts
+    if has_padding:
+        is_dropped_TK &= ~is_padding_TK
+    dropped = jnp.sum(is_dropped_TK, dtype=jnp.float32)
     return y_TD.reshape(x_BSD.shape), dropped[None]
 
 
@@ -247,21 +259,34 @@ def _bias_of_rows(
     return bias_EO.at[expert_N].get(mode="fill", fill_value=0)
 
 
-def _within_capacity(expert_TK: Int[Array, "t k"], config: ModelConfig) -> Int[Array, "t k"]:
+def _within_capacity(
+    expert_TK: Int[Array, "t k"], config: ModelConfig, has_padding: bool
+) -> Int[Array, "t k"]:
     """The experts, and `num_experts` in the place of those that were full.
 
     As in KempnerForge: an expert takes so many tokens as their first choice, as many as their
-    second and so on, in the order of the microbatch, which devices share.
+    second and so on, in the order of the microbatch, which devices share. Padding takes no place,
+    and the capacity is that of the other tokens.
     """
     tokens, k = expert_TK.shape
     n = config.num_experts
-    even = tokens * collectives.axis_size("tokens") * k / n
-    capacity = max(1, math.ceil(even * config.moe_capacity_factor))
+    capacities = _capacities(tokens * collectives.axis_size("tokens"), config)
+    capacity: int | Array = int(capacities[-1])
+    if has_padding:
+        real = collectives.psum(jnp.sum(expert_TK[:, 0] < n, dtype=jnp.int32), "tokens")
+        least = np.searchsorted(capacities, np.arange(1, capacities[-1] + 1))  # tokens for so much
+        capacity = jnp.sum(jnp.asarray(least) <= real)
     slot_TK = expert_TK * k + jnp.arange(k)
     places, sizes = sorted_places(slot_TK, n * k)
     before = jnp.cumsum(sizes) - sizes
     rank_TK = places.row - before[slot_TK] + collectives.sum_before(sizes, "tokens")[slot_TK]
     return jnp.where(rank_TK < capacity, expert_TK, n)
+
+
+def _capacities(tokens: int, config: ModelConfig) -> Int[np.ndarray, "n"]:
+    """Return how many tokens an expert takes of a microbatch of 0 to `tokens` tokens."""
+    even = np.arange(tokens + 1) * config.moe_top_k / config.num_experts
+    return np.maximum(1, np.ceil(even * config.moe_capacity_factor)).astype(np.int32)
 
 
 def _by_all_to_all(

@@ -151,7 +151,8 @@ def _score(
         scored: how many of its last tokens are scored.
         last: tokens that may come after it.
     """
-    batch = {"input_ids": constrain(inputs, "batch", None)}
+    is_padding = jnp.arange(inputs.shape[1]) >= lengths[:, None]
+    batch = {"input_ids": constrain(inputs, "batch", None), "is_padding": is_padding}
     hidden_BSD = model.forward(params, batch, lengths=lengths[:, None])[0]
     # Right-aligned: the place before the last one of each row is in the last column.
     places = lengths[:, None] - 1 - width + jnp.arange(width + 1)

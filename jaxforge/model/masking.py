@@ -6,7 +6,7 @@ row (`masking_utils.chunked_overlay`), which is the same where a row is one docu
 cuts each wherever in the row it happens to lie.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -85,6 +85,18 @@ def chunk_ids(
     if segment_ids is not None:
         begins |= _begins(segment_ids)
     return jnp.cumsum(begins, axis=1, dtype=jnp.int32)
+
+
+def padding_of(batch: Mapping[str, Array]) -> Bool[Array, "..."] | None:
+    """Return which tokens of a batch are padding.
+
+    The data say so in `is_padding`. Positions without a label are no padding: a prompt has none.
+
+    Returns:
+        A bool for each token; None if the batch cannot have padding.
+    """
+    is_padding = batch.get("is_padding")
+    return None if is_padding is None else jnp.asarray(is_padding, bool)
 
 
 def positions_in_documents(

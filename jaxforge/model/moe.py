@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.model import mup
@@ -36,7 +36,11 @@ class MoE(nnx.Module):
             )
 
     def __call__(
-        self, x_BSD: Float[Array, "b s d"], loss_weights: LossWeights | None, backend: str
+        self,
+        x_BSD: Float[Array, "b s d"],
+        loss_weights: LossWeights | None,
+        backend: str,
+        is_padding: Bool[Array, "b s"] | None = None,
     ) -> tuple[Float[Array, "b s d"], Side]:
         """Tokens, and what they tell of the experts' load where something is trained.
 
@@ -44,10 +48,12 @@ class MoE(nnx.Module):
             x_BSD: tokens.
             loss_weights: what terms of the loss count for.
             backend: the kernel of grouped products (`grouped.GROUPED`).
+            is_padding: tokens that go to no expert and count in no statistic.
         """
         c = self.config
-        routing, side = self.router(x_BSD, loss_weights)
-        y_BSD, dropped = self.experts(x_BSD, routing, backend)
+        routing, side = self.router(x_BSD, loss_weights, is_padding)
+        has_padding = is_padding is not None
+        y_BSD, dropped = self.experts(x_BSD, routing, backend, has_padding=has_padding)
         if c.moe_routed_scaling != 1.0:
             y_BSD = y_BSD * jnp.asarray(c.moe_routed_scaling, y_BSD.dtype)
         if c.shared_expert_dim:
@@ -57,7 +63,10 @@ class MoE(nnx.Module):
                 shared_BSD = shared_BSD * jax.nn.sigmoid(self.shared_expert_gate(gated_BSD))
             y_BSD = y_BSD + shared_BSD
         if loss_weights is not None:
-            dropped_share = Mean(dropped, jnp.float32(routing.experts.size))
+            assigned = jnp.float32(routing.experts.size)
+            if is_padding is not None:
+                assigned = jnp.sum(~is_padding, dtype=jnp.float32) * c.moe_top_k
+            dropped_share = Mean(dropped, assigned)
             side = side._replace(metrics={**side.metrics, "dropped": dropped_share})
         return y_BSD, side
 

@@ -104,7 +104,9 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "b s d"], Side]:
         normed_BSD = _normed(self.mlp_norm, x_BSD)
         if isinstance(self.mlp, MoE):
-            y_BSD, side = self.mlp(normed_BSD, context.loss_weights, runtime.grouped)
+            y_BSD, side = self.mlp(
+                normed_BSD, context.loss_weights, runtime.grouped, context.is_padding
+            )
         else:
             y_BSD, side = self.mlp(normed_BSD), self._silence(context)
         return self._added(self.mlp_post_norm, y_BSD, "mlp"), side

@@ -6,8 +6,8 @@
 An expert's output counts as much as its score, divided by the sum of the chosen ones' if
 `moe_norm_topk`. With groups, only experts of a token's best groups can be chosen.
 
-What keeps experts busy alike counts all tokens of a microbatch, however they are spread over
-devices, padding included. f_e is the share of the assignments that expert e got:
+What keeps experts busy alike counts all tokens of a microbatch but padding, however they are spread
+over devices. f_e is the share of the assignments that expert e got:
 
     load balance    E Σ_e f_e · mean over tokens of p_e; no gradient through f
                     (Switch Transformer, arXiv:2101.03961, equation 4)
@@ -36,7 +36,7 @@ class Routing(NamedTuple):
     """Where tokens go.
 
     Attributes:
-        experts: the k experts of each token.
+        experts: the k experts of each token; `num_experts` for padding, which goes to none.
         weights: what their outputs are multiplied with.
         counts: assignments to each expert in the microbatch, over all devices.
     """
@@ -79,21 +79,33 @@ class Router(nnx.Module):
             self.expert_ema = declare.untrained(shape, (None,), even)
 
     def __call__(
-        self, x_BSD: Float[Array, "b s d"], loss_weights: LossWeights | None
+        self,
+        x_BSD: Float[Array, "b s d"],
+        loss_weights: LossWeights | None,
+        is_padding: Bool[Array, "b s"] | None = None,
     ) -> tuple[Routing, Side]:
-        """Where tokens go; where something is trained, also what is to be told of it."""
+        """Choose the experts of each token, and compute statistics where something is trained.
+
+        Args:
+            x_BSD: tokens.
+            loss_weights: weights of terms of the loss; None where nothing is trained.
+            is_padding: tokens that go to no expert and count in no statistic.
+        """
         c, logits = self.config, self.gate(x_BSD)
         scores, choose_by = self._scores(logits)
         _, experts = jax.lax.top_k(_within_groups(choose_by, c), c.moe_top_k)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if c.moe_norm_topk:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        is_real = None
+        if is_padding is not None:
+            is_real, experts = ~is_padding, jnp.where(is_padding[..., None], c.num_experts, experts)
         is_chosen = jnp.any(experts[..., None] == jnp.arange(c.num_experts), axis=-2)
         local = jnp.sum(is_chosen, axis=(0, 1), dtype=jnp.float32)
         counts = collectives.psum(local, "tokens")
         side = NOTHING
         if loss_weights is not None:
-            side = self._side(logits, scores, is_chosen, (local, counts), loss_weights)
+            side = self._side(logits, scores, is_chosen, (local, counts), loss_weights, is_real)
             if c.moe_gradient_scale:
                 even = jnp.sum(counts) / c.num_experts
                 weights = weights * (even / jnp.maximum(counts, 1))[experts]
@@ -118,26 +130,29 @@ class Router(nnx.Module):
         is_chosen: Bool[Array, "b s e"],
         assigned: tuple[Float[Array, "e"], Float[Array, "e"]],
         loss_weights: LossWeights,
+        is_real: Bool[Array, "b s"] | None,
     ) -> Side:
         """What is told of some tokens; experts' assignments are those here, and of all devices."""
         local, counts = assigned
         c, tokens = self.config, jnp.float32(logits.shape[0] * logits.shape[1])
+        if is_real is not None:
+            tokens = jnp.sum(is_real, dtype=jnp.float32)
         shares = scores / jnp.sum(scores, axis=-1, keepdims=True)
         balanced = scores if c.bias_update == "kempnerforge" else shares
         factor = c.moe_sequence_aux_loss_weight if c.bias_update == "kempnerforge" else 1.0
-        load = counts / jnp.sum(counts)
-        balance = c.num_experts * jnp.sum(load * jnp.sum(balanced, axis=(0, 1)))
-        squares = jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2)
+        load = counts / _divisor(jnp.sum(counts), is_real)
+        balance = c.num_experts * jnp.sum(load * jnp.sum(_only(balanced, is_real), axis=(0, 1)))
+        squares = jnp.sum(_only(jax.nn.logsumexp(logits, axis=-1) ** 2, is_real))
         values = {
             "moe_aux_loss": loss_weights.position * balance,
             "moe_sequence_aux_loss": loss_weights.sequence
-            * jnp.sum(_balance_of_sequences(shares, is_chosen, c)),
+            * jnp.sum(_balance_of_sequences(shares, is_chosen, c, is_real)),
             "router_z_loss": loss_weights.position * squares,
         }
         terms = {name: weight * values[name] for name, weight in term_weights(c).items()}
         metrics: dict[str, Metric] = {
             "expert_counts": local,
-            "router_entropy": Mean(jnp.sum(jax.scipy.special.entr(shares)), tokens),
+            "router_entropy": Mean(jnp.sum(_only(jax.scipy.special.entr(shares), is_real)), tokens),
             "aux_loss": Mean(balance * factor, tokens),
             "router_z": Mean(squares, tokens),
         }
@@ -172,8 +187,23 @@ def _within_groups(scores: Float[Array, "b s e"], config: ModelConfig) -> Float[
     return jnp.where(is_in[..., None], by_group, -jnp.inf).reshape(scores.shape)
 
 
+def _only(x: Float[Array, "b s *rest"], is_real: Bool[Array, "b s"] | None) -> Array:
+    """Return `x` with zeros for padding."""
+    if is_real is None:
+        return x
+    return jnp.where(is_real.reshape(*is_real.shape, *(1,) * (x.ndim - 2)), x, 0)
+
+
+def _divisor(total: Array, is_real: Array | None) -> Array:
+    """Return a total to divide by: at least 1 where there may be nothing but padding."""
+    return total if is_real is None else jnp.maximum(total, 1)
+
+
 def _balance_of_sequences(
-    shares: Float[Array, "b s e"], is_chosen: Bool[Array, "b s e"], config: ModelConfig
+    shares: Float[Array, "b s e"],
+    is_chosen: Bool[Array, "b s e"],
+    config: ModelConfig,
+    is_real: Bool[Array, "b s"] | None,
 ) -> Float[Array, "b"]:
     """Equations 17 to 20 of DeepSeek-V3: Σ_e f_e P_e within each sequence.
 
@@ -182,7 +212,11 @@ def _balance_of_sequences(
     devices = collectives.axis_size("context")
 
     def mean(x_BSE: Array) -> Array:
-        return collectives.psum(jnp.mean(x_BSE, axis=1), "context") / devices
+        if is_real is None:
+            return collectives.psum(jnp.mean(x_BSE, axis=1), "context") / devices
+        of_device = jnp.sum(_only(x_BSE, is_real), axis=1), jnp.sum(is_real, axis=1)[:, None]
+        total, tokens = (collectives.psum(x.astype(jnp.float32), "context") for x in of_device)
+        return total / jnp.maximum(tokens, 1)
 
     f = mean(is_chosen) * (config.num_experts / config.moe_top_k)
     return jnp.sum(f * mean(shares), axis=-1) / devices

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import EXPERTS, LAYERS, MODELS, ModelConfig
@@ -28,7 +28,7 @@ from jaxforge.model import capture, fp8, fp8_layers, moe, mup, remat
 from jaxforge.model.attention import Context, KVCache, LayerOut
 from jaxforge.model.layer_scan import Layer, Rows, scan_layers
 from jaxforge.model.linear import Backward, Declare, Untrained, times
-from jaxforge.model.masking import positions_in_documents
+from jaxforge.model.masking import padding_of, positions_in_documents
 from jaxforge.model.network import Transformer, gather_sequence, split_sequence
 from jaxforge.model.plan import LayerKind, plan_of
 from jaxforge.model.rope import rotations
@@ -216,14 +216,7 @@ class Model:
             lengths: as of `context`.
         """
         x_BSD = self.embed(params, batch)
-        positions, segment_ids = batch.get("positions"), batch.get("segment_ids")
-        context = self.context(
-            x_BSD,
-            positions=positions,
-            segment_ids=segment_ids,
-            lengths=lengths,
-            loss_weights=loss_weights,
-        )
+        context = self.context_of(x_BSD, batch, lengths=lengths, loss_weights=loss_weights)
         if self.stack.stages > 1 and STAGES in automatic_axes():
             kinds = jax.tree.map(jnp.asarray, self.plan.of_rows(self.stack))
             x_BSD, cache, told = forward_pipeline(
@@ -247,15 +240,17 @@ class Model:
         positions: Int[Array, "b s"],
         cache: KVCache,
         only: Int[Array, "b"] | None = None,
+        is_padding: Bool[Array, "b s"] | None = None,
     ) -> tuple[Float[Array, "b s v"], KVCache]:
         """Logits (float32) of new tokens at `positions`, and the cache that now holds them.
 
         `only` names one of the new tokens in each row: no other token's logits are computed.
+        Tokens of `is_padding` go to no expert.
         """
         last = positions[:, -1:]
         if only is not None:
             last = jnp.take_along_axis(positions, only[:, None], axis=1)
-        batch = {"input_ids": tokens, "positions": positions}
+        batch = {"input_ids": tokens, "positions": positions, "is_padding": is_padding}
         hidden_BSD, out = self.forward(params, batch, cache=cache, lengths=last + 1)
         assert out.cache is not None
         if only is not None:
@@ -302,6 +297,19 @@ class Model:
         at = jnp.arange(x_BSD.shape[1])[None] if positions is None else positions
         turns = rotations(self.plan.ropes, self.config.rotary_size, at, lengths)
         return Context(positions, segment_ids, turns, loss_weights)
+
+    def context_of(
+        self,
+        x_BSD: Float[Array, "b s d"],
+        batch: Batch,
+        *,
+        lengths: Int[Array, "b 1"] | None = None,
+        loss_weights: LossWeights | None = None,
+    ) -> Context:
+        """`context` of a microbatch, with the padding that experts must not see."""
+        of_tokens = {name: batch.get(name) for name in ("positions", "segment_ids")}
+        context = self.context(x_BSD, **of_tokens, lengths=lengths, loss_weights=loss_weights)
+        return context._replace(is_padding=padding_of(batch)) if self.config.is_moe else context
 
     def _of_stage(
         self, layers: tuple[LayerKind, Params], x: Array, context: Context, cache: KVCache | None

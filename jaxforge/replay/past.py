@@ -144,9 +144,8 @@ class Walk:
     @property
     def controls(self) -> Controls:
         """What the host decided about the next step."""
-        step = self.progress.step
-        is_left_out = step + 1 in self._past.config.train.iterations_to_skip
-        return Controls(lr_scale=self._data.lr_scale(step), apply=not is_left_out)
+        left_out = self._past.config.train.iterations_to_skip
+        return self._data.controls(self.progress.step, left_out)
 
     def advance(self) -> Metrics:
         """Makes the next step, as the run did."""

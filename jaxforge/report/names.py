@@ -78,6 +78,7 @@ NAMES: Mapping[str, Name] = {
     "gpu/mem_utilization": Name("Peak of the available memory", "%", MEMORY, "", True, True),
     "train/tokens": Name("Tokens", "so far", DATA, zero=True),
     "train/samples": Name("Sequences", "so far", DATA, zero=True),
+    "train/padding_tokens": Name("Padding", "so far", DATA, zero=True),
     "train/valid_tokens": Name("Tokens learned from", "so far", DATA, zero=True),
     "moe/expert_balance": Name("Balance of experts", "least over most loaded", EXPERTS, zero=True),
     "moe/aux_loss": Name("Load-balancing loss", "sum over layers; even: 1 each", EXPERTS),

@@ -38,6 +38,7 @@ class Progress:
             rollback they are ahead of the step: what led there is not read again.
         tokens: tokens of applied updates, padding and masked ones included.
         valid_tokens: those of them that were learned from.
+        padding: those of them that are padding.
         skipped: steps whose update was not applied.
         consecutive_bad: such steps in a row, up to now.
         nonfinite: steps whose loss or gradient norm was not finite, applied or not.
@@ -56,6 +57,7 @@ class Progress:
     samples: int = 0
     tokens: int = 0
     valid_tokens: int = 0
+    padding: int = 0
     skipped: int = 0
     consecutive_bad: int = 0
     nonfinite: int = 0
@@ -100,6 +102,7 @@ class Progress:
         """
         self.step, self.samples = int(step), int(counts.samples)
         self.tokens, self.valid_tokens = int(counts.tokens), int(counts.valid_tokens)
+        self.padding = int(counts.padding)
         self.skipped, self.consecutive_bad = int(guard.total), int(guard.consecutive)
         self.nonfinite, self.spikes = int(guard.nonfinite), int(guard.spikes)
 

@@ -26,11 +26,13 @@ class Counts(NamedTuple):
         samples: sequences drawn from the data by attempted steps.
         tokens: tokens of applied updates, padding and masked ones included.
         valid_tokens: those of them that were learned from.
+        padding: those of them that are padding.
     """
 
     samples: WideCount
     tokens: WideCount
     valid_tokens: WideCount
+    padding: WideCount
 
     @classmethod
     def of(cls, progress: Progress) -> "Counts":

@@ -53,7 +53,7 @@ class LossSum(NamedTuple):
     Attributes:
         total: Σ -log p(label) over valid tokens, float32.
         weight: number of valid tokens, float32.
-        z_loss_sum: Σ logsumexp(logits)² over all positions, valid or not, float32.
+        z_loss_sum: Σ logsumexp(logits)² over all positions but padding, valid or not, float32.
         by_dataset: `psum` of each dataset, of a mixture.
     """
 
@@ -168,33 +168,46 @@ def cross_entropy(
     dataset_mask_BN: Bool[Array, "b n"] | None = None,
 ) -> LossSum:
     """Sums of the loss of a batch from its final hidden states; of datasets too, by their mask."""
-    hidden, labels, mask = _by_part(hidden_BSD, labels_BS, dataset_mask_BN)
-    return _sums(hidden, head_VD, labels, tiling, mask)
+    hidden, labels, masks = _by_part(hidden_BSD, labels_BS, _Masks(dataset_mask_BN))
+    return _sums(hidden, head_VD, labels, tiling, masks)
 
 
-def _by_part(
-    hidden_BSD: Array, labels_BS: Array, dataset_mask_BN: Array | None
-) -> tuple[Array, Array, Array | None]:
+class _Masks(NamedTuple):
+    """Masks of a microbatch.
+
+    Attributes:
+        dataset: the dataset of each sequence [b, datasets], of a mixture.
+        padding: which tokens are padding [b, s]; None: none is.
+    """
+
+    dataset: Bool[Array, "b n"] | None = None
+    padding: Bool[Array, "b s"] | None = None
+
+
+def _by_part(hidden_BSD: Array, labels_BS: Array, masks: _Masks) -> tuple[Array, Array, _Masks]:
     """The same of parts of sequences that no device axis splits, as sequences."""
-    parts = automatic_size("context")
-    if dataset_mask_BN is not None and parts > 1:
-        dataset_mask_BN = jnp.tile(dataset_mask_BN, (parts, 1))
-    return parts_of_sequences(hidden_BSD), parts_of_sequences(labels_BS), dataset_mask_BN
+    parts, (dataset, padding) = automatic_size("context"), masks
+    if dataset is not None and parts > 1:
+        dataset = jnp.tile(dataset, (parts, 1))
+    if padding is not None:
+        padding = parts_of_sequences(padding)
+    masks = _Masks(dataset, padding)
+    return parts_of_sequences(hidden_BSD), parts_of_sequences(labels_BS), masks
 
 
 def _sums(
-    hidden_BSD: Array, head_VD: Array, labels_BS: Array, tiling: Tiling, dataset_mask: Array | None
+    hidden_BSD: Array, head_VD: Array, labels_BS: Array, tiling: Tiling, masks: _Masks
 ) -> LossSum:
     """`cross_entropy` of sequences that no device axis splits."""
     weights = _gathered(head_VD, hidden_BSD.dtype)
     if _by_chunks(tiling, head_VD):
-        return _by_vocab(tiling, hidden_BSD, weights, labels_BS, dataset_mask)[0]
+        return _by_vocab(tiling, hidden_BSD, weights, labels_BS, masks)[0]
 
     def one(total: LossSum, tile: _Tile) -> tuple[LossSum, None]:
-        return total.plus(_tile_sums(tile, weights, dataset_mask, tiling.softcap)[0]), None
+        return total.plus(_tile_sums(tile, weights, masks.dataset, tiling.softcap)[0]), None
 
-    tiles, none = _tiles(tiling.tokens, hidden_BSD, labels_BS)
-    return _fold(one, _tile_sums(none, weights, dataset_mask, tiling.softcap)[0], tiles)[0]
+    tiles, none = _tiles(tiling.tokens, hidden_BSD, labels_BS, masks.padding)
+    return _fold(one, _tile_sums(none, weights, masks.dataset, tiling.softcap)[0], tiles)[0]
 
 
 def _gathered(head_VD: Array, dtype: jnp.dtype) -> Array:
@@ -212,13 +225,16 @@ def weighted_loss(
     labels_BS: Int[Array, "b s"],
     loss_weights: LossWeights,
     dataset_mask_BN: Bool[Array, "b n"] | None = None,
+    is_padding_BS: Bool[Array, "b s"] | None = None,
 ) -> WeightedLoss:
     """Both parts of the loss. Their sum is differentiable in `hidden` and `head`.
 
-    The gradient is that of the sum: each part counts for as much as the other.
+    The gradient is that of the sum: each part counts for as much as the other. Padding has no label
+    and counts in neither.
     """
-    hidden, labels, mask = _by_part(hidden_BSD, labels_BS, dataset_mask_BN)
-    return _weighted_loss(tiling, hidden, head_VD, labels, loss_weights, mask)
+    masks = _Masks(dataset_mask_BN, is_padding_BS)
+    hidden, labels, masks = _by_part(hidden_BSD, labels_BS, masks)
+    return _weighted_loss(tiling, hidden, head_VD, labels, loss_weights, masks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -228,9 +244,9 @@ def _weighted_loss(
     head: Array,
     labels: Array,
     loss_weights: LossWeights,
-    dataset_mask: Array | None,
+    masks: _Masks,
 ) -> WeightedLoss:
-    return _weigh(_sums(hidden, head, labels, tiling, dataset_mask), loss_weights)
+    return _weigh(_sums(hidden, head, labels, tiling, masks), loss_weights)
 
 
 def _weigh(sums: LossSum, loss_weights: LossWeights) -> WeightedLoss:
@@ -245,7 +261,7 @@ def _differentiable(
     head: Array,
     labels: Array,
     loss_weights: LossWeights,
-    dataset_mask: Array | None,
+    masks: _Masks,
 ) -> tuple[WeightedLoss, tuple[Any, ...]]:
     """The loss, and what the backward pass needs: here, by tiles of tokens, the gradient itself.
 
@@ -253,10 +269,11 @@ def _differentiable(
     """
     if _by_chunks(tiling, head):
         weights, like = _gathered(head, hidden.dtype), jnp.zeros((), head.dtype)
-        sums, lse = _by_vocab(tiling, hidden, weights, labels, dataset_mask)
-        return _weigh(sums, loss_weights), (hidden, weights, like, labels, loss_weights, lse)
+        sums, lse = _by_vocab(tiling, hidden, weights, labels, masks)
+        saved = hidden, weights, like, labels, masks.padding, loss_weights, lse
+        return _weigh(sums, loss_weights), saved
     sums, d_hidden, d_head_DV = _gradient_by_tokens(
-        tiling, hidden, head, labels, loss_weights, dataset_mask
+        tiling, hidden, head, labels, loss_weights, masks
     )
     d_head = constrain(d_head_DV.T, *_HEAD)
     return _weigh(sums, loss_weights), (d_hidden, d_head.astype(head.dtype))
@@ -269,10 +286,10 @@ def _differentiate(
     if len(saved) == 2:
         d_hidden, d_head = (d_loss.astype(grad.dtype) * grad for grad in saved)
     else:
-        hidden, weights, like, labels, loss_weights, lse = saved
+        hidden, weights, like, labels, padding, loss_weights, lse = saved
         loss_weights = LossWeights(d_loss * loss_weights.token, d_loss * loss_weights.position)
         d_hidden, d_head = _gradient_by_vocab(
-            tiling, hidden, weights, labels, loss_weights, lse, like.dtype
+            tiling, weights, _whole(hidden, labels, padding), hidden, loss_weights, lse, like.dtype
         )
     return d_hidden, d_head, None, None, None
 
@@ -292,7 +309,7 @@ class _Tile(NamedTuple):
         return self.labels != IGNORE
 
 
-def _tiles(tokens: int, hidden: Array, labels: Array) -> tuple[_Tile, _Tile]:
+def _tiles(tokens: int, hidden: Array, labels: Array, padding: Array | None) -> tuple[_Tile, _Tile]:
     """Slices [n, t, ...] along the sequence, which no device axis splits here; and an empty one.
 
     The last slice is padded.
@@ -306,14 +323,15 @@ def _tiles(tokens: int, hidden: Array, labels: Array) -> tuple[_Tile, _Tile]:
         x = x.reshape(batch, n, tokens, *x.shape[2:]).swapaxes(0, 1)
         return x.reshape(n, batch * tokens, *x.shape[3:])
 
-    real = cut(jnp.ones_like(labels), 0) == 1
+    is_real = jnp.ones_like(labels) if padding is None else (~padding).astype(labels.dtype)
+    real = cut(is_real, 0) == 1
     tiles = _Tile(cut(hidden, 0), cut(labels, IGNORE), real)
     return tiles, jax.tree.map(lambda x: x[0, :0], tiles)
 
 
-def _whole(hidden: Array, labels: Array) -> _Tile:
+def _whole(hidden: Array, labels: Array, padding: Array | None) -> _Tile:
     """All tokens as one tile."""
-    return jax.tree.map(lambda x: x[0], _tiles(labels.shape[1], hidden, labels)[0])
+    return jax.tree.map(lambda x: x[0], _tiles(labels.shape[1], hidden, labels, padding)[0])
 
 
 def _fold(one: Callable[..., Any], start: PyTree, tiles: _Tile) -> tuple[Any, Any]:
@@ -389,13 +407,13 @@ def _gradient_by_tokens(
     head: Array,
     labels: Array,
     loss_weights: LossWeights,
-    dataset_mask: Array | None,
+    masks: _Masks,
 ) -> tuple[LossSum, Array, Array]:
     """Sums, and the gradients [b, s, d] and [d, v]: of the head it is Σ hiddenᵀ · d_logits."""
     weights = _gathered(head, hidden.dtype)
 
     def of_tile(tile: _Tile) -> tuple[LossSum, Array, Array]:
-        sums, logits, lse, is_label = _tile_sums(tile, weights, dataset_mask, tiling.softcap)
+        sums, logits, lse, is_label = _tile_sums(tile, weights, masks.dataset, tiling.softcap)
         d_logits = _d_logits(tile, loss_weights, logits, lse, is_label, tiling.softcap)
         # a summand, or the whole
         product = _product if collectives.split_over("vocab") else jnp.einsum
@@ -406,7 +424,7 @@ def _gradient_by_tokens(
         sums, d_hidden, d_head = of_tile(tile)
         return (carry[0].plus(sums), constrain(carry[1] + d_head, "embed", "vocab")), d_hidden
 
-    tiles, none = _tiles(tiling.tokens, hidden, labels)
+    tiles, none = _tiles(tiling.tokens, hidden, labels, masks.padding)
     no_sums, _, no_gradient = of_tile(none)  # zeros that vary over the same mesh axes
     (sums, d_head), d_tiles = _fold(one, (no_sums, no_gradient), tiles)
     batch, length, dim = hidden.shape
@@ -416,10 +434,10 @@ def _gradient_by_tokens(
 
 
 def _by_vocab(
-    tiling: Tiling, hidden: Array, weights: Array, labels: Array, dataset_mask: Array | None
+    tiling: Tiling, hidden: Array, weights: Array, labels: Array, masks: _Masks
 ) -> tuple[LossSum, Float[Array, "t"]]:
     """Sums, and the logsumexp of each token, by a running one over chunks of the vocabulary."""
-    tile = _whole(hidden, labels)
+    tile = _whole(hidden, labels, masks.padding)
 
     def one(carry: tuple[Array, Array, Array], chunk: Chunk) -> tuple[Any, None]:
         top, rest, label_logits = carry
@@ -433,20 +451,19 @@ def _by_vocab(
     chunks = chunks_of(weights, tiling.vocab)
     (top, rest, label_logits), _ = jax.lax.scan(one, (zeros - jnp.inf, zeros, zeros), chunks)
     lse = _over_shares(top + jnp.log(rest))
-    return _sum_up(tile, lse, collectives.psum(label_logits, "vocab"), dataset_mask), lse
+    return _sum_up(tile, lse, collectives.psum(label_logits, "vocab"), masks.dataset), lse
 
 
 def _gradient_by_vocab(
     tiling: Tiling,
-    hidden: Array,
     weights: Array,
-    labels: Array,
+    tile: _Tile,
+    hidden: Array,
     loss_weights: LossWeights,
     lse: Array,
     dtype: jnp.dtype,
 ) -> tuple[Array, Array]:
     """Gradients of the hidden states [b, s, d], and of the head [v, d] in `dtype`."""
-    tile = _whole(hidden, labels)
 
     def one(d_hidden: Array, chunk: Chunk) -> tuple[Array, Array]:
         is_label = chunk.ids == tile.labels[:, None]

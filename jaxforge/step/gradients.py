@@ -34,6 +34,7 @@ from jaxforge.model import remat
 from jaxforge.model.attention import Context
 from jaxforge.model.attention_backends import BACKENDS
 from jaxforge.model.linear import is_matrix
+from jaxforge.model.masking import padding_of
 from jaxforge.model.plan import LayerKind
 from jaxforge.model.transformer import Model, Params, join
 from jaxforge.parallel import collectives
@@ -59,6 +60,7 @@ from jaxforge.step.losses import build_loss
 Batch = dict[str, Shaped[Array, "m b ..."]]
 """`input_ids`, `labels` and, when packed, `segment_ids`: [microbatches, sequences, tokens].
 
+Where rows may be padded also `is_padding`, which is not 0 for tokens that count in nothing.
 Of a mixture, also `dataset_idx` [microbatches, sequences], or instead `dataset_mask`. What else
 the data have is handed to model and loss, microbatch by microbatch.
 """
@@ -194,8 +196,7 @@ def pipelined(model: Model, config: JobConfig) -> AddUp:
         def context(x: Array, microbatch: tuple[Batch, Array]) -> Context:
             batch, token = microbatch
             own = loss_weights._replace(token=token)
-            found = {name: batch.get(name) for name in ("positions", "segment_ids")}
-            return model.context(x, **found, loss_weights=own)
+            return model.context_of(x, batch, loss_weights=own)
 
         def head_and_loss(params: Params, x: Array, microbatch: tuple[Batch, Array]) -> Side:
             (batch, token), variables = microbatch, join(params, others)
@@ -263,12 +264,17 @@ def update_loss_weights(
 
     Scaled weights scale each number of a backward pass, also of one that a loss makes itself.
     """
-    labels = batch["labels"]
+    labels, is_padding = batch["labels"], padding_of(batch)
     microbatches, rows, length = labels.shape
+    positions: int | Array = microbatches * rows * length
+    sequences: int | Array = microbatches * rows
+    if is_padding is not None:
+        positions = jnp.maximum(1, jnp.sum(~is_padding))
+        sequences = jnp.maximum(1, jnp.sum(jnp.any(~is_padding, axis=-1)))
     weights = LossWeights(
         token=token_weights(valid_tokens(labels), config.loss_norm),
-        position=1 / (microbatches * rows * length),
-        sequence=1 / (microbatches * rows),
+        position=1 / positions,
+        sequence=1 / sequences,
     )
     return weights if scale is None else jax.tree.map(lambda weight: weight * scale, weights)
 

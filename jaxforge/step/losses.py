@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from jaxforge.config.train import CROSS_ENTROPIES, LOSSES, TrainConfig
 from jaxforge.errors import UserError
+from jaxforge.model.masking import padding_of
 from jaxforge.model.transformer import Batch, Model, Params
 from jaxforge.side import NOTHING, LossWeights, Side
 from jaxforge.step.cross_entropy import cross_entropy, tiles_of, weighted_loss
@@ -108,7 +109,8 @@ def _cross_entropy(config: TrainConfig, model: Model) -> MicrobatchLoss:
         labels, head = batch["labels"], model.head(params)
         tiles = tiles_of(config, labels, head, model)
         own = loss_weights._replace(position=config.z_loss_weight * loss_weights.position)
-        found = weighted_loss(tiles, hidden, head, labels, own, batch.get("dataset_mask"))
+        masks = batch.get("dataset_mask"), padding_of(batch)
+        found = weighted_loss(tiles, hidden, head, labels, own, *masks)
         terms = {"cross_entropy": found.cross_entropy}
         if config.z_loss_weight:
             terms["z_loss"] = found.z_loss

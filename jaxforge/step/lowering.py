@@ -81,7 +81,8 @@ def lower_sizes(
             for name, x in batch.items()
         }
 
-    return {n: step.lower(state, of_size(n), Controls()) for n in sizes}
+    controls = Controls(next_lr_scale=1.0)  # as `TrainingData.controls` has them
+    return {n: step.lower(state, of_size(n), controls) for n in sizes}
 
 
 def abstract_batch(config: JobConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import EIGHT_BIT
+from jaxforge.model.masking import padding_of
 from jaxforge.model.transformer import Model
 from jaxforge.optim.moments import advances_in_place
 from jaxforge.optim.optimizer import global_norm, learning_rate, updates_made
@@ -47,10 +48,12 @@ class Controls(NamedTuple):
     Attributes:
         lr_scale: factor on the learning rate.
         apply: whether the update may be applied.
+        next_lr_scale: factor on the rate of the next update, which is logged; None: `lr_scale`.
     """
 
     lr_scale: Float[Array, ""] | float = 1.0
     apply: Bool[Array, ""] | bool = True
+    next_lr_scale: Float[Array, ""] | float | None = None
 
 
 class CompiledSteps:
@@ -106,6 +109,9 @@ def make_train_step(
     def train_step(
         state: TrainState, batch: Batch, controls: Controls
     ) -> tuple[TrainState, Metrics]:
+        next_lr_scale = controls.next_lr_scale
+        if next_lr_scale is None:
+            next_lr_scale = controls.lr_scale
         batch = with_dataset_mask(batch, len(config.data.datasets))
         batch = spread_sequences(model, batch)
         scale = guard.loss_scale(state.guard)
@@ -131,11 +137,12 @@ def make_train_step(
             (state.params, state.opt_state, state.model_state),
             settled,
         )
-        counts = _count(state.counts, batch["labels"].shape, n_valid, good)
+        counts = _count(state.counts, batch, n_valid, good)
         new = TrainState(state.step + 1, params, opt_state, verdict, counts, model_state)
         new = select(goes_on, new, state, settled)
+        loss = _nan_without_labels(loss, n_valid)
         metrics = _outcome(new, loss, grad_norm, n_valid) | {
-            "lr": lr(updates_made(new.opt_state)) * controls.lr_scale,
+            "lr": lr(updates_made(new.opt_state)) * next_lr_scale,
             "applied": applied,
         }
         metrics |= _by_dataset(loss, batch) | side_metrics(loss, model.stack)
@@ -144,6 +151,12 @@ def make_train_step(
 
     shardings = state_shardings(model, optimizer, mesh)
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
+
+
+def _nan_without_labels(loss: Loss, n_valid: Int[Array, ""]) -> Loss:
+    """Replace the terms of a loss without any label by NaN: it is a mean of nothing."""
+    terms = {name: jnp.where(n_valid > 0, x, jnp.nan) for name, x in loss.side.terms.items()}
+    return loss._replace(side=loss.side._replace(terms=terms))
 
 
 def _outcome(
@@ -187,13 +200,15 @@ def side_metrics(loss: Loss, stack: Stack) -> Metrics:
 
 
 def _count(
-    counts: Counts, shape: tuple[int, ...], n_valid: Int[Array, ""], applied: Bool[Array, ""]
+    counts: Counts, batch: Batch, n_valid: Int[Array, ""], applied: Bool[Array, ""]
 ) -> Counts:
     """The counts after one attempted step on a batch [microbatches, sequences, tokens]."""
-    microbatches, rows, length = shape
-    samples = microbatches * rows
+    microbatches, rows, length = batch["labels"].shape
+    samples, is_padding = microbatches * rows, padding_of(batch)
+    padding: int | Array = 0 if is_padding is None else jnp.sum(is_padding, dtype=jnp.int32)
     return Counts(
         samples=counts.samples.plus(samples),
         tokens=counts.tokens.plus(jnp.where(applied, samples * length, 0)),
         valid_tokens=counts.valid_tokens.plus(jnp.where(applied, n_valid, 0)),
+        padding=counts.padding.plus(jnp.where(applied, padding, 0)),
     )

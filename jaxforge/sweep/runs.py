@@ -21,7 +21,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
-from jaxforge.process import listening
+from jaxforge.process import listening, new_command_env
 from jaxforge.run_directory import changes
 from jaxforge.sweep.points import Point
 
@@ -172,6 +172,7 @@ class Runner:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _WITH_PARENT, str(os.getpid()), *one.command],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0,
+                env=new_command_env(),
             )  # fmt: skip
             if self._stopping is not None:  # it came before there was a process to tell
                 self._process.send_signal(self._stopping)

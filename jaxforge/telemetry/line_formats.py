@@ -156,8 +156,9 @@ _TORCHTITAN_EVALUATION: Segments = {
 class Megatron(_Lines):
     """` [time] iteration       10/     500 | consumed samples:         2560 | … | lm loss: … |`.
 
-    The loss is the mean over applied updates since the last line, skipped and NaN iterations are
-    those since the last line. Zeros in gradients and the parameters' norm are there where
+    The loss is the mean over applied updates since the last line. Skipped and NaN iterations are
+    those since the last line, without those that `train.iterations_to_skip` names: Megatron counts
+    these in no line. Zeros in gradients and the parameters' norm are there where
     `metrics.collect` asks for them.
     """
 
@@ -185,8 +186,8 @@ class Megatron(_Lines):
 class MindSpeed(Megatron):
     """` iteration       10/     500 | consumed samples:       2560 | consumed tokens: … |`.
 
-    The loss is the mean over applied updates since the last line. Evaluations, of which its loop
-    has none, are as in Megatron.
+    The loss is the mean over applied updates since the last line. Consumed tokens are those of
+    applied updates without padding. Evaluations, of which its loop has none, are as in Megatron.
     """
 
     def banner(self) -> str:
@@ -248,10 +249,12 @@ def _counts(run: RunFacts, step: int, metrics: Metrics) -> dict[str, Value]:
         "max_steps": run.max_steps,
         "batch": round(tokens / run.seq_len),
         "samples": round(metrics["train/samples"]),
-        "tokens": round(metrics["train/tokens"]),
+        "tokens": round(metrics["train/tokens"] - metrics.get("train/padding_tokens", 0)),
         "ms": 1000 * metrics["train/step_time_sec"],
         "loss_scale": metrics.get("train/loss_scale", 1.0),  # only fp16 needs one
-        "skipped": round(metrics["interval/skipped_steps"]),
+        "skipped": round(
+            metrics["interval/skipped_steps"] - metrics.get("interval/left_out_steps", 0)
+        ),
         "nan": round(metrics["interval/nan_steps"]),
     }
     if "train/mfu" in metrics:

@@ -140,20 +140,26 @@ class Sums(NamedTuple):
         loss: over applied updates; one that is not finite would make all later means NaN.
         updates: how many these are.
         skipped: steps whose update was not applied.
-        nan: steps whose loss was not finite.
+        nan: steps with labels whose loss was not finite.
+        left_out: those of the skipped steps that `train.iterations_to_skip` names.
     """
 
     loss: float = 0.0
     updates: int = 0
     skipped: int = 0
     nan: int = 0
+    left_out: int = 0
 
-    def plus(self, losses: Sequence[float], skipped: Sequence[int]) -> "Sums":
+    def plus(
+        self, losses: Sequence[float], skipped: Sequence[int], labels: Sequence[int] | None = None
+    ) -> "Sums":
         """With some more steps.
 
         Args:
             losses: of these steps.
             skipped: the run's count of skipped steps after each of them.
+            labels: how many labels of each count; the loss of a step without any is NaN, as a mean
+                of nothing. None: each step has some.
         """
         finite = [math.isfinite(loss) for loss in losses]
         applied = [
@@ -164,14 +170,22 @@ class Sums(NamedTuple):
             if good and now <= was
         ]
         loss, updates = self.loss + sum(applied), self.updates + len(applied)
-        return Sums(loss, updates, skipped[-1], self.nan + finite.count(False))
+        has_labels = [n > 0 for n in labels] if labels is not None else [True] * len(losses)
+        nan = sum(had and not good for had, good in zip(has_labels, finite, strict=True))
+        return self._replace(loss=loss, updates=updates, skipped=skipped[-1], nan=self.nan + nan)
 
     def since(self, before: "Sums") -> Metrics:
-        """`interval/*` over the steps that came after `before`; no loss if none was applied."""
+        """`interval/*` over the steps that came after `before`.
+
+        No loss if no step was applied, and no steps that are left out if there are none.
+        """
         updates = self.updates - before.updates
         loss = {"interval/loss": (self.loss - before.loss) / updates} if updates else {}
+        left_out = self.left_out - before.left_out
+        named = {"interval/left_out_steps": float(left_out)} if left_out else {}
         return {
             **loss,
+            **named,
             "interval/skipped_steps": float(self.skipped - before.skipped),
             "interval/nan_steps": float(self.nan - before.nan),
         }
@@ -231,7 +245,7 @@ class Smoothed:
             value = speed.get(f"train/{'step_time_sec' if name == 'step_time' else name}")
             if value is not None:
                 self._add(f"smoothed/{name}", value, steps)
-        return dict(self._values)
+        return {"smoothed/loss": math.nan, **self._values}
 
     def _add(self, name: str, value: float, times: int) -> None:
         old = self._values.get(name, value)

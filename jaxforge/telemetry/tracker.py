@@ -8,7 +8,7 @@ import collections
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,9 +23,23 @@ log = logging.getLogger(__name__)
 
 
 class _Launched(NamedTuple):
+    """A step that was launched, with its metrics on the device.
+
+    Attributes:
+        step: its number, if it takes place: none does after the step that ends a run.
+        metrics: what is logged of it.
+        waited: seconds that this process had waited for data by then.
+        loss: its loss.
+        skipped: the run's count of skipped steps after it.
+        labels: how many of its labels count.
+    """
+
     step: int
     metrics: dict[str, Array]
     waited: float
+    loss: Float[Array, ""]
+    skipped: Int[Array, ""]
+    labels: Int[Array, ""] | int
 
 
 class HostTimes(NamedTuple):
@@ -62,6 +76,7 @@ class Tracker:
         last_step: `train.max_steps`.
         datasets: names of a mixture's.
         extras: `metrics.collect`; logged besides.
+        left_out: `train.iterations_to_skip`.
     """
 
     def __init__(
@@ -72,16 +87,17 @@ class Tracker:
         last_step: int,
         datasets: Sequence[str] = (),
         extras: Sequence[str] = (),
+        left_out: Collection[int] = (),
     ) -> None:
-        self._datasets, self._extras = datasets, extras
+        self._datasets, self._extras, self._left_out = datasets, extras, frozenset(left_out)
         self._writers, self._cost, self._progress = writers, cost, progress
         self._last_step = last_step
         self._logged: Metrics = {}
         self._latest: _Launched | None = None
-        # Losses since the last fetch, each with the run's count of skipped steps after it. Beyond a
-        # thousand they would cost more to read than they add to a mean.
-        self._losses: collections.deque[tuple[Float[Array, ""], Int[Array, ""]]]
-        self._losses = collections.deque(maxlen=1000)
+        # Those since the last fetch. Beyond a thousand they would cost more to read than they add
+        # to a mean.
+        self._launched: collections.deque[_Launched] = collections.deque(maxlen=_MOST)
+        self._has_warned_of_labels = False
         self._smoothed, self._sums = Smoothed(), Sums(skipped=progress.skipped)
         self._paused = self._waited = self._launching = 0.0
         self._has_batch = time.perf_counter()
@@ -110,13 +126,19 @@ class Tracker:
         besides = [name for name in (*_SIDE, "loss_scale") if name in metrics]
         names = (*_FETCHED, *of_datasets, *self._extras, *besides)
         fetched = {name: metrics[name] for name in names}
-        self._latest = _Launched(step, fetched, self._waited)
-        self._losses.append((metrics["loss"], metrics["skipped"]))
+        labels = metrics.get("valid_tokens", 1)
+        losses = metrics["loss"], metrics["skipped"], labels
+        self._latest = _Launched(step, fetched, self._waited, *losses)
+        self._launched.append(self._latest)
 
     def flush(self) -> None:
         """Logs the latest step now where it is due, waiting for the device."""
-        if self._latest is not None and (due := self._due(self._latest.step)):
+        if self._latest is None:
+            return
+        if due := self._due(self._latest.step):
             self._log_latest(self._latest, due)
+        elif self._latest.step % _MOST == 0:  # the step that ended the run is still among them
+            self._progress.consecutive_bad = int(self._latest.metrics["consecutive"])
 
     def take_logged(self) -> Metrics:
         """The metrics of the last step that was logged, once; empty where none was since."""
@@ -132,7 +154,7 @@ class Tracker:
         """Goes on from an earlier step: what was logged of later ones gives way to what comes."""
         self._latest = None
         self._sums = self._sums._replace(skipped=self._progress.skipped)
-        self._losses.clear()
+        self._launched.clear()
         for writer in self._writers:
             writer.rewind(self._progress.step)
         self.start_clock()
@@ -176,16 +198,26 @@ class Tracker:
         return [i for i, writer in enumerate(self._writers) if everywhere or writer.due(step)]
 
     def _log_latest(self, latest: _Launched, writers: Sequence[int]) -> None:
-        values, fetched = jax.device_get((latest.metrics, list(self._losses)))
-        losses = [float(loss) for loss, _ in fetched]
-        self._sums = self._sums.plus(losses, [int(skipped) for _, skipped in fetched])
+        launched = list(self._launched)
+        each = [(one.loss, one.skipped, one.labels) for one in launched]
+        values, fetched = jax.device_get((latest.metrics, each))
         self._latest = None
-        self._losses.clear()
+        self._launched.clear()
         self._progress.consecutive_bad = int(values["consecutive"])
         step = int(values["step"])  # where the state stands still, behind the one launched
-        if step == self._fetched.step:
+        took_place = len(launched) - (latest.step - step)
+        if step == self._fetched.step or took_place < 1:
             return
+        if step < latest.step:
+            latest = launched[took_place - 1]
+            values = jax.device_get(latest.metrics)
+        losses = [float(loss) for loss, *_ in fetched[:took_place]]
+        skipped, labels = ([int(one[i]) for one in fetched[:took_place]] for i in (1, 2))
+        left_out = sum(one.step in self._left_out for one in launched[:took_place])
+        self._sums = self._sums._replace(left_out=self._sums.left_out + left_out)
+        self._sums = self._sums.plus(losses, skipped, labels)
         self._warn(step, int(values["nonfinite"]), int(values["spikes"]))
+        self._warn_of_labels(step, labels.count(0))
         samples = int(values["counts"].samples)
         since = self._fetched
         now = _Mark(step, samples, self._clock(), latest.waited, self._sums)
@@ -201,6 +233,7 @@ class Tracker:
             "train/skipped_steps": float(values["skipped"]),
             "train/nonfinite_steps": float(values["nonfinite"]),
             "train/spike_steps": float(values["spikes"]),
+            **_padding(values),
             **_loss_scale(values),
             **self._by_dataset(values),
             **collected({name: values[name] for name in self._extras}),
@@ -222,6 +255,17 @@ class Tracker:
                 step, more_nonfinite, more_spikes,
             )  # fmt: skip
         self._warned = nonfinite, spikes
+
+    def _warn_of_labels(self, step: int, without: int) -> None:
+        """Warn once that there are steps without any label."""
+        if without and not self._has_warned_of_labels:
+            self._has_warned_of_labels = True
+            log.warning(
+                "up to step %d: %d step(s) without any label that counts. Nothing is learned from "
+                "such a step, and its loss is null. Look at the masks of the data; prompts longer "
+                "than train.seq_len leave no label, too (data.overlong)",
+                step, without,
+            )  # fmt: skip
 
     def _interval(self, since: _Mark, now: _Mark) -> Metrics:
         """Means over the steps between two marks: each writer has those of its own interval."""
@@ -249,9 +293,16 @@ class Tracker:
         return time.perf_counter() - self._paused
 
 
+_MOST = 1000  # steps between two looks at the device
 _FETCHED = ("grad_norm", "lr", "step", "counts", "skipped", "consecutive", "nonfinite", "spikes")
 _OF_DATASETS = ("dataset_nll", "dataset_tokens")
 _SIDE = ("losses", "side")
+
+
+def _padding(values: dict[str, Any]) -> Metrics:
+    """Tokens so far that are padding, where some are."""
+    padding = int(values["counts"].padding)
+    return {"train/padding_tokens": float(padding)} if padding else {}
 
 
 def _loss_scale(values: dict[str, Any]) -> Metrics:

@@ -3,6 +3,7 @@
 import logging
 
 from jaxforge.config.train import TrainConfig
+from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress
 
@@ -37,6 +38,36 @@ def tell_end(reason: Exit, config: TrainConfig, progress: Progress, last_saved: 
         log.error("left at step %d, unsaved; the last checkpoint is step %s", step, last_saved)
     else:
         log.info("stopped at step %d of %d; run the same command to go on", step, config.max_steps)
+
+
+def check_learned(config: TrainConfig, progress: Progress) -> None:
+    """Refuse to call a run complete that has applied no update.
+
+    Args:
+        config: the `[train]` section.
+        progress: where the run stands.
+
+    Raises:
+        UserError: no update was applied.
+    """
+    if progress.tokens or not progress.step:
+        return
+    counts = {
+        "had a loss or gradient norm that is not finite": progress.nonfinite,
+        "had a spike": progress.spikes,
+        "are named by train.iterations_to_skip": sum(
+            n <= progress.step for n in config.iterations_to_skip
+        ),
+    }
+    others = "had no label that counts"
+    if config.mixed_precision == "fp16":
+        others += ", or gradients that overflow"
+    counts[others] = progress.step - sum(counts.values())
+    raise UserError(
+        f"nothing was learned: none of {progress.step} update(s) was applied. Of these, "
+        f"{', '.join(f'{n} {what}' for what, n in counts.items() if n)}. Look at the data and "
+        "their masks; where prompts are longer than a sequence, raise train.seq_len"
+    )
 
 
 def exit_code(reason: Exit | None, failure: BaseException | None) -> int:

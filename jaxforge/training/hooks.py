@@ -20,19 +20,22 @@ class StepContext:
 
     Attributes:
         step: steps attempted.
-        tokens_seen: tokens of applied updates.
         state: parameters and optimizer state after the step; gone once the next step starts.
         metrics: the step's metrics, on the device.
     """
 
     step: int
-    tokens_seen: int
     state: TrainState
     metrics: dict[str, Any]
 
     @property
+    def tokens_seen(self) -> int:
+        """Tokens of applied updates."""
+        return int(self.metrics["counts"].tokens)
+
+    @property
     def loss(self) -> float:
-        """Loss of the update."""
+        """Loss of the update; NaN if no label counts."""
         return float(self.metrics["loss"])
 
     @property

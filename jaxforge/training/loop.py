@@ -1,10 +1,12 @@
 """The training loop: `Trainer.train`. Everything periodic goes by the number of steps attempted."""
 
+import collections
 import contextlib
 import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 
@@ -19,7 +21,7 @@ from jaxforge.telemetry.profiler import Profiler
 from jaxforge.telemetry.tracker import Tracker
 from jaxforge.training.activations import ActivationCapture
 from jaxforge.training.early_stop import EarlyStop
-from jaxforge.training.exit_report import exit_code, tell_end
+from jaxforge.training.exit_report import check_learned, exit_code, tell_end
 from jaxforge.training.hooks import HookRunner, StepContext
 from jaxforge.training.preemption import Exit, Exits, Interrupted, Signals
 from jaxforge.training.resumable_evaluation import ResumableEvaluation
@@ -52,6 +54,7 @@ class Trainer:
         hooks: the user's own code.
         sampler: has the model write samples; None where none are asked for.
         activations: captures them; None where none are asked for.
+        since: when the command began, by `time.monotonic`; None: when the loop does.
     """
 
     config: JobConfig
@@ -70,21 +73,28 @@ class Trainer:
     hooks: HookRunner
     sampler: Sampler | None = None
     activations: ActivationCapture | None = None
+    since: float | None = None
     _train_step: CompiledSteps = dataclasses.field(init=False)
     _actions: PeriodicActions = dataclasses.field(default_factory=PeriodicActions, init=False)
     _fault: Exit | None = dataclasses.field(default=None, init=False)
+    _bad_in_a_row: collections.deque[Any] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=2), init=False
+    )  # after the latest two steps, on the device
 
     def train(self, signals: Signals) -> Exit:
         """Steps until `max_steps`, or until there is another reason to stop."""
-        exits = Exits(self.config.train, signals)
+        exits = Exits(self.config.train, signals, self.since)
         self.hooks.on_train_begin(self.config)
         try:
             reason = self._begin(signals, exits)
             while reason is None:
                 with self.profiler.around(self.progress.step + 1, self.tracker.paused):
                     metrics = self._step(signals)
+                if self._is_something_due and self._had_ended():
+                    reason = self._go_back()
+                    continue
                 self._run_hooks(metrics)
-                reason = self._between_steps(signals, exits)
+                reason = self._between_steps(exits)
         except Interrupted:  # between steps: while compiling, or waiting for data
             reason = exits.requested(self.progress.step)
             assert reason is not None
@@ -96,7 +106,7 @@ class Trainer:
         wanted = self.rollback or (self.progress.step == 0 and self.saver.is_due(0))
         if wanted and self.saver.latest() is None:
             self._save()  # a rollback must have something to go back to
-        reason = self._between_steps(signals, exits) if self.progress.validation else None
+        reason = self._between_steps(exits) if self.progress.validation else None
         if reason is None and self.progress.step < self.config.train.max_steps:
             with signals.interrupting(), self.watchdog.naming("loading data"):
                 self.data.open(self.progress)
@@ -111,12 +121,12 @@ class Trainer:
         self.tracker.start_clock()
         return reason
 
-    def _between_steps(self, signals: Signals, exits: Exits) -> Exit | None:
+    def _between_steps(self, exits: Exits) -> Exit | None:
         if self._fault:
             return self._fault  # unsaved: what these devices made is not to be trusted
         self.saver.check()  # what could not be written should not go on for an interval
         self._note_durable()
-        evaluation = self._evaluate_if_due(signals)
+        evaluation = self._evaluate_if_due(exits)
         self._sample_if_due()
         self._capture_if_due()
         reason = self._actions.run(self.progress.step, self.state, self.tracker.paused)
@@ -138,8 +148,9 @@ class Trainer:
         microbatches, rows, length = batch["labels"].shape
         self.progress.advance(microbatches * rows, microbatches * rows * length)
         self.tracker.end_step(self.progress.step, metrics)
+        self._bad_in_a_row.append(metrics["consecutive"])
         self.watchdog.tick(self.progress.step)
-        if self.attribution and int(metrics["consecutive"]):
+        if self.attribution and not self._had_ended() and int(metrics["consecutive"]):
             self.state, self._fault = self.attribution.examine(
                 self._train_step, self.state, batch, metrics, controls, first
             )
@@ -148,18 +159,38 @@ class Trainer:
     @property
     def _controls(self) -> Controls:
         """Of the next step."""
-        step = self.progress.step
-        is_left_out = step + 1 in self.config.train.iterations_to_skip
-        return Controls(lr_scale=self.data.lr_scale(step), apply=not is_left_out)
+        return self.data.controls(self.progress.step, self.config.train.iterations_to_skip)
+
+    @property
+    def _is_something_due(self) -> bool:
+        """Whether anything is done after the latest step beside launching the next."""
+        step, after = self.progress.step, (self.sampler, self.activations)
+        return (
+            self.hooks.watches_steps
+            or (self.evaluation is not None and self.config.eval.is_due(step))
+            or any(one is not None and one.is_due(step) for one in after)
+            or self.saver.is_due(step)
+            or self.saver.is_local_due(step)
+        )
+
+    def _had_ended(self) -> bool:
+        """Return whether the run had ended before the latest step, which then did not take place.
+
+        The device is asked about the step before the latest, and so has work meanwhile.
+        """
+        if len(self._bad_in_a_row) == 2:
+            before = int(self._bad_in_a_row[0])
+            if before >= self.config.train.nan_consecutive_max:
+                self.progress.consecutive_bad = before
+        return self._halted
 
     def _run_hooks(self, metrics: Metrics) -> None:
         if not self.hooks.watches_steps:
             return
         self.tracker.flush()  # metrics first, then hooks
-        step, tokens = self.progress.step, self.progress.tokens
-        self.hooks.on_step_end(StepContext(step, tokens, self.state, metrics))
+        self.hooks.on_step_end(StepContext(self.progress.step, self.state, metrics))
 
-    def _evaluate_if_due(self, signals: Signals) -> dict[str, float]:
+    def _evaluate_if_due(self, exits: Exits) -> dict[str, float]:
         """Metrics of an evaluation of this step; empty where none is due, or it was stopped."""
         step, resumed = self.progress.step, self.progress.validation is not None
         if self.evaluation is None or not (resumed or self.config.eval.is_due(step)):
@@ -169,7 +200,7 @@ class Trainer:
 
         def asked_to_stop() -> Exit | None:
             self.watchdog.tick()
-            return signals.requested()
+            return exits.requested_in_evaluation()
 
         with (
             self.tracker.paused(),
@@ -234,7 +265,10 @@ class Trainer:
                 self.hooks.on_checkpoint_save(self.progress.step, path)
 
     def _note_durable(self) -> None:
-        for metrics in self.saver.newly_durable():
+        durable = list(self.saver.newly_durable())
+        if durable and self._had_ended():
+            self._follow_device()  # for the number of the last step that took place
+        for metrics in durable:
             self.tracker.log(self.progress.step, metrics)
 
     def _early_end(self, evaluation: dict[str, float]) -> Exit | None:
@@ -276,6 +310,7 @@ class Trainer:
             self.state = self.rollback.go(self.state, self.progress, target)
             self.data.open(self.progress)
         self.tracker.rewind()
+        self._bad_in_a_row.clear()
         self.tracker.log(target, {"train/rollbacks": float(len(self.progress.rollbacks))})
         return None
 
@@ -287,6 +322,8 @@ class Trainer:
         with self.watchdog.section("checkpoint"):
             self.saver.wait()
         self._note_durable()
+        if reason in (Exit.COMPLETED, Exit.EARLY_STOPPED):
+            check_learned(self.config.train, self.progress)
         tell_end(reason, self.config.train, self.progress, self.saver.latest())
         return reason
 

@@ -1,7 +1,8 @@
 """When a run ends, and why: signals, and other reasons to stop (`jaxforge.exit_codes`).
 
-A signal is answered after the step, and between two batches of an evaluation; while the step is
-compiled and while the loop waits for data it is answered at once. Among several processes the
+A signal and a time limit are answered after the step, and between two batches of an evaluation. The
+time counts from the start of the command (`process.began`). While the step is compiled and while
+the loop waits for data, a signal is answered at once. Among several processes the
 answer is agreed on: all of them stop at the same place. A second Ctrl-C ends the process at once; a
 second SIGTERM does not, for schedulers tell every process of a tree, and some of them twice. If the
 checkpoint takes longer than `train.shutdown_timeout_sec`, the process exits with code 1.
@@ -188,11 +189,12 @@ class Exits:
     Args:
         config: the `[train]` section.
         signals: those of this process.
+        since: when the command began, by `time.monotonic`; None: now.
     """
 
-    def __init__(self, config: TrainConfig, signals: Signals) -> None:
+    def __init__(self, config: TrainConfig, signals: Signals, since: float | None = None) -> None:
         self._config, self._signals = config, signals
-        self._began = time.monotonic()
+        self._began = time.monotonic() if since is None else since
 
     def requested(self, step: int) -> Exit | None:
         """Why to stop after `step`, said in the log; the same on every process."""
@@ -200,18 +202,36 @@ class Exits:
         if stop and stop is not Exit.DURATION:
             _say(f"exiting program after receiving {self._signals.name}.")
             return stop
-        minutes = (time.monotonic() - self._began) / 60
-        limit = self._config.exit_duration_in_mins
-        is_over = limit is not None and minutes > limit
-        if stop or (is_over and jax.process_count() == 1):
-            _say(f"exiting program after {minutes} minutes")
+        if stop or self._is_time_up():
+            _say(f"exiting program after {self._minutes} minutes")
             return Exit.DURATION
-        if is_over and jax.process_index() == 0:  # one clock decides for all
-            self._signals.time_is_up()
         if self._config.exit_interval and step % self._config.exit_interval == 0:
             _say(f"exiting program at iteration {step}")
             return Exit.INTERVAL
         return None
+
+    def requested_in_evaluation(self) -> Exit | None:
+        """Return why to stop between two batches of an evaluation, which goes on after a restart.
+
+        The same on every process. `requested` says it in the log.
+        """
+        stop = self._signals.requested()
+        return stop or (Exit.DURATION if self._is_time_up() else None)
+
+    @property
+    def _minutes(self) -> float:
+        return (time.monotonic() - self._began) / 60
+
+    def _is_time_up(self) -> bool:
+        """Return whether to stop here, by the clock; among several processes, tell all of them."""
+        limit = self._config.exit_duration_in_mins
+        if limit is None or self._minutes <= limit:
+            return False
+        if jax.process_count() == 1:
+            return True
+        if jax.process_index() == 0:  # one clock decides for all
+            self._signals.time_is_up()
+        return False
 
 
 def _say(message: str) -> None:

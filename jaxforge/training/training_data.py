@@ -1,7 +1,7 @@
 """What a run trains on: its batches from any point on, and what they are drawn from."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 
 from jax.sharding import Mesh
 
@@ -11,6 +11,7 @@ from jaxforge.data import loader
 from jaxforge.data.dataset import Dataset, Mixture, Streaming
 from jaxforge.state.progress import Progress
 from jaxforge.step.gradients import Batch
+from jaxforge.step.train_step import Controls
 from jaxforge.training.phases import Phases
 
 
@@ -44,9 +45,15 @@ class TrainingData:
         """Records what the next batch is drawn from, where that has changed."""
         at.mixtures = [list(one) for one in self._phases.recorded(at.mixtures, at.step, at.samples)]
 
-    def lr_scale(self, step: int) -> float:
-        """Factor on the learning rate of the update launched after `step` steps."""
-        return self._phases.lr_scale(step)
+    def controls(self, step: int, iterations_to_skip: Container[int]) -> Controls:
+        """Controls of the step that is launched after `step` steps.
+
+        Args:
+            step: steps attempted.
+            iterations_to_skip: `train.iterations_to_skip`.
+        """
+        scale, next_scale = self._phases.lr_scale(step), self._phases.lr_scale(step + 1)
+        return Controls(scale, step + 1 not in iterations_to_skip, next_scale)
 
 
 def batches_from(

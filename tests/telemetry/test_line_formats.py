@@ -106,6 +106,11 @@ def test_megatrons_line_has_zeros_and_the_norm_of_parameters_where_they_are_coll
     ) in printed("megatron", 10, STEP | extras)
 
 
+def test_mindspeeds_consumed_tokens_are_without_padding():
+    padded = {**STEP, "train/padding_tokens": 304.0}
+    assert " | consumed tokens:    4194000 |" in printed("mindspeed", 10, padded)
+
+
 @pytest.mark.parametrize("name", ["megatron", "mindspeed"])
 def test_terms_of_the_loss_follow_it_by_name(name):
     terms = {"terms/mtp loss": 1.5, "terms/aux loss": 0.25}

@@ -11,6 +11,7 @@ import pytest
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import Counts
 from jaxforge.telemetry import measures
+from jaxforge.telemetry.line_formats import Megatron, RunFacts
 from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.metric_writers import MetricWriter
 from jaxforge.telemetry.sinks import format_line
@@ -100,6 +101,23 @@ def test_each_sink_has_its_own_interval_and_means_over_it(clock):
     assert seldom.lines[10]["train/tokens_per_sec"] == pytest.approx(100 / 8)
     assert often.closed
     assert seldom.closed
+
+
+def test_megatrons_line_counts_no_iteration_that_is_to_be_left_out(clock):
+    """Steps 2 and 3 were not applied; 3 was named. A step without labels has no NaN."""
+    sink = Kept()
+    writers = [MetricWriter("a", sink, 4)]
+    tracker = Tracker(writers, StepCost(100, 1), Progress(), 10**9, left_out=[3, 9])
+    skipped, losses = {1: 0, 2: 1, 3: 2, 4: 2, 5: 2}, {2: math.nan, 3: math.nan}
+    for step in skipped:
+        values = scalars(step, losses.get(step, 2.0), skipped[step])
+        tracker.end_step(step, values | {"valid_tokens": np.int32(0 if step == 2 else 8)})
+    line = sink.lines[4]
+    assert (line["interval/skipped_steps"], line["interval/left_out_steps"]) == (2, 1)
+    assert line["interval/nan_steps"] == 1
+    assert "interval/left_out_steps" not in sink.lines[1]
+    text = Megatron(RunFacts(9, 100, 1, StepCost(100, 1))).train(4, line)
+    assert "number of skipped iterations:   1 |" in text
 
 
 def test_waiting_for_data_is_counted_and_pauses_are_not(clock):

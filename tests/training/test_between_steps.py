@@ -8,6 +8,7 @@ import pytest
 from jaxforge.exit_codes import Exit
 from jaxforge.health.periodic_action import PeriodicAction
 from jaxforge.state.progress import Progress
+from jaxforge.telemetry import tracker
 from jaxforge.training.hooks import Hook, HookRunner
 from tests.training.test_loop import Capture, Sampler, Signals, run
 
@@ -60,6 +61,30 @@ def test_a_bad_step_is_evaluated_and_saved_where_that_is_due():
     events, _, trainer = run(steps=3, evaluate=2, save=2, bad={2})
     assert {"hook 2", "eval hook 2", "save 2", "save hook 2"} <= set(events)
     assert trainer.progress.skipped == 1
+
+
+@pytest.mark.parametrize("log", [1, 2, 4, 10, 100])
+@pytest.mark.parametrize("due", [{}, {"evaluate": 1}, {"save": 4}, {"hooks": True}], ids=str)
+def test_nothing_follows_the_step_that_ends_a_run(log, due):
+    """Step 5 is the third bad one in a row; later steps are launched, and do not take place."""
+    due = {"hooks": False, **due}
+    events, reason, trainer = run(steps=20, log=log, bad={3, 4, 5}, sampler=Sampler, **due)
+    effects = [e for e in events if not e.startswith(("read", "launch", "sink", "evaluate from"))]
+    numbered = [int(part) for e in effects for part in e.split() if part.isdigit()]
+    assert max(n for n in numbered if n != trainer.progress.tokens) <= 5
+    assert reason is Exit.NON_FINITE
+    assert trainer.progress.step == 5
+    assert effects.count("log 5 train") == 1
+    if due["hooks"]:
+        assert [e for e in effects if e.startswith("hook")] == [f"hook {n}" for n in range(1, 6)]
+
+
+def test_a_run_that_has_ended_is_noticed_however_seldom_it_logs(monkeypatch):
+    monkeypatch.setattr(tracker, "_MOST", 8)
+    events, reason, _ = run(steps=100, log=10**6, hooks=False, bad={3, 4, 5})
+    assert reason is Exit.NON_FINITE
+    assert "launch 10" not in events
+    assert "log 5 train" in events
 
 
 def test_the_initial_weights_are_saved_where_the_window_says_so():

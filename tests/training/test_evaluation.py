@@ -138,6 +138,23 @@ def test_the_chunked_loss_is_the_same(shards):
     assert chunked[""].nats == pytest.approx(plain[""].nats, rel=1e-6)
 
 
+def test_rows_that_fill_up_the_last_batch_reach_no_expert(shards):
+    """The mean of a term over the tokens of 11 windows is the same by batches of 4 and of 1."""
+
+    def router_z(batch):
+        given = config(shards, "a", batch=batch)
+        moe = {"num_experts": 4, "moe_router_z_loss_weight": 0.1}
+        given = given.model_copy(update={"model": given.model.model_copy(update=moe)})
+        mesh, model = make_mesh(given, jax.devices()[:1]), build_model(given)
+        sets = sources.open_eval_data(given)
+        with jax.set_mesh(mesh):
+            weights = jax.jit(model.init)(jax.random.key(0))
+            sums = Evaluator(given, mesh, model, sets, None)(weights)
+        return summary(sums)["eval/router_z_loss"]
+
+    assert router_z(4) == pytest.approx(router_z(1), rel=1e-5)
+
+
 def test_without_bytes_there_are_no_bits_per_byte(shards):
     assert set(summary(evaluated(config(shards, "a")))) == {"eval/loss", "eval/perplexity"}
     known, unknown = SetSums(2.0, 1, 1), SetSums(3.0, 4, None)

@@ -6,18 +6,21 @@ import logging
 import os
 import signal
 import sys
+import time
 import types
 
 import jax
 import numpy as np
+import psutil
 import pytest
 
-from jaxforge import launch, train
+from jaxforge import launch, process, train
 from jaxforge.config.train import TrainConfig
 from jaxforge.training import preemption
 from jaxforge.training.preemption import Exit, Exits, Signals
 from tests.conftest import tiny_config
 from tests.helpers import devices_here
+from tests.machine import PATIENCE
 
 
 class Received:
@@ -65,6 +68,36 @@ def test_a_signal_comes_first_then_the_duration_then_the_interval(clock):
     assert asked.requested(8) is Exit.INTERVAL
     assert asked.requested(9) is None
     assert Exits(TrainConfig(), Received()).requested(8) is None
+
+
+def test_the_duration_counts_from_the_start_of_the_command(clock):
+    clock.seconds = 1000.0
+    began_before = Exits(DUE, Received(), since=1000.0 - 121.0)
+    assert began_before.requested(5) is Exit.DURATION
+    assert Exits(DUE, Received()).requested(5) is None
+
+
+@pytest.mark.parametrize(("processes", "reason", "sent"), [(1, Exit.DURATION, 0), (2, None, 1)])
+def test_the_duration_ends_an_evaluation(clock, monkeypatch, processes, reason, sent):
+    """Several processes are told, and stop where the preemption service says."""
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    asked = Exits(DUE, signals := Received())
+    assert asked.requested_in_evaluation() is None
+    clock.seconds = 121.0
+    assert asked.requested_in_evaluation() is reason
+    assert signals.sent == sent
+    signals.stop = Exit.SIGNAL
+    assert asked.requested_in_evaluation() is Exit.SIGNAL
+
+
+def test_a_command_began_when_its_process_did(monkeypatch):
+    monkeypatch.delenv("JAXFORGE_BEGAN", raising=False)
+    assert process.began() == pytest.approx(time.monotonic(), abs=PATIENCE)
+    began = float(process.began_env()["JAXFORGE_BEGAN"])
+    age = time.time() - psutil.Process().create_time()
+    assert time.monotonic() - began == pytest.approx(age, abs=2.0)
+    monkeypatch.setenv("JAXFORGE_BEGAN", "12.5")  # of its supervisor
+    assert (process.began(), process.began_env()["JAXFORGE_BEGAN"]) == (12.5, "12.5")
 
 
 def test_the_messages_are_megatrons(clock, said):

@@ -189,20 +189,28 @@ def run(
     """Events of a run of `steps` steps; those in `bad` are not finite."""
     sections = sections or {}
     events, counts = [], {"step": 0, "consecutive": 0, "total": 0}
+    launches = itertools.count(1)
 
     def train_step(state, batch, controls):
-        counts["step"] += 1
-        step = counts["step"]
+        step = next(launches)
         events.append(f"launch {step}{'' if controls.apply else ' left out'}")
+        if counts["consecutive"] < 3:  # else the state stands still
+            take_place(step)
+        return device_state(), metrics_of(step)
+
+    def take_place(step):
+        counts["step"] = step
         counts["consecutive"] = counts["consecutive"] + 1 if step in bad else 0
         counts["total"] += step in bad
+
+    def metrics_of(step):
         scalars = {"loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "skipped": counts["total"],
-                   "step": step, "consecutive": counts["consecutive"],
+                   "step": counts["step"], "consecutive": counts["consecutive"],
                    "nonfinite": counts["total"], "spikes": 0}  # fmt: skip
         metrics = {k: OnDevice(events, f"read {step}" * (k == "loss"), v)
                    for k, v in scalars.items()}  # fmt: skip
         metrics["counts"] = device_state().counts
-        return device_state(), metrics
+        return metrics
 
     def device_state():
         guard = GuardState(counts["consecutive"], counts["total"], 0, 0, 0, np.zeros(()))

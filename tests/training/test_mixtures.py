@@ -9,12 +9,14 @@ import pytest
 from jaxforge.config.data import DataConfig
 from jaxforge.step.train_step import Controls
 from jaxforge.training.phases import Phases
+from jaxforge.training.training_data import TrainingData
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 
 SMALL = {"dim": 32, "n_heads": 4, "n_kv_heads": 4, "vocab_size": 64, "ffn_hidden_dim": 48}
 SOURCES = [{"path": name} for name in ("a", "b", "c", "none")]
 ROWS, MICROBATCHES = 4, 4
+CONTROLS = Controls(next_lr_scale=1.0)  # as those of a run
 
 
 def config(train=None, **axes):
@@ -68,7 +70,7 @@ def compiled():
     scheduler = base.scheduler.model_copy(update={"name": "constant", "warmup_steps": 0})
     ours = setup(base.model_copy(update={"optimizer": optimizer, "scheduler": scheduler}))
     with jax.set_mesh(ours.mesh):
-        lowered = ours.step.lower(ours.state(), ours.put(batches()[0]), Controls())
+        lowered = ours.step.lower(ours.state(), ours.put(batches()[0]), CONTROLS)
         return ours, lowered.compile()
 
 
@@ -99,7 +101,7 @@ def assert_sums_are_those_of_the_logits(ours, step):
     assert tokens.tolist()[2:] == [0, 0]
     assert min(tokens[:2]) > 0
     with jax.set_mesh(ours.mesh):
-        _, metrics = step(ours.state(), ours.put(batches()[0]), Controls())
+        _, metrics = step(ours.state(), ours.put(batches()[0]), CONTROLS)
     for name in ("dataset_nll", "dataset_tokens", "valid_tokens"):
         assert metrics[name].sharding.is_fully_replicated  # or no host could read it
     np.testing.assert_allclose(metrics["dataset_nll"], nats, rtol=1e-5)
@@ -110,16 +112,18 @@ def assert_sums_are_those_of_the_logits(ours, step):
 
 @pytest.mark.parametrize("lag", [False, True])
 def test_a_phase_scales_the_rate_of_one_executable_from_its_first_update_on(compiled, lag):
-    """Updates of plain Lion are as long as the rate; the run ends and resumes within the phase."""
+    """Updates of plain Lion are as long as the rate; the rate of the next update is logged."""
     ours, step = compiled
     phases = [{"start_step": 3, "lr_scale": 0.25}, {"start_step": 5, "lr_scale": 0.5}]
-    of_run = Phases.of(DataConfig(phases=phases, phase_lr_lag=lag))
-    state, moved = ours.state(), []
+    of_run = TrainingData(iter, Phases.of(DataConfig(phases=phases, phase_lr_lag=lag)))
+    state, moved, logged = ours.state(), [], []
     with jax.set_mesh(ours.mesh):
         for n, batch in enumerate(batches(7)):
             before = np.asarray(state.params["norm"]["weight"])
-            state, _ = step(state, ours.put(batch), Controls(of_run.lr_scale(n)))
+            state, metrics = step(state, ours.put(batch), of_run.controls(n, ()))
+            logged.append(metrics["lr"])
             moved.append(np.abs(np.asarray(state.params["norm"]["weight"]) - before).max())
     scales = [1, 1, 1, 0.25, 0.25, 0.5, 0.5]
     expected = [1, *scales[:-1]] if lag else scales
     np.testing.assert_allclose(np.array(moved) / 0.01, expected, rtol=1e-3)
+    np.testing.assert_allclose(logged[:-1], moved[1:], rtol=1e-3)

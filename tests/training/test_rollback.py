@@ -9,6 +9,7 @@ import pytest
 from jaxforge import train
 from jaxforge.exit_codes import Exit
 from jaxforge.step import train_step as step_module
+from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -127,3 +128,44 @@ def test_stop_ends_the_run_before_the_update(tmp_path, poisonous, capsys):
     said = capsys.readouterr().err
     assert "step 4, run again from the same state, gave the same answer" in said
     assert "sequence 24 (" in said
+
+
+@pytest.mark.parametrize("interval", [1, 10])
+def test_nothing_is_logged_or_done_after_the_last_bad_step(tmp_path, poisonous, interval):
+    """Steps 3 to 5 are bad; all numbers logged of step 5 are those of step 5."""
+    seen, tokens = [], []
+
+    class Seen(Hook):
+        def on_step_end(self, context):
+            seen.append(context.step)
+            tokens.append(context.tokens_seen)
+
+        def on_train_end(self, step, tokens_seen, reason):
+            seen.append((step, tokens_seen))
+
+    job = config(
+        tmp_path, range(2, 5), train={"on_nonfinite": "skip", "nan_consecutive_max": 3},
+        metrics={"log_interval": interval},
+    )  # fmt: skip
+    assert train.run(job, [Seen()]) is Exit.NON_FINITE
+    assert seen == [1, 2, 3, 4, 5, (5, 2 * ROWS * LENGTH)]
+    assert tokens == [n * ROWS * LENGTH for n in (1, 2, 2, 2, 2)]
+    logged = lines(tmp_path)
+    assert max(line["step"] for line in logged) == 5
+    assert logged[-1]["train/samples"] == 5 * ROWS
+    assert logged[-1]["train/loss"] is None
+    total = sum(line["interval/skipped_steps"] for line in logged)
+    assert (total, logged[-1]["train/skipped_steps"]) == (3, 3)
+
+
+def test_steps_before_a_rollback_that_never_took_place_have_no_hook(tmp_path, poisonous):
+    steps = []
+
+    class Seen(Hook):
+        def on_step_end(self, context):
+            steps.append(context.step)
+
+    limits = {"nan_consecutive_max": 2, "max_steps": 8}
+    job = config(tmp_path, [4, 5], 3, train=limits, metrics={"log_interval": 100})
+    assert train.run(job, [Seen()]) is Exit.COMPLETED
+    assert steps == [1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 8]

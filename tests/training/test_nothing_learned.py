@@ -1,0 +1,71 @@
+"""Runs that learn nothing, or lose their directory: never a success."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from jaxforge import train
+from jaxforge.errors import StorageError, UserError
+from jaxforge.exit_codes import Exit
+from jaxforge.training.hooks import Hook
+from tests.conftest import tiny_config
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+EOS, ROWS, LENGTH = 7, 8, 32
+
+
+def config(tmp_path, unlabelled, steps=3, **sections):
+    """A run whose first batches hold nothing but ends of documents: no label counts."""
+    tokens = np.random.default_rng(0).integers(8, 200, steps * ROWS * (LENGTH + 1), np.uint16)
+    tokens[: unlabelled * ROWS * (LENGTH + 1)] = EOS
+    (tmp_path / "data").mkdir()
+    np.save(tmp_path / "data" / "a.npy", tokens)
+    data = {
+        "dataset_path": str(tmp_path / "data"), "shuffle": False, "pack_sequences": True,
+        "eos_token_id": EOS, "num_workers": 1,
+    }  # fmt: skip
+    return tiny_config(
+        train={"max_steps": steps, "batch_size": ROWS}, data=data,
+        checkpoint={"dir": str(tmp_path / "run"), "interval": steps}, **sections,
+    )  # fmt: skip
+
+
+def lines(tmp_path):
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    return [one for one in map(json.loads, text.splitlines()) if "train/loss" in one]
+
+
+def test_a_run_without_any_label_is_a_mistake_of_the_user(tmp_path, capsys):
+    with pytest.raises(UserError, match=r"nothing was learned: none of 3 update\(s\) was applied"):
+        train.run(config(tmp_path, unlabelled=3))
+    for line in lines(tmp_path):
+        assert (line["train/loss"], line["smoothed/loss"]) == (None, None)
+        assert (line["train/valid_tokens"], line["interval/nan_steps"]) == (0, 0)
+    said = capsys.readouterr().err
+    assert "Training complete" not in said
+    assert said.count("without any label") == 1
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_a_step_without_labels_has_no_loss_and_a_warning(tmp_path, capsys, interval):
+    job = config(tmp_path, unlabelled=1, metrics={"log_interval": interval})
+    assert train.run(job) is Exit.COMPLETED
+    first, *_, last = lines(tmp_path)
+    assert (first["train/loss"], first["smoothed/loss"]) == (None, None)
+    assert last["smoothed/loss"] > 4
+    assert (last["interval/nan_steps"], last["train/skipped_steps"]) == (0, 1)
+    assert capsys.readouterr().err.count("up to step 1: 1 step(s) without any label") == 1
+
+
+@pytest.mark.parametrize("change", [shutil.rmtree, lambda run: run.rename(run.with_name("moved"))])
+def test_a_run_whose_directory_goes_away_fails(tmp_path, change):
+    class Removes(Hook):
+        def on_step_end(self, context):
+            if context.step == 2:
+                change(tmp_path / "run")
+
+    with pytest.raises(StorageError, match="was removed, moved or replaced"):
+        train.run(config(tmp_path, unlabelled=0, steps=9), [Removes()])
