@@ -17,10 +17,10 @@ import numpy as np
 
 from jaxforge import storage
 from jaxforge.checkpoint.paths import find, is_of_precision
+from jaxforge.checkpoint.sealed_progress import check_config, unsealed
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import StorageError, UserError
-from jaxforge.state.progress import Progress
 from torch_compat import limits, ocdbt, ocdbt_writer
 from torch_compat.compare import check_written
 from torch_compat.eight_bit import check_wide, unpacked
@@ -54,10 +54,12 @@ def open_orbax(path: Path) -> tuple[CheckpointState, JobConfig]:
     directory = run / "checkpoints" / f"step_{step}"
     _check_files(directory)
     try:
-        values, progress = (
+        values, progress_json = (
             limits.load_json((directory / part).read_bytes(), f"{directory} is damaged: {part}")
             for part in ("config/metadata", "progress/metadata")
         )
+        check_config(progress_json, values)
+        progress = unsealed(progress_json, step)
         leaves = unpacked(ocdbt.open_arrays(directory / "state"))
     except UserError:
         raise
@@ -88,9 +90,8 @@ def open_orbax(path: Path) -> tuple[CheckpointState, JobConfig]:
         elif section == "guard":
             guard[rest] = leaf.all()
     checkpoint = CheckpointState(
-        params, moments or None, scalars, Progress.from_json(progress), guard,
-        model_state=model_state,
-    )  # fmt: skip
+        params, moments or None, scalars, progress, guard, model_state=model_state
+    )
     return checkpoint, config
 
 

@@ -44,7 +44,7 @@ def begin(tree: PyTree) -> Callable[[], Checksums]:
 
 
 def check(tree: PyTree, saved: Mapping[str, int], dtypes: Mapping[str, object]) -> None:
-    """Raises ValueError if some array is not what was saved.
+    """Raise ValueError if some array is not what was saved, or has no hash.
 
     Args:
         tree: what was read, or a part of it.
@@ -55,7 +55,7 @@ def check(tree: PyTree, saved: Mapping[str, int], dtypes: Mapping[str, object]) 
     changed = [
         name
         for name, value in begin(tree)().items()
-        if name in saved and leaves[name].dtype == dtypes[name] and value != saved[name]
+        if leaves[name].dtype == dtypes[name] and value != saved.get(name)
     ]
     if changed:
         others = f" and {len(changed) - 1} more arrays" if changed[1:] else ""

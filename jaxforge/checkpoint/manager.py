@@ -41,6 +41,7 @@ from jaxforge.checkpoint.paths import (
 )
 from jaxforge.checkpoint.relayout import by_layer
 from jaxforge.checkpoint.save_policy import milestones
+from jaxforge.checkpoint.sealed_progress import config_crc32_of, crc32, sealed, unsealed
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.errors import StorageError, UserError
 from jaxforge.parallel.stages import Stack
@@ -190,8 +191,9 @@ class Checkpoints:
         path = self.path(progress.step) / "progress" / "metadata"
         if jax.process_index() == 0:
             with self._naming_failure():
+                config_crc32 = config_crc32_of(json.loads(path.read_bytes()))
                 new = path.with_name(f".{path.name}.new")
-                new.write_text(json.dumps(progress.to_json()))
+                new.write_text(json.dumps(sealed(progress, config_crc32)))
                 new.replace(path)
 
     def restore(self, like: TrainState, step: int) -> tuple[TrainState, Progress]:
@@ -220,15 +222,15 @@ class Checkpoints:
                 ),
             )
             self._check_bits(restored.state, saved, step)
+            progress = unsealed(restored.progress, step)
         self._saved = step
-        progress = Progress.from_json(restored.progress)
         return with_counts(layout.from_tree(restored.state, like), progress), progress
 
     def progress(self, step: int) -> Progress:
         """The host's counters at a step."""
         with self._naming_damage(step):
             args = ocp.args.Composite(progress=ocp.args.JsonRestore())
-            return Progress.from_json(self._manager.restore(step, args=args).progress)
+            return unsealed(self._manager.restore(step, args=args).progress, step)
 
     def has_optimizer(self, step: int) -> bool:
         """Whether a step holds more than weights."""
@@ -279,6 +281,7 @@ class Checkpoints:
     def _args(self, tree: PyTree, progress: Progress) -> ocp.args.Composite:
         """What there is to be saved of a step, by items."""
         file_bytes = None if storage.in_bucket(self.directory) else layout.file_bytes(tree)
+        config = self._resolved or {}
         checksums = {"checksums": ChecksumsSave(begin(tree))} if self._is_hashed else {}
         return ocp.args.Composite(
             **checksums,
@@ -287,8 +290,8 @@ class Checkpoints:
                 save_args=layout.save_args(tree, self._axes),
                 ocdbt_target_data_file_size=file_bytes,
             ),
-            progress=ocp.args.JsonSave(progress.to_json()),
-            config=ocp.args.JsonSave(self._resolved or {}),
+            progress=ocp.args.JsonSave(sealed(progress, crc32(config))),
+            config=ocp.args.JsonSave(config),
         )
 
     def _write(self, step: int, args: ocp.args.Composite, metrics: dict[str, float] | None) -> None:

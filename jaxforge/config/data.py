@@ -17,6 +17,9 @@ DATASETS = Registry("data.dataset_type", "auto")
 Overlong = Literal["truncate", "drop"]
 """What becomes of a conversation that is longer than a sequence."""
 
+Verify = Literal["read", "start"]
+"""When token files are compared with the hashes in their manifest."""
+
 
 class DatasetSource(Section):
     """`[[data.datasets]]`: one source of a mixture."""
@@ -65,6 +68,8 @@ class DataConfig(Section):
     """Glob of the shards in dataset_path, such as *.npy or tokenized_*.bin."""
     token_dtype: Literal["uint8", "uint16", "uint32", "int32"] | None = None
     """Type of the tokens in .bin shards; not set: by the manifest, or KempnerForge's guess."""
+    verify: Verify = "read"
+    """Compare shards with the hashes in their manifest as they are read, or all at the start."""
     tokenizer_path: str = ""
     """A tokenizer.json, its directory, a model of the Hub, or "byte"; not set: that of the data."""
     eos_token_id: NonNegativeInt | None = None

@@ -1,10 +1,14 @@
 """`manifest.json`: what a directory of token shards says about itself."""
 
+import base64
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+import numpy as np
+from jaxtyping import UInt32
 from pydantic import TypeAdapter, ValidationError
 
 from jaxforge.errors import UserError
@@ -17,6 +21,9 @@ CONVERSATIONS = 2
 LENGTHS = "lengths.uint32"
 """File of the entries of each conversation, in order: little-endian, 32 bits each."""
 
+BLOCK_BYTES = 1 << 16
+"""Bytes of tokens under one hash: a random window costs the hash of a block, some 40 us."""
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -26,11 +33,44 @@ class Shard:
         file: name within the directory.
         tokens: tokens in the file.
         max_token: largest token id in the file.
+        crc32: CRC-32 of each `BLOCK_BYTES` of its tokens, without the header of a .npy file, as
+            little-endian uint32 in Base64; "" in manifests of versions that computed none.
     """
 
     file: str
     tokens: int
     max_token: int
+    crc32: str = ""
+
+    def block_hashes(self) -> UInt32[np.ndarray, "blocks"] | None:
+        """Return the hash of each block of tokens; None where the manifest has none.
+
+        Raises:
+            ValueError: `crc32` is not the Base64 of whole numbers.
+        """
+        if not self.crc32:
+            return None
+        return np.frombuffer(base64.b64decode(self.crc32, validate=True), "<u4")
+
+
+def extend_hashes(crc32: str, size: int, more: bytes) -> str:
+    """Return `Shard.crc32` of a shard that grows.
+
+    Args:
+        crc32: that of the shard so far.
+        size: bytes of tokens so far.
+        more: bytes appended.
+    """
+    if size and not crc32:  # begun by a version that computed none
+        return ""
+    hashes, data = bytearray(base64.b64decode(crc32)), memoryview(more)
+    while data:
+        filled = size % BLOCK_BYTES
+        begun = int.from_bytes(hashes[-4:], "little") if filled else 0
+        part = data[: BLOCK_BYTES - filled]
+        hashes[len(hashes) - 4 * bool(filled) :] = zlib.crc32(part, begun).to_bytes(4, "little")
+        size, data = size + len(part), data[len(part) :]
+    return base64.b64encode(hashes).decode()
 
 
 @dataclass(frozen=True)
@@ -50,6 +90,7 @@ class Manifest:
             `../tokenizer`.
         tokenizer_sha256: `Tokenizer.fingerprint` of that tokenizer.
         shards: the files, in order.
+        lengths_crc32: CRC-32 of `LENGTHS`; None without one, and of older versions.
     """
 
     version: int
@@ -62,6 +103,7 @@ class Manifest:
     tokenizer: str
     tokenizer_sha256: str
     shards: tuple[Shard, ...]
+    lengths_crc32: int | None = None
 
     @property
     def conversations(self) -> bool:
@@ -97,10 +139,24 @@ class Manifest:
             known = f"{VERSION} and {CONVERSATIONS}"
             reason = f"version is {manifest.version}, this jaxforge knows {known}"
             raise UserError(_not_a_manifest(path, reason))
+        _check_hashes(path, manifest)
         return manifest
 
 
 _JSON = TypeAdapter(Manifest)
+
+
+def _check_hashes(path: Path, manifest: Manifest) -> None:
+    """Raise if the hashes of a shard are not as many as its blocks."""
+    for shard in manifest.shards:
+        try:
+            hashes = shard.block_hashes()
+            blocks = -(-shard.tokens * np.dtype(manifest.dtype).itemsize // BLOCK_BYTES)
+        except (TypeError, ValueError) as error:
+            raise UserError(_not_a_manifest(path, f"{shard.file}: {error}")) from error
+        if hashes is not None and len(hashes) != blocks:
+            reason = f"crc32 of {shard.file} has {len(hashes)} hashes for {blocks} blocks"
+            raise UserError(_not_a_manifest(path, reason))
 
 
 def _first(error: ValidationError) -> str:

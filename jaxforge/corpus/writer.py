@@ -1,6 +1,8 @@
 """Token shards, written as a stream: memory does not grow with the corpus or the shard."""
 
+import dataclasses
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,7 +12,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxforge.corpus.entries import FIRST, ID
-from jaxforge.corpus.manifest import CONVERSATIONS, LENGTHS, VERSION, Manifest, Shard
+from jaxforge.corpus.manifest import CONVERSATIONS, LENGTHS, VERSION, Manifest, Shard, extend_hashes
 from jaxforge.errors import UserError
 
 _CHUNK = 1 << 20  # tokens held before they are written
@@ -112,7 +114,7 @@ class ShardWriter:
         self._sync_lengths()
         return {
             "documents": self.documents,
-            "shards": [[shard.file, shard.tokens, shard.max_token] for shard in self._shards],
+            "shards": [dataclasses.astuple(shard) for shard in self._shards],
             "counts": self.counts.tolist(),
         }
 
@@ -167,6 +169,7 @@ class ShardWriter:
             tokenizer=tokenizer,
             tokenizer_sha256=tokenizer_sha256,
             shards=tuple(self._shards),
+            lengths_crc32=self._lengths_crc32(),
         )
         with _named(self._directory):
             manifest.write(self._directory)
@@ -190,10 +193,14 @@ class ShardWriter:
         file = self._file or self._begin_shard()
         shard = self._shards[-1]
         part = tokens[: self._share(tokens, self._shard_tokens - shard.tokens)]
+        data = part.tobytes()
         with _named(self._directory / shard.file):
-            file.write(part.tobytes())
+            file.write(data)
         self._shards[-1] = Shard(
-            shard.file, shard.tokens + len(part), max(shard.max_token, self._largest(part))
+            shard.file,
+            shard.tokens + len(part),
+            max(shard.max_token, self._largest(part)),
+            extend_hashes(shard.crc32, shard.tokens * self._dtype.itemsize, data),
         )
         if self._shards[-1].tokens >= self._shard_tokens:
             self._complete_shard()
@@ -221,6 +228,13 @@ class ShardWriter:
         if self.conversations:
             with _named(path), path.open("ab") as file:
                 os.fsync(file.fileno())
+
+    def _lengths_crc32(self) -> int | None:
+        path = self._directory / LENGTHS
+        if not self.conversations:
+            return None
+        with _named(path):
+            return zlib.crc32(path.read_bytes())
 
     def _begin_shard(self) -> BinaryIO:
         shard = Shard(f"shard_{len(self._shards):05d}.{self._format}", 0, 0)

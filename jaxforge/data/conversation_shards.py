@@ -8,6 +8,7 @@ Which conversations share a window depends on their lengths and S alone.
 """
 
 import logging
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from jaxforge import storage
 from jaxforge.config.data import Overlong
 from jaxforge.corpus.manifest import FILE_NAME, LENGTHS, Manifest
 from jaxforge.data.packing import Packed, fill_window
-from jaxforge.data.tokens import TokenFiles
+from jaxforge.data.tokens import Span, TokenFiles
 from jaxforge.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -74,16 +75,20 @@ class ConversationShards(TokenFiles):
 
     def batch(self, indices: Sequence[int]) -> Int[np.ndarray, "n S+1"]:
         """The windows `indices`, all below `len(self)`, int32 [n, S + 1]."""
-        pieces = [[self._piece(i) for i in self._packed[index]] for index in indices]
-        return np.stack([fill_window([*map(np.asarray, row)], self.window) for row in pieces])
+        spans = [[self._span(i) for i in self._packed[index]] for index in indices]
+        pieces = [[self.piece(span) for span in row] for row in spans]
+        rows = [fill_window([*map(np.asarray, row)], self.window) for row in pieces]
+        windows = np.stack(rows)
+        self.check_ids(windows, spans)
+        return windows
 
     def __repr__(self) -> str:
         windows = f"{len(self)} windows of {self.window} entries"
         return f"ConversationShards({str(self.directory)!r}: {windows})"
 
-    def _piece(self, conversation: int) -> Any:  # noqa: ANN401
+    def _span(self, conversation: int) -> Span:
         file, start = int(self._file[conversation]), int(self._start[conversation])
-        return self.piece(file, start, start + int(self._packed.lengths[conversation]))
+        return Span(file, start, start + int(self._packed.lengths[conversation]))
 
     def _places(
         self, manifest: Manifest, lengths: Int[np.ndarray, "n"]
@@ -103,13 +108,19 @@ def _read_lengths(directory: Path, manifest: Manifest) -> Int[np.ndarray, "n"]:
     """Entries of each conversation, int64."""
     path = directory / LENGTHS
     try:
-        lengths = np.frombuffer(path.read_bytes(), "<u4").astype(np.int64)
+        data = path.read_bytes()
+        lengths = np.frombuffer(data, "<u4").astype(np.int64)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}; copy or prepare it again") from error
     if (len(lengths), lengths.sum()) != (manifest.documents, manifest.tokens):
         raise UserError(
             f"{path} has {len(lengths)} conversations of {lengths.sum()} tokens where {FILE_NAME} "
             f"says {manifest.documents} of {manifest.tokens}; copy or prepare it again"
+        )
+    if manifest.lengths_crc32 not in (None, zlib.crc32(data)):
+        raise UserError(
+            f"{path} is damaged: it is not what prepare wrote, by its hash in {FILE_NAME}; copy or "
+            "prepare it again"
         )
     return lengths
 

@@ -1,12 +1,15 @@
 """Tokens of a file in a bucket, read piece by piece."""
 
+import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
 from jaxforge import buckets
+from jaxforge.data.block_hashes import BlockHashes
 from jaxforge.errors import StorageError
 
 
@@ -17,24 +20,45 @@ class RemoteTokens:
         place: of the file.
         dtype: of its tokens.
         offset: bytes before the first of them.
+        hashes: hashes of its blocks. With them, whole blocks are requested, and compared each time.
     """
 
-    def __init__(self, place: os.PathLike, dtype: np.dtype, offset: int) -> None:
+    def __init__(
+        self,
+        place: os.PathLike,
+        dtype: np.dtype,
+        offset: int,
+        hashes: BlockHashes | None = None,
+    ) -> None:
         self._place, self._dtype, self._offset = place, dtype, offset
+        self._hashes = hashes
         self._store = buckets.open_store(place)
 
     def __getitem__(self, piece: slice) -> "_Asked":
-        size = self._dtype.itemsize
-        first, end = (self._offset + size * n for n in (piece.start, piece.stop))
+        size, hashes = self._dtype.itemsize, self._hashes
+        start, stop = piece.start, piece.stop
+        if hashes:
+            start, stop = hashes.around(start, stop)
+        first, end = (self._offset + size * n for n in (start, stop))
         future = self._store.read("", byte_range=slice(first, end))
-        return _Asked(future, self._dtype, os.fspath(self._place))
+        check = functools.partial(hashes.check_from, first=start) if hashes else None
+        wanted = slice(piece.start - start, piece.stop - start)
+        return _Asked(future, self._dtype, os.fspath(self._place), wanted, check)
 
 
 class _Asked:
     """Tokens that are on their way; whoever makes an array of them waits."""
 
-    def __init__(self, future: ts.Future, dtype: np.dtype, place: str) -> None:
+    def __init__(
+        self,
+        future: ts.Future,
+        dtype: np.dtype,
+        place: str,
+        wanted: slice,
+        check: Callable[[np.ndarray], None] | None,
+    ) -> None:
         self._future, self._dtype, self._place = future, dtype, place
+        self._wanted, self._check = wanted, check
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:  # noqa: ANN401
         try:
@@ -50,4 +74,7 @@ class _Asked:
                 "command to go on"
             )
         tokens = np.frombuffer(found.value, self._dtype)
+        if self._check:
+            self._check(tokens)
+        tokens = tokens[self._wanted]
         return tokens if dtype is None else tokens.astype(dtype)

@@ -119,6 +119,7 @@ def _open_shards(
     options = {
         "vocab_size": config.model.vocab_size,
         "token_dtype": config.data.token_dtype,
+        "verify": config.data.verify,
         "keys": keys,
     }
     if holds_conversations(directory, keys[0]):

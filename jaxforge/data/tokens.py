@@ -6,31 +6,31 @@ Index spaces:
         (S = `train.seq_len`; the extra one is the last position's label), the next begins where it
         ends, and what remains of each file is not read. Files count in the order of their names.
 
-`.npy` files hold one 1-D array of integers; `.bin` files hold little-endian integers and nothing
-else, so that their type has to be told, or is guessed as KempnerForge does.
+`token_file` reads what each file is. What is read is compared with the hashes in the manifest
+(`block_hashes`), and tokens beyond the vocabulary are refused wherever they come from.
 
 Files of this machine are mapped into memory. From a bucket, each window is a request of its own for
 its bytes, many at a time, and nothing is kept on a disk.
 """
 
-import io
 import logging
 from bisect import bisect_right
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 from numpy.typing import ArrayLike
 
 from jaxforge import storage
+from jaxforge.config.data import Verify
+from jaxforge.corpus.entries import FIRST, UNLEARNED
 from jaxforge.corpus.manifest import FILE_NAME, Manifest
 from jaxforge.corpus.text_files import how_to_prepare
+from jaxforge.data.token_file import TokenFile, guess_type, inspect
 from jaxforge.errors import UserError
 from jaxforge.near import path_hint
 
@@ -43,33 +43,20 @@ _OPEN_FILES = (
     64  # maps held at a time: each holds a file descriptor, and a corpus may be many files
 )
 _CHUNK = 1 << 20  # tokens scanned at a time
-_HEADER = 4096  # bytes that hold the header of any .npy file
 
 
-@dataclass(frozen=True)
-class TokenFile:
-    """A file of tokens.
+class Span(NamedTuple):
+    """Consecutive tokens of a file.
 
     Attributes:
-        path: where it is.
-        dtype: of the tokens.
-        tokens: how many.
-        offset: bytes before the first token.
+        file: number of the file in the directory.
+        start: first token.
+        end: token after the last.
     """
 
-    path: Path
-    dtype: np.dtype
-    tokens: int
-    offset: int
-
-    def map(self) -> "Int[np.ndarray, 'tokens'] | RemoteTokens":
-        """The tokens, as an array or what stands for one."""
-        if storage.in_bucket(self.path):
-            from jaxforge.data.remote_tokens import RemoteTokens
-
-            return RemoteTokens(self.path, self.dtype, self.offset)
-        # As a plain array: cutting a piece out of a memmap takes several times longer.
-        return np.asarray(np.memmap(self.path, self.dtype, "r", self.offset, (self.tokens,)))
+    file: int
+    start: int
+    end: int
 
 
 class TokenFiles:
@@ -82,6 +69,7 @@ class TokenFiles:
         pattern: which files of the directory, as a glob ("*.npy").
         vocab_size: `model.vocab_size`; all tokens are below.
         token_dtype: numpy name of the type in `.bin` files; by default the manifest's or a guess.
+        verify: `data.verify`.
         keys: config keys of directory and pattern, for error messages.
 
     Attributes:
@@ -102,21 +90,69 @@ class TokenFiles:
         *,
         vocab_size: int,
         token_dtype: str | None = None,
+        verify: Verify = "read",
         keys: tuple[str, str] = ("data.dataset_path", "data.file_pattern"),
     ) -> None:
         self.directory = storage.path(directory, keys[0])
         paths = _matches(self.directory, pattern, keys)
         self.manifest = Manifest.read(self.directory)
-        told = token_dtype or (self.manifest.dtype if self.manifest else _guess(paths))
-        self.files = [_inspect(path, told, self.manifest) for path in paths]
+        bare = token_dtype or (self.manifest.dtype if self.manifest else guess_type(paths))
+        self.files = [inspect(path, bare, self.manifest) for path in paths]
         self.tokens = sum(file.tokens for file in self.files)
+        self._vocab_size = vocab_size
         for file in self.files:
             _check_vocabulary(file, vocab_size, self.manifest)
         self._map = lru_cache(_OPEN_FILES)(self._map_file)
+        if verify == "start":
+            self._check_all_blocks()
 
-    def piece(self, file: int, start: int, end: int) -> ArrayLike:
-        """Tokens of a file; of one in a bucket, on their way."""
-        return self._map(file)[start:end]
+    def piece(self, span: Span) -> ArrayLike:
+        """Return tokens of a file; of one in a bucket, on their way.
+
+        Raises:
+            UserError: they are not what `prepare` wrote.
+        """
+        file, start, end = span
+        tokens, hashes = self._map(file), self.files[file].hashes
+        if hashes and isinstance(tokens, np.ndarray):
+            hashes.check_once(tokens, start, end)
+        return tokens[start:end]
+
+    def check_ids(self, windows: Int[np.ndarray, "n S+1"], spans: Sequence[Iterable[Span]]) -> None:
+        """Raise if a token of the windows, which these spans make up, is outside the vocabulary.
+
+        Manifests are believed when files are opened; what is trained on is looked at. It costs some
+        0.3 ms for a million tokens.
+
+        Raises:
+            UserError: a token is; the message names file and place.
+        """
+        ids = windows.view(np.uint32)
+        if self.manifest and self.manifest.conversations:
+            ids = ids & ~np.uint32(FIRST | UNLEARNED)
+        if ids.max() < self._vocab_size:
+            return
+        row, column = (int(i) for i in np.argwhere(ids >= self._vocab_size)[0])
+        places = [(span.file, number) for span in spans[row] for number in range(*span[1:])]
+        number, token = places[column]
+        file = self.files[number]
+        raise UserError(
+            f"{file.path}: token {ids[row, column]} at {file.describe_place(token)} is outside the "
+            f"vocabulary of {self._vocab_size}, and was not there when the file was prepared, or "
+            "opened: it is damaged; copy or prepare it again"
+        )
+
+    def _check_all_blocks(self) -> None:
+        """Compare every block of every file."""
+        for number, file in enumerate(self.files):
+            if file.hashes:
+                for at in range(0, file.tokens, _CHUNK):
+                    np.asarray(self.piece(Span(number, at, min(at + _CHUNK, file.tokens))))
+            else:
+                log.warning(
+                    "data.verify: %s has no hashes in a %s; prepare it again to have some",
+                    file.path, FILE_NAME,
+                )  # fmt: skip
 
     def _map_file(self, file: int) -> "Int[np.ndarray, 'tokens'] | RemoteTokens":
         try:
@@ -174,19 +210,21 @@ class TokenShards(TokenFiles):
     def batch(self, indices: Sequence[int]) -> Int[np.ndarray, "n S+1"]:
         """The windows `indices`, all below `len(self)`, int32 [n, S + 1]."""
         windows = np.empty((len(indices), self.window), np.int32)
-        pieces = [self._piece(index) for index in indices]  # of a bucket: all of them are asked for
+        spans = [self._span(index) for index in indices]
+        pieces = [self.piece(span) for span in spans]  # of a bucket: all of them are asked for
         for row, piece in zip(windows, pieces, strict=True):
             row[:] = piece
+        self.check_ids(windows, [[span] for span in spans])
         return windows
 
     def __repr__(self) -> str:
         files = f"{len(self.files)} files, {len(self)} windows of {self.window} tokens"
         return f"TokenShards({str(self.directory)!r}: {files})"
 
-    def _piece(self, index: int) -> ArrayLike:
+    def _span(self, index: int) -> Span:
         file = bisect_right(self._ends, index)
         start = (index - (self._ends[file - 1] if file else 0)) * self.window
-        return self.piece(file, start, start + self.window)
+        return Span(file, start, start + self.window)
 
 
 class SyntheticTokens:
@@ -244,118 +282,6 @@ def _matches(directory: Path, pattern: str, keys: tuple[str, str]) -> list[Path]
     raise UserError(f"no file matches {of_pattern} = {pattern!r} in {directory} (it holds {there})")
 
 
-def _guess(paths: Sequence[Path]) -> str:
-    """The type of `.bin` files by the size of the first, as KempnerForge guesses it."""
-    first = next((path for path in paths if path.suffix == ".bin"), None)
-    if first is None:
-        return ""
-    size = first.stat().st_size
-    guess = "uint16" if size % 4 else "uint32"
-    log.warning(
-        "%s is read as %s, KempnerForge's guess by its %d bytes; data.token_dtype says otherwise",
-        first, guess, size,
-    )  # fmt: skip
-    return guess
-
-
-def _inspect(path: Path, token_dtype: str, manifest: Manifest | None) -> TokenFile:
-    """Reads what a file says of itself and holds it against its size."""
-    if path.suffix not in (".npy", ".bin"):
-        raise UserError(f"{path} is neither .npy nor .bin; narrow data.file_pattern")
-    try:
-        if not storage.in_bucket(path) and path.stat().st_size == 0:
-            raise UserError(f"{path} is empty (0 bytes); remove it or prepare it again")
-        if path.suffix == ".npy":
-            return _inspect_npy(path)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    return _inspect_bin(path, token_dtype, manifest)
-
-
-def _inspect_npy(path: Path) -> TokenFile:
-    try:
-        with _header(path) as file:
-            v1 = np.lib.format.read_magic(file) == (1, 0)
-            read = (
-                np.lib.format.read_array_header_1_0 if v1 else np.lib.format.read_array_header_2_0
-            )
-            shape, _, dtype = read(file)
-            offset = file.tell()
-    except ValueError as error:
-        raise UserError(f"{path} is not a .npy file, or cut short ({error})") from error
-    if len(shape) != 1 or dtype.kind not in "iu":
-        raise UserError(
-            f"{path} holds {dtype} of shape {shape}; token files hold one 1-D array of integers "
-            "(uint16 or uint32)"
-        )
-    _check_size(path, offset + shape[0] * dtype.itemsize, "its header")
-    if not shape[0]:
-        raise UserError(f"{path} is empty (0 tokens); remove it or prepare it again")
-    return TokenFile(path, dtype, shape[0], offset)
-
-
-def _inspect_bin(path: Path, name: str, manifest: Manifest | None) -> TokenFile:
-    if manifest and name != manifest.dtype:
-        raise UserError(
-            f"data.token_dtype is {name!r}, but {path.parent / FILE_NAME} says {manifest.dtype!r}; "
-            "remove data.token_dtype"
-        )
-    dtype = _integer_type(name).newbyteorder("<")
-    shard = manifest and manifest.by_file.get(path.name)
-    if storage.in_bucket(path):
-        if not shard:
-            raise UserError(
-                f"{path}: what a .bin file in a bucket holds has to be said in a {FILE_NAME} "
-                "beside it, as `jaxforge.prepare` writes it; or copy it to this machine"
-            )
-        _check_size(path, shard.tokens * dtype.itemsize, FILE_NAME)
-        return TokenFile(path, dtype, shard.tokens, 0)
-    size = path.stat().st_size
-    if shard:
-        _check_size(path, shard.tokens * dtype.itemsize, FILE_NAME)
-    elif size % dtype.itemsize:
-        raise UserError(
-            f"{path} has {size} bytes, which is no whole number of {name}: it is cut short, or "
-            "data.token_dtype is another"
-        )
-    return TokenFile(path, dtype, size // dtype.itemsize, 0)
-
-
-def _header(path: Path) -> IO[bytes]:
-    if not storage.in_bucket(path):
-        return path.open("rb")
-    from jaxforge import buckets
-
-    return io.BytesIO(buckets.head(path, _HEADER))
-
-
-def _integer_type(name: str) -> np.dtype:
-    with suppress(TypeError):
-        dtype = np.dtype(name)
-        if dtype.kind in "iu":
-            return dtype
-    raise UserError(f'data.token_dtype = {name!r} is no integer type; try "uint16" or "uint32"')
-
-
-def _check_size(path: Path, expected: int, source: str) -> None:
-    if storage.in_bucket(path):
-        from jaxforge import buckets
-
-        if wrong := buckets.other_length(path, expected):
-            raise UserError(
-                f"{path} {wrong} than the {expected} bytes that {source} says; copy or prepare it "
-                "again"
-            )
-        return
-    size = path.stat().st_size
-    if size != expected:
-        wrong = "is cut short" if size < expected else "is too long"
-        raise UserError(
-            f"{path} {wrong}: it has {size} bytes where {source} says {expected}; "
-            "copy or prepare it again"
-        )
-
-
 def _too_short(files: list[TokenFile], window: int, key: str) -> str:
     longest = max(files, key=lambda file: file.tokens)
     return (
@@ -377,11 +303,11 @@ def _check_vocabulary(file: TokenFile, vocab_size: int, manifest: Manifest | Non
         low, high = _extremes(file, vocab_size)
     if low < 0:
         raise UserError(
-            f"{file.path}: token {low} is negative; its type is perhaps not {file.dtype}"
+            f"{file.path}: {_where(file, low)} is negative; its type is perhaps not {file.dtype}"
         )
     if high >= vocab_size:
         raise UserError(
-            f"{file.path}: token {high} is outside the vocabulary of {vocab_size}; set "
+            f"{file.path}: {_where(file, high)} is outside the vocabulary of {vocab_size}; set "
             f"model.vocab_size to {high + 1} or more, or prepare the data with the model's "
             f"tokenizer (.bin files of another type than {file.dtype} look like this too: set "
             "data.token_dtype)"
@@ -392,8 +318,23 @@ def _extremes(file: TokenFile, vocab_size: int) -> tuple[int, int]:
     """Smallest and largest token of a file, read in chunks."""
     if file.dtype.kind == "u" and np.iinfo(file.dtype).max < vocab_size:
         return 0, 0  # such a type has no token to be afraid of
-    tokens = file.map()
-    starts = range(0, file.tokens, _CHUNK)
-    chunks = (np.asarray(tokens[at : min(at + _CHUNK, file.tokens)]) for at in starts)
-    lows, highs = zip(*((int(chunk.min()), int(chunk.max())) for chunk in chunks), strict=True)
+    lows, highs = zip(
+        *((int(chunk.min()), int(chunk.max())) for chunk in _chunks(file)), strict=True
+    )
     return min(lows), max(highs)
+
+
+def _chunks(file: TokenFile) -> Iterator[Int[np.ndarray, "_"]]:
+    tokens = file.map()
+    for at in range(0, file.tokens, _CHUNK):
+        yield np.asarray(tokens[at : min(at + _CHUNK, file.tokens)])
+
+
+def _where(file: TokenFile, value: int) -> str:
+    """Return "token VALUE" and its first place in the file."""
+    before = 0
+    for chunk in _chunks(file):
+        if len(places := np.flatnonzero(chunk == value)):
+            return f"token {value} at {file.describe_place(before + int(places[0]))}"
+        before += len(chunk)
+    return f"token {value}"  # the manifest names it, and the file does not hold it

@@ -1,12 +1,14 @@
 """Paths in a bucket: what Orbax and we ask of them."""
 
 import gc
+import zlib
 
 import numpy as np
 import pytest
 
 from jaxforge import buckets, mirror, storage
 from jaxforge.checkpoint.paths import is_whole
+from jaxforge.data.block_hashes import BlockHashes
 from jaxforge.data.remote_tokens import RemoteTokens
 from jaxforge.errors import StorageError, UserError
 
@@ -114,6 +116,26 @@ def test_tokens_are_read_where_they_are(server, root):
     (root / "t.bin").unlink()
     with pytest.raises(StorageError, match=r"t\.bin is gone since"):
         np.asarray(remote[0:10])
+
+
+def test_remote_tokens_are_compared_with_their_hashes(server, root):
+    tokens = np.random.default_rng(0).integers(0, 999, 100_000).astype("<u2")
+    data = tokens.tobytes()
+    blocks = [data[at : at + 65_536] for at in range(0, len(data), 65_536)]
+    hashes = np.array([zlib.crc32(block) for block in blocks], np.uint32)
+    known = BlockHashes(root / "t.bin", 4, tokens.dtype, len(tokens), hashes)
+    remote = RemoteTokens(root / "t.bin", tokens.dtype, 4, known)
+    buckets.write(root / "t.bin", b"head" + data)
+    for start, end in ((0, 10), (32_760, 32_770), (40_000, 99_999), (99_990, 100_000)):
+        np.testing.assert_array_equal(remote[start:end], tokens[start:end])
+    damaged = bytearray(data)
+    damaged[2 * 40_000] ^= 1
+    buckets.write(root / "t.bin", b"head" + damaged)
+    np.testing.assert_array_equal(remote[10:20], tokens[10:20])
+    with pytest.raises(
+        UserError, match=r"t\.bin is damaged: bytes 65,540 to 131,075 \(tokens 32,7"
+    ):
+        np.asarray(remote[65_000:65_010])
 
 
 def test_a_mirror_copies_what_changed_and_brings_it_back(server, root):

@@ -1,0 +1,68 @@
+"""`progress/metadata` of a checkpoint, with checksums of itself and of the config beside it.
+
+    {"step": 70, ..., "config_crc32": 123, "crc32": 456}
+
+A restore reads the position of the data, the counts and the run id as much as the arrays, whose
+hashes are in `checksums`. The seal is in the file itself, because the file is replaced when an
+evaluation ends after the save (`Checkpoints.amend`). Files of versions without one are read too.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from jaxforge.state.progress import Progress
+
+_SEAL, _CONFIG = "crc32", "config_crc32"
+
+
+def sealed(progress: Progress, config_crc32: int | None) -> dict[str, Any]:
+    """Return the JSON of `progress/metadata`.
+
+    Args:
+        progress: the counters.
+        config_crc32: `crc32` of the config stored in the same checkpoint; None if not known.
+    """
+    values = progress.to_json() | ({} if config_crc32 is None else {_CONFIG: config_crc32})
+    return values | {_SEAL: crc32(values)}
+
+
+def unsealed(values: Mapping[str, Any], step: int) -> Progress:
+    """Return the counters of `progress/metadata`.
+
+    Args:
+        values: its JSON.
+        step: that of the checkpoint, by the name of its directory.
+
+    Raises:
+        ValueError: it is not what was saved, or of another step.
+    """
+    if _SEAL in values:
+        content = {key: value for key, value in values.items() if key != _SEAL}
+        if crc32(content) != values[_SEAL]:
+            raise ValueError("progress/metadata is not what was saved")
+    progress = Progress.from_json(dict(values))
+    if progress.step != step:
+        raise ValueError(f"progress/metadata is of step {progress.step}, not of step {step}")
+    return progress
+
+
+def config_crc32_of(values: Mapping[str, Any]) -> int | None:
+    """Return the checksum of the config that `progress/metadata` holds, if any."""
+    return values.get(_CONFIG)
+
+
+def check_config(values: Mapping[str, Any], config: Any) -> None:  # noqa: ANN401 (any JSON)
+    """Compare a config with its checksum in the JSON of `progress/metadata`, where it has one.
+
+    Raises:
+        ValueError: it is not what was saved.
+    """
+    if config_crc32_of(values) not in (None, crc32(config)):
+        raise ValueError("config/metadata is not what was saved")
+
+
+def crc32(values: Any) -> int:  # noqa: ANN401 (any JSON)
+    """Return the CRC-32 of JSON, whatever the order of its keys and its white space."""
+    return zlib.crc32(json.dumps(json.loads(json.dumps(values)), sort_keys=True).encode())

@@ -1,0 +1,88 @@
+"""Bits of token files, compared with the hashes in their manifest as they are read.
+
+A file is hashed in blocks of 64 KiB (`manifest.BLOCK_BYTES`), so that a window anywhere costs the
+hash of one block or two, once for each process.
+"""
+
+import os
+import zlib
+
+import numpy as np
+from jaxtyping import Int, UInt32
+
+from jaxforge.corpus.manifest import BLOCK_BYTES, FILE_NAME
+from jaxforge.errors import UserError
+
+
+class BlockHashes:
+    """Hashes of the blocks of one file, and which blocks were compared.
+
+    Args:
+        path: the file.
+        offset: bytes before its first token.
+        dtype: type of the tokens.
+        tokens: number of tokens.
+        hashes: CRC-32 of each block.
+    """
+
+    def __init__(
+        self,
+        path: os.PathLike,
+        offset: int,
+        dtype: np.dtype,
+        tokens: int,
+        hashes: UInt32[np.ndarray, "blocks"],
+    ) -> None:
+        self._path, self._offset, self._end, self._hashes = path, offset, tokens, hashes
+        self._tokens = BLOCK_BYTES // dtype.itemsize  # of a block
+        self._is_checked = bytearray(len(hashes))
+
+    def around(self, start: int, end: int) -> tuple[int, int]:
+        """Return the first token, and the one after the last, of the blocks that hold a range.
+
+        Args:
+            start: first token of the range.
+            end: token after its last.
+        """
+        return start - start % self._tokens, min(-(-end // self._tokens) * self._tokens, self._end)
+
+    def check_once(self, tokens: Int[np.ndarray, "tokens"], start: int, end: int) -> None:
+        """Compare the blocks that hold a range, unless this process has done it.
+
+        Args:
+            tokens: all tokens of the file.
+            start: first token of the range.
+            end: token after its last.
+
+        Raises:
+            UserError: a block has other bytes than `prepare` wrote.
+        """
+        for block in range(start // self._tokens, -(-end // self._tokens)):
+            if not self._is_checked[block]:
+                self.check(tokens[block * self._tokens : (block + 1) * self._tokens], block)
+                self._is_checked[block] = True
+
+    def check_from(self, tokens: Int[np.ndarray, "_"], first: int) -> None:
+        """Compare whole blocks, of which `first` is the first token.
+
+        Raises:
+            UserError: a block has other bytes than `prepare` wrote.
+        """
+        for at in range(0, len(tokens), self._tokens):
+            self.check(tokens[at : at + self._tokens], (first + at) // self._tokens)
+
+    def check(self, tokens: Int[np.ndarray, "_"], block: int) -> None:
+        """Compare one block.
+
+        Raises:
+            UserError: it has other bytes than `prepare` wrote.
+        """
+        if zlib.crc32(tokens.data) == self._hashes[block]:
+            return
+        first, size = block * self._tokens, tokens.itemsize
+        raise UserError(
+            f"{os.fspath(self._path)} is damaged: bytes {self._offset + first * size:,} to "
+            f"{self._offset + (first + len(tokens)) * size - 1:,} (tokens {first:,} to "
+            f"{first + len(tokens) - 1:,}) are not what prepare wrote, by their hash in "
+            f"{FILE_NAME}; copy or prepare the file again"
+        )

@@ -1,0 +1,235 @@
+"""One file of token ids: what it says of itself, and its tokens.
+
+`.npy` files hold one 1-D array of integers. `.bin` files hold little-endian integers: bare ones,
+whose type the manifest or the config states (or is guessed as KempnerForge does), or after the
+header of llm.c, which modded-nanoGPT writes too.
+"""
+
+import io
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxforge import storage
+from jaxforge.corpus.manifest import FILE_NAME, Manifest
+from jaxforge.data.block_hashes import BlockHashes
+from jaxforge.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxforge.data.remote_tokens import RemoteTokens
+
+log = logging.getLogger(__name__)
+
+_HEADER = 4096  # bytes that hold the header of any .npy file
+
+_LLM_C_HEADER = 256 * 4
+"""Bytes of the header of llm.c (`dev/data/data_common.py`): 256 int32, which are magic, version,
+number of tokens, zeros."""
+_LLM_C_TYPES = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
+"""(magic, version) -> type of the tokens: of GPT-2's tokenizer, and of Llama 3's."""
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A file of tokens.
+
+    Attributes:
+        path: its path, on this machine or in a bucket.
+        dtype: type of the tokens.
+        tokens: number of tokens.
+        offset: bytes before the first token.
+        hashes: hashes of its blocks; None where no manifest has them.
+    """
+
+    path: Path
+    dtype: np.dtype
+    tokens: int
+    offset: int
+    hashes: BlockHashes | None = None
+
+    def map(self) -> "Int[np.ndarray, 'tokens'] | RemoteTokens":
+        """Return the tokens, as an array or what stands for one."""
+        if storage.in_bucket(self.path):
+            from jaxforge.data.remote_tokens import RemoteTokens
+
+            return RemoteTokens(self.path, self.dtype, self.offset, self.hashes)
+        # As a plain array: cutting a piece out of a memmap takes several times longer.
+        return np.asarray(np.memmap(self.path, self.dtype, "r", self.offset, (self.tokens,)))
+
+    def describe_place(self, number: int) -> str:
+        """Return the place of a token by its number, for messages."""
+        return f"place {number} (byte {self.offset + number * self.dtype.itemsize})"
+
+
+def inspect(path: Path, token_dtype: str, manifest: Manifest | None) -> TokenFile:
+    """Read what a file says of itself, and compare it with its size and the manifest.
+
+    Args:
+        path: a `.npy` or `.bin` file.
+        token_dtype: numpy name of the type of bare `.bin` files.
+        manifest: that of the directory.
+
+    Raises:
+        UserError: the file is empty, cut short, of another type, or not the manifest's.
+    """
+    if path.suffix not in (".npy", ".bin"):
+        raise UserError(f"{path} is neither .npy nor .bin; narrow data.file_pattern")
+    try:
+        if not storage.in_bucket(path) and path.stat().st_size == 0:
+            raise UserError(f"{path} is empty (0 bytes); remove it or prepare it again")
+        if path.suffix == ".npy":
+            return _with_hashes(_inspect_npy(path), manifest)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    return _with_hashes(_inspect_bin(path, token_dtype, manifest), manifest)
+
+
+def guess_type(paths: Sequence[Path]) -> str:
+    """Return the type of bare `.bin` files by the size of the first, as KempnerForge guesses it."""
+    first = next((path for path in paths if path.suffix == ".bin" and not _llm_c(path)), None)
+    if first is None or storage.in_bucket(first):
+        return ""
+    size = first.stat().st_size
+    guess = "uint16" if size % 4 else "uint32"
+    log.warning(
+        "%s is read as %s, KempnerForge's guess by its %d bytes; data.token_dtype says otherwise",
+        first, guess, size,
+    )  # fmt: skip
+    return guess
+
+
+def _with_hashes(file: TokenFile, manifest: Manifest | None) -> TokenFile:
+    """Return the file with the hashes that the manifest has of it."""
+    shard = manifest and manifest.by_file.get(file.path.name)
+    if manifest is None or not shard or (hashes := shard.block_hashes()) is None:
+        return file
+    written = np.dtype(manifest.dtype).newbyteorder("<")
+    if (file.tokens, file.dtype) != (shard.tokens, written):
+        raise UserError(
+            f"{file.path} holds {file.tokens:,} tokens of {file.dtype.str} where {FILE_NAME} says "
+            f"{shard.tokens:,} of {written.str}: it is another file, or damaged; copy or prepare "
+            "it again"
+        )
+    return replace(file, hashes=BlockHashes(file.path, file.offset, written, file.tokens, hashes))
+
+
+def _llm_c(path: Path) -> TokenFile | None:
+    """Return the file as its header of llm.c describes it; None where it has none.
+
+    Raises:
+        UserError: the header is of another version, or names another number of tokens.
+    """
+    with _open_head(path) as file:
+        head = file.read(_LLM_C_HEADER)
+    if len(head) < _LLM_C_HEADER:
+        return None
+    header = np.frombuffer(head, "<i4")
+    magics = [magic for magic, _ in _LLM_C_TYPES]
+    if header[0] not in magics or np.any(header[3:]):
+        return None
+    name = _LLM_C_TYPES.get((int(header[0]), int(header[1])))
+    if name is None:
+        raise UserError(
+            f"{path} has a header of llm.c of version {header[1]}, which this jaxforge does not "
+            "read; write it as version 1 (GPT-2) or 7 (Llama 3)"
+        )
+    dtype, tokens = np.dtype(name).newbyteorder("<"), int(header[2])
+    _check_size(path, _LLM_C_HEADER + tokens * dtype.itemsize, "its header of llm.c")
+    return TokenFile(path, dtype, tokens, _LLM_C_HEADER)
+
+
+def _inspect_npy(path: Path) -> TokenFile:
+    try:
+        with _open_head(path) as file:
+            v1 = np.lib.format.read_magic(file) == (1, 0)
+            read = (
+                np.lib.format.read_array_header_1_0 if v1 else np.lib.format.read_array_header_2_0
+            )
+            shape, _, dtype = read(file)
+            offset = file.tell()
+    except ValueError as error:
+        raise UserError(f"{path} is not a .npy file, or cut short ({error})") from error
+    if len(shape) != 1 or dtype.kind not in "iu":
+        raise UserError(
+            f"{path} holds {dtype} of shape {shape}; token files hold one 1-D array of integers "
+            "(uint16 or uint32)"
+        )
+    _check_size(path, offset + shape[0] * dtype.itemsize, "its header")
+    if not shape[0]:
+        raise UserError(f"{path} is empty (0 tokens); remove it or prepare it again")
+    return TokenFile(path, dtype, shape[0], offset)
+
+
+def _inspect_bin(path: Path, name: str, manifest: Manifest | None) -> TokenFile:
+    shard = manifest and manifest.by_file.get(path.name)
+    if not shard and (found := _llm_c(path)):
+        if name and np.dtype(name) != found.dtype:
+            raise UserError(
+                f"data.token_dtype is {name!r}, but the header of {path} says {found.dtype}; "
+                "remove data.token_dtype"
+            )
+        return found
+    if manifest and name != manifest.dtype:
+        raise UserError(
+            f"data.token_dtype is {name!r}, but {path.parent / FILE_NAME} says {manifest.dtype!r}; "
+            "remove data.token_dtype"
+        )
+    dtype = _integer_type(name).newbyteorder("<")
+    if storage.in_bucket(path):
+        if not shard:
+            raise UserError(
+                f"{path}: what a .bin file in a bucket holds has to be said in a {FILE_NAME} "
+                "beside it, as `jaxforge.prepare` writes it; or copy it to this machine"
+            )
+        _check_size(path, shard.tokens * dtype.itemsize, FILE_NAME)
+        return TokenFile(path, dtype, shard.tokens, 0)
+    size = path.stat().st_size
+    if shard:
+        _check_size(path, shard.tokens * dtype.itemsize, FILE_NAME)
+    elif size % dtype.itemsize:
+        raise UserError(
+            f"{path} has {size} bytes, which is no whole number of {name}: it is cut short, or "
+            "data.token_dtype is another"
+        )
+    return TokenFile(path, dtype, size // dtype.itemsize, 0)
+
+
+def _open_head(path: Path) -> IO[bytes]:
+    if not storage.in_bucket(path):
+        return path.open("rb")
+    from jaxforge import buckets
+
+    return io.BytesIO(buckets.head(path, _HEADER))
+
+
+def _integer_type(name: str) -> np.dtype:
+    with suppress(TypeError):
+        dtype = np.dtype(name)
+        if dtype.kind in "iu":
+            return dtype
+    raise UserError(f'data.token_dtype = {name!r} is no integer type; try "uint16" or "uint32"')
+
+
+def _check_size(path: Path, expected: int, source: str) -> None:
+    if storage.in_bucket(path):
+        from jaxforge import buckets
+
+        if wrong := buckets.other_length(path, expected):
+            raise UserError(
+                f"{path} {wrong} than the {expected} bytes that {source} says; copy or prepare it "
+                "again"
+            )
+        return
+    size = path.stat().st_size
+    if size != expected:
+        wrong = "is cut short" if size < expected else "is too long"
+        raise UserError(
+            f"{path} {wrong}: it has {size} bytes where {source} says {expected}; "
+            "copy or prepare it again"
+        )
