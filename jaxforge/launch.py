@@ -73,13 +73,14 @@ def _run(
         out_of_memory.explained(config, mesh),
     ):
         trainer = build_trainer(config, mesh, hooks, console, watchdog, lock, live)
-        reason = None
+        reason: Exit | None = None
         try:
             reason = trainer.train(signals)
         finally:
             if reason is not Exit.UNHEALTHY:  # whatever waits for the devices may wait for ever
                 with watchdog.section("end"):
-                    trainer.close(reason)
+                    reason = trainer.close(reason)
+    assert reason is not None  # as nothing was raised
     if reason is Exit.UNHEALTHY or signals.left_work:
         end_now(reason.code)  # nor must the compiler find the process half gone
     return reason
