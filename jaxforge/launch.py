@@ -1,12 +1,13 @@
 """One start of a run: devices, mesh and parts, then the loop, and an orderly end."""
 
 import contextlib
+import sys
 from collections.abc import Sequence
 
 import jax
 from rich.console import Console
 
-from jaxforge import run_directory
+from jaxforge import run_directory, streams
 from jaxforge.build import build_trainer
 from jaxforge.cli import wide_console
 from jaxforge.config import rules
@@ -29,7 +30,7 @@ from jaxforge.training.preemption import Signals
 
 def run(config: JobConfig | UnresolvedConfig, hooks: Sequence[Hook] = ()) -> Exit:
     """`train.run`."""
-    console = wide_console()
+    console = wide_console(streams.tolerant(sys.stdout))
     setup_logging(console)
     host_memory.keep_freed_memory()
     known = config.known if isinstance(config, UnresolvedConfig) else config
