@@ -52,11 +52,11 @@ def test_a_run_goes_on_without_a_reader_of_its_output(tmp_path, monkeypatch):
     os.close(read)
     config = tiny_config(train={"max_steps": 3, "batch_size": 1}, checkpoint={"dir": str(tmp_path)},
                          metrics={"log_interval": 1})  # fmt: skip
-    with devices_here(1), open(write, "w") as pipe, contextlib.suppress(OSError):
-        with Path("/dev/full").open("w") as full:
-            monkeypatch.setattr(sys, "stdout", pipe)
-            monkeypatch.setattr(sys, "stderr", full)
-            reason = train.run(config)
+    unflushed = contextlib.suppress(OSError)
+    with devices_here(1), open(write, "w") as pipe, unflushed, Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        monkeypatch.setattr(sys, "stderr", full)
+        reason = train.run(config)
     assert reason is Exit.COMPLETED
     assert (tmp_path / "checkpoints" / "step_3").is_dir()
     log = (tmp_path / "logs" / "process_0.log").read_text()
