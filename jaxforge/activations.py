@@ -46,7 +46,7 @@ def parser() -> CommandParser:
 
 def entry() -> int:
     """The command as this process was called; its exit code."""
-    return run_main(main, uses_devices=True)
+    return run_main(main, uses_devices=True, outlives_reader=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
+from jaxforge import streams
 from jaxforge.errors import StorageError, UserError, printable
 
 if TYPE_CHECKING:
@@ -21,28 +22,30 @@ STDOUT = Path("-")
 _FLAGS_SEC = 60
 
 
-def run_main(main: Callable[[], int], *, uses_devices: bool = False) -> int:
+def run_main(
+    main: Callable[[], int], *, uses_devices: bool = False, outlives_reader: bool = False
+) -> int:
     """Runs `main`; failures that are not our own mistakes become one message on stderr.
 
     Args:
         main: what to do.
         uses_devices: it will compile and run programs of JAX.
+        outlives_reader: standard output is not the result. Without a reader the work goes on;
+            other commands end, with 0, where a reader has seen enough, as `head` does.
 
     Returns:
         What `main` returns, else the error's exit code; 130 when interrupted from the keyboard.
     """
     try:
-        if uses_devices:
-            _check_xla_flags(os.environ.get("XLA_FLAGS", ""))
-        return main()
+        with streams.guarded(outlives_reader=outlives_reader):
+            if uses_devices:
+                _check_xla_flags(os.environ.get("XLA_FLAGS", ""))
+            return main()
     except (UserError, StorageError) as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=streams.tolerant(sys.stderr))
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read our output has seen enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def raise_interrupts() -> None:
@@ -165,5 +168,6 @@ def leave(code: int, patience: float = 30.0) -> NoReturn:
 def _leave_behind(code: int) -> None:
     others = set(threading.enumerate()) - {threading.main_thread()}
     names = ", ".join(sorted(thread.name for thread in others if not thread.daemon))
-    print(f"exiting with {code}, although threads go on: {names}", file=sys.stderr, flush=True)
+    said = streams.tolerant(sys.stderr)  # nothing may keep the process from its end
+    print(f"exiting with {code}, although threads go on: {names}", file=said, flush=True)
     os._exit(code)

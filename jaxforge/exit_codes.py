@@ -65,7 +65,8 @@ class Exit(enum.Enum):
     )
     STORAGE = (
         74,
-        "a checkpoint could not be written (disk full, say); those before it are whole (EX_IOERR)",
+        "a checkpoint, or lines of metrics, could not be written (disk full, say); the checkpoints "
+        "before are whole (EX_IOERR)",
         False,
     )
     SIGNAL = (

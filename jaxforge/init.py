@@ -88,7 +88,7 @@ def parser() -> CommandParser:
 
 def entry() -> int:
     """The command as this process was called; its exit code."""
-    return run_main(main)
+    return run_main(main, outlives_reader=True)
 
 
 if __name__ == "__main__":

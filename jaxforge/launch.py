@@ -1,12 +1,13 @@
 """One start of a run: devices, mesh and parts, then the loop, and an orderly end."""
 
 import contextlib
+import sys
 from collections.abc import Sequence
 
 import jax
 from rich.console import Console
 
-from jaxforge import run_directory
+from jaxforge import run_directory, streams
 from jaxforge.build import build_trainer
 from jaxforge.cli import wide_console
 from jaxforge.config import rules
@@ -33,7 +34,7 @@ def run(
     since: float | None = None,
 ) -> Exit:
     """`train.run`; `train.exit_duration_in_mins` counts from `since`, by `time.monotonic`."""
-    console = wide_console()
+    console = wide_console(streams.tolerant(sys.stdout))
     setup_logging(console)
     host_memory.keep_freed_memory()
     known = config.known if isinstance(config, UnresolvedConfig) else config
@@ -79,13 +80,14 @@ def _run(
     ):
         trainer = build_trainer(config, mesh, hooks, console, watchdog, lock, live)
         trainer.since = since
-        reason = None
+        reason: Exit | None = None
         try:
             reason = trainer.train(signals)
         finally:
             if reason is not Exit.UNHEALTHY:  # whatever waits for the devices may wait for ever
                 with watchdog.section("end"):
-                    trainer.close(reason)
+                    reason = trainer.close(reason)
+    assert reason is not None  # as nothing was raised
     if reason is Exit.UNHEALTHY or signals.left_work:
         end_now(reason.code)  # nor must the compiler find the process half gone
     return reason

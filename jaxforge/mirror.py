@@ -19,6 +19,7 @@ from pathlib import Path
 import jax
 
 from jaxforge import storage
+from jaxforge.errors import StorageError
 
 log = logging.getLogger(__name__)
 
@@ -88,13 +89,17 @@ class Mirror:
             return True
 
     def close(self) -> None:
-        """Publishes for the last time; what is in the bucket then is not kept here."""
+        """Publishes for the last time; what is in the bucket then is not kept here.
+
+        Raises:
+            StorageError: the bucket did not take all of it.
+        """
         self._ended.set()
         self._thread.join()
-        if self.publish():
-            shutil.rmtree(self._here, ignore_errors=True)
-        else:
-            log.error("the newest files of the run are in %s, not in %s", self._here, self._run)
+        if not self.publish():
+            raise StorageError(f"the newest files of the run are in {self._here}, not in "
+                               f"{self._run}: copy them there before the next start")  # fmt: skip
+        shutil.rmtree(self._here, ignore_errors=True)
 
     def _fetch(self, name: str) -> None:
         place = self._run / name

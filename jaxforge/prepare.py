@@ -172,7 +172,7 @@ _ARGUMENTS: dict[str, dict] = {
 
 def entry() -> int:
     """The command as this process was called; its exit code."""
-    return run_main(main)
+    return run_main(main, outlives_reader=True)
 
 
 if __name__ == "__main__":

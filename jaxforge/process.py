@@ -61,8 +61,9 @@ def end_now(code: int, *, flush: bool = True) -> None:
         return
     if flush:
         logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # gone, as who read it may be
+                stream.flush()
     os._exit(code)
 
 

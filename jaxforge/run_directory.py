@@ -25,7 +25,7 @@ from pathlib import Path
 
 import jax
 
-from jaxforge import mirror, starts, storage
+from jaxforge import mirror, storage
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config
 from jaxforge.corpus.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
@@ -35,15 +35,23 @@ from jaxforge.near import path_hint
 log = logging.getLogger(__name__)
 
 _CONFIG = "config.toml"
+_DAMAGED_CONFIG = "config.damaged.toml"
 _CONFIGS = "configs"
 _TOKENIZER = "tokenizer"
 
 
 def tell_changes(run: Path, config: JobConfig) -> None:
-    """Says what of the config has changed since the run last started."""
+    """Say what of the config has changed since the run last started."""
     path = run / _CONFIG
-    if jax.process_index() == 0 and path.exists():
-        for change in changes(load_config(path), config):
+    if jax.process_index() != 0 or not path.exists():
+        return
+    try:
+        before = load_config(path)
+    except UserError as error:
+        log.warning("what has changed since this run last started is not known: its config is "
+                    "damaged (%s). It will be moved to %s", error, _DAMAGED_CONFIG)  # fmt: skip
+    else:
+        for change in changes(before, config):
             log.warning("changed since this run last started: %s", change)
 
 
@@ -61,9 +69,11 @@ def open_mirror(config: JobConfig) -> mirror.Mirror | None:
     shared = [
         _CONFIG,
         _CONFIGS,
-        "metrics.jsonl",
-        starts.FILE_NAME,
-        "samples.jsonl",
+        *(
+            f"{name}{kind}.jsonl"
+            for name in ("metrics", "starts", "samples")
+            for kind in ("", ".damaged")
+        ),
         "progress.txt",
         _TOKENIZER,
     ]  # process 0 goes on with them
@@ -83,9 +93,18 @@ def prepare(run: Path, config: JobConfig) -> None:
         tokenizer = tokenizer_for(run, config)
         if tokenizer is not None and not (run / _TOKENIZER).exists():
             _write_tokenizer(run, tokenizer)
+        _put_aside_if_damaged(run / _CONFIG)
         _replace(run / _CONFIG, config)
     except OSError as error:
         raise UserError(f"checkpoint.dir = {run}: {error.strerror}") from error
+
+
+def _put_aside_if_damaged(path: Path) -> None:
+    try:
+        if path.exists():
+            load_config(path)
+    except UserError:
+        path.replace(path.with_name(_DAMAGED_CONFIG))
 
 
 def note_start(run: Path, config: JobConfig, step: int) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import jaxforge
 from jaxforge import git
 from jaxforge.errors import UserError
+from jaxforge.line_file import keep_sound_lines
 from jaxforge.redaction import REMOVED, redacted
 
 FILE_NAME = "starts.jsonl"
@@ -25,7 +26,7 @@ PACKAGES = ("jaxforge", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "g
 
 
 def note(run: Path, step: int, **more: Any) -> None:  # noqa: ANN401
-    """Adds this start to those of a run.
+    """Adds this start to those of a run. Damaged lines are put aside, with a warning.
 
     Args:
         run: the directory, on this machine.
@@ -39,6 +40,8 @@ def note(run: Path, step: int, **more: Any) -> None:  # noqa: ANN401
              "versions": versions(), "git": git.state(Path(jaxforge.__file__)), **more}  # fmt: skip
     partial = run / f"{FILE_NAME}.partial"
     try:
+        if (run / FILE_NAME).is_file():
+            keep_sound_lines(run / FILE_NAME)
         partial.write_text("".join(json.dumps(one) + "\n" for one in [*read(run), start]))
         os.replace(partial, run / FILE_NAME)
     except OSError as error:

@@ -97,7 +97,7 @@ def run(config: JobConfig | UnresolvedConfig, hooks: "Sequence[Hook]" = ()) -> E
 def entry() -> NoReturn:
     """The command as this process was called."""
     os.environ.update(began_env())
-    leave(run_main(main, uses_devices=True))
+    leave(run_main(main, uses_devices=True, outlives_reader=True))
 
 
 if __name__ == "__main__":

@@ -43,6 +43,57 @@ def test_a_thread_that_hangs_is_left_behind(seconds, patience, said):
     assert (done.returncode, done.stderr) == (75, said)
 
 
+PRINTS = """
+import sys
+from jaxforge.cli import run_main
+
+def work():
+    for _ in range(3):
+        print("a line that waits in a buffer")
+        sys.stdout.{flush}
+    print("a word", file=sys.stderr)
+    open(sys.argv[1], "w").close()
+    return 5
+
+raise SystemExit(run_main(work, outlives_reader={outlives}))
+"""
+
+
+@pytest.mark.parametrize("flush", ["flush()", "buffer.write(b'bytes')"])
+@pytest.mark.parametrize(
+    ("redirected", "outlives", "code", "finishes"),
+    [
+        (">&$PIPE", True, 5, True),
+        ("2>&$PIPE", True, 5, True),
+        (">&$PIPE 2>&1", True, 5, True),
+        (">/dev/full 2>/dev/full", True, 5, True),
+        (">&- 2>&-", True, 5, True),
+        (">&$PIPE", False, 0, False),
+        (">/dev/full", False, 74, False),
+        ("2>&$PIPE", False, 5, True),
+    ],
+)
+def test_a_lost_reader_ends_only_commands_whose_text_is_the_result(
+    tmp_path, redirected, outlives, code, finishes, flush
+):
+    """Nor does the interpreter end with 120, as it does where it cannot flush at its end."""
+    read, write = os.pipe()
+    os.close(read)
+    marker = tmp_path / "finished"
+    done = subprocess.run(
+        ["bash", "-c", f"exec '{sys.executable}' - '{marker}' {redirected}"],
+        input=PRINTS.format(outlives=outlives, flush=flush), env={**os.environ, "PIPE": str(write)},
+        cwd=ROOT, pass_fds=[write], text=True, stderr=subprocess.PIPE, check=False,
+    )  # fmt: skip
+    os.close(write)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    if finishes or flush == "flush()":  # otherwise the end of the process finds out
+        assert marker.exists() == finishes
+    if code == 74:
+        assert "error: standard output could not be written: No space left" in done.stderr
+
+
 @pytest.mark.parametrize(
     "command",
     [

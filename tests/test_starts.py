@@ -1,11 +1,13 @@
 """What a run directory says of its starts."""
 
 import json
+import logging
 
 import pytest
 
-from jaxforge import starts
+from jaxforge import run_directory, starts
 from jaxforge.errors import UserError
+from tests.conftest import tiny_config
 
 
 def test_each_start_adds_a_line(tmp_path, monkeypatch):
@@ -45,3 +47,29 @@ def test_a_damaged_file_is_named(tmp_path):
     (tmp_path / "starts.jsonl").write_text("{}\n{")
     with pytest.raises(UserError, match=r"starts.jsonl: a line is not a JSON object"):
         starts.read(tmp_path)
+
+
+def test_a_damaged_file_stops_no_start(tmp_path, monkeypatch):
+    """A line torn by a power failure, and one that is not UTF-8."""
+    starts.note(tmp_path, 0)
+    path = tmp_path / "starts.jsonl"
+    path.write_bytes(b"\xff\n" + path.read_bytes() + b'{"step": 5, "ti')
+    starts.note(tmp_path, 20)
+    assert [start["step"] for start in starts.read(tmp_path)] == [0, 20]
+    aside = tmp_path / "starts.damaged.jsonl"
+    assert aside.read_bytes() == b'\xff\n{"step": 5, "ti\n'
+
+
+def test_a_damaged_config_of_the_run_stops_no_start(tmp_path, caplog, monkeypatch):
+    """A file system that lost its last writes leaves zeros."""
+    monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
+    path, config = tmp_path / "config.toml", tiny_config(checkpoint={"dir": str(tmp_path)})
+    path.write_bytes(b"\0" * 300)
+    run_directory.tell_changes(tmp_path, config)
+    assert "changed since this run last started is not known" in caplog.text
+    assert "It will be moved to config.damaged.toml" in caplog.text
+    run_directory.prepare(tmp_path, config)
+    assert (tmp_path / "config.damaged.toml").read_bytes() == b"\0" * 300
+    assert run_directory.read_config(tmp_path) == config
+    run_directory.prepare(tmp_path, tiny_config(checkpoint={"dir": str(tmp_path), "interval": 3}))
+    assert (tmp_path / "config.damaged.toml").read_bytes() == b"\0" * 300

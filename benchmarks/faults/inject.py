@@ -287,4 +287,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    leave(run_main(main))
+    leave(run_main(main, outlives_reader=True))

@@ -210,8 +210,9 @@ class Watchdog:
         end_now(Exit.HUNG.code, flush=False)
 
     def _report(self, message: str) -> None:
-        if sys.__stderr__ is not None:
-            _dump(message, sys.__stderr__)
+        with contextlib.suppress(OSError, ValueError):  # its reader may be gone
+            if sys.__stderr__ is not None:
+                _dump(message, sys.__stderr__)
         if self._stacks is not None:
             with self._stacks.open("a") as file:
                 _dump(message, file)

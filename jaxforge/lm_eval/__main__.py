@@ -106,7 +106,7 @@ def _leave_results_to_the_first() -> None:
 
 def entry() -> int:
     """The command as this process was called; its exit code."""
-    return run_main(main, uses_devices=True)
+    return run_main(main, uses_devices=True, outlives_reader=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 
+from jaxforge import streams
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.parallel import virtual_devices
@@ -121,7 +122,8 @@ def _await_port(address: str, awaited: str) -> None:
 
 
 def _give_up(awaited: str) -> None:
-    print(f"error: {_lonely(awaited, 'some did not come')}", file=sys.stderr, flush=True)
+    said = streams.tolerant(sys.stderr)  # nothing may keep the process from its end
+    print(f"error: {_lonely(awaited, 'some did not come')}", file=said, flush=True)
     end_now(Exit.USER_ERROR.code, flush=False)
 
 

@@ -89,7 +89,7 @@ def _write(output: Path, html: str) -> None:
 
 def entry() -> int:
     """The command as this process was called; its exit code."""
-    return run_main(main)
+    return run_main(main, outlives_reader=True)
 
 
 if __name__ == "__main__":

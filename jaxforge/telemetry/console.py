@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.table import Table
 
+from jaxforge import streams
+
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _LIBRARIES = ("absl", "asyncio")
 
@@ -22,7 +24,7 @@ def setup_logging(console: Console) -> None:
     if console.is_terminal:
         handler = RichHandler(console=console, show_path=False, show_time=False)
     else:
-        handler = logging.StreamHandler(sys.stderr)
+        handler = logging.StreamHandler(streams.tolerant(sys.stderr, "standard error"))
         handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
     logger = logging.getLogger("jaxforge")
     logger.handlers[:] = [handler]
@@ -83,7 +85,8 @@ class _LogFile(logging.FileHandler):
             super().handleError(record)
         elif not self._told:
             self._told = True
-            print(f"{self.baseFilename} takes no messages: {error}", file=sys.stderr)
+            said = streams.tolerant(sys.stderr)
+            print(f"{self.baseFilename} takes no messages: {error}", file=said)
 
 
 def banner(console: Console, rows: Mapping[str, str]) -> None:

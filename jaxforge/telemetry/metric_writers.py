@@ -14,7 +14,7 @@ from rich.console import Console
 from jaxforge import mirror
 from jaxforge.config.job import JobConfig
 from jaxforge.config.metrics import MetricsConfig
-from jaxforge.errors import UserError
+from jaxforge.errors import StorageError, UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.telemetry.line_formats import LINE_FORMATS, RunFacts
 from jaxforge.telemetry.live_line import LiveLine
@@ -80,14 +80,22 @@ class MetricWriter:
             self._failures += 1
             self._tell(error)
 
-    def close(self, exit_code: int = 0) -> None:
-        """Closes the sink, which may keep the run's exit code; what comes afterwards is dropped."""
+    def close(self, exit_code: int = 0) -> bool:
+        """Close the sink, which may keep the run's exit code. Later metrics are dropped.
+
+        Returns:
+            False if the sink has lost metrics that it should have kept.
+        """
         sink, self._sink = self._sink, None
         try:
             if sink is not None:
                 sink.close(exit_code)
+        except StorageError as error:
+            log.error("%s", error)
+            return False
         except Exception as error:
             log.warning("%s could not be closed: %s", self._name, _reason(error))
+        return True
 
     def _tell(self, error: Exception) -> None:
         if self._failures == 1:
@@ -120,6 +128,7 @@ def open_writers(
 
     Raises:
         UserError: a sink cannot work as it is set up.
+        StorageError: `metrics.jsonl` cannot be read or changed.
     """
     metrics, train, run = config.metrics, config.train, mirror.files(config.checkpoint.dir)
 
@@ -166,6 +175,8 @@ def _open(
     except UserError:
         raise
     except Exception as error:
+        if catches_up and isinstance(error, OSError):
+            raise StorageError(f"{name} of the run cannot be opened: {error}") from error
         log.error("%s gets no metrics until the next start: %s", name, _reason(error))
         return MetricWriter(name, None, interval)
 

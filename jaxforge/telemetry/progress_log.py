@@ -21,6 +21,8 @@ import os
 import time
 from pathlib import Path
 
+from jaxforge.line_file import LineFile
+
 log = logging.getLogger(__name__)
 
 NAME = "progress.txt"
@@ -28,7 +30,7 @@ _TIME = "%Y-%m-%d %H:%M:%S"
 
 
 class ProgressLog:
-    """Appends to the file; a line that cannot be written stops nothing.
+    """Appends to the file; a line that cannot be written waits for the next one, and stops nothing.
 
     Args:
         path: the file.
@@ -38,6 +40,7 @@ class ProgressLog:
 
     def __init__(self, path: Path, n_devices: int, flops: float) -> None:
         self._path, self._n_devices, self._flops = path, n_devices, flops
+        self._lines = LineFile(path)
         self._started = time.monotonic()
         self.append("Starting job")
         self._first_start, self._first_flops = self._first_job(flops)
@@ -48,10 +51,17 @@ class ProgressLog:
         job = f"Job ID: {os.environ.get('SLURM_JOB_ID', '')}"
         line = "\t".join((now, job, f"# GPUs: {self._n_devices}", *fields))
         try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+            self._lines.append(line)
         except OSError as error:
             log.warning("%s takes no lines: %s; the run goes on", self._path, error.strerror)
+
+    def close(self) -> None:
+        """Make all lines durable.
+
+        Raises:
+            StorageError: lines are lost.
+        """
+        self._lines.close()
 
     def append_checkpoint(self, event: str, step: int, flops: float, tokens: int) -> None:
         """Writes "Saved checkpoint" or "Saving async checkpoint".

@@ -1,11 +1,7 @@
 """Where metrics go. Each sink takes (step, {name: value}); only process 0 has any."""
 
-import collections
-import contextlib
-import errno
 import json
 import math
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +9,12 @@ from typing import Any, NamedTuple, Protocol
 
 from rich.console import Console
 
+from jaxforge.errors import StorageError
+from jaxforge.line_file import LineFile
+
 Metrics = dict[str, Any]
 """Numbers by name; of experts, lists of numbers."""
 
-_MAX_WAITING = 100_000  # lines, of some 600 bytes
 _CLIPPED = 160  # characters of a sample on the console
 
 
@@ -49,11 +47,11 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """`metrics.jsonl`, and `samples.jsonl` beside it: objects with `step` and `time`, a line each.
+    """`metrics.jsonl` and `samples.jsonl`: objects with `step` and `time`, a line each.
 
     Append-only while a run lasts. A resumed run first drops the lines that came after its
-    checkpoint, and a line torn by a kill: those steps are run, and logged, again. Lines that a full
-    disk does not take wait in memory, and are written with the first one that it takes again.
+    checkpoint: those steps are run, and logged, again. `line_file` has what becomes of damaged
+    lines and of lines that the disk does not take.
 
     Args:
         path: the file of metrics.
@@ -62,71 +60,41 @@ class JsonlSink:
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._metrics = _Lines(path, resumed_step)
-        self._samples_path, self._samples = path.with_name(SAMPLES), None
-        if self._samples_path.exists():
-            self._samples = _Lines(self._samples_path, resumed_step)
+        self._metrics, self._samples = LineFile(path), LineFile(path.with_name(SAMPLES))
+        path.touch()
+        self.rewind(resumed_step)
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Appends one line, and those that wait, and hands them to the operating system."""
-        self._metrics.append(step, as_json(step, metrics))
+        """Append one line of metrics."""
+        self._metrics.append(as_json(step, metrics), step=step)
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Appends a line for each."""
-        self._samples = self._samples or _Lines(self._samples_path, step)
-        for sample in samples:
-            self._samples.append(step, sample_as_json(step, sample))
+        """Append a line for each sample."""
+        self._samples.append(*(sample_as_json(step, one) for one in samples), step=step)
 
     def rewind(self, step: int) -> None:
-        """Drops the lines of later steps."""
-        for lines in self._files():
+        """Drop the lines of later steps."""
+        for lines in (self._metrics, self._samples):
             lines.rewind(step)
 
     def close(self, exit_code: int) -> None:
-        """Makes them durable."""
-        with contextlib.ExitStack() as each:
-            for lines in self._files():
-                each.callback(lines.close)
+        """Make all lines durable.
 
-    def _files(self) -> list["_Lines"]:
-        return [lines for lines in (self._metrics, self._samples) if lines]
+        Raises:
+            StorageError: lines are lost.
+        """
+        losses = []
+        for lines in (self._metrics, self._samples):
+            try:
+                lines.close()
+            except StorageError as error:
+                losses.append(str(error))
+        if losses:
+            raise StorageError(". ".join(losses))
 
 
 SAMPLES = "samples.jsonl"
 """The file of a run with what the model wrote."""
-
-
-class _Lines:
-    """A file of lines, each of a step."""
-
-    def __init__(self, path: Path, resumed_step: int) -> None:
-        self._path, self._file = path, path.open("ab", buffering=0)
-        self._waiting: collections.deque[tuple[int, bytes]] = collections.deque(maxlen=_MAX_WAITING)
-        self.rewind(resumed_step)
-
-    def append(self, step: int, line: str) -> None:
-        self._waiting.append((step, line.encode() + b"\n"))
-        self._catch_up()
-
-    def rewind(self, step: int) -> None:
-        kept = [one for one in self._waiting if one[0] <= step]
-        self._waiting = collections.deque(kept, maxlen=_MAX_WAITING)
-        self._file.truncate(_end_of_step(self._path, step))
-        self._file.seek(0, os.SEEK_END)
-
-    def close(self) -> None:
-        with self._file:
-            self._catch_up()
-            os.fsync(self._file.fileno())
-
-    def _catch_up(self) -> None:
-        while self._waiting:
-            line, end = self._waiting[0][1], self._file.tell()
-            if self._file.write(line) < len(line):
-                self._file.truncate(end)  # nothing half written: what follows would go unread
-                self._file.seek(end)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._waiting.popleft()
 
 
 def as_json(step: int, metrics: Metrics) -> str:
@@ -145,19 +113,6 @@ def _finite(value: Any) -> Any:  # noqa: ANN401 (a number, or a list of them)
     if isinstance(value, list):
         return [_finite(one) for one in value]
     return value if math.isfinite(value) else None
-
-
-def _end_of_step(path: Path, step: int) -> int:
-    """Length of the leading part of the file whose lines are whole and not after `step`."""
-    end = 0
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
-                break
-        except (json.JSONDecodeError, KeyError, TypeError):
-            break
-        end += len(line)
-    return end
 
 
 class LineFormat(Protocol):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Float, Int
 
+from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress
 from jaxforge.telemetry.measures import Smoothed, StepCost, Sums, collected, memory, side_metrics
 from jaxforge.telemetry.metric_writers import MetricWriter
@@ -186,11 +187,17 @@ class Tracker:
         yield
         self._paused += time.perf_counter() - start
 
-    def close(self, exit_code: int = 0) -> None:
-        """Logs what is due and closes the writers, which learn how the run ends."""
+    def close(self, exit_code: int = 0) -> bool:
+        """Log what is due and close the writers, which learn how the run ends.
+
+        Returns:
+            False if metrics are lost; later writers then learn of `Exit.STORAGE`.
+        """
         self.flush()
+        is_whole = True
         for writer in self._writers:
-            writer.close(exit_code)
+            is_whole &= writer.close(exit_code if is_whole or exit_code else Exit.STORAGE.code)
+        return is_whole
 
     def _due(self, step: int) -> Sequence[int]:
         """The writers to which `step` goes: all take the first and the last."""

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jaxforge.config.job import JobConfig
+from jaxforge.errors import StorageError
 from jaxforge.health.actions import PeriodicActions, collecting_garbage
 from jaxforge.health.attribution import Attribution
 from jaxforge.health.watchdog import Watchdog
@@ -327,24 +328,38 @@ class Trainer:
         tell_end(reason, self.config.train, self.progress, self.saver.latest())
         return reason
 
-    def close(self, reason: Exit | None) -> None:
+    def close(self, reason: Exit | None) -> Exit | None:
         """Ends the run, however it went: waits for saves, tells the hooks, closes the sinks.
 
         Args:
             reason: what `train` returned; None if it failed.
+
+        Returns:
+            Why the process ends: `Exit.STORAGE` where lines of metrics and the like are lost.
         """
         step, tokens = self.progress.step, self.progress.tokens
+        losses: list[StorageError] = []
+
+        def noting_losses(end: Callable[..., object], *arguments: object) -> None:
+            try:
+                end(*arguments)
+            except StorageError as error:
+                log.error("%s", error)
+                losses.append(error)
 
         def close_tracker(_: object, failure: BaseException | None, __: object) -> None:
-            self.tracker.close(exit_code(reason, failure or sys.exception()))
+            failure = failure or sys.exception() or (losses[0] if losses else None)
+            if not self.tracker.close(exit_code(reason, failure)):
+                losses.append(StorageError("metrics are lost"))
 
         with contextlib.ExitStack() as last_to_first:  # each runs, whatever the others do
-            last_to_first.callback(self.saver.close_mirror)
+            last_to_first.callback(noting_losses, self.saver.close_mirror)
             last_to_first.push(close_tracker)
             last_to_first.callback(self._actions.close)
-            last_to_first.callback(self.hooks.on_train_end, step, tokens, reason)
+            last_to_first.callback(noting_losses, self.hooks.on_train_end, step, tokens, reason)
             last_to_first.callback(self.saver.close)
             last_to_first.callback(self.profiler.close)
+        return Exit.STORAGE if losses else reason
 
     def _follow_device(self) -> None:
         """Takes the device's word on which steps were attempted and which were bad."""

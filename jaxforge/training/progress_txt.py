@@ -48,8 +48,13 @@ class ProgressTxt(Hook):
             self._being_saved[step] = path
 
     def on_train_end(self, step: int, tokens_seen: int, reason: Exit | None) -> None:
-        """Comes after the last save has ended."""
+        """Comes after the last save has ended.
+
+        Raises:
+            StorageError: lines are lost.
+        """
         self.note_durable()
+        self._log.close()
 
     def note_durable(self) -> None:
         """Writes a line for each checkpoint that has come to stand under its name."""

@@ -63,7 +63,9 @@ def test_a_finished_run_explains_itself_is_left_as_it_is_and_goes_on(new_run, ca
     assert run.lines() == before
     assert run.steps() == [20, 25, 30]
     path = run.directory / "metrics.jsonl"
-    path.write_text(path.read_text() + json.dumps({"step": 31, "train/loss": 1.0})[:-5])
+    first, *others = path.read_bytes().splitlines(keepends=True)
+    torn = json.dumps({"step": 31, "train/loss": 1.0}).encode()[:-5]
+    path.write_bytes(b"".join([first, b"\xff\xfe\n", *others, torn]))
     capsys.readouterr()
     run.finish_here("--train.max_steps=32", "--optimizer.fused=true")
     output = "".join(capsys.readouterr())
@@ -71,6 +73,8 @@ def test_a_finished_run_explains_itself_is_left_as_it_is_and_goes_on(new_run, ca
     assert "changed since this run last started: " in output
     assert "train.max_steps 30 -> 32" in output
     assert list(run.losses()) == [1, 8, 16, 24, 30, 31, 32]
+    assert "moved to metrics.damaged.jsonl" in output
+    assert path.with_name("metrics.damaged.jsonl").read_bytes() == b"\xff\xfe\n" + torn + b"\n"
 
 
 def test_giving_up_has_its_own_code_and_keeps_the_last_good_checkpoint(new_run, capsys):

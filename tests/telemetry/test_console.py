@@ -1,12 +1,19 @@
 """What reaches the terminal besides our own messages."""
 
+import contextlib
+import os
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from jaxforge import train
+from jaxforge.exit_codes import Exit
 from jaxforge.telemetry.console import setup_logging
+from tests.conftest import tiny_config
+from tests.helpers import devices_here
 
 
 @pytest.fixture
@@ -37,3 +44,21 @@ def test_setting_up_twice_changes_nothing(reported):
     hook = sys.excepthook
     setup_logging(Console())
     assert sys.excepthook is hook
+
+
+def test_a_run_goes_on_without_a_reader_of_its_output(tmp_path, monkeypatch):
+    """As of `train ... 2>&1 | head`, and of a log file on a full disk."""
+    read, write = os.pipe()
+    os.close(read)
+    config = tiny_config(train={"max_steps": 3, "batch_size": 1}, checkpoint={"dir": str(tmp_path)},
+                         metrics={"log_interval": 1})  # fmt: skip
+    unflushed = contextlib.suppress(OSError)
+    with devices_here(1), open(write, "w") as pipe, unflushed, Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        monkeypatch.setattr(sys, "stderr", full)
+        reason = train.run(config)
+    assert reason is Exit.COMPLETED
+    assert (tmp_path / "checkpoints" / "step_3").is_dir()
+    log = (tmp_path / "logs" / "process_0.log").read_text()
+    assert log.count("standard output takes no more text (Broken pipe). The process goes on") == 1
+    assert "Training complete: 3 steps" in log

@@ -6,6 +6,7 @@ import types
 
 import pytest
 
+from jaxforge.errors import StorageError
 from jaxforge.state.progress import Progress
 from jaxforge.telemetry import progress_log
 from jaxforge.telemetry.flops import causal_flops_per_token
@@ -163,6 +164,12 @@ def test_a_disk_that_takes_no_line_stops_nothing(tmp_path, warnings, clock):
     clock.seconds = 1.0
     progress.append_checkpoint("Saved checkpoint", 1, 1e15, 1)
     assert "takes no lines: Is a directory; the run goes on" in warnings.text
+    with pytest.raises(StorageError, match="lacks the last 2 lines: Is a directory"):
+        progress.close()
+    tmp_path.rmdir()
+    progress.append("Saved checkpoint")  # the disk is back
+    progress.close()
+    assert len(tmp_path.read_text().splitlines()) == 3
 
 
 def test_a_clock_that_is_set_back_stops_nothing(path, clock):

@@ -14,7 +14,7 @@ from rich.console import Console
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
 from jaxforge.config.metrics import MetricsConfig
-from jaxforge.errors import UserError
+from jaxforge.errors import StorageError, UserError
 from jaxforge.telemetry.console import add_log_file, setup_logging
 from jaxforge.telemetry.metric_writers import MetricWriter, check_libraries, open_writers
 from jaxforge.telemetry.sinks import JsonlSink, Sample
@@ -39,29 +39,115 @@ class Disk(io.FileIO):
         return super().write(data[: self.room - self.tell()])
 
 
-def test_lines_that_a_full_disk_does_not_take_come_later(tmp_path):
+@pytest.fixture
+def messages(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
+    return caplog
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """The room of the disk that every file of lines is on."""
+    monkeypatch.setattr(Disk, "room", 10**9)
+    open_file = Path.open
+
+    def opened(path, mode="r", buffering=-1, **more):
+        is_of_lines = mode == "ab" and buffering == 0
+        return Disk(path, "ab") if is_of_lines else open_file(path, mode, buffering, **more)
+
+    monkeypatch.setattr(Path, "open", opened)
+    return Disk
+
+
+def test_lines_that_a_full_disk_does_not_take_come_later(tmp_path, disk):
     path = tmp_path / "metrics.jsonl"
-    sink = JsonlSink(path, 0)
-    sink._metrics._file = Disk(path, "ab")
-    writer = MetricWriter("metrics.jsonl", sink, 1, catches_up=True)
+    writer = MetricWriter("metrics.jsonl", JsonlSink(path, 0), 1, catches_up=True)
 
     def steps():
         return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
-    sink._metrics._file.room = 100
+    disk.room = 100
     for step in range(1, 7):
         writer.write(step, {"train/loss": 1.0})
     assert steps() == [1]  # and no half of the next
     writer.rewind(4)
-    sink._metrics._file.room = 10**9
+    disk.room = 10**9
     writer.write(5, {"train/loss": 2.0})
     assert steps() == [1, 2, 3, 4, 5]
-    sink._metrics._file.room = path.stat().st_size
+    disk.room = path.stat().st_size
     writer.write(6, {"train/loss": 3.0})
     assert steps() == [1, 2, 3, 4, 5]
-    sink._metrics._file.room = 10**9
-    writer.close()
+    disk.room = 10**9
+    assert writer.close()
     assert steps() == [1, 2, 3, 4, 5, 6]
+
+
+def test_lines_that_a_full_disk_never_takes_are_counted_at_the_end(tmp_path, disk, messages):
+    """Metrics of steps 2 to 6, and three samples of step 6."""
+    sink = JsonlSink(tmp_path / "metrics.jsonl", 0)
+    writer = MetricWriter("metrics.jsonl", sink, 1, catches_up=True)
+    disk.room = 100
+    for step in range(1, 7):
+        writer.write(step, {"train/loss": 1.0})
+    disk.room = 0
+    writer.write_samples(6, [Sample("Once", " upon")] * 3)
+    assert not writer.close()
+    (error,) = (r.getMessage() for r in messages.records if r.levelname == "ERROR")
+    assert "metrics.jsonl lacks the last 5 lines (steps 2 to 6): full" in error
+    assert "samples.jsonl lacks the last 3 lines (steps 6 to 6): full" in error
+
+
+def line(step):
+    return json.dumps({"step": step, "train/loss": 1.0}).encode() + b"\n"
+
+
+DAMAGED = [
+    b"\xff\xfe\n", b"\0" * 9 + b"\n", b"{}\n", b"[1]\n", b"\n", b'{"step": "7"}\n',
+    b'{"step": true}\n', b"[" * 10**5 + b"\n", b'{"step": 1' + b"0" * 5000 + b"}\n",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_damaged_lines_are_put_aside_and_cost_no_other_line(tmp_path, messages, start):
+    """What a resume from step 6 finds: the run had come to step 8 when a line was torn."""
+    path = tmp_path / "metrics.jsonl"
+    lines = [line(step) for step in range(1, 9)]
+    path.write_bytes(b"".join([*lines[:start], *DAMAGED, *lines[start:], line(9)[:-5]]))
+    writer = MetricWriter("metrics.jsonl", JsonlSink(path, 6), 1, catches_up=True)
+    assert path.read_bytes() == b"".join(lines[:6])
+    aside = tmp_path / "metrics.damaged.jsonl"
+    assert aside.read_bytes() == b"".join(DAMAGED) + line(9)[:-5] + b"\n"
+    numbers = ", ".join(str(start + n) for n in range(1, 6))
+    assert f"had 10 damaged lines ({numbers}, ...): moved to {aside.name}" in messages.text
+    writer.write(7, {"train/loss": 2.0})
+    assert writer.close()
+    assert [json.loads(one)["step"] for one in path.read_text().splitlines()] == [*range(1, 8)]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [aside.name, path.name]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (line(1) + line(2)[:-1], line(1) + line(2)),  # the end of the last line alone is missing
+        (line(1) + line(3)[:-1], line(1)),
+        (line(1) + line(3) + line(2), line(1) + line(2)),
+        (b"", b""),
+    ],
+)
+def test_sound_lines_up_to_the_step_are_kept(tmp_path, before, after):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(before)
+    JsonlSink(path, 2)
+    assert path.read_bytes() == after
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_metrics_that_cannot_be_read_are_an_error_before_the_first_step(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(
+        StorageError, match=r"metrics.jsonl of the run cannot be opened: .*Is a dir"
+    ):
+        open_writers(Console(file=io.StringIO()), config_in(tmp_path), "id", 3)
 
 
 def test_a_log_on_a_full_disk_says_so_once(tmp_path, capfd):

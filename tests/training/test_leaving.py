@@ -190,7 +190,11 @@ def test_whatever_ends_a_run_it_is_closed_with_the_reason(monkeypatch, end):
             return end
         raise end
 
-    trainer = types.SimpleNamespace(train=run_loop, close=closed.append)
+    def close(reason):
+        closed.append(reason)
+        return reason
+
+    trainer = types.SimpleNamespace(train=run_loop, close=close)
     monkeypatch.setattr(launch, "build_trainer", lambda *arguments: trainer)
     config = tiny_config(distributed={"dp_shard": -1})
     if isinstance(end, Exit):
