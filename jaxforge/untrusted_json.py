@@ -19,6 +19,7 @@ DEPTH = 64  # of lists and objects in each other
 DIGITS = 308  # of an integer: more do not fit into a float
 STEPS = 2**31  # a page has steps in 32 bits
 LATEST = 253_402_300_800  # Unix time of the year 10,000, the first that `datetime` does not have
+_NAME = 500  # characters of a metric's name
 _FIRST_OMISSIONS = 3  # lines of a file that are named one by one
 
 
@@ -175,6 +176,20 @@ def parse_line(line: bytes) -> tuple[Any, str]:
     return value, "" if isinstance(value, dict) else "not a JSON object"
 
 
+def parse_metrics(line: bytes) -> tuple[dict[str, Any], str]:
+    """Return a line of metrics.jsonl, and what is wrong with the line (empty: nothing).
+
+    A sound line has a step and metrics, each a number, a list, or null.
+    """
+    value, problem = parse_line(line)
+    problem = problem or problem_of(value, _METRICS_LINE)
+    if not problem:
+        for name in value:
+            if not _is_metric(value[name]) or len(name) > _NAME:
+                return value, f"{excerpt(name, 60)} is not the value of a metric"
+    return value, problem
+
+
 def problem_of(value: Mapping[str, Any], fields: Mapping[str, Field]) -> str:
     """Return what is wrong with an object; empty where nothing is."""
     for name, field in fields.items():
@@ -184,6 +199,16 @@ def problem_of(value: Mapping[str, Any], fields: Mapping[str, Field]) -> str:
         elif not field.is_valid(value[name]):
             return f"{name} is not {field.kind}"
     return ""
+
+
+def _is_metric(value: object) -> bool:
+    return value is None or isinstance(value, list | float) or is_number(value)
+
+
+_METRICS_LINE = {
+    "step": Field(is_step, "the number of a step"),
+    "time": Field(is_time, "a time in seconds since 1970", required=False),
+}
 
 
 def _integer(digits: str) -> int:

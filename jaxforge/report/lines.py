@@ -16,21 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxforge.report import alike
-from jaxforge.untrusted_json import (
-    LATEST,
-    STEPS,
-    Field,
-    excerpt,
-    is_number,
-    is_step,
-    is_time,
-    parse_line,
-    problem_of,
-)
+from jaxforge.untrusted_json import LATEST, STEPS, parse_metrics
 
 _BLOCK = 1 << 20  # bytes parsed at a time
+_KINDS = {int, float, type(None), list}  # of values
 _LARGE = 1 << 25  # bytes of a file that are worth another process
-_NAME = 500  # characters of a metric's name
 
 
 class Columns(NamedTuple):
@@ -117,27 +107,13 @@ def _sound_rows(text: bytes) -> tuple[list[dict[str, Any]], list[tuple[int, str]
     """Split lines into objects of sound lines, and numbers of damaged lines with a reason."""
     rows, damaged = [], []
     for number, line in enumerate(text.split(b"\n")[:-1], 1):
-        row, problem = parse_line(line)
-        problem = problem or problem_of(row, _FIELDS) or _strange_value(row)
+        row, problem = parse_metrics(line)
+        problem = problem or ("" if "time" in row else "no time")
         if problem:
             damaged.append((number, problem))
         else:
             rows.append(row)
     return rows, damaged
-
-
-_FIELDS = {
-    "step": Field(is_step, "the number of a step"),
-    "time": Field(is_time, "a time in seconds since 1970"),
-}
-
-
-def _strange_value(row: Mapping[str, Any]) -> str:
-    for name, value in row.items():
-        is_metric = value is None or isinstance(value, list | float) or is_number(value)
-        if not is_metric or len(name) > _NAME:
-            return f"{excerpt(name, 60)} is not the value of a metric"
-    return ""
 
 
 def _columns(
@@ -161,16 +137,18 @@ def _columns(
         step, time = (np.array([row[name] for row in group], float) for name in ("step", "time"))
         _check_axes(step, time)
         for name in names:
-            values = [row[name] for row in group]
-            if list in set(map(type, values)):
+            cells = [row[name] for row in group]
+            kinds = set(map(type, cells))
+            if not kinds <= _KINDS:
+                raise TypeError(name)
+            if list in kinds:
                 with_lists = True
-                numbers = [i for i, value in enumerate(values) if not isinstance(value, list)]
-                if not numbers:
-                    continue
-                values = [values[i] for i in numbers]
-                found[name].append((step[numbers], time[numbers], np.array(values, float)))
+                scalars = [i for i, cell in enumerate(cells) if not isinstance(cell, list)]
+                if scalars:
+                    column = np.array([cells[i] for i in scalars], float)
+                    found[name].append((step[scalars], time[scalars], column))
             elif name not in ("step", "time"):
-                found[name].append((step, time, np.array(values, float)))  # None becomes NaN
+                found[name].append((step, time, np.array(cells, float)))  # None becomes NaN
     lists = [_lists(row) for row in rows] if with_lists else []
     return {name: joined(parts) for name, parts in found.items()}, lists
 

@@ -15,6 +15,7 @@ import pytest
 
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import UserError
+from jaxforge.untrusted_json import load_object
 from tests.torch_compat.mutations import TEXTS
 from tests.torch_compat.test_hostile_files import (  # noqa: F401 (fixtures)
     FILE,
