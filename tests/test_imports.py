@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS = {
     "errors": set(),
+    "untrusted_json": {"errors"},
     "exit_codes": set(),
     "registry": {"errors"},
     "streams": {"errors"},

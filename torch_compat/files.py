@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxforge import storage
 from jaxforge.errors import UserError
-from torch_compat import limits
+from jaxforge.untrusted_json import DOCUMENT
 from torch_compat.lazy import Index, LazyTensor, extent
 from torch_compat.limits import shown
 
@@ -113,7 +113,7 @@ class Directory:
         path = posixpath.join(self._root, name)
         return os.path.exists(path) if self._fs is None else self._fs.exists(path)
 
-    def read(self, name: str, most: int = limits.DOCUMENT) -> bytes:
+    def read(self, name: str, most: int = DOCUMENT) -> bytes:
         """A whole small file; arguments and errors as of `view`."""
         return self.view(name, most).tobytes()
 

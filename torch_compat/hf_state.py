@@ -11,6 +11,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import UserError
+from jaxforge.untrusted_json import load_object
 from torch_compat import safetensors, untrained
 from torch_compat.dcp_state import Options
 from torch_compat.families import FAMILIES
@@ -25,7 +26,6 @@ from torch_compat.hf_config import (
     model_table,
 )
 from torch_compat.lazy import LazyTensor
-from torch_compat.limits import load_json
 from torch_compat.name_maps import name_map
 from torch_compat.staging import Unit
 from torch_compat.state import AbstractTarget, CheckpointState
@@ -162,7 +162,7 @@ def units(
 
 
 def _config(directory: Directory) -> dict[str, Any]:
-    return load_json(directory.read(CONFIG), f"{directory}/{CONFIG}")
+    return load_object(directory.read(CONFIG), f"{directory}/{CONFIG}")
 
 
 def _of_model(
@@ -219,12 +219,12 @@ def _json(document: Mapping[str, Any]) -> bytes:
 
 def _settings(tokenizer: Path) -> dict[str, Any]:
     file = tokenizer / _SETTINGS
-    return json.loads(file.read_text()) if file.exists() else {}
+    return load_object(file.read_bytes(), str(file)) if file.exists() else {}
 
 
 def _is_huggingface(tokenizer: Path) -> bool:
     file = tokenizer / "tokenizer.json"
-    return file.is_file() and "model" in json.loads(file.read_text())
+    return file.is_file() and "model" in load_object(file.read_bytes(), str(file))
 
 
 def _eos_id(tokenizer: Path | None) -> int | None:

@@ -16,6 +16,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
 from jaxforge.telemetry.numbers import human
+from jaxforge.untrusted_json import parse_metrics
 
 FILE = "README.md"
 
@@ -52,10 +53,9 @@ def read_logged(run: Path, step: int) -> Logged:
 def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """Those that are whole."""
     for line in lines:
-        with contextlib.suppress(ValueError):
-            found = json.loads(line)
-            if isinstance(found, dict):
-                yield found
+        values, problem = parse_metrics(line)
+        if not problem:
+            yield values
 
 
 def model_card(

@@ -21,6 +21,7 @@ from jaxforge.checkpoint.sealed_progress import check_config, unsealed
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import StorageError, UserError
+from jaxforge.untrusted_json import DOCUMENT, load_object
 from torch_compat import limits, ocdbt, ocdbt_writer
 from torch_compat.compare import check_written
 from torch_compat.eight_bit import check_wide, unpacked
@@ -55,7 +56,7 @@ def open_orbax(path: Path) -> tuple[CheckpointState, JobConfig]:
     _check_files(directory)
     try:
         values, progress_json = (
-            limits.load_json((directory / part).read_bytes(), f"{directory} is damaged: {part}")
+            load_object((directory / part).read_bytes(), f"{directory} is damaged: {part}")
             for part in ("config/metadata", "progress/metadata")
         )
         check_config(progress_json, values)
@@ -106,7 +107,7 @@ def _check_files(directory: Path) -> None:
     for path in filter(lambda path: not path.is_dir(), directory.rglob("*")):
         if not path.is_file():
             raise UserError(f"{directory} is damaged ({path.name} is no regular file)")
-        if path.parent.name != ocdbt.DATA and path.stat().st_size > limits.DOCUMENT:
+        if path.parent.name != ocdbt.DATA and path.stat().st_size > DOCUMENT:
             raise UserError(
                 f"{directory} is damaged ({path.name} has {path.stat().st_size} bytes, more than "
                 "such a file can have)"

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxforge.errors import UserError
-from torch_compat import limits
+from jaxforge.untrusted_json import DOCUMENT, load_object
 from torch_compat.files import Bytes, Directory, in_file, writing
 from torch_compat.lazy import DTYPES, Index, LazyTensor, blocks, extent, is_shape
-from torch_compat.limits import check_name, is_name, load_json, shown
+from torch_compat.limits import check_name, is_name, shown
 from torch_compat.staging import Unit
 
 SUFFIX = ".safetensors"
@@ -64,7 +64,7 @@ def _forms(tensors: Mapping[str, LazyTensor]) -> dict[str, tuple[Any, ...]]:
 def _open_indexed(directory: Directory, names: Sequence[str]) -> dict[str, LazyTensor]:
     indexed: Any = {}
     if INDEX in names:
-        indexed = load_json(directory.read(INDEX), f"{directory}/{INDEX}").get("weight_map")
+        indexed = load_object(directory.read(INDEX), f"{directory}/{INDEX}").get("weight_map")
         if not isinstance(indexed, dict) or not all(map(is_name, indexed.values())):
             raise UserError(f"{directory}/{INDEX}: not an index: it has no weight_map of names")
         files = sorted(set(indexed.values()))
@@ -92,9 +92,9 @@ def open_file(file: Bytes, where: str) -> dict[str, LazyTensor]:
     if file.size < 8:
         raise UserError(f"{where}: too short for a safetensors file")
     (length,) = struct.unpack("<Q", file(0, 8).tobytes())
-    if length > min(limits.DOCUMENT, file.size - 8):
+    if length > min(DOCUMENT, file.size - 8):
         raise UserError(f"{where}: its header would be {length} bytes: damaged, or another format")
-    header = load_json(file(8, length).tobytes(), f"{where}: its header is damaged")
+    header = load_object(file(8, length).tobytes(), f"{where}: its header is damaged")
     header.pop("__metadata__", None)
     for name, entry in header.items():
         check_name(name, where)

@@ -17,7 +17,7 @@ from jaxforge.config import axes
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.redaction import redacted
-from jaxforge.replay.account import logged_steps
+from jaxforge.replay.account import logged_steps, logged_values
 from jaxforge.replay.past import open_past
 
 log = logging.getLogger(__name__)
@@ -98,15 +98,12 @@ def _files(run: Path, packages: dict[str, str]) -> dict[str, str]:
     for start in sorted((run / "configs").glob("from_step_*.toml")):
         files[f"configs/{start.name}"] = start.read_text()
     files["packages.txt"] = "".join(f"{name}=={number}\n" for name, number in packages.items())
-    return files | {CURVE: _curve((run / "metrics.jsonl").read_bytes())}
+    return files | {CURVE: _curve(run)}
 
 
-def _curve(metrics: bytes) -> str:
-    """Of each logged step, loss and gradient norm, digit for digit."""
-    lines = []
-    for line in metrics.split(b"\n")[:-1]:  # a run may be writing the last
-        values = json.loads(line)
-        if all(name in values for name in _CURVE):
-            kept = {name: values[name] for name in ("step", *_CURVE)}
-            lines.append(json.dumps(kept) + "\n")
-    return "".join(lines)
+def _curve(run: Path) -> str:
+    """Write loss and gradient norm of each logged step, digit for digit."""
+    return "".join(
+        json.dumps({name: values[name] for name in ("step", *_CURVE)}) + "\n"
+        for values in logged_values(run)
+    )

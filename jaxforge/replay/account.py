@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-import json
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxforge import run_directory
+from jaxforge.errors import printable
 from jaxforge.replay.documents import (
     Document,
     find_documents,
@@ -24,8 +25,20 @@ from jaxforge.replay.influence import Influence, Influences
 from jaxforge.replay.layers import NORMS, LayerNorms, activation_norms, layer_norms, stands_out
 from jaxforge.replay.past import Past, Walk, open_past
 from jaxforge.step.train_step import Metrics
+from jaxforge.untrusted_json import Field, Omissions, is_number, is_step, read_lines
 
 _SHOWN = 160  # characters of a text
+
+log = logging.getLogger(__name__)
+
+LOGGED = {
+    "step": Field(is_step, "the number of a step"),
+    "train/loss": Field(lambda loss: loss is None or is_number(loss), "a number", required=False),
+    "train/grad_norm": Field(
+        lambda norm: norm is None or is_number(norm), "a number", required=False
+    ),
+}
+"""What of a line of metrics.jsonl a step that is made again is compared with."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,16 +248,19 @@ def _made(metrics: Metrics, logged: dict[int, tuple[float, float]]) -> Made:
 
 def logged_steps(run: Path) -> dict[int, tuple[float, float]]:
     """Loss and gradient norm of every logged step; of one that was made twice, the latest."""
-    path = run / "metrics.jsonl"
-    if not path.exists():
-        return {}
-    found = {}
-    for line in path.read_bytes().split(b"\n")[:-1]:  # a run may be writing the last
-        values = json.loads(line)
-        if "train/loss" in values and "train/grad_norm" in values:
-            loss, norm = values["train/loss"], values["train/grad_norm"]
-            found[int(values["step"])] = (_number(loss), _number(norm))
-    return found
+    return {
+        int(values["step"]): (_number(values["train/loss"]), _number(values["train/grad_norm"]))
+        for values in logged_values(run)
+    }
+
+
+def logged_values(run: Path) -> list[dict[str, Any]]:
+    """Read the lines of metrics.jsonl that have loss and gradient norm; log which are damaged."""
+    omissions = Omissions(run / "metrics.jsonl")
+    lines = read_lines(run / "metrics.jsonl", LOGGED, omissions)
+    for message in omissions.messages():
+        log.warning("%s", printable(message))
+    return [values for values in lines if LOGGED.keys() <= values.keys()]
 
 
 def _number(logged: float | None) -> float:

@@ -8,13 +8,14 @@ this machine instead, and keeps it up to date.
 import argparse
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxforge import storage
 from jaxforge.cli import run_main
 from jaxforge.command_line import CommandParser
-from jaxforge.errors import UserError
+from jaxforge.errors import UserError, printable
 from jaxforge.report.names import AXES
 
 _PORT = 8765
@@ -36,7 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from jaxforge.report.reading import read_runs
 
     output = _output(args.output, runs)
-    html = page(read_runs(runs, processes=argv is None), args.x)
+    found = read_runs(runs, processes=argv is None)
+    for message in (message for run in found for message in run.omissions):
+        print(f"warning: {printable(message)}", file=sys.stderr)
+    html = page(found, args.x)
     _write(output, html)
     print(f"{output}: {len(html.encode()) / 1e6:.2f} MB")
     return 0

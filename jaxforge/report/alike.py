@@ -84,7 +84,10 @@ def _numbers(
 
 
 def _one(text: bytes) -> tuple[float, bool]:
+    if text == b"null":
+        return np.nan, True
     try:
-        return (np.nan if text == b"null" else float(text)), True
+        value = float(text)
     except ValueError:  # no number: a list, say
         return np.nan, False
+    return value, bool(np.isfinite(value))  # an integer may be too large: `json` tells

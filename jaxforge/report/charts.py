@@ -22,6 +22,7 @@ _ALONG = 1000  # points that say how tokens and time go with the steps
 _DERIVED = re.compile(
     r"smoothed/.*|train/(tokens|samples|valid_tokens)|gpu/mem_utilization|eval/(.*/)?perplexity"
 )
+_LAYER = re.compile(r"/layers\.([0-9]{1,6})$")
 _MARKED = ("train/loss", "train/grad_norm")
 _HEADLINE = ("train/loss", "eval/loss")
 
@@ -157,8 +158,10 @@ def _of_one_title(
 ) -> Iterable[_Drawing]:
     """Of one run a chart; of several one for each member, or for each run if these are layers."""
     several, first = len(runs) > 1, members[0][1]
-    if "/layers." in members[0][0]:
-        members = sorted(members, key=lambda member: int(member[0].rpartition(".")[2]))
+    layers = [_LAYER.search(metric) for metric, _ in members]
+    if all(layers):
+        numbers = {m: int(found[1]) for (m, _), found in zip(members, layers, strict=True) if found}
+        members = sorted(members, key=lambda member: numbers[member[0]])
         for i, run in enumerate(runs):
             curves = [_Curve(i, m, name.label) for m, name in members if m in run.series]
             if curves:
@@ -194,7 +197,7 @@ def _points(series: Series, factor: float, pool: Pool, buckets: int) -> Mapping[
     step, value = series.step, factor * series.value
     kept = thin(step, value, buckets)
     found = {"x": pool.add(step[kept], "i4"), "y": encoded(value[kept], "f4"),
-             "last": None if np.isnan(value[-1]) else float(value[-1])}  # fmt: skip
+             "last": float(value[-1]) if np.isfinite(value[-1]) else None}  # fmt: skip
     if len(kept) < len(step):
         x, y = middles(step, value, buckets)
         found["smooth"] = [pool.add(x, "f4" if step[-1] < 1 << 23 else "f8"), encoded(y, "f4")]

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxforge.report import alike
+from jaxforge.untrusted_json import LATEST, STEPS, parse_metrics
 
 _BLOCK = 1 << 20  # bytes parsed at a time
+_KINDS = {int, float, type(None), list}  # of values
 _LARGE = 1 << 25  # bytes of a file that are worth another process
 
 
@@ -28,39 +30,27 @@ class Columns(NamedTuple):
         values: by name of a metric, its steps, times and values ([n] each), NaN where null.
         lists: what is a list in them, line by line, with its "step".
         end: where they end in the file, in bytes.
+        lines: how many there are, damaged ones included.
+        damaged: number (from 1) and reason of lines that are left out.
     """
 
     values: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]
     lists: list[dict[str, Any]]
     end: int
-
-
-class DamagedError(Exception):
-    """A line is no JSON object with a step and a time.
-
-    Attributes:
-        start: of the part of the file that it is in, in bytes.
-        line: its number within that part, from 1.
-    """
-
-    def __init__(self, start: int, line: int) -> None:
-        super().__init__(start, line)
-        self.start, self.line = start, line
+    lines: int
+    damaged: list[tuple[int, str]]
 
 
 def read(
     path: Path, start: int = 0, *, exact: bool = True, processes: bool = False
 ) -> Iterator[Columns]:
-    """What a file has from a place on: of a local one, in parts.
+    """Read a file from a place on, a local one in parts. Damaged lines are left out.
 
     Args:
         path: where a run may be writing: the file is read up to its last whole line.
         start: in bytes, the beginning of a line.
         exact: to the last bit; otherwise twice as quick.
         processes: others may help; only where this process' `__main__` can be imported again.
-
-    Raises:
-        DamagedError: at the first such line.
     """
     with path.open("rb") as file:
         ends = list(_ends(file, start))
@@ -103,43 +93,71 @@ def _read_part(path: Path, start: int, end: int, exact: bool) -> Columns:
     with path.open("rb") as file:
         file.seek(start)
         text = file.read(end - start)
+    lines = text.count(b"\n")
     try:
         quick, others = ({}, text) if exact else alike.read(text)
         rows = json.loads(b"[" + others[:-1].replace(b"\n", b",") + b"]")
-        return _columns(rows, quick, end)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise DamagedError(start, _damaged_line(text)) from None
+        return Columns(*_columns(rows, quick), end, lines, [])
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+        rows, damaged = _sound_rows(text)  # slower, and it says which line is damaged
+        return Columns(*_columns(rows, {}), end, lines, damaged)
 
 
-def _damaged_line(text: bytes) -> int:
-    for number, line in enumerate(text.splitlines(), 1):
-        try:
-            one = json.loads(line)
-            _ = one["step"], one["time"]
-        except (ValueError, TypeError, KeyError):
-            return number
-    raise AssertionError("each line alone is whole")
+def _sound_rows(text: bytes) -> tuple[list[dict[str, Any]], list[tuple[int, str]]]:
+    """Split lines into objects of sound lines, and numbers of damaged lines with a reason."""
+    rows, damaged = [], []
+    for number, line in enumerate(text.split(b"\n")[:-1], 1):
+        row, problem = parse_metrics(line)
+        problem = problem or ("" if "time" in row else "no time")
+        if problem:
+            damaged.append((number, problem))
+        else:
+            rows.append(row)
+    return rows, damaged
 
 
-def _columns(rows: Sequence[dict[str, Any]], quick: Mapping[str, np.ndarray], end: int) -> Columns:
-    """Of rows, and of such as are columns already."""
+def _columns(
+    rows: Sequence[dict[str, Any]], quick: Mapping[str, np.ndarray]
+) -> tuple[dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]], list[dict[str, Any]]]:
+    """Gather metrics and lists of rows, and of columns that were read at once.
+
+    Raises:
+        Exception: of many kinds, where a value is not what it should be.
+    """
     alike = defaultdict(list)
     for row in rows:
         alike[tuple(row)].append(row)
     found, with_lists = defaultdict(list), False
+    if quick:
+        _check_axes(quick["step"], quick["time"])
     for name, values in quick.items():
         if name not in ("step", "time"):
             found[name].append((quick["step"], quick["time"], values))
     for names, group in alike.items():
         step, time = (np.array([row[name] for row in group], float) for name in ("step", "time"))
+        _check_axes(step, time)
         for name in names:
-            if isinstance(group[0][name], list):
+            cells = [row[name] for row in group]
+            kinds = set(map(type, cells))
+            if not kinds <= _KINDS:
+                raise TypeError(name)
+            if list in kinds:
                 with_lists = True
+                scalars = [i for i, cell in enumerate(cells) if not isinstance(cell, list)]
+                if scalars:
+                    column = np.array([cells[i] for i in scalars], float)
+                    found[name].append((step[scalars], time[scalars], column))
             elif name not in ("step", "time"):
-                values = np.array([row[name] for row in group], float)  # None becomes NaN
-                found[name].append((step, time, values))
+                found[name].append((step, time, np.array(cells, float)))  # None becomes NaN
     lists = [_lists(row) for row in rows] if with_lists else []
-    return Columns({name: joined(parts) for name, parts in found.items()}, lists, end)
+    return {name: joined(parts) for name, parts in found.items()}, lists
+
+
+def _check_axes(step: np.ndarray, time: np.ndarray) -> None:
+    """Raise ValueError where steps or times are none."""
+    steps = (step >= 0) & (step < STEPS) & (step == np.floor(step))
+    if not (steps & (time >= 0) & (time < LATEST)).all():
+        raise ValueError
 
 
 def _lists(row: dict[str, Any]) -> dict[str, Any]:

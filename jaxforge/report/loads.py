@@ -1,12 +1,16 @@
 """The load of experts over a run, in memory that does not grow with its length."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxforge.telemetry.expert_load import LOAD
+from jaxforge.untrusted_json import is_number
 
+_NAME = re.compile(rf"{re.escape(LOAD)}[0-9]{{1,6}}$")
+_EXPERTS = 1 << 16  # of a layer
 _VALUES = 600_000  # of a run, all layers and experts: what its pictures may take of the page
 _FEWEST, _MOST = 32, 300  # columns; a picture is some hundred pixels wide
 
@@ -42,22 +46,32 @@ class LoadReader:
 
     def __init__(self) -> None:
         self._layers: list[int] = []
+        self._shape: tuple[int, ...] = ()  # layers, experts
         self._most, self._each = 0, 1
         self._sums: list[np.ndarray] = []  # of each column, [1 + L E]: of steps, then of loads
         self._counts: list[int] = []  # of each column, logged steps
         self._last = np.empty(0)
 
-    def take(self, line: Mapping[str, Any]) -> None:
-        """Adds the loads of a line of metrics.jsonl, if it has any."""
-        lists = {int(name.removeprefix(LOAD)): line[name] for name in line if name.startswith(LOAD)}
+    def take(self, line: Mapping[str, Any]) -> str:
+        """Add the loads of a line of metrics.jsonl, if it has any.
+
+        Returns:
+            Why the loads are left out; empty where they are not.
+        """
+        lists = {int(name.removeprefix(LOAD)): line[name] for name in line if _NAME.match(name)}
         if not lists:
-            return
+            return ""
+        if not all(map(_is_load, lists.values())) or len(set(map(len, lists.values()))) > 1:
+            return "the load of experts is not as many numbers for each layer"
+        loads = np.array([*lists.values()], float)  # None becomes NaN
         if not self._layers:
-            self._layers = list(lists)
-            self._most = _columns(sum(map(len, lists.values())))
-        loads = _finite_or_nan([lists[layer] for layer in self._layers])
+            self._layers, self._shape = list(lists), loads.shape
+            self._most = _columns(loads.size)
+        if self._layers != list(lists) or self._shape != loads.shape:
+            return "the load of experts has other layers or experts than before"
         self._last = np.concatenate([[line["step"]], loads.ravel()])
         self._add(self._last)
+        return ""
 
     def _add(self, row: np.ndarray) -> None:
         if not self._counts or self._counts[-1] == self._each:
@@ -80,15 +94,14 @@ class LoadReader:
         if not self._layers:
             return None
         columns = np.stack(self._sums) / np.array(self._counts)[:, None]
-        shape = (len(self._layers), -1)
         return Loads(
             layers=self._layers,
             step=columns[:, 0],
-            value=columns[:, 1:].reshape(len(columns), *shape),
+            value=columns[:, 1:].reshape(len(columns), *self._shape),
             each=self._each,
             most=self._most,
             last_step=int(self._last[0]),
-            last=self._last[1:].reshape(shape),
+            last=self._last[1:].reshape(self._shape),
         )
 
 
@@ -97,5 +110,7 @@ def _columns(values: int) -> int:
     return min(max(_VALUES // values, _FEWEST), _MOST) // 2 * 2
 
 
-def _finite_or_nan(rows: Sequence[Sequence[float | None]]) -> np.ndarray:
-    return np.array(rows, float)  # None becomes NaN
+def _is_load(values: Sequence[Any]) -> bool:
+    """Tell whether a list has a number for each of some experts, null where not finite."""
+    known = (value is None or isinstance(value, float) or is_number(value) for value in values)
+    return 0 < len(values) <= _EXPERTS and all(known)

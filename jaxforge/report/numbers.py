@@ -29,7 +29,9 @@ def _exponent(text: str) -> str:
 
 def duration(seconds: float) -> str:
     """The two greatest units: 3,725 -> "1 h 2 min"."""
-    if seconds < 60:
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 60 or seconds >= 1e11:  # more than 3,000 years
         return f"{seconds:.3g} s"
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

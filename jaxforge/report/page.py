@@ -7,6 +7,8 @@ from importlib import resources
 from string import Template
 from typing import Any
 
+import numpy as np
+
 from jaxforge.report import charts, tables
 from jaxforge.report.columns import Pool
 from jaxforge.report.heat_map import bands, heat_maps
@@ -34,20 +36,33 @@ def title_of(names: Sequence[str]) -> str:
 def parts(runs: Sequence[Run]) -> dict[str, Any]:
     """What changes while runs go on: HTML, and the data of the charts."""
     pool = Pool()
-    drawn, maps = charts.charts(runs, pool), heat_maps(runs, pool)
-    data = {
-        "axes": AXES,
-        "runs": [
-            {"name": run.name, "along": charts.along(run), "resumes": run.resumes,
-             "skips": charts.skips(run)}
-            for run in runs
-        ],
-        "charts": drawn,
-        "maps": maps,
-        "bands": bands() if maps else [],
-        "columns": pool.columns,
-    }  # fmt: skip
-    return {"facts": tables.facts(runs), "below": tables.below(runs), "data": data}
+    with np.errstate(over="ignore", invalid="ignore"):  # of values that float32 does not have
+        drawn, maps = charts.charts(runs, pool), heat_maps(runs, pool)
+        data = {
+            "axes": AXES,
+            "runs": [
+                {"name": run.name, "along": charts.along(run), "resumes": run.resumes,
+                 "skips": charts.skips(run)}
+                for run in runs
+            ],
+            "charts": drawn,
+            "maps": maps,
+            "bands": bands() if maps else [],
+            "columns": pool.columns,
+        }  # fmt: skip
+        above, below = tables.facts(runs), tables.below(runs)
+    messages = [message for run in runs for message in run.omissions]
+    return {"facts": encodable(above + notes(messages)), "below": encodable(below), "data": data}
+
+
+def notes(messages: Sequence[str]) -> str:
+    """Format messages about runs as paragraphs."""
+    return encodable("".join(f"<p>{escape(message)}</p>" for message in messages))
+
+
+def encodable(text: str) -> str:
+    """Escape lone surrogates, which JSON may have and UTF-8 cannot."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def document(
@@ -64,7 +79,7 @@ def document(
     """
     ours = _file("drawing.js") + _file("page.js")
     return Template(_file("page.html")).substitute(
-        title=escape(title),
+        title=encodable(escape(title)),
         style=base_style() + _file("vendor/uPlot.min.css") + _file("page.css"),
         script=_file("vendor/uPlot.iife.min.js") + f"\n(() => {{\n{ours}}})();\n",
         facts=above,

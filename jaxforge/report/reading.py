@@ -1,7 +1,7 @@
 """What a run directory tells about its run; the run may still be going on."""
 
 import dataclasses
-import json
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,14 +13,25 @@ from numpy.typing import ArrayLike
 from jaxforge import starts
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config
-from jaxforge.errors import UserError
+from jaxforge.errors import UserError, printable
 from jaxforge.near import path_hint
 from jaxforge.report import lines
 from jaxforge.report.loads import LoadReader, Loads
 from jaxforge.telemetry.sinks import SAMPLES
+from jaxforge.untrusted_json import (
+    Field,
+    Omissions,
+    is_number,
+    is_step,
+    is_table,
+    is_text,
+    is_time,
+    read_lines,
+)
 
 _METRICS = "metrics.jsonl"
 _NEEDED = ("train/loss", "train/tokens", "train/step_time_sec", "train/skipped_steps")
+_METRICS_AT_MOST = 4000  # of a run; a model of 500 layers has 2,500
 _TAIL = 256  # bytes by which a file is known again
 
 
@@ -43,6 +54,12 @@ class Series(NamedTuple):
         return float(self.value[-1])
 
     @property
+    def last_finite(self) -> float:
+        """The latest finite value; 0 where there is none."""
+        finite = self.value[np.isfinite(self.value)]
+        return float(finite[-1]) if finite.size else 0.0
+
+    @property
     def smoothed(self) -> float:
         """The mean of the last fiftieth of the values, those that are finite; else NaN."""
         late = self.value[-max(1, len(self.value) // 50) :]
@@ -63,6 +80,7 @@ class Run:
         loads: of experts; None of a run without any.
         starts: as of `starts.read`, the latest last.
         samples: what the model wrote, as lines of samples.jsonl, the latest last.
+        omissions: messages about damaged parts of its files, which are left out.
     """
 
     name: str
@@ -73,6 +91,7 @@ class Run:
     loads: Loads | None
     starts: Sequence[Mapping[str, Any]]
     samples: Sequence[Mapping[str, Any]]
+    omissions: Sequence[str] = ()
 
     @property
     def resumes(self) -> list[int]:
@@ -82,7 +101,9 @@ class Run:
         """
         found: list[int] = []
         for step in (start["step"] for start in self.starts):
-            found = [earlier for earlier in found if earlier <= step] + [step]
+            while found and found[-1] > step:
+                found.pop()
+            found.append(step)
         logged = self.series["train/loss"].step
         return [step for step in found if logged[0] <= step < logged[-1]]
 
@@ -94,12 +115,12 @@ class Run:
     @property
     def tokens(self) -> int:
         """Tokens of applied updates, padding and masked ones included."""
-        return int(self.series["train/tokens"].last)
+        return int(self.series["train/tokens"].last_finite)
 
     @property
     def skipped(self) -> int:
         """Steps whose update was not applied."""
-        return int(self.series["train/skipped_steps"].last)
+        return int(self.series["train/skipped_steps"].last_finite)
 
     @property
     def seconds(self) -> float:
@@ -120,7 +141,10 @@ class Run:
             return np.asarray(steps, float)
         step, time, tokens = self.series["train/tokens"]
         along = tokens if axis == "tokens" else (time - time[0]) / 3600
-        return np.interp(np.asarray(steps), step, along)
+        finite = np.isfinite(along)
+        if not finite.any():
+            return np.zeros(np.shape(steps))
+        return np.interp(np.asarray(steps), step[finite], along[finite])
 
 
 class NotYetError(UserError):
@@ -143,6 +167,13 @@ class MetricsFile:
         self._end, self._tail = 0, b""
         self._parts: dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = defaultdict(list)
         self._loads = LoadReader()
+        self._lines = 0
+        self._omissions = Omissions(self._path / _METRICS)
+
+    @property
+    def omissions(self) -> list[str]:
+        """Messages about damaged lines, which are left out."""
+        return self._omissions.messages()
 
     def read(self, *, processes: bool = False) -> tuple[dict[str, Series], Loads | None]:
         """The metrics by name, and the load of experts.
@@ -152,22 +183,19 @@ class MetricsFile:
 
         Raises:
             NotYetError: there is no such file.
-            UserError: a line is damaged.
+            UserError: the file cannot be read.
         """
         file = self._path / _METRICS
         if not file.is_file():
             raise NotYetError(_no_metrics(self._path))
-        if not self._goes_on(file):  # it was cut: the run went back to a checkpoint
-            self._begin()
         try:
+            if not self._goes_on(file):  # it was cut: the run went back to a checkpoint
+                self._begin()
             for part in lines.read(file, self._end, exact=self._exact, processes=processes):
                 self._take(part)
-        except lines.DamagedError as error:
-            number = _lines_before(file, error.start) + error.line
-            raise UserError(
-                f"{file}:{number}: not a JSON object; remove this line, and what comes after it"
-            ) from None
-        self._remember(file)
+            self._remember(file)
+        except OSError as error:
+            raise UserError(f"cannot read {file}: {error.strerror}") from error
         series = {name: lines.joined(parts) for name, parts in self._parts.items()}
         self._parts = defaultdict(list, {name: [one] for name, one in series.items()})
         return (
@@ -177,10 +205,17 @@ class MetricsFile:
 
     def _take(self, part: lines.Columns) -> None:
         self._end = part.end
+        for number, problem in part.damaged:
+            self._omissions.add(self._lines + number, problem)
+        self._lines += part.lines
         for name, columns in part.values.items():
-            self._parts[name].append(columns)
-        for one in part.lists:
-            self._loads.take(one)
+            if name in self._parts or len(self._parts) < _METRICS_AT_MOST:
+                self._parts[name].append(columns)
+            else:
+                self._omissions.note(f"more than {_METRICS_AT_MOST:,} metrics; the others")
+        for line in part.lists:
+            if problem := self._loads.take(line):
+                self._omissions.note(f"step {line['step']:,}: {problem}; the loads")
 
     def _goes_on(self, file: Path) -> bool:
         with file.open("rb") as opened:
@@ -191,11 +226,6 @@ class MetricsFile:
         with file.open("rb") as opened:
             opened.seek(max(0, self._end - _TAIL))
             self._tail = opened.read(min(_TAIL, self._end))
-
-
-def _lines_before(file: Path, end: int) -> int:
-    with file.open("rb") as opened:
-        return opened.read(end).count(b"\n")
 
 
 class RunReader:
@@ -227,10 +257,13 @@ class RunReader:
                 f"{self._path / _METRICS} has no {missing[0]}: no step is logged yet, or an older "
                 "version logged them; wait for the first step, or train on with this version"
             )
-        config, begun = load_config(self._path / "config.toml"), starts.read(self._path)
+        config, omissions = load_config(self._path / "config.toml"), self._metrics.omissions
+        begun, strange = _read_lines(self._path / starts.FILE_NAME, _START)
+        samples, unreadable = _read_lines(self._path / SAMPLES, _SAMPLE)
         toml = (self._path / "config.toml").read_text(encoding="utf-8")
         if toml not in self._parameters:
-            self._parameters = {toml: begun[-1]["parameters"] if begun else _parameters(config)}
+            noted = begun[-1].get("parameters") if begun else None
+            self._parameters = {toml: int(noted or _parameters(config))}
         return Run(
             name=self.name,
             config=config,
@@ -239,7 +272,8 @@ class RunReader:
             series=series,
             loads=loads,
             starts=begun,
-            samples=_samples(self._path / SAMPLES),
+            samples=samples,
+            omissions=[*omissions, *strange, *unreadable],
         )
 
 
@@ -260,18 +294,24 @@ def read_runs(paths: Sequence[Path], *, processes: bool = False) -> list[Run]:
         processes: as of `lines.read`.
 
     Raises:
-        UserError: a directory is no run, has logged no step yet, or is damaged.
+        UserError: a directory is no run, has logged no step yet, or its config is damaged.
     """
     return [reader.read(processes=processes) for reader in readers(paths)]
 
 
 def read_metrics(path: Path) -> dict[str, Series]:
-    """What a run has logged so far, by name; lists are left out.
+    """Read what a run has logged so far, by name.
+
+    Lists are left out, and damaged lines with a warning.
 
     Raises:
-        UserError: the directory is no run, or its file is damaged.
+        UserError: the directory is no run.
     """
-    return MetricsFile(path, exact=True).read()[0]
+    file = MetricsFile(path, exact=True)
+    series, _ = file.read()
+    for message in file.omissions:
+        warnings.warn(printable(message), stacklevel=2)
+    return series
 
 
 def _parameters(config: JobConfig) -> int:
@@ -281,15 +321,28 @@ def _parameters(config: JobConfig) -> int:
     return parameter_count(build_model(config).abstract)
 
 
-def _samples(path: Path) -> list[dict[str, Any]]:
-    """Whole lines of a file that there may be; a run may be writing to it."""
-    if not path.is_file():
-        return []
-    whole = path.read_bytes().rpartition(b"\n")[0]
-    try:
-        return [json.loads(line) for line in whole.splitlines()]
-    except ValueError:
-        raise UserError(f"{path}: a line is not a JSON object; remove it") from None
+_SAMPLE = {
+    "step": Field(is_step, "the number of a step"),
+    "prompt": Field(is_text, "text"),
+    "text": Field(is_text, "text"),
+}
+_START = {
+    "step": Field(is_step, "the number of a step"),
+    "time": Field(is_time, "a time in seconds since 1970"),
+    "command": Field(is_text, "text"),
+    "versions": Field(lambda value: is_table(value, str), "a table of texts"),
+    "git": Field(
+        lambda git: is_table(git, str | bool) and is_text(git.get("commit", "")), "a table of texts"
+    ),
+    "parameters": Field(is_number, "a number", required=False),
+    "devices": Field(is_text, "text", required=False),
+}
+
+
+def _read_lines(path: Path, fields: Mapping[str, Field]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Read the sound lines of a file that may not exist, and messages about the others."""
+    omissions = Omissions(path)
+    return read_lines(path, fields, omissions), omissions.messages()
 
 
 def _no_metrics(path: Path) -> str:

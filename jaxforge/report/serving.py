@@ -5,7 +5,6 @@ import hashlib
 import json
 import threading
 from collections.abc import Sequence
-from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -47,7 +46,7 @@ class Live:
                 except UserError as error:
                     said.append(_said(reader, error))
         found = page.parts(runs) if runs else _NOTHING
-        facts = found["facts"] + "".join(f"<p>{escape(text)}</p>" for text in said)
+        facts = found["facts"] + page.notes(said)
         found = {**found, "facts": facts, "title": page.title_of([r.name for r in self._readers])}
         return found | {"version": hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]}
 

@@ -68,7 +68,7 @@ def _settled(run: Run) -> Mapping[str, str]:
 
 def _reached(run: Run) -> Mapping[str, str]:
     loss = run.series["train/loss"]
-    skipped = f"{run.skipped:,} ({run.skipped / run.steps:.2%})" if run.skipped else "none"
+    skipped = f"{run.skipped:,} ({run.skipped / max(1, run.steps):.2%})" if run.skipped else "none"
     return {
         "smoothed loss": exact(loss.smoothed),
         "best evaluation loss": _best_evaluation(run),

@@ -2,12 +2,12 @@
 
 import itertools
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxforge.config.reading import toml
 from jaxforge.errors import UserError
 from jaxforge.near import path_hint
 
@@ -87,10 +87,10 @@ def _split(text: str) -> Iterator[str]:
 
 def _ladder(path: Path) -> list[Point]:
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        tables = toml.parse(path.read_text(encoding="utf-8-sig"), f"--ladder {path}")
     except OSError as error:
         raise UserError(f"--ladder {path}: {error.strerror}{path_hint(path)}") from None
-    except ValueError as error:
+    except UnicodeDecodeError as error:
         raise UserError(f"--ladder {path}: {error}") from None
     rungs = tables.get("point")
     if tables.keys() != {"point"} or not isinstance(rungs, list) or not rungs:

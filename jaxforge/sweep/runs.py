@@ -5,7 +5,6 @@
 <checkpoint.dir>/<name>/finished.json   there once the run is over, and never before
 """
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -24,6 +23,7 @@ from jaxforge.exit_codes import Exit
 from jaxforge.process import listening, new_command_env
 from jaxforge.run_directory import changes
 from jaxforge.sweep.points import Point
+from jaxforge.untrusted_json import parse_metrics
 
 _OUTPUT, _FINISHED = "output.log", "finished.json"
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -87,11 +87,12 @@ class PlannedRun:
             )
 
     def lines(self) -> Iterator[dict[str, float]]:
-        """What it has logged, torn lines left out."""
+        """Return what the run has logged, without damaged lines."""
         path = self.directory / "metrics.jsonl"
-        for line in path.read_text().splitlines() if path.exists() else ():
-            with contextlib.suppress(ValueError):
-                yield json.loads(line)
+        for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
+            values, problem = parse_metrics(line)
+            if not problem:
+                yield values
 
     def last_words(self) -> str:
         """The last line that its process said."""

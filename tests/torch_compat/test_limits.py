@@ -15,6 +15,7 @@ import pytest
 
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import UserError
+from jaxforge.untrusted_json import load_object
 from tests.torch_compat.mutations import TEXTS
 from tests.torch_compat.test_hostile_files import (  # noqa: F401 (fixtures)
     FILE,
@@ -35,7 +36,6 @@ from torch_compat.dcp_reader import METADATA, _check_cover
 from torch_compat.files import Directory
 from torch_compat.inspection import inspect
 from torch_compat.lazy import DTYPES, of_array, zeros
-from torch_compat.limits import load_json
 from torch_compat.name_maps import NAME_MAPS
 from torch_compat.pickles import Call, Global, New, Pairs
 from torch_compat.state import abstract_target
@@ -432,9 +432,9 @@ def test_unused_names_of_calls_are_not_called():
 
 def test_json_is_not_deep():
     """Python's own reader takes a thousand levels, what looks at the values less."""
-    assert load_json(b'{"a":' + b"[" * 60 + b"]" * 60 + b"}", "here")
+    assert load_object(b'{"a":' + b"[" * 60 + b"]" * 60 + b"}", "here")
     with pytest.raises(UserError, match="more than 64 deep"):
-        load_json(b'{"a":' + b"[" * 70 + b"]" * 70 + b"}", "here")
+        load_object(b'{"a":' + b"[" * 70 + b"]" * 70 + b"}", "here")
 
 
 def test_names_that_no_file_can_have_are_refused(tmp_path):

@@ -24,6 +24,7 @@ from jaxforge.near import hint
 VISION_SECTIONS = ("vision_encoder", "adapter", "vlm", "video", "model.vlm")
 """Tables of vision-language models, refused by name."""
 
+_MOST = 100  # problems of a file that are explained
 _LONG = 200  # characters of a key that no key has
 
 
@@ -50,8 +51,13 @@ def explain(error: ValidationError, sources: Sources) -> str:
         error: Of a `JobConfig`.
         sources: Of the values that it was made from.
     """
-    problems = [problem for details in error.errors() for problem in _problems(details, sources)]
-    return "\n".join(problem.text for problem in sorted(problems, key=lambda one: one.line))
+    every = error.errors()
+    if len(every) > _MOST:
+        every.sort(key=lambda details: line_of(details["loc"], sources.lines) or 0)
+    problems = [problem for details in every[:_MOST] for problem in _problems(details, sources)]
+    texts = [problem.text for problem in sorted(problems, key=lambda one: one.line)]
+    more = len(every) - _MOST
+    return "\n".join([*texts, *([f"and {more:,} more problems"] if more > 0 else [])])
 
 
 def explain_value(path: Path, value: object, text: str, sources: Sources) -> str:

@@ -15,6 +15,7 @@ _TOKEN = re.compile(
                 | \'\'\' .*? \'{3,5}
                 | " (?: \\. | [^"\\\n] )* "
                 | ' [^'\n]* ' )
+    | (?P<torn> ["'] )                            # of a string without an end
     | (?P<comment> \# [^\n]* )
     | (?P<newline> \n )
     | (?P<mark> [\[\]{}=,.] )
@@ -77,7 +78,7 @@ def _statements(text: str) -> Iterator[list[_Token]]:
     """The tokens of each header and each key with its value, which may span lines."""
     statement: list[_Token] = []
     depth = 0
-    for token in _tokens(text):
+    for token in tokens(text):
         if token.kind == "mark":
             depth += (token.text in "[{") - (token.text in "]}")
         if token.kind != "newline":
@@ -89,7 +90,8 @@ def _statements(text: str) -> Iterator[list[_Token]]:
         yield statement
 
 
-def _tokens(text: str) -> Iterator[_Token]:
+def tokens(text: str) -> Iterator[_Token]:
+    """Split a document, which need not be valid, into its tokens without comments."""
     line = 1
     for match in _TOKEN.finditer(text):
         kind = match.lastgroup or ""

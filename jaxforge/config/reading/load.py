@@ -2,14 +2,13 @@
 
 import codecs
 import copy
-import re
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxforge import storage
 from jaxforge.config.job import JobConfig
+from jaxforge.config.reading import toml
 from jaxforge.config.reading.explain import Sources
 from jaxforge.config.reading.lines import Path as KeyPath
 from jaxforge.config.reading.lines import key_lines
@@ -31,7 +30,7 @@ def load_unresolved(path: str | Path | None, overrides: Sequence[str] = ()) -> U
             line per problem, each with its place and what to change.
     """
     text = "" if path is None else _read(storage.path(path, "--config"))
-    return _unresolved(_parse(text, path), overrides, str(path or ""), text)
+    return _unresolved(toml.parse(text, str(path)), overrides, str(path or ""), text)
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> JobConfig:
@@ -89,17 +88,6 @@ def _encoding_problem(error: UnicodeDecodeError) -> str:
     if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "it is UTF-16; save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"
     return f"not UTF-8 at byte {error.start}"
-
-
-def _parse(text: str, path: str | Path | None) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        place = re.compile(r" \(at line (\d+), column (\d+)\)$")
-        what = str(error)
-        found = place.search(what)
-        where = ":".join([str(path), *(found.groups() if found else ())])
-        raise UserError(f"{where}: not valid TOML: {place.sub('', what)}") from None
 
 
 def _assign(values: dict[Any, Any], path: KeyPath, value: object) -> None:

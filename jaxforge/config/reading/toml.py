@@ -1,0 +1,64 @@
+"""TOML documents with bounds, so that reading a small file takes little time and memory.
+
+`tomllib` takes time in the square of a key's parts and recurses with every bracket. The bounds are
+far beyond what a config has.
+"""
+
+import re
+import tomllib
+from typing import Any
+
+from jaxforge.config.reading.lines import tokens
+from jaxforge.errors import UserError
+
+_SIZE = 1 << 20  # characters of a document
+_TOKENS = 200_000  # names, values and marks
+_LINES = 10_000  # that set a key or begin a table
+_DEPTH = 32  # parts of a key, or brackets in each other
+_WORD = 100  # characters of a number, or of a key without quotes
+_PLACE = re.compile(r" \(at line (\d+), column (\d+)\)$")
+
+
+def parse(text: str, where: str) -> dict[str, Any]:
+    """Parse a document.
+
+    Args:
+        text: the document.
+        where: its file, for messages.
+
+    Raises:
+        UserError: it is not TOML, or goes beyond a bound.
+    """
+    if len(text) > _SIZE:
+        raise UserError(f"{where}: {len(text):,} characters; a config has at most {_SIZE:,}")
+    _check_bounds(text, where)
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        what = str(error)
+        found = _PLACE.search(what)
+        place = ":".join([where, *(found.groups() if found else ())])
+        raise UserError(f"{place}: not valid TOML: {_PLACE.sub('', what)}") from None
+    except ValueError as error:  # a date that no calendar has
+        raise UserError(f"{where}: not valid TOML: {error}") from None
+
+
+def _check_bounds(text: str, where: str) -> None:
+    """Raise UserError where one of the bounds is exceeded."""
+    parts, depth, lines, line = 1, 0, 0, 0
+    for number, token in enumerate(tokens(text)):
+        if token.kind == "torn":
+            return  # `tomllib` comes no further
+        if token.kind == "mark":
+            depth += (token.text in "[{") - (token.text in "]}")
+            parts = parts + 1 if token.text == "." else 1
+        lines, line = lines + (token.line > line and token.kind != "newline"), token.line
+        if max(parts, depth) > _DEPTH:
+            problem = f"names or brackets in each other, more than {_DEPTH} deep"
+        elif token.kind == "bare" and len(token.text) > _WORD:
+            problem = f"a number or key of {len(token.text):,} characters, at most {_WORD} are read"
+        elif lines > _LINES or number >= _TOKENS:
+            problem = f"more than {_LINES:,} lines or {_TOKENS:,} names and values"
+        else:
+            continue
+        raise UserError(f"{where}:{token.line}: {problem}; shorten the file")

@@ -1,0 +1,171 @@
+"""`report` of damaged runs: what is sound is shown, what is left out is named by file and line."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxforge.errors import UserError
+from jaxforge.report.__main__ import main
+from jaxforge.report.reading import read_metrics, read_runs
+from jaxforge.report.serving import Live
+from tests.test_report import Page, line, page_of, start, write_run
+
+SAMPLE = {"step": 1, "prompt": "once", "text": "upon", "time": 1.0}
+MOE = {"moe/load/layers.0": [0.5, 1.5], "moe/load/layers.1": [1.0, 1.0]}
+
+DEEP = "[" * 3000 + "]" * 3000
+STRANGE = [
+    "null", "true", '"x"', '"1"', "[]", "{}", "[1, [2]]", '{"a": {"b": 1}}', DEEP, "-1", "1.5",
+    "1e300", "1e400", "NaN", "Infinity", "-Infinity", "9" * 400, "9" * 5000, "9223372036854775808",
+    "253402300800", '"\\ud800"', '"\\u0000"', '"<script>"', "[null]", '["a"]', "[[]]", '[1, "x"]',
+]  # fmt: skip
+"""JSON that stands where something else should."""
+
+NAMES = ["", "\ud800", "\0", "x" * 100_000, "a/layers.x", "moe/load/layers.x", "eval//"]
+WHOLE_LINES = [
+    "", " ", "{}", "[]", "null", "7", '"x"', "{", "}", DEEP, "\0", '{"step": 1}', "[" * 3000,
+    '{"step": 2, "ti', "\N{BYTE ORDER MARK}{}", '{"step": 3, "time": 1.0, "step": "x"}',
+]  # fmt: skip
+
+
+def damaged_lines(sound):
+    """Lines that are a sound one with a part of it damaged, as bytes."""
+    for name in sound:
+        marked = json.dumps({**sound, name: "@"})
+        for strange in STRANGE:
+            yield marked.replace('"@"', strange).encode()
+        yield json.dumps({key: value for key, value in sound.items() if key != name}).encode()
+        for other in NAMES:
+            yield json.dumps({other if key == name else key: sound[key] for key in sound}).encode()
+    text = json.dumps(sound).encode()
+    random = np.random.default_rng(0)
+    for at in random.integers(0, len(text), 20):
+        flipped = bytes([text[at] ^ 1 << random.integers(8)])
+        yield from (text[:at], text[:at] + flipped + text[at + 1 :])
+        yield text[:at] + b"\xff" + text[at:]
+    yield from (one.encode("utf-8", "surrogatepass") for one in WHOLE_LINES)
+
+
+def cases():
+    whole = {**line(3), **MOE, "eval/web/loss": 3.0, "train/grad_norm/layers.0": 1.0}
+    for file, sound in (("metrics", whole), ("starts", start(3)), ("samples", SAMPLE)):
+        for damaged in damaged_lines(sound):
+            yield f"{file}.jsonl", damaged
+
+
+def test_every_damaged_line_leaves_a_page(tmp_path, capsys):
+    """What is sound is shown; a damaged line is named on the page and in the terminal."""
+    run = write_run(tmp_path / "run", [{**line(step), **MOE} for step in (1, 2)])
+    (run / "config.toml").write_text("[model]\ndim = 64\n")  # a whole one takes long to read
+    (run / "samples.jsonl").write_text(json.dumps(SAMPLE) + "\n")
+    live, count = Live([run], "steps"), 0
+    for count, (file, damaged) in enumerate(cases(), 1):
+        sound = (run / file).read_bytes()
+        (run / file).write_bytes(sound + damaged.replace(b"\n", b" ") + b"\n")
+        shown = live.page()
+        assert "once" in shown, damaged[:200]
+        if count % 25 == 0:
+            assert main([str(run)]) == 0
+            warned, written = capsys.readouterr().err, (run / "report.html").read_text()
+            assert all(
+                ("left out" in said) == ("left out</p>" in shown) for said in (warned, written)
+            )
+        (run / file).write_bytes(sound)
+    assert count > 900
+
+
+@pytest.mark.parametrize(
+    ("file", "damaged", "problem"),
+    [
+        ("metrics", '{"step": 2, "ti', "not a JSON object"),
+        ("metrics", "[1]", "not a JSON object"),
+        ("metrics", DEEP, "not a JSON object"),
+        ("metrics", json.dumps({**line(3), "step": [3]}), "step is not the number of a step"),
+        ("metrics", json.dumps({**line(3), "time": None}), "time is not a time in seconds"),
+        ("metrics", json.dumps({**line(3), "time": 1e300}), "time is not a time in seconds"),
+        ("metrics", json.dumps({**line(3), "train/loss": "x"}), "train/loss is not the value"),
+        ("metrics", json.dumps({**line(3), "train/loss": 10**400}), "train/loss is not the value"),
+        ("starts", json.dumps({**start(1), "git": None}), "git is not a table"),
+        ("starts", json.dumps({"step": 1, "time": 1.0}), "no command"),
+        ("starts", json.dumps(start(1, parameters="many")), "parameters is not a number"),
+        ("samples", json.dumps({**SAMPLE, "step": None}), "step is not the number of a step"),
+        ("samples", '{"step": 1, "text": "x"}', "no prompt"),
+    ],
+)
+def test_a_damaged_line_is_named_and_the_others_are_shown(tmp_path, capsys, file, damaged, problem):
+    path = write_run(tmp_path / "run", [line(1), line(2)])
+    (path / "samples.jsonl").write_text(json.dumps(SAMPLE) + "\n")
+    sound = {"metrics": line(4), "starts": start(4), "samples": {**SAMPLE, "text": "beneath"}}[file]
+    number = len((path / f"{file}.jsonl").read_text().splitlines()) + 1
+    with (path / f"{file}.jsonl").open("a") as opened:
+        opened.write(f"{damaged}\n{json.dumps(sound)}\n")
+    page, message = page_of(path), f"{path / file}.jsonl:{number}: {problem}"
+    assert message in capsys.readouterr().err
+    assert message in page.source
+    assert list(page.points("Loss")[0]) == ([1, 2, 4] if file == "metrics" else [1, 2])
+    assert ("beneath" in page.source) == (file == "samples")
+    starts = [row for row in page.rows() if row[0].startswith("2001")]
+    assert [row[1] for row in starts] == (["4", "0"] if file == "starts" else [])  # none of one
+
+
+def test_a_file_of_nothing_but_damage_is_named_once_and_counted(tmp_path, capsys):
+    path = write_run(tmp_path / "run", [line(1)], tail="x\n" * 1000)
+    page_of(path)
+    messages = capsys.readouterr().err.splitlines()
+    assert [m.split("metrics.jsonl")[1] for m in messages] == [
+        ":2: not a JSON object; the line is left out",
+        ":3: not a JSON object; the line is left out",
+        ":4: not a JSON object; the line is left out",
+        ": 997 more damaged lines are left out",
+    ]
+
+
+def test_loads_of_other_shapes_are_left_out(tmp_path, capsys):
+    """A picture has as many rows for each step; the first line says how many."""
+    lines = [{**line(1), **MOE}, {**line(2), **MOE, "moe/load/layers.1": []}]
+    lines += [{**line(3), "moe/load/layers.0": [1.0, 1.0]}, {**line(4), **MOE}]
+    page = page_of(write_run(tmp_path / "run", lines))
+    columns = page.json()["columns"]
+    assert [len(one) for one in (page.json()["maps"], columns)] == [2, len(columns)]
+    assert list(page.points("Loss")[0]) == [1, 2, 3, 4]
+    warned = capsys.readouterr().err
+    assert "step 2: the load of experts is not as many numbers for each layer" in warned
+    assert "step 3: the load of experts has other layers or experts than before" in warned
+
+
+def test_a_metric_that_is_a_number_here_and_a_list_there_keeps_its_numbers(tmp_path):
+    lines = [line(1, **{"a/b": 1.0}), line(2, **{"a/b": [1.0]}), line(3, **{"a/b": 4.0})]
+    series = read_metrics(write_run(tmp_path / "run", lines))["a/b"]
+    assert (series.step.tolist(), series.value.tolist()) == ([1, 3], [1.0, 4.0])
+
+
+def test_metrics_in_python_leave_out_damaged_lines_with_a_warning(tmp_path):
+    path = write_run(tmp_path / "run", [line(1)], tail="x\n" + json.dumps(line(3)) + "\n")
+    with pytest.warns(UserWarning, match=r"metrics.jsonl:2: not a JSON object"):
+        assert read_metrics(path)["train/loss"].step.tolist() == [1, 3]
+
+
+def test_counts_are_the_last_that_were_numbers(tmp_path):
+    lines = [line(1), line(2), line(3, **{"train/tokens": None, "train/skipped_steps": None})]
+    facts = page_of(write_run(tmp_path / "run", lines)).facts()
+    assert (facts["tokens"], facts["skipped steps"]) == ("2,048", "none")
+
+
+def test_metrics_beyond_a_number_are_counted_out(tmp_path, capsys):
+    """A page of a hundred thousand charts is of no use."""
+    many = {f"m/{i}": float(i) for i in range(5000)}
+    path = write_run(tmp_path / "run", [line(1, **many), line(2, **many)])
+    (run,) = read_runs([path])
+    assert len(run.series) == 4000
+    assert "more than 4,000 metrics; the others are left out" in run.omissions[0]
+
+
+@pytest.mark.parametrize("text", ["[model", "x = " + "[" * 3000, "a" + ".a" * 3000 + " = 1"])
+def test_a_damaged_config_is_one_message(tmp_path, text):
+    path = write_run(tmp_path / "run", [line(1)])
+    (path / "config.toml").write_text(text + "\n")
+    with pytest.raises(UserError, match=r"config.toml:1:"):
+        main([str(path)])
+    page = Page(Live([path], "steps").page())
+    assert "config.toml:1:" in page.source
