@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
     for place in (*args.input, args.output):
         storage.local(place, "prepare", "copy the text here, and what is made of it there")
     given = None if args.tokenizer == "bpe" else _given_tokenizer(args.tokenizer)
+    if given and args.no_bos:
+        given = given.without_bos()
     content = Conversations(given) if args.conversations and given else TextField(args.text_field)
     inputs = _inputs(args, content)
     plan = _plan(args, inputs, given)
@@ -139,7 +141,7 @@ def _text_size(inputs: Sequence[Input], max_bytes: int | None) -> int | None:
     return min(size, max_bytes or size)
 
 
-_PLANNED = ("text_field", "tokenizer", "vocab_size", "format", "dtype", "shard_tokens",
+_PLANNED = ("text_field", "tokenizer", "no_bos", "vocab_size", "format", "dtype", "shard_tokens",
             "validation_fraction", "validation_tokens", "max_bytes")  # fmt: skip
 
 

@@ -132,6 +132,10 @@ _ARGUMENTS: dict[str, dict] = {
         "help": "UTF-8 bytes (the default); a byte-level BPE trained on the training documents; "
         "a tokenizer.json or its directory; or a model of the Hugging Face Hub",
     },
+    "--no-bos": {
+        "action": "store_true",
+        "help": "no BOS before documents, though the tokenizer adds it",
+    },
     "--vocab-size": {
         "type": count,
         "metavar": "N",

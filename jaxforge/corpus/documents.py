@@ -44,6 +44,7 @@ class Piece:
         text: the lines.
         size: bytes that they were.
         valid: they were UTF-8.
+        first: the document begins here.
         last: the document ends here.
         end: where to go on reading.
         skipped: nothing but a bad record that was left out.
@@ -54,6 +55,7 @@ class Piece:
     text: str
     size: int
     valid: bool
+    first: bool
     last: bool
     end: Place
     skipped: bool = False
@@ -146,7 +148,9 @@ def _skipped(i: int, source: Input, record: Record, skip_bad: bool) -> Piece:
             f"{record.problem}; correct it, or have jaxforge.prepare leave such out: --skip-bad"
         )
     end = Place(i, record.number)
-    return Piece(source.document(record.number), "train", "", 0, True, False, end, skipped=True)
+    return Piece(
+        source.document(record.number), "train", "", 0, True, False, False, end, skipped=True
+    )
 
 
 class Part(NamedTuple):
@@ -172,12 +176,13 @@ def _of_record(
             continue
         record.content.seek(offset)
         for data, last in _lines(record.content, limit, part.end):
+            is_first = offset == part.start
             offset += len(data)
             limit -= len(data)
             is_done = last and part is parts[-1]
             end = Place(i, record.number) if is_done else Place(i, record.number - 1, offset)
             text, valid = _decoded(data, at_start=offset == len(data))
-            yield Piece(document, part.split, text, len(data), valid, last, end)
+            yield Piece(document, part.split, text, len(data), valid, is_first, last, end)
 
 
 def _decoded(data: bytes, *, at_start: bool) -> tuple[str, bool]:

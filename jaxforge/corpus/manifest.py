@@ -50,6 +50,7 @@ class Manifest:
             `../tokenizer`.
         tokenizer_sha256: `Tokenizer.fingerprint` of that tokenizer.
         shards: the files, in order.
+        bos_ids: tokens that each document begins with; of conversations, those without a template.
     """
 
     version: int
@@ -62,6 +63,7 @@ class Manifest:
     tokenizer: str
     tokenizer_sha256: str
     shards: tuple[Shard, ...]
+    bos_ids: tuple[int, ...] = ()
 
     @property
     def conversations(self) -> bool:

@@ -97,15 +97,24 @@ def _with_segment_ids(dataset: Dataset) -> Dataset:
 def _check_same_tokenizer(datasets: Mapping[str, Dataset]) -> None:
     """Manifests tell; what has none may be anything."""
     made_by: dict[str, tuple[str, str]] = {}
+    begun_by: dict[tuple[int, ...], str] = {}
     for name, dataset in datasets.items():
         manifest = dataset.source.manifest if isinstance(dataset.source, TokenFiles) else None
         if manifest:
             made_by.setdefault(manifest.tokenizer_sha256, (name, manifest.tokenizer))
+        if manifest and not manifest.conversations:  # whose templates write BOS themselves
+            begun_by.setdefault(manifest.bos_ids, name)
     if len(made_by) > 1:
         (one, its), (other, others), *_ = made_by.values()
         raise UserError(
             f"data.datasets: {one} and {other} were tokenized differently ({its}, {others}): "
             "prepare them with the same tokenizer"
+        )
+    if len(begun_by) > 1:
+        without = begun_by.pop((), None) or begun_by.popitem()[1]
+        raise UserError(
+            f"data.datasets: documents of {next(iter(begun_by.values()))} begin with BOS, those "
+            f"of {without} do not: prepare all of them with --no-bos, or none"
         )
 
 
