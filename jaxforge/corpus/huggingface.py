@@ -13,9 +13,10 @@ from jaxforge.corpus.atomic_directory import atomic_directory
 from jaxforge.corpus.conversations import Conversations
 from jaxforge.corpus.entries import ENTRY_DTYPE
 from jaxforge.corpus.ingest import Corpus, Options, ingest
-from jaxforge.corpus.inputs import Content, HuggingFace
+from jaxforge.corpus.inputs import HuggingFace
 from jaxforge.corpus.manifest import FILE_NAME
 from jaxforge.corpus.optional import library
+from jaxforge.corpus.records import Content
 from jaxforge.corpus.tokenizer import Tokenizer, identity
 from jaxforge.corpus.writer import token_dtype
 from jaxforge.errors import UserError

@@ -29,7 +29,7 @@ from jaxtyping import Int
 from jaxforge.corpus.atomic_directory import AtomicDirectory
 from jaxforge.corpus.conversations import encode_conversations
 from jaxforge.corpus.documents import Piece, Place, pieces
-from jaxforge.corpus.inputs import Input
+from jaxforge.corpus.records import Input
 from jaxforge.corpus.tokenizer import Tokenizer, load_tokenizer, with_prefix
 from jaxforge.corpus.writer import ShardWriter
 from jaxforge.errors import UserError

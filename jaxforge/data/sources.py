@@ -12,7 +12,7 @@ from jaxforge.config.eval import EvalSource
 from jaxforge.config.job import JobConfig
 from jaxforge.corpus.conversations import Conversations
 from jaxforge.corpus.huggingface import cached_shards, load_dataset
-from jaxforge.corpus.inputs import Content, TextField
+from jaxforge.corpus.records import Content, TextField
 from jaxforge.corpus.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 from jaxforge.data.conversation_shards import ConversationShards, holds_conversations
 from jaxforge.data.dataset import Dataset, Example, Mixture, Streaming

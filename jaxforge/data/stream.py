@@ -44,7 +44,8 @@ from jaxforge.corpus.conversations import Conversations, encode_conversations
 from jaxforge.corpus.documents import Place, pieces
 from jaxforge.corpus.entries import FIRST, ID
 from jaxforge.corpus.ingest import Text, batches, encode
-from jaxforge.corpus.inputs import Content, HuggingFace
+from jaxforge.corpus.inputs import HuggingFace
+from jaxforge.corpus.records import Content
 from jaxforge.corpus.tokenizer import Tokenizer, identity
 from jaxforge.data.packing import Packed, fill_window
 from jaxforge.errors import UserError
