@@ -58,6 +58,7 @@ def parser() -> CommandParser:
     add("--top-k", type=int, default=0, help="keep the k likeliest; 0: all")
     add("--top-p", type=float, default=1.0, help="keep this much probability")
     add("--seed", type=int, default=0, help="seed of the draws")
+    add("--no-bos", action="store_true", help="no BOS before prompts, though the tokenizer adds it")
     add("--ignore-eos", action="store_true", help="go on after end-of-text")
     return parser
 

@@ -20,15 +20,10 @@ from jaxforge.corpus.documents import (
 from jaxforge.corpus.entries import ENTRY_DTYPE
 from jaxforge.corpus.huggingface import load_dataset
 from jaxforge.corpus.ingest import Options, check_split, ingest
-from jaxforge.corpus.inputs import (
-    Content,
-    HuggingFace,
-    Input,
-    TextField,
-    find_inputs,
-)
+from jaxforge.corpus.inputs import HuggingFace, find_inputs
 from jaxforge.corpus.manifest import FILE_NAME
 from jaxforge.corpus.progress import progress_shown
+from jaxforge.corpus.records import Content, Input, TextField
 from jaxforge.corpus.summary import table
 from jaxforge.corpus.text_files import RECORDS, TEXTS
 from jaxforge.corpus.tokenizer import Tokenizer, load_tokenizer, train_bpe
@@ -55,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
     for place in (*args.input, args.output):
         storage.local(place, "prepare", "copy the text here, and what is made of it there")
     given = None if args.tokenizer == "bpe" else _given_tokenizer(args.tokenizer)
+    if given and args.no_bos:
+        given = given.without_bos()
     content = Conversations(given) if args.conversations and given else TextField(args.text_field)
     inputs = _inputs(args, content)
     plan = _plan(args, inputs, given)
@@ -92,7 +89,7 @@ def _inputs(args: argparse.Namespace, content: Content) -> list[Input]:
     if args.input:
         usual = RECORDS if args.conversations else (*TEXTS, *RECORDS)
         globs = args.glob.split(",") if args.glob else usual
-        inputs += find_inputs(args.input, globs, args.exclude, content)
+        inputs += find_inputs(args.input, globs, args.exclude, content, args.max_record_bytes)
     if args.hf_dataset:
         dataset = load_dataset(args.hf_dataset, args.hf_config, args.hf_split)
         name = ":".join(filter(None, [args.hf_dataset, args.hf_config, args.hf_split]))
@@ -123,7 +120,7 @@ def _check_records(inputs: Iterable[Input]) -> None:
         if source.text_size is not None:
             raise UserError(
                 f"{source.where} is read as plain text, and holds no conversations: give JSONL, "
-                "Parquet, or with --hf-dataset a directory of other files (.json, .csv)"
+                "JSON, CSV, Parquet or Arrow files"
             )
 
 
@@ -139,8 +136,9 @@ def _text_size(inputs: Sequence[Input], max_bytes: int | None) -> int | None:
     return min(size, max_bytes or size)
 
 
-_PLANNED = ("text_field", "tokenizer", "vocab_size", "format", "dtype", "shard_tokens",
-            "validation_fraction", "validation_tokens", "max_bytes")  # fmt: skip
+_PLANNED = ("text_field", "tokenizer", "no_bos", "vocab_size", "format", "dtype", "shard_tokens",
+            "validation_fraction", "validation_tokens", "max_bytes",
+            "max_record_bytes")  # fmt: skip
 
 
 def _plan(args: argparse.Namespace, inputs: Iterable[Input], tokenizer: Tokenizer | None) -> Plan:

@@ -10,17 +10,18 @@ A killed run goes on where it was: `corpus.atomic_directory`. docs/data.md tells
 """
 
 import argparse
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxforge.cli import raise_interrupts, run_main
 from jaxforge.command_line import CommandParser, count
-from jaxforge.corpus.text_files import RECORDS, TEXTS
+from jaxforge.corpus.records import MAX_RECORD_BYTES
+from jaxforge.corpus.text_files import TEXTS
 from jaxforge.starting.machine import FORMS
 
 BPE_VOCAB_SIZE = 32_768
-_TEXTS, _RECORDS = ",".join(TEXTS), ",".join(RECORDS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,8 +77,16 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _fraction(text: str) -> float:
-    if not 0 <= (number := float(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 0 and below 1")
+    """The type of an option: a part, such as 0.05 or 5%."""
+    try:
+        number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < 1:
+        meant = f", or {number:g}% for {number / 100:g}" if 1 <= number < 100 else ""
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not at least 0 and below 1: give a part such as 0.05{meant}"
+        )
     return number
 
 
@@ -86,8 +95,8 @@ _ARGUMENTS: dict[str, dict] = {
         "nargs": "*",
         "type": Path,
         "metavar": "INPUT",
-        "help": "files and directories: JSONL (.jsonl, .jsonl.gz, .jsonl.zst), .parquet, and all "
-        "else as text",
+        "help": "files and directories: records of .jsonl, .ndjson, .json, .csv, .tsv (also with "
+        ".gz or .zst), .parquet, .arrow, .feather; all else is text",
     },
     "--hf-dataset": {
         "metavar": "NAME",
@@ -108,6 +117,12 @@ _ARGUMENTS: dict[str, dict] = {
         "learned",
     },
     "--skip-bad": {"action": "store_true", "help": "leave out, and count, records without text"},
+    "--max-record-bytes": {
+        "type": count,
+        "default": MAX_RECORD_BYTES,
+        "metavar": "N",
+        "help": "a larger record is bad (default: %(default)s)",
+    },
     "--workers": {
         "type": count,
         "default": os.cpu_count() or 1,
@@ -118,7 +133,7 @@ _ARGUMENTS: dict[str, dict] = {
     "--overwrite": {"action": "store_true", "help": "replace what an earlier run left in DIR"},
     "--glob": {
         "help": "file names to take from directories, separated by commas (default: "
-        f"{_TEXTS},{_RECORDS}; with --conversations, {_RECORDS})",
+        f"{','.join(TEXTS)} and those of records; with --conversations, of records)",
     },
     "--exclude": {
         "action": "append",
@@ -131,6 +146,10 @@ _ARGUMENTS: dict[str, dict] = {
         "metavar": "byte|bpe|PATH|NAME",
         "help": "UTF-8 bytes (the default); a byte-level BPE trained on the training documents; "
         "a tokenizer.json or its directory; or a model of the Hugging Face Hub",
+    },
+    "--no-bos": {
+        "action": "store_true",
+        "help": "no BOS before documents, though the tokenizer adds it",
     },
     "--vocab-size": {
         "type": count,

@@ -37,6 +37,9 @@ def here(tmp_path_factory):
     (here / "twice.toml").write_text("[model]\ndim = 64\ndim = 32\n")
     (here / "json.toml").write_text('{"model": {"dim": 64}}')
     (here / "one.jsonl").write_text('{"text": "hello there"}\n')
+    for name in ("content.jsonl", "syntax.txt"):
+        (here / name).write_text('{"id": 7, "content": "hello there"}\n')
+    (here / "chats.jsonl").write_text('{"messages": []}\n')
     (here / "bad.jsonl").write_text('{"text": "hello\n')
     (here / "picture.png").write_bytes(np.random.default_rng(0).bytes(2000))
     with pytest.MonkeyPatch.context() as patched:

@@ -16,7 +16,7 @@ from jaxtyping import Int
 
 from jaxforge.corpus.entries import FIRST, UNLEARNED
 from jaxforge.corpus.optional import library
-from jaxforge.corpus.tokenizer import Tokenizer
+from jaxforge.corpus.tokenizer import Tokenizer, with_prefix
 from jaxforge.errors import UserError
 
 _FORMS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
@@ -107,17 +107,20 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 
 
 def encode_conversations(
-    tokenizer: Tokenizer, texts: Sequence[tuple[str, str, bool]], dtype: str
+    tokenizer: Tokenizer, texts: Sequence[tuple[str, str, bool, bool]], dtype: str
 ) -> dict[str, Int[np.ndarray, "_"]]:
     """Entries of conversations by split; arguments as of `ingest.encode`, texts as of `document`.
 
-    A token is learned if any of its characters is.
+    A token is learned if any of its characters is. Texts that no template wrote begin with BOS
+    where the tokenizer adds it; templates write their own.
     """
-    documents = [json.loads(text) for _, text, _ in texts]
+    documents = [json.loads(text) for _, text, *_ in texts]
     encoded = tokenizer.encode_with_places([document["text"] for document in documents])
     parts: dict[str, list[Int[np.ndarray, "_"]]] = {}
-    for (split, _, _), document, (ids, places) in zip(texts, documents, encoded, strict=True):
+    for (split, *_), document, (ids, places) in zip(texts, documents, encoded, strict=True):
         entries = _entries(ids, places, document["learned"], dtype)
+        if document["eos"]:
+            entries = _after_prefix(tokenizer, ids, entries)
         if document["eos"] or not ids:
             entries = np.append(entries, np.asarray(tokenizer.eos_id, dtype))
         entries[0] |= FIRST
@@ -134,6 +137,15 @@ def _entries(
         learned |= (starts < end) & (ends > start)
     entries[~learned] |= UNLEARNED
     return entries
+
+
+def _after_prefix(
+    tokenizer: Tokenizer, ids: Sequence[int], entries: Int[np.ndarray, "_"]
+) -> Int[np.ndarray, "_"]:
+    """Put what the tokenizer adds before a text before its entries; it is not learned."""
+    begun = with_prefix(tokenizer, ids)
+    added = np.asarray(begun[: len(begun) - len(ids)], entries.dtype)
+    return np.concatenate([added | UNLEARNED, entries])
 
 
 def _form(names: Iterable[str]) -> tuple[str, ...]:

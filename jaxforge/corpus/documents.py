@@ -1,8 +1,9 @@
 """Documents as pieces of text.
 
 A piece is a document, or some whole lines of a long one, so that no more than a piece of a text
-file is in memory. Where a tokenizer looks across line ends, a token at the seam of two pieces may
-differ from what it makes of the document in one go; once per MiB at most.
+file is in memory; a line that is longer than a piece is cut before a space. Where a tokenizer looks
+across line ends, a token at the seam of two pieces may differ from what it makes of the document in
+one go; once per MiB at most.
 """
 
 import hashlib
@@ -13,10 +14,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import BinaryIO, NamedTuple, TypeVar
 
-from jaxforge.corpus.inputs import READ_ERRORS, Input, Record
+from jaxforge.corpus.records import READ_ERRORS, Input, Record
 from jaxforge.errors import UserError
 
 _PIECE_BYTES = 1 << 20
+_LINE_BYTES = 1 << 20  # beyond a piece, that its last line may have
 _Input = TypeVar("_Input", bound=Input)
 
 
@@ -44,6 +46,7 @@ class Piece:
         text: the lines.
         size: bytes that they were.
         valid: they were UTF-8.
+        first: the document begins here.
         last: the document ends here.
         end: where to go on reading.
         skipped: nothing but a bad record that was left out.
@@ -54,6 +57,7 @@ class Piece:
     text: str
     size: int
     valid: bool
+    first: bool
     last: bool
     end: Place
     skipped: bool = False
@@ -142,11 +146,12 @@ def pieces(
 
 def _skipped(i: int, source: Input, record: Record, skip_bad: bool) -> Piece:
     if not skip_bad:
-        raise UserError(
-            f"{record.problem}; correct it, or have jaxforge.prepare leave such out: --skip-bad"
-        )
+        usual = "correct it, or have jaxforge.prepare leave such out: --skip-bad"
+        raise UserError(f"{record.problem}; {record.advice or usual}")
     end = Place(i, record.number)
-    return Piece(source.document(record.number), "train", "", 0, True, False, end, skipped=True)
+    return Piece(
+        source.document(record.number), "train", "", 0, True, False, False, end, skipped=True
+    )
 
 
 class Part(NamedTuple):
@@ -172,12 +177,13 @@ def _of_record(
             continue
         record.content.seek(offset)
         for data, last in _lines(record.content, limit, part.end):
+            is_first = offset == part.start
             offset += len(data)
             limit -= len(data)
             is_done = last and part is parts[-1]
             end = Place(i, record.number) if is_done else Place(i, record.number - 1, offset)
             text, valid = _decoded(data, at_start=offset == len(data))
-            yield Piece(document, part.split, text, len(data), valid, last, end)
+            yield Piece(document, part.split, text, len(data), valid, is_first, last, end)
 
 
 def _decoded(data: bytes, *, at_start: bool) -> tuple[str, bool]:
@@ -218,8 +224,26 @@ def _lines(file: BinaryIO, limit: int, end: int | None) -> Iterator[tuple[bytes,
 
 
 def _read(file: BinaryIO, limit: int, end: int | None) -> bytes:
-    data = b"".join(file.readlines(min(limit, _PIECE_BYTES)))
+    """Read about a MiB up to the end of a line, or `limit` bytes and the rest of their line."""
+    data = file.read(min(limit, _PIECE_BYTES))
+    if data and not data.endswith(b"\n"):
+        rest = file.readline(_LINE_BYTES)
+        data += rest
+        if len(rest) == _LINE_BYTES and not rest.endswith(b"\n"):
+            whole = _cut(data)
+            file.seek(whole - len(data), os.SEEK_CUR)
+            data = data[:whole]
     if end is not None and (beyond := file.tell() - end) > 0:
         file.seek(end)
         return data[:-beyond]
     return data
+
+
+def _cut(data: bytes) -> int:
+    """Where to cut a part of a long line: before its last space, or else between characters."""
+    if (space := data.rfind(b" ", 1)) > 0:
+        return space
+    end = len(data)
+    while end > len(data) - 4 and data[end - 1] & 0xC0 == 0x80:
+        end -= 1
+    return end - 1 if data[end - 1] >= 0xC0 else end

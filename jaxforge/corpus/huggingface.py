@@ -13,10 +13,11 @@ from jaxforge.corpus.atomic_directory import atomic_directory
 from jaxforge.corpus.conversations import Conversations
 from jaxforge.corpus.entries import ENTRY_DTYPE
 from jaxforge.corpus.ingest import Corpus, Options, ingest
-from jaxforge.corpus.inputs import Content, HuggingFace
+from jaxforge.corpus.inputs import HuggingFace
 from jaxforge.corpus.manifest import FILE_NAME
 from jaxforge.corpus.optional import library
-from jaxforge.corpus.tokenizer import Tokenizer
+from jaxforge.corpus.records import Content
+from jaxforge.corpus.tokenizer import Tokenizer, identity
 from jaxforge.corpus.writer import token_dtype
 from jaxforge.errors import UserError
 
@@ -92,7 +93,7 @@ def cached_shards(
     """
     dataset = load_dataset(name, config, split)
     source = HuggingFace(":".join(filter(None, [name, config, split])), dataset, content)
-    key = [*source.identity[1:], *content.identity, tokenizer.fingerprint]
+    key = [*source.identity[1:], *content.identity, *identity(tokenizer)]
     cache = library("datasets", "reading Hugging Face datasets").config.HF_DATASETS_CACHE
     output = Path(cache) / "jaxforge" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
     plan = {"options": {"key": key}, "inputs": []}

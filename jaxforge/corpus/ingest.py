@@ -29,8 +29,8 @@ from jaxtyping import Int
 from jaxforge.corpus.atomic_directory import AtomicDirectory
 from jaxforge.corpus.conversations import encode_conversations
 from jaxforge.corpus.documents import Piece, Place, pieces
-from jaxforge.corpus.inputs import Input
-from jaxforge.corpus.tokenizer import Tokenizer, load_tokenizer
+from jaxforge.corpus.records import Input
+from jaxforge.corpus.tokenizer import Tokenizer, load_tokenizer, with_prefix
 from jaxforge.corpus.writer import ShardWriter
 from jaxforge.errors import UserError
 
@@ -120,8 +120,8 @@ class Corpus:
         return sum(split.size for split in self.splits.values())
 
 
-Text = tuple[str, str, bool]
-"""Split and text of a piece, and whether it ends its document."""
+Text = tuple[str, str, bool, bool]
+"""Split and text of a piece, and whether it begins and ends its document."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Batch:
     @property
     def texts(self) -> list[Text]:
         """What a worker needs."""
-        return [(p.split, p.text, p.last) for p in self.pieces if not p.skipped]
+        return [(p.split, p.text, p.first, p.last) for p in self.pieces if not p.skipped]
 
 
 def ingest(
@@ -230,7 +230,10 @@ def _finish(corpus: Corpus, tokenizer: Tokenizer, name: str, options: Options) -
         check_split(counts["train"], counts.get("validation", 0), options.validation_fraction)
     for split in corpus.splits.values():
         split.writer.finish(
-            eos_id=tokenizer.eos_id, tokenizer=name, tokenizer_sha256=tokenizer.fingerprint
+            eos_id=tokenizer.eos_id,
+            bos_ids=tokenizer.prefix,
+            tokenizer=name,
+            tokenizer_sha256=tokenizer.fingerprint,
         )
 
 
@@ -264,7 +267,7 @@ def batches(pieces: Iterable[Piece]) -> Iterator[Batch]:
 
 
 Tokens = dict[str, Int[np.ndarray, "_"]]
-"""The tokens of a batch by split, EOS after each document; of conversations, their entries."""
+"""The tokens of a batch by split: documents after BOS, if any, and before EOS; or entries."""
 
 
 def _encoded(
@@ -359,9 +362,10 @@ def encode(tokenizer: Tokenizer, texts: Sequence[Text], dtype: str) -> Tokens:
     """
     parts: dict[str, list[Int[np.ndarray, "_"]]] = {}
     end = np.asarray([tokenizer.eos_id], dtype)
-    encoded = tokenizer.encode_batch([text for _, text, _ in texts])
-    for (split, _, last), ids in zip(texts, encoded, strict=True):
-        parts.setdefault(split, []).append(np.asarray(ids, dtype))
+    encoded = tokenizer.encode_batch([text for _, text, *_ in texts])
+    for (split, _, first, last), ids in zip(texts, encoded, strict=True):
+        begun = with_prefix(tokenizer, ids) if first else ids
+        parts.setdefault(split, []).append(np.asarray(begun, dtype))
         if last:
             parts[split].append(end)
     return {split: np.concatenate(arrays) for split, arrays in parts.items()}
@@ -382,6 +386,7 @@ def _hold_out(
     is_cut = len(first) == missing and int(first[-1]) != eos  # and is a document in either split
     if is_cut:
         first = np.append(first, np.asarray(eos, first.dtype))
+        rest = np.append(np.asarray(tokenizer.prefix, rest.dtype), rest)
     held_out.writer.add(first, documents + is_cut)
     held_out.size, train.size = held_out.size + size, train.size - size
     train.writer.documents -= documents

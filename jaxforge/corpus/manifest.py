@@ -91,6 +91,7 @@ class Manifest:
         tokenizer_sha256: `Tokenizer.fingerprint` of that tokenizer.
         shards: the files, in order.
         lengths_crc32: CRC-32 of `LENGTHS`; None without one, and of older versions.
+        bos_ids: tokens that each document begins with; of conversations, those without a template.
     """
 
     version: int
@@ -104,6 +105,7 @@ class Manifest:
     tokenizer_sha256: str
     shards: tuple[Shard, ...]
     lengths_crc32: int | None = None
+    bos_ids: tuple[int, ...] = ()
 
     @property
     def conversations(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxforge.corpus.tokenizer import Tokenizer
+from jaxforge.corpus.tokenizer import Tokenizer, with_prefix
 from jaxforge.errors import UserError
 
 RESULTS = ("completion", "tokens", "finish_reason")
@@ -36,7 +36,9 @@ class Prompt:
 def encode(
     tokenizer: Tokenizer, prompt: Prompt, limit: int, max_tokens: int, key: str = "--max-tokens"
 ) -> list[int]:
-    """Token ids of a prompt; an empty one starts from end-of-text, as every document does.
+    """Token ids of a prompt, after BOS where the tokenizer adds it.
+
+    Without BOS, an empty prompt starts from end-of-text, as every document does.
 
     Args:
         tokenizer: the run's.
@@ -48,7 +50,7 @@ def encode(
     Raises:
         UserError: it is too long, or empty and there is no end-of-text.
     """
-    ids = tokenizer.encode(prompt.text)
+    ids = with_prefix(tokenizer, tokenizer.encode(prompt.text))
     if not ids:
         if tokenizer.eos_id is None:
             raise UserError(

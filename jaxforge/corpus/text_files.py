@@ -2,6 +2,7 @@
 
 import codecs
 import itertools
+import re
 import shlex
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
@@ -10,8 +11,11 @@ from pathlib import Path
 from jaxforge.errors import UserError
 
 TEXTS = ("*.txt", "*.md", "*.py")
-RECORDS = ("*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.parquet")
-"""Names of files that are taken from directories, unless the user names others."""
+_PACKABLE = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+_TABLES = (".parquet", ".arrow", ".feather")
+RECORDS = (*(f"*{kind}{end}" for kind in _PACKABLE for end in ("", ".gz", ".zst")),
+           *(f"*{kind}" for kind in _TABLES))  # fmt: skip
+"""Names of files that are taken from directories, unless the user names others; in any case."""
 
 _MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",
@@ -19,6 +23,7 @@ _MARKS = {
     codecs.BOM_UTF16_LE: "UTF-16",  # with which the first begins
     codecs.BOM_UTF16_BE: "UTF-16",
 }
+_JSON = re.compile(rb'\s*(\[\s*)?\{\s*"(\\.|[^"\\\n])*"\s*:')  # the first key of an object
 _HEAD = 8000  # bytes of a file in which NUL tells that it is no text, as for git
 _LOOKED_AT = 10_000  # files of a directory without shards
 
@@ -28,22 +33,42 @@ def encoding_of(head: bytes) -> str:
     return next((name for mark, name in _MARKS.items() if head.startswith(mark)), "")
 
 
+def is_named(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a file name matches a glob; those in small letters match capitals too."""
+    return any(fnmatch(name, pattern) or fnmatch(name.lower(), pattern) for pattern in patterns)
+
+
+def in_words(patterns: Sequence[str]) -> str:
+    """Return the value of `--glob`, the kinds of records by their suffixes alone."""
+    others = ",".join(pattern for pattern in patterns if pattern not in RECORDS)
+    if not set(RECORDS).issubset(patterns):
+        return ",".join(patterns)
+    kinds = ", ".join((*_PACKABLE, *_TABLES))
+    return f"{others}, or of records: {kinds}" if others else f"of records: {kinds}"
+
+
 def check_text(files: Iterable[tuple[Path, bool]]) -> None:
     """Refuses what is no text before anything is read.
 
     Args:
-        files: and whether each is a text as a whole; others may be JSON lines.
+        files: and whether each is a text as a whole; others have records.
 
     Raises:
-        UserError: a text has NUL bytes, or JSON lines are not in UTF-8.
+        UserError: a text has NUL bytes or is JSON, or records are not in UTF-8.
     """
     binary = []
     for path, is_text in files:
-        if is_text and _is_binary(_head(path)):
+        head = _head(path)
+        if is_text and _is_binary(head):
             binary.append(path)
-        elif path.suffix == ".jsonl" and (encoding := encoding_of(_head(path))):
+        elif is_text and _JSON.match(head.removeprefix(codecs.BOM_UTF8)):
             raise UserError(
-                f"{path} is in {encoding}, and JSON lines are read as UTF-8: make it so with "
+                f"{path} holds JSON, whose syntax would be learned: name it .jsonl (an object a "
+                "line) or .json to have its records read, or leave it out with --exclude"
+            )
+        elif not is_text and (encoding := encoding_of(head)):
+            raise UserError(
+                f"{path} is in {encoding}, and records are read as UTF-8: make it so with "
                 f"iconv -f {encoding} -t UTF-8"
             )
     if binary:
@@ -80,7 +105,7 @@ def how_to_prepare(place: Path) -> str:
         place: a file or directory, without shards.
     """
     every = itertools.islice(place.rglob("*"), _LOOKED_AT) if place.is_dir() else [place]
-    found = next((path for path in every if _is_text(path.name)), None)
+    found = next((path for path in every if is_named(path.name, (*TEXTS, *RECORDS))), None)
     if found is None:
         return ""
     output = place.with_name(f"{place.stem}_tokens")
@@ -90,7 +115,3 @@ def how_to_prepare(place: Path) -> str:
         f"--validation-fraction 0.01, then train on {output / 'train'}, or with the config that it "
         f"writes: jaxforge train --config {shlex.quote(str(output / 'train.toml'))}"
     )
-
-
-def _is_text(name: str) -> bool:
-    return any(fnmatch(name, pattern) for pattern in (*TEXTS, *RECORDS))

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +29,8 @@ _TEMPLATE = "chat_template.jinja"
 _NEIGHBOURS = ("tokenizer_config.json", "special_tokens_map.json", "config.json",
                "generation_config.json")  # fmt: skip
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_ADD_BOS = "add_bos_token"
+_TRIED_TOKENS = 100
 _BYTE_FILE = b'{"kind": "byte"}\n'
 _LETTERS = frozenset(tokenizers.pre_tokenizers.ByteLevel.alphabet())  # one for each byte
 
@@ -48,6 +51,11 @@ class Tokenizer(Protocol):
     @property
     def bos_id(self) -> int | None:
         """Id of the token that texts begin with elsewhere; None when the tokenizer names none."""
+        ...
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """Ids that the tokenizer puts before a text, usually BOS; empty if it adds none."""
         ...
 
     @property
@@ -89,6 +97,10 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def without_bos(self) -> "Tokenizer":
+        """Return this tokenizer with an empty `prefix`."""
+        ...
+
     def save(self, directory: Path) -> None:
         """Writes what `load_tokenizer(directory)` needs; the fingerprint stays the same."""
         ...
@@ -100,6 +112,7 @@ class ByteTokenizer:
     vocab_size = 257
     eos_id = 256
     bos_id = None
+    prefix: tuple[int, ...] = ()
     fingerprint = hashlib.sha256(_BYTE_FILE).hexdigest()
     chat: Mapping[str, str] = MappingProxyType({})
 
@@ -130,6 +143,10 @@ class ByteTokenizer:
         """One for each byte."""
         return (np.arange(self.vocab_size) != self.eos_id).astype(np.int32)
 
+    def without_bos(self) -> "ByteTokenizer":
+        """Return this tokenizer, which has no BOS."""
+        return self
+
     def save(self, directory: Path) -> None:
         """Writes a `tokenizer.json` that says no more than "bytes"."""
         directory.mkdir(parents=True, exist_ok=True)
@@ -146,6 +163,7 @@ class HFTokenizer:
         eos: the token that ends a document, or its id.
         chat: as of `Tokenizer`.
         bos: the token that texts begin with elsewhere.
+        add_bos: put `bos` before texts where the file's post-processor does not.
 
     Raises:
         ValueError: `file` is not a tokenizer, or does not know `eos`.
@@ -157,6 +175,8 @@ class HFTokenizer:
         eos: str | int | None,
         chat: Mapping[str, str] | None = None,
         bos: str | None = None,
+        *,
+        add_bos: bool = False,
     ) -> None:
         self._file, self.chat = file, chat or {}
         try:
@@ -171,8 +191,35 @@ class HFTokenizer:
         if eos is not None and (self.eos_id is None or not 0 <= self.eos_id < self.vocab_size):
             raise ValueError(f"its vocabulary has no EOS {eos!r}")
         self.bos_id = None if bos is None else self._tokenizer.token_to_id(bos)
+        self.prefix = self._added_before_texts()
+        self._adds_bos = add_bos and self.bos_id is not None and self.bos_id not in self.prefix
+        if self._adds_bos:
+            self._add_bos_before_texts()
+            self.prefix = self._added_before_texts()
         # Of the file and not of the library's rewriting of it, which changes with its version.
         self.fingerprint = hashlib.sha256(file).hexdigest()
+
+    def _added_before_texts(self) -> tuple[int, ...]:
+        """Return the ids that the post-processor puts before a text."""
+        if not self._tokenizer.num_special_tokens_to_add(is_pair=False):
+            return ()
+        # A text is needed that has a token: one that the vocabulary lacks may have none.
+        for text in ("a", *itertools.islice(self._tokenizer.get_vocab(), _TRIED_TOKENS)):
+            encoding = self._tokenizer.encode(text)
+            if 0 in encoding.special_tokens_mask:
+                return tuple(encoding.ids[: encoding.special_tokens_mask.index(0)])
+        return ()
+
+    def _add_bos_before_texts(self) -> None:
+        """Extend the post-processor by BOS before texts."""
+        processors, bos = tokenizers.processors, self._token(self.bos_id)
+        template = processors.TemplateProcessing(
+            single=[bos, "$A"], pair=[bos, "$A", bos, "$B:1"], special_tokens=[(bos, self.bos_id)]
+        )
+        before = self._tokenizer.post_processor
+        self._tokenizer.post_processor = (
+            processors.Sequence([before, template]) if before else template
+        )
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
         """Ids of `text`, with `special_tokens` those that the file's post-processor adds, too."""
@@ -216,17 +263,49 @@ class HFTokenizer:
             lengths[i] = len(token) if _LETTERS.issuperset(token) else len(token.encode())
         for i, added in self._tokenizer.get_added_tokens_decoder().items():
             lengths[i] = 0 if added.special else len(added.content.encode())
-        if self.eos_id is not None:
-            lengths[self.eos_id] = 0
+        lengths[[i for i in (self.eos_id, *self.prefix) if i is not None]] = 0
         return lengths
 
+    def without_bos(self) -> "HFTokenizer":
+        """Return this tokenizer without a post-processor, so that no reader of its file adds BOS.
+
+        The fingerprint differs, as the same text has other ids.
+        """
+        if not self.prefix:
+            return self
+        file = self._file
+        if not self._adds_bos:
+            document = {**json.loads(file), "post_processor": None}
+            file = json.dumps(document, ensure_ascii=False).encode()
+        return HFTokenizer(file, self.eos_id, self.chat, self._token(self.bos_id))
+
     def save(self, directory: Path) -> None:
-        """Writes `tokenizer.json`, byte for byte, and a `tokenizer_config.json`: EOS and `chat`."""
+        """Writes `tokenizer.json`, byte for byte, and a `tokenizer_config.json`.
+
+        The latter holds EOS, BOS and `chat`.
+        """
         directory.mkdir(parents=True, exist_ok=True)
         (directory / _FILE_NAME).write_bytes(self._file)
-        eos = None if self.eos_id is None else self._tokenizer.id_to_token(self.eos_id)
-        settings = {**self.chat, "eos_token": eos} if self.chat else {"eos_token": eos}
+        settings: dict[str, Any] = {**self.chat, "eos_token": self._token(self.eos_id)}
+        if self.bos_id is not None:
+            settings["bos_token"] = self._token(self.bos_id)
+        if self._adds_bos:
+            settings[_ADD_BOS] = True
         (directory / _NEIGHBOURS[0]).write_text(json.dumps(settings) + "\n")
+
+    def _token(self, i: int | None) -> str | None:
+        return None if i is None else self._tokenizer.id_to_token(i)
+
+
+def with_prefix(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
+    """Return the ids of a text after `Tokenizer.prefix`, unless they begin with it already."""
+    prefix = list(tokenizer.prefix)
+    return list(ids) if list(ids[: len(prefix)]) == prefix else [*prefix, *ids]
+
+
+def identity(tokenizer: Tokenizer) -> tuple[str | int, ...]:
+    """Return what the tokens of a document depend on: the fingerprint, and ids put before it."""
+    return tokenizer.fingerprint, *tokenizer.prefix
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> HFTokenizer:
@@ -276,7 +355,9 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
         spec: "byte", a `tokenizer.json`, the directory of one, or, where neither is there, a model
             of the Hub, from its cache or the network. EOS is what the files beside it say:
             tokenizer_config.json, special_tokens_map.json, config.json or generation_config.json,
-            in this order; the chat template is chat_template.jinja, or what the first of them says.
+            in this order; BOS is put before texts by the post-processor of `tokenizer.json` or
+            "add_bos_token" of tokenizer_config.json; the chat template is chat_template.jinja, or
+            what the first of them says.
 
     Raises:
         UserError: there is no such file or model, or it is not a tokenizer.
@@ -295,7 +376,8 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
         return ByteTokenizer()
     try:
         eos, bos = _eos_beside(path.parent), _token_beside(path.parent, "bos_token")
-        return HFTokenizer(file, eos, _chat_beside(path.parent), bos)
+        add_bos = _json(path.parent / _NEIGHBOURS[0]).get(_ADD_BOS) is True
+        return HFTokenizer(file, eos, _chat_beside(path.parent), bos, add_bos=add_bos)
     except ValueError as error:
         raise UserError(f"cannot use {path}: {error}") from error
 

@@ -144,13 +144,21 @@ class ShardWriter:
             file.truncate(end)
             file.seek(end)
 
-    def finish(self, *, eos_id: int | None, tokenizer: str, tokenizer_sha256: str) -> Manifest:
+    def finish(
+        self,
+        *,
+        eos_id: int | None,
+        tokenizer: str,
+        tokenizer_sha256: str,
+        bos_ids: tuple[int, ...] = (),
+    ) -> Manifest:
         """Completes the last shard and writes the manifest.
 
         Args:
             eos_id: token that ends each document.
             tokenizer: how the tokenizer was asked for.
             tokenizer_sha256: its fingerprint.
+            bos_ids: tokens that each document begins with.
 
         Returns:
             The manifest.
@@ -170,6 +178,7 @@ class ShardWriter:
             tokenizer_sha256=tokenizer_sha256,
             shards=tuple(self._shards),
             lengths_crc32=self._lengths_crc32(),
+            bos_ids=bos_ids,
         )
         with _named(self._directory):
             manifest.write(self._directory)

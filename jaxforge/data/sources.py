@@ -12,7 +12,7 @@ from jaxforge.config.eval import EvalSource
 from jaxforge.config.job import JobConfig
 from jaxforge.corpus.conversations import Conversations
 from jaxforge.corpus.huggingface import cached_shards, load_dataset
-from jaxforge.corpus.inputs import Content, TextField
+from jaxforge.corpus.records import Content, TextField
 from jaxforge.corpus.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 from jaxforge.data.conversation_shards import ConversationShards, holds_conversations
 from jaxforge.data.dataset import Dataset, Example, Mixture, Streaming
@@ -97,15 +97,24 @@ def _with_all_fields(dataset: Dataset) -> Dataset:
 def _check_same_tokenizer(datasets: Mapping[str, Dataset]) -> None:
     """Manifests tell; what has none may be anything."""
     made_by: dict[str, tuple[str, str]] = {}
+    begun_by: dict[tuple[int, ...], str] = {}
     for name, dataset in datasets.items():
         manifest = dataset.source.manifest if isinstance(dataset.source, TokenFiles) else None
         if manifest:
             made_by.setdefault(manifest.tokenizer_sha256, (name, manifest.tokenizer))
+        if manifest and not manifest.conversations:  # whose templates write BOS themselves
+            begun_by.setdefault(manifest.bos_ids, name)
     if len(made_by) > 1:
         (one, its), (other, others), *_ = made_by.values()
         raise UserError(
             f"data.datasets: {one} and {other} were tokenized differently ({its}, {others}): "
             "prepare them with the same tokenizer"
+        )
+    if len(begun_by) > 1:
+        without = begun_by.pop((), None) or begun_by.popitem()[1]
+        raise UserError(
+            f"data.datasets: documents of {next(iter(begun_by.values()))} begin with BOS, those "
+            f"of {without} do not: prepare all of them with --no-bos, or none"
         )
 
 

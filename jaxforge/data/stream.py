@@ -44,8 +44,9 @@ from jaxforge.corpus.conversations import Conversations, encode_conversations
 from jaxforge.corpus.documents import Place, pieces
 from jaxforge.corpus.entries import FIRST, ID
 from jaxforge.corpus.ingest import Text, batches, encode
-from jaxforge.corpus.inputs import Content, HuggingFace
-from jaxforge.corpus.tokenizer import Tokenizer
+from jaxforge.corpus.inputs import HuggingFace
+from jaxforge.corpus.records import Content
+from jaxforge.corpus.tokenizer import Tokenizer, identity
 from jaxforge.data.packing import Packed, fill_window
 from jaxforge.errors import UserError
 
@@ -186,7 +187,7 @@ class StreamedTokens:
 
     def _stream(self, index: int, n_streams: int, *, writes: bool) -> "_Stream":
         files = range(index, self.dataset.num_shards, n_streams)
-        source = [self.name, *self.content.identity, self.tokenizer.fingerprint]
+        source = [self.name, *self.content.identity, *identity(self.tokenizer)]
         settings = [*source, self.dataset.num_shards, self.seed, self.shuffle, n_streams]
         key = json.dumps([*settings, self.overlong] if self.conversations else settings)
         name = f"{hashlib.sha256(key.encode()).hexdigest()[:8]}-{index:02d}.jsonl"

@@ -44,6 +44,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     prompts = _prompts(args)
     trained = open_run(storage.path(args.run), overrides, step=args.step)
     tokenizer = run_directory.read_tokenizer(trained.run)
+    if args.no_bos:
+        tokenizer = tokenizer.without_bos()
     if not prompts:
         _check_terminal()
     limit = trained.config.model.max_seq_len

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from jaxforge.corpus.optional import library
 from jaxforge.corpus.prompts import continuation
-from jaxforge.corpus.tokenizer import Tokenizer
+from jaxforge.corpus.tokenizer import Tokenizer, with_prefix
 from jaxforge.errors import UserError
 from jaxforge.model.decoding import Decoder
 
@@ -101,6 +101,8 @@ class Dialogue:
 
     def _encode(self, turns: Sequence[_Turn]) -> list[int]:
         ids = self._tokenizer.encode(self._text(turns))
+        if self._template is None:  # templates write BOS themselves
+            ids = with_prefix(self._tokenizer, ids)
         if ids:
             return ids
         if self._tokenizer.eos_id is None:

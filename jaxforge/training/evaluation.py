@@ -266,6 +266,12 @@ def _is_made_by(tokenizer: Tokenizer | None, dataset: Dataset, name: str) -> boo
     if tokenizer is None or manifest is None:
         return tokenizer is not None
     if manifest.tokenizer_sha256 == tokenizer.fingerprint:
+        if manifest.bos_ids != tokenizer.prefix and not manifest.conversations:
+            log.warning(
+                "documents of evaluation set %s do not begin with BOS, which this run's tokenizer "
+                "adds: losses differ from those of text prepared today; prepare it again",
+                name or "[eval]",
+            )
         return True
     log.warning(
         "evaluation set %s was tokenized with %s, not with this run's tokenizer: no bits per byte",

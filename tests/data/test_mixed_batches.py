@@ -165,3 +165,14 @@ def test_sources_of_different_tokenizers_do_not_mix(tmp_path):
         directories.append({"path": str(tmp_path / name), "name": name})
     with pytest.raises(UserError, match=r"x and y were tokenized differently \(x.json, y.json\)"):
         sources.open_training_data(tiny_config(data={"datasets": directories}))
+
+
+def test_sources_with_and_without_bos_do_not_mix(tmp_path):
+    directories = []
+    for name, bos_ids in (("x", (1,)), ("y", ())):
+        with ShardWriter(tmp_path / name, vocab_size=256, dtype="uint16") as writer:
+            writer.add(np.zeros(200, np.uint16))
+            writer.finish(eos_id=0, bos_ids=bos_ids, tokenizer="t", tokenizer_sha256="1")
+        directories.append({"path": str(tmp_path / name), "name": name})
+    with pytest.raises(UserError, match=r"documents of x begin with BOS, those of y do not"):
+        sources.open_training_data(tiny_config(data={"datasets": directories}))

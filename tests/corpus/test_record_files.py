@@ -1,0 +1,290 @@
+"""Files of records under all their names, and inputs of a few KB that would take gigabytes."""
+
+import gzip
+import io
+import json
+import os
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow
+import pytest
+import zstandard
+from pyarrow import parquet
+
+from jaxforge import prepare
+from jaxforge.corpus import documents, json_files, records
+from jaxforge.corpus.documents import pieces
+from jaxforge.corpus.inputs import find_inputs
+from jaxforge.errors import UserError
+
+TEXTS = ["one", 'two "quoted", with ünïcödé\n', "", "three ]}"]
+OBJECTS = [{"n": i, "text": text, "more": {"a": [1, {}]}} for i, text in enumerate(TEXTS)]
+LINES = "".join(json.dumps(record) + "\n" for record in OBJECTS)
+ARRAY = json.dumps(OBJECTS, ensure_ascii=False)
+PRETTY = "\n".join(json.dumps(record, indent=2) for record in OBJECTS)
+CSV = 'n,text\n0,one\n1,"two ""quoted"", with ünïcödé\n"\n2,\n3,three ]}\n'
+END = 256
+
+
+def table():
+    return pyarrow.table({"n": [0, 1, 2, 3], "text": TEXTS})
+
+
+def arrow(new, table):
+    sink = io.BytesIO()
+    with new(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+    return sink.getvalue()
+
+
+def parquet_of(table, **options):
+    sink = io.BytesIO()
+    parquet.write_table(table, sink, **options)
+    return sink.getvalue()
+
+
+FILES = {
+    "a.jsonl": LINES.encode(),
+    "a.JSONL": LINES.encode(),
+    "a.ndjson": LINES.encode(),
+    "a.json": LINES.encode(),
+    "array.json": b"\xef\xbb\xbf" + ARRAY.encode(),
+    "array.Json": json.dumps(OBJECTS, indent=1).encode(),
+    "array.json.gz": gzip.compress(ARRAY.encode()),
+    "pretty.json": PRETTY.encode(),
+    "a.JSONL.GZ": gzip.compress(LINES.encode()),
+    "a.ndjson.zst": zstandard.compress(LINES.encode()),
+    "a.csv": CSV.encode(),
+    "a.CSV.gz": gzip.compress(b"\xef\xbb\xbf" + CSV.replace("\n", "\r\n", 1).encode()),
+    "a.tsv": CSV.replace(",", "\t").replace("\t with", ", with").encode(),
+    "a.PARQUET": parquet_of(table(), row_group_size=3),
+    "file.arrow": arrow(pyarrow.ipc.new_file, table()),
+    "a.feather": arrow(pyarrow.ipc.new_file, table()),
+    "stream.arrow": arrow(pyarrow.ipc.new_stream, table()),
+}
+
+
+def write(path, data):
+    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+    return path
+
+
+def run(*args):
+    return prepare.main([*map(str, args), "--workers", "1"])
+
+
+def texts(directory):
+    tokens = np.load(directory / "train" / "shard_00000.npy").tolist()
+    assert tokens.pop() == END
+    return bytes(token if token != END else 0 for token in tokens).decode().split("\0")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_records_are_read_by_any_name(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(json_files, "_CHUNK", 7)  # values across chunks
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / name, FILES[name])
+    run(tmp_path / "data", "--output", tmp_path / "out", "--text-field", "text")
+    assert texts(tmp_path / "out") == [text for text in TEXTS if text]
+    [source] = find_inputs([tmp_path / "data" / name])
+    every = [record.content.read().decode() for record in source.records(0)]
+    assert every == TEXTS
+    for start in range(5):
+        later = list(source.records(start))
+        assert [record.number for record in later] == [1, 2, 3, 4][start:]
+        assert [record.content.read().decode() for record in later] == TEXTS[start:]
+    with pytest.raises(
+        UserError, match=r'"title".*(it has:? n, text.*--text-field text|--skip-bad)'
+    ):
+        run(tmp_path / "data", "--output", tmp_path / "bad", "--text-field", "title")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('[{"text": "a"}, {"text": "b"', "record 2 "),
+        ('[{"text": "a"} {"text": "b"}]', r"record 1 \(no comma\)"),
+        ('[{"text": "a"},]', "record 2 "),
+        ('[{"text": "a"}] x', "text after the array's end"),
+        ('[{"text": "a"}', 'the array ends without "]"'),
+        ('{"text":\n"a"}\n{"text": b}', "record 2 "),
+        ('[{"text": ' + "[" * 100_000, "record 1 "),
+        (b'[{"text": "a"}, {"text": "\xff"}]', "record 1 "),
+    ],
+)
+def test_damaged_json_is_named(tmp_path, content, message):
+    path = write(tmp_path / "a.json", content)
+    with pytest.raises(UserError, match=rf"a\.json: not JSON.*{message}.*--exclude|{message}"):
+        run(path, "--output", tmp_path / "out", "--skip-bad")
+
+
+@pytest.mark.parametrize("content", ["[]", "  ", '[{"text": ""}]'])
+def test_json_without_text_is_refused(tmp_path, content):
+    with pytest.raises(UserError, match="hold no text"):
+        run(write(tmp_path / "a.json", content), "--output", tmp_path / "out")
+
+
+def test_bad_elements_are_left_out(tmp_path):
+    write(tmp_path / "a.json", '[1, {"text": "a"}, "x", {"text": 3}, [], {"text": "b"}, 12]')
+    with pytest.raises(UserError, match=r"a\.json:1: not a JSON object; .*--skip-bad"):
+        run(tmp_path / "a.json", "--output", tmp_path / "out")
+    run(tmp_path / "a.json", "--output", tmp_path / "out", "--skip-bad")
+    assert texts(tmp_path / "out") == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("text,n\na,1,2\n", r"a\.csv:1: 3 fields, and the first row 2; "),
+        ('text,n\n"a,1\n', r"not CSV in UTF-8 in row 1 \(unexpected end of data\)"),
+        ("text,n\ncafé,1\n".encode("latin-1"), r"not CSV in UTF-8 in row 1 \(.*decode"),
+        ("title,n\na,1\n", r'a\.csv has no column "text"; it has title, n'),
+        ("text\n".encode("utf-16"), r"a\.csv is in UTF-16, .*iconv"),
+    ],
+)
+def test_damaged_csv_is_named(tmp_path, content, message):
+    with pytest.raises(UserError, match=message):
+        run(write(tmp_path / "a.csv", content), "--output", tmp_path / "out")
+
+
+@pytest.mark.parametrize("content", [LINES, ARRAY, f"\n {PRETTY}", f"\ufeff{LINES}"])
+@pytest.mark.parametrize("name", ["a.txt", "dump"])
+def test_syntax_never_becomes_text(tmp_path, name, content):
+    with pytest.raises(UserError, match=rf"{name} holds JSON, .*\.jsonl .*--exclude"):
+        run(write(tmp_path / name, content), "--output", tmp_path / "out")
+
+
+ADVICE = [
+    ('{"id": "1", "content": "a"}\n', (), r'\(it has: id, content\); give --text-field content$'),
+    ('{"body": "a"}\n', (), "; give --text-field body$"),
+    ('{"messages": []}\n', (), '"messages" are conversations: give --conversations$'),
+    ('{"id": 1}\n', (), "--skip-bad"),
+    ('{"text": "a"}\n{"content": "a"}\n', (), r'jsonl:2: .*--skip-bad'),
+    ('{"text": 1, "content": "a"}\n', (), r'no text in "text" \(1\); .*--skip-bad'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "options", "message"), ADVICE)
+def test_advice_names_the_option_that_reads_the_records(tmp_path, content, options, message):
+    with pytest.raises(UserError, match=message):
+        run(write(tmp_path / "a.jsonl", content), "--output", tmp_path / "out", *options)
+
+
+def test_inputs_that_are_no_files(tmp_path):
+    with pytest.raises(UserError, match="/dev/null is neither a file nor a directory"):
+        run("/dev/null", "--output", tmp_path / "out")
+    with pytest.raises(UserError, match=r"empty\.txt is empty"):
+        run(write(tmp_path / "empty.txt", b""), "--output", tmp_path / "out")
+
+
+def test_text_that_is_not_utf_8_in_a_table_is_a_bad_record(tmp_path):
+    offsets, data = struct.pack("<4i", 0, 1, 3, 4), b"a\xff\xfeb"
+    column = pyarrow.Array.from_buffers(
+        pyarrow.string(), 3, [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(data)]
+    )
+    bad = pyarrow.table({"text": column})
+    for name, content in (
+        ("a.parquet", parquet_of(bad)),
+        ("a.arrow", arrow(pyarrow.ipc.new_file, bad)),
+    ):
+        path, output = write(tmp_path / name, content), tmp_path / f"{name}.out"
+        with pytest.raises(UserError, match=rf"{name}:2: not UTF-8 .*--skip-bad"):
+            run(path, "--output", output)
+        run(path, "--output", output, "--skip-bad")
+        assert texts(output) == ["a", "b"]
+
+
+LARGE = "x" * 5000
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "a.arrow"])
+def test_records_beyond_the_limit_are_bad(tmp_path, name):
+    content = ["a", LARGE, "b"]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in content).encode()
+    one = pyarrow.table({"text": content})
+    data = {"jsonl": lines, "gz": gzip.compress(lines), "parquet": parquet_of(one),
+            "arrow": arrow(pyarrow.ipc.new_file, one)}[name.rpartition(".")[2]]  # fmt: skip
+    command = (write(tmp_path / name, data), "--output", tmp_path / "out", "--max-record-bytes")
+    with pytest.raises(UserError, match=rf"{name}:2: the record is larger than 4,000 bytes; raise"):
+        run(*command, 4000)
+    run(*command, 4000, "--skip-bad")
+    assert texts(tmp_path / "out") == ["a", "b"]
+    run(*command, 6000, "--overwrite")
+    assert texts(tmp_path / "out") == content
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.csv"])
+def test_values_beyond_the_limit_end_the_file(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(json_files, "_CHUNK", 100)
+    data = json.dumps([{"text": "a"}, {"text": LARGE}]) if name == "a.json" else f"text\na\n{LARGE}"
+    with pytest.raises(UserError, match=r"larger than 4,000 characters: see --max-record-bytes"):
+        run(write(tmp_path / name, data), "--output", tmp_path / "out", "--max-record-bytes", 4000)
+
+
+def bombs():
+    """Some KB each, which unpack to 70 MB of text and more."""
+    line = b'{"text": "' + b"a" * (70 << 20) + b'"}\n'
+    large = "a" * (2 << 20)
+    shared = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 200), pyarrow.array([large]))
+    whole = pyarrow.table({"text": [large] * 35})
+    yield "line.jsonl.gz", gzip.compress(line)
+    yield "line.jsonl.zst", zstandard.compress(line)
+    yield "array.json.gz", gzip.compress(b"[" + line)
+    yield "lines.jsonl.gz", gzip.compress(b'{"text": ""}\n' * (80 << 16))
+    yield "values.jsonl.gz", gzip.compress(b'{"a": [' + b"{}," * (5 << 20) + b"{}]}\n")
+    yield "shared.parquet", parquet_of(pyarrow.table({"text": shared}), compression="zstd")
+    yield "plain.parquet", parquet_of(whole, compression="zstd", use_dictionary=False)
+    yield "field.csv.gz", gzip.compress(b'text\n"' + b"a" * (70 << 20))
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+from jaxforge.cli import run_main
+from jaxforge import preparation, prepare
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+before, output = peak(), sys.argv[1]
+for path in sys.argv[2:]:
+    line = [path, "--output", output, "--skip-bad", "--workers", "1"]
+    print(Path(path).name, run_main(lambda: prepare.main(line)), peak() - before)
+"""
+
+
+@pytest.mark.processes
+def test_small_files_take_no_gigabytes(tmp_path):
+    paths = [str(write(tmp_path / name, data)) for name, data in bombs()]
+    assert all(os.path.getsize(path) < 1 << 20 for path in paths)
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "out"), *paths]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    results = [line.split() for line in ran.stdout.splitlines()]
+    assert [name for name, *_ in results] == [os.path.basename(path) for path in paths]
+    assert {code for _, code, _ in results} == {"2"}, ran.stdout + ran.stderr
+    assert max(int(size) for *_, size in results) < 300, ran.stdout
+    assert ran.stderr.count("error: ") == len(paths)
+
+
+def test_long_lines_are_cut_at_spaces_and_characters(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "_PIECE_BYTES", 30)
+    monkeypatch.setattr(documents, "_LINE_BYTES", 30)
+    for text in ("word " * 100, "ü" * 200, "€" * 99 + " end\nshort\n", "x" * 500):
+        [source] = find_inputs([write(tmp_path / "a.txt", text)])
+        every = list(pieces([source]))
+        assert "".join(piece.text for piece in every) == text
+        assert all(piece.valid and piece.size <= 60 for piece in every)
+        assert len(every) > len(text.encode()) / 80
+        for i, piece in enumerate(every):
+            assert list(pieces([source], start=piece.end)) == every[i + 1 :]
+        if text.startswith("word"):
+            assert all(piece.text.startswith((" word", "word")) for piece in every)
+
+
+def test_growth_is_what_no_text_has(monkeypatch, tmp_path):
+    monkeypatch.setattr(records, "_UNSUSPICIOUS_BYTES", 1000)
+    [source] = find_inputs([write(tmp_path / "a.jsonl", LINES)])
+    source.check_growth(250 * source.size)
+    with pytest.raises(UserError, match="unpack to more than 250 times"):
+        source.check_growth(250 * source.size + 1)
+    assert os.path.getsize(tmp_path / "a.jsonl") == source.size
