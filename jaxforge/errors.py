@@ -13,6 +13,10 @@ class StorageError(OSError):
     exit_code = 74  # EX_IOERR
 
 
+class JobStorageError(StorageError):
+    """A `StorageError` that every process of a job raises at the same place."""
+
+
 def printable(message: str) -> str:
     """A message without what a terminal obeys or cannot show, which names in files may have."""
     return "".join(

@@ -19,11 +19,12 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict
+from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxforge import storage
-from jaxforge.checkpoint import layout, orbax_buckets  # noqa: F401 (teaches Orbax)
+from jaxforge.checkpoint import job_saves, layout, orbax_buckets  # noqa: F401 (teaches Orbax)
 from jaxforge.checkpoint.checksums import (
     ChecksumsHandler,
     ChecksumsSave,
@@ -43,7 +44,7 @@ from jaxforge.checkpoint.relayout import by_layer
 from jaxforge.checkpoint.save_policy import milestones
 from jaxforge.checkpoint.sealed_progress import config_crc32_of, crc32, sealed, unsealed
 from jaxforge.config.checkpoint import CheckpointConfig
-from jaxforge.errors import StorageError, UserError
+from jaxforge.errors import JobStorageError, StorageError, UserError
 from jaxforge.parallel.stages import Stack
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState, with_counts
@@ -52,6 +53,8 @@ log = logging.getLogger(__name__)
 
 _BEGINNING = threading.Lock()
 """Orbax numbers the saves of a process: one that begins within another takes its signals."""
+
+_ALONE_SEC = 60.0  # for a save to end in a process that fails on its own
 
 _COMMIT_FILE = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
 
@@ -86,22 +89,31 @@ class Checkpoints:
         self._saved: int | None = None
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._began: dict[int, float] = {}
+        self._took: dict[int, float] = {}
+        self._closing = contextlib.ExitStack()
         check_ours(self.directory)
+        is_shared = not read_only and jax.process_count() > 1
         if not read_only:
             check_path(self.directory)
+        if is_shared:
+            self._share_directory()
         self._manager = _Manager(
             self.directory,
             handler_registry=_handlers(arrays),
             options=ocp.CheckpointManagerOptions(
                 step_prefix=PREFIX,
                 cleanup_tmp_directories=not read_only,
-                create=not read_only,
+                create=not read_only and not is_shared,
                 read_only=read_only,
                 save_interval_steps=0 if read_only else 1,
                 preservation_policy=_preservation(config),
                 enable_async_checkpointing=config.async_mode != "disabled",
                 atomicity_options=_COMMIT_FILE if storage.in_bucket(run) else None,
+                multiprocessing_options=(
+                    job_saves.multiprocessing_options(self.directory)
+                    if is_shared
+                    else ocp.options.MultiprocessingOptions()
+                ),
             ),
         )
 
@@ -133,16 +145,20 @@ class Checkpoints:
             tree = jax.tree.map(lambda leaf: jax.device_put(leaf, may_alias=False), tree)
         metrics = {k: v for k, v in (evaluation or {}).items() if math.isfinite(v)}
         write = functools.partial(self._write, step, self._args(tree, progress), metrics or None)
-        self._began[step] = time.time()
+        began, written = time.monotonic(), threading.Event()
         if is_set_aside:  # Orbax beside the copies would slow them, and the step after them
             left = [functools.partial(jax.block_until_ready, tree), write]
+        elif jax.process_count() > 1:  # a thread may wait for processes that will not come
+            left = [write, written.set]
         else:
             left = []
             with self._naming_failure():
                 write()
         self._saved = step
-        self._thread = threading.Thread(target=self._finish, args=left, daemon=True)
+        self._thread = threading.Thread(target=self._finish, args=(step, began, *left), daemon=True)
         self._thread.start()
+        if jax.process_count() > 1:
+            self._await_all(written.is_set)
         return self.path(step)
 
     def check(self) -> None:
@@ -157,14 +173,11 @@ class Checkpoints:
 
     def newly_durable(self) -> dict[int, float]:
         """Steps whose saves have ended since this was last asked, and seconds from start to end."""
-        if not self._began or (self._thread and self._thread.is_alive()):
+        if self._thread and self._thread.is_alive():
             return {}
-        began, self._began = self._began, {}
-        return {
-            step: self._manager.metadata(step).commit_timestamp_nsecs / 1e9 - start
-            for step, start in began.items()
-            if is_whole(self.path(step))  # it may have failed, or be gone already
-        }
+        took, self._took = self._took, {}
+        # A save may have failed, or be gone already.
+        return {step: seconds for step, seconds in took.items() if is_whole(self.path(step))}
 
     def latest(self) -> int | None:
         """The newest durable step."""
@@ -266,17 +279,51 @@ class Checkpoints:
         Raises:
             StorageError: one could not be written.
         """
-        if self._thread:
-            self._thread.join()
+        thread = self._thread
+        if thread and jax.process_count() > 1:
+            self._await_all(lambda: not thread.is_alive())
+            self._thread = None  # so that nothing is asked again
+        elif thread:
+            thread.join()
         self.check()
 
-    def close(self) -> None:
-        """Waits, then lets go of Orbax's threads."""
-        with self._naming_failure():
+    def close(self, *, together: bool = True) -> None:
+        """Waits, then lets go of Orbax's threads.
+
+        Args:
+            together: all processes of the job come here. Otherwise a save that waits for processes
+                that may not come is left behind after `_ALONE_SEC`.
+        """
+        with self._naming_failure(), self._closing:
             try:
-                self.wait()
+                if together and not self._failure:
+                    self.wait()
+                self.check()
             finally:
-                self._manager.close()
+                thread = self._thread
+                if thread and jax.process_count() > 1:
+                    thread.join(0 if self._failure else _ALONE_SEC)
+                if not (thread and thread.is_alive()):
+                    self._manager.close()
+
+    def _share_directory(self) -> None:
+        """Make the directory for all processes of the job, and look out for this one's failures."""
+        if jax.process_index() == 0:
+            with self._naming_failure():
+                self.directory.mkdir(parents=True, exist_ok=True)
+        multihost_utils.sync_global_devices(f"directory {self.directory}")
+        self._closing.enter_context(job_saves.noticing_failures(self.directory, self._note_failure))
+
+    def _note_failure(self, error: Exception) -> None:
+        self._failure = self._failure or error
+
+    def _await_all(self, is_ready: Callable[[], bool]) -> None:
+        """Return once all processes are ready; raise on all of them where one has failed."""
+        try:
+            job_saves.await_all(is_ready, lambda: _gist(self._failure) if self._failure else "")
+        except JobStorageError as error:
+            self._failure = JobStorageError(self._unwritten(str(error)))
+            raise self._failure from None
 
     def _args(self, tree: PyTree, progress: Progress) -> ocp.args.Composite:
         """What there is to be saved of a step, by items."""
@@ -301,14 +348,15 @@ class Checkpoints:
         if not saved:
             raise RuntimeError(f"the checkpoint of step {step} was not saved to {self.directory}")
 
-    def _finish(self, *left: Callable[[], object]) -> None:
+    def _finish(self, step: int, began: float, *left: Callable[[], object]) -> None:
         """The part of a save that the loop does not wait for."""
         try:
             for do in left:
                 do()
             self._manager.wait_until_finished()
+            self._took[step] = time.monotonic() - began
         except Exception as error:  # whatever it is, it is raised by `check`
-            self._failure = error
+            self._note_failure(error)
 
     def _saved_tree(self, step: int) -> PyTree:
         """Shapes and dtypes of the state that was saved; read from the disk."""
@@ -351,11 +399,16 @@ class Checkpoints:
         """What Orbax says when a write fails, in this thread or the background's, made plain."""
         try:
             yield
+        except JobStorageError:
+            raise
         except (OSError, ValueError) as error:
-            raise StorageError(
-                f"a checkpoint could not be written to {self.directory} ({_gist(error)}); those "
-                "that are there are whole: put that right, then run the same command to go on"
-            ) from error
+            raise StorageError(self._unwritten(_gist(error))) from error
+
+    def _unwritten(self, why: str) -> str:
+        return (
+            f"a checkpoint could not be written to {self.directory} ({why}); those that are there "
+            "are whole: put that right, then run the same command to go on"
+        )
 
     @contextlib.contextmanager
     def _naming_damage(self, step: int) -> Iterator[None]:

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from jaxforge import streams
-from jaxforge.errors import UserError
+from jaxforge.errors import JobStorageError, UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.parallel import virtual_devices
 from jaxforge.process import end_now
@@ -155,15 +155,30 @@ def leaving_at_once_on_failure() -> Iterator[None]:
     """Among several processes, one that fails within the block ends without waiting for the rest.
 
     At its end JAX would wait for all processes, which wait in a collective for this one: a job that
-    hangs. So this one leaves as soon as its message is out, and the others notice.
+    hangs. So this one leaves as soon as its message is out, and the others notice. Of a failure that
+    all processes share, each ends on its own.
     """
     try:
         yield
+    except JobStorageError as error:
+        if jax.process_count() > 1:
+            atexit.register(_leave_together, error.exit_code)
+        raise
     except BaseException as error:
         if jax.process_count() > 1:
             code = getattr(error, "exit_code", Exit.ERROR.code)
             atexit.register(end_now, code)  # runs before JAX's, which was there first
         raise
+
+
+def _leave_together(code: int) -> None:
+    """End the process once the others of the job are at their end, too.
+
+    Threads may still wait for other processes, in compiled code: the interpreter cannot end them.
+    """
+    with contextlib.suppress(RuntimeError):  # a process is gone
+        jax.distributed.shutdown()
+    end_now(code)
 
 
 def distributed_arguments(env: Mapping[str, str]) -> dict[str, Any] | None:

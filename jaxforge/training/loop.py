@@ -12,6 +12,7 @@ import jax
 
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import StorageError
+from jaxforge.exit_codes import AGREED
 from jaxforge.health.actions import PeriodicActions, collecting_garbage
 from jaxforge.health.attribution import Attribution
 from jaxforge.health.watchdog import Watchdog
@@ -125,7 +126,7 @@ class Trainer:
     def _between_steps(self, exits: Exits) -> Exit | None:
         if self._fault:
             return self._fault  # unsaved: what these devices made is not to be trusted
-        self.saver.check()  # what could not be written should not go on for an interval
+        self._check_saves(signals)
         self._note_durable()
         evaluation = self._evaluate_if_due(exits)
         self._sample_if_due()
@@ -138,6 +139,14 @@ class Trainer:
         if reason:
             self._save()
         return reason or self._reason_to_stop(exits)
+
+    def _check_saves(self, signals: Signals) -> None:
+        """Do not train on for an interval after a save that failed; several processes agree."""
+        try:
+            self.saver.check()
+        except Exception:
+            if not signals.stop_for_failed_save():
+                raise
 
     def _step(self, signals: Signals) -> Metrics:
         """Launches one step; the metrics of the one before it are logged where they are due."""
@@ -283,7 +292,7 @@ class Trainer:
 
     def _reason_to_stop(self, exits: Exits) -> Exit | None:
         if stop := exits.requested(self.progress.step):
-            self._save()
+            self._save()  # raises where the reason is a save that failed, on any process
             return stop
         if self._halted:
             return self._go_back()
@@ -357,7 +366,7 @@ class Trainer:
             last_to_first.push(close_tracker)
             last_to_first.callback(self._actions.close)
             last_to_first.callback(noting_losses, self.hooks.on_train_end, step, tokens, reason)
-            last_to_first.callback(self.saver.close)
+            last_to_first.callback(self.saver.close, together=reason in AGREED)
             last_to_first.callback(self.profiler.close)
         return Exit.STORAGE if losses else reason
 

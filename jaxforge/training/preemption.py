@@ -58,7 +58,7 @@ class Signals:
         self._previous: dict[signal.Signals, Any] = {}
         self._asked = 0
         self._agreed: Exit | None = None
-        self._is_time_up = False
+        self._is_time_up = self._has_failed = False
         self._interruptible = self.left_work = False
 
     def __enter__(self) -> "Signals":
@@ -98,6 +98,17 @@ class Signals:
         self._is_time_up = True
         self.stop_everywhere()
 
+    def stop_for_failed_save(self) -> bool:
+        """Have every process stop because a save of this one failed.
+
+        Returns:
+            False if this process is alone: there is nothing to agree on.
+        """
+        if self._shared and not self._has_failed:
+            self._has_failed = True
+            self.stop_everywhere()
+        return self._shared
+
     def stop_everywhere(self) -> None:
         """Has every process stop, at the same place."""
         os.kill(os.getpid(), signal.SIGTERM)  # to JAX's preemption service, or to ourselves
@@ -116,14 +127,17 @@ class Signals:
         """Signals that were received come before time; a SIGTERM only the service has seen."""
         # Programs that run at once on CPU would take one another's messages: first end the steps.
         jax.block_until_ready(jax.live_arrays())
-        mine = np.array([self._received or 0, self._is_time_up], np.int32)
-        received, is_time_up = multihost_utils.process_allgather(mine).T
+        mine = np.array([self._received or 0, self._is_time_up, self._has_failed], np.int32)
+        received, is_time_up, has_failed = multihost_utils.process_allgather(mine).T
         if received.any():
             self._received = signal.Signals(received[received > 0].min())  # SIGINT, if there is one
         self._is_time_up = bool(is_time_up.any())
+        self._has_failed = bool(has_failed.any())
         return self._reason()
 
     def _reason(self) -> Exit:
+        if self._has_failed:
+            return Exit.STORAGE
         if self._received is None and self._is_time_up:
             return Exit.DURATION
         return Exit.INTERRUPT if self._received is signal.SIGINT else Exit.SIGNAL
@@ -199,6 +213,8 @@ class Exits:
     def requested(self, step: int) -> Exit | None:
         """Why to stop after `step`, said in the log; the same on every process."""
         stop = self._signals.requested()
+        if stop is Exit.STORAGE:
+            return stop  # whoever saves next says why
         if stop and stop is not Exit.DURATION:
             _say(f"exiting program after receiving {self._signals.name}.")
             return stop

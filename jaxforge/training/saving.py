@@ -90,7 +90,8 @@ class Saver:
 
     def check(self) -> None:
         """Raises what went wrong in the background."""
-        self._lasting.check()
+        for checkpoints in self._checkpoints.values():
+            checkpoints.check()
 
     def newly_durable(self) -> Iterator[dict[str, float]]:
         """Metrics of each save that has become durable since the last call."""
@@ -103,11 +104,15 @@ class Saver:
         """Returns when every lasting checkpoint is durable."""
         self._lasting.wait()
 
-    def close(self) -> None:
-        """Waits for all, and ends."""
+    def close(self, *, together: bool = True) -> None:
+        """Waits for all, and ends.
+
+        Args:
+            together: as of `Checkpoints.close`.
+        """
         with contextlib.ExitStack() as stack:  # each is closed, whatever the others do
             for checkpoints in self._checkpoints.values():
-                stack.callback(checkpoints.close)
+                stack.callback(checkpoints.close, together=together)
 
     def close_mirror(self) -> None:
         """Copies what is left to the bucket: the last thing that a run does."""

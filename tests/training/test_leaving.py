@@ -144,7 +144,7 @@ def test_all_processes_agree_why_they_stop(
         reached_preemption_sync_point=lambda asked: asked == 3,
         process_allgather=lambda mine: np.stack([mine, others]),  # in some order
     )
-    others = np.array([received[1 - process], time_is_up[1 - process]])
+    others = np.array([received[1 - process], time_is_up[1 - process], 0])
     monkeypatch.setattr(preemption, "multihost_utils", service)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: process)
@@ -159,6 +159,34 @@ def test_all_processes_agree_why_they_stop(
         assert signals.requested() is reason  # between two batches of an evaluation
         assert asked.requested(2) is reason
     assert (f"receiving {name}." if name else "after 2.5 minutes") in said.messages[-1]
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_failed_save_of_any_process_comes_before_all_other_reasons(monkeypatch, process):
+    """SIGTERM goes once to JAX's service, which makes every process ask at the same step."""
+    sent = []
+    mine, others = [np.array([signal.SIGINT, 0, i == 1]) for i in (process, 1 - process)]
+    service = types.SimpleNamespace(
+        reached_preemption_sync_point=lambda asked: bool(sent),
+        process_allgather=lambda status: np.stack([status, others]),
+    )
+    monkeypatch.setattr(preemption, "multihost_utils", service)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(preemption.os, "kill", lambda *arguments: sent.append(arguments))
+    signals = Signals(timeout_seconds=60)
+    assert signals.requested() is None
+    if mine[2]:
+        assert signals.stop_for_failed_save()
+        assert signals.stop_for_failed_save()
+    else:
+        signals.stop_everywhere()
+    assert sent == [(os.getpid(), signal.SIGTERM)]
+    assert signals.requested() is Exit.STORAGE
+    assert Exits(TrainConfig(), signals).requested(3) is Exit.STORAGE
+
+
+def test_a_process_on_its_own_does_not_stop_for_a_failed_save_but_fails():
+    assert not Signals(timeout_seconds=60).stop_for_failed_save()
 
 
 @pytest.mark.parametrize(

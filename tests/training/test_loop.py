@@ -96,7 +96,7 @@ class Checkpoints:
     def wait(self):
         self.events.append("wait")
 
-    def close(self):
+    def close(self, *, together):
         self.events.append("close")
 
 

@@ -1,0 +1,99 @@
+"""Saves of a job with several processes: all of them succeed, or all of them fail.
+
+Orbax's processes wait for one another at barriers, for ten minutes each. A process whose disk is
+full waits there as well, before Orbax raises its error. So each process looks for its own failure
+in what Orbax logs, and the loops of all processes, which come to the same places in the same order,
+exchange how their saves stand (`await_all`).
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+from jaxforge.errors import JobStorageError
+
+_PAUSE_SEC = 0.05
+_LONGEST_PAUSE_SEC = 0.5
+_MESSAGE_BYTES = 1024
+_WAITS, _READY, _FAILED = range(3)
+
+_ORBAX_LOG = logging.getLogger("absl")
+
+
+def multiprocessing_options(directory: Path) -> ocp.options.MultiprocessingOptions:
+    """Return options for barriers that any thread may wait at, each directory with its own.
+
+    Orbax's default are collectives of the devices, which must come in the order of the loop's own.
+    """
+    if jax.process_count() == 1:
+        return ocp.options.MultiprocessingOptions()
+    return ocp.options.MultiprocessingOptions(
+        active_processes=set(range(jax.process_count())), barrier_sync_key_prefix=str(directory)
+    )
+
+
+@contextlib.contextmanager
+def noticing_failures(directory: Path, note: Callable[[Exception], None]) -> Iterator[None]:
+    """Call `note` with the error of a save into a directory as soon as Orbax logs it."""
+    listener = _Listener(directory, note)
+    _ORBAX_LOG.addHandler(listener)
+    try:
+        yield
+    finally:
+        _ORBAX_LOG.removeHandler(listener)
+
+
+class _Listener(logging.Handler):
+    def __init__(self, directory: Path, note: Callable[[Exception], None]) -> None:
+        super().__init__(logging.ERROR)
+        self._directory, self._note = f"{directory}{os.sep}", note
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, Exception) and self._directory in record.getMessage():
+            self._note(error)
+
+
+def await_all(is_ready: Callable[[], bool], failure: Callable[[], str]) -> None:
+    """Return once every process is ready. All processes call this at the same place.
+
+    Args:
+        is_ready: whether this process is.
+        failure: what failed in this process; empty while nothing has.
+
+    Raises:
+        JobStorageError: a process failed. Every process raises the same message.
+    """
+    # Programs that run at once on CPU would take one another's messages: first end the steps.
+    jax.block_until_ready(jax.live_arrays())
+    pause = _PAUSE_SEC
+    while True:
+        message = failure()
+        state = _FAILED if message else _READY if is_ready() else _WAITS
+        states = multihost_utils.process_allgather(np.array(state, np.int32))
+        if (states == _FAILED).any():
+            raise JobStorageError(_failures(message))
+        if (states == _READY).all():
+            return
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_SEC)
+
+
+def _failures(mine: str) -> str:
+    """Return the messages of all processes that failed, each with its host."""
+    where = f"process {jax.process_index()} on {socket.gethostname()}: {mine}" if mine else ""
+    page = np.zeros(_MESSAGE_BYTES, np.uint8)
+    text = np.frombuffer(where.encode()[:_MESSAGE_BYTES], np.uint8)
+    page[: len(text)] = text
+    pages = np.asarray(multihost_utils.process_allgather(page))
+    texts = (row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in pages)
+    return "; ".join(filter(None, texts))
