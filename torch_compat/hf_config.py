@@ -26,6 +26,23 @@ _NO_PART_OF_THE_MODEL = frozenset({
     "transformers_version", "unk_token_id", "use_cache",
 })  # fmt: skip
 """Keys of any family that do not say what the model computes; there is no dropout here."""
+_OF_GENERATION = frozenset({
+    "bad_words_ids", "begin_suppress_tokens", "decoder_start_token_id", "diversity_penalty",
+    "do_sample", "early_stopping", "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty", "length_penalty", "max_length", "max_new_tokens",
+    "min_length", "min_new_tokens", "min_p", "no_repeat_ngram_size", "num_beam_groups",
+    "num_beams", "num_return_sequences", "output_scores", "penalty_alpha", "prefix",
+    "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "stop_strings",
+    "suppress_tokens", "temperature", "top_k", "top_p", "typical_p",
+})  # fmt: skip
+"""Settings of generation, which older files have in `config.json`."""
+_OF_TRAINING = frozenset({
+    "finetuning_task", "neftune_noise_alpha", "pad_to_multiple_of", "tf_legacy_loss",
+    "tie_encoder_decoder", "use_bfloat16",
+})  # fmt: skip
+"""Keys that trainers leave behind."""
+_OF_TOOLS = ("_", "unsloth_")
+"""What keys of tools begin with that say nothing of the model."""
 _OF_THE_EXPORT = frozenset({
     "_attn_implementation", "_name_or_path", "architectures", "auto_map", "dtype",
     "quantization_config", "torch_dtype",
@@ -143,7 +160,13 @@ def eos_token_id(ids: Sequence[int]) -> int | list[int] | None:
 
 def _generic(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that mean the same in all families, and nothing of the model."""
-    return {key: value for key, value in config.items() if key in _NO_PART_OF_THE_MODEL}
+    return {key: value for key, value in config.items() if _says_nothing(key)}
+
+
+def _says_nothing(key: str) -> bool:
+    """Whether a key says nothing of the model in any family."""
+    is_known = key in _NO_PART_OF_THE_MODEL | _OF_GENERATION | _OF_TRAINING
+    return is_known or key.startswith(_OF_TOOLS)
 
 
 def _model_keys(model: ModelConfig, family: Family, before: Mapping[str, Any]) -> dict[str, Any]:
@@ -317,14 +340,14 @@ def _by_usual_names(config: Mapping[str, Any], family: Family, where: str) -> di
 def _unknown(config: Mapping[str, Any], family: Family) -> Iterator[str]:
     """Keys that a family does not know, and values that are not built.
 
-    An unknown key with null or false asks for nothing.
+    An unknown key with null, false, or an empty list or table asks for nothing.
     """
-    known = family.defaults.keys() | {*family.unused, *_NO_PART_OF_THE_MODEL}
+    known = family.defaults.keys() | {*family.unused}
     for key, value in config.items():
         if key in family.only:
             wrong = value not in (None, family.only[key])
         else:
-            wrong = key not in known and value not in (None, False) and not key.startswith("_")
+            wrong = not (key in known or value in (None, False, [], {}) or _says_nothing(key))
         if wrong:
             name = family.their_name(key) if is_name(key) else reprlib.repr(key)
             yield f"{name} = {reprlib.repr(value)}"

@@ -28,6 +28,7 @@ from torch_compat.hf_config import (
 from torch_compat.lazy import LazyTensor
 from torch_compat.limits import load_json
 from torch_compat.name_maps import name_map
+from torch_compat.names.table import EMBEDDING, NameMap, strip_wrappers
 from torch_compat.staging import Unit
 from torch_compat.state import AbstractTarget, CheckpointState
 from torch_compat.translation import Translation, some
@@ -79,7 +80,7 @@ def read(directory: Directory, target: AbstractTarget, options: Options) -> Chec
     found = safetensors.open_directory(directory)
     if quantized := [key for key in found if key.endswith(_MXFP4)]:
         raise UserError(f"{directory}: {some(quantized)} are in MXFP4: {DEQUANTIZED}")
-    tensors = {dialect.current(key): tensor for key, tensor in found.items()}
+    tensors = _by_name(found, dialect, str(directory))
     tensors, left_out = _of_model(tensors, further_layers(config, f"{directory}/{CONFIG}"))
     into = Translation(dialect, model, options.resize_vocab, str(directory))
     params, kept, more = untrained.translate_model(tensors, target, into, goes_on=False)
@@ -229,6 +230,28 @@ def _documents(
 
 def _config(directory: Directory) -> dict[str, Any]:
     return load_json(directory.read(CONFIG), f"{directory}/{CONFIG}")
+
+
+def _by_name(
+    found: Mapping[str, LazyTensor], dialect: NameMap, where: str
+) -> dict[str, LazyTensor]:
+    """Tensors by the dialect's names: without wrappers, with the base class's prefix.
+
+    `LlamaModel` and other base classes save their tensors without "model.".
+
+    Raises:
+        UserError: two keys are one parameter's.
+    """
+    base = dialect.their_name(EMBEDDING).partition(".")[0]
+    tensors: dict[str, LazyTensor] = {}
+    for key, tensor in found.items():
+        name = dialect.current(strip_wrappers(key))
+        if not dialect.knows(name) and dialect.knows(f"{base}.{name}"):
+            name = f"{base}.{name}"
+        if name in tensors:
+            raise UserError(f"{where}: {key} and another key are both {name}")
+        tensors[name] = tensor
+    return tensors
 
 
 def _of_model(

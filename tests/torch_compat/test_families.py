@@ -795,3 +795,59 @@ def test_each_key_of_config_json_does_what_it_does_in_transformers(imported, tmp
                 assert_close(logits, theirs, key)
                 compared.add(key)
     assert compared & set(NORM_EPS)
+
+
+# Names and keys that trainers leave behind
+
+
+def read_as(path, rename):
+    """What an import reads of a directory in which tensors have other names."""
+    renamed = path / "renamed"
+    renamed.mkdir(exist_ok=True)
+    tensors = load_file(path / "hf" / "model.safetensors")
+    save_file({rename(key): t for key, t in tensors.items()}, renamed / "model.safetensors")
+    shutil.copy(path / "hf" / "config.json", renamed)
+    found = checkpoints.find(renamed)
+    read = found.read(found.config(None), Options()).variables
+    return {name: tensor.all() for name, tensor in read.items()}
+
+
+WRAPPERS = {
+    "torch.compile": lambda key: f"_orig_mod.{key}",
+    "DDP": lambda key: f"module.{key}",
+    "both": lambda key: f"module._orig_mod.{key}",
+    "the base class": lambda key: re.sub(r"^(model|transformer|gpt_neox)\.", "", key),
+}
+
+
+@pytest.mark.parametrize("imported", FIRST, indirect=True)
+def test_prefixes_of_wrappers_and_of_the_base_class_make_no_difference(imported):
+    _, path, *_ = imported
+    plain = read_as(path, str)
+    for what, rename in WRAPPERS.items():
+        found = read_as(path, rename)
+        assert found.keys() == plain.keys(), what
+        for name, tensor in found.items():
+            np.testing.assert_array_equal(tensor, plain[name], what)
+
+
+@pytest.mark.parametrize("imported", ["llama"], indirect=True)
+def test_names_of_the_file_are_listed_among_many_that_do_not_fit(imported):
+    _, path, *_ = imported
+    with pytest.raises(UserError, match=r"(?s)missing: .*left over: encoder\.model\.layers\.\d"):
+        read_as(path, lambda key: f"encoder.{key}")
+    with pytest.raises(UserError, match=r"model\.norm\.weight and another key are both model"):
+        read_as(
+            path, lambda key: key.replace("model.layers.1.input_layernorm", "module.model.norm")
+        )
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_keys_of_generation_and_of_trainers_are_passed_over(model_type):
+    left = {"unsloth_fixed": True, "unsloth_version": "2024.9", "neftune_noise_alpha": 5,
+            "pad_to_multiple_of": 8, "max_length": 20, "temperature": 0.6, "top_p": 0.9,
+            "do_sample": True, "pruned_heads": {}, "use_bfloat16": True}  # fmt: skip
+    given = minimal(model_type, **DEEPSEEK) if model_type == "dots1" else minimal(model_type)
+    if model_type == "arcee":
+        given["hidden_act"] = "relu"
+    assert hf_config.model_table({**given, **left}, "") == hf_config.model_table(given, "")
