@@ -111,7 +111,7 @@ class Run:
         ids = [encode(tokenizer, prompt, limit, max_tokens) for prompt in asked]
         sampling = Sampling(temperature, top_k, top_p, tokenizer.vocab_size)
         with trained.in_use(self._params) as params:
-            decoder = Decoder(trained.model, params, max_tokens, sampling, tokenizer.eos_id, seed,
+            decoder = Decoder(trained.model, params, max_tokens, sampling, tokenizer.eos_ids, seed,
                               trained.mesh, min(batch_size, len(asked)))  # fmt: skip
             parts = completion.results(decoder, asked, ids, tokenizer)
             texts = [record["completion"] for records in parts for record in records]

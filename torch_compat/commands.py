@@ -4,6 +4,7 @@ A destination may be planned in a bucket; `upload` runs such a conversion.
 """
 
 import dataclasses
+import functools
 import gc
 import importlib
 import json
@@ -165,6 +166,7 @@ class Import:
             raise error.__cause__ or error from None  # the disk's fault, and no setting's
         if self.source.format == "hf":
             hf_state.copy_tokenizer(self.source.directory, directory / "tokenizer")
+            hf_state.keep_documents(self.source.directory, directory)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,7 +272,7 @@ class Export:
         units = hf_state.units(
             plan.checkpoint, plan.target.config, directory,
             dialect=self.dialect, largest=self.largest_file, block=block,
-            tokenizer=_tokenizer(self.source),
+            tokenizer=_tokenizer(self.source), before=self._imported,
         )  # fmt: skip
         written = name_map(self._dialect(plan.target.config)).to_theirs(
             plan.checkpoint.variables, plan.target.config.model
@@ -305,9 +307,15 @@ class Export:
 
     def _dialect(self, config: JobConfig) -> str:
         if self.to == "hf":
-            return FAMILIES[hf_config.family_of(config.model, self.dialect)].dialect.name
+            before = self._imported
+            family = hf_config.family_of(config.model, self.dialect, before and before.config)
+            return FAMILIES[family].dialect.name
         is_packed = config.model.is_moe and config.model.moe_packed_experts
         return self.dialect or ("kempnerforge-packed" if is_packed else "kempnerforge")
+
+    @functools.cached_property
+    def _imported(self) -> hf_state.Imported | None:
+        return hf_state.imported(orbax_store.run_of(storage.path(self.source.directory.path)))
 
     def _target(self, checkpoint: CheckpointState, declared: AbstractTarget) -> Path:
         return self.destination.absolute() / self._within(checkpoint, declared)

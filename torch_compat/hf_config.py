@@ -26,6 +26,28 @@ _NO_PART_OF_THE_MODEL = frozenset({
     "transformers_version", "unk_token_id", "use_cache",
 })  # fmt: skip
 """Keys of any family that do not say what the model computes; there is no dropout here."""
+_OF_GENERATION = frozenset({
+    "bad_words_ids", "begin_suppress_tokens", "decoder_start_token_id", "diversity_penalty",
+    "do_sample", "early_stopping", "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty", "length_penalty", "max_length", "max_new_tokens",
+    "min_length", "min_new_tokens", "min_p", "no_repeat_ngram_size", "num_beam_groups",
+    "num_beams", "num_return_sequences", "output_scores", "penalty_alpha", "prefix",
+    "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "stop_strings",
+    "suppress_tokens", "temperature", "top_k", "top_p", "typical_p",
+})  # fmt: skip
+"""Settings of generation, which older files have in `config.json`."""
+_OF_TRAINING = frozenset({
+    "finetuning_task", "neftune_noise_alpha", "pad_to_multiple_of", "tf_legacy_loss",
+    "tie_encoder_decoder", "use_bfloat16",
+})  # fmt: skip
+"""Keys that trainers leave behind."""
+_OF_TOOLS = ("_", "unsloth_")
+"""What keys of tools begin with that say nothing of the model."""
+_OF_THE_EXPORT = frozenset({
+    "_attn_implementation", "_name_or_path", "architectures", "auto_map", "dtype",
+    "quantization_config", "torch_dtype",
+})  # fmt: skip
+"""Keys that an export does not take from an import: files of code, for instance, stay there."""
 _NOT_COMPARED = ("sdpa_backend", "ffn_dim_multiplier", "sliding_window",
                  "attention_chunk_size", "attention_pattern", "rope_theta", "rope_scaling",
                  "local_rope_theta", "rope_pattern", "partial_rotary_factor")  # fmt: skip
@@ -58,12 +80,16 @@ def further_layers(config: Mapping[str, Any], where: str) -> range:
     return range(first, first + (complete[family.further] if family.further else 0))
 
 
-def family_of(model: ModelConfig, dialect: str | None = None) -> str:
-    """The family that an export becomes, a key of `FAMILIES`.
+def family_of(
+    model: ModelConfig, dialect: str | None = None, imported: Mapping[str, Any] | None = None
+) -> str:
+    """Return the family that an export becomes, a key of `FAMILIES`.
 
     Args:
         model: what is exported.
-        dialect: the name of one that has what the model has; None takes the first.
+        dialect: the name of one that has what the model has; None takes the family of `imported`,
+            or else the first.
+        imported: the `config.json` that the run was imported with.
 
     Raises:
         UserError: none has what the model has, or the one that is asked for has not.
@@ -81,7 +107,8 @@ def family_of(model: ModelConfig, dialect: str | None = None) -> str:
             f"no family of Hugging Face has all that this model has: {listed}. Export to dcp"
         )
     if dialect is None:
-        return able[0]
+        before = (imported or {}).get("model_type")
+        return before if before in able else able[0]
     by_dialect = {_dialect(name): name for name in FAMILIES}
     if by_dialect.get(dialect) not in able:
         missing = lacks.get(by_dialect.get(dialect, ""))
@@ -91,26 +118,72 @@ def family_of(model: ModelConfig, dialect: str | None = None) -> str:
     return by_dialect[dialect]
 
 
-def config_json(config: JobConfig, family: str, dtype: str, eos_id: int | None) -> dict[str, Any]:
-    """The `config.json` of an export.
+def config_json(
+    config: JobConfig,
+    family: str,
+    dtype: str,
+    eos_ids: Sequence[int] = (),
+    imported: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the `config.json` of an export.
+
+    A run that was imported gets its keys back, but for those in `_OF_THE_EXPORT`. Keys of the
+    model are written anew if training has changed what they say.
 
     Args:
         config: the run's config.
         family: a key of `FAMILIES`.
         dtype: torch's name of the exported dtype.
-        eos_id: id of the token that ends a document.
+        eos_ids: ids of the tokens that end a text.
+        imported: the `config.json` that the run was imported with, if its tokens are the run's.
     """
+    before = {key: value for key, value in (imported or {}).items() if key not in _OF_THE_EXPORT}
+    keys = _model_keys(config.model, FAMILIES[family], before)
     return {
-        "architectures": [FAMILIES[family].dialect.about],
-        "model_type": family,
-        **FAMILIES[family].write(config.model),
         "bos_token_id": None,
-        "eos_token_id": eos_id,
+        "eos_token_id": eos_token_id(eos_ids),
         "pad_token_id": None,  # some families have a default beyond small vocabularies
         "use_cache": True,
+        **_generic(before),
+        **keys,
+        "architectures": [FAMILIES[family].dialect.about],
+        "model_type": family,
         "dtype": dtype,
         "torch_dtype": dtype,
     }
+
+
+def eos_token_id(ids: Sequence[int]) -> int | list[int] | None:
+    """Return ids of tokens that end a text as `eos_token_id` has them."""
+    return list(ids) if len(ids) > 1 else next(iter(ids), None)
+
+
+def _generic(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that mean the same in all families, and nothing of the model."""
+    return {key: value for key, value in config.items() if _says_nothing(key)}
+
+
+def _says_nothing(key: str) -> bool:
+    """Whether a key says nothing of the model in any family."""
+    is_known = key in _NO_PART_OF_THE_MODEL | _OF_GENERATION | _OF_TRAINING
+    return is_known or key.startswith(_OF_TOOLS)
+
+
+def _model_keys(model: ModelConfig, family: Family, before: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a model; those from before if they say the same and are of the same family."""
+    keys = family.keys(model)
+    if before.get("model_type") != family.model_type:
+        return keys
+    read = ModelConfig(**model_table(before, CONFIG))
+    if not _same_model(read, model):
+        return keys
+    further = {key: 0 for key in before if family.usual_name(key) == family.further}
+    return {**before, **further}
+
+
+def _same_model(one: ModelConfig, other: ModelConfig) -> bool:
+    ones, others = computes(one), computes(other)
+    return all(_same(ones[key], others[key]) for key in ones)
 
 
 def _dialect(family: str) -> str:
@@ -122,7 +195,7 @@ def _lacks(family: Family, model: ModelConfig) -> list[str]:
     if family.divides and model.dim % model.n_heads:
         return ["heads that do not divide model.dim"]
     try:
-        written = {"model_type": family.model_type, **family.write(model)}
+        written = {"model_type": family.model_type, **family.keys(model)}
         again = ModelConfig(**model_table(written, family.model_type))
     except (UserError, ValueError) as error:
         return [f"{_NO_SUCH} ({error})"]
@@ -216,7 +289,7 @@ def _complete(config: Mapping[str, Any], family: Family, where: str) -> dict[str
             f"{where}: jaxforge's model has no counterpart of quantization_config: the weights are "
             f"quantized{f', in MXFP4: {DEQUANTIZED}' if is_mxfp4 else ''}"
         )
-    usual = {family.names.get(key, key): value for key, value in config.items()}
+    usual = _by_usual_names(config, family, where)
     needed = [key for key in NEEDED if family.defaults.get(key, 0) is None]
     missing = [family.their_name(key) for key in needed if type(usual.get(key)) is not int]
     if missing:
@@ -235,17 +308,46 @@ def _complete(config: Mapping[str, Any], family: Family, where: str) -> dict[str
     return {**family.defaults, **usual}
 
 
+def _by_usual_names(config: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """A config by Llama's names.
+
+    Raises:
+        UserError: two keys that mean the same differ, or a key has a name that transformers does
+            not read in this family.
+    """
+    usual: dict[str, Any] = {}
+    for key, value in config.items():
+        name = family.usual_name(key)
+        if usual.get(name) is not None and value is None:
+            continue
+        if usual.get(name, value) not in (None, value):
+            raise UserError(
+                f"{where}: {key} = {reprlib.repr(value)} contradicts another key of the same "
+                f"meaning, {reprlib.repr(usual[name])}. Remove one of them"
+            )
+        usual[name] = value
+    for own, name in family.names.items():
+        is_read = own in config or name not in config or name in family.aliases
+        if not is_read and usual[name] not in (None, family.defaults.get(name)):
+            raise UserError(
+                f"{where}: transformers does not read {name} in {family.model_type}. Rename "
+                f"{name} = {reprlib.repr(usual[name])} to {own} if the model was trained with it, "
+                "or remove it"
+            )
+    return usual
+
+
 def _unknown(config: Mapping[str, Any], family: Family) -> Iterator[str]:
     """Keys that a family does not know, and values that are not built.
 
-    An unknown key with null or false asks for nothing.
+    An unknown key with null, false, or an empty list or table asks for nothing.
     """
-    known = family.defaults.keys() | {*family.unused, *_NO_PART_OF_THE_MODEL}
+    known = family.defaults.keys() | {*family.unused}
     for key, value in config.items():
         if key in family.only:
             wrong = value not in (None, family.only[key])
         else:
-            wrong = key not in known and value not in (None, False) and not key.startswith("_")
+            wrong = not (key in known or value in (None, False, [], {}) or _says_nothing(key))
         if wrong:
             name = family.their_name(key) if is_name(key) else reprlib.repr(key)
             yield f"{name} = {reprlib.repr(value)}"

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
@@ -21,12 +21,14 @@ from torch_compat.hf_config import (
     CONFIG,
     DEQUANTIZED,
     config_json,
+    eos_token_id,
     family_of,
     further_layers,
     model_table,
 )
 from torch_compat.lazy import LazyTensor
 from torch_compat.name_maps import name_map
+from torch_compat.names.table import EMBEDDING, NameMap, strip_wrappers
 from torch_compat.staging import Unit
 from torch_compat.state import AbstractTarget, CheckpointState
 from torch_compat.translation import Translation, some
@@ -35,6 +37,8 @@ _SETTINGS = "tokenizer_config.json"
 _TOKENIZER = ("tokenizer.json", _SETTINGS, "special_tokens_map.json",
               "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")  # fmt: skip
 _GENERATION = "generation_config.json"
+_IMPORTED = "huggingface"
+"""Directory of a run that holds the JSON files that it was imported with."""
 _MXFP4 = ("_blocks", "_scales")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
@@ -76,7 +80,7 @@ def read(directory: Directory, target: AbstractTarget, options: Options) -> Chec
     found = safetensors.open_directory(directory)
     if quantized := [key for key in found if key.endswith(_MXFP4)]:
         raise UserError(f"{directory}: {some(quantized)} are in MXFP4: {DEQUANTIZED}")
-    tensors = {dialect.current(key): tensor for key, tensor in found.items()}
+    tensors = _by_name(found, dialect, str(directory))
     tensors, left_out = _of_model(tensors, further_layers(config, f"{directory}/{CONFIG}"))
     into = Translation(dialect, model, options.resize_vocab, str(directory))
     params, kept, more = untrained.translate_model(tensors, target, into, goes_on=False)
@@ -100,6 +104,56 @@ def copy_tokenizer(directory: Directory, target: Path) -> None:
         if directory.has(name):
             (partial / name).write_bytes(directory.read(name))
     partial.rename(target)
+
+
+class Imported(NamedTuple):
+    """The JSON files of a Hugging Face model that a run was imported from.
+
+    Attributes:
+        config: `config.json`.
+        generation: `generation_config.json`; None without one.
+    """
+
+    config: dict[str, Any]
+    generation: dict[str, Any] | None
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids at which transformers ends a text."""
+        return _ids((self.generation or self.config).get("eos_token_id"))
+
+
+def keep_documents(directory: Directory, target: Path) -> None:
+    """Copy `config.json` and `generation_config.json` of a checkpoint, for exports of the run.
+
+    Args:
+        directory: the checkpoint.
+        target: the run directory.
+    """
+    kept = target / _IMPORTED
+    kept.mkdir(exist_ok=True)
+    for name in (CONFIG, _GENERATION):
+        if directory.has(name):
+            (kept / name).write_bytes(directory.read(name))
+
+
+def imported(run: Path) -> Imported | None:
+    """Return what `keep_documents` kept in a run directory; None for a run that is no import.
+
+    Raises:
+        UserError: a file is not a JSON object.
+    """
+    config, generation = (run / _IMPORTED / name for name in (CONFIG, _GENERATION))
+    if not config.is_file():
+        return None
+    found = load_json(generation.read_bytes(), str(generation)) if generation.is_file() else None
+    return Imported(load_json(config.read_bytes(), str(config)), found)
+
+
+def _ids(given: object) -> tuple[int, ...]:
+    """The ids that an `eos_token_id` names."""
+    listed = given if isinstance(given, list) else [given]
+    return tuple(one for one in listed if type(one) is int)
 
 
 def notes(dialect: str, tokenizer: Path | None) -> Iterator[str]:
@@ -131,6 +185,7 @@ def units(
     largest: int,
     block: int,
     tokenizer: Path | None,
+    before: Imported | None = None,
 ) -> list[Unit]:
     """What makes a directory that `AutoModelForCausalLM.from_pretrained` opens.
 
@@ -142,27 +197,61 @@ def units(
         largest: bytes of a file at most, if one tensor does not have more.
         block: bytes that may be in memory at a time.
         tokenizer: the run's tokenizer.
+        before: what the run was imported with.
 
     Raises:
         UserError: no family has what the model has.
     """
-    family = family_of(config.model, dialect)
+    family = family_of(config.model, dialect, before and before.config)
     of_family = FAMILIES[family].dialect
     tensors = of_family.to_theirs(checkpoint.variables, config.model)
     weights = of_family.to_theirs(checkpoint.params, config.model)
     made, index = safetensors.units(tensors, directory, largest, block)
-    eos_id = _eos_id(tokenizer)
-    documents = {
-        CONFIG: config_json(config, family, _one_dtype(weights), eos_id),
-        _GENERATION: {"eos_token_id": eos_id, "do_sample": True},
-    }
+    documents = _documents(config, family, _one_dtype(weights), tokenizer, before)
     if index is not None:
         documents[safetensors.INDEX] = index
     return [*made, Unit("documents", 0, lambda: _write_documents(documents, directory, tokenizer))]
 
 
+def _documents(
+    config: JobConfig, family: str, dtype: str, tokenizer: Path | None, before: Imported | None
+) -> dict[str, Any]:
+    """`config.json` and `generation_config.json`: of an import with the run's tokens, its own."""
+    eos_ids = _eos_ids(tokenizer)
+    if before is None or not (tokenizer is None or set(before.eos_ids) <= set(eos_ids)):
+        return {
+            CONFIG: config_json(config, family, dtype, eos_ids),
+            _GENERATION: {"eos_token_id": eos_token_id(eos_ids), "do_sample": True},
+        }
+    made = config_json(config, family, dtype, eos_ids, before.config)
+    generation = {} if before.generation is None else {_GENERATION: before.generation}
+    return {CONFIG: made, **generation}
+
+
 def _config(directory: Directory) -> dict[str, Any]:
     return load_object(directory.read(CONFIG), f"{directory}/{CONFIG}")
+
+
+def _by_name(
+    found: Mapping[str, LazyTensor], dialect: NameMap, where: str
+) -> dict[str, LazyTensor]:
+    """Tensors by the dialect's names: without wrappers, with the base class's prefix.
+
+    `LlamaModel` and other base classes save their tensors without "model.".
+
+    Raises:
+        UserError: two keys are one parameter's.
+    """
+    base = dialect.their_name(EMBEDDING).partition(".")[0]
+    tensors: dict[str, LazyTensor] = {}
+    for key, tensor in found.items():
+        name = dialect.current(strip_wrappers(key))
+        if not dialect.knows(name) and dialect.knows(f"{base}.{name}"):
+            name = f"{base}.{name}"
+        if name in tensors:
+            raise UserError(f"{where}: {key} and another key are both {name}")
+        tensors[name] = tensor
+    return tensors
 
 
 def _of_model(
@@ -227,12 +316,12 @@ def _is_huggingface(tokenizer: Path) -> bool:
     return file.is_file() and "model" in load_object(file.read_bytes(), str(file))
 
 
-def _eos_id(tokenizer: Path | None) -> int | None:
+def _eos_ids(tokenizer: Path | None) -> tuple[int, ...]:
     if tokenizer is None:
-        return None
+        return ()
     from jaxforge.corpus.tokenizer import load_tokenizer  # here, for most runs name none
 
-    return load_tokenizer(tokenizer).eos_id
+    return load_tokenizer(tokenizer).eos_ids
 
 
 def _one_dtype(tensors: Mapping[str, LazyTensor]) -> str:

@@ -9,6 +9,8 @@ from torch_compat.lazy import LazyTensor, equal
 from torch_compat.names.table import EMBEDDING, HEAD, NameMap, differences
 
 _SHOWN = 20
+_KINDS = ("missing: ", "left over: ")
+"""What keeps many problems from being alike: names of ours, and names of the file."""
 _RESIZE = "--resize-vocab cuts padding off, or adds rows of zeros"
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
@@ -79,9 +81,19 @@ def some(names: Iterable[str]) -> str:
 
 
 def shortened(problems: list[str]) -> list[str]:
-    """The first problems and how many more there are."""
-    more = len(problems) - _SHOWN
-    return problems[:_SHOWN] + ([f"... and {more} more"] if more > 0 else [])
+    """Return the first problems of each kind, and how many more there are."""
+    if len(problems) <= _SHOWN:
+        return problems
+    kinds: dict[str, list[str]] = {}
+    for problem in problems:
+        kind = next((kind for kind in _KINDS if problem.startswith(kind)), "")
+        kinds.setdefault(kind, []).append(problem)
+    most = _SHOWN // len(kinds)
+    lines = []
+    for alike in kinds.values():
+        more = len(alike) - most
+        lines += [*alike[:most], *([f"... and {more} more"] if more > 0 else [])]
+    return lines
 
 
 def _advice(found: Mapping[str, LazyTensor], model: ModelConfig) -> list[str]:

@@ -49,6 +49,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids at which generation ends: `eos_id` first, then others that a model may end with."""
+        ...
+
+    @property
     def bos_id(self) -> int | None:
         """Id of the token that texts begin with elsewhere; None when the tokenizer names none."""
         ...
@@ -111,6 +116,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     eos_id = 256
+    eos_ids = (eos_id,)
     bos_id = None
     prefix: tuple[int, ...] = ()
     fingerprint = hashlib.sha256(_BYTE_FILE).hexdigest()
@@ -163,6 +169,7 @@ class HFTokenizer:
         eos: the token that ends a document, or its id.
         chat: as of `Tokenizer`.
         bos: the token that texts begin with elsewhere.
+        eos_ids: ids at which generation ends, besides that of `eos`.
         add_bos: put `bos` before texts where the file's post-processor does not.
 
     Raises:
@@ -175,6 +182,7 @@ class HFTokenizer:
         eos: str | int | None,
         chat: Mapping[str, str] | None = None,
         bos: str | None = None,
+        eos_ids: Sequence[int] = (),
         *,
         add_bos: bool = False,
     ) -> None:
@@ -190,6 +198,8 @@ class HFTokenizer:
         self.eos_id = self._tokenizer.token_to_id(eos) if isinstance(eos, str) else eos
         if eos is not None and (self.eos_id is None or not 0 <= self.eos_id < self.vocab_size):
             raise ValueError(f"its vocabulary has no EOS {eos!r}")
+        first = () if self.eos_id is None else (self.eos_id,)
+        self.eos_ids = tuple(dict.fromkeys((*first, *eos_ids)))
         self.bos_id = None if bos is None else self._tokenizer.token_to_id(bos)
         self.prefix = self._added_before_texts()
         self._adds_bos = add_bos and self.bos_id is not None and self.bos_id not in self.prefix
@@ -277,12 +287,13 @@ class HFTokenizer:
         if not self._adds_bos:
             document = {**json.loads(file), "post_processor": None}
             file = json.dumps(document, ensure_ascii=False).encode()
-        return HFTokenizer(file, self.eos_id, self.chat, self._token(self.bos_id))
+        return HFTokenizer(file, self.eos_id, self.chat, self._token(self.bos_id), self.eos_ids)
 
     def save(self, directory: Path) -> None:
-        """Writes `tokenizer.json`, byte for byte, and a `tokenizer_config.json`.
+        """Write `tokenizer.json`, byte for byte, and what `load_tokenizer` reads beside it.
 
-        The latter holds EOS, BOS and `chat`.
+        That is a `tokenizer_config.json` with EOS, BOS and `chat`; with several `eos_ids`, a
+        `generation_config.json`, too.
         """
         directory.mkdir(parents=True, exist_ok=True)
         (directory / _FILE_NAME).write_bytes(self._file)
@@ -292,6 +303,9 @@ class HFTokenizer:
         if self._adds_bos:
             settings[_ADD_BOS] = True
         (directory / _NEIGHBOURS[0]).write_text(json.dumps(settings) + "\n")
+        if len(self.eos_ids) > 1:
+            generation = {"eos_token_id": list(self.eos_ids)}
+            (directory / _NEIGHBOURS[3]).write_text(json.dumps(generation) + "\n")
 
     def _token(self, i: int | None) -> str | None:
         return None if i is None else self._tokenizer.id_to_token(i)
@@ -355,8 +369,9 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
         spec: "byte", a `tokenizer.json`, the directory of one, or, where neither is there, a model
             of the Hub, from its cache or the network. EOS is what the files beside it say:
             tokenizer_config.json, special_tokens_map.json, config.json or generation_config.json,
-            in this order; BOS is put before texts by the post-processor of `tokenizer.json` or
-            "add_bos_token" of tokenizer_config.json; the chat template is chat_template.jinja, or
+            in this order; generation also ends at every id that generation_config.json names, or
+            else config.json. BOS is put before texts by the post-processor of `tokenizer.json` or
+            "add_bos_token" of tokenizer_config.json. The chat template is chat_template.jinja, or
             what the first of them says.
 
     Raises:
@@ -377,7 +392,8 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     try:
         eos, bos = _eos_beside(path.parent), _token_beside(path.parent, "bos_token")
         add_bos = _json(path.parent / _NEIGHBOURS[0]).get(_ADD_BOS) is True
-        return HFTokenizer(file, eos, _chat_beside(path.parent), bos, add_bos=add_bos)
+        eos_ids = _eos_ids_beside(path.parent)
+        return HFTokenizer(file, eos, _chat_beside(path.parent), bos, eos_ids, add_bos=add_bos)
     except ValueError as error:
         raise UserError(f"cannot use {path}: {error}") from error
 
@@ -416,11 +432,20 @@ def _eos_beside(directory: Path) -> str | int | None:
     if (token := _token_beside(directory, "eos_token")) is not None:
         return token
     for name in _NEIGHBOURS[2:]:
-        ids = _json(directory / name).get("eos_token_id")
-        first = ids[0] if isinstance(ids, list) and ids else ids
-        if isinstance(first, int):
-            return first
+        if ids := _eos_ids_in(directory / name):
+            return ids[0]
     return None
+
+
+def _eos_ids_beside(directory: Path) -> list[int]:
+    """The ids at which transformers ends a text, by the files beside a `tokenizer.json`."""
+    return _eos_ids_in(directory / _NEIGHBOURS[3]) or _eos_ids_in(directory / _NEIGHBOURS[2])
+
+
+def _eos_ids_in(path: Path) -> list[int]:
+    ids = _json(path).get("eos_token_id")
+    listed = ids if isinstance(ids, list) else [ids]
+    return [one for one in listed if type(one) is int]
 
 
 def _token_beside(directory: Path, key: str) -> str | None:

@@ -50,11 +50,11 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         _check_terminal()
     limit = trained.config.model.max_seq_len
     ids = [encode(tokenizer, prompt, limit, args.max_tokens) for prompt in prompts]
-    eos_id = None if args.ignore_eos else tokenizer.eos_id
+    eos_ids = () if args.ignore_eos else tokenizer.eos_ids
     rows = min(args.batch_size, max(1, len(prompts)))
     sampling = Sampling(args.temperature, args.top_k, args.top_p, tokenizer.vocab_size)
     with trained.in_use() as params:
-        decoder = Decoder(trained.model, params, args.max_tokens, sampling, eos_id, args.seed,
+        decoder = Decoder(trained.model, params, args.max_tokens, sampling, eos_ids, args.seed,
                           trained.mesh, rows)  # fmt: skip
         if not prompts:
             conversation.talk(decoder, tokenizer)

@@ -198,7 +198,7 @@ class JaxforgeLM(TemplateLM):
         prompts = [self.tok_encode(context)[-room:] or [self._prefix] for context in contexts]
         trained = self._trained
         decoder = Decoder(trained.model, self._params, count, _sampling(settings),
-                          self.eot_token_id, self._seed, trained.mesh, rows)  # fmt: skip
+                          self._text.eos_ids, self._seed, trained.mesh, rows)  # fmt: skip
         with trained.in_use(self._params):
             made = decoder.complete(prompts, numbers, self._meets(stops))
         texts = [self._text.decode(one.tokens) for one in made]

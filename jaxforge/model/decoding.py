@@ -70,7 +70,7 @@ class Decoder:
         params: its parameters.
         max_tokens: tokens to add to each prompt, at least one.
         sampling: how tokens are drawn.
-        eos_id: ends a row; None: rows end only by `max_tokens`.
+        eos_ids: ids that end a row; without any, rows end only by `max_tokens`.
         seed: seed of the draws.
         mesh: where the parameters lie, set by `jax.set_mesh` too; None: no mesh.
         rows: prompts at a time, at least; batches are filled up to it, so that all are of one size.
@@ -80,7 +80,7 @@ class Decoder:
     params: Params
     max_tokens: int
     sampling: Sampling
-    eos_id: int | None = None
+    eos_ids: Sequence[int] = ()
     seed: int = 0
     mesh: Mesh | None = None
     rows: int = 1
@@ -129,9 +129,8 @@ class Decoder:
                 return made
 
     def _completion(self, tokens: list[int]) -> Completion:
-        if self.eos_id in tokens:
-            return Completion(tokens[: tokens.index(self.eos_id)], "stop")
-        return Completion(tokens, "length")
+        end = next((i for i, token in enumerate(tokens) if token in self.eos_ids), None)
+        return Completion(tokens, "length") if end is None else Completion(tokens[:end], "stop")
 
     def _start(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int]) -> Decoding:
         """The batch with the first token of each row; rows without a prompt have ended."""
@@ -153,8 +152,8 @@ class Decoder:
         return _advance(self.model, self.sampling, self.params, batch, np.int32(until), self._eos)
 
     @property
-    def _eos(self) -> np.int32:
-        return np.int32(_NO_EOS if self.eos_id is None else self.eos_id)
+    def _eos(self) -> Int[np.ndarray, "e"]:
+        return np.asarray(list(self.eos_ids) or [_NO_EOS], np.int32)
 
     @cached_property
     def _seed_words(self) -> np.ndarray:
@@ -173,7 +172,7 @@ def _start(
     seed_words: Array,
     numbers: Int[Array, "b"],
     ended: Bool[Array, "b"],
-    eos: Int[Array, ""],
+    eos: Int[Array, "e"],
 ) -> Decoding:
     """Reads the prompts and draws the first tokens."""
     rows, length = prompts.shape
@@ -197,7 +196,7 @@ def _advance(
     params: Params,
     batch: Decoding,
     until: Int[Array, ""],
-    eos: Int[Array, ""],
+    eos: Int[Array, "e"],
 ) -> Decoding:
     """Goes on to turn `until`, or till every row has ended."""
 
@@ -218,7 +217,7 @@ def _draw(
     keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(batch.keys, batch.turn)
     drawn = sample(constrain(logits[:, 0], "batch", None), sampling, keys).astype(jnp.int32)
     tokens = jax.lax.dynamic_update_slice_in_dim(batch.tokens, drawn[:, None], batch.turn, axis=1)
-    ended = batch.ended | (drawn == eos)
+    ended = batch.ended | (drawn[:, None] == eos).any(axis=1)
     return batch._replace(cache=_split(cache), tokens=tokens, turn=batch.turn + 1, ended=ended)
 
 

@@ -6,12 +6,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+LEAST_TEMPERATURE = 1e-5
+"""Temperature below which sampling is greedy: logits divided by it would overflow float32, and
+another token than the likeliest would need logits that differ by less than 1e-3."""
+
 
 class Sampling(NamedTuple):
     """How the next token is drawn.
 
     Attributes:
-        temperature: divides the logits; 0 takes the likeliest token.
+        temperature: divides the logits; 0, or less than `LEAST_TEMPERATURE`, takes the likeliest
+            token.
         top_k: keeps the k likeliest tokens, and those as likely as the last of them; 0: all.
         top_p: keeps the likeliest tokens until their probabilities reach p, at least one; 1: all.
         vocab_size: ids from it on, which a model may have for its size's sake, are never drawn.
@@ -28,7 +33,7 @@ def sample(
 ) -> Int[Array, "b"]:
     """One token for each row: temperature, then top-k, then top-p, then a draw by its own key."""
     logits = logits[:, : sampling.vocab_size]
-    if sampling.temperature == 0:
+    if sampling.temperature < LEAST_TEMPERATURE:
         return jnp.argmax(logits, axis=-1)
     logits = logits / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:

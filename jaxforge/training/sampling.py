@@ -64,7 +64,7 @@ class Sampler:
         wanted, n = self._config.eval, len(self._prompts)
         sampling = Sampling(wanted.sample_temperature, vocab_size=self._tokenizer.vocab_size)
         decoder = Decoder(self._model, params, wanted.sample_tokens, sampling,
-                          self._tokenizer.eos_id, self._config.train.seed, self._mesh)  # fmt: skip
+                          self._tokenizer.eos_ids, self._config.train.seed, self._mesh)  # fmt: skip
         numbers = [(step * n + i) % _NUMBERS for i in range(n)]
         completions = decoder.complete(self._ids, numbers)
         texts = (

@@ -92,6 +92,29 @@ def test_eos_is_what_the_files_say(tmp_path, bpe, files, eos):
     assert load_tokenizer(tmp_path).eos_id == ids.get(eos, eos)
 
 
+@pytest.mark.parametrize(
+    ("files", "ids"),
+    [
+        ({}, ()),
+        ({"generation_config": {"eos_token_id": [9, 8]}}, (9, 8)),
+        ({"tokenizer_config": {"eos_token": "a"}, "config": {"eos_token_id": [8, 7]}}, ("a", 8, 7)),
+        (
+            {"config": {"eos_token_id": 7}, "generation_config": {"eos_token_id": [9, True, 8]}},
+            (7, 9, 8),
+        ),
+    ],
+)
+def test_several_eos_ids_are_loaded_and_saved(tmp_path, bpe, files, ids):
+    HFTokenizer(bpe._file, None).save(tmp_path)
+    for name, value in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(value))
+    vocab = tokenizers.Tokenizer.from_str(bpe._file.decode()).get_vocab()
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.eos_ids == tuple(vocab.get(one, one) for one in ids)
+    loaded.save(tmp_path / "again")
+    assert load_tokenizer(tmp_path / "again").eos_ids == loaded.eos_ids
+
+
 def test_truncation_in_the_file_is_ignored(bpe):
     inner = tokenizers.Tokenizer.from_str(bpe._file.decode())
     inner.enable_truncation(2)

@@ -66,7 +66,7 @@ def test_a_prompt_does_not_feel_its_neighbours(row):
 def test_end_of_text_ends_its_row_and_no_other():
     eos = greedy()[0][3]
     assert eos not in greedy()[0][:3]
-    for row, plain in zip(generated(PROMPTS, eos_id=eos), greedy(), strict=True):
+    for row, plain in zip(generated(PROMPTS, eos_ids=(eos,)), greedy(), strict=True):
         end = plain.index(eos) if eos in plain else N_TOKENS
         assert row == plain[:end] + [None] * (N_TOKENS - end)
     assert any(eos not in plain for plain in greedy())
@@ -74,7 +74,7 @@ def test_end_of_text_ends_its_row_and_no_other():
 
 def test_decoding_stops_when_every_row_has_ended():
     eos = greedy()[0][3]
-    (row,) = generated([PROMPTS[0]], eos_id=eos)
+    (row,) = generated([PROMPTS[0]], eos_ids=(eos,))
     assert row == [*greedy()[0][:3], None]
 
 
@@ -103,10 +103,20 @@ def test_whole_batches_and_turns_give_the_same(how):
 
 def test_a_completion_says_why_it_ended():
     eos = greedy()[0][3]
-    results = completed(eos_id=eos)
+    results = completed(eos_ids=(eos,))
     assert results[0] == Completion(greedy()[0][:3], "stop")
     for result, plain in zip(results, greedy(), strict=True):
         assert (result.finish_reason == "stop") == (eos in plain)
+
+
+def test_decoding_stops_at_any_of_several_eos_ids():
+    ends = (greedy()[0][3], greedy()[1][1])
+    first = [next((i for i, token in enumerate(row) if token in ends), None) for row in greedy()]
+    assert completed(eos_ids=ends) == [
+        Completion(row, "length") if end is None else Completion(row[:end], "stop")
+        for row, end in zip(greedy(), first, strict=True)
+    ]
+    assert {first[0], first[1]} == {3, 1}
 
 
 def test_what_a_prompt_draws_does_not_depend_on_its_batch():
@@ -142,8 +152,8 @@ def on_mesh(**axes):
 def test_the_mesh_does_not_matter(axes, how):
     """Three prompts on four groups of devices leave one of them a row without a prompt."""
     mesh, params = on_mesh(**axes)
-    decoder = Decoder(toy()[0], params, N_TOKENS, how, eos_id=greedy()[0][3], mesh=mesh)
-    alone = completed(how=how, eos_id=decoder.eos_id)
+    decoder = Decoder(toy()[0], params, N_TOKENS, how, eos_ids=greedy()[0][3:4], mesh=mesh)
+    alone = completed(how=how, eos_ids=decoder.eos_ids)
     with jax.set_mesh(mesh):
         assert decoder.complete(PROMPTS[:3], NUMBERS[:3]) == alone[:3]
 
@@ -162,7 +172,7 @@ def test_the_cache_is_split_over_rows_and_heads():
 
 def test_rows_without_a_prompt_do_not_hold_up_a_batch():
     eos = greedy()[0][3]
-    decoder = Decoder(*toy(), N_TOKENS, GREEDY, eos, rows=4)
+    decoder = Decoder(*toy(), N_TOKENS, GREEDY, (eos,), rows=4)
     batch = decoder._advance(decoder._start(PROMPTS[:1], [0]), N_TOKENS)
     assert int(batch.turn) == 4
 
@@ -198,7 +208,7 @@ def test_a_batch_ends_where_all_have_enough(monkeypatch):
     assert made == [Completion(row[:7], "length") for row in found]  # turns 1, 4, 7
     assert max(looked_at) == 7
     eos = found[0][1]  # what has ended needs no more
-    made = Decoder(*toy(), 12, GREEDY, eos).complete(PROMPTS[:1], [0], lambda tokens: False)
+    made = Decoder(*toy(), 12, GREEDY, (eos,)).complete(PROMPTS[:1], [0], lambda tokens: False)
     assert made == [Completion(found[0][:1], "stop")]
 
 

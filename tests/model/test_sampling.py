@@ -35,6 +35,13 @@ def test_temperature_zero_takes_the_likeliest():
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 5e-324])
+def test_temperature_near_zero_takes_the_likeliest(temperature):
+    logits = jnp.array([[1.0, 30.0, 2.0, 29.9], [-50.0, -40.0, -60.0, -45.0]])
+    keys = jax.random.split(jax.random.key(0), 2)
+    np.testing.assert_array_equal(sample(logits, Sampling(temperature), keys), [1, 1])
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_temperature_divides_the_logits(temperature):
     probabilities = np.array([0.5, 0.3, 0.15, 0.05])

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import re
+import shutil
 import tomllib
 
 import jax
@@ -19,7 +20,8 @@ from jaxforge.model.transformer import Model, join
 from jaxforge.state.train_state import begin, state_shardings
 from tests.conftest import tiny_config
 from tests.helpers import placed, setup
-from torch_compat import hf_config
+from torch_compat import checkpoints, hf_config
+from torch_compat.dcp_state import Options
 from torch_compat.families import FAMILIES, NOT_BUILT
 
 torch = pytest.importorskip("torch")
@@ -203,6 +205,10 @@ def imported(request, tmp_path_factory):
     """A directory of theirs, the run made of it, and both networks."""
     path = tmp_path_factory.mktemp("family")
     network = network_of(request.param)
+    network.config.eos_token_id, network.config.bos_token_id = [0, 7, 5], 3
+    network.generation_config = transformers.GenerationConfig(
+        eos_token_id=[0, 7, 5], bos_token_id=3, do_sample=True, temperature=0.6, top_p=0.9
+    )
     network.save_pretrained(path / "hf")
     bpe(path / "bpe")
     tokenizer = str(path / "bpe" / "tokenizer.json")
@@ -217,9 +223,9 @@ def tokens_of(length=LENGTH):
     return np.random.default_rng(1).integers(0, 100, (2, length))
 
 
-def assert_close(ours, theirs):
+def assert_close(ours, theirs, what="logits"):
     """To 1e-5 of the largest logit."""
-    assert np.abs(np.asarray(ours) - theirs).max() < 1e-5 * np.abs(theirs).max()
+    assert np.abs(np.asarray(ours) - theirs).max() < 1e-5 * np.abs(theirs).max(), what
 
 
 def test_logits_are_the_same(imported):
@@ -263,15 +269,23 @@ def test_logits_are_the_same_with_a_cache(imported):
 
 
 def test_an_export_is_the_same_again(imported, tmp_path):
-    case, path, network, (model, _) = imported
-    model_type, _ = keys_of(case)
-    back = export(path / "run", tmp_path / "back", dialect=FAMILIES[model_type].dialect.name)
+    """Of the family that was imported, with its keys and its settings of generation."""
+    _, path, network, (model, _) = imported
+    back = export(path / "run", tmp_path / "back")
+    expected = {**config_json(path / "hf"), "dtype": "float32", "torch_dtype": "float32"}
+    if "num_nextn_predict_layers" in expected:  # no export has them
+        expected["num_nextn_predict_layers"] = 0
+    assert config_json(back) == expected
+    generation = "generation_config.json"
+    assert json.loads((back / generation).read_text()) == json.loads(
+        (path / "hf" / generation).read_text()
+    )
     assert_same_bits(tensors_of(path / "hf"), tensors_of(back))
     again = open_theirs(back)
     assert type(again) is type(network)
     assert_close(their_logits(again, tokens_of()), their_logits(network, tokens_of()))
     again.generation_config.validate(strict=True)
-    assert again.generation_config.eos_token_id == again.config.eos_token_id == 0
+    assert again.generation_config.eos_token_id == again.config.eos_token_id == [0, 7, 5]
     ours, theirs = (transformers.PreTrainedTokenizerFast.from_pretrained(d)
                     for d in (back, path / "hf"))  # fmt: skip
     assert ours(TEXTS[0])["input_ids"] == theirs(TEXTS[0])["input_ids"]
@@ -367,6 +381,12 @@ def minimal(model_type, **keys):
         (minimal("stablelm", use_parallel_residual=True), "use_parallel_residual = True"),
         (minimal("gemma3_text", use_bidirectional_attention=True), "use_bidirectional_attention"),
         (minimal("gemma2", rms_norm_eps="x"), "rms_norm_eps = 'x' is of no model"),
+        (minimal("stablelm", rms_norm_eps=1e-3), "does not read rms_norm_eps in stablelm. Rename"),
+        (minimal("starcoder2", norm_epsilon=1e-6, rms_norm_eps=1e-3), "rms_norm_eps = 0.001 contr"),
+        (minimal("gpt_neox", rope_theta=500.0), "does not read rope_theta in gpt_neox"),
+        (minimal("gemma", hidden_act="relu", hidden_activation="gelu"), "contradict each other"),
+        (minimal("gemma3_text", attn_logit_softcapping=3.0), "counterpart of attn_logit_softcapp"),
+        (minimal("qwen2", layer_types=["sliding_attention"] * 2), "use_sliding_window is false"),
         (minimal("gpt2", scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
         (minimal("gpt2", layer_norm_epsilon=-1), "layer_norm_epsilon = -1 is of no model"),
         (minimal("arcee"), "hidden_act = 'relu2'"),
@@ -501,8 +521,19 @@ OURS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 1
     ("keys", "family"),
     [
         ({}, "llama"),
-        ({"norm_type": "layernorm"}, "stablelm"),
-        ({"norm_type": "layernorm", "activation": "gelu"}, "starcoder2"),
+        ({"norm_type": "layernorm", "norm_eps": 0.03}, "stablelm"),
+        ({"norm_type": "layernorm", "activation": "gelu", "norm_eps": 0.03}, "starcoder2"),
+        (
+            {
+                "norm_type": "layernorm",
+                "activation": "gelu",
+                "norm_eps": 0.03,
+                "n_kv_heads": 4,
+                "mlp_bias": True,
+                "parallel_residual": True,
+            },
+            "gpt_neox",
+        ),
         ({"norm_type": "layernorm", "activation": "relu", "tie_embeddings": True}, "starcoder2"),
         ({"activation": "gelu"}, "arcee"),
         ({"activation": "relu"}, "arcee"),
@@ -672,3 +703,151 @@ def test_layers_that_predict_further_tokens_are_left_out_and_it_is_said(tmp_path
     )
     with pytest.raises(UserError, match=r"left over: model\.layers\.3\.eh_proj"):
         load(tmp_path / "hf", tmp_path / "other")
+
+
+# Every key of config.json
+
+
+CHANGED = {
+    "hidden_act": "relu", "hidden_activation": "relu", "activation_function": "relu",
+    "layer_types": None, "rope_parameters": None, "max_position_embeddings": 16,
+    "sliding_window": 5, "num_key_value_heads": 1, "head_dim": 8, "n_inner": 40,
+    "mlp_only_layers": [0], "summary_activation": "tanh", "rope_theta": 50.0, "factor": 5.0,
+    "attn_logit_softcapping": 3.0, "final_logit_softcapping": 3.0,
+}  # fmt: skip
+"""Key -> another value of it that a model can have."""
+NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon")
+"""Keys of what norms add to a variance: a family reads its own alone."""
+FIRST = list({CASES[case][0]: case for case in reversed(CASES)}.values())
+"""A case of each family."""
+
+
+def changed_configs(config):
+    """Yield `(key, copy)` with another value of each key, those within tables included."""
+    for key, value in config.items():
+        if key in ("model_type", "architectures", "transformers_version", "dtype"):
+            continue
+        yield key, {**config, key: another(key, value)}
+        for inner, of_inner in value.items() if isinstance(value, dict) else ():
+            yield f"{key}.{inner}", {**config, key: {**value, inner: another(inner, of_inner)}}
+    for key in NORM_EPS:
+        yield key, {**config, key: 0.3}
+
+
+def another(key, value):
+    if CHANGED.get(key, value) != value:
+        return CHANGED[key]
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    if isinstance(value, float):
+        return value * 1.5 or 0.25
+    if isinstance(value, list):
+        return value[::-1]
+    return 3 if value is None else "other"
+
+
+def logits_of_theirs(config, weights):
+    """Logits of transformers' model of a config; None if it cannot have these weights."""
+    try:
+        made = transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
+        network = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="eager")
+        network.load_state_dict(weights)
+        with torch.no_grad():
+            return network.eval()(torch.from_numpy(tokens_of())).logits.numpy()
+    except Exception:  # of many kinds: sizes that do not fit, values that no model has
+        return None
+
+
+def logits_of_ours(directory, params):
+    """Logits of the model that an import makes, without a compilation; None if it is refused."""
+    found = checkpoints.find(directory)
+    try:
+        config = found.config(None)
+        found.read(config, Options())
+    except UserError:
+        return None
+    with jax.disable_jit():
+        network = Model(config.model)
+        return network.logits(params, network.hidden(params, tokens_of()))
+
+
+@pytest.mark.parametrize("imported", FIRST, indirect=True)
+def test_each_key_of_config_json_does_what_it_does_in_transformers(imported, tmp_path):
+    _, path, network, (model, params) = imported
+    config, weights = config_json(path / "hf"), network.state_dict()
+    shutil.copy(path / "hf" / "model.safetensors", tmp_path)
+    compared = set()
+    before, computed = logits_of_theirs(config, weights), hf_config.computes(model)
+    for key, copy in changed_configs(config):
+        with contextlib.suppress(UserError, ValueError):
+            ours = ModelConfig(**hf_config.model_table(copy, ""))
+            theirs = logits_of_theirs(copy, weights)
+            if hf_config.computes(ours) == computed:
+                assert theirs is not None, key
+                np.testing.assert_array_equal(theirs, before, key)
+                continue
+            (tmp_path / "config.json").write_text(json.dumps(copy))
+            logits = logits_of_ours(tmp_path, params)
+            if logits is not None:
+                assert theirs is not None, key
+                assert_close(logits, theirs, key)
+                compared.add(key)
+    assert compared & set(NORM_EPS)
+
+
+# Names and keys that trainers leave behind
+
+
+def read_as(path, rename):
+    """What an import reads of a directory in which tensors have other names."""
+    renamed = path / "renamed"
+    renamed.mkdir(exist_ok=True)
+    tensors = load_file(path / "hf" / "model.safetensors")
+    save_file({rename(key): t for key, t in tensors.items()}, renamed / "model.safetensors")
+    shutil.copy(path / "hf" / "config.json", renamed)
+    found = checkpoints.find(renamed)
+    read = found.read(found.config(None), Options()).variables
+    return {name: tensor.all() for name, tensor in read.items()}
+
+
+WRAPPERS = {
+    "torch.compile": lambda key: f"_orig_mod.{key}",
+    "DDP": lambda key: f"module.{key}",
+    "both": lambda key: f"module._orig_mod.{key}",
+    "the base class": lambda key: re.sub(r"^(model|transformer|gpt_neox)\.", "", key),
+}
+
+
+@pytest.mark.parametrize("imported", FIRST, indirect=True)
+def test_prefixes_of_wrappers_and_of_the_base_class_make_no_difference(imported):
+    _, path, *_ = imported
+    plain = read_as(path, str)
+    for what, rename in WRAPPERS.items():
+        found = read_as(path, rename)
+        assert found.keys() == plain.keys(), what
+        for name, tensor in found.items():
+            np.testing.assert_array_equal(tensor, plain[name], what)
+
+
+@pytest.mark.parametrize("imported", ["llama"], indirect=True)
+def test_names_of_the_file_are_listed_among_many_that_do_not_fit(imported):
+    _, path, *_ = imported
+    with pytest.raises(UserError, match=r"(?s)missing: .*left over: encoder\.model\.layers\.\d"):
+        read_as(path, lambda key: f"encoder.{key}")
+    with pytest.raises(UserError, match=r"model\.norm\.weight and another key are both model"):
+        read_as(
+            path, lambda key: key.replace("model.layers.1.input_layernorm", "module.model.norm")
+        )
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_keys_of_generation_and_of_trainers_are_passed_over(model_type):
+    left = {"unsloth_fixed": True, "unsloth_version": "2024.9", "neftune_noise_alpha": 5,
+            "pad_to_multiple_of": 8, "max_length": 20, "temperature": 0.6, "top_p": 0.9,
+            "do_sample": True, "pruned_heads": {}, "use_bfloat16": True}  # fmt: skip
+    given = minimal(model_type, **DEEPSEEK) if model_type == "dots1" else minimal(model_type)
+    if model_type == "arcee":
+        given["hidden_act"] = "relu"
+    assert hf_config.model_table({**given, **left}, "") == hf_config.model_table(given, "")

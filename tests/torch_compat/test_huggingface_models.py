@@ -504,7 +504,7 @@ def test_an_exported_config_gives_the_model_back(tmp_path, keys):
     """Also after transformers has rewritten it, and by what version 4 or 5 alone looks at."""
     model = ModelConfig(**{**SHAPE, **keys})
     family = hf_config.family_of(model)
-    written = hf_config.config_json(config_of(model), family, "float32", None)
+    written = hf_config.config_json(config_of(model), family, "float32")
     assert ModelConfig(**hf_config.model_table(written, "")) == normal(model)
     (tmp_path / "config.json").write_text(json.dumps(written))
     transformers.AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "theirs")

@@ -23,9 +23,11 @@ class Family:
         defaults: all its keys, with what transformers takes for one that is absent; None, where a
             file has it, means otherwise.
         read: (config, where it is from) -> `[model]`.
-        write: `[model]` -> its keys; a model that it cannot be is found by reading them again.
+        write: `[model]` -> its keys by Llama's names (`keys` has its own); reading them again tells
+            whether the family can be that model.
         only: keys of which one value alone is built.
-        names: its own name of a key -> Llama's.
+        names: its own name of a key -> Llama's, which transformers does not read in this family.
+        aliases: another name of a key that transformers reads as well -> the usual one.
         unused: keys that its files have and its model does not look at.
         divides: whether transformers insists on heads that divide the width.
         further: key of how many layers its files have after the last, to predict further tokens.
@@ -38,6 +40,7 @@ class Family:
     write: Callable[[ModelConfig], Table]
     only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unused: Collection[str] = ()
     divides: bool = False
     further: str | None = None
@@ -50,6 +53,14 @@ class Family:
     def their_name(self, key: str) -> str:
         """The family's own name of a key of Llama's."""
         return next((own for own, usual in self.names.items() if usual == key), key)
+
+    def usual_name(self, key: str) -> str:
+        """Return Llama's name of a key of the family."""
+        return self.names.get(key) or self.aliases.get(key, key)
+
+    def keys(self, model: ModelConfig) -> Table:
+        """Return the keys of `config.json` for a model, by the names that transformers reads."""
+        return {self.their_name(key): value for key, value in self.write(model).items()}
 
 
 OURS, THEIRS = "layers.{i}.", "model.layers.{i}."

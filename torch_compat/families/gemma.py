@@ -1,15 +1,18 @@
 """Gemma (arXiv:2403.08295): norms with 1 + w, scaled embeddings, GeGLU."""
 
+import reprlib
 from typing import Any
 
 from jaxforge.config.model import ModelConfig
+from jaxforge.errors import UserError
 from torch_compat.families import common
 from torch_compat.families.common import COMMON
 from torch_compat.families.family import ATTENTION_BIASES, LLAMA, Config, Family, Table, name_map
 
+_TANH = "gelu_pytorch_tanh"
 DEFAULTS: dict[str, Any] = {
     **{key: value for key, value in COMMON.items() if key != "hidden_act"},
-    "hidden_activation": "gelu_pytorch_tanh", "head_dim": 256, "tie_word_embeddings": True,
+    "hidden_activation": _TANH, "head_dim": 256, "tie_word_embeddings": True,
     "attention_bias": False,
 }  # fmt: skip
 ONLY = {"use_bidirectional_attention": False}
@@ -38,13 +41,37 @@ def write(model: ModelConfig) -> Table:
     }
 
 
+def _activation(c: Config, where: str) -> str:
+    """Return the activation of Gemma 1.
+
+    transformers 5 reads `hidden_act`, and takes the tanh approximation for "gelu"; some releases
+    of transformers 4 read `hidden_activation`.
+
+    Raises:
+        UserError: releases of transformers take the file for different models.
+    """
+    act, other = c["hidden_act"] or _TANH, c["hidden_activation"]
+    act = _TANH if act == "gelu" else act
+    if other not in (None, act):
+        raise UserError(
+            f"{where}: hidden_act = {reprlib.repr(c['hidden_act'])} and hidden_activation = "
+            f"{reprlib.repr(other)} contradict each other: releases of transformers differ in "
+            "which they read. Give both the activation that the model was trained with"
+        )
+    return act
+
+
+def _read(c: Config, where: str) -> Table:
+    given = {**c, "hidden_activation": _activation(c, where)}
+    return read(given, where) | common.rotary(c, where)
+
+
 FAMILY = Family(
     "gemma",
     name_map("hf-gemma", "GemmaForCausalLM", *LLAMA, *ATTENTION_BIASES),
-    {**DEFAULTS, "num_key_value_heads": 16},
-    read=lambda c, where: read(c, where) | common.rotary(c, where),
+    {**DEFAULTS, "num_key_value_heads": 16, "hidden_activation": None, "hidden_act": _TANH},
+    read=_read,
     write=lambda model: {**write(model), **common.rotary_keys(model)},
     only=ONLY,
-    unused=("hidden_act",),
     divides=True,
 )

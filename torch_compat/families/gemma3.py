@@ -34,8 +34,8 @@ FAMILY = Family(
      "sliding_window_pattern": 6},
     read=_read,
     write=_write,
-    only=gemma.ONLY,
-    names={"_sliding_window_pattern": "sliding_window_pattern"},
+    only={**gemma.ONLY, "attn_logit_softcapping": None},  # transformers has it and ignores it
+    aliases={"_sliding_window_pattern": "sliding_window_pattern"},
     unused=gemma2.UNUSED,
     divides=True,
 )  # fmt: skip

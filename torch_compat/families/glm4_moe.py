@@ -46,7 +46,7 @@ FAMILY = Family(
      "use_qk_norm": False, "partial_rotary_factor": None, "num_nextn_predict_layers": 0},
     read=_read,
     write=_write,
-    names={"num_mtp_layers": "num_nextn_predict_layers"},
+    aliases={"num_mtp_layers": "num_nextn_predict_layers"},
     unused=("output_router_logits",),
     further="num_nextn_predict_layers",
 )  # fmt: skip

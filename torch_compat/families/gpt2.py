@@ -52,14 +52,10 @@ def _read(c: Config, where: str) -> Table:
 
 def _write(model: ModelConfig) -> Table:
     return {
-        "n_embd": model.dim,
-        "n_layer": model.n_layers,
-        "n_head": model.n_heads,
-        "n_positions": model.max_seq_len,
-        "n_inner": model.ffn_dim,
-        "vocab_size": model.vocab_size,
-        "activation_function": common.activation_key(model),
-        "layer_norm_epsilon": model.norm_eps,
+        **{theirs: getattr(model, ours) for ours, theirs in common.PLAIN.items()},
+        "intermediate_size": model.ffn_dim,
+        "hidden_act": common.activation_key(model),
+        "rms_norm_eps": model.norm_eps,
         "initializer_range": model.init_std,
         "tie_word_embeddings": model.tie_embeddings,
         "scale_attn_weights": model.attention_scale != 1.0,
@@ -89,6 +85,8 @@ FAMILY = Family(
     names={"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
            "n_positions": "max_position_embeddings", "n_inner": "intermediate_size",
            "activation_function": "hidden_act", "layer_norm_epsilon": "rms_norm_eps"},
+    aliases={key: key for key in ("hidden_size", "num_hidden_layers", "num_attention_heads",
+                                  "max_position_embeddings")},
     unused=("n_ctx", "reorder_and_upcast_attn", "summary_activation", "summary_first_dropout",
             "summary_proj_to_labels", "summary_type", "summary_use_proj"),
 )  # fmt: skip

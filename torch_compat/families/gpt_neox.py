@@ -57,8 +57,7 @@ def _write(model: ModelConfig) -> Table:
     keys = {**common.llama_keys(model), **common.rotary_keys(model, partial=True)}
     for key in ("head_dim", "num_key_value_heads"):  # it has none
         del keys[key]
-    old = {"rotary_pct": model.partial_rotary_factor, "rotary_emb_base": model.rope_theta}
-    return {**keys, **old, "attention_bias": model.qkv_bias and model.o_bias,
+    return {**keys, "attention_bias": model.qkv_bias and model.o_bias,
             "use_parallel_residual": model.parallel_residual, "hidden_dropout": 0.0}  # fmt: skip
 
 

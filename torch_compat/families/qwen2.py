@@ -3,6 +3,7 @@
 from typing import Any
 
 from jaxforge.config.model import ModelConfig
+from jaxforge.errors import UserError
 from torch_compat.families import common
 from torch_compat.families.common import COMMON, FULL, SLIDING
 from torch_compat.families.family import LLAMA, OURS, THEIRS, Config, Family, Table, name_map
@@ -19,8 +20,28 @@ def windows(c: Config, where: str) -> Table:
     """Layers from `max_window_layers` on see a window, or those of `layer_types`, if any does."""
     n_layers = c["num_hidden_layers"]
     full = [FULL] * min(c["max_window_layers"], n_layers)
-    kinds = c.get("layer_types") or full + [SLIDING] * (n_layers - len(full))
-    return common.windows(c, kinds if c["use_sliding_window"] else [FULL] * n_layers, where)
+    return windows_if_used(c, full + [SLIDING] * (n_layers - len(full)), where)
+
+
+def windows_if_used(c: Config, usual: list[str], where: str) -> Table:
+    """Return the keys of `[model]` for windows that `use_sliding_window` turns on.
+
+    Args:
+        c: the config.
+        usual: kind of each layer where `layer_types` does not say it.
+        where: the file.
+
+    Raises:
+        UserError: `layer_types` names layers with a window and there is to be none.
+    """
+    kinds, is_used = c.get("layer_types"), c["use_sliding_window"]
+    if kinds and SLIDING in kinds and not is_used:
+        raise UserError(
+            f"{where}: layer_types has {SLIDING} and use_sliding_window is false, which "
+            "transformers cannot run. Set use_sliding_window to true, or every layer to "
+            f"{FULL}"
+        )
+    return common.windows(c, (kinds or usual) if is_used else [FULL] * len(usual), where)
 
 
 def window_keys(model: ModelConfig) -> Table:

@@ -4,7 +4,7 @@ from jaxforge.config.model import ModelConfig
 from torch_compat.families import common, experts
 from torch_compat.families.common import COMMON, FULL, SLIDING
 from torch_compat.families.family import LLAMA, OURS, THEIRS, Config, Family, Table, name_map
-from torch_compat.families.qwen2 import BIASES, WINDOWED, window_keys
+from torch_compat.families.qwen2 import BIASES, WINDOWED, window_keys, windows_if_used
 from torch_compat.names.table import Rule
 
 _SIZES = ("num_experts", "moe_intermediate_size")
@@ -15,10 +15,8 @@ _GATE = Rule(f"{OURS}mlp.shared_expert_gate.weight", f"{THEIRS}mlp.shared_expert
 def _windows(c: Config, where: str) -> Table:
     """Every second layer below `max_window_layers` sees a window, or those of `layer_types`."""
     layers = range(c["num_hidden_layers"])
-    kinds = c["layer_types"] or [
-        FULL if i % 2 or i >= c["max_window_layers"] else SLIDING for i in layers
-    ]
-    return common.windows(c, kinds if c["use_sliding_window"] else [FULL] * len(layers), where)
+    kinds = [FULL if i % 2 or i >= c["max_window_layers"] else SLIDING for i in layers]
+    return windows_if_used(c, kinds, where)
 
 
 def _read(c: Config, where: str) -> Table:

@@ -44,6 +44,6 @@ FAMILY = Family(
      "num_experts": 128, "moe_intermediate_size": 768},
     read=_read,
     write=_write,
-    names={"num_local_experts": "num_experts"},
+    aliases={"num_local_experts": "num_experts"},
     unused=("max_window_layers", *experts.LOSSES),
 )  # fmt: skip
