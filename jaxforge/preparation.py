@@ -1,6 +1,7 @@
 """Documents in, token shards out: what `jaxforge.prepare` does when its command line is read."""
 
 import argparse
+import functools
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from jaxforge import storage
 from jaxforge.corpus.atomic_directory import AtomicDirectory, Plan, atomic_directory
 from jaxforge.corpus.conversations import Conversations, fingerprint
 from jaxforge.corpus.documents import (
+    Piece,
     first_bytes,
     is_split_inside,
     pieces,
@@ -136,6 +138,7 @@ def _text_size(inputs: Sequence[Input], max_bytes: int | None) -> int | None:
     return min(size, max_bytes or size)
 
 
+_BYTES_PER_TOKEN = 500  # of the text that a BPE is trained on, at least
 _PLANNED = ("text_field", "tokenizer", "no_bos", "vocab_size", "format", "dtype", "shard_tokens",
             "validation_fraction", "validation_tokens", "max_bytes",
             "max_record_bytes")  # fmt: skip
@@ -169,25 +172,49 @@ def _bpe(
     """The BPE of the training documents: of an earlier run, if that came so far."""
     if destination.journal is not None:
         return load_tokenizer(destination.out / "tokenizer")
-    _say("training the BPE tokenizer …")
-    read = pieces(
+    read = functools.partial(
+        pieces,
         inputs,
         validation_fraction=args.validation_fraction,
         max_bytes=args.max_bytes,
         skip_bad=args.skip_bad,
     )
-    texts = (piece.text for piece in read if piece.split == "train")
-    return train_bpe(texts, args.vocab_size or _vocab_size(_text_size(inputs, args.max_bytes)))
+    size = _text_size(inputs, args.max_bytes)
+    if not args.vocab_size and not _all_text(inputs):
+        size = _size_up_to(_BYTES_PER_TOKEN * BPE_VOCAB_SIZE, read())
+    vocab_size = args.vocab_size or _vocab_size(size or 0)
+    _say(f"training the BPE tokenizer: {_why_so_many(args, vocab_size)} …")
+    return train_bpe((piece.text for piece in read() if piece.split == "train"), vocab_size)
 
 
-def _vocab_size(text_size: int | None) -> int:
+def _size_up_to(limit: int, read: Iterable[Piece]) -> int:
+    """Return the bytes of text that are read, or some more than `limit` if there are as many."""
+    size = 0
+    for piece in read:
+        size += piece.size
+        if size >= limit:
+            break
+    return size
+
+
+def _vocab_size(text_size: int) -> int:
     """Of a BPE for so many bytes: each token is to be met often, and its row of a matrix learned.
 
     The power of two that leaves 500 bytes of text or more for each token, 512 at least.
     """
-    if text_size is None:
-        return BPE_VOCAB_SIZE
-    return min(BPE_VOCAB_SIZE, 1 << max(512, text_size // 500).bit_length() - 1)
+    fitting = 1 << max(512, text_size // _BYTES_PER_TOKEN).bit_length() - 1
+    return min(BPE_VOCAB_SIZE, fitting)
+
+
+def _why_so_many(args: argparse.Namespace, vocab_size: int) -> str:
+    if args.vocab_size:
+        return f"{vocab_size:,} tokens"
+    if vocab_size == BPE_VOCAB_SIZE:
+        return f"{vocab_size:,} tokens, as there is much text (--vocab-size sets others)"
+    return (
+        f"{vocab_size:,} tokens, so that the text has {_BYTES_PER_TOKEN} bytes for each "
+        "(--vocab-size sets others)"
+    )
 
 
 def _given_tokenizer(spec: str) -> Tokenizer:

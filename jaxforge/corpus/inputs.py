@@ -20,6 +20,7 @@ from jaxforge.corpus.records import (
     Content,
     File,
     Record,
+    TextField,
     to_record,
 )
 from jaxforge.corpus.tables import Arrow, Csv, Parquet
@@ -143,7 +144,7 @@ def find_inputs(
         status = path.stat()
         if status.st_size and not any(fnmatch(name, pattern) for pattern in exclude):
             file = _kind(path)(
-                path, name, status.st_size, status.st_mtime_ns, content or DEFAULT_FIELD,
+                path, name, status.st_size, status.st_mtime_ns, content or TextField(),
                 max_record_bytes,
             )  # fmt: skip
             found.setdefault(path.resolve(), file)

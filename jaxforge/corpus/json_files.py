@@ -3,6 +3,7 @@
 import codecs
 import gzip
 import io
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ from jaxforge.corpus.records import File, Record, bad_record
 from jaxforge.errors import UserError
 
 _CHUNK = 1 << 16
-_SKIPPED = 1 << 20  # bytes at a time of a line that is too long
+_SKIPPED = 1 << 20  # bytes at a time of what is only counted
+_QUICKLY_UNPACKED = 1 << 20  # bytes of a file that is unpacked once more, before it is parsed
 _BYTES_PER_VALUE = 16  # of a record, at least: parsed values take up to 70 bytes
 _BLANK = re.compile(r"[ \t\r\n]*")
 
@@ -23,7 +25,20 @@ class PackedFile(File):
     """A file that may be compressed."""
 
     def open(self) -> BinaryIO:
-        """Open the file; what is read is unpacked."""
+        """Open the file; what is read is unpacked.
+
+        Raises:
+            UserError: it is small and unpacks to what no text does.
+        """
+        if self.path.suffix.lower() in (".gz", ".zst") and self.size < _QUICKLY_UNPACKED:
+            with closing(self._open()) as file:
+                for size in itertools.count(_SKIPPED, _SKIPPED):
+                    if not file.read(_SKIPPED):
+                        break
+                    self.check_growth(size)
+        return self._open()
+
+    def _open(self) -> BinaryIO:
         suffix = self.path.suffix.lower()
         if suffix == ".gz":
             return cast(BinaryIO, gzip.open(self.path))

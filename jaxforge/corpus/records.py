@@ -18,7 +18,7 @@ MAX_RECORD_BYTES = 16 << 20
 READ_ERRORS = (OSError, EOFError, zlib.error)
 """What reading an input may raise, beside UserError: no access, or damaged data."""
 
-_UNSUSPICIOUS_BYTES = 64 << 20  # that any compressed file may grow to
+_UNSUSPICIOUS_BYTES = 32 << 20  # that any compressed file may grow to
 _LARGEST_RATIO = 250  # of text, compressed; repetitive logs reach 100
 _CHATS = ("messages", "conversations", "conversation")
 _TEXT_FIELDS = ("text", "content", "body", "document", "raw_content", "article", "code", "story")

@@ -266,7 +266,13 @@ def _matches(directory: Path, pattern: str, keys: tuple[str, str]) -> list[Path]
         file = directory.exists() and (how_to_prepare(directory) or "is a file, not a directory")
         what = file or f"does not exist{path_hint(directory)}"
         raise UserError(f"{of_directory}: {directory.absolute()} {what}")
-    paths = sorted(path for path in directory.glob(pattern) if not path.is_dir())
+    try:
+        paths = sorted(path for path in directory.glob(pattern) if not path.is_dir())
+    except (ValueError, NotImplementedError, IndexError) as error:  # as pathlib says it
+        raise UserError(
+            f"{of_pattern} = {pattern!r} is no pattern of files below {of_directory} ({error}): "
+            "give one such as '*.npy'"
+        ) from error
     if paths:
         return paths
     prepared = next(directory.glob(f"*/{FILE_NAME}"), None)

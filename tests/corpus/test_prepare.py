@@ -309,8 +309,32 @@ def test_pieces_of_nothing(tmp_path):
 
 @pytest.mark.parametrize(
     ("size", "vocabulary"),
-    [(0, 512), (300_000, 512), (7_000_000, 8192), (16_384_000, 32_768), (10**12, 32_768),
-     (None, 32_768)],
+    [(0, 512), (300_000, 512), (7_000_000, 8192), (16_384_000, 32_768), (10**12, 32_768)],
 )  # fmt: skip
 def test_little_text_makes_few_tokens(size, vocabulary):
     assert preparation._vocab_size(size) == vocabulary
+
+
+@pytest.mark.parametrize(("n", "options", "vocabulary"), [
+    (400, (), 1024), (400, ("--max-bytes", 200_000), 512), (400, ("--vocab-size", 300), 300),
+])  # fmt: skip
+def test_the_vocabulary_of_records_follows_from_their_text(
+    tmp_path, monkeypatch, capsys, n, options, vocabulary
+):
+    sizes = []
+    train = preparation.train_bpe
+    monkeypatch.setattr(
+        preparation, "train_bpe", lambda texts, size: sizes.append(size) or train(texts, size)
+    )
+    line = "{" + f'"text": "{"some words of a text " * 62}"' + "}\n"  # 1,302 bytes of text
+    (tmp_path / "a.jsonl").write_text(line * n)
+    command = (tmp_path / "a.jsonl", "--output", tmp_path / "out", "--tokenizer", "bpe")
+    run(*command, "--workers", 1, *options)
+    assert sizes == [vocabulary]
+    assert f"{vocabulary:,} tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("said", "fraction"), [("5%", 0.05), ("0.05", 0.05), ("12.5%", 0.125)])
+def test_a_fraction_may_be_in_percent(said, fraction):
+    command = ["a", "--output", "b", "--validation-fraction", said]
+    assert prepare.parser().parse_args(command).validation_fraction == fraction

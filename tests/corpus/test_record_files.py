@@ -225,19 +225,19 @@ def test_values_beyond_the_limit_end_the_file(tmp_path, monkeypatch, name):
 
 
 def bombs():
-    """Some KB each, which unpack to 70 MB of text and more."""
-    line = b'{"text": "' + b"a" * (70 << 20) + b'"}\n'
+    """Some KB each, which unpack to 40 MB of text and more."""
+    line = b'{"text": "' + b"a" * (40 << 20) + b'"}\n'
     large = "a" * (2 << 20)
     shared = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 200), pyarrow.array([large]))
-    whole = pyarrow.table({"text": [large] * 35})
+    whole = pyarrow.table({"text": [large] * 20})
     yield "line.jsonl.gz", gzip.compress(line)
     yield "line.jsonl.zst", zstandard.compress(line)
     yield "array.json.gz", gzip.compress(b"[" + line)
-    yield "lines.jsonl.gz", gzip.compress(b'{"text": ""}\n' * (80 << 16))
+    yield "lines.jsonl.gz", gzip.compress(b'{"text": ""}\n' * (50 << 16))
     yield "values.jsonl.gz", gzip.compress(b'{"a": [' + b"{}," * (5 << 20) + b"{}]}\n")
     yield "shared.parquet", parquet_of(pyarrow.table({"text": shared}), compression="zstd")
     yield "plain.parquet", parquet_of(whole, compression="zstd", use_dictionary=False)
-    yield "field.csv.gz", gzip.compress(b'text\n"' + b"a" * (70 << 20))
+    yield "field.csv.gz", gzip.compress(b'text\n"' + b"a" * (40 << 20))
 
 
 MEASURE = """

@@ -246,3 +246,9 @@ def test_manifests_that_are_torn_or_foreign(tmp_path):
         path.write_text(text)
         with pytest.raises(UserError, match=f"manifest.json is not a manifest.*{message}"):
             shards(tmp_path / "a")
+
+
+@pytest.mark.parametrize("pattern", ["", "/data/*.npy", "***.npy"])
+def test_a_pattern_that_is_none_is_named(tmp_path, pattern):
+    with pytest.raises(UserError, match=r"data\.file_pattern = '.*' is no pattern of files below"):
+        TokenShards(tmp_path, pattern, 5, vocab_size=10)
