@@ -146,8 +146,8 @@ def imported(run: Path) -> Imported | None:
     config, generation = (run / _IMPORTED / name for name in (CONFIG, _GENERATION))
     if not config.is_file():
         return None
-    found = load_json(generation.read_bytes(), str(generation)) if generation.is_file() else None
-    return Imported(load_json(config.read_bytes(), str(config)), found)
+    found = load_object(generation.read_bytes(), str(generation)) if generation.is_file() else None
+    return Imported(load_object(config.read_bytes(), str(config)), found)
 
 
 def _ids(given: object) -> tuple[int, ...]:

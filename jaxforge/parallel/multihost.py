@@ -155,8 +155,8 @@ def leaving_at_once_on_failure() -> Iterator[None]:
     """Among several processes, one that fails within the block ends without waiting for the rest.
 
     At its end JAX would wait for all processes, which wait in a collective for this one: a job that
-    hangs. So this one leaves as soon as its message is out, and the others notice. Of a failure that
-    all processes share, each ends on its own.
+    hangs. So this one leaves as soon as its message is out, and the others notice. After a failure
+    that all processes share, each ends on its own.
     """
     try:
         yield

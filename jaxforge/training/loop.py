@@ -96,7 +96,7 @@ class Trainer:
                     reason = self._go_back()
                     continue
                 self._run_hooks(metrics)
-                reason = self._between_steps(exits)
+                reason = self._between_steps(signals, exits)
         except Interrupted:  # between steps: while compiling, or waiting for data
             reason = exits.requested(self.progress.step)
             assert reason is not None
@@ -108,7 +108,7 @@ class Trainer:
         wanted = self.rollback or (self.progress.step == 0 and self.saver.is_due(0))
         if wanted and self.saver.latest() is None:
             self._save()  # a rollback must have something to go back to
-        reason = self._between_steps(exits) if self.progress.validation else None
+        reason = self._between_steps(signals, exits) if self.progress.validation else None
         if reason is None and self.progress.step < self.config.train.max_steps:
             with signals.interrupting(), self.watchdog.naming("loading data"):
                 self.data.open(self.progress)
@@ -123,7 +123,7 @@ class Trainer:
         self.tracker.start_clock()
         return reason
 
-    def _between_steps(self, exits: Exits) -> Exit | None:
+    def _between_steps(self, signals: Signals, exits: Exits) -> Exit | None:
         if self._fault:
             return self._fault  # unsaved: what these devices made is not to be trusted
         self._check_saves(signals)
