@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike
 
 from jaxforge import storage
 from jaxforge.config.data import Verify
-from jaxforge.corpus.entries import FIRST, UNLEARNED
+from jaxforge.corpus.entries import FIRST, PADDING, UNLEARNED
 from jaxforge.corpus.manifest import FILE_NAME, Manifest
 from jaxforge.corpus.text_files import how_to_prepare
 from jaxforge.data.token_file import TokenFile, guess_type, inspect
@@ -129,7 +129,7 @@ class TokenFiles:
         """
         ids = windows.view(np.uint32)
         if self.manifest and self.manifest.conversations:
-            ids = ids & ~np.uint32(FIRST | UNLEARNED)
+            ids = np.where(windows == PADDING, 0, ids & ~np.uint32(FIRST | UNLEARNED))
         if ids.max() < self._vocab_size:
             return
         row, column = (int(i) for i in np.argwhere(ids >= self._vocab_size)[0])
