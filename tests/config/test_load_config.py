@@ -191,6 +191,7 @@ def test_every_key_of_kempnerforge_loads():
                 "hf_dataset_conversations",
                 "overlong",
                 "phase_lr_lag",
+                "verify",
             )
         ),
         ("plugins", "modules"),

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.checkpoint.sealed_progress import crc32, sealed
 from jaxforge.cli import run_main
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config
@@ -319,9 +320,12 @@ def test_constants_may_be_others_and_it_is_said(tmp_path, capsys):
 
 def test_a_plugin_that_is_not_found_is_no_damage(tmp_path, capsys):
     trained(tmp_path / "run")
-    stored = tmp_path / "run" / "checkpoints" / "step_2" / "config" / "metadata"
-    config = json.loads(stored.read_text())
-    stored.write_text(json.dumps(config | {"plugins": {"modules": ["gone.losses"]}}))
+    step = tmp_path / "run" / "checkpoints" / "step_2"
+    stored, seal = step / "config" / "metadata", step / "progress" / "metadata"
+    config = json.loads(stored.read_text()) | {"plugins": {"modules": ["gone.losses"]}}
+    stored.write_text(json.dumps(config))
+    progress = Progress.from_json(json.loads(seal.read_text()))
+    seal.write_text(json.dumps(sealed(progress, crc32(config))))
     assert run_main(lambda: main(["inspect", str(tmp_path / "run")])) == 2
     assert capsys.readouterr().err == (
         f'error: {stored}: [plugins] modules: there is no module "gone.losses"; is its directory '
