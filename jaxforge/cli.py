@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from jaxforge import streams
-from jaxforge.errors import StorageError, UserError, printable
+from jaxforge.errors import PeerLostError, StorageError, UserError, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,7 +41,7 @@ def run_main(
             if uses_devices:
                 _check_xla_flags(os.environ.get("XLA_FLAGS", ""))
             return main()
-    except (UserError, StorageError) as error:
+    except (UserError, StorageError, PeerLostError) as error:
         print(f"error: {printable(str(error))}", file=streams.tolerant(sys.stderr))
         return error.exit_code
     except KeyboardInterrupt:

@@ -32,7 +32,7 @@ from jaxforge.model.transformer import (
     parameter_count,
 )
 from jaxforge.optim.optimizer import build_optimizer
-from jaxforge.parallel import device_memory
+from jaxforge.parallel import device_memory, multihost
 from jaxforge.parallel.device_memory import gigabytes
 from jaxforge.parallel.mesh import abstract_mesh, data_parallel_size, in_words, make_mesh
 from jaxforge.parallel.targets import GPUS
@@ -80,6 +80,8 @@ def run(config: UnresolvedConfig, devices: str) -> int:
         UserError: a start would be refused; the message is the start's.
     """
     pretended = machine(devices)
+    if not pretended:
+        multihost.open_devices()
     n = pretended[0] if pretended else jax.device_count()
     resolved = config.resolve(n, _epoch_length)
     rules.check(resolved, n)

@@ -17,6 +17,12 @@ class JobStorageError(StorageError):
     """A `StorageError` that every process of a job raises at the same place."""
 
 
+class PeerLostError(RuntimeError):
+    """Another process of the job is gone: another start of all of them goes on."""
+
+    exit_code = 134  # as of processes that the JAX runtime ends for that reason
+
+
 def printable(message: str) -> str:
     """A message without what a terminal obeys or cannot show, which names in files may have."""
     return "".join(

@@ -79,7 +79,7 @@ class Exit(enum.Enum):
     INTERRUPT = 130, "stopped by Ctrl-C after a checkpoint; run again to go on", False
     ABORTED = (
         134,
-        "ended by the JAX runtime (SIGABRT): another process of the job is gone, see its log",
+        "another process of the job is gone, see its log; often the JAX runtime's end (SIGABRT)",
         True,
     )
 

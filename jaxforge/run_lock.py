@@ -231,11 +231,16 @@ def _is_hidden(process: int) -> bool:
 
 
 def _lives(path: Path, text: str) -> bool:
-    """Whether the holder that `text` names is still there."""
+    """Return whether the holder that `text` names is still there.
+
+    Of a lock that names no process, as a torn one, the heartbeat is watched.
+    """
     holder = _parsed(text)
-    if holder.get("machine") and holder["machine"] == _machine():
-        began = _began(holder["process"])
-        if began or not _is_hidden(holder["process"]):
+    machine, process = holder.get("machine"), holder.get("process")
+    is_here = machine and machine == _machine() and "began" in holder
+    if is_here and isinstance(process, int) and 0 < process < 2**31:
+        began = _began(process)
+        if began or not _is_hidden(process):
             return began == holder["began"]
     log.info("%s is of %s: watching for up to %g s whether that still runs",
              path, _whose(text), PATIENCE_SEC)  # fmt: skip
@@ -255,8 +260,8 @@ def _changes(path: Path) -> bool:
 def _version(path: Path) -> tuple[int, str] | None:
     try:
         if storage.in_bucket(path):
-            return 0, path.read_text()
-        with path.open() as file:  # opening is what makes a network disk look again
+            return 0, path.read_bytes().decode(errors="replace")
+        with path.open(errors="replace") as file:  # opening is what makes a network disk look again
             return os.fstat(file.fileno()).st_mtime_ns, file.read()
     except FileNotFoundError:
         return None
@@ -281,7 +286,7 @@ def _identity(directory: Path) -> tuple[int, int] | None:
 def _parsed(text: str) -> dict[str, Any]:
     try:
         holder = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}  # its process died while it wrote
     return holder if isinstance(holder, dict) else {}
 
@@ -289,7 +294,7 @@ def _parsed(text: str) -> dict[str, Any]:
 def _whose(text: str) -> str:
     holder = _parsed(text)
     if not {"process", "host", "since"} <= holder.keys():
-        return "an unknown process"
+        return "an unknown process (the file names none)"
     return f"process {holder['process']} on {holder['host']}, since {holder['since']}"
 
 

@@ -182,9 +182,9 @@ class Supervisor:
         """
         with listening(_FORWARDED, self._events.put):
             while True:
-                began, step = time.time(), self._newest_step()
+                began, clock, step = time.time(), time.monotonic(), self._newest_step()
                 group = self._one_start()
-                progress = self._progressed(step, time.time() - began)
+                progress = self._progressed(step, time.monotonic() - clock)
                 self._failures = 1 if progress else self._failures + 1
                 code = self._code(group)
                 delay = self._decide(code)

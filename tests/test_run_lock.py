@@ -1,6 +1,8 @@
 """Who may write into a run directory: one job, until it ends, however that comes about."""
 
+import itertools
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -75,10 +77,47 @@ def test_another_process_may_have_the_number_by_now(tmp_path):
     assert not is_refused(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"process": 1', '{"machine": "elsewhere"}'])
-def test_what_names_nobody_and_does_not_change_is_taken_over(tmp_path, text):
-    (tmp_path / run_lock.NAME).write_text(text)
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"[]", b'{"process": 1', b'{"machine": "elsewhere"}', b"\xff\xfe", b"\0" * 300,
+        b'{"machine": HERE}', b'{"machine": HERE, "process": "7", "began": "1"}',
+        b'{"machine": HERE, "process": -1, "began": "1"}', b'{"machine": HERE, "process": 1}',
+        b'{"machine": HERE, "process": 1e300, "began": "1"}', b"[" * 100_000,
+    ],
+)  # fmt: skip
+def test_what_names_nobody_and_does_not_change_is_taken_over(
+    tmp_path, caplog, monkeypatch, content
+):
+    monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
+    machine = json.dumps(run_lock._machine()).encode()
+    (tmp_path / run_lock.NAME).write_bytes(content.replace(b"HERE", machine))
+    assert run_lock.holder(tmp_path) is None
     assert not is_refused(tmp_path)
+    assert "was left behind by " in caplog.text
+
+
+def test_an_unreadable_lock_that_changes_is_respected(tmp_path):
+    """Another version, or another tool, renews it."""
+    path = tmp_path / run_lock.NAME
+    path.write_bytes(b"\xff")
+    ended = threading.Event()
+
+    def renew():
+        for mtime in itertools.count(1):
+            os.utime(path, (mtime, mtime))
+            if ended.wait(0.005):
+                return
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    try:
+        with RunLock(tmp_path) as lock, pytest.raises(UserError, match=r"an unknown process \(the"):
+            lock.take()
+    finally:
+        ended.set()
+        thread.join()
+    assert path.read_bytes() == b"\xff"
 
 
 def test_another_host_is_known_by_its_heartbeat(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import logging
 import os
+import re
 import socket
 import sys
 import threading
@@ -21,7 +22,7 @@ from typing import Any
 import jax
 
 from jaxforge import streams
-from jaxforge.errors import JobStorageError, UserError
+from jaxforge.errors import JobStorageError, PeerLostError, UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.parallel import virtual_devices
 from jaxforge.process import end_now
@@ -30,9 +31,12 @@ log = logging.getLogger(__name__)
 
 _EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+_DECIDING = ("MASTER_ADDR", "WORLD_SIZE", "RANK")  # a port alone describes nothing
 
 JOIN_SEC = 300
 """How long a process waits for the others of its job at the start."""
+
+_BROKEN = re.compile(r"Gloo .*gloo/transport/\S+ (.*)")
 
 _KNOCK_SEC = 10.0  # for an answer of a host
 
@@ -59,7 +63,7 @@ def initialize(heartbeat_timeout_sec: int = 100, env: Mapping[str, str] = os.env
     arguments = distributed_arguments(env)
     if arguments is not None:
         _join(arguments, heartbeat_timeout_sec)
-    _open_devices(env)
+    open_devices(env)
     if arguments is None:
         return
     log.info("process %d of %d, %d local devices", jax.process_index(), jax.process_count(),
@@ -134,7 +138,15 @@ def _lonely(awaited: str, why: str) -> str:
     )
 
 
-def _open_devices(env: Mapping[str, str]) -> None:
+def open_devices(env: Mapping[str, str] = os.environ) -> None:
+    """Open the devices of this process.
+
+    Args:
+        env: says which platform is wanted.
+
+    Raises:
+        UserError: there are none.
+    """
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # the latter for a platform without a plugin
@@ -156,7 +168,7 @@ def leaving_at_once_on_failure() -> Iterator[None]:
 
     At its end JAX would wait for all processes, which wait in a collective for this one: a job that
     hangs. So this one leaves as soon as its message is out, and the others notice. After a failure
-    that all processes share, each ends on its own.
+    that all processes share, they end together.
     """
     try:
         yield
@@ -165,10 +177,28 @@ def leaving_at_once_on_failure() -> Iterator[None]:
             atexit.register(_leave_together, error.exit_code)
         raise
     except BaseException as error:
-        if jax.process_count() > 1:
-            code = getattr(error, "exit_code", Exit.ERROR.code)
-            atexit.register(end_now, code)  # runs before JAX's, which was there first
-        raise
+        if jax.process_count() == 1:
+            raise
+        failure = _lost_peer(error) or error
+        code = getattr(failure, "exit_code", Exit.ERROR.code)
+        atexit.register(end_now, code)  # runs before JAX's, which was there first
+        if failure is error:
+            raise
+        raise failure from error
+
+
+def _lost_peer(error: BaseException) -> PeerLostError | None:
+    """Return the message for a connection that broke in a collective of CPUs; else None."""
+    broken = _BROKEN.search(str(error)) if isinstance(error, jax.errors.JaxRuntimeError) else None
+    if not broken:
+        return None
+    others = [i for i in range(jax.process_count()) if i != jax.process_index()]
+    peer = f"process {others[0]}" if len(others) == 1 else "another process"
+    return PeerLostError(
+        f"{peer} of the job is gone, or cut off ({broken[1].strip()}). The log that ends first "
+        "has the cause: logs/process_<i>.log, or what ended the process. Start all processes again "
+        "to go on from the newest checkpoint, as `jaxforge supervise` does"
+    )
 
 
 def _leave_together(code: int) -> None:
@@ -187,38 +217,55 @@ def distributed_arguments(env: Mapping[str, str]) -> dict[str, Any] | None:
     Raises:
         UserError: some of a set of variables are there and others are missing, or not numbers.
     """
-    if any(name in env for name in _EXPLICIT):
+    if any(env.get(name) for name in _EXPLICIT):
         address, count, index = _values(env, _EXPLICIT)
-    elif "MASTER_ADDR" in env and "WORLD_SIZE" in env:
+    elif env.get("WORLD_SIZE") == "1" and env.get("MASTER_ADDR"):
+        return None
+    elif env.get("WORLD_SIZE") == "1" or not any(env.get(name) for name in _DECIDING):
+        return {} if _cluster(env) else None
+    elif _cluster(env) and not all(env.get(name) for name in _TORCHRUN):
+        return {}  # scripts often set some of torchrun's; the scheduler knows better
+    else:
         host, port, count, index = _values(env, _TORCHRUN)
         address = f"{host}:{port}"
-    else:
-        return {} if _cluster(env) else None
     try:
         explicit = {"num_processes": int(count), "process_id": int(index)}
     except ValueError:
         raise UserError(f"process count {count!r} and index {index!r} must be integers") from None
+    if not 0 <= explicit["process_id"] < explicit["num_processes"]:
+        raise UserError(f"process index {index} must be at least 0 and below the count, {count}")
     return None if explicit["num_processes"] == 1 else {"coordinator_address": address, **explicit}
 
 
 def _values(env: Mapping[str, str], names: tuple[str, ...]) -> list[str]:
-    missing = [name for name in names if name not in env]
+    missing = [name for name in names if not env.get(name)]
     if missing:
-        raise UserError(f"set {', '.join(missing)} too: {', '.join(names)} go together")
+        there = ", ".join(name for name in names if env.get(name))
+        raise UserError(
+            f"set {', '.join(missing)} too: {', '.join(names)} go together and describe a job of "
+            f"several processes. For a single process unset {there}"
+        )
     return [env[name] for name in names]
 
 
 def _cluster(env: Mapping[str, str]) -> str | None:
     """The scheduler that started this job with several processes, if any."""
-    if int(env.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
+    if _number(env, "OMPI_COMM_WORLD_SIZE") > 1:
         return "Open MPI"
-    if int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # set by srun, not by a bare sbatch script
+    if _number(env, "SLURM_STEP_NUM_TASKS") > 1:  # set by srun, not by a bare sbatch script
         return "SLURM"
     if len(env.get("TPU_WORKER_HOSTNAMES", "localhost").split(",")) > 1:
         return "GKE"
     if env.get("JAX_PLATFORMS", "tpu").startswith("tpu") and _on_tpu_vm():
         return "Cloud TPU"  # whose metadata server knows the rest, for one host as for many
     return None
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    try:
+        return int(env.get(name) or "1")
+    except ValueError:
+        raise UserError(f"{name}={env[name]} must be an integer: correct or unset it") from None
 
 
 def _on_tpu_vm() -> bool:

@@ -116,10 +116,17 @@ def _rows(
 
 
 def _memory(config: JobConfig, model: Model, mesh: Mesh, state: TrainState, sync: GradSync) -> str:
-    """An estimate from shapes; what the compiled step takes is logged after the first one."""
+    """An estimate from shapes; what the compiled step takes is logged after the first one.
+
+    On a CPU the process holds more in the same memory: Python with its libraries, the compiler
+    while it works, data workers, and the copy of a state that is being saved.
+    """
     needs = step_memory(config, model, mesh, sync.mode, per_device(state)).total
     has = device_memory.capacity_of_each()
-    return f"about {gigabytes(needs)} of {gigabytes(has)} per device, estimated"
+    besides = ""
+    if jax.default_backend() == "cpu":
+        besides = "; libraries, compiler, data and saves take more"
+    return f"about {gigabytes(needs)} of {gigabytes(has)} per device, for a step's arrays{besides}"
 
 
 def _data(config: JobConfig, per_epoch: int | None) -> str:

@@ -7,7 +7,8 @@ import threading
 import jax
 import pytest
 
-from jaxforge.errors import UserError
+from jaxforge.errors import PeerLostError, UserError
+from jaxforge.exit_codes import Exit
 from jaxforge.parallel import multihost
 from tests.machine import PATIENCE
 
@@ -38,6 +39,11 @@ def arguments(address):
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, {}),
         ({"TPU_WORKER_HOSTNAMES": "host-0,host-1"}, {}),
         ({"TPU_WORKER_HOSTNAMES": "localhost", "JAX_PLATFORMS": "cpu"}, None),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, None),
+        ({**TORCHRUN, "WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "8"}, None),
+        ({"MASTER_PORT": "29500"}, None),
+        ({"SLURM_STEP_NUM_TASKS": "8", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}, {}),
+        ({"SLURM_STEP_NUM_TASKS": "8", **TORCHRUN}, arguments("node1:29500")),
     ],
 )
 def test_what_the_environment_means(env, expected, monkeypatch):
@@ -51,11 +57,63 @@ def test_a_cloud_tpu_asks_its_metadata_server(monkeypatch):
     assert multihost.distributed_arguments({"JAX_PLATFORMS": "cpu"}) is None
 
 
-@pytest.mark.parametrize("missing", EXPLICIT)
-def test_half_a_set_of_variables_is_an_error(missing):
-    env = {name: value for name, value in EXPLICIT.items() if name != missing}
-    with pytest.raises(UserError, match=f"set {missing} too"):
+HALVES = [
+    *[(names, {missing}) for names in (EXPLICIT, TORCHRUN) for missing in names],
+    (TORCHRUN, set(TORCHRUN) - {"WORLD_SIZE"}),
+    (TORCHRUN, set(TORCHRUN) - {"MASTER_ADDR", "MASTER_PORT"}),
+    (EXPLICIT, set(EXPLICIT) - {"JAX_PROCESS_ID"}),
+]
+
+
+@pytest.mark.parametrize("value", [None, ""])
+@pytest.mark.parametrize(("names", "missing"), HALVES)
+def test_half_a_set_of_variables_names_the_other_half(names, missing, value):
+    """An empty one is as good as none: `RANK=$SLURM_PROCID` outside of a job."""
+    there = [name for name in names if name not in missing]
+    env = {name: names[name] if name in there else value for name in names}
+    env = {name: value for name, value in env.items() if value is not None}
+    absent = ", ".join(name for name in names if name in missing)
+    said = rf"set {absent} too: .* For a single process unset {', '.join(there)}$"
+    with pytest.raises(UserError, match=said):
         multihost.distributed_arguments(env)
+
+
+@pytest.mark.parametrize("index", ["4", "-1"])
+def test_a_process_beyond_the_count_is_an_error(index):
+    with pytest.raises(UserError, match=f"index {index} must be at least 0 and below the count, 4"):
+        multihost.distributed_arguments({**TORCHRUN, "RANK": index})
+
+
+def test_a_number_of_tasks_that_is_none_is_named():
+    with pytest.raises(UserError, match="OMPI_COMM_WORLD_SIZE=two must be an integer"):
+        multihost.distributed_arguments({"OMPI_COMM_WORLD_SIZE": "two"})
+
+
+BROKEN = (
+    "UNKNOWN: Gloo all-reduce failed: [external/gloo/gloo/transport/tcp/pair.cc:538] "
+    "Read error [127.0.0.1]:50583: Connection reset by peer"
+)
+
+
+@pytest.mark.parametrize(("count", "peer"), [(2, "process 0"), (3, "another process")])
+def test_a_connection_that_broke_names_the_lost_process(monkeypatch, count, peer):
+    registered = []
+    monkeypatch.setattr(multihost.atexit, "register", lambda *call: registered.append(call))
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    reason = r"\(Read error \[127.0.0.1\]:50583: Connection reset by peer\)"
+    with (
+        pytest.raises(PeerLostError, match=rf"^{peer} of the job is gone, or cut off {reason}\."),
+        multihost.leaving_at_once_on_failure(),
+    ):
+        raise jax.errors.JaxRuntimeError(BROKEN)
+    assert registered == [(multihost.end_now, Exit.ABORTED.code)]
+    with (
+        pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"),
+        multihost.leaving_at_once_on_failure(),
+    ):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")
+    assert registered[1:] == [(multihost.end_now, Exit.ERROR.code)]
 
 
 def test_a_process_count_that_is_no_number():

@@ -36,6 +36,8 @@ def test_one_of_two_processes_is_killed_and_both_run_again(new_run):
     output = supervisor.communicate(timeout=PATIENCE)[0]
     assert supervisor.returncode == 0, output
     assert "process 1 ended with 137: killed by SIGKILL" in output
+    assert "error: process 1 of the job is gone, or cut off (" in output
+    assert "Traceback" not in output
     finish_both(others)
     assert killed.losses() == undisturbed.losses()
     assert sorted(killed.losses()) == list(range(1, 41))

@@ -1,6 +1,7 @@
 """Two real processes over loopback, joined by jax.distributed, are one run."""
 
 import re
+import resource
 import signal
 import socket
 
@@ -94,6 +95,19 @@ def check_all_say_that_their_time_is_up(run, outputs):
     for index in range(len(outputs)):
         log = (run.directory / "logs" / f"process_{index}.log").read_text()
         assert re.search(r"\[exiting program after [\d.]+ minutes\]", log), outputs
+
+
+def test_a_full_disk_of_one_process_ends_both_with_its_host_and_path(new_run):
+    """Orbax alone would have both wait for each other, twice for ten minutes."""
+    run = new_run()
+    started = start_both(run, "--distributed.dp_shard=2", "--train.max_steps=10")
+    limit = 30_000  # bytes of a file, less than its part of the arrays
+    resource.prlimit(started[1].pid, resource.RLIMIT_FSIZE, (limit, limit))
+    where = re.escape(f"{run.directory}/checkpoints (process 1 on {socket.gethostname()}: ")
+    for output in finish_both(started, code=74):
+        (error,) = re.findall("^error: .*", output, re.MULTILINE)
+        assert re.search(rf"could not be written to {where}.*process_1/.*: File too large", error)
+    assert run.steps() == []
 
 
 @pytest.mark.dear

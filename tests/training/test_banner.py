@@ -29,7 +29,9 @@ def test_totals_of_the_run():
     assert told["seed"] == "7, of the data 8"
     assert f"jax {jax.__version__}, Python 3." in told["versions"]
     assert told["memory"].startswith("about ")
-    assert told["memory"].endswith(" per device, estimated")
+    assert told["memory"].endswith(
+        " per device, for a step's arrays; libraries, compiler, data and saves take more"
+    )
     assert "on the host" not in told
 
 

@@ -1,0 +1,83 @@
+"""Processes of a job agree on how their saves stand; here one process, and what others answer."""
+
+import errno
+import logging
+import socket
+
+import jax
+import numpy as np
+import pytest
+
+from jaxforge.checkpoint import job_saves
+from jaxforge.errors import JobStorageError
+
+WAITS, READY, FAILED = 0, 1, 2
+
+
+@pytest.fixture
+def others(monkeypatch):
+    """What another process contributes, exchange by exchange; `mine` has what this one did."""
+    answers, mine = [], []
+
+    def process_allgather(array):
+        mine.append(np.array(array))
+        return np.stack([array, answers.pop(0)])
+
+    monkeypatch.setattr(job_saves.multihost_utils, "process_allgather", process_allgather)
+    monkeypatch.setattr(job_saves.time, "sleep", lambda seconds: None)
+    return answers, mine
+
+
+def page(text):
+    return np.frombuffer(text.encode().ljust(1024, b"\0"), np.uint8)
+
+
+def test_whoever_is_ready_first_waits_for_the_others(others):
+    answers, mine = others
+    answers += map(np.int32, [READY, WAITS, READY])
+    ready = iter([False, True, True])
+    job_saves.await_all(lambda: next(ready), lambda: "")
+    assert [int(state) for state in mine] == [WAITS, READY, READY]
+    assert not answers
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "message"),
+    [
+        ("", "process 1 on b: full", "process 1 on b: full"),
+        ("full: /x", "", f"process 0 on {socket.gethostname()}: full: /x"),
+        ("full: /x", "process 1 on b: gone", f"process 0 on {socket.gethostname()}: full: /x; "
+                                             "process 1 on b: gone"),
+    ],
+)  # fmt: skip
+def test_a_failure_of_any_process_is_raised_with_all_messages(others, own, other, message):
+    answers, _ = others
+    answers += [np.int32(WAITS), np.int32(FAILED if other else READY), page(other)]
+    own_failures = iter(["", own])
+    with pytest.raises(JobStorageError) as failure:
+        job_saves.await_all(lambda: True, lambda: next(own_failures))
+    assert str(failure.value) == message
+
+
+def test_a_failure_is_noticed_when_orbax_logs_it(tmp_path):
+    noted, log = [], logging.getLogger("absl")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with job_saves.noticing_failures(tmp_path / "a", noted.append):
+        for where, error in (("b", OSError()), ("aa", OSError()), ("a", full)):
+            try:
+                raise error
+            except OSError:
+                log.exception(
+                    "Failed to run 3 Commit operations, directory: %s/step_5", tmp_path / where
+                )
+        log.error("another message about %s/step_5", tmp_path / "a")
+    log.error("too late: %s/step_5", tmp_path / "a", exc_info=full)
+    assert noted == [full]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_several_processes_meet_at_barriers_of_their_directory(tmp_path, monkeypatch, count):
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+    options = job_saves.multiprocessing_options(tmp_path)
+    assert options.active_processes == (None if count == 1 else {0, 1})
+    assert options.barrier_sync_key_prefix == (None if count == 1 else str(tmp_path))
