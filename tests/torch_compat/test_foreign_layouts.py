@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 
+from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from tests.conftest import tiny_config
 from torch_compat import checkpoints, dcp_state
@@ -157,3 +158,24 @@ def test_numbers_that_may_be_other_parameters_are_refused(tmp_path, groups, froz
     with pytest.raises(UserError, match=f"keyed by numbers .* {why}.*--weights-only"):
         read(tmp_path / "dcp", state)
     assert_state_of(read(tmp_path / "dcp", state, weights_only=True), model)
+
+
+@pytest.mark.parametrize(
+    ("said", "order"),
+    [
+        ("", "torch"),
+        ('order = "grain"', "grain"),
+        ("shuffle = false", "grain"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_import_goes_on_in_pytorchs_order_unless_told_otherwise(tmp_path, said, order):
+    """KempnerForge's sampler is PyTorch's, and its files have no key for it."""
+    model, _ = trained()
+    dcp.save({"model": model.state_dict()}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    file = tmp_path / "config.toml"
+    file.write_text(f'[data]\ndataset_path = "tokens"\n{said}\n')
+    assert load_config(file).data.order == "grain"
+    assert checkpoints.find(tmp_path / "dcp").config(file).data.order == order
+    file.write_text("[train]\nseq_len = 8\n")  # random tokens have no order
+    assert checkpoints.find(tmp_path / "dcp").config(file).data.order == "grain"
