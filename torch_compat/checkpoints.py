@@ -51,10 +51,8 @@ class CheckpointRef:
         """
         if path is not None:
             config = load_config(path, overrides)
-            key = "scheduler.warmup_steps"
-            if self.format == "dcp" and not config.is_set(key):  # KempnerForge's, not of the run
-                usual = SchedulerConfig.model_fields["warmup_steps"].default
-                return load_config(path, [*overrides, f"--{key}={usual}"])
+            if self.format == "dcp" and (usual := _usual_settings(config)):
+                return load_config(path, [*overrides, *usual])
             return config
         if self.format == "jaxforge":
             config = orbax_store.open_orbax(storage.path(self.directory.path))[1]
@@ -119,6 +117,23 @@ def find(path: str | os.PathLike) -> CheckpointRef:
         "(.metadata), nor one of Hugging Face (config.json and .safetensors)"
         f"{path_hint(given)}"
     )
+
+
+def _usual_settings(config: JobConfig) -> list[str]:
+    """What KempnerForge takes where a file says nothing, if jaxforge takes something else."""
+    usual = []
+    if not config.is_set(key := "scheduler.warmup_steps"):
+        usual.append(f"--{key}={SchedulerConfig.model_fields['warmup_steps'].default}")
+    data = config.data
+    has_data = data.datasets or data.dataset_path or data.hf_dataset_name
+    if (
+        has_data
+        and data.shuffle
+        and not data.hf_streaming
+        and not config.is_set(key := "data.order")
+    ):
+        usual.append(f"--{key}=torch")
+    return usual
 
 
 def _latest(directory: Directory) -> list[Directory]:

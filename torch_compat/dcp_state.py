@@ -8,24 +8,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxforge.errors import UserError
-from torch_compat import optimizer_state, train_state, untrained
+from torch_compat import numbered_state, optimizer_state, train_state, untrained
 from torch_compat.dcp_reader import Dcp
 from torch_compat.dcp_writer import Entry
 from torch_compat.lazy import LazyTensor, number, of_array, zeros
-from torch_compat.name_maps import NAME_MAPS, name_map
-from torch_compat.names.table import EMBEDDING, HEAD, NameMap, detect, strip_wrappers
+from torch_compat.model_keys import find_model, unknown
+from torch_compat.names.table import EMBEDDING, HEAD, NameMap, strip_wrappers
 from torch_compat.optimizer_state import MAIN_KEYS, STEP, WEIGHT_SUM, kind_of
 from torch_compat.state import AbstractTarget, CheckpointState
 from torch_compat.translation import Translation, some, translate
 
-_MODELS = {
-    "model.": "", "model.model.": "model.", "app.model.": "", "state_dict.model.": "",
-    "module.": "", "": "",
-}  # fmt: skip
-"""Where the model stands in the state dict (KempnerForge and tutorials, AppState, torchtitan) ->
-what of that its optimizer's keys have too: the name of the model within MindSpeed's engine.
-"""
-_OPTIMIZER = re.compile(r"(?:.*\.)?optim(?:izers?)?\.(state|param_groups)\.(.+)")
+_OPTIMIZER = re.compile(
+    r"(?:.*\.)?optim(?:izers?)?(?:_state_dict|_\d+|\.[A-Z]\w*)?\.(state|param_groups)\.(.+)"
+)
+"""Keys of optimizer state; Lightning numbers its optimizers, Composer has the name of the class."""
 _BESIDE = re.compile(
     r"(train_state|lr_scheduler|lr_schedulers|scheduler|dataloader|rng|rng_state)(\..*|$)"
     r"|.*\._extra_state"
@@ -60,6 +56,7 @@ class Keys(NamedTuple):
         state: parameter -> field -> tensor or number.
         groups: the main settings of each parameter group.
         others: keys of anything else.
+        left_out: those of tensors outside the model among them.
     """
 
     dialect: NameMap | None
@@ -67,6 +64,7 @@ class Keys(NamedTuple):
     state: dict[str, dict[str, Any]]
     groups: list[dict[str, Any]]
     others: list[str]
+    left_out: tuple[str, ...] = ()
 
 
 def sort_keys(dcp: Dcp, dialect: str | None = None) -> Keys:
@@ -96,9 +94,10 @@ def sort_keys(dcp: Dcp, dialect: str | None = None) -> Keys:
             if stripped in model:
                 raise UserError(f"{dcp.directory}: {key} and another key are both {stripped}")
             model[stripped] = dcp.tensors[key]
-    found, params, within = _find_dialect(model, dialect)
-    state = {owner.removeprefix(within): fields for owner, fields in state.items()}
-    return Keys(found, params, state, list(groups.values()), others)
+    found = find_model(model, dialect)
+    state = {found.owner(owner): fields for owner, fields in state.items()}
+    others += found.left_out
+    return Keys(found.dialect, found.params, state, list(groups.values()), others, found.left_out)
 
 
 def read(dcp: Dcp, target: AbstractTarget, options: Options) -> CheckpointState:
@@ -114,8 +113,10 @@ def read(dcp: Dcp, target: AbstractTarget, options: Options) -> CheckpointState:
     """
     keys = sort_keys(dcp, options.dialect)
     if keys.dialect is None:
-        raise UserError(_unknown(dcp, keys.params))
+        raise UserError(unknown(keys.params, str(dcp.directory)))
     notes: list[str] = []
+    if keys.left_out:
+        notes.append(f"left out: {some(keys.left_out)}, which are no part of the model")
     by = Translation(keys.dialect, target.config.model, options.resize_vocab, str(dcp.directory))
     alone = options.weights_only or not keys.state
     params, kept, more = untrained.translate_model(keys.params, target, by, goes_on=not alone)
@@ -131,7 +132,11 @@ def read(dcp: Dcp, target: AbstractTarget, options: Options) -> CheckpointState:
             progress, more = train_state.progress_of(where, made, target.config)
             notes += more
         return dataclasses.replace(checkpoint, progress=progress, notes=tuple(notes))
-    states, more = untrained.of_trained(keys.state, target, keys.dialect)
+    if numbered_state.is_numbered(keys.state):
+        trained = {keys.dialect.their_name(name) for name in target.params}
+        of_model = {key: tensor for key, tensor in keys.params.items() if key in trained}
+        keys = keys._replace(state=numbered_state.by_name(keys.state, of_model, dcp))
+    states, more = untrained.of_trained(keys.state, target, by.dialect)
     notes += more
     moments, missing = _moments(states, target, by, options.fill_optimizer)
     if missing:
@@ -249,35 +254,6 @@ def titan_notes(target: AbstractTarget) -> list[str]:
             "other groups; here they did not decay"
         )
     return notes
-
-
-def _find_dialect(
-    model: Mapping[str, LazyTensor], name: str | None
-) -> tuple[NameMap | None, dict[str, LazyTensor], str]:
-    """The dialect, the keys without what stands before them, and what of that is a module's."""
-    candidates = [name_map(name)] if name else NAME_MAPS.values()
-    for prefix, within in _MODELS.items():
-        if model and all(key.startswith(prefix) for key in model):
-            params = {key.removeprefix(prefix): tensor for key, tensor in model.items()}
-            if found := detect(list(params), candidates):
-                return found, params, within
-    return (name_map(name) if name else None), dict(model), ""
-
-
-def _unknown(dcp: Dcp, params: Mapping[str, LazyTensor]) -> str:
-    def known(dialect: NameMap) -> int:
-        return sum(
-            any(dialect.knows(key.removeprefix(prefix)) for prefix in _MODELS) for key in params
-        )
-
-    if not params:
-        return f"{dcp.directory}: it holds no model: no tensor outside optimizer state"
-    nearest = max(NAME_MAPS.values(), key=known)
-    strange = [k for k in params if not any(nearest.knows(k.removeprefix(p)) for p in _MODELS)]
-    return (
-        f"{dcp.directory}: these names are none of {', '.join(NAME_MAPS)}; nearest is "
-        f"{nearest.name}, which does not know {some(strange or params)}"
-    )
 
 
 def _moments(

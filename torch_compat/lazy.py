@@ -211,10 +211,14 @@ def interleaved(tensors: Sequence[LazyTensor], places: Sequence[np.ndarray]) -> 
 
 def is_shape(sizes: Sequence[Any], itemsize: int) -> bool:
     """Whether NumPy has arrays of these sizes, which a file may claim."""
-    fits = (type(n) is int and 0 <= n < 2**63 for n in sizes)
-    if len(sizes) > _MOST_DIMENSIONS or not all(fits):
+    if len(sizes) > _MOST_DIMENSIONS:
         return False
-    return math.prod(max(n, 1) for n in sizes) * itemsize < 2**63
+    nbytes = itemsize
+    for n in sizes:  # a loop, for there are many tensors: generators take twice as long
+        if type(n) is not int or not 0 <= n < 2**63:
+            return False
+        nbytes *= n or 1
+    return nbytes < 2**63
 
 
 def equal(a: LazyTensor, b: LazyTensor) -> bool:

@@ -4,9 +4,11 @@ What the run does not tell is left out, and so are paths of this machine.
 """
 
 import contextlib
+import html
 import json
 import math
 import platform
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -106,7 +108,7 @@ def model_card(
     }  # fmt: skip
     body = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections.items() if text)
     about = f"A decoder language model with {size} parameters{trained}, made with jaxforge."
-    return f"{_front_matter(config, model_type)}\n# {name}\n\n{about}\n\n{body}\n"
+    return f"{_front_matter(config, model_type)}\n# {_plain(name)}\n\n{about}\n\n{body}\n"
 
 
 def _front_matter(config: JobConfig, model_type: str) -> str:
@@ -114,7 +116,7 @@ def _front_matter(config: JobConfig, model_type: str) -> str:
     lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags:"]
     lines += [f"- {json.dumps(tag)}" for tag in ("jaxforge", model_type)]
     if names := list(dict.fromkeys(_hub_names(config))):
-        lines += ["datasets:", *(f"- {json.dumps(name)}" for name in names)]
+        lines += ["datasets:", *(f"- {json.dumps(_printable(name))}" for name in names)]
     return "\n".join(["---", *lines, "---", ""])
 
 
@@ -157,7 +159,7 @@ def _data(config: JobConfig) -> Iterator[str]:
             yield "Random tokens."
             return
         share = f", weight {weight / total:.3g}" if len(sources) > 1 else ""
-        yield f"- {name or _last_parts(path)}{_counts(path)}{share}"
+        yield f"- {_plain(name or _last_parts(path))}{_counts(path)}{share}"
 
 
 def _last_parts(path: str) -> str:
@@ -207,7 +209,7 @@ def _evaluation(logged: Logged) -> str:
     if not sets:
         return ""
     rows = [
-        [of or "all", *(_shown(found.get(f"{of}/{one}" if of else one)) for one in columns)]
+        [_plain(of) or "all", *(_shown(found.get(f"{of}/{one}" if of else one)) for one in columns)]
         for of in sets
     ]
     lines = [["set", *columns], ["---"] * (1 + len(columns)), *rows]
@@ -223,8 +225,32 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
+def _plain(text: str) -> str:
+    """Return text of a config as Markdown that shows it on one line and means nothing else."""
+    line = " ".join(_printable(text).split())
+    return _AT_START.sub(r"\1\\\2", _PUNCTUATION.sub(_escaped, line))
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    """HTML's characters as entities, for renderers that pass it on; others behind a backslash."""
+    return html.escape(match[0]) if match[0] in "<>&" else f"\\{match[0]}"
+
+
+_PUNCTUATION = re.compile(r"[!-+;-@\[-`{-~]")
+"""All of ASCII's but for `,-./:`, which mean nothing within a line."""
+_AT_START = re.compile(r"^(\d{1,9}(?=\.(?: |$))|(?=-))([-.])")
+"""Of these, what begins an item of a list, or a rule, at the start of a line."""
+
+
 def _table(rows: Mapping[str, Any]) -> str:
     """Those that are known."""
-    shown = [f"| {name} | {value:,} |" if isinstance(value, int) else f"| {name} | {value} |"
-             for name, value in rows.items() if value is not None]  # fmt: skip
+    shown = [
+        f"| {name} | {f'{value:,}' if isinstance(value, int) else _plain(value)} |"
+        for name, value in rows.items()
+        if value is not None
+    ]
     return "\n".join(["| | |", "|---|---|", *shown])

@@ -16,9 +16,8 @@ from rich.table import Table
 from jaxforge import storage
 from jaxforge.errors import UserError
 from jaxforge.parallel import host_memory
-from torch_compat import checkpoints, commands
+from torch_compat import checkpoints, commands, inspection
 from torch_compat.dcp_state import Options
-from torch_compat.inspection import inspect
 from torch_compat.progress import bar
 from torch_compat.verify import Verified, verify
 from torch_compat.workers import Share, Workers
@@ -102,19 +101,8 @@ def _convert(args: argparse.Namespace, job: "commands.Import | commands.Export")
 
 
 def _inspect(args: argparse.Namespace, _: Sequence[str]) -> int:
-    report = inspect(checkpoints.find(args.path))
-    if args.json:
-        print(json.dumps(report, indent=2))
-        return 0
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-    tensors = report.pop("tensors")
-    for key, value in report.items():
-        console.print(f"{key}: {value}", markup=False)
-    table = Table("tensor", "dtype", "shape", "chunks")
-    for name, tensor in tensors.items():
-        row = (name, tensor["dtype"], str(tensor["shape"]), str(tensor["chunks"]))
-        table.add_row(*map(escape, row))
-    console.print(table)
+    report = inspection.inspect(checkpoints.find(args.path))
+    print(inspection.as_json(report) if args.json else inspection.as_text(report))
     return 0
 
 

@@ -120,10 +120,9 @@ def _is_entry(entry: Any) -> bool:  # noqa: ANN401 (whatever the file held)
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return False
     shape, offsets = entry.get("shape"), entry.get("data_offsets")
-    numbers = (
-        isinstance(offsets, list) and len(offsets) == 2 and all(is_shape([n], 1) for n in offsets)
-    )
-    return numbers and isinstance(shape, list) and is_shape(shape, 8)
+    if not isinstance(offsets, list) or len(offsets) != 2 or not isinstance(shape, list):
+        return False
+    return is_shape([offsets[0]], 1) and is_shape([offsets[1]], 1) and is_shape(shape, 8)
 
 
 def _tensor(file: Bytes, data: int, name: str, entry: dict[str, Any], where: str) -> LazyTensor:

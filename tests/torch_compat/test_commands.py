@@ -30,7 +30,7 @@ from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup, underway
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, environment
-from torch_compat import checkpoints, orbax_store
+from torch_compat import checkpoints, inspection, orbax_store, safetensors
 from torch_compat.__main__ import main
 from torch_compat.dcp_reader import METADATA, open_dcp
 from torch_compat.files import Directory
@@ -166,6 +166,20 @@ def test_verify_names_what_differs(tmp_path, capsys):
     ]
 
 
+def test_inspect_opens_a_checkpoint_once(tmp_path, monkeypatch):
+    """Of many tensors, opening takes most of the time."""
+    trained(tmp_path / "a")
+    main(["export", str(tmp_path / "a"), str(tmp_path / "hf"), "--to=hf"])
+    opened = []
+    tensor_of = safetensors._tensor
+    monkeypatch.setattr(
+        safetensors, "_tensor", lambda *given: opened.append(given[2]) or tensor_of(*given)
+    )
+    report = inspection.inspect(checkpoints.find(tmp_path / "hf"))
+    assert opened == list(report["tensors"])
+    assert json.loads(inspection.as_json(report)) == report
+
+
 def test_inspect_tells_what_there_is(tmp_path, capsys):
     trained(tmp_path / "a")
     main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp", "--ranks=2"])
@@ -176,6 +190,11 @@ def test_inspect_tells_what_there_is(tmp_path, capsys):
         assert main(["inspect", str(tmp_path / name), "--json"]) == 0
         reports[name] = json.loads(capsys.readouterr().out)
         assert main(["inspect", str(tmp_path / name)]) == 0
+        *_, table = capsys.readouterr().out.partition("\n\n")
+        rows = {row.split()[0]: row for row in table.splitlines()[1:]}
+        assert rows.keys() == reports[name]["tensors"].keys()
+        assert all(str(tensor["shape"]) in rows[key]
+                   for key, tensor in reports[name]["tensors"].items())  # fmt: skip
     assert {r["parameters"] for r in reports.values()} == {reports["a"]["parameters"]}
     assert [reports[n]["dialect"] for n in reports] == ["jaxforge", "kempnerforge", "hf-llama"]
     assert reports["dcp"]["optimizer"] == "adamw"

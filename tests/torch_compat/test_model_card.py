@@ -59,7 +59,7 @@ def test_a_run_without_logs_has_a_card(tmp_path):
 
 
 def test_the_front_matter_is_yaml():
-    data = {"hf_dataset_name": "me/texts: all", "tokenizer_path": "byte"}
+    data = {"hf_dataset_name": "me/texts:\x7fall", "tokenizer_path": "byte"}
     _, front, body = card(data=data).split("---\n", 2)
     assert yaml.safe_load(front) == {
         "library_name": "transformers", "pipeline_tag": "text-generation",
@@ -85,6 +85,33 @@ def test_data_go_by_name_and_count(tmp_path):
     assert section(card(), "Data") == "Random tokens."
     (path / "manifest.json").write_text("torn")
     assert section(card(data={"dataset_path": str(path)}), "Data") == "- web/train"
+
+
+HOSTILE = ["web\n# Owned\n<script>alert(1)</script>", "a | b", "- x", "1. x", "# x", "**x**",
+           "[x](http://x.y)", "![x](y)", "`x`", "x\r\n---\r\n", "x\u2028# y", "<img src=x>",
+           "&amp;", "~~x~~", "\\", "\x1b[2J", "$x$", "x\x00y"]  # fmt: skip
+
+
+def named(name):
+    """The body of a card in which a dataset, an evaluation and the run have a name."""
+    data = {"datasets": [{"path": "p", "name": name}, {"hf_name": "a/b"}]}
+    logged = Logged({}, {"eval/loss": 1.0, f"eval/{name}/loss": 2.0}, 5)
+    text = model_card(name, tiny_config(data=data), None, 1, "llama", logged, has_tokenizer=False)
+    return text.split("---\n", 2)[2]
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=ascii)
+def test_text_of_a_config_stays_text(name):
+    """In a heading, a list and a table, as CommonMark and GitHub's tables have them."""
+    parse = pytest.importorskip("markdown_it").MarkdownIt("commonmark").enable("table").parse
+    plain, tokens = parse(named("web")), parse(named(name))
+    assert [token.type for token in tokens] == [token.type for token in plain]
+    inline = [token.children for token in tokens if token.type == "inline"]
+    assert {child.type for children in inline for child in children} <= {"text", "text_special"}
+    shown = " ".join("".join(c if c.isprintable() else " " for c in name).split())
+    texts = ["".join(child.content for child in children) for children in inline]
+    assert texts.count(shown) == 2
+    assert f"{shown}, weight 0.5" in texts
 
 
 def test_only_a_tokenizer_that_is_there_is_loaded():
