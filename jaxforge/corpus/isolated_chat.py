@@ -45,7 +45,7 @@ class IsolatedTemplate:
         UserError: it is no Jinja template, or compiling it exceeds the limits.
     """
 
-    def __init__(self, settings: Mapping[str, str], seconds: float = 3.0) -> None:
+    def __init__(self, settings: Mapping[str, str], seconds: float = 2.0) -> None:
         self._settings, self._seconds, self._lock = dict(settings), seconds, threading.Lock()
         self._start()
 
@@ -61,7 +61,7 @@ class IsolatedTemplate:
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path},
         )
-        weakref.finalize(self, _stop, self._child)
+        weakref.finalize(self, _stop, self._child, self._pid)
         self._ask((self._settings,))
 
     def render(
@@ -114,8 +114,10 @@ def _package_parent() -> str:
     return str(Path(__file__).parents[2])
 
 
-def _stop(child: subprocess.Popen[bytes]) -> None:
-    """End a child; it ends by itself when its standard input does."""
+def _stop(child: subprocess.Popen[bytes], parent: int) -> None:
+    """End the child of a process; it ends by itself when its standard input does."""
+    if os.getpid() != parent:  # in a fork
+        return
     child.kill()
     for pipe in (child.stdin, child.stdout):
         if pipe:
