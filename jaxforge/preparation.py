@@ -73,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
                 destination,
                 tokenizer_name=args.tokenizer,
                 workers=args.workers,
+                isolate=True,
                 show=show,
             )
         size = _write_config(destination.out, args.output, machine)

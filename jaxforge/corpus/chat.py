@@ -72,6 +72,11 @@ class ChatTemplate:
             raise UserError(
                 f"the tokenizer's chat template, line {error.lineno}: {error.message}"
             ) from error
+        except Exception as error:  # of Python, which compiles what Jinja makes of it
+            raise UserError(
+                f"the tokenizer's chat template cannot be compiled ({_in_words(error)}): correct "
+                "it, or use another"
+            ) from error
 
     def render(
         self,
@@ -126,9 +131,14 @@ class ChatTemplate:
             return self._template.render(
                 {**self._tokens, **variables, **options, "messages": list(messages)}
             )
-        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError,
-                TypeError, ValueError) as error:  # fmt: skip
-            raise ValueError(f"the chat template cannot write it: {error}") from error
+        except Exception as error:  # a template is a program, and may raise anything
+            raise ValueError(f"the chat template cannot write it: {_in_words(error)}") from error
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return "it takes too much memory"
+    return str(error) or type(error).__name__
 
 
 def _unmark(text: str) -> tuple[str, list[Span]]:

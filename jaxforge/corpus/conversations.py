@@ -50,9 +50,9 @@ class Conversations:
         self.identity = ("conversations", fingerprint(tokenizer))
         if tokenizer.chat:
             library("jinja2", "a chat template")
-            from jaxforge.corpus.chat import ChatTemplate
+            from jaxforge.corpus.isolated_chat import IsolatedTemplate
 
-            self._template = ChatTemplate(tokenizer.chat)
+            self._template = IsolatedTemplate(tokenizer.chat)
 
     def columns(self, there: Sequence[str] | None, where: str) -> list[str]:
         """The columns of a table that are read; all where they are not known yet.

@@ -9,19 +9,16 @@ however often the work was interrupted.
 """
 
 import os
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from concurrent.futures import Future
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -31,6 +28,7 @@ from jaxforge.corpus.conversations import encode_conversations
 from jaxforge.corpus.documents import Piece, Place, pieces
 from jaxforge.corpus.records import Input
 from jaxforge.corpus.tokenizer import Tokenizer, load_tokenizer, with_prefix
+from jaxforge.corpus.workers import Text, Tokens, Workers, serve
 from jaxforge.corpus.writer import ShardWriter
 from jaxforge.errors import UserError
 
@@ -120,10 +118,6 @@ class Corpus:
         return sum(split.size for split in self.splits.values())
 
 
-Text = tuple[str, str, bool, bool]
-"""Split and text of a piece, and whether it begins and ends its document."""
-
-
 @dataclass(frozen=True)
 class Batch:
     """Consecutive pieces, which a tokenizer gets together."""
@@ -144,6 +138,7 @@ def ingest(
     *,
     tokenizer_name: str,
     workers: int = 1,
+    isolate: bool = False,
     show: Callable[[Corpus], None] = lambda _: None,
 ) -> Corpus:
     """Writes `train/`, and `validation/` if a part is held out, from where the journal ends.
@@ -155,6 +150,7 @@ def ingest(
         destination: where to.
         tokenizer_name: for the manifest.
         workers: processes that encode; 1 encodes in this one.
+        isolate: encode in other processes at any rate, if the tokenizer is risky.
         show: called after each batch.
 
     Raises:
@@ -177,7 +173,8 @@ def ingest(
         )
         committed = time.monotonic()
         directory = destination.out / "tokenizer"
-        encoded = _encoded(read, tokenizer, directory, options, workers)
+        isolate = isolate and tokenizer.is_risky
+        encoded = _encoded(read, tokenizer, directory, options, workers, isolate=isolate)
         for batch, tokens in stack.enter_context(closing(encoded)):
             if options.validation_tokens:
                 tokens = _hold_out(corpus, batch, tokens, options, tokenizer)
@@ -266,20 +263,23 @@ def batches(pieces: Iterable[Piece]) -> Iterator[Batch]:
         yield Batch(batch)
 
 
-Tokens = dict[str, Int[np.ndarray, "_"]]
-"""The tokens of a batch by split: documents after BOS, if any, and before EOS; or entries."""
-
-
 def _encoded(
-    batches: Iterator[Batch], tokenizer: Tokenizer, directory: Path, options: Options, workers: int
+    batches: Iterator[Batch],
+    tokenizer: Tokenizer,
+    directory: Path,
+    options: Options,
+    workers: int,
+    *,
+    isolate: bool,
 ) -> Generator[tuple[Batch, Tokens]]:
     """Batches with their tokens, in order."""
     first = list(islice(batches, 2))
-    if workers == 1 or len(first) < 2:
+    if not isolate and (workers == 1 or len(first) < 2):
         for batch in chain(first, batches):
             yield batch, _encode(tokenizer, batch.texts, options)
         return
-    with _Workers(workers, directory, options) as pool:
+    n = workers if len(first) > 1 else 1
+    with Workers(n, _work, directory, options, isolate) as pool:
         waiting: deque[tuple[Batch, Future[Tokens]]] = deque()
         for batch in chain(first, batches):
             waiting.append((batch, pool.submit(batch.texts)))
@@ -290,61 +290,13 @@ def _encoded(
             yield batch, future.result()
 
 
-class _Workers:
-    """Processes that encode, each with a pipe and a thread of its own.
-
-    `concurrent.futures` has its processes share a pipe for results, and waits for ever if one is
-    killed while it writes there (seen with Python 3.11). Here both sides see the end of their pipe:
-    when a worker dies, and when this process does.
-    """
-
-    def __init__(self, n: int, directory: Path, options: Options) -> None:
-        context = get_context("spawn")  # a fork would take threads' locks along
-        self._idle: SimpleQueue[Connection] = SimpleQueue()
-        self._processes, self._threads = [], ThreadPoolExecutor(n)
-        for _ in range(n):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, directory, options), daemon=True)
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._idle.put(ours)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.terminate()
-        self._threads.shutdown(cancel_futures=True)
-
-    def submit(self, texts: Sequence[Text]) -> Future[Tokens]:
-        """Has a worker `encode`."""
-        return self._threads.submit(self._encode, texts)
-
-    def _encode(self, texts: Sequence[Text]) -> Tokens:
-        worker = self._idle.get()
-        try:
-            worker.send(texts)
-            tokens: Tokens = worker.recv()
-        except (EOFError, OSError) as error:  # OSError: the end came within a message
-            raise UserError(
-                "a worker process ended early; if it left no message, it was killed, perhaps for "
-                "want of memory: try fewer --workers"
-            ) from error
-        finally:
-            self._idle.put(worker)
-        return tokens
-
-
-def _work(connection: Connection, directory: Path, options: Options) -> None:
-    """A worker: encodes what arrives until the other side is gone."""
+def _work(connection: Connection, directory: Path, options: Options, is_silent: bool) -> None:
+    """A worker; if `is_silent`, Rust's words on its panics are not shown."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
-    tokenizer = load_tokenizer(directory)
-    with suppress(EOFError, ConnectionError):
-        while True:
-            connection.send(_encode(tokenizer, connection.recv(), options))
+    if is_silent:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    tokenizer = load_tokenizer(directory, is_checked=True)
+    serve(connection, lambda texts: _encode(tokenizer, texts, options))
 
 
 def _encode(tokenizer: Tokenizer, texts: Sequence[Text], options: Options) -> Tokens:

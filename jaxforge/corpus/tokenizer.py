@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from jaxtyping import Int
 
 from jaxforge import storage
 from jaxforge.config.data import DataConfig
+from jaxforge.corpus.untrusted_tokenizer import check_ids, check_loads, is_risky, panics_as
 from jaxforge.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -69,6 +71,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def is_risky(self) -> bool:
+        """Whether encoding may panic or go on for ever: large texts belong into other processes."""
+        ...
+
+    @property
     def chat(self) -> Mapping[str, str]:
         """`chat_template`, and special tokens by name (`bos_token`); empty without a template."""
         ...
@@ -119,6 +126,7 @@ class ByteTokenizer:
     eos_ids = (eos_id,)
     bos_id = None
     prefix: tuple[int, ...] = ()
+    is_risky = False
     fingerprint = hashlib.sha256(_BYTE_FILE).hexdigest()
     chat: Mapping[str, str] = MappingProxyType({})
 
@@ -171,6 +179,7 @@ class HFTokenizer:
         bos: the token that texts begin with elsewhere.
         eos_ids: ids at which generation ends, besides that of `eos`.
         add_bos: put `bos` before texts where the file's post-processor does not.
+        is_checked: the file has been loaded before, so that no child needs to try.
 
     Raises:
         ValueError: `file` is not a tokenizer, or does not know `eos`.
@@ -185,16 +194,19 @@ class HFTokenizer:
         eos_ids: Sequence[int] = (),
         *,
         add_bos: bool = False,
+        is_checked: bool = False,
     ) -> None:
         self._file, self.chat = file, chat or {}
-        try:
+        if not is_checked:
+            check_loads(file)
+        with panics_as(ValueError, "not a tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(file)
-        except Exception as error:  # the bindings raise nothing narrower
-            raise ValueError(f"not a tokenizer.json ({error})") from error
         # Some files carry the cuts and the filling of the run that made them.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.vocab_size: int = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+        ids = self._tokenizer.get_vocab().values()
+        self.vocab_size: int = 1 + max(ids, default=-1)
+        check_ids(self.vocab_size - 1, len(ids))
         self.eos_id = self._tokenizer.token_to_id(eos) if isinstance(eos, str) else eos
         if eos is not None and (self.eos_id is None or not 0 <= self.eos_id < self.vocab_size):
             raise ValueError(f"its vocabulary has no EOS {eos!r}")
@@ -206,6 +218,7 @@ class HFTokenizer:
         if self._adds_bos:
             self._add_bos_before_texts()
             self.prefix = self._added_before_texts()
+        self.is_risky = is_risky(file)
         # Of the file and not of the library's rewriting of it, which changes with its version.
         self.fingerprint = hashlib.sha256(file).hexdigest()
 
@@ -215,7 +228,8 @@ class HFTokenizer:
             return ()
         # A text is needed that has a token: one that the vocabulary lacks may have none.
         for text in ("a", *itertools.islice(self._tokenizer.get_vocab(), _TRIED_TOKENS)):
-            encoding = self._tokenizer.encode(text)
+            with _encoding():
+                encoding = self._tokenizer.encode(text)
             if 0 in encoding.special_tokens_mask:
                 return tuple(encoding.ids[: encoding.special_tokens_mask.index(0)])
         return ()
@@ -233,18 +247,21 @@ class HFTokenizer:
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
         """Ids of `text`, with `special_tokens` those that the file's post-processor adds, too."""
-        return self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
+        with _encoding():
+            return self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, on all cores."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _encoding():
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def encode_with_places(
         self, texts: Sequence[str]
     ) -> list[tuple[list[int], Int[np.ndarray, "n 2"]]]:
         """`encode` of each text, on all cores, and where in it each id stands."""
-        encodings = self._whole.encode_batch(list(texts), add_special_tokens=False)
+        with _encoding():
+            encodings = self._whole.encode_batch(list(texts), add_special_tokens=False)
         return [(e.ids, np.array(e.offsets, np.int64).reshape(-1, 2)) for e in encodings]
 
     @functools.cached_property
@@ -256,7 +273,8 @@ class HFTokenizer:
 
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         """Text of `ids`, without special tokens, or with them as they are spelled."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=not special_tokens)
+        with _encoding():
+            return self._tokenizer.decode(list(ids), skip_special_tokens=not special_tokens)
 
     def byte_lengths(self) -> Int[np.ndarray, "v"] | None:
         """Bytes of each id, where a byte-level decoder turns tokens into text; else None.
@@ -311,6 +329,11 @@ class HFTokenizer:
         return None if i is None else self._tokenizer.id_to_token(i)
 
 
+def _encoding() -> AbstractContextManager[None]:
+    advice = "correct its tokenizer.json, or use another"
+    return panics_as(UserError, "the tokenizer fails on a text", advice)
+
+
 def with_prefix(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
     """Return the ids of a text after `Tokenizer.prefix`, unless they begin with it already."""
     prefix = list(tokenizer.prefix)
@@ -362,7 +385,7 @@ def tokenizer_of(config: DataConfig) -> str | Path | None:
     return next((directory for directory in beside if directory.is_dir()), None)
 
 
-def load_tokenizer(spec: str | Path) -> Tokenizer:
+def load_tokenizer(spec: str | Path, *, is_checked: bool = False) -> Tokenizer:
     """Loads a tokenizer of this machine or of the Hugging Face Hub.
 
     Args:
@@ -373,6 +396,7 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
             else config.json. BOS is put before texts by the post-processor of `tokenizer.json` or
             "add_bos_token" of tokenizer_config.json. The chat template is chat_template.jinja, or
             what the first of them says.
+        is_checked: as of `HFTokenizer`.
 
     Raises:
         UserError: there is no such file or model, or it is not a tokenizer.
@@ -392,8 +416,8 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     try:
         eos, bos = _eos_beside(path.parent), _token_beside(path.parent, "bos_token")
         add_bos = _json(path.parent / _NEIGHBOURS[0]).get(_ADD_BOS) is True
-        eos_ids = _eos_ids_beside(path.parent)
-        return HFTokenizer(file, eos, _chat_beside(path.parent), bos, eos_ids, add_bos=add_bos)
+        eos_ids, chat = _eos_ids_beside(path.parent), _chat_beside(path.parent)
+        return HFTokenizer(file, eos, chat, bos, eos_ids, add_bos=add_bos, is_checked=is_checked)
     except ValueError as error:
         raise UserError(f"cannot use {path}: {error}") from error
 
@@ -463,7 +487,14 @@ def _chat_beside(directory: Path) -> dict[str, str]:
     settings = _json(directory / _NEIGHBOURS[1]) | _json(directory / _NEIGHBOURS[0])
     template = settings.get("chat_template")
     if isinstance(template, list):  # several, each with a name
-        template = {one["name"]: one["template"] for one in template}.get("default")
+        if not all(isinstance(named, dict) and named.get("name") for named in template):
+            raise UserError(
+                f"cannot use {directory}: chat_template of {_NEIGHBOURS[0]} must be a text, or a "
+                'list of objects with "name" and "template"'
+            )
+        template = {str(named["name"]): named.get("template") for named in template}
+    if isinstance(template, dict):
+        template = template.get("default")
     if (directory / _TEMPLATE).exists():
         template = (directory / _TEMPLATE).read_text("utf-8")
     if not isinstance(template, str):
@@ -480,6 +511,6 @@ def _json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
     return value if isinstance(value, dict) else {}

@@ -43,10 +43,11 @@ from jaxforge.config.data import Overlong
 from jaxforge.corpus.conversations import Conversations, encode_conversations
 from jaxforge.corpus.documents import Place, pieces
 from jaxforge.corpus.entries import FIRST, ID
-from jaxforge.corpus.ingest import Text, batches, encode
+from jaxforge.corpus.ingest import batches, encode
 from jaxforge.corpus.inputs import HuggingFace
 from jaxforge.corpus.records import Content
 from jaxforge.corpus.tokenizer import Tokenizer, identity
+from jaxforge.corpus.workers import Text
 from jaxforge.data.packing import Packed, fill_window
 from jaxforge.errors import UserError
 

@@ -20,7 +20,7 @@ from jaxforge.errors import UserError
 from jaxforge.model.decoding import Decoder
 
 if TYPE_CHECKING:
-    from jaxforge.corpus.chat import ChatTemplate
+    from jaxforge.corpus.isolated_chat import IsolatedTemplate
 
 _HELP = "/reset forgets what was said, /quit or Ctrl-D ends, Ctrl-C stops an answer"
 _CHAT, _TEXT = "a chat", "the tokenizer has no chat template: the model goes on with your text"
@@ -128,13 +128,13 @@ class Dialogue:
         return text.partition(_ANSWER)[2].strip()
 
 
-def _template(tokenizer: Tokenizer) -> "ChatTemplate | None":
+def _template(tokenizer: Tokenizer) -> "IsolatedTemplate | None":
     if not tokenizer.chat:
         return None
     library("jinja2", "a chat template")
-    from jaxforge.corpus.chat import ChatTemplate
+    from jaxforge.corpus.isolated_chat import IsolatedTemplate
 
-    return ChatTemplate(tokenizer.chat)
+    return IsolatedTemplate(tokenizer.chat)
 
 
 def _messages(turn: _Turn) -> Iterator[dict[str, str]]:

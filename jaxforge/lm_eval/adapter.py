@@ -13,8 +13,9 @@ all answers. To lm_eval they are one (rank 0 of 1), so that it does not share ou
 them, as it does among data-parallel processes.
 """
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -33,6 +34,9 @@ from jaxforge.errors import UserError
 from jaxforge.model.decoding import Decoder, padded_batch
 from jaxforge.model.likelihood import Continuation, Likelihood, Scorer
 from jaxforge.model.sampling import Sampling
+
+if TYPE_CHECKING:
+    from jaxforge.corpus.isolated_chat import IsolatedTemplate
 
 _SAMPLING = ("temperature", "top_k", "top_p")
 
@@ -225,15 +229,19 @@ class JaxforgeLM(TemplateLM):
         Raises:
             UserError: it has none, or cannot write this conversation.
         """
-        from jaxforge.corpus.chat import ChatTemplate
+        options = {"add_generation_prompt": add_generation_prompt}
+        try:
+            return self._template.render(chat_history, options=options)[0]
+        except ValueError as error:
+            raise UserError(f"the tokenizer's chat template: {error}") from error
+
+    @functools.cached_property
+    def _template(self) -> "IsolatedTemplate":
+        from jaxforge.corpus.isolated_chat import IsolatedTemplate
 
         if not self._text.chat:
             raise UserError("the run's tokenizer has no chat template: leave --apply_chat_template")
-        options = {"add_generation_prompt": add_generation_prompt}
-        try:
-            return ChatTemplate(self._text.chat).render(chat_history, options=options)[0]
-        except ValueError as error:
-            raise UserError(f"the tokenizer's chat template: {error}") from error
+        return IsolatedTemplate(self._text.chat)
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm_eval keeps with its results."""

@@ -1,0 +1,155 @@
+"""Tokenizer files of strangers, which panic, abort, or take memory and time without end."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from jaxforge import prepare
+from jaxforge.corpus import untrusted_tokenizer
+from jaxforge.corpus.tokenizer import HFTokenizer, load_tokenizer, train_bpe
+from jaxforge.corpus.untrusted_tokenizer import is_risky
+from jaxforge.errors import UserError
+
+CORPUS = ["the cat sat on the mat\n"] * 5
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return json.loads(train_bpe(CORPUS, 280)._file)
+
+
+def save(directory, document, **neighbours):
+    directory.mkdir(exist_ok=True)
+    (directory / "tokenizer.json").write_text(json.dumps(document))
+    settings = {"tokenizer_config": {"eos_token": "<|endoftext|>"}, **neighbours}
+    for name, value in settings.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        (directory / f"{name}.json").write_text(text)
+    return directory
+
+
+def pattern(regex):
+    split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    return {"pre_tokenizer": split}
+
+
+def precompiled(charsmap):
+    return {"normalizer": {"type": "Precompiled", "precompiled_charsmap": charsmap}}
+
+
+DO_NOT_LOAD = {
+    "panics": (precompiled("AAAA"), r"not a tokenizer\.json \(.*charsmap"),
+    "aborts": (precompiled("/////w=="), r"not a tokenizer\.json \(memory allocation"),
+    "pattern": (pattern("(a"), r"not a tokenizer\.json \("),
+}
+
+
+@pytest.mark.parametrize("name", DO_NOT_LOAD)
+def test_files_that_cannot_be_loaded_are_refused(tmp_path, plain, capfd, name):
+    change, message = DO_NOT_LOAD[name]
+    with pytest.raises(UserError, match=rf"cannot use .*tokenizer\.json: {message}"):
+        load_tokenizer(save(tmp_path / "t", plain | change))
+    assert capfd.readouterr().err == ""
+
+
+def test_sparse_ids_are_refused(tmp_path, plain):
+    model = plain["model"]
+    for largest, is_refused in ((10**9, True), (1 << 20, True), ((1 << 20) - 1, False)):
+        vocab = {**model["vocab"], "cat": largest}
+        path = save(tmp_path / "t", plain | {"model": {**model, "vocab": vocab, "merges": []}})
+        if is_refused:
+            with pytest.raises(UserError, match=f"tokens, and one of them the id {largest:,}"):
+                load_tokenizer(path)
+        else:
+            assert load_tokenizer(path).vocab_size == largest + 1
+
+
+NESTED = "[" * 10_000 + "]" * 10_000
+
+
+@pytest.mark.parametrize(
+    ("neighbours", "message"),
+    [
+        ({"special_tokens_map": NESTED}, r"special_tokens_map\.json: maximum recursion"),
+        ({"tokenizer_config": NESTED}, r"tokenizer_config\.json: maximum recursion"),
+        ({"tokenizer_config": {"chat_template": [1]}}, "chat_template .*must be a text, or a list"),
+        (
+            {"tokenizer_config": {"chat_template": [{}]}},
+            "chat_template .*must be a text, or a list",
+        ),
+    ],
+)
+def test_files_beside_it_are_named(tmp_path, plain, neighbours, message):
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(save(tmp_path / "t", plain, **neighbours))
+
+
+def test_templates_by_name_are_read(tmp_path, plain):
+    settings = {"chat_template": {"default": "a", "tools": "b"}, "eos_token": "<|endoftext|>"}
+    tokenizer = load_tokenizer(save(tmp_path / "t", plain, tokenizer_config=settings))
+    assert tokenizer.chat["chat_template"] == "a"
+
+
+def test_which_files_a_child_tries(plain):
+    for change in (pattern(" "), precompiled("AAAA")):
+        assert is_risky(json.dumps(plain | change).encode())
+    assert is_risky(rb'{"type": "Pre\u0063ompiled"}')
+    assert not is_risky(json.dumps(plain).encode())
+    assert not is_risky(rb'{"vocab": {"\\u00": 1}}')  # a backslash, as code has it
+
+
+def test_a_file_is_tried_once(plain, monkeypatch):
+    file = json.dumps(plain | pattern("t")).encode()
+    assert HFTokenizer(file, None).encode("the") == HFTokenizer(file, None).encode("the")
+    monkeypatch.setattr(untrusted_tokenizer.subprocess, "run", None)
+    HFTokenizer(file, None)
+    HFTokenizer(json.dumps(plain | pattern("u")).encode(), None, is_checked=True)
+
+
+def run(tmp_path, text, tokenizer):
+    (tmp_path / "a.txt").write_text(text)
+    command = [tmp_path / "a.txt", "--output", tmp_path / "out", "--tokenizer", tokenizer]
+    return prepare.main([*map(str, command), "--workers", "1"])
+
+
+def test_texts_that_a_tokenizer_cannot_encode_are_refused(tmp_path, plain, capfd):
+    unknown = {"type": "WordLevel", "unk_token": "no", "vocab": {"a": 0, "<|endoftext|>": 1}}
+    tokenizer = save(tmp_path / "t", plain | {"model": unknown, "added_tokens": []})
+    with pytest.raises(UserError, match=r"fails on a text \(WordLevel error: Missing .*: correct"):
+        run(tmp_path, "b", tokenizer)
+    panics = save(tmp_path / "u", plain | pattern("(a+)+$"))
+    with pytest.raises(UserError, match=r"fails on a text \(Onig: .*retry-limit.*: correct"):
+        run(tmp_path, "a" * 3000 + "b", panics)
+    assert "panicked" not in capfd.readouterr().err
+
+
+def test_patterns_in_use_encode_in_a_process_of_their_own(tmp_path, plain):
+    tokenizer = save(tmp_path / "t", plain | pattern("[a-z]+"))
+    run(tmp_path, "the cat\n", tokenizer)
+    assert load_tokenizer(tmp_path / "out" / "tokenizer").is_risky
+
+
+SLOW = """
+from jaxforge.corpus import workers
+def endless(texts):
+    while True:
+        pass
+def work(connection):
+    workers.serve(connection, endless)
+if __name__ == "__main__":
+    try:
+        with workers.Workers(1, work) as pool:
+            pool.submit([("train", "text", True, True)]).result()
+    except workers.UserError as error:
+        print(error)
+"""
+
+
+@pytest.mark.processes
+def test_encoding_without_end_ends(tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    command = [sys.executable, tmp_path / "slow.py"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "the tokenizer takes more than ten times as long" in ran.stdout
