@@ -249,6 +249,62 @@ def test_a_file_of_another_make_is_refused(tmp_path, about, files, message):
         archive.read(tmp_path / "x.zip")
 
 
+def _rewritten(file, capsule, about=(), **files):
+    """A capsule with other ingredients and files, whose hashes are right."""
+    names = {"curve": "curve.jsonl", "config": "config.toml"}
+    changed = {**capsule.files, **{names.get(name, name): text for name, text in files.items()}}
+    kept = {name: text for name, text in changed.items() if text is not None}
+    archive.write(file, archive.Capsule({**capsule.about, **dict(about)}, kept))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"curve": None}, "it has no curve.jsonl"),
+        ({"config": None}, "it has no config.toml"),
+        ({"curve": ""}, "curve.jsonl has no step"),
+        ({"curve": "[1]\n"}, "curve.jsonl:1: not a JSON object"),
+        ({"curve": "[" * 3000 + "\n"}, "curve.jsonl:1: not a JSON object"),
+        ({"curve": '{"step": "x"}\n'}, "curve.jsonl:1: step is not the number of a step"),
+        ({"curve": '{"step": 1}\n'}, "curve.jsonl:1: no loss or gradient norm"),
+        ({"curve": '{"step": 1, "train/loss": "x"}\n'}, "curve.jsonl:1: train/loss is not a numb"),
+        ({"configs/from_step_" + "9" * 5000 + ".toml": "x"}, "no capsule, or torn .it has"),
+        ({"about": {"mesh": []}}, "capsule.json has no table mesh"),
+        ({"about": {"packages": None}}, "capsule.json has no table packages"),
+        ({"about": {"mesh": {"tp": "2"}}}, "mesh of capsule.json is not a size for each axis"),
+        ({"about": {"mesh": {"x": 2}}}, "mesh of capsule.json is not a size for each axis"),
+        ({"about": {"programs": {"1": []}}}, "a program of capsule.json is no table"),
+    ],
+)
+def test_what_no_run_makes_is_refused_in_one_message(capsule, tmp_path, changes, message):
+    file = _rewritten(tmp_path / "x.zip", capsule, **changes)
+    with pytest.raises(UserError, match=message) as caught:
+        archive.read(file)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_small_file_does_not_become_a_large_one(capsule, tmp_path, monkeypatch):
+    """By what entries declare, and where that is a lie, by what is read."""
+    file = tmp_path / "x.zip"
+    large = {"curve.jsonl": " " * (8 << 20)}
+    _rewritten(file, capsule, **large)
+    with pytest.raises(UserError, match=r"bytes would become 8,"):
+        archive.read(file)
+    content = file.read_bytes()
+    assert content.count((8 << 20).to_bytes(4, "little")) == 2  # in its header and in the index
+    file.write_bytes(content.replace((8 << 20).to_bytes(4, "little"), (100).to_bytes(4, "little")))
+    reads = []
+    monkeypatch.setattr(
+        zipfile.ZipExtFile,
+        "read",
+        lambda self, n=-1, read=zipfile.ZipExtFile.read: reads.append(n) or read(self, n),
+    )
+    with pytest.raises(UserError, match=r"no capsule, or torn .*CRC"):
+        archive.read(file)
+    assert reads[-1] == 101
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -13,8 +13,8 @@ _TOKEN = re.compile(
     r'''
       (?P<string> """ (?: \\. | [^\\] )*? "{3,5}    # multi-line; may end on two quotes of its own
                 | \'\'\' .*? \'{3,5}
-                | " (?: \\. | [^"\\\n] )* "
-                | ' [^'\n]* ' )
+                | " (?!"") (?: \\. | [^"\\\n] )* "
+                | ' (?!\'\') [^'\n]* ' )
     | (?P<torn> ["'] )                            # of a string without an end
     | (?P<comment> \# [^\n]* )
     | (?P<newline> \n )

@@ -1,0 +1,64 @@
+"""Configs of strangers cost little: what no config has is refused before it is parsed."""
+
+import pytest
+
+from jaxforge.config.reading import toml
+from jaxforge.config.reading.load import load_config
+from jaxforge.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a" + ".a" * 20_000 + " = 1", ":1: names or brackets in each other, more than 32 deep"),
+        ("[a" + ' . "a"' * 20_000 + "]", ":1: names or brackets in each other, more than 32 deep"),
+        ("\nx = " + "[" * 3000 + "]" * 3000, ":2: names or brackets in each other"),
+        ("x = " + "{a = " * 40 + "1" + "}" * 40, ":1: names or brackets in each other"),
+        ("\n\nx = " + "9" * 5000, ":3: a number or key of 5,000 characters, at most 100 are read"),
+        ("x" * 5000 + " = 1", ":1: a number or key of 5,000 characters"),
+        ("[[a]]\n" * 100_000, ":10001: more than 10,000 lines or 200,000 names and values"),
+        ("x = [" + "1," * 150_000 + "]", ":1: more than 10,000 lines or 200,000 names and values"),
+        ("# " + "x" * (1 << 20), ": 1,048,578 characters; a config has at most 1,048,576"),
+        ("x = 1\ny = 2024-13-45", ":2:9: not valid TOML"),
+    ],
+)
+def test_what_no_config_has_is_refused(tmp_path, text, message):
+    (tmp_path / "x.toml").write_text(text)
+    with pytest.raises(UserError) as caught:
+        load_config(tmp_path / "x.toml")
+    assert str(caught.value).startswith(f"{tmp_path / 'x.toml'}{message}")
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("text", ['\\"""x"', '"\\"', "'''x'", '"""\\""'])
+def test_strings_without_an_end_are_looked_for_once(text):
+    """Else each of a hundred thousand quotes would be followed to the end of the file."""
+    with pytest.raises(UserError, match="not valid TOML|more than 10,000 lines"):
+        toml.parse(text * 100_000, "x.toml")
+
+
+def test_strings_and_comments_may_hold_anything():
+    dots, brackets = "." * 1000, "[" * 1000
+    text = f'# {brackets}\n[a.b]\nx = "{dots}"\ny = """{brackets}\n\\""" """\nz = [0.1, [0.25]]\n'
+    inner = {"x": dots, "y": f'{brackets}\n""" ', "z": [0.1, [0.25]]}
+    assert toml.parse(text, "x.toml") == {"a": {"b": inner}}
+
+
+def test_of_many_problems_the_first_are_told():
+    text = "\n".join(f"k{i} = 1" for i in range(9000))
+    with pytest.raises(UserError) as caught:
+        _load(text)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 101
+    assert lines[0].startswith("x.toml:2: unknown key model.k0")
+    assert lines[99].startswith("x.toml:101: unknown key model.k99")
+    assert lines[100] == "and 8,900 more problems"
+
+
+def _load(text):
+    from jaxforge.config.reading.explain import Sources
+    from jaxforge.config.reading.lines import key_lines
+    from jaxforge.config.reading.unresolved import UnresolvedConfig
+
+    text = f"[model]\n{text}\n"
+    return UnresolvedConfig(toml.parse(text, "x.toml"), Sources("x.toml", key_lines(text), []))
