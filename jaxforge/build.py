@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxforge import mirror, run_directory, starts
+from jaxforge.checkpoint import paths
 from jaxforge.checkpoint.local import open_local
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import Saved, Source, start_from, starting_state
@@ -76,6 +77,7 @@ def build_trainer(
     directory says of its run is written once nothing can refuse the start any more.
     """
     check_libraries(config.metrics)
+    config = skipping_experts_as_started(config)
     named = [named_hook(path) for path in config.plugins.hooks]
     profiler = Profiler(config.profiling, mirror.files(config.checkpoint.dir))
     flags = compilation.accepted_flags(config)
@@ -164,6 +166,39 @@ def _open_run_directory(config: JobConfig, model: Model) -> Checkpoints:
 
 def _stacks(config: JobConfig) -> Path:
     return mirror.files(config.checkpoint.dir) / "logs" / f"stacks_{jax.process_index()}.txt"
+
+
+def skipping_experts_as_started(config: JobConfig) -> JobConfig:
+    """Return the config with `optimizer.skip_idle_experts` as the run began, unless it is set.
+
+    That is as its checkpoints have it, or else what it starts from: a run of KempnerForge may have
+    skipped experts without tokens, and so its continuation does.
+
+    Raises:
+        UserError: what the run starts from is damaged, or of another model.
+    """
+    section = config.checkpoint
+    if not config.model.is_moe or config.optimizer.skip_idle_experts is not None:
+        return config
+    own = (section.dir, section.non_persistent_dir)
+    start = next((place for place in own if place and paths.has_run(place)), None)
+    if start is None and "optimizer" not in section.exclude_from_loading:
+        start = section.load_path
+    if start is None:
+        return config
+    if paths.has_run(start):
+        skips = (paths.stored_config(start).get("optimizer") or {}).get("skip_idle_experts")
+    else:
+        from torch_compat import restore  # only for runs that start from PyTorch
+
+        skips = restore.counts_experts(start, config)
+    if not skips:
+        return config
+    log.info(
+        "optimizer.skip_idle_experts is set to true, as in %s: an update skips experts without "
+        "tokens", start,
+    )  # fmt: skip
+    return config.skipping_idle_experts()
 
 
 def open_foreign(path: str, config: JobConfig) -> Source:

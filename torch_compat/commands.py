@@ -104,6 +104,8 @@ class Import:
             )
         files = files_of(self.source)
         checkpoint = self.source.read(config, self.options)
+        if checkpoint.counts_experts:
+            config = config.skipping_idle_experts()
         checkpoint = dataclasses.replace(checkpoint, params=cast(checkpoint.params, self.dtype))
         if checkpoint.progress is None:
             checkpoint = dataclasses.replace(checkpoint, progress=Progress())

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxforge.errors import UserError
-from torch_compat import numbered_state, optimizer_state, train_state, untrained
+from torch_compat import expert_counts, numbered_state, optimizer_state, train_state, untrained
 from torch_compat.dcp_reader import Dcp
 from torch_compat.dcp_writer import Entry
 from torch_compat.lazy import LazyTensor, number, of_array, zeros
@@ -138,10 +138,20 @@ def read(dcp: Dcp, target: AbstractTarget, options: Options) -> CheckpointState:
         keys = keys._replace(state=numbered_state.by_name(keys.state, of_model, dcp))
     states, more = untrained.of_trained(keys.state, target, by.dialect)
     notes += more
-    moments, missing = _moments(states, target, by, options.fill_optimizer)
+    counts = _counts(keys, target, str(dcp.directory))
+    settled = expert_counts.settle(states, counts, target, by, where.skips_idle_experts)
+    if settled is not target:
+        target = settled
+        notes.append(expert_counts.NOTE)
+    skips = target.config.skips_idle_experts
+    absent = expert_counts.unreached(states, target, by.dialect) if skips else set()
+    moments, missing = _moments(states, target, by, options.fill_optimizer, absent)
     if missing:
         notes.append(f"{missing} moments are not in the checkpoint and start from zero")
-    scalars, updates = _scalars(keys, target, where, str(dcp.directory))
+    common = expert_counts.without_experts(counts, target, by.dialect)
+    scalars, updates = _scalars(common, target, where, str(dcp.directory))
+    if skips:
+        moments |= _counts_of_experts(counts, scalars, target, by, absent)
     progress, more = train_state.progress_of(where, updates, target.config)
     settings = optimizer_state.settings_of(keys.groups)
     notes += more + optimizer_state.disagreements(settings, target.config)
@@ -194,16 +204,23 @@ def entries(
     fields = {
         kind.fields[field]: dialect.to_theirs(tensors, config)
         for field, tensors in checkpoint.moments.items()
+        if field in kind.fields
     }
     updates = int(checkpoint.scalars["updates"])
+    steps = expert_counts.by_their_keys(checkpoint, "updates", dialect) if kind.counts else {}
+    sums = (
+        expert_counts.by_their_keys(checkpoint, WEIGHT_SUM, dialect)
+        if WEIGHT_SUM in checkpoint.scalars
+        else {}
+    )
     for key in params:
         own: dict[str, Any] = {
             theirs: tensors[key] for theirs, tensors in fields.items() if key in tensors
         }
-        if kind.counts:
-            own = {STEP: of_array(np.asarray(updates, np.float32)), **own}
-        if WEIGHT_SUM in checkpoint.scalars:
-            own[WEIGHT_SUM] = float(checkpoint.scalars[WEIGHT_SUM])
+        if key in steps:
+            own = {STEP: of_array(np.asarray(steps[key], np.float32)), **own}
+        if key in sums:
+            own[WEIGHT_SUM] = sums[key]
         for field, value in own.items():
             add(("optimizer", f"state.{key}.{field}") if flat else
                 ("optimizer", "state", key, field), value)  # fmt: skip
@@ -257,11 +274,18 @@ def titan_notes(target: AbstractTarget) -> list[str]:
 
 
 def _moments(
-    states: Mapping[str, Mapping[str, Any]], target: AbstractTarget, by: Translation, fill: bool
+    states: Mapping[str, Mapping[str, Any]],
+    target: AbstractTarget,
+    by: Translation,
+    fill: bool,
+    never_updated: set[str],
 ) -> tuple[dict[str, dict[str, LazyTensor]], int]:
-    """Our fields, and how many tensors of them had to be made up."""
+    """Our fields, and how many tensors of them had to be made up.
+
+    Moments of parameters that were never updated are zero, and nothing made up.
+    """
     name, kind = target.config.optimizer.name, kind_of(target.config)
-    fields = {ours: kind.fields[ours] for ours in target.moments}
+    fields = {ours: kind.fields[ours] for ours in target.moments if ours in kind.fields}
     present = {field for state in states.values() for field in state} - {STEP, WEIGHT_SUM}
     needed = {field for ours, field in fields.items() if ours in kind.always}
     if not needed <= present <= set(fields.values()):
@@ -279,7 +303,7 @@ def _moments(
         }
         shapes = target.moments[ours]
         there = by.dialect.to_ours(tensors, shapes, by.model).keys()
-        absent = [name for name in shapes if name not in there]
+        absent = [name for name in shapes if name not in there and name not in never_updated]
         if absent and not fill:
             raise UserError(
                 f"{by.where}: {theirs} of {len(absent)} parameters is missing ({some(absent)}), as "
@@ -300,27 +324,33 @@ def _moments(
     return moments, missing
 
 
+def _counts(keys: Keys, target: AbstractTarget, where: str) -> dict[str, float]:
+    """What counts the updates of each parameter: `step`, or a sum of weights."""
+    field = WEIGHT_SUM if WEIGHT_SUM in target.scalars else STEP
+    return {
+        key: _number(value, f"{where}: {field} of {key}")
+        for key, state in keys.state.items()
+        if (value := state.get(field)) is not None
+    }
+
+
 def _scalars(
-    keys: Keys, target: AbstractTarget, where: train_state.TorchTrainState, name: str
+    counts: Mapping[str, float],
+    target: AbstractTarget,
+    where: train_state.TorchTrainState,
+    name: str,
 ) -> tuple[dict[str, np.ndarray], int]:
     """The optimizer's numbers: how many updates it made, and what else it counts."""
-    numbers = {
-        field: {
-            key: _number(value, f"{name}: {field} of {key}")
-            for key, state in keys.state.items()
-            if (value := state.get(field)) is not None
-        }
-        for field in (STEP, WEIGHT_SUM)
-    }
     scalars: dict[str, np.ndarray] = {}
-    updates = optimizer_state.count_updates(numbers[STEP], name)
     if WEIGHT_SUM in target.scalars:
-        sums = set(numbers[WEIGHT_SUM].values())
+        sums = set(counts.values())
         if len(sums) != 1:
             raise UserError(f"{name}: {len(sums)} different sums of weights, where one should be")
         weight_sum = sums.pop()
         scalars[WEIGHT_SUM] = np.asarray(weight_sum, np.float32)
-        updates = optimizer_state.schedule_free_updates(weight_sum, target.config)
+        updates: int | None = optimizer_state.schedule_free_updates(weight_sum, target.config)
+    else:
+        updates = optimizer_state.count_updates(counts, name)
     if updates is None:
         updates = where.updates if where.updates is not None else where.step
     if updates is None:
@@ -329,6 +359,27 @@ def _scalars(
         raise UserError(f"{name}: it says that {updates} updates were made")
     scalars["updates"] = np.asarray(updates, np.int32)
     return scalars, updates
+
+
+def _counts_of_experts(
+    counts: Mapping[str, float],
+    scalars: Mapping[str, np.ndarray],
+    target: AbstractTarget,
+    by: Translation,
+    absent: set[str],
+) -> dict[str, dict[str, LazyTensor]]:
+    """The fields that hold what `_scalars` has, for each expert."""
+    field = WEIGHT_SUM if WEIGHT_SUM in scalars else "updates"
+    own = expert_counts.per_expert(counts, float(scalars[field]), target, by.dialect, absent)
+    steps = own
+    if field == WEIGHT_SUM:
+        steps = {
+            name: optimizer_state.schedule_free_updates(weight_sum, target.config)
+            for name, weight_sum in own.items()
+        }
+    made = {n: optimizer_state.number_of_updates(step, by.where) for n, step in steps.items()}
+    expert_counts.check(made, int(scalars["updates"]), target, by.where)
+    return expert_counts.fields({field: own, "updates": made})
 
 
 def _number(value: Any, what: str) -> float:  # noqa: ANN401 (whatever the file held)

@@ -102,10 +102,22 @@ def count_updates(steps: Mapping[str, float], where: str) -> int | None:
             + ", ".join(f"{name}: {value:g}" for value, name in sorted(first.items()))
             + "); a parameter was frozen or added in the middle, which no single count can say"
         )
+    return number_of_updates(values.pop(), where)
+
+
+def number_of_updates(step: float, where: str) -> int:
+    """Return a parameter's `step` as an integer.
+
+    Raises:
+        UserError: no optimizer can have made so many updates.
+    """
     try:
-        return count(values.pop())
+        updates = count(step)
     except ValueError as error:
         raise UserError(f"{where}: {STEP} of the optimizer is no count ({error})") from error
+    if updates >= 2**31:
+        raise UserError(f"{where}: it says that {updates} updates were made")
+    return updates
 
 
 def schedule_free_updates(weight_sum: float, config: JobConfig) -> int:

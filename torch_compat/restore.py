@@ -110,6 +110,16 @@ def open_foreign(path: str, config: JobConfig) -> Foreign:
     return Foreign(name, checkpoint, Stacking(config.model))
 
 
+def counts_experts(path: str, config: JobConfig) -> bool:
+    """Return whether a run that goes on from a checkpoint skips experts without tokens.
+
+    Raises:
+        UserError: as of `open_foreign`.
+    """
+    found = checkpoints.find(path)
+    return found.format == "dcp" and found.read(config, Options()).counts_experts
+
+
 def _array(tensor: LazyTensor, like: jax.Array) -> jax.Array:
     cast = tensor.cast(np.dtype(like.dtype))
 

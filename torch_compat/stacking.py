@@ -66,6 +66,13 @@ class Stacking:
         """The array that an entry is of."""
         return self._place(entry)[0]
 
+    def expert_of(self, entry: str) -> str | None:
+        """Return the expert of an entry, "layers.3.mlp.experts.5"; None for other entries."""
+        _, place = self._place(entry)
+        if len(place) < len(("row", "expert")):
+            return None
+        return f"{entry.partition(EXPERTS)[0]}{EXPERTS}{place[1]}"
+
     def split(self, name: str, tensor: LazyTensor) -> dict[str, LazyTensor]:
         """The entries of an array.
 

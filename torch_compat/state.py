@@ -15,9 +15,10 @@ import numpy as np
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import MODELS
+from jaxforge.config.optimizer import EXPERT_FIELD
 from jaxforge.state.progress import Progress
 from torch_compat.lazy import LazyTensor
-from torch_compat.optimizer_state import KINDS
+from torch_compat.optimizer_state import KINDS, Kind
 from torch_compat.shapes import Shape, parameters, untrained
 from torch_compat.stacking import Stacking
 
@@ -51,6 +52,11 @@ class CheckpointState:
     dialect: str = "jaxforge"
     notes: tuple[str, ...] = ()
     model_state: Tensors = dataclasses.field(default_factory=dict)
+
+    @property
+    def counts_experts(self) -> bool:
+        """Return whether the optimizer has counted the updates of each expert."""
+        return EXPERT_FIELD + "updates" in (self.moments or {})
 
     @property
     def variables(self) -> Tensors:
@@ -93,8 +99,18 @@ class AbstractTarget:
         """Field of the optimizer's state -> our name -> shape."""
         kind = KINDS.get(self.config.optimizer.name)
         if kind is not None and kind.is_everywhere:
-            return dict.fromkeys(kind.fields, self.params)
+            return {**dict.fromkeys(kind.fields, self.params), **self._counts_of_experts(kind)}
         return self._fields[0]
+
+    def _counts_of_experts(self, kind: Kind) -> Mapping[str, Mapping[str, Shape]]:
+        if not self.config.skips_idle_experts:
+            return {}
+        experts = {name: Shape() for name in self.params if self.stacking.expert_of(name)}
+        return {EXPERT_FIELD + field: experts for field in kind.scalars}
+
+    def skipping_idle_experts(self) -> "AbstractTarget":
+        """Return the state of a run that counts the updates of each expert."""
+        return dataclasses.replace(self, config=self.config.skipping_idle_experts())
 
     @property
     def scalars(self) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from torch_compat.pickles import Call, Global, New
 from torch_compat.torch_zip import Archive
 
 TRAIN_STATE = "train_state.pt"
+SKIPS_IDLE_EXPERTS = "skip_idle_experts"
 EXTRA_STATE = "extra_state/extra_state_rank_0.pt"
 
 
@@ -36,6 +37,7 @@ class TorchTrainState(NamedTuple):
         epoch: passes over the data that are complete.
         batches: batches that each rank has drawn in this epoch.
         ranks: data-parallel ranks.
+        skips_idle_experts: whether an export of ours is of a run that skips experts without tokens.
     """
 
     step: int | None = None
@@ -44,6 +46,7 @@ class TorchTrainState(NamedTuple):
     epoch: int = 0
     batches: int | None = None
     ranks: int | None = None
+    skips_idle_experts: bool | None = None
 
 
 def read_train_state(dcp: Dcp) -> TorchTrainState:
@@ -138,7 +141,10 @@ def to_torch(progress: Progress, updates: int, config: JobConfig, ranks: int) ->
             f"{rows}, those of {ranks} ranks (--ranks)"
         )
     seed = data_seed(config)
+    # KempnerForge passes over what it does not know, and does not write it again.
+    is_moe = config.model.is_moe
     return {
+        **({SKIPS_IDLE_EXPERTS: config.skips_idle_experts} if is_moe else {}),
         "step": progress.step,
         "tokens_seen": progress.tokens,
         "rng": _random_states(config.train.seed),
@@ -195,6 +201,7 @@ def _of_train_state(state: Any, where: str) -> TorchTrainState:  # noqa: ANN401 
             epoch=count(data.get("epoch", 0)),
             batches=_optional(data.get("batches_yielded")),
             ranks=_optional((data.get("sampler") or {}).get("num_replicas")),
+            skips_idle_experts=_flag(state.get(SKIPS_IDLE_EXPERTS)),
         )
         if place.ranks is not None and not 1 <= place.ranks <= limits.WIDTH:
             raise ValueError(f"{place.ranks} ranks")
@@ -233,6 +240,12 @@ def _number(dcp: Dcp, key: str) -> int | None:
 
 def _optional(value: Any) -> int | None:  # noqa: ANN401
     return None if value is None else count(value)
+
+
+def _flag(value: Any) -> bool | None:  # noqa: ANN401
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{SKIPS_IDLE_EXPERTS} is no flag")
+    return value
 
 
 def _epoch_length(config: JobConfig, rows: int, ranks: int) -> int:

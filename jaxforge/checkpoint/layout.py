@@ -5,6 +5,7 @@
     optimizer/updates       updates made
     optimizer/mu, nu/...    moments (`optim`), each a tree like params or a part of it
     optimizer/mu_scales/... and their scales, where they are in eight bits
+    optimizer/expert_updates/... updates of each expert, where idle ones are skipped
     guard/...               counts of bad steps, losses of good ones
     model_state/...         what the model keeps that is not trained, where it keeps any
 
@@ -25,6 +26,7 @@ from jaxtyping import PyTree
 
 from jaxforge.checkpoint.paths import is_of_precision
 from jaxforge.config.model import EXPERTS, LAYERS
+from jaxforge.config.optimizer import EXPERT_FIELD
 from jaxforge.model.transformer import Params, join
 from jaxforge.parallel.sharding import Axes
 from jaxforge.state.guard_state import GuardState
@@ -74,8 +76,11 @@ def of_any_precision(fields: Tree) -> Tree:
 
 def differing_key(one: Iterable[str], other: Iterable[str]) -> str:
     """The key of the config that two optimizer states differ in, by the names of their fields."""
-    is_same = {n.removesuffix("_scales") for n in one} == {n.removesuffix("_scales") for n in other}
-    return "train.opt_state_dtype" if is_same else "optimizer.name"
+    names = [{n.removesuffix("_scales") for n in each} for each in (one, other)]
+    if names[0] == names[1]:
+        return "train.opt_state_dtype"
+    is_per_expert = all(name.startswith(EXPERT_FIELD) for name in names[0] ^ names[1])
+    return "optimizer.skip_idle_experts" if is_per_expert else "optimizer.name"
 
 
 def completed(tree: Tree, wanted: Tree) -> Tree:
@@ -125,7 +130,7 @@ def save_args(tree: Tree, axes: PyTree) -> Tree:
     moments = {
         name: part_like(value, stacked)
         for name, value in tree["optimizer"].items()
-        if isinstance(value, dict)
+        if isinstance(value, dict) and not name.startswith(EXPERT_FIELD)
     }
     return {**args, "params": stacked, "optimizer": {**args["optimizer"], **moments}}
 

@@ -1,6 +1,8 @@
 """Where the checkpoints of a run are: `<run>/checkpoints/step_<n>`."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 from jaxforge import storage
 from jaxforge.config.model import AMAX_HISTORIES
@@ -37,6 +39,23 @@ def has_run(path: str | Path) -> bool:
         return False
     # KempnerForge's steps have the same names.
     return (run / SUBDIRECTORY / f"{PREFIX}_{step}" / "state").is_dir()
+
+
+def stored_config(path: str | Path) -> dict[str, Any]:
+    """Return the config that the newest checkpoint at a path was written with.
+
+    Raises:
+        UserError: there is no checkpoint, or it is damaged.
+    """
+    run, step = find(storage.path(path))
+    file = run / SUBDIRECTORY / f"{PREFIX}_{step}" / "config" / "metadata"
+    try:
+        values = json.loads(file.read_text())
+        if not isinstance(values, dict):
+            raise ValueError("it is no table")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} is damaged ({str(error)[:160]})") from error
+    return values
 
 
 def find(path: Path) -> tuple[Path, int]:

@@ -63,6 +63,16 @@ class JobConfig(Section):
             object.__setattr__(self, "scheduler", known)  # which is frozen for others
         return self
 
+    @property
+    def skips_idle_experts(self) -> bool:
+        """Whether updates skip experts without tokens."""
+        return self.model.is_moe and bool(self.optimizer.skip_idle_experts)
+
+    def skipping_idle_experts(self) -> "JobConfig":
+        """Return the config with updates that skip experts without tokens."""
+        optimizer = self.optimizer.model_copy(update={"skip_idle_experts": True})
+        return self.model_copy(update={"optimizer": optimizer})
+
     def usual_warmup(self, max_steps: int) -> int:
         """`scheduler.warmup_steps` where nobody says it.
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -14,6 +14,9 @@ from jaxforge.registry import Registry
 
 OPTIMIZERS = Registry("optimizer.name", "adamw", "lion", "schedule_free_adamw", "muon")
 """Update rules: `optim.optimizer`."""
+
+EXPERT_FIELD = "expert_"
+"""Prefix of what an optimizer's state counts for each expert on its own: `expert_updates`."""
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 """Decay of a running mean."""
@@ -50,6 +53,17 @@ class OptimizerConfig(Section):
     """Learning rate of the parameters that Muon leaves to AdamW; not set means lr."""
     schedule_free_warmup_steps: Steps = 0
     """Updates over which schedule-free AdamW warms up."""
+    skip_idle_experts: bool | None = None
+    """Skip experts without tokens in an update; not set means no, or as the loaded run does."""
+
+    def for_names(self, names: Iterable[str]) -> Self:
+        """Return the section with the decay patterns that are found in some names."""
+        names = tuple(names)
+        found = {
+            key: tuple(p for p in getattr(self, key) if any(re.search(p, name) for name in names))
+            for key in ("decay_patterns", "no_decay_patterns")
+        }
+        return self.model_copy(update=found)
 
     def check_patterns(self, names: Iterable[str]) -> None:
         """Looks whether each pattern is found in the name of a parameter.

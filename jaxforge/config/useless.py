@@ -20,7 +20,13 @@ def useless(config: JobConfig, platform: str) -> list[str]:
         config: that `rules.check` has passed.
         platform: JAX's, of the devices: "cpu", "gpu" or "tpu".
     """
-    return [*_data(config), *_precision(config, platform), *schedule(config), *_intervals(config)]
+    return [
+        *_data(config),
+        *_precision(config, platform),
+        *_experts(config),
+        *schedule(config),
+        *_intervals(config),
+    ]
 
 
 def _data(config: JobConfig) -> Iterator[str]:
@@ -70,6 +76,14 @@ def _precision(config: JobConfig, platform: str) -> Iterator[str]:
         yield (
             f'train.mixed_precision = "{precision}" is slow on CPUs, which compute in float32: '
             f"change {said({'train.mixed_precision': 'fp32'})}"
+        )
+
+
+def _experts(config: JobConfig) -> Iterator[str]:
+    if config.optimizer.skip_idle_experts and not config.model.is_moe:
+        yield (
+            "optimizer.skip_idle_experts = true has no effect: the model has no experts "
+            "(model.num_experts = 0); leave it out"
         )
 
 

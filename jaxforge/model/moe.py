@@ -84,6 +84,17 @@ def nothing_of_experts(config: ModelConfig) -> Side:
     )
 
 
+def expert_counts(config: ModelConfig, stats: dict[str, Array]) -> Float[Array, "l e"]:
+    """Return the assignments to experts in an update, a row per row of stacked experts.
+
+    Args:
+        config: the model.
+        stats: what layers told of the update, as layers are stacked.
+    """
+    counts = stats["counts"]
+    return counts[np.array(config.stacks[config.moe_stack])] if len(config.stacks) > 1 else counts
+
+
 def next_state(
     config: ModelConfig, state: Params, stats: dict[str, Array], progress: Float[Array, ""]
 ) -> Params:
@@ -95,9 +106,7 @@ def next_state(
         stats: `counts`: assignments in the update [layers, experts], as layers are stacked.
         progress: the share of the run that is behind, 0 to 1.
     """
-    counts, layers = stats["counts"], config.stacks[config.moe_stack]
-    if len(config.stacks) > 1:
-        counts = counts[np.array(layers)]
+    counts = expert_counts(config, stats)
     kept = flatten_dict(state)
     router = (config.moe_stack, "mlp", "router")
     if config.bias_update == "sign":

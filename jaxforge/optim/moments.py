@@ -140,6 +140,9 @@ def _is_on_host(leaf: Array | Packed) -> bool:
 class Turn:
     """One update of all moments.
 
+    Where experts have counts of their own (`optim.idle_experts`), the number, `applied` and the
+    scalars of a rule are arrays [layers, experts, 1, ...].
+
     Attributes:
         kept: what they are stored in.
         number: updates made before it.
@@ -148,8 +151,8 @@ class Turn:
     """
 
     kept: Kept
-    number: Int[Array, ""]
-    applied: Bool[Array, ""] | bool = True
+    number: Int[Array, "..."]
+    applied: Bool[Array, "..."] | bool = True
 
     def advance(
         self,
@@ -173,21 +176,12 @@ class Turn:
             direction, new = self._in_place(rule, place, g.astype(jnp.float32), packed, scalars)
             return direction, *new
         if _is_on_host(wide[0]):
-            there = functools.partial(self._there_and_back, functools.partial(rule, scalars))
-            direction, back = _by_layer(there, g.astype(jnp.float32), wide)
+            there = functools.partial(_there_and_back, rule)
+            per_expert = scalars, jnp.asarray(self.applied)
+            direction, back = _by_layer(there, per_expert, g.astype(jnp.float32), wide)
             return direction, *back
         direction, *moved = rule(scalars, *(a.astype(jnp.float32) for a in (g, *wide)))
         return direction, *(m.astype(old.dtype) for m, old in zip(moved, wide, strict=True))
-
-    def _there_and_back(
-        self, rule: Rule, g: Array, moments: tuple[Array, ...]
-    ) -> tuple[Array, tuple[Array, ...]]:
-        old = jax.device_put(moments, jax.memory.Space.Device)
-        direction, *new = rule(g, *(m.astype(jnp.float32) for m in old))
-        kept = (
-            jnp.where(self.applied, n.astype(o.dtype), o) for n, o in zip(new, old, strict=True)
-        )
-        return direction, jax.device_put(tuple(kept), jax.memory.Space.Host)
 
     def _in_place(
         self,
@@ -199,7 +193,8 @@ class Turn:
     ) -> tuple[Array, tuple[Packed, ...]]:
         """Each device's part on its own: blocks are whole there (`state.train_state`)."""
         assert isinstance(self.kept, EightBit)
-        key = key_of(self.kept.seed, f"moments/{place.name}", self.number)
+        number = jnp.sum(self.number) if self.number.ndim else self.number
+        key = key_of(self.kept.seed, f"moments/{place.name}", number)
         whole, spec = g.shape, partition_spec(place.axes)
         mesh = jax.sharding.get_abstract_mesh()
 
@@ -213,28 +208,42 @@ class Turn:
             begin = [0 if n is None or mesh.empty else jax.lax.axis_index(n) * size
                      for n, size in zip(spec, g.shape, strict=True)]  # fmt: skip
             bits = functools.partial(words, key, whole, g.shape, begin)
-            advanced = functools.partial(_advanced, functools.partial(rule, scalars), applied)
-            return _by_rows(advanced, bits, g, moments)
+            per_row = jax.tree.map(functools.partial(_per_row, g.shape), (scalars, applied))
+            return _by_rows(functools.partial(_advanced, rule), bits, per_row, g, moments)
 
+        applied = jnp.asarray(self.applied)
         if not mesh.empty:
-            specs = (spec, spec, P(), P(), P())
+            of_experts = jax.tree.map(lambda a: P(*spec[:2]) if a.ndim else P(), (applied, scalars))
+            specs = (spec, spec, P(), *of_experts)
             local = jax.shard_map(local, in_specs=specs, out_specs=spec, check_vma=False)
-        return local(g, moments, key, jnp.asarray(self.applied), scalars)
+        return local(g, moments, key, applied, scalars)
+
+
+def _there_and_back(
+    rule: Rule, per_expert: PyTree, g: Array, moments: tuple[Array, ...]
+) -> tuple[Array, tuple[Array, ...]]:
+    scalars, applied = per_expert
+    old = jax.device_put(moments, jax.memory.Space.Device)
+    direction, *new = rule(scalars, g, *(m.astype(jnp.float32) for m in old))
+    kept = (jnp.where(applied, n.astype(o.dtype), o) for n, o in zip(new, old, strict=True))
+    return direction, jax.device_put(tuple(kept), jax.memory.Space.Host)
 
 
 def _by_layer(
-    advanced: Callable[[Array, tuple[Array, ...]], tuple[Array, tuple[Array, ...]]],
+    advanced: Callable[[PyTree, Array, tuple[Array, ...]], tuple[Array, tuple[Array, ...]]],
+    per_expert: PyTree,
     g: Float[Array, "..."],
     moments: tuple[Array, ...],
 ) -> tuple[Array, tuple[Array, ...]]:
     """A leaf in a loop over its layers, if it is stacked: no two have moments here at a time."""
     if g.ndim < 3:
-        return advanced(g, moments)
+        return advanced(per_expert, g, moments)
 
     def body(i: Int[Array, ""], arrays: PyTree) -> PyTree:
         own = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i), arrays)
+        of_layer = _indexed(per_expert, lambda a: jax.lax.dynamic_index_in_dim(a, i))
         put = jax.lax.dynamic_update_index_in_dim
-        return jax.tree.map(lambda a, n: put(a, n, i, 0), arrays, advanced(*own))
+        return jax.tree.map(lambda a, n: put(a, n, i, 0), arrays, advanced(of_layer, *own))
 
     made: tuple[Array, tuple[Array, ...]] = jax.lax.fori_loop(0, len(g), body, (g, moments))
     return made
@@ -248,23 +257,41 @@ def _by_kind(moments: tuple[Moment, ...]) -> tuple[tuple[Array, ...], tuple[Pack
     return wide, packed
 
 
+def _indexed(per_expert: PyTree, index: Callable[[Array], Array]) -> PyTree:
+    """A part of every array; scalars stay, as they are the same in all parts."""
+    return jax.tree.map(lambda a: index(a) if a.ndim else a, per_expert)
+
+
+def _per_row(shape: tuple[int, ...], value: Array) -> Array:
+    """A number for each row of an array of some shape, [rows, 1]; a scalar stays."""
+    if not value.ndim:
+        return value
+    return jnp.broadcast_to(value, (*shape[:-1], 1)).reshape(-1, 1)
+
+
 def _advanced(
     rule: Rule,
-    applied: Bool[Array, ""],
+    per_row: PyTree,
     bits: UInt32[Array, "r c"],
     g: Array,
     moments: tuple[Packed, ...],
 ) -> tuple[Array, tuple[Packed, ...]]:
     """Some rows, all at once. At most two moments: each has 16 of the random bits."""
-    direction, *new = rule(g, *map(unpack, moments))
+    scalars, applied = per_row
+    direction, *new = rule(scalars, g, *map(unpack, moments))
     uniforms = (uniform(bits & 0xFFFF), uniform(bits >> 16))
     packed = tuple(pack(x, u, old) for x, u, old in zip(new, uniforms, moments, strict=False))
-    return direction, jax.tree.map(lambda n, o: jnp.where(applied, n, o), packed, moments)
+    of_block = _indexed(applied, lambda rows: rows[::BLOCK])
+    return direction, tuple(
+        Packed(jnp.where(applied, n.values, o.values), jnp.where(of_block, n.scales, o.scales))
+        for n, o in zip(packed, moments, strict=True)
+    )
 
 
 def _by_rows(
     advanced: Callable[..., tuple[Array, tuple[Packed, ...]]],
     bits: Bits,
+    per_row: PyTree,
     g: Float[Array, "... r c"],
     moments: tuple[Packed, ...],
 ) -> tuple[Array, tuple[Packed, ...]]:
@@ -273,19 +300,22 @@ def _by_rows(
     parts = _parts(blocks, g.size)
     rows = blocks // parts * BLOCK
     flat = jax.tree.map(lambda a: a.reshape(parts, -1, a.shape[-1]), arrays)
+    per_row = _indexed(per_row, lambda a: a.reshape(parts, -1, 1))
 
     def body(i: Int[Array, ""], arrays: PyTree) -> PyTree:
         own = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), arrays)
         # Else XLA reads from `arrays` again after it has written there, and so copies them before.
         own = jax.lax.optimization_barrier(own)
-        new = advanced(bits(i * rows, rows), *own)
+        of_rows = _indexed(per_row, lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False))
+        new = advanced(of_rows, bits(i * rows, rows), *own)
         put = jax.lax.dynamic_update_index_in_dim
         return jax.tree.map(lambda a, n: put(a, n, i, 0), arrays, new)
 
     if parts > 1:
         made = jax.lax.fori_loop(0, parts, body, flat)
     else:
-        made = advanced(bits(0, rows), *jax.tree.map(lambda a: a[0], flat))
+        of_rows = _indexed(per_row, lambda a: a[0])
+        made = advanced(of_rows, bits(0, rows), *jax.tree.map(lambda a: a[0], flat))
     return jax.tree.map(lambda n, a: n.reshape(a.shape), made, arrays)
 
 

@@ -16,17 +16,18 @@ from jaxforge.config.train import EIGHT_BIT, TrainConfig
 from jaxforge.model import mup
 from jaxforge.model.linear import is_matrix
 from jaxforge.optim.adamw import adamw
+from jaxforge.optim.idle_experts import skip_idle_experts
 from jaxforge.optim.lion import lion
 from jaxforge.optim.moments import EightBit, Kept, OnHost
 from jaxforge.optim.muon import muon, muon_takes
 from jaxforge.optim.rounding import compensation
-from jaxforge.optim.schedule import Schedule, learning_rate, rate
+from jaxforge.optim.schedule import Rate, learning_rate
 from jaxforge.optim.schedule_free import schedule_free_adamw
 from jaxforge.parallel.sharding import Axes
 
 _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_
 
-OptimizerBuilder = Callable[[JobConfig, Schedule, PyTree], optax.GradientTransformationExtraArgs]
+OptimizerBuilder = Callable[[JobConfig, Rate, PyTree], optax.GradientTransformationExtraArgs]
 """(config, learning rate by updates made, logical axes of every parameter) -> update rule."""
 
 
@@ -37,11 +38,26 @@ def build_optimizer(config: JobConfig, axes: PyTree) -> optax.GradientTransforma
         config: the whole config.
         axes: logical axes of every parameter (`Model.axes`).
     """
-    rule = OPTIMIZERS[config.optimizer.name](config, learning_rate(config), axes)
+
+    def build(schedule: Rate, axes: PyTree) -> optax.GradientTransformationExtraArgs:
+        return OPTIMIZERS[config.optimizer.name](_for_part(config, axes), schedule, axes)
+
+    schedule = learning_rate(config)
+    if config.skips_idle_experts:
+        config.optimizer.check_patterns(flatten_dict(axes, sep="."))
+        rule = skip_idle_experts(build, schedule, axes)
+    else:
+        rule = OPTIMIZERS[config.optimizer.name](config, schedule, axes)
     rest = [compensation()] if config.train.param_rounding == "kahan" else []
     if config.optimizer.name not in OPTIMIZERS.ours and mup.width_ratio(config.model) != 1.0:
         rest.insert(0, _scaled(_factors(mup.lr_factor, config, axes)))
     return optax.chain(clip_by_global_norm(config.train.grad_clip_norm), rule, *rest)
+
+
+def _for_part(config: JobConfig, axes: PyTree) -> JobConfig:
+    """Return the config with the decay patterns that are found in the names of some parameters."""
+    optimizer = config.optimizer.for_names(flatten_dict(axes, sep="."))
+    return config.model_copy(update={"optimizer": optimizer})
 
 
 def register_optimizer(name: str) -> Callable[[OptimizerBuilder], OptimizerBuilder]:
@@ -57,26 +73,22 @@ def register_optimizer(name: str) -> Callable[[OptimizerBuilder], OptimizerBuild
 
 @register_optimizer("adamw")
 def _adamw(
-    config: JobConfig, schedule: Schedule, axes: PyTree
+    config: JobConfig, schedule: Rate, axes: PyTree
 ) -> optax.GradientTransformationExtraArgs:
     return adamw(schedule, eps=_eps(config), **_common(config, axes))
 
 
 @register_optimizer("lion")
-def _lion(
-    config: JobConfig, schedule: Schedule, axes: PyTree
-) -> optax.GradientTransformationExtraArgs:
+def _lion(config: JobConfig, schedule: Rate, axes: PyTree) -> optax.GradientTransformationExtraArgs:
     return lion(schedule, **_common(config, axes))
 
 
 @register_optimizer("muon")
-def _muon(
-    config: JobConfig, schedule: Schedule, axes: PyTree
-) -> optax.GradientTransformationExtraArgs:
+def _muon(config: JobConfig, schedule: Rate, axes: PyTree) -> optax.GradientTransformationExtraArgs:
     optimizer = config.optimizer
     return muon(
         schedule,
-        rate(config, optimizer.muon_adam_lr or optimizer.lr),
+        schedule.with_peak(optimizer.muon_adam_lr or optimizer.lr),
         axes=axes,
         momentum=optimizer.muon_momentum,
         ns_steps=optimizer.muon_ns_steps,
@@ -89,7 +101,7 @@ def _muon(
 
 @register_optimizer("schedule_free_adamw")
 def _schedule_free_adamw(
-    config: JobConfig, schedule: Schedule, axes: PyTree
+    config: JobConfig, schedule: Rate, axes: PyTree
 ) -> optax.GradientTransformationExtraArgs:
     return schedule_free_adamw(schedule, eps=_eps(config), **_common(config, axes))
 

@@ -37,6 +37,32 @@ Number = Any
 Schedule = Callable[[Number], Number]
 """Updates made so far (integer) -> factor on the learning rate, float32."""
 
+
+class Rate:
+    """Learning rate of the next update, by the number of updates made.
+
+    Attributes:
+        factor: the schedule, which multiplies the peak.
+        peak: highest learning rate.
+    """
+
+    def __init__(self, factor: Schedule, peak: float) -> None:
+        self.factor, self.peak = factor, peak
+
+    def __call__(self, n: Number) -> Number:
+        """Return the learning rate after `n` updates."""
+        return self.peak * self.factor(n)
+
+    def with_peak(self, peak: float) -> "Rate":
+        """Return the same schedule with another peak."""
+        return Rate(self.factor, peak)
+
+    def fixed_at(self, n: Number) -> "Rate":
+        """Return the learning rate after `n` updates as a schedule that ignores its argument."""
+        factor = self.factor(n)
+        return Rate(lambda _: factor, self.peak)
+
+
 ScheduleBuilder = Callable[[SchedulerConfig, int, Sequence[Stage]], Schedule]
 """(the `[scheduler]` section, `train.max_steps`, stages of the batch) -> schedule."""
 
@@ -53,7 +79,7 @@ _DECAYS: dict[str, Decay] = {
 }
 
 
-def learning_rate(config: JobConfig) -> Schedule:
+def learning_rate(config: JobConfig) -> Rate:
     """Updates made so far -> learning rate of the next one; Muon's, where AdamW has another."""
     return rate(config, config.optimizer.lr)
 
@@ -69,14 +95,14 @@ def learning_rate_after(config: JobConfig, updates: int) -> float:
     return float(learning_rate(config)(np.asarray(updates, dtype)))
 
 
-def rate(config: JobConfig, peak: float) -> Schedule:
+def rate(config: JobConfig, peak: float) -> Rate:
     """Updates made so far -> learning rate of the next one, where the highest is `peak`."""
     if config.optimizer.name == "schedule_free_adamw":  # its scheduler is "none"
         factor = schedule_free_warmup(config.optimizer.schedule_free_warmup_steps)
     else:
         stages = config.train.stages()
         factor = build_schedule(config.scheduler, config.train.max_steps, stages)
-    return lambda n: peak * factor(n)
+    return Rate(factor, peak)
 
 
 def schedule_free_warmup(steps: int) -> Schedule:

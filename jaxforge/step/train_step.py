@@ -10,8 +10,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxforge.config.job import JobConfig
+from jaxforge.config.model import LAYERS
 from jaxforge.config.train import EIGHT_BIT
 from jaxforge.model.masking import padding_of
+from jaxforge.model.moe import expert_counts
 from jaxforge.model.transformer import Model
 from jaxforge.optim.moments import advances_in_place
 from jaxforge.optim.optimizer import global_norm, learning_rate, updates_made
@@ -123,10 +125,12 @@ def make_train_step(
         good, verdict = guard.judge(state.guard, loss.value, grad_norm, apply)
         goes_on = ~guard.halted(state.guard)
         applied = good & goes_on
+        extra: dict[str, Array] = {"applied": applied} if in_place else {}
+        if config.skips_idle_experts:
+            extra["reached"] = expert_counts(config.model, loss.stats[LAYERS]) > 0
         updates, opt_state = optimizer.update(
-            grads, state.opt_state, state.params,
-            lr_scale=controls.lr_scale, **({"applied": applied} if in_place else {}),
-        )  # fmt: skip
+            grads, state.opt_state, state.params, lr_scale=controls.lr_scale, **extra
+        )
         params, opt_state = add(state.params, updates, opt_state, state.step)
         progress = state.step / config.train.max_steps
         model_state = model.next_state(state.model_state, loss.stats, progress)

@@ -153,7 +153,8 @@ def _optimizer(config: JobConfig) -> str:
     rounding = config.train.param_rounding
     of_parameters = "" if rounding == "nearest" else f", parameters rounded: {rounding}"
     moments = config.train.opt_state_dtype.replace("8bit", "8 bits, vectors in float32")
-    return f"{config.optimizer.name}, moments in {moments}{of_parameters}"
+    idle = ", experts without tokens skipped" if config.skips_idle_experts else ""
+    return f"{config.optimizer.name}, moments in {moments}{of_parameters}{idle}"
 
 
 def _products(model: Model, device: jax.Device) -> str:

@@ -200,6 +200,7 @@ def test_every_key_of_kempnerforge_loads():
             ("optimizer", key)
             for key in ("lr_scale_rule", "lr_base_batch", "decay_patterns", "no_decay_patterns")
         ),
+        ("optimizer", "skip_idle_experts"),
         *(("scheduler", key) for key in ("warmup_offset", "unit")),
         *(("early_stop", key) for key in EarlyStopConfig.model_fields),
         *(

@@ -49,6 +49,10 @@ def test_nothing_is_said_of_what_does_something():
             {"eval": {"start_step": 45, "interval": 40}},
             "eval.start_step = 45 leaves no multiple of eval.interval = 40 up to train.max_steps",
         ),
+        (
+            {"optimizer": {"skip_idle_experts": True}},
+            "optimizer.skip_idle_experts = true has no effect: the model has no experts",
+        ),
         ({"data": {"dataset_path": ""}}, "no data: tokens are random, and there is nothing to"),
         (
             {"train": {"mixed_precision": "bf16"}},

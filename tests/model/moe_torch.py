@@ -116,6 +116,8 @@ def routed(c: ModelConfig, p: Named, name: str, x: Tensor, r: Routing, training:
     for slot in range(c.moe_top_k):
         for j in range(c.num_experts):
             rows = (r.chosen[:, slot] == j).nonzero()[:room, 0]
+            if not len(rows):  # its experts have no gradient, and not one of zeros
+                continue
             y = feed_forward(c, p, f"{name}.{j}", x[rows])
             if c.moe_gradient_scale and training:
                 y = y * even / counts[j]
@@ -185,10 +187,14 @@ def bias_rate(c: ModelConfig, progress: float) -> float:
 
 
 class Training:
-    """Updates of the model; an update's loss is the mean of its microbatches' losses."""
+    """Updates of the model; an update's loss is the mean of its microbatches' losses.
 
-    def __init__(self, config: JobConfig, params: Named, kept: Named):
+    Experts without tokens have gradients of zeros, or none where `skips_idle`.
+    """
+
+    def __init__(self, config: JobConfig, params: Named, kept: Named, *, skips_idle: bool = False):
         self.config, self.params, self.kept, self.step = config, params, kept, 0
+        self.skips_idle = skips_idle
         o = config.optimizer
         decay = [x for name, x in params.items() if x.ndim > 1 and "bias" not in name]
         plain = [x for name, x in params.items() if x.ndim <= 1 or "bias" in name]
@@ -214,7 +220,10 @@ class Training:
             whole += loss.item() / len(tokens)
             for i, r in routings.items():
                 counts[i] = counts.get(i, 0) + r.counts()
-        grads = {name: x.grad.clone() for name, x in self.params.items()}
+        if not self.skips_idle:
+            for x in self.params.values():
+                x.grad = torch.zeros_like(x) if x.grad is None else x.grad
+        grads = {n: x.grad.clone() for n, x in self.params.items() if x.grad is not None}
         torch.nn.utils.clip_grad_norm_(self.params.values(), self.config.train.grad_clip_norm)
         self.optimizer.step()
         for i, load in counts.items():

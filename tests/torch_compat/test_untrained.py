@@ -104,11 +104,12 @@ def state_of(run):
     return {n: v for n, v in values(run).items() if n.startswith("model_state.")}
 
 
-def restored(ours, run):
+def restored(ours, run, step=2):
     """What a run goes on from."""
     checkpoints = Checkpoints(run, ours.config.checkpoint, read_only=True)
     with jax.set_mesh(ours.mesh):
-        state, _ = checkpoints.restore(abstract_state(ours.model, ours.optimizer, ours.mesh), 2)
+        like = abstract_state(ours.model, ours.optimizer, ours.mesh)
+        state, _ = checkpoints.restore(like, step)
     checkpoints.close()
     return state
 

@@ -1,0 +1,120 @@
+"""Steps that skip experts without tokens: the same on every mesh, and none that is skipped."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.checkpoint.restore import Saved, start_from
+from tests.conftest import tiny_config
+from tests.helpers import progress_of, random_batches, setup
+
+MODEL = {"n_layers": 3, "dim": 32, "vocab_size": 64, "num_experts": 16, "moe_top_k": 1,
+         "moe_expert_dim": 16, "init_std": 0.3, "mlp_bias": True}  # fmt: skip
+STEPS = 4
+STAGES = {"grad_sync": "update"}, {"pp": 2, "ep": 2}
+
+
+def config(train=None, **distributed):
+    groups = math.prod(distributed.get(axis, 1) for axis in ("dp_replicate", "dp_shard", "ep"))
+    return tiny_config(
+        model=MODEL,
+        train={"seq_len": 8, "batch_size": 4 // groups, "grad_accum_steps": 2, **(train or {})},
+        optimizer={"skip_idle_experts": True},
+        distributed={"dp_shard": 1, **distributed},
+    )  # fmt: skip
+
+
+@functools.cache
+def run(job):
+    """Each state, and the tokens that each expert got in each update, [layers, experts]."""
+    ours = setup(job)
+    batches = random_batches(job, STEPS, dp=4 // job.train.batch_size)
+    state, states, counts = ours.state(), [], []
+    for batch in batches:
+        state, metrics = ours.run(state, [batch])
+        arrays = jax.device_get((state.params, state.opt_state[1]))
+        states.append(jax.tree.map(ours.model.stack.unstack, arrays[0]["layers"]))
+        states[-1] = (
+            states[-1],
+            {
+                name: ours.model.stack.unstack(
+                    field["layers"]["mlp"]["experts"]["up_proj"]["weight"]
+                )
+                for name, field in arrays[1]._asdict().items()
+                if isinstance(field, dict)
+            },
+        )
+        counts.append(metrics["side"]["expert_counts"][0])
+    return ours, state, states, np.array(counts)
+
+
+def up_proj(layers):
+    return np.asarray(layers["mlp"]["experts"]["up_proj"]["weight"])
+
+
+def test_experts_without_tokens_stand_still():
+    _, _, states, counts = run(config())
+    idle = counts == 0
+    assert idle[1:].any()
+    assert (~idle).any()
+    for before, after, is_idle in zip(states, states[1:], idle[1:], strict=False):
+        for a, b in ((up_proj(before[0]), up_proj(after[0])),
+                     *((before[1][name], after[1][name]) for name in after[1])):  # fmt: skip
+            np.testing.assert_array_equal(a[is_idle], b[is_idle])
+            moved = np.any(a != b, axis=tuple(range(2, a.ndim)))
+            assert moved[~is_idle].all()
+    np.testing.assert_array_equal(states[-1][1]["expert_updates"], (~idle).sum(axis=0))
+
+
+@pytest.mark.parametrize(
+    ("train", "axes"),
+    [({"grad_sync": "microbatch"}, {"dp_shard": 2, "ep": 2, "tp": 2}), STAGES],
+    ids=str,
+)
+def test_skipped_experts_do_not_depend_on_the_mesh(train, axes):
+    _, _, expected, counts = run(config())
+    _, _, found, same = run(config(train, **axes))
+    np.testing.assert_array_equal(same, counts)
+    for one, other in zip(found, expected, strict=True):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=5e-5), one, other
+        )
+        np.testing.assert_array_equal(one[1]["expert_updates"], other[1]["expert_updates"])
+
+
+def test_checkpoint_of_stages_restores_counts_on_one_device(tmp_path):
+    """Stages hold three layers in four rows, and a checkpoint in three."""
+    train, axes = STAGES
+    ours, state, states, _ = run(config(train, **axes))
+    section = ours.config.checkpoint.model_copy(update={"async_mode": "disabled"})
+    saved = Checkpoints(tmp_path, section, ours.model.axes, stack=ours.model.stack)
+    saved.save(progress_of(state), state)
+    there = run(config())[0]
+    with jax.set_mesh(there.mesh):
+        found, _ = start_from(Saved(saved, STEPS), there.model, there.optimizer, there.mesh)
+    saved.close()
+    counts = found.opt_state[1].expert_updates["layers"]["mlp"]["experts"]["up_proj"]["weight"]
+    np.testing.assert_array_equal(counts, states[-1][1]["expert_updates"])
+
+
+def test_step_that_is_not_applied_moves_no_count():
+    ours, _, _, _ = run(config())
+    batches = random_batches(ours.config, 2)
+    state, _ = ours.run(ours.state(), batches[:1])
+    head = state.params["output_head"]["proj"]["weight"]
+    state.params["output_head"]["proj"]["weight"] = head.at[0, 0].set(jnp.nan)
+    before = jax.device_get(state.opt_state)
+    state, _ = ours.run(state, batches[1:])
+    assert int(state.guard.total) == 1
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.opt_state))
+
+
+def test_without_the_option_state_is_as_before():
+    plain = tiny_config(model=MODEL)
+    names = setup(plain).state().opt_state[1]._fields
+    assert names == ("updates", "mu", "nu", "mu_scales", "nu_scales")

@@ -1,0 +1,349 @@
+"""Runs of plain PyTorch whose optimizer skipped experts without tokens, taken over on their way."""
+
+import dataclasses
+import functools
+import math
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxforge.build import skipping_experts_as_started
+from jaxforge.config.job import JobConfig
+from jaxforge.config.reading.load import load_config
+from jaxforge.errors import UserError
+from tests import torch_names
+from tests.conftest import tiny_config
+from tests.helpers import drawn, random_batches, setup, underway
+from tests.torch_compat.test_commands import assert_same, saved, values
+from tests.torch_compat.test_untrained import restored
+from torch_compat.__main__ import main
+from torch_compat.dcp_reader import open_dcp
+from torch_compat.files import Directory
+
+torch = pytest.importorskip("torch")
+
+from torch.distributed import checkpoint as dcp  # noqa: E402
+from torch.distributed.checkpoint import state_dict as torch_state  # noqa: E402
+
+from tests.model import moe_torch  # noqa: E402
+from tests.torch_compat.torch_job import cosine  # noqa: E402
+
+SAVED, END = 10, 30
+NEVER, SHAPE = 3, {"n_layers": 2, "dim": 32, "vocab_size": 64, "max_seq_len": 8, "n_heads": 2,
+                   "n_kv_heads": 2, "ffn_hidden_dim": 40, "init_std": 0.3}  # fmt: skip
+EXPERTS = {"num_experts": 8, "moe_top_k": 1, "moe_expert_dim": 16}
+ROUTERS = {
+    "softmax": {**EXPERTS, "moe_frequency": 2, "moe_router_z_loss_weight": 1e-3},
+    "sigmoid": {**EXPERTS, "moe_router": "sigmoid_topk", "moe_sequence_aux_loss_weight": 0.5,
+                "moe_top_k": 2, "moe_bias_update_rate": 0.01},
+}  # fmt: skip
+
+
+def config_of(router, tmp_path=Path(), **distributed):
+    dp = math.prod(distributed.get(axis, 1) for axis in ("dp_shard", "ep"))
+    return tiny_config(
+        model={**SHAPE, **ROUTERS[router]},
+        train={
+            "batch_size": 4 // dp, "seq_len": 8, "max_steps": END, "grad_accum_steps": 2,
+            "loss_norm": "microbatch",
+        },
+        optimizer={"lr": 1e-2, "weight_decay": 0.1},
+        data={"order": "torch"},
+        scheduler={"name": "cosine", "warmup_steps": 4, "min_lr_ratio": 0.1},
+        distributed={"dp_shard": 1, **distributed},
+    )  # fmt: skip
+
+
+def module_of(tensors, buffers):
+    """A module whose state dict has these names."""
+    root = torch.nn.Module()
+    for name, tensor in {**tensors, **buffers}.items():
+        *path, last = name.split(".")
+        place = root
+        for part in path:
+            if part not in place._modules:
+                place.add_module(part, torch.nn.Module())
+            place = place._modules[part]
+        if name in tensors:
+            place.register_parameter(last, torch.nn.Parameter(tensor))
+        else:
+            place.register_buffer(last, tensor)
+    return root
+
+
+class Run(NamedTuple):
+    directory: Path
+    losses: np.ndarray
+    steps: dict[str, float]
+    final: dict[str, np.ndarray]
+
+
+@functools.cache
+def batches_of(router):
+    """All labels count: those of KempnerForge's text runs do."""
+    batches = random_batches(config_of(router), END)
+    return [{**b, "labels": np.roll(b["input_ids"], -1, axis=-1)} for b in batches]
+
+
+def initial(config):
+    """Weights with which one expert of the last layer never wins, and others now and then."""
+    named = {k: np.array(v) for k, v in torch_names.to_torch(drawn(config), config.model).items()}
+    named["token_embedding.embedding.weight"][:, 0] += 4
+    last = f"layers.{config.model.n_layers - 1}.mlp.router.gate.weight"
+    named[last][NEVER, 0] = -30
+    return {name: torch.tensor(array) for name, array in named.items()}
+
+
+def begin(router):
+    """A module with initial weights, its training, and its schedule."""
+    config = config_of(router)
+    kept = {
+        f"layers.{i}.mlp.router.expert_ema": torch.full((8,), 1 / 8)
+        for i in range(2)
+        if router == "sigmoid"
+    }
+    module = module_of(initial(config), kept)
+    training = moe_torch.Training(
+        config, dict(module.named_parameters()), dict(module.named_buffers()), skips_idle=True
+    )
+    return module, training, torch.optim.lr_scheduler.LambdaLR(training.optimizer, cosine(4, END))
+
+
+def update(training, schedule, batch):
+    loss, *_ = training.update(*(torch.from_numpy(batch[k]) for k in ("input_ids", "labels")))
+    schedule.step()
+    return loss
+
+
+def state_of(module, training):
+    return {
+        "model": torch_state.get_model_state_dict(module),
+        "optimizer": torch_state.get_optimizer_state_dict(module, training.optimizer),
+    }
+
+
+def steps_of(module, training):
+    state = training.optimizer.state
+    return {n: float(state[p]["step"]) if p in state else 0.0 for n, p in module.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Thirty updates by torch.optim.AdamW with a router; the checkpoint is of the tenth."""
+
+    @functools.cache
+    def of(router):
+        directory = tmp_path_factory.mktemp(router)
+        module, training, schedule = begin(router)
+        losses = []
+        for n, batch in enumerate(batches_of(router), 1):
+            losses.append(update(training, schedule, batch))
+            if n == SAVED:
+                place = {"step": n, "tokens_seen": n * 64, "scheduler": schedule.state_dict()}
+                state = state_of(module, training)
+                dcp.save(state, checkpoint_id=directory / f"step_{n}", no_dist=True)
+                torch.save(place, directory / f"step_{n}" / "train_state.pt")
+        (directory / "run.toml").write_text(config_of(router).to_toml())
+        final = {name: p.detach().numpy() for name, p in module.named_parameters()}
+        return Run(directory, np.array(losses), steps_of(module, training), final)
+
+    return of
+
+
+@pytest.fixture
+def torchs(runs):
+    return runs("softmax")
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_checkpoint_has_counts_per_expert(runs, router):
+    """The other tests rest on that: some experts are idle now and then, and one always."""
+    torchs = runs(router)
+    saved = open_dcp(Directory(torchs.directory / f"step_{SAVED}")).tensors
+    counts = {key: float(t.all()) for key, t in saved.items() if key.endswith(".step")}
+    assert len(set(counts.values())) > 3
+    never = f"optimizer.state.layers.1.mlp.experts.{NEVER}.up_proj.weight.step"
+    assert never not in counts
+    assert torchs.steps[f"layers.1.mlp.experts.{NEVER}.up_proj.weight"] == 0
+
+
+def imported(torchs, tmp_path, *options):
+    config = torchs.directory / "run.toml"
+    directory = tmp_path / "run"
+    assert (
+        main(["import", str(torchs.directory), str(directory), f"--config={config}", *options]) == 0
+    )
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("router", "mesh"),
+    [
+        ("softmax", {}),
+        ("sigmoid", {"dp_shard": 2, "ep": 2}),
+        pytest.param("softmax", {"dp_shard": 2, "ep": 2}, marks=pytest.mark.dear),
+        pytest.param("sigmoid", {}, marks=pytest.mark.dear),
+    ],
+    ids=str,
+)
+def test_continued_run_follows_torch(runs, tmp_path, router, mesh):
+    torchs = runs(router)
+    directory = imported(torchs, tmp_path)
+    config = load_config(directory / "config.toml")
+    assert config.optimizer.skip_idle_experts
+    dp = math.prod(mesh.values())
+    distributed = config.distributed.model_copy(update=mesh)
+    train = config.train.model_copy(update={"batch_size": 4 // dp})
+    ours = setup(config.model_copy(update={"distributed": distributed, "train": train}))
+    state = restored(ours, directory, SAVED)
+    state, metrics = ours.run(state, batches_of(router)[SAVED:])
+    np.testing.assert_allclose(metrics["loss"], torchs.losses[SAVED:], rtol=1e-5)
+    counts = torch_names.to_torch(state.opt_state[1].expert_updates, config.model)
+    experts = {name: n for name, n in torchs.steps.items() if ".experts." in name}
+    assert {name: int(n) for name, n in counts.items()} == experts
+    assert int(state.opt_state[1].updates) == END
+    for name, found in torch_names.to_torch(state.params, config.model).items():
+        np.testing.assert_allclose(found, torchs.final[name], atol=2e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_import_and_export_change_no_number(runs, tmp_path, capsys, router):
+    torchs = runs(router)
+    directory = imported(torchs, tmp_path)
+    assert "optimizer.skip_idle_experts is set to true" in " ".join(capsys.readouterr().err.split())
+    assert main(["export", str(directory), str(tmp_path / "back"), "--to=dcp"]) == 0
+    theirs, ours = (
+        open_dcp(Directory(at / f"step_{SAVED}")).tensors
+        for at in (torchs.directory, tmp_path / "back")
+    )
+    for key, tensor in theirs.items():
+        np.testing.assert_array_equal(ours[key].all(), tensor.all(), err_msg=key)
+    for key in ours.keys() - theirs.keys():  # without them PyTorch could not load it
+        assert ".experts." in key
+        assert not ours[key].all().any()
+    config = f"--config={torchs.directory / 'run.toml'}"
+    for path in (directory, tmp_path / "back"):
+        assert main(["verify", str(torchs.directory), str(path), config]) == 0
+    again = tmp_path / "again"
+    assert main(["import", str(tmp_path / "back"), str(again), config]) == 0
+    assert_same(values(again), values(directory))
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_torch_resumes_an_export_with_the_counts(runs, tmp_path, router):
+    torchs = runs(router)
+    directory = imported(torchs, tmp_path)
+    assert main(["export", str(directory), str(tmp_path / "back"), "--to=dcp"]) == 0
+    module, training, schedule = begin(router)
+    state = state_of(module, training)
+    dcp.load(state, checkpoint_id=tmp_path / "back" / f"step_{SAVED}", no_dist=True)
+    torch_state.set_model_state_dict(module, state["model"])
+    torch_state.set_optimizer_state_dict(module, training.optimizer, state["optimizer"])
+    place = torch.load(tmp_path / "back/latest/train_state.pt", weights_only=False)
+    schedule.load_state_dict(place["scheduler"])
+    training.step = SAVED
+    losses = [update(training, schedule, batch) for batch in batches_of(router)[SAVED:]]
+    np.testing.assert_allclose(losses, torchs.losses[SAVED:], rtol=1e-6)
+    assert steps_of(module, training) == torchs.steps
+
+
+def test_config_that_skips_no_expert_is_refused(torchs, tmp_path):
+    with pytest.raises(
+        UserError, match=r"experts\.\d.* fewer updates .*skip_idle_experts is false"
+    ):
+        imported(torchs, tmp_path, "--optimizer.skip_idle_experts=false")
+
+
+def test_counts_that_differ_do_not_fit_one_packed_tensor(torchs, tmp_path):
+    directory = imported(torchs, tmp_path)
+    options = ["--to=dcp", "--dialect=kempnerforge-packed"]
+    with pytest.raises(UserError, match=r"_w holds several experts"):
+        main(["export", str(directory), str(tmp_path / "packed"), *options])
+
+
+@pytest.mark.parametrize("name", ["schedule_free_adamw", "lion", "muon"])
+def test_other_optimizers_come_back_with_what_torch_keeps(tmp_path, name):
+    """Schedule-free AdamW has a sum of weights per parameter; Lion and Muon do not count."""
+    sections = config_of("softmax").model_dump(mode="json")
+    sections["optimizer"] |= {"name": name, "skip_idle_experts": True}
+    sections["scheduler"] |= {"name": "none"}
+    config = JobConfig.model_validate(sections)
+    ours, rng = setup(config), np.random.default_rng(0)
+    state = underway(ours, SAVED)
+    clip, fields, *rest = state.opt_state
+    one = rng.integers(0, 11, (1, 8), np.int32)
+    counts = jax.tree.map(lambda _: one, fields.expert_updates)
+    own = {"expert_updates": counts}
+    if name.startswith("schedule"):
+        weight = np.float32(config.optimizer.lr * (1 - config.optimizer.betas[0]))
+        own["expert_weight_sum"] = jax.tree.map(lambda n: n * weight, counts)
+    opt_state = clip, fields._replace(**jax.tree.map(jnp.asarray, own)), *rest
+    path = saved(tmp_path / "a", ours, dataclasses.replace(state, opt_state=opt_state), SAVED)
+    assert main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"]) == 0
+    options = [f"--config={path}", "--fill-optimizer"]  # of what Muon leaves to AdamW
+    assert main(["import", str(tmp_path / "dcp"), str(tmp_path / "b"), *options]) == 0
+    expected, found = values(tmp_path / "a"), values(tmp_path / "b")
+    if "expert_weight_sum" not in own:
+        expected |= {key: 0 * n + SAVED for key, n in expected.items() if "expert_updates" in key}
+    assert_same(found, expected)
+
+
+UP = r"layers\.1\.mlp\.experts\.\d\.up_proj\.weight"
+DAMAGE = {
+    "no whole number": ({"step": 2.5}, r"step of the optimizer is no count \(2\.5"),
+    "another than that of its expert": (
+        {"step": 1.0},
+        r"for one expert.*experts\.\d\.up_proj\.weight: 1\.",
+    ),
+    "more than the run made": ({"step": 11.0}, r"or more than the run made \(10\)"),
+    "gone with the moments": (None, r"exp_avg of 1 parameters is missing \(layers\.1.*up_proj"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_counts_that_no_run_can_have_are_refused(torchs, tmp_path, damage):
+    tensors = open_dcp(Directory(torchs.directory / f"step_{SAVED}")).tensors
+    state = {key: torch.tensor(tensor.all()) for key, tensor in tensors.items()}
+    steps = {key: float(t) for key, t in state.items() if re.search(f"{UP}.step", key)}
+    parameter = max(steps, key=lambda key: steps[key]).removesuffix(".step")
+    changed, message = DAMAGE[damage]
+    if changed:
+        state[f"{parameter}.step"] = torch.tensor(changed["step"])
+    else:
+        state = {key: t for key, t in state.items() if not key.startswith(parameter)}
+    dcp.save(state, checkpoint_id=tmp_path / "odd" / f"step_{SAVED}", no_dist=True)
+    config = f"--config={torchs.directory / 'run.toml'}"
+    with pytest.raises(UserError, match=message):
+        main(["import", str(tmp_path / "odd"), str(tmp_path / "run"), config])
+
+
+def test_direct_start_skips_as_the_checkpoint_did(torchs, tmp_path):
+    """From PyTorch's checkpoint, from its import, and again from the run's own checkpoint."""
+    config = load_config(torchs.directory / "run.toml")
+
+    def started(**checkpoint):
+        section = config.checkpoint.model_copy(update=checkpoint)
+        settled = skipping_experts_as_started(config.model_copy(update={"checkpoint": section}))
+        return settled.optimizer.skip_idle_experts
+
+    new, foreign = str(tmp_path / "new"), str(torchs.directory)
+    assert started(dir=new) is None
+    assert started(dir=new, load_path=foreign) is True
+    assert started(dir=new, load_path=foreign, exclude_from_loading=("optimizer",)) is None
+    directory = str(imported(torchs, tmp_path))
+    assert started(dir=new, load_path=directory) is True
+    assert started(dir=directory) is True
+
+
+def test_restore_without_the_option_names_it(torchs, tmp_path):
+    directory = imported(torchs, tmp_path)
+    ours = setup(config_of("softmax"))
+    with pytest.raises(
+        UserError, match=r"another optimizer than optimizer\.skip_idle_experts asks"
+    ):
+        restored(ours, directory, SAVED)
