@@ -13,6 +13,7 @@ from jaxforge.errors import UserError
 RESULTS = ("completion", "tokens", "finish_reason")
 """Fields that generation adds to those of a prompt."""
 
+_OBJECTS = (".jsonl", ".ndjson", ".json")
 
 STDIN = Path("-")
 """What stands for standard input, where a file of prompts is asked for."""
@@ -72,7 +73,9 @@ def continuation(tokenizer: Tokenizer, ids: Sequence[int], tokens: Sequence[int]
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Reads `.jsonl` as objects {"prompt": ..., ...}, any other file as one prompt a line.
+    """Reads `.jsonl`, `.ndjson` and `.json` as an object {"prompt": ..., ...} a line.
+
+    Any other file has a text a line.
 
     An empty line of text is an empty prompt. Standard input, `STDIN`, has objects if its first line
     is an object with a "prompt".
@@ -87,7 +90,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     lines = content.removesuffix(b"\n").split(b"\n")
     if lines == [b""]:
         raise UserError(f"--prompts {path}: the file is empty; give a prompt a line")
-    is_json = _is_object(lines[0]) if path == STDIN else path.suffix == ".jsonl"
+    is_json = _is_object(lines[0]) if path == STDIN else path.suffix.lower() in _OBJECTS
     return [
         _from_json(text, place) if is_json else Prompt(text, place)
         for text, place in _texts(lines, path)
@@ -97,7 +100,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 def _is_object(line: bytes) -> bool:
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(value, dict) and "prompt" in value
 
@@ -116,6 +119,8 @@ def _from_json(line: str, place: str) -> Prompt:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
         raise UserError(f"{place}: not JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place}: not JSON: {error}") from None
     if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str):
         raise UserError(f'{place}: expected an object with a text as "prompt", such as '
                         '{"prompt": "Once upon"}')  # fmt: skip

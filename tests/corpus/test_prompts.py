@@ -32,6 +32,11 @@ def test_objects_hand_their_other_fields_on(read):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["a.JSONL", "a.ndjson", "a.json"])
+def test_objects_are_read_by_any_name(read, name):
+    assert read(name, '{"prompt": "x"}\n') == [("x", {}, f"{name}:1")]
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -57,6 +62,8 @@ def test_standard_input_has_objects_where_the_first_line_is_one(content, expecte
         ("a.jsonl", '{"text": "a"}', r'a\.jsonl:1: expected an object with a text as "prompt"'),
         ("a.jsonl", '{"prompt": 1}', r'a\.jsonl:1: expected an object with a text as "prompt"'),
         ("a.jsonl", '{"prompt": "a"}\n\n', r"a\.jsonl:2: not JSON"),
+        ("a.jsonl", '{"prompt": ' + "[" * 100_000, r"a\.jsonl:1: not JSON: maximum recursion"),
+        ("a.json", '[{"prompt": "a"}]', r'a\.json:1: expected an object with a text as "prompt"'),
         ("a.jsonl", '{"prompt": "\\ud800"}', r"a\.jsonl:1: half of a surrogate pair"),
         ("a.jsonl", '{"prompt": "a", "tokens": 1}', r'a\.jsonl:1: "tokens" is a field of the out'),
     ],
