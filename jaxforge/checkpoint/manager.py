@@ -146,7 +146,7 @@ class Checkpoints:
         metrics = {k: v for k, v in (evaluation or {}).items() if math.isfinite(v)}
         write = functools.partial(self._write, step, self._args(tree, progress), metrics or None)
         began, written = time.monotonic(), threading.Event()
-        left: list[Callable[[], object]]
+        left: list[Callable[[], object]] = []
         if is_set_aside:  # Orbax beside the copies would slow them, and the step after them
             left = [functools.partial(jax.block_until_ready, tree), write]
         elif jax.process_count() > 1:  # a thread may wait for processes that will not come
