@@ -296,14 +296,13 @@ class Checkpoints:
         """
         with self._naming_failure(), self._closing:
             try:
-                if together and not self._failure:
+                if not self._failure and (together or jax.process_count() == 1):
                     self.wait()
                 self.check()
             finally:
-                thread = self._thread
-                if thread and jax.process_count() > 1:
-                    thread.join(0 if self._failure else _ALONE_SEC)
-                if not (thread and thread.is_alive()):
+                if self._thread:
+                    self._thread.join(1.0 if self._failure else _ALONE_SEC)
+                if not (self._thread and self._thread.is_alive()):
                     self._manager.close()
 
     def _share_directory(self) -> None:

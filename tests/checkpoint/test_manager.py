@@ -402,6 +402,16 @@ def test_a_save_that_fails_is_told_before_the_next(tmp_path):
         save_and_look(saved, state)
 
 
+def test_a_process_that_fails_on_its_own_waits_for_its_save(tmp_path):
+    ours, state = trained()
+    saved = checkpoints(tmp_path, ours)
+    may_finish = held_up(saved)
+    saved.save(Progress(step=2), state)
+    threading.Timer(0.1, may_finish.set).start()
+    saved.close(together=False)
+    assert steps(tmp_path) == [2]
+
+
 def test_saves_do_not_count_as_questions_of_the_loop(tmp_path, monkeypatch):
     asked = []
 
