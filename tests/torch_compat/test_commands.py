@@ -337,14 +337,21 @@ def test_constants_may_be_others_and_it_is_said(tmp_path, capsys):
     )
 
 
-def test_a_plugin_that_is_not_found_is_no_damage(tmp_path, capsys):
-    trained(tmp_path / "run")
-    step = tmp_path / "run" / "checkpoints" / "step_2"
+def change_stored_config(run, section, **keys):
+    """Change a section of the config in the checkpoint of step 2, and seal it; return its file."""
+    step = run / "checkpoints" / "step_2"
     stored, seal = step / "config" / "metadata", step / "progress" / "metadata"
-    config = json.loads(stored.read_text()) | {"plugins": {"modules": ["gone.losses"]}}
+    config = json.loads(stored.read_text())
+    config[section] |= keys
     stored.write_text(json.dumps(config))
     progress = Progress.from_json(json.loads(seal.read_text()))
     seal.write_text(json.dumps(sealed(progress, crc32(config))))
+    return stored
+
+
+def test_a_plugin_that_is_not_found_is_no_damage(tmp_path, capsys):
+    trained(tmp_path / "run")
+    stored = change_stored_config(tmp_path / "run", "plugins", modules=["gone.losses"])
     assert run_main(lambda: main(["inspect", str(tmp_path / "run")])) == 2
     assert capsys.readouterr().err == (
         f'error: {stored}: [plugins] modules: there is no module "gone.losses"; is its directory '

@@ -1,6 +1,5 @@
 """Mixtures of experts, to PyTorch and back: each expert by its own name, whatever holds it here."""
 
-import json
 import shutil
 
 import jax
@@ -15,7 +14,12 @@ from jaxforge.state.train_state import abstract_state
 from tests.conftest import tiny_config
 from tests.helpers import setup
 from tests.torch_compat.tensors import of_torch, opened
-from tests.torch_compat.test_commands import assert_same, trained, values
+from tests.torch_compat.test_commands import (
+    assert_same,
+    change_stored_config,
+    trained,
+    values,
+)
 from tests.torch_compat.test_untrained import gone_on, restored
 from torch_compat import orbax_store
 from torch_compat.__main__ import main
@@ -327,10 +331,7 @@ def test_what_kempnerforge_lacks_is_said():
 )
 def test_a_run_whose_config_is_of_other_arrays_is_damaged(kempnerforge, tmp_path, keys, message):
     shutil.copytree(kempnerforge[0] / "run", tmp_path / "run")
-    stored = tmp_path / "run" / "checkpoints" / "step_2" / "config" / "metadata"
-    config = json.loads(stored.read_text())
-    config["model"] |= keys
-    stored.write_text(json.dumps(config))
+    change_stored_config(tmp_path / "run", "model", **keys)
     with pytest.raises(UserError, match=message):
         main(["inspect", str(tmp_path / "run")])
 

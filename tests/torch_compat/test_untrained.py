@@ -22,7 +22,13 @@ from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 from tests.processes.conftest import ROOT, environment
 from tests.step import telling
-from tests.torch_compat.test_commands import assert_same, saved, trained, values
+from tests.torch_compat.test_commands import (
+    assert_same,
+    change_stored_config,
+    saved,
+    trained,
+    values,
+)
 from torch_compat import name_maps, stages
 from torch_compat.__main__ import main
 from torch_compat.dcp_reader import open_dcp
@@ -343,10 +349,8 @@ def test_a_plugin_of_the_config_brings_model_and_names(run, tmp_path):
         subprocess.run, cwd=ROOT, env=env, check=True, text=True, capture_output=True
     )
     tool = [sys.executable, "-m", "torch_compat"]
-    stored = run / "checkpoints" / "step_2" / "config" / "metadata"
-    kept = json.loads(stored.read_text())
-    kept["plugins"]["modules"] = ["gauged_plugin"]  # as a run has that was trained with it
-    stored.write_text(json.dumps(kept))
+    # As a run has it that was trained with the plugin.
+    change_stored_config(run, "plugins", modules=["gauged_plugin"])
     dcp = tmp_path / "dcp"
     compat([*tool, "export", str(run), str(dcp), "--to=dcp", "--dialect=gauged"])
     modules = "--plugins.modules=gauged_plugin"
