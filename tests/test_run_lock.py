@@ -106,23 +106,6 @@ def test_an_unreadable_lock_that_changes_is_respected(tmp_path, monkeypatch):
     assert path.read_bytes() == b"\xff"
 
 
-def renew():
-        for mtime in itertools.count(1):
-            os.utime(path, (mtime, mtime))
-            if ended.wait(0.005):
-                return
-
-    thread = threading.Thread(target=renew)
-    thread.start()
-    try:
-        with RunLock(tmp_path) as lock, pytest.raises(UserError, match=r"an unknown process \(the"):
-            lock.take()
-    finally:
-        ended.set()
-        thread.join()
-    assert path.read_bytes() == b"\xff"
-
-
 def test_another_host_is_known_by_its_heartbeat(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "BEAT_SEC", 0.01)
     with RunLock(tmp_path) as first:
