@@ -16,6 +16,7 @@ from jaxtyping import Int
 
 from jaxforge.corpus.entries import FIRST, UNLEARNED
 from jaxforge.corpus.optional import library
+from jaxforge.corpus.records import RecordError
 from jaxforge.corpus.tokenizer import Tokenizer, with_prefix
 from jaxforge.errors import UserError
 
@@ -75,7 +76,10 @@ class Conversations:
         """
         form = _form(name for name, value in record.items() if value is not None)
         if not form:
-            raise ValueError(f"expected {_FORMS_IN_WORDS} (it has: {_list(record)})")
+            raise RecordError(
+                f"expected {_FORMS_IN_WORDS} (it has: {_list(record)})",
+                "leave --conversations out if the records are texts" if "text" in record else "",
+            )
         record = _without_none(record)
         texts = [record[name] for name in form]
         plain = form == ("prompt", "completion") and all(isinstance(text, str) for text in texts)

@@ -223,6 +223,11 @@ def _finish(corpus: Corpus, tokenizer: Tokenizer, name: str, options: Options) -
             f"--validation-tokens {options.validation_tokens} leaves nothing to train on: the text "
             "has no more; hold fewer out"
         )
+    if corpus.skipped and not any(counts.values()):
+        raise UserError(
+            f"the inputs hold no text: --skip-bad left out all {corpus.skipped} records; without "
+            "it, the first is named with what is wrong"
+        )
     if not all(counts.values()):
         check_split(counts["train"], counts.get("validation", 0), options.validation_fraction)
     for split in corpus.splits.values():

@@ -97,8 +97,10 @@ class TextField:
             return text
         there = ", ".join(map(str, record)) or "nothing"
         has = f"{text!r:.40}" if self.field in record else f"it has: {there}"
-        texts = [name for name, value in record.items() if isinstance(value, str | list)]
-        advice = "" if self.field in record else _option_for(texts)
+        advice = "" if self.field in record else _option_for(record)
+        texts = [name for name, value in record.items() if isinstance(value, str)]
+        if not advice and self.field not in record and len(texts) == 1:
+            advice = _text_field(texts[0])
         raise RecordError(f'no text in "{self.field}" ({has})', advice)
 
 
@@ -124,8 +126,11 @@ def _option_for(names: Iterable[str]) -> str:
     if found := next((name for name in _CHATS if name in there), ""):
         return f'"{found}" are conversations: give --conversations'
     found = next((name for name in _TEXT_FIELDS if name in there), "")
-    found = found or (there[0] if len(there) == 1 else "")
-    return f"give --text-field {shlex.quote(found)}" if found else ""
+    return _text_field(found) if found else ""
+
+
+def _text_field(name: str) -> str:
+    return f"give --text-field {shlex.quote(name)}"
 
 
 class Input(Protocol):

@@ -160,6 +160,9 @@ def test_syntax_never_becomes_text(tmp_path, name, content):
 ADVICE = [
     ('{"id": "1", "content": "a"}\n', (), r'\(it has: id, content\); give --text-field content$'),
     ('{"body": "a"}\n', (), "; give --text-field body$"),
+    ('{"n": 1, "lyrics": "a"}\n', (), "; give --text-field lyrics$"),
+    ('{"meta": {"text": "a"}}\n', (), "--skip-bad"),
+    ('{"id": 1}\n', ("--skip-bad",), "hold no text: --skip-bad left out all 1 records"),
     ('{"messages": []}\n', (), '"messages" are conversations: give --conversations$'),
     ('{"id": 1}\n', (), "--skip-bad"),
     ('{"text": "a"}\n{"content": "a"}\n', (), r'jsonl:2: .*--skip-bad'),
