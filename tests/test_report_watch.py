@@ -1,9 +1,11 @@
 """`report --watch`: what it serves, to whom, and what it reads again."""
 
+import contextlib
 import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,8 +15,8 @@ import pytest
 from jaxforge.errors import UserError
 from jaxforge.report.__main__ import main
 from jaxforge.report.reading import MetricsFile
-from jaxforge.report.serving import Live, Server
-from tests.machine import PATIENCE
+from jaxforge.report.serving import Live, Server, _Handler
+from tests.machine import PATIENCE, wait_until
 from tests.test_report import line, write_run
 
 
@@ -61,6 +63,44 @@ def test_a_damaged_run_is_told(tmp_path, served):
     status, page, _ = served("/")
     assert status == 200
     assert "metrics.jsonl:2: not a JSON object" in page
+
+
+def test_idle_connections_shut_nobody_out(tmp_path, monkeypatch):
+    """Each has a thread; the oldest makes room, and all end when they say nothing for long."""
+    write_run(tmp_path / "run", [line(1)])
+    before = threading.active_count()
+    with Server(Live([tmp_path / "run"], "steps"), 0) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        where = ("127.0.0.1", server.port)
+        with contextlib.ExitStack() as stack:
+            idle = [
+                stack.enter_context(socket.create_connection(where, PATIENCE)) for _ in range(100)
+            ]
+            asked = http.client.HTTPConnection(*where, timeout=PATIENCE)
+            asked.request("GET", "/")
+            assert asked.getresponse().status == 200
+            assert idle[0].recv(1) == b""  # it was closed
+            assert threading.active_count() - before < 70
+        server.shutdown()
+    monkeypatch.setattr(_Handler, "timeout", 0.01)
+    with Server(Live([tmp_path / "run"], "steps"), 0) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as silent:
+            assert silent.recv(1) == b""
+        server.shutdown()
+
+
+def test_a_mistake_of_ours_is_answered_and_printed(tmp_path, served, monkeypatch, capsys):
+    monkeypatch.setattr(Live, "page", lambda self: 1 / 0)
+    status, said, _ = served("/")
+    assert (status, said) == (500, "failed: see the terminal")
+    printed = []
+
+    def is_printed():
+        printed.append(capsys.readouterr().err)
+        return "ZeroDivisionError" in "".join(printed)
+
+    wait_until(is_printed)
 
 
 def test_others_are_refused(served):

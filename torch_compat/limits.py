@@ -10,7 +10,7 @@ from jaxforge.untrusted_json import excerpt as shown
 NAME = 1024  # characters of a tensor's or a file's name
 INTEGER = 512  # bytes of an integer in a pickle
 LINE = 4096  # bytes of a name in a pickle, one that ends with its line
-TUPLE_KEYS = 1000  # keys of dicts in a pickle that are tuples: anyone can make theirs collide
+COLLIDING = 1000  # keys in a pickle that are tuples or complex: anyone can make theirs collide
 MADE = 32 << 20  # bytes that reading a pickle may make, and for each of its own bytes ...
 MADE_PER_BYTE = 24
 PICKLE = 1 << 30  # bytes of a pickle

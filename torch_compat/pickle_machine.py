@@ -14,6 +14,7 @@ from torch_compat import limits
 
 _OBJECT, _ITEM = 64, 16  # bytes of an object, and of each thing in it
 _SET = 232
+_MEMBER = 128  # of a set or dict: eight times as many slots as members are free after it grew
 _ENTRY = 8  # of the memo
 
 
@@ -51,7 +52,7 @@ class Machine:
         self._memo: list[Any] = []
         self._named: set[type] = set()  # types of what the names stand for: all hash at once
         self._nbytes = 0  # of what was made
-        self._tuple_keys = limits.TUPLE_KEYS
+        self._colliding = limits.COLLIDING
 
     def run(self) -> Any:  # noqa: ANN401 (a pickle holds anything)
         """What it holds.
@@ -103,10 +104,10 @@ class Machine:
 
     def _check_keys(self, keys: Iterable[Any]) -> None:
         for key in keys:
-            if isinstance(key, tuple) and type(key) not in self._named:
-                self._tuple_keys -= 1
-                if self._tuple_keys < 0:
-                    raise ValueError(f"more than {limits.TUPLE_KEYS} keys are tuples")
+            if isinstance(key, tuple | complex) and type(key) not in self._named:
+                self._colliding -= 1
+                if self._colliding < 0:
+                    raise ValueError(f"more than {limits.COLLIDING} keys are tuples or complex")
             self._check_key(key, 3)
 
     def _check_key(self, key: Any, depth: int) -> None:  # noqa: ANN401
@@ -141,12 +142,12 @@ class Machine:
     def _add_items(self, items: list[Any]) -> None:
         if type(self._stack[-1]) is not set:
             raise TypeError(f"members for a {type(self._stack[-1]).__name__}")
-        self._made(_OBJECT * len(items))
+        self._made(_MEMBER * len(items))
         self._check_keys(items)
         self._stack[-1].update(items)
 
     def _frozen(self, items: list[Any]) -> None:
-        self._made(_SET + _OBJECT * len(items))
+        self._made(_SET + _MEMBER * len(items))
         self._check_keys(items)
         self._stack.append(frozenset(items))
 
@@ -165,7 +166,9 @@ class Machine:
         if function in (set, frozenset) or (
             isinstance(function, type) and issubclass(function, dict)
         ):
-            self._check_keys(_keys(function, *arguments))
+            keys = _keys(function, *arguments)
+            self._made(_MEMBER * len(keys))
+            self._check_keys(keys)
         self._stack.append(function(*arguments))
 
     def _build(self) -> None:

@@ -64,7 +64,7 @@ def _tensor_v2(storage: Any, *rest: Any) -> _Tensor:  # noqa: ANN401
     offset, size, stride, *_ = rest
     if not isinstance(storage, _Storage):
         raise TypeError("a tensor without a storage")
-    return _Tensor(storage, storage.dtype, offset, tuple(size), tuple(stride))
+    return _Tensor(storage, storage.dtype, offset, as_size(size), as_size(stride))
 
 
 def _tensor_v3(storage: Any, *rest: Any) -> _Tensor:  # noqa: ANN401
@@ -247,9 +247,10 @@ class Archive:
 
 def _storage(pid: Any) -> _Storage:  # noqa: ANN401
     kind, dtype, record, _, length = pid
-    if kind != "storage" or not isinstance(record, str) or not isinstance(dtype, Dtype):
+    is_named = kind == "storage" and isinstance(record, str) and isinstance(dtype, Dtype)
+    if not is_named or not isinstance(length, int):
         raise ValueError("it refers to what is no tensor's storage")
-    return _Storage(record, dtype.numpy, int(length))
+    return _Storage(record, dtype.numpy, length)
 
 
 _ALIGNMENT = 64

@@ -1,8 +1,11 @@
 """`--watch`: the page of runs that go on, served to this machine alone."""
 
+import contextlib
 import errno
 import hashlib
 import json
+import socket
+import sys
 import threading
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -17,6 +20,8 @@ from jaxforge.report.names import AXES
 from jaxforge.report.reading import NotYetError, RunReader, readers
 
 ADDRESS = "127.0.0.1"
+_CONNECTIONS = 64  # at a time; each has a thread
+_SECONDS = 10  # that a connection may say nothing
 
 
 class Live:
@@ -75,15 +80,40 @@ class Server(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = _CONNECTIONS
 
     def __init__(self, live: Live, port: int) -> None:
         self.live = live
+        self._open: list[Any] = []  # connections, the oldest first
+        self._places = threading.BoundedSemaphore(_CONNECTIONS)
         try:
             super().__init__((ADDRESS, port), _Handler)
         except (OSError, OverflowError) as error:
             taken = getattr(error, "errno", None) == errno.EADDRINUSE
             why = "is taken" if taken else f"cannot be served ({error})"
             raise UserError(f"port {port} {why}; name another: --watch PORT") from error
+
+    def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
+        """Answer in a thread. Where there are too many, the oldest connection is closed."""
+        if not self._places.acquire(blocking=False):
+            with contextlib.suppress(OSError, IndexError):  # it may have ended by now
+                self._open[0].shutdown(socket.SHUT_RDWR)
+            if not self._places.acquire(timeout=_SECONDS):
+                super().shutdown_request(request)
+                return
+        self._open.append(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:  # noqa: ANN401
+        """End a connection, and let another take its place."""
+        super().shutdown_request(request)
+        self._open.remove(request)
+        self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
+        """Print a traceback, but of a reader that went away nothing."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
     @property
     def port(self) -> int:
@@ -93,9 +123,19 @@ class Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: Server
+    timeout = _SECONDS
 
     def do_GET(self) -> None:
-        """The page, or its data if they are newer than what the reader has."""
+        """Answer with the page, or with its data if they are newer than what the reader has."""
+        try:
+            self._get()
+        except ConnectionError:
+            raise
+        except Exception:  # our own mistake: the terminal has its traceback
+            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", "failed: see the terminal")
+            raise
+
+    def _get(self) -> None:
         if self.headers.get("Host") not in {f"{name}:{self.server.port}" for name in _NAMES}:
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", "this page is for this machine alone")
             return  # another site's name may have been made to point here

@@ -84,12 +84,21 @@ def test_keys_that_checkpoints_have_are_read():
 def test_keys_that_anyone_can_make_collide_are_few():
     far = [b"\x8a\x09" + (i * (2**61 - 1)).to_bytes(9, "little", signed=True) for i in range(2, 9)]
     tuples = [b"K\0M" + struct.pack("<H", i) + b"\x86" for i in range(2000)]
-    for keys in (far, tuples):
+    complexes = [
+        b"ccollections\nx\nG%sG%s\x86R" % (struct.pack(">d", -1000003.0 * i), struct.pack(">d", i))
+        for i in range(2000)
+    ]
+    assert len({hash(complex(-1000003.0 * i, i)) for i in range(2000)}) == 1
+    names = {("collections", "x"): complex}
+    for keys in (far, tuples, complexes):
         with pytest.raises(UserError, match="not a readable pickle"):
-            pickles.load(b"\x80\x02}(" + b"".join(key + b"N" for key in keys) + b"u.", {}, "here")
+            pickles.load(
+                b"\x80\x02}(" + b"".join(key + b"N" for key in keys) + b"u.", names, "here"
+            )
 
 
 PATH = b"cpathlib\nPosixPath\nq\0X\2\0\0\0abq\1"
+MEMBERS = b"".join(b"M" + struct.pack("<H", i) for i in range(50_000))  # 4 MB of a set
 LONG = b"X" + struct.pack("<I", MANY) + b"a" * MANY
 
 
@@ -99,18 +108,39 @@ LONG = b"X" + struct.pack("<I", MANY) + b"a" * MANY
         PATH + b"0h\0h\1h\1\x86Rq\1" * 40,
         b"ctorch\nSize\nq\0](" + b"K\0" * MANY + b"eq\1](" + b"h\0h\1\x85R" * 50_000 + b"e",
         b"c_codecs\nencode\nq\0" + LONG + b"q\1](" + b"h\0h\1\x85R" * 50_000 + b"e",
+        b"c__builtin__\nset\nq\0](" + MEMBERS + b"eq\1](" + b"h\0h\1\x85R" * 12 + b"e",
         b"(" + b"\x8f" * 5_000_000 + b"l",
         b"(" + b"}" * 20_000_000 + b"l",
         b"(" + b"\x85" * 20 + b"Nt" + b"\x94" * 50 + b"Nr\xff\xff\xff\x7f",
         b"\x8b\0\0\x10\0" + b"\x7f" * (1 << 20),
     ],
-    ids=["paths", "copies", "texts", "sets", "dicts", "memo", "number"],
+    ids=["paths", "copies", "texts", "members", "sets", "dicts", "memo", "number"],
 )
 def test_a_pickle_makes_no_more_than_its_bytes_allow(broken, data):  # noqa: F811
     (broken / METADATA).write_bytes(b"\x80\x02" + data + b".")
-    with pytest.raises(UserError, match=r"not a readable pickle|names _codecs\.encode"):
+    with pytest.raises(
+        UserError, match=r"not a readable pickle|names (_codecs\.encode|__builtin__\.set)"
+    ):
         read_all(broken)
     with pytest.raises(UserError, match=r"not a readable pickle|names pathlib\.PosixPath"):
+        read_archive(archive_of(b"\x80\x02" + data + b"."))
+
+
+STORAGE = b"(X\7\0\0\0storagectorch\nFloatStorage\nX\1\0\0\x000X\3\0\0\0cpu%stQ"
+REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n("
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (STORAGE % b"X\2\0\0\x0012", "no tensor's storage"),
+        (REBUILD + STORAGE % b"K\1" + b"K\0X\2\0\0\x0011K\1\x85tR", "a size that is no tuple"),
+        (REBUILD + STORAGE % b"K\1" + b"K\0K\1\x85X\2\0\0\x0011tR", "a size that is no tuple"),
+    ],
+)
+def test_sizes_are_no_text(data, message):
+    """Else each name of a long text would become a list of its characters."""
+    with pytest.raises(UserError, match=rf"not a readable pickle .*{message}"):
         read_archive(archive_of(b"\x80\x02" + data + b"."))
 
 
