@@ -64,12 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help())
         return 0 if arguments else 2
-    if arguments[0] == "--version":
+    if arguments[0] in ("--version", "-V", "version"):
         print(f"jaxforge {jaxforge.__version__}")
         return 0
     name = arguments[0]
     if name not in COMMANDS:
         hint = near.hint(name, COMMANDS, quote="") or ";"
+        if name.startswith("-"):
+            raise UserError(f"say a command before {name}: `jaxforge --help` lists the commands")
         raise UserError(f"there is no command {name}{hint} `jaxforge --help` lists them")
     command = COMMANDS[name]
     sys.argv = ["jaxforge", *arguments[0 if command.is_subcommand else 1 :]]

@@ -11,8 +11,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from jaxforge import near
+from jaxforge import mistyped, near
 from jaxforge.cli import program, wide_console
+from jaxforge.errors import UserError
 
 _SETTING = re.compile(r"--[a-zA-Z_]\w*(\.[^=.\s]+)+")
 _CHOICE = re.compile(r"invalid choice: '(?P<said>.*)' \(choose from (?P<names>.*)\)")
@@ -55,10 +56,18 @@ class CommandParser(argparse.ArgumentParser):
             argv: by default this process's.
 
         Raises:
-            SystemExit: they are wrong (code 2), or were `--help` (code 0).
+            UserError: they are wrong.
+            SystemExit: they were `--help` (code 0).
         """
-        settings, others = _apart(sys.argv[1:] if argv is None else argv)
-        args, left = self.parse_known_args(others)
+        words = list(sys.argv[1:] if argv is None else argv)
+        settings, others = _apart(words)
+        try:
+            args, left = self.parse_known_args(others)
+        except UserError:
+            for i, word in enumerate(words):  # `--section.key= value`: its value is left over
+                if word in settings and (message := mistyped.spaces(words[i:])):
+                    raise UserError(message) from None
+            raise
         return args, [*left, *settings]
 
     def parse_known_args(  # type: ignore[override]
@@ -66,7 +75,11 @@ class CommandParser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """As it is in `argparse`, but what is not known here is refused unless it is passed on."""
         args = sys.argv[1:] if args is None else args
-        self._words = [word for word in args if word.startswith("--")]
+        self._words = list(args)
+        for before, word in zip(["", *args], args, strict=False):
+            is_dashed = not before.startswith("-") and not word.startswith("-")
+            if is_dashed and (message := mistyped.dash(word, self._is_option)):
+                raise UserError(message)
         known, left = super().parse_known_args(args, namespace)
         if left and not self._passes_on:
             self.error(self._unknown(left[0]))
@@ -83,14 +96,31 @@ class CommandParser(argparse.ArgumentParser):
                 self.add_argument(f"--{key}", choices=choices, help=node["description"])
 
     def error(self, message: str) -> NoReturn:
-        """Ends the process with code 2, after how the command is used, and what is wrong."""
-        if found := _CHOICE.search(message):
-            message += near.hint(found["said"], re.findall(r"[\w.-]+", found["names"]), quote="")
-        if "required" in message:  # of options, one may be there under another name
-            options = {word.partition("=")[0] for word in self._words}
+        """Raise `UserError` with what is wrong, and with what may have been meant."""
+        slip = mistyped.slip(self._words, self._is_option, self._takes_value, self._takes_settings)
+        if slip:
+            raise UserError(slip)
+        if match := _CHOICE.search(message):
+            message += near.hint(match["said"], re.findall(r"[\w.-]+", match["names"]), quote="")
+        if "required" in message:  # the required option may be there under another name
+            options = {word.partition("=")[0] for word in self._words if word.startswith("--")}
             unknown = sorted(options - self._option_string_actions.keys())
             message = "; ".join([message, *map(self._unknown, filter(self._hint, unknown))])
-        super().error(message)
+        if "did you mean" not in message and re.search(r"required|^un(known|expected)", message):
+            message += f"; `{self.prog} --help` lists the options"
+        raise UserError(message)
+
+    def _is_option(self, word: str) -> bool:
+        """Return whether a word is an option, or sets a key, of this command."""
+        from jaxforge.config.reading.schema import node_at  # here, as it takes a while to import
+
+        return word in self._option_string_actions or (
+            self._takes_settings and "." in word and node_at(tuple(word[2:].split("."))) is not None
+        )
+
+    def _takes_value(self, option: str) -> bool:
+        action = self._option_string_actions.get(option)
+        return action is not None and action.nargs != 0
 
     def _unknown(self, word: str) -> str:
         if not word.startswith("-"):
@@ -147,6 +177,13 @@ def _apart(argv: Iterable[str]) -> tuple[list[str], list[str]]:
             break
         if not _SETTING.fullmatch(name):
             others.append(word)
+        elif not equals and words and words[-1].startswith("="):
+            raise UserError(
+                mistyped.spaces([word, *reversed(words[-2:])])
+                or f"{word} =: a value is missing after the ="
+            )
+        elif message := mistyped.quotes(word):
+            raise UserError(message)
         elif not equals and words and _is_value(words[-1], name[2:]):
             settings.append(f"{word}={words.pop()}")
         else:

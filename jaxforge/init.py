@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises:
         UserError: the file is there already or cannot be written, or --data was not prepared.
-        SystemExit: wrong arguments (code 2), or `--help`.
+        SystemExit: `--help`.
     """
     line = parser()
     args = line.parse_args(argv)

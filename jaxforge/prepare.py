@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises:
         UserError: an input, the tokenizer or the output cannot be used.
-        SystemExit: wrong arguments (code 2), or `--help`.
+        SystemExit: `--help`.
     """
     args = _parse(argv)
     from jaxforge import preparation  # here, as all that it needs takes half a second

@@ -38,7 +38,7 @@ def parse_command_line(argv: Sequence[str]) -> UnresolvedConfig:
 
     Raises:
         UserError: anything in it is wrong.
-        SystemExit: an option is wrong (code 2), or it was `--help` (code 0).
+        SystemExit: it was `--help` (code 0).
     """
     args, overrides = parser().parse(argv)
     if args.dry_run:

@@ -89,4 +89,5 @@ def test_a_mistake_is_answered_with_what_is_wrong(line, answer, here, monkeypatc
     pattern = ".*".join(map(re.escape, expected))
     assert re.search(f"error: (.*\n)*.*{pattern}", answered), answered
     assert "Traceback" not in answered
+    assert "usage:" not in answered
     assert tree(here / "data") == before

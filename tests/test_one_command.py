@@ -37,8 +37,9 @@ def test_what_there_is_not_is_told_with_what_is_near():
         main(["xyzzy"])
 
 
-def test_the_version_is_that_of_the_package(capsys):
-    assert main(["--version"]) == 0
+@pytest.mark.parametrize("word", ["version", "--version", "-V"])
+def test_the_version_is_that_of_the_package(word, capsys):
+    assert main([word]) == 0
     assert capsys.readouterr().out == f"jaxforge {jaxforge.__version__}\n"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         jaxforge.nothing  # noqa: B018

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises:
         UserError: there is no such schedule, or the file cannot be written.
-        SystemExit: wrong arguments (code 2), or `--help`.
+        SystemExit: `--help`.
     """
     args = parser().parse_args(argv)
     schedule = _schedule(args)

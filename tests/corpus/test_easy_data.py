@@ -121,7 +121,7 @@ def test_the_first_tokens_are_held_out_of_any_documents(tmp_path):
     ],
 )
 def test_options_that_do_not_go_together(tmp_path, options):
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(UserError, match=r"validation-|--tokenizer|--vocab"):
         run(tmp_path, "--output", tmp_path / "out", *options)
 
 

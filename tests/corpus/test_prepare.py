@@ -257,7 +257,7 @@ def test_unwritable_output(corpus, tmp_path):
     ],
 )
 def test_wrong_arguments(corpus, tmp_path, args):
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(UserError, match=args[0] if args else "--"):
         run(corpus, "--output", tmp_path / "out", *args)
 
 

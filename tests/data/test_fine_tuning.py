@@ -471,9 +471,9 @@ def test_a_sequence_too_short_for_all_is_named(files, tokenizer, tmp_path):
 def test_wrong_arguments_are_told(files, tokenizer, tmp_path):
     with pytest.raises(UserError, match=r"README\.md is read as plain text, and holds no conver"):
         run(files / "README.md", tokenizer, tmp_path / "out")
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(UserError, match="--conversations"):
         run(files, "bpe", tmp_path / "out")
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(UserError, match="--dtype"):
         run(files, tokenizer, tmp_path / "out", "--dtype", "uint16")
     with pytest.raises(UserError, match="no chat template to write conversations with"):
         run(files, "byte", tmp_path / "out")

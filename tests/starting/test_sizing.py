@@ -175,5 +175,5 @@ def test_a_file_that_is_there_stays(tmp_path, capsys):
     assert init.main(["--list"]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in PRESETS)
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(UserError, match="--preset NAME is needed"):
         init.main([])
