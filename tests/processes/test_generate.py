@@ -10,6 +10,7 @@ import pytest
 
 import jaxforge
 from jaxforge import generate, prepare
+from jaxforge.corpus.tokenizer import ByteTokenizer
 from jaxforge.errors import UserError
 from jaxforge.inference import completion, conversation
 from jaxforge.model.decoding import Decoder
@@ -99,6 +100,16 @@ def test_a_file_of_prompts_on_a_mesh(run, here, tmp_path):
     split_by_rows = here(run.directory, "--prompts", prompts.with_suffix(".txt"),
                          "--max-tokens", 12, "--temperature", 0)  # fmt: skip
     assert [{**r, "id": i} for i, r in enumerate(lines(split_by_rows))] == results
+
+
+def test_generation_stops_at_any_eos_id(run, here, monkeypatch):
+    """The greedy continuation is " jumps over "."""
+    monkeypatch.setattr(ByteTokenizer, "eos_ids", (256, ord("v"), ord("m")))
+    text = here(run.directory, "--prompt", "the quick brown fox", "--prompt", "the",
+                "--max-tokens", 12, "--temperature", 0)  # fmt: skip
+    assert text.startswith("--- 1\nthe quick brown fox ju\n--- 2\n")
+    ours = jaxforge.Run(run.directory)
+    assert ours.generate("the quick brown fox", max_tokens=12, temperature=0) == " ju"
 
 
 def test_a_completion_stops_at_the_end_of_text(run, tmp_path, here):
