@@ -284,7 +284,7 @@ def _encoded(
             yield batch, _encode(tokenizer, batch.texts, options)
         return
     n = workers if len(first) > 1 else 1
-    with Workers(n, _work, directory, options, isolate) as pool:
+    with Workers(n, _work, directory, options, n, isolate) as pool:
         waiting: deque[tuple[Batch, Future[Tokens]]] = deque()
         for batch in chain(first, batches):
             waiting.append((batch, pool.submit(batch.texts)))
@@ -295,9 +295,12 @@ def _encoded(
             yield batch, future.result()
 
 
-def _work(connection: Connection, directory: Path, options: Options, is_silent: bool) -> None:
-    """A worker; if `is_silent`, Rust's words on its panics are not shown."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
+def _work(
+    connection: Connection, directory: Path, options: Options, n: int, is_silent: bool
+) -> None:
+    """One of `n` workers; if `is_silent`, Rust's words on its panics are not shown."""
+    if n > 1:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
     if is_silent:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     tokenizer = load_tokenizer(directory, is_checked=True)
