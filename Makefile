@@ -17,12 +17,13 @@ STDLIB  = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('
 .PHONY: train test test-all test-lines test-gpu-compiler test-torchtitan test-lm-eval lint bench docs wheel clean
 
 train: $(VENV)/.run data/quickstart
+	@echo 'Training 300 updates: about seven minutes on two idle CPU cores. Ctrl-C saves, make train goes on.'
 	$(BIN)/python -m jaxforge.train --config configs/quickstart.toml
-	$(BIN)/python -m jaxforge.generate runs/quickstart --prompt "def " \
+	$(BIN)/python -m jaxforge.generate runs/quickstart --prompt "def" \
 	  --temperature 0.8 --top-p 0.95 --max-tokens 200
-	@printf '\nNext:\n'
+	@printf '\nNext, after `source $(BIN)/activate` or as it stands:\n'
 	@printf '  $(BIN)/jaxforge %s\n' 'report runs/quickstart        # its curves, as a page' \
-	  'generate runs/quickstart --prompt "class "' \
+	  'generate runs/quickstart --prompt "class"' \
 	  'prepare my_texts/ --output data/mine --tokenizer bpe   # your own text: it says how to go on'
 
 test: $(VENV)/.dev
@@ -92,20 +93,27 @@ data/quickstart: | $(VENV)/.run
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
+# pip says nothing while it works (--quiet): `make` says what it waits for.
+INSTALLING = @echo 'Installing $(1) into $(2), from the package index: about a minute, more on a slow line.'
+
 $(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(call INSTALLING,JAX and jaxforge,$(VENV))
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(call INSTALLING,jaxforge and what its tests need,$(VENV))
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$(EXTRAS)]"
 	touch $@ $(VENV)/.run
 
 $(VENV)-cuda/.done: pyproject.toml constraints.txt
+	$(call INSTALLING,the compilers for GPUs (4 GB),$(VENV)-cuda)
 	$(PYTHON) -m venv $(VENV)-cuda
 	$(VENV)-cuda/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[cuda]" pytest
 	touch $@
 
 $(VENV)-lm-eval/.done: pyproject.toml constraints.txt
+	$(call INSTALLING,lm_eval and torch,$(VENV)-lm-eval)
 	python3.11 -m venv $(VENV)-lm-eval
 	$(VENV)-lm-eval/bin/python -m pip install --quiet --constraint constraints.txt \
 	  --editable ".[lm-eval,torch]" "lm_eval[hf]" pytest

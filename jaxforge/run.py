@@ -1,4 +1,4 @@
-"""A run directory in Python: `jaxforge.Run("runs/quickstart").generate("def ")`."""
+"""A run directory in Python: `jaxforge.Run("runs/quickstart").generate("def")`."""
 
 import functools
 import importlib.util

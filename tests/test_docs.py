@@ -66,6 +66,13 @@ def commands():
                     yield pytest.param(line, id=f"{page.stem}: {line[:60]}")
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/getting_started.md"])
+def test_environment_is_activated_before_the_first_command(name):
+    fences = "".join(text for language, text in FENCE.findall((ROOT / name).read_text()))
+    before, _ = re.split(r"^jaxforge ", fences, maxsplit=1, flags=re.M)
+    assert "\nsource .venv/bin/activate" in before
+
+
 def words_of(line):
     """Of forms such as `[--tokenizer byte|bpe] [--workers N]`, the first of what may be there."""
     words = shlex.split(line, comments=True)

@@ -29,7 +29,7 @@ for path in sys.argv[1:]:
             apart = (names["before"] - names["after"]).loc[41:60]
             assert len(apart) == 20 and (apart == 0).all()
         case "4_export_and_generate.ipynb":
-            ours = names["run"].generate("def ", max_tokens=20, temperature=0)
+            ours = names["run"].generate("def", max_tokens=20, temperature=0)
             assert names.get("theirs") in (None, ours)
 """
 

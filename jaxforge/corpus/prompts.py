@@ -67,6 +67,18 @@ def encode(
     return ids
 
 
+def splits_a_token(tokenizer: Tokenizer, text: str) -> bool:
+    """Return whether a text ends in a space that a token of its continuation would begin with.
+
+    Tokens of most BPEs begin with spaces: "def main" is "def", " main". After "def ", " " the model
+    has to find a word that follows a space of its own, which training texts hardly have.
+    """
+    if not text.endswith(" "):
+        return False
+    ids = tokenizer.encode(text)
+    return any(tokenizer.encode(text + word)[: len(ids)] != ids for word in (*"taisn", "the"))
+
+
 def continuation(tokenizer: Tokenizer, ids: Sequence[int], tokens: Sequence[int]) -> str:
     """The text that `tokens` add to that of a prompt's `ids`."""
     return tokenizer.decode([*ids, *tokens])[len(tokenizer.decode(ids)) :]

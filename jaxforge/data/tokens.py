@@ -129,7 +129,8 @@ class TokenFiles:
         """
         ids = windows.view(np.uint32)
         if self.manifest and self.manifest.conversations:
-            ids = np.where(windows == PADDING, 0, ids & ~np.uint32(FIRST | UNLEARNED))
+            is_padding = windows & ~FIRST == PADDING  # its first entry begins a document
+            ids = np.where(is_padding, 0, ids & ~np.uint32(FIRST | UNLEARNED))
         if ids.max() < self._vocab_size:
             return
         row, column = (int(i) for i in np.argwhere(ids >= self._vocab_size)[0])

@@ -17,7 +17,15 @@ from rich.console import Console
 
 from jaxforge import run_directory, storage
 from jaxforge.cli import check_place
-from jaxforge.corpus.prompts import RESULTS, STDIN, Prompt, continuation, encode, read_prompts
+from jaxforge.corpus.prompts import (
+    RESULTS,
+    STDIN,
+    Prompt,
+    continuation,
+    encode,
+    read_prompts,
+    splits_a_token,
+)
 from jaxforge.corpus.tokenizer import Tokenizer
 from jaxforge.errors import UserError
 from jaxforge.inference import conversation
@@ -50,6 +58,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         _check_terminal()
     limit = trained.config.model.max_seq_len
     ids = [encode(tokenizer, prompt, limit, args.max_tokens) for prompt in prompts]
+    warn_about_spaces(tokenizer, prompts)
     eos_ids = () if args.ignore_eos else tokenizer.eos_ids
     rows = min(args.batch_size, max(1, len(prompts)))
     sampling = Sampling(args.temperature, args.top_k, args.top_p, tokenizer.vocab_size)
@@ -83,6 +92,17 @@ def _prompts(args: argparse.Namespace) -> list[Prompt]:
         return read_prompts(args.prompts)
     empty = [""] if args.output else []
     return [Prompt(text, "--prompt") for text in args.prompt or empty]
+
+
+def warn_about_spaces(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> None:
+    """Log a warning if prompts end in a space that would begin a token of the continuation."""
+    places = [prompt.place for prompt in prompts if splits_a_token(tokenizer, prompt.text)]
+    if places:
+        log.warning(
+            "%s%s: the prompt ends in a space, and tokens of this tokenizer begin with theirs: "
+            "the continuation is better without the space",
+            places[0], f" and {len(places) - 1} more" if places[1:] else "",
+        )  # fmt: skip
 
 
 def _check_terminal() -> None:

@@ -5,8 +5,10 @@ import sys
 
 import pytest
 
-from jaxforge.corpus.prompts import STDIN, read_prompts
+from jaxforge.corpus.prompts import STDIN, Prompt, read_prompts
+from jaxforge.corpus.tokenizer import ByteTokenizer, train_bpe
 from jaxforge.errors import UserError
+from jaxforge.inference.completion import warn_about_spaces
 
 
 @pytest.fixture
@@ -76,3 +78,19 @@ def test_mistakes_have_a_place(read, name, content, message):
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(UserError, match=r"--prompts .*/none: No such file"):
         read_prompts(tmp_path / "none")
+
+
+def test_prompt_that_ends_in_a_space_of_the_next_token_is_warned_about(caplog):
+    bpe = train_bpe(["the cat sat on the mat\n", "the dog sat on the cat\n"] * 20, 300)
+    assert bpe.encode("the cat") != bpe.encode("the ") + bpe.encode("cat")
+    texts = ["the cat", "the ", "", "sat  ", "sat\n"]
+    prompts = [Prompt(text, f"a.txt:{number}") for number, text in enumerate(texts, 1)]
+    warn_about_spaces(bpe, prompts)
+    assert [record.getMessage() for record in caplog.records] == [
+        "a.txt:2 and 1 more: the prompt ends in a space, and tokens of this tokenizer begin with "
+        "theirs: the continuation is better without the space"
+    ]
+    caplog.clear()
+    warn_about_spaces(bpe, [prompts[0]])
+    warn_about_spaces(ByteTokenizer(), prompts)  # whose tokens are single bytes
+    assert not caplog.records
