@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help())
         return 0 if arguments else 2
-    if arguments[0] == "--version":
+    if arguments[0] in ("version", "--version"):
         print(f"jaxforge {jaxforge.__version__}")
         return 0
     name = arguments[0]

@@ -13,8 +13,12 @@ from typing import Any, NoReturn
 
 from jaxforge import near
 from jaxforge.cli import program, wide_console
+from jaxforge.errors import printable
 
 _SETTING = re.compile(r"--[a-zA-Z_]\w*(\.[^=.\s]+)+")
+_QUOTE = re.compile(r"(--[\w.-]+=)?[\u2018-\u201f\u00ab\u00bb]")
+_DASH = re.compile(r"[\u2010-\u2015\u2212][\w\u2010-\u2015\u2212-]")
+_TEXTS = ("--prompt",)  # options whose values may hold anything
 _CHOICE = re.compile(r"invalid choice: '(?P<said>.*)' \(choose from (?P<names>.*)\)")
 
 
@@ -57,7 +61,13 @@ class CommandParser(argparse.ArgumentParser):
         Raises:
             SystemExit: they are wrong (code 2), or were `--help` (code 0).
         """
-        settings, others = _apart(sys.argv[1:] if argv is None else argv)
+        words = sys.argv[1:] if argv is None else list(argv)
+        if problem := _typography(words):
+            self.error(problem)
+        try:
+            settings, others = _apart(words)
+        except _SpacesError as error:
+            self.error(str(error))
         args, left = self.parse_known_args(others)
         return args, [*left, *settings]
 
@@ -67,6 +77,8 @@ class CommandParser(argparse.ArgumentParser):
         """As it is in `argparse`, but what is not known here is refused unless it is passed on."""
         args = sys.argv[1:] if args is None else args
         self._words = [word for word in args if word.startswith("--")]
+        if problem := _typography(args):
+            self.error(problem)
         known, left = super().parse_known_args(args, namespace)
         if left and not self._passes_on:
             self.error(self._unknown(left[0]))
@@ -83,23 +95,29 @@ class CommandParser(argparse.ArgumentParser):
                 self.add_argument(f"--{key}", choices=choices, help=node["description"])
 
     def error(self, message: str) -> NoReturn:
-        """Ends the process with code 2, after how the command is used, and what is wrong."""
+        """End the process with code 2 and one message.
+
+        The usage of the command, which `argparse` prints as well, would hide it.
+        """
         if found := _CHOICE.search(message):
             message += near.hint(found["said"], re.findall(r"[\w.-]+", found["names"]), quote="")
         if "required" in message:  # of options, one may be there under another name
             options = {word.partition("=")[0] for word in self._words}
             unknown = sorted(options - self._option_string_actions.keys())
             message = "; ".join([message, *map(self._unknown, filter(self._hint, unknown))])
-        super().error(message)
+        self.exit(2, f"error: {printable(message)}\n")
 
     def _unknown(self, word: str) -> str:
         if not word.startswith("-"):
-            takes_config = word.endswith(".toml") and "--config" in self._option_string_actions
-            return f"unexpected argument {word}" + (
-                f"; did you mean --config {word}?" if takes_config else ""
-            )
+            meant = ""
+            if word.endswith(".toml") and "--config" in self._option_string_actions:
+                meant = f"--config {word}"
+            elif self._takes_settings and _SETTING.fullmatch(f"--{word.partition('=')[0]}"):
+                meant = f"--{word}"
+            return f"unexpected argument {word}" + (f"; did you mean {meant}?" if meant else "")
         option = word.partition("=")[0]
-        return f"unknown option {option}{self._hint(option)}"
+        help_ = f"; {self.prog} --help lists the options"
+        return f"unknown option {option}{self._hint(option) or help_}"
 
     def _hint(self, option: str) -> str:
         """What may have been meant by one that is not known: options, or settings."""
@@ -147,11 +165,50 @@ def _apart(argv: Iterable[str]) -> tuple[list[str], list[str]]:
             break
         if not _SETTING.fullmatch(name):
             others.append(word)
+        elif words and (typed := _spaced(word, words)):
+            raise _SpacesError(f"{typed}: write a setting without spaces: {typed.replace(' ', '')}")
         elif not equals and words and _is_value(words[-1], name[2:]):
             settings.append(f"{word}={words.pop()}")
         else:
             settings.append(word)
     return settings, others
+
+
+class _SpacesError(Exception):
+    """A setting has spaces around its equals sign."""
+
+
+def _spaced(word: str, words: Sequence[str]) -> str:
+    """Return a setting with spaces around its equals sign as it was typed; else nothing.
+
+    Args:
+        word: the setting.
+        words: what follows it, the next word last.
+    """
+    following = words[-1]
+    if "=" not in word and following.startswith("="):
+        return " ".join([word, following, *(words[-2:-1] if following == "=" else [])])
+    is_open = word.endswith("=") and word.count("=") == 1 and not following.startswith("-")
+    return f"{word} {following}" if is_open and _wants_number(word[2:-1]) else ""
+
+
+def _typography(words: Sequence[str]) -> str:
+    """Return what is wrong where a word processor replaced quotes or dashes; else nothing."""
+    for before, word in zip(["", *words], words, strict=False):
+        if before in _TEXTS or word.partition("=")[0] in _TEXTS:
+            continue
+        if _QUOTE.match(word):
+            return f"{word}: these are typographic quotes, which stay in the value; type ' or \""
+        if _DASH.match(word):
+            meant = "--" + word.lstrip("-\u2010\u2011\u2012\u2013\u2014\u2015\u2212")
+            return f"{word} begins with a typographic dash; did you mean {meant}?"
+    return ""
+
+
+def _wants_number(key: str) -> bool:
+    from jaxforge.config.reading.schema import node_at  # here, as it takes a while to import
+
+    return (node_at(tuple(key.split("."))) or {}).get("type") in ("number", "integer")
 
 
 def _is_value(word: str, key: str) -> bool:

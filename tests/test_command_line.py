@@ -55,7 +55,7 @@ def test_what_follows_two_dashes_is_no_setting():
         ("--max-steps", "unknown option --max-steps; did you mean --train.max_steps or "
          "--early_stop.max_steps?"),
         ("--max_step=3", "unknown option --max_step; did you mean --train.max_steps or"),
-        ("--xyzzy", "unknown option --xyzzy\n"),
+        ("--xyzzy", "unknown option --xyzzy; python -m jaxforge.generate --help lists the opt"),
         ("--format=np", "(choose from 'npy', 'bin'); did you mean npy?"),
     ],
 )  # fmt: skip

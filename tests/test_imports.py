@@ -25,7 +25,7 @@ LAYERS = {
     "starts": {"errors", "git", "redaction"},
     "side": set(),
     "near": set(),
-    "command_line": {"cli", "config", "near"},
+    "command_line": {"cli", "config", "errors", "near"},
     "storage": {"errors", "buckets"},
     "buckets": {"errors", "storage"},
     "mirror": {"storage"},

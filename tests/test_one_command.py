@@ -38,8 +38,9 @@ def test_what_there_is_not_is_told_with_what_is_near():
 
 
 def test_the_version_is_that_of_the_package(capsys):
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"jaxforge {jaxforge.__version__}\n"
+    for words in (["--version"], ["version"]):
+        assert main(words) == 0
+        assert capsys.readouterr().out == f"jaxforge {jaxforge.__version__}\n"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         jaxforge.nothing  # noqa: B018
 
