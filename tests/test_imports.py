@@ -22,6 +22,7 @@ LAYERS = {
     "git": set(),
     "redaction": set(),
     "starts": {"errors", "git", "redaction"},
+    "job_facts": {"config", "starts"},
     "side": set(),
     "near": set(),
     "command_line": {"cli", "config", "near"},
