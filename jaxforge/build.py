@@ -22,13 +22,15 @@ from jaxforge.config.useless import useless
 from jaxforge.data import loader, sources
 from jaxforge.data.dataset import Dataset, Mixture, Streaming
 from jaxforge.data.epoch import sequences_per_epoch
+from jaxforge.data.fingerprint import Fingerprint, changes, fingerprints
 from jaxforge.data.mixture import Segment
+from jaxforge.errors import UserError
 from jaxforge.health.actions import open_actions
 from jaxforge.health.attribution import Attribution, make_row_losses
 from jaxforge.health.watchdog import Watchdog
 from jaxforge.model.transformer import Model, build_model, parameter_count
 from jaxforge.optim.optimizer import build_optimizer
-from jaxforge.parallel import compilation
+from jaxforge.parallel import agreement, compilation
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.parallel.xla_flags import Option
 from jaxforge.run_lock import RunLock
@@ -83,8 +85,7 @@ def build_trainer(
     flags = compilation.accepted_flags(config)
     saved = Executable(config.train.executable, mesh) if config.train.executable else None
     with watchdog.section("data"):
-        dataset = sources.open_training_data(config)
-        eval_data = sources.open_eval_data(config) if config.eval.reads_data else {}
+        dataset, eval_data, identity = _open_data(config)
     model = build_model(config)
     optimizer = build_optimizer(config, model.axes)
     lock.acquire()
@@ -98,6 +99,7 @@ def build_trainer(
         state, progress = starting_state(
             config, checkpoints, model, optimizer, mesh, open_foreign, local
         )
+    _check_same_data(config, progress, identity)
     progress.run_id = config.metrics.wandb_run_id or progress.run_id
     dp = data_parallel_size(mesh)
     ramp, phases = config.train.ramp(dp), Phases.of(config.data)
@@ -149,6 +151,48 @@ def build_trainer(
         sampler=sampler,
         activations=activations,
     )
+
+
+def _open_data(
+    config: JobConfig,
+) -> tuple[Dataset | Mixture | Streaming, dict[str, Dataset], dict[str, Fingerprint]]:
+    """Open training and evaluation sets, with their fingerprints, which all processes compare.
+
+    Raises:
+        UserError: the data are missing, damaged, do not fit the model, or differ between processes.
+    """
+    failure = None
+    try:
+        dataset = sources.open_training_data(config)
+        eval_data = sources.open_eval_data(config) if config.eval.reads_data else {}
+        identity = fingerprints(config.data, dataset, eval_data)
+    except UserError as error:
+        failure, identity = error, {"data": {"error": str(error)}}
+    agreement.check(identity)
+    if failure:
+        raise failure
+    return dataset, eval_data, identity
+
+
+def _check_same_data(
+    config: JobConfig, progress: Progress, identity: dict[str, Fingerprint]
+) -> None:
+    """Compare the data with those of the checkpoint that the run goes on from.
+
+    Raises:
+        UserError: they are others: the position of the run means nothing in them.
+    """
+    changed = changes(progress.data, identity)
+    if changed and config.data.on_change == "refuse":
+        raise UserError(
+            f"the data are not those of step {progress.step} of this run: {'; '.join(changed)}. "
+            "Its position would mean other sequences, of which some come again or never: "
+            "bring the data back, or go on with --data.on_change=continue, or start a new run with "
+            "checkpoint.load_path"
+        )
+    for change in changed:
+        log.warning("the data changed since step %d: %s", progress.step, change)
+    progress.data = identity
 
 
 def _open_run_directory(config: JobConfig, model: Model) -> Checkpoints:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 from rich.console import Console
 
-from jaxforge import run_directory, streams
+from jaxforge import job_facts, run_directory, streams
 from jaxforge.build import build_trainer
 from jaxforge.cli import wide_console
 from jaxforge.config import rules
@@ -18,7 +18,7 @@ from jaxforge.exit_codes import Exit
 from jaxforge.health import out_of_memory
 from jaxforge.health.watchdog import Limits, Watchdog
 from jaxforge.model.transformer import matmul_precision
-from jaxforge.parallel import compilation, host_memory, multihost
+from jaxforge.parallel import agreement, compilation, host_memory, multihost
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.process import end_now
 from jaxforge.run_lock import RunLock
@@ -44,6 +44,7 @@ def run(
             multihost.leaving_at_once_on_failure(),
             _live_line(console, known, watchdog) as live,
         ):
+            agreement.check(job_facts.of_start(config) if jax.process_count() > 1 else {})
             return _run(config, hooks, console, watchdog, live, since)
 
 

@@ -25,6 +25,7 @@ LAYERS = {
     "redaction": set(),
     "line_file": {"errors"},
     "starts": {"errors", "git", "line_file", "redaction"},
+    "job_facts": {"config", "starts"},
     "side": set(),
     "near": set(),
     "command_line": {"cli", "config", "near"},

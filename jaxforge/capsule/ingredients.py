@@ -4,7 +4,6 @@ All of it is of the moment and the process that asks.
 """
 
 import hashlib
-import importlib.util
 import os
 import platform
 from collections.abc import Iterator, Mapping
@@ -22,17 +21,11 @@ from jaxforge.corpus.manifest import FILE_NAME, LENGTHS
 from jaxforge.data import sources
 from jaxforge.data.dataset import Dataset, Mixture
 from jaxforge.data.tokens import TokenFiles
+from jaxforge.job_facts import ENVIRONMENT, plugin_sources, source_files, source_hash
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.replay.past import Past
 from jaxforge.step.executable import fingerprint
 from jaxforge.step.lowering import lower_train_steps
-
-ENVIRONMENT = (
-    "XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS", "JAX_ENABLE_X64", "JAX_DEFAULT_DTYPE_BITS",
-    "JAX_DEFAULT_MATMUL_PRECISION", "JAX_DEFAULT_PRNG_IMPL", "JAX_THREEFRY_PARTITIONABLE",
-    "JAX_NUMPY_DTYPE_PROMOTION", "NVIDIA_TF32_OVERRIDE", "NPROC",
-)  # fmt: skip
-"""Variables that change what is computed; no others are looked at."""
 
 _CHUNK = 1 << 20  # bytes read at a time
 _UNITS = ("avx2", "avx512f", "amx_bf16")  # by which XLA's and its libraries' kernels differ
@@ -70,22 +63,12 @@ def _processor() -> str:
 
 def code(config: JobConfig) -> dict[str, dict[str, Any]]:
     """jaxforge, and the modules that `[plugins]` names: hash of their files, and state in git."""
-    names = [*config.plugins.modules, *(hook.rpartition(".")[0] for hook in config.plugins.hooks)]
-    found = {"jaxforge": _code_at(Path(jaxforge.__file__).parent)}
-    for name in dict.fromkeys(names):
-        spec = importlib.util.find_spec(name)
-        if spec and spec.origin:
-            file = Path(spec.origin)
-            found[name] = _code_at(file.parent if file.name == "__init__.py" else file)
-    return found
+    places = {"jaxforge": Path(jaxforge.__file__).parent, **plugin_sources(config)}
+    return {name: _code_at(place) for name, place in places.items()}
 
 
 def _code_at(place: Path) -> dict[str, Any]:
-    files = sorted(place.rglob("*.py")) if place.is_dir() else [place]
-    total = hashlib.sha256()
-    for file in files:
-        total.update(f"{file.relative_to(place.parent)}\n".encode() + file.read_bytes())
-    return {"sha256": total.hexdigest(), **git.state(files[0])}
+    return {"sha256": source_hash(place), **git.state(source_files(place)[0])}
 
 
 def program(past: Past) -> dict[str, str]:

@@ -131,7 +131,9 @@ def starting_state(
         excluded = config.checkpoint.exclude_from_loading
         state, progress = start_from(source, model, optimizer, mesh, excluded)
     fresh = Progress()  # it is another run that begins here
-    progress = dataclasses.replace(progress, run_id=fresh.run_id, validation=None, rollbacks=[])
+    progress = dataclasses.replace(
+        progress, run_id=fresh.run_id, validation=None, rollbacks=[], data={}
+    )
     return state, progress
 
 

@@ -70,6 +70,8 @@ class DataConfig(Section):
     """Type of the tokens in .bin shards; not set: by the manifest, or KempnerForge's guess."""
     verify: Verify = "read"
     """Compare shards with the hashes in their manifest as they are read, or all at the start."""
+    on_change: Literal["refuse", "continue"] = "refuse"
+    """Resume or not where the data of a run are not those of its checkpoint."""
     tokenizer_path: str = ""
     """A tokenizer.json, its directory, a model of the Hub, or "byte"; not set: that of the data."""
     eos_token_id: NonNegativeInt | None = None

@@ -50,6 +50,7 @@ class Progress:
         mixtures: what was drawn from, as of `training.phases`: where each mixture began.
         rollbacks: each one's step, the step it went back to, and the samples left out.
         early_stop: what early stopping remembers.
+        data: fingerprint of each dataset (`data.fingerprint`); empty in older checkpoints.
         run_id: names the run through all its restarts; in W&B it is the id.
     """
 
@@ -69,6 +70,7 @@ class Progress:
     mixtures: list[Any] = dataclasses.field(default_factory=list)
     rollbacks: list[dict[str, int]] = dataclasses.field(default_factory=list)
     early_stop: dict[str, Any] = dataclasses.field(default_factory=dict)
+    data: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     run_id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex[:12])
 
     @property
@@ -122,7 +124,7 @@ class Progress:
     def roll_back_to(self, earlier: "Progress") -> None:
         """Takes the counters of an earlier step; the data go on from where they are."""
         jump = {"from": self.step, "to": earlier.step, "samples": self.samples - earlier.samples}
-        kept = {"samples": self.samples, "rollbacks": [*self.rollbacks, jump]}
+        kept = {"samples": self.samples, "rollbacks": [*self.rollbacks, jump], "data": self.data}
         for name, value in (vars(earlier) | kept).items():
             setattr(self, name, value)
 

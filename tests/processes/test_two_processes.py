@@ -21,7 +21,7 @@ def free_port():
         return s.getsockname()[1]
 
 
-def start_both(run, *overrides, torchrun=False, count=2):
+def start_both(run, *overrides, torchrun=False, count=2, of_last=()):
     port = free_port()
     processes = []
     for index in range(count):
@@ -31,7 +31,7 @@ def start_both(run, *overrides, torchrun=False, count=2):
         else:
             env = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count),
                    "JAX_PROCESS_ID": str(index)}  # fmt: skip
-        processes.append(run.start(*overrides, **env))
+        processes.append(run.start(*overrides, *of_last * (index == count - 1), **env))
     return processes
 
 
@@ -76,6 +76,16 @@ def test_it_does_not_matter_how_many_processes_begin_and_end(new_run, count, mes
     run.finish_here(*OVERRIDES)
     losses = [list(one.losses().values()) for one in (run, alone)]
     np.testing.assert_allclose(*losses, rtol=2e-6)
+
+
+def test_processes_that_differ_are_refused_on_each(new_run):
+    other = ["--optimizer.lr=1e-4", "--checkpoint.interval=7"]
+    started = start_both(new_run(), "--distributed.dp_shard=2", of_last=other)
+    for output in finish_both(started, code=2):
+        line = r"checkpoint\.interval differs .*: 5 on process 0 \(.+\); 7 on process 1 \(.+\)\n"
+        assert re.search(line, output), output
+        assert "optimizer.lr differs between the processes of this job: 0.003 on" in output
+        assert "[step 1]" not in output
 
 
 def check_both_capture_the_same(run, alone):

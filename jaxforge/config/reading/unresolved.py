@@ -72,6 +72,11 @@ class UnresolvedConfig:
         """What must be known before there are devices; durations have their defaults here."""
         return self._known
 
+    @property
+    def durations(self) -> dict[str, str]:
+        """Durations as they were written, by key: "train.max_steps" -> "2ep"."""
+        return {".".join(map(str, path)): found.text for path, found in self._durations.items()}
+
     def resolve(
         self, n_devices: int | None = None, epoch_length: EpochLength | None = None
     ) -> JobConfig:

@@ -1,0 +1,120 @@
+"""Fingerprints of datasets: the same data on all hosts, and at each start of a run.
+
+Files with hashes in their manifest are known by these. Of others, names, sizes, the first and the
+last bytes are looked at: a replaced file shows, a single changed token may not.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxforge import storage
+from jaxforge.config.data import DataConfig
+from jaxforge.data.dataset import Dataset, Mixture, Streaming
+from jaxforge.data.stream import StreamedTokens
+from jaxforge.data.token_file import TokenFile
+from jaxforge.data.tokens import TokenFiles
+
+Fingerprint = dict[str, Any]
+"""What a dataset is, as JSON: `tokenizer` and `contents` are hashes, the rest is for messages."""
+
+_TRAINING = "data: "
+_LOOKED_AT = 4096  # bytes at either end of a file without hashes
+
+
+def fingerprints(
+    config: DataConfig, training: Dataset | Mixture | Streaming, evaluation: Mapping[str, Dataset]
+) -> dict[str, Fingerprint]:
+    """Return the fingerprint of each dataset, by its name in the config.
+
+    Args:
+        config: `[data]`.
+        training: what it opened.
+        evaluation: evaluation sets by name.
+    """
+    name = config.dataset_path or config.hf_dataset_name or config.dataset_type
+    sets = training.datasets if isinstance(training, Mixture) else {name: training}
+    found = {f"{_TRAINING}{label}": _fingerprint(dataset) for label, dataset in sets.items()}
+    held_out = {f"eval: {label}": _fingerprint(dataset) for label, dataset in evaluation.items()}
+    return found | held_out
+
+
+def changes(then: Mapping[str, Fingerprint], now: Mapping[str, Fingerprint]) -> list[str]:
+    """Describe what a run's training data became since its checkpoint.
+
+    Datasets that have another name in the config may be other data: somebody said so. Tokens of
+    another tokenizer mean something else under any name.
+
+    Args:
+        then: fingerprints stored with the checkpoint; empty in those of older versions.
+        now: those of the data that are here.
+    """
+    lines = [
+        f"{name.removeprefix(_TRAINING)} had {difference}"
+        for name in then
+        if name in now and name.startswith(_TRAINING)
+        for difference in _differences(then[name], now[name])
+    ]
+    were, are = _tokenizers(then), _tokenizers(now)
+    if not lines and were and are and not were & are:
+        lines = ["the data were tokenized by another tokenizer"]
+    return lines
+
+
+def _differences(then: Fingerprint, now: Fingerprint) -> Iterator[str]:
+    """Yield "20 files, and has 21" for each number, or what is not a number in words."""
+    numbers = [key for key in ("files", "tokens", "sequences") if then.get(key) != now.get(key)]
+    for key in numbers:
+        yield f"{then.get(key)} {key}, and has {now.get(key)}"
+    if then.get("tokenizer") != now.get("tokenizer"):
+        yield "tokens of another tokenizer"
+    if not numbers and then.get("contents") != now.get("contents"):
+        yield "other contents"
+
+
+def _tokenizers(found: Mapping[str, Fingerprint]) -> set[str]:
+    training = (each for name, each in found.items() if name.startswith(_TRAINING))
+    return {each["tokenizer"] for each in training if each.get("tokenizer")}
+
+
+def _fingerprint(dataset: Dataset | Streaming) -> Fingerprint:
+    source = dataset.source
+    if isinstance(source, TokenFiles):
+        return _of_files(source)
+    if isinstance(source, StreamedTokens):
+        identity = [source.name, *source.content.identity]
+        return {"tokenizer": source.tokenizer.fingerprint, "contents": _digest(identity)}
+    return {"sequences": len(dataset) if isinstance(dataset, Dataset) else None}
+
+
+def _of_files(source: TokenFiles) -> Fingerprint:
+    manifest = source.manifest
+    contents: list[Any] = [_of_file(file, source) for file in source.files]
+    if manifest:
+        contents.append([manifest.eos_id, manifest.lengths_crc32])
+    return {
+        "files": len(source.files),
+        "tokens": source.tokens,
+        "tokenizer": manifest and manifest.tokenizer_sha256,
+        "contents": _digest(contents),
+    }
+
+
+def _of_file(file: TokenFile, source: TokenFiles) -> list[Any]:
+    shard = source.manifest and source.manifest.by_file.get(file.path.name)
+    about = [file.path.name, file.tokens, file.dtype.str]
+    if shard and shard.crc32:
+        return [*about, shard.crc32]
+    return [*about, None if storage.in_bucket(file.path) else _ends(file)]
+
+
+def _ends(file: TokenFile) -> str:
+    with file.path.open("rb") as opened:
+        first = opened.read(_LOOKED_AT)
+        opened.seek(max(0, file.path.stat().st_size - _LOOKED_AT))
+        return hashlib.sha256(first + opened.read()).hexdigest()
+
+
+def _digest(value: Any) -> str:  # noqa: ANN401 (any JSON)
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

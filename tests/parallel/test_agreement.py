@@ -1,0 +1,95 @@
+"""Differences between the processes of a job are found and named; each host's own do not matter."""
+
+import re
+
+import pytest
+
+from jaxforge import job_facts
+from jaxforge.config.reading.load import load_unresolved
+from jaxforge.parallel.agreement import check, differences
+
+FILE = """
+[optimizer]
+lr = 3e-4
+[train]
+max_steps = "2ep"
+"""
+
+
+@pytest.fixture
+def facts(tmp_path):
+    """Facts of a start with settings over `FILE`."""
+    path = tmp_path / "run.toml"
+    path.write_text(FILE)
+    return lambda *settings: job_facts.of_start(load_unresolved(path, settings))
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        (
+            "--optimizer.lr=1e-3",
+            "optimizer.lr differs between the processes of this job: 0.0003",
+        ),
+        (
+            "--train.seed=7",
+            r"train.seed differs .*: 42 on process 0 \(a\); 7 on process 1 \(b\)",
+        ),
+        ("--train.grad_clip_norm=0.5", "train.grad_clip_norm differs"),
+        ("--data.dataset_path=/elsewhere", 'data.dataset_path differs .*: "" on .*"/elsewhere" on'),
+        ("--checkpoint.interval=7", "checkpoint.interval differs .*: 1000 on .*; 7 on"),
+        ("--checkpoint.interval=10%", 'checkpoint.interval differs .*: 1000 on .*; "10%" on'),
+        ("--train.max_steps=3ep", 'train.max_steps differs .*: "2ep" on .*; "3ep" on'),
+        ("--model.n_layers=2", "model.n_layers differs"),
+        ('--plugins.modules=["json"]', "code of json .* differs .*: null on"),
+    ],
+)
+def test_setting_of_one_process_is_named_with_values_and_hosts(facts, setting, line):
+    found = differences([("a", facts()), ("b", facts(setting))])
+    assert re.search(line, found)
+    assert found.endswith("start all processes with the same command, config, code and data")
+
+
+def test_versions_code_and_environment_are_compared(facts, monkeypatch):
+    ours = facts()
+    monkeypatch.setattr("jaxforge.starts.version", lambda name: "0.0.1")
+    monkeypatch.setattr("jaxforge.job_facts.source_hash", lambda place: "1234")
+    monkeypatch.setenv("JAX_ENABLE_X64", "1")
+    lines = differences([("a", ours), ("b", facts())]).splitlines()
+    for name in ("version of jaxlib", "version of numpy", "version of grain", "code of jaxforge",
+                 "JAX_ENABLE_X64"):  # fmt: skip
+        assert any(line.startswith(name) for line in lines), name
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "--train.compilation_cache_dir=/fast",
+        "--train.executable=/fast/step",
+        "--checkpoint.non_persistent_dir=/fast",
+        "--profiling.enable=true",
+        "--profiling.trace_dir=/fast",
+    ],
+)
+def test_own_paths_of_a_host_are_not_compared(facts, setting):
+    assert facts() == facts(setting)
+
+
+def test_many_processes_are_counted():
+    processes = [(f"host{i}", {"x": int(i == 6), "y": 0}) for i in range(9)]
+    assert differences(processes).splitlines()[0] == (
+        "x differs between the processes of this job: 0 on processes 0 (host0), 1 (host1), "
+        "2 (host2), 3 (host3) and 4 more; 1 on process 6 (host6)"
+    )
+
+
+def test_many_differences_are_counted():
+    processes = [("a", {f"k{i}": 0 for i in range(14)}), ("b", {f"k{i}": 1 for i in range(14)})]
+    lines = differences(processes).splitlines()
+    assert [line.split()[0] for line in lines[:10]] == [f"k{i}" for i in range(10)]
+    assert lines[10] == "and 4 more differ"
+
+
+def test_process_alone_agrees(monkeypatch):
+    monkeypatch.setattr("jax.experimental.multihost_utils.process_allgather", pytest.fail)
+    check({"x": 1})
