@@ -24,11 +24,13 @@ LAYERS = {
     "starts": {"errors", "git", "redaction"},
     "side": set(),
     "near": set(),
-    "command_line": {"cli", "config", "near"},
+    "command_line": {"cli", "config", "near", "trust"},
+    "safe_files": set(),
+    "trust": {"storage"},
     "storage": {"errors", "buckets"},
     "buckets": {"errors", "storage"},
-    "mirror": {"storage"},
-    "config": {"errors", "registry", "storage"},
+    "mirror": {"errors", "storage"},
+    "config": {"errors", "registry", "storage", "trust"},
     "parallel": {"errors", "exit_codes", "process", "config"},
     "corpus": {"errors", "config", "storage"},
     "starting": {"errors", "config", "corpus"},
@@ -47,7 +49,7 @@ LAYERS = {
     "checkpoint": {"errors", "config", "parallel", "model", "state", "storage", "buckets"},
     "telemetry": {"errors", "exit_codes", "config", "mirror", "state"},
     "notebook": {"exit_codes", "config", "telemetry", "training"},
-    "run_directory": {"errors", "config", "corpus", "storage", "mirror", "starts"},
+    "run_directory": {"errors", "config", "corpus", "storage", "mirror", "starts", "trust"},
     "inference": {"errors", "cli", "config", "parallel", "corpus", "data", "model", "checkpoint",
                   "run_directory", "storage", "telemetry", "training"},
 }  # fmt: skip
@@ -82,7 +84,7 @@ def test_imports_follow_the_arrows(path):
     if room in ENTRY_POINTS or room == "__init__":
         return
     rooms = {n.split(".")[1] for n in names if n.startswith("jaxforge.")}
-    assert rooms - {room, "near"} <= LAYERS[room]
+    assert rooms - {room, "near", "safe_files"} <= LAYERS[room]
 
 
 @pytest.mark.parametrize("path", modules("torch_compat"), ids=lambda p: str(p.relative_to(ROOT)))

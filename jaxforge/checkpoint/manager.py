@@ -22,7 +22,7 @@ from flax.traverse_util import flatten_dict
 from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers as policies
 
-from jaxforge import storage
+from jaxforge import safe_files, storage
 from jaxforge.checkpoint import layout, orbax_buckets  # noqa: F401 (teaches Orbax)
 from jaxforge.checkpoint.checksums import (
     ChecksumsHandler,
@@ -190,9 +190,7 @@ class Checkpoints:
         path = self.path(progress.step) / "progress" / "metadata"
         if jax.process_index() == 0:
             with self._naming_failure():
-                new = path.with_name(f".{path.name}.new")
-                new.write_text(json.dumps(progress.to_json()))
-                new.replace(path)
+                safe_files.replace_text(path, json.dumps(progress.to_json()))
 
     def restore(self, like: TrainState, step: int) -> tuple[TrainState, Progress]:
         """State and progress of a step.

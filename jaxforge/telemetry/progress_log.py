@@ -21,6 +21,8 @@ import os
 import time
 from pathlib import Path
 
+from jaxforge import safe_files
+
 log = logging.getLogger(__name__)
 
 NAME = "progress.txt"
@@ -48,8 +50,8 @@ class ProgressLog:
         job = f"Job ID: {os.environ.get('SLURM_JOB_ID', '')}"
         line = "\t".join((now, job, f"# GPUs: {self._n_devices}", *fields))
         try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+            with safe_files.open_to_append(self._path) as file:
+                file.write(f"{line}\n".encode())
         except OSError as error:
             log.warning("%s takes no lines: %s; the run goes on", self._path, error.strerror)
 

@@ -13,6 +13,9 @@ from typing import Any, NamedTuple, Protocol
 
 from rich.console import Console
 
+from jaxforge import safe_files
+from jaxforge.errors import UserError
+
 Metrics = dict[str, Any]
 """Numbers by name; of experts, lists of numbers."""
 
@@ -100,7 +103,9 @@ class _Lines:
     """A file of lines, each of a step."""
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        self._path, self._file = path, path.open("ab", buffering=0)
+        if path.is_symlink():
+            raise UserError(f"{path} is a link, and a run writes through none: remove it")
+        self._path, self._file = path, safe_files.open_to_append(path)
         self._waiting: collections.deque[tuple[int, bytes]] = collections.deque(maxlen=_MAX_WAITING)
         self.rewind(resumed_step)
 
