@@ -1,26 +1,49 @@
 """Pre-training of decoder language models in JAX, with the loop semantics of PyTorch's loops."""
 
-import os.path
-import signal
-import sys
-from typing import TYPE_CHECKING, Any
+import os
+import sys  # no more than these two, which Python has loaded: see `_leave_working_directory`
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from jaxforge.run import Run as Run
 
     __version__: str
 
-# A command, about to be found and imported. Nothing is lost where one of ours is ended, so Ctrl-C
-# ends it at once, as the system does it: Python's own way would raise an exception in the middle of
-# some library, which not all of them survive, and none while compiled code runs. Who wants more
-# asks for it: `training.preemption`, `cli.run_main`.
-_IS_COMMAND = sys.argv[:1] == ["-m"] or os.path.basename("".join(sys.argv[:1])) == "jaxforge"
-if _IS_COMMAND and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+def _leave_working_directory() -> None:
+    """Remove the working directory from `sys.path`, where `python -m` has put it first.
+
+    A command may be called within a stranger's run, where any file could pass for a module of a
+    library. The directory stays where this package itself is imported from.
+    """
+    home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    module = sys.orig_argv[-len(sys.argv)].rpartition("-m")[2]  # `-m NAME`, or `-mNAME`
+    is_ours = module.partition(".")[0] in ("jaxforge", "torch_compat")
+    if is_ours and sys.path[:1] in ([""], [os.getcwd()]) and os.getcwd() != home:
+        del sys.path[0]
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401
-    """What takes time to import, once it is asked for."""
+def _end_at_interrupt() -> None:
+    """Let Ctrl-C end a command at once, as the system does it.
+
+    Nothing is lost where one of ours is ended. Python's own way would raise an exception in the
+    middle of some library, which not all of them survive, and none while compiled code runs. Who
+    wants more asks for it: `training.preemption`, `cli.run_main`.
+    """
+    import signal  # here, when the working directory is not on the path any more
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+if sys.argv[:1] == ["-m"]:  # a command, about to be found and imported
+    _leave_working_directory()
+if sys.argv[:1] == ["-m"] or os.path.basename("".join(sys.argv[:1])) == "jaxforge":
+    _end_at_interrupt()
+
+
+def __getattr__(name: str) -> object:
+    """Import what takes time once it is asked for."""
     if name == "Run":
         from jaxforge.run import Run
 

@@ -28,6 +28,7 @@ def parser() -> CommandParser:
     parser = CommandParser(
         "activations",
         takes_settings=True,
+        uses_runs=True,
         usage="%(prog)s RUN --output DIR [options] [--section.key=value ...]",
         description="Writes what a model computes on its way to files that NumPy reads.",
     )

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
-from jaxforge import mirror, run_directory, starts
+from jaxforge import mirror, run_directory, starts, trust
 from jaxforge.checkpoint import paths
 from jaxforge.checkpoint.local import open_local
 from jaxforge.checkpoint.manager import Checkpoints
@@ -120,6 +120,7 @@ def build_trainer(
     run_directory.prepare(run, config)
     run_directory.note_start(run, config, progress.step)
     if jax.process_index() == 0:
+        _note_trust(config)
         starts.note(run, progress.step, parameters=parameter_count(model.abstract),
                     devices=f"{jax.device_count()} x {jax.devices()[0].device_kind}")  # fmt: skip
     summary = schedule_summary(config, dp, progress.sequences_per_epoch)
@@ -193,6 +194,17 @@ def _check_same_data(
     for change in changed:
         log.warning("the data changed since step %d: %s", progress.step, change)
     progress.data = identity
+
+
+def _note_trust(config: JobConfig) -> None:
+    """Let commands that open this run import its plugins without being told to trust them."""
+    try:
+        trust.note(run_directory.root(config), config.plugins.names)
+    except OSError as error:
+        log.warning(
+            "commands that open this run will need --trust-plugins: %s: %s",
+            error.filename, error.strerror,
+        )  # fmt: skip
 
 
 def _open_run_directory(config: JobConfig, model: Model) -> Checkpoints:

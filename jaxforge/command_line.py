@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from jaxforge import mistyped, near
+from jaxforge import mistyped, near, trust
 from jaxforge.cli import program, wide_console
 from jaxforge.errors import UserError
 
@@ -26,6 +26,7 @@ class CommandParser(argparse.ArgumentParser):
         command: its name, for `--help`; a subcommand has a `prog` instead.
         takes_settings: settings of a config may stand on the command line.
         passes_on: options that are not known here are another program's.
+        uses_runs: the command takes `--trust-plugins`, which lets it import what a run names.
         options: of `argparse.ArgumentParser`.
     """
 
@@ -35,12 +36,18 @@ class CommandParser(argparse.ArgumentParser):
         *,
         takes_settings: bool = False,
         passes_on: bool = False,
+        uses_runs: bool = False,
         **options: Any,  # noqa: ANN401  # argparse's own
     ) -> None:
         if command:
             options.setdefault("prog", program(command))
         super().__init__(**{"allow_abbrev": False, **options, "add_help": False})
         self._takes_settings, self._passes_on = takes_settings, passes_on
+        if uses_runs:
+            self.add_argument(
+                "--trust-plugins", action="store_true",
+                help="import the modules that [plugins] of the run names: their code runs here",
+            )  # fmt: skip
         self._words: list[str] = []
         about = "show this, or what a section or key of the config means; all: every key"
         self.add_argument(
@@ -68,6 +75,7 @@ class CommandParser(argparse.ArgumentParser):
                 if word in settings and (message := mistyped.spaces(words[i:])):
                     raise UserError(message) from None
             raise
+        trust.grant_all(getattr(args, "trust_plugins", False))
         return args, [*left, *settings]
 
     def parse_known_args(  # type: ignore[override]

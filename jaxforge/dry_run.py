@@ -6,6 +6,7 @@ machine is pretended: a mesh without devices, on which shapes and shardings are 
 one.
 """
 
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from jaxforge.checkpoint import paths
 from jaxforge.config import rules, torch_only
 from jaxforge.config.job import JobConfig, toml
 from jaxforge.config.problems import said
+from jaxforge.config.reading.schema import REGISTRIES
 from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.config.useless import useless
 from jaxforge.data import sources
@@ -87,8 +89,15 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     rules.check(resolved, n)
     check_libraries(resolved.metrics)
     for hook in resolved.plugins.hooks:
-        named_hook(hook)
+        if hook.rpartition(".")[0] in sys.modules:  # else it was not to be imported
+            named_hook(hook)
     mesh: AnyMesh = abstract_mesh(resolved, n) if pretended else make_mesh(resolved)
+    if unknown := _unknown(resolved):
+        _show("config, where it is not the default", _differences(resolved))
+        _show("machine", [f"{n} device(s), mesh: {in_words(mesh.shape)}"])
+        _show("run", [_run_directory(resolved)])
+        _show("not known without plugins", unknown)
+        return 0
     kinds = pretended[1] if pretended else [_here()]
     missing = list(checks.absent(resolved)) if pretended else []
     data, data_rows = _open(resolved, opens=not missing)
@@ -113,6 +122,19 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     _show("warnings", warnings or ["none"])
     print("nothing was written; `jaxforge plan` compiles the step for a machine, and knows more")
     return 0
+
+
+def _unknown(config: JobConfig) -> list[str]:
+    """The names that only plugins can register, and how they are imported."""
+    rows = []
+    for registry in REGISTRIES:
+        section, _, key = registry.key.partition(".")
+        name = getattr(getattr(config, section), key)
+        if name not in registry.names():
+            rows.append(f'{registry.key} = "{name}"')
+    modules = ", ".join(config.plugins.names.all_modules())
+    about = f"--trust-plugins imports {modules}: data, model and memory are looked at then"
+    return [*rows, about] if rows else []
 
 
 def machine(devices: str) -> tuple[int, list[Device]] | None:

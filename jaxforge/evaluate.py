@@ -29,6 +29,7 @@ def parser() -> CommandParser:
     parser = CommandParser(
         "evaluate",
         takes_settings=True,
+        uses_runs=True,
         usage="%(prog)s RUN [options] [--section.key=value ...]",
         description="Loss, perplexity and bits per byte of a trained model.",
         epilog="Settings of the run's config, such as --distributed.tp=2, may follow.",

@@ -38,6 +38,7 @@ def parser() -> CommandParser:
     parser = CommandParser(
         "generate",
         takes_settings=True,
+        uses_runs=True,
         usage="%(prog)s RUN [options] [--section.key=value ...]",
         description="Continues prompts with a trained model; without any, a conversation with it.",
         epilog="Settings of the run's config, such as --distributed.tp=2, may follow.",

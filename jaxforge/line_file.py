@@ -5,13 +5,13 @@ A disk that is full for a while costs no line, and a damaged line costs no other
 
 import collections
 import errno
-import io
 import json
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from jaxforge import safe_files
 from jaxforge.errors import StorageError
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class LineFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: io.FileIO | None = None
+        self._file: BinaryIO | None = None
         self._waiting: collections.deque[tuple[int, bytes]] = collections.deque()
         self._dropped = 0
 
@@ -82,7 +82,7 @@ class LineFile:
     def _write_waiting(self) -> None:
         if not self._waiting:
             return
-        file = self._file = self._file or self._path.open("ab", buffering=0)
+        file = self._file = self._file or safe_files.open_to_append(self._path)
         while self._waiting:
             line, end = self._waiting[0][1], file.tell()
             if file.write(line) < len(line):
@@ -134,7 +134,8 @@ def keep_sound_lines(path: Path, last_step: int | None = None) -> None:
             needs_end = not line.endswith(b"\n")
     is_end = later == set(range(count - len(later) + 1, count + 1))  # or empty: the common cases
     if is_end and not damaged and not (needs_end and not later):
-        os.truncate(path, first_end)
+        with safe_files.open_to_append(path) as file:
+            file.truncate(first_end)
         return
     aside = path.with_name(f"{path.stem}.damaged{path.suffix}")
     _rewrite(path, aside, later, damaged)
@@ -160,11 +161,9 @@ def _rewrite(path: Path, aside: Path, later: set[int], damaged: set[int]) -> Non
 
     Damaged lines are durable in `aside` before they leave the file.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    partial.unlink(missing_ok=True)
-    with path.open("rb") as source, partial.open("xb") as kept:
+    with path.open("rb") as source, safe_files.replacing(path) as kept:
         if damaged:
-            with aside.open("ab") as bad:
+            with safe_files.open_to_append(aside) as bad:
                 bad.writelines(_ended(line) for n, line in enumerate(source, 1) if n in damaged)
                 bad.flush()
                 os.fsync(bad.fileno())
@@ -173,7 +172,6 @@ def _rewrite(path: Path, aside: Path, later: set[int], damaged: set[int]) -> Non
         kept.writelines(_ended(line) for n, line in enumerate(source, 1) if n not in out)
         kept.flush()
         os.fsync(kept.fileno())
-    os.replace(partial, path)
 
 
 def _ended(line: bytes) -> bytes:

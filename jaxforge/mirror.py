@@ -18,8 +18,8 @@ from pathlib import Path
 
 import jax
 
-from jaxforge import storage
-from jaxforge.errors import StorageError
+from jaxforge import safe_files, storage
+from jaxforge.errors import StorageError, UserError
 
 log = logging.getLogger(__name__)
 
@@ -43,11 +43,36 @@ def files(run: str) -> Path:
 def directory(run: Path, process: int | str) -> Path:
     """Where a process, or whoever else is named, keeps the files of a run that is in a bucket.
 
-    Always the same, so that what kills leave behind does not pile up.
+    Always the same, so that what kills leave behind does not pile up. Others can compute the name:
+    a directory that is not this user's alone is refused.
     """
     name = f"{run}\n{os.getuid()}\n{process}"
     tag = hashlib.sha256(name.encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"jaxforge-{run.name}-{tag}"
+
+
+def claim(here: Path) -> None:
+    """Make a directory of this machine that `directory` has named, unless this user has it already.
+
+    Raises:
+        UserError: it is a link, or another user has made it or can write there.
+    """
+    try:
+        safe_files.private_directory(here)
+    except OSError as error:
+        raise UserError(
+            f"{here}: {error.strerror}, or set another TMPDIR. Files are gathered there before "
+            "they are copied to the bucket"
+        ) from error
+
+
+def clear(here: Path) -> None:
+    """Remove what an earlier process has left in such a directory."""
+    for path in here.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 class Mirror:
@@ -60,6 +85,7 @@ class Mirror:
 
     Raises:
         StorageError: the bucket does not answer.
+        UserError: the directory of this machine belongs to somebody else.
     """
 
     def __init__(self, run: Path, process: int, names: Iterable[str]) -> None:
@@ -67,10 +93,10 @@ class Mirror:
         self._copied: dict[Path, tuple[int, int]] = {}
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._failing = False
-        shutil.rmtree(self._here, ignore_errors=True)
+        claim(self._here)
+        clear(self._here)
         for name in names:
             self._fetch(name)
-        self._here.mkdir(parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._watch, name="mirror", daemon=True)
         self._thread.start()
 
@@ -116,7 +142,11 @@ class Mirror:
 
     def _copy(self, path: Path) -> None:
         parts = path.relative_to(self._here).parts
-        if any(part.endswith(_UNFINISHED) for part in parts) or not path.is_file():
+        if (
+            any(part.endswith(_UNFINISHED) for part in parts)
+            or path.is_symlink()
+            or not path.is_file()
+        ):
             return
         state = _state(path)
         if state == self._copied.get(path) or not state[0]:

@@ -3,13 +3,19 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from jaxforge.errors import UserError
 from jaxforge.near import hint
 
 Builder = TypeVar("Builder", bound=Callable[..., Any])
+
+OF_YOURS = (
+    "; for a name of your own, name the module that registers it (--plugins.modules=MODULE), or "
+    "give --trust-plugins if you trust the module that the run names"
+)
+"""What to do about a name that no imported module has registered."""
 
 
 class Registry:
@@ -61,6 +67,7 @@ class Registry:
             names = self.names()
             raise UserError(
                 f'{self.key} = "{name}": expected one of {", ".join(names)}{hint(name, names)}'
+                f"{OF_YOURS}"
             )
         return builder
 
@@ -69,14 +76,15 @@ class Registry:
         source: Any,  # noqa: ANN401  # a type
         handler: GetCoreSchemaHandler,
     ) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._known, handler(source))
+        return core_schema.with_info_after_validator_function(self._known, handler(source))
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        return {**handler(schema), "enum": list(self.names())}
+        return {**handler(schema), "enum": list(self.names()), "registered": True}
 
-    def _known(self, name: str) -> str:
-        if name not in self._builders:
+    def _known(self, name: str, info: ValidationInfo) -> str:
+        """Refuse an unknown name, unless plugins that may register it are not imported."""
+        if name not in self._builders and not (info.context or {}).get("may_be_unknown"):
             raise PydanticCustomError("unknown_name", "not a name that is registered")
         return name

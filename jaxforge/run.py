@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxforge import run_directory, storage
-from jaxforge.checkpoint.paths import SUBDIRECTORY
+from jaxforge import run_directory, storage, trust
+from jaxforge.checkpoint.paths import SUBDIRECTORY, find
 from jaxforge.config.job import JobConfig
 from jaxforge.corpus.prompts import Prompt, encode
 from jaxforge.errors import UserError
@@ -36,12 +36,21 @@ class Run:
         path: a run directory, or one of its checkpoints.
         overrides: settings over the run's config, such as "--distributed.tp=2".
         step: the checkpoint to use; by default the newest, or the one that `path` names.
+        trust_plugins: import the modules that the run's `[plugins]` names, which runs their code.
+            Those of a run that this user has trained on this machine are imported anyway.
     """
 
     def __init__(
-        self, path: str | os.PathLike, overrides: Sequence[str] = (), *, step: int | None = None
+        self,
+        path: str | os.PathLike,
+        overrides: Sequence[str] = (),
+        *,
+        step: int | None = None,
+        trust_plugins: bool = False,
     ) -> None:
         self._path, self._overrides, self._step = storage.path(path), tuple(overrides), step
+        if trust_plugins:
+            trust.grant(find(self._path)[0])
 
     def __repr__(self) -> str:
         return f"Run({str(self._path)!r})"
@@ -54,7 +63,7 @@ class Run:
     @property
     def config(self) -> JobConfig:
         """What it was last started with."""
-        return run_directory.read_config(self._trained.run)
+        return run_directory.shown_config(self._trained.run)
 
     @property
     def metrics(self) -> Any:  # noqa: ANN401
@@ -166,6 +175,7 @@ class Run:
         """
         source = self._trained.run / SUBDIRECTORY / f"step_{self.step}"
         command = [sys.executable, "-m", "torch_compat", "export", str(source), str(destination)]
+        command += ["--trust-plugins"] if trust.is_granted(self._trained.run) else []
         done = subprocess.run(
             [*command, "--to", to, *options], capture_output=True, text=True, check=False
         )

@@ -19,16 +19,15 @@ profiler_traces/  with `profiling.enable`
 """
 
 import logging
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
-from jaxforge import mirror, storage
+from jaxforge import mirror, safe_files, storage, trust
 from jaxforge.config.job import JobConfig
-from jaxforge.config.reading.load import load_config
+from jaxforge.config.reading.load import load_config, load_config_of_run
 from jaxforge.corpus.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 from jaxforge.errors import UserError
 from jaxforge.near import path_hint
@@ -47,7 +46,7 @@ def tell_changes(run: Path, config: JobConfig) -> None:
     if jax.process_index() != 0 or not path.exists():
         return
     try:
-        before = load_config(path)
+        before = load_config(path, trusts=trust.never)
     except UserError as error:
         log.warning("what has changed since this run last started is not known: its config is "
                     "damaged (%s). It will be moved to %s", error, _DAMAGED_CONFIG)  # fmt: skip
@@ -117,7 +116,7 @@ def note_start(run: Path, config: JobConfig, step: int) -> None:
     if jax.process_index() != 0:
         return
     try:
-        (run / _CONFIGS).mkdir(exist_ok=True)
+        safe_files.make_directory(run / _CONFIGS)
         _replace(_from_step(run, step), config)
         for undone in (found for found in _starts(run) if found > step):
             _from_step(run, undone).unlink()
@@ -134,7 +133,7 @@ def config_of_step(run: Path, step: int) -> JobConfig:
     """
     if not any(start < step for start in _starts(run)):
         return read_config(run)
-    return load_config(_from_step(run, start_before(run, step)))
+    return load_config_of_run(_from_step(run, start_before(run, step)), run)
 
 
 def start_before(run: Path, step: int) -> int:
@@ -163,20 +162,33 @@ def _from_step(run: Path, step: int) -> Path:
 
 
 def _replace(path: Path, config: JobConfig) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(config.to_toml())
-    os.replace(partial, path)
+    safe_files.replace_text(path, config.to_toml())
 
 
 def read_config(run: Path, overrides: Sequence[str] = ()) -> JobConfig:
-    """The config of a run, with settings such as "--distributed.tp=2" over it.
+    """Return the config of a run for its use, with settings such as "--distributed.tp=2" over it.
+
+    Plugins are imported where the run is trusted, and settings that write files are left out.
 
     Raises:
         UserError: there is no such run, or the settings are wrong.
     """
+    return load_config_of_run(_config_file(run), run, overrides)
+
+
+def shown_config(run: Path) -> JobConfig:
+    """Return the config of a run as it stands, to be looked at: nothing is imported.
+
+    Raises:
+        UserError: there is no such run, or its config is damaged.
+    """
+    return load_config(_config_file(run), trusts=trust.never)
+
+
+def _config_file(run: Path) -> Path:
     if not (run / _CONFIG).is_file():
         raise UserError(f"no run at {run}: it has no {_CONFIG}{path_hint(run)}")
-    return load_config(run / _CONFIG, overrides)
+    return run / _CONFIG
 
 
 def find_tokenizer(run: Path) -> Tokenizer | None:
@@ -207,10 +219,13 @@ def read_tokenizer(run: Path) -> Tokenizer:
 
 def _write_tokenizer(run: Path, tokenizer: Tokenizer) -> None:
     """All of it or nothing: other processes of the job look for it meanwhile."""
-    partial = run / f".{_TOKENIZER}.partial"
-    shutil.rmtree(partial, ignore_errors=True)  # of a start that was killed
-    tokenizer.save(partial)
-    partial.replace(run / _TOKENIZER)
+    partial = safe_files.beside(run / _TOKENIZER)
+    partial.mkdir()
+    try:
+        tokenizer.save(partial)
+        partial.replace(run / _TOKENIZER)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def changes(old: JobConfig, new: JobConfig) -> list[str]:

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxforge import storage
+from jaxforge import safe_files, storage
 from jaxforge.errors import StorageError, UserError
 
 log = logging.getLogger(__name__)
@@ -121,6 +121,8 @@ class RunLock:
 
     def _take_once(self) -> bool:
         """Whether it is ours now; otherwise something changed under way."""
+        if not storage.in_bucket(self._path) and self._path.is_symlink():
+            raise UserError(f"{self._path} is a link, and no lock is taken through one: remove it")
         if _make(self._path, self._mine):
             return True
         found = _read(self._path)
@@ -171,7 +173,7 @@ def _make(path: Path, text: str) -> bool:
         time.sleep(_SETTLE_SEC)
         return _read(path) == text
     try:
-        with path.open("x") as file:
+        with path.open("x") as file:  # which follows no link: `x` is O_EXCL
             file.write(text)
     except FileExistsError:
         return False
@@ -186,15 +188,13 @@ def _replace(path: Path, text: str) -> None:
     if storage.in_bucket(path):
         path.write_text(text)
         return
-    partial = path.with_name(f".{NAME}.{os.getpid()}")
-    partial.write_text(text)
-    partial.replace(path)
+    safe_files.replace_text(path, text)
 
 
 def _renew(path: Path, text: str) -> None:
     """A beat: changes the file's version, and not what it says."""
     if not storage.in_bucket(path):
-        os.utime(path)
+        os.utime(path, follow_symlinks=False)
         return
     found = _version(path)
     path.write_text(text if found and found[1] != text else f"{text} ")

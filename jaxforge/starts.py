@@ -4,7 +4,6 @@ A line for each start, by process 0. Nothing of the environment is in it.
 """
 
 import json
-import os
 import platform
 import shlex
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jaxforge
-from jaxforge import git
+from jaxforge import git, safe_files
 from jaxforge.errors import UserError
 from jaxforge.line_file import keep_sound_lines
 from jaxforge.redaction import REMOVED, redacted
@@ -38,12 +37,11 @@ def note(run: Path, step: int, **more: Any) -> None:  # noqa: ANN401
     """
     start = {"step": step, "time": round(time.time(), 3), "command": _command(sys.argv),
              "versions": versions(), "git": git.state(Path(jaxforge.__file__)), **more}  # fmt: skip
-    partial = run / f"{FILE_NAME}.partial"
     try:
         if (run / FILE_NAME).is_file():
             keep_sound_lines(run / FILE_NAME)
-        partial.write_text("".join(json.dumps(one) + "\n" for one in [*read(run), start]))
-        os.replace(partial, run / FILE_NAME)
+        lines = [json.dumps(one) + "\n" for one in [*read(run), start]]
+        safe_files.replace_text(run / FILE_NAME, "".join(lines))
     except OSError as error:
         raise UserError(f"{run / FILE_NAME}: {error.strerror}") from error
 

@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxforge import exit_codes, storage
+from jaxforge import exit_codes, safe_files, storage, trust
 from jaxforge.checkpoint.paths import is_whole
 from jaxforge.cli import run_main
 from jaxforge.command_line import CommandParser
@@ -294,8 +294,8 @@ class Supervisor:
             "again_in_sec": delay,
         }
         try:
-            with (self._run / _LOG_FILE).open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            with safe_files.open_to_append(self._run / _LOG_FILE) as file:
+                file.write(f"{json.dumps(record)}\n".encode())
         except OSError as error:  # a full disk is no reason not to run again
             log.warning("cannot write %s: %s", self._run / _LOG_FILE, error.strerror)
 
@@ -359,7 +359,8 @@ def run_directory(command: Sequence[str]) -> Path | None:
     args, overrides = train.parser().parse(arguments)
     if not args.config:
         return None
-    return storage.path(load_config(args.config, overrides).checkpoint.dir, "checkpoint.dir")
+    config = load_config(args.config, overrides, trust.never)
+    return storage.path(config.checkpoint.dir, "checkpoint.dir")
 
 
 def _arguments_of_train(command: Sequence[str]) -> Sequence[str] | None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from jaxforge import trust
 from jaxforge.cli import leave, run_main
 from jaxforge.command_line import CommandParser
 from jaxforge.config.job import JobConfig
@@ -29,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, overrides = parser().parse(sys.argv[1:] if argv is None else argv)
     if args.devices and not args.dry_run:
         raise UserError(f"--devices {args.devices} is for --dry-run: add that, or leave this out")
-    config = _config(args, overrides)
+    if args.trust_plugins and not args.dry_run:
+        raise UserError("--trust-plugins is for --dry-run: to train imports the plugins anyway")
+    config = (_config_of_dry_run if args.dry_run else _config)(args, overrides)
     return _dry_run(config, args.devices or "") if args.dry_run else run(config).code
 
 
@@ -49,7 +52,16 @@ def parse_command_line(argv: Sequence[str]) -> UnresolvedConfig:
 def _config(args: argparse.Namespace, overrides: Sequence[str]) -> UnresolvedConfig:
     if args.config is None:
         raise UserError("say what to train: --config FILE (configs/quickstart.toml is an example)")
+    trust.use_working_directory()
     return load.load_unresolved(args.config, overrides)
+
+
+def _config_of_dry_run(args: argparse.Namespace, overrides: Sequence[str]) -> UnresolvedConfig:
+    """The config, whose plugins are imported only if they are trusted or named in `overrides`."""
+    shown = load.load_unresolved(args.config, overrides, trust.never) if args.config else None
+    if shown is None or not shown.known.plugins.names.all_modules():
+        return _config(args, overrides)
+    return load.load_unresolved(args.config, overrides, trust.of_run(shown.known.checkpoint.dir))
 
 
 def parser() -> CommandParser:
@@ -57,6 +69,7 @@ def parser() -> CommandParser:
     parser = CommandParser(
         "train",
         takes_settings=True,
+        uses_runs=True,
         usage="%(prog)s --config FILE [--section.key=value ...]",
         description=__doc__.partition("\n\n")[2],
         epilog=help.contents(),

@@ -23,6 +23,11 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # workers and commands have i
     COMPILED = tempfile.mkdtemp(prefix="jaxforge-tests-compiled-")
     atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED
+# Which runs are trusted to import their plugins: tests leave nothing of this in the user's home.
+if not os.environ.get("XDG_STATE_HOME", "").startswith(tempfile.gettempdir()):
+    STATE = tempfile.mkdtemp(prefix="jaxforge-tests-state-")
+    atexit.register(shutil.rmtree, STATE, ignore_errors=True)
+    os.environ["XDG_STATE_HOME"] = STATE
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # Which line of Python an operation is from: to write it into programs is a tenth of compiling them.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")

@@ -23,16 +23,18 @@ LAYERS = {
     "wide_count": set(),
     "git": set(),
     "redaction": set(),
-    "line_file": {"errors"},
+    "line_file": {"errors", "safe_files"},
     "starts": {"errors", "git", "line_file", "redaction"},
     "job_facts": {"config", "starts"},
     "side": set(),
     "near": set(),
-    "command_line": {"cli", "config", "near"},
+    "command_line": {"cli", "config", "near", "trust"},
+    "safe_files": set(),
+    "trust": {"storage"},
     "storage": {"errors", "buckets"},
     "buckets": {"errors", "storage"},
     "mirror": {"errors", "storage"},
-    "config": {"errors", "registry", "storage"},
+    "config": {"errors", "registry", "storage", "trust"},
     "parallel": {"errors", "exit_codes", "process", "config", "streams"},
     "corpus": {"errors", "config", "storage"},
     "starting": {"errors", "config", "corpus"},
@@ -52,7 +54,7 @@ LAYERS = {
     "telemetry": {"errors", "exit_codes", "config", "line_file", "mirror", "state",
                   "streams"},
     "notebook": {"exit_codes", "config", "telemetry", "training"},
-    "run_directory": {"errors", "config", "corpus", "storage", "mirror"},
+    "run_directory": {"errors", "config", "corpus", "storage", "mirror", "trust"},
     "inference": {"errors", "cli", "config", "parallel", "corpus", "data", "model", "checkpoint",
                   "run_directory", "storage", "telemetry", "training"},
 }  # fmt: skip
@@ -87,7 +89,7 @@ def test_imports_follow_the_arrows(path):
     if room in ENTRY_POINTS or room == "__init__":
         return
     rooms = {n.split(".")[1] for n in names if n.startswith("jaxforge.")}
-    assert rooms - {room, "near"} <= LAYERS[room]
+    assert rooms - {room, "near", "safe_files"} <= LAYERS[room]
 
 
 @pytest.mark.parametrize("path", modules("torch_compat"), ids=lambda p: str(p.relative_to(ROOT)))

@@ -62,7 +62,9 @@ def test_what_nobody_registered_is_refused_with_the_nearest_name():
     with pytest.raises(UserError) as caught:
         registry["adam"]
     assert str(caught.value) == (
-        'optimizer.name = "adam": expected one of adamw, lion; did you mean "adamw"?'
+        'optimizer.name = "adam": expected one of adamw, lion; did you mean "adamw"?; for a name '
+        "of your own, name the module that registers it (--plugins.modules=MODULE), or give "
+        "--trust-plugins if you trust the module that the run names"
     )
 
 

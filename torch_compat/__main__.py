@@ -47,7 +47,12 @@ def parser() -> CommandParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = parser.add_subparsers(required=True, metavar="COMMAND").add_parser
-    importing = add("import", help="a PyTorch checkpoint as a run of jaxforge", takes_settings=True)
+    importing = add(
+        "import",
+        help="a PyTorch checkpoint as a run of jaxforge",
+        takes_settings=True,
+        uses_runs=True,
+    )
     importing.add_argument("source", help="a checkpoint, or a directory with `latest` or steps")
     importing.add_argument("destination", help="the run directory to make")
     _add_reading(importing)
@@ -55,7 +60,12 @@ def parser() -> CommandParser:
                            help="start optimizer state that is missing from zero")  # fmt: skip
     _add_writing(importing)
     importing.set_defaults(command="import")
-    exporting = add("export", help="a run of jaxforge as a PyTorch checkpoint", takes_settings=True)
+    exporting = add(
+        "export",
+        help="a run of jaxforge as a PyTorch checkpoint",
+        takes_settings=True,
+        uses_runs=True,
+    )
     exporting.add_argument("source", help="a run directory, or one of its checkpoints")
     exporting.add_argument("destination", help="hf: the directory; dcp: where step_<n> appears")
     exporting.add_argument("--to", choices=["dcp", "hf"], required=True)
@@ -76,7 +86,9 @@ def parser() -> CommandParser:
     inspecting.add_argument("path")
     inspecting.add_argument("--json", action="store_true")
     inspecting.set_defaults(command="inspect")
-    verifying = add("verify", help="whether two checkpoints hold the same", takes_settings=True)
+    verifying = add(
+        "verify", help="whether two checkpoints hold the same", takes_settings=True, uses_runs=True
+    )
     verifying.add_argument("a")
     verifying.add_argument("b")
     _add_reading(verifying)
@@ -88,6 +100,7 @@ def parser() -> CommandParser:
             "lockstep",
             help="a torch model and ours, run side by side: what differs",
             takes_settings=True,
+            uses_runs=True,
         )
     )
     return parser

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from jaxforge import storage
+from jaxforge import storage, trust
 from jaxforge.checkpoint.paths import PREFIX, SUBDIRECTORY, has_run
 from jaxforge.checkpoint.paths import find as find_step
 from jaxforge.config.job import JobConfig
@@ -39,25 +39,31 @@ class CheckpointRef:
     format: Format
     directory: Directory
 
-    def config(self, path: Path | None, overrides: Sequence[str] = ()) -> JobConfig | None:
+    def config(
+        self, path: Path | None, overrides: Sequence[str] = (), *, is_compared: bool = False
+    ) -> JobConfig | None:
         """The config that it is of; None where neither it nor the user says.
 
         Args:
             path: the config file that the user names.
             overrides: settings over it.
+            is_compared: the checkpoint is looked at and not converted: its plugins are imported
+                only if the user asks for it, even those of a run of the user's own.
 
         Raises:
             UserError: the config is wrong, or is needed and cannot be read.
         """
+        place = orbax_store.run_of(self._path) if self.format == "jaxforge" else self.directory.path
+        trusts = trust.if_told(place) if is_compared else trust.of_run(place)
         if path is not None:
-            config = load_config(path, overrides)
+            config = load_config(path, overrides, trusts)
             if self.format == "dcp" and (usual := _usual_settings(config)):
-                return load_config(path, [*overrides, *usual])
+                return load_config(path, [*overrides, *usual], trusts)
             return config
         if self.format == "jaxforge":
-            config = orbax_store.open_orbax(storage.path(self.directory.path))[1]
-            values = config.model_dump(mode="json")
-            return make_config(values, overrides, str(self.directory)) if overrides else config
+            config = orbax_store.open_orbax(self._path, trusts)[1]
+            values, source = config.model_dump(mode="json"), str(self.directory)
+            return make_config(values, overrides, source, trusts) if overrides else config
         if self.format == "hf":
             return _config_of_hf(self.directory, overrides)
         return None
@@ -69,7 +75,7 @@ class CheckpointRef:
             UserError: it is not of that config, or damaged.
         """
         if self.format == "jaxforge":
-            checkpoint = orbax_store.open_orbax(storage.path(self.directory.path))[0]
+            checkpoint = orbax_store.open_orbax(self._path)[0]
             return (
                 dataclasses.replace(checkpoint, moments=None)
                 if options.weights_only
@@ -86,7 +92,12 @@ class CheckpointRef:
             return open_dcp(self.directory).tensors
         if self.format == "hf":
             return safetensors.open_directory(self.directory)
-        return dict(orbax_store.open_orbax(storage.path(self.directory.path))[0].tensors())
+        return dict(orbax_store.open_orbax(self._path)[0].tensors())
+
+    @property
+    def _path(self) -> Path:
+        """Where jaxforge's own is."""
+        return storage.path(self.directory.path)
 
     def dcp(self) -> Dcp:
         """The DCP checkpoint that it is."""

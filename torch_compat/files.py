@@ -282,7 +282,7 @@ def writing(path: Path) -> Iterator[Callable[[bytes | memoryview | np.ndarray, i
     What lies in a file as it is to be written, the system copies, and no process touches it. All
     that was written is durable when this ends.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
 
     def put(data: bytes | memoryview | np.ndarray, at: int) -> None:
         raw = np.frombuffer(data, np.uint8)

@@ -44,7 +44,7 @@ def take(path: Path, *, shared: bool = False) -> Lock | None:
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -21,6 +21,7 @@ from jaxforge.checkpoint.sealed_progress import check_config, unsealed
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import StorageError, UserError
+from jaxforge.trust import Decision, never
 from jaxforge.untrusted_json import DOCUMENT, load_object
 from torch_compat import limits, ocdbt, ocdbt_writer
 from torch_compat.compare import check_written
@@ -44,8 +45,12 @@ def run_of(path: Path) -> Path:
     return find(path)[0]
 
 
-def open_orbax(path: Path) -> tuple[CheckpointState, JobConfig]:
+def open_orbax(path: Path, trusts: Decision = never) -> tuple[CheckpointState, JobConfig]:
     """The newest checkpoint of a run, or the one that is named, and the config stored in it.
+
+    Args:
+        path: the run or the checkpoint.
+        trusts: whether the plugins that the config names are imported.
 
     Raises:
         UserError: there is none, it is damaged, or its config is not valid here: a plugin of it is
@@ -69,7 +74,8 @@ def open_orbax(path: Path) -> tuple[CheckpointState, JobConfig]:
     model = values.get("model")
     if isinstance(model, dict):
         limits.check_layers(model.get("n_layers"), model.get("num_experts"), str(directory))
-    config = make_config(values, source=str(directory / "config/metadata"))
+    source = str(directory / "config/metadata")
+    config = make_config(values, source=source, trusts=trusts)
     stacking = Stacking(config.model)
     params: dict[str, LazyTensor] = {}
     model_state: dict[str, LazyTensor] = {}

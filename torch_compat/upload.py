@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from jaxforge import buckets, mirror, run_lock, storage
+from jaxforge import buckets, mirror, run_lock, storage, trust
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from torch_compat import hf_config, orbax_store, safetensors
@@ -102,7 +102,7 @@ class _Copy:
             self._put([path])
         config = self._here / "config.toml"
         if config.exists():  # of a run
-            named = of_run(load_config(config), self._there)
+            named = of_run(load_config(config, trusts=trust.never), self._there)
             (self._there / config.name).write_text(named.to_toml())
         (self._target / UNFINISHED).unlink()
 
@@ -155,10 +155,10 @@ def _check_free(target: Path, name: str, gathering: Path) -> None:
 
 def _begin(gathering: Path, name: str) -> None:
     """Lets what another conversion left on this machine go."""
+    mirror.claim(gathering)
     label = gathering / "conversion"
     if not label.exists() or label.read_text() != name:
-        shutil.rmtree(gathering, ignore_errors=True)
-        gathering.mkdir(parents=True)
+        mirror.clear(gathering)
         label.write_text(name)
 
 

@@ -77,7 +77,7 @@ def verify(
         UserError: one of them is damaged, or not of that config.
     """
     declared = next(
-        (c for found in (a, b) if (c := found.config(config, overrides)) is not None), None
+        (c for found in (a, b) if (c := found.config(config, overrides, is_compared=True))), None
     )
     if declared is None:
         notes = ["compared by their own keys; --config FILE compares by parameter"]
@@ -126,7 +126,7 @@ def _side(found: CheckpointRef, checkpoint: CheckpointState, *, weights_only: bo
             checkpoint.settings
         )
     elif found.format == "jaxforge":
-        config = found.config(None)
+        config = found.config(None, is_compared=True)
         assert config is not None
         facts = _of_run(checkpoint, config)
     if checkpoint.progress is not None and facts:

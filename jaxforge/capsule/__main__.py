@@ -30,6 +30,7 @@ def parser() -> CommandParser:
     parser = CommandParser(
         "capsule",
         takes_settings=True,
+        uses_runs=True,
         usage="%(prog)s RUN [--output FILE]\n"
         "       %(prog)s verify CAPSULE [options] [--section.key=value ...]",
         description="Puts what a run is made of, and its curve, into one file; or makes steps "

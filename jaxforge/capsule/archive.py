@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxforge import safe_files
 from jaxforge.config.axes import AXES
 from jaxforge.errors import UserError
 from jaxforge.replay.account import LOGGED
@@ -56,13 +57,14 @@ def write(path: Path, capsule: Capsule) -> None:
         raise UserError(f"--output {path} exists: name a new file, or remove it first")
     hashes = {name: _hash(text) for name, text in capsule.files.items()}
     about = {"format": FORMAT, **capsule.about, "files": hashes}
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
+        with (
+            safe_files.replacing(path) as file,
+            zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive,
+        ):
             archive.writestr(_ABOUT, json.dumps(about, indent=2, ensure_ascii=False))
             for name, text in capsule.files.items():
                 archive.writestr(name, text)
-        partial.replace(path)
     except OSError as error:
         raise UserError(f"--output {path}: {error.strerror}") from error
 

@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers as policies
 
-from jaxforge import storage
+from jaxforge import safe_files, storage
 from jaxforge.checkpoint import job_saves, layout, orbax_buckets  # noqa: F401 (teaches Orbax)
 from jaxforge.checkpoint.checksums import (
     ChecksumsHandler,
@@ -205,9 +205,7 @@ class Checkpoints:
         if jax.process_index() == 0:
             with self._naming_failure():
                 config_crc32 = config_crc32_of(json.loads(path.read_bytes()))
-                new = path.with_name(f".{path.name}.new")
-                new.write_text(json.dumps(sealed(progress, config_crc32)))
-                new.replace(path)
+                safe_files.replace_text(path, json.dumps(sealed(progress, config_crc32)))
 
     def restore(self, like: TrainState, step: int) -> tuple[TrainState, Progress]:
         """State and progress of a step.

@@ -4,7 +4,11 @@ import importlib
 import sys
 import traceback
 from collections.abc import Iterator
+from typing import Self
 
+from pydantic import ValidationInfo, model_validator
+
+from jaxforge import trust
 from jaxforge.config.section import Section
 from jaxforge.errors import UserError
 
@@ -18,11 +22,32 @@ class PluginsConfig(Section):
     hooks: tuple[str, ...] = ()
     """Hooks of yours, each a class as my_module.MyHook; made without arguments."""
 
-    def problems(self) -> Iterator[str]:
-        """Imports the modules; yields those that are not there, fail, or register a name twice."""
-        for name in self.modules:
+    @property
+    def names(self) -> trust.PluginNames:
+        """All that is named here, for decisions about trust."""
+        return trust.PluginNames(self.modules, self.hooks)
+
+    @model_validator(mode="after")
+    def _import(self, info: ValidationInfo) -> Self:
+        """Import all, or what the command line names, as the context of the validation says.
+
+        The context is that of `reading.unresolved`. Where something is left out, other sections may
+        have names that nothing here registers (`Registry`).
+        """
+        context = {} if info.context is None else info.context
+        trusts = context.get("trusts", trust.own)
+        named = ("modules", "hooks") if trusts(self.names) else context.get("on_command_line", ())
+        left_out = [key for key in ("modules", "hooks") if key not in named and getattr(self, key)]
+        context["may_be_unknown"] = trusts is trust.never or bool(left_out)
+        if problems := list(self._import_problems(named)):
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _import_problems(self, keys: tuple[str, ...]) -> Iterator[str]:
+        """Import the modules; yield those that do not exist, fail, or register a name twice."""
+        for name in self.modules if "modules" in keys else ():
             yield from _import_problems("modules", name)
-        for hook in self.hooks:
+        for hook in self.hooks if "hooks" in keys else ():
             module, _, name = hook.rpartition(".")
             if not module:
                 yield f'hooks: "{hook}" names no module; write my_module.{hook}'

@@ -25,7 +25,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -39,6 +38,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 from jaxtyping import Int
 
+from jaxforge import safe_files
 from jaxforge.config.data import Overlong
 from jaxforge.corpus.conversations import Conversations, encode_conversations
 from jaxforge.corpus.documents import Place, pieces
@@ -176,7 +176,9 @@ class StreamedTokens:
             common = math.gcd(self.dataset.num_shards, rows)
             n_streams = max(n for n in range(1, _MAX_STREAMS + 1) if common % n == 0)
             self.directory.mkdir(parents=True, exist_ok=True)
-            _replace(path, json.dumps({"streams": n_streams}) + "\n")  # each process, the same
+            safe_files.replace_text(
+                path, json.dumps({"streams": n_streams}) + "\n"
+            )  # each process, the same
             return n_streams
         n_streams = json.loads(path.read_text())["streams"]
         if rows % n_streams:
@@ -369,14 +371,9 @@ class _Stream:
             return
         self._anchored = time.monotonic()
         known = {*self._anchors(), anchor}
-        _replace(self._path, "".join(f"{json.dumps(place)}\n" for place in sorted(known)))
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes a file that others find whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text)
-    os.replace(partial, path)
+        safe_files.replace_text(
+            self._path, "".join(f"{json.dumps(place)}\n" for place in sorted(known))
+        )
 
 
 class _InFile(NamedTuple):

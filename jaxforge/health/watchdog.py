@@ -29,9 +29,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Literal, TextIO
 
+from jaxforge import safe_files
 from jaxforge.config.train import TrainConfig
 from jaxforge.exit_codes import Exit
 from jaxforge.process import end_now
@@ -214,7 +216,7 @@ class Watchdog:
             if sys.__stderr__ is not None:
                 _dump(message, sys.__stderr__)
         if self._stacks is not None:
-            with self._stacks.open("a") as file:
+            with TextIOWrapper(safe_files.open_to_append(self._stacks)) as file:
                 _dump(message, file)
         log.error("%s; exiting with code %d", message, Exit.HUNG.code)
 

@@ -34,6 +34,7 @@ def parser() -> CommandParser:
     parser = CommandParser(
         "lm_eval",
         takes_settings=True,
+        uses_runs=True,
         passes_on=True,
         usage="%(prog)s RUN --tasks NAME ... [options of lm_eval] [--section.key=value ...]",
         description="Evaluates a trained model on tasks of EleutherAI's lm_eval.",

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 
+from jaxforge import trust
 from jaxforge.cli import run_main
 from jaxforge.command_line import CommandParser, count
 from jaxforge.errors import UserError
@@ -18,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, overrides = parser().parse(argv)
     topology = topology_of(args.topology)
     topology.prepare(os.environ)
+    trust.use_working_directory()
     from jaxforge.plan import command
 
     return command.run(args, topology, overrides)

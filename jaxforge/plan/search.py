@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 import jaxforge
+from jaxforge import safe_files
 from jaxforge.config import axes, rules
 from jaxforge.config.job import JobConfig
 from jaxforge.config.section import Table
@@ -288,9 +289,7 @@ def compiled(config: JobConfig, topology: Topology) -> dict[str, Any]:
         return {"fits": False, "errors": [f"the compiler ended with {done.returncode}: {last}"]}
     report = json.loads(done.stdout)
     kept.parent.mkdir(parents=True, exist_ok=True)
-    scratch = kept.with_suffix(f".{os.getpid()}")
-    scratch.write_text(done.stdout)
-    scratch.replace(kept)
+    safe_files.replace_text(kept, done.stdout)
     return report
 
 

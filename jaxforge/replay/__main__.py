@@ -30,6 +30,7 @@ def parser() -> CommandParser:
     parser = CommandParser(
         "replay",
         takes_settings=True,
+        uses_runs=True,
         usage="%(prog)s RUN (--step N | --steps A:B) [--against OTHER] [options] "
         "[--section.key=value ...]",
         description="Makes steps of a run again, and says what happened in one.",

@@ -18,7 +18,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jaxforge import run_directory
+from jaxforge import run_directory, trust
 from jaxforge.build import open_foreign
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import Saved, start_from, starting_state
@@ -196,7 +196,7 @@ def open_past(run: Path, step: int, overrides: Sequence[str] = ()) -> Iterator[P
     found = run_directory.config_of_step(run, step)
     checkpoints = Checkpoints(run, found.checkpoint, read_only=True)
     try:
-        config = _on_these_devices(found, step, checkpoints, overrides)
+        config = _on_these_devices(found, step, checkpoints, overrides, trust.of_run(run))
         devices = _devices(config)
         rules.check(config, len(devices))
         compilation.use_cache(config.train)
@@ -215,7 +215,11 @@ def open_past(run: Path, step: int, overrides: Sequence[str] = ()) -> Iterator[P
 
 
 def _on_these_devices(
-    config: JobConfig, step: int, checkpoints: Checkpoints, overrides: Sequence[str]
+    config: JobConfig,
+    step: int,
+    checkpoints: Checkpoints,
+    overrides: Sequence[str],
+    trusts: trust.Decision,
 ) -> JobConfig:
     if not 1 <= step <= config.train.max_steps:
         raise UserError(
@@ -223,11 +227,11 @@ def _on_these_devices(
         )
     values = config.model_dump(mode="json", exclude_unset=True)  # two batch sizes must agree
     if any(one.startswith("--distributed.") for one in overrides):
-        there = make_config(values, overrides, "the run")
+        there = make_config(values, overrides, "the run", trusts)
         overrides = [*_same_rows(config, there, checkpoints, overrides), *overrides]
     else:
         overrides = [*_same_batch(config, checkpoints), *overrides]
-    return make_config(values, overrides, "the run")
+    return make_config(values, overrides, "the run", trusts)
 
 
 def _same_rows(

@@ -6,13 +6,12 @@ this machine instead, and keeps it up to date.
 """
 
 import argparse
-import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxforge import storage
+from jaxforge import safe_files, storage
 from jaxforge.cli import run_main
 from jaxforge.command_line import CommandParser
 from jaxforge.errors import UserError, printable
@@ -80,13 +79,11 @@ def _output(output: str | None, runs: Sequence[Path]) -> Path:
 
 def _write(output: Path, html: str) -> None:
     """Whole or not at all: a browser may be reading an older page."""
-    partial = output.with_name(f"{output.name}.partial")
     try:
         if storage.in_bucket(output):
             output.write_text(html, encoding="utf-8")
             return
-        partial.write_text(html, encoding="utf-8")
-        os.replace(partial, output)
+        safe_files.replace_text(output, html)
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}") from error
 

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxforge import starts
+from jaxforge import starts, trust
 from jaxforge.config.job import JobConfig
+from jaxforge.config.model import MODELS
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError, printable
 from jaxforge.near import path_hint
@@ -75,7 +76,7 @@ class Run:
         name: what the page calls it.
         config: its resolved config.
         toml: the same, as its file has it.
-        parameters: number of parameters of the model.
+        parameters: number of parameters of the model; None where only a plugin can tell.
         series: by name of the metric; "train/loss" is always there.
         loads: of experts; None of a run without any.
         starts: as of `starts.read`, the latest last.
@@ -86,7 +87,7 @@ class Run:
     name: str
     config: JobConfig
     toml: str
-    parameters: int
+    parameters: int | None
     series: dict[str, Series]
     loads: Loads | None
     starts: Sequence[Mapping[str, Any]]
@@ -239,7 +240,7 @@ class RunReader:
     def __init__(self, path: Path, name: str) -> None:
         self.name = name
         self._path, self._metrics = path, MetricsFile(path)
-        self._parameters: dict[str, int] = {}
+        self._parameters: dict[str, int | None] = {}
 
     def read(self, *, processes: bool = False) -> Run:
         """The run as it is now.
@@ -257,13 +258,14 @@ class RunReader:
                 f"{self._path / _METRICS} has no {missing[0]}: no step is logged yet, or an older "
                 "version logged them; wait for the first step, or train on with this version"
             )
-        config, omissions = load_config(self._path / "config.toml"), self._metrics.omissions
+        config = load_config(self._path / "config.toml", trusts=trust.never)
+        omissions = self._metrics.omissions
         begun, strange = _read_lines(self._path / starts.FILE_NAME, _START)
         samples, unreadable = _read_lines(self._path / SAMPLES, _SAMPLE)
         toml = (self._path / "config.toml").read_text(encoding="utf-8")
         if toml not in self._parameters:
             noted = begun[-1].get("parameters") if begun else None
-            self._parameters = {toml: int(noted or _parameters(config))}
+            self._parameters = {toml: int(noted) if noted else _parameters(config)}
         return Run(
             name=self.name,
             config=config,
@@ -314,8 +316,10 @@ def read_metrics(path: Path) -> dict[str, Series]:
     return series
 
 
-def _parameters(config: JobConfig) -> int:
-    """Of a run whose starts are not noted."""
+def _parameters(config: JobConfig) -> int | None:
+    """Of a run whose starts are not noted; None of a model that a plugin would have to register."""
+    if config.model.model_type not in MODELS.names():
+        return None
     from jaxforge.model.transformer import build_model, parameter_count  # imports JAX: two seconds
 
     return parameter_count(build_model(config).abstract)

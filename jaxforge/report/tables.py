@@ -62,7 +62,7 @@ def _settled(run: Run) -> Mapping[str, str]:
     return {
         "model": f"{m.n_layers} layers, dim {m.dim:,}, {m.n_heads}/{m.kv_heads} heads of "
         f"{m.head_size}, ffn {m.ffn_dim:,}, vocabulary {m.vocab_size:,}",
-        "parameters": human(run.parameters),
+        "parameters": "?" if run.parameters is None else human(run.parameters),
     }
 
 

@@ -19,7 +19,7 @@ import jax
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
-from jaxforge import storage
+from jaxforge import safe_files, storage
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 
@@ -67,13 +67,14 @@ def write(
         "config": config.model_dump(mode="json"),
         "programs": {str(n): fingerprint(step.lowered) for n, step in steps.items()},
     }
-    partial = Path(path).with_name(f".{Path(path).name}.partial")
-    with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
+    with (
+        safe_files.replacing(Path(path)) as file,
+        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive,
+    ):
         archive.writestr(_ABOUT, json.dumps(about, indent=2))
         for n, step in steps.items():
             payload, _, _ = serialize_executable.serialize(step.compiled)
             archive.writestr(f"{n}.bin", payload)
-    partial.replace(path)
 
 
 class Executable:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxforge import trust
 from jaxforge.cli import run_main
 from jaxforge.command_line import CommandParser
 
@@ -23,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line, runs the points, returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     args, settings = parser().parse(arguments)
+    trust.use_working_directory()
     from jaxforge.sweep import command  # here, as JAX and all that needs it take two seconds
 
     return command.run(arguments, args, settings)

@@ -1,7 +1,6 @@
 """What `python -m jaxforge.sweep` does."""
 
 import argparse
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from jaxforge import storage
+from jaxforge import safe_files, storage
 from jaxforge.config import rules
 from jaxforge.config.model import MODELS
 from jaxforge.config.reading.load import load_unresolved
@@ -96,9 +95,7 @@ def report(runs: Sequence[PlannedRun]) -> None:
     root = runs[0].directory.parent
     print(table(found))
     root.mkdir(parents=True, exist_ok=True)
-    partial = root / "sweep.html.partial"
-    partial.write_text(page(found, root.resolve().name), encoding="utf-8")
-    os.replace(partial, root / "sweep.html")
+    safe_files.replace_text(root / "sweep.html", page(found, root.resolve().name))
     print(f"drawn in {root / 'sweep.html'}")
 
 

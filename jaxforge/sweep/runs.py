@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from jaxforge import exit_codes, run_lock
+from jaxforge import exit_codes, run_lock, safe_files, trust
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
@@ -78,7 +78,9 @@ class PlannedRun:
         if not path.exists():
             return
         changed = [
-            one for one in changes(load_config(path), self.config) if not one.startswith(_FREE)
+            one
+            for one in changes(load_config(path, trusts=trust.never), self.config)
+            if not one.startswith(_FREE)
         ]
         if changed:
             raise UserError(
@@ -102,9 +104,8 @@ class PlannedRun:
 
     def finish(self) -> None:
         """Says that it is over."""
-        partial = self.directory / f"{_FINISHED}.partial"
-        partial.write_text(json.dumps({"time": time.time(), **self.point.values}) + "\n")
-        os.replace(partial, self.directory / _FINISHED)
+        text = json.dumps({"time": time.time(), **self.point.values}) + "\n"
+        safe_files.replace_text(self.directory / _FINISHED, text)
 
 
 def _say(line: str) -> None:
@@ -169,7 +170,7 @@ class Runner:
 
     def _train(self, one: PlannedRun) -> int:
         one.directory.mkdir(parents=True, exist_ok=True)
-        with (one.directory / _OUTPUT).open("ab") as output:
+        with safe_files.open_to_append(one.directory / _OUTPUT) as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _WITH_PARENT, str(os.getpid()), *one.command],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0,

@@ -4,6 +4,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.table import Table
 
-from jaxforge import streams
+from jaxforge import safe_files, streams
+from jaxforge.errors import UserError
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _LIBRARIES = ("absl", "asyncio")
@@ -60,13 +62,20 @@ class _WithoutClosedLoops:
 
 
 def add_log_file(run: Path) -> None:
-    """From here on messages also go to this process's file; only process 0 keeps the terminal."""
+    """From here on messages also go to this process's file; only process 0 keeps the terminal.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
     logger = logging.getLogger("jaxforge")
     if jax.process_index() > 0:
         logger.handlers[0].setLevel(logging.WARNING)
     path = run / "logs" / f"process_{jax.process_index()}.log"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handler = _LogFile(path)
+    try:
+        safe_files.make_directory(path.parent)
+        handler = _LogFile(path)
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename or path}: {error.strerror}") from error
     handler.setFormatter(logging.Formatter(_FORMAT))
     logger.addHandler(handler)
     for name in _LIBRARIES:
@@ -77,6 +86,10 @@ class _LogFile(logging.FileHandler):
     """A log that a full disk stops, once with a word: what is logged is on the terminal, too."""
 
     _told = False
+
+    def _open(self) -> TextIOWrapper:
+        file = safe_files.open_to_append(Path(self.baseFilename))
+        return TextIOWrapper(file, encoding="utf-8", write_through=True)
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Without logging's traceback for each message that could not be written."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from rich.console import Console
 
-from jaxforge.errors import StorageError
+from jaxforge.errors import StorageError, UserError
 from jaxforge.line_file import LineFile
 
 Metrics = dict[str, Any]
@@ -60,7 +60,11 @@ class JsonlSink:
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._metrics, self._samples = LineFile(path), LineFile(path.with_name(SAMPLES))
+        samples_path = path.with_name(SAMPLES)
+        for file in (path, samples_path):
+            if file.is_symlink():
+                raise UserError(f"{file} is a link, and a run writes through none: remove it")
+        self._metrics, self._samples = LineFile(path), LineFile(samples_path)
         path.touch()
         self.rewind(resumed_step)
 

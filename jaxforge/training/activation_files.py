@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxforge import safe_files
+
 DIRECTORY = "activations"
 """In a run directory: what was captured while it was trained, `step_<n>/` of each step."""
 
@@ -101,12 +103,12 @@ class _Growing(contextlib.AbstractContextManager):
 
 @contextlib.contextmanager
 def _replacing(directory: Path) -> Iterator[Path]:
-    partial = directory.with_name(f".{directory.name}.partial")
-    old = directory.with_name(f".{directory.name}.old.partial")
-    for torn in (partial, old):  # of one that was killed
+    safe_files.make_directory(directory.parent)
+    for torn in directory.parent.glob(f".{directory.name}.*.partial"):  # of one that was killed
         shutil.rmtree(torn, ignore_errors=True)
+    partial, old = safe_files.beside(directory), safe_files.beside(directory)
     try:
-        partial.mkdir(parents=True)
+        partial.mkdir()
         yield partial
         if directory.exists():
             directory.replace(old)

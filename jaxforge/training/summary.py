@@ -5,12 +5,12 @@ the next, as with checkpoints.
 """
 
 import itertools
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import jax
 
+from jaxforge import safe_files
 from jaxforge.checkpoint.save_policy import SavePolicy
 from jaxforge.config.batch_ramp import BatchRamp
 from jaxforge.config.job import JobConfig, toml
@@ -37,9 +37,7 @@ def write_summary(run: Path, text: str) -> None:
     if jax.process_index() != 0:
         return
     try:
-        partial = (run / FILE).with_suffix(".partial")
-        partial.write_text(text)
-        os.replace(partial, run / FILE)
+        safe_files.replace_text(run / FILE, text)
     except OSError as error:
         raise UserError(f"checkpoint.dir = {run}: {error.strerror}") from error
 

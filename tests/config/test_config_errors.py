@@ -23,6 +23,7 @@ def complaint(tmp_path, monkeypatch):
     return load_text
 
 
+OWN = "; for a name of your own, name the module that registers it: --plugins.modules=MODULE"
 NAMES = "cosine, linear, wsd, constant, rex, none"
 
 
@@ -109,7 +110,10 @@ NAMES = "cosine, linear, wsd, constant, rex, none"
             'x.toml:2: train.mixed_precision = "BF16": expected one of bf16, fp16, fp32, fp8; '
             'did you mean "bf16"?',
         ),
-        ("[scheduler]\nname = 'x'", f'x.toml:2: scheduler.name = "x": expected one of {NAMES}'),
+        (
+            "[scheduler]\nname = 'x'",
+            f'x.toml:2: scheduler.name = "x": expected one of {NAMES}{OWN}',
+        ),
         (
             "[checkpoint]\nexclude_from_loading = ['progres']",
             'x.toml:2: checkpoint.exclude_from_loading[0] = "progres": expected one of optimizer, '

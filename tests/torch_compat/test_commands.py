@@ -349,14 +349,21 @@ def change_stored_config(run, section, **keys):
     return stored
 
 
-def test_a_plugin_that_is_not_found_is_no_damage(tmp_path, capsys):
+def test_inspect_and_verify_import_no_plugins(tmp_path, capsys):
     trained(tmp_path / "run")
     stored = change_stored_config(tmp_path / "run", "plugins", modules=["gone.losses"])
-    assert run_main(lambda: main(["inspect", str(tmp_path / "run")])) == 2
+    run, copy = str(tmp_path / "run"), str(tmp_path / "copy")
+    assert main(["inspect", run]) == 0
+    shutil.copytree(run, copy)
+    assert main(["verify", run, copy]) == 0
+    capsys.readouterr()
+    export = ["export", run, str(tmp_path / "hf"), "--to=hf"]
+    assert run_main(lambda: main([*export, "--trust-plugins"])) == 2
     assert capsys.readouterr().err == (
         f'error: {stored}: [plugins] modules: there is no module "gone.losses"; is its directory '
         "in PYTHONPATH?\n"
     )
+    assert main(export) == 0  # what the plugin registers is not needed
     stored.write_text("[1]")
     with pytest.raises(UserError, match="step_2 is damaged"):
         main(["inspect", str(tmp_path / "run")])

@@ -352,7 +352,11 @@ def test_a_plugin_of_the_config_brings_model_and_names(run, tmp_path):
     # As a run has it that was trained with the plugin.
     change_stored_config(run, "plugins", modules=["gauged_plugin"])
     dcp = tmp_path / "dcp"
-    compat([*tool, "export", str(run), str(dcp), "--to=dcp", "--dialect=gauged"])
+    export = [*tool, "export", str(run), str(dcp), "--to=dcp", "--dialect=gauged"]
+    refused = subprocess.run(export, cwd=ROOT, env=env, text=True, capture_output=True, check=False)
+    assert refused.returncode == 2
+    assert "--trust-plugins" in refused.stderr
+    compat([*export, "--trust-plugins"])
     modules = "--plugins.modules=gauged_plugin"
     compat([*tool, "import", str(dcp), str(tmp_path / "again"), f"--config={config}", modules])
     compat([*tool, "verify", str(run), str(tmp_path / "again")])

@@ -25,6 +25,7 @@ VISION_SECTIONS = ("vision_encoder", "adapter", "vlm", "video", "model.vlm")
 """Tables of vision-language models, refused by name."""
 
 _MOST = 100  # problems of a file that are explained
+_OF_YOURS = "; for a name of your own, name the module that registers it: --plugins.modules=MODULE"
 _LONG = 200  # characters of a key that no key has
 
 
@@ -115,7 +116,8 @@ def _unknown(path: Path) -> str:
 
 def _bad_value(path: Path, value: object, sources: Sources) -> str:
     node = node_at(path) or {}
-    text = f"expected {expected(node)}{hint(str(value).lower(), alternatives(node))}"
+    meant = hint(str(value).lower(), alternatives(node))
+    text = f"expected {expected(node)}{meant or (node.get('registered') and _OF_YOURS) or ''}"
     return _about(path, value, text, sources)
 
 

@@ -6,48 +6,79 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxforge import storage
+from jaxforge import storage, trust
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading import toml
 from jaxforge.config.reading.explain import Sources
+from jaxforge.config.reading.inert import inert
 from jaxforge.config.reading.lines import Path as KeyPath
 from jaxforge.config.reading.lines import key_lines
 from jaxforge.config.reading.overrides import parse_overrides
 from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.errors import UserError
 from jaxforge.near import path_hint
+from jaxforge.trust import Decision
 
 
-def load_unresolved(path: str | Path | None, overrides: Sequence[str] = ()) -> UnresolvedConfig:
+def load_unresolved(
+    path: str | Path | None, overrides: Sequence[str] = (), trusts: Decision = trust.own
+) -> UnresolvedConfig:
     """Layers a TOML file and settings over the defaults, for a run that resolves its durations.
 
     Args:
         path: A TOML file, or None for the defaults.
         overrides: Settings such as "--train.lr=3e-4"; later ones win.
+        trusts: Whether plugins of the file are imported; those of `overrides` are.
 
     Raises:
         UserError: If the file cannot be read or anything in it or in `overrides` is wrong; one
             line per problem, each with its place and what to change.
     """
     text = "" if path is None else _read(storage.path(path, "--config"))
-    return _unresolved(toml.parse(text, str(path)), overrides, str(path or ""), text)
+    document = toml.parse(text, str(path))
+    return _unresolved(document, overrides, str(path or ""), text, trusts)
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> JobConfig:
+def load_config(
+    path: str | Path | None, overrides: Sequence[str] = (), trusts: Decision = trust.own
+) -> JobConfig:
     """`load_unresolved`, resolved without devices and data: what they decide has to be in numbers.
 
     Args:
         path: A TOML file, or None for the defaults.
         overrides: Settings such as "--train.lr=3e-4"; later ones win.
+        trusts: Whether plugins of the file are imported; those of `overrides` are.
 
     Raises:
         UserError: Also if a duration in epochs or tokens needs what is not known here.
     """
-    return load_unresolved(path, overrides).resolve()
+    return load_unresolved(path, overrides, trusts).resolve()
+
+
+def load_config_of_run(path: Path, run: Path, overrides: Sequence[str] = ()) -> JobConfig:
+    """`load_config` of a file of a run, for commands that use the run and do not train it.
+
+    The file may be a stranger's. Its plugins are imported if the run is trusted, and it names
+    neither files to write nor compiled code to load (`inert`).
+
+    Args:
+        path: The TOML file.
+        run: The run directory.
+        overrides: Settings of the user's over the file.
+
+    Raises:
+        UserError: As `load_config`.
+    """
+    text = _read(path)
+    values = inert(toml.parse(text, str(path)), str(run))
+    return _unresolved(values, overrides, str(path), text, trust.of_run(run)).resolve()
 
 
 def make_config(
-    values: dict[str, Any], overrides: Sequence[str] = (), source: str = ""
+    values: dict[str, Any],
+    overrides: Sequence[str] = (),
+    source: str = "",
+    trusts: Decision = trust.own,
 ) -> JobConfig:
     """Layers tables and settings over the defaults, and validates the result once.
 
@@ -55,20 +86,21 @@ def make_config(
         values: Section -> key -> value, as a TOML file would give them.
         overrides: Settings such as "--train.lr=3e-4"; later ones win.
         source: Where the tables come from, for messages.
+        trusts: Whether plugins that the tables name are imported; those of `overrides` are.
 
     Raises:
         UserError: If anything in them is wrong.
     """
-    return _unresolved(copy.deepcopy(values), overrides, source, "").resolve()
+    return _unresolved(copy.deepcopy(values), overrides, source, "", trusts).resolve()
 
 
 def _unresolved(
-    values: dict[Any, Any], overrides: Sequence[str], source: str, text: str
+    values: dict[Any, Any], overrides: Sequence[str], source: str, text: str, trusts: Decision
 ) -> UnresolvedConfig:
     settings = parse_overrides(overrides)
     for setting in settings:
         _assign(values, setting.path, setting.value)
-    return UnresolvedConfig(values, Sources(source, key_lines(text), settings))
+    return UnresolvedConfig(values, Sources(source, key_lines(text), settings), trusts)
 
 
 def _read(path: Path) -> str:

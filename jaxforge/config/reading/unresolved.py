@@ -21,6 +21,7 @@ from typing import Any, get_origin
 
 from pydantic import ValidationError
 
+from jaxforge import trust
 from jaxforge.config.axes import data_parallel
 from jaxforge.config.batch_ramp import BatchRamp, Stage
 from jaxforge.config.duration import Duration, parse_duration
@@ -30,6 +31,7 @@ from jaxforge.config.reading.lines import Path
 from jaxforge.config.reading.schema import node_at
 from jaxforge.config.rules import mesh_shape
 from jaxforge.errors import UserError
+from jaxforge.trust import Decision
 
 EpochLength = Callable[[JobConfig, int], int | None]
 """(configuration, sequences per microbatch) -> sequences of an epoch; None where there are none.
@@ -57,13 +59,23 @@ class UnresolvedConfig:
     Args:
         values: Section -> key -> value.
         sources: Where they came from, for messages.
+        trusts: Decides whether `[plugins]` is imported. Where it may not be, other sections may
+            have names that are not registered: to build what they stand for is an error.
 
     Raises:
         UserError: If anything is wrong that shows without devices and data.
     """
 
-    def __init__(self, values: Mapping[Any, Any], sources: Sources) -> None:
+    def __init__(
+        self, values: Mapping[Any, Any], sources: Sources, trusts: Decision = trust.own
+    ) -> None:
         self._values, self._sources = _with_lists(values), sources
+        self._context = {
+            "trusts": trusts,
+            "on_command_line": tuple(
+                one.path[1] for one in sources.settings if one.path[:1] == ("plugins",)
+            ),
+        }
         self._durations = dict(_durations(self._values))
         self._known = self._validated(_without(self._values, self._durations))
 
@@ -121,7 +133,7 @@ class UnresolvedConfig:
 
     def _validated(self, values: Mapping[Any, Any]) -> JobConfig:
         try:
-            return JobConfig.model_validate(values)
+            return JobConfig.model_validate(values, context=self._context)
         except ValidationError as error:
             raise UserError(explain(error, self._sources)) from None
 

@@ -1,0 +1,34 @@
+"""Settings of a run that only its own training may follow.
+
+A run, or a capsule, may be a stranger's. Where a command uses it without training it, its config
+decides what is computed, and never which files are written or which compiled code is loaded.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+_LEFT_OUT = {
+    "train": ("compilation_cache_dir", "executable"),
+    "checkpoint": (
+        "non_persistent_interval", "non_persistent_dir", "export_interval", "export_last",
+    ),
+    "metrics": ("enable_wandb", "enable_tensorboard", "tensorboard_dir", "log_progress"),
+    "profiling": ("enable", "trace_dir"),
+}  # fmt: skip
+
+
+def inert(values: Mapping[str, Any], run: str) -> dict[str, Any]:
+    """Return the tables of a config without the settings that write files or load compiled code.
+
+    Args:
+        values: Section -> key -> value, as read.
+        run: The directory of the run, which is `checkpoint.dir` whatever the config says.
+    """
+    kept = dict(values)
+    for section, keys in _LEFT_OUT.items():
+        table = kept.get(section)
+        if isinstance(table, Mapping):
+            kept[section] = {key: value for key, value in table.items() if key not in keys}
+    if isinstance(checkpoint := kept.get("checkpoint", {}), Mapping):
+        kept["checkpoint"] = {**checkpoint, "dir": run}
+    return kept

@@ -1,0 +1,140 @@
+"""Files that are written where a stranger may have put links."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+from jaxforge import mirror, run_directory, safe_files, starts, storage, train
+from jaxforge.errors import UserError
+from jaxforge.report import __main__ as report
+from jaxforge.run_lock import RunLock
+from jaxforge.telemetry.progress_log import ProgressLog
+from jaxforge.training import summary
+from tests.conftest import tiny_config
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+
+@pytest.fixture
+def victim(tmp_path):
+    """A file outside of the run, as it must stay."""
+    path = tmp_path / "victim"
+    path.write_text("mine\n")
+    yield path
+    assert path.read_text() == "mine\n"
+
+
+@pytest.fixture
+def run(tmp_path):
+    path = tmp_path / "run"
+    path.mkdir()
+    return path
+
+
+def test_a_file_is_replaced_as_a_whole(run, victim):
+    (run / "a.txt").symlink_to(victim)
+    safe_files.replace_text(run / "a.txt", "new é")
+    assert not (run / "a.txt").is_symlink()
+    assert (run / "a.txt").read_text(encoding="utf-8") == "new é"
+    with pytest.raises(TypeError), safe_files.replacing(run / "a.txt") as file:
+        file.writelines([b"half", None])
+    assert [path.name for path in run.iterdir()] == ["a.txt"]
+    assert (run / "a.txt").read_text(encoding="utf-8") == "new é"
+    umask = os.umask(0o022)
+    os.umask(umask)
+    assert (run / "a.txt").stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_links_and_pipes_are_not_appended_to(run, victim):
+    (run / "link").symlink_to(victim)
+    (run / "dangling").symlink_to(run / "nothing")
+    os.mkfifo(run / "pipe")
+    for name in ("link", "dangling", "pipe"):
+        with pytest.raises(OSError, match="a link or no regular file"):
+            safe_files.open_to_append(run / name)
+    assert not (run / "nothing").exists()
+    for text in (b"1", b"2"):
+        with safe_files.open_to_append(run / "log") as file:
+            file.write(text)
+    assert (run / "log").read_bytes() == b"12"
+
+
+def test_writers_of_a_run_leave_planted_links_alone(run, victim, tmp_path):
+    config = tiny_config(checkpoint={"dir": str(run)})
+    for name in ("report.html", "report.html.partial", "starts.jsonl.partial", "config.partial",
+                 "schedule_summary.partial", "schedule_summary.txt", "config.toml",
+                 "progress.txt"):  # fmt: skip
+        (run / name).symlink_to(victim)
+    (run / f".run.lock.{os.getpid()}").symlink_to(victim)
+    (run / "run.lock").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "outside").mkdir()
+    (run / ".tokenizer.partial").symlink_to(tmp_path / "outside")
+    run_directory.prepare(run, tiny_config(data={"tokenizer_path": "byte"}))
+    starts.note(run, 0, parameters=1)
+    summary.write_summary(run, "text")
+    ProgressLog(tmp_path / "run" / "progress.txt", 1, 0.0)
+    lines = [
+        {
+            "step": 1,
+            "time": 1.0,
+            "train/loss": 2.0,
+            "train/tokens": 1.0,
+            "train/step_time_sec": 0.1,
+            "train/skipped_steps": 0.0,
+        }
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert report.main([str(run)]) == 0
+    with pytest.raises(UserError, match="no lock is taken through one"):
+        RunLock(run).take()
+    for name in ("report.html", "starts.jsonl", "schedule_summary.txt", "config.toml"):
+        assert (run / name).is_file()
+        assert not (run / name).is_symlink()
+    assert (run / "tokenizer" / "tokenizer.json").is_file()
+    assert list((tmp_path / "outside").iterdir()) == []
+    assert not (tmp_path / "nowhere").exists()
+    (run / "configs").symlink_to(tmp_path / "outside")
+    with pytest.raises(UserError, match="this is a link"):
+        run_directory.note_start(run, config, 0)
+    assert list((tmp_path / "outside").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "logs/process_0.log", "logs"])
+def test_training_refuses_links_among_its_files(name, run, victim, tmp_path):
+    (run / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "outside").mkdir()
+    (run / name).symlink_to(tmp_path / "outside" if name == "logs" else victim)
+    with pytest.raises(UserError, match=f"{name}.* link"):
+        train.main(["--config=configs/debug.toml", f"--checkpoint.dir={run}"])
+    assert list((tmp_path / "outside").iterdir()) == []
+
+
+def test_a_mirror_refuses_a_directory_that_others_have_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(mirror.tempfile, "gettempdir", lambda: str(tmp_path))
+    here = mirror.directory(storage.path("s3://bucket/run"), 0)
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    here.symlink_to(theirs)
+    with pytest.raises(
+        UserError, match="belongs to this user alone; remove it, or set another TMP"
+    ):
+        mirror.claim(here)
+    here.unlink()
+    here.mkdir()
+    here.chmod(0o777)
+    with pytest.raises(UserError, match="belongs to this user alone"):
+        mirror.claim(here)
+    here.chmod(0o755)  # of an older version: others could not write there
+    mirror.claim(here)
+    assert here.stat().st_mode & 0o777 == 0o700
+    (here / "left").symlink_to(theirs)
+    (theirs / "kept").touch()
+    mirror.clear(here)
+    assert list(here.iterdir()) == []
+    assert (theirs / "kept").exists()
+    shutil.rmtree(here)
+    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)  # as if somebody else had made it
+    with pytest.raises(UserError, match="belongs to this user alone"):
+        mirror.claim(here)
