@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import json
 import math
 import re
 
@@ -13,6 +14,7 @@ import pytest
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
+from jaxforge.checkpoint.sealed_progress import crc32, sealed
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import RopeScaling
 from jaxforge.model import attention_backends
@@ -339,3 +341,15 @@ def _groups(text: str) -> str:
     else:
         return text
     return "{" + ",".join("{" + ",".join(map(str, row)) + "}" for row in groups.tolist()) + "}"
+
+
+def change_stored_config(run, section, **keys):
+    """Change a section of the config in the checkpoint of step 2, and seal it; return its file."""
+    step = run / "checkpoints" / "step_2"
+    stored, seal = step / "config" / "metadata", step / "progress" / "metadata"
+    config = json.loads(stored.read_text())
+    config[section] |= keys
+    stored.write_text(json.dumps(config))
+    progress = Progress.from_json(json.loads(seal.read_text()))
+    seal.write_text(json.dumps(sealed(progress, crc32(config))))
+    return stored

@@ -1,6 +1,5 @@
 """Which commands import the plugins of a run, and from where."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from jaxforge.config.train import LOSSES
 from jaxforge.errors import UserError
 from jaxforge.report import __main__ as report_command
 from jaxforge.run import Run
+from tests.helpers import change_stored_config
 from tests.processes.conftest import environment
 from torch_compat import __main__ as torch_compat
 
@@ -61,10 +61,7 @@ def stranger(finished, tmp_path, monkeypatch):
     config = config.replace("hooks = []", 'hooks = ["planted.Hook"]')
     (run / "config.toml").write_text(config)
     assert config.count("planted") == 2
-    stored = run / "checkpoints" / "step_2" / "config" / "metadata"
-    values = json.loads(stored.read_text())
-    values["plugins"] = {"modules": ["planted"], "hooks": ["planted.Hook"]}
-    stored.write_text(json.dumps(values))
+    change_stored_config(run, "plugins", modules=["planted"], hooks=["planted.Hook"])
     (run / "planted.py").write_text(PLANTED)
     monkeypatch.syspath_prepend(run)
     return run

@@ -13,6 +13,7 @@ import wandb
 from rich.console import Console
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
+from jaxforge import safe_files
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.errors import StorageError, UserError
 from jaxforge.telemetry.console import add_log_file, setup_logging
@@ -49,13 +50,7 @@ def messages(caplog, monkeypatch):
 def disk(monkeypatch):
     """The room of the disk that every file of lines is on."""
     monkeypatch.setattr(Disk, "room", 10**9)
-    open_file = Path.open
-
-    def opened(path, mode="r", buffering=-1, **more):
-        is_of_lines = mode == "ab" and buffering == 0
-        return Disk(path, "ab") if is_of_lines else open_file(path, mode, buffering, **more)
-
-    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(safe_files, "open_to_append", lambda path: Disk(path, "ab"))
     return Disk
 
 

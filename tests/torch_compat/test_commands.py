@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from jaxforge.checkpoint.manager import Checkpoints
-from jaxforge.checkpoint.sealed_progress import crc32, sealed
 from jaxforge.cli import run_main
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config
@@ -27,7 +26,7 @@ from jaxforge.optim.eight_bit import Packed, unpack
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import abstract_state
 from tests.conftest import tiny_config
-from tests.helpers import random_batches, setup, underway
+from tests.helpers import change_stored_config, random_batches, setup, underway
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, environment
 from torch_compat import checkpoints, inspection, orbax_store, safetensors
@@ -335,18 +334,6 @@ def test_constants_may_be_others_and_it_is_said(tmp_path, capsys):
     assert "model.rope_theta is 500000.0 and the weights were trained with 10000.0" in (
         capsys.readouterr().err.replace("\n", " ")
     )
-
-
-def change_stored_config(run, section, **keys):
-    """Change a section of the config in the checkpoint of step 2, and seal it; return its file."""
-    step = run / "checkpoints" / "step_2"
-    stored, seal = step / "config" / "metadata", step / "progress" / "metadata"
-    config = json.loads(stored.read_text())
-    config[section] |= keys
-    stored.write_text(json.dumps(config))
-    progress = Progress.from_json(json.loads(seal.read_text()))
-    seal.write_text(json.dumps(sealed(progress, crc32(config))))
-    return stored
 
 
 def test_inspect_and_verify_import_no_plugins(tmp_path, capsys):

@@ -12,11 +12,10 @@ from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model
 from jaxforge.state.train_state import abstract_state
 from tests.conftest import tiny_config
-from tests.helpers import setup
+from tests.helpers import change_stored_config, setup
 from tests.torch_compat.tensors import of_torch, opened
 from tests.torch_compat.test_commands import (
     assert_same,
-    change_stored_config,
     trained,
     values,
 )

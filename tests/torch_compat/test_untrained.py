@@ -19,12 +19,11 @@ from jaxforge.errors import UserError
 from jaxforge.model.transformer import register_model
 from jaxforge.state.train_state import abstract_state
 from tests.conftest import tiny_config
-from tests.helpers import random_batches, setup
+from tests.helpers import change_stored_config, random_batches, setup
 from tests.processes.conftest import ROOT, environment
 from tests.step import telling
 from tests.torch_compat.test_commands import (
     assert_same,
-    change_stored_config,
     saved,
     trained,
     values,
