@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Annotated
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import FailFast, TypeAdapter, ValidationError
 
 from jaxforge.errors import UserError
 
@@ -61,7 +62,7 @@ class Manifest:
     vocab_size: int
     tokenizer: str
     tokenizer_sha256: str
-    shards: tuple[Shard, ...]
+    shards: Annotated[tuple[Shard, ...], FailFast()]
 
     @property
     def conversations(self) -> bool:
@@ -86,7 +87,10 @@ class Manifest:
         """
         path = directory / FILE_NAME
         try:
-            manifest = _JSON.validate_json(path.read_bytes(), strict=True)
+            content = path.read_bytes()
+            if _SHARD_BYTES * content.count(b"{") > len(content) + 1000:
+                raise UserError(_not_a_manifest(path, "its tables are too small for shards"))
+            manifest = _JSON.validate_json(content, strict=True)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -101,11 +105,12 @@ class Manifest:
 
 
 _JSON = TypeAdapter(Manifest)
+_SHARD_BYTES = 30  # of a shard's JSON, at least: a megabyte of {} would take a gigabyte
 
 
 def _first(error: ValidationError) -> str:
     """`error`'s first complaint, as "key: complaint"."""
-    first = error.errors()[0]
+    first = error.errors(include_input=False)[0]  # which may be the whole file
     return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
 
 
