@@ -3,9 +3,10 @@
     python benchmarks/fuzz.py [--hours 1] [--seed 0] [--only N] [--out results.json]
 
 Real checkpoints of every format (DCP as torch writes it and as we do, of pipeline stages, of
-torchtitan, safetensors in one file and in several, jaxforge's own) are damaged in bits, in
-structure and as files, one way at a time (`tests/torch_compat/mutations.py`), and a process of its
-own reads each as `inspect` and `import` do. It may take 5 seconds and 300 MB more than at rest.
+torchtitan, safetensors in one file and in several, jaxforge's own), the logs and the config of a
+run, and a capsule are damaged in bits, in structure and as files, one way at a time
+(`tests/torch_compat/mutations.py`), and a process of its own reads each as `inspect` and `import`,
+`report` and `capsule verify` do. It may take 5 seconds and 300 MB more than at rest.
 Read as it was, or refused in one message: anything else is a fault. A mutant follows from the seed
 and its number: `--only` does one again.
 """

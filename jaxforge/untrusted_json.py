@@ -15,6 +15,7 @@ from jaxforge.errors import UserError, printable
 
 DOCUMENT = 32 << 20  # bytes of a document
 DOCUMENT_MADE = 160 << 20  # bytes of the values in a document
+LINE = 16 << 20  # bytes of a line
 DEPTH = 64  # of lists and objects in each other
 DIGITS = 308  # of an integer: more do not fit into a float
 STEPS = 2**31  # a page has steps in 32 bits
@@ -150,18 +151,22 @@ def read_lines(
     """
     if not path.is_file():
         return []
+    found = []
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]
+        with path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(LINE), b""), 1):
+                if not line.endswith(b"\n"):
+                    if len(line) == LINE:
+                        omissions.add(number, f"more than {LINE:,} bytes, and so is all after it")
+                    break
+                value, problem = parse_line(line)
+                problem = problem or problem_of(value, fields)
+                if problem:
+                    omissions.add(number, problem)
+                else:
+                    found.append(value)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    found = []
-    for number, line in enumerate(lines, 1):
-        value, problem = parse_line(line)
-        problem = problem or problem_of(value, fields)
-        if problem:
-            omissions.add(number, problem)
-        else:
-            found.append(value)
     return found
 
 

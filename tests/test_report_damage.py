@@ -1,6 +1,7 @@
 """`report` of damaged runs: what is sound is shown, what is left out is named by file and line."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -169,3 +170,24 @@ def test_a_damaged_config_is_one_message(tmp_path, text):
         main([str(path)])
     page = Page(Live([path], "steps").page())
     assert "config.toml:1:" in page.source
+
+
+def test_files_of_no_end_are_not_read_to_their_end(tmp_path, capsys):
+    """A hole of a terabyte takes no space: a line without an end, a config, a pipe."""
+    path = write_run(tmp_path / "run", [line(1)])
+    for name in ("metrics", "starts", "samples"):
+        with (path / f"{name}.jsonl").open("a") as file:
+            file.truncate(1 << 40)
+    page = page_of(path)
+    assert list(page.points("Loss")[0]) == [1]
+    warned = capsys.readouterr().err
+    assert "metrics.jsonl: a line of more than 16,777,216 bytes and all after it are left" in warned
+    for name, number in (("starts", 2), ("samples", 1)):
+        assert f"{name}.jsonl:{number}: more than 16,777,216 bytes, and so is all after" in warned
+    os.truncate(path / "config.toml", 1 << 40)
+    with pytest.raises(UserError, match="a config has at most 1,048,576"):
+        main([str(path)])
+    (path / "config.toml").unlink()
+    os.mkfifo(path / "config.toml")
+    with pytest.raises(UserError, match=r"config.toml is no file"):
+        main([str(path)])

@@ -29,6 +29,7 @@ CURVE = "curve.jsonl"
 _CONFIG = "config.toml"
 _ENTRY = re.compile(r"config\.toml|configs/from_step_[0-9]{1,10}\.toml|curve\.jsonl|packages\.txt")
 _ABOUT = "capsule.json"
+_SIZE = 1 << 28  # bytes of a file
 _UNPACKED = 4 << 20  # bytes that all entries may unpack to, and ...
 _UNPACKED_PER_BYTE = 50  # of the file; a curve and a config take a tenth of their bytes
 _TABLES = ("data", "machine", "mesh", "environment", "code", "packages", "programs")
@@ -76,6 +77,10 @@ def read(path: Path) -> Capsule:
         UserError: it is not there, torn, or of another version.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise UserError(f"cannot read the capsule {path}: it is no file")
+        if path.stat().st_size > _SIZE:
+            raise UserError(f"{path} is no capsule: {path.stat().st_size:,} bytes are too many")
         content = path.read_bytes()
     except OSError as error:
         raise UserError(f"cannot read the capsule {path}: {error.strerror or error}") from error

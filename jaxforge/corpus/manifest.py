@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Annotated
 
 import numpy as np
 from jaxtyping import UInt32
-from pydantic import TypeAdapter, ValidationError
+from pydantic import FailFast, TypeAdapter, ValidationError
 
 from jaxforge.errors import UserError
 
@@ -103,7 +104,7 @@ class Manifest:
     vocab_size: int
     tokenizer: str
     tokenizer_sha256: str
-    shards: tuple[Shard, ...]
+    shards: Annotated[tuple[Shard, ...], FailFast()]
     lengths_crc32: int | None = None
     bos_ids: tuple[int, ...] = ()
 
@@ -130,7 +131,10 @@ class Manifest:
         """
         path = directory / FILE_NAME
         try:
-            manifest = _JSON.validate_json(path.read_bytes(), strict=True)
+            content = path.read_bytes()
+            if _SHARD_BYTES * content.count(b"{") > len(content) + 1000:
+                raise UserError(_not_a_manifest(path, "its tables are too small for shards"))
+            manifest = _JSON.validate_json(content, strict=True)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -146,6 +150,7 @@ class Manifest:
 
 
 _JSON = TypeAdapter(Manifest)
+_SHARD_BYTES = 30  # of a shard's JSON, at least: a megabyte of {} would take a gigabyte
 
 
 def _check_hashes(path: Path, manifest: Manifest) -> None:
@@ -163,7 +168,7 @@ def _check_hashes(path: Path, manifest: Manifest) -> None:
 
 def _first(error: ValidationError) -> str:
     """`error`'s first complaint, as "key: complaint"."""
-    first = error.errors()[0]
+    first = error.errors(include_input=False)[0]  # which may be the whole file
     return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxforge.report import alike
-from jaxforge.untrusted_json import LATEST, STEPS, parse_metrics
+from jaxforge.untrusted_json import LATEST, LINE, STEPS, parse_metrics
 
 _BLOCK = 1 << 20  # bytes parsed at a time
 _KINDS = {int, float, type(None), list}  # of values
@@ -71,7 +71,7 @@ def _ends(file: Any, start: int) -> Iterator[int]:  # noqa: ANN401
     size = file.seek(0, os.SEEK_END)
     while start < size:
         at = min(start + _BLOCK, size)
-        while at > start:  # back to the last line's end
+        while at > start:  # back to the last line's end; a line of `LINE` bytes ends the file
             low = max(start, at - 4096)
             file.seek(low)
             found = file.read(at - low).rfind(b"\n")
@@ -81,7 +81,7 @@ def _ends(file: Any, start: int) -> Iterator[int]:  # noqa: ANN401
             at = low
         if at == start:  # a torn line, or one that is longer than a part
             file.seek(start)
-            line = file.readline()
+            line = file.readline(LINE)
             if not line.endswith(b"\n"):
                 return
             at = start + len(line)

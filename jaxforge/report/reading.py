@@ -20,6 +20,7 @@ from jaxforge.report import lines
 from jaxforge.report.loads import LoadReader, Loads
 from jaxforge.telemetry.sinks import SAMPLES
 from jaxforge.untrusted_json import (
+    LINE,
     Field,
     Omissions,
     is_number,
@@ -195,6 +196,8 @@ class MetricsFile:
             for part in lines.read(file, self._end, exact=self._exact, processes=processes):
                 self._take(part)
             self._remember(file)
+            if file.stat().st_size - self._end >= LINE:
+                self._omissions.note(f"a line of more than {LINE:,} bytes and all after it")
         except OSError as error:
             raise UserError(f"cannot read {file}: {error.strerror}") from error
         series = {name: lines.joined(parts) for name, parts in self._parts.items()}
@@ -258,11 +261,13 @@ class RunReader:
                 f"{self._path / _METRICS} has no {missing[0]}: no step is logged yet, or an older "
                 "version logged them; wait for the first step, or train on with this version"
             )
-        config = load_config(self._path / "config.toml", trusts=trust.never)
-        omissions = self._metrics.omissions
+        place, omissions = self._path / "config.toml", self._metrics.omissions
+        if place.exists() and not place.is_file():
+            raise UserError(f"{place} is no file")
+        config = load_config(place, trusts=trust.never)
         begun, strange = _read_lines(self._path / starts.FILE_NAME, _START)
         samples, unreadable = _read_lines(self._path / SAMPLES, _SAMPLE)
-        toml = (self._path / "config.toml").read_text(encoding="utf-8")
+        toml = place.read_text(encoding="utf-8")
         if toml not in self._parameters:
             noted = begun[-1].get("parameters") if begun else None
             self._parameters = {toml: int(noted) if noted else _parameters(config)}

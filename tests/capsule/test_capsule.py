@@ -222,6 +222,12 @@ def test_a_torn_file_is_refused(capsule, tmp_path):
             archive.read(file)
     with pytest.raises(UserError, match="cannot read the capsule"):
         archive.read(tmp_path / "none.zip")
+    with pytest.raises(UserError, match="it is no file"):
+        archive.read(tmp_path)
+    with file.open("wb") as vast:
+        vast.truncate(1 << 40)
+    with pytest.raises(UserError, match="1,099,511,627,776 bytes are too many"):
+        archive.read(file)
 
 
 def _flipped(content, at):

@@ -49,10 +49,10 @@ def test_of_many_problems_the_first_are_told():
     with pytest.raises(UserError) as caught:
         _load(text)
     lines = str(caught.value).splitlines()
-    assert len(lines) == 101
+    assert len(lines) == 31
     assert lines[0].startswith("x.toml:2: unknown key model.k0")
-    assert lines[99].startswith("x.toml:101: unknown key model.k99")
-    assert lines[100] == "and 8,900 more problems"
+    assert lines[29].startswith("x.toml:31: unknown key model.k29")
+    assert lines[30] == "and 8,970 more problems"
 
 
 def _load(text):

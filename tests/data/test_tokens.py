@@ -242,6 +242,10 @@ def test_manifests_that_are_torn_or_foreign(tmp_path):
         ('{"name": "my-extension"}', "Field required"),
         (json.dumps(whole | {"tokens": "many"}), "tokens: Input should be a valid integer"),
         (json.dumps(whole | {"version": 9}), "version is 9"),
+        (json.dumps(whole | {"shards": [{}] * 10_000}), "its tables are too small for shards"),
+        (json.dumps(whole | {"shards": [{"x": "y" * 30}] * 9}), r"shards.0.file: Field required"),
+        ("[" * 100_000, "recursion limit exceeded"),
+        ('{"version": ' + "9" * 5000 + "}", "number out of range"),
     ):
         path.write_text(text)
         with pytest.raises(UserError, match=f"manifest.json is not a manifest.*{message}"):

@@ -3,6 +3,7 @@
 Shared by the tests, which do some of it in seconds, and `benchmarks/fuzz.py`, which takes hours.
 """
 
+import hashlib
 import io
 import json
 import math
@@ -274,6 +275,79 @@ def of_archive(rng: Random, path: Path) -> str:
     return what
 
 
+def of_lines(rng: Random, path: Path) -> str:
+    """Lines with a value replaced, a key renamed, taken out or added; lines that are none."""
+    lines = path.read_bytes().split(b"\n")[:-1]
+    at = int(rng.integers(len(lines)))
+    if rng.integers(4):
+        document = json.loads(lines[at])
+        for _ in range(int(rng.integers(1, 4))):
+            _change(rng, *_place(rng, document))
+        lines[at] = json.dumps(document, ensure_ascii=bool(rng.integers(2))).encode(
+            "utf-8", "surrogatepass"
+        )
+    else:
+        lines[at] = json.dumps(value(rng)).encode()
+    path.write_bytes(b"\n".join([*lines, b""]))
+    return f"{at}: {lines[at][:80].decode('ascii', 'replace')}"
+
+
+def of_toml(rng: Random, path: Path) -> str:
+    """Lines repeated, exchanged, taken out, and lines that no config has."""
+    lines = path.read_text().split("\n")
+    deep, wide = int(2 ** rng.integers(1, 14)), int(2 ** rng.integers(1, 18))
+    strange = [
+        "a" + ".a" * deep + " = 1", "x = " + "[" * deep + "]" * deep, f"x = {'9' * deep}",
+        "[[a]]\n" * wide, f"x = [{'1,' * wide}]", "x = {" + "a = {" * deep,
+        '"""' + '\\"' * wide, f"x = '{'x' * wide}'",
+        f'seed = "{TEXTS[rng.integers(len(TEXTS))]}"'.encode("utf-8", "replace").decode(),
+        f"[model]\ndim = {NUMBERS[rng.integers(len(NUMBERS))]}",
+    ]  # fmt: skip
+    what = []
+    for _ in range(int(rng.integers(1, 4))):
+        at, other = (int(rng.integers(len(lines))) for _ in range(2))
+        kind = int(rng.integers(5))
+        if kind == 0:
+            del lines[at]
+        elif kind == 1:
+            lines[at], lines[other] = lines[other], lines[at]
+        elif kind == 2:
+            lines.insert(at, lines[other])
+        else:
+            lines.insert(at, strange[rng.integers(len(strange))])
+        what.append(f"{kind}@{at} {lines[min(at, len(lines) - 1)][:40]}")
+    path.write_text("\n".join(lines))
+    return "; ".join(what)
+
+
+def of_capsule(rng: Random, path: Path) -> str:
+    """Entries that are damaged themselves, under hashes that are right, or among others."""
+    with zipfile.ZipFile(path) as old:
+        entries = {entry.filename: old.read(entry) for entry in old.infolist()}
+    about = json.loads(entries.pop("capsule.json"))
+    names = list(entries)
+    name, what = names[rng.integers(len(names))], "about"
+    kind = int(rng.integers(4))
+    if kind == 0:
+        _change(rng, *_place(rng, about))
+    elif kind == 1:
+        entries[f"configs/from_step_{NUMBERS[rng.integers(len(NUMBERS))]}.toml"] = entries[name]
+    else:
+        changed = path.with_name(name)
+        changed.write_bytes(entries[name])
+        ways = {".jsonl": of_lines, ".toml": of_toml}
+        what = ways.get(changed.suffix, of_bytes)(rng, changed)
+        entries[name] = changed.read_bytes()
+        changed.unlink()
+    if kind:
+        about["files"] = {n: hashlib.sha256(data).hexdigest() for n, data in entries.items()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        new.writestr("capsule.json", json.dumps(about))
+        for entry, data in entries.items():
+            new.writestr(entry, data)
+    return f"{kind} {name}: {what}"
+
+
 def of_items(rng: Random, path: Path) -> str:
     """An archive among those of a DCP's file whose pickle is another one; the table names it."""
     metadata = path.parent / METADATA
@@ -306,4 +380,7 @@ _STRUCTURAL: dict[str, list[Callable[[Random, Path], str]]] = {
     ".safetensors": [of_json] * 3,
     ".pt": [of_archive] * 3,
     ".distcp": [of_items] * 3,
+    ".jsonl": [of_lines] * 6,
+    ".toml": [of_toml] * 3,
+    ".zip": [of_capsule] * 6,
 }

@@ -1,6 +1,7 @@
 """Small real checkpoints of every format, to be damaged."""
 
 import io
+import json
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ from torch_compat.name_maps import NAME_MAPS
 from torch_compat.state import CheckpointState, abstract_target
 from torch_compat.workers import Share, Workers
 
-SUBJECTS = ["torch", "ours", "stages", "torchtitan", "hf", "sharded", "jaxforge"]
+SUBJECTS = ["torch", "ours", "stages", "torchtitan", "hf", "sharded", "jaxforge", "report",
+            "capsule"]  # fmt: skip
 CONFIG = {
     "model": {"dim": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "vocab_size": 32,
               "max_seq_len": 16, "ffn_hidden_dim": 24},
@@ -90,4 +92,36 @@ def write_subjects(directory: Path) -> dict[str, Path]:
     export("torchtitan", to="dcp", dialect="torchtitan")
     export("hf", to="hf")
     export("sharded", to="hf", largest_file=4096)
+    made |= {"report": directory / "report", "capsule": directory / "capsule"}
+    write_report(made["report"])
+    write_capsule(made["capsule"])
     return made | {"jaxforge": run}
+
+
+def write_report(directory: Path) -> None:
+    """Write what `report` reads of a run, into a directory `run`."""
+    from tests.test_report import line, start
+
+    run = directory / "run"
+    run.mkdir(parents=True)
+    loads = {"moe/load/layers.0": [0.5, 1.5], "moe/load/layers.1": [1.0, 1.0]}
+    sample = {"step": 1, "prompt": "once", "text": "upon", "time": 1.0}
+    metrics = [line(step) | loads for step in range(1, 21)]
+    lines = {"metrics": metrics, "starts": [start(0), start(9)], "samples": [sample, sample]}
+    (run / "config.toml").write_text(config().to_toml())
+    for name, values in lines.items():
+        (run / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in values))
+
+
+def write_capsule(directory: Path) -> None:
+    """Write a capsule of a run, without making the run."""
+    from jaxforge.capsule import archive
+
+    tables = {name: {"x": {"y": 1}} for name in ("data", "code", "programs")}
+    tables |= {name: {"x": "1"} for name in ("machine", "environment", "packages")}
+    curve = [{"step": i, "train/loss": 5.0, "train/grad_norm": 1.0} for i in range(1, 9)]
+    files = {"config.toml": config().to_toml(), "packages.txt": "x==1\n"}
+    files["curve.jsonl"] = "".join(json.dumps(one) + "\n" for one in curve)
+    directory.mkdir(parents=True)
+    about = {**tables, "mesh": {"dp_shard": 1}}
+    archive.write(directory / "run.capsule.zip", archive.Capsule(about, files))

@@ -1,6 +1,7 @@
 """Pieces of two conversions are never mixed: what tells them apart, and who may write."""
 
 import itertools
+import dataclasses
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from jaxforge.checkpoint.sealed_progress import config_crc32_of, sealed
 from jaxforge.corpus.tokenizer import ByteTokenizer
 from jaxforge.errors import UserError
 from jaxforge.run_lock import RunLock
@@ -78,6 +80,10 @@ def test_a_run_that_changed_is_exported_anew(runs, tmp_path, monkeypatch, change
         replace(steps / "step_3", runs[1] / "checkpoints" / "step_3")
     elif change == "a newer step":
         shutil.copytree(runs[1] / "checkpoints" / "step_3", steps / "step_5")
+        seal = steps / "step_5" / "progress" / "metadata"
+        stored = json.loads(seal.read_text())
+        progress = dataclasses.replace(Progress.from_json(stored), step=5)
+        seal.write_text(json.dumps(sealed(progress, config_crc32_of(stored))))
     else:
         ByteTokenizer().save(run / "tokenizer")
     assert main(arguments) == 0
@@ -156,6 +162,10 @@ def test_workers_take_what_process_0_has_found(runs, tmp_path, monkeypatch):
     class InThread:
         def __init__(self, command):
             shutil.copytree(runs[1] / "checkpoints" / "step_3", steps / "step_5")
+        seal = steps / "step_5" / "progress" / "metadata"
+        stored = json.loads(seal.read_text())
+        progress = dataclasses.replace(Progress.from_json(stored), step=5)
+        seal.write_text(json.dumps(sealed(progress, config_crc32_of(stored))))
             at = command.index("--worker")
             assert command[at + 1] == str(os.getpid())
             command[at + 1] = str(os.getppid())  # the thread's "parent"

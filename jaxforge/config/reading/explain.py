@@ -24,7 +24,7 @@ from jaxforge.near import hint
 VISION_SECTIONS = ("vision_encoder", "adapter", "vlm", "video", "model.vlm")
 """Tables of vision-language models, refused by name."""
 
-_MOST = 100  # problems of a file that are explained
+_MOST = 30  # problems of a file that are explained
 _OF_YOURS = "; for a name of your own, name the module that registers it: --plugins.modules=MODULE"
 _LONG = 200  # characters of a key that no key has
 

@@ -105,7 +105,9 @@ def _unresolved(
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")  # editors on Windows begin with a mark
+        with path.open("rb") as file:
+            content = file.read(4 * toml.SIZE + 1)  # bytes; more are too many characters, too
+        return content.decode("utf-8-sig").replace("\r\n", "\n")  # as editors on Windows write
     except FileNotFoundError:
         raise UserError(f"no config file at {path}{path_hint(path)}") from None
     except IsADirectoryError:

@@ -11,7 +11,7 @@ from typing import Any
 from jaxforge.config.reading.lines import tokens
 from jaxforge.errors import UserError
 
-_SIZE = 1 << 20  # characters of a document
+SIZE = 1 << 20  # characters of a document
 _TOKENS = 200_000  # names, values and marks
 _LINES = 10_000  # that set a key or begin a table
 _DEPTH = 32  # parts of a key, or brackets in each other
@@ -29,8 +29,8 @@ def parse(text: str, where: str) -> dict[str, Any]:
     Raises:
         UserError: it is not TOML, or goes beyond a bound.
     """
-    if len(text) > _SIZE:
-        raise UserError(f"{where}: {len(text):,} characters; a config has at most {_SIZE:,}")
+    if len(text) > SIZE:
+        raise UserError(f"{where}: {len(text):,} characters; a config has at most {SIZE:,}")
     _check_bounds(text, where)
     try:
         return tomllib.loads(text)
