@@ -1,6 +1,8 @@
 """A hook of your own: which layers have the largest gradients, and how long evaluation takes.
 
-python examples/custom_hook.py --config configs/debug.toml [--section.key=value ...]
+    python examples/custom_hook.py --config configs/debug.toml [--section.key=value ...]
+
+The run directory is runs/custom_hook, unless --checkpoint.dir names another.
 """
 
 import sys
@@ -45,7 +47,7 @@ class LayerNorms(Hook):
 
 def main() -> int:
     """Trains as `python -m jaxforge.train` does, with the hook."""
-    config = parse_command_line(sys.argv[1:])
+    config = parse_command_line(["--checkpoint.dir=runs/custom_hook", *sys.argv[1:]])
     return 0 if config is None else run(config, hooks=[LayerNorms()]).code
 
 

@@ -5,7 +5,10 @@
 or, as the entry points find it for themselves, by its module's name:
 
     PYTHONPATH=examples python -m jaxforge.train --config configs/debug.toml \\
-        --plugins.modules=custom_loss --train.loss_fn=smoothed_cross_entropy
+        --plugins.modules=custom_loss --train.loss_fn=smoothed_cross_entropy \\
+        --checkpoint.dir=runs/custom_loss
+
+The run directory is runs/custom_loss, unless --checkpoint.dir names another.
 """
 
 import functools
@@ -43,5 +46,5 @@ def smoothed_cross_entropy(config: TrainConfig, model: Model) -> LossFunction:
 
 
 if __name__ == "__main__":
-    arguments = [*sys.argv[1:], "--train.loss_fn=smoothed_cross_entropy"]
-    raise SystemExit(run_main(functools.partial(main, arguments)))
+    directory, loss = "--checkpoint.dir=runs/custom_loss", "--train.loss_fn=smoothed_cross_entropy"
+    raise SystemExit(run_main(functools.partial(main, [directory, *sys.argv[1:], loss])))

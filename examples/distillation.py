@@ -5,6 +5,8 @@
 RUN is a run directory of a model with the same vocabulary. Its weights become a part of the train
 state that no gradient moves: laid out over the mesh like parameters, saved and restored with those
 of the student.
+
+The run directory is runs/distillation, unless --checkpoint.dir names another.
 """
 
 import functools
@@ -21,6 +23,7 @@ from jaxforge.cli import run_main
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.train import TrainConfig
 from jaxforge.data.packing import IGNORE
+from jaxforge.errors import UserError
 from jaxforge.inference import open_run
 from jaxforge.model.linear import Declare, Initializer, Untrained
 from jaxforge.model.network import Transformer
@@ -46,9 +49,20 @@ class Kept(Declare):
         return self.untrained(shape, axes, init)
 
 
+def teacher_run() -> Path:
+    """Return the teacher's run directory.
+
+    Raises:
+        UserError: none is named.
+    """
+    if not os.environ.get(TEACHER):
+        raise UserError(f"the teacher is missing: name its run directory, first or in {TEACHER}")
+    return Path(os.environ[TEACHER])
+
+
 def teacher_config() -> ModelConfig:
     """The `[model]` of the teacher's run."""
-    return read_config(Path(os.environ[TEACHER])).model
+    return read_config(teacher_run()).model
 
 
 class StudentAndTeacher(Transformer):
@@ -56,7 +70,14 @@ class StudentAndTeacher(Transformer):
 
     def __init__(self, config: ModelConfig, declare: Declare) -> None:
         super().__init__(config, declare)
-        self.teacher = Transformer(teacher_config(), Kept(*declare))
+        teacher = teacher_config()
+        if teacher.vocab_size != config.vocab_size:
+            raise UserError(
+                f"model.vocab_size = {config.vocab_size} differs from the {teacher.vocab_size} of "
+                f"the teacher, {teacher_run()}: their logits cannot be compared. Train on data "
+                "prepared with the teacher's tokenizer, with its vocab_size"
+            )
+        self.teacher = Transformer(teacher, Kept(*declare))
 
 
 @register_model("distilled")
@@ -68,7 +89,7 @@ class Distilled(Model):
     def __init__(self, config: ModelConfig, **options: Any) -> None:  # noqa: ANN401
         super().__init__(config, **options)
         self.teacher = Model(teacher_config(), dtype=self.dtype)
-        with open_run(Path(os.environ[TEACHER]), devices=jax.devices()[:1]).in_use() as params:
+        with open_run(teacher_run(), devices=jax.devices()[:1]).in_use() as params:
             self._weights = jax.device_get(params)
 
     def initial_state(self) -> Params:
@@ -100,6 +121,9 @@ def distillation(config: TrainConfig, model: Distilled) -> LossFunction:
 
 
 if __name__ == "__main__":
-    os.environ[TEACHER], *arguments = sys.argv[1:]
+    arguments = sys.argv[1:]
+    if arguments and not arguments[0].startswith("-"):
+        os.environ[TEACHER] = arguments.pop(0)
     own = ["--model.model_type=distilled", "--train.loss_fn=distillation"]
-    raise SystemExit(run_main(functools.partial(main, [*arguments, *own])))
+    directory = "--checkpoint.dir=runs/distillation"
+    raise SystemExit(run_main(functools.partial(main, [directory, *arguments, *own])))

@@ -6,10 +6,11 @@ RUN is the run directory to go on from, and the reference. PAIRS is a JSONL file
 `prompt`, `chosen` and `rejected`. A pair is one sequence of two documents, which attention keeps
 apart; the batch has a field more, `reference`: the log-probabilities that the reference gives to
 the two answers, computed once before training.
+
+The run directory is runs/preference, unless --checkpoint.dir names another.
 """
 
 import dataclasses
-import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from jaxforge.corpus.tokenizer import Tokenizer
 from jaxforge.data.dataset import Example
 from jaxforge.data.packing import IGNORE
 from jaxforge.data.sources import register_dataset
+from jaxforge.errors import UserError
 from jaxforge.inference import open_run
 from jaxforge.model.transformer import Batch, Model, Params
 from jaxforge.run_directory import read_tokenizer
@@ -82,11 +84,32 @@ def dpo(config: TrainConfig, model: Model) -> LossFunction:
     return loss
 
 
+def read_pairs(path: Path) -> list[dict[str, str]]:
+    """Return the objects of a JSONL file.
+
+    Raises:
+        UserError: the file cannot be read, or a line is not a pair.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"PAIRS {path}: {error}") from None
+    pairs = []
+    for number, line in enumerate(lines, 1):
+        try:
+            pair = json.loads(line)
+            pairs.append({key: pair[key] + "" for key in ("prompt", "chosen", "rejected")})
+        except (ValueError, TypeError, KeyError):
+            raise UserError(
+                f"{path}:{number}: expected an object with the texts prompt, chosen and rejected"
+            ) from None
+    return pairs
+
+
 def tokenized(path: Path, tokenizer: Tokenizer, length: int) -> dict[str, np.ndarray]:
     """All pairs, each [chosen, rejected], cut to `length` tokens."""
     rows = []
-    for line in path.read_text().splitlines():
-        pair = json.loads(line)
+    for pair in read_pairs(path):
         prompt = tokenizer.encode(pair["prompt"])
         tokens, labels, documents = [], [], []
         for number, key in enumerate(("chosen", "rejected")):
@@ -125,9 +148,16 @@ def train_on(run: Path, path: Path, arguments: Sequence[str]) -> int:
 
     own = ["--data.dataset_type=pairs", "--train.loss_fn=dpo", f"--checkpoint.load_path={run}"]
     fresh = '--checkpoint.exclude_from_loading=["optimizer","progress"]'
-    return main([*arguments, *own, fresh])
+    return main(["--checkpoint.dir=runs/preference", *arguments, *own, fresh])
+
+
+def command() -> int:
+    """Read the command line, and train."""
+    if len(sys.argv) < 3 or any(word.startswith("-") for word in sys.argv[1:3]):
+        raise UserError("name a run and a file of pairs: preference.py RUN PAIRS --config FILE")
+    run, path, *arguments = sys.argv[1:]
+    return train_on(Path(run), Path(path), arguments)
 
 
 if __name__ == "__main__":
-    run, path, *arguments = sys.argv[1:]
-    raise SystemExit(run_main(functools.partial(train_on, Path(run), Path(path), arguments)))
+    raise SystemExit(run_main(command))

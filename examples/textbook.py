@@ -20,11 +20,13 @@ import numpy as np
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import starting_state
 from jaxforge.checkpoint.save_policy import SavePolicy
+from jaxforge.cli import run_main
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.config.rules import check
 from jaxforge.data.loader import training_batches
 from jaxforge.data.sources import open_eval_data, open_training_data
+from jaxforge.errors import UserError
 from jaxforge.model.transformer import build_model, matmul_precision
 from jaxforge.optim.optimizer import build_optimizer, learning_rate
 from jaxforge.parallel import multihost
@@ -128,7 +130,13 @@ def train(config: JobConfig, mesh: jax.sharding.Mesh, write: Callable[[str], Non
     checkpoints.close()
 
 
-if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        raise SystemExit(__doc__)
+def command() -> int:
+    """Read the command line, and train."""
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        raise UserError("name a run directory: textbook.py RUN_DIRECTORY [--train.max_steps=500]")
     main(Path(sys.argv[1]), sys.argv[2:])
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_main(command))

@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import pytest
 from jaxforge import inference
 from jaxforge.config.model import ModelConfig
 from jaxforge.data.sources import open_training_data
+from jaxforge.errors import UserError
+from jaxforge.exit_codes import Exit
 from jaxforge.model.transformer import Model, build_model
 from jaxforge.optim.optimizer import build_optimizer, learning_rate
 from jaxforge.prepare import main as prepare
@@ -40,6 +43,45 @@ def examples(monkeypatch, own_names):
     yield
     for name in names:
         sys.modules.pop(name, None)
+
+
+SCRIPTS = sorted(EXAMPLES.glob("*.py"))
+TAKES = {"distillation": ["teacher"], "preference": ["reference", "pairs.jsonl"]}
+"""Words that a script takes before its settings."""
+
+
+def run_script(path, arguments, monkeypatch):
+    """Run a script of examples/ in this process, and return its exit code."""
+    monkeypatch.setattr(sys, "argv", [str(path), *arguments])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(path), run_name="__main__")
+    return end.value.code
+
+
+@pytest.mark.usefixtures("examples")
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_example_without_arguments_answers_one_message(path, monkeypatch, capsys):
+    assert run_script(path, [], monkeypatch) == 2
+    assert re.fullmatch(r"error: .+\n", capsys.readouterr().err)
+
+
+@pytest.mark.usefixtures("examples")
+@pytest.mark.parametrize(
+    "path", [path for path in SCRIPTS if path.stem != "textbook"], ids=lambda path: path.stem
+)
+@pytest.mark.parametrize("setting", [[], ["--checkpoint.dir=elsewhere"]])
+def test_example_has_a_run_directory_of_its_own(path, setting, monkeypatch):
+    started = []
+
+    def start(config, hooks=(), since=None):
+        started.append(config.known.checkpoint.dir)
+        return Exit.COMPLETED
+
+    monkeypatch.setattr("jaxforge.launch.run", start)
+    monkeypatch.setenv("TEACHER_RUN", "")
+    arguments = [*TAKES.get(path.stem, []), "--config", str(ROOT / "configs" / "debug.toml")]
+    assert run_script(path, [*arguments, *setting], monkeypatch) == 0
+    assert [Path(run).name for run in started] == ["elsewhere" if setting else path.stem]
 
 
 OVERRIDES = [
@@ -237,6 +279,36 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_it(tmp_path, mo
     assert others[-1]["terms/teacher"] > 1e-5
     assert main([*TWO, *own, f"--checkpoint.dir={tmp_path / 'other'}"]) == 0
     assert all(step["terms/teacher"] > 1e-6 for step in steps_of(tmp_path / "other"))
+
+
+@pytest.mark.usefixtures("examples")
+def test_teacher_of_another_vocabulary_is_refused(tmp_path, monkeypatch):
+    import distillation as example
+
+    (tmp_path / "config.toml").write_text("[model]\nvocab_size = 300\n")
+    config = tiny_config(model={"model_type": "distilled", "vocab_size": 256})
+    monkeypatch.setenv(example.TEACHER, str(tmp_path))
+    with pytest.raises(UserError, match=r"model.vocab_size = 256 differs from the 300 of the"):
+        build_model(config)
+    monkeypatch.delenv(example.TEACHER)
+    with pytest.raises(UserError, match="the teacher is missing: name its run directory"):
+        build_model(config)
+
+
+@pytest.mark.usefixtures("examples")
+@pytest.mark.parametrize("line", ["{", "[]", '{"prompt": "a"}', '{"prompt": 1}', '"prompt"'])
+def test_line_that_is_no_pair_is_named(line, tmp_path):
+    import preference as example
+
+    path = tmp_path / "pairs.jsonl"
+    with pytest.raises(UserError, match=r"PAIRS .*pairs.jsonl: .*No such file"):
+        example.read_pairs(path)
+    good = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    path.write_text(f"{json.dumps(good | {'id': 7})}\n{line}\n")
+    with pytest.raises(UserError, match=r"pairs.jsonl:2: expected an object with the texts"):
+        example.read_pairs(path)
+    path.write_text(json.dumps(good | {"id": 7}))
+    assert example.read_pairs(path) == [good]
 
 
 @pytest.mark.usefixtures("examples")

@@ -40,6 +40,15 @@ def tell_end(reason: Exit, config: TrainConfig, progress: Progress, last_saved: 
         log.info("stopped at step %d of %d; run the same command to go on", step, config.max_steps)
 
 
+def log_already_complete(config: TrainConfig, progress: Progress) -> None:
+    """Say that a run had reached its end before this start, which trains nothing."""
+    log.info(
+        "step %d of train.max_steps = %d is reached already, so nothing is trained: raise "
+        "train.max_steps to go on, or name another checkpoint.dir to start anew",
+        progress.step, config.max_steps,
+    )  # fmt: skip
+
+
 def check_learned(config: TrainConfig, progress: Progress) -> None:
     """Refuse to call a run complete that has applied no update.
 

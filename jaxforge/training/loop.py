@@ -23,7 +23,7 @@ from jaxforge.telemetry.profiler import Profiler
 from jaxforge.telemetry.tracker import Tracker
 from jaxforge.training.activations import ActivationCapture
 from jaxforge.training.early_stop import EarlyStop
-from jaxforge.training.exit_report import check_learned, exit_code, tell_end
+from jaxforge.training.exit_report import check_learned, exit_code, log_already_complete, tell_end
 from jaxforge.training.hooks import HookRunner, StepContext
 from jaxforge.training.preemption import Exit, Exits, Interrupted, Signals
 from jaxforge.training.resumable_evaluation import ResumableEvaluation
@@ -119,6 +119,7 @@ class Trainer:
                 self._train_step = signals.wait_for(compile_step)
             self._actions = self.open_actions(self._train_step)
         elif reason is None:
+            log_already_complete(self.config.train, self.progress)
             reason = Exit.COMPLETED
         self.tracker.start_clock()
         return reason

@@ -13,6 +13,7 @@ from jaxforge.checkpoint.sealed_progress import config_crc32_of, sealed
 from jaxforge.corpus.tokenizer import ByteTokenizer
 from jaxforge.errors import UserError
 from jaxforge.run_lock import RunLock
+from jaxforge.state.progress import Progress
 from tests.torch_compat.test_commands import assert_same, values
 from tests.torch_compat.test_stages import write_run
 from torch_compat import checkpoints, staging
