@@ -1,7 +1,7 @@
 """Pieces of two conversions are never mixed: what tells them apart, and who may write."""
 
-import itertools
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -71,6 +71,15 @@ def test_weights_that_were_replaced_under_the_same_names_are_all_new(
     assert_same(made, {n: v for n, v in values(runs[1]).items() if n in made})
 
 
+def add_step_5(steps, run):
+    """Add the checkpoint of step 3 of another run, as one of step 5."""
+    shutil.copytree(run / "checkpoints" / "step_3", steps / "step_5")
+    seal = steps / "step_5" / "progress" / "metadata"
+    stored = json.loads(seal.read_text())
+    progress = dataclasses.replace(Progress.from_json(stored), step=5)
+    seal.write_text(json.dumps(sealed(progress, config_crc32_of(stored))))
+
+
 @pytest.mark.parametrize("change", ["another step", "a newer step", "another tokenizer"])
 def test_a_run_that_changed_is_exported_anew(runs, tmp_path, monkeypatch, change):
     run, steps = tmp_path / "run", tmp_path / "run" / "checkpoints"
@@ -80,11 +89,7 @@ def test_a_run_that_changed_is_exported_anew(runs, tmp_path, monkeypatch, change
     if change == "another step":
         replace(steps / "step_3", runs[1] / "checkpoints" / "step_3")
     elif change == "a newer step":
-        shutil.copytree(runs[1] / "checkpoints" / "step_3", steps / "step_5")
-        seal = steps / "step_5" / "progress" / "metadata"
-        stored = json.loads(seal.read_text())
-        progress = dataclasses.replace(Progress.from_json(stored), step=5)
-        seal.write_text(json.dumps(sealed(progress, config_crc32_of(stored))))
+        add_step_5(steps, runs[1])
     else:
         ByteTokenizer().save(run / "tokenizer")
     assert main(arguments) == 0
@@ -162,11 +167,7 @@ def test_workers_take_what_process_0_has_found(runs, tmp_path, monkeypatch):
 
     class InThread:
         def __init__(self, command):
-            shutil.copytree(runs[1] / "checkpoints" / "step_3", steps / "step_5")
-        seal = steps / "step_5" / "progress" / "metadata"
-        stored = json.loads(seal.read_text())
-        progress = dataclasses.replace(Progress.from_json(stored), step=5)
-        seal.write_text(json.dumps(sealed(progress, config_crc32_of(stored))))
+            add_step_5(steps, runs[1])
             at = command.index("--worker")
             assert command[at + 1] == str(os.getpid())
             command[at + 1] = str(os.getppid())  # the thread's "parent"
