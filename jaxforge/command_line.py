@@ -6,6 +6,7 @@
 
 import argparse
 import difflib
+import itertools
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -84,7 +85,8 @@ class CommandParser(argparse.ArgumentParser):
         """As it is in `argparse`, but what is not known here is refused unless it is passed on."""
         args = sys.argv[1:] if args is None else args
         self._words = list(args)
-        for before, word in zip(["", *args], args, strict=False):
+        options = list(itertools.takewhile(lambda word: word != "--", args))
+        for before, word in zip(["", *options], options, strict=False):
             is_dashed = not before.startswith("-") and not word.startswith("-")
             if is_dashed and (message := mistyped.dash(word, self._is_option)):
                 raise UserError(message)

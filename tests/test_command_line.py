@@ -88,7 +88,7 @@ def test_a_config_without_its_option():
     [
         ["--prompt", "— said he"], ["--prompt", "–step"], ["--prompt", "“Quoted”"],
         ["--prompt", "= Heading ="], ["--prompt", "optimizer.lr=3e-4"], ["--prompt", "It’s"],
-        ["--prompt==", "runs/a"], ["–said"], ["--", "optimizer.lr=1"],
+        ["--prompt==", "runs/a"], ["–said"], ["--", "optimizer.lr=1"], ["--", "–step"],
         ["--eval.sample_prompts=['“Quoted”']"], ["--checkpoint.dir=", "runs/a"],
     ],
 )  # fmt: skip
