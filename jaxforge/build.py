@@ -22,7 +22,7 @@ from jaxforge.config.useless import useless
 from jaxforge.data import loader, sources
 from jaxforge.data.dataset import Dataset, Mixture, Streaming
 from jaxforge.data.epoch import sequences_per_epoch
-from jaxforge.data.fingerprint import Fingerprint, changes, fingerprints
+from jaxforge.data.fingerprint import Fingerprint, check_unchanged, fingerprints
 from jaxforge.data.mixture import Segment
 from jaxforge.errors import UserError
 from jaxforge.health.actions import open_actions
@@ -94,12 +94,17 @@ def build_trainer(
     watchdog.write_stacks_to(_stacks(config))
     resolved = config.model_dump(mode="json")
     local = open_local(config.checkpoint, model.axes, resolved, model.stack)
-    has_begun = checkpoints.latest() is not None or config.checkpoint.load_path
+    begins = checkpoints.latest() is None and not (local and local.latest() is not None)
+    if begins:
+        _check_not_lost(config)
+    has_begun = not begins or config.checkpoint.load_path
     with watchdog.naming("restoring a checkpoint" if has_begun else "initializing"):
         state, progress = starting_state(
             config, checkpoints, model, optimizer, mesh, open_foreign, local
         )
-    _check_same_data(config, progress, identity)
+    for change in check_unchanged(config.data.on_change, progress.data, identity, progress.step):
+        log.warning("the data changed since step %d: %s", progress.step, change)
+    progress.data = identity
     progress.run_id = config.metrics.wandb_run_id or progress.run_id
     dp = data_parallel_size(mesh)
     ramp, phases = config.train.ramp(dp), Phases.of(config.data)
@@ -115,6 +120,8 @@ def build_trainer(
     ready = functools.partial(_ready, flags, saved, sync.applied_to(config))
     if jax.process_index() == 0:
         banner(console, rows(config, model, mesh, state, progress, sync))
+    if begins:
+        run_directory.put_metrics_aside(mirror.files(config.checkpoint.dir))
     tracker = _tracker(console, config, progress, samples, live)
     run = mirror.files(config.checkpoint.dir)
     run_directory.prepare(run, config)
@@ -175,27 +182,6 @@ def _open_data(
     return dataset, eval_data, identity
 
 
-def _check_same_data(
-    config: JobConfig, progress: Progress, identity: dict[str, Fingerprint]
-) -> None:
-    """Compare the data with those of the checkpoint that the run goes on from.
-
-    Raises:
-        UserError: they are others: the position of the run means nothing in them.
-    """
-    changed = changes(progress.data, identity)
-    if changed and config.data.on_change == "refuse":
-        raise UserError(
-            f"the data are not those of step {progress.step} of this run: {'; '.join(changed)}. "
-            "Its position would mean other sequences, of which some come again or never: "
-            "bring the data back, or go on with --data.on_change=continue, or start a new run with "
-            "checkpoint.load_path"
-        )
-    for change in changed:
-        log.warning("the data changed since step %d: %s", progress.step, change)
-    progress.data = identity
-
-
 def _note_trust(config: JobConfig) -> None:
     """Let commands that open this run import its plugins without being told to trust them."""
     try:
@@ -218,6 +204,21 @@ def _open_run_directory(config: JobConfig, model: Model) -> Checkpoints:
             log.warning("%s", warning)
     resolved, run = config.model_dump(mode="json"), run_directory.root(config)
     return Checkpoints(run, config.checkpoint, model.axes, resolved, stack=model.stack)
+
+
+def _check_not_lost(config: JobConfig) -> None:
+    """Refuse, on all processes, to begin anew where the checkpoints of a run were lost.
+
+    Raises:
+        UserError: the run directory says that there were some.
+    """
+    failure = None
+    try:
+        if jax.process_index() == 0:  # of a run in a bucket, it alone has the files here
+            run_directory.check_not_lost(mirror.files(config.checkpoint.dir))
+    except UserError as error:
+        failure = error
+    agreement.raise_on_all(failure)
 
 
 def _stacks(config: JobConfig) -> Path:

@@ -16,6 +16,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxforge import run_directory, storage
 from jaxforge.checkpoint import paths
+from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.checkpoint.relayout import by_layer
 from jaxforge.config import rules, torch_only
 from jaxforge.config.job import JobConfig, toml
 from jaxforge.config.problems import said
@@ -25,6 +27,7 @@ from jaxforge.config.useless import useless
 from jaxforge.data import sources
 from jaxforge.data.dataset import Dataset, Mixture, Streaming
 from jaxforge.data.epoch import sequences_per_epoch
+from jaxforge.data.fingerprint import check_unchanged, fingerprints
 from jaxforge.errors import UserError
 from jaxforge.model.runtime import gpu_capability
 from jaxforge.model.transformer import (
@@ -41,6 +44,7 @@ from jaxforge.parallel.targets import GPUS
 from jaxforge.plan import checks
 from jaxforge.plan.chips import CHIPS
 from jaxforge.plan.topology import CPU, Topology
+from jaxforge.state.train_state import abstract_state
 from jaxforge.step.fitting import SLACK, Fit, fit
 from jaxforge.telemetry.metric_writers import check_libraries
 from jaxforge.telemetry.numbers import human
@@ -82,6 +86,7 @@ def run(config: UnresolvedConfig, devices: str) -> int:
         UserError: a start would be refused; the message is the start's.
     """
     pretended = machine(devices)
+    run_directory.check_not_moved(config)
     if not pretended:
         multihost.open_devices()
     n = pretended[0] if pretended else jax.device_count()
@@ -95,12 +100,12 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     if unknown := _unknown(resolved):
         _show("config, where it is not the default", _differences(resolved))
         _show("machine", [f"{n} device(s), mesh: {in_words(mesh.shape)}"])
-        _show("run", [_run_directory(resolved)])
+        _show("run", [_run_directory(resolved, mesh, None, None)])
         _show("not known without plugins", unknown)
         return 0
     kinds = pretended[1] if pretended else [_here()]
     missing = list(checks.absent(resolved)) if pretended else []
-    data, data_rows = _open(resolved, opens=not missing)
+    data, data_rows = _open(resolved, opens=not missing, is_pretended=pretended is not None)
     if not pretended:
         missing = list(checks.disk(resolved))
     dp = data_parallel_size(mesh)
@@ -108,13 +113,14 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     if data is not None:
         per_epoch = sequences_per_epoch(resolved, resolved.train.microbatch_size(dp), data)
     model, fits = _fits(resolved, mesh, kinds)
+    run_row = _run_directory(resolved, mesh, model, data)
     _show("config, where it is not the default", _differences(resolved))
     _show("schedule", schedule_summary(resolved, dp, per_epoch or None).splitlines())
     _show("machine", [f"{n} device(s), mesh: {in_words(mesh.shape)}"])
     _show("data", data_rows)
     _show("model", _model(model))
     _show("memory of a device, an estimate", _memory(fits))
-    _show("run", [_run_directory(resolved)])
+    _show("run", [run_row])
     if notes := torch_only.answers(resolved):
         _show("notes", notes)
     platform = kinds[0].platform
@@ -188,7 +194,7 @@ def _from_hugging_face(config: JobConfig) -> str:
     return "" if data.dataset_path else data.hf_dataset_name or ""
 
 
-def _open(config: JobConfig, *, opens: bool) -> tuple[Data, list[str]]:
+def _open(config: JobConfig, *, opens: bool, is_pretended: bool) -> tuple[Data, list[str]]:
     """The training set, if it can be opened without writing, and what is said of all sets.
 
     Raises:
@@ -199,6 +205,8 @@ def _open(config: JobConfig, *, opens: bool) -> tuple[Data, list[str]]:
     if name := _from_hugging_face(config):
         how = "streams it" if config.data.hf_streaming else "tokenizes it once"
         return None, [f"Hugging Face dataset {name}: not looked at; a start {how}"]
+    if is_pretended and not config.data.has_source and config.data.dataset_type == "auto":
+        return None, ["none are named: a start here would be refused"]
     data = sources.open_training_data(config)
     rows = [f"training: {_set(data)}"]
     source = config.eval.sources().values() if config.eval.reads_data else ()
@@ -309,15 +317,41 @@ def _smaller(config: JobConfig, dp: int, most_rows: int) -> Iterator[str]:
         yield "more devices to share the state (distributed.dp_shard, tp or pp)"
 
 
-def _run_directory(config: JobConfig) -> str:
+def _run_directory(config: JobConfig, mesh: AnyMesh, model: Model | None, data: Data) -> str:
+    """Return where a start would go on.
+
+    Args:
+        config: the config.
+        mesh: the devices.
+        model: the model; None if only a plugin can tell, and the checkpoint is not checked.
+        data: the training data; None if they are not opened.
+
+    Raises:
+        UserError: a start would be refused: the checkpoint is of another model, optimizer or data,
+            or lost.
+    """
     place = config.checkpoint.dir
     if storage.in_bucket(place):
         return f"{place}: not looked at"
+    run = run_directory.root(config).absolute()
     try:
         _, step = paths.find(Path(place))
     except UserError:
-        return f"{run_directory.root(config).absolute()}: a new run"
-    return f"{run_directory.root(config).absolute()}: goes on from step {step:,}"
+        run_directory.check_not_lost(run)
+        return f"{run}: a new run"
+    if model is None:
+        return f"{run}: goes on from step {step:,}"
+    checkpoints = Checkpoints(run, config.checkpoint, read_only=True)
+    try:
+        like = abstract_state(model, build_optimizer(config, model.axes), mesh)
+        progress = checkpoints.check_restorable(by_layer(like, model.stack), step)
+    finally:
+        checkpoints.close()
+    if data is not None:
+        check_unchanged(
+            config.data.on_change, progress.data, fingerprints(config.data, data, {}), step
+        )
+    return f"{run}: goes on from step {step:,}"
 
 
 def _show(title: str, rows: Iterable[str]) -> None:

@@ -67,6 +67,7 @@ def _run(
     since: float | None,
 ) -> Exit:
     if isinstance(config, UnresolvedConfig):
+        run_directory.check_not_moved(config)
         with watchdog.section("data"):  # for lengths in epochs
             config = config.resolve(jax.device_count(), sequences_per_epoch)
     rules.check(config, jax.device_count())

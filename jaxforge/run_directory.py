@@ -18,6 +18,8 @@ wandb/            W&B's files, with `metrics.enable_wandb`
 profiler_traces/  with `profiling.enable`
 """
 
+import contextlib
+import json
 import logging
 import shutil
 from collections.abc import Sequence
@@ -25,9 +27,10 @@ from pathlib import Path
 
 import jax
 
-from jaxforge import mirror, safe_files, storage, trust
+from jaxforge import mirror, safe_files, starts, storage, trust
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config, load_config_of_run
+from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.corpus.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 from jaxforge.errors import UserError
 from jaxforge.near import path_hint
@@ -37,22 +40,104 @@ log = logging.getLogger(__name__)
 _CONFIG = "config.toml"
 _DAMAGED_CONFIG = "config.damaged.toml"
 _CONFIGS = "configs"
+_METRICS, _SAMPLES = "metrics.jsonl", "samples.jsonl"
 _TOKENIZER = "tokenizer"
 
 
 def tell_changes(run: Path, config: JobConfig) -> None:
-    """Say what of the config has changed since the run last started."""
-    path = run / _CONFIG
+    """Log what of the config has changed since the run last started.
+
+    `config.toml` may have been edited since, to start from: the last start is in `configs/`.
+    """
+    started = _starts(run)
+    path = _from_step(run, max(started)) if started else run / _CONFIG
     if jax.process_index() != 0 or not path.exists():
         return
     try:
         before = load_config(path, trusts=trust.never)
     except UserError as error:
         log.warning("what has changed since this run last started is not known: its config is "
-                    "damaged (%s). It will be moved to %s", error, _DAMAGED_CONFIG)  # fmt: skip
+                    "damaged (%s)", error)  # fmt: skip
     else:
         for change in changes(before, config):
             log.warning("changed since this run last started: %s", change)
+
+
+def check_not_moved(config: UnresolvedConfig) -> None:
+    """Refuse the `config.toml` of a run directory that is not its own `checkpoint.dir`.
+
+    A run that was moved would be begun anew at its old path, one that was copied trained there.
+
+    Raises:
+        UserError: it is, and the command line does not say where to train.
+    """
+    file, place = Path(config.file).absolute(), config.known.checkpoint.dir
+    if file.name != _CONFIG or config.is_on_command_line("checkpoint.dir"):
+        return
+    here = file.parent
+    is_run = any((here / "checkpoints").glob("step_*"))
+    if is_run and (storage.in_bucket(place) or Path(place).resolve() != here.resolve()):
+        raise UserError(
+            f"{config.file} lies in a run directory, and names another: checkpoint.dir = {place}. "
+            f"Was the run moved or copied? --checkpoint.dir={here} resumes it where it is; another "
+            "--checkpoint.dir begins or resumes a run there"
+        )
+
+
+def check_not_lost(run: Path) -> None:
+    """Refuse to begin anew over the metrics of a run whose checkpoints are gone.
+
+    Args:
+        run: the directory; there is no checkpoint in it.
+
+    Raises:
+        UserError: it had some.
+    """
+    logged = _logged_steps(run / _METRICS)
+    has_saved = any(is_saved for _, is_saved in logged)
+    if not has_saved and not any(start.get("step") for start in starts.read(run)):
+        return
+    last = max((step for step, _ in logged), default=0)
+    raise UserError(
+        f"checkpoint.dir = {run}: the run there logged {last:,} steps and saved checkpoints, and "
+        f"none is left: it would begin at step 0 and replace {_METRICS}. Bring {run}/checkpoints "
+        "back to resume; to begin anew, name another checkpoint.dir, or move this one away"
+    )
+
+
+def put_metrics_aside(run: Path) -> None:
+    """Rename metrics and samples of steps that no checkpoint explains, before a run begins anew.
+
+    Such are left where a run is killed before its first checkpoint.
+
+    Raises:
+        UserError: the directory cannot be written.
+    """
+    if jax.process_index() != 0 or not any(step for step, _ in _logged_steps(run / _METRICS)):
+        return
+    number = 1
+    while (run / f"metrics.before_{number}.jsonl").exists():
+        number += 1
+    for name in (_METRICS, _SAMPLES):
+        if (run / name).exists():
+            aside = run / name.replace(".", f".before_{number}.", 1)
+            try:
+                (run / name).rename(aside)
+            except OSError as error:
+                raise UserError(f"{run / name}: {error.strerror}") from error
+            log.warning("this run begins anew: %s is now %s", name, aside.name)
+
+
+def _logged_steps(path: Path) -> list[tuple[int, bool]]:
+    """Return the step of each whole line of metrics, and whether it says that a save is durable."""
+    if not path.is_file():
+        return []
+    found = []
+    for line in path.read_bytes().splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a torn or damaged line
+            values = json.loads(line)
+            found.append((int(values["step"]), "checkpoint/save_sec" in values))
+    return found
 
 
 def root(config: JobConfig) -> Path:
@@ -70,8 +155,8 @@ def open_mirror(config: JobConfig) -> mirror.Mirror | None:
         _CONFIG,
         _CONFIGS,
         *(
-            f"{name}{kind}.jsonl"
-            for name in ("metrics", "starts", "samples")
+            f"{Path(name).stem}{kind}.jsonl"
+            for name in (_METRICS, starts.FILE_NAME, _SAMPLES)
             for kind in ("", ".damaged")
         ),
         "progress.txt",
@@ -102,9 +187,10 @@ def prepare(run: Path, config: JobConfig) -> None:
 def _put_aside_if_damaged(path: Path) -> None:
     try:
         if path.exists():
-            load_config(path)
-    except UserError:
+            load_config(path, trusts=trust.never)
+    except UserError as error:
         path.replace(path.with_name(_DAMAGED_CONFIG))
+        log.warning("%s was damaged (%s): moved to %s", path, error, _DAMAGED_CONFIG)
 
 
 def note_start(run: Path, config: JobConfig, step: int) -> None:

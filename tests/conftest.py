@@ -62,6 +62,7 @@ TINY = {
     "optimizer": {"lr": 3e-3},
     "scheduler": {"warmup_steps": 4},
     "distributed": {"dp_shard": 1},
+    "data": {"dataset_type": "synthetic"},  # where a test names none
     "metrics": {"log_interval": 1},
 }  # fmt: skip
 

@@ -55,7 +55,8 @@ LAYERS = {
     "telemetry": {"errors", "exit_codes", "config", "line_file", "mirror", "state",
                   "streams"},
     "notebook": {"exit_codes", "config", "telemetry", "training"},
-    "run_directory": {"errors", "config", "corpus", "storage", "mirror", "trust"},
+    "run_directory": {"errors", "config", "corpus", "storage", "mirror", "starts",
+                      "trust"},
     "inference": {"errors", "cli", "config", "parallel", "corpus", "data", "model", "checkpoint",
                   "run_directory", "storage", "telemetry", "training"},
 }  # fmt: skip

@@ -67,8 +67,8 @@ def test_a_damaged_config_of_the_run_stops_no_start(tmp_path, caplog, monkeypatc
     path.write_bytes(b"\0" * 300)
     run_directory.tell_changes(tmp_path, config)
     assert "changed since this run last started is not known" in caplog.text
-    assert "It will be moved to config.damaged.toml" in caplog.text
     run_directory.prepare(tmp_path, config)
+    assert "moved to config.damaged.toml" in caplog.text
     assert (tmp_path / "config.damaged.toml").read_bytes() == b"\0" * 300
     assert run_directory.read_config(tmp_path) == config
     run_directory.prepare(tmp_path, tiny_config(checkpoint={"dir": str(tmp_path), "interval": 3}))

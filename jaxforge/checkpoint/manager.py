@@ -216,11 +216,8 @@ class Checkpoints:
             step: a step that `latest` names, or any other that is there.
         """
         with self._naming_damage(step):
-            saved = self._saved_tree(step)
-            tree = layout.common(layout.to_tree(like), saved)
+            tree, saved = self._fitting_trees(like, step)
             restore_args = ocp.checkpoint_utils.construct_restore_args(tree)
-            self._check_fits(tree, saved, step)
-            self._check_optimizer(tree["optimizer"], saved, step)
             restored = self._manager.restore(
                 step,
                 args=ocp.args.Composite(
@@ -236,6 +233,24 @@ class Checkpoints:
             progress = unsealed(restored.progress, step)
         self._saved = step
         return with_counts(layout.from_tree(restored.state, like), progress), progress
+
+    def check_restorable(self, like: TrainState, step: int) -> Progress:
+        """Compare a step with what is wanted of it, as `restore` does, but read no arrays.
+
+        Args:
+            like: shapes and dtypes wanted, layers in order.
+            step: a durable step.
+
+        Returns:
+            The host's counters at the step.
+
+        Raises:
+            UserError: the step is damaged, or of another model or optimizer.
+        """
+        if self.has_optimizer(step):  # else a run starts with the weights alone
+            with self._naming_damage(step):
+                self._fitting_trees(like, step)
+        return self.progress(step)
 
     def progress(self, step: int) -> Progress:
         """The host's counters at a step."""
@@ -358,6 +373,18 @@ class Checkpoints:
     def _saved_tree(self, step: int) -> PyTree:
         """Shapes and dtypes of the state that was saved; read from the disk."""
         return self._manager.item_metadata(step).state.tree
+
+    def _fitting_trees(self, like: TrainState, step: int) -> tuple[layout.Tree, PyTree]:
+        """Return what is wanted of a step, and shapes and dtypes of what was saved.
+
+        Raises:
+            UserError: the step is of another model or optimizer.
+        """
+        saved = self._saved_tree(step)
+        tree = layout.common(layout.to_tree(like), saved)
+        self._check_fits(tree, saved, step)
+        self._check_optimizer(tree["optimizer"], saved, step)
+        return tree, saved
 
     def _check_fits(self, wanted: PyTree, saved_tree: PyTree, step: int) -> None:
         """Names the first array that differs, before Orbax fails on it in its own words."""

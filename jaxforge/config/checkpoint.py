@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import NonNegativeInt
 
 from jaxforge.config.duration import PositiveSteps, Steps
-from jaxforge.config.section import Section
+from jaxforge.config.section import PathText, Section
 
 
 class DynCkptWindow(Section):
@@ -28,7 +28,7 @@ class DynCkptWindow(Section):
 class CheckpointConfig(Section):
     """Saving and loading."""
 
-    dir: str = "checkpoints"
+    dir: PathText = "checkpoints"
     """Directory of the checkpoints; a run that finds one there continues from it."""
     interval: PositiveSteps = 1000
     """Updates between checkpoints."""
@@ -36,7 +36,7 @@ class CheckpointConfig(Section):
     """Other checkpoints over a span of steps, which keep_last_n does not remove."""
     non_persistent_interval: NonNegativeInt = 0
     """Updates between checkpoints in non_persistent_dir, besides those that last; 0 makes none."""
-    non_persistent_dir: str | None = None
+    non_persistent_dir: PathText | None = None
     """A quick disk of the node, shared by all processes, for a checkpoint that need not last."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
     """Save while training goes on, or make it wait."""
@@ -46,7 +46,7 @@ class CheckpointConfig(Section):
     """Checkpoints with the lowest best_metric to keep besides; 0 keeps none."""
     best_metric: str = "eval/loss"
     """Metric that keep_best_n goes by, lower is better, such as eval/loss or eval/<set>/loss."""
-    load_path: str | None = None
+    load_path: PathText | None = None
     """Checkpoint to start from when dir has none."""
     export_interval: NonNegativeInt = 0
     """Export every n-th checkpoint for inference, to exports/ in the run; 0 exports none."""

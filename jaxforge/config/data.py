@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from jaxforge.config.duration import Steps
-from jaxforge.config.section import Section, Weights, WeightTable
+from jaxforge.config.section import PathText, Section, Weights, WeightTable
 from jaxforge.registry import Registry
 
-DATASETS = Registry("data.dataset_type", "auto")
+DATASETS = Registry("data.dataset_type", "auto", "synthetic")
 """Kinds of training sets: `data.sources`."""
 
 Overlong = Literal["truncate", "drop"]
@@ -24,7 +24,7 @@ Verify = Literal["read", "start"]
 class DatasetSource(Section):
     """`[[data.datasets]]`: one source of a mixture."""
 
-    path: str = ""
+    path: PathText = ""
     """Directory of token shards."""
     weight: PositiveFloat = 1.0
     """Sampling weight relative to the other sources."""
@@ -61,9 +61,9 @@ class DataConfig(Section):
     """Sources, order and reading; datasets wins over dataset_path, that over hf_dataset_name."""
 
     dataset_type: Annotated[str, DATASETS] = "auto"
-    """auto takes the sources that the keys here name; others are registered (docs/library.md)."""
-    dataset_path: str = ""
-    """Directory of token shards; with no source at all, tokens are random."""
+    """auto reads what the keys here name, synthetic makes random tokens where they name nothing."""
+    dataset_path: PathText = ""
+    """Directory of token shards."""
     file_pattern: str = "*.npy"
     """Glob of the shards in dataset_path, such as *.npy or tokenized_*.bin."""
     token_dtype: Literal["uint8", "uint16", "uint32", "int32"] | None = None
@@ -72,7 +72,7 @@ class DataConfig(Section):
     """Compare shards with the hashes in their manifest as they are read, or all at the start."""
     on_change: Literal["refuse", "continue"] = "refuse"
     """Resume or not where the data of a run are not those of its checkpoint."""
-    tokenizer_path: str = ""
+    tokenizer_path: PathText = ""
     """A tokenizer.json, its directory, a model of the Hub, or "byte"; not set: that of the data."""
     eos_token_id: NonNegativeInt | None = None
     """Token that ends a document; not set means the tokenizer's."""
@@ -133,10 +133,15 @@ class DataConfig(Section):
         for name, count in Counter(source.label for source in self.datasets).items():
             if count > 1:
                 yield f'{count} sources of datasets are called "{name}": give each its own name'
-        if self.datasets and self.dataset_type != "auto":
+        if self.datasets and self.dataset_type not in ("auto", "synthetic"):
             yield f'dataset_type = "{self.dataset_type}" does not mix: leave datasets out'
         if self.datasets and self.order == "torch" and not self.shuffle:
             yield 'a mixture with order = "torch" is always shuffled: set shuffle to true'
+
+    @property
+    def has_source(self) -> bool:
+        """Whether a key names data to read."""
+        return bool(self.datasets or self.dataset_path or self.hf_dataset_name)
 
     @property
     def all_phases(self) -> tuple[TrainingPhase, ...]:

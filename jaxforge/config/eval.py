@@ -8,7 +8,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from jaxforge.config import points
 from jaxforge.config.duration import PositiveSteps, Steps
-from jaxforge.config.section import Section
+from jaxforge.config.section import PathText, Section
 
 METRICS = ("loss", "perplexity", "bits_per_byte")
 """What is logged of each evaluation set."""
@@ -17,7 +17,7 @@ METRICS = ("loss", "perplexity", "bits_per_byte")
 class EvalSource(Section):
     """Where the text of an evaluation set comes from."""
 
-    dataset_path: str = ""
+    dataset_path: PathText = ""
     """Directory of token shards."""
     file_pattern: str = "*.npy"
     """Glob of the shards in dataset_path."""

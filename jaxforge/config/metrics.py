@@ -4,7 +4,7 @@ from typing import Literal, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from jaxforge.config.section import Section
+from jaxforge.config.section import PathText, Section
 
 Extra = Literal["grad_norms_per_layer", "num_zeros_in_grad", "params_norm", "update_norm"]
 EXTRAS: tuple[str, ...] = get_args(Extra)
@@ -48,5 +48,5 @@ class MetricsConfig(Section):
     """Name of the run in Weights & Biases; not set lets it choose."""
     wandb_run_id: str = ""
     """Id of the run in Weights & Biases; empty means the one in the checkpoint, or a new one."""
-    tensorboard_dir: str = "tb_logs"
+    tensorboard_dir: PathText = "tb_logs"
     """Directory of TensorBoard's files, seen from the run directory."""

@@ -18,6 +18,15 @@ OPTIMIZERS = Registry("optimizer.name", "adamw", "lion", "schedule_free_adamw", 
 EXPERT_FIELD = "expert_"
 """Prefix of what an optimizer's state counts for each expert on its own: `expert_updates`."""
 
+UNUSUAL_LR, LARGEST_LR = 1.0, 10.0
+"""Learning rates of the built-in optimizers: a start warns above the first, and is refused above
+the second.
+
+Their updates are of size 1 for each weight (AdamW, Lion) or direction of a matrix (Muon), and
+weights begin at some 0.02. Published rates end at 0.05. Registered optimizers may mean something
+else by it.
+"""
+
 Beta = Annotated[float, Field(ge=0, lt=1)]
 """Decay of a running mean."""
 
@@ -88,12 +97,23 @@ class OptimizerConfig(Section):
                 "update that lr is meant for",
                 (one("lr_scale_rule", "none"),),
             )
+        yield from self.large_rates(LARGEST_LR)
         for key in ("decay_patterns", "no_decay_patterns"):
             for pattern in getattr(self, key):
                 try:
                     re.compile(pattern)
                 except re.error as error:
                     yield f'{key}: "{pattern}" is not a regular expression: {error}'
+
+    def large_rates(self, bound: float) -> Iterator[str]:
+        """Yield a sentence for each learning rate of a built-in optimizer above a bound."""
+        for key in ("lr", "muon_adam_lr"):
+            rate = getattr(self, key)
+            if self.name in OPTIMIZERS.ours and rate is not None and rate > bound:
+                yield (
+                    f"{key} = {rate:g} moves every weight by about {rate:g} in an update, where "
+                    f"weights begin at some 0.02{_slip(rate)}"
+                )
 
     def decays(self, name: str, *, is_matrix: bool) -> bool:
         """Whether a parameter decays.
@@ -105,3 +125,9 @@ class OptimizerConfig(Section):
         if any(re.search(pattern, name) for pattern in self.no_decay_patterns):
             return False
         return is_matrix or any(re.search(pattern, name) for pattern in self.decay_patterns)
+
+
+def _slip(rate: float) -> str:
+    """Return a question where only the sign of an exponent may be missing."""
+    digits, exponent = f"{rate:e}".split("e")
+    return f"; did you mean {float(f'{digits}e-{int(exponent)}'):g}?" if int(exponent) else ""

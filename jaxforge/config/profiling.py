@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from pydantic import NonNegativeInt
 
-from jaxforge.config.section import Section
+from jaxforge.config.section import PathText, Section
 
 
 class ProfilingConfig(Section):
@@ -16,7 +16,7 @@ class ProfilingConfig(Section):
     """First update of the trace."""
     end_step: NonNegativeInt = 8
     """Update that ends the trace, not part of it."""
-    trace_dir: str = "profiler_traces"
+    trace_dir: PathText = "profiler_traces"
     """Directory of the trace, seen from the run directory."""
     hosts: tuple[NonNegativeInt, ...] = (0,)
     """Processes that write a trace."""

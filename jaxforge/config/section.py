@@ -1,6 +1,7 @@
 """What every section of the configuration has in common."""
 
 import functools
+import os
 from collections.abc import Iterator, Mapping, Set
 from typing import Annotated, Generic, Self, TypeVar, get_args, get_origin
 
@@ -92,6 +93,17 @@ class Table(Mapping[str, T], Generic[T]):
 
     def __repr__(self) -> str:
         return f"Table({self._items})"
+
+
+def _expand_home(path: str) -> str:
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        raise PydanticCustomError("home", "the home directory that ~ names is not known here")
+    return expanded
+
+
+PathText = Annotated[str, AfterValidator(_expand_home)]
+"""The type of a field that holds a path or URL; a leading ~ is the home directory."""
 
 
 Weights = Table[float]

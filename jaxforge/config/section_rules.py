@@ -74,6 +74,17 @@ def hugging_face_has_a_tokenizer(config: JobConfig, mesh: Mesh) -> Iterator[str]
         yield f'data.hf_dataset_name = "{data.hf_dataset_name}" needs data.tokenizer_path'
 
 
+def eos_is_in_the_vocabulary(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:
+    """The token that ends documents is one of the model's."""
+    eos, vocab_size = config.data.eos_token_id, config.model.vocab_size
+    if eos is not None and eos >= vocab_size:
+        yield Problem(
+            f"data.eos_token_id = {eos} is outside model.vocab_size = {vocab_size}, and ends no "
+            "document",
+            (one("model.vocab_size", eos + 1),),
+        )
+
+
 def streaming_has_a_dataset(config: JobConfig, mesh: Mesh) -> Iterator[str]:
     """What streams is a Hugging Face dataset, and in an order that does without random access."""
     data = config.data
@@ -196,6 +207,7 @@ SECTION_RULES: tuple[Rule, ...] = (
     captures_have_a_source,
     captured_layers_are_there,
     hugging_face_has_a_tokenizer,
+    eos_is_in_the_vocabulary,
     streaming_has_a_dataset,
     phases_weigh_what_there_is,
     torch_ranks_share_a_microbatch,

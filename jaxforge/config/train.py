@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from jaxforge.config.batch_ramp import BatchRamp, Stage
 from jaxforge.config.duration import PositiveSteps, Steps
 from jaxforge.config.problems import Problem, one
-from jaxforge.config.section import Section, Words, WordTable
+from jaxforge.config.section import PathText, Section, Words, WordTable
 from jaxforge.registry import Registry
 
 CROSS_ENTROPIES = ("cross_entropy", "chunked_cross_entropy")
@@ -72,9 +72,9 @@ class TrainConfig(Section):
     """Seed of the data order alone; not set means seed."""
     compile_model: bool = True
     """Without effect: an update is always compiled."""
-    compilation_cache_dir: str | None = None
+    compilation_cache_dir: PathText | None = None
     """Keeps compiled programs for later starts; not set: ~/.cache/jaxforge/xla, none on CPUs."""
-    executable: str | None = None
+    executable: PathText | None = None
     """File that `plan --save-executable` wrote: the run starts with its step, compiling none."""
     xla_flags: WordTable = Field(default_factory=Words)
     """Compiler flags by name, over those of docs/xla_flags.md; "default" takes one of them away."""

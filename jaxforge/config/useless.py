@@ -10,6 +10,7 @@ from pathlib import Path
 from jaxforge import storage
 from jaxforge.config.eval import EvalSource
 from jaxforge.config.job import JobConfig, shown
+from jaxforge.config.optimizer import UNUSUAL_LR
 from jaxforge.config.problems import said
 
 
@@ -20,7 +21,9 @@ def useless(config: JobConfig, platform: str) -> list[str]:
         config: that `rules.check` has passed.
         platform: JAX's, of the devices: "cpu", "gpu" or "tpu".
     """
+    rates = [f"optimizer.{one}" for one in config.optimizer.large_rates(UNUSUAL_LR)]
     return [
+        *rates,
         *_data(config),
         *_precision(config, platform),
         *_experts(config),
@@ -31,8 +34,7 @@ def useless(config: JobConfig, platform: str) -> list[str]:
 
 def _data(config: JobConfig) -> Iterator[str]:
     section = config.data
-    named = section.dataset_path or section.hf_dataset_name or section.datasets
-    if not named and section.dataset_type == "auto":
+    if not section.has_source and section.dataset_type in ("auto", "synthetic"):
         yield (
             "no data: tokens are random, and there is nothing to learn; set data.dataset_path "
             "(jaxforge prepare TEXT --output DIR makes it)"

@@ -23,7 +23,7 @@ def sequences_per_epoch(
     """
     data = config.data
     has_length = data.dataset_path or (data.hf_dataset_name and not data.hf_streaming)
-    if data.dataset_type == "auto" and (data.datasets or not has_length):
+    if data.dataset_type in ("auto", "synthetic") and (data.datasets or not has_length):
         return None
     dataset = open_training_data(config) if dataset is None else dataset
     if not isinstance(dataset, Dataset):  # a stream of one's own

@@ -15,6 +15,7 @@ from jaxforge.data.dataset import Dataset, Mixture, Streaming
 from jaxforge.data.stream import StreamedTokens
 from jaxforge.data.token_file import TokenFile
 from jaxforge.data.tokens import TokenFiles
+from jaxforge.errors import UserError
 
 Fingerprint = dict[str, Any]
 """What a dataset is, as JSON: `tokenizer` and `contents` are hashes, the rest is for messages."""
@@ -60,6 +61,30 @@ def changes(then: Mapping[str, Fingerprint], now: Mapping[str, Fingerprint]) -> 
     if not lines and were and are and not were & are:
         lines = ["the data were tokenized by another tokenizer"]
     return lines
+
+
+def check_unchanged(
+    on_change: str, then: Mapping[str, Fingerprint], now: Mapping[str, Fingerprint], step: int
+) -> list[str]:
+    """Return `changes`, where a run may go on in spite of them.
+
+    Args:
+        on_change: `data.on_change`.
+        then: fingerprints stored with the checkpoint.
+        now: those of the data that are here.
+        step: that of the checkpoint.
+
+    Raises:
+        UserError: there are some, and it may not.
+    """
+    found = changes(then, now)
+    if found and on_change == "refuse":
+        raise UserError(
+            f"the data are not those of step {step} of this run: {'; '.join(found)}. Its position "
+            "would mean other sequences, of which some come again or never: bring the data back, "
+            "or go on with --data.on_change=continue, or start a new run with checkpoint.load_path"
+        )
+    return found
 
 
 def _differences(then: Fingerprint, now: Fingerprint) -> Iterator[str]:

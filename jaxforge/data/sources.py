@@ -10,6 +10,7 @@ import numpy as np
 from jaxforge.config.data import DATASETS, DataConfig
 from jaxforge.config.eval import EvalSource
 from jaxforge.config.job import JobConfig
+from jaxforge.config.torch_only import is_kempnerforges
 from jaxforge.corpus.conversations import Conversations
 from jaxforge.corpus.huggingface import cached_shards, load_dataset
 from jaxforge.corpus.records import Content, TextField
@@ -45,7 +46,7 @@ def register_dataset(name: str) -> Callable[[DatasetBuilder], DatasetBuilder]:
 
 @register_dataset("auto")
 def _open_named(config: JobConfig) -> Dataset | Mixture | Streaming:
-    """A mixture, token shards, a Hugging Face dataset, or else synthetic tokens."""
+    """Open a mixture, token shards, or a Hugging Face dataset."""
     data = config.data
     if data.datasets:
         return _open_mixture(config)
@@ -53,6 +54,22 @@ def _open_named(config: JobConfig) -> Dataset | Mixture | Streaming:
         return _open_shards(config, data, ("data.dataset_path", "data.file_pattern"))
     if data.hf_dataset_name:
         return _open_stream(config, data.hf_dataset_name)
+    if is_kempnerforges(config):  # its files mean random tokens
+        return _random_tokens(config)
+    raise UserError(
+        "no data: neither data.dataset_path, data.hf_dataset_name nor data.datasets names any. Set "
+        "one (jaxforge prepare TEXT --output DIR makes shards), or, to try a machine or a mesh on "
+        'random tokens, data.dataset_type = "synthetic"'
+    )
+
+
+@register_dataset("synthetic")
+def _open_synthetic(config: JobConfig) -> Dataset | Mixture | Streaming:
+    """Open what the config names, or else random tokens."""
+    return _open_named(config) if config.data.has_source else _random_tokens(config)
+
+
+def _random_tokens(config: JobConfig) -> Dataset:
     source = SyntheticTokens(config.model.vocab_size, config.train.seq_len, data_seed(config))
     return Dataset(source, split_window)
 
@@ -137,7 +154,11 @@ def _open_shards(
         return Dataset(packed, split_entries)
     shards = TokenShards(directory, pattern, config.train.seq_len, **options)
     manifest_eos = shards.manifest.eos_id if shards.manifest else None
-    return Dataset(shards, _splitter(config.data, manifest_eos))
+    if config.data.pack_sequences:
+        eos = _eos_id(config, manifest_eos)
+        if eos != manifest_eos:  # else `prepare` ended documents with it
+            shards.warn_without(eos)
+    return Dataset(shards, _splitter(config, manifest_eos))
 
 
 def _tokenized(config: JobConfig, source: DataConfig | EvalSource) -> Path:
@@ -175,7 +196,7 @@ def _open_stream(config: JobConfig, name: str) -> Streaming:
         directory=Path(config.checkpoint.dir) / "stream",
         overlong=data.overlong,
     )
-    split = split_entries if source.conversations else _splitter(data, tokenizer.eos_id)
+    split = split_entries if source.conversations else _splitter(config, tokenizer.eos_id)
     return Streaming(source, split)
 
 
@@ -191,24 +212,32 @@ def _tokenizer(config: DataConfig) -> Tokenizer:
     return tokenizer
 
 
-def _splitter(config: DataConfig, eos_id: int | None) -> Callable[[np.ndarray], Example]:
+def _splitter(config: JobConfig, eos_id: int | None) -> Callable[[np.ndarray], Example]:
     """Window -> example, as `data.pack_sequences` says; `eos_id` is that of the data."""
-    if not config.pack_sequences:
+    if not config.data.pack_sequences:
         return split_window
     eos = _eos_id(config, eos_id)
     return lambda window: split_packed(window, eos)
 
 
-def _eos_id(config: DataConfig, of_data: int | None) -> int:
-    """What separates documents: the config's word first, then the data's, the tokenizer's."""
-    if config.eos_token_id is not None:
-        return config.eos_token_id
-    if of_data is not None:
-        return of_data
-    eos = load_tokenizer(config.tokenizer_path).eos_id if config.tokenizer_path else None
+def _eos_id(config: JobConfig, of_data: int | None) -> int:
+    """Return what ends documents: the config's word first, then the data's, the tokenizer's.
+
+    Raises:
+        UserError: nothing says it, or it is no token of the model's.
+    """
+    data, vocab_size = config.data, config.model.vocab_size
+    eos = of_data if data.eos_token_id is None else data.eos_token_id
+    if eos is None and data.tokenizer_path:
+        eos = load_tokenizer(data.tokenizer_path).eos_id
     if eos is None:
         raise UserError(
             "data.pack_sequences needs the id of the token that ends a document: set "
             "data.eos_token_id, or data.tokenizer_path to a tokenizer that has one"
+        )
+    if eos >= vocab_size:
+        raise UserError(
+            f"token {eos}, which ends documents, is outside model.vocab_size = {vocab_size}: set "
+            "data.eos_token_id to the one in the data, or model.vocab_size to that of the tokenizer"
         )
     return eos

@@ -143,6 +143,16 @@ class TokenFiles:
             "opened: it is damaged; copy or prepare it again"
         )
 
+    def warn_without(self, eos: int) -> None:
+        """Log a warning if a token that should end documents is not among the first tokens."""
+        first = Span(0, 0, min(_CHUNK, self.files[0].tokens))
+        if not np.any(np.asarray(self.piece(first)) == eos):
+            log.warning(
+                "data.pack_sequences: token %d, which ends documents, is not among the first %s "
+                "tokens of %s; without it documents leak into one another: look at "
+                "data.eos_token_id", eos, f"{first.end:,}", self.files[0].path,
+            )  # fmt: skip
+
     def _check_all_blocks(self) -> None:
         """Compare every block of every file."""
         for number, file in enumerate(self.files):
@@ -310,14 +320,15 @@ def _check_vocabulary(file: TokenFile, vocab_size: int, manifest: Manifest | Non
         low, high = _extremes(file, vocab_size)
     if low < 0:
         raise UserError(
-            f"{file.path}: {_where(file, low)} is negative; its type is perhaps not {file.dtype}"
+            f"{file.path}: token {low} is negative; its type is perhaps not {file.dtype}"
+            f"{_where(file, low)}"
         )
     if high >= vocab_size:
         raise UserError(
-            f"{file.path}: {_where(file, high)} is outside the vocabulary of {vocab_size}; set "
+            f"{file.path}: token {high} is outside the vocabulary of {vocab_size}; set "
             f"model.vocab_size to {high + 1} or more, or prepare the data with the model's "
             f"tokenizer (.bin files of another type than {file.dtype} look like this too: set "
-            "data.token_dtype)"
+            f"data.token_dtype){_where(file, high)}"
         )
 
 
@@ -338,10 +349,10 @@ def _chunks(file: TokenFile) -> Iterator[Int[np.ndarray, "_"]]:
 
 
 def _where(file: TokenFile, value: int) -> str:
-    """Return "token VALUE" and its first place in the file."""
+    """Return the first place of a token in a file, to follow what is wrong with it."""
     before = 0
     for chunk in _chunks(file):
         if len(places := np.flatnonzero(chunk == value)):
-            return f"token {value} at {file.describe_place(before + int(places[0]))}"
+            return f"; it is first at {file.describe_place(before + int(places[0]))}"
         before += len(chunk)
-    return f"token {value}"  # the manifest names it, and the file does not hold it
+    return ""  # the manifest names it, and the file does not hold it

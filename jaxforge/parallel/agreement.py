@@ -47,6 +47,24 @@ def check(facts: Facts) -> None:
     raise UserError(message)
 
 
+def raise_on_all(failure: UserError | None) -> None:
+    """Raise on every process what one of them found; every process has to call this.
+
+    Args:
+        failure: what this process found, if anything.
+
+    Raises:
+        UserError: some process found one.
+    """
+    texts = [str(failure or "")]
+    if jax.process_count() > 1:
+        texts = [text.decode() for text in _gather(texts[0].encode())]
+        if any(texts):
+            jax.distributed.shutdown()
+    if text := next(filter(None, texts), ""):
+        raise failure or UserError(text)
+
+
 def differences(processes: Sequence[tuple[str, Facts]]) -> str:
     """Describe the facts that differ, one line for each.
 
@@ -77,7 +95,7 @@ def _named(processes: Sequence[str]) -> str:
 def _gather(text: bytes) -> list[bytes]:
     """Return the text of each process, in order."""
     sizes = multihost_utils.process_allgather(np.array([len(text)], np.int32)).reshape(-1)
-    padded = _bytes(text.ljust(int(sizes.max()), b"\0"))
+    padded = _bytes(text.ljust(int(sizes.max()) + 1, b"\0"))
     rows = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
     return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
 

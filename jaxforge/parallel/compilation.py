@@ -57,7 +57,7 @@ def cache_directory(config: TrainConfig) -> str:
     loudly (https://github.com/jax-ml/jax/issues/38445), and compiling for them takes seconds.
     """
     if config.compilation_cache_dir is not None:
-        return os.path.expanduser(config.compilation_cache_dir)
+        return config.compilation_cache_dir
     if of_jax := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return of_jax
     if jax.default_backend() == "cpu":

@@ -184,6 +184,8 @@ def test_every_key_of_kempnerforge_loads():
             for key in (
                 "dataset_type",
                 "token_dtype",
+                "verify",
+                "on_change",
                 "eos_token_id",
                 "shuffle",
                 "order",

@@ -33,6 +33,8 @@ lr = 3e-3
 [scheduler]
 warmup_steps = 4
 decay_steps = 26
+[data]
+dataset_type = "synthetic"
 [checkpoint]
 interval = 5
 [metrics]

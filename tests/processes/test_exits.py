@@ -83,7 +83,11 @@ def test_a_finished_run_explains_itself_is_left_as_it_is_and_goes_on(new_run, ca
 
 def test_giving_up_has_its_own_code_and_keeps_the_last_good_checkpoint(new_run, capsys):
     run = new_run()
-    blow_up = ["--optimizer.lr=1e30", "--scheduler.name=none", "--train.nan_consecutive_max=4"]
+    blow_up = [
+        "--model.logits_scaling=1e-38",
+        "--scheduler.name=none",
+        "--train.nan_consecutive_max=4",
+    ]
     run.finish_here(*blow_up, "--checkpoint.interval=1", "--metrics.log_interval=7", code=65)
     output = "".join(capsys.readouterr())
     assert "gave up at step" in output

@@ -82,6 +82,8 @@ def _problems(details: ErrorDetails, sources: Sources) -> list[_Problem]:
         return [_place(f"[{dotted(path)}] {rule}", path, rule, sources) for rule in rules]
     if details["type"] == "extra_forbidden" or not node_at(path):
         return [_place(_unknown(path), path, "", sources)]
+    if details["type"] == "home":  # which the schema does not describe
+        return [_place(_about(path, details["input"], details["msg"], sources), path, "", sources)]
     return [_place(_bad_value(path, details["input"], sources), path, "", sources)]
 
 

@@ -85,6 +85,16 @@ class UnresolvedConfig:
         return self._known
 
     @property
+    def file(self) -> str:
+        """The file that it was read from; "" without one."""
+        return self._sources.file
+
+    def is_on_command_line(self, key: str) -> bool:
+        """Whether a setting names `key`, as in "checkpoint.dir", or its section."""
+        path = tuple(key.split("."))
+        return any(path[: len(each.path)] == each.path for each in self._sources.settings)
+
+    @property
     def durations(self) -> dict[str, str]:
         """Durations as they were written, by key: "train.max_steps" -> "2ep"."""
         return {".".join(map(str, path)): found.text for path, found in self._durations.items()}

@@ -1,0 +1,170 @@
+"""A start says what it would lose, and what changed, instead of training on."""
+
+import json
+import logging
+import shutil
+
+import numpy as np
+import pytest
+
+from jaxforge import dry_run, train
+from jaxforge.config import load_config, load_unresolved, rules
+from jaxforge.data.sources import open_training_data
+from jaxforge.errors import UserError
+from jaxforge.exit_codes import Exit
+from tests.conftest import tiny_config
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+
+def config(run, max_steps=2, **sections):
+    train_section = {"max_steps": max_steps, **sections.pop("train", {})}
+    checkpoint = {"dir": str(run), "interval": 1}
+    return tiny_config(train=train_section, checkpoint=checkpoint, **sections)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of two steps; tests work on copies."""
+    run = tmp_path_factory.mktemp("finished") / "run"
+    assert train.run(config(run)) is Exit.COMPLETED
+    return run
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def dry(run, *settings, **sections):
+    """What a dry run says of the run directory."""
+    path = run.with_name("dry.toml")
+    path.write_text(config(run, **sections).to_toml())
+    return dry_run.run(load_unresolved(path, settings), "")
+
+
+@pytest.mark.parametrize("start", [lambda run: train.run(config(run, 4)), lambda run: dry(run)])
+def test_run_whose_checkpoints_are_gone_is_not_begun_anew(run, start):
+    shutil.rmtree(run / "checkpoints")
+    metrics = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match=r"logged 2 steps and saved checkpoints, and none is left"):
+        start(run)
+    assert (run / "metrics.jsonl").read_bytes() == metrics
+    assert not list(run.glob("*before*"))
+
+
+def test_metrics_before_the_first_checkpoint_are_put_aside(run, capsys):
+    shutil.rmtree(run / "checkpoints")
+    (run / "starts.jsonl").unlink()
+    lines = [json.dumps({"step": step, "train/loss": 9.0}) for step in (1, 2, 3)]
+    text = "\n".join([*lines, '{"step": 4, "tr'])
+    for _ in range(2):
+        shutil.rmtree(run / "checkpoints", ignore_errors=True)
+        (run / "metrics.jsonl").write_text(text)
+        assert train.run(config(run)) is Exit.COMPLETED
+        logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in logged if "train/loss" in line] == [1, 2]
+    for number in (1, 2):
+        assert (run / f"metrics.before_{number}.jsonl").read_text() == text
+    assert "metrics.jsonl is now metrics.before_2.jsonl" in capsys.readouterr().err
+
+
+def test_edited_config_of_a_run_is_compared_with_the_last_start(run, capsys):
+    path = run / "config.toml"
+    text = path.read_text()
+    assert "lr = 0.003" in text
+    path.write_text(text.replace("lr = 0.003", "lr = 0.002"))
+    settings = ["--train.max_steps=3", f"--checkpoint.dir={run}"]
+    assert train.run(load_config(path, settings)) is Exit.COMPLETED
+    said = capsys.readouterr().err
+    assert "changed since this run last started: optimizer.lr 0.003 -> 0.002" in said
+    assert "changed since this run last started: train.max_steps 2 -> 3" in said
+
+
+@pytest.mark.parametrize("option", [[], ["--dry-run"]])
+def test_config_of_a_moved_run_is_not_begun_anew_at_its_old_path(run, option):
+    command = ["--config", str(run / "config.toml"), "--train.max_steps=3", *option]
+    with pytest.raises(UserError, match=rf"names another: .* --checkpoint\.dir={run} resumes it"):
+        train.main(command)
+    assert train.main([*command, f"--checkpoint.dir={run}"]) == 0
+
+
+def test_dry_run_refuses_what_a_start_refuses(run, capsys):
+    assert dry(run) == 0
+    out = capsys.readouterr().out
+    assert "run: goes on from step 2\n" in out, out
+    with pytest.raises(UserError, match=r"step_2 does not fit \[model\]: "):
+        dry(run, "--model.dim=32")
+    with pytest.raises(UserError, match=r"another optimizer than optimizer\.name"):
+        dry(run, "--optimizer.name=lion")
+
+
+def test_dry_run_compares_the_data(tmp_path):
+    data, run = tmp_path / "data", tmp_path / "run"
+    data.mkdir()
+    np.save(data / "a.npy", np.arange(999, dtype=np.uint16) % 256)
+    assert train.run(config(run, 1, data={"dataset_path": str(data)})) is Exit.COMPLETED
+    np.save(data / "a.npy", np.arange(998, dtype=np.uint16) % 256)
+    with pytest.raises(UserError, match="had 999 tokens, and has 998"):
+        dry(run, data={"dataset_path": str(data)})
+
+
+def test_random_tokens_are_trained_on_where_the_config_says_so():
+    with pytest.raises(UserError, match=r'no data: .*data\.dataset_type = "synthetic"'):
+        open_training_data(tiny_config(data={"dataset_type": "auto"}))
+    assert len(open_training_data(tiny_config(data={"dataset_type": "synthetic"}))) > 2**30
+    of_kempnerforge = tiny_config(data={"dataset_type": "auto", "pin_memory": True})
+    assert len(open_training_data(of_kempnerforge)) > 2**30
+
+
+def test_source_wins_over_random_tokens(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(999, dtype=np.uint16) % 256)
+    found = open_training_data(
+        tiny_config(data={"dataset_type": "synthetic", "dataset_path": str(tmp_path)})
+    )
+    assert len(found) == 999 // 33
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"lr": 3e4}, r"lr = 30000 moves every weight by about 30000 .*; did you mean 0\.0003\?"),
+        ({"name": "lion", "lr": 11}, r"lr = 11 moves"),
+        ({"name": "muon", "muon_adam_lr": 3e3}, r"muon_adam_lr = 3000 .*; did you mean 0\.003\?"),
+    ],
+)
+def test_absurd_learning_rate_is_refused(keys, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_config(optimizer=keys)
+
+
+def test_home_directory_is_expanded_in_every_path(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    keys = ["checkpoint.dir", "checkpoint.load_path", "checkpoint.non_persistent_dir",
+            "data.dataset_path", "data.tokenizer_path", "train.executable", "profiling.trace_dir",
+            "train.compilation_cache_dir", "metrics.tensorboard_dir"]  # fmt: skip
+    listed = ["--data.datasets=[{path='~/a'}]", "--eval.datasets=[{name='x',dataset_path='~/a'}]"]
+    found = load_config(None, [*(f"--{key}=~/a" for key in keys), *listed])
+    for key in keys:
+        section, _, name = key.partition(".")
+        assert getattr(getattr(found, section), name) == "/home/me/a", key
+    assert found.data.datasets[0].path == found.eval.datasets[0].dataset_path == "/home/me/a"
+    with pytest.raises(UserError, match=r"--checkpoint\.dir=~nobody0/x: the home directory that ~"):
+        load_config(None, ["--checkpoint.dir=~nobody0/x"])
+
+
+def test_eos_that_ends_nothing_is_refused_or_warned_of(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("jaxforge"), "propagate", True)
+    np.save(tmp_path / "a.npy", np.arange(999, dtype=np.uint16) % 100)
+
+    def data(eos, **keys):
+        return {"dataset_path": str(tmp_path), "pack_sequences": True, "eos_token_id": eos, **keys}
+
+    with pytest.raises(UserError, match=r"eos_token_id = 500 is outside model\.vocab_size = 256"):
+        rules.check(tiny_config(data=data(500)), 1)
+    with pytest.raises(UserError, match=r"token 256, which ends documents, is outside"):
+        open_training_data(tiny_config(data=data(None, tokenizer_path="byte")))
+    open_training_data(tiny_config(data=data(7)))
+    assert not caplog.messages
+    open_training_data(tiny_config(data=data(200)))
+    assert "token 200, which ends documents, is not among the first 999 tokens" in caplog.text
