@@ -1,6 +1,8 @@
 """A hook of your own: which layers have the largest gradients, and how long evaluation takes.
 
-python examples/custom_hook.py --config configs/debug.toml [--section.key=value ...]
+    python examples/custom_hook.py --config configs/debug.toml [--section.key=value ...]
+
+The run is runs/custom_hook unless --checkpoint.dir names another.
 """
 
 import sys
@@ -9,6 +11,7 @@ import time
 import jax
 
 from jaxforge.cli import run_main
+from jaxforge.exit_codes import Exit
 from jaxforge.train import parse_command_line, run
 from jaxforge.training.hooks import Hook, StepContext
 
@@ -25,9 +28,11 @@ class LayerNorms(Hook):
     def __init__(self, interval: int = 10) -> None:
         self._interval = interval
         self._began = 0.0
+        self._has_stepped = False
 
     def on_step_end(self, context: StepContext) -> None:
         """Only process 0 prints; every process must read alike."""
+        self._has_stepped = True
         if context.step % self._interval:
             return
         norms = jax.device_get(context.metrics["grad_norms_per_layer"]["layers"])
@@ -42,11 +47,16 @@ class LayerNorms(Hook):
         """Stops it."""
         print(f"step {step}: evaluated in {time.perf_counter() - self._began:.1f} s")
 
+    def on_train_end(self, step: int, tokens_seen: int, reason: Exit | None) -> None:
+        """Says why nothing was printed where a run was complete before it was started."""
+        if not self._has_stepped:
+            print(f"no step to look at: the run stands at step {step}; give a new --checkpoint.dir")
+
 
 def main() -> int:
     """Trains as `python -m jaxforge.train` does, with the hook."""
-    config = parse_command_line(sys.argv[1:])
-    return 0 if config is None else run(config, hooks=[LayerNorms()]).code
+    config = parse_command_line(["--checkpoint.dir=runs/custom_hook", *sys.argv[1:]])
+    return run(config, hooks=[LayerNorms()]).code
 
 
 if __name__ == "__main__":

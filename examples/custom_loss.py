@@ -2,7 +2,8 @@
 
     python examples/custom_loss.py --config configs/debug.toml [--section.key=value ...]
 
-or, as the entry points find it for themselves, by its module's name:
+The run is runs/custom_loss unless --checkpoint.dir names another. Or, as the entry points find it
+for themselves, by its module's name:
 
     PYTHONPATH=examples python -m jaxforge.train --config configs/debug.toml \\
         --plugins.modules=custom_loss --train.loss_fn=smoothed_cross_entropy
@@ -43,5 +44,6 @@ def smoothed_cross_entropy(config: TrainConfig, model: Model) -> LossFunction:
 
 
 if __name__ == "__main__":
-    arguments = [*sys.argv[1:], "--train.loss_fn=smoothed_cross_entropy"]
+    own = "--train.loss_fn=smoothed_cross_entropy"
+    arguments = ["--checkpoint.dir=runs/custom_loss", *sys.argv[1:], own]
     raise SystemExit(run_main(functools.partial(main, arguments)))

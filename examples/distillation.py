@@ -2,7 +2,8 @@
 
     python examples/distillation.py RUN --config configs/debug.toml [--section.key=value ...]
 
-RUN is a run directory of a model with the same vocabulary. Its weights become a part of the train
+RUN is a run directory of a model with the same vocabulary. The student is runs/distillation unless
+--checkpoint.dir names another. Its weights become a part of the train
 state that no gradient moves: laid out over the mesh like parameters, saved and restored with those
 of the student.
 """
@@ -21,6 +22,7 @@ from jaxforge.cli import run_main
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.train import TrainConfig
 from jaxforge.data.packing import IGNORE
+from jaxforge.errors import UserError
 from jaxforge.inference import open_run
 from jaxforge.model.linear import Declare, Initializer, Untrained
 from jaxforge.model.network import Transformer
@@ -66,8 +68,14 @@ class Distilled(Model):
     network = StudentAndTeacher
 
     def __init__(self, config: ModelConfig, **options: Any) -> None:  # noqa: ANN401
+        theirs = teacher_config()
+        if theirs.vocab_size != config.vocab_size:
+            raise UserError(
+                f"{os.environ[TEACHER]} has a vocabulary of {theirs.vocab_size}, and the student "
+                f"of {config.vocab_size}: give --model.vocab_size={theirs.vocab_size}, or a new RUN"
+            )
         super().__init__(config, **options)
-        self.teacher = Model(teacher_config(), dtype=self.dtype)
+        self.teacher = Model(theirs, dtype=self.dtype)
         with open_run(Path(os.environ[TEACHER]), devices=jax.devices()[:1]).in_use() as params:
             self._weights = jax.device_get(params)
 
@@ -100,6 +108,9 @@ def distillation(config: TrainConfig, model: Distilled) -> LossFunction:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        raise SystemExit(__doc__)
     os.environ[TEACHER], *arguments = sys.argv[1:]
+    arguments = ["--checkpoint.dir=runs/distillation", *arguments]
     own = ["--model.model_type=distilled", "--train.loss_fn=distillation"]
     raise SystemExit(run_main(functools.partial(main, [*arguments, *own])))

@@ -2,6 +2,8 @@
 
     python examples/multi_token_prediction.py --config configs/debug.toml [--section.key=value ...]
 
+The run is runs/multi_token_prediction unless --checkpoint.dir names another.
+
 The head is one matrix before the output projection, which it shares. Its loss is a term of its own:
 `terms/after_next` in the log, and `eval/after_next`. At inference the model is as without it.
 """
@@ -68,4 +70,5 @@ def next_two_tokens(config: TrainConfig, model: Model) -> LossFunction:
 
 if __name__ == "__main__":
     own = ["--model.model_type=with_after_next", "--train.loss_fn=next_two_tokens"]
-    raise SystemExit(run_main(functools.partial(main, [*sys.argv[1:], *own])))
+    arguments = ["--checkpoint.dir=runs/multi_token_prediction", *sys.argv[1:], *own]
+    raise SystemExit(run_main(functools.partial(main, arguments)))

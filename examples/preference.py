@@ -2,7 +2,8 @@
 
     python examples/preference.py RUN PAIRS --config configs/debug.toml [--section.key=value ...]
 
-RUN is the run directory to go on from, and the reference. PAIRS is a JSONL file of objects with
+RUN is the run directory to go on from, and the reference. What is trained is runs/preference unless
+--checkpoint.dir names another. PAIRS is a JSONL file of objects with
 `prompt`, `chosen` and `rejected`. A pair is one sequence of two documents, which attention keeps
 apart; the batch has a field more, `reference`: the log-probabilities that the reference gives to
 the two answers, computed once before training.
@@ -125,9 +126,11 @@ def train_on(run: Path, path: Path, arguments: Sequence[str]) -> int:
 
     own = ["--data.dataset_type=pairs", "--train.loss_fn=dpo", f"--checkpoint.load_path={run}"]
     fresh = '--checkpoint.exclude_from_loading=["optimizer","progress"]'
-    return main([*arguments, *own, fresh])
+    return main(["--checkpoint.dir=runs/preference", *arguments, *own, fresh])
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        raise SystemExit(__doc__)
     run, path, *arguments = sys.argv[1:]
     raise SystemExit(run_main(functools.partial(train_on, Path(run), Path(path), arguments)))

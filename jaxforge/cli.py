@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from jaxforge.errors import StorageError, UserError, printable
+from jaxforge.redaction import redacted_message
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,7 +37,7 @@ def run_main(main: Callable[[], int], *, uses_devices: bool = False) -> int:
             _check_xla_flags(os.environ.get("XLA_FLAGS", ""))
         return main()
     except (UserError, StorageError) as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        print(f"error: {redacted_message(printable(str(error)))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130

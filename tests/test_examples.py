@@ -15,6 +15,7 @@ import pytest
 from jaxforge import inference
 from jaxforge.config.model import ModelConfig
 from jaxforge.data.sources import open_training_data
+from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, build_model
 from jaxforge.optim.optimizer import build_optimizer, learning_rate
 from jaxforge.prepare import main as prepare
@@ -237,6 +238,31 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_it(tmp_path, mo
     assert others[-1]["terms/teacher"] > 1e-5
     assert main([*TWO, *own, f"--checkpoint.dir={tmp_path / 'other'}"]) == 0
     assert all(step["terms/teacher"] > 1e-6 for step in steps_of(tmp_path / "other"))
+
+
+@pytest.mark.usefixtures("examples")
+def test_a_teacher_with_another_vocabulary_is_refused(tmp_path, monkeypatch):
+    import distillation as example
+
+    monkeypatch.setenv(example.TEACHER, str(tmp_path))
+    (tmp_path / "config.toml").write_text("[model]\nvocab_size = 512")
+    refused = r"has a vocabulary of 512, and the student of 256: give --model.vocab_size=512"
+    with pytest.raises(UserError, match=refused):
+        example.Distilled(tiny_config().model)
+
+
+@pytest.mark.usefixtures("examples")
+def test_a_hook_without_a_step_says_so(capsys):
+    import custom_hook as example
+
+    example.LayerNorms().on_train_end(20, 0, None)
+    assert "the run stands at step 20; give a new --checkpoint.dir" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_examples_have_runs_of_their_own(path):
+    if path.stem != "textbook":  # which is told where its run goes
+        assert f"--checkpoint.dir=runs/{path.stem}" in path.read_text()
 
 
 @pytest.mark.usefixtures("examples")

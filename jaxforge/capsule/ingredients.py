@@ -4,9 +4,9 @@ All of it is of the moment and the process that asks.
 """
 
 import hashlib
-import importlib.util
 import os
 import platform
+import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import distributions
@@ -69,11 +69,10 @@ def _processor() -> str:
 
 
 def code(config: JobConfig) -> dict[str, dict[str, Any]]:
-    """jaxforge, and the modules that `[plugins]` names: hash of their files, and state in git."""
-    names = [*config.plugins.modules, *(hook.rpartition(".")[0] for hook in config.plugins.hooks)]
+    """Return hash and state in git of jaxforge's files, and of the plugins that are imported."""
     found = {"jaxforge": _code_at(Path(jaxforge.__file__).parent)}
-    for name in dict.fromkeys(names):
-        spec = importlib.util.find_spec(name)
+    for name in dict.fromkeys(config.plugins.names.all_modules()):
+        spec = getattr(sys.modules.get(name), "__spec__", None)  # to search for one may import some
         if spec and spec.origin:
             file = Path(spec.origin)
             found[name] = _code_at(file.parent if file.name == "__init__.py" else file)
