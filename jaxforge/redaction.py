@@ -140,9 +140,11 @@ def redacted_command(words: Sequence[str], environment: Mapping[str, str] = os.e
 def redacted_line(command: str, environment: Mapping[str, str] = os.environ) -> str:
     """Return a command line that is quoted for a shell, without secrets."""
     try:
-        return redacted_command(shlex.split(command), environment)
+        words = shlex.split(command)
     except ValueError:  # it is torn, or never was one
         return redacted(command, environment)
+    shown = redacted_command(words, environment)
+    return shown if shown != shlex.join(words) else redacted(command, environment)
 
 
 def _is_secret(name: str, value: object) -> bool:

@@ -5,7 +5,9 @@ import logging
 import random
 import shlex
 import string
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +16,10 @@ from jaxforge.cli import run_main
 from jaxforge.config.job import JobConfig, shown, toml
 from jaxforge.errors import UserError
 from jaxforge.redaction import redacted, redacted_command, redacted_message, redacted_value
+from jaxforge.report import __main__ as report
+from jaxforge.telemetry.tensorboard import TensorBoardSink
+from jaxforge.telemetry.wandb import WandbSink
+from tests.conftest import tiny_config
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 NAMES = [
@@ -95,6 +101,14 @@ def test_secrets_in_commands_are_removed():
         assert not leaks(secret, command), words
         assert shlex.split(command)[-1] == "--kept=1"
         assert "s3://b/c" in command
+
+
+def test_a_quoted_command_line_is_redacted_like_its_words():
+    line = shlex.join(["train", "--x={'token': 'a b'}", "--my-password", "x y", "--seed=1"])
+    words = ["train", "--x={'token': \"\"}", "--my-password", "removed", "--seed=1"]
+    assert shlex.split(redaction.redacted_line(line, {})) == words
+    assert redaction.redacted_line("train  --a='b'", {}) == "train  --a='b'"
+    assert redaction.redacted_line("torn 'password=abc", {}) == 'torn \'password=""'
 
 
 def test_secrets_in_values_are_removed():
@@ -191,3 +205,51 @@ def test_messages_and_logs_are_redacted(capsys, tmp_path):
     record = logging.LogRecord("x", logging.INFO, "", 1, "opening %s", (url,), None)
     assert redacting("%(message)s").format(record) == "opening s3://bucket/x"
     assert redaction.REMOVED == "removed"
+
+
+SECRET = "wJalrXUtnFEMI/K7MDENG'bPxRfiCY"
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A config whose data are named with a password."""
+    path = f"s3://AKIA:{SECRET}@bucket/data"
+    return tiny_config(data={"dataset_path": path}, checkpoint={"dir": str(tmp_path / "run")})
+
+
+def test_the_page_of_a_run_shows_no_secrets(config, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text(config.to_toml())
+    line = {"step": 1, "time": 1.0, "train/loss": 2.0, "train/tokens": 1.0,
+            "train/step_time_sec": 0.1, "train/skipped_steps": 0.0}  # fmt: skip
+    (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    command = shlex.join(["train", f"--x={{'token': '{SECRET[:20]}'}}"])
+    start = {"step": 0, "time": 1.0, "command": command, "versions": {}, "git": {}, "parameters": 1}
+    (run / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    assert report.main([str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert not leaks(SECRET, page)
+    assert "s3://bucket/data" in page
+
+
+def test_metric_services_get_no_secrets(config, tmp_path, monkeypatch):
+    TensorBoardSink(tmp_path / "tb", 0, config).close(0)
+    (events,) = (tmp_path / "tb").iterdir()
+    assert not leaks(SECRET.encode(), events.read_bytes())
+    assert b"s3://bucket/data" in events.read_bytes()
+    given = {}
+    command = ["train", "--x.api_key=abcdefgh"]
+
+    def init(**options):
+        given.update(options, argv=list(sys.argv))
+
+    wandb = SimpleNamespace(init=init, Settings=dict, errors=SimpleNamespace(
+        UsageError=UserError, AuthenticationError=UserError))  # fmt: skip
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(sys, "argv", command)
+    WandbSink(tmp_path, config, "id")
+    assert given["config"]["data"]["dataset_path"] == "s3://bucket/data"
+    assert given["config"]["model"]["dim"] == config.model.dim
+    assert given["argv"] == ["train", "--x.api_key=removed"]
+    assert sys.argv is command
