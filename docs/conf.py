@@ -19,6 +19,7 @@ CHAPTERS = {
         "metrics",
         "report",
         "reliability",
+        "security",
         "launching",
     ],
     "Use": ["evaluate_and_generate", "replay", "library"],

@@ -48,7 +48,7 @@ class LayerNorms(Hook):
 def main() -> int:
     """Trains as `python -m jaxforge.train` does, with the hook."""
     config = parse_command_line(["--checkpoint.dir=runs/custom_hook", *sys.argv[1:]])
-    return 0 if config is None else run(config, hooks=[LayerNorms()]).code
+    return run(config, hooks=[LayerNorms()]).code
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from jaxforge import streams
 from jaxforge.errors import PeerLostError, StorageError, UserError, printable
+from jaxforge.redaction import redacted_message
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,7 +43,8 @@ def run_main(
                 _check_xla_flags(os.environ.get("XLA_FLAGS", ""))
             return main()
     except (UserError, StorageError, PeerLostError) as error:
-        print(f"error: {printable(str(error))}", file=streams.tolerant(sys.stderr))
+        said = redacted_message(printable(str(error)))
+        print(f"error: {said}", file=streams.tolerant(sys.stderr))
         return error.exit_code
     except KeyboardInterrupt:
         return 130

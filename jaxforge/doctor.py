@@ -19,6 +19,7 @@ from rich.table import Table
 
 from jaxforge.cli import run_main, wide_console
 from jaxforge.command_line import CommandParser
+from jaxforge.redaction import redacted_message
 from jaxforge.starts import PACKAGES
 
 _EXTRAS = {
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = wide_console()
     _show(console, "packages", _packages())
     _show(console, "machine", _machine())
-    _show(console, "environment", ((name, os.environ[name]) for name in _VARIABLES
+    _show(console, "environment", ((name, redacted_message(os.environ[name])) for name in _VARIABLES
                                    if name in os.environ))  # fmt: skip
     from jaxforge.parallel import multihost  # here, as JAX takes a second to import
 

@@ -44,6 +44,7 @@ from jaxforge.parallel.targets import GPUS
 from jaxforge.plan import checks
 from jaxforge.plan.chips import CHIPS
 from jaxforge.plan.topology import CPU, Topology
+from jaxforge.redaction import redacted
 from jaxforge.state.train_state import abstract_state
 from jaxforge.step.fitting import SLACK, Fit, fit
 from jaxforge.telemetry.metric_writers import check_libraries
@@ -263,7 +264,7 @@ def _differences(config: JobConfig) -> Iterator[str]:
         default = getattr(usual, section)
         for key, value in getattr(config, section):
             if value != getattr(default, key):
-                yield f"{section}.{key} = {toml(value)}"
+                yield redacted(f"{section}.{key} = {toml(value)}")
 
 
 def _model(model: Model) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Facts of a start in which all processes of a job must agree (`parallel.agreement`)."""
 
 import hashlib
-import importlib.util
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +55,13 @@ def code_hashes(config: JobConfig) -> dict[str, str]:
 
 
 def plugin_sources(config: JobConfig) -> dict[str, Path]:
-    """Return file, or directory of a package, of each module that `[plugins]` names."""
-    names = [*config.plugins.modules, *(hook.rpartition(".")[0] for hook in config.plugins.hooks)]
+    """Return file, or directory of a package, of each module of `[plugins]` that is imported.
+
+    Others are left out: to search for a module may import the packages around it.
+    """
     found = {}
-    for name in dict.fromkeys(names):
-        spec = importlib.util.find_spec(name)
+    for name in dict.fromkeys(config.plugins.names.all_modules()):
+        spec = getattr(sys.modules.get(name), "__spec__", None)
         if spec and spec.origin:
             file = Path(spec.origin)
             found[name] = file.parent if file.name == "__init__.py" else file

@@ -1,55 +1,304 @@
-"""What no file that is handed on may hold: passwords, keys, and addresses that are as good as one.
+"""What leaves the process without secrets: commands, configs, pages, logs, messages.
 
-What is written is chosen (nothing of the environment but a few names, of URLs no more than the
-place). On top of that, whatever the environment calls a secret is looked for in all of it.
+What is written is chosen (nothing of the environment but a few names). This module then removes
+what may be secret: credentials in URLs, values of settings whose names say that they are secret,
+keys that are known by their looks, and whatever the environment calls a secret.
 """
 
+import json
 import os
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 REMOVED = "removed"
 
-_URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://([^\s\"'\\,\]})]*)")
-_WORDS = (
-    r"(?:secrets?|passw(?:or)?d|passphrase|credentials?|api_?keys?|access_?keys?|auth|webhooks?)"
+_BEFORE, _AFTER = r"[\w-]{0,64}", r"(?:[_-][\w-]{1,64})?"  # of a name: bounded, for hostile texts
+_STRONG = (
+    rf"{_BEFORE}(?:secret|passw(?:or)?d|passphrase|credential|webhook)s?{_AFTER}"
+    rf"|(?:{_BEFORE}[_-])?(?:api|access|private|signing|encryption|ssh|master|account)[_-]?keys?{_AFTER}"
+    rf"|(?:{_BEFORE}[_-])?(?:auth|authorization|cookies?|pwd|dsn|bearer){_AFTER}"
 )
-_NAME = rf"(?:\w+[_-])?(?:{_WORDS}(?:[_-]\w+)?|tokens?)"
-_SETTING = re.compile(
-    rf"""(?<![\w-])(["']?{_NAME}["']?\s*[=:]\s*)("(?:[^"\\]|\\.)*"|'[^']*')""", re.IGNORECASE
+_TOKEN = (
+    rf"(?:{_BEFORE}[_-])?tokens?"
+    rf"|{_BEFORE}(?:access|auth|refresh|bearer|api|session|hub|hf|client)[_-]?tokens?{_AFTER}"
 )
-_SECRET_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+_SPECIAL = re.compile(  # tokens of a text, and numbers of them
+    r"(?:(?:additional_)?special|added|eos|bos|pad|unk|sep|cls|mask|image|eot|eod|stop|start|end"
+    r"|begin|decoder_start|first|last|max|min|num|n|sample|prompt|new|total|valid)[_-]tokens?",
+    re.IGNORECASE,
+)
+_NAME = re.compile(
+    rf"""(?<![\w-])(?P<quote>\\?["'])?(?P<name>(?P<strong>{_STRONG})|{_TOKEN})(?(quote)(?P=quote))"""
+    r"(?P<separator>\s*[=:]\s*)",
+    re.IGNORECASE,
+)
+_HEADER = re.compile(r"^[ \t]*\[{1,2}(?P<name>[^\[\]\n=]+)\]{1,2}[ \t]*(?:#.*)?$", re.MULTILINE)
+_ANY_KEY = re.compile(r"""^[ \t]*[\w."'-]+[ \t]*=[ \t]*""", re.MULTILINE)
+_PLAIN = re.compile(r"true|false|null|none|\"\"|''", re.IGNORECASE)  # values that hide nothing
+_BARE = re.compile(r"""[^\s,;&\]}"'\\]+""")
+
+# user:password@ up to its last @ within double quotes, whatever the password is made of. Where the
+# password has such a quote itself, it ends at its first @, and host:8080 is none.
+_PORT = r"""\d*(?:[/?#\s"'\\,\]})]|$)"""
+_USER = (
+    r"""[^\s/@:"']*:(?![\s"']|$)"""
+    rf"""(?:(?:(?!://)(?:\\.|[^\n"\\]))*|(?!{_PORT})[^\n]*?)@"""
+)
+_URL = re.compile(
+    r"(?<![a-zA-Z0-9+.-])(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]{0,64})://"
+    rf"""(?P<rest>(?:{_USER})?(?:\[[0-9a-fA-F:.]+\])?[^\s"'\\,\]}})]*)"""
+)
+_HOST = re.compile(r"\[[0-9a-fA-F:.]+\](?::\d*)?|[^:]*(?::\d*)?")
+_WEB = ("http", "https", "ws", "wss")
 _KNOWN = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{16,}|gh[opsu]_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|xox[abp]-[\w-]{8,}"
-    r"|AKIA[A-Z0-9]{12,}|glpat-[\w-]{16,})"
+    r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9/+]{16,}|api_org_[A-Za-z0-9]{16,}|gh[oprsu]_[\w/+]{16,}"
+    r"|github_pat_[\w/+]{8,}|npm_[A-Za-z0-9/+]{16,}|pypi-[\w/+-]{16,}|AIza[\w/+-]{16,}"
+    r"|ya29\.[\w-]{16,}|GOCSPX-[\w-]{16,}|(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{12,}"
+    r"|gl[a-z]{2,5}-[\w-]{16,}|sk-[\w/+-]{16,}|[sr]k_(?:live|test)_\w{16,}|xox[a-z]-[\w-]{8,}"
+    r"|xapp-[\w-]{16,}|dapi[0-9a-f]{32}|dop_v1_[0-9a-f]{16,}|SG\.[\w-]{16,}\.[\w-]{16,}"
+    r"|r8_[A-Za-z0-9]{16,}|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?)"
 )
+_PRIVATE_KEY = re.compile(
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*-----|\Z)", re.S
+)
+_CARRIED = re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]{16,}", re.IGNORECASE)
+_SECRET_VARIABLE = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+_MARK = re.compile(r"""["'\\\n]""")
+_BRACKET = re.compile(r"""["'\[\]{}]""")
+_NUMBERS = re.compile(r"\[[\d\s,.+-]*\]")
+_LONG = 1000  # characters of a list: longer ones are looked at once, so that no text takes long
 _SHORT = 6  # characters; what is shorter is no secret, and found in every text
 
 
 def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """A text without secrets.
+    """Return a text without secrets.
 
-    Of URLs, user, password, query and fragment go, and of those of the web (`https://`), which name
-    no data, the path, too. Settings whose names say that they are secret become empty. So do keys
-    that are known by their looks, and the values of variables that are named like secrets.
+    Of URLs, scheme, host and path stay; of those of the web (`https://`), which name no data, the
+    path goes, too. Settings whose names say that they are secret become empty, as do all settings
+    of tables with such names. Keys that are known by their looks go, and so do the values of
+    variables that are named like secrets.
 
     Args:
-        text: as it stands in TOML or JSON.
-        environment: of this process.
+        text: TOML, JSON, a Python literal, or an argument of a command.
+        environment: variables of this process.
     """
-    text = _URL.sub(_place, text)
-    text = _SETTING.sub(lambda found: f'{found[1]}""', text)
-    text = _KNOWN.sub(REMOVED, text)
-    for name, value in environment.items():
-        if _SECRET_VARIABLE.search(name) and len(value) >= _SHORT:
-            text = text.replace(value, REMOVED)
-    return text
+    text = _URL.sub(lambda url: _shown_url(url, keeps_web_path=False), text)
+    text = _CARRIED.sub(rf"\1 {REMOVED}", text)
+    return _without_known(_without_settings(_without_tables(text)), environment)
 
 
-def _place(url: re.Match) -> str:
-    scheme, rest = url.groups()
+def redacted_message(text: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Return a sentence without secrets: an error or a line of a log.
+
+    As `redacted`, but what looks like a setting is left alone, and so are the paths of pages.
+    """
+    text = _URL.sub(lambda url: _shown_url(url, keeps_web_path=True), text)
+    return _without_known(text, environment)
+
+
+def redacted_value(value: Any, environment: Mapping[str, str] = os.environ) -> Any:  # noqa: ANN401
+    """Return a copy of a JSON value without secrets, whose names are keys of objects.
+
+    Args:
+        value: objects, lists, strings and numbers.
+        environment: variables of this process.
+    """
+    if isinstance(value, Mapping):
+        return {
+            key: _emptied(one) if _is_secret(str(key), one) else redacted_value(one, environment)
+            for key, one in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [redacted_value(one, environment) for one in value]
+    return redacted(value, environment) if isinstance(value, str) else value
+
+
+def redacted_command(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> str:
+    """Return a command line, quoted for a shell, without secrets.
+
+    Args:
+        words: its arguments, not quoted.
+        environment: variables of this process.
+    """
+    shown, hides_next = [], False
+    for word in words:
+        name, equals, value = word.partition("=")
+        is_option = name.startswith("-")
+        is_secret = is_option and _is_secret(name.lstrip("-").rpartition(".")[2], value or "x")
+        if hides_next and not is_option:
+            shown.append(REMOVED)
+        elif is_secret and equals:
+            shown.append(f"{name}={REMOVED}")
+        else:
+            shown.append(redacted(word, environment))
+        hides_next = is_secret and not equals
+    return shlex.join(shown)
+
+
+def redacted_line(command: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Return a command line that is quoted for a shell, without secrets."""
+    try:
+        words = shlex.split(command)
+    except ValueError:  # it is torn, or never was one
+        return redacted(command, environment)
+    shown = redacted_command(words, environment)
+    return shown if shown != shlex.join(words) else redacted(command, environment)
+
+
+def _is_secret(name: str, value: object) -> bool:
+    """Whether the value of a setting of this name is secret."""
+    found = _NAME.fullmatch(f"{name}=")  # the pattern ends with what separates it from its value
+    if found is None or value is None or isinstance(value, bool) or value == "":
+        return False
+    if found["strong"]:
+        return True
+    if _SPECIAL.fullmatch(name):
+        return False
+    is_number = isinstance(value, int | float) or str(value).isdecimal()
+    if isinstance(value, list | tuple | Mapping):
+        return any(isinstance(one, str) for one in value)
+    return not (is_number and name.lower().endswith("s"))
+
+
+def _emptied(value: object) -> object:
+    return type(value)() if isinstance(value, list | dict) else ""
+
+
+def _shown_url(url: re.Match[str], *, keeps_web_path: bool) -> str:
+    scheme, rest = url["scheme"], url["rest"]
+    first = rest.partition("/")[0]
+    if "@" in first or (":" in first and "@" in rest):  # a password may hold anything, also / and @
+        rest = rest.rpartition("@")[2]
+    elif not _HOST.fullmatch(re.split(r"[?#]", first)[0]):  # a message may have cut it short
+        return f"{scheme}://{REMOVED}"
     rest = re.split(r"[?#]", rest)[0]
-    host, slash, path = rest.partition("/")
-    host = host.rpartition("@")[2]
-    of_web = scheme.lower() in ("http", "https", "ws", "wss")
-    return f"{scheme}://{host}{'' if of_web else slash + path}"
+    if scheme.lower() in _WEB and not keeps_web_path:
+        rest = rest.partition("/")[0]
+    return f"{scheme}://{rest}"
+
+
+def _without_tables(text: str) -> str:
+    """Empty all settings of TOML tables whose names are secret."""
+    parts, at = [], 0
+    headers = [*_HEADER.finditer(text)]
+    ends = [*(following.start() for following in headers[1:]), len(text)]
+    for header, end in zip(headers, ends, strict=False):
+        names = header["name"].replace('"', "").replace("'", "").split(".")
+        if any(_is_secret(name.strip(), "x") for name in names):
+            parts += [text[at : header.end()], _emptied_settings(text[header.end() : end])]
+            at = end
+    return "".join([*parts, text[at:]])
+
+
+def _emptied_settings(text: str) -> str:
+    parts, at = [], 0
+    while found := _ANY_KEY.search(text, at):
+        end = _value_end(text, found.end())
+        parts += [text[at : found.end()], '""']
+        at = max(end, found.end())
+    return "".join([*parts, text[at:]])
+
+
+def _without_settings(text: str) -> str:
+    """Empty the settings whose names are secret, wherever they stand."""
+    parts, at = [], 0
+    while found := _NAME.search(text, at):
+        start = found.end()
+        end = start if _SPECIAL.fullmatch(found["name"]) else _value_end(text, start)
+        value = text[start:end]
+        if not _hides(found, value):
+            parts.append(text[at:start])
+            at = start
+            continue
+        parts += [text[at:start], _empty_like(value)]
+        at = end
+    return "".join([*parts, text[at:]])
+
+
+def _hides(found: re.Match[str], value: str) -> bool:
+    """Whether the text after a name is a value that is to be removed."""
+    if not value or _PLAIN.fullmatch(value):
+        return False
+    if found["strong"]:
+        return True
+    name, kind = found["name"], value[0]
+    if kind in "[{":
+        is_text = '"' in value or "'" in value or len(value) > _LONG
+        return is_text and not _NUMBERS.fullmatch(value)
+    if kind in "\"'\\":
+        return True
+    if name.lower().endswith("s") and value.replace(".", "").replace(",", "").isdecimal():
+        return False
+    # In prose, "token: " may begin a sentence.
+    is_prose = ":" in found["separator"] and not found["quote"]
+    return not is_prose or (len(value) >= _SHORT and any(map(str.isdigit, value)))
+
+
+def _empty_like(value: str) -> str:
+    """Return what stands for a value in TOML and JSON alike."""
+    return {"[": "[]", "{": "{}", "\\": '\\"\\"'}.get(value[0], '""')
+
+
+def _value_end(text: str, start: int) -> int:
+    """Return where a value ends: text in quotes, a list, a table or a word."""
+    if text.startswith(('"""', "'''"), start):
+        return _after(text, text[start : start + 3], start + 3)
+    if text.startswith(('\\"', "\\'"), start):  # JSON within JSON
+        return _after(text, text[start : start + 2], start + 2)
+    if text[start : start + 1] in ("[", "{"):
+        return _bracket_end(text, start)
+    if text[start : start + 1] in ('"', "'"):
+        return _quote_end(text, start)
+    found = _BARE.match(text, start)
+    return found.end() if found else start
+
+
+def _after(text: str, mark: str, start: int) -> int:
+    at = text.find(mark, start)
+    return len(text) if at < 0 else at + len(mark)
+
+
+def _quote_end(text: str, start: int) -> int:
+    """A quote ends what it begins, unless it is escaped: in TOML's '...' nothing is."""
+    quote, at = text[start], start + 1
+    while found := _MARK.search(text, at):
+        at = found.end()
+        if found[0] == quote:
+            return at
+        if found[0] == "\n":
+            return at - 1
+        is_python = text[at : at + 1] == quote == "'" and quote in text[at + 1 :].partition("\n")[0]
+        if found[0] == "\\" and (quote == '"' or is_python):
+            at += 1
+    return len(text)
+
+
+def _bracket_end(text: str, start: int) -> int:
+    """The end of a list or table; of one that is not closed, the end of its line."""
+    depth, at = 0, start
+    while found := _BRACKET.search(text, at):
+        if found[0] in "\"'":
+            at = _value_end(text, found.start())
+            continue
+        depth += 1 if found[0] in "[{" else -1
+        at = found.end()
+        if depth == 0:
+            return at
+    newline = text.find("\n", start)
+    return len(text) if newline < 0 or len(text) - start > _LONG else newline
+
+
+def _without_known(text: str, environment: Mapping[str, str]) -> str:
+    text = _PRIVATE_KEY.sub(REMOVED, text)
+    text = _KNOWN.sub(REMOVED, _CARRIED.sub(rf"\1 {REMOVED}", text))
+    secrets = {
+        value
+        for name, value in environment.items()
+        if _SECRET_VARIABLE.search(name) and len(value) >= _SHORT
+    }
+    for value in sorted(secrets, key=len, reverse=True):  # one may hold another
+        for form in (value, json.dumps(value)[1:-1]):
+            text = text.replace(form, REMOVED)
+    return text

@@ -5,7 +5,6 @@ A line for each start, by process 0. Nothing of the environment is in it.
 
 import json
 import platform
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ import jaxforge
 from jaxforge import git, safe_files
 from jaxforge.errors import UserError
 from jaxforge.line_file import keep_sound_lines
-from jaxforge.redaction import REMOVED, redacted
+from jaxforge.redaction import redacted_command
 
 FILE_NAME = "starts.jsonl"
 
@@ -80,12 +79,6 @@ def _version(package: str) -> str | None:
 
 def _command(arguments: Sequence[str]) -> str:
     """What was typed, without secrets."""
-    spec, hide = getattr(sys.modules["__main__"], "__spec__", None), False
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = ["python", "-m", spec.name.removesuffix(".__main__")] if spec else None
-    shown = module or [Path(arguments[0]).name]
-    for argument in arguments[1:]:
-        name, equals, _ = argument.partition("=")
-        secret = name.startswith("--") and redacted(f'{name[2:]}="x"') == f'{name[2:]}=""'
-        shown.append(f"{name}={REMOVED}" if secret and equals else REMOVED if hide else argument)
-        hide = secret and not equals
-    return redacted(shlex.join(shown))
+    return redacted_command([*(module or [Path(arguments[0]).name]), *arguments[1:]])

@@ -36,7 +36,7 @@ def test_secrets_are_left_out(tmp_path, monkeypatch):
     starts.note(tmp_path, 0)
     (start,) = starts.read(tmp_path)
     assert start["command"] == (
-        "train.py --plugins.api_key=removed --my-password removed '--data=s3://b/k' "
+        "train.py --plugins.api_key=removed --my-password removed --data=s3://b/k "
         "--name=removed --train.seed 1"
     )
     assert "secret" not in json.dumps(start)

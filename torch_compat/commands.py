@@ -19,6 +19,7 @@ from jaxforge import storage
 from jaxforge.checkpoint.paths import PREFIX, SUBDIRECTORY, check_path
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
+from jaxforge.redaction import redacted_message
 from jaxforge.run_lock import RunLock
 from jaxforge.state.progress import Progress
 from torch_compat import hf_config, hf_state, model_card, mup, orbax_store, safetensors, stages
@@ -295,11 +296,12 @@ class Export:
         assert trained is not None
         family = json.loads((directory / hf_config.CONFIG).read_text())["model_type"]
         parameters = sum(math.prod(tensor.shape) for tensor in plan.checkpoint.params.values())
-        return model_card.model_card(
+        card = model_card.model_card(
             storage.path(trained.checkpoint.dir).name or run.name, trained,
             plan.checkpoint.progress, parameters, family, model_card.read_logged(run, step),
             has_tokenizer=(directory / "tokenizer.json").exists(),
         )  # fmt: skip
+        return redacted_message(card)
 
     def _dcp(self, checkpoint: CheckpointState, declared: AbstractTarget) -> DcpExport:
         return DcpExport(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
+from jaxforge.redaction import redacted
 from jaxforge.state.progress import Progress
 from jaxforge.telemetry.numbers import human
 from jaxforge.untrusted_json import parse_metrics
@@ -164,7 +165,7 @@ def _data(config: JobConfig) -> Iterator[str]:
 
 def _last_parts(path: str) -> str:
     """The end of a path, which says nothing of where it is."""
-    return "/".join(Path(path).parts[-2:]).lstrip("/") if path else ""
+    return "/".join(Path(redacted(path)).parts[-2:]).lstrip("/") if path else ""
 
 
 def _counts(path: str) -> str:

@@ -16,7 +16,7 @@ from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config import axes
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
-from jaxforge.redaction import redacted
+from jaxforge.redaction import redacted, redacted_value
 from jaxforge.replay.account import logged_steps, logged_values
 from jaxforge.replay.past import open_past
 
@@ -62,9 +62,7 @@ def capsule_of(run: Path) -> Capsule:
         "checkpoints": _checkpoints(run),
     }
     files = _files(run, about["packages"])
-    return Capsule(
-        json.loads(redacted(json.dumps(about))), {n: redacted(x) for n, x in files.items()}
-    )
+    return Capsule(redacted_value(about), {name: redacted(x) for name, x in files.items()})
 
 
 def _mesh(config: JobConfig) -> list[str]:

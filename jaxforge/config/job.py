@@ -22,6 +22,7 @@ from jaxforge.config.scheduler import SchedulerConfig
 from jaxforge.config.section import Section
 from jaxforge.config.torch_only import TORCH_ONLY, is_kempnerforges
 from jaxforge.config.train import TrainConfig
+from jaxforge.redaction import redacted
 
 
 class JobConfig(Section):
@@ -132,8 +133,8 @@ def toml(value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """One value as `toml` writes it, cut to fit into a message."""
-    return textwrap.shorten(toml(value), width=60, placeholder=" ...")
+    """One value as `toml` writes it, without secrets, cut to fit into a message."""
+    return textwrap.shorten(redacted(toml(value)), width=60, placeholder=" ...")
 
 
 def _key(name: str) -> str:

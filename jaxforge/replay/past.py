@@ -219,7 +219,7 @@ def _on_these_devices(
     step: int,
     checkpoints: Checkpoints,
     overrides: Sequence[str],
-    trusts: trust.Decision,
+    trusts: trust.Decision = trust.never,
 ) -> JobConfig:
     if not 1 <= step <= config.train.max_steps:
         raise UserError(

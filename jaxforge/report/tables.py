@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxforge.config.job import JobConfig, shown
+from jaxforge.redaction import redacted, redacted_line
 from jaxforge.report.charts import constants
 from jaxforge.report.names import name_of
 from jaxforge.report.numbers import duration, exact
@@ -48,7 +49,7 @@ def below(runs: Sequence[Run]) -> str:
         + _samples(runs)
         + "".join(_experts(run) for run in runs)
         + "".join(_starts(run) for run in runs)
-        + "".join(_details(f"config.toml of {run.name}", _text(run.toml)) for run in runs)
+        + "".join(_details(f"config.toml of {run.name}", _text(redacted(run.toml))) for run in runs)
         + f"<footer>The last logged step is of {_moment(latest)}.</footer>"
     )
 
@@ -94,7 +95,7 @@ def _of_start(start: Mapping[str, Any]) -> Mapping[str, str]:
         "devices": str(start.get("devices", "")),
         "code": commit,
         "versions": ", ".join(f"{name} {one}" for name, one in versions.items()),
-        "command": start["command"],
+        "command": redacted_line(start["command"]),
     }
 
 

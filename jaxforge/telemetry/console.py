@@ -15,8 +15,10 @@ from rich.table import Table
 
 from jaxforge import safe_files, streams
 from jaxforge.errors import UserError
+from jaxforge.redaction import redacted_message
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_SHORT_FORMAT = "%(levelname)s %(message)s"
 _LIBRARIES = ("absl", "asyncio")
 
 
@@ -27,7 +29,7 @@ def setup_logging(console: Console) -> None:
         handler = RichHandler(console=console, show_path=False, show_time=False)
     else:
         handler = logging.StreamHandler(streams.tolerant(sys.stderr, "standard error"))
-        handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    handler.setFormatter(redacting("%(message)s" if console.is_terminal else _SHORT_FORMAT))
     logger = logging.getLogger("jaxforge")
     logger.handlers[:] = [handler]
     logger.propagate = False
@@ -41,6 +43,16 @@ def setup_logging(console: Console) -> None:
         report = getattr(sys, hook)
         if not isinstance(report, _WithoutClosedLoops):
             setattr(sys, hook, _WithoutClosedLoops(report))
+
+
+def redacting(layout: str) -> logging.Formatter:
+    """Return a formatter whose messages, with their tracebacks, are without secrets."""
+    return _Redacting(layout)
+
+
+class _Redacting(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted_message(super().format(record))
 
 
 class _WithoutClosedLoops:
@@ -76,7 +88,7 @@ def add_log_file(run: Path) -> None:
         handler = _LogFile(path)
     except OSError as error:
         raise UserError(f"cannot write {error.filename or path}: {error.strerror}") from error
-    handler.setFormatter(logging.Formatter(_FORMAT))
+    handler.setFormatter(redacting(_FORMAT))
     logger.addHandler(handler)
     for name in _LIBRARIES:
         logging.getLogger(name).addHandler(handler)
@@ -106,5 +118,5 @@ def banner(console: Console, rows: Mapping[str, str]) -> None:
     """What is about to run, as a two-column table."""
     table = Table.grid(padding=(0, 2))
     for name, value in rows.items():
-        table.add_row(f"[bold]{name}", value)
+        table.add_row(f"[bold]{name}", redacted_message(value))
     console.print(table)

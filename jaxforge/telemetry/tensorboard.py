@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
+from jaxforge.redaction import redacted
 from jaxforge.telemetry.sinks import Metrics, Sample
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class TensorBoardSink:
         self._start = SessionLog(status=SessionLog.START)
         self.rewind(resumed_step)
         if config is not None:
-            self._write_text("config", config.to_toml(), resumed_step)
+            self._write_text("config", redacted(config.to_toml()), resumed_step)
             compared = dict.fromkeys(_COMPARED_BY, 0.0)
             experiment, started, self._ended = hparams(hyperparameters(config), compared)
             self._write_summary(experiment, resumed_step)
@@ -114,7 +115,7 @@ def hyperparameters(config: JobConfig) -> dict[str, bool | float | str]:
         for key in of_section
     }
     return {
-        name: value if isinstance(value, bool | int | float | str) else str(value)
+        name: value if isinstance(value, bool | int | float) else redacted(str(value))
         for name, value in values.items()
         if value is not None
     }

@@ -1,11 +1,14 @@
 """Metrics in Weights & Biases."""
 
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
+from jaxforge.redaction import redacted_command, redacted_value
 from jaxforge.telemetry.sinks import Metrics, Sample
 
 if TYPE_CHECKING:
@@ -32,14 +35,16 @@ class WandbSink:
     def __init__(self, run: Path, config: JobConfig, run_id: str) -> None:
         import wandb
 
+        given = sys.argv
         try:
+            sys.argv = shlex.split(redacted_command(given))  # W&B keeps the command with the run
             self._run: Run = wandb.init(
                 project=config.metrics.wandb_project,
                 name=config.metrics.wandb_run_name,
                 id=run_id,
                 resume="allow",
                 dir=run,
-                config=config.model_dump(mode="json"),
+                config=redacted_value(config.model_dump(mode="json")),
                 allow_val_change=True,
                 # The console is ours, and a network that is down must not hold the end of a run.
                 settings=wandb.Settings(console="off", finish_timeout=_UPLOAD_SECONDS),
@@ -48,6 +53,8 @@ class WandbSink:
             raise UserError(
                 f"metrics.enable_wandb = true: {error} Offline, set WANDB_MODE=offline"
             ) from error
+        finally:
+            sys.argv = given
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Hands the metrics to W&B's own process."""

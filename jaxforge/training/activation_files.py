@@ -104,7 +104,7 @@ class _Growing(contextlib.AbstractContextManager):
 @contextlib.contextmanager
 def _replacing(directory: Path) -> Iterator[Path]:
     safe_files.make_directory(directory.parent)
-    for torn in directory.parent.glob(f".{directory.name}.*.partial"):  # of one that was killed
+    for torn in directory.parent.glob(f".{directory.name}.*partial"):  # of one that was killed
         shutil.rmtree(torn, ignore_errors=True)
     partial, old = safe_files.beside(directory), safe_files.beside(directory)
     try:

@@ -197,7 +197,7 @@ def test_it_keeps_secrets_to_itself(run, tmp_path, monkeypatch):
         ('{"api_key": "a\\"b", "n": 1}', '{"api_key": "", "n": 1}'),
         ("password = 'x y'", 'password = ""'),
         ('token_dtype = "uint16"', 'token_dtype = "uint16"'),
-        ('eos_token = "<eos>"', 'eos_token = ""'),
+        ('eos_token = "<eos>"', 'eos_token = "<eos>"'),
         ("eos_token_id = 3", "eos_token_id = 3"),
         ('name = "hf_abcdefghijklmnopqrst"', 'name = "removed"'),
     ],

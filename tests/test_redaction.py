@@ -1,0 +1,255 @@
+"""Secrets in texts, values and commands: what goes, and what has to stay."""
+
+import json
+import logging
+import random
+import shlex
+import string
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from jaxforge import redaction
+from jaxforge.cli import run_main
+from jaxforge.config.job import JobConfig, shown, toml
+from jaxforge.errors import UserError
+from jaxforge.redaction import redacted, redacted_command, redacted_message, redacted_value
+from jaxforge.report import __main__ as report
+from jaxforge.telemetry.tensorboard import TensorBoardSink
+from jaxforge.telemetry.wandb import WandbSink
+from tests.conftest import tiny_config
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+NAMES = [
+    "password", "db_password", "PASSWD", "secret", "client_secret", "aws_secret_access_key",
+    "api_key", "apikey", "WANDB_API_KEY", "access_key", "private_key", "token", "hf_token",
+    "access_token", "accessToken", "auth_token", "credentials", "authorization", "webhook_url",
+]  # fmt: skip
+LETTERS = string.ascii_letters + string.digits
+
+
+def literal(secret):
+    return "'" + secret.replace("'", "") + "'"
+
+
+def plain(secret):
+    return secret.replace('"', "")
+
+
+SETTINGS = {
+    "TOML": lambda name, s: f"[x]\n{name} = {toml(s)}\nkept = 1",
+    "TOML literal": lambda name, s: f"{name} = {literal(s)}  # kept\nkept = 1",
+    "TOML in lines": lambda name, s: f'{name} = """\n{plain(s)}\n"""\nkept = 1',
+    "TOML list": lambda name, s: f"{name} = [\n  {toml(s)},\n  {toml(s + 'x')}]\nkept = 1",
+    "TOML inline table": lambda name, s: f"x = {{a = 1, {name} = {{n = {toml(s)}}}}}\nkept = 1",
+    "TOML table": lambda name, s: f"[{name}]\na = {toml(s)}\nb = [{toml(s)}]\n[x]\nkept = 1",
+    "TOML dotted": lambda name, s: f"wandb.{name} = {toml(s)}\nkept = 1",
+    "JSON": lambda name, s: json.dumps({"a": {name: s}, "kept": 1}),
+    "JSON list": lambda name, s: json.dumps({name: [s, s], "kept": 1}),
+    "JSON in JSON": lambda name, s: json.dumps({"a": f'{{"{name}": "{plain(s)}"}}', "kept": 1}),
+    "Python": lambda name, s: repr({name: s, "kept": 1}),
+    "assigned": lambda name, s: f"{name}={''.join(c for c in s if c in LETTERS)} kept",
+}  # fmt: skip
+URLS = {
+    "TOML": lambda url: f"dataset_path = {toml(url)}\nkept = 1",
+    "JSON": lambda url: json.dumps({"dataset_path": url, "kept": 1}),
+    "Python": lambda url: f"--data.datasets={[{'path': url, 'kept': 1}]}",
+    "message": lambda url: f"data.dataset_path = {url}: kept, as nothing is there",
+}
+
+
+def secrets(n, alphabet):
+    draws = random.Random(39)
+    for _ in range(n):
+        ends = draws.choices(LETTERS, k=4)  # quotes and the like within
+        yield "".join([*ends[:2], *draws.choices(alphabet, k=draws.randint(12, 40)), *ends[2:]])
+
+
+def leaks(secret, text, n=5):
+    """Any five characters in a row."""
+    return [secret[i : i + n] for i in range(len(secret) - n + 1) if secret[i : i + n] in text]
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("name", NAMES)
+def test_settings_with_secret_names_are_emptied(name, kind):
+    for secret in secrets(40, LETTERS + "/+=-_.,:;@ {}[]\"'#"):
+        text = SETTINGS[kind](name, secret)
+        assert "kept" in redacted(text, {})
+        assert not leaks(secret, redacted(text, {})), text
+
+
+@pytest.mark.parametrize("kind", URLS)
+def test_passwords_of_urls_are_removed(kind):
+    for secret in secrets(300, LETTERS + "/+=-_.,:;@ {}[]'%&?#"):
+        for scheme, path in (("s3", "/data"), ("sftp", "/data"), ("https", "")):
+            text = URLS[kind](f"{scheme}://AKIA:{secret}@bucket{path}")
+            for found in (redacted(text, {}), redacted_message(text, {})):
+                assert not leaks(secret, found), text
+                assert f"{scheme}://bucket{path}" in found
+                assert "kept" in found
+
+
+def test_secrets_in_commands_are_removed():
+    for secret in secrets(300, LETTERS + "/+=-_.,:;@ {}[]\"'#"):
+        option = repr({"token": secret})
+        words = ["train", f"--x.y={option}", f"--x.api_key={secret}", "--my-password", secret,
+                 f"--data.dataset_path=s3://A:{plain(secret)}@b/c", "--kept=1"]  # fmt: skip
+        command = redacted_command(words, {})
+        assert not leaks(secret, command), words
+        assert shlex.split(command)[-1] == "--kept=1"
+        assert "s3://b/c" in command
+
+
+def test_a_quoted_command_line_is_redacted_like_its_words():
+    line = shlex.join(["train", "--x={'token': 'a b'}", "--my-password", "x y", "--seed=1"])
+    words = ["train", "--x={'token': \"\"}", "--my-password", "removed", "--seed=1"]
+    assert shlex.split(redaction.redacted_line(line, {})) == words
+    assert redaction.redacted_line("train  --a='b'", {}) == "train  --a='b'"
+    assert redaction.redacted_line("torn 'password=abc", {}) == 'torn \'password=""'
+
+
+def test_secrets_in_values_are_removed():
+    for secret in secrets(100, string.printable):
+        for name in NAMES:
+            found = redacted_value(
+                {"a": [{name: secret, "kept": 1}], name: [secret, {"b": secret}]}
+            )
+            assert not leaks(secret, json.dumps(found))
+            assert found["a"][0]["kept"] == 1
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        "ghp_" + "a1" * 18, "github_pat_11AB" + "c2_" * 20, "npm_" + "b3" * 18,
+        "pypi-AgEIcHlwaS5vcmc" + "d4" * 20, "AIzaSy" + "e5-" * 11, "ASIA" + "F6" * 8,
+        "AKIA" + "G7" * 8, "hf_" + "h8" * 17, "glpat-" + "i9" * 10, "xoxb-" + "1-2" * 10,
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9",
+        "sk-proj-" + "j1" * 20, "sk_live_" + "k2" * 12, "SG." + "l3" * 11 + "." + "m4" * 20,
+        "-----BEGIN RSA PRIVATE KEY-----\nMIIEow\n-----END RSA PRIVATE KEY-----",
+    ],
+)  # fmt: skip
+def test_keys_are_known_by_their_looks(known):
+    for text in (
+        f'name = "{known}"',
+        f"--x={known}",
+        json.dumps([known, "kept"]),
+        f"see {known}: no",
+    ):
+        for found in (redacted(text, {}), redacted_message(text, {})):
+            assert not leaks(known, found, 9), found
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("password = 12345", 'password = ""'),
+        ('tokens = ["a", "b"]', "tokens = []"),
+        ("tokens = 4096", "tokens = 4096"),
+        ("token = 12345", 'token = ""'),
+        ("[secrets]\na = 1\n[train]\nseed = 1", '[secrets]\na = ""\n[train]\nseed = 1'),
+        ("Authorization: Bearer abcdefghijklmnop12", 'Authorization: "" removed'),
+        ("http://localhost:8080/x", "http://localhost:8080"),
+        ("gs://bucket/run@2/x", "gs://bucket/run@2/x"),
+        ("http://[::1]:80/x", "http://[::1]:80"),
+        ("s3://AKIA:abc/def", "s3://removed"),  # cut before its @
+    ],
+)  # fmt: skip
+def test_what_stands_for_secrets(text, expected):
+    assert redacted(text, {}) == expected
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.toml")), ids=lambda path: path.name)
+def test_configs_stay_as_they_are(path):
+    text = path.read_text()
+    urls = [line for line in text.splitlines() if "https://" in line]
+    text = "\n".join(line for line in text.splitlines() if line not in urls)
+    assert redacted(text, {}) == text
+
+
+def test_words_that_only_look_secret_stay():
+    text = JobConfig().to_toml() + "\n".join([
+        'tokenizer_path = "data/tokenizer"', "max_tokens = 128", "eos_token_id = 3",
+        'eos_token = "<eos>"', 'token_dtype = "uint16"', "tokens_seen = 5", 'author = "me"',
+        "stop_tokens = ['<a>']", "num_tokens = 4", "keys = ['a']", "key = 'x'", "n_tokens: many",
+        "error: token: 17 is outside of the vocabulary", "tokens: 1,000", "monkey = 'x'",
+    ])  # fmt: skip
+    assert redacted(text, {}) == text
+    assert redacted_message(text, {}) == text
+    values = JobConfig().model_dump(mode="json")
+    assert redacted_value(values, {}) == json.loads(json.dumps(values))
+
+
+def test_secrets_of_the_environment_are_removed_in_any_form():
+    environment = {"MY_TOKEN": 's3cr3t"value', "LONG_KEY": 's3cr3t"value-and-more', "HOME": "/home"}
+    text = json.dumps({"a": 's3cr3t"value-and-more'}) + ' s3cr3t"value /home'
+    assert redacted(text, environment) == '{"a": "removed"} removed /home'
+    assert redacted_message("x false y", {"TOKENIZERS_PARALLELISM": "false!"}) == "x false y"
+
+
+def test_messages_and_logs_are_redacted(capsys, tmp_path):
+    from jaxforge.telemetry.console import redacting
+
+    url = "s3://AKIA:wJalrXUtnFEMI/K7MDENG@bucket/x"
+
+    def fail():
+        raise UserError(f"data.dataset_path = {shown(url + 'y' * 80)}: {url} does not exist")
+
+    assert run_main(fail) == 2
+    said = capsys.readouterr().err
+    assert not leaks("wJalrXUtnFEMI/K7MDENG", said)
+    assert "s3://bucket/x does not exist" in said
+    record = logging.LogRecord("x", logging.INFO, "", 1, "opening %s", (url,), None)
+    assert redacting("%(message)s").format(record) == "opening s3://bucket/x"
+    assert redaction.REMOVED == "removed"
+
+
+SECRET = "wJalrXUtnFEMI/K7MDENG'bPxRfiCY"
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A config whose data are named with a password."""
+    path = f"s3://AKIA:{SECRET}@bucket/data"
+    return tiny_config(data={"dataset_path": path}, checkpoint={"dir": str(tmp_path / "run")})
+
+
+def test_the_page_of_a_run_shows_no_secrets(config, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text(config.to_toml())
+    line = {"step": 1, "time": 1.0, "train/loss": 2.0, "train/tokens": 1.0,
+            "train/step_time_sec": 0.1, "train/skipped_steps": 0.0}  # fmt: skip
+    (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    command = shlex.join(["train", f"--x={{'token': '{SECRET[:20]}'}}"])
+    start = {"step": 0, "time": 1.0, "command": command, "versions": {}, "git": {}, "parameters": 1}
+    (run / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    assert report.main([str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert not leaks(SECRET, page)
+    assert "s3://bucket/data" in page
+
+
+def test_metric_services_get_no_secrets(config, tmp_path, monkeypatch):
+    TensorBoardSink(tmp_path / "tb", 0, config).close(0)
+    (events,) = (tmp_path / "tb").iterdir()
+    assert not leaks(SECRET.encode(), events.read_bytes())
+    assert b"s3://bucket/data" in events.read_bytes()
+    given = {}
+    command = ["train", "--x.api_key=abcdefgh"]
+
+    def init(**options):
+        given.update(options, argv=list(sys.argv))
+
+    wandb = SimpleNamespace(init=init, Settings=dict, errors=SimpleNamespace(
+        UsageError=UserError, AuthenticationError=UserError))  # fmt: skip
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(sys, "argv", command)
+    WandbSink(tmp_path, config, "id")
+    assert given["config"]["data"]["dataset_path"] == "s3://bucket/data"
+    assert given["config"]["model"]["dim"] == config.model.dim
+    assert given["argv"] == ["train", "--x.api_key=removed"]
+    assert sys.argv is command
