@@ -104,7 +104,7 @@ def _tokenizers(found: Mapping[str, Fingerprint]) -> set[str]:
 
 
 def _fingerprint(dataset: Dataset | Streaming) -> Fingerprint:
-    source = dataset.source
+    source = getattr(dataset, "source", None)  # a registered dataset may have none
     if isinstance(source, TokenFiles):
         return _of_files(source)
     if isinstance(source, StreamedTokens):

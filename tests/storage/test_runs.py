@@ -36,6 +36,8 @@ warmup_steps = 2
 interval = 4
 [metrics]
 log_interval = 1
+[data]
+dataset_type = "synthetic"
 """
 
 

@@ -319,7 +319,8 @@ def test_training_goes_on_from_an_import(imported, tmp_path):
     arguments = ["--config", str(tmp_path / "run" / "config.toml"), "--train.max_steps=1"]
     arguments += [f"--checkpoint.dir={tmp_path / 'run'}", "--optimizer.lr=1e-30"]
     look = Look()
-    train.run(train.parse_command_line([*arguments, "--train.seq_len=16"]), hooks=[look])
+    arguments += ["--train.seq_len=16", "--data.dataset_type=synthetic"]
+    train.run(train.parse_command_line(arguments), hooks=[look])
     assert look.step == 1
     jax.tree.map(np.testing.assert_array_equal, look.params, params_of(path / "run")[1])
     assert checkpoints.find(tmp_path / "run").read(None, Options()).progress.step == 1

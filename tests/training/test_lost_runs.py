@@ -47,7 +47,9 @@ def dry(run, *settings, **sections):
 def test_run_whose_checkpoints_are_gone_is_not_begun_anew(run, start):
     shutil.rmtree(run / "checkpoints")
     metrics = (run / "metrics.jsonl").read_bytes()
-    with pytest.raises(UserError, match=r"logged 2 steps and saved checkpoints, and none is left"):
+    with pytest.raises(
+        UserError, match=r"logged 2 steps and saved checkpoints, and no checkpoint is left"
+    ):
         start(run)
     assert (run / "metrics.jsonl").read_bytes() == metrics
     assert not list(run.glob("*before*"))
