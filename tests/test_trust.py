@@ -180,6 +180,8 @@ def test_settings_that_write_or_load_code_are_left_out(stranger, tmp_path):
     assert not config.metrics.enable_tensorboard
     assert str(tmp_path / "tb") not in config.to_toml()
     assert str(tmp_path / "traces") not in config.to_toml()
+    (start,) = (stranger / "configs").iterdir()
+    shutil.copy(path, start)
     assert run_directory.config_of_step(stranger, 1) == config  # as replay and capsules read it
     mine = ["--train.compilation_cache_dir=/mine"]
     assert run_directory.read_config(stranger, mine).train.compilation_cache_dir == "/mine"
