@@ -131,6 +131,8 @@ class Mirror:
         place = self._run / name
         if place.is_dir():
             for below in place.iterdir():
+                if below.name in ("", ".", ".."):  # which a bucket may have, and a directory not
+                    continue
                 self._fetch(f"{name}/{below.name}")
             return
         with contextlib.suppress(FileNotFoundError):

@@ -109,6 +109,8 @@ def test_using_a_run_imports_plugins_only_if_told(stranger, capsys):
     with pytest.raises(UserError, match="hooks: planted has no Hook"):
         generate.main([run, "--trust-plugins"])
     assert (stranger / "executed").exists()
+    with pytest.raises(UserError, match="hooks: planted has no Hook"):
+        Run(run, trust_plugins=True).generate("a")
 
 
 def test_training_records_trust_in_this_run_at_this_place(tmp_path):
@@ -180,8 +182,7 @@ def test_settings_that_write_or_load_code_are_left_out(stranger, tmp_path):
     assert not config.metrics.enable_tensorboard
     assert str(tmp_path / "tb") not in config.to_toml()
     assert str(tmp_path / "traces") not in config.to_toml()
-    (start,) = (stranger / "configs").iterdir()
-    shutil.copy(path, start)
+    shutil.copy(path, stranger / "configs" / "from_step_0.toml")
     assert run_directory.config_of_step(stranger, 1) == config  # as replay and capsules read it
     mine = ["--train.compilation_cache_dir=/mine"]
     assert run_directory.read_config(stranger, mine).train.compilation_cache_dir == "/mine"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxforge import trust
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from torch_compat.lockstep.places import Place, by_path
@@ -204,6 +205,7 @@ def _factory(spec: str) -> Callable[..., Any]:
     if not name or not attribute:
         raise UserError(f"--torch {spec}: name MODULE:FACTORY, such as mymodel:build")
     try:
+        trust.use_working_directory()
         module = importlib.import_module(name)
     except ImportError as error:
         raise UserError(
