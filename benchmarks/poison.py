@@ -20,6 +20,7 @@ import numpy as np
 import results
 
 from jaxforge import prepare, train
+from jaxforge.corpus.manifest import FILE_NAME
 from jaxforge.corpus.tokenizer import Tokenizer, load_tokenizer
 from jaxforge.data.order import GrainOrder
 from jaxforge.parallel import multihost
@@ -152,6 +153,7 @@ def plant(here: Path, tokenizer: Tokenizer, kinds: list[str], steps: int) -> lis
         tokens[at + start : at + end] = noise
         found.append(Planted(kind, step, row, start, end))
     np.save(path, tokens)
+    (path.parent / FILE_NAME).unlink()  # its hashes are of the shard before
     return found
 
 

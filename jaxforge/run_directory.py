@@ -100,8 +100,9 @@ def check_not_lost(run: Path) -> None:
     last = max((step for step, _ in logged), default=0)
     raise UserError(
         f"checkpoint.dir = {run}: the run there logged {last:,} steps and saved checkpoints, and "
-        f"no checkpoint is left: it would begin at step 0 and replace {_METRICS}. Bring {run}/checkpoints "
-        "back to resume; to begin anew, name another checkpoint.dir, or move this one away"
+        f"no checkpoint is left: it would begin at step 0 and replace {_METRICS}. Bring "
+        f"{run}/checkpoints back to resume; to begin anew, name another checkpoint.dir, or move "
+        "this one away"
     )
 
 
