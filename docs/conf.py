@@ -2,6 +2,7 @@
 
 import re
 import sys
+import types
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -38,7 +39,6 @@ extensions = [
     "sphinx.ext.apidoc",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "sphinx.ext.viewcode",
     "sphinx_copybutton",
 ]
 root_doc = "README"
@@ -61,6 +61,9 @@ apidoc_modules = [
 autodoc_default_options = {"members": True, "member-order": "bysource", "show-inheritance": True}
 napoleon_use_ivar = True
 autodoc_mock_imports = ["lm_eval"]  # whose classes `jaxforge.lm_eval` extends; of an extra
+_registry = types.ModuleType("lm_eval.api.registry")
+_registry.__dict__["register_model"] = lambda *names: lambda model: model
+sys.modules[_registry.__name__] = _registry  # a mocked decorator would return a mock of the class
 suppress_warnings = ["ref.python"]  # attributes called `bytes` beside the type
 _SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):$")
 
