@@ -37,7 +37,8 @@ class Backward(NamedTuple):
     Attributes:
         dtype: in which devices add up their gradients of it.
         regathers: gathers the matrix again, instead of keeping whole what the forward pass has
-            gathered: for blocks that are not computed again.
+            gathered: for blocks that are not computed again. Activations of feed-forwards are
+            computed again for the same blocks.
     """
 
     dtype: jnp.dtype = FLOAT32
