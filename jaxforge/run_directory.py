@@ -64,24 +64,30 @@ def tell_changes(run: Path, config: JobConfig) -> None:
 
 
 def check_not_moved(config: UnresolvedConfig) -> None:
-    """Refuse the `config.toml` of a run directory that is not its own `checkpoint.dir`.
+    """Refuse the `config.toml` of a run that was moved: a start would begin anew at its old path.
 
-    A run that was moved would be begun anew at its old path, one that was copied trained there.
+    Of a run that was copied the first one is trained, which is a warning.
 
     Raises:
-        UserError: it is, and the command line does not say where to train.
+        UserError: it was, and the command line does not say where to train.
     """
     file, place = Path(config.file).absolute(), config.known.checkpoint.dir
     if file.name != _CONFIG or config.is_on_command_line("checkpoint.dir"):
         return
-    here = file.parent
-    is_run = any((here / "checkpoints").glob("step_*"))
-    if is_run and (storage.in_bucket(place) or Path(place).resolve() != here.resolve()):
+    here, is_local = file.parent, not storage.in_bucket(place)
+    if not _has_steps(here) or (is_local and Path(place).resolve() == here.resolve()):
+        return
+    what = f"{config.file} lies in a run directory, and names another: checkpoint.dir = {place}"
+    if is_local and not _has_steps(Path(place)):
         raise UserError(
-            f"{config.file} lies in a run directory, and names another: checkpoint.dir = {place}. "
-            f"Was the run moved or copied? --checkpoint.dir={here} resumes it where it is; another "
-            "--checkpoint.dir begins or resumes a run there"
+            f"{what}, where no run is. Was the run moved? --checkpoint.dir={here} resumes it where "
+            "it is; another --checkpoint.dir begins a run there"
         )
+    log.warning("%s, which is trained; --checkpoint.dir=%s trains this one", what, here)
+
+
+def _has_steps(run: Path) -> bool:
+    return any((run / "checkpoints").glob("step_*"))
 
 
 def check_not_lost(run: Path) -> None:

@@ -73,7 +73,8 @@ def _data() -> None:
     shutil.copytree("data/mine/validation", "data/code/validation")
     (shard,) = Path("data/mine/validation").glob("*.npy")
     Path("data/de").mkdir()
-    np.load(shard).astype(np.uint16).tofile("data/de/1.bin")
+    tokens = np.load(shard).astype(np.uint16)
+    tokens[: len(tokens) - 1 | 1].tofile("data/de/1.bin")  # an odd number is taken for uint16
     shutil.copytree("data/mine/tokenizer", "chat_tokenizer")
     Path("chat_tokenizer/chat_template.jinja").write_text(
         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
@@ -127,4 +128,6 @@ def _old() -> None:
                        "--data.dataset_path=tokens", "--data.order=torch"])  # fmt: skip
     for name in ("my_run", "runs/taken_over"):
         shutil.copytree("new", name)
+        config = Path(name, "config.toml")  # which names its own directory, as an import's does
+        config.write_text(config.read_text().replace('dir = "new"', f'dir = "{name}"', 1))
     Path("mymodel.py").write_text(MYMODEL)

@@ -86,7 +86,9 @@ def test_edited_config_of_a_run_is_compared_with_the_last_start(run, capsys):
 @pytest.mark.parametrize("option", [[], ["--dry-run"]])
 def test_config_of_a_moved_run_is_not_begun_anew_at_its_old_path(run, option):
     command = ["--config", str(run / "config.toml"), "--train.max_steps=3", *option]
-    with pytest.raises(UserError, match=rf"names another: .* --checkpoint\.dir={run} resumes it"):
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace("finished", "gone"))
+    with pytest.raises(UserError, match=rf"where no run is\. .* --checkpoint\.dir={run} resumes"):
         train.main(command)
     assert train.main([*command, f"--checkpoint.dir={run}"]) == 0
 
