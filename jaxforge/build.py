@@ -22,7 +22,12 @@ from jaxforge.config.useless import useless
 from jaxforge.data import loader, sources
 from jaxforge.data.dataset import Dataset, Mixture, Streaming
 from jaxforge.data.epoch import sequences_per_epoch
-from jaxforge.data.fingerprint import Fingerprint, check_unchanged, fingerprints
+from jaxforge.data.fingerprint import (
+    Fingerprint,
+    check_random_tokens,
+    check_unchanged,
+    fingerprints,
+)
 from jaxforge.data.mixture import Segment
 from jaxforge.errors import UserError
 from jaxforge.health.actions import open_actions
@@ -102,6 +107,8 @@ def build_trainer(
         state, progress = starting_state(
             config, checkpoints, model, optimizer, mesh, open_foreign, local
         )
+    if has_begun:
+        check_random_tokens(config.data, progress.data)
     for change in check_unchanged(config.data.on_change, progress.data, identity, progress.step):
         log.warning("the data changed since step %d: %s", progress.step, change)
     progress.data = identity

@@ -27,7 +27,7 @@ from jaxforge.config.useless import useless
 from jaxforge.data import sources
 from jaxforge.data.dataset import Dataset, Mixture, Streaming
 from jaxforge.data.epoch import sequences_per_epoch
-from jaxforge.data.fingerprint import check_unchanged, fingerprints
+from jaxforge.data.fingerprint import check_random_tokens, check_unchanged, fingerprints
 from jaxforge.errors import UserError
 from jaxforge.model.runtime import gpu_capability
 from jaxforge.model.transformer import (
@@ -348,6 +348,7 @@ def _run_directory(config: JobConfig, mesh: AnyMesh, model: Model | None, data: 
         progress = checkpoints.check_restorable(by_layer(like, model.stack), step)
     finally:
         checkpoints.close()
+    check_random_tokens(config.data, progress.data)
     if data is not None:
         check_unchanged(
             config.data.on_change, progress.data, fingerprints(config.data, data, {}), step

@@ -21,6 +21,7 @@ Fingerprint = dict[str, Any]
 """What a dataset is, as JSON: `tokenizer` and `contents` are hashes, the rest is for messages."""
 
 _TRAINING = "data: "
+_RANDOM = {f"{_TRAINING}auto", f"{_TRAINING}synthetic"}  # names of random tokens
 _LOOKED_AT = 4096  # bytes at either end of a file without hashes
 
 
@@ -85,6 +86,28 @@ def check_unchanged(
             "or go on with --data.on_change=continue, or start a new run with checkpoint.load_path"
         )
     return found
+
+
+def check_random_tokens(data: DataConfig, trained_on: Mapping[str, Fingerprint]) -> None:
+    """Refuse random tokens for weights that were trained on other data.
+
+    A new model may train on random tokens, as in KempnerForge: that tries a machine or a mesh.
+
+    Args:
+        data: the `[data]` section.
+        trained_on: fingerprints of the data of the checkpoint that a run goes on from.
+
+    Raises:
+        UserError: the section names no data, and does not say that random tokens are meant.
+    """
+    if data.has_source or data.dataset_type != "auto" or _RANDOM & trained_on.keys():
+        return
+    raise UserError(
+        "no data: neither data.dataset_path, data.hf_dataset_name nor data.datasets names any, and "
+        "random tokens would spoil weights that were trained on others. Set one (jaxforge prepare "
+        "TEXT --output DIR makes shards), or, to train them on random tokens, data.dataset_type = "
+        '"synthetic"'
+    )
 
 
 def _differences(then: Fingerprint, now: Fingerprint) -> Iterator[str]:

@@ -10,7 +10,6 @@ import numpy as np
 from jaxforge.config.data import DATASETS, DataConfig
 from jaxforge.config.eval import EvalSource
 from jaxforge.config.job import JobConfig
-from jaxforge.config.torch_only import is_kempnerforges
 from jaxforge.corpus.conversations import Conversations
 from jaxforge.corpus.huggingface import cached_shards, load_dataset
 from jaxforge.corpus.records import Content, TextField
@@ -54,13 +53,7 @@ def _open_named(config: JobConfig) -> Dataset | Mixture | Streaming:
         return _open_shards(config, data, ("data.dataset_path", "data.file_pattern"))
     if data.hf_dataset_name:
         return _open_stream(config, data.hf_dataset_name)
-    if is_kempnerforges(config):  # its files mean random tokens
-        return _random_tokens(config)
-    raise UserError(
-        "no data: neither data.dataset_path, data.hf_dataset_name nor data.datasets names any. Set "
-        "one (jaxforge prepare TEXT --output DIR makes shards), or, to try a machine or a mesh on "
-        'random tokens, data.dataset_type = "synthetic"'
-    )
+    return _random_tokens(config)
 
 
 @register_dataset("synthetic")

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -113,12 +114,40 @@ def test_dry_run_compares_the_data(tmp_path):
         dry(run, data={"dataset_path": str(data)})
 
 
-def test_random_tokens_are_trained_on_where_the_config_says_so():
-    with pytest.raises(UserError, match=r'no data: .*data\.dataset_type = "synthetic"'):
-        open_training_data(tiny_config(data={"dataset_type": "auto"}))
-    assert len(open_training_data(tiny_config(data={"dataset_type": "synthetic"}))) > 2**30
-    of_kempnerforge = tiny_config(data={"dataset_type": "auto", "pin_memory": True})
-    assert len(open_training_data(of_kempnerforge)) > 2**30
+@pytest.fixture(scope="module")
+def trained_on_data(tmp_path_factory):
+    """A run of one step on token shards."""
+    place = tmp_path_factory.mktemp("data")
+    np.save(place / "a.npy", np.arange(999, dtype=np.uint16) % 256)
+    run = place / "run"
+    assert train.run(config(run, 1, data={"dataset_path": str(place)})) is Exit.COMPLETED
+    return run
+
+
+def test_new_models_may_train_on_random_tokens(tmp_path):
+    assert train.run(config(tmp_path, 1, data={"dataset_type": "auto"})) is Exit.COMPLETED
+    assert train.run(config(tmp_path, 2, data={"dataset_type": "auto"})) is Exit.COMPLETED
+
+
+@pytest.mark.parametrize("start", [lambda config: train.run(config), lambda config: dry(
+    Path(config.checkpoint.dir), data={"dataset_type": "auto"})])  # fmt: skip
+def test_resume_on_random_tokens_for_want_of_data_is_refused(trained_on_data, tmp_path, start):
+    run = shutil.copytree(trained_on_data, tmp_path / "run")
+    with pytest.raises(UserError, match=r'random tokens would spoil .*dataset_type = "synthetic"'):
+        start(config(run, 2, data={"dataset_type": "auto"}))
+
+
+def test_loaded_weights_train_on_random_tokens_only_where_the_config_says_so(
+    trained_on_data, tmp_path
+):
+    def run(dataset_type):
+        wanted = config(tmp_path / "new", 2, data={"dataset_type": dataset_type})
+        load = wanted.checkpoint.model_copy(update={"load_path": str(trained_on_data)})
+        return train.run(wanted.model_copy(update={"checkpoint": load}))
+
+    with pytest.raises(UserError, match="random tokens would spoil"):
+        run("auto")
+    assert run("synthetic") is Exit.COMPLETED
 
 
 def test_source_wins_over_random_tokens(tmp_path):
