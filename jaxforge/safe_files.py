@@ -73,9 +73,12 @@ def make_directory(path: Path) -> None:
     """Make a directory within a run directory, unless it exists.
 
     Raises:
-        OSError: it is a link, or cannot be made.
+        OSError: it is a link or a file, or cannot be made.
     """
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
     if path.is_symlink():
         raise OSError(errno.ELOOP, _LINK, str(path))
 
