@@ -40,15 +40,12 @@ def floors_for(
     return floors[result][max(matching, key=lambda words: len(words.split()))]
 
 
-def below_floor(
-    floors: Mapping[str, float], rows: Sequence[Mapping[str, Any]], *, complete: bool = True
-) -> list[str]:
-    """Return a message for each row below its floor.
+def below_floor(floors: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a message for each row below its floor, and for each floor without a row.
 
     Args:
         floors: of this machine, as of `floors_for`.
         rows: of a result, each with `ratio`.
-        complete: whether a floor without a row is a fault, too; False for a part of a benchmark.
     """
     ratios = {row_key(row): row["ratio"] for row in rows}
     fallen = [
@@ -56,5 +53,5 @@ def below_floor(
         for key, floor in floors.items()
         if key in ratios and ratios[key] < floor
     ]
-    missing = [f"{key}: not measured" for key in floors if complete and key not in ratios]
+    missing = [f"{key}: not measured" for key in floors if key not in ratios]
     return fallen + missing

@@ -5,14 +5,14 @@ A disk that is full for a while costs no line, and a damaged line costs no other
 
 import collections
 import errno
-import json
 import logging
 import os
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from jaxforge import safe_files
 from jaxforge.errors import StorageError
+from jaxforge.untrusted_json import parse_line
 
 log = logging.getLogger(__name__)
 
@@ -148,11 +148,8 @@ def keep_sound_lines(path: Path, last_step: int | None = None) -> None:
 
 def _step_of(line: bytes) -> int | None:
     """Return the step of a line; None for a damaged line."""
-    try:
-        value: Any = json.loads(line.decode())
-    except (ValueError, RecursionError):
-        return None
-    step = value.get("step") if isinstance(value, dict) else None
+    value, problem = parse_line(line)
+    step = None if problem else value.get("step")
     return step if type(step) is int else None
 
 

@@ -18,8 +18,6 @@ wandb/            W&B's files, with `metrics.enable_wandb`
 profiler_traces/  with `profiling.enable`
 """
 
-import contextlib
-import json
 import logging
 import shutil
 from collections.abc import Sequence
@@ -34,6 +32,7 @@ from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.corpus.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 from jaxforge.errors import UserError
 from jaxforge.near import path_hint
+from jaxforge.untrusted_json import Field, Omissions, is_step, read_lines
 
 log = logging.getLogger(__name__)
 
@@ -137,14 +136,8 @@ def put_metrics_aside(run: Path) -> None:
 
 def _logged_steps(path: Path) -> list[tuple[int, bool]]:
     """Return the step of each whole line of metrics, and whether it says that a save is durable."""
-    if not path.is_file():
-        return []
-    found = []
-    for line in path.read_bytes().splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # a torn or damaged line
-            values = json.loads(line)
-            found.append((int(values["step"]), "checkpoint/save_sec" in values))
-    return found
+    lines = read_lines(path, {"step": Field(is_step, "the number of a step")}, Omissions(path))
+    return [(int(values["step"]), "checkpoint/save_sec" in values) for values in lines]
 
 
 def root(config: JobConfig) -> Path:

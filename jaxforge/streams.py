@@ -4,6 +4,7 @@ For some commands the text is the result (`generate`, `inspect`): without a read
 others it only accompanies the work (`train`, `prepare`): they go on.
 """
 
+import abc
 import contextlib
 import errno
 import io
@@ -20,7 +21,7 @@ log = logging.getLogger(__name__)
 _MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EAGAIN)
 
 
-class _Guarded:
+class _Guarded(abc.ABC):
     """A stream that decides what a failure of `write` or `flush` means.
 
     Args:
@@ -54,8 +55,8 @@ class _Guarded:
     def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
-    def _fail(self, error: OSError) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _fail(self, error: OSError) -> None: ...
 
 
 class _Tolerant(_Guarded):

@@ -23,7 +23,7 @@ LAYERS = {
     "wide_count": set(),
     "git": set(),
     "redaction": set(),
-    "line_file": {"errors", "safe_files"},
+    "line_file": {"errors", "safe_files", "untrusted_json"},
     "starts": {"errors", "git", "line_file", "redaction"},
     "job_facts": {"config", "starts"},
     "side": set(),
@@ -56,7 +56,7 @@ LAYERS = {
                   "streams"},
     "notebook": {"exit_codes", "config", "telemetry", "training"},
     "run_directory": {"errors", "config", "corpus", "storage", "mirror", "starts",
-                      "trust"},
+                      "trust", "untrusted_json"},
     "inference": {"errors", "cli", "config", "parallel", "corpus", "data", "model", "checkpoint",
                   "run_directory", "storage", "telemetry", "training"},
 }  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxforge import dry_run, train
+from jaxforge import dry_run, run_directory, train
 from jaxforge.config import load_config, load_unresolved, rules
 from jaxforge.data.sources import open_training_data
 from jaxforge.errors import UserError
@@ -54,6 +54,14 @@ def test_run_whose_checkpoints_are_gone_is_not_begun_anew(run, start):
         start(run)
     assert (run / "metrics.jsonl").read_bytes() == metrics
     assert not list(run.glob("*before*"))
+
+
+def test_damaged_metrics_are_put_aside_too(tmp_path):
+    text = '{"step": 1}\n' + "[" * 100_000 + '\n{"step": "x"}\n'
+    (tmp_path / "metrics.jsonl").write_text(text)
+    run_directory.check_not_lost(tmp_path)
+    run_directory.put_metrics_aside(tmp_path)
+    assert (tmp_path / "metrics.before_1.jsonl").read_text() == text
 
 
 def test_metrics_before_the_first_checkpoint_are_put_aside(run, capsys):
