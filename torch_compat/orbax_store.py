@@ -65,7 +65,7 @@ def open_orbax(path: Path, trusts: Decision = never) -> tuple[CheckpointState, J
             for part in ("config/metadata", "progress/metadata")
         )
         check_config(progress_json, values)
-        progress = unsealed(progress_json, step)
+        progress = unsealed(progress_json)
         leaves = unpacked(ocdbt.open_arrays(directory / "state"))
     except UserError:
         raise

@@ -28,12 +28,13 @@ def sealed(progress: Progress, config_crc32: int | None) -> dict[str, Any]:
     return values | {_SEAL: crc32(values)}
 
 
-def unsealed(values: Mapping[str, Any], step: int) -> Progress:
+def unsealed(values: Mapping[str, Any], step: int | None = None) -> Progress:
     """Return the counters of `progress/metadata`.
 
     Args:
         values: its JSON.
-        step: that of the checkpoint, by the name of its directory.
+        step: that of the checkpoint, by the name of its directory; None where the name does not
+            matter, as for a conversion of a single checkpoint.
 
     Raises:
         ValueError: it is not what was saved, or of another step.
@@ -43,7 +44,7 @@ def unsealed(values: Mapping[str, Any], step: int) -> Progress:
         if crc32(content) != values[_SEAL]:
             raise ValueError("progress/metadata is not what was saved")
     progress = Progress.from_json(dict(values))
-    if progress.step != step:
+    if step not in (None, progress.step):
         raise ValueError(f"progress/metadata is of step {progress.step}, not of step {step}")
     return progress
 
