@@ -5,7 +5,8 @@
 
 The peer is a plain JAX program of the same model, precision and rematerialisation: a scan over
 stacked layers, weights split over all devices on the embedding dimension, the same attention
-kernel, and everything else left to the partitioner. What the cycles mean: `jaxforge/plan/hlo.py`.
+kernel, and everything else left to the partitioner. For the cycles see
+`jaxforge/tools/plan/hlo.py`.
 """
 
 import os
@@ -24,12 +25,12 @@ from rich.console import Console
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
-from jaxforge.model.attention_backends import BACKENDS
+from jaxforge.kernels.attention_backends import BACKENDS
 from jaxforge.model.remat import block
 from jaxforge.parallel import targets, xla_flags
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.plan.hlo import Program
 from jaxforge.step.lowering import lower_train_step
+from jaxforge.tools.plan.hlo import Program
 
 LLAMA_2_7B = {"dim": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": 32000,
               "ffn_hidden_dim": 11008}  # fmt: skip

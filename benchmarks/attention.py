@@ -21,7 +21,7 @@ import results
 from kernels import fastest
 
 from jaxforge.config.model import ModelConfig
-from jaxforge.model.attention_backends import BACKENDS, KernelRequirements, choose
+from jaxforge.kernels.attention_backends import BACKENDS, KernelRequirements, choose
 from jaxforge.model.runtime import gpu_capability
 from jaxforge.parallel import host_memory
 

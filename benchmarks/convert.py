@@ -26,12 +26,13 @@ import results
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.state.progress import Progress
-from torch_compat import dcp_state, dcp_writer
-from torch_compat.lazy import Index, LazyTensor, extent
-from torch_compat.name_maps import NAME_MAPS
-from torch_compat.staging import Staging
-from torch_compat.state import CheckpointState, abstract_target
-from torch_compat.workers import Share
+from torch_compat.checkpoint import dcp_state
+from torch_compat.checkpoint.name_maps import NAME_MAPS
+from torch_compat.checkpoint.state import CheckpointState, abstract_target
+from torch_compat.formats import dcp_writer
+from torch_compat.formats.lazy import Index, LazyTensor, extent
+from torch_compat.formats.staging import Staging
+from torch_compat.formats.workers import Share
 
 MIB = 1 << 20
 LIMIT = 256 * MIB  # that memory may grow by, besides the largest tensor of a layer
@@ -54,7 +55,7 @@ dcp_to_torch_save(*sys.argv[1:])
 
 _LOADED = """
 import sys
-import torch_compat.orbax_commit
+import torch_compat.checkpoint.orbax_commit
 from torch_compat.__main__ import main
 main([*sys.argv[1:], "--dry-run"])
 """

@@ -21,8 +21,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from jaxforge.config.job import JobConfig
-from jaxforge.corpus.writer import ShardWriter
 from jaxforge.data import loader, sources
+from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.parallel.mesh import make_mesh
 
 QUICKSTART = 3500  # tokens per second that configs/quickstart.toml trains on two cores

@@ -3,9 +3,9 @@
     pip install "jax[tpu]"
     python benchmarks/experts_aot.py [--quick]
 
-One sequence of 4096 tokens per chip, full rematerialisation, gradients reduced per microbatch. What
-the cycles mean, see `jaxforge/plan/hlo.py`; further rounds of rows, which an even load does not
-need, are not among them. Of products with experts it can only be told how many rows their tiles
+One sequence of 4096 tokens per chip, full rematerialisation, gradients reduced per microbatch. For
+the cycles see `jaxforge/tools/plan/hlo.py`; they are without further rounds of rows, which an even
+load does not need. Of products with experts it can only be told how many rows their tiles
 have: those that two experts share are multiplied for both. That is computed for a load drawn at
 random.
 """
@@ -23,11 +23,11 @@ from rich.console import Console
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
-from jaxforge.model.megablox import tile_of_rows
+from jaxforge.kernels.megablox import tile_of_rows
 from jaxforge.parallel import targets, xla_flags
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.plan.hlo import Program
 from jaxforge.step.lowering import lower_train_step
+from jaxforge.tools.plan.hlo import Program
 
 MIXTRAL_8X7B = {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "vocab_size": 32000,
                 "ffn_hidden_dim": 14336, "num_experts": 8, "moe_top_k": 2,

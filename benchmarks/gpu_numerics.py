@@ -16,8 +16,8 @@ import numpy as np
 import results
 
 from jaxforge.config.job import JobConfig
-from jaxforge.model.attention_backends import BACKENDS, KernelRequirements, choose
-from jaxforge.model.grouped import ProductRequirements, choose_grouped, grouped_matmul
+from jaxforge.kernels.attention_backends import BACKENDS, KernelRequirements, choose
+from jaxforge.kernels.grouped import ProductRequirements, choose_grouped, grouped_matmul
 from jaxforge.model.runtime import gpu_capability
 from jaxforge.model.transformer import build_model, matmul_precision
 from jaxforge.optim.optimizer import build_optimizer

@@ -21,10 +21,10 @@ import step
 
 from jaxforge.config.job import JobConfig
 from jaxforge.parallel.targets import GPUS
-from jaxforge.plan.compiled import peak_of
-from jaxforge.plan.hlo import Program
-from jaxforge.plan.plan import as_json, plan
-from jaxforge.plan.topology import Topology
+from jaxforge.tools.plan.compiled import peak_of
+from jaxforge.tools.plan.hlo import Program
+from jaxforge.tools.plan.plan import as_json, plan
+from jaxforge.tools.plan.topology import Topology
 
 ROOT = Path(__file__).parents[1]
 TOLERANCE = 0.03  # of memory

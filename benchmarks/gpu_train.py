@@ -22,7 +22,7 @@ import jax
 import numpy as np
 import results
 
-from jaxforge.corpus.writer import ShardWriter
+from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.exit_codes import Exit
 
 ROOT = Path(__file__).parents[1]

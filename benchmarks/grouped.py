@@ -21,7 +21,7 @@ import results
 import torch
 from torch.nn import functional as F
 
-from jaxforge.model.grouped import ProductRequirements, choose_grouped, grouped_matmul
+from jaxforge.kernels.grouped import ProductRequirements, choose_grouped, grouped_matmul
 from jaxforge.model.runtime import gpu_capability
 from jaxforge.parallel import host_memory
 

@@ -16,8 +16,8 @@ import results
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from jaxforge import prepare, train
-from jaxforge.lm_eval.adapter import JaxforgeLM
+from jaxforge.commands import prepare, train
+from jaxforge.tools.lm_eval.adapter import JaxforgeLM
 from torch_compat import __main__ as torch_compat
 
 CONFIG = """

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import results
 
-from jaxforge.model.attention_backends import cudnn_attention, reference_attention
-from jaxforge.model.blockwise import blockwise_attention
+from jaxforge.aux_outputs import LossWeights
+from jaxforge.kernels.attention_backends import cudnn_attention, reference_attention
+from jaxforge.kernels.blockwise import blockwise_attention
 from jaxforge.parallel import host_memory
-from jaxforge.side import LossWeights
 from jaxforge.step.cross_entropy import Tiling, weighted_loss
 
 Shape = tuple[int, int, int, int, int]

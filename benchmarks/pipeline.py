@@ -30,13 +30,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from jaxforge.aux_outputs import LossWeights
 from jaxforge.config.job import JobConfig
 from jaxforge.model.remat import block
 from jaxforge.model.transformer import Model, Params, build_model, matmul_precision
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import batch_shardings, param_shardings
-from jaxforge.side import LossWeights
 from jaxforge.state.train_state import init_state
 from jaxforge.step.cross_entropy import tiles_of, weighted_loss
 from jaxforge.step.gradients import Batch, make_gradients

@@ -5,7 +5,7 @@
 
 Four stages, microbatches of 4 x 2048, full rematerialisation, gradients reduced per microbatch.
 Peak memory of a device against the number of microbatches, and the cycles as the compiler estimates
-them (`jaxforge/plan/hlo.py`), beside a pipeline as most JAX frameworks write it
+them (`jaxforge/tools/plan/hlo.py`), beside a pipeline as most JAX frameworks write it
 (`pipeline.rolled_gradients`). A program that does not fit is no row but a note.
 """
 

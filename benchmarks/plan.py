@@ -21,8 +21,8 @@ from experts_aot import MIXTRAL_8X7B
 from rich.console import Console
 
 from jaxforge.config.job import JobConfig
-from jaxforge.plan.plan import plan
-from jaxforge.plan.topology import Topology
+from jaxforge.tools.plan.plan import plan
+from jaxforge.tools.plan.topology import Topology
 
 LLAMA_2_70B = {"dim": 8192, "n_layers": 80, "n_heads": 64, "n_kv_heads": 8, "vocab_size": 32000,
                "ffn_hidden_dim": 28672}  # fmt: skip

@@ -19,15 +19,15 @@ import jax
 import numpy as np
 import results
 
-from jaxforge import prepare, train
-from jaxforge.corpus.manifest import FILE_NAME
-from jaxforge.corpus.tokenizer import Tokenizer, load_tokenizer
+from jaxforge.commands import prepare, train
+from jaxforge.data.corpus.manifest import FILE_NAME
+from jaxforge.data.corpus.tokenizer import Tokenizer, load_tokenizer
 from jaxforge.data.order import GrainOrder
 from jaxforge.parallel import multihost
-from jaxforge.replay.account import in_order
-from jaxforge.replay.documents import Document, find_documents, token_loss_function
-from jaxforge.replay.influence import Influence, Influences
-from jaxforge.replay.past import open_past
+from jaxforge.tools.replay.account import in_order
+from jaxforge.tools.replay.documents import Document, find_documents, token_loss_function
+from jaxforge.tools.replay.influence import Influence, Influences
+from jaxforge.tools.replay.past import open_past
 
 VOCAB, SEQ, BATCH, STEPS = 4096, 256, 8, 600
 WINDOW = SEQ + 1

@@ -10,8 +10,8 @@ import time
 
 import jax
 
-from jaxforge.cli import run_main
-from jaxforge.train import parse_command_line, run
+from jaxforge.cli.running import run_main
+from jaxforge.commands.train import parse_command_line, run
 from jaxforge.training.hooks import Hook, StepContext
 
 

@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxforge.cli import run_main
+from jaxforge.aux_outputs import LossWeights
+from jaxforge.cli.running import run_main
+from jaxforge.commands.train import main
 from jaxforge.config.train import TrainConfig
 from jaxforge.data.packing import IGNORE
 from jaxforge.model.transformer import Batch, Model, Params
-from jaxforge.side import LossWeights
 from jaxforge.step.losses import LossFunction, register_loss
-from jaxforge.train import main
 
 SMOOTHING = 0.1
 """The share of the target that is spread evenly over the vocabulary."""

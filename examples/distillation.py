@@ -19,7 +19,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxforge.cli import run_main
+from jaxforge.aux_outputs import NOTHING, LossWeights, Side
+from jaxforge.cli.running import run_main
+from jaxforge.commands.train import main
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.train import TrainConfig
 from jaxforge.data.packing import IGNORE
@@ -29,10 +31,8 @@ from jaxforge.model.linear import Declare, Initializer, Untrained
 from jaxforge.model.network import Transformer
 from jaxforge.model.transformer import Batch, Model, Params, register_model
 from jaxforge.parallel.sharding import Axes
-from jaxforge.run_directory import read_config
-from jaxforge.side import NOTHING, LossWeights, Side
+from jaxforge.runs.run_directory import read_config
 from jaxforge.step.losses import LossFunction, register_loss
-from jaxforge.train import main
 
 SHARE = 0.5
 """Of the teacher's opinion in the loss."""

@@ -14,17 +14,17 @@ import sys
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxforge.cli import run_main
+from jaxforge.aux_outputs import NOTHING, LossWeights, Side
+from jaxforge.cli.running import run_main
+from jaxforge.commands.train import main
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.train import TrainConfig
 from jaxforge.data.packing import IGNORE
 from jaxforge.model.linear import Declare, Linear
 from jaxforge.model.network import Transformer
 from jaxforge.model.transformer import Batch, Model, Params, register_model
-from jaxforge.side import NOTHING, LossWeights, Side
 from jaxforge.step.cross_entropy import tiles_of, weighted_loss
 from jaxforge.step.losses import LossFunction, register_loss
-from jaxforge.train import main
 
 WEIGHT = 0.3
 """Of the extra head's loss."""

@@ -21,20 +21,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxforge.cli import run_main
+from jaxforge.aux_outputs import LossWeights, Mean, Side
+from jaxforge.cli.running import run_main
+from jaxforge.commands.train import main
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import TrainConfig
-from jaxforge.corpus.tokenizer import Tokenizer
+from jaxforge.data.corpus.tokenizer import Tokenizer
 from jaxforge.data.dataset import Example
 from jaxforge.data.packing import IGNORE
 from jaxforge.data.sources import register_dataset
 from jaxforge.errors import UserError
 from jaxforge.inference import open_run
 from jaxforge.model.transformer import Batch, Model, Params
-from jaxforge.run_directory import read_tokenizer
-from jaxforge.side import LossWeights, Mean, Side
+from jaxforge.runs.run_directory import read_tokenizer
 from jaxforge.step.losses import LossFunction, register_loss
-from jaxforge.train import main
 
 BETA = 0.1
 """How much it costs to depart from the reference."""

@@ -20,7 +20,7 @@ import numpy as np
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import starting_state
 from jaxforge.checkpoint.save_policy import SavePolicy
-from jaxforge.cli import run_main
+from jaxforge.cli.running import run_main
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.config.rules import check

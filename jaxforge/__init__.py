@@ -5,7 +5,7 @@ import sys  # no more than these two, which Python has loaded: see `_leave_worki
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from jaxforge.run import Run as Run
+    from jaxforge.inference.run import Run as Run
 
     __version__: str
 
@@ -36,6 +36,8 @@ def _end_at_interrupt() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+# `python -m jaxforge.NAME` runs the command NAME, in `commands/NAME.py`.
+__path__.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "commands"))
 if sys.argv[:1] == ["-m"]:  # a command, about to be found and imported
     _leave_working_directory()
 if sys.argv[:1] == ["-m"] or os.path.basename("".join(sys.argv[:1])) == "jaxforge":
@@ -45,7 +47,7 @@ if sys.argv[:1] == ["-m"] or os.path.basename("".join(sys.argv[:1])) == "jaxforg
 def __getattr__(name: str) -> object:
     """Import what takes time once it is asked for."""
     if name == "Run":
-        from jaxforge.run import Run
+        from jaxforge.inference.run import Run
 
         return Run
     if name == "__version__":

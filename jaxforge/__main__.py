@@ -7,53 +7,12 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jaxforge
-from jaxforge import completion, near
-from jaxforge.cli import run_main
+from jaxforge.cli import suggestions
+from jaxforge.cli.running import run_main
+from jaxforge.commands import COMMANDS, completion
 from jaxforge.errors import UserError
-
-
-class Command(NamedTuple):
-    """A command.
-
-    Attributes:
-        module: whose `entry` it is.
-        about: one line.
-        is_subcommand: whether its name goes on to the module, which has several.
-    """
-
-    module: str
-    about: str
-    is_subcommand: bool = False
-
-
-_TORCH = "torch_compat.__main__"
-COMMANDS = {
-    "prepare": Command("jaxforge.prepare", "text, or conversations, into token shards"),
-    "init": Command("jaxforge.init", "a complete config of a known size, to start with"),
-    "train": Command("jaxforge.train", "train, or go on training; --help lists every key"),
-    "supervise": Command("jaxforge.supervise", "run a command again when it fails"),
-    "sweep": Command("jaxforge.sweep.__main__", "a grid of settings, or a ladder of sizes"),
-    "plan": Command("jaxforge.plan.__main__", "what a run needs, on machines that are not here"),
-    "report": Command("jaxforge.report.__main__", "the curves of runs as one HTML page"),
-    "replay": Command("jaxforge.replay.__main__", "a step of a run again: what happened in it"),
-    "activations": Command("jaxforge.activations", "what a model computes on its way, in files"),
-    "evaluate": Command("jaxforge.evaluate", "loss, perplexity and bits per byte"),
-    "generate": Command("jaxforge.generate", "continue prompts, or converse"),
-    "lm_eval": Command("jaxforge.lm_eval.__main__", "tasks of EleutherAI's lm_eval"),
-    "capsule": Command("jaxforge.capsule.__main__", "what a run is made of, in one file"),
-    "import": Command(_TORCH, "a PyTorch or Hugging Face checkpoint becomes a run", True),
-    "export": Command(_TORCH, "a run becomes a PyTorch or Hugging Face checkpoint", True),
-    "inspect": Command(_TORCH, "what a checkpoint of any format holds", True),
-    "verify": Command(_TORCH, "whether two checkpoints are the same, and where not", True),
-    "lockstep": Command(_TORCH, "a torch model beside ours: what differs first", True),
-    "pipeline": Command("jaxforge.pipeline.__main__", "draw a pipeline's schedule"),
-    "doctor": Command("jaxforge.doctor", "what is installed, which devices, what is wrong"),
-    "completion": Command("jaxforge.completion", "make a shell complete all of this"),
-}
-"""By name, in the order of a run's life."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name = arguments[0]
     if name not in COMMANDS:
-        hint = near.hint(name, COMMANDS, quote="") or ";"
+        hint = suggestions.hint(name, COMMANDS, quote="") or ";"
         if name.startswith("-"):
             raise UserError(f"say a command before {name}: `jaxforge --help` lists the commands")
         raise UserError(f"there is no command {name}{hint} `jaxforge --help` lists them")

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from jaxforge.cli.suggestions import hint
 from jaxforge.errors import UserError
-from jaxforge.near import hint
 
 Builder = TypeVar("Builder", bound=Callable[..., Any])
 

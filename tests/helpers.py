@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jaxforge.checkpoint.sealed_progress import crc32, sealed
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import RopeScaling
-from jaxforge.model import attention_backends
+from jaxforge.kernels import attention_backends
 from jaxforge.model.transformer import Model, Params, build_model
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.mesh import make_mesh

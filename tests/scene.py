@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxforge import init, prepare, train
-from jaxforge.capsule import __main__ as capsule
+from jaxforge.commands import capsule as capsule
+from jaxforge.commands import init, prepare, train
 from jaxforge.config.job import JobConfig
 from tests.conftest import tiny_config
 from torch_compat import __main__ as torch_compat

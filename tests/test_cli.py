@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from jaxforge.cli import raise_interrupts, run_main
-from jaxforge.process import end_now
+from jaxforge.cli.process import end_now
+from jaxforge.cli.running import raise_interrupts, run_main
 from tests.machine import PATIENCE
 
 ROOT = Path(__file__).parents[1]
 
 PROGRAM = """
 import concurrent.futures, time
-from jaxforge.cli import leave
+from jaxforge.cli.running import leave
 
 pool = concurrent.futures.ThreadPoolExecutor(1, "reader")
 pool.submit(time.sleep, {seconds})
@@ -45,7 +45,7 @@ def test_a_thread_that_hangs_is_left_behind(seconds, patience, said):
 
 PRINTS = """
 import sys
-from jaxforge.cli import run_main
+from jaxforge.cli.running import run_main
 
 def work():
     for _ in range(3):
@@ -120,7 +120,7 @@ def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_word(tmp_path, com
 COMPILES = """
 import ctypes, sys
 sys.argv[0] = "-m"
-from jaxforge.cli import run_main
+from jaxforge.cli.running import run_main
 
 def work():
     libc = ctypes.PyDLL(None)  # with Python's lock held, as by code that looks at no signals
@@ -176,7 +176,9 @@ def test_under_a_prompt_the_process_is_not_ended(monkeypatch):
 )
 def test_flags_that_xla_cannot_read_are_a_mistake_and_no_failure(flags, said):
     """XLA itself ends the process, with code 1, which would be run again."""
-    program = "from jaxforge.cli import run_main; exit(run_main(lambda: 0, uses_devices=True))"
+    program = (
+        "from jaxforge.cli.running import run_main; exit(run_main(lambda: 0, uses_devices=True))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "XLA_FLAGS": flags}, cwd=ROOT,
         capture_output=True, text=True, check=False,

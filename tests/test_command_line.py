@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxforge import completion
-from jaxforge.command_line import CommandParser
+from jaxforge.commands import completion
+from jaxforge.commands.train import parse_command_line
+from jaxforge.config.reading.command_line import CommandParser
 from jaxforge.errors import UserError
-from jaxforge.train import parse_command_line
 
 PROGRAM = Path(sys.executable).with_name("jaxforge")
 

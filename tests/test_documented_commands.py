@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from jaxforge import __main__ as program
-from jaxforge.cli import run_main
+from jaxforge.cli.running import run_main
 from tests import scene
 from tests.test_docs import commands, words_of
 

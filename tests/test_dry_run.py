@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxforge import dry_run, init, train
+from jaxforge.commands import init, train
 from jaxforge.config import load_config
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import build_model
@@ -16,6 +16,7 @@ from jaxforge.parallel.mesh import abstract_mesh
 from jaxforge.state.train_state import abstract_state
 from jaxforge.step.fitting import fit, with_rows
 from jaxforge.step.memory import step_memory
+from jaxforge.tools.plan import dry_run
 from tests.test_configs import CONFIGS
 
 DEBUG = "configs/debug.toml"

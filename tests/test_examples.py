@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 
 from jaxforge import inference
+from jaxforge.aux_outputs import LossWeights
+from jaxforge.commands.prepare import main as prepare
+from jaxforge.commands.train import main
 from jaxforge.config.model import ModelConfig
 from jaxforge.data.sources import open_training_data
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.model.transformer import Model, build_model
 from jaxforge.optim.optimizer import build_optimizer, learning_rate
-from jaxforge.prepare import main as prepare
-from jaxforge.side import LossWeights
 from jaxforge.step.losses import build_loss
-from jaxforge.train import main
 from tests.conftest import tiny_config
 from tests.processes.conftest import environment
 
@@ -77,7 +77,7 @@ def test_example_has_a_run_directory_of_its_own(path, setting, monkeypatch):
         started.append(config.known.checkpoint.dir)
         return Exit.COMPLETED
 
-    monkeypatch.setattr("jaxforge.launch.run", start)
+    monkeypatch.setattr("jaxforge.training.launch.run", start)
     monkeypatch.setenv("TEACHER_RUN", "")
     arguments = [*TAKES.get(path.stem, []), "--config", str(ROOT / "configs" / "debug.toml")]
     assert run_script(path, [*arguments, *setting], monkeypatch) == 0

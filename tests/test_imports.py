@@ -1,70 +1,26 @@
 """Imports follow the arrows of docs/architecture.md, and nothing needs torch to run."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from jaxforge.__main__ import COMMANDS
+from jaxforge.commands import COMMANDS
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("jaxforge", "torch_compat")
 
-LAYERS = {
-    "errors": set(),
-    "untrusted_json": {"errors"},
-    "exit_codes": set(),
-    "registry": {"errors"},
-    "streams": {"errors"},
-    "cli": {"errors", "streams"},
-    "process": set(),
-    "run_lock": {"errors", "storage"},
-    "wide_count": set(),
-    "git": set(),
-    "redaction": set(),
-    "line_file": {"errors", "safe_files", "untrusted_json"},
-    "starts": {"errors", "git", "line_file", "redaction"},
-    "job_facts": {"config", "starts"},
-    "side": set(),
-    "near": set(),
-    "mistyped": set(),
-    "command_line": {"cli", "config", "errors", "mistyped", "trust"},
-    "safe_files": set(),
-    "trust": {"storage"},
-    "storage": {"errors", "buckets"},
-    "buckets": {"errors", "storage"},
-    "mirror": {"errors", "storage"},
-    "config": {"errors", "registry", "storage", "trust"},
-    "parallel": {"errors", "exit_codes", "process", "config", "streams"},
-    "corpus": {"errors", "config", "storage"},
-    "starting": {"errors", "config", "corpus"},
-    "data": {"errors", "config", "corpus", "parallel", "storage", "buckets"},
-    "model": {"errors", "config", "parallel", "side"},
-    "optim": {"errors", "config", "parallel", "model", "state"},
-    "pipeline": {"errors", "cli", "command_line", "config", "parallel", "side"},
-    "state": {"errors", "model", "parallel", "wide_count"},
-    "step": {"errors", "config", "parallel", "model", "optim", "pipeline", "data", "state", "side",
-             "storage"},
-    "health": {"errors", "exit_codes", "config", "parallel", "model", "optim", "state", "step",
-               "telemetry", "process", "run_lock"},
-    "training": {"errors", "exit_codes", "config", "parallel", "model", "optim", "corpus", "data",
-                 "state", "step", "health", "checkpoint", "telemetry", "process", "storage",
-                 "mirror", "side"},
-    "checkpoint": {"errors", "config", "parallel", "model", "state", "storage", "buckets"},
-    "telemetry": {"errors", "exit_codes", "config", "line_file", "mirror", "state",
-                  "streams"},
-    "notebook": {"exit_codes", "config", "telemetry", "training"},
-    "run_directory": {"errors", "config", "corpus", "storage", "mirror", "starts",
-                      "trust", "untrusted_json"},
-    "inference": {"errors", "cli", "config", "parallel", "corpus", "data", "model", "checkpoint",
-                  "run_directory", "storage", "telemetry", "training"},
-}  # fmt: skip
-ENTRY_POINTS = {"plan", "train", "build", "prepare", "generate", "report", "evaluate", "supervise",
-                "replay", "activations", "launch", "run", "doctor", "__main__",
-                "lm_eval", "capsule", "sweep", "completion", "init", "dry_run",
-                "preparation"}  # fmt: skip
-SUBCLASSES = {"jaxforge.lm_eval.adapter"}  # of classes that an extra brings
+ROOMS = ["errors", "exit_codes", "aux_outputs", "cli", "registry", "storage", "config", "parallel",
+         "kernels", "model", "state", "optim", "data", "step", "checkpoint", "telemetry", "runs",
+         "training", "inference", "program", "tools", "commands", "__main__"]  # fmt: skip
+"""Files and directories of jaxforge; each imports only those before it."""
+TORCH_ROOMS = ["formats", "names", "families", "checkpoint", "convert", "lockstep", "running",
+               "__main__"]  # fmt: skip
+TOP_FILES = 8
+SUBCLASSES = {"jaxforge.tools.lm_eval.adapter"}  # of classes that an extra brings
 
 
 def imports_of(path, *, at_once=False):
@@ -82,16 +38,50 @@ def modules(package):
     return sorted((ROOT / package).rglob("*.py"))
 
 
+def dotted(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def import_graph():
+    """Return the modules of both packages that each of them imports, anywhere in its code."""
+    paths = {dotted(path): path for package in PACKAGES for path in modules(package)}
+    graph = {}
+    for name, path in paths.items():
+        imported = set(imports_of(path)) & paths.keys()
+        parents = {other.rpartition(".")[0] for other in imported}  # `from package import module`
+        graph[name] = imported - parents - {name, *PACKAGES}
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("package", "rooms"), [("jaxforge", ROOMS), ("torch_compat", TORCH_ROOMS)], ids=PACKAGES
+)
+def test_imports_point_downwards(package, rooms):
+    upward = [
+        f"{module} imports {name}"
+        for module, names in import_graph().items()
+        for name in names
+        if module.startswith(f"{package}.") and name.startswith(f"{package}.")
+        if rooms.index(name.split(".")[1]) > rooms.index(module.split(".")[1])
+    ]
+    assert not upward
+
+
+def test_no_import_cycle():
+    try:
+        tuple(graphlib.TopologicalSorter(import_graph()).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_few_files_at_the_top_of_the_package():
+    assert len(list((ROOT / "jaxforge").glob("*.py"))) <= TOP_FILES
+
+
 @pytest.mark.parametrize("path", modules("jaxforge"), ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_follow_the_arrows(path):
-    room = path.relative_to(ROOT / "jaxforge").parts[0].removesuffix(".py")
-    names = set(imports_of(path))
+def test_torch_is_imported_by_conversions_only(path):
     outside = {"torch"} if path.name == "build.py" else {"torch", "torch_compat"}
-    assert not {n for n in names if n.split(".")[0] in outside}
-    if room in ENTRY_POINTS or room == "__init__":
-        return
-    rooms = {n.split(".")[1] for n in names if n.startswith("jaxforge.")}
-    assert rooms - {room, "near", "redaction", "safe_files"} <= LAYERS[room]
+    assert not {name for name in imports_of(path) if name.split(".")[0] in outside}
 
 
 @pytest.mark.parametrize("path", modules("torch_compat"), ids=lambda p: str(p.relative_to(ROOT)))
@@ -100,14 +90,11 @@ def test_torch_compat_keeps_out_of_the_loop(path):
 
 
 def test_every_module_imports_without_torch():
-    names = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in modules("jaxforge")]
-    names = [name for name in names if name not in SUBCLASSES]
-    names += [
-        ".".join(p.relative_to(ROOT).with_suffix("").parts)
-        for p in modules("torch_compat")
-        if p.name != "__main__.py"
-    ]
-    code = "import sys; sys.modules['torch'] = None\n" + "\n".join(f"import {n}" for n in names)
+    names = {dotted(path) for package in PACKAGES for path in modules(package)}
+    names -= SUBCLASSES | {"torch_compat.__main__"}
+    code = "import sys; sys.modules['torch'] = None\n" + "\n".join(
+        f"import {name}" for name in sorted(names)
+    )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
@@ -119,20 +106,21 @@ def test_commands_read_their_command_line_without_jax():
 
 
 def test_the_supervisor_starts_without_numpy():
-    code = "import sys, jaxforge.supervise; assert not {'jax', 'numpy'} & set(sys.modules)"
+    code = "import sys, jaxforge.commands.supervise; assert not {'jax', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_kernels_of_other_machines_are_imported_when_they_run():
     """Pallas was a sixth of every start, and no CPU needs it."""
     imported = {
-        f"jaxforge.model.{path.stem}": set(imports_of(path, at_once=True))
-        for path in (ROOT / "jaxforge" / "model").glob("*.py")
+        dotted(path): set(imports_of(path, at_once=True))
+        for room in ("kernels", "model")
+        for path in (ROOT / "jaxforge" / room).glob("*.py")
     }
     kernels = {
         module for module, names in imported.items() if "jax.experimental.pallas" in " ".join(names)
     }
-    assert {"jaxforge.model.splash", "jaxforge.model.megablox"} <= kernels
+    assert {"jaxforge.kernels.splash", "jaxforge.kernels.megablox"} <= kernels
     assert not {module: names & kernels for module, names in imported.items()
                 if module not in kernels and names & kernels}  # fmt: skip
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jaxforge import supervise
+from jaxforge.commands import supervise
 from jaxforge.config.reading.load import load_config
 from jaxforge.exit_codes import AGREED, Exit
 from tests.machine import PATIENCE, wait_until

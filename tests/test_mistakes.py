@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from jaxforge import __main__ as program
-from jaxforge import prepare, train
-from jaxforge.cli import run_main
+from jaxforge.cli.running import run_main
+from jaxforge.commands import prepare, train
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^(\S.*)\n {4}(.*)$", re.MULTILINE)

@@ -1,6 +1,6 @@
 """What a message about a name, or a path, that there is not proposes."""
 
-from jaxforge.near import hint, path_hint
+from jaxforge.cli.suggestions import hint, path_hint
 
 
 def test_a_name_that_is_near():

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import jaxforge
-from jaxforge import doctor
 from jaxforge.__main__ import COMMANDS, main
+from jaxforge.commands import doctor
 from jaxforge.errors import UserError
 from tests.machine import PATIENCE
 from tests.test_docs import parser_of

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxforge import redaction
-from jaxforge.cli import run_main
+from jaxforge.cli import redaction
+from jaxforge.cli.redaction import redacted, redacted_command, redacted_message, redacted_value
+from jaxforge.cli.running import run_main
+from jaxforge.commands import report as report
 from jaxforge.config.job import JobConfig, shown, toml
 from jaxforge.errors import UserError
-from jaxforge.redaction import redacted, redacted_command, redacted_message, redacted_value
-from jaxforge.report import __main__ as report
 from jaxforge.telemetry.tensorboard import TensorBoardSink
 from jaxforge.telemetry.wandb import WandbSink
 from tests.conftest import tiny_config

@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxforge.commands.report import main
 from jaxforge.errors import UserError
-from jaxforge.report import alike
-from jaxforge.report import lines as lines_of
-from jaxforge.report.__main__ import main
-from jaxforge.report.names import NAMES, name_of
-from jaxforge.report.numbers import duration, exact
-from jaxforge.report.reading import read_runs
-from jaxforge.report.thinning import middles, thin
+from jaxforge.runs import alike
+from jaxforge.runs import lines as lines_of
+from jaxforge.runs.reading import read_runs
+from jaxforge.tools.report.names import NAMES, name_of
+from jaxforge.tools.report.numbers import duration, exact
+from jaxforge.tools.report.thinning import middles, thin
 from tests.conftest import tiny_config
 from tests.helpers import devices_here
 from tests.machine import PATIENCE

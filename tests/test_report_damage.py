@@ -6,10 +6,10 @@ import os
 import numpy as np
 import pytest
 
+from jaxforge.commands.report import main
 from jaxforge.errors import UserError
-from jaxforge.report.__main__ import main
-from jaxforge.report.reading import read_metrics, read_runs
-from jaxforge.report.serving import Live
+from jaxforge.runs.reading import read_metrics, read_runs
+from jaxforge.tools.report.serving import Live
 from tests.test_report import Page, line, page_of, start, write_run
 
 SAMPLE = {"step": 1, "prompt": "once", "text": "upon", "time": 1.0}

@@ -7,9 +7,9 @@ import zlib
 import numpy as np
 import pytest
 
-from jaxforge.report.heat_map import EDGES, bands, inverted, palette
-from jaxforge.report.loads import LoadReader
+from jaxforge.runs.loads import LoadReader
 from jaxforge.telemetry.sinks import JsonlSink
+from jaxforge.tools.report.heat_map import EDGES, bands, inverted, palette
 from tests.test_report import in_a_browser, line, numbers, page_of, write_run
 
 EVEN = len(EDGES) // 2

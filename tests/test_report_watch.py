@@ -12,10 +12,10 @@ import threading
 
 import pytest
 
+from jaxforge.commands.report import main
 from jaxforge.errors import UserError
-from jaxforge.report.__main__ import main
-from jaxforge.report.reading import MetricsFile
-from jaxforge.report.serving import Live, Server, _Handler
+from jaxforge.runs.reading import MetricsFile
+from jaxforge.tools.report.serving import Live, Server, _Handler
 from tests.machine import PATIENCE, wait_until
 from tests.test_report import line, write_run
 

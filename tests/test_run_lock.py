@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 
-from jaxforge import generate, run_lock, train
+from jaxforge.commands import generate, train
 from jaxforge.errors import UserError
-from jaxforge.run_lock import RunLock
+from jaxforge.storage import run_lock
+from jaxforge.storage.run_lock import RunLock
 from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
 

@@ -6,10 +6,12 @@ import shutil
 
 import pytest
 
-from jaxforge import mirror, run_directory, safe_files, starts, storage, train
+from jaxforge.commands import report as report
+from jaxforge.commands import train
 from jaxforge.errors import UserError
-from jaxforge.report import __main__ as report
-from jaxforge.run_lock import RunLock
+from jaxforge.runs import run_directory, starts
+from jaxforge.storage import mirror, safe_files, urls
+from jaxforge.storage.run_lock import RunLock
 from jaxforge.telemetry.progress_log import ProgressLog
 from jaxforge.training import summary
 from tests.conftest import tiny_config
@@ -113,7 +115,7 @@ def test_training_refuses_links_among_its_files(name, run, victim, tmp_path):
 
 def test_a_mirror_refuses_a_directory_that_others_have_made(tmp_path, monkeypatch):
     monkeypatch.setattr(mirror.tempfile, "gettempdir", lambda: str(tmp_path))
-    here = mirror.directory(storage.path("s3://bucket/run"), 0)
+    here = mirror.directory(urls.path("s3://bucket/run"), 0)
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     here.symlink_to(theirs)

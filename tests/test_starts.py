@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
-from jaxforge import run_directory, starts
 from jaxforge.errors import UserError
+from jaxforge.runs import run_directory, starts
 from tests.conftest import tiny_config
 
 

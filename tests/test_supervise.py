@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxforge import supervise
+from jaxforge.commands import supervise
+from jaxforge.commands.supervise import Policy, main, run_directory
 from jaxforge.errors import UserError
-from jaxforge.supervise import Policy, main, run_directory
 from tests.machine import PATIENCE, wait_until
 
 ROOT = Path(__file__).parents[1]

@@ -21,9 +21,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxforge.cli import run_main
-from jaxforge.command_line import CommandParser, count
-from torch_compat.workers import Share
+from jaxforge.cli.running import run_main
+from jaxforge.config.reading.command_line import CommandParser, count
+from torch_compat.formats.workers import Share
 
 _SIZE = re.compile(r"([\d.]+) *([kmgt]?)(i?)b?", re.IGNORECASE)
 _DIALECTS = "such as kempnerforge, torchtitan or hf-llama (docs/torch_compat.md has all of them)"

@@ -13,14 +13,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxforge import storage
 from jaxforge.errors import UserError
 from jaxforge.parallel import host_memory
-from torch_compat import checkpoints, commands, inspection
-from torch_compat.dcp_state import Options
-from torch_compat.progress import bar
-from torch_compat.verify import Verified, verify
-from torch_compat.workers import Share, Workers
+from jaxforge.storage import urls
+from torch_compat.checkpoint import checkpoints, inspection
+from torch_compat.checkpoint.dcp_state import Options
+from torch_compat.checkpoint.progress import bar
+from torch_compat.convert import commands
+from torch_compat.convert.verify import Verified, verify
+from torch_compat.formats.workers import Share, Workers
 
 _SHOWN = 30
 
@@ -77,8 +78,8 @@ def _convert(args: argparse.Namespace, job: "commands.Import | commands.Export")
     console = Console(stderr=True, highlight=False)
     plan = job.plan()
     notes, run = plan.notes, job.run
-    if storage.in_bucket(job.destination):
-        from torch_compat import upload  # here, as its clients take a second to import
+    if urls.in_bucket(job.destination):
+        from torch_compat.convert import upload  # here, as its clients take a second to import
 
         notes, run = (*notes, *upload.notes(job)), functools.partial(upload.run, job)
     if args.process.process == 0:
@@ -155,8 +156,8 @@ def _source(args: argparse.Namespace) -> checkpoints.CheckpointRef:
 
 
 def _destination(args: argparse.Namespace) -> Path:
-    place = storage.path(args.destination)
-    if storage.in_bucket(place) and args.process.processes > 1 and not args.worker:
+    place = urls.path(args.destination)
+    if urls.in_bucket(place) and args.process.processes > 1 and not args.worker:
         raise UserError(
             f"{place}: what goes to a bucket gathers on one machine first: leave --process out; "
             "--processes N works on N of its cores"

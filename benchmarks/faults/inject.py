@@ -22,8 +22,8 @@ import numpy as np
 from jaxtyping import Array
 
 from benchmarks.faults import data
-from jaxforge import train
-from jaxforge.cli import leave, run_main
+from jaxforge.cli.running import leave, run_main
+from jaxforge.commands import train
 from jaxforge.data.tokens import TokenShards
 from jaxforge.model.transformer import Params
 from jaxforge.parallel import compilation

@@ -23,7 +23,6 @@ from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers as policies
 
-from jaxforge import safe_files, storage
 from jaxforge.checkpoint import job_saves, layout, orbax_buckets  # noqa: F401 (teaches Orbax)
 from jaxforge.checkpoint.checksums import (
     ChecksumsHandler,
@@ -48,6 +47,7 @@ from jaxforge.errors import JobStorageError, StorageError, UserError
 from jaxforge.parallel.stages import Stack
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState, with_counts
+from jaxforge.storage import safe_files, urls
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class Checkpoints:
                 save_interval_steps=0 if read_only else 1,
                 preservation_policy=_preservation(config),
                 enable_async_checkpointing=config.async_mode != "disabled",
-                atomicity_options=_COMMIT_FILE if storage.in_bucket(run) else None,
+                atomicity_options=_COMMIT_FILE if urls.in_bucket(run) else None,
                 multiprocessing_options=(
                     job_saves.multiprocessing_options(self.directory)
                     if is_shared
@@ -339,7 +339,7 @@ class Checkpoints:
 
     def _args(self, tree: PyTree, progress: Progress) -> ocp.args.Composite:
         """What there is to be saved of a step, by items."""
-        file_bytes = None if storage.in_bucket(self.directory) else layout.file_bytes(tree)
+        file_bytes = None if urls.in_bucket(self.directory) else layout.file_bytes(tree)
         config = self._resolved or {}
         checksums = {"checksums": ChecksumsSave(begin(tree))} if self._is_hashed else {}
         return ocp.args.Composite(

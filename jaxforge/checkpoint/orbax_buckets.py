@@ -12,7 +12,7 @@ from typing import Any
 from orbax.checkpoint._src.path import gcs_utils
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
-from jaxforge import buckets
+from jaxforge.storage import buckets
 
 
 def _teach() -> None:

@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxforge import storage
+from jaxforge.cli.suggestions import path_hint
 from jaxforge.config.model import AMAX_HISTORIES
 from jaxforge.config.train import COMPENSATION
 from jaxforge.errors import UserError
-from jaxforge.near import path_hint
+from jaxforge.storage import COMMITTED, urls
 
 SUBDIRECTORY = "checkpoints"
 PREFIX = "step"
@@ -26,15 +26,15 @@ def is_of_precision(array: str) -> bool:
 
 def is_whole(checkpoint: Path) -> bool:
     """Whether a checkpoint is durable; on this machine, it has its name only then."""
-    if storage.in_bucket(checkpoint):
-        return (checkpoint / storage.COMMITTED).exists()
+    if urls.in_bucket(checkpoint):
+        return (checkpoint / COMMITTED).exists()
     return checkpoint.is_dir()
 
 
 def has_run(path: str | Path) -> bool:
     """Whether a path or URL means a run of ours, or one of its checkpoints."""
     try:
-        run, step = find(storage.path(path))
+        run, step = find(urls.path(path))
     except UserError:
         return False
     # KempnerForge's steps have the same names.
@@ -47,7 +47,7 @@ def stored_config(path: str | Path) -> dict[str, Any]:
     Raises:
         UserError: there is no checkpoint, or it is damaged.
     """
-    run, step = find(storage.path(path))
+    run, step = find(urls.path(path))
     file = run / SUBDIRECTORY / f"{PREFIX}_{step}" / "config" / "metadata"
     try:
         values = json.loads(file.read_text())

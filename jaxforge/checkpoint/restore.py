@@ -12,7 +12,6 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from jaxforge import storage
 from jaxforge.checkpoint.layout import common, completed, model_tree
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.paths import find, has_run
@@ -28,6 +27,7 @@ from jaxforge.state.train_state import (
     state_from,
     with_counts,
 )
+from jaxforge.storage import urls
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ def starting_state(
     with contextlib.ExitStack() as stack:
         source: Source
         if open_foreign is None or has_run(load_path):
-            run, step = find(storage.path(load_path, "checkpoint.load_path"))
+            run, step = find(urls.path(load_path, "checkpoint.load_path"))
             theirs = Checkpoints(run, config.checkpoint, read_only=True)
             stack.callback(theirs.close)
             source = Saved(theirs, step)

@@ -22,8 +22,8 @@ from jaxforge.config.reading.load import load_config, load_unresolved
 from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.config.rules import check, mesh_shape
 from jaxforge.config.scheduler import SchedulerConfig
-from jaxforge.config.torch_only import answers
 from jaxforge.config.train import BatchStage, TrainConfig
+from jaxforge.config.useless import answers
 
 __all__ = [
     "AXES",

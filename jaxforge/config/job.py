@@ -8,6 +8,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from jaxforge.cli.redaction import redacted
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.data import DataConfig
 from jaxforge.config.distributed import DistributedConfig
@@ -20,9 +21,8 @@ from jaxforge.config.plugins import PluginsConfig
 from jaxforge.config.profiling import ProfilingConfig
 from jaxforge.config.scheduler import SchedulerConfig
 from jaxforge.config.section import Section
-from jaxforge.config.torch_only import TORCH_ONLY, is_kempnerforges
+from jaxforge.config.torch_only import TORCH_ONLY
 from jaxforge.config.train import TrainConfig
-from jaxforge.redaction import redacted
 
 
 class JobConfig(Section):
@@ -83,7 +83,15 @@ class JobConfig(Section):
             max_steps: of the run.
         """
         usual = SchedulerConfig.model_fields["warmup_steps"].default
-        return usual if is_kempnerforges(self) else min(usual, max_steps // 10)
+        return usual if self.is_from_kempnerforge else min(usual, max_steps // 10)
+
+    @property
+    def is_from_kempnerforge(self) -> bool:
+        """Whether the config was written for KempnerForge, or asks for its behavior.
+
+        No key says so. The marks are a key that only PyTorch has, and KempnerForge's data order.
+        """
+        return self.data.order == "torch" or any(map(self.is_set, TORCH_ONLY))
 
     def is_set(self, key: str) -> bool:
         """Whether the user wrote `key`, a section and a name as in "train.batch_size"."""

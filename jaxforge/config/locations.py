@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from jaxforge import storage
 from jaxforge.config.job import JobConfig, shown
+from jaxforge.storage import urls
 
 _BUCKETS = {
     "checkpoint.dir",
@@ -32,10 +32,10 @@ def misplaced(config: JobConfig) -> Iterator[str]:
         config: A loaded configuration.
     """
     for key, place, value in _strings(config):
-        fault = storage.fault(value)
+        fault = urls.fault(value)
         if key in _BUCKETS and fault:
             yield f"{place} = {fault}"
-        elif key in _LOCAL and storage.in_bucket(value):
+        elif key in _LOCAL and urls.in_bucket(value):
             yield f"{place} = {shown(value)} is not local: name {_LOCAL[key]}"
         elif key in _OTHERS and fault and "://" not in value:
             yield f"{place} = {fault}"
@@ -44,7 +44,7 @@ def misplaced(config: JobConfig) -> Iterator[str]:
 
 def _needs_files(config: JobConfig) -> Iterator[str]:
     """Some of what belongs to a run needs a file system."""
-    if not storage.in_bucket(config.checkpoint.dir):
+    if not urls.in_bucket(config.checkpoint.dir):
         return
     dir_ = f"checkpoint.dir = {shown(config.checkpoint.dir)}"
     if config.data.hf_streaming:

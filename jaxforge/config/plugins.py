@@ -8,7 +8,7 @@ from typing import Self
 
 from pydantic import ValidationInfo, model_validator
 
-from jaxforge import trust
+from jaxforge.config import trust
 from jaxforge.config.section import Section
 from jaxforge.errors import UserError
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-from jaxforge.near import choices
+from jaxforge.cli.suggestions import choices
 
 STREAM = ("attention", "mlp", "residual")
 """What is added to the residual stream, and that itself, of each layer."""

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
+from jaxforge.cli.suggestions import choices
 from jaxforge.config.axes import Mesh, Rule, data_parallel
 from jaxforge.config.job import JobConfig
 from jaxforge.config.optimizer import OPTIMIZERS
 from jaxforge.config.problems import Problem, nearest, one
 from jaxforge.config.train import CROSS_ENTROPIES, EIGHT_BIT
-from jaxforge.near import choices
 
 
 def seq_len_fits_model(config: JobConfig, mesh: Mesh) -> Iterator[Problem]:

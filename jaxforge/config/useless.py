@@ -7,11 +7,12 @@ data and disk are looked at.
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxforge import storage
 from jaxforge.config.eval import EvalSource
 from jaxforge.config.job import JobConfig, shown
 from jaxforge.config.optimizer import UNUSUAL_LR
 from jaxforge.config.problems import said
+from jaxforge.config.torch_only import TORCH_ONLY
+from jaxforge.storage import urls
 
 
 def useless(config: JobConfig, platform: str) -> list[str]:
@@ -30,6 +31,27 @@ def useless(config: JobConfig, platform: str) -> list[str]:
         *schedule(config),
         *_intervals(config),
     ]
+
+
+def answers(config: JobConfig) -> list[str]:
+    """Return a line for each key of PyTorch that was written, or whose default differs here.
+
+    Args:
+        config: a loaded configuration, which remembers which keys were written.
+    """
+    lines = [
+        f"{key} has no effect: {answer}" for key, answer in TORCH_ONLY.items() if config.is_set(key)
+    ]
+    scheduler, usual = config.scheduler, config.usual_warmup(10**9)
+    is_ours = not config.is_set("scheduler.warmup_steps") and scheduler.warmup_steps < usual
+    if is_ours and scheduler.name != "none":
+        lines.append(
+            f"scheduler.warmup_steps is not set: {scheduler.warmup_steps:,} updates, a tenth of "
+            f"the run (in KempnerForge {usual:,})"
+        )
+    if config.checkpoint.async_mode == "async_with_pinned_mem":
+        lines.append('checkpoint.async_mode = "async_with_pinned_mem" is the same as "async"')
+    return lines
 
 
 def _data(config: JobConfig) -> Iterator[str]:
@@ -58,7 +80,7 @@ def _evaluated_on_training_data(config: JobConfig) -> Iterator[str]:
 
 
 def _place(path: str) -> str:
-    return path.rstrip("/") if storage.in_bucket(path) else str(Path(path).resolve())
+    return path.rstrip("/") if urls.in_bucket(path) else str(Path(path).resolve())
 
 
 def _hugging_face(source: EvalSource) -> tuple[str | None, str | None, str]:

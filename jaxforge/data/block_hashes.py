@@ -10,7 +10,7 @@ import zlib
 import numpy as np
 from jaxtyping import Int, UInt32
 
-from jaxforge.corpus.manifest import BLOCK_BYTES, FILE_NAME
+from jaxforge.data.corpus.manifest import BLOCK_BYTES, FILE_NAME
 from jaxforge.errors import UserError
 
 

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jaxforge import storage
 from jaxforge.config.data import Overlong
-from jaxforge.corpus.manifest import FILE_NAME, LENGTHS, Manifest
+from jaxforge.data.corpus.manifest import FILE_NAME, LENGTHS, Manifest
 from jaxforge.data.packing import Packed, fill_window
 from jaxforge.data.tokens import Span, TokenFiles
 from jaxforge.errors import UserError
+from jaxforge.storage import urls
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +131,6 @@ def holds_conversations(directory: str | Path, key: str) -> bool:
     Raises:
         UserError: its manifest cannot be read.
     """
-    path = storage.path(directory, key)
+    path = urls.path(directory, key)
     manifest = Manifest.read(path) if path.is_dir() else None
     return manifest is not None and manifest.conversations

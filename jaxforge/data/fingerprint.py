@@ -9,13 +9,13 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxforge import storage
 from jaxforge.config.data import DataConfig
 from jaxforge.data.dataset import Dataset, Mixture, Streaming
 from jaxforge.data.stream import StreamedTokens
 from jaxforge.data.token_file import TokenFile
 from jaxforge.data.tokens import TokenFiles
 from jaxforge.errors import UserError
+from jaxforge.storage import urls
 
 Fingerprint = dict[str, Any]
 """What a dataset is, as JSON: `tokenizer` and `contents` are hashes, the rest is for messages."""
@@ -154,7 +154,7 @@ def _of_file(file: TokenFile, source: TokenFiles) -> list[Any]:
     about = [file.path.name, file.tokens, file.dtype.str]
     if shard and shard.crc32:
         return [*about, shard.crc32]
-    return [*about, None if storage.in_bucket(file.path) else _ends(file)]
+    return [*about, None if urls.in_bucket(file.path) else _ends(file)]
 
 
 def _ends(file: TokenFile) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxforge.config.data import Overlong
-from jaxforge.corpus.entries import FIRST, ID, PADDING
+from jaxforge.data.corpus.entries import FIRST, ID, PADDING
 
 IGNORE = -100
 """Label of a position that carries no loss (torch's `ignore_index`)."""

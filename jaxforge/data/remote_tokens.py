@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from jaxforge import buckets
 from jaxforge.data.block_hashes import BlockHashes
 from jaxforge.errors import StorageError
+from jaxforge.storage import buckets
 
 
 class RemoteTokens:

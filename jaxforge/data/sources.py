@@ -10,11 +10,11 @@ import numpy as np
 from jaxforge.config.data import DATASETS, DataConfig
 from jaxforge.config.eval import EvalSource
 from jaxforge.config.job import JobConfig
-from jaxforge.corpus.conversations import Conversations
-from jaxforge.corpus.huggingface import cached_shards, load_dataset
-from jaxforge.corpus.records import Content, TextField
-from jaxforge.corpus.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 from jaxforge.data.conversation_shards import ConversationShards, holds_conversations
+from jaxforge.data.corpus.conversations import Conversations
+from jaxforge.data.corpus.huggingface import cached_shards, load_dataset
+from jaxforge.data.corpus.records import Content, TextField
+from jaxforge.data.corpus.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 from jaxforge.data.dataset import Dataset, Example, Mixture, Streaming
 from jaxforge.data.order import data_seed
 from jaxforge.data.packing import as_conversations, split_entries, split_packed, split_window

@@ -38,18 +38,18 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 from jaxtyping import Int
 
-from jaxforge import safe_files
 from jaxforge.config.data import Overlong
-from jaxforge.corpus.conversations import Conversations, encode_conversations
-from jaxforge.corpus.documents import Place, pieces
-from jaxforge.corpus.entries import FIRST, ID
-from jaxforge.corpus.ingest import batches, encode
-from jaxforge.corpus.inputs import HuggingFace
-from jaxforge.corpus.records import Content
-from jaxforge.corpus.tokenizer import Tokenizer, identity
-from jaxforge.corpus.workers import Text
+from jaxforge.data.corpus.conversations import Conversations, encode_conversations
+from jaxforge.data.corpus.documents import Place, pieces
+from jaxforge.data.corpus.entries import FIRST, ID
+from jaxforge.data.corpus.ingest import batches, encode
+from jaxforge.data.corpus.inputs import HuggingFace
+from jaxforge.data.corpus.records import Content
+from jaxforge.data.corpus.tokenizer import Tokenizer, identity
+from jaxforge.data.corpus.workers import Text
 from jaxforge.data.packing import Packed, fill_window
 from jaxforge.errors import UserError
+from jaxforge.storage import safe_files
 
 if TYPE_CHECKING:
     from datasets import IterableDataset

@@ -16,10 +16,10 @@ from typing import IO, TYPE_CHECKING
 import numpy as np
 from jaxtyping import Int
 
-from jaxforge import storage
-from jaxforge.corpus.manifest import FILE_NAME, Manifest
 from jaxforge.data.block_hashes import BlockHashes
+from jaxforge.data.corpus.manifest import FILE_NAME, Manifest
 from jaxforge.errors import UserError
+from jaxforge.storage import urls
 
 if TYPE_CHECKING:
     from jaxforge.data.remote_tokens import RemoteTokens
@@ -55,7 +55,7 @@ class TokenFile:
 
     def map(self) -> "Int[np.ndarray, 'tokens'] | RemoteTokens":
         """Return the tokens, as an array or what stands for one."""
-        if storage.in_bucket(self.path):
+        if urls.in_bucket(self.path):
             from jaxforge.data.remote_tokens import RemoteTokens
 
             return RemoteTokens(self.path, self.dtype, self.offset, self.hashes)
@@ -81,7 +81,7 @@ def inspect(path: Path, token_dtype: str, manifest: Manifest | None) -> TokenFil
     if path.suffix not in (".npy", ".bin"):
         raise UserError(f"{path} is neither .npy nor .bin; narrow data.file_pattern")
     try:
-        if not storage.in_bucket(path) and path.stat().st_size == 0:
+        if not urls.in_bucket(path) and path.stat().st_size == 0:
             raise UserError(f"{path} is empty (0 bytes); remove it or prepare it again")
         if path.suffix == ".npy":
             return _with_hashes(_inspect_npy(path), manifest)
@@ -93,7 +93,7 @@ def inspect(path: Path, token_dtype: str, manifest: Manifest | None) -> TokenFil
 def guess_type(paths: Sequence[Path]) -> str:
     """Return the type of bare `.bin` files by the size of the first, as KempnerForge guesses it."""
     first = next((path for path in paths if path.suffix == ".bin" and not _llm_c(path)), None)
-    if first is None or storage.in_bucket(first):
+    if first is None or urls.in_bucket(first):
         return ""
     size = first.stat().st_size
     guess = "uint16" if size % 4 else "uint32"
@@ -181,7 +181,7 @@ def _inspect_bin(path: Path, name: str, manifest: Manifest | None) -> TokenFile:
             "remove data.token_dtype"
         )
     dtype = _integer_type(name).newbyteorder("<")
-    if storage.in_bucket(path):
+    if urls.in_bucket(path):
         if not shard:
             raise UserError(
                 f"{path}: what a .bin file in a bucket holds has to be said in a {FILE_NAME} "
@@ -201,9 +201,9 @@ def _inspect_bin(path: Path, name: str, manifest: Manifest | None) -> TokenFile:
 
 
 def _open_head(path: Path) -> IO[bytes]:
-    if not storage.in_bucket(path):
+    if not urls.in_bucket(path):
         return path.open("rb")
-    from jaxforge import buckets
+    from jaxforge.storage import buckets
 
     return io.BytesIO(buckets.head(path, _HEADER))
 
@@ -217,8 +217,8 @@ def _integer_type(name: str) -> np.dtype:
 
 
 def _check_size(path: Path, expected: int, source: str) -> None:
-    if storage.in_bucket(path):
-        from jaxforge import buckets
+    if urls.in_bucket(path):
+        from jaxforge.storage import buckets
 
         if wrong := buckets.other_length(path, expected):
             raise UserError(

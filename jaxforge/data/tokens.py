@@ -25,14 +25,14 @@ import numpy as np
 from jaxtyping import Int
 from numpy.typing import ArrayLike
 
-from jaxforge import storage
+from jaxforge.cli.suggestions import path_hint
 from jaxforge.config.data import Verify
-from jaxforge.corpus.entries import FIRST, PADDING, UNLEARNED
-from jaxforge.corpus.manifest import FILE_NAME, Manifest
-from jaxforge.corpus.text_files import how_to_prepare
+from jaxforge.data.corpus.entries import FIRST, PADDING, UNLEARNED
+from jaxforge.data.corpus.manifest import FILE_NAME, Manifest
+from jaxforge.data.corpus.text_files import how_to_prepare
 from jaxforge.data.token_file import TokenFile, guess_type, inspect
 from jaxforge.errors import UserError
-from jaxforge.near import path_hint
+from jaxforge.storage import urls
 
 if TYPE_CHECKING:
     from jaxforge.data.remote_tokens import RemoteTokens
@@ -93,7 +93,7 @@ class TokenFiles:
         verify: Verify = "read",
         keys: tuple[str, str] = ("data.dataset_path", "data.file_pattern"),
     ) -> None:
-        self.directory = storage.path(directory, keys[0])
+        self.directory = urls.path(directory, keys[0])
         paths = _matches(self.directory, pattern, keys)
         self.manifest = Manifest.read(self.directory)
         bare = token_dtype or (self.manifest.dtype if self.manifest else guess_type(paths))
@@ -292,7 +292,7 @@ def _matches(directory: Path, pattern: str, keys: tuple[str, str]) -> list[Path]
             f"no file matches {pattern!r} in {directory}, but {prepared.parent} holds shards; "
             f"set {of_directory} to it"
         )
-    if not storage.in_bucket(directory) and (advice := how_to_prepare(directory)):
+    if not urls.in_bucket(directory) and (advice := how_to_prepare(directory)):
         raise UserError(f"{of_directory}: {directory} {advice}")
     names = sorted(path.name for path in directory.iterdir())
     there = ", ".join(names[:5]) + (", …" if len(names) > 5 else "") or "nothing"

@@ -15,9 +15,8 @@ from typing import Any, BinaryIO
 import jax
 from rich.console import Console
 
-from jaxforge import run_directory, storage
-from jaxforge.cli import check_place
-from jaxforge.corpus.prompts import (
+from jaxforge.cli.running import check_place
+from jaxforge.data.corpus.prompts import (
     RESULTS,
     STDIN,
     Prompt,
@@ -26,13 +25,15 @@ from jaxforge.corpus.prompts import (
     read_prompts,
     splits_a_token,
 )
-from jaxforge.corpus.tokenizer import Tokenizer
+from jaxforge.data.corpus.tokenizer import Tokenizer
 from jaxforge.errors import UserError
 from jaxforge.inference import conversation
 from jaxforge.inference.trained import open_run
 from jaxforge.model.decoding import Completion, Decoder
 from jaxforge.model.sampling import Sampling
 from jaxforge.parallel import host_memory, multihost
+from jaxforge.runs import run_directory
+from jaxforge.storage import urls
 from jaxforge.telemetry.console import setup_logging
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     host_memory.keep_freed_memory()
     multihost.initialize()
     prompts = _prompts(args)
-    trained = open_run(storage.path(args.run), overrides, step=args.step)
+    trained = open_run(urls.path(args.run), overrides, step=args.step)
     tokenizer = run_directory.read_tokenizer(trained.run)
     if args.no_bos:
         tokenizer = tokenizer.without_bos()
@@ -82,7 +83,7 @@ def _prompts(args: argparse.Namespace) -> list[Prompt]:
         raise UserError("--prompt and --prompts exclude each other: add the texts to the file")
     for name in ("prompts", "output"):
         if place := getattr(args, name):
-            storage.local(place, f"--{name}", "copy it from or to there")
+            urls.local(place, f"--{name}", "copy it from or to there")
     if args.output and args.output.exists():
         raise UserError(f"--output {args.output} exists: name a new file, or remove it first")
     check_place("--output", args.output)

@@ -13,14 +13,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from jaxforge.corpus.optional import library
-from jaxforge.corpus.prompts import continuation
-from jaxforge.corpus.tokenizer import Tokenizer, with_prefix
+from jaxforge.data.corpus.optional import library
+from jaxforge.data.corpus.prompts import continuation
+from jaxforge.data.corpus.tokenizer import Tokenizer, with_prefix
 from jaxforge.errors import UserError
 from jaxforge.model.decoding import Decoder
 
 if TYPE_CHECKING:
-    from jaxforge.corpus.isolated_chat import IsolatedTemplate
+    from jaxforge.data.corpus.isolated_chat import IsolatedTemplate
 
 _HELP = "/reset forgets what was said, /quit or Ctrl-D ends, Ctrl-C stops an answer"
 _CHAT, _TEXT = "a chat", "the tokenizer has no chat template: the model goes on with your text"
@@ -132,7 +132,7 @@ def _template(tokenizer: Tokenizer) -> "IsolatedTemplate | None":
     if not tokenizer.chat:
         return None
     library("jinja2", "a chat template")
-    from jaxforge.corpus.isolated_chat import IsolatedTemplate
+    from jaxforge.data.corpus.isolated_chat import IsolatedTemplate
 
     return IsolatedTemplate(tokenizer.chat)
 

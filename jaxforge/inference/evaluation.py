@@ -11,14 +11,15 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from jaxforge import run_directory, storage
-from jaxforge.cli import STDOUT, wide_console, write_json
+from jaxforge.cli.running import STDOUT, wide_console, write_json
 from jaxforge.config.job import JobConfig
 from jaxforge.data import sources
 from jaxforge.errors import UserError
 from jaxforge.inference.trained import TrainedModel, open_run
 from jaxforge.parallel import host_memory, multihost
 from jaxforge.parallel.mesh import data_parallel_size
+from jaxforge.runs import run_directory
+from jaxforge.storage import urls
 from jaxforge.telemetry.console import setup_logging
 from jaxforge.training.evaluation import Evaluator, SetSums, summary, together
 
@@ -29,7 +30,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     host_memory.keep_freed_memory()
     multihost.initialize()
     trained, sums = evaluate(
-        storage.path(args.run), overrides, sets=args.set, step=args.step,
+        urls.path(args.run), overrides, sets=args.set, step=args.step,
         batch_size=args.batch_size, steps=args.steps,
     )  # fmt: skip
     if jax.process_index() == 0:
@@ -105,7 +106,7 @@ def set_overrides(sets: Sequence[str]) -> list[str]:
         name, equals, place = text.partition("=")
         if not (name and equals and place):
             raise UserError(f"--set {text}: expected NAME=DIR")
-        table, path = {"name": name, "dataset_path": place}, storage.path(place, f"--set {name}")
+        table, path = {"name": name, "dataset_path": place}, urls.path(place, f"--set {name}")
         if "*" in path.name:
             table |= {"dataset_path": str(path.parent), "file_pattern": path.name}
         tables.append(table)

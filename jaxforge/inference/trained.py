@@ -8,7 +8,6 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from jaxforge import run_directory
 from jaxforge.checkpoint.layout import model_tree, variables
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.paths import SUBDIRECTORY, find
@@ -20,6 +19,7 @@ from jaxforge.model.transformer import Model, Params, build_model, matmul_precis
 from jaxforge.parallel import device_memory
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import param_shardings
+from jaxforge.runs import run_directory
 
 # What a run was trained on, and how, says nothing about where its model is used.
 _ANY_MESH = [

@@ -9,20 +9,20 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from jaxforge.aux_outputs import NOTHING, LossWeights, Side
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.points import ATTENTION_WEIGHTS
+from jaxforge.kernels.attention_backends import Scoring, attend_over, masked_attention
+from jaxforge.kernels.context_parallel import attend_in_context, context_size
+from jaxforge.kernels.masking import chunk_of, visible, window_of
 from jaxforge.model import capture, mup
-from jaxforge.model.attention_backends import Scoring, attend_over, masked_attention
 from jaxforge.model.attention_weights import attention_weights
-from jaxforge.model.context_parallel import attend_in_context, context_size
 from jaxforge.model.linear import Declare, Linear, normal
-from jaxforge.model.masking import chunk_of, visible, window_of
 from jaxforge.model.norm import RMSNorm
 from jaxforge.model.plan import LayerKind, LayerPlan
 from jaxforge.model.rope import Rotation, rotate
 from jaxforge.model.runtime import Runtime
 from jaxforge.parallel.sharding import constrain
-from jaxforge.side import NOTHING, LossWeights, Side
 
 
 class Context(NamedTuple):

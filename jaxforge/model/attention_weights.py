@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxforge.model.attention_backends import Keys, Queries, SegmentIds, Sinks, softmax_weights
-from jaxforge.model.masking import Mask, chunk_ids, chunk_of, visible, window_of
-from jaxforge.model.scoring import Scoring
+from jaxforge.kernels.attention_backends import Keys, Queries, SegmentIds, Sinks, softmax_weights
+from jaxforge.kernels.masking import Mask, chunk_ids, chunk_of, visible, window_of
+from jaxforge.kernels.scoring import Scoring
 from jaxforge.parallel.sharding import constrain
 
 

@@ -21,7 +21,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.config.model import EXPERTS, ModelConfig
-from jaxforge.model import fp8
+from jaxforge.kernels import fp8
+from jaxforge.kernels.fp8 import Scaled
+from jaxforge.kernels.grouped import grouped_matmul
+from jaxforge.kernels.grouped_fp8 import by_expert, grouped_matmul_fp8
 from jaxforge.model.attention import residual_std
 from jaxforge.model.dispatch import (
     Places,
@@ -32,9 +35,6 @@ from jaxforge.model.dispatch import (
     to_rows,
     weights_of_rows,
 )
-from jaxforge.model.fp8 import Scaled
-from jaxforge.model.grouped import grouped_matmul
-from jaxforge.model.grouped_fp8 import by_expert, grouped_matmul_fp8
 from jaxforge.model.linear import Declare, normal
 from jaxforge.model.mlp import activated
 from jaxforge.model.router import Routing

@@ -14,14 +14,14 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float
 
+from jaxforge.aux_outputs import Max
 from jaxforge.config.model import AMAX_HISTORIES, LAYERS, ModelConfig
 from jaxforge.config.train import TrainConfig
 from jaxforge.errors import UserError
-from jaxforge.model import fp8
+from jaxforge.kernels import fp8
 from jaxforge.model.experts import ExpertLinear
 from jaxforge.model.linear import Declare, Linear
 from jaxforge.model.plan import LayerPlan
-from jaxforge.side import Max
 
 Params = dict[str, Any]
 """As of `model.transformer`."""

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxforge.config.model import AMAX_HISTORIES, EXPERTS, LAYERS
-from jaxforge.model import fp8
+from jaxforge.kernels import fp8
 from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import (
     Axes,

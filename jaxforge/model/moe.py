@@ -9,13 +9,13 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Bool, Float
 
+from jaxforge.aux_outputs import LossWeights, Mean, Side
 from jaxforge.config.model import ModelConfig
 from jaxforge.model import mup
 from jaxforge.model.experts import Experts
 from jaxforge.model.linear import Declare, Linear, times
 from jaxforge.model.mlp import MLP
 from jaxforge.model.router import Router, bias_rate, next_bias, next_ema, term_weights
-from jaxforge.side import LossWeights, Mean, Side
 
 Params = dict[str, Any]
 """As of `model.transformer`."""

@@ -6,9 +6,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxforge.aux_outputs import NOTHING, Side
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.points import ATTENTION_WEIGHTS
-from jaxforge.model import capture, fp8, remat
+from jaxforge.kernels import fp8
+from jaxforge.model import capture, remat
 from jaxforge.model.attention import Attention, Context, KVCache, LayerOut
 from jaxforge.model.linear import Declare, Embedding, Linear, look_up, normal, times
 from jaxforge.model.mlp import MLP
@@ -18,7 +20,6 @@ from jaxforge.model.plan import LayerKind, LayerPlan
 from jaxforge.model.runtime import Runtime
 from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import constrain
-from jaxforge.side import NOTHING, Side
 
 
 class TokenEmbedding(nnx.Module):

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxforge.config.model import ModelConfig, RopeScaling
-from jaxforge.model.masking import Mask
+from jaxforge.kernels.masking import Mask
 from jaxforge.parallel.stages import Stack
 
 

@@ -23,11 +23,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxforge.aux_outputs import NOTHING, LossWeights, Mean, Metric, Side
 from jaxforge.config.model import ModelConfig
 from jaxforge.model import mup
 from jaxforge.model.linear import FLOAT32, Declare, affine, normal, times
 from jaxforge.parallel import collectives
-from jaxforge.side import NOTHING, LossWeights, Mean, Metric, Side
 
 _EMA_DECAY = 0.99  # KempnerForge's
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from jaxforge.config.axes import cp_strategy
 from jaxforge.config.job import JobConfig
-from jaxforge.model.attention_backends import KernelRequirements, choose, choose_parts
-from jaxforge.model.grouped import ProductRequirements, choose_grouped
+from jaxforge.kernels.attention_backends import KernelRequirements, choose, choose_parts
+from jaxforge.kernels.grouped import ProductRequirements, choose_grouped
 from jaxforge.model.linear import FLOAT32
 
 _UNROLLED_ON_CPU = 12  # layers

@@ -22,22 +22,23 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from jaxforge.aux_outputs import LossWeights, Side
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import EXPERTS, LAYERS, MODELS, ModelConfig
-from jaxforge.model import capture, fp8, fp8_layers, moe, mup, remat
+from jaxforge.kernels import fp8
+from jaxforge.kernels.masking import padding_of, positions_in_documents
+from jaxforge.kernels.scoring import soft_cap
+from jaxforge.model import capture, fp8_layers, moe, mup, remat
 from jaxforge.model.attention import Context, KVCache, LayerOut
 from jaxforge.model.layer_scan import Layer, Rows, scan_layers
 from jaxforge.model.linear import Backward, Declare, Untrained, times
-from jaxforge.model.masking import padding_of, positions_in_documents
 from jaxforge.model.network import Transformer, gather_sequence, split_sequence
 from jaxforge.model.plan import LayerKind, plan_of
 from jaxforge.model.rope import rotations
 from jaxforge.model.runtime import Runtime, gpu_capability, runtime_for
-from jaxforge.model.scoring import soft_cap
 from jaxforge.parallel.mesh import STAGES
 from jaxforge.parallel.sharding import automatic_axes, constrain
 from jaxforge.parallel.stages import Stack, forward_pipeline
-from jaxforge.side import LossWeights, Side
 
 _COMPUTE_DTYPES = {
     "fp32": jnp.float32,

@@ -21,11 +21,11 @@ from typing import Any
 
 import jax
 
-from jaxforge import streams
+from jaxforge.cli import streams
+from jaxforge.cli.process import end_now
 from jaxforge.errors import JobStorageError, PeerLostError, UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.parallel import virtual_devices
-from jaxforge.process import end_now
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from jaxforge.model.transformer import Model, Params, join
 from jaxforge.parallel.sharding import param_shardings
 from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
-from jaxforge.wide_count import WideCount
+from jaxforge.state.wide_count import WideCount
 
 
 class Counts(NamedTuple):

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxforge.config.points import ATTENTION_WEIGHTS, LOGITS, STREAM
 from jaxforge.errors import UserError
+from jaxforge.kernels.context_parallel import context_size, gathered
 from jaxforge.model import capture
-from jaxforge.model.context_parallel import context_size, gathered
 from jaxforge.model.transformer import Model, Params
 from jaxforge.step.context import spread_sequences
 from jaxforge.step.gradients import Batch

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, PyTree
 
+from jaxforge.cli.suggestions import hint
 from jaxforge.config.metrics import EXTRAS
 from jaxforge.config.model import LAYERS
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Params
-from jaxforge.near import hint
 from jaxforge.optim.optimizer import global_norm
 from jaxforge.parallel.stages import Stack
 

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
-from jaxforge.model.context_parallel import context_size, spread
-from jaxforge.model.masking import positions_in_documents
+from jaxforge.kernels.context_parallel import context_size, spread
+from jaxforge.kernels.masking import positions_in_documents
 from jaxforge.model.transformer import Model
 from jaxforge.parallel.sharding import TOKENS, batch_axes, constrain
 from jaxforge.step.gradients import Batch

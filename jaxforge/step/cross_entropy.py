@@ -28,9 +28,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from jaxforge.aux_outputs import LossWeights
 from jaxforge.config.train import TrainConfig
 from jaxforge.data.packing import IGNORE
-from jaxforge.model.scoring import soft_cap_slope
+from jaxforge.kernels.scoring import soft_cap_slope
 from jaxforge.model.transformer import Model, project
 from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import (
@@ -39,7 +40,6 @@ from jaxforge.parallel.sharding import (
     parts_of_sequences,
     size_per_device,
 )
-from jaxforge.side import LossWeights
 from jaxforge.step.vocab_chunks import Chunk, chunks_of, entry_ids, joined
 
 _LOGITS = 1 << 25  # of a vocabulary chunk on one device, where ce_vocab_chunk = 0: 128 MiB

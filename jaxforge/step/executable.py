@@ -19,9 +19,9 @@ import jax
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
-from jaxforge import safe_files, storage
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
+from jaxforge.storage import safe_files, urls
 
 _FORMAT = 1
 _ABOUT = "about.json"
@@ -91,7 +91,7 @@ class Executable:
     def __init__(self, path: str, mesh: Mesh) -> None:
         self._name, self._devices = f"train.executable = {path}", list(mesh.devices.flat)
         try:
-            content = storage.path(path).read_bytes()
+            content = urls.path(path).read_bytes()
         except OSError as error:
             raise UserError(f"{self._name}: {error.strerror or error}") from error
         try:

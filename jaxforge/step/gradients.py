@@ -26,19 +26,22 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree, Shaped
 
+from jaxforge.aux_outputs import LossWeights, Side, combine, merge
 from jaxforge.config.axes import DATA_AXES
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import LAYERS
 from jaxforge.config.train import TrainConfig
+from jaxforge.kernels.attention_backends import BACKENDS
+from jaxforge.kernels.masking import padding_of
 from jaxforge.model import remat
 from jaxforge.model.attention import Context
-from jaxforge.model.attention_backends import BACKENDS
 from jaxforge.model.linear import is_matrix
-from jaxforge.model.masking import padding_of
 from jaxforge.model.plan import LayerKind
 from jaxforge.model.transformer import Model, Params, join
 from jaxforge.parallel import collectives
 from jaxforge.parallel.mesh import STAGES, token_parallel_size
+from jaxforge.parallel.pipeline import spmd
+from jaxforge.parallel.pipeline.schedule import SCHEDULES
 from jaxforge.parallel.sharding import (
     Axes,
     batch_specs,
@@ -51,9 +54,6 @@ from jaxforge.parallel.sharding import (
     without_data,
 )
 from jaxforge.parallel.stages import split_layers
-from jaxforge.pipeline import spmd
-from jaxforge.pipeline.schedule import SCHEDULES
-from jaxforge.side import LossWeights, Side, combine, merge
 from jaxforge.step.cross_entropy import token_weights, valid_tokens
 from jaxforge.step.losses import build_loss
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array, Float
 
+from jaxforge.aux_outputs import NOTHING, LossWeights, Side
 from jaxforge.config.train import CROSS_ENTROPIES, LOSSES, TrainConfig
 from jaxforge.errors import UserError
-from jaxforge.model.masking import padding_of
+from jaxforge.kernels.masking import padding_of
 from jaxforge.model.transformer import Batch, Model, Params
-from jaxforge.side import NOTHING, LossWeights, Side
 from jaxforge.step.cross_entropy import cross_entropy, tiles_of, weighted_loss
 
 LossFunction = Callable[

@@ -17,8 +17,8 @@ from jaxforge.config.job import JobConfig
 from jaxforge.model.linear import is_matrix
 from jaxforge.model.transformer import Model
 from jaxforge.parallel.mesh import STAGES, data_parallel_size
+from jaxforge.parallel.pipeline.schedule import SCHEDULES
 from jaxforge.parallel.sharding import Axes, mesh_axes, without_data
-from jaxforge.pipeline.schedule import SCHEDULES
 from jaxforge.step.cross_entropy import tiling_on_device
 
 _F32 = 4

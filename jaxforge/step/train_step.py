@@ -9,10 +9,11 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxforge.aux_outputs import value_of
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import LAYERS
 from jaxforge.config.train import EIGHT_BIT
-from jaxforge.model.masking import padding_of
+from jaxforge.kernels.masking import padding_of
 from jaxforge.model.moe import expert_counts
 from jaxforge.model.transformer import Model
 from jaxforge.optim.moments import advances_in_place
@@ -20,7 +21,6 @@ from jaxforge.optim.optimizer import global_norm, learning_rate, updates_made
 from jaxforge.optim.rounding import applying
 from jaxforge.parallel.sharding import constrain
 from jaxforge.parallel.stages import Stack
-from jaxforge.side import value_of
 from jaxforge.state.train_state import Counts, TrainState, state_shardings
 from jaxforge.step.collect import Step, check_collect, collected
 from jaxforge.step.context import spread_sequences

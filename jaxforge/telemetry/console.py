@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.table import Table
 
-from jaxforge import safe_files, streams
+from jaxforge.cli import streams
+from jaxforge.cli.redaction import redacted_message
 from jaxforge.errors import UserError
-from jaxforge.redaction import redacted_message
+from jaxforge.storage import safe_files
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _SHORT_FORMAT = "%(levelname)s %(message)s"

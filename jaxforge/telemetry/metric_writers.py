@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 import jax
 from rich.console import Console
 
-from jaxforge import mirror
 from jaxforge.config.job import JobConfig
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.errors import StorageError, UserError
 from jaxforge.exit_codes import Exit
+from jaxforge.storage import mirror
 from jaxforge.telemetry.line_formats import LINE_FORMATS, RunFacts
 from jaxforge.telemetry.live_line import LiveLine
 from jaxforge.telemetry.measures import StepCost

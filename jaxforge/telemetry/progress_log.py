@@ -21,7 +21,7 @@ import os
 import time
 from pathlib import Path
 
-from jaxforge.line_file import LineFile
+from jaxforge.storage.line_file import LineFile
 
 log = logging.getLogger(__name__)
 

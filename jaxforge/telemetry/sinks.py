@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from rich.console import Console
 
 from jaxforge.errors import StorageError, UserError
-from jaxforge.line_file import LineFile
+from jaxforge.storage.line_file import LineFile
 
 Metrics = dict[str, Any]
 """Numbers by name; of experts, lists of numbers."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxforge.cli.redaction import redacted_command, redacted_value
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
-from jaxforge.redaction import redacted_command, redacted_value
 from jaxforge.telemetry.sinks import Metrics, Sample
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxforge import safe_files
+from jaxforge.storage import safe_files
 
 DIRECTORY = "activations"
 """In a run directory: what was captured while it was trained, `step_<n>/` of each step."""

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 from jax.sharding import Mesh
 
-from jaxforge import mirror
 from jaxforge.config.job import JobConfig
 from jaxforge.data.dataset import Dataset
 from jaxforge.data.loader import eval_batches
 from jaxforge.model.transformer import Model, Params
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.step.activations import Activations, Values
+from jaxforge.storage import mirror
 from jaxforge.training import activation_files
 
 log = logging.getLogger(__name__)

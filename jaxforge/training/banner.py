@@ -8,7 +8,6 @@ import jax
 from jax.sharding import Mesh
 
 import jaxforge
-from jaxforge import storage
 from jaxforge.config.job import JobConfig
 from jaxforge.model.fp8_layers import how_multiplied
 from jaxforge.model.runtime import gpu_capability
@@ -20,6 +19,7 @@ from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.grad_sync import GradSync
 from jaxforge.step.memory import step_memory
+from jaxforge.storage import urls
 from jaxforge.telemetry.numbers import human
 
 
@@ -112,7 +112,7 @@ def _rows(
             f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
         ),
     )
-    yield "run", str(storage.path(config.checkpoint.dir, "checkpoint.dir").absolute())
+    yield "run", str(urls.path(config.checkpoint.dir, "checkpoint.dir").absolute())
 
 
 def _memory(config: JobConfig, model: Model, mesh: Mesh, state: TrainState, sync: GradSync) -> str:

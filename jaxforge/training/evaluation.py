@@ -22,16 +22,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jaxforge.aux_outputs import NOTHING
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import CROSS_ENTROPIES, TrainConfig
-from jaxforge.corpus.tokenizer import Tokenizer
+from jaxforge.data.corpus.tokenizer import Tokenizer
 from jaxforge.data.dataset import Dataset
 from jaxforge.data.loader import eval_batches
 from jaxforge.data.packing import IGNORE
 from jaxforge.data.tokens import TokenFiles
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, Params, join
-from jaxforge.side import NOTHING
 from jaxforge.step.context import spread_sequences
 from jaxforge.step.cross_entropy import cross_entropy, tiles_of
 from jaxforge.step.gradients import Batch, update_loss_weights

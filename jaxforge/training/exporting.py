@@ -12,12 +12,12 @@ from pathlib import Path
 
 import jax
 
-from jaxforge import storage
 from jaxforge.checkpoint.paths import PREFIX, find, is_whole
 from jaxforge.checkpoint.paths import SUBDIRECTORY as CHECKPOINTS
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.errors import StorageError
 from jaxforge.exit_codes import Exit
+from jaxforge.storage import urls
 from jaxforge.training.hooks import Hook
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Exporter(Hook):
 
     def _newest(self) -> Path | None:
         """The last checkpoint of a run that has saved none since it was started."""
-        run = storage.path(self._config.dir, "checkpoint.dir")
+        run = urls.path(self._config.dir, "checkpoint.dir")
         if not (run / CHECKPOINTS).is_dir():
             return None
         _, step = find(run)

@@ -13,9 +13,6 @@ import jax
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import StorageError
 from jaxforge.exit_codes import AGREED
-from jaxforge.health.actions import PeriodicActions, collecting_garbage
-from jaxforge.health.attribution import Attribution
-from jaxforge.health.watchdog import Watchdog
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.train_step import Batch, CompiledSteps, Controls, Metrics
@@ -24,6 +21,9 @@ from jaxforge.telemetry.tracker import Tracker
 from jaxforge.training.activations import ActivationCapture
 from jaxforge.training.early_stop import EarlyStop
 from jaxforge.training.exit_report import check_learned, exit_code, log_already_complete, tell_end
+from jaxforge.training.health.actions import PeriodicActions, collecting_garbage
+from jaxforge.training.health.attribution import Attribution
+from jaxforge.training.health.watchdog import Watchdog
 from jaxforge.training.hooks import HookRunner, StepContext
 from jaxforge.training.preemption import Exit, Exits, Interrupted, Signals
 from jaxforge.training.resumable_evaluation import ResumableEvaluation
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class Trainer:
-    """A run in motion. Built by `jaxforge.build`.
+    """A run in motion. Built by `jaxforge.training.build`.
 
     Attributes:
         config: the validated config.

@@ -27,9 +27,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxforge.cli.process import end_now, is_interactive
 from jaxforge.config.train import TrainConfig
 from jaxforge.exit_codes import Exit
-from jaxforge.process import end_now, is_interactive
 
 log = logging.getLogger(__name__)
 

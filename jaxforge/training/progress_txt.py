@@ -4,11 +4,11 @@ from pathlib import Path
 
 import jax
 
-from jaxforge import mirror
 from jaxforge.checkpoint.paths import is_whole
 from jaxforge.config.job import JobConfig
 from jaxforge.exit_codes import Exit
 from jaxforge.state.progress import Progress
+from jaxforge.storage import mirror
 from jaxforge.telemetry.flops import causal_flops_per_token
 from jaxforge.telemetry.progress_log import NAME, ProgressLog
 from jaxforge.training.hooks import Hook

@@ -7,8 +7,8 @@ writes what the undisturbed one would have written. The state is only read.
 from jax.sharding import Mesh
 
 from jaxforge.config.job import JobConfig
-from jaxforge.corpus.prompts import Prompt, continuation, encode
-from jaxforge.corpus.tokenizer import Tokenizer
+from jaxforge.data.corpus.prompts import Prompt, continuation, encode
+from jaxforge.data.corpus.tokenizer import Tokenizer
 from jaxforge.errors import UserError
 from jaxforge.model.decoding import Decoder
 from jaxforge.model.sampling import Sampling

@@ -9,9 +9,9 @@ from pathlib import Path
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.save_policy import SavePolicy
 from jaxforge.config.checkpoint import CheckpointConfig
-from jaxforge.mirror import Mirror
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
+from jaxforge.storage.mirror import Mirror
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import jax
 
-from jaxforge import safe_files
 from jaxforge.checkpoint.save_policy import SavePolicy
 from jaxforge.config.batch_ramp import BatchRamp
 from jaxforge.config.job import JobConfig, toml
@@ -19,6 +18,7 @@ from jaxforge.config.scheduler import SCHEDULERS
 from jaxforge.errors import UserError
 from jaxforge.optim.schedule import learning_rate_after
 from jaxforge.parallel.device_memory import gigabytes
+from jaxforge.storage import safe_files
 
 FILE = "schedule_summary.txt"
 _SHOWN = 8  # of a list of steps

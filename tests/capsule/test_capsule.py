@@ -10,14 +10,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxforge import train
-from jaxforge.capsule import archive, ingredients
-from jaxforge.capsule.__main__ import main
-from jaxforge.capsule.command import verdict
-from jaxforge.capsule.make import capsule_of
-from jaxforge.capsule.verify import _range, verify
+from jaxforge.cli.redaction import redacted
+from jaxforge.commands import train
+from jaxforge.commands.capsule import main
 from jaxforge.errors import UserError
-from jaxforge.redaction import redacted
+from jaxforge.tools.replay.capsule import archive, ingredients
+from jaxforge.tools.replay.capsule.command import verdict
+from jaxforge.tools.replay.capsule.make import capsule_of
+from jaxforge.tools.replay.capsule.verify import _range, verify
 from tests.conftest import tiny_config
 
 LENGTH, STEPS = 32, 8

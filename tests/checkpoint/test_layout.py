@@ -18,7 +18,7 @@ from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import Counts, TrainState, abstract_state
 from tests.conftest import tiny_config
 from tests.helpers import progress_of, random_batches, setup
-from torch_compat import ocdbt
+from torch_compat.formats import ocdbt
 
 FIELDS = {
     "adamw": {"updates", "mu", "nu"},

@@ -13,7 +13,7 @@ from jaxforge.state.progress import Progress, Validation
 from jaxforge.state.train_state import abstract_state
 from tests.conftest import tiny_config
 from tests.helpers import setup
-from torch_compat.orbax_store import open_orbax
+from torch_compat.checkpoint.orbax_store import open_orbax
 
 PROGRESS = Progress(step=7, samples=56, tokens=1792, best_metric=2.5, best_step=4, run_id="abc",
                     validation=Validation(["a"], {"a": {"loss": 1.25}}))  # fmt: skip

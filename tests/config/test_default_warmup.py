@@ -4,8 +4,8 @@ import pytest
 
 from jaxforge.config import JobConfig, answers, load_config, load_unresolved
 from jaxforge.config.torch_only import TORCH_ONLY
-from torch_compat.checkpoints import CheckpointRef
-from torch_compat.files import Directory
+from torch_compat.checkpoint.checkpoints import CheckpointRef
+from torch_compat.formats.files import Directory
 
 
 def warmup(*settings):

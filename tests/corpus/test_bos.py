@@ -8,12 +8,12 @@ import tokenizers
 import transformers
 from tokenizers import processors
 
-from jaxforge import prepare
-from jaxforge.corpus.conversations import Conversations, encode_conversations
-from jaxforge.corpus.entries import FIRST, ID, UNLEARNED
-from jaxforge.corpus.manifest import Manifest
-from jaxforge.corpus.prompts import Prompt, encode
-from jaxforge.corpus.tokenizer import load_tokenizer, with_prefix
+from jaxforge.commands import prepare
+from jaxforge.data.corpus.conversations import Conversations, encode_conversations
+from jaxforge.data.corpus.entries import FIRST, ID, UNLEARNED
+from jaxforge.data.corpus.manifest import Manifest
+from jaxforge.data.corpus.prompts import Prompt, encode
+from jaxforge.data.corpus.tokenizer import load_tokenizer, with_prefix
 from jaxforge.inference.conversation import Dialogue
 
 BOS, EOS, CLS = 0, 1, 2
@@ -125,7 +125,7 @@ def test_documents_begin_with_bos_and_end_with_eos(tmp_path, monkeypatch, capsys
     )
     texts = ["hello\n" * 9, "<s>world", "", "ünï\n"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    monkeypatch.setattr("jaxforge.corpus.documents._PIECE_BYTES", 20)  # the first in pieces
+    monkeypatch.setattr("jaxforge.data.corpus.documents._PIECE_BYTES", 20)  # the first in pieces
     expected = [i for t in ("hello\n" * 9, "world", "ünï\n") for i in theirs(t)["input_ids"]]
     output = prepared(tmp_path)
     assert tokens(output / "train") == expected

@@ -6,7 +6,7 @@ import random
 import pytest
 import tokenizers
 
-from jaxforge.corpus.tokenizer import ByteTokenizer, HFTokenizer, train_bpe
+from jaxforge.data.corpus.tokenizer import ByteTokenizer, HFTokenizer, train_bpe
 
 CORPUS = ["the cat sat on the mat\n", "Ümlaute, 日本語, 🎉: the dog sat on the cat\n"] * 20
 SPECIAL = tokenizers.AddedToken("<|pad|>", special=True)

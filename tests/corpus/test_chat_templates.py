@@ -8,10 +8,10 @@ import pytest
 import tokenizers
 import transformers
 
-from jaxforge.corpus.chat import ChatTemplate
-from jaxforge.corpus.conversations import Conversations, encode_conversations
-from jaxforge.corpus.entries import FIRST, ID, UNLEARNED
-from jaxforge.corpus.tokenizer import HFTokenizer, load_tokenizer
+from jaxforge.data.corpus.chat import ChatTemplate
+from jaxforge.data.corpus.conversations import Conversations, encode_conversations
+from jaxforge.data.corpus.entries import FIRST, ID, UNLEARNED
+from jaxforge.data.corpus.tokenizer import HFTokenizer, load_tokenizer
 from jaxforge.errors import UserError
 
 CHATML = """\

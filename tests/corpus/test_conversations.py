@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from jaxforge.corpus.conversations import Conversations, encode_conversations
-from jaxforge.corpus.entries import FIRST, ID, UNLEARNED
-from jaxforge.corpus.tokenizer import ByteTokenizer, HFTokenizer
+from jaxforge.data.corpus.conversations import Conversations, encode_conversations
+from jaxforge.data.corpus.entries import FIRST, ID, UNLEARNED
+from jaxforge.data.corpus.tokenizer import ByteTokenizer, HFTokenizer
 from jaxforge.data.packing import IGNORE, Packed, best_fit, fill_window, split_entries
 from jaxforge.errors import UserError
 from tests.corpus.test_chat_templates import TOOLS, bpe_file

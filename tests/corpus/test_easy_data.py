@@ -6,9 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from jaxforge import prepare
-from jaxforge.corpus import documents, ingest
-from jaxforge.corpus.manifest import Manifest
+from jaxforge.commands import prepare
+from jaxforge.data.corpus import documents, ingest
+from jaxforge.data.corpus.manifest import Manifest
 from jaxforge.data.tokens import TokenShards
 from jaxforge.errors import UserError
 

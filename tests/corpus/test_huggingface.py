@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxforge.corpus import huggingface, inputs
-from jaxforge.corpus.tokenizer import train_bpe
 from jaxforge.data import loader, sources, stream
+from jaxforge.data.corpus import huggingface, inputs
+from jaxforge.data.corpus.tokenizer import train_bpe
 from jaxforge.data.stream import Anchor
 from jaxforge.errors import UserError
 from jaxforge.parallel.mesh import make_mesh
@@ -194,7 +194,7 @@ def test_resuming_anywhere_gives_the_rest(directory, tmp_path, shuffle, monkeypa
 
 def test_anchors_save_reading(directory, tmp_path, monkeypatch):
     monkeypatch.setattr(inputs, "_ROWS", 5)
-    monkeypatch.setattr("jaxforge.corpus.ingest._BATCH_PIECES", 5)
+    monkeypatch.setattr("jaxforge.data.corpus.ingest._BATCH_PIECES", 5)
     given = streaming(directory, tmp_path / "run")
     whole = batches(given, 40)
     read = reads(monkeypatch)

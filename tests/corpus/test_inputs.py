@@ -11,11 +11,11 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from jaxforge import prepare
-from jaxforge.corpus import documents
-from jaxforge.corpus.documents import pieces
-from jaxforge.corpus.inputs import find_inputs
-from jaxforge.corpus.manifest import Manifest
+from jaxforge.commands import prepare
+from jaxforge.data.corpus import documents
+from jaxforge.data.corpus.documents import pieces
+from jaxforge.data.corpus.inputs import find_inputs
+from jaxforge.data.corpus.manifest import Manifest
 from jaxforge.errors import UserError
 
 TEXTS = [f"text {i} ä\n" * (i % 3 + 1) for i in range(50)]

@@ -11,16 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxforge import preparation, prepare
-from jaxforge.cli import run_main
-from jaxforge.corpus import documents, ingest
-from jaxforge.corpus.documents import pieces, split_of
-from jaxforge.corpus.inputs import find_inputs
-from jaxforge.corpus.manifest import Manifest
-from jaxforge.corpus.tokenizer import load_tokenizer
-from jaxforge.corpus.writer import token_dtype
+from jaxforge.cli.running import run_main
+from jaxforge.commands import prepare
+from jaxforge.data.corpus import documents, ingest
+from jaxforge.data.corpus.documents import pieces, split_of
+from jaxforge.data.corpus.inputs import find_inputs
+from jaxforge.data.corpus.manifest import Manifest
+from jaxforge.data.corpus.tokenizer import load_tokenizer
+from jaxforge.data.corpus.writer import token_dtype
 from jaxforge.data.tokens import TokenShards
 from jaxforge.errors import UserError
+from jaxforge.tools.starting import preparation
 
 TEXTS = {"b.txt": "bee\n", "a.py": "print('ä')\n", "sub/c.md": "# sea\n", "sub/d.rst": "no\n"}
 COMMAND = [sys.executable, "-m", "jaxforge.prepare"]

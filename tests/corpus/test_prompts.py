@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from jaxforge.corpus.prompts import STDIN, Prompt, read_prompts
-from jaxforge.corpus.tokenizer import ByteTokenizer, train_bpe
+from jaxforge.data.corpus.prompts import STDIN, Prompt, read_prompts
+from jaxforge.data.corpus.tokenizer import ByteTokenizer, train_bpe
 from jaxforge.errors import UserError
 from jaxforge.inference.completion import warn_about_spaces
 

@@ -14,10 +14,10 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from jaxforge import prepare
-from jaxforge.corpus import documents, json_files, records
-from jaxforge.corpus.documents import pieces
-from jaxforge.corpus.inputs import find_inputs
+from jaxforge.commands import prepare
+from jaxforge.data.corpus import documents, json_files, records
+from jaxforge.data.corpus.documents import pieces
+from jaxforge.data.corpus.inputs import find_inputs
 from jaxforge.errors import UserError
 
 TEXTS = ["one", 'two "quoted", with ünïcödé\n', "", "three ]}"]
@@ -247,7 +247,7 @@ def bombs():
 MEASURE = """
 import resource, sys
 from pathlib import Path
-from jaxforge.cli import run_main
+from jaxforge.cli.running import run_main
 from jaxforge import preparation, prepare
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 before, output = peak(), sys.argv[1]

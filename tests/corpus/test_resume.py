@@ -14,11 +14,12 @@ import numpy as np
 import psutil
 import pytest
 
-from jaxforge import prepare
-from jaxforge.corpus import atomic_directory, ingest
-from jaxforge.corpus.tokenizer import load_tokenizer
-from jaxforge.corpus.writer import ShardWriter
+from jaxforge.commands import prepare
+from jaxforge.data.corpus import ingest
+from jaxforge.data.corpus.tokenizer import load_tokenizer
+from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.errors import UserError
+from jaxforge.storage import atomic_directory
 from tests.machine import PATIENCE
 
 
@@ -40,7 +41,7 @@ def corpus(tmp_path):
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
     monkeypatch.setattr(ingest, "_BATCH_BYTES", 900)
-    monkeypatch.setattr("jaxforge.corpus.documents._PIECE_BYTES", 1000)
+    monkeypatch.setattr("jaxforge.data.corpus.documents._PIECE_BYTES", 1000)
 
 
 def run(corpus, output, *args):
@@ -201,7 +202,7 @@ def test_one_process_at_a_time(corpus, tmp_path):
 def test_a_shared_directory_is_made_once(tmp_path):
     code = """
 import sys, time, pathlib
-from jaxforge.corpus.atomic_directory import atomic_directory
+from jaxforge.storage.atomic_directory import atomic_directory
 plan = {"options": {}, "inputs": []}
 with atomic_directory(pathlib.Path(sys.argv[1]), plan, made_by="x", shared=True) as s:
     if s:
@@ -248,7 +249,7 @@ def test_a_file_in_the_way_is_named(tmp_path):
 
 @pytest.mark.parametrize("file_format", ["npy", "bin"])
 def test_what_was_written_after_the_journal_is_cut_off(tmp_path, monkeypatch, file_format):
-    monkeypatch.setattr("jaxforge.corpus.writer._CHUNK", 1)
+    monkeypatch.setattr("jaxforge.data.corpus.writer._CHUNK", 1)
     options = {"vocab_size": 99, "dtype": "uint16", "shard_tokens": 8, "file_format": file_format}
     end = {"eos_id": 0, "tokenizer": "x", "tokenizer_sha256": "y"}
     for name, more in (("killed", 30), ("whole", 0)):
@@ -278,8 +279,8 @@ def test_a_shard_that_lost_its_end_is_named(tmp_path):
 SCRIPT = """
 import sys
 from jaxforge import prepare
-from jaxforge.cli import run_main
-from jaxforge.corpus import ingest
+from jaxforge.cli.running import run_main
+from jaxforge.data.corpus import ingest
 if __name__ == "__main__":
     ingest._COMMIT_SECONDS, ingest._BATCH_BYTES = 0.0, 1 << 18
     sys.exit(run_main(prepare.main))

@@ -4,7 +4,7 @@ import random
 import pytest
 import tokenizers
 
-from jaxforge.corpus.tokenizer import (
+from jaxforge.data.corpus.tokenizer import (
     LARGEST_VOCAB,
     ByteTokenizer,
     HFTokenizer,

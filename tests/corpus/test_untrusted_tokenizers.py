@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from jaxforge import prepare
-from jaxforge.corpus import untrusted_tokenizer
-from jaxforge.corpus.tokenizer import HFTokenizer, load_tokenizer, train_bpe
-from jaxforge.corpus.untrusted_tokenizer import is_risky
+from jaxforge.commands import prepare
+from jaxforge.data.corpus import untrusted_tokenizer
+from jaxforge.data.corpus.tokenizer import HFTokenizer, load_tokenizer, train_bpe
+from jaxforge.data.corpus.untrusted_tokenizer import is_risky
 from jaxforge.errors import UserError
 
 CORPUS = ["the cat sat on the mat\n"] * 5
@@ -132,7 +132,7 @@ def test_patterns_in_use_encode_in_a_process_of_their_own(tmp_path, plain):
 
 
 SLOW = """
-from jaxforge.corpus import workers
+from jaxforge.data.corpus import workers
 def endless(texts):
     while True:
         pass

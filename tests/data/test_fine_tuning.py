@@ -16,21 +16,21 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from jaxforge import prepare
+from jaxforge.commands import prepare
+from jaxforge.commands.train import run as train
 from jaxforge.config import rules
 from jaxforge.config.reading.load import load_config
-from jaxforge.corpus import ingest
-from jaxforge.corpus.conversations import Conversations, encode_conversations
-from jaxforge.corpus.entries import FIRST, ID, UNLEARNED
-from jaxforge.corpus.manifest import CONVERSATIONS, LENGTHS, Manifest
-from jaxforge.corpus.tokenizer import load_tokenizer
 from jaxforge.data import loader, sources, stream
 from jaxforge.data.conversation_shards import ConversationShards
+from jaxforge.data.corpus import ingest
+from jaxforge.data.corpus.conversations import Conversations, encode_conversations
+from jaxforge.data.corpus.entries import FIRST, ID, UNLEARNED
+from jaxforge.data.corpus.manifest import CONVERSATIONS, LENGTHS, Manifest
+from jaxforge.data.corpus.tokenizer import load_tokenizer
 from jaxforge.data.packing import IGNORE
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import build_model
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.train import run as train
 from jaxforge.training.evaluation import Evaluator
 from tests.conftest import tiny_config
 from tests.corpus.test_chat_templates import CHATML, UNMARKED, save_tokenizer
@@ -224,8 +224,8 @@ import sys, time
 from jaxforge import prepare
 from jaxforge.config import rules
 from jaxforge.config.reading.load import load_config
-from jaxforge.cli import run_main
-from jaxforge.corpus import ingest
+from jaxforge.cli.running import run_main
+from jaxforge.data.corpus import ingest
 if __name__ == "__main__":
     ingest._COMMIT_SECONDS, ingest._BATCH_PIECES = 0.0, 5
     if slow := sys.argv.pop(1) == "slow":

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from jaxforge import train
-from jaxforge.corpus.writer import ShardWriter
+from jaxforge.commands import train
 from jaxforge.data import sources
+from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.data.fingerprint import changes, fingerprints
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxforge.corpus.manifest import FILE_NAME
-from jaxforge.corpus.tokenizer import tokenizer_of
-from jaxforge.corpus.writer import ShardWriter
 from jaxforge.data import loader, sources
+from jaxforge.data.corpus.manifest import FILE_NAME
+from jaxforge.data.corpus.tokenizer import tokenizer_of
+from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.errors import UserError
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.training.phases import Phases

@@ -9,9 +9,9 @@ import zlib
 import numpy as np
 import pytest
 
-from jaxforge.corpus.manifest import Manifest, Shard
-from jaxforge.corpus.writer import ShardWriter
 from jaxforge.data.conversation_shards import ConversationShards
+from jaxforge.data.corpus.manifest import Manifest, Shard
+from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.data.tokens import TokenShards
 from jaxforge.errors import UserError
 

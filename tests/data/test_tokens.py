@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from jaxforge.corpus.manifest import Manifest
-from jaxforge.corpus.writer import ShardWriter
+from jaxforge.data.corpus.manifest import Manifest
+from jaxforge.data.corpus.writer import ShardWriter
 from jaxforge.data.tokens import SyntheticTokens, TokenShards
 from jaxforge.errors import UserError
 
@@ -57,7 +57,7 @@ def test_bin_and_npy_read_the_same(tmp_path):
 
 
 def test_writer_streams_across_chunks_and_shards(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxforge.corpus.writer._CHUNK", 7)
+    monkeypatch.setattr("jaxforge.data.corpus.writer._CHUNK", 7)
     tokens = np.random.default_rng(1).integers(0, 300, 100)
     with ShardWriter(tmp_path / "a", vocab_size=300, dtype="uint32", shard_tokens=30) as writer:
         for start in range(0, 100, 9):

@@ -16,9 +16,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from jaxforge import prepare, train
+from jaxforge.commands import prepare, train
 from jaxforge.errors import UserError
-from jaxforge.lm_eval.adapter import JaxforgeLM
+from jaxforge.tools.lm_eval.adapter import JaxforgeLM
 from tests.processes.conftest import BASE
 from torch_compat import __main__ as torch_compat
 

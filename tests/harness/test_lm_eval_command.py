@@ -7,8 +7,8 @@ import os
 import jax
 import pytest
 
-from jaxforge.cli import run_main
-from jaxforge.lm_eval import __main__ as command
+from jaxforge.cli.running import run_main
+from jaxforge.commands import lm_eval as command
 
 
 @pytest.fixture

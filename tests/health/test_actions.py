@@ -10,8 +10,8 @@ import jax
 import pytest
 
 from jaxforge.exit_codes import Exit
-from jaxforge.health import actions
-from jaxforge.health.actions import (
+from jaxforge.training.health import actions
+from jaxforge.training.health.actions import (
     CollectGarbage,
     MemoryReport,
     PeriodicActions,
@@ -19,7 +19,7 @@ from jaxforge.health.actions import (
     collecting_garbage,
     open_actions,
 )
-from jaxforge.health.periodic_action import PeriodicAction
+from jaxforge.training.health.periodic_action import PeriodicAction
 from tests.conftest import tiny_config
 
 

@@ -8,9 +8,14 @@ import numpy as np
 import pytest
 
 from jaxforge.exit_codes import Exit
-from jaxforge.health import attribution
-from jaxforge.health.attribution import Attribution, make_row_losses, odd_devices, worst_rows
 from jaxforge.step.train_step import Controls
+from jaxforge.training.health import attribution
+from jaxforge.training.health.attribution import (
+    Attribution,
+    make_row_losses,
+    odd_devices,
+    worst_rows,
+)
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxforge.config.train import TrainConfig
 from jaxforge.exit_codes import Exit
-from jaxforge.health.collectives import CollectiveHealth
+from jaxforge.training.health.collectives import CollectiveHealth
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,12 @@ import re
 import jax
 import pytest
 
-from jaxforge import inference, train
+from jaxforge import inference
+from jaxforge.commands import train
 from jaxforge.errors import UserError
-from jaxforge.health import out_of_memory
 from jaxforge.parallel import device_memory
 from jaxforge.parallel.mesh import make_mesh
+from jaxforge.training.health import out_of_memory
 from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
 

@@ -7,9 +7,9 @@ import pytest
 
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.exit_codes import Exit
-from jaxforge.health import stragglers
-from jaxforge.health.stragglers import Report, Stragglers, describe
 from jaxforge.telemetry.tracker import HostTimes
+from jaxforge.training.health import stragglers
+from jaxforge.training.health.stragglers import Report, Stragglers, describe
 
 
 def report(data_wait, launch=0.0, step=1.0):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxforge.exit_codes import Exit
-from jaxforge.health.watchdog import Limits, Watchdog
+from jaxforge.training.health.watchdog import Limits, Watchdog
 from tests.machine import PATIENCE
 
 LIMITS = Limits(setup=100, step=10, checkpoint=50)
@@ -98,8 +98,8 @@ def test_zero_is_endless():
 HANG = """
 import logging, sys, threading
 from pathlib import Path
-from jaxforge.health import watchdog
-from jaxforge.health.watchdog import Limits, Watchdog
+from jaxforge.training.health import watchdog
+from jaxforge.training.health.watchdog import Limits, Watchdog
 
 watchdog._POLL_SEC = 0.05
 logging.basicConfig()

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxforge.exit_codes import Exit
-from jaxforge.health.weight_hash import WeightHashes, make_hasher
 from jaxforge.state.checksum import checksum
+from jaxforge.training.health.weight_hash import WeightHashes, make_hasher
 
 SPECS = {
     "embedding": {"weight": PartitionSpec(None, "tp")},  # four copies of each half

@@ -10,9 +10,14 @@ import pytest
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
-from jaxforge.model import splash
-from jaxforge.model.attention_backends import BACKENDS, KernelRequirements, choose, masked_attention
-from jaxforge.model.scoring import PLAIN, Scoring
+from jaxforge.kernels import splash
+from jaxforge.kernels.attention_backends import (
+    BACKENDS,
+    KernelRequirements,
+    choose,
+    masked_attention,
+)
+from jaxforge.kernels.scoring import PLAIN, Scoring
 from jaxforge.model.transformer import Model
 
 VOCAB, LENGTH = 64, 24

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from jaxforge.config.model import ModelConfig
-from jaxforge.model import splash
-from jaxforge.model.attention_backends import BACKENDS, attend_over, masked_attention, opaque
-from jaxforge.model.masking import FULL, Mask
-from jaxforge.model.scoring import PLAIN, Scoring
+from jaxforge.kernels import splash
+from jaxforge.kernels.attention_backends import BACKENDS, attend_over, masked_attention, opaque
+from jaxforge.kernels.masking import FULL, Mask
+from jaxforge.kernels.scoring import PLAIN, Scoring
 from jaxforge.model.transformer import Model
 from tests.model.test_attention import allowed_keys, random_documents, random_heads
 

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from jaxforge.config.points import ATTENTION_WEIGHTS
+from jaxforge.kernels.masking import Mask
+from jaxforge.kernels.scoring import Scoring
 from jaxforge.model import capture
 from jaxforge.model.attention_weights import attention_weights
-from jaxforge.model.masking import Mask
-from jaxforge.model.scoring import Scoring
 from jaxforge.model.transformer import build_model
 from tests.conftest import tiny_config
 from tests.helpers import drawn, with_random_biases

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxforge.model.context_parallel import gathered, order_of_parts, spread
+from jaxforge.kernels.context_parallel import gathered, order_of_parts, spread
 
 
 def test_devices_of_a_ring_have_an_early_and_a_late_part():

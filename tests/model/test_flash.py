@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.model import flash
-from jaxforge.model.attention_backends import reference_attention
-from jaxforge.model.flash_blocks import Tokens, meetings, spans
-from jaxforge.model.flash_kernels import Tiles
-from jaxforge.model.scoring import Scoring
+from jaxforge.kernels import flash
+from jaxforge.kernels.attention_backends import reference_attention
+from jaxforge.kernels.flash_blocks import Tokens, meetings, spans
+from jaxforge.kernels.flash_kernels import Tiles
+from jaxforge.kernels.scoring import Scoring
 from jaxforge.parallel import targets
 
 CLOSE = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-5)

@@ -10,7 +10,7 @@ import pytest
 
 from jaxforge.config.train import TrainConfig
 from jaxforge.errors import UserError
-from jaxforge.model import fp8
+from jaxforge.kernels import fp8
 from jaxforge.model.fp8_layers import Recipe, how_multiplied
 from jaxforge.model.transformer import build_model
 from tests.conftest import tiny_config

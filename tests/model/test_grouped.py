@@ -13,8 +13,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxforge.errors import UserError
-from jaxforge.model import grouped_blocks, grouped_mosaic, megablox
-from jaxforge.model.grouped import GROUPED, ProductRequirements, choose_grouped, grouped_matmul
+from jaxforge.kernels import grouped_blocks, grouped_mosaic, megablox
+from jaxforge.kernels.grouped import GROUPED, ProductRequirements, choose_grouped, grouped_matmul
 from jaxforge.parallel import targets
 
 INP, OUT = 16, 24

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jaxforge.model.fp8 import E4M3, E5M2
-from jaxforge.model.grouped_fp8 import by_expert, grouped_matmul_fp8
+from jaxforge.kernels.fp8 import E4M3, E5M2
+from jaxforge.kernels.grouped_fp8 import by_expert, grouped_matmul_fp8
 
 BFLOAT16 = ml_dtypes.bfloat16
 SIZES = np.array([5, 0, 7], np.int32)

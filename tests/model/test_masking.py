@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jaxforge.config.model import ModelConfig
-from jaxforge.model import masking
-from jaxforge.model.attention_backends import BACKENDS, attend_over, opaque
-from jaxforge.model.masking import FULL, Mask
-from jaxforge.model.scoring import Scoring
+from jaxforge.kernels import masking
+from jaxforge.kernels.attention_backends import BACKENDS, attend_over, opaque
+from jaxforge.kernels.masking import FULL, Mask
+from jaxforge.kernels.scoring import Scoring
 from jaxforge.model.transformer import Model
 from tests.model.test_attention import naive_attention, random_heads
 

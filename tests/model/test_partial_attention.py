@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.model import flash, partial_attention
-from jaxforge.model.attention_backends import reference_attention
-from jaxforge.model.flash_blocks import Tokens
-from jaxforge.model.partial_attention import (
+from jaxforge.kernels import flash, partial_attention
+from jaxforge.kernels.attention_backends import reference_attention
+from jaxforge.kernels.flash_blocks import Tokens
+from jaxforge.kernels.partial_attention import (
     PARTS,
     Keys,
     OfQueries,
@@ -18,7 +18,7 @@ from jaxforge.model.partial_attention import (
     attend_to_part,
     gradients_of_part,
 )
-from jaxforge.model.scoring import Scoring
+from jaxforge.kernels.scoring import Scoring
 
 ROWS, LENGTH, HEADS, KV_HEADS, SIZE = 2, 24, 4, 2, 8
 HALF = 10  # of the keys, in the first of two parts; the rest is no multiple of a tile

@@ -10,7 +10,7 @@ import pytest
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import UserError
-from jaxforge.model.masking import FULL, Mask
+from jaxforge.kernels.masking import FULL, Mask
 from jaxforge.model.plan import LayerKind, LayerPlan, Period, Rope, period_of, plan_of
 from jaxforge.model.runtime import Runtime
 from jaxforge.model.transformer import Model

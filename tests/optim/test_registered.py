@@ -24,7 +24,7 @@ from jaxforge.step.train_step import Controls
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 from tests.optim import problem
-from torch_compat.optimizer_state import kind_of
+from torch_compat.checkpoint.optimizer_state import kind_of
 
 pytestmark = pytest.mark.usefixtures("own_names")
 

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from jaxforge import job_facts
 from jaxforge.config.reading.load import load_unresolved
 from jaxforge.parallel.agreement import check, differences
+from jaxforge.runs import job_facts
 
 FILE = """
 [optimizer]
@@ -52,8 +52,8 @@ def test_setting_of_one_process_is_named_with_values_and_hosts(facts, setting, l
 
 def test_versions_code_and_environment_are_compared(facts, monkeypatch):
     ours = facts()
-    monkeypatch.setattr("jaxforge.starts.version", lambda name: "0.0.1")
-    monkeypatch.setattr("jaxforge.job_facts.source_hash", lambda place: "1234")
+    monkeypatch.setattr("jaxforge.runs.starts.version", lambda name: "0.0.1")
+    monkeypatch.setattr("jaxforge.runs.job_facts.source_hash", lambda place: "1234")
     monkeypatch.setenv("JAX_ENABLE_X64", "1")
     lines = differences([("a", ours), ("b", facts())]).splitlines()
     for name in ("version of jaxlib", "version of numpy", "version of grain", "code of jaxforge",

@@ -12,10 +12,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from jaxforge.cli import run_main
-from jaxforge.pipeline.__main__ import main
-from jaxforge.pipeline.drawing import as_svg, as_text
-from jaxforge.pipeline.schedule import SCHEDULES, gpipe, one_f_one_b
+from jaxforge.cli.running import run_main
+from jaxforge.commands.pipeline import main
+from jaxforge.parallel.pipeline.drawing import as_svg, as_text
+from jaxforge.parallel.pipeline.schedule import SCHEDULES, gpipe, one_f_one_b
 
 ROOT = Path(__file__).parents[2]
 HEAVY = {"jax", "jaxlib", "numpy", "flax", "pydantic", "rich"}

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from jaxforge.pipeline.schedule import SCHEDULES, Action, gpipe, one_f_one_b
+from jaxforge.parallel.pipeline.schedule import SCHEDULES, Action, gpipe, one_f_one_b
 
 WAYS = ("forward", "backward")
 

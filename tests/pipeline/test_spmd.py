@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxforge.aux_outputs import NOTHING
+from jaxforge.parallel.pipeline.spmd import saving_vjp
 from jaxforge.parallel.sharding import batch_shardings
-from jaxforge.pipeline.spmd import saving_vjp
-from jaxforge.side import NOTHING
 from jaxforge.training.evaluation import make_eval_step
 from tests.conftest import tiny_config
 from tests.helpers import (

@@ -9,14 +9,14 @@ import zipfile
 import jax
 import pytest
 
-from jaxforge import train
+from jaxforge.commands import plan as plan_main
+from jaxforge.commands import train
 from jaxforge.errors import UserError
 from jaxforge.parallel import compilation
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.plan import __main__ as plan_main
-from jaxforge.plan import command
-from jaxforge.plan.topology import Topology
 from jaxforge.step.executable import CompiledStep, Executable, write
+from jaxforge.tools.plan import command
+from jaxforge.tools.plan.topology import Topology
 from tests.conftest import tiny_config
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, environment

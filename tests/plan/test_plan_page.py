@@ -3,10 +3,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from jaxforge.plan.page import page, picture
-from jaxforge.plan.plan import Plan, plan
-from jaxforge.plan.timeline import Span
-from jaxforge.plan.topology import Topology
+from jaxforge.tools.plan.page import page, picture
+from jaxforge.tools.plan.plan import Plan, plan
+from jaxforge.tools.plan.timeline import Span
+from jaxforge.tools.plan.topology import Topology
 from tests.conftest import tiny_config
 
 CPUS = Topology.parse("cpu:8")

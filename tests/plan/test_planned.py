@@ -6,12 +6,13 @@ import sys
 import jax
 import pytest
 
-from jaxforge import build, train
-from jaxforge.plan import __main__ as plan_main
-from jaxforge.plan import command
-from jaxforge.plan.checks import checkpoint_bytes, kept_checkpoints
-from jaxforge.plan.plan import as_json, plan
-from jaxforge.plan.topology import Topology
+from jaxforge.commands import plan as plan_main
+from jaxforge.commands import train
+from jaxforge.tools.plan import command
+from jaxforge.tools.plan.checks import checkpoint_bytes, kept_checkpoints
+from jaxforge.tools.plan.plan import as_json, plan
+from jaxforge.tools.plan.topology import Topology
+from jaxforge.training import build
 from tests.conftest import tiny_config
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, environment
@@ -80,7 +81,7 @@ def test_what_does_not_fit_is_advised(made, monkeypatch, capsys):
     memory = made.step.memory
     small = memory._replace(capacity=memory.peak - 1)
     monkeypatch.setattr(
-        "jaxforge.plan.plan.compile_step", lambda *_, **__: made.step._replace(memory=small)
+        "jaxforge.tools.plan.plan.compile_step", lambda *_, **__: made.step._replace(memory=small)
     )
     config = tiny_config(distributed=MESH, train={"batch_size": 4})
     monkeypatch.setattr(command.load, "load_unresolved", lambda *_: config)

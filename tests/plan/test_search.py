@@ -7,13 +7,13 @@ import jax
 import pytest
 from rich.console import Console
 
+from jaxforge.commands import plan as command_line
 from jaxforge.config import axes, rules
 from jaxforge.config.reading.load import load_config
 from jaxforge.config.train import TrainConfig
 from jaxforge.errors import UserError
-from jaxforge.plan import __main__ as command_line
-from jaxforge.plan import command, search
-from jaxforge.plan.topology import Topology
+from jaxforge.tools.plan import command, search
+from jaxforge.tools.plan.topology import Topology
 from tests.conftest import tiny_config
 
 NODE = Topology.parse("h100:1x8")

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from jaxforge.plan.hlo import Program, first_group
-from jaxforge.plan.network import Collective
-from jaxforge.plan.timeline import Key, Simulation
+from jaxforge.tools.plan.hlo import Program, first_group
+from jaxforge.tools.plan.network import Collective
+from jaxforge.tools.plan.timeline import Key, Simulation
 
 PRODUCT = "multiply(%a, %a)"
 

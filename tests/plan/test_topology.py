@@ -1,6 +1,6 @@
 import pytest
 
-from jaxforge.plan.topology import Topology
+from jaxforge.tools.plan.topology import Topology
 
 
 @pytest.mark.parametrize(

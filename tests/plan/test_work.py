@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 
-from jaxforge.plan.chips import CHIPS
-from jaxforge.plan.hlo import Program
-from jaxforge.plan.network import EFFICIENCY, LATENCY, Network
-from jaxforge.plan.rates import REACHED, Roofline
-from jaxforge.plan.work import Workload
+from jaxforge.tools.plan.chips import CHIPS
+from jaxforge.tools.plan.hlo import Program
+from jaxforge.tools.plan.network import EFFICIENCY, LATENCY, Network
+from jaxforge.tools.plan.rates import REACHED, Roofline
+from jaxforge.tools.plan.work import Workload
 
 PARAMETERS = """  %x = bf16[64,256]{1,0} parameter(0)
   %w = bf16[512,256]{1,0} parameter(1)

@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from jaxforge.commands.plan import topology_of
 from jaxforge.config import load_config
 from jaxforge.config.job import JobConfig, toml
 from jaxforge.config.useless import useless
 from jaxforge.errors import UserError
 from jaxforge.parallel import targets
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.plan import command
-from jaxforge.plan.__main__ import topology_of
-from jaxforge.plan.checks import checkpoint_bytes
-from jaxforge.plan.compiled import devices_of
-from jaxforge.plan.plan import Plan, plan
-from jaxforge.plan.topology import Topology
+from jaxforge.tools.plan import command
+from jaxforge.tools.plan.checks import checkpoint_bytes
+from jaxforge.tools.plan.compiled import devices_of
+from jaxforge.tools.plan.plan import Plan, plan
+from jaxforge.tools.plan.topology import Topology
 from tests.conftest import TINY
 
 RIGHT = {
@@ -214,7 +214,7 @@ def told(tmp_path, monkeypatch):
         (tmp_path / "run.toml").write_text(written(values))
         with monkeypatch.context() as patched:
             if not is_compiled:
-                patched.setattr("jaxforge.plan.plan.compile_step", stop)
+                patched.setattr("jaxforge.tools.plan.plan.compile_step", stop)
             return command._planned("run.toml", [], Topology.parse(topology))
 
     return of
@@ -390,7 +390,8 @@ def test_an_axis_that_is_wider_than_a_slice_is_named_with_a_width_that_fits(told
 def test_a_disk_too_small_is_named_with_the_checkpoints_that_it_has_room_for(told, monkeypatch):
     values = merged({"checkpoint": {"interval": 1, "keep_last_n": 50}})
     size = checkpoint_bytes(JobConfig.model_validate(RIGHT))
-    monkeypatch.setattr("jaxforge.plan.checks.shutil.disk_usage", lambda _: Disk(20 * size + 1))
+    disk = Disk(20 * size + 1)
+    monkeypatch.setattr("jaxforge.tools.plan.checks.shutil.disk_usage", lambda _: disk)
     (message,) = told(values, "cpu:8")
     assert "checkpoint.keep_last_n = 50" in message
     assert 'checkpoint.dir = "checkpoints"' in message
@@ -413,7 +414,7 @@ LARGE = merged(
 def test_a_step_too_large_is_told_what_makes_it_fit(monkeypatch):
     values, of = LARGE, on_cpus(2)
     peak = of(values).step.memory.peak
-    monkeypatch.setattr("jaxforge.plan.compiled.capacity_of_each", lambda: peak // 2)
+    monkeypatch.setattr("jaxforge.tools.plan.compiled.capacity_of_each", lambda: peak // 2)
     made = of(values)
     tried = []
     while not made.fits:
@@ -432,7 +433,7 @@ def test_a_state_too_large_is_told_how_many_devices_it_takes(monkeypatch):
     values = merged({"train": small, "model": wide})
     memory = on_cpus(1)(values).step.memory
     state = memory.parameters + memory.gradients + memory.optimizer
-    monkeypatch.setattr("jaxforge.plan.compiled.capacity_of_each", lambda: int(0.95 * state))
+    monkeypatch.setattr("jaxforge.tools.plan.compiled.capacity_of_each", lambda: int(0.95 * state))
     made = on_cpus(1)(values)
     assert not made.fits
     (times,) = re.findall(r"(\d+) times as many devices", " ".join(made.advice))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxforge import train
+from jaxforge.commands import train
 from tests.machine import PATIENCE, xla_flags
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxforge.commands.evaluate import main
 from jaxforge.errors import UserError
-from jaxforge.evaluate import main
 from jaxforge.inference.evaluation import evaluate, report
 from jaxforge.training.evaluation import summary
 from tests.machine import PATIENCE

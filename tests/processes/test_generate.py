@@ -9,8 +9,8 @@ import sys
 import pytest
 
 import jaxforge
-from jaxforge import generate, prepare
-from jaxforge.corpus.tokenizer import ByteTokenizer
+from jaxforge.commands import generate, prepare
+from jaxforge.data.corpus.tokenizer import ByteTokenizer
 from jaxforge.errors import UserError
 from jaxforge.inference import completion, conversation
 from jaxforge.model.decoding import Decoder

@@ -51,7 +51,7 @@ def test_one_of_two_processes_is_killed_and_both_run_again(new_run):
 
 JOB = """
 import sys, time, jax
-from jaxforge.cli import run_main
+from jaxforge.cli.running import run_main
 from jaxforge.errors import UserError
 from jaxforge.parallel import multihost
 

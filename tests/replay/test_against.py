@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from jaxforge import train
+from jaxforge.commands import replay as command
+from jaxforge.commands import train
 from jaxforge.errors import UserError
-from jaxforge.replay import __main__ as command
-from jaxforge.replay.against import Way, make, rows_of
-from jaxforge.replay.compare import first_difference
+from jaxforge.tools.replay.against import Way, make, rows_of
+from jaxforge.tools.replay.compare import first_difference
 from tests.conftest import tiny_config
 
 pytestmark = pytest.mark.usefixtures("two_devices")

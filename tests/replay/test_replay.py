@@ -8,24 +8,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge import activations, run_directory, train
+from jaxforge.commands import activations, train
+from jaxforge.commands import replay as command
 from jaxforge.config import rules
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.model import capture
 from jaxforge.optim.optimizer import global_norm
-from jaxforge.replay import __main__ as command
-from jaxforge.replay import past as the_past
-from jaxforge.replay.account import account, in_order, replayed
-from jaxforge.replay.documents import (
+from jaxforge.runs import run_directory
+from jaxforge.tools.replay import past as the_past
+from jaxforge.tools.replay.account import account, in_order, replayed
+from jaxforge.tools.replay.documents import (
     find_documents,
     oddness,
     token_loss_function,
     token_spread,
 )
-from jaxforge.replay.influence import Influence, Influences
-from jaxforge.replay.layers import NORMS
-from jaxforge.replay.past import open_past
+from jaxforge.tools.replay.influence import Influence, Influences
+from jaxforge.tools.replay.layers import NORMS
+from jaxforge.tools.replay.past import open_past
 from tests.conftest import tiny_config
 from tests.test_report import Page
 
@@ -133,7 +134,7 @@ def test_the_account_of_a_step_names_the_document_that_is_noise(run, capsys, mon
     layers = {f"layers.{i}" for i in range(2)}
     assert layers < set(found.norms[step].parts)
     assert {name for _, name, _ in found.odd} == {*NORMS.values(), *capture.POINTS}
-    monkeypatch.setattr("jaxforge.replay.command.account", lambda *_, **__: found)
+    monkeypatch.setattr("jaxforge.tools.replay.command.account", lambda *_, **__: found)
     arguments = ["--step", str(step), "--check", "--json", str(run / "o.json")]
     arguments += ["--html", str(run / "<o>.html")]
     assert command.main([str(run), *arguments]) == 0

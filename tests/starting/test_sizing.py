@@ -8,24 +8,24 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxforge import init
+from jaxforge.commands import init
 from jaxforge.config import check, load_config
 from jaxforge.config.job import JobConfig
-from jaxforge.corpus.manifest import Manifest, Shard
+from jaxforge.data.corpus.manifest import Manifest, Shard
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import build_model, parameter_count
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.device_memory import per_device
 from jaxforge.parallel.mesh import abstract_mesh
-from jaxforge.starting import machine
-from jaxforge.starting.config import for_data
-from jaxforge.starting.machine import Machine
-from jaxforge.starting.prepared import Prepared
-from jaxforge.starting.presets import PRESETS
-from jaxforge.starting.sizes import SHAPES
-from jaxforge.starting.sizing import EPOCHS, FEWEST_UPDATES, TOKENS_PER_PARAMETER, sized
 from jaxforge.state.train_state import abstract_state
 from jaxforge.step.memory import step_memory
+from jaxforge.tools.starting import machine
+from jaxforge.tools.starting.config import for_data
+from jaxforge.tools.starting.machine import Machine
+from jaxforge.tools.starting.prepared import Prepared
+from jaxforge.tools.starting.presets import PRESETS
+from jaxforge.tools.starting.sizes import SHAPES
+from jaxforge.tools.starting.sizing import EPOCHS, FEWEST_UPDATES, TOKENS_PER_PARAMETER, sized
 
 PAGE = (Path(__file__).parents[2] / "docs" / "configs.md").read_text()
 CPU = Machine(cores=2)

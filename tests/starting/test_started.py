@@ -2,7 +2,7 @@
 
 import json
 
-from jaxforge import prepare, train
+from jaxforge.commands import prepare, train
 
 
 def test_the_config_that_prepare_writes_trains_from_any_directory(tmp_path, monkeypatch):

@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 
+from jaxforge.aux_outputs import Max, Mean, Side
 from jaxforge.data.packing import IGNORE
 from jaxforge.model.network import Block, Transformer
 from jaxforge.model.transformer import Model, register_model
 from jaxforge.parallel import collectives
-from jaxforge.side import Max, Mean, Side
 from jaxforge.step.losses import register_loss
 from jaxforge.step.vocab_chunks import entry_ids
 

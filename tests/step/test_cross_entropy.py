@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxforge.aux_outputs import LossWeights
 from jaxforge.config.train import TrainConfig
 from jaxforge.data.packing import IGNORE
-from jaxforge.side import LossWeights
 from jaxforge.step.cross_entropy import Tiling, tiling, weighted_loss
 
 BATCH, LENGTH, DIM, VOCAB = 2, 24, 16, 50

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from jaxforge import train
+from jaxforge.commands import train
 from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config
@@ -17,12 +17,12 @@ from jaxforge.model.transformer import build_model
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import device_memory
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.plan.hlo import first_group
 from jaxforge.state.train_state import abstract_state
 from jaxforge.step import train_step
 from jaxforge.step.grad_sync import resolve_grad_sync
 from jaxforge.step.lowering import lower_train_step
 from jaxforge.step.memory import step_memory
+from jaxforge.tools.plan.hlo import first_group
 from tests.conftest import tiny_config
 from tests.helpers import (
     LEARNED,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.commands.train import run as run_all
 from jaxforge.state.train_state import abstract_state
-from jaxforge.train import run as run_all
 from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
 from tests.helpers import progress_of, random_batches, setup

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxforge import train
+from jaxforge.commands import train
 from jaxforge.exit_codes import Exit
 from jaxforge.inference import open_run
 from jaxforge.inference.evaluation import evaluate

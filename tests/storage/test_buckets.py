@@ -6,16 +6,16 @@ import zlib
 import numpy as np
 import pytest
 
-from jaxforge import buckets, mirror, storage
 from jaxforge.checkpoint.paths import is_whole
 from jaxforge.data.block_hashes import BlockHashes
 from jaxforge.data.remote_tokens import RemoteTokens
 from jaxforge.errors import StorageError, UserError
+from jaxforge.storage import COMMITTED, buckets, mirror, urls
 
 
 @pytest.fixture
 def root(bucket):
-    return storage.path(bucket)
+    return urls.path(bucket)
 
 
 def test_a_directory_is_there_as_long_as_something_is_in_it(root):
@@ -72,7 +72,7 @@ def test_an_object_cannot_be_appended_to(root):
 
 
 def test_a_checkpoint_that_is_removed_in_part_is_none(server, root):
-    for name in ("a", "b", storage.COMMITTED):
+    for name in ("a", "b", COMMITTED):
         (root / name).write_text(name)
     assert is_whole(root)
     server.forbid_after(3)  # a listing or two, and the first deletion
@@ -99,7 +99,7 @@ def test_a_bucket_that_is_not_there_or_not_ours_is_the_users_mistake(server, roo
         root.is_dir()
     server.throttle(0)
     with pytest.raises(UserError, match="The specified bucket does not exist"):
-        storage.path("s3://mistyped/run").is_dir()
+        urls.path("s3://mistyped/run").is_dir()
 
 
 def test_tokens_are_read_where_they_are(server, root):

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from jaxforge import storage
-from jaxforge.corpus.entries import FIRST, UNLEARNED
-from jaxforge.corpus.writer import ShardWriter
 from jaxforge.data.conversation_shards import ConversationShards, holds_conversations
+from jaxforge.data.corpus.entries import FIRST, UNLEARNED
+from jaxforge.data.corpus.writer import ShardWriter
+from jaxforge.storage import urls
 
 
 def test_windows_of_a_bucket_are_those_of_a_disk(bucket, tmp_path):
@@ -18,7 +18,7 @@ def test_windows_of_a_bucket_are_those_of_a_disk(bucket, tmp_path):
             entries[0] |= FIRST | UNLEARNED
             writer.add(entries, documents=1)
         writer.finish(eos_id=0, tokenizer="x", tokenizer_sha256="y")
-    there = storage.path(f"{bucket}/train")
+    there = urls.path(f"{bucket}/train")
     for path in (tmp_path / "train").iterdir():
         (there / path.name).write_bytes(path.read_bytes())
     assert holds_conversations(there, "data.dataset_path")

@@ -7,11 +7,13 @@ from unittest import mock
 import pytest
 from test_runs import CONFIG
 
-from jaxforge import buckets, storage, train
 from jaxforge.checkpoint.paths import is_whole
+from jaxforge.commands import train
 from jaxforge.errors import StorageError, UserError
+from jaxforge.storage import COMMITTED, buckets, urls
 from torch_compat import __main__ as torch_compat
-from torch_compat import checkpoints, orbax_store, upload
+from torch_compat.checkpoint import checkpoints, orbax_store
+from torch_compat.convert import upload
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -48,18 +50,18 @@ def fetch(place, directory):
 
 
 def test_an_import_is_a_run_in_the_bucket(server, bucket, made, tmp_path):
-    run = storage.path(f"{bucket}/run")
+    run = urls.path(f"{bucket}/run")
     command = ["import", f"{made}/dcp", str(run), f"--config={made}/run.toml"]
     processes = 2 if server.scheme == "s3" else 1
     assert torch_compat.main([*command, f"--processes={processes}"]) == 0
     assert torch_compat.main(["verify", f"{made}/run", str(run)]) == 0
-    assert (run / "checkpoints/step_4" / storage.COMMITTED).exists()
+    assert (run / "checkpoints/step_4" / COMMITTED).exists()
     assert f'dir = "{run}"' in (run / "config.toml").read_text()
     assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "config.toml"]
     assert gathered(tmp_path) == []
     more = [f"--config={made}/run.toml", f"--checkpoint.dir={run}", "--train.max_steps=5"]
     assert train.main(more) == 0
-    assert (run / "checkpoints/step_5" / storage.COMMITTED).exists()
+    assert (run / "checkpoints/step_5" / COMMITTED).exists()
     with pytest.raises(UserError, match=f"{run}/checkpoints/step_4 is there already"):
         torch_compat.main(command)
     assert gathered(tmp_path) == []
@@ -67,7 +69,7 @@ def test_an_import_is_a_run_in_the_bucket(server, bucket, made, tmp_path):
 
 @pytest.mark.parametrize("to", ["dcp", "hf"])
 def test_an_export_is_what_it_is_on_this_machine(bucket, made, tmp_path, to, capsys):
-    there = storage.path(f"{bucket}/out")
+    there = urls.path(f"{bucket}/out")
     command = ["export", f"{made}/run", str(there), f"--to={to}"]
     assert torch_compat.main(command) == 0
     said = capsys.readouterr().err
@@ -87,7 +89,7 @@ def test_an_export_is_what_it_is_on_this_machine(bucket, made, tmp_path, to, cap
 
 def test_a_copy_that_is_broken_off_is_gone_on_with(bucket, made, tmp_path, monkeypatch):
     """At one of its files, and when the checkpoint is there and its `config.toml` is not."""
-    run = storage.path(f"{bucket}/run")
+    run = urls.path(f"{bucket}/run")
     step = run / "checkpoints/step_4"
     (step / "of" / "another").write_text("conversion")
     (step / upload.UNFINISHED).write_text("another")
@@ -110,7 +112,7 @@ def test_a_copy_that_is_broken_off_is_gone_on_with(bucket, made, tmp_path, monke
 
 
 def test_another_source_is_converted_anew(bucket, made, tmp_path):
-    out = storage.path(f"{bucket}/out")
+    out = urls.path(f"{bucket}/out")
     command = ["export", f"{made}/run", str(out), "--to=hf"]
     with refused("config.json"), pytest.raises(StorageError):
         torch_compat.main(command)

@@ -4,13 +4,13 @@ import time
 
 import pytest
 
-from jaxforge import run_lock, storage
 from jaxforge.errors import UserError
-from jaxforge.run_lock import RunLock
+from jaxforge.storage import run_lock, urls
+from jaxforge.storage.run_lock import RunLock
 
 
 def test_a_run_in_a_bucket_has_one_holder_known_by_its_heartbeat(bucket, monkeypatch):
-    run = storage.path(f"{bucket}/run")
+    run = urls.path(f"{bucket}/run")
     monkeypatch.setattr(run_lock, "BEAT_SEC", 0.2)
     monkeypatch.setattr(run_lock, "PATIENCE_SEC", 5.0)
     with RunLock(run) as first:
@@ -24,7 +24,7 @@ def test_a_run_in_a_bucket_has_one_holder_known_by_its_heartbeat(bucket, monkeyp
 
 
 def test_what_does_not_beat_in_a_bucket_is_taken_over(bucket, monkeypatch):
-    run = storage.path(f"{bucket}/run")
+    run = urls.path(f"{bucket}/run")
     monkeypatch.setattr(run_lock, "PATIENCE_SEC", 0.5)
     (run / run_lock.NAME).write_text("{}")
     with RunLock(run) as lock:

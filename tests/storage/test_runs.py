@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxforge import evaluate, generate, storage, train
 from jaxforge.checkpoint.paths import find
-from jaxforge.corpus.manifest import Manifest, Shard
+from jaxforge.commands import evaluate, generate, train
+from jaxforge.commands import report as report_main
+from jaxforge.data.corpus.manifest import Manifest, Shard
 from jaxforge.errors import UserError
-from jaxforge.report import __main__ as report_main
+from jaxforge.storage import COMMITTED, urls
 from torch_compat import __main__ as torch_compat
 
 CONFIG = """
@@ -88,15 +89,15 @@ def test_a_killed_and_throttled_run_is_the_run_undisturbed(
     undisturbed, server, bucket, toml, tmp_path
 ):
     """Data, checkpoints, metrics and all in the bucket."""
-    put_shards(storage.path(f"{bucket}/data"))
+    put_shards(urls.path(f"{bucket}/data"))
     settings = [f"--config={toml}", *DATA]
     there = [f"--checkpoint.dir={bucket}/run", f"--data.dataset_path={bucket}/data"]
     server.throttle(every=12)
-    run = storage.path(f"{bucket}/run")
+    run = urls.path(f"{bucket}/run")
     command = [sys.executable, "-m", "jaxforge.train", *settings, *there, "--train.max_steps=200"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
-        while not (run / "checkpoints" / "step_4" / storage.COMMITTED).exists():
+        while not (run / "checkpoints" / "step_4" / COMMITTED).exists():
             assert process.poll() is None, process.communicate()[0].decode()
             time.sleep(0.1)
     finally:
@@ -128,7 +129,7 @@ def check_what_reads(bucket, tmp_path, steps):
     one = f"{bucket}/run/checkpoints/step_{steps}"
     assert generate.main([one, "--prompt=a", "--max-tokens=3"]) == 0
     assert report_main.main([f"{bucket}/run"]) == 0
-    assert b"</html>" in storage.path(f"{bucket}/run/report.html").read_bytes()
+    assert b"</html>" in urls.path(f"{bucket}/run/report.html").read_bytes()
 
 
 @pytest.mark.dear
@@ -138,12 +139,12 @@ def test_a_run_goes_on_in_a_bucket_that_it_was_copied_to(bucket, toml, tmp_path)
     assert train.main([f"--config={toml}", f"--checkpoint.dir={tmp_path}/run"]) == 0
     for path in filter(Path.is_file, (tmp_path / "run").rglob("*")):
         if path.stat().st_size:
-            place = storage.path(f"{bucket}/run") / path.relative_to(tmp_path / "run").as_posix()
+            place = urls.path(f"{bucket}/run") / path.relative_to(tmp_path / "run").as_posix()
             place.write_bytes(path.read_bytes())
     there = [f"--config={toml}", f"--checkpoint.dir={bucket}/run", "--checkpoint.keep_last_n=2"]
     assert train.main([*there, "--train.max_steps=17"]) == 0
-    assert sorted(losses(storage.path(f"{bucket}/run"))) == list(range(1, 18))
-    kept = {path.name for path in storage.path(f"{bucket}/run/checkpoints").iterdir()}
+    assert sorted(losses(urls.path(f"{bucket}/run"))) == list(range(1, 18))
+    kept = {path.name for path in urls.path(f"{bucket}/run/checkpoints").iterdir()}
     assert kept == {"step_16", "step_17"}
     assert torch_compat.main(["export", f"{bucket}/run", f"{tmp_path}/hf", "--to=hf"]) == 0
     one = f"{bucket}/run/checkpoints/step_17"
@@ -155,7 +156,7 @@ def test_a_run_goes_on_in_a_bucket_that_it_was_copied_to(bucket, toml, tmp_path)
 
 
 def test_a_shard_that_is_cut_short_is_named(bucket, toml, tmp_path):
-    data = storage.path(f"{bucket}/data")
+    data = urls.path(f"{bucket}/data")
     put_shards(data)
     whole = (data / "b.bin").read_bytes()
     settings = [

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from jaxforge import evaluate, generate, prepare, storage, train
-from jaxforge.cli import run_main
+from jaxforge.cli.running import run_main
+from jaxforge.commands import evaluate, generate, prepare, train
+from jaxforge.commands import report as report
 from jaxforge.config.reading.load import load_config
 from jaxforge.config.rules import check
 from jaxforge.errors import UserError
-from jaxforge.report import __main__ as report
+from jaxforge.storage import urls
 from torch_compat import __main__ as torch_compat
 
 KEYS = [
@@ -38,13 +39,13 @@ TABLES = {
 )
 def test_what_is_neither_a_path_nor_an_object_is_refused(text, what):
     with pytest.raises(UserError, match=what):
-        storage.path(text)
+        urls.path(text)
 
 
 @pytest.mark.parametrize("text", ["run", "/a/b", "a:b", "c:", "12:/a", "runs/s3:/x", "./gs:/x"])
 def test_paths_of_this_machine_stay_what_they_are(text):
-    assert storage.path(text) == Path(text)
-    assert not storage.in_bucket(text)
+    assert urls.path(text) == Path(text)
+    assert not urls.in_bucket(text)
 
 
 @pytest.mark.parametrize("key", KEYS)

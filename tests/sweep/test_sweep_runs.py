@@ -11,14 +11,14 @@ import threading
 
 import pytest
 
+from jaxforge.commands import sweep as sweep
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
-from jaxforge.sweep import __main__ as sweep
-from jaxforge.sweep import command
-from jaxforge.sweep.page import page
-from jaxforge.sweep.points import points
-from jaxforge.sweep.results import results, table
-from jaxforge.sweep.runs import Runner
+from jaxforge.tools.sweep import command
+from jaxforge.tools.sweep.page import page
+from jaxforge.tools.sweep.points import points
+from jaxforge.tools.sweep.results import results, table
+from jaxforge.tools.sweep.runs import Runner
 from tests.machine import wait_until
 
 BASE = """

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
-from jaxforge import train
+from jaxforge.commands import train
 
 ROOT = Path(__file__).parents[2]
 SWEEP = yaml.safe_load((ROOT / "examples" / "wandb_sweep.yaml").read_text())

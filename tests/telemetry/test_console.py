@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from jaxforge import train
+from jaxforge.commands import train
 from jaxforge.exit_codes import Exit
 from jaxforge.telemetry.console import setup_logging
 from tests.conftest import tiny_config

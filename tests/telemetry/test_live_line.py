@@ -9,11 +9,11 @@ import time
 import pytest
 from rich.console import Console
 
-from jaxforge.health.watchdog import Limits, Watchdog
-from jaxforge.launch import _live_line
 from jaxforge.telemetry.console import setup_logging
 from jaxforge.telemetry.live_line import LiveLine, Moment, clock
 from jaxforge.telemetry.metric_writers import open_writers
+from jaxforge.training.health.watchdog import Limits, Watchdog
+from jaxforge.training.launch import _live_line
 from tests.conftest import tiny_config
 from tests.machine import wait_until
 

@@ -13,9 +13,9 @@ import wandb
 from rich.console import Console
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
-from jaxforge import safe_files
 from jaxforge.config.metrics import MetricsConfig
 from jaxforge.errors import StorageError, UserError
+from jaxforge.storage import safe_files
 from jaxforge.telemetry.console import add_log_file, setup_logging
 from jaxforge.telemetry.metric_writers import MetricWriter, check_libraries, open_writers
 from jaxforge.telemetry.sinks import JsonlSink, Sample

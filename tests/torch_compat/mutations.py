@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_compat.dcp_reader import METADATA
+from torch_compat.formats.dcp_reader import METADATA
 
 Random = np.random.Generator
 

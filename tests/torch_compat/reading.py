@@ -8,17 +8,18 @@ import sys
 import traceback
 from pathlib import Path
 
-from jaxforge.capsule import archive
 from jaxforge.config.reading import toml
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import StorageError, UserError, printable
-from jaxforge.report.page import page
-from jaxforge.report.reading import read_runs
+from jaxforge.runs.reading import read_runs
+from jaxforge.tools.replay.capsule import archive
+from jaxforge.tools.report.page import page
 from tests.torch_compat import mutations, subjects
-from torch_compat import checkpoints, dcp_state, safetensors
-from torch_compat.dcp_state import Options
-from torch_compat.inspection import inspect
-from torch_compat.state import abstract_target
+from torch_compat.checkpoint import checkpoints, dcp_state
+from torch_compat.checkpoint.dcp_state import Options
+from torch_compat.checkpoint.inspection import inspect
+from torch_compat.checkpoint.state import abstract_target
+from torch_compat.formats import safetensors
 
 MEMORY = 300 << 20  # bytes that a reading may take
 ABOVE = 1 << 30  # bytes above which an allocation fails, rather than the machine

@@ -9,13 +9,14 @@ import numpy as np
 from jaxforge.config.reading.load import make_config
 from jaxforge.state.progress import Progress
 from tests.torch_compat.tensors import random_array, to_torch
-from torch_compat import checkpoints, dcp_state, torch_zip, train_state
-from torch_compat.commands import Export, Import
-from torch_compat.dcp_state import Options
-from torch_compat.lazy import LazyTensor, of_array
-from torch_compat.name_maps import NAME_MAPS
-from torch_compat.state import CheckpointState, abstract_target
-from torch_compat.workers import Share, Workers
+from torch_compat.checkpoint import checkpoints, dcp_state, train_state
+from torch_compat.checkpoint.dcp_state import Options
+from torch_compat.checkpoint.name_maps import NAME_MAPS
+from torch_compat.checkpoint.state import CheckpointState, abstract_target
+from torch_compat.convert.commands import Export, Import
+from torch_compat.formats import torch_zip
+from torch_compat.formats.lazy import LazyTensor, of_array
+from torch_compat.formats.workers import Share, Workers
 
 SUBJECTS = ["torch", "ours", "stages", "torchtitan", "hf", "sharded", "jaxforge", "report",
             "capsule"]  # fmt: skip
@@ -115,7 +116,7 @@ def write_report(directory: Path) -> None:
 
 def write_capsule(directory: Path) -> None:
     """Write a capsule of a run, without making the run."""
-    from jaxforge.capsule import archive
+    from jaxforge.tools.replay.capsule import archive
 
     tables = {name: {"x": {"y": 1}} for name in ("data", "code", "programs")}
     tables |= {name: {"x": "1"} for name in ("machine", "environment", "packages")}

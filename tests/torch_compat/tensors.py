@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from torch_compat.dcp_reader import Dcp, open_dcp
-from torch_compat.files import Directory
-from torch_compat.lazy import DTYPES, LazyTensor
+from torch_compat.formats.dcp_reader import Dcp, open_dcp
+from torch_compat.formats.files import Directory
+from torch_compat.formats.lazy import DTYPES, LazyTensor
 
 
 def random_array(name, shape, seed=0):

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from jaxforge.checkpoint.manager import Checkpoints
-from jaxforge.cli import run_main
+from jaxforge.cli.running import run_main
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
@@ -29,10 +29,11 @@ from tests.conftest import tiny_config
 from tests.helpers import change_stored_config, random_batches, setup, underway
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, environment
-from torch_compat import checkpoints, inspection, orbax_store, safetensors
 from torch_compat.__main__ import main
-from torch_compat.dcp_reader import METADATA, open_dcp
-from torch_compat.files import Directory
+from torch_compat.checkpoint import checkpoints, inspection, orbax_store
+from torch_compat.formats import safetensors
+from torch_compat.formats.dcp_reader import METADATA, open_dcp
+from torch_compat.formats.files import Directory
 
 
 def trained(directory, steps=2, **sections):
@@ -399,7 +400,7 @@ SMALL_BLOCKS = "--max-memory=1MB"  # many units of work, so that there is a midd
 @pytest.mark.processes
 @pytest.mark.parametrize("command", ["import", "export"])
 def test_killed_in_the_middle_it_goes_on_where_it_was(big, tmp_path, command, monkeypatch):
-    from torch_compat import dcp_writer
+    from torch_compat.formats import dcp_writer
 
     directory, config = big
     if command == "import":

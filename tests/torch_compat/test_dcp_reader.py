@@ -22,10 +22,10 @@ from tests.torch_compat.tensors import (
     read_everything,
     to_torch,
 )
-from torch_compat.dcp_reader import METADATA, is_dcp
-from torch_compat.files import Directory
-from torch_compat.lazy import DTYPES
-from torch_compat.torch_zip import Archive
+from torch_compat.formats.dcp_reader import METADATA, is_dcp
+from torch_compat.formats.files import Directory
+from torch_compat.formats.lazy import DTYPES
+from torch_compat.formats.torch_zip import Archive
 
 torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")

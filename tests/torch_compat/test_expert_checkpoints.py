@@ -20,13 +20,13 @@ from tests.torch_compat.test_commands import (
     values,
 )
 from tests.torch_compat.test_untrained import gone_on, restored
-from torch_compat import orbax_store
 from torch_compat.__main__ import main
-from torch_compat.lazy import of_array
+from torch_compat.checkpoint import orbax_store
+from torch_compat.checkpoint.restore import open_foreign
+from torch_compat.checkpoint.stacking import Stacking, layer_of
+from torch_compat.checkpoint.state import abstract_target
+from torch_compat.formats.lazy import of_array
 from torch_compat.names.kempnerforge import unknown
-from torch_compat.restore import open_foreign
-from torch_compat.stacking import Stacking, layer_of
-from torch_compat.state import abstract_target
 
 MIXTURE = {"num_experts": 4, "moe_top_k": 2, "moe_expert_dim": 32}
 SIGMOID = {**MIXTURE, "moe_router": "sigmoid_topk", "moe_shared_experts": 2, "n_layers": 3}

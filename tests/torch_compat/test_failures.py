@@ -9,10 +9,11 @@ import pytest
 from jaxforge.errors import StorageError, UserError
 from tests.torch_compat.test_commands import assert_same
 from tests.torch_compat.test_stages import write_run
-from torch_compat import checkpoints, files, orbax_store
 from torch_compat.__main__ import main
-from torch_compat.dcp_state import Options
-from torch_compat.staging import Staging
+from torch_compat.checkpoint import checkpoints, orbax_store
+from torch_compat.checkpoint.dcp_state import Options
+from torch_compat.formats import files
+from torch_compat.formats.staging import Staging
 
 WEIGHTS = Options(weights_only=True)
 

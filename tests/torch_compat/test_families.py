@@ -14,14 +14,14 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.reading.load import make_config
-from jaxforge.corpus.tokenizer import END_OF_TEXT
+from jaxforge.data.corpus.tokenizer import END_OF_TEXT
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, join
 from jaxforge.state.train_state import begin, state_shardings
 from tests.conftest import tiny_config
 from tests.helpers import placed, setup
-from torch_compat import checkpoints, hf_config
-from torch_compat.dcp_state import Options
+from torch_compat.checkpoint import checkpoints, hf_config
+from torch_compat.checkpoint.dcp_state import Options
 from torch_compat.families import FAMILIES, NOT_BUILT
 
 torch = pytest.importorskip("torch")

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxforge.errors import UserError
-from torch_compat import files
-from torch_compat.files import Directory, writing
+from torch_compat.formats import files
+from torch_compat.formats.files import Directory, writing
 
 SIZE = 300_000
 

@@ -8,8 +8,8 @@ import pytest
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from tests.conftest import tiny_config
-from torch_compat import checkpoints, dcp_state
-from torch_compat.name_maps import NAME_MAPS
+from torch_compat.checkpoint import checkpoints, dcp_state
+from torch_compat.checkpoint.name_maps import NAME_MAPS
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

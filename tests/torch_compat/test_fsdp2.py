@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxforge import train
+from jaxforge.commands import train
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT
 from tests.processes.test_two_processes import free_port

@@ -16,13 +16,14 @@ import pytest
 
 from jaxforge.errors import UserError
 from tests.torch_compat.tensors import assert_same, opened, random_array, read_everything
-from torch_compat import checkpoints, pickles
-from torch_compat.dcp_reader import METADATA
-from torch_compat.inspection import inspect
-from torch_compat.lazy import DTYPES
-from torch_compat.pickles import Call, Global, New, Pairs, Persistent, Unsafe
-from torch_compat.torch_zip import Archive
-from torch_compat.train_state import read_train_state
+from torch_compat.checkpoint import checkpoints
+from torch_compat.checkpoint.inspection import inspect
+from torch_compat.checkpoint.train_state import read_train_state
+from torch_compat.formats import pickles
+from torch_compat.formats.dcp_reader import METADATA
+from torch_compat.formats.lazy import DTYPES
+from torch_compat.formats.pickles import Call, Global, New, Pairs, Persistent, Unsafe
+from torch_compat.formats.torch_zip import Archive
 
 torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")

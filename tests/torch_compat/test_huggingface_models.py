@@ -14,24 +14,27 @@ import jax
 import numpy as np
 import pytest
 
-from jaxforge import generate, inference, run_directory, train
+from jaxforge import inference
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import starting_state
+from jaxforge.commands import generate, train
 from jaxforge.config.model import ModelConfig, RopeScaling
-from jaxforge.corpus.tokenizer import END_OF_TEXT, load_tokenizer, train_bpe
+from jaxforge.data.corpus.tokenizer import END_OF_TEXT, load_tokenizer, train_bpe
 from jaxforge.errors import UserError
 from jaxforge.inference.evaluation import evaluate
 from jaxforge.model.transformer import Model
+from jaxforge.runs import run_directory
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import begin
 from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
 from tests.helpers import setup
-from torch_compat import checkpoints, commands, hf_config, hf_state
-from torch_compat.dcp_state import Options
-from torch_compat.files import Directory
-from torch_compat.restore import open_foreign
-from torch_compat.workers import Share, Workers
+from torch_compat.checkpoint import checkpoints, hf_config, hf_state
+from torch_compat.checkpoint.dcp_state import Options
+from torch_compat.checkpoint.restore import open_foreign
+from torch_compat.convert import commands
+from torch_compat.formats.files import Directory
+from torch_compat.formats.workers import Share, Workers
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

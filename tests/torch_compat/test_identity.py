@@ -8,17 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jaxforge.corpus.tokenizer import ByteTokenizer
+from jaxforge.data.corpus.tokenizer import ByteTokenizer
 from jaxforge.errors import UserError
-from jaxforge.run_lock import RunLock
+from jaxforge.storage.run_lock import RunLock
 from tests.torch_compat.test_commands import assert_same, values
 from tests.torch_compat.test_stages import write_run
-from torch_compat import checkpoints, staging
 from torch_compat.__main__ import main
-from torch_compat.dcp_reader import METADATA
-from torch_compat.files import Directory
-from torch_compat.staging import Staging, Unit
-from torch_compat.workers import Share, Workers
+from torch_compat.checkpoint import checkpoints
+from torch_compat.formats import staging
+from torch_compat.formats.dcp_reader import METADATA
+from torch_compat.formats.files import Directory
+from torch_compat.formats.staging import Staging, Unit
+from torch_compat.formats.workers import Share, Workers
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +174,7 @@ def test_workers_take_what_process_0_has_found(runs, tmp_path, monkeypatch):
 
         def wait(self): ...
 
-    monkeypatch.setattr("torch_compat.workers.subprocess.Popen", InThread)
+    monkeypatch.setattr("torch_compat.formats.workers.subprocess.Popen", InThread)
     with ThreadPoolExecutor() as pool:
         assert main([*arguments, "--processes=2", "--max-shard-size=20kB"]) == 0
         assert started[0].result() == 0
@@ -255,7 +256,7 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch, caplo
     def unsupported(*_):
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr("torch_compat.locks.fcntl.flock", unsupported)
+    monkeypatch.setattr("torch_compat.formats.locks.fcntl.flock", unsupported)
     with Staging(tmp_path / "a", {}, Share()) as one:
         one.commit()
     assert (tmp_path / "a").is_dir()
@@ -264,7 +265,7 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch, caplo
 
 def test_workers_start_with_the_resolved_source(monkeypatch):
     commands = []
-    monkeypatch.setattr("torch_compat.workers.subprocess.Popen", commands.append)
+    monkeypatch.setattr("torch_compat.formats.workers.subprocess.Popen", commands.append)
     workers = Workers(["export", "run", "hf"], "/runs/a/checkpoints/step_3", 3)
     workers.start()
     assert [command[3:] for command in commands] == [

@@ -12,18 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.build import skipping_experts_as_started
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
+from jaxforge.training.build import skipping_experts_as_started
 from tests import torch_names
 from tests.conftest import tiny_config
 from tests.helpers import drawn, random_batches, setup, underway
 from tests.torch_compat.test_commands import assert_same, saved, values
 from tests.torch_compat.test_untrained import restored
 from torch_compat.__main__ import main
-from torch_compat.dcp_reader import open_dcp
-from torch_compat.files import Directory
+from torch_compat.formats.dcp_reader import open_dcp
+from torch_compat.formats.files import Directory
 
 torch = pytest.importorskip("torch")
 

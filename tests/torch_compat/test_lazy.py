@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.torch_compat.tensors import assert_same, random_array, random_index
-from torch_compat.lazy import (
+from torch_compat.formats.lazy import (
     DTYPES,
     LazyTensor,
     blocks,

@@ -15,7 +15,7 @@ import pytest
 
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import UserError
-from jaxforge.untrusted_json import load_object
+from jaxforge.storage.untrusted_json import load_object
 from tests.torch_compat.mutations import TEXTS
 from tests.torch_compat.test_hostile_files import (  # noqa: F401 (fixtures)
     FILE,
@@ -30,16 +30,17 @@ from tests.torch_compat.test_hostile_files import (  # noqa: F401 (fixtures)
     read_archive,
     tensor,
 )
-from torch_compat import checkpoints, hf_state, pickles, safetensors
 from torch_compat.__main__ import main
-from torch_compat.dcp_reader import METADATA, _check_cover
-from torch_compat.files import Directory
-from torch_compat.inspection import inspect
-from torch_compat.lazy import DTYPES, of_array, zeros
-from torch_compat.name_maps import NAME_MAPS
-from torch_compat.pickles import Call, Global, New, Pairs
-from torch_compat.state import abstract_target
-from torch_compat.translation import Translation, translate
+from torch_compat.checkpoint import checkpoints, hf_state
+from torch_compat.checkpoint.inspection import inspect
+from torch_compat.checkpoint.name_maps import NAME_MAPS
+from torch_compat.checkpoint.state import abstract_target
+from torch_compat.formats import pickles, safetensors
+from torch_compat.formats.dcp_reader import METADATA, _check_cover
+from torch_compat.formats.files import Directory
+from torch_compat.formats.lazy import DTYPES, of_array, zeros
+from torch_compat.formats.pickles import Call, Global, New, Pairs
+from torch_compat.names.translation import Translation, translate
 
 MANY = 1_000_000
 NESTED = b")" + b"\x85" * 300_000  # a tuple in a tuple in a tuple

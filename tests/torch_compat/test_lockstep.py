@@ -8,10 +8,10 @@ import pytest
 
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import UserError
-from jaxforge.replay.compare import first_difference
-from torch_compat import checkpoints
+from jaxforge.tools.replay.compare import first_difference
 from torch_compat.__main__ import main
-from torch_compat.dcp_state import Options
+from torch_compat.checkpoint import checkpoints
+from torch_compat.checkpoint.dcp_state import Options
 from torch_compat.names.kempnerforge import KEMPNERFORGE
 
 torch = pytest.importorskip("torch")

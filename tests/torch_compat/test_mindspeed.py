@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from tests.torch_compat.test_commands import assert_same, trained, values
-from torch_compat import checkpoints, orbax_store
 from torch_compat.__main__ import main
-from torch_compat.dcp_reader import open_dcp
-from torch_compat.files import Directory
-from torch_compat.train_state import read_train_state
+from torch_compat.checkpoint import checkpoints, orbax_store
+from torch_compat.checkpoint.train_state import read_train_state
+from torch_compat.formats.dcp_reader import open_dcp
+from torch_compat.formats.files import Directory
 
 torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")

@@ -5,11 +5,11 @@ import json
 import pytest
 import yaml
 
-from jaxforge.corpus.manifest import Manifest
+from jaxforge.data.corpus.manifest import Manifest
 from jaxforge.state.progress import Progress
 from jaxforge.telemetry.numbers import human
 from tests.conftest import tiny_config
-from torch_compat.model_card import Logged, model_card, read_logged
+from torch_compat.convert.model_card import Logged, model_card, read_logged
 
 LINES = [
     {"step": 10, "train/loss": 3.5},

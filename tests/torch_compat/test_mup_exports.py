@@ -5,11 +5,12 @@ import pytest
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
-from jaxforge.replay.compare import first_difference
+from jaxforge.tools.replay.compare import first_difference
 from tests.conftest import tiny_config
-from torch_compat import checkpoints, commands, hf_config, mup
-from torch_compat.dcp_state import Options
-from torch_compat.state import abstract_target
+from torch_compat.checkpoint import checkpoints, hf_config, mup
+from torch_compat.checkpoint.dcp_state import Options
+from torch_compat.checkpoint.state import abstract_target
+from torch_compat.convert import commands
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

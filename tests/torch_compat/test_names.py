@@ -12,14 +12,14 @@ from jaxforge.model.plan import plan_of
 from jaxforge.model.rope import rotate, rotation
 from tests.conftest import tiny_config
 from tests.torch_compat.tensors import assert_same
-from torch_compat import dcp_state
-from torch_compat.dcp_reader import Dcp, Objects
-from torch_compat.files import Directory
-from torch_compat.lazy import DTYPES, of_array
-from torch_compat.name_maps import NAME_MAPS
+from torch_compat.checkpoint import dcp_state
+from torch_compat.checkpoint.name_maps import NAME_MAPS
+from torch_compat.checkpoint.state import abstract_target
+from torch_compat.formats.dcp_reader import Dcp, Objects
+from torch_compat.formats.files import Directory
+from torch_compat.formats.lazy import DTYPES, of_array
 from torch_compat.names.table import EMBEDDING, HEAD
-from torch_compat.state import abstract_target
-from torch_compat.translation import Translation, translate
+from torch_compat.names.translation import Translation, translate
 
 LAYERS, EXPERTS = 2, 4
 SMALL = {

@@ -9,8 +9,9 @@ import tensorstore as ts
 
 from jaxforge.errors import UserError
 from tests.torch_compat.tensors import assert_same, random_array
-from torch_compat import ocdbt, ocdbt_writer, orbax_store
-from torch_compat.lazy import DTYPES, extent, of_array, whole
+from torch_compat.checkpoint import orbax_store
+from torch_compat.formats import ocdbt, ocdbt_writer
+from torch_compat.formats.lazy import DTYPES, extent, of_array, whole
 
 ARRAYS = {
     **{f"of.{name}": random_array(name, (4, 6), seed) for seed, name in enumerate(DTYPES)},

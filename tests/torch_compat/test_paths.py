@@ -7,8 +7,10 @@ import pytest
 from jaxforge.errors import StorageError, UserError
 from tests.torch_compat.test_commands import assert_same, values
 from tests.torch_compat.test_stages import write_run
-from torch_compat import commands, dcp_writer, ocdbt, orbax_commit
 from torch_compat.__main__ import main
+from torch_compat.checkpoint import orbax_commit
+from torch_compat.convert import commands
+from torch_compat.formats import dcp_writer, ocdbt
 
 
 @pytest.fixture(scope="module")

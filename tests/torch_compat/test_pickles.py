@@ -10,9 +10,9 @@ import struct
 import pytest
 
 from jaxforge.errors import UserError
-from torch_compat import pickles
-from torch_compat.pickle_machine import Record
-from torch_compat.pickles import Call, Global, New, Pairs, Persistent, Unsafe
+from torch_compat.formats import pickles
+from torch_compat.formats.pickle_machine import Record
+from torch_compat.formats.pickles import Call, Global, New, Pairs, Persistent, Unsafe
 
 PLAIN = [
     None, True, False, 0, 1, -1, 255, 2**31 - 1, -(2**31), 2**31, -(2**31) - 1, 2**63, -(2**200),

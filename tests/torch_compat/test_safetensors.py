@@ -10,9 +10,9 @@ import pytest
 
 from jaxforge.errors import UserError
 from tests.torch_compat.tensors import assert_reads, assert_same, of_torch, random_array, to_torch
-from torch_compat import safetensors
-from torch_compat.files import Directory
-from torch_compat.lazy import DTYPES, of_array
+from torch_compat.formats import safetensors
+from torch_compat.formats.files import Directory
+from torch_compat.formats.lazy import DTYPES, of_array
 
 pytest.importorskip("torch")
 reference = pytest.importorskip("safetensors.torch")

@@ -5,9 +5,9 @@ import itertools
 import pytest
 
 from tests.conftest import tiny_config
-from torch_compat import training_state
-from torch_compat.shapes import parameters, untrained
-from torch_compat.state import abstract_target
+from torch_compat.checkpoint import training_state
+from torch_compat.checkpoint.shapes import parameters, untrained
+from torch_compat.checkpoint.state import abstract_target
 
 MODEL = {"dim": 16, "n_layers": 3, "n_heads": 4, "vocab_size": 500, "ffn_hidden_dim": 24}
 OPTIONS = {

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxforge.cli import run_main
+from jaxforge.cli.running import run_main
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
@@ -20,14 +20,14 @@ from tests.conftest import tiny_config
 from tests.processes.conftest import ROOT, environment
 from tests.torch_compat.tensors import of_torch, opened, random_array
 from tests.torch_compat.test_commands import assert_same, values
-from torch_compat import orbax_store, stages
 from torch_compat.__main__ import main
-from torch_compat.dcp_reader import METADATA
-from torch_compat.lazy import of_array
-from torch_compat.name_maps import NAME_MAPS
-from torch_compat.optimizer_state import KINDS
-from torch_compat.state import CheckpointState, abstract_target
-from torch_compat.workers import Share
+from torch_compat.checkpoint import orbax_store, stages
+from torch_compat.checkpoint.name_maps import NAME_MAPS
+from torch_compat.checkpoint.optimizer_state import KINDS
+from torch_compat.checkpoint.state import CheckpointState, abstract_target
+from torch_compat.formats.dcp_reader import METADATA
+from torch_compat.formats.lazy import of_array
+from torch_compat.formats.workers import Share
 
 MODEL = {"dim": 32, "n_layers": 5, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 48,
          "ffn_hidden_dim": 40, "max_seq_len": 32}  # fmt: skip

@@ -11,11 +11,11 @@ import pytest
 
 from jaxforge.errors import UserError
 from tests.torch_compat.tensors import assert_reads, assert_same, of_torch, random_array
-from torch_compat import dcp_writer, torch_zip
-from torch_compat.dcp_reader import METADATA
-from torch_compat.dcp_writer import Entry
-from torch_compat.lazy import DTYPES, LazyTensor, zeros
-from torch_compat.torch_zip import Archive
+from torch_compat.formats import dcp_writer, torch_zip
+from torch_compat.formats.dcp_reader import METADATA
+from torch_compat.formats.dcp_writer import Entry
+from torch_compat.formats.lazy import DTYPES, LazyTensor, zeros
+from torch_compat.formats.torch_zip import Archive
 
 torch = pytest.importorskip("torch")
 

@@ -19,11 +19,11 @@ from jaxforge.errors import UserError
 from tests.processes.conftest import ROOT
 from tests.torch_compat.test_commands import assert_same, trained, values
 from torch_compat.__main__ import main
-from torch_compat.dcp_reader import open_dcp
-from torch_compat.files import Directory
-from torch_compat.lazy import of_array
-from torch_compat.name_maps import NAME_MAPS
-from torch_compat.translation import Translation, translate
+from torch_compat.checkpoint.name_maps import NAME_MAPS
+from torch_compat.formats.dcp_reader import open_dcp
+from torch_compat.formats.files import Directory
+from torch_compat.formats.lazy import of_array
+from torch_compat.names.translation import Translation, translate
 
 torch = pytest.importorskip("torch")
 

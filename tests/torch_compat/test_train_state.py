@@ -9,10 +9,15 @@ from jaxforge.data import loader
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress
 from tests.conftest import tiny_config
-from torch_compat import torch_zip
-from torch_compat.dcp_reader import open_dcp
-from torch_compat.files import Directory
-from torch_compat.train_state import TorchTrainState, progress_of, read_train_state, to_torch
+from torch_compat.checkpoint.train_state import (
+    TorchTrainState,
+    progress_of,
+    read_train_state,
+    to_torch,
+)
+from torch_compat.formats import torch_zip
+from torch_compat.formats.dcp_reader import open_dcp
+from torch_compat.formats.files import Directory
 
 PER_STEP = 8 * 32  # tokens of a step of the tiny config
 

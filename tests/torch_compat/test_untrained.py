@@ -28,22 +28,22 @@ from tests.torch_compat.test_commands import (
     trained,
     values,
 )
-from torch_compat import name_maps, stages
 from torch_compat.__main__ import main
-from torch_compat.dcp_reader import open_dcp
+from torch_compat.checkpoint import name_maps, stages
+from torch_compat.checkpoint.hf_config import family_of
+from torch_compat.checkpoint.restore import open_foreign
+from torch_compat.checkpoint.shapes import parameters
+from torch_compat.checkpoint.state import CheckpointState, abstract_target
+from torch_compat.checkpoint.untrained import translate_model
 from torch_compat.families import FAMILIES
 from torch_compat.families.family import LLAMA, Family, name_map
-from torch_compat.files import Directory
-from torch_compat.hf_config import family_of
-from torch_compat.lazy import of_array
+from torch_compat.formats.dcp_reader import open_dcp
+from torch_compat.formats.files import Directory
+from torch_compat.formats.lazy import of_array
+from torch_compat.formats.safetensors import open_directory
 from torch_compat.names.kempnerforge import KEMPNERFORGE, unknown
 from torch_compat.names.table import NameMap, Rule
-from torch_compat.restore import open_foreign
-from torch_compat.safetensors import open_directory
-from torch_compat.shapes import parameters
-from torch_compat.state import CheckpointState, abstract_target
-from torch_compat.translation import Translation
-from torch_compat.untrained import translate_model
+from torch_compat.names.translation import Translation
 
 
 class GaugedNetwork(telling.TellingNetwork):
@@ -331,7 +331,7 @@ PLUGIN = """
     from jaxforge.model.transformer import register_model
     from tests.step import telling
     from tests.torch_compat.test_untrained import DCP, Gauged
-    from torch_compat.name_maps import register_name_map
+    from torch_compat.checkpoint.name_maps import register_name_map
 
     telling.register()
     register_model("gauged")(Gauged)

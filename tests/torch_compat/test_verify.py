@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from tests.torch_compat.test_stages import write_run
-from torch_compat import torch_zip
 from torch_compat.__main__ import main
-from torch_compat.files import Directory
-from torch_compat.train_state import TRAIN_STATE
+from torch_compat.checkpoint.train_state import TRAIN_STATE
+from torch_compat.formats import torch_zip
+from torch_compat.formats.files import Directory
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ import jax
 import pytest
 
 from jaxforge.exit_codes import Exit
-from jaxforge.health.periodic_action import PeriodicAction
 from jaxforge.state.progress import Progress
 from jaxforge.telemetry import tracker
+from jaxforge.training.health.periodic_action import PeriodicAction
 from jaxforge.training.hooks import Hook, HookRunner
 from tests.training.test_loop import Capture, Sampler, Signals, run
 

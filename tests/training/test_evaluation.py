@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxforge.corpus.manifest import Manifest, Shard
-from jaxforge.corpus.tokenizer import ByteTokenizer
 from jaxforge.data import sources
+from jaxforge.data.corpus.manifest import Manifest, Shard
+from jaxforge.data.corpus.tokenizer import ByteTokenizer
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import build_model
 from jaxforge.parallel.mesh import make_mesh

@@ -10,7 +10,7 @@ from jaxforge.errors import StorageError
 from jaxforge.training import exporting
 from jaxforge.training.exporting import Exporter
 from tests.torch_compat.test_commands import trained
-from torch_compat import checkpoints
+from torch_compat.checkpoint import checkpoints
 
 
 def test_every_nth_checkpoint_is_exported_and_the_last_one(tmp_path):

@@ -14,9 +14,10 @@ import numpy as np
 import psutil
 import pytest
 
-from jaxforge import launch, process, train
+from jaxforge.cli import process
+from jaxforge.commands import train
 from jaxforge.config.train import TrainConfig
-from jaxforge.training import preemption
+from jaxforge.training import launch, preemption
 from jaxforge.training.preemption import Exit, Exits, Signals
 from tests.conftest import tiny_config
 from tests.helpers import devices_here

@@ -12,8 +12,6 @@ import pytest
 from jaxforge.checkpoint.save_policy import SavePolicy
 from jaxforge.errors import StorageError, UserError
 from jaxforge.exit_codes import Exit
-from jaxforge.health.actions import PeriodicActions
-from jaxforge.health.watchdog import Limits, Watchdog
 from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import Counts, TrainState
@@ -21,6 +19,8 @@ from jaxforge.telemetry.measures import StepCost
 from jaxforge.telemetry.metric_writers import MetricWriter
 from jaxforge.telemetry.profiler import Profiler
 from jaxforge.telemetry.tracker import Tracker
+from jaxforge.training.health.actions import PeriodicActions
+from jaxforge.training.health.watchdog import Limits, Watchdog
 from jaxforge.training.hooks import Hook, HookRunner
 from jaxforge.training.loop import Trainer
 from jaxforge.training.phases import Phases

@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxforge import dry_run, run_directory, train
+from jaxforge.commands import train
 from jaxforge.config import load_config, load_unresolved, rules
 from jaxforge.data.sources import open_training_data
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
+from jaxforge.runs import run_directory
+from jaxforge.tools.plan import dry_run
 from tests.conftest import tiny_config
 
 pytestmark = pytest.mark.usefixtures("one_device")

@@ -9,9 +9,9 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from jaxforge import notebook
 from jaxforge.exit_codes import Exit
-from jaxforge.notebook import LivePlot, curve_svg
+from jaxforge.tools import notebook
+from jaxforge.tools.notebook import LivePlot, curve_svg
 from tests.conftest import tiny_config
 from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, environment
@@ -107,7 +107,7 @@ import os, signal, sys
 sys.ps1 = "In : "  # as IPython's kernels have it
 from jaxforge import train
 from jaxforge.config.reading.load import load_config
-from jaxforge.notebook import LivePlot
+from jaxforge.tools.notebook import LivePlot
 from jaxforge.training.hooks import Hook
 
 class Stop(Hook):

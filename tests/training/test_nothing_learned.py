@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from jaxforge import train
+from jaxforge.commands import train
 from jaxforge.errors import StorageError, UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.training.hooks import Hook

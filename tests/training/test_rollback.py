@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge import train
+from jaxforge.commands import train
 from jaxforge.exit_codes import Exit
 from jaxforge.step import train_step as step_module
 from jaxforge.training.hooks import Hook

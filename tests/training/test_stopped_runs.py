@@ -8,8 +8,9 @@ import threading
 import numpy as np
 import pytest
 
-from jaxforge import launch, train
+from jaxforge.commands import train
 from jaxforge.exit_codes import Exit
+from jaxforge.training import launch
 from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
 from tests.machine import PATIENCE

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxforge
-from jaxforge import activations, train
+from jaxforge.commands import activations, train
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from jaxforge import train
+from jaxforge.commands import train
 from jaxforge.config.reading.load import load_config
-from jaxforge.corpus.tokenizer import ByteTokenizer
+from jaxforge.data.corpus.tokenizer import ByteTokenizer
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.telemetry.line_formats import LINE_FORMATS

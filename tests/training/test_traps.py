@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge import build
 from jaxforge.checkpoint import restore
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import Saved, starting_state
@@ -17,7 +16,7 @@ from jaxforge.config import load_unresolved
 from jaxforge.optim.optimizer import learning_rate
 from jaxforge.state.progress import Progress
 from jaxforge.step.train_step import CompiledSteps
-from jaxforge.training import training_data
+from jaxforge.training import build, training_data
 from jaxforge.training.evaluation import make_eval_step
 from jaxforge.training.phases import Phases
 from tests.conftest import tiny_config

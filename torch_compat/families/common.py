@@ -8,7 +8,7 @@ from typing import Any
 from jaxforge.config.model import ModelConfig, RopeScaling
 from jaxforge.errors import UserError
 from torch_compat.families.family import Config, Table
-from torch_compat.limits import is_name
+from torch_compat.formats.limits import is_name
 
 PLAIN = {
     "dim": "hidden_size",

@@ -11,21 +11,21 @@ from rich.console import Console
 
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
-from jaxforge.replay import compare
-from jaxforge.replay.compare import Row, first_difference
-from torch_compat import checkpoints, dcp_state, mup
-from torch_compat.checkpoints import CheckpointRef
-from torch_compat.dcp_state import Options
-from torch_compat.lazy import DTYPES, LazyTensor, of_array
+from jaxforge.tools.replay import compare
+from jaxforge.tools.replay.compare import Row, first_difference
+from torch_compat.checkpoint import checkpoints, dcp_state, mup
+from torch_compat.checkpoint.checkpoints import CheckpointRef
+from torch_compat.checkpoint.dcp_state import Options
+from torch_compat.checkpoint.name_maps import NAME_MAPS, name_map
+from torch_compat.checkpoint.state import CheckpointState
+from torch_compat.formats.lazy import DTYPES, LazyTensor, of_array
 from torch_compat.lockstep import batches, ours, theirs
 from torch_compat.lockstep.compared import Sides, rows_of
 from torch_compat.lockstep.ours import Ours
 from torch_compat.lockstep.places import by_path, places
 from torch_compat.lockstep.theirs import Built
-from torch_compat.name_maps import NAME_MAPS, name_map
 from torch_compat.names.table import EMBEDDING, HEAD, NameMap, detect
-from torch_compat.state import CheckpointState
-from torch_compat.translation import some
+from torch_compat.names.translation import some
 
 Named = dict[str, np.ndarray]
 

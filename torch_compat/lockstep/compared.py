@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxforge.config.job import JobConfig
-from jaxforge.replay.compare import (
+from jaxforge.tools.replay.compare import (
     SMALL,
     Row,
     from_the_loss,
@@ -18,15 +18,15 @@ from jaxforge.replay.compare import (
     tolerance,
     update_tolerance,
 )
-from torch_compat.lazy import of_array
+from torch_compat.checkpoint.stacking import Stacking
+from torch_compat.formats.lazy import of_array
 from torch_compat.lockstep import hints
 from torch_compat.lockstep.hints import Pair
 from torch_compat.lockstep.ours import Ours, dtype_of
 from torch_compat.lockstep.places import Place, layer_number
 from torch_compat.lockstep.theirs import Named, Theirs
 from torch_compat.names.table import HEAD, NameMap
-from torch_compat.stacking import Stacking
-from torch_compat.translation import some
+from torch_compat.names.translation import some
 
 _UNSURE = 2  # times what moved weights make of a value: a tolerance, where that is larger
 

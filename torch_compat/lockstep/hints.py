@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.optimizer import OptimizerConfig
-from jaxforge.replay.compare import root_mean_square
+from jaxforge.tools.replay.compare import root_mean_square
 
 _EXPLAINED = 0.02  # of a difference may be left over where a cause explains it
 

@@ -11,19 +11,19 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, PyTree
 
+from jaxforge.aux_outputs import LossWeights
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import LAYERS
 from jaxforge.model import capture
 from jaxforge.model.transformer import Model, Params, build_model, join, matmul_precision
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.replay.compare import root_mean_square
-from jaxforge.side import LossWeights
 from jaxforge.step.gradients import update_loss_weights
 from jaxforge.step.losses import build_loss
-from torch_compat.lazy import DTYPES, LazyTensor, of_array
-from torch_compat.stacking import Stacking
-from torch_compat.state import CheckpointState
+from jaxforge.tools.replay.compare import root_mean_square
+from torch_compat.checkpoint.stacking import Stacking
+from torch_compat.checkpoint.state import CheckpointState
+from torch_compat.formats.lazy import DTYPES, LazyTensor, of_array
 
 Named = dict[str, np.ndarray]
 """Arrays of the host by name; parameters by ours, an entry per layer and expert."""

@@ -5,8 +5,8 @@ import re
 from collections.abc import Collection, Iterable
 
 from jaxforge.config.model import ModelConfig
+from torch_compat.checkpoint.stacking import layer_of
 from torch_compat.names.table import NameMap, strip_wrappers
-from torch_compat.stacking import layer_of
 
 _NORM = "norm.weight"
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxforge import trust
+from jaxforge.config import trust
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from torch_compat.lockstep.places import Place, by_path
 from torch_compat.names.table import strip_wrappers
-from torch_compat.translation import some
+from torch_compat.names.translation import some
 
 if TYPE_CHECKING:
     import torch

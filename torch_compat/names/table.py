@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.errors import UserError
-from torch_compat.lazy import LazyTensor, interleaved, stack
+from torch_compat.formats.lazy import LazyTensor, interleaved, stack
 
 HEAD = "output_head.proj.weight"
 EMBEDDING = "token_embedding.embedding.weight"

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from jaxforge.cli.suggestions import hint
 from jaxforge.config.job import shown
 from jaxforge.config.reading.lines import line_of
 from jaxforge.config.reading.overrides import Setting
@@ -19,7 +20,6 @@ from jaxforge.config.reading.schema import (
     nearest_keys,
     node_at,
 )
-from jaxforge.near import hint
 
 VISION_SECTIONS = ("vision_encoder", "adapter", "vlm", "video", "model.vlm")
 """Tables of vision-language models, refused by name."""

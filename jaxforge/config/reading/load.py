@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxforge import storage, trust
+from jaxforge.cli.suggestions import path_hint
+from jaxforge.config import trust
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading import toml
 from jaxforge.config.reading.explain import Sources
@@ -15,9 +16,9 @@ from jaxforge.config.reading.lines import Path as KeyPath
 from jaxforge.config.reading.lines import key_lines
 from jaxforge.config.reading.overrides import parse_overrides
 from jaxforge.config.reading.unresolved import UnresolvedConfig
+from jaxforge.config.trust import Decision
 from jaxforge.errors import UserError
-from jaxforge.near import path_hint
-from jaxforge.trust import Decision
+from jaxforge.storage import urls
 
 
 def load_unresolved(
@@ -34,7 +35,7 @@ def load_unresolved(
         UserError: If the file cannot be read or anything in it or in `overrides` is wrong; one
             line per problem, each with its place and what to change.
     """
-    text = "" if path is None else _read(storage.path(path, "--config"))
+    text = "" if path is None else _read(urls.path(path, "--config"))
     document = toml.parse(text, str(path))
     return _unresolved(document, overrides, str(path or ""), text, trusts)
 

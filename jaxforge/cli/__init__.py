@@ -1,0 +1,1 @@
+"""What every command shares: errors as messages, standard streams, suggestions, redaction."""

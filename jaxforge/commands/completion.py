@@ -1,0 +1,72 @@
+"""`jaxforge completion bash|zsh|fish`: what makes a shell complete commands, options and keys.
+
+eval "$(jaxforge completion bash)"       in ~/.bashrc; zsh alike, in ~/.zshrc
+jaxforge completion fish | source        in ~/.config/fish/config.fish
+"""
+
+import argparse
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+
+from jaxforge.cli.running import run_main
+from jaxforge.commands import Command
+from jaxforge.config.reading.command_line import CommandParser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the shell's part."""
+    args = parser().parse_args(argv)
+    import argcomplete
+
+    print(argcomplete.shellcode(["jaxforge"], shell=args.shell))
+    return 0
+
+
+def parser() -> CommandParser:
+    """Its options."""
+    parser = CommandParser(
+        "completion", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"))
+    return parser
+
+
+def answer(commands: Mapping[str, Command]) -> None:
+    """Tells the shell that asks, by its environment, what may follow; ends the process.
+
+    Args:
+        commands: by name.
+    """
+    import argcomplete
+
+    line = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])]
+    words = line.split()
+    typed = commands.get(words[1]) if len(words) > 1 and not line.endswith(words[1]) else None
+    argcomplete.autocomplete(_parser(commands, typed, words), always_complete_options=False)
+
+
+def _parser(
+    commands: Mapping[str, Command], typed: Command | None, words: Sequence[str]
+) -> argparse.ArgumentParser:
+    """Of the whole program, with the options of the command that is typed."""
+    options = importlib.import_module(typed.module).parser() if typed else None
+    if typed and options and typed.is_subcommand:
+        return options
+    if options and any(word.startswith("--") for word in words[-2:]):
+        options.add_settings()
+    program = argparse.ArgumentParser(prog="jaxforge")
+    subcommands = program.add_subparsers()
+    for name, command in commands.items():
+        parents = [options] if options and command is typed else []
+        subcommands.add_parser(name, parents=parents, add_help=False, help=command.about)
+    return program
+
+
+def entry() -> int:
+    """The command as this process was called; its exit code."""
+    return run_main(main)
+
+
+if __name__ == "__main__":
+    raise SystemExit(entry())

@@ -1,0 +1,141 @@
+"""`python -m jaxforge.doctor`: what is installed, which devices there are, and what is wrong.
+
+Exit code 1 where something is wrong: say what it prints when you report a defect.
+"""
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from jaxforge.cli.redaction import redacted_message
+from jaxforge.cli.running import run_main, wide_console
+from jaxforge.config.reading.command_line import CommandParser
+from jaxforge.runs.starts import PACKAGES
+
+_EXTRAS = {
+    "torch": ("torch", "exports and imports that run PyTorch"),
+    "transformers": ("transformers", "models beside ours"),
+    "data": ("pyarrow", "Parquet files and Hugging Face datasets"),
+    "tensorboard": ("tensorboardX", "metrics.enable_tensorboard"),
+    "wandb": ("wandb", "metrics.enable_wandb"),
+}
+"""By extra: the module that tells whether it is there, and what it is for."""
+_VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_PYTHON_CLIENT_MEM_FRACTION",
+              "CUDA_VISIBLE_DEVICES", "JAX_COMPILATION_CACHE_DIR")  # fmt: skip
+"""Those of the environment that change what JAX does."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints tables; 1 where something is wrong."""
+    parser().parse_args(argv)
+    console = wide_console()
+    _show(console, "packages", _packages())
+    _show(console, "machine", _machine())
+    _show(console, "environment", ((name, redacted_message(os.environ[name])) for name in _VARIABLES
+                                   if name in os.environ))  # fmt: skip
+    from jaxforge.parallel import multihost  # here, as JAX takes a second to import
+
+    multihost.initialize()
+    total = _sum_of_squares()
+    _show(console, "devices", _devices(total))
+    problems = list(_problems(total))
+    for problem in problems:
+        console.print(f"wrong: {problem}", style="red", markup=False)
+    if not problems:
+        console.print("nothing is wrong that can be seen from here", style="green")
+    return 1 if problems else 0
+
+
+def parser() -> CommandParser:
+    """Its options."""
+    return CommandParser("doctor", description=__doc__)
+
+
+def _show(console: Console, title: str, rows: Iterator[tuple[str, str]]) -> None:
+    table = Table(title=title, title_justify="left", show_header=False, box=None)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    if table.row_count:
+        console.print(table)
+
+
+def _packages() -> Iterator[tuple[str, str]]:
+    yield "python", f"{platform.python_version()} ({sys.executable})"
+    for package in PACKAGES:
+        yield package, metadata.version(package)
+    for extra, (module, use) in _EXTRAS.items():
+        there = importlib.util.find_spec(module) is not None
+        yield f"[{extra}]", metadata.version(module) if there else f"not installed: {use}"
+
+
+def _machine() -> Iterator[tuple[str, str]]:
+    yield "system", platform.platform()
+    yield "cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    yield "memory", f"{memory / 1e9:.1f} GB"
+    disk = shutil.disk_usage(Path.cwd())
+    yield "disk", f"{disk.free / 1e9:.1f} GB free in {Path.cwd()}"
+
+
+def _devices(total: str) -> Iterator[tuple[str, str]]:
+    import jax
+
+    from jaxforge.parallel import device_memory
+
+    kinds = [device.device_kind for device in jax.local_devices()]
+    for kind in sorted(set(kinds)):
+        yield kind, f"{kinds.count(kind)}, {device_memory.gigabytes(device_memory.capacity())} each"
+    if jax.process_count() > 1:
+        yield "processes", f"{jax.process_count()}, this is {jax.process_index()}"
+    yield "a sum of squares", f"{total} on {jax.default_backend()}"
+
+
+def _sum_of_squares() -> str:
+    """Of a matrix of 1024 x 1024 ones, compiled and run: right, or what came instead."""
+    import jax
+    import jax.numpy as jnp
+
+    total = float(jax.jit(lambda x: jnp.sum(x @ x))(jnp.ones((1024, 1024))))
+    return "right" if total == 1024**3 else f"{total:g}, not {1024**3}"
+
+
+def _problems(total: str) -> Iterator[str]:
+    import jax
+
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    if jax.default_backend() == "cpu" and not platforms:
+        if gpus := _gpus():
+            yield f"{gpus} GPU(s) are here, and JAX sees none: pip install 'jaxforge[cuda]'"
+        if Path("/dev/accel0").exists() or Path("/dev/vfio").exists():
+            yield "a TPU is here, and JAX sees none: pip install 'jaxforge[tpu]'"
+    if total != "right":
+        yield "the devices do not compute what they should"
+    if shutil.disk_usage(Path.cwd()).free < 1e9:
+        yield "less than 1 GB is left on this disk: checkpoints will not fit"
+
+
+def _gpus() -> int:
+    """GPUs of NVIDIA that the driver knows."""
+    if not shutil.which("nvidia-smi"):
+        return 0
+    said = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return said.stdout.count("GPU ") if said.returncode == 0 else 0
+
+
+def entry() -> int:
+    """The command as this process was called; its exit code."""
+    return run_main(main, uses_devices=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(entry())

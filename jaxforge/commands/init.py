@@ -1,0 +1,95 @@
+"""`python -m jaxforge.init --preset NAME`: a config to start with, before there are data or after.
+
+`jaxforge prepare` writes one that suits its data; this writes one of a known size.
+"""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxforge.cli.running import STDOUT, run_main
+from jaxforge.config.reading.command_line import CommandParser
+from jaxforge.errors import UserError
+from jaxforge.tools.starting.config import of_preset
+from jaxforge.tools.starting.prepared import Prepared
+from jaxforge.tools.starting.presets import PRESETS
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the file, or lists the presets.
+
+    Args:
+        argv: arguments; by default the process's.
+
+    Returns:
+        0.
+
+    Raises:
+        UserError: the file is there already or cannot be written, or --data was not prepared.
+        SystemExit: `--help`.
+    """
+    line = parser()
+    args = line.parse_args(argv)
+    if args.list:
+        print("\n".join(rows()))
+        return 0
+    if args.preset is None:
+        line.error("--preset NAME is needed; --list tells which there are")
+    prepared = Prepared.read(args.data) if args.data else None
+    text = of_preset(args.preset, PRESETS[args.preset], prepared)
+    output = args.output or Path(f"{args.preset}.toml")
+    if output == STDOUT:
+        print(text, end="")
+        return 0
+    _write(output, text)
+    print(f"wrote {output}: {PRESETS[args.preset].about}")
+    if prepared is None:
+        print("set data.dataset_path to your data (jaxforge prepare), or pass --data DIR")
+    train = f"jaxforge train --config {shlex.quote(str(output))}"
+    print(f"Next:\n  {train} --dry-run\n  {train}")
+    return 0
+
+
+def rows() -> list[str]:
+    """A line for each preset."""
+    wide = max(map(len, PRESETS))
+    return [f"{name:{wide}}  {one.about}; {one.machine}" for name, one in PRESETS.items()]
+
+
+def _write(output: Path, text: str) -> None:
+    try:
+        with output.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UserError(f"{output} exists; choose another --output, or remove it") from None
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror}") from error
+
+
+def parser() -> CommandParser:
+    """Its options."""
+    parser = CommandParser(
+        "init", description="Writes a complete, commented config of a known size."
+    )
+    parser.add_argument("--preset", choices=PRESETS, help="which; --list tells what they are")
+    parser.add_argument("--list", action="store_true", help="list the presets")
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR",
+        help="what `jaxforge prepare` made: its paths, vocabulary and length are filled in",
+    )  # fmt: skip
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="file to write (NAME.toml); -: standard output",
+    )
+    return parser
+
+
+def entry() -> int:
+    """The command as this process was called; its exit code."""
+    return run_main(main, outlives_reader=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(entry())

@@ -1,0 +1,114 @@
+"""`python -m jaxforge.lm_eval RUN --tasks NAME ...`: lm_eval's tasks, with its own options.
+
+RUN is a run directory, or one of its checkpoints. Settings such as `--distributed.tp=2` lay the
+model out over several devices; by default all take part (`dp_shard`). Whatever else is on the
+command line is an option of lm_eval's command `run`.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from jaxforge.cli.running import run_main
+from jaxforge.config.reading.command_line import CommandParser
+from jaxforge.errors import UserError
+
+_OURS = ("max_length", "max_gen_toks", "add_bos_token", "prefix_token_id", "seed")
+"""Arguments of the adapter that stand in --model_args."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the tasks; lm_eval prints and writes what they came to."""
+    args, others = parser().parse(argv)
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError("lm_eval is not installed: pip install 'jaxforge[lm-eval]'")
+    _run([*_model(args, others), *_tasks(args), *(x for x in others if not _is_setting(x))])
+    return 0
+
+
+def parser() -> CommandParser:
+    """Its options."""
+    parser = CommandParser(
+        "lm_eval",
+        takes_settings=True,
+        uses_runs=True,
+        passes_on=True,
+        usage="%(prog)s RUN --tasks NAME ... [options of lm_eval] [--section.key=value ...]",
+        description="Evaluates a trained model on tasks of EleutherAI's lm_eval.",
+        epilog="Options of lm_eval, such as --num_fewshot, --limit, --gen_kwargs, "
+        "--apply_chat_template and --log_samples, may follow, and settings of the run's config, "
+        "such as --distributed.tp=2.",
+    )
+    add = parser.add_argument
+    add("run", metavar="RUN", help="run directory, or one of its checkpoints")
+    add("--step", type=int, help="the checkpoint to evaluate (default: the newest)")
+    add("--tasks", nargs="+", required=True, metavar="NAME", help="tasks, or groups of them")
+    add("--include_path", metavar="DIR", help="where tasks of yours are")
+    add("--output_path", metavar="DIR", help="where results are written as JSON")
+    add("--batch_size", "--batch-size", type=int, default=32, metavar="N",
+        help="sequences at a time, over all devices (default: 32)")  # fmt: skip
+    add("--model_args", nargs="+", default=[], metavar="KEY=VALUE",
+        help=f"more of the model's arguments: {', '.join(_OURS)}")  # fmt: skip
+    return parser
+
+
+def _tasks(args: argparse.Namespace) -> list[str]:
+    """What of the command line is lm_eval's, but of interest to everyone."""
+    paths = {"--include_path": args.include_path, "--output_path": args.output_path}
+    given = [word for name, path in paths.items() if path for word in (name, path)]
+    return ["--tasks", ",".join(args.tasks), *given]
+
+
+def _model(args: argparse.Namespace, others: Sequence[str]) -> list[str]:
+    """How lm_eval is told of the model."""
+    own = {"run": args.run} | ({"step": args.step} if args.step is not None else {})
+    settings = [one[2:].partition("=")[::2] for one in others if _is_setting(one)]
+    given = [one.partition("=")[::2] for part in args.model_args for one in part.split(",")]
+    arguments = own | dict(given) | dict(settings)
+    return ["--model", "jaxforge", "--model_args", json.dumps(arguments),
+            "--batch_size", str(args.batch_size)]  # fmt: skip
+
+
+def _is_setting(argument: str) -> bool:
+    """Whether it is `--section.key=value`; no option of lm_eval has a point in its name."""
+    return argument.startswith("--") and "." in argument.partition("=")[0]
+
+
+def _run(options: Sequence[str]) -> None:
+    """Hands over to lm_eval's own command."""
+    from lm_eval.__main__ import cli_evaluate
+    from rich.console import Console
+
+    import jaxforge.tools.lm_eval.adapter  # noqa: F401  # which registers the model
+    from jaxforge.parallel import host_memory, multihost
+    from jaxforge.telemetry.console import setup_logging
+
+    setup_logging(Console(stderr=True))
+    host_memory.keep_freed_memory()
+    multihost.initialize()
+    _leave_results_to_the_first()
+    sys.argv = ["lm_eval", "run", *options]
+    cli_evaluate()
+
+
+def _leave_results_to_the_first() -> None:
+    """Lets one process print and write: all have the same answers.
+
+    By this variable lm_eval knows processes that hold one model together (its tensor parallelism).
+    """
+    import jax
+
+    if jax.process_count() > 1:
+        os.environ["LOCAL_RANK"] = str(jax.process_index())
+
+
+def entry() -> int:
+    """The command as this process was called; its exit code."""
+    return run_main(main, uses_devices=True, outlives_reader=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(entry())

@@ -1,0 +1,97 @@
+"""`python -m jaxforge.report RUN [RUN ...]`: the curves of runs as one HTML page.
+
+RUN is a run directory; the run may still be going on. Several are laid over each other. The page
+needs nothing but itself: open it from a disk, attach it to a mail, print it. `--watch` serves it on
+this machine instead, and keeps it up to date.
+"""
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxforge.cli.running import run_main
+from jaxforge.config.reading.command_line import CommandParser
+from jaxforge.errors import UserError, printable
+from jaxforge.storage import safe_files, urls
+from jaxforge.tools.report.names import AXES
+
+_PORT = 8765
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the page and says where, or serves it."""
+    options = parser()
+    args = options.parse_args(argv)
+    port = args.watch
+    if port is not None and not port.isdigit():  # it took a run's name for the port
+        args.runs, port = [port, *args.runs], str(_PORT)
+    if not args.runs:
+        options.error("the following arguments are required: RUN")
+    runs = [urls.path(run) for run in args.runs]
+    if port is not None:
+        return _watch(runs, args, int(port))
+    from jaxforge.runs.reading import read_runs
+    from jaxforge.tools.report.page import page  # here, as they take a while to import
+
+    output = _output(args.output, runs)
+    found = read_runs(runs, processes=argv is None)
+    for message in (message for run in found for message in run.omissions):
+        print(f"warning: {printable(message)}", file=sys.stderr)
+    html = page(found, args.x)
+    _write(output, html)
+    print(f"{output}: {len(html.encode()) / 1e6:.2f} MB")
+    return 0
+
+
+def _watch(runs: Sequence[Path], args: argparse.Namespace, port: int) -> int:
+    if args.output is not None:
+        raise UserError("--watch serves the page and writes none: leave out --output")
+    from jaxforge.tools.report.serving import serve
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it says that it has ended
+    serve(runs, args.x, port)
+    return 0
+
+
+def parser() -> CommandParser:
+    """Its options."""
+    parser = CommandParser(
+        "report",
+        description="Draws the curves of runs as one HTML page that needs no network.",
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="*", help="run directory")
+    parser.add_argument("--output", help="the page; by default RUN/report.html")
+    parser.add_argument("--x", choices=list(AXES), default="steps", help="horizontal axis at first")
+    parser.add_argument(
+        "--watch", nargs="?", const=str(_PORT), metavar="PORT",
+        help=f"serve the page on this machine and keep it up to date; by default on {_PORT}",
+    )  # fmt: skip
+    return parser
+
+
+def _output(output: str | None, runs: Sequence[Path]) -> Path:
+    if output is None and len(runs) > 1:
+        raise UserError("several runs share one page: say where it goes with --output FILE")
+    return urls.path(output, "--output") if output else runs[0] / "report.html"
+
+
+def _write(output: Path, html: str) -> None:
+    """Whole or not at all: a browser may be reading an older page."""
+    try:
+        if urls.in_bucket(output):
+            output.write_text(html, encoding="utf-8")
+            return
+        safe_files.replace_text(output, html)
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror}") from error
+
+
+def entry() -> int:
+    """The command as this process was called; its exit code."""
+    return run_main(main, outlives_reader=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(entry())

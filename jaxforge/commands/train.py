@@ -1,0 +1,117 @@
+"""`python -m jaxforge.train --config FILE [--section.key=value ...]`: trains, or goes on training.
+
+A run is one directory, `checkpoint.dir`: `config.toml` (resolved), `metrics.jsonl`, `logs/`,
+`tokenizer/`, `checkpoints/`. The same command on the same directory resumes from its newest
+checkpoint; docs/launching.md has the exit codes.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from jaxforge.cli.process import began, began_env
+from jaxforge.cli.running import leave, run_main
+from jaxforge.config import trust
+from jaxforge.config.job import JobConfig
+from jaxforge.config.reading import help, load
+from jaxforge.config.reading.command_line import CommandParser
+from jaxforge.config.reading.unresolved import UnresolvedConfig
+from jaxforge.errors import UserError
+from jaxforge.exit_codes import Exit
+
+if TYPE_CHECKING:
+    from jaxforge.training.hooks import Hook
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses the command line, runs, returns the exit code."""
+    args, overrides = parser().parse(sys.argv[1:] if argv is None else argv)
+    if args.devices and not args.dry_run:
+        raise UserError(f"--devices {args.devices} is for --dry-run: add that, or leave this out")
+    if args.trust_plugins and not args.dry_run:
+        raise UserError("--trust-plugins is for --dry-run: to train imports the plugins anyway")
+    config = (_config_of_dry_run if args.dry_run else _config)(args, overrides)
+    return _dry_run(config, args.devices or "") if args.dry_run else run(config).code
+
+
+def parse_command_line(argv: Sequence[str]) -> UnresolvedConfig:
+    """The config that a command line asks for.
+
+    Raises:
+        UserError: anything in it is wrong.
+        SystemExit: it was `--help` (code 0).
+    """
+    args, overrides = parser().parse(argv)
+    if args.dry_run:
+        raise UserError("--dry-run is for `jaxforge train`: leave it out here")
+    return _config(args, overrides)
+
+
+def _config(args: argparse.Namespace, overrides: Sequence[str]) -> UnresolvedConfig:
+    if args.config is None:
+        raise UserError("say what to train: --config FILE (configs/quickstart.toml is an example)")
+    trust.use_working_directory()
+    return load.load_unresolved(args.config, overrides)
+
+
+def _config_of_dry_run(args: argparse.Namespace, overrides: Sequence[str]) -> UnresolvedConfig:
+    """The config, whose plugins are imported only if they are trusted or named in `overrides`."""
+    shown = load.load_unresolved(args.config, overrides, trust.never) if args.config else None
+    if shown is None or not shown.known.plugins.names.all_modules():
+        return _config(args, overrides)
+    return load.load_unresolved(args.config, overrides, trust.of_run(shown.known.checkpoint.dir))
+
+
+def parser() -> CommandParser:
+    """Its options."""
+    parser = CommandParser(
+        "train",
+        takes_settings=True,
+        uses_runs=True,
+        usage="%(prog)s --config FILE [--section.key=value ...]",
+        description=__doc__.partition("\n\n")[2],
+        epilog=help.contents(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", metavar="FILE", help="what to train, and how (TOML)")
+    parser.add_argument(
+        "--dry-run", action="store_true",
+        help="say what a start would do, and whether it fits; write nothing",
+    )  # fmt: skip
+    parser.add_argument(
+        "--devices", metavar="N", help="with --dry-run: so many devices, or a machine: h100:64x8"
+    )
+    return parser
+
+
+def _dry_run(config: UnresolvedConfig, devices: str) -> int:
+    if devices:  # what is here is not looked at
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    from jaxforge.tools.plan import dry_run
+
+    return dry_run.run(config, devices)
+
+
+def run(config: JobConfig | UnresolvedConfig, hooks: "Sequence[Hook]" = ()) -> Exit:
+    """Trains from the newest checkpoint of the run directory, or from the start.
+
+    Args:
+        config: as read; lengths in epochs or tokens are turned into updates here.
+        hooks: your own code, called in order at each event.
+    """
+    since = began()  # for train.exit_duration_in_mins
+    from jaxforge.training import launch  # here, as JAX and all that needs it take two seconds
+
+    return launch.run(config, hooks, since)
+
+
+def entry() -> NoReturn:
+    """The command as this process was called."""
+    os.environ.update(began_env())
+    leave(run_main(main, uses_devices=True, outlives_reader=True))
+
+
+if __name__ == "__main__":
+    entry()

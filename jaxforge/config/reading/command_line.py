@@ -1,0 +1,226 @@
+"""What commands make of their command line: options, and settings of a config between them.
+
+--section.key=value, --section.key value     a setting; --section.flag alone is true
+--help [KEY]                                 the command's options; or what a setting means
+"""
+
+import argparse
+import difflib
+import itertools
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from jaxforge.cli import suggestions, typing_slips
+from jaxforge.cli.running import program, wide_console
+from jaxforge.config import trust
+from jaxforge.errors import UserError
+
+_SETTING = re.compile(r"--[a-zA-Z_]\w*(\.[^=.\s]+)+")
+_CHOICE = re.compile(r"invalid choice: '(?P<said>.*)' \(choose from (?P<names>.*)\)")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """`argparse`, which says what may have been meant, and knows settings from options.
+
+    Args:
+        command: its name, for `--help`; a subcommand has a `prog` instead.
+        takes_settings: settings of a config may stand on the command line.
+        passes_on: options that are not known here are another program's.
+        uses_runs: the command takes `--trust-plugins`, which lets it import what a run names.
+        options: of `argparse.ArgumentParser`.
+    """
+
+    def __init__(
+        self,
+        command: str = "",
+        *,
+        takes_settings: bool = False,
+        passes_on: bool = False,
+        uses_runs: bool = False,
+        **options: Any,  # noqa: ANN401  # argparse's own
+    ) -> None:
+        if command:
+            options.setdefault("prog", program(command))
+        super().__init__(**{"allow_abbrev": False, **options, "add_help": False})
+        self._takes_settings, self._passes_on = takes_settings, passes_on
+        if uses_runs:
+            self.add_argument(
+                "--trust-plugins", action="store_true",
+                help="import the modules that [plugins] of the run names: their code runs here",
+            )  # fmt: skip
+        self._words: list[str] = []
+        about = "show this, or what a section or key of the config means; all: every key"
+        self.add_argument(
+            "-h", "--help", action=_Help, nargs="?" if takes_settings else 0,
+            metavar="KEY", default=argparse.SUPPRESS,
+            help=about if takes_settings else "show this",
+        )  # fmt: skip
+
+    def parse(self, argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+        """Options, and settings as `--section.key=value` each; with `passes_on`, others as well.
+
+        Args:
+            argv: by default this process's.
+
+        Raises:
+            UserError: they are wrong.
+            SystemExit: they were `--help` (code 0).
+        """
+        words = list(sys.argv[1:] if argv is None else argv)
+        settings, others = _apart(words)
+        try:
+            args, left = self.parse_known_args(others)
+        except UserError:
+            for i, word in enumerate(words):  # `--section.key= value`: its value is left over
+                if word in settings and (message := typing_slips.spaces(words[i:])):
+                    raise UserError(message) from None
+            raise
+        trust.grant_all(getattr(args, "trust_plugins", False))
+        return args, [*left, *settings]
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As it is in `argparse`, but what is not known here is refused unless it is passed on."""
+        args = sys.argv[1:] if args is None else args
+        self._words = list(args)
+        options = list(itertools.takewhile(lambda word: word != "--", args))
+        for before, word in zip(["", *options], options, strict=False):
+            is_dashed = not before.startswith("-") and not word.startswith("-")
+            if is_dashed and (message := typing_slips.dash(word, self._is_option)):
+                raise UserError(message)
+        known, left = super().parse_known_args(args, namespace)
+        if left and not self._passes_on:
+            self.error(self._unknown(left[0]))
+        return known, left
+
+    def add_settings(self) -> None:
+        """Makes an option of every key, where these are: for shells that complete them."""
+        from jaxforge.config.reading.schema import all_keys, alternatives, has_keys
+
+        for key, node in all_keys().items() if self._takes_settings else ():
+            flag = ["true", "false"] if node.get("type") == "boolean" else []
+            if not has_keys(node):
+                choices = [*alternatives(node), *flag] or None
+                self.add_argument(f"--{key}", choices=choices, help=node["description"])
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `UserError` with what is wrong, and with what may have been meant."""
+        slip = typing_slips.slip(
+            self._words, self._is_option, self._takes_value, self._takes_settings
+        )
+        if slip:
+            raise UserError(slip)
+        if match := _CHOICE.search(message):
+            names = re.findall(r"[\w.-]+", match["names"])
+            message += suggestions.hint(match["said"], names, quote="")
+        if "required" in message:  # the required option may be there under another name
+            options = {word.partition("=")[0] for word in self._words if word.startswith("--")}
+            unknown = sorted(options - self._option_string_actions.keys())
+            message = "; ".join([message, *map(self._unknown, filter(self._hint, unknown))])
+        if "did you mean" not in message and re.search(r"required|^un(known|expected)", message):
+            message += f"; `{self.prog} --help` lists the options"
+        raise UserError(message)
+
+    def _is_option(self, word: str) -> bool:
+        """Return whether a word is an option, or sets a key, of this command."""
+        from jaxforge.config.reading.schema import node_at  # here, as it takes a while to import
+
+        return word in self._option_string_actions or (
+            self._takes_settings and "." in word and node_at(tuple(word[2:].split("."))) is not None
+        )
+
+    def _takes_value(self, option: str) -> bool:
+        action = self._option_string_actions.get(option)
+        return action is not None and action.nargs != 0
+
+    def _unknown(self, word: str) -> str:
+        if not word.startswith("-"):
+            takes_config = word.endswith(".toml") and "--config" in self._option_string_actions
+            return f"unexpected argument {word}" + (
+                f"; did you mean --config {word}?" if takes_config else ""
+            )
+        option = word.partition("=")[0]
+        return f"unknown option {option}{self._hint(option)}"
+
+    def _hint(self, option: str) -> str:
+        """What may have been meant by one that is not known: options, or settings."""
+        meant = {known.replace("-", "_"): [known] for known in self._option_string_actions}
+        if self._takes_settings:
+            meant |= _settings_by_name()
+        found = difflib.get_close_matches(option.replace("-", "_"), meant, n=1)
+        return f"; did you mean {' or '.join(meant[found[0]])}?" if found else ""
+
+
+def count(text: str) -> int:
+    """The type of an option: how many there are to be, 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, 1 or more")
+    return int(text)
+
+
+class _Help(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        if isinstance(values, str):
+            from jaxforge.config.reading import help  # here, as the config takes a while to import
+
+            wide_console().print(help.topic(values))
+        else:
+            parser.print_help()
+        parser.exit()
+
+
+def _apart(argv: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Settings, each in one word, and everything else."""
+    settings: list[str] = []
+    others: list[str] = []
+    words = list(argv)[::-1]
+    while words:
+        word = words.pop()
+        name, equals, _ = word.partition("=")
+        if word == "--":
+            others += [word, *reversed(words)]
+            break
+        if not _SETTING.fullmatch(name):
+            others.append(word)
+        elif not equals and words and words[-1].startswith("="):
+            raise UserError(
+                typing_slips.spaces([word, *reversed(words[-2:])])
+                or f"{word} =: a value is missing after the ="
+            )
+        elif message := typing_slips.quotes(word):
+            raise UserError(message)
+        elif not equals and words and _is_value(words[-1], name[2:]):
+            settings.append(f"{word}={words.pop()}")
+        else:
+            settings.append(word)
+    return settings, others
+
+
+def _is_value(word: str, key: str) -> bool:
+    """Whether what follows a key is its value: a flag needs none."""
+    from jaxforge.config.reading.schema import node_at  # here, as it takes a while to import
+
+    if word.startswith("--"):
+        return False
+    is_flag = (node_at(tuple(key.split("."))) or {}).get("type") == "boolean"
+    return not is_flag or word.lower() in ("true", "false")
+
+
+def _settings_by_name() -> dict[str, list[str]]:
+    """What sets a key, by its name as an option would have it."""
+    from jaxforge.config.reading.schema import keys_by_name
+
+    return {
+        f"__{name}": [f"--{key}" for key in keys if "." in key]
+        for name, keys in keys_by_name().items()
+        if any("." in key for key in keys)
+    }

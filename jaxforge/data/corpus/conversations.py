@@ -1,0 +1,223 @@
+"""Conversations as documents: from records in any of the usual forms to entries (`packing`).
+
+record ─► messages ─► text, and what of it is learned ─► token ids ─► entries
+          (forms)      (chat template)       (tokenizer, with places)
+
+Text and spans go from one step to the next as a line of JSON, a document like any other.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxforge.data.corpus.entries import FIRST, UNLEARNED
+from jaxforge.data.corpus.optional import library
+from jaxforge.data.corpus.records import RecordError
+from jaxforge.data.corpus.tokenizer import Tokenizer, with_prefix
+from jaxforge.errors import UserError
+
+_FORMS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
+_EXTRAS = ("input", "tools", "chat_template_kwargs")
+_FORMS_IN_WORDS = "messages, conversations, prompt and completion, or instruction and output"
+_ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant",
+          "observation": "tool"}  # fmt: skip
+
+Spans = list[tuple[int, int]]
+
+
+class _Conversation(NamedTuple):
+    """Messages, of which the assistant's are learned from number `first` on."""
+
+    messages: list[dict[str, Any]]
+    first: int
+
+
+class Conversations:
+    """Records that are conversations, as `inputs.Content`.
+
+    Args:
+        tokenizer: its chat template writes them.
+
+    Raises:
+        UserError: jinja2 is not installed, or the template is none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._template = None
+        self.identity = ("conversations", fingerprint(tokenizer))
+        if tokenizer.chat:
+            library("jinja2", "a chat template")
+            from jaxforge.data.corpus.isolated_chat import IsolatedTemplate
+
+            self._template = IsolatedTemplate(tokenizer.chat)
+
+    def columns(self, there: Sequence[str] | None, where: str) -> list[str]:
+        """The columns of a table that are read; all where they are not known yet.
+
+        Raises:
+            UserError: they make no conversation.
+        """
+        if there is None:
+            return []
+        form = _form(there)
+        if not form:
+            raise UserError(f"{where}: expected columns {_FORMS_IN_WORDS}; it has {_list(there)}")
+        return [name for name in there if name in (*form, *_EXTRAS)]
+
+    def document(self, record: Mapping[str, Any]) -> str:
+        """JSON: `text`; `learned`, its spans; whether the end-of-text token follows, learned too.
+
+        Raises:
+            ValueError: it is no conversation, the template refuses it, or nothing is to be learned.
+        """
+        form = _form(name for name, value in record.items() if value is not None)
+        if not form:
+            raise RecordError(
+                f"expected {_FORMS_IN_WORDS} (it has: {_list(record)})",
+                "leave --conversations out if the records are texts" if "text" in record else "",
+            )
+        record = _without_none(record)
+        texts = [record[name] for name in form]
+        plain = form == ("prompt", "completion") and all(isinstance(text, str) for text in texts)
+        text, spans = _continued(*texts) if plain else self._render(record, form)
+        if not any(start < end for start, end in spans):
+            raise ValueError("the assistant says nothing, so that there is nothing to learn")
+        document = {"text": text, "learned": spans, "eos": plain}
+        return json.dumps(document, ensure_ascii=False)
+
+    def _render(self, record: Mapping[str, Any], form: Sequence[str]) -> tuple[str, Spans]:
+        if self._template is None:
+            raise UserError(
+                "the tokenizer has no chat template to write conversations with: put a "
+                "chat_template.jinja beside its tokenizer.json, or give prompts and completions as "
+                "texts"
+            )
+        conversation = _conversation(record, form)
+        options = record.get("chat_template_kwargs") or {}
+        if not isinstance(options, dict):
+            raise ValueError(f"expected an object as chat_template_kwargs, not {options!r:.40}")
+        if tools := record.get("tools"):
+            options = {**options, "tools": json.loads(tools) if isinstance(tools, str) else tools}
+        return self._template.render(conversation.messages, conversation.first, options)
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """sha256 (hex) of the chat template and the special tokens that it may use."""
+    return hashlib.sha256(json.dumps(dict(tokenizer.chat), sort_keys=True).encode()).hexdigest()
+
+
+def encode_conversations(
+    tokenizer: Tokenizer, texts: Sequence[tuple[str, str, bool, bool]], dtype: str
+) -> dict[str, Int[np.ndarray, "_"]]:
+    """Entries of conversations by split; arguments as of `ingest.encode`, texts as of `document`.
+
+    A token is learned if any of its characters is. Texts that no template wrote begin with BOS
+    where the tokenizer adds it; templates write their own.
+    """
+    documents = [json.loads(text) for _, text, *_ in texts]
+    encoded = tokenizer.encode_with_places([document["text"] for document in documents])
+    parts: dict[str, list[Int[np.ndarray, "_"]]] = {}
+    for (split, *_), document, (ids, places) in zip(texts, documents, encoded, strict=True):
+        entries = _entries(ids, places, document["learned"], dtype)
+        if document["eos"]:
+            entries = _after_prefix(tokenizer, ids, entries)
+        if document["eos"] or not ids:
+            entries = np.append(entries, np.asarray(tokenizer.eos_id, dtype))
+        entries[0] |= FIRST
+        parts.setdefault(split, []).append(entries)
+    return {split: np.concatenate(arrays) for split, arrays in parts.items()}
+
+
+def _entries(
+    ids: Sequence[int], places: Int[np.ndarray, "n 2"], spans: Spans, dtype: str
+) -> Int[np.ndarray, "n"]:
+    entries, (starts, ends) = np.asarray(ids, dtype), places.T
+    learned = np.zeros(len(ids), bool)
+    for start, end in spans:
+        learned |= (starts < end) & (ends > start)
+    entries[~learned] |= UNLEARNED
+    return entries
+
+
+def _after_prefix(
+    tokenizer: Tokenizer, ids: Sequence[int], entries: Int[np.ndarray, "_"]
+) -> Int[np.ndarray, "_"]:
+    """Put what the tokenizer adds before a text before its entries; it is not learned."""
+    begun = with_prefix(tokenizer, ids)
+    added = np.asarray(begun[: len(begun) - len(ids)], entries.dtype)
+    return np.concatenate([added | UNLEARNED, entries])
+
+
+def _form(names: Iterable[str]) -> tuple[str, ...]:
+    there = set(names)
+    return next((form for form in _FORMS if there.issuperset(form)), ())
+
+
+def _continued(prompt: str, completion: str) -> tuple[str, Spans]:
+    text = prompt + completion
+    return text, [(len(prompt), len(text))]
+
+
+def _conversation(record: Mapping[str, Any], form: Sequence[str]) -> _Conversation:
+    if form[0] == "instruction":
+        asked = "\n\n".join(_text(record[n]) for n in ("instruction", "input") if record.get(n))
+        return _Conversation([_said("user", asked), _said("assistant", record["output"])], 0)
+    if form[0] == "prompt":
+        prompt = _messages(record["prompt"], "user")
+        return _Conversation([*prompt, *_messages(record["completion"], "assistant")], len(prompt))
+    return _Conversation(_messages(record[form[0]], ""), 0)
+
+
+def _messages(value: object, role: str) -> list[dict[str, Any]]:
+    """Messages as templates expect them; a text is one of `role`."""
+    if isinstance(value, str) and role:
+        return [_said(role, value)]
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise ValueError(f"expected a list of messages, not {value!r:.40}")
+    return [_message(message) for message in value]
+
+
+def _said(role: str, content: object) -> dict[str, Any]:
+    return _message({"role": role, "content": content})
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """`role` and `content`, by whichever names, and what else there is."""
+    rest = dict(message)
+    role = rest.pop("role", rest.pop("from", None))
+    content = rest.pop("content", rest.pop("value", "" if "tool_calls" in rest else None))
+    if not isinstance(role, str) or content is None:
+        raise ValueError(f'expected messages with "role" and "content", not {message!r:.60}')
+    if rest.get("weight", 1) != 1 or rest.get("train", True) is not True:
+        raise ValueError("messages with a weight, or that are not trained on, are not supported")
+    return {"role": _ROLES.get(role, role), "content": _text(content), **rest}
+
+
+def _text(content: object) -> str:
+    if isinstance(content, list):
+        content = "".join(map(_part, content))
+    if not isinstance(content, str):
+        raise ValueError(f"expected a text as content, not {content!r:.40}")
+    return content
+
+
+def _part(part: object) -> str:
+    text = part.get("text") if isinstance(part, dict) else part
+    if not isinstance(text, str):
+        raise ValueError(f"expected parts of text only, not {part!r:.40}")
+    return text
+
+
+def _without_none(value: Any) -> Any:  # noqa: ANN401
+    """Tables fill keys that a record lacks with None."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(map(str, names)) or "nothing"

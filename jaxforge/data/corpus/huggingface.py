@@ -1,0 +1,136 @@
+"""Hugging Face datasets: of the hub, of a directory of data files, or written by `save_to_disk`."""
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from jaxforge.data.corpus.conversations import Conversations
+from jaxforge.data.corpus.entries import ENTRY_DTYPE
+from jaxforge.data.corpus.ingest import Corpus, Options, ingest
+from jaxforge.data.corpus.inputs import HuggingFace
+from jaxforge.data.corpus.manifest import FILE_NAME
+from jaxforge.data.corpus.optional import library
+from jaxforge.data.corpus.records import Content
+from jaxforge.data.corpus.tokenizer import Tokenizer, identity
+from jaxforge.data.corpus.writer import token_dtype
+from jaxforge.errors import UserError
+from jaxforge.storage.atomic_directory import atomic_directory
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+log = logging.getLogger(__name__)
+
+_LOG_SECONDS = 10.0
+
+
+def load_dataset(
+    name: str, config: str | None = None, split: str = "train", *, streaming: bool = False
+) -> "Dataset | IterableDataset":
+    """Loads a split of a dataset.
+
+    Args:
+        name: a name on the hub; a directory of data files (JSONL, Parquet, CSV, text, Arrow); or
+            one written by `save_to_disk`.
+        config: its configuration, if it has several.
+        split: such as "train", or "train[:1%]" where nothing is streamed.
+        streaming: do not download what has not been asked for yet.
+
+    Returns:
+        A `datasets.Dataset`, or a `datasets.IterableDataset` for streaming.
+
+    Raises:
+        UserError: `datasets` is not installed, or cannot load it.
+    """
+    datasets = library("datasets", "reading Hugging Face datasets")
+    try:
+        if (Path(name) / "dataset_dict.json").exists() or (Path(name) / "state.json").exists():
+            return _saved(datasets, name, split, streaming)
+        return datasets.load_dataset(name, config or None, split=split, streaming=streaming)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        wanted = f"{name!r}, config {config!r}, split {split!r}"
+        raise UserError(f"cannot load the Hugging Face dataset {wanted}: {error}") from error
+
+
+def _saved(
+    datasets: ModuleType, name: str, split: str, streaming: bool
+) -> "Dataset | IterableDataset":
+    """A dataset written by `save_to_disk`, with or without splits."""
+    saved = datasets.load_from_disk(name)
+    splits = saved if isinstance(saved, dict) else {str(saved.split or split): saved}
+    if split not in splits:
+        raise ValueError(f"it has the splits {', '.join(splits)}")
+    dataset = splits[split]
+    n_files = max(1, len(dataset.cache_files))
+    return dataset.to_iterable_dataset(num_shards=n_files) if streaming else dataset
+
+
+def cached_shards(
+    name: str, config: str | None, split: str, content: Content, tokenizer: Tokenizer
+) -> Path:
+    """The token shards of a dataset, made at the first use and kept in the cache of `datasets`.
+
+    Their directory is named by the fingerprints of dataset, content and tokenizer. One process
+    makes it, even among several runs; the others wait. A killed one goes on where it was.
+
+    Args:
+        name: as for `load_dataset`.
+        config: likewise.
+        split: likewise.
+        content: of its rows.
+        tokenizer: has an EOS.
+
+    Returns:
+        A directory with a manifest.
+
+    Raises:
+        UserError: the dataset cannot be loaded, or has a row without text.
+    """
+    dataset = load_dataset(name, config, split)
+    source = HuggingFace(":".join(filter(None, [name, config, split])), dataset, content)
+    key = [*source.identity[1:], *content.identity, *identity(tokenizer)]
+    cache = library("datasets", "reading Hugging Face datasets").config.HF_DATASETS_CACHE
+    output = Path(cache) / "jaxforge" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
+    plan = {"options": {"key": key}, "inputs": []}
+    with atomic_directory(
+        output, plan, made_by=f"train/{FILE_NAME}", shared=True, say=log.info
+    ) as directory:
+        if directory:
+            log.info("tokenizing %s into %s", source.name, output)
+            tokenizer.save(directory.out / "tokenizer")
+            options = _options(content, tokenizer)
+            ingest(
+                [source],
+                tokenizer,
+                options,
+                directory,
+                tokenizer_name="data.tokenizer_path",
+                show=_progress_log(len(dataset)),
+            )
+    return output / "train"
+
+
+def _options(content: Content, tokenizer: Tokenizer) -> Options:
+    conversations = isinstance(content, Conversations)
+    dtype = ENTRY_DTYPE if conversations else token_dtype(None, tokenizer.vocab_size)
+    return Options(dtype=dtype, conversations=conversations)
+
+
+def _progress_log(rows: int) -> Callable[[Corpus], None]:
+    said = time.monotonic()
+
+    def show(corpus: Corpus) -> None:
+        nonlocal said
+        if time.monotonic() - said >= _LOG_SECONDS:
+            said = time.monotonic()
+            tokens = corpus.splits["train"].writer.tokens
+            log.info(
+                "%.0f%% tokenized: %.1f M tokens", 100 * corpus.place.record / rows, tokens / 1e6
+            )
+
+    return show

@@ -1,0 +1,204 @@
+"""What `prepare` reads: text files, files of records, Hugging Face datasets.
+
+input     a file, or a Hugging Face dataset
+document  a text file, or one record of any other input
+record    of an input, counted from 1: the line of a JSONL file, the row of a table
+"""
+
+import io
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from jaxforge.cli.suggestions import path_hint
+from jaxforge.data.corpus.json_files import Json, JsonLines, PackedFile
+from jaxforge.data.corpus.records import (
+    DEFAULT_FIELD,
+    MAX_RECORD_BYTES,
+    Content,
+    File,
+    Record,
+    TextField,
+    to_record,
+)
+from jaxforge.data.corpus.tables import Arrow, Csv, Parquet
+from jaxforge.data.corpus.text_files import check_text, encoding_of, in_words, is_named
+from jaxforge.errors import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+_ROWS = 64  # of a dataset that are Python strings at a time
+_PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".tgz", ".7z", ".lz4")
+
+
+class TextFile(File):
+    """One document."""
+
+    @property
+    def text_size(self) -> int | None:
+        """Bytes of the file."""
+        return self.size
+
+    def document(self, number: int) -> str:
+        """The file's name."""
+        return self.name
+
+    def records(self, start: int) -> Iterator[Record]:
+        """The whole file, unless it is past; UTF-16 and UTF-32 with a mark are UTF-8 here."""
+        if not start:
+            with self.path.open("rb") as content:
+                encoding = encoding_of(content.read(4))
+                content.seek(0)
+                if encoding:
+                    text = content.read().decode(encoding, errors="replace")
+                    yield Record(1, io.BytesIO(text.encode()))
+                else:
+                    yield Record(1, content)
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """A dataset of the library `datasets`, or one file of it.
+
+    Attributes:
+        name: what it is called.
+        dataset: the rows, streaming or on disk.
+        content: of its rows.
+    """
+
+    name: str
+    dataset: "Dataset | IterableDataset"
+    content: Content = DEFAULT_FIELD
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """The fingerprint that `datasets` gives what is on disk: of its source and its changes."""
+        return self.name, self.dataset._fingerprint
+
+    @property
+    def where(self) -> str:
+        """The name."""
+        return self.name
+
+    @property
+    def text_size(self) -> int | None:
+        """Not known."""
+        return None
+
+    def document(self, number: int) -> str:
+        """`DATASET:ROW`."""
+        return f"{self.name}:{number}"
+
+    def records(self, start: int) -> Iterator[Record]:
+        """The rows after the first `start`.
+
+        Raises:
+            UserError: there is no such column.
+        """
+        columns = self.content.columns(self.dataset.column_names, self.name)
+        rows = self.dataset.select_columns(columns) if columns else self.dataset
+        for number, record in enumerate(_rows(rows.skip(start)), start + 1):
+            yield to_record(number, record, f"{self.name}:{number}", self.content)
+
+
+_KINDS: dict[str, type[File]] = {
+    ".jsonl": JsonLines,
+    ".ndjson": JsonLines,
+    ".json": Json,
+    ".csv": Csv,
+    ".tsv": Csv,
+    ".parquet": Parquet,
+    ".arrow": Arrow,
+    ".feather": Arrow,
+}
+"""What the suffix of a name, in small letters, says of a file; others are text."""
+
+
+def find_inputs(
+    places: Sequence[Path],
+    globs: Sequence[str] = ("*",),
+    exclude: Sequence[str] = (),
+    content: Content | None = None,
+    max_record_bytes: int = MAX_RECORD_BYTES,
+) -> list[File]:
+    """Finds the files to read, each once, sorted by name; empty ones are left out.
+
+    Args:
+        places: files and directories; directories are searched in depth, but not those that are
+            symbolic links.
+        globs: which file names to take from directories.
+        exclude: which names of inputs to leave out ("*" matches "/" too).
+        content: of files of records; by default their "text".
+        max_record_bytes: as of `File`.
+
+    Raises:
+        UserError: a place does not exist or cannot be read, a file is of a kind that cannot be
+            read or holds no text, or no file is left.
+    """
+    found: dict[Path, File] = {}
+    for path, name in _walk(places, globs):
+        status = path.stat()
+        if status.st_size and not any(fnmatch(name, pattern) for pattern in exclude):
+            file = _kind(path)(
+                path, name, status.st_size, status.st_mtime_ns, content or TextField(),
+                max_record_bytes,
+            )  # fmt: skip
+            found.setdefault(path.resolve(), file)
+    check_text((file.path, isinstance(file, TextFile)) for file in found.values())
+    if not found:
+        _refuse_empty(places)
+        where, kept = ", ".join(map(str, places)), " and no --exclude" if exclude else ""
+        raise UserError(f"no text in {where}: no file matches --glob {in_words(globs)}{kept}")
+    return sorted(found.values(), key=lambda file: file.name)
+
+
+def _refuse_empty(places: Iterable[Path]) -> None:
+    for path in places:
+        if path.is_file() and not path.stat().st_size:
+            raise UserError(f"INPUT {path} is empty: give a file with text, or a directory")
+
+
+def _kind(path: Path) -> type[File]:
+    name = path.name.lower()
+    suffix = Path(name.removesuffix(".gz").removesuffix(".zst")).suffix
+    kind = _KINDS.get(suffix, TextFile)
+    is_read = name.endswith((".gz", ".zst")) and issubclass(kind, PackedFile)
+    if name.endswith(_PACKED) and not is_read:
+        known = ", ".join(f"{end}.gz" for end in _KINDS if issubclass(_KINDS[end], PackedFile))
+        raise UserError(
+            f"cannot read {path}: of compressed files, only {known} are known, and the same with "
+            ".zst; unpack it, or leave it out with --exclude"
+        )
+    return kind
+
+
+def _walk(places: Iterable[Path], globs: Sequence[str]) -> Iterator[tuple[Path, str]]:
+    """Files, and their names below their places."""
+    for root in places:
+        if not root.exists():
+            raise UserError(f"INPUT {root.absolute()} does not exist{path_hint(root)}")
+        if root.is_file():
+            yield root, root.name
+            continue
+        if not root.is_dir():
+            raise UserError(
+                f"INPUT {root} is neither a file nor a directory: write the text to a file first"
+            )
+        for directory, _, names in os.walk(root, onerror=_unreadable):
+            for path in (Path(directory, name) for name in names):
+                if path.is_file() and is_named(path.name, globs):
+                    yield path, path.relative_to(root).as_posix()
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
+
+
+def _rows(dataset: "Dataset | IterableDataset") -> Iterator[dict[str, Any]]:
+    for batch in dataset.iter(_ROWS):
+        for values in zip(*batch.values(), strict=True):
+            yield dict(zip(batch, values, strict=True))

@@ -1,0 +1,207 @@
+"""Files of JSON: an object a line, an array, or objects one after the other."""
+
+import codecs
+import gzip
+import io
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from contextlib import closing
+from typing import BinaryIO, cast
+
+from jaxforge.data.corpus.optional import library
+from jaxforge.data.corpus.records import File, Record, bad_record
+from jaxforge.errors import UserError
+
+_CHUNK = 1 << 16
+_SKIPPED = 1 << 20  # bytes at a time of what is only counted
+_QUICKLY_UNPACKED = 1 << 20  # bytes of a file that is unpacked once more, before it is parsed
+_BYTES_PER_VALUE = 16  # of a record, at least: parsed values take up to 70 bytes
+_BLANK = re.compile(r"[ \t\r\n]*")
+
+
+class PackedFile(File):
+    """A file that may be compressed."""
+
+    def open(self) -> BinaryIO:
+        """Open the file; what is read is unpacked.
+
+        Raises:
+            UserError: it is small and unpacks to what no text does.
+        """
+        if self.path.suffix.lower() in (".gz", ".zst") and self.size < _QUICKLY_UNPACKED:
+            with closing(self._open()) as file:
+                for size in itertools.count(_SKIPPED, _SKIPPED):
+                    if not file.read(_SKIPPED):
+                        break
+                    self.check_growth(size)
+        return self._open()
+
+    def _open(self) -> BinaryIO:
+        suffix = self.path.suffix.lower()
+        if suffix == ".gz":
+            return cast(BinaryIO, gzip.open(self.path))
+        if suffix == ".zst":
+            # Not through zstandard, whose reader takes a file that is cut short for a whole one.
+            arrow = library("pyarrow", "reading .zst")
+            raw = arrow.input_stream(str(self.path), compression="zstd")
+            return cast(BinaryIO, io.BufferedReader(raw, 1 << 20))
+        return self.path.open("rb")
+
+
+class JsonLines(PackedFile):
+    """An object per line, plain or compressed; blank lines count, but are no documents."""
+
+    def records(self, start: int) -> Iterator[Record]:
+        """The lines after the first `start`."""
+        with closing(self.open()) as file:
+            for number, line in enumerate(self._lines(file), 1):
+                if number <= start:
+                    continue
+                if line is None:
+                    yield self.too_large(number)
+                elif line.strip():
+                    yield self._parsed(number, line)
+
+    def _lines(self, file: BinaryIO) -> Iterator[bytes | None]:
+        """Yield lines; None stands for one that is too long."""
+        limit, size = self.max_record_bytes, 0
+        while line := file.readline(limit + 1):
+            size += len(line)
+            is_too_long = len(line) > limit and not line.endswith(b"\n")
+            rest = line
+            while is_too_long and rest and not rest.endswith(b"\n"):
+                rest = file.readline(_SKIPPED)
+                size += len(rest)
+                self.check_growth(size)
+            self.check_growth(size)
+            yield None if is_too_long else line
+
+    def _parsed(self, number: int, line: bytes) -> Record:
+        if line.count(b",") > self.max_record_bytes // _BYTES_PER_VALUE:
+            return self.too_large(number)
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            return bad_record(number, f"{self.path}:{number}: not JSON ({error})")
+        return self.record(number, value)
+
+
+class Json(JsonLines):
+    """An array of objects, or objects: one a line, or over several lines each."""
+
+    def records(self, start: int) -> Iterator[Record]:
+        """The records after the first `start`.
+
+        Raises:
+            UserError: it is not JSON; where, so that nothing after it can be read.
+        """
+        if self._has_object_per_line():
+            yield from super().records(start)
+            return
+        with closing(self.open()) as file:
+            number = 0
+            try:
+                values = _Values(file, self)
+                while values.has_more():
+                    number += 1
+                    value = values.next()
+                    if number > start:
+                        yield self.record(number, value)
+            except (ValueError, RecursionError) as error:
+                raise UserError(
+                    f"{self.path}: not JSON in record {number or 1} ({error}), so that nothing "
+                    "after it can be read; correct it, or leave the file out with --exclude"
+                ) from error
+
+    def _has_object_per_line(self) -> bool:
+        with closing(self.open()) as file:
+            line = file.readline(self.max_record_bytes + 1)
+        try:
+            return isinstance(json.loads(line.removeprefix(codecs.BOM_UTF8)), dict)
+        except (ValueError, RecursionError):
+            return False
+
+
+class _Values:
+    """The values of an array, or those that stand one after the other.
+
+    No more than a value and a chunk is in memory.
+
+    Args:
+        file: UTF-8.
+        source: says how large a value may be, and how much there may be.
+    """
+
+    def __init__(self, file: BinaryIO, source: File) -> None:
+        self._file, self._source = file, source
+        self._decode = codecs.getincrementaldecoder("utf-8-sig")().decode
+        self._raw_decode = json.JSONDecoder().raw_decode
+        self._text, self._at, self._size, self._is_whole = "", 0, 0, False
+        self._in_array = self._next_character() == "["
+        self._at += self._in_array
+        self._is_first = True
+
+    def has_more(self) -> bool:
+        """Go to the next value, if there is one.
+
+        Raises:
+            ValueError: something else is there.
+        """
+        character = self._next_character()
+        if not self._in_array:
+            return bool(character)
+        if character == "]":
+            self._at += 1
+            if self._next_character():
+                raise ValueError("text after the array's end")
+            return False
+        if not self._is_first:
+            if character != ",":
+                raise ValueError('the array ends without "]"' if not character else "no comma")
+            self._at += 1
+            self._next_character()
+        self._is_first = False
+        return True
+
+    def next(self) -> object:
+        """Return the value.
+
+        Raises:
+            ValueError: it is none, or too large.
+        """
+        limit = self._source.max_record_bytes
+        while True:
+            left = len(self._text) - self._at
+            if left > limit or (
+                left > 2 * _CHUNK and self._text.count(",", self._at) > limit // _BYTES_PER_VALUE
+            ):
+                raise ValueError(f"larger than {limit:,} characters: see --max-record-bytes")
+            try:
+                value, end = self._raw_decode(self._text, self._at)
+            except json.JSONDecodeError:
+                if self._is_whole:
+                    raise
+            else:
+                if end < len(self._text) or self._is_whole:  # else a number may go on
+                    self._at = end
+                    return value
+            self._read_more()
+
+    def _next_character(self) -> str:
+        """Skip blanks; return the character after them, or ""."""
+        while True:
+            if blank := _BLANK.match(self._text, self._at):
+                self._at = blank.end()
+            if self._at < len(self._text) or self._is_whole:
+                return self._text[self._at : self._at + 1]
+            self._read_more()
+
+    def _read_more(self) -> None:
+        """Read as much as is held, so that parsing a large value again costs no more than twice."""
+        data = self._file.read(max(_CHUNK, len(self._text) - self._at))
+        self._size += len(data)
+        self._source.check_growth(self._size)
+        self._text = self._text[self._at :] + self._decode(data, final=not data)
+        self._at, self._is_whole = 0, not data

@@ -1,0 +1,47 @@
+"""How far `prepare` is, shown while it works."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jaxforge.data.corpus.ingest import Corpus, Split
+
+_LINE_SECONDS = 10.0  # between lines where there is no terminal
+
+
+@contextmanager
+def progress_shown(size: int | None) -> Iterator[Callable[[Corpus], None]]:
+    """Yields what shows how far `size` bytes are: by a bar on a terminal, elsewhere by lines."""
+    console, start = Console(stderr=True), time.monotonic()
+    said = start
+    columns = (
+        BarColumn(20),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        bar = progress.add_task("", total=size)
+
+        def show(corpus: Corpus) -> None:
+            nonlocal said
+            now = time.monotonic()
+            text = _state(corpus.splits, now - start)
+            progress.update(bar, completed=corpus.size, description=text)
+            if not console.is_terminal and now - said >= _LINE_SECONDS:
+                line = f"{corpus.size / size:.0%}: {text}" if size else text
+                console.print(line, highlight=False, soft_wrap=True)
+                said = now
+
+        yield show
+
+
+def _state(splits: Mapping[str, Split], seconds: float) -> str:
+    tokens = sum(split.writer.tokens for split in splits.values())
+    documents = sum(split.writer.documents for split in splits.values())
+    return f"{documents:,} docs, {tokens / 1e6:,.1f} M tokens, {tokens / seconds / 1e6:.2f} M/s"

@@ -1,0 +1,146 @@
+"""Prompts: files of them, plain text or JSON Lines with a "prompt" in each object; their tokens."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxforge.data.corpus.tokenizer import Tokenizer, with_prefix
+from jaxforge.errors import UserError
+
+RESULTS = ("completion", "tokens", "finish_reason")
+"""Fields that generation adds to those of a prompt."""
+
+_OBJECTS = (".jsonl", ".ndjson", ".json")
+
+STDIN = Path("-")
+"""What stands for standard input, where a file of prompts is asked for."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text to continue.
+
+    Attributes:
+        text: the text.
+        place: where it stands, for messages ("prompts.txt:3").
+        fields: what else its object holds; handed on to the output.
+    """
+
+    text: str
+    place: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+def encode(
+    tokenizer: Tokenizer, prompt: Prompt, limit: int, max_tokens: int, key: str = "--max-tokens"
+) -> list[int]:
+    """Token ids of a prompt, after BOS where the tokenizer adds it.
+
+    Without BOS, an empty prompt starts from end-of-text, as every document does.
+
+    Args:
+        tokenizer: the run's.
+        prompt: the prompt.
+        limit: `model.max_seq_len`.
+        max_tokens: to be added to it.
+        key: what sets that, for messages.
+
+    Raises:
+        UserError: it is too long, or empty and there is no end-of-text.
+    """
+    ids = with_prefix(tokenizer, tokenizer.encode(prompt.text))
+    if not ids:
+        if tokenizer.eos_id is None:
+            raise UserError(
+                f"{prompt.place}: the prompt is empty, and the tokenizer has no end-of-text token "
+                "to start from; give a text"
+            )
+        ids = [tokenizer.eos_id]
+    if len(ids) + max_tokens > limit:
+        raise UserError(
+            f"{prompt.place}: a prompt of {len(ids)} tokens and {key} {max_tokens} exceed "
+            f"model.max_seq_len = {limit}; shorten the one or lower the other"
+        )
+    return ids
+
+
+def splits_a_token(tokenizer: Tokenizer, text: str) -> bool:
+    """Return whether a text ends in a space that a token of its continuation would begin with.
+
+    Tokens of most BPEs begin with spaces: "def main" is "def", " main". After "def ", " " the model
+    has to find a word that follows a space of its own, which training texts hardly have.
+    """
+    if not text.endswith(" "):
+        return False
+    ids = tokenizer.encode(text)
+    return any(tokenizer.encode(text + word)[: len(ids)] != ids for word in (*"taisn", "the"))
+
+
+def continuation(tokenizer: Tokenizer, ids: Sequence[int], tokens: Sequence[int]) -> str:
+    """The text that `tokens` add to that of a prompt's `ids`."""
+    return tokenizer.decode([*ids, *tokens])[len(tokenizer.decode(ids)) :]
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Reads `.jsonl`, `.ndjson` and `.json` as an object {"prompt": ..., ...} a line.
+
+    Any other file has a text a line.
+
+    An empty line of text is an empty prompt. Standard input, `STDIN`, has objects if its first line
+    is an object with a "prompt".
+
+    Raises:
+        UserError: the file cannot be read or holds no prompts, or a line is not one.
+    """
+    try:
+        content = sys.stdin.buffer.read() if path == STDIN else path.read_bytes()
+    except OSError as error:
+        raise UserError(f"--prompts {path}: {error.strerror}") from error
+    lines = content.removesuffix(b"\n").split(b"\n")
+    if lines == [b""]:
+        raise UserError(f"--prompts {path}: the file is empty; give a prompt a line")
+    is_json = _is_object(lines[0]) if path == STDIN else path.suffix.lower() in _OBJECTS
+    return [
+        _from_json(text, place) if is_json else Prompt(text, place)
+        for text, place in _texts(lines, path)
+    ]
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) and "prompt" in value
+
+
+def _texts(lines: list[bytes], path: Path) -> Iterator[tuple[str, str]]:
+    for number, line in enumerate(lines, 1):
+        place = f"{'standard input' if path == STDIN else path}:{number}"
+        try:
+            yield line.removesuffix(b"\r").decode("utf-8"), place
+        except UnicodeDecodeError as error:
+            raise UserError(f"{place}: not UTF-8 at byte {error.start} of the line") from None
+
+
+def _from_json(line: str, place: str) -> Prompt:
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{place}: not JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place}: not JSON: {error}") from None
+    if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str):
+        raise UserError(f'{place}: expected an object with a text as "prompt", such as '
+                        '{"prompt": "Once upon"}')  # fmt: skip
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{place}: half of a surrogate pair, which is no character") from None
+    for name in RESULTS:
+        if name in fields:
+            raise UserError(f'{place}: "{name}" is a field of the output: rename it')
+    return Prompt(fields.pop("prompt"), place, fields)

@@ -1,0 +1,197 @@
+"""Tables: CSV, Parquet and Arrow files."""
+
+import csv
+import io
+from collections.abc import Iterator
+from contextlib import closing
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from jaxforge.data.corpus.json_files import PackedFile
+from jaxforge.data.corpus.optional import library
+from jaxforge.data.corpus.records import File, Record, bad_record
+from jaxforge.errors import UserError
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+    from pyarrow.ipc import RecordBatchFileReader, RecordBatchStreamReader
+    from pyarrow.parquet import FileMetaData, ParquetFile
+
+_ROWS = 16  # of a table in memory at a time
+_SUSPICIOUS_RATIO = 8  # of a row group: one value may stand for many rows
+_SUSPICIOUS_BYTES = 1 << 20
+
+
+class Csv(PackedFile):
+    """A row per document, of fields between commas, or tabs in `.tsv`; names come first."""
+
+    def records(self, start: int) -> Iterator[Record]:
+        """The rows after the first `start`, that of the names not counted.
+
+        Raises:
+            UserError: there is no such column, or the file is not CSV.
+        """
+        csv.field_size_limit(max(csv.field_size_limit(), self.max_record_bytes))
+        text = io.TextIOWrapper(self.open(), "utf-8-sig", newline="")
+        number = 0
+        with closing(text):
+            lines = _BoundedLines(text, self)
+            rows = csv.reader(lines, delimiter="\t" if ".tsv" in self.path.name.lower() else ",",
+                              strict=True)  # fmt: skip
+            try:
+                names = next(rows, [])
+                self.content.columns(names, str(self.path))
+                for row in rows:
+                    lines.size = 0
+                    number += bool(row)
+                    if row and number > start:
+                        yield self._row(number, names, row)
+            except (csv.Error, UnicodeDecodeError) as error:
+                raise UserError(
+                    f"{self.path}: not CSV in UTF-8 in row {number + 1} ({error}), so that nothing "
+                    "after it can be read; correct it, or leave the file out with --exclude"
+                ) from error
+
+    def _row(self, number: int, names: list[str], row: list[str]) -> Record:
+        if len(row) != len(names):
+            problem = f"{self.path}:{number}: {len(row)} fields, and the first row {len(names)}"
+            return bad_record(number, problem)
+        return self.record(number, dict(zip(names, row, strict=True)))
+
+
+class _BoundedLines:
+    """Lines of which those of a row are no larger than a record may be.
+
+    Attributes:
+        size: characters since this was last set to 0.
+    """
+
+    def __init__(self, text: io.TextIOWrapper, source: File) -> None:
+        self._text, self._source, self.size = text, source, 0
+        self._total = 0
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        limit = self._source.max_record_bytes
+        line = self._text.readline(limit + 1)
+        if not line:
+            raise StopIteration
+        self.size += len(line)
+        self._total += len(line)
+        self._source.check_growth(self._total)
+        if self.size > limit:
+            raise csv.Error(f"larger than {limit:,} characters: see --max-record-bytes")
+        return line
+
+
+class _ArrowTable(File):
+    """Rows that pyarrow reads."""
+
+    def _from_batches(
+        self, batches: "Iterator[RecordBatch]", number: int, skipped: int
+    ) -> Iterator[Record]:
+        """Yield the records of batches.
+
+        Args:
+            batches: of rows, the first of which is `number + 1`.
+            number: rows before them.
+            skipped: rows of them to leave out.
+        """
+        size = 0
+        for batch in batches:
+            names = batch.schema.names
+            for i in range(min(skipped, batch.num_rows), batch.num_rows):
+                # Row by row: a value that many rows share exists once in Arrow, not in Python.
+                try:
+                    row = {name: batch[name][i].as_py() for name in names}
+                except UnicodeDecodeError as error:
+                    at = number + i + 1
+                    yield bad_record(at, f"{self.path}:{at}: not UTF-8 ({error.reason})")
+                    continue
+                record = self.record(number + i + 1, row)
+                size += record.content.seek(0, io.SEEK_END)
+                record.content.seek(0)
+                self.check_growth(size)
+                yield record
+            skipped -= min(skipped, batch.num_rows)
+            number += batch.num_rows
+
+
+class Parquet(_ArrowTable):
+    """A row per document; row groups are read one after the other."""
+
+    def records(self, start: int) -> Iterator[Record]:
+        """The rows after the first `start`.
+
+        Raises:
+            UserError: there is no such column, or the file is not Parquet.
+        """
+        parquet, arrow = (library(n, "reading Parquet") for n in ("pyarrow.parquet", "pyarrow"))
+        try:
+            with parquet.ParquetFile(self.path) as file:
+                yield from self._rows(file, start)
+        except arrow.ArrowException as error:
+            raise UserError(f"cannot read {self.path}: {error}") from error
+
+    def _rows(self, file: "ParquetFile", start: int) -> Iterator[Record]:
+        columns = self.content.columns(file.schema_arrow.names, str(self.path))
+        before = 0  # rows of the groups before
+        for group in range(file.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            if before + rows > start:
+                n_rows = self._rows_at_a_time(file.metadata, group, columns)
+                batches = file.iter_batches(n_rows, row_groups=[group], columns=columns)
+                yield from self._from_batches(batches, before, max(0, start - before))
+            before += rows
+
+    def _rows_at_a_time(self, metadata: "FileMetaData", group: int, names: list[str]) -> int:
+        """Return how many rows of a group may be in memory, by what its chunks unpack to."""
+        row_group = metadata.row_group(group)
+        chunks = [row_group.column(i) for i in range(row_group.num_columns)]
+        chunks = [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in names]
+        size = sum(chunk.total_uncompressed_size for chunk in chunks)
+        packed = sum(chunk.total_compressed_size for chunk in chunks)
+        self.check_growth(size)
+        is_suspicious = size > _SUSPICIOUS_BYTES and size > _SUSPICIOUS_RATIO * packed
+        return 1 if is_suspicious else _ROWS
+
+
+class Arrow(_ArrowTable):
+    """A row per document, in Arrow's IPC format: as a file (also Feather) or as a stream."""
+
+    def records(self, start: int) -> Iterator[Record]:
+        """The rows after the first `start`.
+
+        Raises:
+            UserError: there is no such column, or the file is not Arrow's.
+        """
+        arrow, ipc = (library(n, "reading Arrow files") for n in ("pyarrow", "pyarrow.ipc"))
+        try:
+            with arrow.memory_map(str(self.path)) as file, self._reader(arrow, ipc, file) as reader:
+                columns = self.content.columns(reader.schema.names, str(self.path))
+                before = 0
+                for batch in _batches(reader):
+                    if before + batch.num_rows > start:
+                        selected = iter([batch.select(columns)])
+                        yield from self._from_batches(selected, before, max(0, start - before))
+                    before += batch.num_rows
+        except arrow.ArrowException as error:
+            raise UserError(f"cannot read {self.path}: {error}") from error
+
+    def _reader(
+        self, arrow: ModuleType, ipc: ModuleType, file: object
+    ) -> "RecordBatchFileReader | RecordBatchStreamReader":
+        try:
+            return ipc.open_file(file)
+        except arrow.ArrowInvalid:
+            return ipc.open_stream(arrow.memory_map(str(self.path)))
+
+
+def _batches(
+    reader: "RecordBatchFileReader | RecordBatchStreamReader",
+) -> "Iterator[RecordBatch]":
+    if hasattr(reader, "num_record_batches"):
+        return (reader.get_batch(i) for i in range(reader.num_record_batches))
+    return iter(reader)

@@ -1,0 +1,110 @@
+"""`tokenizer.json` files of strangers: what loading and using one may do, and how that is told.
+
+The library `tokenizers` is Rust. Some files make it panic, which Python sees as a `BaseException`
+and standard error as several lines; some end the process, or take memory and time without end.
+"""
+
+import hashlib
+import re
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_LOAD = (
+    "import signal, sys, tokenizers\n"
+    "signal.signal(signal.SIGPROF, signal.SIG_DFL)\n"
+    "file = sys.stdin.buffer.read()\n"
+    "from jaxforge.data.corpus.untrusted_tokenizer import limit_resources\n"
+    "limit_resources(len(file))\n"
+    "tokenizers.Tokenizer.from_buffer(file)\n"
+)
+_RISKS = re.compile(rb'"(?:Precompiled|Regex|Unigram)"|(?:^|[^\\])(?:\\\\)*\\u00[2-7]')
+"""What files have that can do more harm than to be refused, and escapes that may spell it."""
+
+_MEMORY, _MEMORY_PER_BYTE = 256 << 20, 64
+_SECONDS, _SECONDS_PER_BYTE = 2.0, 2e-6
+_LARGEST_SPARSE_ID = 1 << 20
+_loaded: set[str] = set()  # sha256 of files that a child has loaded
+
+
+def is_risky(file: bytes) -> bool:
+    """Return whether a `tokenizer.json` has parts that can panic, abort or search without end."""
+    return bool(_RISKS.search(file))
+
+
+@contextmanager
+def panics_as(error_type: type[ValueError], what: str, advice: str = "") -> Iterator[None]:
+    """Raise whatever `tokenizers` raises, panics included, as an error of another type.
+
+    Args:
+        error_type: to raise.
+        what: has failed, for the message.
+        advice: what to do.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # the bindings raise nothing narrower
+        reason = str(error) or type(error).__name__
+        raise error_type(": ".join(filter(None, [f"{what} ({reason})", advice]))) from error
+
+
+def check_loads(file: bytes) -> None:
+    """Load a `tokenizer.json` in a child first, if it has parts that may end the process.
+
+    Raises:
+        ValueError: it cannot be loaded, or takes too much memory or time.
+    """
+    key = hashlib.sha256(file).hexdigest()
+    if key in _loaded or not is_risky(file):
+        return
+    source = str(Path(__file__).parents[3])
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {source!r})\n{_LOAD}"],
+        input=file,
+        capture_output=True,
+        check=False,
+    )
+    if ran.returncode == -signal.SIGPROF:
+        raise ValueError("loading it takes more than a few seconds")
+    if ran.returncode:
+        said = ran.stderr.decode(errors="replace").strip().splitlines() or ["it ended the process"]
+        useful = [line for line in said if not line.startswith(("note:", "  ", "stack"))]
+        raise ValueError(f"not a tokenizer.json ({(useful or said)[-1]:.200})")
+    _loaded.add(key)
+
+
+def limit_resources(size: int) -> None:
+    """Limit memory and processor time of this process to what loading `size` bytes may take."""
+    limit_time(size)
+    statm = Path("/proc/self/statm")
+    if statm.exists():  # elsewhere the limit is not kept by the system
+        pages = int(statm.read_text().split()[0])
+        limit = pages * resource.getpagesize() + _MEMORY + _MEMORY_PER_BYTE * size
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def limit_time(size: int | None, per_byte: float = _SECONDS_PER_BYTE) -> None:
+    """End this process by SIGPROF if it works longer on `size` bytes than it should.
+
+    Args:
+        size: None: it is done.
+        per_byte: seconds of the processor.
+    """
+    seconds = 0.0 if size is None else _SECONDS + per_byte * size
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def check_ids(largest: int, n_tokens: int) -> None:
+    """Refuse ids of which hardly any is a token's: counts of tokens are kept for each.
+
+    Raises:
+        ValueError: there are such.
+    """
+    if largest >= max(_LARGEST_SPARSE_ID, 4 * n_tokens):
+        raise ValueError(f"it has {n_tokens:,} tokens, and one of them the id {largest:,}")

@@ -1,0 +1,287 @@
+"""Token shards, written as a stream: memory does not grow with the corpus or the shard."""
+
+import dataclasses
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxforge.data.corpus.entries import FIRST, ID
+from jaxforge.data.corpus.manifest import (
+    CONVERSATIONS,
+    LENGTHS,
+    VERSION,
+    Manifest,
+    Shard,
+    extend_hashes,
+)
+from jaxforge.errors import UserError
+
+_CHUNK = 1 << 20  # tokens held before they are written
+
+
+def token_dtype(name: str | None, vocab_size: int) -> str:
+    """Type of tokens on disk: `name`, or the smaller of uint16 and uint32 that will do.
+
+    Raises:
+        UserError: `name` does not hold the vocabulary.
+    """
+    smallest = "uint16" if vocab_size <= 2**16 else "uint32"
+    if name and np.iinfo(name).max < vocab_size - 1:
+        raise UserError(f"--dtype {name} cannot hold a vocabulary of {vocab_size}; use {smallest}")
+    return name or smallest
+
+
+class ShardWriter:
+    """Writes `shard_00000.npy`, `shard_00001.npy`, … and at the end the manifest.
+
+    Documents run on from one shard into the next; conversations, which are added whole, do not. Use
+    it in a `with` statement, which closes the file at hand when something fails.
+
+    Args:
+        directory: where to; must not exist, but for going on from `state`.
+        vocab_size: all tokens are below.
+        dtype: numpy name of the type on disk; must hold `vocab_size - 1`.
+        file_format: "npy" or "bin".
+        shard_tokens: tokens per shard; the last has fewer; with conversations, others a few more.
+        conversations: entries are added (`packing`), and the length of each conversation is kept.
+        state: what `sync` returned, to go on from there.
+
+    Attributes:
+        tokens: tokens added so far.
+        documents: documents ended so far.
+        dtype: numpy name of the type on disk.
+        conversations: whether entries are added.
+        counts: int64 [vocab_size], how often each token was written; of conversations, how often it
+            is learned; complete after `finish`.
+
+    Raises:
+        UserError: a file cannot be written (disk full, say), from all methods; `state` is of
+            files that are not there.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        vocab_size: int,
+        dtype: str,
+        file_format: str = "npy",
+        shard_tokens: int = 100_000_000,
+        conversations: bool = False,
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        self._directory, self._format, self._shard_tokens = directory, file_format, shard_tokens
+        self.conversations = conversations
+        self.dtype, self._dtype = dtype, np.dtype(dtype).newbyteorder("<")
+        self.tokens = self.documents = 0
+        self.counts = np.zeros(vocab_size, np.int64)
+        self._held: list[Int[np.ndarray, "_"]] = []
+        self._written = 0  # tokens that are no longer held
+        self._shards: list[Shard] = []
+        self._file: BinaryIO | None = None  # of the last shard, while it is not full
+        with _named(directory):
+            directory.mkdir(parents=True, exist_ok=state is not None)
+        if state is not None:
+            self._restore(state)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file:
+            with suppress(OSError):  # closing flushes, which fails again on a full disk
+                self._file.close()
+
+    def add(self, tokens: Int[np.ndarray, "_"] | Sequence[int], documents: int = 0) -> None:
+        """Appends tokens.
+
+        Args:
+            tokens: the tokens, EOS included.
+            documents: how many documents end among them.
+        """
+        self._held.append(np.asarray(tokens, self._dtype))
+        self.documents += documents
+        self.tokens += len(tokens)
+        if self.tokens - self._written >= _CHUNK:
+            self._write_held()
+
+    def sync(self) -> dict[str, Any]:
+        """Brings all tokens to the disk; returns what a writer needs to go on, for JSON."""
+        self._write_held()
+        if self._file:
+            with _named(self._directory / self._shards[-1].file):
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        self._sync_lengths()
+        return {
+            "documents": self.documents,
+            "shards": [dataclasses.astuple(shard) for shard in self._shards],
+            "counts": self.counts.tolist(),
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        """Takes up `state`: what was written after it is cut off."""
+        self.documents, self.counts[:] = state["documents"], state["counts"]
+        self._shards = [Shard(*shard) for shard in state["shards"]]
+        self.tokens = self._written = sum(shard.tokens for shard in self._shards)
+        names = {shard.file for shard in self._shards} | {LENGTHS}
+        with _named(self._directory):
+            for path in self._directory.iterdir():
+                if path.name not in names:
+                    path.unlink()
+            if self.conversations:
+                os.truncate(self._directory / LENGTHS, 4 * self.documents)
+        if self._shards and self._shards[-1].tokens < self._shard_tokens:
+            self._reopen(self._shards[-1])
+
+    def _reopen(self, shard: Shard) -> None:
+        path = self._directory / shard.file
+        with _named(path):
+            self._file = file = path.open("r+b")
+            self._write_header(file, 0)
+            end = file.tell() + shard.tokens * self._dtype.itemsize
+            if path.stat().st_size < end:
+                raise UserError(f"{path} lost its end; remove {path.parent.parent.parent}")
+            file.truncate(end)
+            file.seek(end)
+
+    def finish(
+        self,
+        *,
+        eos_id: int | None,
+        tokenizer: str,
+        tokenizer_sha256: str,
+        bos_ids: tuple[int, ...] = (),
+    ) -> Manifest:
+        """Completes the last shard and writes the manifest.
+
+        Args:
+            eos_id: token that ends each document.
+            tokenizer: how the tokenizer was asked for.
+            tokenizer_sha256: its fingerprint.
+            bos_ids: tokens that each document begins with.
+
+        Returns:
+            The manifest.
+        """
+        self._write_held()
+        self._complete_shard()
+        self._sync_lengths()
+        manifest = Manifest(
+            version=CONVERSATIONS if self.conversations else VERSION,
+            dtype=self.dtype,
+            tokens=self.tokens,
+            documents=self.documents,
+            max_token=max((shard.max_token for shard in self._shards), default=0),
+            eos_id=eos_id,
+            vocab_size=len(self.counts),
+            tokenizer=tokenizer,
+            tokenizer_sha256=tokenizer_sha256,
+            shards=tuple(self._shards),
+            lengths_crc32=self._lengths_crc32(),
+            bos_ids=bos_ids,
+        )
+        with _named(self._directory):
+            manifest.write(self._directory)
+        return manifest
+
+    def _write_held(self) -> None:
+        if not self._held:
+            return
+        held, self._held = np.concatenate(self._held), []
+        self._written = self.tokens
+        learned = held
+        if self.conversations:
+            learned = held[held <= ID]
+            self._write_lengths(held)
+        self.counts += np.bincount(learned, minlength=len(self.counts))
+        while len(held):
+            held = held[self._write(held) :]
+
+    def _write(self, tokens: Int[np.ndarray, "_"]) -> int:
+        """Writes as many of `tokens` as the shard at hand has room for."""
+        file = self._file or self._begin_shard()
+        shard = self._shards[-1]
+        part = tokens[: self._share(tokens, self._shard_tokens - shard.tokens)]
+        data = part.tobytes()
+        with _named(self._directory / shard.file):
+            file.write(data)
+        self._shards[-1] = Shard(
+            shard.file,
+            shard.tokens + len(part),
+            max(shard.max_token, self._largest(part)),
+            extend_hashes(shard.crc32, shard.tokens * self._dtype.itemsize, data),
+        )
+        if self._shards[-1].tokens >= self._shard_tokens:
+            self._complete_shard()
+        return len(part)
+
+    def _share(self, tokens: Int[np.ndarray, "_"], room: int) -> int:
+        """How many of `tokens` a shard takes that has room for so many; conversations are whole."""
+        if not self.conversations or room >= len(tokens):
+            return room
+        begun = np.flatnonzero(tokens[room:] & FIRST)
+        return room + int(begun[0]) if len(begun) else len(tokens)
+
+    def _largest(self, tokens: Int[np.ndarray, "_"]) -> int:
+        return int((tokens & ID if self.conversations else tokens).max())
+
+    def _write_lengths(self, entries: Int[np.ndarray, "_"]) -> None:
+        starts = np.flatnonzero(entries & FIRST)
+        lengths = np.diff(starts, append=len(entries)).astype("<u4")
+        path = self._directory / LENGTHS
+        with _named(path), path.open("ab") as file:
+            file.write(lengths.tobytes())
+
+    def _sync_lengths(self) -> None:
+        path = self._directory / LENGTHS
+        if self.conversations:
+            with _named(path), path.open("ab") as file:
+                os.fsync(file.fileno())
+
+    def _lengths_crc32(self) -> int | None:
+        path = self._directory / LENGTHS
+        if not self.conversations:
+            return None
+        with _named(path):
+            return zlib.crc32(path.read_bytes())
+
+    def _begin_shard(self) -> BinaryIO:
+        shard = Shard(f"shard_{len(self._shards):05d}.{self._format}", 0, 0)
+        path = self._directory / shard.file
+        with _named(path):
+            self._file = file = path.open("wb")
+            self._write_header(file, 0)
+        self._shards.append(shard)
+        return file
+
+    def _complete_shard(self) -> None:
+        if not self._file:
+            return
+        with _named(self._directory / self._shards[-1].file), self._file as file:
+            file.seek(0)
+            self._write_header(file, self._shards[-1].tokens)
+            file.flush()
+            os.fsync(file.fileno())
+        self._file = None
+
+    def _write_header(self, file: BinaryIO, tokens: int) -> None:
+        """Writes a .npy header; numpy pads it so that a longer count takes the same bytes."""
+        if self._format == "npy":
+            header = {"descr": self._dtype.str, "fortran_order": False, "shape": (tokens,)}
+            np.lib.format.write_array_header_1_0(file, header)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Errors of the operating system, with the path that they lack."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,196 @@
+"""A run directory in Python: `jaxforge.Run("runs/quickstart").generate("def")`."""
+
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxforge.checkpoint.paths import SUBDIRECTORY, find
+from jaxforge.cli.sampling_options import check
+from jaxforge.config import trust
+from jaxforge.config.job import JobConfig
+from jaxforge.data.corpus.prompts import Prompt, encode
+from jaxforge.errors import UserError
+from jaxforge.inference import completion, evaluation
+from jaxforge.inference.trained import TrainedModel, open_run
+from jaxforge.model.decoding import Decoder
+from jaxforge.model.sampling import Sampling
+from jaxforge.model.transformer import Params
+from jaxforge.parallel import multihost
+from jaxforge.runs import run_directory
+from jaxforge.runs.reading import read_metrics
+from jaxforge.storage import urls
+from jaxforge.training import activation_files
+
+
+class Run:
+    """A run, to look at and to use: as far as it has come, also while it goes on.
+
+    Parameters are read when they are first needed, and stay in memory.
+
+    Args:
+        path: a run directory, or one of its checkpoints.
+        overrides: settings over the run's config, such as "--distributed.tp=2".
+        step: the checkpoint to use; by default the newest, or the one that `path` names.
+        trust_plugins: import the modules that the run's `[plugins]` names, which runs their code.
+            Those of a run that this user has trained on this machine are imported anyway.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        overrides: Sequence[str] = (),
+        *,
+        step: int | None = None,
+        trust_plugins: bool = False,
+    ) -> None:
+        self._path, self._overrides, self._step = urls.path(path), tuple(overrides), step
+        if trust_plugins:
+            trust.grant(find(self._path)[0])
+
+    def __repr__(self) -> str:
+        return f"Run({str(self._path)!r})"
+
+    @property
+    def step(self) -> int:
+        """The step of the checkpoint that is used."""
+        return self._trained.step
+
+    @property
+    def config(self) -> JobConfig:
+        """What it was last started with."""
+        return run_directory.shown_config(self._trained.run)
+
+    @property
+    def metrics(self) -> Any:  # noqa: ANN401
+        """What is logged, by name: a pandas DataFrame over steps where pandas is installed.
+
+        Elsewhere a dict of `report.reading.Series`, which may have several values of a step.
+        """
+        series = read_metrics(self._trained.run)
+        if importlib.util.find_spec("pandas") is None:
+            return series
+        import pandas as pd
+
+        columns = {name: pd.Series(one.value, one.step) for name, one in series.items()}
+        latest = {name: one[~one.index.duplicated(keep="last")] for name, one in columns.items()}
+        return pd.DataFrame(latest).rename_axis("step")
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] = "",
+        *,
+        max_tokens: int = 128,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        batch_size: int = 32,
+    ) -> Any:  # noqa: ANN401
+        """Continues a prompt, or several.
+
+        Args:
+            prompts: one text, or several; an empty one starts a document.
+            max_tokens: tokens to generate.
+            temperature: 0 takes the likeliest token.
+            top_k: keep the k likeliest; 0: all.
+            top_p: keep this much probability.
+            seed: of the draws.
+            batch_size: prompts at a time.
+
+        Returns:
+            The continuation, or a list of them.
+
+        Raises:
+            UserError: the run has no tokenizer, a prompt is too long, or a number out of range.
+        """
+        check(
+            {"temperature": temperature, "top_k": top_k, "top_p": top_p,
+             "max_tokens": max_tokens, "batch_size": batch_size},
+            spelt=str,
+        )  # fmt: skip
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        trained, tokenizer = self._trained, run_directory.read_tokenizer(self._trained.run)
+        limit = trained.config.model.max_seq_len
+        asked = [Prompt(text, f"prompt {n}") for n, text in enumerate(texts)]
+        ids = [encode(tokenizer, prompt, limit, max_tokens) for prompt in asked]
+        sampling = Sampling(temperature, top_k, top_p, tokenizer.vocab_size)
+        with trained.in_use(self._params) as params:
+            decoder = Decoder(trained.model, params, max_tokens, sampling, tokenizer.eos_ids, seed,
+                              trained.mesh, min(batch_size, len(asked)))  # fmt: skip
+            parts = completion.results(decoder, asked, ids, tokenizer)
+            texts = [record["completion"] for records in parts for record in records]
+        return texts[0] if isinstance(prompts, str) else texts
+
+    def evaluate(self, *, steps: int | None = None, **sets: str) -> dict[str, Any]:
+        """Loss, perplexity and bits per byte, as `python -m jaxforge.evaluate --json` has them.
+
+        Args:
+            steps: batches of each set; by default all.
+            sets: by name, directories of token shards; by default those of the run's `[eval]`.
+        """
+        named = [f"{name}={place}" for name, place in sets.items()]
+        found = evaluation.evaluate(
+            self._path, self._overrides, sets=named, step=self._step, steps=steps
+        )
+        return evaluation.report(*found)
+
+    @property
+    def captured_steps(self) -> list[int]:
+        """The steps whose activations were captured (`eval.activations_interval`), ascending."""
+        return activation_files.steps(self._trained.run)
+
+    def activations(self, step: int) -> dict[str, np.ndarray]:
+        """What was captured after a step, by name: arrays that are read where they are looked at.
+
+        Args:
+            step: of `captured_steps`.
+
+        Raises:
+            UserError: nothing was captured then, or the run is in a bucket.
+        """
+        run = self._trained.run
+        if urls.in_bucket(run):
+            raise UserError(
+                f"{run}: copy {activation_files.DIRECTORY}/ to this machine, and read it with NumPy"
+            )
+        if step not in (there := self.captured_steps):
+            raise UserError(f"{run} has no activations of step {step}: there are {there}")
+        return activation_files.read(activation_files.of_step(run, step))
+
+    def export(self, destination: str | os.PathLike, *options: str, to: str = "hf") -> Path:
+        """Writes a checkpoint for transformers ("hf") or for PyTorch jobs ("dcp").
+
+        Args:
+            destination: a new directory.
+            options: more of `python -m torch_compat export`, such as "--dtype=bfloat16".
+            to: the format.
+
+        Raises:
+            UserError: it cannot be written, or the model has no counterpart there.
+        """
+        source = self._trained.run / SUBDIRECTORY / f"step_{self.step}"
+        command = [sys.executable, "-m", "torch_compat", "export", str(source), str(destination)]
+        command += ["--trust-plugins"] if trust.is_granted(self._trained.run) else []
+        done = subprocess.run(
+            [*command, "--to", to, *options], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise UserError(done.stderr.rpartition("error: ")[2].strip())
+        return Path(destination)
+
+    @functools.cached_property
+    def _trained(self) -> TrainedModel:
+        multihost.initialize()
+        return open_run(self._path, self._overrides, step=self._step)
+
+    @functools.cached_property
+    def _params(self) -> Params:
+        with self._trained.in_use() as params:
+            return params

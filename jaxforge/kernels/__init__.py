@@ -1,0 +1,1 @@
+"""Attention, grouped products and 8-bit products for each platform: arrays in, arrays out."""

@@ -1,0 +1,265 @@
+"""Attention where devices share a sequence (`distributed.cp`), in one of two ways.
+
+    ulysses   heads instead of tokens: an all-to-all gives each device all tokens for its share of
+              the heads, which the platform's own kernel attends over, and another brings the result
+              back (DeepSpeed-Ulysses, arXiv:2309.14509). Keys' heads are copied where there are
+              fewer of them than devices.
+    ring      queries stay; keys and values go round, and what each device makes of them adds up by
+              their logsumexp (Ring Attention, arXiv:2310.01889). Any number of heads will do.
+
+What a sequence means does not change: tokens see the same tokens as on one device.
+
+With "ring", causal attention would leave the devices that hold first tokens with little to do. So
+a sequence is cut into 2 cp parts, of which device i has part i and part 2 cp - 1 - i, and all have
+the same number of pairs of tokens to score (as in Llama 3, arXiv:2407.21783, section 3.3.2):
+
+    device    0      1      2      3
+    parts    0 7    1 6    2 5    3 4
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, PyTree, Shaped
+
+from jaxforge.kernels.attention_backends import SegmentIds, Sinks, attend_over, locally
+from jaxforge.kernels.flash_blocks import Tokens
+from jaxforge.kernels.masking import Mask, chunk_ids, chunk_of, window_of
+from jaxforge.kernels.partial_attention import (
+    PARTS,
+    Gradients,
+    Keys,
+    OfQueries,
+    Part,
+    Queries,
+    Window,
+)
+from jaxforge.kernels.scoring import Scoring, sink_gradients
+from jaxforge.parallel import collectives
+from jaxforge.parallel.sharding import axes_size, mesh_axes
+
+_AXIS = "context"
+
+
+def context_size() -> int:
+    """Over how many devices of the mesh at hand a sequence is spread."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else axes_size(mesh_axes(_AXIS))
+
+
+def order_of_parts(way: str, devices: int) -> np.ndarray:
+    """The parts into which sequences are cut, device by device: equally many of each.
+
+    Args:
+        way: "ulysses" or "ring".
+        devices: that share a sequence.
+    """
+    if way == "ulysses" or devices == 1:
+        return np.arange(devices)
+    first = np.arange(devices)
+    return np.stack([first, 2 * devices - 1 - first], axis=1).reshape(-1)
+
+
+def spread(x: Shaped[Array, "*b s"], way: str, devices: int) -> Shaped[Array, "*b s"]:
+    """Tokens in the order in which devices hold them: the first has the first s / devices."""
+    return _reordered(x, order_of_parts(way, devices))
+
+
+def gathered(x: Shaped[Array, "*b s"], way: str, devices: int) -> Shaped[Array, "*b s"]:
+    """Tokens in their own order again."""
+    return _reordered(x, np.argsort(order_of_parts(way, devices)))
+
+
+def _reordered(x: Array, parts: np.ndarray) -> Array:
+    if np.array_equal(parts, np.arange(len(parts))):
+        return x
+    by_part = x.reshape(*x.shape[:-1], len(parts), -1)
+    return by_part[..., parts, :].reshape(x.shape)
+
+
+def attend_in_context(
+    way: str,
+    name: str,
+    masks: Sequence[Mask],
+    which: int | Int[Array, ""],
+    q: Array,
+    k: Array,
+    v: Array,
+    segment_ids: SegmentIds,
+    positions: Int[Array, "b s"],
+    scoring: Scoring,
+    sinks: Sinks,
+) -> Array:
+    """`attend_over` of tokens that devices share, as `spread` has laid them out.
+
+    Args:
+        way: "ulysses" or "ring".
+        name: the kernel: for "ulysses" of all tokens, for "ring" of each turn.
+        masks: as of `LayerPlan`.
+        which: of them.
+        q: queries.
+        k: keys.
+        v: values.
+        segment_ids: of packed documents.
+        positions: of tokens in their row.
+        scoring: what becomes of products of queries and keys.
+        sinks: a logit of each head that joins its scores; None: there are none.
+    """
+    is_known = isinstance(which, int)
+    scalars = () if is_known else (which,)
+
+    def local(
+        q: Array, k: Array, v: Array, of_tokens: PyTree, sinks: Sinks, *scalars: Array
+    ) -> Array:
+        one, (segment_ids, positions) = which if is_known else scalars[0], of_tokens
+        if way == "ulysses":
+            attend = functools.partial(attend_over, name, masks, one, scoring=scoring)
+            return _ulysses(attend, q, k, v, segment_ids, sinks)
+        return _ring_over(name, masks, one, scoring, q, k, v, segment_ids, positions, sinks)
+
+    return locally(local, q, k, v, (segment_ids, positions), sinks, *scalars)
+
+
+def _ulysses(
+    attend: Callable[..., Array],
+    q: Array,
+    k: Array,
+    v: Array,
+    segment_ids: SegmentIds,
+    sinks: Sinks,
+) -> Array:
+    devices = collectives.axis_size(_AXIS)
+    copies = devices // math.gcd(k.shape[2], devices)
+    if copies > 1:
+        k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
+    of_heads = functools.partial(collectives.all_to_all, axis=_AXIS, split=2, join=1)
+    if segment_ids is not None:
+        segment_ids = collectives.all_gather(segment_ids, _AXIS, 1)
+    if sinks is not None:
+        share = q.shape[2] // devices
+        first = collectives.first_index(_AXIS, share)
+        sinks = jax.lax.dynamic_slice_in_dim(sinks, first, share)
+    y = attend(of_heads(q), of_heads(k), of_heads(v), segment_ids, sinks=sinks)
+    return collectives.all_to_all(y, _AXIS, split=1, join=2)
+
+
+def _ring_over(
+    parts: str,
+    masks: Sequence[Mask],
+    which: int | Array,
+    scoring: Scoring,
+    q: Array,
+    k: Array,
+    v: Array,
+    segment_ids: SegmentIds,
+    positions: Int[Array, "b s"],
+    sinks: Sinks,
+) -> Array:
+    window = window_of(masks, which)
+    if (chunk := chunk_of(masks, which)) is not None:
+        segment_ids = _chunks(chunk, segment_ids, *positions.shape)
+    at = Tokens(positions, segment_ids)
+    return _ring(_Way(parts, scoring), q, k, v, at, window, sinks).astype(q.dtype)
+
+
+def _chunks(chunk: Array, segment_ids: SegmentIds, batch: int, length: int) -> Array:
+    """The chunks of this device's tokens, as documents: counted where a row is whole."""
+    devices = collectives.axis_size(_AXIS)
+    if segment_ids is not None:
+        whole = collectives.all_gather(segment_ids, _AXIS, 1)
+        segment_ids = gathered(whole, "ring", devices)
+    ids = chunk_ids(batch, length * devices, chunk, segment_ids)
+    first = collectives.first_index(_AXIS, length)
+    return jax.lax.dynamic_slice_in_dim(spread(ids, "ring", devices), first, length, axis=1)
+
+
+class _Way(NamedTuple):
+    """What is known of a ring when it is compiled.
+
+    Attributes:
+        parts: the kernel of each turn, a key of `PARTS`.
+        scoring: what becomes of products of queries and keys.
+    """
+
+    parts: str
+    scoring: Scoring
+
+    def attend(self, queries: Queries, keys: Keys, window: Window) -> Part:
+        """What queries get from the keys of one device."""
+        return PARTS[self.parts].attend(queries, keys, self.scoring, window)
+
+    def gradients(
+        self, queries: Queries, of_queries: OfQueries, keys: Keys, window: Window
+    ) -> Gradients:
+        """And what that adds to the gradients."""
+        return PARTS[self.parts].gradients(queries, of_queries, keys, self.scoring, window)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring(
+    way: _Way, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
+) -> Array:
+    return _go_round(way, q, k, v, at, window, sinks).o
+
+
+def _go_round(
+    way: _Way, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
+) -> Part:
+    """What this device's queries get from the keys of all; and from sinks, which have no value."""
+    queries, own = Queries(q, at), Keys(k, v, at)
+    attend = functools.partial(way.attend, queries, window=window)
+
+    def turn(carry: tuple[Part, Keys], _: None) -> tuple[tuple[Part, Keys], None]:
+        part, keys = carry
+        arriving = _passed_on(keys)  # while these are attended to
+        return (part.merged(attend(keys)), arriving), None
+
+    carry = attend(own), _passed_on(own)
+    (part, last), _ = jax.lax.scan(turn, carry, length=collectives.axis_size(_AXIS) - 2)
+    part = part.merged(attend(last))
+    if sinks is None:
+        return part
+    lse = jnp.logaddexp(part.lse, sinks)
+    return Part(part.scaled_to(lse), lse)
+
+
+def _passed_on(x: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: collectives.passed_on(leaf, _AXIS), x)
+
+
+def _ring_saving(
+    way: _Way, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
+) -> tuple[Array, tuple[Any, ...]]:
+    part = _go_round(way, q, k, v, at, window, sinks)
+    return part.o, (q, k, v, at, window, sinks, part)
+
+
+def _ring_back(way: _Way, saved: tuple[Any, ...], d_o: Array) -> tuple[Any, ...]:
+    """Keys go round again, and with them, a turn behind, what becomes their gradients."""
+    q, k, v, at, window, sinks, whole = saved
+    delta = jnp.sum(whole.o * d_o, axis=-1)
+    queries, of_queries = Queries(q, at), OfQueries(d_o, whole.lse, delta)
+    back = functools.partial(way.gradients, queries, of_queries, window=window)
+
+    def turn(carry: Any, _: None) -> Any:  # noqa: ANN401
+        d_q, d_keys, keys = carry
+        arriving, d_arriving = _passed_on(keys), _passed_on(d_keys)
+        got = back(keys)
+        d_keys = jax.tree.map(jnp.add, d_arriving, (got.k, got.v))
+        return (d_q + got.q, d_keys, arriving), None
+
+    got, own = back(Keys(k, v, at)), Keys(k, v, at)
+    carry = got.q, (got.k, got.v), _passed_on(own)
+    length = collectives.axis_size(_AXIS) - 1
+    (d_q, d_keys, _), _ = jax.lax.scan(turn, carry, length=length)
+    d_k, d_v = _passed_on(d_keys)  # home
+    d_sinks = sink_gradients(sinks, whole.lse.swapaxes(1, 2), delta.swapaxes(1, 2))
+    return (*(d.astype(x.dtype) for d, x in ((d_q, q), (d_k, k), (d_v, v))), None, None, d_sinks)
+
+
+_ring.defvjp(_ring_saving, _ring_back)

@@ -1,0 +1,375 @@
+"""Flash attention for GPUs, in Pallas (Triton): blocks of keys that no query sees are not touched.
+
+Who sees whom is told by positions and documents of both sides, never by an S x S mask: a query sees
+the keys at or before it, of its document, among the last `window`. From the least and greatest of
+both in each block follow, before the kernel, the blocks that it visits and those that it need not
+mask. So causality, windows and packed documents all skip, in gradients too.
+
+Queries and keys may be different pieces of a sequence: `forward` gives the logsumexp, by which
+results over several pieces of the keys are put together, and `backward` takes that of them all.
+
+    forward, for a block of queries        P = exp(S - m)     O = Σ P V / Σ P
+    backward, for a block of queries       dS = P ∘ (dO Vᵀ - δ)    dQ = Σ dS K / √h
+    backward, for a block of keys          dK = Σ dSᵀ Q / √h       dV = Σ Pᵀ dO
+
+δ = rowsum(dO ∘ O). Sums are float32 (Dao 2023, FlashAttention-2, arXiv:2307.08691). Query heads
+that share a key head read the same keys.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Float, Int
+
+from jaxforge.kernels import flash_kernels
+from jaxforge.kernels.flash_blocks import (
+    Tokens,
+    filled,
+    filled_keys,
+    filled_queries,
+    meetings,
+    spans,
+)
+from jaxforge.kernels.flash_kernels import Kind, Side, Tiles
+from jaxforge.kernels.masking import chunk_ids
+from jaxforge.kernels.scoring import PLAIN, Scoring, sink_gradients
+
+MAX_HEAD = 256
+"""Width of the widest heads: of wider ones, tiles do not fit into shared memory."""
+
+_INTERPRET = False  # tests set it, to run the kernels without a GPU
+_SMALLEST = 16  # rows of what tensor cores multiply
+_PROGRAMS = 132  # processors of an H100
+
+Queries = Float[Array, "b s heads h"]
+Keys = Float[Array, "b t kv h"]
+Rows = Float[Array, "b heads s"]
+Sinks = Float[Array, "heads"] | None
+Window = int | Int[Array, ""] | None
+
+
+def flash_attention(
+    q_BSHh: Queries,
+    k_BSKh: Keys,
+    v_BSKh: Keys,
+    segment_ids: Int[Array, "b s"] | None,
+    window: int | None = None,
+    chunk: int | None = None,
+    scoring: Scoring = PLAIN,
+    sinks: Sinks = None,
+) -> Queries:
+    """softmax(q kᵀ / √h) v over the keys at or before each query, of its document, window, chunk.
+
+    `sinks` are logits beside the scores of each query, and take weight from them. Heads are up to
+    `MAX_HEAD` wide.
+    """
+    batch, length = q_BSHh.shape[:2]
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+    if chunk is not None:
+        segment_ids = chunk_ids(batch, length, chunk, segment_ids, positions)
+    at = Tokens(positions, segment_ids)
+    return _attention(q_BSHh, k_BSKh, v_BSKh, at, sinks, window, scoring)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    at: Tokens,
+    sinks: Sinks,
+    window: int | None,
+    scoring: Scoring,
+) -> Array:
+    return forward(q, k, v, at, at, window, scoring, sinks)[0]
+
+
+def _attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    at: Tokens,
+    sinks: Sinks,
+    window: int | None,
+    scoring: Scoring,
+) -> tuple[Array, tuple]:
+    output, lse = forward(q, k, v, at, at, window, scoring, sinks)
+    return output, (q, k, v, at, sinks, output, lse)
+
+
+def _differentiate(
+    window: int | None, scoring: Scoring, saved: tuple, d_output: Array
+) -> tuple[Array, Array, Array, None, Sinks]:
+    q, k, v, at, sinks, output, lse = saved
+    delta = delta_of(output, d_output)
+    gradients = backward(q, k, v, at, at, lse, delta, d_output, window, scoring)
+    return *gradients, None, sink_gradients(sinks, lse, delta)
+
+
+_attention.defvjp(_attend, _differentiate)
+
+
+def delta_of(output: Queries, d_output: Queries) -> Rows:
+    """rowsum(dO ∘ O), float32."""
+    product = d_output.astype(jnp.float32) * output.astype(jnp.float32)
+    return jnp.sum(product, axis=-1).swapaxes(1, 2)
+
+
+def forward(
+    q_BSHh: Queries,
+    k_BTKh: Keys,
+    v_BTKh: Keys,
+    queries: Tokens,
+    keys: Tokens,
+    window: Window = None,
+    scoring: Scoring = PLAIN,
+    sinks: Sinks = None,
+    dtype: jnp.dtype | None = None,
+) -> tuple[Queries, Rows]:
+    """Attention of some queries over some keys; no gradient is defined.
+
+    Args:
+        q_BSHh: queries.
+        k_BTKh: keys, of as many heads or fewer, each for the next few of the queries'.
+        v_BTKh: values.
+        queries: where the queries are.
+        keys: where the keys are.
+        window: positions that a query sees, its own included, which the device alone may know;
+            None: all up to it.
+        scoring: what becomes of products of queries and keys.
+        sinks: a logit of each head that joins its scores.
+        dtype: of the result; None: that of q.
+
+    Returns:
+        The result, and the logsumexp of scores, sinks included, in float32. Of a
+        query that sees nothing, 0 and -inf, or its sink.
+    """
+    given = _Given.of("forward", q_BSHh, k_BTKh, v_BTKh, queries, keys, window, scoring)
+    at, (batch, length, heads, _) = _by_queries(given), given.q.shape
+    result = jax.ShapeDtypeStruct(given.q.shape, dtype or given.q.dtype)
+    of_rows = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
+    o, lse = _run(
+        flash_kernels.flash_forward, given.kind, at.grid,
+        [*at.arguments, _once(sinks)], [(at.heads, result), (at.rows, of_rows)],
+    )  # fmt: skip
+    n = q_BSHh.shape[1]
+    return o[:, :n], lse[..., :n]
+
+
+def backward(
+    q_BSHh: Queries,
+    k_BTKh: Keys,
+    v_BTKh: Keys,
+    queries: Tokens,
+    keys: Tokens,
+    lse: Rows,
+    delta: Rows,
+    d_output: Queries,
+    window: Window = None,
+    scoring: Scoring = PLAIN,
+    dtype: jnp.dtype | None = None,
+) -> tuple[Queries, Keys, Keys]:
+    """Gradients of some queries, and of some keys and values as far as these queries see them.
+
+    Args:
+        q_BSHh: as of `forward`, like all that are not named here.
+        k_BTKh: keys.
+        v_BTKh: values.
+        queries: where the queries are.
+        keys: where the keys are.
+        lse: logsumexp over all that these queries see, be it among these keys or not.
+        delta: `delta_of` their whole result.
+        d_output: gradient of the result.
+        window: positions that a query sees.
+        scoring: what becomes of products.
+        dtype: of the gradients, which somebody may go on adding up; None: that of q.
+
+    Returns:
+        dq, dk and dv.
+    """
+    dtype = dtype or q_BSHh.dtype
+    arrays = q_BSHh, k_BTKh, v_BTKh, queries, keys
+    of_rows = d_output.astype(q_BSHh.dtype), lse, delta
+    given = _Given.of("dq", *arrays, window, scoring)
+    dq = _gradient_of_queries(given, *given.filled(*of_rows), dtype)
+    given = _Given.of("dkv", *arrays, window, scoring)
+    dk, dv = _gradients_of_keys(given, *given.filled(*of_rows), dtype)
+    t = k_BTKh.shape[1]
+    return dq[:, : q_BSHh.shape[1]], dk[:, :t], dv[:, :t]
+
+
+def _gradient_of_queries(
+    given: "_Given", d_output: Array, lse: Array, delta: Array, dtype: jnp.dtype
+) -> Array:
+    at = _by_queries(given)
+    return _run(
+        flash_kernels.flash_dq, given.kind, at.grid,
+        [*at.arguments, (at.heads, d_output), (at.rows, lse), (at.rows, delta)],
+        [(at.heads, jax.ShapeDtypeStruct(given.q.shape, dtype))],
+    )[0]  # fmt: skip
+
+
+def _gradients_of_keys(
+    given: "_Given", d_output: Array, lse: Array, delta: Array, dtype: jnp.dtype
+) -> tuple[Array, Array]:
+    """A program sums over all query heads of a key head, or has one where programs are few."""
+    (batch, length, kv, head), kind = given.k.shape, given.kind
+    group = given.q.shape[2] // kv
+    if batch * kv * (length // kind.tiles.keys) >= _PROGRAMS:
+        kind = kind._replace(group=group)
+    parts = group // kind.group
+    at = _by_keys(given._replace(kind=kind), parts)
+    summed = dtype if parts == 1 else jnp.float32
+    out = at.heads, jax.ShapeDtypeStruct((batch, length, kv * parts, head), summed)
+    dk, dv = _run(
+        flash_kernels.flash_dkv, kind, at.grid,
+        [*at.arguments, (at.queries, d_output), (at.rows, lse), (at.rows, delta)],
+        [out, out],
+    )  # fmt: skip
+    if parts == 1:
+        return dk, dv
+    of_parts = batch, length, kv, parts, head
+    dk, dv = (jnp.sum(x.reshape(of_parts), axis=3).astype(dtype) for x in (dk, dv))
+    return dk, dv
+
+
+class _Given(NamedTuple):
+    """What all kernels are given, rows filled up to whole blocks."""
+
+    kind: Kind
+    q: Array
+    k: Array
+    v: Array
+    queries: Tokens
+    keys: Tokens
+    window: Int[Array, "1"] | None
+
+    @classmethod
+    def of(
+        cls,
+        kernel: str,
+        q: Array,
+        k: Array,
+        v: Array,
+        queries: Tokens,
+        keys: Tokens,
+        window: Window,
+        scoring: Scoring,
+    ) -> "_Given":
+        head = q.shape[3]
+        tiles = _tiles(kernel, head, q.shape[1], k.shape[1])
+        kind = Kind(tiles, head, 1, scoring.scale_of(head), scoring.softcap)
+        reach = None if window is None else jnp.asarray(window, jnp.int32).reshape(1)
+        k, v = (filled(x, tiles.keys) for x in (k, v))
+        of_tokens = filled_queries(queries, tiles.queries), filled_keys(keys, tiles.keys)
+        return cls(kind, filled(q, tiles.queries), k, v, *of_tokens, reach)
+
+    def filled(self, d_output: Array, lse: Array, delta: Array) -> tuple[Array, Array, Array]:
+        """What there is for each query, filled up too."""
+        n = self.kind.tiles.queries
+        return filled(d_output, n), filled(lse, n, axis=2), filled(delta, n, axis=2)
+
+
+def _tiles(kernel: str, head: int, queries: int, keys: int) -> Tiles:
+    """By the width of heads: what registers, and 160 KiB of shared memory, can hold."""
+    narrow, wide, widest = {
+        "forward": (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 2)),
+        "dq": (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 2), Tiles(64, 32, 8, 2)),
+        "dkv": (Tiles(64, 128, 8, 3), Tiles(64, 128, 8, 2), Tiles(32, 64, 8, 2)),
+    }[kernel]
+    tiles = narrow if head <= 64 else wide if head <= 128 else widest
+    fit = (max(_SMALLEST, pl.next_power_of_2(n)) for n in (queries, keys))
+    return tiles._replace(queries=min(tiles.queries, next(fit)), keys=min(tiles.keys, next(fit)))
+
+
+class _Layout(NamedTuple):
+    """Of a kernel: its grid, what it is given with where, and where else there is more."""
+
+    grid: tuple[int, int, int]
+    arguments: list[tuple[Any, Any]]
+    heads: pl.BlockSpec
+    queries: pl.BlockSpec
+    rows: pl.BlockSpec
+
+
+def _by_queries(given: _Given) -> _Layout:
+    """A program for each block of queries of each head; those that visit most come first."""
+    kind, (batch, length, heads, _), n = given.kind, given.q.shape, given.kind.tiles.queries
+    keys, group, last = given.k.shape[1], heads // given.k.shape[2], length // n - 1
+    some, every = _meetings(given)
+    of_q = _spec((None, n, None, kind.in_memory), lambda i, h, b: (b, last - i, h, 0))
+    of_k = _spec(
+        (None, keys, None, kind.in_memory), lambda _, h, b: (b, 0, jax.lax.div(h, group), 0)
+    )
+    arguments = [
+        (_spec((None, None, 4), lambda i, _, b: (b, last - i, 0)), spans(some, every)),
+        (of_q, given.q), (of_k, given.k), (of_k, given.v),
+        _side(given.queries, _spec((None, n), lambda i, _, b: (b, last - i))),
+        _side(given.keys, _spec((None, keys), lambda _, h, b: (b, 0))),
+        _once(given.window),
+    ]  # fmt: skip
+    rows = _spec((None, None, n), lambda i, h, b: (b, h, last - i))
+    return _Layout((last + 1, heads, batch), arguments, of_q, of_q, rows)
+
+
+def _by_keys(given: _Given, parts: int) -> _Layout:
+    """A program for each block of keys of each head, and of each part of its heads of queries."""
+    kind, (batch, length, kv, _), n = given.kind, given.k.shape, given.kind.tiles.keys
+    queries, group = given.q.shape[1], kind.group
+    some, every = (x.swapaxes(1, 2) for x in _meetings(given))
+    of_q = _spec((None, queries, group, kind.in_memory), lambda _, h, b: (b, 0, h, 0))
+    of_k = _spec((None, n, None, kind.in_memory), lambda i, h, b: (b, i, jax.lax.div(h, parts), 0))
+    arguments = [
+        (_spec((None, None, 4), lambda i, _, b: (b, i, 0)), spans(some, every)),
+        (of_q, given.q), (of_k, given.k), (of_k, given.v),
+        _side(given.queries, _spec((None, queries), lambda _, h, b: (b, 0))),
+        _side(given.keys, _spec((None, n), lambda i, _, b: (b, i))),
+        _once(given.window),
+    ]  # fmt: skip
+    heads = _spec((None, n, None, kind.in_memory), lambda i, h, b: (b, i, h, 0))
+    rows = _spec((None, group, queries), lambda _, h, b: (b, h, 0))
+    return _Layout((length // n, kv * parts, batch), arguments, heads, of_q, rows)
+
+
+def _meetings(given: _Given) -> tuple[Array, Array]:
+    window = None if given.window is None else given.window[0]
+    return meetings(given.queries, given.keys, given.kind.tiles[:2], window)
+
+
+_spec = pl.BlockSpec
+
+
+def _side(tokens: Tokens, spec: pl.BlockSpec) -> tuple[Side, Side]:
+    return Side(spec, None if tokens.documents is None else spec), Side(*tokens)
+
+
+def _once(x: Array | None) -> tuple[pl.BlockSpec | None, Array | None]:
+    """A vector that all programs are given whole."""
+    return None if x is None else _spec(x.shape, lambda *_: (0,)), x
+
+
+def _run(
+    kernel: Callable[..., None],
+    kind: Kind,
+    grid: tuple[int, int, int],
+    arguments: list[tuple[Any, Any]],
+    results: list[tuple[pl.BlockSpec, Any]],
+) -> list[Array]:
+    """Runs a kernel over a grid; of what it takes and gives, where and what."""
+    return pl.pallas_call(
+        functools.partial(kernel, kind),
+        grid=grid,
+        in_specs=[where for where, _ in arguments],
+        out_specs=[where for where, _ in results],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in results],
+        compiler_params=triton.CompilerParams(
+            num_warps=kind.tiles.warps, num_stages=kind.tiles.stages
+        ),
+        interpret=_INTERPRET,
+        name=kernel.__name__,
+    )(*(what for _, what in arguments))

@@ -1,0 +1,263 @@
+"""What `flash.py` runs on a GPU: the kernels, in Pallas as Triton lowers it.
+
+Each program has one block of queries or of keys, and visits blocks of the other side: those that
+its queries see wholly, then those that it must mask. Scores are powers of two, not of e.
+
+Q: queries of a block; T: keys of a block; H: head in memory, a power of two.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxforge.kernels.masking import visible
+from jaxforge.kernels.scoring import soft_cap_slope
+
+LOG2E = math.log2(math.e)
+
+Ref = Any  # to global memory
+Carry = Any  # arrays of a loop
+Where = tuple[Int[Array, "n"], Int[Array, "n"] | None]  # positions and documents of some rows
+
+
+class Tiles(NamedTuple):
+    """Of a kernel: queries and keys of a block, and what the compiler makes of them."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class Kind(NamedTuple):
+    """What is known when a kernel is compiled.
+
+    Attributes:
+        tiles: of its blocks.
+        head: width of heads, of which memory has the next power of two.
+        group: query heads of a program.
+        scale: of products.
+        softcap: of scores.
+    """
+
+    tiles: Tiles
+    head: int
+    group: int
+    scale: float
+    softcap: float | None
+
+    @property
+    def in_memory(self) -> int:
+        """Width of the tiles of heads."""
+        return pl.next_power_of_2(self.head)
+
+    @property
+    def factor(self) -> float:
+        """What makes powers of two of `scores`."""
+        return LOG2E * (self.scale if self.softcap is None else 1)
+
+    def scores(self, products: Array) -> Array:
+        """Of products of queries and keys; where nothing is capped, `factor` scales them."""
+        if self.softcap is None:
+            return products
+        return self.softcap * _tanh(products * (self.scale / self.softcap))
+
+
+def _tanh(x: Array) -> Array:
+    return 1 - 2 / (1 + jnp.exp2(2 * LOG2E * x))  # right where the power is inf or 0
+
+
+class Side(NamedTuple):
+    """References to the rows of one side: positions, and documents or None."""
+
+    at: Ref
+    of: Ref | None
+
+    def rows(self, rows: Any) -> Where:  # noqa: ANN401
+        """Positions and documents of some."""
+        return self.at[rows], None if self.of is None else self.of[rows]
+
+
+def _seen(
+    queries: Where, keys: Where, window: Ref | None, *, transposed: bool = False
+) -> Bool[Array, "Q T"]:
+    """Who sees whom, by positions and documents; transposed, for each key by which queries."""
+
+    def pairs(of_queries: Array, of_keys: Array) -> tuple[Array, Array]:
+        if transposed:
+            return of_queries[None], of_keys[:, None]
+        return of_queries[:, None], of_keys[None]
+
+    seen = visible(*pairs(queries[0], keys[0]), None if window is None else window[0])
+    if queries[1] is None or keys[1] is None:
+        return seen
+    return seen & jnp.equal(*pairs(queries[1], keys[1]))
+
+
+def flash_forward(
+    kind: Kind,
+    spans: Ref,
+    q_ref: Ref,
+    k_ref: Ref,
+    v_ref: Ref,
+    queries: Side,
+    keys: Side,
+    window: Ref | None,
+    sinks: Ref | None,
+    o_ref: Ref,
+    lse_ref: Ref,
+) -> None:
+    """Output [Q, H] and logsumexp [Q] of a block of queries of one head."""
+    q_QH = _load(kind, q_ref)
+    of_queries = queries.rows(...)
+
+    def step(block: Array, carry: Carry, *, masked: bool) -> Carry:
+        acc_QH, top_Q, total_Q = carry
+        rows = pl.ds(block * kind.tiles.keys, kind.tiles.keys)
+        scores_QT = kind.scores(triton.dot(q_QH, _load(kind, k_ref.at[rows, :]).T))
+        if masked:
+            scores_QT = jnp.where(_seen(of_queries, keys.rows(rows), window), scores_QT, -jnp.inf)
+        new_Q = jnp.maximum(top_Q, jnp.max(scores_QT, axis=1) * kind.factor)
+        base_Q = jnp.where(new_Q == -jnp.inf, 0.0, new_Q) if masked else new_Q
+        weights_QT = jnp.exp2(scores_QT * kind.factor - base_Q[:, None])
+        kept_Q = jnp.exp2(top_Q - base_Q)
+        values_TH = _load(kind, v_ref.at[rows, :])
+        more_QH = triton.dot(weights_QT.astype(values_TH.dtype), values_TH)
+        total_Q = total_Q * kept_Q + jnp.sum(weights_QT, axis=1)
+        return acc_QH * kept_Q[:, None] + more_QH, new_Q, total_Q
+
+    n = kind.tiles.queries
+    top, total = -jnp.inf, 0.0
+    if sinks is not None:
+        top, total = sinks[pl.program_id(1)].astype(jnp.float32) * LOG2E, 1.0
+    first = zeros((n, kind.in_memory)), jnp.full((n,), top, jnp.float32), jnp.full((n,), total)
+    acc_QH, top_Q, total_Q = _visit(spans, step, first)
+    lse_ref[...] = top_Q / LOG2E + jnp.log(total_Q)
+    _store(kind, o_ref, acc_QH / jnp.where(total_Q == 0, 1.0, total_Q)[:, None])
+
+
+def flash_dq(
+    kind: Kind,
+    spans: Ref,
+    q_ref: Ref,
+    k_ref: Ref,
+    v_ref: Ref,
+    queries: Side,
+    keys: Side,
+    window: Ref | None,
+    do_ref: Ref,
+    lse_ref: Ref,
+    delta_ref: Ref,
+    dq_ref: Ref,
+) -> None:
+    """Gradient [Q, H] of a block of queries of one head."""
+    q_QH, do_QH = _load(kind, q_ref), _load(kind, do_ref)
+    of_queries = queries.rows(...)
+    lse_Q, delta_Q = lse_ref[...] * LOG2E, delta_ref[...]
+
+    def step(block: Array, dq_QH: Carry, *, masked: bool) -> Carry:
+        rows = pl.ds(block * kind.tiles.keys, kind.tiles.keys)
+        k_TH, v_TH = _load(kind, k_ref.at[rows, :]), _load(kind, v_ref.at[rows, :])
+        scores_QT = kind.scores(triton.dot(q_QH, k_TH.T))
+        weights_QT = jnp.exp2(scores_QT * kind.factor - lse_Q[:, None])
+        if masked:
+            weights_QT = jnp.where(_seen(of_queries, keys.rows(rows), window), weights_QT, 0.0)
+        ds_QT = weights_QT * (triton.dot(do_QH, v_TH.T) - delta_Q[:, None])
+        if kind.softcap is not None:
+            ds_QT *= soft_cap_slope(scores_QT, kind.softcap)
+        return dq_QH + triton.dot(ds_QT.astype(k_TH.dtype), k_TH)
+
+    dq_QH = _visit(spans, step, zeros((kind.tiles.queries, kind.in_memory)))
+    _store(kind, dq_ref, dq_QH * kind.scale)
+
+
+def flash_dkv(
+    kind: Kind,
+    spans: Ref,
+    q_ref: Ref,
+    k_ref: Ref,
+    v_ref: Ref,
+    queries: Side,
+    keys: Side,
+    window: Ref | None,
+    do_ref: Ref,
+    lse_ref: Ref,
+    delta_ref: Ref,
+    dk_ref: Ref,
+    dv_ref: Ref,
+) -> None:
+    """Gradients [T, H] of a block of keys and values, summed over `group` heads of queries.
+
+    Scores are transposed: what is multiplied with queries stays in registers.
+    """
+    k_TH, v_TH = _load(kind, k_ref), _load(kind, v_ref)
+    of_keys = keys.rows(...)
+
+    def of_head(head: Array, carry: Carry) -> Carry:
+        def step(block: Array, carry: Carry, *, masked: bool) -> Carry:
+            dk_TH, dv_TH = carry
+            rows = pl.ds(block * kind.tiles.queries, kind.tiles.queries)
+            q_QH = _load(kind, q_ref.at[rows, head, :])
+            do_QH = _load(kind, do_ref.at[rows, head, :])
+            scores_TQ = kind.scores(triton.dot(k_TH, q_QH.T))
+            weights_TQ = jnp.exp2(scores_TQ * kind.factor - (lse_ref[head, rows] * LOG2E)[None])
+            if masked:
+                seen = _seen(queries.rows(rows), of_keys, window, transposed=True)
+                weights_TQ = jnp.where(seen, weights_TQ, 0.0)
+            dv_TH += triton.dot(weights_TQ.astype(do_QH.dtype), do_QH)
+            ds_TQ = weights_TQ * (triton.dot(v_TH, do_QH.T) - delta_ref[head, rows][None])
+            if kind.softcap is not None:
+                ds_TQ *= soft_cap_slope(scores_TQ, kind.softcap)
+            return dk_TH + triton.dot(ds_TQ.astype(q_QH.dtype), q_QH), dv_TH
+
+        return _visit(spans, step, carry)
+
+    carry = zeros((kind.tiles.keys, kind.in_memory)), zeros((kind.tiles.keys, kind.in_memory))
+    if kind.group == 1:
+        dk_TH, dv_TH = of_head(jnp.int32(0), carry)
+    else:
+        dk_TH, dv_TH = jax.lax.fori_loop(0, kind.group, of_head, carry)
+    _store(kind, dk_ref, dk_TH * kind.scale)
+    _store(kind, dv_ref, dv_TH)
+
+
+def _visit(spans: Ref, step: Callable[..., Carry], carry: Carry) -> Carry:
+    """Blocks that are seen wholly, from `whole` on, then those on both sides of them."""
+    first, whole, whole_end, end = (spans[i] for i in range(4))
+    between = whole_end - whole
+    carry = jax.lax.fori_loop(
+        whole, whole_end, lambda block, carry: step(block, carry, masked=False), carry
+    )
+
+    def at_edge(i: Array, carry: Carry) -> Carry:
+        block = first + i
+        return step(jnp.where(block < whole, block, block + between), carry, masked=True)
+
+    return jax.lax.fori_loop(0, end - first - between, at_edge, carry)
+
+
+def zeros(shape: tuple[int, ...]) -> Float[Array, "..."]:
+    """What sums begin with."""
+    return jnp.zeros(shape, jnp.float32)
+
+
+def _load(kind: Kind, ref: Ref) -> Float[Array, "rows H"]:
+    """Rows of heads; beyond their width, zeros."""
+    if kind.head == kind.in_memory:
+        return triton.load(ref)
+    return triton.load(ref, mask=_in_head(kind), other=0.0)
+
+
+def _store(kind: Kind, ref: Ref, value: Float[Array, "rows H"]) -> None:
+    mask = None if kind.head == kind.in_memory else _in_head(kind)
+    triton.store(ref, value.astype(ref.dtype), mask=mask)
+
+
+def _in_head(kind: Kind) -> Bool[Array, "1 H"]:
+    return (jnp.arange(kind.in_memory) < kind.head)[None]

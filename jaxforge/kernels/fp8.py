@@ -1,0 +1,346 @@
+"""Matrix products in 8 bits: what is rounded to fp8, by which scale, and what is multiplied.
+
+    y   = x Wᵀ      x, W in e4m3: 4 exponent bits, 3 of mantissa, up to 448
+    dx  = dy W      dy in e5m2: 5 and 2, up to 57344; W as in the forward pass
+    dW  = dyᵀ x     x as in the forward pass, in sums of `train.reduce_dtype`
+
+A number is multiplied by a scale before it is rounded, and products are divided by those of both
+sides: scale = 2^⌊log2(largest / amax)⌋, where largest is that of the format and amax = max |x|.
+As a power of two it costs no precision, so a scaled product is the same number in bf16 and in
+float32, before a sum over devices and after it. (torchao rounds its scales so where asked to,
+`round_scales_to_power_of_2`.) `train.fp8_scaling` says what shares a scale:
+
+    tensor    the tensor, by its amax at hand (torchao's "tensorwise", KempnerForge's)
+    delayed   the tensor; x and W by the largest amax of the last updates (Transformer Engine's
+              DelayedScaling, arXiv:2209.05433), so that nothing waits for an amax. dy goes by its
+              amax at hand: gradients add up over microbatches and devices, and a maximum does not
+    block     1 x 128 of x and dy along the sum, 128 x 128 of W; dy in e4m3 too (DeepSeek-V3,
+              arXiv:2412.19437, section 3.3). Products are bf16 products of the rounded numbers:
+              the same result, and no faster, as XLA has no product of such blocks for Hopper
+
+Of a tensor that the partitioner splits, amax is that of the whole. Where data axes are manual
+(`grad_sync = "update"`), each group of devices scales its own rows of x and dy.
+
+What a layer's products are is known where they are traced, and not to whom they are called by: a
+scope says it (`layer`), as Transformer Engine's `fp8_autocast` does.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxforge.aux_outputs import Max
+from jaxforge.parallel import collectives
+from jaxforge.parallel.sharding import Axes, constrain
+
+E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+BLOCK = 128
+_LEAST_AMAX = 2.0**-64  # of zeros, and what is next to nothing
+
+
+class Fp8(NamedTuple):
+    """How one linear layer multiplies.
+
+    Attributes:
+        name: of the layer in its block, such as "attention.q_proj".
+        scaling: `train.fp8_scaling`.
+        axes: logical axes of the weight.
+        sums: dtype in which devices add up gradients of it.
+        regathers: as of `linear.Backward`.
+    """
+
+    name: str
+    scaling: str
+    axes: Axes
+    sums: jnp.dtype
+    regathers: bool
+
+
+class Amaxes(NamedTuple):
+    """What delayed scales go by; 0: nothing was seen yet, and the scale is 1."""
+
+    x: Float[Array, ""]
+    weight: Float[Array, ""]
+
+
+class Scaled(NamedTuple):
+    """An array in 8 bits: x ≈ values * unit.
+
+    Attributes:
+        values: x times a scale, rounded.
+        unit: 1 / scale, a power of two.
+    """
+
+    values: Array
+    unit: Float[Array, ""]
+
+
+@dataclasses.dataclass
+class _Scope:
+    """The layer that is traced.
+
+    Attributes:
+        is_on: whether its products are in 8 bits; traced where the stages of a pipeline differ.
+        tells: whether it tells amax.
+        told: amax of x and W by name of the linear layer.
+    """
+
+    is_on: bool | Bool[Array, ""]
+    tells: bool
+    told: dict[str, Max] = dataclasses.field(default_factory=dict)
+
+
+_SCOPE: ContextVar[_Scope | None] = ContextVar("fp8", default=None)
+
+
+@contextlib.contextmanager
+def layer(is_on: bool | Bool[Array, ""], tells: bool) -> Iterator[dict[str, Max]]:
+    """The linear layers called inside multiply in 8 bits, and tell amax in what this gives."""
+    scope = _Scope(is_on, tells)
+    token = _SCOPE.set(scope)
+    try:
+        yield scope.told
+    finally:
+        _SCOPE.reset(token)
+
+
+def telling(function: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Max]]]:
+    """A part of a layer that is traced apart (`jax.checkpoint`), with what is told inside."""
+
+    def run(*args: Any) -> tuple[Any, dict[str, Max]]:  # noqa: ANN401
+        outer = _SCOPE.get()
+        if outer is None:
+            return function(*args), {}
+        with layer(outer.is_on, outer.tells) as told:
+            return function(*args), told
+
+    return run
+
+
+def tell(told: dict[str, Max]) -> None:
+    """Hands on what `telling` gave."""
+    if scope := _SCOPE.get():
+        scope.told.update(told)
+
+
+def is_on() -> bool | Bool[Array, ""]:
+    """Whether products of the layer that is traced are in 8 bits."""
+    scope = _SCOPE.get()
+    return scope is not None and scope.is_on
+
+
+def affine(
+    fp8: Fp8,
+    x: Float[Array, "*t i"],
+    weight_OI: Float[Array, "o i"],
+    bias_O: Float[Array, "o"] | None,
+    amaxes: Amaxes | None,
+) -> Float[Array, "*t o"]:
+    """X Wᵀ + b in the dtype of `x`, in the scope of a layer that is on.
+
+    Args:
+        fp8: how.
+        x: a row for each token.
+        weight_OI: as it is stored.
+        bias_O: as it is stored, if there is one.
+        amaxes: for delayed scales.
+    """
+    scope = _SCOPE.get()
+    assert scope is not None
+    if scope.tells:
+        seen = jnp.stack([amax(x), amax(weight_OI.astype(x.dtype))])
+        seen = jnp.where(scope.is_on, jax.lax.stop_gradient(seen), 0)
+        scope.told[fp8.name] = Max(seen)
+    switch = None if scope.is_on is True else scope.is_on
+    return _affine(fp8, switch, x, weight_OI, bias_O, amaxes)
+
+
+def amax(x: Float[Array, "..."], **by: Any) -> Float[Array, "..."]:  # noqa: ANN401
+    """Max |x|, float32; `by` is as of `jnp.max`."""
+    return jnp.max(jnp.abs(_exactly(x)), **by)
+
+
+def _exactly(x: Array) -> Array:
+    """In float32, the values of its own dtype: XLA may have kept more digits of them.
+
+    What is then rounded to 8 bits would depend on what else is fused with it.
+    """
+    info = jnp.finfo(x.dtype)
+    wide = x.astype(jnp.float32)
+    return wide if x.dtype == jnp.float32 else jax.lax.reduce_precision(wide, info.nexp, info.nmant)
+
+
+def power_of_two_scale(amax: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
+    """2^⌊log2(largest / amax)⌋; 0 where amax is infinite, so that what is scaled by it is NaN."""
+    ratio = float(jnp.finfo(dtype).max) / jnp.maximum(amax, _LEAST_AMAX)
+    bits = jax.lax.bitcast_convert_type(ratio, jnp.uint32) & jnp.uint32(0x7F800000)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def rounded(x: Array, dtype: jnp.dtype, scale: Float[Array, "..."]) -> Array:
+    """X times a scale in 8 bits; what is too large becomes the largest, NaN stays."""
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(_exactly(x) * scale, -largest, largest).astype(dtype)
+
+
+def by_tensor(x: Array, dtype: jnp.dtype, seen: Float[Array, ""] | None = None) -> Scaled:
+    """With one scale: by the amax that was seen before, if that is given, or by that at hand."""
+    if seen is None:
+        scale = power_of_two_scale(amax(x), dtype)
+    else:
+        scale = jnp.where(seen > 0, power_of_two_scale(seen, dtype), 1.0)
+    return Scaled(rounded(x, dtype, scale), 1 / scale)
+
+
+def by_blocks(x: Float[Array, "*r c"], dtype: jnp.dtype, rows: int, columns: int) -> Array:
+    """The numbers that 8 bits with a scale for each block hold, in the dtype of x."""
+    x_RC = x.reshape(-1, x.shape[-1])
+    more = [-size % block for size, block in zip(x_RC.shape, (rows, columns), strict=True)]
+    padded = jnp.pad(x_RC, [(0, n) for n in more])
+    blocks = padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
+    scale = power_of_two_scale(amax(blocks, axis=(1, 3), keepdims=True), dtype)
+    held = rounded(blocks, dtype, scale).astype(x.dtype) * (1 / scale).astype(x.dtype)
+    return held.reshape(padded.shape)[: x_RC.shape[0], : x_RC.shape[1]].reshape(x.shape)
+
+
+Operand = Scaled | Array
+"""One side of a product; an array is multiplied as it is."""
+
+
+def _product(form: str, left: Operand, right: Operand, dtype: jnp.dtype) -> Array:
+    """`einsum` in a dtype.
+
+    On the 8-bit values themselves, with the units afterwards: so XLA:GPU makes one kernel of it,
+    where a product of `values * unit` would be one of bf16 (docs/precision.md).
+    """
+    if not (isinstance(left, Scaled) and isinstance(right, Scaled)):
+        return jnp.einsum(form, left, right, preferred_element_type=dtype)
+    y = jnp.einsum(form, left.values, right.values, preferred_element_type=dtype)
+    return y * (left.unit * right.unit).astype(dtype)
+
+
+def _x(fp8: Fp8, x: Array, amaxes: Amaxes | None) -> Operand:
+    """For the product with W."""
+    if fp8.scaling == "block":
+        return by_blocks(x, E4M3, 1, BLOCK)
+    return by_tensor(x, E4M3, amaxes.x if amaxes else None)
+
+
+def _weight(fp8: Fp8, weight: Array, amaxes: Amaxes | None) -> Operand:
+    """Whole over the data axes: rounded first, it travels in 8 bits."""
+    if fp8.scaling == "block":
+        return by_blocks(collectives.all_gather_weight(weight, fp8.axes), E4M3, BLOCK, BLOCK)
+    own = by_tensor(weight, E4M3, amaxes.weight if amaxes else None)
+    return own._replace(values=collectives.all_gather_weight(own.values, fp8.axes))
+
+
+def _forward(
+    fp8: Fp8, x: Array, weight: Array, bias: Array | None, amaxes: Amaxes | None
+) -> tuple[Array, Operand, Operand]:
+    """The result, and what of x and W it was made."""
+    x_8, weight_8 = _x(fp8, x, amaxes), _weight(fp8, weight.astype(x.dtype), amaxes)
+    return _with_bias(_product("...i,oi->...o", x_8, weight_8, x.dtype), bias), x_8, weight_8
+
+
+def _with_bias(y: Array, bias: Array | None) -> Array:
+    return y if bias is None else y + bias.astype(y.dtype)
+
+
+def _backward(fp8: Fp8, x: Operand, weight: Operand, d_y: Array) -> tuple[Array, Array]:
+    """The gradients of x and W; for blocks, x as it came."""
+    sums = jnp.promote_types(fp8.sums, d_y.dtype)
+    d_rows: Operand
+    d_columns: Operand
+    if fp8.scaling == "block":
+        d_rows, d_columns = by_blocks(d_y, E4M3, 1, BLOCK), by_blocks(d_y, E4M3, BLOCK, 1)
+        x = by_blocks(jnp.asarray(x), E4M3, BLOCK, 1)
+    else:
+        d_rows = d_columns = by_tensor(d_y, E5M2)
+    d_x = _product("...o,oi->...i", d_rows, weight, d_y.dtype)
+    return d_x, constrain(_product("...o,...i->oi", d_columns, x, sums), *fp8.axes)
+
+
+def _plain(fp8: Fp8, x: Array, weight: Array, bias: Array | None) -> Array:
+    """The result in bf16, for layers that stay in it."""
+    whole = collectives.all_gather_weight(weight.astype(x.dtype), fp8.axes)
+    return _with_bias(jnp.einsum("...i,oi->...o", x, whole), bias)
+
+
+def _plain_backward(fp8: Fp8, x: Array, weight: Array, d_y: Array) -> tuple[Array, Array]:
+    whole = collectives.all_gather_weight(weight.astype(x.dtype), fp8.axes)
+    sums = jnp.promote_types(fp8.sums, d_y.dtype)
+    d_weight = jnp.einsum("...o,...i->oi", d_y, x, preferred_element_type=sums)
+    return jnp.einsum("...o,oi->...i", d_y, whole), constrain(d_weight, *fp8.axes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _affine(
+    fp8: Fp8,
+    switch: Bool[Array, ""] | None,
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    amaxes: Amaxes | None,
+) -> Array:
+    """In 8 bits; with a switch, where that is set."""
+    return _saving(fp8, switch, x, weight, bias, amaxes)[0]
+
+
+_named = jax.named_scope("fp8")  # in a profile, which products are of such layers
+
+
+@_named
+def _saving(
+    fp8: Fp8,
+    switch: Bool[Array, ""] | None,
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    amaxes: Amaxes | None,
+) -> tuple[Array, tuple[Any, ...]]:
+    if switch is not None:
+        y = jax.lax.cond(
+            switch,
+            lambda x, weight: _forward(fp8, x, weight, bias, amaxes)[0],
+            lambda x, weight: _plain(fp8, x, weight, bias),
+            x, weight,
+        )  # fmt: skip
+        return y, (switch, x, weight, jnp.zeros((), weight.dtype), bias, amaxes)
+    y, x_8, weight_8 = _forward(fp8, x, weight, bias, amaxes)
+    kept_x = x if fp8.scaling == "block" else x_8
+    kept_weight = weight if fp8.regathers else weight_8
+    return y, (None, kept_x, kept_weight, jnp.zeros((), weight.dtype), bias, amaxes)
+
+
+@_named
+def _back(
+    fp8: Fp8, saved: tuple[Any, ...], d_y: Array
+) -> tuple[None, Array, Array, Array | None, None]:
+    switch, x, weight, like, bias, amaxes = saved  # x and weight may be `Scaled`
+    if switch is not None:
+
+        def in_8_bits(x: Array, weight: Array, d_y: Array) -> tuple[Array, Array]:
+            x_8, weight_8 = _x(fp8, x, amaxes), _weight(fp8, weight.astype(x.dtype), amaxes)
+            return _backward(fp8, x if fp8.scaling == "block" else x_8, weight_8, d_y)
+
+        plain = functools.partial(_plain_backward, fp8)
+        d_x, d_weight = jax.lax.cond(switch, in_8_bits, plain, x, weight, d_y)
+    else:
+        if fp8.regathers:
+            weight = _weight(fp8, weight.astype(d_y.dtype), amaxes)
+        d_x, d_weight = _backward(fp8, x, weight, d_y)
+    d_weight = d_weight.astype(like.dtype)
+    if bias is None:
+        return None, d_x, d_weight, None, None
+    sums, tokens = jnp.promote_types(fp8.sums, d_y.dtype), tuple(range(d_y.ndim - 1))
+    return None, d_x, d_weight, jnp.sum(d_y, tokens, sums).astype(bias.dtype), None
+
+
+_affine.defvjp(_saving, _back)

@@ -1,0 +1,75 @@
+"""Products of rows and experts whose numbers are rounded to 8 bits.
+
+    y  = x Wᵀ      x in e4m3 by one scale, W in e4m3 by one for each expert
+    dx = dy W      dy in e5m2 by one scale
+    dW = dyᵀ x     x as in the forward pass
+
+Each device scales its own rows, in every recipe of `model/fp8.py`. The kernels of `grouped.py` are
+given the rounded numbers in the dtype of the rows: results are those of 8-bit products, and no
+faster. What waits for the backward is one byte a number, and W travels between devices in 8 bits.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxforge.kernels.fp8 import E4M3, E5M2, Scaled, amax, by_tensor, power_of_two_scale, rounded
+from jaxforge.kernels.grouped import GROUPED
+
+
+def by_expert(w_GOI: Float[Array, "g o i"]) -> Scaled:
+    """Matrices in 8 bits, each with a scale of its own: unit is [g, 1, 1]."""
+    scale = power_of_two_scale(amax(w_GOI, axis=(1, 2), keepdims=True), E4M3)
+    return Scaled(rounded(w_GOI, E4M3, scale), 1 / scale)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def grouped_matmul_fp8(
+    backend: str,
+    x_MI: Float[Array, "m i"],
+    w_GOI: Scaled,
+    sizes_G: Int[Array, "g"],
+    gradient_GOI: Float[Array, "g o i"],
+) -> Float[Array, "m o"]:
+    """`grouped.grouped_matmul` with both sides in 8 bits.
+
+    Args:
+        backend: a key of `GROUPED`.
+        x_MI: rows, sorted by group.
+        w_GOI: as of `by_expert`.
+        sizes_G: rows of each group.
+        gradient_GOI: takes the gradient of the weights, in its own dtype.
+    """
+    return _forward(backend, x_MI, w_GOI, sizes_G, gradient_GOI)[0]
+
+
+def _forward(
+    backend: str, x_MI: Array, w_GOI: Scaled, sizes_G: Array, gradient_GOI: Array
+) -> tuple[Array, tuple]:
+    x_8 = by_tensor(_own(x_MI, sizes_G), E4M3)
+    y_MO = GROUPED[backend].matmul(_wide(x_8, x_MI.dtype), _wide(w_GOI, x_MI.dtype), sizes_G)
+    return y_MO, (x_8, w_GOI, sizes_G, jnp.zeros((), gradient_GOI.dtype))
+
+
+def _backward(backend: str, saved: tuple, dy_MO: Array) -> tuple[Array, None, None, Array]:
+    x_8, w_GOI, sizes_G, like = saved
+    products, dtype = GROUPED[backend], dy_MO.dtype
+    rounded_dy = _wide(by_tensor(_own(dy_MO, sizes_G), E5M2), dtype)
+    dx_MI = products.gradient_of_rows(rounded_dy, _wide(w_GOI, dtype), sizes_G)
+    dw_GOI = products.gradient_of_weights(_wide(x_8, dtype), rounded_dy, sizes_G)
+    return dx_MI, None, None, dw_GOI.astype(like.dtype)
+
+
+grouped_matmul_fp8.defvjp(_forward, _backward)
+
+
+def _own(rows: Float[Array, "m i"], sizes_G: Int[Array, "g"]) -> Float[Array, "m i"]:
+    """Rows with zeros beyond the last group's: no scale may go by what is there."""
+    return jnp.where((jnp.arange(len(rows)) < jnp.sum(sizes_G))[:, None], rows, 0)
+
+
+def _wide(x: Scaled, dtype: jnp.dtype) -> Array:
+    """The numbers that 8 bits with a scale hold: exact, as units are powers of two."""
+    return x.values.astype(dtype) * x.unit.astype(dtype)

@@ -1,0 +1,318 @@
+"""Attention of some queries over some of the keys, told in such a way that parts add up.
+
+A part gives its own softmax-weighted mean o and the logsumexp of its scores. Of two parts,
+
+    lse = log(e^lse_1 + e^lse_2)        o = e^(lse_1 - lse) o_1 + e^(lse_2 - lse) o_2
+
+(FlashAttention, arXiv:2205.14135, section 3.1). The gradient of a part needs, of the whole, lse and
+the row sums δ = Σ o · d_o alone; so gradients of parts just add up, too.
+
+Scores exist for a tile of queries and a tile of keys at a time. A tile is skipped where nothing in
+it is visible: whatever says so, causality, a window, or packed documents.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxforge.kernels import masking
+from jaxforge.kernels.flash_blocks import Tokens
+from jaxforge.kernels.on_first_use import on_first_use
+from jaxforge.kernels.scoring import Scoring, soft_cap_slope
+
+_TILE = 512  # tokens of queries, and of keys, whose scores exist at a time
+
+
+class Queries(NamedTuple):
+    """Some tokens that look.
+
+    Attributes:
+        q: their queries.
+        at: where they are.
+    """
+
+    q: Float[Array, "b s heads h"]
+    at: Tokens
+
+
+class Keys(NamedTuple):
+    """Some tokens that are looked at.
+
+    Attributes:
+        k: their keys.
+        v: their values.
+        at: where they are.
+    """
+
+    k: Float[Array, "b t kv h"]
+    v: Float[Array, "b t kv h"]
+    at: Tokens
+
+
+class Part(NamedTuple):
+    """What queries get from some keys, float32.
+
+    Attributes:
+        o: the mean of values, by their weights among these keys; 0 where none is visible.
+        lse: logsumexp of the scores; -inf where none is visible.
+    """
+
+    o: Float[Array, "b s heads h"]
+    lse: Float[Array, "b s heads"]
+
+    def merged(self, other: "Part") -> "Part":
+        """What they get from the keys of both."""
+        lse = jnp.logaddexp(self.lse, other.lse)
+        return Part(self.scaled_to(lse) + other.scaled_to(lse), lse)
+
+    def scaled_to(self, lse: Float[Array, "b s heads"]) -> Float[Array, "b s heads h"]:
+        """Its share of the mean over more keys, whose logsumexp is given."""
+        return self.o * jnp.exp(self.lse - _finite(lse))[..., None]
+
+
+class Gradients(NamedTuple):
+    """Of a part, float32."""
+
+    q: Float[Array, "b s heads h"]
+    k: Float[Array, "b t kv h"]
+    v: Float[Array, "b t kv h"]
+
+
+class OfQueries(NamedTuple):
+    """What the backward pass knows of queries, all keys taken together; float32.
+
+    Attributes:
+        d_o: the gradient of what they got.
+        lse: logsumexp of their scores.
+        delta: Σ o · d_o over each head.
+    """
+
+    d_o: Float[Array, "b s heads h"]
+    lse: Float[Array, "b s heads"]
+    delta: Float[Array, "b s heads"]
+
+
+Window = Int[Array, ""] | None
+"""Of how many last tokens a query sees, itself included; None: of all."""
+
+
+def attend_to_part(queries: Queries, keys: Keys, scoring: Scoring, window: Window) -> Part:
+    """What queries get from some keys: from those at or before them, in their document.
+
+    Args:
+        queries: who looks.
+        keys: what is looked at.
+        scoring: what becomes of products of queries and keys.
+        window: how far they see.
+    """
+    queries = _in_place(queries)
+    key_tiles = _tiles(keys, _NO_KEY)
+
+    def of_queries(tile: Queries) -> Part:
+        def of_keys(part: Part, keys: Keys) -> tuple[Part, None]:
+            def merged() -> Part:
+                return part.merged(_part_of_tile(tile, keys, scoring, window))
+
+            return jax.lax.cond(_may_see(tile, keys, window), merged, lambda: part), None
+
+        o = jnp.zeros(tile.q.shape, jnp.float32)
+        return jax.lax.scan(of_keys, Part(o, o[..., 0] - jnp.inf), key_tiles)[0]
+
+    parts = jax.lax.map(of_queries, _tiles(queries, _NO_QUERY))
+    return _joined(parts, queries.q.shape[1])
+
+
+def gradients_of_part(
+    queries: Queries, of_queries: OfQueries, keys: Keys, scoring: Scoring, window: Window
+) -> Gradients:
+    """The gradients of a part of attention.
+
+    Args:
+        queries: as of `attend_to_part`, and so the rest.
+        of_queries: what is known of them.
+        keys: the part.
+        scoring: the same.
+        window: the same.
+    """
+    queries = _in_place(queries)
+    key_tiles = _tiles(keys, _NO_KEY)
+
+    def one(sums: tuple[Array, Array], tile: tuple[Queries, OfQueries]) -> Any:  # noqa: ANN401
+        def of_keys(d_q: Array, keys: Keys) -> tuple[Array, tuple[Array, Array]]:
+            def found() -> Gradients:
+                return _gradients_of_tile(*tile, keys, scoring, window)
+
+            def none() -> Gradients:
+                zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), keys[:2])
+                return Gradients(jnp.zeros_like(d_q), *zeros)
+
+            got = jax.lax.cond(_may_see(tile[0], keys, window), found, none)
+            return d_q + got.q, (got.k, got.v)
+
+        d_q, of_tiles = jax.lax.scan(of_keys, jnp.zeros_like(tile[1].d_o), key_tiles)
+        return jax.tree.map(jnp.add, sums, of_tiles), d_q
+
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), key_tiles[:2])
+    tiles = _tiles(queries, _NO_QUERY), _tiles(of_queries, 0)
+    (d_k, d_v), d_q = jax.lax.scan(one, nothing, tiles)
+    length = keys.k.shape[1]
+    return Gradients(_joined(d_q, queries.q.shape[1]), _joined(d_k, length), _joined(d_v, length))
+
+
+def _in_place(queries: Queries) -> Queries:
+    """The same, whose positions come with them.
+
+    `lax.scan` moves what depends on no layer out of its loop over layers when that is
+    differentiated: here, what is visible in all tiles at a time.
+    """
+    return jax.lax.optimization_barrier(queries)
+
+
+_flash_forward = on_first_use("flash", "forward")
+_flash_backward = on_first_use("flash", "backward")
+
+
+def _attend_by_flash(queries: Queries, keys: Keys, scoring: Scoring, window: Window) -> Part:
+    o, lse = _flash_forward(
+        queries.q, keys.k, keys.v, queries.at, keys.at, window, scoring, dtype=jnp.float32
+    )  # fmt: skip
+    return Part(o, lse.swapaxes(1, 2))
+
+
+def _gradients_by_flash(
+    queries: Queries, of_queries: OfQueries, keys: Keys, scoring: Scoring, window: Window
+) -> Gradients:
+    lse, delta = (x.swapaxes(1, 2) for x in (of_queries.lse, of_queries.delta))
+    found = _flash_backward(
+        queries.q, keys.k, keys.v, queries.at, keys.at, lse, delta, of_queries.d_o, window, scoring,
+        dtype=jnp.float32,
+    )  # fmt: skip
+    return Gradients(*found)
+
+
+class PartKernel(NamedTuple):
+    """Functions like `attend_to_part` and `gradients_of_part`."""
+
+    attend: Callable[[Queries, Keys, Scoring, Window], Part]
+    gradients: Callable[[Queries, OfQueries, Keys, Scoring, Window], Gradients]
+
+
+PARTS = {
+    "tiles": PartKernel(attend_to_part, gradients_of_part),
+    "triton": PartKernel(_attend_by_flash, _gradients_by_flash),
+}
+"""By name: anywhere, in plain XLA; on GPUs (`flash.py`)."""
+
+_NO_QUERY, _NO_KEY = -1, 2**31 - 1  # positions of padding: what sees nothing, what nothing sees
+
+T = TypeVar("T")
+
+
+def _tiles(of_tokens: T, padding: int) -> T:
+    """Arrays [b, s, ...] in tiles [n, b, t, ...]; of integers, the last is filled up."""
+    length = jax.tree.leaves(of_tokens)[0].shape[1]
+    size = min(length, _TILE)
+    n = -(-length // size)
+
+    def cut(x: Array) -> Array:
+        fill = padding if jnp.issubdtype(x.dtype, jnp.integer) else 0
+        widths = ((0, 0), (0, n * size - length), *((0, 0),) * (x.ndim - 2))
+        x = jnp.pad(x, widths, constant_values=fill)
+        return x.reshape(x.shape[0], n, size, *x.shape[2:]).swapaxes(0, 1)
+
+    return jax.tree.map(cut, of_tokens)
+
+
+def _joined(tiles: T, length: int) -> T:
+    """The arrays that `_tiles` has cut."""
+
+    def join(x: Array) -> Array:
+        x = x.swapaxes(0, 1)
+        return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+
+    return jax.tree.map(join, tiles)
+
+
+def _may_see(queries: Queries, keys: Keys, window: Window) -> Bool[Array, ""]:
+    """Whether any of these may see any of those, going by the least and largest of each row."""
+    looking, seen = queries.at, keys.at
+    (first_q, last_q), (first_k, last_k) = _range(looking.positions), _range(seen.positions)
+    found = first_k <= last_q
+    if window is not None:
+        found &= first_q - last_k < window
+    if looking.documents is not None and seen.documents is not None:
+        (first_q, last_q), (first_k, last_k) = _range(looking.documents), _range(seen.documents)
+        found &= (first_k <= last_q) & (first_q <= last_k)
+    return jnp.any(found)
+
+
+def _range(x_BS: Int[Array, "b s"]) -> tuple[Int[Array, "b"], Int[Array, "b"]]:
+    return jnp.min(x_BS, axis=1), jnp.max(x_BS, axis=1)
+
+
+def _visible(queries: Queries, keys: Keys, window: Window) -> Bool[Array, "b 1 1 s t"]:
+    at = queries.at.positions[:, :, None], keys.at.positions[:, None]
+    seen = masking.visible(*at, window)
+    if queries.at.documents is not None and keys.at.documents is not None:
+        seen &= queries.at.documents[:, :, None] == keys.at.documents[:, None]
+    return seen[:, None, None]
+
+
+def _scores(
+    queries: Queries, keys: Keys, scoring: Scoring, window: Window
+) -> tuple[Float[Array, "b kv g s t"], Float[Array, "b s kv g h"]]:
+    """Scores, -inf where nothing is visible, and the queries by the heads of the keys."""
+    batch, length, _, h = queries.q.shape
+    q = queries.q.reshape(batch, length, keys.k.shape[2], -1, h)
+    products = _product("bskgh,btkh->bkgst", q, keys.k)
+    capped = scoring.capped(products * scoring.scale_of(h))
+    return jnp.where(_visible(queries, keys, window), capped, -jnp.inf), q
+
+
+def _part_of_tile(queries: Queries, keys: Keys, scoring: Scoring, window: Window) -> Part:
+    scores, _ = _scores(queries, keys, scoring, window)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    weights = jnp.exp(scores - _finite(lse)[..., None])
+    o = _product("bkgst,btkh->bskgh", weights.astype(keys.v.dtype), keys.v)
+    return Part(o.reshape(queries.q.shape), _by_token(lse))
+
+
+def _gradients_of_tile(
+    queries: Queries, of_queries: OfQueries, keys: Keys, scoring: Scoring, window: Window
+) -> Gradients:
+    scores, q = _scores(queries, keys, scoring, window)
+    lse, delta = (_by_head(x, keys) for x in (of_queries.lse, of_queries.delta))
+    weights = jnp.exp(scores - _finite(lse)[..., None])
+    d_o = of_queries.d_o.reshape(q.shape).astype(keys.v.dtype)
+    d_weights = _product("bskgh,btkh->bkgst", d_o, keys.v)
+    d_scores = weights * (d_weights - delta[..., None]) * scoring.scale_of(q.shape[-1])
+    if scoring.softcap is not None:
+        d_scores *= soft_cap_slope(scores, scoring.softcap)
+    d_scores, weights = d_scores.astype(q.dtype), weights.astype(q.dtype)
+    return Gradients(
+        _product("bkgst,btkh->bskgh", d_scores, keys.k).reshape(queries.q.shape),
+        _product("bkgst,bskgh->btkh", d_scores, q),
+        _product("bkgst,bskgh->btkh", weights, d_o),
+    )
+
+
+def _by_token(x: Float[Array, "b kv g s"]) -> Float[Array, "b s heads"]:
+    x = x.reshape(x.shape[0], -1, x.shape[-1])
+    return x.swapaxes(1, 2)
+
+
+def _by_head(x: Float[Array, "b s heads"], keys: Keys) -> Float[Array, "b kv g s"]:
+    x = x.swapaxes(1, 2)
+    return x.reshape(x.shape[0], keys.k.shape[2], -1, x.shape[-1])
+
+
+def _product(dimensions: str, left: Array, right: Array) -> Array:
+    return jnp.einsum(dimensions, left, right, preferred_element_type=jnp.float32)
+
+
+def _finite(lse: Array) -> Array:
+    """0 for -inf: where nothing is visible, scores are less than what is taken from them."""
+    return jnp.where(jnp.isneginf(lse), 0.0, lse)

@@ -1,0 +1,414 @@
+"""One program for all stages that runs a schedule: a `lax.scan` over the ticks of each phase.
+
+Runs inside `shard_map`, manual over `pp`. Every device holds the layers of its stage and 1/N of
+embedding and head, and does the same operations in every tick, each on a microbatch of its own:
+
+    embed      the embedding of the microbatch that the first virtual stage is to forward: every
+               device looks up the tokens of its share of the vocabulary, the sum goes to all
+    forward    one stage's layers; the input, or what autodiff saves, is kept in a ring of slots
+    loss       final norm, head and loss of the microbatch that the last virtual stage takes back:
+               its output goes to all devices, and each does its share of the vocabulary
+    backward   the layers again from the stored input, and their vector-Jacobian products in
+               reverse; each layer's gradient is added where it stays
+    embedding  its gradient, from what the first virtual stage gives back
+
+So no stage is dearer than another, nothing is held for the head, and nothing depends on how many
+microbatches there are: `1f1b` reuses 2 N - 1 slots. Activations travel to the next stage, and
+gradients to the one before, by one `ppermute` each; what follows is in the next tick.
+
+The auxiliary outputs of a layer (`jaxforge.aux_outputs`) are added up on the layer's stage, in its
+forward pass. A loss term among them has its cotangent, 1, in the layer's own backward pass.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, PyTree
+
+from jaxforge.aux_outputs import Side, combine, merge
+from jaxforge.config.model import LAYERS
+from jaxforge.parallel import collectives
+from jaxforge.parallel.mesh import STAGES
+from jaxforge.parallel.pipeline.schedule import Phase, Schedule
+from jaxforge.parallel.pipeline.table import Actions, Column, Row, table
+from jaxforge.parallel.sharding import constrain
+from jaxforge.parallel.stages import only_rows, split_layers
+
+Microbatch = Any
+"""A tree of arrays [b, ...]."""
+Params = dict[str, Any]
+Cotangents = tuple[Array, Mapping[str, Array]]
+"""Of a layer's output and of the terms that it tells."""
+Pull = Callable[[Cotangents], tuple[Params, Array, PyTree]]
+Result = TypeVar("Result")
+
+
+class StageFunctions(NamedTuple):
+    """A model cut where stages are; each function is differentiable in its parameters and in x.
+
+    Attributes:
+        embed: (params, microbatch) -> x [b, s, d], what the first layer takes.
+        context: (x, microbatch) -> what all layers are told besides.
+        layer: (its kind, parameters of one layer, x, (context, the layer's untrained state)) -> x,
+            and what the layer tells. A `jax.checkpoint` in it decides what is saved between its
+            forward and its backward.
+        loss: (params, x, microbatch) -> what the loss tells.
+        kinds: the kind of each row of a stage's layers, in arrays [stages, rows].
+        is_layer: whether a row holds a layer [stages, rows].
+        saves_residuals: whether what autodiff saves is held from the forward of a stage on; else
+            the input of the stage is, and its layers run again before their backward.
+    """
+
+    embed: Callable[[Params, Microbatch], Array]
+    context: Callable[[Array, Microbatch], PyTree]
+    layer: Callable[[PyTree, Params, Array, PyTree], tuple[Array, Side]]
+    loss: Callable[[Params, Array, Microbatch], Side]
+    kinds: PyTree
+    is_layer: Bool[np.ndarray, "stages rows"]
+    saves_residuals: bool
+
+
+class _Carry(NamedTuple):
+    """What one tick hands to the next.
+
+    Attributes:
+        arriving: from the stage before: input of the next forward.
+        returning: from the stage after: gradient for the next backward.
+        ring: [slots, ...] what backwards wait for.
+        layers: gradients of the stage's layers, float32.
+        rest: gradients of all other parameters, float32.
+        loss_side: told by the loss so far.
+        layer_sides: told by the stage's layers, by row.
+    """
+
+    arriving: Array
+    returning: Array
+    ring: PyTree
+    layers: Params
+    rest: Params
+    loss_side: Side
+    layer_sides: Side
+
+
+def accumulate(
+    schedule: Schedule,
+    functions: StageFunctions,
+    params: Params,
+    state: PyTree,
+    axes: Params,
+    batch: Microbatch,
+) -> tuple[Params, Side, Side]:
+    """Gradients (float32) of a batch, and what the loss and this stage's layers tell of it.
+
+    All summed over its microbatches; of layers, by row.
+
+    Args:
+        schedule: for as many stages as `pp` has, and as many microbatches as the batch.
+        functions: the model.
+        params: this stage's share; `layers` is stacked, chunk after chunk.
+        state: what is not trained of the layers, stacked alike.
+        axes: logical axes of the parameters; gradients are laid out alike.
+        batch: a tree of arrays [m, ...].
+    """
+    stage = _Stage(schedule, functions, params, state, batch)
+    carry = stage.at_rest(axes)
+    for phase, rows in zip(schedule.phases(), table(schedule), strict=True):
+        carry, _ = jax.lax.scan(functools.partial(stage.tick, phase, rows), carry, rows)
+    return {**carry.rest, LAYERS: carry.layers}, carry.loss_side, carry.layer_sides
+
+
+def saving_vjp(
+    layer: Callable[[Params, Array, PyTree], tuple[Array, Side]],
+    params: Params,
+    x: Array,
+    context: PyTree,
+) -> tuple[Array, Side, list[Array], Callable[[list[Array]], Pull]]:
+    """A layer's output, what its backward needs besides its parameters, and how to go back with it.
+
+    What `jax.vjp` returns is a pytree of what autodiff saves. Those of its leaves that are leaves
+    of `params` or of `context` are at hand again in the backward, so nobody has to keep them.
+
+    Returns:
+        the output; what the layer tells; what is to be kept; and from what was kept, of whichever
+        x, to the function from the gradients of output and terms to those of `params`, x and
+        `context`.
+    """
+
+    def told_apart(*arguments: Any) -> tuple[tuple[Array, Mapping[str, Array]], Side]:  # noqa: ANN401
+        y, side = layer(*arguments)
+        return (y, side.terms), side
+
+    (y, _), pull, side = jax.vjp(told_apart, params, x, context, has_aux=True)
+    leaves, form = jax.tree.flatten(pull)
+    given = {id(leaf) for leaf in jax.tree.leaves((params, context))}
+    kept = [id(leaf) not in given for leaf in leaves]
+
+    def pull_of(saved: list[Array]) -> Pull:
+        rest = iter(saved)
+        of_x = [next(rest) if keep else leaf for leaf, keep in zip(leaves, kept, strict=True)]
+        return jax.tree.unflatten(form, of_x)
+
+    return y, side, [leaf for leaf, keep in zip(leaves, kept, strict=True) if keep], pull_of
+
+
+class _Stage:
+    """The program of one stage, which is that of all."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        functions: StageFunctions,
+        params: Params,
+        state: PyTree,
+        batch: Microbatch,
+    ) -> None:
+        self.schedule, self.functions, self.state, self.batch = schedule, functions, state, batch
+        self.layers, self.rest = split_layers(params)
+        self.index = jax.lax.axis_index(STAGES)
+        of_rows = jax.tree.map(jnp.asarray, (functions.kinds, functions.is_layer))
+        self.kinds, self.is_layer = jax.tree.map(lambda of_row: of_row[self.index], of_rows)
+        self.varying = collectives.varying_axes(batch) | {STAGES}
+
+    def at_rest(self, axes: Params) -> _Carry:
+        """Before the first tick: zeros, made to vary over the same mesh axes as what follows."""
+        microbatch = self._microbatch(0)
+        idle = _laid_out(self._zeros(jax.eval_shape(self.functions.embed, self.rest, microbatch)))
+        _, item, by_layers = jax.eval_shape(lambda: self._forward(0, idle, microbatch))
+        whole = self._zeros(idle, stages=False)
+        told = jax.eval_shape(lambda: self.functions.loss(self.rest, whole, microbatch))
+        told = jax.tree.map(lambda leaf: self._zeros(leaf, stages=False), told)
+        layer_sides = jax.tree.map(
+            lambda leaf: self._zeros(leaf, (len(self.is_layer), *leaf.shape[1:])), by_layers
+        )
+        rings = jax.tree.map(
+            lambda leaf: self._zeros(leaf, (self.schedule.slots, *leaf.shape)), item
+        )
+        rest = jax.tree.map(
+            lambda p, axes: constrain(jnp.zeros_like(p, jnp.float32), *axes),
+            {**self.rest, LAYERS: self.layers}, axes,
+        )  # fmt: skip
+        layers, rest = split_layers(rest)
+        return _Carry(idle, idle, rings, layers, rest, told, layer_sides)
+
+    def tick(self, phase: Phase, rows: Row, carry: _Carry, row: Row) -> tuple[_Carry, None]:
+        """All stages' actions of one tick."""
+        if phase.forward:
+            carry = self._go_forward(carry, rows, row)
+        if phase.backward:
+            carry = self._go_backward(carry, rows, row)
+        return carry, None
+
+    def _go_forward(self, carry: _Carry, rows: Row, row: Row) -> _Carry:
+        actions = self._mine(row.forward)
+
+        def embed() -> Array:
+            return self.functions.embed(self.rest, self._microbatch(row.embeds))
+
+        nothing = self._zeros(carry.arriving, stages=False)
+        entering = self._when(rows.embeds, row.embeds, embed, nothing, cheap=True)
+        x = jnp.where(self._is_first(actions), entering, carry.arriving)
+        y, item, told = self._forward(actions.chunk, x, self._microbatch(actions.microbatch))
+        told = self._plus_rows(carry.layer_sides, told, actions.chunk, row.is_forward[self.index])
+        ring = jax.tree.map(
+            lambda ring, leaf: jax.lax.dynamic_update_index_in_dim(ring, leaf, actions.slot, 0),
+            carry.ring, item,
+        )  # fmt: skip
+        return carry._replace(arriving=self._sent(y, +1), ring=ring, layer_sides=told)
+
+    def _go_backward(self, carry: _Carry, rows: Row, row: Row) -> _Carry:
+        actions, works = self._mine(row.backward), row.is_backward[self.index]
+        item = jax.tree.map(
+            lambda ring: jax.lax.dynamic_index_in_dim(ring, actions.slot, 0, keepdims=False),
+            carry.ring,
+        )
+        microbatch = self._microbatch(actions.microbatch)
+        if self.functions.saves_residuals:
+            y, saved = item
+        else:
+            y, saved, _ = self._saving(actions.chunk, item, microbatch)
+        is_last = (self.index == self.schedule.stages - 1) & (
+            actions.chunk == self.schedule.chunks - 1
+        )
+
+        def head_and_loss() -> tuple[Params, Side, Array]:
+            microbatch = self._microbatch(row.losses)
+            x = self._to_all(jnp.where(is_last, y, 0))
+
+            def loss(rest: Params, x: Array) -> tuple[Array, Side]:
+                side = self.functions.loss(rest, x, microbatch)
+                return side.loss, side
+
+            value, of_loss, side = jax.vjp(loss, self.rest, x, has_aux=True)
+            d_rest, d_x = of_loss(jnp.ones_like(value))
+            return _plus(carry.rest, d_rest), merge(carry.loss_side, side), d_x
+
+        unchanged = (carry.rest, carry.loss_side, self._zeros(y, stages=False))
+        rest, told, d_last = self._when(rows.losses, row.losses, head_and_loss, unchanged)
+        d_y = jnp.where(is_last, d_last, carry.returning)
+        d_y = jnp.where(works, d_y, 0)  # nothing comes of an idle stage
+        d_x, layers = self._backward(actions.chunk, d_y, works, saved, microbatch, carry.layers)
+
+        def embed_backward() -> Params:
+            microbatch = self._microbatch(row.embed_backwards)
+            d_entering = self._to_all(jnp.where(self._is_first(actions), d_x, 0))
+            _, pull = jax.vjp(lambda rest: self.functions.embed(rest, microbatch), self.rest)
+            return _plus(rest, pull(d_entering)[0])
+
+        rest = self._when(
+            rows.embed_backwards, row.embed_backwards, embed_backward, rest, cheap=True
+        )
+        return carry._replace(
+            returning=self._sent(d_x, -1), layers=layers, rest=rest, loss_side=told
+        )
+
+    def _forward(
+        self, chunk: Array | int, x: Array, microbatch: Microbatch
+    ) -> tuple[Array, PyTree, Side]:
+        """The output of one of the stage's chunks, what the ring keeps for its backward, and what
+        its layers tell.
+        """
+        if self.functions.saves_residuals:
+            y, saved, told = self._saving(chunk, x, microbatch)
+            return y, (y, saved), told
+        context = self.functions.context(x, microbatch)
+
+        def one(x: Array, row: Array) -> tuple[Array, Side]:
+            return self._run(row)(self._layer(row), x, self._given(context, row))
+
+        y, told = jax.lax.scan(one, x, self._rows_of(chunk))
+        return y, x, told
+
+    def _saving(
+        self, chunk: Array | int, x: Array, microbatch: Microbatch
+    ) -> tuple[Array, list[Array], Side]:
+        """The output of a chunk, and of each layer what autodiff saves and what it tells."""
+        context = self.functions.context(x, microbatch)
+
+        def one(x: Array, row: Array) -> tuple[Array, tuple[list[Array], Side]]:
+            given = self._given(context, row)
+            y, side, saved, _ = saving_vjp(self._run(row), self._layer(row), x, given)
+            return y, (saved, side)
+
+        y, (saved, told) = jax.lax.scan(one, x, self._rows_of(chunk))
+        return y, saved, told
+
+    def _backward(
+        self,
+        chunk: Array,
+        d_y: Array,
+        works: Array,
+        saved: list[Array],
+        microbatch: Microbatch,
+        grads: Params,
+    ) -> tuple[Array, Params]:
+        """The gradient of a chunk's input, and `grads` with those of its layers added."""
+        context = self.functions.context(d_y, microbatch)
+
+        def one(carry: tuple[Array, Params], of_layer: tuple[Array, list[Array]]) -> Any:  # noqa: ANN401
+            (d_y, grads), (row, saved) = carry, of_layer
+            # Only the form of this is used: what it has computed is replaced, and so dropped.
+            given = self._given(context, row)
+            _, side, _, pull_of = saving_vjp(self._run(row), self._layer(row), d_y, given)
+            counts = works & self.is_layer[row]
+            d_terms = jax.tree.map(
+                lambda term: jnp.where(counts, jnp.ones_like(term), 0), side.terms
+            )
+            d_layer, d_x, _ = pull_of(saved)((d_y, d_terms))
+            add = functools.partial(_add_row, row=row)
+            return (d_x, jax.tree.map(add, grads, d_layer)), None
+
+        rows = self._rows_of(chunk)
+        return jax.lax.scan(one, (d_y, grads), (rows, saved), reverse=True)[0]
+
+    def _rows_of(self, chunk: Array | int) -> Array:
+        """Where a chunk's layers are among the stage's."""
+        n = jax.tree.leaves(self.layers)[0].shape[0] // self.schedule.chunks
+        return chunk * n + jnp.arange(n)
+
+    def _plus_rows(self, total: Side, told: Side, chunk: Array, tells: Array) -> Side:
+        """With what a chunk's layers tell; idle stages and rows without a layer tell nothing."""
+        rows = self._rows_of(chunk)
+        real = functools.partial(only_rows, tells & self.is_layer[rows])
+        return combine(
+            lambda total, told: total.at[rows].add(real(told)),
+            lambda total, told: total.at[rows].max(real(told)),
+            total, told,
+        )  # fmt: skip
+
+    def _run(self, row: Array) -> Callable[[Params, Array, PyTree], tuple[Array, Side]]:
+        """What runs the layer of a row."""
+        kind = jax.tree.map(lambda of_rows: of_rows[row], self.kinds)
+        return functools.partial(self.functions.layer, kind)
+
+    def _layer(self, row: Array) -> Params:
+        return _row_of(self.layers, row)
+
+    def _given(self, context: PyTree, row: Array) -> tuple[PyTree, PyTree]:
+        return context, _row_of(self.state, row)
+
+    def _when(
+        self, column: Column, now: Array, actions: Callable[[], Result], otherwise: Result,
+        *, cheap: bool = False,
+    ) -> Result:  # fmt: skip
+        """Does what only some ticks of a phase have to, by the same branch on all devices.
+
+        Args:
+            column: the microbatch of every tick of the phase; -1: none.
+            now: that of this tick.
+            actions: what is done with it.
+            otherwise: what stands in its place.
+            cheap: better done in vain than by a branch, with nothing coming of it.
+        """
+        if (column < 0).all():
+            return otherwise
+        if (column >= 0).all() or (cheap and self.schedule.chunks == 1):
+            return actions()
+        return jax.lax.cond(now >= 0, actions, lambda: otherwise)
+
+    def _mine(self, works: Actions) -> Actions:
+        return Actions(*(column[self.index] for column in works))
+
+    def _microbatch(self, index: Array | int) -> Microbatch:
+        return _row_of(self.batch, jnp.maximum(index, 0))
+
+    def _is_first(self, actions: Actions) -> Array:
+        return (self.index == 0) & (actions.chunk == 0)
+
+    def _sent(self, x: Array, by: int) -> Array:
+        n = self.schedule.stages
+        return _laid_out(jax.lax.ppermute(x, STAGES, [(i, (i + by) % n) for i in range(n)]))
+
+    def _to_all(self, x: Array) -> Array:
+        """What one stage has and the others have zeros for."""
+        return _laid_out(collectives.psum(x, LAYERS))
+
+    def _zeros(
+        self,
+        like: Array | jax.ShapeDtypeStruct,
+        shape: tuple[int, ...] | None = None,
+        *,
+        stages: bool = True,
+    ) -> Array:
+        axes = self.varying if stages else self.varying - {STAGES}
+        zeros = jnp.zeros(like.shape if shape is None else shape, like.dtype)
+        return collectives.varying(zeros, axes)
+
+
+def _row_of(stacked: PyTree, row: Array) -> PyTree:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, row, 0, keepdims=False), stacked)
+
+
+def _add_row(total: Array, more: Array, row: Array) -> Array:
+    return total.at[row].add(more.astype(total.dtype))
+
+
+def _plus(total: PyTree, more: PyTree) -> PyTree:
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)
+
+
+def _laid_out(x_BSD: Array) -> Array:
+    return constrain(x_BSD, "batch", "seq", None)

@@ -1,0 +1,1 @@
+"""Run directories: config, starts, metrics and how they are read."""

@@ -1,0 +1,81 @@
+"""Facts of a start in which all processes of a job must agree (`parallel.agreement`)."""
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import jaxforge
+from jaxforge.config.job import JobConfig
+from jaxforge.config.reading.unresolved import UnresolvedConfig
+from jaxforge.runs import starts
+
+ENVIRONMENT = (
+    "XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS", "JAX_ENABLE_X64", "JAX_DEFAULT_DTYPE_BITS",
+    "JAX_DEFAULT_MATMUL_PRECISION", "JAX_DEFAULT_PRNG_IMPL", "JAX_THREEFRY_PARTITIONABLE",
+    "JAX_NUMPY_DTYPE_PROMOTION", "NVIDIA_TF32_OVERRIDE", "NPROC",
+)  # fmt: skip
+"""Variables that change what is computed; no others are looked at."""
+
+PER_HOST = {
+    "train.compilation_cache_dir": "a cache of the host",
+    "train.executable": "a copy of one program, which is checked when it is loaded",
+    "checkpoint.non_persistent_dir": "looked at by all processes when it is opened",
+    "profiling": "traces change nothing, and are of the processes that profiling.hosts names",
+}
+"""Sections and keys that may differ between processes, and why."""
+
+_PER_HOST_ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC")
+"""Variables that may differ: where dumps of the compiler go, and how many threads a host has."""
+
+
+def of_start(config: JobConfig | UnresolvedConfig) -> dict[str, Any]:
+    """Return what all processes must start with, as fact -> JSON."""
+    known = config.known if isinstance(config, UnresolvedConfig) else config
+    values = {
+        f"{section}.{key}": value
+        for section, keys in known.model_dump(mode="json").items()
+        for key, value in keys.items()
+        if section not in PER_HOST and f"{section}.{key}" not in PER_HOST
+    }
+    durations = config.durations if isinstance(config, UnresolvedConfig) else {}
+    environment = {
+        name: os.environ.get(name) for name in ENVIRONMENT if name not in _PER_HOST_ENVIRONMENT
+    }
+    versions = {f"version of {name}": number for name, number in starts.versions().items()}
+    code = {f"code of {name} (SHA-256)": found[:16] for name, found in code_hashes(known).items()}
+    return {**values, **durations, **environment, **versions, **code}
+
+
+def code_hashes(config: JobConfig) -> dict[str, str]:
+    """Return the SHA-256 of the sources of jaxforge, and of the modules that `[plugins]` names."""
+    places = {"jaxforge": Path(jaxforge.__file__).parent, **plugin_sources(config)}
+    return {name: source_hash(place) for name, place in places.items()}
+
+
+def plugin_sources(config: JobConfig) -> dict[str, Path]:
+    """Return file, or directory of a package, of each module of `[plugins]` that is imported.
+
+    Others are left out: to search for a module may import the packages around it.
+    """
+    found = {}
+    for name in dict.fromkeys(config.plugins.names.all_modules()):
+        spec = getattr(sys.modules.get(name), "__spec__", None)
+        if spec and spec.origin:
+            file = Path(spec.origin)
+            found[name] = file.parent if file.name == "__init__.py" else file
+    return found
+
+
+def source_hash(place: Path) -> str:
+    """Return the SHA-256 of the Python files of a directory, or of one file, with their names."""
+    total = hashlib.sha256()
+    for file in source_files(place):
+        total.update(f"{file.relative_to(place.parent)}\n".encode() + file.read_bytes())
+    return total.hexdigest()
+
+
+def source_files(place: Path) -> list[Path]:
+    """Return the Python files of a directory in order, or the one file."""
+    return sorted(place.rglob("*.py")) if place.is_dir() else [place]

@@ -1,0 +1,365 @@
+"""What a run directory tells about its run; the run may still be going on."""
+
+import dataclasses
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from jaxforge.cli.suggestions import path_hint
+from jaxforge.config import trust
+from jaxforge.config.job import JobConfig
+from jaxforge.config.model import MODELS
+from jaxforge.config.reading.load import load_config
+from jaxforge.errors import UserError, printable
+from jaxforge.runs import lines, starts
+from jaxforge.runs.loads import LoadReader, Loads
+from jaxforge.storage.untrusted_json import (
+    LINE,
+    Field,
+    Omissions,
+    is_number,
+    is_step,
+    is_table,
+    is_text,
+    is_time,
+    read_lines,
+)
+from jaxforge.telemetry.sinks import SAMPLES
+
+_METRICS = "metrics.jsonl"
+_NEEDED = ("train/loss", "train/tokens", "train/step_time_sec", "train/skipped_steps")
+_METRICS_AT_MOST = 4000  # of a run; a model of 500 layers has 2,500
+_TAIL = 256  # bytes by which a file is known again
+
+
+class Series(NamedTuple):
+    """One metric over the run.
+
+    Attributes:
+        step: [n], increasing.
+        time: [n], Unix seconds.
+        value: [n]; NaN where what was logged is not finite.
+    """
+
+    step: np.ndarray
+    time: np.ndarray
+    value: np.ndarray
+
+    @property
+    def last(self) -> float:
+        """The latest value."""
+        return float(self.value[-1])
+
+    @property
+    def last_finite(self) -> float:
+        """The latest finite value; 0 where there is none."""
+        finite = self.value[np.isfinite(self.value)]
+        return float(finite[-1]) if finite.size else 0.0
+
+    @property
+    def smoothed(self) -> float:
+        """The mean of the last fiftieth of the values, those that are finite; else NaN."""
+        late = self.value[-max(1, len(self.value) // 50) :]
+        finite = late[np.isfinite(late)]
+        return float(finite.mean()) if finite.size else np.nan
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run as far as it is logged.
+
+    Attributes:
+        name: what the page calls it.
+        config: its resolved config.
+        toml: the same, as its file has it.
+        parameters: number of parameters of the model; None where only a plugin can tell.
+        series: by name of the metric; "train/loss" is always there.
+        loads: of experts; None of a run without any.
+        starts: as of `starts.read`, the latest last.
+        samples: what the model wrote, as lines of samples.jsonl, the latest last.
+        omissions: messages about damaged parts of its files, which are left out.
+    """
+
+    name: str
+    config: JobConfig
+    toml: str
+    parameters: int | None
+    series: dict[str, Series]
+    loads: Loads | None
+    starts: Sequence[Mapping[str, Any]]
+    samples: Sequence[Mapping[str, Any]]
+    omissions: Sequence[str] = ()
+
+    @property
+    def resumes(self) -> list[int]:
+        """Steps after which it was started again, as far as they belong to the present curve.
+
+        A start from an earlier step than another one's undoes that one.
+        """
+        found: list[int] = []
+        for step in (start["step"] for start in self.starts):
+            while found and found[-1] > step:
+                found.pop()
+            found.append(step)
+        logged = self.series["train/loss"].step
+        return [step for step in found if logged[0] <= step < logged[-1]]
+
+    @property
+    def steps(self) -> int:
+        """The last step that is logged."""
+        return int(self.series["train/loss"].step[-1])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of applied updates, padding and masked ones included."""
+        return int(self.series["train/tokens"].last_finite)
+
+    @property
+    def skipped(self) -> int:
+        """Steps whose update was not applied."""
+        return int(self.series["train/skipped_steps"].last_finite)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time from the first step to the last, pauses between restarts included."""
+        time = self.series["train/loss"].time
+        return float(time[-1] - time[0] + self.series["train/step_time_sec"].value[0])
+
+    @property
+    def seconds_in_steps(self) -> float:
+        """Time spent in training steps: without evaluation, checkpoints and restarts."""
+        step, _, seconds = self.series["train/step_time_sec"]
+        before = max(0, int(step[0]) - self.config.metrics.log_interval)  # another run's, if any
+        return float(np.sum(seconds * np.diff(step, prepend=before)))
+
+    def position(self, steps: ArrayLike, axis: str) -> np.ndarray:
+        """Where steps lie on a horizontal axis: "steps", "tokens" or "hours"."""
+        if axis == "steps":
+            return np.asarray(steps, float)
+        step, time, tokens = self.series["train/tokens"]
+        along = tokens if axis == "tokens" else (time - time[0]) / 3600
+        finite = np.isfinite(along)
+        if not finite.any():
+            return np.zeros(np.shape(steps))
+        return np.interp(np.asarray(steps), step[finite], along[finite])
+
+
+class NotYetError(UserError):
+    """There is no run, or it has logged nothing; it may still come."""
+
+
+class MetricsFile:
+    """`metrics.jsonl` as far as it was read; what is appended later is read alone.
+
+    Args:
+        path: the run directory.
+        exact: as of `lines.read`.
+    """
+
+    def __init__(self, path: Path, *, exact: bool = False) -> None:
+        self._path, self._exact = path, exact
+        self._begin()
+
+    def _begin(self) -> None:
+        self._end, self._tail = 0, b""
+        self._parts: dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = defaultdict(list)
+        self._loads = LoadReader()
+        self._lines = 0
+        self._omissions = Omissions(self._path / _METRICS)
+
+    @property
+    def omissions(self) -> list[str]:
+        """Messages about damaged lines, which are left out."""
+        return self._omissions.messages()
+
+    def read(self, *, processes: bool = False) -> tuple[dict[str, Series], Loads | None]:
+        """The metrics by name, and the load of experts.
+
+        Args:
+            processes: as of `lines.read`.
+
+        Raises:
+            NotYetError: there is no such file.
+            UserError: the file cannot be read.
+        """
+        file = self._path / _METRICS
+        if not file.is_file():
+            raise NotYetError(_no_metrics(self._path))
+        try:
+            if not self._goes_on(file):  # it was cut: the run went back to a checkpoint
+                self._begin()
+            for part in lines.read(file, self._end, exact=self._exact, processes=processes):
+                self._take(part)
+            self._remember(file)
+            if file.stat().st_size - self._end >= LINE:
+                self._omissions.note(f"a line of more than {LINE:,} bytes and all after it")
+        except OSError as error:
+            raise UserError(f"cannot read {file}: {error.strerror}") from error
+        series = {name: lines.joined(parts) for name, parts in self._parts.items()}
+        self._parts = defaultdict(list, {name: [one] for name, one in series.items()})
+        return (
+            {name: Series(step.astype(int), *rest) for name, (step, *rest) in series.items()},
+            self._loads.loads(),
+        )
+
+    def _take(self, part: lines.Columns) -> None:
+        self._end = part.end
+        for number, problem in part.damaged:
+            self._omissions.add(self._lines + number, problem)
+        self._lines += part.lines
+        for name, columns in part.values.items():
+            if name in self._parts or len(self._parts) < _METRICS_AT_MOST:
+                self._parts[name].append(columns)
+            else:
+                self._omissions.note(f"more than {_METRICS_AT_MOST:,} metrics; the others")
+        for line in part.lists:
+            if problem := self._loads.take(line):
+                self._omissions.note(f"step {line['step']:,}: {problem}; the loads")
+
+    def _goes_on(self, file: Path) -> bool:
+        with file.open("rb") as opened:
+            opened.seek(max(0, self._end - _TAIL))
+            return opened.read(min(_TAIL, self._end)) == self._tail
+
+    def _remember(self, file: Path) -> None:
+        with file.open("rb") as opened:
+            opened.seek(max(0, self._end - _TAIL))
+            self._tail = opened.read(min(_TAIL, self._end))
+
+
+class RunReader:
+    """A run directory, read again and again.
+
+    Args:
+        path: the directory.
+        name: as of `Run`.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.name = name
+        self._path, self._metrics = path, MetricsFile(path)
+        self._parameters: dict[str, int | None] = {}
+
+    def read(self, *, processes: bool = False) -> Run:
+        """The run as it is now.
+
+        Args:
+            processes: as of `lines.read`.
+
+        Raises:
+            NotYetError: no step is logged.
+            UserError: the directory is damaged.
+        """
+        series, loads = self._metrics.read(processes=processes)
+        if missing := [name for name in _NEEDED if name not in series]:
+            raise NotYetError(
+                f"{self._path / _METRICS} has no {missing[0]}: no step is logged yet, or an older "
+                "version logged them; wait for the first step, or train on with this version"
+            )
+        place, omissions = self._path / "config.toml", self._metrics.omissions
+        if place.exists() and not place.is_file():
+            raise UserError(f"{place} is no file")
+        config = load_config(place, trusts=trust.never)
+        begun, strange = _read_lines(self._path / starts.FILE_NAME, _START)
+        samples, unreadable = _read_lines(self._path / SAMPLES, _SAMPLE)
+        toml = place.read_text(encoding="utf-8")
+        if toml not in self._parameters:
+            noted = begun[-1].get("parameters") if begun else None
+            self._parameters = {toml: int(noted) if noted else _parameters(config)}
+        return Run(
+            name=self.name,
+            config=config,
+            toml=toml,
+            parameters=self._parameters[toml],
+            series=series,
+            loads=loads,
+            starts=begun,
+            samples=samples,
+            omissions=[*omissions, *strange, *unreadable],
+        )
+
+
+def readers(paths: Sequence[Path]) -> list[RunReader]:
+    """One for each run; those of the same name are told apart by their paths."""
+    names = [path.resolve().name for path in paths]
+    return [
+        RunReader(path, name if names.count(name) == 1 else str(path))
+        for path, name in zip(paths, names, strict=True)
+    ]
+
+
+def read_runs(paths: Sequence[Path], *, processes: bool = False) -> list[Run]:
+    """Reads runs.
+
+    Args:
+        paths: run directories.
+        processes: as of `lines.read`.
+
+    Raises:
+        UserError: a directory is no run, has logged no step yet, or its config is damaged.
+    """
+    return [reader.read(processes=processes) for reader in readers(paths)]
+
+
+def read_metrics(path: Path) -> dict[str, Series]:
+    """Read what a run has logged so far, by name.
+
+    Lists are left out, and damaged lines with a warning.
+
+    Raises:
+        UserError: the directory is no run.
+    """
+    file = MetricsFile(path, exact=True)
+    series, _ = file.read()
+    for message in file.omissions:
+        warnings.warn(printable(message), stacklevel=2)
+    return series
+
+
+def _parameters(config: JobConfig) -> int | None:
+    """Of a run whose starts are not noted; None of a model that a plugin would have to register."""
+    if config.model.model_type not in MODELS.names():
+        return None
+    from jaxforge.model.transformer import build_model, parameter_count  # imports JAX: two seconds
+
+    return parameter_count(build_model(config).abstract)
+
+
+_SAMPLE = {
+    "step": Field(is_step, "the number of a step"),
+    "prompt": Field(is_text, "text"),
+    "text": Field(is_text, "text"),
+}
+_START = {
+    "step": Field(is_step, "the number of a step"),
+    "time": Field(is_time, "a time in seconds since 1970"),
+    "command": Field(is_text, "text"),
+    "versions": Field(lambda value: is_table(value, str), "a table of texts"),
+    "git": Field(
+        lambda git: is_table(git, str | bool) and is_text(git.get("commit", "")), "a table of texts"
+    ),
+    "parameters": Field(is_number, "a number", required=False),
+    "devices": Field(is_text, "text", required=False),
+}
+
+
+def _read_lines(path: Path, fields: Mapping[str, Field]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Read the sound lines of a file that may not exist, and messages about the others."""
+    omissions = Omissions(path)
+    return read_lines(path, fields, omissions), omissions.messages()
+
+
+def _no_metrics(path: Path) -> str:
+    if not path.is_dir():
+        hint = path_hint(path) or "; name the checkpoint.dir of a run"
+        return f"no run directory at {path}{hint}"
+    if (path / "config.toml").exists():
+        return f"{path} has no {_METRICS} yet; wait for the first step to be logged"
+    below = sorted(str(found.parent) for found in path.glob(f"*/{_METRICS}"))
+    hint = f"; did you mean {' or '.join(below[:3])}?" if below else ""
+    return f"{path} is no run directory: it has no {_METRICS}{hint}"

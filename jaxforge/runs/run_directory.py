@@ -1,0 +1,326 @@
+"""The run directory, `checkpoint.dir`: everything that belongs to one run.
+
+It may be in a bucket; all but the checkpoints is then written here and copied there (`mirror`).
+
+run.lock          who trains in it now (`run_lock`)
+config.toml       the resolved config of the latest start
+configs/          those of all starts that the run comes from, by the step that each went on from
+metrics.jsonl     an object per logged step (`telemetry.sinks.JsonlSink`)
+starts.jsonl      an object per start: time, command, versions (`starts`)
+samples.jsonl     an object per text that the model wrote (`eval.sample_interval`)
+activations/      step_<n>/: what was captured (`eval.activations_interval`)
+logs/             a log per process
+tokenizer/        a copy of the data's tokenizer, where there is one
+huggingface/      config.json and generation_config.json of an import, for exports (`torch_compat`)
+checkpoints/      `checkpoint.manager`
+tb_logs/          TensorBoard's files, with `metrics.enable_tensorboard`
+wandb/            W&B's files, with `metrics.enable_wandb`
+profiler_traces/  with `profiling.enable`
+"""
+
+import logging
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from jaxforge.cli.suggestions import path_hint
+from jaxforge.config import trust
+from jaxforge.config.job import JobConfig
+from jaxforge.config.reading.load import load_config, load_config_of_run
+from jaxforge.config.reading.unresolved import UnresolvedConfig
+from jaxforge.data.corpus.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
+from jaxforge.errors import UserError
+from jaxforge.runs import starts
+from jaxforge.storage import mirror, safe_files, urls
+from jaxforge.storage.untrusted_json import Field, Omissions, is_step, read_lines
+
+log = logging.getLogger(__name__)
+
+_CONFIG = "config.toml"
+_DAMAGED_CONFIG = "config.damaged.toml"
+_CONFIGS = "configs"
+_METRICS, _SAMPLES = "metrics.jsonl", "samples.jsonl"
+_TOKENIZER = "tokenizer"
+
+
+def tell_changes(run: Path, config: JobConfig) -> None:
+    """Log what of the config has changed since the run last started.
+
+    `config.toml` may have been edited since, to start from: the last start is in `configs/`.
+    """
+    started = _starts(run)
+    path = _from_step(run, max(started)) if started else run / _CONFIG
+    if jax.process_index() != 0 or not path.exists():
+        return
+    try:
+        before = load_config(path, trusts=trust.never)
+    except UserError as error:
+        log.warning("what has changed since this run last started is not known: its config is "
+                    "damaged (%s)", error)  # fmt: skip
+    else:
+        for change in changes(before, config):
+            log.warning("changed since this run last started: %s", change)
+
+
+def check_not_moved(config: UnresolvedConfig) -> None:
+    """Refuse the `config.toml` of a run that was moved: a start would begin anew at its old path.
+
+    Of a run that was copied the first one is trained, which is a warning.
+
+    Raises:
+        UserError: it was, and the command line does not say where to train.
+    """
+    file, place = Path(config.file).absolute(), config.known.checkpoint.dir
+    if file.name != _CONFIG or config.is_on_command_line("checkpoint.dir"):
+        return
+    here, is_local = file.parent, not urls.in_bucket(place)
+    if not _has_steps(here) or (is_local and Path(place).resolve() == here.resolve()):
+        return
+    what = f"{config.file} lies in a run directory, and names another: checkpoint.dir = {place}"
+    if is_local and not _has_steps(Path(place)):
+        raise UserError(
+            f"{what}, where no run is. Was the run moved? --checkpoint.dir={here} resumes it where "
+            "it is; another --checkpoint.dir begins a run there"
+        )
+    log.warning("%s, which is trained; --checkpoint.dir=%s trains this one", what, here)
+
+
+def _has_steps(run: Path) -> bool:
+    return any((run / "checkpoints").glob("step_*"))
+
+
+def check_not_lost(run: Path) -> None:
+    """Refuse to begin anew over the metrics of a run whose checkpoints are gone.
+
+    Args:
+        run: the directory; there is no checkpoint in it.
+
+    Raises:
+        UserError: it had some.
+    """
+    logged = _logged_steps(run / _METRICS)
+    has_saved = any(is_saved for _, is_saved in logged)
+    if not has_saved and not any(start.get("step") for start in starts.read(run)):
+        return
+    last = max((step for step, _ in logged), default=0)
+    raise UserError(
+        f"checkpoint.dir = {run}: the run there logged {last:,} steps and saved checkpoints, and "
+        f"no checkpoint is left: it would begin at step 0 and replace {_METRICS}. Bring "
+        f"{run}/checkpoints back to resume; to begin anew, name another checkpoint.dir, or move "
+        "this one away"
+    )
+
+
+def put_metrics_aside(run: Path) -> None:
+    """Rename metrics and samples of steps that no checkpoint explains, before a run begins anew.
+
+    Such are left where a run is killed before its first checkpoint.
+
+    Raises:
+        UserError: the directory cannot be written.
+    """
+    if jax.process_index() != 0 or not any(step for step, _ in _logged_steps(run / _METRICS)):
+        return
+    number = 1
+    while (run / f"metrics.before_{number}.jsonl").exists():
+        number += 1
+    for name in (_METRICS, _SAMPLES):
+        if (run / name).exists():
+            aside = run / name.replace(".", f".before_{number}.", 1)
+            try:
+                (run / name).rename(aside)
+            except OSError as error:
+                raise UserError(f"{run / name}: {error.strerror}") from error
+            log.warning("this run begins anew: %s is now %s", name, aside.name)
+
+
+def _logged_steps(path: Path) -> list[tuple[int, bool]]:
+    """Return the step of each whole line of metrics, and whether it says that a save is durable."""
+    lines = read_lines(path, {"step": Field(is_step, "the number of a step")}, Omissions(path))
+    return [(int(values["step"]), "checkpoint/save_sec" in values) for values in lines]
+
+
+def root(config: JobConfig) -> Path:
+    """The run directory, on this machine or in a bucket."""
+    return urls.path(config.checkpoint.dir, "checkpoint.dir")
+
+
+def open_mirror(config: JobConfig) -> mirror.Mirror | None:
+    """What keeps `files` in the bucket that the run is in; None where it is in none."""
+    run = root(config)
+    if not urls.in_bucket(run):
+        return None
+    logs = [f"logs/process_{jax.process_index()}.log"]
+    shared = [
+        _CONFIG,
+        _CONFIGS,
+        *(
+            f"{Path(name).stem}{kind}.jsonl"
+            for name in (_METRICS, starts.FILE_NAME, _SAMPLES)
+            for kind in ("", ".damaged")
+        ),
+        "progress.txt",
+        _TOKENIZER,
+    ]  # process 0 goes on with them
+    return mirror.Mirror(run, jax.process_index(), logs + shared * (jax.process_index() == 0))
+
+
+def prepare(run: Path, config: JobConfig) -> None:
+    """Makes the directory with its `config.toml`, and `tokenizer/` where there is none yet.
+
+    Raises:
+        UserError: the directory cannot be written.
+    """
+    if jax.process_index() != 0 and not urls.in_bucket(config.checkpoint.dir):
+        return  # of a run in a bucket, each process has files of its own
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        tokenizer = tokenizer_for(run, config)
+        if tokenizer is not None and not (run / _TOKENIZER).exists():
+            _write_tokenizer(run, tokenizer)
+        _put_aside_if_damaged(run / _CONFIG)
+        _replace(run / _CONFIG, config)
+    except OSError as error:
+        raise UserError(f"checkpoint.dir = {run}: {error.strerror}") from error
+
+
+def _put_aside_if_damaged(path: Path) -> None:
+    try:
+        if path.exists():
+            load_config(path, trusts=trust.never)
+    except UserError as error:
+        path.replace(path.with_name(_DAMAGED_CONFIG))
+        log.warning("%s was damaged (%s): moved to %s", path, error, _DAMAGED_CONFIG)
+
+
+def note_start(run: Path, config: JobConfig, step: int) -> None:
+    """Keeps the config of a start that goes on from `step`; later ones are undone by it.
+
+    Raises:
+        UserError: the directory cannot be written.
+    """
+    if jax.process_index() != 0:
+        return
+    try:
+        safe_files.make_directory(run / _CONFIGS)
+        _replace(_from_step(run, step), config)
+        for undone in (found for found in _starts(run) if found > step):
+            _from_step(run, undone).unlink()
+    except OSError as error:
+        raise UserError(f"checkpoint.dir = {run}: {error.strerror}") from error
+
+
+def config_of_step(run: Path, step: int) -> JobConfig:
+    """The config with which a step was made, as far as the run says it; else its latest.
+
+    Args:
+        run: the directory.
+        step: from 1.
+    """
+    if not any(start < step for start in _starts(run)):
+        return read_config(run)
+    return load_config_of_run(_from_step(run, start_before(run, step)), run)
+
+
+def start_before(run: Path, step: int) -> int:
+    """The step that the start went on from which made a step; 0 where the run does not say."""
+    return max((start for start in _starts(run) if start < step), default=0)
+
+
+def steps_by_start(run: Path, first: int, last: int) -> list[tuple[int, int]]:
+    """Steps from `first` to `last`, cut where the run was started with another config."""
+    found = []
+    while last >= first:
+        start = start_before(run, last)
+        found.append((max(first, start + 1), last))
+        last = start
+    return found[::-1]
+
+
+def _starts(run: Path) -> list[int]:
+    """The steps that starts went on from."""
+    found = (run / _CONFIGS).glob("from_step_*.toml")
+    return [int(n) for one in found if (n := one.stem.removeprefix("from_step_")).isdigit()]
+
+
+def _from_step(run: Path, step: int) -> Path:
+    return run / _CONFIGS / f"from_step_{step}.toml"
+
+
+def _replace(path: Path, config: JobConfig) -> None:
+    safe_files.replace_text(path, config.to_toml())
+
+
+def read_config(run: Path, overrides: Sequence[str] = ()) -> JobConfig:
+    """Return the config of a run for its use, with settings such as "--distributed.tp=2" over it.
+
+    Plugins are imported where the run is trusted, and settings that write files are left out.
+
+    Raises:
+        UserError: there is no such run, or the settings are wrong.
+    """
+    return load_config_of_run(_config_file(run), run, overrides)
+
+
+def shown_config(run: Path) -> JobConfig:
+    """Return the config of a run as it stands, to be looked at: nothing is imported.
+
+    Raises:
+        UserError: there is no such run, or its config is damaged.
+    """
+    return load_config(_config_file(run), trusts=trust.never)
+
+
+def _config_file(run: Path) -> Path:
+    if not (run / _CONFIG).is_file():
+        raise UserError(f"no run at {run}: it has no {_CONFIG}{path_hint(run)}")
+    return run / _CONFIG
+
+
+def find_tokenizer(run: Path) -> Tokenizer | None:
+    """The tokenizer of a run's data, where they had one."""
+    return load_tokenizer(run / _TOKENIZER) if (run / _TOKENIZER).is_dir() else None
+
+
+def tokenizer_for(run: Path, config: JobConfig) -> Tokenizer | None:
+    """The run's tokenizer; before there is one, that of the config's data, where they have one."""
+    source = tokenizer_of(config.data)
+    return find_tokenizer(run) or (load_tokenizer(source) if source else None)
+
+
+def read_tokenizer(run: Path) -> Tokenizer:
+    """The tokenizer of a run's data.
+
+    Raises:
+        UserError: the run's data had none.
+    """
+    tokenizer = find_tokenizer(run)
+    if tokenizer is None:
+        raise UserError(
+            f"{run} has no {_TOKENIZER}/: its data named none; set data.tokenizer_path in "
+            f"{run / _CONFIG} and copy the tokenizer there"
+        )
+    return tokenizer
+
+
+def _write_tokenizer(run: Path, tokenizer: Tokenizer) -> None:
+    """All of it or nothing: other processes of the job look for it meanwhile."""
+    partial = safe_files.beside(run / _TOKENIZER)
+    partial.mkdir()
+    try:
+        tokenizer.save(partial)
+        partial.replace(run / _TOKENIZER)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def changes(old: JobConfig, new: JobConfig) -> list[str]:
+    """What is not the same in two configs: "train.max_steps 100 -> 200"."""
+    return [
+        f"{section}.{key} {getattr(getattr(old, section), key)!r} -> {value!r}"
+        for section in JobConfig.model_fields
+        for key, value in getattr(new, section)
+        if value != getattr(getattr(old, section), key)
+    ]

@@ -1,0 +1,85 @@
+"""`starts.jsonl` in a run directory: when a run was started, by which command, with which code.
+
+A line for each start, by process 0. Nothing of the environment is in it.
+"""
+
+import json
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jaxforge
+from jaxforge.cli.redaction import redacted_command
+from jaxforge.errors import UserError
+from jaxforge.runs import git
+from jaxforge.storage import safe_files
+from jaxforge.storage.line_file import keep_sound_lines
+
+FILE_NAME = "starts.jsonl"
+
+PACKAGES = ("jaxforge", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+def note(run: Path, step: int, **more: Any) -> None:  # noqa: ANN401
+    """Adds this start to those of a run. Damaged lines are put aside, with a warning.
+
+    Args:
+        run: the directory, on this machine.
+        step: that it goes on from.
+        more: of JSON: `parameters`, and what else is known.
+
+    Raises:
+        UserError: the directory cannot be written.
+    """
+    start = {"step": step, "time": round(time.time(), 3), "command": _command(sys.argv),
+             "versions": versions(), "git": git.state(Path(jaxforge.__file__)), **more}  # fmt: skip
+    try:
+        if (run / FILE_NAME).is_file():
+            keep_sound_lines(run / FILE_NAME)
+        lines = [json.dumps(one) + "\n" for one in [*read(run), start]]
+        safe_files.replace_text(run / FILE_NAME, "".join(lines))
+    except OSError as error:
+        raise UserError(f"{run / FILE_NAME}: {error.strerror}") from error
+
+
+def read(run: Path) -> list[dict[str, Any]]:
+    """The starts of a run, the latest last; none of a run of an older version.
+
+    Each has `step`, `time` (Unix seconds), `command`, `versions`, `git` (`commit`, `changed`; empty
+    where the code is not under git) and `parameters`.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    path = run / FILE_NAME
+    if not path.is_file():
+        return []
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except ValueError:
+        raise UserError(f"{path}: a line is not a JSON object; remove it") from None
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that compute."""
+    return {"python": platform.python_version()} | {
+        name: found for name in PACKAGES if (found := _version(name))
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # as jaxforge itself is where it was not installed
+        return None
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """What was typed, without secrets."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    module = ["python", "-m", spec.name.removesuffix(".__main__")] if spec else None
+    return redacted_command([*(module or [Path(arguments[0]).name]), *arguments[1:]])

@@ -1,0 +1,253 @@
+"""What `python -m jaxforge.plan` does and prints."""
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from jaxforge.cli.running import wide_console
+from jaxforge.config.reading import load
+from jaxforge.config.reading.unresolved import UnresolvedConfig
+from jaxforge.data.epoch import sequences_per_epoch
+from jaxforge.errors import UserError
+from jaxforge.exit_codes import Exit
+from jaxforge.parallel.mesh import in_words
+from jaxforge.step import executable
+from jaxforge.telemetry.numbers import human
+from jaxforge.tools.plan import search
+from jaxforge.tools.plan.chips import CHIPS
+from jaxforge.tools.plan.page import page
+from jaxforge.tools.plan.plan import Plan, as_json, bubble, by_time, plan
+from jaxforge.tools.plan.topology import Topology
+
+_COLLECTIVES_SHOWN = 8
+
+
+def run(args: argparse.Namespace, topology: Topology, overrides: Sequence[str]) -> int:
+    """Plans, compares or searches, and prints what is found; the exit code.
+
+    Args:
+        args: of the command line.
+        topology: the machine; `Topology.prepare` has made the environment ready.
+        overrides: settings.
+
+    Raises:
+        UserError: a configuration cannot be read, or the compiler is not installed.
+    """
+    console = wide_console()
+    if args.search:
+        config = load.load_unresolved(args.config, list(overrides))
+        return _search(args, topology, config, console)
+    saves = args.save_executable is not None
+    plans = [_planned(args.config, overrides, topology, every_size=saves)]
+    if args.compare:
+        plans.append(_planned(args.compare, overrides, topology))
+    if args.json:
+        reports = [as_json(made, args.price) for made in plans]
+        _print_json(reports if args.compare else reports[0])
+    else:
+        for path, made in zip((args.config, args.compare), plans, strict=False):
+            if args.compare:
+                console.rule(path, align="left")
+            show(console, made, args.price)
+        if args.compare:
+            console.print(
+                alternatives(zip((args.config, args.compare), map(as_json, plans), strict=True))
+            )
+    _keep(args, plans[0])
+    return Exit.COMPLETED.code if all(made.fits for made in plans) else Exit.USER_ERROR.code
+
+
+def _planned(
+    path: str, overrides: Sequence[str], topology: Topology, *, every_size: bool = False
+) -> Plan:
+    """The plan of a file; what makes it unreadable is among its errors."""
+    try:
+        config = load.load_unresolved(path, list(overrides))
+    except UserError as error:
+        return Plan(topology, errors=str(error).splitlines())
+    return plan(config, topology, every_size=every_size)
+
+
+def _search(
+    args: argparse.Namespace, topology: Topology, config: UnresolvedConfig, console: Console
+) -> int:
+    resolved = config.resolve(topology.n_devices, sequences_per_epoch)
+    found = search.search(
+        resolved, topology, most=args.search, jobs=args.jobs, console=Console(stderr=True)
+    )
+    if args.json:
+        _print_json([{"settings": search.settings(one.candidate), **one.report} for one in found])
+    else:
+        console.print(alternatives((_name(one.candidate), one.report) for one in found))
+        console.print("The best:", *search.settings(found[0].candidate), soft_wrap=True)
+    if not found[0].tokens_per_second:
+        return Exit.USER_ERROR.code
+    if args.output:
+        _write("--output", args.output, found[0].candidate.config.to_toml())
+    if args.html or args.save_executable:
+        saves = args.save_executable is not None
+        best = plan(found[0].candidate.config, topology, every_size=saves)
+        named = [(_name(one.candidate), one.report) for one in found]
+        _keep(args, best, named)
+    return Exit.COMPLETED.code
+
+
+def _name(candidate: search.Candidate) -> str:
+    train = candidate.config.train
+    split = f"{train.grad_accum_steps} x {train.batch_size} rows"
+    flags = [f"{name}={value}" for name, value in train.xla_flags.items()]
+    parts = [in_words(candidate.mesh), split, train.activation_checkpointing, train.grad_sync]
+    return "; ".join([*parts, *flags])
+
+
+def _keep(
+    args: argparse.Namespace, made: Plan, others: Sequence[tuple[str, dict[str, Any]]] = ()
+) -> None:
+    """Writes the files that were asked for."""
+    if args.html:
+        _write("--html", args.html, page(made, others))
+    path, step = args.save_executable, made.step
+    if path and step is not None and made.config is not None and made.fits:
+        with _told("--save-executable", path):
+            executable.write(
+                path, step.executables, step.grad_sync.applied_to(made.config), step.mesh
+            )
+
+
+def _write(option: str, path: str, text: str) -> None:
+    with _told(option, path):
+        Path(path).write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _told(option: str, path: str) -> Iterator[None]:
+    """A file that cannot be written is a mistake of the command line."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{option} {path}: {error.strerror}") from error
+
+
+def _print_json(value: object) -> None:
+    json.dump(value, sys.stdout, indent=2)
+    print()
+
+
+def alternatives(named: Iterable[tuple[str, dict[str, Any]]]) -> Table:
+    """A row for each plan, from what it says to machines."""
+    table = Table(title="estimates", title_justify="left")
+    table.add_column("plan")
+    for name in ("memory", "of the device", "tokens/s", "MFU", "waiting", "compiled in"):
+        table.add_column(name, justify="right")
+    for name, report in named:
+        memory, step = report.get("memory_per_device"), report.get("step")
+        cells = ["-"] * 6
+        if memory:
+            share = memory["peak_bytes"] / memory["capacity_bytes"]
+            cells[:2] = gb(memory["peak_bytes"]), f"{share:.0%}"
+            cells[5] = f"{report['compile_seconds']:.0f} s"
+        if step:
+            waiting = step["waited_seconds"] / step["seconds"]
+            cells[2:5] = human(step["tokens_per_second"]), f"{step['mfu']:.1%}", f"{waiting:.0%}"
+        table.add_row(name, *cells, style=None if report["fits"] else "dim")
+    return table
+
+
+def show(console: Console, made: Plan, price: float | None) -> None:
+    """Prints a plan for a reader."""
+    for error in made.errors:
+        console.print(f"[red]error[/]: {escape(error)}", highlight=False, soft_wrap=True)
+    for warning in made.warnings:
+        console.print(f"[yellow]warning[/]: {escape(warning)}", highlight=False, soft_wrap=True)
+    for title, rows in _parts(made, price):
+        table = Table(title=title, title_justify="left", show_header=False, box=None)
+        table.add_column(style="dim")
+        table.add_column(justify="right")
+        table.add_column()
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    console.print(verdict(made), highlight=False, soft_wrap=True)
+    for one in made.advice:
+        console.print(f"  - {escape(one)}", highlight=False, soft_wrap=True)
+
+
+def verdict(made: Plan) -> str:
+    """One sentence."""
+    if made.step is None:
+        return f"{made.topology}: a run would be refused"
+    memory = made.step.memory
+    share = f"{gb(memory.peak)} of {gb(memory.capacity)} a device"
+    if made.fits:
+        return f"{made.topology}: it fits, {share} ({memory.peak / memory.capacity:.0%})"
+    return f"{made.topology}: it does not fit, {share}. What helps:"
+
+
+def gb(n: float) -> str:
+    """Bytes, in units of 10^9."""
+    return f"{n / 1e9:,.1f} GB"
+
+
+Rows = list[tuple[str, str, str]]
+
+
+def _parts(made: Plan, price: float | None) -> Iterator[tuple[str, Rows]]:
+    if made.step is not None:
+        mesh = in_words(made.step.mesh.shape)
+        yield f"Memory of a device ({made.topology}, {mesh})", list(_memory(made))
+    if made.timeline is not None and made.timeline.traffic:
+        yield "Collectives of a step, on a device", list(_collectives(made))
+    if made.estimate is not None:
+        yield "A step (an estimate)", list(_step(made, price))
+
+
+def _memory(made: Plan) -> Iterator[tuple[str, str, str]]:
+    assert made.step is not None
+    memory = made.step.memory
+    for name in ("parameters", "optimizer", "gradients", "activations", "other"):
+        yield name, gb(getattr(memory, name)), ""
+    yield "at the peak", gb(memory.peak), f"of {gb(memory.capacity)}"
+    sync = made.step.grad_sync
+    yield "gradients", f"per {sync.mode}", sync.why
+    if part := bubble(made):
+        yield "pipeline", f"{part:.1%}", "empty"
+    yield "compiled in", f"{made.step.seconds:.1f} s", ""
+
+
+def _collectives(made: Plan) -> Iterator[tuple[str, str, str]]:
+    assert made.timeline is not None
+    every = by_time(made.timeline)
+    for key, one in every[:_COLLECTIVES_SHOWN]:
+        where = "in a loop" if key.in_loop else "once"
+        how = "beside work" if key.overlapped else "waited for"
+        times = f"{one.count:,.0f} x {key.kind} over {' x '.join(key.axes) or 'nothing'}"
+        waits = f", {1e3 * one.waited:.1f} ms of waiting" if one.waited else ""
+        yield times, gb(one.bytes), f"{where}, {how}{waits}"
+    if len(every) > _COLLECTIVES_SHOWN:
+        yield f"and {len(every) - _COLLECTIVES_SHOWN} kinds more", "", ""
+
+
+def _step(made: Plan, price: float | None) -> Iterator[tuple[str, str, str]]:
+    found = made.estimate
+    assert found is not None
+    yield "seconds", f"{found.seconds:.3f}", found.made_from
+    busy = found.timeline.busy
+    for kind, seconds in sorted(busy.items(), key=lambda item: -item[1]):
+        yield f"  {kind}", f"{seconds:.3f}", f"{seconds / found.seconds:.0%}"
+    waited = found.timeline.waited
+    yield "  waiting for collectives", f"{waited:.3f}", f"{waited / found.seconds:.0%}"
+    yield "tokens/s a device", f"{found.tokens_per_second:,.0f}", ""
+    yield "tokens/s", human(found.tokens_per_second * found.devices), ""
+    peak = CHIPS[made.topology.chip].peak_flops / 1e12
+    yield "MFU", f"{found.mfu:.1%}", f"of {peak:,.0f} TFLOP/s; {found.causal_mfu:.1%} causal"
+    yield "hours to max_steps", f"{found.hours:,.1f}", f"{found.device_hours:,.0f} device hours"
+    if price is not None:
+        yield "cost", f"{found.device_hours * price:,.0f}", f"at {price:g} a device and hour"

@@ -1,0 +1,255 @@
+"""The real step of a config, compiled for a machine that is not here, and what it needs."""
+
+import math
+import re
+import time
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from jaxforge.config.job import JobConfig
+from jaxforge.errors import UserError
+from jaxforge.model.runtime import gpu_capability
+from jaxforge.model.transformer import Model, build_model
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.parallel import compilation, targets, xla_flags
+from jaxforge.parallel.device_memory import capacity_of_each, is_out_of_memory, per_device
+from jaxforge.parallel.mesh import STAGES, make_mesh, token_parallel_size
+from jaxforge.parallel.sharding import Axes, partition_spec, without_data
+from jaxforge.parallel.xla_flags import Option
+from jaxforge.state.train_state import TrainState, abstract_state
+from jaxforge.step.executable import CompiledStep
+from jaxforge.step.grad_sync import GradSync, resolve_grad_sync
+from jaxforge.step.lowering import lower_train_steps
+from jaxforge.tools.plan.chips import CHIPS
+from jaxforge.tools.plan.hlo import Program, arrays
+from jaxforge.tools.plan.topology import CPU, TPUS, Topology
+from jaxforge.training.hooks import HookRunner, named_hook
+
+
+class Memory(NamedTuple):
+    """Bytes of one device.
+
+    Attributes:
+        peak: at the fullest moment, as the compiler says.
+        capacity: that a program may use.
+        parameters: those that are trained.
+        optimizer: moments and what else goes with them.
+        gradients: float32, as they are added up.
+        activations: saved by the layers for the backward pass.
+        other: batch, gathered weights, working space of operations.
+    """
+
+    peak: int
+    capacity: int
+    parameters: int
+    optimizer: int
+    gradients: int
+    activations: int
+    other: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room at the fullest moment."""
+        return self.peak <= self.capacity
+
+
+class Step(NamedTuple):
+    """A compiled step.
+
+    Attributes:
+        mesh: that it is for.
+        grad_sync: how gradients are reduced, and why.
+        program: optimized; None where the compiler gave up for lack of memory.
+        memory: of one device.
+        seconds: that compiling took.
+        executables: by the number of microbatches; empty where there is no program.
+    """
+
+    mesh: Mesh
+    grad_sync: GradSync
+    program: Program | None
+    memory: Memory
+    seconds: float
+    executables: Mapping[int, CompiledStep]
+
+
+def devices_of(topology: Topology) -> list[jax.Device]:
+    """To make a mesh of; but for a CPU's, nothing can run on them.
+
+    Raises:
+        UserError: the compiler is not installed, or knows no such slice.
+    """
+    if topology.chip == CPU:
+        found = jax.devices(CPU)
+        if len(found) < topology.n_devices:
+            raise UserError(f"{topology}: JAX has {len(found)} CPU devices in this process")
+        return found[: topology.n_devices]
+    if topology.chip not in TPUS:
+        return list(targets.gpus(topology.chip, *topology.sides))
+    name = f"{topology.chip}:{'x'.join(map(str, topology.sides))}"
+    return list(targets.tpus(name, topology.slices))
+
+
+def compile_step(
+    config: JobConfig, topology: Topology, devices: list[jax.Device], *, every_size: bool = False
+) -> Step:
+    """Compiles as a run would.
+
+    Args:
+        config: that `rules.check` has passed for so many devices.
+        topology: the machine.
+        devices: of it, from `devices_of`.
+        every_size: the smaller batches of a ramp as well.
+
+    Raises:
+        UserError: a parameter does not divide, an axis does not fit the network, or the compiler
+            does not know a flag.
+    """
+    mesh, device = make_mesh(config, devices), devices[0]
+    model = build_model(config, device.platform, gpu_capability(device))
+    optimizer = build_optimizer(config, model.axes)
+    chip = CHIPS.get(topology.chip)
+    capacity = chip.memory if chip else capacity_of_each()
+    sync = resolve_grad_sync(config, model, optimizer, mesh, capacity)
+    config = sync.applied_to(config)
+    parts = _Parts(config, model, abstract_state(model, optimizer, mesh), mesh, capacity)
+    flags = config.train.xla_flags
+    options = xla_flags.compiler_options(device, flags, has=xla_flags.traits(config))
+    hooks = HookRunner([named_hook(path) for path in config.plugins.hooks])
+    largest = config.train.grad_accum_steps
+    sizes = {stage.accum for stage in config.train.stages()} if every_size else {largest}
+    lowered = lower_train_steps(config, mesh, sizes, collect=hooks.collect)
+    start = time.perf_counter()
+    try:
+        steps = {
+            n: CompiledStep(one, _compiled(one, options, flags, device.platform))
+            for n, one in lowered.items()
+        }
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        memory = parts.memory(_wanted(str(error), parts.state), None)
+        return Step(mesh, sync, None, memory, time.perf_counter() - start, {})
+    seconds, compiled = time.perf_counter() - start, steps[largest].compiled
+    text = compiled.as_text()
+    assert text is not None
+    program = Program(text, len(devices))
+    memory = parts.memory(peak_of(compiled, device.platform), program)
+    return Step(mesh, sync, program, memory, seconds, steps)
+
+
+def peak_of(compiled: jax.stages.Compiled, platform: str) -> int:
+    """Bytes of a device at the fullest moment of a program, as the compiler says."""
+    stats = compiled.memory_analysis()
+    assert stats is not None
+    if platform != CPU:
+        return stats.peak_memory_in_bytes - stats.host_argument_size_in_bytes  # it counts those
+    kept = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return stats.argument_size_in_bytes + kept + stats.temp_size_in_bytes  # the peak leaves it out
+
+
+def _compiled(
+    lowered: jax.stages.Lowered, options: dict[str, Option], own: Mapping[str, str], platform: str
+) -> jax.stages.Compiled:
+    """Without the flags of our table that this XLA does not take, as a run would be.
+
+    Raises:
+        UserError: it does not take one of the user's own.
+    """
+    try:
+        return lowered.compile(options)
+    except jax.errors.JaxRuntimeError as error:
+        name = compilation.refused_flag(error)
+        if name is None:
+            raise
+        if name in own:
+            raise UserError(compilation.complaint(name, own[name], platform)) from error
+    rest = {other: value for other, value in options.items() if other != name}
+    return _compiled(lowered, rest, own, platform)
+
+
+def _wanted(said: str, state: TrainState) -> int:
+    """Bytes that the compiler for TPU would have needed, by its message."""
+    number = r"([\d.]+)([KMG])"
+    scale = {"K": 2**10, "M": 2**20, "G": 2**30}
+    if whole := re.search(rf"Used {number} of", said):
+        return int(float(whole[1]) * scale[whole[2]])
+    if besides := re.search(rf"HLO temporaries \({number}\)", said):
+        return per_device(state) + int(float(besides[1]) * scale[besides[2]])
+    return 0
+
+
+class _Parts(NamedTuple):
+    """What the memory of a device is divided among."""
+
+    config: JobConfig
+    model: Model
+    state: TrainState
+    mesh: Mesh
+    capacity: int
+
+    def memory(self, peak: int, program: Program | None) -> Memory:
+        """The parts of the peak; what the program saves is known where there is one."""
+        parameters, optimizer = per_device(self.state.params), per_device(self.state.opt_state)
+        gradients = self._gradients()
+        activations = self._saved(program) if program else 0
+        other = max(0, peak - parameters - optimizer - gradients - activations)
+        return Memory(peak, self.capacity, parameters, optimizer, gradients, activations, other)
+
+    @property
+    def _is_whole(self) -> bool:
+        return self.config.train.grad_sync == "update" and token_parallel_size(self.mesh) > 1
+
+    def _gradients(self) -> int:
+        """Those that are added up; whole where they are reduced once per update."""
+
+        def size(leaf: jax.ShapeDtypeStruct, axes: Axes) -> int:
+            spec = partition_spec(without_data(axes) if self._is_whole else axes)
+            return 4 * math.prod(NamedSharding(self.mesh, spec).shard_shape(leaf.shape))
+
+        sizes = jax.tree.map(size, self.state.params, self.model.axes)
+        return sum(jax.tree.leaves(sizes))
+
+    def _saved(self, program: Program) -> int:
+        """What the fullest loop over layers carries one of for each layer, but for weights' kin.
+
+        Those have the shapes of parameters, whole, of one device, or whole over the data axes; in
+        the dtype of products only where they are gathered for the whole update.
+        """
+        stacks = {len(rows) for rows in self.model.config.stacks.values()}
+        layers = stacks | {-(-n // self.mesh.shape[STAGES]) for n in stacks}
+        weights = set(self._weights())
+        return max((_of_layers(shape, layers, weights) for shape in _carried(program)), default=0)
+
+    def _weights(self) -> Iterator[tuple[tuple[int, ...], float]]:
+        """Dimensions, and bytes of an element."""
+        sizes = {4, *([jnp.dtype(self.model.dtype).itemsize] if self._is_whole else [])}
+        leaves = jax.tree.leaves(self.state.params)
+        axes = jax.tree.leaves(self.model.axes, is_leaf=lambda node: isinstance(node, tuple))
+        for leaf, names in zip(leaves, axes, strict=True):
+            used = NamedSharding(self.mesh, partition_spec(without_data(names)))
+            for size in {leaf.dtype.itemsize, *sizes}:
+                yield leaf.shape, size
+                yield leaf.sharding.shard_shape(leaf.shape), size
+                yield used.shard_shape(leaf.shape), size
+
+
+def _of_layers(shape: str, layers: set[int], weights: set[tuple[tuple[int, ...], float]]) -> int:
+    return int(
+        sum(
+            math.prod(dims) * size
+            for dims, size in arrays(shape)
+            if len(dims) > 2 and dims[0] in layers and (dims, size) not in weights
+        )
+    )
+
+
+def _carried(program: Program) -> Iterator[str]:
+    for operations in program.computations.values():
+        for operation in operations.values():
+            if operation.kind == "while":
+                yield operation.shape

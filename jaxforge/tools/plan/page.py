@@ -1,0 +1,268 @@
+"""`--html`: a plan as one page that loads nothing."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from importlib import resources
+from string import Template
+from typing import Any
+
+import jax
+
+from jaxforge.model.runtime import gpu_capability
+from jaxforge.model.transformer import build_model
+from jaxforge.parallel.mesh import in_words
+from jaxforge.parallel.pipeline.drawing import as_svg
+from jaxforge.parallel.pipeline.schedule import SCHEDULES
+from jaxforge.parallel.sharding import param_shardings
+from jaxforge.tools.plan.plan import Plan, bubble, by_time
+from jaxforge.tools.plan.timeline import Span
+from jaxforge.tools.report.page import base_style
+
+COLOURS = {
+    "products": 0, "attention": 1, "experts": 3, "memory": 2, "other": 7,
+    "parameters": 0, "optimizer": 4, "gradients": 5, "activations": 1,
+    "all-gather": 4, "reduce-scatter": 5, "all-reduce": 3, "all-to-all": 1,
+    "collective-permute": 7, "waiting": 5,
+}  # fmt: skip
+_WIDTH, _ROW, _LEFT = 1000, 22, 120
+_THINNEST = 0.4  # of the picture's units: what is narrower is drawn with its neighbours
+_LOOPS = 3  # that are drawn inside as well, the longest
+
+Alternatives = Sequence[tuple[str, Mapping[str, Any]]]
+"""Names of plans, and what they say to machines."""
+
+
+def page(made: Plan, alternatives: Alternatives = ()) -> str:
+    """The page of a plan.
+
+    Args:
+        made: whatever became of it.
+        alternatives: others on the same machine, the best first.
+    """
+    title = f"A run on {made.topology}, planned"
+    return Template(_file("page.html")).substitute(
+        title=escape(title),
+        style=base_style() + _file("page.css"),
+        facts="".join(_fact(name, value) for name, value in _facts(made)),
+        notes="".join(_notes(made)),
+        sections="".join(_sections(made, alternatives)),
+    )
+
+
+def _file(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _fact(name: str, value: str) -> str:
+    return f"<div><dt>{escape(name)}<dd>{escape(value)}</div>"
+
+
+def _facts(made: Plan) -> Iterator[tuple[str, str]]:
+    yield "verdict", "fits" if made.fits else "does not run"
+    if made.step is not None:
+        yield "mesh", in_words(made.step.mesh.shape)
+        yield "compiled in", f"{made.step.seconds:.0f} s"
+    if made.estimate is not None:
+        found = made.estimate
+        yield "a step (an estimate)", f"{found.seconds:.3f} s, {found.tokens:,} tokens"
+        yield "tokens/s a device (an estimate)", f"{found.tokens_per_second:,.0f}"
+        yield "MFU (an estimate)", f"{found.mfu:.1%}; {found.causal_mfu:.1%} causal"
+        yield (
+            "to max_steps (an estimate)",
+            (f"{found.hours:,.1f} hours, {found.device_hours:,.0f} device hours"),
+        )
+
+
+def _notes(made: Plan) -> Iterator[str]:
+    for kind, lines in (("alarm", made.errors), ("", made.warnings), ("", made.advice)):
+        if lines:
+            items = "".join(f"<li>{escape(line)}" for line in lines)
+            yield f'<ul class="{kind}">{items}</ul>'
+
+
+def _sections(made: Plan, alternatives: Alternatives) -> Iterator[str]:
+    if made.step is not None:
+        yield from _memory(made)
+    if made.estimate is not None:
+        yield from _time(made)
+    if made.timeline is not None and made.timeline.traffic:
+        yield "<h2>Collectives <small>of a step, on a device</small></h2>"
+        yield _table(
+            ("kind", "over", "times", "sent", "seconds", "waited", "where"), _collectives(made)
+        )
+    if alternatives:
+        yield "<h2>Alternatives <small>estimates</small></h2>"
+        head = ("plan", "memory", "tokens/s", "MFU", "waiting")
+        yield _table(head, map(_alternative, alternatives))
+    if made.step is not None and made.config is not None:
+        d, accum = made.config.distributed, made.config.train.grad_accum_steps
+        if d.pp > 1:
+            yield f"<h2>Pipeline <small>{bubble(made):.1%} of it empty</small></h2>"
+            schedule = SCHEDULES[d.pp_schedule](d.pp, accum, d.chunks)
+            yield f'<div class="scroll">{as_svg(schedule)}</div>'
+        yield "<h2>Parameters <small>what of each a device holds</small></h2>"
+        yield _table(("parameter", "shape", "split over", "on a device"), _parameters(made))
+
+
+def _memory(made: Plan) -> Iterator[str]:
+    assert made.step is not None
+    memory = made.step.memory
+    parts = {name: getattr(memory, name) for name in memory._fields[2:]}
+    whole = max(memory.peak, memory.capacity)
+    yield f"<h2>Memory of a device <small>{_gb(memory.peak)} of {_gb(memory.capacity)}</small></h2>"
+    yield _bar(parts, whole, _gb, limit=memory.capacity)
+
+
+def _time(made: Plan) -> Iterator[str]:
+    assert made.estimate is not None
+    line = made.estimate.timeline
+    parts = dict(sorted(line.busy.items(), key=lambda item: -item[1])) | {"waiting": line.waited}
+    yield f"<h2>A step <small>an estimate: {escape(made.estimate.made_from)}</small></h2>"
+    yield _bar(parts, line.seconds, lambda seconds: f"{seconds:.3f} s")
+    yield f'<div class="scroll">{picture("step", line.spans, line.seconds)}</div>'
+    loops = {(one.times, round(one.seconds, 6)): one for one in _all(line.spans) if one.inside}
+    for loop in sorted(loops.values(), key=lambda span: -span.seconds)[:_LOOPS]:
+        each = loop.seconds / loop.times
+        name = f"{loop.name}: one of {loop.times} iterations"
+        yield f'<div class="scroll">{picture(name, loop.inside, each)}</div>'
+
+
+def _all(spans: Iterable[Span]) -> Iterator[Span]:
+    for span in spans:
+        yield span
+        yield from _all(span.inside)
+
+
+def _bar(parts: Mapping[str, float], whole: float, shown: Any, limit: float = 0) -> str:  # noqa: ANN401
+    pieces = "".join(
+        f'<i style="--c: {_colour(name)}; width: {100 * part / whole:.2f}%" '
+        f'title="{escape(name)}: {shown(part)}"></i>'
+        for name, part in parts.items()
+        if part
+    )
+    mark = f'<u style="left: {100 * limit / whole:.2f}%"></u>' if limit else ""
+    key = "".join(
+        f'<li><i style="--c: {_colour(name)}"></i>{escape(name)}<b>{shown(part)}</b>'
+        for name, part in parts.items()
+        if part
+    )
+    return f'<div class="bar">{pieces}{mark}</div><ul class="key">{key}</ul>'
+
+
+def _colour(name: str) -> str:
+    return f"var(--c{COLOURS.get(name, 7)})"
+
+
+def picture(title: str, spans: Sequence[Span], seconds: float) -> str:
+    """What runs when: the device in the first row, then the links of each axis of the mesh.
+
+    Args:
+        title: of the picture.
+        spans: of a computation.
+        seconds: that it takes.
+    """
+    lanes = list(dict.fromkeys(["device", *(span.lane for span in spans)]))
+    height = _ROW * (len(lanes) + 2)
+    scale = (_WIDTH - _LEFT) / max(seconds, 1e-12)
+    lines = [f'<svg class="time" viewBox="0 0 {_WIDTH} {height}">']
+    lines.append(f'<text x="0" y="14">{escape(title)}, {1e3 * seconds:,.1f} ms</text>')
+    for row, lane in enumerate(lanes, 1):
+        y = row * _ROW
+        lines.append(f'<text x="0" y="{y + 14}">{escape(lane)}</text>')
+        lines += _boxes([span for span in spans if span.lane == lane], y, scale)
+    lines.append("</svg>")
+    return "\n".join(lines)
+
+
+def _boxes(spans: Sequence[Span], y: float, scale: float) -> Iterator[str]:
+    """One for each span, or for several of a kind that are too thin to be seen alone."""
+    drawn = -math.inf
+    for span in sorted(spans, key=lambda one: one.start):
+        start, width = _LEFT + span.start * scale, span.seconds * scale
+        if start + width < drawn + _THINNEST:
+            continue
+        drawn = start + width
+        kind = _main_kind(span)
+        what = f"{span.name}: {kind}, {1e3 * span.seconds:.3f} ms"
+        what += f", {span.times} iterations" if span.times > 1 else ""
+        yield (
+            f'<rect x="{start:.2f}" y="{y}" width="{max(width, _THINNEST):.2f}" height="16" '
+            f'style="--c: {_colour(kind)}"><title>{escape(what)}</title></rect>'
+        )
+
+
+def _main_kind(span: Span) -> str:
+    """Of a loop, the kind that most of it is."""
+    if not span.inside:
+        return span.kind
+    sums: dict[str, float] = {}
+    for one in span.inside:
+        if one.lane == "device":
+            kind = _main_kind(one)
+            sums[kind] = sums.get(kind, 0) + one.seconds
+    return max(sums, key=lambda kind: sums[kind]) if sums else span.kind
+
+
+def _collectives(made: Plan) -> Iterator[Sequence[str]]:
+    assert made.timeline is not None
+    for key, one in by_time(made.timeline):
+        where = "in a loop" if key.in_loop else "once"
+        how = "beside work" if key.overlapped else "alone"
+        yield (
+            key.kind, " x ".join(key.axes), f"{one.count:,.0f}", _gb(one.bytes),
+            f"{one.seconds:.4f}", f"{one.waited:.4f}", f"{where}, {how}",
+        )  # fmt: skip
+
+
+def _alternative(named: tuple[str, Mapping[str, Any]]) -> Sequence[str]:
+    name, report = named
+    memory, step = report.get("memory_per_device"), report.get("step")
+    held = _gb(memory["peak_bytes"]) if memory else "-"
+    if not step or not report["fits"]:
+        return name, held, "does not run", "", ""
+    waiting = step["waited_seconds"] / step["seconds"]
+    return name, held, f"{step['tokens_per_second']:,.0f}", f"{step['mfu']:.1%}", f"{waiting:.0%}"
+
+
+def _parameters(made: Plan) -> Iterator[Sequence[str]]:
+    assert made.step is not None
+    assert made.config is not None
+    mesh = made.step.mesh
+    device = mesh.devices.flat[0]
+    model = build_model(made.config, device.platform, gpu_capability(device))
+    shardings = param_shardings(model.abstract, model.axes, mesh)
+    leaves = jax.tree_util.tree_leaves_with_path(model.abstract)
+    for (path, leaf), sharding in zip(leaves, jax.tree.leaves(shardings), strict=True):
+        split = [
+            f"{dim} by {' x '.join(_names(names, mesh.shape))}"
+            for dim, names in enumerate(sharding.spec)
+            if _names(names, mesh.shape)
+        ]
+        size = math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        yield (
+            jax.tree_util.keystr(path, simple=True, separator="."),
+            " x ".join(map(str, leaf.shape)),
+            ", ".join(split) or "nothing",
+            f"{size / 1e6:,.2f} MB",
+        )
+
+
+def _names(names: Any, sizes: Mapping[str, int]) -> list[str]:  # noqa: ANN401
+    every = (names,) if isinstance(names, str) else names or ()
+    return [name for name in every if sizes[name] > 1]
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    cells = "".join(f"<th>{escape(name)}" for name in head)
+    body = "".join("<tr>" + "".join(_cell(i, text) for i, text in enumerate(row)) for row in rows)
+    return f'<div class="scroll"><table><tr>{cells}{body}</table></div>'
+
+
+def _cell(column: int, text: str) -> str:
+    is_number = column and text[:1].isdigit()
+    return f'<td class="n">{escape(text)}' if is_number else f"<td>{escape(text)}"
+
+
+def _gb(n: float) -> str:
+    return f"{n / 1e9:,.2f} GB"

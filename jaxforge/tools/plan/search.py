@@ -1,0 +1,320 @@
+"""The best mesh, batch split and rematerialisation for a model on a machine.
+
+The update stays the same: as many sequences, of the same length. Candidates are ranked by
+`analytic.seconds`, those that cannot fit are left out by `step.memory`, and the best are compiled,
+each in a process of its own: a compiler that aborts ends its own candidate.
+"""
+
+import functools
+import hashlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
+import jaxforge
+from jaxforge.config import axes, rules
+from jaxforge.config.job import JobConfig
+from jaxforge.config.section import Table
+from jaxforge.errors import UserError
+from jaxforge.model.transformer import Model, build_model
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.parallel.device_memory import per_device
+from jaxforge.parallel.mesh import make_mesh
+from jaxforge.state.train_state import abstract_state
+from jaxforge.step.executable import version_of
+from jaxforge.step.fitting import SLACK
+from jaxforge.step.memory import step_memory
+from jaxforge.storage import safe_files
+from jaxforge.tools.plan import analytic
+from jaxforge.tools.plan.chips import CHIPS
+from jaxforge.tools.plan.compiled import devices_of
+from jaxforge.tools.plan.topology import Topology
+
+REMAT = ("none", "selective", "dots_with_no_batch_dims_saveable", "full")
+_MOST_ROWS = 16
+_MOST_TP = 8
+_MOST_STAGES = 8
+_LEAST_TOKENS = 8192  # of a sequence, that a device of `cp` has
+_FLAGS = {
+    "gpu": (
+        {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_NO_UNROLL"},
+        {"optimization_level": "default"},
+    ),
+    "tpu": (
+        {"xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true"},
+        {
+            "xla_tpu_enable_data_parallel_all_reduce_opt": "true",
+            "xla_tpu_data_parallel_opt_different_sized_ops": "true",
+        },
+    ),
+}
+"""What is tried with the best mesh, over the flags of the table (docs/xla_flags.md)."""
+_PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin")
+
+
+class Candidate(NamedTuple):
+    """A way to run the same update.
+
+    Attributes:
+        config: the whole of it.
+        mesh: size of each axis.
+        seconds: of an update, by sizes alone.
+    """
+
+    config: JobConfig
+    mesh: dict[str, int]
+    seconds: float
+
+
+class Found(NamedTuple):
+    """A candidate and what compiling it gave.
+
+    Attributes:
+        candidate: as proposed.
+        report: of the plan, as `--json` writes it.
+    """
+
+    candidate: Candidate
+    report: dict[str, Any]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all devices; 0 where it does not run."""
+        fits = self.report.get("fits") and "step" in self.report
+        return self.report["step"]["tokens_per_second"] if fits else 0.0
+
+
+def search(
+    config: JobConfig, topology: Topology, *, most: int, jobs: int, console: Console
+) -> list[Found]:
+    """Compiles the most promising candidates, and what is given; the best comes first.
+
+    The best of them is then compiled with other flags.
+
+    Args:
+        config: whose update it is.
+        topology: the machine.
+        most: candidates to compile.
+        jobs: compilers at a time.
+        console: for the progress.
+
+    Raises:
+        UserError: nothing is known of the machine's speed, or no candidate is valid.
+    """
+    if topology.chip not in CHIPS:
+        raise UserError(
+            f"--search: too little is known of {topology.chip}; there are {', '.join(CHIPS)}"
+        )
+    proposed = itertools.islice(that_fit(config, topology), most)
+    chosen = [*as_given(config, topology), *proposed]
+    if not chosen:
+        raise UserError(
+            f"--search: no mesh of {topology} holds this update: fewer sequences, or more devices"
+        )
+    with (
+        Progress(
+            *Progress.get_default_columns(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+        ) as progress,
+        ThreadPoolExecutor(jobs) as pool,
+    ):
+        task = progress.add_task("compiling", total=len(chosen))
+
+        def one(candidate: Candidate) -> Found:
+            found = Found(candidate, compiled(candidate.config, topology))
+            progress.advance(task)
+            return found
+
+        found = _best_first(pool.map(one, chosen))
+        if not found[0].tokens_per_second:
+            return found
+        variants = list(with_other_flags(found[0].candidate, CHIPS[topology.chip].platform))
+        progress.update(task, total=len(chosen) + len(variants))
+        return _best_first([*found, *pool.map(one, variants)])
+
+
+def _best_first(found: Iterable[Found]) -> list[Found]:
+    return sorted(found, key=lambda one: -one.tokens_per_second)
+
+
+def with_other_flags(candidate: Candidate, platform: str) -> Iterator[Candidate]:
+    """The same with flags of the compiler, but for those that the user has set."""
+    given = candidate.config.train.xla_flags
+    for flags in _FLAGS[platform]:
+        if not given.keys() & flags.keys():
+            both = Table({**given, **flags})
+            yield candidate._replace(config=changed(candidate.config, {"xla_flags": both}, {}))
+
+
+def as_given(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
+    """The config itself, if it is valid: what is found is then never worse."""
+    if not rules.allows(config, topology.n_devices):
+        return
+    mesh, chip = rules.mesh_shape(config, topology.n_devices), CHIPS[topology.chip]
+    model, dp = build_model(config, chip.platform), axes.data_parallel(mesh)
+    rows = config.train.microbatch_size(dp) // dp  # which batch_size need not say
+    given = changed(config, {"batch_size": rows}, {})
+    try:
+        placed = make_mesh(given, devices_of(topology))
+    except UserError:
+        return
+    yield Candidate(given, mesh, analytic.seconds(given, model, placed, chip))
+
+
+def that_fit(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
+    """The valid candidates that may fit, the fastest by their sizes first."""
+    chip = CHIPS[topology.chip]
+
+    @functools.cache
+    def model_of(save: str, pp: int) -> Model:
+        d = config.distributed.model_copy(update={"pp": pp})
+        train = config.train.model_copy(update={"activation_checkpointing": save})
+        return build_model(
+            config.model_copy(update={"distributed": d, "train": train}), chip.platform
+        )
+
+    @functools.cache
+    def state_of(mesh: Mesh) -> int | None:
+        """Bytes of a device; None if a parameter does not divide."""
+        model = model_of("full", mesh.shape["pp"])
+        try:
+            return per_device(abstract_state(model, build_optimizer(config, model.axes), mesh))
+        except UserError:
+            return None
+
+    for one, mesh in sorted(candidates(config, topology), key=lambda found: found[0].seconds):
+        state, train = state_of(mesh), one.config.train
+        if state is None or state > chip.memory:
+            continue
+        model = model_of(train.activation_checkpointing, one.mesh["pp"])
+        memory = step_memory(one.config, model, mesh, train.grad_sync, state)
+        if memory.total <= SLACK * chip.memory:
+            yield one
+
+
+def candidates(config: JobConfig, topology: Topology) -> Iterator[tuple[Candidate, Mesh]]:
+    """All valid ways to run the update and where each would run, in no order."""
+    chip, devices = CHIPS[topology.chip], devices_of(topology)
+    model = build_model(config, chip.platform)
+    for mesh in meshes(config, topology.n_devices):
+        try:
+            placed = make_mesh(changed(config, {}, mesh), devices)
+        except UserError:  # an axis goes across the torus
+            continue
+        for one in splits(config, topology, mesh):
+            yield Candidate(one, mesh, analytic.seconds(one, model, placed, chip)), placed
+
+
+def splits(config: JobConfig, topology: Topology, mesh: Mapping[str, int]) -> Iterator[JobConfig]:
+    """All valid ways to run the update on a mesh."""
+    rows, dp = sequences(config, topology.n_devices), axes.data_parallel(mesh)
+    syncs = ("update", "microbatch") if axes.token_parallel(mesh) > 1 else ("update",)
+    for each, save, sync in itertools.product(_powers(_MOST_ROWS), REMAT, syncs):
+        if rows % (dp * each):
+            continue
+        split = {"batch_size": each, "grad_accum_steps": rows // (dp * each)}
+        one = changed(config, {**split, "activation_checkpointing": save, "grad_sync": sync}, mesh)
+        if rules.allows(one, topology.n_devices):
+            yield one
+
+
+def sequences(config: JobConfig, n_devices: int) -> int:
+    """Of an update.
+
+    Raises:
+        UserError: they follow from a mesh that does not fit the machine.
+    """
+    if config.train.global_batch_size:
+        return config.train.global_batch_size
+    dp = axes.data_parallel(rules.mesh_shape(config, n_devices))
+    return config.train.batch_size * dp * config.train.grad_accum_steps
+
+
+def meshes(config: JobConfig, n_devices: int) -> Iterator[dict[str, int]]:
+    """Sizes of the axes; sequences are not cut into short parts, unless they are already."""
+    experts = _powers(config.model.num_experts) if config.model.is_moe else [1]
+    context = {*_powers(config.train.seq_len // _LEAST_TOKENS), config.distributed.cp}
+    stages, tensor = _powers(_MOST_STAGES), _powers(_MOST_TP)
+    for pp, tp, ep, cp in itertools.product(stages, tensor, experts, sorted(context)):
+        rest, left = divmod(n_devices, pp * tp * ep * cp)
+        if left or not rest:
+            continue
+        for shard in (n for n in range(1, rest + 1) if rest % n == 0):
+            sizes = {"pp": pp, "dp_replicate": rest // shard, "dp_shard": shard, "cp": cp}
+            yield {**sizes, "ep": ep, "tp": tp}
+
+
+def changed(config: JobConfig, train: Mapping[str, Any], mesh: Mapping[str, int]) -> JobConfig:
+    """The config with other values in `[train]` and the axes of `[distributed]`."""
+    return config.model_copy(
+        update={
+            "train": config.train.model_copy(update=train),
+            "distributed": config.distributed.model_copy(update=mesh),
+        }
+    )
+
+
+def _powers(most: int) -> list[int]:
+    return [2**i for i in range(most.bit_length()) if 2**i <= most]
+
+
+def compiled(config: JobConfig, topology: Topology) -> dict[str, Any]:
+    """What `python -m jaxforge.plan --json` says of a config; kept, as compiling takes minutes."""
+    text = config.to_toml()
+    kept = _cache() / f"{_key(text, topology)}.json"
+    if kept.exists():
+        return json.loads(kept.read_text())
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place, "candidate.toml")
+        path.write_text(text)
+        command = [sys.executable, "-m", "jaxforge.plan", f"--config={path}", "--json"]
+        done = subprocess.run(
+            [*command, f"--topology={topology}"], text=True, capture_output=True, check=False
+        )
+    if done.returncode not in (0, 2) or not done.stdout:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return {"fits": False, "errors": [f"the compiler ended with {done.returncode}: {last}"]}
+    report = json.loads(done.stdout)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    safe_files.replace_text(kept, done.stdout)
+    return report
+
+
+def _cache() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home, "jaxforge", "plan")
+
+
+def _key(text: str, topology: Topology) -> str:
+    """Of a config, a machine, the compilers and the code that uses them."""
+    parts = [text, str(topology), *map(version_of, _PACKAGES)]
+    root = Path(jaxforge.__file__).parent
+    parts += [path.read_text() for path in sorted(root.rglob("*.py"))]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def settings(found: Candidate) -> Sequence[str]:
+    """What to write on a command line to run a candidate."""
+    train = found.config.train
+    axes = [f"--distributed.{axis}={size}" for axis, size in found.mesh.items()]
+    return [
+        *axes,
+        f"--train.batch_size={train.batch_size}",
+        f"--train.grad_accum_steps={train.grad_accum_steps}",
+        f"--train.activation_checkpointing={train.activation_checkpointing}",
+        f"--train.grad_sync={train.grad_sync}",
+        *(f"--train.xla_flags.{name}={value}" for name, value in train.xla_flags.items()),
+    ]

@@ -1,0 +1,189 @@
+"""Activations in files: what `python -m jaxforge.activations` does."""
+
+import argparse
+import functools
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+from rich.console import Console
+
+from jaxforge import inference
+from jaxforge.config import points
+from jaxforge.data import sources
+from jaxforge.errors import UserError
+from jaxforge.inference.evaluation import set_overrides
+from jaxforge.model.transformer import Model, Params
+from jaxforge.parallel import host_memory
+from jaxforge.runs import run_directory
+from jaxforge.step.activations import Activations, Values
+from jaxforge.step.gradients import Batch
+from jaxforge.storage import urls
+from jaxforge.telemetry.console import setup_logging
+from jaxforge.tools.replay.past import open_past
+from jaxforge.training import activation_files
+from jaxforge.training.activations import of_sequences
+
+log = logging.getLogger(__name__)
+
+
+class Wanted(NamedTuple):
+    """What to keep.
+
+    Attributes:
+        points: names (`config.points`).
+        layers: numbers from 0; None: all.
+        sequences: at most so many, the first; or their numbers, ascending.
+    """
+
+    points: tuple[str, ...] = ("residual",)
+    layers: tuple[int, ...] | None = None
+    sequences: int | Sequence[int] = 64
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Captures, and says where."""
+    sequences = _sequences(args.sequences)
+    wanted = Wanted(_points(args.points), _layers(args.layers), sequences)
+    if args.output.exists():
+        raise UserError(f"--output {args.output}: it exists already; name one that does not")
+    setup_logging(Console(stderr=True))
+    host_memory.keep_freed_memory()
+    run = urls.path(args.run)
+    if args.step is not None:
+        from_step(run, args.step, wanted, args.output, overrides)
+    else:
+        from_set(run, wanted, args.output, overrides, sets=args.set)
+    return 0
+
+
+def from_step(
+    run: Path, step: int, wanted: Wanted, output: Path, overrides: Sequence[str] = ()
+) -> None:
+    """Activations of the batch of a training step, with the parameters before it.
+
+    Raises:
+        UserError: there is no such step, point, layer or sequence, or `output` cannot be made.
+    """
+    with open_past(run, step, overrides) as past:
+        compute = _computing(past.model, past.mesh, wanted)
+        walk = past.walk(step)
+        microbatches, rows = walk.batch["labels"].shape[:2]
+        numbers = _there(wanted.sequences, microbatches * rows, "the step's batch")
+        values = _of_batch(compute, walk.state.variables, walk.batch, numbers)
+        about = {"run": str(run), "training_step": step}
+        _write(output, values, wanted, numbers, past.model, about)
+
+
+def from_set(
+    path: Path,
+    wanted: Wanted,
+    output: Path,
+    overrides: Sequence[str] = (),
+    *,
+    sets: Sequence[str] = (),
+) -> None:
+    """Activations of sequences of the run's evaluation set, or of `sets` ("NAME=DIR").
+
+    Of several sets, the sequences of one are counted after those of the one before.
+
+    Raises:
+        UserError: there is no such checkpoint, set, point, layer or sequence, or `output` cannot
+            be made.
+    """
+    trained = inference.open_run(path, [*overrides, *set_overrides(sets)])
+    compute = _computing(trained.model, trained.mesh, wanted)
+    config = run_directory.read_config(trained.run, [*overrides, *set_overrides(sets)])
+    config = trained.config.model_copy(update={"eval": config.eval})
+    if not config.eval.sources():
+        raise UserError(f"{trained.run} has no [eval]: give --set NAME=DIR or --step N")
+    datasets = list(sources.open_eval_data(config).values())
+    numbers = _there(wanted.sequences, sum(map(len, datasets)), "the evaluation set")
+
+    def values(params: Params) -> Iterator[Values]:
+        of, first = functools.partial(of_sequences, compute, params, config, trained.mesh), 0
+        for dataset in datasets:
+            end = first + len(dataset)
+            yield from of(dataset, [n - first for n in numbers if first <= n < end])
+            first = end
+
+    with trained.in_use() as params:
+        about = {"run": str(trained.run), "checkpoint": trained.step}
+        _write(output, values(params), wanted, numbers, trained.model, about)
+
+
+def _computing(model: Model, mesh: Mesh, wanted: Wanted) -> Activations:
+    last = model.config.n_layers - 1
+    if absent := [n for n in wanted.layers or () if n > last]:
+        raise UserError(f"--layers: there is no layer {absent[0]}: the model has 0 to {last}")
+    return Activations(model, wanted.points, wanted.layers, mesh)
+
+
+def _there(wanted: int | Sequence[int], n: int, what: str) -> Sequence[int]:
+    """The numbers of sequences, of which there are `n`."""
+    if isinstance(wanted, int):
+        return range(min(wanted, n))
+    if wanted[-1] >= n:
+        raise UserError(f"--sequences: there is no sequence {wanted[-1]}: {what} has 0 to {n - 1}")
+    return wanted
+
+
+def _of_batch(
+    compute: Activations, params: Params, batch: Batch, numbers: Sequence[int]
+) -> Iterator[Values]:
+    """Those of some sequences of a batch [microbatches, rows, tokens], counted over it."""
+    microbatches, size = batch["labels"].shape[:2]
+    for i in range(microbatches):
+        rows = [n - i * size for n in numbers if n // size == i]
+        if rows:
+            yield from compute(params, {name: x[i : i + 1] for name, x in batch.items()}, rows)
+
+
+def _write(
+    output: Path, values: Iterator[Values], wanted: Wanted, numbers: Sequence[int], model: Model,
+    about: dict[str, Any],
+) -> None:  # fmt: skip
+    told = {
+        **about,
+        "points": list(wanted.points),
+        "layers": list(wanted.layers or range(model.config.n_layers)),
+        "sequences": list(numbers),
+    }
+    try:
+        n = activation_files.write(output, map(jax.device_get, values), told)
+    except OSError as error:
+        raise UserError(f"--output {output}: {error.strerror}") from error
+    log.info("%d sequences in %s", n, output)
+
+
+def _points(text: str) -> tuple[str, ...]:
+    patterns = text.split(",")
+    if problem := points.unknown(patterns):
+        raise UserError(f"--points: {problem}")
+    return points.matching(patterns)
+
+
+def _layers(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    numbers = text.split(",")
+    if not all(number.isdecimal() for number in numbers):
+        raise UserError(f"--layers {text}: expected numbers of layers, such as 0,5")
+    return tuple(map(int, numbers))
+
+
+def _sequences(text: str) -> int | Sequence[int]:
+    """How many, or which."""
+    numbers, (first, colon, end) = text.split(","), text.partition(":")
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    if colon and first.isdecimal() and end.isdecimal() and int(first) < int(end):
+        return range(int(first), int(end))
+    if len(numbers) > 1 and all(number.isdecimal() for number in numbers):
+        return sorted(set(map(int, numbers)))
+    raise UserError(
+        f"--sequences {text}: expected how many, as 64, a range, as 10:20, or numbers, as 3,17"
+    )

@@ -1,0 +1,210 @@
+"""A step of two runs, or of one run in two ways, value by value: what differs first."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict
+from jaxtyping import Array, PyTree
+
+from jaxforge.config.model import LAYERS
+from jaxforge.errors import UserError
+from jaxforge.model import capture
+from jaxforge.model.transformer import Params
+from jaxforge.parallel.sharding import param_shardings
+from jaxforge.step.gradients import Batch
+from jaxforge.tools.replay.compare import (
+    SMALL,
+    Row,
+    from_the_loss,
+    gradients_beside,
+    row,
+    tolerance,
+    update_tolerance,
+)
+from jaxforge.tools.replay.past import Past, Walk, open_past
+
+Named = dict[str, np.ndarray]
+"""Arrays of the host by name; of stacked parameters, one for each layer."""
+
+_ROWS, _TOKENS = 4, 64  # of the first microbatch, of which values of the forward pass are kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """What a step was made of, and what it made.
+
+    Attributes:
+        dtype: of activations: "float32" or "bfloat16".
+        width: of the residual stream.
+        params: before the step.
+        batch: its batch, [sequences, ...].
+        points: values of the forward pass; none where devices share sequences.
+        loss: what was minimised.
+        grads: before clipping.
+        whole_grads: the same as a tree, layers in their order.
+        updates: by gradients that both have.
+    """
+
+    dtype: str
+    width: int
+    params: Named
+    batch: Named
+    points: Named
+    loss: float
+    grads: Named
+    whole_grads: PyTree
+    updates: Named
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A run, and settings over its config."""
+
+    run: Path
+    overrides: Sequence[str] = ()
+
+
+def against(one: Way, other: Way, step: int) -> tuple[list[Row], list[str]]:
+    """A row for each value, in the order in which a step makes them, and notes.
+
+    Args:
+        one: a run; its gradients make the updates of both.
+        other: the run that it is compared with.
+        step: from 1.
+
+    Raises:
+        UserError: there is no such run or step.
+    """
+    if jax.process_count() > 1:
+        raise UserError("--against compares on one process: start it on one host")
+    first = make(one, step)
+    second = make(other, step, first.whole_grads)
+    notes = []
+    if not (first.points and second.points):
+        notes.append("forward values were not compared: devices share sequences (distributed.cp)")
+    return list(rows_of(first, second)), notes
+
+
+def rows_of(a: Made, b: Made) -> Iterator[Row]:
+    """What was made, side by side."""
+    dtype = "bfloat16" if "bfloat16" in (a.dtype, b.dtype) else "float32"
+    layers = len({name.split(".")[1] for name in a.params if name.startswith(f"{LAYERS}.")})
+    parts = 2 * layers + 2
+    rounding = tolerance("float32", a.width, 1)
+    yield from _pairs("weights", a.params, b.params, a.params, rounding)
+    yield from _pairs("batch", a.batch, b.batch, a.batch, 0.0)
+    if a.points and b.points:
+        rows = min(len(made.points["embed"]) for made in (a, b))
+        x, y = ({name: x[:rows] for name, x in made.points.items()} for made in (a, b))
+        yield from _pairs("forward", x, y, x, tolerance(dtype, a.width, parts))
+    loss = np.array([a.loss]), np.array([b.loss])
+    yield row("loss", ("loss", "loss"), *loss, tolerance(dtype, a.width, parts))
+    beside, allowed = gradients_beside(a.grads), tolerance(dtype, a.width, 3 * parts)
+    for name in from_the_loss(a.grads.keys() & b.grads, layers):
+        least = SMALL * beside[name]
+        yield row("gradients", (name, name), a.grads[name], b.grads[name], allowed, least=least)
+    for name in (name for name in a.updates if name in b.updates):
+        update = a.updates[name], b.updates[name]
+        yield row("updates", (name, name), *update, update_tolerance(update[0], a.params[name]))
+
+
+def _pairs(
+    stage: str, a: Named, b: Named, order: Mapping[str, np.ndarray], allowed: float
+) -> Iterator[Row]:
+    for name in (*order, *(name for name in b if name not in order)):
+        if name in a and name in b:
+            yield row(stage, (name, name), a[name], b[name], allowed)
+        else:
+            where = "first" if name in a else "second"
+            yield Row(stage, name, name, np.inf, np.inf, allowed, f"only in the {where} run")
+
+
+def make(way: Way, step: int, grads: PyTree | None = None) -> Made:
+    """Makes a step of a run.
+
+    Args:
+        way: the run.
+        step: from 1.
+        grads: `whole_grads` of the other, which updates are by; None: its own.
+    """
+    with open_past(way.run, step, way.overrides) as past:
+        walk = past.walk(step)
+        params = _named(past, walk.state.params)
+        metrics = walk.look(past.step_function(("grads",)))
+        whole = _in_order(past, metrics["grads"])
+        batch = {name: _rows(np.asarray(leaf)) for name, leaf in walk.batch.items()}
+        return Made(
+            "float32" if past.model.dtype == jnp.float32 else "bfloat16",
+            past.config.model.dim,
+            params,
+            batch,
+            {} if past.config.distributed.cp > 1 else _points(past, walk),
+            float(metrics["loss"]),
+            _named(past, metrics["grads"]),
+            whole,
+            _named(past, _updates(past, walk, whole if grads is None else grads)),
+        )
+
+
+def _rows(leaf: np.ndarray) -> np.ndarray:
+    """All microbatches as one: [m, b, ...] -> [m b, ...]."""
+    return leaf.reshape(-1, *leaf.shape[2:])
+
+
+def _points(past: Past, walk: Walk) -> Named:
+    """Values of the forward pass of the first microbatch, of some of its tokens."""
+    model = past.model
+
+    def some(x: Array) -> Array:
+        return x[:_ROWS, :: max(1, x.shape[1] // _TOKENS)].astype(jnp.float32)
+
+    def points(params: Params, batch: Batch) -> dict[str, PyTree]:
+        first = {name: leaf[0] for name, leaf in batch.items()}
+        with capture.watching(lambda name, x: some(x)):
+            hidden, out = model.forward(params, first)
+        seen = {name: model.stack.unstack(x) for name, x in out.seen.items()}
+        return {"embed": some(model.embed(params, first)), "final_norm": some(hidden), LAYERS: seen}
+
+    made = jax.device_get(jax.jit(points)(walk.state.variables, walk.batch))
+    found = {"embed": made["embed"]}
+    for i in range(model.config.n_layers):
+        found |= {f"{LAYERS}.{i}.{name}": made[LAYERS][name][i] for name in capture.POINTS}
+    return found | {"final_norm": made["final_norm"]}
+
+
+def _updates(past: Past, walk: Walk, grads: PyTree) -> PyTree:
+    """Updates by gradients whose layers are in their order."""
+    stacks, stack = past.config.model.stacks, past.model.stack
+    laid_out = {
+        name: jax.tree.map(lambda x: np.asarray(stack.stack(x)), part) if name in stacks else part
+        for name, part in grads.items()
+    }
+    places = param_shardings(past.model.abstract, past.model.axes, past.mesh)
+    scale, state = walk.controls.lr_scale, walk.state
+    update = jax.jit(lambda g, s, p: past.optimizer.update(g, s, p, lr_scale=scale)[0])
+    return update(jax.device_put(laid_out, places), state.opt_state, state.params)
+
+
+def _in_order(past: Past, tree: Params) -> PyTree:
+    """A tree of the host, the layers of each stack in their order."""
+    stacks, stack = past.config.model.stacks, past.model.stack
+    return {
+        name: jax.tree.map(stack.unstack, part) if name in stacks else part
+        for name, part in jax.device_get(tree).items()
+    }
+
+
+def _named(past: Past, tree: Params) -> Named:
+    found: Named = {}
+    for name, leaf in flatten_dict(_in_order(past, tree), sep=".").items():
+        stack, _, rest = name.partition(".")
+        layers = past.config.model.stacks.get(stack)
+        if layers is None:
+            found[name] = leaf
+        else:
+            found |= {f"{LAYERS}.{i}.{rest}": leaf[k] for k, i in enumerate(layers)}
+    return found

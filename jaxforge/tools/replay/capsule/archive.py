@@ -1,0 +1,161 @@
+"""The file of a capsule: a zip archive.
+
+capsule.json        the ingredients, and a hash of each other entry
+config.toml         the run's resolved config, as of its latest start
+configs/            those of all its starts, by the step that each went on from
+curve.jsonl         step, loss and gradient norm, of each logged step
+packages.txt        all that was installed, as a lock
+"""
+
+import dataclasses
+import hashlib
+import io
+import json
+import re
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxforge.config.axes import AXES
+from jaxforge.errors import UserError
+from jaxforge.step.executable import TORN
+from jaxforge.storage import safe_files
+from jaxforge.storage.untrusted_json import excerpt, is_step, load_object, parse_line, problem_of
+from jaxforge.tools.replay.account import LOGGED
+
+FORMAT = 1
+CURVE = "curve.jsonl"
+_CONFIG = "config.toml"
+_ENTRY = re.compile(r"config\.toml|configs/from_step_[0-9]{1,10}\.toml|curve\.jsonl|packages\.txt")
+_ABOUT = "capsule.json"
+_SIZE = 1 << 28  # bytes of a file
+_UNPACKED = 4 << 20  # bytes that all entries may unpack to, and ...
+_UNPACKED_PER_BYTE = 50  # of the file; a curve and a config take a tenth of their bytes
+_TABLES = ("data", "machine", "mesh", "environment", "code", "packages", "programs")
+
+
+@dataclasses.dataclass(frozen=True)
+class Capsule:
+    """What is in the file.
+
+    Attributes:
+        about: the ingredients, by name: plain values.
+        files: the other entries, by name.
+    """
+
+    about: dict[str, Any]
+    files: dict[str, str]
+
+
+def write(path: Path, capsule: Capsule) -> None:
+    """Makes a new file; all of it or nothing.
+
+    Raises:
+        UserError: there is one, or it cannot be written.
+    """
+    if path.exists():
+        raise UserError(f"--output {path} exists: name a new file, or remove it first")
+    hashes = {name: _hash(text) for name, text in capsule.files.items()}
+    about = {"format": FORMAT, **capsule.about, "files": hashes}
+    try:
+        with (
+            safe_files.replacing(path) as file,
+            zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive,
+        ):
+            archive.writestr(_ABOUT, json.dumps(about, indent=2, ensure_ascii=False))
+            for name, text in capsule.files.items():
+                archive.writestr(name, text)
+    except OSError as error:
+        raise UserError(f"--output {path}: {error.strerror}") from error
+
+
+def read(path: Path) -> Capsule:
+    """Reads a file that `write` made.
+
+    Raises:
+        UserError: it is not there, torn, or of another version.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise UserError(f"cannot read the capsule {path}: it is no file")
+        if path.stat().st_size > _SIZE:
+            raise UserError(f"{path} is no capsule: {path.stat().st_size:,} bytes are too many")
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read the capsule {path}: {error.strerror or error}") from error
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            _check_sizes(archive, len(content))
+            about = load_object(_entry(archive, _ABOUT), _ABOUT)
+            format_, hashes = about.pop("format"), about.pop("files")
+            if not isinstance(hashes, dict):
+                raise ValueError(f"the files of {_ABOUT} are no table")
+            if strange := [name for name in hashes if not _ENTRY.fullmatch(name)]:
+                raise ValueError(f"it has {excerpt(repr(strange[0]))}")
+            files = {name: _entry(archive, name).decode() for name in hashes}
+    except TORN as error:
+        raise UserError(
+            f"{path} is no capsule, or torn ({excerpt(error)}): fetch it again"
+        ) from error
+    if format_ != FORMAT:
+        raise UserError(f"{path} is of format {excerpt(format_)}, and this jaxforge reads {FORMAT}")
+    for name, text in files.items():
+        if _hash(text) != hashes[name]:
+            raise UserError(f"{path}: {name} is not what was written: fetch it again")
+    if problem := _problem_of(about, files):
+        raise UserError(f"{path} is no capsule: {problem}; make it again from the run")
+    return Capsule(about, files)
+
+
+def _check_sizes(archive: zipfile.ZipFile, nbytes: int) -> None:
+    """Raise ValueError where entries would unpack to far more than the file has bytes."""
+    unpacked = sum(entry.file_size for entry in archive.infolist())
+    if unpacked > _UNPACKED + _UNPACKED_PER_BYTE * nbytes:
+        raise ValueError(f"{nbytes:,} bytes would become {unpacked:,}")
+
+
+def _entry(archive: zipfile.ZipFile, name: str) -> bytes:
+    """Read an entry up to the size that it declares; one that has more is torn."""
+    with archive.open(name) as entry:
+        return entry.read(archive.getinfo(name).file_size + 1)
+
+
+def _problem_of(about: Mapping[str, Any], files: Mapping[str, str]) -> str:
+    """Return what keeps a capsule from being verified; empty where nothing does."""
+    if missing := [name for name in (_CONFIG, CURVE) if name not in files]:
+        return f"it has no {missing[0]}"
+    for name in _TABLES:
+        if not isinstance(about.get(name), dict):
+            return f"{_ABOUT} has no table {name}"
+    if not all(isinstance(program, dict) for program in about["programs"].values()):
+        return f"a program of {_ABOUT} is no table"
+    sizes = about["mesh"]
+    if not all(axis in AXES and is_step(size) and size > 0 for axis, size in sizes.items()):
+        return f"the mesh of {_ABOUT} is not a size for each axis"
+    for number, line in enumerate(files[CURVE].encode().split(b"\n")[:-1], 1):
+        value, problem = parse_line(line)
+        problem = problem or problem_of(value, LOGGED)
+        if problem or LOGGED.keys() - value.keys():
+            return f"{CURVE}:{number}: {problem or 'no loss or gradient norm'}"
+    return "" if files[CURVE].strip() else f"{CURVE} has no step"
+
+
+def unpack(capsule: Capsule, run: Path, mesh: Mapping[str, int]) -> None:
+    """Lays out a run directory as `replay` reads it: configs and curve, no checkpoints.
+
+    Args:
+        capsule: what to lay out.
+        run: the directory, which is there.
+        mesh: axes that the config leaves to the devices, which may be others here.
+    """
+    for name, text in capsule.files.items():
+        place = run / {CURVE: "metrics.jsonl"}.get(name, name)
+        place.parent.mkdir(exist_ok=True)
+        for axis, size in mesh.items():
+            text = text.replace(f"\n{axis} = -1\n", f"\n{axis} = {size}\n")
+        place.write_text(text)
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,140 @@
+"""What a step is made of, as far as it can be named: code, packages, machine, mesh, program, data.
+
+All of it is of the moment and the process that asks.
+"""
+
+import hashlib
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jaxforge
+from jaxforge.config.job import JobConfig
+from jaxforge.data import sources
+from jaxforge.data.corpus.manifest import FILE_NAME, LENGTHS
+from jaxforge.data.dataset import Dataset, Mixture
+from jaxforge.data.tokens import TokenFiles
+from jaxforge.parallel.mesh import data_parallel_size
+from jaxforge.runs import git
+from jaxforge.runs.job_facts import ENVIRONMENT, plugin_sources, source_files, source_hash
+from jaxforge.step.executable import fingerprint
+from jaxforge.step.lowering import lower_train_steps
+from jaxforge.storage import urls
+from jaxforge.tools.replay.past import Past
+
+_CHUNK = 1 << 20  # bytes read at a time
+_UNITS = ("avx2", "avx512f", "amx_bf16")  # by which XLA's and its libraries' kernels differ
+
+
+def packages() -> dict[str, str]:
+    """All that is installed, name -> version; not from where, which may have a password in it."""
+    found = {one.name: one.version for one in distributions() if one.name}
+    return dict(sorted(found.items(), key=lambda one: one[0].lower()))
+
+
+def environment() -> dict[str, str]:
+    """Variables that change what is computed."""
+    return {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+
+
+def machine() -> dict[str, Any]:
+    """What computes here. On CPUs, kernels and the number of threads are in the last digits."""
+    device = jax.devices()[0]
+    found = {"platform": device.platform, "kind": device.device_kind,
+             "devices": jax.device_count(), "processes": jax.process_count()}  # fmt: skip
+    if device.platform == "cpu":
+        found |= {"processor": _processor(), "cores": os.cpu_count()}
+    return found
+
+
+def _processor() -> str:
+    """Its architecture and widest units."""
+    try:
+        about = Path("/proc/cpuinfo").read_text()
+    except OSError:  # no Linux
+        return platform.machine()
+    return " ".join([platform.machine(), *(unit for unit in _UNITS if f" {unit} " in about)])
+
+
+def code(config: JobConfig) -> dict[str, dict[str, Any]]:
+    """jaxforge, and the modules that `[plugins]` names: hash of their files, and state in git."""
+    places = {"jaxforge": Path(jaxforge.__file__).parent, **plugin_sources(config)}
+    return {name: _code_at(place) for name, place in places.items()}
+
+
+def _code_at(place: Path) -> dict[str, Any]:
+    return {"sha256": source_hash(place), **git.state(source_files(place)[0])}
+
+
+def program(past: Past) -> dict[str, str]:
+    """Hash of the step's StableHLO, for each number of microbatches of an update."""
+    config, mesh = past.config, past.mesh
+    sizes = {stage.accum for stage in config.train.ramp(data_parallel_size(mesh)).stages}
+    lowered = lower_train_steps(config, mesh, sizes)
+    return {str(n): fingerprint(one) for n, one in sorted(lowered.items())}
+
+
+def data(config: JobConfig) -> dict[str, dict[str, Any]]:
+    """What is trained on, by the name of each source: files with their bytes and hashes.
+
+    Raises:
+        UserError: the data are not there, or damaged.
+    """
+    found = sources.open_training_data(config)
+    named = found.datasets if isinstance(found, Mixture) else {"": found}
+    return {name: _of_source(config, dataset) for name, dataset in named.items()}
+
+
+def _of_source(config: JobConfig, dataset: Any) -> dict[str, Any]:  # noqa: ANN401
+    source = dataset.source if isinstance(dataset, Dataset) else None
+    if isinstance(source, TokenFiles):
+        return {"files": dict(_files(source))}
+    what = source if source is not None else dataset
+    named = {"kind": type(what).__name__}  # made by a seed, streamed, or a user's own
+    streamed = config.data.hf_dataset_name if config.data.hf_streaming else None
+    return named | ({"dataset": streamed} if streamed else {})
+
+
+def _files(source: TokenFiles) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The shards, and what lies beside them; of those in a bucket, how many bytes of tokens."""
+    if urls.in_bucket(source.directory):
+        for one in source.files:
+            yield one.path.name, {"bytes": one.offset + one.tokens * one.dtype.itemsize}
+        return
+    beside = [source.directory / name for name in (FILE_NAME, LENGTHS)]
+    paths = [*(one.path for one in source.files), *filter(Path.is_file, beside)]
+    with ThreadPoolExecutor() as pool:
+        for path, digest in zip(paths, pool.map(_hash_of, paths), strict=True):
+            yield path.name, {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def _hash_of(path: Path) -> str:
+    total = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            total.update(chunk)
+    return total.hexdigest()
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between two of the same ingredient, in words."""
+    names = dict.fromkeys([*then, *now])
+    return [
+        f"{name or 'value'}: {_short(then.get(name))} -> {_short(now.get(name))}"
+        for name in names
+        if then.get(name) != now.get(name)
+    ]
+
+
+def _short(value: object) -> str:
+    """For a line: hashes by their first digits."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} {_short(one)}" for key, one in value.items()) + "}"
+    text = "none" if value is None else str(value)
+    return text[:12] if len(text) == 64 and text.isalnum() else text

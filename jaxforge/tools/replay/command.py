@@ -1,0 +1,138 @@
+"""What `python -m jaxforge.replay` does and prints."""
+
+import argparse
+from collections.abc import Iterable, Sequence
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from jaxforge.cli.running import STDOUT, wide_console, write_json, write_text
+from jaxforge.parallel import host_memory, multihost
+from jaxforge.storage import urls
+from jaxforge.telemetry.console import setup_logging
+from jaxforge.tools.replay import compare
+from jaxforge.tools.replay.account import Account, Made, Suspect, account, as_json, replayed
+from jaxforge.tools.replay.against import Way, against
+from jaxforge.tools.replay.page import page
+from jaxforge.tools.replay.past import open_past
+
+_SHOWN = 60  # characters of a text in the table
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str], first: int, last: int) -> int:
+    """Replays, prints tables, writes JSON; the exit code."""
+    setup_logging(Console(stderr=True))
+    host_memory.keep_freed_memory()
+    multihost.initialize()
+    if args.against:
+        return _against(args, overrides)
+    run = urls.path(args.run)
+    if args.steps:
+        exact = _print_steps(wide_console(), replayed(run, first, last, overrides))
+        return 0 if exact or not args.check else 1
+    with open_past(run, first, overrides) as past:
+        found = account(past, first, around=args.around, rows=args.rows)
+    if jax.process_index() == 0:
+        if args.json:
+            write_json(args.json, as_json(found))
+        if args.html:
+            write_text("--html", args.html, page(found, run.name))
+        if args.json != STDOUT:
+            _print(wide_console(), found, args.top)
+    exact = found.made.difference in (None, 0.0)
+    return 0 if exact or not args.check else 1
+
+
+def _against(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Exit code 1 where something differs."""
+    one = Way(urls.path(args.run), overrides)
+    other = Way(urls.path(args.against), [*overrides, *args.other])
+    rows, notes = against(one, other, args.step)
+    if args.json:
+        write_json(args.json, {**compare.as_json(rows), "notes": notes})
+    if args.json != STDOUT:
+        compare.show(wide_console(), rows, ("RUN", "OTHER"))
+        for note in notes:
+            wide_console().print(f"note: {note}", markup=False)
+    return 0 if compare.first_difference(rows) is None else 1
+
+
+def _print_steps(console: Console, steps: Iterable[Made]) -> bool:
+    """A row each, as they are made; whether all are what was logged."""
+    all_exact = True
+    console.print(f"{'step':>8} {'loss':>14} {'grad norm':>14}  logged", highlight=False)
+    for one in steps:
+        all_exact &= one.difference in (None, 0.0)
+        console.print(
+            f"{one.step:8} {one.loss:14.9g} {one.grad_norm:14.9g}  {_compared(one)}",
+            highlight=False,
+        )
+    return all_exact
+
+
+def _compared(one: Made) -> str:
+    if one.difference is None:
+        return "not logged"
+    applied = "" if one.applied else ", update left out"
+    if one.difference == 0:
+        return f"the same{applied}"
+    return f"{one.difference:.1e} apart{applied}"
+
+
+def _print(console: Console, found: Account, top: int) -> None:
+    one = found.made
+    console.print(
+        f"[bold]step {one.step}[/]: loss {one.loss:.6g}, gradient norm {one.grad_norm:.6g}; "
+        f"logged: {_compared(one)}",
+        highlight=False,
+    )
+    console.print(_documents(found, top))
+    if found.without_first:
+        loss, norm = found.without_first
+        console.print(
+            f"without the first: loss {loss:.6g}, gradient norm {norm:.6g}", highlight=False
+        )
+    if found.odd:
+        console.print(_layers(found, top))
+
+
+def _documents(found: Account, top: int) -> Table:
+    table = Table(title=f"documents of the step ({min(top, len(found.suspects))} of "
+                  f"{len(found.suspects)})", title_justify="left")  # fmt: skip
+    table.add_column("where", overflow="fold")
+    for name in ("tokens", "loss", "own norm", "norm without"):
+        table.add_column(name, justify="right")
+    table.add_column("text", overflow="fold")
+    for suspect in found.suspects[:top]:
+        table.add_row(*_cells(suspect))
+    return table
+
+
+def _cells(suspect: Suspect) -> tuple[str, ...]:
+    one, influence = suspect.document, suspect.influence
+    own = f"{influence.norm:.4g}" if influence else "-"
+    without = f"{influence.without:.4g}" if influence else "-"
+    text = _line(suspect.text)
+    if one.worst_loss > one.loss and suspect.worst_text:
+        text += f"\nworst ({one.worst_loss:.3g}): {_line(suspect.worst_text)}"
+    where = f"{suspect.name}, {one.start}:{one.end}"
+    return where, str(one.tokens), f"{one.loss:.4g}", own, without, text
+
+
+def _line(text: str) -> str:
+    """On one line, without markup."""
+    return repr(text)[1:-1][:_SHOWN].replace("[", "\\[")
+
+
+def _layers(found: Account, top: int) -> Table:
+    steps = [step for step in found.norms if step != found.made.step]
+    table = Table(title=f"what differs most from steps {min(steps)} to {max(steps)}",
+                  title_justify="left")  # fmt: skip
+    for name in ("part", "norm of", "here", "to their median"):
+        table.add_column(name, justify="left" if name in ("part", "norm of") else "right")
+    here = found.norms[found.made.step]
+    for part, name, ratio in found.odd[:top]:
+        value = here.norms[name][here.parts.index(part)]
+        table.add_row(part, name, f"{value:.4g}", f"{ratio:.3g}")
+    return table

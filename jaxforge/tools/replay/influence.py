@@ -1,0 +1,140 @@
+"""Which documents the gradient of an update comes from.
+
+With g = Σ g_d over documents d, each weighted as in the update's loss:
+
+    norm        ‖g_d‖
+    without     ‖g - g_d‖, the norm of the gradient that the others make
+
+Exact, but for what a loss has besides a term for each token (the balance of experts), which counts
+to no document.
+"""
+
+import functools
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxforge.data.packing import IGNORE
+from jaxforge.model.transformer import Params
+from jaxforge.optim.optimizer import global_norm
+from jaxforge.parallel.mesh import data_parallel_size
+from jaxforge.parallel.sharding import batch_specs
+from jaxforge.step.context import spread_sequences
+from jaxforge.step.cross_entropy import token_weights, valid_tokens
+from jaxforge.step.grad_sync import resolve_grad_sync
+from jaxforge.step.gradients import Batch, make_gradients, with_dataset_mask
+from jaxforge.tools.replay.documents import Document
+from jaxforge.tools.replay.past import Past, Walk
+
+
+class Influence(NamedTuple):
+    """What a part of a batch does to its gradient.
+
+    Attributes:
+        norm: of its own gradient, ‖g_d‖.
+        without: of the gradient without it; NaN where either is not finite.
+    """
+
+    norm: float
+    without: float
+
+    @classmethod
+    def of(cls, whole: float, square: float, product: float) -> "Influence":
+        """From ‖g‖, ‖g_d‖² and <g, g_d>."""
+        if not (math.isfinite(square) and math.isfinite(product)):
+            return cls(math.sqrt(square) if math.isfinite(square) else math.inf, math.nan)
+        return cls(math.sqrt(square), math.sqrt(max(0.0, whole**2 - 2 * product + square)))
+
+
+class Influences:
+    """Of parts of one batch.
+
+    Args:
+        past: the run.
+        walk: where it stands: before the batch is learned from.
+        whole: its gradient g, float32.
+    """
+
+    def __init__(self, past: Past, walk: Walk, whole: Params) -> None:
+        sync = resolve_grad_sync(past.config, past.model, past.optimizer, past.mesh)
+        config = sync.applied_to(past.config)
+        self._batch, self._state, self._whole = walk.batch, walk.state, whole
+        self._norm = float(global_norm(whole))
+        self._gradients = make_gradients(past.model, config, past.mesh)
+        counts = valid_tokens(walk.batch["labels"])
+        self._weights = np.asarray(token_weights(counts, past.config.train.loss_norm))
+        self._rows = walk.batch["labels"].shape[1]
+        self._n_datasets, self._model = len(past.config.data.datasets), past.model
+        self._measure = jax.jit(functools.partial(self._measured, data_parallel_size(past.mesh)))
+        self._remake = jax.jit(self._remade)
+
+    def of_rows(self) -> list[Influence]:
+        """Of every row, in order."""
+        rows, length = self._batch["labels"].shape[0] * self._rows, self._batch["labels"].shape[2]
+        return [self.of(row, 0, length) for row in range(rows)]
+
+    def of(self, row: int, start: int, end: int) -> Influence:
+        """Of the tokens from `start` to `end` of a row, counted over the microbatches."""
+        microbatch = row // self._rows
+        part = np.array([microbatch, row % self._rows, start, end], np.int32)
+        weight = self._weights[microbatch]
+        square, product = self._measure(
+            self._state.params, self._state.model_state, self._batch, self._whole, part, weight
+        )
+        return Influence.of(self._norm, float(square), float(product))
+
+    def without(self, documents: Iterable[Document]) -> tuple[float, float]:
+        """Loss and gradient norm of the update, had these documents not been learned from."""
+        keep = np.ones(self._batch["labels"].shape, bool)
+        for one in documents:
+            keep[one.row // self._rows, one.row % self._rows, one.start : one.end] = False
+        loss, norm = self._remake(self._state.params, self._state.model_state, self._batch, keep)
+        return float(loss), float(norm)
+
+    def _measured(
+        self,
+        groups: int,
+        params: Params,
+        model_state: Params,
+        batch: Batch,
+        whole: Params,
+        part: Int[Array, "4"],
+        weight: Float[Array, ""],
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """‖g_d‖² and <g, g_d>: the row in question, and as many others as devices need to have."""
+        microbatch, row, start, end = part
+        specs = batch_specs(batch)
+
+        def repeated(name: str, x: Array) -> Array:
+            one = jnp.broadcast_to(x[microbatch, row], (1, groups, *x.shape[2:]))
+            return jax.lax.with_sharding_constraint(one, specs[name])
+
+        rows = {name: repeated(name, x) for name, x in batch.items()}
+        place = jnp.arange(rows["labels"].shape[-1])
+        is_in = (place >= start) & (place < end) & (jnp.arange(groups) == 0)[:, None]
+        labels = jnp.where(is_in, rows["labels"], IGNORE)
+        grads, _ = self._of({**rows, "labels": labels}, params, model_state)
+        share = weight * jnp.sum(labels != IGNORE)  # from the mean over its own tokens to its part
+        square = sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads))
+        products = jax.tree.map(lambda g, all_of_it: jnp.sum(g * all_of_it), grads, whole)
+        return square * share**2, sum(jax.tree.leaves(products)) * share
+
+    def _remade(
+        self, params: Params, model_state: Params, batch: Batch, keep: Array
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        labels = jnp.where(keep, batch["labels"], IGNORE)
+        grads, loss = self._of({**batch, "labels": labels}, params, model_state)
+        return loss, global_norm(grads)
+
+    def _of(
+        self, batch: Batch, params: Params, model_state: Params
+    ) -> tuple[Params, Float[Array, ""]]:
+        batch = with_dataset_mask(batch, self._n_datasets)
+        batch = spread_sequences(self._model, batch)
+        grads, loss = self._gradients(params, model_state, batch, None)
+        return grads, loss.value

@@ -1,0 +1,327 @@
+"""A run as it was before any of its steps: its config then, its state, its batches.
+
+A batch is a function of config, seed and position, and a step of state and batch. So the state
+before a step is that of the nearest checkpoint before it, stepped on; where there is none, that of
+the start. On the run's own mesh all is the same bit for bit.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.checkpoint.restore import Saved, start_from, starting_state
+from jaxforge.config import axes, rules, trust
+from jaxforge.config.job import JobConfig
+from jaxforge.config.reading.load import make_config
+from jaxforge.data import loader, sources
+from jaxforge.data.mixture import Segment
+from jaxforge.errors import UserError
+from jaxforge.model.transformer import Model, build_model, matmul_precision
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.parallel import compilation
+from jaxforge.parallel.mesh import data_parallel_size, make_mesh
+from jaxforge.runs import run_directory
+from jaxforge.state.progress import Progress
+from jaxforge.state.train_state import TrainState, state_shardings
+from jaxforge.step.grad_sync import resolve_grad_sync
+from jaxforge.step.train_step import Controls, Metrics, TrainStep, make_train_step
+from jaxforge.training.build import open_foreign
+from jaxforge.training.phases import Phases
+from jaxforge.training.training_data import TrainingData, batches_from
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Past:
+    """A run whose steps can be made again.
+
+    Attributes:
+        run: its directory.
+        config: what was in force at the step asked for.
+        mesh: where the steps run now.
+        model: the model.
+        optimizer: its optimizer.
+        checkpoints: the run's.
+        start: the step that the run went on from with this config.
+        overrides: settings over the run's config.
+    """
+
+    run: Path
+    config: JobConfig
+    mesh: Mesh
+    model: Model
+    optimizer: optax.GradientTransformationExtraArgs
+    checkpoints: Checkpoints
+    start: int
+    overrides: Sequence[str]
+
+    @functools.cached_property
+    def dataset(self) -> Any:  # noqa: ANN401
+        """What the run trains on."""
+        return sources.open_training_data(self.config)
+
+    def step_function(self, collect: Sequence[str] = ()) -> TrainStep:
+        """The train step: the very program that the run compiled, if nothing is collected."""
+        sync = resolve_grad_sync(self.config, self.model, self.optimizer, self.mesh)
+        config = sync.applied_to(self.config)
+        return make_train_step(self.model, self.optimizer, config, self.mesh, collect=collect)
+
+    def walk(self, step: int) -> "Walk":
+        """Stands before a step: what comes next is the `step`-th attempt of an update.
+
+        Raises:
+            UserError: there is no such step, or the run began with what is not there any more.
+        """
+        assert step > self.start, "that was made with another config"
+        walk = Walk(self, *self._nearest(step))
+        if walk.progress.step < step - 1:
+            log.info("stepping from %d to %d", walk.progress.step, step - 1)
+        while walk.progress.step < step - 1:
+            walk.advance()
+        return walk
+
+    def _nearest(self, step: int) -> tuple[TrainState, Progress]:
+        """The nearest state before a step that the run itself has had under this config."""
+        saved = max((one for one in self.checkpoints.steps() if one < step), default=None)
+        if saved is not None and saved >= self.start:
+            found = Saved(self.checkpoints, saved)
+            state, progress = start_from(found, self.model, self.optimizer, self.mesh)
+            _catch_up(progress, self.checkpoints)
+            return state, progress
+        if self.start > 0:  # that was made with another config
+            with open_past(self.run, self.start, self.overrides) as earlier:
+                walk = earlier.walk(self.start + 1)
+            places = state_shardings(self.model, self.optimizer, self.mesh)
+            return jax.device_put(walk.state, places), walk.progress
+        state, progress = self._beginning()
+        if progress.step >= step:
+            raise UserError(
+                f"the run began at step {progress.step}, with {self.config.checkpoint.load_path}: "
+                f"there is no step {step} of it"
+            )
+        return state, progress
+
+    def _beginning(self) -> tuple[TrainState, Progress]:
+        with contextlib.ExitStack() as stack:
+            nothing = Checkpoints(self.run / "none", self.config.checkpoint, read_only=True)
+            stack.callback(nothing.close)
+            return starting_state(
+                self.config, nothing, self.model, self.optimizer, self.mesh, open_foreign
+            )
+
+
+class Walk:
+    """A place in the past that moves on, step by step.
+
+    Attributes:
+        state: before the next step.
+        progress: the same.
+        batch: of the next step.
+    """
+
+    def __init__(self, past: Past, state: TrainState, progress: Progress) -> None:
+        config, phases = past.config, Phases.of(past.config.data)
+        ramp = config.train.ramp(data_parallel_size(past.mesh))
+        self._past, self._step = past, past.step_function()
+        self.state, self.progress = state, progress
+        self._data = TrainingData(
+            lambda place: batches_from(place, config, past.mesh, past.dataset, phases, ramp), phases
+        )
+        self._data.open(progress)
+        self._look_ahead()
+
+    @property
+    def controls(self) -> Controls:
+        """What the host decided about the next step."""
+        left_out = self._past.config.train.iterations_to_skip
+        return self._data.controls(self.progress.step, left_out)
+
+    def advance(self) -> Metrics:
+        """Makes the next step, as the run did."""
+        controls = self.controls
+        batch = next(self._data)
+        self._data.note_mixture(self.progress)
+        self.state, metrics = self._step(self.state, batch, controls)
+        microbatches, rows, length = batch["labels"].shape
+        self.progress.advance(microbatches * rows, microbatches * rows * length)
+        self._look_ahead()
+        return metrics
+
+    def _look_ahead(self) -> None:
+        if self.progress.step < self._past.config.train.max_steps:
+            self.batch = self._data.peek()
+
+    def look(self, step: TrainStep) -> Metrics:
+        """What a step function that collects says of the next step, which is not made."""
+        copies = jax.tree.map(
+            lambda x: x.copy(), (self.state.step, self.state.guard, self.state.counts)
+        )
+        self.state, metrics = step(self.state, self.batch, self.controls._replace(apply=False))
+        at, guard, counts = copies
+        self.state = dataclasses.replace(self.state, step=at, guard=guard, counts=counts)
+        return metrics
+
+    def name_of(self, row: int) -> str:
+        """Which sequence of the data is a row of the next batch, counted over its microbatches."""
+        past, position = self._past, self.progress.samples + row
+        drawn = [Segment(*one) for one in self.progress.mixtures]
+        phases = Phases.of(past.config.data)
+        drawn = phases.recorded(drawn, self.progress.step, self.progress.samples)
+        return loader.describe_sample(past.config, past.mesh, past.dataset, drawn, position)
+
+
+@contextlib.contextmanager
+def open_past(run: Path, step: int, overrides: Sequence[str] = ()) -> Iterator[Past]:
+    """Opens a run for a step.
+
+    Args:
+        run: its directory.
+        step: from 1, whose config it is.
+        overrides: settings over that, such as "--distributed.tp=2".
+
+    Raises:
+        UserError: there is no such run or step, or it cannot run on these devices.
+    """
+    found = run_directory.config_of_step(run, step)
+    checkpoints = Checkpoints(run, found.checkpoint, read_only=True)
+    try:
+        config = _on_these_devices(found, step, checkpoints, overrides, trust.of_run(run))
+        devices = _devices(config)
+        rules.check(config, len(devices))
+        compilation.use_cache(config.train)
+        mesh = make_mesh(config, devices)
+        with jax.set_mesh(mesh), matmul_precision(config):
+            model = build_model(config)
+            optimizer = build_optimizer(config, model.axes)
+            checkpoints.close()
+            checkpoints = Checkpoints(
+                run, config.checkpoint, model.axes, stack=model.stack, read_only=True
+            )
+            start = run_directory.start_before(run, step)
+            yield Past(run, config, mesh, model, optimizer, checkpoints, start, overrides)
+    finally:
+        checkpoints.close()
+
+
+def _on_these_devices(
+    config: JobConfig,
+    step: int,
+    checkpoints: Checkpoints,
+    overrides: Sequence[str],
+    trusts: trust.Decision = trust.never,
+) -> JobConfig:
+    if not 1 <= step <= config.train.max_steps:
+        raise UserError(
+            f"there is no step {step}: they go from 1 to train.max_steps = {config.train.max_steps}"
+        )
+    values = config.model_dump(mode="json", exclude_unset=True)  # two batch sizes must agree
+    if any(one.startswith("--distributed.") for one in overrides):
+        there = make_config(values, overrides, "the run", trusts)
+        overrides = [*_same_rows(config, there, checkpoints, overrides), *overrides]
+    else:
+        overrides = [*_same_batch(config, checkpoints), *overrides]
+    return make_config(values, overrides, "the run", trusts)
+
+
+def _same_rows(
+    config: JobConfig, there: JobConfig, checkpoints: Checkpoints, overrides: Sequence[str]
+) -> list[str]:
+    """The settings with which another mesh makes the same batch, unless its size is given."""
+    is_given = any(one.startswith(("--train.batch_size", "--train.global")) for one in overrides)
+    groups = None if is_given else _known_groups(config, checkpoints)
+    if groups is None or config.train.global_batch_size:
+        return []
+    rows, mesh = config.train.microbatch_size(groups), _sizes(there)
+    left = jax.device_count() // -math.prod(mesh) if -1 in mesh else 1
+    here = axes.data_parallel(
+        {axis: left if size == -1 else size for axis, size in zip(axes.AXES, mesh, strict=True)}
+    )
+    if here < 1 or rows % here:
+        raise UserError(
+            f"the step read {rows} sequences at a time, which {here} data-parallel devices cannot "
+            "share: choose another mesh, or give --train.batch_size for another batch"
+        )
+    return [f"--train.batch_size={rows // here}", *_same_order(config, groups)]
+
+
+def _same_batch(config: JobConfig, checkpoints: Checkpoints) -> list[str]:
+    """The settings with which the same batch runs on the devices that are here; none if it does."""
+    here, groups = jax.device_count(), _data_parallel_groups(config, checkpoints)
+    others = math.prod(max(1, size) for size in _sizes(config)) // max(1, _data_parallel(config))
+    if groups * others == here:
+        return []
+    rows = config.train.microbatch_size(groups)
+    most = max(n for n in range(1, here + 1) if rows % n == 0)
+    log.info("the run had %d devices: its batch is made on %d of those here", groups * others, most)
+    settings = [f"--distributed.{axis}=1" for axis in axes.AXES if axis != "dp_shard"]
+    settings.append(f"--distributed.dp_shard={most}")
+    if not config.train.global_batch_size:
+        settings.append(f"--train.batch_size={rows // most}")
+    return [*settings, *_same_order(config, groups)]
+
+
+def _same_order(config: JobConfig, groups: int) -> list[str]:
+    if config.data.order == "torch" and not config.data.torch_ranks:
+        return [f"--data.torch_ranks={groups}"]
+    return []
+
+
+def _data_parallel_groups(config: JobConfig, checkpoints: Checkpoints) -> int:
+    """How many the run had.
+
+    Raises:
+        UserError: its config left that to the devices, and nothing else says it.
+    """
+    groups = _known_groups(config, checkpoints)
+    if groups is None:
+        raise UserError(
+            "the run's distributed.dp_shard = -1 stands for the devices that there were: say how "
+            "many (--distributed.dp_shard=N)"
+        )
+    return groups
+
+
+def _known_groups(config: JobConfig, checkpoints: Checkpoints) -> int | None:
+    if -1 not in _sizes(config):
+        return _data_parallel(config)
+    train, newest = config.train, checkpoints.latest()
+    if newest is not None and not train.batch_ramp and not train.global_batch_size:
+        progress = checkpoints.progress(newest)
+        each = train.batch_size * train.grad_accum_steps * progress.step
+        if not progress.rollbacks and each and progress.samples % each == 0:
+            return progress.samples // each
+    return None
+
+
+def _data_parallel(config: JobConfig) -> int:
+    sizes = zip(axes.AXES, _sizes(config), strict=True)
+    return axes.data_parallel({axis: max(1, size) for axis, size in sizes})
+
+
+def _sizes(config: JobConfig) -> list[int]:
+    return [getattr(config.distributed, axis) for axis in axes.AXES]
+
+
+def _devices(config: JobConfig) -> list[jax.Device]:
+    sizes = _sizes(config)
+    return jax.devices()[: None if -1 in sizes else math.prod(sizes)]
+
+
+def _catch_up(progress: Progress, checkpoints: Checkpoints) -> None:
+    """The data's place after rollbacks to this very step, which its checkpoint cannot know of."""
+    newest = checkpoints.progress(checkpoints.steps()[-1])
+    for jump in newest.rollbacks:
+        if jump["to"] == progress.step and jump not in progress.rollbacks:
+            progress.samples += jump["samples"]
+            progress.rollbacks.append(jump)

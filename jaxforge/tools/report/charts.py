@@ -1,0 +1,211 @@
+"""What the page draws: charts of every metric, but for those that follow from others.
+
+As JSON, which `drawing.js` makes charts of. What never changes is told in a table instead.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxforge.runs.reading import Run, Series
+from jaxforge.tools.report.columns import Pool, encoded
+from jaxforge.tools.report.names import LOSS, NAMES, Name, name_of
+from jaxforge.tools.report.thinning import BUCKETS, middles, thin
+
+_PARTS = 30_000  # buckets of all curves together: what they may take of the page
+_FEWEST = 16  # buckets of a curve
+_MARKS = 200  # of a curve: they are some pixels wide
+_ALONG = 1000  # points that say how tokens and time go with the steps
+_DERIVED = re.compile(
+    r"smoothed/.*|train/(tokens|samples|valid_tokens)|gpu/mem_utilization|eval/(.*/)?perplexity"
+)
+_LAYER = re.compile(r"/layers\.([0-9]{1,6})$")
+_MARKED = ("train/loss", "train/grad_norm")
+_HEADLINE = ("train/loss", "eval/loss")
+
+
+class Constant(NamedTuple):
+    """A metric that has the same value throughout each run.
+
+    Attributes:
+        name: in words.
+        values: of each run; None where it was not logged.
+    """
+
+    name: str
+    values: list[float | None]
+
+
+class _Curve(NamedTuple):
+    run: int
+    metric: str
+    label: str
+
+
+class _Drawing(NamedTuple):
+    """A chart before its points are chosen; `ordered`: curves are shades of one colour."""
+
+    title: str
+    name: Name
+    curves: list[_Curve]
+    ordered: bool = False
+
+
+def charts(runs: Sequence[Run], pool: Pool) -> list[dict[str, Any]]:
+    """All charts in the order of the page; the first is the loss.
+
+    Args:
+        runs: one, or several to compare.
+        pool: takes the columns.
+    """
+    drawings = list(_drawings(runs))
+    count = sum(len(one.curves) for one in drawings)
+    buckets = min(BUCKETS, max(_FEWEST, _PARTS // count))
+    return [_chart(one, runs, pool, buckets) for one in drawings]
+
+
+def along(run: Run) -> dict[str, str]:
+    """How tokens and hours since the first step go with the steps."""
+    step, time, tokens = run.series["train/tokens"]
+    kept = np.unique(np.linspace(0, len(step) - 1, _ALONG).round().astype(int))
+    columns = (("steps", step), ("tokens", tokens), ("hours", (time - time[0]) / 3600))
+    return {name: encoded(column[kept], "f8") for name, column in columns}
+
+
+def skips(run: Run) -> list[int]:
+    """Logged steps at which more had been skipped than at the one before."""
+    step, _, skipped = run.series["train/skipped_steps"]
+    return _some(step[np.diff(skipped, prepend=0) > 0])
+
+
+def constants(runs: Sequence[Run]) -> list[Constant]:
+    """What is not charted as there is nothing to see; of layers that are alike once."""
+    found: dict[tuple[str, tuple[float | None, ...]], list[str]] = defaultdict(list)
+    for metric in _metrics(runs):
+        if _is_constant(metric, runs):
+            name = name_of(metric)
+            factor = 100 if name.percent else 1
+            values = (_value(run, metric, factor) for run in runs)
+            found[_with_unit(name), tuple(values)].append(name.label)
+    return [
+        Constant(title + _which(labels), list(values)) for (title, values), labels in found.items()
+    ]
+
+
+def _value(run: Run, metric: str, factor: float) -> float | None:
+    return factor * run.series[metric].last if metric in run.series else None
+
+
+def _with_unit(name: Name) -> str:
+    return f"{name.title} ({name.unit})" if name.unit else name.title
+
+
+def _which(labels: Sequence[str]) -> str:
+    if len(labels) > 3:
+        return f": {labels[0]} to {labels[-1]}"
+    return f": {', '.join(labels)}" if any(labels) else ""
+
+
+def _metrics(runs: Sequence[Run]) -> list[str]:
+    """What was logged, in the order of the page; what follows from others is left out."""
+    names = dict.fromkeys(metric for run in runs for metric in run.series)
+    order = {metric: place for place, metric in enumerate(NAMES)}
+    kept = [metric for metric in names if not _DERIVED.fullmatch(metric)]
+    return sorted(kept, key=lambda metric: order.get(metric, len(order)))
+
+
+def _is_constant(metric: str, runs: Sequence[Run]) -> bool:
+    values = (run.series[metric].value for run in runs if metric in run.series)
+    return metric not in _HEADLINE and not any(_varies(one) for one in values)
+
+
+def _varies(values: np.ndarray) -> bool:
+    same = (values == values[0]) | (np.isnan(values) & np.isnan(values[0]))
+    return not bool(same.all())
+
+
+def _drawings(runs: Sequence[Run]) -> Iterable[_Drawing]:
+    metrics = [metric for metric in _metrics(runs) if not _is_constant(metric, runs)]
+    yield _Drawing("Loss", NAMES["train/loss"], _headline(runs))
+    groups: dict[str, dict[str, list[tuple[str, Name]]]] = defaultdict(lambda: defaultdict(list))
+    for metric in metrics:
+        name = name_of(metric)
+        if metric not in _HEADLINE or (metric == "eval/loss" and _has_sets(metrics)):
+            groups[name.group][name.title].append((metric, name))
+    for titles in groups.values():
+        for title, members in titles.items():
+            yield from _of_one_title(title, members, runs)
+
+
+def _has_sets(metrics: Sequence[str]) -> bool:
+    return any(metric.startswith("eval/") and metric.count("/") > 1 for metric in metrics)
+
+
+def _headline(runs: Sequence[Run]) -> list[_Curve]:
+    return [
+        _Curve(i, metric, label)
+        for metric, label in zip(_HEADLINE, ("training", "evaluation"), strict=True)
+        for i, run in enumerate(runs)
+        if metric in run.series
+    ]
+
+
+def _of_one_title(
+    title: str, members: Sequence[tuple[str, Name]], runs: Sequence[Run]
+) -> Iterable[_Drawing]:
+    """Of one run a chart; of several one for each member, or for each run if these are layers."""
+    several, first = len(runs) > 1, members[0][1]
+    layers = [_LAYER.search(metric) for metric, _ in members]
+    if all(layers):
+        numbers = {m: int(found[1]) for (m, _), found in zip(members, layers, strict=True) if found}
+        members = sorted(members, key=lambda member: numbers[member[0]])
+        for i, run in enumerate(runs):
+            curves = [_Curve(i, m, name.label) for m, name in members if m in run.series]
+            if curves:
+                yield _Drawing(f"{title}: {run.name}" if several else title, first, curves, True)
+        return
+    for metric, name in members if several else ():
+        curves = [_Curve(i, metric, "") for i, run in enumerate(runs) if metric in run.series]
+        yield _Drawing(f"{title}: {name.label}" if len(members) > 1 else title, first, curves)
+    if not several:
+        yield _Drawing(title, first, [_Curve(0, m, name.label) for m, name in members])
+
+
+def _chart(drawing: _Drawing, runs: Sequence[Run], pool: Pool, buckets: int) -> dict[str, Any]:
+    name, curves = drawing.name, drawing.curves
+    made = []
+    for i, curve in enumerate(curves):
+        series = runs[curve.run].series[curve.metric]
+        colour = {"shade": i / max(len(curves) - 1, 1)} if drawing.ordered else {}
+        if not drawing.ordered:
+            colour = {"colour": curve.run if len(runs) > 1 else i}
+        points = _points(series, 100 if name.percent else 1, pool, buckets)
+        dots = curve.metric.startswith("eval/")
+        marks = {"skips": True} if curve.metric in _MARKED else {}
+        of = f"{runs[curve.run].name} {curve.label}".strip() if len(runs) > 1 else ""
+        shown = {"run": curve.run, "label": curve.label, "name": of, "dots": dots}
+        made.append({**shown, **colour, **marks, **points})
+    return {"title": drawing.title, "unit": name.unit, "group": name.group, "zero": name.zero,
+            "smooth": not name.exact, "wide": name.group == LOSS, "curves": made}  # fmt: skip
+
+
+def _points(series: Series, factor: float, pool: Pool, buckets: int) -> Mapping[str, Any]:
+    """What is drawn of a curve: `x`, `y`; of a long one also where its middle runs, `smooth`."""
+    step, value = series.step, factor * series.value
+    kept = thin(step, value, buckets)
+    found = {"x": pool.add(step[kept], "i4"), "y": encoded(value[kept], "f4"),
+             "last": float(value[-1]) if np.isfinite(value[-1]) else None}  # fmt: skip
+    if len(kept) < len(step):
+        x, y = middles(step, value, buckets)
+        found["smooth"] = [pool.add(x, "f4" if step[-1] < 1 << 23 else "f8"), encoded(y, "f4")]
+    bad = step[~np.isfinite(value)]
+    return found | ({"bad": _some(bad), "bad_count": len(bad)} if len(bad) else {})
+
+
+def _some(steps: np.ndarray) -> list[int]:
+    """At most so many that they can be told apart, from first to last."""
+    kept = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), _MARKS)).round().astype(int))
+    return steps[kept].tolist() if len(steps) else []

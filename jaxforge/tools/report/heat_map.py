@@ -1,0 +1,94 @@
+"""The load of experts as pictures: one for each layer, experts downwards, the run to the right.
+
+A load is shown by the colour of its band, blue below an even load and orange above: the two stay
+apart for colour-blind readers, and the further from even, the further from the page's lightness.
+"""
+
+import base64
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxforge.runs.loads import Loads
+from jaxforge.runs.reading import Run
+from jaxforge.tools.report.columns import Pool, encoded
+from jaxforge.tools.report.numbers import exact, short
+
+EDGES = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95, 1.05, 1.25, 1.5, 1.75, 2.0, 3.0, 4.0)
+"""Where the next band of loads begins. The middle band is even; from the last on all look alike."""
+_EVEN = len(EDGES) // 2
+_NONE = len(EDGES) + 1  # what is not finite: transparent
+_MIDDLE = (244, 243, 238)
+_IDLE, _BUSY = ((0, 42, 82), (0, 114, 178)), ((92, 36, 0), (213, 94, 0))  # darkest, and half way
+
+
+def heat_maps(runs: Sequence[Run], pool: Pool) -> list[dict[str, Any]]:
+    """A picture for each layer of each run that has experts, as `drawing.js` takes them."""
+    return [
+        one
+        for i, run in enumerate(runs)
+        if run.loads is not None
+        for one in _maps(i, run.name if len(runs) > 1 else "", run.loads, pool)
+    ]
+
+
+def bands() -> list[dict[str, Any]]:
+    """Each band's name, and its colours on light and on dark pages."""
+    lower = (0.0, *EDGES)
+    names = [f"{short(a)} to {short(b)}" for a, b in zip(lower, EDGES, strict=False)]
+    names.append(f"{short(EDGES[-1])} or more")
+    return [
+        {"name": name, "light": light, "dark": dark}
+        for name, light, dark in zip(names, palette(), inverted(palette()), strict=True)
+    ]
+
+
+def palette() -> list[tuple[int, int, int]]:
+    """Red, green and blue of each band, from idle over even to overloaded."""
+    arms = [
+        [_between(dark, half, _MIDDLE, i / _EVEN) for i in range(_EVEN)]
+        for dark, half in (_IDLE, _BUSY)
+    ]
+    return [*arms[0], _MIDDLE, *arms[1][::-1]]
+
+
+def inverted(colours: Sequence[tuple[int, int, int]]) -> list[list[int]]:
+    """Colours of the same hue and the other lightness (CSS: `invert(1) hue-rotate(180deg)`)."""
+    turned = 2 * np.outer(np.ones(3), [0.213, 0.715, 0.072]) - np.eye(3)
+    return np.clip((255 - np.array(colours, float)) @ turned.T, 0, 255).round().astype(int).tolist()
+
+
+def _between(
+    dark: tuple[int, int, int], half: tuple[int, int, int], light: tuple[int, int, int], at: float
+) -> tuple[int, int, int]:
+    red, green, blue = (
+        round(float(np.interp(at, (0, 0.5, 1), channels)))
+        for channels in zip(dark, half, light, strict=True)
+    )
+    return red, green, blue
+
+
+def _maps(number: int, name: str, loads: Loads, pool: Pool) -> Iterator[dict[str, Any]]:
+    for i, layer in enumerate(loads.layers):
+        values, last = loads.value[:, i], loads.last[i]
+        least, most = (encoded(end(axis=-1), "f4") for end in (values.min, values.max))
+        yield {
+            "title": f"Load of experts, layer {layer}{f': {name}' if name else ''}",
+            "unit": f"mean of {loads.each} logged steps each" if loads.each > 1 else "",
+            "run": number,
+            "x": pool.add(loads.step, "f8"),
+            "experts": values.shape[-1],
+            "levels": _levels(values),
+            "least": least,
+            "most": most,
+            "told": f"at step {loads.last_step:,} from {exact(float(last.min()))}, of expert "
+            f"{int(last.argmin())}, to {exact(float(last.max()))}, of expert {int(last.argmax())}",
+        }
+
+
+def _levels(values: np.ndarray) -> str:
+    """Numbers of bands, a byte each, expert by expert: compressed by zlib, in base64."""
+    levels = np.where(np.isfinite(values), np.digitize(values, EDGES), _NONE).astype(np.uint8)
+    return base64.b64encode(zlib.compress(levels.T.tobytes(), 9)).decode()

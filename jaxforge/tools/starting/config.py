@@ -1,0 +1,221 @@
+"""The config to start with, as tables of a commented file: of a size for data, or of a preset."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxforge.tools.starting.machine import Machine
+from jaxforge.tools.starting.prepared import (
+    TOKENIZER,
+    TRAIN,
+    VALIDATION,
+    Prepared,
+    longest_sequence,
+    windows,
+)
+from jaxforge.tools.starting.presets import Preset
+from jaxforge.tools.starting.sizes import SHAPES
+from jaxforge.tools.starting.sizing import EPOCHS, TOKENS_PER_PARAMETER, Size, learning_rate, sized
+from jaxforge.tools.starting.toml_file import Line, Tables, written
+
+FILE_NAME = "train.toml"
+"""The config in a prepared directory."""
+
+_LARGE_VOCABULARY = 16_384  # logits of so many take more memory than all else
+_EVALUATED = 20  # batches
+_LINES = 100  # of a log
+_PLACEHOLDER = "data/mine"
+
+
+def for_data(prepared: Prepared, machine: Machine, run: Path) -> tuple[str, Size]:
+    """A complete config for prepared data.
+
+    Args:
+        prepared: the data.
+        machine: where it is to run.
+        run: the run directory.
+
+    Returns:
+        The file's text, and what it comes to.
+    """
+    size = sized(prepared, machine)
+    tables: Tables = {
+        "model": list(_model(prepared, size)),
+        "train": list(_train(prepared, machine, size)),
+        "optimizer": [Line("lr", learning_rate(size.parameters), "AdamW's peak for this size")],
+        "scheduler": _scheduler(),
+        "data": list(_data(prepared)),
+        "eval": list(_eval(prepared, size.seq_len)),
+        "checkpoint": _checkpoint(run),
+        "metrics": [Line("log_interval", max(1, size.max_steps // _LINES))],
+    }
+    about = (
+        f"{_in_millions(size.parameters)} parameters on {prepared.place.name}, sized for {machine} "
+        f"by jaxforge prepare.\n    jaxforge train --config {prepared.place / FILE_NAME}"
+    )
+    if prepared.train.conversations:
+        about += (
+            "\nThis learns from nothing. To fine-tune a model, take its shape and"
+            " checkpoint.load_path as in\nconfigs/fine_tuning.toml."
+        )
+    return written(about, tables), size
+
+
+def of_preset(name: str, preset: Preset, prepared: Prepared | None) -> str:
+    """A preset's config.
+
+    Args:
+        name: of the preset.
+        preset: itself.
+        prepared: the data, if there are any yet.
+    """
+    vocab_size = prepared.train.vocab_size if prepared else preset.model["vocab_size"]
+    model: dict[str, Any] = {**preset.model, "vocab_size": vocab_size}
+    why = {"vocab_size": "the tokenizer's" if prepared else "that of your tokenizer"}
+    tables: Tables = {
+        "model": [Line(key, value, why.get(key, "")) for key, value in model.items()],
+        "train": list(_preset_train(preset, prepared)),
+        "optimizer": [Line("lr", preset.lr)],
+        "scheduler": _scheduler(),
+        "distributed": [
+            *(Line(key, value) for key, value in preset.distributed.items()),
+            Line("dp_shard", -1, "FSDP over the devices that are left"),
+        ],
+        "data": list(_data(prepared)) if prepared else _no_data(),
+        "eval": list(_eval(prepared, preset.seq_len)) if prepared else [],
+        "checkpoint": _checkpoint(Path("runs", name)),
+        "metrics": [Line("log_interval", 10)],
+    }
+    about = f"{name}: {preset.about}, on {preset.machine} (jaxforge init --preset {name})."
+    return written(about, tables)
+
+
+def _model(prepared: Prepared, size: Size) -> Iterator[Line]:
+    why = f"{_in_millions(size.parameters)} parameters: {_why_so_large(size)}"
+    for key, value in size.shape._asdict().items():
+        yield Line(key, value, why)
+        why = ""
+    yield Line("vocab_size", prepared.train.vocab_size, "the tokenizer's")
+    yield Line("max_seq_len", size.seq_len)
+    yield Line("tie_embeddings", True, "embedding and head share a matrix: few are for tokens")
+
+
+def _why_so_large(size: Size) -> str:
+    if size.shape == SHAPES[0]:
+        return "the smallest, as there is little text"
+    if size.limit == "data":
+        return f"{TOKENS_PER_PARAMETER} tokens each would be more than {EPOCHS} epochs"
+    if size.limit == "time":
+        return "what a machine of this kind trains in its time"
+    return f"{TOKENS_PER_PARAMETER} tokens each suffice"
+
+
+def _train(prepared: Prepared, machine: Machine, size: Size) -> Iterator[Line]:
+    mean = round(prepared.train.tokens / prepared.train.documents)
+    yield Line("seq_len", size.seq_len, f"a document has {mean:,} tokens on average")
+    yield Line("global_batch_size", size.batch, f"sequences: {size.tokens:,} tokens an update")
+    if size.accum > 1:
+        yield Line("grad_accum_steps", size.accum, "microbatches, as memory has room for")
+    yield Line("max_steps", size.max_steps, _why_so_long(prepared, machine, size))
+    if machine.is_cpu:
+        yield Line("mixed_precision", "fp32", "CPUs have no fast bfloat16")
+    else:
+        yield Line("mixed_precision", "bf16", "weights, moments and gradients stay in float32")
+        if size.recomputes:
+            yield Line("activation_checkpointing", "full", "without, a sequence does not fit")
+        if prepared.train.vocab_size >= _LARGE_VOCABULARY:
+            yield Line("loss_fn", "chunked_cross_entropy", "logits of all tokens never exist")
+    yield Line("seed", 42, "of weights and data: the same seed, the same run")
+
+
+def _why_so_long(prepared: Prepared, machine: Machine, size: Size) -> str:
+    tokens = _in_millions(size.max_steps * size.tokens)
+    read = f"{tokens} tokens, {in_epochs(size.epochs)}"
+    return {
+        "parameters": f"{read}: {TOKENS_PER_PARAMETER} for each parameter (Chinchilla)",
+        "data": f"{read}: more often, text teaches little",
+        "time": f"{read}: {'ten minutes' if machine.is_cpu else 'a day'} or so on {machine}",
+        "least": f"{read}: fewer updates would show nothing",
+    }[size.limit]
+
+
+def _scheduler() -> list[Line]:
+    return [
+        Line("name", "cosine"),
+        Line("warmup_steps", "2%", "of max_steps, as are all lengths in percent"),
+    ]
+
+
+def _data(prepared: Prepared) -> Iterator[Line]:
+    yield Line("dataset_path", prepared.at(TRAIN))
+    if prepared.pattern != "*.npy":
+        yield Line("file_pattern", prepared.pattern)
+    yield Line("tokenizer_path", prepared.at(TOKENIZER))
+    if not prepared.train.conversations:
+        yield Line("pack_sequences", True, "attention does not cross from one document to the next")
+
+
+def _no_data() -> list[Line]:
+    return [
+        Line("dataset_path", f"{_PLACEHOLDER}/{TRAIN}",
+             f"yours: jaxforge prepare TEXT --output {_PLACEHOLDER} --tokenizer bpe"),
+        Line("pack_sequences", True, "attention does not cross from one document to the next"),
+    ]  # fmt: skip
+
+
+def _eval(prepared: Prepared, seq_len: int) -> Iterator[Line]:
+    held_out = prepared.validation
+    if held_out is None:
+        return
+    if not held_out.conversations and longest_sequence(held_out) < seq_len:
+        yield Line("enabled", False, f"{held_out.tokens:,} held-out tokens are too few")
+        return
+    yield Line("enabled", True)
+    yield Line("dataset_path", prepared.at(VALIDATION))
+    if prepared.pattern != "*.npy":
+        yield Line("file_pattern", prepared.pattern)
+    yield Line("interval", "10%")
+    yield Line("steps", _EVALUATED, "batches at most, always the same")
+
+
+def _checkpoint(run: Path) -> list[Line]:
+    return [
+        Line("dir", str(run), "the run directory: the same command goes on there"),
+        Line("interval", "10%"),
+    ]
+
+
+def _preset_train(preset: Preset, prepared: Prepared | None) -> Iterator[Line]:
+    per_update = preset.batch * preset.seq_len
+    yield Line("seq_len", preset.seq_len)
+    yield Line("global_batch_size", preset.batch, f"sequences: {per_update:,} tokens an update")
+    if preset.accum > 1:
+        why = (
+            f"microbatches: {preset.batch // preset.accum} sequences on {preset.devices} device(s)"
+        )
+        yield Line("grad_accum_steps", preset.accum, why)
+    steps, why = preset.max_steps, f"{TOKENS_PER_PARAMETER} tokens for each parameter"
+    if preset.active:
+        why += " that a token meets"
+    if preset.steps:
+        why = "ten minutes or so"
+    if prepared:
+        most = max(1, EPOCHS * windows(prepared.train, preset.seq_len) // preset.batch)
+        if most < steps:
+            steps, why = most, f"{EPOCHS} epochs: more often, text teaches little"
+    yield Line("max_steps", steps, why)
+    yield Line("mixed_precision", "fp32" if preset.is_on_cpu else "bf16")
+    if preset.recomputes:
+        yield Line("activation_checkpointing", "full", "blocks are computed again: less memory")
+    if preset.model["vocab_size"] >= _LARGE_VOCABULARY:
+        yield Line("loss_fn", "chunked_cross_entropy", "logits of all tokens never exist")
+    yield Line("seed", 42, "of weights and data: the same seed, the same run")
+
+
+def in_epochs(epochs: float) -> str:
+    """For a reader."""
+    return f"{epochs:,.0f} epochs" if epochs >= 10 else f"{epochs:.2g} epochs"
+
+
+def _in_millions(n: int) -> str:
+    return f"{n / 1e6:,.0f}M" if n >= 10**7 else f"{n / 1e6:.2g}M"

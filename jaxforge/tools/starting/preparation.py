@@ -1,0 +1,253 @@
+"""Documents in, token shards out: what `jaxforge.prepare` does when its command line is read."""
+
+import argparse
+import functools
+import shlex
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from jaxforge.data.corpus.conversations import Conversations, fingerprint
+from jaxforge.data.corpus.documents import (
+    Piece,
+    first_bytes,
+    is_split_inside,
+    pieces,
+    shuffled,
+    split_of,
+)
+from jaxforge.data.corpus.entries import ENTRY_DTYPE
+from jaxforge.data.corpus.huggingface import load_dataset
+from jaxforge.data.corpus.ingest import Options, check_split, ingest
+from jaxforge.data.corpus.inputs import HuggingFace, find_inputs
+from jaxforge.data.corpus.manifest import FILE_NAME
+from jaxforge.data.corpus.progress import progress_shown
+from jaxforge.data.corpus.records import Content, Input, TextField
+from jaxforge.data.corpus.summary import table
+from jaxforge.data.corpus.text_files import RECORDS, TEXTS
+from jaxforge.data.corpus.tokenizer import (
+    BPE_VOCAB_SIZE,
+    Tokenizer,
+    load_tokenizer,
+    train_bpe,
+)
+from jaxforge.data.corpus.writer import token_dtype
+from jaxforge.errors import UserError
+from jaxforge.storage import urls
+from jaxforge.storage.atomic_directory import AtomicDirectory, Plan, atomic_directory
+from jaxforge.tools.starting.config import FILE_NAME as CONFIG
+from jaxforge.tools.starting.config import for_data, in_epochs
+from jaxforge.tools.starting.machine import Machine
+from jaxforge.tools.starting.prepared import Prepared
+from jaxforge.tools.starting.sizing import Size
+
+
+def run(args: argparse.Namespace) -> int:
+    """All of the directory is written, or nothing.
+
+    Args:
+        args: as of `prepare.parser`.
+
+    Raises:
+        UserError: an input, the tokenizer or the output cannot be used.
+    """
+    machine = Machine.parse(args.machine) if args.machine else Machine.here()
+    for place in (*args.input, args.output):
+        urls.local(place, "prepare", "copy the text here, and what is made of it there")
+    given = None if args.tokenizer == "bpe" else _given_tokenizer(args.tokenizer)
+    if given and args.no_bos:
+        given = given.without_bos()
+    content = Conversations(given) if args.conversations and given else TextField(args.text_field)
+    inputs = _inputs(args, content)
+    plan = _plan(args, inputs, given)
+    made_by = f"train/{FILE_NAME}"
+    with atomic_directory(
+        args.output, plan, made_by=made_by, overwrite=args.overwrite, say=_say
+    ) as destination:
+        assert destination is not None
+        tokenizer = given or _bpe(args, inputs, destination)
+        tokenizer.save(destination.out / "tokenizer")
+        options = _options(args, tokenizer.vocab_size)
+        with progress_shown(_text_size(inputs, args.max_bytes)) as show:
+            corpus = ingest(
+                inputs,
+                tokenizer,
+                options,
+                destination,
+                tokenizer_name=args.tokenizer,
+                workers=args.workers,
+                isolate=True,
+                show=show,
+            )
+        size = _write_config(destination.out, args.output, machine)
+    print(table(corpus, tokenizer), end="\n\n")
+    print(_next(args.output, size))
+    return 0
+
+
+def _say(text: str) -> None:
+    Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+
+
+def _inputs(args: argparse.Namespace, content: Content) -> list[Input]:
+    """What to read, in order."""
+    inputs: list[Input] = []
+    if args.input:
+        usual = RECORDS if args.conversations else (*TEXTS, *RECORDS)
+        globs = args.glob.split(",") if args.glob else usual
+        inputs += find_inputs(args.input, globs, args.exclude, content, args.max_record_bytes)
+    if args.hf_dataset:
+        dataset = load_dataset(args.hf_dataset, args.hf_config, args.hf_split)
+        name = ":".join(filter(None, [args.hf_dataset, args.hf_config, args.hf_split]))
+        inputs.append(HuggingFace(name, dataset, content))
+    if args.conversations:
+        _check_records(inputs)
+    if args.shuffle_documents is not None:
+        inputs = _shuffled(inputs, args.shuffle_documents)
+    inputs = first_bytes(inputs, args.max_bytes)
+    if _all_text(inputs) and not is_split_inside(inputs):  # else they are known when all is read
+        splits = [split_of(source.name, args.validation_fraction) for source in inputs]
+        held_out = splits.count("validation")
+        check_split(len(splits) - held_out, held_out, args.validation_fraction)
+    return inputs
+
+
+def _shuffled(inputs: Sequence[Input], seed: int) -> list[Input]:
+    if not _all_text(inputs):
+        raise UserError(
+            "--shuffle-documents is for text files: records keep their order; leave it out, as "
+            "training shuffles anyway (data.shuffle)"
+        )
+    return shuffled(inputs, seed)
+
+
+def _check_records(inputs: Iterable[Input]) -> None:
+    for source in inputs:
+        if source.text_size is not None:
+            raise UserError(
+                f"{source.where} is read as plain text, and holds no conversations: give JSONL, "
+                "JSON, CSV, Parquet or Arrow files"
+            )
+
+
+def _all_text(inputs: Iterable[Input]) -> bool:
+    return all(source.text_size is not None for source in inputs)
+
+
+def _text_size(inputs: Sequence[Input], max_bytes: int | None) -> int | None:
+    """Bytes of text to come, where they are known."""
+    if not _all_text(inputs):
+        return max_bytes
+    size = sum(source.text_size or 0 for source in inputs)
+    return min(size, max_bytes or size)
+
+
+_BYTES_PER_TOKEN = 500  # of the text that a BPE is trained on, at least
+_PLANNED = ("text_field", "tokenizer", "no_bos", "vocab_size", "format", "dtype", "shard_tokens",
+            "validation_fraction", "validation_tokens", "max_bytes",
+            "max_record_bytes")  # fmt: skip
+
+
+def _plan(args: argparse.Namespace, inputs: Iterable[Input], tokenizer: Tokenizer | None) -> Plan:
+    """What DIR depends on."""
+    options = {f"--{name.replace('_', '-')}": getattr(args, name) for name in _PLANNED}
+    options["the tokenizer's sha256"] = tokenizer and tokenizer.fingerprint
+    if args.conversations and tokenizer:
+        options["the chat template's sha256"] = fingerprint(tokenizer)
+    return {"options": options, "inputs": [source.identity for source in inputs]}
+
+
+def _options(args: argparse.Namespace, vocab_size: int) -> Options:
+    return Options(
+        dtype=ENTRY_DTYPE if args.conversations else token_dtype(args.dtype, vocab_size),
+        file_format=args.format,
+        shard_tokens=args.shard_tokens,
+        validation_fraction=args.validation_fraction,
+        validation_tokens=args.validation_tokens or 0,
+        max_bytes=args.max_bytes,
+        skip_bad=args.skip_bad,
+        conversations=args.conversations,
+    )
+
+
+def _bpe(
+    args: argparse.Namespace, inputs: Sequence[Input], destination: AtomicDirectory
+) -> Tokenizer:
+    """The BPE of the training documents: of an earlier run, if that came so far."""
+    if destination.journal is not None:
+        return load_tokenizer(destination.out / "tokenizer")
+    read = functools.partial(
+        pieces,
+        inputs,
+        validation_fraction=args.validation_fraction,
+        max_bytes=args.max_bytes,
+        skip_bad=args.skip_bad,
+    )
+    size = _text_size(inputs, args.max_bytes)
+    if not args.vocab_size and not _all_text(inputs):
+        size = _size_up_to(_BYTES_PER_TOKEN * BPE_VOCAB_SIZE, read())
+    vocab_size = args.vocab_size or _vocab_size(size or 0)
+    _say(f"training the BPE tokenizer: {_why_so_many(args, vocab_size)} …")
+    return train_bpe((piece.text for piece in read() if piece.split == "train"), vocab_size)
+
+
+def _size_up_to(limit: int, read: Iterable[Piece]) -> int:
+    """Return the bytes of text that are read, or some more than `limit` if there are as many."""
+    size = 0
+    for piece in read:
+        size += piece.size
+        if size >= limit:
+            break
+    return size
+
+
+def _vocab_size(text_size: int) -> int:
+    """Of a BPE for so many bytes: each token is to be met often, and its row of a matrix learned.
+
+    The power of two that leaves 500 bytes of text or more for each token, 512 at least.
+    """
+    fitting = 1 << max(512, text_size // _BYTES_PER_TOKEN).bit_length() - 1
+    return min(BPE_VOCAB_SIZE, fitting)
+
+
+def _why_so_many(args: argparse.Namespace, vocab_size: int) -> str:
+    if args.vocab_size:
+        return f"{vocab_size:,} tokens"
+    if vocab_size == BPE_VOCAB_SIZE:
+        return f"{vocab_size:,} tokens, as there is much text (--vocab-size sets others)"
+    return (
+        f"{vocab_size:,} tokens, so that the text has {_BYTES_PER_TOKEN} bytes for each "
+        "(--vocab-size sets others)"
+    )
+
+
+def _given_tokenizer(spec: str) -> Tokenizer:
+    tokenizer = load_tokenizer(spec)
+    if tokenizer.eos_id is None:
+        raise UserError(
+            f"the tokenizer {spec} names no end-of-text token for documents to end with; put a "
+            'tokenizer_config.json with "eos_token" beside its tokenizer.json'
+        )
+    return tokenizer
+
+
+def _write_config(directory: Path, output: Path, machine: Machine) -> Size:
+    """Writes the config to train on `output`, which is still `directory`; what it comes to."""
+    prepared = Prepared.read(directory, output)
+    text, size = for_data(prepared, machine, Path("runs", prepared.place.name).absolute())
+    try:
+        (directory / CONFIG).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {directory / CONFIG}: {error.strerror}") from error
+    return size
+
+
+def _next(output: Path, size: Size) -> str:
+    """What was written, and the command to type next."""
+    path = output.absolute() / CONFIG
+    return (
+        f"{path}: {size.parameters / 1e6:.3g}M parameters, {size.max_steps:,} updates of "
+        f"{size.tokens:,} tokens, {in_epochs(size.epochs)}\n"
+        f"Next:\n  jaxforge train --config {shlex.quote(str(path))}"
+    )

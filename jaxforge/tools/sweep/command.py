@@ -1,0 +1,146 @@
+"""What `python -m jaxforge.sweep` does."""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from jaxforge.config import rules
+from jaxforge.config.model import MODELS
+from jaxforge.config.reading.load import load_unresolved
+from jaxforge.data.epoch import sequences_per_epoch
+from jaxforge.errors import UserError
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.storage import safe_files, urls
+from jaxforge.telemetry.numbers import human
+from jaxforge.tools.sweep import slurm
+from jaxforge.tools.sweep.page import page
+from jaxforge.tools.sweep.points import Point, points
+from jaxforge.tools.sweep.results import parameters, results, table
+from jaxforge.tools.sweep.runs import PlannedRun, Runner
+
+_MOST_TOLD = 10
+
+
+def run(arguments: Sequence[str], args: argparse.Namespace, settings: Sequence[str]) -> int:
+    """Runs the points, or lists them; the exit code."""
+    jax.config.update("jax_platforms", "cpu")  # the devices are for the runs
+    if args.slurm and args.devices is None:
+        raise UserError("--slurm needs --devices N: the GPUs of each run, which are not here")
+    devices = args.devices or _devices()
+    runs = planned(points(args.grid, args.ladder), args.config, settings, devices)
+    if args.dry_run:
+        print("\n".join(_listed(run) for run in runs))
+        return 0
+    if args.slurm:
+        _write_script(args.slurm, slurm.script(_for_tasks(arguments), len(runs), devices))
+        return 0
+    if args.point is not None:
+        return Runner().run([_chosen(runs, args.point)])
+    code = 0 if args.results else Runner().run(runs)
+    report(runs)
+    return code
+
+
+def planned(
+    every: Sequence[Point], config: str, settings: Sequence[str], devices: int
+) -> list[PlannedRun]:
+    """All points, checked.
+
+    Args:
+        every: the points.
+        config: the base config's file.
+        settings: over it, for all of them.
+        devices: of each run.
+
+    Raises:
+        UserError: configs are wrong, or directories are of others; every point that is, is named.
+    """
+    runs, problems = [], []
+    for point in every:
+        try:
+            runs.append(_planned(point, config, settings, devices))
+        except UserError as error:
+            problems.append(f"{point.name}: {error}".replace("\n", "\n    "))
+    if problems:
+        more = len(problems) - _MOST_TOLD
+        said = [*problems[:_MOST_TOLD], *([f"and {more} more points"] if more > 0 else [])]
+        raise UserError("nothing is run:\n" + "\n".join(said))
+    return runs
+
+
+def _planned(point: Point, path: str, settings: Sequence[str], devices: int) -> PlannedRun:
+    overrides = [*settings, *point.overrides]
+    unresolved = load_unresolved(path, overrides)
+    root = urls.path(unresolved.known.checkpoint.dir, "checkpoint.dir")
+    if urls.in_bucket(root):
+        raise UserError(f"checkpoint.dir = {root}: a sweep is in a directory, not in a bucket")
+    directory = root / point.name
+    overrides.append(f"--checkpoint.dir={directory}")
+    config = load_unresolved(path, overrides).resolve(devices, sequences_per_epoch)
+    rules.check(config, devices)
+    build_optimizer(config, MODELS[config.model.model_type](config.model).axes)  # checks patterns
+    command = [sys.executable, "-m", "jaxforge.train", "--config", path, *overrides]
+    run = PlannedRun(point, directory, config, command)
+    run.check_directory()
+    return run
+
+
+def report(runs: Sequence[PlannedRun]) -> None:
+    """Says what they came to, and writes the page."""
+    found = results(runs)
+    root = runs[0].directory.parent
+    print(table(found))
+    root.mkdir(parents=True, exist_ok=True)
+    safe_files.replace_text(root / "sweep.html", page(found, root.resolve().name))
+    print(f"drawn in {root / 'sweep.html'}")
+
+
+def _devices() -> int:
+    """Those that a run will have; a process of its own counts them, and lets go of them."""
+    code = "import jax; print(jax.device_count())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"no devices: {done.stderr.strip().splitlines()[-1]}")
+    return int(done.stdout.split()[-1])
+
+
+def _listed(run: PlannedRun) -> str:
+    size = human(parameters(run.config.model))
+    return f"{run.point.name}  {size} parameters, {run.config.train.max_steps} steps, {run.state}"
+
+
+def _chosen(runs: Sequence[PlannedRun], number: int) -> PlannedRun:
+    if not 0 <= number < len(runs):
+        raise UserError(f"--point {number}: points are 0 to {len(runs) - 1}")
+    return runs[number]
+
+
+def _for_tasks(arguments: Sequence[str]) -> list[str]:
+    """The command line of an array task: without what asks for the script."""
+    kept, skip = [], False
+    for i, argument in enumerate(arguments):
+        if skip:
+            skip = False
+            continue
+        name = argument.partition("=")[0]
+        if name in ("--slurm", "--devices"):
+            following = arguments[i + 1] if i + 1 < len(arguments) else "--"
+            skip = "=" not in argument and not following.startswith("--")
+            continue
+        kept.append(argument)
+    return kept
+
+
+def _write_script(target: str, text: str) -> None:
+    if target == "-":
+        print(text, end="")
+        return
+    try:
+        Path(target).write_text(text)
+    except OSError as error:
+        raise UserError(f"cannot write {target}: {error.strerror}") from error
+    print(f"written to {target}: run it with sbatch", file=sys.stderr)

@@ -1,0 +1,151 @@
+"""The points of a sweep: which keys get which values, and what each run is called."""
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxforge.cli.suggestions import path_hint
+from jaxforge.config.reading import toml
+from jaxforge.errors import UserError
+
+_UNSAFE = re.compile(r"[^\w.,=+-]+")
+_LONGEST = 200  # bytes of a name: file systems take 255
+
+Values = Mapping[str, str]
+"""Values by key (`model.dim`), as on the command line."""
+
+
+class Point(NamedTuple):
+    """One run.
+
+    Attributes:
+        name: of its directory: `lr=1e-3,dim=128`, or what a ladder calls it.
+        values: what it sets over the base config.
+    """
+
+    name: str
+    values: Values
+
+    @property
+    def overrides(self) -> list[str]:
+        """Its values as `jaxforge.train` takes them."""
+        return [f"--{key}={value}" for key, value in self.values.items()]
+
+
+def points(grid: Sequence[str], ladder: Path | None) -> list[Point]:
+    """Every combination of a ladder's steps and the values of a grid, ladder first.
+
+    Args:
+        grid: such as "optimizer.lr=1e-3,3e-3".
+        ladder: a TOML file of tables `[[point]]`, whose keys go together; `name` names one.
+
+    Raises:
+        UserError: a key is said twice, points are the same, or the file is not such a ladder.
+    """
+    axes = [_axis(text) for text in grid]
+    rungs = [Point("", {})] if ladder is None else _ladder(ladder)
+    _check_keys([*(key for key, _ in axes), *{key for rung in rungs for key in rung.values}])
+    every = [
+        (rung, dict(zip((key for key, _ in axes), values, strict=True)))
+        for rung in rungs
+        for values in itertools.product(*(values for _, values in axes))
+    ]
+    keys = list(dict.fromkeys(k for rung, values in every for k in (*rung.values, *values)))
+    short = _short(keys)
+    found = [Point(_name(rung, values, short), {**rung.values, **values}) for rung, values in every]
+    _check_names(found)
+    return found
+
+
+def _axis(text: str) -> tuple[str, list[str]]:
+    key, equals, values = text.partition("=")
+    if not equals or not key or not values:
+        raise UserError(f"--grid {text}: expected section.key=value,value")
+    return key.removeprefix("--"), list(_split(values))
+
+
+def _split(text: str) -> Iterator[str]:
+    """Values between commas; one in brackets, braces or quotes may have commas of its own."""
+    depth, quote, start = 0, "", 0
+    for i, char in enumerate(text):
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "\"'":
+            quote = char
+        elif char in "[({":
+            depth += 1
+        elif char in "])}":
+            depth -= 1
+        elif char == "," and depth == 0:
+            yield text[start:i]
+            start = i + 1
+    yield text[start:]
+
+
+def _ladder(path: Path) -> list[Point]:
+    try:
+        tables = toml.parse(path.read_text(encoding="utf-8-sig"), f"--ladder {path}")
+    except OSError as error:
+        raise UserError(f"--ladder {path}: {error.strerror}{path_hint(path)}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"--ladder {path}: {error}") from None
+    rungs = tables.get("point")
+    if tables.keys() != {"point"} or not isinstance(rungs, list) or not rungs:
+        raise UserError(
+            f"--ladder {path}: expected tables [[point]], each with keys such as model.dim = 256"
+        )
+    return [_rung(rung, f"--ladder {path}, point {i}") for i, rung in enumerate(rungs, 1)]
+
+
+def _rung(table: Any, where: str) -> Point:  # noqa: ANN401 (whatever TOML holds)
+    if not isinstance(table, dict) or not isinstance(table.get("name", ""), str):
+        raise UserError(f"{where}: expected a table whose name is text")
+    name = table.pop("name", "")
+    values = {key: _said(value) for key, value in _flat(table)}
+    if alone := [key for key in values if "." not in key]:
+        raise UserError(f"{where}: {alone[0]} is in no section: write model.{alone[0]}, say")
+    return Point(name, values)
+
+
+def _flat(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def _said(value: Any) -> str:  # noqa: ANN401
+    return value if isinstance(value, str) else repr(value)
+
+
+def _check_keys(keys: Sequence[str]) -> None:
+    twice = [key for key, n in Counter(keys).items() if n > 1]
+    if twice:
+        raise UserError(f"{twice[0]} is said twice: give all of its values in one place")
+    if "checkpoint.dir" in keys:
+        raise UserError("checkpoint.dir is where all points are: it cannot be one of their keys")
+
+
+def _check_names(found: Sequence[Point]) -> None:
+    for name, n in Counter(point.name for point in found).items():
+        if n > 1:
+            raise UserError(f"{n} points are called {name}: their values, or names, must differ")
+        if len(name.encode()) > _LONGEST:
+            raise UserError(f"{name[:60]}... is too long for a directory: give points a name")
+
+
+def _short(keys: Sequence[str]) -> Mapping[str, str]:
+    """Keys without their section, where that leaves them apart."""
+    last = Counter(key.rpartition(".")[2] for key in keys)
+    return {key: end if last[end := key.rpartition(".")[2]] == 1 else key for key in keys}
+
+
+def _name(rung: Point, values: Values, short: Mapping[str, str]) -> str:
+    shown = values if rung.name else {**rung.values, **values}
+    parts = [rung.name] if rung.name else []
+    parts += [f"{short[key]}={value}" for key, value in shown.items()]
+    return _UNSAFE.sub("_", ",".join(parts)) or "base"

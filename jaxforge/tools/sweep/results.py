@@ -1,0 +1,121 @@
+"""What a sweep came to: its points by loss, and the law of its sizes."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
+
+from jaxforge.config.model import MODELS, ModelConfig
+from jaxforge.model.transformer import active_parameter_count
+from jaxforge.telemetry.numbers import human
+from jaxforge.tools.report.numbers import exact
+from jaxforge.tools.sweep.law import NEEDED, Law, fit, next_size
+from jaxforge.tools.sweep.runs import PlannedRun
+
+VALIDATION, TRAINING = "eval/loss", "train/loss"
+_SHARE = 10  # of the logged steps at the end: one of them are an average of
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What became of one point.
+
+    Attributes:
+        run: the point.
+        loss: at the end; NaN where it is not finished, or not finite.
+        parameters: that a token meets.
+        tokens: trained on.
+    """
+
+    run: PlannedRun
+    loss: float
+    parameters: int
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """What became of all.
+
+    Attributes:
+        metric: "eval/loss", or "train/loss" where no point was evaluated.
+        points: the lowest loss first, those without one last.
+        law: of the best point of each size; None of too few sizes.
+    """
+
+    metric: str
+    points: Sequence[Result]
+    law: Law | None
+
+    @property
+    def best_by_size(self) -> list[Result]:
+        """The best point of each size, the smallest size first."""
+        best: dict[int, Result] = {}
+        for one in self.points:
+            if math.isfinite(one.loss):
+                best.setdefault(one.parameters, one)
+        return [best[size] for size in sorted(best)]
+
+
+def results(runs: Sequence[PlannedRun]) -> Results:
+    """Reads what the runs have logged."""
+    logged = [list(run.lines()) if run.is_finished else [] for run in runs]
+    metric = VALIDATION if any(VALIDATION in line for of in logged for line in of) else TRAINING
+    points = [_result(run, lines, metric) for run, lines in zip(runs, logged, strict=True)]
+    points.sort(key=lambda one: (not math.isfinite(one.loss), one.loss))
+    found = Results(metric, points, None)
+    best = found.best_by_size
+    law = fit([one.parameters for one in best], [one.loss for one in best])
+    return dataclasses.replace(found, law=law)
+
+
+def _result(run: PlannedRun, lines: Sequence[dict[str, float]], metric: str) -> Result:
+    of_metric = [line[metric] for line in lines if metric in line]
+    values = [math.nan if value is None else value for value in of_metric]
+    # One step's loss is noise; an evaluation's is of the same text each time.
+    last = values[-max(1, len(values) // _SHARE) :] if metric == TRAINING else values[-1:]
+    loss = statistics.fmean(last) if last else math.nan
+    tokens = max((int(line.get("train/tokens", 0)) for line in lines), default=0)
+    return Result(run, loss, parameters(run.config.model), tokens)
+
+
+def parameters(model: ModelConfig) -> int:
+    """Those that a token meets; no device is asked for anything."""
+    return active_parameter_count(MODELS[model.model_type](model))
+
+
+def table(found: Results) -> str:
+    """The points, the best first, and the law, in plain text."""
+    cells = rows(found)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in cells]
+    return "\n".join([*(line.rstrip() for line in lines), *law_in_words(found)])
+
+
+def rows(found: Results) -> list[tuple[str, ...]]:
+    """The head of a table, and a row for each point."""
+    head = ("", "point", "parameters", "tokens", found.metric)
+    return [head, *(_row(i, one) for i, one in enumerate(found.points, 1))]
+
+
+def _row(place: int, one: Result) -> tuple[str, ...]:
+    loss = exact(one.loss) if math.isfinite(one.loss) else _why(one)
+    return str(place), one.run.point.name, human(one.parameters), human(one.tokens), loss
+
+
+def _why(one: Result) -> str:
+    return "not finite" if one.run.is_finished else f"not finished ({one.run.state})"
+
+
+def law_in_words(found: Results) -> list[str]:
+    """The law with its prediction; why there is none; nothing where sizes are all the same."""
+    best = found.best_by_size
+    if len(best) < 2:
+        return []
+    if found.law is None:
+        return [f"no law: it takes {NEEDED} sizes, and {len(best)} are finished"]
+    law, size = found.law, next_size([one.parameters for one in best])
+    return [
+        f"L(N) = {law.e:.4g} + {law.a:.4g} N^-{law.alpha:.3g}, off by {law.error:.2%} on average",
+        f"predicted for {human(size)} parameters, on as much data: {exact(law(size))}",
+    ]

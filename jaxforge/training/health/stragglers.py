@@ -1,0 +1,134 @@
+"""Which hosts hold the others up.
+
+All devices step together, so step times are the same everywhere. What differs is the time that a
+host spends on its own before its step can run: waiting for data, and launching. A slow device does
+not show here, but in a profile (`[profiling]`, `profiling.hosts`).
+"""
+
+import logging
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jaxtyping import Bool, Float
+
+from jaxforge.config.metrics import MetricsConfig
+from jaxforge.exit_codes import Exit
+from jaxforge.state.train_state import TrainState
+from jaxforge.telemetry.tracker import HostTimes
+from jaxforge.training.health.periodic_action import PeriodicAction
+
+log = logging.getLogger(__name__)
+
+_NAME_BYTES = 64
+_NOTICEABLE = 0.1
+"""Share of a step below which a host's own time is noise, however much the hosts differ."""
+
+
+class Report(NamedTuple):
+    """Seconds per step, over the steps since the last report, host by host.
+
+    Attributes:
+        data_wait: spent waiting for batches.
+        launch: spent between a batch's arrival and the launch of its step.
+        step: of a whole step; as good as equal.
+    """
+
+    data_wait: Float[np.ndarray, "hosts"]
+    launch: Float[np.ndarray, "hosts"]
+    step: Float[np.ndarray, "hosts"]
+
+    @property
+    def own(self) -> Float[np.ndarray, "hosts"]:
+        """What each host spends on its own."""
+        return self.data_wait + self.launch
+
+    @property
+    def scores(self) -> Float[np.ndarray, "hosts"]:
+        """Time of the fastest host / own time, 1 for the fastest: NVRx's relative score."""
+        return self.own.min() / np.maximum(self.own, 1e-9)
+
+    @property
+    def z_scores(self) -> Float[np.ndarray, "hosts"]:
+        """Standard deviations above the mean."""
+        return (self.own - self.own.mean()) / max(self.own.std(), 1e-9)
+
+    def slow(self, threshold: float) -> Bool[np.ndarray, "hosts"]:
+        """Hosts that score less, and whose own time is worth a mention."""
+        return (self.scores < threshold) & (self.own > _NOTICEABLE * self.step)
+
+
+class Stragglers(PeriodicAction):
+    """Reports what hosts spend on their own, and names the slow ones.
+
+    Args:
+        config: the section.
+        host_times: what this host has spent so far.
+    """
+
+    def __init__(self, config: MetricsConfig, host_times: Callable[[], HostTimes]) -> None:
+        super().__init__(config.straggler_report_interval)
+        self._config, self._host_times = config, host_times
+        self._hosts = _host_names()
+        self._since: tuple[int, HostTimes] | None = None
+
+    def run(self, step: int, state: TrainState) -> Exit | None:
+        """Every process comes to the same verdict."""
+        since, now = self._since, self._host_times()
+        self._since = step, now
+        if since is None:
+            return None  # set-up is in these steps
+        report = _gather(since[1], now, step - since[0])
+        slow = report.slow(self._config.straggler_threshold)
+        if jax.process_index() == 0:
+            for level, text in describe(report, slow, self._hosts):
+                log.log(level, "step %d: %s", step, text)
+        if slow.any() and self._config.stop_if_detected_straggler:
+            log.warning("Exiting program due to straggler detection.")
+            return Exit.STRAGGLER
+        return None
+
+
+def describe(
+    report: Report, slow: Bool[np.ndarray, "hosts"], hosts: Sequence[str]
+) -> Iterator[tuple[int, str]]:
+    """Log level and text: the spread over all hosts, then each slow one.
+
+    Args:
+        report: the times.
+        slow: which hosts are.
+        hosts: their names.
+    """
+    spread = ", ".join(
+        f"{name.replace('_', ' ')} {times.min():.4f}/{np.median(times):.4f}/{times.max():.4f}"
+        for name, times in report._asdict().items()
+    )
+    yield logging.INFO, f"seconds per step, min/median/max of {len(hosts)} hosts: {spread}"
+    for i in np.flatnonzero(slow).tolist():
+        yield (
+            logging.WARNING,
+            (
+                f"host {i} ({hosts[i]}) is slow: per step it waits {report.data_wait[i]:.4f} s for "
+                f"data and launches in {report.launch[i]:.4f} s; score {report.scores[i]:.2f}, "
+                f"z-score {report.z_scores[i]:.1f}"
+            ),
+        )
+
+
+def _gather(since: HostTimes, now: HostTimes, steps: int) -> Report:
+    """The mean seconds per step of every process."""
+    mine = np.subtract(now, since) / steps
+    clock, data_wait, launch = multihost_utils.process_allgather(mine.astype(np.float32)).T
+    return Report(data_wait, launch, clock)
+
+
+def _host_names() -> list[str]:
+    """The node of every process."""
+    mine = np.zeros(_NAME_BYTES, np.uint8)
+    name = socket.gethostname().encode()[:_NAME_BYTES]
+    mine[: len(name)] = np.frombuffer(name, np.uint8)
+    everyones = multihost_utils.process_allgather(mine)
+    return [bytes(name).rstrip(b"\0").decode(errors="replace") for name in everyones]

@@ -1,0 +1,96 @@
+"""One start of a run: devices, mesh and parts, then the loop, and an orderly end."""
+
+import contextlib
+import sys
+from collections.abc import Sequence
+
+import jax
+from rich.console import Console
+
+from jaxforge.cli import streams
+from jaxforge.cli.process import end_now
+from jaxforge.cli.running import wide_console
+from jaxforge.config import rules
+from jaxforge.config.job import JobConfig
+from jaxforge.config.reading.unresolved import UnresolvedConfig
+from jaxforge.data.epoch import sequences_per_epoch
+from jaxforge.exit_codes import Exit
+from jaxforge.model.transformer import matmul_precision
+from jaxforge.parallel import agreement, compilation, host_memory, multihost
+from jaxforge.parallel.mesh import make_mesh
+from jaxforge.runs import job_facts, run_directory
+from jaxforge.storage.run_lock import RunLock
+from jaxforge.telemetry.console import setup_logging
+from jaxforge.telemetry.live_line import LiveLine
+from jaxforge.training.build import build_trainer
+from jaxforge.training.health import out_of_memory
+from jaxforge.training.health.watchdog import Limits, Watchdog
+from jaxforge.training.hooks import Hook
+from jaxforge.training.preemption import Signals
+
+
+def run(
+    config: JobConfig | UnresolvedConfig,
+    hooks: Sequence[Hook] = (),
+    since: float | None = None,
+) -> Exit:
+    """`train.run`; `train.exit_duration_in_mins` counts from `since`, by `time.monotonic`."""
+    console = wide_console(streams.tolerant(sys.stdout))
+    setup_logging(console)
+    host_memory.keep_freed_memory()
+    known = config.known if isinstance(config, UnresolvedConfig) else config
+    with Watchdog(Limits.of(known.train)) as watchdog:
+        multihost.initialize(known.distributed.heartbeat_timeout_sec)
+        with (
+            multihost.leaving_at_once_on_failure(),
+            _live_line(console, known, watchdog) as live,
+        ):
+            agreement.check(job_facts.of_start(config) if jax.process_count() > 1 else {})
+            return _run(config, hooks, console, watchdog, live, since)
+
+
+def _live_line(
+    console: Console, config: JobConfig, watchdog: Watchdog
+) -> contextlib.AbstractContextManager[LiveLine | None]:
+    """Where somebody watches process 0; none where parsers read along."""
+    is_watched = console.is_terminal and not console.is_dumb_terminal
+    if is_watched and config.metrics.log_format == "kempnerforge" and jax.process_index() == 0:
+        return LiveLine(console, watchdog.moment)
+    return contextlib.nullcontext()
+
+
+def _run(
+    config: JobConfig | UnresolvedConfig,
+    hooks: Sequence[Hook],
+    console: Console,
+    watchdog: Watchdog,
+    live: LiveLine | None,
+    since: float | None,
+) -> Exit:
+    if isinstance(config, UnresolvedConfig):
+        run_directory.check_not_moved(config)
+        with watchdog.section("data"):  # for lengths in epochs
+            config = config.resolve(jax.device_count(), sequences_per_epoch)
+    rules.check(config, jax.device_count())
+    compilation.use_cache(config.train)
+    mesh = make_mesh(config)
+    with (
+        Signals(config.train.shutdown_timeout_sec) as signals,
+        RunLock(run_directory.root(config)) as lock,
+        jax.set_mesh(mesh),
+        matmul_precision(config),
+        out_of_memory.explained(config, mesh),
+    ):
+        trainer = build_trainer(config, mesh, hooks, console, watchdog, lock, live)
+        trainer.since = since
+        reason: Exit | None = None
+        try:
+            reason = trainer.train(signals)
+        finally:
+            if reason is not Exit.UNHEALTHY:  # whatever waits for the devices may wait for ever
+                with watchdog.section("end"):
+                    reason = trainer.close(reason)
+    assert reason is not None  # as nothing was raised
+    if reason is Exit.UNHEALTHY or signals.left_work:
+        end_now(reason.code)  # nor must the compiler find the process half gone
+    return reason

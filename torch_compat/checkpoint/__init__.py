@@ -1,0 +1,1 @@
+"""Checkpoints as states: readers, writers and the meaning of their tensors."""

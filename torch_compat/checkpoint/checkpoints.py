@@ -1,0 +1,167 @@
+"""Any checkpoint, opened: jaxforge's, a PyTorch DCP, or Hugging Face's."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from jaxforge.checkpoint.paths import PREFIX, SUBDIRECTORY, has_run
+from jaxforge.checkpoint.paths import find as find_step
+from jaxforge.cli.suggestions import path_hint
+from jaxforge.config import trust
+from jaxforge.config.job import JobConfig
+from jaxforge.config.reading.load import load_config, make_config
+from jaxforge.config.scheduler import SchedulerConfig
+from jaxforge.errors import UserError
+from jaxforge.storage import urls
+from torch_compat.checkpoint import dcp_state, hf_state, mup, orbax_store
+from torch_compat.checkpoint.dcp_state import Options
+from torch_compat.checkpoint.state import CheckpointState, abstract_target
+from torch_compat.formats import safetensors
+from torch_compat.formats.dcp_reader import Dcp, is_dcp, open_dcp
+from torch_compat.formats.files import Directory
+from torch_compat.formats.lazy import LazyTensor
+
+Format = Literal["jaxforge", "dcp", "hf"]
+
+_STEP = re.compile(r"(?:global_)?step[_-](\d+)")  # MindSpeed's are global
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointRef:
+    """A checkpoint that is there.
+
+    Attributes:
+        format: what it is.
+        directory: where; that of the step, of jaxforge's too.
+    """
+
+    format: Format
+    directory: Directory
+
+    def config(
+        self, path: Path | None, overrides: Sequence[str] = (), *, is_compared: bool = False
+    ) -> JobConfig | None:
+        """The config that it is of; None where neither it nor the user says.
+
+        Args:
+            path: the config file that the user names.
+            overrides: settings over it.
+            is_compared: the checkpoint is looked at and not converted: its plugins are imported
+                only if the user asks for it, even those of a run of the user's own.
+
+        Raises:
+            UserError: the config is wrong, or is needed and cannot be read.
+        """
+        place = orbax_store.run_of(self._path) if self.format == "jaxforge" else self.directory.path
+        trusts = trust.if_told(place) if is_compared else trust.of_run(place)
+        if path is not None:
+            config = load_config(path, overrides, trusts)
+            if self.format == "dcp" and (usual := _usual_settings(config)):
+                return load_config(path, [*overrides, *usual], trusts)
+            return config
+        if self.format == "jaxforge":
+            config = orbax_store.open_orbax(self._path, trusts)[1]
+            values, source = config.model_dump(mode="json"), str(self.directory)
+            return make_config(values, overrides, source, trusts) if overrides else config
+        if self.format == "hf":
+            return _config_of_hf(self.directory, overrides)
+        return None
+
+    def read(self, config: JobConfig, options: Options) -> CheckpointState:
+        """What it holds, by our names.
+
+        Raises:
+            UserError: it is not of that config, or damaged.
+        """
+        if self.format == "jaxforge":
+            checkpoint = orbax_store.open_orbax(self._path)[0]
+            return (
+                dataclasses.replace(checkpoint, moments=None)
+                if options.weights_only
+                else checkpoint
+            )
+        mup.check_import(config.model, str(self.directory))
+        if self.format == "hf":
+            return hf_state.read(self.directory, abstract_target(config), options)
+        return dcp_state.read(open_dcp(self.directory), abstract_target(config), options)
+
+    def raw(self) -> Mapping[str, LazyTensor]:
+        """Its tensors by its own keys."""
+        if self.format == "dcp":
+            return open_dcp(self.directory).tensors
+        if self.format == "hf":
+            return safetensors.open_directory(self.directory)
+        return dict(orbax_store.open_orbax(self._path)[0].tensors())
+
+    @property
+    def _path(self) -> Path:
+        """Where jaxforge's own is."""
+        return urls.path(self.directory.path)
+
+    def dcp(self) -> Dcp:
+        """The DCP checkpoint that it is."""
+        assert self.format == "dcp"
+        return open_dcp(self.directory)
+
+
+def find(path: str | os.PathLike) -> CheckpointRef:
+    """What lies at a path or URL: a checkpoint, or a directory of several, of which the latest.
+
+    It is that one for good: neither a newer step nor another `latest` changes what is found.
+
+    Raises:
+        UserError: nothing that is a checkpoint.
+    """
+    given = os.fspath(path)
+    if has_run(given):
+        run, step = find_step(urls.path(given))
+        return CheckpointRef("jaxforge", Directory(run / SUBDIRECTORY / f"{PREFIX}_{step}"))
+    directory = Directory(given)
+    for place in (directory, *_latest(directory)):
+        if is_dcp(place):
+            return CheckpointRef("dcp", place.resolved())
+        if hf_state.is_hf(place):
+            return CheckpointRef("hf", place.resolved())
+    raise UserError(
+        f"{given}: no checkpoint there: neither a run of jaxforge, nor a DCP checkpoint "
+        "(.metadata), nor one of Hugging Face (config.json and .safetensors)"
+        f"{path_hint(given)}"
+    )
+
+
+def _usual_settings(config: JobConfig) -> list[str]:
+    """What KempnerForge takes where a file says nothing, if jaxforge takes something else."""
+    usual = []
+    if not config.is_set(key := "scheduler.warmup_steps"):
+        usual.append(f"--{key}={SchedulerConfig.model_fields['warmup_steps'].default}")
+    data = config.data
+    has_data = data.datasets or data.dataset_path or data.hf_dataset_name
+    if (
+        has_data
+        and data.shuffle
+        and not data.hf_streaming
+        and not config.is_set(key := "data.order")
+    ):
+        usual.append(f"--{key}=torch")
+    return usual
+
+
+def _latest(directory: Directory) -> list[Directory]:
+    """What `latest` points to, and the steps, newest first, here or in `checkpoints/`."""
+    found = []
+    for place in (directory, directory / "checkpoints", directory / "checkpoint"):
+        names = place.names()
+        if "latest" in names:
+            found.append(place / "latest")
+        steps = [(int(match[1]), name) for name in names if (match := _STEP.fullmatch(name))]
+        found += [place / name for _, name in sorted(steps, reverse=True)]
+    return found
+
+
+def _config_of_hf(directory: Directory, overrides: Sequence[str]) -> JobConfig:
+    table, _ = hf_state.read_config(directory)
+    train = {"seq_len": min(2048, table["max_seq_len"])}  # one that the model can have
+    return make_config({"model": table, "train": train}, overrides, f"{directory}/config.json")

@@ -1,0 +1,397 @@
+"""A PyTorch training state in a DCP checkpoint: which key is what, both ways."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxforge.errors import UserError
+from torch_compat.checkpoint import (
+    expert_counts,
+    numbered_state,
+    optimizer_state,
+    train_state,
+    untrained,
+)
+from torch_compat.checkpoint.model_keys import find_model, unknown
+from torch_compat.checkpoint.optimizer_state import MAIN_KEYS, STEP, WEIGHT_SUM, kind_of
+from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
+from torch_compat.formats.dcp_reader import Dcp
+from torch_compat.formats.dcp_writer import Entry
+from torch_compat.formats.lazy import LazyTensor, number, of_array, zeros
+from torch_compat.names.table import EMBEDDING, HEAD, NameMap, strip_wrappers
+from torch_compat.names.translation import Translation, some, translate
+
+_OPTIMIZER = re.compile(
+    r"(?:.*\.)?optim(?:izers?)?(?:_state_dict|_\d+|\.[A-Z]\w*)?\.(state|param_groups)\.(.+)"
+)
+"""Keys of optimizer state; Lightning numbers its optimizers, Composer has the name of the class."""
+_BESIDE = re.compile(
+    r"(train_state|lr_scheduler|lr_schedulers|scheduler|dataloader|rng|rng_state)(\..*|$)"
+    r"|.*\._extra_state"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the user allows or asks for.
+
+    Attributes:
+        dialect: name of the dialect; None finds it.
+        weights_only: leave the optimizer and the place in the run.
+        keep_place: but keep the place.
+        fill_optimizer: zeros for optimizer state that is not there.
+        resize_vocab: cut rows of a padded vocabulary off, or add rows of zeros.
+    """
+
+    dialect: str | None = None
+    weights_only: bool = False
+    keep_place: bool = False
+    fill_optimizer: bool = False
+    resize_vocab: bool = False
+
+
+class Keys(NamedTuple):
+    """The keys of a checkpoint, sorted.
+
+    Attributes:
+        dialect: whose names they are.
+        params: parameter -> tensor, wrappers and prefixes taken off.
+        state: parameter -> field -> tensor or number.
+        groups: the main settings of each parameter group.
+        others: keys of anything else.
+        left_out: those of tensors outside the model among them.
+    """
+
+    dialect: NameMap | None
+    params: dict[str, LazyTensor]
+    state: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]]
+    others: list[str]
+    left_out: tuple[str, ...] = ()
+
+
+def sort_keys(dcp: Dcp, dialect: str | None = None) -> Keys:
+    """Which key is what.
+
+    Raises:
+        UserError: two keys are one parameter's.
+    """
+    state: dict[str, dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    model: dict[str, LazyTensor] = {}
+    others = []
+    for key in (*dcp.tensors, *dcp.objects):
+        if match := _OPTIMIZER.fullmatch(key):
+            owner, _, field = match[2].rpartition(".")
+            if match[1] == "state":
+                value = dcp.tensors[key] if key in dcp.tensors else dcp.objects(key)
+                state.setdefault(strip_wrappers(owner), {})[field] = value
+            elif field in MAIN_KEYS and key in dcp.objects:
+                groups.setdefault(owner, {})[field] = dcp.objects(key)
+            elif field in MAIN_KEYS:
+                groups.setdefault(owner, {})[field] = _number(dcp.tensors[key], key)
+        elif _BESIDE.fullmatch(key) or key not in dcp.tensors:
+            others.append(key)
+        else:
+            stripped = strip_wrappers(key)
+            if stripped in model:
+                raise UserError(f"{dcp.directory}: {key} and another key are both {stripped}")
+            model[stripped] = dcp.tensors[key]
+    found = find_model(model, dialect)
+    state = {found.owner(owner): fields for owner, fields in state.items()}
+    others += found.left_out
+    return Keys(found.dialect, found.params, state, list(groups.values()), others, found.left_out)
+
+
+def read(dcp: Dcp, target: AbstractTarget, options: Options) -> CheckpointState:
+    """A PyTorch run's state as jaxforge's.
+
+    Args:
+        dcp: the checkpoint.
+        target: what the config declares.
+        options: what the user allows.
+
+    Raises:
+        UserError: the checkpoint is of another model, or parts of it are missing.
+    """
+    keys = sort_keys(dcp, options.dialect)
+    if keys.dialect is None:
+        raise UserError(unknown(keys.params, str(dcp.directory)))
+    notes: list[str] = []
+    if keys.left_out:
+        notes.append(f"left out: {some(keys.left_out)}, which are no part of the model")
+    by = Translation(keys.dialect, target.config.model, options.resize_vocab, str(dcp.directory))
+    alone = options.weights_only or not keys.state
+    params, kept, more = untrained.translate_model(keys.params, target, by, goes_on=not alone)
+    notes += more
+    checkpoint = CheckpointState(params, dialect=keys.dialect.name, model_state=kept)
+    where = train_state.read_train_state(dcp)
+    if alone:
+        if not options.weights_only:
+            notes.append("the checkpoint has no optimizer state: training starts at step 0")
+        progress = None
+        if options.keep_place and where.step is not None:
+            made = where.step if where.updates is None else where.updates
+            progress, more = train_state.progress_of(where, made, target.config)
+            notes += more
+        return dataclasses.replace(checkpoint, progress=progress, notes=tuple(notes))
+    if numbered_state.is_numbered(keys.state):
+        trained = {keys.dialect.their_name(name) for name in target.params}
+        of_model = {key: tensor for key, tensor in keys.params.items() if key in trained}
+        keys = keys._replace(state=numbered_state.by_name(keys.state, of_model, dcp))
+    states, more = untrained.of_trained(keys.state, target, by.dialect)
+    notes += more
+    counts = _counts(keys, target, str(dcp.directory))
+    settled = expert_counts.settle(states, counts, target, by, where.skips_idle_experts)
+    if settled is not target:
+        target = settled
+        notes.append(expert_counts.NOTE)
+    skips = target.config.skips_idle_experts
+    absent = expert_counts.unreached(states, target, by.dialect) if skips else set()
+    moments, missing = _moments(states, target, by, options.fill_optimizer, absent)
+    if missing:
+        notes.append(f"{missing} moments are not in the checkpoint and start from zero")
+    common = expert_counts.without_experts(counts, target, by.dialect)
+    scalars, updates = _scalars(common, target, where, str(dcp.directory))
+    if skips:
+        moments |= _counts_of_experts(counts, scalars, target, by, absent)
+    progress, more = train_state.progress_of(where, updates, target.config)
+    settings = optimizer_state.settings_of(keys.groups)
+    notes += more + optimizer_state.disagreements(settings, target.config)
+    return dataclasses.replace(
+        checkpoint, moments=moments, scalars=scalars, progress=progress, settings=settings,
+        notes=tuple(notes),
+    )  # fmt: skip
+
+
+def entries(
+    checkpoint: CheckpointState,
+    target: AbstractTarget,
+    dialect: NameMap,
+    *,
+    flat: bool,
+    prefix: str,
+    weights_only: bool,
+) -> dict[str, Entry]:
+    """The keys and values of a checkpoint that PyTorch loads.
+
+    Args:
+        checkpoint: the state.
+        target: what its config declares.
+        dialect: whose names to use.
+        flat: flattened optimizer state, as `flatten_optimizer_state_dict` and torchtitan have it.
+        prefix: what stands before the model's keys, such as "model."; "" puts them at the root.
+        weights_only: no optimizer.
+
+    Raises:
+        UserError: a parameter has no counterpart in the dialect.
+    """
+    config = target.config.model
+    params = dialect.to_theirs(checkpoint.params, config)
+    kept = dialect.to_theirs(checkpoint.model_state, config)
+    written: dict[str, Entry] = {}
+    root = tuple(prefix.rstrip(".").split(".")) if prefix else ()
+
+    def add(path: tuple[str | int, ...], value: Any) -> None:  # noqa: ANN401
+        entry = Entry(path, value)
+        written[entry.key] = entry
+
+    with_head = params | kept
+    if config.tie_embeddings and dialect.writes_tied_head:
+        with_head[dialect.their_name(HEAD)] = params[dialect.their_name(EMBEDDING)]
+    for key, tensor in with_head.items():
+        add((*root, key), tensor)
+    if weights_only or checkpoint.moments is None:
+        return written
+    kind = kind_of(target.config)
+    fields = {
+        kind.fields[field]: dialect.to_theirs(tensors, config)
+        for field, tensors in checkpoint.moments.items()
+        if field in kind.fields
+    }
+    updates = int(checkpoint.scalars["updates"])
+    steps = expert_counts.by_their_keys(checkpoint, "updates", dialect) if kind.counts else {}
+    sums = (
+        expert_counts.by_their_keys(checkpoint, WEIGHT_SUM, dialect)
+        if WEIGHT_SUM in checkpoint.scalars
+        else {}
+    )
+    for key in params:
+        own: dict[str, Any] = {
+            theirs: tensors[key] for theirs, tensors in fields.items() if key in tensors
+        }
+        if key in steps:
+            own = {STEP: of_array(np.asarray(steps[key], np.float32)), **own}
+        if key in sums:
+            own[WEIGHT_SUM] = sums[key]
+        for field, value in own.items():
+            add(("optimizer", f"state.{key}.{field}") if flat else
+                ("optimizer", "state", key, field), value)  # fmt: skip
+    decays = dict.fromkeys(params, False)
+    for name, tensor in checkpoint.params.items():
+        is_matrix = len(tensor.shape) > 1
+        key = dialect.their_name(name)
+        decays[key] |= dialect.has_one_group or target.config.optimizer.decays(
+            target.stacking.array_of(name), is_matrix=is_matrix
+        )
+    for g, group in enumerate(optimizer_state.groups(target.config, updates, decays)):
+        members = group["params"]
+        if not flat:
+            for name, value in group.items():
+                add(("optimizer", "param_groups", g, name), value)
+            continue
+        for key in members:
+            for name, value in group.items():
+                if name != "params":
+                    add(("optimizer", f"param_groups.{key}.{name}"), value)
+    return written
+
+
+def place_within(checkpoint: CheckpointState, target: AbstractTarget) -> dict[str, Entry]:
+    """What torchtitan keeps of the run's place within the checkpoint."""
+    assert checkpoint.progress is not None
+    values = train_state.of_titan(
+        checkpoint.progress, int(checkpoint.scalars["updates"]), target.config
+    )
+    entries = [Entry(path, value) for path, value in values.items()]
+    return {entry.key: entry for entry in entries}
+
+
+def titan_notes(target: AbstractTarget) -> list[str]:
+    """What the user should know who resumes an export in torchtitan."""
+    notes = [
+        "resume in torchtitan with --checkpoint.exclude_from_loading dataloader: its place in the "
+        "data has no counterpart here, and its data start from their beginning"
+    ]
+    names = {
+        target.stacking.array_of(name): len(shape) > 1 for name, shape in target.params.items()
+    }
+    decays = target.config.optimizer.decays
+    spared = [name for name, is_matrix in names.items() if not decays(name, is_matrix=is_matrix)]
+    if spared:
+        notes.append(
+            f"torchtitan's one parameter group decays {some(spared)} too, unless its config has "
+            "other groups; here they did not decay"
+        )
+    return notes
+
+
+def _moments(
+    states: Mapping[str, Mapping[str, Any]],
+    target: AbstractTarget,
+    by: Translation,
+    fill: bool,
+    never_updated: set[str],
+) -> tuple[dict[str, dict[str, LazyTensor]], int]:
+    """Our fields, and how many tensors of them had to be made up.
+
+    Moments of parameters that were never updated are zero, and nothing made up.
+    """
+    name, kind = target.config.optimizer.name, kind_of(target.config)
+    fields = {ours: kind.fields[ours] for ours in target.moments if ours in kind.fields}
+    present = {field for state in states.values() for field in state} - {STEP, WEIGHT_SUM}
+    needed = {field for ours, field in fields.items() if ours in kind.always}
+    if not needed <= present <= set(fields.values()):
+        raise UserError(
+            f"{by.where}: its optimizer state has {', '.join(sorted(present))}; that of "
+            f'optimizer.name = "{name}" has {", ".join(fields.values())}: set optimizer.name to '
+            "the one that wrote it, or import with --weights-only"
+        )
+    moments, missing = {}, 0
+    for ours, theirs in fields.items():
+        tensors = {
+            key: value
+            for key, state in states.items()
+            if isinstance(value := state.get(theirs), LazyTensor)
+        }
+        shapes = target.moments[ours]
+        there = by.dialect.to_ours(tensors, shapes, by.model).keys()
+        absent = [name for name in shapes if name not in there and name not in never_updated]
+        if absent and not fill:
+            raise UserError(
+                f"{by.where}: {theirs} of {len(absent)} parameters is missing ({some(absent)}), as "
+                "of frozen ones, or of those that Muon leaves to AdamW; --fill-optimizer starts "
+                "them from zero"
+            )
+        missing += len(absent)
+        found = translate(
+            tensors,
+            {name: shape for name, shape in shapes.items() if name in there},
+            by._replace(where=f"{by.where}: {theirs}"),
+        )
+        dtype = next((tensor.dtype for tensor in found.values()), np.dtype(np.float32))
+        moments[ours] = {
+            name: found[name] if name in there else zeros(shape, dtype)
+            for name, shape in shapes.items()
+        }
+    return moments, missing
+
+
+def _counts(keys: Keys, target: AbstractTarget, where: str) -> dict[str, float]:
+    """What counts the updates of each parameter: `step`, or a sum of weights."""
+    field = WEIGHT_SUM if WEIGHT_SUM in target.scalars else STEP
+    return {
+        key: _number(value, f"{where}: {field} of {key}")
+        for key, state in keys.state.items()
+        if (value := state.get(field)) is not None
+    }
+
+
+def _scalars(
+    counts: Mapping[str, float],
+    target: AbstractTarget,
+    where: train_state.TorchTrainState,
+    name: str,
+) -> tuple[dict[str, np.ndarray], int]:
+    """The optimizer's numbers: how many updates it made, and what else it counts."""
+    scalars: dict[str, np.ndarray] = {}
+    if WEIGHT_SUM in target.scalars:
+        sums = set(counts.values())
+        if len(sums) != 1:
+            raise UserError(f"{name}: {len(sums)} different sums of weights, where one should be")
+        weight_sum = sums.pop()
+        scalars[WEIGHT_SUM] = np.asarray(weight_sum, np.float32)
+        updates: int | None = optimizer_state.schedule_free_updates(weight_sum, target.config)
+    else:
+        updates = optimizer_state.count_updates(counts, name)
+    if updates is None:
+        updates = where.updates if where.updates is not None else where.step
+    if updates is None:
+        raise UserError(f"{name}: nothing in it says how many updates were made")
+    if not 0 <= updates < 2**31:
+        raise UserError(f"{name}: it says that {updates} updates were made")
+    scalars["updates"] = np.asarray(updates, np.int32)
+    return scalars, updates
+
+
+def _counts_of_experts(
+    counts: Mapping[str, float],
+    scalars: Mapping[str, np.ndarray],
+    target: AbstractTarget,
+    by: Translation,
+    absent: set[str],
+) -> dict[str, dict[str, LazyTensor]]:
+    """The fields that hold what `_scalars` has, for each expert."""
+    field = WEIGHT_SUM if WEIGHT_SUM in scalars else "updates"
+    own = expert_counts.per_expert(counts, float(scalars[field]), target, by.dialect, absent)
+    steps = own
+    if field == WEIGHT_SUM:
+        steps = {
+            name: optimizer_state.schedule_free_updates(weight_sum, target.config)
+            for name, weight_sum in own.items()
+        }
+    made = {n: optimizer_state.number_of_updates(step, by.where) for n, step in steps.items()}
+    expert_counts.check(made, int(scalars["updates"]), target, by.where)
+    return expert_counts.fields({field: own, "updates": made})
+
+
+def _number(value: Any, what: str) -> float:  # noqa: ANN401 (whatever the file held)
+    try:
+        return number(value)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{what} is no number ({error})") from error

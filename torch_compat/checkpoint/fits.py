@@ -1,0 +1,73 @@
+"""Whether what a run has stored is what a config says of it."""
+
+from collections.abc import Iterator
+
+from jaxforge.config.model import ModelConfig
+from jaxforge.errors import UserError
+from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
+from torch_compat.names.table import differences
+from torch_compat.names.translation import shortened
+
+_STRUCTURE = ("n_heads", "kv_heads", "activation", "norm_unit_offset", "parallel_residual",
+              "moe_router")  # fmt: skip
+_CONSTANTS = ("norm_eps", "rope_theta", "rope_scaling", "qk_norm_eps", "partial_rotary_factor",
+              "attention_chunk_size", "local_rope_theta", "rope_pattern", "attention_scale",
+              "attn_logit_softcap", "final_logit_softcap", "embedding_multiplier",
+              "residual_multiplier", "logits_scaling", "moe_top_k", "moe_norm_topk",
+              "moe_routed_scaling", "moe_groups", "moe_top_k_groups", "moe_capacity_factor",
+              "bias_update", "swiglu_limit", "mup_base_width", "mup_base_head_dim")  # fmt: skip
+UNSEEN = (*_STRUCTURE, *_CONSTANTS)
+"""Keys of `[model]` that the shapes of the weights do not tell."""
+
+
+def check_fits(
+    checkpoint: CheckpointState, target: AbstractTarget, trained: ModelConfig, where: str
+) -> None:
+    """Compares a run's state with a config, which settings of the user's may have changed.
+
+    Args:
+        checkpoint: the state.
+        target: what the config declares.
+        trained: the model in the run's own config.
+        where: the checkpoint, for the message.
+
+    Raises:
+        UserError: the config is of another model or optimizer; what differs is listed.
+    """
+    wanted = {**target.params, **(target.model_state if checkpoint.model_state else {})}
+    problems = list(
+        differences(wanted, checkpoint.variables, checkpoint.variables.keys() - wanted.keys())
+    )
+    problems += unseen(trained, target.config.model, _STRUCTURE)
+    if checkpoint.moments is not None and checkpoint.moments.keys() != target.moments.keys():
+        fields = [", ".join(sorted(moments)) for moments in (checkpoint.moments, target.moments)]
+        name = target.config.optimizer.name
+        problems.append(f'its optimizer has {fields[0]}; optimizer.name = "{name}" has {fields[1]}')
+    if problems:
+        listed = "\n  ".join(shortened(problems))
+        raise UserError(
+            f"{where} is not of this config; the one that is stored in it is:\n  {listed}"
+        )
+
+
+def unseen(
+    trained: ModelConfig, model: ModelConfig, keys: tuple[str, ...] = _CONSTANTS
+) -> Iterator[str]:
+    """What two models differ in that the shapes of their weights do not tell.
+
+    Args:
+        trained: the model that the weights are of.
+        model: what it is taken for.
+        keys: of `[model]`; by default constants that one may well change.
+    """
+    for key in keys:
+        was, now = getattr(trained, key), getattr(model, key)
+        if was != now and matters(key, model):
+            yield f"model.{key} is {now} and the weights were trained with {was}"
+
+
+def matters(key: str, model: ModelConfig) -> bool:
+    """Whether a model looks at a key of `UNSEEN`."""
+    if key == "qk_norm_eps":
+        return model.qk_norm
+    return model.is_moe or not key.startswith("moe_")

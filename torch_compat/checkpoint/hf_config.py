@@ -1,0 +1,415 @@
+"""Hugging Face's `config.json` and our `[model]`, both ways."""
+
+import math
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxforge.config.job import JobConfig
+from jaxforge.config.model import ModelConfig
+from jaxforge.errors import UserError
+from torch_compat.families import FAMILIES, NOT_BUILT, Family
+from torch_compat.families.common import NEEDED, PLAIN, check_table, is_size, scaling_keys
+from torch_compat.formats import limits
+from torch_compat.formats.limits import is_name
+
+CONFIG = "config.json"
+
+_NO_PART_OF_THE_MODEL = frozenset({
+    "architectures", "attention_dropout", "attention_probs_dropout_prob", "attn_implementation",
+    "attn_pdrop", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "embd_pdrop",
+    "embedding_dropout", "eos_token_id", "forced_bos_token_id", "forced_eos_token_id",
+    "gradient_checkpointing", "hidden_dropout", "id2label", "is_decoder", "label2id",
+    "model_type", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type",
+    "resid_pdrop", "residual_dropout", "return_dict", "sep_token_id", "task_specific_params",
+    "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config",
+    "transformers_version", "unk_token_id", "use_cache",
+})  # fmt: skip
+"""Keys of any family that do not say what the model computes; there is no dropout here."""
+_OF_GENERATION = frozenset({
+    "bad_words_ids", "begin_suppress_tokens", "decoder_start_token_id", "diversity_penalty",
+    "do_sample", "early_stopping", "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty", "length_penalty", "max_length", "max_new_tokens",
+    "min_length", "min_new_tokens", "min_p", "no_repeat_ngram_size", "num_beam_groups",
+    "num_beams", "num_return_sequences", "output_scores", "penalty_alpha", "prefix",
+    "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "stop_strings",
+    "suppress_tokens", "temperature", "top_k", "top_p", "typical_p",
+})  # fmt: skip
+"""Settings of generation, which older files have in `config.json`."""
+_OF_TRAINING = frozenset({
+    "finetuning_task", "neftune_noise_alpha", "pad_to_multiple_of", "tf_legacy_loss",
+    "tie_encoder_decoder", "use_bfloat16",
+})  # fmt: skip
+"""Keys that trainers leave behind."""
+_OF_TOOLS = ("_", "unsloth_")
+"""What keys of tools begin with that say nothing of the model."""
+_OF_THE_EXPORT = frozenset({
+    "_attn_implementation", "_name_or_path", "architectures", "auto_map", "dtype",
+    "quantization_config", "torch_dtype",
+})  # fmt: skip
+"""Keys that an export does not take from an import: files of code, for instance, stay there."""
+_NOT_COMPARED = ("sdpa_backend", "ffn_dim_multiplier", "sliding_window",
+                 "attention_chunk_size", "attention_pattern", "rope_theta", "rope_scaling",
+                 "local_rope_theta", "rope_pattern", "partial_rotary_factor")  # fmt: skip
+_MOST_SHOWN = 3
+DEQUANTIZED = (
+    "take a copy in bfloat16, such as transformers saves of a model that it opened by "
+    "from_pretrained(..., quantization_config=Mxfp4Config(dequantize=True))"
+)
+"""What to do about files in MXFP4."""
+_NO_SUCH = "such values"
+
+
+def model_table(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The `[model]` table of a `config.json`.
+
+    Raises:
+        UserError: the model is of another kind than ours, or keys are missing, or unknown.
+    """
+    family = _family(config, where)
+    table = family.read(_complete(config, family, where), where)
+    limits.check_layers(table["n_layers"], table.get("num_experts"), where)
+    return table
+
+
+def further_layers(config: Mapping[str, Any], where: str) -> range:
+    """Numbers of layers that files have after the last one, and the model has not."""
+    family = _family(config, where)
+    complete = _complete(config, family, where)
+    first = complete["num_hidden_layers"]
+    return range(first, first + (complete[family.further] if family.further else 0))
+
+
+def family_of(
+    model: ModelConfig, dialect: str | None = None, imported: Mapping[str, Any] | None = None
+) -> str:
+    """Return the family that an export becomes, a key of `FAMILIES`.
+
+    Args:
+        model: what is exported.
+        dialect: the name of one that has what the model has; None takes the family of `imported`,
+            or else the first.
+        imported: the `config.json` that the run was imported with.
+
+    Raises:
+        UserError: none has what the model has, or the one that is asked for has not.
+    """
+    lacks = {
+        name: _lacks(family, model)
+        for name, family in FAMILIES.items()
+        if family.has_experts == model.is_moe
+    }
+    able = [name for name, missing in lacks.items() if not missing]
+    if not able:
+        nearest = sorted(lacks, key=lambda name: _far(lacks[name]))[:_MOST_SHOWN]
+        listed = "; ".join(f"{_dialect(name)} has no {', '.join(lacks[name])}" for name in nearest)
+        raise UserError(
+            f"no family of Hugging Face has all that this model has: {listed}. Export to dcp"
+        )
+    if dialect is None:
+        before = (imported or {}).get("model_type")
+        return before if before in able else able[0]
+    by_dialect = {_dialect(name): name for name in FAMILIES}
+    if by_dialect.get(dialect) not in able:
+        missing = lacks.get(by_dialect.get(dialect, ""))
+        why = f", which has no {', '.join(missing)}" if missing else ""
+        names = " or ".join(map(_dialect, able))
+        raise UserError(f"this model can be exported to hf as {names}, not {dialect}{why}")
+    return by_dialect[dialect]
+
+
+def config_json(
+    config: JobConfig,
+    family: str,
+    dtype: str,
+    eos_ids: Sequence[int] = (),
+    imported: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the `config.json` of an export.
+
+    A run that was imported gets its keys back, but for those in `_OF_THE_EXPORT`. Keys of the
+    model are written anew if training has changed what they say.
+
+    Args:
+        config: the run's config.
+        family: a key of `FAMILIES`.
+        dtype: torch's name of the exported dtype.
+        eos_ids: ids of the tokens that end a text.
+        imported: the `config.json` that the run was imported with, if its tokens are the run's.
+    """
+    before = {key: value for key, value in (imported or {}).items() if key not in _OF_THE_EXPORT}
+    keys = _model_keys(config.model, FAMILIES[family], before)
+    return {
+        "bos_token_id": None,
+        "eos_token_id": eos_token_id(eos_ids),
+        "pad_token_id": None,  # some families have a default beyond small vocabularies
+        "use_cache": True,
+        **_generic(before),
+        **keys,
+        "architectures": [FAMILIES[family].dialect.about],
+        "model_type": family,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+
+
+def eos_token_id(ids: Sequence[int]) -> int | list[int] | None:
+    """Return ids of tokens that end a text as `eos_token_id` has them."""
+    return list(ids) if len(ids) > 1 else next(iter(ids), None)
+
+
+def _generic(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that mean the same in all families, and nothing of the model."""
+    return {key: value for key, value in config.items() if _says_nothing(key)}
+
+
+def _says_nothing(key: str) -> bool:
+    """Whether a key says nothing of the model in any family."""
+    is_known = key in _NO_PART_OF_THE_MODEL | _OF_GENERATION | _OF_TRAINING
+    return is_known or key.startswith(_OF_TOOLS)
+
+
+def _model_keys(model: ModelConfig, family: Family, before: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a model; those from before if they say the same and are of the same family."""
+    keys = family.keys(model)
+    if before.get("model_type") != family.model_type:
+        return keys
+    read = ModelConfig(**model_table(before, CONFIG))
+    if not _same_model(read, model):
+        return keys
+    further = {key: 0 for key in before if family.usual_name(key) == family.further}
+    return {**before, **further}
+
+
+def _same_model(one: ModelConfig, other: ModelConfig) -> bool:
+    ones, others = computes(one), computes(other)
+    return all(_same(ones[key], others[key]) for key in ones)
+
+
+def _dialect(family: str) -> str:
+    return FAMILIES[family].dialect.name
+
+
+def _lacks(family: Family, model: ModelConfig) -> list[str]:
+    """What a model has that a family's config does not say: read again, it would be another."""
+    if family.divides and model.dim % model.n_heads:
+        return ["heads that do not divide model.dim"]
+    try:
+        written = {"model_type": family.model_type, **family.keys(model)}
+        again = ModelConfig(**model_table(written, family.model_type))
+    except (UserError, ValueError) as error:
+        return [f"{_NO_SUCH} ({error})"]
+    wanted, found = computes(model), computes(again)
+    return [f"{key} = {wanted[key]!r}" for key in wanted if not _same(wanted[key], found[key])]
+
+
+def _far(lacks: Sequence[str]) -> tuple[bool, int]:
+    """How far a family is; farthest is one whose config cannot even be written."""
+    return lacks[0].startswith(_NO_SUCH), len(lacks)
+
+
+def _same(one: Any, other: Any) -> bool:  # noqa: ANN401 (values of any key)
+    """Whether two values are equal, numbers as far as a float32 tells."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-7)
+    return one == other
+
+
+def computes(model: ModelConfig) -> dict[str, Any]:
+    """What a model computes: the same for two configs exactly if their networks are the same."""
+    keys = {k: v for k, v in model.model_dump().items() if k not in _NOT_COMPARED}
+    keys = {k: v for k, v in keys.items() if not k.startswith("moe_")} | _experts(model)
+    keys |= {
+        "n_kv_heads": model.kv_heads,
+        "head_dim": model.head_size,
+        "ffn_hidden_dim": None if all(model.has_experts) else model.ffn_dim,
+        "gated_mlp": model.is_gated,
+        "attention_scale": model.attention_scale or model.head_size**-0.5,
+        "qk_norm_eps": model.qk_norm_eps if model.qk_norm else model.norm_eps,
+        "sliding_window and attention_pattern": _reaches(model.windows, model),
+        "attention_chunk_size and attention_pattern": _reaches(model.chunks, model),
+        "rotary positions": _rotary(model),
+    }
+    return {key if " " in key else f"model.{key}": value for key, value in keys.items()}
+
+
+def _experts(model: ModelConfig) -> dict[str, Any]:
+    """What experts compute. Losses and loads are of training, and no family says them."""
+    if not model.is_moe:
+        return {}
+    same = ("moe_top_k", "moe_router", "moe_norm_topk", "moe_routed_scaling", "moe_router_bias",
+            "moe_capacity_factor")  # fmt: skip
+    groups = model.moe_groups, model.moe_top_k_groups
+    return {
+        **{key: getattr(model, key) for key in same},
+        "moe_groups and moe_top_k_groups": (1, 1) if groups[0] == groups[1] else groups,
+        "moe_frequency and moe_first_dense_layers": model.has_experts,
+        "moe_bias_update": model.bias_update,
+        "moe_expert_dim": model.expert_dim,
+        "moe_shared_expert_dim": model.shared_expert_dim,
+        "moe_shared_expert_gate": model.moe_shared_expert_gate,
+    }
+
+
+def _reaches(of_layers: Sequence[int | None], model: ModelConfig) -> tuple[int | None, ...]:
+    """Windows or chunks of all layers; one of everything is none."""
+    return tuple(None if n is None or n >= model.max_seq_len else n for n in of_layers)
+
+
+def _rotary(model: ModelConfig) -> tuple[Any, ...]:
+    return tuple(
+        None if rope is None else (rope[0], model.rotary_size, scaling_keys(rope[1]))
+        for rope in model.ropes
+    )
+
+
+def _family(config: Mapping[str, Any], where: str) -> Family:
+    family = config.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        if isinstance(family, str) and family in NOT_BUILT:
+            raise UserError(
+                f"{where}: model_type {family!r} takes {NOT_BUILT[family]}: not built yet; "
+                f"there are {', '.join(FAMILIES)}"
+            )
+        raise UserError(
+            f"{where}: model_type {reprlib.repr(family)} is not one of {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[family]
+
+
+def _complete(config: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """A config by Llama's keys, with what transformers takes for absent ones.
+
+    Raises:
+        UserError: keys are missing, unknown, or have values of no model.
+    """
+    if quantized := config.get("quantization_config"):
+        is_mxfp4 = isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4"
+        raise UserError(
+            f"{where}: jaxforge's model has no counterpart of quantization_config: the weights are "
+            f"quantized{f', in MXFP4: {DEQUANTIZED}' if is_mxfp4 else ''}"
+        )
+    usual = _by_usual_names(config, family, where)
+    needed = [key for key in NEEDED if family.defaults.get(key, 0) is None]
+    missing = [family.their_name(key) for key in needed if type(usual.get(key)) is not int]
+    if missing:
+        raise UserError(f"{where}: it does not give {', '.join(missing)}, or not as whole numbers")
+    for key, value in usual.items():
+        is_fine = _RANGES.get(key, _anything)
+        if not (is_fine(value) if value is not None else key not in _NEVER_NULL):
+            name = family.their_name(key)
+            raise UserError(f"{where}: {name} = {reprlib.repr(value)} is of no model")
+    problems = list(_unknown(usual, family))
+    if problems:
+        raise UserError(
+            f"{where}: jaxforge's model has no counterpart of {'; '.join(problems)} in "
+            f"{family.model_type}"
+        )
+    return {**family.defaults, **usual}
+
+
+def _by_usual_names(config: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """A config by Llama's names.
+
+    Raises:
+        UserError: two keys that mean the same differ, or a key has a name that transformers does
+            not read in this family.
+    """
+    usual: dict[str, Any] = {}
+    for key, value in config.items():
+        name = family.usual_name(key)
+        if usual.get(name) is not None and value is None:
+            continue
+        if usual.get(name, value) not in (None, value):
+            raise UserError(
+                f"{where}: {key} = {reprlib.repr(value)} contradicts another key of the same "
+                f"meaning, {reprlib.repr(usual[name])}. Remove one of them"
+            )
+        usual[name] = value
+    for own, name in family.names.items():
+        is_read = own in config or name not in config or name in family.aliases
+        if not is_read and usual[name] not in (None, family.defaults.get(name)):
+            raise UserError(
+                f"{where}: transformers does not read {name} in {family.model_type}. Rename "
+                f"{name} = {reprlib.repr(usual[name])} to {own} if the model was trained with it, "
+                "or remove it"
+            )
+    return usual
+
+
+def _unknown(config: Mapping[str, Any], family: Family) -> Iterator[str]:
+    """Keys that a family does not know, and values that are not built.
+
+    An unknown key with null, false, or an empty list or table asks for nothing.
+    """
+    known = family.defaults.keys() | {*family.unused}
+    for key, value in config.items():
+        if key in family.only:
+            wrong = value not in (None, family.only[key])
+        else:
+            wrong = not (key in known or value in (None, False, [], {}) or _says_nothing(key))
+        if wrong:
+            name = family.their_name(key) if is_name(key) else reprlib.repr(key)
+            yield f"{name} = {reprlib.repr(value)}"
+
+
+def _anything(value: Any) -> bool:  # noqa: ANN401 (whatever the file held)
+    return True
+
+
+def _whole(most: int, least: int = 1) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and least <= value <= most
+
+
+def _is_flag(value: Any) -> bool:  # noqa: ANN401
+    return isinstance(value, bool)
+
+
+def _are_kinds(value: Any) -> bool:  # noqa: ANN401
+    return isinstance(value, list) and all(map(is_name, value))
+
+
+def _are_flags(value: Any) -> bool:  # noqa: ANN401
+    return isinstance(value, list) and all(x in (0, 1) for x in value)
+
+
+def _are_layers(value: Any) -> bool:  # noqa: ANN401
+    return isinstance(value, list) and all(map(_whole(limits.LAYERS, 0), value))
+
+
+_COUNTS = ("num_hidden_layers", "num_local_experts", "num_experts", "num_experts_per_tok",
+           "n_routed_experts", "n_shared_experts", "n_group", "topk_group", "decoder_sparse_step",
+           "no_rope_layer_interval", "sliding_window_pattern")  # fmt: skip
+_NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range", "rope_local_base_freq",
+            "query_pre_attn_scalar", "embedding_multiplier", "residual_multiplier",
+            "attention_multiplier", "logits_scaling", "routed_scaling_factor",
+            "swiglu_limit")  # fmt: skip
+_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
+_FROM = ("max_window_layers", "first_k_dense_replace", "num_nextn_predict_layers")
+_NEVER_NULL = frozenset((*_COUNTS, *_NUMBERS, *_WIDTHS, *_FROM, "norm_topk_prob", "qkv_bias"))
+_RANGES: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(
+        (*PLAIN.values(), *_WIDTHS, "num_key_value_heads", "head_dim",
+         "original_max_position_embeddings"),
+        _whole(limits.WIDTH),
+    ),
+    **dict.fromkeys(_COUNTS, _whole(limits.LAYERS)),
+    "sliding_window": _whole(limits.WIDTH, 0),
+    **dict.fromkeys(_FROM, _whole(limits.LAYERS, 0)),
+    **dict.fromkeys(
+        (*_NUMBERS, "attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor"),
+        is_size,
+    ),
+    "initializer_range": lambda value: is_size(value) or value == 0,
+    **dict.fromkeys(
+        ("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias", "use_bias",
+         "use_qkv_bias", "use_parallel_residual", "scale_attn_weights", "norm_topk_prob",
+         "use_qk_norm", "qkv_bias"),
+        _is_flag,
+    ),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), check_table),
+    "layer_types": _are_kinds,
+    "no_rope_layers": _are_flags,
+    "mlp_only_layers": _are_layers,
+}  # fmt: skip
+"""Key -> whether a value of it can be a model's: the product of a few would take all memory."""

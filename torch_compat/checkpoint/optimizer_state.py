@@ -1,0 +1,228 @@
+"""Optimizer state as torch has it and as our optax chain has it.
+
+optimizer.state.{parameter}.{field}         nested and flattened dicts have the same flat keys
+optimizer.param_groups.{g}.{key}            nested: one entry per group
+optimizer.param_groups.{parameter}.{key}    flattened: every key for every parameter
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxforge.config.job import JobConfig
+from jaxforge.errors import UserError
+from jaxforge.optim.schedule import learning_rate_after
+from torch_compat.formats.lazy import count
+from torch_compat.formats.limits import shown
+
+MAIN_KEYS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum")
+"""Settings whose values say how the run was trained."""
+
+STEP, WEIGHT_SUM = "step", "weight_sum"
+
+
+class Kind(NamedTuple):
+    """How torch stores one optimizer.
+
+    Attributes:
+        fields: our field -> torch's.
+        keys: what a parameter group has besides lr, initial_lr, weight_decay and params.
+        counts: whether each parameter has a `step`.
+        sometimes: our fields that KempnerForge does not save.
+        scalars: our fields that are single numbers.
+        is_everywhere: whether each parameter has all of `fields`.
+    """
+
+    fields: Mapping[str, str]
+    keys: tuple[str, ...]
+    counts: bool = False
+    sometimes: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ("updates",)
+    is_everywhere: bool = True
+
+    @property
+    def always(self) -> set[str]:
+        """Our fields that every checkpoint of it has."""
+        return set(self.fields) - set(self.sometimes)
+
+
+KINDS: Mapping[str, Kind] = {
+    "adamw": Kind(
+        {"mu": "exp_avg", "nu": "exp_avg_sq"},
+        # Every key that AdamW of torch 2.0 to 2.13 has: a loader needs those of its own version
+        # and passes over the others.
+        ("betas", "eps", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused",
+         "decoupled_weight_decay"),
+        counts=True,
+    ),
+    "lion": Kind({"mu": "exp_avg"}, ("betas",)),
+    "muon": Kind(
+        {"momentum": "momentum_buffer", "mu": "exp_avg", "nu": "exp_avg_sq"},
+        ("momentum", "ns_steps"),
+        sometimes=("mu", "nu"),
+        is_everywhere=False,
+    ),
+    "schedule_free_adamw": Kind(
+        {"nu": "v", "x": "x", "z": "z"}, ("betas", "eps"), scalars=("updates", WEIGHT_SUM)
+    ),
+}  # fmt: skip
+"""`optimizer.name` -> how torch stores it."""
+
+
+def kind_of(config: JobConfig) -> Kind:
+    """How torch stores the optimizer of a run.
+
+    Raises:
+        UserError: it is one of the user's own.
+    """
+    name = config.optimizer.name
+    if name not in KINDS:
+        raise UserError(
+            f'optimizer.name = "{name}": what PyTorch has in its place is not known; convert with '
+            "--weights-only"
+        )
+    return KINDS[name]
+
+
+def count_updates(steps: Mapping[str, float], where: str) -> int | None:
+    """The one number of updates that all parameters report; None if none does.
+
+    Raises:
+        UserError: they differ.
+    """
+    values = {float(step) for step in steps.values()}
+    if not values:
+        return None
+    if len(values) > 1:
+        first = {value: name for name, value in reversed(list(steps.items()))}
+        raise UserError(
+            f"{where}: parameters report different numbers of updates ("
+            + ", ".join(f"{name}: {value:g}" for value, name in sorted(first.items()))
+            + "); a parameter was frozen or added in the middle, which no single count can say"
+        )
+    return number_of_updates(values.pop(), where)
+
+
+def number_of_updates(step: float, where: str) -> int:
+    """Return a parameter's `step` as an integer.
+
+    Raises:
+        UserError: no optimizer can have made so many updates.
+    """
+    try:
+        updates = count(step)
+    except ValueError as error:
+        raise UserError(f"{where}: {STEP} of the optimizer is no count ({error})") from error
+    if updates >= 2**31:
+        raise UserError(f"{where}: it says that {updates} updates were made")
+    return updates
+
+
+def schedule_free_updates(weight_sum: float, config: JobConfig) -> int:
+    """The updates behind a sum of weights, each lr · (1 - b1): the count that torch's drops.
+
+    Raises:
+        UserError: there was a warm-up, over which the weights grew.
+    """
+    o = config.optimizer
+    if o.schedule_free_warmup_steps:
+        raise UserError(
+            "schedule-free AdamW does not store its number of updates, and after a warm-up it "
+            "cannot be told from the sum of weights; import with --weights-only"
+        )
+    return round(weight_sum / (o.lr * (1 - o.betas[0])))
+
+
+def settings_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The settings that the groups agree on; for weight decay, the largest."""
+    settings: dict[str, Any] = {}
+    for key in MAIN_KEYS:
+        values = [group[key] for group in groups if _is_setting(group.get(key))]
+        for value in values:
+            _check_range(key, value)
+        if key == "weight_decay" and values:
+            settings[key] = max(values)
+        elif values and all(value == values[0] for value in values):
+            settings[key] = values[0]
+    return settings
+
+
+def disagreements(settings: Mapping[str, Any], config: JobConfig) -> list[str]:
+    """What the checkpoint says of its optimizer and the config says otherwise."""
+    o = config.optimizer
+    ours = {"initial_lr": o.lr, "betas": o.betas, "eps": o.eps, "weight_decay": o.weight_decay}
+    names = {"initial_lr": "lr"}
+    return [
+        f"optimizer.{names.get(key, key)} was {settings[key]} in PyTorch and is {value} in the "
+        "config: the config counts"
+        for key, value in ours.items()
+        if key in settings and not _same(settings[key], value)
+    ]
+
+
+def group_lr(config: JobConfig, updates: int) -> float:
+    """`lr` of a parameter group when so many updates are made: that of the next, as schedulers do.
+
+    Schedule-free AdamW warms up by itself and leaves it alone.
+    """
+    if config.optimizer.name == "schedule_free_adamw":
+        return config.optimizer.lr
+    return learning_rate_after(config, updates)
+
+
+def groups(config: JobConfig, updates: int, decays: Mapping[str, bool]) -> list[dict[str, Any]]:
+    """Parameter groups: those that decay, then those that do not.
+
+    Args:
+        config: the run's config.
+        updates: updates made.
+        decays: parameter -> whether it decays.
+    """
+    o = config.optimizer
+    lr = group_lr(config, updates)
+    every: dict[str, Any] = {
+        "betas": tuple(o.betas), "eps": o.eps, "amsgrad": False, "maximize": False,
+        "foreach": None, "capturable": False, "differentiable": False, "fused": o.fused,
+        "decoupled_weight_decay": True, "momentum": o.muon_momentum, "ns_steps": o.muon_ns_steps,
+    }  # fmt: skip
+    values = {key: every[key] for key in kind_of(config).keys}
+    return [
+        {
+            "lr": lr,
+            **values,
+            "weight_decay": o.weight_decay if decaying else 0.0,
+            "initial_lr": o.lr,
+            "params": [name for name, decay in decays.items() if decay == decaying],
+        }
+        for decaying in (True, False)
+    ]
+
+
+def _is_setting(value: Any) -> bool:  # noqa: ANN401 (whatever the file held)
+    """Whether it is a number or a few; anything else could take forever to compare."""
+    numbers = value if isinstance(value, tuple | list) else (value,)
+    return len(numbers) <= 3 and all(isinstance(n, int | float | np.number) for n in numbers)
+
+
+def _check_range(key: str, value: Any) -> None:  # noqa: ANN401 (as `_is_setting` has it)
+    """Looks whether an optimizer can have a setting.
+
+    Raises:
+        UserError: it cannot: the checkpoint is damaged, or of something else.
+    """
+    most = 1.0 if key in ("betas", "momentum", "eps") else 1e9
+    numbers = value if isinstance(value, tuple | list) else (value,)
+    if not all(0 <= n <= most for n in numbers):
+        raise UserError(
+            f"the checkpoint's optimizer has {key} = {shown(value)}, which none can have: it is "
+            "damaged, or was written by something else"
+        )
+
+
+def _same(a: Any, b: Any) -> bool:  # noqa: ANN401
+    a, b = np.atleast_1d(np.asarray(a, float)), np.atleast_1d(np.asarray(b, float))
+    return a.shape == b.shape and all(
+        math.isclose(x, y, rel_tol=1e-9) for x, y in zip(a, b, strict=True)
+    )

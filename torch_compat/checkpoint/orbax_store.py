@@ -1,0 +1,330 @@
+"""jaxforge's own checkpoints, read and written in pieces.
+
+Orbax reads and writes whole leaves, and a leaf holds all layers, and all their experts. The arrays
+are therefore reached in the format that Orbax keeps them in (`ocdbt`); what is around them
+(structure, metadata, commit) is Orbax's own work (`orbax_commit`).
+"""
+
+import functools
+import itertools
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxforge.checkpoint.paths import find, is_of_precision
+from jaxforge.checkpoint.sealed_progress import check_config, unsealed
+from jaxforge.config.job import JobConfig
+from jaxforge.config.reading.load import make_config
+from jaxforge.config.trust import Decision, never
+from jaxforge.errors import StorageError, UserError
+from jaxforge.storage import urls
+from jaxforge.storage.untrusted_json import DOCUMENT, load_object
+from torch_compat.checkpoint.compare import check_written
+from torch_compat.checkpoint.eight_bit import check_wide, unpacked
+from torch_compat.checkpoint.stacking import Stacking
+from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
+from torch_compat.formats import limits, ocdbt, ocdbt_writer
+from torch_compat.formats.files import writing
+from torch_compat.formats.lazy import Index, LazyTensor, blocks, extent, of_array, whole
+from torch_compat.formats.staging import Staging, Unit, batches, naming_failure, partial_of
+from torch_compat.formats.workers import Share
+
+_BESIDE = "beside"
+_CHUNK = 32 << 20  # bytes of a chunk at most: what a restore reads at a time
+_CHUNKS = 6  # as large as can be, in a file: they are made durable together
+_FORM = 2  # of what is staged: an import that another form was begun in begins anew
+_STORE = "ocdbt.process_0"  # Orbax makes one database of all that are named so
+
+
+def run_of(path: Path) -> Path:
+    """The run directory of a checkpoint."""
+    return find(path)[0]
+
+
+def open_orbax(path: Path, trusts: Decision = never) -> tuple[CheckpointState, JobConfig]:
+    """The newest checkpoint of a run, or the one that is named, and the config stored in it.
+
+    Args:
+        path: the run or the checkpoint.
+        trusts: whether the plugins that the config names are imported.
+
+    Raises:
+        UserError: there is none, it is damaged, or its config is not valid here: a plugin of it is
+            not to be found, say.
+    """
+    run, step = find(path)
+    directory = run / "checkpoints" / f"step_{step}"
+    _check_files(directory)
+    try:
+        values, progress_json = (
+            load_object((directory / part).read_bytes(), f"{directory} is damaged: {part}")
+            for part in ("config/metadata", "progress/metadata")
+        )
+        check_config(progress_json, values)
+        progress = unsealed(progress_json)
+        leaves = unpacked(ocdbt.open_arrays(directory / "state"))
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{directory} is damaged ({str(error)[:160]})") from error
+    model = values.get("model")
+    if isinstance(model, dict):
+        limits.check_layers(model.get("n_layers"), model.get("num_experts"), str(directory))
+    source = str(directory / "config/metadata")
+    config = make_config(values, source=source, trusts=trusts)
+    stacking = Stacking(config.model)
+    params: dict[str, LazyTensor] = {}
+    model_state: dict[str, LazyTensor] = {}
+    moments: dict[str, dict[str, LazyTensor]] = {}
+    scalars, guard = {}, {}
+    for name, leaf in leaves.items():
+        section, _, rest = name.partition(".")
+        if is_of_precision(name):  # what no other framework knows, and a run may begin anew
+            continue
+        if section == "params":
+            params |= stacking.split(rest, leaf)
+        elif section == "model_state":
+            model_state |= stacking.split(rest, leaf)
+        elif section == "optimizer" and "." in rest:
+            field, _, parameter = rest.partition(".")
+            moments.setdefault(field, {}).update(stacking.split(parameter, leaf))
+        elif section == "optimizer":
+            scalars[rest] = leaf.all()
+        elif section == "guard":
+            guard[rest] = leaf.all()
+    checkpoint = CheckpointState(
+        params, moments or None, scalars, progress, guard, model_state=model_state
+    )
+    return checkpoint, config
+
+
+def _check_files(directory: Path) -> None:
+    """Before anybody waits for a pipe, or fills the memory with what describes the arrays.
+
+    Raises:
+        UserError: one of the files cannot be what it should.
+    """
+    if urls.in_bucket(directory):  # which holds only objects
+        return
+    for path in filter(lambda path: not path.is_dir(), directory.rglob("*")):
+        if not path.is_file():
+            raise UserError(f"{directory} is damaged ({path.name} is no regular file)")
+        if path.parent.name != ocdbt.DATA and path.stat().st_size > DOCUMENT:
+            raise UserError(
+                f"{directory} is damaged ({path.name} has {path.stat().st_size} bytes, more than "
+                "such a file can have)"
+            )
+
+
+def stage(
+    checkpoint: CheckpointState,
+    target: AbstractTarget,
+    run: Path,
+    plan: dict[str, Any],
+    share: Share,
+    block: int,
+) -> "Import":
+    """Begins a checkpoint of a run.
+
+    Args:
+        checkpoint: what to write; every parameter and moment that is wanted.
+        target: what the config declares.
+        run: the run directory.
+        plan: names the conversion, to go on with one that was stopped.
+        share: which of several processes this one is.
+        block: bytes that may be in memory at a time.
+    """
+    assert checkpoint.progress is not None
+    check_wide(checkpoint, target.config, str(run))
+    destination = run.absolute() / "checkpoints" / f"step_{checkpoint.progress.step}"
+    if share.process == 0 and settle(run, destination):
+        raise UserError(
+            f"{destination} is there: an import that was stopped at its very end is whole now"
+        )
+    # Refuses what cannot be written, before anything is made.
+    tensors = _tensors(checkpoint, target.stacking)
+    staging = Staging(destination, {**plan, "store": _FORM}, share)
+    return Import(checkpoint, target, run, tensors, staging, block)
+
+
+class Import:
+    """A checkpoint in the making: `units` to write, then `commit`."""
+
+    def __init__(
+        self,
+        checkpoint: CheckpointState,
+        target: AbstractTarget,
+        run: Path,
+        tensors: dict[str, LazyTensor],
+        staging: Staging,
+        block: int,
+    ) -> None:
+        self.staging = staging
+        self._checkpoint, self._target, self._run = checkpoint, target, run
+        self._tensors = tensors
+        self._store = self.staging.path / _STORE
+        self._block = min(block, _CHUNK)
+        self._places: dict[str, ocdbt.Place] = {}
+        self.units = list(self._units())
+
+    def commit(self) -> None:
+        """Lets Orbax make a checkpoint of what was staged."""
+        from torch_compat.checkpoint import orbax_commit
+
+        progress = self._checkpoint.progress
+        assert progress is not None
+        found = orbax_commit.scalars(self._checkpoint)
+        scalars = {name: of_array(value) for name, value in found.items()}
+        arrays = {**self._tensors, **scalars}
+        destination, config = self.staging.destination, self._target.config
+        with naming_failure(destination):
+            ocdbt_writer.write_index(self._store, self._values(arrays, scalars))
+            orbax_commit.commit(progress, config, self._run, self._store, arrays)
+        self._check_written(arrays)
+        settle(self._run, destination)
+        self.staging.discard()
+
+    @property
+    def beside(self) -> Path:
+        """Where that waits which the run directory gets when the checkpoint is there."""
+        return self.staging.path / _BESIDE
+
+    def _check_written(self, arrays: dict[str, LazyTensor]) -> None:
+        """Opens what was made, and reads a value of each array.
+
+        Raises:
+            StorageError: it cannot be read; it is gone then.
+        """
+        from torch_compat.checkpoint.orbax_commit import names
+
+        directory = self.staging.destination
+        try:
+            open_orbax(directory)
+            made = ocdbt.open_arrays(directory / "state")
+            if names(directory / "state") != set(arrays):
+                raise StorageError(f"{directory}: Orbax finds other arrays than were written")
+            check_written(made, arrays, str(directory))
+            wrong = [name for name in arrays if _last(arrays[name]) != _last(made[name])]
+            if wrong:
+                raise StorageError(f"{directory}: {wrong[0]} has other values than were written")
+        except (OSError, ValueError) as error:
+            shutil.rmtree(directory)
+            self.staging.discard()
+            raise StorageError(f"what was written could not be read again: {error}") from error
+
+    def _units(self) -> Iterator[Unit]:
+        """Files of several chunks; notes where each lies."""
+        chunks = itertools.chain.from_iterable(
+            _chunks(name, leaf, self._block) for name, leaf in self._tensors.items()
+        )
+        files = batches(chunks, lambda chunk: chunk.nbytes, _CHUNKS * self._block)
+        for number, of_file in enumerate(files):
+            name, at = f"{ocdbt.DATA}/{number}", 0
+            for chunk in of_file:
+                self._places[chunk.key] = name, at, chunk.nbytes
+                at += chunk.nbytes
+            write = functools.partial(_write_file, self._store / name, of_file)
+            yield Unit(f"data-{number}", sum(_bytes(c.leaf, c.part) for c in of_file), write)
+
+    def _values(
+        self, arrays: dict[str, LazyTensor], scalars: dict[str, LazyTensor]
+    ) -> dict[str, ocdbt.Place]:
+        """All that the database holds, by key."""
+        values = dict(self._places)
+        for name, leaf in arrays.items():
+            chunk = extent(_blocks(leaf, self._block)[0])
+            about = ocdbt_writer.description(leaf.shape, chunk, leaf.dtype)
+            values[f"{name}{ocdbt.ZARRAY}"] = about
+        for name, value in scalars.items():
+            values[f"{name}/{ocdbt.chunk_key((0,) * len(value.shape))}"] = value.all().tobytes()
+        return values
+
+
+def settle(run: Path, checkpoint: Path) -> bool:
+    """Moves what waits for a checkpoint to be there into its run; by names alone, on no new space.
+
+    An import that was killed in between is whole when it is tried again.
+
+    Returns:
+        Whether there was anything.
+    """
+    partial = partial_of(checkpoint)
+    if not checkpoint.exists() or not (partial / _BESIDE).is_dir():
+        return False
+    with naming_failure(run / "config.toml"):
+        for path in (partial / _BESIDE).iterdir():
+            if path.is_file() or not (run / path.name).exists():
+                path.replace(run / path.name)
+    shutil.rmtree(partial, ignore_errors=True)
+    return True
+
+
+def _tensors(checkpoint: CheckpointState, stacking: Stacking) -> dict[str, LazyTensor]:
+    sections = {"params": checkpoint.params, "model_state": checkpoint.model_state}
+    moments = checkpoint.moments or {}
+    sections |= {f"optimizer.{field}": of_field for field, of_field in moments.items()}
+    return {
+        f"{section}.{name}": tensor
+        for section, entries in sections.items()
+        for name, tensor in stacking.join(entries).items()
+    }
+
+
+class _Chunk(NamedTuple):
+    """A chunk of an array.
+
+    Attributes:
+        key: its key in the database.
+        leaf: the array.
+        part: what of it there is.
+        nbytes: of a whole chunk, which the last one may not fill.
+    """
+
+    key: str
+    leaf: LazyTensor
+    part: Index
+    nbytes: int
+
+
+def _chunks(name: str, leaf: LazyTensor, limit: int) -> Iterator[_Chunk]:
+    """A block is a chunk; nothing, if there is no value."""
+    indices = _blocks(leaf, limit)
+    shape, nbytes = extent(indices[0]), _bytes(leaf, indices[0])
+    for index in indices if nbytes else ():
+        cell = tuple(s.start // n for s, n in zip(index, shape, strict=True))
+        yield _Chunk(f"{name}/{ocdbt.chunk_key(cell)}", leaf, index, nbytes)
+
+
+def _write_file(path: Path, chunks: list[_Chunk]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path) as put:
+        at = 0
+        for chunk in chunks:
+            values = np.asarray(chunk.leaf.read(chunk.part), order="C").reshape(-1).view(np.uint8)
+            put(values, at)
+            put(bytes(chunk.nbytes - values.nbytes), at + values.nbytes)
+            at += chunk.nbytes
+
+
+def _blocks(leaf: LazyTensor, limit: int) -> list[Index]:
+    """One layer or less at a time: some of its experts, or some rows of one."""
+    if len(leaf.shape) < 2:
+        return [whole(leaf.shape)]
+    if len(leaf.shape) < 3:
+        return list(blocks(leaf.shape, leaf.dtype.itemsize, limit))
+    within = list(blocks(leaf.shape[1:], leaf.dtype.itemsize, limit))
+    return [(slice(i, i + 1), *index) for i in range(leaf.shape[0]) for index in within]
+
+
+def _last(leaf: LazyTensor) -> bytes:
+    """Its last value, bit for bit; nothing if it has none."""
+    index = tuple(slice(max(0, size - 1), size) for size in leaf.shape)
+    return leaf.read(index).tobytes()
+
+
+def _bytes(leaf: LazyTensor, index: Index) -> int:
+    return math.prod(extent(index)) * leaf.dtype.itemsize

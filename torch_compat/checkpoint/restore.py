@@ -1,0 +1,138 @@
+"""PyTorch's and Hugging Face's checkpoints, read right into a sharded training state.
+
+Each device's share is read from the files by the process that holds it; nothing is ever whole.
+"""
+
+import dataclasses
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import PyTree
+
+from jaxforge.checkpoint import layout
+from jaxforge.config.job import JobConfig
+from jaxforge.state.guard_state import GuardState
+from jaxforge.state.progress import Progress
+from jaxforge.state.train_state import TrainState, with_counts
+from torch_compat.checkpoint import checkpoints
+from torch_compat.checkpoint.dcp_state import Options
+from torch_compat.checkpoint.eight_bit import check_wide
+from torch_compat.checkpoint.stacking import Stacking
+from torch_compat.checkpoint.state import CheckpointState, Tensors
+from torch_compat.formats.lazy import Index, LazyTensor
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Foreign:
+    """A checkpoint of another code base, opened for a run.
+
+    Attributes:
+        name: what it is, for the log.
+        checkpoint: what it holds.
+        stacking: how the run stacks layers and experts.
+    """
+
+    name: str
+    checkpoint: CheckpointState
+    stacking: Stacking
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether a run can go on from it; otherwise it can only start with its weights."""
+        return self.checkpoint.moments is not None
+
+    def progress(self) -> Progress:
+        """Where its run stands; at the beginning, if it holds weights alone."""
+        return self.checkpoint.progress or Progress()
+
+    def restore(self, like: TrainState) -> tuple[TrainState, Progress]:
+        """State and progress.
+
+        Args:
+            like: shapes, dtypes and shardings wanted (`state.train_state.abstract_state`).
+        """
+        progress, moments = self.checkpoint.progress, self.checkpoint.moments
+        assert progress is not None
+        assert moments is not None
+        tree = layout.to_tree(like)
+        fields = {name: self._arrays(moments[name], tree["optimizer"][name]) for name in moments}
+        scalars = {
+            name: _scalar(value, tree["optimizer"][name])
+            for name, value in self.checkpoint.scalars.items()
+        }
+        scales_loss = like.guard.loss_scale is not None
+        fresh = GuardState.fresh(progress.skipped, scales_loss=scales_loss)
+        guard = jax.tree.map(_scalar, fresh, like.guard)
+        tree = {
+            "step": _scalar(progress.step, like.step),
+            **self.restore_model(layout.model_tree(like.params, like.model_state)),
+            "optimizer": {**fields, **scalars},
+            "guard": guard.arrays(),
+        }
+        return with_counts(layout.from_tree(tree, like), progress), progress
+
+    def restore_model(self, like: PyTree) -> PyTree:
+        """What it has of the model's part of the state (`layout.model_tree`)."""
+        parts = {"params": self.checkpoint.params, "model_state": self.checkpoint.model_state}
+        wanted = layout.common(like, {name: self._joined(part) for name, part in parts.items()})
+        return {name: self._arrays(part, wanted[name]) for name, part in parts.items() if part}
+
+    def _joined(self, entries: Tensors) -> PyTree:
+        return unflatten_dict(self.stacking.join(entries), sep=".")
+
+    def _arrays(self, entries: Tensors, like: PyTree) -> PyTree:
+        leaves = self.stacking.join(entries)
+        wanted = flatten_dict(like, sep=".")
+        return unflatten_dict(
+            {name: _array(leaves[name], leaf) for name, leaf in wanted.items()}, sep="."
+        )
+
+
+def open_foreign(path: str, config: JobConfig) -> Foreign:
+    """Opens a DCP or Hugging Face checkpoint for a run.
+
+    Raises:
+        UserError: there is none, it is damaged, or it is of another model than `[model]`.
+    """
+    found = checkpoints.find(path)
+    excluded = "optimizer" in config.checkpoint.exclude_from_loading
+    checkpoint = found.read(config, Options(weights_only=excluded, keep_place=excluded))
+    check_wide(checkpoint, config, str(found.directory))
+    for note in checkpoint.notes:
+        log.warning("%s: %s", found.directory, note)
+    step = "" if checkpoint.progress is None else f"step {checkpoint.progress.step} of "
+    name = f"{step}{found.directory} ({checkpoint.dialect})"
+    return Foreign(name, checkpoint, Stacking(config.model))
+
+
+def counts_experts(path: str, config: JobConfig) -> bool:
+    """Return whether a run that goes on from a checkpoint skips experts without tokens.
+
+    Raises:
+        UserError: as of `open_foreign`.
+    """
+    found = checkpoints.find(path)
+    return found.format == "dcp" and found.read(config, Options()).counts_experts
+
+
+def _array(tensor: LazyTensor, like: jax.Array) -> jax.Array:
+    cast = tensor.cast(np.dtype(like.dtype))
+
+    def share(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        return cast.read(_bounded(index, cast.shape))
+
+    return jax.make_array_from_callback(cast.shape, like.sharding, share)
+
+
+def _scalar(value: float | np.ndarray, like: jax.Array) -> jax.Array:
+    return jax.device_put(jnp.asarray(value, like.dtype), like.sharding)
+
+
+def _bounded(index: tuple[slice, ...], shape: tuple[int, ...]) -> Index:
+    return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))

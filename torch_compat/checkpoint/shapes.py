@@ -1,0 +1,99 @@
+"""Names and shapes of all parameters that a config of our own model declares, told without JAX.
+
+`jaxforge.model` declares them too, but to ask it takes JAX and Flax, whose imports last longer than
+converting a small checkpoint does. A test holds the two together. A registered model is asked
+(`training_state.model_shapes`).
+"""
+
+from collections.abc import Callable, Iterator
+
+from jaxforge.config.model import ModelConfig
+from torch_compat.checkpoint.stacking import EXPERTS, Stacking
+from torch_compat.names.table import EMBEDDING, HEAD, POSITIONS
+
+Shape = tuple[int, ...]
+
+
+def parameters(model: ModelConfig) -> dict[str, Shape]:
+    """Our names -> shapes, an entry per layer and expert, sorted as a checkpoint has them."""
+    norm = dict(_norm("norm", model.dim, model.norm_type))
+    table = (model.vocab_size, model.dim)
+    head = {} if model.tie_embeddings else {HEAD: table}
+    learned = model.position_embedding == "learned"
+    positions = {POSITIONS: (model.max_seq_len, model.dim)} if learned else {}
+    found = _in_layers(model, _block)
+    return {**found, **dict(sorted(norm.items())), **head, **positions, EMBEDDING: table}
+
+
+def untrained(model: ModelConfig) -> dict[str, Shape]:
+    """The same of what no gradient moves."""
+    names = {"sign": "expert_bias", "kempnerforge": "expert_ema"}
+
+    def in_block(model: ModelConfig, *, has_experts: bool) -> Iterator[tuple[str, Shape]]:
+        if has_experts and model.bias_update in names:
+            yield f"mlp.router.{names[model.bias_update]}", (model.num_experts,)
+
+    return _in_layers(model, in_block)
+
+
+def _in_layers(
+    model: ModelConfig, block: Callable[..., Iterator[tuple[str, Shape]]]
+) -> dict[str, Shape]:
+    """What is in all layers, of which `block` declares one."""
+    stacking = Stacking(model)
+    found: dict[str, Shape] = {}
+    for stack, layers in sorted(model.stacks.items()):
+        for name, shape in sorted(block(model, has_experts=model.has_experts[layers[0]])):
+            of_experts = (model.num_experts,) if name.startswith(EXPERTS) else ()
+            array = (len(layers), *of_experts, *shape)
+            found |= {e: shape for e, _ in stacking.entries(f"{stack}.{name}", array)}
+    return found
+
+
+def _block(model: ModelConfig, *, has_experts: bool) -> Iterator[tuple[str, Shape]]:
+    """One layer; of experts, one."""
+    sides = {"pre": ("norm",), "post": ("post_norm",), "sandwich": ("norm", "post_norm")}
+    for side in sides[model.norm_placement]:
+        yield from _norm(f"attention_{side}", model.dim, model.norm_type)
+        yield from _norm(f"mlp_{side}", model.dim, model.norm_type)
+    queries, keys = model.n_heads * model.head_size, model.kv_heads * model.head_size
+    for name, size in (("q", queries), ("k", keys), ("v", keys)):
+        yield from _linear(f"attention.{name}_proj", size, model.dim, bias=model.qkv_bias)
+    yield from _linear("attention.o_proj", model.dim, queries, bias=model.o_bias)
+    if model.attention_sinks:
+        yield "attention.sinks", (model.n_heads,)
+    if model.qk_norm:
+        whole = model.qk_norm_scope == "projection"
+        yield from _norm("attention.q_norm", queries if whole else model.head_size)
+        yield from _norm("attention.k_norm", keys if whole else model.head_size)
+    yield from _experts(model) if has_experts else _feed_forward("mlp", model.ffn_dim, model)
+
+
+def _experts(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    """The feed-forward of a layer with experts."""
+    yield from _linear("mlp.router.gate", model.num_experts, model.dim, bias=model.moe_router_bias)
+    if model.bias_update == "kempnerforge":
+        yield "mlp.router.expert_bias", (model.num_experts,)
+    yield from _feed_forward(EXPERTS.rstrip("."), model.expert_dim, model)
+    if model.shared_expert_dim:
+        yield from _feed_forward("mlp.shared_expert", model.shared_expert_dim, model)
+        if model.moe_shared_expert_gate:
+            yield from _linear("mlp.shared_expert_gate", 1, model.dim, bias=False)
+
+
+def _feed_forward(name: str, width: int, model: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    for side in ("gate", "up") if model.is_gated else ("up",):
+        yield from _linear(f"{name}.{side}_proj", width, model.dim, bias=model.mlp_bias)
+    yield from _linear(f"{name}.down_proj", model.dim, width, bias=model.mlp_bias)
+
+
+def _linear(name: str, out: int, inp: int, *, bias: bool) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.weight", (out, inp)
+    if bias:
+        yield f"{name}.bias", (out,)
+
+
+def _norm(name: str, size: int, kind: str = "rmsnorm") -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.weight", (size,)
+    if kind == "layernorm":
+        yield f"{name}.bias", (size,)

@@ -1,0 +1,127 @@
+"""The arrays of a model, which hold layers and experts together, and the entries of each.
+
+    layers.attention.q_proj.weight          [L, ...]      layers.{i}.attention.q_proj.weight
+    moe_layers.mlp.experts.up_proj.weight   [n, E, ...]   layers.{i}.mlp.experts.{j}.up_proj.weight
+
+An entry has its layer's number in the model, whatever stack (`ModelConfig.stacks`) holds the layer.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+
+from jaxforge.config.model import LAYERS, ModelConfig
+from jaxforge.errors import UserError
+from torch_compat.formats.lazy import LazyTensor, stack
+
+Place = tuple[int, ...]
+"""Where an entry is in its array: row, and expert; nothing in one of no layer."""
+
+EXPERTS = "mlp.experts."
+_LAYER = re.compile(rf"{LAYERS}\.(\d+)\.(.+)")
+_EXPERT = re.compile(rf"{re.escape(EXPERTS)}(\d+)\.(.+)")
+
+
+def layer_of(entry: str) -> int | None:
+    """The layer of an entry; None for one of no layer."""
+    match = _LAYER.fullmatch(entry)
+    return int(match[1]) if match else None
+
+
+class Stacking:
+    """How a model stacks its layers and experts."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._stacks, self._experts = model.stacks, model.num_experts
+        self._has_experts = model.has_experts
+        self._rows = {
+            layer: (name, row)
+            for name, layers in self._stacks.items()
+            for row, layer in enumerate(layers)
+        }
+
+    def entries(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Place]]:
+        """The entries of an array, and where in it they are.
+
+        Raises:
+            UserError: it has not as many layers or experts as the model.
+        """
+        stacked, _, rest = name.partition(".")
+        layers = self._stacks.get(stacked)
+        if layers is None or not rest:
+            yield name, ()
+            return
+        has_experts = self._has_experts[layers[0]] and rest.startswith(EXPERTS)
+        experts, inner = self._experts, rest.removeprefix(EXPERTS)
+        sizes = (len(layers), experts) if has_experts else (len(layers),)
+        if shape[: len(sizes)] != sizes:
+            raise UserError(f"{name} is {list(shape)}, and {list(sizes)} of them are in the model")
+        for row, layer in enumerate(layers):
+            if not has_experts:
+                yield f"{LAYERS}.{layer}.{rest}", (row,)
+                continue
+            for expert in range(experts):
+                yield f"{LAYERS}.{layer}.{EXPERTS}{expert}.{inner}", (row, expert)
+
+    def array_of(self, entry: str) -> str:
+        """The array that an entry is of."""
+        return self._place(entry)[0]
+
+    def expert_of(self, entry: str) -> str | None:
+        """Return the expert of an entry, "layers.3.mlp.experts.5"; None for other entries."""
+        _, place = self._place(entry)
+        if len(place) < len(("row", "expert")):
+            return None
+        return f"{entry.partition(EXPERTS)[0]}{EXPERTS}{place[1]}"
+
+    def split(self, name: str, tensor: LazyTensor) -> dict[str, LazyTensor]:
+        """The entries of an array.
+
+        Raises:
+            UserError: it has not as many layers or experts as the model.
+        """
+        return {entry: _part(tensor, place) for entry, place in self.entries(name, tensor.shape)}
+
+    def join(self, entries: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+        """The arrays of entries, which must be all.
+
+        Raises:
+            UserError: the entries of one differ in dtype.
+        """
+        arrays: dict[str, dict[Place, LazyTensor]] = {}
+        for entry, tensor in entries.items():
+            name, place = self._place(entry)
+            arrays.setdefault(name, {})[place] = tensor
+        for name, parts in arrays.items():
+            if len({tensor.dtype for tensor in parts.values()}) > 1:
+                raise UserError(
+                    f"{name} has not one dtype in all layers; import it with --dtype float32 or "
+                    "another"
+                )
+        return {name: _joined(parts) for name, parts in arrays.items()}
+
+    def _place(self, entry: str) -> tuple[str, Place]:
+        match = _LAYER.fullmatch(entry)
+        if not match or int(match[1]) not in self._rows:
+            return entry, ()
+        layer, rest = int(match[1]), match[2]
+        name, row = self._rows[layer]
+        expert = _EXPERT.fullmatch(rest) if self._has_experts[layer] else None
+        if expert:
+            return f"{name}.{EXPERTS}{expert[2]}", (row, int(expert[1]))
+        return f"{name}.{rest}", (row,)
+
+
+def _part(tensor: LazyTensor, place: Place) -> LazyTensor:
+    for i in place:
+        tensor = tensor.part(i)
+    return tensor
+
+
+def _joined(parts: Mapping[Place, LazyTensor]) -> LazyTensor:
+    """One tensor, with a leading axis for each number of a place."""
+    if () in parts:
+        return parts[()]
+    rows: dict[int, dict[Place, LazyTensor]] = {}
+    for (row, *rest), tensor in parts.items():
+        rows.setdefault(row, {})[tuple(rest)] = tensor
+    return stack([_joined(rows[row]) for row in range(len(rows))])

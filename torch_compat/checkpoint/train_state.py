@@ -1,0 +1,300 @@
+"""Where a PyTorch run stands: its step, tokens and position in the data, both ways.
+
+KempnerForge keeps these in `train_state.pt` beside the DCP files, MindSpeed in `extra_state/`,
+torchtitan within them.
+"""
+
+import random
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxforge.config.job import JobConfig
+from jaxforge.data.order import data_seed
+from jaxforge.errors import UserError
+from jaxforge.state.progress import Progress
+from torch_compat.checkpoint.optimizer_state import group_lr
+from torch_compat.formats import limits
+from torch_compat.formats.dcp_reader import Dcp
+from torch_compat.formats.lazy import count
+from torch_compat.formats.limits import shown
+from torch_compat.formats.pickles import Call, Global, New
+from torch_compat.formats.torch_zip import Archive
+
+TRAIN_STATE = "train_state.pt"
+SKIPS_IDLE_EXPERTS = "skip_idle_experts"
+EXTRA_STATE = "extra_state/extra_state_rank_0.pt"
+
+
+class TorchTrainState(NamedTuple):
+    """What a PyTorch run says of its position; None where it says nothing.
+
+    Attributes:
+        step: steps attempted.
+        tokens: tokens seen.
+        updates: updates made, as the LR scheduler counts them.
+        epoch: passes over the data that are complete.
+        batches: batches that each rank has drawn in this epoch.
+        ranks: data-parallel ranks.
+        skips_idle_experts: whether an export of ours is of a run that skips experts without tokens.
+    """
+
+    step: int | None = None
+    tokens: int | None = None
+    updates: int | None = None
+    epoch: int = 0
+    batches: int | None = None
+    ranks: int | None = None
+    skips_idle_experts: bool | None = None
+
+
+def read_train_state(dcp: Dcp) -> TorchTrainState:
+    """Looks in the file that KempnerForge or MindSpeed has, else among the checkpoint's objects.
+
+    Raises:
+        UserError: what is there is damaged.
+    """
+    for name, reader in ((TRAIN_STATE, _of_train_state), (EXTRA_STATE, _of_extra_state)):
+        if dcp.directory.has(name):
+            file, where = dcp.directory.open(name), f"{dcp.directory}/{name}"
+            return reader(Archive(file, 0, file.size, where).object(), where)
+    return TorchTrainState(
+        step=_number(dcp, "train_state.step"),
+        tokens=_number(dcp, "train_state.ntokens_seen"),
+        updates=_number(dcp, "lr_scheduler.last_epoch"),
+    )
+
+
+def progress_of(
+    place: TorchTrainState, updates: int, config: JobConfig
+) -> tuple[Progress, list[str]]:
+    """Jaxforge's counters, and what the user should know of how they came about.
+
+    Args:
+        place: where the run stands.
+        updates: updates made, as the optimizer counts them.
+        config: the run's config; its data are opened when the run is beyond their first epoch.
+    """
+    notes = []
+    step = updates if place.step is None else place.step
+    made = updates if place.updates is None else place.updates
+    if made != updates:
+        notes.append(
+            f"the optimizer counts {updates} updates and the LR scheduler {made}; jaxforge has one "
+            f"count, so the schedule goes on from {updates}"
+        )
+    is_constant = len(config.train.stages()) == 1
+    samples = _samples_by_tokens(place, step, made, config.train.seq_len) if is_constant else None
+    if samples is None:
+        samples, how = _samples_by_batches(place, step, config)
+        notes.append(f"the tokens seen do not say how many sequences were read; {how}")
+    if config.data.order != "torch" and config.data.shuffle:
+        notes.append(
+            'data.order = "grain" shuffles otherwise than PyTorch did: set data.order = "torch" to '
+            "go on with the very next batch"
+        )
+    tokens = samples * config.train.seq_len if place.tokens is None else place.tokens
+    return Progress(step=step, samples=samples, tokens=tokens, skipped=max(0, step - made)), notes
+
+
+def _samples_by_tokens(place: TorchTrainState, step: int, updates: int, seq_len: int) -> int | None:
+    """Sequences read: those of the tokens seen, which applied updates count, and of skipped steps.
+
+    Whatever the ranks and their batch size, and however many epochs it took.
+    """
+    if not place.tokens or not updates or place.tokens % (seq_len * updates):
+        return None
+    return place.tokens // (seq_len * updates) * step
+
+
+def _samples_by_batches(place: TorchTrainState, step: int, config: JobConfig) -> tuple[int, str]:
+    """Sequences read, by the sampler's position or else by the steps; and by which of them."""
+    ranks = place.ranks or max(1, config.distributed.dp_shard) * config.distributed.dp_replicate
+    rows = config.train.microbatch_size(ranks)
+    if place.batches is None:
+        samples = config.train.ramp(ranks).samples(step)
+        return samples, f"{samples} sequences of {step} steps are taken as read"
+    before = place.epoch * _epoch_length(config, rows, ranks) if place.epoch else 0
+    return before + place.batches * rows, f"{place.batches} batches of {rows} are taken as read"
+
+
+def to_torch(progress: Progress, updates: int, config: JobConfig, ranks: int) -> dict[str, Any]:
+    """What KempnerForge keeps in `train_state.pt`.
+
+    Args:
+        progress: where the run stands.
+        updates: updates made.
+        config: the run's config.
+        ranks: data-parallel ranks that will go on with it.
+
+    Raises:
+        UserError: the position falls within a batch of that many ranks.
+    """
+    rows = config.train.microbatch_size(ranks)
+    epoch, samples = 0, progress.samples
+    if samples >= rows and config.data.order == "torch":
+        epoch, samples = divmod(samples, _epoch_length(config, rows, ranks))
+    if samples % rows:
+        raise UserError(
+            f"{progress.samples} sequences are read, which is no whole number of batches of "
+            f"{rows}, those of {ranks} ranks (--ranks)"
+        )
+    seed = data_seed(config)
+    # KempnerForge passes over what it does not know, and does not write it again.
+    is_moe = config.model.is_moe
+    return {
+        **({SKIPS_IDLE_EXPERTS: config.skips_idle_experts} if is_moe else {}),
+        "step": progress.step,
+        "tokens_seen": progress.tokens,
+        "rng": _random_states(config.train.seed),
+        "scheduler": lambda_lr(config, updates, groups=2),
+        "dataloader": {
+            "epoch": epoch,
+            "batches_yielded": samples // rows,
+            "sampler": {"epoch": epoch, "seed": seed, "num_replicas": ranks, "rank": 0},
+        },
+    }
+
+
+def lambda_lr(config: JobConfig, updates: int, groups: int) -> dict[str, Any]:
+    """The state of a `LambdaLR`: every key that it has in torch 2.0 to 2.13.
+
+    Args:
+        config: the run's config.
+        updates: updates made.
+        groups: parameter groups of its optimizer.
+    """
+    return {
+        "base_lrs": [config.optimizer.lr] * groups,
+        "last_epoch": updates,
+        "verbose": False,
+        "_step_count": updates + 1,
+        "_is_initial": False,
+        "_get_lr_called_within_step": False,
+        "_last_lr": [group_lr(config, updates)] * groups,
+        "lr_lambdas": [None] * groups,
+    }
+
+
+def of_titan(progress: Progress, updates: int, config: JobConfig) -> dict[tuple[str, str], Any]:
+    """What torchtitan keeps of a run's place within its checkpoints: path -> value.
+
+    Its schedulers say `last_epoch` alone since 2026, all that `LambdaLR` has before. The place in
+    its data has no counterpart here.
+    """
+    schedule = lambda_lr(config, updates, groups=1)
+    return {
+        ("train_state", "step"): progress.step,
+        ("train_state", "ntokens_seen"): progress.tokens,
+        **{("lr_scheduler", key): value for key, value in schedule.items()},
+    }
+
+
+def _of_train_state(state: Any, where: str) -> TorchTrainState:  # noqa: ANN401 (whatever the file held)
+    try:
+        data, scheduler = state.get("dataloader") or {}, state.get("scheduler") or {}
+        place = TorchTrainState(
+            step=count(state["step"]),
+            tokens=count(state["tokens_seen"]),
+            updates=_optional(scheduler.get("last_epoch")),
+            epoch=count(data.get("epoch", 0)),
+            batches=_optional(data.get("batches_yielded")),
+            ranks=_optional((data.get("sampler") or {}).get("num_replicas")),
+            skips_idle_experts=_flag(state.get(SKIPS_IDLE_EXPERTS)),
+        )
+        if place.ranks is not None and not 1 <= place.ranks <= limits.WIDTH:
+            raise ValueError(f"{place.ranks} ranks")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        why = shown(repr(error))
+        raise UserError(f"{where}: not a training state of KempnerForge ({why})") from error
+    return place
+
+
+def _of_extra_state(state: Any, where: str) -> TorchTrainState:  # noqa: ANN401 (whatever the file held)
+    try:
+        step, metric = count(state["global_step"]), state.get("train_metric") or {}
+        is_current = metric.get("last_iteration") == step  # its tokens count with each log line
+        return TorchTrainState(
+            step=step,
+            tokens=_optional(metric.get("consume_tokens")) if is_current else None,
+            updates=_optional((state.get("lr_scheduler") or {}).get("last_epoch")),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        why = shown(repr(error))
+        raise UserError(f"{where}: not an extra state of MindSpeed ({why})") from error
+
+
+def _number(dcp: Dcp, key: str) -> int | None:
+    if key not in dcp.tensors and key not in dcp.objects:
+        return None
+    try:
+        return count(dcp.tensors[key] if key in dcp.tensors else dcp.objects(key))
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(
+            f"{dcp.directory}: {key} is no number of steps or tokens ({error})"
+        ) from error
+
+
+def _optional(value: Any) -> int | None:  # noqa: ANN401
+    return None if value is None else count(value)
+
+
+def _flag(value: Any) -> bool | None:  # noqa: ANN401
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{SKIPS_IDLE_EXPERTS} is no flag")
+    return value
+
+
+def _epoch_length(config: JobConfig, rows: int, ranks: int) -> int:
+    """Sequences of one epoch, less the last ones that make no batch."""
+    from jaxforge.data import dataset, sources  # here, as it imports JAX and Grain
+
+    try:
+        data = sources.open_training_data(config)
+    except UserError as error:
+        raise UserError(
+            f"the run is beyond its first epoch, whose length is that of the data: {error}"
+        ) from error
+    if isinstance(data, dataset.Streaming):
+        raise UserError("the run is beyond its first epoch of a stream, whose length is not known")
+    if isinstance(data, dataset.Mixture):  # a sampler of each rank's own
+        return sum(n // ranks for n in data.sizes.values()) // (rows // ranks) * rows
+    return len(data) // rows * rows
+
+
+def _random_states(seed: int) -> Mapping[str, Any]:
+    """Fresh generators: nothing of a text model's training draws from them."""
+    twister: Any = np.random.RandomState(seed % 2**32).get_state()
+    keys = np.asarray(twister[1], np.uint32)
+    return {
+        "python": random.Random(seed).getstate(),
+        "numpy": ("MT19937", _numpy_array(keys), 624, 0, 0.0),
+        "torch_cpu": _torch_generator(seed, keys),
+    }
+
+
+def _numpy_array(array: np.ndarray) -> New:
+    """The pickle of an array, by the names that every NumPy knows."""
+    code = array.dtype.newbyteorder("<").str.lstrip("<")
+    dtype = New(
+        Call(Global("numpy", "dtype"), (code, False, True)),
+        (3, "<", None, None, None, -1, -1, 0),
+    )
+    rebuild = Call(
+        Global("numpy.core.multiarray", "_reconstruct"), (Global("numpy", "ndarray"), (0,), b"b")
+    )
+    return New(rebuild, (1, array.shape, dtype, False, array.tobytes()))
+
+
+def _torch_generator(seed: int, keys: np.ndarray) -> np.ndarray:
+    """The state of `torch.Generator().manual_seed(seed)`, as `get_state` gives it."""
+    layout = np.dtype([
+        ("seed", "<u8"), ("left", "<i4"), ("seeded", "<i4"), ("next", "<u8"), ("state", "<u8", 624),
+        ("normal", "<f8", 3), ("normal_is_valid", "<i4"), ("pad", "<i4"), ("float_normal", "<f8"),
+    ])  # fmt: skip
+    state = np.zeros((), layout)
+    state["seed"], state["left"], state["seeded"], state["state"] = seed, 1, 1, keys
+    return np.frombuffer(state.tobytes(), np.uint8)

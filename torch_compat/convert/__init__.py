@@ -1,0 +1,1 @@
+"""The commands that convert, inspect and verify checkpoints."""

@@ -1,0 +1,257 @@
+"""`README.md` of an export: Hugging Face's model card, from what the run says of itself.
+
+What the run does not tell is left out, and so are paths of this machine.
+"""
+
+import contextlib
+import html
+import json
+import math
+import platform
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxforge.cli.redaction import redacted
+from jaxforge.config.job import JobConfig
+from jaxforge.errors import UserError
+from jaxforge.state.progress import Progress
+from jaxforge.storage.untrusted_json import parse_metrics
+from jaxforge.telemetry.numbers import human
+
+FILE = "README.md"
+
+_EVALUATED = ("loss", "perplexity", "bits_per_byte")
+
+
+class Logged(NamedTuple):
+    """What a run has logged last, up to a step.
+
+    Attributes:
+        train: of the last logged step.
+        evaluation: of the last evaluation; empty without one.
+        evaluated: its step.
+    """
+
+    train: Mapping[str, Any]
+    evaluation: Mapping[str, Any]
+    evaluated: int
+
+
+def read_logged(run: Path, step: int) -> Logged:
+    """Reads `metrics.jsonl`, as far as it goes; there may be none."""
+    train: dict[str, Any] = {}
+    evaluation: dict[str, Any] = {}
+    with contextlib.suppress(OSError), (run / "metrics.jsonl").open("rb") as lines:
+        for line in _objects(lines):
+            if line.get("step", step + 1) > step:
+                continue
+            train = line if "train/loss" in line else train
+            evaluation = line if "eval/loss" in line else evaluation
+    return Logged(train, evaluation, evaluation.get("step", 0))
+
+
+def _objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Those that are whole."""
+    for line in lines:
+        values, problem = parse_metrics(line)
+        if not problem:
+            yield values
+
+
+def model_card(
+    name: str,
+    config: JobConfig,
+    progress: Progress | None,
+    parameters: int,
+    model_type: str,
+    logged: Logged,
+    *,
+    has_tokenizer: bool,
+) -> str:
+    """The card.
+
+    Args:
+        name: of the run.
+        config: that of the checkpoint.
+        progress: where it stands; None where it does not say.
+        parameters: how many there are.
+        model_type: Hugging Face's word for the family.
+        logged: what the run has logged.
+        has_tokenizer: whether a tokenizer lies beside the card.
+    """
+    m = config.model
+    size = human(parameters)
+    trained = f", trained for {progress.step:,} steps" if progress and progress.step else ""
+    sections = {
+        "Use": _use(has_tokenizer),
+        "Model": _table({
+            "parameters": f"{parameters:,}",
+            "architecture": model_type,
+            "layers": m.n_layers,
+            "width": m.dim,
+            "heads": f"{m.n_heads}, {m.kv_heads} of keys and values, {m.head_size} wide",
+            "feed-forward": m.ffn_dim,
+            "experts": f"{m.num_experts}, {m.moe_top_k} for a token" if m.is_moe else None,
+            "vocabulary": m.vocab_size,
+            "context": m.max_seq_len,
+        }),
+        "Data": "\n".join(_data(config)),
+        "Training": _table(_training(config, progress, logged.train)),
+        "Evaluation": _evaluation(logged),
+        "Versions": _table({
+            "jaxforge": version("jaxforge"),
+            "jax": version("jax"),
+            "Python": platform.python_version(),
+        }) + "\n\nThese are of the export.",
+    }  # fmt: skip
+    body = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections.items() if text)
+    about = f"A decoder language model with {size} parameters{trained}, made with jaxforge."
+    return f"{_front_matter(config, model_type)}\n# {_plain(name)}\n\n{about}\n\n{body}\n"
+
+
+def _front_matter(config: JobConfig, model_type: str) -> str:
+    """YAML; strings as JSON has them, which YAML reads."""
+    lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags:"]
+    lines += [f"- {json.dumps(tag)}" for tag in ("jaxforge", model_type)]
+    if names := list(dict.fromkeys(_hub_names(config))):
+        lines += ["datasets:", *(f"- {json.dumps(_printable(name))}" for name in names)]
+    return "\n".join(["---", *lines, "---", ""])
+
+
+def _hub_names(config: JobConfig) -> Iterator[str]:
+    data = config.data
+    if not data.datasets and not data.dataset_path and data.hf_dataset_name:
+        yield data.hf_dataset_name
+    yield from (one.hf_name for one in data.datasets if one.hf_name and not one.path)
+
+
+def _use(has_tokenizer: bool) -> str:
+    return _WITH_TOKENIZER if has_tokenizer else _ALONE
+
+
+_ALONE = """\
+```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/directory")
+```"""
+_WITH_TOKENIZER = """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/directory")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/directory")
+inputs = tokenizer("Once", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
+```"""
+
+
+def _data(config: JobConfig) -> Iterator[str]:
+    data = config.data
+    sources = [(one.path, one.name or one.hf_name, one.weight) for one in data.datasets]
+    if not sources:
+        sources = [(data.dataset_path, data.hf_dataset_name or "", 1.0)]
+    total = sum(weight for *_, weight in sources)
+    for path, name, weight in sources:
+        if not path and not name:
+            yield "Random tokens."
+            return
+        share = f", weight {weight / total:.3g}" if len(sources) > 1 else ""
+        yield f"- {_plain(name or _last_parts(path))}{_counts(path)}{share}"
+
+
+def _last_parts(path: str) -> str:
+    """The end of a path, which says nothing of where it is."""
+    return "/".join(Path(redacted(path)).parts[-2:]).lstrip("/") if path else ""
+
+
+def _counts(path: str) -> str:
+    """What a manifest of token shards says, where there is one still."""
+    from jaxforge.data.corpus.manifest import Manifest  # here, for data of the Hub have none
+
+    try:
+        manifest = Manifest.read(Path(path)) if path else None
+    except UserError:
+        return ""
+    if manifest is None:
+        return ""
+    return f": {human(manifest.tokens)} tokens in {manifest.documents:,} documents"
+
+
+def _training(
+    config: JobConfig, progress: Progress | None, last: Mapping[str, Any]
+) -> dict[str, Any]:
+    t, o, s = config.train, config.optimizer, config.scheduler
+    batch = t.global_batch_size or t.batch_size * t.grad_accum_steps
+    of_rank = "" if t.global_batch_size else " for each data-parallel rank"
+    return {
+        "steps": f"{progress.step:,} of {t.max_steps:,}" if progress else None,
+        "tokens": f"{progress.tokens:,}" if progress else None,
+        "update": f"{batch:,} sequences of {t.seq_len:,} tokens{of_rank}",
+        "optimizer": o.name,
+        "peak learning rate": f"{o.lr:g}",
+        "weight decay": f"{o.weight_decay:g}",
+        "schedule": f"{s.name}, {s.warmup_steps:,} steps of warm-up",
+        "precision": f"{t.mixed_precision}, parameters in {t.param_dtype}",
+        "seed": t.seed,
+        "last loss": f"{last['train/loss']:.4f}" if _is_number(last.get("train/loss")) else None,
+    }
+
+
+def _evaluation(logged: Logged) -> str:
+    """The sets of the last evaluation, all together first."""
+    found = {name.removeprefix("eval/"): value for name, value in logged.evaluation.items()
+             if name.startswith("eval/") and _is_number(value)}  # fmt: skip
+    sets = list(dict.fromkeys(name.rpartition("/")[0] for name in found))
+    columns = [one for one in _EVALUATED if any(name.endswith(one) for name in found)]
+    if not sets:
+        return ""
+    rows = [
+        [_plain(of) or "all", *(_shown(found.get(f"{of}/{one}" if of else one)) for one in columns)]
+        for of in sets
+    ]
+    lines = [["set", *columns], ["---"] * (1 + len(columns)), *rows]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{table}\n\nOf step {logged.evaluated:,}."
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _plain(text: str) -> str:
+    """Return text of a config as Markdown that shows it on one line and means nothing else."""
+    line = " ".join(_printable(text).split())
+    return _AT_START.sub(r"\1\\\2", _PUNCTUATION.sub(_escaped, line))
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    """HTML's characters as entities, for renderers that pass it on; others behind a backslash."""
+    return html.escape(match[0]) if match[0] in "<>&" else f"\\{match[0]}"
+
+
+_PUNCTUATION = re.compile(r"[!-+;-@\[-`{-~]")
+"""All of ASCII's but for `,-./:`, which mean nothing within a line."""
+_AT_START = re.compile(r"^(\d{1,9}(?=\.(?: |$))|(?=-))([-.])")
+"""Of these, what begins an item of a list, or a rule, at the start of a line."""
+
+
+def _table(rows: Mapping[str, Any]) -> str:
+    """Those that are known."""
+    shown = [
+        f"| {name} | {f'{value:,}' if isinstance(value, int) else _plain(value)} |"
+        for name, value in rows.items()
+        if value is not None
+    ]
+    return "\n".join(["| | |", "|---|---|", *shown])

@@ -1,0 +1,177 @@
+"""Conversions into a bucket, where nothing can be renamed.
+
+The result gathers on this machine, in the directory that it always has for that destination, so
+that a conversion which was killed goes on. Then its files are copied:
+
+DST/.unfinished     first: names the conversion whose files lie there, whole or not
+DST/...             several at a time
+what is looked for  last: `commit_success.txt`, `.metadata`, `config.json`; a run's `config.toml`
+
+Without the first, what lies at a destination is somebody's, and stays as it is.
+"""
+
+import dataclasses
+import fnmatch
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from jaxforge.config import trust
+from jaxforge.config.reading.load import load_config
+from jaxforge.errors import UserError
+from jaxforge.storage import COMMITTED, buckets, mirror, run_lock
+from torch_compat.checkpoint import hf_config, orbax_store
+from torch_compat.convert.commands import Advance, Export, Import, Plan, of_run
+from torch_compat.convert.identity import identity
+from torch_compat.formats import safetensors
+from torch_compat.formats.dcp_reader import METADATA
+from torch_compat.formats.staging import for_each
+from torch_compat.formats.workers import Share, Workers
+
+UNFINISHED = ".unfinished"
+
+_LAST = (safetensors.INDEX, COMMITTED, f"pp*/{METADATA}", METADATA, hf_config.CONFIG)
+_AT_ONCE = 8  # files, of so many bytes together: each passes through memory whole
+_MEMORY = 1 << 30
+
+
+def notes(job: Import | Export) -> list[str]:
+    """What the user should know of a conversion into a bucket."""
+    found = [
+        f"it gathers in {_gathering(job.destination)} before it is copied: that disk must hold it "
+        "once (TMPDIR names another)"
+    ]
+    if isinstance(job, Export) and job.to == "dcp":
+        found.append("a bucket has no links, so there will be no `latest`: name the step itself")
+    return found
+
+
+def run(
+    job: Import | Export, plan: Plan, share: Share, advance: Advance, workers: Workers
+) -> Path | None:
+    """What `job.run` does, for a destination in a bucket.
+
+    Returns:
+        What was made, from process 0.
+
+    Raises:
+        UserError: something is there already, or another process writes there.
+        StorageError: the disk or the bucket does not take it; the same command goes on.
+    """
+    gathering = _gathering(job.destination)
+    here = dataclasses.replace(job, destination=gathering / job.destination.name)
+    if share.process:
+        return here.run(plan, share, advance, workers)
+    with run_lock.RunLock(job.destination) as lock:
+        lock.take()
+        name = _name(here, plan)
+        _check_free(job.destination / plan.within, name, gathering)
+        _begin(gathering, name)
+        made = here.destination / plan.within
+        if not made.exists():
+            here.run(plan, share, advance, workers)
+        orbax_store.settle(here.destination, made)  # what a kill just after its commit left
+        _Copy(here.destination, job.destination, plan.within, name).run(lock)
+        shutil.rmtree(gathering, ignore_errors=True)  # workers take their locks away meanwhile
+    return job.destination / plan.within
+
+
+class _Copy:
+    """From this machine to the bucket.
+
+    Args:
+        here: what was the destination on this machine.
+        there: what it is in the bucket.
+        within: the directory in it that is made.
+        name: of the conversion.
+    """
+
+    def __init__(self, here: Path, there: Path, within: str, name: str) -> None:
+        self._here, self._there, self._name = here, there, name
+        self._made, self._target = here / within, there / within
+
+    def run(self, lock: run_lock.RunLock) -> None:
+        """Copies all, the lock willing."""
+        self._begin()
+        last = [path for pattern in _LAST for path in sorted(self._made.glob(pattern))]
+        tokenizer = (self._here / "tokenizer").rglob("*")
+        self._put({*_files(self._made), *filter(Path.is_file, tokenizer)} - {*last})
+        self._remove_what_is_not_ours()
+        lock.check()
+        for path in last:
+            self._put([path])
+        config = self._here / "config.toml"
+        if config.exists():  # of a run
+            named = of_run(load_config(config, trusts=trust.never), self._there)
+            (self._there / config.name).write_text(named.to_toml())
+        (self._target / UNFINISHED).unlink()
+
+    def _begin(self) -> None:
+        """From now on what lies there is unfinished; a run that is there keeps its tokenizer."""
+        mark = self._target / UNFINISHED
+        if not mark.exists() and (self._there / "tokenizer").is_dir():
+            shutil.rmtree(self._here / "tokenizer", ignore_errors=True)
+        mark.write_text(self._name)
+        for key in _visible(_keys(self._target)):
+            (self._target / key).unlink()
+
+    def _put(self, paths: Iterable[Path]) -> None:
+        files = sorted(paths)
+        largest = max((path.stat().st_size for path in files), default=0)
+        at_once = max(1, min(_AT_ONCE, _MEMORY // max(1, largest)))
+
+        def put(path: Path) -> None:
+            place = self._there / path.relative_to(self._here).as_posix()
+            buckets.write(place, path.read_bytes())
+
+        for_each(put, files, at_once)
+
+    def _remove_what_is_not_ours(self) -> None:
+        """What another conversion left that was not finished."""
+        ours = {path.relative_to(self._made).as_posix() for path in _files(self._made)}
+        for key in _keys(self._target) - ours - {UNFINISHED}:
+            (self._target / key).unlink()
+
+
+def _gathering(destination: Path) -> Path:
+    return mirror.directory(destination, "conversion")
+
+
+def _name(job: Import | Export, plan: Plan) -> str:
+    told = json.dumps(identity(job, plan.files, plan.checkpoint, plan.target), sort_keys=True)
+    return hashlib.sha256(told.encode()).hexdigest()
+
+
+def _check_free(target: Path, name: str, gathering: Path) -> None:
+    keys = _keys(target)
+    if not keys:
+        return
+    if UNFINISHED in keys and (not _visible(keys) or (target / UNFINISHED).read_text() == name):
+        return
+    if UNFINISHED not in keys:  # a conversion that was killed here had copied all, or is late
+        shutil.rmtree(gathering, ignore_errors=True)
+    raise UserError(f"{target} is there already; remove it or name another place")
+
+
+def _begin(gathering: Path, name: str) -> None:
+    """Lets what another conversion left on this machine go."""
+    mirror.claim(gathering)
+    label = gathering / "conversion"
+    if not label.exists() or label.read_text() != name:
+        mirror.clear(gathering)
+        label.write_text(name)
+
+
+def _files(directory: Path) -> list[Path]:
+    return [path for path in directory.rglob("*") if path.is_file()]
+
+
+def _keys(target: Path) -> set[str]:
+    return set(buckets.keys(str(target))) - {run_lock.NAME}
+
+
+def _visible(keys: Iterable[str]) -> list[str]:
+    """Those by which a reader finds the result."""
+    return [key for key in keys if any(fnmatch.fnmatchcase(key, one) for one in _LAST)]

@@ -1,0 +1,212 @@
+"""Two checkpoints of any formats compared: their tensors, and what their runs say of themselves."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxforge.config.job import JobConfig
+from torch_compat.checkpoint import dcp_state, fits, train_state
+from torch_compat.checkpoint.checkpoints import CheckpointRef
+from torch_compat.checkpoint.compare import Difference, compare
+from torch_compat.checkpoint.dcp_state import Options
+from torch_compat.checkpoint.optimizer_state import KINDS, groups, settings_of
+from torch_compat.checkpoint.state import CheckpointState
+from torch_compat.formats.lazy import LazyTensor
+
+_FRACTION = 24  # of the memory allowed, for one block of either checkpoint
+_NEAR = 1e-6  # of one number to another: PyTorch's settings are float64, JAX's schedule is float32
+# Keys of [optimizer] that parameter groups have too, or that do nothing.
+_IN_GROUPS = {"lr", "betas", "eps", "weight_decay", "muon_momentum", "fused"}
+
+Facts = Mapping[str, Any]
+"""What a checkpoint says beside its tensors: name -> number, text, or a few of them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verified:
+    """What a comparison found.
+
+    Attributes:
+        compared: tensors, and numbers of the optimizer, that were looked at.
+        settings: numbers of the place, the schedule and the optimizer that were.
+        differences: those that are not the same.
+        notes: what was not compared.
+    """
+
+    compared: int
+    settings: int
+    differences: list[Difference]
+    notes: list[str]
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return not self.differences
+
+
+@dataclasses.dataclass(frozen=True)
+class _Side:
+    tensors: Mapping[str, LazyTensor]
+    facts: Facts
+    scalars: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+
+def verify(
+    a: CheckpointRef,
+    b: CheckpointRef,
+    config: Path | None,
+    overrides: Sequence[str],
+    options: Options,
+    max_memory: int,
+) -> Verified:
+    """Compares two checkpoints of any formats.
+
+    Args:
+        a: one.
+        b: the other.
+        config: the config that they are of; without one, that of either, or their own keys.
+        overrides: settings over it.
+        options: how to read them.
+        max_memory: bytes for tensors on their way.
+
+    Raises:
+        UserError: one of them is damaged, or not of that config.
+    """
+    declared = next(
+        (c for found in (a, b) if (c := found.config(config, overrides, is_compared=True))), None
+    )
+    if declared is None:
+        notes = ["compared by their own keys; --config FILE compares by parameter"]
+        one, other = (_by_own_keys(found, options.weights_only) for found in (a, b))
+    else:
+        one, other, notes = _by_parameter(a, b, declared, options)
+    both = {name: (one.facts[name], other.facts[name]) for name in one.facts.keys() & other.facts}
+    differences = compare(one.tensors, other.tensors, max_memory // _FRACTION)
+    differences += _scalar_differences(one.scalars, other.scalars) + _fact_differences(both)
+    scalars = one.scalars.keys() | other.scalars.keys()
+    count = len(one.tensors.keys() | other.tensors.keys()) + len(scalars)
+    return Verified(count, len(both), differences, notes + _told_by_one(one.facts, other.facts))
+
+
+def _by_own_keys(found: CheckpointRef, weights_only: bool) -> _Side:
+    """A DCP checkpoint without a config."""
+    dcp = found.dcp()
+    keys = dcp_state.sort_keys(dcp)
+    if weights_only:
+        return _Side(keys.params, {})
+    where = train_state.read_train_state(dcp)
+    facts = _of_place(where) | _prefixed(settings_of(keys.groups))
+    if where.batches is not None:  # which other ranks count otherwise
+        facts[f"place.batches of {where.ranks} ranks"] = (where.epoch, where.batches)
+    return _Side(dcp.tensors, facts)
+
+
+def _by_parameter(
+    a: CheckpointRef, b: CheckpointRef, config: JobConfig, options: Options
+) -> tuple[_Side, _Side, list[str]]:
+    x, y = a.read(config, options), b.read(config, options)
+    notes = [note for h in (x, y) if h.dialect.startswith("hf") for note in h.notes]
+    alone = options.weights_only
+    if not alone and (x.moments is None) != (y.moments is None):
+        notes.append("only one has optimizer state: weights were compared, nothing else")
+        alone = True
+    return _side(a, x, weights_only=alone), _side(b, y, weights_only=alone), notes
+
+
+def _side(found: CheckpointRef, checkpoint: CheckpointState, *, weights_only: bool) -> _Side:
+    if weights_only:
+        return _Side(dict(checkpoint.model_tensors()), {})
+    facts: dict[str, Any] = {}
+    if found.format == "dcp":
+        facts = _of_place(train_state.read_train_state(found.dcp())) | _prefixed(
+            checkpoint.settings
+        )
+    elif found.format == "jaxforge":
+        config = found.config(None, is_compared=True)
+        assert config is not None
+        facts = _of_run(checkpoint, config)
+    if checkpoint.progress is not None and facts:
+        facts["place.sequences"] = checkpoint.progress.samples
+    return _Side(dict(checkpoint.tensors()), facts, checkpoint.scalars)
+
+
+def _of_place(where: train_state.TorchTrainState) -> dict[str, Any]:
+    facts = {
+        "place.step": where.step,
+        "place.tokens": where.tokens,
+        "schedule.updates": where.updates,
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def _of_run(checkpoint: CheckpointState, config: JobConfig) -> dict[str, Any]:
+    """What a run of jaxforge says; settings as a parameter group of PyTorch would have them."""
+    assert checkpoint.progress is not None
+    facts: dict[str, Any] = {
+        "place.step": checkpoint.progress.step,
+        "place.tokens": checkpoint.progress.tokens,
+    }
+    if checkpoint.moments is None or "updates" not in checkpoint.scalars:
+        return facts
+    updates = int(checkpoint.scalars["updates"])
+    facts["schedule.updates"] = updates
+    if config.optimizer.name in KINDS:
+        facts |= _prefixed(settings_of(groups(config, updates, {})))
+    of_optimizer = {k: v for k, v in config.optimizer if k not in _IN_GROUPS}
+    facts |= {f"optimizer.{key}": value for key, value in of_optimizer.items()}
+    facts |= {f"schedule.{key}": value for key, value in config.scheduler}
+    facts |= {f"model.{key}": getattr(config.model, key) for key in fits.UNSEEN}
+    return {**facts, "schedule.max_steps": config.train.max_steps}
+
+
+def _prefixed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"optimizer.{name}": value for name, value in settings.items()}
+
+
+def _scalar_differences(
+    one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]
+) -> list[Difference]:
+    found = []
+    for name in sorted(one.keys() | other.keys()):
+        x, y = one.get(name), other.get(name)
+        if x is None or y is None or not np.array_equal(x, y):
+            largest = float(abs(x - y)) if x is not None and y is not None else float("inf")
+            found.append(Difference(f"optimizer.{name}", "values", largest, f"{x} and {y}"))
+    return found
+
+
+def _fact_differences(facts: Mapping[str, tuple[Any, Any]]) -> list[Difference]:
+    found = []
+    for name, (x, y) in sorted(facts.items()):
+        distance = _distance(x, y)
+        if distance:
+            found.append(Difference(name, "settings", distance, f"{x} and {y}"))
+    return found
+
+
+def _distance(x: Any, y: Any) -> float:  # noqa: ANN401 (numbers, texts, or some of them)
+    """How far numbers are apart; inf for others that are not the same."""
+    try:
+        a, b = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    except (TypeError, ValueError, OverflowError):
+        return 0.0 if x == y else float("inf")
+    if a.shape != b.shape:
+        return float("inf")
+    near = 0.0 if isinstance(x, int) and isinstance(y, int) else _NEAR
+    if np.allclose(a, b, rtol=near, atol=0.0, equal_nan=True):
+        return 0.0
+    largest = float(np.max(np.abs(a - b)))
+    return largest if math.isfinite(largest) else float("inf")
+
+
+def _told_by_one(one: Facts, other: Facts) -> list[str]:
+    """Notes of what every format may say and only one of the two does."""
+    if not one or not other:
+        return []
+    shown = ("place.", "schedule.updates", "optimizer.lr", "optimizer.weight_decay")
+    names = [name for name in sorted(one.keys() ^ other.keys()) if name.startswith(shown)]
+    return [f"only one says, so that it was not compared: {', '.join(names)}"] if names else []

@@ -1,0 +1,1 @@
+"""File formats of checkpoints: DCP, safetensors, zip, pickle, OCDBT."""

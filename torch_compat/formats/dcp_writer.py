@@ -1,0 +1,171 @@
+"""Writes DCP checkpoints that FSDP2 jobs load at any world size, without torch and in pieces.
+
+Tensors are cut into blocks of rows. `.metadata` is written last: without it, torch sees nothing.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch_compat.formats import pickles, torch_zip
+from torch_compat.formats.dcp_reader import METADATA
+from torch_compat.formats.files import writing
+from torch_compat.formats.lazy import Index, LazyTensor, blocks, extent
+from torch_compat.formats.pickles import Call, Global, New, Pairs
+from torch_compat.formats.staging import Unit, batches
+
+_FILE = 1 << 28  # bytes of data in a file, from which on the next one begins
+_LARGEST = 1 << 31  # bytes of a chunk: an archive's numbers have 32 bits
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+
+KeyPath = tuple[str | int, ...]
+"""Where an entry stands in the nested state dict: ("optimizer", "param_groups", 0, "lr")."""
+
+
+class Entry(NamedTuple):
+    """One key of the checkpoint.
+
+    Attributes:
+        path: its place in the nested state dict; the key is the path joined by dots.
+        value: a tensor, or plain values.
+    """
+
+    path: KeyPath
+    value: LazyTensor | Any
+
+    @property
+    def key(self) -> str:
+        """The flat key."""
+        return ".".join(map(str, self.path))
+
+
+class _Item(NamedTuple):
+    key: str
+    where: Index | None  # None: an object
+    nbytes: int
+
+
+def units(
+    entries: Mapping[str, Entry], directory: Path, block: int, prefix: str = ""
+) -> list[Unit]:
+    """The data files to write; each returns where its items lie.
+
+    Args:
+        entries: key -> entry.
+        directory: where the files go; it is made.
+        block: bytes that may be in memory at a time.
+        prefix: of the names of the units, which tells them from those of other directories.
+    """
+
+    def unit(number: int, items: list[_Item]) -> Unit:
+        path = directory / f"__0_{number}.distcp"
+        nbytes = sum(item.nbytes for item in items)
+        return Unit(f"{prefix}{path.stem}", nbytes, lambda: _write_file(path, items, entries))
+
+    files = batches(_items(entries, block), lambda item: item.nbytes, _FILE)
+    return [unit(i, items) for i, items in enumerate(files)]
+
+
+def write_metadata(
+    entries: Mapping[str, Entry], places: Mapping[str, Any], directory: Path, block: int
+) -> None:
+    """Writes `.metadata`, which makes a checkpoint of the files.
+
+    Args:
+        entries: as given to `units`.
+        places: what the units returned, by name.
+        directory: where the files are.
+        block: as given to `units`.
+    """
+    storage = [
+        (_index(key, offset), _storage_info(name, start, length))
+        for items in places.values()
+        for key, offset, name, start, length in items
+    ]
+    tensors = {key: e.value for key, e in entries.items() if isinstance(e.value, LazyTensor)}
+    state = {
+        "state_dict_metadata": {
+            key: _tensor_metadata(tensors[key], block) if key in tensors
+            else New(Global(_METADATA_MODULE, "BytesStorageMetadata"), {})
+            for key in entries
+        },
+        "planner_data": {key: entry.path for key, entry in entries.items()},
+        "storage_data": Pairs(storage),
+        "storage_meta": New(
+            Global(_METADATA_MODULE, "StorageMeta"),
+            {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []},
+        ),
+        "version": "1.0.0",
+    }  # fmt: skip
+    metadata = New(Global(_METADATA_MODULE, "Metadata"), state)
+    (directory / METADATA).write_bytes(pickles.dump(metadata, protocol=4))
+
+
+def _items(entries: Mapping[str, Entry], block: int) -> Iterator[_Item]:
+    for key, entry in entries.items():
+        tensor = entry.value
+        if not isinstance(tensor, LazyTensor):
+            yield _Item(key, None, 0)
+            continue
+        for index in _chunks(tensor, block):
+            yield _Item(key, index, _size(index) * tensor.dtype.itemsize)
+
+
+def _chunks(tensor: LazyTensor, block: int) -> Iterator[Index]:
+    return blocks(tensor.shape, tensor.dtype.itemsize, min(block, _LARGEST))
+
+
+def _write_file(path: Path, items: list[_Item], entries: Mapping[str, Entry]) -> list[Any]:
+    places = []
+    path.parent.mkdir(exist_ok=True)
+    with writing(path) as put:
+        end = 0
+        for key, index, _ in items:
+            value = entries[key].value
+            start = end
+            for piece in torch_zip.archive(value if index is None else value.read(index)):
+                put(piece, end)
+                end += len(piece)
+            offset = None if index is None else [s.start for s in index]
+            places.append([key, offset, path.name, start, end - start])
+    return places
+
+
+def _size(index: Index) -> int:
+    size = 1
+    for n in extent(index):
+        size *= n
+    return size
+
+
+def _index(key: str, offset: list[int] | None) -> New:
+    state = {"fqn": key, "index": None, "offset": None if offset is None else _torch_size(offset)}
+    return New(Global(_METADATA_MODULE, "MetadataIndex"), state)
+
+
+def _storage_info(name: str, offset: int, length: int) -> New:
+    of = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+    fields = {"relative_path": name, "offset": offset, "length": length}
+    return New(of, {**fields, "transform_descriptors": None})
+
+
+def _tensor_metadata(tensor: LazyTensor, block: int) -> New:
+    chunks = [
+        New(
+            Global(_METADATA_MODULE, "ChunkStorageMetadata"),
+            {"offsets": _torch_size([s.start for s in i]), "sizes": _torch_size(extent(i))},
+        )
+        for i in _chunks(tensor, block)
+    ]
+    contiguous = Call(Global(_METADATA_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
+    strided = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    dtype = Global("torch", tensor.dtype.name)
+    properties = New(
+        Global(_METADATA_MODULE, "TensorProperties"), (dtype, strided, False, contiguous, False)
+    )
+    state = {"properties": properties, "size": _torch_size(tensor.shape), "chunks": chunks}
+    return New(Global(_METADATA_MODULE, "TensorStorageMetadata"), state)
+
+
+def _torch_size(sizes: tuple[int, ...] | list[int]) -> Call:
+    return Call(Global("torch", "Size"), (tuple(sizes),))

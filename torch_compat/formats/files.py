@@ -1,0 +1,377 @@
+"""Bytes of files that may lie on this machine or behind a URL (fsspec: s3://, gs://, memory://)."""
+
+import contextlib
+import errno
+import functools
+import math
+import mmap
+import os
+import posixpath
+import shutil
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxforge.errors import UserError
+from jaxforge.storage import urls
+from jaxforge.storage.untrusted_json import DOCUMENT
+from torch_compat.formats.lazy import Index, LazyTensor, extent
+from torch_compat.formats.limits import shown
+
+_LARGE = 64 << 10  # bytes that the system is asked to copy itself
+_CANNOT_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
+
+
+class Bytes(Protocol):
+    """A file open for reading."""
+
+    size: int
+
+    def __call__(self, start: int, length: int) -> np.ndarray:
+        """Bytes as a uint8 array; the caller has checked that they are there."""
+        ...
+
+
+class Directory:
+    """A directory: local, or anything that fsspec knows.
+
+    Args:
+        path: a path, or a URL with `://`.
+    """
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self.path = os.fspath(path)
+        self._is_remote = False
+        if self.path.startswith("file://"):
+            self.path = self.path.removeprefix("file://")
+        if urls.in_bucket(self.path):
+            if "://" not in self.path:
+                urls.path(self.path)  # says that a slash is missing
+            self._is_remote = True
+        else:
+            self.path = os.path.abspath(self.path)
+
+    @functools.cached_property
+    def _opened(self) -> tuple[Any, str]:
+        return _filesystem(self.path) if self._is_remote else (None, self.path)
+
+    @property
+    def _fs(self) -> Any:  # noqa: ANN401 (fsspec has no types)
+        return self._opened[0]
+
+    @property
+    def _root(self) -> str:
+        return self._opened[1]
+
+    def __str__(self) -> str:
+        return self.path
+
+    def __truediv__(self, name: str) -> "Directory":
+        return Directory(posixpath.join(self.path, name))
+
+    @property
+    def name(self) -> str:
+        """The last component."""
+        return posixpath.basename(self.path.rstrip("/"))
+
+    def names(self) -> list[str]:
+        """What it contains, sorted; nothing if it is no directory."""
+        if self._fs is None:
+            return sorted(os.listdir(self._root)) if os.path.isdir(self._root) else []
+        if not self._fs.isdir(self._root):
+            return []
+        return sorted(posixpath.basename(p.rstrip("/")) for p in self._fs.ls(self._root, False))
+
+    def resolved(self) -> "Directory":
+        """The directory that links such as `latest` lead to now."""
+        return Directory(os.path.realpath(self._root)) if self._fs is None else self
+
+    def stamps(self) -> dict[str, str]:
+        """Its files -> what changes when they do: size, time and inode, or what the store says."""
+        if self._fs is None and not os.path.isdir(self._root):
+            return {}
+        if self._fs is None:
+            files = [
+                (entry.name, os.stat(entry)) for entry in os.scandir(self._root) if entry.is_file()
+            ]
+            return {name: f"{s.st_size} {s.st_mtime_ns} {s.st_ino}" for name, s in files}
+        self._fs.invalidate_cache(self._root)
+        if not self._fs.isdir(self._root):
+            return {}
+        entries = self._fs.ls(self._root, detail=True)
+        return {
+            posixpath.basename(entry["name"]): str(sorted(entry.items()))
+            for entry in entries
+            if entry["type"] == "file"
+        }
+
+    def has(self, name: str) -> bool:
+        """Whether it has an entry of this name."""
+        path = posixpath.join(self._root, name)
+        return os.path.exists(path) if self._fs is None else self._fs.exists(path)
+
+    def read(self, name: str, most: int = DOCUMENT) -> bytes:
+        """A whole small file; arguments and errors as of `view`."""
+        return self.view(name, most).tobytes()
+
+    def view(self, name: str, most: int) -> memoryview:
+        """A whole file, which takes no memory where it can be mapped.
+
+        Args:
+            name: its name.
+            most: bytes that it may have.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        file = self.open(name)
+        if file.size > most:
+            raise UserError(f"{self}/{name}: {file.size} bytes, more than such a file can have")
+        return file(0, file.size).data
+
+    def open(self, name: str) -> Bytes:
+        """A file in it.
+
+        Raises:
+            UserError: the name leads out of the directory, or the file cannot be opened.
+        """
+        inside = posixpath.normpath(name)
+        if posixpath.isabs(inside) or inside.split("/")[0] == ".." or "\0" in name:
+            raise UserError(
+                f"{self}: the file name {shown(name)!r} leads out of the checkpoint; refused"
+            )
+        path = posixpath.join(self._root, inside)
+        try:
+            if self._fs is not None:
+                return _Remote(self._fs, path)
+            real = os.path.realpath(path)
+            if not any(real.startswith(root + os.sep) for root in self._real_roots()):
+                raise UserError(f"{self}: {shown(name)!r} is a link out of the checkpoint; refused")
+            return _Local(path)
+        except (OSError, ValueError) as error:  # ValueError: no file can have such a name
+            what = getattr(error, "strerror", None) or error
+            raise UserError(f"{self}: {shown(name)} cannot be read ({what})") from error
+
+    def _real_roots(self) -> list[str]:
+        """What links may lead into: itself, and in Hugging Face's cache the files it links to."""
+        root = os.path.realpath(self._root)
+        snapshots = os.path.dirname(root)
+        blobs = os.path.join(os.path.dirname(snapshots), "blobs")
+        cached = os.path.basename(snapshots) == "snapshots" and os.path.realpath(blobs) == blobs
+        return [root, blobs] if cached else [root]
+
+
+class _Local:
+    """Each read is a memory map of its own: when its array is gone, its pages no longer count.
+
+    The file is opened for each, since a checkpoint of many ranks has more files than may be open.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        with open(path, "rb", opener=_unwaiting) as file:
+            about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError("no regular file")
+        self.size = about.st_size
+
+    def __call__(self, start: int, length: int) -> np.ndarray:
+        if not length:
+            return np.empty(0, np.uint8)
+        first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        ahead = start - first
+        try:
+            with open(self._path, "rb") as file:
+                size = ahead + length
+                mapped = _Map(file.fileno(), size, mmap.MAP_SHARED, mmap.PROT_READ, offset=first)
+        except (OSError, ValueError) as error:  # ValueError: it has become shorter
+            what = getattr(error, "strerror", None) or error
+            raise _changed(self._path, what) from error
+        mapped.path, mapped.first = self._path, first
+        return np.frombuffer(mapped, np.uint8)[ahead:]
+
+
+class _Map(mmap.mmap):
+    """A piece of a file.
+
+    Attributes:
+        path: the file.
+        first: its byte that is the first here.
+    """
+
+    path: str
+    first: int
+
+
+def _changed(path: str, what: object) -> UserError:
+    return UserError(
+        f"{path} cannot be read any more ({what}): it must stay as it is until the end"
+    )
+
+
+def _unwaiting(path: str, flags: int) -> int:
+    """Opens a file; a pipe too, which would wait for somebody to write to it."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+class _Remote:
+    def __init__(self, fs: Any, path: str) -> None:  # noqa: ANN401 (fsspec has no types)
+        self._fs, self._path, self.size = fs, path, fs.size(path)
+
+    def __call__(self, start: int, length: int) -> np.ndarray:
+        try:
+            read = self._fs.cat_file(self._path, start=start, end=start + length)
+        except OSError as error:
+            raise UserError(f"{self._path} cannot be read ({error})") from error
+        if len(read) != length:
+            raise UserError(f"{self._path}: {len(read)} bytes came where {length} were asked for")
+        return np.frombuffer(read, np.uint8)
+
+
+def _filesystem(url: str) -> tuple[Any, str]:
+    try:
+        import fsspec
+    except ImportError:
+        raise UserError(f"{url}: reading URLs needs fsspec: pip install fsspec") from None
+    try:
+        return fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:  # no such protocol, or its package is missing
+        raise UserError(f"{url}: {error}") from None
+
+
+def in_file(
+    file: Bytes,
+    start: int,
+    shape: tuple[int, ...],
+    strides: Sequence[int],
+    dtype: np.dtype,
+    source: str,
+) -> LazyTensor:
+    """A tensor in a file; the caller has checked that it lies within.
+
+    Args:
+        file: the file.
+        start: byte of its first element.
+        shape: its shape.
+        strides: elements from one entry of each dimension to the next.
+        dtype: its dtype.
+        source: file and name, for messages.
+    """
+    itemsize = dtype.itemsize
+    in_bytes = tuple(stride * itemsize for stride in strides)
+
+    def read(index: Index) -> np.ndarray:
+        sizes = extent(index)
+        if not math.prod(sizes):
+            return np.empty(sizes, dtype)
+        first = sum(s.start * stride for s, stride in zip(index, strides, strict=True))
+        span = 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
+        raw = file(start + first * itemsize, span * itemsize)
+        return np.ndarray(sizes, dtype, raw.data, strides=in_bytes)
+
+    return LazyTensor(shape, dtype, read, source)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[Callable[[bytes | memoryview | np.ndarray, int], None]]:
+    """A file of which others may write other parts; yields what writes bytes at a place in it.
+
+    What lies in a file as it is to be written, the system copies, and no process touches it. All
+    that was written is durable when this ends.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+
+    def put(data: bytes | memoryview | np.ndarray, at: int) -> None:
+        raw = np.frombuffer(data, np.uint8)
+        if not _copied(raw, descriptor, at):
+            _write(raw, descriptor, at)
+        if raw.nbytes >= _LARGE:
+            _begin_sync(descriptor, at, raw.nbytes)
+
+    try:
+        yield put
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write(data: np.ndarray, descriptor: int, at: int) -> None:
+    """Bytes of the memory, to a place in a file."""
+    left = data.data
+    while left:
+        written = os.pwrite(descriptor, left, at)
+        left, at = left[written:], at + written
+
+
+def _copied(data: np.ndarray, descriptor: int, at: int) -> bool:
+    """Whether the system copied it from the file that it lies in to a place in another.
+
+    Args:
+        data: bytes that follow each other.
+        descriptor: of the other file.
+        at: the place.
+
+    Raises:
+        UserError: the file that it lies in has become shorter.
+    """
+    if data.nbytes < _LARGE or not hasattr(os, "copy_file_range"):
+        return False
+    mapped = _map_of(data)
+    if mapped is None:
+        return False
+    begin = np.frombuffer(mapped, np.uint8).__array_interface__["data"][0]
+    source = mapped.first + data.__array_interface__["data"][0] - begin
+    left = data.nbytes
+    with open(mapped.path, "rb") as file:
+        while left:
+            try:
+                copied = os.copy_file_range(file.fileno(), descriptor, left, source, at)
+            except OSError as error:
+                if error.errno in _CANNOT_COPY:
+                    return False
+                raise
+            if not copied:
+                raise _changed(mapped.path, "it has become shorter")
+            left, source, at = left - copied, source + copied, at + copied
+    return True
+
+
+def _begin_sync(descriptor: int, at: int, nbytes: int) -> None:
+    """Has the system write a part of a file to the disk while the rest is made.
+
+    It writes what it is told nobody needs, and as that is under way, it stays in the page cache.
+    """
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, at, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def _map_of(data: np.ndarray) -> _Map | None:
+    """What an array is a view of, if that is a piece of a file."""
+    owner: Any = data
+    while isinstance(owner, np.ndarray | memoryview):
+        owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
+    return owner if isinstance(owner, _Map) else None
+
+
+def sync(path: Path) -> None:
+    """Makes the data of a file, or the names in a directory, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:  # some network file systems cannot do it for a directory
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def link(source: Path, target: Path) -> None:
+    """The same file under another name; a copy, where the file system has no such links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+        sync(target)

@@ -1,0 +1,138 @@
+"""An OCDBT database around values that lie in files already: an index of one node, and a manifest.
+
+Tensorstore would copy each value twice on its way to a file. Written straight from where they are
+mapped, values cost what `cp` costs. Format: https://google.github.io/tensorstore/kvstore/ocdbt/
+"""
+
+import json
+import struct
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import tensorstore as ts
+
+from torch_compat.formats.files import sync
+from torch_compat.formats.ocdbt import DATA, Place
+
+_INDEX = f"{DATA}/index"
+_MANIFEST = "manifest.ocdbt"
+_NODE = 0x0CDB20DE
+_CONFIG = {
+    "compression": None,
+    "max_decoded_node_bytes": 100_000_000,  # Orbax's, for an index of one node
+    "max_inline_value_bytes": 1024,
+    "version_tree_arity_log2": 4,
+}
+
+
+def write_index(store: Path, values: Mapping[str, Place]) -> None:
+    """Makes a database of files that were written; it is durable when this ends.
+
+    Args:
+        store: the directory of the database.
+        values: every key, and where its value lies in the directory, or the value.
+    """
+    lengths = [place[2] for place in values.values() if not isinstance(place, bytes)]
+    node = _node(values)
+    root = {
+        "location": f"btreenode::{_INDEX}:0:{len(node)}",
+        "statistics": {
+            "num_indirect_value_bytes": sum(lengths),
+            "num_keys": len(values),
+            "num_tree_bytes": len(node),
+        },
+    }
+    version = {
+        "root": root, "root_height": 0, "generation_number": 1, "commit_time": time.time_ns(),
+    }  # fmt: skip
+    manifest = {
+        "config": {**_CONFIG, "uuid": uuid.uuid4().hex},
+        "version_tree_nodes": [],
+        "versions": [version],
+    }
+    files = {_INDEX: node, _MANIFEST: ts.ocdbt.undump_manifest(manifest)}
+    for name, content in files.items():
+        (store / name).parent.mkdir(parents=True, exist_ok=True)
+        (store / name).write_bytes(content)
+        sync(store / name)
+
+
+def description(shape: Sequence[int], chunk: Sequence[int], dtype: np.dtype) -> bytes:
+    """What `.zarray` says of an array whose chunks are as in memory."""
+    about = {
+        "zarr_format": 2,
+        "shape": list(shape),
+        "chunks": [max(1, n) for n in chunk],
+        "dtype": dtype.newbyteorder("<").str if dtype.isbuiltin == 1 else dtype.name,
+        "order": "C",
+        "compressor": None,
+        "filters": None,
+        "fill_value": None,
+        "dimension_separator": ".",
+    }
+    return json.dumps(about).encode()
+
+
+def _node(values: Mapping[str, Place]) -> bytes:
+    """A leaf of the tree; keys and names are whole, as sharing their beginnings saves little."""
+    items = sorted((key.encode(), place) for key, place in values.items())
+    keys, places = [key for key, _ in items], [place for _, place in items]
+    inline = [place for place in places if isinstance(place, bytes)]
+    in_files = [place for place in places if not isinstance(place, bytes)]
+    files = sorted({name.encode() for name, _, _ in in_files})
+    number = {name.decode(): i for i, name in enumerate(files)}
+    body = [
+        bytes([0, 0, 0]),  # version, no compression; height
+        _varints([len(files)]),
+        _lengths(files),
+        bytes(len(files)),  # no file is relative to another database
+        *files,
+        _varints([len(keys)]),
+        _lengths(keys),
+        *keys,
+        _varints(len(p) if isinstance(p, bytes) else p[2] for p in places),
+        bytes(not isinstance(place, bytes) for place in places),
+        _varints(number[name] for name, _, _ in in_files),
+        _varints(offset for _, offset, _ in in_files),
+        *inline,
+    ]
+    content = b"".join(body)
+    whole = struct.pack(">I", _NODE) + struct.pack("<Q", 16 + len(content)) + content
+    return whole + struct.pack("<I", crc32c(whole))
+
+
+def _lengths(texts: Sequence[bytes]) -> bytes:
+    """Of what each has in common with the one before, nothing, and of the rest."""
+    return bytes(max(0, len(texts) - 1)) + _varints(map(len, texts))
+
+
+def _varints(numbers: Iterable[int]) -> bytes:
+    """Seven bits a byte, the lowest first; the highest bit says that there are more."""
+    made = bytearray()
+    for number in numbers:
+        while number > 0x7F:
+            made.append(number & 0x7F | 0x80)
+            number >>= 7
+        made.append(number)
+    return bytes(made)
+
+
+def crc32c(data: bytes) -> int:
+    """The checksum of Castagnoli's polynomial."""
+    remainder = 0xFFFFFFFF
+    for byte in data:
+        remainder = _TABLE[(remainder ^ byte) & 0xFF] ^ remainder >> 8
+    return remainder ^ 0xFFFFFFFF
+
+
+def _table() -> list[int]:
+    table = list(range(256))
+    for _ in range(8):
+        table = [entry >> 1 ^ (0x82F63B78 if entry & 1 else 0) for entry in table]
+    return table
+
+
+_TABLE = _table()

@@ -1,0 +1,280 @@
+"""Files that gather beside their destination and appear there all at once.
+
+    DST/.<name>.partial/         what is written so far
+    DST/.<name>.partial/marks/   plan.json, and one small file for each finished unit of work
+    DST/.<name>.lock0, 1, ...    each locked by the process of that number
+    DST/.<name>.lock             locked by all but process 0 together: the plan stays as it is
+    DST/<name>/                  by one rename, when every unit is there
+
+A conversion that was stopped goes on with the units that have no mark. Several processes share a
+destination by taking turns through the units; the first one waits for the marks and commits.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from jaxforge.errors import StorageError, UserError
+from torch_compat.formats import locks
+from torch_compat.formats.files import sync
+from torch_compat.formats.workers import Share
+
+T = TypeVar("T")
+
+_MARKS = "marks"
+_PLAN = "plan.json"
+_OS_ERROR = re.compile(r"\[os_error_code='?(\d+)")  # in the messages of tensorstore
+_POLL = 0.05  # seconds
+_JOIN, _LEAVE = 600, 60  # seconds to wait for process 0 to begin, and for others to end
+
+AT_ONCE = 3
+"""Units that are written at a time: while one is synced to disk, others are read."""
+
+
+class Unit(NamedTuple):
+    """Work that is done or not done.
+
+    Attributes:
+        name: names its mark.
+        nbytes: bytes that it writes.
+        write: does it; what it returns is kept in the mark. Doing it twice does no harm.
+    """
+
+    name: str
+    nbytes: int
+    write: Callable[[], Any]
+
+
+class Staging:
+    """The partial form of a directory, as a context manager: at its end the locks are released.
+
+    Args:
+        destination: the directory that there will be.
+        plan: JSON that says what is converted into what; another plan starts anew.
+        share: which of several processes this one is.
+
+    Raises:
+        UserError: the destination is there already, or another conversion to it is under way.
+        StorageError: it cannot be written to.
+    """
+
+    def __init__(self, destination: Path, plan: dict[str, Any], share: Share) -> None:
+        self.destination, self.share = destination, share
+        self.path = partial_of(destination)
+        self._fingerprint = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
+        self._own_lock = destination.with_name(f".{destination.name}.lock{share.process}")
+        self._plan_lock = destination.with_name(f".{destination.name}.lock")
+        self._check_free()
+        with contextlib.ExitStack() as self._locks, naming_failure(destination):
+            (self._prepare if share.process == 0 else self._join)()
+            self._locks = self._locks.pop_all()
+
+    def __enter__(self) -> "Staging":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._locks.close()
+
+    def write(self, units: Sequence[Unit], advance: Callable[[int], None]) -> None:
+        """Does this process's share of the units that are not done.
+
+        Args:
+            units: all of them, the same in every process.
+            advance: called with the bytes of each unit that is done, before or now.
+        """
+        ours = units[self.share.process :: self.share.processes]
+        for_each(lambda unit: self._write_one(unit, advance), ours, AT_ONCE)
+
+    def _write_one(self, unit: Unit, advance: Callable[[int], None]) -> None:
+        if self.share.parent not in (None, os.getppid()):
+            raise UserError(f"{self.destination}: process 0, which started this one, has ended")
+        if not self._mark(unit.name).exists():
+            with naming_failure(self.destination):
+                self._set_mark(unit.name, unit.write())
+        advance(unit.nbytes)
+
+    def results(
+        self, units: Sequence[Unit], check: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
+        """What all units returned; waits for those of other processes, calling `check`."""
+        names = [unit.name for unit in units]
+
+        def complete() -> bool:
+            check()
+            return all(self._mark(name).exists() for name in names)
+
+        _wait_until(complete, 24 * 3600, "for the other processes to do their share")
+        return {name: json.loads(self._mark(name).read_text()) for name in names}
+
+    def commit(self) -> None:
+        """Gives the directory its name. Only process 0 does; nothing may change afterwards."""
+        with naming_failure(self.destination):
+            for directory, _, files in os.walk(self.path):
+                for name in files:
+                    sync(Path(directory, name))
+                sync(Path(directory))
+            shutil.rmtree(self.path / _MARKS)  # after all that a full disk can stop
+            self.path.rename(self.destination)
+            sync(self.destination.parent)
+            self._plan_lock.unlink(missing_ok=True)
+
+    def discard(self) -> None:
+        """Removes what is left of it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._plan_lock.unlink(missing_ok=True)
+
+    def _prepare(self) -> None:
+        """Lays the plan down, or finds that it is; alone, and at another plan without helpers."""
+        self.destination.parent.mkdir(parents=True, exist_ok=True)
+        if not self._take(self._own_lock):
+            raise UserError(
+                f"{self.destination} is being written by {locks.holder(self._own_lock)}: wait for "
+                "that conversion, or stop it"
+            )
+        self._check_free()  # now that nobody else can make it
+        if self._plan() == self._as_planned:
+            return
+        what = f"for other processes that write to {self.path} to end"
+        plan = _wait_until(lambda: locks.take(self._plan_lock), _LEAVE, what)
+        try:
+            if self._plan().get("fingerprint") != self._fingerprint and self.path.exists():
+                shutil.rmtree(self.path)
+            (self.path / _MARKS).mkdir(parents=True, exist_ok=True)
+            self._set_mark("plan", self._as_planned)
+        finally:
+            plan.release()
+
+    def _check_free(self) -> None:
+        if self.destination.exists():
+            raise UserError(f"{self.destination} is there already; remove it or name another place")
+
+    def _join(self) -> None:
+        """Becomes part of the conversion that process 0 has begun."""
+        seconds = _JOIN if self.share.parent is None else _LEAVE
+        _wait_until(self._has_joined, seconds, f"for process 0 to begin this at {self.path}")
+
+    def _has_joined(self) -> bool:
+        with contextlib.ExitStack() as self._locks:
+            self._check_free()
+            if not self.path.is_dir() or not self._take(self._own_lock):
+                return False
+            if not self._take(self._plan_lock, shared=True):
+                return False
+            if self._plan() == self._as_planned:
+                self._locks = self._locks.pop_all()
+                return True
+            if self.share.parent is not None:
+                raise UserError(
+                    f"{self.destination}: the source or the config has changed since process 0 "
+                    "looked: run the same command again"
+                )
+            return False
+
+    def _take(self, path: Path, *, shared: bool = False) -> bool:
+        lock = locks.take(path, shared=shared)
+        if lock is not None:
+            self._locks.callback(lock.release)
+        return lock is not None
+
+    @property
+    def _as_planned(self) -> dict[str, Any]:
+        return {"fingerprint": self._fingerprint, "processes": self.share.processes}
+
+    def _plan(self) -> dict[str, Any]:
+        try:
+            return json.loads((self.path / _MARKS / _PLAN).read_text())
+        except (FileNotFoundError, json.JSONDecodeError):
+            return {}
+
+    def _mark(self, name: str) -> Path:
+        return self.path / _MARKS / f"{name}.json"
+
+    def _set_mark(self, name: str, value: Any) -> None:  # noqa: ANN401 (any JSON)
+        temporary = self._mark(name).with_suffix(f".tmp{self.share.process}")
+        temporary.write_text(json.dumps(value))
+        sync(temporary)
+        temporary.rename(self._mark(name))
+
+
+def for_each(do: Callable[[T], object], items: Iterable[T], at_once: int) -> None:
+    """Calls a function with each, `at_once` at a time, until one of them fails."""
+    with ThreadPoolExecutor(at_once) as pool:
+        under_way = [pool.submit(do, item) for item in items]
+        try:
+            for one in under_way:
+                one.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def batches(items: Iterable[T], nbytes: Callable[[T], int], least: int) -> Iterator[list[T]]:
+    """Items in their order, in lists of `least` bytes or just above; the last has what is left."""
+    batch: list[T] = []
+    size = 0
+    for item in items:
+        batch.append(item)
+        size += nbytes(item)
+        if size >= least:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def partial_of(destination: Path) -> Path:
+    """Where a directory gathers before it is there."""
+    return destination.with_name(f".{destination.name}.partial")
+
+
+@contextlib.contextmanager
+def naming_failure(destination: Path) -> Iterator[None]:
+    """What goes wrong while writing, made plain.
+
+    Raises:
+        StorageError: instead of an OSError, or of tensorstore's ValueError about one.
+    """
+    try:
+        yield
+    except (UserError, StorageError):  # these say what was wrong: with the source, say
+        raise
+    except (OSError, ValueError) as error:
+        number = _errno(error)
+        if number is None:
+            raise
+        raise StorageError(_advice(destination, number)) from error
+
+
+def _errno(error: OSError | ValueError) -> int | None:
+    """The system's number for what went wrong; None where it was nothing of the system's."""
+    if isinstance(error, OSError):
+        return error.errno or errno.EIO
+    match = _OS_ERROR.search(str(error))
+    return int(match[1]) if match else None
+
+
+def _advice(destination: Path, number: int) -> str:
+    what = os.strerror(number)
+    remedy = "make room, then" if number in (errno.ENOSPC, errno.EDQUOT) else "mend that, then"
+    return (
+        f"{destination} could not be written ({what}); nothing is there under that name: {remedy} "
+        "run the same command to go on"
+    )
+
+
+def _wait_until(condition: Callable[[], T | None], seconds: float, what: str) -> T:
+    deadline = time.monotonic() + seconds
+    while not (met := condition()):
+        if time.monotonic() > deadline:
+            raise UserError(f"waited {seconds / 60:g} minutes {what}, in vain")
+        time.sleep(_POLL)
+    return met

@@ -1,0 +1,322 @@
+"""The archives of `torch.save`: stored zip files of a pickle and raw little-endian storages.
+
+    archive/data.pkl    the object; tensors name a storage, an offset, a size and strides
+    archive/data/0 ...  the storages
+
+Read in place: nothing is unpacked, and only the bytes that are asked for are touched.
+"""
+
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from zlib_ng import zlib_ng  # its CRC-32 is several times as fast as zlib's
+
+from jaxforge.errors import UserError
+from torch_compat.formats import limits, pickles
+from torch_compat.formats.files import Bytes, in_file
+from torch_compat.formats.lazy import DTYPES, LazyTensor, is_shape
+from torch_compat.formats.limits import shown
+from torch_compat.formats.pickle_machine import Record
+from torch_compat.formats.pickles import Call, Global, Persistent
+from torch_compat.formats.zip_index import Checked, Entry, Part, read_index, start_of
+
+_STORAGES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+}
+_STORAGE_OF = {dtype: storage for storage, dtype in _STORAGES.items()}
+
+
+class _Storage(NamedTuple):
+    record: str
+    dtype: np.dtype
+    length: int
+
+
+class _Tensor(NamedTuple):
+    storage: _Storage
+    dtype: np.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Dtype(NamedTuple):
+    """Stands for a dtype. A pickle can set the state of what it names, and NumPy lets it change
+    the sizes of `ml_dtypes`' own objects.
+    """
+
+    numpy: np.dtype
+
+
+def _tensor_v2(storage: Any, *rest: Any) -> _Tensor:  # noqa: ANN401
+    offset, size, stride, *_ = rest
+    if not isinstance(storage, _Storage):
+        raise TypeError("a tensor without a storage")
+    return _Tensor(storage, storage.dtype, offset, as_size(size), as_size(stride))
+
+
+def _tensor_v3(storage: Any, *rest: Any) -> _Tensor:  # noqa: ANN401
+    *_, dtype = rest[:6]
+    if not isinstance(dtype, Dtype):
+        raise TypeError("a tensor without a dtype")
+    return _tensor_v2(storage, *rest)._replace(dtype=dtype.numpy)
+
+
+def as_size(sizes: Any) -> tuple:  # noqa: ANN401
+    """Stands for `torch.Size`."""
+    if not isinstance(sizes, tuple | list):
+        raise TypeError("a size that is no tuple")
+    return tuple(sizes)
+
+
+class _OrderedDict(dict):
+    def __setstate__(self, state: Any) -> None:  # noqa: ANN401
+        """Leaves what a module's state dict has as attributes."""
+
+
+class _NumpyArray(Record):
+    """An array inside a pickle, such as NumPy's random state; its values are not looked at."""
+
+    def __init__(self, *_: object) -> None: ...
+
+
+_PLAIN: Mapping[str, Any] = {"set": set, "frozenset": frozenset, "complex": complex,
+                             "bytes": lambda: b""}  # fmt: skip
+_COMPLEX = Dtype(np.dtype(np.complex64))  # torchtitan's rotary table until September 2025
+TORCH_DTYPES = {
+    **{("torch", name): Dtype(dtype) for name, dtype in DTYPES.items()},
+    ("torch", "complex64"): _COMPLEX,
+}
+_NAMES: Mapping[tuple[str, str], Any] = {
+    **TORCH_DTYPES,
+    **{("torch", storage): Dtype(DTYPES[dtype]) for storage, dtype in _STORAGES.items()},
+    ("torch", "ComplexFloatStorage"): _COMPLEX,
+    ("torch.storage", "UntypedStorage"): Dtype(DTYPES["uint8"]),
+    ("torch", "UntypedStorage"): Dtype(DTYPES["uint8"]),
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
+    ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
+    ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
+    ("torch", "Size"): as_size,
+    ("torch", "device"): lambda kind, *index: ":".join([kind, *map("{:d}".format, index)]),
+    ("collections", "OrderedDict"): _OrderedDict,
+    ("numpy", "ndarray"): _NumpyArray,
+    ("numpy", "dtype"): _NumpyArray,
+    ("numpy.core.multiarray", "_reconstruct"): _NumpyArray,
+    ("numpy._core.multiarray", "_reconstruct"): _NumpyArray,
+    ("_codecs", "encode"): lambda text, *_: text.encode("latin1") if isinstance(text, str) else b"",
+    **{
+        (module, name): make
+        for module in ("builtins", "__builtin__")
+        for name, make in _PLAIN.items()
+    },
+}
+
+
+class Archive:
+    """One `torch.save` archive, in a file of its own or among others in one file.
+
+    Args:
+        file: the file.
+        start: where the archive begins in it.
+        length: its length in bytes.
+        where: what it is, for messages.
+
+    Raises:
+        UserError: it lies outside the file, is damaged, or is compressed.
+    """
+
+    def __init__(self, file: Bytes, start: int, length: int, where: str) -> None:
+        if start < 0 or length < 0 or start + length > file.size:
+            raise UserError(
+                f"{where}: said to lie at bytes {start} to {start + length} of a file of "
+                f"{file.size}: the file is truncated or another one"
+            )
+        self._archive, self._where = Part(file, start, length), where
+        self._records = self._find_records()
+
+    def object(self) -> Any:  # noqa: ANN401 (torch.save holds anything)
+        """What was saved; tensors are `LazyTensor`.
+
+        Raises:
+            Unsafe: the pickle names what no checkpoint needs.
+        """
+        if "byteorder" in self._records and self._read("byteorder", 8) != b"little":
+            raise UserError(f"{self._where}: its numbers are big-endian, which is not read here")
+        found = pickles.load(self._read("data.pkl", limits.PICKLE), _NAMES, self._where, _storage)
+        try:
+            return self._resolve(found, {})
+        except RecursionError:
+            raise UserError(f"{self._where}: the object is nested too deeply; refused") from None
+
+    def _find_records(self) -> dict[str, Entry]:
+        """Name (without the archive's own) -> what the index says of it."""
+        try:
+            entries = list(read_index(self._archive))
+        except (ValueError, struct.error) as error:
+            raise UserError(
+                f"{self._where}: no torch.save archive there ({shown(error)}): the file is damaged "
+                "or another one"
+            ) from error
+        records = {}
+        for entry in entries:
+            name = entry.name.decode("utf-8", "backslashreplace")
+            if entry.method or entry.flags & 1 or entry.length != entry.stored:
+                raise UserError(
+                    f"{self._where}: record {shown(name)} is compressed or encrypted, which "
+                    "torch.save never does; refused"
+                )
+            if (short := name.partition("/")[2]) in records:
+                raise UserError(f"{self._where}: two records are called {shown(name)}")
+            records[short] = entry
+        return records
+
+    def _record(self, name: str) -> Bytes:
+        """The data of a record; its checksum is looked at where that costs next to nothing."""
+        if name not in self._records:
+            raise UserError(f"{self._where}: the archive has no record {shown(name)}")
+        entry, where = self._records[name], f"{self._where}: record {shown(name)}"
+        try:
+            part = Part(self._archive, start_of(self._archive, entry), entry.length)
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from error
+        small = entry.length <= limits.CHECKED
+        return Checked(part, entry.crc, where) if small and entry.crc else part
+
+    def _read(self, name: str, most: int) -> memoryview:
+        record = self._record(name)
+        if record.size > most:
+            raise UserError(f"{self._where}: {name} has {record.size} bytes, which is too much")
+        return record(0, record.size).data
+
+    def _resolve(self, value: Any, seen: dict[int, Any]) -> Any:  # noqa: ANN401
+        """`value` with lazy tensors; what is shared in it is looked at once."""
+        if not isinstance(value, dict | list | tuple):
+            return value
+        if id(value) in seen:
+            if seen[id(value)] is None:
+                raise UserError(f"{self._where}: the object contains itself; refused")
+            return seen[id(value)]
+        seen[id(value)] = None
+        result: Any
+        match value:
+            case _Tensor():
+                result = self._lazy(value)
+            case Dtype():
+                result = value.numpy
+            case dict():
+                result = {key: self._resolve(item, seen) for key, item in value.items()}
+            case list():
+                result = [self._resolve(item, seen) for item in value]
+            case _:
+                result = tuple(self._resolve(item, seen) for item in value)
+        seen[id(value)] = result
+        return result
+
+    def _lazy(self, tensor: _Tensor) -> LazyTensor:
+        record = self._record(f"data/{tensor.storage.record}")
+        itemsize = tensor.dtype.itemsize
+        sizes, strides = tensor.size, tensor.stride
+        numbers = all(isinstance(n, int) and n >= 0 for n in (*strides, tensor.offset))
+        if not numbers or not is_shape(sizes, itemsize) or len(sizes) != len(strides):
+            raise UserError(f"{self._where}: a tensor's size, strides or offset are damaged")
+        last = sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
+        count = math.prod(sizes)
+        if count and (tensor.offset + last + 1) * itemsize > record.size:
+            raise UserError(
+                f"{self._where}: a tensor of size {sizes} and strides {strides} reaches beyond its "
+                f"{record.size} bytes"
+            )
+        if count * itemsize > max(record.size, limits.EXPANDED):
+            raise UserError(
+                f"{self._where}: a tensor of size {sizes} repeats the same {record.size} bytes"
+            )
+        return in_file(record, tensor.offset * itemsize, sizes, strides, tensor.dtype, self._where)
+
+
+def _storage(pid: Any) -> _Storage:  # noqa: ANN401
+    kind, dtype, record, _, length = pid
+    is_named = kind == "storage" and isinstance(record, str) and isinstance(dtype, Dtype)
+    if not is_named or not isinstance(length, int):
+        raise ValueError("it refers to what is no tensor's storage")
+    return _Storage(record, dtype.numpy, length)
+
+
+_ALIGNMENT = 64
+
+
+def archive(value: Any) -> Iterator[bytes | memoryview]:  # noqa: ANN401
+    """The bytes of `torch.save(value)`, in pieces: arrays are not copied.
+
+    Args:
+        value: nested dicts, lists and tuples of plain values and NumPy arrays, which become
+            tensors, and of what `pickles.dump` takes.
+    """
+    arrays: list[np.ndarray] = []
+    data = pickles.dump(_with_tensors(value, arrays))
+    records: list[tuple[str, bytes | memoryview]] = [("data.pkl", data), ("byteorder", b"little")]
+    for i, array in enumerate(arrays):
+        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        records.append((f"data/{i}", raw.data))
+    records.append(("version", b"3\n"))
+    directory, at = [], 0
+    for name, content in records:
+        path = f"archive/{name}".encode()
+        size, crc = len(content), zlib_ng.crc32(content)
+        if size >= 2**32 - 1:
+            raise ValueError(f"a record of {size} bytes: cut it into smaller ones")
+        pad = -(at + 30 + len(path) + 4) % _ALIGNMENT
+        extra = struct.pack("<2sH", b"FB", pad) + b"Z" * pad
+        common = struct.pack("<HHHHHIII", 0, 0, 0, 0, 0x21, crc, size, size)
+        header = b"PK\x03\x04" + common + struct.pack("<HH", len(path), len(extra)) + path + extra
+        directory.append(
+            b"PK\x01\x02\0\0" + common
+            + struct.pack("<HHHHHII", len(path), 0, 0, 0, 0, 0, at) + path
+        )  # fmt: skip
+        yield header
+        yield content
+        at += len(header) + size
+    index = b"".join(directory)
+    count = len(directory)
+    end = struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, count, count, len(index), at, 0)
+    yield index + end
+
+
+def _with_tensors(value: Any, arrays: list[np.ndarray]) -> Any:  # noqa: ANN401
+    match value:
+        case np.ndarray():
+            arrays.append(value)
+            return _tensor(str(len(arrays) - 1), value)
+        case dict():
+            return {key: _with_tensors(item, arrays) for key, item in value.items()}
+        case list():
+            return [_with_tensors(item, arrays) for item in value]
+        case tuple() if not hasattr(value, "_fields"):
+            return tuple(_with_tensors(item, arrays) for item in value)
+    return value
+
+
+def _tensor(record: str, array: np.ndarray) -> Call:
+    dtype = array.dtype.name
+    strides = tuple(math.prod(array.shape[i + 1 :]) for i in range(array.ndim))
+    hooks = Call(Global("collections", "OrderedDict"), ())
+    geometry = (0, array.shape, strides, False, hooks)
+    if dtype in _STORAGE_OF:
+        of = Global("torch", _STORAGE_OF[dtype])
+        storage = Persistent(("storage", of, record, "cpu", array.size))
+        return Call(Global("torch._utils", "_rebuild_tensor_v2"), (storage, *geometry))
+    untyped = Global("torch.storage", "UntypedStorage")
+    storage = Persistent(("storage", untyped, record, "cpu", array.nbytes))
+    rebuild = Global("torch._utils", "_rebuild_tensor_v3")
+    return Call(rebuild, (storage, *geometry, Global("torch", dtype)))
