@@ -12,7 +12,7 @@ from jaxforge.training.health.watchdog import Limits, Watchdog
 from tests.machine import PATIENCE
 
 LIMITS = Limits(setup=100, step=10, checkpoint=50)
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

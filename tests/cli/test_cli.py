@@ -12,7 +12,7 @@ from jaxforge.cli.process import end_now
 from jaxforge.cli.running import raise_interrupts, run_main
 from tests.machine import PATIENCE
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
 import concurrent.futures, time

@@ -17,7 +17,7 @@ from jaxforge.commands.pipeline import main
 from jaxforge.parallel.pipeline.drawing import as_svg, as_text
 from jaxforge.parallel.pipeline.schedule import SCHEDULES, gpipe, one_f_one_b
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HEAVY = {"jax", "jaxlib", "numpy", "flax", "pydantic", "rich"}
 WAYS = ("forward", "backward")
 SVG = "{http://www.w3.org/2000/svg}"

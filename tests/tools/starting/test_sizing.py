@@ -27,7 +27,7 @@ from jaxforge.tools.starting.presets import PRESETS
 from jaxforge.tools.starting.sizes import SHAPES
 from jaxforge.tools.starting.sizing import EPOCHS, FEWEST_UPDATES, TOKENS_PER_PARAMETER, sized
 
-PAGE = (Path(__file__).parents[2] / "docs" / "configs.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "configs.md").read_text()
 CPU = Machine(cores=2)
 
 

@@ -14,7 +14,7 @@ from jaxforge.commands.supervise import Policy, main, run_directory
 from jaxforge.errors import UserError
 from tests.machine import PATIENCE, wait_until
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 QUICK = ["--backoff=0.02", "--backoff-cap=0.1", "--peer-grace=0.5"]
 
 

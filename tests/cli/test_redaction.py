@@ -21,7 +21,7 @@ from jaxforge.telemetry.tensorboard import TensorBoardSink
 from jaxforge.telemetry.wandb import WandbSink
 from tests.conftest import tiny_config
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 NAMES = [
     "password", "db_password", "PASSWD", "secret", "client_secret", "aws_secret_access_key",
     "api_key", "apikey", "WANDB_API_KEY", "access_key", "private_key", "token", "hf_token",

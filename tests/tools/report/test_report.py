@@ -25,7 +25,7 @@ from tests.helpers import devices_here
 from tests.machine import PATIENCE
 from tests.processes.conftest import Run
 
-METRICS, FILE = Path(__file__).parents[1] / "docs" / "metrics.md", "metrics.jsonl"
+METRICS, FILE = Path(__file__).parents[3] / "docs" / "metrics.md", "metrics.jsonl"
 VOID = {"meta", "input", "link", "img", "br"}
 
 

@@ -13,7 +13,7 @@ from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_com
 
 from jaxforge.commands import train
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SWEEP = yaml.safe_load((ROOT / "examples" / "wandb_sweep.yaml").read_text())
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.machine import PATIENCE
 from tests.processes.conftest import environment
 
-NOTEBOOKS = sorted((Path(__file__).parents[1] / "examples" / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "examples" / "notebooks").glob("*.ipynb"))
 RUN = """
 import json, sys
 for path in sys.argv[1:]:
