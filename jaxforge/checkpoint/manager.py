@@ -26,6 +26,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 from jaxforge import safe_files, storage
 from jaxforge.checkpoint import job_saves, layout, orbax_buckets  # noqa: F401 (teaches Orbax)
 from jaxforge.checkpoint.checksums import (
+    Checksums,
     ChecksumsHandler,
     ChecksumsSave,
     begin,
@@ -69,7 +70,8 @@ class Checkpoints:
         resolved_config: stored beside each checkpoint.
         stack: the order of layers in the states that are saved; by default a checkpoint's own.
         read_only: for a run that is not ours to change.
-        arrays: what reads and writes the state, without checksums; Orbax's own by default, with.
+        arrays: what reads and writes the state; Orbax's own by default.
+        begin_checksums: begins to hash the arrays of a state (`checksums.begin`).
     """
 
     def __init__(
@@ -82,10 +84,11 @@ class Checkpoints:
         stack: Stack | None = None,
         read_only: bool = False,
         arrays: ocp.PyTreeCheckpointHandler | None = None,
+        begin_checksums: Callable[[PyTree], Callable[[], Checksums]] = begin,
     ) -> None:
         self.directory = run.absolute() / SUBDIRECTORY
         self._config, self._axes, self._resolved = config, axes, resolved_config
-        self._stack, self._is_hashed = stack, arrays is None
+        self._stack, self._begin_checksums = stack, begin_checksums
         self._saved: int | None = None
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -140,7 +143,7 @@ class Checkpoints:
             return None
         self.wait()  # two states set aside would not fit
         tree = layout.to_tree(by_layer(state, self._stack) if self._stack else state)
-        is_async = self._config.async_mode != "disabled" and self._is_hashed
+        is_async = self._config.async_mode != "disabled"
         if is_set_aside := is_async and is_on_this_host(tree):
             tree = jax.tree.map(lambda leaf: jax.device_put(leaf, may_alias=False), tree)
         metrics = {k: v for k, v in (evaluation or {}).items() if math.isfinite(v)}
@@ -341,9 +344,8 @@ class Checkpoints:
         """What there is to be saved of a step, by items."""
         file_bytes = None if storage.in_bucket(self.directory) else layout.file_bytes(tree)
         config = self._resolved or {}
-        checksums = {"checksums": ChecksumsSave(begin(tree))} if self._is_hashed else {}
         return ocp.args.Composite(
-            **checksums,
+            checksums=ChecksumsSave(self._begin_checksums(tree)),
             state=ocp.args.PyTreeSave(
                 tree,
                 save_args=layout.save_args(tree, self._axes),
@@ -410,7 +412,7 @@ class Checkpoints:
             )
 
     def _check_bits(self, restored: PyTree, saved_tree: PyTree, step: int) -> None:
-        """Compares checksums, where the checkpoint has any: imported and old ones do not."""
+        """Compares checksums, where the checkpoint has any: those of old versions do not."""
         if not (self.path(step) / "checksums").exists():
             return
         args = ocp.args.Composite(checksums=ocp.args.JsonRestore())
