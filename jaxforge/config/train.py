@@ -66,7 +66,7 @@ class TrainConfig(Section):
     """Smaller batches to begin with; the last stage is that of grad_accum_steps."""
     grad_clip_norm: PositiveFloat = 1.0
     """Largest global L2 norm of a gradient; larger ones are scaled down to it."""
-    seed: int = 42
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] = 42
     """Seed of initial weights and, without data_seed, of the data order."""
     data_seed: int | None = None
     """Seed of the data order alone; not set means seed."""
