@@ -45,7 +45,8 @@ from jaxforge.checkpoint.relayout import by_layer
 from jaxforge.checkpoint.save_policy import milestones
 from jaxforge.checkpoint.sealed_progress import config_crc32_of, crc32, sealed, unsealed
 from jaxforge.config.checkpoint import CheckpointConfig
-from jaxforge.errors import JobStorageError, StorageError, UserError
+from jaxforge.errors import JobStorageError, PeerLostError, StorageError, UserError
+from jaxforge.parallel.multihost import lost_peer
 from jaxforge.parallel.stages import Stack
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState, with_counts
@@ -317,7 +318,7 @@ class Checkpoints:
                 self.check()
             finally:
                 if self._thread:
-                    self._thread.join(1.0 if self._failure else _ALONE_SEC)
+                    self._thread.join(self._patience_sec)
                 if not (self._thread and self._thread.is_alive()):
                     self._manager.close()
 
@@ -332,6 +333,13 @@ class Checkpoints:
     def _note_failure(self, error: Exception) -> None:
         self._failure = self._failure or error
 
+    @property
+    def _patience_sec(self) -> float:
+        """Seconds that a save in the background has to end while the process ends."""
+        if isinstance(self._failure, PeerLostError):
+            return 0.0  # Orbax waits for the lost process
+        return 1.0 if self._failure else _ALONE_SEC
+
     def _await_all(self, is_ready: Callable[[], bool]) -> None:
         """Return once all processes are ready; raise on all of them where one has failed."""
         try:
@@ -339,6 +347,11 @@ class Checkpoints:
         except JobStorageError as error:
             self._failure = JobStorageError(self._unwritten(str(error)))
             raise self._failure from None
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            if lost := lost_peer(error):
+                self._failure = lost  # so that `close` does not wait for a process that is gone
+                raise lost from error
+            raise
 
     def _args(self, tree: PyTree, progress: Progress) -> ocp.args.Composite:
         """What there is to be saved of a step, by items."""
@@ -428,7 +441,7 @@ class Checkpoints:
         except JobStorageError:
             raise
         except (OSError, ValueError) as error:
-            raise StorageError(self._unwritten(_gist(error))) from error
+            raise lost_peer(error) or StorageError(self._unwritten(_gist(error))) from error
 
     def _unwritten(self, why: str) -> str:
         return (
@@ -443,6 +456,8 @@ class Checkpoints:
         except UserError:
             raise
         except Exception as error:  # Orbax raises any: plain `Exception` for an unreadable array
+            if lost := lost_peer(error):
+                raise lost from error
             earlier = max((one for one in self.steps() if one < step), default=None)
             before = f"remove it to go on from step {earlier}, or " if earlier is not None else ""
             raise UserError(
