@@ -43,7 +43,14 @@ from jaxforge.checkpoint.paths import (
 )
 from jaxforge.checkpoint.relayout import by_layer
 from jaxforge.checkpoint.save_policy import milestones
-from jaxforge.checkpoint.sealed_progress import config_crc32_of, crc32, sealed, unsealed
+from jaxforge.checkpoint.sealed_progress import (
+    check_seal,
+    config_crc32_of,
+    crc32,
+    sealed,
+    unsealed,
+    with_seal,
+)
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.errors import JobStorageError, PeerLostError, StorageError, UserError
 from jaxforge.parallel.multihost import lost_peer
@@ -111,6 +118,10 @@ class Checkpoints:
                 read_only=read_only,
                 save_interval_steps=0 if read_only else 1,
                 preservation_policy=_preservation(config),
+                # Unused beside a policy, but without it Orbax writes no metrics.
+                best_fn=(lambda metrics: metrics[config.best_metric])
+                if config.keep_best_n
+                else None,
                 enable_async_checkpointing=config.async_mode != "disabled",
                 atomicity_options=_COMMIT_FILE if storage.in_bucket(run) else None,
                 multiprocessing_options=(
@@ -147,8 +158,9 @@ class Checkpoints:
         is_async = self._config.async_mode != "disabled"
         if is_set_aside := is_async and is_on_this_host(tree):
             tree = jax.tree.map(lambda leaf: jax.device_put(leaf, may_alias=False), tree)
-        metrics = {k: v for k, v in (evaluation or {}).items() if math.isfinite(v)}
-        write = functools.partial(self._write, step, self._args(tree, progress), metrics or None)
+        metrics = {k: float(v) for k, v in (evaluation or {}).items() if math.isfinite(v)}
+        sealed_metrics = with_seal(metrics) if metrics else None
+        write = functools.partial(self._write, step, self._args(tree, progress), sealed_metrics)
         began, written = time.monotonic(), threading.Event()
         left: list[Callable[[], object]] = []
         if is_set_aside:  # Orbax beside the copies would slow them, and the step after them
@@ -472,6 +484,26 @@ class _Manager(ocp.CheckpointManager):
     Orbax asks with the step that is saved, also from its background thread when training has gone
     on; then one process may stop at a step that another has passed (docs/upstream.md).
     """
+
+    def metrics(self, step: int) -> PyTree | None:
+        """Return the metrics that a step was saved with, by which it may be one of the best.
+
+        Orbax reads those of all steps when the manager is made.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+        try:
+            metrics = super().metrics(step)
+            check_seal(metrics or {}, "metrics/metrics")
+        except ValueError as error:
+            path = Path(self.directory) / f"{PREFIX}_{step}"
+            raise UserError(
+                f"{path} is damaged ({_gist(error)}): whether it is one of the best cannot be "
+                "told. Bring metrics/metrics back from a copy, or remove that file: then the "
+                "checkpoint counts as never evaluated"
+            ) from error
+        return metrics
 
     def reached_preemption(self, step: int) -> bool:
         """Never asks: saves are ours to decide."""
