@@ -66,7 +66,7 @@ class TrainConfig(Section):
     """Smaller batches to begin with; the last stage is that of grad_accum_steps."""
     grad_clip_norm: PositiveFloat = 1.0
     """Largest global L2 norm of a gradient; larger ones are scaled down to it."""
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] = 42
+    seed: int = 42
     """Seed of initial weights and, without data_seed, of the data order."""
     data_seed: int | None = None
     """Seed of the data order alone; not set means seed."""
@@ -173,6 +173,8 @@ class TrainConfig(Section):
 
     def problems(self) -> Iterator[str | Problem]:
         """Yields the broken rules between the keys of this section."""
+        if not -(2**63) <= self.seed < 2**63:
+            yield f"seed must be {-(2**63)} to {2**63 - 1}, as a key of JAX takes it"
         if self.batch_ramp:
             yield from self._ramp_problems()
         if self.mixed_precision == "fp16":
