@@ -3,6 +3,8 @@
 import json
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,17 @@ def test_what_the_front_page_says_of_the_drill():
     assert abs(sum(kind["count"] for kind in kinds) - int(runs)) <= 10
     assert len(kinds) > int(ways)
     assert not any(kind["failures"] for kind in kinds)
+
+
+@pytest.mark.processes
+def test_the_drill_starts_as_its_page_says():
+    module = re.search(
+        r"`python -m (\S+)` breaks short runs", (ROOT / "docs" / "reliability.md").read_text()
+    )[1]
+    started = subprocess.run(
+        [sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert started.returncode == 0, started.stderr
 
 
 def test_no_published_ratio_is_below_its_floor():

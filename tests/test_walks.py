@@ -47,7 +47,7 @@ def texts(tmp_path_factory):
 def test_own_text_becomes_a_model_that_writes(texts):
     said = [jaxforge(*words, cwd=texts) for words in commands("From an empty machine")]
     assert "jaxforge train --config" in said[0]
-    assert said[2].startswith("The ")
+    assert said[2].startswith("The")  # the prompt, as the model goes on from it
     assert (texts / "runs" / "mine" / "report.html").is_file()
 
 

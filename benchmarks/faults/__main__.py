@@ -23,7 +23,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import results
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks import one another by their names
+
+import results
+
 from benchmarks.faults.case import Broken, Case, Shared
 from benchmarks.faults.kinds import KINDS, Kind
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped, UInt, UInt32
 
-from jaxforge.state.checksum import FACTOR, fmix32
+from jaxforge.state.block_checksum import FACTOR
+from jaxforge.state.checksum import fmix32
 
 _WIDTH = 4096
 """Elements of a row, at least, where there are as many."""

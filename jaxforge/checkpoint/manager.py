@@ -25,6 +25,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxforge.checkpoint import job_saves, layout, orbax_buckets  # noqa: F401 (teaches Orbax)
 from jaxforge.checkpoint.checksums import (
+    Checksums,
     ChecksumsHandler,
     ChecksumsSave,
     begin,
@@ -41,9 +42,17 @@ from jaxforge.checkpoint.paths import (
 )
 from jaxforge.checkpoint.relayout import by_layer
 from jaxforge.checkpoint.save_policy import milestones
-from jaxforge.checkpoint.sealed_progress import config_crc32_of, crc32, sealed, unsealed
+from jaxforge.checkpoint.sealed_progress import (
+    check_seal,
+    config_crc32_of,
+    crc32,
+    sealed,
+    unsealed,
+    with_seal,
+)
 from jaxforge.config.checkpoint import CheckpointConfig
-from jaxforge.errors import JobStorageError, StorageError, UserError
+from jaxforge.errors import JobStorageError, PeerLostError, StorageError, UserError
+from jaxforge.parallel.multihost import lost_peer
 from jaxforge.parallel.stages import Stack
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState, with_counts
@@ -69,7 +78,8 @@ class Checkpoints:
         resolved_config: stored beside each checkpoint.
         stack: the order of layers in the states that are saved; by default a checkpoint's own.
         read_only: for a run that is not ours to change.
-        arrays: what reads and writes the state, without checksums; Orbax's own by default, with.
+        arrays: what reads and writes the state; Orbax's own by default.
+        begin_checksums: begins to hash the arrays of a state (`checksums.begin`).
     """
 
     def __init__(
@@ -82,10 +92,11 @@ class Checkpoints:
         stack: Stack | None = None,
         read_only: bool = False,
         arrays: ocp.PyTreeCheckpointHandler | None = None,
+        begin_checksums: Callable[[PyTree], Callable[[], Checksums]] = begin,
     ) -> None:
         self.directory = run.absolute() / SUBDIRECTORY
         self._config, self._axes, self._resolved = config, axes, resolved_config
-        self._stack, self._is_hashed = stack, arrays is None
+        self._stack, self._begin_checksums = stack, begin_checksums
         self._saved: int | None = None
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -107,6 +118,10 @@ class Checkpoints:
                 read_only=read_only,
                 save_interval_steps=0 if read_only else 1,
                 preservation_policy=_preservation(config),
+                # Unused beside a policy, but without it Orbax writes no metrics.
+                best_fn=(lambda metrics: metrics[config.best_metric])
+                if config.keep_best_n
+                else None,
                 enable_async_checkpointing=config.async_mode != "disabled",
                 atomicity_options=_COMMIT_FILE if urls.in_bucket(run) else None,
                 multiprocessing_options=(
@@ -140,11 +155,12 @@ class Checkpoints:
             return None
         self.wait()  # two states set aside would not fit
         tree = layout.to_tree(by_layer(state, self._stack) if self._stack else state)
-        is_async = self._config.async_mode != "disabled" and self._is_hashed
+        is_async = self._config.async_mode != "disabled"
         if is_set_aside := is_async and is_on_this_host(tree):
             tree = jax.tree.map(lambda leaf: jax.device_put(leaf, may_alias=False), tree)
-        metrics = {k: v for k, v in (evaluation or {}).items() if math.isfinite(v)}
-        write = functools.partial(self._write, step, self._args(tree, progress), metrics or None)
+        metrics = {k: float(v) for k, v in (evaluation or {}).items() if math.isfinite(v)}
+        sealed_metrics = with_seal(metrics) if metrics else None
+        write = functools.partial(self._write, step, self._args(tree, progress), sealed_metrics)
         began, written = time.monotonic(), threading.Event()
         left: list[Callable[[], object]] = []
         if is_set_aside:  # Orbax beside the copies would slow them, and the step after them
@@ -314,7 +330,7 @@ class Checkpoints:
                 self.check()
             finally:
                 if self._thread:
-                    self._thread.join(1.0 if self._failure else _ALONE_SEC)
+                    self._thread.join(self._patience_sec)
                 if not (self._thread and self._thread.is_alive()):
                     self._manager.close()
 
@@ -329,6 +345,13 @@ class Checkpoints:
     def _note_failure(self, error: Exception) -> None:
         self._failure = self._failure or error
 
+    @property
+    def _patience_sec(self) -> float:
+        """Seconds that a save in the background has to end while the process ends."""
+        if isinstance(self._failure, PeerLostError):
+            return 0.0  # Orbax waits for the lost process
+        return 1.0 if self._failure else _ALONE_SEC
+
     def _await_all(self, is_ready: Callable[[], bool]) -> None:
         """Return once all processes are ready; raise on all of them where one has failed."""
         try:
@@ -336,14 +359,18 @@ class Checkpoints:
         except JobStorageError as error:
             self._failure = JobStorageError(self._unwritten(str(error)))
             raise self._failure from None
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            if lost := lost_peer(error):
+                self._failure = lost  # so that `close` does not wait for a process that is gone
+                raise lost from error
+            raise
 
     def _args(self, tree: PyTree, progress: Progress) -> ocp.args.Composite:
         """What there is to be saved of a step, by items."""
         file_bytes = None if urls.in_bucket(self.directory) else layout.file_bytes(tree)
         config = self._resolved or {}
-        checksums = {"checksums": ChecksumsSave(begin(tree))} if self._is_hashed else {}
         return ocp.args.Composite(
-            **checksums,
+            checksums=ChecksumsSave(self._begin_checksums(tree)),
             state=ocp.args.PyTreeSave(
                 tree,
                 save_args=layout.save_args(tree, self._axes),
@@ -410,7 +437,7 @@ class Checkpoints:
             )
 
     def _check_bits(self, restored: PyTree, saved_tree: PyTree, step: int) -> None:
-        """Compares checksums, where the checkpoint has any: imported and old ones do not."""
+        """Compares checksums, where the checkpoint has any: those of old versions do not."""
         if not (self.path(step) / "checksums").exists():
             return
         args = ocp.args.Composite(checksums=ocp.args.JsonRestore())
@@ -426,7 +453,7 @@ class Checkpoints:
         except JobStorageError:
             raise
         except (OSError, ValueError) as error:
-            raise StorageError(self._unwritten(_gist(error))) from error
+            raise lost_peer(error) or StorageError(self._unwritten(_gist(error))) from error
 
     def _unwritten(self, why: str) -> str:
         return (
@@ -441,6 +468,8 @@ class Checkpoints:
         except UserError:
             raise
         except Exception as error:  # Orbax raises any: plain `Exception` for an unreadable array
+            if lost := lost_peer(error):
+                raise lost from error
             earlier = max((one for one in self.steps() if one < step), default=None)
             before = f"remove it to go on from step {earlier}, or " if earlier is not None else ""
             raise UserError(
@@ -455,6 +484,26 @@ class _Manager(ocp.CheckpointManager):
     Orbax asks with the step that is saved, also from its background thread when training has gone
     on; then one process may stop at a step that another has passed (docs/upstream.md).
     """
+
+    def metrics(self, step: int) -> PyTree | None:
+        """Return the metrics that a step was saved with, by which it may be one of the best.
+
+        Orbax reads those of all steps when the manager is made.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+        try:
+            metrics = super().metrics(step)
+            check_seal(metrics or {}, "metrics/metrics")
+        except ValueError as error:
+            path = Path(self.directory) / f"{PREFIX}_{step}"
+            raise UserError(
+                f"{path} is damaged ({_gist(error)}): whether it is one of the best cannot be "
+                "told. Bring metrics/metrics back from a copy, or remove that file: then the "
+                "checkpoint counts as never evaluated"
+            ) from error
+        return metrics
 
     def reached_preemption(self, step: int) -> bool:
         """Never asks: saves are ours to decide."""

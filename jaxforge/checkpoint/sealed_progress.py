@@ -24,8 +24,7 @@ def sealed(progress: Progress, config_crc32: int | None) -> dict[str, Any]:
         progress: the counters.
         config_crc32: `crc32` of the config stored in the same checkpoint; None if not known.
     """
-    values = progress.to_json() | ({} if config_crc32 is None else {_CONFIG: config_crc32})
-    return values | {_SEAL: crc32(values)}
+    return with_seal(progress.to_json() | ({} if config_crc32 is None else {_CONFIG: config_crc32}))
 
 
 def unsealed(values: Mapping[str, Any], step: int | None = None) -> Progress:
@@ -39,14 +38,27 @@ def unsealed(values: Mapping[str, Any], step: int | None = None) -> Progress:
     Raises:
         ValueError: it is not what was saved, or of another step.
     """
-    if _SEAL in values:
-        content = {key: value for key, value in values.items() if key != _SEAL}
-        if crc32(content) != values[_SEAL]:
-            raise ValueError("progress/metadata is not what was saved")
+    check_seal(values, "progress/metadata")
     progress = Progress.from_json(dict(values))
     if step not in (None, progress.step):
         raise ValueError(f"progress/metadata is of step {progress.step}, not of step {step}")
     return progress
+
+
+def with_seal(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return JSON with a checksum of itself."""
+    return {**values, _SEAL: crc32(values)}
+
+
+def check_seal(values: Mapping[str, Any], name: str) -> None:
+    """Compare JSON with the checksum of itself that it holds, if any.
+
+    Raises:
+        ValueError: it is not what was saved.
+    """
+    content = {key: value for key, value in values.items() if key != _SEAL}
+    if values.get(_SEAL, crc32(content)) != crc32(content):
+        raise ValueError(f"{name} is not what was saved")
 
 
 def config_crc32_of(values: Mapping[str, Any]) -> int | None:

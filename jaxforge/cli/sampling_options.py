@@ -11,6 +11,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "top_p": (lambda x: 0 < x <= 1, "above 0, at most 1"),
     "max_tokens": (lambda x: x > 0, "1 or more"),
     "batch_size": (lambda x: x > 0, "1 or more"),
+    "seed": (lambda x: -(2**63) <= x < 2**63, f"{-(2**63)} to {2**63 - 1}"),
 }
 
 
@@ -18,12 +19,12 @@ def check(values: Mapping[str, Any], spelt: Callable[[str], str]) -> None:
     """Check that the options of sampling are in their ranges.
 
     Args:
-        values: by name, as `temperature`, `top_k`, `top_p`, `max_tokens`, `batch_size`.
+        values: some of the options above, by name.
         spelt: returns the name of an option as its user writes it.
 
     Raises:
         UserError: an option is out of its range.
     """
     for name, (is_good, allowed) in _RANGES.items():
-        if not is_good(values[name]):
+        if name in values and not is_good(values[name]):
             raise UserError(f"{spelt(name)}: expected {allowed}")

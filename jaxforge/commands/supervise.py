@@ -116,7 +116,8 @@ class Group:
         for item in self._running.items():  # threads only now: a fork beside them may deadlock
             threading.Thread(target=self._await, args=item, daemon=True).start()
         self.codes: list[int | None] = [None] * count
-        self._first_failure: int | None = None
+        self._cause: int | None = None
+        self._is_killed = False
 
     def _await(self, index: int, process: subprocess.Popen[bytes]) -> None:
         # Left a zombie for a moment, so that its number, which is its group's, is still its own.
@@ -129,8 +130,9 @@ class Group:
         """Takes note of an end."""
         del self._running[event.index]
         self.codes[event.index] = event.code
-        if event.code and self._first_failure is None:
-            self._first_failure = event.code
+        lost_peer = self._cause == Exit.ABORTED.code and not self._is_killed
+        if event.code and (self._cause is None or lost_peer):
+            self._cause = event.code
 
     @property
     def running(self) -> bool:
@@ -139,8 +141,12 @@ class Group:
 
     @property
     def code(self) -> int:
-        """That of the process which failed first; the others failed because of it."""
-        return self._first_failure or 0
+        """That of the process which failed first; the others failed because of it.
+
+        A process that noticed the loss of another one may end before the kernel has taken all from
+        the lost one, and so before that one's end is seen: its own code is no cause.
+        """
+        return self._cause or 0
 
     def send(self, sig: signal.Signals) -> None:
         """Sends a signal to each process, but not to what it started."""
@@ -150,6 +156,7 @@ class Group:
 
     def kill(self) -> None:
         """Ends each process with all that it started."""
+        self._is_killed = True
         for process in self._running.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

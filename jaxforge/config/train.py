@@ -173,6 +173,8 @@ class TrainConfig(Section):
 
     def problems(self) -> Iterator[str | Problem]:
         """Yields the broken rules between the keys of this section."""
+        if not -(2**63) <= self.seed < 2**63:
+            yield f"seed must be {-(2**63)} to {2**63 - 1}, as a key of JAX takes it"
         if self.batch_ramp:
             yield from self._ramp_problems()
         if self.mixed_precision == "fp16":

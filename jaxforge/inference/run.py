@@ -112,7 +112,7 @@ class Run:
         """
         check(
             {"temperature": temperature, "top_k": top_k, "top_p": top_p,
-             "max_tokens": max_tokens, "batch_size": batch_size},
+             "max_tokens": max_tokens, "batch_size": batch_size, "seed": seed},
             spelt=str,
         )  # fmt: skip
         texts = [prompts] if isinstance(prompts, str) else list(prompts)

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt32
 
-from jaxforge.state.checksum import FACTOR, fmix32
+from jaxforge.state.block_checksum import FACTOR
+from jaxforge.state.checksum import fmix32
 
 
 def key_of(seed: int, name: str, number: Int[Array, ""]) -> UInt32[Array, ""]:

@@ -179,7 +179,7 @@ def leaving_at_once_on_failure() -> Iterator[None]:
     except BaseException as error:
         if jax.process_count() == 1:
             raise
-        failure = _lost_peer(error) or error
+        failure = lost_peer(error) or error
         code = getattr(failure, "exit_code", Exit.ERROR.code)
         atexit.register(end_now, code)  # runs before JAX's, which was there first
         if failure is error:
@@ -187,9 +187,14 @@ def leaving_at_once_on_failure() -> Iterator[None]:
         raise failure from error
 
 
-def _lost_peer(error: BaseException) -> PeerLostError | None:
-    """Return the message for a connection that broke in a collective of CPUs; else None."""
-    broken = _BROKEN.search(str(error)) if isinstance(error, jax.errors.JaxRuntimeError) else None
+def lost_peer(error: BaseException) -> PeerLostError | None:
+    """Return the message for a connection that broke in a collective of CPUs; else None.
+
+    JAX raises such an error as a `ValueError` where the collective runs in the call that starts it,
+    and as a `JaxRuntimeError` where a later call waits for its result.
+    """
+    is_of_jax = isinstance(error, jax.errors.JaxRuntimeError | ValueError)
+    broken = _BROKEN.search(str(error)) if is_of_jax else None
     if not broken:
         return None
     others = [i for i in range(jax.process_count()) if i != jax.process_index()]

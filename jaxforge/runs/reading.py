@@ -1,6 +1,7 @@
 """What a run directory tells about its run; the run may still be going on."""
 
 import dataclasses
+import os
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -195,8 +196,7 @@ class MetricsFile:
                 self._begin()
             for part in lines.read(file, self._end, exact=self._exact, processes=processes):
                 self._take(part)
-            self._remember(file)
-            if file.stat().st_size - self._end >= LINE:
+            if self._remember(file) >= LINE:
                 self._omissions.note(f"a line of more than {LINE:,} bytes and all after it")
         except OSError as error:
             raise UserError(f"cannot read {file}: {error.strerror}") from error
@@ -226,10 +226,12 @@ class MetricsFile:
             opened.seek(max(0, self._end - _TAIL))
             return opened.read(min(_TAIL, self._end)) == self._tail
 
-    def _remember(self, file: Path) -> None:
+    def _remember(self, file: Path) -> int:
+        """Remember how the lines end that were read; return how many bytes follow them."""
         with file.open("rb") as opened:
             opened.seek(max(0, self._end - _TAIL))
             self._tail = opened.read(min(_TAIL, self._end))
+            return opened.seek(0, os.SEEK_END) - self._end  # a bucket's `stat` has no st_size
 
 
 class RunReader:

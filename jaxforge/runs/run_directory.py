@@ -11,7 +11,7 @@ samples.jsonl     an object per text that the model wrote (`eval.sample_interval
 activations/      step_<n>/: what was captured (`eval.activations_interval`)
 logs/             a log per process
 tokenizer/        a copy of the data's tokenizer, where there is one
-huggingface/      config.json and generation_config.json of an import, for exports (`torch_compat`)
+huggingface/      config.json and generation_config.json that it began with, for exports
 checkpoints/      `checkpoint.manager`
 tb_logs/          TensorBoard's files, with `metrics.enable_tensorboard`
 wandb/            W&B's files, with `metrics.enable_wandb`

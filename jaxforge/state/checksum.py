@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped, UInt32
 
-_Hashed = TypeVar("_Hashed", Array, np.ndarray)
+from jaxforge.state.block_checksum import FACTOR, MULTIPLIERS
 
-FACTOR = 0x9E3779B9
-"""What a place counts in the checksum."""
+_Hashed = TypeVar("_Hashed", Array, np.ndarray)
 
 
 def checksum(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
@@ -32,6 +31,6 @@ def checksum(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
 
 def fmix32(h: UInt32[_Hashed, "..."]) -> UInt32[_Hashed, "..."]:
     """MurmurHash3's finalizer: a bijection in which each bit depends on all."""
-    h = (h ^ (h >> 16)) * np.uint32(0x85EBCA6B)
-    h = (h ^ (h >> 13)) * np.uint32(0xC2B2AE35)
+    h = (h ^ (h >> 16)) * np.uint32(MULTIPLIERS[0])
+    h = (h ^ (h >> 13)) * np.uint32(MULTIPLIERS[1])
     return h ^ (h >> 16)

@@ -135,6 +135,8 @@ def build_trainer(
     run_directory.prepare(run, config)
     run_directory.note_start(run, config, progress.step)
     if jax.process_index() == 0:
+        if begins and config.checkpoint.load_path:
+            _keep_documents(config.checkpoint.load_path, run)
         _note_trust(config)
         starts.note(run, progress.step, parameters=parameter_count(model.abstract),
                     devices=f"{jax.device_count()} x {jax.devices()[0].device_kind}")  # fmt: skip
@@ -271,6 +273,13 @@ def open_foreign(path: str, config: JobConfig) -> Source:
     from torch_compat.checkpoint import restore  # only for runs that start from PyTorch
 
     return restore.open_foreign(path, config)
+
+
+def _keep_documents(load_path: str, run: Path) -> None:
+    """Keep what exports of a run need of the Hugging Face model that it starts from."""
+    from torch_compat.checkpoint import restore  # only for runs that start from a checkpoint
+
+    restore.keep_documents(load_path, run)
 
 
 def _own_hooks(config: JobConfig, progress: Progress) -> Iterator[Hook]:

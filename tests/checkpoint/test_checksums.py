@@ -13,11 +13,13 @@ from jax.sharding import PartitionSpec as P
 from jaxforge.checkpoint import checksums, host_checksum, layout
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.restore import starting_state
+from jaxforge.state.block_checksum import block_checksum
 from jaxforge.state.checksum import checksum
 from jaxforge.state.progress import Progress
 from tests.conftest import tiny_config
 from tests.helpers import setup
 from tests.machine import PATIENCE
+from torch_compat.formats.lazy import blocks, first_position
 
 SPECS = [P(), P("a"), P(None, "a"), P("b", "a"), P(("a", "b")), P(None, None, "b")]
 
@@ -38,6 +40,23 @@ def test_the_host_gives_what_devices_give_on_any_mesh(shape, dtype, small, monke
             assert spec != P()
             continue
         assert host_checksum.checksum(array) == whole, spec
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (40_000,), (3, 4, 700), (2, 3, 16, 500)])
+def test_block_checksums_add_up_to_checksum_of_array(shape, dtype):
+    x = np.random.default_rng(0).integers(0, 200, shape).astype(jnp.dtype(dtype))
+    whole = int(checksum(jnp.asarray(x)))
+    for limit in (1, 3000, 1 << 30):
+        parts = blocks(shape, x.itemsize, limit)
+        assert sum(block_checksum(x[i], first_position(i, shape)) for i in parts) % 2**32 == whole
+
+
+def test_block_checksum_counts_places_modulo_2_to_the_32():
+    x = np.ones(3, np.float32)
+    assert block_checksum(x, 2**32 - 1) == sum(
+        block_checksum(x[:1], place) for place in (2**32 - 1, 0, 1)
+    ) % 2**32  # fmt: skip
 
 
 def test_the_hash_of_the_host_stores_nothing():

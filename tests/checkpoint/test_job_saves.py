@@ -3,15 +3,20 @@
 import errno
 import logging
 import socket
+import threading
 
 import jax
 import numpy as np
 import pytest
 
 from jaxforge.checkpoint import job_saves
-from jaxforge.errors import JobStorageError
+from jaxforge.checkpoint.manager import Checkpoints
+from jaxforge.errors import JobStorageError, PeerLostError
+from tests.conftest import tiny_config
+from tests.helpers import setup
 
 WAITS, READY, FAILED = 0, 1, 2
+BROKEN = "Gloo AllGather failed: [gloo/transport/tcp/pair.cc:547] Connection closed by peer"
 
 
 @pytest.fixture
@@ -81,3 +86,42 @@ def test_several_processes_meet_at_barriers_of_their_directory(tmp_path, monkeyp
     options = job_saves.multiprocessing_options(tmp_path)
     assert options.active_processes == (None if count == 1 else {0, 1})
     assert options.barrier_sync_key_prefix == (None if count == 1 else str(tmp_path))
+
+
+@pytest.mark.parametrize("error", [ValueError, jax.errors.JaxRuntimeError])
+def test_save_that_loses_a_process_is_no_failure_of_storage(tmp_path, monkeypatch, error):
+    """The job is started again with 134; with 74 it would not be."""
+
+    def lose(_):
+        raise error(BROKEN)
+
+    ours = setup(tiny_config())
+    saved = Checkpoints(tmp_path, ours.config.checkpoint, ours.model.axes)
+    thread, may_end = threading.Thread(target=lambda: may_end.wait()), threading.Event()
+    thread.start()
+    saved._thread = thread
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(job_saves.multihost_utils, "process_allgather", lose)
+    try:
+        with pytest.raises(PeerLostError, match="process 1 of the job is gone"):
+            saved.wait()
+        with pytest.raises(PeerLostError, match="process 1 of the job is gone"):
+            saved.close(together=False)  # at once: the save waits for the lost process
+        assert thread.is_alive()
+    finally:
+        may_end.set()
+
+
+@pytest.mark.parametrize("error", [ValueError, jax.errors.JaxRuntimeError])
+def test_restore_that_loses_a_process_is_no_damage(tmp_path, monkeypatch, error):
+    def lose(*_, **__):
+        raise error(BROKEN)
+
+    ours = setup(tiny_config())
+    saved = Checkpoints(tmp_path, ours.config.checkpoint, ours.model.axes)
+    monkeypatch.setattr(saved._manager, "restore", lose)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(PeerLostError, match="process 1 of the job is gone"):
+        saved.progress(1)
+    monkeypatch.undo()
+    saved.close()

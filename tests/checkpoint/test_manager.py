@@ -229,6 +229,31 @@ def test_keeps_the_last_and_the_best(tmp_path):
     assert steps(tmp_path) == [20, 40, 50]
 
 
+def test_best_checkpoint_stays_after_a_restart(tmp_path):
+    ours, state = trained()
+    for saves in (((10, 1.0), (20, 2.0)), ((30, 3.0), (40, None)), ((50, 2.5),)):
+        saved = checkpoints(tmp_path, ours, keep_last_n=1, keep_best_n=2)
+        for step, loss in saves:
+            saved.save(Progress(step=step), state, loss and {"eval/loss": loss})
+        saved.close()
+    assert steps(tmp_path) == [10, 20, 50]
+
+
+@pytest.mark.parametrize("damaged", ['{"eval/loss": 3.0, "crc32": 1}', '{"eval/loss"', "[1"])
+def test_damaged_metrics_raise_and_name_the_file(tmp_path, damaged):
+    ours, state = trained()
+    saved = checkpoints(tmp_path, ours, keep_best_n=1)
+    saved.save(Progress(step=10), state, {"eval/loss": 1.0})
+    saved.close()
+    path = tmp_path / "checkpoints" / "step_10" / "metrics" / "metrics"
+    assert json.loads(path.read_text())["eval/loss"] == 1.0
+    path.write_text(damaged)
+    with pytest.raises(UserError, match=r"step_10 is damaged .* remove that file"):
+        checkpoints(tmp_path, ours, keep_best_n=1)
+    path.unlink()
+    checkpoints(tmp_path, ours, keep_best_n=1).close()
+
+
 def test_what_lacks_the_metric_is_never_the_best(tmp_path):
     """Metrics of another name, of a run that went by another one before; and one that is NaN."""
     ours, state = trained()

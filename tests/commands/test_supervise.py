@@ -2,6 +2,7 @@
 
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -12,9 +13,10 @@ import pytest
 from jaxforge.commands import supervise
 from jaxforge.commands.supervise import Policy, main, run_directory
 from jaxforge.errors import UserError
+from jaxforge.exit_codes import Exit
 from tests.machine import PATIENCE, wait_until
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 QUICK = ["--backoff=0.02", "--backoff-cap=0.1", "--peer-grace=0.5"]
 
 
@@ -230,6 +232,30 @@ def test_the_first_failure_speaks_for_all(child):
     )
     assert main([*QUICK, "--nproc=2", *child.command(body)]) == 2
     assert child.starts() == 1
+
+
+def test_loss_of_another_process_is_no_cause(child):
+    """Process 0 notices that process 1 dies, and its end is seen first."""
+    body = (
+        "if index == '0': sys.exit(134)\n"
+        "first = Path('started-0-0')\n"
+        "while not (first.exists() and first.read_text()): time.sleep(0.01)\n"
+        "while Path('/proc', first.read_text()).exists(): time.sleep(0.01)\n"
+        "sys.exit(2)"
+    )
+    assert main([*QUICK, "--nproc=2", *child.command(body)]) == 2
+    assert child.starts() == 1
+
+
+def test_end_by_the_supervisor_is_no_cause():
+    group = supervise.Group([], 0, queue.SimpleQueue(), {})
+    group._running, group.codes = {0: None, 1: None}, [None, None]
+    group.ended(supervise.Ended(0, Exit.ABORTED.code))
+    group._running.clear()
+    group.kill()
+    group._running[1] = None
+    group.ended(supervise.Ended(1, 137))
+    assert group.code == Exit.ABORTED.code
 
 
 def test_processes_that_agreed_to_end_have_time(child):

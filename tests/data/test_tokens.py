@@ -1,6 +1,8 @@
 import json
 import os
 import pickle
+import re
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -254,5 +256,8 @@ def test_manifests_that_are_torn_or_foreign(tmp_path):
 
 @pytest.mark.parametrize("pattern", ["", "/data/*.npy", "***.npy"])
 def test_a_pattern_that_is_none_is_named(tmp_path, pattern):
-    with pytest.raises(UserError, match=r"data\.file_pattern = '.*' is no pattern of files below"):
+    refusal = f"data.file_pattern = {pattern!r} is no pattern of files below"
+    if pattern == "***.npy" and sys.version_info >= (3, 13):  # pathlib reads it as *.npy there
+        refusal = f"no file matches data.file_pattern = {pattern!r}"
+    with pytest.raises(UserError, match=re.escape(refusal)):
         TokenShards(tmp_path, pattern, 5, vocab_size=10)

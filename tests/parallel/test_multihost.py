@@ -95,8 +95,15 @@ BROKEN = (
 )
 
 
-@pytest.mark.parametrize(("count", "peer"), [(2, "process 0"), (3, "another process")])
-def test_a_connection_that_broke_names_the_lost_process(monkeypatch, count, peer):
+@pytest.mark.parametrize(
+    ("count", "peer", "error"),
+    [
+        (2, "process 0", jax.errors.JaxRuntimeError),
+        (3, "another process", jax.errors.JaxRuntimeError),
+        (2, "process 0", ValueError),  # where the collective runs in the call that starts it
+    ],
+)
+def test_a_connection_that_broke_names_the_lost_process(monkeypatch, count, peer, error):
     registered = []
     monkeypatch.setattr(multihost.atexit, "register", lambda *call: registered.append(call))
     monkeypatch.setattr(jax, "process_count", lambda: count)
@@ -106,7 +113,7 @@ def test_a_connection_that_broke_names_the_lost_process(monkeypatch, count, peer
         pytest.raises(PeerLostError, match=rf"^{peer} of the job is gone, or cut off {reason}\."),
         multihost.leaving_at_once_on_failure(),
     ):
-        raise jax.errors.JaxRuntimeError(BROKEN)
+        raise error(BROKEN)
     assert registered == [(multihost.end_now, Exit.ABORTED.code)]
     with (
         pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"),

@@ -22,7 +22,7 @@ def test_one_of_two_processes_is_killed_and_both_run_again(new_run):
     undisturbed, killed = new_run("undisturbed"), new_run("killed")
     others = start_both(undisturbed, *OVERRIDES)
     command = [sys.executable, "-m", "jaxforge.supervise", "--nproc=2", "--backoff=0.1",
-               "--peer-grace=1", "--", *killed.command(*OVERRIDES)]  # fmt: skip
+               "--peer-grace=60", "--", *killed.command(*OVERRIDES)]  # fmt: skip
     supervisor = subprocess.Popen(
         command, cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -12,7 +12,7 @@ from jaxforge.commands import train
 from jaxforge.errors import StorageError, UserError
 from jaxforge.storage import COMMITTED, buckets, urls
 from torch_compat import __main__ as torch_compat
-from torch_compat.checkpoint import checkpoints, orbax_store
+from torch_compat.checkpoint import checkpoints, hf_state, orbax_store
 from torch_compat.convert import upload
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -85,6 +85,14 @@ def test_an_export_is_what_it_is_on_this_machine(bucket, made, tmp_path, to, cap
     assert gathered(tmp_path) == []
     with pytest.raises(UserError, match="is there already"):
         torch_compat.main(command)
+
+
+def test_import_keeps_the_documents_of_the_model(bucket, made):
+    run = urls.path(f"{bucket}/run")
+    assert torch_compat.main(["import", f"{made}/hf", str(run)]) == 0
+    kept = run / "huggingface" / "config.json"
+    assert kept.read_bytes() == (made / "hf" / "config.json").read_bytes()
+    assert hf_state.imported(run).config["model_type"]
 
 
 def test_a_copy_that_is_broken_off_is_gone_on_with(bucket, made, tmp_path, monkeypatch):

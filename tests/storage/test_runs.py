@@ -15,6 +15,7 @@ from jaxforge.commands import evaluate, generate, train
 from jaxforge.commands import report as report_main
 from jaxforge.data.corpus.manifest import Manifest, Shard
 from jaxforge.errors import UserError
+from jaxforge.runs.reading import MetricsFile
 from jaxforge.storage import COMMITTED, urls
 from torch_compat import __main__ as torch_compat
 
@@ -153,6 +154,17 @@ def test_a_run_goes_on_in_a_bucket_that_it_was_copied_to(bucket, toml, tmp_path)
     more = [f"--checkpoint.load_path={bucket}/run", "--train.max_steps=19"]
     assert train.main([f"--config={toml}", f"--checkpoint.dir={tmp_path}/on", *more]) == 0
     assert sorted(losses(tmp_path / "on")) == [18, 19]
+
+
+def test_metrics_in_a_bucket_are_read_line_by_line_as_they_come(bucket):
+    run = urls.path(f"{bucket}/run")
+    logged = [json.dumps({"step": n, "time": 5.0, "train/loss": n / 4}) + "\n" for n in (1, 2, 3)]
+    metrics = MetricsFile(run)
+    for count in (2, 3):
+        (run / "metrics.jsonl").write_text("".join(logged[:count]) + '{"step": 4')
+        series = metrics.read()[0]["train/loss"]
+        assert series.step.tolist() == [1, 2, 3][:count]
+        assert series.value.tolist() == [0.25, 0.5, 0.75][:count]
 
 
 def test_a_shard_that_is_cut_short_is_named(bucket, toml, tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import shutil
 import signal
@@ -31,7 +32,7 @@ from tests.machine import PATIENCE
 from tests.processes.conftest import ROOT, environment
 from torch_compat.__main__ import main
 from torch_compat.checkpoint import checkpoints, inspection, orbax_store
-from torch_compat.formats import safetensors
+from torch_compat.formats import ocdbt, safetensors
 from torch_compat.formats.dcp_reader import METADATA, open_dcp
 from torch_compat.formats.files import Directory
 
@@ -66,6 +67,12 @@ def saved(directory, ours, state, steps):
 def values(run):
     checkpoint, _ = orbax_store.open_orbax(run)
     return {name: tensor.all() for name, tensor in checkpoint.tensors()} | checkpoint.scalars
+
+
+def checksums_of(run):
+    """Checksums of arrays that the newest checkpoint of a run holds."""
+    (path,) = run.glob("checkpoints/step_*/checksums/metadata")
+    return json.loads(path.read_text())
 
 
 def assert_same(a, b):
@@ -438,6 +445,8 @@ def test_killed_in_the_middle_it_goes_on_where_it_was(big, tmp_path, command, mo
     assert destination.exists()
     assert not marks.parent.exists()
     assert main(["verify", str(tmp_path / "b"), str(directory / "run")]) == 0
+    if command == "import":
+        assert checksums_of(tmp_path / "b") == checksums_of(directory / "run")
 
 
 @pytest.mark.processes
@@ -465,6 +474,7 @@ def test_several_processes_share_the_work(big, tmp_path):
     arguments = ["import", directory / "dcp", tmp_path / "b", f"--config={config}", SMALL_BLOCKS]
     assert compat(*arguments, "--processes=2").returncode == 0
     assert_same(values(directory / "run"), values(tmp_path / "b"))
+    assert checksums_of(tmp_path / "b") == checksums_of(directory / "run")
     exporting = ["export", tmp_path / "b", tmp_path / "hf", "--to=hf", "--max-shard-size=2MB"]
     other = subprocess.Popen(
         [sys.executable, "-m", "torch_compat", *map(str, exporting), "--process=1/2"],
@@ -502,6 +512,35 @@ def test_an_imported_run_goes_on_as_if_it_had_never_left(tmp_path):
         assert dataclasses.replace(progress, run_id="") == Progress(2, 16, 512, run_id="")
         losses.append(ours.run(state, batches)[1]["loss"])
     np.testing.assert_array_equal(*losses)
+
+
+def test_bit_flip_in_imported_run_raises_and_names_the_array(tmp_path):
+    config_path = trained(tmp_path / "a")
+    main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
+    main(["import", str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config_path}"])
+    assert checksums_of(tmp_path / "b") == checksums_of(tmp_path / "a")
+    ours = setup(load_config(config_path))
+    like = abstract_state(ours.model, ours.optimizer, ours.mesh)
+    imported = Checkpoints(tmp_path / "b", ours.config.checkpoint, read_only=True)
+    state = tmp_path / "b/checkpoints/step_2/state"
+    places = ocdbt._places(state)
+    names = "params.norm.weight", "optimizer.nu.layers.mlp.up_proj.weight"
+    for name, byte in itertools.product(names, (0, -1)):
+        chunks = [place for place in places[name].values() if isinstance(place, tuple)]
+        file, start, length = chunks[byte]
+        flip(state / file, start + byte % length)
+        with pytest.raises(UserError, match=rf"step_2 is damaged \(not what was saved: {name}\)"):
+            imported.restore(like, 2)
+        flip(state / file, start + byte % length)
+    imported.restore(like, 2)
+    imported.close()
+
+
+def flip(path, place):
+    """Flip the lowest bit of a byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
 
 
 _LIMITED = """

@@ -29,7 +29,7 @@ from jaxforge.state.train_state import begin
 from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
 from tests.helpers import setup
-from torch_compat.checkpoint import checkpoints, hf_config, hf_state
+from torch_compat.checkpoint import checkpoints, hf_config, hf_state, restore
 from torch_compat.checkpoint.dcp_state import Options
 from torch_compat.checkpoint.restore import open_foreign
 from torch_compat.convert import commands
@@ -327,6 +327,30 @@ def test_training_goes_on_from_an_import(imported, tmp_path):
     assert look.step == 1
     jax.tree.map(np.testing.assert_array_equal, look.params, params_of(path / "run")[1])
     assert checkpoints.find(tmp_path / "run").read(None, Options()).progress.step == 1
+
+
+@pytest.mark.parametrize("imported", [("Llama", "float32")], indirect=True)
+def test_direct_start_keeps_the_documents_of_the_model(imported, tmp_path):
+    """As an import does, so that exports of both are of the same config."""
+    case, path, _ = imported
+    config = config_of(model_of(case), distributed={"dp_shard": -1})
+    (tmp_path / "run.toml").write_text(config.to_toml())
+    arguments = ["--config", str(tmp_path / "run.toml"), "--train.max_steps=1"]
+    arguments += [f"--checkpoint.dir={tmp_path / 'run'}", "--train.seq_len=16"]
+    arguments += ["--data.dataset_type=synthetic", f"--checkpoint.load_path={path / 'hf'}"]
+    train.run(train.parse_command_line(arguments))
+    names = ("config.json", "generation_config.json")
+    for name in names:
+        kept = tmp_path / "run" / "huggingface" / name
+        assert kept.read_bytes() == (path / "hf" / name).read_bytes()
+    for run in (tmp_path / "run", path / "run"):
+        export(run, tmp_path / "hf" / run.parent.name)
+    a, b = ((run / "config.json").read_text() for run in (tmp_path / "hf").iterdir())
+    assert a == b
+    restore.keep_documents(str(path / "run"), tmp_path)  # a start from an imported run
+    restore.keep_documents(str(tmp_path / "run" / "checkpoints" / "step_1"), tmp_path)
+    for name in names:
+        assert (tmp_path / "huggingface" / name).read_bytes() == (path / "hf" / name).read_bytes()
 
 
 # Tokenizers

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxforge.commands import train
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
@@ -338,6 +339,26 @@ def test_direct_start_skips_as_the_checkpoint_did(torchs, tmp_path):
     directory = str(imported(torchs, tmp_path))
     assert started(dir=new, load_path=directory) is True
     assert started(dir=directory) is True
+
+
+def test_dry_run_shows_that_a_start_skips_as_the_checkpoint_did(torchs, tmp_path, capsys):
+    command = ["--config", str(torchs.directory / "run.toml"), "--dry-run", "--devices=1"]
+    key, new = "optimizer.skip_idle_experts", f"--checkpoint.dir={tmp_path / 'new'}"
+    directory = imported(torchs, tmp_path)
+    starts = {
+        new: False,
+        f"--checkpoint.load_path={torchs.directory}": True,
+        f"--checkpoint.load_path={directory}": True,
+        f"--checkpoint.dir={directory}": True,
+    }
+    for option, skips in starts.items():
+        capsys.readouterr()
+        assert train.main([*command, new, option]) == 0
+        out = capsys.readouterr().out
+        assert (f"  {key} = true\n" in out) is skips, out
+        assert (f"  {key}: a start sets it to true" in out) is skips
+    assert train.main([*command, new, "--checkpoint.load_path=gs://bucket/run"]) == 0
+    assert f"{key}: a start sets it as gs://bucket/run has it" in capsys.readouterr().out
 
 
 def test_restore_without_the_option_names_it(torchs, tmp_path):

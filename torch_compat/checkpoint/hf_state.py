@@ -38,8 +38,8 @@ _SETTINGS = "tokenizer_config.json"
 _TOKENIZER = ("tokenizer.json", _SETTINGS, "special_tokens_map.json",
               "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")  # fmt: skip
 _GENERATION = "generation_config.json"
-_IMPORTED = "huggingface"
-"""Directory of a run that holds the JSON files that it was imported with."""
+IMPORTED = "huggingface"
+"""Directory of a run that holds the JSON files of the Hugging Face model that it began with."""
 _MXFP4 = ("_blocks", "_scales")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
@@ -131,7 +131,7 @@ def keep_documents(directory: Directory, target: Path) -> None:
         directory: the checkpoint.
         target: the run directory.
     """
-    kept = target / _IMPORTED
+    kept = target / IMPORTED
     kept.mkdir(exist_ok=True)
     for name in (CONFIG, _GENERATION):
         if directory.has(name):
@@ -144,7 +144,7 @@ def imported(run: Path) -> Imported | None:
     Raises:
         UserError: a file is not a JSON object.
     """
-    config, generation = (run / _IMPORTED / name for name in (CONFIG, _GENERATION))
+    config, generation = (run / IMPORTED / name for name in (CONFIG, _GENERATION))
     if not config.is_file():
         return None
     found = load_object(generation.read_bytes(), str(generation)) if generation.is_file() else None

@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxforge.checkpoint import layout
+from jaxforge.checkpoint.checksums import Checksums
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.job import JobConfig
@@ -40,7 +41,12 @@ def names(state: Path) -> set[str]:
 
 
 def commit(
-    progress: Progress, config: JobConfig, run: Path, store: Path, arrays: Mapping[str, LazyTensor]
+    progress: Progress,
+    config: JobConfig,
+    run: Path,
+    store: Path,
+    arrays: Mapping[str, LazyTensor],
+    checksums: Checksums,
 ) -> None:
     """Makes the checkpoint.
 
@@ -50,6 +56,7 @@ def commit(
         run: the run directory.
         store: the database in which the arrays are staged.
         arrays: all of them, by name.
+        checksums: of all of them, by name.
     """
     tree = {name: _Staged(store, a.shape, a.dtype) for name, a in arrays.items()}
     nested = {"optimizer": {}, **unflatten_dict(tree, sep=".")}
@@ -66,6 +73,7 @@ def commit(
                 (_Staged, _StagedHandler())
             )
         ),
+        begin_checksums=lambda _: lambda: checksums,
     )
     checkpoints.save(progress, layout.from_tree(nested, like))
     checkpoints.close()

@@ -21,6 +21,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.config.trust import Decision, never
 from jaxforge.errors import StorageError, UserError
+from jaxforge.state.block_checksum import block_checksum
 from jaxforge.storage import urls
 from jaxforge.storage.untrusted_json import DOCUMENT, load_object
 from torch_compat.checkpoint.compare import check_written
@@ -29,14 +30,22 @@ from torch_compat.checkpoint.stacking import Stacking
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
 from torch_compat.formats import limits, ocdbt, ocdbt_writer
 from torch_compat.formats.files import writing
-from torch_compat.formats.lazy import Index, LazyTensor, blocks, extent, of_array, whole
+from torch_compat.formats.lazy import (
+    Index,
+    LazyTensor,
+    blocks,
+    extent,
+    first_position,
+    of_array,
+    whole,
+)
 from torch_compat.formats.staging import Staging, Unit, batches, naming_failure, partial_of
 from torch_compat.formats.workers import Share
 
 _BESIDE = "beside"
 _CHUNK = 32 << 20  # bytes of a chunk at most: what a restore reads at a time
 _CHUNKS = 6  # as large as can be, in a file: they are made durable together
-_FORM = 2  # of what is staged: an import that another form was begun in begins anew
+_FORM = 3  # of what is staged: an import that another form was begun in begins anew
 _STORE = "ocdbt.process_0"  # Orbax makes one database of all that are named so
 
 
@@ -183,7 +192,8 @@ class Import:
         destination, config = self.staging.destination, self._target.config
         with naming_failure(destination):
             ocdbt_writer.write_index(self._store, self._values(arrays, scalars))
-            orbax_commit.commit(progress, config, self._run, self._store, arrays)
+            checksums = self._checksums(scalars)
+            orbax_commit.commit(progress, config, self._run, self._store, arrays, checksums)
         self._check_written(arrays)
         settle(self._run, destination)
         self.staging.discard()
@@ -229,6 +239,12 @@ class Import:
                 at += chunk.nbytes
             write = functools.partial(_write_file, self._store / name, of_file)
             yield Unit(f"data-{number}", sum(_bytes(c.leaf, c.part) for c in of_file), write)
+
+    def _checksums(self, scalars: dict[str, LazyTensor]) -> dict[str, int]:
+        """Checksums of all arrays, by name: those of the blocks in each file, added up."""
+        files = self.staging.results(self.units).values()
+        sums = {name: sum(file.get(name, 0) for file in files) % 2**32 for name in self._tensors}
+        return sums | {name: block_checksum(value.all(), 0) for name, value in scalars.items()}
 
     def _values(
         self, arrays: dict[str, LazyTensor], scalars: dict[str, LazyTensor]
@@ -278,12 +294,14 @@ class _Chunk(NamedTuple):
     """A chunk of an array.
 
     Attributes:
+        name: that of the array.
         key: its key in the database.
         leaf: the array.
         part: what of it there is.
         nbytes: of a whole chunk, which the last one may not fill.
     """
 
+    name: str
     key: str
     leaf: LazyTensor
     part: Index
@@ -296,18 +314,24 @@ def _chunks(name: str, leaf: LazyTensor, limit: int) -> Iterator[_Chunk]:
     shape, nbytes = extent(indices[0]), _bytes(leaf, indices[0])
     for index in indices if nbytes else ():
         cell = tuple(s.start // n for s, n in zip(index, shape, strict=True))
-        yield _Chunk(f"{name}/{ocdbt.chunk_key(cell)}", leaf, index, nbytes)
+        yield _Chunk(name, f"{name}/{ocdbt.chunk_key(cell)}", leaf, index, nbytes)
 
 
-def _write_file(path: Path, chunks: list[_Chunk]) -> None:
+def _write_file(path: Path, chunks: list[_Chunk]) -> dict[str, int]:
+    """Write chunks into a file; return the sums of their checksums, by the names of the arrays."""
+    sums: dict[str, int] = {}
     path.parent.mkdir(parents=True, exist_ok=True)
     with writing(path) as put:
         at = 0
         for chunk in chunks:
-            values = np.asarray(chunk.leaf.read(chunk.part), order="C").reshape(-1).view(np.uint8)
-            put(values, at)
+            values = np.asarray(chunk.leaf.read(chunk.part), order="C")
+            put(values.reshape(-1).view(np.uint8), at)
             put(bytes(chunk.nbytes - values.nbytes), at + values.nbytes)
             at += chunk.nbytes
+            # The disk is busy with the chunk meanwhile.
+            checksum = block_checksum(values, first_position(chunk.part, chunk.leaf.shape))
+            sums[chunk.name] = (sums.get(chunk.name, 0) + checksum) % 2**32
+    return sums
 
 
 def _blocks(leaf: LazyTensor, limit: int) -> list[Index]:

@@ -5,6 +5,7 @@ Each device's share is read from the files by the process that holds it; nothing
 
 import dataclasses
 import logging
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +15,18 @@ from jaxtyping import PyTree
 
 from jaxforge.checkpoint import layout
 from jaxforge.config.job import JobConfig
+from jaxforge.errors import UserError
 from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState, with_counts
-from torch_compat.checkpoint import checkpoints
+from jaxforge.storage import urls
+from torch_compat.checkpoint import checkpoints, hf_state, orbax_store
 from torch_compat.checkpoint.dcp_state import Options
 from torch_compat.checkpoint.eight_bit import check_wide
+from torch_compat.checkpoint.hf_config import CONFIG
 from torch_compat.checkpoint.stacking import Stacking
 from torch_compat.checkpoint.state import CheckpointState, Tensors
+from torch_compat.formats.files import Directory
 from torch_compat.formats.lazy import Index, LazyTensor
 
 log = logging.getLogger(__name__)
@@ -108,6 +113,28 @@ def open_foreign(path: str, config: JobConfig) -> Foreign:
     step = "" if checkpoint.progress is None else f"step {checkpoint.progress.step} of "
     name = f"{step}{found.directory} ({checkpoint.dialect})"
     return Foreign(name, checkpoint, Stacking(config.model))
+
+
+def keep_documents(path: str, run: Path) -> None:
+    """Copy the JSON files of the Hugging Face model that a run starts from, for exports of the run.
+
+    Args:
+        path: the checkpoint. A run that was imported, or that started from Hugging Face, hands its
+            own copies on; other checkpoints have none.
+        run: the run directory.
+
+    Raises:
+        UserError: the files cannot be written.
+    """
+    found = checkpoints.find(path)
+    source = found.directory
+    if found.format == "jaxforge":
+        source = Directory(orbax_store.run_of(urls.path(path)) / hf_state.IMPORTED)
+    if source.has(CONFIG) and found.format != "dcp":
+        try:
+            hf_state.keep_documents(source, run)
+        except OSError as error:
+            raise UserError(f"checkpoint.dir = {run}: {error.strerror}") from error
 
 
 def counts_experts(path: str, config: JobConfig) -> bool:

@@ -13,6 +13,7 @@ Without the first, what lies at a destination is somebody's, and stays as it is.
 import dataclasses
 import fnmatch
 import hashlib
+import itertools
 import json
 import shutil
 from collections.abc import Iterable
@@ -22,7 +23,7 @@ from jaxforge.config import trust
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.storage import COMMITTED, buckets, mirror, run_lock
-from torch_compat.checkpoint import hf_config, orbax_store
+from torch_compat.checkpoint import hf_config, hf_state, orbax_store
 from torch_compat.convert.commands import Advance, Export, Import, Plan, of_run
 from torch_compat.convert.identity import identity
 from torch_compat.formats import safetensors
@@ -96,8 +97,8 @@ class _Copy:
         """Copies all, the lock willing."""
         self._begin()
         last = [path for pattern in _LAST for path in sorted(self._made.glob(pattern))]
-        tokenizer = (self._here / "tokenizer").rglob("*")
-        self._put({*_files(self._made), *filter(Path.is_file, tokenizer)} - {*last})
+        beside = (_files(self._here / name) for name in ("tokenizer", hf_state.IMPORTED))
+        self._put({*_files(self._made), *itertools.chain(*beside)} - {*last})
         self._remove_what_is_not_ours()
         lock.check()
         for path in last:

@@ -239,6 +239,14 @@ def extent(index: Index) -> tuple[int, ...]:
     return tuple(s.stop - s.start for s in index)
 
 
+def first_position(index: Index, shape: Sequence[int]) -> int:
+    """Return the row-major index, in a tensor, of the first element that `index` selects."""
+    position = 0
+    for axis, size in zip(index, shape, strict=True):
+        position = position * size + axis.start
+    return position
+
+
 def blocks(shape: tuple[int, ...], itemsize: int, limit: int) -> Iterator[Index]:
     """Indices that cover a tensor once, each of at most `limit` bytes or one row of a matrix.
 

@@ -30,6 +30,7 @@ from lm_eval.models.utils import (
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from jaxforge import inference
+from jaxforge.cli.sampling_options import check
 from jaxforge.errors import UserError
 from jaxforge.model.decoding import Decoder, padded_batch
 from jaxforge.model.likelihood import Continuation, Likelihood, Scorer
@@ -84,6 +85,7 @@ class JaxforgeLM(TemplateLM):
         self._trained = inference.open_run(urls.path(run), _settings(overrides), step=step)
         self._text = run_directory.read_tokenizer(self._trained.run)
         self._rows = _batch_size(batch_size)
+        check({"seed": seed}, spelt=str)
         self._max_gen_toks, self._add_bos, self._seed = max_gen_toks, add_bos_token, seed
         self._max_length = max_length or self._trained.config.model.max_seq_len
         self._prefix = _first_known(prefix_token_id, self._text.bos_id, self._text.eos_id)

@@ -50,6 +50,7 @@ from jaxforge.telemetry.numbers import human
 from jaxforge.tools.plan import checks
 from jaxforge.tools.plan.chips import CHIPS
 from jaxforge.tools.plan.topology import CPU, Topology
+from jaxforge.training.build import skipping_experts_as_started
 from jaxforge.training.hooks import named_hook
 from jaxforge.training.summary import schedule_summary
 
@@ -107,6 +108,7 @@ def run(config: UnresolvedConfig, devices: str) -> int:
         return 0
     kinds = pretended[1] if pretended else [_here()]
     missing = list(checks.absent(resolved)) if pretended else []
+    resolved, notes = _as_started(resolved, is_pretended=pretended is not None)
     data, data_rows = _open(resolved, opens=not missing, is_pretended=pretended is not None)
     if not pretended:
         missing = list(checks.disk(resolved))
@@ -123,13 +125,34 @@ def run(config: UnresolvedConfig, devices: str) -> int:
     _show("model", _model(model))
     _show("memory of a device, an estimate", _memory(fits))
     _show("run", [run_row])
-    if notes := answers(resolved):
+    if notes := [*notes, *answers(resolved)]:
         _show("notes", notes)
     platform = kinds[0].platform
     warnings = [*useless(resolved, platform), *missing, *_too_large(resolved, mesh, fits)]
     _show("warnings", warnings or ["none"])
     print("nothing was written; `jaxforge plan` compiles the step for a machine, and knows more")
     return 0
+
+
+def _as_started(config: JobConfig, *, is_pretended: bool) -> tuple[JobConfig, list[str]]:
+    """Return the config with what a start would set in it, and notes of that.
+
+    Raises:
+        UserError: the checkpoint that a run would start from is damaged, or of another model.
+    """
+    section = config.checkpoint
+    if not config.model.is_moe or config.optimizer.skip_idle_experts is not None:
+        return config, []
+    for place in filter(None, (section.dir, section.load_path)):
+        is_named = place is section.load_path
+        if urls.in_bucket(place) or (is_pretended and is_named and not Path(place).exists()):
+            return config, [f"optimizer.skip_idle_experts: a start sets it as {place} has it, "
+                            "which was not looked at"]  # fmt: skip
+    started = skipping_experts_as_started(config)
+    if started is config:
+        return config, []
+    return started, ["optimizer.skip_idle_experts: a start sets it to true, as the checkpoint has "
+                     "it that the run starts from"]  # fmt: skip
 
 
 def _unknown(config: JobConfig) -> list[str]:
