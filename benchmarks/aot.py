@@ -21,6 +21,7 @@ import optax
 import results
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxforge.step.lowering import lower_train_step
 from rich.console import Console
 
 from jaxforge.config.job import JobConfig
@@ -29,7 +30,6 @@ from jaxforge.kernels.attention_backends import BACKENDS
 from jaxforge.model.remat import block
 from jaxforge.parallel import targets, xla_flags
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.step.lowering import lower_train_step
 from jaxforge.tools.plan.hlo import Program
 
 LLAMA_2_7B = {"dim": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": 32000,

@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import results
+from jaxforge.step.lowering import lower_train_step
 
 from jaxforge.config.job import JobConfig
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.step.lowering import lower_train_step
 
 ROOT = Path(__file__).parents[1]
 DIM, HEADS, FFN, VOCABULARY = 128, 4, 512, 1024

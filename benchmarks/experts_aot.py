@@ -19,6 +19,7 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
 import jax
 import numpy as np
 import results
+from jaxforge.step.lowering import lower_train_step
 from rich.console import Console
 
 from jaxforge.config.job import JobConfig
@@ -26,7 +27,6 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.kernels.megablox import tile_of_rows
 from jaxforge.parallel import targets, xla_flags
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.step.lowering import lower_train_step
 from jaxforge.tools.plan.hlo import Program
 
 MIXTRAL_8X7B = {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "vocab_size": 32000,

@@ -17,6 +17,7 @@ os.environ |= {"JAX_PLATFORMS": "cpu"}
 
 import jax
 import results
+from jaxforge.step.lowering import lower_train_step
 from rich.console import Console
 
 from jaxforge.config import rules
@@ -25,7 +26,6 @@ from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.parallel import targets, xla_flags
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.step.lowering import lower_train_step
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "llama"
 LLAMA_2_7B = {"dim": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": 32000,

@@ -13,6 +13,7 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
 
 import jax
 import results
+from jaxforge.step.lowering import lower_train_step
 from rich.console import Console
 
 from jaxforge.config.job import JobConfig
@@ -23,7 +24,6 @@ from jaxforge.parallel import targets, xla_flags
 from jaxforge.parallel.device_memory import per_device
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.state.train_state import abstract_state
-from jaxforge.step.lowering import lower_train_step
 
 MODEL = {"dim": 2048, "n_layers": 16, "n_heads": 32, "n_kv_heads": 8, "vocab_size": 32000,
          "ffn_hidden_dim": 8192, "max_seq_len": 2048}  # fmt: skip

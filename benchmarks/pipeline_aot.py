@@ -17,6 +17,7 @@ import optax
 import pipeline
 import results
 from jax.sharding import Mesh
+from jaxforge.step.lowering import abstract_batch, lower_train_step
 from rich.console import Console
 
 from jaxforge.config.job import JobConfig
@@ -26,7 +27,6 @@ from jaxforge.parallel import targets, xla_flags
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.state.train_state import TrainState, abstract_state
 from jaxforge.step.gradients import Batch
-from jaxforge.step.lowering import abstract_batch, lower_train_step
 from jaxforge.step.train_step import Controls
 
 STAGES, ROWS, SEQ = 4, 4, 2048
