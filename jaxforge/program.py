@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import MODELS
 from jaxforge.model.runtime import gpu_capability
@@ -29,8 +30,8 @@ AbstractBatch = dict[str, jax.ShapeDtypeStruct]
 class Program:
     """The model, the optimizer and one update of a config on a mesh.
 
-    Construction builds nothing: each part is built when it is first used. An `AbstractMesh`, which
-    needs a `model`, has shapes, shardings and `lower`, but no arrays.
+    Construction builds nothing: each part is built when it is first used. With an `AbstractMesh`,
+    give the model; shapes and shardings are available then, and `step` can be traced.
 
     Attributes:
         config: the validated config.
@@ -39,16 +40,16 @@ class Program:
 
     Args:
         config: a config that `rules.check` has passed for the mesh.
-        mesh: the devices; by default all, as `[distributed]` arranges them.
+        mesh: the devices; by default all, for which the config is checked.
         model: by default the one of `[model]`, with the kernels of the mesh's devices.
         collect: metrics in addition to `metrics.collect`.
         capacity: bytes of one device.
 
     Raises:
-        UserError: a name in `collect` is unknown. The parts raise it when they are built: the mesh
-            does not fit the network, a kernel does not support the model or the device, a decay
-            pattern matches no parameter, the mesh splits a parameter into unequal parts, or the
-            memory of the devices is unknown.
+        UserError: a name in `collect` is unknown. The parts raise it when they are built: the
+            config does not fit the devices, a kernel does not support the model or the device, a
+            decay pattern matches no parameter, the mesh splits a parameter into unequal parts, or
+            the memory of the devices is unknown.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Program:
     @functools.cached_property
     def mesh(self) -> Mesh:
         """The devices and their axes."""
+        rules.check(self.config, jax.device_count())
         return make_mesh(self.config)
 
     @functools.cached_property

@@ -25,7 +25,6 @@ from jaxforge.config.reading.load import make_config
 from jaxforge.data import loader, sources
 from jaxforge.data.mixture import Segment
 from jaxforge.errors import UserError
-from jaxforge.model.transformer import matmul_precision
 from jaxforge.parallel import compilation
 from jaxforge.parallel.mesh import data_parallel_size, make_mesh
 from jaxforge.program import Program
@@ -189,10 +188,10 @@ def open_past(run: Path, step: int, overrides: Sequence[str] = ()) -> Iterator[P
         rules.check(config, len(devices))
         compilation.use_cache(config.train)
         mesh = make_mesh(config, devices)
-        with jax.set_mesh(mesh), matmul_precision(config):
-            checkpoints.close()
-            past = Past(config, mesh, run, run_directory.start_before(run, step), overrides)
-            checkpoints = past.checkpoints
+        checkpoints.close()
+        past = Past(config, mesh, run, run_directory.start_before(run, step), overrides)
+        checkpoints = past.checkpoints
+        with past.context():
             yield past
     finally:
         checkpoints.close()
