@@ -29,8 +29,8 @@ from jaxforge.kernels.attention_backends import BACKENDS
 from jaxforge.model.remat import block
 from jaxforge.parallel import targets, xla_flags
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.step.lowering import lower_train_step
-from jaxforge.tools.plan.hlo import Program
+from jaxforge.program import Program
+from jaxforge.tools.plan.hlo import Program as HloProgram
 
 LLAMA_2_7B = {"dim": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": 32000,
               "ffn_hidden_dim": 11008}  # fmt: skip
@@ -75,7 +75,7 @@ CASES = (
 def our_step(case: Case, devices: list[jax.Device]) -> jax.stages.Lowered:
     """The train step of jaxforge."""
     config = case.config()
-    return lower_train_step(config, make_mesh(config, devices))
+    return Program(config, make_mesh(config, devices)).lower()
 
 
 def plain_step(case: Case, devices: list[jax.Device]) -> jax.stages.Lowered:
@@ -165,7 +165,7 @@ def plain_loss(case: Case) -> Callable[[dict, jax.Array], jax.Array]:
 def measure(lowered: jax.stages.Lowered, options: dict[str, str | bool]) -> dict[str, float]:
     """What the compiler makes of it, with these options."""
     compiled = lowered.compile(options)
-    cost = Program(compiled.as_text(), DEVICES).cost()
+    cost = HloProgram(compiled.as_text(), DEVICES).cost()
     return {
         "M cycles": sum(cost.cycles.values()) / 1e6,
         "M cycles of products": cost.cycles["matmul"] / 1e6,

@@ -30,12 +30,12 @@ from jaxtyping import PyTree
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config.checkpoint import CheckpointConfig
 from jaxforge.config.job import JobConfig
-from jaxforge.model.transformer import build_model, parameter_count
-from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.model.transformer import parameter_count
 from jaxforge.parallel import host_memory
 from jaxforge.parallel.mesh import make_mesh
+from jaxforge.program import Program
 from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import TrainState, init_state
+from jaxforge.state.train_state import TrainState
 
 SHAPES = {
     True: {"dim": 128, "n_layers": 4, "n_heads": 4, "vocab_size": 1024},
@@ -58,15 +58,13 @@ class Saver(NamedTuple):
 def state_of(quick: bool) -> tuple[TrainState, int, PyTree]:
     """A state on one device, its number of parameters and their logical axes."""
     config = JobConfig.model_validate({"model": SHAPES[quick]})
-    model = build_model(config)
-    optimizer = build_optimizer(config, model.axes)
-    mesh = make_mesh(config, jax.devices()[:1])
-    with jax.set_mesh(mesh):
-        state = init_state(model, optimizer, mesh, 0)
+    program = Program(config, make_mesh(config, jax.devices()[:1]))
+    with program.context():
+        state = program.init(0)
         # Moments of zero would compress to nothing.
         moments = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape), state)
         state = dataclasses.replace(state, opt_state=moments.opt_state)
-    return jax.block_until_ready(state), parameter_count(model.abstract), model.axes
+    return jax.block_until_ready(state), parameter_count(program.model.abstract), program.model.axes
 
 
 def ours(state: TrainState, axes: PyTree) -> Saver:

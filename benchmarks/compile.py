@@ -23,7 +23,7 @@ import results
 
 from jaxforge.config.job import JobConfig
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.step.lowering import lower_train_step
+from jaxforge.program import Program
 
 ROOT = Path(__file__).parents[1]
 DIM, HEADS, FFN, VOCABULARY = 128, 4, 512, 1024
@@ -78,8 +78,8 @@ def scanned_seconds(layers: int) -> float:
             "train": {"batch_size": BATCH, "seq_len": SEQ, "mixed_precision": "fp32"},
         }
     )  # fmt: skip
-    mesh = make_mesh(config, jax.devices()[:1])
-    return _seconds(lambda: lower_train_step(config, mesh))
+    program = Program(config, make_mesh(config, jax.devices()[:1]))
+    return _seconds(program.lower)
 
 
 def unrolled_seconds(layers: int) -> float:

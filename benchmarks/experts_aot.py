@@ -26,8 +26,8 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.kernels.megablox import tile_of_rows
 from jaxforge.parallel import targets, xla_flags
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.step.lowering import lower_train_step
-from jaxforge.tools.plan.hlo import Program
+from jaxforge.program import Program
+from jaxforge.tools.plan.hlo import Program as HloProgram
 
 MIXTRAL_8X7B = {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "vocab_size": 32000,
                 "ffn_hidden_dim": 14336, "num_experts": 8, "moe_top_k": 2,
@@ -77,10 +77,10 @@ def measure(case: Case) -> dict[str, float]:
     """What the compiler makes of it."""
     config = config_of(case)
     devices = list(targets.tpus(case.topology))
-    lowered = lower_train_step(config, make_mesh(config, devices))
+    lowered = Program(config, make_mesh(config, devices)).lower()
     options = xla_flags.compiler_options(devices[0], {}, has=(xla_flags.EXPERTS,))
     compiled = lowered.compile(options)
-    program = Program(compiled.as_text(), len(devices))
+    program = HloProgram(compiled.as_text(), len(devices))
     cost, model, ep = program.cost(), config.model, case.axes.get("ep", 1)
     widths = {model.dim, model.expert_dim}
     experts = [shape for shape in program.gathered() if widths <= set(shape)]

@@ -25,7 +25,7 @@ from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.parallel import targets, xla_flags
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.step.lowering import lower_train_step
+from jaxforge.program import Program
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "llama"
 LLAMA_2_7B = {"dim": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": 32000,
@@ -99,7 +99,7 @@ def measure(case: Case) -> dict[str, float | str]:
     """What the compiler makes of it, or why it makes nothing of it."""
     rules.check(case.config, case.nodes * PER_NODE)
     devices = list(targets.gpus("h100", case.nodes, PER_NODE))
-    lowered = lower_train_step(case.config, make_mesh(case.config, devices))
+    lowered = Program(case.config, make_mesh(case.config, devices)).lower()
     start = time.perf_counter()
     options = xla_flags.compiler_options(devices[0], {}, has=xla_flags.traits(case.config))
     compiled = lowered.compile(options)

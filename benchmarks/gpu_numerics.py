@@ -19,12 +19,10 @@ from jaxforge.config.job import JobConfig
 from jaxforge.kernels.attention_backends import BACKENDS, KernelRequirements, choose
 from jaxforge.kernels.grouped import ProductRequirements, choose_grouped, grouped_matmul
 from jaxforge.model.runtime import gpu_capability
-from jaxforge.model.transformer import build_model, matmul_precision
-from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import batch_shardings
-from jaxforge.state.train_state import init_state
-from jaxforge.step.train_step import Controls, make_train_step
+from jaxforge.program import Program
+from jaxforge.step.train_step import Controls
 
 Arrays = list[np.ndarray]
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2}  # of bfloat16 are a few of its roundings, 2^-8
@@ -122,18 +120,15 @@ def experts(size: Size) -> Iterator[results.Claim]:
 
 def updates(config: JobConfig, device: jax.Device, steps: int) -> np.ndarray:
     """Losses of updates by the same batch."""
-    mesh = make_mesh(config, [device])
-    model = build_model(config, device.platform, gpu_capability(device))
-    optimizer = build_optimizer(config, model.axes)
-    step = make_train_step(model, optimizer, config, mesh)
+    program = Program(config, make_mesh(config, [device]))
     shape = (1, config.train.batch_size, config.train.seq_len)
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).astype(np.int32)
     data = {"input_ids": tokens, "labels": np.roll(tokens, -1, axis=-1)}
-    with jax.set_mesh(mesh), matmul_precision(config), jax.default_device(device):
-        state = init_state(model, optimizer, mesh, 0)
-        batch, found = jax.device_put(data, batch_shardings(mesh, data)), []
+    with program.context(), jax.default_device(device):
+        state = program.init(0)
+        batch, found = jax.device_put(data, batch_shardings(program.mesh, data)), []
         for _ in range(steps):
-            state, metrics = step(state, batch, Controls())
+            state, metrics = program.step(state, batch, Controls())
             found.append(float(metrics["loss"]))
     return np.array(found)
 

@@ -16,14 +16,10 @@ import results
 from rich.console import Console
 
 from jaxforge.config.job import JobConfig
-from jaxforge.model.runtime import gpu_capability
-from jaxforge.model.transformer import build_model
-from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import targets, xla_flags
 from jaxforge.parallel.device_memory import per_device
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.state.train_state import abstract_state
-from jaxforge.step.lowering import lower_train_step
+from jaxforge.program import Program
 
 MODEL = {"dim": 2048, "n_layers": 16, "n_heads": 32, "n_kv_heads": 8, "vocab_size": 32000,
          "ffn_hidden_dim": 8192, "max_seq_len": 2048}  # fmt: skip
@@ -48,11 +44,10 @@ def measure(case: tuple[str, str, str], devices: list[jax.Device]) -> dict[str, 
     config = JobConfig.model_validate(
         {"model": MODEL, "train": train, "distributed": {"dp_shard": len(devices)}}
     )
-    mesh = make_mesh(config, devices)
-    model = build_model(config, devices[0].platform, gpu_capability(devices[0]))
-    stored = per_device(abstract_state(model, build_optimizer(config, model.axes), mesh))
+    program = Program(config, make_mesh(config, devices))
+    stored = per_device(program.abstract_state())
     flags = xla_flags.compiler_options(devices[0], {}, has=xla_flags.traits(config))
-    stats = lower_train_step(config, mesh).compile(flags).memory_analysis()
+    stats = program.lower().compile(flags).memory_analysis()
     return {
         "parameters": params,
         "rounded": rounding,

@@ -28,7 +28,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.model import capture
 from jaxforge.model.transformer import Model, Params, build_model
-from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.program import Program
 
 BASE = 128
 WIDTHS = (64, 128, 256, 512, 1024)
@@ -83,7 +83,7 @@ def trained(
 ) -> tuple[Model, Params, list[float]]:
     """A model, its parameters after a step on each batch, and the losses before each step."""
     model = build_model(of)
-    optimizer = build_optimizer(of, model.axes)
+    optimizer = Program(of, model=model).optimizer
 
     def loss(params: Params, tokens: Int[Array, "b s+1"]) -> Float[Array, ""]:
         logits = model.logits(params, model.hidden(params, tokens[:, :-1]))

@@ -11,6 +11,7 @@ a pipeline as most JAX frameworks write it (`rolled_gradients`).
 
 import itertools
 import json
+import operator
 import os
 import socket
 import statistics
@@ -33,14 +34,13 @@ from jaxtyping import Array
 from jaxforge.aux_outputs import LossWeights
 from jaxforge.config.job import JobConfig
 from jaxforge.model.remat import block
-from jaxforge.model.transformer import Model, Params, build_model, matmul_precision
-from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.model.transformer import Params
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import batch_shardings, param_shardings
-from jaxforge.state.train_state import init_state
+from jaxforge.program import Program
 from jaxforge.step.cross_entropy import tiles_of, weighted_loss
-from jaxforge.step.gradients import Batch, make_gradients
-from jaxforge.step.train_step import Controls, make_train_step
+from jaxforge.step.gradients import Batch
+from jaxforge.step.train_step import Controls
 
 ROWS, SEQ = 4, 128  # of a microbatch, over all devices
 MODEL = {"dim": 256, "n_layers": 8, "n_heads": 4, "vocab_size": 4096, "ffn_hidden_dim": 1024}
@@ -61,9 +61,7 @@ def config_of(microbatches: int, **distributed: Any) -> JobConfig:  # noqa: ANN4
     return JobConfig.model_validate({"model": model, "train": train, "distributed": axes})
 
 
-def rolled_gradients(
-    model: Model, config: JobConfig, mesh: Mesh
-) -> Callable[[Params, Batch], tuple[Params, Array]]:
+def rolled_gradients(program: Program) -> Callable[..., tuple[Params, Array]]:
     """A forward pipeline, differentiated: what comes first goes backward last.
 
     Stages are a leading dimension of the activations, split over `pp`. In each tick all of them run
@@ -71,7 +69,8 @@ def rolled_gradients(
     N - 1 ticks, and saves what each has taken in; stages run again in the backward, saving their
     matrix products, as ours do.
     """
-    stages, train = mesh.shape["pp"], config.train
+    model, mesh = program.model, program.mesh
+    stages, train = mesh.shape["pp"], program.config.train
 
     def stage(layers: Params, x: Array) -> Array:
         context = model.context(x)
@@ -130,18 +129,13 @@ def batch_of(config: JobConfig, mesh: Mesh) -> Batch:
 
 
 def temporary_megabytes(
-    gradients: Callable[..., Any], config: JobConfig, devices: Sequence[jax.Device]
+    gradients: Callable[[Program], Callable], config: JobConfig, devices: Sequence[jax.Device]
 ) -> float:
     """Of a device, while gradients are computed."""
-    mesh = make_mesh(config, list(devices))
-    model = build_model(config)
-    shardings = param_shardings(model.abstract, model.axes, mesh)
-    params = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        model.abstract, shardings,
-    )  # fmt: skip
-    with jax.set_mesh(mesh), matmul_precision(config):
-        lowered = jax.jit(gradients(model, config, mesh)).lower(params, {}, batch_of(config, mesh))
+    program = Program(config, make_mesh(config, list(devices)))
+    params, batch = program.abstract_state().params, batch_of(config, program.mesh)
+    with program.context():
+        lowered = jax.jit(gradients(program)).lower(params, {}, batch)
         return lowered.compile().memory_analysis().temp_size_in_bytes / 1e6
 
 
@@ -149,14 +143,11 @@ class Timed:
     """A job whose updates can be timed."""
 
     def __init__(self, config: JobConfig, devices: Sequence[jax.Device]) -> None:
-        self.config, self.mesh = config, make_mesh(config, list(devices))
-        model = build_model(config)
-        optimizer = build_optimizer(config, model.axes)
-        with jax.set_mesh(self.mesh), matmul_precision(config):
-            self.state = init_state(model, optimizer, self.mesh, 0)
-            self.batch = batch_of(config, self.mesh)
-            step = make_train_step(model, optimizer, config, self.mesh)
-            self.step = step.lower(self.state, self.batch, Controls()).compile()
+        program = Program(config, make_mesh(config, list(devices)))
+        with program.context():
+            self.state = program.init(0)
+            self.batch = batch_of(config, program.mesh)
+            self.step = program.step.lower(self.state, self.batch, Controls()).compile()
 
     def seconds(self) -> float:
         """Of one update."""
@@ -234,11 +225,11 @@ def main() -> None:
         rows += time_rows("virtual devices", 4, microbatches, found)
         found = two_processes(microbatches, repeats)
         rows += time_rows("two processes", PROCESSES, microbatches, found)
-    devices = jax.devices()[:4]
+    devices, of_step = jax.devices()[:4], operator.attrgetter("gradients")
     for microbatches in (8, 16) if quick else (8, 16, 32, 64):
         memory = {
-            "1f1b": (make_gradients, config_of(microbatches, pp=4)),
-            "gpipe": (make_gradients, config_of(microbatches, pp=4, pp_schedule="gpipe")),
+            "1f1b": (of_step, config_of(microbatches, pp=4)),
+            "gpipe": (of_step, config_of(microbatches, pp=4, pp_schedule="gpipe")),
             "differentiated": (rolled_gradients, config_of(microbatches, pp=4)),
         }
         found = {

@@ -16,17 +16,14 @@ import jax
 import optax
 import pipeline
 import results
-from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxforge.config.job import JobConfig
-from jaxforge.model.transformer import build_model, matmul_precision
-from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import targets, xla_flags
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.state.train_state import TrainState, abstract_state
+from jaxforge.program import Program
+from jaxforge.state.train_state import TrainState
 from jaxforge.step.gradients import Batch
-from jaxforge.step.lowering import abstract_batch, lower_train_step
 from jaxforge.step.train_step import Controls
 
 STAGES, ROWS, SEQ = 4, 4, 2048
@@ -47,24 +44,21 @@ def config_of(microbatches: int, axes: dict[str, int]) -> JobConfig:
     return JobConfig.model_validate({"model": model, "train": train, "distributed": distributed})
 
 
-def rolled_step(config: JobConfig, mesh: Mesh) -> jax.stages.Lowered:
+def rolled_step(program: Program) -> jax.stages.Lowered:
     """A step whose gradients are those of a differentiated pipeline."""
-    model = build_model(config, "tpu")
-    optimizer = build_optimizer(config, model.axes)
-    gradients = pipeline.rolled_gradients(model, config, mesh)
+    gradients = pipeline.rolled_gradients(program)
 
     def step(state: TrainState, batch: Batch, controls: Controls) -> tuple:
         grads, loss = gradients(state.params, {}, batch)
-        updates, opt_state = optimizer.update(
+        updates, opt_state = program.optimizer.update(
             grads, state.opt_state, state.params, lr_scale=controls.lr_scale
         )
         params = optax.apply_updates(state.params, updates)
         new = dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state)
         return new, loss
 
-    with jax.set_mesh(mesh), matmul_precision(config):
-        state = abstract_state(model, optimizer, mesh)
-        batch = abstract_batch(config, mesh)
+    with program.context():
+        state, batch = program.abstract_state(), program.abstract_batch()
         return jax.jit(step, donate_argnums=0).lower(state, batch, Controls())
 
 
@@ -73,9 +67,9 @@ def measured(
 ) -> dict[str, float] | str:
     """What the compiler makes of it, or why it makes nothing of it."""
     options = xla_flags.compiler_options(devices[0], {})
-    lower = rolled_step if rolled else lower_train_step
+    lower = rolled_step if rolled else Program.lower
     try:
-        return aot.measure(lower(config, make_mesh(config, devices)), options)
+        return aot.measure(lower(Program(config, make_mesh(config, devices))), options)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -17,11 +17,10 @@ import results
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import TrainConfig
-from jaxforge.model.transformer import build_model, parameter_count
-from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.model.transformer import parameter_count
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.state.train_state import init_state
-from jaxforge.step.train_step import Controls, make_train_step
+from jaxforge.program import Program
+from jaxforge.step.train_step import Controls
 
 POLICIES = get_args(TrainConfig.model_fields["activation_checkpointing"].annotation)
 # So many layers that CPUs scan them too: unrolled, XLA:CPU saves nothing by recomputing.
@@ -49,22 +48,19 @@ def compile_case(policy: str, batch: int, seq: int) -> Case:
     config = JobConfig.model_validate(
         {"model": MODEL, "train": {**train, "activation_checkpointing": policy}}
     )
-    mesh = make_mesh(config, jax.devices()[:1])
-    model = build_model(config)
-    optimizer = build_optimizer(config, model.axes)
+    program = Program(config, make_mesh(config, jax.devices()[:1]))
     tokens = jax.random.randint(jax.random.key(1), (1, batch, seq), 0, MODEL["vocab_size"])
     data = {"input_ids": tokens, "labels": jnp.roll(tokens, -1, -1)}
-    with jax.set_mesh(mesh):
-        state = [init_state(model, optimizer, mesh, 0)]
-        step = make_train_step(model, optimizer, config, mesh)
-        compiled = step.lower(state[0], data, Controls()).compile()
+    with program.context():
+        state = [program.init(0)]
+        compiled = program.step.lower(state[0], data, Controls()).compile()
 
     def run() -> None:
         state[0], metrics = compiled(state[0], data, Controls())
         jax.block_until_ready(metrics)
 
     megabytes = compiled.memory_analysis().temp_size_in_bytes / 1e6
-    return Case(megabytes, parameter_count(model.abstract), run)
+    return Case(megabytes, parameter_count(program.model.abstract), run)
 
 
 def measure(cases: dict[str, Case], rounds: int) -> dict[str, float]:

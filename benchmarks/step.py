@@ -22,12 +22,11 @@ from torch.nn import functional as F
 
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import ModelConfig
-from jaxforge.model.transformer import build_model, matmul_precision, parameter_count
-from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.model.transformer import build_model, parameter_count
 from jaxforge.parallel import compilation, host_memory
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.state.train_state import init_state
-from jaxforge.step.train_step import Controls, make_train_step
+from jaxforge.program import Program
+from jaxforge.step.train_step import Controls
 from jaxforge.telemetry import flops
 
 
@@ -187,16 +186,13 @@ def jax_step(case: Case) -> Callable[[], None]:
 def compiled_step(case: Case) -> tuple[Callable[[], None], jax.stages.Compiled]:
     """The same, and the program."""
     config = job(case)
-    mesh = make_mesh(config, jax.devices()[:1])
-    model = build_model(config)
-    optimizer = build_optimizer(config, model.axes)
-    jitted = make_train_step(model, optimizer, config, mesh)
+    program = Program(config, make_mesh(config, jax.devices()[:1]))
     tokens, labels = (np.asarray(x, np.int32)[None] for x in _tokens(case))
     data = {"input_ids": jax.device_put(tokens), "labels": jax.device_put(labels)}
-    with jax.set_mesh(mesh), matmul_precision(config):
-        state = [init_state(model, optimizer, mesh, 0)]
+    with program.context():
+        state = [program.init(0)]
         options = compilation.accepted_flags(config)
-        compiled = jitted.lower(state[0], data, Controls()).compile(options)
+        compiled = program.step.lower(state[0], data, Controls()).compile(options)
 
     def step() -> None:
         state[0], metrics = compiled(state[0], data, Controls())

@@ -17,36 +17,23 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxforge.checkpoint.manager import Checkpoints
-from jaxforge.checkpoint.restore import starting_state
-from jaxforge.checkpoint.save_policy import SavePolicy
-from jaxforge.cli.running import run_main
-from jaxforge.config.job import JobConfig
-from jaxforge.config.reading.load import make_config
-from jaxforge.config.rules import check
-from jaxforge.data.loader import training_batches
-from jaxforge.data.sources import open_eval_data, open_training_data
+import jaxforge as jf
 from jaxforge.errors import UserError
-from jaxforge.model.transformer import build_model, matmul_precision
-from jaxforge.optim.optimizer import build_optimizer, learning_rate
-from jaxforge.parallel import multihost
-from jaxforge.parallel.mesh import make_mesh
-from jaxforge.step.train_step import Controls, make_train_step
-from jaxforge.training.evaluation import Evaluator, summary
-from jaxforge.training.result import StepResult
+from jaxforge.training import own_loop
 
 BATCH = 16  # sequences of an update, over all devices
 
-SETTINGS = {
-    "model": {"dim": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 256, "max_seq_len": 64},
-    "train": {"global_batch_size": BATCH, "seq_len": 64, "max_steps": 200, "grad_clip_norm": 1.0},
+SETTINGS = [
+    "--model.dim=64", "--model.n_layers=2", "--model.n_heads=4", "--model.vocab_size=256",
+    "--model.max_seq_len=64", "--train.seq_len=64", "--train.max_steps=200",
+    f"--train.global_batch_size={BATCH}", "--train.grad_clip_norm=1.0",
     # A rate for batches of 8, scaled in proportion; its floor is a share of it, and so scales too.
-    "optimizer": {"lr": 1.5e-3 * BATCH / 8, "weight_decay": 0.01, "betas": [0.9, 0.95]},
-    "scheduler": {"name": "cosine", "warmup_steps": 20, "min_lr_ratio": 0.1},
-    "eval": {"enabled": True, "interval": 50},
-    "checkpoint": {"interval": 25, "keep_last_n": 1, "keep_best_n": 1},
-    "metrics": {"log_interval": 10},
-}
+    f"--optimizer.lr={1.5e-3 * BATCH / 8}", "--optimizer.weight_decay=0.01",
+    "--optimizer.betas=[0.9, 0.95]",
+    "--scheduler.name=cosine", "--scheduler.warmup_steps=20", "--scheduler.min_lr_ratio=0.1",
+    "--eval.enabled=true", "--eval.interval=50", "--checkpoint.interval=25",
+    "--checkpoint.keep_last_n=1", "--checkpoint.keep_best_n=1", "--metrics.log_interval=10",
+]  # fmt: skip
 
 
 def main(
@@ -59,24 +46,16 @@ def main(
         overrides: settings over those above, such as "--train.max_steps=500".
         write: takes each line of the log.
     """
-    multihost.initialize()
-    config = settings(directory, overrides)
-    mesh = make_mesh(config)
-    with jax.set_mesh(mesh), matmul_precision(config):
-        train(config, mesh, write if jax.process_index() == 0 else lambda line: None)
-
-
-def settings(directory: Path, overrides: Sequence[str]) -> JobConfig:
-    """The config of a run in `directory`, checked against the devices that there are."""
+    own_loop.initialize()
     write_bytes(inspect.getsource(inspect).encode(), directory)
     paths = [
         f"--data.dataset_path={directory / 'train'}",
         f"--eval.dataset_path={directory / 'val'}",
         f"--checkpoint.dir={directory}",
     ]
-    config = make_config(SETTINGS, [*paths, *overrides])
-    check(config, jax.device_count())
-    return config
+    program = jf.Program(jf.load_config(None, [*SETTINGS, *paths, *overrides]))
+    with program.context():
+        train(program, write if jax.process_index() == 0 else lambda line: None)
 
 
 def write_bytes(text: bytes, directory: Path) -> None:
@@ -91,29 +70,21 @@ def write_bytes(text: bytes, directory: Path) -> None:
         partial.replace(directory / name / "bytes.npy")  # whole, whichever process looks
 
 
-def train(config: JobConfig, mesh: jax.sharding.Mesh, write: Callable[[str], None]) -> None:
+def train(program: jf.Program, write: Callable[[str], None]) -> None:
     """Trains to `train.max_steps`."""
-    model = build_model(config)
-    optimizer = build_optimizer(config, model.axes)  # decays matrices, and nothing else
-    train_step = make_train_step(model, optimizer, config, mesh)
-    evaluate = Evaluator(config, mesh, model, open_eval_data(config), tokenizer=None)
-    checkpoints = Checkpoints(
-        Path(config.checkpoint.dir), config.checkpoint, model.axes,
-        config.model_dump(mode="json"), stack=model.stack,
-    )  # fmt: skip
+    config = program.config
+    evaluate = own_loop.open_evaluator(program)
+    checkpoints = own_loop.open_checkpoints(program)
     # Step, moments, place in the data: a checkpoint holds all of it, and counts finished updates.
-    state, progress = starting_state(config, checkpoints, model, optimizer, mesh)
-    batches = training_batches(
-        config, mesh, open_training_data(config), progress.samples,
-        n_updates=config.train.max_steps - progress.step,
-    )  # fmt: skip
-    rate, is_due = learning_rate(config), SavePolicy(config)
+    state, progress = own_loop.starting_state(program, checkpoints)
+    batches = own_loop.open_batches(program, progress)
+    rate, is_due = own_loop.learning_rate(config), own_loop.SavePolicy(config)
     for batch in batches:  # epochs go by in them
         step = progress.step  # this update's, counted from 0
-        state, metrics = train_step(state, batch, Controls())
+        state, metrics = program.step(state, batch, own_loop.Controls())
         progress.advance(BATCH, BATCH * config.train.seq_len)
         if step % config.metrics.log_interval == 0:  # only then is the device waited for
-            result = StepResult(metrics, config.train)
+            result = own_loop.StepResult(metrics, config.train)
             write(
                 f"step {step:6d}  lr {rate(step):.2e}  loss {result.loss_dict['lm loss']:.4f}  "
                 f"|g| {result.grad_norm:.3f}"
@@ -123,7 +94,8 @@ def train(config: JobConfig, mesh: jax.sharding.Mesh, write: Callable[[str], Non
         is_last = progress.step == config.train.max_steps
         scores = {}
         if progress.step % config.eval.interval == 0 or is_last:
-            scores = summary(evaluate(state.params))  # each device its part, every token once
+            # Each device evaluates its part, and every token counts once.
+            scores = own_loop.summary(evaluate(state.params))
             write(f"  val loss {scores['eval/loss']:.4f}")
         if scores or is_due(progress.step) or is_last:
             checkpoints.save(progress, state, scores)  # while training goes on
@@ -139,4 +111,4 @@ def command() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_main(command))
+    raise SystemExit(own_loop.run_main(command))

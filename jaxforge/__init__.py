@@ -5,7 +5,9 @@ import sys  # no more than these two, which Python has loaded: see `_leave_worki
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from jaxforge.config.reading.load import load_config as load_config
     from jaxforge.inference.run import Run as Run
+    from jaxforge.program import Program as Program
 
     __version__: str
 
@@ -44,12 +46,20 @@ if sys.argv[:1] == ["-m"] or os.path.basename("".join(sys.argv[:1])) == "jaxforg
     _end_at_interrupt()
 
 
+_PUBLIC = {
+    "Program": "jaxforge.program",
+    "Run": "jaxforge.inference.run",
+    "load_config": "jaxforge.config.reading.load",
+}
+"""The module of each name of `jaxforge`."""
+
+
 def __getattr__(name: str) -> object:
     """Import what takes time once it is asked for."""
-    if name == "Run":
-        from jaxforge.inference.run import Run
+    if name in _PUBLIC:
+        from importlib import import_module
 
-        return Run
+        return getattr(import_module(_PUBLIC[name]), name)
     if name == "__version__":
         from importlib.metadata import version
 

@@ -12,23 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jaxforge.checkpoint.sealed_progress import crc32, sealed
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import RopeScaling
 from jaxforge.kernels import attention_backends
-from jaxforge.model.transformer import Model, Params, build_model
-from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.model.transformer import Model, Params
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import batch_shardings
+from jaxforge.program import Program
 from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import Counts, TrainState, abstract_state, begin, state_shardings
+from jaxforge.state.train_state import Counts, TrainState, begin
 from jaxforge.step.context import spread_sequences
-from jaxforge.step.grad_sync import resolve_grad_sync
-from jaxforge.step.gradients import make_gradients
-from jaxforge.step.train_step import Controls, make_train_step
+from jaxforge.step.train_step import Controls
 
 EVERY_OPTION = {
     "norm_placement": "sandwich", "norm_unit_offset": True, "qk_norm": True,
@@ -46,27 +44,19 @@ LEARNED = {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(eq=False)
-class Setup:
-    """A model, its optimizer and its step on a mesh."""
-
-    config: JobConfig
-    mesh: Mesh
-    model: Model
-    optimizer: object
-    step: object
+class Setup(Program):
+    """A program with batches and states of tests."""
 
     def state(self, params=None) -> TrainState:
         """Arrays of its own before the first step, on the mesh; `params`: other values for them."""
         state = self._initial
         if params is not None:
             state = dataclasses.replace(state, params=jax.device_get(params))
-        shardings = state_shardings(self.model, self.optimizer, self.mesh)
-        return jax.tree.map(placed, state, shardings)
+        return jax.tree.map(placed, state, self.shardings)
 
     @functools.cached_property
     def _initial(self) -> TrainState:
-        """What `init_state` makes, on the host (see tests/model/test_init.py).
+        """What `init` makes, on the host (see tests/model/test_init.py).
 
         It is made from parameters that every mesh shares, and shared by those that keep layers
         alike: to compile how it is made takes half as long as to compile the step.
@@ -106,13 +96,11 @@ class Setup:
 
 def losses_and_gradients(ours: Setup, batches) -> tuple[np.ndarray, Params]:
     """Of batches, from the initial state; stacked, on the host. No update is compiled."""
-    way = resolve_grad_sync(ours.config, ours.model, ours.optimizer, ours.mesh)
-    gradients = make_gradients(ours.model, way.applied_to(ours.config), ours.mesh)
 
     @jax.jit
     def run(state: TrainState, batch: dict):
         batch = spread_sequences(ours.model, batch)
-        grads, loss = gradients(state.params, state.model_state, batch)
+        grads, loss = ours.gradients(state.params, state.model_state, batch)
         return loss.value, grads
 
     with jax.set_mesh(ours.mesh):
@@ -185,17 +173,14 @@ def new_setup(config: JobConfig, **options) -> Setup:
     """Shared with no other test: nothing is compiled yet, and what is patched counts."""
     d = config.distributed
     devices = jax.devices()[: d.pp * d.dp_replicate * d.dp_shard * d.cp * d.ep * d.tp]
-    mesh = make_mesh(config, devices)
-    model = build_model(config)
-    optimizer = build_optimizer(config, model.axes)
-    return Setup(
-        config, mesh, model, optimizer, make_train_step(model, optimizer, config, mesh, **options)
-    )
+    made = Setup(config, make_mesh(config, devices), **options)
+    _ = made.step  # traced by what is patched now, and refused now
+    return made
 
 
 def underway(ours: Setup, steps: int) -> TrainState:
     """A state as after so many steps, of random numbers: nothing is compiled to make it."""
-    like, rng = abstract_state(ours.model, ours.optimizer, ours.mesh), np.random.default_rng(0)
+    like, rng = ours.abstract_state(), np.random.default_rng(0)
     lr, beta = ours.config.optimizer.lr, ours.config.optimizer.betas[0]
 
     def normal(leaf):
@@ -257,7 +242,7 @@ def random_batches(config: JobConfig, n: int, seed: int = 0, dp: int | None = No
 
 def lowered(ours: Setup, batch: dict | None = None) -> jax.stages.Lowered:
     """The step, to be compiled for what it will run on; no array is made but those of a batch."""
-    state = abstract_state(ours.model, ours.optimizer, ours.mesh)
+    state = ours.abstract_state()
     batch = random_batches(ours.config, 1)[0] if batch is None else batch
     with jax.set_mesh(ours.mesh):
         return ours.step.lower(state, ours.put(batch), Controls())

@@ -15,12 +15,9 @@ from jaxforge.config.reading.load import load_config
 from jaxforge.data.sources import open_training_data
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import build_model, parameter_count
-from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.mesh import data_parallel_size
-from jaxforge.state.train_state import abstract_state
-from jaxforge.step.grad_sync import resolve_grad_sync
-from jaxforge.step.lowering import abstract_batch
-from jaxforge.step.train_step import Controls, make_train_step
+from jaxforge.program import Program
+from jaxforge.step.train_step import Controls
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs" / "llama").glob("*.toml"))
 MEMORY = {"gpu": 80e9, "v5e": 16e9, "v5p": 95e9, "v6e": 32e9}  # bytes of one device
@@ -62,7 +59,7 @@ class Recipe:
         self.mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=kinds)
         # cuDNN's attention cannot be traced without cuDNN; splash attention can without a TPU.
         self.model = build_model(self.config, "cpu" if self.kind == "gpu" else "tpu")
-        self.optimizer = build_optimizer(self.config, self.model.axes)
+        self.program = Program(self.config, self.mesh, model=self.model, capacity=self.capacity)
 
     @property
     def capacity(self) -> int:
@@ -71,10 +68,7 @@ class Recipe:
 
     @functools.cached_property
     def state(self):
-        return abstract_state(self.model, self.optimizer, self.mesh)
-
-    def batch(self):
-        return abstract_batch(self.config, self.mesh)
+        return self.program.abstract_state()
 
 
 @functools.lru_cache(1)  # tests of one config follow each other
@@ -96,10 +90,8 @@ def bytes_per_device(tree) -> int:
 
 def test_it_lowers_for_its_machine(recipe):
     with jax.sharding.use_abstract_mesh(recipe.mesh):
-        step = make_train_step(
-            recipe.model, recipe.optimizer, recipe.config, recipe.mesh, capacity=recipe.capacity
-        )
-        traced = step.trace(recipe.state, recipe.batch(), Controls())
+        batch = recipe.program.abstract_batch()
+        traced = recipe.program.step.trace(recipe.state, batch, Controls())
         platform = "cuda" if recipe.kind == "gpu" else "tpu"
         text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert f"num_partitions = {recipe.devices}" in text
@@ -116,9 +108,7 @@ def test_state_and_gradients_leave_room_for_activations(recipe):
 
 
 def test_gradients_are_reduced_once_where_they_fit(recipe, path):
-    found = resolve_grad_sync(
-        recipe.config, recipe.model, recipe.optimizer, recipe.mesh, recipe.capacity
-    )
+    found = recipe.program.grad_sync
     assert (found.mode == "update") == (path.stem in WHOLE_GRADIENTS_FIT), found.why
 
 

@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("jaxforge", "torch_compat")
 
 ROOMS = ["errors", "exit_codes", "aux_outputs", "cli", "registry", "storage", "config", "parallel",
-         "kernels", "model", "state", "optim", "data", "step", "checkpoint", "telemetry", "runs",
-         "training", "inference", "program", "tools", "commands", "__main__"]  # fmt: skip
+         "kernels", "model", "state", "optim", "data", "step", "program", "checkpoint", "telemetry",
+         "runs", "training", "inference", "tools", "commands", "__main__"]  # fmt: skip
 """Files and directories of jaxforge; each imports only those before it."""
 TORCH_ROOMS = ["formats", "names", "families", "checkpoint", "convert", "lockstep", "running",
                "__main__"]  # fmt: skip

@@ -22,13 +22,13 @@ import numpy as np
 from jaxtyping import Array
 
 from benchmarks.faults import data
+from jaxforge import program as program_module
 from jaxforge.cli.running import leave, run_main
 from jaxforge.commands import train
 from jaxforge.data.tokens import TokenShards
 from jaxforge.model.transformer import Params
 from jaxforge.parallel import compilation
 from jaxforge.state.train_state import TrainState
-from jaxforge.step import train_step as step_module
 from jaxforge.step.gradients import Gradients, Loss
 from jaxforge.step.train_step import Batch, CompiledSteps, Controls, Metrics
 from jaxforge.training import evaluation
@@ -209,7 +209,7 @@ def read_only(step: int, directory: str) -> Hook:
 
 def spoil(what: str, first: int, count: int = 1) -> None:
     """Loss or gradients of the batches `first` ... are NaN, infinite or far too large."""
-    make_gradients = step_module.make_gradients
+    make_gradients = program_module.make_gradients
     low = data.MARKS + first
 
     def make(*args: object) -> Gradients:
@@ -225,7 +225,7 @@ def spoil(what: str, first: int, count: int = 1) -> None:
 
         return of
 
-    step_module.make_gradients = make
+    program_module.make_gradients = make
 
 
 def _spoil_loss(value: float, bad: Array, grads: Params, loss: Loss) -> tuple[Params, Loss]:

@@ -8,8 +8,6 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
-import optax
-from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from jaxforge.checkpoint.layout import common, completed, model_tree
@@ -17,16 +15,10 @@ from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.paths import find, has_run
 from jaxforge.checkpoint.relayout import by_layer, by_stage
 from jaxforge.config.job import JobConfig
-from jaxforge.model.transformer import Model
+from jaxforge.program import Program
 from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import (
-    TrainState,
-    abstract_state,
-    init_state,
-    state_from,
-    with_counts,
-)
+from jaxforge.state.train_state import TrainState, with_counts
 from jaxforge.storage import urls
 
 log = logging.getLogger(__name__)
@@ -89,11 +81,8 @@ class Saved:
 
 
 def starting_state(
-    config: JobConfig,
+    program: Program,
     checkpoints: Checkpoints,
-    model: Model,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
     open_foreign: Callable[[str, JobConfig], Source] | None = None,
     local: Checkpoints | None = None,
 ) -> tuple[TrainState, Progress]:
@@ -104,20 +93,18 @@ def starting_state(
     data from 0.
 
     Args:
-        config: a validated config.
+        program: the run's.
         checkpoints: the run's own.
-        model: the model.
-        optimizer: the optimizer.
-        mesh: where the state is to lie.
         open_foreign: opens a `load_path` that is no run of ours; None refuses such.
         local: the run's own that need not last.
     """
+    config = program.config
     own = [found for found in (checkpoints, local) if found and found.latest() is not None]
     if own:
         newest = max(own, key=lambda found: found.latest() or 0)
-        return start_from(Saved(newest, newest.latest() or 0), model, optimizer, mesh)
+        return start_from(Saved(newest, newest.latest() or 0), program)
     if not config.checkpoint.load_path:
-        return init_state(model, optimizer, mesh, config.train.seed), Progress()
+        return program.init(), Progress()
     load_path = config.checkpoint.load_path  # a URL, perhaps
     with contextlib.ExitStack() as stack:
         source: Source
@@ -129,7 +116,7 @@ def starting_state(
         else:
             source = open_foreign(load_path, config)
         excluded = config.checkpoint.exclude_from_loading
-        state, progress = start_from(source, model, optimizer, mesh, excluded)
+        state, progress = start_from(source, program, excluded)
     fresh = Progress()  # it is another run that begins here
     progress = dataclasses.replace(
         progress, run_id=fresh.run_id, validation=None, rollbacks=[], data={}
@@ -138,27 +125,23 @@ def starting_state(
 
 
 def start_from(
-    source: Source,
-    model: Model,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
-    excluded: Collection[str] = (),
+    source: Source, program: Program, excluded: Collection[str] = ()
 ) -> tuple[TrainState, Progress]:
     """State and progress of a checkpoint, less the `excluded` parts."""
-    like = abstract_state(model, optimizer, mesh)
-    wanted = by_layer(like, model.stack)
+    like, stack = program.abstract_state(), program.model.stack
+    wanted = by_layer(like, stack)
     if source.has_optimizer and "optimizer" not in excluded:
         log.info("resuming from %s", source.name)
         state, progress = source.restore(wanted)
-        state = by_stage(state, model.stack, like)
+        state = by_stage(state, stack, like)
     else:
         log.info("starting with the weights of %s", source.name)
         found = source.restore_model(model_tree(wanted.params, wanted.model_state))
         places = model_tree(like.params, like.model_state)
-        found = by_stage(found, model.stack, common(places, found))
+        found = by_stage(found, stack, common(places, found))
         if "model_state" in found:
             found = completed(found, places)
-        state = state_from(found, model, optimizer, mesh)
+        state = program.init_from(found)
         progress = source.progress()
         state = _at(state, progress)
     if "progress" in excluded:

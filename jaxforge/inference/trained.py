@@ -15,10 +15,11 @@ from jaxforge.checkpoint.relayout import by_layer, by_stage
 from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
-from jaxforge.model.transformer import Model, Params, build_model, matmul_precision
+from jaxforge.model.transformer import Model, Params
 from jaxforge.parallel import device_memory
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import param_shardings
+from jaxforge.program import Program
 from jaxforge.runs import run_directory
 
 # What a run was trained on, and how, says nothing about where its model is used.
@@ -42,16 +43,27 @@ class TrainedModel:
     Attributes:
         run: the run directory.
         step: the step of the checkpoint.
-        config: the run's, with overrides; without accumulation of gradients.
-        mesh: where the parameters will lie.
-        model: the model.
+        program: model and mesh, for the run's config with overrides; no gradients are accumulated.
     """
 
     run: Path
     step: int
-    config: JobConfig
-    mesh: Mesh
-    model: Model
+    program: Program
+
+    @property
+    def config(self) -> JobConfig:
+        """The config of the program."""
+        return self.program.config
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices of the parameters."""
+        return self.program.mesh
+
+    @property
+    def model(self) -> Model:
+        """The model."""
+        return self.program.model
 
     @contextlib.contextmanager
     def in_use(self, params: Params | None = None) -> Iterator[Params]:
@@ -72,7 +84,7 @@ class TrainedModel:
             ),
         )
         try:
-            with jax.set_mesh(self.mesh), matmul_precision(self.config):
+            with self.program.context():
                 yield self._restore(like) if params is None else params
         except (jax.errors.JaxRuntimeError, MemoryError) as error:
             if not device_memory.is_out_of_memory(error):
@@ -115,7 +127,7 @@ def open_run(
     train = config.train.model_copy(update={"grad_accum_steps": config.distributed.pp})
     config = config.model_copy(update={"train": train})
     rules.check(config, len(devices))
-    return TrainedModel(run, step, config, make_mesh(config, devices), build_model(config))
+    return TrainedModel(run, step, Program(config, make_mesh(config, devices)))
 
 
 def _does_not_fit(error: BaseException, params: Params) -> str:

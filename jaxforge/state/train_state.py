@@ -80,13 +80,10 @@ def begin(
     return TrainState(step, params, optimizer.init(params), guard, counts, kept)
 
 
-@functools.lru_cache(maxsize=8)
 def state_shardings(
     model: Model, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh
 ) -> TrainState:
     """NamedSharding of every array of the state; moments lie where their parameters do.
-
-    Made once: whoever lays out a state, restores one or steps on from it has the same tree.
 
     Raises:
         UserError: the mesh splits a parameter, or the blocks of its moments, into unequal parts.
@@ -158,54 +155,7 @@ def part_like(part: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@functools.lru_cache(maxsize=8)
-def state_shapes(model: Model, optimizer: optax.GradientTransformation) -> TrainState:
-    """Shape and dtype of every array; nothing is allocated."""
-    return jax.eval_shape(lambda params: begin(model, params, optimizer), model.abstract)
-
-
-def abstract_state(
-    model: Model, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh
-) -> TrainState:
-    """Shape, dtype and sharding of every array: what a checkpoint is restored into."""
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        state_shapes(model, optimizer),
-        state_shardings(model, optimizer, mesh),
-    )
-
-
 def with_counts(state: TrainState, progress: Progress) -> TrainState:
     """The state with the counts of `progress`, on its devices."""
     counts = jax.device_put(Counts.of(progress), state.step.sharding)
     return dataclasses.replace(state, counts=counts)
-
-
-def init_state(
-    model: Model, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int
-) -> TrainState:
-    """A fresh state, each array made where it will live; the values do not depend on the mesh."""
-    make: Any = jax.jit(
-        lambda key: begin(model, model.init(key), optimizer),
-        out_shardings=state_shardings(model, optimizer, mesh),
-    )
-    return make(jax.random.key(seed))
-
-
-def state_from(
-    found: Params, model: Model, optimizer: optax.GradientTransformation, mesh: Mesh
-) -> TrainState:
-    """A state before the first step, from arrays that lie where they belong and are donated.
-
-    Args:
-        found: `params`, and `model_state`, which is the initial one where it is not there.
-        model: the model.
-        optimizer: the optimizer.
-        mesh: where the arrays lie.
-    """
-    make: Any = jax.jit(
-        lambda found: begin(model, found["params"], optimizer, found.get("model_state")),
-        donate_argnums=0,
-        out_shardings=state_shardings(model, optimizer, mesh),
-    )
-    return make(found)

@@ -7,14 +7,13 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxforge.config.job import JobConfig
 from jaxforge.model.transformer import Model
 from jaxforge.parallel.device_memory import per_device
 from jaxforge.parallel.mesh import data_parallel_size
-from jaxforge.state.train_state import abstract_state
+from jaxforge.state.train_state import TrainState
 from jaxforge.step.grad_sync import resolve_grad_sync
 from jaxforge.step.memory import StepMemory, step_memory
 
@@ -43,7 +42,7 @@ class Fit(NamedTuple):
 def fit(
     config: JobConfig,
     model: Model,
-    optimizer: optax.GradientTransformation,
+    state: TrainState,
     mesh: Mesh | AbstractMesh,
     capacity: int,
 ) -> Fit:
@@ -52,25 +51,23 @@ def fit(
     Args:
         config: a config that `rules.check` has passed for the mesh.
         model: as of `build_model`.
-        optimizer: as of `build_optimizer`.
+        state: shapes and shardings of the state.
         mesh: with devices or without.
         capacity: bytes of a device.
 
-    Raises:
-        UserError: a parameter does not divide by the mesh.
     """
-    state = per_device(abstract_state(model, optimizer, mesh))
-    sync = resolve_grad_sync(config, model, optimizer, mesh, capacity).mode
+    sync = resolve_grad_sync(config, model, state, mesh, capacity).mode
+    stored = per_device(state)
     dp = data_parallel_size(mesh)
     rows = -(-config.train.microbatch_size(dp) // dp)
     modes = ["update", "microbatch"] if config.train.grad_sync == "auto" else [sync]
 
     def holds(n: int) -> bool:
         of_n = with_rows(config, n)
-        totals = (step_memory(of_n, model, mesh, mode, state).total for mode in modes)
+        totals = (step_memory(of_n, model, mesh, mode, stored).total for mode in modes)
         return min(totals) <= capacity
 
-    memory = step_memory(config, model, mesh, sync, state)
+    memory = step_memory(config, model, mesh, sync, stored)
     return Fit(memory, sync, rows, _largest(holds))
 
 

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxforge.config.job import JobConfig
@@ -10,7 +9,7 @@ from jaxforge.model.transformer import Model
 from jaxforge.parallel import device_memory
 from jaxforge.parallel.device_memory import gigabytes, per_device
 from jaxforge.parallel.mesh import token_parallel_size
-from jaxforge.state.train_state import abstract_state
+from jaxforge.state.train_state import TrainState
 from jaxforge.step.memory import step_memory
 
 _USABLE = 0.85
@@ -39,7 +38,7 @@ class GradSync(NamedTuple):
 def resolve_grad_sync(
     config: JobConfig,
     model: Model,
-    optimizer: optax.GradientTransformation,
+    state: TrainState,
     mesh: Mesh | AbstractMesh,
     capacity: int | None = None,
 ) -> GradSync:
@@ -52,7 +51,7 @@ def resolve_grad_sync(
     Args:
         config: a config that `rules.check` has passed for the mesh.
         model: as of `build_model`.
-        optimizer: as of `build_optimizer`.
+        state: shapes and shardings of the state.
         mesh: the run's.
         capacity: bytes of one device; by default, asked of the mesh's devices.
 
@@ -65,8 +64,7 @@ def resolve_grad_sync(
         return GradSync("update")
     if capacity is None:
         capacity = device_memory.smallest_capacity(mesh)
-    state = per_device(abstract_state(model, optimizer, mesh))
-    needs = step_memory(config, model, mesh, "update", state).total
+    needs = step_memory(config, model, mesh, "update", per_device(state)).total
     mode = "update" if needs <= _USABLE * capacity else "microbatch"
     fits = "fit" if mode == "update" else "would not fit"
     return GradSync(

@@ -1,12 +1,11 @@
 """One update as one executable: gradients over microbatches, guard, optimizer."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxforge.aux_outputs import value_of
@@ -21,15 +20,14 @@ from jaxforge.optim.optimizer import global_norm, learning_rate, updates_made
 from jaxforge.optim.rounding import applying
 from jaxforge.parallel.sharding import constrain
 from jaxforge.parallel.stages import Stack
-from jaxforge.state.train_state import Counts, TrainState, state_shardings
-from jaxforge.step.collect import Step, check_collect, collected
+from jaxforge.state.train_state import Counts, TrainState
+from jaxforge.step.collect import Step, collected
 from jaxforge.step.context import spread_sequences
 from jaxforge.step.cross_entropy import valid_tokens, valid_tokens_by_dataset
-from jaxforge.step.grad_sync import resolve_grad_sync
 from jaxforge.step.gradients import (
     Batch,
+    Gradients,
     Loss,
-    make_gradients,
     unscaled,
     with_dataset_mask,
 )
@@ -79,30 +77,23 @@ TrainStep = Callable[[TrainState, Batch, Controls], tuple[TrainState, Metrics]]
 
 
 def make_train_step(
+    config: JobConfig,
     model: Model,
     optimizer: optax.GradientTransformationExtraArgs,
-    config: JobConfig,
-    mesh: Mesh,
-    *,
-    collect: Iterable[str] = (),
-    capacity: int | None = None,
+    gradients: Gradients,
+    shardings: TrainState,
+    collect: Collection[str] = (),
 ) -> jax.stages.Wrapped:
-    """The jitted step `(state, batch, controls) -> (state, metrics)`; the state is donated.
+    """Return the jitted step `(state, batch, controls) -> (state, metrics)`. It donates the state.
 
     Args:
-        model: the model.
-        optimizer: what `build_optimizer` made.
         config: a validated config.
-        mesh: where the state lies.
-        collect: more for the metrics to hold, among `step.collect.COLLECTED`.
-        capacity: bytes of one device, as of `resolve_grad_sync`.
-
-    Raises:
-        UserError: there is no such thing to collect, or it is not known what a device holds.
+        model: the model.
+        optimizer: the optimizer.
+        gradients: computes gradients and loss.
+        shardings: `NamedSharding` of every array of the state.
+        collect: metrics to compute, as `step.collect.check_collect` returns them.
     """
-    wanted = check_collect(collect)
-    config = resolve_grad_sync(config, model, optimizer, mesh, capacity).applied_to(config)
-    gradients = make_gradients(model, config, mesh)
     lr = learning_rate(config)
     guard, add = Guard(config.train), applying(config.train)
     in_place = config.train.opt_state_dtype == EIGHT_BIT or "optimizer" in config.train.offload
@@ -151,9 +142,8 @@ def make_train_step(
         }
         metrics |= _by_dataset(loss, batch) | side_metrics(loss, model.stack)
         parts = Step(grads, updates, applied, new.params, model.stack, config.model.stacks)
-        return new, metrics | collected(wanted, parts)
+        return new, metrics | collected(collect, parts)
 
-    shardings = state_shardings(model, optimizer, mesh)
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
 
 

@@ -15,6 +15,7 @@ from jaxforge.model.transformer import Model, active_parameter_count, parameter_
 from jaxforge.parallel import device_memory
 from jaxforge.parallel.device_memory import gigabytes, per_device
 from jaxforge.parallel.mesh import data_parallel_size, in_words
+from jaxforge.program import Program
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.grad_sync import GradSync
@@ -23,36 +24,19 @@ from jaxforge.storage import urls
 from jaxforge.telemetry.numbers import human
 
 
-def rows(
-    config: JobConfig,
-    model: Model,
-    mesh: Mesh,
-    state: TrainState,
-    progress: Progress,
-    sync: GradSync,
-) -> Mapping[str, str]:
+def rows(program: Program, state: TrainState, progress: Progress) -> Mapping[str, str]:
     """What the banner says, by subject.
 
     Args:
-        config: resolved.
-        model: the model.
-        mesh: the run's.
+        program: the run's.
         state: that the run begins with.
         progress: where it begins.
-        sync: how gradients are reduced.
     """
-    said = dict(_rows(config, model, mesh, state, progress, sync))
-    return {name: text for name, text in said.items() if text}
+    return {name: text for name, text in _rows(program, state, progress) if text}
 
 
-def _rows(
-    config: JobConfig,
-    model: Model,
-    mesh: Mesh,
-    state: TrainState,
-    progress: Progress,
-    sync: GradSync,
-) -> Iterator[tuple[str, str]]:
+def _rows(program: Program, state: TrainState, progress: Progress) -> Iterator[tuple[str, str]]:
+    config, model, mesh, sync = program.config, program.model, program.mesh, program.grad_sync
     m, t, d = config.model, config.train, config.distributed
     device = jax.devices()[0]
     ramp = t.ramp(data_parallel_size(mesh))

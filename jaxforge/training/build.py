@@ -29,18 +29,16 @@ from jaxforge.data.fingerprint import (
 )
 from jaxforge.data.mixture import Segment
 from jaxforge.errors import UserError
-from jaxforge.model.transformer import Model, build_model, parameter_count
-from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.model.transformer import Model, parameter_count
 from jaxforge.parallel import agreement, compilation
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.parallel.xla_flags import Option
+from jaxforge.program import Program
 from jaxforge.runs import run_directory, starts
 from jaxforge.state.progress import Progress
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.executable import Executable
-from jaxforge.step.grad_sync import resolve_grad_sync
-from jaxforge.step.lowering import lower_sizes
-from jaxforge.step.train_step import Batch, CompiledSteps, make_train_step
+from jaxforge.step.train_step import Batch, CompiledSteps
 from jaxforge.storage import mirror
 from jaxforge.storage.run_lock import RunLock
 from jaxforge.telemetry.console import add_log_file, banner
@@ -92,8 +90,8 @@ def build_trainer(
     saved = Executable(config.train.executable, mesh) if config.train.executable else None
     with watchdog.section("data"):
         dataset, eval_data, identity = _open_data(config)
-    model = build_model(config)
-    optimizer = build_optimizer(config, model.axes)
+    program = Program(config, mesh, collect=HookRunner([*hooks, *named]).collect)
+    model = program.model
     lock.acquire()
     copier = run_directory.open_mirror(config)
     checkpoints = _open_run_directory(config, model)
@@ -105,9 +103,7 @@ def build_trainer(
         _check_not_lost(config)
     has_begun = not begins or config.checkpoint.load_path
     with watchdog.naming("restoring a checkpoint" if has_begun else "initializing"):
-        state, progress = starting_state(
-            config, checkpoints, model, optimizer, mesh, open_foreign, local
-        )
+        state, progress = starting_state(program, checkpoints, open_foreign, local)
     if has_begun:
         check_random_tokens(config.data, progress.data)
     for change in check_unchanged(config.data.on_change, progress.data, identity, progress.step):
@@ -122,12 +118,10 @@ def build_trainer(
     sampler = _sampler(config, mesh, model) if config.eval.sample_interval else None
     activations = _activations(config, mesh, model, eval_data)
     runner = HookRunner([*hooks, *named, *_own_hooks(config, progress)])
-    collect = (*config.metrics.collect, *runner.collect)
-    sync = resolve_grad_sync(config, model, optimizer, mesh)
-    step = make_train_step(model, optimizer, sync.applied_to(config), mesh, collect=collect)
-    ready = functools.partial(_ready, flags, saved, sync.applied_to(config))
+    sizes = {stage.accum for stage in ramp.stages}
+    ready = functools.partial(_ready, flags, saved, program.resolved_config)
     if jax.process_index() == 0:
-        banner(console, rows(config, model, mesh, state, progress, sync))
+        banner(console, rows(program, state, progress))
     if begins:
         run_directory.put_metrics_aside(mirror.files(config.checkpoint.dir))
     tracker = _tracker(console, config, progress, samples, live)
@@ -147,13 +141,13 @@ def build_trainer(
         return batches_from(place, config, mesh, dataset, phases, ramp)
 
     def restore(step: int) -> tuple[TrainState, Progress]:
-        return start_from(Saved(checkpoints, step), model, optimizer, mesh)
+        return start_from(Saved(checkpoints, step), program)
 
     return Trainer(
         config=config,
         state=state,
         progress=progress,
-        lower_step=functools.partial(_lower, step, {stage.accum for stage in ramp.stages}, ready),
+        lower_step=functools.partial(_lower, program, sizes, ready),
         data=TrainingData(open_batches, phases),
         evaluation=evaluation,
         saver=Saver(config.checkpoint, SavePolicy(config), checkpoints, local, copier),
@@ -290,10 +284,9 @@ def _own_hooks(config: JobConfig, progress: Progress) -> Iterator[Hook]:
 
 
 def _lower(
-    step: jax.stages.Wrapped,
+    program: Program,
     sizes: Collection[int],
     ready: Callable[[dict[int, jax.stages.Lowered]], CompiledSteps],
-    state: TrainState,
     batch: Batch,
 ) -> Callable[[], CompiledSteps]:
     """The step as an executable for each size of batch, made before the first step.
@@ -301,13 +294,12 @@ def _lower(
     So it can never be compiled twice, nor in the middle of a run.
 
     Args:
-        step: as of `make_train_step`.
+        program: the run's.
         sizes: microbatches of an update, in each stage of the run.
         ready: compiles or loads them.
-        state: to be trained.
         batch: of any size.
     """
-    return functools.partial(ready, lower_sizes(step, state, batch, sizes))
+    return functools.partial(ready, program.lower_sizes(sizes, batch))
 
 
 def _ready(

@@ -43,7 +43,7 @@ class Trainer:
         config: the validated config.
         state: parameters, optimizer state, counters; replaced by every step.
         progress: the host's counters.
-        lower_step: traces the step for such a state and batch; what it returns compiles it.
+        lower_step: traces the step for such a batch; what it returns compiles it.
         data: the batches.
         evaluation: evaluates on the sets of `[eval]`; None without one.
         saver: saves.
@@ -62,7 +62,7 @@ class Trainer:
     config: JobConfig
     state: TrainState
     progress: Progress
-    lower_step: Callable[[TrainState, Batch], Callable[[], CompiledSteps]]
+    lower_step: Callable[[Batch], Callable[[], CompiledSteps]]
     data: TrainingData
     evaluation: ResumableEvaluation | None
     saver: Saver
@@ -115,7 +115,7 @@ class Trainer:
                 batch = self.data.peek()
             with self.watchdog.naming("compiling"):
                 with signals.interrupting():
-                    compile_step = self.lower_step(self.state, batch)
+                    compile_step = self.lower_step(batch)
                 self._train_step = signals.wait_for(compile_step)
             self._actions = self.open_actions(self._train_step)
         elif reason is None:

@@ -97,7 +97,7 @@ def test_a_save_waits_for_no_hash_and_the_state_may_go(tmp_path, monkeypatch):
     saved.wait()
     assert json.loads((path / "checksums" / "metadata").read_text()) == want
     with jax.set_mesh(ours.mesh):
-        starting_state(ours.config, saved, ours.model, ours.optimizer, ours.mesh)
+        starting_state(ours, saved)
     saved.close()
 
 

@@ -15,7 +15,7 @@ from jaxforge.checkpoint.restore import starting_state
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import Counts, TrainState, abstract_state
+from jaxforge.state.train_state import Counts, TrainState
 from tests.conftest import tiny_config
 from tests.helpers import progress_of, random_batches, setup
 from torch_compat.formats import ocdbt
@@ -107,7 +107,7 @@ def test_an_optimizer_may_have_nothing_to_keep_for_a_part_of_the_parameters(tmp_
 @pytest.mark.parametrize("name", FIELDS)
 def test_fields_are_named_and_stacked_ones_stored_a_layer_to_a_chunk(name):
     ours = setup(config_of(name))
-    tree = layout.to_tree(abstract_state(ours.model, ours.optimizer, ours.mesh))
+    tree = layout.to_tree(ours.abstract_state())
     assert tree["optimizer"].keys() == FIELDS[name]
     args = layout.save_args(tree, ours.model.axes)
     assert jax.tree.structure(args) == jax.tree.structure(tree)
@@ -136,7 +136,7 @@ def checkpoints(path, ours):
 def restore(path, ours):
     saved = checkpoints(path, ours)
     with jax.set_mesh(ours.mesh):
-        state, progress = starting_state(ours.config, saved, ours.model, ours.optimizer, ours.mesh)
+        state, progress = starting_state(ours, saved)
     saved.close()
     assert progress == dataclasses.replace(progress_of(state), run_id=progress.run_id)
     return state

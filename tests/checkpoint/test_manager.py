@@ -22,7 +22,6 @@ from jaxforge.checkpoint.paths import find
 from jaxforge.checkpoint.restore import starting_state
 from jaxforge.errors import StorageError, UserError
 from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import abstract_state
 from tests.conftest import tiny_config
 from tests.helpers import progress_of, random_batches, setup
 from tests.machine import PATIENCE
@@ -50,7 +49,7 @@ def held_up(saved):
 def start(saved, ours):
     """What a run with this set-up would start from."""
     with jax.set_mesh(ours.mesh):
-        return starting_state(ours.config, saved, ours.model, ours.optimizer, ours.mesh)
+        return starting_state(ours, saved)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +75,7 @@ def test_restores_onto_any_mesh_bit_for_bit(tmp_path, source, target):
     restored, restored_progress = start(found, theirs)
     assert restored_progress == progress
     jax.tree.map(np.testing.assert_array_equal, *(jax.device_get(s) for s in (state, restored)))
-    want = abstract_state(theirs.model, theirs.optimizer, theirs.mesh)
+    want = theirs.abstract_state()
     assert jax.tree.map(lambda a: a.sharding, want) == jax.tree.map(lambda a: a.sharding, restored)
 
 
@@ -96,7 +95,7 @@ def test_a_checkpoint_knows_no_stages(tmp_path):
             found = checkpoints(tmp_path / str(i - 1), here)
             restored, progress = start(found, here)
             found.close()
-            want = abstract_state(here.model, here.optimizer, here.mesh)
+            want = here.abstract_state()
             assert jax.tree.map(lambda a: (a.shape, a.sharding), want) == jax.tree.map(
                 lambda a: (a.shape, a.sharding), restored
             )
@@ -167,7 +166,7 @@ def test_the_next_step_works_in_the_memory_of_the_state_that_is_saved(tmp_path, 
     assert addresses(negated) == before
     may_finish.set()
     saved.wait()
-    restored, told = saved.restore(abstract_state(ours.model, ours.optimizer, ours.mesh), 2)
+    restored, told = saved.restore(ours.abstract_state(), 2)
     assert (told.step, told.samples) == (2, 16)
     saved.close()
     for part in ("params", "opt_state", "guard"):

@@ -10,7 +10,6 @@ from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.checkpoint.sealed_progress import crc32, sealed, unsealed
 from jaxforge.errors import UserError
 from jaxforge.state.progress import Progress, Validation
-from jaxforge.state.train_state import abstract_state
 from tests.conftest import tiny_config
 from tests.helpers import setup
 from torch_compat.checkpoint.orbax_store import open_orbax
@@ -82,7 +81,7 @@ def test_damaged_checkpoint_is_not_restored(saved, tmp_path, file, old, new, mes
     shutil.copytree(run, tmp_path / "run")
     change(tmp_path / "run" / "checkpoints" / "step_0" / file / "metadata", old, new)
     damaged = open_run(ours, tmp_path / "run")
-    like = abstract_state(ours.model, ours.optimizer, ours.mesh)
+    like = ours.abstract_state()
     with pytest.raises(UserError, match=f"step_0 is damaged .*{message}"):
         damaged.restore(like, 0)
     if file == "progress":

@@ -12,7 +12,6 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.model.runtime import Runtime
 from jaxforge.model.transformer import Model, parameter_count
 from jaxforge.parallel.sharding import RULES
-from jaxforge.state.train_state import init_state
 from tests.conftest import tiny_config
 from tests.helpers import EVERY_OPTION, LEARNED, setup
 from tests.torch_names import from_torch, to_torch
@@ -106,7 +105,7 @@ def test_values_do_not_depend_on_the_mesh(axes):
         tiny_config(model={"n_layers": 5}, train=train, distributed={"dp_shard": 1, **axes})
     )
     with jax.set_mesh(many.mesh):
-        state = init_state(many.model, many.optimizer, many.mesh, many.config.train.seed)
+        state = many.init()
     weight = state.params["layers"]["mlp"]["up_proj"]["weight"]
     assert len(weight.sharding.device_set) == many.mesh.size
     ours = many.state()

@@ -10,7 +10,6 @@ import pytest
 from jaxforge.model.transformer import Model
 from jaxforge.optim.muon import muon, orthogonal
 from jaxforge.optim.optimizer import build_optimizer
-from jaxforge.state.train_state import state_shardings
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 from tests.optim import problem
@@ -185,7 +184,7 @@ def test_a_sharded_matrix_steps_as_on_one_device():
         strict=True,
     ):
         np.testing.assert_allclose(one, other, atol=2e-4 * max(1e-3, float(np.abs(other).max())))
-    wanted = state_shardings(ours.model, ours.optimizer, ours.mesh)
+    wanted = ours.shardings
     assert jax.tree.map(lambda a: a.sharding, sharded) == wanted
     _, moments = sharded.opt_state
     embedding = moments.mu["token_embedding"]["embedding"]["weight"]

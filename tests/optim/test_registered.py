@@ -19,7 +19,7 @@ from jaxforge.optim.optimizer import (
 from jaxforge.optim.schedule import register_scheduler, warmup_then
 from jaxforge.state.guard_state import GuardState
 from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import Counts, TrainState, abstract_state, state_shardings
+from jaxforge.state.train_state import Counts, TrainState
 from jaxforge.step.train_step import Controls
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
@@ -77,9 +77,9 @@ def test_lr_scale_multiplies_its_updates():
 @pytest.mark.usefixtures("adam_of_optax")
 def test_its_moments_lie_where_their_parameters_do():
     ours = setup(config_of(train={"batch_size": 4}, distributed={"dp_shard": 2}))
-    shardings = state_shardings(ours.model, ours.optimizer, ours.mesh)
+    shardings = ours.shardings
     assert shardings.opt_state[1].mu == shardings.params
-    state = abstract_state(ours.model, ours.optimizer, ours.mesh)
+    state = ours.abstract_state()
     with jax.set_mesh(ours.mesh):
         (batch,) = random_batches(ours.config, 1)
         after, _ = jax.eval_shape(ours.step, state, ours.put(batch), Controls())

@@ -6,10 +6,8 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jaxforge.config.rules import mesh_shape
 from jaxforge.model.transformer import build_model
-from jaxforge.optim.optimizer import build_optimizer
-from jaxforge.state.train_state import abstract_state
-from jaxforge.step.lowering import abstract_batch
-from jaxforge.step.train_step import Controls, make_train_step
+from jaxforge.program import Program
+from jaxforge.step.train_step import Controls
 from tests.conftest import tiny_config
 
 
@@ -24,12 +22,9 @@ def test_lowers_on_an_abstract_mesh_of_64_devices(grad_sync):
     mesh = AbstractMesh(
         tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape)
     )
-    model = build_model(config)
-    optimizer = build_optimizer(config, model.axes)
+    program = Program(config, mesh, model=build_model(config))
     with jax.sharding.use_abstract_mesh(mesh):
-        state = abstract_state(model, optimizer, mesh)
-        step = make_train_step(model, optimizer, config, mesh)
-        text = step.trace(
-            state, abstract_batch(config, mesh), Controls()
+        text = program.step.trace(
+            program.abstract_state(), program.abstract_batch(), Controls()
         ).lower(lowering_platforms=("tpu",)).as_text()  # fmt: skip
     assert "num_partitions = 64" in text

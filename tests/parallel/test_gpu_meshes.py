@@ -17,7 +17,7 @@ from jaxforge.model.transformer import build_model
 from jaxforge.parallel import targets, xla_flags
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.parallel.sharding import param_shardings
-from jaxforge.step.lowering import abstract_batch, lower_train_step
+from jaxforge.program import Program
 from jaxforge.training.evaluation import make_eval_step
 
 compiles = pytest.mark.skipif(
@@ -109,7 +109,7 @@ def no_cache():
 def test_a_step_compiles_and_attends_in_a_kernel(name):
     """cuDNN's, or where documents are packed the one that needs no mask of all their pairs."""
     config = config_of(STEPS[name])
-    lowered = lower_train_step(config, make_mesh(config, h100s()))
+    lowered = Program(config, make_mesh(config, h100s())).lower()
     text = lowered.compile(xla_flags.compiler_options(h100s()[0], {})).as_text()
     packed = config.data.pack_sequences
     assert (CUDNN in text, TRITON in text) == (not packed, packed)
@@ -125,7 +125,7 @@ def test_gradients_travel_as_they_are_asked_to(mode, reduce_dtype, found):
     """All but the head's, which the loss gives in float32 (docs/kernels.md)."""
     train = {"grad_sync": mode, "reduce_dtype": reduce_dtype}
     config = config_of(case({"dp_shard": 8}, train, model={"vocab_size": 8192}))
-    lowered = lower_train_step(config, make_mesh(config, h100s()))
+    lowered = Program(config, make_mesh(config, h100s())).lower()
     text = lowered.compile(xla_flags.compiler_options(h100s()[0], {})).as_text()
     results = re.findall(r"= (.+?) reduce-scatter(?:-start)?\(", text)
     shapes = [shape for one in results for shape in re.findall(r"(\w+)\[([\d,]+)\]", one)]
@@ -142,7 +142,7 @@ def test_no_weight_travels_in_float32(mode, precision):
     """Nor the head, nor the first and the last block: fp8 leaves both in bf16, outside the loop."""
     train = {"grad_sync": mode, "mixed_precision": precision}
     config = config_of(case({"dp_shard": 8}, train, model={"vocab_size": 8192}))
-    lowered = lower_train_step(config, make_mesh(config, h100s()))
+    lowered = Program(config, make_mesh(config, h100s())).lower()
     text = lowered.compile(xla_flags.compiler_options(h100s()[0], {})).as_text()
     results = re.findall(r"= (.+?) all-gather(?:-start)?\(", text)
     gathered = {dtype for one in results for dtype in re.findall(r"(\w+)\[\d+,[\d,]+\]", one)}
@@ -158,7 +158,7 @@ def test_what_tp_adds_up_is_split_at_once(mode, rows):
     """A reduce-scatter of [rows, tokens, dim], for all but the loss's own gradient."""
     train = {"grad_sync": mode, "batch_size": rows}
     config = config_of(case({"dp_shard": 4, "tp": 2}, train))
-    lowered = lower_train_step(config, make_mesh(config, h100s()))
+    lowered = Program(config, make_mesh(config, h100s())).lower()
     text = lowered.compile(xla_flags.compiler_options(h100s()[0], {})).as_text()
     assert re.search(rf"= \(\(bf16\[{rows},640,512\].* reduce-scatter-start", text)
     for line in re.findall(r"= \(?bf16.* all-reduce(?:-start)?\(.*", text):
@@ -171,7 +171,7 @@ def test_what_tp_adds_up_is_split_at_once(mode, rows):
 def test_offloaded_activations_are_on_the_host():
     """[layers, sequences, tokens, dim] in bf16, of one device."""
     config = config_of(case({"dp_shard": 8}, {"offload": ["activations"]}))
-    lowered = lower_train_step(config, make_mesh(config, h100s()))
+    lowered = Program(config, make_mesh(config, h100s())).lower()
     memory = lowered.compile(xla_flags.compiler_options(h100s()[0], {})).memory_analysis()
     assert memory.host_temp_size_in_bytes == 4 * 1 * 640 * 512 * 2
 
@@ -190,7 +190,7 @@ def compiled_in_8_bits(distributed, train, **flags):
         {"dp_shard": 8, **distributed}, {"mixed_precision": "fp8", **every, **train}
     ))  # fmt: skip
     devices = list(targets.gpus("h100"))
-    lowered = lower_train_step(config, make_mesh(config, devices))
+    lowered = Program(config, make_mesh(config, devices)).lower()
     return lowered.compile({**xla_flags.compiler_options(devices[0], {}), **flags}).as_text()
 
 
@@ -238,7 +238,7 @@ def test_a_step_of_experts_compiles_to_hoppers_kernels(name):
     """Rows of tokens travel, experts do not, and only those kernels multiply with them."""
     sections = EXPERT_STEPS[name]
     config = config_of({**sections, "model": EXPERTS})
-    lowered = lower_train_step(config, make_mesh(config, h100s()))
+    lowered = Program(config, make_mesh(config, h100s())).lower()
     options = xla_flags.compiler_options(h100s()[0], {}, has=(xla_flags.EXPERTS,))
     text = lowered.compile(options).as_text()
     assert MOSAIC in text
@@ -253,7 +253,7 @@ def test_matrices_of_experts_travel_in_8_bits():
     """[experts here, out, in], gathered over `dp_shard`."""
     train = {"mixed_precision": "fp8", "fp8_exclude": [], "grad_sync": "microbatch"}
     config = config_of(case({"ep": 4, "dp_shard": 2}, train, model=EXPERTS))
-    lowered = lower_train_step(config, make_mesh(config, h100s()))
+    lowered = Program(config, make_mesh(config, h100s())).lower()
     options = xla_flags.compiler_options(h100s()[0], {}, has=(xla_flags.EXPERTS,))
     text = lowered.compile(options).as_text()
     assert re.search(r"= \(.*f8e4m3fn\[4,256,512\].* all-gather-start\(", text)
@@ -265,7 +265,7 @@ def test_matrices_of_experts_travel_in_8_bits():
 def test_experts_that_are_gathered_compile():
     """XLA ended the process without a flag of the table (docs/upstream.md)."""
     config = config_of(case({"dp_shard": 8}, {"grad_sync": "microbatch"}, model=EXPERTS))
-    lowered = lower_train_step(config, make_mesh(config, h100s()))
+    lowered = Program(config, make_mesh(config, h100s())).lower()
     options = xla_flags.compiler_options(h100s()[0], {}, has=(xla_flags.EXPERTS,))
     assert MOSAIC in lowered.compile(options).as_text()
 
@@ -283,7 +283,7 @@ def test_evaluation_and_generation_compile(distributed):
     )  # fmt: skip
     batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=x.sharding),
-        abstract_batch(config, mesh),
+        Program(config, mesh).abstract_batch(),
     )
     n_bytes = jax.ShapeDtypeStruct((config.model.vocab_size,), jnp.int32)
     rows = jax.ShapeDtypeStruct((8,), jnp.int32)

@@ -188,7 +188,7 @@ import jax
 from jaxforge.config.job import JobConfig
 from jaxforge.parallel import targets
 from jaxforge.parallel.mesh import arrange, make_mesh
-from jaxforge.step.lowering import lower_train_step
+from jaxforge.program import Program
 
 sizes = {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "ep": 1, "tp": 4}
 for topology in ("v5e:4x4", "v5p:2x2x4"):
@@ -205,7 +205,7 @@ for grad_sync in ("update", "microbatch"):
     mesh = make_mesh(config, targets.tpus("v5e:4x4", 2))
     of_slice = [{d.slice_index for d in part.flat} for part in mesh.devices[0]]
     assert of_slice == [{0}, {1}], of_slice
-    text = lower_train_step(config, mesh).compile().as_text()
+    text = Program(config, mesh).lower().compile().as_text()
     print(grad_sync, "compiled", len(text) > 1000)
 """
 

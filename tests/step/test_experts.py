@@ -10,7 +10,6 @@ import pytest
 
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.model import experts
-from jaxforge.state.train_state import abstract_state
 from tests import torch_names
 from tests.conftest import tiny_config
 from tests.helpers import (
@@ -118,7 +117,7 @@ def test_a_run_goes_on_from_its_checkpoint_on_any_mesh(tmp_path):
     expected = jax.device_get(ours.run(state, batches[1:])[0])
     for where in (job, other):
         there = setup(where)
-        like = abstract_state(there.model, there.optimizer, there.mesh)
+        like = there.abstract_state()
         restored, _ = Checkpoints(tmp_path, section, read_only=True).restore(like, 1)
         state = jax.device_get(there.run(restored, batches[1:])[0])
         same = np.testing.assert_array_equal

@@ -8,19 +8,16 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
+from jaxforge import program
 from jaxforge.commands import train
 from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import build_model
-from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import device_memory
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.state.train_state import abstract_state
-from jaxforge.step import train_step
-from jaxforge.step.grad_sync import resolve_grad_sync
-from jaxforge.step.lowering import lower_train_step
+from jaxforge.program import Program
 from jaxforge.step.memory import step_memory
 from jaxforge.tools.plan.hlo import first_group
 from tests.conftest import tiny_config
@@ -48,13 +45,13 @@ def mesh_of(config, n_devices):
 
 def resolved(config, n_devices, capacity):
     rules.check(config, n_devices)
-    mesh, model = mesh_of(config, n_devices), build_model(config)
-    return resolve_grad_sync(config, model, build_optimizer(config, model.axes), mesh, capacity)
+    mesh = mesh_of(config, n_devices)
+    return Program(config, mesh, model=build_model(config), capacity=capacity).grad_sync
 
 
 def needs(config, n_devices, mode="update"):
     mesh, model = mesh_of(config, n_devices), build_model(config)
-    state = abstract_state(model, build_optimizer(config, model.axes), mesh)
+    state = Program(config, mesh, model=model).abstract_state()
     return step_memory(config, model, mesh, mode, device_memory.per_device(state))
 
 
@@ -106,13 +103,13 @@ def test_a_run_says_what_was_chosen_and_keeps_the_users_word(tmp_path, capsys, m
     )
     monkeypatch.setattr(device_memory, "capacity", lambda: 1 << 20)
     asked = []
-    make = train_step.make_gradients
+    make = program.make_gradients
 
     def seen(model, config, mesh):
         asked.append(config.train.grad_sync)
         return make(model, config, mesh)
 
-    monkeypatch.setattr(train_step, "make_gradients", seen)
+    monkeypatch.setattr(program, "make_gradients", seen)
     train.run(config)
     said = " ".join(capsys.readouterr().out.split())
     assert "gradients reduced per microbatch" in said
@@ -190,7 +187,7 @@ def test_the_estimate_is_near_what_the_compiler_says(name, mode):
         distributed=distributed,
     )  # fmt: skip
     mesh = make_mesh(config, jax.devices()[:4])
-    memory = lower_train_step(config, mesh).compile().memory_analysis()
+    memory = Program(config, mesh).lower().compile().memory_analysis()
     peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     assert 0.7 < needs(config, 4, mode).total / peak < 1.25
 

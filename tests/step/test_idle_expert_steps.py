@@ -96,7 +96,7 @@ def test_checkpoint_of_stages_restores_counts_on_one_device(tmp_path):
     saved.save(progress_of(state), state)
     there = run(config())[0]
     with jax.set_mesh(there.mesh):
-        found, _ = start_from(Saved(saved, STEPS), there.model, there.optimizer, there.mesh)
+        found, _ = start_from(Saved(saved, STEPS), there)
     saved.close()
     counts = found.opt_state[1].expert_updates["layers"]["mlp"]["experts"]["up_proj"]["weight"]
     np.testing.assert_array_equal(counts, states[-1][1]["expert_updates"])

@@ -10,7 +10,6 @@ from jaxforge.checkpoint.restore import starting_state
 from jaxforge.config import check
 from jaxforge.config.optimizer import OPTIMIZERS
 from jaxforge.errors import UserError
-from jaxforge.state.train_state import state_shardings
 from tests.conftest import tiny_config
 from tests.helpers import progress_of, random_batches, setup
 
@@ -44,7 +43,7 @@ def checkpoints(path, ours):
 def start(path, ours):
     saved = checkpoints(path, ours)
     with jax.set_mesh(ours.mesh):
-        return starting_state(ours.config, saved, ours.model, ours.optimizer, ours.mesh)[0]
+        return starting_state(ours, saved)[0]
 
 
 def save(path, ours, state):
@@ -92,7 +91,7 @@ def test_another_mesh_and_another_rounding_go_on_from_there(halfway, tmp_path):
     state = start(path, ours)
     params, (clip, rule, _) = saved
     assert_same(bits(state), (params, (clip, rule)))
-    wanted = state_shardings(ours.model, ours.optimizer, ours.mesh).opt_state
+    wanted = ours.shardings.opt_state
     assert jax.tree.map(lambda a: a.sharding, state.opt_state) == wanted
     save(tmp_path, ours, state)
     through, metrics = ours.run(state, batches)

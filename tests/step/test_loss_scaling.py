@@ -7,7 +7,6 @@ import numpy as np
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.config.train import TrainConfig
 from jaxforge.state.guard_state import GuardState
-from jaxforge.state.train_state import abstract_state
 from jaxforge.step.guard import Guard
 from tests.conftest import tiny_config
 from tests.helpers import progress_of, random_batches, setup, underway
@@ -66,7 +65,7 @@ def fp16(**train):
 def restored(ours, path, step):
     checkpoints = Checkpoints(path, ours.config.checkpoint)
     try:
-        like = abstract_state(ours.model, ours.optimizer, ours.mesh)
+        like = ours.abstract_state()
         return checkpoints.restore(like, step)[0]
     finally:
         checkpoints.close()

@@ -12,7 +12,6 @@ from jaxforge.config import check
 from jaxforge.config.optimizer import OPTIMIZERS
 from jaxforge.errors import UserError
 from jaxforge.parallel.device_memory import per_device
-from jaxforge.state.train_state import abstract_state
 from tests.conftest import tiny_config
 from tests.helpers import progress_of, random_batches, setup
 
@@ -72,7 +71,7 @@ def test_losses_and_state_are_the_same(three_updates):
 def test_moments_of_matrices_are_on_the_host_and_stay_there(three_updates):
     ours, state, _ = three_updates[1]
     names = on_host(state.opt_state)
-    assert names == on_host(abstract_state(ours.model, ours.optimizer, ours.mesh).opt_state)
+    assert names == on_host(ours.abstract_state().opt_state)
     assert {name.rsplit(".", 1)[0] for name in names} >= {"1.mu.layers.attention.q_proj"}
     assert not any("norm" in name for name in names)
     assert not on_host(state.params)
@@ -87,7 +86,7 @@ def test_a_restart_finds_them_there(three_updates, tmp_path):
     saved.save(progress_of(state), state)
     saved.wait()
     with jax.set_mesh(ours.mesh):
-        again, _ = starting_state(ours.config, saved, ours.model, ours.optimizer, ours.mesh)
+        again, _ = starting_state(ours, saved)
     saved.close()
     assert on_host(again.opt_state) == on_host(state.opt_state)
     assert_same(again.opt_state, state.opt_state)

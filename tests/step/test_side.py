@@ -11,7 +11,6 @@ import pytest
 
 from jaxforge.checkpoint.manager import Checkpoints
 from jaxforge.commands.train import run as run_all
-from jaxforge.state.train_state import abstract_state
 from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
 from tests.helpers import progress_of, random_batches, setup
@@ -97,7 +96,7 @@ def test_the_state_is_saved_and_restored_on_another_mesh(tmp_path):
     saved.save(progress_of(state), state)
     saved.close()
     other = setup(config())
-    like = abstract_state(other.model, other.optimizer, other.mesh)
+    like = other.abstract_state()
     restored, _ = Checkpoints(tmp_path, section, read_only=True).restore(like, 1)
     drift = ours.model.stack.unstack(state.model_state["layers"]["drift"])
     assert np.abs(drift).max() > 0

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.state.train_state import init_state
 from jaxforge.step.cross_entropy import token_weights
 from jaxforge.step.train_step import Controls
 from tests.conftest import tiny_config
@@ -144,7 +143,7 @@ def test_lr_scale_is_traced():
 def test_the_step_compiles_once_and_donates_its_state():
     ours = new_setup(tiny_config(distributed={"dp_shard": 2, "tp": 2}))
     with jax.set_mesh(ours.mesh):
-        state = init_state(ours.model, ours.optimizer, ours.mesh, ours.config.train.seed)
+        state = ours.init()
     old = state.params["norm"]["weight"]
     ours.run(state, random_batches(ours.config, 3, dp=1))
     assert ours.step._cache_size() == 1

@@ -25,7 +25,6 @@ from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.optim.eight_bit import Packed, unpack
 from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import abstract_state
 from tests.conftest import tiny_config
 from tests.helpers import change_stored_config, random_batches, setup, underway
 from tests.machine import PATIENCE
@@ -501,7 +500,7 @@ def test_an_imported_run_goes_on_as_if_it_had_never_left(tmp_path):
     main(["export", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to=dcp"])
     main(["import", str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config_path}"])
     ours = setup(load_config(config_path))
-    like = abstract_state(ours.model, ours.optimizer, ours.mesh)
+    like = ours.abstract_state()
     batches = random_batches(ours.config, 3, seed=1)
     losses = []
     for name in ("a", "b"):

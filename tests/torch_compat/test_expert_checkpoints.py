@@ -10,7 +10,6 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model
-from jaxforge.state.train_state import abstract_state
 from tests.conftest import tiny_config
 from tests.helpers import change_stored_config, setup
 from tests.torch_compat.tensors import of_torch, opened
@@ -199,7 +198,7 @@ def test_settings_over_a_runs_config_may_not_make_another_of_it(kempnerforge, tm
 def test_a_run_starts_from_it_directly(kempnerforge, tmp_path):
     directory, dcp, path = kempnerforge
     ours = setup(load_config(path))
-    like = abstract_state(ours.model, ours.optimizer, ours.mesh)
+    like = ours.abstract_state()
     expected = restored(ours, directory / "run")
     with jax.set_mesh(ours.mesh):
         found, progress = open_foreign(str(dcp), ours.config).restore(like)

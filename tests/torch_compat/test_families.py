@@ -17,7 +17,7 @@ from jaxforge.config.reading.load import make_config
 from jaxforge.data.corpus.tokenizer import END_OF_TEXT
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, join
-from jaxforge.state.train_state import begin, state_shardings
+from jaxforge.state.train_state import begin
 from tests.conftest import tiny_config
 from tests.helpers import placed, setup
 from torch_compat.checkpoint import checkpoints, hf_config
@@ -337,7 +337,7 @@ def state_of(ours, variables):
     )
     make = jax.jit(lambda *given: begin(ours.model, given[0], ours.optimizer, given[1]))
     state = jax.device_get(make(params, model_state))
-    return jax.tree.map(placed, state, state_shardings(ours.model, ours.optimizer, ours.mesh))
+    return jax.tree.map(placed, state, ours.shardings)
 
 
 def torch_updates(network, inputs, labels):

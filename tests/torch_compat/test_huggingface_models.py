@@ -284,9 +284,7 @@ def starting_params(config, directory):
     ours = setup(config)
     saved = Checkpoints(directory, config.checkpoint, ours.model.axes)
     with jax.set_mesh(ours.mesh):
-        state, progress = starting_state(
-            config, saved, ours.model, ours.optimizer, ours.mesh, open_foreign
-        )
+        state, progress = starting_state(ours, saved, open_foreign)
     saved.close()
     assert int(state.step) == progress.step == progress.samples == 0
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(state.params))

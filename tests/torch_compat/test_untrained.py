@@ -17,7 +17,6 @@ from jaxforge.checkpoint.restore import Saved, start_from
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import register_model
-from jaxforge.state.train_state import abstract_state
 from tests.conftest import tiny_config
 from tests.helpers import change_stored_config, random_batches, setup
 from tests.processes.conftest import ROOT, environment
@@ -113,7 +112,7 @@ def restored(ours, run, step=2):
     """What a run goes on from."""
     checkpoints = Checkpoints(run, ours.config.checkpoint, read_only=True)
     with jax.set_mesh(ours.mesh):
-        like = abstract_state(ours.model, ours.optimizer, ours.mesh)
+        like = ours.abstract_state()
         state, _ = checkpoints.restore(like, step)
     checkpoints.close()
     return state
@@ -144,14 +143,12 @@ def test_a_run_starts_from_it_directly(run, tmp_path):
     run, path = run
     dcp = export(run, tmp_path / "dcp", "--to=dcp", "--dialect=gauged")
     ours = setup(load_config(path))
-    like, expected = abstract_state(ours.model, ours.optimizer, ours.mesh), restored(ours, run)
+    like, expected = ours.abstract_state(), restored(ours, run)
     with jax.set_mesh(ours.mesh):
         found, progress = open_foreign(str(dcp), ours.config).restore(like)
         alone = ours.config.checkpoint.model_copy(update={"exclude_from_loading": ("optimizer",)})
         job = ours.config.model_copy(update={"checkpoint": alone})
-        started, _ = start_from(
-            open_foreign(str(dcp), job), ours.model, ours.optimizer, ours.mesh, ("optimizer",)
-        )
+        started, _ = start_from(open_foreign(str(dcp), job), ours, ("optimizer",))
     assert progress.step == 2
     for state in (found, started):
         jax.tree.map(np.testing.assert_array_equal, state.variables, expected.variables)
@@ -209,7 +206,7 @@ def test_weights_alone_start_with_the_initial_one_and_it_is_said(without, tmp_pa
     ours = setup(load_config(path))
     found = Checkpoints(run, ours.config.checkpoint, read_only=True)
     with jax.set_mesh(ours.mesh):
-        state, _ = start_from(Saved(found, 0), ours.model, ours.optimizer, ours.mesh)
+        state, _ = start_from(Saved(found, 0), ours)
     found.close()
     jax.tree.map(np.testing.assert_array_equal, state.model_state, ours.model.initial_state())
     export(run, tmp_path / "again", "--to=dcp", "--weights-only", "--dialect=gauged")

@@ -6,8 +6,6 @@ import jax
 from rich.console import Console
 
 from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import abstract_state
-from jaxforge.step.grad_sync import resolve_grad_sync
 from jaxforge.telemetry.console import banner
 from jaxforge.training.banner import rows
 from tests.conftest import tiny_config
@@ -16,9 +14,7 @@ from tests.helpers import setup
 
 def said(progress, **sections):
     s = setup(tiny_config(distributed={"dp_shard": 2}, **sections))
-    state = abstract_state(s.model, s.optimizer, s.mesh)
-    sync = resolve_grad_sync(s.config, s.model, s.optimizer, s.mesh)
-    return rows(s.config, s.model, s.mesh, state, progress, sync)
+    return rows(s, s.abstract_state(), progress)
 
 
 def test_totals_of_the_run():

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxforge import program as program_module
 from jaxforge.commands import train
 from jaxforge.exit_codes import Exit
-from jaxforge.step import train_step as step_module
 from jaxforge.training.hooks import Hook
 from tests.conftest import tiny_config
 
@@ -21,7 +21,7 @@ ROWS, LENGTH = 8, 32
 @pytest.fixture(scope="module")
 def poisonous():
     """A step whose loss is NaN for batches that hold the poison."""
-    make = step_module.make_gradients
+    make = program_module.make_gradients
 
     def make_poisonous(*args):
         gradients = make(*args)
@@ -35,7 +35,7 @@ def poisonous():
         return of
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_module, "make_gradients", make_poisonous)
+        patch.setattr(program_module, "make_gradients", make_poisonous)
         yield
 
 

@@ -67,7 +67,7 @@ def restored(run):
     """State and progress, as a run has them that is started again."""
     ours, found = run.ours, checkpoints(run.directory, run.ours)
     with jax.set_mesh(ours.mesh):
-        yield starting_state(ours.config, found, ours.model, ours.optimizer, ours.mesh)
+        yield starting_state(ours, found)
     found.close()
 
 
@@ -114,9 +114,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_not_from_its_best(
     again = checkpoints(tmp_path, ours)
     assert again.steps() == [1, 3]
     monkeypatch.setattr(restore, "start_from", lambda source, *_: source)
-    assert starting_state(ours.config, again, ours.model, ours.optimizer, ours.mesh) == Saved(
-        again, 3
-    )
+    assert starting_state(ours, again) == Saved(again, 3)
     again.close()
 
 

@@ -3,37 +3,22 @@
 from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 
 from jaxforge.checkpoint import layout
 from jaxforge.config.job import JobConfig
-from jaxforge.config.model import MODELS, ModelConfig
-from jaxforge.model.transformer import Model
-from jaxforge.optim.optimizer import build_optimizer
-from jaxforge.state.train_state import TrainState, state_shapes
+from jaxforge.config.model import ModelConfig
+from jaxforge.program import Program
 from torch_compat.checkpoint.shapes import Shape
 from torch_compat.checkpoint.stacking import Stacking
 
 
-def declared(config: JobConfig) -> tuple[Model, TrainState]:
-    """The model, and shapes and dtypes of all arrays; nothing is allocated."""
-    model = _model(config)
-    optimizer = build_optimizer(config, model.axes)
-    return model, state_shapes(model, optimizer)
-
-
 def model_shapes(config: JobConfig) -> tuple[dict[str, Shape], dict[str, Shape]]:
     """Our name -> shape of parameters, and of what no gradient moves."""
-    model = _model(config)
+    model = Program.without_devices(config).model
     abstract = (model.abstract, model.state.abstract)
     params, model_state = (dict(shapes(tree, config.model)) for tree in abstract)
     return params, model_state
-
-
-def _model(config: JobConfig) -> Model:
-    build = MODELS[config.model.model_type]
-    return build(config.model, param_dtype=jnp.dtype(config.train.param_dtype))
 
 
 def fields(config: JobConfig) -> tuple[dict[str, dict[str, Shape]], tuple[str, ...]]:
@@ -41,7 +26,9 @@ def fields(config: JobConfig) -> tuple[dict[str, dict[str, Shape]], tuple[str, .
 
     Without what only jaxforge has: scales of moments in eight bits, and compensations.
     """
-    tree = layout.of_any_precision(layout.to_tree(declared(config)[1])["optimizer"])
+    tree = layout.of_any_precision(
+        layout.to_tree(Program.without_devices(config).shapes)["optimizer"]
+    )
     tree = {name: part for name, part in tree.items() if not name.endswith("_scales")}
     moments = {
         name: dict(shapes(part, config.model))

@@ -15,9 +15,9 @@ from jaxforge.aux_outputs import LossWeights
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import LAYERS
 from jaxforge.model import capture
-from jaxforge.model.transformer import Model, Params, build_model, join, matmul_precision
-from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.model.transformer import Model, Params, join
 from jaxforge.parallel.mesh import make_mesh
+from jaxforge.program import Program
 from jaxforge.step.gradients import update_loss_weights
 from jaxforge.step.losses import build_loss
 from jaxforge.tools.replay.compare import root_mean_square
@@ -63,9 +63,9 @@ def compute(config: JobConfig, checkpoint: CheckpointState, batch: Named) -> Our
         checkpoint: its weights.
         batch: "input_ids" and "labels" [b, s].
     """
-    mesh = make_mesh(config, jax.devices()[:1])
-    with jax.set_mesh(mesh), matmul_precision(config):
-        model = build_model(config)
+    program = Program(config, make_mesh(config, jax.devices()[:1]))
+    with program.context():
+        model = program.model
         stacking = Stacking(config.model)
         params = _tree(stacking, checkpoint.params, dtype_of(config))
         state = _tree(stacking, checkpoint.model_state, "float32")
@@ -74,7 +74,7 @@ def compute(config: JobConfig, checkpoint: CheckpointState, batch: Named) -> Our
         run = jax.jit(_gradients(model, config))
         grads, (loss, points) = run(params, state, arrays)
         near = run(_moved(params, config), state, arrays)
-        updates = jax.jit(_two_updates(model, config))(grads, params)
+        updates = jax.jit(_two_updates(program))(grads, params)
         held, of_loss, *both = (_entries(stacking, tree) for tree in (params, grads, *updates))
         way, near_way = (_by_layer(model, x, held) for x in (points, near[1][1]))
     return Ours(
@@ -122,12 +122,13 @@ def _gradients(model: Model, config: JobConfig) -> Callable[..., tuple]:
     return jax.grad(value, has_aux=True)
 
 
-def _two_updates(model: Model, config: JobConfig) -> Callable[..., tuple]:
+def _two_updates(program: Program) -> Callable[..., tuple]:
     """Of a constant learning rate and without clipping, which are no part of torch's optimizer."""
+    config = program.config
     train = config.train.model_copy(update={"grad_clip_norm": _NO_CLIP})
     scheduler = config.scheduler.model_copy(update={"name": "none"})
     plain = config.model_copy(update={"train": train, "scheduler": scheduler})
-    optimizer = build_optimizer(plain, model.axes)
+    optimizer = Program(plain, program.mesh, model=program.model).optimizer
 
     def updates(grads: Params, params: Params) -> tuple[PyTree, PyTree]:
         first, state = optimizer.update(grads, optimizer.init(params), params, lr_scale=1.0)

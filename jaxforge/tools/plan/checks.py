@@ -17,9 +17,8 @@ from jaxforge.config.problems import said
 from jaxforge.config.rules import mesh_shape
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.data.sources import open_training_data
-from jaxforge.model.transformer import build_model
-from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.device_memory import gigabytes
+from jaxforge.program import Program
 from jaxforge.storage import urls
 
 
@@ -100,14 +99,9 @@ def disk(config: JobConfig) -> Iterator[str]:
 
 def checkpoint_bytes(config: JobConfig) -> int:
     """Of parameters and optimizer state, whole."""
-    anywhere = {"sdpa_backend": "auto", "moe_backend": "auto"}  # kernels that the CPU may not have
-    config = config.model_copy(update={"model": config.model.model_copy(update=anywhere)})
-    model = build_model(config, "cpu")
-    state = jax.eval_shape(build_optimizer(config, model.axes).init, model.abstract)
-    return sum(
-        math.prod(leaf.shape) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves((model.abstract, state))
-    )
+    state = Program.without_devices(config).shapes
+    leaves = jax.tree.leaves((state.params, state.opt_state))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def kept_checkpoints(config: JobConfig) -> int:

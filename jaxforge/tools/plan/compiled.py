@@ -12,20 +12,18 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
-from jaxforge.model.runtime import gpu_capability
-from jaxforge.model.transformer import Model, build_model
-from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import compilation, targets, xla_flags
 from jaxforge.parallel.device_memory import capacity_of_each, is_out_of_memory, per_device
 from jaxforge.parallel.mesh import STAGES, make_mesh, token_parallel_size
 from jaxforge.parallel.sharding import Axes, partition_spec, without_data
 from jaxforge.parallel.xla_flags import Option
-from jaxforge.state.train_state import TrainState, abstract_state
+from jaxforge.program import Program
+from jaxforge.state.train_state import TrainState
 from jaxforge.step.executable import CompiledStep
-from jaxforge.step.grad_sync import GradSync, resolve_grad_sync
-from jaxforge.step.lowering import lower_train_steps
+from jaxforge.step.grad_sync import GradSync
 from jaxforge.tools.plan.chips import CHIPS
-from jaxforge.tools.plan.hlo import Program, arrays
+from jaxforge.tools.plan.hlo import Program as HloProgram
+from jaxforge.tools.plan.hlo import arrays
 from jaxforge.tools.plan.topology import CPU, TPUS, Topology
 from jaxforge.training.hooks import HookRunner, named_hook
 
@@ -71,7 +69,7 @@ class Step(NamedTuple):
 
     mesh: Mesh
     grad_sync: GradSync
-    program: Program | None
+    program: HloProgram | None
     memory: Memory
     seconds: float
     executables: Mapping[int, CompiledStep]
@@ -109,20 +107,17 @@ def compile_step(
         UserError: a parameter does not divide, an axis does not fit the network, or the compiler
             does not know a flag.
     """
-    mesh, device = make_mesh(config, devices), devices[0]
-    model = build_model(config, device.platform, gpu_capability(device))
-    optimizer = build_optimizer(config, model.axes)
-    chip = CHIPS.get(topology.chip)
+    device, chip = devices[0], CHIPS.get(topology.chip)
+    hooks = HookRunner([named_hook(path) for path in config.plugins.hooks])
     capacity = chip.memory if chip else capacity_of_each()
-    sync = resolve_grad_sync(config, model, optimizer, mesh, capacity)
-    config = sync.applied_to(config)
-    parts = _Parts(config, model, abstract_state(model, optimizer, mesh), mesh, capacity)
+    mesh = make_mesh(config, devices)
+    train = Program(config, mesh, collect=hooks.collect, capacity=capacity)
+    sync, parts = train.grad_sync, _Parts(train, train.abstract_state(), capacity)
     flags = config.train.xla_flags
     options = xla_flags.compiler_options(device, flags, has=xla_flags.traits(config))
-    hooks = HookRunner([named_hook(path) for path in config.plugins.hooks])
     largest = config.train.grad_accum_steps
     sizes = {stage.accum for stage in config.train.stages()} if every_size else {largest}
-    lowered = lower_train_steps(config, mesh, sizes, collect=hooks.collect)
+    lowered = train.lower_sizes(sizes)
     start = time.perf_counter()
     try:
         steps = {
@@ -137,7 +132,7 @@ def compile_step(
     seconds, compiled = time.perf_counter() - start, steps[largest].compiled
     text = compiled.as_text()
     assert text is not None
-    program = Program(text, len(devices))
+    program = HloProgram(text, len(devices))
     memory = parts.memory(peak_of(compiled, device.platform), program)
     return Step(mesh, sync, program, memory, seconds, steps)
 
@@ -186,13 +181,11 @@ def _wanted(said: str, state: TrainState) -> int:
 class _Parts(NamedTuple):
     """What the memory of a device is divided among."""
 
-    config: JobConfig
-    model: Model
+    train: Program
     state: TrainState
-    mesh: Mesh
     capacity: int
 
-    def memory(self, peak: int, program: Program | None) -> Memory:
+    def memory(self, peak: int, program: HloProgram | None) -> Memory:
         """The parts of the peak; what the program saves is known where there is one."""
         parameters, optimizer = per_device(self.state.params), per_device(self.state.opt_state)
         gradients = self._gradients()
@@ -202,36 +195,36 @@ class _Parts(NamedTuple):
 
     @property
     def _is_whole(self) -> bool:
-        return self.config.train.grad_sync == "update" and token_parallel_size(self.mesh) > 1
+        return self.train.grad_sync.mode == "update" and token_parallel_size(self.train.mesh) > 1
 
     def _gradients(self) -> int:
         """Those that are added up; whole where they are reduced once per update."""
 
         def size(leaf: jax.ShapeDtypeStruct, axes: Axes) -> int:
             spec = partition_spec(without_data(axes) if self._is_whole else axes)
-            return 4 * math.prod(NamedSharding(self.mesh, spec).shard_shape(leaf.shape))
+            return 4 * math.prod(NamedSharding(self.train.mesh, spec).shard_shape(leaf.shape))
 
-        sizes = jax.tree.map(size, self.state.params, self.model.axes)
+        sizes = jax.tree.map(size, self.state.params, self.train.model.axes)
         return sum(jax.tree.leaves(sizes))
 
-    def _saved(self, program: Program) -> int:
+    def _saved(self, program: HloProgram) -> int:
         """What the fullest loop over layers carries one of for each layer, but for weights' kin.
 
         Those have the shapes of parameters, whole, of one device, or whole over the data axes; in
         the dtype of products only where they are gathered for the whole update.
         """
-        stacks = {len(rows) for rows in self.model.config.stacks.values()}
-        layers = stacks | {-(-n // self.mesh.shape[STAGES]) for n in stacks}
+        stacks = {len(rows) for rows in self.train.model.config.stacks.values()}
+        layers = stacks | {-(-n // self.train.mesh.shape[STAGES]) for n in stacks}
         weights = set(self._weights())
         return max((_of_layers(shape, layers, weights) for shape in _carried(program)), default=0)
 
     def _weights(self) -> Iterator[tuple[tuple[int, ...], float]]:
         """Dimensions, and bytes of an element."""
-        sizes = {4, *([jnp.dtype(self.model.dtype).itemsize] if self._is_whole else [])}
+        sizes = {4, *([jnp.dtype(self.train.model.dtype).itemsize] if self._is_whole else [])}
         leaves = jax.tree.leaves(self.state.params)
-        axes = jax.tree.leaves(self.model.axes, is_leaf=lambda node: isinstance(node, tuple))
+        axes = jax.tree.leaves(self.train.model.axes, is_leaf=lambda node: isinstance(node, tuple))
         for leaf, names in zip(leaves, axes, strict=True):
-            used = NamedSharding(self.mesh, partition_spec(without_data(names)))
+            used = NamedSharding(self.train.mesh, partition_spec(without_data(names)))
             for size in {leaf.dtype.itemsize, *sizes}:
                 yield leaf.shape, size
                 yield leaf.sharding.shard_shape(leaf.shape), size
@@ -248,7 +241,7 @@ def _of_layers(shape: str, layers: set[int], weights: set[tuple[tuple[int, ...],
     )
 
 
-def _carried(program: Program) -> Iterator[str]:
+def _carried(program: HloProgram) -> Iterator[str]:
     for operations in program.computations.values():
         for operation in operations.values():
             if operation.kind == "while":

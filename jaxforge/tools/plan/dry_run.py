@@ -36,13 +36,12 @@ from jaxforge.model.transformer import (
     build_model,
     parameter_count,
 )
-from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import device_memory, multihost
 from jaxforge.parallel.device_memory import gigabytes
 from jaxforge.parallel.mesh import abstract_mesh, data_parallel_size, in_words, make_mesh
 from jaxforge.parallel.targets import GPUS
+from jaxforge.program import Program
 from jaxforge.runs import run_directory
-from jaxforge.state.train_state import abstract_state
 from jaxforge.step.fitting import SLACK, Fit, fit
 from jaxforge.storage import urls
 from jaxforge.telemetry.metric_writers import check_libraries
@@ -273,8 +272,8 @@ def _fits(
         except UserError as error:
             refused = refused or error
             continue
-        optimizer = build_optimizer(config, model.axes)
-        fits[device] = fit(config, model, optimizer, mesh, device.capacity)
+        state = Program(config, mesh, model=model).abstract_state()
+        fits[device] = fit(config, model, state, mesh, device.capacity)
         built = built or model
     if built is None:
         assert refused is not None
@@ -368,7 +367,7 @@ def _run_directory(config: JobConfig, mesh: AnyMesh, model: Model | None, data: 
         return f"{run}: goes on from step {step:,}"
     checkpoints = Checkpoints(run, config.checkpoint, read_only=True)
     try:
-        like = abstract_state(model, build_optimizer(config, model.axes), mesh)
+        like = Program(config, mesh, model=model).abstract_state()
         progress = checkpoints.check_restorable(by_layer(like, model.stack), step)
     finally:
         checkpoints.close()

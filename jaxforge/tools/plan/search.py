@@ -28,10 +28,9 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.section import Table
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, build_model
-from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.device_memory import per_device
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.state.train_state import abstract_state
+from jaxforge.program import Program
 from jaxforge.step.executable import version_of
 from jaxforge.step.fitting import SLACK
 from jaxforge.step.memory import step_memory
@@ -191,7 +190,7 @@ def that_fit(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
         """Bytes of a device; None if a parameter does not divide."""
         model = model_of("full", mesh.shape["pp"])
         try:
-            return per_device(abstract_state(model, build_optimizer(config, model.axes), mesh))
+            return per_device(Program(config, mesh, model=model).abstract_state())
         except UserError:
             return None
 

@@ -26,8 +26,7 @@ from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.parallel.sharding import batch_specs
 from jaxforge.step.context import spread_sequences
 from jaxforge.step.cross_entropy import token_weights, valid_tokens
-from jaxforge.step.grad_sync import resolve_grad_sync
-from jaxforge.step.gradients import Batch, make_gradients, with_dataset_mask
+from jaxforge.step.gradients import Batch, with_dataset_mask
 from jaxforge.tools.replay.documents import Document
 from jaxforge.tools.replay.past import Past, Walk
 
@@ -61,11 +60,9 @@ class Influences:
     """
 
     def __init__(self, past: Past, walk: Walk, whole: Params) -> None:
-        sync = resolve_grad_sync(past.config, past.model, past.optimizer, past.mesh)
-        config = sync.applied_to(past.config)
         self._batch, self._state, self._whole = walk.batch, walk.state, whole
         self._norm = float(global_norm(whole))
-        self._gradients = make_gradients(past.model, config, past.mesh)
+        self._gradients = past.gradients
         counts = valid_tokens(walk.batch["labels"])
         self._weights = np.asarray(token_weights(counts, past.config.train.loss_norm))
         self._rows = walk.batch["labels"].shape[1]

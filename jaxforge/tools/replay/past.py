@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import optax
 from jax.sharding import Mesh
 
 from jaxforge.checkpoint.manager import Checkpoints
@@ -26,15 +25,13 @@ from jaxforge.config.reading.load import make_config
 from jaxforge.data import loader, sources
 from jaxforge.data.mixture import Segment
 from jaxforge.errors import UserError
-from jaxforge.model.transformer import Model, build_model, matmul_precision
-from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import compilation
 from jaxforge.parallel.mesh import data_parallel_size, make_mesh
+from jaxforge.program import Program
 from jaxforge.runs import run_directory
 from jaxforge.state.progress import Progress
-from jaxforge.state.train_state import TrainState, state_shardings
-from jaxforge.step.grad_sync import resolve_grad_sync
-from jaxforge.step.train_step import Controls, Metrics, TrainStep, make_train_step
+from jaxforge.state.train_state import TrainState
+from jaxforge.step.train_step import Controls, Metrics, TrainStep
 from jaxforge.training.build import open_foreign
 from jaxforge.training.phases import Phases
 from jaxforge.training.training_data import TrainingData, batches_from
@@ -42,40 +39,33 @@ from jaxforge.training.training_data import TrainingData, batches_from
 log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class Past:
-    """A run whose steps can be made again.
+class Past(Program):
+    """A run whose steps can be made again, with the config of one of its steps.
 
     Attributes:
-        run: its directory.
-        config: what was in force at the step asked for.
-        mesh: where the steps run now.
-        model: the model.
-        optimizer: its optimizer.
-        checkpoints: the run's.
+        run: the run directory.
         start: the step that the run went on from with this config.
         overrides: settings over the run's config.
+        checkpoints: the run's checkpoints.
     """
 
-    run: Path
-    config: JobConfig
-    mesh: Mesh
-    model: Model
-    optimizer: optax.GradientTransformationExtraArgs
-    checkpoints: Checkpoints
-    start: int
-    overrides: Sequence[str]
+    def __init__(
+        self, config: JobConfig, mesh: Mesh, run: Path, start: int, overrides: Sequence[str]
+    ) -> None:
+        super().__init__(config, mesh)
+        self.run, self.start, self.overrides = run, start, overrides
+        self.checkpoints = Checkpoints(
+            run, config.checkpoint, self.model.axes, stack=self.model.stack, read_only=True
+        )
 
     @functools.cached_property
     def dataset(self) -> Any:  # noqa: ANN401
         """What the run trains on."""
         return sources.open_training_data(self.config)
 
-    def step_function(self, collect: Sequence[str] = ()) -> TrainStep:
-        """The train step: the very program that the run compiled, if nothing is collected."""
-        sync = resolve_grad_sync(self.config, self.model, self.optimizer, self.mesh)
-        config = sync.applied_to(self.config)
-        return make_train_step(self.model, self.optimizer, config, self.mesh, collect=collect)
+    def step_function(self, collect: Sequence[str]) -> TrainStep:
+        """Return the train step with more metrics."""
+        return Program(self.config, self.mesh, model=self.model, collect=collect).step
 
     def walk(self, step: int) -> "Walk":
         """Stands before a step: what comes next is the `step`-th attempt of an update.
@@ -96,14 +86,13 @@ class Past:
         saved = max((one for one in self.checkpoints.steps() if one < step), default=None)
         if saved is not None and saved >= self.start:
             found = Saved(self.checkpoints, saved)
-            state, progress = start_from(found, self.model, self.optimizer, self.mesh)
+            state, progress = start_from(found, self)
             _catch_up(progress, self.checkpoints)
             return state, progress
         if self.start > 0:  # that was made with another config
             with open_past(self.run, self.start, self.overrides) as earlier:
                 walk = earlier.walk(self.start + 1)
-            places = state_shardings(self.model, self.optimizer, self.mesh)
-            return jax.device_put(walk.state, places), walk.progress
+            return jax.device_put(walk.state, self.shardings), walk.progress
         state, progress = self._beginning()
         if progress.step >= step:
             raise UserError(
@@ -116,9 +105,7 @@ class Past:
         with contextlib.ExitStack() as stack:
             nothing = Checkpoints(self.run / "none", self.config.checkpoint, read_only=True)
             stack.callback(nothing.close)
-            return starting_state(
-                self.config, nothing, self.model, self.optimizer, self.mesh, open_foreign
-            )
+            return starting_state(self, nothing, open_foreign)
 
 
 class Walk:
@@ -133,7 +120,7 @@ class Walk:
     def __init__(self, past: Past, state: TrainState, progress: Progress) -> None:
         config, phases = past.config, Phases.of(past.config.data)
         ramp = config.train.ramp(data_parallel_size(past.mesh))
-        self._past, self._step = past, past.step_function()
+        self._past, self._step = past, past.step
         self.state, self.progress = state, progress
         self._data = TrainingData(
             lambda place: batches_from(place, config, past.mesh, past.dataset, phases, ramp), phases
@@ -201,15 +188,11 @@ def open_past(run: Path, step: int, overrides: Sequence[str] = ()) -> Iterator[P
         rules.check(config, len(devices))
         compilation.use_cache(config.train)
         mesh = make_mesh(config, devices)
-        with jax.set_mesh(mesh), matmul_precision(config):
-            model = build_model(config)
-            optimizer = build_optimizer(config, model.axes)
-            checkpoints.close()
-            checkpoints = Checkpoints(
-                run, config.checkpoint, model.axes, stack=model.stack, read_only=True
-            )
-            start = run_directory.start_before(run, step)
-            yield Past(run, config, mesh, model, optimizer, checkpoints, start, overrides)
+        checkpoints.close()
+        past = Past(config, mesh, run, run_directory.start_before(run, step), overrides)
+        checkpoints = past.checkpoints
+        with past.context():
+            yield past
     finally:
         checkpoints.close()
 

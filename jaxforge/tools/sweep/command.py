@@ -9,11 +9,10 @@ from pathlib import Path
 import jax
 
 from jaxforge.config import rules
-from jaxforge.config.model import MODELS
 from jaxforge.config.reading.load import load_unresolved
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.errors import UserError
-from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.program import Program
 from jaxforge.storage import safe_files, urls
 from jaxforge.telemetry.numbers import human
 from jaxforge.tools.sweep import slurm
@@ -82,7 +81,7 @@ def _planned(point: Point, path: str, settings: Sequence[str], devices: int) -> 
     overrides.append(f"--checkpoint.dir={directory}")
     config = load_unresolved(path, overrides).resolve(devices, sequences_per_epoch)
     rules.check(config, devices)
-    build_optimizer(config, MODELS[config.model.model_type](config.model).axes)  # checks patterns
+    _ = Program.without_devices(config).optimizer  # refuses patterns that match no parameter
     command = [sys.executable, "-m", "jaxforge.train", "--config", path, *overrides]
     run = PlannedRun(point, directory, config, command)
     run.check_directory()

@@ -11,13 +11,10 @@ from jaxforge.config.job import JobConfig
 from jaxforge.config.optimizer import OPTIMIZERS
 from jaxforge.config.train import EIGHT_BIT
 from jaxforge.errors import UserError
-from jaxforge.model.transformer import build_model
-from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import device_memory
 from jaxforge.parallel.device_memory import gigabytes, per_device
 from jaxforge.parallel.mesh import data_parallel_size, token_parallel_size
-from jaxforge.state.train_state import abstract_state
-from jaxforge.step.grad_sync import resolve_grad_sync
+from jaxforge.program import Program
 
 
 @contextlib.contextmanager
@@ -47,13 +44,9 @@ def explanation(said: str, config: JobConfig, mesh: Mesh) -> str:
         config: resolved.
         mesh: the run's.
     """
-    model = build_model(config)
-    optimizer = build_optimizer(config, model.axes)
-    state = abstract_state(model, optimizer, mesh)
-    params, moments = (
-        per_device(state.params),
-        per_device(state.opt_state),
-    )
+    program = Program(config, mesh, capacity=device_memory.capacity_of_each())
+    state = program.abstract_state()
+    params, moments = per_device(state.params), per_device(state.opt_state)
     limit = device_memory.capacity()
     whole = 2 * params + moments
     dp = data_parallel_size(mesh)
@@ -63,8 +56,7 @@ def explanation(said: str, config: JobConfig, mesh: Mesh) -> str:
         f"state {gigabytes(moments)}: {gigabytes(whole)} of {gigabytes(limit)}; the rest is for "
         f"the activations of {rows:,} sequences of {length:,} tokens"
     )
-    sync = resolve_grad_sync(config, model, optimizer, mesh, device_memory.capacity_of_each())
-    reduces_whole = sync.mode == "update" and token_parallel_size(mesh) > 1
+    reduces_whole = program.grad_sync.mode == "update" and token_parallel_size(mesh) > 1
     advice = (
         smaller_state(config, whole, limit)
         if whole > limit

@@ -10,10 +10,9 @@ from jaxforge.commands import init, train
 from jaxforge.config import load_config
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import build_model
-from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel.device_memory import per_device
 from jaxforge.parallel.mesh import abstract_mesh
-from jaxforge.state.train_state import abstract_state
+from jaxforge.program import Program
 from jaxforge.step.fitting import fit, with_rows
 from jaxforge.step.memory import step_memory
 from jaxforge.tools.plan import dry_run
@@ -122,9 +121,9 @@ def test_any_mesh_and_any_state_can_be_pretended(dry, setting):
 def test_the_largest_batch_fits_and_one_sequence_more_does_not(request):
     config = load_config(request.config.rootpath / DEBUG)
     model, mesh = build_model(config, "gpu", "9.0"), abstract_mesh(config, 4)
-    optimizer, capacity = build_optimizer(config, model.axes), 50_000_000
-    found = fit(config, model, optimizer, mesh, capacity)
-    state = per_device(abstract_state(model, optimizer, mesh))
+    like, capacity = Program(config, mesh, model=model).abstract_state(), 50_000_000
+    found = fit(config, model, like, mesh, capacity)
+    state = per_device(like)
 
     def needs(rows):
         modes = ("update", "microbatch")
@@ -134,7 +133,7 @@ def test_the_largest_batch_fits_and_one_sequence_more_does_not(request):
     assert found.rows == 4
     assert found.most_rows > 4
     assert needs(found.most_rows) <= capacity < needs(found.most_rows + 1)
-    assert fit(config, model, optimizer, mesh, 1).most_rows == 0
+    assert fit(config, model, like, mesh, 1).most_rows == 0
 
 
 def test_machines():

@@ -24,7 +24,6 @@ from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.runs import git
 from jaxforge.runs.job_facts import ENVIRONMENT, plugin_sources, source_files, source_hash
 from jaxforge.step.executable import fingerprint
-from jaxforge.step.lowering import lower_train_steps
 from jaxforge.storage import urls
 from jaxforge.tools.replay.past import Past
 
@@ -74,9 +73,8 @@ def _code_at(place: Path) -> dict[str, Any]:
 
 def program(past: Past) -> dict[str, str]:
     """Hash of the step's StableHLO, for each number of microbatches of an update."""
-    config, mesh = past.config, past.mesh
-    sizes = {stage.accum for stage in config.train.ramp(data_parallel_size(mesh)).stages}
-    lowered = lower_train_steps(config, mesh, sizes)
+    sizes = {stage.accum for stage in past.config.train.ramp(data_parallel_size(past.mesh)).stages}
+    lowered = past.lower_sizes(sizes)
     return {str(n): fingerprint(one) for n, one in sorted(lowered.items())}
 
 

@@ -1,0 +1,212 @@
+"""The model, the optimizer and one update of a config on a mesh."""
+
+import contextlib
+import functools
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxforge.config import rules
+from jaxforge.config.job import JobConfig
+from jaxforge.config.model import MODELS
+from jaxforge.model.runtime import gpu_capability
+from jaxforge.model.transformer import Model, Params, build_model, matmul_precision
+from jaxforge.optim.optimizer import build_optimizer
+from jaxforge.parallel.mesh import data_parallel_size, make_mesh
+from jaxforge.parallel.sharding import batch_shardings
+from jaxforge.state.train_state import TrainState, begin, state_shardings
+from jaxforge.step.collect import check_collect
+from jaxforge.step.grad_sync import GradSync, resolve_grad_sync
+from jaxforge.step.gradients import Batch, Gradients, make_gradients
+from jaxforge.step.train_step import Controls, make_train_step
+
+AbstractBatch = dict[str, jax.ShapeDtypeStruct]
+
+
+class Program:
+    """The model, the optimizer and one update of a config on a mesh.
+
+    Construction builds nothing: each part is built when it is first used. With an `AbstractMesh`,
+    give the model; shapes and shardings are available then, and `step` can be traced.
+
+    Attributes:
+        config: the validated config.
+        collect: metrics that the step computes, among `step.collect.COLLECTED`.
+        capacity: bytes of one device, for `grad_sync`; None asks the devices.
+
+    Args:
+        config: a config that `rules.check` has passed for the mesh.
+        mesh: the devices; by default all, for which the config is checked.
+        model: by default the one of `[model]`, with the kernels of the mesh's devices.
+        collect: metrics in addition to `metrics.collect`.
+        capacity: bytes of one device.
+
+    Raises:
+        UserError: a name in `collect` is unknown. The parts raise it when they are built: the
+            config does not fit the devices, a kernel does not support the model or the device, a
+            decay pattern matches no parameter, the mesh splits a parameter into unequal parts, or
+            the memory of the devices is unknown.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        mesh: Mesh | AbstractMesh | None = None,
+        *,
+        model: Model | None = None,
+        collect: Iterable[str] = (),
+        capacity: int | None = None,
+    ) -> None:
+        self.config, self.capacity = config, capacity
+        self.collect = check_collect((*config.metrics.collect, *collect))
+        if mesh is not None:
+            self.mesh = cast(Mesh, mesh)
+        if model is not None:
+            self.model = model
+
+    @classmethod
+    def without_devices(cls, config: JobConfig) -> "Program":
+        """Return a program that has model, optimizer and shapes, but no mesh."""
+        build = MODELS[config.model.model_type]
+        model = build(config.model, param_dtype=jnp.dtype(config.train.param_dtype))
+        return cls(config, model=model)
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        """The devices and their axes."""
+        rules.check(self.config, jax.device_count())
+        return make_mesh(self.config)
+
+    @functools.cached_property
+    def model(self) -> Model:
+        """The model, with the kernels of the mesh's devices."""
+        device = self.mesh.devices.flat[0]
+        return build_model(self.config, device.platform, gpu_capability(device))
+
+    @functools.cached_property
+    def optimizer(self) -> optax.GradientTransformationExtraArgs:
+        """The optimizer of `[optimizer]` and `[scheduler]`."""
+        return build_optimizer(self.config, self.model.axes)
+
+    @functools.cached_property
+    def shapes(self) -> TrainState:
+        """The shape and dtype of every array of the state, as `ShapeDtypeStruct`."""
+        return jax.eval_shape(
+            lambda params: begin(self.model, params, self.optimizer), self.model.abstract
+        )
+
+    @functools.cached_property
+    def shardings(self) -> TrainState:
+        """The `NamedSharding` of every array of the state."""
+        return state_shardings(self.model, self.optimizer, self.mesh)
+
+    def abstract_state(self) -> TrainState:
+        """Return the shape, dtype and sharding of every array of the state."""
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            self.shapes,
+            self.shardings,
+        )
+
+    def abstract_batch(self) -> AbstractBatch:
+        """Return shapes and shardings of a batch: [microbatches, sequences, tokens]."""
+        train, data = self.config.train, self.config.data
+        rows = train.microbatch_size(data_parallel_size(self.mesh))
+        shape: tuple[int, ...] = (train.grad_accum_steps, rows, train.seq_len)
+        shapes = {"input_ids": shape, "labels": shape}
+        shapes |= {"segment_ids": shape} if data.pack_sequences else {}
+        shapes |= {"dataset_idx": shape[:2]} if data.datasets else {}
+        batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
+        split = batch_shardings(self.mesh, batch)
+        return {name: leaf.update(sharding=split[name]) for name, leaf in batch.items()}
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        """Set the mesh and the precision of products. Calls of `step` must be inside."""
+        with jax.set_mesh(self.mesh), matmul_precision(self.config):
+            yield
+
+    def init(self, seed: int | None = None) -> TrainState:
+        """Return a new state, each array on its devices. The values do not depend on the mesh.
+
+        Args:
+            seed: seed of the parameters; by default `train.seed`.
+        """
+        make: Any = jax.jit(
+            lambda key: begin(self.model, self.model.init(key), self.optimizer),
+            out_shardings=self.shardings,
+        )
+        with self.context():
+            return make(jax.random.key(self.config.train.seed if seed is None else seed))
+
+    def init_from(self, variables: Params) -> TrainState:
+        """Return the state before the first step for given parameters.
+
+        Args:
+            variables: `params`, and optionally `model_state`; arrays with the shardings of the
+                state. They are donated.
+        """
+        make: Any = jax.jit(
+            lambda x: begin(self.model, x["params"], self.optimizer, x.get("model_state")),
+            donate_argnums=0,
+            out_shardings=self.shardings,
+        )
+        return make(variables)
+
+    @functools.cached_property
+    def grad_sync(self) -> GradSync:
+        """How gradients are reduced. All processes must ask."""
+        return resolve_grad_sync(
+            self.config, self.model, self.abstract_state(), self.mesh, self.capacity
+        )
+
+    @property
+    def resolved_config(self) -> JobConfig:
+        """The config with the value of `train.grad_sync` in place of "auto"."""
+        return self.grad_sync.applied_to(self.config)
+
+    @functools.cached_property
+    def gradients(self) -> Gradients:
+        """The function that computes gradients and loss, as `step.gradients.Gradients`."""
+        return make_gradients(self.model, self.resolved_config, self.mesh)
+
+    @functools.cached_property
+    def step(self) -> jax.stages.Wrapped:
+        """The jitted update `(state, batch, controls) -> (state, metrics)`; donates the state."""
+        return make_train_step(
+            self.config, self.model, self.optimizer, self.gradients, self.shardings, self.collect
+        )
+
+    def lower(self, batch: Batch | AbstractBatch | None = None) -> jax.stages.Lowered:
+        """Return the update as a run compiles it. No array is made.
+
+        Args:
+            batch: arrays or their shapes and shardings; by default `abstract_batch()`.
+        """
+        batch = self.abstract_batch() if batch is None else batch
+        controls = Controls(next_lr_scale=1.0)  # as `TrainingData.controls` passes them
+        with self.context():
+            return self.step.lower(self.abstract_state(), batch, controls)
+
+    def lower_sizes(
+        self, sizes: Collection[int], batch: Batch | AbstractBatch | None = None
+    ) -> dict[int, jax.stages.Lowered]:
+        """Return the update for batches of several sizes, by their number of microbatches.
+
+        Args:
+            sizes: numbers of microbatches.
+            batch: as in `lower`, with any number of microbatches.
+        """
+        batch = self.abstract_batch() if batch is None else batch
+
+        def resized(n: int) -> AbstractBatch:
+            return {
+                name: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype, sharding=x.sharding)
+                for name, x in batch.items()
+            }
+
+        return {n: self.lower(resized(n)) for n in sizes}
