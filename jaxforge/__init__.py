@@ -5,6 +5,7 @@ import sys  # no more than these two, which Python has loaded: see `_leave_worki
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from jaxforge.aux_outputs import AuxOutputs as AuxOutputs
     from jaxforge.inference.run import Run as Run
 
     __version__: str
@@ -46,6 +47,10 @@ if sys.argv[:1] == ["-m"] or os.path.basename("".join(sys.argv[:1])) == "jaxforg
 
 def __getattr__(name: str) -> object:
     """Import what takes time once it is asked for."""
+    if name == "AuxOutputs":
+        from jaxforge.aux_outputs import AuxOutputs
+
+        return AuxOutputs
     if name == "Run":
         from jaxforge.inference.run import Run
 

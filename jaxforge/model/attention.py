@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jaxforge.aux_outputs import NOTHING, LossWeights, Side
+from jaxforge.aux_outputs import AuxOutputs, LossWeights
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.points import ATTENTION_WEIGHTS
 from jaxforge.kernels.attention_backends import Scoring, attend_over, masked_attention
@@ -71,12 +71,12 @@ class LayerOut(NamedTuple):
 
     Attributes:
         cache: extended, where there was one.
-        side: what the layer tells of itself.
+        aux: what the layer tells of itself.
         seen: values by name, where somebody looks (`capture.watching`).
     """
 
     cache: KVCache | None
-    side: Side = NOTHING
+    aux: AuxOutputs = AuxOutputs()
     seen: PyTree = None
 
 

@@ -9,7 +9,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Bool, Float
 
-from jaxforge.aux_outputs import LossWeights, Mean, Side
+from jaxforge.aux_outputs import AuxOutputs, LossWeights, Mean
 from jaxforge.config.model import ModelConfig
 from jaxforge.model import mup
 from jaxforge.model.experts import Experts
@@ -41,7 +41,7 @@ class MoE(nnx.Module):
         loss_weights: LossWeights | None,
         backend: str,
         is_padding: Bool[Array, "b s"] | None = None,
-    ) -> tuple[Float[Array, "b s d"], Side]:
+    ) -> tuple[Float[Array, "b s d"], AuxOutputs]:
         """Tokens, and what they tell of the experts' load where something is trained.
 
         Args:
@@ -51,7 +51,7 @@ class MoE(nnx.Module):
             is_padding: tokens that go to no expert and count in no statistic.
         """
         c = self.config
-        routing, side = self.router(x_BSD, loss_weights, is_padding)
+        routing, aux = self.router(x_BSD, loss_weights, is_padding)
         has_padding = is_padding is not None
         y_BSD, dropped = self.experts(x_BSD, routing, backend, has_padding=has_padding)
         if c.moe_routed_scaling != 1.0:
@@ -67,17 +67,17 @@ class MoE(nnx.Module):
             if is_padding is not None:
                 assigned = jnp.sum(~is_padding, dtype=jnp.float32) * c.moe_top_k
             dropped_share = Mean(dropped, assigned)
-            side = side._replace(metrics={**side.metrics, "dropped": dropped_share})
-        return y_BSD, side
+            aux = aux._replace(metrics={**aux.metrics, "dropped": dropped_share})
+        return y_BSD, aux
 
 
-def nothing_of_experts(config: ModelConfig) -> Side:
+def empty_expert_aux(config: ModelConfig) -> AuxOutputs:
     """What a layer without experts tells where others have some."""
     zero, load = jnp.zeros(()), jnp.zeros((config.num_experts,))
     means = ["router_entropy", "aux_loss", "router_z", "dropped"]
     if config.bias_update != "none":
         means.append("router_bias")
-    return Side(
+    return AuxOutputs(
         dict.fromkeys(term_weights(config), zero),
         {"expert_counts": load, **dict.fromkeys(means, Mean(zero, zero))},
         {"counts": load},

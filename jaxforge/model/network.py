@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxforge.aux_outputs import NOTHING, Side
+from jaxforge.aux_outputs import AuxOutputs
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.points import ATTENTION_WEIGHTS
 from jaxforge.kernels import fp8
@@ -14,7 +14,7 @@ from jaxforge.model import capture, remat
 from jaxforge.model.attention import Attention, Context, KVCache, LayerOut
 from jaxforge.model.linear import Declare, Embedding, Linear, look_up, normal, times
 from jaxforge.model.mlp import MLP
-from jaxforge.model.moe import MoE, nothing_of_experts
+from jaxforge.model.moe import MoE, empty_expert_aux
 from jaxforge.model.norm import LayerNorm, RMSNorm, norm_of
 from jaxforge.model.plan import LayerKind, LayerPlan
 from jaxforge.model.runtime import Runtime
@@ -94,28 +94,28 @@ class Block(nnx.Module):
         fp8.tell(told)
         y_BSD = self._added(self.attention_post_norm, y_BSD, "attention")
         if self.config.parallel_residual:
-            z_BSD, side = self._feed_forward(x_BSD, context, runtime)
-            return split_sequence(x_BSD + y_BSD + z_BSD), LayerOut(cache, side)
+            z_BSD, aux = self._feed_forward(x_BSD, context, runtime)
+            return split_sequence(x_BSD + y_BSD + z_BSD), LayerOut(cache, aux)
         x_BSD = split_sequence(x_BSD + y_BSD)
-        z_BSD, side = self._feed_forward(x_BSD, context, runtime)
-        return split_sequence(x_BSD + z_BSD), LayerOut(cache, side)
+        z_BSD, aux = self._feed_forward(x_BSD, context, runtime)
+        return split_sequence(x_BSD + z_BSD), LayerOut(cache, aux)
 
     def _feed_forward(
         self, x_BSD: Float[Array, "b s d"], context: Context, runtime: Runtime
-    ) -> tuple[Float[Array, "b s d"], Side]:
+    ) -> tuple[Float[Array, "b s d"], AuxOutputs]:
         normed_BSD = _normed(self.mlp_norm, x_BSD)
         if isinstance(self.mlp, MoE):
-            y_BSD, side = self.mlp(
+            y_BSD, aux = self.mlp(
                 normed_BSD, context.loss_weights, runtime.grouped, context.is_padding
             )
         else:
-            y_BSD, side = self.mlp(normed_BSD), self._silence(context)
-        return self._added(self.mlp_post_norm, y_BSD, "mlp"), side
+            y_BSD, aux = self.mlp(normed_BSD), self._empty_aux(context)
+        return self._added(self.mlp_post_norm, y_BSD, "mlp"), aux
 
-    def _silence(self, context: Context) -> Side:
+    def _empty_aux(self, context: Context) -> AuxOutputs:
         """What a layer without experts tells: zeros, where others have some."""
         is_told = self.config.is_moe and context.loss_weights is not None
-        return nothing_of_experts(self.config) if is_told else NOTHING
+        return empty_expert_aux(self.config) if is_told else AuxOutputs()
 
     def _added(
         self, norm: RMSNorm | LayerNorm | None, y_BSD: Float[Array, "b s d"], name: str

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxforge.aux_outputs import NOTHING, LossWeights, Mean, Metric, Side
+from jaxforge.aux_outputs import AuxOutputs, LossWeights, Mean, Metric
 from jaxforge.config.model import ModelConfig
 from jaxforge.model import mup
 from jaxforge.model.linear import FLOAT32, Declare, affine, normal, times
@@ -83,7 +83,7 @@ class Router(nnx.Module):
         x_BSD: Float[Array, "b s d"],
         loss_weights: LossWeights | None,
         is_padding: Bool[Array, "b s"] | None = None,
-    ) -> tuple[Routing, Side]:
+    ) -> tuple[Routing, AuxOutputs]:
         """Choose the experts of each token, and compute statistics where something is trained.
 
         Args:
@@ -103,13 +103,15 @@ class Router(nnx.Module):
         is_chosen = jnp.any(experts[..., None] == jnp.arange(c.num_experts), axis=-2)
         local = jnp.sum(is_chosen, axis=(0, 1), dtype=jnp.float32)
         counts = collectives.psum(local, "tokens")
-        side = NOTHING
+        aux = AuxOutputs()
         if loss_weights is not None:
-            side = self._side(logits, scores, is_chosen, (local, counts), loss_weights, is_real)
+            aux = self._aux_outputs(
+                logits, scores, is_chosen, (local, counts), loss_weights, is_real
+            )
             if c.moe_gradient_scale:
                 even = jnp.sum(counts) / c.num_experts
                 weights = weights * (even / jnp.maximum(counts, 1))[experts]
-        return Routing(experts, weights, counts), side
+        return Routing(experts, weights, counts), aux
 
     def _scores(
         self, logits: Float[Array, "b s e"]
@@ -123,7 +125,7 @@ class Router(nnx.Module):
         scores = jax.nn.softmax(logits) if is_softmax else jax.nn.sigmoid(logits)
         return scores, scores + self.expert_bias[...] if how == "sign" else scores
 
-    def _side(
+    def _aux_outputs(
         self,
         logits: Float[Array, "b s e"],
         scores: Float[Array, "b s e"],
@@ -131,7 +133,7 @@ class Router(nnx.Module):
         assigned: tuple[Float[Array, "e"], Float[Array, "e"]],
         loss_weights: LossWeights,
         is_real: Bool[Array, "b s"] | None,
-    ) -> Side:
+    ) -> AuxOutputs:
         """What is told of some tokens; experts' assignments are those here, and of all devices."""
         local, counts = assigned
         c, tokens = self.config, jnp.float32(logits.shape[0] * logits.shape[1])
@@ -159,7 +161,7 @@ class Router(nnx.Module):
         if c.bias_update != "none":
             largest = jnp.max(jnp.abs(self.expert_bias[...].astype(jnp.float32)))
             metrics["router_bias"] = Mean(largest * tokens, tokens)
-        return Side(terms, jax.lax.stop_gradient(metrics), {"counts": local})
+        return AuxOutputs(terms, jax.lax.stop_gradient(metrics), {"counts": local})
 
 
 def term_weights(config: ModelConfig) -> dict[str, float]:

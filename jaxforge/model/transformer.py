@@ -22,7 +22,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jaxforge.aux_outputs import LossWeights, Side
+from jaxforge.aux_outputs import AuxOutputs, LossWeights
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import EXPERTS, LAYERS, MODELS, ModelConfig
 from jaxforge.kernels import fp8
@@ -314,7 +314,7 @@ class Model:
 
     def _of_stage(
         self, layers: tuple[LayerKind, Params], x: Array, context: Context, cache: KVCache | None
-    ) -> tuple[Array, KVCache | None, tuple[Side, PyTree]]:
+    ) -> tuple[Array, KVCache | None, tuple[AuxOutputs, PyTree]]:
         def layer(x: Array, row: tuple[tuple[LayerKind, Params], KVCache | None]) -> Any:  # noqa: ANN401
             (kind, params), cache = row
             return self._layer(context, kind, LAYERS, True)(x, (params, cache))
@@ -362,7 +362,9 @@ class Model:
             x_BSD, out = one(x_BSD, context, cache)
         if tells:
             amax = {**fp8_layers.nothing_seen(self._in_8_bits), **told}
-            out = out._replace(side=out.side._replace(stats={**out.side.stats, "amax": amax}))
+            out = out._replace(
+                aux=out.aux._replace(statistics={**out.aux.statistics, "amax": amax})
+            )
         return x_BSD, out
 
     def final_norm(self, params: Params, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:

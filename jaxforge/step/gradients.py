@@ -13,7 +13,7 @@ In both, devices add up their gradients in float32, or in the compute dtype (`tr
 and microbatches are added up in float32.
 
 Microbatches come one by one, or, where there are stages, as `pipeline.schedule` has them. What the
-layers and the loss tell besides (`Side`) goes the way of the loss.
+layers and the loss tell besides (`AuxOutputs`) goes the way of the loss.
 """
 
 import functools
@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree, Shaped
 
-from jaxforge.aux_outputs import LossWeights, Side, combine, merge
+from jaxforge.aux_outputs import AuxOutputs, LossWeights, combine, merge
 from jaxforge.config.axes import DATA_AXES
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import LAYERS
@@ -70,22 +70,22 @@ class Loss(NamedTuple):
     """Of an update, or of a part of it.
 
     Attributes:
-        side: terms of the loss, those of layers included; metrics and stats of the loss function.
-        layers: metrics and stats of the layers, by row of stacked parameters.
+        aux: terms of the loss, those of layers included; metrics and statistics of the loss.
+        layers: metrics and statistics of the layers, by row of stacked parameters.
     """
 
-    side: Side
-    layers: Side
+    aux: AuxOutputs
+    layers: AuxOutputs
 
     @property
     def value(self) -> Float[Array, ""]:
         """What is minimised."""
-        return self.side.loss
+        return self.aux.loss
 
     @property
-    def stats(self) -> PyTree:
+    def statistics(self) -> PyTree:
         """What untrained state is updated from."""
-        return {**self.side.stats, LAYERS: self.layers.stats}
+        return {**self.aux.statistics, LAYERS: self.layers.statistics}
 
 
 AddUp = Callable[[Params, Params, Batch, LossWeights], tuple[Params, Loss]]
@@ -146,8 +146,8 @@ def accumulate(
     def microbatch_loss(params: Params, batch: Batch, token: Array) -> tuple[Array, Loss]:
         own, variables = loss_weights._replace(token=token), join(params, state)
         hidden, out = model.forward(variables, batch, own)
-        side = loss(variables, hidden, batch, own).joined_by(out.side)
-        return side.loss, Loss(side, out.side._replace(terms={}))
+        aux = loss(variables, hidden, batch, own).with_layer_losses(out.aux)
+        return aux.loss, Loss(aux, out.aux._replace(loss_terms={}))
 
     gradient = jax.grad(microbatch_loss, has_aux=True)
 
@@ -180,10 +180,10 @@ def pipelined(model: Model, config: JobConfig) -> AddUp:
 
     def run(
         kind: LayerKind, layer: Params, x: Array, given: tuple[Context, Params]
-    ) -> tuple[Array, Side]:
+    ) -> tuple[Array, AuxOutputs]:
         context, state = given
         x, out = model.block(x, (join(layer, state), None), context=context, kind=kind)
-        return x, out.side
+        return x, out.aux
 
     def add_up(
         params: Params, state: Params, batch: Batch, loss_weights: LossWeights
@@ -198,7 +198,7 @@ def pipelined(model: Model, config: JobConfig) -> AddUp:
             own = loss_weights._replace(token=token)
             return model.context_of(x, batch, loss_weights=own)
 
-        def head_and_loss(params: Params, x: Array, microbatch: tuple[Batch, Array]) -> Side:
+        def head_and_loss(params: Params, x: Array, microbatch: tuple[Batch, Array]) -> AuxOutputs:
             (batch, token), variables = microbatch, join(params, others)
             hidden = model.final_norm(variables, x)
             return loss(variables, hidden, batch, loss_weights._replace(token=token))
@@ -209,13 +209,13 @@ def pipelined(model: Model, config: JobConfig) -> AddUp:
         parts = spmd.StageFunctions(
             embed, context, layer, head_and_loss, kinds, is_layer, saves.saves_residuals
         )
-        grads, side, layers = spmd.accumulate(
+        grads, aux, layers = spmd.accumulate(
             schedule, parts, params, of_layers, model.axes, (batch, loss_weights.token)
         )
         whole = layers._replace(
-            terms=jax.tree.map(lambda x: collectives.psum(x, LAYERS), layers.terms)
+            loss_terms=jax.tree.map(lambda x: collectives.psum(x, LAYERS), layers.loss_terms)
         )
-        return grads, Loss(side.joined_by(whole), layers._replace(terms={}))
+        return grads, Loss(aux.with_layer_losses(whole), layers._replace(loss_terms={}))
 
     return add_up
 
@@ -283,9 +283,9 @@ def unscaled(grads: Params, loss: Loss, scale: Array | None) -> tuple[Params, Lo
     """Gradients and loss as they are without a scale."""
     if scale is None:
         return grads, loss
-    terms = {name: term / scale for name, term in loss.side.terms.items()}
-    side = loss.side._replace(terms=terms)
-    return jax.tree.map(lambda grad: grad / scale, grads), loss._replace(side=side)
+    terms = {name: term / scale for name, term in loss.aux.loss_terms.items()}
+    aux = loss.aux._replace(loss_terms=terms)
+    return jax.tree.map(lambda grad: grad / scale, grads), loss._replace(aux=aux)
 
 
 def _reduced_once(model: Model, config: TrainConfig, mesh: Mesh, add_up: AddUp) -> Gradients:

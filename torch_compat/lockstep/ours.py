@@ -109,7 +109,7 @@ def _gradients(model: Model, config: JobConfig) -> Callable[..., tuple]:
         variables = join(params, state)
         with capture.watching(lambda name, x: x):
             hidden, out = model.forward(variables, batch, own)
-        side = loss(variables, hidden, batch, own).joined_by(out.side)
+        aux = loss(variables, hidden, batch, own).with_layer_losses(out.aux)
         points = {
             "embed": model.embed(variables, batch),
             "final_norm": hidden,
@@ -117,7 +117,7 @@ def _gradients(model: Model, config: JobConfig) -> Callable[..., tuple]:
             LAYERS: out.seen,
         }
         wide = jax.tree.map(lambda x: x.astype(jnp.float32), points)
-        return side.loss, (side.loss, wide)
+        return aux.loss, (aux.loss, wide)
 
     return jax.grad(value, has_aux=True)
 

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, PyTree
 
-from jaxforge.aux_outputs import Side, combine, merge
+from jaxforge.aux_outputs import AuxOutputs, combine, merge
 from jaxforge.config.model import LAYERS
 from jaxforge.parallel import collectives
 from jaxforge.parallel.mesh import STAGES
@@ -65,8 +65,8 @@ class StageFunctions(NamedTuple):
 
     embed: Callable[[Params, Microbatch], Array]
     context: Callable[[Array, Microbatch], PyTree]
-    layer: Callable[[PyTree, Params, Array, PyTree], tuple[Array, Side]]
-    loss: Callable[[Params, Array, Microbatch], Side]
+    layer: Callable[[PyTree, Params, Array, PyTree], tuple[Array, AuxOutputs]]
+    loss: Callable[[Params, Array, Microbatch], AuxOutputs]
     kinds: PyTree
     is_layer: Bool[np.ndarray, "stages rows"]
     saves_residuals: bool
@@ -81,8 +81,8 @@ class _Carry(NamedTuple):
         ring: [slots, ...] what backwards wait for.
         layers: gradients of the stage's layers, float32.
         rest: gradients of all other parameters, float32.
-        loss_side: told by the loss so far.
-        layer_sides: told by the stage's layers, by row.
+        loss_aux: told by the loss so far.
+        layer_aux: told by the stage's layers, by row.
     """
 
     arriving: Array
@@ -90,8 +90,8 @@ class _Carry(NamedTuple):
     ring: PyTree
     layers: Params
     rest: Params
-    loss_side: Side
-    layer_sides: Side
+    loss_aux: AuxOutputs
+    layer_aux: AuxOutputs
 
 
 def accumulate(
@@ -101,7 +101,7 @@ def accumulate(
     state: PyTree,
     axes: Params,
     batch: Microbatch,
-) -> tuple[Params, Side, Side]:
+) -> tuple[Params, AuxOutputs, AuxOutputs]:
     """Gradients (float32) of a batch, and what the loss and this stage's layers tell of it.
 
     All summed over its microbatches; of layers, by row.
@@ -118,15 +118,15 @@ def accumulate(
     carry = stage.at_rest(axes)
     for phase, rows in zip(schedule.phases(), table(schedule), strict=True):
         carry, _ = jax.lax.scan(functools.partial(stage.tick, phase, rows), carry, rows)
-    return {**carry.rest, LAYERS: carry.layers}, carry.loss_side, carry.layer_sides
+    return {**carry.rest, LAYERS: carry.layers}, carry.loss_aux, carry.layer_aux
 
 
 def saving_vjp(
-    layer: Callable[[Params, Array, PyTree], tuple[Array, Side]],
+    layer: Callable[[Params, Array, PyTree], tuple[Array, AuxOutputs]],
     params: Params,
     x: Array,
     context: PyTree,
-) -> tuple[Array, Side, list[Array], Callable[[list[Array]], Pull]]:
+) -> tuple[Array, AuxOutputs, list[Array], Callable[[list[Array]], Pull]]:
     """A layer's output, what its backward needs besides its parameters, and how to go back with it.
 
     What `jax.vjp` returns is a pytree of what autodiff saves. Those of its leaves that are leaves
@@ -138,11 +138,11 @@ def saving_vjp(
         `context`.
     """
 
-    def told_apart(*arguments: Any) -> tuple[tuple[Array, Mapping[str, Array]], Side]:  # noqa: ANN401
-        y, side = layer(*arguments)
-        return (y, side.terms), side
+    def told_apart(*arguments: Any) -> tuple[tuple[Array, Mapping[str, Array]], AuxOutputs]:  # noqa: ANN401
+        y, aux = layer(*arguments)
+        return (y, aux.loss_terms), aux
 
-    (y, _), pull, side = jax.vjp(told_apart, params, x, context, has_aux=True)
+    (y, _), pull, aux = jax.vjp(told_apart, params, x, context, has_aux=True)
     leaves, form = jax.tree.flatten(pull)
     given = {id(leaf) for leaf in jax.tree.leaves((params, context))}
     kept = [id(leaf) not in given for leaf in leaves]
@@ -152,7 +152,7 @@ def saving_vjp(
         of_x = [next(rest) if keep else leaf for leaf, keep in zip(leaves, kept, strict=True)]
         return jax.tree.unflatten(form, of_x)
 
-    return y, side, [leaf for leaf, keep in zip(leaves, kept, strict=True) if keep], pull_of
+    return y, aux, [leaf for leaf, keep in zip(leaves, kept, strict=True) if keep], pull_of
 
 
 class _Stage:
@@ -181,7 +181,7 @@ class _Stage:
         whole = self._zeros(idle, stages=False)
         told = jax.eval_shape(lambda: self.functions.loss(self.rest, whole, microbatch))
         told = jax.tree.map(lambda leaf: self._zeros(leaf, stages=False), told)
-        layer_sides = jax.tree.map(
+        layer_aux = jax.tree.map(
             lambda leaf: self._zeros(leaf, (len(self.is_layer), *leaf.shape[1:])), by_layers
         )
         rings = jax.tree.map(
@@ -192,7 +192,7 @@ class _Stage:
             {**self.rest, LAYERS: self.layers}, axes,
         )  # fmt: skip
         layers, rest = split_layers(rest)
-        return _Carry(idle, idle, rings, layers, rest, told, layer_sides)
+        return _Carry(idle, idle, rings, layers, rest, told, layer_aux)
 
     def tick(self, phase: Phase, rows: Row, carry: _Carry, row: Row) -> tuple[_Carry, None]:
         """All stages' actions of one tick."""
@@ -212,12 +212,12 @@ class _Stage:
         entering = self._when(rows.embeds, row.embeds, embed, nothing, cheap=True)
         x = jnp.where(self._is_first(actions), entering, carry.arriving)
         y, item, told = self._forward(actions.chunk, x, self._microbatch(actions.microbatch))
-        told = self._plus_rows(carry.layer_sides, told, actions.chunk, row.is_forward[self.index])
+        told = self._plus_rows(carry.layer_aux, told, actions.chunk, row.is_forward[self.index])
         ring = jax.tree.map(
             lambda ring, leaf: jax.lax.dynamic_update_index_in_dim(ring, leaf, actions.slot, 0),
             carry.ring, item,
         )  # fmt: skip
-        return carry._replace(arriving=self._sent(y, +1), ring=ring, layer_sides=told)
+        return carry._replace(arriving=self._sent(y, +1), ring=ring, layer_aux=told)
 
     def _go_backward(self, carry: _Carry, rows: Row, row: Row) -> _Carry:
         actions, works = self._mine(row.backward), row.is_backward[self.index]
@@ -234,19 +234,19 @@ class _Stage:
             actions.chunk == self.schedule.chunks - 1
         )
 
-        def head_and_loss() -> tuple[Params, Side, Array]:
+        def head_and_loss() -> tuple[Params, AuxOutputs, Array]:
             microbatch = self._microbatch(row.losses)
             x = self._to_all(jnp.where(is_last, y, 0))
 
-            def loss(rest: Params, x: Array) -> tuple[Array, Side]:
-                side = self.functions.loss(rest, x, microbatch)
-                return side.loss, side
+            def loss(rest: Params, x: Array) -> tuple[Array, AuxOutputs]:
+                aux = self.functions.loss(rest, x, microbatch)
+                return aux.loss, aux
 
-            value, of_loss, side = jax.vjp(loss, self.rest, x, has_aux=True)
+            value, of_loss, aux = jax.vjp(loss, self.rest, x, has_aux=True)
             d_rest, d_x = of_loss(jnp.ones_like(value))
-            return _plus(carry.rest, d_rest), merge(carry.loss_side, side), d_x
+            return _plus(carry.rest, d_rest), merge(carry.loss_aux, aux), d_x
 
-        unchanged = (carry.rest, carry.loss_side, self._zeros(y, stages=False))
+        unchanged = (carry.rest, carry.loss_aux, self._zeros(y, stages=False))
         rest, told, d_last = self._when(rows.losses, row.losses, head_and_loss, unchanged)
         d_y = jnp.where(is_last, d_last, carry.returning)
         d_y = jnp.where(works, d_y, 0)  # nothing comes of an idle stage
@@ -262,12 +262,12 @@ class _Stage:
             rows.embed_backwards, row.embed_backwards, embed_backward, rest, cheap=True
         )
         return carry._replace(
-            returning=self._sent(d_x, -1), layers=layers, rest=rest, loss_side=told
+            returning=self._sent(d_x, -1), layers=layers, rest=rest, loss_aux=told
         )
 
     def _forward(
         self, chunk: Array | int, x: Array, microbatch: Microbatch
-    ) -> tuple[Array, PyTree, Side]:
+    ) -> tuple[Array, PyTree, AuxOutputs]:
         """The output of one of the stage's chunks, what the ring keeps for its backward, and what
         its layers tell.
         """
@@ -276,7 +276,7 @@ class _Stage:
             return y, (y, saved), told
         context = self.functions.context(x, microbatch)
 
-        def one(x: Array, row: Array) -> tuple[Array, Side]:
+        def one(x: Array, row: Array) -> tuple[Array, AuxOutputs]:
             return self._run(row)(self._layer(row), x, self._given(context, row))
 
         y, told = jax.lax.scan(one, x, self._rows_of(chunk))
@@ -284,14 +284,14 @@ class _Stage:
 
     def _saving(
         self, chunk: Array | int, x: Array, microbatch: Microbatch
-    ) -> tuple[Array, list[Array], Side]:
+    ) -> tuple[Array, list[Array], AuxOutputs]:
         """The output of a chunk, and of each layer what autodiff saves and what it tells."""
         context = self.functions.context(x, microbatch)
 
-        def one(x: Array, row: Array) -> tuple[Array, tuple[list[Array], Side]]:
+        def one(x: Array, row: Array) -> tuple[Array, tuple[list[Array], AuxOutputs]]:
             given = self._given(context, row)
-            y, side, saved, _ = saving_vjp(self._run(row), self._layer(row), x, given)
-            return y, (saved, side)
+            y, aux, saved, _ = saving_vjp(self._run(row), self._layer(row), x, given)
+            return y, (saved, aux)
 
         y, (saved, told) = jax.lax.scan(one, x, self._rows_of(chunk))
         return y, saved, told
@@ -312,10 +312,10 @@ class _Stage:
             (d_y, grads), (row, saved) = carry, of_layer
             # Only the form of this is used: what it has computed is replaced, and so dropped.
             given = self._given(context, row)
-            _, side, _, pull_of = saving_vjp(self._run(row), self._layer(row), d_y, given)
+            _, aux, _, pull_of = saving_vjp(self._run(row), self._layer(row), d_y, given)
             counts = works & self.is_layer[row]
             d_terms = jax.tree.map(
-                lambda term: jnp.where(counts, jnp.ones_like(term), 0), side.terms
+                lambda term: jnp.where(counts, jnp.ones_like(term), 0), aux.loss_terms
             )
             d_layer, d_x, _ = pull_of(saved)((d_y, d_terms))
             add = functools.partial(_add_row, row=row)
@@ -329,7 +329,9 @@ class _Stage:
         n = jax.tree.leaves(self.layers)[0].shape[0] // self.schedule.chunks
         return chunk * n + jnp.arange(n)
 
-    def _plus_rows(self, total: Side, told: Side, chunk: Array, tells: Array) -> Side:
+    def _plus_rows(
+        self, total: AuxOutputs, told: AuxOutputs, chunk: Array, tells: Array
+    ) -> AuxOutputs:
         """With what a chunk's layers tell; idle stages and rows without a layer tell nothing."""
         rows = self._rows_of(chunk)
         real = functools.partial(only_rows, tells & self.is_layer[rows])
@@ -339,7 +341,7 @@ class _Stage:
             total, told,
         )  # fmt: skip
 
-    def _run(self, row: Array) -> Callable[[Params, Array, PyTree], tuple[Array, Side]]:
+    def _run(self, row: Array) -> Callable[[Params, Array, PyTree], tuple[Array, AuxOutputs]]:
         """What runs the layer of a row."""
         kind = jax.tree.map(lambda of_rows: of_rows[row], self.kinds)
         return functools.partial(self.functions.layer, kind)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.aux_outputs import NOTHING
+from jaxforge.aux_outputs import AuxOutputs
 from jaxforge.parallel.pipeline.spmd import saving_vjp
 from jaxforge.parallel.sharding import batch_shardings
 from jaxforge.training.evaluation import make_eval_step
@@ -162,8 +162,8 @@ def test_a_backward_keeps_what_was_computed_and_not_what_was_given():
 
     def layer(params, x, around):
         y = jnp.tanh(x @ params["in"])
-        side = NOTHING._replace(terms={"size": jnp.sum(y**2)}, metrics={"mean": jnp.mean(y)})
-        return y @ params["out"] * around["scale"] + around["whole"], side
+        aux = AuxOutputs(loss_terms={"size": jnp.sum(y**2)}, metrics={"mean": jnp.mean(y)})
+        return y @ params["out"] * around["scale"] + around["whole"], aux
 
     keys = jax.random.split(jax.random.key(0), 5)
     params = {"in": jax.random.normal(keys[0], (3, 5)), "out": jax.random.normal(keys[1], (5, 3))}
@@ -172,8 +172,8 @@ def test_a_backward_keeps_what_was_computed_and_not_what_was_given():
     d_term = {"size": jnp.float32(0.5)}
 
     def without_metrics(*given):
-        y, side = layer(*given)
-        return y, side.terms
+        y, aux = layer(*given)
+        return y, aux.loss_terms
 
     expected = jax.vjp(without_metrics, params, x, around)[1]((d_y, d_term))
 
