@@ -57,6 +57,10 @@ Metric = Array | Mean | Max
 """A bare array is a sum. Metrics have no gradient."""
 
 
+LossTerms = Mapping[str, Float[Array, ""]]
+"""Shares of the loss, by name."""
+
+
 class AuxOutputs(NamedTuple):
     """Auxiliary outputs of a part of an update.
 

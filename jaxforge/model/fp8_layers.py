@@ -5,7 +5,6 @@ either, as in KempnerForge, nor the first and the last layer, as in Megatron-LM'
 `--first-last-layers-bf16`.
 """
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -63,12 +62,8 @@ def marked(plan: LayerPlan, recipe: Recipe) -> LayerPlan:
     return plan._replace(layers=tuple(kind._replace(in_bf16=bf16) for kind, bf16 in layers))
 
 
-def convert(module: nnx.Module, config: ModelConfig, recipe: Recipe, declare: Declare) -> list[str]:
-    """Sets the linear layers of a declaration to 8 bits.
-
-    Returns:
-        their names in a block.
-    """
+def convert(module: nnx.Module, config: ModelConfig, recipe: Recipe, declare: Declare) -> None:
+    """Set the linear layers of a declared model to 8 bits, and name them to its blocks."""
     names: dict[str, None] = {}
     for stack, rows in config.stacks.items():
         for path, linear in nnx.iter_modules(getattr(module, stack)):
@@ -87,7 +82,9 @@ def convert(module: nnx.Module, config: ModelConfig, recipe: Recipe, declare: De
                         (recipe.amax_history_len,), (None,), jax.nn.initializers.zeros
                     )
                     setattr(linear, history, zeros)
-    return list(names)
+    for stack in config.stacks:
+        block = getattr(module, stack)
+        block.fp8_names, block.records_amax = tuple(names), recipe.scaling == "delayed"
 
 
 def _is_excluded(name: str, recipe: Recipe) -> bool:
@@ -117,11 +114,6 @@ def how_multiplied(recipe: Recipe, platform: str, capability: str | None, kind: 
     if platform == "gpu" or (platform == "tpu" and "7" in kind):
         return f"{scales}; multiplied in 8 bits"
     return f"{scales}; emulated: this device does not multiply in 8 bits"
-
-
-def nothing_seen(names: Iterable[str]) -> dict[str, Max]:
-    """What layers tell of those that they do not have."""
-    return {name: Max(jnp.zeros(2)) for name in names}
 
 
 def next_histories(config: ModelConfig, state: Params, told: dict[str, Max]) -> Params:

@@ -130,15 +130,24 @@ class Linear(nnx.Module):
         if bias:
             self.bias = declare((out[0],), (out[1],), jax.nn.initializers.zeros)
 
-    def __call__(self, x: Float[Array, "b s i"]) -> Float[Array, "b s o"]:
-        """Multiplies and adds in the dtype of `x`."""
+    def __call__(
+        self, x: Float[Array, "b s i"], precision: fp8.LayerPrecision | None = None
+    ) -> Float[Array, "b s o"]:
+        """Multiply and add in the dtype of `x`.
+
+        Args:
+            x: activations.
+            precision: precision of the block; None: that of the linear layer, no amax is recorded.
+        """
         bias = self.bias[...] if self.has_bias else None
         x_PSI = parts_of_sequences(x)
         rows = x_PSI if splits_sequences() else x_PSI.reshape(-1, x.shape[-1])
-        if self.fp8 is not None and fp8.is_on() is not False:
-            y = fp8.affine(self.fp8, rows, self.weight[...], bias, self._amaxes())
+        precision = precision or fp8.LayerPrecision(True)
+        if self.fp8 is not None and precision.in_8_bits is not False:
+            y = fp8.product(self.fp8, rows, self.weight[...], bias, self._amaxes(), precision)
         else:
-            y = affine(rows, self.weight[...], bias, self.axes, x.dtype, self.backward)
+            product = product_for(self.backward, x.dtype)
+            y = product(self.axes, x.dtype, self.backward, rows, self.weight[...], bias)
         return whole_sequences(y.reshape(*x_PSI.shape[:-1], -1), len(x))
 
     def _amaxes(self) -> fp8.Amaxes | None:
@@ -158,62 +167,43 @@ def splits_sequences() -> bool:
     return automatic_size("seq") > automatic_size("context")
 
 
-def affine(
-    x: Float[Array, "*t i"],
-    weight_OI: Float[Array, "o i"],
-    bias_O: Float[Array, "o"] | None,
-    axes: Axes,
-    dtype: jnp.dtype,
-    backward: Backward,
-) -> Float[Array, "*t o"]:
-    """X Wᵀ + b.
+def product_for(backward: Backward, dtype: jnp.dtype) -> Callable[..., Array]:
+    """Return the product of a linear layer whose activations have a dtype.
 
-    Args:
-        x: a row for each token; products are made in its dtype.
-        weight_OI: as it is stored, laid out by `axes`.
-        bias_O: as it is stored, if there is one.
-        axes: logical axes of the weight.
-        dtype: of the result.
-        backward: as of `Declare`.
+    Called with the logical axes of the weight, the dtype of the result, `backward`, x (a row for
+    each token), and weight [out, in] and bias as they are stored.
     """
-    if collectives.reduces_apart(backward.dtype, x.dtype):
-        return _over_devices(axes, dtype, backward, x, weight_OI, bias_O)
-    return _affine(axes, dtype, x, weight_OI, bias_O)
+    return _product_reduced_apart if collectives.reduces_apart(backward.dtype, dtype) else _product
 
 
-def _affine(axes: Axes, dtype: jnp.dtype, x: Array, weight: Array, bias: Array | None) -> Array:
-    return _product(dtype, x, collectives.all_gather_weight(weight.astype(x.dtype), axes), bias)
-
-
-def _product(dtype: jnp.dtype, x: Array, weight_OI: Array, bias: Array | None) -> Array:
-    wider = None if dtype == x.dtype else dtype
-    y = jnp.einsum("...i,oi->...o", x, weight_OI, preferred_element_type=wider)
+def _product(
+    axes: Axes, dtype: jnp.dtype, backward: Backward, x: Array, weight: Array, bias: Array | None
+) -> Array:
+    weight_OI = collectives.all_gather_weight(weight.astype(x.dtype), axes)
+    y = jnp.einsum("...i,oi->...o", x, weight_OI, preferred_element_type=dtype)
     return y if bias is None else y + bias.astype(dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _over_devices(
+_product_reduced_apart = jax.custom_vjp(_product, nondiff_argnums=(0, 1, 2))
+"""`_product` on devices that split the batch, and add up gradients in another dtype.
+
+Gradients of weight and bias are made in the dtype in which they are to be added up: XLA's
+partitioner adds up the products of split rows in the dtype of the products, before any cast. The
+saved weight is the device's own part, or the whole one that was gathered.
+"""
+
+
+def _reduced_apart_forward(
     axes: Axes, dtype: jnp.dtype, backward: Backward, x: Array, weight: Array, bias: Array | None
-) -> Array:
-    """`_affine` on devices that split the batch, and add up gradients in another dtype.
-
-    Gradients of weight and bias are made in the dtype in which they are to be added up: XLA's
-    partitioner adds up a product of split rows in that of the product, a cast after it comes too
-    late. What is kept of the weight is the part that a device has, or the whole that it gathered.
-    """
-    return _affine(axes, dtype, x, weight, bias)
-
-
-def _over_devices_saving(
-    axes: Axes, dtype: jnp.dtype, backward: Backward, x: Array, weight: Array, bias: Array | None
-) -> tuple[Array, tuple[Array, Array, Array, Array | None]]:
-    # Called bare: policies of rematerialisation see its product, and no weight that is one.
+) -> tuple[Array, tuple]:
+    # Policies of rematerialization see this product, and no weight that is one.
     weight_OI = collectives.all_gather_weight(weight.astype(x.dtype), axes)
-    kept, like = weight if backward.regathers else weight_OI, jnp.zeros((), weight.dtype)
-    return _product(dtype, x, weight_OI, bias), (x, kept, like, bias)
+    saved, like = weight if backward.regathers else weight_OI, jnp.zeros((), weight.dtype)
+    y = jnp.einsum("...i,oi->...o", x, weight_OI, preferred_element_type=dtype)
+    return y if bias is None else y + bias.astype(dtype), (x, saved, like, bias)
 
 
-def _over_devices_back(
+def _reduced_apart_backward(
     axes: Axes, dtype: jnp.dtype, backward: Backward, saved: tuple, d_y: Array
 ) -> tuple[Array, Array, Array | None]:
     x, weight_OI, like, bias = saved
@@ -229,7 +219,7 @@ def _over_devices_back(
     return d_x, d_weight, jnp.sum(d_y, tokens, sums).astype(bias.dtype)
 
 
-_over_devices.defvjp(_over_devices_saving, _over_devices_back)
+_product_reduced_apart.defvjp(_reduced_apart_forward, _reduced_apart_backward)
 
 
 class Embedding(nnx.Module):

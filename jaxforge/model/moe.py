@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxforge.aux_outputs import AuxOutputs, LossWeights, Mean
 from jaxforge.config.model import ModelConfig
+from jaxforge.kernels.fp8 import LayerPrecision
 from jaxforge.model import mup
 from jaxforge.model.experts import Experts
 from jaxforge.model.linear import Declare, Linear, times
@@ -41,26 +42,33 @@ class MoE(nnx.Module):
         loss_weights: LossWeights | None,
         backend: str,
         is_padding: Bool[Array, "b s"] | None = None,
+        precision: LayerPrecision | None = None,
     ) -> tuple[Float[Array, "b s d"], AuxOutputs]:
-        """Tokens, and what they tell of the experts' load where something is trained.
+        """Return the tokens' outputs, and the experts' load where something is trained.
 
         Args:
             x_BSD: tokens.
             loss_weights: what terms of the loss count for.
             backend: the kernel of grouped products (`grouped.GROUPED`).
             is_padding: tokens that go to no expert and count in no statistic.
+            precision: precision of the block, where the model multiplies in 8 bits.
         """
         c = self.config
+        in_8_bits = precision is not None and precision.in_8_bits
         routing, aux = self.router(x_BSD, loss_weights, is_padding)
         has_padding = is_padding is not None
-        y_BSD, dropped = self.experts(x_BSD, routing, backend, has_padding=has_padding)
+        y_BSD, dropped = self.experts(
+            x_BSD, routing, backend, has_padding=has_padding, in_8_bits=in_8_bits
+        )
         if c.moe_routed_scaling != 1.0:
             y_BSD = y_BSD * jnp.asarray(c.moe_routed_scaling, y_BSD.dtype)
         if c.shared_expert_dim:
-            shared_BSD = self.shared_expert(x_BSD)
+            shared_BSD = self.shared_expert(x_BSD, precision)
             if c.moe_shared_expert_gate:
                 gated_BSD = times(x_BSD, mup.output_multiplier(c))
-                shared_BSD = shared_BSD * jax.nn.sigmoid(self.shared_expert_gate(gated_BSD))
+                shared_BSD = shared_BSD * jax.nn.sigmoid(
+                    self.shared_expert_gate(gated_BSD, precision)
+                )
             y_BSD = y_BSD + shared_BSD
         if loss_weights is not None:
             assigned = jnp.float32(routing.experts.size)

@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxforge.aux_outputs import AuxOutputs, LossWeights, Mean, Metric
 from jaxforge.config.model import ModelConfig
 from jaxforge.model import mup
-from jaxforge.model.linear import FLOAT32, Declare, affine, normal, times
+from jaxforge.model.linear import FLOAT32, Declare, normal, product_for, times
 from jaxforge.parallel import collectives
 
 _EMA_DECAY = 0.99  # KempnerForge's
@@ -61,7 +61,8 @@ class Gate(nnx.Module):
     def __call__(self, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s e"]:
         """X Wᵀ + b, where x Wᵀ has muP's multiplier."""
         bias, x_BSD = self.bias[...] if self.has_bias else None, times(x_BSD, self.multiplier)
-        return affine(x_BSD, self.weight[...], bias, self.axes, FLOAT32, self.backward)
+        product = product_for(self.backward, x_BSD.dtype)
+        return product(self.axes, FLOAT32, self.backward, x_BSD, self.weight[...], bias)
 
 
 class Router(nnx.Module):

@@ -69,12 +69,12 @@ def multiply(scaling, is_on=True, regathers=True, w=None):
 
     @jax.jit
     def run(x, w, b, switch):
-        with fp8.layer(switch if is_on is None else is_on, tells=False):
-            product = functools.partial(
-                fp8.affine, how, amaxes=SEEN if scaling == "delayed" else None
-            )
-            y, back = jax.vjp(product, x, w, b)
-            return y, *back(jnp.asarray(d_y))
+        product = functools.partial(
+            fp8.product, how, amaxes=SEEN if scaling == "delayed" else None,
+            precision=fp8.LayerPrecision(switch if is_on is None else is_on),
+        )  # fmt: skip
+        y, back = jax.vjp(product, x, w, b)
+        return y, *back(jnp.asarray(d_y))
 
     return run(x, weight, np.zeros(OUTPUTS, np.float32), True)
 
@@ -139,7 +139,8 @@ MLP = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
     ],
 )
 def test_layers_are_left_out_by_a_part_of_their_name(experts, exclude, names):
-    assert set(model_of(experts, fp8_exclude=exclude)._in_8_bits) == names
+    model = model_of(experts, fp8_exclude=exclude)
+    assert set(model.module("layers", model.abstract["layers"]).fp8_names) == names
 
 
 def test_a_device_says_what_it_makes_of_it_and_an_old_gpu_refuses():
