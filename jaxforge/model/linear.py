@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxforge.config.model import AMAX_HISTORIES, EXPERTS, LAYERS
+from jaxforge.errors import UserError
 from jaxforge.kernels import fp8
 from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import (
@@ -137,17 +138,25 @@ class Linear(nnx.Module):
 
         Args:
             x: activations.
-            precision: precision of the block; None: that of the linear layer, no amax is recorded.
+            precision: precision of the block; None where the model has no layers in 8 bits.
+
+        Raises:
+            UserError: the layer multiplies in 8 bits, and a block of one's own gave no precision.
         """
         bias = self.bias[...] if self.has_bias else None
         x_PSI = parts_of_sequences(x)
         rows = x_PSI if splits_sequences() else x_PSI.reshape(-1, x.shape[-1])
-        precision = precision or fp8.LayerPrecision(True)
-        if self.fp8 is not None and precision.in_8_bits is not False:
-            y = fp8.product(self.fp8, rows, self.weight[...], bias, self._amaxes(), precision)
-        else:
+        if self.fp8 is None or (precision is not None and precision.in_8_bits is False):
             product = product_for(self.backward, x.dtype)
             y = product(self.axes, x.dtype, self.backward, rows, self.weight[...], bias)
+        elif precision is None:
+            raise UserError(
+                f"linear layer {self.fp8.name} multiplies in 8 bits and was called without a "
+                "precision. Pass it that of the block (docs/library.md), or name it in "
+                "train.fp8_exclude"
+            )
+        else:
+            y = fp8.product(self.fp8, rows, self.weight[...], bias, self._amaxes(), precision)
         return whole_sequences(y.reshape(*x_PSI.shape[:-1], -1), len(x))
 
     def _amaxes(self) -> fp8.Amaxes | None:

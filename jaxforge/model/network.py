@@ -89,9 +89,10 @@ class Block(nnx.Module):
         cache: KVCache | None = None,
         *,
         settings: LayerSettings,
+        precision: LayerPrecision | None = None,
     ) -> tuple[Float[Array, "b s d"], LayerOut]:
-        """Run one layer."""
-        precision = self._precision(settings.kind, context)
+        """Run one layer; `precision` is `self.precision(...)`, which a subclass may have called."""
+        precision = precision or self.precision(settings.kind, context)
         run = functools.partial(self.attention, settings=settings, precision=precision)
         attend = remat.attention(settings.runtime.save, run)
         attended = attend(_normed(self.attention_norm, x_BSD), context, cache)
@@ -111,7 +112,7 @@ class Block(nnx.Module):
         activations = settings.capture.collect(values)
         return x_BSD, LayerOut(attended.cache, aux, activations)
 
-    def _precision(self, kind: LayerKind, context: Context) -> LayerPrecision | None:
+    def precision(self, kind: LayerKind, context: Context) -> LayerPrecision | None:
         """Return the precision of a layer of a kind; None if no layer is in 8 bits."""
         if self.fp8_names is None:
             return None
