@@ -117,7 +117,7 @@ def product(
         amax_2 = jnp.stack([amax(x), amax(weight_OI.astype(x.dtype))])
         amax_2 = jnp.where(is_on, jax.lax.stop_gradient(amax_2), 0)
         precision.amax[fp8.name] = Max(amax_2)
-    return _affine(fp8, None if is_on is True else is_on, x, weight_OI, bias_O, amaxes)
+    return _multiply(fp8, None if is_on is True else is_on, x, weight_OI, bias_O, amaxes)
 
 
 def amax(x: Float[Array, "..."], **by: Any) -> Float[Array, "..."]:  # noqa: ANN401
@@ -172,7 +172,7 @@ Operand = Scaled | Array
 """One side of a product; an array is multiplied as it is."""
 
 
-def _product(form: str, left: Operand, right: Operand, dtype: jnp.dtype) -> Array:
+def _einsum(form: str, left: Operand, right: Operand, dtype: jnp.dtype) -> Array:
     """`einsum` in a dtype.
 
     On the 8-bit values themselves, with the units afterwards: so XLA:GPU makes one kernel of it,
@@ -204,7 +204,7 @@ def _forward(
 ) -> tuple[Array, Operand, Operand]:
     """The result, and what of x and W it was made."""
     x_8, weight_8 = _x(fp8, x, amaxes), _weight(fp8, weight.astype(x.dtype), amaxes)
-    return _with_bias(_product("...i,oi->...o", x_8, weight_8, x.dtype), bias), x_8, weight_8
+    return _with_bias(_einsum("...i,oi->...o", x_8, weight_8, x.dtype), bias), x_8, weight_8
 
 
 def _with_bias(y: Array, bias: Array | None) -> Array:
@@ -221,8 +221,8 @@ def _backward(fp8: Fp8, x: Operand, weight: Operand, d_y: Array) -> tuple[Array,
         x = by_blocks(jnp.asarray(x), E4M3, BLOCK, 1)
     else:
         d_rows = d_columns = by_tensor(d_y, E5M2)
-    d_x = _product("...o,oi->...i", d_rows, weight, d_y.dtype)
-    return d_x, constrain(_product("...o,...i->oi", d_columns, x, sums), *fp8.axes)
+    d_x = _einsum("...o,oi->...i", d_rows, weight, d_y.dtype)
+    return d_x, constrain(_einsum("...o,...i->oi", d_columns, x, sums), *fp8.axes)
 
 
 def _plain(fp8: Fp8, x: Array, weight: Array, bias: Array | None) -> Array:
@@ -239,7 +239,7 @@ def _plain_backward(fp8: Fp8, x: Array, weight: Array, d_y: Array) -> tuple[Arra
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _affine(
+def _multiply(
     fp8: Fp8,
     switch: Bool[Array, ""] | None,
     x: Array,
@@ -248,14 +248,14 @@ def _affine(
     amaxes: Amaxes | None,
 ) -> Array:
     """In 8 bits; with a switch, where that is set."""
-    return _saving(fp8, switch, x, weight, bias, amaxes)[0]
+    return _multiply_forward(fp8, switch, x, weight, bias, amaxes)[0]
 
 
 _named = jax.named_scope("fp8")  # in a profile, which products are of such layers
 
 
 @_named
-def _saving(
+def _multiply_forward(
     fp8: Fp8,
     switch: Bool[Array, ""] | None,
     x: Array,
@@ -278,7 +278,7 @@ def _saving(
 
 
 @_named
-def _back(
+def _multiply_backward(
     fp8: Fp8, saved: tuple[Any, ...], d_y: Array
 ) -> tuple[None, Array, Array, Array | None, None]:
     switch, x, weight, like, bias, amaxes = saved  # x and weight may be `Scaled`
@@ -301,4 +301,4 @@ def _back(
     return None, d_x, d_weight, jnp.sum(d_y, tokens, sums).astype(bias.dtype), None
 
 
-_affine.defvjp(_saving, _back)
+_multiply.defvjp(_multiply_forward, _multiply_backward)

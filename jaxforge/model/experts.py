@@ -382,12 +382,6 @@ def _all_further(one: Round, rounds: int, operands: Operands, load: _Load) -> Ar
     return jax.lax.scan(add, jnp.zeros_like(operands[0]), jnp.arange(1, rounds))[0]
 
 
-def _further_saving(
-    one: Round, rounds: int, is_needed: Array, operands: Operands, load: _Load
-) -> tuple[Array, tuple[Array, Operands, _Load]]:
-    return _further(one, rounds, is_needed, operands, load), (is_needed, operands, load)
-
-
 def _further_back(
     one: Round, rounds: int, saved: tuple[Array, Operands, _Load], d_y: Array
 ) -> tuple[None, Operands, None]:
@@ -402,4 +396,7 @@ def _further_back(
     return None, jax.lax.cond(is_needed, back, nothing, operands, load, d_y), None
 
 
-_further.defvjp(_further_saving, _further_back)
+_further.defvjp(
+    lambda one, rounds, *saved: (_further(one, rounds, *saved), saved),
+    _further_back,
+)

@@ -286,12 +286,6 @@ def _look_up_reduced_apart(
     return find(weight.astype(dtype), tokens)
 
 
-def _look_up_saving(
-    find: Find, axes: Axes, dtype: jnp.dtype, reduce_dtype: jnp.dtype, weight: Array, tokens: Array
-) -> tuple[Array, tuple[Array, Array]]:
-    return find(weight.astype(dtype), tokens), (weight, tokens)
-
-
 def _look_up_back(
     find: Find, axes: Axes, dtype: jnp.dtype, reduce_dtype: jnp.dtype, saved: tuple, d_y: Array
 ) -> tuple[Array, None]:
@@ -301,7 +295,10 @@ def _look_up_back(
     return constrain(gradient, *axes).astype(weight.dtype), None
 
 
-_look_up_reduced_apart.defvjp(_look_up_saving, _look_up_back)
+_look_up_reduced_apart.defvjp(
+    lambda find, axes, dtype, reduce_dtype, *saved: (find(saved[0].astype(dtype), saved[1]), saved),
+    _look_up_back,
+)
 
 
 def _rows(table: Float[Array, "v d"], tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
@@ -332,14 +329,10 @@ def _own_rows(share: Array, tokens: Array) -> tuple[Array, Array]:
     return jnp.where(is_here, rows, 0), is_here
 
 
-def _looked_up(share: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _look_up(share, tokens), (share, tokens)
-
-
 def _spread(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, None]:
     share, tokens = saved
     rows, is_here = _own_rows(share, tokens)
     return jnp.zeros_like(share).at[rows].add(jnp.where(is_here[..., None], gradient, 0)), None
 
 
-_look_up.defvjp(_looked_up, _spread)
+_look_up.defvjp(lambda *saved: (_look_up(*saved), saved), _spread)

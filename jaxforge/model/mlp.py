@@ -112,18 +112,11 @@ def _recomputed(function: Callable[[PyTree], Array], inputs: PyTree) -> Array:
     return function(inputs)
 
 
-def _saved(function: Callable[[PyTree], Array], inputs: PyTree) -> tuple[Array, PyTree]:
-    return function(inputs), inputs
-
-
-def _recomputed_back(
-    function: Callable[[PyTree], Array], inputs: PyTree, d_y: Array
-) -> tuple[PyTree]:
+_recomputed.defvjp(
+    lambda function, inputs: (function(inputs), inputs),
     # A barrier, or XLA keeps what the forward has computed.
-    return jax.vjp(function, jax.lax.optimization_barrier(inputs))[1](d_y)
-
-
-_recomputed.defvjp(_saved, _recomputed_back)
+    lambda function, inputs, d_y: jax.vjp(function, jax.lax.optimization_barrier(inputs))[1](d_y),
+)
 
 
 class MLP(nnx.Module):

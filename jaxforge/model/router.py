@@ -143,7 +143,10 @@ class Router(nnx.Module):
         shares = scores / jnp.sum(scores, axis=-1, keepdims=True)
         balanced = scores if c.bias_update == "kempnerforge" else shares
         factor = c.moe_sequence_aux_loss_weight if c.bias_update == "kempnerforge" else 1.0
-        load = counts / _divisor(jnp.sum(counts), is_real)
+        assignments = jnp.sum(counts)
+        if is_real is not None:  # there may be nothing but padding
+            assignments = jnp.maximum(assignments, 1)
+        load = counts / assignments
         balance = c.num_experts * jnp.sum(load * jnp.sum(_only(balanced, is_real), axis=(0, 1)))
         squares = jnp.sum(_only(jax.nn.logsumexp(logits, axis=-1) ** 2, is_real))
         values = {
@@ -195,11 +198,6 @@ def _only(x: Float[Array, "b s *rest"], is_real: Bool[Array, "b s"] | None) -> A
     if is_real is None:
         return x
     return jnp.where(is_real.reshape(*is_real.shape, *(1,) * (x.ndim - 2)), x, 0)
-
-
-def _divisor(total: Array, is_real: Array | None) -> Array:
-    """Return a total to divide by: at least 1 where there may be nothing but padding."""
-    return total if is_real is None else jnp.maximum(total, 1)
 
 
 def _balance_of_sequences(

@@ -202,7 +202,7 @@ def _of_group(grads: Params, loss: Loss) -> tuple[Params, Loss]:
 
 
 def _merged(losses: Loss) -> Loss:
-    """One of those stacked, in their order."""
+    """Merge stacked losses in their order."""
     first = jax.tree.map(lambda x: x[0], losses)
     rest = jax.tree.map(lambda x: x[1:], losses)
     return jax.lax.scan(lambda total, one: (merge(total, one), None), first, rest)[0]
@@ -219,45 +219,16 @@ def pipelined(
     other_weights: Sequence[Array | float],
 ) -> tuple[Params, Loss]:
     """`accumulate` with pipeline stages: to be called in `shard_map`, manual over `pp`."""
-    d, runtime = config.distributed, model.runtime
+    d = config.distributed
     schedule = SCHEDULES[d.pp_schedule](d.pp, config.train.grad_accum_steps, d.chunks)
-    saves, own_loss = remat.in_pipeline(runtime.save), build_loss(config.train, model)
     if by_group:
         params, token_weights = _copies_of_group(model, params, token_weights)
-    of_layers, others = split_layers(state)
-
-    def embed(params: Params, microbatch: tuple[Batch, Array]) -> Array:
-        return model.embed(join(params, others), microbatch[0])
-
-    def context(x: Array, microbatch: tuple[Batch, Array]) -> Context:
-        batch, token = microbatch
-        own = LossWeights(token, *other_weights)
-        return model.context_of(x, batch, loss_weights=own)
-
-    def layer(
-        kind: LayerKind, layer: Params, x: Array, given: tuple[Context, Params]
-    ) -> tuple[tuple[Array, LossTerms], AuxOutputs]:
-        context, state = given
-        block = model.module(LAYERS, join(layer, state))
-        y, out = block(x, context, settings=LayerSettings(kind, model.plan, runtime))
-        return (y, out.aux.loss_terms), out.aux._replace(loss_terms={})
-
-    def loss(params: Params, x: Array, microbatch: tuple[Batch, Array]) -> AuxOutputs:
-        (batch, token), variables = microbatch, join(params, others)
-        hidden = model.final_norm(variables, x)
-        return own_loss(variables, hidden, batch, LossWeights(token, *other_weights))
-
-    rows = model.plan.of_rows(model.stack), model.stack.rows() >= 0
-    kinds, is_layer = jax.tree.map(lambda column: column.reshape(d.pp, -1), rows)
-    functions = spmd.StageFunctions(
-        embed, context, remat.block(saves.save, layer), loss, kinds, is_layer,
-        saves.saves_residuals,
-    )  # fmt: skip
-    stage = spmd.Stage(schedule, functions, params, of_layers, (batch, token_weights))
+    layer_state, other_state = split_layers(state)
+    functions = _stage_functions(model, config, other_state, other_weights)
+    stage = spmd.Stage(schedule, functions, params, layer_state, (batch, token_weights))
     carry = stage.initial_carry(model.axes)
-    for phase, rows_of_phase in zip(schedule.phases(), table(schedule), strict=True):
-        tick = functools.partial(stage.tick, phase, rows_of_phase)
-        carry, _ = jax.lax.scan(tick, carry, rows_of_phase)
+    for phase, rows in zip(schedule.phases(), table(schedule), strict=True):
+        carry, _ = jax.lax.scan(functools.partial(stage.tick, phase, rows), carry, rows)
     layers = carry.layer_aux
     whole = layers._replace(
         loss_terms=jax.tree.map(lambda x: collectives.psum(x, LAYERS), layers.loss_terms)
@@ -265,6 +236,47 @@ def pipelined(
     losses = Loss(carry.loss_aux.with_layer_losses(whole), layers._replace(loss_terms={}))
     grads = {**carry.rest, LAYERS: carry.layers}
     return _of_group(grads, losses) if by_group else (grads, losses)
+
+
+def _stage_functions(
+    model: Model, config: JobConfig, state: Params, other_weights: Sequence[Array | float]
+) -> spmd.StageFunctions:
+    """Cut the model where stages are.
+
+    Args:
+        model: the model.
+        config: a validated config.
+        state: non-trainable state outside of the layers.
+        other_weights: as of `AddUp`. A microbatch of stages is a pair: batch, token weight.
+    """
+    saves, own_loss = remat.in_pipeline(model.runtime.save), build_loss(config.train, model)
+
+    def embed(params: Params, microbatch: tuple[Batch, Array]) -> Array:
+        return model.embed(join(params, state), microbatch[0])
+
+    def context(x: Array, microbatch: tuple[Batch, Array]) -> Context:
+        batch, token = microbatch
+        return model.context_of(x, batch, loss_weights=LossWeights(token, *other_weights))
+
+    def layer(
+        kind: LayerKind, layer: Params, x: Array, given: tuple[Context, Params]
+    ) -> tuple[tuple[Array, LossTerms], AuxOutputs]:
+        context, layer_state = given
+        block = model.module(LAYERS, join(layer, layer_state))
+        y, out = block(x, context, settings=LayerSettings(kind, model.plan, model.runtime))
+        return (y, out.aux.loss_terms), out.aux._replace(loss_terms={})
+
+    def loss(params: Params, x: Array, microbatch: tuple[Batch, Array]) -> AuxOutputs:
+        (batch, token), variables = microbatch, join(params, state)
+        hidden = model.final_norm(variables, x)
+        return own_loss(variables, hidden, batch, LossWeights(token, *other_weights))
+
+    rows = model.plan.of_rows(model.stack), model.stack.rows() >= 0
+    stages = config.distributed.pp
+    kinds, is_layer = jax.tree.map(lambda column: column.reshape(stages, -1), rows)
+    return spmd.StageFunctions(
+        embed, context, remat.block(saves.save, layer), loss, kinds, is_layer, saves.saves_residuals
+    )
 
 
 def _checked(model: Model, mesh: Mesh) -> bool:

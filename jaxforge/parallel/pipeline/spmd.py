@@ -300,8 +300,8 @@ class Stage:
             counts = works & self.is_layer[row]
             d_terms = jax.tree.map(lambda term: jnp.where(counts, jnp.ones_like(term), 0), terms)
             d_layer, d_x, _ = pull_of(saved)((d_y, d_terms))
-            add = functools.partial(_add_row, row=row)
-            return (d_x, jax.tree.map(add, grads, d_layer)), None
+            grads = jax.tree.map(lambda g, d: g.at[row].add(d.astype(g.dtype)), grads, d_layer)
+            return (d_x, grads), None
 
         rows = self._rows_of(chunk)
         return jax.lax.scan(run_layer, (d_y, grads), (rows, saved), reverse=True)[0]
@@ -388,10 +388,6 @@ class Stage:
 
 def _row_of(stacked: PyTree, row: Array) -> PyTree:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, row, 0, keepdims=False), stacked)
-
-
-def _add_row(total: Array, more: Array, row: Array) -> Array:
-    return total.at[row].add(more.astype(total.dtype))
 
 
 def _plus(total: PyTree, more: PyTree) -> PyTree:
