@@ -55,6 +55,7 @@ class Declare(NamedTuple):
         layers: how many layers share a declaration; they are stacked along a leading axis.
         backward: through a matrix.
         init_factor: on the initial values of a parameter, by its logical axes (`model.mup`).
+        splits_sequences: as of `Runtime`.
     """
 
     rngs: nnx.Rngs
@@ -62,6 +63,7 @@ class Declare(NamedTuple):
     layers: int | None = None
     backward: Backward = Backward()
     init_factor: Callable[[Axes], float] = lambda axes: 1.0
+    splits_sequences: bool = False
 
     def __call__(self, shape: tuple[int, ...], axes: Axes, init: Initializer) -> nnx.Param:
         """A parameter.
@@ -125,6 +127,7 @@ class Linear(nnx.Module):
         bias: bool = False,
     ) -> None:
         self.axes, self.backward = (out[1], inp[1]), declare.backward
+        self.splits_sequences = declare.splits_sequences
         self.fp8: fp8.Fp8 | None = None
         self.weight = declare((out[0], inp[0]), self.axes, normal(std))
         self.has_bias = bias
@@ -145,7 +148,7 @@ class Linear(nnx.Module):
         """
         bias = self.bias[...] if self.has_bias else None
         x_PSI = parts_of_sequences(x)
-        rows = x_PSI if splits_sequences() else x_PSI.reshape(-1, x.shape[-1])
+        rows = x_PSI if self.splits_sequences else x_PSI.reshape(-1, x.shape[-1])
         if self.fp8 is None or (precision is not None and precision.in_8_bits is False):
             product = product_for(self.backward, x.dtype)
             y = product(self.axes, x.dtype, self.backward, rows, self.weight[...], bias)
@@ -164,16 +167,6 @@ class Linear(nnx.Module):
         if not hasattr(self, "input_amax_history"):
             return None
         return fp8.Amaxes(*(jnp.max(getattr(self, name)[...]) for name in AMAX_HISTORIES))
-
-
-def splits_sequences() -> bool:
-    """Whether the partitioner splits sequences over `tp`, between attention and feed-forward.
-
-    Where it does not, a product takes its tokens in one dimension: no compiler copies a transpose
-    then. Where it does, a device's part of several sequences would be no one piece of that: sums
-    over `tp` were made whole before they are split, and gradients of all devices' tokens.
-    """
-    return automatic_size("seq") > automatic_size("context")
 
 
 def product_for(backward: Backward, dtype: jnp.dtype) -> Callable[..., Array]:

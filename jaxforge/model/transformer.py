@@ -121,6 +121,7 @@ class Model:
             self._param_dtype,
             backward=backward,
             init_factor=functools.partial(mup.init_factor, self.config),
+            splits_sequences=runtime.splits_sequences,
         )
         module = type(self).network(self.config, declare)
         if self.recipe is not None:
