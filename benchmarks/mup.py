@@ -25,8 +25,9 @@ from jaxtyping import Array, Float, Int
 from results import ELSEWHERE, arguments, write_json
 
 from jaxforge.config.job import JobConfig
+from jaxforge.config.points import STREAM
 from jaxforge.config.reading.load import make_config
-from jaxforge.model import capture
+from jaxforge.model.attention import Capture
 from jaxforge.model.transformer import Model, Params, build_model
 from jaxforge.program import Program
 
@@ -107,9 +108,9 @@ def sizes(model: Model, params: Params, tokens: Int[np.ndarray, "b s"]) -> dict[
     """Mean |x| of what the model computes, by `POINTS`; of layers, in the last one."""
 
     def seen(params: Params, tokens: Array) -> dict[str, Array]:
-        with capture.watching(lambda name, x: jnp.mean(jnp.abs(x))):
-            hidden, out = model.forward(params, {"input_ids": tokens})
-        of_layers = {name: value[-1] for name, value in out.seen.items()}
+        capture = Capture(STREAM, lambda name, x: jnp.mean(jnp.abs(x)))
+        hidden, out = model.forward(params, {"input_ids": tokens}, capture=capture)
+        of_layers = {name: value[-1] for name, value in out.activations.items()}
         logits = jnp.mean(jnp.abs(model.logits(params, hidden)))
         embedded = jnp.mean(jnp.abs(model.embed(params, {"input_ids": tokens})))
         return {"embedding": embedded, **of_layers, "logits": logits}

@@ -33,6 +33,7 @@ from jaxtyping import Array
 
 from jaxforge.aux_outputs import LossWeights
 from jaxforge.config.job import JobConfig
+from jaxforge.model.attention import LayerSettings
 from jaxforge.model.remat import block
 from jaxforge.model.transformer import Params
 from jaxforge.parallel.mesh import make_mesh
@@ -76,8 +77,8 @@ def rolled_gradients(program: Program) -> Callable[..., tuple[Params, Array]]:
         context = model.context(x)
 
         def one(x: Array, layer: Params) -> tuple[Array, None]:
-            kind = model.plan.layers[0]
-            return model.block(x, (layer, None), context=context, kind=kind)[0], None
+            settings = LayerSettings(model.plan.layers[0], model.plan, model.runtime)
+            return model.module("layers", layer)(x, context, settings=settings)[0], None
 
         return jax.lax.scan(block("dots_saveable", one), x, layers)[0]
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxforge.aux_outputs import NOTHING, LossWeights, Side
+from jaxforge.aux_outputs import AuxOutputs, LossWeights
 from jaxforge.cli.running import run_main
 from jaxforge.commands.train import main
 from jaxforge.config.model import ModelConfig
@@ -101,7 +101,9 @@ class Distilled(Model):
 def distillation(config: TrainConfig, model: Distilled) -> LossFunction:
     """Per token: (1 - SHARE) · -log p(label) + SHARE · KL(teacher | student)."""
 
-    def loss(params: Params, hidden_BSD: Array, batch: Batch, loss_weights: LossWeights) -> Side:
+    def loss(
+        params: Params, hidden_BSD: Array, batch: Batch, loss_weights: LossWeights
+    ) -> AuxOutputs:
         labels_BS, theirs = batch["labels"], jax.lax.stop_gradient(params["teacher"])
         log_p_BSV = jax.nn.log_softmax(model.logits(params, hidden_BSD))
         their_hidden_BSD, _ = model.teacher.forward(theirs, batch)
@@ -115,7 +117,7 @@ def distillation(config: TrainConfig, model: Distilled) -> LossFunction:
             return loss_weights.token * jnp.sum(jnp.where(is_valid_BS, value_BS, 0.0))
 
         terms = {"labels": (1 - SHARE) * mean(nats_BS), "teacher": SHARE * mean(kl_BS)}
-        return NOTHING._replace(terms=terms)
+        return AuxOutputs(terms)
 
     return loss
 

@@ -14,7 +14,7 @@ import sys
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxforge.aux_outputs import NOTHING, LossWeights, Side
+from jaxforge.aux_outputs import AuxOutputs, LossWeights
 from jaxforge.cli.running import run_main
 from jaxforge.commands.train import main
 from jaxforge.config.model import ModelConfig
@@ -52,7 +52,9 @@ class AfterNextModel(Model):
 def next_two_tokens(config: TrainConfig, model: Model) -> LossFunction:
     """Cross-entropy of the next token, and of the one after it."""
 
-    def loss(params: Params, hidden_BSD: Array, batch: Batch, loss_weights: LossWeights) -> Side:
+    def loss(
+        params: Params, hidden_BSD: Array, batch: Batch, loss_weights: LossWeights
+    ) -> AuxOutputs:
         labels_BS, head_VD = batch["labels"], model.head(params)
         after_BS = jnp.pad(labels_BS[:, 1:], ((0, 0), (0, 1)), constant_values=IGNORE)
         after_BS = jnp.where(labels_BS == IGNORE, IGNORE, after_BS)  # of another document, perhaps
@@ -63,7 +65,7 @@ def next_two_tokens(config: TrainConfig, model: Model) -> LossFunction:
         ahead = one(hidden_BSD @ matrix_DD.T, head_VD, after_BS, weighted)
         usual = one(hidden_BSD, head_VD, labels_BS, loss_weights._replace(position=0.0))
         terms = {"next": usual.cross_entropy, "after_next": ahead.cross_entropy}
-        return NOTHING._replace(terms=terms)
+        return AuxOutputs(terms)
 
     return loss
 

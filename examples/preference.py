@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxforge.aux_outputs import LossWeights, Mean, Side
+from jaxforge.aux_outputs import AuxOutputs, LossWeights, Mean
 from jaxforge.cli.running import run_main
 from jaxforge.commands.train import main
 from jaxforge.config.job import JobConfig
@@ -73,13 +73,15 @@ def answer_log_p(
 def dpo(config: TrainConfig, model: Model) -> LossFunction:
     """-log σ(β (log p/q of the chosen answer - log p/q of the rejected one)), q the reference's."""
 
-    def loss(params: Params, hidden_BSD: Array, batch: Batch, loss_weights: LossWeights) -> Side:
+    def loss(
+        params: Params, hidden_BSD: Array, batch: Batch, loss_weights: LossWeights
+    ) -> AuxOutputs:
         ratio_BA = answer_log_p(params, model, hidden_BSD, batch) - batch["reference"]
         margin_B = BETA * (ratio_BA[:, 0] - ratio_BA[:, 1])
         term = -loss_weights.sequence * jnp.sum(jax.nn.log_sigmoid(margin_B))
         n, kept = jnp.float32(margin_B.size), jax.lax.stop_gradient(margin_B)
         metrics = {"margin": Mean(jnp.sum(kept), n), "right": Mean(jnp.sum(kept > 0), n)}
-        return Side({"dpo": term}, metrics, {})
+        return AuxOutputs({"dpo": term}, metrics, {})
 
     return loss
 

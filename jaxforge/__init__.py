@@ -5,9 +5,16 @@ import sys  # no more than these two, which Python has loaded: see `_leave_worki
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from jaxforge.aux_outputs import AuxOutputs as AuxOutputs
     from jaxforge.config.reading.load import load_config as load_config
+    from jaxforge.data.sources import register_dataset as register_dataset
     from jaxforge.inference.run import Run as Run
+    from jaxforge.model.transformer import register_model as register_model
+    from jaxforge.optim.optimizer import register_optimizer as register_optimizer
+    from jaxforge.optim.schedule import register_scheduler as register_scheduler
     from jaxforge.program import Program as Program
+    from jaxforge.step.losses import register_loss as register_loss
+    from jaxforge.training.launch import train as train
 
     __version__: str
 
@@ -47,15 +54,23 @@ if sys.argv[:1] == ["-m"] or os.path.basename("".join(sys.argv[:1])) == "jaxforg
 
 
 _PUBLIC = {
+    "AuxOutputs": "jaxforge.aux_outputs",
     "Program": "jaxforge.program",
     "Run": "jaxforge.inference.run",
     "load_config": "jaxforge.config.reading.load",
+    "register_dataset": "jaxforge.data.sources",
+    "register_loss": "jaxforge.step.losses",
+    "register_model": "jaxforge.model.transformer",
+    "register_optimizer": "jaxforge.optim.optimizer",
+    "register_scheduler": "jaxforge.optim.schedule",
+    "train": "jaxforge.training.launch",
 }
-"""The module of each name of `jaxforge`."""
+"""The module of each public name. Modules are imported on first use, since JAX takes seconds."""
+__all__ = list(_PUBLIC)
 
 
 def __getattr__(name: str) -> object:
-    """Import what takes time once it is asked for."""
+    """Import a public name on first use."""
     if name in _PUBLIC:
         from importlib import import_module
 
@@ -65,3 +80,8 @@ def __getattr__(name: str) -> object:
 
         return version("jaxforge")
     raise AttributeError(f"module 'jaxforge' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return [*__all__, "__version__"]

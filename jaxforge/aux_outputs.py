@@ -1,8 +1,8 @@
-"""What layers and losses tell beside their main result: terms of the loss, metrics, statistics.
+"""Auxiliary outputs of layers and losses (loss terms, metrics, statistics) and how they are merged.
 
-Layers, microbatches, devices and pipeline stages each tell their part, and parts are merged: what
-is told is a sum, a `Mean` or a `Max`. So a term is the part's share of the loss, already weighted
-(`LossWeights`); the terms of all parts together are what is trained.
+Layers, microbatches, devices and pipeline stages each return auxiliary outputs for their part of an
+update. Merging adds sums and `Mean`s and takes the larger of two `Max`. A loss term is therefore
+the part's share of the loss, already weighted (`LossWeights`): the sum over all parts is trained.
 """
 
 import functools
@@ -15,15 +15,15 @@ from jaxtyping import Array, Float, PyTree
 
 
 class LossWeights(NamedTuple):
-    """What a microbatch's numbers count for in the loss of the update.
+    """Weights of a microbatch's numbers in the loss of the update.
 
-    A term that adds up one of them times a value is right on any mesh, with any number of
-    microbatches.
+    A loss term that sums one of these weights times a value is correct on any mesh, with any number
+    of microbatches.
 
     Attributes:
-        token: of each valid token, in the mean that `train.loss_norm` asks for.
-        position: of each position that is no padding, with a label or not, in the mean over all.
-        sequence: of each sequence that is not all padding, in the mean over all.
+        token: weight of each valid token, in the mean that `train.loss_norm` selects.
+        position: weight of each position without padding, labeled or not, in the mean over all.
+        sequence: weight of each sequence that is not all padding, in the mean over all.
     """
 
     token: Float[Array, ""]
@@ -32,7 +32,7 @@ class LossWeights(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """A metric that is a mean: two sums.
+    """A metric that is a mean, as two sums.
 
     Attributes:
         total: Σ weight · value.
@@ -44,71 +44,75 @@ class Mean(NamedTuple):
 
 
 class Max(NamedTuple):
-    """A metric that is a maximum, over numbers of at least 0.
+    """A metric that is a maximum over numbers of at least 0.
 
     Attributes:
-        value: the largest so far.
+        value: the maximum so far.
     """
 
     value: Float[Array, "..."]
 
 
 Metric = Array | Mean | Max
-"""A bare array is a sum. No gradient is taken of it."""
+"""A bare array is a sum. Metrics have no gradient."""
 
 
-class Side(NamedTuple):
-    """What a part of an update tells.
+LossTerms = Mapping[str, Float[Array, ""]]
+"""Shares of the loss, by name."""
+
+
+class AuxOutputs(NamedTuple):
+    """Auxiliary outputs of a part of an update.
 
     Attributes:
-        terms: its share of the loss, by name.
-        metrics: what is logged, by name.
-        stats: what untrained state is updated from, a tree of metrics.
+        loss_terms: the part's share of the loss, by name.
+        metrics: values to log, by name.
+        statistics: inputs to the update of non-trainable state, trees of metrics by name.
     """
 
-    terms: Mapping[str, Float[Array, ""]]
-    metrics: Mapping[str, Metric]
-    stats: PyTree
+    loss_terms: Mapping[str, Float[Array, ""]] = {}
+    metrics: Mapping[str, Metric] = {}
+    statistics: Mapping[str, PyTree] = {}
 
     @property
     def loss(self) -> Float[Array, ""]:
-        """The sum of the terms."""
-        return functools.reduce(jnp.add, self.terms.values()) if self.terms else jnp.zeros(())
+        """The sum of the loss terms."""
+        terms = self.loss_terms.values()
+        return functools.reduce(jnp.add, terms) if terms else jnp.zeros(())
 
-    def joined_by(self, layers: "Side") -> "Side":
-        """With the terms of stacked layers."""
-        more = {name: jnp.sum(by_layer, axis=0) for name, by_layer in layers.terms.items()}
-        both = {name: self.terms[name] + more[name] for name in self.terms.keys() & more.keys()}
-        return self._replace(terms={**self.terms, **more, **both})
-
-
-NOTHING = Side({}, {}, {})
+    def with_layer_losses(self, layers: "AuxOutputs") -> "AuxOutputs":
+        """Return these outputs with the loss terms of stacked layers added."""
+        terms = dict(self.loss_terms)
+        for name, by_layer in layers.loss_terms.items():
+            total = jnp.sum(by_layer, axis=0)
+            terms[name] = terms[name] + total if name in terms else total
+        return self._replace(loss_terms=terms)
 
 
 def merge(*parts: PyTree) -> PyTree:
-    """What two parts tell together."""
+    """Merge the auxiliary outputs of parts of an update."""
     return combine(jnp.add, jnp.maximum, *parts)
 
 
 def combine(add: Callable[..., Array], largest: Callable[..., Array], *parts: PyTree) -> PyTree:
-    """Maps trees of metrics leaf by leaf.
+    """Map trees of metrics leaf by leaf.
 
     Args:
-        add: what is done with sums.
-        largest: what is done with maxima.
+        add: reduction of sums.
+        largest: reduction of maxima.
         parts: the trees.
     """
 
-    def one(*leaves: Any) -> Any:  # noqa: ANN401 (a Max or an array)
+    def combine_leaves(*leaves: Any) -> Any:  # noqa: ANN401 (a Max or an array)
         if isinstance(leaves[0], Max):
             return Max(largest(*(leaf.value for leaf in leaves)))
         return add(*leaves)
 
-    return jax.tree.map(one, *parts, is_leaf=lambda node: isinstance(node, Max))
+    return jax.tree.map(combine_leaves, *parts, is_leaf=lambda node: isinstance(node, Max))
 
 
-def value_of(metric: Metric) -> Float[Array, "..."]:
-    """The number that a metric stands for; NaN for a mean of nothing."""
+def metric_value(metric: Metric) -> Float[Array, "..."]:
+    """Return the number that a metric stands for; NaN for a mean without weight."""
     if isinstance(metric, Mean):
         return metric.total / metric.weight
     return metric.value if isinstance(metric, Max) else metric

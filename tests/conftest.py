@@ -73,7 +73,7 @@ LONGEST = (
     "parallel/test_gpu_meshes.py", "torch_compat/test_families.py", "pipeline/test_spmd.py",
     "step/test_grad_sync.py", "step/test_context.py", "replay/test_replay.py",
     "processes/test_exits.py", "checkpoint/test_manager.py", "processes/test_generate.py",
-    "step/test_uneven_meshes.py", "step/test_side.py", "step/test_experts.py",
+    "step/test_uneven_meshes.py", "step/test_aux_outputs.py", "step/test_experts.py",
     "step/test_train_step.py", "torch_compat/test_huggingface_models.py",
     "torch_compat/test_commands.py", "model/test_moe.py", "processes/test_evaluate.py",
     "step/test_meshes.py", "model/test_attention.py", "torch_compat/test_expert_checkpoints.py",

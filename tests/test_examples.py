@@ -73,11 +73,11 @@ def test_example_without_arguments_answers_one_message(path, monkeypatch, capsys
 def test_example_has_a_run_directory_of_its_own(path, setting, monkeypatch):
     started = []
 
-    def start(config, hooks=(), since=None):
+    def start(config, callbacks=()):
         started.append(config.known.checkpoint.dir)
         return Exit.COMPLETED
 
-    monkeypatch.setattr("jaxforge.training.launch.run", start)
+    monkeypatch.setattr("jaxforge.training.launch.train", start)
     monkeypatch.setenv("TEACHER_RUN", "")
     arguments = [*TAKES.get(path.stem, []), "--config", str(ROOT / "configs" / "debug.toml")]
     assert run_script(path, [*arguments, *setting], monkeypatch) == 0
@@ -143,7 +143,7 @@ def test_the_custom_loss_is_cross_entropy_with_soft_labels(cap):
     got = loss(
         jnp.float32(head), jnp.float32(hidden), {"labels": jnp.array(labels)}, LossWeights(2.0)
     )
-    assert got.terms.keys() == {"smoothed_cross_entropy"}
+    assert got.loss_terms.keys() == {"smoothed_cross_entropy"}
     np.testing.assert_allclose(got.loss, expected, rtol=1e-5)
 
 
@@ -234,7 +234,7 @@ def test_an_extra_head_predicts_the_token_after_the_next(tmp_path):
     batch = {"labels": tokens.at[0, 5].set(-100)}
     hidden = jax.jit(model.hidden)(params, tokens)
     loss = build_loss(config.train.model_copy(update={"loss_fn": "next_two_tokens"}), model)
-    told = loss(params, hidden, batch, LossWeights(1.0)).terms["after_next"]
+    told = loss(params, hidden, batch, LossWeights(1.0)).loss_terms["after_next"]
     log_p = jax.nn.log_softmax(
         model.logits(params, hidden @ params["after_next"]["weight"].T), axis=-1
     )

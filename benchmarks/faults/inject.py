@@ -237,7 +237,7 @@ def _spike(bad: Array, grads: Params, loss: Loss) -> tuple[Params, Loss]:
 
 
 def _with_value(loss: Loss, value: Array) -> Loss:
-    return loss._replace(side=loss.side._replace(terms={"spoiled": value}))
+    return loss._replace(aux=loss.aux._replace(loss_terms={"spoiled": value}))
 
 
 def _spoil_gradients(bad: Array, grads: Params, loss: Loss) -> tuple[Params, Loss]:

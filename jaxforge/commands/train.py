@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from jaxforge.cli.process import began, began_env
+from jaxforge.cli.process import began_env
 from jaxforge.cli.running import leave, run_main
 from jaxforge.config import trust
 from jaxforge.config.job import JobConfig
@@ -95,16 +95,10 @@ def _dry_run(config: UnresolvedConfig, devices: str) -> int:
 
 
 def run(config: JobConfig | UnresolvedConfig, hooks: "Sequence[Hook]" = ()) -> Exit:
-    """Trains from the newest checkpoint of the run directory, or from the start.
+    """Train as `jaxforge.train` does, which imports JAX."""
+    from jaxforge.training import launch
 
-    Args:
-        config: as read; lengths in epochs or tokens are turned into updates here.
-        hooks: your own code, called in order at each event.
-    """
-    since = began()  # for train.exit_duration_in_mins
-    from jaxforge.training import launch  # here, as JAX and all that needs it take two seconds
-
-    return launch.run(config, hooks, since)
+    return launch.train(config, hooks)
 
 
 def entry() -> NoReturn:

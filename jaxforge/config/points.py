@@ -1,4 +1,4 @@
-"""What of a model's computation can be kept (`model/capture.py`), by name and by pattern."""
+"""What of a model's computation can be kept (`model.attention.Capture`), by name and by pattern."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase

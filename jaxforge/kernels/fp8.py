@@ -21,15 +21,12 @@ float32, before a sum over devices and after it. (torchao rounds its scales so w
 Of a tensor that the partitioner splits, amax is that of the whole. Where data axes are manual
 (`grad_sync = "update"`), each group of devices scales its own rows of x and dy.
 
-What a layer's products are is known where they are traced, and not to whom they are called by: a
-scope says it (`layer`), as Transformer Engine's `fp8_autocast` does.
+A layer that stays in bf16 among others in 8 bits, and a layer that records amax, get a
+`LayerPrecision`.
 """
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -83,83 +80,44 @@ class Scaled(NamedTuple):
 
 
 @dataclasses.dataclass
-class _Scope:
-    """The layer that is traced.
+class LayerPrecision:
+    """Precision of one layer's products, and the amax that its linear layers record.
 
     Attributes:
-        is_on: whether its products are in 8 bits; traced where the stages of a pipeline differ.
-        tells: whether it tells amax.
-        told: amax of x and W by name of the linear layer.
+        in_8_bits: whether the products are in 8 bits; traced where the stages of a pipeline differ.
+        records_amax: whether linear layers add to `amax`.
+        amax: amax of x and W, by name of the linear layer.
     """
 
-    is_on: bool | Bool[Array, ""]
-    tells: bool
-    told: dict[str, Max] = dataclasses.field(default_factory=dict)
+    in_8_bits: bool | Bool[Array, ""]
+    records_amax: bool = False
+    amax: dict[str, Max] = dataclasses.field(default_factory=dict)
 
 
-_SCOPE: ContextVar[_Scope | None] = ContextVar("fp8", default=None)
-
-
-@contextlib.contextmanager
-def layer(is_on: bool | Bool[Array, ""], tells: bool) -> Iterator[dict[str, Max]]:
-    """The linear layers called inside multiply in 8 bits, and tell amax in what this gives."""
-    scope = _Scope(is_on, tells)
-    token = _SCOPE.set(scope)
-    try:
-        yield scope.told
-    finally:
-        _SCOPE.reset(token)
-
-
-def telling(function: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Max]]]:
-    """A part of a layer that is traced apart (`jax.checkpoint`), with what is told inside."""
-
-    def run(*args: Any) -> tuple[Any, dict[str, Max]]:  # noqa: ANN401
-        outer = _SCOPE.get()
-        if outer is None:
-            return function(*args), {}
-        with layer(outer.is_on, outer.tells) as told:
-            return function(*args), told
-
-    return run
-
-
-def tell(told: dict[str, Max]) -> None:
-    """Hands on what `telling` gave."""
-    if scope := _SCOPE.get():
-        scope.told.update(told)
-
-
-def is_on() -> bool | Bool[Array, ""]:
-    """Whether products of the layer that is traced are in 8 bits."""
-    scope = _SCOPE.get()
-    return scope is not None and scope.is_on
-
-
-def affine(
+def product(
     fp8: Fp8,
     x: Float[Array, "*t i"],
     weight_OI: Float[Array, "o i"],
     bias_O: Float[Array, "o"] | None,
     amaxes: Amaxes | None,
+    precision: LayerPrecision,
 ) -> Float[Array, "*t o"]:
-    """X Wᵀ + b in the dtype of `x`, in the scope of a layer that is on.
+    """Return x Wᵀ + b in the dtype of `x`, multiplied in 8 bits.
 
     Args:
-        fp8: how.
+        fp8: settings of the linear layer.
         x: a row for each token.
-        weight_OI: as it is stored.
-        bias_O: as it is stored, if there is one.
-        amaxes: for delayed scales.
+        weight_OI: the stored weight.
+        bias_O: the stored bias, if there is one.
+        amaxes: amax of earlier updates, for delayed scales.
+        precision: precision of the layer, which is not static False. Its `amax` gets x and W.
     """
-    scope = _SCOPE.get()
-    assert scope is not None
-    if scope.tells:
-        seen = jnp.stack([amax(x), amax(weight_OI.astype(x.dtype))])
-        seen = jnp.where(scope.is_on, jax.lax.stop_gradient(seen), 0)
-        scope.told[fp8.name] = Max(seen)
-    switch = None if scope.is_on is True else scope.is_on
-    return _affine(fp8, switch, x, weight_OI, bias_O, amaxes)
+    is_on = precision.in_8_bits
+    if precision.records_amax:
+        amax_2 = jnp.stack([amax(x), amax(weight_OI.astype(x.dtype))])
+        amax_2 = jnp.where(is_on, jax.lax.stop_gradient(amax_2), 0)
+        precision.amax[fp8.name] = Max(amax_2)
+    return _multiply(fp8, None if is_on is True else is_on, x, weight_OI, bias_O, amaxes)
 
 
 def amax(x: Float[Array, "..."], **by: Any) -> Float[Array, "..."]:  # noqa: ANN401
@@ -214,7 +172,7 @@ Operand = Scaled | Array
 """One side of a product; an array is multiplied as it is."""
 
 
-def _product(form: str, left: Operand, right: Operand, dtype: jnp.dtype) -> Array:
+def _einsum(form: str, left: Operand, right: Operand, dtype: jnp.dtype) -> Array:
     """`einsum` in a dtype.
 
     On the 8-bit values themselves, with the units afterwards: so XLA:GPU makes one kernel of it,
@@ -246,7 +204,7 @@ def _forward(
 ) -> tuple[Array, Operand, Operand]:
     """The result, and what of x and W it was made."""
     x_8, weight_8 = _x(fp8, x, amaxes), _weight(fp8, weight.astype(x.dtype), amaxes)
-    return _with_bias(_product("...i,oi->...o", x_8, weight_8, x.dtype), bias), x_8, weight_8
+    return _with_bias(_einsum("...i,oi->...o", x_8, weight_8, x.dtype), bias), x_8, weight_8
 
 
 def _with_bias(y: Array, bias: Array | None) -> Array:
@@ -263,8 +221,8 @@ def _backward(fp8: Fp8, x: Operand, weight: Operand, d_y: Array) -> tuple[Array,
         x = by_blocks(jnp.asarray(x), E4M3, BLOCK, 1)
     else:
         d_rows = d_columns = by_tensor(d_y, E5M2)
-    d_x = _product("...o,oi->...i", d_rows, weight, d_y.dtype)
-    return d_x, constrain(_product("...o,...i->oi", d_columns, x, sums), *fp8.axes)
+    d_x = _einsum("...o,oi->...i", d_rows, weight, d_y.dtype)
+    return d_x, constrain(_einsum("...o,...i->oi", d_columns, x, sums), *fp8.axes)
 
 
 def _plain(fp8: Fp8, x: Array, weight: Array, bias: Array | None) -> Array:
@@ -281,7 +239,7 @@ def _plain_backward(fp8: Fp8, x: Array, weight: Array, d_y: Array) -> tuple[Arra
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _affine(
+def _multiply(
     fp8: Fp8,
     switch: Bool[Array, ""] | None,
     x: Array,
@@ -290,14 +248,14 @@ def _affine(
     amaxes: Amaxes | None,
 ) -> Array:
     """In 8 bits; with a switch, where that is set."""
-    return _saving(fp8, switch, x, weight, bias, amaxes)[0]
+    return _multiply_forward(fp8, switch, x, weight, bias, amaxes)[0]
 
 
 _named = jax.named_scope("fp8")  # in a profile, which products are of such layers
 
 
 @_named
-def _saving(
+def _multiply_forward(
     fp8: Fp8,
     switch: Bool[Array, ""] | None,
     x: Array,
@@ -320,7 +278,7 @@ def _saving(
 
 
 @_named
-def _back(
+def _multiply_backward(
     fp8: Fp8, saved: tuple[Any, ...], d_y: Array
 ) -> tuple[None, Array, Array, Array | None, None]:
     switch, x, weight, like, bias, amaxes = saved  # x and weight may be `Scaled`
@@ -343,4 +301,4 @@ def _back(
     return None, d_x, d_weight, jnp.sum(d_y, tokens, sums).astype(bias.dtype), None
 
 
-_affine.defvjp(_saving, _back)
+_multiply.defvjp(_multiply_forward, _multiply_backward)

@@ -1,21 +1,23 @@
 """Causal self-attention with grouped queries, with or without a cache of keys and values."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxforge.aux_outputs import NOTHING, LossWeights, Side
+from jaxforge.aux_outputs import AuxOutputs, LossWeights, Max
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.points import ATTENTION_WEIGHTS
 from jaxforge.kernels.attention_backends import Scoring, attend_over, masked_attention
 from jaxforge.kernels.context_parallel import attend_in_context, context_size
+from jaxforge.kernels.fp8 import LayerPrecision
 from jaxforge.kernels.masking import chunk_of, visible, window_of
-from jaxforge.model import capture, mup
+from jaxforge.model import mup
 from jaxforge.model.attention_weights import attention_weights
 from jaxforge.model.linear import Declare, Linear, normal
 from jaxforge.model.norm import RMSNorm
@@ -64,20 +66,81 @@ class KVCache(NamedTuple):
         return KVCache(put(self.k, k, positions), put(self.v, v, positions))
 
 
-class LayerOut(NamedTuple):
-    """What comes of a layer besides x; outside the scan, of all layers.
+class Capture(NamedTuple):
+    """The activations that each layer returns (`LayerOut.activations`).
 
-    All layers of a model tell under the same names; one that has nothing to tell says 0.
+        attention           the attention's sum for the residual stream, [b, s, d]
+        mlp                 the same of the feed-forward, or of experts
+        residual            the output of the layer
+        attention_weights   of each query and key, after the softmax, [b, heads, s, s]; computed by
+                            a softmax of their own
 
     Attributes:
-        cache: extended, where there was one.
-        side: what the layer tells of itself.
-        seen: values by name, where somebody looks (`capture.watching`).
+        points: their names (`config.points`).
+        reduce: (name, value) -> the value to return.
+    """
+
+    points: Collection[str] = ()
+    reduce: Callable[[str, Array], Array] = lambda name, value: value
+
+    def collect(self, values: Mapping[str, Array | None]) -> dict[str, Array]:
+        """Return the wanted ones of a layer's values, by name."""
+        return {
+            name: self.reduce(name, value)
+            for name, value in values.items()
+            if name in self.points and value is not None
+        }
+
+
+NO_CAPTURE = Capture()
+
+
+class LayerSettings(NamedTuple):
+    """Settings of a layer's forward pass.
+
+    Attributes:
+        kind: the layer's kind; its fields are traced where the stages of a pipeline differ.
+        plan: masks and rotary positions that `kind` selects from.
+        runtime: kernels and rematerialization.
+        capture: the activations to return.
+    """
+
+    kind: LayerKind
+    plan: LayerPlan
+    runtime: Runtime
+    capture: Capture = NO_CAPTURE
+
+
+class LayerOut(NamedTuple):
+    """Outputs of a layer in addition to x; outside the scan, of all layers.
+
+    All layers of a model use the same names; a layer without a value has 0.
+
+    Attributes:
+        cache: the extended cache, if there was one.
+        aux: auxiliary outputs.
+        activations: the captured activations, by name.
     """
 
     cache: KVCache | None
-    side: Side = NOTHING
-    seen: PyTree = None
+    aux: AuxOutputs = AuxOutputs()
+    activations: Mapping[str, Array] = {}
+
+
+class AttentionOut(NamedTuple):
+    """Outputs of attention.
+
+    Attributes:
+        y: sum for the residual stream.
+        cache: the extended cache, if there was one.
+        amax: amax of the linear layers, where the layer records them.
+        weights: the attention weights, if they are captured.
+    """
+
+    y: Float[Array, "b s d"]
+    cache: KVCache | None
+    amax: dict[str, Max]
+    weights: Float[Array, "b heads s s"] | None
 
 
 class Attention(nnx.Module):
@@ -115,29 +178,32 @@ class Attention(nnx.Module):
         context: Context,
         cache: KVCache | None = None,
         *,
-        kind: LayerKind,
-        plan: LayerPlan,
-        runtime: Runtime,
-    ) -> tuple[Float[Array, "b s d"], KVCache | None]:
-        """Attends within `x`, or, with a cache, to what came before as well."""
-        c, q, k = self.config, self.q_proj(x_BSD), self.k_proj(x_BSD)
+        settings: LayerSettings,
+        precision: LayerPrecision | None = None,
+    ) -> AttentionOut:
+        """Attend within `x`, or, with a cache, to the earlier tokens as well."""
+        kind, plan, runtime, capture = settings
+        # A record of its own: values cannot leave a `jax.checkpoint` except as its outputs.
+        precision = precision and dataclasses.replace(precision, amax={})
+        c, q, k = self.config, self.q_proj(x_BSD, precision), self.k_proj(x_BSD, precision)
         if c.qk_norm and c.qk_norm_scope == "projection":
             q, k = self.q_norm(q), self.k_norm(k)
         q_BSHh, k_BSKh = self._heads(q, "heads"), self._heads(k, "kv_heads")
         if c.qk_norm and c.qk_norm_scope == "head":
             q_BSHh, k_BSKh = self.q_norm(q_BSHh), self.k_norm(k_BSKh)
-        v_BSKh = self._heads(self.v_proj(x_BSD), "kv_heads")
+        v_BSKh = self._heads(self.v_proj(x_BSD, precision), "kv_heads")
         if plan.turns(kind):
             by = context.rotation(kind)
             turn = functools.partial(rotate, by=by, rope_as_matmul=runtime.rope_as_matmul)
             q_BSHh, k_BSKh = turn(q_BSHh), turn(k_BSKh)
+        weights = None
         if cache is None:
-            if capture.is_wanted(ATTENTION_WEIGHTS):
+            if ATTENTION_WEIGHTS in capture.points:
                 assert context_size() == 1  # or no device has all keys
-                capture.point(ATTENTION_WEIGHTS, attention_weights(
+                weights = attention_weights(
                     plan.masks, kind.mask, q_BSHh, k_BSKh, context.segment_ids, self.scoring,
                     self._sinks(),
-                ))  # fmt: skip
+                )  # fmt: skip
             attend: Callable[..., Array] = attend_over
             kernel = runtime.attention
             if context_size() > 1:
@@ -159,7 +225,8 @@ class Attention(nnx.Module):
                 q_BSHh, *cache, seen_BST[:, None], self.scoring, self._sinks()
             )
         y_BSHh = _of_heads(y_BSHh, "heads")
-        return self.o_proj(y_BSHh.reshape(*x_BSD.shape[:2], -1)), cache
+        y_BSD = self.o_proj(y_BSHh.reshape(*x_BSD.shape[:2], -1), precision)
+        return AttentionOut(y_BSD, cache, precision.amax if precision else {}, weights)
 
     def _sinks(self) -> Float[Array, "heads"] | None:
         """Float32, as scores are."""

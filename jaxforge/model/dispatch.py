@@ -66,32 +66,16 @@ def reordered(rows_ND: Float[Array, "n d"], order: Order) -> Float[Array, "n d"]
     return rows_ND.at[order.row].get(mode="promise_in_bounds", unique_indices=True)
 
 
-def _reordered(rows_ND: Array, order: Order) -> tuple[Array, Order]:
-    return reordered(rows_ND, order), order
-
-
-def _reordered_back(order: Order, d_rows: Array) -> tuple[Array, None]:
-    return reordered(d_rows, order.back), None
-
-
-reordered.defvjp(_reordered, _reordered_back)
+reordered.defvjp(
+    lambda x, order: (reordered(x, order), order),
+    lambda order, d_rows: (reordered(d_rows, order.back), None),
+)
 
 
 @jax.custom_vjp
 def to_rows(x_TD: Float[Array, "t d"], places: Places) -> Float[Array, "n d"]:
     """The token of each row's assignment; anything where it has none."""
     return x_TD.at[places.assignment // places.row.shape[1]].get(mode="clip")
-
-
-def _to_rows(x_TD: Array, places: Places) -> tuple[Array, Places]:
-    return to_rows(x_TD, places), places
-
-
-def _to_rows_back(places: Places, d_rows: Array) -> tuple[Array, None]:
-    return summed(d_rows, places), None
-
-
-to_rows.defvjp(_to_rows, _to_rows_back)
 
 
 @jax.custom_vjp
@@ -103,15 +87,14 @@ def summed(rows_ND: Float[Array, "n d"], places: Places) -> Float[Array, "t d"]:
     return y_TD.astype(rows_ND.dtype)
 
 
-def _summed(rows_ND: Array, places: Places) -> tuple[Array, Places]:
-    return summed(rows_ND, places), places
-
-
-def _summed_back(places: Places, d_TD: Array) -> tuple[Array, None]:
-    return to_rows(d_TD, places), None
-
-
-summed.defvjp(_summed, _summed_back)
+to_rows.defvjp(
+    lambda x, places: (to_rows(x, places), places),
+    lambda places, d_rows: (summed(d_rows, places), None),
+)
+summed.defvjp(
+    lambda x, places: (summed(x, places), places),
+    lambda places, d_rows: (to_rows(d_rows, places), None),
+)
 
 
 @jax.custom_vjp
@@ -120,12 +103,7 @@ def weights_of_rows(weight_TK: Float[Array, "t k"], places: Places) -> Float[Arr
     return weight_TK.reshape(-1).at[places.assignment].get(mode="clip")
 
 
-def _weights_of_rows(weight_TK: Array, places: Places) -> tuple[Array, Places]:
-    return weights_of_rows(weight_TK, places), places
-
-
-def _weights_of_rows_back(places: Places, d_N: Array) -> tuple[Array, None]:
-    return d_N.at[places.row].get(mode="fill", fill_value=0), None
-
-
-weights_of_rows.defvjp(_weights_of_rows, _weights_of_rows_back)
+weights_of_rows.defvjp(
+    lambda x, places: (weights_of_rows(x, places), places),
+    lambda places, d_rows: (d_rows.at[places.row].get(mode="fill", fill_value=0), None),
+)

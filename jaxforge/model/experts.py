@@ -18,10 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxforge.config.model import EXPERTS, ModelConfig
-from jaxforge.kernels import fp8
 from jaxforge.kernels.fp8 import Scaled
 from jaxforge.kernels.grouped import grouped_matmul
 from jaxforge.kernels.grouped_fp8 import by_expert, grouped_matmul_fp8
@@ -90,10 +89,10 @@ class ExpertLinear(nnx.Module):
         if config.mlp_bias:
             self.bias = declare((experts, out[0]), self.axes[:2], jax.nn.initializers.zeros)
 
-    def gathered(self, dtype: jnp.dtype) -> Gathered[Array]:
-        """As products in `dtype` take them."""
+    def gathered(self, dtype: jnp.dtype, in_8_bits: bool) -> Gathered[Array]:
+        """Return the matrices for products in `dtype`, or in 8 bits if the experts have those."""
         weight = self.weight[...]
-        if self._multiplies_in_8_bits:
+        if self.in_8_bits and in_8_bits:
             return self._gathered_in_8_bits(weight, dtype)
         whole = collectives.all_gather_weight(weight.astype(dtype), self.axes)
         if not self._is_reduced_apart(dtype):
@@ -110,21 +109,15 @@ class ExpertLinear(nnx.Module):
         bias = self.bias[...].astype(sums) if self.has_bias else None
         return Gathered(own._replace(values=values), bias, gradient)
 
-    def specs(self, dtype: jnp.dtype) -> Gathered[P]:
-        """How those are split."""
+    def specs(self, dtype: jnp.dtype, in_8_bits: bool) -> Gathered[P]:
+        """Return how the arrays of `gathered` are split."""
         axes = without_data(self.axes)
         weight, bias = automatic_spec(*axes), automatic_spec(*axes[:2])
-        if self._multiplies_in_8_bits:
+        if self.in_8_bits and in_8_bits:
             packed = Scaled._make((weight, automatic_spec(axes[0], None, None)))
             return Gathered(packed, bias if self.has_bias else None, weight)
         gradient = weight if self._is_reduced_apart(dtype) else None
         return Gathered(weight, bias if self.has_bias else None, gradient)
-
-    @property
-    def _multiplies_in_8_bits(self) -> bool:
-        is_on = fp8.is_on()
-        assert isinstance(is_on, bool) or not self.in_8_bits, "refused (`mesh_rules`)"
-        return self.in_8_bits and is_on is True
 
     def _is_reduced_apart(self, dtype: jnp.dtype) -> bool:
         return collectives.reduces_apart(self.reduce_dtype, dtype)
@@ -149,18 +142,23 @@ class Experts(nnx.Module):
         backend: str,
         *,
         has_padding: bool = False,
+        in_8_bits: bool | Bool[Array, ""] = False,
     ) -> tuple[Float[Array, "b s d"], Float[Array, ""]]:
-        """The weighted sum of what a token's experts make of it, and how many were dropped.
+        """Return the weighted sum of the outputs of a token's experts, and the dropped tokens.
 
         Args:
             x_BSD: tokens.
             routing: where they go.
             backend: the kernel of grouped products.
             has_padding: whether some tokens go to no expert.
+            in_8_bits: whether products of the block are in 8 bits.
         """
         names = [name for name in ("gate_proj", "up_proj", "down_proj") if hasattr(self, name)]
-        linears = {name: getattr(self, name).gathered(x_BSD.dtype) for name in names}
-        specs = {name: getattr(self, name).specs(x_BSD.dtype) for name in names}
+        if not isinstance(in_8_bits, bool):
+            assert not self.up_proj.in_8_bits, "refused (`mesh_rules`)"
+            in_8_bits = False
+        linears = {name: getattr(self, name).gathered(x_BSD.dtype, in_8_bits) for name in names}
+        specs = {name: getattr(self, name).specs(x_BSD.dtype, in_8_bits) for name in names}
         run = functools.partial(_run, self.config, backend, has_padding)
         return _on_each_device(run, specs, x_BSD, routing, linears)
 
@@ -384,12 +382,6 @@ def _all_further(one: Round, rounds: int, operands: Operands, load: _Load) -> Ar
     return jax.lax.scan(add, jnp.zeros_like(operands[0]), jnp.arange(1, rounds))[0]
 
 
-def _further_saving(
-    one: Round, rounds: int, is_needed: Array, operands: Operands, load: _Load
-) -> tuple[Array, tuple[Array, Operands, _Load]]:
-    return _further(one, rounds, is_needed, operands, load), (is_needed, operands, load)
-
-
 def _further_back(
     one: Round, rounds: int, saved: tuple[Array, Operands, _Load], d_y: Array
 ) -> tuple[None, Operands, None]:
@@ -404,4 +396,7 @@ def _further_back(
     return None, jax.lax.cond(is_needed, back, nothing, operands, load, d_y), None
 
 
-_further.defvjp(_further_saving, _further_back)
+_further.defvjp(
+    lambda one, rounds, *saved: (_further(one, rounds, *saved), saved),
+    _further_back,
+)

@@ -5,14 +5,12 @@ either, as in KempnerForge, nor the first and the last layer, as in Megatron-LM'
 `--first-last-layers-bf16`.
 """
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jaxtyping import Array, Float
 
 from jaxforge.aux_outputs import Max
 from jaxforge.config.model import AMAX_HISTORIES, LAYERS, ModelConfig
@@ -63,12 +61,8 @@ def marked(plan: LayerPlan, recipe: Recipe) -> LayerPlan:
     return plan._replace(layers=tuple(kind._replace(in_bf16=bf16) for kind, bf16 in layers))
 
 
-def convert(module: nnx.Module, config: ModelConfig, recipe: Recipe, declare: Declare) -> list[str]:
-    """Sets the linear layers of a declaration to 8 bits.
-
-    Returns:
-        their names in a block.
-    """
+def convert(module: nnx.Module, config: ModelConfig, recipe: Recipe, declare: Declare) -> None:
+    """Set the linear layers of a declared model to 8 bits, and name them to its blocks."""
     names: dict[str, None] = {}
     for stack, rows in config.stacks.items():
         for path, linear in nnx.iter_modules(getattr(module, stack)):
@@ -87,7 +81,9 @@ def convert(module: nnx.Module, config: ModelConfig, recipe: Recipe, declare: De
                         (recipe.amax_history_len,), (None,), jax.nn.initializers.zeros
                     )
                     setattr(linear, history, zeros)
-    return list(names)
+    for stack in config.stacks:
+        block = getattr(module, stack)
+        block.fp8_names, block.records_amax = tuple(names), recipe.scaling == "delayed"
 
 
 def _is_excluded(name: str, recipe: Recipe) -> bool:
@@ -119,32 +115,23 @@ def how_multiplied(recipe: Recipe, platform: str, capability: str | None, kind: 
     return f"{scales}; emulated: this device does not multiply in 8 bits"
 
 
-def nothing_seen(names: Iterable[str]) -> dict[str, Max]:
-    """What layers tell of those that they do not have."""
-    return {name: Max(jnp.zeros(2)) for name in names}
+def next_histories(config: ModelConfig, state: Params, amax: dict[str, Max]) -> Params:
+    """Return the amax histories after an update: the newest first, without the oldest.
 
-
-def next_histories(config: ModelConfig, state: Params, told: dict[str, Max]) -> Params:
-    """The histories after an update: the newest amax first, the oldest forgotten.
-
-    One that is not finite is forgotten at once: it would be the largest for a long time.
+    An amax that is not finite becomes 0: it would be the largest for a long time.
 
     Args:
         config: the model.
-        state: what is not trained, before the update.
-        told: amax of x and W, [layers, 2], by name of the linear layer.
+        state: non-trainable state before the update.
+        amax: amax of x and W, [layers, 2], by name of the linear layer.
     """
-    kept = flatten_dict(state)
+    arrays = flatten_dict(state)
     for stack, layers in config.stacks.items():
-        for name, seen in told.items():
-            rows = seen.value if stack == LAYERS else seen.value[jnp.array(layers)]
+        for name, (by_layer,) in amax.items():
+            rows = by_layer if stack == LAYERS else by_layer[jnp.array(layers)]
             for i, history in enumerate(AMAX_HISTORIES):
                 path = (stack, *name.split("."), history)
-                if path in kept:
-                    kept[path] = _pushed(kept[path], rows[:, i])
-    return unflatten_dict(kept)
-
-
-def _pushed(history: Float[Array, "l n"], newest: Float[Array, "l"]) -> Float[Array, "l n"]:
-    newest = jnp.where(jnp.isfinite(newest), newest, 0.0)
-    return jnp.concatenate([newest[:, None], history[:, :-1]], axis=1)
+                if path in arrays:
+                    newest = jnp.where(jnp.isfinite(row := rows[:, i]), row, 0.0)[:, None]
+                    arrays[path] = jnp.concatenate([newest, arrays[path][:, :-1]], axis=1)
+    return unflatten_dict(arrays)

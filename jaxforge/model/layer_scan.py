@@ -1,17 +1,18 @@
-"""Runs layers one after another, as a scan over what repeats in their plan."""
+"""Layers in their order, as a scan over the periods of their plan."""
 
+import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, PyTree
 
 from jaxforge.model.plan import LayerKind, LayerPlan
 
 Layer = Callable[[Array, PyTree], tuple[Array, PyTree]]
-"""(x, what the layer has of its own) -> x, what comes of it besides."""
+"""A layer: (x, its parameters and other arrays) -> x, and its other outputs."""
 
 
 class Rows(NamedTuple):
@@ -26,58 +27,65 @@ class Rows(NamedTuple):
     others: PyTree
 
 
-def scan_layers(
+class Part(NamedTuple):
+    """Consecutive layers of a plan.
+
+    Attributes:
+        run: x -> x after the layers, and their other outputs, stacked.
+        is_scanned: whether the outputs are stacked twice: by period, and by layer in each.
+    """
+
+    run: Callable[[Array], tuple[Array, PyTree]]
+    is_scanned: bool
+
+
+def parts_of(
     plan: LayerPlan,
     layer: Callable[[LayerKind, str, bool], Layer],
-    x_BSD: Float[Array, "b s d"],
     rows: Rows,
     unroll: int,
-) -> tuple[Float[Array, "b s d"], PyTree]:
-    """All layers of a plan.
+) -> Iterator[Part]:
+    """Split a plan into leading layers, repeated periods (one scan) and remaining layers.
 
     Args:
-        plan: of which kind each is.
-        layer: (kind, name of its stack, whether it is in a loop) -> a layer of that kind.
-        x_BSD: what enters the first.
-        rows: what each has of its own.
+        plan: the kind of each layer.
+        layer: (kind, name of the stack, whether in a loop) -> a layer.
+        rows: the arrays of the layers.
         unroll: layers in an iteration of the loop.
-
-    Returns:
-        What leaves the last, and what came of all, stacked.
     """
     leading, length, repeats = period = plan.period
 
-    def run(layers: Sequence[int], in_loop: bool) -> Layer:
-        def in_order(x_BSD: Array, rows: Rows) -> tuple[Array, PyTree]:
-            outs, taken = [], Counter[str]()
-            for i, number in enumerate(layers):
-                stack = plan.stacks[number]
-                one = layer(plan.layers[number], stack, in_loop)
-                own = _row(rows.stacks[stack], taken[stack]), _row(rows.others, i)
-                x_BSD, out = one(x_BSD, own)
-                outs.append(out)
-                taken[stack] += 1
-            return x_BSD, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *outs)
+    def run(layers: Sequence[int], in_loop: bool, x_BSD: Array, rows: Rows) -> tuple[Array, PyTree]:
+        outs, used = [], Counter[str]()
+        for i, number in enumerate(layers):
+            stack = plan.stacks[number]
+            own = _row(rows.stacks[stack], used[stack]), _row(rows.others, i)
+            x_BSD, out = layer(plan.layers[number], stack, in_loop)(x_BSD, own)
+            outs.append(out)
+            used[stack] += 1
+        return x_BSD, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *outs)
 
-        return in_order
+    def in_order(first: int, end: int) -> Part:
+        own = _rows_of(rows, plan, slice(first, end))
+        return Part(functools.partial(run, range(first, end), False, rows=own), is_scanned=False)
 
-    def periods(x_BSD: Array, rows: Rows) -> tuple[Array, PyTree]:
-        by_period = jax.tree.map(lambda leaf: leaf.reshape(repeats, -1, *leaf.shape[1:]), rows)
-        one = run(range(leading, leading + length), repeats > 1)
-        x_BSD, outs = jax.lax.scan(one, x_BSD, by_period, unroll=max(1, unroll // length))
-        return x_BSD, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), outs)
+    def scanned() -> Part:
+        own = _rows_of(rows, plan, slice(leading, period.end))
+        own = jax.tree.map(lambda leaf: leaf.reshape(repeats, -1, *leaf.shape[1:]), own)
+        body = functools.partial(run, range(leading, leading + length), repeats > 1)
+        scan = functools.partial(jax.lax.scan, body, xs=own, unroll=max(1, unroll // length))
+        return Part(scan, is_scanned=True)
 
-    parts = [
-        (slice(0, leading), run(range(leading), False)),
-        (slice(leading, period.end), periods),
-        (slice(period.end, None), run(range(period.end, len(plan.layers)), False)),
-    ]
-    found = []
-    for part, layers in parts:
-        if range(len(plan.layers))[part]:
-            x_BSD, outs = layers(x_BSD, _rows_of(rows, plan, part))
-            found.append(outs)
-    return x_BSD, jax.tree.map(lambda *outs: jnp.concatenate(outs), *found)
+    if leading:
+        yield in_order(0, leading)
+    yield scanned()
+    if period.end < len(plan.layers):
+        yield in_order(period.end, len(plan.layers))
+
+
+def flattened(outs: PyTree) -> PyTree:
+    """Return outputs [periods, layers, ...] of a scan as [periods x layers, ...]."""
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), outs)
 
 
 def _rows_of(rows: Rows, plan: LayerPlan, layers: slice) -> Rows:

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxforge.config.model import AMAX_HISTORIES, EXPERTS, LAYERS
+from jaxforge.errors import UserError
 from jaxforge.kernels import fp8
 from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import (
@@ -54,6 +55,7 @@ class Declare(NamedTuple):
         layers: how many layers share a declaration; they are stacked along a leading axis.
         backward: through a matrix.
         init_factor: on the initial values of a parameter, by its logical axes (`model.mup`).
+        splits_sequences: as of `Runtime`.
     """
 
     rngs: nnx.Rngs
@@ -61,6 +63,7 @@ class Declare(NamedTuple):
     layers: int | None = None
     backward: Backward = Backward()
     init_factor: Callable[[Axes], float] = lambda axes: 1.0
+    splits_sequences: bool = False
 
     def __call__(self, shape: tuple[int, ...], axes: Axes, init: Initializer) -> nnx.Param:
         """A parameter.
@@ -124,21 +127,39 @@ class Linear(nnx.Module):
         bias: bool = False,
     ) -> None:
         self.axes, self.backward = (out[1], inp[1]), declare.backward
+        self.splits_sequences = declare.splits_sequences
         self.fp8: fp8.Fp8 | None = None
         self.weight = declare((out[0], inp[0]), self.axes, normal(std))
         self.has_bias = bias
         if bias:
             self.bias = declare((out[0],), (out[1],), jax.nn.initializers.zeros)
 
-    def __call__(self, x: Float[Array, "b s i"]) -> Float[Array, "b s o"]:
-        """Multiplies and adds in the dtype of `x`."""
+    def __call__(
+        self, x: Float[Array, "b s i"], precision: fp8.LayerPrecision | None = None
+    ) -> Float[Array, "b s o"]:
+        """Multiply and add in the dtype of `x`.
+
+        Args:
+            x: activations.
+            precision: precision of the block; None where the model has no layers in 8 bits.
+
+        Raises:
+            UserError: the layer multiplies in 8 bits, and a block of one's own gave no precision.
+        """
         bias = self.bias[...] if self.has_bias else None
         x_PSI = parts_of_sequences(x)
-        rows = x_PSI if splits_sequences() else x_PSI.reshape(-1, x.shape[-1])
-        if self.fp8 is not None and fp8.is_on() is not False:
-            y = fp8.affine(self.fp8, rows, self.weight[...], bias, self._amaxes())
+        rows = x_PSI if self.splits_sequences else x_PSI.reshape(-1, x.shape[-1])
+        if self.fp8 is None or (precision is not None and precision.in_8_bits is False):
+            product = product_for(self.backward, x.dtype)
+            y = product(self.axes, x.dtype, self.backward, rows, self.weight[...], bias)
+        elif precision is None:
+            raise UserError(
+                f"linear layer {self.fp8.name} multiplies in 8 bits and was called without a "
+                "precision. Pass it that of the block (docs/library.md), or name it in "
+                "train.fp8_exclude"
+            )
         else:
-            y = affine(rows, self.weight[...], bias, self.axes, x.dtype, self.backward)
+            y = fp8.product(self.fp8, rows, self.weight[...], bias, self._amaxes(), precision)
         return whole_sequences(y.reshape(*x_PSI.shape[:-1], -1), len(x))
 
     def _amaxes(self) -> fp8.Amaxes | None:
@@ -148,72 +169,43 @@ class Linear(nnx.Module):
         return fp8.Amaxes(*(jnp.max(getattr(self, name)[...]) for name in AMAX_HISTORIES))
 
 
-def splits_sequences() -> bool:
-    """Whether the partitioner splits sequences over `tp`, between attention and feed-forward.
+def product_for(backward: Backward, dtype: jnp.dtype) -> Callable[..., Array]:
+    """Return the product of a linear layer whose activations have a dtype.
 
-    Where it does not, a product takes its tokens in one dimension: no compiler copies a transpose
-    then. Where it does, a device's part of several sequences would be no one piece of that: sums
-    over `tp` were made whole before they are split, and gradients of all devices' tokens.
+    Called with the logical axes of the weight, the dtype of the result, `backward`, x (a row for
+    each token), and weight [out, in] and bias as they are stored.
     """
-    return automatic_size("seq") > automatic_size("context")
+    return _product_reduced_apart if collectives.reduces_apart(backward.dtype, dtype) else _product
 
 
-def affine(
-    x: Float[Array, "*t i"],
-    weight_OI: Float[Array, "o i"],
-    bias_O: Float[Array, "o"] | None,
-    axes: Axes,
-    dtype: jnp.dtype,
-    backward: Backward,
-) -> Float[Array, "*t o"]:
-    """X Wᵀ + b.
-
-    Args:
-        x: a row for each token; products are made in its dtype.
-        weight_OI: as it is stored, laid out by `axes`.
-        bias_O: as it is stored, if there is one.
-        axes: logical axes of the weight.
-        dtype: of the result.
-        backward: as of `Declare`.
-    """
-    if collectives.reduces_apart(backward.dtype, x.dtype):
-        return _over_devices(axes, dtype, backward, x, weight_OI, bias_O)
-    return _affine(axes, dtype, x, weight_OI, bias_O)
-
-
-def _affine(axes: Axes, dtype: jnp.dtype, x: Array, weight: Array, bias: Array | None) -> Array:
-    return _product(dtype, x, collectives.all_gather_weight(weight.astype(x.dtype), axes), bias)
-
-
-def _product(dtype: jnp.dtype, x: Array, weight_OI: Array, bias: Array | None) -> Array:
-    wider = None if dtype == x.dtype else dtype
-    y = jnp.einsum("...i,oi->...o", x, weight_OI, preferred_element_type=wider)
+def _product(
+    axes: Axes, dtype: jnp.dtype, backward: Backward, x: Array, weight: Array, bias: Array | None
+) -> Array:
+    weight_OI = collectives.all_gather_weight(weight.astype(x.dtype), axes)
+    y = jnp.einsum("...i,oi->...o", x, weight_OI, preferred_element_type=dtype)
     return y if bias is None else y + bias.astype(dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _over_devices(
+_product_reduced_apart = jax.custom_vjp(_product, nondiff_argnums=(0, 1, 2))
+"""`_product` on devices that split the batch, and add up gradients in another dtype.
+
+Gradients of weight and bias are made in the dtype in which they are to be added up: XLA's
+partitioner adds up the products of split rows in the dtype of the products, before any cast. The
+saved weight is the device's own part, or the whole one that was gathered.
+"""
+
+
+def _reduced_apart_forward(
     axes: Axes, dtype: jnp.dtype, backward: Backward, x: Array, weight: Array, bias: Array | None
-) -> Array:
-    """`_affine` on devices that split the batch, and add up gradients in another dtype.
-
-    Gradients of weight and bias are made in the dtype in which they are to be added up: XLA's
-    partitioner adds up a product of split rows in that of the product, a cast after it comes too
-    late. What is kept of the weight is the part that a device has, or the whole that it gathered.
-    """
-    return _affine(axes, dtype, x, weight, bias)
-
-
-def _over_devices_saving(
-    axes: Axes, dtype: jnp.dtype, backward: Backward, x: Array, weight: Array, bias: Array | None
-) -> tuple[Array, tuple[Array, Array, Array, Array | None]]:
-    # Called bare: policies of rematerialisation see its product, and no weight that is one.
+) -> tuple[Array, tuple]:
+    # Policies of rematerialization see this product, and no weight that is one.
     weight_OI = collectives.all_gather_weight(weight.astype(x.dtype), axes)
-    kept, like = weight if backward.regathers else weight_OI, jnp.zeros((), weight.dtype)
-    return _product(dtype, x, weight_OI, bias), (x, kept, like, bias)
+    saved, like = weight if backward.regathers else weight_OI, jnp.zeros((), weight.dtype)
+    y = jnp.einsum("...i,oi->...o", x, weight_OI, preferred_element_type=dtype)
+    return y if bias is None else y + bias.astype(dtype), (x, saved, like, bias)
 
 
-def _over_devices_back(
+def _reduced_apart_backward(
     axes: Axes, dtype: jnp.dtype, backward: Backward, saved: tuple, d_y: Array
 ) -> tuple[Array, Array, Array | None]:
     x, weight_OI, like, bias = saved
@@ -229,7 +221,7 @@ def _over_devices_back(
     return d_x, d_weight, jnp.sum(d_y, tokens, sums).astype(bias.dtype)
 
 
-_over_devices.defvjp(_over_devices_saving, _over_devices_back)
+_product_reduced_apart.defvjp(_reduced_apart_forward, _reduced_apart_backward)
 
 
 class Embedding(nnx.Module):
@@ -287,12 +279,6 @@ def _look_up_reduced_apart(
     return find(weight.astype(dtype), tokens)
 
 
-def _look_up_saving(
-    find: Find, axes: Axes, dtype: jnp.dtype, reduce_dtype: jnp.dtype, weight: Array, tokens: Array
-) -> tuple[Array, tuple[Array, Array]]:
-    return find(weight.astype(dtype), tokens), (weight, tokens)
-
-
 def _look_up_back(
     find: Find, axes: Axes, dtype: jnp.dtype, reduce_dtype: jnp.dtype, saved: tuple, d_y: Array
 ) -> tuple[Array, None]:
@@ -302,7 +288,10 @@ def _look_up_back(
     return constrain(gradient, *axes).astype(weight.dtype), None
 
 
-_look_up_reduced_apart.defvjp(_look_up_saving, _look_up_back)
+_look_up_reduced_apart.defvjp(
+    lambda find, axes, dtype, reduce_dtype, *saved: (find(saved[0].astype(dtype), saved[1]), saved),
+    _look_up_back,
+)
 
 
 def _rows(table: Float[Array, "v d"], tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
@@ -333,14 +322,10 @@ def _own_rows(share: Array, tokens: Array) -> tuple[Array, Array]:
     return jnp.where(is_here, rows, 0), is_here
 
 
-def _looked_up(share: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _look_up(share, tokens), (share, tokens)
-
-
 def _spread(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, None]:
     share, tokens = saved
     rows, is_here = _own_rows(share, tokens)
     return jnp.zeros_like(share).at[rows].add(jnp.where(is_here[..., None], gradient, 0)), None
 
 
-_look_up.defvjp(_looked_up, _spread)
+_look_up.defvjp(lambda *saved: (_look_up(*saved), saved), _spread)

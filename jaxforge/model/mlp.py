@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
 from jaxforge.config.model import ModelConfig
+from jaxforge.kernels.fp8 import LayerPrecision
 from jaxforge.model.attention import residual_std
 from jaxforge.model.linear import Declare, Linear
 from jaxforge.parallel.sharding import constrain
@@ -111,18 +112,11 @@ def _recomputed(function: Callable[[PyTree], Array], inputs: PyTree) -> Array:
     return function(inputs)
 
 
-def _saved(function: Callable[[PyTree], Array], inputs: PyTree) -> tuple[Array, PyTree]:
-    return function(inputs), inputs
-
-
-def _recomputed_back(
-    function: Callable[[PyTree], Array], inputs: PyTree, d_y: Array
-) -> tuple[PyTree]:
+_recomputed.defvjp(
+    lambda function, inputs: (function(inputs), inputs),
     # A barrier, or XLA keeps what the forward has computed.
-    return jax.vjp(function, jax.lax.optimization_barrier(inputs))[1](d_y)
-
-
-_recomputed.defvjp(_saved, _recomputed_back)
+    lambda function, inputs, d_y: jax.vjp(function, jax.lax.optimization_barrier(inputs))[1](d_y),
+)
 
 
 class MLP(nnx.Module):
@@ -137,9 +131,11 @@ class MLP(nnx.Module):
         self.up_proj = linear(hidden, embed, std=config.init_std)
         self.down_proj = linear(embed, hidden, std=residual_std(config))
 
-    def __call__(self, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
-        """Position by position."""
-        up_BSF = self.up_proj(x_BSD)
-        gate_BSF = self.gate_proj(x_BSD) if self.config.is_gated else None
+    def __call__(
+        self, x_BSD: Float[Array, "b s d"], precision: LayerPrecision | None = None
+    ) -> Float[Array, "b s d"]:
+        """Transform each position by itself; `precision` is that of the block."""
+        up_BSF = self.up_proj(x_BSD, precision)
+        gate_BSF = self.gate_proj(x_BSD, precision) if self.config.is_gated else None
         hidden_BSF = activated(up_BSF, gate_BSF, self.config, recomputes=self.recomputes)
-        return self.down_proj(constrain(hidden_BSF, "batch", "context", "mlp"))
+        return self.down_proj(constrain(hidden_BSF, "batch", "context", "mlp"), precision)

@@ -9,8 +9,9 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Bool, Float
 
-from jaxforge.aux_outputs import LossWeights, Mean, Side
+from jaxforge.aux_outputs import AuxOutputs, LossWeights, Mean
 from jaxforge.config.model import ModelConfig
+from jaxforge.kernels.fp8 import LayerPrecision
 from jaxforge.model import mup
 from jaxforge.model.experts import Experts
 from jaxforge.model.linear import Declare, Linear, times
@@ -41,43 +42,50 @@ class MoE(nnx.Module):
         loss_weights: LossWeights | None,
         backend: str,
         is_padding: Bool[Array, "b s"] | None = None,
-    ) -> tuple[Float[Array, "b s d"], Side]:
-        """Tokens, and what they tell of the experts' load where something is trained.
+        precision: LayerPrecision | None = None,
+    ) -> tuple[Float[Array, "b s d"], AuxOutputs]:
+        """Return the tokens' outputs, and the experts' load where something is trained.
 
         Args:
             x_BSD: tokens.
             loss_weights: what terms of the loss count for.
             backend: the kernel of grouped products (`grouped.GROUPED`).
             is_padding: tokens that go to no expert and count in no statistic.
+            precision: precision of the block, where the model multiplies in 8 bits.
         """
         c = self.config
-        routing, side = self.router(x_BSD, loss_weights, is_padding)
+        in_8_bits = precision is not None and precision.in_8_bits
+        routing, aux = self.router(x_BSD, loss_weights, is_padding)
         has_padding = is_padding is not None
-        y_BSD, dropped = self.experts(x_BSD, routing, backend, has_padding=has_padding)
+        y_BSD, dropped = self.experts(
+            x_BSD, routing, backend, has_padding=has_padding, in_8_bits=in_8_bits
+        )
         if c.moe_routed_scaling != 1.0:
             y_BSD = y_BSD * jnp.asarray(c.moe_routed_scaling, y_BSD.dtype)
         if c.shared_expert_dim:
-            shared_BSD = self.shared_expert(x_BSD)
+            shared_BSD = self.shared_expert(x_BSD, precision)
             if c.moe_shared_expert_gate:
                 gated_BSD = times(x_BSD, mup.output_multiplier(c))
-                shared_BSD = shared_BSD * jax.nn.sigmoid(self.shared_expert_gate(gated_BSD))
+                shared_BSD = shared_BSD * jax.nn.sigmoid(
+                    self.shared_expert_gate(gated_BSD, precision)
+                )
             y_BSD = y_BSD + shared_BSD
         if loss_weights is not None:
             assigned = jnp.float32(routing.experts.size)
             if is_padding is not None:
                 assigned = jnp.sum(~is_padding, dtype=jnp.float32) * c.moe_top_k
             dropped_share = Mean(dropped, assigned)
-            side = side._replace(metrics={**side.metrics, "dropped": dropped_share})
-        return y_BSD, side
+            aux = aux._replace(metrics={**aux.metrics, "dropped": dropped_share})
+        return y_BSD, aux
 
 
-def nothing_of_experts(config: ModelConfig) -> Side:
+def empty_expert_aux(config: ModelConfig) -> AuxOutputs:
     """What a layer without experts tells where others have some."""
     zero, load = jnp.zeros(()), jnp.zeros((config.num_experts,))
     means = ["router_entropy", "aux_loss", "router_z", "dropped"]
     if config.bias_update != "none":
         means.append("router_bias")
-    return Side(
+    return AuxOutputs(
         dict.fromkeys(term_weights(config), zero),
         {"expert_counts": load, **dict.fromkeys(means, Mean(zero, zero))},
         {"counts": load},

@@ -38,7 +38,7 @@ def is_hidden(axes: Axes) -> bool:
     Args:
         axes: its logical axes; what a model of one's own declares is told apart by them as well.
     """
-    own = _own(axes)
+    own = [axis for axis in axes if axis not in (LAYERS, EXPERTS)]
     return len(own) > 1 and _WIDTHS.issuperset(own)
 
 
@@ -82,7 +82,3 @@ def score_scale(config: ModelConfig) -> float | None:
         return config.attention_scale
     usual = 1 / math.sqrt(base) if config.attention_scale is None else config.attention_scale
     return usual * base / config.head_size
-
-
-def _own(axes: Axes) -> Axes:
-    return tuple(axis for axis in axes if axis not in (LAYERS, EXPERTS))

@@ -6,17 +6,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxforge.aux_outputs import NOTHING, Side
+from jaxforge.aux_outputs import AuxOutputs, Max
 from jaxforge.config.model import ModelConfig
 from jaxforge.config.points import ATTENTION_WEIGHTS
-from jaxforge.kernels import fp8
-from jaxforge.model import capture, remat
-from jaxforge.model.attention import Attention, Context, KVCache, LayerOut
+from jaxforge.kernels.fp8 import LayerPrecision
+from jaxforge.model import remat
+from jaxforge.model.attention import Attention, Context, KVCache, LayerOut, LayerSettings
 from jaxforge.model.linear import Declare, Embedding, Linear, look_up, normal, times
 from jaxforge.model.mlp import MLP
-from jaxforge.model.moe import MoE, nothing_of_experts
+from jaxforge.model.moe import MoE, empty_expert_aux
 from jaxforge.model.norm import LayerNorm, RMSNorm, norm_of
-from jaxforge.model.plan import LayerKind, LayerPlan
+from jaxforge.model.plan import LayerKind
 from jaxforge.model.runtime import Runtime
 from jaxforge.parallel import collectives
 from jaxforge.parallel.sharding import constrain
@@ -62,6 +62,11 @@ class Block(nnx.Module):
     """x += attention(norm(x)); x += mlp(norm(x)). Declares all layers at once, runs one of them.
 
     Norms may come after attention and mlp instead, or on both sides; and both may read the same x.
+
+    Attributes:
+        fp8_names: names of the linear layers in 8 bits in any stack, set by `fp8_layers.convert`.
+            None: the model has none.
+        records_amax: whether training records the amax of those.
     """
 
     def __init__(self, config: ModelConfig, declare: Declare, *, has_experts: bool = False) -> None:
@@ -74,6 +79,8 @@ class Block(nnx.Module):
         self.mlp = MoE(config, declare) if has_experts else MLP(config, declare)
         self.mlp_post_norm = norm_of(config, declare) if after else None
         self.config = config
+        self.fp8_names: tuple[str, ...] | None = None
+        self.records_amax = False
 
     def __call__(
         self,
@@ -81,50 +88,64 @@ class Block(nnx.Module):
         context: Context,
         cache: KVCache | None = None,
         *,
-        kind: LayerKind,
-        plan: LayerPlan,
-        runtime: Runtime,
+        settings: LayerSettings,
+        precision: LayerPrecision | None = None,
     ) -> tuple[Float[Array, "b s d"], LayerOut]:
-        """One layer."""
-        attention = functools.partial(self.attention, kind=kind, plan=plan, runtime=runtime)
-        # What is kept inside of attention does not leave a `jax.checkpoint` of its own.
-        save = "none" if capture.is_wanted(ATTENTION_WEIGHTS) else runtime.save
-        attend = remat.attention(save, fp8.telling(attention))
-        (y_BSD, cache), told = attend(_normed(self.attention_norm, x_BSD), context, cache)
-        fp8.tell(told)
-        y_BSD = self._added(self.attention_post_norm, y_BSD, "attention")
-        if self.config.parallel_residual:
-            z_BSD, side = self._feed_forward(x_BSD, context, runtime)
-            return split_sequence(x_BSD + y_BSD + z_BSD), LayerOut(cache, side)
-        x_BSD = split_sequence(x_BSD + y_BSD)
-        z_BSD, side = self._feed_forward(x_BSD, context, runtime)
-        return split_sequence(x_BSD + z_BSD), LayerOut(cache, side)
+        """Run one layer; `precision` is `self.precision(...)`, which a subclass may have called."""
+        precision = precision or self.precision(settings.kind, context)
+        run = functools.partial(self.attention, settings=settings, precision=precision)
+        attend = remat.attention(settings.runtime.save, run)
+        attended = attend(_normed(self.attention_norm, x_BSD), context, cache)
+        if precision:
+            precision.amax.update(attended.amax)
+        y_BSD = self._added(self.attention_post_norm, attended.y)
+        if not self.config.parallel_residual:
+            x_BSD = split_sequence(x_BSD + y_BSD)
+        z_BSD, aux = self._feed_forward(x_BSD, context, settings.runtime, precision)
+        x_BSD = x_BSD + y_BSD + z_BSD if self.config.parallel_residual else x_BSD + z_BSD
+        x_BSD = split_sequence(x_BSD)
+        if precision and precision.records_amax:
+            # The names of all layers: this one may be in bf16, or of another stack.
+            amax = {name: Max(jnp.zeros(2)) for name in self.fp8_names or ()} | precision.amax
+            aux = aux._replace(statistics={**aux.statistics, "amax": amax})
+        values = {"attention": y_BSD, "mlp": z_BSD, ATTENTION_WEIGHTS: attended.weights}
+        activations = settings.capture.collect(values)
+        return x_BSD, LayerOut(attended.cache, aux, activations)
+
+    def precision(self, kind: LayerKind, context: Context) -> LayerPrecision | None:
+        """Return the precision of a layer of a kind; None if no layer is in 8 bits."""
+        if self.fp8_names is None:
+            return None
+        if kind.in_bf16 is None or isinstance(kind.in_bf16, bool):
+            in_8_bits: bool | Array = not kind.in_bf16
+        else:
+            in_8_bits = jnp.logical_not(kind.in_bf16)
+        return LayerPrecision(in_8_bits, self.records_amax and context.loss_weights is not None)
 
     def _feed_forward(
-        self, x_BSD: Float[Array, "b s d"], context: Context, runtime: Runtime
-    ) -> tuple[Float[Array, "b s d"], Side]:
-        normed_BSD = _normed(self.mlp_norm, x_BSD)
+        self,
+        x_BSD: Float[Array, "b s d"],
+        context: Context,
+        runtime: Runtime,
+        precision: LayerPrecision | None,
+    ) -> tuple[Float[Array, "b s d"], AuxOutputs]:
+        normed_BSD, aux = _normed(self.mlp_norm, x_BSD), AuxOutputs()
         if isinstance(self.mlp, MoE):
-            y_BSD, side = self.mlp(
-                normed_BSD, context.loss_weights, runtime.grouped, context.is_padding
+            y_BSD, aux = self.mlp(
+                normed_BSD, context.loss_weights, runtime.grouped, context.is_padding, precision
             )
         else:
-            y_BSD, side = self.mlp(normed_BSD), self._silence(context)
-        return self._added(self.mlp_post_norm, y_BSD, "mlp"), side
-
-    def _silence(self, context: Context) -> Side:
-        """What a layer without experts tells: zeros, where others have some."""
-        is_told = self.config.is_moe and context.loss_weights is not None
-        return nothing_of_experts(self.config) if is_told else NOTHING
+            y_BSD = self.mlp(normed_BSD, precision)
+            if self.config.is_moe and context.loss_weights is not None:
+                aux = empty_expert_aux(self.config)  # the names of layers with experts
+        return self._added(self.mlp_post_norm, y_BSD), aux
 
     def _added(
-        self, norm: RMSNorm | LayerNorm | None, y_BSD: Float[Array, "b s d"], name: str
+        self, norm: RMSNorm | LayerNorm | None, y_BSD: Float[Array, "b s d"]
     ) -> Float[Array, "b s d"]:
-        """What is added to the residual stream."""
+        """Return the sum for the residual stream."""
         y_BSD = y_BSD if norm is None else norm(split_sequence(y_BSD))
-        y_BSD = times(y_BSD, self.config.residual_multiplier)
-        capture.point(name, y_BSD)
-        return y_BSD
+        return times(y_BSD, self.config.residual_multiplier)
 
 
 class Transformer(nnx.Module):

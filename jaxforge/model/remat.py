@@ -49,21 +49,19 @@ def computes_again(save: str) -> bool:
 def block(
     save: str, layer: Callable[..., Any], *, in_loop: bool = True, offload: bool = False
 ) -> Callable[..., Any]:
-    """Wraps a layer `(x, ...) -> ...` of a scan over layers, or one that is in no loop."""
+    """Rematerialize a layer `(x, ...) -> ...`, in a scan over layers or outside of any loop."""
     if not computes_again(save):
         return layer
     if offload:
         policy = _OFFLOADING[save]
     else:
         policy = None if save == "full" else getattr(jax.checkpoint_policies, save)
-    return jax.checkpoint(_naming_input(layer), policy=policy, prevent_cse=not in_loop)
+    return jax.checkpoint(layer, policy=policy, prevent_cse=not in_loop)
 
 
-def _naming_input(layer: Callable[..., Any]) -> Callable[..., Any]:
-    def named(x: Array, *rest: object) -> object:
-        return layer(checkpoint_name(x, _INPUT), *rest)
-
-    return named
+def name_input(x: Array) -> Array:
+    """Name the input of a block, for the policy that offloads it."""
+    return checkpoint_name(x, _INPUT)
 
 
 def attention(save: str, attend: Callable[..., Any]) -> Callable[..., Any]:

@@ -157,22 +157,14 @@ def _by_length(
     then raises the base by (factor · tokens / original - factor + 1)^(size / (size - 2)).
     """
     original = scaling.original_max_seq_len
-    return jnp.where(
-        tokens > original,
-        _of_longrope(rope, scaling, size)
-        if scaling.rope_type == "longrope"
-        else _of_longer_base(rope, scaling, size, tokens),
-        inverse_frequencies(rope, size),
-    )
-
-
-def _of_longrope(rope: Rope, scaling: RopeScaling, size: int) -> np.ndarray:
-    plain = inverse_frequencies(Rope(rope.theta, None), size)
-    return plain / np.asarray(scaling.long_factor, np.float32)
-
-
-def _of_longer_base(rope: Rope, scaling: RopeScaling, size: int, tokens: Array) -> Array:
-    longer = tokens.astype(jnp.float32) / scaling.original_max_seq_len
-    grown = jnp.maximum(scaling.factor * longer - (scaling.factor - 1), 1.0)
-    base = rope.theta * grown ** (size / max(1, size - 2))
-    return 1.0 / base ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size))
+    is_longer = tokens > original
+    if scaling.rope_type == "longrope":
+        plain = inverse_frequencies(Rope(rope.theta, None), size)
+        stretched: Array | np.ndarray = plain / np.asarray(scaling.long_factor, np.float32)
+    else:
+        longer = tokens.astype(jnp.float32) / original
+        grown = jnp.maximum(scaling.factor * longer - (scaling.factor - 1), 1.0)
+        base = rope.theta * grown ** (size / max(1, size - 2))
+        exponents = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
+        stretched = 1.0 / base**exponents
+    return jnp.where(is_longer, stretched, inverse_frequencies(rope, size))

@@ -23,10 +23,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxforge.aux_outputs import NOTHING, LossWeights, Mean, Metric, Side
+from jaxforge.aux_outputs import AuxOutputs, LossWeights, Mean, Metric
 from jaxforge.config.model import ModelConfig
 from jaxforge.model import mup
-from jaxforge.model.linear import FLOAT32, Declare, affine, normal, times
+from jaxforge.model.linear import FLOAT32, Declare, normal, product_for, times
 from jaxforge.parallel import collectives
 
 _EMA_DECAY = 0.99  # KempnerForge's
@@ -61,7 +61,8 @@ class Gate(nnx.Module):
     def __call__(self, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s e"]:
         """X Wᵀ + b, where x Wᵀ has muP's multiplier."""
         bias, x_BSD = self.bias[...] if self.has_bias else None, times(x_BSD, self.multiplier)
-        return affine(x_BSD, self.weight[...], bias, self.axes, FLOAT32, self.backward)
+        product = product_for(self.backward, x_BSD.dtype)
+        return product(self.axes, FLOAT32, self.backward, x_BSD, self.weight[...], bias)
 
 
 class Router(nnx.Module):
@@ -83,7 +84,7 @@ class Router(nnx.Module):
         x_BSD: Float[Array, "b s d"],
         loss_weights: LossWeights | None,
         is_padding: Bool[Array, "b s"] | None = None,
-    ) -> tuple[Routing, Side]:
+    ) -> tuple[Routing, AuxOutputs]:
         """Choose the experts of each token, and compute statistics where something is trained.
 
         Args:
@@ -103,13 +104,15 @@ class Router(nnx.Module):
         is_chosen = jnp.any(experts[..., None] == jnp.arange(c.num_experts), axis=-2)
         local = jnp.sum(is_chosen, axis=(0, 1), dtype=jnp.float32)
         counts = collectives.psum(local, "tokens")
-        side = NOTHING
+        aux = AuxOutputs()
         if loss_weights is not None:
-            side = self._side(logits, scores, is_chosen, (local, counts), loss_weights, is_real)
+            aux = self._aux_outputs(
+                logits, scores, is_chosen, (local, counts), loss_weights, is_real
+            )
             if c.moe_gradient_scale:
                 even = jnp.sum(counts) / c.num_experts
                 weights = weights * (even / jnp.maximum(counts, 1))[experts]
-        return Routing(experts, weights, counts), side
+        return Routing(experts, weights, counts), aux
 
     def _scores(
         self, logits: Float[Array, "b s e"]
@@ -123,7 +126,7 @@ class Router(nnx.Module):
         scores = jax.nn.softmax(logits) if is_softmax else jax.nn.sigmoid(logits)
         return scores, scores + self.expert_bias[...] if how == "sign" else scores
 
-    def _side(
+    def _aux_outputs(
         self,
         logits: Float[Array, "b s e"],
         scores: Float[Array, "b s e"],
@@ -131,7 +134,7 @@ class Router(nnx.Module):
         assigned: tuple[Float[Array, "e"], Float[Array, "e"]],
         loss_weights: LossWeights,
         is_real: Bool[Array, "b s"] | None,
-    ) -> Side:
+    ) -> AuxOutputs:
         """What is told of some tokens; experts' assignments are those here, and of all devices."""
         local, counts = assigned
         c, tokens = self.config, jnp.float32(logits.shape[0] * logits.shape[1])
@@ -140,7 +143,10 @@ class Router(nnx.Module):
         shares = scores / jnp.sum(scores, axis=-1, keepdims=True)
         balanced = scores if c.bias_update == "kempnerforge" else shares
         factor = c.moe_sequence_aux_loss_weight if c.bias_update == "kempnerforge" else 1.0
-        load = counts / _divisor(jnp.sum(counts), is_real)
+        assignments = jnp.sum(counts)
+        if is_real is not None:  # there may be nothing but padding
+            assignments = jnp.maximum(assignments, 1)
+        load = counts / assignments
         balance = c.num_experts * jnp.sum(load * jnp.sum(_only(balanced, is_real), axis=(0, 1)))
         squares = jnp.sum(_only(jax.nn.logsumexp(logits, axis=-1) ** 2, is_real))
         values = {
@@ -159,7 +165,7 @@ class Router(nnx.Module):
         if c.bias_update != "none":
             largest = jnp.max(jnp.abs(self.expert_bias[...].astype(jnp.float32)))
             metrics["router_bias"] = Mean(largest * tokens, tokens)
-        return Side(terms, jax.lax.stop_gradient(metrics), {"counts": local})
+        return AuxOutputs(terms, jax.lax.stop_gradient(metrics), {"counts": local})
 
 
 def term_weights(config: ModelConfig) -> dict[str, float]:
@@ -192,11 +198,6 @@ def _only(x: Float[Array, "b s *rest"], is_real: Bool[Array, "b s"] | None) -> A
     if is_real is None:
         return x
     return jnp.where(is_real.reshape(*is_real.shape, *(1,) * (x.ndim - 2)), x, 0)
-
-
-def _divisor(total: Array, is_real: Array | None) -> Array:
-    """Return a total to divide by: at least 1 where there may be nothing but padding."""
-    return total if is_real is None else jnp.maximum(total, 1)
 
 
 def _balance_of_sequences(

@@ -34,6 +34,11 @@ class Runtime(NamedTuple):
         context: how devices share a sequence, where they do: `distributed.cp_strategy`.
         why_attention: what speaks against the kernels that come before `attention` here.
         ring: name of the kernel of a ring's turns in `partial_attention.PARTS`.
+        splits_sequences: whether the partitioner splits sequences over `tp`, between attention and
+            feed-forward. Products then keep sequences apart. Otherwise tokens are one dimension, so
+            that no compiler copies a transpose. With split sequences, a device's part of several is
+            no contiguous piece of that dimension: XLA would make sums over `tp` whole before it
+            splits them, and gradients of all devices' tokens.
         wholly_manual: whether no axis of one device is left to the partitioner of a step in
             `shard_map`: that takes a quarter less time to compile on CPU. XLA:TPU then fuses other
             operations, for a step of Llama 2 7B that it estimates 1 % longer.
@@ -50,6 +55,7 @@ class Runtime(NamedTuple):
     context: str = "ulysses"
     why_attention: str = ""
     ring: str = "tiles"
+    splits_sequences: bool = False
     wholly_manual: bool = True
 
     def attention_of(self, devices: int) -> str:
@@ -95,6 +101,7 @@ def runtime_for(
     runtime = Runtime(
         attention, save, "activations" in config.train.offload, grouped=grouped,
         reduce_dtype=sums, context=cp_strategy(config), why_attention=why, ring=choose_parts(at),
+        splits_sequences=config.distributed.tp > 1,
     )  # fmt: skip
     if platform == "tpu":
         return runtime._replace(rope_as_matmul=True, wholly_manual=False)

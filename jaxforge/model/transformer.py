@@ -22,15 +22,14 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jaxforge.aux_outputs import LossWeights, Side
+from jaxforge.aux_outputs import AuxOutputs, LossWeights
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import EXPERTS, LAYERS, MODELS, ModelConfig
-from jaxforge.kernels import fp8
 from jaxforge.kernels.masking import padding_of, positions_in_documents
 from jaxforge.kernels.scoring import soft_cap
-from jaxforge.model import capture, fp8_layers, moe, mup, remat
-from jaxforge.model.attention import Context, KVCache, LayerOut
-from jaxforge.model.layer_scan import Layer, Rows, scan_layers
+from jaxforge.model import fp8_layers, moe, mup, remat
+from jaxforge.model.attention import NO_CAPTURE, Capture, Context, KVCache, LayerOut, LayerSettings
+from jaxforge.model.layer_scan import Layer, Rows, flattened, parts_of
 from jaxforge.model.linear import Backward, Declare, Untrained, times
 from jaxforge.model.network import Transformer, gather_sequence, split_sequence
 from jaxforge.model.plan import LayerKind, plan_of
@@ -99,7 +98,7 @@ class Model:
         stack: Stack | None = None,
         recipe: fp8_layers.Recipe | None = None,
     ) -> None:
-        self.recipe, self._in_8_bits = recipe, tuple[str, ...]()
+        self.recipe = recipe
         self.config, self.dtype, self.runtime = config, dtype, runtime or Runtime()
         self.plan, self.stack = plan_of(config), stack or Stack(config.n_layers)
         if recipe is not None:
@@ -122,11 +121,11 @@ class Model:
             self._param_dtype,
             backward=backward,
             init_factor=functools.partial(mup.init_factor, self.config),
+            splits_sequences=runtime.splits_sequences,
         )
         module = type(self).network(self.config, declare)
         if self.recipe is not None:
-            names = fp8_layers.convert(module, self.config, self.recipe, declare)
-            self._in_8_bits = tuple(names)
+            fp8_layers.convert(module, self.config, self.recipe, declare)
         return module
 
     def _declared(self, found: nnx.State) -> Declared:
@@ -206,6 +205,7 @@ class Model:
         loss_weights: LossWeights | None = None,
         cache: KVCache | None = None,
         lengths: Int[Array, "b 1"] | None = None,
+        capture: Capture = NO_CAPTURE,
     ) -> tuple[Float[Array, "b s d"], LayerOut]:
         """Final hidden states of a microbatch, and what comes of its layers besides, stacked.
 
@@ -215,23 +215,27 @@ class Model:
             loss_weights: what terms of the loss count for; None where nothing is trained.
             cache: what came before the tokens, which then have "positions" in the batch.
             lengths: as of `context`.
+            capture: the activations to return.
         """
         x_BSD = self.embed(params, batch)
         context = self.context_of(x_BSD, batch, lengths=lengths, loss_weights=loss_weights)
+        layer = functools.partial(self._layer, context, capture)
         if self.stack.stages > 1 and STAGES in automatic_axes():
             kinds = jax.tree.map(jnp.asarray, self.plan.of_rows(self.stack))
-            x_BSD, cache, told = forward_pipeline(
-                self._of_stage, self.stack, (kinds, params[LAYERS]), x_BSD, context, cache
-            )
-            out = LayerOut(cache, *told)
+            run = functools.partial(self._run_stage, capture)
+            rows = kinds, params[LAYERS]
+            x_BSD, cache, outputs = forward_pipeline(run, self.stack, rows, x_BSD, context, cache)
+            out = LayerOut(cache, *outputs)
         elif self.plan.is_uniform:
-            layer = self._layer(context, self.plan.layers[0], LAYERS, in_loop=True)
-            rows = params[LAYERS], cache
-            x_BSD, out = jax.lax.scan(layer, x_BSD, rows, unroll=self.runtime.unroll)
+            run_layer, rows = layer(self.plan.layers[0], LAYERS, True), (params[LAYERS], cache)
+            x_BSD, out = jax.lax.scan(run_layer, x_BSD, rows, unroll=self.runtime.unroll)
         else:
-            layer_of = functools.partial(self._layer, context)
             rows = Rows({name: params[name] for name in self.config.stacks}, cache)
-            x_BSD, out = scan_layers(self.plan, layer_of, x_BSD, rows, self.runtime.unroll)
+            outs = []
+            for part in parts_of(self.plan, layer, rows, self.runtime.unroll):
+                x_BSD, out = part.run(x_BSD)
+                outs.append(flattened(out) if part.is_scanned else out)
+            out = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *outs)
         return self.final_norm(params, x_BSD), out
 
     def extend(
@@ -272,12 +276,12 @@ class Model:
         if positions is None:
             batch_size, length = tokens.shape
             positions = positions_in_documents(batch_size, length, batch.get("segment_ids"))
-        position_embedding = self._module("position_embedding", params["position_embedding"])
+        position_embedding = self.module("position_embedding", params["position_embedding"])
         return split_sequence(x_BSD + position_embedding(positions, self.dtype))
 
     def embed_tokens(self, params: Params, tokens: Int[Array, "b s"]) -> Float[Array, "b s d"]:
         """The embeddings of tokens."""
-        token_embedding = self._module("token_embedding", params["token_embedding"])
+        token_embedding = self.module("token_embedding", params["token_embedding"])
         x_BSD = split_sequence(token_embedding.embedding(tokens, self.dtype))
         return times(x_BSD, self.config.embedding_multiplier)
 
@@ -312,66 +316,45 @@ class Model:
         context = self.context(x_BSD, **of_tokens, lengths=lengths, loss_weights=loss_weights)
         return context._replace(is_padding=padding_of(batch)) if self.config.is_moe else context
 
-    def _of_stage(
-        self, layers: tuple[LayerKind, Params], x: Array, context: Context, cache: KVCache | None
-    ) -> tuple[Array, KVCache | None, tuple[Side, PyTree]]:
-        def layer(x: Array, row: tuple[tuple[LayerKind, Params], KVCache | None]) -> Any:  # noqa: ANN401
+    def _layer(
+        self, context: Context, capture: Capture, kind: LayerKind, stack: str, in_loop: bool
+    ) -> Layer:
+        """Return the function of a layer of a stack, rematerialized as the runtime says."""
+        settings = LayerSettings(kind, self.plan, self.runtime, capture)
+
+        def run_layer(x_BSD: Array, row: tuple[Params, KVCache | None]) -> tuple[Array, LayerOut]:
+            params, cache = row
+            x_BSD = remat.name_input(x_BSD)
+            x_BSD, out = self.module(stack, params)(x_BSD, context, cache, settings=settings)
+            residual = capture.collect({"residual": x_BSD})
+            return x_BSD, out._replace(activations={**out.activations, **residual})
+
+        save, offload = self.runtime.save, self.runtime.offload
+        return remat.block(save, run_layer, in_loop=in_loop, offload=offload)
+
+    def _run_stage(
+        self,
+        capture: Capture,
+        layers: tuple[LayerKind, Params],
+        x: Array,
+        context: Context,
+        cache: KVCache | None,
+    ) -> tuple[Array, KVCache | None, tuple[AuxOutputs, PyTree]]:
+        def run_layer(x: Array, row: tuple[tuple[LayerKind, Params], KVCache | None]) -> Any:  # noqa: ANN401
             (kind, params), cache = row
-            return self._layer(context, kind, LAYERS, True)(x, (params, cache))
+            return self._layer(context, capture, kind, LAYERS, True)(x, (params, cache))
 
-        x, (cache, *told) = jax.lax.scan(layer, x, (layers, cache))
-        return x, cache, tuple(told)
-
-    def _layer(self, context: Context, kind: LayerKind, stack: str, in_loop: bool) -> Layer:
-        layer = functools.partial(self.block, context=context, kind=kind, stack=stack)
-        return remat.block(self.runtime.save, layer, in_loop=in_loop, offload=self.runtime.offload)
-
-    def block(
-        self,
-        x_BSD: Float[Array, "b s d"],
-        of_layer: tuple[Params, KVCache | None],
-        *,
-        context: Context,
-        kind: LayerKind,
-        stack: str = LAYERS,
-    ) -> tuple[Float[Array, "b s d"], LayerOut]:
-        """One block, with the parameters and the cache of one layer, which is of a stack."""
-        with capture.layer() as seen:
-            x_BSD, out = self._run_block(x_BSD, of_layer, context, kind, stack)
-            capture.point("residual", x_BSD)
-        return x_BSD, out._replace(seen=seen) if seen else out
-
-    def _run_block(
-        self,
-        x_BSD: Float[Array, "b s d"],
-        of_layer: tuple[Params, KVCache | None],
-        context: Context,
-        kind: LayerKind,
-        stack: str,
-    ) -> tuple[Float[Array, "b s d"], LayerOut]:
-        params, cache = of_layer
-        run = self._module(stack, params)
-        one = functools.partial(run, kind=kind, plan=self.plan, runtime=self.runtime)
-        if self.recipe is None:
-            return one(x_BSD, context, cache)
-        is_on = True if kind.in_bf16 is None else jnp.logical_not(kind.in_bf16)
-        if isinstance(kind.in_bf16, bool):
-            is_on = not kind.in_bf16
-        tells = self.remembers_amax and context.loss_weights is not None
-        with fp8.layer(is_on, tells) as told:
-            x_BSD, out = one(x_BSD, context, cache)
-        if tells:
-            amax = {**fp8_layers.nothing_seen(self._in_8_bits), **told}
-            out = out._replace(side=out.side._replace(stats={**out.side.stats, "amax": amax}))
-        return x_BSD, out
+        x, (cache, *outputs) = jax.lax.scan(run_layer, x, (layers, cache))
+        return x, cache, tuple(outputs)
 
     def final_norm(self, params: Params, x_BSD: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
         """What makes logits by `head`: the final norm of what leaves the last block, scaled."""
-        hidden_BSD = self._module("norm", params["norm"])(x_BSD)
+        hidden_BSD = self.module("norm", params["norm"])(x_BSD)
         scale = mup.output_multiplier(self.config) / self.config.logits_scaling
         return gather_sequence(times(hidden_BSD, scale))
 
-    def _module(self, name: str, params: Params) -> Any:  # noqa: ANN401  # any of these
+    def module(self, name: str, params: Params) -> Any:  # noqa: ANN401  # any of these
+        """Return a module of the network with its parameters, such as a layer of `LAYERS`."""
         return nnx.merge(self._definitions[name], params)
 
     def head(self, params: Params) -> Float[Array, "v d"]:
@@ -434,8 +417,8 @@ def build_model(
 def register_model(name: str) -> Callable[[type[AnyModel]], type[AnyModel]]:
     """Decorates the subclass of `Model` that `model.model_type` calls `name`.
 
-    Training, evaluation and generation call `embed`, `context` and `block` for the layers,
-    `final_norm` for what leaves them, and `head` for the matrix that makes logits of it.
+    Training, evaluation and generation call `embed` and `context`, the layers of `network`,
+    `final_norm` for their output, and `head` for the matrix that computes logits.
     """
     return MODELS.register(name)
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxforge.config.points import ATTENTION_WEIGHTS, LOGITS, STREAM
 from jaxforge.errors import UserError
 from jaxforge.kernels.context_parallel import context_size, gathered
-from jaxforge.model import capture
+from jaxforge.model.attention import Capture
 from jaxforge.model.transformer import Model, Params
 from jaxforge.step.context import spread_sequences
 from jaxforge.step.gradients import Batch
@@ -75,16 +75,15 @@ def _values(
             "of a query: set distributed.cp = 1, or leave them out"
         )
     microbatch = {name: x[0] for name, x in spread_sequences(model, batch).items()}
-    with capture.watching(lambda name, x: x, points):
-        hidden, out = model.forward(params, microbatch)
+    hidden, out = model.forward(params, microbatch, capture=Capture(points))
     values = {TOKENS: microbatch["input_ids"]}
     for name in points:
         if name == LOGITS:
             values[name] = model.logits(params, hidden)
             continue
-        if name not in (out.seen or {}):
+        if name not in (out.activations):
             raise UserError(f'model.model_type = "{model.config.model_type}" tells no {name}')
-        by_layer = model.stack.unstack(out.seen[name])
+        by_layer = model.stack.unstack(out.activations[name])
         values[name] = jnp.moveaxis(by_layer[jnp.array(layers)], 0, 1)
     return values
 

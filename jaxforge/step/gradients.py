@@ -13,11 +13,11 @@ In both, devices add up their gradients in float32, or in the compute dtype (`tr
 and microbatches are added up in float32.
 
 Microbatches come one by one, or, where there are stages, as `pipeline.schedule` has them. What the
-layers and the loss tell besides (`Side`) goes the way of the loss.
+layers and the loss tell besides (`AuxOutputs`) goes the way of the loss.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree, Shaped
 
-from jaxforge.aux_outputs import LossWeights, Side, combine, merge
+from jaxforge.aux_outputs import AuxOutputs, LossTerms, LossWeights, combine, merge
 from jaxforge.config.axes import DATA_AXES
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import LAYERS
@@ -34,7 +34,7 @@ from jaxforge.config.train import TrainConfig
 from jaxforge.kernels.attention_backends import BACKENDS
 from jaxforge.kernels.masking import padding_of
 from jaxforge.model import remat
-from jaxforge.model.attention import Context
+from jaxforge.model.attention import Context, LayerSettings
 from jaxforge.model.linear import is_matrix
 from jaxforge.model.plan import LayerKind
 from jaxforge.model.transformer import Model, Params, join
@@ -42,6 +42,7 @@ from jaxforge.parallel import collectives
 from jaxforge.parallel.mesh import STAGES, token_parallel_size
 from jaxforge.parallel.pipeline import spmd
 from jaxforge.parallel.pipeline.schedule import SCHEDULES
+from jaxforge.parallel.pipeline.table import table
 from jaxforge.parallel.sharding import (
     Axes,
     batch_specs,
@@ -70,28 +71,29 @@ class Loss(NamedTuple):
     """Of an update, or of a part of it.
 
     Attributes:
-        side: terms of the loss, those of layers included; metrics and stats of the loss function.
-        layers: metrics and stats of the layers, by row of stacked parameters.
+        aux: terms of the loss, those of layers included; metrics and statistics of the loss.
+        layers: metrics and statistics of the layers, by row of stacked parameters.
     """
 
-    side: Side
-    layers: Side
+    aux: AuxOutputs
+    layers: AuxOutputs
 
     @property
     def value(self) -> Float[Array, ""]:
         """What is minimised."""
-        return self.side.loss
+        return self.aux.loss
 
     @property
-    def stats(self) -> PyTree:
+    def statistics(self) -> PyTree:
         """What untrained state is updated from."""
-        return {**self.side.stats, LAYERS: self.layers.stats}
+        return {**self.aux.statistics, LAYERS: self.layers.statistics}
 
 
-AddUp = Callable[[Params, Params, Batch, LossWeights], tuple[Params, Loss]]
-"""(params, model state, batch, weights) -> gradients (float32) and loss, summed over microbatches.
+AddUp = Callable[..., tuple[Params, Loss]]
+"""(params, model state, batch, token weights, other weights) -> gradients (float32) and loss.
 
-`weights.token` has one for each microbatch.
+Both are summed over microbatches. `LossWeights` come in two parts: a token weight for each
+microbatch, and the others.
 """
 
 
@@ -103,13 +105,14 @@ and the loss; both of the loss times the scale."""
 def make_gradients(model: Model, config: JobConfig, mesh: Mesh) -> Gradients:
     """What makes the gradients of an update."""
     train, stages = config.train, _stages(mesh)
-    add_up = pipelined(model, config) if stages else functools.partial(accumulate, model, train)
-    if train.grad_sync == "update" and token_parallel_size(mesh) > 1:
+    by_group = train.grad_sync == "update" and token_parallel_size(mesh) > 1
+    add_up = functools.partial(pipelined if stages else accumulate, model, config, by_group)
+    if by_group:
         return _reduced_once(model, train, mesh, add_up)
     if stages:
         specs = _specs(model.axes, stages)
         add_up = jax.shard_map(
-            add_up, mesh=mesh, in_specs=(specs, _specs(model.state.axes, stages), P(), P()),
+            add_up, mesh=mesh, in_specs=(specs, _specs(model.state.axes, stages), P(), P(), P()),
             out_specs=(specs, Loss._make((P(), P(stages)))),
             axis_names=_taken_over(model, stages, mesh), check_vma=_checked(model, mesh),
         )  # fmt: skip
@@ -118,7 +121,8 @@ def make_gradients(model: Model, config: JobConfig, mesh: Mesh) -> Gradients:
     def gradients(
         params: Params, state: Params, batch: Batch, scale: Array | None = None
     ) -> tuple[Params, Loss]:
-        grads, loss = add_up(params, state, batch, update_loss_weights(batch, train, scale))
+        token, *others = update_loss_weights(batch, train, scale)
+        grads, loss = add_up(params, state, batch, token, others)
         return jax.lax.with_sharding_constraint(grads, shardings), loss
 
     return gradients
@@ -134,20 +138,35 @@ def with_dataset_mask(batch: Batch, n_datasets: int) -> Batch:
 
 def accumulate(
     model: Model,
-    config: TrainConfig,
+    config: JobConfig,
+    by_group: bool,
     params: Params,
     state: Params,
     batch: Batch,
-    loss_weights: LossWeights,
+    token_weights: Array,
+    other_weights: Sequence[Array | float],
 ) -> tuple[Params, Loss]:
-    """Gradients (float32) and loss of a batch, summed over its microbatches by a scan."""
-    loss = build_loss(config, model)
+    """Gradients (float32) and loss of a batch, summed over its microbatches by a scan.
+
+    Args:
+        model: the model.
+        config: a validated config.
+        by_group: whether this runs in `shard_map`, manual over the data axes (`_reduced_once`).
+        params: the parameters.
+        state: what is not trained.
+        batch: the batch.
+        token_weights: as of `AddUp`.
+        other_weights: as of `AddUp`.
+    """
+    loss = build_loss(config.train, model)
+    if by_group:
+        params, token_weights = _copies_of_group(model, params, token_weights)
 
     def microbatch_loss(params: Params, batch: Batch, token: Array) -> tuple[Array, Loss]:
-        own, variables = loss_weights._replace(token=token), join(params, state)
+        own, variables = LossWeights(token, *other_weights), join(params, state)
         hidden, out = model.forward(variables, batch, own)
-        side = loss(variables, hidden, batch, own).joined_by(out.side)
-        return side.loss, Loss(side, out.side._replace(terms={}))
+        aux = loss(variables, hidden, batch, own).with_layer_losses(out.aux)
+        return aux.loss, Loss(aux, out.aux._replace(loss_terms={}))
 
     gradient = jax.grad(microbatch_loss, has_aux=True)
 
@@ -155,69 +174,109 @@ def accumulate(
         grads, loss = gradient(params, *xs)
         return jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, grads), loss
 
-    xs = (batch, loss_weights.token)
-    if loss_weights.token.shape[0] == 1:
-        grads, of_one = gradient(params, *jax.tree.map(lambda x: x[0], xs))
-        return jax.tree.map(lambda g: g.astype(jnp.float32), grads), of_one
-    # Zeros made from what they will add up, so that they vary over the same mesh axes.
-    zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
-    grads, losses = jax.lax.scan(body, zeros, xs)
-    return grads, _merged(losses)
+    xs = (batch, token_weights)
+    if token_weights.shape[0] == 1:
+        grads, losses = gradient(params, *jax.tree.map(lambda x: x[0], xs))
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    else:
+        # Zeros made from what they will add up, so that they vary over the same mesh axes.
+        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
+        grads, losses = jax.lax.scan(body, zeros, xs)
+        losses = _merged(losses)
+    return _of_group(grads, losses) if by_group else (grads, losses)
+
+
+def _copies_of_group(model: Model, params: Params, weights: Array) -> tuple[Params, Array]:
+    """Let each group of devices differentiate its own copy; gradients are summed afterwards."""
+
+    def own_copy(param: Array, axes: Axes) -> Array:
+        return jax.lax.pcast(param, group_axes(axes), to="varying")
+
+    params = jax.tree.map(own_copy, params, model.axes)
+    return params, jax.lax.pcast(weights, DATA_AXES, to="varying")
+
+
+def _of_group(grads: Params, loss: Loss) -> tuple[Params, Loss]:
+    """Return gradients and loss with a leading dimension, of which each group has one entry."""
+    return jax.tree.map(lambda x: x[None], (grads, loss))
 
 
 def _merged(losses: Loss) -> Loss:
-    """One of those stacked, in their order."""
+    """Merge stacked losses in their order."""
     first = jax.tree.map(lambda x: x[0], losses)
     rest = jax.tree.map(lambda x: x[1:], losses)
     return jax.lax.scan(lambda total, one: (merge(total, one), None), first, rest)[0]
 
 
-def pipelined(model: Model, config: JobConfig) -> AddUp:
-    """The same sum by pipeline stages: to be called in `shard_map`, manual over `pp`."""
-    d, train = config.distributed, config.train
-    schedule = SCHEDULES[d.pp_schedule](d.pp, train.grad_accum_steps, d.chunks)
-    saves, loss = remat.in_pipeline(model.runtime.save), build_loss(train, model)
+def pipelined(
+    model: Model,
+    config: JobConfig,
+    by_group: bool,
+    params: Params,
+    state: Params,
+    batch: Batch,
+    token_weights: Array,
+    other_weights: Sequence[Array | float],
+) -> tuple[Params, Loss]:
+    """`accumulate` with pipeline stages: to be called in `shard_map`, manual over `pp`."""
+    d = config.distributed
+    schedule = SCHEDULES[d.pp_schedule](d.pp, config.train.grad_accum_steps, d.chunks)
+    if by_group:
+        params, token_weights = _copies_of_group(model, params, token_weights)
+    layer_state, other_state = split_layers(state)
+    functions = _stage_functions(model, config, other_state, other_weights)
+    stage = spmd.Stage(schedule, functions, params, layer_state, (batch, token_weights))
+    carry = stage.initial_carry(model.axes)
+    for phase, rows in zip(schedule.phases(), table(schedule), strict=True):
+        carry, _ = jax.lax.scan(functools.partial(stage.tick, phase, rows), carry, rows)
+    layers = carry.layer_aux
+    whole = layers._replace(
+        loss_terms=jax.tree.map(lambda x: collectives.psum(x, LAYERS), layers.loss_terms)
+    )
+    losses = Loss(carry.loss_aux.with_layer_losses(whole), layers._replace(loss_terms={}))
+    grads = {**carry.rest, LAYERS: carry.layers}
+    return _of_group(grads, losses) if by_group else (grads, losses)
 
-    def run(
+
+def _stage_functions(
+    model: Model, config: JobConfig, state: Params, other_weights: Sequence[Array | float]
+) -> spmd.StageFunctions:
+    """Cut the model where stages are.
+
+    Args:
+        model: the model.
+        config: a validated config.
+        state: non-trainable state outside of the layers.
+        other_weights: as of `AddUp`. A microbatch of stages is a pair: batch, token weight.
+    """
+    saves, own_loss = remat.in_pipeline(model.runtime.save), build_loss(config.train, model)
+
+    def embed(params: Params, microbatch: tuple[Batch, Array]) -> Array:
+        return model.embed(join(params, state), microbatch[0])
+
+    def context(x: Array, microbatch: tuple[Batch, Array]) -> Context:
+        batch, token = microbatch
+        return model.context_of(x, batch, loss_weights=LossWeights(token, *other_weights))
+
+    def layer(
         kind: LayerKind, layer: Params, x: Array, given: tuple[Context, Params]
-    ) -> tuple[Array, Side]:
-        context, state = given
-        x, out = model.block(x, (join(layer, state), None), context=context, kind=kind)
-        return x, out.side
+    ) -> tuple[tuple[Array, LossTerms], AuxOutputs]:
+        context, layer_state = given
+        block = model.module(LAYERS, join(layer, layer_state))
+        y, out = block(x, context, settings=LayerSettings(kind, model.plan, model.runtime))
+        return (y, out.aux.loss_terms), out.aux._replace(loss_terms={})
 
-    def add_up(
-        params: Params, state: Params, batch: Batch, loss_weights: LossWeights
-    ) -> tuple[Params, Loss]:
-        of_layers, others = split_layers(state)
+    def loss(params: Params, x: Array, microbatch: tuple[Batch, Array]) -> AuxOutputs:
+        (batch, token), variables = microbatch, join(params, state)
+        hidden = model.final_norm(variables, x)
+        return own_loss(variables, hidden, batch, LossWeights(token, *other_weights))
 
-        def embed(params: Params, microbatch: tuple[Batch, Array]) -> Array:
-            return model.embed(join(params, others), microbatch[0])
-
-        def context(x: Array, microbatch: tuple[Batch, Array]) -> Context:
-            batch, token = microbatch
-            own = loss_weights._replace(token=token)
-            return model.context_of(x, batch, loss_weights=own)
-
-        def head_and_loss(params: Params, x: Array, microbatch: tuple[Batch, Array]) -> Side:
-            (batch, token), variables = microbatch, join(params, others)
-            hidden = model.final_norm(variables, x)
-            return loss(variables, hidden, batch, loss_weights._replace(token=token))
-
-        layer = remat.block(saves.save, run)
-        rows = model.plan.of_rows(model.stack), model.stack.rows() >= 0
-        kinds, is_layer = jax.tree.map(lambda column: column.reshape(d.pp, -1), rows)
-        parts = spmd.StageFunctions(
-            embed, context, layer, head_and_loss, kinds, is_layer, saves.saves_residuals
-        )
-        grads, side, layers = spmd.accumulate(
-            schedule, parts, params, of_layers, model.axes, (batch, loss_weights.token)
-        )
-        whole = layers._replace(
-            terms=jax.tree.map(lambda x: collectives.psum(x, LAYERS), layers.terms)
-        )
-        return grads, Loss(side.joined_by(whole), layers._replace(terms={}))
-
-    return add_up
+    rows = model.plan.of_rows(model.stack), model.stack.rows() >= 0
+    stages = config.distributed.pp
+    kinds, is_layer = jax.tree.map(lambda column: column.reshape(stages, -1), rows)
+    return spmd.StageFunctions(
+        embed, context, remat.block(saves.save, layer), loss, kinds, is_layer, saves.saves_residuals
+    )
 
 
 def _checked(model: Model, mesh: Mesh) -> bool:
@@ -283,9 +342,9 @@ def unscaled(grads: Params, loss: Loss, scale: Array | None) -> tuple[Params, Lo
     """Gradients and loss as they are without a scale."""
     if scale is None:
         return grads, loss
-    terms = {name: term / scale for name, term in loss.side.terms.items()}
-    side = loss.side._replace(terms=terms)
-    return jax.tree.map(lambda grad: grad / scale, grads), loss._replace(side=side)
+    terms = {name: term / scale for name, term in loss.aux.loss_terms.items()}
+    aux = loss.aux._replace(loss_terms=terms)
+    return jax.tree.map(lambda grad: grad / scale, grads), loss._replace(aux=aux)
 
 
 def _reduced_once(model: Model, config: TrainConfig, mesh: Mesh, add_up: AddUp) -> Gradients:
@@ -300,19 +359,9 @@ def _reduced_once(model: Model, config: TrainConfig, mesh: Mesh, add_up: AddUp) 
     def gradients(
         params: Params, state: Params, batch: Batch, scale: Array | None = None
     ) -> tuple[Params, Loss]:
-        loss_weights = update_loss_weights(batch, config, scale)
-
-        def of_group(
-            params: Params, state: Params, batch: Batch, token_weights: Array
-        ) -> tuple[Params, Loss]:
-            # Each group differentiates its own copy; the sum over groups comes afterwards.
-            params = jax.tree.map(_own_copy, params, model.axes)
-            token_weights = jax.lax.pcast(token_weights, DATA_AXES, to="varying")
-            own = loss_weights._replace(token=token_weights)
-            return jax.tree.map(lambda x: x[None], add_up(params, state, batch, own))
-
+        token, *others = update_loss_weights(batch, config, scale)
         groups = jax.shard_map(
-            of_group,
+            functools.partial(add_up, other_weights=others),
             mesh=mesh,
             in_specs=(
                 _specs(model.axes, manual),
@@ -330,15 +379,11 @@ def _reduced_once(model: Model, config: TrainConfig, mesh: Mesh, add_up: AddUp) 
         gather = functools.partial(_gather, dtype=model.dtype)
         params = jax.tree.map(gather, params, model.axes)
         state = jax.tree.map(gather, state, model.state.axes)
-        grads, losses = groups(params, state, batch, loss_weights.token)
+        grads, losses = groups(params, state, batch, token)
         add, largest = (functools.partial(one, axis=0) for one in (jnp.sum, jnp.max))
         return reduce(grads), combine(add, largest, losses)
 
     return gradients
-
-
-def _own_copy(param: Array, axes: Axes) -> Array:
-    return jax.lax.pcast(param, group_axes(axes), to="varying")
 
 
 def _gather(param: Array, axes: Axes, dtype: jnp.dtype) -> Array:

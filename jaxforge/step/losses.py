@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array, Float
 
-from jaxforge.aux_outputs import NOTHING, LossWeights, Side
+from jaxforge.aux_outputs import AuxOutputs, LossWeights
 from jaxforge.config.train import CROSS_ENTROPIES, LOSSES, TrainConfig
 from jaxforge.errors import UserError
 from jaxforge.kernels.masking import padding_of
@@ -14,20 +14,20 @@ from jaxforge.model.transformer import Batch, Model, Params
 from jaxforge.step.cross_entropy import cross_entropy, tiles_of, weighted_loss
 
 LossFunction = Callable[
-    [Params, Float[Array, "b s d"], Batch, LossWeights], Float[Array, ""] | Side
+    [Params, Float[Array, "b s d"], Batch, LossWeights], Float[Array, ""] | AuxOutputs
 ]
 """(parameters, final hidden states, microbatch, loss_weights) -> its part of the update's loss.
 
 The parameters are all of the model's, or, in a pipeline stage, its share of those outside layers.
 `model.logits` makes logits of them, those of its share in a stage, capped where the model caps
-them. The microbatch has `labels` and whatever else the data have. A `Side` names several terms, and
-metrics.
+them. The microbatch has `labels` and whatever else the data have. `AuxOutputs` names several terms,
+and metrics.
 """
 
 LossBuilder = Callable[[TrainConfig, Model], LossFunction]
 """(the `[train]` section, the model) -> loss."""
 
-MicrobatchLoss = Callable[[Params, Float[Array, "b s d"], Batch, LossWeights], Side]
+MicrobatchLoss = Callable[[Params, Float[Array, "b s d"], Batch, LossWeights], AuxOutputs]
 """The same; of a mixture it tells `dataset_nll`, Σ -log p(label) of each dataset."""
 
 DATASET_NLL = "dataset_nll"
@@ -87,17 +87,19 @@ def _beside_cross_entropy(
     def build(config: TrainConfig, model: Model) -> MicrobatchLoss:
         own = builder(config, model)
 
-        def loss(params: Params, hidden: Array, batch: Batch, loss_weights: LossWeights) -> Side:
+        def loss(
+            params: Params, hidden: Array, batch: Batch, loss_weights: LossWeights
+        ) -> AuxOutputs:
             told = own(params, hidden, batch, loss_weights)
-            side = told if isinstance(told, Side) else NOTHING._replace(terms={name: told})
+            aux = told if isinstance(told, AuxOutputs) else AuxOutputs({name: told})
             if "dataset_mask" not in batch:
-                return side
+                return aux
             labels, head = batch["labels"], model.head(params)
             tiles = tiles_of(config, labels, head, model)
             hidden, head = jax.lax.stop_gradient((hidden, head))
             sums = cross_entropy(hidden, head, labels, tiles, batch["dataset_mask"])
             assert sums.by_dataset is not None
-            return side._replace(metrics={**side.metrics, DATASET_NLL: sums.by_dataset})
+            return aux._replace(metrics={**aux.metrics, DATASET_NLL: sums.by_dataset})
 
         return loss
 
@@ -105,7 +107,7 @@ def _beside_cross_entropy(
 
 
 def _cross_entropy(config: TrainConfig, model: Model) -> MicrobatchLoss:
-    def loss(params: Params, hidden: Array, batch: Batch, loss_weights: LossWeights) -> Side:
+    def loss(params: Params, hidden: Array, batch: Batch, loss_weights: LossWeights) -> AuxOutputs:
         labels, head = batch["labels"], model.head(params)
         tiles = tiles_of(config, labels, head, model)
         own = loss_weights._replace(position=config.z_loss_weight * loss_weights.position)
@@ -115,7 +117,7 @@ def _cross_entropy(config: TrainConfig, model: Model) -> MicrobatchLoss:
         if config.z_loss_weight:
             terms["z_loss"] = found.z_loss
         metrics = {} if found.by_dataset is None else {DATASET_NLL: found.by_dataset}
-        return Side(terms, metrics, {})
+        return AuxOutputs(terms, metrics, {})
 
     return loss
 

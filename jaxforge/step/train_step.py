@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxforge.aux_outputs import value_of
+from jaxforge.aux_outputs import metric_value
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import LAYERS
 from jaxforge.config.train import EIGHT_BIT
@@ -118,13 +118,13 @@ def make_train_step(
         applied = good & goes_on
         extra: dict[str, Array] = {"applied": applied} if in_place else {}
         if config.skips_idle_experts:
-            extra["reached"] = expert_counts(config.model, loss.stats[LAYERS]) > 0
+            extra["reached"] = expert_counts(config.model, loss.statistics[LAYERS]) > 0
         updates, opt_state = optimizer.update(
             grads, state.opt_state, state.params, lr_scale=controls.lr_scale, **extra
         )
         params, opt_state = add(state.params, updates, opt_state, state.step)
         progress = state.step / config.train.max_steps
-        model_state = model.next_state(state.model_state, loss.stats, progress)
+        model_state = model.next_state(state.model_state, loss.statistics, progress)
         params = model.next_params(params, model_state, progress)
         params, opt_state, model_state = select(
             good,
@@ -140,7 +140,7 @@ def make_train_step(
             "lr": lr(updates_made(new.opt_state)) * next_lr_scale,
             "applied": applied,
         }
-        metrics |= _by_dataset(loss, batch) | side_metrics(loss, model.stack)
+        metrics |= _by_dataset(loss, batch) | aux_metrics(loss, model.stack)
         parts = Step(grads, updates, applied, new.params, model.stack, config.model.stacks)
         return new, metrics | collected(collect, parts)
 
@@ -149,8 +149,8 @@ def make_train_step(
 
 def _nan_without_labels(loss: Loss, n_valid: Int[Array, ""]) -> Loss:
     """Replace the terms of a loss without any label by NaN: it is a mean of nothing."""
-    terms = {name: jnp.where(n_valid > 0, x, jnp.nan) for name, x in loss.side.terms.items()}
-    return loss._replace(side=loss.side._replace(terms=terms))
+    terms = {name: jnp.where(n_valid > 0, x, jnp.nan) for name, x in loss.aux.loss_terms.items()}
+    return loss._replace(aux=loss.aux._replace(loss_terms=terms))
 
 
 def _outcome(
@@ -177,20 +177,20 @@ def _by_dataset(loss: Loss, batch: Batch) -> Metrics:
     if "dataset_mask" not in batch:
         return {}
     tokens = valid_tokens_by_dataset(batch["labels"], batch["dataset_mask"])
-    nll = value_of(loss.side.metrics[DATASET_NLL])
+    nll = metric_value(loss.aux.metrics[DATASET_NLL])
     return {DATASET_NLL: constrain(nll, None), "dataset_tokens": constrain(tokens, None)}
 
 
-def side_metrics(loss: Loss, stack: Stack) -> Metrics:
+def aux_metrics(loss: Loss, stack: Stack) -> Metrics:
     """`losses`, the terms of the loss if there are several, and `side`, what else has a name.
 
     What layers tell has one number of each, [layers].
     """
-    by_layer = {name: stack.unstack(value_of(m)) for name, m in loss.layers.metrics.items()}
-    others = {name: value_of(m) for name, m in loss.side.metrics.items() if name != DATASET_NLL}
-    side = {name: constrain(one, *[None] * one.ndim) for name, one in (others | by_layer).items()}
-    losses = loss.side.terms if len(loss.side.terms) > 1 else {}
-    return {key: found for key, found in (("losses", losses), ("side", side)) if found}
+    by_layer = {name: stack.unstack(metric_value(m)) for name, m in loss.layers.metrics.items()}
+    others = {name: metric_value(m) for name, m in loss.aux.metrics.items() if name != DATASET_NLL}
+    aux = {name: constrain(one, *[None] * one.ndim) for name, one in (others | by_layer).items()}
+    losses = loss.aux.loss_terms if len(loss.aux.loss_terms) > 1 else {}
+    return {key: found for key, found in (("losses", losses), ("side", aux)) if found}
 
 
 def _count(

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxforge.aux_outputs import NOTHING
+from jaxforge.aux_outputs import AuxOutputs
 from jaxforge.config.job import JobConfig
 from jaxforge.config.train import CROSS_ENTROPIES, TrainConfig
 from jaxforge.data.corpus.tokenizer import Tokenizer
@@ -103,8 +103,10 @@ def make_eval_step(model: Model, config: TrainConfig, mesh: Mesh) -> EvalStep:
         loss = cross_entropy(hidden, head, labels, tiles)
         is_valid = labels != IGNORE
         lengths = jnp.where(is_valid, byte_lengths[jnp.where(is_valid, labels, 0)], 0)
-        own = own_loss(params, hidden, microbatch, loss_weights) if own_loss else NOTHING
-        return BatchSums(loss.total, loss.weight, jnp.sum(lengths), own.joined_by(out.side).terms)
+        own = own_loss(params, hidden, microbatch, loss_weights) if own_loss else AuxOutputs()
+        return BatchSums(
+            loss.total, loss.weight, jnp.sum(lengths), own.with_layer_losses(out.aux).loss_terms
+        )
 
     everywhere = NamedSharding(mesh, PartitionSpec())
     return jax.jit(eval_step, out_shardings=everywhere)

@@ -8,7 +8,7 @@ import jax
 from rich.console import Console
 
 from jaxforge.cli import streams
-from jaxforge.cli.process import end_now
+from jaxforge.cli.process import began, end_now
 from jaxforge.cli.running import wide_console
 from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
@@ -29,12 +29,21 @@ from jaxforge.training.hooks import Hook
 from jaxforge.training.preemption import Signals
 
 
-def run(
-    config: JobConfig | UnresolvedConfig,
-    hooks: Sequence[Hook] = (),
-    since: float | None = None,
-) -> Exit:
-    """`train.run`; `train.exit_duration_in_mins` counts from `since`, by `time.monotonic`."""
+def train(config: JobConfig | UnresolvedConfig, callbacks: Sequence[Hook] = ()) -> Exit:
+    """Train from the newest checkpoint of the run directory, or from the start.
+
+    Args:
+        config: the config, as `load_config` returns it. Lengths in epochs or tokens of an
+            unresolved config are turned into updates here.
+        callbacks: called in order at each event.
+
+    Returns:
+        Why training ended; `Exit.code` is the exit code.
+
+    Raises:
+        UserError: the config, the data or a checkpoint cannot be used.
+    """
+    since = began()  # `train.exit_duration_in_mins` counts from the start of the process
     console = wide_console(streams.tolerant(sys.stdout))
     setup_logging(console)
     host_memory.keep_freed_memory()
@@ -46,7 +55,7 @@ def run(
             _live_line(console, known, watchdog) as live,
         ):
             agreement.check(job_facts.of_start(config) if jax.process_count() > 1 else {})
-            return _run(config, hooks, console, watchdog, live, since)
+            return _run(config, callbacks, console, watchdog, live, since)
 
 
 def _live_line(

@@ -8,11 +8,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxforge.aux_outputs import LossWeights
 from jaxforge.config.train import TrainConfig
 from jaxforge.errors import UserError
 from jaxforge.kernels import fp8
 from jaxforge.model.fp8_layers import Recipe, how_multiplied
-from jaxforge.model.transformer import build_model
+from jaxforge.model.linear import Linear
+from jaxforge.model.network import Block, Transformer
+from jaxforge.model.transformer import Model, build_model, join
 from tests.conftest import tiny_config
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
@@ -69,12 +72,12 @@ def multiply(scaling, is_on=True, regathers=True, w=None):
 
     @jax.jit
     def run(x, w, b, switch):
-        with fp8.layer(switch if is_on is None else is_on, tells=False):
-            product = functools.partial(
-                fp8.affine, how, amaxes=SEEN if scaling == "delayed" else None
-            )
-            y, back = jax.vjp(product, x, w, b)
-            return y, *back(jnp.asarray(d_y))
+        product = functools.partial(
+            fp8.product, how, amaxes=SEEN if scaling == "delayed" else None,
+            precision=fp8.LayerPrecision(switch if is_on is None else is_on),
+        )  # fmt: skip
+        y, back = jax.vjp(product, x, w, b)
+        return y, *back(jnp.asarray(d_y))
 
     return run(x, weight, np.zeros(OUTPUTS, np.float32), True)
 
@@ -139,7 +142,8 @@ MLP = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
     ],
 )
 def test_layers_are_left_out_by_a_part_of_their_name(experts, exclude, names):
-    assert set(model_of(experts, fp8_exclude=exclude)._in_8_bits) == names
+    model = model_of(experts, fp8_exclude=exclude)
+    assert set(model.module("layers", model.abstract["layers"]).fp8_names) == names
 
 
 def test_a_device_says_what_it_makes_of_it_and_an_old_gpu_refuses():
@@ -151,3 +155,38 @@ def test_a_device_says_what_it_makes_of_it_and_an_old_gpu_refuses():
     assert "multiplied in bf16" in how_multiplied(blocks, "gpu", "9.0", "NVIDIA H100")
     with pytest.raises(UserError, match=r"8\.9 or more .* not 8\.0: use \"bf16\""):
         how_multiplied(recipe, "gpu", "8.0", "NVIDIA A100")
+
+
+def test_linear_layer_in_8_bits_without_precision_raises():
+    """A block of one's own must say whether its layer stays in bf16, and take the amax."""
+    model = model_of()
+    block = model.module("layers", model.abstract["layers"])
+    with pytest.raises(UserError, match=r"attention\.q_proj multiplies .*fp8_exclude"):
+        block.attention.q_proj(jnp.zeros((1, 2, model.config.dim)))
+
+
+class ExtraBlock(Block):
+    def __init__(self, config, declare):
+        super().__init__(config, declare)
+        embed = (config.dim, "embed")
+        self.extra = Linear((config.dim, "heads"), embed, std=0.02, declare=declare)
+
+    def __call__(self, x_BSD, context, cache=None, *, settings):
+        precision = self.precision(settings.kind, context)
+        x_BSD = x_BSD + self.extra(x_BSD, precision)
+        return super().__call__(x_BSD, context, cache, settings=settings, precision=precision)
+
+
+class ExtraNetwork(Transformer):
+    def __init__(self, config, declare):
+        super().__init__(config, declare)
+        self.layers = ExtraBlock(config, declare._replace(layers=config.n_layers))
+
+
+def test_amax_of_linear_layers_of_own_blocks_is_returned():
+    recipe = Recipe.of(TrainConfig(mixed_precision="fp8", fp8_scaling="delayed"))
+    model = type("Extra", (Model,), {"network": ExtraNetwork})(tiny_config().model, recipe=recipe)
+    batch, params = {"input_ids": np.zeros((1, 8), int)}, join(model.abstract, model.state.abstract)
+    forward = functools.partial(model.forward, loss_weights=LossWeights(jnp.float32(1)))
+    _, out = jax.eval_shape(forward, params, batch)
+    assert out.aux.statistics["amax"].keys() == ATTENTION | MLP | {"extra"}

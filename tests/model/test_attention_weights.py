@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxforge.config.points import ATTENTION_WEIGHTS
+from jaxforge.config.points import ATTENTION_WEIGHTS, STREAM
 from jaxforge.kernels.masking import Mask
 from jaxforge.kernels.scoring import Scoring
-from jaxforge.model import capture
+from jaxforge.model.attention import Capture
 from jaxforge.model.attention_weights import attention_weights
 from jaxforge.model.transformer import build_model
 from tests.conftest import tiny_config
@@ -75,17 +75,16 @@ def test_they_make_what_attention_adds(save):
 
     def look(points):
         def forward(params, tokens):
-            with capture.watching(lambda name, x: x, points):
-                hidden, out = model.forward(params, {"input_ids": tokens})
-            return hidden, out.seen
+            hidden, out = model.forward(params, {"input_ids": tokens}, capture=Capture(points))
+            return hidden, out.activations
 
         return jax.device_get(jax.jit(forward)(params, tokens))
 
-    hidden, plain = look(capture.POINTS)
-    same, seen = look((*capture.POINTS, ATTENTION_WEIGHTS))
-    assert set(plain) == set(capture.POINTS)
+    hidden, plain = look(STREAM)
+    same, seen = look((*STREAM, ATTENTION_WEIGHTS))
+    assert set(plain) == set(STREAM)
     np.testing.assert_array_equal(hidden, same)
-    for name in capture.POINTS:
+    for name in STREAM:
         np.testing.assert_array_equal(seen[name], plain[name])
     weights = seen[ATTENTION_WEIGHTS]
     assert weights.shape == (2, B, 4, S, S)

@@ -11,6 +11,7 @@ from jaxforge.config.model import ModelConfig
 from jaxforge.config.reading.load import make_config
 from jaxforge.errors import UserError
 from jaxforge.kernels.masking import FULL, Mask
+from jaxforge.model.attention import LayerSettings
 from jaxforge.model.plan import LayerKind, LayerPlan, Period, Rope, period_of, plan_of
 from jaxforge.model.runtime import Runtime
 from jaxforge.model.transformer import Model
@@ -128,13 +129,18 @@ def random_tokens():
     return np.random.default_rng(0).integers(0, VOCAB, (2, LENGTH))
 
 
+def run_layer(model, params, x, context, kind):
+    settings = LayerSettings(kind, model.plan, model.runtime)
+    return model.module("layers", params)(x, context, settings=settings)
+
+
 def one_by_one(model, params, tokens, segment_ids=None):
     """Each layer by itself, as the plan says."""
     x = model.embed_tokens(params, tokens)
     context = model.context(x, segment_ids=segment_ids)
     for i, kind in enumerate(model.plan.layers):
         layer = jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"])
-        x, _ = model.block(x, (layer, None), context=context, kind=kind)
+        x, _ = run_layer(model, layer, x, context, kind)
     return model.final_norm(params, x)
 
 
@@ -191,7 +197,7 @@ def test_a_token_sees_its_window_and_no_further(layers):
     def run(params, change):
         layer = jax.tree.map(lambda leaf: leaf[i], params["layers"])
         x = model.embed_tokens(params, random_tokens()).at[:, 3].add(change)
-        return model.block(x, (layer, None), context=model.context(x), kind=kind)[0]
+        return run_layer(model, layer, x, model.context(x), kind)[0]
 
     before, after = (np.asarray(run(params, change)) for change in (0.0, 1.0))
     changed = (np.abs(before - after).max(-1) > 1e-6).all(0)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxforge.aux_outputs import Max, Mean, Side
+from jaxforge.aux_outputs import AuxOutputs, Max, Mean
 from jaxforge.data.packing import IGNORE
 from jaxforge.model.network import Block, Transformer
 from jaxforge.model.transformer import Model, register_model
@@ -34,7 +34,7 @@ class TellingBlock(Block):
         terms = {"size": 0.1 * context.loss_weights.position * jnp.sum(size_BS)}
         moment = context.loss_weights.position * jnp.sum(x_BSD.astype(jnp.float32), axis=(0, 1))
         stats = {"moment": jax.lax.stop_gradient(moment)}
-        return y_BSD, out._replace(side=Side(terms, metrics, stats))
+        return y_BSD, out._replace(aux=AuxOutputs(terms, metrics, stats))
 
 
 class TellingNetwork(Transformer):
@@ -72,7 +72,7 @@ def telling_loss(config, model):
         }
         right = jnp.sum(jnp.where(is_valid, label >= top, 0.0))
         accuracy = Mean(right, jnp.sum(is_valid, dtype=jnp.float32))
-        return Side(terms, jax.lax.stop_gradient({"accuracy": accuracy}), {})
+        return AuxOutputs(terms, jax.lax.stop_gradient({"accuracy": accuracy}), {})
 
     return loss
 

@@ -50,7 +50,7 @@ def with_ours():
 def test_it_is_differentiated_on_a_mesh_and_over_microbatches():
     """And each dataset of a mixture has its cross-entropy beside it.
 
-    Another loss of one's own is reduced per update in test_side.py.
+    Another loss of one's own is reduced per update in test_aux_outputs.py.
     """
     register_loss("plain")(plainly)
     train = {**TRAIN, "loss_fn": "plain", "batch_size": 2, "grad_sync": "microbatch"}

@@ -519,7 +519,7 @@ def test_bit_flip_in_imported_run_raises_and_names_the_array(tmp_path):
     main(["import", str(tmp_path / "dcp"), str(tmp_path / "b"), f"--config={config_path}"])
     assert checksums_of(tmp_path / "b") == checksums_of(tmp_path / "a")
     ours = setup(load_config(config_path))
-    like = abstract_state(ours.model, ours.optimizer, ours.mesh)
+    like = ours.abstract_state()
     imported = Checkpoints(tmp_path / "b", ours.config.checkpoint, read_only=True)
     state = tmp_path / "b/checkpoints/step_2/state"
     places = ocdbt._places(state)

@@ -30,7 +30,7 @@ def poisonous():
             grads, loss = gradients(params, state, batch, scale)
             poisoned = jnp.any(batch["input_ids"] == POISON)
             terms = {"poisoned": jnp.where(poisoned, jnp.nan, loss.value)}
-            return grads, loss._replace(side=loss.side._replace(terms=terms))
+            return grads, loss._replace(aux=loss.aux._replace(loss_terms=terms))
 
         return of
 

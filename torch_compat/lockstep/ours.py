@@ -14,7 +14,8 @@ from jaxtyping import Array, PyTree
 from jaxforge.aux_outputs import LossWeights
 from jaxforge.config.job import JobConfig
 from jaxforge.config.model import LAYERS
-from jaxforge.model import capture
+from jaxforge.config.points import STREAM
+from jaxforge.model.attention import Capture
 from jaxforge.model.transformer import Model, Params, join
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program
@@ -107,17 +108,16 @@ def _gradients(model: Model, config: JobConfig) -> Callable[..., tuple]:
         weights = update_loss_weights({"labels": batch["labels"][None]}, config.train)
         own = LossWeights(weights.token[0], weights.position, weights.sequence)
         variables = join(params, state)
-        with capture.watching(lambda name, x: x):
-            hidden, out = model.forward(variables, batch, own)
-        side = loss(variables, hidden, batch, own).joined_by(out.side)
+        hidden, out = model.forward(variables, batch, own, capture=Capture(STREAM))
+        aux = loss(variables, hidden, batch, own).with_layer_losses(out.aux)
         points = {
             "embed": model.embed(variables, batch),
             "final_norm": hidden,
             "logits": model.logits(variables, hidden),
-            LAYERS: out.seen,
+            LAYERS: out.activations,
         }
         wide = jax.tree.map(lambda x: x.astype(jnp.float32), points)
-        return side.loss, (side.loss, wide)
+        return aux.loss, (aux.loss, wide)
 
     return jax.grad(value, has_aux=True)
 
@@ -148,7 +148,7 @@ def _by_layer(model: Model, points: Mapping[str, PyTree], params: Named) -> Name
     found = {"embed": stream}
     for i in range(model.config.n_layers):
         at, entering = f"{LAYERS}.{i}", stream
-        attention, mlp, stream = (seen[name][i] for name in capture.POINTS)
+        attention, mlp, stream = (seen[name][i] for name in STREAM)
         between = entering + attention
         before_mlp = entering if model.config.parallel_residual else between
         found |= {

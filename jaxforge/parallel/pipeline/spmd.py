@@ -21,7 +21,7 @@ forward pass. A loss term among them has its cotangent, 1, in the layer's own ba
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -29,21 +29,22 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, PyTree
 
-from jaxforge.aux_outputs import Side, combine, merge
+from jaxforge.aux_outputs import AuxOutputs, LossTerms, combine, merge
 from jaxforge.config.model import LAYERS
 from jaxforge.parallel import collectives
 from jaxforge.parallel.mesh import STAGES
 from jaxforge.parallel.pipeline.schedule import Phase, Schedule
-from jaxforge.parallel.pipeline.table import Actions, Column, Row, table
+from jaxforge.parallel.pipeline.table import Actions, Column, Row
 from jaxforge.parallel.sharding import constrain
 from jaxforge.parallel.stages import only_rows, split_layers
 
 Microbatch = Any
 """A tree of arrays [b, ...]."""
 Params = dict[str, Any]
-Cotangents = tuple[Array, Mapping[str, Array]]
-"""Of a layer's output and of the terms that it tells."""
-Pull = Callable[[Cotangents], tuple[Params, Array, PyTree]]
+LayerOutputs = tuple[Array, LossTerms]
+"""The differentiable outputs of a layer, or their cotangents: x and the loss terms."""
+LayerFunction = Callable[[Params, Array, PyTree], tuple[LayerOutputs, AuxOutputs]]
+Pull = Callable[[LayerOutputs], tuple[Params, Array, PyTree]]
 Result = TypeVar("Result")
 
 
@@ -53,9 +54,9 @@ class StageFunctions(NamedTuple):
     Attributes:
         embed: (params, microbatch) -> x [b, s, d], what the first layer takes.
         context: (x, microbatch) -> what all layers are told besides.
-        layer: (its kind, parameters of one layer, x, (context, the layer's untrained state)) -> x,
-            and what the layer tells. A `jax.checkpoint` in it decides what is saved between its
-            forward and its backward.
+        layer: (its kind, parameters of one layer, x, (context, the layer's non-trainable state)) ->
+            (x, loss terms), other auxiliary outputs. A `jax.checkpoint` in it decides what is saved
+            between its forward and its backward.
         loss: (params, x, microbatch) -> what the loss tells.
         kinds: the kind of each row of a stage's layers, in arrays [stages, rows].
         is_layer: whether a row holds a layer [stages, rows].
@@ -65,14 +66,14 @@ class StageFunctions(NamedTuple):
 
     embed: Callable[[Params, Microbatch], Array]
     context: Callable[[Array, Microbatch], PyTree]
-    layer: Callable[[PyTree, Params, Array, PyTree], tuple[Array, Side]]
-    loss: Callable[[Params, Array, Microbatch], Side]
+    layer: Callable[[PyTree, Params, Array, PyTree], tuple[LayerOutputs, AuxOutputs]]
+    loss: Callable[[Params, Array, Microbatch], AuxOutputs]
     kinds: PyTree
     is_layer: Bool[np.ndarray, "stages rows"]
     saves_residuals: bool
 
 
-class _Carry(NamedTuple):
+class Carry(NamedTuple):
     """What one tick hands to the next.
 
     Attributes:
@@ -81,8 +82,8 @@ class _Carry(NamedTuple):
         ring: [slots, ...] what backwards wait for.
         layers: gradients of the stage's layers, float32.
         rest: gradients of all other parameters, float32.
-        loss_side: told by the loss so far.
-        layer_sides: told by the stage's layers, by row.
+        loss_aux: auxiliary outputs of the loss so far.
+        layer_aux: auxiliary outputs of the stage's layers, by row.
     """
 
     arriving: Array
@@ -90,73 +91,43 @@ class _Carry(NamedTuple):
     ring: PyTree
     layers: Params
     rest: Params
-    loss_side: Side
-    layer_sides: Side
+    loss_aux: AuxOutputs
+    layer_aux: AuxOutputs
 
 
-def accumulate(
-    schedule: Schedule,
-    functions: StageFunctions,
-    params: Params,
-    state: PyTree,
-    axes: Params,
-    batch: Microbatch,
-) -> tuple[Params, Side, Side]:
-    """Gradients (float32) of a batch, and what the loss and this stage's layers tell of it.
+def split_pull(pull: Pull, given: PyTree) -> tuple[list[Array], Callable[[list[Array]], Pull]]:
+    """Split the result of `jax.vjp` into the arrays to save and a function that rebuilds it.
 
-    All summed over its microbatches; of layers, by row.
+    That result is a pytree of what autodiff saves. Its leaves that are leaves of `given`, such as
+    parameters, are available again in the backward pass, so they are not saved.
+
+    Returns:
+        The arrays to save. The function from saved arrays (of any x) to the result of `jax.vjp`.
+    """
+    leaves, form = jax.tree.flatten(pull)
+    given_ids = {id(leaf) for leaf in jax.tree.leaves(given)}
+    is_saved = [id(leaf) not in given_ids for leaf in leaves]
+
+    def pull_of(saved: list[Array]) -> Pull:
+        of_x = iter(saved)
+        both = zip(leaves, is_saved, strict=True)
+        return jax.tree.unflatten(form, [next(of_x) if saves else leaf for leaf, saves in both])
+
+    return [leaf for leaf, saves in zip(leaves, is_saved, strict=True) if saves], pull_of
+
+
+class Stage:
+    """The program of one stage, which is that of all.
+
+    To run a schedule, scan `tick` over the rows of each of its phases, from `initial_carry` on.
 
     Args:
         schedule: for as many stages as `pp` has, and as many microbatches as the batch.
         functions: the model.
         params: this stage's share; `layers` is stacked, chunk after chunk.
-        state: what is not trained of the layers, stacked alike.
-        axes: logical axes of the parameters; gradients are laid out alike.
+        state: the layers' non-trainable state, stacked alike.
         batch: a tree of arrays [m, ...].
     """
-    stage = _Stage(schedule, functions, params, state, batch)
-    carry = stage.at_rest(axes)
-    for phase, rows in zip(schedule.phases(), table(schedule), strict=True):
-        carry, _ = jax.lax.scan(functools.partial(stage.tick, phase, rows), carry, rows)
-    return {**carry.rest, LAYERS: carry.layers}, carry.loss_side, carry.layer_sides
-
-
-def saving_vjp(
-    layer: Callable[[Params, Array, PyTree], tuple[Array, Side]],
-    params: Params,
-    x: Array,
-    context: PyTree,
-) -> tuple[Array, Side, list[Array], Callable[[list[Array]], Pull]]:
-    """A layer's output, what its backward needs besides its parameters, and how to go back with it.
-
-    What `jax.vjp` returns is a pytree of what autodiff saves. Those of its leaves that are leaves
-    of `params` or of `context` are at hand again in the backward, so nobody has to keep them.
-
-    Returns:
-        the output; what the layer tells; what is to be kept; and from what was kept, of whichever
-        x, to the function from the gradients of output and terms to those of `params`, x and
-        `context`.
-    """
-
-    def told_apart(*arguments: Any) -> tuple[tuple[Array, Mapping[str, Array]], Side]:  # noqa: ANN401
-        y, side = layer(*arguments)
-        return (y, side.terms), side
-
-    (y, _), pull, side = jax.vjp(told_apart, params, x, context, has_aux=True)
-    leaves, form = jax.tree.flatten(pull)
-    given = {id(leaf) for leaf in jax.tree.leaves((params, context))}
-    kept = [id(leaf) not in given for leaf in leaves]
-
-    def pull_of(saved: list[Array]) -> Pull:
-        rest = iter(saved)
-        of_x = [next(rest) if keep else leaf for leaf, keep in zip(leaves, kept, strict=True)]
-        return jax.tree.unflatten(form, of_x)
-
-    return y, side, [leaf for leaf, keep in zip(leaves, kept, strict=True) if keep], pull_of
-
-
-class _Stage:
-    """The program of one stage, which is that of all."""
 
     def __init__(
         self,
@@ -172,16 +143,21 @@ class _Stage:
         of_rows = jax.tree.map(jnp.asarray, (functions.kinds, functions.is_layer))
         self.kinds, self.is_layer = jax.tree.map(lambda of_row: of_row[self.index], of_rows)
         self.varying = collectives.varying_axes(batch) | {STAGES}
+        self._forward = self._saving if functions.saves_residuals else self._discarding
 
-    def at_rest(self, axes: Params) -> _Carry:
-        """Before the first tick: zeros, made to vary over the same mesh axes as what follows."""
+    def initial_carry(self, axes: Params) -> Carry:
+        """Return zeros that vary over the same mesh axes as what is added to them.
+
+        Args:
+            axes: logical axes of the parameters; gradients are laid out alike.
+        """
         microbatch = self._microbatch(0)
         idle = _laid_out(self._zeros(jax.eval_shape(self.functions.embed, self.rest, microbatch)))
-        _, item, by_layers = jax.eval_shape(lambda: self._forward(0, idle, microbatch))
+        _, item, by_layers = jax.eval_shape(functools.partial(self._forward, 0, idle, microbatch))
         whole = self._zeros(idle, stages=False)
-        told = jax.eval_shape(lambda: self.functions.loss(self.rest, whole, microbatch))
-        told = jax.tree.map(lambda leaf: self._zeros(leaf, stages=False), told)
-        layer_sides = jax.tree.map(
+        loss_aux = jax.eval_shape(lambda: self.functions.loss(self.rest, whole, microbatch))
+        loss_aux = jax.tree.map(lambda leaf: self._zeros(leaf, stages=False), loss_aux)
+        layer_aux = jax.tree.map(
             lambda leaf: self._zeros(leaf, (len(self.is_layer), *leaf.shape[1:])), by_layers
         )
         rings = jax.tree.map(
@@ -192,109 +168,116 @@ class _Stage:
             {**self.rest, LAYERS: self.layers}, axes,
         )  # fmt: skip
         layers, rest = split_layers(rest)
-        return _Carry(idle, idle, rings, layers, rest, told, layer_sides)
+        return Carry(idle, idle, rings, layers, rest, loss_aux, layer_aux)
 
-    def tick(self, phase: Phase, rows: Row, carry: _Carry, row: Row) -> tuple[_Carry, None]:
-        """All stages' actions of one tick."""
+    def tick(self, phase: Phase, rows: Row, carry: Carry, row: Row) -> tuple[Carry, None]:
+        """Run the actions of all stages in one tick.
+
+        Args:
+            phase: which directions its ticks have.
+            rows: all ticks of the phase.
+            carry: what the ticks before have left.
+            row: this tick.
+        """
         if phase.forward:
-            carry = self._go_forward(carry, rows, row)
+            actions = self._mine(row.forward)
+            x = self._input(carry, rows, row, actions)
+            y, item, aux = self._forward(actions.chunk, x, self._microbatch(actions.microbatch))
+            aux = self._plus_rows(carry.layer_aux, aux, actions.chunk, row.is_forward[self.index])
+            ring = jax.tree.map(
+                lambda ring, leaf: jax.lax.dynamic_update_index_in_dim(ring, leaf, actions.slot, 0),
+                carry.ring, item,
+            )  # fmt: skip
+            carry = carry._replace(arriving=self._sent(y, +1), ring=ring, layer_aux=aux)
         if phase.backward:
-            carry = self._go_backward(carry, rows, row)
+            actions, works = self._mine(row.backward), row.is_backward[self.index]
+            item = jax.tree.map(
+                lambda ring: jax.lax.dynamic_index_in_dim(ring, actions.slot, 0, keepdims=False),
+                carry.ring,
+            )
+            microbatch = self._microbatch(actions.microbatch)
+            if not self.functions.saves_residuals:
+                _, item, _ = self._saving(actions.chunk, item, microbatch)
+            y, saved = item
+            carry, d_y = self._loss_backward(carry, rows, row, y, self._is_last(actions))
+            d_y = jnp.where(works, d_y, 0)  # nothing comes of an idle stage
+            d_x, layers = self._backward(actions.chunk, d_y, works, saved, microbatch, carry.layers)
+            rest = self._embed_backward(carry.rest, rows, row, d_x, actions)
+            carry = carry._replace(returning=self._sent(d_x, -1), layers=layers, rest=rest)
         return carry, None
 
-    def _go_forward(self, carry: _Carry, rows: Row, row: Row) -> _Carry:
-        actions = self._mine(row.forward)
+    def _input(self, carry: Carry, rows: Row, row: Row, actions: Actions) -> Array:
+        """Return the input of a stage: the embedding, or the output of the stage before."""
 
         def embed() -> Array:
             return self.functions.embed(self.rest, self._microbatch(row.embeds))
 
         nothing = self._zeros(carry.arriving, stages=False)
         entering = self._when(rows.embeds, row.embeds, embed, nothing, cheap=True)
-        x = jnp.where(self._is_first(actions), entering, carry.arriving)
-        y, item, told = self._forward(actions.chunk, x, self._microbatch(actions.microbatch))
-        told = self._plus_rows(carry.layer_sides, told, actions.chunk, row.is_forward[self.index])
-        ring = jax.tree.map(
-            lambda ring, leaf: jax.lax.dynamic_update_index_in_dim(ring, leaf, actions.slot, 0),
-            carry.ring, item,
-        )  # fmt: skip
-        return carry._replace(arriving=self._sent(y, +1), ring=ring, layer_sides=told)
+        return jnp.where(self._is_first(actions), entering, carry.arriving)
 
-    def _go_backward(self, carry: _Carry, rows: Row, row: Row) -> _Carry:
-        actions, works = self._mine(row.backward), row.is_backward[self.index]
-        item = jax.tree.map(
-            lambda ring: jax.lax.dynamic_index_in_dim(ring, actions.slot, 0, keepdims=False),
-            carry.ring,
-        )
-        microbatch = self._microbatch(actions.microbatch)
-        if self.functions.saves_residuals:
-            y, saved = item
-        else:
-            y, saved, _ = self._saving(actions.chunk, item, microbatch)
-        is_last = (self.index == self.schedule.stages - 1) & (
-            actions.chunk == self.schedule.chunks - 1
-        )
+    def _loss_backward(
+        self, carry: Carry, rows: Row, row: Row, y: Array, is_last: Array
+    ) -> tuple[Carry, Array]:
+        """Add the loss and its gradients; return also the gradient of the stage's output."""
 
-        def head_and_loss() -> tuple[Params, Side, Array]:
+        def head_and_loss() -> tuple[Params, AuxOutputs, Array]:
             microbatch = self._microbatch(row.losses)
             x = self._to_all(jnp.where(is_last, y, 0))
 
-            def loss(rest: Params, x: Array) -> tuple[Array, Side]:
-                side = self.functions.loss(rest, x, microbatch)
-                return side.loss, side
+            def loss(rest: Params, x: Array) -> tuple[Array, AuxOutputs]:
+                aux = self.functions.loss(rest, x, microbatch)
+                return aux.loss, aux
 
-            value, of_loss, side = jax.vjp(loss, self.rest, x, has_aux=True)
+            value, of_loss, aux = jax.vjp(loss, self.rest, x, has_aux=True)
             d_rest, d_x = of_loss(jnp.ones_like(value))
-            return _plus(carry.rest, d_rest), merge(carry.loss_side, side), d_x
+            return _plus(carry.rest, d_rest), merge(carry.loss_aux, aux), d_x
 
-        unchanged = (carry.rest, carry.loss_side, self._zeros(y, stages=False))
-        rest, told, d_last = self._when(rows.losses, row.losses, head_and_loss, unchanged)
-        d_y = jnp.where(is_last, d_last, carry.returning)
-        d_y = jnp.where(works, d_y, 0)  # nothing comes of an idle stage
-        d_x, layers = self._backward(actions.chunk, d_y, works, saved, microbatch, carry.layers)
+        unchanged = (carry.rest, carry.loss_aux, self._zeros(y, stages=False))
+        rest, aux, d_last = self._when(rows.losses, row.losses, head_and_loss, unchanged)
+        carry = carry._replace(rest=rest, loss_aux=aux)
+        return carry, jnp.where(is_last, d_last, carry.returning)
 
-        def embed_backward() -> Params:
+    def _embed_backward(
+        self, rest: Params, rows: Row, row: Row, d_x: Array, actions: Actions
+    ) -> Params:
+        """Add the gradient of the embedding, from that of the first stage's input."""
+
+        def backward() -> Params:
             microbatch = self._microbatch(row.embed_backwards)
             d_entering = self._to_all(jnp.where(self._is_first(actions), d_x, 0))
             _, pull = jax.vjp(lambda rest: self.functions.embed(rest, microbatch), self.rest)
             return _plus(rest, pull(d_entering)[0])
 
-        rest = self._when(
-            rows.embed_backwards, row.embed_backwards, embed_backward, rest, cheap=True
-        )
-        return carry._replace(
-            returning=self._sent(d_x, -1), layers=layers, rest=rest, loss_side=told
-        )
+        return self._when(rows.embed_backwards, row.embed_backwards, backward, rest, cheap=True)
 
-    def _forward(
+    def _discarding(
         self, chunk: Array | int, x: Array, microbatch: Microbatch
-    ) -> tuple[Array, PyTree, Side]:
-        """The output of one of the stage's chunks, what the ring keeps for its backward, and what
-        its layers tell.
-        """
-        if self.functions.saves_residuals:
-            y, saved, told = self._saving(chunk, x, microbatch)
-            return y, (y, saved), told
+    ) -> tuple[Array, PyTree, AuxOutputs]:
+        """Return the output of a chunk, x for the ring, and the layers' auxiliary outputs."""
         context = self.functions.context(x, microbatch)
 
-        def one(x: Array, row: Array) -> tuple[Array, Side]:
-            return self._run(row)(self._layer(row), x, self._given(context, row))
+        def run_layer(x: Array, row: Array) -> tuple[Array, AuxOutputs]:
+            (y, terms), aux = self._run(row)(self._layer(row), x, self._given(context, row))
+            return y, aux._replace(loss_terms=terms)
 
-        y, told = jax.lax.scan(one, x, self._rows_of(chunk))
-        return y, x, told
+        y, aux = jax.lax.scan(run_layer, x, self._rows_of(chunk))
+        return y, x, aux
 
     def _saving(
         self, chunk: Array | int, x: Array, microbatch: Microbatch
-    ) -> tuple[Array, list[Array], Side]:
-        """The output of a chunk, and of each layer what autodiff saves and what it tells."""
+    ) -> tuple[Array, tuple[Array, list[Array]], AuxOutputs]:
+        """Return the output of a chunk, the output and what autodiff saves, and the layers' aux."""
         context = self.functions.context(x, microbatch)
 
-        def one(x: Array, row: Array) -> tuple[Array, tuple[list[Array], Side]]:
-            given = self._given(context, row)
-            y, side, saved, _ = saving_vjp(self._run(row), self._layer(row), x, given)
-            return y, (saved, side)
+        def run_layer(x: Array, row: Array) -> tuple[Array, tuple[list[Array], AuxOutputs]]:
+            given, run, params = self._given(context, row), self._run(row), self._layer(row)
+            (y, terms), pull, aux = jax.vjp(run, params, x, given, has_aux=True)
+            saved, _ = split_pull(pull, (params, given))
+            return y, (saved, aux._replace(loss_terms=terms))
 
-        y, (saved, told) = jax.lax.scan(one, x, self._rows_of(chunk))
-        return y, saved, told
+        y, (saved, aux) = jax.lax.scan(run_layer, x, self._rows_of(chunk))
+        return y, (y, saved), aux
 
     def _backward(
         self,
@@ -305,42 +288,43 @@ class _Stage:
         microbatch: Microbatch,
         grads: Params,
     ) -> tuple[Array, Params]:
-        """The gradient of a chunk's input, and `grads` with those of its layers added."""
+        """Return the gradient of a chunk's input, and `grads` with those of its layers added."""
         context = self.functions.context(d_y, microbatch)
 
-        def one(carry: tuple[Array, Params], of_layer: tuple[Array, list[Array]]) -> Any:  # noqa: ANN401
+        def run_layer(carry: tuple[Array, Params], of_layer: tuple[Array, list[Array]]) -> Any:  # noqa: ANN401
             (d_y, grads), (row, saved) = carry, of_layer
             # Only the form of this is used: what it has computed is replaced, and so dropped.
-            given = self._given(context, row)
-            _, side, _, pull_of = saving_vjp(self._run(row), self._layer(row), d_y, given)
+            given, run, params = self._given(context, row), self._run(row), self._layer(row)
+            (_, terms), pull, _ = jax.vjp(run, params, d_y, given, has_aux=True)
+            _, pull_of = split_pull(pull, (params, given))
             counts = works & self.is_layer[row]
-            d_terms = jax.tree.map(
-                lambda term: jnp.where(counts, jnp.ones_like(term), 0), side.terms
-            )
+            d_terms = jax.tree.map(lambda term: jnp.where(counts, jnp.ones_like(term), 0), terms)
             d_layer, d_x, _ = pull_of(saved)((d_y, d_terms))
-            add = functools.partial(_add_row, row=row)
-            return (d_x, jax.tree.map(add, grads, d_layer)), None
+            grads = jax.tree.map(lambda g, d: g.at[row].add(d.astype(g.dtype)), grads, d_layer)
+            return (d_x, grads), None
 
         rows = self._rows_of(chunk)
-        return jax.lax.scan(one, (d_y, grads), (rows, saved), reverse=True)[0]
+        return jax.lax.scan(run_layer, (d_y, grads), (rows, saved), reverse=True)[0]
 
     def _rows_of(self, chunk: Array | int) -> Array:
         """Where a chunk's layers are among the stage's."""
         n = jax.tree.leaves(self.layers)[0].shape[0] // self.schedule.chunks
         return chunk * n + jnp.arange(n)
 
-    def _plus_rows(self, total: Side, told: Side, chunk: Array, tells: Array) -> Side:
-        """With what a chunk's layers tell; idle stages and rows without a layer tell nothing."""
+    def _plus_rows(
+        self, total: AuxOutputs, aux: AuxOutputs, chunk: Array, is_real: Array
+    ) -> AuxOutputs:
+        """Add a chunk's auxiliary outputs, but for those of idle stages and empty rows."""
         rows = self._rows_of(chunk)
-        real = functools.partial(only_rows, tells & self.is_layer[rows])
+        real = functools.partial(only_rows, is_real & self.is_layer[rows])
         return combine(
-            lambda total, told: total.at[rows].add(real(told)),
-            lambda total, told: total.at[rows].max(real(told)),
-            total, told,
+            lambda total, aux: total.at[rows].add(real(aux)),
+            lambda total, aux: total.at[rows].max(real(aux)),
+            total, aux,
         )  # fmt: skip
 
-    def _run(self, row: Array) -> Callable[[Params, Array, PyTree], tuple[Array, Side]]:
-        """What runs the layer of a row."""
+    def _run(self, row: Array) -> LayerFunction:
+        """Return the function of the layer of a row."""
         kind = jax.tree.map(lambda of_rows: of_rows[row], self.kinds)
         return functools.partial(self.functions.layer, kind)
 
@@ -378,6 +362,10 @@ class _Stage:
     def _is_first(self, actions: Actions) -> Array:
         return (self.index == 0) & (actions.chunk == 0)
 
+    def _is_last(self, actions: Actions) -> Array:
+        last = self.schedule.chunks - 1
+        return (self.index == self.schedule.stages - 1) & (actions.chunk == last)
+
     def _sent(self, x: Array, by: int) -> Array:
         n = self.schedule.stages
         return _laid_out(jax.lax.ppermute(x, STAGES, [(i, (i + by) % n) for i in range(n)]))
@@ -400,10 +388,6 @@ class _Stage:
 
 def _row_of(stacked: PyTree, row: Array) -> PyTree:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, row, 0, keepdims=False), stacked)
-
-
-def _add_row(total: Array, more: Array, row: Array) -> Array:
-    return total.at[row].add(more.astype(total.dtype))
 
 
 def _plus(total: PyTree, more: PyTree) -> PyTree:

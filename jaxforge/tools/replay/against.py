@@ -11,8 +11,9 @@ from flax.traverse_util import flatten_dict
 from jaxtyping import Array, PyTree
 
 from jaxforge.config.model import LAYERS
+from jaxforge.config.points import STREAM
 from jaxforge.errors import UserError
-from jaxforge.model import capture
+from jaxforge.model.attention import Capture
 from jaxforge.model.transformer import Params
 from jaxforge.parallel.sharding import param_shardings
 from jaxforge.step.gradients import Batch
@@ -164,15 +165,15 @@ def _points(past: Past, walk: Walk) -> Named:
 
     def points(params: Params, batch: Batch) -> dict[str, PyTree]:
         first = {name: leaf[0] for name, leaf in batch.items()}
-        with capture.watching(lambda name, x: some(x)):
-            hidden, out = model.forward(params, first)
-        seen = {name: model.stack.unstack(x) for name, x in out.seen.items()}
+        capture = Capture(STREAM, lambda name, x: some(x))
+        hidden, out = model.forward(params, first, capture=capture)
+        seen = {name: model.stack.unstack(x) for name, x in out.activations.items()}
         return {"embed": some(model.embed(params, first)), "final_norm": some(hidden), LAYERS: seen}
 
     made = jax.device_get(jax.jit(points)(walk.state.variables, walk.batch))
     found = {"embed": made["embed"]}
     for i in range(model.config.n_layers):
-        found |= {f"{LAYERS}.{i}.{name}": made[LAYERS][name][i] for name in capture.POINTS}
+        found |= {f"{LAYERS}.{i}.{name}": made[LAYERS][name][i] for name in STREAM}
     return found | {"final_norm": made["final_norm"]}
 
 

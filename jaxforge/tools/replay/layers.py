@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxforge.config.model import LAYERS
-from jaxforge.model import capture
+from jaxforge.config.points import STREAM
+from jaxforge.model.attention import Capture
 from jaxforge.model.transformer import Model, Params
 from jaxforge.step.context import spread_sequences
 from jaxforge.step.gradients import Batch
@@ -30,7 +31,7 @@ class LayerNorms:
     Attributes:
         parts: names: "layers.0", ..., and the parts that are no layers.
         norms: by "gradient", "update", "parameters" (L2) and, of layers alone, the points of
-            `capture` (root mean square): [parts].
+            `STREAM` (root mean square): [parts].
     """
 
     parts: list[str]
@@ -40,14 +41,14 @@ class LayerNorms:
 def activation_norms(
     model: Model, params: Params, batch: Batch
 ) -> dict[str, Float[Array, "layers"]]:
-    """Root mean square of what layers compute for a batch, by the points of `capture`."""
+    """Root mean square of what layers compute for a batch, by the points of `STREAM`."""
 
     def square(name: str, x: Array) -> Array:
         return jnp.mean(jnp.square(x.astype(jnp.float32)))
 
     def of_microbatch(microbatch: Batch) -> dict[str, Float[Array, "rows"]]:
-        with capture.watching(square):
-            return model.forward(params, microbatch)[1].seen
+        _, out = model.forward(params, microbatch, capture=Capture(STREAM, square))
+        return dict(out.activations)
 
     squares = jax.lax.map(of_microbatch, spread_sequences(model, batch))
     return {name: model.stack.unstack(jnp.sqrt(jnp.mean(x, 0))) for name, x in squares.items()}

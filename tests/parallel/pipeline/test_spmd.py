@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxforge.aux_outputs import NOTHING
-from jaxforge.parallel.pipeline.spmd import saving_vjp
+from jaxforge.aux_outputs import AuxOutputs
+from jaxforge.parallel.pipeline.spmd import split_pull
 from jaxforge.parallel.sharding import batch_shardings
 from jaxforge.training.evaluation import make_eval_step
 from tests.conftest import tiny_config
@@ -162,8 +162,9 @@ def test_a_backward_keeps_what_was_computed_and_not_what_was_given():
 
     def layer(params, x, around):
         y = jnp.tanh(x @ params["in"])
-        side = NOTHING._replace(terms={"size": jnp.sum(y**2)}, metrics={"mean": jnp.mean(y)})
-        return y @ params["out"] * around["scale"] + around["whole"], side
+        aux = AuxOutputs(loss_terms={"size": jnp.sum(y**2)}, metrics={"mean": jnp.mean(y)})
+        y = y @ params["out"] * around["scale"] + around["whole"]
+        return (y, aux.loss_terms), aux
 
     keys = jax.random.split(jax.random.key(0), 5)
     params = {"in": jax.random.normal(keys[0], (3, 5)), "out": jax.random.normal(keys[1], (5, 3))}
@@ -171,20 +172,18 @@ def test_a_backward_keeps_what_was_computed_and_not_what_was_given():
     x, d_y = (jax.random.normal(key, (4, 3)) for key in keys[3:])
     d_term = {"size": jnp.float32(0.5)}
 
-    def without_metrics(*given):
-        y, side = layer(*given)
-        return y, side.terms
-
-    expected = jax.vjp(without_metrics, params, x, around)[1]((d_y, d_term))
+    expected = jax.vjp(layer, params, x, around, has_aux=True)[1]((d_y, d_term))
 
     @jax.jit
     def both_ways(params, x):
-        saved = saving_vjp(layer, params, x, around)[2]
+        pull = jax.vjp(layer, params, x, around, has_aux=True)[1]
+        saved, _ = split_pull(pull, (params, around))
         shapes = [leaf.shape for leaf in saved]
         assert (4, 3) in shapes, "x"
         assert (4, 5) in shapes, "the activation"
         assert not {(3, 5), (5, 3), (4, 1)} & set(shapes), "parameters and what is around are given"
-        pull_of = saving_vjp(layer, params, jnp.zeros_like(x), around)[3]
+        pull = jax.vjp(layer, params, jnp.zeros_like(x), around, has_aux=True)[1]
+        _, pull_of = split_pull(pull, (params, around))
         return pull_of(saved)((d_y, d_term))
 
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
