@@ -20,11 +20,6 @@ def unzip(n: int, tuples: PyTree, like: PyTree) -> tuple[PyTree, ...]:
     return tuple(item(i) for i in range(n))
 
 
-def ones(like: PyTree) -> PyTree:
-    """A tree of floats: factors that change nothing."""
-    return jax.tree.map(lambda _: 1.0, like)
-
-
 def split(tree: PyTree, paths: Set[Path]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The leaves at `paths`, and the others; either may be an empty dict."""
     flat = flatten_dict(tree)
