@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxforge.kernels import masking
 from jaxforge.kernels.flash_blocks import Tokens
 from jaxforge.kernels.on_first_use import on_first_use
-from jaxforge.kernels.scoring import Scoring, soft_cap_slope
+from jaxforge.kernels.scoring import Scoring, product
 
 _TILE = 512  # tokens of queries, and of keys, whose scores exist at a time
 
@@ -267,7 +267,7 @@ def _scores(
     """Scores, -inf where nothing is visible, and the queries by the heads of the keys."""
     batch, length, _, h = queries.q.shape
     q = queries.q.reshape(batch, length, keys.k.shape[2], -1, h)
-    products = _product("bskgh,btkh->bkgst", q, keys.k)
+    products = product("bskgh,btkh->bkgst", q, keys.k)
     capped = scoring.capped(products * scoring.scale_of(h))
     return jnp.where(_visible(queries, keys, window), capped, -jnp.inf), q
 
@@ -276,7 +276,7 @@ def _part_of_tile(queries: Queries, keys: Keys, scoring: Scoring, window: Window
     scores, _ = _scores(queries, keys, scoring, window)
     lse = jax.nn.logsumexp(scores, axis=-1)
     weights = jnp.exp(scores - _finite(lse)[..., None])
-    o = _product("bkgst,btkh->bskgh", weights.astype(keys.v.dtype), keys.v)
+    o = product("bkgst,btkh->bskgh", weights.astype(keys.v.dtype), keys.v)
     return Part(o.reshape(queries.q.shape), _by_token(lse))
 
 
@@ -287,15 +287,13 @@ def _gradients_of_tile(
     lse, delta = (_by_head(x, keys) for x in (of_queries.lse, of_queries.delta))
     weights = jnp.exp(scores - _finite(lse)[..., None])
     d_o = of_queries.d_o.reshape(q.shape).astype(keys.v.dtype)
-    d_weights = _product("bskgh,btkh->bkgst", d_o, keys.v)
-    d_scores = weights * (d_weights - delta[..., None]) * scoring.scale_of(q.shape[-1])
-    if scoring.softcap is not None:
-        d_scores *= soft_cap_slope(scores, scoring.softcap)
+    d_weights = product("bskgh,btkh->bkgst", d_o, keys.v)
+    d_scores = scoring.score_gradients(scores, weights, d_weights, delta[..., None], q.shape[-1])
     d_scores, weights = d_scores.astype(q.dtype), weights.astype(q.dtype)
     return Gradients(
-        _product("bkgst,btkh->bskgh", d_scores, keys.k).reshape(queries.q.shape),
-        _product("bkgst,bskgh->btkh", d_scores, q),
-        _product("bkgst,bskgh->btkh", weights, d_o),
+        product("bkgst,btkh->bskgh", d_scores, keys.k).reshape(queries.q.shape),
+        product("bkgst,bskgh->btkh", d_scores, q),
+        product("bkgst,bskgh->btkh", weights, d_o),
     )
 
 
@@ -307,10 +305,6 @@ def _by_token(x: Float[Array, "b kv g s"]) -> Float[Array, "b s heads"]:
 def _by_head(x: Float[Array, "b s heads"], keys: Keys) -> Float[Array, "b kv g s"]:
     x = x.swapaxes(1, 2)
     return x.reshape(x.shape[0], keys.k.shape[2], -1, x.shape[-1])
-
-
-def _product(dimensions: str, left: Array, right: Array) -> Array:
-    return jnp.einsum(dimensions, left, right, preferred_element_type=jnp.float32)
 
 
 def _finite(lse: Array) -> Array:
