@@ -9,6 +9,9 @@ for hosts that are gone. Should two ever take one lock over at the same moment, 
 has it: a holder looks at each beat whether it is still named, and ends where it is not. In a bucket
 a beat writes the object again, with or without a space at its end.
 
+`filelock` replaces none of this. Its `FileLock` asks the file system, and `SoftFileLease` knows no
+buckets, ages a torn lock out after two seconds and does not notice that the directory was moved.
+
 Who only reads a run does not ask.
 """
 

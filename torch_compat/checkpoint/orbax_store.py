@@ -22,6 +22,7 @@ from jaxforge.config.reading.load import make_config
 from jaxforge.config.trust import Decision, never
 from jaxforge.errors import StorageError, UserError
 from jaxforge.storage import urls
+from jaxforge.storage.atomic_directory import partial_of
 from jaxforge.storage.untrusted_json import DOCUMENT, load_object
 from torch_compat.checkpoint.compare import check_written
 from torch_compat.checkpoint.eight_bit import check_wide, unpacked
@@ -30,7 +31,7 @@ from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
 from torch_compat.formats import limits, ocdbt, ocdbt_writer
 from torch_compat.formats.files import writing
 from torch_compat.formats.lazy import Index, LazyTensor, blocks, extent, of_array, whole
-from torch_compat.formats.staging import Staging, Unit, batches, naming_failure, partial_of
+from torch_compat.formats.staging import Staging, Unit, batches, naming_failure
 from torch_compat.formats.workers import Share
 
 _BESIDE = "beside"
