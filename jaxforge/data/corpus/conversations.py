@@ -83,7 +83,11 @@ class Conversations:
         record = _without_none(record)
         texts = [record[name] for name in form]
         plain = form == ("prompt", "completion") and all(isinstance(text, str) for text in texts)
-        text, spans = _continued(*texts) if plain else self._render(record, form)
+        if plain:
+            text = "".join(texts)
+            spans = [(len(texts[0]), len(text))]
+        else:
+            text, spans = self._render(record, form)
         if not any(start < end for start, end in spans):
             raise ValueError("the assistant says nothing, so that there is nothing to learn")
         document = {"text": text, "learned": spans, "eos": plain}
@@ -124,7 +128,9 @@ def encode_conversations(
     for (split, *_), document, (ids, places) in zip(texts, documents, encoded, strict=True):
         entries = _entries(ids, places, document["learned"], dtype)
         if document["eos"]:
-            entries = _after_prefix(tokenizer, ids, entries)
+            begun = with_prefix(tokenizer, ids)
+            added = begun[: len(begun) - len(ids)]  # which is not learned
+            entries = np.concatenate([np.asarray(added, dtype) | UNLEARNED, entries])
         if document["eos"] or not ids:
             entries = np.append(entries, np.asarray(tokenizer.eos_id, dtype))
         entries[0] |= FIRST
@@ -143,23 +149,9 @@ def _entries(
     return entries
 
 
-def _after_prefix(
-    tokenizer: Tokenizer, ids: Sequence[int], entries: Int[np.ndarray, "_"]
-) -> Int[np.ndarray, "_"]:
-    """Put what the tokenizer adds before a text before its entries; it is not learned."""
-    begun = with_prefix(tokenizer, ids)
-    added = np.asarray(begun[: len(begun) - len(ids)], entries.dtype)
-    return np.concatenate([added | UNLEARNED, entries])
-
-
 def _form(names: Iterable[str]) -> tuple[str, ...]:
     there = set(names)
     return next((form for form in _FORMS if there.issuperset(form)), ())
-
-
-def _continued(prompt: str, completion: str) -> tuple[str, Spans]:
-    text = prompt + completion
-    return text, [(len(prompt), len(text))]
 
 
 def _conversation(record: Mapping[str, Any], form: Sequence[str]) -> _Conversation:

@@ -11,7 +11,7 @@ however often the work was interrupted.
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -117,6 +117,19 @@ class Corpus:
         """Bytes of text."""
         return sum(split.size for split in self.splits.values())
 
+    def add(self, batch: "Batch", tokens: Tokens) -> None:
+        """Append a batch and its tokens by split."""
+        for name, arrived in tokens.items():
+            pieces = [p for p in batch.pieces if p.split == name and not p.skipped]
+            self.splits[name].add(pieces, arrived)
+        self.skipped += sum(piece.skipped for piece in batch.pieces)
+        self.place = batch.pieces[-1].end
+
+    def journal(self) -> dict[str, Any]:
+        """Bring all tokens to the disk, and return the fields as JSON has them."""
+        splits = {name: split.journal() for name, split in self.splits.items()}
+        return {"splits": splits, "place": self.place, "skipped": self.skipped}
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -178,10 +191,10 @@ def ingest(
         for batch, tokens in stack.enter_context(closing(encoded)):
             if options.validation_tokens:
                 tokens = _hold_out(corpus, batch, tokens, options, tokenizer)
-            _add(corpus, batch, tokens)
+            corpus.add(batch, tokens)
             show(corpus)
             if time.monotonic() - committed >= _COMMIT_SECONDS:
-                destination.commit(_journal(corpus))
+                destination.commit(corpus.journal())
                 committed = time.monotonic()
         _finish(corpus, tokenizer, tokenizer_name, options)
     return corpus
@@ -209,11 +222,6 @@ def _open(destination: AtomicDirectory, tokenizer: Tokenizer, options: Options) 
         )
         splits[name] = Split(**{**state, "writer": writer})
     return Corpus(splits, Place(*journal["place"]), journal["skipped"])
-
-
-def _journal(corpus: Corpus) -> dict[str, Any]:
-    splits = {name: split.journal() for name, split in corpus.splits.items()}
-    return {"splits": splits, "place": corpus.place, "skipped": corpus.skipped}
 
 
 def _finish(corpus: Corpus, tokenizer: Tokenizer, name: str, options: Options) -> None:
@@ -351,11 +359,3 @@ def _hold_out(
     held_out.size, train.size = held_out.size + size, train.size - size
     train.writer.documents -= documents
     return {"train": rest}
-
-
-def _add(corpus: Corpus, batch: Batch, tokens: Mapping[str, Int[np.ndarray, "_"]]) -> None:
-    for name, arrived in tokens.items():
-        of_split = [piece for piece in batch.pieces if piece.split == name and not piece.skipped]
-        corpus.splits[name].add(of_split, arrived)
-    corpus.skipped += sum(piece.skipped for piece in batch.pieces)
-    corpus.place = batch.pieces[-1].end

@@ -58,8 +58,12 @@ def check_text(files: Iterable[tuple[Path, bool]]) -> None:
     """
     binary = []
     for path, is_text in files:
-        head = _head(path)
-        if is_text and _is_binary(head):
+        try:
+            with path.open("rb") as file:
+                head = file.read(_HEAD)
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from error
+        if is_text and b"\0" in head and not encoding_of(head):
             binary.append(path)
         elif is_text and _JSON.match(head.removeprefix(codecs.BOM_UTF8)):
             raise UserError(
@@ -73,18 +77,6 @@ def check_text(files: Iterable[tuple[Path, bool]]) -> None:
             )
     if binary:
         raise UserError(_no_text(binary))
-
-
-def _is_binary(head: bytes) -> bool:
-    return b"\0" in head and not encoding_of(head)
-
-
-def _head(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(_HEAD)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _no_text(paths: Sequence[Path]) -> str:
