@@ -1,6 +1,7 @@
 """What a run directory tells about its run; the run may still be going on."""
 
 import dataclasses
+import os
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -196,8 +197,9 @@ class MetricsFile:
             for part in lines.read(file, self._end, exact=self._exact, processes=processes):
                 self._take(part)
             self._remember(file)
-            if file.stat().st_size - self._end >= LINE:
-                self._omissions.note(f"a line of more than {LINE:,} bytes and all after it")
+            with file.open("rb") as opened:
+                if opened.seek(0, os.SEEK_END) - self._end >= LINE:
+                    self._omissions.note(f"a line of more than {LINE:,} bytes and all after it")
         except OSError as error:
             raise UserError(f"cannot read {file}: {error.strerror}") from error
         series = {name: lines.joined(parts) for name, parts in self._parts.items()}
