@@ -79,13 +79,10 @@ def adamw(
             p32 = p.astype(jnp.float32)
             return (p32 * (1 - lr * decay) - times(step_size, factor) * direction - p32,)
 
-        updates, (mu, mu_scales), (nu, nu_scales) = step.advance(
-            moved, change, params, grads,
-            ((state.mu, state.mu_scales), (state.nu, state.nu_scales)), weight_decay, lr_factors,
+        return step.advance(
+            state, ("mu", "nu"), moved, change, params, grads, weight_decay, lr_factors,
             scalars=(jnp.sqrt(bias_correction(b2, t)),),
         )  # fmt: skip
-        count = optax.safe_increment(state.updates)
-        return updates, AdamWState(count, mu, nu, mu_scales, nu_scales)
 
     return transform(schedule, state_dtype, init, update)
 

@@ -57,8 +57,7 @@ def lion(
             p32 = p.astype(jnp.float32)
             return (p32 * (1 - step.lr * decay) - times(step.lr, factor) * direction - p32,)
 
-        moments = ((state.mu, state.mu_scales),)
-        updates, mu = step.advance(moved, change, params, grads, moments, weight_decay, lr_factors)
-        return updates, LionState(optax.safe_increment(state.updates), *mu)
+        trees = params, grads, weight_decay, lr_factors
+        return step.advance(state, ("mu",), moved, change, *trees)
 
     return transform(schedule, state_dtype, init, update)

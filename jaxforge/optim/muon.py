@@ -127,9 +127,8 @@ def muon(
 
         trees = (tree and split(tree, paths)[0] for tree in (weight_decay, muon_factors, axes))
         (matrices, others), (matrix_grads, other_grads) = split(params, paths), split(grads, paths)
-        moments = ((state.momentum, state.momentum_scales),)
-        matrix_updates, (buffers, scales) = step.advance(
-            moved, change, matrices, matrix_grads, moments, *trees
+        matrix_updates, new = step.advance(
+            state, ("momentum",), moved, change, matrices, matrix_grads, *trees
         )
         other_updates, adams = adam(paths).update(
             other_grads,
@@ -138,8 +137,7 @@ def muon(
             lr_scale=step.lr_scale,
             applied=step.turn.applied,
         )
-        new = MuonState(adams.updates, buffers, adams.mu, adams.nu, scales, *adams[3:])
-        return join(matrix_updates, other_updates), new
+        return join(matrix_updates, other_updates), new._replace(**adams._asdict())
 
     return transform(schedule, state_dtype, init, update)
 

@@ -176,13 +176,10 @@ def _library(n: Number) -> ModuleType:
 @register_scheduler("cosine")
 @register_scheduler("linear")
 @register_scheduler("constant")
-def _by_name(config: SchedulerConfig, max_steps: int, stages: Sequence[Stage]) -> Schedule:
-    return warmup_then(_DECAYS[config.name], config, max_steps, stages)
-
-
 @register_scheduler("wsd")
-def _wsd(config: SchedulerConfig, max_steps: int, stages: Sequence[Stage]) -> Schedule:
-    return warmup_then(_DECAYS[config.wsd_decay_type], config, max_steps, stages)
+def _by_name(config: SchedulerConfig, max_steps: int, stages: Sequence[Stage]) -> Schedule:
+    name = config.wsd_decay_type if config.name == "wsd" else config.name
+    return warmup_then(_DECAYS[name], config, max_steps, stages)
 
 
 @register_scheduler("rex")

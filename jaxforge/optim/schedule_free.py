@@ -95,12 +95,11 @@ def schedule_free_adamw(
             x = _lerp(x, z, share)
             return _lerp(z, x, b1) - y, x.astype(dtype), z.astype(dtype)
 
-        updates, x, z, (nu, scales) = step.advance(
-            moved, change, params, grads, ((state.nu, state.nu_scales),),
-            state.x, state.z, weight_decay, lr_factors, scalars=(correction2,), n_results=3,
+        updates, new = step.advance(
+            state, ("nu",), moved, change, params, grads, weight_decay, lr_factors,
+            weights=("x", "z"), scalars=(correction2,),
         )  # fmt: skip
-        count = optax.safe_increment(state.updates)
-        return updates, ScheduleFreeState(count, nu, x, z, weight_sum, scales)
+        return updates, new._replace(weight_sum=weight_sum)
 
     return transform(schedule, state_dtype, init, update)
 

@@ -11,8 +11,8 @@ from jaxforge.optim.moments import Kept, Rule, Turn, joined, parted, places
 from jaxforge.optim.schedule import Schedule
 from jaxforge.optim.trees import unzip
 
-Moments = tuple[PyTree, PyTree | None]
-"""Moments as a state holds them: values, and the scales of values in eight bits."""
+State = Any
+"""State of an update rule: a named tuple."""
 
 
 class Step(NamedTuple):
@@ -24,27 +24,30 @@ class Step(NamedTuple):
 
     def advance(
         self,
+        state: State,
+        moments: tuple[str, ...],
         rule: Rule,
         change: Callable[..., tuple[Array, ...]],
         params: PyTree,
         grads: PyTree,
-        moments: tuple[Moments, ...],
         *trees: PyTree,
+        weights: tuple[str, ...] = (),
         scalars: tuple[Array, ...] = (),
-        n_results: int = 1,
-    ) -> tuple[Any, ...]:
-        """Return the trees of the `n_results` arrays of `change`, then the new moments.
+    ) -> tuple[PyTree, State]:
+        """Return the change of every parameter, and the state after one more update.
 
         Args:
-            rule: how moments advance and which direction results.
-            change: (parameter, direction, *leaves of `trees`) -> the change of the parameter, and
-                what else the optimizer keeps per parameter.
+            state: its fields are the count `updates`, moments, their scales as `<moment>_scales`,
+                and `weights`.
+            moments: names of the moments, in the order of `rule`.
+            rule: how moments advance and which direction results, given `scalars`.
+            change: (parameter, direction, *leaves of `weights` and `trees`) -> the change of the
+                parameter, *leaves of `weights`.
             params: the parameters; gradients and `trees` have their structure.
             grads: gradients.
-            moments: the stored moments, in the order of `rule`.
             *trees: further values per parameter; None stands for 1.0 each.
+            weights: names of trees that the optimizer keeps besides moments.
             scalars: what else `rule` is given.
-            n_results: how many arrays `change` returns.
         """
         n = len(moments)
 
@@ -54,17 +57,22 @@ class Step(NamedTuple):
 
         ones = jax.tree.map(lambda _: 1.0, params)
         given = (ones if tree is None else tree for tree in trees)
-        stored, at = (joined(*pair) for pair in moments), places(params, self.turn.kept)
-        leaves = jax.tree.map(update_leaf, params, grads, at, *stored, *given)
-        results = unzip(n_results + n, leaves, params)
-        return *results[:n_results], *map(parted, results[n_results:])
+        kept = [joined(getattr(state, m), getattr(state, f"{m}_scales")) for m in moments]
+        kept += [getattr(state, name) for name in weights]
+        at = places(params, self.turn.kept)
+        leaves = jax.tree.map(update_leaf, params, grads, at, *kept, *given)
+        changes, *results = unzip(1 + len(kept), leaves, params)
+        fields = dict(zip((*weights, *moments), results, strict=True))
+        for name in moments:
+            fields[name], fields[f"{name}_scales"] = parted(fields[name])
+        return changes, state._replace(updates=optax.safe_increment(state.updates), **fields)
 
 
 def transform(
     schedule: Schedule,
     state_dtype: Kept,
-    init: Callable[[PyTree], Any],
-    update: Callable[[Step, PyTree, Any, PyTree], tuple[PyTree, Any]],
+    init: Callable[[PyTree], State],
+    update: Callable[[Step, PyTree, State, PyTree], tuple[PyTree, State]],
 ) -> optax.GradientTransformationExtraArgs:
     """Return (`init`, `update`: step, gradients, state, parameters) as an optax transform.
 
@@ -74,13 +82,13 @@ def transform(
 
     def update_with_extra_args(
         grads: PyTree,
-        state: Any,  # noqa: ANN401  # as of `init`
+        state: State,
         params: PyTree | None = None,
         *,
         lr_scale: Float[Array, ""] | float = 1.0,
         applied: Bool[Array, ""] | bool = True,
         **_: object,
-    ) -> tuple[PyTree, Any]:
+    ) -> tuple[PyTree, State]:
         assert params is not None
         turn = Turn(state_dtype, state.updates, applied)
         return update(
