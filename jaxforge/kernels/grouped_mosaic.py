@@ -13,11 +13,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-Rows = Float[Array, "m i"]
-Weights = Float[Array, "g o i"]
-Sizes = Int[Array, "g"]
+from jaxforge.kernels.grouped_blocks import Rows, Sizes, Weights
+
 Ref = Any  # to memory of one kind or another, for which Pallas has a class each
 
 MULTIPLE = 64

@@ -10,11 +10,9 @@ else it is fetched for each tile of rows, which takes longer than to multiply a 
 
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-Rows = Float[Array, "m i"]
-Weights = Float[Array, "g o i"]
-Sizes = Int[Array, "g"]
+from jaxforge.kernels.grouped_blocks import Rows, Sizes, Weights
 
 _LANES = 128
 _ROWS = (128, 512)  # of a tile, at least and at most

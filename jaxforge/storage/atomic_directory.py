@@ -75,7 +75,8 @@ def atomic_directory(
     try:
         if not shared:
             _check_output(output, made_by, overwrite)
-        output.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):  # a file, as the lock will find
+            output.parent.mkdir(parents=True, exist_ok=True)
         with locks.hold(output.with_name(f".{output.name}.lock"), wait=shared) as is_held:
             if not is_held:
                 raise UserError(f"another process is writing {output}; wait for it, or end it")

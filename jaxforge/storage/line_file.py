@@ -124,8 +124,9 @@ def keep_sound_lines(path: Path, last_step: int | None = None) -> None:
     first_end, count, needs_end = 0, 0, False  # bytes before the first line that is taken out
     with path.open("rb") as file:
         for count, line in enumerate(file, 1):
-            step = _step_of(line)
-            if step is None:
+            value, problem = parse_line(line)
+            step = None if problem else value.get("step")
+            if type(step) is not int:
                 damaged.add(count)
             elif last_step is not None and step > last_step:
                 later.add(count)
@@ -144,13 +145,6 @@ def keep_sound_lines(path: Path, last_step: int | None = None) -> None:
         more = ", ..." if len(damaged) > _LISTED else ""
         log.warning("%s had %d damaged lines (%s%s): moved to %s. All other lines are kept",
                     path, len(damaged), numbers, more, aside.name)  # fmt: skip
-
-
-def _step_of(line: bytes) -> int | None:
-    """Return the step of a line; None for a damaged line."""
-    value, problem = parse_line(line)
-    step = None if problem else value.get("step")
-    return step if type(step) is int else None
 
 
 def _rewrite(path: Path, aside: Path, later: set[int], damaged: set[int]) -> None:

@@ -215,7 +215,11 @@ class ShardWriter:
         """Writes as many of `tokens` as the shard at hand has room for."""
         file = self._file or self._begin_shard()
         shard = self._shards[-1]
-        part = tokens[: self._share(tokens, self._shard_tokens - shard.tokens)]
+        room = self._shard_tokens - shard.tokens
+        if self.conversations and room < len(tokens):  # which are whole
+            begun = np.flatnonzero(tokens[room:] & FIRST)
+            room = room + int(begun[0]) if len(begun) else len(tokens)
+        part = tokens[:room]
         data = part.tobytes()
         with _named(self._directory / shard.file):
             file.write(data)
@@ -228,13 +232,6 @@ class ShardWriter:
         if self._shards[-1].tokens >= self._shard_tokens:
             self._complete_shard()
         return len(part)
-
-    def _share(self, tokens: Int[np.ndarray, "_"], room: int) -> int:
-        """How many of `tokens` a shard takes that has room for so many; conversations are whole."""
-        if not self.conversations or room >= len(tokens):
-            return room
-        begun = np.flatnonzero(tokens[room:] & FIRST)
-        return room + int(begun[0]) if len(begun) else len(tokens)
 
     def _sync_lengths(self) -> None:
         if self.conversations:
