@@ -9,7 +9,6 @@ One process at a time works on it: the one that has locked `.DIR.lock`.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxforge.errors import UserError
-from jaxforge.storage import locks
+from jaxforge.storage import locks, safe_files
 
 Plan = dict[str, Any]
 """`options`: values by name; `inputs`: lists of strings that begin with a name. For JSON."""
@@ -156,9 +155,5 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def write_json(path: Path, value: object) -> None:
     """Replace a JSON file by one whose content is on the disk."""
-    partial = path.with_suffix(f".{os.getpid()}")
-    with partial.open("w") as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    with safe_files.replacing(path, durable=True) as file:
+        file.write(json.dumps(value).encode())

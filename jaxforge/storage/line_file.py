@@ -152,7 +152,7 @@ def _rewrite(path: Path, aside: Path, later: set[int], damaged: set[int]) -> Non
 
     Damaged lines are durable in `aside` before they leave the file.
     """
-    with path.open("rb") as source, safe_files.replacing(path) as kept:
+    with path.open("rb") as source, safe_files.replacing(path, durable=True) as kept:
         if damaged:
             with safe_files.open_to_append(aside) as bad:
                 bad.writelines(_ended(line) for n, line in enumerate(source, 1) if n in damaged)
@@ -161,8 +161,6 @@ def _rewrite(path: Path, aside: Path, later: set[int], damaged: set[int]) -> Non
             source.seek(0)
         out = later | damaged
         kept.writelines(_ended(line) for n, line in enumerate(source, 1) if n not in out)
-        kept.flush()
-        os.fsync(kept.fileno())
 
 
 def _ended(line: bytes) -> bytes:

@@ -235,18 +235,14 @@ def naming_failure(destination: Path) -> Iterator[None]:
     except (UserError, StorageError):  # these say what was wrong: with the source, say
         raise
     except (OSError, ValueError) as error:
-        number = _errno(error)
-        if number is None:
+        match = _OS_ERROR.search(str(error))
+        if isinstance(error, OSError):
+            number = error.errno or errno.EIO
+        elif match:
+            number = int(match[1])
+        else:  # nothing of the system's
             raise
         raise StorageError(_advice(destination, number)) from error
-
-
-def _errno(error: OSError | ValueError) -> int | None:
-    """The system's number for what went wrong; None where it was nothing of the system's."""
-    if isinstance(error, OSError):
-        return error.errno or errno.EIO
-    match = _OS_ERROR.search(str(error))
-    return int(match[1]) if match else None
 
 
 def _advice(destination: Path, number: int) -> str:
