@@ -42,7 +42,7 @@ from jaxforge.config.data import Overlong
 from jaxforge.data.corpus.conversations import Conversations, encode_conversations
 from jaxforge.data.corpus.documents import Place, pieces
 from jaxforge.data.corpus.entries import FIRST, ID
-from jaxforge.data.corpus.ingest import batches, encode
+from jaxforge.data.corpus.ingest import batches, encode, texts_of
 from jaxforge.data.corpus.inputs import HuggingFace
 from jaxforge.data.corpus.records import Content
 from jaxforge.data.corpus.tokenizer import Tokenizer, identity
@@ -347,8 +347,8 @@ class _Stream:
         for i, file in enumerate(order[start.file :].tolist(), start.file):
             rows = source.file(self._files[file])
             for batch in batches(pieces([rows], start=place)):
-                yield _InFile(i, place.record, place.offset), source.encode(batch.texts)
-                place = batch.pieces[-1].end
+                yield _InFile(i, place.record, place.offset), source.encode(texts_of(batch))
+                place = batch[-1].end
             place = Place()
 
     def _permutation(self, n: int, kind: int, number: int) -> Int[np.ndarray, "n"]:
