@@ -82,7 +82,7 @@ def skip_idle_experts(
         counts: dict[str, dict[Path, Array]] = {name: {} for name in _scalars(of_rule)}
         for path in sorted(paths):
             rule = build(rate.fixed_at(state.updates), _only(path, axes))
-            own = {name: _at(path, getattr(state, EXPERT_FIELD + name)) for name in counts}
+            own = {n: flatten_dict(getattr(state, EXPERT_FIELD + n))[path] for n in counts}
             only = functools.partial(_only, path)
             arrays = _part((grads, of_rule._replace(**own), params), only)
             change, after = _update_experts(rule, arrays, reached, extra)
@@ -140,10 +140,6 @@ def _scalars(state: State) -> dict[str, Array]:
 
 def _only(path: Path, tree: PyTree) -> PyTree:
     return split(tree, {path})[0]
-
-
-def _at(path: Path, tree: PyTree) -> Array:
-    return flatten_dict(tree)[path]
 
 
 def _part(arrays: Arrays, part: Callable[[PyTree], PyTree]) -> Arrays:
