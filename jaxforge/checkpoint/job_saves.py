@@ -20,10 +20,10 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from jaxforge.errors import JobStorageError
+from jaxforge.parallel.agreement import gather
 
 _PAUSE_SEC = 0.05
 _LONGEST_PAUSE_SEC = 0.5
-_MESSAGE_BYTES = 1024
 _WAITS, _READY, _FAILED = range(3)
 
 _ORBAX_LOG = logging.getLogger("absl")
@@ -81,19 +81,10 @@ def await_all(is_ready: Callable[[], bool], failure: Callable[[], str]) -> None:
         state = _FAILED if message else _READY if is_ready() else _WAITS
         states = multihost_utils.process_allgather(np.array(state, np.int32))
         if (states == _FAILED).any():
-            raise JobStorageError(_failures(message))
+            host = socket.gethostname()
+            own = f"process {jax.process_index()} on {host}: {message}" if message else ""
+            raise JobStorageError("; ".join(filter(None, gather(own))))
         if (states == _READY).all():
             return
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_SEC)
-
-
-def _failures(mine: str) -> str:
-    """Return the messages of all processes that failed, each with its host."""
-    where = f"process {jax.process_index()} on {socket.gethostname()}: {mine}" if mine else ""
-    page = np.zeros(_MESSAGE_BYTES, np.uint8)
-    text = np.frombuffer(where.encode()[:_MESSAGE_BYTES], np.uint8)
-    page[: len(text)] = text
-    pages = np.asarray(multihost_utils.process_allgather(page))
-    texts = (row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in pages)
-    return "; ".join(filter(None, texts))

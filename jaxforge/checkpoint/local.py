@@ -40,8 +40,9 @@ def open_local(
 
 def _check_shared(directory: Path) -> None:
     """Each process holds a part of the state, and all of it must be found again."""
-    tag = uuid.UUID(bytes=multihost_utils.broadcast_one_to_all(_bytes(uuid.uuid4())).tobytes())
-    marker = directory / f".seen_by_all_{tag.hex}"
+    tag = np.frombuffer(uuid.uuid4().bytes, np.uint8)
+    tag = multihost_utils.broadcast_one_to_all(tag)
+    marker = directory / f".seen_by_all_{tag.tobytes().hex()}"
     if jax.process_index() == 0:
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -61,7 +62,3 @@ def _check_shared(directory: Path) -> None:
             f"{jax.process_count()} processes: name one that they share, or set "
             "checkpoint.non_persistent_interval = 0"
         )
-
-
-def _bytes(tag: uuid.UUID) -> np.ndarray:
-    return np.frombuffer(tag.bytes, np.uint8)

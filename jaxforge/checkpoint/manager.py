@@ -107,7 +107,12 @@ class Checkpoints:
         if not read_only:
             check_path(self.directory)
         if is_shared:
-            self._share_directory()
+            if jax.process_index() == 0:
+                with self._naming_failure():
+                    self.directory.mkdir(parents=True, exist_ok=True)
+            multihost_utils.sync_global_devices(f"directory {self.directory}")
+            listening = job_saves.noticing_failures(self.directory, self._note_failure)
+            self._closing.enter_context(listening)
         self._manager = _Manager(
             self.directory,
             handler_registry=_handlers(arrays),
@@ -233,17 +238,10 @@ class Checkpoints:
         """
         with self._naming_damage(step):
             tree, saved = self._fitting_trees(like, step)
-            restore_args = ocp.checkpoint_utils.construct_restore_args(tree)
-            restored = self._manager.restore(
+            restored = self._read(
                 step,
-                args=ocp.args.Composite(
-                    state=ocp.args.PyTreeRestore(
-                        tree,
-                        restore_args=restore_args,
-                        partial_restore=layout.has_spare(tree, saved),
-                    ),
-                    progress=ocp.args.JsonRestore(),
-                ),
+                progress=ocp.args.JsonRestore(),
+                state=_restore_args(tree, partial=layout.has_spare(tree, saved)),
             )
             self._check_bits(restored.state, saved, step)
             progress = unsealed(restored.progress, step)
@@ -271,8 +269,7 @@ class Checkpoints:
     def progress(self, step: int) -> Progress:
         """The host's counters at a step."""
         with self._naming_damage(step):
-            args = ocp.args.Composite(progress=ocp.args.JsonRestore())
-            return unsealed(self._manager.restore(step, args=args).progress, step)
+            return unsealed(self._read(step, progress=ocp.args.JsonRestore()).progress, step)
 
     def has_optimizer(self, step: int) -> bool:
         """Whether a step holds more than weights."""
@@ -286,17 +283,9 @@ class Checkpoints:
             like = {name: part for name, part in like.items() if name in saved}
             like = layout.common(like, saved)
             self._check_fits(like, {name: saved[name] for name in like}, step)
-            restore_args = ocp.checkpoint_utils.construct_restore_args(like)
-            restored = self._manager.restore(
-                step,
-                args=ocp.args.Composite(
-                    state=ocp.args.PyTreeRestore(
-                        like, restore_args=restore_args, partial_restore=True
-                    )
-                ),
-            )
-            self._check_bits(restored.state, saved, step)
-        return restored.state
+            state = self._read(step, state=_restore_args(like, partial=True)).state
+            self._check_bits(state, saved, step)
+        return state
 
     def path(self, step: int) -> Path:
         """The directory of a step."""
@@ -333,14 +322,6 @@ class Checkpoints:
                     self._thread.join(self._patience_sec)
                 if not (self._thread and self._thread.is_alive()):
                     self._manager.close()
-
-    def _share_directory(self) -> None:
-        """Make the directory for all processes of the job, and look out for this one's failures."""
-        if jax.process_index() == 0:
-            with self._naming_failure():
-                self.directory.mkdir(parents=True, exist_ok=True)
-        multihost_utils.sync_global_devices(f"directory {self.directory}")
-        self._closing.enter_context(job_saves.noticing_failures(self.directory, self._note_failure))
 
     def _note_failure(self, error: Exception) -> None:
         self._failure = self._failure or error
@@ -397,6 +378,10 @@ class Checkpoints:
         except Exception as error:  # whatever it is, it is raised by `check`
             self._note_failure(error)
 
+    def _read(self, step: int, **items: ocp.args.CheckpointArgs) -> ocp.args.Composite:
+        """Return items of a step."""
+        return self._manager.restore(step, args=ocp.args.Composite(**items))
+
     def _saved_tree(self, step: int) -> PyTree:
         """Shapes and dtypes of the state that was saved; read from the disk."""
         return self._manager.item_metadata(step).state.tree
@@ -440,8 +425,7 @@ class Checkpoints:
         """Compares checksums, where the checkpoint has any: those of old versions do not."""
         if not (self.path(step) / "checksums").exists():
             return
-        args = ocp.args.Composite(checksums=ocp.args.JsonRestore())
-        checksums = self._manager.restore(step, args=args).checksums
+        checksums = self._read(step, checksums=ocp.args.JsonRestore()).checksums
         saved = flatten_dict(saved_tree, sep=".")
         check(restored, checksums, {name: leaf.dtype for name, leaf in saved.items()})
 
@@ -508,6 +492,11 @@ class _Manager(ocp.CheckpointManager):
     def reached_preemption(self, step: int) -> bool:
         """Never asks: saves are ours to decide."""
         return False
+
+
+def _restore_args(tree: PyTree, *, partial: bool) -> ocp.args.PyTreeRestore:
+    restore_args = ocp.checkpoint_utils.construct_restore_args(tree)
+    return ocp.args.PyTreeRestore(tree, restore_args=restore_args, partial_restore=partial)
 
 
 def _handlers(

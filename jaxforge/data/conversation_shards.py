@@ -67,15 +67,13 @@ class ConversationShards(TokenFiles):
     def __len__(self) -> int:
         return len(self._packed)
 
-    def __getitem__(self, index: int) -> Int[np.ndarray, "S+1"]:
-        """Window `index`, int32 [S + 1]."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"window {index} of {len(self)}")
-        return self.batch([index])[0]
-
     def batch(self, indices: Sequence[int]) -> Int[np.ndarray, "n S+1"]:
         """The windows `indices`, all below `len(self)`, int32 [n, S + 1]."""
-        spans = [[self._span(i) for i in self._packed[index]] for index in indices]
+        file, start, length = self._file, self._start, self._packed.lengths
+        spans = [
+            [Span(int(file[i]), int(start[i]), int(start[i] + length[i])) for i in self._packed[n]]
+            for n in indices
+        ]
         pieces = [[self.piece(span) for span in row] for row in spans]
         rows = [fill_window([*map(np.asarray, row)], self.window) for row in pieces]
         windows = np.stack(rows)
@@ -85,10 +83,6 @@ class ConversationShards(TokenFiles):
     def __repr__(self) -> str:
         windows = f"{len(self)} windows of {self.window} entries"
         return f"ConversationShards({str(self.directory)!r}: {windows})"
-
-    def _span(self, conversation: int) -> Span:
-        file, start = int(self._file[conversation]), int(self._start[conversation])
-        return Span(file, start, start + int(self._packed.lengths[conversation]))
 
     def _places(
         self, manifest: Manifest, lengths: Int[np.ndarray, "n"]

@@ -138,7 +138,14 @@ def _fingerprint(dataset: Dataset | Streaming) -> Fingerprint:
 
 def _of_files(source: TokenFiles) -> Fingerprint:
     manifest = source.manifest
-    contents: list[Any] = [_of_file(file, source) for file in source.files]
+    contents: list[Any] = []
+    for file in source.files:
+        shard = manifest and manifest.by_file.get(file.path.name)
+        about: list[Any] = [file.path.name, file.tokens, file.dtype.str]
+        if shard and shard.crc32:
+            contents.append([*about, shard.crc32])
+        else:
+            contents.append([*about, None if urls.in_bucket(file.path) else _ends(file)])
     if manifest:
         contents.append([manifest.eos_id, manifest.lengths_crc32])
     return {
@@ -147,14 +154,6 @@ def _of_files(source: TokenFiles) -> Fingerprint:
         "tokenizer": manifest and manifest.tokenizer_sha256,
         "contents": _digest(contents),
     }
-
-
-def _of_file(file: TokenFile, source: TokenFiles) -> list[Any]:
-    shard = source.manifest and source.manifest.by_file.get(file.path.name)
-    about = [file.path.name, file.tokens, file.dtype.str]
-    if shard and shard.crc32:
-        return [*about, shard.crc32]
-    return [*about, None if urls.in_bucket(file.path) else _ends(file)]
 
 
 def _ends(file: TokenFile) -> str:

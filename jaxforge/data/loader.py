@@ -14,14 +14,13 @@ A process reads only the rows that its devices hold.
 
 import collections
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import grain
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxforge.config.data import DataConfig
 from jaxforge.config.job import JobConfig
 from jaxforge.data.dataset import Dataset, Example, Mixture, Streaming
 from jaxforge.data.mixture import GrainMixture, Segment, TorchMixture
@@ -102,34 +101,18 @@ def _order(
     first: int,
 ) -> Order:
     """Position -> index, from position `first` on."""
-    ranks, seed = data_parallel_size(mesh), data_seed(config)
-    rows = config.train.microbatch_size(ranks)
+    data, ranks, seed = config.data, data_parallel_size(mesh), data_seed(config)
+    rows, is_torch = config.train.microbatch_size(ranks), data.order == "torch"
     if not isinstance(dataset, Mixture):
-        return training_order(config.data, len(dataset), seed, rows)
+        n = len(dataset)
+        if is_torch:
+            return TorchOrder(n, seed, data.shuffle, rows)
+        return GrainOrder(n, seed, data.shuffle)
     assert segments, "a mixture is read in segments"
     assert segments[0].start <= first, "these positions belong to no segment"
-    return mixture_order(config.data, dataset.sizes, segments, seed, rows, ranks)
-
-
-def training_order(config: DataConfig, n: int, seed: int, rows: int) -> Order:
-    """Position -> index, as `data.order` and `data.shuffle` say."""
-    if config.order == "torch":
-        return TorchOrder(n, seed, config.shuffle, rows)
-    return GrainOrder(n, seed, config.shuffle)
-
-
-def mixture_order(
-    config: DataConfig,
-    sizes: Mapping[str, int],
-    segments: Sequence[Segment],
-    seed: int,
-    rows: int,
-    ranks: int,
-) -> Order:
-    """Position -> index in a mixture, on so many data-parallel ranks."""
-    if config.order == "torch":
-        return TorchMixture(sizes, segments, seed, rows, config.torch_ranks or ranks)
-    return GrainMixture(sizes, segments, seed, config.shuffle)
+    if is_torch:
+        return TorchMixture(dataset.sizes, segments, seed, rows, data.torch_ranks or ranks)
+    return GrainMixture(dataset.sizes, segments, seed, data.shuffle)
 
 
 def eval_batches(

@@ -20,7 +20,14 @@ from zlib import crc32
 import numpy as np
 from jaxtyping import Int
 
-from jaxforge.data.order import GrainOrder, LastTwo, next_randperm, rank_slice, torch_generator
+from jaxforge.data.order import (
+    GrainOrder,
+    LastTwo,
+    Rebuilt,
+    next_randperm,
+    rank_slice,
+    torch_generator,
+)
 from jaxforge.errors import UserError
 
 BLOCK = 8192
@@ -63,7 +70,7 @@ def proportions(
     return {name: power / total for name, power in zip(weights, powers, strict=True)}
 
 
-class GrainMixture:
+class GrainMixture(Rebuilt):
     """Blocks with exactly the proportions, in random order; each dataset in its own `GrainOrder`.
 
     Each dataset has epochs of its own: no sample comes again before all others of its dataset have
@@ -91,9 +98,10 @@ class GrainMixture:
         self._arguments = sizes, segments, seed, shuffle, block
         self._seed, self._block = seed % 2**32, block
         self._offsets = dict(zip(sizes, offsets(sizes.values()), strict=True))
-        self._orders = {
-            name: GrainOrder(n, _seed_of(name, seed), shuffle) for name, n in sizes.items()
-        }
+        self._orders = {}
+        for name, n in sizes.items():  # by a seed of the dataset's own, whatever the others are
+            sequence = np.random.SeedSequence([self._seed, crc32(name.encode())])
+            self._orders[name] = GrainOrder(n, int(sequence.generate_state(1)[0]), shuffle)
         self._starts = [segment.start for segment in segments]
         self._names = [list(segment.proportions) for segment in segments]
         self._counts = [
@@ -104,16 +112,12 @@ class GrainMixture:
 
     def __getitem__(self, position: int) -> int:
         segment = bisect_right(self._starts, position) - 1
-        dataset, place = self._draw(segment, position - self._starts[segment])
-        name = self._names[segment][dataset]
-        return self._offsets[name] + self._orders[name][self._drawn[segment].get(name, 0) + place]
-
-    def _draw(self, segment: int, offset: int) -> tuple[int, int]:
-        """Which dataset an offset within a segment draws from, and how many draws came before."""
-        block, within = divmod(offset, self._block)
+        block, within = divmod(position - self._starts[segment], self._block)
         datasets, places = self._cached(segment, block)
         dataset = int(datasets[within])
-        return dataset, block * self._counts[segment][dataset] + int(places[within])
+        place = block * self._counts[segment][dataset] + int(places[within])
+        name = self._names[segment][dataset]
+        return self._offsets[name] + self._orders[name][self._drawn[segment].get(name, 0) + place]
 
     def _make_block(
         self, segment: int, block: int
@@ -142,9 +146,6 @@ class GrainMixture:
                 drawn = {**drawn, name: drawn.get(name, 0) + blocks * whole + part}
         yield drawn
 
-    def __reduce__(self) -> tuple:
-        return type(self), self._arguments
-
 
 def block_counts(proportions: Sequence[float], block: int) -> list[int]:
     """Whole numbers nearest to `proportions` that sum to `block`, by the largest remainders.
@@ -160,7 +161,7 @@ def block_counts(proportions: Sequence[float], block: int) -> list[int]:
     return counts
 
 
-class TorchMixture:
+class TorchMixture(Rebuilt):
     """KempnerForge's `MixtureSampler` under a DataLoader that drops the last.
 
     An epoch draws from each dataset as often as its proportion of all samples says; where that is
@@ -231,9 +232,6 @@ class TorchMixture:
         entries = np.concatenate(drawn)
         return entries[next_randperm(len(entries), generator)].reshape(-1)
 
-    def __reduce__(self) -> tuple:
-        return type(self), self._arguments
-
 
 def epoch_targets(proportions: Sequence[float], total: int) -> list[int]:
     """Samples of each dataset in an epoch of `total`, as KempnerForge rounds them.
@@ -252,8 +250,3 @@ def epoch_targets(proportions: Sequence[float], total: int) -> list[int]:
 def offsets(sizes: Iterable[int]) -> list[int]:
     """Index of the first sample of each dataset."""
     return [0, *itertools.accumulate(sizes)][:-1]
-
-
-def _seed_of(name: str, seed: int) -> int:
-    """A seed of a dataset's own, the same whatever stands beside it."""
-    return int(np.random.SeedSequence([seed % 2**32, crc32(name.encode())]).generate_state(1)[0])

@@ -56,7 +56,16 @@ class LastTwo(Generic[T]):
             return self._made[key]
 
 
-class GrainOrder:
+class Rebuilt:
+    """An object that is pickled as the arguments that it was built with."""
+
+    _arguments: tuple
+
+    def __reduce__(self) -> tuple:
+        return type(self), self._arguments
+
+
+class GrainOrder(Rebuilt):
     """Grain's global shuffle: no permutation in memory, another one each epoch.
 
     The same order as `grain.MapDataset.range(n).seed(seed).shuffle().repeat()`, in half the time.
@@ -86,11 +95,8 @@ class GrainOrder:
             return place
         return self._shuffle(place, self._n - 1, (self._seed + epoch) % 2**32, 4)
 
-    def __reduce__(self) -> tuple:
-        return type(self), self._arguments
 
-
-class TorchOrder:
+class TorchOrder(Rebuilt):
     """KempnerForge's order: torch's DistributedSampler under a DataLoader that drops the last.
 
     With R ranks, rank r reads `rank_slice(permutation, r, R)` in batches of b. Batch j of all
@@ -122,9 +128,6 @@ class TorchOrder:
     def __getitem__(self, position: int) -> int:
         epoch, place = divmod(position, self._epoch_length)
         return int(self._permutation(epoch)[place]) if self._shuffle else place
-
-    def __reduce__(self) -> tuple:
-        return type(self), self._arguments
 
 
 _CHUNK = 1 << 16  # draws that are Python integers at a time

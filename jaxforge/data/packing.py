@@ -167,12 +167,6 @@ def best_fit(
         if not windows_with[room - length]:
             insort(rooms, room - length)
         windows_with[room - length].append(window)
-    return _by_window(window_of)
-
-
-def _by_window(
-    window_of: Int[np.ndarray, "n"],
-) -> tuple[Int[np.ndarray, "n"], Int[np.ndarray, "windows"]]:
     firsts = np.unique(window_of, return_index=True)[1]
     window_of = np.argsort(np.argsort(firsts))[window_of]
     return np.argsort(window_of, kind="stable"), np.cumsum(np.bincount(window_of))

@@ -134,7 +134,13 @@ def _open_shards(
     """The shards of a source, `keys` being those of its directory and pattern."""
     directory, pattern = source.dataset_path, source.file_pattern
     if not directory:
-        directory, pattern = str(_tokenized(config, source)), "*.npy"
+        assert source.hf_dataset_name
+        tokenizer = _tokenizer(config.data)
+        shards_of_rows = cached_shards(
+            source.hf_dataset_name, source.hf_dataset_config, source.hf_dataset_split,
+            _content(config.data, tokenizer), tokenizer,
+        )  # fmt: skip
+        directory, pattern = str(shards_of_rows), "*.npy"
     options = {
         "vocab_size": config.model.vocab_size,
         "token_dtype": config.data.token_dtype,
@@ -152,19 +158,6 @@ def _open_shards(
         if eos != manifest_eos:  # else `prepare` ended documents with it
             shards.warn_without(eos)
     return Dataset(shards, _splitter(config, manifest_eos))
-
-
-def _tokenized(config: JobConfig, source: DataConfig | EvalSource) -> Path:
-    """Shards of the Hugging Face dataset that `source` names."""
-    assert source.hf_dataset_name
-    tokenizer = _tokenizer(config.data)
-    return cached_shards(
-        source.hf_dataset_name,
-        source.hf_dataset_config,
-        source.hf_dataset_split,
-        _content(config.data, tokenizer),
-        tokenizer,
-    )
 
 
 def _content(config: DataConfig, tokenizer: Tokenizer) -> Content:

@@ -42,7 +42,7 @@ from jaxforge.config.data import Overlong
 from jaxforge.data.corpus.conversations import Conversations, encode_conversations
 from jaxforge.data.corpus.documents import Place, pieces
 from jaxforge.data.corpus.entries import FIRST, ID
-from jaxforge.data.corpus.ingest import batches, encode
+from jaxforge.data.corpus.ingest import batches, encode, texts_of
 from jaxforge.data.corpus.inputs import HuggingFace
 from jaxforge.data.corpus.records import Content
 from jaxforge.data.corpus.tokenizer import Tokenizer, identity
@@ -281,9 +281,13 @@ class _Stream:
                 window = anchor.window + len(block)
                 yield block[self._permutation(len(block), 1, anchor.window)]
             if start == Anchor(window, start.epoch):
-                raise UserError(
-                    f"{self._source.name}: files {list(self._files)} hold {self._too_little}"
+                too_little = (
+                    "no conversation that fits into a sequence"
+                    if self._source.conversations
+                    else f"less text than the {self._source.window} tokens of a sequence"
                 )
+                files = list(self._files)
+                raise UserError(f"{self._source.name}: files {files} hold {too_little}")
             start = Anchor(window, start.epoch + 1)
 
     def _of_epoch(self, start: Anchor) -> Iterator[tuple[Anchor, Int[np.ndarray, "windows S+1"]]]:
@@ -306,12 +310,6 @@ class _Stream:
                 window, drop, size = window + n, drop + n * width, size - n * width
                 while held and drop >= len(held[0][1]):
                     drop -= len(held.pop(0)[1])
-
-    @property
-    def _too_little(self) -> str:
-        if self._source.conversations:
-            return "no conversation that fits into a sequence"
-        return f"less text than the {self._source.window} tokens of a sequence"
 
     def _packed(self, start: Anchor) -> Iterator[tuple[Anchor, Int[np.ndarray, "windows S+1"]]]:
         """The rest of an epoch in blocks of packed conversations."""
@@ -349,8 +347,8 @@ class _Stream:
         for i, file in enumerate(order[start.file :].tolist(), start.file):
             rows = source.file(self._files[file])
             for batch in batches(pieces([rows], start=place)):
-                yield _InFile(i, place.record, place.offset), source.encode(batch.texts)
-                place = batch.pieces[-1].end
+                yield _InFile(i, place.record, place.offset), source.encode(texts_of(batch))
+                place = batch[-1].end
             place = Place()
 
     def _permutation(self, n: int, kind: int, number: int) -> Int[np.ndarray, "n"]:

@@ -180,7 +180,11 @@ def _inspect_bin(path: Path, name: str, manifest: Manifest | None) -> TokenFile:
             f"data.token_dtype is {name!r}, but {path.parent / FILE_NAME} says {manifest.dtype!r}; "
             "remove data.token_dtype"
         )
-    dtype = _integer_type(name).newbyteorder("<")
+    dtype = np.dtype("V")
+    with suppress(TypeError):
+        dtype = np.dtype(name).newbyteorder("<")
+    if dtype.kind not in "iu":
+        raise UserError(f'data.token_dtype = {name!r} is no integer type; try "uint16" or "uint32"')
     if urls.in_bucket(path):
         if not shard:
             raise UserError(
@@ -208,28 +212,15 @@ def _open_head(path: Path) -> IO[bytes]:
     return io.BytesIO(buckets.head(path, _HEADER))
 
 
-def _integer_type(name: str) -> np.dtype:
-    with suppress(TypeError):
-        dtype = np.dtype(name)
-        if dtype.kind in "iu":
-            return dtype
-    raise UserError(f'data.token_dtype = {name!r} is no integer type; try "uint16" or "uint32"')
-
-
 def _check_size(path: Path, expected: int, source: str) -> None:
     if urls.in_bucket(path):
         from jaxforge.storage import buckets
 
-        if wrong := buckets.other_length(path, expected):
-            raise UserError(
-                f"{path} {wrong} than the {expected} bytes that {source} says; copy or prepare it "
-                "again"
-            )
-        return
-    size = path.stat().st_size
-    if size != expected:
-        wrong = "is cut short" if size < expected else "is too long"
-        raise UserError(
-            f"{path} {wrong}: it has {size} bytes where {source} says {expected}; "
-            "copy or prepare it again"
-        )
+        wrong = buckets.other_length(path, expected)
+        problem = wrong and f"{wrong} than the {expected} bytes that {source} says"
+    else:
+        size = path.stat().st_size
+        wrong = "is cut short" if size < expected else "is too long" if size > expected else None
+        problem = wrong and f"{wrong}: it has {size} bytes where {source} says {expected}"
+    if problem:
+        raise UserError(f"{path} {problem}; copy or prepare it again")

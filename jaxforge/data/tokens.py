@@ -14,6 +14,7 @@ its bytes, many at a time, and nothing is kept on a disk.
 """
 
 import logging
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -59,8 +60,8 @@ class Span(NamedTuple):
     end: int
 
 
-class TokenFiles:
-    """A directory of token files.
+class TokenFiles(ABC):
+    """A directory of token files, read as windows.
 
     Everything that can be wrong with the files is found here, before the first step.
 
@@ -105,6 +106,20 @@ class TokenFiles:
         self._map = lru_cache(_OPEN_FILES)(self._map_file)
         if verify == "start":
             self._check_all_blocks()
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of windows."""
+
+    @abstractmethod
+    def batch(self, indices: Sequence[int]) -> Int[np.ndarray, "n S+1"]:
+        """Return the windows `indices`, all below `len(self)`, int32 [n, S + 1]."""
+
+    def __getitem__(self, index: int) -> Int[np.ndarray, "S+1"]:
+        """Return window `index`, int32 [S + 1]."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        return self.batch([index])[0]
 
     def piece(self, span: Span) -> ArrayLike:
         """Return tokens of a file; of one in a bucket, on their way.
@@ -207,21 +222,23 @@ class TokenShards(TokenFiles):
         self._ends = list(accumulate(file.tokens // self.window for file in self.files))
         if not len(self):
             key = options.get("keys", ("data.dataset_path",))[0]
-            raise UserError(_too_short(self.files, self.window, key))
+            longest = max(self.files, key=lambda file: file.tokens)
+            raise UserError(
+                f"no file holds a window of train.seq_len + 1 = {self.window} tokens: the longest "
+                f"of {len(self.files)}, {longest.path}, has {longest.tokens}; lower train.seq_len "
+                f"or set {key} to more tokens"
+            )
 
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def __getitem__(self, index: int) -> Int[np.ndarray, "S+1"]:
-        """Window `index`, int32 [S + 1]."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"window {index} of {len(self)}")
-        return self.batch([index])[0]
-
     def batch(self, indices: Sequence[int]) -> Int[np.ndarray, "n S+1"]:
         """The windows `indices`, all below `len(self)`, int32 [n, S + 1]."""
         windows = np.empty((len(indices), self.window), np.int32)
-        spans = [self._span(index) for index in indices]
+        files = [bisect_right(self._ends, index) for index in indices]
+        firsts = [self._ends[file - 1] if file else 0 for file in files]
+        starts = [(i - first) * self.window for i, first in zip(indices, firsts, strict=True)]
+        spans = [Span(n, at, at + self.window) for n, at in zip(files, starts, strict=True)]
         pieces = [self.piece(span) for span in spans]  # of a bucket: all of them are asked for
         for row, piece in zip(windows, pieces, strict=True):
             row[:] = piece
@@ -231,11 +248,6 @@ class TokenShards(TokenFiles):
     def __repr__(self) -> str:
         files = f"{len(self.files)} files, {len(self)} windows of {self.window} tokens"
         return f"TokenShards({str(self.directory)!r}: {files})"
-
-    def _span(self, index: int) -> Span:
-        file = bisect_right(self._ends, index)
-        start = (index - (self._ends[file - 1] if file else 0)) * self.window
-        return Span(file, start, start + self.window)
 
 
 class SyntheticTokens:
@@ -299,15 +311,6 @@ def _matches(directory: Path, pattern: str, keys: tuple[str, str]) -> list[Path]
     raise UserError(f"no file matches {of_pattern} = {pattern!r} in {directory} (it holds {there})")
 
 
-def _too_short(files: list[TokenFile], window: int, key: str) -> str:
-    longest = max(files, key=lambda file: file.tokens)
-    return (
-        f"no file holds a window of train.seq_len + 1 = {window} tokens: the longest of "
-        f"{len(files)}, {longest.path}, has {longest.tokens}; lower train.seq_len or set "
-        f"{key} to more tokens"
-    )
-
-
 def _check_vocabulary(file: TokenFile, vocab_size: int, manifest: Manifest | None) -> None:
     shard = manifest and manifest.by_file.get(file.path.name)
     if shard and shard.tokens == file.tokens:
@@ -316,8 +319,11 @@ def _check_vocabulary(file: TokenFile, vocab_size: int, manifest: Manifest | Non
         raise UserError(
             f"{file.path} is not what {FILE_NAME} beside it says; copy or prepare it again"
         )
+    elif file.dtype.kind == "u" and np.iinfo(file.dtype).max < vocab_size:
+        return  # such a type has no token to be afraid of
     else:
-        low, high = _extremes(file, vocab_size)
+        extremes = [(int(chunk.min()), int(chunk.max())) for chunk in _chunks(file)]
+        low, high = min(low for low, _ in extremes), max(high for _, high in extremes)
     if low < 0:
         raise UserError(
             f"{file.path}: token {low} is negative; its type is perhaps not {file.dtype}"
@@ -330,16 +336,6 @@ def _check_vocabulary(file: TokenFile, vocab_size: int, manifest: Manifest | Non
             f"tokenizer (.bin files of another type than {file.dtype} look like this too: set "
             f"data.token_dtype){_where(file, high)}"
         )
-
-
-def _extremes(file: TokenFile, vocab_size: int) -> tuple[int, int]:
-    """Smallest and largest token of a file, read in chunks."""
-    if file.dtype.kind == "u" and np.iinfo(file.dtype).max < vocab_size:
-        return 0, 0  # such a type has no token to be afraid of
-    lows, highs = zip(
-        *((int(chunk.min()), int(chunk.max())) for chunk in _chunks(file)), strict=True
-    )
-    return min(lows), max(highs)
 
 
 def _chunks(file: TokenFile) -> Iterator[Int[np.ndarray, "_"]]:

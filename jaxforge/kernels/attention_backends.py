@@ -91,18 +91,12 @@ def masked_attention(
 ) -> Queries:
     """The reference for any mask: what decoding with a cache uses."""
     if scoring.softcap is not None or sinks is not None:
-        return _capped_attention(q, k, v, mask, scoring, sinks)
+        weights = softmax_weights(q, k, mask, scoring, sinks)
+        output = jnp.einsum("bkgst,btkh->bskgh", weights.astype(v.dtype), v)
+        return output.reshape(q.shape)
     return jax.nn.dot_product_attention(
         q, k, v, mask=mask, scale=scoring.scale, implementation="xla"
     )
-
-
-def _capped_attention(
-    q: Queries, k: Keys, v: Keys, mask: Bool[Array, "b 1 s t"], scoring: Scoring, sinks: Sinks
-) -> Queries:
-    weights = softmax_weights(q, k, mask, scoring, sinks)
-    output = jnp.einsum("bkgst,btkh->bskgh", weights.astype(v.dtype), v)
-    return output.reshape(q.shape)
 
 
 def softmax_weights(
@@ -157,12 +151,8 @@ def attend_locally(
     Manual over every axis that is still automatic, so that nothing is left to the partitioner:
     cuDNN's attention brings one of its own, which fails where some axes are manual already.
     """
-    if window is not None:
-        kernel = functools.partial(kernel, window=window)
-    if chunk is not None:
-        kernel = functools.partial(kernel, chunk=chunk)
-    if scoring != PLAIN:
-        kernel = functools.partial(kernel, scoring=scoring)
+    options = {"window": window, "chunk": chunk, "scoring": scoring if scoring != PLAIN else None}
+    kernel = functools.partial(kernel, **{k: x for k, x in options.items() if x is not None})
 
     def run(q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, sinks: Sinks) -> Queries:
         return _with_sinks(kernel, sinks)(q, k, v, segment_ids)
@@ -306,10 +296,6 @@ _ROOMY = ("8.0", "9.0", "10.0", "10.3")
 """GPUs with 160 KiB of shared memory for a block, or more."""
 
 
-def _always_supported(at: KernelRequirements) -> str | None:
-    return None
-
-
 def _no_gpu_kernel(at: KernelRequirements) -> str | None:
     """What speaks against any kernel for GPUs."""
     if at.platform != "gpu":
@@ -389,8 +375,8 @@ def opaque(
 
 
 BACKENDS = {
-    "reference": Kernel(reference_attention, _always_supported),
-    "blockwise": Kernel(blockwise_attention, _always_supported),
+    "reference": Kernel(reference_attention, lambda at: None),
+    "blockwise": Kernel(blockwise_attention, lambda at: None),
     "cudnn": opaque(cudnn_attention, _cudnn_unsupported),
     "triton": opaque(on_first_use("flash", "flash_attention"), _triton_unsupported),
     "splash": opaque(on_first_use("splash", "splash_attention"), _splash_unsupported),

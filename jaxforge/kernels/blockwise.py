@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxforge.kernels import masking
-from jaxforge.kernels.scoring import PLAIN, Scoring, soft_cap_slope
+from jaxforge.kernels.scoring import PLAIN, Scoring, product
 
 _BLOCKS = 8  # blocks a sequence: of what is computed, a sixteenth is masked
 _SMALLEST = 32  # queries: below it, products are too small to be fast
@@ -32,6 +32,25 @@ _SMALLEST = 32  # queries: below it, products are too small to be fast
 SegmentIds = Int[Array, "b s"] | None
 Reach = Int[Array, ""] | None
 Sinks = Float[Array, "heads"] | None
+
+
+class _Inputs(NamedTuple):
+    """Arrays that attention is computed from, and in their place their gradients."""
+
+    q: Float[Array, "b s heads h"]
+    k: Float[Array, "b s kv h"]
+    v: Float[Array, "b s kv h"]
+    segment_ids: SegmentIds
+    reach: Reach
+    sinks: Sinks
+
+
+class _Static(NamedTuple):
+    """What is known when this is compiled."""
+
+    window: int | None
+    chunk: int | None
+    scoring: Scoring
 
 
 class _Folded(NamedTuple):
@@ -43,7 +62,6 @@ class _Folded(NamedTuple):
     sinks: Array | None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 7))
 def blockwise_attention(
     q_BSHh: Float[Array, "b s heads h"],
     k_BSKh: Float[Array, "b s kv h"],
@@ -60,91 +78,75 @@ def blockwise_attention(
     `reach` is a window that only the device knows: no key is left out for it, but masked. `sinks`
     are logits beside the scores of each query, and take weight from them.
     """
-    return _forward(q_BSHh, k_BSKh, v_BSKh, segment_ids, window, chunk, reach, scoring, sinks)[0]
+    inputs = _Inputs(q_BSHh, k_BSKh, v_BSKh, segment_ids, reach, sinks)
+    return _attention(_Static(window, chunk, scoring), inputs)
 
 
-def _forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    segment_ids: SegmentIds,
-    window: int | None,
-    chunk: int | None,
-    reach: Reach,
-    scoring: Scoring,
-    sinks: Sinks,
-) -> tuple[Array, tuple[Array, ...]]:
-    kv_heads, scale = k.shape[2], scoring.scale_of(q.shape[-1])
-    folded, outputs, lses = _fold_all(q, k, v, sinks), [], []
-    for block in _blocks(q, k, segment_ids, window, chunk, reach):
-        scores = _product("bkrh,bkth->bkrt", folded.q[:, :, block.rows], folded.k[:, :, block.keys])
-        scores = jnp.where(block.visible, scoring.capped(scores * scale), -jnp.inf)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(static: _Static, inputs: _Inputs) -> Array:
+    return _attend(static, inputs)[0]
+
+
+def _attend(static: _Static, inputs: _Inputs) -> tuple[Array, tuple[_Inputs, Array, list[Array]]]:
+    q, k, v, *_ = inputs
+    scoring, folded = static.scoring, _fold_all(inputs)
+    outputs, lses = [], []
+    for block in _blocks(static, inputs):
+        scores = product("bkrh,bkth->bkrt", folded.q[:, :, block.rows], folded.k[:, :, block.keys])
+        scores = scoring.capped(scores * scoring.scale_of(q.shape[-1]))
+        scores = jnp.where(block.visible, scores, -jnp.inf)
         top = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - top)
         total = jnp.sum(weights, axis=-1, keepdims=True)
         if folded.sinks is not None:
             total += jnp.exp(folded.sinks[:, block.rows] - top)  # inf: nothing is left for keys
-        output = _product("bkrt,bkth->bkrh", weights.astype(v.dtype), folded.v[:, :, block.keys])
+        output = product("bkrt,bkth->bkrh", weights.astype(v.dtype), folded.v[:, :, block.keys])
         outputs.append((output / total).astype(v.dtype))
         lses.append(top + jnp.log(total))
-    return _unfold_queries(jnp.concatenate(outputs, axis=2), kv_heads, q.shape), tuple(lses)
-
-
-def _attend(
-    q: Array,
-    k: Array,
-    v: Array,
-    segment_ids: SegmentIds,
-    window: int | None,
-    chunk: int | None,
-    reach: Reach,
-    scoring: Scoring,
-    sinks: Sinks,
-) -> tuple[Array, tuple]:
-    output, lses = _forward(q, k, v, segment_ids, window, chunk, reach, scoring, sinks)
-    return output, (q, k, v, segment_ids, reach, sinks, output, lses)
+    output = _unfold_queries(jnp.concatenate(outputs, axis=2), k.shape[2], q.shape)
+    return output, (inputs, output, lses)
 
 
 def _differentiate(
-    window: int | None, chunk: int | None, scoring: Scoring, saved: tuple, d_output: Array
-) -> tuple[Array, Array, Array, None, None, Sinks]:
-    q, k, v, segment_ids, reach, sinks, output, lses = saved
-    kv_heads, dtype, scale = k.shape[2], q.dtype, scoring.scale_of(q.shape[-1])
-    folded = _fold_all(q, k, v, sinks)
-    d_out = _fold_queries(d_output, kv_heads)
-    product = d_output.astype(jnp.float32) * output.astype(jnp.float32)
-    delta = jnp.sum(_fold_queries(product, kv_heads), axis=-1, keepdims=True)
+    static: _Static, saved: tuple[_Inputs, Array, list[Array]], d_output: Array
+) -> tuple[_Inputs]:
+    inputs, output, lses = saved
+    q, k, *_ = inputs
+    kv_heads, dtype = k.shape[2], q.dtype
+    folded, d_out = _fold_all(inputs), _fold_queries(d_output, kv_heads)
+    products = d_output.astype(jnp.float32) * output.astype(jnp.float32)
+    delta = jnp.sum(_fold_queries(products, kv_heads), axis=-1, keepdims=True)
     d_queries, d_keys, d_values = [], [], []
-    blocks = _blocks(q, k, segment_ids, window, chunk, reach)
-    for block, lse in zip(blocks, lses, strict=True):
+    for block, lse in zip(_blocks(static, inputs), lses, strict=True):
         queries, d_out_block = folded.q[:, :, block.rows], d_out[:, :, block.rows]
         keys, values = folded.k[:, :, block.keys], folded.v[:, :, block.keys]
-        scores = scoring.capped(_product("bkrh,bkth->bkrt", queries, keys) * scale)
+        scores = product("bkrh,bkth->bkrt", queries, keys)
+        scores = static.scoring.capped(scores * static.scoring.scale_of(q.shape[-1]))
         weights = jnp.where(block.visible, jnp.exp(scores - lse), 0.0)
-        d_weights = _product("bkrh,bkth->bkrt", d_out_block, values)
-        d_scores = weights * (d_weights - delta[:, :, block.rows]) * scale
-        if scoring.softcap is not None:
-            d_scores *= soft_cap_slope(scores, scoring.softcap)
-        d_scores = d_scores.astype(dtype)
-        d_queries.append(_product("bkrt,bkth->bkrh", d_scores, keys))
+        d_weights = product("bkrh,bkth->bkrt", d_out_block, values)
+        d_scores = static.scoring.score_gradients(
+            scores, weights, d_weights, delta[:, :, block.rows], q.shape[-1]
+        ).astype(dtype)
+        d_queries.append(product("bkrt,bkth->bkrh", d_scores, keys))
         others = (block.keys.start, k.shape[1] - block.keys.stop)
         around = ((0, 0), (0, 0), others, (0, 0))
-        d_keys.append(jnp.pad(_product("bkrt,bkrh->bkth", d_scores, queries), around))
-        d_value = _product("bkrt,bkrh->bkth", weights.astype(dtype), d_out_block)
+        d_keys.append(jnp.pad(product("bkrt,bkrh->bkth", d_scores, queries), around))
+        d_value = product("bkrt,bkrh->bkth", weights.astype(dtype), d_out_block)
         d_values.append(jnp.pad(d_value, around))
     d_query = jnp.concatenate(d_queries, axis=2)
-    return (
+    gradients = _Inputs(
         _unfold_queries(d_query.astype(dtype), kv_heads, q.shape),
-        _total(d_keys).astype(dtype).swapaxes(1, 2),
-        _total(d_values).astype(dtype).swapaxes(1, 2),
+        functools.reduce(jnp.add, d_keys).astype(dtype).swapaxes(1, 2),
+        functools.reduce(jnp.add, d_values).astype(dtype).swapaxes(1, 2),
         None,
         None,
-        _sink_gradients(sinks, folded, lses, delta, q.shape[1]),
+        _sink_gradients(inputs.sinks, folded, lses, delta, q.shape[1]),
     )
+    return (gradients,)
 
 
 def _sink_gradients(
-    sinks: Sinks, folded: _Folded, lses: tuple[Array, ...], delta: Array, length: int
+    sinks: Sinks, folded: _Folded, lses: list[Array], delta: Array, length: int
 ) -> Sinks:
     """What a sink takes of each row's δ, summed over the rows of its head."""
     if sinks is None or folded.sinks is None:
@@ -154,11 +156,7 @@ def _sink_gradients(
     return -jnp.sum(of_heads, axis=(0, 2)).reshape(sinks.shape).astype(sinks.dtype)
 
 
-blockwise_attention.defvjp(_attend, _differentiate)
-
-
-def _total(parts: list[Array]) -> Array:
-    return functools.reduce(jnp.add, parts)
+_attention.defvjp(_attend, _differentiate)
 
 
 class _Block(NamedTuple):
@@ -169,14 +167,9 @@ class _Block(NamedTuple):
     visible: Array
 
 
-def _blocks(
-    q: Array,
-    k: Array,
-    segment_ids: SegmentIds,
-    window: int | None,
-    chunk: int | None,
-    reach: Reach,
-) -> Iterator[_Block]:
+def _blocks(static: _Static, inputs: _Inputs) -> Iterator[_Block]:
+    q, k, _, segment_ids, reach, _ = inputs
+    window, chunk, _ = static
     length, kv_heads = q.shape[1], k.shape[2]
     group = q.shape[2] // kv_heads
     size = max(_SMALLEST, -(-length // _BLOCKS))
@@ -193,12 +186,8 @@ def _blocks(
         yield _Block(slice(start * group, end * group), slice(first, end), visible)
 
 
-def _product(dimensions: str, left: Array, right: Array) -> Float[Array, "b kv _ _"]:
-    """A batched product, accumulated in float32."""
-    return jnp.einsum(dimensions, left, right, preferred_element_type=jnp.float32)
-
-
-def _fold_all(q: Array, k: Array, v: Array, sinks: Sinks) -> _Folded:
+def _fold_all(inputs: _Inputs) -> _Folded:
+    q, k, v, _, _, sinks = inputs
     kv_heads = k.shape[2]
     if sinks is not None:
         sinks = jnp.tile(sinks.reshape(kv_heads, -1), (1, q.shape[1]))[..., None]

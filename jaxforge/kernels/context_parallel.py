@@ -20,7 +20,7 @@ the same number of pairs of tokens to score (as in Llama 3, arXiv:2407.21783, se
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +120,11 @@ def attend_in_context(
         if way == "ulysses":
             attend = functools.partial(attend_over, name, masks, one, scoring=scoring)
             return _ulysses(attend, q, k, v, segment_ids, sinks)
-        return _ring_over(name, masks, one, scoring, q, k, v, segment_ids, positions, sinks)
+        window = window_of(masks, one)
+        if (chunk := chunk_of(masks, one)) is not None:
+            segment_ids = _chunks(chunk, segment_ids, *positions.shape)
+        at = Tokens(positions, segment_ids)
+        return _ring((name, scoring), q, k, v, at, window, sinks).astype(q.dtype)
 
     return locally(local, q, k, v, (segment_ids, positions), sinks, *scalars)
 
@@ -148,25 +152,6 @@ def _ulysses(
     return collectives.all_to_all(y, _AXIS, split=1, join=2)
 
 
-def _ring_over(
-    parts: str,
-    masks: Sequence[Mask],
-    which: int | Array,
-    scoring: Scoring,
-    q: Array,
-    k: Array,
-    v: Array,
-    segment_ids: SegmentIds,
-    positions: Int[Array, "b s"],
-    sinks: Sinks,
-) -> Array:
-    window = window_of(masks, which)
-    if (chunk := chunk_of(masks, which)) is not None:
-        segment_ids = _chunks(chunk, segment_ids, *positions.shape)
-    at = Tokens(positions, segment_ids)
-    return _ring(_Way(parts, scoring), q, k, v, at, window, sinks).astype(q.dtype)
-
-
 def _chunks(chunk: Array, segment_ids: SegmentIds, batch: int, length: int) -> Array:
     """The chunks of this device's tokens, as documents: counted where a row is whole."""
     devices = collectives.axis_size(_AXIS)
@@ -178,33 +163,15 @@ def _chunks(chunk: Array, segment_ids: SegmentIds, batch: int, length: int) -> A
     return jax.lax.dynamic_slice_in_dim(spread(ids, "ring", devices), first, length, axis=1)
 
 
-class _Way(NamedTuple):
-    """What is known of a ring when it is compiled.
-
-    Attributes:
-        parts: the kernel of each turn, a key of `PARTS`.
-        scoring: what becomes of products of queries and keys.
-    """
-
-    parts: str
-    scoring: Scoring
-
-    def attend(self, queries: Queries, keys: Keys, window: Window) -> Part:
-        """What queries get from the keys of one device."""
-        return PARTS[self.parts].attend(queries, keys, self.scoring, window)
-
-    def gradients(
-        self, queries: Queries, of_queries: OfQueries, keys: Keys, window: Window
-    ) -> Gradients:
-        """And what that adds to the gradients."""
-        return PARTS[self.parts].gradients(queries, of_queries, keys, self.scoring, window)
+_Way = tuple[str, Scoring]
+"""The kernel of each turn, a key of `PARTS`, and what becomes of products."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ring(
     way: _Way, q: Array, k: Array, v: Array, at: Tokens, window: Window, sinks: Sinks
 ) -> Array:
-    return _go_round(way, q, k, v, at, window, sinks).o
+    return _ring_saving(way, q, k, v, at, window, sinks)[0]
 
 
 def _go_round(
@@ -212,7 +179,10 @@ def _go_round(
 ) -> Part:
     """What this device's queries get from the keys of all; and from sinks, which have no value."""
     queries, own = Queries(q, at), Keys(k, v, at)
-    attend = functools.partial(way.attend, queries, window=window)
+    name, scoring = way
+
+    def attend(keys: Keys) -> Part:
+        return PARTS[name].attend(queries, keys, scoring, window)
 
     def turn(carry: tuple[Part, Keys], _: None) -> tuple[tuple[Part, Keys], None]:
         part, keys = carry
@@ -244,7 +214,10 @@ def _ring_back(way: _Way, saved: tuple[Any, ...], d_o: Array) -> tuple[Any, ...]
     q, k, v, at, window, sinks, whole = saved
     delta = jnp.sum(whole.o * d_o, axis=-1)
     queries, of_queries = Queries(q, at), OfQueries(d_o, whole.lse, delta)
-    back = functools.partial(way.gradients, queries, of_queries, window=window)
+    name, scoring = way
+
+    def back(keys: Keys) -> Gradients:
+        return PARTS[name].gradients(queries, of_queries, keys, scoring, window)
 
     def turn(carry: Any, _: None) -> Any:  # noqa: ANN401
         d_q, d_keys, keys = carry

@@ -28,10 +28,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxforge.kernels import flash_kernels
 from jaxforge.kernels.flash_blocks import (
+    AFTER,
+    BEFORE,
     Tokens,
     filled,
-    filled_keys,
-    filled_queries,
+    filled_tokens,
     meetings,
     spans,
 )
@@ -73,42 +74,31 @@ def flash_attention(
     if chunk is not None:
         segment_ids = chunk_ids(batch, length, chunk, segment_ids, positions)
     at = Tokens(positions, segment_ids)
-    return _attention(q_BSHh, k_BSKh, v_BSKh, at, sinks, window, scoring)
+    return _attention(window, scoring, (q_BSHh, k_BSKh, v_BSKh, at, sinks))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    at: Tokens,
-    sinks: Sinks,
-    window: int | None,
-    scoring: Scoring,
-) -> Array:
-    return forward(q, k, v, at, at, window, scoring, sinks)[0]
+_Inputs = tuple[Array, Array, Array, Tokens, Sinks]
+"""Queries, keys, values, where both are, and sinks."""
 
 
-def _attend(
-    q: Array,
-    k: Array,
-    v: Array,
-    at: Tokens,
-    sinks: Sinks,
-    window: int | None,
-    scoring: Scoring,
-) -> tuple[Array, tuple]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(window: int | None, scoring: Scoring, inputs: _Inputs) -> Array:
+    return _attend(window, scoring, inputs)[0]
+
+
+def _attend(window: int | None, scoring: Scoring, inputs: _Inputs) -> tuple[Array, tuple]:
+    q, k, v, at, sinks = inputs
     output, lse = forward(q, k, v, at, at, window, scoring, sinks)
-    return output, (q, k, v, at, sinks, output, lse)
+    return output, (inputs, output, lse)
 
 
 def _differentiate(
     window: int | None, scoring: Scoring, saved: tuple, d_output: Array
-) -> tuple[Array, Array, Array, None, Sinks]:
-    q, k, v, at, sinks, output, lse = saved
+) -> tuple[tuple[Array, Array, Array, None, Sinks]]:
+    (q, k, v, at, sinks), output, lse = saved
     delta = delta_of(output, d_output)
     gradients = backward(q, k, v, at, at, lse, delta, d_output, window, scoring)
-    return *gradients, None, sink_gradients(sinks, lse, delta)
+    return ((*gradients, None, sink_gradients(sinks, lse, delta)),)
 
 
 _attention.defvjp(_attend, _differentiate)
@@ -266,8 +256,9 @@ class _Given(NamedTuple):
         kind = Kind(tiles, head, 1, scoring.scale_of(head), scoring.softcap)
         reach = None if window is None else jnp.asarray(window, jnp.int32).reshape(1)
         k, v = (filled(x, tiles.keys) for x in (k, v))
-        of_tokens = filled_queries(queries, tiles.queries), filled_keys(keys, tiles.keys)
-        return cls(kind, filled(q, tiles.queries), k, v, *of_tokens, reach)
+        queries = filled_tokens(queries, tiles.queries, BEFORE)
+        keys = filled_tokens(keys, tiles.keys, AFTER)
+        return cls(kind, filled(q, tiles.queries), k, v, queries, keys, reach)
 
     def filled(self, d_output: Array, lse: Array, delta: Array) -> tuple[Array, Array, Array]:
         """What there is for each query, filled up too."""

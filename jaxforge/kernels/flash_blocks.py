@@ -9,8 +9,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-_BEFORE = -1  # position of the queries that fill up a block
-_AFTER = 2**31 - 1  # position of such keys
+BEFORE = -1  # position of the queries that fill up a block
+AFTER = 2**31 - 1  # position of such keys
 
 
 class Tokens(NamedTuple):
@@ -33,18 +33,14 @@ def filled(x: Array, block: int, axis: int = 1, fill: int = 0) -> Array:
     return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)], constant_values=fill)
 
 
-def filled_queries(tokens: Tokens, block: int) -> Tokens:
-    """Whole blocks of queries; those that are added see nothing."""
-    return _filled_tokens(tokens, block, _BEFORE)
+def filled_tokens(tokens: Tokens, block: int, position: int) -> Tokens:
+    """Return whole blocks of tokens. The last document goes on, so that no block has more of them.
 
-
-def filled_keys(tokens: Tokens, block: int) -> Tokens:
-    """Whole blocks of keys; those that are added are not seen."""
-    return _filled_tokens(tokens, block, _AFTER)
-
-
-def _filled_tokens(tokens: Tokens, block: int, position: int) -> Tokens:
-    """The last document goes on, so that no block has more documents for it."""
+    Args:
+        tokens: of one side.
+        block: tokens of a block.
+        position: of the added ones: `BEFORE` for queries, which see nothing, `AFTER` for keys.
+    """
     positions = filled(tokens.positions, block, fill=position)
     documents, more = tokens.documents, -tokens.positions.shape[1] % block
     if documents is not None and more:

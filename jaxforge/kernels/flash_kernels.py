@@ -66,11 +66,8 @@ class Kind(NamedTuple):
         """Of products of queries and keys; where nothing is capped, `factor` scales them."""
         if self.softcap is None:
             return products
-        return self.softcap * _tanh(products * (self.scale / self.softcap))
-
-
-def _tanh(x: Array) -> Array:
-    return 1 - 2 / (1 + jnp.exp2(2 * LOG2E * x))  # right where the power is inf or 0
+        x = products * (self.scale / self.softcap)
+        return self.softcap * (1 - 2 / (1 + jnp.exp2(2 * LOG2E * x)))  # tanh, also of large x
 
 
 class Side(NamedTuple):

@@ -97,10 +97,6 @@ class ProductRequirements(NamedTuple):
     capability: str | None = None
 
 
-def _always_supported(at: ProductRequirements) -> str | None:
-    return None
-
-
 def _megablox_unsupported(at: ProductRequirements) -> str | None:
     if at.platform != "tpu":
         return f"it needs a TPU, and this run is on {at.platform}"
@@ -142,21 +138,21 @@ class Products(NamedTuple):
     is_opaque: bool = False
 
 
+def _of_module(
+    module: str, unsupported_reason: Callable[[ProductRequirements], str | None]
+) -> Products:
+    names = "matmul", "gradient_of_rows", "gradient_of_weights"
+    matmul, of_rows, of_weights = (on_first_use(module, name) for name in names)
+    return Products(matmul, of_rows, of_weights, unsupported_reason, is_opaque=True)
+
+
 GROUPED = {
     "blocks": Products(
         grouped_blocks.matmul, grouped_blocks.gradient_of_rows,
-        grouped_blocks.gradient_of_weights, _always_supported,
+        grouped_blocks.gradient_of_weights, lambda at: None,
     ),
-    "megablox": Products(
-        on_first_use("megablox", "matmul"), on_first_use("megablox", "gradient_of_rows"),
-        on_first_use("megablox", "gradient_of_weights"), _megablox_unsupported, is_opaque=True,
-    ),
-    "mosaic_gpu": Products(
-        on_first_use("grouped_mosaic", "matmul"),
-        on_first_use("grouped_mosaic", "gradient_of_rows"),
-        on_first_use("grouped_mosaic", "gradient_of_weights"),
-        _mosaic_unsupported, is_opaque=True,
-    ),
+    "megablox": _of_module("megablox", _megablox_unsupported),
+    "mosaic_gpu": _of_module("grouped_mosaic", _mosaic_unsupported),
 }  # fmt: skip
 
 _FAST = {"gpu": "mosaic_gpu", "tpu": "megablox"}

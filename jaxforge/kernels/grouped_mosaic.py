@@ -13,11 +13,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-Rows = Float[Array, "m i"]
-Weights = Float[Array, "g o i"]
-Sizes = Int[Array, "g"]
+from jaxforge.kernels.grouped_blocks import Rows, Sizes, Weights
+
 Ref = Any  # to memory of one kind or another, for which Pallas has a class each
 
 MULTIPLE = 64
@@ -28,22 +27,21 @@ _ROWS = 128  # of a tile
 _STEPS = 4  # tiles of a product that are on their way
 
 
-def matmul(x_MI: Rows, w_GOI: Weights, sizes_G: Sizes) -> Float[Array, "m o"]:
-    """Each row times its group's weights; of rows beyond all groups, anything."""
-    return _of_rows(x_MI, w_GOI, sizes_G, transpose=True)
-
-
-def gradient_of_rows(dy_MO: Rows, w_GOI: Weights, sizes_G: Sizes) -> Float[Array, "m i"]:
-    """Each row of the result's gradient times its group's weights, transposed."""
-    return _of_rows(dy_MO, w_GOI, sizes_G, transpose=False)
-
-
 def _of_rows(x_MI: Rows, w_GOI: Weights, sizes_G: Sizes, *, transpose: bool) -> Rows:
     width = w_GOI.shape[1 if transpose else 2]
     return ragged_dot(
         x_MI, w_GOI.astype(x_MI.dtype), group_sizes=sizes_G, block_m=_ROWS, block_n=_tile(width),
         block_k=MULTIPLE, max_concurrent_steps=_STEPS, grid_block_n=1, transpose_rhs=transpose,
     )  # fmt: skip
+
+
+matmul = functools.partial(_of_rows, transpose=True)
+"""(x_MI, w_GOI, sizes_G) -> each row times its group's weights;
+of rows beyond all groups, anything."""
+
+gradient_of_rows = functools.partial(_of_rows, transpose=False)
+"""(dy_MO, w_GOI, sizes_G) -> each row of the result's gradient times its group's
+weights, transposed."""
 
 
 def gradient_of_weights(x_MI: Rows, dy_MO: Rows, sizes_G: Sizes) -> Float[Array, "g o i"]:

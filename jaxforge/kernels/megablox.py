@@ -8,29 +8,19 @@ A tile of weights that has all of the inner dimension is fetched once for all ro
 else it is fetched for each tile of rows, which takes longer than to multiply a small one.
 """
 
+import functools
+
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-Rows = Float[Array, "m i"]
-Weights = Float[Array, "g o i"]
-Sizes = Int[Array, "g"]
+from jaxforge.kernels.grouped_blocks import Rows, Sizes, Weights
 
 _LANES = 128
 _ROWS = (128, 512)  # of a tile, at least and at most
 _FEW = 256  # rows of a tile for which weights had better stay
 _BYTES = 2 << 20  # of a tile of weights
 _INTERPRET = False  # tests set it, to run the kernels without a TPU
-
-
-def matmul(x_MI: Rows, w_GOI: Weights, sizes_G: Sizes) -> Float[Array, "m o"]:
-    """Each row times its group's weights; of rows beyond all groups, anything."""
-    return _of_rows(x_MI, w_GOI, sizes_G, transpose=True)
-
-
-def gradient_of_rows(dy_MO: Rows, w_GOI: Weights, sizes_G: Sizes) -> Float[Array, "m i"]:
-    """Each row of the result's gradient times its group's weights, transposed."""
-    return _of_rows(dy_MO, w_GOI, sizes_G, transpose=False)
 
 
 def _of_rows(x_MI: Rows, w_GOI: Weights, sizes_G: Sizes, *, transpose: bool) -> Rows:
@@ -45,6 +35,15 @@ def _of_rows(x_MI: Rows, w_GOI: Weights, sizes_G: Sizes, *, transpose: bool) -> 
         _padded(x_MI, tiling[0]), w_GOI.astype(x_MI.dtype), sizes_G, x_MI.dtype, tiling,
         transpose_rhs=transpose, interpret=_INTERPRET,
     )[:rows]  # fmt: skip
+
+
+matmul = functools.partial(_of_rows, transpose=True)
+"""(x_MI, w_GOI, sizes_G) -> each row times its group's weights;
+of rows beyond all groups, anything."""
+
+gradient_of_rows = functools.partial(_of_rows, transpose=False)
+"""(dy_MO, w_GOI, sizes_G) -> each row of the result's gradient times its group's
+weights, transposed."""
 
 
 def gradient_of_weights(x_MI: Rows, dy_MO: Rows, sizes_G: Sizes) -> Float[Array, "g o i"]:

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxforge.kernels import masking
-from jaxforge.kernels.flash_blocks import Tokens
+from jaxforge.kernels.flash_blocks import AFTER, BEFORE, Tokens
 from jaxforge.kernels.on_first_use import on_first_use
-from jaxforge.kernels.scoring import Scoring, soft_cap_slope
+from jaxforge.kernels.scoring import Scoring, product
 
 _TILE = 512  # tokens of queries, and of keys, whose scores exist at a time
 
@@ -109,7 +109,7 @@ def attend_to_part(queries: Queries, keys: Keys, scoring: Scoring, window: Windo
         window: how far they see.
     """
     queries = _in_place(queries)
-    key_tiles = _tiles(keys, _NO_KEY)
+    key_tiles = _tiles(keys, AFTER)
 
     def of_queries(tile: Queries) -> Part:
         def of_keys(part: Part, keys: Keys) -> tuple[Part, None]:
@@ -121,7 +121,7 @@ def attend_to_part(queries: Queries, keys: Keys, scoring: Scoring, window: Windo
         o = jnp.zeros(tile.q.shape, jnp.float32)
         return jax.lax.scan(of_keys, Part(o, o[..., 0] - jnp.inf), key_tiles)[0]
 
-    parts = jax.lax.map(of_queries, _tiles(queries, _NO_QUERY))
+    parts = jax.lax.map(of_queries, _tiles(queries, BEFORE))
     return _joined(parts, queries.q.shape[1])
 
 
@@ -138,7 +138,7 @@ def gradients_of_part(
         window: the same.
     """
     queries = _in_place(queries)
-    key_tiles = _tiles(keys, _NO_KEY)
+    key_tiles = _tiles(keys, AFTER)
 
     def one(sums: tuple[Array, Array], tile: tuple[Queries, OfQueries]) -> Any:  # noqa: ANN401
         def of_keys(d_q: Array, keys: Keys) -> tuple[Array, tuple[Array, Array]]:
@@ -156,7 +156,7 @@ def gradients_of_part(
         return jax.tree.map(jnp.add, sums, of_tiles), d_q
 
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), key_tiles[:2])
-    tiles = _tiles(queries, _NO_QUERY), _tiles(of_queries, 0)
+    tiles = _tiles(queries, BEFORE), _tiles(of_queries, 0)
     (d_k, d_v), d_q = jax.lax.scan(one, nothing, tiles)
     length = keys.k.shape[1]
     return Gradients(_joined(d_q, queries.q.shape[1]), _joined(d_k, length), _joined(d_v, length))
@@ -206,8 +206,6 @@ PARTS = {
 }
 """By name: anywhere, in plain XLA; on GPUs (`flash.py`)."""
 
-_NO_QUERY, _NO_KEY = -1, 2**31 - 1  # positions of padding: what sees nothing, what nothing sees
-
 T = TypeVar("T")
 
 
@@ -253,64 +251,47 @@ def _range(x_BS: Int[Array, "b s"]) -> tuple[Int[Array, "b"], Int[Array, "b"]]:
     return jnp.min(x_BS, axis=1), jnp.max(x_BS, axis=1)
 
 
-def _visible(queries: Queries, keys: Keys, window: Window) -> Bool[Array, "b 1 1 s t"]:
-    at = queries.at.positions[:, :, None], keys.at.positions[:, None]
-    seen = masking.visible(*at, window)
-    if queries.at.documents is not None and keys.at.documents is not None:
-        seen &= queries.at.documents[:, :, None] == keys.at.documents[:, None]
-    return seen[:, None, None]
-
-
 def _scores(
     queries: Queries, keys: Keys, scoring: Scoring, window: Window
 ) -> tuple[Float[Array, "b kv g s t"], Float[Array, "b s kv g h"]]:
     """Scores, -inf where nothing is visible, and the queries by the heads of the keys."""
     batch, length, _, h = queries.q.shape
     q = queries.q.reshape(batch, length, keys.k.shape[2], -1, h)
-    products = _product("bskgh,btkh->bkgst", q, keys.k)
+    products = product("bskgh,btkh->bkgst", q, keys.k)
     capped = scoring.capped(products * scoring.scale_of(h))
-    return jnp.where(_visible(queries, keys, window), capped, -jnp.inf), q
+    seen = masking.visible(queries.at.positions[:, :, None], keys.at.positions[:, None], window)
+    if queries.at.documents is not None and keys.at.documents is not None:
+        seen &= queries.at.documents[:, :, None] == keys.at.documents[:, None]
+    return jnp.where(seen[:, None, None], capped, -jnp.inf), q
 
 
 def _part_of_tile(queries: Queries, keys: Keys, scoring: Scoring, window: Window) -> Part:
     scores, _ = _scores(queries, keys, scoring, window)
     lse = jax.nn.logsumexp(scores, axis=-1)
     weights = jnp.exp(scores - _finite(lse)[..., None])
-    o = _product("bkgst,btkh->bskgh", weights.astype(keys.v.dtype), keys.v)
-    return Part(o.reshape(queries.q.shape), _by_token(lse))
+    o = product("bkgst,btkh->bskgh", weights.astype(keys.v.dtype), keys.v)
+    lse = lse.reshape(lse.shape[0], -1, lse.shape[-1]).swapaxes(1, 2)
+    return Part(o.reshape(queries.q.shape), lse)
 
 
 def _gradients_of_tile(
     queries: Queries, of_queries: OfQueries, keys: Keys, scoring: Scoring, window: Window
 ) -> Gradients:
     scores, q = _scores(queries, keys, scoring, window)
-    lse, delta = (_by_head(x, keys) for x in (of_queries.lse, of_queries.delta))
+    lse, delta = (
+        x.swapaxes(1, 2).reshape(len(x), keys.k.shape[2], -1, x.shape[1])
+        for x in (of_queries.lse, of_queries.delta)
+    )
     weights = jnp.exp(scores - _finite(lse)[..., None])
     d_o = of_queries.d_o.reshape(q.shape).astype(keys.v.dtype)
-    d_weights = _product("bskgh,btkh->bkgst", d_o, keys.v)
-    d_scores = weights * (d_weights - delta[..., None]) * scoring.scale_of(q.shape[-1])
-    if scoring.softcap is not None:
-        d_scores *= soft_cap_slope(scores, scoring.softcap)
+    d_weights = product("bskgh,btkh->bkgst", d_o, keys.v)
+    d_scores = scoring.score_gradients(scores, weights, d_weights, delta[..., None], q.shape[-1])
     d_scores, weights = d_scores.astype(q.dtype), weights.astype(q.dtype)
     return Gradients(
-        _product("bkgst,btkh->bskgh", d_scores, keys.k).reshape(queries.q.shape),
-        _product("bkgst,bskgh->btkh", d_scores, q),
-        _product("bkgst,bskgh->btkh", weights, d_o),
+        product("bkgst,btkh->bskgh", d_scores, keys.k).reshape(queries.q.shape),
+        product("bkgst,bskgh->btkh", d_scores, q),
+        product("bkgst,bskgh->btkh", weights, d_o),
     )
-
-
-def _by_token(x: Float[Array, "b kv g s"]) -> Float[Array, "b s heads"]:
-    x = x.reshape(x.shape[0], -1, x.shape[-1])
-    return x.swapaxes(1, 2)
-
-
-def _by_head(x: Float[Array, "b s heads"], keys: Keys) -> Float[Array, "b kv g s"]:
-    x = x.swapaxes(1, 2)
-    return x.reshape(x.shape[0], keys.k.shape[2], -1, x.shape[-1])
-
-
-def _product(dimensions: str, left: Array, right: Array) -> Array:
-    return jnp.einsum(dimensions, left, right, preferred_element_type=jnp.float32)
 
 
 def _finite(lse: Array) -> Array:

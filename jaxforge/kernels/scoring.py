@@ -28,9 +28,36 @@ class Scoring(NamedTuple):
         """Scores, given scaled products."""
         return soft_cap(scores, self.softcap)
 
+    def score_gradients(
+        self,
+        scores: Float[Array, "*b s t"],
+        weights: Float[Array, "*b s t"],
+        d_weights: Float[Array, "*b s t"],
+        delta: Float[Array, "*b s 1"],
+        head_size: int,
+    ) -> Float[Array, "*b s t"]:
+        """Return the gradients of products of queries and keys.
+
+        Args:
+            scores: capped.
+            weights: softmax of the scores over all keys that a query sees.
+            d_weights: gradients of the weights.
+            delta: rowsum(dO ∘ O) of each query.
+            head_size: width of a head.
+        """
+        d_scores = weights * (d_weights - delta) * self.scale_of(head_size)
+        if self.softcap is not None:
+            d_scores *= soft_cap_slope(scores, self.softcap)
+        return d_scores
+
 
 PLAIN = Scoring()
 """1 / √h, without a cap."""
+
+
+def product(dimensions: str, left: Array, right: Array) -> Float[Array, "..."]:
+    """Return an einsum that is accumulated in float32."""
+    return jnp.einsum(dimensions, left, right, preferred_element_type=jnp.float32)
 
 
 def soft_cap(x: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:

@@ -165,13 +165,9 @@ def _block(length: int) -> int:
 def _kernel(length: int, heads: int, of_head: Mask, softcap: float | None) -> SplashAttentionKernel:
     block = _block(length)
     sizes = BlockSizes(
-        block_q=block,
-        block_kv=block,
-        block_q_dkv=block,
-        block_kv_dkv=block,
-        block_q_dq=block,
+        block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block,
         block_kv_dq=block,
-    )
+    )  # fmt: skip
     mask = MultiHeadMask([of_head] * heads)
     return make_splash_mha(
         mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=_INTERPRET,

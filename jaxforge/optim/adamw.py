@@ -7,16 +7,15 @@ and the rounding is not: in this order a run taken over from torch drifts from i
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.model.linear import times
 from jaxforge.optim.eight_bit import ROOT
-from jaxforge.optim.moments import Kept, Place, Turn, joined, parted, places, zeros
+from jaxforge.optim.moments import Kept, zeros
 from jaxforge.optim.schedule import Schedule
-from jaxforge.optim.trees import ones, unzip
+from jaxforge.optim.update_rule import Step, transform
 
 
 class AdamWState(NamedTuple):
@@ -57,8 +56,7 @@ def adamw(
         state_dtype: what m and v are stored in; the arithmetic is float32.
         lr_factors: a tree of floats, one per parameter: multiply its step, and not its decay.
 
-    The update function takes `lr_scale`, a scalar factor on the learning rate (default 1), and
-    `applied` (`optim.moments.Turn`).
+    The update function is that of `optim.update_rule.transform`.
     """
     b1, b2 = betas
 
@@ -73,40 +71,20 @@ def adamw(
         v = b2 * v + (1 - b2) * (g * g)
         return m / (jnp.sqrt(v) / root_correction2 + eps), m, v
 
-    def update(
-        grads: PyTree,
-        state: AdamWState,
-        params: PyTree | None = None,
-        *,
-        lr_scale: Float[Array, ""] | float = 1.0,
-        applied: Bool[Array, ""] | bool = True,
-        **_: object,
-    ) -> tuple[PyTree, AdamWState]:
-        assert params is not None
-        lr = schedule(state.updates) * lr_scale
-        t = state.updates + 1
+    def update(step: Step, grads: PyTree, state: AdamWState, params: PyTree) -> tuple:
+        lr, t = step.lr, state.updates + 1
         step_size = lr / bias_correction(b1, t)
 
-        scalars = (jnp.sqrt(bias_correction(b2, t)),)
-        turn = Turn(state_dtype, state.updates, applied)
-
-        def one(
-            p: Array, g: Array, m: Array, v: Array, decay: float, factor: float, at: Place
-        ) -> tuple:
-            direction, m, v = turn.advance(moved, at, g, m, v, scalars=scalars)
+        def change(p: Array, direction: Array, decay: float, factor: float) -> tuple[Array]:
             p32 = p.astype(jnp.float32)
-            return p32 * (1 - lr * decay) - times(step_size, factor) * direction - p32, m, v
+            return (p32 * (1 - lr * decay) - times(step_size, factor) * direction - p32,)
 
-        mu, nu = joined(state.mu, state.mu_scales), joined(state.nu, state.nu_scales)
-        at = places(params, state_dtype)
-        factors = ones(params) if lr_factors is None else lr_factors
-        leaves = jax.tree.map(one, params, grads, mu, nu, weight_decay, factors, at)
-        updates, mu, nu = unzip(3, leaves, params)
-        (mu, mu_scales), (nu, nu_scales) = parted(mu), parted(nu)
-        count = optax.safe_increment(state.updates)
-        return updates, AdamWState(count, mu, nu, mu_scales, nu_scales)
+        return step.advance(
+            state, ("mu", "nu"), moved, change, params, grads, weight_decay, lr_factors,
+            scalars=(jnp.sqrt(bias_correction(b2, t)),),
+        )  # fmt: skip
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return transform(schedule, state_dtype, init, update)
 
 
 def bias_correction(beta: float, t: Int[Array, ""]) -> Float[Array, ""]:

@@ -1,14 +1,14 @@
 """Any optax optimizer as an update rule of ours."""
 
-import functools
-from collections import Counter, namedtuple
-from collections.abc import Iterator
+from collections import Counter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, PyTree
+
+from jaxforge.optim.trees import state_type
 
 
 def from_optax(
@@ -49,20 +49,11 @@ def _is_tree(node: object) -> bool:
 
 
 def _named(state: PyTree, updates: Array) -> Any:  # noqa: ANN401  # a class of its own
+    """Name parts by the last attribute of their path, numbered where it recurs: count, count_2."""
     parts = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_tree)
-    kind = _kind(("updates", *_names([path for path, _ in parts])))
-    return kind(updates, *(part for _, part in parts))
-
-
-def _names(paths: list[jax.tree_util.KeyPath]) -> Iterator[str]:
-    """The last attribute of each path, numbered where it comes again: mu, nu, count, count_2."""
-    seen = Counter({"updates": 1})
-    for path in paths:
+    seen, names = Counter({"updates": 1}), ["updates"]
+    for path, _ in parts:
         name = next((k.name for k in reversed(path) if hasattr(k, "name")), "state")
         seen[name] += 1
-        yield name if seen[name] == 1 else f"{name}_{seen[name]}"
-
-
-@functools.cache  # a state after an update has the type of the one before it
-def _kind(fields: tuple[str, ...]) -> type:
-    return namedtuple("OptaxState", fields)
+        names.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+    return state_type("OptaxState", tuple(names))(updates, *(part for _, part in parts))

@@ -17,7 +17,6 @@ else that a rule makes of its count, such as AdamW's bias correction, follows th
 """
 
 import functools
-from collections import namedtuple
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,7 +30,7 @@ from jaxforge.config.model import EXPERTS, LAYERS
 from jaxforge.config.optimizer import EXPERT_FIELD
 from jaxforge.optim.moments import advances_in_place
 from jaxforge.optim.schedule import Rate
-from jaxforge.optim.trees import Path, join, split
+from jaxforge.optim.trees import Path, join, split, state_type
 
 Build = Callable[[Rate, PyTree], optax.GradientTransformationExtraArgs]
 """(learning rate, logical axes of some parameters) -> their update rule."""
@@ -40,12 +39,6 @@ State = Any
 """State of an update rule: a named tuple of scalars and of trees like the parameters."""
 Arrays = tuple[PyTree, State, PyTree]
 """Gradients, state and parameters."""
-
-
-def expert_paths(axes: PyTree) -> frozenset[Path]:
-    """Return the paths of the parameters that hold experts, [layers, experts, ...]."""
-    flat = flatten_dict(axes)
-    return frozenset(path for path, names in flat.items() if names[:2] == (LAYERS, EXPERTS))
 
 
 def skip_idle_experts(
@@ -61,7 +54,8 @@ def skip_idle_experts(
         rate: learning rate by the number of updates made.
         axes: logical axes of every parameter.
     """
-    paths = expert_paths(axes)
+    flat = flatten_dict(axes)
+    paths = frozenset(path for path, names in flat.items() if names[:2] == (LAYERS, EXPERTS))
     whole, rest = build(rate, axes), build(rate, split(axes, paths)[1])
 
     def init(params: PyTree) -> State:
@@ -88,7 +82,7 @@ def skip_idle_experts(
         counts: dict[str, dict[Path, Array]] = {name: {} for name in _scalars(of_rule)}
         for path in sorted(paths):
             rule = build(rate.fixed_at(state.updates), _only(path, axes))
-            own = {name: _at(path, getattr(state, EXPERT_FIELD + name)) for name in counts}
+            own = {n: flatten_dict(getattr(state, EXPERT_FIELD + n))[path] for n in counts}
             only = functools.partial(_only, path)
             arrays = _part((grads, of_rule._replace(**own), params), only)
             change, after = _update_experts(rule, arrays, reached, extra)
@@ -148,10 +142,6 @@ def _only(path: Path, tree: PyTree) -> PyTree:
     return split(tree, {path})[0]
 
 
-def _at(path: Path, tree: PyTree) -> Array:
-    return flatten_dict(tree)[path]
-
-
 def _part(arrays: Arrays, part: Callable[[PyTree], PyTree]) -> Arrays:
     """Return gradients, a rule's state and parameters for some of the parameters."""
     grads, state, params = arrays
@@ -171,10 +161,5 @@ def _joined(one: State, other: State) -> State:
 
 def _with_counts(state: State, counts: Mapping[str, Mapping[Path, Array]]) -> State:
     """Return a rule's state, and for each scalar a tree of the experts' own."""
-    kind = _kind((*state._fields, *(EXPERT_FIELD + name for name in counts)))
+    kind = state_type("IdleExpertsState", (*state._fields, *(EXPERT_FIELD + n for n in counts)))
     return kind(*state, *(unflatten_dict(of_name) for of_name in counts.values()))
-
-
-@functools.cache  # a state after an update has the type of the one before it
-def _kind(fields: tuple[str, ...]) -> type:
-    return namedtuple("IdleExpertsState", fields)

@@ -2,15 +2,14 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from jaxforge.model.linear import times
-from jaxforge.optim.moments import Kept, Place, Turn, joined, parted, places, zeros
+from jaxforge.optim.moments import Kept, zeros
 from jaxforge.optim.schedule import Schedule
-from jaxforge.optim.trees import ones, unzip
+from jaxforge.optim.update_rule import Step, transform
 
 
 class LionState(NamedTuple):
@@ -43,8 +42,7 @@ def lion(
         state_dtype: what m is stored in; the arithmetic is float32.
         lr_factors: as of `adamw`.
 
-    The update function takes `lr_scale`, a scalar factor on the learning rate (default 1), and
-    `applied` (`optim.moments.Turn`).
+    The update function is that of `optim.update_rule.transform`.
     """
     b1, b2 = betas
 
@@ -54,29 +52,12 @@ def lion(
     def moved(_: tuple, g: Array, m: Array) -> tuple[Array, Array]:
         return jnp.sign(b1 * m + (1 - b1) * g), b2 * m + (1 - b2) * g
 
-    def update(
-        grads: PyTree,
-        state: LionState,
-        params: PyTree | None = None,
-        *,
-        lr_scale: Float[Array, ""] | float = 1.0,
-        applied: Bool[Array, ""] | bool = True,
-        **_: object,
-    ) -> tuple[PyTree, LionState]:
-        assert params is not None
-        lr = schedule(state.updates) * lr_scale
-
-        turn = Turn(state_dtype, state.updates, applied)
-
-        def one(p: Array, g: Array, m: Array, decay: float, factor: float, at: Place) -> tuple:
-            direction, m = turn.advance(moved, at, g, m)
+    def update(step: Step, grads: PyTree, state: LionState, params: PyTree) -> tuple:
+        def change(p: Array, direction: Array, decay: float, factor: float) -> tuple[Array]:
             p32 = p.astype(jnp.float32)
-            return p32 * (1 - lr * decay) - times(lr, factor) * direction - p32, m
+            return (p32 * (1 - step.lr * decay) - times(step.lr, factor) * direction - p32,)
 
-        mu, at = joined(state.mu, state.mu_scales), places(params, state_dtype)
-        factors = ones(params) if lr_factors is None else lr_factors
-        leaves = jax.tree.map(one, params, grads, mu, weight_decay, factors, at)
-        updates, mu = unzip(2, leaves, params)
-        return updates, LionState(optax.safe_increment(state.updates), *parted(mu))
+        trees = params, grads, weight_decay, lr_factors
+        return step.advance(state, ("mu",), moved, change, *trees)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return transform(schedule, state_dtype, init, update)

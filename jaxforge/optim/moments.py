@@ -87,29 +87,21 @@ def zeros(params: PyTree, kept: Kept, dtype: jnp.dtype = SIGNED) -> tuple[PyTree
         kept: what they are stored in.
         dtype: of values in eight bits, `SIGNED` or `ROOT`.
     """
-    if isinstance(kept, OnHost):
-        return _zeros_on_host(params, kept), None
-    if not isinstance(kept, EightBit):
+    if not isinstance(kept, EightBit | OnHost):
         return jax.tree.map(lambda p: jnp.zeros_like(p, kept), params), None
     axes = flatten_dict(kept.axes)
     values, scales = {}, {}
     for path, p in flatten_dict(params).items():
+        if isinstance(kept, OnHost):
+            leaf = values[path] = jnp.zeros_like(p, kept.dtype)
+            if is_matrix(axes[path]):
+                values[path] = jax.device_put(leaf, jax.memory.Space.Host)
+            continue
         is_packed = packs(p.shape, axes[path])
         values[path] = jnp.zeros_like(p, dtype if is_packed else jnp.float32)
         if is_packed:
             scales[path] = jnp.zeros_like(p, jnp.uint8, shape=scales_shape(p.shape))
     return unflatten_dict(values), unflatten_dict(scales) or None
-
-
-def _zeros_on_host(params: PyTree, kept: OnHost) -> PyTree:
-    axes = flatten_dict(kept.axes)
-    flat = {path: jnp.zeros_like(p, kept.dtype) for path, p in flatten_dict(params).items()}
-    return unflatten_dict(
-        {
-            path: jax.device_put(leaf, jax.memory.Space.Host) if is_matrix(axes[path]) else leaf
-            for path, leaf in flat.items()
-        }
-    )
 
 
 def joined(values: PyTree, scales: PyTree | None) -> PyTree:
@@ -171,7 +163,9 @@ class Turn:
             moments: stored ones.
             scalars: what else the rule is given.
         """
-        wide, packed = _by_kind(moments)
+        packed = tuple(m for m in moments if isinstance(m, Packed))
+        wide = tuple(m for m in moments if not isinstance(m, Packed))
+        assert not (packed and wide)
         if packed:
             direction, new = self._in_place(rule, place, g.astype(jnp.float32), packed, scalars)
             return direction, *new
@@ -249,14 +243,6 @@ def _by_layer(
     return made
 
 
-def _by_kind(moments: tuple[Moment, ...]) -> tuple[tuple[Array, ...], tuple[Packed, ...]]:
-    """Those of a leaf are all wide, or all packed."""
-    packed = tuple(m for m in moments if isinstance(m, Packed))
-    wide = tuple(m for m in moments if not isinstance(m, Packed))
-    assert not (packed and wide)
-    return wide, packed
-
-
 def _indexed(per_expert: PyTree, index: Callable[[Array], Array]) -> PyTree:
     """A part of every array; scalars stay, as they are the same in all parts."""
     return jax.tree.map(lambda a: index(a) if a.ndim else a, per_expert)
@@ -297,7 +283,9 @@ def _by_rows(
 ) -> tuple[Array, tuple[Packed, ...]]:
     """A leaf in a loop over parts of its rows, which writes where it has read."""
     arrays, blocks = (g, moments), g.size // g.shape[-1] // BLOCK
-    parts = _parts(blocks, g.size)
+    # The fewest parts, of whole blocks, of which none has more than `AT_ONCE` numbers.
+    fits = (n for n in range(1, blocks) if blocks % n == 0 and g.size // n <= AT_ONCE)
+    parts = next(fits, blocks)
     rows = blocks // parts * BLOCK
     flat = jax.tree.map(lambda a: a.reshape(parts, -1, a.shape[-1]), arrays)
     per_row = _indexed(per_row, lambda a: a.reshape(parts, -1, 1))
@@ -317,9 +305,3 @@ def _by_rows(
         of_rows = _indexed(per_row, lambda a: a[0])
         made = advanced(of_rows, bits(0, rows), *jax.tree.map(lambda a: a[0], flat))
     return jax.tree.map(lambda n, a: n.reshape(a.shape), made, arrays)
-
-
-def _parts(blocks: int, size: int) -> int:
-    """Of how many parts with whole blocks none has more than `AT_ONCE` numbers, if there are."""
-    fits = (n for n in range(1, blocks) if blocks % n == 0 and size // n <= AT_ONCE)
-    return next(fits, blocks)

@@ -13,14 +13,15 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.traverse_util import flatten_dict
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.config.model import EXPERTS, LAYERS
 from jaxforge.model.linear import is_matrix, times
 from jaxforge.optim.adamw import AdamWState, adamw
-from jaxforge.optim.moments import Kept, Place, Turn, joined, parted, places, zeros
+from jaxforge.optim.moments import Kept, zeros
 from jaxforge.optim.schedule import Schedule
-from jaxforge.optim.trees import Path, join, ones, split, unzip
+from jaxforge.optim.trees import Path, join, split
+from jaxforge.optim.update_rule import Step, transform
 
 _MAX_ASPECT = 10
 _NORM_EPS = 1e-7
@@ -85,8 +86,7 @@ def muon(
         muon_factors: the same for those that are Muon's.
         takes: which those are; by default `muon_takes`.
 
-    The update function takes `lr_scale`, a scalar factor on both learning rates (default 1), and
-    `applied` (`optim.moments.Turn`).
+    The update function is that of `optim.update_rule.transform`, with `lr_scale` on both rates.
     """
 
     def for_muon(params: PyTree) -> frozenset[Path]:
@@ -113,55 +113,33 @@ def muon(
         buffers, buffers_scales = zeros(matrices, state_dtype)
         return MuonState(updates, buffers, mu, nu, buffers_scales, *scales)
 
-    def update(
-        grads: PyTree,
-        state: MuonState,
-        params: PyTree | None = None,
-        *,
-        lr_scale: Float[Array, ""] | float = 1.0,
-        applied: Bool[Array, ""] | bool = True,
-        **_: object,
-    ) -> tuple[PyTree, MuonState]:
-        assert params is not None
-        lr = schedule(state.updates) * lr_scale
+    def update(step: Step, grads: PyTree, state: MuonState, params: PyTree) -> tuple:
         paths = for_muon(params)
 
-        turn = Turn(state_dtype, state.updates, applied)
-
-        def one(
-            p: Array,
-            g: Array,
-            b: Array,
-            decay: float,
-            factor: float,
-            names: tuple[str, ...],
-            at: Place,
-        ) -> tuple[Array, Array]:
-            wide, b = turn.advance(moved, at, g, b)
+        def change(
+            p: Array, wide: Array, decay: float, factor: float, names: tuple[str, ...]
+        ) -> tuple[Array]:
             m, n = _matrix(p.shape, names)
             direction = orthogonal(wide.reshape(-1, m, n), ns_steps).reshape(p.shape)
             p32, scale = p.astype(jnp.float32), math.sqrt(max(1.0, m / n))
-            step = times(lr, factor) * scale * direction
-            return p32 * (1 - lr * decay) - step - p32, b
+            scaled = times(step.lr, factor) * scale * direction
+            return (p32 * (1 - step.lr * decay) - scaled - p32,)
 
-        factors = ones(params) if muon_factors is None else muon_factors
-        parts = [split(tree, paths) for tree in (params, grads, weight_decay, factors, axes)]
-        (matrices, others), (matrix_grads, other_grads), (decay, _), (factor, _), (names, _) = parts
-        buffers, at = joined(state.momentum, state.momentum_scales), places(matrices, state_dtype)
-        leaves = jax.tree.map(one, matrices, matrix_grads, buffers, decay, factor, names, at)
-        matrix_updates, buffers = unzip(2, leaves, matrices)
+        trees = (tree and split(tree, paths)[0] for tree in (weight_decay, muon_factors, axes))
+        (matrices, others), (matrix_grads, other_grads) = split(params, paths), split(grads, paths)
+        matrix_updates, new = step.advance(
+            state, ("momentum",), moved, change, matrices, matrix_grads, *trees
+        )
         other_updates, adams = adam(paths).update(
             other_grads,
             AdamWState(state.updates, state.mu, state.nu, state.mu_scales, state.nu_scales),
             others,
-            lr_scale=lr_scale,
-            applied=applied,
+            lr_scale=step.lr_scale,
+            applied=step.turn.applied,
         )
-        buffers, scales = parted(buffers)
-        new = MuonState(adams.updates, buffers, adams.mu, adams.nu, scales, *adams[3:])
-        return join(matrix_updates, other_updates), new
+        return join(matrix_updates, other_updates), new._replace(**adams._asdict())
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return transform(schedule, state_dtype, init, update)
 
 
 def muon_takes(shape: tuple[float, ...], axes: tuple[str, ...]) -> bool:

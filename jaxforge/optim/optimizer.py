@@ -1,5 +1,6 @@
 """The optimizer as one optax chain: clip · update rule with its decay groups and schedule."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +41,10 @@ def build_optimizer(config: JobConfig, axes: PyTree) -> optax.GradientTransforma
     """
 
     def build(schedule: Rate, axes: PyTree) -> optax.GradientTransformationExtraArgs:
-        return OPTIMIZERS[config.optimizer.name](_for_part(config, axes), schedule, axes)
+        # With those of the decay patterns that are found in the names of some parameters.
+        optimizer = config.optimizer.for_names(flatten_dict(axes, sep="."))
+        part = config.model_copy(update={"optimizer": optimizer})
+        return OPTIMIZERS[config.optimizer.name](part, schedule, axes)
 
     schedule = learning_rate(config)
     if config.skips_idle_experts:
@@ -50,14 +54,10 @@ def build_optimizer(config: JobConfig, axes: PyTree) -> optax.GradientTransforma
         rule = OPTIMIZERS[config.optimizer.name](config, schedule, axes)
     rest = [compensation()] if config.train.param_rounding == "kahan" else []
     if config.optimizer.name not in OPTIMIZERS.ours and mup.width_ratio(config.model) != 1.0:
-        rest.insert(0, _scaled(_factors(mup.lr_factor, config, axes)))
+        factors = _factors(mup.lr_factor, config, axes)
+        scale = functools.partial(jax.tree.map, lambda update, factor: update * factor)
+        rest.insert(0, optax.stateless(lambda updates, _: scale(updates, factors)))
     return optax.chain(clip_by_global_norm(config.train.grad_clip_norm), rule, *rest)
-
-
-def _for_part(config: JobConfig, axes: PyTree) -> JobConfig:
-    """Return the config with the decay patterns that are found in the names of some parameters."""
-    optimizer = config.optimizer.for_names(flatten_dict(axes, sep="."))
-    return config.model_copy(update={"optimizer": optimizer})
 
 
 def register_optimizer(name: str) -> Callable[[OptimizerBuilder], OptimizerBuilder]:
@@ -71,18 +71,6 @@ def register_optimizer(name: str) -> Callable[[OptimizerBuilder], OptimizerBuild
     return OPTIMIZERS.register(name)
 
 
-@register_optimizer("adamw")
-def _adamw(
-    config: JobConfig, schedule: Rate, axes: PyTree
-) -> optax.GradientTransformationExtraArgs:
-    return adamw(schedule, eps=_eps(config), **_common(config, axes))
-
-
-@register_optimizer("lion")
-def _lion(config: JobConfig, schedule: Rate, axes: PyTree) -> optax.GradientTransformationExtraArgs:
-    return lion(schedule, **_common(config, axes))
-
-
 @register_optimizer("muon")
 def _muon(config: JobConfig, schedule: Rate, axes: PyTree) -> optax.GradientTransformationExtraArgs:
     optimizer = config.optimizer
@@ -92,24 +80,27 @@ def _muon(config: JobConfig, schedule: Rate, axes: PyTree) -> optax.GradientTran
         axes=axes,
         momentum=optimizer.muon_momentum,
         ns_steps=optimizer.muon_ns_steps,
-        eps=_eps(config),
         muon_factors=_factors(mup.muon_factor, config, axes),
         takes=lambda shape, of: muon_takes(mup.base_shape(config.model, shape, of), of),
         **_common(config, axes),
     )
 
 
-@register_optimizer("schedule_free_adamw")
-def _schedule_free_adamw(
-    config: JobConfig, schedule: Rate, axes: PyTree
-) -> optax.GradientTransformationExtraArgs:
-    return schedule_free_adamw(schedule, eps=_eps(config), **_common(config, axes))
+def _register(name: str, rule: Callable[..., optax.GradientTransformationExtraArgs]) -> None:
+    register_optimizer(name)(lambda config, schedule, axes: rule(schedule, **_common(config, axes)))
+
+
+_register("adamw", adamw)
+_register("lion", lambda schedule, eps, **options: lion(schedule, **options))
+_register("schedule_free_adamw", schedule_free_adamw)
 
 
 def _common(config: JobConfig, axes: PyTree) -> dict[str, Any]:
     """What all of ours take."""
     return {
         "betas": config.optimizer.betas,
+        # Adam's, as much smaller as gradients are (`model.mup`).
+        "eps": config.optimizer.eps * mup.output_multiplier(config.model),
         "weight_decay": decay_groups(axes, config.optimizer),
         "state_dtype": _kept(config.train, axes),
         "lr_factors": _factors(mup.lr_factor, config, axes),
@@ -122,20 +113,6 @@ def _factors(
     """A factor of muP's on the steps of every parameter."""
     named = flatten_dict(axes)
     return unflatten_dict({path: factor(config.model, of) for path, of in named.items()})
-
-
-def _scaled(factors: PyTree) -> optax.GradientTransformation:
-    """Multiplies updates."""
-
-    def update(updates: PyTree, state: optax.EmptyState, params: PyTree | None = None) -> tuple:
-        return jax.tree.map(lambda u, factor: u * factor, updates, factors), state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-
-
-def _eps(config: JobConfig) -> float:
-    """Adam's, as much smaller as gradients are (`model.mup`)."""
-    return config.optimizer.eps * mup.output_multiplier(config.model)
 
 
 def _kept(train: TrainConfig, axes: PyTree) -> Kept:
@@ -174,11 +151,11 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
     optax's own has no epsilon.
     """
 
-    def update(grads: PyTree, state: optax.EmptyState, params: PyTree | None = None) -> tuple:
+    def clip(grads: PyTree, _: PyTree | None) -> PyTree:
         scale = jnp.minimum(1.0, max_norm / (global_norm(grads) + _CLIP_EPS))
-        return jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads), state
+        return jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    return optax.stateless(clip)
 
 
 def global_norm(grads: PyTree) -> Float[Array, ""]:

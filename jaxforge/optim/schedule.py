@@ -81,7 +81,12 @@ _DECAYS: dict[str, Decay] = {
 
 def learning_rate(config: JobConfig) -> Rate:
     """Updates made so far -> learning rate of the next one; Muon's, where AdamW has another."""
-    return rate(config, config.optimizer.lr)
+    if config.optimizer.name == "schedule_free_adamw":  # its scheduler is "none"
+        factor = schedule_free_warmup(config.optimizer.schedule_free_warmup_steps)
+    else:
+        stages = config.train.stages()
+        factor = build_schedule(config.scheduler, config.train.max_steps, stages)
+    return Rate(factor, config.optimizer.lr)
 
 
 def learning_rate_after(config: JobConfig, updates: int) -> float:
@@ -93,16 +98,6 @@ def learning_rate_after(config: JobConfig, updates: int) -> float:
     """
     dtype = np.int32 if updates < 2**31 else np.float32
     return float(learning_rate(config)(np.asarray(updates, dtype)))
-
-
-def rate(config: JobConfig, peak: float) -> Rate:
-    """Updates made so far -> learning rate of the next one, where the highest is `peak`."""
-    if config.optimizer.name == "schedule_free_adamw":  # its scheduler is "none"
-        factor = schedule_free_warmup(config.optimizer.schedule_free_warmup_steps)
-    else:
-        stages = config.train.stages()
-        factor = build_schedule(config.scheduler, config.train.max_steps, stages)
-    return Rate(factor, peak)
 
 
 def schedule_free_warmup(steps: int) -> Schedule:
@@ -176,13 +171,10 @@ def _library(n: Number) -> ModuleType:
 @register_scheduler("cosine")
 @register_scheduler("linear")
 @register_scheduler("constant")
-def _by_name(config: SchedulerConfig, max_steps: int, stages: Sequence[Stage]) -> Schedule:
-    return warmup_then(_DECAYS[config.name], config, max_steps, stages)
-
-
 @register_scheduler("wsd")
-def _wsd(config: SchedulerConfig, max_steps: int, stages: Sequence[Stage]) -> Schedule:
-    return warmup_then(_DECAYS[config.wsd_decay_type], config, max_steps, stages)
+def _by_name(config: SchedulerConfig, max_steps: int, stages: Sequence[Stage]) -> Schedule:
+    name = config.wsd_decay_type if config.name == "wsd" else config.name
+    return warmup_then(_DECAYS[name], config, max_steps, stages)
 
 
 @register_scheduler("rex")

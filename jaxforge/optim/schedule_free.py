@@ -10,14 +10,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from jaxforge.model.linear import times
 from jaxforge.optim.adamw import bias_correction
 from jaxforge.optim.eight_bit import ROOT
-from jaxforge.optim.moments import Kept, Place, Turn, joined, parted, places, zeros
+from jaxforge.optim.moments import Kept, zeros
 from jaxforge.optim.schedule import Schedule
-from jaxforge.optim.trees import ones, unzip
+from jaxforge.optim.update_rule import Step, transform
 
 
 class ScheduleFreeState(NamedTuple):
@@ -62,8 +62,7 @@ def schedule_free_adamw(
             The arithmetic is float32.
         lr_factors: as of `adamw`.
 
-    The update function takes `lr_scale`, a scalar factor on the learning rate (default 1), and
-    `applied` (`optim.moments.Turn`).
+    The update function is that of `optim.update_rule.transform`.
     """
     b1, b2 = betas
 
@@ -78,53 +77,31 @@ def schedule_free_adamw(
         v = b2 * v + (1 - b2) * (g * g)
         return g / (jnp.sqrt(v / correction2) + eps), v
 
-    def update(
-        grads: PyTree,
-        state: ScheduleFreeState,
-        params: PyTree | None = None,
-        *,
-        lr_scale: Float[Array, ""] | float = 1.0,
-        applied: Bool[Array, ""] | bool = True,
-        **_: object,
-    ) -> tuple[PyTree, ScheduleFreeState]:
-        assert params is not None
-        lr = schedule(state.updates) * lr_scale
+    def update(step: Step, grads: PyTree, state: ScheduleFreeState, params: PyTree) -> tuple:
+        lr = step.lr
         weight = lr * (1 - b1)
         weight_sum = state.weight_sum + weight
         share = jnp.where(weight_sum > 0, weight / weight_sum, 1.0)  # no step yet: x is z
         correction2 = bias_correction(b2, state.updates + 1)
         is_first = state.updates == 0
 
-        turn = Turn(state_dtype, state.updates, applied)
-
-        def one(
-            y: Array,
-            g: Array,
-            v: Array,
-            x: Array,
-            z: Array,
-            decay: float,
-            factor: float,
-            at: Place,
+        def change(
+            y: Array, direction: Array, x: Array, z: Array, decay: float, factor: float
         ) -> tuple[Array, ...]:
             dtype = y.dtype
-            direction, v = turn.advance(moved, at, g, v, scalars=(correction2,))
             y, x, z = (a.astype(jnp.float32) for a in (y, x, z))
             z = jnp.where(is_first, y, z)
             z = (z - times(lr, factor) * direction) * (1 - lr * decay)
             x = _lerp(x, z, share)
-            return _lerp(z, x, b1) - y, v, x.astype(dtype), z.astype(dtype)
+            return _lerp(z, x, b1) - y, x.astype(dtype), z.astype(dtype)
 
-        nu, at = joined(state.nu, state.nu_scales), places(params, state_dtype)
-        trees = params, grads, nu, state.x, state.z, weight_decay
-        factors = ones(params) if lr_factors is None else lr_factors
-        leaves = jax.tree.map(one, *trees, factors, at)
-        updates, nu, x, z = unzip(4, leaves, params)
-        nu, scales = parted(nu)
-        count = optax.safe_increment(state.updates)
-        return updates, ScheduleFreeState(count, nu, x, z, weight_sum, scales)
+        updates, new = step.advance(
+            state, ("nu",), moved, change, params, grads, weight_decay, lr_factors,
+            weights=("x", "z"), scalars=(correction2,),
+        )  # fmt: skip
+        return updates, new._replace(weight_sum=weight_sum)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return transform(schedule, state_dtype, init, update)
 
 
 def _lerp(start: Array, end: Array, share: Array | float) -> Array:

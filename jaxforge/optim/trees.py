@@ -1,5 +1,7 @@
 """Trees of parameters: results per leaf taken apart, and parts of a tree."""
 
+import functools
+from collections import namedtuple
 from collections.abc import Set
 from typing import Any
 
@@ -20,11 +22,6 @@ def unzip(n: int, tuples: PyTree, like: PyTree) -> tuple[PyTree, ...]:
     return tuple(item(i) for i in range(n))
 
 
-def ones(like: PyTree) -> PyTree:
-    """A tree of floats: factors that change nothing."""
-    return jax.tree.map(lambda _: 1.0, like)
-
-
 def split(tree: PyTree, paths: Set[Path]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The leaves at `paths`, and the others; either may be an empty dict."""
     flat = flatten_dict(tree)
@@ -36,3 +33,9 @@ def split(tree: PyTree, paths: Set[Path]) -> tuple[dict[str, Any], dict[str, Any
 def join(one: PyTree, other: PyTree) -> dict[str, Any]:
     """What `split` took apart."""
     return unflatten_dict({**flatten_dict(one), **flatten_dict(other)})
+
+
+@functools.cache  # a state after an update has the type of the one before it
+def state_type(name: str, fields: tuple[str, ...]) -> Any:  # noqa: ANN401  # a class
+    """Return the named tuple of an optimizer's state whose fields are found when it is built."""
+    return namedtuple(name, fields)

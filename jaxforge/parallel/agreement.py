@@ -41,7 +41,7 @@ def check(facts: Facts) -> None:
     digests = multihost_utils.process_allgather(_bytes(hashlib.sha256(text).digest()))
     if (digests == digests[0]).all():
         return
-    everyone = _gather(json.dumps([socket.gethostname(), facts]).encode())
+    everyone = gather(json.dumps([socket.gethostname(), facts]))
     message = differences([(host, of_host) for host, of_host in map(json.loads, everyone)])
     jax.distributed.shutdown()  # all leave here, together: none is taken for lost
     raise UserError(message)
@@ -58,7 +58,7 @@ def raise_on_all(failure: UserError | None) -> None:
     """
     texts = [str(failure or "")]
     if jax.process_count() > 1:
-        texts = [text.decode() for text in _gather(texts[0].encode())]
+        texts = gather(texts[0])
         if any(texts):
             jax.distributed.shutdown()
     if text := next(filter(None, texts), ""):
@@ -92,12 +92,13 @@ def _named(processes: Sequence[str]) -> str:
     return f"{label} {shown}" + (f" and {more} more" if more > 0 else "")
 
 
-def _gather(text: bytes) -> list[bytes]:
-    """Return the text of each process, in order."""
-    sizes = multihost_utils.process_allgather(np.array([len(text)], np.int32)).reshape(-1)
-    padded = _bytes(text.ljust(int(sizes.max()) + 1, b"\0"))
+def gather(text: str) -> list[str]:
+    """Return the text of each process, in order; every process has to call this."""
+    own = text.encode()
+    sizes = multihost_utils.process_allgather(np.array([len(own)], np.int32)).reshape(-1)
+    padded = _bytes(own.ljust(int(sizes.max()) + 1, b"\0"))
     rows = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
-    return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
+    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
 
 def _bytes(text: bytes) -> np.ndarray:

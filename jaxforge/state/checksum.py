@@ -23,10 +23,15 @@ def checksum(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
     any other.
     """
     bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
-    place = jnp.zeros(x.shape, jnp.uint32)
-    for axis, size in enumerate(x.shape):
-        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    return jnp.sum(fmix32(bits + place * jnp.uint32(FACTOR)), dtype=jnp.uint32)
+    return jnp.sum(fmix32(bits + places(x.shape) * jnp.uint32(FACTOR)), dtype=jnp.uint32)
+
+
+def places(shape: tuple[int, ...]) -> UInt32[Array, "..."]:
+    """Return the place of each element of an array in row-major order, modulo 2^32."""
+    place = jnp.zeros(shape, jnp.uint32)
+    for axis, size in enumerate(shape):
+        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    return place
 
 
 def fmix32(h: UInt32[_Hashed, "..."]) -> UInt32[_Hashed, "..."]:

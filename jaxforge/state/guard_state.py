@@ -40,15 +40,9 @@ class GuardState(NamedTuple):
             jnp.asarray(n, jnp.int32) for n in (0, skipped, 0, 0, 0)
         )
         losses = jnp.full(WINDOW, jnp.nan, jnp.float32)
-        state = cls(consecutive, total, nonfinite, spikes, good, losses)
-        return state.scaling_loss() if scales_loss else state
+        scale = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)) if scales_loss else ()
+        return cls(consecutive, total, nonfinite, spikes, good, losses, *scale)
 
     def arrays(self) -> dict[str, Any]:
         """What there is of it, by name: without a scale, where the loss has none."""
         return {name: leaf for name, leaf in self._asdict().items() if leaf is not None}
-
-    def scaling_loss(self) -> "GuardState":
-        """The same of a run that begins to scale its loss."""
-        return self._replace(
-            loss_scale=jnp.zeros((), jnp.float32), loss_scale_tracker=jnp.zeros((), jnp.int32)
-        )

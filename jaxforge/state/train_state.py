@@ -97,7 +97,12 @@ def state_shardings(
         shapes,
         is_leaf=lambda node: isinstance(node, dict),
     )
-    opt_state = jax.tree.map(_of_rank, shapes, opt_state)
+    opt_state = jax.tree.map(  # a count per expert lacks dimensions of its parameter
+        lambda leaf, sharding: NamedSharding(
+            sharding.mesh, PartitionSpec(*sharding.spec[: len(leaf.shape)])
+        ),
+        shapes, opt_state,
+    )  # fmt: skip
     jax.tree_util.tree_map_with_path(_check_blocks, shapes, opt_state)
     spaces = [leaf.memory_space for leaf in traced.jaxpr.out_avals]
     in_memory = jax.tree.unflatten(jax.tree.structure(shapes), spaces)
@@ -107,13 +112,6 @@ def state_shardings(
     guard, counts = jax.tree.map(lambda _: replicated, rest)
     model_state = param_shardings(*model.state, mesh)
     return TrainState(replicated, params, opt_state, guard, counts, model_state)
-
-
-def _of_rank(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
-    """Return a parameter's sharding without the dimensions that a count per expert lacks."""
-    if len(sharding.spec) <= len(leaf.shape):
-        return sharding
-    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: len(leaf.shape)]))
 
 
 def _in_memory(sharding: NamedSharding, space: object) -> NamedSharding:

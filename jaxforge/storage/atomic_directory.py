@@ -5,12 +5,10 @@
     journal.json    how far it is; what the files hold beyond is cut off
     out/            becomes DIR
 
-One process at a time works on it, which a lock on `.DIR.partial` sees to.
+One process at a time works on it: the one that has locked `.DIR.lock`.
 """
 
-import fcntl
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxforge.errors import UserError
+from jaxforge.storage import locks, safe_files
 
 Plan = dict[str, Any]
 """`options`: values by name; `inputs`: lists of strings that begin with a name. For JSON."""
@@ -39,7 +38,7 @@ class AtomicDirectory:
     def commit(self, journal: dict[str, Any]) -> None:
         """Records, durably, how far it is. The files that it speaks of are on the disk."""
         self.journal = journal
-        _write_json(self.out.parent / "journal.json", journal)
+        write_json(self.out.parent / "journal.json", journal)
 
 
 @contextmanager
@@ -71,45 +70,38 @@ def atomic_directory(
             process is making it.
     """
     output = output.absolute()
-    partial, old = (output.with_name(f".{output.name}.{end}") for end in ("partial", "old"))
+    partial, old = partial_of(output), output.with_name(f".{output.name}.old")
     try:
         if not shared:
             _check_output(output, made_by, overwrite)
-        with _locked(partial, output, wait=shared):
+        with suppress(FileExistsError):  # a file, as the lock will find
+            output.parent.mkdir(parents=True, exist_ok=True)
+        with locks.hold(output.with_name(f".{output.name}.lock"), wait=shared) as is_held:
+            if not is_held:
+                raise UserError(f"another process is writing {output}; wait for it, or end it")
             if shared and output.exists():
-                shutil.rmtree(partial)
                 yield None
                 return
-            destination = _open(partial, plan, say)
-            with _kept_if_begun(destination, say):
-                yield destination
-            _put_in_place(destination.out, output, old)
-            for directory in (old, partial):
-                shutil.rmtree(directory, ignore_errors=True)
+            partial.mkdir(exist_ok=True)
+            directory = _open(partial, plan, say)
+            try:
+                yield directory
+            except BaseException:
+                if directory.journal is None:
+                    shutil.rmtree(partial, ignore_errors=True)
+                else:
+                    say(f"what is finished stays in {partial}: the same command goes on from there")
+                raise
+            shutil.rmtree(old, ignore_errors=True)
+            if output.exists():
+                output.rename(old)
+            directory.out.rename(output)
+            for leftover in (old, partial):
+                shutil.rmtree(leftover, ignore_errors=True)
     except OSError as error:
         raise UserError(
             f"cannot write {error.filename or output}: {error.strerror or error}"
         ) from error
-
-
-@contextmanager
-def _kept_if_begun(destination: AtomicDirectory, say: Callable[[str], None]) -> Iterator[None]:
-    partial = destination.out.parent
-    try:
-        yield
-    except BaseException:
-        if destination.journal is None:
-            shutil.rmtree(partial, ignore_errors=True)
-        else:
-            say(f"what is finished stays in {partial}: the same command goes on from there")
-        raise
-
-
-def _put_in_place(new: Path, output: Path, old: Path) -> None:
-    shutil.rmtree(old, ignore_errors=True)
-    if output.exists():
-        output.rename(old)
-    new.rename(output)
 
 
 def _check_output(output: Path, made_by: str, overwrite: bool) -> None:
@@ -119,41 +111,9 @@ def _check_output(output: Path, made_by: str, overwrite: bool) -> None:
         raise UserError(f"{output} was not made by jaxforge.prepare; remove it yourself")
 
 
-@contextmanager
-def _locked(partial: Path, output: Path, *, wait: bool) -> Iterator[None]:
-    """Holds `partial`, which is made if need be; the lock goes with the process."""
-    descriptor = None
-    while descriptor is None:
-        try:
-            partial.mkdir(parents=True, exist_ok=True)
-            descriptor = _lock(partial, output, wait=wait)
-        except (FileExistsError, FileNotFoundError):  # it was there, and is gone: another is done
-            if partial.is_file():
-                raise
-    try:
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _lock(directory: Path, output: Path, *, wait: bool) -> int | None:
-    """A descriptor that locks `directory`; None if that was replaced meanwhile."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), os.stat(directory)):
-                return descriptor
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise UserError(f"another process is writing {output}; wait for it, or end it") from error
-    os.close(descriptor)
-    return None
-
-
 def _open(partial: Path, plan: Plan, say: Callable[[str], None]) -> AtomicDirectory:
     plan = json.loads(json.dumps(plan))  # as it will be read back
-    before, journal = (_read_json(partial / name) for name in ("plan.json", "journal.json"))
+    before, journal = (read_json(partial / name) for name in ("plan.json", "journal.json"))
     if before == plan and journal is not None:
         say(f"going on with {partial}")
         return AtomicDirectory(partial / "out", journal)
@@ -162,7 +122,7 @@ def _open(partial: Path, plan: Plan, say: Callable[[str], None]) -> AtomicDirect
     for path in partial.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     (partial / "out").mkdir()
-    _write_json(partial / "plan.json", plan)
+    write_json(partial / "plan.json", plan)
     return AtomicDirectory(partial / "out", None)
 
 
@@ -181,18 +141,19 @@ def _difference(before: Plan, now: Plan) -> str:
     return f"{name} {verb} since the earlier run{more}"
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None where there is none."""
+def partial_of(destination: Path) -> Path:
+    """Return the directory in which the content of `destination` gathers."""
+    return destination.with_name(f".{destination.name}.partial")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the object in a JSON file; None if the file does not exist."""
     with suppress(FileNotFoundError):
         return json.loads(path.read_bytes())
     return None
 
 
-def _write_json(path: Path, value: object) -> None:
-    """Replaces a file by one that is on the disk."""
-    partial = path.with_suffix(".new")
-    with partial.open("w") as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+def write_json(path: Path, value: object) -> None:
+    """Replace a JSON file by one whose content is on the disk."""
+    with safe_files.replacing(path, durable=True) as file:
+        file.write(json.dumps(value).encode())

@@ -108,7 +108,11 @@ class _Objects(epath_backend.Backend):
         root = place[: re.search(r"[*?[]|$", place).start()].rpartition("/")[0]  # type: ignore[union-attr]
         pattern, depth = place.split("/"), place.count("/") + 1
         found = {"/".join(f"{root}/{key}".split("/")[:depth]) for key in keys(root)}
-        return sorted(one for one in found if _matches(one.split("/"), pattern))
+        return sorted(
+            path for path in found
+            if len(parts := path.split("/")) == len(pattern)
+            and all(map(fnmatch.fnmatchcase, parts, pattern))
+        )  # fmt: skip
 
     def walk(self, top: str, **_: Any) -> Iterator[tuple[str, list[str], list[str]]]:  # noqa: ANN401
         raise NotImplementedError("a bucket has keys, which `iterdir` and `glob` find")
@@ -264,10 +268,6 @@ def stamps(place: str) -> dict[str, str]:
     store = open_store(place.rstrip("/") + "/")
     found = {key: store.read(key, byte_range=slice(0, 0)) for key in keys(place)}
     return {key: read.result().stamp.generation.hex() for key, read in found.items()}
-
-
-def _matches(parts: list[str], pattern: list[str]) -> bool:
-    return len(parts) == len(pattern) and all(map(fnmatch.fnmatchcase, parts, pattern))
 
 
 @epath.register_path_cls(tuple(f"{scheme}://" for scheme in _DRIVERS))

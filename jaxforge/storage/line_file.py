@@ -124,8 +124,9 @@ def keep_sound_lines(path: Path, last_step: int | None = None) -> None:
     first_end, count, needs_end = 0, 0, False  # bytes before the first line that is taken out
     with path.open("rb") as file:
         for count, line in enumerate(file, 1):
-            step = _step_of(line)
-            if step is None:
+            value, problem = parse_line(line)
+            step = None if problem else value.get("step")
+            if type(step) is not int:
                 damaged.add(count)
             elif last_step is not None and step > last_step:
                 later.add(count)
@@ -146,19 +147,12 @@ def keep_sound_lines(path: Path, last_step: int | None = None) -> None:
                     path, len(damaged), numbers, more, aside.name)  # fmt: skip
 
 
-def _step_of(line: bytes) -> int | None:
-    """Return the step of a line; None for a damaged line."""
-    value, problem = parse_line(line)
-    step = None if problem else value.get("step")
-    return step if type(step) is int else None
-
-
 def _rewrite(path: Path, aside: Path, later: set[int], damaged: set[int]) -> None:
     """Replace a file by its lines that are neither later nor damaged.
 
     Damaged lines are durable in `aside` before they leave the file.
     """
-    with path.open("rb") as source, safe_files.replacing(path) as kept:
+    with path.open("rb") as source, safe_files.replacing(path, durable=True) as kept:
         if damaged:
             with safe_files.open_to_append(aside) as bad:
                 bad.writelines(_ended(line) for n, line in enumerate(source, 1) if n in damaged)
@@ -167,8 +161,6 @@ def _rewrite(path: Path, aside: Path, later: set[int], damaged: set[int]) -> Non
             source.seek(0)
         out = later | damaged
         kept.writelines(_ended(line) for n, line in enumerate(source, 1) if n not in out)
-        kept.flush()
-        os.fsync(kept.fileno())
 
 
 def _ended(line: bytes) -> bytes:

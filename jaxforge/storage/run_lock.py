@@ -9,6 +9,9 @@ for hosts that are gone. Should two ever take one lock over at the same moment, 
 has it: a holder looks at each beat whether it is still named, and ends where it is not. In a bucket
 a beat writes the object again, with or without a space at its end.
 
+`filelock` replaces none of this. Its `FileLock` asks the file system, and `SoftFileLease` knows no
+buckets, ages a torn lock out after two seconds and does not notice that the directory was moved.
+
 Who only reads a run does not ask.
 """
 
@@ -129,7 +132,11 @@ class RunLock:
         if found is None:
             return False  # its holder has just ended
         if _lives(self._path, found):
-            raise UserError(_refusal(self._path))
+            raise UserError(
+                f"{self._path.parent} is in use by {_whose(_read(self._path) or '')}: two jobs "
+                "would overwrite each other's metrics and checkpoints. Wait for its end, end it, "
+                f"or give another checkpoint.dir; if it is certainly gone, remove {self._path}"
+            )
         log.warning("%s was left behind by %s: taken over", self._path, _whose(found))
         _replace(self._path, self._mine)
         time.sleep(_SETTLE_SEC)
@@ -296,14 +303,6 @@ def _whose(text: str) -> str:
     if not {"process", "host", "since"} <= holder.keys():
         return "an unknown process (the file names none)"
     return f"process {holder['process']} on {holder['host']}, since {holder['since']}"
-
-
-def _refusal(path: Path) -> str:
-    return (
-        f"{path.parent} is in use by {_whose(_read(path) or '')}: two jobs would overwrite each "
-        "other's metrics and checkpoints. Wait for its end, end it, or give another "
-        f"checkpoint.dir; if it is certainly gone, remove {path}"
-    )
 
 
 def _of_process_0(text: str) -> str:

@@ -19,11 +19,12 @@ _NOT_OURS = "this is no directory that belongs to this user alone; remove it"
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
     """Write a file that takes its name when it is whole, in the place of an older one.
 
     Args:
         path: the file. A link of this name is replaced, and its target stays as it is.
+        durable: its content is on the disk before it takes its name.
 
     Raises:
         OSError: the file cannot be written; nothing of it is left.
@@ -33,6 +34,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     try:
         with os.fdopen(os.open(partial, flags, 0o666), "wb") as file:
             yield file
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)

@@ -189,8 +189,9 @@ def parse_metrics(line: bytes) -> tuple[dict[str, Any], str]:
     value, problem = parse_line(line)
     problem = problem or problem_of(value, _METRICS_LINE)
     if not problem:
-        for name in value:
-            if not _is_metric(value[name]) or len(name) > _NAME:
+        for name, metric in value.items():
+            is_metric = metric is None or isinstance(metric, list | float) or is_number(metric)
+            if not is_metric or len(name) > _NAME:
                 return value, f"{excerpt(name, 60)} is not the value of a metric"
     return value, problem
 
@@ -204,10 +205,6 @@ def problem_of(value: Mapping[str, Any], fields: Mapping[str, Field]) -> str:
         elif not field.is_valid(value[name]):
             return f"{name} is not {field.kind}"
     return ""
-
-
-def _is_metric(value: object) -> bool:
-    return value is None or isinstance(value, list | float) or is_number(value)
 
 
 _METRICS_LINE = {

@@ -33,10 +33,6 @@ def others(monkeypatch):
     return answers, mine
 
 
-def page(text):
-    return np.frombuffer(text.encode().ljust(1024, b"\0"), np.uint8)
-
-
 def test_whoever_is_ready_first_waits_for_the_others(others):
     answers, mine = others
     answers += map(np.int32, [READY, WAITS, READY])
@@ -57,7 +53,10 @@ def test_whoever_is_ready_first_waits_for_the_others(others):
 )  # fmt: skip
 def test_a_failure_of_any_process_is_raised_with_all_messages(others, own, other, message):
     answers, _ = others
-    answers += [np.int32(WAITS), np.int32(FAILED if other else READY), page(other)]
+    answers += [np.int32(WAITS), np.int32(FAILED if other else READY)]
+    own_text = f"process 0 on {socket.gethostname()}: {own}" if own else ""
+    padded = other.ljust(max(len(own_text), len(other)) + 1, "\0")
+    answers += [np.array([len(other)], np.int32), np.frombuffer(padded.encode(), np.uint8)]
     own_failures = iter(["", own])
     with pytest.raises(JobStorageError) as failure:
         job_saves.await_all(lambda: True, lambda: next(own_failures))

@@ -10,6 +10,7 @@ from jaxforge.data import loader, sources
 from jaxforge.data.corpus.manifest import FILE_NAME
 from jaxforge.data.corpus.tokenizer import tokenizer_of
 from jaxforge.data.corpus.writer import ShardWriter
+from jaxforge.data.mixture import GrainMixture, TorchMixture
 from jaxforge.errors import UserError
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.training.phases import Phases
@@ -102,7 +103,11 @@ def test_hosts_read_their_rows_of_the_same_batches(directories, order):
     given = config(directories, accum=2, batch=4, order=order)
     dataset = sources.open_training_data(given)
     segments = Phases.of(given.data).segments([], 0, 0, lambda step: step * ROWS)
-    of_mixture = loader.mixture_order(given.data, dataset.sizes, segments, 0, 4, 1)
+    of_mixture = (
+        TorchMixture(dataset.sizes, segments, 0, 4, 1)
+        if order == "torch"
+        else GrainMixture(dataset.sizes, segments, 0, given.data.shuffle)
+    )
 
     def read(rows):
         layout = types.SimpleNamespace(accum=2, rows=4, local_rows=rows, tokens=ROWS * SEQ)

@@ -1,5 +1,6 @@
 """Pieces of two conversions are never mixed: what tells them apart, and who may write."""
 
+import fcntl
 import itertools
 import json
 import os
@@ -256,7 +257,7 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch, caplo
     def unsupported(*_):
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr("torch_compat.formats.locks.fcntl.flock", unsupported)
+    monkeypatch.setattr(fcntl, "flock", unsupported)
     with Staging(tmp_path / "a", {}, Share()) as one:
         one.commit()
     assert (tmp_path / "a").is_dir()

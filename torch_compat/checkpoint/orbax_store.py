@@ -23,6 +23,7 @@ from jaxforge.config.trust import Decision, never
 from jaxforge.errors import StorageError, UserError
 from jaxforge.state.block_checksum import block_checksum
 from jaxforge.storage import urls
+from jaxforge.storage.atomic_directory import partial_of
 from jaxforge.storage.untrusted_json import DOCUMENT, load_object
 from torch_compat.checkpoint.compare import check_written
 from torch_compat.checkpoint.eight_bit import check_wide, unpacked
@@ -39,7 +40,7 @@ from torch_compat.formats.lazy import (
     of_array,
     whole,
 )
-from torch_compat.formats.staging import Staging, Unit, batches, naming_failure, partial_of
+from torch_compat.formats.staging import Staging, Unit, batches, naming_failure
 from torch_compat.formats.workers import Share
 
 _BESIDE = "beside"

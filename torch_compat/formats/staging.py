@@ -3,7 +3,6 @@
     DST/.<name>.partial/         what is written so far
     DST/.<name>.partial/marks/   plan.json, and one small file for each finished unit of work
     DST/.<name>.lock0, 1, ...    each locked by the process of that number
-    DST/.<name>.lock             locked by all but process 0 together: the plan stays as it is
     DST/<name>/                  by one rename, when every unit is there
 
 A conversion that was stopped goes on with the units that have no mark. Several processes share a
@@ -12,19 +11,20 @@ destination by taking turns through the units; the first one waits for the marks
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from jaxforge.errors import StorageError, UserError
-from torch_compat.formats import locks
+from jaxforge.storage import locks
+from jaxforge.storage.atomic_directory import partial_of, read_json, write_json
 from torch_compat.formats.files import sync
 from torch_compat.formats.workers import Share
 
@@ -33,7 +33,6 @@ T = TypeVar("T")
 _MARKS = "marks"
 _PLAN = "plan.json"
 _OS_ERROR = re.compile(r"\[os_error_code='?(\d+)")  # in the messages of tensorstore
-_POLL = 0.05  # seconds
 _JOIN, _LEAVE = 600, 60  # seconds to wait for process 0 to begin, and for others to end
 
 AT_ONCE = 3
@@ -71,8 +70,6 @@ class Staging:
         self.destination, self.share = destination, share
         self.path = partial_of(destination)
         self._fingerprint = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
-        self._own_lock = destination.with_name(f".{destination.name}.lock{share.process}")
-        self._plan_lock = destination.with_name(f".{destination.name}.lock")
         self._check_free()
         with contextlib.ExitStack() as self._locks, naming_failure(destination):
             (self._prepare if share.process == 0 else self._join)()
@@ -112,7 +109,7 @@ class Staging:
             check()
             return all(self._mark(name).exists() for name in names)
 
-        _wait_until(complete, 24 * 3600, "for the other processes to do their share")
+        locks.wait_until(complete, 24 * 3600, "for the other processes to do their share")
         return {name: json.loads(self._mark(name).read_text()) for name in names}
 
     def commit(self) -> None:
@@ -125,52 +122,51 @@ class Staging:
             shutil.rmtree(self.path / _MARKS)  # after all that a full disk can stop
             self.path.rename(self.destination)
             sync(self.destination.parent)
-            self._plan_lock.unlink(missing_ok=True)
 
     def discard(self) -> None:
         """Removes what is left of it."""
         shutil.rmtree(self.path, ignore_errors=True)
-        self._plan_lock.unlink(missing_ok=True)
 
     def _prepare(self) -> None:
-        """Lays the plan down, or finds that it is; alone, and at another plan without helpers."""
+        """Write the plan unless it is there; another plan waits until no helper is left.
+
+        A helper holds its lock for as long as it works, and joins under the stored plan alone: that
+        says how many locks there are.
+        """
         self.destination.parent.mkdir(parents=True, exist_ok=True)
-        if not self._take(self._own_lock):
+        if not self._take(0, self._locks):
             raise UserError(
-                f"{self.destination} is being written by {locks.holder(self._own_lock)}: wait for "
-                "that conversion, or stop it"
+                f"{self.destination} is being written by {locks.holder(self._lock_of(0))}: wait "
+                "for that conversion, or stop it"
             )
         self._check_free()  # now that nobody else can make it
-        if self._plan() == self._as_planned:
+        if (stored := self._plan()) == self._as_planned:
             return
         what = f"for other processes that write to {self.path} to end"
-        plan = _wait_until(lambda: locks.take(self._plan_lock), _LEAVE, what)
-        try:
-            if self._plan().get("fingerprint") != self._fingerprint and self.path.exists():
+        with contextlib.ExitStack() as helpers:
+            for i in range(1, stored.get("processes", 1)):
+                locks.wait_until(functools.partial(self._take, i, helpers), _LEAVE, what)
+            if stored.get("fingerprint") != self._fingerprint and self.path.exists():
                 shutil.rmtree(self.path)
             (self.path / _MARKS).mkdir(parents=True, exist_ok=True)
             self._set_mark("plan", self._as_planned)
-        finally:
-            plan.release()
 
     def _check_free(self) -> None:
         if self.destination.exists():
             raise UserError(f"{self.destination} is there already; remove it or name another place")
 
     def _join(self) -> None:
-        """Becomes part of the conversion that process 0 has begun."""
+        """Become part of the conversion that process 0 has begun."""
         seconds = _JOIN if self.share.parent is None else _LEAVE
-        _wait_until(self._has_joined, seconds, f"for process 0 to begin this at {self.path}")
+        locks.wait_until(self._has_joined, seconds, f"for process 0 to begin this at {self.path}")
 
     def _has_joined(self) -> bool:
-        with contextlib.ExitStack() as self._locks:
+        with contextlib.ExitStack() as own:
             self._check_free()
-            if not self.path.is_dir() or not self._take(self._own_lock):
-                return False
-            if not self._take(self._plan_lock, shared=True):
+            if not self.path.is_dir() or not self._take(self.share.process, own):
                 return False
             if self._plan() == self._as_planned:
-                self._locks = self._locks.pop_all()
+                self._locks = own.pop_all()
                 return True
             if self.share.parent is not None:
                 raise UserError(
@@ -179,30 +175,26 @@ class Staging:
                 )
             return False
 
-    def _take(self, path: Path, *, shared: bool = False) -> bool:
-        lock = locks.take(path, shared=shared)
-        if lock is not None:
-            self._locks.callback(lock.release)
-        return lock is not None
+    def _lock_of(self, process: int) -> Path:
+        return self.destination.with_name(f".{self.destination.name}.lock{process}")
+
+    def _take(self, process: int, locks_held: contextlib.ExitStack) -> bool:
+        return locks_held.enter_context(locks.hold(self._lock_of(process)))
 
     @property
     def _as_planned(self) -> dict[str, Any]:
         return {"fingerprint": self._fingerprint, "processes": self.share.processes}
 
     def _plan(self) -> dict[str, Any]:
-        try:
-            return json.loads((self.path / _MARKS / _PLAN).read_text())
-        except (FileNotFoundError, json.JSONDecodeError):
-            return {}
+        with contextlib.suppress(json.JSONDecodeError):
+            return read_json(self.path / _MARKS / _PLAN) or {}
+        return {}
 
     def _mark(self, name: str) -> Path:
         return self.path / _MARKS / f"{name}.json"
 
     def _set_mark(self, name: str, value: Any) -> None:  # noqa: ANN401 (any JSON)
-        temporary = self._mark(name).with_suffix(f".tmp{self.share.process}")
-        temporary.write_text(json.dumps(value))
-        sync(temporary)
-        temporary.rename(self._mark(name))
+        write_json(self._mark(name), value)
 
 
 def for_each(do: Callable[[T], object], items: Iterable[T], at_once: int) -> None:
@@ -231,11 +223,6 @@ def batches(items: Iterable[T], nbytes: Callable[[T], int], least: int) -> Itera
         yield batch
 
 
-def partial_of(destination: Path) -> Path:
-    """Where a directory gathers before it is there."""
-    return destination.with_name(f".{destination.name}.partial")
-
-
 @contextlib.contextmanager
 def naming_failure(destination: Path) -> Iterator[None]:
     """What goes wrong while writing, made plain.
@@ -248,18 +235,14 @@ def naming_failure(destination: Path) -> Iterator[None]:
     except (UserError, StorageError):  # these say what was wrong: with the source, say
         raise
     except (OSError, ValueError) as error:
-        number = _errno(error)
-        if number is None:
+        match = _OS_ERROR.search(str(error))
+        if isinstance(error, OSError):
+            number = error.errno or errno.EIO
+        elif match:
+            number = int(match[1])
+        else:  # nothing of the system's
             raise
         raise StorageError(_advice(destination, number)) from error
-
-
-def _errno(error: OSError | ValueError) -> int | None:
-    """The system's number for what went wrong; None where it was nothing of the system's."""
-    if isinstance(error, OSError):
-        return error.errno or errno.EIO
-    match = _OS_ERROR.search(str(error))
-    return int(match[1]) if match else None
 
 
 def _advice(destination: Path, number: int) -> str:
@@ -269,12 +252,3 @@ def _advice(destination: Path, number: int) -> str:
         f"{destination} could not be written ({what}); nothing is there under that name: {remedy} "
         "run the same command to go on"
     )
-
-
-def _wait_until(condition: Callable[[], T | None], seconds: float, what: str) -> T:
-    deadline = time.monotonic() + seconds
-    while not (met := condition()):
-        if time.monotonic() > deadline:
-            raise UserError(f"waited {seconds / 60:g} minutes {what}, in vain")
-        time.sleep(_POLL)
-    return met

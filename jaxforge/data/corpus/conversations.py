@@ -9,7 +9,7 @@ Text and spans go from one step to the next as a line of JSON, a document like a
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -27,13 +27,6 @@ _ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "ass
           "observation": "tool"}  # fmt: skip
 
 Spans = list[tuple[int, int]]
-
-
-class _Conversation(NamedTuple):
-    """Messages, of which the assistant's are learned from number `first` on."""
-
-    messages: list[dict[str, Any]]
-    first: int
 
 
 class Conversations:
@@ -83,7 +76,11 @@ class Conversations:
         record = _without_none(record)
         texts = [record[name] for name in form]
         plain = form == ("prompt", "completion") and all(isinstance(text, str) for text in texts)
-        text, spans = _continued(*texts) if plain else self._render(record, form)
+        if plain:
+            text = "".join(texts)
+            spans = [(len(texts[0]), len(text))]
+        else:
+            text, spans = self._render(record, form)
         if not any(start < end for start, end in spans):
             raise ValueError("the assistant says nothing, so that there is nothing to learn")
         document = {"text": text, "learned": spans, "eos": plain}
@@ -96,13 +93,13 @@ class Conversations:
                 "chat_template.jinja beside its tokenizer.json, or give prompts and completions as "
                 "texts"
             )
-        conversation = _conversation(record, form)
+        messages, first = _conversation(record, form)
         options = record.get("chat_template_kwargs") or {}
         if not isinstance(options, dict):
             raise ValueError(f"expected an object as chat_template_kwargs, not {options!r:.40}")
         if tools := record.get("tools"):
             options = {**options, "tools": json.loads(tools) if isinstance(tools, str) else tools}
-        return self._template.render(conversation.messages, conversation.first, options)
+        return self._template.render(messages, first, options)
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
@@ -124,7 +121,9 @@ def encode_conversations(
     for (split, *_), document, (ids, places) in zip(texts, documents, encoded, strict=True):
         entries = _entries(ids, places, document["learned"], dtype)
         if document["eos"]:
-            entries = _after_prefix(tokenizer, ids, entries)
+            begun = with_prefix(tokenizer, ids)
+            added = begun[: len(begun) - len(ids)]  # which is not learned
+            entries = np.concatenate([np.asarray(added, dtype) | UNLEARNED, entries])
         if document["eos"] or not ids:
             entries = np.append(entries, np.asarray(tokenizer.eos_id, dtype))
         entries[0] |= FIRST
@@ -143,33 +142,22 @@ def _entries(
     return entries
 
 
-def _after_prefix(
-    tokenizer: Tokenizer, ids: Sequence[int], entries: Int[np.ndarray, "_"]
-) -> Int[np.ndarray, "_"]:
-    """Put what the tokenizer adds before a text before its entries; it is not learned."""
-    begun = with_prefix(tokenizer, ids)
-    added = np.asarray(begun[: len(begun) - len(ids)], entries.dtype)
-    return np.concatenate([added | UNLEARNED, entries])
-
-
 def _form(names: Iterable[str]) -> tuple[str, ...]:
     there = set(names)
     return next((form for form in _FORMS if there.issuperset(form)), ())
 
 
-def _continued(prompt: str, completion: str) -> tuple[str, Spans]:
-    text = prompt + completion
-    return text, [(len(prompt), len(text))]
-
-
-def _conversation(record: Mapping[str, Any], form: Sequence[str]) -> _Conversation:
+def _conversation(
+    record: Mapping[str, Any], form: Sequence[str]
+) -> tuple[list[dict[str, Any]], int]:
+    """Return messages, and the first number from which the assistant's are learned."""
     if form[0] == "instruction":
         asked = "\n\n".join(_text(record[n]) for n in ("instruction", "input") if record.get(n))
-        return _Conversation([_said("user", asked), _said("assistant", record["output"])], 0)
+        return [_said("user", asked), _said("assistant", record["output"])], 0
     if form[0] == "prompt":
         prompt = _messages(record["prompt"], "user")
-        return _Conversation([*prompt, *_messages(record["completion"], "assistant")], len(prompt))
-    return _Conversation(_messages(record[form[0]], ""), 0)
+        return [*prompt, *_messages(record["completion"], "assistant")], len(prompt)
+    return _messages(record[form[0]], ""), 0
 
 
 def _messages(value: object, role: str) -> list[dict[str, Any]]:

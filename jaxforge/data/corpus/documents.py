@@ -182,18 +182,14 @@ def _of_record(
             limit -= len(data)
             is_done = last and part is parts[-1]
             end = Place(i, record.number) if is_done else Place(i, record.number - 1, offset)
-            text, valid = _decoded(data, at_start=offset == len(data))
+            # No byte of a multi-byte character equals a line end: lines decode on their own.
+            try:
+                text, valid = data.decode(), True
+            except UnicodeDecodeError:
+                text, valid = data.decode(errors="replace"), False
+            if offset == len(data):
+                text = text.removeprefix("\ufeff")  # a byte-order mark
             yield Piece(document, part.split, text, len(data), valid, is_first, last, end)
-
-
-def _decoded(data: bytes, *, at_start: bool) -> tuple[str, bool]:
-    """Text, and whether it is UTF-8; without the byte-order mark that some texts begin with."""
-    # No byte of a multi-byte character equals a line end: lines decode on their own.
-    try:
-        text, valid = data.decode("utf-8"), True
-    except UnicodeDecodeError:
-        text, valid = data.decode("utf-8", errors="replace"), False
-    return text.removeprefix("\ufeff") if at_start else text, valid
 
 
 def _size(file: BinaryIO) -> int:

@@ -103,7 +103,9 @@ def cached_shards(
         if directory:
             log.info("tokenizing %s into %s", source.name, output)
             tokenizer.save(directory.out / "tokenizer")
-            options = _options(content, tokenizer)
+            conversations = isinstance(content, Conversations)
+            dtype = ENTRY_DTYPE if conversations else token_dtype(None, tokenizer.vocab_size)
+            options = Options(dtype=dtype, conversations=conversations)
             ingest(
                 [source],
                 tokenizer,
@@ -113,12 +115,6 @@ def cached_shards(
                 show=_progress_log(len(dataset)),
             )
     return output / "train"
-
-
-def _options(content: Content, tokenizer: Tokenizer) -> Options:
-    conversations = isinstance(content, Conversations)
-    dtype = ENTRY_DTYPE if conversations else token_dtype(None, tokenizer.vocab_size)
-    return Options(dtype=dtype, conversations=conversations)
 
 
 def _progress_log(rows: int) -> Callable[[Corpus], None]:

@@ -11,7 +11,7 @@ however often the work was interrupted.
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -68,6 +68,15 @@ class Options:
         return ("train", "validation") if holds_out else ("train",)
 
 
+Batch = list[Piece]
+"""Consecutive pieces, which a tokenizer gets together."""
+
+
+def texts_of(batch: Batch) -> list[Text]:
+    """Return what a worker needs of a batch."""
+    return [(p.split, p.text, p.first, p.last) for p in batch if not p.skipped]
+
+
 @dataclass
 class Split:
     """What is becoming of "train" or "validation".
@@ -117,17 +126,18 @@ class Corpus:
         """Bytes of text."""
         return sum(split.size for split in self.splits.values())
 
+    def add(self, batch: Batch, tokens: Tokens) -> None:
+        """Append a batch and its tokens by split."""
+        for name, arrived in tokens.items():
+            pieces = [p for p in batch if p.split == name and not p.skipped]
+            self.splits[name].add(pieces, arrived)
+        self.skipped += sum(piece.skipped for piece in batch)
+        self.place = batch[-1].end
 
-@dataclass(frozen=True)
-class Batch:
-    """Consecutive pieces, which a tokenizer gets together."""
-
-    pieces: list[Piece]
-
-    @property
-    def texts(self) -> list[Text]:
-        """What a worker needs."""
-        return [(p.split, p.text, p.first, p.last) for p in self.pieces if not p.skipped]
+    def journal(self) -> dict[str, Any]:
+        """Bring all tokens to the disk, and return the fields as JSON has them."""
+        splits = {name: split.journal() for name, split in self.splits.items()}
+        return {"splits": splits, "place": self.place, "skipped": self.skipped}
 
 
 def ingest(
@@ -178,10 +188,10 @@ def ingest(
         for batch, tokens in stack.enter_context(closing(encoded)):
             if options.validation_tokens:
                 tokens = _hold_out(corpus, batch, tokens, options, tokenizer)
-            _add(corpus, batch, tokens)
+            corpus.add(batch, tokens)
             show(corpus)
             if time.monotonic() - committed >= _COMMIT_SECONDS:
-                destination.commit(_journal(corpus))
+                destination.commit(corpus.journal())
                 committed = time.monotonic()
         _finish(corpus, tokenizer, tokenizer_name, options)
     return corpus
@@ -209,11 +219,6 @@ def _open(destination: AtomicDirectory, tokenizer: Tokenizer, options: Options) 
         )
         splits[name] = Split(**{**state, "writer": writer})
     return Corpus(splits, Place(*journal["place"]), journal["skipped"])
-
-
-def _journal(corpus: Corpus) -> dict[str, Any]:
-    splits = {name: split.journal() for name, split in corpus.splits.items()}
-    return {"splits": splits, "place": corpus.place, "skipped": corpus.skipped}
 
 
 def _finish(corpus: Corpus, tokenizer: Tokenizer, name: str, options: Options) -> None:
@@ -262,10 +267,10 @@ def batches(pieces: Iterable[Piece]) -> Iterator[Batch]:
         batch.append(piece)
         size += piece.size
         if size >= _BATCH_BYTES or len(batch) == _BATCH_PIECES:
-            yield Batch(batch)
+            yield batch
             batch, size = [], 0
     if batch:
-        yield Batch(batch)
+        yield batch
 
 
 def _encoded(
@@ -281,13 +286,13 @@ def _encoded(
     first = list(islice(batches, 2))
     if not isolate and (workers == 1 or len(first) < 2):
         for batch in chain(first, batches):
-            yield batch, _encode(tokenizer, batch.texts, options)
+            yield batch, _encode(tokenizer, texts_of(batch), options)
         return
     n = workers if len(first) > 1 else 1
     with Workers(n, _work, directory, options, n, isolate) as pool:
         waiting: deque[tuple[Batch, Future[Tokens]]] = deque()
         for batch in chain(first, batches):
-            waiting.append((batch, pool.submit(batch.texts)))
+            waiting.append((batch, pool.submit(texts_of(batch))))
             if len(waiting) > 2 * workers:
                 batch, future = waiting.popleft()
                 yield batch, future.result()
@@ -342,7 +347,7 @@ def _hold_out(
     arrived, eos = tokens["train"], tokenizer.eos_id
     first, rest = arrived[:missing], arrived[missing:]
     documents = int(np.count_nonzero(first == eos))
-    size = sum(piece.size for piece in batch.pieces) * len(first) // len(arrived)
+    size = sum(piece.size for piece in batch) * len(first) // len(arrived)
     is_cut = len(first) == missing and int(first[-1]) != eos  # and is a document in either split
     if is_cut:
         first = np.append(first, np.asarray(eos, first.dtype))
@@ -351,11 +356,3 @@ def _hold_out(
     held_out.size, train.size = held_out.size + size, train.size - size
     train.writer.documents -= documents
     return {"train": rest}
-
-
-def _add(corpus: Corpus, batch: Batch, tokens: Mapping[str, Int[np.ndarray, "_"]]) -> None:
-    for name, arrived in tokens.items():
-        of_split = [piece for piece in batch.pieces if piece.split == name and not piece.skipped]
-        corpus.splits[name].add(of_split, arrived)
-    corpus.skipped += sum(piece.skipped for piece in batch.pieces)
-    corpus.place = batch.pieces[-1].end

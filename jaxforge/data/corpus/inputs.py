@@ -20,6 +20,7 @@ from jaxforge.data.corpus.records import (
     MAX_RECORD_BYTES,
     Content,
     File,
+    Input,
     Record,
     TextField,
     to_record,
@@ -61,7 +62,7 @@ class TextFile(File):
 
 
 @dataclass(frozen=True)
-class HuggingFace:
+class HuggingFace(Input):
     """A dataset of the library `datasets`, or one file of it.
 
     Attributes:
@@ -83,15 +84,6 @@ class HuggingFace:
     def where(self) -> str:
         """The name."""
         return self.name
-
-    @property
-    def text_size(self) -> int | None:
-        """Not known."""
-        return None
-
-    def document(self, number: int) -> str:
-        """`DATASET:ROW`."""
-        return f"{self.name}:{number}"
 
     def records(self, start: int) -> Iterator[Record]:
         """The rows after the first `start`.
@@ -150,16 +142,12 @@ def find_inputs(
             found.setdefault(path.resolve(), file)
     check_text((file.path, isinstance(file, TextFile)) for file in found.values())
     if not found:
-        _refuse_empty(places)
+        for path in places:
+            if path.is_file() and not path.stat().st_size:
+                raise UserError(f"INPUT {path} is empty: give a file with text, or a directory")
         where, kept = ", ".join(map(str, places)), " and no --exclude" if exclude else ""
         raise UserError(f"no text in {where}: no file matches --glob {in_words(globs)}{kept}")
     return sorted(found.values(), key=lambda file: file.name)
-
-
-def _refuse_empty(places: Iterable[Path]) -> None:
-    for path in places:
-        if path.is_file() and not path.stat().st_size:
-            raise UserError(f"INPUT {path} is empty: give a file with text, or a directory")
 
 
 def _kind(path: Path) -> type[File]:

@@ -12,7 +12,6 @@ other code, not from endless loops and gigabytes, and neither can be stopped wit
 import json
 import os
 import pickle
-import resource
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from jaxforge.data.corpus.chat import ChatTemplate, Message, Span
+from jaxforge.data.corpus.untrusted_tokenizer import limit_memory
 from jaxforge.errors import UserError
 
 _SERVE = "from jaxforge.data.corpus.isolated_chat import serve; serve()"
@@ -54,7 +54,8 @@ class IsolatedTemplate:
 
     def _start(self) -> None:
         self._pid = os.getpid()
-        path = os.pathsep.join(filter(None, [_package_parent(), os.environ.get("PYTHONPATH")]))
+        package = str(Path(__file__).parents[3])
+        path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
         self._child = subprocess.Popen(
             [sys.executable, "-P", "-c", _SERVE],  # -P: nothing of the working directory
             stdin=subprocess.PIPE,
@@ -110,10 +111,6 @@ class IsolatedTemplate:
         return f"ended its process (exit code {code}): correct it, or use another"
 
 
-def _package_parent() -> str:
-    return str(Path(__file__).parents[3])
-
-
 def _stop(child: subprocess.Popen[bytes], parent: int) -> None:
     """End the child of a process; it ends by itself when its standard input does."""
     if os.getpid() != parent:  # in a fork
@@ -130,19 +127,11 @@ def serve() -> None:
     """Compile a template, and render conversations until standard input ends: the child."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process
-    _limit_memory()
+    limit_memory(_MEMORY)
     with suppress(EOFError):
         template = _answer(ChatTemplate, *pickle.load(sys.stdin.buffer))
         while template is not None:
             _answer(template.render, *pickle.load(sys.stdin.buffer))
-
-
-def _limit_memory() -> None:
-    statm = Path("/proc/self/statm")
-    if statm.exists():  # elsewhere the limit below is not kept by the system
-        pages = int(statm.read_text().split()[0])
-        limit = pages * resource.getpagesize() + _MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _answer(function: Callable[..., _Result], seconds: float, args: tuple) -> _Result | None:

@@ -59,10 +59,16 @@ class JsonLines(PackedFile):
             for number, line in enumerate(self._lines(file), 1):
                 if number <= start:
                     continue
-                if line is None:
+                largest = self.max_record_bytes // _BYTES_PER_VALUE
+                if line is None or line.count(b",") > largest:
                     yield self.too_large(number)
                 elif line.strip():
-                    yield self._parsed(number, line)
+                    try:
+                        value = json.loads(line)
+                    except (ValueError, RecursionError) as error:
+                        yield bad_record(number, f"{self.path}:{number}: not JSON ({error})")
+                        continue
+                    yield self.record(number, value)
 
     def _lines(self, file: BinaryIO) -> Iterator[bytes | None]:
         """Yield lines; None stands for one that is too long."""
@@ -77,15 +83,6 @@ class JsonLines(PackedFile):
                 self.check_growth(size)
             self.check_growth(size)
             yield None if is_too_long else line
-
-    def _parsed(self, number: int, line: bytes) -> Record:
-        if line.count(b",") > self.max_record_bytes // _BYTES_PER_VALUE:
-            return self.too_large(number)
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            return bad_record(number, f"{self.path}:{number}: not JSON ({error})")
-        return self.record(number, value)
 
 
 class Json(JsonLines):

@@ -1,13 +1,13 @@
 """How far `prepare` is, shown while it works."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxforge.data.corpus.ingest import Corpus, Split
+from jaxforge.data.corpus.ingest import Corpus
 
 _LINE_SECONDS = 10.0  # between lines where there is no terminal
 
@@ -31,7 +31,10 @@ def progress_shown(size: int | None) -> Iterator[Callable[[Corpus], None]]:
         def show(corpus: Corpus) -> None:
             nonlocal said
             now = time.monotonic()
-            text = _state(corpus.splits, now - start)
+            writers = [split.writer for split in corpus.splits.values()]
+            tokens = sum(writer.tokens for writer in writers) / 1e6
+            documents = sum(writer.documents for writer in writers)
+            text = f"{documents:,} docs, {tokens:,.1f} M tokens, {tokens / (now - start):.2f} M/s"
             progress.update(bar, completed=corpus.size, description=text)
             if not console.is_terminal and now - said >= _LINE_SECONDS:
                 line = f"{corpus.size / size:.0%}: {text}" if size else text
@@ -39,9 +42,3 @@ def progress_shown(size: int | None) -> Iterator[Callable[[Corpus], None]]:
                 said = now
 
         yield show
-
-
-def _state(splits: Mapping[str, Split], seconds: float) -> str:
-    tokens = sum(split.writer.tokens for split in splits.values())
-    documents = sum(split.writer.documents for split in splits.values())
-    return f"{documents:,} docs, {tokens / 1e6:,.1f} M tokens, {tokens / seconds / 1e6:.2f} M/s"

@@ -133,40 +133,41 @@ def _text_field(name: str) -> str:
     return f"give --text-field {shlex.quote(name)}"
 
 
-class Input(Protocol):
-    """A file or a dataset."""
+class Input(ABC):
+    """A file or a dataset.
+
+    Attributes:
+        name: its path below what it was found in; decides its place and, in part, its splits.
+    """
+
+    name: str
 
     @property
-    def name(self) -> str:
-        """Its path below what it was found in; decides its place and, in part, its splits."""
-        ...
-
-    @property
+    @abstractmethod
     def identity(self) -> tuple[str, ...]:
-        """Changes whenever the documents may have changed."""
-        ...
+        """Strings that change whenever the documents may have changed."""
 
     @property
+    @abstractmethod
     def where(self) -> str:
-        """What messages call it."""
-        ...
+        """Name of the input in messages."""
 
     @property
     def text_size(self) -> int | None:
-        """Bytes of text, where they are known without reading."""
-        ...
+        """Bytes of text; None where they are not known without reading."""
+        return None
 
+    @abstractmethod
     def records(self, start: int) -> Iterator[Record]:
-        """The records after the first `start`; raises what `READ_ERRORS` lists, or UserError."""
-        ...
+        """Yield the records after the first `start`; may raise `READ_ERRORS`, or UserError."""
 
     def document(self, number: int) -> str:
-        """Name of the document that is record `number`."""
-        ...
+        """Return the name of the document that is record `number`: `NAME:RECORD`."""
+        return f"{self.name}:{number}"
 
 
 @dataclass(frozen=True)
-class File(ABC):
+class File(Input):
     """An input that is a file.
 
     Attributes:
@@ -191,22 +192,9 @@ class File(ABC):
         return self.where, str(self.path.absolute()), str(self.size), str(self.modified)
 
     @property
-    def text_size(self) -> int | None:
-        """Not known."""
-        return None
-
-    def document(self, number: int) -> str:
-        """`FILE:RECORD`."""
-        return f"{self.name}:{number}"
-
-    @property
     def where(self) -> str:
         """The path."""
         return str(self.path)
-
-    @abstractmethod
-    def records(self, start: int) -> Iterator[Record]:
-        """The records after the first `start`; raises what `READ_ERRORS` lists."""
 
     def record(self, number: int, value: object) -> Record:
         """Return a record of the file: its document, or what is wrong with it."""

@@ -12,21 +12,20 @@ from jaxforge.data.corpus.tokenizer import Tokenizer
 def table(corpus: Corpus, tokenizer: Tokenizer) -> str:
     """What was written: a row for each thing to know, a column for each split."""
     parts, train = corpus.splits.values(), corpus.splits["train"].writer
+    bos = "".join(f", BOS {i}" for i in tokenizer.prefix)
     rows = [
         ("", *corpus.splits),
         *(_conversations(parts) if train.conversations else _documents(parts)),
         ("unigram entropy", f"{entropy(train.counts):.4f} nats per training token: loss to beat"),
-        ("vocabulary", _vocabulary(tokenizer, train.dtype)),
+        (
+            "vocabulary",
+            f"{tokenizer.vocab_size:,} ({train.dtype}), EOS {tokenizer.eos_id}{bos}",
+        ),
     ]
     if corpus.skipped:
         rows.append(("left out as bad", f"{corpus.skipped:,} records"))
     lines = (f"{row[0]:<17}" + "".join(f"{cell:<17}" for cell in row[1:]) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
-
-
-def _vocabulary(tokenizer: Tokenizer, dtype: str) -> str:
-    bos = "".join(f", BOS {i}" for i in tokenizer.prefix)
-    return f"{tokenizer.vocab_size:,} ({dtype}), EOS {tokenizer.eos_id}{bos}"
 
 
 def _documents(parts: Iterable[Split]) -> list[tuple[str, ...]]:

@@ -44,19 +44,18 @@ class Csv(PackedFile):
                 for row in rows:
                     lines.size = 0
                     number += bool(row)
-                    if row and number > start:
-                        yield self._row(number, names, row)
+                    if not row or number <= start:
+                        continue
+                    if len(row) == len(names):
+                        yield self.record(number, dict(zip(names, row, strict=True)))
+                        continue
+                    fields = f"{len(row)} fields, and the first row {len(names)}"
+                    yield bad_record(number, f"{self.path}:{number}: {fields}")
             except (csv.Error, UnicodeDecodeError) as error:
                 raise UserError(
                     f"{self.path}: not CSV in UTF-8 in row {number + 1} ({error}), so that nothing "
                     "after it can be read; correct it, or leave the file out with --exclude"
                 ) from error
-
-    def _row(self, number: int, names: list[str], row: list[str]) -> Record:
-        if len(row) != len(names):
-            problem = f"{self.path}:{number}: {len(row)} fields, and the first row {len(names)}"
-            return bad_record(number, problem)
-        return self.record(number, dict(zip(names, row, strict=True)))
 
 
 class _BoundedLines:

@@ -58,8 +58,12 @@ def check_text(files: Iterable[tuple[Path, bool]]) -> None:
     """
     binary = []
     for path, is_text in files:
-        head = _head(path)
-        if is_text and _is_binary(head):
+        try:
+            with path.open("rb") as file:
+                head = file.read(_HEAD)
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from error
+        if is_text and b"\0" in head and not encoding_of(head):
             binary.append(path)
         elif is_text and _JSON.match(head.removeprefix(codecs.BOM_UTF8)):
             raise UserError(
@@ -72,30 +76,14 @@ def check_text(files: Iterable[tuple[Path, bool]]) -> None:
                 f"iconv -f {encoding} -t UTF-8"
             )
     if binary:
-        raise UserError(_no_text(binary))
-
-
-def _is_binary(head: bytes) -> bool:
-    return b"\0" in head and not encoding_of(head)
-
-
-def _head(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(_HEAD)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _no_text(paths: Sequence[Path]) -> str:
-    named = ", ".join(map(str, paths[:3])) + (", ..." if len(paths) > 3 else "")
-    kinds = dict.fromkeys(f"*{path.suffix}" if path.suffix else path.name for path in paths)
-    options = " ".join(f"--exclude {shlex.quote(kind)}" for kind in kinds)
-    return (
-        f"{len(paths)} file(s) hold NUL bytes, and so no text: {named}; leave them out with "
-        f"{options}, or take others alone with --glob (of UTF-16 without a byte-order mark, make "
-        "UTF-8: iconv -f UTF-16LE -t UTF-8)"
-    )
+        named = ", ".join(map(str, binary[:3])) + (", ..." if len(binary) > 3 else "")
+        kinds = dict.fromkeys(f"*{path.suffix}" if path.suffix else path.name for path in binary)
+        options = " ".join(f"--exclude {shlex.quote(kind)}" for kind in kinds)
+        raise UserError(
+            f"{len(binary)} file(s) hold NUL bytes, and so no text: {named}; leave them out with "
+            f"{options}, or take others alone with --glob (of UTF-16 without a byte-order mark, "
+            "make UTF-8: iconv -f UTF-16LE -t UTF-8)"
+        )
 
 
 def how_to_prepare(place: Path) -> str:

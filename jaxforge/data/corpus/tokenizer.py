@@ -5,11 +5,12 @@ import hashlib
 import itertools
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -40,106 +41,79 @@ _BYTE_FILE = b'{"kind": "byte"}\n'
 _LETTERS = frozenset(tokenizers.pre_tokenizers.ByteLevel.alphabet())  # one for each byte
 
 
-class Tokenizer(Protocol):
-    """What data preparation, generation and evaluation need of a tokenizer."""
+class Tokenizer(ABC):
+    """What data preparation, generation and evaluation need of a tokenizer.
 
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-        ...
+    Attributes:
+        vocab_size: one more than the largest id.
+        eos_id: id of the token that ends a document; None when the tokenizer names none.
+        eos_ids: ids at which generation ends: `eos_id` first, then others that a model may end
+            with.
+        bos_id: id of the token that texts begin with elsewhere; None when the tokenizer names none.
+        prefix: ids that the tokenizer puts before a text, usually BOS; empty if it adds none.
+        fingerprint: sha256 (hex) that tells this tokenizer from others, whatever its chat template.
+        is_risky: encoding may panic or never end, so that large texts belong into other processes.
+        chat: `chat_template`, and special tokens by name (`bos_token`); empty without a template.
+    """
 
-    @property
-    def eos_id(self) -> int | None:
-        """Id of the token that ends a document; None when the tokenizer names none."""
-        ...
+    vocab_size: int
+    eos_id: int | None
+    eos_ids: tuple[int, ...]
+    bos_id: int | None = None
+    prefix: tuple[int, ...] = ()
+    fingerprint: str
+    is_risky: bool = False
+    chat: Mapping[str, str] = MappingProxyType({})
 
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Ids at which generation ends: `eos_id` first, then others that a model may end with."""
-        ...
-
-    @property
-    def bos_id(self) -> int | None:
-        """Id of the token that texts begin with elsewhere; None when the tokenizer names none."""
-        ...
-
-    @property
-    def prefix(self) -> tuple[int, ...]:
-        """Ids that the tokenizer puts before a text, usually BOS; empty if it adds none."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """sha256 (hex) that tells this tokenizer from others, whatever its chat template is."""
-        ...
-
-    @property
-    def is_risky(self) -> bool:
-        """Whether encoding may panic or go on for ever: large texts belong into other processes."""
-        ...
-
-    @property
-    def chat(self) -> Mapping[str, str]:
-        """`chat_template`, and special tokens by name (`bos_token`); empty without a template."""
-        ...
-
+    @abstractmethod
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        """Ids of `text`; nothing is added at its ends, unless `special_tokens` are asked for."""
-        ...
+        """Return the ids of `text`; nothing is added at its ends unless `special_tokens` are."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text, in parallel where that pays."""
-        ...
+        """Return `encode` of each text, in parallel where that pays."""
+        return [self.encode(text) for text in texts]
 
+    @abstractmethod
     def encode_with_places(
         self, texts: Sequence[str]
     ) -> list[tuple[list[int], Int[np.ndarray, "n 2"]]]:
-        """`encode` of each text, and where in it each id stands: first character, one after last.
+        """Return `encode` of each text and the place of each id: first character, one after last.
 
         Ids that share a character all stand there.
         """
-        ...
 
+    @abstractmethod
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
-        """Text of `ids`, without special tokens, or with them as they are spelled."""
-        ...
+        """Return the text of `ids`, without special tokens, or with them as they are spelled."""
 
+    @abstractmethod
     def byte_lengths(self) -> Int[np.ndarray, "v"] | None:
-        """UTF-8 bytes of text that each id stands for, int32; 0 for EOS and special tokens.
+        """Return the UTF-8 bytes of text that each id stands for, int32; 0 for special tokens.
 
         Over the ids of a text they sum to `len(text.encode())`. None where ids have no fixed
         number of bytes.
         """
-        ...
 
     def without_bos(self) -> "Tokenizer":
         """Return this tokenizer with an empty `prefix`."""
-        ...
+        return self
 
+    @abstractmethod
     def save(self, directory: Path) -> None:
-        """Writes what `load_tokenizer(directory)` needs; the fingerprint stays the same."""
-        ...
+        """Write what `load_tokenizer(directory)` needs; the fingerprint stays the same."""
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as ids 0-255, and 256 to end a document."""
 
     vocab_size = 257
     eos_id = 256
     eos_ids = (eos_id,)
-    bos_id = None
-    prefix: tuple[int, ...] = ()
-    is_risky = False
     fingerprint = hashlib.sha256(_BYTE_FILE).hexdigest()
-    chat: Mapping[str, str] = MappingProxyType({})
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
         """Bytes of `text`; a lone surrogate, which has none, counts as "?"."""
         return list(text.encode("utf-8", errors="replace"))
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text."""
-        return [self.encode(text) for text in texts]
 
     def encode_with_places(
         self, texts: Sequence[str]
@@ -160,17 +134,13 @@ class ByteTokenizer:
         """One for each byte."""
         return (np.arange(self.vocab_size) != self.eos_id).astype(np.int32)
 
-    def without_bos(self) -> "ByteTokenizer":
-        """Return this tokenizer, which has no BOS."""
-        return self
-
     def save(self, directory: Path) -> None:
         """Writes a `tokenizer.json` that says no more than "bytes"."""
         directory.mkdir(parents=True, exist_ok=True)
         (directory / _FILE_NAME).write_bytes(_BYTE_FILE)
 
 
-class HFTokenizer:
+class HFTokenizer(Tokenizer):
     """A Hugging Face fast tokenizer.
 
     As with transformers, special tokens spelled out in a text ("<|endoftext|>") become their ids.
@@ -208,7 +178,7 @@ class HFTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         ids = self._tokenizer.get_vocab().values()
-        self.vocab_size: int = 1 + max(ids, default=-1)
+        self.vocab_size = 1 + max(ids, default=-1)
         check_ids(self.vocab_size - 1, len(ids))
         self.eos_id = self._tokenizer.token_to_id(eos) if isinstance(eos, str) else eos
         if eos is not None and (self.eos_id is None or not 0 <= self.eos_id < self.vocab_size):
@@ -413,13 +383,20 @@ def load_tokenizer(spec: str | Path, *, is_checked: bool = False) -> Tokenizer:
     try:
         file = path.read_bytes()
     except OSError as error:
-        raise UserError(_not_found(spec, path, error)) from error
+        advice = f'give "byte", a {_FILE_NAME}, the directory of one, or a model of the Hub'
+        if (path.parent / "tokenizer.model").exists():
+            advice = f"tokenizer.model (SentencePiece) must be converted to {_FILE_NAME} first"
+        message = f"no tokenizer at {str(spec)!r}: {path}: {error.strerror}; {advice}"
+        raise UserError(message) from error
     if file == _BYTE_FILE:
         return ByteTokenizer()
     try:
         eos, bos = _eos_beside(path.parent), _token_beside(path.parent, "bos_token")
         add_bos = _json(path.parent / _NEIGHBOURS[0]).get(_ADD_BOS) is True
-        eos_ids, chat = _eos_ids_beside(path.parent), _chat_beside(path.parent)
+        # As transformers ends a text.
+        eos_ids = _eos_ids_in(path.parent / _NEIGHBOURS[3])
+        eos_ids = eos_ids or _eos_ids_in(path.parent / _NEIGHBOURS[2])
+        chat = _chat_beside(path.parent)
         return HFTokenizer(file, eos, chat, bos, eos_ids, add_bos=add_bos, is_checked=is_checked)
     except ValueError as error:
         raise UserError(f"cannot use {path}: {error}") from error
@@ -447,13 +424,6 @@ def _of_hub(name: str) -> Path:
     )
 
 
-def _not_found(spec: str | Path, path: Path, error: OSError) -> str:
-    message = f"no tokenizer at {str(spec)!r}: {path}: {error.strerror}"
-    if (path.parent / "tokenizer.model").exists():
-        return f"{message}; tokenizer.model (SentencePiece) must be converted to {_FILE_NAME} first"
-    return f'{message}; give "byte", a {_FILE_NAME}, the directory of one, or a model of the Hub'
-
-
 def _eos_beside(directory: Path) -> str | int | None:
     """The EOS that the files beside a `tokenizer.json` name, as a token or an id."""
     if (token := _token_beside(directory, "eos_token")) is not None:
@@ -462,11 +432,6 @@ def _eos_beside(directory: Path) -> str | int | None:
         if ids := _eos_ids_in(directory / name):
             return ids[0]
     return None
-
-
-def _eos_ids_beside(directory: Path) -> list[int]:
-    """The ids at which transformers ends a text, by the files beside a `tokenizer.json`."""
-    return _eos_ids_in(directory / _NEIGHBOURS[3]) or _eos_ids_in(directory / _NEIGHBOURS[2])
 
 
 def _eos_ids_in(path: Path) -> list[int]:

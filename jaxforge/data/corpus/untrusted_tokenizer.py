@@ -82,10 +82,15 @@ def check_loads(file: bytes) -> None:
 def limit_resources(size: int) -> None:
     """Limit memory and processor time of this process to what loading `size` bytes may take."""
     limit_time(size)
+    limit_memory(_MEMORY + _MEMORY_PER_BYTE * size)
+
+
+def limit_memory(nbytes: int) -> None:
+    """Limit memory of this process to what it has and so many bytes more."""
     statm = Path("/proc/self/statm")
     if statm.exists():  # elsewhere the limit is not kept by the system
         pages = int(statm.read_text().split()[0])
-        limit = pages * resource.getpagesize() + _MEMORY + _MEMORY_PER_BYTE * size
+        limit = pages * resource.getpagesize() + nbytes
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 

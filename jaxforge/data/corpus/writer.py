@@ -77,7 +77,7 @@ class ShardWriter:
         state: dict[str, Any] | None = None,
     ) -> None:
         self._directory, self._format, self._shard_tokens = directory, file_format, shard_tokens
-        self.conversations = conversations
+        self.conversations, self._lengths = conversations, directory / LENGTHS
         self.dtype, self._dtype = dtype, np.dtype(dtype).newbyteorder("<")
         self.tokens = self.documents = 0
         self.counts = np.zeros(vocab_size, np.int64)
@@ -136,7 +136,7 @@ class ShardWriter:
                 if path.name not in names:
                     path.unlink()
             if self.conversations:
-                os.truncate(self._directory / LENGTHS, 4 * self.documents)
+                os.truncate(self._lengths, 4 * self.documents)
         if self._shards and self._shards[-1].tokens < self._shard_tokens:
             self._reopen(self._shards[-1])
 
@@ -173,6 +173,10 @@ class ShardWriter:
         self._write_held()
         self._complete_shard()
         self._sync_lengths()
+        lengths_crc32 = None
+        if self.conversations:
+            with _named(self._lengths):
+                lengths_crc32 = zlib.crc32(self._lengths.read_bytes())
         manifest = Manifest(
             version=CONVERSATIONS if self.conversations else VERSION,
             dtype=self.dtype,
@@ -184,7 +188,7 @@ class ShardWriter:
             tokenizer=tokenizer,
             tokenizer_sha256=tokenizer_sha256,
             shards=tuple(self._shards),
-            lengths_crc32=self._lengths_crc32(),
+            lengths_crc32=lengths_crc32,
             bos_ids=bos_ids,
         )
         with _named(self._directory):
@@ -199,7 +203,10 @@ class ShardWriter:
         learned = held
         if self.conversations:
             learned = held[held <= ID]
-            self._write_lengths(held)
+            starts = np.flatnonzero(held & FIRST)
+            lengths = np.diff(starts, append=len(held)).astype("<u4")
+            with _named(self._lengths), self._lengths.open("ab") as file:
+                file.write(lengths.tobytes())
         self.counts += np.bincount(learned, minlength=len(self.counts))
         while len(held):
             held = held[self._write(held) :]
@@ -208,49 +215,28 @@ class ShardWriter:
         """Writes as many of `tokens` as the shard at hand has room for."""
         file = self._file or self._begin_shard()
         shard = self._shards[-1]
-        part = tokens[: self._share(tokens, self._shard_tokens - shard.tokens)]
+        room = self._shard_tokens - shard.tokens
+        if self.conversations and room < len(tokens):  # which are whole
+            begun = np.flatnonzero(tokens[room:] & FIRST)
+            room = room + int(begun[0]) if len(begun) else len(tokens)
+        part = tokens[:room]
         data = part.tobytes()
         with _named(self._directory / shard.file):
             file.write(data)
         self._shards[-1] = Shard(
             shard.file,
             shard.tokens + len(part),
-            max(shard.max_token, self._largest(part)),
+            max(shard.max_token, int((part & ID if self.conversations else part).max())),
             extend_hashes(shard.crc32, shard.tokens * self._dtype.itemsize, data),
         )
         if self._shards[-1].tokens >= self._shard_tokens:
             self._complete_shard()
         return len(part)
 
-    def _share(self, tokens: Int[np.ndarray, "_"], room: int) -> int:
-        """How many of `tokens` a shard takes that has room for so many; conversations are whole."""
-        if not self.conversations or room >= len(tokens):
-            return room
-        begun = np.flatnonzero(tokens[room:] & FIRST)
-        return room + int(begun[0]) if len(begun) else len(tokens)
-
-    def _largest(self, tokens: Int[np.ndarray, "_"]) -> int:
-        return int((tokens & ID if self.conversations else tokens).max())
-
-    def _write_lengths(self, entries: Int[np.ndarray, "_"]) -> None:
-        starts = np.flatnonzero(entries & FIRST)
-        lengths = np.diff(starts, append=len(entries)).astype("<u4")
-        path = self._directory / LENGTHS
-        with _named(path), path.open("ab") as file:
-            file.write(lengths.tobytes())
-
     def _sync_lengths(self) -> None:
-        path = self._directory / LENGTHS
         if self.conversations:
-            with _named(path), path.open("ab") as file:
+            with _named(self._lengths), self._lengths.open("ab") as file:
                 os.fsync(file.fileno())
-
-    def _lengths_crc32(self) -> int | None:
-        path = self._directory / LENGTHS
-        if not self.conversations:
-            return None
-        with _named(path):
-            return zlib.crc32(path.read_bytes())
 
     def _begin_shard(self) -> BinaryIO:
         shard = Shard(f"shard_{len(self._shards):05d}.{self._format}", 0, 0)

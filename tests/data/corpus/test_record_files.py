@@ -248,7 +248,8 @@ MEASURE = """
 import resource, sys
 from pathlib import Path
 from jaxforge.cli.running import run_main
-from jaxforge import preparation, prepare
+from jaxforge.commands import prepare
+from jaxforge.tools.starting import preparation
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 before, output = peak(), sys.argv[1]
 for path in sys.argv[2:]:

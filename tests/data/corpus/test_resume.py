@@ -1,5 +1,6 @@
 """The same shards, whoever encodes them and however often that is interrupted."""
 
+import fcntl
 import gzip
 import json
 import os
@@ -217,27 +218,23 @@ with atomic_directory(pathlib.Path(sys.argv[1]), plan, made_by="x", shared=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("call", ["mkdir", "open"])
-def test_another_process_that_ends_meanwhile_is_no_error(tmp_path, monkeypatch, call):
-    """It takes its directory away just before this one looks at it, or opens it."""
-    original, partial = getattr(os, call), tmp_path / ".out.partial"
+def test_lock_file_that_its_holder_removes_meanwhile_is_no_error(tmp_path, monkeypatch):
+    """Another process ends just before this one locks the file that it has opened."""
+    flock, lock = fcntl.flock, tmp_path / ".out.lock"
 
-    def late(path, *args):
-        if os.fspath(path) != str(partial):
-            return original(path, *args)
-        monkeypatch.setattr(os, call, original)
-        if call == "mkdir":
-            raise FileExistsError
-        partial.rmdir()
-        return original(path, *args)
+    def late(*args):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        lock.unlink()
+        flock(*args)
 
-    monkeypatch.setattr(os, call, late)
+    monkeypatch.setattr(fcntl, "flock", late)
     plan = {"options": {}, "inputs": []}
     with atomic_directory.atomic_directory(
         tmp_path / "out", plan, made_by="x", shared=True
     ) as made:
+        assert lock.exists()
         (made.out / "x").touch()
-    assert (tmp_path / "out" / "x").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_file_in_the_way_is_named(tmp_path):
