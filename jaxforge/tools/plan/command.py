@@ -23,8 +23,8 @@ from jaxforge.step import executable
 from jaxforge.telemetry.numbers import human
 from jaxforge.tools.plan import search
 from jaxforge.tools.plan.chips import CHIPS
-from jaxforge.tools.plan.page import page
 from jaxforge.tools.plan.plan import Plan, as_json, bubble, by_time, plan
+from jaxforge.tools.plan.plan_page import page
 from jaxforge.tools.plan.topology import Topology
 
 _COLLECTIVES_SHOWN = 8

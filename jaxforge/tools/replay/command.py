@@ -14,8 +14,8 @@ from jaxforge.telemetry.console import setup_logging
 from jaxforge.tools.replay import compare
 from jaxforge.tools.replay.account import Account, Made, Suspect, account, as_json, replayed
 from jaxforge.tools.replay.against import Way, against
-from jaxforge.tools.replay.page import page
 from jaxforge.tools.replay.past import open_past
+from jaxforge.tools.replay.step_page import page
 
 _SHOWN = 60  # characters of a text in the table
 

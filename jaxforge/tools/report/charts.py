@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxforge.runs.reading import Run, Series
-from jaxforge.tools.report.columns import Pool, encoded
+from jaxforge.tools.pages.parts import Pool, encoded
 from jaxforge.tools.report.names import LOSS, NAMES, Name, name_of
 from jaxforge.tools.report.thinning import BUCKETS, middles, thin
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxforge.runs.loads import Loads
 from jaxforge.runs.reading import Run
-from jaxforge.tools.report.columns import Pool, encoded
-from jaxforge.tools.report.numbers import exact, short
+from jaxforge.telemetry.numbers import exact, short
+from jaxforge.tools.pages.parts import Pool, encoded
 
 EDGES = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95, 1.05, 1.25, 1.5, 1.75, 2.0, 3.0, 4.0)
 """Where the next band of loads begins. The middle band is even; from the last on all look alike."""

@@ -1,7 +1,7 @@
 """What the page says in words and tables: facts, what differs, evaluations, samples, configs."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
 from typing import Any
@@ -11,12 +11,10 @@ import numpy as np
 from jaxforge.cli.redaction import redacted, redacted_line
 from jaxforge.config.job import JobConfig, shown
 from jaxforge.runs.reading import Run
-from jaxforge.telemetry.numbers import human
+from jaxforge.telemetry.numbers import duration, exact, human
+from jaxforge.tools.pages.parts import Rows, details, fact_list, table
 from jaxforge.tools.report.charts import constants
 from jaxforge.tools.report.names import name_of
-from jaxforge.tools.report.numbers import duration, exact
-
-Rows = Iterable[Sequence[str]]
 
 _SAMPLES = 120  # of all runs together, the newest of each
 _LONGEST = 4000  # characters of a sample
@@ -29,16 +27,6 @@ def facts(runs: Sequence[Run]) -> str:
     return fact_list(_told(runs[0]))
 
 
-def fact_list(facts: Mapping[str, str]) -> str:
-    """Names with what is to say of them."""
-    return f"<dl>{''.join(_fact(*fact) for fact in facts.items())}</dl>"
-
-
-def _fact(name: str, text: str) -> str:
-    wide = " class=long" if len(text) > 40 else ""
-    return f"<div{wide}><dt>{name}</dt><dd>{escape(text)}</dd></div>"
-
-
 def below(runs: Sequence[Run]) -> str:
     """What stands under the charts."""
     latest = max(run.series["train/loss"].time[-1] for run in runs)
@@ -49,7 +37,10 @@ def below(runs: Sequence[Run]) -> str:
         + _samples(runs)
         + "".join(_experts(run) for run in runs)
         + "".join(_starts(run) for run in runs)
-        + "".join(_details(f"config.toml of {run.name}", _text(redacted(run.toml))) for run in runs)
+        + "".join(
+            details(f"config.toml of {run.name}", f"<pre>{escape(redacted(run.toml))}</pre>")
+            for run in runs
+        )
         + f"<footer>The last logged step is of {_moment(latest)}.</footer>"
     )
 
@@ -190,7 +181,7 @@ def _one_or_each(values: Sequence[float | None], runs: Sequence[Run]) -> str:
 def _samples(runs: Sequence[Run]) -> str:
     """What each model wrote, the newest first."""
     return "".join(
-        _details(
+        details(
             f"samples of {run.name}",
             "".join(map(_sample, run.samples[: -1 - max(1, _SAMPLES // len(runs)) : -1])),
         )
@@ -218,7 +209,7 @@ def _experts(run: Run) -> str:
         rows.append([str(layer), *told, str(int(np.sum(load == 0)))])
     head = ["layer", "least loaded", "most loaded", "idle experts"]
     title = f"load of experts of {run.name} at step {run.loads.last_step:,}"
-    return _details(title, table("", head, rows))
+    return details(title, table("", head, rows))
 
 
 def _starts(run: Run) -> str:
@@ -229,41 +220,8 @@ def _starts(run: Run) -> str:
         for one in reversed(run.starts)
     ]
     rows = [[*one.values()] for one in told]
-    return _details(f"starts of {run.name}", table("", list(told[0]), rows))
-
-
-def _details(title: str, body: str) -> str:
-    return f"<details><summary>{escape(title)}</summary>{body}</details>"
-
-
-def _text(text: str) -> str:
-    return f"<pre>{escape(text)}</pre>"
+    return details(f"starts of {run.name}", table("", list(told[0]), rows))
 
 
 def _moment(time: float) -> str:
     return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def table(
-    title: str, head: Sequence[str], rows: Rows, *, runs: Sequence[int] = (), sorts: bool = False
-) -> str:
-    """A table of text.
-
-    Args:
-        title: above it; none if empty.
-        head: names of the columns.
-        rows: as many cells each.
-        runs: which run each row is of: rows have their colours, and a click on a column sorts.
-        sorts: it does without runs, too.
-    """
-    caption = f"<caption>{escape(title)}</caption>" if title else ""
-    columns = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
-    body = []
-    for i, (first, *rest) in enumerate(rows):
-        run = f' data-run="{runs[i]}"' if runs else ""
-        cells = "".join(f"<td>{escape(text)}</td>" for text in rest)
-        body.append(f'<tr{run}><th scope="row">{escape(first)}</th>{cells}</tr>')
-    return (
-        f'<div class="scroll"><table{" class=runs" if runs or sorts else ""}>{caption}'
-        f"<thead><tr>{columns}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
-    )

@@ -17,10 +17,10 @@ from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.storage import safe_files, urls
 from jaxforge.telemetry.numbers import human
 from jaxforge.tools.sweep import slurm
-from jaxforge.tools.sweep.page import page
 from jaxforge.tools.sweep.points import Point, points
 from jaxforge.tools.sweep.results import parameters, results, table
 from jaxforge.tools.sweep.runs import PlannedRun, Runner
+from jaxforge.tools.sweep.sweep_page import page
 
 _MOST_TOLD = 10
 

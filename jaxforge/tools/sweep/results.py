@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from jaxforge.config.model import MODELS, ModelConfig
 from jaxforge.model.transformer import active_parameter_count
-from jaxforge.telemetry.numbers import human
-from jaxforge.tools.report.numbers import exact
+from jaxforge.telemetry.numbers import exact, human
 from jaxforge.tools.sweep.law import NEEDED, Law, fit, next_size
 from jaxforge.tools.sweep.runs import PlannedRun
 

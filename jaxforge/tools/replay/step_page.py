@@ -6,11 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxforge.telemetry.numbers import exact
+from jaxforge.tools.pages.parts import Pool, Rows, chart, chart_document, curve, fact_list, table
 from jaxforge.tools.replay.account import Account, Suspect
-from jaxforge.tools.report.columns import Pool, encoded
-from jaxforge.tools.report.numbers import exact
-from jaxforge.tools.report.page import document
-from jaxforge.tools.report.tables import Rows, fact_list, table
 
 _ODD = 12  # rows of what differs most
 _TELLING = 5  # documents with their text above the table
@@ -24,10 +22,10 @@ def page(found: Account, run: str) -> str:
         run: what the run is called.
     """
     pool = Pool()
-    charts = list(_charts(found, pool))
-    return document(
+    return chart_document(
         f"Step {found.made.step:,} of {run}",
-        {"charts": charts, "columns": pool.columns, "runs": []},
+        _charts(found, pool),
+        pool,
         fact_list(_facts(found)) + _told(found) + _odd(found),
         table("All documents", _HEAD, _rows(found), sorts=True) if found.suspects else "",
     )
@@ -95,19 +93,13 @@ def _charts(found: Account, pool: Pool) -> Iterator[dict[str, Any]]:
     step = found.made.step
     order = sorted(found.norms, key=lambda number: (number == step, number))
     parts = found.norms[step].parts
+    names = [part.removeprefix("layers.").replace("_", " ") for part in parts]
+    axis, places = {"label": "layer", "log": False, "names": names}, np.arange(len(parts))
     for norm in found.norms[step].norms:
         curves = [
-            {"label": f"step {number:,}", "dots": True, "colour": 1 if number == step else 7,
-             **_curve(found.norms[number].norms[norm], pool)}
+            curve(pool, f"step {number:,}", places, found.norms[number].norms[norm],
+                  dots=True, colour=1 if number == step else 7)
             for number in order
         ]  # fmt: skip
-        names = [part.removeprefix("layers.").replace("_", " ") for part in parts]
-        yield {"title": norm[:1].upper() + norm[1:], "unit": "norm", "curves": curves,
-               "group": "Norms by layer",
-               "x": {"label": "layer", "log": False, "names": names}}  # fmt: skip
-
-
-def _curve(values: np.ndarray, pool: Pool) -> dict[str, Any]:
-    known = np.flatnonzero(np.isfinite(values))
-    last = float(values[known[-1]]) if known.size else None
-    return {"x": pool.add(known, "f8"), "y": encoded(values[known], "f8"), "last": last}
+        title = norm[:1].upper() + norm[1:]
+        yield chart(title, "norm", curves, axis, group="Norms by layer")
