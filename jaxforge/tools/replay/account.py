@@ -72,6 +72,17 @@ class Made:
             return None
         return max(map(_relative, (self.loss, self.grad_norm), self.logged))
 
+    @property
+    def comparison(self) -> str:
+        """The step compared with its line in the log, in words."""
+        if self.difference is None:
+            return "not logged"
+        return f"{self.difference:.1e} apart" if self.difference else "the same"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the step with its difference as plain values."""
+        return dataclasses.asdict(self) | {"difference": self.difference}
+
 
 @dataclasses.dataclass(frozen=True)
 class Suspect:
@@ -283,7 +294,7 @@ def as_json(found: Account) -> dict[str, Any]:
     """All of it as plain values; numbers that are not finite become null."""
     return _finite(
         {
-            "step": dataclasses.asdict(found.made) | {"difference": found.made.difference},
+            "step": found.made.as_json(),
             "documents": [_document_json(one) for one in found.suspects],
             "without_the_first": found.without_first,
             "norms": {

@@ -33,14 +33,10 @@ def page(found: Account, run: str) -> str:
 
 def _facts(found: Account) -> Mapping[str, str]:
     made = found.made
-    if made.difference is None:
-        logged = "not logged"
-    else:
-        logged = f"{made.difference:.1e} apart" if made.difference else "the same, bit for bit"
     facts = {
         "loss": exact(made.loss),
         "gradient norm": exact(made.grad_norm),
-        "what was logged": logged,
+        "what was logged": made.comparison.replace("same", "same, bit for bit"),
         "update": "applied" if made.applied else "left out by the guard",
         "documents": f"{len(found.suspects):,}",
     }

@@ -1,4 +1,4 @@
-"""Activations in files: what `python -m jaxforge.activations` does."""
+"""Activations of sequences written to files: what `jaxforge activations` runs."""
 
 import argparse
 import functools
