@@ -20,7 +20,7 @@ import results
 import step
 
 from jaxforge.config.job import JobConfig
-from jaxforge.parallel.targets import GPUS
+from jaxforge.parallel.hardware import CHIPS
 from jaxforge.tools.plan.compiled import peak_of
 from jaxforge.tools.plan.hlo import Program
 from jaxforge.tools.plan.plan import as_json, plan
@@ -47,9 +47,9 @@ def topology() -> Topology:
     device = jax.devices()[0]
     if device.platform == "cpu":
         return Topology.parse("cpu:1")
-    chip = next((name for name in GPUS if name.upper() in device.device_kind), None)
+    chip = next((name for name in CHIPS if name.upper() in device.device_kind), None)
     if chip is None:
-        raise SystemExit(f"no topology is known for {device.device_kind}: {', '.join(GPUS)}")
+        raise SystemExit(f"no topology is known for {device.device_kind}: {', '.join(CHIPS)}")
     return Topology.parse(f"{chip}:1x1")
 
 

@@ -1,4 +1,4 @@
-"""Model FLOPs of a token, in two conventions, and the peak of a device.
+"""Model FLOPs of a token, in two conventions.
 
 Model FLOPs count the matrix products of the forward pass, three times (the backward pass takes two
 more). What rematerialisation computes again, norms, softmax and the embedding's look-up do not
@@ -9,42 +9,6 @@ head width, F feed-forward width, V vocabulary, S sequence.
 from collections.abc import Iterator
 
 from jaxforge.config.model import ModelConfig
-
-PEAK_TFLOPS = {
-    # NVIDIA's data sheets, bf16 tensor cores without sparsity, per GPU.
-    "GB200": 2500.0,
-    "B200": 2250.0,
-    "H200": 989.0,
-    "H200 NVL": 835.0,
-    "H100": 989.0,  # SXM, "NVIDIA H100 80GB HBM3"
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H800": 989.0,
-    "A100": 312.0,
-    "L40S": 362.0,
-    # As in KempnerForge; with sums in float32 these three reach about half.
-    "RTX 4090": 330.0,
-    "RTX 3090": 142.0,
-    "A10G": 125.0,
-    # cloud.google.com/tpu/docs, bf16; names as `jax.experimental.pallas.tpu` knows them. One JAX
-    # device is a chip, on TPU7x half a chip.
-    "TPU v4": 275.0,
-    "TPU v4 lite": 138.0,
-    "TPU v5": 459.0,
-    "TPU v5p": 459.0,
-    "TPU v5 lite": 197.0,
-    "TPU v5e": 197.0,
-    "TPU v6 lite": 918.0,
-    "TPU v6e": 918.0,
-    "TPU7x": 1153.5,
-}
-"""Part of a device's `device_kind` -> dense bf16 TFLOP/s of one JAX device."""
-
-
-def peak_tflops(device_kind: str) -> float | None:
-    """Dense bf16 TFLOP/s of a device, by the longest name in its kind; None if it is not known."""
-    names = [name for name in PEAK_TFLOPS if name in device_kind]
-    return PEAK_TFLOPS[max(names, key=len)] if names else None
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> int:

@@ -18,11 +18,11 @@ from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
+from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import in_words
 from jaxforge.step import executable
 from jaxforge.telemetry.numbers import human
 from jaxforge.tools.plan import search
-from jaxforge.tools.plan.chips import CHIPS
 from jaxforge.tools.plan.plan import Plan, as_json, bubble, by_time, plan
 from jaxforge.tools.plan.plan_page import page
 from jaxforge.tools.plan.topology import Topology

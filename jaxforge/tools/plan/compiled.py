@@ -17,6 +17,7 @@ from jaxforge.model.transformer import Model, build_model
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import compilation, targets, xla_flags
 from jaxforge.parallel.device_memory import capacity_of_each, is_out_of_memory, per_device
+from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import STAGES, make_mesh, token_parallel_size
 from jaxforge.parallel.sharding import Axes, partition_spec, without_data
 from jaxforge.parallel.xla_flags import Option
@@ -24,7 +25,6 @@ from jaxforge.state.train_state import TrainState, abstract_state
 from jaxforge.step.executable import CompiledStep
 from jaxforge.step.grad_sync import GradSync, resolve_grad_sync
 from jaxforge.step.lowering import lower_train_steps
-from jaxforge.tools.plan.chips import CHIPS
 from jaxforge.tools.plan.hlo import Program, arrays
 from jaxforge.tools.plan.topology import CPU, TPUS, Topology
 from jaxforge.training.hooks import HookRunner, named_hook

@@ -39,8 +39,8 @@ from jaxforge.model.transformer import (
 from jaxforge.optim.optimizer import build_optimizer
 from jaxforge.parallel import device_memory, multihost
 from jaxforge.parallel.device_memory import gigabytes
+from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import abstract_mesh, data_parallel_size, in_words, make_mesh
-from jaxforge.parallel.targets import GPUS
 from jaxforge.runs import run_directory
 from jaxforge.state.train_state import abstract_state
 from jaxforge.step.fitting import SLACK, Fit, fit
@@ -48,7 +48,6 @@ from jaxforge.storage import urls
 from jaxforge.telemetry.metric_writers import check_libraries
 from jaxforge.telemetry.numbers import human
 from jaxforge.tools.plan import checks
-from jaxforge.tools.plan.chips import CHIPS
 from jaxforge.tools.plan.topology import CPU, Topology
 from jaxforge.training.hooks import named_hook
 from jaxforge.training.summary import schedule_summary
@@ -167,8 +166,7 @@ def machine(devices: str) -> tuple[int, list[Device]] | None:
 
 def _chip(name: str) -> Device:
     chip = CHIPS[name]
-    gpu = GPUS.get(name)
-    capability = ".".join(map(str, gpu.capability)) if gpu else None
+    capability = ".".join(map(str, chip.target.capability)) if chip.target else None
     return Device(name, chip.platform, chip.memory, capability)
 
 

@@ -3,12 +3,11 @@
 from typing import NamedTuple
 
 from jaxforge.config.job import JobConfig
+from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import STAGES, data_parallel_size
 from jaxforge.telemetry.flops import causal_flops_per_token, flops_per_token, pairs_twice
-from jaxforge.tools.plan.chips import CHIPS
 from jaxforge.tools.plan.compiled import Step
-from jaxforge.tools.plan.network import Network
-from jaxforge.tools.plan.rates import rates_of
+from jaxforge.tools.plan.cost import Network, rates_of
 from jaxforge.tools.plan.timeline import Simulation, Timeline
 from jaxforge.tools.plan.topology import Topology
 

@@ -10,10 +10,10 @@ from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.config.useless import useless
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.errors import UserError
+from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import data_parallel_size, token_parallel_size
 from jaxforge.parallel.pipeline.schedule import SCHEDULES
 from jaxforge.tools.plan import checks
-from jaxforge.tools.plan.chips import CHIPS
 from jaxforge.tools.plan.compiled import Step, compile_step, devices_of
 from jaxforge.tools.plan.estimate import Estimate, estimate, timeline_of
 from jaxforge.tools.plan.timeline import Key, Timeline, Traffic

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from jaxforge.tools.plan.cost import Collective
 from jaxforge.tools.plan.hlo import Computation, Operation, Program
-from jaxforge.tools.plan.network import Collective
 
 
 class Rates(Protocol):

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxforge import exit_codes
@@ -24,7 +24,6 @@ from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
 from jaxforge.runs.run_directory import changes
 from jaxforge.storage import run_lock, safe_files
-from jaxforge.storage.untrusted_json import parse_metrics
 from jaxforge.tools.sweep.points import Point
 
 _OUTPUT, _FINISHED = "output.log", "finished.json"
@@ -89,14 +88,6 @@ class PlannedRun:
                 f"{self.directory} was begun with another config ({', '.join(changed[:3])}): "
                 "remove it, or give another checkpoint.dir"
             )
-
-    def lines(self) -> Iterator[dict[str, float]]:
-        """Return what the run has logged, without damaged lines."""
-        path = self.directory / "metrics.jsonl"
-        for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
-            values, problem = parse_metrics(line)
-            if not problem:
-                yield values
 
     def last_words(self) -> str:
         """The last line that its process said."""

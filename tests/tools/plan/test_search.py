@@ -64,7 +64,7 @@ def test_what_computes_again_or_exchanges_more_comes_later(node):
 
 
 def test_what_cannot_fit_is_not_compiled(node, monkeypatch):
-    monkeypatch.setitem(search.CHIPS, "h100", search.CHIPS["h100"]._replace(memory=10_000))
+    monkeypatch.setitem(search.CHIPS, "h100", search.CHIPS["h100"]._replace(capacity=10_000))
     assert not list(search.that_fit(config(), NODE))
     invalid = (
         config()

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from jaxforge.tools.plan.cost import Collective
 from jaxforge.tools.plan.hlo import Program, first_group
-from jaxforge.tools.plan.network import Collective
 from jaxforge.tools.plan.timeline import Key, Simulation
 
 PRODUCT = "multiply(%a, %a)"

@@ -1,10 +1,9 @@
 import numpy as np
 import pytest
 
-from jaxforge.tools.plan.chips import CHIPS
+from jaxforge.parallel.hardware import CHIPS
+from jaxforge.tools.plan.cost import REACHED, Network, Roofline
 from jaxforge.tools.plan.hlo import Program
-from jaxforge.tools.plan.network import EFFICIENCY, LATENCY, Network
-from jaxforge.tools.plan.rates import REACHED, Roofline
 from jaxforge.tools.plan.work import Workload
 
 PARAMETERS = """  %x = bf16[64,256]{1,0} parameter(0)
@@ -170,6 +169,11 @@ def gather(mesh, chip, group, rows=1000):
     return Network(mesh, CHIPS[chip]).collective(within["g"], within)
 
 
+def seconds_to_send(nbytes, rate, platform):
+    reached = REACHED[platform]
+    return reached.latency + nbytes / (reached.links * rate)
+
+
 NODES = Mesh([Device([node, 0, i], node) for node in range(2) for i in range(8)], (2, 4, 2))
 
 
@@ -185,7 +189,7 @@ def test_gpus_talk_over_nvlink_or_their_adapters(group, axes, rate):
     found = gather(NODES, "h100", group)
     assert found.axes == axes
     assert found.sent == 4000 * (len(group) - 1)
-    assert found.seconds == pytest.approx(LATENCY["gpu"] + found.sent / (EFFICIENCY * rate))
+    assert found.seconds == pytest.approx(seconds_to_send(found.sent, rate, "gpu"))
 
 
 def torus(*sides, slices=1):
@@ -208,11 +212,11 @@ def torus(*sides, slices=1):
 def test_tpus_talk_over_the_links_of_their_torus(mesh, chip, group, links):
     found = gather(mesh, chip, group)
     rate = links * CHIPS[chip].link
-    assert found.seconds == pytest.approx(LATENCY["tpu"] + found.sent / (EFFICIENCY * rate))
+    assert found.seconds == pytest.approx(seconds_to_send(found.sent, rate, "tpu"))
 
 
 def test_slices_talk_over_the_network():
     found = gather(torus(2, 2, slices=2), "v5e", [0, 4])
     rate = CHIPS["v5e"].network
     assert found.axes == ("dp_replicate",)
-    assert found.seconds == pytest.approx(LATENCY["tpu"] + found.sent / (EFFICIENCY * rate))
+    assert found.seconds == pytest.approx(seconds_to_send(found.sent, rate, "tpu"))

@@ -33,7 +33,8 @@ seq_len = 16
 [checkpoint]
 dir = "{}"
 """
-LOGS = "open(d + '/metrics.jsonl', 'w').write(json.dumps({'step': 8, 'train/loss': 2.0}) + '\\n')"
+LINE = "{'step': 8, 'time': 1e9, 'train/loss': 2.0}"
+LOGS = f"open(d + '/metrics.jsonl', 'w').write(json.dumps({LINE}) + '\\n')"
 WAITS = "open(d + '/waits', 'w'); signal.sigwait({signal.SIGTERM}); sys.exit(75)"
 
 
@@ -129,7 +130,10 @@ def test_the_array_has_a_task_for_each_point(base, capsys, tmp_path):
 
 def finished(one, losses, evaluated=None):
     one.directory.mkdir(parents=True)
-    lines = [{"step": i, "train/loss": x, "train/tokens": 16 * i} for i, x in enumerate(losses, 1)]
+    lines = [
+        {"step": i, "time": 1e9 + i, "train/loss": x, "train/tokens": 16 * i}
+        for i, x in enumerate(losses, 1)
+    ]
     if evaluated is not None:
         lines += [{"step": 4, "eval/loss": 9.0}, {"step": 8, "eval/loss": evaluated}]
     one.directory.joinpath("metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"st')
