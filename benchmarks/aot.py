@@ -21,6 +21,7 @@ import optax
 import results
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from program_cost import cost_of
 from rich.console import Console
 
 from jaxforge.config.job import JobConfig
@@ -165,7 +166,7 @@ def plain_loss(case: Case) -> Callable[[dict, jax.Array], jax.Array]:
 def measure(lowered: jax.stages.Lowered, options: dict[str, str | bool]) -> dict[str, float]:
     """What the compiler makes of it, with these options."""
     compiled = lowered.compile(options)
-    cost = Program(compiled.as_text(), DEVICES).cost()
+    cost = cost_of(Program(compiled.as_text(), DEVICES))
     return {
         "M cycles": sum(cost.cycles.values()) / 1e6,
         "M cycles of products": cost.cycles["matmul"] / 1e6,

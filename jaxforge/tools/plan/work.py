@@ -122,7 +122,7 @@ class Workload:
             axes = [int(axis) for axis in contracted[1].split(",") if axis] if contracted else []
             return 2 * operation.elements * math.prod(dims[axis] for axis in axes)
         if operation.kind == "fusion":
-            return self._inside(operation.called("calls"))
+            return self._inside(operation.attribute("calls"))
         return 0
 
     @functools.cache  # noqa: B019  a workload lives as long as its program
@@ -140,7 +140,7 @@ class Workload:
             return operation.bytes
         if operation.kind != "fusion":
             return operation.bytes + sum(one.bytes for one in operands)
-        read, written = self._of_fusion(operation.called("calls"))
+        read, written = self._of_fusion(operation.attribute("calls"))
         whole = sum(one.bytes for i, one in enumerate(operands) if i not in read)
         return whole + sum(read.values()) + (operation.bytes if written is None else written)
 
