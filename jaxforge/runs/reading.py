@@ -191,11 +191,11 @@ class MetricsFile:
         if not file.is_file():
             raise NotYetError(_no_metrics(self._path))
         try:
-            if not self._goes_on(file):  # it was cut: the run went back to a checkpoint
+            if self._read_tail(file) != self._tail:  # it was cut: the run went back to a checkpoint
                 self._begin()
             for part in lines.read(file, self._end, exact=self._exact, processes=processes):
                 self._take(part)
-            self._remember(file)
+            self._tail = self._read_tail(file)
             if file.stat().st_size - self._end >= LINE:
                 self._omissions.note(f"a line of more than {LINE:,} bytes and all after it")
         except OSError as error:
@@ -221,15 +221,10 @@ class MetricsFile:
             if problem := self._loads.take(line):
                 self._omissions.note(f"step {line['step']:,}: {problem}; the loads")
 
-    def _goes_on(self, file: Path) -> bool:
+    def _read_tail(self, file: Path) -> bytes:
         with file.open("rb") as opened:
             opened.seek(max(0, self._end - _TAIL))
-            return opened.read(min(_TAIL, self._end)) == self._tail
-
-    def _remember(self, file: Path) -> None:
-        with file.open("rb") as opened:
-            opened.seek(max(0, self._end - _TAIL))
-            self._tail = opened.read(min(_TAIL, self._end))
+            return opened.read(min(_TAIL, self._end))
 
 
 class RunReader:

@@ -317,10 +317,7 @@ def _write_tokenizer(run: Path, tokenizer: Tokenizer) -> None:
 
 
 def changes(old: JobConfig, new: JobConfig) -> list[str]:
-    """What is not the same in two configs: "train.max_steps 100 -> 200"."""
-    return [
-        f"{section}.{key} {getattr(getattr(old, section), key)!r} -> {value!r}"
-        for section in JobConfig.model_fields
-        for key, value in getattr(new, section)
-        if value != getattr(getattr(old, section), key)
-    ]
+    """Return the settings that differ between two configs: "train.max_steps 100 -> 200"."""
+    before, after = old.settings, new.settings
+    changed = [key for key in after if after[key] != before[key]]
+    return [f"{key} {before[key]!r} -> {after[key]!r}" for key in changed]

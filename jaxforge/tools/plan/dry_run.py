@@ -258,12 +258,10 @@ def _fits(
 
 
 def _differences(config: JobConfig) -> Iterator[str]:
-    usual = JobConfig()
-    for section in JobConfig.model_fields:
-        default = getattr(usual, section)
-        for key, value in getattr(config, section):
-            if value != getattr(default, key):
-                yield redacted(f"{section}.{key} = {toml(value)}")
+    usual = JobConfig().settings
+    for key, value in config.settings.items():
+        if value != usual[key]:
+            yield redacted(f"{key} = {toml(value)}")
 
 
 def _model(model: Model) -> Iterator[str]:

@@ -7,29 +7,18 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)")
 _COLLECTIVE = re.compile(r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)")
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 _MOST_TRIPS = 1_000_000
 _RULES: dict[str, Callable[..., int]] = {
-    "add": operator.add,
-    "subtract": operator.sub,
-    "multiply": operator.mul,
-    "minimum": min,
-    "maximum": max,
-    "and": operator.and_,
-    "or": operator.or_,
-    "LT": operator.lt,
-    "LE": operator.le,
-    "GT": operator.gt,
-    "GE": operator.ge,
-    "EQ": operator.eq,
-    "NE": operator.ne,
-    "copy": lambda x: x,
-    "bitcast": lambda x: x,
-    "convert": lambda x: x,
-    "reshape": lambda x: x,
-}
+    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "minimum": min,
+    "maximum": max, "and": operator.and_, "or": operator.or_, "LT": operator.lt,
+    "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "EQ": operator.eq, "NE": operator.ne,
+    **dict.fromkeys(("copy", "bitcast", "convert", "reshape"), int),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -223,46 +212,21 @@ def first_group(line: str, devices: int) -> list[int]:
         return [int(pairs[1]), int(pairs[2])]
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
         return [int(n) for n in listed[1].split(",")]
-    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        return _of_iota(int(iota[2]), _numbers(iota[3]), _numbers(iota[4] or ""))
+    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", line):
+        return _device_order(iota[2])[: int(iota[1])]
     if mesh := re.search(r"replica_groups=mesh\[(.*?)\](, device_ids=.*?)? \{(.*?)\}", line):
         sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
-        members = _of_mesh(sizes, set(re.findall(r"'(\w+)'", mesh[3])))
-        return _named(members, mesh[2] or "")
+        over, order = set(re.findall(r"'(\w+)'", mesh[3])), _device_order(mesh[2] or "")
+        grid = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
+        members = grid[tuple(slice(None) if axis in over else 0 for axis in sizes)].ravel().tolist()
+        return [order[place] for place in members] if order else members
     return list(range(devices))
 
 
-def _named(places: list[int], names: str) -> list[int]:
-    """The devices at some places of a mesh; `names` orders them, if they are not in their own."""
-    if iota := re.search(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", names):
-        dims = _numbers(iota[1])
-        devices = _of_iota(math.prod(dims), dims, _numbers(iota[2] or ""))
-    else:
-        devices = _numbers(names.partition("(")[2].rstrip(")"))
-    return [devices[place] for place in places] if devices else places
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(n) for n in text.split(",") if n]
-
-
-def _of_iota(size: int, dims: list[int], order: list[int]) -> list[int]:
-    """The first `size` numbers of an iota of shape `dims` that is transposed to `order`."""
-    order = order or list(range(len(dims)))
-    strides = [math.prod(dims[axis + 1 :]) for axis in order]
-    return _counted([dims[axis] for axis in order], strides)[:size]
-
-
-def _of_mesh(sizes: dict[str, int], over: set[str]) -> list[int]:
-    names = list(sizes)
-    strides = {name: math.prod(sizes[n] for n in names[i + 1 :]) for i, name in enumerate(names)}
-    axes = [name for name in names if name in over]
-    return _counted([sizes[name] for name in axes], [strides[name] for name in axes])
-
-
-def _counted(dims: list[int], strides: list[int]) -> list[int]:
-    """Positions of all indices below `dims`, the last running fastest."""
-    positions = [0]
-    for size, stride in zip(dims, strides, strict=True):
-        positions = [at + i * stride for at in positions for i in range(size)]
-    return positions
+def _device_order(text: str) -> list[int]:
+    """Return the devices of `[2,4]T(1,0)`, a transposed iota, or of a list `(1,0,3,2)`."""
+    if iota := re.search(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        dims, order = (list(map(int, filter(None, (x or "").split(",")))) for x in iota.groups())
+        devices = np.arange(math.prod(dims)).reshape(dims)
+        return devices.transpose(order or None).ravel().tolist()
+    return [int(n) for n in text.partition("(")[2].rstrip(")").split(",") if n]

@@ -274,7 +274,8 @@ def _powers(most: int) -> list[int]:
 def compiled(config: JobConfig, topology: Topology) -> dict[str, Any]:
     """What `python -m jaxforge.plan --json` says of a config; kept, as compiling takes minutes."""
     text = config.to_toml()
-    kept = _cache() / f"{_key(text, topology)}.json"
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    kept = Path(cache, "jaxforge", "plan", f"{_key(text, topology)}.json")
     if kept.exists():
         return json.loads(kept.read_text())
     with tempfile.TemporaryDirectory() as place:
@@ -291,11 +292,6 @@ def compiled(config: JobConfig, topology: Topology) -> dict[str, Any]:
     kept.parent.mkdir(parents=True, exist_ok=True)
     safe_files.replace_text(kept, done.stdout)
     return report
-
-
-def _cache() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home, "jaxforge", "plan")
 
 
 def _key(text: str, topology: Topology) -> str:

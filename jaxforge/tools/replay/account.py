@@ -190,9 +190,13 @@ def in_order(
     known = [(one.loss, one.tokens) for one in before]
     odd_of = functools.partial(oddness, spread=token_spread(documents, losses))
     tokens, means = [one.tokens for one in documents], [one.loss for one in documents]
-    odd_rows = odd_of(*_of_rows(documents, len(of_rows)), [one.norm for one in of_rows])
+    where, n = [one.row for one in documents], len(of_rows)
+    nats = np.bincount(where, np.multiply(means, tokens), n)
+    counts = np.bincount(where, tokens, n)
+    of_row = (nats / np.maximum(counts, 1)).tolist(), counts.astype(int).tolist()
+    odd_rows = odd_of(*of_row, [one.norm for one in of_rows])
     by_loss = odd_of(means, tokens, [math.nan] * len(documents), before=known)
-    np.maximum.at(odd_rows, [one.row for one in documents], by_loss)
+    np.maximum.at(odd_rows, where, by_loss)
     most = set(np.argsort(-odd_rows)[:rows].tolist())
     whole = 0, losses.shape[-1]
 
@@ -204,15 +208,6 @@ def in_order(
     found = [influence(one) for one in documents]
     odd = odd_of(means, tokens, [one.norm if one else math.nan for one in found], before=known)
     return [(documents[i], found[i]) for i in np.argsort(-odd, kind="stable")]
-
-
-def _of_rows(documents: Sequence[Document], n: int) -> tuple[list[float], list[int]]:
-    """Mean losses and numbers of tokens."""
-    nats, tokens = np.zeros(n), np.zeros(n, int)
-    for one in documents:
-        nats[one.row] += one.loss * one.tokens
-        tokens[one.row] += one.tokens
-    return (nats / np.maximum(tokens, 1)).tolist(), tokens.tolist()
 
 
 class _Reader:

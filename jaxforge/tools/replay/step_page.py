@@ -11,6 +11,7 @@ from jaxforge.tools.pages.parts import Pool, Rows, chart, chart_document, curve,
 from jaxforge.tools.replay.account import Account, Suspect
 
 _ODD = 12  # rows of what differs most
+_ODD_HEAD = ["part", "norm", "its median in the steps around"]
 _TELLING = 5  # documents with their text above the table
 
 
@@ -21,14 +22,14 @@ def page(found: Account, run: str) -> str:
         found: what happened in it.
         run: what the run is called.
     """
-    pool = Pool()
-    return chart_document(
-        f"Step {found.made.step:,} of {run}",
-        _charts(found, pool),
-        pool,
-        fact_list(_facts(found)) + _told(found) + _odd(found),
-        table("All documents", _HEAD, _rows(found), sorts=True) if found.suspects else "",
-    )
+    pool, cards = Pool(), "".join(map(_card, found.suspects[:_TELLING]))
+    rows = [[part, norm, f"{ratio:.3g} times"] for part, norm, ratio in found.odd[:_ODD]]
+    above = fact_list(_facts(found))
+    above += f"<h2>Documents that stand out</h2>{cards}" if cards else ""
+    above += table("Layers that stand out", _ODD_HEAD, rows) if rows else ""
+    below = table("All documents", _HEAD, _rows(found), sorts=True) if found.suspects else ""
+    title = f"Step {found.made.step:,} of {run}"
+    return chart_document(title, _charts(found, pool), pool, above, below)
 
 
 def _facts(found: Account) -> Mapping[str, str]:
@@ -46,12 +47,6 @@ def _facts(found: Account) -> Mapping[str, str]:
     return facts
 
 
-def _told(found: Account) -> str:
-    """The documents that stand out most, with their text."""
-    cards = "".join(map(_card, found.suspects[:_TELLING]))
-    return f"<h2>Documents that stand out</h2>{cards}" if cards else ""
-
-
 def _card(one: Suspect) -> str:
     start, end = one.document.worst
     worst = f"tokens {start:,} to {end - 1:,}, loss {exact(one.document.worst_loss)}"
@@ -65,12 +60,6 @@ def _card(one: Suspect) -> str:
 def _where(one: Suspect) -> str:
     place = one.document
     return f"{one.name}, row {place.row}, tokens {place.start:,} to {place.end - 1:,}"
-
-
-def _odd(found: Account) -> str:
-    rows = [[part, norm, f"{ratio:.3g} times"] for part, norm, ratio in found.odd[:_ODD]]
-    head = ["part", "norm", "its median in the steps around"]
-    return table("Layers that stand out", head, rows) if rows else ""
 
 
 _HEAD = ["where", "tokens", "loss", "own norm", "norm without", "worst loss", "text"]

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from jaxforge.errors import UserError
-from jaxforge.runs.reading import NotYetError, RunReader, readers
+from jaxforge.runs.reading import NotYetError, readers
 from jaxforge.tools.pages.parts import document, paragraphs
 from jaxforge.tools.report import run_page
 from jaxforge.tools.report.names import AXES
@@ -49,8 +49,10 @@ class Live:
             for reader in self._readers:
                 try:
                     runs.append(reader.read())
+                except NotYetError:
+                    said.append(f"{reader.name}: waiting for its first step")
                 except UserError as error:
-                    said.append(_said(reader, error))
+                    said.append(f"{reader.name}: {error}")
         found = run_page.parts(runs) if runs else _NOTHING
         facts = found["facts"] + paragraphs(said)
         found = {
@@ -66,11 +68,6 @@ _NOTHING: dict[str, Any] = {
     "below": "",
     "data": {"axes": AXES, "runs": [], "charts": [], "maps": [], "bands": [], "columns": []},
 }
-
-
-def _said(reader: RunReader, error: UserError) -> str:
-    waits = isinstance(error, NotYetError)
-    return f"{reader.name}: waiting for its first step" if waits else f"{reader.name}: {error}"
 
 
 class Server(ThreadingHTTPServer):

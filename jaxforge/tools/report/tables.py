@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxforge.cli.redaction import redacted, redacted_line
-from jaxforge.config.job import JobConfig, shown
+from jaxforge.config.job import shown
 from jaxforge.runs.reading import Run
 from jaxforge.telemetry.numbers import duration, exact, human
 from jaxforge.tools.pages.parts import Rows, details, fact_list, table
@@ -31,9 +31,10 @@ def below(runs: Sequence[Run]) -> str:
     """What stands under the charts."""
     latest = max(run.series["train/loss"].time[-1] for run in runs)
     evaluations = list(_evaluations(runs))
+    unchanged = [[one.name, _one_or_each(one.values, runs)] for one in constants(runs)]
     return (
         (table("Evaluations", _EVALUATION, evaluations) if evaluations else "")
-        + _constants(runs)
+        + (table("What did not change", ["metric", "value"], unchanged) if unchanged else "")
         + _samples(runs)
         + "".join(_experts(run) for run in runs)
         + "".join(_starts(run) for run in runs)
@@ -46,24 +47,25 @@ def below(runs: Sequence[Run]) -> str:
 
 
 def _told(run: Run) -> Mapping[str, str]:
-    return {**_reached(run), **_settled(run), **_origin(run)}
-
-
-def _settled(run: Run) -> Mapping[str, str]:
     m = run.config.model
     return {
+        **_reached(run),
         "model": f"{m.n_layers} layers, dim {m.dim:,}, {m.n_heads}/{m.kv_heads} heads of "
         f"{m.head_size}, ffn {m.ffn_dim:,}, vocabulary {m.vocab_size:,}",
         "parameters": "?" if run.parameters is None else human(run.parameters),
+        **(_of_start(run.starts[-1]) if run.starts else {}),
     }
 
 
 def _reached(run: Run) -> Mapping[str, str]:
-    loss = run.series["train/loss"]
+    loss, best = run.series["train/loss"], "none"
+    if "eval/loss" in run.series:
+        value, step = _best(run, "eval/loss")
+        best = f"{exact(value)} at step {step:,}"
     skipped = f"{run.skipped:,} ({run.skipped / max(1, run.steps):.2%})" if run.skipped else "none"
     return {
         "smoothed loss": exact(loss.smoothed),
-        "best evaluation loss": _best_evaluation(run),
+        "best evaluation loss": best,
         "last loss": exact(loss.last),
         "steps": f"{run.steps:,} of {run.config.train.max_steps:,}",
         "tokens": f"{run.tokens:,}" if run.tokens < 1e7 else human(run.tokens),
@@ -72,11 +74,6 @@ def _reached(run: Run) -> Mapping[str, str]:
         "skipped steps": skipped,
         "resumed": _resumed(run),
     }
-
-
-def _origin(run: Run) -> Mapping[str, str]:
-    """What the latest start was; nothing of a run of an older version."""
-    return _of_start(run.starts[-1]) if run.starts else {}
 
 
 def _of_start(start: Mapping[str, Any]) -> Mapping[str, str]:
@@ -88,13 +85,6 @@ def _of_start(start: Mapping[str, Any]) -> Mapping[str, str]:
         "versions": ", ".join(f"{name} {one}" for name, one in versions.items()),
         "command": redacted_line(start["command"]),
     }
-
-
-def _best_evaluation(run: Run) -> str:
-    if "eval/loss" not in run.series:
-        return "none"
-    value, step = _best(run, "eval/loss")
-    return f"{exact(value)} at step {step:,}"
 
 
 def _best(run: Run, name: str) -> tuple[float, int]:
@@ -138,12 +128,12 @@ def _comparison(runs: Sequence[Run]) -> str:
 
 
 def _differences(runs: Sequence[Run]) -> Iterator[tuple[str, list[str]]]:
-    """Keys that are not the same in all configs; where they write to always differs."""
-    for section in JobConfig.model_fields:
-        for key, _ in getattr(runs[0].config, section):
-            values = [shown(getattr(getattr(run.config, section), key)) for run in runs]
-            if len(set(values)) > 1 and (section, key) != ("checkpoint", "dir"):
-                yield f"{section}.{key}", values
+    """Find settings that differ between runs, but for where they write to."""
+    settings = [run.config.settings for run in runs]
+    for key in settings[0]:
+        values = [shown(of_run[key]) for of_run in settings]
+        if len(set(values)) > 1 and key != "checkpoint.dir":
+            yield key, values
 
 
 _EVALUATION = ["set", "loss", "perplexity", "bits per byte", "lowest loss", "at step"]
@@ -163,11 +153,6 @@ def _evaluations(runs: Sequence[Run]) -> Rows:
                 exact(lowest),
                 f"{step:,}",
             ]
-
-
-def _constants(runs: Sequence[Run]) -> str:
-    rows = [[one.name, _one_or_each(one.values, runs)] for one in constants(runs)]
-    return table("What did not change", ["metric", "value"], rows) if rows else ""
 
 
 def _one_or_each(values: Sequence[float | None], runs: Sequence[Run]) -> str:

@@ -105,13 +105,10 @@ def rows(found: Results) -> list[tuple[str, ...]]:
     return [head, *(_row(i, one) for i, one in enumerate(found.points, 1))]
 
 
-def _row(place: int, one: Result) -> tuple[str, ...]:
-    loss = exact(one.loss) if math.isfinite(one.loss) else _why(one)
-    return str(place), one.run.point.name, human(one.parameters), human(one.tokens), loss
-
-
-def _why(one: Result) -> str:
-    return "not finite" if one.run.is_finished else f"not finished ({one.run.state})"
+def _row(number: int, one: Result) -> tuple[str, ...]:
+    loss = "not finite" if one.run.is_finished else f"not finished ({one.run.state})"
+    loss = exact(one.loss) if math.isfinite(one.loss) else loss
+    return str(number), one.run.point.name, human(one.parameters), human(one.tokens), loss
 
 
 def law_in_words(found: Results) -> list[str]:

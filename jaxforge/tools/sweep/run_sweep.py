@@ -39,7 +39,9 @@ def run(arguments: Sequence[str], args: argparse.Namespace, settings: Sequence[s
         _write_script(args.slurm, slurm.script(_for_tasks(arguments), len(runs), devices))
         return 0
     if args.point is not None:
-        return Runner().run([_chosen(runs, args.point)])
+        if not 0 <= args.point < len(runs):
+            raise UserError(f"--point {args.point}: points are 0 to {len(runs) - 1}")
+        return Runner().run([runs[args.point]])
     code = 0 if args.results else Runner().run(runs)
     report(runs)
     return code
@@ -111,12 +113,6 @@ def _devices() -> int:
 def _listed(run: PlannedRun) -> str:
     size = human(parameters(run.config.model))
     return f"{run.point.name}  {size} parameters, {run.config.train.max_steps} steps, {run.state}"
-
-
-def _chosen(runs: Sequence[PlannedRun], number: int) -> PlannedRun:
-    if not 0 <= number < len(runs):
-        raise UserError(f"--point {number}: points are 0 to {len(runs) - 1}")
-    return runs[number]
 
 
 def _for_tasks(arguments: Sequence[str]) -> list[str]:
