@@ -20,7 +20,7 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
     experts count those that a token goes to, and the shared one; KempnerForge takes them for as
     wide as a dense feed-forward, whatever `model.moe_expert_ffn_multiplier` says.
     """
-    matrices = _matrices(model, feed_forward=3)
+    matrices = matrix_elements(model, 3, model.moe_top_k)
     reaches = sum(min(window or chunk or seq_len, seq_len) for window, chunk in _of_layers(model))
     return 6 * matrices + 12 * model.n_heads * model.head_size * reaches
 
@@ -34,7 +34,7 @@ def causal_flops_per_token(model: ModelConfig, seq_len: int) -> int:
     count as one sequence. Of experts count those that a token goes to. Source: Megatron-Bridge,
     `utils/flop_utils.py`.
     """
-    matrices = _matrices(model, feed_forward=3 if model.is_gated else 2)
+    matrices = matrix_elements(model, 2 + model.is_gated, model.moe_top_k)
     pairs = pairs_twice(model, seq_len)
     return 6 * matrices + 6 * model.n_heads * model.head_size * pairs // seq_len
 
@@ -58,10 +58,16 @@ def _pairs_twice(window: int | None, chunk: int | None, seq_len: int) -> int:
     return reach * (2 * seq_len - reach)
 
 
-def _matrices(model: ModelConfig, feed_forward: int) -> int:
-    """Elements of the matrices that a token is multiplied with."""
+def matrix_elements(model: ModelConfig, feed_forward: int, experts: int) -> int:
+    """Return how many elements the matrices of a model have, without embedding and routers.
+
+    Args:
+        model: of Llama's shape.
+        feed_forward: matrices of a feed-forward: 3 when gated, else 2.
+        experts: of each layer that has experts, how many count beside the shared one.
+    """
     heads = 2 * model.n_heads + 2 * model.kv_heads  # q and o, k and v
-    experts = model.moe_top_k * model.expert_dim + model.shared_expert_dim
-    widths = sum(experts if has_experts else model.ffn_dim for has_experts in model.has_experts)
+    wide = experts * model.expert_dim + model.shared_expert_dim
+    widths = sum(wide if has_experts else model.ffn_dim for has_experts in model.has_experts)
     attention = model.n_layers * heads * model.head_size
     return model.dim * (attention + feed_forward * widths + model.vocab_size)

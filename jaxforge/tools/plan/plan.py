@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
@@ -11,14 +11,52 @@ from jaxforge.config.useless import useless
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.errors import UserError
 from jaxforge.parallel.hardware import CHIPS
-from jaxforge.parallel.mesh import data_parallel_size, token_parallel_size
+from jaxforge.parallel.mesh import STAGES, data_parallel_size, token_parallel_size
 from jaxforge.parallel.pipeline.schedule import SCHEDULES
+from jaxforge.telemetry.flops import causal_flops_per_token, flops_per_token, pairs_twice
 from jaxforge.tools.plan import checks
 from jaxforge.tools.plan.compiled import Step, compile_step, devices_of
-from jaxforge.tools.plan.estimate import Estimate, estimate, timeline_of
-from jaxforge.tools.plan.timeline import Key, Timeline, Traffic
+from jaxforge.tools.plan.cost import Network, rates_of
+from jaxforge.tools.plan.timeline import Key, Simulation, Timeline, Traffic
 from jaxforge.tools.plan.topology import Topology
 from jaxforge.training.health import out_of_memory
+
+_MADE_FROM = {
+    "tpu": "the compiler's cycles; attention, experts and collectives by FLOPs, bytes and links",
+    "gpu": "a roofline over the compiled program; collectives by bytes and links",
+}
+
+
+class Estimate(NamedTuple):
+    """Of one step; nothing was run.
+
+    Attributes:
+        timeline: of one device.
+        seconds: of an update.
+        tokens: of an update, over all devices.
+        tokens_per_second: per device.
+        mfu: model FLOPs over the peak, in KempnerForge's convention; attention counted in full.
+        causal_mfu: in Megatron's, attention half.
+        flops_per_token: KempnerForge's convention.
+        causal_flops_per_token: Megatron's.
+        devices: of the job.
+        hours: to `train.max_steps`, without evaluation and checkpoints.
+        device_hours: on all devices.
+        made_from: in words.
+    """
+
+    timeline: Timeline
+    seconds: float
+    tokens: int
+    tokens_per_second: float
+    mfu: float
+    causal_mfu: float
+    flops_per_token: int
+    causal_flops_per_token: int
+    devices: int
+    hours: float
+    device_hours: float
+    made_from: str
 
 
 @dataclass
@@ -86,6 +124,58 @@ def plan(
     return made
 
 
+def timeline_of(config: JobConfig, topology: Topology, step: Step) -> Timeline:
+    """The step in time; of devices that are not known, its collectives alone.
+
+    Args:
+        config: of the step.
+        topology: that it was compiled for.
+        step: compiled; it has a program.
+    """
+    assert step.program is not None
+    chip, model, length = CHIPS.get(topology.chip), config.model, config.train.seq_len
+    # Pairs of a query and a key that see each other, over all pairs, on average over layers.
+    visible = pairs_twice(model, length) / (2 * model.n_layers * length**2)
+    rates = rates_of(step.program, chip, visible)
+    network = Network(step.mesh, chip)
+    longest = step.mesh.shape[STAGES] > 1
+    return Simulation(step.program, rates, network, longest=longest).run()
+
+
+def estimate(config: JobConfig, topology: Topology, step: Step, line: Timeline) -> Estimate | None:
+    """The speed of a step; None for devices of which too little is known.
+
+    Args:
+        config: of the step.
+        topology: that it was compiled for.
+        step: compiled.
+        line: its timeline.
+    """
+    chip, train = CHIPS.get(topology.chip), config.train
+    if chip is None:
+        return None
+    rows = train.microbatch_size(data_parallel_size(step.mesh)) * train.grad_accum_steps
+    tokens = rows * train.seq_len
+    hours = line.seconds * train.max_steps / 3600
+    full = flops_per_token(config.model, train.seq_len)
+    causal = causal_flops_per_token(config.model, train.seq_len)
+    per_device = tokens / line.seconds / topology.n_devices
+    return Estimate(
+        timeline=line,
+        seconds=line.seconds,
+        tokens=tokens,
+        tokens_per_second=per_device,
+        mfu=per_device * full / chip.peak_flops,
+        causal_mfu=per_device * causal / chip.peak_flops,
+        flops_per_token=full,
+        causal_flops_per_token=causal,
+        devices=topology.n_devices,
+        hours=hours,
+        device_hours=hours * topology.n_devices,
+        made_from=_MADE_FROM[chip.platform],
+    )
+
+
 def _advice(config: JobConfig, step: Step) -> Iterator[str]:
     memory, train = step.memory, config.train
     whole_state = 2 * memory.parameters + memory.optimizer  # gradients are as large
@@ -116,22 +206,18 @@ def as_json(made: Plan, price: float | None = None) -> dict[str, Any]:
         "advice": made.advice,
     }
     if made.step is not None:
-        memory = made.step.memory
         report["mesh"] = {axis: size for axis, size in made.step.mesh.shape.items() if size > 1}
-        report["memory_per_device"] = {
-            "peak_bytes": memory.peak,
-            "capacity_bytes": memory.capacity,
-            "parameters_bytes": memory.parameters,
-            "optimizer_bytes": memory.optimizer,
-            "gradients_bytes": memory.gradients,
-            "activations_bytes": memory.activations,
-            "other_bytes": memory.other,
-        }
+        sizes = made.step.memory._asdict()
+        report["memory_per_device"] = {f"{name}_bytes": size for name, size in sizes.items()}
         report["pipeline_bubble"] = bubble(made)
         report["grad_sync"] = made.step.grad_sync._asdict()
         report["compile_seconds"] = round(made.step.seconds, 1)
     if made.timeline is not None:
-        report["collectives"] = [_collective(key, one) for key, one in by_time(made.timeline)]
+        report["collectives"] = [
+            {**key._asdict(), "axes": list(key.axes), "count": one.count, "bytes": round(one.bytes),
+             "seconds": one.seconds, "waited_seconds": one.waited}
+            for key, one in by_time(made.timeline)
+        ]  # fmt: skip
     if made.estimate is not None:
         report["step"] = _step(made.estimate, price)
     return report
@@ -149,19 +235,6 @@ def by_time(timeline: Timeline) -> Sequence[tuple[Key, Traffic]]:
     return sorted(
         timeline.traffic.items(), key=lambda item: (-item[1].waited, -item[1].seconds, item[0])
     )
-
-
-def _collective(key: Key, one: Traffic) -> dict[str, Any]:
-    return {
-        "kind": key.kind,
-        "axes": list(key.axes),
-        "in_loop": key.in_loop,
-        "overlapped": key.overlapped,
-        "count": one.count,
-        "bytes": round(one.bytes),
-        "seconds": one.seconds,
-        "waited_seconds": one.waited,
-    }
 
 
 def _step(made: Estimate, price: float | None) -> dict[str, Any]:

@@ -17,12 +17,10 @@ from pathlib import Path
 
 from jaxforge import exit_codes
 from jaxforge.cli.process import listening, new_command_env
-from jaxforge.config import trust
 from jaxforge.config.job import JobConfig
-from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
-from jaxforge.runs.run_directory import changes
+from jaxforge.runs.run_directory import changes, shown_config
 from jaxforge.storage import run_lock, safe_files
 from jaxforge.tools.sweep.points import Point
 
@@ -75,12 +73,11 @@ class PlannedRun:
         Raises:
             UserError: it was begun with another one, and would go on with both.
         """
-        path = self.directory / "config.toml"
-        if not path.exists():
+        if not (self.directory / "config.toml").exists():
             return
         changed = [
             one
-            for one in changes(load_config(path, trusts=trust.never), self.config)
+            for one in changes(shown_config(self.directory), self.config)
             if not one.startswith(_FREE)
         ]
         if changed:
