@@ -195,7 +195,7 @@ class MetricsFile:
                 self._begin()
             for part in lines.read(file, self._end, exact=self._exact, processes=processes):
                 self._take(part)
-            self._tail = self._read_tail(file)
+            self._remember(file)
             if file.stat().st_size - self._end >= LINE:
                 self._omissions.note(f"a line of more than {LINE:,} bytes and all after it")
         except OSError as error:
@@ -220,6 +220,9 @@ class MetricsFile:
         for line in part.lists:
             if problem := self._loads.take(line):
                 self._omissions.note(f"step {line['step']:,}: {problem}; the loads")
+
+    def _remember(self, file: Path) -> None:
+        self._tail = self._read_tail(file)
 
     def _read_tail(self, file: Path) -> bytes:
         with file.open("rb") as opened:
@@ -260,8 +263,8 @@ class RunReader:
         if place.exists() and not place.is_file():
             raise UserError(f"{place} is no file")
         config = load_config(place, trusts=trust.never)
-        begun, strange = _read_lines(self._path / starts.FILE_NAME, _START)
-        samples, unreadable = _read_lines(self._path / SAMPLES, _SAMPLE)
+        begun, strange = read_lines(self._path / starts.FILE_NAME, _START)
+        samples, unreadable = read_lines(self._path / SAMPLES, _SAMPLE)
         toml = place.read_text(encoding="utf-8")
         if toml not in self._parameters:
             noted = begun[-1].get("parameters") if begun else None
@@ -341,12 +344,6 @@ _START = {
     "parameters": Field(is_number, "a number", required=False),
     "devices": Field(is_text, "text", required=False),
 }
-
-
-def _read_lines(path: Path, fields: Mapping[str, Field]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Read the sound lines of a file that may not exist, and messages about the others."""
-    omissions = Omissions(path)
-    return read_lines(path, fields, omissions), omissions.messages()
 
 
 def _no_metrics(path: Path) -> str:

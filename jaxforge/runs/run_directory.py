@@ -34,7 +34,7 @@ from jaxforge.data.corpus.tokenizer import Tokenizer, load_tokenizer, tokenizer_
 from jaxforge.errors import UserError
 from jaxforge.runs import starts
 from jaxforge.storage import mirror, safe_files, urls
-from jaxforge.storage.untrusted_json import Field, Omissions, is_step, read_lines
+from jaxforge.storage.untrusted_json import Field, is_step, read_lines
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ def put_metrics_aside(run: Path) -> None:
 
 def _logged_steps(path: Path) -> list[tuple[int, bool]]:
     """Return the step of each whole line of metrics, and whether it says that a save is durable."""
-    lines = read_lines(path, {"step": Field(is_step, "the number of a step")}, Omissions(path))
+    lines, _ = read_lines(path, {"step": Field(is_step, "the number of a step")})
     return [(int(values["step"]), "checkpoint/save_sec" in values) for values in lines]
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from jaxforge.errors import printable
 from jaxforge.runs import run_directory
 from jaxforge.step.train_step import Metrics
-from jaxforge.storage.untrusted_json import Field, Omissions, is_number, is_step, read_lines
+from jaxforge.storage.untrusted_json import Field, is_number, is_step, read_lines
 from jaxforge.tools.replay.documents import (
     Document,
     find_documents,
@@ -268,9 +268,8 @@ def logged_steps(run: Path) -> dict[int, tuple[float, float]]:
 
 def logged_values(run: Path) -> list[dict[str, Any]]:
     """Read the lines of metrics.jsonl that have loss and gradient norm; log which are damaged."""
-    omissions = Omissions(run / "metrics.jsonl")
-    lines = read_lines(run / "metrics.jsonl", LOGGED, omissions)
-    for message in omissions.messages():
+    lines, messages = read_lines(run / "metrics.jsonl", LOGGED)
+    for message in messages:
         log.warning("%s", printable(message))
     return [values for values in lines if LOGGED.keys() <= values.keys()]
 

@@ -18,8 +18,8 @@ from jaxforge.data.corpus.manifest import FILE_NAME, LENGTHS
 from jaxforge.data.dataset import Dataset, Mixture
 from jaxforge.data.tokens import TokenFiles
 from jaxforge.parallel.mesh import data_parallel_size
-from jaxforge.runs import git
 from jaxforge.runs.job_facts import ENVIRONMENT, plugin_sources, source_files, source_hash
+from jaxforge.runs.starts import git_state
 from jaxforge.step.executable import fingerprint
 from jaxforge.step.lowering import lower_train_steps
 from jaxforge.storage import urls
@@ -73,7 +73,7 @@ def _code(config: JobConfig) -> dict[str, dict[str, Any]]:
 
 
 def _code_at(place: Path) -> dict[str, Any]:
-    return {"sha256": source_hash(place), **git.state(source_files(place)[0])}
+    return {"sha256": source_hash(place), **git_state(source_files(place)[0])}
 
 
 def _program(past: Past) -> dict[str, str]:
