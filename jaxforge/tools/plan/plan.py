@@ -28,35 +28,37 @@ _MADE_FROM = {
 
 
 class Estimate(NamedTuple):
-    """Of one step; nothing was run.
+    """Speed of a step that was not run, as `--json` has it.
 
     Attributes:
-        timeline: of one device.
+        estimated_from: in words.
         seconds: of an update.
         tokens: of an update, over all devices.
-        tokens_per_second: per device.
+        tokens_per_second: of all devices.
+        tokens_per_second_per_device: of each.
         mfu: model FLOPs over the peak, in KempnerForge's convention; attention counted in full.
-        causal_mfu: in Megatron's, attention half.
+        mfu_causal: in Megatron's, attention half.
         flops_per_token: KempnerForge's convention.
-        causal_flops_per_token: Megatron's.
-        devices: of the job.
-        hours: to `train.max_steps`, without evaluation and checkpoints.
+        flops_per_token_causal: Megatron's.
+        seconds_by_kind: of a device, by kind of work.
+        waited_seconds: of a device, for collectives.
+        hours_to_max_steps: without evaluation and checkpoints.
         device_hours: on all devices.
-        made_from: in words.
     """
 
-    timeline: Timeline
+    estimated_from: str
     seconds: float
     tokens: int
     tokens_per_second: float
+    tokens_per_second_per_device: float
     mfu: float
-    causal_mfu: float
+    mfu_causal: float
     flops_per_token: int
-    causal_flops_per_token: int
-    devices: int
-    hours: float
+    flops_per_token_causal: int
+    seconds_by_kind: dict[str, float]
+    waited_seconds: float
+    hours_to_max_steps: float
     device_hours: float
-    made_from: str
 
 
 @dataclass
@@ -161,18 +163,19 @@ def estimate(config: JobConfig, topology: Topology, step: Step, line: Timeline) 
     causal = causal_flops_per_token(config.model, train.seq_len)
     per_device = tokens / line.seconds / topology.n_devices
     return Estimate(
-        timeline=line,
+        estimated_from=_MADE_FROM[chip.platform],
         seconds=line.seconds,
         tokens=tokens,
-        tokens_per_second=per_device,
+        tokens_per_second=per_device * topology.n_devices,
+        tokens_per_second_per_device=per_device,
         mfu=per_device * full / chip.peak_flops,
-        causal_mfu=per_device * causal / chip.peak_flops,
+        mfu_causal=per_device * causal / chip.peak_flops,
         flops_per_token=full,
-        causal_flops_per_token=causal,
-        devices=topology.n_devices,
-        hours=hours,
+        flops_per_token_causal=causal,
+        seconds_by_kind=dict(line.busy),
+        waited_seconds=line.waited,
+        hours_to_max_steps=hours,
         device_hours=hours * topology.n_devices,
-        made_from=_MADE_FROM[chip.platform],
     )
 
 
@@ -219,7 +222,8 @@ def as_json(made: Plan, price: float | None = None) -> dict[str, Any]:
             for key, one in by_time(made.timeline)
         ]  # fmt: skip
     if made.estimate is not None:
-        report["step"] = _step(made.estimate, price)
+        cost = None if price is None else made.estimate.device_hours * price
+        report["step"] = {"is_estimate": True, **made.estimate._asdict(), "cost": cost}
     return report
 
 
@@ -235,24 +239,3 @@ def by_time(timeline: Timeline) -> Sequence[tuple[Key, Traffic]]:
     return sorted(
         timeline.traffic.items(), key=lambda item: (-item[1].waited, -item[1].seconds, item[0])
     )
-
-
-def _step(made: Estimate, price: float | None) -> dict[str, Any]:
-    line = made.timeline
-    return {
-        "is_estimate": True,
-        "estimated_from": made.made_from,
-        "seconds": made.seconds,
-        "tokens": made.tokens,
-        "tokens_per_second": made.tokens_per_second * made.devices,
-        "tokens_per_second_per_device": made.tokens_per_second,
-        "mfu": made.mfu,
-        "mfu_causal": made.causal_mfu,
-        "flops_per_token": made.flops_per_token,
-        "flops_per_token_causal": made.causal_flops_per_token,
-        "seconds_by_kind": dict(line.busy),
-        "waited_seconds": line.waited,
-        "hours_to_max_steps": made.hours,
-        "device_hours": made.device_hours,
-        "cost": None if price is None else made.device_hours * price,
-    }

@@ -54,11 +54,11 @@ def _facts(made: Plan) -> Iterator[tuple[str, str]]:
     if made.estimate is not None:
         found = made.estimate
         yield "a step (an estimate)", f"{found.seconds:.3f} s, {found.tokens:,} tokens"
-        yield "tokens/s a device (an estimate)", f"{found.tokens_per_second:,.0f}"
-        yield "MFU (an estimate)", f"{found.mfu:.1%}; {found.causal_mfu:.1%} causal"
+        yield "tokens/s a device (an estimate)", f"{found.tokens_per_second_per_device:,.0f}"
+        yield "MFU (an estimate)", f"{found.mfu:.1%}; {found.mfu_causal:.1%} causal"
         yield (
             "to max_steps (an estimate)",
-            (f"{found.hours:,.1f} hours, {found.device_hours:,.0f} device hours"),
+            (f"{found.hours_to_max_steps:,.1f} hours, {found.device_hours:,.0f} device hours"),
         )
 
 
@@ -101,9 +101,10 @@ def _memory(made: Plan) -> Iterator[str]:
 
 def _time(made: Plan) -> Iterator[str]:
     assert made.estimate is not None
-    line = made.estimate.timeline
+    assert made.timeline is not None
+    line = made.timeline
     parts = dict(sorted(line.busy.items(), key=lambda item: -item[1])) | {"waiting": line.waited}
-    yield f"<h2>A step <small>an estimate: {escape(made.estimate.made_from)}</small></h2>"
+    yield f"<h2>A step <small>an estimate: {escape(made.estimate.estimated_from)}</small></h2>"
     yield _bar(parts, line.seconds, lambda seconds: f"{seconds:.3f} s")
     yield f'<div class="scroll">{picture("step", line.spans, line.seconds)}</div>'
     loops = {(one.times, round(one.seconds, 6)): one for one in _all(line.spans) if one.inside}
