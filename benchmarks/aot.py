@@ -21,6 +21,7 @@ import optax
 import results
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from program_cost import cost_of
 from rich.console import Console
 
 from jaxforge.config.job import JobConfig
@@ -30,7 +31,7 @@ from jaxforge.model.remat import block
 from jaxforge.parallel import targets, xla_flags
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program
-from jaxforge.tools.plan.hlo import Program as HloProgram
+from jaxforge.tools.plan.hlo import HloProgram
 
 LLAMA_2_7B = {"dim": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": 32000,
               "ffn_hidden_dim": 11008}  # fmt: skip
@@ -165,7 +166,7 @@ def plain_loss(case: Case) -> Callable[[dict, jax.Array], jax.Array]:
 def measure(lowered: jax.stages.Lowered, options: dict[str, str | bool]) -> dict[str, float]:
     """What the compiler makes of it, with these options."""
     compiled = lowered.compile(options)
-    cost = HloProgram(compiled.as_text(), DEVICES).cost()
+    cost = cost_of(HloProgram(compiled.as_text(), DEVICES))
     return {
         "M cycles": sum(cost.cycles.values()) / 1e6,
         "M cycles of products": cost.cycles["matmul"] / 1e6,

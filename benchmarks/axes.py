@@ -6,7 +6,7 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxforge.tools.report.numbers import short
+from jaxforge.telemetry.numbers import short
 
 _SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 

@@ -19,6 +19,7 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
 import jax
 import numpy as np
 import results
+from program_cost import cost_of, gathered
 from rich.console import Console
 
 from jaxforge.config.job import JobConfig
@@ -27,7 +28,7 @@ from jaxforge.kernels.megablox import tile_of_rows
 from jaxforge.parallel import targets, xla_flags
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program
-from jaxforge.tools.plan.hlo import Program as HloProgram
+from jaxforge.tools.plan.hlo import HloProgram
 
 MIXTRAL_8X7B = {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "vocab_size": 32000,
                 "ffn_hidden_dim": 14336, "num_experts": 8, "moe_top_k": 2,
@@ -81,9 +82,9 @@ def measure(case: Case) -> dict[str, float]:
     options = xla_flags.compiler_options(devices[0], {}, has=(xla_flags.EXPERTS,))
     compiled = lowered.compile(options)
     program = HloProgram(compiled.as_text(), len(devices))
-    cost, model, ep = program.cost(), config.model, case.axes.get("ep", 1)
+    cost, model, ep = cost_of(program), config.model, case.axes.get("ep", 1)
     widths = {model.dim, model.expert_dim}
-    experts = [shape for shape in program.gathered() if widths <= set(shape)]
+    experts = [shape for shape in gathered(program) if widths <= set(shape)]
     own = model.num_experts // ep * math.prod(widths)
     return {
         "memory, GB": round(compiled.memory_analysis().peak_memory_in_bytes / 1e9, 1),

@@ -23,7 +23,7 @@ from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
-from jaxforge.parallel import targets, xla_flags
+from jaxforge.parallel import hardware, targets, xla_flags
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program
 
@@ -108,7 +108,7 @@ def measure(case: Case) -> dict[str, float | str]:
     text = compiled.as_text()
     return {
         "peak memory, GB": round(peak / 1e9, 1),
-        "of the device, %": round(100 * peak / targets.GPUS["h100"].memory),
+        "of the device, %": round(100 * peak / hardware.CHIPS["h100"].capacity),
         "compiled in, s": round(seconds, 1),
         "calls of cuDNN's attention": text.count('"__cudnn$fmha'),
         "calls of attention for packed rows": text.count('"__gpu$xla.gpu.triton"'),

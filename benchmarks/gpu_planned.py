@@ -20,9 +20,9 @@ import results
 import step
 
 from jaxforge.config.job import JobConfig
-from jaxforge.parallel.targets import GPUS
+from jaxforge.parallel.hardware import CHIPS
 from jaxforge.tools.plan.compiled import peak_of
-from jaxforge.tools.plan.hlo import Program
+from jaxforge.tools.plan.hlo import HloProgram
 from jaxforge.tools.plan.plan import as_json, plan
 from jaxforge.tools.plan.topology import Topology
 
@@ -47,13 +47,13 @@ def topology() -> Topology:
     device = jax.devices()[0]
     if device.platform == "cpu":
         return Topology.parse("cpu:1")
-    chip = next((name for name in GPUS if name.upper() in device.device_kind), None)
+    chip = next((name for name in CHIPS if name.upper() in device.device_kind), None)
     if chip is None:
-        raise SystemExit(f"no topology is known for {device.device_kind}: {', '.join(GPUS)}")
+        raise SystemExit(f"no topology is known for {device.device_kind}: {', '.join(CHIPS)}")
     return Topology.parse(f"{chip}:1x1")
 
 
-def calls_of(program: Program) -> dict[str, int]:
+def calls_of(program: HloProgram) -> dict[str, int]:
     """How many of which operations a program has: kernels that it calls, fusions, loops."""
     operations = [op for ops in program.computations.values() for op in ops.values()]
     calls = {name: sum(mark in op.line for op in operations) for name, mark in CALLS.items()}
@@ -102,7 +102,7 @@ def claims_of(case: step.Case, *, quick: bool) -> list[results.Claim]:
     return [
         *memory_claims(case.name, report["memory_per_device"]["peak_bytes"], compiled),
         *time_claims(case.name, report.get("step"), seconds),
-        *program_claims(case.name, report["calls"], calls_of(Program(compiled.as_text(), 1))),
+        *program_claims(case.name, report["calls"], calls_of(HloProgram(compiled.as_text(), 1))),
     ]
 
 

@@ -102,17 +102,15 @@ def main() -> None:
     rows = []
     for run in RUNS[: 1 if quick else None]:
         made = plan(config_of(run), Topology.parse(run.topology))
-        found = made.estimate
+        rate = made.estimate.tokens_per_second_per_device if made.estimate else None
         memory = made.step.memory if made.step else None
         rows.append(
             {
                 "case": f"{run.name}, {run.topology}",
                 "published": run.source,
                 "tokens/s a device, published": run.tokens,
-                "tokens/s a device, estimated": round(found.tokens_per_second) if found else "-",
-                "estimated / published": round(found.tokens_per_second / run.tokens, 2)
-                if found
-                else "-",
+                "tokens/s a device, estimated": round(rate) if rate else "-",
+                "estimated / published": round(rate / run.tokens, 2) if rate else "-",
                 "memory, GB": round(memory.peak / 1e9, 1) if memory else "-",
                 "compiled in, s": round(made.step.seconds) if made.step else "-",
             }

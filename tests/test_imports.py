@@ -74,6 +74,11 @@ def test_no_import_cycle():
         pytest.fail(" -> ".join(error.args[1]))
 
 
+def test_module_names_say_what_they_are_about():
+    vague = {"page", "command", "helpers", "util", "utils"}
+    assert not [path for path in modules("jaxforge") if path.stem in vague]
+
+
 def test_few_files_at_the_top_of_the_package():
     assert len(list((ROOT / "jaxforge").glob("*.py"))) <= TOP_FILES
 

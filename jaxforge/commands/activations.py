@@ -18,11 +18,9 @@ from jaxforge.config.reading.command_line import CommandParser
 def main(argv: Sequence[str] | None = None) -> int:
     """Captures, and says where."""
     args, overrides = parser().parse(argv)
-    from jaxforge.tools.replay import (
-        activations,  # here, as JAX and all that needs it take two seconds
-    )
+    from jaxforge.tools.replay import captured_activations  # here, as JAX takes a second to import
 
-    return activations.run(args, overrides)
+    return captured_activations.run(args, overrides)
 
 
 def parser() -> CommandParser:

@@ -20,11 +20,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, overrides = parser().parse(argv)
     verifies = len(args.what) == 2 and args.what[0] == _VERIFY
     _check(args, overrides, verifies)
-    from jaxforge.tools.replay.capsule import (
-        command,  # here, as JAX and all that needs it take a second
-    )
+    from jaxforge.tools.replay import capsule  # here, as JAX takes a second to import
 
-    return command.verify(args, overrides) if verifies else command.make(args)
+    return capsule.run_verify(args, overrides) if verifies else capsule.make(args)
 
 
 def parser() -> CommandParser:

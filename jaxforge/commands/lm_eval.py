@@ -80,15 +80,11 @@ def _is_setting(argument: str) -> bool:
 def _run(options: Sequence[str]) -> None:
     """Hands over to lm_eval's own command."""
     from lm_eval.__main__ import cli_evaluate
-    from rich.console import Console
 
     import jaxforge.tools.lm_eval.adapter  # noqa: F401  # which registers the model
-    from jaxforge.parallel import host_memory, multihost
-    from jaxforge.telemetry.console import setup_logging
+    from jaxforge.telemetry.console import begin_command
 
-    setup_logging(Console(stderr=True))
-    host_memory.keep_freed_memory()
-    multihost.initialize()
+    begin_command()
     _leave_results_to_the_first()
     sys.argv = ["lm_eval", "run", *options]
     cli_evaluate()

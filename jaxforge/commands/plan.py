@@ -20,9 +20,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     topology = topology_of(args.topology)
     topology.prepare(os.environ)
     trust.use_working_directory()
-    from jaxforge.tools.plan import command
+    from jaxforge.tools.plan import plan_report
 
-    return command.run(args, topology, overrides)
+    return plan_report.run(args, topology, overrides)
 
 
 def topology_of(text: str) -> Topology:

@@ -20,9 +20,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Replays, prints tables, writes JSON."""
     args, overrides = parser().parse(argv)
     first, last = _range(args)
-    from jaxforge.tools.replay import command  # here, as JAX and all that needs it take two seconds
+    from jaxforge.tools.replay import replay_steps  # here, as JAX takes a second to import
 
-    return command.run(args, overrides, first, last)
+    return replay_steps.run(args, overrides, first, last)
 
 
 def parser() -> CommandParser:

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if port is not None:
         return _watch(runs, args, int(port))
     from jaxforge.runs.reading import read_runs
-    from jaxforge.tools.report.page import page  # here, as they take a while to import
+    from jaxforge.tools.report.run_page import page  # here, as they take a while to import
 
     output = _output(args.output, runs)
     found = read_runs(runs, processes=argv is None)

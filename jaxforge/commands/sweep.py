@@ -25,9 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     args, settings = parser().parse(arguments)
     trust.use_working_directory()
-    from jaxforge.tools.sweep import command  # here, as JAX and all that needs it take two seconds
+    from jaxforge.tools.sweep import (
+        run_sweep,  # here, as JAX and all that needs it take two seconds
+    )
 
-    return command.run(arguments, args, settings)
+    return run_sweep.run(arguments, args, settings)
 
 
 def parser() -> CommandParser:

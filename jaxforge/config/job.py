@@ -4,7 +4,7 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
@@ -97,6 +97,12 @@ class JobConfig(Section):
         """Whether the user wrote `key`, a section and a name as in "train.batch_size"."""
         section, _, name = key.partition(".")
         return name in getattr(self, section).model_fields_set
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All settings in the order of the file, by key as in "train.batch_size"."""
+        sections = {name: getattr(self, name) for name in type(self).model_fields}
+        return {f"{name}.{key}": x for name, section in sections.items() for key, x in section}
 
     def to_toml(self) -> str:
         """The resolved configuration as TOML that loads back equal.

@@ -58,11 +58,10 @@ def _needs_files(config: JobConfig) -> Iterator[str]:
 
 def _strings(config: JobConfig) -> Iterator[tuple[str, str, str]]:
     """(key, key with its index, value) of every string; keys of listed tables included."""
-    for section in JobConfig.model_fields:
-        for key, value in getattr(config, section):
-            if isinstance(value, str):
-                yield f"{section}.{key}", f"{section}.{key}", value
-            for i, table in enumerate(value if isinstance(value, tuple) else ()):
-                for inner, text in table if hasattr(table, "model_fields_set") else ():
-                    if isinstance(text, str):
-                        yield f"{section}.{key}.{inner}", f"{section}.{key}[{i}].{inner}", text
+    for key, value in config.settings.items():
+        if isinstance(value, str):
+            yield key, key, value
+        for i, table in enumerate(value if isinstance(value, tuple) else ()):
+            for inner, text in table if hasattr(table, "model_fields_set") else ():
+                if isinstance(text, str):
+                    yield f"{key}.{inner}", f"{key}[{i}].{inner}", text

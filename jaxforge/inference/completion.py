@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import jax
-from rich.console import Console
 
 from jaxforge.cli.running import check_place
 from jaxforge.data.corpus.prompts import (
@@ -31,10 +30,9 @@ from jaxforge.inference import conversation
 from jaxforge.inference.trained import open_run
 from jaxforge.model.decoding import Completion, Decoder
 from jaxforge.model.sampling import Sampling
-from jaxforge.parallel import host_memory, multihost
 from jaxforge.runs import run_directory
 from jaxforge.storage import urls
-from jaxforge.telemetry.console import setup_logging
+from jaxforge.telemetry.console import begin_command
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +45,7 @@ _WINDOW = 8  # batches among which prompts are sorted by length; results wait fo
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Prints prompts with their continuations, or writes them down as JSON Lines."""
-    setup_logging(Console(stderr=True))
-    host_memory.keep_freed_memory()
-    multihost.initialize()
+    begin_command()
     prompts = _prompts(args)
     trained = open_run(urls.path(args.run), overrides, step=args.step)
     tokenizer = run_directory.read_tokenizer(trained.run)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
 from rich.table import Table
 
 from jaxforge.cli.running import STDOUT, wide_console, write_json
@@ -16,19 +15,16 @@ from jaxforge.config.job import JobConfig
 from jaxforge.data import sources
 from jaxforge.errors import UserError
 from jaxforge.inference.trained import TrainedModel, open_run
-from jaxforge.parallel import host_memory, multihost
 from jaxforge.parallel.mesh import data_parallel_size
 from jaxforge.runs import run_directory
 from jaxforge.storage import urls
-from jaxforge.telemetry.console import setup_logging
+from jaxforge.telemetry.console import begin_command
 from jaxforge.training.evaluation import Evaluator, SetSums, summary, together
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Evaluates, prints a table, writes JSON."""
-    setup_logging(Console(stderr=True))
-    host_memory.keep_freed_memory()
-    multihost.initialize()
+    begin_command()
     trained, sums = evaluate(
         urls.path(args.run), overrides, sets=args.set, step=args.step,
         batch_size=args.batch_size, steps=args.steps,

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from jaxforge.errors import UserError
-from jaxforge.parallel import targets
+from jaxforge.parallel import hardware
 
 _WORDS = ("resource_exhausted", "out of memory")
 
@@ -60,7 +60,7 @@ def smallest_capacity(mesh: Mesh | AbstractMesh) -> int:
         raise UserError(_UNKNOWN.format("a mesh without devices"))
     device = mesh.devices.flat[0]
     if device not in jax.devices():
-        known = targets.memory(device)
+        known = hardware.known_memory(device.device_kind)
         if known is None:
             raise UserError(_UNKNOWN.format(device.device_kind))
         return known

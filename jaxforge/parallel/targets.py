@@ -5,59 +5,32 @@ for TPUs. Set `JAX_PLATFORMS=cpu` where there is no such device.
 """
 
 import importlib.util
-import os
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 from jax.experimental import topologies
 
 from jaxforge.errors import UserError
+from jaxforge.parallel import hardware
 
 
-class Gpu(NamedTuple):
-    """What XLA wants to know of a GPU, from its data sheet.
-
-    Attributes:
-        name: as the driver says it.
-        capability: compute capability.
-        cores: streaming multiprocessors.
-        memory: bytes.
-        bandwidth: of that memory, bytes a second.
-        l2_cache: bytes.
-        clock: GHz.
-    """
-
-    name: str
-    capability: tuple[int, int]
-    cores: int
-    memory: int
-    bandwidth: int
-    l2_cache: int
-    clock: float
-
-    @property
-    def usable(self) -> int:
-        """Bytes that a program may use."""
-        part = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", _PREALLOCATED)
-        return int(float(part) * self.memory)
-
-    @property
-    def target_config(self) -> str:
-        """XLA's `GpuTargetConfigProto` as text; what is the same on all of these stands here."""
-        major, minor = self.capability
-        return f"""
+def _target_config(chip: hardware.Chip) -> str:
+    """Return XLA's `GpuTargetConfigProto` as text; what all of these GPUs share stands here."""
+    target = chip.target
+    assert target is not None, f"{chip.name} is no GPU"
+    major, minor = target.capability
+    return f"""
             platform_name: "CUDA"
-            device_description_str: "{self.name}"
+            device_description_str: "{target.name}"
             dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
             gpu_device_info {{
               cuda_compute_capability {{ major: {major} minor: {minor} }}
-              core_count: {self.cores}
+              core_count: {target.cores}
               fpus_per_core: 128
-              clock_rate_ghz: {self.clock}
-              device_memory_size: {self.memory}
-              memory_bandwidth: {self.bandwidth}
-              l2_cache_size: {self.l2_cache}
+              clock_rate_ghz: {target.clock}
+              device_memory_size: {chip.capacity}
+              memory_bandwidth: {chip.bandwidth}
+              l2_cache_size: {target.l2_cache}
               shared_memory_per_block: 49152
               shared_memory_per_block_optin: 232448
               shared_memory_per_core: 233472
@@ -72,42 +45,6 @@ class Gpu(NamedTuple):
             }}"""
 
 
-GPUS = {
-    "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 84_942_979_072, 3_352_320_000_000,
-                52_428_800, 1.98),
-    "h200": Gpu("NVIDIA H200 141GB HBM3e", (9, 0), 132, 151_397_597_184, 4_800_000_000_000,
-                52_428_800, 1.98),
-    "b200": Gpu("NVIDIA B200", (10, 0), 148, 191_514_411_008, 7_672_320_000_000,
-                132_644_864, 1.965),
-}  # fmt: skip
-"""GPUs to compile for, by name."""
-
-
-_GIB = 1 << 30
-TPU_MEMORY = {
-    "TPU v4": int(30.75 * _GIB),
-    "TPU v5 lite": int(15.75 * _GIB),
-    "TPU v5": int(95.74 * _GIB),
-    "TPU v5p": int(95.74 * _GIB),
-    "TPU v6 lite": int(31.25 * _GIB),
-}
-"""Bytes that a program may use of a chip, by the name that its compiler has for it.
-
-As XLA's messages have it; some of what the data sheet says is the runtime's.
-"""
-
-_PREALLOCATED = "0.75"
-"""The part of a GPU's memory that JAX takes, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set."""
-
-
-def memory(device: jax.Device) -> int | None:
-    """Bytes that a program may use of a device that is not here; None where nobody knows."""
-    for gpu in GPUS.values():
-        if gpu.name == device.device_kind:
-            return gpu.usable
-    return TPU_MEMORY.get(device.device_kind)
-
-
 def gpu_compiler_is_here() -> bool:
     """Whether XLA's compiler for NVIDIA GPUs is installed."""
     return _is_installed("jax_plugins.xla_cuda13")
@@ -117,7 +54,7 @@ def gpus(kind: str, nodes: int = 1, per_node: int = 8) -> Sequence[jax.Device]:
     """The devices of a cluster of GPUs, to make a mesh of; nothing can run on them.
 
     Args:
-        kind: a key of `GPUS`.
+        kind: a GPU's key in `hardware.CHIPS`.
         nodes: machines, each with NVLink between its GPUs.
         per_node: GPUs of each.
 
@@ -130,7 +67,7 @@ def gpus(kind: str, nodes: int = 1, per_node: int = 8) -> Sequence[jax.Device]:
         )
     return topologies.get_topology_desc(
         platform="cuda",
-        target_config=GPUS[kind].target_config,
+        target_config=_target_config(hardware.CHIPS[kind]),
         topology=f"{nodes}x1x{per_node}",  # NVLink ends where a node does
     ).devices
 

@@ -149,7 +149,10 @@ def _columns(
                     found[name].append((step[scalars], time[scalars], column))
             elif name not in ("step", "time"):
                 found[name].append((step, time, np.array(cells, float)))  # None becomes NaN
-    lists = [_lists(row) for row in rows] if with_lists else []
+    lists = [
+        {name: x for name, x in row.items() if name == "step" or isinstance(x, list)}
+        for row in (rows if with_lists else ())
+    ]
     return {name: joined(parts) for name, parts in found.items()}, lists
 
 
@@ -158,10 +161,6 @@ def _check_axes(step: np.ndarray, time: np.ndarray) -> None:
     steps = (step >= 0) & (step < STEPS) & (step == np.floor(step))
     if not (steps & (time >= 0) & (time < LATEST)).all():
         raise ValueError
-
-
-def _lists(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: one for name, one in row.items() if name == "step" or isinstance(one, list)}
 
 
 def joined(

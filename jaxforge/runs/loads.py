@@ -66,7 +66,7 @@ class LoadReader:
         loads = np.array([*lists.values()], float)  # None becomes NaN
         if not self._layers:
             self._layers, self._shape = list(lists), loads.shape
-            self._most = _columns(loads.size)
+            self._most = min(max(_VALUES // loads.size, _FEWEST), _MOST) // 2 * 2
         if self._layers != list(lists) or self._shape != loads.shape:
             return "the load of experts has other layers or experts than before"
         self._last = np.concatenate([[line["step"]], loads.ravel()])
@@ -103,11 +103,6 @@ class LoadReader:
             last_step=int(self._last[0]),
             last=self._last[1:].reshape(self._shape),
         )
-
-
-def _columns(values: int) -> int:
-    """Most columns of so many values: an even number."""
-    return min(max(_VALUES // values, _FEWEST), _MOST) // 2 * 2
 
 
 def _is_load(values: Sequence[Any]) -> bool:

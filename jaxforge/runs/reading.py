@@ -192,7 +192,7 @@ class MetricsFile:
         if not file.is_file():
             raise NotYetError(_no_metrics(self._path))
         try:
-            if not self._goes_on(file):  # it was cut: the run went back to a checkpoint
+            if self._read_tail(file) != self._tail:  # it was cut: the run went back to a checkpoint
                 self._begin()
             for part in lines.read(file, self._end, exact=self._exact, processes=processes):
                 self._take(part)
@@ -221,17 +221,16 @@ class MetricsFile:
             if problem := self._loads.take(line):
                 self._omissions.note(f"step {line['step']:,}: {problem}; the loads")
 
-    def _goes_on(self, file: Path) -> bool:
-        with file.open("rb") as opened:
-            opened.seek(max(0, self._end - _TAIL))
-            return opened.read(min(_TAIL, self._end)) == self._tail
-
     def _remember(self, file: Path) -> int:
         """Remember how the lines end that were read; return how many bytes follow them."""
+        self._tail = self._read_tail(file)
+        with file.open("rb") as opened:
+            return opened.seek(0, os.SEEK_END) - self._end  # a bucket's `stat` has no st_size
+
+    def _read_tail(self, file: Path) -> bytes:
         with file.open("rb") as opened:
             opened.seek(max(0, self._end - _TAIL))
-            self._tail = opened.read(min(_TAIL, self._end))
-            return opened.seek(0, os.SEEK_END) - self._end  # a bucket's `stat` has no st_size
+            return opened.read(min(_TAIL, self._end))
 
 
 class RunReader:
@@ -267,8 +266,8 @@ class RunReader:
         if place.exists() and not place.is_file():
             raise UserError(f"{place} is no file")
         config = load_config(place, trusts=trust.never)
-        begun, strange = _read_lines(self._path / starts.FILE_NAME, _START)
-        samples, unreadable = _read_lines(self._path / SAMPLES, _SAMPLE)
+        begun, strange = read_lines(self._path / starts.FILE_NAME, _START)
+        samples, unreadable = read_lines(self._path / SAMPLES, _SAMPLE)
         toml = place.read_text(encoding="utf-8")
         if toml not in self._parameters:
             noted = begun[-1].get("parameters") if begun else None
@@ -348,12 +347,6 @@ _START = {
     "parameters": Field(is_number, "a number", required=False),
     "devices": Field(is_text, "text", required=False),
 }
-
-
-def _read_lines(path: Path, fields: Mapping[str, Field]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Read the sound lines of a file that may not exist, and messages about the others."""
-    omissions = Omissions(path)
-    return read_lines(path, fields, omissions), omissions.messages()
 
 
 def _no_metrics(path: Path) -> str:

@@ -34,7 +34,7 @@ from jaxforge.data.corpus.tokenizer import Tokenizer, load_tokenizer, tokenizer_
 from jaxforge.errors import UserError
 from jaxforge.runs import starts
 from jaxforge.storage import mirror, safe_files, urls
-from jaxforge.storage.untrusted_json import Field, Omissions, is_step, read_lines
+from jaxforge.storage.untrusted_json import Field, is_step, read_lines
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ def put_metrics_aside(run: Path) -> None:
 
 def _logged_steps(path: Path) -> list[tuple[int, bool]]:
     """Return the step of each whole line of metrics, and whether it says that a save is durable."""
-    lines = read_lines(path, {"step": Field(is_step, "the number of a step")}, Omissions(path))
+    lines, _ = read_lines(path, {"step": Field(is_step, "the number of a step")})
     return [(int(values["step"]), "checkpoint/save_sec" in values) for values in lines]
 
 
@@ -317,10 +317,7 @@ def _write_tokenizer(run: Path, tokenizer: Tokenizer) -> None:
 
 
 def changes(old: JobConfig, new: JobConfig) -> list[str]:
-    """What is not the same in two configs: "train.max_steps 100 -> 200"."""
-    return [
-        f"{section}.{key} {getattr(getattr(old, section), key)!r} -> {value!r}"
-        for section in JobConfig.model_fields
-        for key, value in getattr(new, section)
-        if value != getattr(getattr(old, section), key)
-    ]
+    """Return the settings that differ between two configs: "train.max_steps 100 -> 200"."""
+    before, after = old.settings, new.settings
+    changed = [key for key in after if after[key] != before[key]]
+    return [f"{key} {before[key]!r} -> {after[key]!r}" for key in changed]

@@ -3,8 +3,10 @@
 A line for each start, by process 0. Nothing of the environment is in it.
 """
 
+import hashlib
 import json
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -15,13 +17,14 @@ from typing import Any
 import jaxforge
 from jaxforge.cli.redaction import redacted_command
 from jaxforge.errors import UserError
-from jaxforge.runs import git
 from jaxforge.storage import safe_files
 from jaxforge.storage.line_file import keep_sound_lines
 
 FILE_NAME = "starts.jsonl"
 
 PACKAGES = ("jaxforge", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+_GIT_SEC = 60
 
 
 def note(run: Path, step: int, **more: Any) -> None:  # noqa: ANN401
@@ -36,7 +39,7 @@ def note(run: Path, step: int, **more: Any) -> None:  # noqa: ANN401
         UserError: the directory cannot be written.
     """
     start = {"step": step, "time": round(time.time(), 3), "command": _command(sys.argv),
-             "versions": versions(), "git": git.state(Path(jaxforge.__file__)), **more}  # fmt: skip
+             "versions": versions(), "git": git_state(Path(jaxforge.__file__)), **more}  # fmt: skip
     try:
         if (run / FILE_NAME).is_file():
             keep_sound_lines(run / FILE_NAME)
@@ -76,6 +79,28 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:  # as jaxforge itself is where it was not installed
         return None
+
+
+def git_state(file: Path) -> dict[str, Any]:
+    """Return commit and hash of changes of a file; nothing where it is not under git."""
+
+    def git(*arguments: str) -> str | None:
+        command = ["git", "-C", str(file.parent), *arguments]
+        try:
+            ran = subprocess.run(command, capture_output=True, timeout=_GIT_SEC)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return ran.stdout.decode(errors="replace") if ran.returncode == 0 else None
+
+    if git("ls-files", "--error-unmatch", file.name) is None:  # as in an environment within a clone
+        return {}
+    commit, difference = git("rev-parse", "HEAD"), git("diff", "HEAD")
+    if commit is None or difference is None:
+        return {}
+    found: dict[str, Any] = {"commit": commit.strip(), "changed": bool(difference)}
+    if difference:
+        found["difference_sha256"] = hashlib.sha256(difference.encode()).hexdigest()
+    return found
 
 
 def _command(arguments: Sequence[str]) -> str:

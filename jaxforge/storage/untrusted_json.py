@@ -136,22 +136,22 @@ class Omissions:
         return self._first + [others] * bool(self._others)
 
 
-def read_lines(
-    path: Path, fields: Mapping[str, Field], omissions: Omissions
-) -> list[dict[str, Any]]:
+def read_lines(path: Path, fields: Mapping[str, Field]) -> tuple[list[dict[str, Any]], list[str]]:
     """Read the whole lines of a file of objects; a process may be writing the last one.
 
     Args:
         path: the file, which may not exist.
         fields: what each line has to have.
-        omissions: takes the damaged lines.
+
+    Returns:
+        The sound lines, and messages about damaged lines, which are left out.
 
     Raises:
         UserError: the file cannot be read.
     """
+    found, omissions = list[dict[str, Any]](), Omissions(path)
     if not path.is_file():
-        return []
-    found = []
+        return found, []
     try:
         with path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(LINE), b""), 1):
@@ -167,7 +167,7 @@ def read_lines(
                     found.append(value)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    return found
+    return found, omissions.messages()
 
 
 def parse_line(line: bytes) -> tuple[Any, str]:

@@ -16,6 +16,7 @@ from rich.table import Table
 from jaxforge.cli import streams
 from jaxforge.cli.redaction import redacted_message
 from jaxforge.errors import UserError
+from jaxforge.parallel import host_memory, multihost
 from jaxforge.storage import safe_files
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -44,6 +45,13 @@ def setup_logging(console: Console) -> None:
         report = getattr(sys, hook)
         if not isinstance(report, _WithoutClosedLoops):
             setattr(sys, hook, _WithoutClosedLoops(report))
+
+
+def begin_command() -> None:
+    """Prepare a process that uses a run: its log messages, freed memory, and the job it is in."""
+    setup_logging(Console(stderr=True))
+    host_memory.keep_freed_memory()
+    multihost.initialize()
 
 
 def redacting(layout: str) -> logging.Formatter:

@@ -1,4 +1,4 @@
-"""Model FLOPs of a token, in two conventions, and the peak of a device.
+"""Model FLOPs of a token, in two conventions.
 
 Model FLOPs count the matrix products of the forward pass, three times (the backward pass takes two
 more). What rematerialisation computes again, norms, softmax and the embedding's look-up do not
@@ -10,42 +10,6 @@ from collections.abc import Iterator
 
 from jaxforge.config.model import ModelConfig
 
-PEAK_TFLOPS = {
-    # NVIDIA's data sheets, bf16 tensor cores without sparsity, per GPU.
-    "GB200": 2500.0,
-    "B200": 2250.0,
-    "H200": 989.0,
-    "H200 NVL": 835.0,
-    "H100": 989.0,  # SXM, "NVIDIA H100 80GB HBM3"
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H800": 989.0,
-    "A100": 312.0,
-    "L40S": 362.0,
-    # As in KempnerForge; with sums in float32 these three reach about half.
-    "RTX 4090": 330.0,
-    "RTX 3090": 142.0,
-    "A10G": 125.0,
-    # cloud.google.com/tpu/docs, bf16; names as `jax.experimental.pallas.tpu` knows them. One JAX
-    # device is a chip, on TPU7x half a chip.
-    "TPU v4": 275.0,
-    "TPU v4 lite": 138.0,
-    "TPU v5": 459.0,
-    "TPU v5p": 459.0,
-    "TPU v5 lite": 197.0,
-    "TPU v5e": 197.0,
-    "TPU v6 lite": 918.0,
-    "TPU v6e": 918.0,
-    "TPU7x": 1153.5,
-}
-"""Part of a device's `device_kind` -> dense bf16 TFLOP/s of one JAX device."""
-
-
-def peak_tflops(device_kind: str) -> float | None:
-    """Dense bf16 TFLOP/s of a device, by the longest name in its kind; None if it is not known."""
-    names = [name for name in PEAK_TFLOPS if name in device_kind]
-    return PEAK_TFLOPS[max(names, key=len)] if names else None
-
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> int:
     """KempnerForge's count, which is PaLM's (arXiv:2204.02311, appendix B): 6 P + 12 L H h S.
@@ -56,7 +20,7 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
     experts count those that a token goes to, and the shared one; KempnerForge takes them for as
     wide as a dense feed-forward, whatever `model.moe_expert_ffn_multiplier` says.
     """
-    matrices = _matrices(model, feed_forward=3)
+    matrices = matrix_elements(model, 3, model.moe_top_k)
     reaches = sum(min(window or chunk or seq_len, seq_len) for window, chunk in _of_layers(model))
     return 6 * matrices + 12 * model.n_heads * model.head_size * reaches
 
@@ -70,7 +34,7 @@ def causal_flops_per_token(model: ModelConfig, seq_len: int) -> int:
     count as one sequence. Of experts count those that a token goes to. Source: Megatron-Bridge,
     `utils/flop_utils.py`.
     """
-    matrices = _matrices(model, feed_forward=3 if model.is_gated else 2)
+    matrices = matrix_elements(model, 2 + model.is_gated, model.moe_top_k)
     pairs = pairs_twice(model, seq_len)
     return 6 * matrices + 6 * model.n_heads * model.head_size * pairs // seq_len
 
@@ -94,10 +58,16 @@ def _pairs_twice(window: int | None, chunk: int | None, seq_len: int) -> int:
     return reach * (2 * seq_len - reach)
 
 
-def _matrices(model: ModelConfig, feed_forward: int) -> int:
-    """Elements of the matrices that a token is multiplied with."""
+def matrix_elements(model: ModelConfig, feed_forward: int, experts: int) -> int:
+    """Return how many elements the matrices of a model have, without embedding and routers.
+
+    Args:
+        model: of Llama's shape.
+        feed_forward: matrices of a feed-forward: 3 when gated, else 2.
+        experts: of each layer that has experts, how many count beside the shared one.
+    """
     heads = 2 * model.n_heads + 2 * model.kv_heads  # q and o, k and v
-    experts = model.moe_top_k * model.expert_dim + model.shared_expert_dim
-    widths = sum(experts if has_experts else model.ffn_dim for has_experts in model.has_experts)
+    wide = experts * model.expert_dim + model.shared_expert_dim
+    widths = sum(wide if has_experts else model.ffn_dim for has_experts in model.has_experts)
     attention = model.n_layers * heads * model.head_size
     return model.dim * (attention + feed_forward * widths + model.vocab_size)

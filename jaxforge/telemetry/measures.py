@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxforge.config.job import JobConfig
+from jaxforge.parallel import hardware
 from jaxforge.telemetry import flops
 from jaxforge.telemetry.expert_load import TOLD, moe_metrics
 from jaxforge.telemetry.sinks import Metrics
@@ -45,7 +46,7 @@ class StepCost:
             flops.flops_per_token(config.model, config.train.seq_len),
             flops.causal_flops_per_token(config.model, config.train.seq_len),
             jax.device_count(),
-            config.metrics.peak_tflops or flops.peak_tflops(jax.devices()[0].device_kind),
+            config.metrics.peak_tflops or hardware.peak_tflops(jax.devices()[0].device_kind),
         )
 
     def speed(self, seconds: float, samples: float) -> Metrics:

@@ -1,4 +1,6 @@
-"""How large numbers are written."""
+"""Numbers as text."""
+
+import math
 
 
 def human(number: float) -> str:
@@ -7,3 +9,40 @@ def human(number: float) -> str:
         if abs(number) >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"
+
+
+def short(value: float) -> str:
+    """As few digits as tell a round number: 0.05, 3e-4, 20,000."""
+    if value and not 1e-3 <= abs(value) < 1e6:
+        return _exponent(f"{value:.2e}")
+    return f"{value:,.6g}"
+
+
+def exact(value: float) -> str:
+    """Five digits, and all of a whole number; `page.js` writes numbers the same way."""
+    if not math.isfinite(value):
+        return "not finite"
+    if value == round(value) or abs(value) >= 1e4:
+        return f"{value:,.0f}"
+    return _exponent(f"{value:.3e}") if abs(value) < 1e-3 else f"{value:#.5g}".rstrip(".")
+
+
+def _exponent(text: str) -> str:
+    """Python's 3.00e-04 as 3e-4."""
+    mantissa, _, exponent = text.partition("e")
+    if "." in mantissa:
+        mantissa = mantissa.rstrip("0").rstrip(".")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def duration(seconds: float) -> str:
+    """The two greatest units: 3,725 -> "1 h 2 min"."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 60 or seconds >= 1e11:  # more than 3,000 years
+        return f"{seconds:.3g} s"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    parts = ((days, "d"), (hours, "h"), (minutes, "min"), (seconds, "s"))
+    return " ".join([f"{n} {unit}" for n, unit in parts if n][:2])

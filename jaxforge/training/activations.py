@@ -16,7 +16,7 @@ from jaxforge.data.dataset import Dataset
 from jaxforge.data.loader import eval_batches
 from jaxforge.model.transformer import Model, Params
 from jaxforge.parallel.mesh import data_parallel_size
-from jaxforge.step.activations import Activations, Values
+from jaxforge.step.forward_values import Activations, Values
 from jaxforge.storage import mirror
 from jaxforge.training import activation_files
 

@@ -6,7 +6,7 @@ import pytest
 
 from jaxforge.config.points import ATTENTION_WEIGHTS, POINTS
 from jaxforge.errors import UserError
-from jaxforge.step.activations import Activations
+from jaxforge.step.forward_values import Activations
 from tests.conftest import tiny_config
 from tests.helpers import random_batches, setup
 

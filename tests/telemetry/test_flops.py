@@ -6,6 +6,7 @@ import pytest
 
 from jaxforge.config.model import ModelConfig
 from jaxforge.model.transformer import Model
+from jaxforge.parallel import hardware
 from jaxforge.telemetry import flops
 
 SEVEN_B = {
@@ -103,4 +104,4 @@ def as_jaxpr(param):
     ],
 )  # fmt: skip
 def test_the_longest_name_in_the_kind_decides(kind, peak):
-    assert flops.peak_tflops(kind) == peak
+    assert hardware.peak_tflops(kind) == peak

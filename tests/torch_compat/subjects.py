@@ -116,7 +116,7 @@ def write_report(directory: Path) -> None:
 
 def write_capsule(directory: Path) -> None:
     """Write a capsule of a run, without making the run."""
-    from jaxforge.tools.replay.capsule import archive
+    from jaxforge.tools.replay import capsule_file as archive
 
     tables = {name: {"x": {"y": 1}} for name in ("data", "code", "programs")}
     tables |= {name: {"x": "1"} for name in ("machine", "environment", "packages")}

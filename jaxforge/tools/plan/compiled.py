@@ -14,6 +14,7 @@ from jaxforge.config.job import JobConfig
 from jaxforge.errors import UserError
 from jaxforge.parallel import compilation, targets, xla_flags
 from jaxforge.parallel.device_memory import capacity_of_each, is_out_of_memory, per_device
+from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import STAGES, make_mesh, token_parallel_size
 from jaxforge.parallel.sharding import Axes, partition_spec, without_data
 from jaxforge.parallel.xla_flags import Option
@@ -21,9 +22,7 @@ from jaxforge.program import Program
 from jaxforge.state.train_state import TrainState
 from jaxforge.step.executable import CompiledStep
 from jaxforge.step.grad_sync import GradSync
-from jaxforge.tools.plan.chips import CHIPS
-from jaxforge.tools.plan.hlo import Program as HloProgram
-from jaxforge.tools.plan.hlo import arrays
+from jaxforge.tools.plan.hlo import HloProgram, arrays
 from jaxforge.tools.plan.topology import CPU, TPUS, Topology
 from jaxforge.training.hooks import HookRunner, named_hook
 

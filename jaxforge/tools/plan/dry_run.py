@@ -38,8 +38,8 @@ from jaxforge.model.transformer import (
 )
 from jaxforge.parallel import device_memory, multihost
 from jaxforge.parallel.device_memory import gigabytes
+from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import abstract_mesh, data_parallel_size, in_words, make_mesh
-from jaxforge.parallel.targets import GPUS
 from jaxforge.program import Program
 from jaxforge.runs import run_directory
 from jaxforge.step.fitting import SLACK, Fit, fit
@@ -47,7 +47,6 @@ from jaxforge.storage import urls
 from jaxforge.telemetry.metric_writers import check_libraries
 from jaxforge.telemetry.numbers import human
 from jaxforge.tools.plan import checks
-from jaxforge.tools.plan.chips import CHIPS
 from jaxforge.tools.plan.topology import CPU, Topology
 from jaxforge.training.build import skipping_experts_as_started
 from jaxforge.training.hooks import named_hook
@@ -189,8 +188,7 @@ def machine(devices: str) -> tuple[int, list[Device]] | None:
 
 def _chip(name: str) -> Device:
     chip = CHIPS[name]
-    gpu = GPUS.get(name)
-    capability = ".".join(map(str, gpu.capability)) if gpu else None
+    capability = ".".join(map(str, chip.target.capability)) if chip.target else None
     return Device(name, chip.platform, chip.memory, capability)
 
 
@@ -282,12 +280,10 @@ def _fits(
 
 
 def _differences(config: JobConfig) -> Iterator[str]:
-    usual = JobConfig()
-    for section in JobConfig.model_fields:
-        default = getattr(usual, section)
-        for key, value in getattr(config, section):
-            if value != getattr(default, key):
-                yield redacted(f"{section}.{key} = {toml(value)}")
+    usual = JobConfig().settings
+    for key, value in config.settings.items():
+        if value != usual[key]:
+            yield redacted(f"{key} = {toml(value)}")
 
 
 def _model(model: Model) -> Iterator[str]:

@@ -1,42 +1,24 @@
-"""An optimized program, read from its text: which operations run how often, and what they cost.
-
-XLA's compiler for TPU writes an estimate of its cycles to most operations. They are for ranking
-programs, not times: matrix products are close to what the hardware does, memory-bound operations
-are charged too much, and collectives and Pallas kernels have no estimate at all. Collectives are
-counted instead, with the bytes that a ring sends.
-"""
+"""An optimized program, read from its text: which operations run, how often, and in which loops."""
 
 import functools
 import math
 import operator
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import numpy as np
 
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)")
 _COLLECTIVE = re.compile(r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)")
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 _MOST_TRIPS = 1_000_000
 _RULES: dict[str, Callable[..., int]] = {
-    "add": operator.add,
-    "subtract": operator.sub,
-    "multiply": operator.mul,
-    "minimum": min,
-    "maximum": max,
-    "and": operator.and_,
-    "or": operator.or_,
-    "LT": operator.lt,
-    "LE": operator.le,
-    "GT": operator.gt,
-    "GE": operator.ge,
-    "EQ": operator.eq,
-    "NE": operator.ne,
-    "copy": lambda x: x,
-    "bitcast": lambda x: x,
-    "convert": lambda x: x,
-    "reshape": lambda x: x,
-}
+    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "minimum": min,
+    "maximum": max, "and": operator.and_, "or": operator.or_, "LT": operator.lt,
+    "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "EQ": operator.eq, "NE": operator.ne,
+    **dict.fromkeys(("copy", "bitcast", "convert", "reshape"), int),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -50,8 +32,8 @@ class Operation:
 
     @property
     def bytes(self) -> int:
-        """Of its result."""
-        return bytes_of(self.shape)
+        """Size of its result, of all arrays."""
+        return int(sum(math.prod(dims) * size for dims, size in arrays(self.shape)))
 
     @property
     def elements(self) -> int:
@@ -75,12 +57,8 @@ class Operation:
         found = re.search(r'"estimated_cycles":"(\d+)"', self.line)
         return int(found[1]) if found else 0
 
-    def called(self, role: str) -> str:
-        """Name of the computation that it calls as `role`."""
-        return self.attribute(role)
-
     def attribute(self, name: str) -> str:
-        """Value of `name=...`."""
+        """Return the value of `name=...`, as of a computation that is called."""
         found = re.search(rf"\b{name}=%?([\w.\-]+)", self.line)
         assert found, self.line[:200]
         return found[1]
@@ -106,37 +84,7 @@ Computation = dict[str, Operation]
 """Operations by name, in the order in which they run."""
 
 
-@dataclass
-class Cost:
-    """Totals of one device and step.
-
-    Attributes:
-        cycles: estimated cycles by kind of operation: matmul, fusion, copy, other.
-        synchronous: collectives that nothing runs beside, by kind.
-        sent: bytes that one device sends in them, by kind.
-    """
-
-    cycles: Counter[str] = field(default_factory=Counter)
-    synchronous: Counter[str] = field(default_factory=Counter)
-    sent: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def synchronous_bytes(self) -> float:
-        """What one device sends in synchronous collectives."""
-        return sum(self.sent.values())
-
-    def add(self, other: "Cost", times: int = 1) -> None:
-        """Adds `times` executions of another."""
-        for mine, others in (
-            (self.cycles, other.cycles),
-            (self.synchronous, other.synchronous),
-            (self.sent, other.sent),
-        ):
-            for kind, value in others.items():
-                mine[kind] += value * times
-
-
-class Program:
+class HloProgram:
     """An optimized program, from `compiled.as_text()`.
 
     Args:
@@ -145,53 +93,21 @@ class Program:
     """
 
     def __init__(self, text: str, devices: int) -> None:
-        self._devices = devices
+        self.devices = devices
         self.computations, self.entry = _parse(text)
         self._matmuls: dict[str, bool] = {}
-
-    def cost(self) -> Cost:
-        """Of one execution."""
-        return self._cost(self.entry)
-
-    def gathered(self) -> list[tuple[int, ...]]:
-        """Dimensions of what each all-gather makes, however it runs, in all computations."""
-        every = (op for ops in self.computations.values() for op in ops.values())
-        return [_largest(op.shape) for op in every if op.kind.startswith("all-gather")]
-
-    def _cost(self, name: str) -> Cost:
-        cost = Cost()
-        for operation in self.computations[name].values():
-            if operation.kind == "while":
-                cost.add(self._cost(operation.called("body")), self.trips(operation, name))
-            elif operation.kind == "call" and not operation.cycles:
-                cost.add(self._cost(operation.called("to_apply")))
-            else:
-                cost.cycles[self.category(operation)] += operation.cycles
-                self._count_collectives(operation, name, cost)
-        return cost
 
     def category(self, operation: Operation) -> str:
         """`matmul`, `fusion` without one, `copy` or `other`."""
         if operation.kind in ("dot", "convolution"):
             return "matmul"
         if operation.kind == "fusion":
-            return "matmul" if self._has_matmul(operation.called("calls")) else "fusion"
+            name = operation.attribute("calls")
+            if name not in self._matmuls:
+                inner = self.computations[name].values()
+                self._matmuls[name] = any(self.category(op) == "matmul" for op in inner)
+            return "matmul" if self._matmuls[name] else "fusion"
         return "copy" if operation.kind.startswith("copy") else "other"
-
-    def _has_matmul(self, name: str) -> bool:
-        if name not in self._matmuls:
-            inner = self.computations[name].values()
-            self._matmuls[name] = any(self.category(op) == "matmul" for op in inner)
-        return self._matmuls[name]
-
-    def _count_collectives(self, operation: Operation, name: str, cost: Cost) -> None:
-        """A collective by itself is synchronous; one in two halves or in a fusion may overlap."""
-        if not _COLLECTIVE.fullmatch(operation.kind):
-            return
-        cost.synchronous[operation.kind] += 1
-        size = sum(bytes_of(self.computations[name][other].shape) for other in operation.operands)
-        group = len(first_group(operation.line, self._devices))
-        cost.sent[operation.kind] += round(sent_by_ring(operation.kind, size, group))
 
     def trips(self, loop: Operation, name: str) -> int:
         """Iterations of a loop of computation `name`.
@@ -200,7 +116,7 @@ class Program:
         """
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.line):
             return int(known[1])
-        body, condition = (self.computations[loop.called(r)] for r in ("body", "condition"))
+        body, condition = (self.computations[loop.attribute(r)] for r in ("body", "condition"))
         start = self.computations[name][loop.operands[0]]
         state = self._integers(self.computations[name], start.operands, {})
         for trips in range(_MOST_TRIPS):
@@ -241,7 +157,7 @@ class Program:
             return None
         values = [self._integer(operations, operand, state) for operand in operands]
         if operation.kind == "fusion":
-            inner = self.computations[operation.called("calls")]
+            inner = self.computations[operation.attribute("calls")]
             known = {i: value for i, value in enumerate(values) if value is not None}
             return self._integer(inner, _root(inner), known)
         kind = operation.kind
@@ -283,16 +199,6 @@ def arrays(shape: str) -> Iterator[tuple[tuple[int, ...], float]]:
         yield tuple(map(int, filter(None, dims.split(",")))), 1 if name == "pred" else int(bits) / 8
 
 
-def bytes_of(shape: str) -> int:
-    """Of all arrays in the text of a shape."""
-    return int(sum(math.prod(dims) * size for dims, size in arrays(shape)))
-
-
-def _largest(shape: str) -> tuple[int, ...]:
-    """Dimensions of the largest array of a shape."""
-    return max((dims for dims, _ in arrays(shape)), key=math.prod)
-
-
 def sent_by_ring(kind: str, size: float, group: int) -> float:
     """Bytes that a device sends in a collective whose operands have `size` bytes on each."""
     share = {"all-gather": group - 1, "all-reduce": 2 * (group - 1) / group,
@@ -306,46 +212,21 @@ def first_group(line: str, devices: int) -> list[int]:
         return [int(pairs[1]), int(pairs[2])]
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
         return [int(n) for n in listed[1].split(",")]
-    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        return _of_iota(int(iota[2]), _numbers(iota[3]), _numbers(iota[4] or ""))
+    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", line):
+        return _device_order(iota[2])[: int(iota[1])]
     if mesh := re.search(r"replica_groups=mesh\[(.*?)\](, device_ids=.*?)? \{(.*?)\}", line):
         sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
-        members = _of_mesh(sizes, set(re.findall(r"'(\w+)'", mesh[3])))
-        return _named(members, mesh[2] or "")
+        over, order = set(re.findall(r"'(\w+)'", mesh[3])), _device_order(mesh[2] or "")
+        grid = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
+        members = grid[tuple(slice(None) if axis in over else 0 for axis in sizes)].ravel().tolist()
+        return [order[place] for place in members] if order else members
     return list(range(devices))
 
 
-def _named(places: list[int], names: str) -> list[int]:
-    """The devices at some places of a mesh; `names` orders them, if they are not in their own."""
-    if iota := re.search(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", names):
-        dims = _numbers(iota[1])
-        devices = _of_iota(math.prod(dims), dims, _numbers(iota[2] or ""))
-    else:
-        devices = _numbers(names.partition("(")[2].rstrip(")"))
-    return [devices[place] for place in places] if devices else places
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(n) for n in text.split(",") if n]
-
-
-def _of_iota(size: int, dims: list[int], order: list[int]) -> list[int]:
-    """The first `size` numbers of an iota of shape `dims` that is transposed to `order`."""
-    order = order or list(range(len(dims)))
-    strides = [math.prod(dims[axis + 1 :]) for axis in order]
-    return _counted([dims[axis] for axis in order], strides)[:size]
-
-
-def _of_mesh(sizes: dict[str, int], over: set[str]) -> list[int]:
-    names = list(sizes)
-    strides = {name: math.prod(sizes[n] for n in names[i + 1 :]) for i, name in enumerate(names)}
-    axes = [name for name in names if name in over]
-    return _counted([sizes[name] for name in axes], [strides[name] for name in axes])
-
-
-def _counted(dims: list[int], strides: list[int]) -> list[int]:
-    """Positions of all indices below `dims`, the last running fastest."""
-    positions = [0]
-    for size, stride in zip(dims, strides, strict=True):
-        positions = [at + i * stride for at in positions for i in range(size)]
-    return positions
+def _device_order(text: str) -> list[int]:
+    """Return the devices of `[2,4]T(1,0)`, a transposed iota, or of a list `(1,0,3,2)`."""
+    if iota := re.search(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        dims, order = (list(map(int, filter(None, (x or "").split(",")))) for x in iota.groups())
+        devices = np.arange(math.prod(dims)).reshape(dims)
+        return devices.transpose(order or None).ravel().tolist()
+    return [int(n) for n in text.partition("(")[2].rstrip(")").split(",") if n]

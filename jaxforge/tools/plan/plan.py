@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxforge.config import rules
 from jaxforge.config.job import JobConfig
@@ -10,15 +10,55 @@ from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.config.useless import useless
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.errors import UserError
-from jaxforge.parallel.mesh import data_parallel_size, token_parallel_size
+from jaxforge.parallel.hardware import CHIPS
+from jaxforge.parallel.mesh import STAGES, data_parallel_size, token_parallel_size
 from jaxforge.parallel.pipeline.schedule import SCHEDULES
+from jaxforge.telemetry.flops import causal_flops_per_token, flops_per_token, pairs_twice
 from jaxforge.tools.plan import checks
-from jaxforge.tools.plan.chips import CHIPS
 from jaxforge.tools.plan.compiled import Step, compile_step, devices_of
-from jaxforge.tools.plan.estimate import Estimate, estimate, timeline_of
-from jaxforge.tools.plan.timeline import Key, Timeline, Traffic
+from jaxforge.tools.plan.cost import Network, rates_of
+from jaxforge.tools.plan.timeline import Key, Simulation, Timeline, Traffic
 from jaxforge.tools.plan.topology import Topology
 from jaxforge.training.health import out_of_memory
+
+_MADE_FROM = {
+    "tpu": "the compiler's cycles; attention, experts and collectives by FLOPs, bytes and links",
+    "gpu": "a roofline over the compiled program; collectives by bytes and links",
+}
+
+
+class Estimate(NamedTuple):
+    """Speed of a step that was not run, as `--json` has it.
+
+    Attributes:
+        estimated_from: in words.
+        seconds: of an update.
+        tokens: of an update, over all devices.
+        tokens_per_second: of all devices.
+        tokens_per_second_per_device: of each.
+        mfu: model FLOPs over the peak, in KempnerForge's convention; attention counted in full.
+        mfu_causal: in Megatron's, attention half.
+        flops_per_token: KempnerForge's convention.
+        flops_per_token_causal: Megatron's.
+        seconds_by_kind: of a device, by kind of work.
+        waited_seconds: of a device, for collectives.
+        hours_to_max_steps: without evaluation and checkpoints.
+        device_hours: on all devices.
+    """
+
+    estimated_from: str
+    seconds: float
+    tokens: int
+    tokens_per_second: float
+    tokens_per_second_per_device: float
+    mfu: float
+    mfu_causal: float
+    flops_per_token: int
+    flops_per_token_causal: int
+    seconds_by_kind: dict[str, float]
+    waited_seconds: float
+    hours_to_max_steps: float
+    device_hours: float
 
 
 @dataclass
@@ -86,6 +126,59 @@ def plan(
     return made
 
 
+def timeline_of(config: JobConfig, topology: Topology, step: Step) -> Timeline:
+    """The step in time; of devices that are not known, its collectives alone.
+
+    Args:
+        config: of the step.
+        topology: that it was compiled for.
+        step: compiled; it has a program.
+    """
+    assert step.program is not None
+    chip, model, length = CHIPS.get(topology.chip), config.model, config.train.seq_len
+    # Pairs of a query and a key that see each other, over all pairs, on average over layers.
+    visible = pairs_twice(model, length) / (2 * model.n_layers * length**2)
+    rates = rates_of(step.program, chip, visible)
+    network = Network(step.mesh, chip)
+    longest = step.mesh.shape[STAGES] > 1
+    return Simulation(step.program, rates, network, longest=longest).run()
+
+
+def estimate(config: JobConfig, topology: Topology, step: Step, line: Timeline) -> Estimate | None:
+    """The speed of a step; None for devices of which too little is known.
+
+    Args:
+        config: of the step.
+        topology: that it was compiled for.
+        step: compiled.
+        line: its timeline.
+    """
+    chip, train = CHIPS.get(topology.chip), config.train
+    if chip is None:
+        return None
+    rows = train.microbatch_size(data_parallel_size(step.mesh)) * train.grad_accum_steps
+    tokens = rows * train.seq_len
+    hours = line.seconds * train.max_steps / 3600
+    full = flops_per_token(config.model, train.seq_len)
+    causal = causal_flops_per_token(config.model, train.seq_len)
+    per_device = tokens / line.seconds / topology.n_devices
+    return Estimate(
+        estimated_from=_MADE_FROM[chip.platform],
+        seconds=line.seconds,
+        tokens=tokens,
+        tokens_per_second=per_device * topology.n_devices,
+        tokens_per_second_per_device=per_device,
+        mfu=per_device * full / chip.peak_flops,
+        mfu_causal=per_device * causal / chip.peak_flops,
+        flops_per_token=full,
+        flops_per_token_causal=causal,
+        seconds_by_kind=dict(line.busy),
+        waited_seconds=line.waited,
+        hours_to_max_steps=hours,
+        device_hours=hours * topology.n_devices,
+    )
+
+
 def _advice(config: JobConfig, step: Step) -> Iterator[str]:
     memory, train = step.memory, config.train
     whole_state = 2 * memory.parameters + memory.optimizer  # gradients are as large
@@ -116,24 +209,21 @@ def as_json(made: Plan, price: float | None = None) -> dict[str, Any]:
         "advice": made.advice,
     }
     if made.step is not None:
-        memory = made.step.memory
         report["mesh"] = {axis: size for axis, size in made.step.mesh.shape.items() if size > 1}
-        report["memory_per_device"] = {
-            "peak_bytes": memory.peak,
-            "capacity_bytes": memory.capacity,
-            "parameters_bytes": memory.parameters,
-            "optimizer_bytes": memory.optimizer,
-            "gradients_bytes": memory.gradients,
-            "activations_bytes": memory.activations,
-            "other_bytes": memory.other,
-        }
+        sizes = made.step.memory._asdict()
+        report["memory_per_device"] = {f"{name}_bytes": size for name, size in sizes.items()}
         report["pipeline_bubble"] = bubble(made)
         report["grad_sync"] = made.step.grad_sync._asdict()
         report["compile_seconds"] = round(made.step.seconds, 1)
     if made.timeline is not None:
-        report["collectives"] = [_collective(key, one) for key, one in by_time(made.timeline)]
+        report["collectives"] = [
+            {**key._asdict(), "axes": list(key.axes), "count": one.count, "bytes": round(one.bytes),
+             "seconds": one.seconds, "waited_seconds": one.waited}
+            for key, one in by_time(made.timeline)
+        ]  # fmt: skip
     if made.estimate is not None:
-        report["step"] = _step(made.estimate, price)
+        cost = None if price is None else made.estimate.device_hours * price
+        report["step"] = {"is_estimate": True, **made.estimate._asdict(), "cost": cost}
     return report
 
 
@@ -149,37 +239,3 @@ def by_time(timeline: Timeline) -> Sequence[tuple[Key, Traffic]]:
     return sorted(
         timeline.traffic.items(), key=lambda item: (-item[1].waited, -item[1].seconds, item[0])
     )
-
-
-def _collective(key: Key, one: Traffic) -> dict[str, Any]:
-    return {
-        "kind": key.kind,
-        "axes": list(key.axes),
-        "in_loop": key.in_loop,
-        "overlapped": key.overlapped,
-        "count": one.count,
-        "bytes": round(one.bytes),
-        "seconds": one.seconds,
-        "waited_seconds": one.waited,
-    }
-
-
-def _step(made: Estimate, price: float | None) -> dict[str, Any]:
-    line = made.timeline
-    return {
-        "is_estimate": True,
-        "estimated_from": made.made_from,
-        "seconds": made.seconds,
-        "tokens": made.tokens,
-        "tokens_per_second": made.tokens_per_second * made.devices,
-        "tokens_per_second_per_device": made.tokens_per_second,
-        "mfu": made.mfu,
-        "mfu_causal": made.causal_mfu,
-        "flops_per_token": made.flops_per_token,
-        "flops_per_token_causal": made.causal_flops_per_token,
-        "seconds_by_kind": dict(line.busy),
-        "waited_seconds": line.waited,
-        "hours_to_max_steps": made.hours,
-        "device_hours": made.device_hours,
-        "cost": None if price is None else made.device_hours * price,
-    }

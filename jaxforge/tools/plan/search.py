@@ -1,8 +1,8 @@
 """The best mesh, batch split and rematerialisation for a model on a machine.
 
 The update stays the same: as many sequences, of the same length. Candidates are ranked by
-`analytic.seconds`, those that cannot fit are left out by `step.memory`, and the best are compiled,
-each in a process of its own: a compiler that aborts ends its own candidate.
+`cost.update_seconds`, those that cannot fit are left out by `step.memory`, and the best are
+compiled, each in a process of its own: a compiler that aborts ends its own candidate.
 """
 
 import functools
@@ -29,14 +29,14 @@ from jaxforge.config.section import Table
 from jaxforge.errors import UserError
 from jaxforge.model.transformer import Model, build_model
 from jaxforge.parallel.device_memory import per_device
+from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.program import Program
 from jaxforge.step.executable import version_of
 from jaxforge.step.fitting import SLACK
 from jaxforge.step.memory import step_memory
 from jaxforge.storage import safe_files
-from jaxforge.tools.plan import analytic
-from jaxforge.tools.plan.chips import CHIPS
+from jaxforge.tools.plan import cost
 from jaxforge.tools.plan.compiled import devices_of
 from jaxforge.tools.plan.topology import Topology
 
@@ -170,7 +170,7 @@ def as_given(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
         placed = make_mesh(given, devices_of(topology))
     except UserError:
         return
-    yield Candidate(given, mesh, analytic.seconds(given, model, placed, chip))
+    yield Candidate(given, mesh, cost.update_seconds(given, model, placed, chip))
 
 
 def that_fit(config: JobConfig, topology: Topology) -> Iterator[Candidate]:
@@ -214,7 +214,7 @@ def candidates(config: JobConfig, topology: Topology) -> Iterator[tuple[Candidat
         except UserError:  # an axis goes across the torus
             continue
         for one in splits(config, topology, mesh):
-            yield Candidate(one, mesh, analytic.seconds(one, model, placed, chip)), placed
+            yield Candidate(one, mesh, cost.update_seconds(one, model, placed, chip)), placed
 
 
 def splits(config: JobConfig, topology: Topology, mesh: Mapping[str, int]) -> Iterator[JobConfig]:
@@ -273,7 +273,8 @@ def _powers(most: int) -> list[int]:
 def compiled(config: JobConfig, topology: Topology) -> dict[str, Any]:
     """What `python -m jaxforge.plan --json` says of a config; kept, as compiling takes minutes."""
     text = config.to_toml()
-    kept = _cache() / f"{_key(text, topology)}.json"
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    kept = Path(cache, "jaxforge", "plan", f"{_key(text, topology)}.json")
     if kept.exists():
         return json.loads(kept.read_text())
     with tempfile.TemporaryDirectory() as place:
@@ -290,11 +291,6 @@ def compiled(config: JobConfig, topology: Topology) -> dict[str, Any]:
     kept.parent.mkdir(parents=True, exist_ok=True)
     safe_files.replace_text(kept, done.stdout)
     return report
-
-
-def _cache() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home, "jaxforge", "plan")
 
 
 def _key(text: str, topology: Topology) -> str:

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from jaxforge.tools.plan.hlo import Computation, Operation, Program
-from jaxforge.tools.plan.network import Collective
+from jaxforge.tools.plan.cost import Collective
+from jaxforge.tools.plan.hlo import Computation, HloProgram, Operation
 
 
 class Rates(Protocol):
@@ -123,7 +123,7 @@ class Simulation:
     """
 
     def __init__(
-        self, program: Program, rates: Rates, network: Links, *, longest: bool = False
+        self, program: HloProgram, rates: Rates, network: Links, *, longest: bool = False
     ) -> None:
         self._program, self._rates, self._network = program, rates, network
         self._longest = longest
@@ -157,14 +157,14 @@ class Simulation:
         """What a loop, condition or call runs, and how many times."""
         match operation.kind:
             case "while":
-                body = self._run(operation.called("body"), in_loop=True)
+                body = self._run(operation.attribute("body"), in_loop=True)
                 return body, self._program.trips(operation, name)
             case "conditional":
                 branches = [self._run(one, in_loop=in_loop) for one in _branches(operation)]
                 pick = max if self._longest else min
                 return pick(branches, key=lambda one: one.seconds), 1
             case "call":
-                return self._run(operation.called("to_apply"), in_loop=in_loop), 1
+                return self._run(operation.attribute("to_apply"), in_loop=in_loop), 1
         return None
 
     def _begun_by(self, operation: Operation, within: Computation) -> tuple[str, Collective] | None:
@@ -172,7 +172,7 @@ class Simulation:
         if operation.collective and operation.kind.endswith("-start"):
             return operation.name, self._network.collective(operation, within)
         if operation.kind in ("async-start", "fusion"):
-            inner = self._program.computations[operation.called("calls")]
+            inner = self._program.computations[operation.attribute("calls")]
             marked = operation.kind == "async-start" or _has(inner, "AsyncCollectiveStart")
             for one in inner.values() if marked else ():
                 if one.collective:
@@ -184,7 +184,7 @@ class Simulation:
         if operation.kind.endswith("-done"):
             return operation.operands[0]
         if operation.kind == "fusion":
-            inner = self._program.computations[operation.called("calls")]
+            inner = self._program.computations[operation.attribute("calls")]
             if _has(inner, "AsyncCollectiveDone"):
                 return next((_channel(one) for one in inner.values() if one.collective), None)
         return None
@@ -277,5 +277,5 @@ def _branches(operation: Operation) -> Iterator[str]:
     if listed := re.search(r"branch_computations=\{([^}]*)\}", operation.line):
         yield from (name.strip().lstrip("%") for name in listed[1].split(","))
     else:
-        yield operation.called("true_computation")
-        yield operation.called("false_computation")
+        yield operation.attribute("true_computation")
+        yield operation.attribute("false_computation")

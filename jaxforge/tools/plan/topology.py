@@ -6,11 +6,11 @@ from collections.abc import Mapping, MutableMapping
 from difflib import get_close_matches
 from typing import NamedTuple
 
+from jaxforge.parallel.hardware import CHIPS
+
 CPU = "cpu"
-TPUS = {"v5e": 2, "v5p": 3, "v6e": 2}
+TPUS = {name: chip.sides for name, chip in CHIPS.items() if chip.platform == "tpu"}
 """Kinds of TPU and how many sides their slices have."""
-GPUS = ("h100", "h200", "b200")
-"""Kinds of GPU."""
 
 FORMS = "v5e:16x16, v6e:4x8, v5p:4x4x8, v5p:4x4x8*2 (slices), h100:8x8 (nodes x GPUs), cpu:8"
 
@@ -19,7 +19,7 @@ class Topology(NamedTuple):
     """A machine that need not be here.
 
     Attributes:
-        chip: kind of its devices: a key of `TPUS`, one of `GPUS`, or `cpu`.
+        chip: kind of its devices: a key of `CHIPS`, or `cpu`.
         sides: of a slice, chips; nodes and GPUs of each; devices.
         slices: of TPUs; nodes of GPUs.
     """
@@ -40,14 +40,14 @@ class Topology(NamedTuple):
             raise ValueError(f"topology {text!r}: expected one of the forms {FORMS}")
         chip, slices = form[1], int(form[3] or 1)
         sides = tuple(int(side) for side in form[2].split("x"))
-        known = {**TPUS, **dict.fromkeys(GPUS, 2), CPU: 1}
+        known = {**{name: known.sides for name, known in CHIPS.items()}, CPU: 1}
         if chip not in known:
             raise ValueError(
                 f"topology {text!r}: expected one of {', '.join(known)} before the :"
                 f"{_nearest(chip, text, known, len(sides))}"
             )
         if len(sides) != known[chip]:
-            what = "sides" if chip in TPUS else "nodes x GPUs" if chip in GPUS else "number"
+            what = "sides" if chip in TPUS else "nodes x GPUs" if chip in CHIPS else "number"
             raise ValueError(f"topology {text!r}: {chip} has {known[chip]} {what}, as in {FORMS}")
         if not all(sides) or not slices:
             raise ValueError(f"topology {text!r}: nothing may be 0, as in {FORMS}")

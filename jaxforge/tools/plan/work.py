@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxforge.tools.plan.hlo import Computation, Operation, Program, arrays
+from jaxforge.tools.plan.hlo import Computation, HloProgram, Operation, arrays
 
 _NOTHING = frozenset(
     {
@@ -50,7 +50,7 @@ class Workload:
         visible: pairs of a query and a key that see each other, as a part of all pairs.
     """
 
-    def __init__(self, program: Program, visible: float) -> None:
+    def __init__(self, program: HloProgram, visible: float) -> None:
         self._program, self._visible = program, visible
 
     def of(self, operation: Operation, within: Computation) -> Work:
@@ -122,7 +122,7 @@ class Workload:
             axes = [int(axis) for axis in contracted[1].split(",") if axis] if contracted else []
             return 2 * operation.elements * math.prod(dims[axis] for axis in axes)
         if operation.kind == "fusion":
-            return self._inside(operation.called("calls"))
+            return self._inside(operation.attribute("calls"))
         return 0
 
     @functools.cache  # noqa: B019  a workload lives as long as its program
@@ -140,7 +140,7 @@ class Workload:
             return operation.bytes
         if operation.kind != "fusion":
             return operation.bytes + sum(one.bytes for one in operands)
-        read, written = self._of_fusion(operation.called("calls"))
+        read, written = self._of_fusion(operation.attribute("calls"))
         whole = sum(one.bytes for i, one in enumerate(operands) if i not in read)
         return whole + sum(read.values()) + (operation.bytes if written is None else written)
 

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from jaxforge.errors import printable
 from jaxforge.runs import run_directory
 from jaxforge.step.train_step import Metrics
-from jaxforge.storage.untrusted_json import Field, Omissions, is_number, is_step, read_lines
+from jaxforge.storage.untrusted_json import Field, is_number, is_step, read_lines
 from jaxforge.tools.replay.documents import (
     Document,
     find_documents,
@@ -71,6 +71,17 @@ class Made:
         if self.logged is None:
             return None
         return max(map(_relative, (self.loss, self.grad_norm), self.logged))
+
+    @property
+    def comparison(self) -> str:
+        """The step compared with its line in the log, in words."""
+        if self.difference is None:
+            return "not logged"
+        return f"{self.difference:.1e} apart" if self.difference else "the same"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the step with its difference as plain values."""
+        return dataclasses.asdict(self) | {"difference": self.difference}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,9 +190,13 @@ def in_order(
     known = [(one.loss, one.tokens) for one in before]
     odd_of = functools.partial(oddness, spread=token_spread(documents, losses))
     tokens, means = [one.tokens for one in documents], [one.loss for one in documents]
-    odd_rows = odd_of(*_of_rows(documents, len(of_rows)), [one.norm for one in of_rows])
+    where, n = [one.row for one in documents], len(of_rows)
+    nats = np.bincount(where, np.multiply(means, tokens), n)
+    counts = np.bincount(where, tokens, n)
+    of_row = (nats / np.maximum(counts, 1)).tolist(), counts.astype(int).tolist()
+    odd_rows = odd_of(*of_row, [one.norm for one in of_rows])
     by_loss = odd_of(means, tokens, [math.nan] * len(documents), before=known)
-    np.maximum.at(odd_rows, [one.row for one in documents], by_loss)
+    np.maximum.at(odd_rows, where, by_loss)
     most = set(np.argsort(-odd_rows)[:rows].tolist())
     whole = 0, losses.shape[-1]
 
@@ -193,15 +208,6 @@ def in_order(
     found = [influence(one) for one in documents]
     odd = odd_of(means, tokens, [one.norm if one else math.nan for one in found], before=known)
     return [(documents[i], found[i]) for i in np.argsort(-odd, kind="stable")]
-
-
-def _of_rows(documents: Sequence[Document], n: int) -> tuple[list[float], list[int]]:
-    """Mean losses and numbers of tokens."""
-    nats, tokens = np.zeros(n), np.zeros(n, int)
-    for one in documents:
-        nats[one.row] += one.loss * one.tokens
-        tokens[one.row] += one.tokens
-    return (nats / np.maximum(tokens, 1)).tolist(), tokens.tolist()
 
 
 class _Reader:
@@ -262,9 +268,8 @@ def logged_steps(run: Path) -> dict[int, tuple[float, float]]:
 
 def logged_values(run: Path) -> list[dict[str, Any]]:
     """Read the lines of metrics.jsonl that have loss and gradient norm; log which are damaged."""
-    omissions = Omissions(run / "metrics.jsonl")
-    lines = read_lines(run / "metrics.jsonl", LOGGED, omissions)
-    for message in omissions.messages():
+    lines, messages = read_lines(run / "metrics.jsonl", LOGGED)
+    for message in messages:
         log.warning("%s", printable(message))
     return [values for values in lines if LOGGED.keys() <= values.keys()]
 
@@ -283,7 +288,7 @@ def as_json(found: Account) -> dict[str, Any]:
     """All of it as plain values; numbers that are not finite become null."""
     return _finite(
         {
-            "step": dataclasses.asdict(found.made) | {"difference": found.made.difference},
+            "step": found.made.as_json(),
             "documents": [_document_json(one) for one in found.suspects],
             "without_the_first": found.without_first,
             "norms": {

@@ -137,7 +137,9 @@ def make(way: Way, step: int, grads: PyTree | None = None) -> Made:
         params = _named(past, walk.state.params)
         metrics = walk.look(past.step_function(("grads",)))
         whole = _in_order(past, metrics["grads"])
-        batch = {name: _rows(np.asarray(leaf)) for name, leaf in walk.batch.items()}
+        batch = {  # all microbatches as one: [m, b, ...] -> [m b, ...]
+            name: np.asarray(leaf).reshape(-1, *leaf.shape[2:]) for name, leaf in walk.batch.items()
+        }
         return Made(
             "float32" if past.model.dtype == jnp.float32 else "bfloat16",
             past.config.model.dim,
@@ -149,11 +151,6 @@ def make(way: Way, step: int, grads: PyTree | None = None) -> Made:
             whole,
             _named(past, _updates(past, walk, whole if grads is None else grads)),
         )
-
-
-def _rows(leaf: np.ndarray) -> np.ndarray:
-    """All microbatches as one: [m, b, ...] -> [m b, ...]."""
-    return leaf.reshape(-1, *leaf.shape[2:])
 
 
 def _points(past: Past, walk: Walk) -> Named:

@@ -62,7 +62,9 @@ def token_loss_function(
 
     def of_microbatch(params: Params, microbatch: Batch) -> Float[Array, "b s"]:
         hidden, labels = model.forward(params, microbatch)[0], microbatch["labels"]
-        n = _chunks(labels.shape, model.config.vocab_size)
+        rows, length = labels.shape  # sequences are cut into equal parts for their logits
+        least = -(-rows * length * model.config.vocab_size // _LOGITS)
+        n = next(n for n in range(min(least, length), length + 1) if length % n == 0)
         split = [
             x.reshape(x.shape[0], n, -1, *x.shape[2:]).swapaxes(0, 1) for x in (hidden, labels)
         ]
@@ -85,13 +87,6 @@ def token_loss_function(
         return found
 
     return in_order
-
-
-def _chunks(shape: tuple[int, ...], vocab: int) -> int:
-    """Into how many parts of equal length sequences are cut for their logits."""
-    rows, length = shape
-    least = -(-rows * length * vocab // _LOGITS)
-    return next(n for n in range(min(least, length), length + 1) if length % n == 0)
 
 
 def find_documents(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxforge.runs.reading import Run, Series
-from jaxforge.tools.report.columns import Pool, encoded
+from jaxforge.tools.pages.parts import Pool, encoded
 from jaxforge.tools.report.names import LOSS, NAMES, Name, name_of
 from jaxforge.tools.report.thinning import BUCKETS, middles, thin
 
@@ -88,19 +88,13 @@ def constants(runs: Sequence[Run]) -> list[Constant]:
         if _is_constant(metric, runs):
             name = name_of(metric)
             factor = 100 if name.percent else 1
-            values = (_value(run, metric, factor) for run in runs)
-            found[_with_unit(name), tuple(values)].append(name.label)
+            logged = (run.series.get(metric) for run in runs)
+            values = (None if series is None else factor * series.last for series in logged)
+            title = f"{name.title} ({name.unit})" if name.unit else name.title
+            found[title, tuple(values)].append(name.label)
     return [
         Constant(title + _which(labels), list(values)) for (title, values), labels in found.items()
     ]
-
-
-def _value(run: Run, metric: str, factor: float) -> float | None:
-    return factor * run.series[metric].last if metric in run.series else None
-
-
-def _with_unit(name: Name) -> str:
-    return f"{name.title} ({name.unit})" if name.unit else name.title
 
 
 def _which(labels: Sequence[str]) -> str:
@@ -118,30 +112,25 @@ def _metrics(runs: Sequence[Run]) -> list[str]:
 
 
 def _is_constant(metric: str, runs: Sequence[Run]) -> bool:
-    values = (run.series[metric].value for run in runs if metric in run.series)
-    return metric not in _HEADLINE and not any(_varies(one) for one in values)
-
-
-def _varies(values: np.ndarray) -> bool:
-    same = (values == values[0]) | (np.isnan(values) & np.isnan(values[0]))
-    return not bool(same.all())
+    logged = (run.series[metric].value for run in runs if metric in run.series)
+    return metric not in _HEADLINE and all(
+        ((values == values[0]) | (np.isnan(values) & np.isnan(values[0]))).all()
+        for values in logged
+    )
 
 
 def _drawings(runs: Sequence[Run]) -> Iterable[_Drawing]:
     metrics = [metric for metric in _metrics(runs) if not _is_constant(metric, runs)]
+    has_sets = any(metric.startswith("eval/") and metric.count("/") > 1 for metric in metrics)
     yield _Drawing("Loss", NAMES["train/loss"], _headline(runs))
     groups: dict[str, dict[str, list[tuple[str, Name]]]] = defaultdict(lambda: defaultdict(list))
     for metric in metrics:
         name = name_of(metric)
-        if metric not in _HEADLINE or (metric == "eval/loss" and _has_sets(metrics)):
+        if metric not in _HEADLINE or (metric == "eval/loss" and has_sets):
             groups[name.group][name.title].append((metric, name))
     for titles in groups.values():
         for title, members in titles.items():
             yield from _of_one_title(title, members, runs)
-
-
-def _has_sets(metrics: Sequence[str]) -> bool:
-    return any(metric.startswith("eval/") and metric.count("/") > 1 for metric in metrics)
 
 
 def _headline(runs: Sequence[Run]) -> list[_Curve]:

@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxforge.runs.loads import Loads
 from jaxforge.runs.reading import Run
-from jaxforge.tools.report.columns import Pool, encoded
-from jaxforge.tools.report.numbers import exact, short
+from jaxforge.telemetry.numbers import exact, short
+from jaxforge.tools.pages.parts import Pool, encoded
 
 EDGES = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95, 1.05, 1.25, 1.5, 1.75, 2.0, 3.0, 4.0)
 """Where the next band of loads begins. The middle band is even; from the last on all look alike."""
@@ -73,6 +73,7 @@ def _between(
 def _maps(number: int, name: str, loads: Loads, pool: Pool) -> Iterator[dict[str, Any]]:
     for i, layer in enumerate(loads.layers):
         values, last = loads.value[:, i], loads.last[i]
+        levels = np.where(np.isfinite(values), np.digitize(values, EDGES), _NONE).astype(np.uint8)
         least, most = (encoded(end(axis=-1), "f4") for end in (values.min, values.max))
         yield {
             "title": f"Load of experts, layer {layer}{f': {name}' if name else ''}",
@@ -80,15 +81,9 @@ def _maps(number: int, name: str, loads: Loads, pool: Pool) -> Iterator[dict[str
             "run": number,
             "x": pool.add(loads.step, "f8"),
             "experts": values.shape[-1],
-            "levels": _levels(values),
+            "levels": base64.b64encode(zlib.compress(levels.T.tobytes(), 9)).decode(),
             "least": least,
             "most": most,
             "told": f"at step {loads.last_step:,} from {exact(float(last.min()))}, of expert "
             f"{int(last.argmin())}, to {exact(float(last.max()))}, of expert {int(last.argmax())}",
         }
-
-
-def _levels(values: np.ndarray) -> str:
-    """Numbers of bands, a byte each, expert by expert: compressed by zlib, in base64."""
-    levels = np.where(np.isfinite(values), np.digitize(values, EDGES), _NONE).astype(np.uint8)
-    return base64.b64encode(zlib.compress(levels.T.tobytes(), 9)).decode()

@@ -15,8 +15,9 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from jaxforge.errors import UserError
-from jaxforge.runs.reading import NotYetError, RunReader, readers
-from jaxforge.tools.report import page
+from jaxforge.runs.reading import NotYetError, readers
+from jaxforge.tools.pages.parts import document, paragraphs
+from jaxforge.tools.report import run_page
 from jaxforge.tools.report.names import AXES
 
 ADDRESS = "127.0.0.1"
@@ -29,7 +30,7 @@ class Live:
 
     Args:
         paths: run directories, also such as are not there yet.
-        axis: as of `page.page`.
+        axis: as of `run_page.page`.
     """
 
     def __init__(self, paths: Sequence[Path], axis: str) -> None:
@@ -39,20 +40,26 @@ class Live:
         """The whole page."""
         found = self.parts()
         data = {**found["data"], "axis": self._axis, "watch": True, "version": found["version"]}
-        return page.document(found["title"], data, found["facts"], found["below"], watch=True)
+        return document(found["title"], data, found["facts"], found["below"], watch=True)
 
     def parts(self) -> dict[str, Any]:
-        """`page.parts`, with its `title` and a `version`, which changes when anything does."""
+        """`run_page.parts`, with its `title` and a `version`, which changes when anything does."""
         with self._lock:
             runs, said = [], []
             for reader in self._readers:
                 try:
                     runs.append(reader.read())
+                except NotYetError:
+                    said.append(f"{reader.name}: waiting for its first step")
                 except UserError as error:
-                    said.append(_said(reader, error))
-        found = page.parts(runs) if runs else _NOTHING
-        facts = found["facts"] + page.notes(said)
-        found = {**found, "facts": facts, "title": page.title_of([r.name for r in self._readers])}
+                    said.append(f"{reader.name}: {error}")
+        found = run_page.parts(runs) if runs else _NOTHING
+        facts = found["facts"] + paragraphs(said)
+        found = {
+            **found,
+            "facts": facts,
+            "title": run_page.title_of([r.name for r in self._readers]),
+        }
         return found | {"version": hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]}
 
 
@@ -61,11 +68,6 @@ _NOTHING: dict[str, Any] = {
     "below": "",
     "data": {"axes": AXES, "runs": [], "charts": [], "maps": [], "bands": [], "columns": []},
 }
-
-
-def _said(reader: RunReader, error: UserError) -> str:
-    waits = isinstance(error, NotYetError)
-    return f"{reader.name}: waiting for its first step" if waits else f"{reader.name}: {error}"
 
 
 class Server(ThreadingHTTPServer):

@@ -1,7 +1,7 @@
 """What the page says in words and tables: facts, what differs, evaluations, samples, configs."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
 from typing import Any
@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 
 from jaxforge.cli.redaction import redacted, redacted_line
-from jaxforge.config.job import JobConfig, shown
+from jaxforge.config.job import shown
 from jaxforge.runs.reading import Run
-from jaxforge.telemetry.numbers import human
+from jaxforge.telemetry.numbers import duration, exact, human
+from jaxforge.tools.pages.parts import Rows, details, fact_list, table
 from jaxforge.tools.report.charts import constants
 from jaxforge.tools.report.names import name_of
-from jaxforge.tools.report.numbers import duration, exact
-
-Rows = Iterable[Sequence[str]]
 
 _SAMPLES = 120  # of all runs together, the newest of each
 _LONGEST = 4000  # characters of a sample
@@ -29,50 +27,45 @@ def facts(runs: Sequence[Run]) -> str:
     return fact_list(_told(runs[0]))
 
 
-def fact_list(facts: Mapping[str, str]) -> str:
-    """Names with what is to say of them."""
-    return f"<dl>{''.join(_fact(*fact) for fact in facts.items())}</dl>"
-
-
-def _fact(name: str, text: str) -> str:
-    wide = " class=long" if len(text) > 40 else ""
-    return f"<div{wide}><dt>{name}</dt><dd>{escape(text)}</dd></div>"
-
-
 def below(runs: Sequence[Run]) -> str:
     """What stands under the charts."""
     latest = max(run.series["train/loss"].time[-1] for run in runs)
     evaluations = list(_evaluations(runs))
+    unchanged = [[one.name, _one_or_each(one.values, runs)] for one in constants(runs)]
     return (
         (table("Evaluations", _EVALUATION, evaluations) if evaluations else "")
-        + _constants(runs)
+        + (table("What did not change", ["metric", "value"], unchanged) if unchanged else "")
         + _samples(runs)
         + "".join(_experts(run) for run in runs)
         + "".join(_starts(run) for run in runs)
-        + "".join(_details(f"config.toml of {run.name}", _text(redacted(run.toml))) for run in runs)
+        + "".join(
+            details(f"config.toml of {run.name}", f"<pre>{escape(redacted(run.toml))}</pre>")
+            for run in runs
+        )
         + f"<footer>The last logged step is of {_moment(latest)}.</footer>"
     )
 
 
 def _told(run: Run) -> Mapping[str, str]:
-    return {**_reached(run), **_settled(run), **_origin(run)}
-
-
-def _settled(run: Run) -> Mapping[str, str]:
     m = run.config.model
     return {
+        **_reached(run),
         "model": f"{m.n_layers} layers, dim {m.dim:,}, {m.n_heads}/{m.kv_heads} heads of "
         f"{m.head_size}, ffn {m.ffn_dim:,}, vocabulary {m.vocab_size:,}",
         "parameters": "?" if run.parameters is None else human(run.parameters),
+        **(_of_start(run.starts[-1]) if run.starts else {}),
     }
 
 
 def _reached(run: Run) -> Mapping[str, str]:
-    loss = run.series["train/loss"]
+    loss, best = run.series["train/loss"], "none"
+    if "eval/loss" in run.series:
+        value, step = _best(run, "eval/loss")
+        best = f"{exact(value)} at step {step:,}"
     skipped = f"{run.skipped:,} ({run.skipped / max(1, run.steps):.2%})" if run.skipped else "none"
     return {
         "smoothed loss": exact(loss.smoothed),
-        "best evaluation loss": _best_evaluation(run),
+        "best evaluation loss": best,
         "last loss": exact(loss.last),
         "steps": f"{run.steps:,} of {run.config.train.max_steps:,}",
         "tokens": f"{run.tokens:,}" if run.tokens < 1e7 else human(run.tokens),
@@ -81,11 +74,6 @@ def _reached(run: Run) -> Mapping[str, str]:
         "skipped steps": skipped,
         "resumed": _resumed(run),
     }
-
-
-def _origin(run: Run) -> Mapping[str, str]:
-    """What the latest start was; nothing of a run of an older version."""
-    return _of_start(run.starts[-1]) if run.starts else {}
 
 
 def _of_start(start: Mapping[str, Any]) -> Mapping[str, str]:
@@ -97,13 +85,6 @@ def _of_start(start: Mapping[str, Any]) -> Mapping[str, str]:
         "versions": ", ".join(f"{name} {one}" for name, one in versions.items()),
         "command": redacted_line(start["command"]),
     }
-
-
-def _best_evaluation(run: Run) -> str:
-    if "eval/loss" not in run.series:
-        return "none"
-    value, step = _best(run, "eval/loss")
-    return f"{exact(value)} at step {step:,}"
 
 
 def _best(run: Run, name: str) -> tuple[float, int]:
@@ -147,12 +128,12 @@ def _comparison(runs: Sequence[Run]) -> str:
 
 
 def _differences(runs: Sequence[Run]) -> Iterator[tuple[str, list[str]]]:
-    """Keys that are not the same in all configs; where they write to always differs."""
-    for section in JobConfig.model_fields:
-        for key, _ in getattr(runs[0].config, section):
-            values = [shown(getattr(getattr(run.config, section), key)) for run in runs]
-            if len(set(values)) > 1 and (section, key) != ("checkpoint", "dir"):
-                yield f"{section}.{key}", values
+    """Find settings that differ between runs, but for where they write to."""
+    settings = [run.config.settings for run in runs]
+    for key in settings[0]:
+        values = [shown(of_run[key]) for of_run in settings]
+        if len(set(values)) > 1 and key != "checkpoint.dir":
+            yield key, values
 
 
 _EVALUATION = ["set", "loss", "perplexity", "bits per byte", "lowest loss", "at step"]
@@ -174,11 +155,6 @@ def _evaluations(runs: Sequence[Run]) -> Rows:
             ]
 
 
-def _constants(runs: Sequence[Run]) -> str:
-    rows = [[one.name, _one_or_each(one.values, runs)] for one in constants(runs)]
-    return table("What did not change", ["metric", "value"], rows) if rows else ""
-
-
 def _one_or_each(values: Sequence[float | None], runs: Sequence[Run]) -> str:
     logged = {run.name: value for run, value in zip(runs, values, strict=True) if value is not None}
     texts = {name: exact(value) for name, value in logged.items()}
@@ -190,7 +166,7 @@ def _one_or_each(values: Sequence[float | None], runs: Sequence[Run]) -> str:
 def _samples(runs: Sequence[Run]) -> str:
     """What each model wrote, the newest first."""
     return "".join(
-        _details(
+        details(
             f"samples of {run.name}",
             "".join(map(_sample, run.samples[: -1 - max(1, _SAMPLES // len(runs)) : -1])),
         )
@@ -218,7 +194,7 @@ def _experts(run: Run) -> str:
         rows.append([str(layer), *told, str(int(np.sum(load == 0)))])
     head = ["layer", "least loaded", "most loaded", "idle experts"]
     title = f"load of experts of {run.name} at step {run.loads.last_step:,}"
-    return _details(title, table("", head, rows))
+    return details(title, table("", head, rows))
 
 
 def _starts(run: Run) -> str:
@@ -229,41 +205,8 @@ def _starts(run: Run) -> str:
         for one in reversed(run.starts)
     ]
     rows = [[*one.values()] for one in told]
-    return _details(f"starts of {run.name}", table("", list(told[0]), rows))
-
-
-def _details(title: str, body: str) -> str:
-    return f"<details><summary>{escape(title)}</summary>{body}</details>"
-
-
-def _text(text: str) -> str:
-    return f"<pre>{escape(text)}</pre>"
+    return details(f"starts of {run.name}", table("", list(told[0]), rows))
 
 
 def _moment(time: float) -> str:
     return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def table(
-    title: str, head: Sequence[str], rows: Rows, *, runs: Sequence[int] = (), sorts: bool = False
-) -> str:
-    """A table of text.
-
-    Args:
-        title: above it; none if empty.
-        head: names of the columns.
-        rows: as many cells each.
-        runs: which run each row is of: rows have their colours, and a click on a column sorts.
-        sorts: it does without runs, too.
-    """
-    caption = f"<caption>{escape(title)}</caption>" if title else ""
-    columns = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
-    body = []
-    for i, (first, *rest) in enumerate(rows):
-        run = f' data-run="{runs[i]}"' if runs else ""
-        cells = "".join(f"<td>{escape(text)}</td>" for text in rest)
-        body.append(f'<tr{run}><th scope="row">{escape(first)}</th>{cells}</tr>')
-    return (
-        f'<div class="scroll"><table{" class=runs" if runs or sorts else ""}>{caption}'
-        f"<thead><tr>{columns}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
-    )

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxforge.errors import UserError
+from jaxforge.parallel.hardware import SMALLEST_TPU_MEMORY
 
 FORMS = "cpu, or GPUs by number and memory as in 8x80GB"
-_TPU_MEMORY = 16e9  # a v5e's, the smallest in use: nobody can be asked without JAX
 
 
 class Machine(NamedTuple):
@@ -60,7 +60,7 @@ class Machine(NamedTuple):
             if gpus := gpu_memories():
                 return cls(len(gpus), min(gpus), _cores())
             if tpus := _tpus():
-                return cls(tpus, _TPU_MEMORY, _cores())
+                return cls(tpus, SMALLEST_TPU_MEMORY, _cores())  # only JAX could ask for it
         return cls(cores=_cores())
 
 

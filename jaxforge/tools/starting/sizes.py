@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxforge.config.model import ModelConfig
+from jaxforge.telemetry.flops import matrix_elements
 
 
 class Shape(NamedTuple):
@@ -44,14 +45,7 @@ SHAPES: Sequence[Shape] = (
 
 def parameters(model: ModelConfig) -> int:
     """Of a model of Llama's shape, dense or with experts, but for the vectors of its norms."""
-    heads, kv = model.n_heads * model.head_size, model.kv_heads * model.head_size
-    attention = 2 * model.dim * (heads + kv)
-    wide = (2 + model.is_gated) * model.dim
-    layers = 0
-    for has_experts in model.has_experts if model.is_moe else [False] * model.n_layers:
-        feed_forward = model.ffn_dim
-        if has_experts:
-            feed_forward = model.num_experts * model.expert_dim + model.shared_expert_dim
-            layers += model.num_experts * model.dim  # the router
-        layers += attention + wide * feed_forward
-    return layers + model.vocab_size * model.dim * (1 if model.tie_embeddings else 2)
+    layers = matrix_elements(model, 2 + model.is_gated, model.num_experts)
+    routers = model.num_experts * model.dim * sum(model.has_experts)
+    embedding = 0 if model.tie_embeddings else model.vocab_size * model.dim  # beside the head
+    return layers + routers + embedding

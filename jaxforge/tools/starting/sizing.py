@@ -98,19 +98,15 @@ def _shape(prepared: Prepared, machine: Machine, available: int) -> Shape:
     vocab_size, found = prepared.train.vocab_size, SHAPES[0]
     for shape in SHAPES:
         n = shape.parameters(vocab_size)
-        fits = machine.memory is None or _STATE * n <= _FOR_STATE * _room(machine)
+        fits = machine.memory is None or _STATE * n <= (
+            _FOR_STATE * machine.devices * machine.memory * _USABLE
+        )
         is_quick = machine.is_cpu or 6 * TOKENS_PER_PARAMETER * n * n <= _flops(machine)
         if TOKENS_PER_PARAMETER * n <= available and fits and is_quick:
             found = shape
         if machine.is_cpu and shape == _LARGEST_ON_CPU:
             break
     return found
-
-
-def _room(machine: Machine) -> float:
-    """Bytes of all devices that a run may use."""
-    assert machine.memory is not None
-    return machine.devices * machine.memory * _USABLE
 
 
 def _seq_len(prepared: Prepared, machine: Machine) -> int:

@@ -54,7 +54,8 @@ def points(grid: Sequence[str], ladder: Path | None) -> list[Point]:
         for values in itertools.product(*(values for _, values in axes))
     ]
     keys = list(dict.fromkeys(k for rung, values in every for k in (*rung.values, *values)))
-    short = _short(keys)
+    last = Counter(key.rpartition(".")[2] for key in keys)  # without its section, where unique
+    short = {key: end if last[end := key.rpartition(".")[2]] == 1 else key for key in keys}
     found = [Point(_name(rung, values, short), {**rung.values, **values}) for rung, values in every]
     _check_names(found)
     return found
@@ -104,7 +105,7 @@ def _rung(table: Any, where: str) -> Point:  # noqa: ANN401 (whatever TOML holds
     if not isinstance(table, dict) or not isinstance(table.get("name", ""), str):
         raise UserError(f"{where}: expected a table whose name is text")
     name = table.pop("name", "")
-    values = {key: _said(value) for key, value in _flat(table)}
+    values = {key: x if isinstance(x, str) else repr(x) for key, x in _flat(table)}
     if alone := [key for key in values if "." not in key]:
         raise UserError(f"{where}: {alone[0]} is in no section: write model.{alone[0]}, say")
     return Point(name, values)
@@ -116,10 +117,6 @@ def _flat(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]
             yield from _flat(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", value
-
-
-def _said(value: Any) -> str:  # noqa: ANN401
-    return value if isinstance(value, str) else repr(value)
 
 
 def _check_keys(keys: Sequence[str]) -> None:
@@ -136,12 +133,6 @@ def _check_names(found: Sequence[Point]) -> None:
             raise UserError(f"{n} points are called {name}: their values, or names, must differ")
         if len(name.encode()) > _LONGEST:
             raise UserError(f"{name[:60]}... is too long for a directory: give points a name")
-
-
-def _short(keys: Sequence[str]) -> Mapping[str, str]:
-    """Keys without their section, where that leaves them apart."""
-    last = Counter(key.rpartition(".")[2] for key in keys)
-    return {key: end if last[end := key.rpartition(".")[2]] == 1 else key for key in keys}
 
 
 def _name(rung: Point, values: Values, short: Mapping[str, str]) -> str:

@@ -3,12 +3,12 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxforge.config.model import MODELS, ModelConfig
 from jaxforge.model.transformer import active_parameter_count
-from jaxforge.telemetry.numbers import human
-from jaxforge.tools.report.numbers import exact
+from jaxforge.runs.reading import MetricsFile, NotYetError, Series
+from jaxforge.telemetry.numbers import exact, human
 from jaxforge.tools.sweep.law import NEEDED, Law, fit, next_size
 from jaxforge.tools.sweep.runs import PlannedRun
 
@@ -59,9 +59,9 @@ class Results:
 
 def results(runs: Sequence[PlannedRun]) -> Results:
     """Reads what the runs have logged."""
-    logged = [list(run.lines()) if run.is_finished else [] for run in runs]
-    metric = VALIDATION if any(VALIDATION in line for of in logged for line in of) else TRAINING
-    points = [_result(run, lines, metric) for run, lines in zip(runs, logged, strict=True)]
+    logged = [_logged(run) for run in runs]
+    metric = VALIDATION if any(VALIDATION in series for series in logged) else TRAINING
+    points = [_result(run, series, metric) for run, series in zip(runs, logged, strict=True)]
     points.sort(key=lambda one: (not math.isfinite(one.loss), one.loss))
     found = Results(metric, points, None)
     best = found.best_by_size
@@ -69,13 +69,20 @@ def results(runs: Sequence[PlannedRun]) -> Results:
     return dataclasses.replace(found, law=law)
 
 
-def _result(run: PlannedRun, lines: Sequence[dict[str, float]], metric: str) -> Result:
-    of_metric = [line[metric] for line in lines if metric in line]
-    values = [math.nan if value is None else value for value in of_metric]
+def _logged(run: PlannedRun) -> dict[str, Series]:
+    """Return the metrics of a finished run; none of one that is not, or that logged nothing."""
+    try:
+        return MetricsFile(run.directory, exact=True).read()[0] if run.is_finished else {}
+    except NotYetError:
+        return {}
+
+
+def _result(run: PlannedRun, series: Mapping[str, Series], metric: str) -> Result:
+    values = series[metric].value.tolist() if metric in series else []
     # One step's loss is noise; an evaluation's is of the same text each time.
     last = values[-max(1, len(values) // _SHARE) :] if metric == TRAINING else values[-1:]
     loss = statistics.fmean(last) if last else math.nan
-    tokens = max((int(line.get("train/tokens", 0)) for line in lines), default=0)
+    tokens = int(series["train/tokens"].last_finite) if "train/tokens" in series else 0
     return Result(run, loss, parameters(run.config.model), tokens)
 
 
@@ -98,13 +105,10 @@ def rows(found: Results) -> list[tuple[str, ...]]:
     return [head, *(_row(i, one) for i, one in enumerate(found.points, 1))]
 
 
-def _row(place: int, one: Result) -> tuple[str, ...]:
-    loss = exact(one.loss) if math.isfinite(one.loss) else _why(one)
-    return str(place), one.run.point.name, human(one.parameters), human(one.tokens), loss
-
-
-def _why(one: Result) -> str:
-    return "not finite" if one.run.is_finished else f"not finished ({one.run.state})"
+def _row(number: int, one: Result) -> tuple[str, ...]:
+    loss = "not finite" if one.run.is_finished else f"not finished ({one.run.state})"
+    loss = exact(one.loss) if math.isfinite(one.loss) else loss
+    return str(number), one.run.point.name, human(one.parameters), human(one.tokens), loss
 
 
 def law_in_words(found: Results) -> list[str]:

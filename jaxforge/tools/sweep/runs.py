@@ -12,19 +12,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxforge import exit_codes
 from jaxforge.cli.process import listening, new_command_env
-from jaxforge.config import trust
 from jaxforge.config.job import JobConfig
-from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
-from jaxforge.runs.run_directory import changes
+from jaxforge.runs.run_directory import changes, shown_config
 from jaxforge.storage import run_lock, safe_files
-from jaxforge.storage.untrusted_json import parse_metrics
 from jaxforge.tools.sweep.points import Point
 
 _OUTPUT, _FINISHED = "output.log", "finished.json"
@@ -76,12 +73,11 @@ class PlannedRun:
         Raises:
             UserError: it was begun with another one, and would go on with both.
         """
-        path = self.directory / "config.toml"
-        if not path.exists():
+        if not (self.directory / "config.toml").exists():
             return
         changed = [
             one
-            for one in changes(load_config(path, trusts=trust.never), self.config)
+            for one in changes(shown_config(self.directory), self.config)
             if not one.startswith(_FREE)
         ]
         if changed:
@@ -89,14 +85,6 @@ class PlannedRun:
                 f"{self.directory} was begun with another config ({', '.join(changed[:3])}): "
                 "remove it, or give another checkpoint.dir"
             )
-
-    def lines(self) -> Iterator[dict[str, float]]:
-        """Return what the run has logged, without damaged lines."""
-        path = self.directory / "metrics.jsonl"
-        for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
-            values, problem = parse_metrics(line)
-            if not problem:
-                yield values
 
     def last_words(self) -> str:
         """The last line that its process said."""

@@ -15,7 +15,7 @@ from jaxforge.errors import UserError
 from jaxforge.parallel import compilation
 from jaxforge.parallel.mesh import make_mesh
 from jaxforge.step.executable import CompiledStep, Executable, write
-from jaxforge.tools.plan import command
+from jaxforge.tools.plan import plan_report
 from jaxforge.tools.plan.topology import Topology
 from tests.conftest import tiny_config
 from tests.machine import PATIENCE
@@ -52,7 +52,7 @@ def saved(tmp_path_factory):
     """The file, written as the command does."""
     place = tmp_path_factory.mktemp("plan")
     args, _ = plan_main.parser().parse(arguments(place))
-    assert command.run(args, Topology.parse("cpu:8"), []) == 0
+    assert plan_report.run(args, Topology.parse("cpu:8"), []) == 0
     return place / "step.zip"
 
 
@@ -157,6 +157,6 @@ def test_a_place_that_cannot_be_written_is_a_mistake_of_the_command_line(tmp_pat
     place = tmp_path / "none" / "step.zip"
     with (
         pytest.raises(UserError, match=r"--save-executable .*: No such file or directory"),
-        command._told("--save-executable", str(place)),
+        plan_report._told("--save-executable", str(place)),
     ):
         write(place, {}, config(tmp_path), make_mesh(config(tmp_path)))

@@ -3,8 +3,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from jaxforge.tools.plan.page import page, picture
 from jaxforge.tools.plan.plan import Plan, plan
+from jaxforge.tools.plan.plan_page import page, picture
 from jaxforge.tools.plan.timeline import Span
 from jaxforge.tools.plan.topology import Topology
 from tests.conftest import tiny_config

@@ -8,7 +8,7 @@ import pytest
 
 from jaxforge.commands import plan as plan_main
 from jaxforge.commands import train
-from jaxforge.tools.plan import command
+from jaxforge.tools.plan import plan_report
 from jaxforge.tools.plan.checks import checkpoint_bytes, kept_checkpoints
 from jaxforge.tools.plan.plan import as_json, plan
 from jaxforge.tools.plan.topology import Topology
@@ -84,10 +84,10 @@ def test_what_does_not_fit_is_advised(made, monkeypatch, capsys):
         "jaxforge.tools.plan.plan.compile_step", lambda *_, **__: made.step._replace(memory=small)
     )
     config = tiny_config(distributed=MESH, train={"batch_size": 4})
-    monkeypatch.setattr(command.load, "load_unresolved", lambda *_: config)
+    monkeypatch.setattr(plan_report.load, "load_unresolved", lambda *_: config)
 
     args = plan_main.parser().parse_args(["--config=x.toml", "--topology=cpu:8"])
-    assert command.run(args, CPUS, []) == 2
+    assert plan_report.run(args, CPUS, []) == 2
     said = capsys.readouterr().out
     assert "it does not fit" in said
     assert "train.batch_size = 2" in said
@@ -115,7 +115,7 @@ def test_mistakes_of_a_config_are_errors_of_its_plan(capsys):
         [f"--config={ROOT / 'configs' / 'debug.toml'}", "--topology=cpu:4", "--json",
          "--model.n_heads=3", "--train.batch_sizes=1"]
     )  # fmt: skip
-    assert command.run(args, Topology.parse("cpu:4"), settings) == 2
+    assert plan_report.run(args, Topology.parse("cpu:4"), settings) == 2
     report = json.loads(capsys.readouterr().out)
     assert report["fits"] is False
     assert any("batch_size" in error for error in report["errors"])

@@ -12,7 +12,7 @@ from jaxforge.config import axes, rules
 from jaxforge.config.reading.load import load_config
 from jaxforge.config.train import TrainConfig
 from jaxforge.errors import UserError
-from jaxforge.tools.plan import command, search
+from jaxforge.tools.plan import plan_report, search
 from jaxforge.tools.plan.topology import Topology
 from tests.conftest import tiny_config
 
@@ -64,7 +64,7 @@ def test_what_computes_again_or_exchanges_more_comes_later(node):
 
 
 def test_what_cannot_fit_is_not_compiled(node, monkeypatch):
-    monkeypatch.setitem(search.CHIPS, "h100", search.CHIPS["h100"]._replace(memory=10_000))
+    monkeypatch.setitem(search.CHIPS, "h100", search.CHIPS["h100"]._replace(capacity=10_000))
     assert not list(search.that_fit(config(), NODE))
     invalid = (
         config()
@@ -127,13 +127,13 @@ def test_what_is_given_is_compiled_too(node, monkeypatch):
 
 
 def test_the_best_is_printed_and_written(node, speeds, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(command.load, "load_unresolved", lambda *_: Resolved())
+    monkeypatch.setattr(plan_report.load, "load_unresolved", lambda *_: Resolved())
     args = command_line.parser().parse_args(
         ["--config=x", "--topology=h100:1x8", "--search=4", "--jobs=1",
          f"--output={tmp_path}/best.toml"]
     )  # fmt: skip
     best = list(search.that_fit(config(), NODE))[2].config
-    assert command.run(args, NODE, []) == 0
+    assert plan_report.run(args, NODE, []) == 0
     monkeypatch.undo()
     written = load_config(tmp_path / "best.toml")
     assert dict(written.train) == dict(best.train)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from jaxforge.tools.plan.hlo import Program, first_group
-from jaxforge.tools.plan.network import Collective
+from jaxforge.tools.plan.cost import Collective
+from jaxforge.tools.plan.hlo import HloProgram, first_group
 from jaxforge.tools.plan.timeline import Key, Simulation
 
 PRODUCT = "multiply(%a, %a)"
@@ -33,7 +33,7 @@ def program(*lines, more=""):
 
 
 def run(text, **options):
-    return Simulation(Program(text, 8), Seconds(), Wires(), **options).run()
+    return Simulation(HloProgram(text, 8), Seconds(), Wires(), **options).run()
 
 
 GATHER = "%g = (f32[3]{0}, f32[24]{0}) all-gather-start(%a), channel_id=1"

@@ -1,10 +1,9 @@
 import numpy as np
 import pytest
 
-from jaxforge.tools.plan.chips import CHIPS
-from jaxforge.tools.plan.hlo import Program
-from jaxforge.tools.plan.network import EFFICIENCY, LATENCY, Network
-from jaxforge.tools.plan.rates import REACHED, Roofline
+from jaxforge.parallel.hardware import CHIPS
+from jaxforge.tools.plan.cost import REACHED, Network, Roofline
+from jaxforge.tools.plan.hlo import HloProgram
 from jaxforge.tools.plan.work import Workload
 
 PARAMETERS = """  %x = bf16[64,256]{1,0} parameter(0)
@@ -72,7 +71,7 @@ MORE = """  %one = f32[1,16,256]{2,1,0} parameter(6)
 
 def work_of(name, visible=0.5):
     text = f"{INNER}ENTRY %main (x: f32[]) -> f32[] {{\n{PARAMETERS}{MORE}  {LINES[name]}\n}}\n"
-    program = Program(text, 1)
+    program = HloProgram(text, 1)
     within = program.computations[program.entry]
     return Workload(program, visible).of(list(within.values())[-1], within)
 
@@ -120,7 +119,7 @@ def test_bytes(name, moved):
 
 def seconds(name, visible=0.5):
     text = f"{INNER}ENTRY %main (x: f32[]) -> f32[] {{\n{PARAMETERS}{MORE}  {LINES[name]}\n}}\n"
-    program = Program(text, 1)
+    program = HloProgram(text, 1)
     within = program.computations[program.entry]
     operation = list(within.values())[-1]
     return Roofline(Workload(program, visible), CHIPS["h100"]).seconds(operation, within)[1]
@@ -165,9 +164,14 @@ def gather(mesh, chip, group, rows=1000):
   %g = f32[{rows * len(group)}]{{0}} all-gather(%x), replica_groups={{{{{members}}}}}
 }}
 """
-    program = Program(text, 8)
+    program = HloProgram(text, 8)
     within = program.computations[program.entry]
     return Network(mesh, CHIPS[chip]).collective(within["g"], within)
+
+
+def seconds_to_send(nbytes, rate, platform):
+    reached = REACHED[platform]
+    return reached.latency + nbytes / (reached.links * rate)
 
 
 NODES = Mesh([Device([node, 0, i], node) for node in range(2) for i in range(8)], (2, 4, 2))
@@ -185,7 +189,7 @@ def test_gpus_talk_over_nvlink_or_their_adapters(group, axes, rate):
     found = gather(NODES, "h100", group)
     assert found.axes == axes
     assert found.sent == 4000 * (len(group) - 1)
-    assert found.seconds == pytest.approx(LATENCY["gpu"] + found.sent / (EFFICIENCY * rate))
+    assert found.seconds == pytest.approx(seconds_to_send(found.sent, rate, "gpu"))
 
 
 def torus(*sides, slices=1):
@@ -208,11 +212,11 @@ def torus(*sides, slices=1):
 def test_tpus_talk_over_the_links_of_their_torus(mesh, chip, group, links):
     found = gather(mesh, chip, group)
     rate = links * CHIPS[chip].link
-    assert found.seconds == pytest.approx(LATENCY["tpu"] + found.sent / (EFFICIENCY * rate))
+    assert found.seconds == pytest.approx(seconds_to_send(found.sent, rate, "tpu"))
 
 
 def test_slices_talk_over_the_network():
     found = gather(torus(2, 2, slices=2), "v5e", [0, 4])
     rate = CHIPS["v5e"].network
     assert found.axes == ("dp_replicate",)
-    assert found.seconds == pytest.approx(LATENCY["tpu"] + found.sent / (EFFICIENCY * rate))
+    assert found.seconds == pytest.approx(seconds_to_send(found.sent, rate, "tpu"))

@@ -20,7 +20,7 @@ from jaxforge.config.useless import useless
 from jaxforge.errors import UserError
 from jaxforge.parallel import targets
 from jaxforge.parallel.mesh import make_mesh
-from jaxforge.tools.plan import command
+from jaxforge.tools.plan import plan_report
 from jaxforge.tools.plan.checks import checkpoint_bytes
 from jaxforge.tools.plan.compiled import devices_of
 from jaxforge.tools.plan.plan import Plan, plan
@@ -215,7 +215,7 @@ def told(tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             if not is_compiled:
                 patched.setattr("jaxforge.tools.plan.plan.compile_step", stop)
-            return command._planned("run.toml", [], Topology.parse(topology))
+            return plan_report._planned("run.toml", [], Topology.parse(topology))
 
     return of
 
@@ -418,7 +418,7 @@ def test_a_step_too_large_is_told_what_makes_it_fit(monkeypatch):
     made = of(values)
     tried = []
     while not made.fits:
-        assert "does not fit" in command.verdict(made)
+        assert "does not fit" in plan_report.verdict(made)
         change = next(one for one in map(settings, made.advice) if one and one not in tried)
         tried.append(change)
         values = applied(values, change)

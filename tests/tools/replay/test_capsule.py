@@ -14,10 +14,9 @@ from jaxforge.cli.redaction import redacted
 from jaxforge.commands import train
 from jaxforge.commands.capsule import main
 from jaxforge.errors import UserError
-from jaxforge.tools.replay.capsule import archive, ingredients
-from jaxforge.tools.replay.capsule.command import verdict
-from jaxforge.tools.replay.capsule.make import capsule_of
-from jaxforge.tools.replay.capsule.verify import _range, verify
+from jaxforge.tools.replay import capsule_file as archive
+from jaxforge.tools.replay import capsule_ingredients as ingredients
+from jaxforge.tools.replay.capsule import _range, capsule_of, verify
 from tests.conftest import tiny_config
 
 LENGTH, STEPS = 32, 8
@@ -107,7 +106,7 @@ def test_what_else_differs_is_named_and_leaves_room_for_rounding(capsule):
     assert said["JAX"] == [f"jaxlib: 0.9.0 -> {about['packages']['jaxlib']}"]
     assert found.holds
     assert 0 < found.tolerances[0] < found.tolerances[1]
-    assert "to within rounding; what differs: environment, code, JAX" in verdict(found)
+    assert "to within rounding; what differs: environment, code, JAX" in found.verdict
 
 
 def test_on_another_mesh_sums_may_differ_by_rounding(capsule):

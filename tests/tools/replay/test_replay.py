@@ -134,7 +134,7 @@ def test_the_account_of_a_step_names_the_document_that_is_noise(run, capsys, mon
     layers = {f"layers.{i}" for i in range(2)}
     assert layers < set(found.norms[step].parts)
     assert {name for _, name, _ in found.odd} == {*NORMS.values(), *capture.POINTS}
-    monkeypatch.setattr("jaxforge.tools.replay.command.account", lambda *_, **__: found)
+    monkeypatch.setattr("jaxforge.tools.replay.replay_steps.account", lambda *_, **__: found)
     arguments = ["--step", str(step), "--check", "--json", str(run / "o.json")]
     arguments += ["--html", str(run / "<o>.html")]
     assert command.main([str(run), *arguments]) == 0

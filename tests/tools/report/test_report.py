@@ -17,8 +17,8 @@ from jaxforge.errors import UserError
 from jaxforge.runs import alike
 from jaxforge.runs import lines as lines_of
 from jaxforge.runs.reading import read_runs
+from jaxforge.telemetry.numbers import duration, exact
 from jaxforge.tools.report.names import NAMES, name_of
-from jaxforge.tools.report.numbers import duration, exact
 from jaxforge.tools.report.thinning import middles, thin
 from tests.conftest import tiny_config
 from tests.helpers import devices_here

@@ -14,11 +14,11 @@ import pytest
 from jaxforge.commands import sweep as sweep
 from jaxforge.config.reading.load import load_config
 from jaxforge.errors import UserError
-from jaxforge.tools.sweep import command
-from jaxforge.tools.sweep.page import page
+from jaxforge.tools.sweep import run_sweep
 from jaxforge.tools.sweep.points import points
 from jaxforge.tools.sweep.results import results, table
 from jaxforge.tools.sweep.runs import Runner
+from jaxforge.tools.sweep.sweep_page import page
 from tests.machine import wait_until
 
 BASE = """
@@ -33,7 +33,8 @@ seq_len = 16
 [checkpoint]
 dir = "{}"
 """
-LOGS = "open(d + '/metrics.jsonl', 'w').write(json.dumps({'step': 8, 'train/loss': 2.0}) + '\\n')"
+LINE = "{'step': 8, 'time': 1e9, 'train/loss': 2.0}"
+LOGS = f"open(d + '/metrics.jsonl', 'w').write(json.dumps({LINE}) + '\\n')"
 WAITS = "open(d + '/waits', 'w'); signal.sigwait({signal.SIGTERM}); sys.exit(75)"
 
 
@@ -46,7 +47,7 @@ def base(tmp_path):
 
 def planned(base, *grid, code=LOGS, settings=()):
     """A sweep whose processes run `code`, which has the run directory as d."""
-    runs = command.planned(points(grid, None), base, settings, 1)
+    runs = run_sweep.planned(points(grid, None), base, settings, 1)
     before = "import json, os, signal, sys; d = sys.argv[1]; "
     before += "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); "
     return [
@@ -129,9 +130,13 @@ def test_the_array_has_a_task_for_each_point(base, capsys, tmp_path):
 
 def finished(one, losses, evaluated=None):
     one.directory.mkdir(parents=True)
-    lines = [{"step": i, "train/loss": x, "train/tokens": 16 * i} for i, x in enumerate(losses, 1)]
+    lines = [
+        {"step": i, "time": 1e9 + i, "train/loss": x, "train/tokens": 16 * i}
+        for i, x in enumerate(losses, 1)
+    ]
     if evaluated is not None:
-        lines += [{"step": 4, "eval/loss": 9.0}, {"step": 8, "eval/loss": evaluated}]
+        values = {4: 9.0, 8: evaluated}
+        lines += [{"step": i, "time": 1e9, "eval/loss": x} for i, x in values.items()]
     one.directory.joinpath("metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"st')
     one.finish()
 
@@ -178,7 +183,7 @@ def test_a_ladder_has_a_law_and_a_page_that_draws_it(base):
 
 def test_the_base_loads_as_its_points_do(base):
     """What a point sets is what it has."""
-    (one,) = command.planned(points(["model.dim=128"], None), base, ["--train.seed=3"], 1)
+    (one,) = run_sweep.planned(points(["model.dim=128"], None), base, ["--train.seed=3"], 1)
     again = load_config(base, one.command[one.command.index("--config") + 2 :])
     assert functools.reduce(getattr, ("model", "dim"), again) == 128
     assert (again.train.seed, again.checkpoint.dir) == (3, str(one.directory))

@@ -1,4 +1,4 @@
-"""What `python -m jaxforge.replay` does and prints."""
+"""Replay of steps: what `jaxforge replay` runs, and the tables that it prints."""
 
 import argparse
 from collections.abc import Iterable, Sequence
@@ -8,23 +8,20 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxforge.cli.running import STDOUT, wide_console, write_json, write_text
-from jaxforge.parallel import host_memory, multihost
 from jaxforge.storage import urls
-from jaxforge.telemetry.console import setup_logging
+from jaxforge.telemetry.console import begin_command
 from jaxforge.tools.replay import compare
 from jaxforge.tools.replay.account import Account, Made, Suspect, account, as_json, replayed
 from jaxforge.tools.replay.against import Way, against
-from jaxforge.tools.replay.page import page
 from jaxforge.tools.replay.past import open_past
+from jaxforge.tools.replay.step_page import page
 
 _SHOWN = 60  # characters of a text in the table
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str], first: int, last: int) -> int:
     """Replays, prints tables, writes JSON; the exit code."""
-    setup_logging(Console(stderr=True))
-    host_memory.keep_freed_memory()
-    multihost.initialize()
+    begin_command()
     if args.against:
         return _against(args, overrides)
     run = urls.path(args.run)
@@ -72,12 +69,8 @@ def _print_steps(console: Console, steps: Iterable[Made]) -> bool:
 
 
 def _compared(one: Made) -> str:
-    if one.difference is None:
-        return "not logged"
-    applied = "" if one.applied else ", update left out"
-    if one.difference == 0:
-        return f"the same{applied}"
-    return f"{one.difference:.1e} apart{applied}"
+    left_out = "" if one.applied or one.logged is None else ", update left out"
+    return f"{one.comparison}{left_out}"
 
 
 def _print(console: Console, found: Account, top: int) -> None:

@@ -16,10 +16,10 @@ from jaxforge.program import Program
 from jaxforge.storage import safe_files, urls
 from jaxforge.telemetry.numbers import human
 from jaxforge.tools.sweep import slurm
-from jaxforge.tools.sweep.page import page
 from jaxforge.tools.sweep.points import Point, points
 from jaxforge.tools.sweep.results import parameters, results, table
 from jaxforge.tools.sweep.runs import PlannedRun, Runner
+from jaxforge.tools.sweep.sweep_page import page
 
 _MOST_TOLD = 10
 
@@ -38,7 +38,9 @@ def run(arguments: Sequence[str], args: argparse.Namespace, settings: Sequence[s
         _write_script(args.slurm, slurm.script(_for_tasks(arguments), len(runs), devices))
         return 0
     if args.point is not None:
-        return Runner().run([_chosen(runs, args.point)])
+        if not 0 <= args.point < len(runs):
+            raise UserError(f"--point {args.point}: points are 0 to {len(runs) - 1}")
+        return Runner().run([runs[args.point]])
     code = 0 if args.results else Runner().run(runs)
     report(runs)
     return code
@@ -110,12 +112,6 @@ def _devices() -> int:
 def _listed(run: PlannedRun) -> str:
     size = human(parameters(run.config.model))
     return f"{run.point.name}  {size} parameters, {run.config.train.max_steps} steps, {run.state}"
-
-
-def _chosen(runs: Sequence[PlannedRun], number: int) -> PlannedRun:
-    if not 0 <= number < len(runs):
-        raise UserError(f"--point {number}: points are 0 to {len(runs) - 1}")
-    return runs[number]
 
 
 def _for_tasks(arguments: Sequence[str]) -> list[str]:

@@ -1,7 +1,4 @@
-"""What a step is made of, as far as it can be named: code, packages, machine, mesh, program, data.
-
-All of it is of the moment and the process that asks.
-"""
+"""Ingredients of a step: code, packages, machine, mesh, program and data, of this process."""
 
 import hashlib
 import os
@@ -21,29 +18,36 @@ from jaxforge.data.corpus.manifest import FILE_NAME, LENGTHS
 from jaxforge.data.dataset import Dataset, Mixture
 from jaxforge.data.tokens import TokenFiles
 from jaxforge.parallel.mesh import data_parallel_size
-from jaxforge.runs import git
 from jaxforge.runs.job_facts import ENVIRONMENT, plugin_sources, source_files, source_hash
+from jaxforge.runs.starts import git_state
 from jaxforge.step.executable import fingerprint
 from jaxforge.storage import urls
 from jaxforge.tools.replay.past import Past
 
-_CHUNK = 1 << 20  # bytes read at a time
 _UNITS = ("avx2", "avx512f", "amx_bf16")  # by which XLA's and its libraries' kernels differ
 
 
-def packages() -> dict[str, str]:
-    """All that is installed, name -> version; not from where, which may have a password in it."""
-    found = {one.name: one.version for one in distributions() if one.name}
-    return dict(sorted(found.items(), key=lambda one: one[0].lower()))
+def ingredients_of(past: Past) -> dict[str, Any]:
+    """Return what the steps of a run are made of here and now, as plain values by name.
+
+    Raises:
+        UserError: the data are not there, or damaged.
+    """
+    installed = {one.name: one.version for one in distributions() if one.name}
+    return {
+        "mesh": dict(past.mesh.shape),
+        "code": _code(past.config),
+        "data": _data(past.config),
+        "machine": _machine(),
+        "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+        # By name and version: from where they are installed may have a password in it.
+        "packages": dict(sorted(installed.items(), key=lambda one: one[0].lower())),
+        "program": _program(past),
+    }
 
 
-def environment() -> dict[str, str]:
-    """Variables that change what is computed."""
-    return {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
-
-
-def machine() -> dict[str, Any]:
-    """What computes here. On CPUs, kernels and the number of threads are in the last digits."""
+def _machine() -> dict[str, Any]:
+    """Return what computes here; a CPU's kernels and threads decide the last digits."""
     device = jax.devices()[0]
     found = {"platform": device.platform, "kind": device.device_kind,
              "devices": jax.device_count(), "processes": jax.process_count()}  # fmt: skip
@@ -53,7 +57,7 @@ def machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Its architecture and widest units."""
+    """Return the architecture of the processor and its widest units."""
     try:
         about = Path("/proc/cpuinfo").read_text()
     except OSError:  # no Linux
@@ -61,29 +65,25 @@ def _processor() -> str:
     return " ".join([platform.machine(), *(unit for unit in _UNITS if f" {unit} " in about)])
 
 
-def code(config: JobConfig) -> dict[str, dict[str, Any]]:
-    """jaxforge, and the modules that `[plugins]` names: hash of their files, and state in git."""
+def _code(config: JobConfig) -> dict[str, dict[str, Any]]:
+    """Return hashes and state in git of jaxforge and of the modules that `[plugins]` names."""
     places = {"jaxforge": Path(jaxforge.__file__).parent, **plugin_sources(config)}
     return {name: _code_at(place) for name, place in places.items()}
 
 
 def _code_at(place: Path) -> dict[str, Any]:
-    return {"sha256": source_hash(place), **git.state(source_files(place)[0])}
+    return {"sha256": source_hash(place), **git_state(source_files(place)[0])}
 
 
-def program(past: Past) -> dict[str, str]:
-    """Hash of the step's StableHLO, for each number of microbatches of an update."""
+def _program(past: Past) -> dict[str, str]:
+    """Return the hash of the step's StableHLO, for each number of microbatches of an update."""
     sizes = {stage.accum for stage in past.config.train.ramp(data_parallel_size(past.mesh)).stages}
     lowered = past.lower_sizes(sizes)
     return {str(n): fingerprint(one) for n, one in sorted(lowered.items())}
 
 
-def data(config: JobConfig) -> dict[str, dict[str, Any]]:
-    """What is trained on, by the name of each source: files with their bytes and hashes.
-
-    Raises:
-        UserError: the data are not there, or damaged.
-    """
+def _data(config: JobConfig) -> dict[str, dict[str, Any]]:
+    """Return what is trained on, by the name of each source: files with their bytes and hashes."""
     found = sources.open_training_data(config)
     named = found.datasets if isinstance(found, Mixture) else {"": found}
     return {name: _of_source(config, dataset) for name, dataset in named.items()}
@@ -100,7 +100,7 @@ def _of_source(config: JobConfig, dataset: Any) -> dict[str, Any]:  # noqa: ANN4
 
 
 def _files(source: TokenFiles) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The shards, and what lies beside them; of those in a bucket, how many bytes of tokens."""
+    """Return shards and the files next to them; of a bucket, the bytes of tokens."""
     if urls.in_bucket(source.directory):
         for one in source.files:
             yield one.path.name, {"bytes": one.offset + one.tokens * one.dtype.itemsize}
@@ -113,15 +113,12 @@ def _files(source: TokenFiles) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _hash_of(path: Path) -> str:
-    total = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            total.update(chunk)
-    return total.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two of the same ingredient, in words."""
+    """Return in words where two values of one ingredient differ."""
     names = dict.fromkeys([*then, *now])
     return [
         f"{name or 'value'}: {_short(then.get(name))} -> {_short(now.get(name))}"
@@ -131,7 +128,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _short(value: object) -> str:
-    """For a line: hashes by their first digits."""
+    """Return a value for a line: hashes by their first digits."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key} {_short(one)}" for key, one in value.items()) + "}"
     text = "none" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""Activations in files: what `python -m jaxforge.activations` does."""
+"""Activations of sequences written to files: what `jaxforge activations` runs."""
 
 import argparse
 import functools
@@ -19,7 +19,7 @@ from jaxforge.inference.evaluation import set_overrides
 from jaxforge.model.transformer import Model, Params
 from jaxforge.parallel import host_memory
 from jaxforge.runs import run_directory
-from jaxforge.step.activations import Activations, Values
+from jaxforge.step.forward_values import Activations, Values
 from jaxforge.step.gradients import Batch
 from jaxforge.storage import urls
 from jaxforge.telemetry.console import setup_logging

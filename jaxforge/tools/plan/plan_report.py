@@ -18,13 +18,13 @@ from jaxforge.config.reading.unresolved import UnresolvedConfig
 from jaxforge.data.epoch import sequences_per_epoch
 from jaxforge.errors import UserError
 from jaxforge.exit_codes import Exit
+from jaxforge.parallel.hardware import CHIPS
 from jaxforge.parallel.mesh import in_words
 from jaxforge.step import executable
 from jaxforge.telemetry.numbers import human
 from jaxforge.tools.plan import search
-from jaxforge.tools.plan.chips import CHIPS
-from jaxforge.tools.plan.page import page
 from jaxforge.tools.plan.plan import Plan, as_json, bubble, by_time, plan
+from jaxforge.tools.plan.plan_page import page
 from jaxforge.tools.plan.topology import Topology
 
 _COLLECTIVES_SHOWN = 8
@@ -238,16 +238,16 @@ def _collectives(made: Plan) -> Iterator[tuple[str, str, str]]:
 def _step(made: Plan, price: float | None) -> Iterator[tuple[str, str, str]]:
     found = made.estimate
     assert found is not None
-    yield "seconds", f"{found.seconds:.3f}", found.made_from
-    busy = found.timeline.busy
-    for kind, seconds in sorted(busy.items(), key=lambda item: -item[1]):
+    yield "seconds", f"{found.seconds:.3f}", found.estimated_from
+    for kind, seconds in sorted(found.seconds_by_kind.items(), key=lambda item: -item[1]):
         yield f"  {kind}", f"{seconds:.3f}", f"{seconds / found.seconds:.0%}"
-    waited = found.timeline.waited
+    waited = found.waited_seconds
     yield "  waiting for collectives", f"{waited:.3f}", f"{waited / found.seconds:.0%}"
-    yield "tokens/s a device", f"{found.tokens_per_second:,.0f}", ""
-    yield "tokens/s", human(found.tokens_per_second * found.devices), ""
+    yield "tokens/s a device", f"{found.tokens_per_second_per_device:,.0f}", ""
+    yield "tokens/s", human(found.tokens_per_second), ""
     peak = CHIPS[made.topology.chip].peak_flops / 1e12
-    yield "MFU", f"{found.mfu:.1%}", f"of {peak:,.0f} TFLOP/s; {found.causal_mfu:.1%} causal"
-    yield "hours to max_steps", f"{found.hours:,.1f}", f"{found.device_hours:,.0f} device hours"
+    yield "MFU", f"{found.mfu:.1%}", f"of {peak:,.0f} TFLOP/s; {found.mfu_causal:.1%} causal"
+    hours = f"{found.device_hours:,.0f} device hours"
+    yield "hours to max_steps", f"{found.hours_to_max_steps:,.1f}", hours
     if price is not None:
         yield "cost", f"{found.device_hours * price:,.0f}", f"at {price:g} a device and hour"

@@ -3,8 +3,6 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
-from importlib import resources
-from string import Template
 from typing import Any
 
 import jax
@@ -15,9 +13,9 @@ from jaxforge.parallel.mesh import in_words
 from jaxforge.parallel.pipeline.drawing import as_svg
 from jaxforge.parallel.pipeline.schedule import SCHEDULES
 from jaxforge.parallel.sharding import param_shardings
+from jaxforge.tools.pages.parts import fact_list, plain_document, table
 from jaxforge.tools.plan.plan import Plan, bubble, by_time
 from jaxforge.tools.plan.timeline import Span
-from jaxforge.tools.report.page import base_style
 
 COLOURS = {
     "products": 0, "attention": 1, "experts": 3, "memory": 2, "other": 7,
@@ -25,6 +23,9 @@ COLOURS = {
     "all-gather": 4, "reduce-scatter": 5, "all-reduce": 3, "all-to-all": 1,
     "collective-permute": 7, "waiting": 5,
 }  # fmt: skip
+_COLLECTIVE = ("kind", "over", "times", "sent", "seconds", "waited", "where")
+_ALTERNATIVE = ("plan", "memory", "tokens/s", "MFU", "waiting")
+_PARAMETER = ("parameter", "shape", "split over", "on a device")
 _WIDTH, _ROW, _LEFT = 1000, 22, 120
 _THINNEST = 0.4  # of the picture's units: what is narrower is drawn with its neighbours
 _LOOPS = 3  # that are drawn inside as well, the longest
@@ -41,21 +42,8 @@ def page(made: Plan, alternatives: Alternatives = ()) -> str:
         alternatives: others on the same machine, the best first.
     """
     title = f"A run on {made.topology}, planned"
-    return Template(_file("page.html")).substitute(
-        title=escape(title),
-        style=base_style() + _file("page.css"),
-        facts="".join(_fact(name, value) for name, value in _facts(made)),
-        notes="".join(_notes(made)),
-        sections="".join(_sections(made, alternatives)),
-    )
-
-
-def _file(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-def _fact(name: str, value: str) -> str:
-    return f"<div><dt>{escape(name)}<dd>{escape(value)}</div>"
+    body = [fact_list(dict(_facts(made))), *_notes(made), *_sections(made, alternatives)]
+    return plain_document(title, "plan.css", "\n".join(body))
 
 
 def _facts(made: Plan) -> Iterator[tuple[str, str]]:
@@ -66,18 +54,18 @@ def _facts(made: Plan) -> Iterator[tuple[str, str]]:
     if made.estimate is not None:
         found = made.estimate
         yield "a step (an estimate)", f"{found.seconds:.3f} s, {found.tokens:,} tokens"
-        yield "tokens/s a device (an estimate)", f"{found.tokens_per_second:,.0f}"
-        yield "MFU (an estimate)", f"{found.mfu:.1%}; {found.causal_mfu:.1%} causal"
+        yield "tokens/s a device (an estimate)", f"{found.tokens_per_second_per_device:,.0f}"
+        yield "MFU (an estimate)", f"{found.mfu:.1%}; {found.mfu_causal:.1%} causal"
         yield (
             "to max_steps (an estimate)",
-            (f"{found.hours:,.1f} hours, {found.device_hours:,.0f} device hours"),
+            (f"{found.hours_to_max_steps:,.1f} hours, {found.device_hours:,.0f} device hours"),
         )
 
 
 def _notes(made: Plan) -> Iterator[str]:
     for kind, lines in (("alarm", made.errors), ("", made.warnings), ("", made.advice)):
         if lines:
-            items = "".join(f"<li>{escape(line)}" for line in lines)
+            items = "".join(f"<li>{escape(line)}</li>" for line in lines)
             yield f'<ul class="{kind}">{items}</ul>'
 
 
@@ -88,13 +76,10 @@ def _sections(made: Plan, alternatives: Alternatives) -> Iterator[str]:
         yield from _time(made)
     if made.timeline is not None and made.timeline.traffic:
         yield "<h2>Collectives <small>of a step, on a device</small></h2>"
-        yield _table(
-            ("kind", "over", "times", "sent", "seconds", "waited", "where"), _collectives(made)
-        )
+        yield table("", _COLLECTIVE, _collectives(made), aligns=True)
     if alternatives:
         yield "<h2>Alternatives <small>estimates</small></h2>"
-        head = ("plan", "memory", "tokens/s", "MFU", "waiting")
-        yield _table(head, map(_alternative, alternatives))
+        yield table("", _ALTERNATIVE, map(_alternative, alternatives), aligns=True)
     if made.step is not None and made.config is not None:
         d, accum = made.config.distributed, made.config.train.grad_accum_steps
         if d.pp > 1:
@@ -102,7 +87,7 @@ def _sections(made: Plan, alternatives: Alternatives) -> Iterator[str]:
             schedule = SCHEDULES[d.pp_schedule](d.pp, accum, d.chunks)
             yield f'<div class="scroll">{as_svg(schedule)}</div>'
         yield "<h2>Parameters <small>what of each a device holds</small></h2>"
-        yield _table(("parameter", "shape", "split over", "on a device"), _parameters(made))
+        yield table("", _PARAMETER, _parameters(made), aligns=True)
 
 
 def _memory(made: Plan) -> Iterator[str]:
@@ -116,9 +101,10 @@ def _memory(made: Plan) -> Iterator[str]:
 
 def _time(made: Plan) -> Iterator[str]:
     assert made.estimate is not None
-    line = made.estimate.timeline
+    assert made.timeline is not None
+    line = made.timeline
     parts = dict(sorted(line.busy.items(), key=lambda item: -item[1])) | {"waiting": line.waited}
-    yield f"<h2>A step <small>an estimate: {escape(made.estimate.made_from)}</small></h2>"
+    yield f"<h2>A step <small>an estimate: {escape(made.estimate.estimated_from)}</small></h2>"
     yield _bar(parts, line.seconds, lambda seconds: f"{seconds:.3f} s")
     yield f'<div class="scroll">{picture("step", line.spans, line.seconds)}</div>'
     loops = {(one.times, round(one.seconds, 6)): one for one in _all(line.spans) if one.inside}
@@ -143,7 +129,7 @@ def _bar(parts: Mapping[str, float], whole: float, shown: Any, limit: float = 0)
     )
     mark = f'<u style="left: {100 * limit / whole:.2f}%"></u>' if limit else ""
     key = "".join(
-        f'<li><i style="--c: {_colour(name)}"></i>{escape(name)}<b>{shown(part)}</b>'
+        f'<li><i style="--c: {_colour(name)}"></i>{escape(name)}<b>{shown(part)}</b></li>'
         for name, part in parts.items()
         if part
     )
@@ -251,17 +237,6 @@ def _parameters(made: Plan) -> Iterator[Sequence[str]]:
 def _names(names: Any, sizes: Mapping[str, int]) -> list[str]:  # noqa: ANN401
     every = (names,) if isinstance(names, str) else names or ()
     return [name for name in every if sizes[name] > 1]
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    cells = "".join(f"<th>{escape(name)}" for name in head)
-    body = "".join("<tr>" + "".join(_cell(i, text) for i, text in enumerate(row)) for row in rows)
-    return f'<div class="scroll"><table><tr>{cells}{body}</table></div>'
-
-
-def _cell(column: int, text: str) -> str:
-    is_number = column and text[:1].isdigit()
-    return f'<td class="n">{escape(text)}' if is_number else f"<td>{escape(text)}"
 
 
 def _gb(n: float) -> str:

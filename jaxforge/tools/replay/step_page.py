@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxforge.telemetry.numbers import exact
+from jaxforge.tools.pages.parts import Pool, Rows, chart, chart_document, curve, fact_list, table
 from jaxforge.tools.replay.account import Account, Suspect
-from jaxforge.tools.report.columns import Pool, encoded
-from jaxforge.tools.report.numbers import exact
-from jaxforge.tools.report.page import document
-from jaxforge.tools.report.tables import Rows, fact_list, table
 
 _ODD = 12  # rows of what differs most
+_ODD_HEAD = ["part", "norm", "its median in the steps around"]
 _TELLING = 5  # documents with their text above the table
 
 
@@ -23,26 +22,22 @@ def page(found: Account, run: str) -> str:
         found: what happened in it.
         run: what the run is called.
     """
-    pool = Pool()
-    charts = list(_charts(found, pool))
-    return document(
-        f"Step {found.made.step:,} of {run}",
-        {"charts": charts, "columns": pool.columns, "runs": []},
-        fact_list(_facts(found)) + _told(found) + _odd(found),
-        table("All documents", _HEAD, _rows(found), sorts=True) if found.suspects else "",
-    )
+    pool, cards = Pool(), "".join(map(_card, found.suspects[:_TELLING]))
+    rows = [[part, norm, f"{ratio:.3g} times"] for part, norm, ratio in found.odd[:_ODD]]
+    above = fact_list(_facts(found))
+    above += f"<h2>Documents that stand out</h2>{cards}" if cards else ""
+    above += table("Layers that stand out", _ODD_HEAD, rows) if rows else ""
+    below = table("All documents", _HEAD, _rows(found), sorts=True) if found.suspects else ""
+    title = f"Step {found.made.step:,} of {run}"
+    return chart_document(title, _charts(found, pool), pool, above, below)
 
 
 def _facts(found: Account) -> Mapping[str, str]:
     made = found.made
-    if made.difference is None:
-        logged = "not logged"
-    else:
-        logged = f"{made.difference:.1e} apart" if made.difference else "the same, bit for bit"
     facts = {
         "loss": exact(made.loss),
         "gradient norm": exact(made.grad_norm),
-        "what was logged": logged,
+        "what was logged": made.comparison.replace("same", "same, bit for bit"),
         "update": "applied" if made.applied else "left out by the guard",
         "documents": f"{len(found.suspects):,}",
     }
@@ -50,12 +45,6 @@ def _facts(found: Account) -> Mapping[str, str]:
         loss, norm = map(exact, found.without_first)
         facts["without the first document"] = f"loss {loss}, gradient norm {norm}"
     return facts
-
-
-def _told(found: Account) -> str:
-    """The documents that stand out most, with their text."""
-    cards = "".join(map(_card, found.suspects[:_TELLING]))
-    return f"<h2>Documents that stand out</h2>{cards}" if cards else ""
 
 
 def _card(one: Suspect) -> str:
@@ -71,12 +60,6 @@ def _card(one: Suspect) -> str:
 def _where(one: Suspect) -> str:
     place = one.document
     return f"{one.name}, row {place.row}, tokens {place.start:,} to {place.end - 1:,}"
-
-
-def _odd(found: Account) -> str:
-    rows = [[part, norm, f"{ratio:.3g} times"] for part, norm, ratio in found.odd[:_ODD]]
-    head = ["part", "norm", "its median in the steps around"]
-    return table("Layers that stand out", head, rows) if rows else ""
 
 
 _HEAD = ["where", "tokens", "loss", "own norm", "norm without", "worst loss", "text"]
@@ -95,19 +78,13 @@ def _charts(found: Account, pool: Pool) -> Iterator[dict[str, Any]]:
     step = found.made.step
     order = sorted(found.norms, key=lambda number: (number == step, number))
     parts = found.norms[step].parts
+    names = [part.removeprefix("layers.").replace("_", " ") for part in parts]
+    axis, places = {"label": "layer", "log": False, "names": names}, np.arange(len(parts))
     for norm in found.norms[step].norms:
         curves = [
-            {"label": f"step {number:,}", "dots": True, "colour": 1 if number == step else 7,
-             **_curve(found.norms[number].norms[norm], pool)}
+            curve(pool, f"step {number:,}", places, found.norms[number].norms[norm],
+                  dots=True, colour=1 if number == step else 7)
             for number in order
         ]  # fmt: skip
-        names = [part.removeprefix("layers.").replace("_", " ") for part in parts]
-        yield {"title": norm[:1].upper() + norm[1:], "unit": "norm", "curves": curves,
-               "group": "Norms by layer",
-               "x": {"label": "layer", "log": False, "names": names}}  # fmt: skip
-
-
-def _curve(values: np.ndarray, pool: Pool) -> dict[str, Any]:
-    known = np.flatnonzero(np.isfinite(values))
-    last = float(values[known[-1]]) if known.size else None
-    return {"x": pool.add(known, "f8"), "y": encoded(values[known], "f8"), "last": last}
+        title = norm[:1].upper() + norm[1:]
+        yield chart(title, "norm", curves, axis, group="Norms by layer")

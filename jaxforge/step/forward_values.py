@@ -1,4 +1,4 @@
-"""What a model computes of a batch on its way, sequence by sequence: on the devices, then here."""
+"""Values of the forward pass of a batch, sequence by sequence: on the devices, then here."""
 
 import functools
 from collections.abc import Iterator, Sequence

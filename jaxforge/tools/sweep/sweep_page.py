@@ -2,14 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from typing import Any
 
 import numpy as np
 
-from jaxforge.tools.report.columns import Pool, encoded
-from jaxforge.tools.report.page import document
-from jaxforge.tools.report.tables import table as html_table
+from jaxforge.tools.pages.parts import Pool, chart, chart_document, curve, paragraphs
+from jaxforge.tools.pages.parts import table as html_table
 from jaxforge.tools.sweep.law import next_size
 from jaxforge.tools.sweep.results import Result, Results, law_in_words, rows
 
@@ -23,11 +21,11 @@ def page(found: Results, title: str) -> str:
     """The page: losses by size with their law, losses by each key that has numbers, all points."""
     head, *body = rows(found)
     pool = Pool()
-    charts = [*_by_size(found, pool), *_by_keys(found, pool)]
-    return document(
+    return chart_document(
         title,
-        {"charts": charts, "columns": pool.columns, "runs": []},
-        "".join(f"<p>{escape(line)}</p>" for line in law_in_words(found)),
+        [*_by_size(found, pool), *_by_keys(found, pool)],
+        pool,
+        paragraphs(law_in_words(found)),
         html_table("Points", list(head), body),
     )
 
@@ -41,9 +39,9 @@ def _by_size(found: Results, pool: Pool) -> Iterator[dict[str, Any]]:
     if found.law is not None:
         sizes = np.geomspace(n[0], next_size(n), _DRAWN)
         curves["law, up to the next size"] = (sizes, [found.law(size) for size in sizes])
-    yield _chart("Loss by size", found.metric, curves, pool, "parameters", log=True) | {
-        "wide": True
-    }
+    drawn = _drawn(curves, pool)
+    axis = {"label": "parameters", "log": True}
+    yield chart("Loss by size", found.metric, drawn, axis, wide=True)
 
 
 def _by_keys(found: Results, pool: Pool) -> Iterator[dict[str, Any]]:
@@ -54,20 +52,16 @@ def _by_keys(found: Results, pool: Pool) -> Iterator[dict[str, Any]]:
         if None in values or len(values) < 2:
             continue
         log = min(value for value in values if value is not None) > 0
-        yield _chart(f"Loss by {key}", found.metric, _curves(points, key), pool, key, log=log)
+        drawn = _drawn(_curves(points, key), pool)
+        yield chart(f"Loss by {key}", found.metric, drawn, {"label": key, "log": log})
 
 
-def _chart(
-    title: str, metric: str, curves: Curves, pool: Pool, along: str, *, log: bool
-) -> dict[str, Any]:
-    """As `drawing.js` takes it; a curve of few points has them as dots."""
-    drawn = [
-        {"label": label, "x": pool.add(np.array(x), "f8"), "y": encoded(np.array(y), "f8"),
-         "dots": len(x) < _DRAWN, "colour": i, "last": float(y[-1])}
+def _drawn(curves: Curves, pool: Pool) -> list[dict[str, Any]]:
+    """Return the curves as `drawing.js` takes them; a curve of few points has dots."""
+    return [
+        curve(pool, label, x, y, dots=len(x) < _DRAWN, colour=i)
         for i, (label, (x, y)) in enumerate(curves.items())
-    ]  # fmt: skip
-    return {"title": title, "unit": metric, "group": "", "curves": drawn,
-            "x": {"label": along, "log": log}}  # fmt: skip
+    ]
 
 
 def _curves(points: Sequence[Result], key: str) -> Curves:

@@ -1,0 +1,131 @@
+"""Chips that JAX runs on, from their makers' data sheets: each number stands here once.
+
+Sources: cloud.google.com/tpu/docs (peak, bandwidth, links; a chip's share of the data-center
+network is that of its pod or host divided by the chips), XLA's messages (memory of TPUs: some of
+what the data sheet says is the runtime's), nvidia.com (peaks are bf16 tensor cores without
+sparsity; NVLink per direction, one 400 Gb/s adapter per GPU as in DGX; memory, cores, caches and
+clocks of GPUs). Nothing here imports JAX.
+"""
+
+import os
+from typing import NamedTuple
+
+_GIB = 1 << 30
+_PREALLOCATED = "0.75"
+"""The part of a GPU's memory that JAX takes, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set."""
+
+SMALLEST_TPU_MEMORY = 16e9
+"""Bytes of a v5e by its data sheet, the smallest TPU in use."""
+
+
+class GpuTarget(NamedTuple):
+    """Properties of a GPU that XLA compiles by.
+
+    Attributes:
+        name: as the driver says it.
+        capability: compute capability.
+        cores: streaming multiprocessors.
+        l2_cache: bytes.
+        clock: GHz.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    cores: int
+    l2_cache: int
+    clock: float
+
+
+class Chip(NamedTuple):
+    """One JAX device: a chip, on TPU7x half a chip.
+
+    Attributes:
+        name: as people call it, and as a topology begins.
+        platform: JAX's.
+        kinds: parts of the `device_kind` of JAX's devices.
+        peak_flops: dense bfloat16 products, FLOP/s.
+        capacity: bytes of memory that a GPU has, or that a program may use of a TPU.
+        bandwidth: of that memory, bytes/s.
+        link: bytes/s that a device sends over one link to a neighbour (TPU), or over all links to
+            the others of its node (GPU); 0: not known, as is the network.
+        network: bytes/s of its share in the data-center network.
+        flops_per_cycle: of a TPU's matrix units; turns the compiler's cycles to seconds.
+        sides: how many a slice of TPUs has, or a cluster of GPUs: nodes and GPUs of each.
+        torus_side: TPU: a side of so many chips, or of a multiple, is closed to a ring.
+        target: of a GPU.
+    """
+
+    name: str
+    platform: str
+    kinds: tuple[str, ...]
+    peak_flops: float
+    capacity: int
+    bandwidth: float = 0
+    link: float = 0
+    network: float = 0
+    flops_per_cycle: int = 0
+    sides: int = 2
+    torus_side: int = 0
+    target: GpuTarget | None = None
+
+    @property
+    def cycles_per_second(self) -> float:
+        """Clock of the matrix units."""
+        return self.peak_flops / self.flops_per_cycle
+
+    @property
+    def memory(self) -> int:
+        """Bytes that a program may use; of a GPU, those that JAX takes."""
+        if self.platform == "tpu":
+            return self.capacity
+        part = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", _PREALLOCATED)
+        return int(float(part) * self.capacity)
+
+
+_CHIPS = (
+    Chip("v4", "tpu", ("TPU v4",), 275e12, int(30.75 * _GIB)),
+    Chip("v5e", "tpu", ("TPU v5 lite", "TPU v5e"), 197e12, int(15.75 * _GIB), 819e9,
+         link=50e9, network=3.125e9, flops_per_cycle=131_072, torus_side=16),
+    Chip("v5p", "tpu", ("TPU v5", "TPU v5p"), 459e12, int(95.74 * _GIB), 2765e9,
+         link=100e9, network=6.25e9, flops_per_cycle=262_144, sides=3, torus_side=4),
+    Chip("v6e", "tpu", ("TPU v6 lite", "TPU v6e"), 918e12, int(31.25 * _GIB), 1640e9,
+         link=100e9, network=12.5e9, flops_per_cycle=524_288, torus_side=16),
+    Chip("h100", "gpu", ("H100",), 989e12, 84_942_979_072, 3_352_320_000_000,
+         link=450e9, network=50e9,
+         target=GpuTarget("NVIDIA H100 80GB HBM3", (9, 0), 132, 52_428_800, 1.98)),
+    Chip("h200", "gpu", ("H200",), 989e12, 151_397_597_184, 4_800_000_000_000,
+         link=450e9, network=50e9,
+         target=GpuTarget("NVIDIA H200 141GB HBM3e", (9, 0), 132, 52_428_800, 1.98)),
+    Chip("b200", "gpu", ("B200",), 2250e12, 191_514_411_008, 7_672_320_000_000,
+         link=900e9, network=50e9,
+         target=GpuTarget("NVIDIA B200", (10, 0), 148, 132_644_864, 1.965)),
+)  # fmt: skip
+
+CHIPS = {chip.name: chip for chip in _CHIPS if chip.link}
+"""Chips whose links are known, by name: a run on them can be planned. Little is known of CPUs."""
+
+_PEAK_TFLOPS = {
+    kind: chip.peak_flops / 1e12 for chip in _CHIPS for kind in chip.kinds
+} | {
+    "GB200": 2500.0, "H200 NVL": 835.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H800": 989.0,
+    "A100": 312.0, "L40S": 362.0,
+    # As in KempnerForge; with sums in float32 these three reach about half.
+    "RTX 4090": 330.0, "RTX 3090": 142.0, "A10G": 125.0,
+    "TPU v4 lite": 138.0, "TPU7x": 1153.5,
+}  # fmt: skip
+"""Part of a device's `device_kind` -> dense bf16 TFLOP/s of one JAX device."""
+
+
+def peak_tflops(device_kind: str) -> float | None:
+    """Return dense bf16 TFLOP/s by the longest name in a device's kind; None if unknown."""
+    names = [name for name in _PEAK_TFLOPS if name in device_kind]
+    return _PEAK_TFLOPS[max(names, key=len)] if names else None
+
+
+def known_memory(device_kind: str) -> int | None:
+    """Return the bytes that a program may use of a device of a kind; None if unknown."""
+    for chip in _CHIPS:
+        names = chip.kinds if chip.target is None else (chip.target.name,)
+        if device_kind in names:
+            return chip.memory
+    return None

@@ -1,0 +1,1 @@
+"""HTML pages that tools write: their parts, style and scripts."""

@@ -1,0 +1,208 @@
+"""Parts of the HTML pages that tools write.
+
+A page loads nothing: style, script and data stand in it.
+"""
+
+import base64
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from importlib import resources
+from string import Template
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+Rows = Iterable[Sequence[str]]
+"""Cells of the rows of a table, as text."""
+
+_LONG_FACT = 40  # characters; a longer text takes two columns
+
+
+def document(
+    title: str, data: Mapping[str, Any], above: str, below: str, *, watch: bool = False
+) -> str:
+    """Return a page of charts.
+
+    Args:
+        title: of the page, as text.
+        data: what `drawing.js` draws.
+        above: HTML before the charts.
+        below: HTML after them.
+        watch: the page asks its server for newer data.
+    """
+    own = _file("drawing.js") + _file("page.js")
+    body = Template(_file("charts.html")).substitute(
+        facts=above,
+        below=below,
+        data=as_json(data),
+        script=_file("vendor/uPlot.iife.min.js") + f"\n(() => {{\n{own}}})();\n",
+    )
+    style = _file("vendor/uPlot.min.css") + _file("page.css")
+    return _framed(title, style, body, "'self'" if watch else "'none'")
+
+
+def chart_document(
+    title: str, charts: Iterable[Mapping[str, Any]], pool: "Pool", above: str, below: str
+) -> str:
+    """Return a page of charts that are not of runs; `charts` are read before `pool`."""
+    data = {"charts": list(charts), "columns": pool.columns, "runs": []}
+    return document(title, data, above, below)
+
+
+def plain_document(title: str, style: str, body: str) -> str:
+    """Return a page without scripts.
+
+    Args:
+        title: of the page, as text.
+        style: name of a CSS file of this package.
+        body: HTML under the title.
+    """
+    return _framed(title, _file(style), f"</header>\n{body}\n", "'none'")
+
+
+def _framed(title: str, style: str, body: str, connect: str) -> str:
+    return Template(_file("page.html")).substitute(
+        title=encodable(escape(title)),
+        style=_file("base.css") + style,
+        body=body,
+        connect=connect,
+    )
+
+
+def _file(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def encodable(text: str) -> str:
+    """Escape lone surrogates, which JSON may have and UTF-8 cannot."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def as_json(data: object) -> str:
+    """Return JSON that may stand inside of HTML: nothing in it can end a script."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def paragraphs(messages: Iterable[str]) -> str:
+    """Return messages as paragraphs."""
+    return encodable("".join(f"<p>{escape(message)}</p>" for message in messages))
+
+
+def fact_list(facts: Mapping[str, str]) -> str:
+    """Return names with their texts as a list of terms."""
+    return f"<dl>{''.join(_fact(*fact) for fact in facts.items())}</dl>"
+
+
+def _fact(name: str, text: str) -> str:
+    wide = " class=long" if len(text) > _LONG_FACT else ""
+    return f"<div{wide}><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>"
+
+
+def details(title: str, body: str) -> str:
+    """Return HTML that a click on its title unfolds."""
+    return f"<details><summary>{escape(title)}</summary>{body}</details>"
+
+
+def table(
+    title: str,
+    head: Sequence[str],
+    rows: Rows,
+    *,
+    runs: Sequence[int] = (),
+    sorts: bool = False,
+    aligns: bool = False,
+) -> str:
+    """Return a table of text.
+
+    Args:
+        title: above it; none if empty.
+        head: names of the columns.
+        rows: as many cells each.
+        runs: which run each row is of: rows have their colours, and a click on a column sorts.
+        sorts: a click on a column sorts, also without runs.
+        aligns: cells that begin with a digit stand on the right.
+    """
+    caption = f"<caption>{escape(title)}</caption>" if title else ""
+    columns = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    body = []
+    for i, (first, *others) in enumerate(rows):
+        run = f' data-run="{runs[i]}"' if runs else ""
+        cells = "".join(
+            f"<td{' class=n' if aligns and text[:1].isdigit() else ''}>{escape(text)}</td>"
+            for text in others
+        )
+        body.append(f'<tr{run}><th scope="row">{escape(first)}</th>{cells}</tr>')
+    return (
+        f'<div class="scroll"><table{" class=runs" if runs or sorts else ""}>{caption}'
+        f"<thead><tr>{columns}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
+    )
+
+
+def encoded(values: np.ndarray, kind: str) -> str:
+    """Return numbers as `drawing.js` reads them: their kind, then little-endian bytes in base64.
+
+    Args:
+        values: [n].
+        kind: "f4", "f8" or "i4".
+    """
+    data = np.ascontiguousarray(values, f"<{kind}").tobytes()
+    return f"{kind}:{base64.b64encode(data).decode()}"
+
+
+class Pool:
+    """Columns that several curves share, each stored once."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, int] = {}
+
+    def add(self, values: np.ndarray, kind: str) -> int:
+        """Return the index of a column among `columns`; args as of `encoded`."""
+        return self._places.setdefault(encoded(values, kind), len(self._places))
+
+    @property
+    def columns(self) -> list[str]:
+        """All columns, encoded."""
+        return list(self._places)
+
+
+def curve(
+    pool: Pool, label: str, x: ArrayLike, y: ArrayLike, *, dots: bool, colour: int
+) -> dict[str, Any]:
+    """Return a curve as `drawing.js` takes it; points that are not finite are left out.
+
+    Args:
+        pool: takes the column of x.
+        label: in the legend.
+        x: [n].
+        y: [n].
+        dots: points are drawn as dots.
+        colour: number of a colour of the style.
+    """
+    points = np.array([x, y], float)
+    along, values = points[:, np.isfinite(points[1])]
+    return {"label": label, "x": pool.add(along, "f8"), "y": encoded(values, "f8"), "dots": dots,
+            "colour": colour, "last": float(values[-1]) if values.size else None}  # fmt: skip
+
+
+def chart(
+    title: str,
+    unit: str,
+    curves: Sequence[Mapping[str, Any]],
+    axis: Mapping[str, Any],
+    *,
+    group: str = "",
+    wide: bool = False,
+) -> dict[str, Any]:
+    """Return a chart as `drawing.js` takes it.
+
+    Args:
+        title: above the chart.
+        unit: of the values.
+        curves: as of `curve`.
+        axis: the horizontal axis: `label`; `log`, whether it is logarithmic; `names` of its places.
+        group: heading of the charts that belong together.
+        wide: the chart takes the width of the page.
+    """
+    return {"title": title, "unit": unit, "group": group, "wide": wide, "curves": curves, "x": axis}

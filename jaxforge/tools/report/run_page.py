@@ -1,0 +1,55 @@
+"""The page: its charts, the facts above them and the tables below."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxforge.runs.reading import Run
+from jaxforge.tools.pages.parts import Pool, document, encodable, paragraphs
+from jaxforge.tools.report import charts, tables
+from jaxforge.tools.report.heat_map import bands, heat_maps
+from jaxforge.tools.report.names import AXES
+
+
+def page(runs: Sequence[Run], axis: str) -> str:
+    """The page as one HTML document that loads nothing.
+
+    Args:
+        runs: one, or several to lay over each other.
+        axis: a key of `AXES`.
+    """
+    known = parts(runs)
+    title = title_of([run.name for run in runs])
+    return document(title, {**known["data"], "axis": axis}, known["facts"], known["below"])
+
+
+def title_of(names: Sequence[str]) -> str:
+    """Of a page of runs."""
+    return ", ".join(names) if len(names) < 4 else f"{len(names)} runs"
+
+
+def parts(runs: Sequence[Run]) -> dict[str, Any]:
+    """What changes while runs go on: HTML, and the data of the charts."""
+    pool = Pool()
+    with np.errstate(over="ignore", invalid="ignore"):  # of values that float32 does not have
+        drawn, maps = charts.charts(runs, pool), heat_maps(runs, pool)
+        data = {
+            "axes": AXES,
+            "runs": [
+                {"name": run.name, "along": charts.along(run), "resumes": run.resumes,
+                 "skips": charts.skips(run)}
+                for run in runs
+            ],
+            "charts": drawn,
+            "maps": maps,
+            "bands": bands() if maps else [],
+            "columns": pool.columns,
+        }  # fmt: skip
+        above, below = tables.facts(runs), tables.below(runs)
+    messages = [message for run in runs for message in run.omissions]
+    return {
+        "facts": encodable(above) + paragraphs(messages),
+        "below": encodable(below),
+        "data": data,
+    }
