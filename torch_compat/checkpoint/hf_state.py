@@ -14,7 +14,6 @@ from jaxforge.errors import UserError
 from jaxforge.storage.untrusted_json import load_object
 from torch_compat.checkpoint import untrained
 from torch_compat.checkpoint.dcp_state import Options
-from torch_compat.checkpoint.fits import UNSEEN, matters
 from torch_compat.checkpoint.hf_config import (
     CONFIG,
     DEQUANTIZED,
@@ -26,6 +25,7 @@ from torch_compat.checkpoint.hf_config import (
 )
 from torch_compat.checkpoint.name_maps import name_map
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
+from torch_compat.checkpoint.validation import UNSEEN, matters
 from torch_compat.families import FAMILIES
 from torch_compat.formats import safetensors
 from torch_compat.formats.files import Directory, sync
@@ -38,7 +38,9 @@ _SETTINGS = "tokenizer_config.json"
 _TOKENIZER = ("tokenizer.json", _SETTINGS, "special_tokens_map.json",
               "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")  # fmt: skip
 _GENERATION = "generation_config.json"
-_IMPORTED = "huggingface"
+TOKENIZER = "tokenizer"
+"""Directory of a run that holds its tokenizer."""
+IMPORTED = "huggingface"
 """Directory of a run that holds the JSON files that it was imported with."""
 _MXFP4 = ("_blocks", "_scales")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
@@ -131,7 +133,7 @@ def keep_documents(directory: Directory, target: Path) -> None:
         directory: the checkpoint.
         target: the run directory.
     """
-    kept = target / _IMPORTED
+    kept = target / IMPORTED
     kept.mkdir(exist_ok=True)
     for name in (CONFIG, _GENERATION):
         if directory.has(name):
@@ -144,11 +146,23 @@ def imported(run: Path) -> Imported | None:
     Raises:
         UserError: a file is not a JSON object.
     """
-    config, generation = (run / _IMPORTED / name for name in (CONFIG, _GENERATION))
+    config, generation = (run / IMPORTED / name for name in (CONFIG, _GENERATION))
     if not config.is_file():
         return None
     found = load_object(generation.read_bytes(), str(generation)) if generation.is_file() else None
     return Imported(load_object(config.read_bytes(), str(config)), found)
+
+
+def documents(directory: Directory) -> Imported:
+    """Return the JSON files of a checkpoint.
+
+    Raises:
+        UserError: a file is not a JSON object.
+    """
+    where = f"{directory}/{_GENERATION}"
+    has_generation = directory.has(_GENERATION)
+    generation = load_object(directory.read(_GENERATION), where) if has_generation else None
+    return Imported(_config(directory), generation)
 
 
 def _ids(given: object) -> tuple[int, ...]:

@@ -23,10 +23,10 @@ from jaxforge.config.trust import Decision, never
 from jaxforge.errors import StorageError, UserError
 from jaxforge.storage import urls
 from jaxforge.storage.untrusted_json import DOCUMENT, load_object
-from torch_compat.checkpoint.compare import check_written
 from torch_compat.checkpoint.eight_bit import check_wide, unpacked
 from torch_compat.checkpoint.stacking import Stacking
 from torch_compat.checkpoint.state import AbstractTarget, CheckpointState
+from torch_compat.checkpoint.validation import check_written
 from torch_compat.formats import limits, ocdbt, ocdbt_writer
 from torch_compat.formats.files import writing
 from torch_compat.formats.lazy import Index, LazyTensor, blocks, extent, of_array, whole

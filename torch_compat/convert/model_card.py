@@ -67,7 +67,7 @@ def model_card(
     progress: Progress | None,
     parameters: int,
     model_type: str,
-    logged: Logged,
+    logged: Logged | None,
     *,
     has_tokenizer: bool,
 ) -> str:
@@ -79,7 +79,8 @@ def model_card(
         progress: where it stands; None where it does not say.
         parameters: how many there are.
         model_type: Hugging Face's word for the family.
-        logged: what the run has logged.
+        logged: what the run has logged; None where the config does not say how the model was
+            trained.
         has_tokenizer: whether a tokenizer lies beside the card.
     """
     m = config.model
@@ -98,9 +99,9 @@ def model_card(
             "vocabulary": m.vocab_size,
             "context": m.max_seq_len,
         }),
-        "Data": "\n".join(_data(config)),
-        "Training": _table(_training(config, progress, logged.train)),
-        "Evaluation": _evaluation(logged),
+        "Data": "\n".join(_data(config)) if logged else "",
+        "Training": _table(_training(config, progress, logged.train)) if logged else "",
+        "Evaluation": _evaluation(logged) if logged else "",
         "Versions": _table({
             "jaxforge": version("jaxforge"),
             "jax": version("jax"),
@@ -108,7 +109,8 @@ def model_card(
         }) + "\n\nThese are of the export.",
     }  # fmt: skip
     body = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections.items() if text)
-    about = f"A decoder language model with {size} parameters{trained}, made with jaxforge."
+    how = "made" if logged else "converted"
+    about = f"A decoder language model with {size} parameters{trained}, {how} with jaxforge."
     return f"{_front_matter(config, model_type)}\n# {_plain(name)}\n\n{about}\n\n{body}\n"
 
 
