@@ -17,9 +17,12 @@ from torch_compat.checkpoint.stacking import Stacking
 
 
 def declared(config: JobConfig) -> tuple[Model, TrainState]:
-    """The model, and shapes and dtypes of all arrays; nothing is allocated."""
-    model = _model(config)
-    optimizer = build_optimizer(config, model.axes)
+    """Return the model, and shapes and dtypes of all arrays; nothing is allocated.
+
+    Compensations of rounding are left out: no other framework has them, and runs begin with zeros.
+    """
+    model, train = _model(config), config.train.model_copy(update={"param_rounding": "nearest"})
+    optimizer = build_optimizer(config.model_copy(update={"train": train}), model.axes)
     return model, state_shapes(model, optimizer)
 
 
